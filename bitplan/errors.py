@@ -1,0 +1,36 @@
+"""Every error bitplan raises on purpose, so that callers can catch one base class.
+
+A message is one line that says what was expected, what came, where, and the next step.
+The command line prints it as it is and exits 2.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+
+class BitplanError(Exception):
+    """Base of all errors that bitplan raises on purpose."""
+
+
+class FormatError(BitplanError, ValueError):
+    """A number format that does not exist, or cannot hold the tensor it was given."""
+
+
+class NonFiniteError(FormatError):
+    """NaN or infinity where a number was needed."""
+
+
+class FileFormatError(BitplanError, ValueError):
+    """A file that is truncated, lies about itself, or is not what its name says."""
+
+
+class StoreError(BitplanError, RuntimeError):
+    """A WeightStore or model asked for something its state does not allow."""
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """A hint for an unknown name: the closest known ones, or nothing."""
+    close = difflib.get_close_matches(name, list(known), n=3, cutoff=0.5)
+    return f"; did you mean {' or '.join(map(repr, close))}?" if close else ""

@@ -1,0 +1,158 @@
+"""Choosing scales: a rule applied to every block of a matrix, tile by tile.
+
+What comes out are the scales *wanted*, one per block of the grid; `Format.quantize` stores them.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from bitplan.errors import FormatError
+from bitplan.formats.format import Format
+from bitplan.formats.scales import BasedScales, ScaleRule, flush_small
+from bitplan.formats.tiles import tile_of_grid, tiles, to_blocks
+
+
+def choose_scales(
+    fmt: Format,
+    matrix: Tensor,
+    rule: ScaleRule,
+    percentile: float,
+    importance: Tensor | None,
+    scale: float | Tensor | None,
+    base: float | None,
+) -> tuple[Tensor, Tensor | None]:
+    """Scales wanted [down, across], and the base factor if the format has one."""
+    if scale is not None:
+        wanted = _explicit(fmt, matrix, scale)
+    else:
+        wanted = fmt.scale_for(_limits(fmt, matrix, "absmax" if rule == "mse" else rule, percentile))
+    base_part = None
+    if isinstance(fmt.scales, BasedScales):
+        largest = wanted.amax() if wanted.numel() else wanted.new_zeros(())
+        base_part = fmt.scales.base_for(largest) if base is None else wanted.new_tensor(base)
+    if rule == "mse" and scale is None:
+        wanted = _search(fmt, matrix, wanted, base_part, importance)
+    return wanted, base_part
+
+
+def choose_affine(
+    fmt: Format,
+    matrix: Tensor,
+    rule: ScaleRule,
+    percentile: float,
+    importance: Tensor | None,
+    scale: float | Tensor | None,
+    zero_point: int | None,
+) -> tuple[Tensor, Tensor]:
+    """Scale [1, 1] and zero point () of an unsigned format: the range of x, widened to hold zero."""
+    assert fmt.element is not None
+    top = fmt.element.limit
+    low, high = _range(fmt, matrix, rule, percentile, importance)
+    if scale is not None:
+        step = _explicit(fmt, matrix, scale).reshape(())
+    elif zero_point is None:
+        step = flush_small((high - low) / top)
+    else:
+        above = high / (top - zero_point) if zero_point < top else high * 0
+        below = -low / zero_point if zero_point > 0 else low * 0
+        step = flush_small(torch.maximum(above, below))
+    if zero_point is None:
+        code = torch.where(step > 0, -low / step, 0.0).round()
+    else:
+        code = torch.tensor(float(zero_point), dtype=fmt.work, device=matrix.device)
+    return step.reshape(1, 1), fmt.element.round(code)
+
+
+def _range(
+    fmt: Format, matrix: Tensor, rule: ScaleRule, percentile: float, importance: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    if not matrix.numel():
+        zero = torch.zeros((), dtype=fmt.work, device=matrix.device)
+        return zero, zero.clone()
+    low, high = (bound.to(fmt.work) for bound in torch.aminmax(matrix))
+    low, high = low.clamp(max=0.0), high.clamp(min=0.0)
+    if rule == "absmax":
+        return low, high
+    if rule == "mse":
+        return _search_range(fmt, matrix, low, high, importance)
+    limit = _limits(fmt, matrix, rule, percentile).reshape(())
+    return torch.maximum(low, -limit), torch.minimum(high, limit)
+
+
+def _limits(fmt: Format, matrix: Tensor, rule: ScaleRule, percentile: float) -> Tensor:
+    if fmt.block.is_tensor:  # one block, longer than a tile: reduce it in one go
+        return fmt.limits(matrix, rule, percentile).to(fmt.work).reshape(1, 1)
+    limits = torch.zeros(fmt.grid(tuple(matrix.shape)), dtype=fmt.work, device=matrix.device)
+    for tile in tiles(fmt, *matrix.shape):
+        found = fmt.limits(to_blocks(fmt, matrix[tile].to(fmt.work)), rule, percentile)
+        tile_of_grid(fmt, limits, tile).view(-1).copy_(found)
+    return limits
+
+
+def _search(fmt: Format, matrix: Tensor, wanted: Tensor, base: Tensor | None, importance: Tensor | None) -> Tensor:
+    """For each block, the multiple of its absmax scale with the least (weighted) squared error."""
+    best_error = torch.full(wanted.shape, torch.inf, dtype=torch.float64, device=wanted.device)
+    best = wanted.clone()
+    for multiple in fmt.mse_multiples:
+        candidate = wanted * multiple
+        error = _squared_error(fmt, matrix, candidate, base, None, importance)
+        better = error < best_error
+        best_error = torch.where(better, error, best_error)
+        best = torch.where(better, candidate, best)
+    return best
+
+
+def _search_range(
+    fmt: Format, matrix: Tensor, low: Tensor, high: Tensor, importance: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    assert fmt.element is not None
+    best_error, best = torch.inf, (low, high)
+    for multiple in fmt.mse_multiples:
+        step = flush_small((high - low) * multiple / fmt.element.limit)
+        zero = fmt.element.round(torch.where(step > 0, -low * multiple / step, 0.0).round())
+        error = float(_squared_error(fmt, matrix, step.reshape(1, 1), None, zero, importance))
+        if error < best_error:
+            best_error, best = error, (low * multiple, high * multiple)
+    return best
+
+
+def _squared_error(
+    fmt: Format,
+    matrix: Tensor,
+    wanted: Tensor,
+    base: Tensor | None,
+    zero_point: Tensor | None,
+    importance: Tensor | None,
+) -> Tensor:
+    """Per block [down, across]: the squared error if these scales were used."""
+    assert fmt.scales is not None
+    errors = torch.zeros(wanted.shape, dtype=torch.float64, device=wanted.device)
+    for tile in tiles(fmt, *matrix.shape):
+        blocks = to_blocks(fmt, matrix[tile].to(fmt.work))
+        codes, stored = fmt.quantize(blocks, tile_of_grid(fmt, wanted, tile).reshape(-1), base, zero_point)
+        values = fmt.dequantize(codes, fmt.scales.load(stored, base), zero_point)
+        squared = (values - blocks).double().square()
+        if importance is not None:
+            squared *= to_blocks(fmt, _columns(importance, tile[1], matrix[tile]))
+        tile_of_grid(fmt, errors, tile).view(-1).add_(squared.sum(dim=-1))
+    return errors
+
+
+def _columns(importance: Tensor, cols_at: slice, piece: Tensor) -> Tensor:
+    """The weight of every number of a tile; where rows are flattened, columns repeat."""
+    places = torch.arange(cols_at.start, cols_at.stop, device=piece.device) % importance.numel()
+    return importance.to(piece.device).double()[places].expand(piece.shape)
+
+
+def _explicit(fmt: Format, matrix: Tensor, scale: float | Tensor) -> Tensor:
+    down, across = fmt.grid(tuple(matrix.shape))
+    given = torch.as_tensor(scale, dtype=fmt.work, device=matrix.device)
+    if given.numel() not in (1, down * across):
+        raise FormatError(
+            f"{fmt.name}: `scale` must be one number or one per block ({down * across}), got {given.numel()}"
+        )
+    if not bool(torch.isfinite(given).all()) or bool((given <= 0).any()):
+        raise FormatError(f"{fmt.name}: `scale` must be finite and above zero")
+    return given.expand(down, across).clone() if given.numel() == 1 else given.reshape(down, across)

@@ -1,0 +1,182 @@
+"""encode and decode: the definition of every format, in plain torch.
+
+Slow and clear; `bitplan.kernels` holds the fast twins, which are checked against this bit for bit.
+Work goes tile by tile, so that a large tensor costs its own output and a few megabytes more.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from bitplan.errors import FormatError, NonFiniteError
+from bitplan.formats.choose import choose_affine, choose_scales
+from bitplan.formats.format import Encoded, Format
+from bitplan.formats.registry import get_format
+from bitplan.formats.scales import SCALE_RULES, ScaleRule
+from bitplan.formats.tiles import from_blocks, tile_of_grid, tiles, to_blocks
+
+NonFinite = Literal["error", "replace"]
+
+
+def encode(
+    x: Tensor,
+    fmt: Format | str,
+    *,
+    scale_rule: ScaleRule | None = None,
+    percentile: float = 99.9,
+    importance: Tensor | None = None,
+    scale: float | Tensor | None = None,
+    zero_point: int | None = None,
+    base: float | None = None,
+    pad: Literal["zero"] | None = None,
+    nonfinite: NonFinite = "error",
+    name: str = "tensor",
+) -> Encoded:
+    """Hold a float tensor in a format.
+
+    scale_rule  how each block's scale is chosen: absmax, absmean, percentile or mse; see `scales`
+    percentile  the quantile of |x| that `percentile` clips at
+    importance  for `mse`: a weight per column (mean squared activation, say)
+    scale       use this scale and no rule; a number, or a tensor with one scale per block
+    zero_point  for unsigned formats: the code that stands for 0.0, instead of the one the range gives
+    base        for formats whose scales share a base factor: that factor
+    pad         "zero" fills the last block of a row that is not whole; decode drops the filling
+    nonfinite   "error", or "replace": NaN by 0, infinities by the largest finite magnitude
+    name        what errors call the tensor
+    """
+    fmt = get_format(fmt)
+    if not x.is_floating_point():
+        raise FormatError(f"{name}: encode takes a float tensor, got {x.dtype}; cast it first if these are weights")
+    shape = tuple(x.shape)
+    if fmt.is_cast:
+        return Encoded(fmt, shape, x.detach().to(fmt.storage).contiguous())
+    rule = check_options(fmt, scale_rule, importance, zero_point, base, shape, name)
+    check_whole_blocks(fmt, shape, pad, name)
+    matrix = finite(x.detach(), nonfinite, name).reshape(fmt.matrix_shape(shape))
+    zero = base_part = None
+    if fmt.zero_point:
+        wanted, zero = choose_affine(fmt, matrix, rule, percentile, importance, scale, zero_point)
+    else:
+        wanted, base_part = choose_scales(fmt, matrix, rule, percentile, importance, scale, base)
+    return encode_with_scales(fmt, shape, matrix, wanted, base_part, zero)
+
+
+def encode_with_scales(
+    fmt: Format, shape: tuple[int, ...], matrix: Tensor, wanted: Tensor, base: Tensor | None, zero: Tensor | None
+) -> Encoded:
+    """Quantize a matrix against scales already chosen, one per block of the grid."""
+    assert fmt.scales is not None
+    parts = fmt.part_shapes(shape)
+    rows, cols = matrix.shape
+    data = torch.empty((rows, fmt.data_cols(cols)), dtype=fmt.storage, device=matrix.device)
+    stored = torch.empty(wanted.shape, dtype=fmt.scales.dtype, device=matrix.device)
+    if not matrix.numel():  # no tile will come by, but an empty tensor still has its scale
+        stored.copy_(fmt.scales.store(wanted, base))
+    for tile in tiles(fmt, rows, cols):
+        blocks = to_blocks(fmt, matrix[tile].to(fmt.work))
+        codes, kept = fmt.quantize(blocks, tile_of_grid(fmt, wanted, tile).reshape(-1), base, zero)
+        tile_of_grid(fmt, stored, tile).view(-1).copy_(kept)
+        height = matrix[tile].shape[0]
+        if fmt.packing is None:
+            done = from_blocks(fmt, codes, height, fmt.padded_cols(matrix[tile].shape[1]))
+            first = tile[1].start
+        else:
+            done = fmt.packing.pack(codes).reshape(height, -1)
+            first = tile[1].start // fmt.packing.per_byte
+        data[tile[0], first : first + done.shape[1]] = done
+    return Encoded(fmt, shape, data.reshape(parts["data"][1]), stored.reshape(parts["scales"][1]), base, zero)
+
+
+def decode(encoded: Encoded, dtype: torch.dtype = torch.float32) -> Tensor:
+    """The numbers an Encoded stands for, as `dtype`, on the device where it lies."""
+    fmt = encoded.fmt
+    if fmt.is_cast:
+        return encoded.data.to(dtype, copy=True)
+    assert encoded.scales is not None
+    assert fmt.scales is not None
+    rows, cols = fmt.matrix_shape(encoded.shape)
+    out = torch.empty((rows, cols), dtype=dtype, device=encoded.device)
+    scales = fmt.scales.load(encoded.scales, encoded.base).reshape(fmt.grid(encoded.shape))
+    data = encoded.data.reshape(rows, fmt.data_cols(cols))
+    for tile in tiles(fmt, rows, cols):
+        height, width = out[tile].shape
+        blocks = _codes_of_tile(fmt, data, tile, width)
+        values = fmt.dequantize(blocks, tile_of_grid(fmt, scales, tile).reshape(-1), encoded.zero_point)
+        out[tile] = from_blocks(fmt, values, height, width).to(dtype)
+    return out.reshape(encoded.shape)
+
+
+def _codes_of_tile(fmt: Format, data: Tensor, tile: tuple[slice, slice], width: int) -> Tensor:
+    rows_at, cols_at = tile
+    if fmt.packing is None:
+        padded = fmt.padded_cols(width)
+        return to_blocks(fmt, data[rows_at, cols_at.start : cols_at.start + padded])
+    first = cols_at.start // fmt.packing.per_byte
+    packed = data[rows_at, first : first + fmt.data_cols(width)]
+    per_block = fmt.block.cols or width
+    return fmt.packing.unpack(packed.reshape(-1, fmt.packing.packed_length(per_block)), per_block)
+
+
+def check_options(
+    fmt: Format,
+    rule: str | None,
+    importance: Tensor | None,
+    zero_point: int | None,
+    base: float | None,
+    shape: tuple[int, ...],
+    name: str,
+) -> ScaleRule:
+    """Refuse an option that the format would ignore, and settle the rule."""
+    known = dict.fromkeys(SCALE_RULES)
+    chosen = next((r for r in fmt.rules if r == (rule or fmt.default_rule)), None)
+    if chosen is None:
+        why = "it has no best multiple of mean |x|" if rule in known else f"rules are {', '.join(SCALE_RULES)}"
+        raise FormatError(f"{name}: {fmt.name} has no scale rule {rule!r} ({why}); use one of {', '.join(fmt.rules)}")
+    if importance is not None and chosen != "mse":
+        raise FormatError(f"{name}: `importance` weighs the search of scale_rule='mse', not {chosen!r}")
+    columns = {math.prod(shape[-1:]), math.prod(shape[1:])}  # of the matrix, or of a convolution seen as one
+    if importance is not None and importance.numel() not in columns:
+        wanted = " or ".join(map(str, sorted(columns)))
+        raise FormatError(f"{name}: `importance` needs one weight per column ({wanted}), got {importance.numel()}")
+    if zero_point is not None and not fmt.zero_point:
+        raise FormatError(f"{name}: {fmt.name} is signed and has no zero point")
+    if zero_point is not None and fmt.element is not None and not 0 <= zero_point <= fmt.element.limit:
+        raise FormatError(f"{name}: a zero point of {fmt.name} lies in 0..{fmt.element.limit:.0f}, got {zero_point}")
+    if base is not None and not (fmt.scales and fmt.scales.needs_base):
+        raise FormatError(f"{name}: the scales of {fmt.name} have no base factor")
+    if base is not None and not 0 < base < float("inf"):
+        raise FormatError(f"{name}: `base` must be finite and above zero, got {base}")
+    return chosen
+
+
+def check_whole_blocks(fmt: Format, shape: tuple[int, ...], pad: str | None, name: str) -> None:
+    cols = fmt.matrix_shape(shape)[1]
+    if pad not in (None, "zero"):
+        raise FormatError(f"{name}: the only padding is pad='zero', got {pad!r}")
+    if pad is None and fmt.padded_cols(cols) != cols:
+        raise FormatError(
+            f"{name}: {fmt.name} has blocks of {fmt.block.cols} along the last axis, and {cols} of shape {shape} is not "
+            f"a multiple; pad='zero' (--pad zero) fills it to {fmt.padded_cols(cols)}, or choose a row format such as int8_row"
+        )
+
+
+def finite(x: Tensor, nonfinite: NonFinite, name: str) -> Tensor:
+    """x itself when every number is finite; else an error that counts, or the replacement asked for."""
+    if not x.numel():
+        return x
+    low, high = torch.aminmax(x)
+    if bool(torch.isfinite(low)) and bool(torch.isfinite(high)):
+        return x
+    if nonfinite == "replace":
+        clean = x.nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)
+        largest = float(clean.abs().amax())
+        return x.nan_to_num(nan=0.0, posinf=largest, neginf=-largest)
+    bad_nan, bad_inf = int(x.isnan().sum()), int(x.isinf().sum())
+    raise NonFiniteError(
+        f"{name}: {bad_nan} NaN and {bad_inf} infinite of {x.numel()} numbers; mend the weights, "
+        "or pass nonfinite='replace' (--nonfinite replace) for NaN -> 0, inf -> the largest finite magnitude"
+    )

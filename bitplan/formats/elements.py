@@ -1,0 +1,159 @@
+"""Elements: the small sets of numbers that a code can name.
+
+An element knows nothing of scales, blocks or packing. It rounds numbers that are already
+scaled to codes (one code per number: int8, uint8, a torch float8, or a wider integer) and gives
+the number each code stands for. Rounding is to nearest, ties to even, and out-of-range numbers
+saturate, unless the class says otherwise. Sources: OCP Microscaling v1.0 (E2M1, E4M3, E8M0),
+OCP FP8, the quantization seed (ternary, binary).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+# The eight magnitudes of E2M1 in code order; codes 8..15 are the same with the sign bit set.
+E2M1_MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+# Midpoints between neighbours. A tie goes to the even code: up where the upper code is even.
+_E2M1_MIDPOINTS = ((0.25, False), (0.75, True), (1.25, False), (1.75, True), (2.5, False), (3.5, True), (5.0, False))
+
+
+@dataclass(frozen=True)
+class Element:
+    """One code's worth of number: `bits` wide, codes held in `codes`, largest magnitude `limit`.
+
+    A number outside (`clip_low`, `clip_high`) is one that saturation changed: rounding alone
+    would have left the range. `gauss` is the clipping limit, in units of mean |x|, that minimises the squared
+    error of Gaussian numbers; None where clipping never helps.
+    """
+
+    name: str
+    bits: int
+    codes: torch.dtype
+    limit: float
+    clip_low: float
+    clip_high: float
+    gauss: float | None = None
+
+    def round(self, scaled: Tensor) -> Tensor:
+        raise NotImplementedError
+
+    def value(self, codes: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
+        raise NotImplementedError
+
+
+@dataclass(frozen=True)
+class IntegerElement(Element):
+    """Whole numbers `low`..`high`."""
+
+    low: int = 0
+    high: int = 0
+
+    def round(self, scaled: Tensor) -> Tensor:
+        return exact_integers(scaled.round(), self.low, self.high, self.codes)
+
+    def value(self, codes: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
+        return integers_as_floats(codes, dtype)
+
+
+class HalfAwayElement(IntegerElement):
+    """Whole numbers with ties away from zero, as C's roundf and Go's math.Round."""
+
+    def round(self, scaled: Tensor) -> Tensor:
+        whole = scaled.trunc()
+        ties_out = whole + (scaled - whole).abs().ge(0.5) * scaled.sign()
+        return exact_integers(ties_out, self.low, self.high, self.codes)
+
+
+class BinaryElement(Element):
+    """+1 (code 1) for numbers above zero, else -1 (code 0), as the seed has it: zero becomes -1."""
+
+    def round(self, scaled: Tensor) -> Tensor:
+        return (scaled > 0).to(torch.uint8)
+
+    def value(self, codes: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
+        return codes.to(dtype) * 2 - 1
+
+
+class E2M1Element(Element):
+    """4-bit float: sign, 2 exponent bits, 1 mantissa bit; no NaN, no infinity; -0 is code 8."""
+
+    def round(self, scaled: Tensor) -> Tensor:
+        magnitude = scaled.abs()
+        code = torch.signbit(scaled).to(torch.uint8) << 3
+        for midpoint, tie_goes_up in _E2M1_MIDPOINTS:
+            code += (magnitude >= midpoint) if tie_goes_up else (magnitude > midpoint)
+        return code
+
+    def value(self, codes: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
+        table = torch.tensor(E2M1_MAGNITUDES + tuple(-v for v in E2M1_MAGNITUDES), dtype=dtype, device=codes.device)
+        return table[codes.int()]
+
+
+class TorchFloat8Element(Element):
+    """An 8-bit float that torch casts to, with finite saturation made explicit.
+
+    torch 2.11 turns an out-of-range e4m3 into NaN and 2.13 saturates it; clamping first gives one answer.
+    """
+
+    def round(self, scaled: Tensor) -> Tensor:
+        return scaled.clamp(-self.limit, self.limit).to(self.codes)
+
+    def value(self, codes: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
+        return codes.to(dtype)
+
+
+def exact_integers(whole: Tensor, low: int, high: int, dtype: torch.dtype) -> Tensor:
+    """Cast whole floats to integers, saturating at `low` and `high` even where a float cannot hold them."""
+    if dtype == torch.uint64:  # torch casts doubles through int64: shift the upper half there and back
+        upper = whole >= 2.0**63
+        shifted = torch.where(upper, whole - 2.0**64, whole.clamp(min=0.0)).clamp(-(2.0**63), 2.0**63 - 1024)
+        codes = torch.where(whole >= 2.0**64, -1, shifted.to(torch.int64))
+        return codes.view(torch.uint64)
+    if dtype == torch.int64:
+        codes = whole.clamp(-(2.0**63), 2.0**63 - 1024).to(torch.int64)
+        return torch.where(whole >= 2.0**63, high, codes)
+    return whole.to(torch.float64 if high > 2**24 else whole.dtype).clamp(low, high).to(_cast_through(dtype)).to(dtype)
+
+
+def integers_as_floats(codes: Tensor, dtype: torch.dtype) -> Tensor:
+    """Integers as floats, each rounded once; unsigned 64-bit through two signed halves."""
+    if codes.dtype == torch.uint64:
+        signed = codes.view(torch.int64)
+        low, high = (signed & 0xFFFFFFFF).to(torch.float64), (signed >> 32 & 0xFFFFFFFF).to(torch.float64)
+        return (high * 2.0**32 + low).to(dtype)
+    return codes.to(dtype)
+
+
+def _cast_through(dtype: torch.dtype) -> torch.dtype:
+    """torch has few kernels for wide unsigned types: reach them through a signed one that holds them."""
+    return {torch.uint16: torch.int32, torch.uint32: torch.int64}.get(dtype, dtype)
+
+
+def signed_integer(bits: int, codes: torch.dtype, gauss: float | None = None) -> IntegerElement:
+    high = 2 ** (bits - 1) - 1
+    return IntegerElement(f"int{bits}", bits, codes, high, -high - 1.5, high + 0.5, gauss, -high - 1, high)
+
+
+def unsigned_integer(bits: int, codes: torch.dtype, gauss: float | None = None) -> IntegerElement:
+    high = 2**bits - 1
+    return IntegerElement(f"uint{bits}", bits, codes, high, -0.5, high + 0.5, gauss, 0, high)
+
+
+# Clipping limits for Gaussian numbers, in units of mean |x| (sigma = 1.2533 mean |x|).
+# tests/formats/test_scale_rules.py finds them again by search.
+INT8 = signed_integer(8, torch.int8, gauss=4.92)
+INT4 = signed_integer(4, torch.int8, gauss=3.20)
+INT4_HALF_AWAY = HalfAwayElement("int4", 4, torch.int8, 7, -8.5, 7.5, 3.20, -8, 7)
+INT8_HALF_AWAY = HalfAwayElement("int8", 8, torch.int8, 127, -128.5, 127.5, 4.92, -128, 127)
+INT2 = signed_integer(2, torch.int8, gauss=1.5)
+UINT8 = unsigned_integer(8, torch.uint8, gauss=4.92)
+UINT4 = unsigned_integer(4, torch.uint8, gauss=3.20)
+UINT2 = unsigned_integer(2, torch.uint8, gauss=1.5)
+TERNARY = IntegerElement("ternary", 2, torch.int8, 1, -1.5, 1.5, 1.0, -1, 1)
+BINARY = BinaryElement("binary", 1, torch.uint8, 1, -torch.inf, torch.inf, 1.0)
+E2M1 = E2M1Element("e2m1", 4, torch.uint8, 6.0, -7.0, 7.0)
+E4M3 = TorchFloat8Element("e4m3", 8, torch.float8_e4m3fn, 448.0, -464.0, 464.0)
+E5M2 = TorchFloat8Element("e5m2", 8, torch.float8_e5m2, 57344.0, -61440.0, 61440.0)

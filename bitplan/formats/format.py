@@ -1,0 +1,304 @@
+"""Format: a name that fixes a byte layout, and Encoded: a tensor held in one.
+
+A format is an element (which numbers), a block (how many share a scale), a scale storage and a
+packing. Blocks lie along rows of a matrix: a tensor is seen as [rows, cols], see `matrix_shape`.
+Two byte layouts never share a name.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from bitplan.errors import FormatError
+from bitplan.formats.elements import Element
+from bitplan.formats.packing import Packing
+from bitplan.formats.scales import (
+    MSE_DEEP,
+    MSE_FINE,
+    MSE_POWERS,
+    SCALE_RULES,
+    PowerOfTwoScales,
+    ScaleRule,
+    ScaleStorage,
+    limit_of_blocks,
+    reciprocal,
+)
+
+NARROW_KERNEL = 32
+PartShapes = dict[str, tuple[torch.dtype, tuple[int, ...]]]
+
+
+@dataclass(frozen=True)
+class Block:
+    """`rows` x `cols` numbers that share a scale; cols None is a whole row, both None the whole tensor."""
+
+    rows: int | None
+    cols: int | None
+
+    @property
+    def is_tensor(self) -> bool:
+        return self.rows is None
+
+
+TENSOR = Block(None, None)
+ROW = Block(1, None)
+
+
+@dataclass(frozen=True)
+class Format:
+    """One number format. A format without an element is a plain cast to `storage`."""
+
+    name: str
+    description: str
+    storage: torch.dtype
+    element: Element | None = None
+    block: Block = TENSOR
+    scales: ScaleStorage | None = None
+    packing: Packing | None = None
+    default_rule: ScaleRule = "absmax"
+    zero_point: bool = False
+    # Stored interleaved, block by block (scale first), as GGUF and the seed's Q4_0 do.
+    interleaved: bool = False
+    # Arithmetic of scales and rounding: float64 where float32 cannot hold the codes.
+    work: torch.dtype = torch.float32
+    # x / scale, as the seed writes it; block formats multiply by the reciprocal, which is faster everywhere.
+    divides: bool = False
+
+    @property
+    def is_cast(self) -> bool:
+        return self.element is None
+
+    @property
+    def rules(self) -> tuple[ScaleRule, ...]:
+        if self.element is None:
+            return ()
+        return tuple(rule for rule in SCALE_RULES if rule != "absmean" or self.element.gauss is not None)
+
+    @property
+    def power_of_two_scales(self) -> bool:
+        return isinstance(self.scales, PowerOfTwoScales)
+
+    @property
+    def mse_multiples(self) -> tuple[float, ...]:
+        """The multiples of absmax that scale_rule="mse" tries."""
+        if self.power_of_two_scales:
+            return MSE_POWERS
+        return MSE_DEEP if self.element is not None and self.element.bits <= 4 else MSE_FINE
+
+    # ---- how numbers become codes; GGUF's formats override the first three ------------------------------------------
+
+    def limits(self, blocks: Tensor, rule: ScaleRule, percentile: float) -> Tensor:
+        """[B, g] numbers -> [B] limits, for every rule but `mse`, which starts from absmax."""
+        assert self.element is not None
+        return limit_of_blocks(blocks, rule, gauss=self.element.gauss, percentile=percentile)
+
+    def scale_for(self, limit: Tensor) -> Tensor:
+        """The scale, before it is stored, that puts `limit` on the element's largest code."""
+        assert self.element is not None
+        if self.power_of_two_scales:  # OCP: 2^(floor(log2 limit) - floor(log2 largest code))
+            exponent = torch.frexp(limit).exponent - math.frexp(self.element.limit)[1]
+            return torch.where(limit > 0, torch.ldexp(torch.ones_like(limit), exponent), 0.0)
+        return limit / self.element.limit
+
+    def quantize(
+        self, blocks: Tensor, wanted: Tensor, base: Tensor | None, zero_point: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """[B, g] numbers and the [B] scales wanted -> [B, g] codes and the [B] scales as stored."""
+        assert self.element is not None
+        assert self.scales is not None
+        stored = self.scales.store(wanted, base)
+        column = self.scales.load(stored, base).unsqueeze(-1)
+        if self.divides:
+            scaled = torch.where(column == 0, 0.0, blocks / column)
+        else:
+            scaled = blocks * reciprocal(column)
+        if zero_point is not None:
+            scaled = scaled.round() + self.element.value(zero_point, self.work)
+        return self.element.round(scaled), stored
+
+    def dequantize(self, codes: Tensor, scale: Tensor, zero_point: Tensor | None) -> Tensor:
+        """[B, g] codes and [B] loaded scales -> [B, g] numbers in the working precision."""
+        assert self.element is not None
+        values = self.element.value(codes, self.work)
+        if zero_point is not None:
+            values = values - self.element.value(zero_point, self.work)
+        return values * scale.to(self.work).unsqueeze(-1)
+
+    # ---- shapes of the parts: pure functions of the tensor's shape ---------------------------------------------------
+
+    def bits_per_weight(self, shape: tuple[int, ...]) -> float:
+        count = math.prod(shape)
+        return 8 * self.nbytes(shape) / count if count else 0.0
+
+    def matrix_shape(self, shape: tuple[int, ...]) -> tuple[int, int]:
+        """How a tensor is seen as [rows, cols].
+
+        The last axis is cols. A tensor of three or more axes whose last is narrower than 32 is a
+        convolution kernel: there cols are all axes but the first.
+        """
+        if self.block.is_tensor:
+            return 1, math.prod(shape)
+        lead = self._lead(shape)
+        return math.prod(lead), math.prod(shape[len(lead) :])
+
+    def padded_cols(self, cols: int) -> int:
+        """Cols rounded up to whole blocks; tiles of several rows keep their ragged edge instead."""
+        if self.block.cols is None or self.block.rows != 1:
+            return cols
+        return -(-cols // self.block.cols) * self.block.cols
+
+    def data_cols(self, cols: int) -> int:
+        """How many stored items a row of `cols` numbers takes."""
+        padded = self.padded_cols(cols)
+        return padded if self.packing is None else self.packing.packed_length(padded)
+
+    def grid(self, shape: tuple[int, ...]) -> tuple[int, int]:
+        """How many blocks down and across."""
+        if self.block.is_tensor:
+            return 1, 1
+        rows, cols = self.matrix_shape(shape)
+        return -(-rows // (self.block.rows or 1)), 1 if self.block.cols is None else -(-cols // self.block.cols)
+
+    def part_shapes(self, shape: tuple[int, ...]) -> PartShapes:
+        """Every part an Encoded of this shape has: name -> (dtype, shape), in storage order."""
+        parts = {"data": (self.storage, self._data_shape(shape))}
+        if self.scales is not None:
+            down, across = self.grid(shape)
+            lead = self._lead(shape) if self.block.rows == 1 else (down,)
+            parts["scales"] = (self.scales.dtype, () if self.block.is_tensor else (*lead, across))
+            if self.scales.needs_base:
+                parts["base"] = (torch.float32, ())
+        if self.zero_point:
+            assert self.element is not None
+            parts["zero_point"] = (self.element.codes, ())
+        return parts
+
+    def nbytes(self, shape: tuple[int, ...]) -> int:
+        return sum(math.prod(size) * dtype.itemsize for dtype, size in self.part_shapes(shape).values())
+
+    def _lead(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """The axes that count rows."""
+        if len(shape) > 2 and shape[-1] < NARROW_KERNEL:
+            return shape[:1]
+        return shape[:-1]
+
+    def _data_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        if self.is_cast:
+            return shape
+        cols = self.matrix_shape(shape)[1]
+        width = self.data_cols(cols)
+        if self.packing is None and width == cols:
+            return shape
+        return (width,) if self.block.is_tensor else (*self._lead(shape), width)
+
+
+@dataclass(frozen=True)
+class Encoded:
+    """A tensor in a format: its codes, and the scales that belong to them and to no other version."""
+
+    fmt: Format
+    shape: tuple[int, ...]
+    data: Tensor
+    scales: Tensor | None = None
+    base: Tensor | None = None
+    zero_point: Tensor | None = None
+
+    def __post_init__(self) -> None:
+        expected = self.fmt.part_shapes(self.shape)
+        present = self.parts
+        if expected.keys() != present.keys():
+            raise FormatError(
+                f"{self.fmt.name} of shape {self.shape} has the parts {list(expected)}, got {list(present)}"
+            )
+        for part, (dtype, shape) in expected.items():
+            tensor = present[part]
+            if tensor.dtype != dtype or tuple(tensor.shape) != shape:
+                raise FormatError(
+                    f"{self.fmt.name} of shape {self.shape}: part {part!r} must be {dtype} {shape}, "
+                    f"got {tensor.dtype} {tuple(tensor.shape)}"
+                )
+
+    def __repr__(self) -> str:
+        return f"Encoded({self.fmt.name}, shape={self.shape}, nbytes={self.nbytes}, device={self.data.device})"
+
+    @property
+    def parts(self) -> dict[str, Tensor]:
+        """The tensors it is made of, in storage order."""
+        named = {"data": self.data, "scales": self.scales, "base": self.base, "zero_point": self.zero_point}
+        return {name: tensor for name, tensor in named.items() if tensor is not None}
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes really held, scales included."""
+        return sum(tensor.nbytes for tensor in self.parts.values())
+
+    @property
+    def device(self) -> torch.device:
+        return self.data.device
+
+    def to(self, device: torch.device | str, *, non_blocking: bool = False) -> Encoded:
+        moved = {name: tensor.to(device, non_blocking=non_blocking) for name, tensor in self.parts.items()}
+        return replace(self, **moved)
+
+    def codes(self) -> Tensor:
+        """The unpacked working form: one code per number (int8, uint8 or the storage type), padding included.
+
+        Shape: that of the tensor where nothing is packed or padded, else [blocks, numbers per block].
+        """
+        if self.fmt.packing is None:
+            return self.data
+        cols = self.fmt.padded_cols(self.fmt.matrix_shape(self.shape)[1])
+        per_block = cols if self.fmt.block.cols is None else self.fmt.block.cols
+        width = self.fmt.packing.packed_length(per_block)
+        packed = self.data.reshape(-1, width) if width else self.data.reshape(self.fmt.matrix_shape(self.shape)[0], 0)
+        return self.fmt.packing.unpack(packed, per_block)
+
+    def to_bytes(self) -> bytes:
+        """The packed storage form: the parts one after another, or block by block for interleaved formats."""
+        if self.fmt.interleaved:
+            assert self.scales is not None
+            count = self.scales.numel()
+            parts = [_as_bytes(part).reshape(count, part.nbytes // max(count, 1)) for part in (self.scales, self.data)]
+            return torch.cat(parts, dim=1).numpy().tobytes()
+        return b"".join(_as_bytes(tensor).numpy().tobytes() for tensor in self.parts.values())
+
+    @classmethod
+    def from_bytes(cls, fmt: Format | str, shape: tuple[int, ...], buffer: bytes | bytearray | memoryview) -> Encoded:
+        """The inverse of `to_bytes`: shape and format say how long the buffer must be."""
+        from bitplan.formats.registry import get_format
+
+        fmt, shape = get_format(fmt), tuple(shape)
+        if len(buffer) != fmt.nbytes(shape):
+            raise FormatError(f"{fmt.name} of shape {shape} takes {fmt.nbytes(shape)} bytes, got {len(buffer)}")
+        raw = (
+            torch.frombuffer(bytearray(buffer), dtype=torch.uint8) if len(buffer) else torch.empty(0, dtype=torch.uint8)
+        )
+        layout = fmt.part_shapes(shape)
+        return cls(fmt, shape, **(_split_interleaved(raw, layout) if fmt.interleaved else _split_parts(raw, layout)))
+
+
+def _as_bytes(tensor: Tensor) -> Tensor:
+    flat = tensor.detach().cpu().contiguous().reshape(-1)
+    return flat.view(torch.uint8)
+
+
+def _split_parts(raw: Tensor, layout: PartShapes) -> dict[str, Tensor]:
+    parts, start = {}, 0
+    for name, (dtype, shape) in layout.items():
+        stop = start + math.prod(shape) * dtype.itemsize
+        parts[name] = raw[start:stop].clone().view(dtype).reshape(shape)
+        start = stop
+    return parts
+
+
+def _split_interleaved(raw: Tensor, layout: PartShapes) -> dict[str, Tensor]:
+    (data_dtype, data_shape), (scale_dtype, scale_shape) = layout["data"], layout["scales"]
+    count = math.prod(scale_shape)
+    blocks = raw.reshape(count, -1) if count else raw.reshape(0, scale_dtype.itemsize)
+    scales = blocks[:, : scale_dtype.itemsize].contiguous().view(scale_dtype).reshape(scale_shape)
+    data = blocks[:, scale_dtype.itemsize :].contiguous().view(data_dtype).reshape(data_shape)
+    return {"data": data, "scales": scales}

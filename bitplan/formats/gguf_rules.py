@@ -1,0 +1,76 @@
+"""GGUF's three formats whose encoders are fixed by ggml, down to the byte.
+
+They differ from ours in where they round: codes come from the float32 scale, and only then is
+the scale rounded to float16 (Q4_0, Q8_0); Q4_0 puts the extreme with its sign on code -8; MXFP4 breaks ties
+towards zero, writes no -0, and takes its exponent from a float32 logarithm. Checked byte for byte against gguf-py.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from bitplan.formats.format import Format
+from bitplan.formats.scales import E8M0_BIAS, PowerOfTwoScales, ScaleRule, flush_small, reciprocal
+
+
+class GgufQ40(Format):
+    """d = (the number of largest magnitude) / -8; code = trunc(x / d + 8.5), at most 15; value (code - 8) * d."""
+
+    def limits(self, blocks: Tensor, rule: ScaleRule, percentile: float) -> Tensor:
+        limit = super().limits(blocks, rule, percentile)
+        extreme = blocks.gather(-1, blocks.abs().argmax(dim=-1, keepdim=True)).squeeze(-1)
+        return torch.where(torch.signbit(extreme), -limit, limit)
+
+    def scale_for(self, limit: Tensor) -> Tensor:
+        return limit / -8
+
+    def quantize(
+        self, blocks: Tensor, wanted: Tensor, base: Tensor | None, zero_point: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        inverse = reciprocal(flush_small(wanted)).unsqueeze(-1)
+        codes = (blocks * inverse + 8.5).trunc().clamp(0, 15).to(torch.int8) - 8
+        return codes, wanted.to(torch.float16)
+
+
+class GgufQ80(Format):
+    """d = max |x| / 127; code = x / d rounded half away from zero."""
+
+    def quantize(
+        self, blocks: Tensor, wanted: Tensor, base: Tensor | None, zero_point: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        assert self.element is not None
+        codes = self.element.round(blocks * reciprocal(flush_small(wanted)).unsqueeze(-1))
+        return codes, wanted.to(torch.float16)
+
+
+class GgufMxfp4(Format):
+    """Scale 2^(floor(log2 max|x|) - 2), the logarithm rounded to float32; nearest code, ties towards zero."""
+
+    def scale_for(self, limit: Tensor) -> Tensor:
+        exponent = torch.log2(limit.double()).float().floor() - 2
+        return torch.where(limit > 0, torch.ldexp(torch.ones_like(limit), exponent.int()), 0.0)
+
+    def quantize(
+        self, blocks: Tensor, wanted: Tensor, base: Tensor | None, zero_point: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        assert self.scales is not None
+        stored = self.scales.store(wanted, base)
+        magnitude = blocks.abs() * reciprocal(self.scales.load(stored, base)).unsqueeze(-1)
+        codes = torch.zeros_like(magnitude, dtype=torch.uint8)
+        for midpoint in (0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0):
+            codes += magnitude > midpoint
+        negative = (blocks < 0) & (codes > 0)
+        return codes | negative.to(torch.uint8) << 3, stored
+
+    def dequantize(self, codes: Tensor, scale: Tensor, zero_point: Tensor | None) -> Tensor:  # noqa: ARG002
+        assert self.element is not None
+        return self.element.value(codes) * 2 * (scale / 2).float().unsqueeze(-1)
+
+
+class GgufPowerOfTwoScales(PowerOfTwoScales):
+    """As E8M0, but ggml gives byte 255 no meaning of its own: it is 2^128, which only float64 holds."""
+
+    def load(self, stored: Tensor, base: Tensor | None) -> Tensor:  # noqa: ARG002
+        exponent = stored.long() - E8M0_BIAS
+        return (exponent + 1023 << 52).view(torch.float64)

@@ -1,0 +1,209 @@
+"""The table of formats: 21 dtypes of the seed, and the block formats that files and kernels use."""
+
+from __future__ import annotations
+
+import torch
+
+from bitplan.errors import FormatError, did_you_mean
+from bitplan.formats import elements as el
+from bitplan.formats.elements import Element
+from bitplan.formats.format import ROW, TENSOR, Block, Format
+from bitplan.formats.gguf_rules import GgufMxfp4, GgufPowerOfTwoScales, GgufQ40, GgufQ80
+from bitplan.formats.packing import Packing
+from bitplan.formats.scales import BasedScales, PowerOfTwoScales, ScaleRule, ScaleStorage
+
+_F32 = ScaleStorage(torch.float32)
+_F64 = ScaleStorage(torch.float64)
+_F16 = ScaleStorage(torch.float16)
+_E8M0 = PowerOfTwoScales()
+_NIBBLES = Packing(4, "low_first")
+_GGUF_NIBBLES = Packing(4, "halves")
+
+
+def _cast(name: str, dtype: torch.dtype, text: str) -> Format:
+    return Format(name, f"{text}; a plain cast, as torch's", dtype)
+
+
+def _scaled(
+    element: Element, name: str, text: str, packing: Packing | None = None, rule: ScaleRule = "absmax"
+) -> Format:
+    """A dtype of the seed: one scale for the whole tensor, codes packed in the seed's bit order."""
+    wide = element.bits >= 32 and "int" in element.name
+    return Format(
+        name,
+        text,
+        element.codes if packing is None else torch.uint8,
+        element,
+        TENSOR,
+        _F64 if wide else _F32,
+        packing,
+        rule,
+        zero_point=element.name.startswith("uint"),
+        work=torch.float64 if wide else torch.float32,
+        divides=True,
+    )
+
+
+def _signed(bits: int, dtype: torch.dtype) -> Format:
+    element = el.INT8 if bits == 8 else el.signed_integer(bits, dtype)
+    return _scaled(
+        element, f"int{bits}", f"{bits}-bit integers, one scale per tensor (max |x| / {2 ** (bits - 1) - 1})"
+    )
+
+
+def _unsigned(bits: int, dtype: torch.dtype) -> Format:
+    element = el.UINT8 if bits == 8 else el.unsigned_integer(bits, dtype)
+    return _scaled(element, f"uint{bits}", f"unsigned {bits}-bit integers, one scale and zero point per tensor")
+
+
+def _high_first(bits: int, *, signed: bool = False) -> Packing:
+    return Packing(bits, "high_first", signed=signed)
+
+
+_DTYPES = (
+    _cast("float64", torch.float64, "IEEE double"),
+    _cast("float32", torch.float32, "IEEE single"),
+    _cast("float16", torch.float16, "IEEE half"),
+    _cast("bfloat16", torch.bfloat16, "8 exponent bits, 7 mantissa bits"),
+    _scaled(el.E4M3, "fp8_e4m3", "OCP FP8 E4M3 (largest 448, no infinity), one scale per tensor"),
+    _scaled(el.E5M2, "fp8_e5m2", "OCP FP8 E5M2 (largest 57344), one scale per tensor"),
+    _signed(64, torch.int64),
+    _signed(32, torch.int32),
+    _signed(16, torch.int16),
+    _signed(8, torch.int8),
+    _unsigned(64, torch.uint64),
+    _unsigned(32, torch.uint32),
+    _unsigned(16, torch.uint16),
+    _unsigned(8, torch.uint8),
+    _scaled(el.INT4, "int4", "4-bit integers -8..7, one scale per tensor", _high_first(4, signed=True)),
+    _scaled(el.UINT4, "uint4", "unsigned 4-bit integers, one scale and zero point per tensor", _high_first(4)),
+    _scaled(el.E2M1, "fp4", "E2M1 floats (0 .5 1 1.5 2 3 4 6, signed), one scale per tensor", _high_first(4)),
+    _scaled(el.INT2, "int2", "2-bit integers -2..1, one scale per tensor", _high_first(2, signed=True)),
+    _scaled(el.UINT2, "uint2", "unsigned 2-bit integers, one scale and zero point per tensor", _high_first(2)),
+    _scaled(el.TERNARY, "ternary", "-1, 0, 1 times max |x|", _high_first(2, signed=True)),
+    _scaled(el.BINARY, "binary", "the sign times max |x|; zero counts as negative", _high_first(1)),
+)
+
+_BLOCKS = (
+    Format(
+        "q4_0_poly",
+        "the seed's Q4_0: 20 bytes per 32, float32 scale max |x| / 7, two's complement nibbles, even index low, "
+        "ties away from zero",
+        torch.uint8,
+        el.INT4_HALF_AWAY,
+        Block(1, 32),
+        _F32,
+        Packing(4, "low_first", signed=True),
+        interleaved=True,
+        divides=True,
+    ),
+    GgufQ40(
+        "q4_0_gguf",
+        "GGUF Q4_0: 18 bytes per 32, float16 scale (signed extreme / -8), byte j holds numbers j and j + 16",
+        torch.uint8,
+        el.INT4,
+        Block(1, 32),
+        _F16,
+        Packing(4, "halves", signed=True, offset=8),
+        interleaved=True,
+    ),
+    GgufQ80(
+        "q8_0_gguf",
+        "GGUF Q8_0: 34 bytes per 32, float16 scale max |x| / 127",
+        torch.int8,
+        el.INT8_HALF_AWAY,
+        Block(1, 32),
+        _F16,
+        interleaved=True,
+    ),
+    Format(
+        "mxfp4",
+        "OCP MXFP4 as in gpt-oss: E2M1, one E8M0 scale per 32, even index in the low nibble; scale rule OCP floor: "
+        "2^(floor(log2 max|x|) - 2), numbers above 6 scales saturate",
+        torch.uint8,
+        el.E2M1,
+        Block(1, 32),
+        _E8M0,
+        _NIBBLES,
+    ),
+    GgufMxfp4(
+        "mxfp4_gguf",
+        "GGUF MXFP4: 17 bytes per 32, scale byte first, byte j holds numbers j and j + 16; ggml's rounding",
+        torch.uint8,
+        el.E2M1,
+        Block(1, 32),
+        GgufPowerOfTwoScales(),
+        _GGUF_NIBBLES,
+        interleaved=True,
+    ),
+    Format(
+        "mxfp8_e4m3",
+        "OCP MXFP8: E4M3, one E8M0 scale per 32; scale rule OCP floor: 2^(floor(log2 max|x|) - 8)",
+        torch.float8_e4m3fn,
+        el.E4M3,
+        Block(1, 32),
+        _E8M0,
+    ),
+    Format(
+        "nvfp4",
+        "NVFP4: E2M1, one E4M3 scale per 16 times one float32 base per tensor (max |x| / 2688)",
+        torch.uint8,
+        el.E2M1,
+        Block(1, 16),
+        BasedScales(torch.float8_e4m3fn, 448.0),
+        _NIBBLES,
+    ),
+    Format(
+        "fp4_u8_g128",
+        "E2M1, one linear uint8 scale per 128 times an explicit float32 base per tensor (largest scale / 255)",
+        torch.uint8,
+        el.E2M1,
+        Block(1, 128),
+        BasedScales(torch.uint8, 255.0),
+        _NIBBLES,
+    ),
+    Format("int8_row", "8-bit integers, one float32 scale per row (max |x| / 127)", torch.int8, el.INT8, ROW, _F32),
+    Format("int8_g128", "8-bit integers, one float32 scale per 128 in a row", torch.int8, el.INT8, Block(1, 128), _F32),
+    Format(
+        "int4_g32",
+        "4-bit integers stored as q + 8, even index in the low nibble, one bfloat16 scale per 32 (max |x| / 7)",
+        torch.uint8,
+        el.INT4,
+        Block(1, 32),
+        ScaleStorage(torch.bfloat16),
+        Packing(4, "low_first", signed=True, offset=8),
+    ),
+    Format("fp8_e4m3_row", "E4M3, one float32 scale per row (max |x| / 448)", torch.float8_e4m3fn, el.E4M3, ROW, _F32),
+    Format(
+        "fp8_e4m3_b128",
+        "E4M3, one float32 scale per 128 x 128 tile; tiles at the edges may be smaller",
+        torch.float8_e4m3fn,
+        el.E4M3,
+        Block(128, 128),
+        _F32,
+    ),
+    _scaled(
+        el.TERNARY,
+        "ternary_absmean",
+        "-1, 0, 1 times mean |x|, one scale per tensor (BitNet b1.58)",
+        _high_first(2, signed=True),
+        "absmean",
+    ),
+)
+
+_FORMATS = {fmt.name: fmt for fmt in _DTYPES + _BLOCKS}
+DTYPE_NAMES = tuple(fmt.name for fmt in _DTYPES)
+
+
+def get_format(name: Format | str) -> Format:
+    """The format of this name; an unknown name gets a suggestion."""
+    if isinstance(name, Format):
+        return name
+    if name not in _FORMATS:
+        raise FormatError(f"no format {name!r}{did_you_mean(name, _FORMATS)} `bitplan formats` lists them all")
+    return _FORMATS[name]
+
+
+def list_formats() -> list[Format]:
+    """Every format: the seed's 21 dtypes first, then the block formats."""
+    return list(_FORMATS.values())

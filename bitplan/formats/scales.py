@@ -1,0 +1,106 @@
+"""Scales: how a block's scale is stored, and the rules that choose it.
+
+A rule gives each block a `limit`, the magnitude that lands on the element's largest code; the scale is
+limit / element.limit, stored in the narrow type that the format names, and numbers are
+quantized against the scale *as stored*. A scale below 2^-126 is stored as zero and its block as
+zeros: the reciprocal of anything smaller would overflow.
+
+Rules: `absmax` the largest |x| (default) · `absmean` a fixed multiple of mean |x|, best for
+Gaussian numbers · `percentile` that quantile of |x| · `mse` the multiple of absmax with the smallest squared error,
+weighted by `importance` when activations were observed.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+SMALLEST_SCALE = 2.0**-126
+E8M0_BIAS = 127
+ScaleRule = Literal["absmax", "absmean", "percentile", "mse"]
+SCALE_RULES: tuple[ScaleRule, ...] = ("absmax", "absmean", "percentile", "mse")
+# What `mse` tries: multiples of absmax. Few codes clip deep; power-of-two scales only have neighbours.
+MSE_POWERS = (1.0, 2.0, 0.5)
+MSE_FINE = tuple(0.98**step for step in range(20))
+MSE_DEEP = tuple(0.955**step for step in range(50))
+
+
+class ScaleStorage:
+    """Scales kept as an ordinary float type."""
+
+    needs_base = False
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self.dtype = dtype
+
+    def store(self, scale: Tensor, base: Tensor | None) -> Tensor:  # noqa: ARG002
+        return flush_small(scale).to(self.dtype)
+
+    def load(self, stored: Tensor, base: Tensor | None) -> Tensor:  # noqa: ARG002
+        return stored if stored.dtype == torch.float64 else stored.float()
+
+
+class PowerOfTwoScales(ScaleStorage):
+    """E8M0: one byte e, the scale is 2^(e - 127); byte 255 is NaN. `store` takes exact powers of two."""
+
+    def __init__(self) -> None:
+        super().__init__(torch.uint8)
+
+    def store(self, scale: Tensor, base: Tensor | None) -> Tensor:  # noqa: ARG002
+        exponent = torch.frexp(scale).exponent - 1 + E8M0_BIAS
+        return torch.where(scale > 0, exponent.clamp(0, 254), 0).to(torch.uint8)
+
+    def load(self, stored: Tensor, base: Tensor | None) -> Tensor:  # noqa: ARG002
+        bits = stored.int() << 23  # the exponent field of a float32, but for the two ends
+        bits = torch.where(stored == 0, 0x00400000, bits)
+        return torch.where(stored == 255, 0x7FC00000, bits).view(torch.float32)
+
+
+class BasedScales(ScaleStorage):
+    """Narrow scales times one float32 `base` per tensor: E4M3 (NVFP4) or linear uint8 (the manifest seed's)."""
+
+    needs_base = True
+
+    def __init__(self, dtype: torch.dtype, largest: float) -> None:
+        super().__init__(dtype)
+        self.largest = largest
+
+    def base_for(self, largest_scale: Tensor) -> Tensor:
+        return flush_small(largest_scale.float() / self.largest)
+
+    def store(self, scale: Tensor, base: Tensor | None) -> Tensor:
+        assert base is not None
+        steps = torch.where(base > 0, scale / base, 0.0).clamp(max=self.largest)
+        if self.dtype == torch.uint8:  # a block that is not zero keeps a scale that is not zero
+            steps = torch.where(scale > 0, steps.round().clamp(min=1.0), 0.0)
+        return steps.to(self.dtype)
+
+    def load(self, stored: Tensor, base: Tensor | None) -> Tensor:
+        assert base is not None
+        return flush_small(stored.float() * base)
+
+
+def flush_small(scale: Tensor) -> Tensor:
+    """Zero for scales whose reciprocal would overflow, keeping the sign of the rest."""
+    return torch.where(scale.abs() < SMALLEST_SCALE, torch.zeros_like(scale), scale)
+
+
+def reciprocal(scale: Tensor) -> Tensor:
+    """1 / scale, and 0 for a zero scale, so that a zero block's codes are zero."""
+    return torch.where(scale == 0, 0.0, 1.0 / scale)
+
+
+def limit_of_blocks(blocks: Tensor, rule: ScaleRule, *, gauss: float | None, percentile: float) -> Tensor:
+    """[B, g] numbers -> [B] limits, for every rule but `mse` (which starts from absmax)."""
+    if blocks.shape[-1] == 0:
+        return blocks.new_zeros(blocks.shape[0])
+    if rule == "absmean":
+        assert gauss is not None
+        return (blocks.abs().mean(dim=-1, dtype=torch.float64) * gauss).to(blocks.dtype)
+    if rule == "percentile":
+        rank = min(blocks.shape[-1], max(1, -int(-percentile / 100 * blocks.shape[-1] // 1)))
+        return blocks.abs().kthvalue(rank, dim=-1).values
+    low, high = torch.aminmax(blocks, dim=-1)
+    return torch.maximum(high, -low).abs()

@@ -1,0 +1,59 @@
+"""Tiles and blocks: walking a matrix in pieces of bounded size, and cutting a piece into blocks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from torch import Tensor
+
+from bitplan.formats.format import Format
+
+TILE_NUMBERS = 2**20
+Tile = tuple[slice, slice]
+
+
+def tiles(fmt: Format, rows: int, cols: int) -> Iterator[Tile]:
+    """Pieces of about a million numbers, each made of whole blocks.
+
+    Whole rows; only where one block is the whole tensor is the single row itself cut.
+    """
+    if not rows * cols:
+        return
+    if fmt.block.is_tensor:
+        for start in range(0, cols, TILE_NUMBERS):
+            yield slice(0, 1), slice(start, min(start + TILE_NUMBERS, cols))
+        return
+    height = fmt.block.rows or 1
+    step = max(1, TILE_NUMBERS // cols // height) * height
+    for start in range(0, rows, step):
+        yield slice(start, min(start + step, rows)), slice(0, cols)
+
+
+def tile_of_grid(fmt: Format, grid: Tensor, tile: Tile) -> Tensor:
+    """The rows of a per-block [down, across] tensor that belong to a tile: a view."""
+    height = fmt.block.rows or 1
+    return grid[tile[0].start // height : -(-tile[0].stop // height)]
+
+
+def to_blocks(fmt: Format, piece: Tensor) -> Tensor:
+    """[r, c] -> [B, g], blocks in row-major order of the grid; ragged edges filled with zeros."""
+    height, width = fmt.block.rows or 1, fmt.block.cols
+    if width is None:
+        return piece
+    rows, cols = piece.shape
+    down, across = -(-rows // height), -(-cols // width)
+    if (down * height, across * width) != (rows, cols):
+        filled = piece.new_zeros((down * height, across * width))
+        filled[:rows, :cols] = piece
+        piece = filled
+    return piece.reshape(down, height, across, width).transpose(1, 2).reshape(down * across, height * width)
+
+
+def from_blocks(fmt: Format, blocks: Tensor, rows: int, cols: int) -> Tensor:
+    """The inverse of `to_blocks`, filling dropped: [B, g] -> [rows, cols]."""
+    height, width = fmt.block.rows or 1, fmt.block.cols
+    if width is None:
+        return blocks
+    down, across = -(-rows // height), -(-cols // width)
+    piece = blocks.reshape(down, across, height, width).transpose(1, 2).reshape(down * height, across * width)
+    return piece[:rows, :cols]

@@ -1,0 +1,87 @@
+"""Files that are written whole or not at all, and JSON that is read with limits.
+
+`atomic_file` is the only way bitplan writes a file: the bytes go to a temporary file in the
+same folder, are flushed to disk, and take the final name in one step. A full disk or a killed
+process leaves the old file as it was.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from bitplan.errors import FileFormatError
+
+MAX_JSON_BYTES = 256 * 2**20
+
+
+@contextmanager
+def atomic_file(path: str | Path) -> Iterator[BinaryIO]:
+    """Yield a binary file that becomes `path` when the block ends without an error.
+
+    A symbolic link is followed, so that the link stays and its target is replaced.
+    """
+    target = Path(os.path.realpath(path))
+    partial = target.with_name(f".{target.name}.{secrets.token_hex(6)}.partial")
+    try:
+        with partial.open("x+b") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(partial, target)
+    except BaseException:
+        partial.unlink(missing_ok=True)
+        raise
+    _sync_folder(target.parent)
+
+
+def write_json(path: str | Path, document: Any) -> None:
+    """Write a document atomically, indented, keys in the order given, with a final newline."""
+    with atomic_file(path) as file:
+        file.write(json.dumps(document, indent=2, ensure_ascii=False, allow_nan=False).encode() + b"\n")
+
+
+def read_json(path: str | Path, *, max_bytes: int = MAX_JSON_BYTES) -> Any:
+    """Read a JSON file, refusing one too large to be a document, with duplicate keys, or not JSON."""
+    source = Path(path)
+    size = source.stat().st_size
+    if size > max_bytes:
+        raise FileFormatError(f"{source}: {size} bytes is too large for a JSON document (limit {max_bytes})")
+    return parse_json(source.read_bytes(), where=str(source))
+
+
+def parse_json(text: bytes, *, where: str) -> Any:
+    """Parse strict JSON: UTF-8, no NaN or Infinity, no duplicate keys, no absurd nesting."""
+    try:
+        return json.loads(text, object_pairs_hook=_unique_keys, parse_constant=_refuse_constant)
+    except (ValueError, RecursionError) as error:
+        raise FileFormatError(f"{where}: not valid JSON: {error or 'nested too deeply'}") from None
+
+
+def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        names = [name for name, _ in pairs]
+        repeated = next(name for name in names if names.count(name) > 1)
+        raise ValueError(f"key {repeated[:80]!r} appears twice in one object")
+    return found
+
+
+def _refuse_constant(text: str) -> float:
+    raise ValueError(f"{text} is not a JSON number")
+
+
+def _sync_folder(folder: Path) -> None:
+    """Make the rename itself durable; a platform without folder descriptors goes without."""
+    if not hasattr(os, "O_DIRECTORY"):
+        return
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

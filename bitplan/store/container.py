@@ -1,0 +1,181 @@
+"""What the safetensors and GGUF modules share: exact reads, and payloads in a promised order.
+
+Both containers are a header that lists tensors, then their bytes. Memory must stay bounded by the
+largest tensor, so a file is never mapped: each read goes from its offset straight into the storage
+of the tensor that is returned. A write states all sizes first, which fixes the header, and then
+hands over the payloads one by one; a caller that breaks its word leaves the old file in place.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO, Generic, Self, TypeVar
+
+import torch
+
+from bitplan.errors import FileFormatError, StoreError, did_you_mean
+
+Entry = TypeVar("Entry")
+Data = torch.Tensor | bytes | bytearray | memoryview
+
+
+class ContainerFile(ABC, Generic[Entry]):
+    """A file open for reading whose whole header was checked before anything else."""
+
+    tensors: Mapping[str, Entry]
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path)
+        if not os.path.isfile(self.path):
+            raise FileFormatError(f"{self.path}: no such file")
+        self._file = self.path.open("rb")
+        self._lock = threading.Lock()
+        try:
+            self._size = os.fstat(self._file.fileno()).st_size
+            self._read_header()
+        except BaseException:
+            self.close()
+            raise
+
+    @abstractmethod
+    def _read_header(self) -> None: ...
+
+    def close(self) -> None:
+        self._file.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _entry(self, name: str) -> Entry:
+        if name not in self.tensors:
+            raise StoreError(f"{self.path}: no tensor {name!r}{did_you_mean(name, self.tensors)}")
+        return self.tensors[name]
+
+    def _read_rows(self, name: str, first: int, row_bytes: int, rows: int, start: int, stop: int) -> torch.Tensor:
+        """The bytes of rows start..stop of a tensor of `rows` rows that begins at offset `first`."""
+        if not 0 <= start <= stop <= rows:
+            raise StoreError(f"{self.path}: tensor {name!r} has {rows} rows; rows {start} to {stop} are not among them")
+        return self._read_exactly(f"tensor {name!r}", first + start * row_bytes, (stop - start) * row_bytes)
+
+    def _read_exactly(self, what: str, offset: int, nbytes: int) -> torch.Tensor:
+        """A fresh uint8 tensor with exactly these bytes of the file."""
+        if self._file.closed:
+            raise StoreError(f"{self.path}: {what} was asked for after the file was closed")
+        buffer = torch.empty(nbytes, dtype=torch.uint8)
+        view, done = buffer.numpy().data, 0
+        while done < nbytes:
+            got = self._read_at(view[done:], offset + done)
+            if not got:
+                raise FileFormatError(
+                    f"{self.path}: {what} needs {nbytes} bytes at offset {offset}, the file ends after {done} of them; "
+                    "it is cut short: copy or download it again"
+                )
+            done += got
+        return buffer
+
+    def _read_at(self, view: memoryview, offset: int) -> int:
+        # A positioned read shares no file offset with other threads or forked workers.
+        if hasattr(os, "preadv"):
+            return os.preadv(self._file.fileno(), [view], offset)
+        with self._lock:
+            self._file.seek(offset)
+            return self._file.readinto(view)
+
+
+@dataclass(frozen=True)
+class Payload:
+    """One tensor's place in a file being written.
+
+    `accepts` maps each dtype a tensor may come in to the shape it must then have.
+    """
+
+    name: str
+    nbytes: int
+    accepts: Mapping[torch.dtype, tuple[int, ...]]
+    padding: int = 0
+
+
+class PayloadWriter:
+    """Takes the payloads of a container in the order its header promised (`order`)."""
+
+    def __init__(self, file: BinaryIO, path: str | Path, payloads: Sequence[Payload]) -> None:
+        self.path = Path(path)
+        self.order = tuple(payload.name for payload in payloads)
+        self._file = file
+        self._payloads = payloads
+        self._next = 0
+        self._written = 0  # bytes of the payload whose turn it is
+
+    def write(self, name: str, data: Data) -> None:
+        """Write one whole tensor: a tensor of the promised dtype and shape, or its raw bytes."""
+        payload = self._turn(name)
+        view = self._bytes(payload, data)
+        if isinstance(data, torch.Tensor) and tuple(data.shape) != payload.accepts[data.dtype]:
+            expected = payload.accepts[data.dtype]
+            raise StoreError(f"{self.path}: tensor {name!r} was promised as {expected}, came as {tuple(data.shape)}")
+        if len(view) != payload.nbytes or self._written:
+            raise StoreError(
+                f"{self.path}: tensor {name!r} was promised with {payload.nbytes} bytes, "
+                f"write() came with {len(view)} after {self._written}; use write_chunk for parts"
+            )
+        self._put(payload, view)
+
+    def write_chunk(self, name: str, data: Data) -> None:
+        """Write the next bytes of one tensor; the tensor is complete when its last byte came."""
+        payload = self._turn(name)
+        view = self._bytes(payload, data)
+        if self._written + len(view) > payload.nbytes:
+            raise StoreError(
+                f"{self.path}: tensor {name!r} was promised with {payload.nbytes} bytes, "
+                f"{self._written} came and {len(view)} more are too many"
+            )
+        self._put(payload, view)
+
+    def finish(self) -> None:
+        """Check that every promised byte came."""
+        for payload in self._payloads[self._next :]:
+            if payload.nbytes:
+                raise StoreError(
+                    f"{self.path}: tensor {payload.name!r} was promised with {payload.nbytes} bytes, "
+                    f"{self._written} came; the file was not written"
+                )
+
+    def _turn(self, name: str) -> Payload:
+        """The payload whose turn it is; empty tensors have no bytes and may be passed over."""
+        position = self._next
+        while position < len(self._payloads) and self._payloads[position].name != name:
+            if self._payloads[position].nbytes:
+                due = self._payloads[position].name
+                raise StoreError(f"{self.path}: expected tensor {due!r} next, got {name!r}; write in `order`")
+            position += 1
+        if position == len(self._payloads):
+            raise StoreError(f"{self.path}: tensor {name!r} came, but no tensor is due any more; write in `order`")
+        self._next = position
+        return self._payloads[position]
+
+    def _bytes(self, payload: Payload, data: Data) -> memoryview:
+        if isinstance(data, torch.Tensor):
+            if data.dtype not in payload.accepts:
+                expected = " or ".join(map(str, payload.accepts))
+                raise StoreError(
+                    f"{self.path}: tensor {payload.name!r} was promised as {expected}, came as {data.dtype}"
+                )
+            plain = data.detach().resolve_conj().resolve_neg().cpu().contiguous()
+            data = plain.reshape(-1).view(torch.uint8).numpy().data
+        view = memoryview(data)
+        return view.cast("B") if view.nbytes else memoryview(b"")
+
+    def _put(self, payload: Payload, view: memoryview) -> None:
+        self._written += len(view)
+        self._file.write(view)
+        if self._written == payload.nbytes:
+            self._file.write(bytes(payload.padding))
+            self._next, self._written = self._next + 1, 0
