@@ -63,7 +63,7 @@ class GgufMxfp4(Format):
         negative = (blocks < 0) & (codes > 0)
         return codes | negative.to(torch.uint8) << 3, stored
 
-    def dequantize(self, codes: Tensor, scale: Tensor, zero_point: Tensor | None) -> Tensor:  # noqa: ARG002
+    def dequantize(self, codes: Tensor, scale: Tensor, zero_point: Tensor | None) -> Tensor:
         assert self.element is not None
         return self.element.value(codes) * 2 * (scale / 2).float().unsqueeze(-1)
 
@@ -71,6 +71,6 @@ class GgufMxfp4(Format):
 class GgufPowerOfTwoScales(PowerOfTwoScales):
     """As E8M0, but ggml gives byte 255 no meaning of its own: it is 2^128, which only float64 holds."""
 
-    def load(self, stored: Tensor, base: Tensor | None) -> Tensor:  # noqa: ARG002
+    def load(self, stored: Tensor, base: Tensor | None) -> Tensor:
         exponent = stored.long() - E8M0_BIAS
         return (exponent + 1023 << 52).view(torch.float64)

@@ -35,10 +35,10 @@ class ScaleStorage:
     def __init__(self, dtype: torch.dtype) -> None:
         self.dtype = dtype
 
-    def store(self, scale: Tensor, base: Tensor | None) -> Tensor:  # noqa: ARG002
+    def store(self, scale: Tensor, base: Tensor | None) -> Tensor:
         return flush_small(scale).to(self.dtype)
 
-    def load(self, stored: Tensor, base: Tensor | None) -> Tensor:  # noqa: ARG002
+    def load(self, stored: Tensor, base: Tensor | None) -> Tensor:
         return stored if stored.dtype == torch.float64 else stored.float()
 
 
@@ -48,11 +48,11 @@ class PowerOfTwoScales(ScaleStorage):
     def __init__(self) -> None:
         super().__init__(torch.uint8)
 
-    def store(self, scale: Tensor, base: Tensor | None) -> Tensor:  # noqa: ARG002
+    def store(self, scale: Tensor, base: Tensor | None) -> Tensor:
         exponent = torch.frexp(scale).exponent - 1 + E8M0_BIAS
         return torch.where(scale > 0, exponent.clamp(0, 254), 0).to(torch.uint8)
 
-    def load(self, stored: Tensor, base: Tensor | None) -> Tensor:  # noqa: ARG002
+    def load(self, stored: Tensor, base: Tensor | None) -> Tensor:
         bits = stored.int() << 23  # the exponent field of a float32, but for the two ends
         bits = torch.where(stored == 0, 0x00400000, bits)
         return torch.where(stored == 255, 0x7FC00000, bits).view(torch.float32)

@@ -257,7 +257,7 @@ def _check_version(header: _Header) -> int:
     if version and version % 2**16 == 0:
         raise FileFormatError(
             f"{header.path}: a big-endian GGUF file; only little-endian is read: "
-            "convert it with gguf's gguf_convert_endian script"
+            "convert it with gguf-convert-endian"
         )
     if version not in (2, 3):
         raise FileFormatError(
