@@ -1,0 +1,46 @@
+"""The shell: `bitplan VERB`. An error is one line on standard error; exit 0 fine, 1 findings, 2 usage or bad input."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+from bitplan.errors import BitplanError
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run the command line and leave the process with its exit code."""
+    sys.exit(run(arguments))
+
+
+def run(arguments: Sequence[str] | None = None) -> int:
+    """Run one command; the exit code comes back, errors are printed."""
+    import typer
+
+    from bitplan.cli.app import app
+
+    command = typer.main.get_command(app)
+    given = None if arguments is None else list(arguments)
+    try:
+        return int(command.main(args=given, prog_name="bitplan", standalone_mode=False) or 0)
+    except (BitplanError, OSError, MemoryError) as error:
+        return _fail(_one_line(error))
+    except (KeyboardInterrupt, typer.Abort):
+        return _fail("interrupted", code=130)
+    except Exception as error:
+        # typer brings its own copy of click since 0.20; its usage errors are told by their method.
+        format_message = getattr(error, "format_message", None)
+        if format_message is None:
+            raise
+        return _fail(" ".join(format_message().split()))
+
+
+def _fail(message: str, code: int = 2) -> int:
+    print(f"bitplan: {message}", file=sys.stderr)
+    return code
+
+
+def _one_line(error: BaseException) -> str:
+    if isinstance(error, OSError) and error.strerror:
+        return f"{error.filename}: {error.strerror}" if error.filename else error.strerror
+    return " ".join(str(error).split()) or type(error).__name__

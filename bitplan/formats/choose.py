@@ -47,38 +47,45 @@ def choose_affine(
     zero_point: int | None,
 ) -> tuple[Tensor, Tensor]:
     """Scale [1, 1] and zero point () of an unsigned format: the range of x, widened to hold zero."""
-    assert fmt.element is not None
-    top = fmt.element.limit
-    low, high = _range(fmt, matrix, rule, percentile, importance)
+    low, high = _range(fmt, matrix)
     if scale is not None:
-        step = _explicit(fmt, matrix, scale).reshape(())
-    elif zero_point is None:
-        step = flush_small((high - low) / top)
-    else:
-        above = high / (top - zero_point) if zero_point < top else high * 0
-        below = -low / zero_point if zero_point > 0 else low * 0
-        step = flush_small(torch.maximum(above, below))
-    if zero_point is None:
-        code = torch.where(step > 0, -low / step, 0.0).round()
-    else:
-        code = torch.tensor(float(zero_point), dtype=fmt.work, device=matrix.device)
-    return step.reshape(1, 1), fmt.element.round(code)
+        step = _explicit(fmt, matrix, scale)
+        return step, _zero_code(fmt, low, step, zero_point)
+    if rule == "mse":
+        return _search_range(fmt, matrix, low, high, importance, zero_point)
+    if rule != "absmax":
+        limit = _limits(fmt, matrix, rule, percentile).reshape(())
+        low, high = torch.maximum(low, -limit), torch.minimum(high, limit)
+    return _affine_of_range(fmt, low, high, zero_point)
 
 
-def _range(
-    fmt: Format, matrix: Tensor, rule: ScaleRule, percentile: float, importance: Tensor | None
-) -> tuple[Tensor, Tensor]:
+def _range(fmt: Format, matrix: Tensor) -> tuple[Tensor, Tensor]:
     if not matrix.numel():
         zero = torch.zeros((), dtype=fmt.work, device=matrix.device)
-        return zero, zero.clone()
+        return zero, zero
     low, high = (bound.to(fmt.work) for bound in torch.aminmax(matrix))
-    low, high = low.clamp(max=0.0), high.clamp(min=0.0)
-    if rule == "absmax":
-        return low, high
-    if rule == "mse":
-        return _search_range(fmt, matrix, low, high, importance)
-    limit = _limits(fmt, matrix, rule, percentile).reshape(())
-    return torch.maximum(low, -limit), torch.minimum(high, limit)
+    return low.clamp(max=0.0), high.clamp(min=0.0)
+
+
+def _affine_of_range(fmt: Format, low: Tensor, high: Tensor, zero_point: int | None) -> tuple[Tensor, Tensor]:
+    """The smallest step whose codes span the range, around a zero point that may be fixed."""
+    assert fmt.element is not None
+    top = fmt.element.limit
+    if zero_point is None:
+        step = (high - low) / top
+    else:  # numbers on a side that the zero point leaves no codes for become zero, whatever the step
+        above = high / (top - zero_point) if zero_point < top else high * 0
+        below = -low / zero_point if zero_point > 0 else low * 0
+        step = torch.maximum(above, below)
+    step = flush_small(step).reshape(1, 1)
+    return step, _zero_code(fmt, low, step, zero_point)
+
+
+def _zero_code(fmt: Format, low: Tensor, step: Tensor, zero_point: int | None) -> Tensor:
+    assert fmt.element is not None
+    if zero_point is None:
+        return fmt.element.round(torch.where(step > 0, -low / step, 0.0).reshape(()))
+    return fmt.element.round(torch.tensor(float(zero_point), dtype=fmt.work, device=low.device))
 
 
 def _limits(fmt: Format, matrix: Tensor, rule: ScaleRule, percentile: float) -> Tensor:
@@ -105,16 +112,15 @@ def _search(fmt: Format, matrix: Tensor, wanted: Tensor, base: Tensor | None, im
 
 
 def _search_range(
-    fmt: Format, matrix: Tensor, low: Tensor, high: Tensor, importance: Tensor | None
+    fmt: Format, matrix: Tensor, low: Tensor, high: Tensor, importance: Tensor | None, zero_point: int | None
 ) -> tuple[Tensor, Tensor]:
-    assert fmt.element is not None
-    best_error, best = torch.inf, (low, high)
+    """The multiple of the whole range with the least (weighted) squared error: its scale and zero point."""
+    best_error, best = torch.inf, _affine_of_range(fmt, low, high, zero_point)
     for multiple in fmt.mse_multiples:
-        step = flush_small((high - low) * multiple / fmt.element.limit)
-        zero = fmt.element.round(torch.where(step > 0, -low * multiple / step, 0.0).round())
-        error = float(_squared_error(fmt, matrix, step.reshape(1, 1), None, zero, importance))
+        step, zero = _affine_of_range(fmt, low * multiple, high * multiple, zero_point)
+        error = float(_squared_error(fmt, matrix, step, None, zero, importance))
         if error < best_error:
-            best_error, best = error, (low * multiple, high * multiple)
+            best_error, best = error, (step, zero)
     return best
 
 
@@ -148,11 +154,13 @@ def _columns(importance: Tensor, cols_at: slice, piece: Tensor) -> Tensor:
 
 def _explicit(fmt: Format, matrix: Tensor, scale: float | Tensor) -> Tensor:
     down, across = fmt.grid(tuple(matrix.shape))
-    given = torch.as_tensor(scale, dtype=fmt.work, device=matrix.device)
+    given = torch.as_tensor(scale, dtype=fmt.work, device=matrix.device).detach()
     if given.numel() not in (1, down * across):
         raise FormatError(
             f"{fmt.name}: `scale` must be one number or one per block ({down * across}), got {given.numel()}"
         )
     if not bool(torch.isfinite(given).all()) or bool((given <= 0).any()):
         raise FormatError(f"{fmt.name}: `scale` must be finite and above zero")
-    return given.expand(down, across).clone() if given.numel() == 1 else given.reshape(down, across)
+    if fmt.power_of_two_scales and bool((torch.frexp(given).mantissa != 0.5).any()):
+        raise FormatError(f"{fmt.name}: `scale` must be a power of two, which is all its scales can be")
+    return given.reshape(1, 1).expand(down, across) if given.numel() == 1 else given.reshape(down, across)

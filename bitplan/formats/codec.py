@@ -38,6 +38,8 @@ def encode(
 ) -> Encoded:
     """Hold a float tensor in a format.
 
+    A plain cast (float64, float32, float16, bfloat16) has no scale to choose, and keeps NaN and infinities.
+
     scale_rule  how each block's scale is chosen: absmax, absmean, percentile or mse; see `scales`
     percentile  the quantile of |x| that `percentile` clips at
     importance  for `mse`: a weight per column (mean squared activation, say)
@@ -49,20 +51,33 @@ def encode(
     name        what errors call the tensor
     """
     fmt = get_format(fmt)
-    if not x.is_floating_point():
-        raise FormatError(f"{name}: encode takes a float tensor, got {x.dtype}; cast it first if these are weights")
-    shape = tuple(x.shape)
+    x, shape = readable(x, name), tuple(x.shape)
+    if not 0 < percentile <= 100:
+        raise FormatError(f"{name}: `percentile` lies above 0 and up to 100, got {percentile}")
     if fmt.is_cast:
-        return Encoded(fmt, shape, x.detach().to(fmt.storage).contiguous())
+        check_cast_options(fmt, scale_rule, scale, zero_point, base, name)
+        kept = x if nonfinite == "error" else finite(x, nonfinite, name)
+        return Encoded(fmt, shape, torch.empty(shape, dtype=fmt.storage, device=x.device).copy_(kept))
     rule = check_options(fmt, scale_rule, importance, zero_point, base, shape, name)
     check_whole_blocks(fmt, shape, pad, name)
-    matrix = finite(x.detach(), nonfinite, name).reshape(fmt.matrix_shape(shape))
+    matrix = finite(x, nonfinite, name).reshape(fmt.matrix_shape(shape))
+    check_magnitude(fmt, matrix, name)
     zero = base_part = None
     if fmt.zero_point:
         wanted, zero = choose_affine(fmt, matrix, rule, percentile, importance, scale, zero_point)
     else:
         wanted, base_part = choose_scales(fmt, matrix, rule, percentile, importance, scale, base)
-    return encode_with_scales(fmt, shape, matrix, wanted, base_part, zero)
+    encoded = encode_with_scales(fmt, shape, matrix, wanted, base_part, zero)
+    check_scales(encoded, name)
+    return encoded
+
+
+def readable(x: Tensor, name: str) -> Tensor:
+    """x without its graph, 8-bit floats as float32 (exact; torch has no arithmetic for them)."""
+    if not x.is_floating_point() or x.dtype == torch.float4_e2m1fn_x2:
+        raise FormatError(f"{name}: expected a float tensor, got {x.dtype}; cast it first if these are weights")
+    x = x.detach()
+    return x.float() if x.dtype.itemsize == 1 else x
 
 
 def encode_with_scales(
@@ -131,17 +146,12 @@ def check_options(
     name: str,
 ) -> ScaleRule:
     """Refuse an option that the format would ignore, and settle the rule."""
-    known = dict.fromkeys(SCALE_RULES)
     chosen = next((r for r in fmt.rules if r == (rule or fmt.default_rule)), None)
     if chosen is None:
-        why = "it has no best multiple of mean |x|" if rule in known else f"rules are {', '.join(SCALE_RULES)}"
-        raise FormatError(f"{name}: {fmt.name} has no scale rule {rule!r} ({why}); use one of {', '.join(fmt.rules)}")
-    if importance is not None and chosen != "mse":
-        raise FormatError(f"{name}: `importance` weighs the search of scale_rule='mse', not {chosen!r}")
-    columns = {math.prod(shape[-1:]), math.prod(shape[1:])}  # of the matrix, or of a convolution seen as one
-    if importance is not None and importance.numel() not in columns:
-        wanted = " or ".join(map(str, sorted(columns)))
-        raise FormatError(f"{name}: `importance` needs one weight per column ({wanted}), got {importance.numel()}")
+        why = "it has no best multiple of mean |x|; " if rule in SCALE_RULES else ""
+        raise FormatError(f"{name}: {fmt.name} has no scale rule {rule!r}; {why}use one of {', '.join(fmt.rules)}")
+    if importance is not None:
+        check_importance(fmt, importance, chosen, shape, name)
     if zero_point is not None and not fmt.zero_point:
         raise FormatError(f"{name}: {fmt.name} is signed and has no zero point")
     if zero_point is not None and fmt.element is not None and not 0 <= zero_point <= fmt.element.limit:
@@ -153,19 +163,74 @@ def check_options(
     return chosen
 
 
+def check_cast_options(
+    fmt: Format,
+    rule: str | None,
+    scale: float | Tensor | None,
+    zero_point: int | None,
+    base: float | None,
+    name: str,
+) -> None:
+    """A plain cast may be told how to choose scales, as all tensors of a model are, but not which they are."""
+    if rule is not None and rule not in SCALE_RULES:
+        raise FormatError(f"{name}: no scale rule {rule!r}; use one of {', '.join(SCALE_RULES)}")
+    given = {"scale": scale, "zero_point": zero_point, "base": base}
+    unused = [f"`{option}`" for option, value in given.items() if value is not None]
+    if unused:
+        raise FormatError(f"{name}: {fmt.name} is a plain cast and takes no {' and '.join(unused)}")
+
+
+def check_importance(fmt: Format, importance: Tensor, rule: ScaleRule, shape: tuple[int, ...], name: str) -> None:
+    if rule != "mse":
+        raise FormatError(f"{name}: `importance` weighs the search of scale_rule='mse', not {rule!r}")
+    cols = fmt.matrix_shape(shape)[1]
+    columns = {math.prod(shape[-1:]), math.prod(shape[1:])}  # of the matrix, or of a convolution seen as one
+    fitting = sorted(count for count in columns if count == cols or (count and cols % count == 0))
+    if importance.numel() not in fitting:
+        wanted = " or ".join(map(str, fitting))
+        raise FormatError(f"{name}: `importance` needs one weight per column ({wanted}), got {importance.numel()}")
+    if not bool((importance >= 0).all()) or not bool(importance.isfinite().all()):
+        raise FormatError(f"{name}: `importance` must be finite and not below zero")
+
+
+def check_magnitude(fmt: Format, matrix: Tensor, name: str) -> None:
+    """Refuse doubles that the working precision turns into infinities."""
+    largest = torch.finfo(fmt.work).max
+    if matrix.dtype == torch.float64 and fmt.work != torch.float64 and matrix.numel():
+        beyond = int((matrix.abs() > largest).sum())
+        if beyond:
+            raise FormatError(f"{name}: {beyond} of {matrix.numel()} numbers lie beyond {largest:.3g}, float32's range")
+
+
+def check_scales(encoded: Encoded, name: str) -> None:
+    """Refuse scales that overflowed the type that holds them: the tensor would decode to infinities and NaN."""
+    assert encoded.scales is not None
+    assert encoded.fmt.scales is not None
+    scales = encoded.fmt.scales.load(encoded.scales, encoded.base)
+    beyond = scales.numel() - int(scales.isfinite().sum())
+    if beyond:
+        raise FormatError(
+            f"{name}: {beyond} of {scales.numel()} scales of {encoded.fmt.name} overflow {encoded.scales.dtype}: "
+            "the numbers are too large for the format; scale them down, or choose a format with wider scales"
+        )
+
+
 def check_whole_blocks(fmt: Format, shape: tuple[int, ...], pad: str | None, name: str) -> None:
     cols = fmt.matrix_shape(shape)[1]
     if pad not in (None, "zero"):
         raise FormatError(f"{name}: the only padding is pad='zero', got {pad!r}")
     if pad is None and fmt.padded_cols(cols) != cols:
         raise FormatError(
-            f"{name}: {fmt.name} has blocks of {fmt.block.cols} along the last axis, and {cols} of shape {shape} is not "
-            f"a multiple; pad='zero' (--pad zero) fills it to {fmt.padded_cols(cols)}, or choose a row format such as int8_row"
+            f"{name}: {fmt.name} has blocks of {fmt.block.cols} along the last axis, and {cols} of shape {shape} is "
+            f"not a multiple; pad='zero' (--pad zero) fills it to {fmt.padded_cols(cols)}, "
+            "or choose a row format such as int8_row"
         )
 
 
 def finite(x: Tensor, nonfinite: NonFinite, name: str) -> Tensor:
     """x itself when every number is finite; else an error that counts, or the replacement asked for."""
+    if nonfinite not in ("error", "replace"):
+        raise FormatError(f"{name}: `nonfinite` is 'error' or 'replace', got {nonfinite!r}")
     if not x.numel():
         return x
     low, high = torch.aminmax(x)

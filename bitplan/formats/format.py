@@ -8,7 +8,7 @@ Two byte layouts never share a name.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -112,10 +112,7 @@ class Format:
         assert self.scales is not None
         stored = self.scales.store(wanted, base)
         column = self.scales.load(stored, base).unsqueeze(-1)
-        if self.divides:
-            scaled = torch.where(column == 0, 0.0, blocks / column)
-        else:
-            scaled = blocks * reciprocal(column)
+        scaled = torch.where(column == 0, 0.0, blocks / column) if self.divides else blocks * reciprocal(column)
         if zero_point is not None:
             scaled = scaled.round() + self.element.value(zero_point, self.work)
         return self.element.round(scaled), stored
@@ -196,7 +193,7 @@ class Format:
         return (width,) if self.block.is_tensor else (*self._lead(shape), width)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)  # tensors do not compare to one bool; to_bytes() does
 class Encoded:
     """A tensor in a format: its codes, and the scales that belong to them and to no other version."""
 
@@ -242,12 +239,12 @@ class Encoded:
 
     def to(self, device: torch.device | str, *, non_blocking: bool = False) -> Encoded:
         moved = {name: tensor.to(device, non_blocking=non_blocking) for name, tensor in self.parts.items()}
-        return replace(self, **moved)
+        return Encoded(self.fmt, self.shape, **moved)
 
     def codes(self) -> Tensor:
         """The unpacked working form: one code per number (int8, uint8 or the storage type), padding included.
 
-        Shape: that of the tensor where nothing is packed or padded, else [blocks, numbers per block].
+        [blocks, numbers per block] where codes are packed; else `data` as it is.
         """
         if self.fmt.packing is None:
             return self.data

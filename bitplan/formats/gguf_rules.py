@@ -23,7 +23,7 @@ class GgufQ40(Format):
         return torch.where(torch.signbit(extreme), -limit, limit)
 
     def scale_for(self, limit: Tensor) -> Tensor:
-        return limit / -8
+        return -super().scale_for(limit)
 
     def quantize(
         self, blocks: Tensor, wanted: Tensor, base: Tensor | None, zero_point: Tensor | None
@@ -65,7 +65,8 @@ class GgufMxfp4(Format):
 
     def dequantize(self, codes: Tensor, scale: Tensor, zero_point: Tensor | None) -> Tensor:
         assert self.element is not None
-        return self.element.value(codes) * 2 * (scale / 2).float().unsqueeze(-1)
+        doubled = self.element.value(codes) * 2 + 0.0  # ggml's table has no -0.0: code 8 is +0.0
+        return doubled * (scale / 2).float().unsqueeze(-1)
 
 
 class GgufPowerOfTwoScales(PowerOfTwoScales):

@@ -1,4 +1,4 @@
-"""Packing: several codes in one byte, and the four orders that files in the wild use.
+"""Packing: several codes in one byte, and the three orders that files in the wild use.
 
 | order | 4-bit byte holds | used by |
 |---|---|---|
@@ -62,4 +62,5 @@ class Packing:
     def _lanes(self, fields: Tensor) -> tuple[Tensor, ...]:
         if self.order == "halves":
             return fields.chunk(self.per_byte, dim=-1)
-        return fields.unflatten(-1, (fields.shape[-1] // self.per_byte, self.per_byte)).unbind(-1)
+        grouped = fields.reshape(*fields.shape[:-1], fields.shape[-1] // self.per_byte, self.per_byte)
+        return grouped.unbind(-1)

@@ -101,7 +101,7 @@ _BLOCKS = (
         "q4_0_gguf",
         "GGUF Q4_0: 18 bytes per 32, float16 scale (signed extreme / -8), byte j holds numbers j and j + 16",
         torch.uint8,
-        el.INT4,
+        el.INT4_ON_LOW,
         Block(1, 32),
         _F16,
         Packing(4, "halves", signed=True, offset=8),
@@ -200,7 +200,7 @@ def get_format(name: Format | str) -> Format:
     if isinstance(name, Format):
         return name
     if name not in _FORMATS:
-        raise FormatError(f"no format {name!r}{did_you_mean(name, _FORMATS)} `bitplan formats` lists them all")
+        raise FormatError(f"no format {name!r}; `bitplan formats` lists them all{did_you_mean(str(name), _FORMATS)}")
     return _FORMATS[name]
 
 

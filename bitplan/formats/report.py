@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from bitplan.errors import FormatError
-from bitplan.formats.codec import decode
+from bitplan.formats.codec import decode, readable
 from bitplan.formats.format import Encoded
 from bitplan.formats.tiles import from_blocks, tile_of_grid, tiles
 
@@ -18,7 +18,10 @@ PIECE = 2**22
 
 @dataclass(frozen=True)
 class ErrorReport:
-    """Original against decoded. `saturated` numbers lay outside the range of codes; `underflowed` became zero."""
+    """Original against decoded. `saturated` numbers lay outside the range of codes; `underflowed` became zero.
+
+    Where a plain cast kept a NaN or made an infinity, the figures that it spoils are not finite.
+    """
 
     fmt: str
     count: int
@@ -31,15 +34,19 @@ class ErrorReport:
     bytes_per_weight: float
 
     def to_dict(self) -> dict[str, str | int | float | None]:
-        """For JSON, which has no infinity: an exact tensor's SQNR is null."""
-        return {key: None if value == math.inf else value for key, value in asdict(self).items()}
+        """For JSON, which has neither infinity nor NaN: an exact tensor's SQNR is null."""
+        return {
+            key: None if isinstance(value, float) and not math.isfinite(value) else value
+            for key, value in asdict(self).items()
+        }
 
 
 def error_report(x: Tensor, encoded: Encoded) -> ErrorReport:
     """Compare a tensor with what its encoding stands for."""
     if tuple(x.shape) != encoded.shape:
         raise FormatError(f"error_report: the tensor is {tuple(x.shape)}, its encoding {encoded.shape}")
-    flat = x.detach().reshape(-1)
+    x = readable(x, "error_report")
+    flat = x.reshape(-1)
     wide = torch.float64 if x.dtype == torch.float64 else torch.float32
     decoded = decode(encoded, wide).reshape(-1)
     similar = similarity(flat, decoded)
@@ -75,7 +82,7 @@ class Similarity:
             self.square_a + other.square_a,
             self.square_b + other.square_b,
             self.square_difference + other.square_difference,
-            max(self.max_error, other.max_error),
+            math.nan if math.isnan(other.max_error) else max(self.max_error, other.max_error),
         )
 
     @property
@@ -83,7 +90,7 @@ class Similarity:
         if self.square_difference == 0.0:
             return 1.0
         norm = math.sqrt(self.square_a) * math.sqrt(self.square_b)
-        return min(1.0, self.dot / norm) if norm else 0.0
+        return min(self.dot / norm, 1.0) if norm else 0.0  # in this order a NaN stays one
 
     @property
     def relative_error(self) -> float:
@@ -96,7 +103,8 @@ class Similarity:
         """Signal over quantization noise; infinite when nothing changed."""
         if self.square_difference == 0.0:
             return math.inf
-        return 10 * math.log10(self.square_a / self.square_difference) if self.square_a else -math.inf
+        ratio = self.square_a / self.square_difference
+        return 10 * math.log10(ratio) if ratio != 0.0 else -math.inf
 
 
 def similarity(a: Tensor, b: Tensor) -> Similarity:
@@ -122,7 +130,7 @@ def _saturated(x: Tensor, encoded: Encoded) -> int:
         return int((x.isfinite() & ~encoded.data.to(torch.float64).isfinite()).sum())
     assert encoded.scales is not None
     assert fmt.scales is not None
-    matrix = x.detach().reshape(fmt.matrix_shape(encoded.shape))
+    matrix = x.reshape(fmt.matrix_shape(encoded.shape))
     scales = fmt.scales.load(encoded.scales, encoded.base).reshape(fmt.grid(encoded.shape))
     zero = fmt.element.value(encoded.zero_point, fmt.work) if encoded.zero_point is not None else 0.0
     total = 0
@@ -130,7 +138,7 @@ def _saturated(x: Tensor, encoded: Encoded) -> int:
         piece = matrix[tile].to(fmt.work)
         width = fmt.block.cols or piece.shape[1]
         per_block = tile_of_grid(fmt, scales, tile).reshape(-1, 1).expand(-1, (fmt.block.rows or 1) * width)
-        scale = from_blocks(fmt, per_block, *piece.shape) if fmt.block.cols else per_block
+        scale = from_blocks(fmt, per_block, *piece.shape)
         scaled = torch.where(scale == 0, 0.0, piece / scale) + zero
         total += int(((scaled < fmt.element.clip_low) | (scaled > fmt.element.clip_high)).sum())
     return total

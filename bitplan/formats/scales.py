@@ -2,8 +2,8 @@
 
 A rule gives each block a `limit`, the magnitude that lands on the element's largest code; the scale is
 limit / element.limit, stored in the narrow type that the format names, and numbers are
-quantized against the scale *as stored*. A scale below 2^-126 is stored as zero and its block as
-zeros: the reciprocal of anything smaller would overflow.
+quantized against the scale *as stored*. A scale below the smallest normal number (2^-126, or 2^-1022 where scales
+are float64) is stored as zero and its block as zeros: the reciprocal of anything much smaller would overflow.
 
 Rules: `absmax` the largest |x| (default) · `absmean` a fixed multiple of mean |x|, best for
 Gaussian numbers · `percentile` that quantile of |x| · `mse` the multiple of absmax with the smallest squared error,
@@ -12,13 +12,15 @@ weighted by `importance` when activations were observed.
 
 from __future__ import annotations
 
+import math
 from typing import Literal
 
 import torch
 from torch import Tensor
 
 SMALLEST_SCALE = 2.0**-126
-E8M0_BIAS = 127
+SMALLEST_SCALE_FLOAT64 = 2.0**-1022
+E8M0_BIAS, E8M0_NAN = 127, 255
 ScaleRule = Literal["absmax", "absmean", "percentile", "mse"]
 SCALE_RULES: tuple[ScaleRule, ...] = ("absmax", "absmean", "percentile", "mse")
 # What `mse` tries: multiples of absmax. Few codes clip deep; power-of-two scales only have neighbours.
@@ -55,7 +57,7 @@ class PowerOfTwoScales(ScaleStorage):
     def load(self, stored: Tensor, base: Tensor | None) -> Tensor:
         bits = stored.int() << 23  # the exponent field of a float32, but for the two ends
         bits = torch.where(stored == 0, 0x00400000, bits)
-        return torch.where(stored == 255, 0x7FC00000, bits).view(torch.float32)
+        return torch.where(stored == E8M0_NAN, 0x7FC00000, bits).view(torch.float32)
 
 
 class BasedScales(ScaleStorage):
@@ -84,7 +86,8 @@ class BasedScales(ScaleStorage):
 
 def flush_small(scale: Tensor) -> Tensor:
     """Zero for scales whose reciprocal would overflow, keeping the sign of the rest."""
-    return torch.where(scale.abs() < SMALLEST_SCALE, torch.zeros_like(scale), scale)
+    smallest = SMALLEST_SCALE_FLOAT64 if scale.dtype == torch.float64 else SMALLEST_SCALE
+    return torch.where(scale.abs() < smallest, torch.zeros_like(scale), scale)
 
 
 def reciprocal(scale: Tensor) -> Tensor:
@@ -98,9 +101,10 @@ def limit_of_blocks(blocks: Tensor, rule: ScaleRule, *, gauss: float | None, per
         return blocks.new_zeros(blocks.shape[0])
     if rule == "absmean":
         assert gauss is not None
-        return (blocks.abs().mean(dim=-1, dtype=torch.float64) * gauss).to(blocks.dtype)
+        wide = torch.promote_types(blocks.dtype, torch.float32)  # 16-bit numbers have a finer mean than themselves
+        return (blocks.abs().mean(dim=-1, dtype=torch.float64) * gauss).to(wide)
     if rule == "percentile":
-        rank = min(blocks.shape[-1], max(1, -int(-percentile / 100 * blocks.shape[-1] // 1)))
-        return blocks.abs().kthvalue(rank, dim=-1).values
+        share = round(percentile / 100 * blocks.shape[-1], 6)  # 99.9 % of 1000 is 999, not 999.0000000000001
+        return blocks.abs().kthvalue(max(1, math.ceil(share)), dim=-1).values
     low, high = torch.aminmax(blocks, dim=-1)
     return torch.maximum(high, -low).abs()

@@ -1,9 +1,10 @@
-"""What the safetensors and GGUF modules share: exact reads, and payloads in a promised order.
+"""What the safetensors and GGUF modules share: exact reads, and payloads of promised sizes.
 
 Both containers are a header that lists tensors, then their bytes. Memory must stay bounded by the
 largest tensor, so a file is never mapped: each read goes from its offset straight into the storage
-of the tensor that is returned. A write states all sizes first, which fixes the header, and then
-hands over the payloads one by one; a caller that breaks its word leaves the old file in place.
+of the tensor that is returned. A write states all sizes first, which fixes the header and every
+offset, and then hands over the payloads one by one, in any order: the parts of one tensor lie apart
+in a file sorted by alignment. A caller that breaks its word leaves the old file in place.
 """
 
 from __future__ import annotations
@@ -92,74 +93,70 @@ class ContainerFile(ABC, Generic[Entry]):
 
 @dataclass(frozen=True)
 class Payload:
-    """One tensor's place in a file being written.
+    """One tensor's place in a file being written: `start` is an offset from the beginning of the file.
 
     `accepts` maps each dtype a tensor may come in to the shape it must then have.
     """
 
     name: str
+    start: int
     nbytes: int
     accepts: Mapping[torch.dtype, tuple[int, ...]]
-    padding: int = 0
 
 
 class PayloadWriter:
-    """Takes the payloads of a container in the order its header promised (`order`)."""
+    """Puts payloads where the header promised them, in whatever order they come; gaps between them are zeros."""
 
-    def __init__(self, file: BinaryIO, path: str | Path, payloads: Sequence[Payload]) -> None:
+    def __init__(self, file: BinaryIO, path: str | Path, payloads: Sequence[Payload], size: int) -> None:
         self.path = Path(path)
-        self.order = tuple(payload.name for payload in payloads)
+        self.order = tuple(
+            payload.name for payload in payloads
+        )  # as they lie in the file: written so, it never seeks back
         self._file = file
-        self._payloads = payloads
-        self._next = 0
-        self._written = 0  # bytes of the payload whose turn it is
+        self._payloads = {payload.name: payload for payload in payloads}
+        self._written = dict.fromkeys(self._payloads, 0)
+        file.truncate(size)
 
     def write(self, name: str, data: Data) -> None:
         """Write one whole tensor: a tensor of the promised dtype and shape, or its raw bytes."""
-        payload = self._turn(name)
+        payload = self._promised(name)
         view = self._bytes(payload, data)
         if isinstance(data, torch.Tensor) and tuple(data.shape) != payload.accepts[data.dtype]:
             expected = payload.accepts[data.dtype]
             raise StoreError(f"{self.path}: tensor {name!r} was promised as {expected}, came as {tuple(data.shape)}")
-        if len(view) != payload.nbytes or self._written:
+        if len(view) != payload.nbytes or self._written[name]:
             raise StoreError(
                 f"{self.path}: tensor {name!r} was promised with {payload.nbytes} bytes, "
-                f"write() came with {len(view)} after {self._written}; use write_chunk for parts"
+                f"write() came with {len(view)} after {self._written[name]}; use write_chunk for parts"
             )
         self._put(payload, view)
 
     def write_chunk(self, name: str, data: Data) -> None:
         """Write the next bytes of one tensor; the tensor is complete when its last byte came."""
-        payload = self._turn(name)
+        payload = self._promised(name)
         view = self._bytes(payload, data)
-        if self._written + len(view) > payload.nbytes:
+        if self._written[name] + len(view) > payload.nbytes:
             raise StoreError(
                 f"{self.path}: tensor {name!r} was promised with {payload.nbytes} bytes, "
-                f"{self._written} came and {len(view)} more are too many"
+                f"{self._written[name]} came and {len(view)} more are too many"
             )
         self._put(payload, view)
 
     def finish(self) -> None:
         """Check that every promised byte came."""
-        for payload in self._payloads[self._next :]:
-            if payload.nbytes:
+        for name, payload in self._payloads.items():
+            if self._written[name] != payload.nbytes:
                 raise StoreError(
-                    f"{self.path}: tensor {payload.name!r} was promised with {payload.nbytes} bytes, "
-                    f"{self._written} came; the file was not written"
+                    f"{self.path}: tensor {name!r} was promised with {payload.nbytes} bytes, "
+                    f"{self._written[name]} came; the file was not written"
                 )
 
-    def _turn(self, name: str) -> Payload:
-        """The payload whose turn it is; empty tensors have no bytes and may be passed over."""
-        position = self._next
-        while position < len(self._payloads) and self._payloads[position].name != name:
-            if self._payloads[position].nbytes:
-                due = self._payloads[position].name
-                raise StoreError(f"{self.path}: expected tensor {due!r} next, got {name!r}; write in `order`")
-            position += 1
-        if position == len(self._payloads):
-            raise StoreError(f"{self.path}: tensor {name!r} came, but no tensor is due any more; write in `order`")
-        self._next = position
-        return self._payloads[position]
+    def _promised(self, name: str) -> Payload:
+        if name not in self._payloads:
+            raise StoreError(
+                f"{self.path}: tensor {name!r} came but was not promised{did_you_mean(name, self._payloads)}"
+            )
+        return self._payloads[name]
 
     def _bytes(self, payload: Payload, data: Data) -> memoryview:
         if isinstance(data, torch.Tensor):
@@ -174,8 +171,6 @@ class PayloadWriter:
         return view.cast("B") if view.nbytes else memoryview(b"")
 
     def _put(self, payload: Payload, view: memoryview) -> None:
-        self._written += len(view)
+        self._file.seek(payload.start + self._written[payload.name])
         self._file.write(view)
-        if self._written == payload.nbytes:
-            self._file.write(bytes(payload.padding))
-            self._next, self._written = self._next + 1, 0
+        self._written[payload.name] += len(view)

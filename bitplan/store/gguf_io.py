@@ -18,7 +18,7 @@ import math
 import struct
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -256,8 +256,7 @@ def _check_version(header: _Header) -> int:
     version = header.number("I", "the version")
     if version and version % 2**16 == 0:
         raise FileFormatError(
-            f"{header.path}: a big-endian GGUF file; only little-endian is read: "
-            "convert it with gguf-convert-endian"
+            f"{header.path}: a big-endian GGUF file; only little-endian is read: convert it with gguf-convert-endian"
         )
     if version not in (2, 3):
         raise FileFormatError(
@@ -272,7 +271,7 @@ def _check_alignment(metadata: Mapping[str, GGUFValue], where: str) -> int:
     if not 0 < alignment <= MAX_ALIGNMENT or alignment & (alignment - 1):
         raise FileFormatError(
             f"{where}: general.alignment must be a UINT32 power of two up to {MAX_ALIGNMENT}, "
-            f"got {given.type.name} {str(given.value)[:80]}"
+            f"got {given.type.name} {repr(given.value)[:80]}"
         )
     return int(alignment)
 
@@ -291,6 +290,11 @@ def _raw_shape(kind: GGMLQuantizationType, shape: Sequence[int]) -> tuple[int, .
     return (*lead, row // block * block_bytes)
 
 
+def plain_dtype(type: GGMLQuantizationType) -> torch.dtype | None:
+    """The torch dtype that has the very bytes of a plain type such as F16; None for types made of blocks."""
+    return _PLAIN_DTYPES.get(type)
+
+
 def dequantize_rows(raw: torch.Tensor, type: GGMLQuantizationType) -> torch.Tensor:
     """Encoded rows, uint8 [..., bytes per row], as fresh float32 [..., elements per row] on the CPU."""
     from gguf.quants import dequantize
@@ -303,8 +307,7 @@ def dequantize_rows(raw: torch.Tensor, type: GGMLQuantizationType) -> torch.Tens
     shape = (*raw.shape[:-1], raw.shape[-1] // block_bytes * block)
     if not raw.numel():
         return torch.empty(shape)
-    plain = _PLAIN_DTYPES.get(type)
-    if plain is not None:
+    if (plain := plain_dtype(type)) is not None:
         return raw.cpu().contiguous().clone().view(plain).to(torch.float32)
     try:
         with np.errstate(all="ignore"):  # damaged scales give inf and NaN, not warnings
@@ -329,16 +332,12 @@ def dequantizable_types() -> list[GGMLQuantizationType]:
     return sorted(known)
 
 
-class GGUFWriter(PayloadWriter):
-    """Writes the tensors of one .gguf file in `order`; see `write_gguf`."""
-
-
 @contextmanager
 def write_gguf(
     path: str | Path,
     entries: Sequence[tuple[str, GGMLQuantizationType, Sequence[int]]],
     metadata: Mapping[str, GGUFValue],
-) -> Iterator[GGUFWriter]:
+) -> Iterator[PayloadWriter]:
     """Write a version 3 file whose tensors (name, type, shape) are known and whose bytes come one by one.
 
     Tensors lie in the order given. Each comes as encoded bytes (uint8, `raw_shape`), or, for a plain
@@ -361,18 +360,20 @@ def write_gguf(
         raw_shape = _raw_shape(kind, shape)
         nbytes = math.prod(raw_shape)
         accepts = {torch.uint8: raw_shape}
-        if kind in _PLAIN_DTYPES:
-            accepts[_PLAIN_DTYPES[kind]] = tuple(shape)
+        if (plain := plain_dtype(kind)) is not None:
+            accepts[plain] = tuple(shape)
         head += [_pack_string(name, MAX_NAME_BYTES), struct.pack(f"<I{len(shape)}Q", len(shape), *reversed(shape))]
         head += [struct.pack("<IQ", kind, end)]
-        payloads[name] = Payload(name, nbytes, accepts, padding=-nbytes % alignment)
+        payloads[name] = Payload(name, end, nbytes, accepts)
         end += nbytes + -nbytes % alignment
     header = b"".join(head)
     if len(header) > MAX_HEADER_BYTES:
         raise StoreError(f"{path}: the header takes {len(header)} bytes, at most {MAX_HEADER_BYTES} are read back")
     with atomic_file(path) as file:
-        file.write(header + bytes(-len(header) % alignment))
-        writer = GGUFWriter(file, path, list(payloads.values()))
+        file.write(header)
+        first = len(header) + -len(header) % alignment
+        placed = [replace(payload, start=first + payload.start) for payload in payloads.values()]
+        writer = PayloadWriter(file, path, placed, size=first + end)
         yield writer
         writer.finish()
 
@@ -395,7 +396,7 @@ def _pack_value(value: GGUFValue, where: str) -> bytes:
         return struct.pack("<IQ", value.item_type, len(value.value)) + items
     except (struct.error, TypeError, AttributeError, KeyError, OverflowError):
         kind = value.type.name if value.item_type is None else f"{value.type.name} of {value.item_type.name}"
-        raise StoreError(f"{where}: {str(value.value)[:80]} is not a GGUF {kind}") from None
+        raise StoreError(f"{where}: {repr(value.value)[:80]} is not a GGUF {kind}") from None
 
 
 def _pack_items(kind: GGUFValueType | None, items: Sequence[Any], where: str) -> bytes:

@@ -18,7 +18,7 @@ import os
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import Any, Self
 
@@ -124,7 +124,7 @@ class SafetensorsFile(ContainerFile[TensorEntry]):
             if entry.start != end:
                 fault = "overlaps the tensor before it" if entry.start < end else "leaves a hole before it"
                 raise FileFormatError(
-                    f"{self.path}: tensor {entry.name!r} {fault}: starts at {entry.start}, expected {end}"
+                    f"{self.path}: tensor {entry.name[:80]!r} {fault}: starts at {entry.start}, expected {end}"
                 )
             end += entry.nbytes
         if end != self._size:
@@ -140,26 +140,26 @@ class SafetensorsFile(ContainerFile[TensorEntry]):
             raise FileFormatError(f"{where}: the name is not valid Unicode")
         if not isinstance(fields, dict) or set(fields) != {"dtype", "shape", "data_offsets"}:
             came = sorted(fields) if isinstance(fields, dict) else type(fields).__name__
-            raise FileFormatError(f"{where}: expected exactly dtype, shape and data_offsets, got {str(came)[:80]}")
+            raise FileFormatError(f"{where}: expected exactly dtype, shape and data_offsets, got {repr(came)[:80]}")
         tag, file_shape, offsets = fields["dtype"], fields["shape"], fields["data_offsets"]
         if not isinstance(tag, str) or tag not in DTYPES:
-            raise FileFormatError(f"{where}: dtype {str(tag)[:80]!r} is not one of {', '.join(DTYPES)}")
+            raise FileFormatError(f"{where}: dtype {repr(tag)[:80]} is not one of {', '.join(DTYPES)}")
         if not _are_sizes(file_shape) or len(file_shape) > MAX_RANK:
             raise FileFormatError(
-                f"{where}: shape must be at most {MAX_RANK} integers from 0, got {str(file_shape)[:80]}"
+                f"{where}: shape must be at most {MAX_RANK} integers from 0, got {repr(file_shape)[:80]}"
             )
         if not _are_sizes(offsets) or len(offsets) != 2 or not offsets[0] <= offsets[1] <= self._size - payload_start:
             raise FileFormatError(
                 f"{where}: data_offsets must be [begin, end] within the {self._size - payload_start} payload bytes, "
-                f"got {str(offsets)[:80]}"
+                f"got {repr(offsets)[:80]}"
             )
         dtype, shape = DTYPES[tag], _torch_shape(tag, file_shape)
         if shape is None or math.prod(max(size, 1) for size in shape) * dtype.itemsize > MAX_BYTES:
-            raise FileFormatError(f"{where}: no {tag} tensor can have shape {str(file_shape)[:80]}")
+            raise FileFormatError(f"{where}: no {tag} tensor can have shape {repr(file_shape)[:80]}")
         nbytes = math.prod(shape) * dtype.itemsize
         if nbytes != offsets[1] - offsets[0]:
             raise FileFormatError(
-                f"{where}: {tag} of shape {str(file_shape)[:80]} takes {nbytes} bytes, "
+                f"{where}: {tag} of shape {repr(file_shape)[:80]} takes {nbytes} bytes, "
                 f"data_offsets {offsets} give it {offsets[1] - offsets[0]}"
             )
         return TensorEntry(name, dtype, shape, payload_start + offsets[0], nbytes)
@@ -175,16 +175,12 @@ class SafetensorsFile(ContainerFile[TensorEntry]):
         return FileFormatError(f"{self.path}: not a safetensors file, or cut short: {fault}")
 
 
-class SafetensorsWriter(PayloadWriter):
-    """Writes the tensors of one .safetensors file in `order`; see `write_safetensors`."""
-
-
 @contextmanager
 def write_safetensors(
     path: str | Path,
     entries: Sequence[tuple[str, torch.dtype, Sequence[int]]],
     metadata: Mapping[str, str] | None = None,
-) -> Iterator[SafetensorsWriter]:
+) -> Iterator[PayloadWriter]:
     """Write a file whose tensors (name, dtype, shape) are known and whose bytes come one by one.
 
     The largest dtypes come first and then names in order, which keeps every tensor aligned. The
@@ -193,7 +189,9 @@ def write_safetensors(
     header, payloads = _build_header(entries, _check_metadata(dict(metadata or {}), where=str(path)), where=str(path))
     with atomic_file(path) as file:
         file.write(len(header).to_bytes(8, "little") + header)
-        writer = SafetensorsWriter(file, path, payloads)
+        first = 8 + len(header)
+        placed = [replace(payload, start=first + payload.start) for payload in payloads]
+        writer = PayloadWriter(file, path, placed, size=first + sum(payload.nbytes for payload in payloads))
         yield writer
         writer.finish()
 
@@ -218,7 +216,7 @@ def _build_header(
             raise StoreError(f"{where}: tensor {name!r}: no {dtype} tensor can have shape {shape}")
         nbytes = math.prod(shape) * dtype.itemsize
         document[name] = {"dtype": tag, "shape": file_shape, "data_offsets": (end, end + nbytes)}
-        payloads.append(Payload(name, nbytes, {dtype: shape}))
+        payloads.append(Payload(name, end, nbytes, {dtype: shape}))
         end += nbytes
     header = json.dumps(document, ensure_ascii=False, separators=(",", ":")).encode()
     header += b" " * (-len(header) % 8)
@@ -232,7 +230,7 @@ def _check_metadata(metadata: Any, where: str) -> dict[str, str]:
         raise FileFormatError(f"{where}: __metadata__ must be an object of strings, got {type(metadata).__name__}")
     for key, value in metadata.items():
         if not (isinstance(value, str) and _is_text(key) and _is_text(value)):
-            raise FileFormatError(f"{where}: __metadata__ {key[:80]!r} must be a string, got {str(value)[:80]!r}")
+            raise FileFormatError(f"{where}: __metadata__ {key[:80]!r} must be a string, got {repr(value)[:80]}")
     return metadata
 
 
@@ -273,7 +271,7 @@ class Checkpoint:
             for name, entry in file.tensors.items():
                 if name in self.tensors:
                     raise FileFormatError(
-                        f"{file.path}: tensor {name!r} is also in {self.weight_map[name].name}; "
+                        f"{file.path}: tensor {name[:80]!r} is also in {self.weight_map[name].name}; "
                         "one of the two shards is stale: download the checkpoint again"
                     )
                 self.tensors[name] = entry
@@ -281,6 +279,10 @@ class Checkpoint:
         pairs = {pair for file in files for pair in file.metadata.items()}
         spellings = Counter(key for key, _ in pairs)
         self.metadata = {key: value for key, value in sorted(pairs) if spellings[key] == 1}
+
+    @property
+    def files(self) -> list[SafetensorsFile]:
+        return list(self._files.values())
 
     def read(self, name: str) -> torch.Tensor:
         """A fresh tensor that owns its memory."""
@@ -351,7 +353,7 @@ def _read_index(path: Path) -> dict[str, str]:
         raise FileFormatError(f"{path}: expected an object with a weight_map of tensor names to file names")
     for name, shard in weight_map.items():
         if not isinstance(shard, str) or not _is_text(shard):
-            raise FileFormatError(f"{path}: {name[:80]!r} must map to a file name, got {str(shard)[:80]!r}")
+            raise FileFormatError(f"{path}: {name[:80]!r} must map to a file name, got {repr(shard)[:80]}")
     for shard in sorted(set(weight_map.values())):
         if PurePosixPath(shard).is_absolute() or PureWindowsPath(shard).anchor or ".." in PureWindowsPath(shard).parts:
             raise FileFormatError(f"{path}: {shard[:80]!r} leaves the index's folder; shards must lie within it")
@@ -367,6 +369,6 @@ def _check_against_index(path: Path, weight_map: Mapping[str, str], checkpoint: 
     for name, file in checkpoint.weight_map.items():
         if name not in weight_map:
             raise FileFormatError(
-                f"{path}: does not list tensor {name!r}, which is in {file.name}; "
+                f"{path}: does not list tensor {name[:80]!r}, which is in {file.name}; "
                 "add it to weight_map, or open the shard by itself"
             )

@@ -1,0 +1,42 @@
+# Everything from a fresh clone with Python 3.11+, make and pip: `make demo`, `make test`.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
+
+.PHONY: demo test lint types unit test-gpu bench clean
+
+demo: $(VENV)/.installed
+	$(BIN)/bitplan demo
+
+test: lint types unit
+
+lint: $(VENV)/.installed-dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: $(VENV)/.installed-dev
+	$(BIN)/mypy
+
+unit: $(VENV)/.installed-dev
+	$(BIN)/python -m pytest -n 2
+
+# On a machine with CUDA, with the packages of that machine's own Python.
+test-gpu:
+	$(PYTHON) -m pytest -m gpu
+
+bench: $(VENV)/.installed-dev
+	$(BIN)/python benchmarks/formats.py --device cpu
+
+$(VENV)/.installed: pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@echo "installing into $(VENV) (first time: a few minutes)"
+	$(PIP) -e .
+	touch $@
+
+$(VENV)/.installed-dev: $(VENV)/.installed
+	$(PIP) -e '.[dev]'
+	touch $@
+
+clean:
+	rm -rf $(VENV) demo-out .mypy_cache .ruff_cache .pytest_cache .hypothesis

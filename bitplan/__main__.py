@@ -1,0 +1,5 @@
+"""`python -m bitplan` is `bitplan`."""
+
+from bitplan.cli import main
+
+main()

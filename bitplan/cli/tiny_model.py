@@ -1,0 +1,112 @@
+"""The demo's model: a character-level transformer small enough to train in seconds on two CPU cores.
+
+Widths are multiples of 128, so that every block format fits its weights without padding.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from importlib import resources
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+WIDTH = 128
+HEADS = 4
+BLOCKS = 3
+CONTEXT = 64
+HELD_OUT = 0.1
+
+
+class TinyTransformer(nn.Module):
+    """Pre-norm decoder over characters."""
+
+    def __init__(self, vocabulary: int) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(vocabulary, WIDTH)
+        self.places = nn.Embedding(CONTEXT, WIDTH)
+        self.blocks = nn.ModuleList(Block() for _ in range(BLOCKS))
+        self.norm = nn.LayerNorm(WIDTH)
+        self.head = nn.Linear(WIDTH, vocabulary, bias=False)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        hidden = self.tokens(ids) + self.places(torch.arange(ids.shape[1], device=ids.device))
+        for block in self.blocks:
+            hidden = block(hidden)
+        return self.head(self.norm(hidden))
+
+
+class Block(nn.Module):
+    """Causal attention, then a feed-forward layer, each with a residual path."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm_in = nn.LayerNorm(WIDTH)
+        self.qkv = nn.Linear(WIDTH, 3 * WIDTH, bias=False)
+        self.out = nn.Linear(WIDTH, WIDTH, bias=False)
+        self.norm_mid = nn.LayerNorm(WIDTH)
+        self.up = nn.Linear(WIDTH, 4 * WIDTH, bias=False)
+        self.down = nn.Linear(4 * WIDTH, WIDTH, bias=False)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        batch, length, _ = hidden.shape
+        heads = self.qkv(self.norm_in(hidden)).view(batch, length, 3, HEADS, WIDTH // HEADS).permute(2, 0, 3, 1, 4)
+        mixed = functional.scaled_dot_product_attention(heads[0], heads[1], heads[2], is_causal=True)
+        hidden = hidden + self.out(mixed.transpose(1, 2).reshape(batch, length, WIDTH))
+        return hidden + self.down(functional.gelu(self.up(self.norm_mid(hidden))))
+
+
+def shipped_text() -> str:
+    """A slice of Shakespeare (public domain) that comes with the package."""
+    return resources.files("bitplan").joinpath("data/shakespeare.txt").read_text(encoding="utf-8")
+
+
+class Corpus:
+    """Text as ids, split into a part to train on and a part held out."""
+
+    def __init__(self, text: str) -> None:
+        alphabet = sorted(set(text))
+        code = {letter: index for index, letter in enumerate(alphabet)}
+        ids = torch.tensor([code[letter] for letter in text])
+        cut = int(len(ids) * (1 - HELD_OUT))
+        self.vocabulary = len(alphabet)
+        self.train, self.held_out = ids[:cut], ids[cut:]
+
+    def batches(self, count: int, size: int, generator: torch.Generator) -> Iterator[tuple[Tensor, Tensor]]:
+        for _ in range(count):
+            starts = torch.randint(len(self.train) - CONTEXT - 1, (size, 1), generator=generator)
+            windows = self.train[starts + torch.arange(CONTEXT + 1)]
+            yield windows[:, :-1], windows[:, 1:]
+
+    def held_out_windows(self, count: int) -> Tensor:
+        """Evenly spaced windows of the held-out part, [count, CONTEXT + 1]."""
+        starts = torch.linspace(0, len(self.held_out) - CONTEXT - 2, count).long().unsqueeze(1)
+        return self.held_out[starts + torch.arange(CONTEXT + 1)]
+
+
+def train(model: TinyTransformer, corpus: Corpus, steps: int, on_step: Callable[[int, float], None]) -> None:
+    """AdamW with a warm-up and a cosine decay; `on_step` hears the step and its loss."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, weight_decay=0.05)
+    shape = lambda step: min(1.0, (step + 1) / 20) * (0.1 + 0.9 * (1 + math.cos(math.pi * step / steps)) / 2)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, shape)
+    model.train()
+    for step, (ids, targets) in enumerate(corpus.batches(steps, 24, torch.Generator().manual_seed(1))):
+        loss = functional.cross_entropy(model(ids).flatten(0, 1), targets.flatten())
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        schedule.step()
+        on_step(step, float(loss.detach()))
+    model.eval()
+
+
+@torch.no_grad()
+def perplexity(model: nn.Module, windows: Tensor) -> float:
+    """exp of the mean loss per character, over windows as `held_out_windows` gives them."""
+    losses = [
+        functional.cross_entropy(model(part[:, :-1]).flatten(0, 1), part[:, 1:].flatten(), reduction="sum")
+        for part in windows.split(64)
+    ]
+    return math.exp(float(torch.stack(losses).sum()) / (windows.shape[0] * (windows.shape[1] - 1)))

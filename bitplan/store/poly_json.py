@@ -1,0 +1,421 @@
+"""The quantization seed's network JSON: read what the original wrote, and write files that say what they mean.
+
+A network is {id, depth, rows, cols, layers_per_cell, layers}. A layer has its cell (z, y, x, l), type,
+activation, dtype, sizes, and its weights in base64: packed in `dtype` where `native` is true, else a
+float32 master. Layers nest (parallel_branches, sequential_layers, meta_observed_layer). Numbers of several bytes are
+little-endian, of several to a byte lie first-is-highest, as our 21 dtypes pack them.
+
+The original's own files leave much unsaid, so there are two readings:
+
+| | without `codec` (the original) | `"codec": "bitplan-1"` (ours) |
+|---|---|---|
+| float16 | the upper half of a float32, that is bfloat16 | IEEE half |
+| fp8*, fp4 | signed integers times scale | the floats of that name times scale |
+| unsigned | integers times scale | (integer - zero_point) times scale |
+| scale 0 or missing | 1 | a tensor of zeros / an error |
+| count | what the bytes give; a Dense layer's sizes trim the padding | `shape` |
+| a layer is called | its path, `layers[3].parallel_branches[0]` | `name` |
+| comes out as | float32, flat | Encoded, exact |
+| keys we do not know | kept untouched | an error |
+
+Source: seed 004, and the files of the project behind it.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import json
+import math
+import os
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+
+from bitplan.errors import FileFormatError, FormatError, StoreError, did_you_mean
+from bitplan.formats import DTYPE_NAMES, Encoded, Format, decode, encode, get_format
+from bitplan.records import atomic_file, read_json
+
+CODEC = "bitplan-1"
+MAX_FILE_BYTES = 2**31
+MAX_LAYER_DEPTH = 32
+MAX_JSON_DEPTH = 128
+MAX_RANK = 64  # torch's own limit
+MAX_NUMBERS = 2**40  # of a tensor, empty axes counted as 1; far beyond what fits the file
+
+# The file's dtype -> the format of the same numbers: only fp8 is spelled differently.
+DTYPES = {name.replace("fp8_", "fp8"): name for name in DTYPE_NAMES}
+_TAGS = {name: tag for tag, name in DTYPES.items()}
+# What the original really stores under these names.
+_ORIGINAL_FORMATS = {"float16": "bfloat16", "fp8e4m3": "int8", "fp8e5m2": "int8", "fp4": "int4"}
+_PLAIN_TENSORS = {get_format(name).storage: name for name in ("float64", "float32", "float16", "bfloat16")}
+
+Weights = Encoded | Tensor
+
+
+@dataclass(frozen=True)
+class PolyNetwork:
+    """A network file in memory: the document, which is what gets written, and the weights read from it.
+
+    `tensors` is a view of the document that cannot be assigned to: to change weights, build a new network.
+    """
+
+    document: dict[str, Any]
+    tensors: Mapping[str, Weights]
+
+    @property
+    def codec(self) -> str | None:
+        """Whose rules the file follows: "bitplan-1", or None for the original's."""
+        return self.document.get("codec")
+
+    @classmethod
+    def from_tensors(
+        cls,
+        tensors: Mapping[str, Weights],
+        *,
+        layer_types: Mapping[str, str] | None = None,
+        network_id: str = "bitplan",
+    ) -> PolyNetwork:
+        """A network of one cell with a layer per tensor, in the order given.
+
+        A layer is Dense unless `layer_types` names another type; Dense sees its tensor as
+        [first axis, all others], a vector as one row. Plain tensors must be of a float type that files know.
+        """
+        types = dict(layer_types or {})
+        for name in types:
+            if name not in tensors:
+                raise StoreError(f"layer_types names {name!r}, which is not a tensor{did_you_mean(name, tensors)}")
+        layers = [
+            _layer_of(name, _exportable(name, weights), index, types.get(name, "Dense"))
+            for index, (name, weights) in enumerate(tensors.items())
+        ]
+        cell = {"depth": 1, "rows": 1, "cols": 1, "layers_per_cell": len(layers)}
+        document = {"codec": CODEC, "id": network_id, **cell, "layers": layers}
+        return cls(document, _Reader(f"network {network_id!r}", document).tensors())
+
+
+def read_poly_json(path: str | Path) -> PolyNetwork:
+    """Read a network file, the original's or ours; every weight is decoded and checked."""
+    if not os.path.isfile(path):
+        raise FileFormatError(f"{path}: no such file")
+    document = read_json(path, max_bytes=MAX_FILE_BYTES)
+    return PolyNetwork(document, _Reader(str(path), document).tensors())
+
+
+def write_poly_json(path: str | Path, network: PolyNetwork) -> None:
+    """Write a network's document atomically; one that could not be read back is refused.
+
+    The text is ASCII, indented by two, keys in the document's order: a file we wrote comes back byte for byte.
+    """
+    _Reader(str(path), network.document).tensors()
+    with atomic_file(path) as file:
+        for piece in json.JSONEncoder(indent=2, allow_nan=False).iterencode(network.document):
+            file.write(piece.encode("ascii"))
+        file.write(b"\n")
+        if file.tell() > MAX_FILE_BYTES:
+            raise StoreError(
+                f"{path}: the network takes {file.tell()} bytes as JSON, which is too large to be read back "
+                f"(limit {MAX_FILE_BYTES}); use safetensors for weights of this size"
+            )
+
+
+# ---- writing ---------------------------------------------------------------------------------------------------------
+
+
+def _exportable(name: str, weights: Weights) -> Encoded:
+    if isinstance(weights, Tensor):
+        if weights.dtype not in _PLAIN_TENSORS:
+            raise FormatError(
+                f"{name}: a plain tensor must be one of {', '.join(_PLAIN_TENSORS.values())}, got {weights.dtype}; "
+                "encode it first, so that its scale is known"
+            )
+        return encode(weights, _PLAIN_TENSORS[weights.dtype], name=name)
+    if weights.fmt.name not in _TAGS:
+        raise FormatError(
+            f"{name}: network JSON cannot hold {weights.fmt.name}, only one scale per tensor in one of "
+            f"{', '.join(_TAGS)}; decode it and encode it in one of these, or use safetensors"
+        )
+    return weights
+
+
+def _layer_of(name: str, encoded: Encoded, index: int, layer_type: str) -> dict[str, Any]:
+    layer: dict[str, Any] = {"name": name, "z": 0, "y": 0, "x": 0, "l": index}
+    layer |= {"type": layer_type, "activation": "Linear", "dtype": _TAGS[encoded.fmt.name], "shape": [*encoded.shape]}
+    if layer_type.lower() == "dense":
+        rows = encoded.shape[0] if len(encoded.shape) > 1 else 1
+        cols = math.prod(encoded.shape[1:] if len(encoded.shape) > 1 else encoded.shape)
+        layer |= {key: size for key, size in (("input_height", cols), ("output_height", rows)) if size}
+    if encoded.fmt.name != "float32":  # a float32 payload is the master itself
+        layer["native"] = True
+    if encoded.scales is not None:
+        layer["scale"] = float(encoded.scales)
+    if encoded.zero_point is not None:
+        layer["zero_point"] = encoded.zero_point.item()  # int() overflows on uint64
+    payload = encoded.to_bytes()[: encoded.data.nbytes]
+    if payload:
+        layer["weights"] = base64.b64encode(payload).decode("ascii")
+    return layer
+
+
+# ---- reading ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Kind:
+    """What the value of a key must be, in words and as a test."""
+
+    text: str
+    holds: Callable[[Any], bool]
+
+
+def _is_unicode(value: Any) -> bool:
+    """A string that UTF-8 can hold; JSON escapes can spell half of a surrogate pair, which it cannot."""
+    return type(value) is str and not any("\ud800" <= letter <= "\udfff" for letter in value)
+
+
+def _is_shape(value: Any) -> bool:
+    if type(value) is not list or len(value) > MAX_RANK or not all(map(_SIZE.holds, value)):
+        return False
+    return bool(math.prod(max(size, 1) for size in value) <= MAX_NUMBERS)
+
+
+_SIZE = _Kind("an integer from 0 to 2^63 - 1", lambda value: type(value) is int and 0 <= value < 2**63)
+_NUMBER = _Kind("a finite number", lambda value: type(value) in (int, float) and abs(value) <= sys.float_info.max)
+_TEXT = _Kind("a string", lambda value: type(value) is str)
+_FLAG = _Kind("true or false", lambda value: type(value) is bool)
+_LIST = _Kind("a list", lambda value: type(value) is list)
+_OBJECT = _Kind("an object", lambda value: type(value) is dict)
+_NAME = _Kind("a string of valid Unicode", _is_unicode)
+_SHAPE = _Kind(f"a list of at most {MAX_RANK} sizes from 0, at most 2^40 numbers in all", _is_shape)
+_CODE = _Kind("an integer from 0 to 2^64 - 1", lambda value: type(value) is int and 0 <= value < 2**64)
+
+_NETWORK_KEYS = {
+    "id": _TEXT,
+    **dict.fromkeys(("depth", "rows", "cols", "layers_per_cell"), _SIZE),
+    "layers": _LIST,
+}
+_REQUIRED_KEYS = {**dict.fromkeys("zyxl", _SIZE), **dict.fromkeys(("type", "activation", "dtype"), _TEXT)}
+_PLANE_SIZES = ("input_height", "input_width", "input_depth", "output_height", "output_width", "output_depth")
+_CONV_SIZES = ("input_channels", "filters", "kernel_size", "stride", "padding", "output_padding")
+_ATTENTION_SIZES = ("num_heads", "num_kv_heads", "head_dim", "query_dim", "d_model", "seq_length")
+_OTHER_SIZES = ("vocab_size", "embedding_dim", "num_clusters", "softmax_rows", "softmax_cols", "tile_size")
+_LAYER_KEYS = {
+    **_REQUIRED_KEYS,
+    **dict.fromkeys(_PLANE_SIZES + _CONV_SIZES + _ATTENTION_SIZES + _OTHER_SIZES, _SIZE),
+    **dict.fromkeys(("rope_freq_base", "kmeans_temperature", "temperature", "entmax_alpha", "scale"), _NUMBER),
+    **dict.fromkeys(("output_mode", "softmax_type", "combine_mode", "weights"), _TEXT),
+    **dict.fromkeys(("gumbel_noise", "use_tiling", "is_disabled", "native"), _FLAG),
+    **dict.fromkeys(("meta_rules", "parallel_branches", "sequential_layers"), _LIST),
+    "meta_observed_layer": _OBJECT,
+}
+_OUR_LAYER_KEYS = {**_LAYER_KEYS, "name": _NAME, "shape": _SHAPE, "zero_point": _CODE}
+_OF_WEIGHTS = ("name", "shape", "weights", "native", "scale", "zero_point")
+
+
+class _Reader:
+    """One document being checked: `where` names the file in every error."""
+
+    def __init__(self, where: str, document: Any) -> None:
+        self.where = where
+        _check_values(where, document)
+        self.document = self._object(document, "the document")
+        self.ours = "codec" in self.document
+        if self.ours and self.document["codec"] != CODEC:
+            self._fail("codec", f"must be {CODEC!r}, or missing in a file of the original's", self.document["codec"])
+
+    def tensors(self) -> Mapping[str, Weights]:
+        """Name -> weights of every layer that has some, in file order."""
+        self._check_keys("", self.document, _NETWORK_KEYS | ({"codec": _TEXT} if self.ours else {}), _NETWORK_KEYS)
+        found: dict[str, Weights] = {}
+        for path, layer in self._layers("layers", self.document["layers"], 1):
+            if not self.ours:
+                decoded = self._read_original(path, layer)
+                if decoded is not None:
+                    found[path] = decoded
+            elif any(key in layer for key in _OF_WEIGHTS):
+                exact = self._read_exact(path, layer)
+                if layer["name"] in found:
+                    self._fail(f"{path}: name", "must differ from those of the layers before", layer["name"])
+                found[layer["name"]] = exact
+        return MappingProxyType(found)
+
+    # -- structure --
+
+    def _layers(self, path: str, layers: list[Any], depth: int) -> Iterator[tuple[str, dict[str, Any]]]:
+        for index, layer in enumerate(layers):
+            yield from self._layer(f"{path}[{index}]", layer, depth)
+
+    def _layer(self, path: str, value: Any, depth: int) -> Iterator[tuple[str, dict[str, Any]]]:
+        """A layer and those within it, each with its path and its keys checked."""
+        if depth > MAX_LAYER_DEPTH:
+            raise FileFormatError(f"{self.where}: {path}: layers lie within layers more than {MAX_LAYER_DEPTH} deep")
+        layer = self._object(value, path)
+        self._check_keys(path, layer, _OUR_LAYER_KEYS if self.ours else _LAYER_KEYS, _REQUIRED_KEYS)
+        yield path, layer
+        for key in ("parallel_branches", "sequential_layers"):
+            yield from self._layers(f"{path}.{key}", layer.get(key, []), depth + 1)
+        if "meta_observed_layer" in layer:
+            yield from self._layer(f"{path}.meta_observed_layer", layer["meta_observed_layer"], depth + 1)
+
+    def _check_keys(
+        self, path: str, found: dict[str, Any], known: Mapping[str, _Kind], required: Mapping[str, _Kind]
+    ) -> None:
+        prefix = f"{path}: " if path else ""
+        for key, value in found.items():
+            if key in known:
+                if not known[key].holds(value):
+                    self._fail(prefix + key, f"must be {known[key].text}", value)
+            elif self.ours:
+                raise FileFormatError(
+                    f"{self.where}: {prefix}{CODEC} has no key {key[:80]!r}{did_you_mean(key[:80], known)}"
+                )
+        for key, kind in required.items():
+            if key not in found:
+                raise FileFormatError(f"{self.where}: {prefix}{key} is missing; it must be {kind.text}")
+
+    def _object(self, value: Any, path: str) -> dict[str, Any]:
+        if not isinstance(value, dict):
+            self._fail(path, "must be an object", value)
+        return value
+
+    def _fail(self, what: str, expected: str, came: Any) -> NoReturn:
+        raise FileFormatError(f"{self.where}: {what} {expected}, got {_show(came)}")
+
+    # -- weights --
+
+    def _payload(self, path: str, layer: dict[str, Any]) -> bytes:
+        text = layer.get("weights", "")
+        try:
+            return binascii.a2b_base64(text, strict_mode=True) if text else b""
+        except ValueError as error:
+            reason = str(error).lower()
+            self._fail(f"{path}: weights", f"must be base64 with padding ({reason})", text)
+
+    def _scale(self, path: str, layer: dict[str, Any], dtype: torch.dtype) -> Tensor:
+        """The scale as it is stored; JSON's numbers are doubles."""
+        scale = torch.tensor(float(layer["scale"]), dtype=torch.float64).to(dtype)
+        if not bool(torch.isfinite(scale)):
+            self._fail(f"{path}: scale", f"must be a finite {str(dtype).removeprefix('torch.')}", layer["scale"])
+        return scale
+
+    def _read_exact(self, path: str, layer: dict[str, Any]) -> Encoded:
+        """The weights of a layer of ours: every key that the dtype calls for, and no other."""
+        if layer["dtype"] not in DTYPES:
+            self._fail(f"{path}: dtype", f"must be one of {', '.join(DTYPES)}", layer["dtype"])
+        fmt = get_format(DTYPES[layer["dtype"]])
+        wanted = {"name": True, "shape": True, "scale": fmt.scales is not None, "zero_point": fmt.zero_point}
+        for key, needed in (wanted | {"native": fmt.name != "float32"}).items():
+            if (key in layer) != needed:
+                fault = f"must be {_OUR_LAYER_KEYS[key].text}, and is missing" if needed else "does not belong there"
+                raise FileFormatError(f"{self.where}: {path}: {key} of {layer['dtype']} weights {fault}")
+        if layer.get("native") is False:
+            self._fail(f"{path}: native", f"must be true for {layer['dtype']} weights", False)
+        shape, payload = tuple(layer["shape"]), self._payload(path, layer)
+        self._true_count(path, layer, math.prod(shape))
+        dtype, data_shape = fmt.part_shapes(shape)["data"]
+        nbytes = math.prod(data_shape) * dtype.itemsize
+        if len(payload) != nbytes:
+            expected = f"must be {nbytes} bytes for {layer['dtype']} of shape {_show(layer['shape'])}"
+            raise FileFormatError(f"{self.where}: {path}: weights {expected}, got {len(payload)}")
+        scale = None if fmt.scales is None else self._scale(path, layer, fmt.scales.dtype)
+        zero_point = self._zero_point(path, layer, fmt) if fmt.zero_point else None
+        encoded = _encoded(fmt, shape, payload, scale, zero_point)
+        self._check_codes(path, layer, encoded)
+        return encoded
+
+    def _zero_point(self, path: str, layer: dict[str, Any], fmt: Format) -> int:
+        assert fmt.element is not None
+        if layer["zero_point"] >> fmt.element.bits:
+            expected = f"must be one of the {layer['dtype']} codes 0..{2**fmt.element.bits - 1}"
+            self._fail(f"{path}: zero_point", expected, layer["zero_point"])
+        return int(layer["zero_point"])
+
+    def _check_codes(self, path: str, layer: dict[str, Any], encoded: Encoded) -> None:
+        """A scale is above zero, or zero where the weights are; ternary codes are three of the four."""
+        if encoded.scales is not None and not float(encoded.scales) > 0:
+            codes = _integers(encoded.codes())
+            zero = 0 if encoded.zero_point is None else _integers(encoded.zero_point)
+            if float(encoded.scales) < 0 or bool((codes != zero).any()):
+                self._fail(f"{path}: scale", "must be above zero unless every weight is zero", layer["scale"])
+        if encoded.fmt.name == "ternary" and bool((encoded.codes() == -2).any()):
+            raise FileFormatError(f"{self.where}: {path}: weights must be the ternary codes 00, 01 and 11, got 10")
+
+    def _read_original(self, path: str, layer: dict[str, Any]) -> Tensor | None:
+        """The weights of a layer of the original's, as float32 in one row; None where there are none."""
+        payload, dtype = self._payload(path, layer), layer["dtype"].lower()
+        if not payload:
+            return None
+        if not layer.get("native", False):
+            dtype = "float32"
+        if dtype not in DTYPES:
+            self._fail(f"{path}: dtype", f"of packed weights must be one of {', '.join(DTYPES)}", layer["dtype"])
+        fmt = get_format(_ORIGINAL_FORMATS.get(dtype, DTYPES[dtype]))
+        whole, left = divmod(len(payload), fmt.storage.itemsize)
+        if left:
+            expected = f"must be whole {dtype} numbers of {fmt.storage.itemsize} bytes"
+            raise FileFormatError(f"{self.where}: {path}: weights {expected}, got {len(payload)} bytes")
+        per_byte = 1 if fmt.packing is None else fmt.packing.per_byte
+        count = self._true_count(path, layer, whole * per_byte, padding=per_byte - 1)
+        scale = None
+        if fmt.scales is not None:  # a float32 number, zero for a scale that was never computed
+            scale = self._scale(path, {"scale": layer.get("scale", 0) or 1}, torch.float32).to(fmt.scales.dtype)
+        return decode(_encoded(fmt, (count,), payload, scale, 0 if fmt.zero_point else None))
+
+    def _true_count(self, path: str, layer: dict[str, Any], count: int, padding: int = 0) -> int:
+        """How many of `count` weights are real: a Dense layer that states its sizes has their product."""
+        sizes = [layer.get(key, 0) for key in ("input_height", "output_height")]
+        if layer["type"].lower() != "dense" or not all(sizes):
+            return count
+        product = int(math.prod(sizes))
+        if not product <= count <= product + padding:
+            stated = " x ".join(map(str, sizes))
+            raise FileFormatError(
+                f"{self.where}: {path}: weights of a Dense layer with input_height x output_height = {stated} must be "
+                f"{product} numbers, got {count}"
+            )
+        return product
+
+
+def _encoded(
+    fmt: Format, shape: tuple[int, ...], payload: bytes, scale: Tensor | None, zero_point: int | None
+) -> Encoded:
+    flat = torch.frombuffer(bytearray(payload), dtype=fmt.storage) if payload else torch.empty(0, dtype=fmt.storage)
+    parts = fmt.part_shapes(shape)
+    zero = None if zero_point is None else torch.tensor(zero_point, dtype=parts["zero_point"][0])
+    return Encoded(fmt, shape, flat.reshape(parts["data"][1]), scale, zero_point=zero)
+
+
+def _check_values(where: str, value: Any, path: str = "", depth: int = 0) -> None:
+    """What JSON writers and readers agree on: finite numbers, no absurd nesting."""
+    if depth > MAX_JSON_DEPTH:
+        raise FileFormatError(f"{where}: {_show(path)} lies within more than {MAX_JSON_DEPTH} objects and lists")
+    if isinstance(value, dict | list):
+        for key, child in value.items() if isinstance(value, dict) else enumerate(value):
+            if isinstance(child, dict | list | float):  # only these can be wrong: a path for each string would be slow
+                step = f".{key[:40]}" if isinstance(key, str) else f"[{key}]"
+                _check_values(where, child, path + step if path else step.lstrip("."), depth + 1)
+    elif isinstance(value, float) and not math.isfinite(value):
+        raise FileFormatError(f"{where}: {_show(path)} must be a finite number, got {value}")
+
+
+def _integers(codes: Tensor) -> Tensor:
+    """Codes as signed integers of the same bits: torch compares few of the other types."""
+    return codes.view({1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[codes.itemsize])
+
+
+def _show(value: Any) -> str:
+    """A value of any size on one short line."""
+    if isinstance(value, str):
+        return repr(value[:60]) + ("..." if len(value) > 60 else "")
+    if isinstance(value, dict):
+        return f"an object of {len(value)} keys"
+    if isinstance(value, list):
+        value = value[:16]
+    text = repr(value)
+    return text if len(text) <= 80 else text[:80] + "..."

@@ -1,0 +1,226 @@
+"""Quantizing a file into another, one tensor at a time.
+
+A checkpoint may be far larger than memory: each tensor is read, encoded, written and dropped. The
+output takes its final name only when it is complete.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import os
+import secrets
+import shutil
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from torch import Tensor
+
+from bitplan.errors import FormatError, StoreError
+from bitplan.formats import Encoded, Format, get_format
+from bitplan.formats.codec import NonFinite, finite
+from bitplan.formats.scales import ScaleRule
+from bitplan.kernels import encode
+from bitplan.records import write_json
+from bitplan.store.safetensors_io import INDEX_SUFFIX
+from bitplan.store.tensor_files import GGUFTensors, NativeTensors, TensorFile, TensorSpec, open_tensors, part_name
+from bitplan.store.tensor_writers import Promise, Writer, write_tensors
+
+
+@dataclass(frozen=True)
+class QuantizeOptions:
+    """What to do with each tensor; `keep` and `only` are shell patterns on names."""
+
+    fmt: Format
+    keep: Sequence[str] = ()
+    only: Sequence[str] = ()
+    scale_rule: ScaleRule | None = None
+    pad: Literal["zero"] | None = None
+    nonfinite: NonFinite = "error"
+
+    def choose(self, spec: TensorSpec) -> tuple[Format | None, str]:
+        """The format a tensor gets, None to leave it as it is, and the reason."""
+        if not spec.dtype.is_floating_point:
+            return None, "not floats"
+        if kept := next((pattern for pattern in self.keep if fnmatch.fnmatchcase(spec.name, pattern)), None):
+            return None, f"kept by {kept!r}"
+        if self.only:
+            wanted = next((pattern for pattern in self.only if fnmatch.fnmatchcase(spec.name, pattern)), None)
+            return (self.fmt, f"matches {wanted!r}") if wanted else (None, "not among --only")
+        if len(spec.shape) < 2:
+            return None, "one axis: norms and biases stay"
+        return self.fmt, "a weight of two axes or more"
+
+
+@dataclass
+class QuantizeReport:
+    """What happened to every tensor."""
+
+    source: str
+    output: str
+    rows: list[dict[str, Any]] = field(default_factory=list)
+
+    @property
+    def bytes_before(self) -> int:
+        return sum(row["bytes_before"] for row in self.rows)
+
+    @property
+    def bytes_after(self) -> int:
+        return sum(row["bytes_after"] for row in self.rows)
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "source": self.source,
+            "output": self.output,
+            "bytes_before": self.bytes_before,
+            "bytes_after": self.bytes_after,
+            "tensors": self.rows,
+        }
+
+
+OnTensor = Callable[[TensorSpec], None]
+
+
+def quantize_file(
+    source: str | Path,
+    output: str | Path,
+    fmt: Format | str,
+    *,
+    keep: Sequence[str] = (),
+    only: Sequence[str] = (),
+    scale_rule: ScaleRule | None = None,
+    pad: Literal["zero"] | None = None,
+    nonfinite: NonFinite = "error",
+    on_tensor: OnTensor | None = None,
+) -> QuantizeReport:
+    """Write `source` (safetensors, sharded or not, or GGUF, or the seed's JSON) to `output` in a format.
+
+    The suffix of `output` says what is written; a sharded source goes to a folder that does not exist yet.
+    Peak memory: the largest tensor in its old and its new form, and some megabytes.
+    """
+    options = QuantizeOptions(get_format(fmt), keep, only, scale_rule, pad, nonfinite)
+    report = QuantizeReport(str(source), str(output))
+    with open_tensors(source) as file:
+        _check_patterns(file, options)
+        if Path(output).exists() and os.path.samefile(source, output):
+            raise StoreError(f"{output}: is the source itself; write to another file")
+        if isinstance(file, NativeTensors) and len(file.shards) > 1 and not Path(output).suffix:
+            _quantize_shards(file, Path(output), options, report, on_tensor)
+            return report
+        if not Path(output).suffix:
+            raise StoreError(f"{output}: a source of one file goes to one file; add .safetensors, .gguf or .json")
+        extra = {"gguf_metadata": file.file.metadata} if isinstance(file, GGUFTensors) else {}
+        if isinstance(file, NativeTensors):
+            extra = {"tied": file.tied, "metadata": _common_metadata(file)}
+        promises = _promises(file, list(file.specs), options)
+        with write_tensors(output, promises, **extra) as writer:
+            _quantize_each(file, promises, writer, options, report, on_tensor)
+    return report
+
+
+def _quantize_shards(
+    file: NativeTensors, output: Path, options: QuantizeOptions, report: QuantizeReport, on_tensor: OnTensor | None
+) -> None:
+    """Shard for shard into a new folder, with the index written last."""
+    weight_map: dict[str, str] = {}
+    total = 0
+    with _new_folder(output) as folder:
+        for shard in file.shards:
+            names = [name for name in file.specs if file.shard_of(name) == shard]
+            promises = _promises(file, names, options)
+            tied = {alias: name for alias, name in file.tied.items() if file.shard_of(name) == shard}
+            metadata = file.metadata_of(shard)
+            with write_tensors(folder / shard.name, promises, metadata=metadata, tied=tied) as writer:
+                _quantize_each(file, promises, writer, options, report, on_tensor)
+            for promise in promises:
+                parts = promise.fmt.part_shapes(promise.shape) if promise.fmt else ("data",)
+                weight_map |= {part_name(promise.name, part): shard.name for part in parts}
+                total += promise.nbytes
+        index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
+        write_json(folder / f"model{INDEX_SUFFIX}", index)
+
+
+def _quantize_each(
+    file: TensorFile,
+    promises: Sequence[Promise],
+    writer: Writer,
+    options: QuantizeOptions,
+    report: QuantizeReport,
+    on_tensor: OnTensor | None,
+) -> None:
+    for promise in promises:
+        spec = file.specs[promise.name]
+        _, reason = options.choose(spec)
+        writer.write(promise.name, _converted(file, spec, promise, options))
+        report.rows.append(
+            {
+                "name": spec.name,
+                "shape": list(spec.shape),
+                "from": spec.format,
+                "to": promise.fmt.name if promise.fmt else spec.format,
+                "reason": reason,
+                "bytes_before": spec.nbytes,
+                "bytes_after": promise.nbytes,
+            }
+        )
+        if on_tensor:
+            on_tensor(spec)
+
+
+def _converted(file: TensorFile, spec: TensorSpec, promise: Promise, options: QuantizeOptions) -> Tensor | Encoded:
+    if promise.fmt is None or (spec.encoded and promise.fmt.name == spec.format):
+        return file.read(spec.name)
+    where = f"{file.path}: {spec.name}"
+    numbers = file.read_float(spec.name)
+    if promise.fmt.is_cast:
+        return encode(finite(numbers, options.nonfinite, where), promise.fmt)
+    return encode(
+        numbers, promise.fmt, scale_rule=options.scale_rule, pad=options.pad, nonfinite=options.nonfinite, name=where
+    )
+
+
+def _promises(file: TensorFile, names: Sequence[str], options: QuantizeOptions) -> list[Promise]:
+    promises = []
+    for name in names:
+        spec = file.specs[name]
+        fmt, _ = options.choose(spec)
+        if fmt is None and spec.encoded:  # left alone means left packed
+            fmt = get_format(spec.format)
+        if fmt is not None and options.pad is None and fmt.padded_cols(cols := fmt.matrix_shape(spec.shape)[1]) != cols:
+            raise FormatError(
+                f"{file.path}: {name}: {fmt.name} has blocks of {fmt.block.cols}, and {cols} of shape {spec.shape} is "
+                f"not a multiple; --pad zero fills the last block, --keep {name!r} leaves the tensor as it is"
+            )
+        promises.append(Promise(name, spec.shape, fmt, spec.dtype))
+    return promises
+
+
+def _check_patterns(file: TensorFile, options: QuantizeOptions) -> None:
+    for pattern in (*options.keep, *options.only):
+        if not fnmatch.filter(file.specs, pattern):
+            raise StoreError(
+                f"{file.path}: the pattern {pattern!r} matches no tensor; `bitplan inspect` lists the names"
+            )
+
+
+def _common_metadata(file: NativeTensors) -> dict[str, str]:
+    """What all shards say alike."""
+    kept = [set(file.metadata_of(shard).items()) for shard in file.shards]
+    return dict(sorted(set.intersection(*kept)))
+
+
+@contextmanager
+def _new_folder(output: Path) -> Iterator[Path]:
+    """A folder that appears under its name only when the block ends well."""
+    if output.exists():
+        raise StoreError(f"{output}: exists already; a folder is never overwritten: remove it or choose another name")
+    partial = output.with_name(f".{output.name}.{secrets.token_hex(6)}.partial")
+    partial.mkdir()
+    try:
+        yield partial
+        os.rename(partial, output)
+    except BaseException:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise

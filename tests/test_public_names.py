@@ -1,0 +1,36 @@
+"""The public names: a change here is a change users see."""
+
+from __future__ import annotations
+
+import bitplan
+
+NAMES = {
+    "BitplanError",
+    "Encoded",
+    "ErrorReport",
+    "Format",
+    "WeightStore",
+    "__version__",
+    "compare_models",
+    "decode",
+    "encode",
+    "error_report",
+    "get_format",
+    "list_formats",
+    "load_model",
+    "morph_model",
+    "open_tensors",
+    "quantize_file",
+    "repack",
+    "save_model",
+    "unmorph_model",
+}
+
+
+def test_public_names_are_these() -> None:
+    assert set(bitplan.__all__) == NAMES
+
+
+def test_every_public_name_exists_and_says_what_it_is() -> None:
+    for name in NAMES - {"__version__"}:
+        assert getattr(bitplan, name).__doc__, name
