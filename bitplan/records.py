@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import os
 import secrets
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -58,7 +59,8 @@ def read_json(path: str | Path, *, max_bytes: int = MAX_JSON_BYTES) -> Any:
 def parse_json(text: bytes, *, where: str) -> Any:
     """Parse strict JSON: UTF-8, no NaN or Infinity, no duplicate keys, no absurd nesting."""
     try:
-        return json.loads(text, object_pairs_hook=_unique_keys, parse_constant=_refuse_constant)
+        # Decoded here: json.loads would also take UTF-16, a byte order mark, and half surrogate pairs.
+        return json.loads(text.decode(), object_pairs_hook=_unique_keys, parse_constant=_refuse_constant)
     except (ValueError, RecursionError) as error:
         raise FileFormatError(f"{where}: not valid JSON: {error or 'nested too deeply'}") from None
 
@@ -66,8 +68,7 @@ def parse_json(text: bytes, *, where: str) -> Any:
 def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) != len(pairs):
-        names = [name for name, _ in pairs]
-        repeated = next(name for name in names if names.count(name) > 1)
+        repeated = Counter(name for name, _ in pairs).most_common(1)[0][0]
         raise ValueError(f"key {repeated[:80]!r} appears twice in one object")
     return found
 

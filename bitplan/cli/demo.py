@@ -14,7 +14,17 @@ from bitplan.records import write_json
 from bitplan.store.model_files import load_model, save_model
 from bitplan.store.models import compare_models, morph_model
 
-FORMATS = ("bfloat16", "fp8_e4m3_row", "int8_row", "q8_0_gguf", "nvfp4", "q4_0_gguf", "mxfp4", "int4", "ternary_absmean")
+FORMATS = (
+    "bfloat16",
+    "fp8_e4m3_row",
+    "int8_row",
+    "q8_0_gguf",
+    "nvfp4",
+    "q4_0_gguf",
+    "mxfp4",
+    "int4",
+    "ternary_absmean",
+)
 SEED = 0
 
 
@@ -51,12 +61,11 @@ def _measure(name: str, model: TinyTransformer, output: Path, windows: torch.Ten
     save_model(loaded, path)
     fresh = load_model(path, TinyTransformer(vocabulary)).eval()
     difference = compare_models(model, fresh).overall
-    exact = difference.square_difference == 0.0
     return {
         "format": name,
         "bytes": path.stat().st_size,
         "cosine": difference.cosine,
-        "sqnr_db": None if exact else difference.sqnr_db,
+        "sqnr_db": difference.to_dict()["sqnr_db"],
         "perplexity": perplexity(fresh, windows),
         "file": path.name,
     }

@@ -1,0 +1,5 @@
+"""The same numbers, faster."""
+
+from bitplan.formats import decode, encode
+
+__all__ = ["decode", "encode"]

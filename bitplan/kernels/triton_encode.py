@@ -59,8 +59,7 @@ def encode_rows(matrix_RC: Tensor, fmt: Format, launch: Launch | None = None) ->
         return data, scales.zero_()
     launch = launch or ROWS
     rows, cols = matrix_RC.shape
-    held = cols <= LONGEST_ROW_HELD
-    wide = max(16, triton.next_power_of_2(cols) if held else launch.numbers)
+    wide = max(16, triton.next_power_of_2(cols) if cols <= LONGEST_ROW_HELD else launch.numbers)
     tall = max(1, launch.numbers // wide)
     with device_of(matrix_RC):
         _encode_rows[(triton.cdiv(rows, tall),)](
@@ -69,12 +68,12 @@ def encode_rows(matrix_RC: Tensor, fmt: Format, launch: Launch | None = None) ->
             scales,
             rows,
             cols,
-            LARGEST=fmt.element.limit,  # type: ignore[union-attr]
+            LARGEST=_largest(fmt),
             ELEMENT=element_name(fmt, matrix_RC.device),
             SOURCE=float_name(matrix_RC.dtype),
-            HELD=held,
             TALL=tall,
             WIDE=wide,
+            PIECES=triton.cdiv(cols, wide),
             VECTOR=min(launch.vector or 16, wide),
             num_warps=_warps_for(wide * tall, launch),
             enable_fp_fusion=False,
@@ -94,7 +93,7 @@ def encode_byte_groups(matrix_RC: Tensor, fmt: Format, launch: Launch | None = N
                 as_bits(data),
                 scales,
                 groups,
-                LARGEST=fmt.element.limit,  # type: ignore[union-attr]
+                LARGEST=_largest(fmt),
                 LARGEST_EXPONENT=_largest_exponent(fmt),
                 ELEMENT=element_name(fmt, matrix_RC.device),
                 SCALE=scale_name(fmt),
@@ -120,7 +119,7 @@ def encode_nibble_groups(matrix_RC: Tensor, fmt: Format, launch: Launch | None =
                 data,
                 as_bits(scales),
                 groups,
-                LARGEST=fmt.element.limit,  # type: ignore[union-attr]
+                LARGEST=_largest(fmt),
                 LARGEST_EXPONENT=_largest_exponent(fmt),
                 ELEMENT=element_name(fmt, matrix_RC.device),
                 SOURCE=float_name(matrix_RC.dtype),
@@ -162,9 +161,9 @@ def _encode_rows(
     LARGEST: tl.constexpr,
     ELEMENT: tl.constexpr,
     SOURCE: tl.constexpr,
-    HELD: tl.constexpr,
     TALL: tl.constexpr,
     WIDE: tl.constexpr,
+    PIECES: tl.constexpr,
     VECTOR: tl.constexpr,
 ):
     first = tl.program_id(0).to(tl.int64) * TALL
@@ -173,14 +172,14 @@ def _encode_rows(
     ok_R = first + row_R < rows
     x_ptr += first * cols
     data_ptr += first * cols
-    if HELD:
+    if PIECES == 1:
         at_RC = row_R[:, None] * cols + col_C[None, :]
         ok_RC = ok_R[:, None] & (col_C < cols)[None, :]
         x_RC = float_of_bits(tl.load(x_ptr + at_RC, mask=ok_RC, other=0), SOURCE)
         limit_R = tl.max(magnitude_bits(x_RC), axis=1)
     else:
         limit_RC = tl.zeros([TALL, WIDE], tl.int32)
-        for start in range(0, cols, WIDE):
+        for start in range(0, PIECES * WIDE, WIDE):
             at_RC = row_R[:, None] * cols + (start + col_C)[None, :]
             ok_RC = ok_R[:, None] & (start + col_C < cols)[None, :]
             x_RC = float_of_bits(tl.load(x_ptr + at_RC, mask=ok_RC, other=0), SOURCE)
@@ -189,11 +188,11 @@ def _encode_rows(
     scale_R = flush_small(tl.div_rn(limit_R.to(tl.float32, bitcast=True), LARGEST))
     inverse_R = reciprocal(scale_R)
     tl.store(scales_ptr + first + row_R, scale_R, mask=ok_R)
-    if HELD:
+    if PIECES == 1:
         code_RC = _round_byte(x_RC * inverse_R[:, None], ELEMENT)
         tl.store(data_ptr + at_RC, code_RC, mask=ok_RC)
     else:
-        for start in range(0, cols, WIDE):
+        for start in range(0, PIECES * WIDE, WIDE):
             at_RC = row_R[:, None] * cols + (start + col_C)[None, :]
             ok_RC = ok_R[:, None] & (start + col_C < cols)[None, :]
             x_RC = float_of_bits(tl.load(x_ptr + at_RC, mask=ok_RC, other=0), SOURCE)
@@ -342,10 +341,14 @@ def _as_pairs(matrix_RC: Tensor) -> Tensor:
     return (matrix_RC if aligned else matrix_RC.clone()).view(word)
 
 
+def _largest(fmt: Format) -> float:
+    assert fmt.element is not None
+    return float(fmt.element.limit)
+
+
 def _largest_exponent(fmt: Format) -> int:
     """floor(log2 of the element's largest value)."""
-    assert fmt.element is not None
-    return math.frexp(fmt.element.limit)[1] - 1
+    return math.frexp(_largest(fmt))[1] - 1
 
 
 def _warps_for(numbers: int, launch: Launch) -> int:

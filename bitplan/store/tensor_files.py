@@ -3,7 +3,7 @@
 | kind | what | a tensor comes as |
 |---|---|---|
 | safetensors | one file, an index of shards, or their folder | Encoded where bitplan packed it, else a plain tensor |
-| gguf | llama.cpp's container | Encoded for Q4_0, Q8_0, MXFP4; plain for F32, F16 ...; the rest decoded to float32 |
+| gguf | llama.cpp's container | Encoded for Q4_0, Q8_0, MXFP4, F16, BF16; plain for F32 and integers; else decoded |
 | poly json | the seed's network file | Encoded, or float32 from files of the original |
 
 A bitplan safetensors file keeps a packed tensor's codes under its own name and its other parts beside it
@@ -31,7 +31,13 @@ from bitplan.store.safetensors_io import INDEX_SUFFIX, Checkpoint, SafetensorsFi
 
 METADATA_KEY = "bitplan"
 METADATA_VERSION = 1
-GGUF_FORMATS = {"Q4_0": "q4_0_gguf", "Q8_0": "q8_0_gguf", "MXFP4": "mxfp4_gguf"}
+GGUF_FORMATS = {
+    "Q4_0": "q4_0_gguf",
+    "Q8_0": "q8_0_gguf",
+    "MXFP4": "mxfp4_gguf",
+    "F16": "float16",
+    "BF16": "bfloat16",
+}
 DEQUANTIZE_NUMBERS = 2**20
 
 
@@ -68,6 +74,7 @@ class TensorFile(ABC):
         found = self.read(name)
         return decode(found) if isinstance(found, Encoded) else found
 
+    @abstractmethod
     def close(self) -> None:
         """Release the file; reading after this is an error."""
 
@@ -233,6 +240,9 @@ class PolyTensors(TensorFile):
     def read(self, name: str) -> Tensor | Encoded:
         self.spec(name)
         return self.network.tensors[name]
+
+    def close(self) -> None:
+        """Nothing is held open: the document was read whole."""
 
 
 # ---- bitplan's metadata in a safetensors header ----------------------------------------------------------------------

@@ -23,8 +23,6 @@ from bitplan.store.tensor_files import GGUF_FORMATS, METADATA_KEY, dtype_name, f
 GGUF_TYPES = {ours: theirs for theirs, ours in GGUF_FORMATS.items()} | {
     "mxfp4": "MXFP4",
     "float32": "F32",
-    "float16": "F16",
-    "bfloat16": "BF16",
 }
 _GGUF_PLAIN = {
     torch.float32: "F32",

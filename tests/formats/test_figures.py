@@ -13,7 +13,10 @@ from .samples import gaussian
 
 @pytest.fixture(scope="module")
 def weights():
-    return gaussian(1024, 1024)
+    """With 5.34 sigma, which 4096 x 4096 numbers reach on average: one scale per tensor depends on it."""
+    sample = gaussian(1024, 1024)
+    sample[0, 0] = 5.34
+    return sample
 
 
 @pytest.mark.parametrize(
@@ -21,10 +24,10 @@ def weights():
     [
         ("bfloat16", 0.999997, 2e-6),
         ("fp8_e4m3", 0.99965, 1e-4),
-        ("int8", 0.99993, 2e-5),
-        ("int4", 0.9765, 5e-3),  # one scale: the larger the tensor, the larger its largest number
-        ("int2", 0.258, 0.03),
-        ("ternary", 0.258, 0.03),
+        ("int8", 0.99993, 1e-5),
+        ("int4", 0.9765, 5e-4),
+        ("int2", 0.258, 5e-3),
+        ("ternary", 0.258, 5e-3),
         ("ternary_absmean", 0.887, 1e-3),
         ("binary", math.sqrt(2 / math.pi), 1e-3),
         ("q4_0_poly", 0.9958, 1e-3),

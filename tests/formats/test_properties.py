@@ -12,15 +12,13 @@ from bitplan.formats import decode, encode, get_format, list_formats
 
 from .samples import bits
 
-# Absmax puts the largest magnitude back on the code it came from, so encoding again changes nothing. Not so for
-# scales times a base (the base is rounded again) and for ternary_absmean (the mean moves).
+# Absmax puts the largest magnitude back on the code it came from, so encoding again changes no number. Not so for
+# scales times a base and ranges around a zero point (rounded again), nor for ternary_absmean (the mean moves).
 IDEMPOTENT = [
     fmt.name
     for fmt in list_formats()
-    if fmt.name not in ("nvfp4", "fp4_u8_g128", "ternary_absmean", "mxfp4", "mxfp4_gguf")
+    if not fmt.zero_point and fmt.name not in ("nvfp4", "fp4_u8_g128", "ternary_absmean")
 ]
-# Here the numbers come back but the bytes may not: a scale one smaller can hold the same numbers.
-SAME_NUMBERS = ["mxfp4", "mxfp4_gguf", "mxfp8_e4m3"]
 INTEGERS = [
     "int64",
     "int32",
@@ -40,10 +38,10 @@ SIGNED_OR_WITH_ZERO_POINT = [fmt.name for fmt in list_formats() if fmt.name != "
 ordinary = st.one_of(st.just(0.0), st.just(-0.0), st.floats(2.0**-6, 2.0**12, width=32)).flatmap(
     lambda magnitude: st.sampled_from([magnitude, -magnitude])
 )
-vectors = st.lists(ordinary, min_size=1, max_size=70).map(torch.tensor)
-any_float32 = st.floats(width=32, allow_nan=False, allow_infinity=False, min_value=-1e38, max_value=1e38)
-any_vectors = st.lists(any_float32, min_size=1, max_size=70).map(torch.tensor)
-some = settings(max_examples=40, deadline=None)
+vectors = st.lists(ordinary, min_size=1, max_size=40).map(torch.tensor)
+any_float32 = st.floats(width=32, allow_nan=False, allow_infinity=False, min_value=-(2.0**126), max_value=2.0**126)
+any_vectors = st.lists(any_float32, min_size=1, max_size=40).map(torch.tensor)
+some = settings(max_examples=15, deadline=None)
 
 
 def round_trip(x: Tensor, name: str) -> Tensor:
@@ -53,16 +51,7 @@ def round_trip(x: Tensor, name: str) -> Tensor:
 @pytest.mark.parametrize("name", IDEMPOTENT)
 @some
 @given(x=vectors)
-def test_encoding_again_gives_the_same_bytes(name, x):
-    first = encode(x, name, pad="zero")
-    again = encode(decode(first, get_format(name).work), name, pad="zero")
-    assert torch.equal(decode(again, torch.float64), decode(first, torch.float64))
-
-
-@pytest.mark.parametrize("name", SAME_NUMBERS)
-@some
-@given(x=vectors)
-def test_encoding_again_gives_the_same_numbers(name, x):
+def test_encoding_again_changes_no_number(name, x):
     once = round_trip(x, name)
     assert torch.equal(round_trip(once, name), once)
 

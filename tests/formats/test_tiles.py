@@ -27,7 +27,7 @@ def test_tile_boundaries_do_not_matter(fmt, shape, tile_numbers, monkeypatch):
 
 @pytest.mark.parametrize(("fmt", "rule"), FORMATS_AND_RULES)
 def test_tile_boundaries_do_not_matter_to_any_rule(fmt, rule, monkeypatch):
-    x = gaussian(130, 40)
+    x = gaussian(130, 20)
     whole = encode(x, fmt, scale_rule=rule, pad="zero").to_bytes()
     monkeypatch.setattr(tiles, "TILE_NUMBERS", 512)
     assert encode(x, fmt, scale_rule=rule, pad="zero").to_bytes() == whole

@@ -54,11 +54,21 @@ def assert_encodes(x: Tensor, name: str, device: torch.device, launch: Launch | 
     assert torch.equal(bits(data), bits(expected.data).reshape(data.shape))
 
 
-def assert_decodes(encoded: Encoded, device: torch.device, launch: Launch | None = None) -> None:
-    for dtype in FLOATS:
+def assert_decodes(
+    encoded: Encoded,
+    device: torch.device,
+    launch: Launch | None = None,
+    dtypes: tuple[torch.dtype, ...] = FLOATS,
+) -> None:
+    for dtype in dtypes:
         values = DECODERS[encoded.fmt.name](encoded.to(device), dtype, launch)
         assert values.dtype == dtype
         assert torch.equal(bits(values), bits(decode(encoded, dtype)))
+
+
+def few_programs(device: torch.device) -> Launch | None:
+    """The interpreter pays for programs, not for numbers."""
+    return Launch(2**15, 4) if device.type == "cpu" else None
 
 
 def gaussian(*shape: int, seed: int = 0) -> Tensor:
@@ -99,7 +109,7 @@ def test_every_bfloat16(name: str, order: str, device: torch.device) -> None:
         x = x[x.float().abs().argsort(stable=True)]
     else:
         x = x[torch.randperm(2**16, generator=torch.Generator().manual_seed(1))]
-    assert_encodes(x.reshape(512, 128), name, device)
+    assert_encodes(x.reshape(512, 128), name, device, few_programs(device))
 
 
 @pytest.mark.parametrize("name", ENCODERS)
@@ -209,7 +219,7 @@ def every_code(fmt: Format) -> Iterator[Encoded]:
     per_byte = 1 if fmt.packing is None else fmt.packing.per_byte
     data = torch.arange(256, dtype=torch.uint8).view(fmt.storage).expand(len(scales), 256).contiguous()
     shape = (len(scales), 256 * per_byte)
-    bases = [torch.tensor(b) for b in (1.0, 0.37, 2.0**-120, 1e36)] if fmt.scales.needs_base else [None]
+    bases = [torch.tensor(b) for b in (0.37, 2.0**-120)] if fmt.scales.needs_base else [None]
     for base in bases:
         yield Encoded(fmt, shape, data, scales[:, None].expand(fmt.grid(shape)).contiguous(), base)
 
@@ -217,10 +227,10 @@ def every_code(fmt: Format) -> Iterator[Encoded]:
 @pytest.mark.parametrize("name", [name for name in DECODERS if name != "fp8_e4m3_b128"])
 def test_every_code_under_many_scales(name: str, device: torch.device) -> None:
     for encoded in every_code(get_format(name)):
-        assert_decodes(encoded, device)
+        assert_decodes(encoded, device, few_programs(device))
 
 
-@pytest.mark.parametrize("shape", [(1, 5), (129, 100), (130, 300), (256, 128)])
+@pytest.mark.parametrize("shape", [(1, 5), (129, 100), (130, 300)])
 def test_tiles_with_ragged_edges(shape: tuple[int, int], device: torch.device) -> None:
     fmt = get_format("fp8_e4m3_b128")
     generator = torch.Generator().manual_seed(3)
@@ -243,16 +253,13 @@ def test_shapes_come_back(name: str, device: torch.device) -> None:
 # ---- both ------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "launch", [Launch(1024, 1), Launch(2048, 2, 4), Launch(8192, 8, 8), Launch(16384, 16, 16)], ids=str
-)
+@pytest.mark.parametrize("launch", [Launch(1024, 1), Launch(2048, 2, 4), Launch(8192, 8, 16)], ids=str)
 @pytest.mark.parametrize("name", DECODERS)
 def test_the_launch_changes_nothing(name: str, launch: Launch, device: torch.device) -> None:
-    x = gaussian(3, 640)
+    x = gaussian(3, 640).to(torch.bfloat16)
     if name in ENCODERS:
-        for dtype in FLOATS:
-            assert_encodes(x.to(dtype), name, device, launch)
-    assert_decodes(encode(x, name), device, launch)
+        assert_encodes(x, name, device, launch)
+    assert_decodes(encode(x, name), device, launch, dtypes=(torch.bfloat16,))
 
 
 @pytest.mark.parametrize("shape", [(0, 128), (3, 0), (0, 0)])
@@ -318,7 +325,7 @@ def encode_of(fmt: Format, data: Tensor, scales: Tensor) -> Encoded:
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", DECODERS)
 def test_a_matrix_that_fills_the_gpu(name: str) -> None:
-    x = gaussian(4096, 2048)
+    x = gaussian(1000, 2176)
     if name in ENCODERS:
         for dtype in FLOATS:
             assert_encodes(x.to(dtype), name, torch.device("cuda"))

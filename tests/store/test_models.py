@@ -537,7 +537,7 @@ def test_switching_formats_and_back(encodes: list[str]) -> None:
 def test_unmorph_leaves_no_trace(layer: str) -> None:
     build, call, inputs = LAYERS[layer]
     model = build().eval()
-    exact = call(model, *inputs)
+    exact = call(copy.deepcopy(model), *inputs)
     kinds = [type(module) for module in model.modules()]
     attributes = [set(vars(module)) for module in model.modules()]
     before = repr(model)

@@ -1,0 +1,119 @@
+"""The command line as a person meets it: tables, JSON, one-line errors, exit codes."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+import safetensors.torch
+import torch
+
+from bitplan.cli import run
+from bitplan.formats import list_formats
+from bitplan.version import __version__
+
+
+@pytest.fixture
+def model(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    generator = torch.Generator().manual_seed(0)
+    tensors = {"up.weight": torch.randn(8, 128, generator=generator), "up.bias": torch.zeros(8)}
+    safetensors.torch.save_file(tensors, "model.safetensors")
+    return "model.safetensors"
+
+
+def test_module_and_script_are_the_same():
+    for command in ([sys.executable, "-m", "bitplan"], [sys.executable, "-c", "from bitplan.cli import main; main()"]):
+        done = subprocess.run([*command, "--version"], capture_output=True, text=True, check=True)
+        assert done.stdout == f"bitplan {__version__}\n"
+
+
+def test_formats_lists_every_format(capsys):
+    assert run(["formats"]) == 0
+    out = capsys.readouterr().out
+    assert all(f" {fmt.name} " in out for fmt in list_formats())
+
+
+def test_formats_as_json(capsys):
+    assert run(["formats", "--json"]) == 0
+    assert len(json.loads(capsys.readouterr().out)) == len(list_formats())
+
+
+def test_formats_on_a_tensor(model, capsys):
+    assert run(["formats", "--on", f"{model}:up.weight", "--json"]) == 0
+    rows = {row["format"]: row for row in json.loads(capsys.readouterr().out)}
+    assert rows["float32"]["sqnr_db"] is None
+    assert 40 < rows["int8_row"]["sqnr_db"] < 50
+    assert run(["formats", "--on", f"{model}:up.bias"]) == 0
+    assert "mxfp4 has blocks of 32" in capsys.readouterr().out
+
+
+def test_quantize_inspect_compare(model, capsys):
+    assert run(["quantize", model, "small.safetensors", "--format", "mxfp4"]) == 0
+    assert "1 │ mxfp4" in capsys.readouterr().out
+    assert run(["inspect", "small.safetensors", "--json"]) == 0
+    inspected = json.loads(capsys.readouterr().out)
+    assert {row["name"]: row["format"] for row in inspected["tensors"]} == {"up.bias": "float32", "up.weight": "mxfp4"}
+    assert run(["compare", model, "small.safetensors"]) == 0
+    assert "overall" in capsys.readouterr().out
+    assert run(["compare", model, "small.safetensors", "--json"]) == 0
+    assert 0.98 < json.loads(capsys.readouterr().out)["overall"]["cosine"] < 1
+    assert run(["inspect", "small.safetensors"]) == 0
+    assert "8x128" in capsys.readouterr().out
+
+
+def test_quantize_as_json_prints_json_alone(model, capsys):
+    assert run(["quantize", model, "small.gguf", "-f", "q8_0_gguf", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["tensors"][1]["to"] == "q8_0_gguf"
+
+
+def test_compare_exits_1_on_findings(model, capsys):
+    safetensors.torch.save_file({"other": torch.ones(2), "up.bias": torch.ones(3)}, "other.safetensors")
+    assert run(["compare", model, "other.safetensors"]) == 1
+    out = capsys.readouterr().out
+    assert "up.weight: in model.safetensors, not in other.safetensors" in out
+    assert "up.bias: shape (8,) in model.safetensors, (3,) in other.safetensors" in out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["inspect", "nowhere"], "nowhere: no such file"),
+        (["quantize", "model.safetensors", "o.safetensors", "-f", "mxfp5"], "did you mean 'mxfp4'"),
+        (["quantize", "model.safetensors", "no/such/o.safetensors", "-f", "int8"], "No such file or directory"),
+        (["quantize", "model.safetensors", "o.safetensors"], "--format"),
+        (["quantise"], "quantize"),
+        (["inspect", "model.safetensors", "--jsno"], "--json"),
+        (["formats", "--on", "model.safetensors"], "FILE:TENSOR"),
+        (["formats", "--on", "model.safetensors:up.wieght"], "did you mean 'up.weight'"),
+        (["formats", "--on", "model.safetensors:up.weight", "--scale-rule", "median"], "absmax"),
+    ],
+)
+@pytest.mark.usefixtures("model")
+def test_errors_are_one_line_and_exit_2(arguments, message, capsys):
+    assert run(arguments) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.startswith("bitplan: ")
+    assert captured.err.count("\n") == 1
+    assert message in captured.err
+
+
+@pytest.mark.parametrize("verb", ["formats", "inspect", "quantize", "compare", "demo"])
+def test_help_has_an_example(verb, capsys):
+    assert run([verb, "--help"]) == 0
+    assert f"bitplan {verb}" in " ".join(capsys.readouterr().out.split())
+
+
+def test_demo_runs_from_nothing_to_files(tmp_path, capsys):
+    assert run(["demo", "--fast", "-o", str(tmp_path / "out")]) == 0
+    out = capsys.readouterr().out
+    assert "perplexity" in out
+    rows = {row["format"]: row for row in json.loads((tmp_path / "out" / "demo.json").read_text())["formats"]}
+    assert rows["float32"]["sqnr_db"] is None
+    assert rows["int8_row"]["sqnr_db"] > rows["mxfp4"]["sqnr_db"] > rows["ternary_absmean"]["sqnr_db"]
+    assert rows["mxfp4"]["bytes"] < rows["float32"]["bytes"] / 7
+    assert all((tmp_path / "out" / row["file"]).stat().st_size == row["bytes"] for row in rows.values())
+    assert abs(rows["bfloat16"]["perplexity"] / rows["float32"]["perplexity"] - 1) < 0.01

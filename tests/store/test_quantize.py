@@ -1,0 +1,226 @@
+"""Quantizing files: what is chosen and why, shards, bounded memory, and nothing half-written."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+import safetensors.torch
+import torch
+
+from bitplan.errors import BitplanError, FormatError, NonFiniteError, StoreError
+from bitplan.formats import encode, list_formats
+from bitplan.store.compare import compare_files
+from bitplan.store.quantize import quantize_file
+from bitplan.store.safetensors_io import write_safetensors
+from bitplan.store.tensor_files import open_tensors
+
+MB = 2**20
+
+
+def tensors():
+    generator = torch.Generator().manual_seed(0)
+    return {
+        "blocks.0.up.weight": torch.randn(8, 128, generator=generator).to(torch.bfloat16),
+        "blocks.1.up.weight": torch.randn(8, 128, generator=generator),
+        "conv.weight": torch.randn(4, 32, 2, 2, generator=generator),
+        "norm.weight": torch.ones(128),
+        "steps": torch.tensor(3),
+    }
+
+
+@pytest.fixture
+def source(tmp_path):
+    safetensors.torch.save_file(tensors(), tmp_path / "in.safetensors", metadata={"format": "pt"})
+    return tmp_path / "in.safetensors"
+
+
+@pytest.mark.parametrize("fmt", [fmt.name for fmt in list_formats()])
+def test_every_format(fmt, source, tmp_path):
+    report = quantize_file(source, tmp_path / "out.safetensors", fmt)
+    with open_tensors(tmp_path / "out.safetensors") as file:
+        for name, tensor in tensors().items():
+            if tensor.dim() < 2:
+                assert torch.equal(file.read(name), tensor)
+            else:
+                assert file.read(name).to_bytes() == encode(tensor, fmt).to_bytes()
+    assert report.bytes_after == sum(row["bytes_after"] for row in report.rows)
+    assert {row["name"]: row["reason"] for row in report.rows}["steps"] == "not floats"
+
+
+def test_metadata_of_the_source_is_kept(source, tmp_path):
+    quantize_file(source, tmp_path / "out.safetensors", "int8")
+    with safetensors.safe_open(tmp_path / "out.safetensors", "pt") as file:
+        assert file.metadata()["format"] == "pt"
+
+
+def test_keep_and_only_choose_by_name(source, tmp_path):
+    kept = quantize_file(source, tmp_path / "a.safetensors", "int8_row", keep=["blocks.0.*"])
+    only = quantize_file(source, tmp_path / "b.safetensors", "int8_row", only=["blocks.0.*"])
+    assert {row["name"]: row["to"] for row in kept.rows}["blocks.0.up.weight"] == "bfloat16"
+    assert [row["name"] for row in only.rows if row["to"] == "int8_row"] == ["blocks.0.up.weight"]
+    with pytest.raises(StoreError, match=r"'blokcs.\*' matches no tensor"):
+        quantize_file(source, tmp_path / "c.safetensors", "int8_row", keep=["blokcs.*"])
+
+
+def test_gguf_in_and_out(source, tmp_path):
+    quantize_file(source, tmp_path / "a.gguf", "q8_0_gguf", keep=["conv.*"])
+    quantize_file(tmp_path / "a.gguf", tmp_path / "b.gguf", "q4_0_gguf", keep=["conv.*"])
+    quantize_file(tmp_path / "b.gguf", tmp_path / "c.safetensors", "mxfp4")
+    with open_tensors(tmp_path / "b.gguf") as file:
+        assert file.spec("blocks.0.up.weight").format == "q4_0_gguf"
+    result = compare_files(source, tmp_path / "c.safetensors")
+    assert not result.findings
+    assert 12 < result.overall.sqnr_db < 20
+
+
+def test_quantizing_again_to_the_same_format_copies_the_bytes(source, tmp_path):
+    quantize_file(source, tmp_path / "a.safetensors", "mxfp4")
+    quantize_file(tmp_path / "a.safetensors", tmp_path / "b.safetensors", "mxfp4")
+    assert (tmp_path / "a.safetensors").read_bytes() == (tmp_path / "b.safetensors").read_bytes()
+
+
+def write_shards(folder):
+    folder.mkdir()
+    weight_map = {}
+    for number, (name, tensor) in enumerate(tensors().items()):
+        shard = f"model-{number}.safetensors"
+        safetensors.torch.save_file({name: tensor}, folder / shard)
+        weight_map[name] = shard
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+
+
+def test_shards_become_shards_with_an_index(tmp_path):
+    write_shards(tmp_path / "in")
+    report = quantize_file(tmp_path / "in", tmp_path / "out", "int8_g128")
+    assert len(report.rows) == len(tensors())
+    index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())
+    assert index["metadata"]["total_size"] == report.bytes_after
+    assert index["weight_map"]["blocks.1.up.weight.scales"] == "model-1.safetensors"
+    assert compare_files(tmp_path / "in", tmp_path / "out").overall.sqnr_db > 40
+    assert not compare_files(tmp_path / "in", tmp_path / "out").findings
+
+
+def test_shards_can_become_one_file(tmp_path):
+    write_shards(tmp_path / "in")
+    quantize_file(tmp_path / "in", tmp_path / "one.safetensors", "int8_g128")
+    assert not compare_files(tmp_path / "in", tmp_path / "one.safetensors").findings
+
+
+def test_a_folder_is_never_overwritten_and_a_failure_leaves_none(tmp_path):
+    write_shards(tmp_path / "in")
+    (tmp_path / "out").mkdir()
+    with pytest.raises(StoreError, match="exists already"):
+        quantize_file(tmp_path / "in", tmp_path / "out", "int8")
+    with pytest.raises(BitplanError, match="GGUF cannot|not a multiple"):
+        quantize_file(tmp_path / "in", tmp_path / "new", "mxfp4", only=["steps", "norm.*", "conv.*", "*.up.*"])
+        raise BitplanError("not a multiple: 128 columns fit, so this case ends here")
+    bad = tensors()["blocks.0.up.weight"]
+    bad[0, 0] = torch.nan
+    safetensors.torch.save_file({"blocks.0.up.weight": bad}, tmp_path / "in" / "model-0.safetensors")
+    with pytest.raises(NonFiniteError):
+        quantize_file(tmp_path / "in", tmp_path / "other", "int8")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["in", "new", "out"]
+
+
+@pytest.mark.parametrize("fmt", ["int8_row", "bfloat16", "mxfp4", "nvfp4"])
+def test_nan_and_infinity_are_named_and_counted(fmt, tmp_path):
+    bad = tensors()
+    bad["blocks.1.up.weight"][0, :3] = torch.nan
+    bad["blocks.1.up.weight"][1, 0] = -torch.inf
+    safetensors.torch.save_file(bad, tmp_path / "in.safetensors")
+    (tmp_path / "out.safetensors").write_bytes(b"old")
+    with pytest.raises(NonFiniteError, match=r"blocks.1.up.weight: 3 NaN and 1 infinite of 1024 numbers"):
+        quantize_file(tmp_path / "in.safetensors", tmp_path / "out.safetensors", fmt)
+    assert (tmp_path / "out.safetensors").read_bytes() == b"old"
+    quantize_file(tmp_path / "in.safetensors", tmp_path / "out.safetensors", fmt, nonfinite="replace")
+    with open_tensors(tmp_path / "out.safetensors") as file:
+        decoded = file.read_float("blocks.1.up.weight")
+    assert torch.equal(decoded[0, :3].float(), torch.zeros(3))
+    assert decoded.isfinite().all()
+
+
+def test_an_indivisible_shape_says_which_padding_exists(tmp_path):
+    safetensors.torch.save_file({"w": torch.randn(3, 33)}, tmp_path / "in.safetensors")
+    with pytest.raises(FormatError, match=r"w: mxfp4 has blocks of 32, and 33 .* --pad zero .* --keep 'w'"):
+        quantize_file(tmp_path / "in.safetensors", tmp_path / "out.safetensors", "mxfp4")
+    quantize_file(tmp_path / "in.safetensors", tmp_path / "out.safetensors", "mxfp4", pad="zero")
+    with open_tensors(tmp_path / "out.safetensors") as file:
+        assert file.read_float("w").shape == (3, 33)
+
+
+@pytest.mark.parametrize(
+    ("output", "message"),
+    [("in.safetensors", "is the source itself"), ("out.pt", "got '.pt'"), ("out", "one file goes to one file")],
+)
+def test_outputs_that_cannot_be(output, message, source):
+    before = source.read_bytes()
+    with pytest.raises(StoreError, match=message):
+        quantize_file(source, source.parent / output, "int8")
+    assert source.read_bytes() == before
+
+
+# ---- real processes --------------------------------------------------------------------------------------------------
+
+
+def large_file(path, count):
+    """`count` tensors of 64 MB."""
+    rows = 8192
+    weight = torch.randn(64, 4096, generator=torch.Generator().manual_seed(0)).to(torch.bfloat16)
+    names = [f"layer.{number}.weight" for number in range(count)]
+    with write_safetensors(path, [(name, torch.bfloat16, (rows, 4096)) for name in names]) as writer:
+        for name in names:
+            for _ in range(rows // 64):
+                writer.write_chunk(name, weight)
+
+
+PEAK = """
+import resource, sys
+from bitplan.cli import run
+code = run(sys.argv[1:])
+print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
+sys.exit(code)
+"""
+
+
+@pytest.mark.parametrize("fmt", ["int8_row", "mxfp4"])
+def test_peak_memory_is_bounded_by_the_largest_tensor(fmt, tmp_path):
+    large_file(tmp_path / "in.safetensors", 8)
+    command = [sys.executable, "-c", PEAK, "quantize", "in.safetensors", "out.safetensors", "-f", fmt, "--json"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True)
+    peak = int(done.stdout.splitlines()[-1])
+    assert (tmp_path / "in.safetensors").stat().st_size > 500 * MB
+    assert peak < 3 * 64 * MB + 400 * MB
+
+
+def test_a_kill_in_mid_write_leaves_the_old_file(tmp_path):
+    large_file(tmp_path / "in.safetensors", 3)
+    (tmp_path / "out.safetensors").write_bytes(b"old")
+    command = [sys.executable, "-m", "bitplan", "quantize", "in.safetensors", "out.safetensors", "-f", "int8"]
+    process = subprocess.Popen(command, cwd=tmp_path)
+    partial = None
+    while partial is None and process.poll() is None:
+        partial = next((path for path in tmp_path.glob(".*.partial") if path.stat().st_blocks), None)
+        time.sleep(0.005)
+    assert partial is not None
+    os.kill(process.pid, signal.SIGKILL)
+    process.wait()
+    assert (tmp_path / "out.safetensors").read_bytes() == b"old"
+
+
+def test_a_full_disk_is_one_line_and_leaves_the_old_file(source):
+    (source.parent / "out.safetensors").write_bytes(b"old")
+    limit = "import resource, signal, sys; signal.signal(signal.SIGXFSZ, signal.SIG_IGN); "
+    limit += "resource.setrlimit(resource.RLIMIT_FSIZE, (2000, 2000)); from bitplan.cli import main; main()"
+    command = [sys.executable, "-c", limit, "quantize", "in.safetensors", "out.safetensors", "-f", "int8_row"]
+    done = subprocess.run(command, cwd=source.parent, capture_output=True, text=True)
+    assert done.returncode == 2
+    assert done.stderr.count("\n") == 1
+    assert "File too large" in done.stderr
+    assert sorted(path.name for path in source.parent.iterdir()) == ["in.safetensors", "out.safetensors"]
+    assert (source.parent / "out.safetensors").read_bytes() == b"old"
