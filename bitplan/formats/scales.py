@@ -70,7 +70,7 @@ class BasedScales(ScaleStorage):
         self.largest = largest
 
     def base_for(self, largest_scale: Tensor) -> Tensor:
-        return flush_small(largest_scale.float() / self.largest)
+        return flush_small(divided(largest_scale.float(), self.largest))
 
     def store(self, scale: Tensor, base: Tensor | None) -> Tensor:
         assert base is not None
@@ -82,6 +82,11 @@ class BasedScales(ScaleStorage):
     def load(self, stored: Tensor, base: Tensor | None) -> Tensor:
         assert base is not None
         return flush_small(stored.float() * base)
+
+
+def divided(x: Tensor, number: float) -> Tensor:
+    """x / number, rounded once on every device: CUDA divides by a Python number through its rounded reciprocal."""
+    return x / torch.full((), number, dtype=x.dtype, device=x.device)
 
 
 def flush_small(scale: Tensor) -> Tensor:
