@@ -1,11 +1,15 @@
-"""Settings for every test: one thread per worker, since the suite itself runs in several."""
+"""Settings for every test."""
 
 from __future__ import annotations
+
+import os
 
 import pytest
 import torch
 
-torch.set_num_threads(1)
+torch.set_num_threads(1)  # the suite itself runs in several workers
+if not torch.cuda.is_available():  # Triton reads this when it is first imported
+    os.environ.setdefault("TRITON_INTERPRET", "1")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -121,7 +121,7 @@ def inspect(
     by_format: Counter[str] = Counter()
     for spec in specs:
         by_format[spec.format] += spec.nbytes
-    rows = [
+    rows: list[dict[str, Any]] = [
         {"name": spec.name, "format": spec.format, "shape": list(spec.shape), "bytes": spec.nbytes} for spec in specs
     ]
     total = sum(by_format.values())

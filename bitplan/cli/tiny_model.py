@@ -35,7 +35,8 @@ class TinyTransformer(nn.Module):
         hidden = self.tokens(ids) + self.places(torch.arange(ids.shape[1], device=ids.device))
         for block in self.blocks:
             hidden = block(hidden)
-        return self.head(self.norm(hidden))
+        logits: Tensor = self.head(self.norm(hidden))
+        return logits
 
 
 class Block(nn.Module):
@@ -55,7 +56,8 @@ class Block(nn.Module):
         heads = self.qkv(self.norm_in(hidden)).view(batch, length, 3, HEADS, WIDTH // HEADS).permute(2, 0, 3, 1, 4)
         mixed = functional.scaled_dot_product_attention(heads[0], heads[1], heads[2], is_causal=True)
         hidden = hidden + self.out(mixed.transpose(1, 2).reshape(batch, length, WIDTH))
-        return hidden + self.down(functional.gelu(self.up(self.norm_mid(hidden))))
+        added: Tensor = self.down(functional.gelu(self.up(self.norm_mid(hidden))))
+        return hidden + added
 
 
 def shipped_text() -> str:

@@ -30,10 +30,10 @@ from torch import Tensor, nn
 
 from bitplan.errors import StoreError, did_you_mean
 from bitplan.formats import Encoded, Format, get_format
-from bitplan.formats.codec import decode
 from bitplan.formats.format import NARROW_KERNEL
 from bitplan.formats.report import Similarity, similarity
 from bitplan.formats.scales import ScaleRule
+from bitplan.kernels import decode
 from bitplan.store.weights import ActivationObserver, Calibration, EncodeOptions, WeightStore
 
 Formats = Format | str | Mapping[str, Format | str | None]

@@ -26,7 +26,7 @@ from bitplan.kernels import encode
 from bitplan.records import write_json
 from bitplan.store.safetensors_io import INDEX_SUFFIX
 from bitplan.store.tensor_files import GGUFTensors, NativeTensors, TensorFile, TensorSpec, open_tensors, part_name
-from bitplan.store.tensor_writers import Promise, Writer, write_tensors
+from bitplan.store.tensor_writers import SUFFIXES, Promise, Writer, write_tensors
 
 
 @dataclass(frozen=True)
@@ -106,16 +106,15 @@ def quantize_file(
         _check_patterns(file, options)
         if Path(output).exists() and os.path.samefile(source, output):
             raise StoreError(f"{output}: is the source itself; write to another file")
-        if isinstance(file, NativeTensors) and len(file.shards) > 1 and not Path(output).suffix:
+        if isinstance(file, NativeTensors) and len(file.shards) > 1 and Path(output).suffix not in SUFFIXES:
             _quantize_shards(file, Path(output), options, report, on_tensor)
             return report
-        if not Path(output).suffix:
-            raise StoreError(f"{output}: a source of one file goes to one file; add .safetensors, .gguf or .json")
-        extra = {"gguf_metadata": file.file.metadata} if isinstance(file, GGUFTensors) else {}
-        if isinstance(file, NativeTensors):
-            extra = {"tied": file.tied, "metadata": _common_metadata(file)}
-        promises = _promises(file, list(file.specs), options)
-        with write_tensors(output, promises, **extra) as writer:
+        # Only safetensors can say that two names are one tensor; elsewhere it is written under both.
+        tied = file.tied if Path(output).suffix == ".safetensors" else {}
+        promises = _promises(file, [*file.specs, *(file.tied if not tied else ())], options)
+        metadata = _common_metadata(file) if isinstance(file, NativeTensors) else {}
+        gguf_metadata = file.file.metadata if isinstance(file, GGUFTensors) else None
+        with write_tensors(output, promises, metadata=metadata, tied=tied, gguf_metadata=gguf_metadata) as writer:
             _quantize_each(file, promises, writer, options, report, on_tensor)
     return report
 
@@ -151,12 +150,12 @@ def _quantize_each(
     on_tensor: OnTensor | None,
 ) -> None:
     for promise in promises:
-        spec = file.specs[promise.name]
+        spec = file.spec(promise.name)
         _, reason = options.choose(spec)
         writer.write(promise.name, _converted(file, spec, promise, options))
         report.rows.append(
             {
-                "name": spec.name,
+                "name": promise.name,
                 "shape": list(spec.shape),
                 "from": spec.format,
                 "to": promise.fmt.name if promise.fmt else spec.format,
@@ -171,7 +170,7 @@ def _quantize_each(
 
 def _converted(file: TensorFile, spec: TensorSpec, promise: Promise, options: QuantizeOptions) -> Tensor | Encoded:
     if promise.fmt is None or (spec.encoded and promise.fmt.name == spec.format):
-        return file.read(spec.name)
+        return file.read(promise.name)
     where = f"{file.path}: {spec.name}"
     numbers = file.read_float(spec.name)
     if promise.fmt.is_cast:
@@ -184,7 +183,7 @@ def _converted(file: TensorFile, spec: TensorSpec, promise: Promise, options: Qu
 def _promises(file: TensorFile, names: Sequence[str], options: QuantizeOptions) -> list[Promise]:
     promises = []
     for name in names:
-        spec = file.specs[name]
+        spec = file.spec(name)
         fmt, _ = options.choose(spec)
         if fmt is None and spec.encoded:  # left alone means left packed
             fmt = get_format(spec.format)

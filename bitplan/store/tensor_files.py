@@ -85,9 +85,11 @@ class TensorFile(ABC):
         self.close()
 
     def spec(self, name: str) -> TensorSpec:
-        if name not in self.specs:
+        """What the file says of a tensor; a tied name gives that of the tensor it shares."""
+        own = self.tied.get(name, name)
+        if own not in self.specs:
             raise StoreError(f"{self.path}: no tensor {name!r}{did_you_mean(name, self.specs)}")
-        return self.specs[name]
+        return self.specs[own]
 
 
 def open_tensors(path: str | Path) -> TensorFile:
@@ -137,7 +139,7 @@ class NativeTensors(TensorFile):
         return {key: value for key, value in file.metadata.items() if key != METADATA_KEY}
 
     def read(self, name: str) -> Tensor | Encoded:
-        self.spec(name)
+        name = self.spec(name).name
         if name not in self.formats:
             return self._checkpoint.read(name)
         fmt, shape = self.formats[name]

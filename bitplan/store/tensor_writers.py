@@ -19,6 +19,7 @@ from bitplan.formats import Encoded, Format, repack
 from bitplan.store.safetensors_io import write_safetensors
 from bitplan.store.tensor_files import GGUF_FORMATS, METADATA_KEY, dtype_name, format_metadata, part_name
 
+SUFFIXES = (".safetensors", ".gguf", ".json")
 # The formats GGUF can hold; mxfp4 is repacked into GGUF's byte order, value for value.
 GGUF_TYPES = {ours: theirs for theirs, ours in GGUF_FORMATS.items()} | {
     "mxfp4": "MXFP4",
@@ -175,4 +176,4 @@ def write_tensors(
         with write_poly_tensors(path, promises) as writer:
             yield writer
     else:
-        raise StoreError(f"{path}: the suffix says what to write: .safetensors, .gguf or .json, got {suffix!r}")
+        raise StoreError(f"{path}: the suffix says what to write, {', '.join(SUFFIXES)}; got {suffix!r}")

@@ -32,9 +32,9 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
 from bitplan.errors import NonFiniteError, StoreError
 from bitplan.formats import Encoded, Format, get_format
-from bitplan.formats.codec import decode, encode
 from bitplan.formats.format import NARROW_KERNEL
 from bitplan.formats.scales import ScaleRule
+from bitplan.kernels import decode, encode
 
 SAMPLES = 256
 State = tuple[object, ...]
@@ -260,10 +260,7 @@ class WeightStore:
     def _encode(self, master: Tensor, fmt: Format, recipe: EncodeOptions) -> Encoded:
         with _plain_tensors():
             wide = master if master.dtype in (torch.float32, torch.float64) else master.float()
-            encoded = encode(wide, fmt, **recipe, name=self.name)
-            # A cast to the master's own type is the same memory, and a version must outlive the next update.
-            shared = fmt.is_cast and encoded.data.data_ptr() == master.data_ptr()
-            return Encoded(fmt, encoded.shape, encoded.data.clone()) if shared else encoded
+            return encode(wide, fmt, **recipe, name=self.name)
 
     # ---- changing the master -----------------------------------------------------------------------------------------
 

@@ -41,7 +41,7 @@ ordinary = st.one_of(st.just(0.0), st.just(-0.0), st.floats(2.0**-6, 2.0**12, wi
 vectors = st.lists(ordinary, min_size=1, max_size=40).map(torch.tensor)
 any_float32 = st.floats(width=32, allow_nan=False, allow_infinity=False, min_value=-(2.0**126), max_value=2.0**126)
 any_vectors = st.lists(any_float32, min_size=1, max_size=40).map(torch.tensor)
-some = settings(max_examples=15, deadline=None)
+some = settings(max_examples=10, deadline=None)
 
 
 def round_trip(x: Tensor, name: str) -> Tensor:

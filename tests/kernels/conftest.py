@@ -1,14 +1,9 @@
-"""Without a GPU, Triton kernels run under Triton's interpreter; it must be switched on before Triton is imported."""
+"""Where kernels are tested: on a GPU if there is one, else under Triton's interpreter."""
 
 from __future__ import annotations
 
-import os
-
 import pytest
 import torch
-
-if not torch.cuda.is_available():
-    os.environ.setdefault("TRITON_INTERPRET", "1")
 
 
 @pytest.fixture

@@ -129,5 +129,5 @@ def test_a_padded_format_keeps_its_padding_in_the_file(tmp_path):
     loaded = load_model(tmp_path / "a.safetensors", nn.Linear(33, 3))
     save_model(loaded, tmp_path / "b.safetensors")
     assert (tmp_path / "a.safetensors").read_bytes() == (tmp_path / "b.safetensors").read_bytes()
-    with pytest.raises(StoreError, match="GGUF|row"):
+    with pytest.raises(StoreError, match=r"GGUF|row"):
         save_model(loaded, tmp_path / "a.gguf")

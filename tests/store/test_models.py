@@ -229,6 +229,28 @@ def test_a_module_within_a_frozen_part_is_quantized_while_the_rest_trains() -> N
     assert torch.equal(model(sample(4, 32)), linear(hidden.relu(), model[2].weight, model[2].bias))
 
 
+class ByHand(nn.Module):
+    """Reads the weights of its layers and never calls them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(32, 32, bias=False) for _ in range(3)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = linear(x, layer.weight)
+        return x
+
+
+def test_weights_read_by_hand_go_by_the_mode_of_their_layer() -> None:
+    model = ByHand().eval()
+    morph_model(model, "int4")
+    names = [f"layers.{i}.weight" for i in range(3)]
+    assert torch.equal(model(sample(2, 32)), simulated(model, dict.fromkeys(names, "int4"))(sample(2, 32)))
+    model.layers[1].train()
+    assert torch.equal(model(sample(2, 32)), simulated(model, {names[0]: "int4", names[2]: "int4"})(sample(2, 32)))
+
+
 def test_gradients_reach_inputs_and_biases_in_eval() -> None:
     model = mlp().eval()
     morph_model(model, "int8")
@@ -463,22 +485,27 @@ def test_no_float32_expansion_stays_alive(monkeypatch: pytest.MonkeyPatch) -> No
         return decoded
 
     monkeypatch.setattr(models, "decode", watched)
-    model = nn.Sequential(*(nn.Linear(32, 32) for _ in range(4)), nn.LSTM(32, 32)).eval()
+    model = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32), ByHand(), nn.LSTM(32, 32)).eval()
     morph_model(model, "int8")
     with torch.no_grad():
         model(sample(4, 32))
-    assert len(alive) == 6, "each weight once"
-    assert together == [0, 0, 0, 0, 0, 1], "one layer at a time; an LSTM layer has two weights"
+    assert len(alive) == 7, "each weight once"
+    assert together == [0, 0, 0, 0, 0, 0, 1], "one layer at a time; an LSTM layer has two weights"
     assert all(ref() is None for ref in alive)
 
 
-def test_attention_decodes_each_weight_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    count: list[str] = []
-    monkeypatch.setattr(models, "decode", lambda *args: count.append("") or decode(*args))
-    model = nn.MultiheadAttention(32, 2).eval()
+@BUILT_IN_NOISE
+@pytest.mark.parametrize(
+    ("layer", "count"), [("attention", 2), ("attention kdim", 4), ("lstm flattened", 12), ("rnn", 4)]
+)
+def test_each_weight_is_decoded_once_per_call(layer: str, count: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    build, call, inputs = LAYERS[layer]
+    decodes: list[Encoded] = []
+    monkeypatch.setattr(models, "decode", lambda *args: decodes.append(args[0]) or decode(*args))
+    model = build().eval()
     morph_model(model, "int8")
-    model(*[sample(4, 2, 32)] * 3)
-    assert len(count) == 2
+    call(model, *inputs)
+    assert len(decodes) == count
 
 
 # ---- tied weights, shared modules, switching formats -----------------------------------------------------------------

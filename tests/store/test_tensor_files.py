@@ -104,8 +104,8 @@ LIES = {
     "extra key": (lambda d: d["tensors"]["w"].update(extra=1), "expected format and shape"),
     "no tensors": (lambda d: d.pop("tensors") and None, "expected version, tensors and tied"),
     "newer version": (lambda d: d.update(version=2), "reads version 1, got '2'"),
-    "not an object": (lambda d: "[]", "reads version 1"),
-    "not JSON": (lambda d: "{", "not valid JSON"),
+    "not an object": (lambda _: "[]", "reads version 1"),
+    "not JSON": (lambda _: "{", "not valid JSON"),
     "tied to nothing": (lambda d: d.update(tied={"x": "y"}), "ties 'x' to 'y'"),
     "ties that are no names": (lambda d: d.update(tied={"x": 1}), "must map names to names"),
 }
@@ -147,5 +147,8 @@ def test_gguf_holds_only_its_own_formats(tmp_path):
 
 
 def test_an_unknown_suffix_is_refused(tmp_path):
-    with pytest.raises(StoreError, match=r"\.safetensors, \.gguf or \.json"), write_tensors(tmp_path / "a.bin", []):
+    with (
+        pytest.raises(StoreError, match=r"\.safetensors, \.gguf, \.json; got '.bin'"),
+        write_tensors(tmp_path / "a.bin", []),
+    ):
         pass

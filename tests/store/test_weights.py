@@ -204,7 +204,7 @@ class DataWriter(torch.optim.Optimizer):
 
     def step(self, closure: object = None) -> None:  # type: ignore[override]
         for parameter in self.param_groups[0]["params"]:
-            parameter.data[0, :3] -= 0.1
+            parameter.data[0, 1:3] -= 0.1
 
 
 def _assign_data(parameter: nn.Parameter) -> None:
@@ -438,8 +438,42 @@ def test_device_versions_follow_their_version() -> None:
     store.force_morph("int8_row")
     again = store.to_device("meta", "int8_row")
     assert again is not there
+    gone = weakref.ref(again)
     store.update(sample(4, 32, seed=1))
-    assert store.to_device("meta", "int8_row") is not again
+    del again
+    assert gone() is None
+    assert store.to_device("meta", "int8_row").data.is_meta
+
+
+def test_a_copy_under_way_while_the_master_changes_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    store = WeightStore(torch.ones(4, 32))
+    late: list[Encoded] = []
+    move = Encoded.to
+
+    def slowly(version: Encoded, device: torch.device) -> Encoded:
+        store.update(torch.zeros(4, 32))
+        store.morph("int8")
+        late.append(move(version, device))
+        return late[-1]
+
+    monkeypatch.setattr(Encoded, "to", slowly)
+    assert store.to_device("meta", "int8") is late[0], "right when it was asked for"
+    monkeypatch.undo()
+    assert store.to_device("meta", "int8") is not late[0]
+
+
+def test_unpack_does_not_overwrite_an_update_that_came_between(monkeypatch: pytest.MonkeyPatch) -> None:
+    store = WeightStore(torch.ones(4, 32))
+    store.morph("int8")
+
+    def slowly(version: Encoded) -> Tensor:
+        store.update(torch.zeros(4, 32))
+        return decode(version)
+
+    monkeypatch.setattr(weights, "decode", slowly)
+    with pytest.raises(StoreError, match="there is no such version"):
+        store.unpack("int8")
+    assert not store.master.any()
 
 
 @pytest.mark.gpu
@@ -637,9 +671,8 @@ def test_a_master_that_never_rests_cannot_hang_morph(monkeypatch: pytest.MonkeyP
     count = iter(range(1, 100))
 
     def disturbed(x: Tensor, fmt: object, **options: object) -> Encoded:
-        encoded = encode(x, fmt, **options)  # type: ignore[arg-type]
         store.update(torch.full((4, 32), float(next(count))))
-        return encoded
+        return encode(x, fmt, **options)  # type: ignore[arg-type]
 
     monkeypatch.setattr(weights, "encode", disturbed)
     version = store.morph("int8")
