@@ -114,7 +114,7 @@ class Format:
         stored = self.scales.store(wanted, base)
         column = self.scales.load(stored, base).unsqueeze(-1)
         scaled = torch.where(column == 0, 0.0, blocks / column) if self.divides else blocks * reciprocal(column)
-        if zero_point is not None:
+        if zero_point is not None:  # rounded before it is shifted: ties do not depend on where zero lies
             scaled = scaled.round() + self.element.value(zero_point, self.work)
         return self.element.round(scaled), stored
 

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from bitplan.formats.format import Format
 
-TILE_NUMBERS = 2**20
+TILE_NUMBERS = 2**20  # a multiple of 8, so that no packed byte lies in two tiles
 Tile = tuple[slice, slice]
 
 

@@ -31,9 +31,14 @@ def spikes(values: np.ndarray) -> np.ndarray:
 
 
 def neighbours(values: np.ndarray) -> np.ndarray:
-    """Each value and the floats up to 3 ulps to either side."""
+    """Each value and the floats up to 3 ulps to either side.
+
+    numpy's float32 log2 depends on the CPU's vector library: where its floor is not that of the rounded logarithm,
+    gguf-py differs from ggml itself, and the value is left out.
+    """
     steps = np.arange(-3, 4, dtype=np.int32)
-    return (values.view(np.int32)[:, None] + steps).reshape(-1).view(np.float32)
+    near = (values.view(np.int32)[:, None] + steps).reshape(-1).view(np.float32)
+    return near[np.floor(np.log2(near)) == np.floor(np.log2(near.astype(np.float64)).astype(np.float32))]
 
 
 def lattice() -> np.ndarray:

@@ -174,6 +174,11 @@ def test_mse_is_never_worse_than_absmax_in_any_block(fmt, sample):
         assert float(searched.sum()) < float(plain.sum())
 
 
+def test_mse_keeps_the_absmax_scale_where_another_is_no_better():
+    """Ones are exact under several powers of two."""
+    assert torch.equal(encode(torch.ones(32), "mxfp4", scale_rule="mse").scales, encode(torch.ones(32), "mxfp4").scales)
+
+
 @pytest.mark.parametrize("zero_point", [0, 3, 8, 15])
 def test_mse_is_never_worse_than_absmax_around_a_fixed_zero_point(zero_point):
     x = heavy_tailed(500)

@@ -37,8 +37,10 @@ def test_the_round_trip_is_within_half_a_step_and_zero_is_exact(name, sample):
 @pytest.mark.parametrize("name", UNSIGNED)
 @pytest.mark.parametrize(("sign", "zero_share"), [(1, 0), (-1, 1)])
 def test_one_sided_numbers_use_all_codes(name, sign, zero_share):
-    encoded = encode(sign * (gaussian(100).abs() + 1), name)
+    x = sign * (gaussian(100).abs() + 1)
+    encoded = encode(x, name)
     assert encoded.zero_point.tolist() == zero_share * get_format(name).element.limit
+    assert float((decode(encoded) - x).abs().max()) <= float(encoded.scales) * 0.5001 + 1e-6
 
 
 @pytest.mark.parametrize(
@@ -83,6 +85,12 @@ def test_an_explicit_scale_leaves_the_zero_point_to_the_range(name):
     encoded = encode(x, name, scale=1.0)
     assert (float(encoded.scales), encoded.zero_point.tolist()) == (1.0, 1)
     assert decode(encoded).tolist() == [-1.0, 0.0, 2.0]
+
+
+@pytest.mark.parametrize("zero_point", [1, 2])
+def test_ties_go_to_even_multiples_of_the_step_wherever_zero_lies(zero_point):
+    decoded = decode(encode(torch.tensor([0.5, 1.5, 2.5, -0.5]), "uint8", scale=1.0, zero_point=zero_point))
+    assert decoded.tolist() == [0.0, 2.0, 2.0, 0.0]
 
 
 @pytest.mark.parametrize("rule", ["absmax", "absmean", "percentile", "mse"])
