@@ -54,13 +54,16 @@ def same(one: Any, two: Any) -> bool:
 
 
 def simulated(model: nn.Module, formats: Mapping[str, str], **options: Any) -> nn.Module:
-    """The same model with the numbers that these formats leave of its weights written into its Parameters."""
+    """The same model with the numbers that these formats leave of its weights written into its Parameters.
+
+    They need no gradient: torch's matmul goes another way, with other roundings, for weights that do.
+    """
     twin = copy.deepcopy(model)
     unmorph_model(twin)
     with torch.no_grad():
         for name, parameter in twin.named_parameters():
             if name in formats:
-                parameter.copy_(decode(encode(parameter, formats[name], **options)))
+                parameter.copy_(decode(encode(parameter, formats[name], **options))).requires_grad_(False)
     return twin.eval()
 
 
