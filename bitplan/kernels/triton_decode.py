@@ -3,7 +3,7 @@
 Legend: R rows, C columns, G groups, B bytes of a group. Each thread stores 16 bytes at a time, and its loads are held
 to the codes that go with them (`tl.max_contiguous`): a wider load would send every number through shared memory.
 
-The reference's equal also where it is NaN, but not in a NaN's bits: each processor has its own.
+NaN comes where the reference has it, but not with its bits: each processor has its own NaN.
 """
 
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"

@@ -3,9 +3,7 @@
 Legend: R rows, C columns, G groups, B bytes of a group. Tensors carry their axes in their names. Groups lie one after
 another in memory, rows or not, so group formats see a flat run of them.
 
-A NaN or an infinity in a block makes its scale NaN or infinite (E8M0: byte 255), and nothing here waits for the GPU to
-look: whoever must raise checks the scales, which are small. A float16 scale is also infinite where max |x| is
-beyond its range; the reference stores the same.
+A NaN or an infinity in a block makes its scale NaN or infinite (E8M0: byte 255), and leaves its codes undefined.
 """
 
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"

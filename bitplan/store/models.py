@@ -21,7 +21,7 @@ import re
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from fnmatch import fnmatchcase
 from typing import Any, Literal, Self, cast
 
@@ -51,6 +51,8 @@ _LAYERS = (
 )
 _WEIGHT = re.compile(r"weight|weight_(ih|hh|hr)(_l\d+(_reverse)?)?|(in|q|k|v)_proj_weight")
 _SLOTS = "_bitplan_slots"
+_BEFORE = "morphed before"
+_NONE = "None in the mapping"
 
 
 # ---- what forward sees -----------------------------------------------------------------------------------------------
@@ -96,13 +98,12 @@ def _run_eval(forward: Callable[..., Any], module: nn.Module, args: tuple[Any, .
         del _frames.stack[depth:]
 
 
-def _seen_by_forward(module: nn.Module, name: str) -> Tensor:
+def _seen_by_forward(module: nn.Module, name: str) -> Tensor | None:
     """The decoded version of a morphed Parameter, decoded once per forward of its module."""
     frame = _frames.stack[-1]
-    found = frame.weights.get((id(module), name))
+    found: Tensor | None = frame.weights.get((id(module), name))
     if found is None:
         slot, parameter = _slots(module)[name], module._parameters[name]
-        assert parameter is not None
         if not isinstance(parameter, nn.Parameter):
             return parameter  # torch.func.functional_call put its own tensor here: that is what the caller wants to see
         # A Parameter put here for this call alone is quantized as well, and its version not kept.
@@ -127,20 +128,26 @@ class _Morphed(nn.Module):
             slot.store = slot.store._for(param)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        """`.to`, `.half`, `.cuda`: versions move along, for encoding again would lose the bytes that a file gave."""
-        moving = [
+        """`.to`, `.half`, `.cuda`."""
+        with self._moving():
+            super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        return self
+
+    @contextmanager
+    def _moving(self) -> Iterator[None]:
+        """Parameters change place or type inside: versions move along, for encoding again would lose a file's bytes."""
+        before = [
             (name, slot, parameter, parameter.detach(), slot.store.versions)
             for name, slot in _slots(self).items()
             if (parameter := self._parameters.get(name)) is not None
         ]
-        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
-        for name, slot, parameter, numbers, versions in moving:
+        yield
+        for name, slot, parameter, numbers, versions in before:
             now = self._parameters[name]
             assert isinstance(now, nn.Parameter)
             if now is not parameter:
                 slot.store = slot.store._for(now)
             slot.store._moved(numbers, versions, now)
-        return self
 
     def __reduce_ex__(self, protocol: Any) -> Any:  # deepcopy; a pickle ends at the stores, which say what to do
         _, _, *state = cast(tuple[Any, ...], super().__reduce_ex__(protocol))
@@ -171,12 +178,10 @@ class _MorphedRNN(_Morphed):
         self.__dict__["_flat_weights"] = weights
 
     def flatten_parameters(self) -> None:
-        """Models ask for this in their forward, and mean the Parameters."""
-        frames, _frames.stack = _frames.stack, []
-        try:
-            super().flatten_parameters()  # type: ignore[misc]
-        finally:
-            _frames.stack = frames
+        """Some models ask for this in every forward; in eval the Parameters are not used, so they may lie anywhere."""
+        if self.training or not _frames.stack:
+            with self._moving():
+                super().flatten_parameters()  # type: ignore[misc]
 
     def _weights_have_changed(self) -> bool:
         """Torch would take the decoded weights for new Parameters, and keep them."""
@@ -266,7 +271,7 @@ class MorphChoice:
 class MorphReport:
     """Every Parameter of the model by name, in the model's order."""
 
-    choices: Mapping[str, MorphChoice] = field(default_factory=dict)
+    choices: Mapping[str, MorphChoice]
 
     @property
     def formats(self) -> dict[str, str]:
@@ -324,18 +329,18 @@ def _places(model: nn.Module) -> list[_Place]:
 
 def _choose(place: _Place, formats: Formats, norms: bool) -> tuple[Format | None, str]:
     """The format of one Parameter and the reason; None leaves it alone."""
-    if not isinstance(formats, Mapping):
-        fmt = get_format(formats)
-        why_not = _why_not(place, None, norms)
-        return (None, why_not) if why_not else (fmt, f"{fmt.name} for all weights")
-    for pattern, wanted in formats.items():
-        if place.matches(pattern):
-            why_not = "None in the mapping" if wanted is None else _why_not(place, pattern, norms)
-            if wanted is None or why_not:
-                return None, f"{pattern!r}: {why_not}"
-            return get_format(wanted), f"{pattern!r} in the mapping"
+    refused = "not in the mapping"
+    for pattern, wanted in formats.items() if isinstance(formats, Mapping) else [(None, formats)]:
+        if pattern is None or place.matches(pattern):
+            if wanted is None:
+                return None, f"{pattern!r}: {_NONE}"
+            why_not = _why_not(place, pattern, norms)
+            if not why_not:
+                fmt = get_format(wanted)
+                return fmt, f"{fmt.name} for all weights" if pattern is None else f"{pattern!r} in the mapping"
+            refused = why_not
     slot = _slots(place.module).get(place.local)
-    return (slot.fmt, "morphed before") if slot else (None, "not in the mapping")
+    return (slot.fmt, _BEFORE) if slot else (None, refused)
 
 
 def _why_not(place: _Place, pattern: str | None, norms: bool) -> str:
@@ -376,12 +381,13 @@ def morph_model(
 
     formats    one format for the weights of all known layers, or a mapping: the name or a glob of a parameter or of a
                module (then all in it) to a format, or to None (leave it alone). The first that matches wins; one
-               that matches nothing is an error. A parameter that none matches stays as it is.
+               that matches nothing is an error. A parameter that none matches stays as it is; tied ones count as one.
     norms      also the weights of normalization layers; biases only where a pattern ends in their own name
     observers  from `observe_model`: choose the scales of these parameters by the inputs seen, not by `scale_rule`
 
-    Weights of modules in training mode, and all weights read outside of any forward, are the FP32 Parameters. If a
-    weight cannot be encoded, the error names it and the model is as it was.
+    Weights of modules in training mode are the FP32 Parameters, and so is what is read outside of any forward of the
+    model and its modules. Under torch.compile training is compiled and evaluation is not. If a weight cannot be
+    encoded, the error names it and the model is as it was.
     """
     if isinstance(model, nn.modules.linear.NonDynamicallyQuantizableLinear):
         raise StoreError("an attention's out_proj runs inside the attention: morph the MultiheadAttention that owns it")
@@ -399,9 +405,12 @@ def morph_model(
         if fmt is None:
             choices[place.key] = MorphChoice(None, reason)
             continue
-        slot = _Slot(store_of(place), fmt)
-        choices[place.key] = _morph(slot, reason, observers.get(place.name), options)
-        slots[place.key] = slot
+        slots[place.key] = slot = _Slot(store_of(place), fmt)
+        if reason == _BEFORE:
+            choices[place.key] = MorphChoice(fmt.name, reason)
+        else:
+            choices[place.key] = _morph(slot, reason, observers.get(place.name), options)
+    _morph_ties(places, choices, slots)
     if not slots:
         reasons = "; ".join(sorted({choice.reason for choice in choices.values()})) or "it has no parameters"
         raise StoreError(f"nothing in this {type(model).__name__} was morphed: {reasons}")
@@ -490,8 +499,11 @@ def _inputs_of(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any])
     first = ("query", "key", "value") if isinstance(module, nn.MultiheadAttention) else ("input",)
     named = dict(zip(first, args, strict=False)) | kwargs
     if isinstance(module, nn.MultiheadAttention):
-        for role in first:
-            yield "in_proj_weight" if module._qkv_same_embed_dim else f"{role[0]}_proj_weight", named[role], -1
+        whole = module._qkv_same_embed_dim
+        met = {
+            ("in_proj_weight" if whole else f"{role[0]}_proj_weight", id(named[role])): named[role] for role in first
+        }
+        yield from ((local, inputs, -1) for (local, _), inputs in met.items())
         return
     inputs = named.get("input")
     inputs = inputs.data if isinstance(inputs, nn.utils.rnn.PackedSequence) else inputs
@@ -514,6 +526,18 @@ def _morph(slot: _Slot, reason: str, observer: ActivationObserver | None, option
     gain = slot.store.calibrate(slot.fmt, observer, pad=options["pad"])
     told = f"{reason}; calibrated on {gain.rows_seen} inputs, error {gain.error_before:.3g} -> {gain.error_after:.3g}"
     return MorphChoice(slot.fmt.name, told, gain)
+
+
+def _morph_ties(
+    places: list[_Place], choices: dict[tuple[int, str], MorphChoice], slots: dict[tuple[int, str], _Slot]
+) -> None:
+    """A tied weight is one weight: named under one of its names it is morphed under all, but for an explicit None."""
+    morphed = {id(place.parameter): place for place in reversed(places) if place.key in slots}
+    for place in places:
+        twin = morphed.get(id(place.parameter))
+        if twin is not None and place.key not in slots and not choices[place.key].reason.endswith(_NONE):
+            slots[place.key] = _Slot(slots[twin.key].store, slots[twin.key].fmt)
+            choices[place.key] = MorphChoice(slots[twin.key].fmt.name, f"tied to {twin.name}")
 
 
 def _store_finder(model: nn.Module) -> Callable[[_Place], WeightStore]:
@@ -594,18 +618,18 @@ def compare_models(a: Weights, b: Weights) -> ModelComparison:
     Models, or mappings of names to tensors and encodings such as a state_dict. Tied parameters count once.
     """
     ours, theirs = _effective(a), _effective(b)
-    missing = [f"{name!r} only in a" for name in ours.weights if name not in theirs.known]
-    missing += [f"{name!r} only in b" for name in theirs.weights if name not in ours.known]
-    common = [name for name in ours.weights if name in theirs.weights]
+    missing = [f"{name!r} only in a" for name in ours.counted if name not in theirs.known]
+    missing += [f"{name!r} only in b" for name in theirs.counted if name not in ours.known]
+    counted = _counted(ours, theirs)
     missing += [
         f"{name!r} is {ours.weights[name].shape} in a, {theirs.weights[name].shape} in b"
-        for name in common
+        for name in counted
         if ours.weights[name].shape != theirs.weights[name].shape
     ]
     if missing:
         raise StoreError(f"the two cannot be compared: {', '.join(missing)}")
     layers, total = {}, Similarity()
-    for name in common:
+    for name in counted:
         one, two = ours.weights[name], theirs.weights[name]
         first = one.numbers()
         sums = similarity(first, two.numbers().to(first.device))
@@ -623,24 +647,38 @@ class _Weight:
 
 @dataclass(frozen=True)
 class _Effective:
+    """The weights of one side by all their names; `counted` leaves out second names of the same numbers."""
+
     weights: Mapping[str, _Weight]
-    known: frozenset[str]  # also buffers, and second names of tied parameters: no error if only the other side has them
+    counted: frozenset[str]
+    buffers: frozenset[str]
+    is_model: bool
+
+    @property
+    def known(self) -> frozenset[str]:
+        return self.buffers | self.weights.keys()
+
+
+def _counted(ours: _Effective, theirs: _Effective) -> list[str]:
+    """What both have, each parameter once; only a model can tell which names are the same parameter."""
+    sides = [side.counted for side in (ours, theirs) if side.is_model] or [ours.counted]
+    return [name for name in ours.weights if name in theirs.weights and any(name in side for side in sides)]
 
 
 def _effective(model: Weights) -> _Effective:
     if not isinstance(model, nn.Module):
         given = {name: _weight(value) for name, value in model.items()}
-        return _Effective(given, frozenset(given))
-    weights: dict[tuple[int, str | None], tuple[str, _Weight]] = {}
-    places = _places(model)
-    for place in places:
-        slot, parameter = _slots(place.module).get(place.local), place.parameter
-        weight = _weight(parameter)
+        return _Effective(given, frozenset(given), frozenset(), is_model=False)
+    weights: dict[str, _Weight] = {}
+    first_names: dict[tuple[int, str | None], str] = {}
+    for place in _places(model):
+        slot, weight = _slots(place.module).get(place.local), _weight(place.parameter)
         if slot is not None:
             weight = _Weight(weight.shape, slot.fmt.name, functools.partial(slot.store.simulate, slot.fmt))
-        weights.setdefault((id(parameter), weight.fmt), (place.name, weight))
-    buffers = {name for name, _ in model.named_buffers(remove_duplicate=False)}
-    return _Effective(dict(weights.values()), frozenset({place.name for place in places} | buffers))
+        weights[place.name] = weight
+        first_names.setdefault((id(place.parameter), weight.fmt), place.name)
+    buffers = frozenset(name for name, _ in model.named_buffers(remove_duplicate=False))
+    return _Effective(weights, frozenset(first_names.values()), buffers, is_model=True)
 
 
 def _weight(value: Tensor | Encoded) -> _Weight:

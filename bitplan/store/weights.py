@@ -366,7 +366,7 @@ class WeightStore:
         if fmt.is_cast:
             raise StoreError(f"{self.name}: {fmt.name} is a plain cast, with no scales to calibrate; morph it as it is")
         observer = _observed(inputs)
-        importance = self.importance_of(observer.mean_square)
+        importance = self._importance_of(observer.mean_square)
         plain = _merged(_merged(self.recipe(fmt), options), {"scale_rule": fmt.default_rule})
         master = self._need_master("calibrate").detach().clone()
         before = self._encode(master, fmt, plain)
@@ -374,7 +374,7 @@ class WeightStore:
         errors = (_weighted_error(master, decode(version), importance) for version in (before, after))
         return Calibration(fmt.name, observer.count, *errors)
 
-    def importance_of(self, mean_square: Tensor) -> Tensor:
+    def _importance_of(self, mean_square: Tensor) -> Tensor:
         """Mean squares per input feature -> one weight per column of this weight."""
         count, shape = mean_square.numel(), self.shape
         if len(shape) > 2 and shape[-1] < NARROW_KERNEL:  # a convolution: features are channels, groups share columns
@@ -408,7 +408,7 @@ class WeightStore:
 
     def _moved(self, before: Tensor, versions: Mapping[str, Encoded], master: Tensor) -> None:
         """The module moved or cast its Parameter: versions stay valid if the numbers are the same, and move along."""
-        same = not master.is_meta and torch.equal(before.to(master), master)
+        same = bool(versions) and not master.is_meta and torch.equal(before.to(master), master)
         with self._lock:
             self._master = master
             self._refresh()

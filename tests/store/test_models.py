@@ -537,6 +537,16 @@ def test_tied_weights_may_have_two_formats() -> None:
     assert torch.equal(by_hand, linear(hidden, store.simulate("int8")))
 
 
+def test_a_tied_weight_named_once_is_morphed_under_all_its_names() -> None:
+    """Else a model would compute otherwise before it is saved, as one tensor, and after it is loaded."""
+    model = Tied().eval()
+    report = morph_model(model, {"head": "int8"})
+    assert report.formats == {"embed.weight": "int8", "head.weight": "int8"}
+    assert report.choices["embed.weight"].reason == "tied to head.weight"
+    assert same(model(tokens()), simulated(model, {"embed.weight": "int8"})(tokens()))
+    assert morph_model(Tied(), {"embed": None, "head": "int8"}).formats == {"head.weight": "int8"}
+
+
 def test_a_module_used_twice_is_morphed_once(encodes: list[str]) -> None:
     shared = nn.Linear(32, 32)
     model = nn.Sequential(shared, nn.Tanh(), shared).eval()
@@ -1000,6 +1010,7 @@ def test_layers_on_a_gpu(layer: str, fmt: str) -> None:
     versions = {name: store.morph(fmt).to_bytes() for name, store in stores_of(model).items()}
     model.cuda()
     places = [parameter.data_ptr() for parameter in model.parameters()]
+    moved = [store.morph(fmt) for store in stores_of(model).values()]
     with torch.no_grad():
         if "padded" in layer:
             inputs = (inputs[0], torch.tensor([[False] * 5, [False] * 3 + [True] * 2], device="cuda"))
@@ -1007,4 +1018,9 @@ def test_layers_on_a_gpu(layer: str, fmt: str) -> None:
         for one, two in zip(tensors(call(model, *inputs)), tensors(call(wanted, *inputs)), strict=True):
             torch.testing.assert_close(one, two, rtol=0, atol=0)
     assert {name: store.morph(fmt).to_bytes() for name, store in stores_of(model).items()} == versions
+    assert all(store.morph(fmt) is version for store, version in zip(stores_of(model).values(), moved, strict=True))
     assert [parameter.data_ptr() for parameter in model.parameters()] == places, "cuDNN's flat weights are a copy"
+    for module in model.modules():
+        if isinstance(module, nn.LSTM):
+            module.flatten_parameters()
+    assert {name: store.morph(fmt).to_bytes() for name, store in stores_of(model).items()} == versions

@@ -315,6 +315,16 @@ def test_morph_in_inference_mode_gives_ordinary_tensors() -> None:
     assert not twin.master.is_inference()
 
 
+def test_a_master_made_in_inference_mode() -> None:
+    """Torch counts no writes on such a tensor; dense ones are still seen."""
+    with torch.inference_mode():
+        master = sample(4, 32)
+        store = WeightStore(master)
+        store.morph("int8")
+        master.mul_(2)
+    assert same_bytes(store.morph("int8"), encode(master, "int8"))
+
+
 # ---- unpack, release, adopt ------------------------------------------------------------------------------------------
 
 

@@ -1,0 +1,150 @@
+"""Encode and decode against memory bandwidth: how close each format comes to copying the same bytes.
+
+    python benchmarks/formats.py --device cpu      # float32 <-> format, against tensor.clone() and gguf-py
+    python benchmarks/formats.py --device cuda     # bfloat16 and float32, against a device-to-device copy
+
+Bandwidth counts bytes really read and written, scales included: the floor of an encode is its input plus its output.
+`share` is that bandwidth over the copy's, in the same run, taken in turns.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import harness
+import torch
+from torch import Tensor
+
+from bitplan import formats
+from bitplan.formats import Encoded, get_format
+from bitplan.kernels import decode, encode, explain_decode, explain_encode
+
+CPU_FORMATS = ("bfloat16", "int8_row", "int8_g128", "q4_0_gguf", "q8_0_gguf", "mxfp4", "int4_g32", "fp8_e4m3_row")
+GPU_FORMATS = ("int8_row", "int8_g128", "fp8_e4m3_row", "mxfp4", "mxfp8_e4m3", "q8_0_gguf", "int4_g32", "q4_0_gguf")
+GGUF_TYPES = {"q4_0_gguf": "Q4_0", "q8_0_gguf": "Q8_0"}
+COLS = 4096
+GGUF_SHARE = 16  # gguf-py gets a sixteenth of the numbers: its time is linear, and minutes otherwise
+
+
+def measure(device: str, values: int, repeats: int) -> dict[str, Any]:
+    """Everything for one device, as a document."""
+    shape = (values // COLS, COLS)
+    generator = torch.Generator(device).manual_seed(0)
+    numbers = torch.randn(shape, generator=generator, device=device)
+    inputs = {"float32": numbers} if device == "cpu" else {"bfloat16": numbers.bfloat16(), "float32": numbers}
+    rows: list[dict[str, Any]] = []
+    copies: dict[str, Any] = {}
+    for dtype, x in inputs.items():
+        for name in CPU_FORMATS if device == "cpu" else GPU_FORMATS:
+            found = measure_format(name, x, repeats)
+            rows += found["rows"]
+            copies[f"{dtype} beside {name}"] = found["copy"]
+    return {
+        "benchmark": "formats",
+        "device": device,
+        "machine": harness.machine(device),
+        "versions": harness.versions(),
+        "commit": harness.commit(),
+        "shape": list(shape),
+        "repeats": repeats,
+        "copy": copies,
+        "rows": rows,
+    }
+
+
+def measure_format(name: str, x: Tensor, repeats: int) -> dict[str, Any]:
+    """One format both ways, in turns with a copy and, on the CPU, with gguf-py."""
+    fmt, cuda = get_format(name), x.is_cuda
+    encoded = encode(x, fmt)
+    variants: dict[str, Callable[[], object]] = {
+        "copy": _copy(x),
+        "encode": lambda: encode(x, fmt),
+        "decode": lambda: decode(encoded, x.dtype),
+    }
+    small, small_encoded = x[: x.shape[0] // GGUF_SHARE], encode(x[: x.shape[0] // GGUF_SHARE], fmt)
+    if not cuda:
+        variants["torch encode"] = lambda: formats.encode(small, fmt)
+        variants["torch decode"] = lambda: formats.decode(small_encoded, x.dtype)
+        variants |= _gguf_variants(name, small, small_encoded)
+    samples = harness.time_in_turns(variants, repeats, cuda=cuda)
+    copy = harness.summary(samples["copy"])
+    copy_rate = 2 * x.nbytes / copy["median_ms"] / 1e6
+    rows = []
+    for way in ("encode", "decode"):
+        time = harness.summary(samples[way])
+        rate = (x.nbytes + encoded.nbytes) / time["median_ms"] / 1e6
+        row = {
+            "format": name,
+            "way": way,
+            "dtype": str(x.dtype).removeprefix("torch."),
+            **time,
+            "gb_per_s": rate,
+            "share_of_copy": rate / copy_rate,
+            "implementation": _picked(way, x, encoded),
+            "samples_ms": samples[way],
+        }
+        for peer in ("torch", "gguf"):
+            if f"{peer} {way}" in samples:
+                peer_ms = harness.summary(samples[f"{peer} {way}"])["median_ms"] * GGUF_SHARE
+                row[f"times_faster_than_{peer}"] = peer_ms / time["median_ms"]
+        rows.append(row)
+    return {"rows": rows, "copy": {**copy, "gb_per_s": copy_rate}}
+
+
+def _copy(x: Tensor) -> Callable[[], object]:
+    if not x.is_cuda:
+        return x.clone
+    target = torch.empty_like(x)
+    return lambda: target.copy_(x)
+
+
+def _picked(way: str, x: Tensor, encoded: Encoded) -> str:
+    picked = explain_encode(x, encoded.fmt) if way == "encode" else explain_decode(encoded, x.dtype)
+    return picked.implementation
+
+
+def _gguf_variants(name: str, x: Tensor, encoded: Encoded) -> dict[str, Callable[[], object]]:
+    if name not in GGUF_TYPES:
+        return {}
+    import gguf
+
+    kind = gguf.GGMLQuantizationType[GGUF_TYPES[name]]
+    numbers = x.numpy()
+    packed = gguf.quants.quantize(numbers, kind)
+    assert packed.tobytes() == encoded.to_bytes(), f"{name} differs from gguf-py"
+    return {
+        "gguf encode": lambda: gguf.quants.quantize(numbers, kind),
+        "gguf decode": lambda: gguf.quants.dequantize(packed, kind),
+    }
+
+
+def show(document: dict[str, Any]) -> None:
+    print(f"{'format':14} {'way':7} {'dtype':9} {'ms':>9} {'GB/s':>8} {'of copy':>8} {'x torch':>8} {'x gguf':>7}  by")
+    for row in document["rows"]:
+        torch_times = f"{row['times_faster_than_torch']:.1f}" if "times_faster_than_torch" in row else ""
+        gguf_times = f"{row['times_faster_than_gguf']:.1f}" if "times_faster_than_gguf" in row else ""
+        print(
+            f"{row['format']:14} {row['way']:7} {row['dtype']:9} {row['median_ms']:9.3f} {row['gb_per_s']:8.1f} "
+            f"{row['share_of_copy']:8.1%} {torch_times:>8} {gguf_times:>7}  {row['implementation']}"
+        )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", choices=["cpu", "cuda"], required=True)
+    parser.add_argument("--values", type=int, default=2**26, help="numbers in the tensor (default 64M)")
+    parser.add_argument("--repeats", type=int, default=15)
+    parser.add_argument("--output", type=Path, help="where the JSON goes (default benchmarks/results)")
+    arguments = parser.parse_args()
+    document = measure(arguments.device, arguments.values, arguments.repeats)
+    processor = document["machine"].get("gpu", document["machine"]["cpu"])
+    path = harness.save(f"formats_{processor.lower().replace(' ', '_').replace('-', '_')}", document, arguments.output)
+    show(document)
+    print(f"written: {path.name}")
+
+
+if __name__ == "__main__":
+    main()

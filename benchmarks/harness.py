@@ -1,0 +1,130 @@
+"""What every benchmark shares: who measured, how often, how far apart, and where the result goes.
+
+A result names the machine by what it is, never by what it is called. Variants are timed in turns, so that a
+disturbance hits them all; the median counts, the spread is kept.
+"""
+
+from __future__ import annotations
+
+import platform
+import statistics
+import subprocess
+import time
+from collections.abc import Callable, Mapping
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from bitplan.records import write_json
+from bitplan.version import __version__
+
+ROOT = Path(__file__).parent.parent
+RESULTS = ROOT / "benchmarks" / "results"
+PACKAGES = ("torch", "triton", "numba", "numpy", "gguf", "torchao", "lightgbm", "transformers")
+
+
+def machine(device: str) -> dict[str, Any]:
+    """What measured: processor, cores, and the GPU with its driver if it is one."""
+    found: dict[str, Any] = {
+        "cpu": _cpu_model(),
+        "cores": torch.get_num_threads(),
+        "system": f"{platform.system()} {platform.machine()}",
+    }
+    if device == "cuda":
+        properties = torch.cuda.get_device_properties(0)
+        found |= {
+            "gpu": properties.name,
+            "gpu_memory_gib": round(properties.total_memory / 2**30, 1),
+            "multiprocessors": properties.multi_processor_count,
+            "driver": _first_line("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"),
+            "cuda": torch.version.cuda,
+        }
+    return found
+
+
+def versions() -> dict[str, str]:
+    found = {"python": platform.python_version(), "bitplan": __version__}
+    for package in PACKAGES:
+        try:
+            found[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def commit() -> str:
+    """The commit measured, marked `+changes` when the tree differs from it."""
+    head = _first_line("git", "-C", str(ROOT), "rev-parse", "--short=12", "HEAD")
+    dirty = _first_line("git", "-C", str(ROOT), "status", "--porcelain", "--untracked-files=no")
+    return f"{head}{'+changes' if dirty else ''}" if head else "unknown"
+
+
+def time_in_turns(
+    variants: Mapping[str, Callable[[], object]], repeats: int, *, cuda: bool = False
+) -> dict[str, list[float]]:
+    """Milliseconds of every repeat of every variant, after one warm-up each."""
+    clock = _cuda_ms if cuda else _wall_ms
+    for run in variants.values():
+        run()
+    samples: dict[str, list[float]] = {name: [] for name in variants}
+    for _ in range(repeats):
+        for name, run in variants.items():
+            samples[name].append(clock(run))
+    return samples
+
+
+def summary(samples: list[float]) -> dict[str, float]:
+    """The median, and the spread from the tenth to the ninetieth percentile."""
+    ordered = sorted(samples)
+    pick = lambda share: ordered[min(len(ordered) - 1, int(share * len(ordered)))]
+    return {
+        "median_ms": statistics.median(ordered),
+        "min_ms": ordered[0],
+        "p10_ms": pick(0.1),
+        "p90_ms": pick(0.9),
+    }
+
+
+def save(name: str, document: Mapping[str, Any], output: Path | None) -> Path:
+    """Write a result where results live, or where the caller says."""
+    path = output or RESULTS / f"{name}.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_json(path, document)
+    return path
+
+
+def _wall_ms(run: Callable[[], object]) -> float:
+    started = time.perf_counter()
+    result = run()
+    elapsed = (time.perf_counter() - started) * 1e3
+    del result  # freeing it is not part of the work
+    return elapsed
+
+
+def _cuda_ms(run: Callable[[], object]) -> float:
+    start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    start.record()
+    result = run()
+    stop.record()
+    stop.synchronize()
+    del result
+    return float(start.elapsed_time(stop))
+
+
+def _cpu_model() -> str:
+    try:
+        text = subprocess.run(["lscpu"], capture_output=True, text=True, check=True).stdout
+    except (OSError, subprocess.CalledProcessError):
+        return platform.processor() or platform.machine()
+    named = dict(line.split(":", 1) for line in text.splitlines() if ":" in line)
+    return named.get("Model name", platform.machine()).strip()
+
+
+def _first_line(*command: str) -> str:
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=True)
+    except (OSError, subprocess.CalledProcessError):
+        return ""
+    return done.stdout.strip().split("\n")[0]

@@ -1,0 +1,278 @@
+"""CPU twins of `bitplan.formats`: which formats have one, and how tensors reach the compiled loops.
+
+A tensor is cut into pieces of whole blocks, several for each thread. The loops know float32 only: other types pass
+through a buffer that stays in the cache, a run of blocks at a time. Importing this module imports numba.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from bitplan.errors import NonFiniteError
+from bitplan.formats.format import Encoded, Format
+from bitplan.formats.gguf_rules import GgufMxfp4
+from bitplan.formats.registry import get_format
+from bitplan.formats.scales import reciprocal
+from bitplan.kernels import cpu_decode, cpu_encode
+from bitplan.kernels.jit import on_threads
+
+Array = np.ndarray[Any, Any]
+Encoder = Callable[[Tensor, Format], tuple[Tensor, Tensor | None]]
+Decoder = Callable[[Encoded, torch.dtype], Tensor]
+# Kernels take flat arrays.
+EncodeKernel = Callable[[Array, Array, Array], int]  # words, codes, scales -> the largest magnitude
+DecodeKernel = Callable[[Array, Array, Array], None]  # codes, float32 scales, float32 numbers
+RoundKernel = Callable[[Array, Any, Array], None]  # words, 1 / scale, codes
+
+PIECES_PER_THREAD = 8  # a thread that falls behind leaves pieces to the others
+SMALLEST_PIECE = 2**17
+RUN = 2**15  # numbers: 128 KiB of float32, and torch casts so few on the thread that asks
+LONG_ROW = 2**20  # threads share a row of this length
+NEAR_THE_END = 64  # of a binade: where ggml's logarithm may round up
+
+# How numpy sees what a kernel reads and writes.
+_ARRAY_TYPES = {
+    torch.float32: np.float32,
+    torch.float16: np.uint16,
+    torch.bfloat16: np.uint16,
+    torch.int8: np.int8,
+    torch.uint8: np.uint8,
+    torch.float8_e4m3fn: np.uint8,
+}
+_SAME_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.float32}
+
+
+# ---- encoding ------------------------------------------------------------------------------------------------------
+
+
+def _block_encoder(kernel: EncodeKernel) -> Encoder:
+    def encode(matrix: Tensor, fmt: Format) -> tuple[Tensor, Tensor | None]:
+        data, scales = _empty_parts(matrix, fmt)
+        if not matrix.numel():
+            return data, scales.zero_()
+        numbers, codes, kept = matrix.reshape(-1), _array(data), _array(scales)
+        size, width = numbers.numel() // kept.size, codes.size // kept.size
+
+        def work(piece: slice) -> int:
+            runs = _inputs(numbers, piece, size)
+            return max(kernel(words, codes[run.start * width : run.stop * width], kept[run]) for run, words in runs)
+
+        _check_finite(on_threads(work, _pieces(kept.size, size)), fmt)
+        return data, scales
+
+    return encode
+
+
+def _row_encoder(kernel: EncodeKernel, round_to_codes: RoundKernel) -> Encoder:
+    """An encoder for blocks of any length; `round_to_codes` is the second half of `kernel`."""
+
+    def in_matrices(words: Array, codes: Array, scales: Array) -> int:
+        return kernel(words.reshape(scales.size, -1), codes.reshape(scales.size, -1), scales)
+
+    encode_whole_rows = _block_encoder(in_matrices)
+
+    def encode(matrix: Tensor, fmt: Format) -> tuple[Tensor, Tensor | None]:
+        if fmt.block.cols is not None or matrix.shape[1] < LONG_ROW:
+            return encode_whole_rows(matrix, fmt)
+        data, scales = _empty_parts(matrix, fmt)
+        for row, codes, scale in zip(matrix, data, scales, strict=True):
+            scale.copy_(_scale_of_long_row(row, fmt))
+            _round_long_row(row, reciprocal(scale).numpy()[0], _array(codes), round_to_codes)
+        return data, scales
+
+    return encode
+
+
+def _scale_of_long_row(row: Tensor, fmt: Format) -> Tensor:
+    def work(piece: slice) -> int:
+        return max(int(cpu_encode.largest_magnitude(words)) for _, words in _inputs(row, piece, 1))
+
+    tops = on_threads(work, _pieces(row.numel(), 1))
+    _check_finite(tops, fmt)
+    assert fmt.scales is not None
+    limit = torch.tensor([max(tops)], dtype=torch.int32).view(torch.float32)
+    return fmt.scales.store(fmt.scale_for(limit), None)
+
+
+def _round_long_row(row: Tensor, inverse: Any, codes: Array, round_to_codes: RoundKernel) -> None:
+    def work(piece: slice) -> None:
+        for run, words in _inputs(row, piece, 1):
+            round_to_codes(words, inverse, codes[run])
+
+    on_threads(work, _pieces(row.numel(), 1))
+
+
+def _encode_bfloat16(matrix: Tensor, fmt: Format) -> tuple[Tensor, Tensor | None]:
+    if matrix.dtype != torch.float32:
+        return matrix.to(fmt.storage), None
+    data = torch.empty(matrix.shape, dtype=fmt.storage)
+    words, codes = _array(matrix).view(np.uint32), _array(data)
+    tops = on_threads(lambda piece: cpu_encode.encode_bfloat16(words[piece], codes[piece]), _pieces(words.size, 1))
+    if max(tops, default=0) > cpu_encode.NOT_FINITE:  # which NaN a NaN becomes is for torch to say
+        data.copy_(matrix)
+    return data, None
+
+
+def _encode_mxfp4_gguf(words: Array, codes: Array, scales: Array) -> int:
+    worst: int = cpu_encode.encode_mxfp4_gguf(words, codes, scales, _rounds_up())
+    return worst
+
+
+@functools.cache
+def _rounds_up() -> Array:
+    """For each float32 exponent, the first word that ggml's rounded logarithm lifts to the next binade."""
+    fmt = get_format("mxfp4_gguf")
+    ends = torch.arange(1, 256, dtype=torch.int32) << 23
+    near = (ends.unsqueeze(1) - torch.arange(NEAR_THE_END, 0, -1, dtype=torch.int32)).view(torch.float32)
+    lifted = fmt.scale_for(near) > fmt.scale_for(near[:, :1])
+    first = ends - lifted.sum(dim=1, dtype=torch.int32)
+    return np.append(first.numpy().view(np.uint32), np.uint32(0xFFFFFFFF))
+
+
+def _empty_parts(matrix: Tensor, fmt: Format) -> tuple[Tensor, Tensor]:
+    assert fmt.scales is not None
+    rows, cols = matrix.shape
+    across = 1 if fmt.block.cols is None else cols // fmt.block.cols
+    data = torch.empty((rows, fmt.data_cols(cols)), dtype=fmt.storage)
+    return data, torch.empty((rows, across), dtype=fmt.scales.dtype)
+
+
+def _check_finite(tops: list[int], fmt: Format) -> None:
+    if max(tops) >= cpu_encode.NOT_FINITE:
+        raise NonFiniteError(f"{fmt.name}: NaN or infinity among the numbers to encode")
+
+
+# ---- decoding ------------------------------------------------------------------------------------------------------
+
+
+def _decoder(kernel: DecodeKernel) -> Decoder:
+    def decode(encoded: Encoded, dtype: torch.dtype) -> Tensor:
+        out = torch.empty(encoded.shape, dtype=dtype)
+        if not out.numel():
+            return out
+        assert encoded.scales is not None
+        numbers, codes, table = out.view(-1), _array(encoded.data), _scale_table(encoded.fmt, encoded.base)
+        kept = _array(encoded.scales)
+        size, width = numbers.numel() // kept.size, codes.size // kept.size
+        if size >= LONG_ROW:
+            for row in range(kept.size):
+                at = slice(row * size, (row + 1) * size)
+                _decode_long_row(kernel, codes[at], _load_scales(kept[row : row + 1], table), numbers[at])
+            return out
+
+        def work(piece: slice) -> None:
+            for run, run_out in _outputs(numbers, piece, size):
+                kernel(codes[run.start * width : run.stop * width], _load_scales(kept[run], table), run_out)
+
+        on_threads(work, _pieces(kept.size, size))
+        return out
+
+    return decode
+
+
+def _decode_long_row(kernel: DecodeKernel, codes: Array, scale: Array, numbers: Tensor) -> None:
+    def work(piece: slice) -> None:
+        for run, run_out in _outputs(numbers, piece, 1):
+            kernel(codes[run], scale, run_out)
+
+    on_threads(work, _pieces(codes.size, 1))
+
+
+def _decode_e4m3(codes: Array, scales: Array, numbers: Array) -> None:
+    cpu_decode.decode_by_table(codes, scales, numbers, _E4M3_NUMBERS)
+
+
+def _scale_table(fmt: Format, base: Tensor | None) -> Array | None:
+    """What each word of a narrow scale stands for; None for float32."""
+    assert fmt.scales is not None
+    if fmt.scales.dtype == torch.float32:
+        return None
+    words = torch.arange(2 ** (8 * fmt.scales.dtype.itemsize), dtype=torch.int32)
+    narrow = words.to(torch.uint8) if fmt.scales.dtype.itemsize == 1 else words.to(torch.int16)
+    loaded = fmt.scales.load(narrow.view(fmt.scales.dtype), base)
+    return (loaded / 2 if isinstance(fmt, GgufMxfp4) else loaded).float().numpy()
+
+
+def _load_scales(words: Array, table: Array | None) -> Array:
+    if table is None:
+        return words
+    scales = np.empty(words.size, np.float32)
+    cpu_decode.take(table, words, scales)
+    return scales
+
+
+# ---- pieces --------------------------------------------------------------------------------------------------------
+
+
+def _pieces(count: int, size: int) -> list[slice]:
+    """`count` blocks of `size` numbers, cut for the threads."""
+    wanted = min(PIECES_PER_THREAD * torch.get_num_threads(), count * size // SMALLEST_PIECE)
+    step = -(-count // max(1, wanted))
+    return [slice(start, min(start + step, count)) for start in range(0, count, max(1, step))]
+
+
+def _runs(piece: slice, size: int) -> Iterator[slice]:
+    step = max(1, RUN // size)
+    for start in range(piece.start, piece.stop, step):
+        yield slice(start, min(start + step, piece.stop))
+
+
+def _inputs(numbers: Tensor, piece: slice, size: int) -> Iterator[tuple[slice, Array]]:
+    """The float32 words of a piece: all at once, or run by run where they must be cast."""
+    if numbers.dtype == torch.float32:
+        yield piece, _array(numbers[piece.start * size : piece.stop * size]).view(np.uint32)
+        return
+    for run in _runs(piece, size):
+        yield run, _array(numbers[run.start * size : run.stop * size].float()).view(np.uint32)
+
+
+def _outputs(numbers: Tensor, piece: slice, size: int) -> Iterator[tuple[slice, Array]]:
+    """Where the float32 numbers of a piece go: in place, or run by run to a buffer that is cast when it is full."""
+    if numbers.dtype == torch.float32:
+        yield piece, _array(numbers[piece.start * size : piece.stop * size])
+        return
+    for run in _runs(piece, size):
+        buffer = torch.empty((run.stop - run.start) * size)
+        yield run, _array(buffer)
+        numbers[run.start * size : run.stop * size].copy_(buffer)
+
+
+def _array(tensor: Tensor) -> Array:
+    flat: Array = tensor.reshape(-1).view(_SAME_SIZE[tensor.dtype.itemsize]).numpy().view(_ARRAY_TYPES[tensor.dtype])
+    return flat
+
+
+_E4M3_NUMBERS = torch.arange(256, dtype=torch.int32).to(torch.uint8).view(torch.float8_e4m3fn).float().numpy()
+
+ENCODERS: dict[str, Encoder] = {
+    "bfloat16": _encode_bfloat16,
+    "int8_row": _row_encoder(cpu_encode.encode_int8, cpu_encode.round_to_int8),
+    "int8_g128": _row_encoder(cpu_encode.encode_int8, cpu_encode.round_to_int8),
+    "fp8_e4m3_row": _row_encoder(cpu_encode.encode_e4m3, cpu_encode.round_to_e4m3),
+    "q8_0_gguf": _block_encoder(cpu_encode.encode_q8_0_gguf),
+    "q4_0_gguf": _block_encoder(cpu_encode.encode_q4_0_gguf),
+    "q4_0_poly": _block_encoder(cpu_encode.encode_q4_0_poly),
+    "int4_g32": _block_encoder(cpu_encode.encode_int4_g32),
+    "mxfp4": _block_encoder(cpu_encode.encode_mxfp4),
+    "mxfp4_gguf": _block_encoder(_encode_mxfp4_gguf),
+}
+
+DECODERS: dict[str, Decoder] = {
+    "int8_row": _decoder(cpu_decode.decode_int8),
+    "int8_g128": _decoder(cpu_decode.decode_int8),
+    "fp8_e4m3_row": _decoder(_decode_e4m3),
+    "mxfp8_e4m3": _decoder(_decode_e4m3),
+    "q8_0_gguf": _decoder(cpu_decode.decode_int8),
+    "q4_0_gguf": _decoder(cpu_decode.decode_q4_0_gguf),
+    "q4_0_poly": _decoder(cpu_decode.decode_q4_0_poly),
+    "int4_g32": _decoder(cpu_decode.decode_int4_g32),
+    "mxfp4": _decoder(cpu_decode.decode_mxfp4),
+    "mxfp4_gguf": _decoder(cpu_decode.decode_mxfp4_gguf),
+    "nvfp4": _decoder(cpu_decode.decode_nvfp4),
+}
