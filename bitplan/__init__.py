@@ -7,8 +7,9 @@ are `bitplan.formats.encode` and `bitplan.formats.decode`.
 from bitplan.errors import BitplanError
 from bitplan.formats import Encoded, ErrorReport, Format, error_report, get_format, list_formats, repack
 from bitplan.kernels import decode, encode
+from bitplan.store.compare import compare_models
 from bitplan.store.model_files import load_model, save_model
-from bitplan.store.models import compare_models, morph_model, unmorph_model
+from bitplan.store.models import morph_model, unmorph_model
 from bitplan.store.quantize import quantize_file
 from bitplan.store.tensor_files import open_tensors
 from bitplan.store.weights import WeightStore

@@ -198,14 +198,14 @@ def compare(
     else:
         rows = [
             {
-                "tensor": row.name,
-                "format": row.format,
-                "cosine": f"{row.cosine:.6f}",
-                "SQNR dB": "exact" if row.sqnr_db == float("inf") else f"{row.sqnr_db:.2f}",
-                "relative error": f"{row.relative_error:.2e}",
-                "max error": f"{row.max_error:.2e}",
+                "tensor": name,
+                "format": layer.format_b or "",
+                "cosine": f"{layer.cosine:.6f}",
+                "SQNR dB": "exact" if layer.sqnr_db == float("inf") else f"{layer.sqnr_db:.2f}",
+                "relative error": f"{layer.relative_error:.2e}",
+                "max error": f"{layer.max_error:.2e}",
             }
-            for row in (*result.rows, result.overall)
+            for name, layer in (*result.layers.items(), ("overall", result.overall))
         ]
         table(f"{first} against {second}, worst first", rows)
         for finding in result.findings:

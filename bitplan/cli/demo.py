@@ -11,8 +11,9 @@ import torch
 from bitplan.cli.show import human_bytes, progress, table
 from bitplan.cli.tiny_model import Corpus, TinyTransformer, perplexity, shipped_text, train
 from bitplan.records import write_json
+from bitplan.store.compare import compare_models
 from bitplan.store.model_files import load_model, save_model
-from bitplan.store.models import compare_models, morph_model
+from bitplan.store.models import morph_model
 
 FORMATS = (
     "bfloat16",

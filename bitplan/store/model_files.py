@@ -75,13 +75,14 @@ def _model_items(model: nn.Module) -> tuple[dict[str, Tensor | Encoded], dict[st
     stores, formats = stores_of(model), formats_of(model)
     items: dict[str, Tensor | Encoded] = {}
     tied: dict[str, str] = {}
-    first_name: dict[int, str] = {}
+    first_name: dict[tuple[int, str | None], str] = {}
     for name, tensor in model.state_dict(keep_vars=True).items():
-        if isinstance(tensor, nn.Parameter):
-            if id(tensor) in first_name:
-                tied[name] = first_name[id(tensor)]
+        if isinstance(tensor, nn.Parameter):  # tied only where the format is the same too
+            same = (id(tensor), formats[name].name if name in formats else None)
+            if same in first_name:
+                tied[name] = first_name[same]
                 continue
-            first_name[id(tensor)] = name
+            first_name[same] = name
         items[name] = stores[name].morph(formats[name]) if name in stores else tensor.detach()
     return items, tied
 

@@ -65,14 +65,29 @@ def test_seed_json_round_trip_is_byte_identical(layer, fmt, tmp_path):
     assert first.read_bytes() == second.read_bytes()
 
 
-def test_tied_weights_are_written_once_and_stay_tied(tmp_path):
-    class Tied(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.tokens = nn.Embedding(32, 64)
-            self.head = nn.Linear(64, 32, bias=False)
-            self.head.weight = self.tokens.weight
+class Tied(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.tokens = nn.Embedding(32, 64)
+        self.head = nn.Linear(64, 32, bias=False)
+        self.head.weight = self.tokens.weight
 
+
+def test_a_tied_weight_in_two_formats_keeps_both(tmp_path):
+    model = Tied()
+    morph_model(model, {"tokens.*": "int8_row", "head.*": "mxfp4"})
+    save_model(model, tmp_path / "a.safetensors")
+    loaded = load_model(tmp_path / "a.safetensors", Tied())
+    save_model(loaded, tmp_path / "b.safetensors")
+    assert {name: fmt.name for name, fmt in formats_of(loaded).items()} == {
+        "tokens.weight": "int8_row",
+        "head.weight": "mxfp4",
+    }
+    assert loaded.head.weight is loaded.tokens.weight
+    assert (tmp_path / "a.safetensors").read_bytes() == (tmp_path / "b.safetensors").read_bytes()
+
+
+def test_tied_weights_are_written_once_and_stay_tied(tmp_path):
     model = Tied()
     morph_model(model, "mxfp4")
     save_model(model, tmp_path / "a.safetensors")

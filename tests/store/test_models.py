@@ -22,10 +22,10 @@ from torch.nn.functional import embedding, linear
 
 from bitplan.errors import FormatError, StoreError
 from bitplan.formats import Encoded, decode, encode, error_report, get_format, list_formats
-from bitplan.store import models, weights
+from bitplan.store import eval_weights, weights
+from bitplan.store.compare import compare_models
 from bitplan.store.models import (
     attach_encoded,
-    compare_models,
     formats_of,
     morph_model,
     observe_model,
@@ -382,7 +382,7 @@ def test_errors_name_what_is_wrong_and_change_nothing() -> None:
         morph_model(nn.ReLU(), "int8")
     for each in (model, odd):
         assert stores_of(each) == {}
-        assert not any(isinstance(module, models._Morphed) for module in each.modules())
+        assert not any(isinstance(module, eval_weights.Morphed) for module in each.modules())
     morph_model(odd, "mxfp4", pad="zero")
     assert odd.eval()[1](sample(2, 33)).shape == (2, 4)
 
@@ -489,7 +489,7 @@ def test_no_float32_expansion_stays_alive(monkeypatch: pytest.MonkeyPatch) -> No
         alive.append(weakref.ref(decoded))
         return decoded
 
-    monkeypatch.setattr(models, "decode", watched)
+    monkeypatch.setattr(eval_weights, "decode", watched)
     model = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32), ByHand(), nn.LSTM(32, 32)).eval()
     morph_model(model, "int8")
     with torch.no_grad():
@@ -506,7 +506,7 @@ def test_no_float32_expansion_stays_alive(monkeypatch: pytest.MonkeyPatch) -> No
 def test_each_weight_is_decoded_once_per_call(layer: str, count: int, monkeypatch: pytest.MonkeyPatch) -> None:
     build, call, inputs = LAYERS[layer]
     decodes: list[Encoded] = []
-    monkeypatch.setattr(models, "decode", lambda *args: decodes.append(args[0]) or decode(*args))
+    monkeypatch.setattr(eval_weights, "decode", lambda *args: decodes.append(args[0]) or decode(*args))
     model = build().eval()
     morph_model(model, "int8")
     call(model, *inputs)
@@ -662,7 +662,7 @@ def test_an_exception_in_forward_leaves_nothing_behind(error: type[BaseException
     model[0].error = error
     with pytest.raises(error, match="in the middle"):
         model(sample(2, 32))
-    assert not models._frames.stack
+    assert not eval_weights._frames.stack
     assert isinstance(model[0].weight, nn.Parameter)
     model[0].error = None
     assert torch.equal(model(sample(2, 32)), wanted)

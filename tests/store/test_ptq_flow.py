@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from bitplan.formats import Encoded
-from bitplan.store.models import attach_encoded, compare_models, formats_of, morph_model, observe_model, stores_of
+from bitplan.store.compare import compare_models
+from bitplan.store.models import attach_encoded, formats_of, morph_model, observe_model, stores_of
 from bitplan.store.weights import ActivationObserver
 
 TOKENS, LENGTH = 12, 8
