@@ -30,7 +30,7 @@ EncodeKernel = Callable[[Array, Array, Array], int]  # words, codes, scales -> t
 DecodeKernel = Callable[[Array, Array, Array], None]  # codes, float32 scales, float32 numbers
 RoundKernel = Callable[[Array, Any, Array], None]  # words, 1 / scale, codes
 
-PIECES_PER_THREAD = 8  # a thread that falls behind leaves pieces to the others
+PIECES_PER_THREAD = 4  # a thread that falls behind leaves pieces to the others
 SMALLEST_PIECE = 2**17
 RUN = 2**15  # numbers: 128 KiB of float32, and torch casts so few on the thread that asks
 LONG_ROW = 2**20  # threads share a row of this length
@@ -58,10 +58,12 @@ def _block_encoder(kernel: EncodeKernel) -> Encoder:
             return data, scales.zero_()
         numbers, codes, kept = matrix.reshape(-1), _array(data), _array(scales)
         size, width = numbers.numel() // kept.size, codes.size // kept.size
+        read = _reader(numbers, size)
 
         def work(piece: slice) -> int:
-            runs = _inputs(numbers, piece, size)
-            return max(kernel(words, codes[run.start * width : run.stop * width], kept[run]) for run, words in runs)
+            return max(
+                kernel(words, codes[run.start * width : run.stop * width], kept[run]) for run, words in read(piece)
+            )
 
         _check_finite(on_threads(work, _pieces(kept.size, size)), fmt)
         return data, scales
@@ -90,8 +92,10 @@ def _row_encoder(kernel: EncodeKernel, round_to_codes: RoundKernel) -> Encoder:
 
 
 def _scale_of_long_row(row: Tensor, fmt: Format) -> Tensor:
+    read = _reader(row, 1)
+
     def work(piece: slice) -> int:
-        return max(int(cpu_encode.largest_magnitude(words)) for _, words in _inputs(row, piece, 1))
+        return max(int(cpu_encode.largest_magnitude(words)) for _, words in read(piece))
 
     tops = on_threads(work, _pieces(row.numel(), 1))
     _check_finite(tops, fmt)
@@ -101,8 +105,10 @@ def _scale_of_long_row(row: Tensor, fmt: Format) -> Tensor:
 
 
 def _round_long_row(row: Tensor, inverse: Any, codes: Array, round_to_codes: RoundKernel) -> None:
+    read = _reader(row, 1)
+
     def work(piece: slice) -> None:
-        for run, words in _inputs(row, piece, 1):
+        for run, words in read(piece):
             round_to_codes(words, inverse, codes[run])
 
     on_threads(work, _pieces(row.numel(), 1))
@@ -165,9 +171,10 @@ def _decoder(kernel: DecodeKernel) -> Decoder:
                 at = slice(row * size, (row + 1) * size)
                 _decode_long_row(kernel, codes[at], _load_scales(kept[row : row + 1], table), numbers[at])
             return out
+        write = _writer(numbers, size)
 
         def work(piece: slice) -> None:
-            for run, run_out in _outputs(numbers, piece, size):
+            for run, run_out in write(piece):
                 kernel(codes[run.start * width : run.stop * width], _load_scales(kept[run], table), run_out)
 
         on_threads(work, _pieces(kept.size, size))
@@ -177,8 +184,10 @@ def _decoder(kernel: DecodeKernel) -> Decoder:
 
 
 def _decode_long_row(kernel: DecodeKernel, codes: Array, scale: Array, numbers: Tensor) -> None:
+    write = _writer(numbers, 1)
+
     def work(piece: slice) -> None:
-        for run, run_out in _outputs(numbers, piece, 1):
+        for run, run_out in write(piece):
             kernel(codes[run], scale, run_out)
 
     on_threads(work, _pieces(codes.size, 1))
@@ -223,24 +232,32 @@ def _runs(piece: slice, size: int) -> Iterator[slice]:
         yield slice(start, min(start + step, piece.stop))
 
 
-def _inputs(numbers: Tensor, piece: slice, size: int) -> Iterator[tuple[slice, Array]]:
-    """The float32 words of a piece: all at once, or run by run where they must be cast."""
-    if numbers.dtype == torch.float32:
-        yield piece, _array(numbers[piece.start * size : piece.stop * size]).view(np.uint32)
-        return
-    for run in _runs(piece, size):
-        yield run, _array(numbers[run.start * size : run.stop * size].float()).view(np.uint32)
+def _reader(numbers: Tensor, size: int) -> Callable[[slice], Iterator[tuple[slice, Array]]]:
+    """Gives the float32 words of a piece: all at once, or run by run where they must be cast."""
+
+    def read_cast(piece: slice) -> Iterator[tuple[slice, Array]]:
+        for run in _runs(piece, size):
+            yield run, _array(numbers[run.start * size : run.stop * size].float()).view(np.uint32)
+
+    if numbers.dtype != torch.float32:
+        return read_cast
+    words = _array(numbers).view(np.uint32)  # here, not in the threads: torch's views cost a kernel a tenth of its time
+    return lambda piece: iter([(piece, words[piece.start * size : piece.stop * size])])
 
 
-def _outputs(numbers: Tensor, piece: slice, size: int) -> Iterator[tuple[slice, Array]]:
-    """Where the float32 numbers of a piece go: in place, or run by run to a buffer that is cast when it is full."""
-    if numbers.dtype == torch.float32:
-        yield piece, _array(numbers[piece.start * size : piece.stop * size])
-        return
-    for run in _runs(piece, size):
-        buffer = torch.empty((run.stop - run.start) * size)
-        yield run, _array(buffer)
-        numbers[run.start * size : run.stop * size].copy_(buffer)
+def _writer(numbers: Tensor, size: int) -> Callable[[slice], Iterator[tuple[slice, Array]]]:
+    """Gives a piece of float32 to fill: in place, or run by run a buffer that is cast when the next is asked for."""
+
+    def write_cast(piece: slice) -> Iterator[tuple[slice, Array]]:
+        for run in _runs(piece, size):
+            buffer = torch.empty((run.stop - run.start) * size)
+            yield run, _array(buffer)
+            numbers[run.start * size : run.stop * size].copy_(buffer)
+
+    if numbers.dtype != torch.float32:
+        return write_cast
+    array = _array(numbers)
+    return lambda piece: iter([(piece, array[piece.start * size : piece.stop * size])])
 
 
 def _array(tensor: Tensor) -> Array:

@@ -141,20 +141,20 @@ def encode_q4_0_gguf(words, data, scales):
     highest, lowest, inverses = np.empty(STRIP, I32), np.empty(STRIP, U32), np.empty(STRIP, F32)
     worst = U32(0)
     for first in range(0, scales.size, STRIP):
-        numbers, codes, kept = words[32 * first :], data[16 * first :], scales[first : first + STRIP]
+        kept = scales[first : first + STRIP]
         for i in range(kept.size):
-            block = load(numbers, 32 * i, 32)
+            block = load(words, 32 * (first + i), 32)
             highest[i] = largest(view(block, I32))
             lowest[i] = largest(block)
         top, ties = _q4_0_scales(highest, lowest, inverses, kept)
         worst = max(worst, top)
         if ties:
-            _settle_q4_0_ties(numbers, highest, lowest, inverses, kept)
+            _settle_q4_0_ties(words, first, highest, lowest, inverses, kept)
         for i in range(kept.size):
-            _prefetch_block(numbers, 32 * i + AHEAD)
-            scaled = view(load(numbers, 32 * i, 32), F32) * inverses[i] + HALF_AND_EIGHT
+            _prefetch_block(words, 32 * (first + i) + AHEAD)
+            scaled = view(load(words, 32 * (first + i), 32), F32) * inverses[i] + HALF_AND_EIGHT
             rounded = minimum(narrow(view(scaled + FLOOR, U32), U8) >> 1, 15)
-            store(codes, 16 * i, _pack_halves(rounded))
+            store(data, 16 * (first + i), _pack_halves(rounded))
     return worst
 
 
@@ -164,15 +164,15 @@ def encode_q8_0_gguf(words, data, scales):
     tops, inverses = np.empty(STRIP, U32), np.empty(STRIP, F32)
     worst = U32(0)
     for first in range(0, scales.size, STRIP):
-        numbers, codes, kept = words[32 * first :], data[32 * first :], scales[first : first + STRIP]
-        worst = max(worst, _block_tops(numbers, tops[: kept.size]))
+        kept = scales[first : first + STRIP]
+        worst = max(worst, _block_tops(words, first, tops[: kept.size]))
         for i in range(kept.size):
             wanted = F32(_as_float(tops[i]) / F32(127))
             kept[i] = _float16(_as_word(wanted))
             inverses[i] = _reciprocal(_flush_small(wanted))
         for i in range(kept.size):
-            _prefetch_block(numbers, 32 * i + AHEAD)
-            store(codes, 32 * i, _half_away(view(load(numbers, 32 * i, 32), F32) * inverses[i]))
+            _prefetch_block(words, 32 * (first + i) + AHEAD)
+            store(data, 32 * (first + i), _half_away(view(load(words, 32 * (first + i), 32), F32) * inverses[i]))
     return worst
 
 
@@ -182,15 +182,15 @@ def encode_q4_0_poly(words, data, scales):
     tops, divisors = np.empty(STRIP, U32), np.empty(STRIP, F32)
     worst = U32(0)
     for first in range(0, scales.size, STRIP):
-        numbers, codes, kept = words[32 * first :], data[16 * first :], scales[first : first + STRIP]
-        worst = max(worst, _block_tops(numbers, tops[: kept.size]))
+        kept = scales[first : first + STRIP]
+        worst = max(worst, _block_tops(words, first, tops[: kept.size]))
         for i in range(kept.size):
             scale = _flush_small(_as_float(tops[i]) / F32(7))
             kept[i] = scale
             divisors[i] = scale if scale > ZERO else F32(np.inf)  # a zero scale: zero codes
         for i in range(kept.size):
-            rounded = _half_away(view(load(numbers, 32 * i, 32), F32) / divisors[i])
-            store(codes, 16 * i, _pack_pairs(rounded & 15))
+            rounded = _half_away(view(load(words, 32 * (first + i), 32), F32) / divisors[i])
+            store(data, 16 * (first + i), _pack_pairs(rounded & 15))
     return worst
 
 
@@ -200,15 +200,15 @@ def encode_int4_g32(words, data, scales):
     tops, inverses = np.empty(STRIP, U32), np.empty(STRIP, F32)
     worst = U32(0)
     for first in range(0, scales.size, STRIP):
-        numbers, codes, kept = words[32 * first :], data[16 * first :], scales[first : first + STRIP]
-        worst = max(worst, _block_tops(numbers, tops[: kept.size]))
+        kept = scales[first : first + STRIP]
+        worst = max(worst, _block_tops(words, first, tops[: kept.size]))
         for i in range(kept.size):
             kept[i] = _bfloat16(_as_word(_flush_small(_as_float(tops[i]) / F32(7))))
             inverses[i] = _reciprocal(_as_float(U32(kept[i]) << U32(16)))
         for i in range(kept.size):
-            _prefetch_block(numbers, 32 * i + AHEAD)
-            sums = view(load(numbers, 32 * i, 32), F32) * inverses[i] + NEAREST_AND_EIGHT
-            store(codes, 16 * i, _pack_pairs(narrow(view(sums, U32), U8)))
+            _prefetch_block(words, 32 * (first + i) + AHEAD)
+            sums = view(load(words, 32 * (first + i), 32), F32) * inverses[i] + NEAREST_AND_EIGHT
+            store(data, 16 * (first + i), _pack_pairs(narrow(view(sums, U32), U8)))
     return worst
 
 
@@ -218,15 +218,15 @@ def encode_mxfp4(words, data, scales):
     tops = np.empty(STRIP, U16)
     worst = U16(0)
     for first in range(0, scales.size, STRIP):
-        numbers, codes, kept = words[32 * first :], data[16 * first :], scales[first : first + STRIP]
+        kept = scales[first : first + STRIP]
         for i in range(kept.size):  # the upper half of a word holds its exponent
-            tops[i] = largest(odds(view(load(numbers, 32 * i, 32), U16)) & 0x7F80)
+            tops[i] = largest(odds(view(load(words, 32 * (first + i), 32), U16)) & 0x7F80)
         for i in range(kept.size):
             worst = max(worst, tops[i])
             kept[i] = U8(U16(max(tops[i], U16(2 << 7)) - U16(2 << 7)) >> U16(7))
         for i in range(kept.size):
-            _prefetch_block(numbers, 32 * i + AHEAD)
-            store(codes, 16 * i, _pack_pairs(_e2m1(load(numbers, 32 * i, 32), I32(kept[i]))))
+            _prefetch_block(words, 32 * (first + i) + AHEAD)
+            store(data, 16 * (first + i), _pack_pairs(_e2m1(load(words, 32 * (first + i), 32), I32(kept[i]))))
     return U32(worst) << U32(16)
 
 
@@ -236,19 +236,19 @@ def encode_mxfp4_gguf(words, data, scales, rounds_up):
     tops = np.empty(STRIP, U32)
     worst = U32(0)
     for first in range(0, scales.size, STRIP):
-        numbers, codes, kept = words[32 * first :], data[16 * first :], scales[first : first + STRIP]
-        worst = max(worst, _block_tops(numbers, tops[: kept.size]))
+        kept = scales[first : first + STRIP]
+        worst = max(worst, _block_tops(words, first, tops[: kept.size]))
         for i in range(kept.size):
             exponent = I32(tops[i] >> U32(23))
             exponent += I32(tops[i] >= rounds_up[exponent])
             kept[i] = U8(max(exponent, I32(2)) - I32(2))
         for i in range(kept.size):
-            block = load(numbers, 32 * i, 32)
+            block = load(words, 32 * (first + i), 32)
             # One step down, then odd: below a tie what lay on it, still above what lay above.
             off_ties = (maximum(block & MAGNITUDE, 1) - 1) | 1
             rounded = _e2m1(off_ties, I32(kept[i]))
             sign = (_sign_bytes(block) >> 4) & greater(rounded, 0) & 8
-            store(codes, 16 * i, _pack_halves(rounded | sign))
+            store(data, 16 * (first + i), _pack_halves(rounded | sign))
     return worst
 
 
@@ -256,11 +256,11 @@ def encode_mxfp4_gguf(words, data, scales, rounds_up):
 
 
 @inlined
-def _block_tops(words, tops):
+def _block_tops(words, first, tops):
     """The largest magnitude of each block of 32, and of all."""
     worst = U32(0)
     for i in range(tops.size):
-        tops[i] = largest(load(words, 32 * i, 32) & MAGNITUDE)
+        tops[i] = largest(load(words, 32 * (first + i), 32) & MAGNITUDE)
     for i in range(tops.size):
         worst = max(worst, tops[i])
     return worst
@@ -283,12 +283,12 @@ def _q4_0_scales(highest, lowest, inverses, scales):
 
 
 @inlined
-def _settle_q4_0_ties(words, highest, lowest, inverses, scales):
+def _settle_q4_0_ties(words, first, highest, lowest, inverses, scales):
     """A block with both +m and -m at its extremes: the first of them decides the sign of d."""
     for i in range(scales.size):
         if lowest[i] == U32(U32(max(highest[i], I32(0))) | SIGN):
             for j in range(32):
-                word = words[32 * i + j]
+                word = words[32 * (first + i) + j]
                 if U32(word | SIGN) == lowest[i]:
                     if word >= SIGN:
                         scales[i] ^= U16(0x8000)
@@ -352,8 +352,10 @@ def _e2m1(words, scale_byte):
     constant = _as_float(((127 + 22) << 23) + 0x10000 - 2 * (scale_byte + 22))
     sums = multiply_add(copysign(view(power, F32), view(words, F32)), constant, view(words, F32))
     halves = view(sums, np.int16)
-    counts = view(evens(halves) + (odds(halves) >> 6), U8)  # the sign, shifted, fills the upper byte
-    return minimum(evens(counts), 7) | (odds(counts) & 8)
+    counts = evens(halves) + (odds(halves) >> 6)  # lower byte: the code, up to 8; upper byte: filled by the sign
+    limits = view((counts & 0) | 0x0807, U8)
+    nibbles = minimum(view(counts, U8), limits)
+    return evens(nibbles) + odds(nibbles)
 
 
 @inlined

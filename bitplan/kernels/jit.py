@@ -11,7 +11,7 @@ call them at once (workqueue), after a fork (OpenMP), and spin beside torch's th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
@@ -35,11 +35,22 @@ def inlined(function: Callable[..., Any]) -> Any:
     return numba.njit(function, nogil=True, error_model="numpy", forceinline=True)
 
 
-def on_threads(work: Callable[[Piece], Found], pieces: Iterable[Piece]) -> list[Found]:
-    """`work` on every piece, results in order, on as many threads as torch uses."""
-    pieces = list(pieces)
-    threads = min(torch.get_num_threads(), len(pieces))
-    if threads <= 1:
-        return [work(piece) for piece in pieces]
-    with ThreadPoolExecutor(threads) as pool:
-        return list(pool.map(work, pieces))
+def on_threads(work: Callable[[Piece], Found], pieces: Sequence[Piece]) -> list[Found]:
+    """`work` on every piece, results in order, on as many threads as torch uses: this one and helpers."""
+    found: dict[int, Found] = {}
+    left = iter(range(len(pieces)))  # shared: whoever is free takes the next
+
+    def take_pieces() -> None:
+        for place in left:
+            found[place] = work(pieces[place])
+
+    helpers = min(torch.get_num_threads(), len(pieces)) - 1
+    if helpers < 1:
+        take_pieces()
+    else:
+        with ThreadPoolExecutor(helpers) as pool:
+            running = [pool.submit(take_pieces) for _ in range(helpers)]
+            take_pieces()
+            for helper in running:
+                helper.result()
+    return [found[place] for place in range(len(pieces))]
