@@ -150,8 +150,12 @@ def _empty_parts(matrix: Tensor, fmt: Format) -> tuple[Tensor, Tensor]:
 
 
 def _check_finite(tops: list[int], fmt: Format) -> None:
-    if max(tops) >= cpu_encode.NOT_FINITE:
-        raise NonFiniteError(f"{fmt.name}: NaN or infinity among the numbers to encode")
+    """Refuse numbers that are not finite, and those whose scale is not."""
+    assert fmt.scales is not None
+    limit = torch.tensor([max(tops)], dtype=torch.int32).view(torch.float32)
+    scale = fmt.scales.load(fmt.scales.store(fmt.scale_for(limit), None), None)
+    if not bool(limit.isfinite() & scale.isfinite()):
+        raise NonFiniteError(f"{fmt.name}: a number to encode, or its scale, is not finite")
 
 
 # ---- decoding ------------------------------------------------------------------------------------------------------

@@ -82,10 +82,11 @@ def decode_nvfp4(data, scales, out):
 
 @compiled
 def decode_mxfp4_gguf(data, scales, out):
-    """Twice the element times half the scale, which reaches a scale of 2^128."""
+    """Twice the element times half the scale, which reaches a scale of 2^128; + 0: ggml's table has no -0."""
     for block in range(scales.size):
         packed = load(data, 16 * block, 16)
-        store(out, 32 * block, _e2m1(concatenate(packed & 15, packed >> 4)) * F32(2) * scales[block])
+        doubled = _e2m1(concatenate(packed & 15, packed >> 4)) * F32(2) + F32(0)
+        store(out, 32 * block, doubled * scales[block])
 
 
 @inlined
