@@ -4,7 +4,9 @@
     python benchmarks/formats.py --device cuda     # bfloat16 and float32, against a device-to-device copy
 
 Bandwidth counts bytes really read and written, scales included: the floor of an encode is its input plus its output.
-`share` is that bandwidth over the copy's, in the same run, taken in turns.
+`share` is that bandwidth over the copy's, in the same run, taken in turns. On a GPU the kernels are timed by
+themselves, and `call_ms` is a whole call of `bitplan.encode` or `decode`, waiting for its result: it adds the host's
+part, and for encode the check that every scale is finite.
 """
 
 from __future__ import annotations
@@ -26,7 +28,7 @@ CPU_FORMATS = ("bfloat16", "int8_row", "int8_g128", "q4_0_gguf", "q8_0_gguf", "m
 GPU_FORMATS = ("int8_row", "int8_g128", "fp8_e4m3_row", "mxfp4", "mxfp8_e4m3", "q8_0_gguf", "int4_g32", "q4_0_gguf")
 GGUF_TYPES = {"q4_0_gguf": "Q4_0", "q8_0_gguf": "Q8_0"}
 COLS = 4096
-GGUF_SHARE = 16  # gguf-py gets a sixteenth of the numbers: its time is linear, and minutes otherwise
+GGUF_SHARE = 16  # gguf-py and plain torch get a sixteenth of the numbers: their time is linear, and minutes otherwise
 
 
 def measure(device: str, values: int, repeats: int) -> dict[str, Any]:
@@ -56,20 +58,15 @@ def measure(device: str, values: int, repeats: int) -> dict[str, Any]:
 
 
 def measure_format(name: str, x: Tensor, repeats: int) -> dict[str, Any]:
-    """One format both ways, in turns with a copy and, on the CPU, with gguf-py."""
-    fmt, cuda = get_format(name), x.is_cuda
+    """One format both ways, in turns with a copy and, on the CPU, with plain torch and gguf-py."""
+    fmt = get_format(name)
     encoded = encode(x, fmt)
-    variants: dict[str, Callable[[], object]] = {
-        "copy": _copy(x),
-        "encode": lambda: encode(x, fmt),
-        "decode": lambda: decode(encoded, x.dtype),
-    }
-    small, small_encoded = x[: x.shape[0] // GGUF_SHARE], encode(x[: x.shape[0] // GGUF_SHARE], fmt)
-    if not cuda:
-        variants["torch encode"] = lambda: formats.encode(small, fmt)
-        variants["torch decode"] = lambda: formats.decode(small_encoded, x.dtype)
-        variants |= _gguf_variants(name, small, small_encoded)
-    samples = harness.time_in_turns(variants, repeats, cuda=cuda)
+    variants = {"copy": _copy(x)} | (_gpu_variants(x, encoded) if x.is_cuda else _cpu_variants(x, encoded))
+    samples = harness.time_in_turns(variants, repeats, cuda=x.is_cuda)
+    if x.is_cuda:
+        calls = {"encode": lambda: encode(x, fmt), "decode": lambda: decode(encoded, x.dtype)}
+        waiting = {way: _waiting(call) for way, call in calls.items()}
+        samples |= {f"call {way}": times for way, times in harness.time_in_turns(waiting, repeats).items()}
     copy = harness.summary(samples["copy"])
     copy_rate = 2 * x.nbytes / copy["median_ms"] / 1e6
     rows = []
@@ -84,14 +81,45 @@ def measure_format(name: str, x: Tensor, repeats: int) -> dict[str, Any]:
             "gb_per_s": rate,
             "share_of_copy": rate / copy_rate,
             "implementation": _picked(way, x, encoded),
-            "samples_ms": samples[way],
+            "samples_ms": [round(sample, 5) for sample in samples[way]],
         }
+        if f"call {way}" in samples:
+            row["call_ms"] = harness.summary(samples[f"call {way}"])["median_ms"]
         for peer in ("torch", "gguf"):
             if f"{peer} {way}" in samples:
                 peer_ms = harness.summary(samples[f"{peer} {way}"])["median_ms"] * GGUF_SHARE
                 row[f"times_faster_than_{peer}"] = peer_ms / time["median_ms"]
         rows.append(row)
     return {"rows": rows, "copy": {**copy, "gb_per_s": copy_rate}}
+
+
+def _gpu_variants(x: Tensor, encoded: Encoded) -> dict[str, Callable[[], object]]:
+    from bitplan.kernels.triton_codec import DECODERS, ENCODERS
+
+    fmt = encoded.fmt
+    return {"encode": lambda: ENCODERS[fmt.name](x, fmt), "decode": lambda: DECODERS[fmt.name](encoded, x.dtype)}
+
+
+def _cpu_variants(x: Tensor, encoded: Encoded) -> dict[str, Callable[[], object]]:
+    fmt = encoded.fmt
+    small = x[: x.shape[0] // GGUF_SHARE]
+    small_encoded = encode(small, fmt)
+    return {
+        "encode": lambda: encode(x, fmt),
+        "decode": lambda: decode(encoded, x.dtype),
+        "torch encode": lambda: formats.encode(small, fmt),
+        "torch decode": lambda: formats.decode(small_encoded, x.dtype),
+        **_gguf_variants(fmt.name, small, small_encoded),
+    }
+
+
+def _waiting(call: Callable[[], object]) -> Callable[[], object]:
+    def run() -> object:
+        result = call()
+        torch.cuda.synchronize()
+        return result
+
+    return run
 
 
 def _copy(x: Tensor) -> Callable[[], object]:
@@ -122,13 +150,16 @@ def _gguf_variants(name: str, x: Tensor, encoded: Encoded) -> dict[str, Callable
 
 
 def show(document: dict[str, Any]) -> None:
-    print(f"{'format':14} {'way':7} {'dtype':9} {'ms':>9} {'GB/s':>8} {'of copy':>8} {'x torch':>8} {'x gguf':>7}  by")
+    print(
+        f"{'format':14} {'way':7} {'dtype':9} {'ms':>9} {'GB/s':>8} {'of copy':>8} {'call ms':>8} {'x torch':>8} {'x gguf':>7}  by"
+    )
     for row in document["rows"]:
         torch_times = f"{row['times_faster_than_torch']:.1f}" if "times_faster_than_torch" in row else ""
         gguf_times = f"{row['times_faster_than_gguf']:.1f}" if "times_faster_than_gguf" in row else ""
+        call_ms = f"{row['call_ms']:.3f}" if "call_ms" in row else ""
         print(
             f"{row['format']:14} {row['way']:7} {row['dtype']:9} {row['median_ms']:9.3f} {row['gb_per_s']:8.1f} "
-            f"{row['share_of_copy']:8.1%} {torch_times:>8} {gguf_times:>7}  {row['implementation']}"
+            f"{row['share_of_copy']:8.1%} {call_ms:>8} {torch_times:>8} {gguf_times:>7}  {row['implementation']}"
         )
 
 

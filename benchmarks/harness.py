@@ -6,6 +6,7 @@ disturbance hits them all; the median counts, the spread is kept.
 
 from __future__ import annotations
 
+import os
 import platform
 import statistics
 import subprocess
@@ -55,7 +56,12 @@ def versions() -> dict[str, str]:
 
 
 def commit() -> str:
-    """The commit measured, marked `+changes` when the tree differs from it."""
+    """The commit measured, marked `+changes` when the tree differs from it.
+
+    On a machine that has the files without their history, BITPLAN_COMMIT says it.
+    """
+    if stated := os.environ.get("BITPLAN_COMMIT"):
+        return stated
     head = _first_line("git", "-C", str(ROOT), "rev-parse", "--short=12", "HEAD")
     dirty = _first_line("git", "-C", str(ROOT), "status", "--porcelain", "--untracked-files=no")
     return f"{head}{'+changes' if dirty else ''}" if head else "unknown"
@@ -64,26 +70,31 @@ def commit() -> str:
 def time_in_turns(
     variants: Mapping[str, Callable[[], object]], repeats: int, *, cuda: bool = False
 ) -> dict[str, list[float]]:
-    """Milliseconds of every repeat of every variant, after one warm-up each."""
-    clock = _cuda_ms if cuda else _wall_ms
+    """Milliseconds of every repeat of every variant, after one warm-up each.
+
+    On a GPU by events, all work queued before the first is read: what a launch costs the host hides behind the work
+    of the launch before, unless the work itself waits for the GPU.
+    """
     for run in variants.values():
         run()
+    if cuda:
+        return _cuda_ms(variants, repeats)
     samples: dict[str, list[float]] = {name: [] for name in variants}
     for _ in range(repeats):
         for name, run in variants.items():
-            samples[name].append(clock(run))
+            samples[name].append(_wall_ms(run))
     return samples
 
 
 def summary(samples: list[float]) -> dict[str, float]:
     """The median, and the spread from the tenth to the ninetieth percentile."""
     ordered = sorted(samples)
-    pick = lambda share: ordered[min(len(ordered) - 1, int(share * len(ordered)))]
+    last = len(ordered) - 1
     return {
         "median_ms": statistics.median(ordered),
         "min_ms": ordered[0],
-        "p10_ms": pick(0.1),
-        "p90_ms": pick(0.9),
+        "p10_ms": ordered[round(0.1 * last)],
+        "p90_ms": ordered[round(0.9 * last)],
     }
 
 
@@ -103,14 +114,17 @@ def _wall_ms(run: Callable[[], object]) -> float:
     return elapsed
 
 
-def _cuda_ms(run: Callable[[], object]) -> float:
-    start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    start.record()
-    result = run()
-    stop.record()
-    stop.synchronize()
-    del result
-    return float(start.elapsed_time(stop))
+def _cuda_ms(variants: Mapping[str, Callable[[], object]], repeats: int) -> dict[str, list[float]]:
+    events: dict[str, list[tuple[torch.cuda.Event, torch.cuda.Event]]] = {name: [] for name in variants}
+    for _ in range(repeats):
+        for name, run in variants.items():
+            start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            start.record()
+            run()
+            stop.record()
+            events[name].append((start, stop))
+    torch.cuda.synchronize()
+    return {name: [float(start.elapsed_time(stop)) for start, stop in pairs] for name, pairs in events.items()}
 
 
 def _cpu_model() -> str:

@@ -7,6 +7,7 @@ tried again elsewhere, but that numbers which are not finite go to the definitio
 
 from __future__ import annotations
 
+import functools
 import importlib
 import importlib.util
 from dataclasses import dataclass
@@ -91,13 +92,19 @@ def _explain(table: str, fmt: Format, device: torch.device, shape: tuple[int, ..
         return Picked("torch", "the last block of a row is not whole")
     if device.type == "cpu" and count < SMALLEST_FOR_CPU:
         return Picked("torch", f"small: {count} numbers")
-    if importlib.util.find_spec(library) is None:
+    if not _is_installed(library):
         return Picked("torch", f"{library} is not installed")
     if fmt.name not in getattr(_twins(device.type), table):
         return Picked("torch", f"{fmt.name} has no {library} twin")
     return Picked(library, f"{fmt.name}, whole blocks, default scale rule, {count} numbers on {device.type}")
 
 
+@functools.cache
+def _is_installed(library: str) -> bool:
+    return importlib.util.find_spec(library) is not None
+
+
+@functools.cache
 def _twins(device: str) -> ModuleType:
     """The module with the twins of a device; importing it loads its compiler."""
     return importlib.import_module(_MODULES[device][1])

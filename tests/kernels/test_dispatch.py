@@ -58,7 +58,7 @@ def test_the_default_rule_by_name_keeps_the_twin():
 
 
 def test_without_numba_the_definition_runs(monkeypatch):
-    monkeypatch.setattr(dispatch.importlib.util, "find_spec", lambda _: None)
+    monkeypatch.setattr(dispatch, "_is_installed", lambda _: False)
     assert explain_encode(numbers(*LARGE), "int8_row").reason == "numba is not installed"
     assert torch.equal(
         decode(encode(numbers(*LARGE), "int8_row")), formats.decode(formats.encode(numbers(*LARGE), "int8_row"))
