@@ -150,16 +150,15 @@ def _gguf_variants(name: str, x: Tensor, encoded: Encoded) -> dict[str, Callable
 
 
 def show(document: dict[str, Any]) -> None:
-    print(
-        f"{'format':14} {'way':7} {'dtype':9} {'ms':>9} {'GB/s':>8} {'of copy':>8} {'call ms':>8} {'x torch':>8} {'x gguf':>7}  by"
-    )
+    heads = ("ms", "GB/s", "of copy", "call ms", "x torch", "x gguf")
+    print(f"{'format':14} {'way':7} {'dtype':9} " + " ".join(f"{head:>8}" for head in heads) + "  by")
     for row in document["rows"]:
         torch_times = f"{row['times_faster_than_torch']:.1f}" if "times_faster_than_torch" in row else ""
         gguf_times = f"{row['times_faster_than_gguf']:.1f}" if "times_faster_than_gguf" in row else ""
         call_ms = f"{row['call_ms']:.3f}" if "call_ms" in row else ""
         print(
-            f"{row['format']:14} {row['way']:7} {row['dtype']:9} {row['median_ms']:9.3f} {row['gb_per_s']:8.1f} "
-            f"{row['share_of_copy']:8.1%} {call_ms:>8} {torch_times:>8} {gguf_times:>7}  {row['implementation']}"
+            f"{row['format']:14} {row['way']:7} {row['dtype']:9} {row['median_ms']:8.3f} {row['gb_per_s']:8.1f} "
+            f"{row['share_of_copy']:8.1%} {call_ms:>8} {torch_times:>8} {gguf_times:>8}  {row['implementation']}"
         )
 
 
