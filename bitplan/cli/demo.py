@@ -35,7 +35,7 @@ def run_demo(output: Path, *, fast: bool = False, quiet: bool = False) -> dict[s
     output.mkdir(parents=True, exist_ok=True)
     corpus = Corpus(shipped_text())
     model = TinyTransformer(corpus.vocabulary)
-    steps, windows = (8, corpus.held_out_windows(16)) if fast else (150, corpus.held_out_windows(256))
+    steps, windows = (8, corpus.held_out_windows(16)) if fast else (100, corpus.held_out_windows(256))
     started = time.perf_counter()
     with progress("training", steps, hidden=quiet) as advance:
         train(model, corpus, steps, lambda step, loss: advance(1, f"step {step + 1}/{steps}, loss {loss:.2f}"))

@@ -94,7 +94,7 @@ def train(model: TinyTransformer, corpus: Corpus, steps: int, on_step: Callable[
     shape = lambda step: min(1.0, (step + 1) / 20) * (0.1 + 0.9 * (1 + math.cos(math.pi * step / steps)) / 2)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, shape)
     model.train()
-    for step, (ids, targets) in enumerate(corpus.batches(steps, 24, torch.Generator().manual_seed(1))):
+    for step, (ids, targets) in enumerate(corpus.batches(steps, 16, torch.Generator().manual_seed(1))):
         loss = functional.cross_entropy(model(ids).flatten(0, 1), targets.flatten())
         optimizer.zero_grad()
         loss.backward()
