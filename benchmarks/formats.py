@@ -24,9 +24,12 @@ from bitplan import formats
 from bitplan.formats import Encoded, get_format
 from bitplan.kernels import decode, encode, explain_decode, explain_encode
 
-CPU_FORMATS = ("bfloat16", "int8_row", "int8_g128", "q4_0_gguf", "q8_0_gguf", "mxfp4", "int4_g32", "fp8_e4m3_row")
+CPU_FORMATS = (
+    *("bfloat16", "int8_row", "int8_g128", "q4_0_gguf", "q4_0_poly", "q8_0_gguf", "mxfp4", "mxfp4_gguf", "int4_g32"),
+    "fp8_e4m3_row",
+)
 GPU_FORMATS = ("int8_row", "int8_g128", "fp8_e4m3_row", "mxfp4", "mxfp8_e4m3", "q8_0_gguf", "int4_g32", "q4_0_gguf")
-GGUF_TYPES = {"q4_0_gguf": "Q4_0", "q8_0_gguf": "Q8_0"}
+GGUF_TYPES = {"q4_0_gguf": "Q4_0", "q8_0_gguf": "Q8_0", "mxfp4_gguf": "MXFP4"}
 COLS = 4096
 GGUF_SHARE = 16  # gguf-py and plain torch get a sixteenth of the numbers: their time is linear, and minutes otherwise
 
@@ -52,6 +55,7 @@ def measure(device: str, values: int, repeats: int) -> dict[str, Any]:
         "commit": harness.commit(),
         "shape": list(shape),
         "repeats": repeats,
+        "peers": f"plain torch and gguf-py on 1/{GGUF_SHARE} of the numbers, their time times {GGUF_SHARE}",
         "copy": copies,
         "rows": rows,
     }

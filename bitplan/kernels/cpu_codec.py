@@ -6,6 +6,7 @@ through a buffer that stays in the cache, a run of blocks at a time. Importing t
 
 from __future__ import annotations
 
+import bisect
 import functools
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -36,16 +37,8 @@ RUN = 2**15  # numbers: 128 KiB of float32, and torch casts so few on the thread
 LONG_ROW = 2**20  # threads share a row of this length
 NEAR_THE_END = 64  # of a binade: where ggml's logarithm may round up
 
-# How numpy sees what a kernel reads and writes.
-_ARRAY_TYPES = {
-    torch.float32: np.float32,
-    torch.float16: np.uint16,
-    torch.bfloat16: np.uint16,
-    torch.int8: np.int8,
-    torch.uint8: np.uint8,
-    torch.float8_e4m3fn: np.uint8,
-}
-_SAME_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.float32}
+# How kernels see what numpy has no type for.
+_WORDS = {torch.bfloat16: torch.int16, torch.float8_e4m3fn: torch.uint8}
 
 
 # ---- encoding ------------------------------------------------------------------------------------------------------
@@ -150,12 +143,20 @@ def _empty_parts(matrix: Tensor, fmt: Format) -> tuple[Tensor, Tensor]:
 
 
 def _check_finite(tops: list[int], fmt: Format) -> None:
-    """Refuse numbers that are not finite, and those whose scale is not."""
-    assert fmt.scales is not None
-    limit = torch.tensor([max(tops)], dtype=torch.int32).view(torch.float32)
-    scale = fmt.scales.load(fmt.scales.store(fmt.scale_for(limit), None), None)
-    if not bool(limit.isfinite() & scale.isfinite()):
+    if max(tops) >= _first_refused(fmt):
         raise NonFiniteError(f"{fmt.name}: a number to encode, or its scale, is not finite")
+
+
+@functools.cache
+def _first_refused(fmt: Format) -> int:
+    """The first float32 word that is not finite, or whose scale is not once it is stored."""
+
+    def is_refused(word: int) -> bool:
+        assert fmt.scales is not None
+        limit = torch.tensor([word], dtype=torch.int32).view(torch.float32)
+        return not bool(fmt.scales.load(fmt.scales.store(fmt.scale_for(limit), None), None).isfinite())
+
+    return bisect.bisect_left(range(cpu_encode.NOT_FINITE), True, key=is_refused)
 
 
 # ---- decoding ------------------------------------------------------------------------------------------------------
@@ -206,6 +207,16 @@ def _scale_table(fmt: Format, base: Tensor | None) -> Array | None:
     assert fmt.scales is not None
     if fmt.scales.dtype == torch.float32:
         return None
+    return _fixed_scale_table(fmt) if base is None else _loaded_words(fmt, base)
+
+
+@functools.cache
+def _fixed_scale_table(fmt: Format) -> Array:
+    return _loaded_words(fmt, None)
+
+
+def _loaded_words(fmt: Format, base: Tensor | None) -> Array:
+    assert fmt.scales is not None
     words = torch.arange(2 ** (8 * fmt.scales.dtype.itemsize), dtype=torch.int32)
     narrow = words.to(torch.uint8) if fmt.scales.dtype.itemsize == 1 else words.to(torch.int16)
     loaded = fmt.scales.load(narrow.view(fmt.scales.dtype), base)
@@ -265,8 +276,9 @@ def _writer(numbers: Tensor, size: int) -> Callable[[slice], Iterator[tuple[slic
 
 
 def _array(tensor: Tensor) -> Array:
-    flat: Array = tensor.reshape(-1).view(_SAME_SIZE[tensor.dtype.itemsize]).numpy().view(_ARRAY_TYPES[tensor.dtype])
-    return flat
+    """A flat view: numbers of 8 bits and float32 as they are, 16-bit floats as words."""
+    array: Array = tensor.view(_WORDS.get(tensor.dtype, tensor.dtype)).numpy().reshape(-1)
+    return array.view(np.uint16) if array.itemsize == 2 else array
 
 
 _E4M3_NUMBERS = torch.arange(256, dtype=torch.int32).to(torch.uint8).view(torch.float8_e4m3fn).float().numpy()
@@ -289,7 +301,7 @@ DECODERS: dict[str, Decoder] = {
     "int8_g128": _decoder(cpu_decode.decode_int8),
     "fp8_e4m3_row": _decoder(_decode_e4m3),
     "mxfp8_e4m3": _decoder(_decode_e4m3),
-    "q8_0_gguf": _decoder(cpu_decode.decode_int8),
+    "q8_0_gguf": _decoder(cpu_decode.decode_q8_0_gguf),
     "q4_0_gguf": _decoder(cpu_decode.decode_q4_0_gguf),
     "q4_0_poly": _decoder(cpu_decode.decode_q4_0_poly),
     "int4_g32": _decoder(cpu_decode.decode_int4_g32),

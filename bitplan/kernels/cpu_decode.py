@@ -20,7 +20,7 @@ F32, U8, U16, U32, I8, I32 = np.float32, np.uint8, np.uint16, np.uint32, np.int8
 
 @compiled
 def decode_int8(data, scales, out):
-    """int8_row, int8_g128, q8_0_gguf."""
+    """int8_row, int8_g128."""
     codes_BG, out_BG = data.reshape(scales.size, -1), out.reshape(scales.size, -1)
     for block in range(scales.size):
         for i in range(out_BG.shape[1]):
@@ -42,7 +42,13 @@ def take(table, places, out):
         out[i] = table[places[i]]
 
 
-# ---- nibbles: blocks of 32 in 16 bytes -----------------------------------------------------------------------------
+# ---- blocks of 32: bytes, or nibbles in 16 bytes -------------------------------------------------------------------
+
+
+@compiled
+def decode_q8_0_gguf(data, scales, out):
+    for block in range(scales.size):
+        store(out, 32 * block, _integers(load(data, 32 * block, 32)) * scales[block])
 
 
 @compiled

@@ -190,7 +190,7 @@ def encode_q4_0_poly(words, data, scales):
             divisors[i] = scale if scale > ZERO else F32(np.inf)  # a zero scale: zero codes
         for i in range(kept.size):
             rounded = _half_away(view(load(words, 32 * (first + i), 32), F32) / divisors[i])
-            store(data, 16 * (first + i), _pack_pairs(rounded & 15))
+            store(data, 16 * (first + i), _pack_pairs(rounded))
     return worst
 
 
@@ -375,8 +375,8 @@ def _sign_bytes(words):
 
 @inlined
 def _pack_pairs(codes):
-    """Even index in the low nibble."""
-    return evens(codes) | (odds(codes) << 4)
+    """The low four bits of each byte, even index in the low nibble."""
+    return (evens(codes) & 15) | (odds(codes) << 4)
 
 
 @inlined

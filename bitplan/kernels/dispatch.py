@@ -48,7 +48,7 @@ def encode(x: Tensor, fmt: Format | str, **options: Any) -> Encoded:
         return formats.encode(x, fmt, **options)
     if scales is None:
         return Encoded(fmt, shape, data.reshape(shape))
-    if not _all_finite(scales):
+    if x.is_cuda and not _all_finite(scales):  # the CPU twins look for themselves, and raise
         return formats.encode(x, fmt, **options)
     parts = fmt.part_shapes(shape)
     return Encoded(fmt, shape, data.reshape(parts["data"][1]), scales.reshape(parts["scales"][1]))
@@ -65,9 +65,11 @@ def decode(encoded: Encoded, dtype: torch.dtype = torch.float32) -> Tensor:
 def explain_encode(x: Tensor, fmt: Format | str, **options: Any) -> Picked:
     """What `encode` would run for this call."""
     fmt = get_format(fmt)
-    ignored = {"name": None, "nonfinite": None, "pad": None, "percentile": None}
+    same = {"scale_rule": fmt.default_rule, "pad": "zero"}  # no change: the default, and rows of whole blocks
     for option, value in options.items():
-        if value is not None and option not in ignored and (option, value) != ("scale_rule", fmt.default_rule):
+        if isinstance(value, Tensor):
+            return Picked("torch", f"{option} has no twin")
+        if option not in ("name", "nonfinite") and value is not None and same.get(option) != value:
             return Picked("torch", f"{option}={value!r} has no twin")
     if not x.is_floating_point() or (fmt.is_cast and options.get("nonfinite") == "replace"):
         return Picked("torch", "the definition checks this input")

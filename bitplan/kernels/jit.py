@@ -11,6 +11,8 @@ call them at once (workqueue), after a fork (OpenMP), and spin beside torch's th
 
 from __future__ import annotations
 
+import functools
+import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
@@ -45,12 +47,21 @@ def on_threads(work: Callable[[Piece], Found], pieces: Sequence[Piece]) -> list[
             found[place] = work(pieces[place])
 
     helpers = min(torch.get_num_threads(), len(pieces)) - 1
-    if helpers < 1:
+    running = [_helpers(torch.get_num_threads() - 1).submit(take_pieces) for _ in range(helpers)]
+    try:
         take_pieces()
-    else:
-        with ThreadPoolExecutor(helpers) as pool:
-            running = [pool.submit(take_pieces) for _ in range(helpers)]
-            take_pieces()
-            for helper in running:
+    finally:
+        for helper in running:
+            if not helper.cancel():  # one that never started has nothing left to do
                 helper.result()
     return [found[place] for place in range(len(pieces))]
+
+
+@functools.lru_cache(maxsize=1)
+def _helpers(count: int) -> ThreadPoolExecutor:
+    """Threads that stay: starting one takes as long as a million numbers."""
+    return ThreadPoolExecutor(count, thread_name_prefix="bitplan")
+
+
+if hasattr(os, "register_at_fork"):  # a forked process has the pool, but none of its threads
+    os.register_at_fork(after_in_child=_helpers.cache_clear)

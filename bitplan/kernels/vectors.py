@@ -190,7 +190,7 @@ def _store(writer: _Writer, array: Any, index: Any, vector: Any) -> Any:
 
 
 def _prefetch(writer: _Writer, array: Any, index: Any) -> Any:
-    hints = [ir.Constant(INT32, hint) for hint in (0, 3, 1)]  # for reading, keep near, data
+    hints = [ir.Constant(INT32, hint) for hint in (0, 0, 1)]  # for reading, soon and not again, data
     writer.call("llvm.prefetch.p0", ir.VoidType(), [writer.pointer(array, index, ir.IntType(8)), *hints])
     return writer.context.get_dummy_value()
 

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import itertools
+import os
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -215,6 +219,36 @@ def test_the_number_of_threads_changes_nothing(name, threads, dtype):
         assert_encodes_alike(x, name)
     if name in DECODERS:
         assert_decodes_alike(formats.encode(x, name), dtype)
+
+
+@pytest.mark.usefixtures("small_pieces")
+def test_several_threads_may_encode_at_once():
+    torch.set_num_threads(2)
+    tensors = [numbers(37, 384, seed=seed) for seed in range(12)]
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(assert_encodes_alike, tensors, itertools.repeat("mxfp4")))
+
+
+FORKING = """
+import os, torch
+from bitplan.formats import get_format
+from bitplan.kernels import cpu_codec
+cpu_codec.SMALLEST_PIECE = 256
+torch.set_num_threads(2)
+encode = lambda: cpu_codec.ENCODERS["int8_row"](torch.ones(64, 96), get_format("int8_row"))
+encode()
+child = os.fork()
+if child == 0:
+    encode()
+    os._exit(7)
+raise SystemExit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+"""
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+def test_a_forked_process_encodes_too():
+    command = [sys.executable, "-W", "ignore", "-c", FORKING]
+    assert subprocess.run(command, timeout=120).returncode == 7
 
 
 @pytest.mark.usefixtures("small_pieces")

@@ -1,0 +1,53 @@
+"""The README's speed table, made from the results, so that it quotes nothing else.
+
+python benchmarks/tables.py
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+RESULTS = Path(__file__).parent / "results"
+CPU_FORMATS = ("int8_row", "q4_0_gguf", "mxfp4", "bfloat16")
+GPU_FORMATS = ("int8_row", "int8_g128", "fp8_e4m3_row", "mxfp4")
+
+
+def speed_table() -> str:
+    """Share of a plain copy's bandwidth, both ways, on each machine measured."""
+    cpu, gpu = (_read(name) for name in ("formats_neoverse_n1", "formats_nvidia_h200"))
+    lines = [
+        f"| | {cpu['machine']['cpu']}, {cpu['machine']['cores']} cores: encode | decode | against gguf-py "
+        f"| {gpu['machine']['gpu']}: encode | decode |",
+        "|---|---|---|---|---|---|",
+    ]
+    for name in dict.fromkeys(CPU_FORMATS + GPU_FORMATS):
+        on_cpu = [_share(cpu, name, way, "float32") if name in CPU_FORMATS else "" for way in ("encode", "decode")]
+        on_gpu = [_share(gpu, name, way, "bfloat16") if name in GPU_FORMATS else "" for way in ("encode", "decode")]
+        lines.append("| " + " | ".join([name, *on_cpu, _against_gguf(cpu, name), *on_gpu]) + " |")
+    return "\n".join(lines)
+
+
+def _read(name: str) -> dict[str, Any]:
+    document: dict[str, Any] = json.loads((RESULTS / f"{name}.json").read_text())
+    return document
+
+
+def _rows(document: dict[str, Any], name: str, way: str) -> dict[str, dict[str, Any]]:
+    return {row["dtype"]: row for row in document["rows"] if (row["format"], row["way"]) == (name, way)}
+
+
+def _share(document: dict[str, Any], name: str, way: str, dtype: str) -> str:
+    return f"{_rows(document, name, way)[dtype]['share_of_copy']:.0%}"
+
+
+def _against_gguf(document: dict[str, Any], name: str) -> str:
+    times = [
+        _rows(document, name, way).get("float32", {}).get("times_faster_than_gguf") for way in ("encode", "decode")
+    ]
+    return " / ".join(f"{value:.0f}x" for value in times if value)
+
+
+if __name__ == "__main__":
+    print(speed_table())
