@@ -1,4 +1,4 @@
-"""The README's speed table, made from the results, so that it quotes nothing else.
+"""The README's tables, made from the results, so that it quotes nothing else.
 
 python benchmarks/tables.py
 """
@@ -29,6 +29,16 @@ def speed_table() -> str:
     return "\n".join(lines)
 
 
+def demo_table() -> str:
+    """What each format did to the demo's model."""
+    lines = ["| format | file | cosine | SQNR, dB | perplexity |", "|---|---|---|---|---|"]
+    for row in _read("demo")["formats"]:
+        sqnr = "exact" if row["sqnr_db"] is None else f"{row['sqnr_db']:.1f}"
+        size = f"{row['bytes'] / 1000:.0f} kB"
+        lines.append(f"| {row['format']} | {size} | {row['cosine']:.6f} | {sqnr} | {row['perplexity']:.3f} |")
+    return "\n".join(lines)
+
+
 def _read(name: str) -> dict[str, Any]:
     document: dict[str, Any] = json.loads((RESULTS / f"{name}.json").read_text())
     return document
@@ -50,4 +60,4 @@ def _against_gguf(document: dict[str, Any], name: str) -> str:
 
 
 if __name__ == "__main__":
-    print(speed_table())
+    print(demo_table(), speed_table(), sep="\n\n")

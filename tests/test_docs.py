@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -24,6 +25,13 @@ SNIPPETS = [
 def test_snippet_runs(code, tmp_path):
     done = subprocess.run([sys.executable, "-W", "error", "-c", code], cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+
+
+def test_the_readme_quotes_the_results_and_nothing_else():
+    tables = runpy.run_path(str(ROOT / "benchmarks" / "tables.py"))
+    text = (ROOT / "README.md").read_text()
+    assert tables["demo_table"]() in text
+    assert tables["speed_table"]() in text
 
 
 def test_every_format_is_in_its_page():

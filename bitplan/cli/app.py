@@ -75,7 +75,7 @@ def _formats_on(on: str, scale_rule: Rule | None, as_json: bool) -> None:
         numbers = file.read_float(name)
     rows: list[dict[str, Any]] = []
     for fmt in list_formats():
-        rule = scale_rule if scale_rule in fmt.rules else None
+        rule = None if fmt.is_cast else scale_rule
         try:
             report = error_report(numbers, encode(numbers, fmt, scale_rule=rule, name=name))
         except FormatError as error:

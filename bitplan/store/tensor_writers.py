@@ -16,6 +16,7 @@ from torch import Tensor
 
 from bitplan.errors import StoreError
 from bitplan.formats import Encoded, Format, repack
+from bitplan.store.container import PayloadWriter
 from bitplan.store.safetensors_io import write_safetensors
 from bitplan.store.tensor_files import GGUF_FORMATS, METADATA_KEY, dtype_name, format_metadata, part_name
 
@@ -58,7 +59,7 @@ class Writer(Protocol):
 
 
 class _NativeWriter:
-    def __init__(self, parts: Any) -> None:
+    def __init__(self, parts: PayloadWriter) -> None:
         self._parts = parts
 
     def write(self, name: str, item: Tensor | Encoded) -> None:
@@ -93,8 +94,8 @@ def write_native(
 
 
 class _GGUFWriter:
-    def __init__(self, payloads: Any, types: Mapping[str, Any]) -> None:
-        self._payloads, self._types = payloads, types
+    def __init__(self, payloads: PayloadWriter) -> None:
+        self._payloads = payloads
 
     def write(self, name: str, item: Tensor | Encoded) -> None:
         if isinstance(item, Encoded):
@@ -114,11 +115,10 @@ def write_gguf_tensors(
 
     from bitplan.store.gguf_io import GGUFValue, write_gguf
 
-    types = {promise.name: GGMLQuantizationType[_gguf_type(promise, path)] for promise in promises}
     values = dict(metadata or {"general.architecture": GGUFValue(GGUFValueType.STRING, "bitplan")})
-    entries = [(promise.name, types[promise.name], promise.shape) for promise in promises]
+    entries = [(promise.name, GGMLQuantizationType[_gguf_type(promise, path)], promise.shape) for promise in promises]
     with write_gguf(path, entries, values) as payloads:
-        yield _GGUFWriter(payloads, types)
+        yield _GGUFWriter(payloads)
 
 
 def _gguf_type(promise: Promise, path: str | Path) -> str:
