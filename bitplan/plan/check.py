@@ -1,0 +1,266 @@
+"""Check a manifest against a checkpoint's header, before a byte of a weight is read.
+
+Only names, dtypes, shapes and sizes are needed, so a checkpoint of any size takes a fraction of a second. Each
+finding has a code, the place it is about, and a line that says what was expected, what came and the next step:
+
+| code | what it says |
+|---|---|
+| other-model | no tensor matches any rule |
+| unmatched | a tensor that no rule matches |
+| unused-rule | a rule that matches nothing, and is not optional |
+| shadowed-rule | a rule that only matches tensors which earlier rules take |
+| overlap | two rules that match the same tensors and disagree; the first wins |
+| size | bytes that are not those of the dtype and shape |
+| dtype | a dtype that the format does not have |
+| missing-scales, missing-data | half of a packed weight |
+| swapped | data and scales under each other's names |
+| block-count | scales x block is not the number of weights |
+| block-size | the shapes give another block than the one declared |
+| nibble-parity | half a byte: a row of packed numbers that does not fill its last byte |
+| padding | rows that are not whole blocks, where padding is "none" |
+| fused-group | q/k/v, gate/up or the experts of a layer in different formats |
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator, Mapping
+from typing import NamedTuple
+
+from bitplan.formats import Format, get_format
+from bitplan.plan.documents import ManifestError, short
+from bitplan.plan.manifest import Manifest, Tag, rule_text
+from bitplan.plan.plan import Part, listed, natural_order, part_dtype
+
+_ITEM_BYTES = {
+    **dict.fromkeys(("float64", "int64", "uint64"), 8),
+    **dict.fromkeys(("float32", "int32", "uint32"), 4),
+    **dict.fromkeys(("float16", "bfloat16", "int16", "uint16"), 2),
+    **dict.fromkeys(("int8", "uint8", "bool", "float8_e4m3fn", "float8_e5m2", "float8_e8m0fnu"), 1),
+}
+_FLOATS = ("float64", "float32", "float16", "bfloat16")
+# E8M0 bytes under torch's own name for them.
+_SAME_BYTES = {"float8_e8m0fnu": "uint8"}
+_FUSED = (
+    ("q/k/v", re.compile(r"\b(?:attn_)?[qkv](?=_proj\b|\.(?:weight|bias)$)|\battn_[qkv]\b"), "[qkv]"),
+    ("gate/up", re.compile(r"\b(?:gate|up)(?=_proj\b)|\bffn_(?:gate|up)(?=_exps\b|\b)|\bw[13]\b"), "[gate/up]"),
+    ("experts", re.compile(r"(?<=\bexperts\.)[0-9]+"), "[*]"),
+)
+
+
+class Header(NamedTuple):
+    """What a file says of a tensor: a torch dtype's name or a format of bitplan's, its shape, its bytes."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    nbytes: int
+
+
+class Finding(NamedTuple):
+    """One thing that is wrong: a code from the table, the tensor or rule it is about, and a line of text."""
+
+    code: str
+    where: str
+    message: str
+
+
+def check_headers(
+    manifest: Manifest, headers: Mapping[str, Header | tuple[str, tuple[int, ...], int]]
+) -> list[Finding]:
+    """All findings, in an order that depends on the content only; none means clean."""
+    tensors = {}
+    for name in natural_order(headers):
+        dtype, shape, nbytes = headers[name]
+        tensors[name] = Header(dtype, tuple(shape), nbytes)
+    matches = {name: manifest.matches(name) for name in tensors}
+    if tensors and not any(matches.values()):
+        message = (
+            f"none of {len(tensors)} tensors matches any of {len(manifest.rules)} rules, so the manifest is for "
+            f"another model; the tensors begin with {listed(tensors, 3)}"
+        )
+        return [Finding("other-model", manifest.where, message)]
+    tags = {name: manifest.tag(manifest.rules[found[0]].format) for name, found in matches.items() if found}
+    return [
+        *_unmatched(tensors, matches),
+        *_rule_findings(manifest, matches),
+        *_overlaps(manifest, matches),
+        *(finding for name in tags for finding in _tensor(manifest, name, tensors[name], tags[name])),
+        *_halves(tensors, tags),
+        *_fused_groups(tags),
+    ]
+
+
+def require_clean(
+    manifest: Manifest, headers: Mapping[str, Header | tuple[str, tuple[int, ...], int]], *, checkpoint: str
+) -> None:
+    """For loaders: one line that names file, rule and tensor, before anything is loaded."""
+    findings = check_headers(manifest, headers)
+    if findings:
+        first = findings[0]
+        found = manifest.match(first.where) if first.where in headers else None
+        rule = f" ({rule_text(found.index, found.rule)})" if found else ""
+        more = f"; {len(findings) - 1} more findings, all in `bitplan check`" if len(findings) > 1 else ""
+        raise ManifestError(
+            f"{manifest.where} does not fit {checkpoint}: {first.code}: "
+            f"{short(first.where)}{rule}: {first.message}{more}"
+        )
+
+
+# ---- rules -----------------------------------------------------------------------------------------------------------
+
+
+def _unmatched(tensors: Mapping[str, Header], matches: Mapping[str, list[int]]) -> Iterator[Finding]:
+    for name, found in matches.items():
+        if not found:
+            shape = tensors[name].shape
+            yield Finding("unmatched", name, f"no rule matches (shape {shape}); add a rule, or a final '.*' rule")
+
+
+def _rule_findings(manifest: Manifest, matches: Mapping[str, list[int]]) -> Iterator[Finding]:
+    winners = {found[0] for found in matches.values() if found}
+    for index, rule in enumerate(manifest.rules):
+        if index in winners:
+            continue
+        names = [name for name, found in matches.items() if index in found]
+        where = rule_text(index, rule)
+        if names:
+            first = natural_order({rule_text(i, manifest.rules[i]) for i in (matches[name][0] for name in names)})
+            message = f"never used: earlier rules take all {len(names)} tensors it matches ({listed(first, 3)})"
+            yield Finding("shadowed-rule", where, f"{message}; move it up, or delete it")
+        elif not rule.optional:
+            yield Finding("unused-rule", where, 'matches no tensor; correct it, or mark it "optional": true')
+
+
+def _overlaps(manifest: Manifest, matches: Mapping[str, list[int]]) -> Iterator[Finding]:
+    pairs: dict[tuple[int, int], list[str]] = {}
+    for name, found in matches.items():
+        for later in found[1:]:
+            first, second = (manifest.tag(manifest.rules[index].format) for index in (found[0], later))
+            if (first.format, first.part) != (second.format, second.part):
+                pairs.setdefault((found[0], later), []).append(name)
+    for (winner, later), names in sorted(pairs.items()):
+        one, two = manifest.rules[winner], manifest.rules[later]
+        yield Finding(
+            "overlap",
+            rule_text(later, two),
+            f"gives {two.format} to {listed(names, 3)}, but {rule_text(winner, one)} comes first with {one.format}",
+        )
+
+
+# ---- one tensor ------------------------------------------------------------------------------------------------------
+
+
+def _tensor(manifest: Manifest, name: str, header: Header, tag: Tag) -> Iterator[Finding]:
+    fmt = get_format(tag.format)
+    packed = header.dtype == fmt.name and not fmt.is_cast
+    item_bytes = _ITEM_BYTES.get(header.dtype)
+    expected = fmt.nbytes(header.shape) if packed else item_bytes and item_bytes * math.prod(header.shape)
+    if expected is not None and expected != header.nbytes:
+        text = f"{header.dtype} of shape {header.shape} takes {expected} bytes, the file has {header.nbytes}"
+        yield Finding("size", name, text)
+    wrong = None if packed else _wrong_dtype(fmt, tag, header.dtype)
+    if wrong:
+        yield Finding("dtype", name, wrong)
+    if tag.part is None and not packed and header.shape and not fmt.is_cast:
+        yield from _rows(manifest, name, header.shape, fmt)
+
+
+def _wrong_dtype(fmt: Format, tag: Tag, dtype: str) -> str | None:
+    if tag.part is not None:
+        expected = str(part_dtype(fmt, tag.part)).removeprefix("torch.")
+        if _SAME_BYTES.get(dtype, dtype) == expected:
+            return None
+        return f"the {tag.part} of {fmt.name} must be {expected}, the file has {dtype}"
+    if fmt.is_cast:
+        return None if dtype == fmt.name else f"must be {fmt.name}, the file has {dtype}"
+    if dtype in _FLOATS:
+        return None  # numbers, still to be encoded
+    return f"to be encoded as {fmt.name} it must be one of {', '.join(_FLOATS)}, the file has {dtype}"
+
+
+def _rows(manifest: Manifest, name: str, shape: tuple[int, ...], fmt: Format) -> Iterator[Finding]:
+    """Rows still to be encoded: whole bytes, and whole blocks."""
+    cols = fmt.matrix_shape(shape)[1]
+    if manifest.padding != "none":
+        return
+    if fmt.packing and cols % fmt.packing.per_byte:
+        text = f"{cols} numbers of {fmt.packing.bits} bits do not fill whole bytes"
+        yield Finding("nibble-parity", name, f'{text}; declare padding "zero", or keep it in another format')
+    elif fmt.padded_cols(cols) != cols:
+        text = f"rows of {cols} are not whole blocks of {fmt.block.cols} ({fmt.name})"
+        yield Finding("padding", name, f'{text}; declare padding "zero", or choose a block that divides {cols}')
+
+
+# ---- codes and their scales ------------------------------------------------------------------------------------------
+
+
+def _halves(tensors: Mapping[str, Header], tags: Mapping[str, Tag]) -> Iterator[Finding]:
+    for name, tag in tags.items():
+        if tag.part is None:
+            continue
+        names = _partners(name, tag.part)
+        partner = next((other for other in names if other in tensors), None)
+        missing = "scales" if tag.part == "data" else "data"
+        if partner is None:
+            text = f"({names[0]}) are not in the checkpoint" if names else "have no name that follows from its own"
+            yield Finding(f"missing-{missing}", name, f"its {missing} {text}")
+        elif partner not in tags or tags[partner].part != missing:
+            yield Finding(f"missing-{missing}", name, f"its {missing}, {partner!r}, have no rule as {missing}")
+        elif tags[partner].format != tag.format:
+            text = f"is {tag.format}, but its {missing}, {partner!r}, are {tags[partner].format}"
+            yield Finding(f"missing-{missing}", name, text)
+        elif tag.part == "data":
+            yield from _pair(name, tensors[name], tensors[partner], get_format(tag.format))
+
+
+def _partners(name: str, part: Part) -> list[str]:
+    """Under which names the other half may lie: gpt-oss's `blocks` and `scales`, or bitplan's NAME and NAME.scales."""
+    if part == "data":
+        return [name.removesuffix("blocks") + "scales"] if name.endswith("blocks") else [f"{name}.scales"]
+    if not name.endswith("scales"):
+        return []
+    return [name.removesuffix("scales") + "blocks", name.removesuffix(".scales")]
+
+
+def _pair(name: str, data: Header, scales: Header, fmt: Format) -> Iterator[Finding]:
+    """Codes [..., blocks, bytes] or [..., bytes], scales [..., blocks]."""
+    block, per_byte = fmt.block.cols or 1, fmt.packing.per_byte if fmt.packing else 1
+    numbers, count = per_byte * math.prod(data.shape), math.prod(scales.shape)
+    shapes = f"data {data.shape}, scales {scales.shape}"
+    if numbers == block * count and _fits(data.shape, scales.shape, block // per_byte):
+        return
+    if count > math.prod(data.shape):
+        yield Finding("swapped", name, f"there are more scales than data, so the two are swapped: {shapes}")
+    elif count and numbers % count == 0 and numbers // count % per_byte:
+        yield Finding("nibble-parity", name, f"{numbers // count} numbers to a scale is half a byte: {shapes}")
+    elif count and numbers % count == 0 and _fits(data.shape, scales.shape, numbers // count // per_byte):
+        text = f"the shapes give blocks of {numbers // count}, the manifest declares {block} ({fmt.name}): {shapes}"
+        yield Finding("block-size", name, text)
+    else:
+        text = f"{count} scales x block {block} is {count * block} numbers, the data holds {numbers}: {shapes}"
+        yield Finding("block-count", name, text)
+
+
+def _fits(data: tuple[int, ...], scales: tuple[int, ...], block_bytes: int) -> bool:
+    """Are these data bytes the blocks that these scales count?"""
+    if data and data[:-1] == scales:
+        return data[-1] == block_bytes
+    return bool(data and scales) and data[:-1] == scales[:-1] and data[-1] == scales[-1] * block_bytes
+
+
+# ---- groups that runtimes fuse ---------------------------------------------------------------------------------------
+
+
+def _fused_groups(tags: Mapping[str, Tag]) -> Iterator[Finding]:
+    for kind, pattern, mark in _FUSED:
+        groups: dict[str, dict[str, list[str]]] = {}
+        for name, tag in tags.items():
+            key, count = pattern.subn(mark, name)
+            if count:
+                groups.setdefault(key, {}).setdefault(tag.format, []).append(name)
+        for key, formats in groups.items():
+            if len(formats) > 1:
+                shown = "; ".join(f"{fmt}: {listed(names, 3)}" for fmt, names in formats.items())
+                text = f"{kind} would get different formats, which runtimes that fuse them cannot load ({shown})"
+                yield Finding("fused-group", key, text)

@@ -1,0 +1,156 @@
+"""Strict reading of JSON documents: every error names the file, the key, what was expected and what came.
+
+Plain checks and no pydantic: `plan` loads on hosts without it, and a message here is one line in the words of
+the document (`patterns[3]: regex must be ...`), where pydantic's is a paragraph in its own.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NoReturn
+
+from bitplan.errors import FileFormatError, did_you_mean
+from bitplan.records import read_json
+
+MAX_DOCUMENT_BYTES = 64 * 2**20
+MAX_RANK = 64
+MAX_NUMBERS = 2**48
+MAX_DEPTH = 32
+_SHOWN = 80
+_MESSAGE = 1000
+
+
+class PlanError(FileFormatError):
+    """A plan document, or the evidence for one, that does not hold together."""
+
+
+class ManifestError(PlanError):
+    """A manifest that cannot be read, or does not fit the tensors it is for."""
+
+
+@dataclass(frozen=True)
+class Kind:
+    """What the value of a key must be, in words and as a test."""
+
+    text: str
+    holds: Callable[[Any], bool]
+
+
+def is_text(value: Any) -> bool:
+    """A string that UTF-8 can hold; JSON escapes can spell half of a surrogate pair, which it cannot."""
+    return type(value) is str and not any("\ud800" <= letter <= "\udfff" for letter in value)
+
+
+def is_size(value: Any) -> bool:
+    return type(value) is int and 0 <= value < 2**63
+
+
+def is_number(value: Any) -> bool:
+    return type(value) in (int, float) and abs(value) <= sys.float_info.max
+
+
+def is_shape(value: Any) -> bool:
+    if type(value) not in (list, tuple) or len(value) > MAX_RANK or not all(map(is_size, value)):
+        return False
+    numbers = 1
+    for size in value:
+        numbers *= max(size, 1)
+    return numbers <= MAX_NUMBERS
+
+
+def is_json(value: Any, depth: int = 0) -> bool:
+    """A value that JSON keeps exactly: no NaN, no numpy number, no key that is not a string."""
+    if depth > MAX_DEPTH:
+        return False
+    if value is None or type(value) in (bool, int):
+        return True
+    if type(value) is float:
+        return is_number(value)
+    if type(value) is str:
+        return is_text(value)
+    if isinstance(value, list | tuple):
+        return all(is_json(item, depth + 1) for item in value)
+    if isinstance(value, Mapping):
+        return all(is_text(key) and is_json(item, depth + 1) for key, item in value.items())
+    return False
+
+
+TEXT = Kind("a string of valid Unicode", is_text)
+NAME = Kind("a string that is not empty", lambda value: is_text(value) and value != "")
+FLAG = Kind("true or false", lambda value: type(value) is bool)
+LIST = Kind("a list", lambda value: type(value) is list)
+OBJECT = Kind("an object", lambda value: type(value) is dict)
+SIZE = Kind("an integer from 0 to 2^63 - 1", is_size)
+SHAPE = Kind(f"a list of at most {MAX_RANK} sizes from 0, at most 2^48 numbers in all", is_shape)
+EVIDENCE = Kind("an object of JSON values without NaN", lambda value: isinstance(value, Mapping) and is_json(value))
+
+
+def one_of(*values: str) -> Kind:
+    return Kind(f"one of {', '.join(map(repr, values))}", lambda value: type(value) is str and value in values)
+
+
+@dataclass(frozen=True)
+class Reader:
+    """Checks the parts of one document; `where` names the file in every error, `error` is their class."""
+
+    where: str
+    error: type[FileFormatError]
+
+    def keys(self, path: str, value: Any, known: Mapping[str, Kind], required: tuple[str, ...]) -> dict[str, Any]:
+        """The object at `path`, its keys known, present where required, and of the right kind."""
+        prefix = f"{path}: " if path else ""
+        if type(value) is not dict:
+            self.fail(path or "the document", OBJECT.text, value)
+        for key, item in value.items():
+            if key not in known:
+                self.stop(f"{prefix}unknown key {key[:_SHOWN]!r}{did_you_mean(key[:_SHOWN], known)}")
+            if not known[key].holds(item):
+                self.fail(prefix + key, known[key].text, item)
+        for key in required:
+            if key not in value:
+                self.stop(f"{prefix}{key} is missing; it must be {known[key].text}")
+        return value
+
+    def version(self, document: Any, expected: int) -> None:
+        """Checked before the other keys: those of another version are not ours to judge."""
+        if type(document) is dict and "version" in document:
+            found = document["version"]
+            if type(found) is not int or found != expected:
+                self.stop(f"version must be {expected}, which is what this bitplan reads, got {show(found)}")
+
+    def fail(self, what: str, expected: str, came: Any) -> NoReturn:
+        self.stop(f"{what} must be {expected}, got {show(came)}")
+
+    def stop(self, message: str) -> NoReturn:
+        raise self.error(f"{self.where}: {short(message, _MESSAGE)}")
+
+
+def short(text: str, limit: int = 120) -> str:
+    """Text from a document for a message: on one line, and not longer than a message should be."""
+    printable = "".join(letter if letter.isprintable() else repr(letter)[1:-1] for letter in text[: limit + 1])
+    return printable if len(text) <= limit else f"{printable[:limit]}..."
+
+
+def show(value: Any) -> str:
+    """A value as JSON writes it, in a few characters and on one line."""
+    try:
+        text = json.dumps(value)
+    except (TypeError, ValueError, RecursionError):
+        text = repr(value)
+    return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."
+
+
+def load_document(path: str | Path, error: type[FileFormatError]) -> Any:
+    """The JSON in a file; whatever keeps it from being read is one `error` line that names the file."""
+    try:
+        return read_json(path, max_bytes=MAX_DOCUMENT_BYTES)
+    except OSError as fault:
+        raise error(f"{path}: cannot be read: {fault.strerror or fault}") from None
+    except error:
+        raise
+    except FileFormatError as fault:
+        raise error(str(fault)) from None

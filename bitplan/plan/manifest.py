@@ -1,0 +1,364 @@
+"""Manifest: rules in a file that say which tensor gets which format.
+
+The document is the seed's JSON version 1 (seed 002, section 11), plus what it lacks to be decoded: `scale_base`,
+`axis`, `nibble_order`, `padding`, `aliases`; docs/manifest.md has the whole. A rule's regex must match the whole
+name, the first rule that matches wins, and a tensor without a rule is an error. Patterns cannot run for ever: see
+name_pattern.py.
+
+A tag of the manifest (`BF16`, `FP4`, ...) stands for a format of bitplan's, or for a part of one: gpt-oss keeps the
+codes of an mxfp4 weight under one name (`FP4`) and its scales under another (`UE8`). Which format `FP4` and `UE8`
+make together follows from `block_size` and `scale_encoding`; a tag may also say so itself (`format`, `part`).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Final, cast
+
+from bitplan.errors import FormatError, did_you_mean
+from bitplan.formats import Format, get_format, list_formats
+from bitplan.plan.aliases import AliasError, Aliases
+from bitplan.plan.documents import (
+    FLAG,
+    NAME,
+    OBJECT,
+    TEXT,
+    Kind,
+    ManifestError,
+    Reader,
+    is_number,
+    is_text,
+    load_document,
+    one_of,
+    short,
+)
+from bitplan.plan.name_pattern import NamePattern, PatternError
+from bitplan.plan.plan import PARTS, Choice, Part, Plan, Planned, part_dtype
+
+VERSION: Final = 1
+MAX_RULES = 1000
+MAX_UNMATCHED_SHOWN = 20
+BASED_ENCODINGS = ("linear_uint8", "e4m3")  # a code is a multiple of a base that must be known
+SCALE_ENCODINGS = ("e8m0", "linear_uint8", "e4m3")
+NIBBLE_ORDERS = ("low_first", "high_first", "halves")
+PADDINGS = ("none", "zero")
+
+_CASTS = {"BF16": "bfloat16", "FP16": "float16", "F16": "float16", "FP32": "float32", "F32": "float32"}
+_SPLIT_TAGS: dict[str, Part] = {"FP4": "data", "UE8": "scales"}
+# What FP4 codes and their scales make together.
+_SPLIT_FORMATS = {("e8m0", 32): "mxfp4", ("linear_uint8", 128): "fp4_u8_g128", ("e4m3", 16): "nvfp4"}
+_INDEX = re.compile(r"\[[a-z]\]")
+
+_BITS = Kind("an integer from 1 to 64", lambda value: type(value) is int and 1 <= value <= 64)
+_ROLE = Kind(
+    "a string or a list of strings",
+    lambda value: is_text(value) or (type(value) is list and all(map(is_text, value))),
+)
+_RULES = Kind(f"a list of 1 to {MAX_RULES} rules", lambda value: type(value) is list and 1 <= len(value) <= MAX_RULES)
+_BLOCK = Kind("an even integer from 2 to 2^20", lambda v: type(v) is int and 2 <= v <= 2**20 and v % 2 == 0)
+_BASE = Kind(
+    'a number above 0, or "tensor" where it is stored as NAME.base',
+    lambda value: value == "tensor" or (is_number(value) and value > 0),
+)
+_AXIS = Kind("-1, for formats of bitplan have their blocks along the last axis", lambda v: type(v) is int and v == -1)
+_KEYS = {
+    "version": Kind(str(VERSION), lambda value: type(value) is int),
+    "model": TEXT,
+    "formats": OBJECT,
+    "patterns": _RULES,
+    "fused_dequant": FLAG,
+    "block_size": _BLOCK,
+    "scale_encoding": one_of(*SCALE_ENCODINGS),
+    "scale_base": _BASE,
+    "axis": _AXIS,
+    "nibble_order": one_of(*NIBBLE_ORDERS),
+    "padding": one_of(*PADDINGS),
+    "aliases": OBJECT,
+}
+_OPTIONS = [key for key in _KEYS if key not in ("version", "formats", "patterns", "aliases")]
+_TAG_KEYS = {"bits": _BITS, "role": _ROLE, "format": NAME, "part": one_of(*PARTS)}
+_RULE_KEYS = {"regex": NAME, "format": NAME, "role": NAME, "optional": FLAG}
+
+
+@dataclass(frozen=True)
+class Rule:
+    """Tensors whose whole name matches `pattern` get the format of this tag.
+
+    `optional` rules may match nothing: a bias that some models of a family lack.
+    """
+
+    pattern: str
+    format: str
+    role: str = ""
+    optional: bool = False
+
+
+@dataclass(frozen=True)
+class Tag:
+    """What a manifest's name for a format stands for: a format of bitplan's, or one part of it."""
+
+    format: str
+    part: Part | None = None
+    roles: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Match:
+    """The rule that decided a name, and the name it saw, which an alias may have translated."""
+
+    index: int
+    rule: Rule
+    name: str
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """Rules, in order, and what the document says of the bytes. `where` names it in messages."""
+
+    rules: tuple[Rule, ...]
+    tags: Mapping[str, Tag] = field(default_factory=dict)
+    where: str = "manifest"
+    model: str = ""
+    fused_dequant: bool = False
+    block_size: int | None = None
+    scale_encoding: str | None = None
+    scale_base: float | str | None = None
+    nibble_order: str | None = None
+    padding: str = "none"
+    aliases: Aliases = field(default_factory=lambda: Aliases({}))
+    axis: int = -1
+
+    def __post_init__(self) -> None:
+        for index, rule in enumerate(self.rules):
+            where = f"{self.where}: {rule_text(index, rule)}"
+            if rule.format not in self.tags:
+                try:
+                    get_format(self.tag(rule.format).format)
+                except FormatError:
+                    known = [*self.tags, *_CASTS, *(fmt.name for fmt in list_formats())]
+                    raise ManifestError(
+                        f"{where}: format {rule.format[:80]!r} is neither in `formats` nor one of bitplan's"
+                        f"{did_you_mean(rule.format[:80], known)}"
+                    ) from None
+            self._check_nibbles(where, get_format(self.tag(rule.format).format))
+        _ = self.patterns
+
+    def _check_nibbles(self, where: str, fmt: Format) -> None:
+        if self.nibble_order and fmt.packing and fmt.packing.order != self.nibble_order:
+            raise ManifestError(
+                f"{where}: nibble_order must be {fmt.packing.order!r}, which is how {fmt.name} packs, "
+                f"got {self.nibble_order!r}"
+            )
+
+    @classmethod
+    def load(cls, path: str | Path) -> Manifest:
+        """Read a manifest, or a raw map of names with `[i]`."""
+        return cls.from_document(load_document(path, ManifestError), where=str(path))
+
+    @classmethod
+    def from_document(cls, document: Any, *, where: str = "manifest") -> Manifest:
+        return _read(Reader(where, ManifestError), expand_raw_map(document) if is_raw_map(document) else document)
+
+    # ---- matching -------------------------------------------------------------------------------------------------
+
+    @cached_property
+    def patterns(self) -> tuple[NamePattern, ...]:
+        """The rules' patterns, compiled."""
+        compiled = []
+        for index, rule in enumerate(self.rules):
+            try:
+                compiled.append(NamePattern(rule.pattern))
+            except PatternError as error:
+                raise ManifestError(f"{self.where}: {rule_text(index, rule)} {error}") from None
+        return tuple(compiled)
+
+    def tag(self, name: str) -> Tag:
+        """What the format of a rule stands for: a tag of the manifest's, else a format of bitplan's."""
+        return self.tags.get(name) or Tag(_CASTS.get(name, name))
+
+    def match(self, name: str) -> Match | None:
+        """The first rule for a name, in our naming or its alias."""
+        ours = self.aliases.to_ours(name)
+        for index, pattern in enumerate(self.patterns):
+            if pattern.matches(ours):
+                return Match(index, self.rules[index], ours)
+        return None
+
+    def matches(self, name: str) -> list[int]:
+        """Every rule that would match a name, the one that wins first."""
+        ours = self.aliases.to_ours(name)
+        return [index for index, pattern in enumerate(self.patterns) if pattern.matches(ours)]
+
+    def resolve(self, tensors: Mapping[str, tuple[int, ...]]) -> Plan:
+        """A format for every tensor; those without a rule are one error that lists them."""
+        planned, missing = {}, []
+        for name, shape in tensors.items():
+            found = self.match(name)
+            if found is None:
+                missing.append(f"{name[:120]!r} (shape {tuple(shape)})")
+            else:
+                planned[name] = self._planned(name, tuple(shape), found)
+        if missing:
+            shown = ", ".join(missing[:MAX_UNMATCHED_SHOWN])
+            more = f" and {len(missing) - MAX_UNMATCHED_SHOWN} more" if len(missing) > MAX_UNMATCHED_SHOWN else ""
+            raise ManifestError(
+                f"{self.where}: no rule matches {len(missing)} of {len(tensors)} tensors: {shown}{more}; "
+                "add a rule, or a final '.*' rule to set a default"
+            )
+        return Plan(planned)
+
+    def _planned(self, name: str, shape: tuple[int, ...], found: Match) -> Planned:
+        tag = self.tag(found.rule.format)
+        alias = self.aliases.template_of(name)
+        reason = f"{rule_text(found.index, found.rule)}{f', as {alias}' if alias else ''}"
+        role = found.rule.role or (tag.roles[0] if len(tag.roles) == 1 else guess_role(found.name))
+        return Planned(Choice(tag.format, reason), shape, role, tag.part)
+
+
+def rule_text(index: int, rule: Rule) -> str:
+    """How messages and reasons name a rule."""
+    return f"patterns[{index}] {short(rule.pattern)}"
+
+
+_ROLES = (
+    ("scale", re.compile(r"[._]scales$")),
+    ("bias", re.compile(r"[._]bias$")),
+    ("norm", re.compile(r"norm")),
+    ("embed", re.compile(r"(embed|embd|lm_head|^output\.)")),
+    ("attn", re.compile(r"(attn|attention|sinks)")),
+    ("router", re.compile(r"(router|[._]gate\.weight$)")),
+    ("mlp_weight", re.compile(r"(mlp|ffn|experts|feed_forward)")),
+)
+
+
+def guess_role(name: str) -> str:
+    """The part a tensor plays, told from its name, where the manifest does not say."""
+    return next((role for role, pattern in _ROLES if pattern.search(name)), "other")
+
+
+# ---- the seed's raw map ----------------------------------------------------------------------------------------------
+
+
+def is_raw_map(document: Any) -> bool:
+    """Names to tags and nothing else: the seed's section 1, where a manifest has its version."""
+    return (
+        type(document) is dict
+        and bool(document)
+        and not document.keys() & _KEYS.keys()
+        and all(type(value) is str for value in document.values())
+    )
+
+
+def expand_raw_map(
+    raw: Mapping[str, str], *, block_size: int = 32, scale_encoding: str = "e8m0", scale_base: float | str | None = None
+) -> dict[str, Any]:
+    """A raw map as a manifest document: `[i]` becomes `(\\d+)`, all else is taken as it is written.
+
+    A raw map does not say how FP4 and UE8 go together; the defaults are what gpt-oss's files hold.
+    """
+    rules = [{"regex": _template_regex(name), "format": tag} for name, tag in raw.items()]
+    bits = {"BF16": 16, "FP16": 16, "F16": 16, "FP32": 32, "F32": 32, "FP4": 4, "UE8": 8}
+    formats = {tag: {"bits": bits[tag]} for tag in dict.fromkeys(raw.values()) if tag in bits}
+    document: dict[str, Any] = {"version": VERSION, "formats": formats, "patterns": rules}
+    if _SPLIT_TAGS.keys() & formats.keys():
+        document |= {"block_size": block_size, "scale_encoding": scale_encoding}
+        document |= {"scale_base": scale_base} if scale_base is not None else {}
+    return document
+
+
+def _template_regex(name: str) -> str:
+    return "^" + r"(\d+)".join(map(re.escape, _INDEX.split(name))) + "$"
+
+
+# ---- reading a document ----------------------------------------------------------------------------------------------
+
+
+def _read(reader: Reader, document: Any) -> Manifest:
+    if document in ({}, [], None, ""):
+        reader.stop("the manifest is empty; it must be an object with version, formats and patterns")
+    reader.version(document, VERSION)
+    found = reader.keys("", document, _KEYS, ("version", "patterns"))
+    if found.get("scale_encoding") in BASED_ENCODINGS and "scale_base" not in found:
+        reader.stop(
+            f"scale_encoding {found['scale_encoding']!r} has no meaning without scale_base (a scale is base * code); "
+            f"add scale_base: {_BASE.text}"
+        )
+    tags = {name: _read_tag(reader, name, item, found) for name, item in found.get("formats", {}).items()}
+    rules = tuple(_read_rule(reader, index, item) for index, item in enumerate(found["patterns"]))
+    options: dict[str, Any] = {key: found[key] for key in _OPTIONS if key in found}
+    aliases = _read_aliases(reader, found.get("aliases", {}))
+    return Manifest(rules, tags, reader.where, aliases=aliases, **options)
+
+
+def _read_rule(reader: Reader, index: int, value: Any) -> Rule:
+    item = reader.keys(f"patterns[{index}]", value, _RULE_KEYS, ("regex", "format"))
+    return Rule(item["regex"], item["format"], item.get("role", ""), item.get("optional", False))
+
+
+def _read_tag(reader: Reader, name: str, value: Any, document: Mapping[str, Any]) -> Tag:
+    path = f"formats[{name[:80]!r}]"
+    item = reader.keys(path, value, _TAG_KEYS, ())
+    roles = item.get("role", [])
+    roles = (roles,) if type(roles) is str else tuple(roles)
+    part = cast("Part | None", item.get("part"))
+    if "format" in item:
+        fmt = _known_format(reader, f"{path}: format", item["format"])
+    elif name in _SPLIT_TAGS:
+        part = part or _SPLIT_TAGS[name]
+        fmt = get_format(_split_format(reader, path, document))
+    else:
+        fmt = _known_format(reader, path, _CASTS.get(name, name))
+    if part is not None and part not in fmt.part_shapes((2, 2)):
+        reader.stop(f"{path}: {fmt.name} has no part {part!r}")
+    if part and document.get("block_size", fmt.block.cols) != fmt.block.cols:
+        reader.fail(f"{path}: block_size", f"{fmt.block.cols}, which is that of {fmt.name}", document["block_size"])
+    bits = _bits(fmt, part)
+    if item.get("bits", bits) != bits:
+        of_what = f"the {part} of {fmt.name}" if part else fmt.name
+        reader.fail(f"{path}: bits", f"{bits}, as {of_what} has", item["bits"])
+    return Tag(fmt.name, part, roles)
+
+
+def _known_format(reader: Reader, what: str, name: str) -> Format:
+    try:
+        return get_format(name)
+    except FormatError:
+        known = [*_CASTS, *_SPLIT_TAGS, *(fmt.name for fmt in list_formats())]
+        reader.stop(f"{what}: {name[:80]!r} is not a format of bitplan's{did_you_mean(name[:80], known)}")
+
+
+def _split_format(reader: Reader, path: str, document: Mapping[str, Any]) -> str:
+    for key in ("block_size", "scale_encoding"):
+        if key not in document:
+            reader.stop(f"{path}: needs {key}, which is missing; gpt-oss has block_size 32, scale_encoding 'e8m0'")
+    found = document["scale_encoding"], document["block_size"]
+    if found not in _SPLIT_FORMATS:
+        known = ", ".join(f"{encoding} per {block} ({name})" for (encoding, block), name in _SPLIT_FORMATS.items())
+        reader.stop(f"{path}: no format has {found[0]} scales per {found[1]} numbers; there are {known}")
+    return _SPLIT_FORMATS[found]
+
+
+def _bits(fmt: Format, part: Part | None) -> int:
+    if part == "scales":
+        return 8 * int(part_dtype(fmt, part).itemsize)
+    return 8 * fmt.storage.itemsize if fmt.element is None else fmt.element.bits
+
+
+def _read_aliases(reader: Reader, value: Mapping[str, Any]) -> Aliases:
+    templates = {}
+    for ours, others in value.items():
+        names = [others] if type(others) is str else others
+        if type(names) is not list or not all(map(NAME.holds, names)):
+            reader.fail(f"aliases[{ours[:120]!r}]", "a name or a list of names", others)
+        templates[ours] = tuple(names)
+    try:
+        return Aliases(templates)
+    except AliasError as error:
+        reader.stop(f"aliases: {error}")
+
+
+__all__ = ["Manifest", "ManifestError", "Match", "Rule", "Tag", "expand_raw_map", "guess_role", "is_raw_map"]

@@ -1,0 +1,394 @@
+"""Plan: which part gets which format, and why. The value that every pass hands to the next.
+
+A plan is a mapping from a name to a `Choice`, with what is known of the tensor of that name. It is kept in natural
+order of names (`block.2` before `block.10`), so the order in which evidence arrives cannot change its bytes.
+
+A tensor of a packed checkpoint may be a part of a format, as gpt-oss keeps them: the codes of a weight under one
+name (`part` "data") and its scales under another (`part` "scales"). Such an entry's shape is that of the part.
+
+The document, version 1 (`evidence`, `shape`, `role`, `part` only where known; `bytes` goes with `shape`):
+
+    {"document": "bitplan-plan", "version": 1,
+     "tensors": {NAME: {"format": F, "reason": R, "evidence": {...}, "shape": [...], "role": R, "part": P, "bytes": N}}}
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, Literal, NamedTuple
+
+from bitplan.errors import BitplanError, FormatError, did_you_mean
+from bitplan.formats import Format, get_format
+from bitplan.plan.documents import EVIDENCE, NAME, OBJECT, SHAPE, SIZE, TEXT, PlanError, Reader, load_document, one_of
+from bitplan.records import write_json
+
+DOCUMENT = "bitplan-plan"
+VERSION = 1
+BF16_BYTES = 2
+PARTS = ("data", "scales")
+Part = Literal["data", "scales"]
+
+_TENSOR_KEYS = {
+    "format": NAME,
+    "reason": NAME,
+    "evidence": EVIDENCE,
+    "shape": SHAPE,
+    "role": TEXT,
+    "part": one_of(*PARTS),
+    "bytes": SIZE,
+}
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A format of bitplan's, the reason for it in words, and the figures behind the reason."""
+
+    format: str
+    reason: str
+    evidence: Mapping[str, Any] | None = None
+
+    def __post_init__(self) -> None:
+        get_format(self.format)
+        if not NAME.holds(self.reason):
+            raise PlanError(f"the reason for {self.format!r} must be {NAME.text}, got {self.reason!r}")
+        if self.evidence is not None:
+            if not EVIDENCE.holds(self.evidence):
+                raise PlanError(f"the evidence for {self.format!r} must be {EVIDENCE.text}, got {self.evidence!r}")
+            object.__setattr__(self, "evidence", MappingProxyType(_plain(self.evidence)))
+
+
+@dataclass(frozen=True)
+class Planned:
+    """One entry: the choice, and what is known of the tensor; shape None where the name is not a tensor's."""
+
+    choice: Choice
+    shape: tuple[int, ...] | None = None
+    role: str = ""
+    part: Part | None = None
+
+    def __post_init__(self) -> None:
+        if self.shape is not None and not SHAPE.holds(self.shape):
+            raise PlanError(f"a shape must be {SHAPE.text}, got {self.shape!r}")
+        if self.part is not None and self.part not in get_format(self.choice.format).part_shapes((2, 2)):
+            raise FormatError(f"{self.choice.format} has no part {self.part!r}")
+
+    @cached_property
+    def numbers(self) -> int:
+        """How many weights it holds; scales hold none of their own."""
+        if self.shape is None or self.part == "scales":
+            return 0
+        return math.prod(self.shape) * (_per_item(get_format(self.choice.format)) if self.part == "data" else 1)
+
+    @cached_property
+    def nbytes(self) -> int:
+        """Bytes in the chosen format, scales included unless they are an entry of their own."""
+        if self.shape is None:
+            return 0
+        fmt = get_format(self.choice.format)
+        if self.part is None:
+            return fmt.nbytes(self.shape)
+        return math.prod(self.shape) * int(part_dtype(fmt, self.part).itemsize)
+
+
+class SizeRow(NamedTuple):
+    """Bytes of the tensors of one role and format; `ratio` is how many times smaller than bf16 they are."""
+
+    role: str
+    format: str
+    tensors: int
+    numbers: int
+    nbytes: int
+    ratio: float | None
+
+
+class TableRow(NamedTuple):
+    """A line of the plan: a name, or a run of layers that agree, such as `block.[0..23].attn.qkv.weight`."""
+
+    name: str
+    tensors: int
+    role: str
+    format: str
+    shape: tuple[int, ...] | None
+    nbytes: int
+    reason: str
+
+
+@dataclass(frozen=True)
+class PlanDiff:
+    """What changed from one plan to another; `changed` and `restated` hold the choice before and after."""
+
+    added: Mapping[str, Choice]
+    removed: Mapping[str, Choice]
+    changed: Mapping[str, tuple[Choice, Choice]]
+    restated: Mapping[str, tuple[Choice, Choice]]  # the same format for another reason or on other evidence
+
+    def __bool__(self) -> bool:
+        return bool(self.added or self.removed or self.changed or self.restated)
+
+    def lines(self) -> list[str]:
+        """One line per difference."""
+        lines = [f"+ {name}: {choice.format} ({choice.reason})" for name, choice in self.added.items()]
+        lines += [f"- {name}: {choice.format} ({choice.reason})" for name, choice in self.removed.items()]
+        for mark, pairs in (("~", self.changed), ("=", self.restated)):
+            lines += [
+                f"{mark} {name}: {old.format} ({old.reason}) -> {new.format} ({new.reason})"
+                for name, (old, new) in pairs.items()
+            ]
+        return lines
+
+
+class Plan(Mapping[str, Choice]):
+    """An immutable mapping from name to Choice, in natural order of names; `entries` has what else is known."""
+
+    def __init__(self, entries: Mapping[str, Planned]) -> None:
+        for name in entries:
+            if not NAME.holds(name):
+                raise PlanError(f"a name in a plan must be {NAME.text}, got {name!r}")
+        self.entries: Mapping[str, Planned] = MappingProxyType({name: entries[name] for name in natural_order(entries)})
+
+    def __getitem__(self, name: str) -> Choice:
+        return self.entries[name].choice
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.entries)
+
+    def __len__(self) -> int:
+        return len(self.entries)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Plan) and dict(self.entries) == dict(other.entries)
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __repr__(self) -> str:
+        return f"Plan({len(self)} tensors, {self.nbytes} bytes)"
+
+    @property
+    def nbytes(self) -> int:
+        return sum(entry.nbytes for entry in self.entries.values())
+
+    @property
+    def numbers(self) -> int:
+        return sum(entry.numbers for entry in self.entries.values())
+
+    # ---- documents ------------------------------------------------------------------------------------------------
+
+    def to_document(self) -> dict[str, Any]:
+        tensors = {name: _to_document(entry) for name, entry in self.entries.items()}
+        return {"document": DOCUMENT, "version": VERSION, "tensors": tensors}
+
+    def to_json(self) -> str:
+        """The document's text: the same plan, the same characters."""
+        return json.dumps(self.to_document(), indent=2, ensure_ascii=False, allow_nan=False) + "\n"
+
+    def save(self, path: str | Path) -> None:
+        """Write the document, whole or not at all."""
+        write_json(path, self.to_document())
+
+    @classmethod
+    def load(cls, path: str | Path) -> Plan:
+        return cls.from_document(load_document(path, PlanError), where=str(path))
+
+    @classmethod
+    def from_document(cls, document: Any, *, where: str = "plan") -> Plan:
+        reader = Reader(where, PlanError)
+        reader.version(document, VERSION)
+        known = {"document": one_of(DOCUMENT), "version": SIZE, "tensors": OBJECT}
+        tensors = reader.keys("", document, known, tuple(known))["tensors"]
+        return cls({name: _from_document(reader, name, item) for name, item in tensors.items()})
+
+    # ---- views ----------------------------------------------------------------------------------------------------
+
+    def diff(self, other: Plan) -> PlanDiff:
+        """What `other` changes: added are in `other` only, removed in this one only."""
+        both = [name for name in self if name in other]
+        changed = [name for name in both if _layout(self.entries[name]) != _layout(other.entries[name])]
+        restated = [name for name in both if name not in set(changed) and self[name] != other[name]]
+        return PlanDiff(
+            {name: other[name] for name in other if name not in self},
+            {name: self[name] for name in self if name not in other},
+            {name: (self[name], other[name]) for name in changed},
+            {name: (self[name], other[name]) for name in restated},
+        )
+
+    def table(self, *, collapse: bool = False) -> list[TableRow]:
+        """A row per tensor; with `collapse`, one for all layers that agree in all but their number."""
+        groups: dict[Any, list[str]] = {}
+        for name, entry in self.entries.items():
+            key = split_layer(name)[0::2] if collapse else name
+            choice = entry.choice
+            groups.setdefault((key, choice.format, choice.reason, entry.shape, entry.role, entry.part), []).append(name)
+        return [self._row(names) for names in groups.values()]
+
+    def _row(self, names: list[str]) -> TableRow:
+        entry = self.entries[names[0]]
+        shown = f"{entry.choice.format}.{entry.part}" if entry.part else entry.choice.format
+        nbytes = sum(self.entries[name].nbytes for name in names)
+        return TableRow(_run(names), len(names), entry.role, shown, entry.shape, nbytes, entry.choice.reason)
+
+    def bytes_by_role_and_format(self) -> list[SizeRow]:
+        """A row per role and format, then one per format (role `all`), then the whole.
+
+        The ratio is against two bytes a weight. A format's row counts its scales, so mxfp4's is 3.76 and that of
+        128 numbers to a scale byte 3.94; a row of scales alone has no ratio.
+        """
+        entries = list(self.entries.values())
+        pairs = sorted({(entry.role, entry.choice.format) for entry in entries})
+        rows = [
+            _size(role, name, [e for e in entries if (e.role, e.choice.format) == (role, name)]) for role, name in pairs
+        ]
+        formats = sorted({name for _, name in pairs})
+        rows += [_size("all", name, [e for e in entries if e.choice.format == name]) for name in formats]
+        return [*rows, _size("all", "all", entries)]
+
+    def to_mermaid(self) -> str:
+        """The plan as a mermaid flow chart: what comes before the layers, the layers, what comes after."""
+        from bitplan.plan.mermaid import draw
+
+        return draw(self)
+
+
+def combine(
+    tensors: Mapping[str, tuple[int, ...] | None],
+    *,
+    force: Mapping[str, str] | None = None,
+    rules: Mapping[str, Choice] | None = None,
+    policy: Mapping[str, Choice] | None = None,
+    default: Choice | None = None,
+) -> Plan:
+    """One plan from all who have a say, the highest first: force list, manifest rules, policy, default.
+
+    `force` maps names to formats; a forced name's reason says what it overrides. `rules` may be a Plan, whose roles
+    and parts are kept. A source that names no tensor of `tensors` is an error where it is a force list, for
+    that is a spelling mistake; the others may know more tensors than there are.
+    """
+    force, rules, policy = force or {}, rules or {}, policy or {}
+    for name in force:
+        if name not in tensors:
+            raise PlanError(f"the force list names {name!r}, which is not a tensor{did_you_mean(name, tensors)}")
+    known = rules.entries if isinstance(rules, Plan) else {}
+    planned, missing = {}, []
+    for name, shape in tensors.items():
+        choice = rules.get(name) or policy.get(name) or default
+        if name in force:
+            over = f", over {choice.format} ({choice.reason})" if choice else ""
+            choice = Choice(force[name], f"forced{over}")
+        if choice is None:
+            missing.append(name)
+            continue
+        entry = known.get(name, Planned(choice))
+        part = entry.part if choice.format == entry.choice.format else None
+        planned[name] = Planned(choice, shape if shape is None else tuple(shape), entry.role, part)
+    if missing:
+        raise PlanError(f"nothing decides {listed(missing)}; add a rule, or give a default")
+    return Plan(planned)
+
+
+# ---- names -----------------------------------------------------------------------------------------------------------
+
+
+def natural_order(names: Iterable[str]) -> list[str]:
+    """Sorted with numbers in names compared as numbers."""
+    return sorted(names, key=lambda name: (_natural_key(name), name))
+
+
+def _natural_key(name: str) -> list[tuple[int, int, str]]:
+    pieces = re.split(r"([0-9]+)", name)
+    # A number is ordered by its length, then its digits: no conversion that a long one could break.
+    return [
+        (1, len(piece.lstrip("0")), piece.lstrip("0")) if index % 2 else (0, 0, piece)
+        for index, piece in enumerate(pieces)
+    ]
+
+
+def listed(names: Iterable[str], limit: int = 10) -> str:
+    """Names for a message: all of them, or the first few and how many more."""
+    names = list(names)
+    shown = ", ".join(repr(name[:120]) for name in names[:limit])
+    return shown if len(names) <= limit else f"{shown} and {len(names) - limit} more"
+
+
+def split_layer(name: str) -> tuple[str, str, str]:
+    """What stands before the layer's number, the number, and what stands after; no number: the name, '', ''."""
+    found = re.fullmatch(r"((?:[^.]*\.)*?)([0-9]{1,9})(\..*)", name)
+    return (found[1], found[2], found[3]) if found else (name, "", "")
+
+
+def _run(names: list[str]) -> str:
+    before, _, after = split_layer(names[0])
+    return names[0] if len(names) == 1 else f"{before}[{number_ranges(split_layer(name)[1] for name in names)}]{after}"
+
+
+def number_ranges(numbers: Iterable[str]) -> str:
+    """Numbers in order, runs as `first..last`."""
+    runs: list[list[int]] = []
+    for number in map(int, numbers):
+        if runs and number == runs[-1][1] + 1:
+            runs[-1][1] = number
+        else:
+            runs.append([number, number])
+    return ",".join(str(low) if low == high else f"{low}..{high}" for low, high in runs)
+
+
+# ---- parts of a format -----------------------------------------------------------------------------------------------
+
+
+def part_dtype(fmt: Format, part: str) -> Any:
+    """The dtype in which a format keeps one of its parts."""
+    return fmt.part_shapes((2, 2))[part][0]
+
+
+def _per_item(fmt: Format) -> int:
+    return fmt.packing.per_byte if fmt.packing else 1
+
+
+def _size(role: str, name: str, entries: list[Planned]) -> SizeRow:
+    numbers, nbytes = sum(entry.numbers for entry in entries), sum(entry.nbytes for entry in entries)
+    return SizeRow(role, name, len(entries), numbers, nbytes, BF16_BYTES * numbers / nbytes if numbers else None)
+
+
+def _layout(entry: Planned) -> tuple[Any, ...]:
+    return entry.choice.format, entry.shape, entry.role, entry.part
+
+
+def _plain(value: Any) -> Any:
+    """Evidence as JSON has it, keys sorted: equal evidence has equal bytes."""
+    if isinstance(value, Mapping):
+        return {key: _plain(value[key]) for key in sorted(value)}
+    return [_plain(item) for item in value] if isinstance(value, list | tuple) else value
+
+
+def _to_document(entry: Planned) -> dict[str, Any]:
+    item: dict[str, Any] = {"format": entry.choice.format, "reason": entry.choice.reason}
+    if entry.choice.evidence is not None:
+        item["evidence"] = dict(entry.choice.evidence)
+    if entry.role:
+        item["role"] = entry.role
+    if entry.part:
+        item["part"] = entry.part
+    if entry.shape is not None:
+        item |= {"shape": list(entry.shape), "bytes": entry.nbytes}
+    return item
+
+
+def _from_document(reader: Reader, name: str, value: Any) -> Planned:
+    path = f"tensors[{name[:120]!r}]"
+    item = reader.keys(path, value, _TENSOR_KEYS, ("format", "reason"))
+    if ("shape" in item) != ("bytes" in item):
+        reader.stop(f"{path}: shape and bytes go together, got only {'shape' if 'shape' in item else 'bytes'}")
+    try:
+        choice = Choice(item["format"], item["reason"], item.get("evidence"))
+        shape = tuple(item["shape"]) if "shape" in item else None
+        entry = Planned(choice, shape, item.get("role", ""), item.get("part"))
+    except BitplanError as error:
+        reader.stop(f"{path}: {error}")
+    if "bytes" in item and item["bytes"] != entry.nbytes:
+        reader.fail(f"{path}: bytes", f"{entry.nbytes} for {choice.format} of shape {item['shape']}", item["bytes"])
+    return entry
