@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal
 
 import typer
 
+from bitplan.cli import plan_verbs
 from bitplan.cli.show import human_bytes, progress, show_json, table
 from bitplan.version import __version__
 
@@ -228,3 +229,8 @@ def demo(
     result = run_demo(output, fast=fast, quiet=as_json)
     if as_json:
         print(json.dumps(result, indent=2))
+
+
+app.command()(plan_verbs.check)
+app.command()(plan_verbs.plan)
+app.add_typer(plan_verbs.manifest_app, name="manifest")

@@ -9,8 +9,10 @@ from contextlib import contextmanager
 from typing import Any
 
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 from rich.table import Table
+from rich.text import Text
 
 
 def show_json(document: Any) -> None:
@@ -20,12 +22,12 @@ def show_json(document: Any) -> None:
 
 def table(title: str, rows: Sequence[Mapping[str, Any]]) -> None:
     """A table whose columns are the keys of the first row; numbers to the right."""
-    shown = Table(title=title, title_justify="left", title_style="bold", header_style="bold")
+    shown = Table(title=Text(title), title_justify="left", title_style="bold", header_style="bold")
     for key in rows[0] if rows else ():
         is_number = all(_is_numeric(row[key]) for row in rows)
         shown.add_column(key.replace("_", " "), justify="right" if is_number else "left", overflow="fold")
     for row in rows:
-        shown.add_row(*(str(value) for value in row.values()))
+        shown.add_row(*(Text(str(value)) for value in row.values()))  # names are data: no markup in them
     Console(soft_wrap=not sys.stdout.isatty(), width=None if sys.stdout.isatty() else 160).print(shown)
 
 
@@ -41,7 +43,7 @@ def progress(what: str, total: int, *, hidden: bool = False) -> Iterator[Callabl
     console = Console(stderr=True)
     with Progress(*columns, console=console, transient=True, disable=hidden or not console.is_terminal) as bar:
         task = bar.add_task(what, total=max(total, 1))
-        yield lambda amount, label: bar.update(task, advance=amount, description=f"{what} {label[-40:]}")
+        yield lambda amount, label: bar.update(task, advance=amount, description=escape(f"{what} {label[-40:]}"))
 
 
 def human_bytes(count: float) -> str:

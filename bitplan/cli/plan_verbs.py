@@ -1,0 +1,118 @@
+"""The verbs about plans: `check` and `plan` a manifest against a checkpoint, and `manifest` to look at or make one."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from bitplan.cli.show import human_bytes, show_json, table
+
+manifest_app = typer.Typer(help="Show, expand or describe manifests.", no_args_is_help=True)
+Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
+ManifestName = Annotated[str, typer.Argument(metavar="MANIFEST", help="A file, or the name of a shipped manifest.")]
+Checkpoint = Annotated[Path, typer.Argument(metavar="CHECKPOINT", help="What `bitplan inspect` opens.")]
+
+
+def check(manifest: ManifestName, checkpoint: Checkpoint, as_json: Json = False) -> None:
+    """Check a manifest against a checkpoint's headers; nothing is loaded. Exit 1 when there are findings.
+
+    Example: bitplan check llama model.safetensors
+    """
+    from bitplan.plan import Header, check_headers, open_manifest
+    from bitplan.store.tensor_files import open_tensors
+
+    rules = open_manifest(manifest)
+    with open_tensors(checkpoint) as file:
+        headers = {name: Header(spec.format, spec.shape, spec.nbytes) for name, spec in file.specs.items()}
+    findings = check_headers(rules, headers)
+    if as_json:
+        show_json([finding._asdict() for finding in findings])
+    elif findings:
+        table(f"{len(findings)} findings in {checkpoint} under {manifest}", [finding._asdict() for finding in findings])
+    else:
+        print(f"{checkpoint}: {len(headers)} tensors, no findings under {manifest}")
+    raise typer.Exit(1 if findings else 0)
+
+
+def plan(
+    manifest: ManifestName,
+    checkpoint: Checkpoint,
+    output: Annotated[Path | None, typer.Option("--output", "-o", help="Write the plan as JSON here.")] = None,
+    mermaid: Annotated[bool, typer.Option("--mermaid", help="Print a mermaid diagram instead of a table.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Resolve a manifest for a checkpoint: the format of every tensor, the rule that says so, and the bytes.
+
+    Example: bitplan plan llama model.safetensors -o plan.json
+    """
+    from bitplan.plan import open_manifest
+    from bitplan.store.tensor_files import open_tensors
+
+    rules = open_manifest(manifest)
+    with open_tensors(checkpoint) as file:
+        resolved = rules.resolve({name: spec.shape for name, spec in file.specs.items()})
+    if output is not None:
+        resolved.save(output)
+    if as_json:
+        show_json(resolved.to_document())
+        return
+    if mermaid:
+        print(resolved.to_mermaid())
+        return
+    rows: list[dict[str, Any]] = [row._asdict() for row in resolved.table(collapse=True)]
+    for row in rows:
+        row["nbytes"] = human_bytes(row["nbytes"])
+        row["shape"] = "x".join(map(str, row["shape"] or ()))
+    table(f"{checkpoint} under {manifest}", rows)
+    sizes = [
+        {
+            **row._asdict(),
+            "nbytes": human_bytes(row.nbytes),
+            "ratio": "" if row.ratio is None else f"{row.ratio:.2f}",
+        }
+        for row in resolved.bytes_by_role_and_format()
+    ]
+    table("bytes by role and format; ratio: times smaller than bfloat16", sizes)
+    if output is not None:
+        print(f"plan: {output}")
+
+
+@manifest_app.command()
+def show(name: Annotated[str, typer.Argument(help="gpt-oss, llama or mixtral.")]) -> None:
+    """Print a shipped manifest, to save and edit.
+
+    Example: bitplan manifest show llama
+    """
+    from bitplan.plan.shipped import shipped_text
+
+    sys.stdout.write(shipped_text(name).decode())
+
+
+@manifest_app.command()
+def expand(raw: Annotated[Path, typer.Argument(help="A raw map of names with [i] to formats, as JSON.")]) -> None:
+    """Turn a raw map (`block.[i].mlp.weight` to a format) into a manifest of rules.
+
+    Example: bitplan manifest expand raw.json
+    """
+    from bitplan.plan import ManifestError, expand_raw_map
+    from bitplan.plan.manifest import is_raw_map
+    from bitplan.records import read_json
+
+    document = read_json(raw)
+    if not is_raw_map(document):
+        raise ManifestError(f"{raw}: expected a raw map of tensor names to formats; a manifest needs no expanding")
+    show_json(expand_raw_map(document))
+
+
+@manifest_app.command()
+def schema() -> None:
+    """Print the JSON Schema of manifests, for editors.
+
+    Example: bitplan manifest schema
+    """
+    from bitplan.plan import manifest_schema
+
+    show_json(manifest_schema())

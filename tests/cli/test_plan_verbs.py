@@ -1,0 +1,78 @@
+"""check, plan and manifest from the shell."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import safetensors.torch
+import torch
+
+from bitplan.cli import run
+from bitplan.plan import Plan, manifest_schema
+
+
+@pytest.fixture
+def llama(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    shapes = {"model.embed_tokens.weight": (8, 64), "model.norm.weight": (64,), "lm_head.weight": (8, 64)}
+    for layer in range(2):
+        shapes |= {f"model.layers.{layer}.self_attn.{part}_proj.weight": (64, 64) for part in "qkvo"}
+        shapes |= {f"model.layers.{layer}.mlp.{part}_proj.weight": (64, 64) for part in ("gate", "up", "down")}
+        shapes |= {f"model.layers.{layer}.{part}_layernorm.weight": (64,) for part in ("input", "post_attention")}
+    tensors = {name: torch.ones(shape, dtype=torch.bfloat16) for name, shape in shapes.items()}
+    safetensors.torch.save_file(tensors, "llama.safetensors")
+    return "llama.safetensors"
+
+
+def test_check_says_clean(llama, capsys):
+    assert run(["check", "llama", llama]) == 0
+    assert "21 tensors, no findings under llama" in capsys.readouterr().out
+
+
+def test_check_exits_1_with_findings(llama, capsys):
+    assert run(["check", "gpt-oss", llama, "--json"]) == 1
+    codes = {finding["code"] for finding in json.loads(capsys.readouterr().out)}
+    assert {"unmatched", "unused-rule"} <= codes
+    assert run(["check", "gpt-oss", llama]) == 1
+    assert "model.layers.0.mlp.down_proj.weight" in capsys.readouterr().out
+
+
+def test_plan_is_shown_and_saved(llama, capsys):
+    assert run(["plan", "llama", llama, "-o", "plan.json"]) == 0
+    out = capsys.readouterr().out
+    assert "model.layers.[0..1].mlp.up_proj.weight" in out
+    assert "3.76" in out
+    saved = Plan.load("plan.json")
+    assert saved["model.layers.1.mlp.up_proj.weight"].format == "mxfp4"
+    assert run(["plan", "llama", llama, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == json.loads(saved.to_json())
+    assert run(["plan", "llama", llama, "--mermaid"]) == 0
+    assert capsys.readouterr().out.startswith("graph TD")
+
+
+def test_a_plan_for_another_model_is_one_line(llama, capsys):
+    assert run(["plan", "gpt-oss", llama]) == 2
+    captured = capsys.readouterr()
+    assert captured.err.count("\n") == 1
+    assert "no rule matches 6 of 21 tensors" in captured.err
+
+
+def test_a_shipped_manifest_is_one_to_edit(llama, tmp_path, capsys):
+    assert run(["manifest", "show", "llama"]) == 0
+    (tmp_path / "mine.json").write_text(capsys.readouterr().out)
+    assert run(["check", "mine.json", llama]) == 0
+
+
+def test_schema_and_expand(tmp_path, capsys):
+    assert run(["manifest", "schema"]) == 0
+    assert json.loads(capsys.readouterr().out) == manifest_schema()
+    raw = {"block.[i].attn.qkv.weight": "BF16", "block.[i].mlp.mlp1_weight.blocks": "FP4"}
+    raw["block.[i].mlp.mlp1_weight.scales"] = "UE8"
+    (tmp_path / "raw.json").write_text(json.dumps(raw))
+    assert run(["manifest", "expand", str(tmp_path / "raw.json")]) == 0
+    expanded = json.loads(capsys.readouterr().out)
+    assert r"^block\.(\d+)\.attn\.qkv\.weight$" in [rule["regex"] for rule in expanded["patterns"]]
+    (tmp_path / "manifest.json").write_text(json.dumps(expanded))
+    assert run(["manifest", "expand", str(tmp_path / "manifest.json")]) == 2
+    assert "needs no expanding" in capsys.readouterr().err
