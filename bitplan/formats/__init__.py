@@ -1,7 +1,8 @@
 """What a number is: the exact definition of every format, in plain torch."""
 
 from bitplan.formats.codec import decode, encode
-from bitplan.formats.format import Encoded, Format
+from bitplan.formats.encoded import Encoded
+from bitplan.formats.format import Format
 from bitplan.formats.registry import DTYPE_NAMES, get_format, list_formats
 from bitplan.formats.repack import repack
 from bitplan.formats.report import ErrorReport, error_report

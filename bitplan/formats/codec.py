@@ -14,7 +14,8 @@ from torch import Tensor
 
 from bitplan.errors import FormatError, NonFiniteError
 from bitplan.formats.choose import choose_affine, choose_scales
-from bitplan.formats.format import Encoded, Format
+from bitplan.formats.encoded import Encoded
+from bitplan.formats.format import Format
 from bitplan.formats.registry import get_format
 from bitplan.formats.scales import SCALE_RULES, ScaleRule
 from bitplan.formats.tiles import from_blocks, tile_of_grid, tiles, to_blocks

@@ -9,6 +9,7 @@ OCP FP8, the quantization seed (ternary, binary).
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass, replace
 
 import torch
@@ -21,7 +22,7 @@ _E2M1_MIDPOINTS = ((0.25, False), (0.75, True), (1.25, False), (1.75, True), (2.
 
 
 @dataclass(frozen=True)
-class Element:
+class Element(ABC):
     """One code's worth of number: `bits` wide, codes held in `codes`, largest magnitude `limit`.
 
     A number beyond `clip_low` or `clip_high` is one that saturation changed: rounding alone
@@ -37,11 +38,13 @@ class Element:
     clip_high: float
     gauss: float | None = None
 
+    @abstractmethod
     def round(self, scaled: Tensor) -> Tensor:
-        raise NotImplementedError
+        """Scaled numbers -> codes."""
 
+    @abstractmethod
     def value(self, codes: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
-        raise NotImplementedError
+        """Codes -> the numbers they stand for."""
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,8 @@ import torch
 from torch import Tensor
 
 from bitplan.errors import FormatError
-from bitplan.formats.format import Encoded, Format
+from bitplan.formats.encoded import Encoded
+from bitplan.formats.format import Format
 from bitplan.formats.registry import get_format
 from bitplan.formats.scales import E8M0_NAN
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from bitplan.errors import FormatError
 from bitplan.formats.codec import decode, readable
-from bitplan.formats.format import Encoded
+from bitplan.formats.encoded import Encoded
 from bitplan.formats.tiles import from_blocks, tile_of_grid, tiles
 
 PIECE = 2**22

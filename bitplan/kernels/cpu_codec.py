@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 
 from bitplan.errors import NonFiniteError
-from bitplan.formats.format import Encoded, Format
+from bitplan.formats.encoded import Encoded
+from bitplan.formats.format import Format
 from bitplan.formats.gguf_rules import GgufMxfp4
 from bitplan.formats.registry import get_format
 from bitplan.formats.scales import reciprocal

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from bitplan.formats.format import Encoded
+from bitplan.formats.encoded import Encoded
 from bitplan.kernels.triton_numbers import (
     Launch,
     as_bits,
