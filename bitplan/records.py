@@ -7,6 +7,7 @@ process leaves the old file as it was.
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import secrets
@@ -28,6 +29,8 @@ def atomic_file(path: str | Path) -> Iterator[BinaryIO]:
     A symbolic link is followed, so that the link stays and its target is replaced.
     """
     target = Path(os.path.realpath(path))
+    if not target.parent.is_dir():
+        raise FileNotFoundError(errno.ENOENT, "no such folder", str(Path(path).parent))
     partial = target.with_name(f".{target.name}.{secrets.token_hex(6)}.partial")
     try:
         with partial.open("x+b") as file:

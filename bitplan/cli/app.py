@@ -66,6 +66,7 @@ def formats(
 def _formats_on(on: str, scale_rule: Rule | None, as_json: bool) -> None:
     from bitplan.errors import FormatError
     from bitplan.formats import error_report, list_formats
+    from bitplan.formats.codec import finite, readable
     from bitplan.kernels import encode
     from bitplan.store.tensor_files import open_tensors
 
@@ -73,7 +74,7 @@ def _formats_on(on: str, scale_rule: Rule | None, as_json: bool) -> None:
     if not separator:
         raise FormatError(f"--on takes FILE:TENSOR, got {on!r}; `bitplan inspect {on}` lists the tensors")
     with open_tensors(path) as file:
-        numbers = file.read_float(name)
+        numbers = finite(readable(file.read_float(name), on), "error", on)
     rows: list[dict[str, Any]] = []
     for fmt in list_formats():
         rule = None if fmt.is_cast else scale_rule
@@ -141,7 +142,9 @@ def quantize(
     source: Annotated[Path, typer.Argument(metavar="IN", help="What `inspect` opens.")],
     output: Annotated[Path, typer.Argument(metavar="OUT", help=".safetensors, .gguf, .json, or a folder for shards.")],
     fmt: Annotated[str, typer.Option("--format", "-f", help="A name from `bitplan formats`.")],
-    keep: Annotated[list[str] | None, typer.Option(help="Leave tensors whose name matches this pattern.")] = None,
+    keep: Annotated[
+        list[str] | None, typer.Option(help="Leave tensors of this name or shell pattern (* ? [ab]).")
+    ] = None,
     only: Annotated[list[str] | None, typer.Option(help="Quantize these and nothing else.")] = None,
     scale_rule: Annotated[Rule | None, typer.Option(help="How scales are chosen.")] = None,
     pad: Annotated[Literal["zero"] | None, typer.Option(help="Fill a last block that is not whole.")] = None,
@@ -177,8 +180,9 @@ def quantize(
     reasons = Counter((row["to"], row["reason"]) for row in report.rows)
     rows = [{"tensors": count, "written as": to, "why": why} for (to, why), count in reasons.most_common()]
     table(f"{source} -> {output}", rows)
-    ratio = report.bytes_before / max(report.bytes_after, 1)
-    print(f"{human_bytes(report.bytes_before)} -> {human_bytes(report.bytes_after)} ({ratio:.2f}x smaller)")
+    before, after = report.bytes_before, report.bytes_after
+    change = f"{before / max(after, 1):.2f}x smaller" if after <= before else f"{after / max(before, 1):.2f}x larger"
+    print(f"{human_bytes(before)} -> {human_bytes(after)} ({change})")
 
 
 @app.command()

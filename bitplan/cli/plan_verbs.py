@@ -93,7 +93,7 @@ def show(name: Annotated[str, typer.Argument(help="gpt-oss, llama or mixtral.")]
 
 @manifest_app.command()
 def expand(raw: Annotated[Path, typer.Argument(help="A raw map of names with [i] to formats, as JSON.")]) -> None:
-    """Turn a raw map (`block.[i].mlp.weight` to a format) into a manifest of rules.
+    r"""Turn a raw map (`block.\[i].mlp.weight` to a format) into a manifest of rules.
 
     Example: bitplan manifest expand raw.json
     """

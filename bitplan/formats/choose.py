@@ -95,6 +95,11 @@ def _limits(fmt: Format, matrix: Tensor, rule: ScaleRule, percentile: float) -> 
     for tile in tiles(fmt, *matrix.shape):
         found = fmt.limits(to_blocks(fmt, matrix[tile].to(fmt.work)), rule, percentile)
         tile_of_grid(fmt, limits, tile).view(-1).copy_(found)
+    width = fmt.block.cols or matrix.shape[1]
+    if rule == "absmean" and (
+        real := matrix.shape[1] % max(width, 1)
+    ):  # the filling of a last block counts for nothing
+        limits[:, -1] *= width / real
     return limits
 
 

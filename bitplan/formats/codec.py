@@ -75,6 +75,9 @@ def encode(
 
 def readable(x: Tensor, name: str) -> Tensor:
     """x without its graph, 8-bit floats as float32 (exact; torch has no arithmetic for them)."""
+    if not isinstance(x, Tensor) or x.is_meta or x.layout != torch.strided:
+        kind = f"{x.layout} on {x.device}" if isinstance(x, Tensor) else type(x).__name__
+        raise FormatError(f"{name}: expected a dense torch tensor with numbers in it, got {kind}")
     if not x.is_floating_point() or x.dtype == torch.float4_e2m1fn_x2:
         raise FormatError(f"{name}: expected a float tensor, got {x.dtype}; cast it first if these are weights")
     x = x.detach()
@@ -108,7 +111,8 @@ def encode_with_scales(
 
 
 def decode(encoded: Encoded, dtype: torch.dtype = torch.float32) -> Tensor:
-    """The numbers an Encoded stands for, as `dtype`, on the device where it lies."""
+    """The numbers an Encoded stands for, as a float `dtype`, on the device where it lies."""
+    check_decodable(encoded, dtype)
     fmt = encoded.fmt
     if fmt.is_cast:
         return encoded.data.to(dtype, copy=True)
@@ -124,6 +128,14 @@ def decode(encoded: Encoded, dtype: torch.dtype = torch.float32) -> Tensor:
         values = fmt.dequantize(blocks, tile_of_grid(fmt, scales, tile).reshape(-1), encoded.zero_point)
         out[tile] = from_blocks(fmt, values, height, width).to(dtype)
     return out.reshape(encoded.shape)
+
+
+def check_decodable(encoded: Encoded, dtype: torch.dtype) -> None:
+    """Refuse what is not encoded, and integers, which would cut the numbers off without a word."""
+    if not isinstance(encoded, Encoded):
+        raise FormatError(f"decode takes an Encoded, got {type(encoded).__name__}")
+    if not dtype.is_floating_point:
+        raise FormatError(f"decode gives floats, got dtype={dtype}; Encoded.codes() has the codes")
 
 
 def _codes_of_tile(fmt: Format, data: Tensor, tile: tuple[slice, slice], width: int) -> Tensor:

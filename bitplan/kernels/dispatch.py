@@ -20,6 +20,7 @@ from torch import Tensor
 from bitplan import formats
 from bitplan.errors import NonFiniteError
 from bitplan.formats import Encoded, Format, get_format
+from bitplan.formats.codec import check_decodable, readable
 
 TWIN_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 # Below this a CPU twin gains less than a millisecond, and its first use may cost seconds of compiling.
@@ -38,6 +39,7 @@ class Picked:
 def encode(x: Tensor, fmt: Format | str, **options: Any) -> Encoded:
     """Hold a float tensor in a format; options and result are those of `bitplan.formats.encode`."""
     fmt = get_format(fmt)
+    readable(x, options.get("name", "tensor"))
     if explain_encode(x, fmt, **options).implementation == "torch":
         return formats.encode(x, fmt, **options)
     shape = tuple(x.shape)
@@ -56,6 +58,7 @@ def encode(x: Tensor, fmt: Format | str, **options: Any) -> Encoded:
 
 def decode(encoded: Encoded, dtype: torch.dtype = torch.float32) -> Tensor:
     """The numbers an Encoded stands for, as `bitplan.formats.decode` gives them."""
+    check_decodable(encoded, dtype)
     if explain_decode(encoded, dtype).implementation == "torch":
         return formats.decode(encoded, dtype)
     numbers: Tensor = _twins(encoded.device.type).DECODERS[encoded.fmt.name](encoded, dtype)

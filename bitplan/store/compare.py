@@ -148,6 +148,11 @@ def compare_files(first: str | Path, second: str | Path) -> Comparison:
             sums = similarity(numbers, two.read_float(name))
             total += sums
             layers[name] = Agreement.of(sums, numbers.numel(), spec.format, other.format)
+            if not math.isfinite(sums.square_difference):
+                findings.append(f"{name}: NaN or infinity on one side, so its figures say nothing")
+    if not layers:
+        nothing = Agreement(0, math.nan, math.nan, math.nan, math.nan)
+        return Comparison({}, nothing, (*findings, f"{first} and {second} have no tensor in common"))
     worst_first = dict(sorted(layers.items(), key=lambda item: (item[1].sqnr_db, item[0])))
     return Comparison(worst_first, Agreement.of(total, sum(one.count for one in layers.values())), tuple(findings))
 

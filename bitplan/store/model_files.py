@@ -42,7 +42,8 @@ def save_model(model: nn.Module, path: str | Path, *, metadata: Mapping[str, str
 def load_model(path: str | Path, model: nn.Module) -> nn.Module:
     """Fill a model of the same architecture from a file and return it.
 
-    Every name and shape is checked before the first value is changed.
+    Every name and shape is checked before the first value is changed. A packed tensor fits a parameter of any float
+    type: the version is what the file holds, and the parameter what it stands for, rounded to its type.
     """
     own = model.state_dict(keep_vars=True)
     with open_tensors(path) as file:
@@ -57,7 +58,8 @@ def load_model(path: str | Path, model: nn.Module) -> nn.Module:
             spec = file.specs[file.tied.get(name, name)]
             if spec.shape != tuple(own[name].shape):
                 raise FileFormatError(f"{path}: {name!r} is {spec.shape}, the model's is {tuple(own[name].shape)}")
-            if torch.promote_types(spec.dtype, own[name].dtype) != own[name].dtype:
+            holds = torch.promote_types(spec.dtype, own[name].dtype) == own[name].dtype
+            if not (holds or (spec.encoded and own[name].is_floating_point())):
                 raise FileFormatError(
                     f"{path}: {name!r} is {spec.dtype}, which the model's {own[name].dtype} cannot hold exactly"
                 )

@@ -44,14 +44,19 @@ class QuantizeOptions:
         """The format a tensor gets, None to leave it as it is, and the reason."""
         if not spec.dtype.is_floating_point:
             return None, "not floats"
-        if kept := next((pattern for pattern in self.keep if fnmatch.fnmatchcase(spec.name, pattern)), None):
+        if kept := next((pattern for pattern in self.keep if _matches(spec.name, pattern)), None):
             return None, f"kept by {kept!r}"
         if self.only:
-            wanted = next((pattern for pattern in self.only if fnmatch.fnmatchcase(spec.name, pattern)), None)
+            wanted = next((pattern for pattern in self.only if _matches(spec.name, pattern)), None)
             return (self.fmt, f"matches {wanted!r}") if wanted else (None, "not among --only")
         if len(spec.shape) < 2:
             return None, "one axis: norms and biases stay"
         return self.fmt, "a weight of two axes or more"
+
+
+def _matches(name: str, pattern: str) -> bool:
+    """A name itself, which may hold brackets, or a shell pattern."""
+    return name == pattern or fnmatch.fnmatchcase(name, pattern)
 
 
 @dataclass
@@ -174,10 +179,21 @@ def _converted(file: TensorFile, spec: TensorSpec, promise: Promise, options: Qu
     where = f"{file.path}: {spec.name}"
     numbers = file.read_float(spec.name)
     if promise.fmt.is_cast:
-        return encode(finite(numbers, options.nonfinite, where), promise.fmt)
+        return _cast(finite(numbers, options.nonfinite, where), promise.fmt, where)
     return encode(
         numbers, promise.fmt, scale_rule=options.scale_rule, pad=options.pad, nonfinite=options.nonfinite, name=where
     )
+
+
+def _cast(numbers: Tensor, fmt: Format, where: str) -> Encoded:
+    """A cast that refuses to make infinities of finite numbers."""
+    encoded = encode(numbers, fmt)
+    if lost := int(encoded.data.isinf().sum()):
+        raise FormatError(
+            f"{where}: {lost} of {numbers.numel()} numbers are beyond the range of {fmt.name}; "
+            "choose bfloat16 or float32"
+        )
+    return encoded
 
 
 def _promises(file: TensorFile, names: Sequence[str], options: QuantizeOptions) -> list[Promise]:
@@ -198,7 +214,7 @@ def _promises(file: TensorFile, names: Sequence[str], options: QuantizeOptions) 
 
 def _check_patterns(file: TensorFile, options: QuantizeOptions) -> None:
     for pattern in (*options.keep, *options.only):
-        if not fnmatch.filter(file.specs, pattern):
+        if not any(_matches(name, pattern) for name in file.specs):
             raise StoreError(
                 f"{file.path}: the pattern {pattern!r} matches no tensor; `bitplan inspect` lists the names"
             )

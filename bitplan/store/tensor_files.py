@@ -98,6 +98,8 @@ def open_tensors(path: str | Path) -> TensorFile:
     if source.is_file():
         with source.open("rb") as file:
             head = file.read(4)
+        if not head:
+            raise FileFormatError(f"{source}: the file is empty")
         if head == b"GGUF":
             return GGUFTensors(source)
         if head[:1] == b"{" and not source.name.endswith(INDEX_SUFFIX):
@@ -217,7 +219,10 @@ class GGUFTensors(TensorFile):
         for start in range(0, out.shape[0], step):
             stop = min(start + step, out.shape[0])
             raw = self.file.read_raw_rows(name, start, stop)
-            out[start:stop] = dequantize_rows(raw, self.file.tensors[name].type)
+            try:
+                out[start:stop] = dequantize_rows(raw, self.file.tensors[name].type)
+            except StoreError as error:
+                raise StoreError(f"{self.path}: {name}: {error}") from None
         return out.reshape(shape)
 
 

@@ -131,6 +131,12 @@ def _gguf_type(promise: Promise, path: str | Path) -> str:
             f"{path}: GGUF cannot hold {promise.fmt.name} ({promise.name!r}); "
             f"it holds {', '.join(GGUF_TYPES)}; write .safetensors for the others"
         )
+    row, block = promise.shape[-1] if promise.shape else 1, promise.fmt.block.cols or 1
+    if row % block:
+        raise StoreError(
+            f"{path}: GGUF's blocks of {block} lie along the last axis and are never filled, and {promise.name!r} has "
+            f"{row} there; leave it as it is (--keep {promise.name!r}), or write .safetensors"
+        )
     return GGUF_TYPES[promise.fmt.name]
 
 
@@ -176,4 +182,7 @@ def write_tensors(
         with write_poly_tensors(path, promises) as writer:
             yield writer
     else:
-        raise StoreError(f"{path}: the suffix says what to write, {', '.join(SUFFIXES)}; got {suffix!r}")
+        raise StoreError(
+            f"{path}: the suffix says what to write, {', '.join(SUFFIXES)} (a folder takes a sharded source); "
+            f"got {suffix!r}"
+        )

@@ -82,7 +82,7 @@ def test_compare_exits_1_on_findings(model, capsys):
     [
         (["inspect", "nowhere"], "nowhere: no such file"),
         (["quantize", "model.safetensors", "o.safetensors", "-f", "mxfp5"], "did you mean 'mxfp4'"),
-        (["quantize", "model.safetensors", "no/such/o.safetensors", "-f", "int8"], "No such file or directory"),
+        (["quantize", "model.safetensors", "no/such/o.safetensors", "-f", "int8"], "no/such: no such folder"),
         (["quantize", "model.safetensors", "o.safetensors"], "--format"),
         (["quantise"], "quantize"),
         (["inspect", "model.safetensors", "--jsno"], "--json"),
@@ -117,3 +117,19 @@ def test_demo_runs_from_nothing_to_files(tmp_path, capsys):
     assert rows["mxfp4"]["bytes"] < rows["float32"]["bytes"] / 7
     assert all((tmp_path / "out" / row["file"]).stat().st_size == row["bytes"] for row in rows.values())
     assert abs(rows["bfloat16"]["perplexity"] / rows["float32"]["perplexity"] - 1) < 0.01
+
+
+@pytest.mark.usefixtures("model")
+def test_formats_on_a_tensor_with_nan_is_one_line(capsys):
+    safetensors.torch.save_file({"w": torch.full((2, 32), torch.nan), "ids": torch.ones(3).long()}, "nan.safetensors")
+    for name, message in (("w", "64 NaN and 0 infinite"), ("ids", "expected a float tensor")):
+        assert run(["formats", "--on", f"nan.safetensors:{name}"]) == 2
+        captured = capsys.readouterr()
+        assert captured.err.count("\n") == 1
+        assert message in captured.err
+
+
+def test_a_file_that_grew_is_said_to_have_grown(model, capsys):
+    assert run(["quantize", model, "small.safetensors", "-f", "mxfp4"]) == 0
+    assert run(["quantize", "small.safetensors", "large.safetensors", "-f", "float32"]) == 0
+    assert "x larger" in capsys.readouterr().out

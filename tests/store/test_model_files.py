@@ -146,3 +146,17 @@ def test_a_padded_format_keeps_its_padding_in_the_file(tmp_path):
     assert (tmp_path / "a.safetensors").read_bytes() == (tmp_path / "b.safetensors").read_bytes()
     with pytest.raises(StoreError, match=r"GGUF|row"):
         save_model(loaded, tmp_path / "a.gguf")
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+@pytest.mark.parametrize("fmt", ["q8_0_gguf", "int8_row", "mxfp4"])
+def test_models_of_other_float_types_load_and_save_to_the_same_bytes(dtype, fmt, tmp_path):
+    model = nn.Linear(64, 64).to(dtype)
+    morph_model(model, fmt)
+    save_model(model, tmp_path / "a.safetensors")
+    loaded = load_model(tmp_path / "a.safetensors", nn.Linear(64, 64).to(dtype))
+    save_model(loaded, tmp_path / "b.safetensors")
+    assert (tmp_path / "a.safetensors").read_bytes() == (tmp_path / "b.safetensors").read_bytes()
+    assert loaded.weight.dtype == dtype
+    x = torch.randn(3, 64).to(dtype)
+    assert torch.equal(loaded.eval()(x), model.eval()(x))

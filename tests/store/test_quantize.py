@@ -237,3 +237,45 @@ def test_a_full_disk_is_one_line_and_leaves_the_old_file(source):
     assert "File too large" in done.stderr
     assert sorted(path.name for path in source.parent.iterdir()) == ["in.safetensors", "out.safetensors"]
     assert (source.parent / "out.safetensors").read_bytes() == b"old"
+
+
+# ---- found by a reader who did not write it --------------------------------------------------------------------------
+
+
+def test_a_cast_never_makes_infinities(tmp_path):
+    safetensors.torch.save_file({"w": torch.full((2, 32), 1e6)}, tmp_path / "in.safetensors")
+    with pytest.raises(FormatError, match=r"w: 64 of 64 numbers are beyond the range of float16; choose bfloat16"):
+        quantize_file(tmp_path / "in.safetensors", tmp_path / "out.safetensors", "float16")
+
+
+def test_a_name_with_brackets_can_be_kept(tmp_path):
+    safetensors.torch.save_file({"a[0].weight": torch.randn(2, 33)}, tmp_path / "in.safetensors")
+    report = quantize_file(tmp_path / "in.safetensors", tmp_path / "out.safetensors", "mxfp4", keep=["a[0].weight"])
+    assert report.rows[0]["to"] == "float32"
+
+
+def test_gguf_says_that_it_never_fills_a_block(tmp_path):
+    safetensors.torch.save_file({"w": torch.randn(2, 33)}, tmp_path / "in.safetensors")
+    with pytest.raises(StoreError, match=r"never filled, and 'w' has 33 there; leave it as it is \(--keep 'w'\)"):
+        quantize_file(tmp_path / "in.safetensors", tmp_path / "out.gguf", "q4_0_gguf", pad="zero")
+
+
+def test_files_with_nothing_in_common_do_not_agree(tmp_path):
+    safetensors.torch.save_file({"a": torch.ones(2)}, tmp_path / "a.safetensors")
+    safetensors.torch.save_file({"b": torch.ones(2)}, tmp_path / "b.safetensors")
+    result = compare_files(tmp_path / "a.safetensors", tmp_path / "b.safetensors")
+    assert result.to_dict()["overall"]["cosine"] is None
+    assert "no tensor in common" in result.findings[-1]
+
+
+def test_nan_is_a_finding_of_a_comparison(tmp_path):
+    safetensors.torch.save_file({"a": torch.tensor([1.0, torch.nan])}, tmp_path / "a.safetensors")
+    assert compare_files(tmp_path / "a.safetensors", tmp_path / "a.safetensors").findings == (
+        "a: NaN or infinity on one side, so its figures say nothing",
+    )
+
+
+def test_a_missing_folder_is_named(source, tmp_path):
+    with pytest.raises(FileNotFoundError, match="no such folder") as caught:
+        quantize_file(source, tmp_path / "nope" / "out.safetensors", "int8")
+    assert caught.value.filename.endswith("nope")
