@@ -7,6 +7,8 @@ from collections.abc import Sequence
 
 from bitplan.errors import BitplanError
 
+INTERRUPTED = 130
+
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command line and leave the process with its exit code."""
@@ -22,17 +24,22 @@ def run(arguments: Sequence[str] | None = None) -> int:
     command = typer.main.get_command(app)
     given = None if arguments is None else list(arguments)
     try:
-        return int(command.main(args=given, prog_name="bitplan", standalone_mode=False) or 0)
+        code = int(command.main(args=given, prog_name="bitplan", standalone_mode=False) or 0)
+        return _interrupted() if code == INTERRUPTED else code  # newer typers turn Ctrl-C into a code
     except (BitplanError, OSError, MemoryError) as error:
         return _fail(_one_line(error))
     except (KeyboardInterrupt, typer.Abort):
-        return _fail("interrupted", code=130)
+        return _interrupted()
     except Exception as error:
         # typer brings its own copy of click since 0.20; its usage errors are told by their method.
         format_message = getattr(error, "format_message", None)
         if format_message is None:
             raise
         return _fail(" ".join(format_message().split()))
+
+
+def _interrupted() -> int:
+    return _fail("interrupted; a file that was being written is as it was before", code=INTERRUPTED)
 
 
 def _fail(message: str, code: int = 2) -> int:

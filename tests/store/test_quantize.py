@@ -279,3 +279,18 @@ def test_a_missing_folder_is_named(source, tmp_path):
     with pytest.raises(FileNotFoundError, match="no such folder") as caught:
         quantize_file(source, tmp_path / "nope" / "out.safetensors", "int8")
     assert caught.value.filename.endswith("nope")
+
+
+def test_ctrl_c_says_so_and_leaves_the_old_file(tmp_path):
+    large_file(tmp_path / "in.safetensors", 3)
+    (tmp_path / "out.safetensors").write_bytes(b"old")
+    command = [sys.executable, "-m", "bitplan", "quantize", "in.safetensors", "out.safetensors", "-f", "nvfp4"]
+    process = subprocess.Popen(command, cwd=tmp_path, stderr=subprocess.PIPE, text=True)
+    while process.poll() is None and not any(path.stat().st_blocks for path in tmp_path.glob(".*.partial")):
+        time.sleep(0.005)
+    process.send_signal(signal.SIGINT)
+    _, told = process.communicate()
+    assert process.returncode == 130
+    assert told == "bitplan: interrupted; a file that was being written is as it was before\n"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["in.safetensors", "out.safetensors"]
+    assert (tmp_path / "out.safetensors").read_bytes() == b"old"
