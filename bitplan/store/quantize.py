@@ -174,7 +174,7 @@ def _quantize_each(
 
 
 def _converted(file: TensorFile, spec: TensorSpec, promise: Promise, options: QuantizeOptions) -> Tensor | Encoded:
-    if promise.fmt is None or (spec.encoded and promise.fmt.name == spec.format):
+    if promise.fmt is None or _is_copied(spec, promise.fmt):
         return file.read(promise.name)
     where = f"{file.path}: {spec.name}"
     numbers = file.read_float(spec.name)
@@ -183,6 +183,11 @@ def _converted(file: TensorFile, spec: TensorSpec, promise: Promise, options: Qu
     return encode(
         numbers, promise.fmt, scale_rule=options.scale_rule, pad=options.pad, nonfinite=options.nonfinite, name=where
     )
+
+
+def _is_copied(spec: TensorSpec, fmt: Format) -> bool:
+    """Whether a tensor is in its format already: its bytes are copied, filling and all."""
+    return spec.encoded and spec.format == fmt.name
 
 
 def _cast(numbers: Tensor, fmt: Format, where: str) -> Encoded:
@@ -203,7 +208,8 @@ def _promises(file: TensorFile, names: Sequence[str], options: QuantizeOptions) 
         fmt, _ = options.choose(spec)
         if fmt is None and spec.encoded:  # left alone means left packed
             fmt = get_format(spec.format)
-        if fmt is not None and options.pad is None and fmt.padded_cols(cols := fmt.matrix_shape(spec.shape)[1]) != cols:
+        cols = fmt.matrix_shape(spec.shape)[1] if fmt is not None else 0
+        if fmt and not _is_copied(spec, fmt) and options.pad is None and fmt.padded_cols(cols) != cols:
             raise FormatError(
                 f"{file.path}: {name}: {fmt.name} has blocks of {fmt.block.cols}, and {cols} of shape {spec.shape} is "
                 f"not a multiple; --pad zero fills the last block, --keep {name!r} leaves the tensor as it is"

@@ -239,6 +239,15 @@ def test_a_full_disk_is_one_line_and_leaves_the_old_file(source):
     assert (source.parent / "out.safetensors").read_bytes() == b"old"
 
 
+def test_a_filled_tensor_that_stays_packed_is_copied(tmp_path):
+    safetensors.torch.save_file({"w": torch.randn(3, 33), "v": torch.randn(3, 64)}, tmp_path / "in.safetensors")
+    quantize_file(tmp_path / "in.safetensors", tmp_path / "a.safetensors", "mxfp4", pad="zero")
+    quantize_file(tmp_path / "a.safetensors", tmp_path / "b.safetensors", "mxfp4")
+    assert (tmp_path / "a.safetensors").read_bytes() == (tmp_path / "b.safetensors").read_bytes()
+    report = quantize_file(tmp_path / "a.safetensors", tmp_path / "c.safetensors", "q8_0_gguf", keep=["w"])
+    assert {row["name"]: row["to"] for row in report.rows} == {"v": "q8_0_gguf", "w": "mxfp4"}
+
+
 # ---- found by a reader who did not write it --------------------------------------------------------------------------
 
 
