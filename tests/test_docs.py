@@ -27,11 +27,14 @@ def test_snippet_runs(code, tmp_path):
     assert done.returncode == 0, done.stderr
 
 
-def test_the_readme_quotes_the_results_and_nothing_else():
+def test_pages_quote_the_results_and_nothing_else():
     tables = runpy.run_path(str(ROOT / "benchmarks" / "tables.py"))
     text = (ROOT / "README.md").read_text()
     assert tables["demo_table"]() in text
     assert tables["speed_table"]() in text
+    text = (ROOT / "docs" / "quality.md").read_text()
+    assert tables["quality_table"]() in text
+    assert tables["grid_table"]() in text
 
 
 def test_every_format_is_in_its_page():

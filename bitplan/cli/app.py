@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 
 import typer
 
-from bitplan.cli import plan_verbs
+from bitplan.cli import convert_verbs, drift_verbs, plan_verbs, quality_verbs
 from bitplan.cli.show import human_bytes, progress, show_json, table
 from bitplan.version import __version__
 
@@ -235,6 +235,10 @@ def demo(
         print(json.dumps(result, indent=2))
 
 
+app.command()(convert_verbs.convert)
+app.command()(convert_verbs.make_checkpoint)
 app.command()(plan_verbs.check)
+app.command()(drift_verbs.drift)
 app.command()(plan_verbs.plan)
 app.add_typer(plan_verbs.manifest_app, name="manifest")
+app.command()(quality_verbs.perplexity)

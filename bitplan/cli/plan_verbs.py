@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from bitplan.cli.show import human_bytes, show_json, table
+from bitplan.cli.show import human_bytes, progress, show_json, table
 
 manifest_app = typer.Typer(help="Show, expand or describe manifests.", no_args_is_help=True)
 Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
@@ -16,24 +16,37 @@ ManifestName = Annotated[str, typer.Argument(metavar="MANIFEST", help="A file, o
 Checkpoint = Annotated[Path, typer.Argument(metavar="CHECKPOINT", help="What `bitplan inspect` opens.")]
 
 
-def check(manifest: ManifestName, checkpoint: Checkpoint, as_json: Json = False) -> None:
-    """Check a manifest against a checkpoint's headers; nothing is loaded. Exit 1 when there are findings.
+def check(
+    manifest: ManifestName,
+    checkpoint: Checkpoint,
+    deep: Annotated[
+        bool, typer.Option("--deep", help="Read the data too: NaN, infinity, scales at the end of their range.")
+    ] = False,
+    as_json: Json = False,
+) -> None:
+    """Check a manifest against a checkpoint's headers, and with --deep its numbers. Exit 1 when there are findings.
 
-    Example: bitplan check llama model.safetensors
+    Example: bitplan check llama model.safetensors --deep
     """
     from bitplan.plan import Header, check_headers, open_manifest
+    from bitplan.store.deep_check import deep_check
     from bitplan.store.tensor_files import open_tensors
 
     rules = open_manifest(manifest)
     with open_tensors(checkpoint) as file:
         headers = {name: Header(spec.format, spec.shape, spec.nbytes) for name, spec in file.specs.items()}
-    findings = check_headers(rules, headers)
+        findings = check_headers(rules, headers)
+        total = sum(header.nbytes for header in headers.values())
+        if deep:
+            with progress("checking", total, hidden=as_json) as advance:
+                findings += deep_check(rules, file, on_bytes=advance)
     if as_json:
         show_json([finding._asdict() for finding in findings])
     elif findings:
         table(f"{len(findings)} findings in {checkpoint} under {manifest}", [finding._asdict() for finding in findings])
     else:
-        print(f"{checkpoint}: {len(headers)} tensors, no findings under {manifest}")
+        checked = f", {human_bytes(total)} of data checked" if deep else ""
+        print(f"{checkpoint}: {len(headers)} tensors{checked}, no findings under {manifest}")
     raise typer.Exit(1 if findings else 0)
 
 

@@ -1,0 +1,174 @@
+"""Formats measured one by one against one reference: what `bitplan perplexity` and benchmarks/quality.py share."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from bitplan.errors import FileFormatError
+from bitplan.formats.scales import ScaleRule
+from bitplan.measure.causal_lm import CausalLM, logits_of
+from bitplan.measure.noise_floor import round_activations, shared_twin
+from bitplan.measure.perplexity import KeptLogits, MeasureError, Quality, measure_perplexity
+from bitplan.plan import Manifest, Plan, PlanError, shipped_manifest
+from bitplan.plan.plan import listed
+from bitplan.store.models import Formats, formats_of, morph_model, places_of
+
+KEPT_LOGITS_BYTES = 4 * 2**30  # the reference's logits: 12,000 tokens of a vocabulary of 49,152 are 2.4 GB
+FLOOR = "noise floor (bfloat16 activations)"
+OnWindows = Callable[[int], None]
+
+
+@dataclass(frozen=True)
+class QualityRow:
+    """One line of the table."""
+
+    label: str
+    bits_per_weight: float
+    quality: Quality
+
+    def to_dict(self) -> dict[str, Any]:
+        return {"format": self.label, "bits_per_weight": self.bits_per_weight, **self.quality.to_dict()}
+
+
+@dataclass
+class QualityRun:
+    """A reference and the windows of text on which everything is measured against it."""
+
+    reference: CausalLM
+    windows: Sequence[Tensor]
+    batch: int = 4
+
+    def __post_init__(self) -> None:
+        self._kept = KeptLogits(self.reference, KEPT_LOGITS_BYTES)
+
+    def measure_reference(self, label: str = "reference", on_windows: OnWindows | None = None) -> QualityRow:
+        quality = measure_perplexity(
+            self._kept, self.windows, batch=self.batch, name=self.reference.where, on_windows=on_windows
+        )
+        return QualityRow(label, bits_per_weight(self.reference.model), quality)
+
+    def measure_floor(self, on_windows: OnWindows | None = None) -> QualityRow:
+        """The reference against itself, its activations rounded to bfloat16."""
+        twin = shared_twin(self.reference.model)
+        head: nn.Module = twin.get_output_embeddings()  # type: ignore[operator]
+        round_activations(twin, torch.bfloat16, keep=[head])
+        return self._against(FLOOR, twin, on_windows)
+
+    def measure(
+        self,
+        label: str,
+        candidate: CausalLM,
+        formats: Formats | None,
+        *,
+        scale_rule: ScaleRule | None = None,
+        pad: Literal["zero"] | None = None,
+        on_windows: OnWindows | None = None,
+    ) -> QualityRow:
+        """A model in these formats, None as it is; the candidate itself stays untouched."""
+        return self._against(label, morphed_twin(candidate, formats, scale_rule=scale_rule, pad=pad), on_windows)
+
+    def measure_in_float64(self, label: str, on_windows: OnWindows | None = None) -> QualityRow:
+        """The reference against itself computed in float64: what float32 arithmetic itself adds to every figure."""
+        wide = copy.deepcopy(self.reference.model).double()
+        row = self._against(label, wide, on_windows)
+        return QualityRow(label, bits_per_weight(self.reference.model), row.quality)
+
+    def _against(self, label: str, model: nn.Module, on_windows: OnWindows | None) -> QualityRow:
+        quality = measure_perplexity(
+            lambda ids: logits_of(model, ids),
+            self.windows,
+            reference=self._kept,
+            batch=self.batch,
+            name=label,
+            on_windows=on_windows,
+        )
+        return QualityRow(label, bits_per_weight(model), quality)
+
+
+def morphed_twin(
+    candidate: CausalLM, formats: Formats | None, *, scale_rule: ScaleRule | None, pad: Literal["zero"] | None
+) -> nn.Module:
+    """A model over the candidate's Parameters that sees them in these formats."""
+    twin = shared_twin(candidate.model)
+    if formats is not None:
+        morph_model(twin, formats, scale_rule=scale_rule, pad=pad)
+    return twin
+
+
+def read_text(path: str | Path) -> str:
+    """A text file, refused by name where it is none."""
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise FileFormatError(f"{path}: not UTF-8 text (byte {error.start}); give a plain text file") from None
+    if not text.strip():
+        raise MeasureError(f"{path}: the text is empty; give a file of plain text to measure on")
+    return text
+
+
+def require_same_tokens(first: CausalLM, second: CausalLM, ids: Tensor, text: str) -> None:
+    """Two models are compared token by token, so both must cut the text alike."""
+    others = second.encode(text)
+    if torch.equal(ids, others):
+        return
+    both = min(len(ids), len(others))
+    differing = (ids[:both] != others[:both]).nonzero()
+    at = int(differing[0]) if len(differing) else both
+    raise MeasureError(
+        f"{first.where} and {second.where} cut the text into different tokens, from token {at} on; "
+        "KL is only defined between models of one vocabulary"
+    )
+
+
+# ---- which weight gets which format ----------------------------------------------------------------------------------
+
+
+def format_map(fmt: str, keep: Sequence[str] = ()) -> dict[str, str | None]:
+    """One format for the weights of all known layers, but for what `keep` names."""
+    return {**dict.fromkeys(keep), "*": fmt}
+
+
+def manifest_map(manifest: Manifest, model: nn.Module) -> dict[str, str | None]:
+    """A manifest's rules, resolved for this model."""
+    return plan_map(
+        manifest.resolve({name: tuple(parameter.shape) for name, parameter in model.named_parameters()}), model
+    )
+
+
+def plan_map(plan: Plan, model: nn.Module, *, where: str = "the plan") -> dict[str, str | None]:
+    """A plan as `morph_model` takes it; GGUF's names are translated, and a parameter without an entry is an error."""
+    places = places_of(model)
+    known = {place.name for place in places}
+    aliases = shipped_manifest("llama").aliases
+    found: dict[str, str | None] = {}
+    for name, choice in plan.items():
+        if plan.entries[name].part is not None:
+            raise PlanError(f"{where}: {name!r} is a part of a packed weight; plan the model's own parameters")
+        found[name if name in known else aliases.to_ours(name)] = choice.format
+    decided = {id(place.parameter) for place in places if place.name in found}  # tied: by any of its names
+    missing = list(dict.fromkeys(place.name for place in places if id(place.parameter) not in decided))
+    if missing:
+        raise PlanError(f"{where}: nothing is said of {listed(missing)}; plan every parameter of the model")
+    return found
+
+
+def bits_per_weight(model: nn.Module) -> float:
+    """Bits of all parameters, scales included, over their number; tied ones count once, in their first format."""
+    formats = formats_of(model)
+    sizes: Mapping[int, tuple[int, int]] = {
+        id(place.parameter): (
+            formats[place.name].nbytes(tuple(place.parameter.shape))
+            if place.name in formats
+            else place.parameter.nbytes,
+            place.parameter.numel(),
+        )
+        for place in reversed(places_of(model))
+    }
+    return 8 * sum(nbytes for nbytes, _ in sizes.values()) / sum(count for _, count in sizes.values())

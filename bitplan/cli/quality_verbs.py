@@ -1,0 +1,155 @@
+"""`bitplan perplexity`: what formats do to a real model, on real text."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import typer
+
+from bitplan.cli.show import progress, show_json, table
+
+if TYPE_CHECKING:
+    from bitplan.cli.quality import QualityRow
+    from bitplan.measure.estimates import Estimate
+
+Rule = Literal["absmax", "absmean", "percentile", "mse"]
+Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
+
+
+def perplexity(
+    model: Annotated[Path, typer.Argument(metavar="MODEL", help="A Hugging Face folder, or a GGUF file.")],
+    text: Annotated[Path, typer.Option(metavar="FILE", help="Plain text to measure on.")],
+    fmt: Annotated[
+        list[str] | None, typer.Option("--format", "-f", help="All weights in this format; give several for a table.")
+    ] = None,
+    manifest: Annotated[
+        list[str] | None, typer.Option(metavar="NAME_OR_FILE", help="Formats by a manifest's rules.")
+    ] = None,
+    plan: Annotated[list[Path] | None, typer.Option(metavar="FILE", help="Formats by a plan.")] = None,
+    against: Annotated[
+        Path | None, typer.Option(metavar="REF", help="The reference; MODEL itself, unquantized, if not given.")
+    ] = None,
+    keep: Annotated[
+        list[str] | None, typer.Option(help="With --format: leave parameters or modules of this name or pattern.")
+    ] = None,
+    scale_rule: Annotated[Rule | None, typer.Option(help="With --format: how scales are chosen.")] = None,
+    pad: Annotated[Literal["zero"] | None, typer.Option(help="Fill a last block that is not whole.")] = None,
+    context: Annotated[int, typer.Option(help="Tokens in a window.")] = 512,
+    tokens: Annotated[
+        int | None, typer.Option(help="Take about this many tokens, in windows spread over the text; all if not given.")
+    ] = None,
+    batch: Annotated[int, typer.Option(help="Windows in a batch.")] = 4,
+    floor: Annotated[bool, typer.Option(help="Measure the reference's own noise floor.")] = True,
+    threads: Annotated[int | None, typer.Option(help="CPU threads.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Perplexity of a model on a text, and how far formats move it from its reference.
+
+    Example: bitplan perplexity model.gguf --text wiki.txt --tokens 12000 --format mxfp4 --format int8_row
+    """
+    import torch
+
+    from bitplan.cli.quality import (
+        QualityRun,
+        format_map,
+        manifest_map,
+        morphed_twin,
+        plan_map,
+        read_text,
+        require_same_tokens,
+    )
+    from bitplan.formats import get_format
+    from bitplan.measure.causal_lm import load_causal_lm
+    from bitplan.measure.perplexity import MeasureError, spread_windows, windows_of
+    from bitplan.plan import Plan, open_manifest
+
+    # Everything that can be refused is, before minutes are spent.
+    formats = [get_format(name) for name in fmt or ()]
+    if (keep or scale_rule) and not formats:
+        raise MeasureError("--keep and --scale-rule go with --format; a manifest or plan says itself what gets what")
+    manifests = [(f"manifest {name}", open_manifest(name)) for name in manifest or ()]
+    plans = [(f"plan {path}", Plan.load(path)) for path in plan or ()]
+    content = read_text(text)
+    if threads is not None:
+        torch.set_num_threads(max(threads, 1))
+    with progress("reading", 1, hidden=as_json):
+        candidate = load_causal_lm(model)
+        reference = candidate if against is None else load_causal_lm(against)
+    candidate.check_context(context)
+    ids = candidate.encode(content)
+    windows = windows_of(ids, context)
+    windows = windows if tokens is None else spread_windows(windows, tokens)
+    if against is not None:
+        reference.check_context(context)
+        require_same_tokens(candidate, reference, ids, content)
+    jobs: list[tuple[str, Any, Rule | None]] = [] if against is None else [(model.name, None, None)]
+    jobs += [(each.name, format_map(each.name, keep or ()), None if each.is_cast else scale_rule) for each in formats]
+    jobs += [(label, manifest_map(rules, candidate.model), None) for label, rules in manifests]
+    jobs += [(label, plan_map(planned, candidate.model, where=label), None) for label, planned in plans]
+    for _, choice, rule in jobs:
+        morphed_twin(candidate, choice, scale_rule=rule, pad=pad)
+    run = QualityRun(reference, windows, batch)
+    with progress("measuring", len(windows) * (1 + floor + len(jobs)), hidden=as_json) as advance:
+
+        def counted(label: str) -> Callable[[int], None]:
+            return lambda count: advance(count, label)
+
+        first = run.measure_reference(f"reference: {Path(reference.where).name}", counted("reference"))
+        noise = run.measure_floor(counted("noise floor")) if floor else None
+        rows = [
+            run.measure(label, candidate, choice, scale_rule=rule, pad=pad, on_windows=counted(label))
+            for label, choice, rule in jobs
+        ]
+    if as_json:
+        show_json(
+            {
+                "model": str(model),
+                "reference": reference.where,
+                "text": str(text),
+                "context": context,
+                "batch": batch,
+                "reference_row": first.to_dict(),
+                "noise_floor": noise and noise.to_dict(),
+                "rows": [row.to_dict() for row in rows],
+            }
+        )
+        return
+    _show(model, text, context, first, noise, rows)
+
+
+def _show(
+    model: Path, text: Path, context: int, first: QualityRow, noise: QualityRow | None, rows: list[QualityRow]
+) -> None:
+    quality = first.quality
+    title = f"{model.name} on {text.name}: {quality.tokens} tokens scored, {quality.windows} windows of {context}"
+    table(title, [_cells(row, noise) for row in (first, *([noise] if noise else []), *rows)])
+    print("NLL difference and KL: nats a token, against the reference on the same tokens; +- is one standard error, by")
+    print("window. 95%: the perplexity on other text of this kind.")
+    if noise:
+        print("Noise floor: the reference against itself with bfloat16 activations; a KL below it (< 1x) is less than")
+        print("running the reference in bfloat16 costs.")
+
+
+def _cells(row: QualityRow, noise: QualityRow | None) -> dict[str, str]:
+    quality, distance = row.quality, row.quality.against
+    floor = noise.quality.against if noise else None
+    low, high = quality.interval or (None, None)
+    cells = {
+        "format": row.label,
+        "bits/weight": f"{row.bits_per_weight:.2f}",
+        "perplexity": f"{quality.perplexity:.3f}",
+        "95%": "one window" if low is None else f"{low:.2f}..{high:.2f}",
+        "NLL difference": _figure(distance.nll_difference, "+.5f") if distance else "",
+        "KL": _figure(distance.kl, ".2e") if distance else "",
+        "same top token": f"{distance.top1_agreement.mean:.2%}" if distance else "",
+    }
+    if floor:
+        cells["KL / floor"] = f"{distance.kl.mean / floor.kl.mean:.3g}x" if distance and floor.kl.mean else ""
+    return cells
+
+
+def _figure(estimate: Estimate, style: str) -> str:
+    error = "" if estimate.standard_error is None else f" +- {estimate.standard_error:{style.lstrip('+')}}"
+    return f"{estimate.mean:{style}}{error}"

@@ -1,0 +1,552 @@
+"""Matrix products over packed weights on the GPU: x [M, K] times W [N, K], W read once, as it is stored.
+
+    out_MN = fused_matmul(x_MK, weight, arranged, bias)         arranged = arrange_scales(weight), once per weight
+    out_PN = fused_experts(x, weight_ENK, arranged, routing)    every pair (token, expert) of a layer in one launch
+
+x and out are bfloat16. Codes become bfloat16 in registers and meet x in the tensor cores; sums are float32. Where a
+code times its scale is a bfloat16 (mxfp4, nvfp4) or is rounded to one as `decode` does (int4_g32, q4_0_gguf), the
+product equals `decode` then `F.linear` but for the order of the float32 sums; the other formats are scaled in
+float32 after the sum over a block, which rounds less than `decode` does.
+
+The floor, and how it is approached (H200, mxfp4, M = 1): 0.53 bytes a weight over 4.2 TB/s leave 4.2 lane slots of the
+integer pipe (64 lanes an SM) a weight at full speed. The decoder of `triton_words` takes 1.25; tensor cores keep
+multiplications off the lanes. Scales are stored [K / 128, N, 4] instead of [N, K / 32] (`arrange_scales`), so that a
+program's scales of one step lie together; split-K gives enough programs, and the last to finish adds up the others.
+
+Legend: N outputs, K inputs, M rows of x, B bytes of a step, S scales of a step, E experts, P pairs.
+"""
+
+# mypy: disable-error-code="no-untyped-def, untyped-decorator"
+from __future__ import annotations
+
+import math
+from dataclasses import asdict, dataclass, replace
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from bitplan.errors import FormatError
+from bitplan.formats.codec import decode, encode
+from bitplan.formats.encoded import Encoded
+from bitplan.formats.format import Format
+from bitplan.formats.registry import get_format
+from bitplan.kernels.triton_numbers import INTERPRETED, as_bits, device_of, narrow, scale_name
+from bitplan.kernels.triton_words import (
+    floats_of_bytes,
+    floats_of_nibbles,
+    multiplier_of_scale,
+    split_pairs,
+    words_of_bytes,
+    words_of_nibbles,
+)
+
+FUSED_FORMATS = frozenset(
+    ("mxfp4", "nvfp4", "fp4_u8_g128", "int4_g32", "q4_0_gguf", "int8_row", "int8_g128", "fp8_e4m3_row")
+)
+STEP = 128
+WIDEST_TILE = 32  # rows of x: the sums of 64 spill registers, and two tiles of 32 are faster
+QUAD = 4  # scales of a row that are kept side by side
+WIDEST_STEP = 1024  # inputs of a step over all slices
+# E8M0 bytes above this do not fit the bfloat16 multiplier of a decoded code.
+LARGEST_E8M0 = 128
+NVFP4_FACTOR = 2.0**9
+
+
+@dataclass(frozen=True)
+class MatmulLaunch:
+    """How a product is cut up.
+
+    A program takes `outputs` x `rows`, in steps of `slices` x `step` inputs, each slice summed by its own warps;
+    `split` programs share one tile; `stages` steps are in flight.
+    """
+
+    outputs: int
+    rows: int
+    step: int
+    slices: int
+    split: int
+    warps: int
+    stages: int
+
+    def to_dict(self) -> dict[str, int]:
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, fields: dict[str, int]) -> MatmulLaunch:
+        return cls(**fields)
+
+
+@dataclass(frozen=True)
+class ArrangedScales:
+    """What the kernel reads beside the codes: scales in its order, one factor, and zeroed counters for split-K.
+
+    The counters make two concurrent products on one weight (two streams) unsafe; one stream is always safe.
+    """
+
+    scales: Tensor
+    factor: Tensor
+    counters: Tensor
+
+    @property
+    def nbytes(self) -> int:
+        return self.scales.nbytes + self.factor.nbytes + self.counters.nbytes
+
+
+@dataclass(frozen=True)
+class Routing:
+    """Which pairs each program takes: pairs in order of expert, cut into tiles of one expert each.
+
+    `tile_expert` is -1 for tiles that are not needed: their number depends on the data, and nobody waits for it. It is
+    the number of experts for pairs whose id no expert has.
+    """
+
+    pairs: Tensor
+    tile_expert: Tensor
+    tile_first: Tensor
+    tile_count: Tensor
+    top_k: int
+    rows: int
+
+
+def why_not_fused(weight: Encoded, dtype: torch.dtype) -> str | None:
+    """Why the fused kernel cannot run this weight for inputs of this type, or None."""
+    if weight.fmt.name not in FUSED_FORMATS:
+        return f"{weight.fmt.name} has no fused kernel"
+    if dtype != torch.bfloat16:
+        return f"the fused kernels take bfloat16 inputs, got {dtype}"
+    if weight.shape[-1] % 32 or weight.fmt.padded_cols(weight.shape[-1]) != weight.shape[-1]:
+        return f"rows of {weight.shape[-1]} are not whole blocks of {weight.fmt.name}"
+    if weight.device.type != "cuda" and not INTERPRETED:
+        return f"the fused kernels run on CUDA, and the weight is on {weight.device.type}"
+    return None
+
+
+def arrange_scales(weight: Encoded) -> ArrangedScales:
+    """The scales in the kernel's order: [E, ceil(G / 4), N, 4], or [E, G, N] for groups of 128; once per weight."""
+    fmt, scales = weight.fmt, weight.scales
+    assert scales is not None
+    outputs = weight.shape[-2]
+    factor = torch.ones((), dtype=torch.float32, device=weight.device)
+    scales = as_bits(scales).reshape(-1, outputs, scales.shape[-1])
+    if fmt.power_of_two_scales:
+        scales, factor = _within_multiplier(scales, factor)
+    if weight.base is not None:
+        factor = weight.base.float() * (NVFP4_FACTOR if fmt.name == "nvfp4" else 1.0)
+    if fmt.block.cols == 128:
+        scales = scales.transpose(1, 2).contiguous()
+    elif fmt.block.cols is not None:
+        groups, whole = scales.shape[-1], WIDEST_STEP // fmt.block.cols  # a step may read past the last group
+        padded = torch.nn.functional.pad(scales, (0, -groups % whole))
+        scales = padded.unflatten(-1, (-1, QUAD)).transpose(1, 2).contiguous()
+    counters = torch.zeros(8 * triton.cdiv(outputs, 16), dtype=torch.int32, device=weight.device)
+    return ArrangedScales(scales.contiguous(), factor, counters)
+
+
+def _within_multiplier(scales: Tensor, factor: Tensor) -> tuple[Tensor, Tensor]:
+    """E8M0 bytes brought to at most 128, with the power of two taken out as a factor; NaN (255) becomes infinity.
+
+    Scales 2^126 below the largest come out as zero: far below what a float32 sum can see.
+    """
+    is_nan = scales == 255
+    largest = torch.where(is_nan, 0, scales).amax().int() if scales.numel() else torch.zeros((), dtype=torch.int32)
+    shift = (largest - LARGEST_E8M0).clamp(min=0)
+    shifted = torch.where(is_nan, LARGEST_E8M0 + 1, (scales.int() - shift).clamp(min=0)).to(torch.uint8)
+    return shifted, torch.ldexp(factor, shift.to(factor.device))
+
+
+def candidate_launches(weight: Encoded, rows: int) -> list[MatmulLaunch]:
+    """Launches worth measuring for this many rows of x: those that came first somewhere on an H200."""
+    tile = _tile_rows(rows)
+    if rows <= 8:
+        cuts = [(64, 1, 8), (64, 2, 1), (64, 2, 4), (32, 2, 2), (32, 4, 1)]
+    elif rows <= 16:
+        cuts = [(64, 4, 1), (32, 4, 1), (32, 2, 2)]
+    elif rows <= 32:
+        cuts = [(32, 4, 1), (32, 2, 2)]
+    else:
+        return [default_launch(weight, rows)]
+    return [
+        MatmulLaunch(outputs, tile, STEP, slices, split, slices, 3)
+        for outputs, slices, split in cuts
+        if split == 1 or weight.shape[-1] >= 2 * split * slices * STEP
+    ]
+
+
+def default_launch(weight: Encoded, rows: int) -> MatmulLaunch:
+    """A launch that is never far off: enough programs to fill the GPU, found on an H200."""
+    outputs, slices = (32, 4) if rows <= 16 else (32, 2)
+    programs = triton.cdiv(weight.shape[-2], outputs) * triton.cdiv(rows, _tile_rows(rows))
+    split = 1
+    while programs * split < 256 and split < 4 and weight.shape[-1] >= 4 * split * slices * STEP:
+        split *= 2
+    return MatmulLaunch(outputs, _tile_rows(rows), STEP, slices, split, slices, 3)
+
+
+def _tile_rows(rows: int) -> int:
+    return 8 if rows <= 8 else min(WIDEST_TILE, triton.next_power_of_2(rows))
+
+
+def fused_matmul(
+    x: Tensor,
+    weight: Encoded,
+    arranged: ArrangedScales,
+    bias: Tensor | None = None,
+    launch: MatmulLaunch | None = None,
+) -> Tensor:
+    """x [M, K] times weight [N, K], plus bias [N]."""
+    _check(x, weight, bias)
+    rows = x.shape[0]
+    out = torch.empty((rows, weight.shape[0]), dtype=torch.bfloat16, device=x.device)
+    if rows == 0:
+        return out
+    launch = launch or default_launch(weight, rows)
+    tiles = triton.cdiv(rows, launch.rows)
+    _launch(x, weight, arranged, bias, out, launch, tiles, None, per_pair=True)
+    return out
+
+
+def fused_experts(
+    x: Tensor,
+    weight: Encoded,
+    arranged: ArrangedScales,
+    routing: Routing,
+    bias: Tensor | None = None,
+    *,
+    per_pair: bool = False,
+    launch: MatmulLaunch | None = None,
+) -> Tensor:
+    """Row p of the result is x[p // top_k] (or x[p] with `per_pair`) times the weight [N, K] of pair p's expert."""
+    _check(x, weight, bias)
+    pairs = routing.pairs.shape[0]
+    expected = pairs if per_pair else pairs // routing.top_k
+    if x.shape[0] != expected:
+        raise FormatError(f"{pairs} pairs of {routing.top_k} experts a token take {expected} rows, got {x.shape[0]}")
+    out = torch.empty((pairs, weight.shape[-2]), dtype=torch.bfloat16, device=x.device)
+    if pairs == 0:
+        return out
+    launch = launch or default_experts_launch(routing)
+    _launch(x, weight, arranged, bias, out, launch, routing.tile_expert.shape[0], routing, per_pair=per_pair)
+    return out
+
+
+def default_experts_launch(routing: Routing) -> MatmulLaunch:
+    slices = 4 if routing.rows <= 16 else 2
+    return MatmulLaunch(32, routing.rows, STEP, slices, 1, slices, 3)
+
+
+def route(expert_ids: Tensor, experts: int) -> Routing:
+    """Pairs (token, slot) in order of expert, cut into tiles; on the GPU, without waiting for it.
+
+    An id that no expert has gives NaN in its pair's row: an error would have to wait for the GPU.
+    """
+    top_k = expert_ids.shape[1]
+    flat = expert_ids.reshape(-1)
+    flat = torch.where((flat >= 0) & (flat < experts), flat, experts)
+    pairs = flat.shape[0]
+    if pairs <= 16:  # a tile for each pair: nothing to sort, and experts met twice are still in the cache
+        index = torch.arange(pairs, dtype=torch.int32, device=flat.device)
+        return Routing(index, flat.int(), index, torch.ones_like(index), top_k, 8)
+    per_expert = pairs // experts
+    rows = _tile_rows(per_expert)
+    order = torch.argsort(flat, stable=True)
+    groups = experts + 1  # the last for ids that no expert has
+    count = torch.zeros(groups, dtype=torch.int64, device=flat.device).scatter_add_(0, flat, torch.ones_like(flat))
+    tiles_of = (count + rows - 1) // rows
+    ends = tiles_of.cumsum(0)
+    tile = torch.arange(min(pairs, groups + pairs // rows), device=flat.device)  # the most there can be
+    expert = torch.searchsorted(ends, tile, right=True)
+    known = expert.clamp(max=experts)
+    within = tile - (ends - tiles_of)[known]
+    first = (count.cumsum(0) - count)[known] + within * rows
+    left = (count[known] - within * rows).clamp(max=rows)
+    expert = torch.where(expert < groups, expert, -1)
+    return Routing(order.int(), expert.int(), first.int(), left.int(), top_k, rows)
+
+
+def words_for(fmt: Format, launch: MatmulLaunch, device: torch.device) -> str:
+    """Which decoder a launch uses, see `triton_words`: the faster one where it was tried and found right."""
+    if INTERPRETED or torch.version.hip is not None:
+        return "none"
+    if fmt.name not in ("mxfp4", "nvfp4", "fp4_u8_g128", "int4_g32"):
+        return "0123"
+    key = (fmt.name, replace(launch, split=1), device)
+    if key not in _order_holds:
+        if torch.cuda.is_current_stream_capturing():  # nothing can be tried out in here
+            return "0123"
+        _order_holds[key] = _try_order(*key)
+    return "0213" if _order_holds[key] else "0123"
+
+
+_order_holds: dict[tuple[str, MatmulLaunch, torch.device], bool] = {}
+
+
+def _try_order(format_name: str, launch: MatmulLaunch, device: torch.device) -> bool:
+    """Whether the faster decoder gives the right product on one tile, four steps of every code."""
+    fmt = get_format(format_name)
+    shape = (launch.outputs, 4 * launch.step * launch.slices)
+    count = torch.arange(math.prod(shape), device=device)
+    values = torch.tensor([0.0, 0.5, 1, 1.5, 2, 3, 4, 6], device=device)[count * 7 % 8]
+    weight = encode((values * torch.where(count * 5 % 3 == 0, -0.125, 0.25)).reshape(shape), fmt)
+    x = torch.randn((launch.rows, shape[1]), generator=torch.Generator().manual_seed(0)).to(device, torch.bfloat16)
+    out = torch.empty((launch.rows, launch.outputs), dtype=torch.bfloat16, device=device)
+    _launch(x, weight, arrange_scales(weight), None, out, launch, 1, None, per_pair=True, words="0213")
+    expected = x.double() @ decode(weight, torch.float64).T
+    return bool(((out - expected).norm() <= 0.01 * expected.norm()).item())
+
+
+def _check(x: Tensor, weight: Encoded, bias: Tensor | None) -> None:
+    reason = why_not_fused(weight, x.dtype)
+    if reason is not None:
+        raise FormatError(f"{reason}; use strategy 'decode' or 'auto'")
+    if x.dim() != 2 or x.shape[1] != weight.shape[-1] or not x.is_contiguous():
+        raise FormatError(f"inputs must be contiguous [rows, {weight.shape[-1]}], got {tuple(x.shape)}")
+    if bias is not None and bias.shape != weight.shape[:-1]:
+        raise FormatError(f"the bias must have shape {weight.shape[:-1]}, got {tuple(bias.shape)}")
+
+
+def _launch(
+    x: Tensor,
+    weight: Encoded,
+    arranged: ArrangedScales,
+    bias: Tensor | None,
+    out: Tensor,
+    launch: MatmulLaunch,
+    tiles: int,
+    routing: Routing | None,
+    *,
+    per_pair: bool,
+    words: str | None = None,
+) -> None:
+    fmt, (outputs, inputs) = weight.fmt, weight.shape[-2:]
+    words = words or words_for(fmt, launch, x.device)
+    assert fmt.element is not None
+    nibbles = fmt.packing is not None
+    order = fmt.packing.order if fmt.packing is not None else "bytes"
+    blocks = triton.cdiv(outputs, launch.outputs)
+    split = launch.split if blocks * tiles <= arranged.counters.shape[0] else 1
+    group = fmt.block.cols or 0
+    if launch.step % 32 or launch.step * launch.slices > WIDEST_STEP or (group == 128 and launch.step != 128):
+        raise FormatError(f"{fmt.name}: {launch.slices} slices of {launch.step} inputs do not fit blocks of {group}")
+    partial = torch.empty((split, out.shape[0], outputs), dtype=torch.float32, device=x.device) if split > 1 else out
+    table = (
+        (routing.pairs, routing.tile_expert, routing.tile_first, routing.tile_count)
+        if routing
+        else (arranged.counters,) * 4
+    )
+    with device_of(x):
+        _fused[(blocks, tiles, split)](
+            x.view(torch.int32) if order == "low_first" else as_bits(x),
+            as_bits(weight.data),
+            arranged.scales,
+            arranged.factor,
+            as_bits(bias.contiguous()) if bias is not None else out.view(torch.int16),
+            out.view(torch.int16),
+            partial,
+            arranged.counters,
+            *table,
+            out.shape[0],
+            N=outputs,
+            K=inputs,
+            ELEMENT=fmt.element.name,
+            SCALE="u8" if fmt.name == "fp4_u8_g128" else scale_name(fmt),
+            ORDER=order,
+            NIBBLES=nibbles,
+            GROUP=group,
+            BIAS="none" if bias is None else {torch.bfloat16: "bf16", torch.float32: "f32"}[bias.dtype],
+            GROUPED=routing is not None,
+            PAIRS_A_ROW=1 if per_pair or routing is None else routing.top_k,
+            EXPERTS=weight.shape[0] if routing is not None else 1,
+            QUADS_OF_ROW=arranged.scales.shape[1] if arranged.scales.dim() == 4 else 0,
+            SLICES=launch.slices,
+            BN=launch.outputs,
+            BM=launch.rows,
+            BK=launch.step,
+            SPLIT=split,
+            STAGES=launch.stages,
+            WORDS=words,
+            num_warps=launch.warps,
+        )
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _fused(
+    x_ptr,
+    data_ptr,
+    scales_ptr,
+    factor_ptr,
+    bias_ptr,
+    out_ptr,
+    partial_ptr,
+    counters_ptr,
+    pairs_ptr,
+    tile_expert_ptr,
+    tile_first_ptr,
+    tile_count_ptr,
+    rows,
+    N: tl.constexpr,
+    K: tl.constexpr,
+    ELEMENT: tl.constexpr,
+    SCALE: tl.constexpr,
+    ORDER: tl.constexpr,
+    NIBBLES: tl.constexpr,
+    GROUP: tl.constexpr,
+    BIAS: tl.constexpr,
+    GROUPED: tl.constexpr,
+    PAIRS_A_ROW: tl.constexpr,
+    EXPERTS: tl.constexpr,
+    QUADS_OF_ROW: tl.constexpr,
+    SLICES: tl.constexpr,
+    BN: tl.constexpr,
+    BM: tl.constexpr,
+    BK: tl.constexpr,
+    SPLIT: tl.constexpr,
+    STAGES: tl.constexpr,
+    WORDS: tl.constexpr,
+):
+    block, tile, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    lane_M = tl.arange(0, BM)
+    if GROUPED:
+        expert = tl.load(tile_expert_ptr + tile)
+        if expert < 0:
+            return
+        ok_M = lane_M < tl.load(tile_count_ptr + tile)
+        out_M = tl.load(pairs_ptr + tl.load(tile_first_ptr + tile) + lane_M, mask=ok_M, other=0)
+        x_M = out_M // PAIRS_A_ROW
+        if expert >= EXPERTS:
+            n_N = block * BN + tl.arange(0, BN)
+            at_NM = out_M[None, :].to(tl.int64) * N + n_N[:, None]
+            tl.store(out_ptr + at_NM, tl.full([BN, BM], 0x7FC0, tl.int16), mask=(n_N < N)[:, None] & ok_M[None, :])
+            return
+    else:
+        expert = 0
+        out_M = tile * BM + lane_M
+        ok_M = out_M < rows
+        x_M = out_M
+    n_N = block * BN + tl.arange(0, BN)
+    row_N = tl.minimum(n_N, N - 1) if N % BN != 0 else n_N
+
+    PER_BYTE: tl.constexpr = 2 if NIBBLES else 1
+    BYTES: tl.constexpr = BK // PER_BYTE
+    STEPS: tl.constexpr = (K + BK * SLICES - 1) // (BK * SLICES)
+    EACH: tl.constexpr = (STEPS + SPLIT - 1) // SPLIT
+    WHOLE: tl.constexpr = K % (BK * SLICES) == 0
+    # A step covers SLICES neighbouring pieces of K, one for each group of warps: no program waits for another's sum.
+    slice_L = tl.arange(0, SLICES)
+    byte_LB = slice_L[:, None] * BYTES + tl.arange(0, BYTES)[None, :]
+    data_ptr += expert.to(tl.int64) * (N * (K // PER_BYTE)) if GROUPED else 0
+    at_LNB = row_N[None, :, None].to(tl.int64) * (K // PER_BYTE) + byte_LB[:, None, :]
+    # "halves": byte j of a block holds inputs j and j + 16
+    input_LB = byte_LB // 16 * 32 + byte_LB % 16 if ORDER == "halves" else byte_LB
+    X_WIDTH: tl.constexpr = K // 2 if ORDER == "low_first" else K
+    X_STEP: tl.constexpr = SLICES * BK // 2 if ORDER == "low_first" else SLICES * BK
+    at_LBM = x_M[None, None, :].to(tl.int64) * X_WIDTH + input_LB[:, :, None]
+    IS_PRE: tl.constexpr = GROUP != 0 and GROUP < 128
+    IS_POST: tl.constexpr = GROUP == 128
+    S: tl.constexpr = BK // GROUP if IS_PRE else 1
+    PER_SCALE: tl.constexpr = BYTES // S
+    QUADS: tl.constexpr = QUADS_OF_ROW
+    if IS_PRE:
+        scales_ptr += expert.to(tl.int64) * (QUADS * N * 4) if GROUPED else 0
+        scale_LS = slice_L[:, None] * S + tl.arange(0, S)[None, :]
+        at_LNS = row_N[None, :, None] * 4 + (scale_LS // 4 * (N * 4) + scale_LS % 4)[:, None, :]
+    elif IS_POST:
+        scales_ptr += expert.to(tl.int64) * ((K // 128) * N) if GROUPED else 0
+        at_LN = slice_L[:, None] * N + row_N[None, :]
+    else:
+        scales_ptr += expert.to(tl.int64) * N if GROUPED else 0
+
+    acc_LNM = tl.zeros([SLICES, BN, BM], tl.float32)
+    for step in tl.range(split * EACH, tl.minimum(split * EACH + EACH, STEPS), num_stages=STAGES):
+        ok_LBM = ok_M[None, None, :]
+        if WHOLE:
+            byte_LNB = tl.load(data_ptr + step * (SLICES * BYTES) + at_LNB)
+        else:
+            ok_LB = step * (SLICES * BYTES) + byte_LB < K // PER_BYTE
+            ok_LBM = ok_LBM & ok_LB[:, :, None]
+            byte_LNB = tl.load(data_ptr + step * (SLICES * BYTES) + at_LNB, mask=ok_LB[:, None, :], other=0)
+        if IS_POST:
+            if WHOLE:
+                scale_LN = tl.load(scales_ptr + step * (SLICES * N) + at_LN).to(tl.float32)
+            else:
+                ok_L1 = (step * SLICES + slice_L < K // 128)[:, None]
+                scale_LN = tl.load(scales_ptr + step * (SLICES * N) + at_LN, mask=ok_L1, other=0).to(tl.float32)
+        if NIBBLES:
+            if IS_PRE:
+                stored_LNS = tl.load(scales_ptr + step * (SLICES * S * N) + at_LNS)
+                first_LNS, second_LNS = multiplier_of_scale(stored_LNS, SCALE, WORDS)
+                first = tl.reshape(
+                    tl.broadcast_to(first_LNS[:, :, :, None], [SLICES, BN, S, PER_SCALE]), [SLICES, BN, BYTES]
+                )
+                if SCALE == "f16":
+                    second = tl.reshape(
+                        tl.broadcast_to(second_LNS[:, :, :, None], [SLICES, BN, S, PER_SCALE]), [SLICES, BN, BYTES]
+                    )
+                else:
+                    second = first
+            else:
+                first = tl.full(
+                    [SLICES, BN, BYTES], 0x7E807E80 if WORDS != "none" else 0x3F800000, tl.int32
+                )  # 2^126, or 1.0
+                second = first
+            if WORDS != "none":
+                low_LNB, high_LNB = words_of_nibbles(byte_LNB, first, second, ELEMENT, SCALE, WORDS)
+            else:
+                low_LNB, high_LNB = floats_of_nibbles(byte_LNB, first, ELEMENT)
+            if ORDER == "low_first":
+                pair_LBM = tl.load(x_ptr + step * X_STEP + at_LBM, mask=ok_LBM, other=0)
+                xlow_LBM, xhigh_LBM = split_pairs(pair_LBM, WORDS)
+            else:
+                xlow_LBM = _wide(tl.load(x_ptr + step * X_STEP + at_LBM, mask=ok_LBM, other=0), WORDS)
+                xhigh_LBM = _wide(tl.load(x_ptr + step * X_STEP + at_LBM + 16, mask=ok_LBM, other=0), WORDS)
+            if IS_POST:
+                sum_LNM = tl.dot(low_LNB, xlow_LBM, input_precision="ieee")
+                sum_LNM = tl.dot(high_LNB, xhigh_LBM, sum_LNM, input_precision="ieee")
+                acc_LNM += sum_LNM * scale_LN[:, :, None]
+            else:
+                acc_LNM = tl.dot(low_LNB, xlow_LBM, acc_LNM, input_precision="ieee")
+                acc_LNM = tl.dot(high_LNB, xhigh_LBM, acc_LNM, input_precision="ieee")
+        else:
+            w_LNB = words_of_bytes(byte_LNB, ELEMENT) if WORDS != "none" else floats_of_bytes(byte_LNB, ELEMENT)
+            x_LBM = _wide(tl.load(x_ptr + step * X_STEP + at_LBM, mask=ok_LBM, other=0), WORDS)
+            if IS_POST:
+                acc_LNM += tl.dot(w_LNB, x_LBM, input_precision="ieee") * scale_LN[:, :, None]
+            else:
+                acc_LNM = tl.dot(w_LNB, x_LBM, acc_LNM, input_precision="ieee")
+    acc_NM = tl.sum(acc_LNM, axis=0)
+
+    ok_NM = (n_N < N)[:, None] & ok_M[None, :]
+    at_NM = out_M[None, :].to(tl.int64) * N + n_N[:, None]
+    if SPLIT > 1:  # the last program of a tile adds up what the others left, in order: the sum is reproducible
+        size = rows.to(tl.int64) * N
+        tl.store(partial_ptr + split * size + at_NM, acc_NM, mask=ok_NM)
+        tl.debug_barrier()
+        counter_ptr = counters_ptr + tile * tl.num_programs(0) + block
+        arrived = tl.atomic_add(counter_ptr, 1, sem="acq_rel")
+        if arrived != SPLIT - 1:
+            return
+        tl.store(counter_ptr, 0)
+        acc_NM = tl.zeros([BN, BM], tl.float32)
+        for other in tl.static_range(SPLIT):
+            acc_NM += tl.load(partial_ptr + other * size + at_NM, mask=ok_NM, other=0.0, cache_modifier=".cg")
+    if GROUP == 0:
+        acc_NM *= tl.load(scales_ptr + row_N)[:, None]
+    else:
+        acc_NM *= tl.load(factor_ptr)
+    if BIAS != "none":
+        bias_N = tl.load(bias_ptr + (expert * N if GROUPED else 0) + row_N)
+        if BIAS == "bf16":
+            bias_N = (bias_N.to(tl.int32) << 16).to(tl.float32, bitcast=True)
+        acc_NM += bias_N[:, None]
+    tl.store(out_ptr + at_NM, narrow(acc_NM, "bf16"), mask=ok_NM)
+
+
+@triton.jit
+def _wide(bits, WORDS: tl.constexpr):
+    """bfloat16 bits as the type the product is taken in."""
+    if WORDS != "none":
+        x = bits.to(tl.bfloat16, bitcast=True)
+    else:
+        x = (bits.to(tl.int32) << 16).to(tl.float32, bitcast=True)
+    return x

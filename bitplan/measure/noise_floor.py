@@ -1,0 +1,44 @@
+"""The reference's own noise floor: how far it is from itself when it is computed in another, equally valid, way.
+
+A difference from the reference means little where the reference differs from itself as much. The other way here
+is the one in which such models are commonly run: the same weights, activations in bfloat16. It is simulated by
+rounding what every part of the model hands on, the residual stream included, to bfloat16; sums stay in float32, as
+matrix units accumulate, and so do the logits, which makes the floor low rather than high. (The idea of a self-noise
+floor in a quality report is exllamav3's.)
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Collection
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+
+def shared_twin(model: nn.Module) -> nn.Module:
+    """A second model over the same Parameters and buffers: what is hooked or morphed on it, the first does not see."""
+    shared = [*model.parameters(), *model.buffers()]
+    return copy.deepcopy(model, {id(tensor): tensor for tensor in shared})
+
+
+def round_activations(
+    model: nn.Module, dtype: torch.dtype = torch.bfloat16, *, keep: Collection[nn.Module] = ()
+) -> None:
+    """From now on every module inside the model, but for those in `keep`, rounds its outputs to `dtype`."""
+
+    def rounded(_module: nn.Module, _args: Any, output: Any) -> Any:
+        return _rounded(output, dtype)
+
+    for module in model.modules():
+        if module is not model and not any(module is kept for kept in keep):
+            module.register_forward_hook(rounded)
+
+
+def _rounded(output: Any, dtype: torch.dtype) -> Any:
+    if isinstance(output, Tensor):
+        return output.to(dtype).to(output.dtype) if output.is_floating_point() else output
+    if type(output) in (tuple, list):
+        return type(output)(_rounded(item, dtype) for item in output)
+    return output  # a model's own kind of output: its parts were rounded where they were made

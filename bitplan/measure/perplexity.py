@@ -1,0 +1,235 @@
+"""Perplexity of a causal language model, and its distance from a reference, token by token.
+
+The text is cut into windows that do not overlap; the first token of a window is context only, each other is
+predicted from those before it in the window. Figures, all in nats and all computed in float64 from the model's
+logits:
+
+    NLL               mean of -log p(token); perplexity is exp(NLL)
+    NLL difference    model minus reference on the same tokens: the text's own variance drops out, which makes it far
+                      tighter than the difference of two perplexities
+    KL                mean over positions of sum p_ref log(p_ref / p_model): sees changes that the text does not reward
+    top-1 agreement   how often both would say the same token
+
+Standard errors are by window: see estimates.py.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from bitplan.errors import BitplanError
+from bitplan.measure.estimates import Estimate, clustered_mean
+
+ROWS_AT_ONCE = 128  # float64 log-probabilities of a large vocabulary: 50 MB at 50,000 tokens
+
+# Token ids [windows, length] -> logits [windows, length, vocabulary], or an object that has them as `.logits`.
+LogitsOf = Callable[[Tensor], Any]
+
+
+class MeasureError(BitplanError, ValueError):
+    """Something that cannot be measured: no text, no tokenizer, logits that are not numbers."""
+
+
+# ---- windows ---------------------------------------------------------------------------------------------------------
+
+
+def windows_of(ids: Tensor, context: int) -> list[Tensor]:
+    """Token ids cut every `context` tokens: each token is in one window, the last may be shorter.
+
+    A last window of a single token has nothing to predict, and is left out.
+    """
+    if context < 2:
+        raise MeasureError(f"context must be 2 tokens or more, one to see and one to predict, got {context}")
+    if ids.dim() != 1 or ids.is_floating_point():
+        raise MeasureError(f"token ids must be one row of integers, got {ids.dtype} of shape {tuple(ids.shape)}")
+    if len(ids) < context:
+        raise MeasureError(
+            f"the text has {len(ids)} tokens, and one window of context needs {context}; "
+            f"take a longer text or a shorter context"
+        )
+    return [window for window in ids.split(context) if len(window) > 1]
+
+
+def spread_windows(windows: Sequence[Tensor], tokens: int) -> list[Tensor]:
+    """As many whole windows as `tokens` allows, evenly spread: the head of a text may be a single article."""
+    context = len(windows[0])
+    wanted = tokens // context
+    if wanted < 1:
+        raise MeasureError(f"a limit of {tokens} tokens is less than one window of context, {context}; raise the limit")
+    whole = [window for window in windows if len(window) == context]
+    if wanted >= len(whole):
+        return list(windows)
+    return [whole[index * len(whole) // wanted] for index in range(wanted)]
+
+
+# ---- records ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Divergence:
+    """How far a model is from its reference on the same tokens."""
+
+    kl: Estimate
+    nll_difference: Estimate
+    top1_agreement: Estimate
+
+    def to_dict(self) -> dict[str, Any]:
+        return {key: getattr(self, key).to_dict() for key in ("kl", "nll_difference", "top1_agreement")}
+
+
+@dataclass(frozen=True)
+class Quality:
+    """What was measured of one model; `samples` keeps each window's sums, for those who want another statistic."""
+
+    tokens: int
+    windows: int
+    nll: Estimate
+    against: Divergence | None
+    samples: dict[str, list[float]]
+
+    @property
+    def perplexity(self) -> float:
+        return math.exp(self.nll.mean)
+
+    @property
+    def interval(self) -> tuple[float, float] | None:
+        """95% interval of the perplexity: what another text of the same kind might have given."""
+        found = self.nll.interval
+        return found and (math.exp(found[0]), math.exp(found[1]))
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "tokens": self.tokens,
+            "windows": self.windows,
+            "perplexity": self.perplexity,
+            "perplexity_interval": self.interval,
+            "nll": self.nll.to_dict(),
+            **(self.against.to_dict() if self.against else {}),
+            "samples": self.samples,
+        }
+
+
+# ---- measuring -------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class KeptLogits:
+    """A reference for several models: remembers its logits by window, as many as fit, and computes the rest again."""
+
+    model: LogitsOf
+    budget_bytes: int
+    _kept: dict[bytes, Tensor] = field(default_factory=dict, repr=False)
+
+    def __call__(self, ids: Tensor) -> Tensor:
+        keys = [window.numpy(force=True).tobytes() for window in ids]
+        missing = [row for row, key in enumerate(keys) if key not in self._kept]
+        computed = dict(zip(missing, _logits(self.model, ids[missing]), strict=True)) if missing else {}
+        for row, logits in computed.items():
+            if logits.nbytes <= self.budget_bytes:
+                self.budget_bytes -= logits.nbytes
+                self._kept[keys[row]] = logits.clone()  # a view would hold the whole batch
+        return torch.stack([computed[row] if row in computed else self._kept[key] for row, key in enumerate(keys)])
+
+
+def measure_perplexity(
+    model: LogitsOf,
+    windows: Sequence[Tensor],
+    *,
+    reference: LogitsOf | None = None,
+    batch: int = 4,
+    name: str = "the model",
+    on_windows: Callable[[int], None] | None = None,
+) -> Quality:
+    """Score every window; with a reference, also the distance from it.
+
+    `on_windows` is called with the number of windows just done. Models are called as they are: put them in eval mode.
+    """
+    if not windows:
+        raise MeasureError("there is no window of text to score; cut the token ids with windows_of")
+    if batch < 1:
+        raise MeasureError(f"a batch is 1 window or more, got {batch}")
+    samples: dict[str, list[float]] = {"tokens": [], "nll": []}
+    with torch.no_grad():
+        for first, ids in _batches(windows, batch):
+            logits = _checked(_logits(model, ids), ids, first, name)
+            against = None if reference is None else _checked(_logits(reference, ids), ids, first, "the reference")
+            if against is not None and against.shape != logits.shape:
+                raise MeasureError(
+                    f"{name} has a vocabulary of {logits.shape[-1]}, the reference one of {against.shape[-1]}; "
+                    "they must be the same to compare token by token"
+                )
+            for row, window in enumerate(ids):
+                sums = _score_window(window, logits[row], None if against is None else against[row])
+                for key, value in sums.items():
+                    samples.setdefault(key, []).append(value)
+            if on_windows:
+                on_windows(len(ids))
+    return _summary(samples)
+
+
+def _batches(windows: Sequence[Tensor], batch: int) -> Iterator[tuple[int, Tensor]]:
+    """(number of the first window, windows [up to batch, length]); a shorter window goes alone."""
+    first = 0
+    while first < len(windows):
+        last = first + 1
+        while last < min(len(windows), first + batch) and len(windows[last]) == len(windows[first]):
+            last += 1
+        yield first, torch.stack(list(windows[first:last]))
+        first = last
+
+
+def _logits(model: LogitsOf, ids: Tensor) -> Tensor:
+    output = model(ids)
+    logits: Tensor = output if isinstance(output, Tensor) else output.logits
+    return logits
+
+
+def _checked(logits: Tensor, ids: Tensor, first: int, name: str) -> Tensor:
+    if logits.shape[:-1] != ids.shape:
+        raise MeasureError(f"{name}: expected logits of shape {(*ids.shape, 'vocabulary')}, got {tuple(logits.shape)}")
+    bad = ~torch.isfinite(logits).all(dim=-1)
+    if bad.any():
+        row, position = (int(index) for index in bad.nonzero()[0])
+        raise MeasureError(
+            f"{name}: logits that are not finite in window {first + row}, from its token {position} on "
+            f"({int(bad[row].sum())} of {bad.shape[1]} tokens); look for NaN or overflow in the weights"
+        )
+    return logits
+
+
+def _score_window(window: Tensor, logits: Tensor, against: Tensor | None) -> dict[str, float]:
+    """Sums over the predicted tokens of one window."""
+    targets = window[1:]
+    sums = {"tokens": float(len(targets)), "nll": 0.0}
+    if against is not None:
+        sums |= {"reference_nll": 0.0, "kl": 0.0, "agreed": 0.0}
+    for start in range(0, len(targets), ROWS_AT_ONCE):
+        rows = slice(start, min(start + ROWS_AT_ONCE, len(targets)))
+        chosen = targets[rows].unsqueeze(-1).to(logits.device)
+        ours = torch.log_softmax(logits[rows].double(), dim=-1)
+        sums["nll"] -= float(ours.gather(-1, chosen).sum())
+        if against is not None:
+            theirs = torch.log_softmax(against[rows].to(logits.device).double(), dim=-1)
+            sums["reference_nll"] -= float(theirs.gather(-1, chosen).sum())
+            sums["agreed"] += float((ours.argmax(-1) == theirs.argmax(-1)).sum())
+            sums["kl"] += float((theirs.exp() * (theirs - ours)).sum())
+    return sums
+
+
+def _summary(samples: dict[str, list[float]]) -> Quality:
+    counts = [int(count) for count in samples["tokens"]]
+    divergence = None
+    if "kl" in samples:
+        pairs = zip(samples["nll"], samples["reference_nll"], strict=True)
+        divergence = Divergence(
+            clustered_mean(samples["kl"], counts),
+            clustered_mean([ours - theirs for ours, theirs in pairs], counts),
+            clustered_mean(samples["agreed"], counts),
+        )
+    return Quality(sum(counts), len(counts), clustered_mean(samples["nll"], counts), divergence, samples)

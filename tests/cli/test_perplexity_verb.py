@@ -1,0 +1,278 @@
+"""`bitplan perplexity` on a tiny llama made here, as a Hugging Face folder and as a GGUF file."""
+
+from __future__ import annotations
+
+import io
+import json
+import shutil
+from contextlib import redirect_stderr
+
+import gguf
+import numpy as np
+import pytest
+import safetensors.torch
+import tokenizers
+import torch
+import transformers
+
+from bitplan.cli import run
+from bitplan.errors import FileFormatError
+from bitplan.measure import causal_lm
+from bitplan.plan import shipped_manifest
+from bitplan.store.tensor_files import open_tensors
+
+LETTERS = "abcdefghijklmnopqrstuvwxyz"
+MERGES = [("Ġ", letter) for letter in LETTERS] + [(letter, "e") for letter in LETTERS]  # Ġ: a space, in GPT-2's bytes
+SPECIAL = ["<unk>", "<s>"]
+TOKENS = [*SPECIAL, "Ġ", *LETTERS, *map("".join, MERGES)]
+
+
+def save_llama(folder, *, seed=0, merges=MERGES):
+    """Two blocks of 64, weights large enough that formats make a difference."""
+    torch.manual_seed(seed)
+    vocabulary = {token: number for number, token in enumerate(TOKENS)}
+    config = transformers.LlamaConfig(
+        vocab_size=len(vocabulary),
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        max_position_embeddings=64,
+        initializer_range=0.15,
+        tie_word_embeddings=True,
+    )
+    with redirect_stderr(io.StringIO()):  # its progress bar
+        transformers.LlamaForCausalLM(config).save_pretrained(folder)
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE(vocabulary, merges))
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="<unk>").save_pretrained(folder)
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    """A folder with `llama`, and `text.txt` of about 500 tokens."""
+    folder = tmp_path_factory.mktemp("models")
+    save_llama(folder / "llama")
+    letters = torch.randint(len(LETTERS), (100, 6), generator=torch.Generator().manual_seed(1))
+    words = ["".join(LETTERS[number] for number in word) for word in letters]
+    (folder / "text.txt").write_text(" ".join(words))
+    return folder
+
+
+@pytest.fixture(autouse=True)
+def here(made, monkeypatch):
+    monkeypatch.chdir(made)
+    return made
+
+
+def measured(*arguments, capsys) -> dict:
+    command = ["perplexity", *map(str, arguments), "--text", "text.txt", "--context", "16", "--json"]
+    assert run(command) == 0
+    captured = capsys.readouterr()
+    assert captured.err == ""
+    return json.loads(captured.out)
+
+
+def refused(*arguments, capsys) -> str:
+    assert run(["perplexity", *map(str, arguments)]) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.count("\n") == 1
+    return captured.err
+
+
+# ---- what it measures ------------------------------------------------------------------------------------------------
+
+
+def test_perplexity_is_transformers_own(here, capsys):
+    found = measured("llama", "--no-floor", capsys=capsys)
+    model = transformers.AutoModelForCausalLM.from_pretrained("llama").eval()
+    ids = torch.tensor(
+        transformers.AutoTokenizer.from_pretrained("llama")((here / "text.txt").read_text())["input_ids"]
+    )
+    losses = [(float(model(w[None], labels=w[None]).loss.detach()), len(w) - 1) for w in ids.split(16)]
+    row = found["reference_row"]
+    assert row["tokens"] == sum(count for _, count in losses) == len(ids) - row["windows"]
+    assert row["nll"]["mean"] == pytest.approx(sum(loss * count for loss, count in losses) / row["tokens"], rel=1e-6)
+    assert found["noise_floor"] is None
+    assert found["rows"] == []
+
+
+def test_a_row_per_format_on_one_reference(capsys):
+    found = measured("llama", "-f", "float32", "-f", "bfloat16", "-f", "int8_row", "-f", "mxfp4", capsys=capsys)
+    rows = {row["format"]: row for row in found["rows"]}
+    assert list(rows) == ["float32", "bfloat16", "int8_row", "mxfp4"]
+    assert rows["float32"]["kl"] == {"mean": 0.0, "standard_error": 0.0}
+    assert 0 < rows["bfloat16"]["kl"]["mean"] < rows["int8_row"]["kl"]["mean"] < rows["mxfp4"]["kl"]["mean"]
+    assert 0 < found["noise_floor"]["kl"]["mean"] < rows["mxfp4"]["kl"]["mean"]
+    for row in rows.values():
+        difference = row["nll"]["mean"] - found["reference_row"]["nll"]["mean"]
+        assert row["nll_difference"]["mean"] == pytest.approx(difference, abs=1e-12)
+        assert len(row["samples"]["kl"]) == row["windows"]
+    assert rows["mxfp4"]["bits_per_weight"] == pytest.approx(4.25, abs=0.4)  # the norms stay as they are
+
+
+def test_a_manifest_its_plan_and_keep_agree(capsys):
+    """The seed's hybrid layout, said in three ways."""
+    with open_tensors("llama") as file:
+        plan = shipped_manifest("llama").resolve({spec.name: tuple(spec.shape) for spec in file.specs.values()})
+    plan.save("plan.json")
+    names = [*("model.embed_tokens", "lm_head"), *(f"model.layers.{layer}.self_attn" for layer in range(2))]
+    kept = [part for name in names for part in ("--keep", name)]
+    found = measured(
+        "llama", "--manifest", "llama", "--plan", "plan.json", "-f", "mxfp4", *kept, "--no-floor", capsys=capsys
+    )
+    by_format, by_manifest, by_plan = found["rows"]
+    assert by_manifest["samples"] == by_plan["samples"]
+    assert by_manifest["format"] == "manifest llama"
+    # Attention in bfloat16 or float32 makes little difference beside an MLP in four bits.
+    assert by_format["kl"]["mean"] == pytest.approx(by_manifest["kl"]["mean"], rel=0.02)
+
+
+def test_against_another_model(capsys):
+    save_llama("other", seed=5)
+    found = measured("llama", "--against", "other", "-f", "bfloat16", capsys=capsys)
+    assert found["reference"] == "other"
+    as_it_is, cast = found["rows"]
+    assert as_it_is["format"] == "llama"
+    assert as_it_is["kl"]["mean"] > 10 * found["noise_floor"]["kl"]["mean"]
+    assert cast["kl"]["mean"] == pytest.approx(as_it_is["kl"]["mean"], rel=0.01)
+
+
+def test_the_table_reads_well(capsys):
+    command = ["perplexity", "llama", "--text", "text.txt", "--context", "16", "--tokens", "100", "-f", "int4_g32"]
+    assert run([*command, "--batch", "3", "--threads", "1"]) == 0
+    out = capsys.readouterr().out
+    assert "llama on text.txt: 90 tokens scored, 6 windows of 16" in out
+    for told in ("reference: llama", "noise floor", "int4_g32", "bits/weight", "KL / floor", "one standard error"):
+        assert told in out
+
+
+def test_a_gguf_file_is_the_same_model(capsys):
+    write_gguf("llama", "tiny.gguf")
+    found = measured("tiny.gguf", "--against", "llama", "--no-floor", capsys=capsys)
+    assert found["rows"][0]["kl"]["mean"] < 1e-9
+    assert found["rows"][0]["top1_agreement"]["mean"] == 1.0
+    with open_tensors("tiny.gguf") as file:  # a plan made from it has GGUF's names
+        plan = shipped_manifest("llama").resolve({spec.name: tuple(spec.shape) for spec in file.specs.values()})
+    plan.save("gguf_plan.json")
+    by_plan, by_manifest = (
+        measured("tiny.gguf", *option, "--no-floor", capsys=capsys)["rows"][0]["samples"]
+        for option in (("--plan", "gguf_plan.json"), ("--manifest", "llama"))
+    )
+    assert by_plan == by_manifest
+
+
+def write_gguf(folder, path):
+    """The tiny llama as llama.cpp has it: its names, and rows of q and k in its order."""
+    weights = safetensors.torch.load_file(f"{folder}/model.safetensors")
+    writer = gguf.GGUFWriter(path, "llama")
+    writer.add_context_length(64)
+    writer.add_embedding_length(64)
+    writer.add_block_count(2)
+    writer.add_feed_forward_length(96)
+    writer.add_head_count(2)
+    writer.add_head_count_kv(1)
+    writer.add_rope_dimension_count(32)
+    writer.add_layer_norm_rms_eps(1e-6)
+    writer.add_vocab_size(len(TOKENS))
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("default")
+    writer.add_token_list(TOKENS)
+    writer.add_token_types([2, 3] + [1] * (len(TOKENS) - 2))  # unknown, control, normal
+    writer.add_token_merges([" ".join(pair) for pair in MERGES])
+    aliases = shipped_manifest("llama").aliases
+    for name, tensor in weights.items():
+        numbers = tensor.numpy()
+        for part, heads in (("q_proj", 2), ("k_proj", 1)):
+            if part in name:
+                numbers = numbers.reshape(heads, 2, -1, numbers.shape[-1]).swapaxes(1, 2).reshape(numbers.shape)
+        writer.add_tensor(aliases.to_others(name)[0], np.ascontiguousarray(numbers))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+# ---- what it refuses, in one line ------------------------------------------------------------------------------------
+
+
+def test_bad_options_are_refused_before_anything_is_read(here, capsys):
+    text = ("--text", "text.txt")
+    assert "did you mean 'mxfp4'" in refused("llama", *text, "-f", "mxfp44", capsys=capsys)
+    assert "no manifest 'lama'" in refused("llama", *text, "--manifest", "lama", capsys=capsys)
+    assert "missing.txt" in refused("llama", "--text", "missing.txt", capsys=capsys)
+    assert "go with --format" in refused("llama", *text, "--keep", "lm_head", capsys=capsys)
+    (here / "empty.txt").write_text(" \n")
+    assert "empty.txt: the text is empty" in refused("llama", "--text", "empty.txt", capsys=capsys)
+    (here / "binary.txt").write_bytes(b"abc\xff\xfe")
+    assert "binary.txt: not UTF-8 text (byte 3)" in refused("llama", "--text", "binary.txt", capsys=capsys)
+
+
+def test_a_short_text_is_refused(here, capsys):
+    (here / "short.txt").write_text("ab ab ab")
+    told = refused("llama", "--text", "short.txt", "--context", "32", capsys=capsys)
+    assert "the text has 6 tokens, and one window of context needs 32; take a longer text" in told
+
+
+def test_a_context_beyond_the_model_is_refused(capsys):
+    told = refused("llama", "--text", "text.txt", capsys=capsys)
+    assert "llama: context must be 64 or less, as the model has, got 512" in told
+
+
+def test_a_format_that_does_not_fit_is_refused_before_measuring(capsys):
+    told = refused("llama", "--text", "text.txt", "--context", "16", "-f", "int8_g128", capsys=capsys)
+    assert "pad" in told
+    assert measured("llama", "-f", "int8_g128", "--pad", "zero", "--no-floor", capsys=capsys)["rows"]
+
+
+def test_another_vocabulary_is_refused(capsys):
+    save_llama("fewer", merges=MERGES[:30])
+    told = refused("llama", "--text", "text.txt", "--context", "16", "--against", "fewer", capsys=capsys)
+    assert "llama and fewer cut the text into different tokens" in told
+
+
+def test_a_plan_that_forgets_a_weight_is_refused(capsys):
+    shipped_manifest("llama").resolve({"model.norm.weight": (64,)}).save("short.json")
+    told = refused("llama", "--text", "text.txt", "--context", "16", "--plan", "short.json", capsys=capsys)
+    assert "nothing is said of 'model.embed_tokens.weight'" in told
+
+
+def test_what_is_not_a_model_is_refused(here, capsys):
+    text = ("--text", "text.txt")
+    assert "no such file or folder" in refused("gone", *text, capsys=capsys)
+    assert "expected a folder with config.json, or a .gguf file" in refused("text.txt", *text, capsys=capsys)
+    for name, missing, told in (
+        ("headless", "config.json", "no config.json"),
+        ("mute", "tokenizer.json", "the model has no tokenizer"),
+        ("weightless", "model.safetensors", "no .safetensors file"),
+    ):
+        shutil.copytree("llama", name)
+        (here / name / missing).unlink()
+        assert told in refused(name, *text, capsys=capsys)
+    (here / "broken.gguf").write_bytes(b"GGUF but no more")
+    assert "broken.gguf: transformers cannot read" in refused("broken.gguf", *text, capsys=capsys)
+
+
+def test_nan_in_a_weight_is_named(capsys):
+    shutil.copytree("llama", "sick")
+    weights = safetensors.torch.load_file("sick/model.safetensors")
+    weights["model.norm.weight"][0] = float("nan")
+    safetensors.torch.save_file(weights, "sick/model.safetensors", metadata={"format": "pt"})
+    told = refused("sick", "--text", "text.txt", "--context", "16", capsys=capsys)
+    assert "sick: logits that are not finite in window 0, from its token 0 on" in told
+
+
+def test_without_transformers_the_way_to_get_it_is_told(capsys, monkeypatch):
+    monkeypatch.setattr(causal_lm.importlib.util, "find_spec", lambda _: None)
+    told = refused("llama", "--text", "text.txt", capsys=capsys)
+    assert "needs transformers, which is not installed: pip install 'bitplan[bench]'" in told
+
+
+def test_text_errors_are_of_the_library_too(here):
+    from bitplan.cli.quality import read_text
+
+    (here / "latin.txt").write_bytes(b"caf\xe9")
+    with pytest.raises(FileFormatError, match="not UTF-8"):
+        read_text("latin.txt")

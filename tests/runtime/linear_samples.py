@@ -1,0 +1,28 @@
+"""Weights, inputs and reference products for the tests of packed linears."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from bitplan.formats import Encoded, decode, encode
+
+FORMATS = ("mxfp4", "fp4_u8_g128", "nvfp4", "int8_row", "int8_g128", "int4_g32", "q4_0_gguf", "fp8_e4m3_row")
+# Unit roundoff of the type a result is rounded to; sums are float32's (2^-24).
+ROUNDING = {torch.float32: 2.0**-24, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11, torch.float64: 2.0**-53}
+
+
+def normal(*shape: int, seed: int = 1) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def packed(name: str, rows: int = 48, cols: int = 256, seed: int = 0) -> Encoded:
+    return encode(normal(rows, cols, seed=seed), name, pad="zero")
+
+
+def exact_linear(x: Tensor, weight: Encoded, bias: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """In float64: the product of the decoded weight, and the sum of magnitudes that rounding errors are measured by."""
+    w, wide = decode(weight).double().cpu(), x.detach().double().cpu()
+    extra = 0.0 if bias is None else bias.detach().double().cpu()
+    size = wide.abs() @ w.abs().T + (extra.abs() if isinstance(extra, Tensor) else 0.0)
+    return wide @ w.T + extra, size
