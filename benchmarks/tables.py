@@ -69,6 +69,32 @@ def grid_table() -> str:
     return "\n".join(lines)
 
 
+def fused_table() -> str:
+    """One row of inputs over packed weights, against BF16 and against the memory's bandwidth."""
+    lines = ["| weight | format | time, µs | share of a copy | times BF16 |", "|---|---|---|---|---|"]
+    for row in _read("fused_matmul_nvidia_h200")["batch1"]:
+        outputs, inputs = row["shape"]
+        cells = [f"{outputs} x {inputs}", row["format"], f"{row['fused_us']['median_us']:.1f}"]
+        lines.append("| " + " | ".join([*cells, f"{row['share_of_copy']:.0%}", f"{row['times_bf16']:.2f}"]) + " |")
+    return "\n".join(lines)
+
+
+def auto_table() -> str:
+    """What `auto` picks by the number of rows when nothing may be kept expanded."""
+    rows = _read("fused_matmul_nvidia_h200")["auto"]
+    names = list(dict.fromkeys(row["format"] for row in rows))
+    head = " | ".join(f"{name} | times BF16" for name in names)
+    lines = [f"| rows | BF16, µs | {head} |", "|---|---|" + "---|---|" * len(names)]
+    for count in dict.fromkeys(row["rows"] for row in rows):
+        found = {row["format"]: row for row in rows if row["rows"] == count}
+        cells = [str(count), f"{found[names[0]]['bf16_us']['median_us']:.1f}"]
+        for name in names:
+            packed = found[name]["packed"]
+            cells += [packed["strategy"], f"{packed['times_bf16']:.2f}"]
+        lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
 def _with_error(figure: dict[str, float], sign: str) -> str:
     size = abs(figure["mean"])
     style = ".3f" if size >= 0.1 else ".4f" if size >= 0.01 else ".6f" if size >= 1e-5 else ".0e"
@@ -96,4 +122,4 @@ def _against_gguf(document: dict[str, Any], name: str) -> str:
 
 
 if __name__ == "__main__":
-    print(demo_table(), speed_table(), quality_table(), grid_table(), sep="\n\n")
+    print(demo_table(), speed_table(), quality_table(), grid_table(), fused_table(), auto_table(), sep="\n\n")

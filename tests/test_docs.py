@@ -35,6 +35,9 @@ def test_pages_quote_the_results_and_nothing_else():
     text = (ROOT / "docs" / "quality.md").read_text()
     assert tables["quality_table"]() in text
     assert tables["grid_table"]() in text
+    text = (ROOT / "docs" / "manifest.md").read_text()
+    assert tables["fused_table"]() in text
+    assert tables["auto_table"]() in text
 
 
 def test_every_format_is_in_its_page():
