@@ -141,7 +141,13 @@ def inspect(
 def quantize(
     source: Annotated[Path, typer.Argument(metavar="IN", help="What `inspect` opens.")],
     output: Annotated[Path, typer.Argument(metavar="OUT", help=".safetensors, .gguf, .json, or a folder for shards.")],
-    fmt: Annotated[str, typer.Option("--format", "-f", help="A name from `bitplan formats`.")],
+    fmt: Annotated[
+        str | None, typer.Option("--format", "-f", help="For every weight: a name from `bitplan formats`.")
+    ] = None,
+    manifest: Annotated[
+        str | None, typer.Option(help="By rules on names instead: a file, or the name of a shipped manifest.")
+    ] = None,
+    plan: Annotated[Path | None, typer.Option(help="By a plan that `bitplan plan -o` wrote.")] = None,
     keep: Annotated[
         list[str] | None, typer.Option(help="Leave tensors of this name or shell pattern (* ? [ab]).")
     ] = None,
@@ -157,16 +163,25 @@ def quantize(
 
     Example: bitplan quantize model.safetensors model.mxfp4.safetensors --format mxfp4 --keep 'head.*'
     """
+    from bitplan.plan import Plan, open_manifest
     from bitplan.store.quantize import quantize_file
     from bitplan.store.tensor_files import open_tensors
 
+    if sum(given is not None for given in (fmt, manifest, plan)) != 1:
+        raise typer.BadParameter("give one of --format, --manifest and --plan")
     with open_tensors(source) as file:
         total = sum(spec.nbytes for spec in file.specs.values())
+        shapes = {name: file.spec(name).shape for name in (*file.specs, *file.tied)}
+    wanted: str | Plan = fmt or ""
+    if manifest is not None:
+        wanted = open_manifest(manifest).resolve(shapes)
+    elif plan is not None:
+        wanted = Plan.load(plan)
     with progress("quantizing", total, hidden=as_json) as advance:
         report = quantize_file(
             source,
             output,
-            fmt,
+            wanted,
             keep=keep or (),
             only=only or (),
             scale_rule=scale_rule,

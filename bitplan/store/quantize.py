@@ -23,17 +23,20 @@ from bitplan.formats import Encoded, Format, get_format
 from bitplan.formats.codec import NonFinite, finite
 from bitplan.formats.scales import ScaleRule
 from bitplan.kernels import encode
+from bitplan.plan import Plan
 from bitplan.records import write_json
 from bitplan.store.safetensors_io import INDEX_SUFFIX
 from bitplan.store.tensor_files import GGUFTensors, NativeTensors, TensorFile, TensorSpec, open_tensors, part_name
 from bitplan.store.tensor_writers import SUFFIXES, Promise, Writer, write_tensors
 
+MOST_NAMES_SHOWN = 6
+
 
 @dataclass(frozen=True)
 class QuantizeOptions:
-    """What to do with each tensor; `keep` and `only` are shell patterns on names."""
+    """What to do with each tensor: one format for all weights, or a plan; `keep` and `only` are shell patterns."""
 
-    fmt: Format
+    fmt: Format | Plan
     keep: Sequence[str] = ()
     only: Sequence[str] = ()
     scale_rule: ScaleRule | None = None
@@ -46,9 +49,14 @@ class QuantizeOptions:
             return None, "not floats"
         if kept := next((pattern for pattern in self.keep if _matches(spec.name, pattern)), None):
             return None, f"kept by {kept!r}"
-        if self.only:
-            wanted = next((pattern for pattern in self.only if _matches(spec.name, pattern)), None)
-            return (self.fmt, f"matches {wanted!r}") if wanted else (None, "not among --only")
+        wanted = next((pattern for pattern in self.only if _matches(spec.name, pattern)), None)
+        if self.only and wanted is None:
+            return None, "not among --only"
+        if isinstance(self.fmt, Plan):
+            choice = self.fmt[spec.name]
+            return get_format(choice.format), choice.reason
+        if wanted is not None:
+            return self.fmt, f"matches {wanted!r}"
         if len(spec.shape) < 2:
             return None, "one axis: norms and biases stay"
         return self.fmt, "a weight of two axes or more"
@@ -91,7 +99,7 @@ OnTensor = Callable[[TensorSpec], None]
 def quantize_file(
     source: str | Path,
     output: str | Path,
-    fmt: Format | str,
+    fmt: Format | str | Plan,
     *,
     keep: Sequence[str] = (),
     only: Sequence[str] = (),
@@ -100,15 +108,20 @@ def quantize_file(
     nonfinite: NonFinite = "error",
     on_tensor: OnTensor | None = None,
 ) -> QuantizeReport:
-    """Write `source` (safetensors, sharded or not, or GGUF, or the seed's JSON) to `output` in a format.
+    """Write `source` (safetensors, sharded or not, or GGUF, or the seed's JSON) to `output` in a format, or by a plan.
+
+    A format goes to every weight of two axes or more. A plan must name every tensor of the file, and decides for each.
 
     The suffix of `output` says what is written; a sharded source goes to a folder that does not exist yet.
     Peak memory: the largest tensor in its old and its new form, and some megabytes.
     """
-    options = QuantizeOptions(get_format(fmt), keep, only, scale_rule, pad, nonfinite)
+    wanted = fmt if isinstance(fmt, Plan) else get_format(fmt)
+    options = QuantizeOptions(wanted, keep, only, scale_rule, pad, nonfinite)
     report = QuantizeReport(str(source), str(output))
     with open_tensors(source) as file:
         _check_patterns(file, options)
+        if isinstance(wanted, Plan):
+            _check_plan(file, wanted)
         if Path(output).exists() and os.path.samefile(source, output):
             raise StoreError(f"{output}: is the source itself; write to another file")
         if isinstance(file, NativeTensors) and len(file.shards) > 1 and Path(output).suffix not in SUFFIXES:
@@ -224,6 +237,28 @@ def _check_patterns(file: TensorFile, options: QuantizeOptions) -> None:
             raise StoreError(
                 f"{file.path}: the pattern {pattern!r} matches no tensor; `bitplan inspect` lists the names"
             )
+
+
+def _check_plan(file: TensorFile, plan: Plan) -> None:
+    """The plan is for this file: the same names and shapes, and no part of a packed pair."""
+    names = {*file.specs, *file.tied}
+    for kind, missing in (("plan lacks", names - set(plan)), ("file lacks", set(plan) - names)):
+        if missing:
+            listed = ", ".join(sorted(missing)[:MOST_NAMES_SHOWN]) + (
+                ", ..." if len(missing) > MOST_NAMES_SHOWN else ""
+            )
+            raise StoreError(
+                f"{file.path}: the {kind} {len(missing)} tensors: {listed}; `bitplan plan` makes a plan for a file"
+            )
+    for name, entry in plan.entries.items():
+        shape = file.spec(name).shape
+        if entry.part is not None:
+            raise StoreError(
+                f"{file.path}: {name}: the plan has it as the {entry.part} of a packed tensor; such a file is packed "
+                "already: `bitplan convert` brings it into another layout"
+            )
+        if entry.shape is not None and tuple(entry.shape) != tuple(shape):
+            raise StoreError(f"{file.path}: {name}: the plan is for shape {entry.shape}, the file has {shape}")
 
 
 def _common_metadata(file: NativeTensors) -> dict[str, str]:

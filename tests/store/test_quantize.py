@@ -16,6 +16,8 @@ import torch
 
 from bitplan.errors import FormatError, NonFiniteError, StoreError
 from bitplan.formats import encode, list_formats
+from bitplan.plan import Choice, Manifest, Plan
+from bitplan.plan.plan import Planned
 from bitplan.store.compare import compare_files
 from bitplan.store.quantize import quantize_file
 from bitplan.store.safetensors_io import write_safetensors
@@ -53,6 +55,76 @@ def test_every_format(fmt, source, tmp_path):
                 assert file.read(name).to_bytes() == encode(tensor, fmt).to_bytes()
     assert report.bytes_after == sum(row["bytes_after"] for row in report.rows)
     assert {row["name"]: row["reason"] for row in report.rows}["steps"] == "not floats"
+
+
+# ---- by a plan -------------------------------------------------------------------------------------------------------
+
+
+def plan_of(formats, shapes=None):
+    shapes = shapes or {name: tuple(tensor.shape) for name, tensor in tensors().items()}
+    return Plan({name: Planned(Choice(fmt, f"because {name}"), shapes.get(name)) for name, fmt in formats.items()})
+
+
+MIXED = {
+    "blocks.0.up.weight": "mxfp4",
+    "blocks.1.up.weight": "int8_row",
+    "conv.weight": "bfloat16",
+    "norm.weight": "bfloat16",
+    "steps": "float32",
+}
+
+
+def test_a_plan_decides_for_each_tensor_and_gives_its_reason(source, tmp_path):
+    report = quantize_file(source, tmp_path / "out.safetensors", plan_of(MIXED), keep=["conv.*"])
+    rows = {row["name"]: (row["to"], row["reason"]) for row in report.rows}
+    assert rows == {
+        "blocks.0.up.weight": ("mxfp4", "because blocks.0.up.weight"),
+        "blocks.1.up.weight": ("int8_row", "because blocks.1.up.weight"),
+        "conv.weight": ("float32", "kept by 'conv.*'"),
+        "norm.weight": ("bfloat16", "because norm.weight"),
+        "steps": ("int64", "not floats"),
+    }
+    with open_tensors(tmp_path / "out.safetensors") as file:
+        expected = encode(tensors()["blocks.0.up.weight"], "mxfp4")
+        assert file.read("blocks.0.up.weight").to_bytes() == expected.to_bytes()
+
+
+def test_a_manifest_resolved_for_the_file_is_a_plan_for_it(source, tmp_path):
+    rules = [{"regex": r"blocks\..*", "format": "mxfp4"}, {"regex": ".*", "format": "BF16"}]
+    with open_tensors(source) as file:
+        shapes = {name: spec.shape for name, spec in file.specs.items()}
+    plan = Manifest.from_document({"version": 1, "patterns": rules}).resolve(shapes)
+    plan.save(tmp_path / "plan.json")
+    quantize_file(source, tmp_path / "a.safetensors", plan)
+    quantize_file(source, tmp_path / "b.safetensors", Plan.load(tmp_path / "plan.json"))
+    assert (tmp_path / "a.safetensors").read_bytes() == (tmp_path / "b.safetensors").read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"norm.weight": None}, "the plan lacks 1 tensors: norm.weight; `bitplan plan` makes a plan"),
+        ({"other.weight": "mxfp4"}, "the file lacks 1 tensors: other.weight"),
+    ],
+)
+def test_a_plan_for_another_file_is_refused(change, message, source, tmp_path):
+    formats = {name: fmt for name, fmt in {**MIXED, **change}.items() if fmt is not None}
+    with pytest.raises(StoreError, match=message):
+        quantize_file(source, tmp_path / "out.safetensors", plan_of(formats))
+    assert not (tmp_path / "out.safetensors").exists()
+
+
+def test_a_plan_for_another_shape_or_for_packed_parts_is_refused(source, tmp_path):
+    shapes = {"conv.weight": (4, 32, 3, 3)}
+    with pytest.raises(
+        StoreError, match=r"conv.weight: the plan is for shape \(4, 32, 3, 3\), the file has \(4, 32, 2, 2\)"
+    ):
+        quantize_file(source, tmp_path / "out.safetensors", plan_of(MIXED, shapes))
+    packed = Plan({**plan_of(MIXED).entries, "conv.weight": Planned(Choice("mxfp4", "why"), part="scales")})
+    with pytest.raises(
+        StoreError, match=r"conv.weight: the plan has it as the scales of a packed tensor.*bitplan convert"
+    ):
+        quantize_file(source, tmp_path / "out.safetensors", packed)
 
 
 def test_metadata_of_the_source_is_kept(source, tmp_path):
