@@ -10,8 +10,8 @@ float32 after the sum over a block, which rounds less than `decode` does.
 
 The floor, and how it is approached (H200, mxfp4, M = 1): 0.53 bytes a weight over 4.2 TB/s leave 4.2 lane slots of the
 integer pipe (64 lanes an SM) a weight at full speed. The decoder of `triton_words` takes 1.25; tensor cores keep
-multiplications off the lanes. Scales are stored [K / 128, N, 4] instead of [N, K / 32] (`arrange_scales`), so that a
-program's scales of one step lie together; split-K gives enough programs, and the last to finish adds up the others.
+multiplications off the lanes. Split-K gives enough programs, and the last to finish adds up the others. More than 32
+rows go to `triton_wide`.
 
 Legend: N outputs, K inputs, M rows of x, B bytes of a step, S scales of a step, E experts, P pairs.
 """
@@ -20,7 +20,7 @@ Legend: N outputs, K inputs, M rows of x, B bytes of a step, S scales of a step,
 from __future__ import annotations
 
 import math
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 
 import torch
 import triton
@@ -32,7 +32,16 @@ from bitplan.formats.codec import decode, encode
 from bitplan.formats.encoded import Encoded
 from bitplan.formats.format import Format
 from bitplan.formats.registry import get_format
+from bitplan.kernels.fused_weights import (
+    FUSED_FORMATS,
+    WIDEST_STEP,
+    ArrangedScales,
+    MatmulLaunch,
+    arrange_scales,
+    why_not_fused,
+)
 from bitplan.kernels.triton_numbers import INTERPRETED, as_bits, device_of, narrow, scale_name
+from bitplan.kernels.triton_wide import wide_candidates, wide_matmul
 from bitplan.kernels.triton_words import (
     floats_of_bytes,
     floats_of_nibbles,
@@ -42,56 +51,22 @@ from bitplan.kernels.triton_words import (
     words_of_nibbles,
 )
 
-FUSED_FORMATS = frozenset(
-    ("mxfp4", "nvfp4", "fp4_u8_g128", "int4_g32", "q4_0_gguf", "int8_row", "int8_g128", "fp8_e4m3_row")
-)
+__all__ = [
+    "FUSED_FORMATS",
+    "ArrangedScales",
+    "MatmulLaunch",
+    "Routing",
+    "arrange_scales",
+    "candidate_launches",
+    "default_launch",
+    "fused_experts",
+    "fused_matmul",
+    "route",
+    "why_not_fused",
+]
+
 STEP = 128
 WIDEST_TILE = 32  # rows of x: the sums of 64 spill registers, and two tiles of 32 are faster
-QUAD = 4  # scales of a row that are kept side by side
-WIDEST_STEP = 1024  # inputs of a step over all slices
-# E8M0 bytes above this do not fit the bfloat16 multiplier of a decoded code.
-LARGEST_E8M0 = 128
-NVFP4_FACTOR = 2.0**9
-
-
-@dataclass(frozen=True)
-class MatmulLaunch:
-    """How a product is cut up.
-
-    A program takes `outputs` x `rows`, in steps of `slices` x `step` inputs, each slice summed by its own warps;
-    `split` programs share one tile; `stages` steps are in flight.
-    """
-
-    outputs: int
-    rows: int
-    step: int
-    slices: int
-    split: int
-    warps: int
-    stages: int
-
-    def to_dict(self) -> dict[str, int]:
-        return asdict(self)
-
-    @classmethod
-    def from_dict(cls, fields: dict[str, int]) -> MatmulLaunch:
-        return cls(**fields)
-
-
-@dataclass(frozen=True)
-class ArrangedScales:
-    """What the kernel reads beside the codes: scales in its order, one factor, and zeroed counters for split-K.
-
-    The counters make two concurrent products on one weight (two streams) unsafe; one stream is always safe.
-    """
-
-    scales: Tensor
-    factor: Tensor
-    counters: Tensor
-
-    @property
-    def nbytes(self) -> int:
-        return self.scales.nbytes + self.factor.nbytes + self.counters.nbytes
 
 
 @dataclass(frozen=True)
@@ -110,52 +85,6 @@ class Routing:
     rows: int
 
 
-def why_not_fused(weight: Encoded, dtype: torch.dtype) -> str | None:
-    """Why the fused kernel cannot run this weight for inputs of this type, or None."""
-    if weight.fmt.name not in FUSED_FORMATS:
-        return f"{weight.fmt.name} has no fused kernel"
-    if dtype != torch.bfloat16:
-        return f"the fused kernels take bfloat16 inputs, got {dtype}"
-    if weight.shape[-1] % 32 or weight.fmt.padded_cols(weight.shape[-1]) != weight.shape[-1]:
-        return f"rows of {weight.shape[-1]} are not whole blocks of {weight.fmt.name}"
-    if weight.device.type != "cuda" and not INTERPRETED:
-        return f"the fused kernels run on CUDA, and the weight is on {weight.device.type}"
-    return None
-
-
-def arrange_scales(weight: Encoded) -> ArrangedScales:
-    """The scales in the kernel's order: [E, ceil(G / 4), N, 4], or [E, G, N] for groups of 128; once per weight."""
-    fmt, scales = weight.fmt, weight.scales
-    assert scales is not None
-    outputs = weight.shape[-2]
-    factor = torch.ones((), dtype=torch.float32, device=weight.device)
-    scales = as_bits(scales).reshape(-1, outputs, scales.shape[-1])
-    if fmt.power_of_two_scales:
-        scales, factor = _within_multiplier(scales, factor)
-    if weight.base is not None:
-        factor = weight.base.float() * (NVFP4_FACTOR if fmt.name == "nvfp4" else 1.0)
-    if fmt.block.cols == 128:
-        scales = scales.transpose(1, 2).contiguous()
-    elif fmt.block.cols is not None:
-        groups, whole = scales.shape[-1], WIDEST_STEP // fmt.block.cols  # a step may read past the last group
-        padded = torch.nn.functional.pad(scales, (0, -groups % whole))
-        scales = padded.unflatten(-1, (-1, QUAD)).transpose(1, 2).contiguous()
-    counters = torch.zeros(8 * triton.cdiv(outputs, 16), dtype=torch.int32, device=weight.device)
-    return ArrangedScales(scales.contiguous(), factor, counters)
-
-
-def _within_multiplier(scales: Tensor, factor: Tensor) -> tuple[Tensor, Tensor]:
-    """E8M0 bytes brought to at most 128, with the power of two taken out as a factor; NaN (255) becomes infinity.
-
-    Scales 2^126 below the largest come out as zero: far below what a float32 sum can see.
-    """
-    is_nan = scales == 255
-    largest = torch.where(is_nan, 0, scales).amax().int() if scales.numel() else torch.zeros((), dtype=torch.int32)
-    shift = (largest - LARGEST_E8M0).clamp(min=0)
-    shifted = torch.where(is_nan, LARGEST_E8M0 + 1, (scales.int() - shift).clamp(min=0)).to(torch.uint8)
-    return shifted, torch.ldexp(factor, shift.to(factor.device))
-
-
 def candidate_launches(weight: Encoded, rows: int) -> list[MatmulLaunch]:
     """Launches worth measuring for this many rows of x: those that came first somewhere on an H200."""
     tile = _tile_rows(rows)
@@ -166,7 +95,7 @@ def candidate_launches(weight: Encoded, rows: int) -> list[MatmulLaunch]:
     elif rows <= 32:
         cuts = [(32, 4, 1), (32, 2, 2)]
     else:
-        return [default_launch(weight, rows)]
+        return wide_candidates(weight, rows)
     return [
         MatmulLaunch(outputs, tile, STEP, slices, split, slices, 3)
         for outputs, slices, split in cuts
@@ -176,6 +105,8 @@ def candidate_launches(weight: Encoded, rows: int) -> list[MatmulLaunch]:
 
 def default_launch(weight: Encoded, rows: int) -> MatmulLaunch:
     """A launch that is never far off: enough programs to fill the GPU, found on an H200."""
+    if rows > WIDEST_TILE:
+        return wide_candidates(weight, rows)[0]
     outputs, slices = (32, 4) if rows <= 16 else (32, 2)
     programs = triton.cdiv(weight.shape[-2], outputs) * triton.cdiv(rows, _tile_rows(rows))
     split = 1
@@ -202,6 +133,9 @@ def fused_matmul(
     if rows == 0:
         return out
     launch = launch or default_launch(weight, rows)
+    if launch.rows > WIDEST_TILE:
+        wide_matmul(x, weight, arranged, bias, out, launch)
+        return out
     tiles = triton.cdiv(rows, launch.rows)
     _launch(x, weight, arranged, bias, out, launch, tiles, None, per_pair=True)
     return out
@@ -327,7 +261,7 @@ def _launch(
     blocks = triton.cdiv(outputs, launch.outputs)
     split = launch.split if blocks * tiles <= arranged.counters.shape[0] else 1
     group = fmt.block.cols or 0
-    if launch.step % 32 or launch.step * launch.slices > WIDEST_STEP or (group == 128 and launch.step != 128):
+    if launch.step % STEP or launch.step * launch.slices > WIDEST_STEP or (group == 128 and launch.step != 128):
         raise FormatError(f"{fmt.name}: {launch.slices} slices of {launch.step} inputs do not fit blocks of {group}")
     partial = torch.empty((split, out.shape[0], outputs), dtype=torch.float32, device=x.device) if split > 1 else out
     table = (

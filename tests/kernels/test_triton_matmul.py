@@ -13,7 +13,11 @@ from bitplan.kernels import triton_matmul as tm
 from bitplan.kernels.triton_matmul import MatmulLaunch
 
 FORMATS = sorted(tm.FUSED_FORMATS)
-LAUNCHES = [MatmulLaunch(32, 64, 128, 2, 1, 2, 3), MatmulLaunch(16, 32, 128, 1, 2, 1, 2)]
+LAUNCHES = [
+    MatmulLaunch(32, 32, 128, 2, 1, 2, 3),
+    MatmulLaunch(16, 32, 128, 1, 2, 1, 2),
+    MatmulLaunch(64, 128, 128, 1, 2, 4, 3),  # more than 32 rows a tile: triton_wide
+]
 
 
 def every_code(name: str, outputs: int, inputs: int, device: torch.device) -> Encoded:
@@ -49,7 +53,7 @@ def test_identity_gives_back_every_code_as_decode_does(name: str, launch: Matmul
     assert torch.equal(got, expected)
 
 
-@pytest.mark.parametrize("shape", [(64, 256, 1), (40, 384, 5), (33, 1408, 17)], ids=str)
+@pytest.mark.parametrize("shape", [(64, 256, 1), (40, 384, 5), (33, 1408, 17), (80, 384, 40)], ids=str)
 @pytest.mark.parametrize("name", FORMATS)
 def test_random_numbers_with_bias(name: str, shape: tuple[int, int, int], device: torch.device) -> None:
     outputs, inputs, rows = shape
@@ -62,7 +66,7 @@ def test_random_numbers_with_bias(name: str, shape: tuple[int, int, int], device
     assert relative_error(got, expected) < 4e-3
 
 
-@pytest.mark.parametrize("rows", [1, 9, 32])
+@pytest.mark.parametrize("rows", [1, 9, 32, 130])
 def test_every_candidate_is_right(rows: int, device: torch.device) -> None:
     weight = every_code("mxfp4", 64, 512, device)
     x = torch.randn(rows, 512).bfloat16().to(device)
@@ -75,11 +79,13 @@ def test_every_candidate_is_right(rows: int, device: torch.device) -> None:
         assert relative_error(got, expected) < 4e-3, launch
 
 
-def test_the_split_counters_are_left_at_zero(device: torch.device) -> None:
+@pytest.mark.parametrize(
+    "launch", [MatmulLaunch(32, 8, 128, 1, 4, 1, 2), MatmulLaunch(64, 64, 128, 1, 4, 4, 3)], ids=str
+)
+def test_the_split_counters_are_left_at_zero(launch: MatmulLaunch, device: torch.device) -> None:
     weight = encode(torch.randn(32, 1024), "mxfp4").to(device)
     arranged = tm.arrange_scales(weight)
     x = torch.randn(1, 1024).bfloat16().to(device)
-    launch = MatmulLaunch(32, 8, 128, 1, 4, 1, 2)
     first = tm.fused_matmul(x, weight, arranged, None, launch)
     assert int(arranged.counters.abs().sum()) == 0
     assert torch.equal(first, tm.fused_matmul(x, weight, arranged, None, launch))
