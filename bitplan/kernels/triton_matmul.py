@@ -71,16 +71,16 @@ WIDEST_TILE = 32  # rows of x: the sums of 64 spill registers, and two tiles of 
 
 @dataclass(frozen=True)
 class Routing:
-    """Which pairs each program takes: pairs in order of expert, cut into tiles of one expert each.
+    """Which pairs (token, expert) each program takes: pairs in order of expert, cut into tiles of one expert each.
 
     `tile_expert` is -1 for tiles that are not needed: their number depends on the data, and nobody waits for it. It is
-    the number of experts for pairs whose id no expert has.
+    the number of experts for pairs whose id no expert has. Few pairs are not sorted: tile t is pair t, `tile_expert`
+    the ids as they came, and there is no `order`.
     """
 
-    pairs: Tensor
     tile_expert: Tensor
-    tile_first: Tensor
-    tile_count: Tensor
+    order: tuple[Tensor, Tensor, Tensor] | None  # pairs by expert; of each tile the first in it, and how many
+    pairs: int
     top_k: int
     rows: int
 
@@ -153,7 +153,7 @@ def fused_experts(
 ) -> Tensor:
     """Row p of the result is x[p // top_k] (or x[p] with `per_pair`) times the weight [N, K] of pair p's expert."""
     _check(x, weight, bias)
-    pairs = routing.pairs.shape[0]
+    pairs = routing.pairs
     expected = pairs if per_pair else pairs // routing.top_k
     if x.shape[0] != expected:
         raise FormatError(f"{pairs} pairs of {routing.top_k} experts a token take {expected} rows, got {x.shape[0]}")
@@ -166,24 +166,23 @@ def fused_experts(
 
 
 def default_experts_launch(routing: Routing) -> MatmulLaunch:
-    slices = 4 if routing.rows <= 16 else 2
-    return MatmulLaunch(32, routing.rows, STEP, slices, 1, slices, 3)
+    """Two slices, for an expert's matrix has few inputs, and a step of four would leave a loop of six steps."""
+    return MatmulLaunch(64 if routing.rows <= 16 else 32, routing.rows, STEP, 2, 1, 2, 3)
 
 
 def route(expert_ids: Tensor, experts: int) -> Routing:
     """Pairs (token, slot) in order of expert, cut into tiles; on the GPU, without waiting for it.
 
-    An id that no expert has gives NaN in its pair's row: an error would have to wait for the GPU.
+    An id that no expert has gives NaN in its pair's row: an error would have to wait for the GPU. Tiles have room for
+    twice the pairs of an average expert, for an expert in two tiles is decoded twice.
     """
     top_k = expert_ids.shape[1]
     flat = expert_ids.reshape(-1)
-    flat = torch.where((flat >= 0) & (flat < experts), flat, experts)
     pairs = flat.shape[0]
-    if pairs <= 16:  # a tile for each pair: nothing to sort, and experts met twice are still in the cache
-        index = torch.arange(pairs, dtype=torch.int32, device=flat.device)
-        return Routing(index, flat.int(), index, torch.ones_like(index), top_k, 8)
-    per_expert = pairs // experts
-    rows = _tile_rows(per_expert)
+    if pairs <= 16:  # a tile for each pair: nothing to launch here, and experts met twice are still in the cache
+        return Routing(flat, None, pairs, top_k, 8)
+    rows = _tile_rows(2 * pairs // experts)
+    flat = torch.where((flat >= 0) & (flat < experts), flat, experts)
     order = torch.argsort(flat, stable=True)
     groups = experts + 1  # the last for ids that no expert has
     count = torch.zeros(groups, dtype=torch.int64, device=flat.device).scatter_add_(0, flat, torch.ones_like(flat))
@@ -196,7 +195,7 @@ def route(expert_ids: Tensor, experts: int) -> Routing:
     first = (count.cumsum(0) - count)[known] + within * rows
     left = (count[known] - within * rows).clamp(max=rows)
     expert = torch.where(expert < groups, expert, -1)
-    return Routing(order.int(), expert.int(), first.int(), left.int(), top_k, rows)
+    return Routing(expert.int(), (order.int(), first.int(), left.int()), pairs, top_k, rows)
 
 
 def words_for(fmt: Format, launch: MatmulLaunch, device: torch.device) -> str:
@@ -264,11 +263,9 @@ def _launch(
     if launch.step % STEP or launch.step * launch.slices > WIDEST_STEP or (group == 128 and launch.step != 128):
         raise FormatError(f"{fmt.name}: {launch.slices} slices of {launch.step} inputs do not fit blocks of {group}")
     partial = torch.empty((split, out.shape[0], outputs), dtype=torch.float32, device=x.device) if split > 1 else out
-    table = (
-        (routing.pairs, routing.tile_expert, routing.tile_first, routing.tile_count)
-        if routing
-        else (arranged.counters,) * 4
-    )
+    nothing = arranged.counters  # a pointer that is not read
+    tile_expert = routing.tile_expert if routing is not None else nothing
+    tables = routing.order if routing is not None and routing.order is not None else (nothing,) * 3
     with device_of(x):
         _fused[(blocks, tiles, split)](
             x.view(torch.int32) if order == "low_first" else as_bits(x),
@@ -279,7 +276,8 @@ def _launch(
             out.view(torch.int16),
             partial,
             arranged.counters,
-            *table,
+            tile_expert,
+            *tables,
             out.shape[0],
             N=outputs,
             K=inputs,
@@ -289,7 +287,7 @@ def _launch(
             NIBBLES=nibbles,
             GROUP=group,
             BIAS="none" if bias is None else {torch.bfloat16: "bf16", torch.float32: "f32"}[bias.dtype],
-            GROUPED=routing is not None,
+            GROUPED="no" if routing is None else "as they come" if routing.order is None else "sorted",
             PAIRS_A_ROW=1 if per_pair or routing is None else routing.top_k,
             EXPERTS=weight.shape[0] if routing is not None else 1,
             QUADS_OF_ROW=arranged.scales.shape[1] if arranged.scales.dim() == 4 else 0,
@@ -314,8 +312,8 @@ def _fused(
     out_ptr,
     partial_ptr,
     counters_ptr,
-    pairs_ptr,
     tile_expert_ptr,
+    pairs_ptr,
     tile_first_ptr,
     tile_count_ptr,
     rows,
@@ -341,14 +339,18 @@ def _fused(
 ):
     block, tile, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     lane_M = tl.arange(0, BM)
-    if GROUPED:
+    if GROUPED != "no":
         expert = tl.load(tile_expert_ptr + tile)
-        if expert < 0:
-            return
-        ok_M = lane_M < tl.load(tile_count_ptr + tile)
-        out_M = tl.load(pairs_ptr + tl.load(tile_first_ptr + tile) + lane_M, mask=ok_M, other=0)
+        if GROUPED == "sorted":
+            if expert < 0:
+                return
+            ok_M = lane_M < tl.load(tile_count_ptr + tile)
+            out_M = tl.load(pairs_ptr + tl.load(tile_first_ptr + tile) + lane_M, mask=ok_M, other=0)
+        else:
+            ok_M = lane_M == 0
+            out_M = tile + lane_M
         x_M = out_M // PAIRS_A_ROW
-        if expert >= EXPERTS:
+        if (expert < 0) | (expert >= EXPERTS):
             n_N = block * BN + tl.arange(0, BN)
             at_NM = out_M[None, :].to(tl.int64) * N + n_N[:, None]
             tl.store(out_ptr + at_NM, tl.full([BN, BM], 0x7FC0, tl.int16), mask=(n_N < N)[:, None] & ok_M[None, :])
@@ -369,7 +371,7 @@ def _fused(
     # A step covers SLICES neighbouring pieces of K, one for each group of warps: no program waits for another's sum.
     slice_L = tl.arange(0, SLICES)
     byte_LB = slice_L[:, None] * BYTES + tl.arange(0, BYTES)[None, :]
-    data_ptr += expert.to(tl.int64) * (N * (K // PER_BYTE)) if GROUPED else 0
+    data_ptr += expert.to(tl.int64) * (N * (K // PER_BYTE)) if GROUPED != "no" else 0
     at_LNB = row_N[None, :, None].to(tl.int64) * (K // PER_BYTE) + byte_LB[:, None, :]
     # "halves": byte j of a block holds inputs j and j + 16
     input_LB = byte_LB // 16 * 32 + byte_LB % 16 if ORDER == "halves" else byte_LB
@@ -382,14 +384,14 @@ def _fused(
     PER_SCALE: tl.constexpr = BYTES // S
     QUADS: tl.constexpr = QUADS_OF_ROW
     if IS_PRE:
-        scales_ptr += expert.to(tl.int64) * (QUADS * N * 4) if GROUPED else 0
+        scales_ptr += expert.to(tl.int64) * (QUADS * N * 4) if GROUPED != "no" else 0
         scale_LS = slice_L[:, None] * S + tl.arange(0, S)[None, :]
         at_LNS = row_N[None, :, None] * 4 + (scale_LS // 4 * (N * 4) + scale_LS % 4)[:, None, :]
     elif IS_POST:
-        scales_ptr += expert.to(tl.int64) * ((K // 128) * N) if GROUPED else 0
+        scales_ptr += expert.to(tl.int64) * ((K // 128) * N) if GROUPED != "no" else 0
         at_LN = slice_L[:, None] * N + row_N[None, :]
     else:
-        scales_ptr += expert.to(tl.int64) * N if GROUPED else 0
+        scales_ptr += expert.to(tl.int64) * N if GROUPED != "no" else 0
 
     acc_LNM = tl.zeros([SLICES, BN, BM], tl.float32)
     for step in tl.range(split * EACH, tl.minimum(split * EACH + EACH, STEPS), num_stages=STAGES):
@@ -469,7 +471,7 @@ def _fused(
     else:
         acc_NM *= tl.load(factor_ptr)
     if BIAS != "none":
-        bias_N = tl.load(bias_ptr + (expert * N if GROUPED else 0) + row_N)
+        bias_N = tl.load(bias_ptr + (expert * N if GROUPED != "no" else 0) + row_N)
         if BIAS == "bf16":
             bias_N = (bias_N.to(tl.int32) << 16).to(tl.float32, bitcast=True)
         acc_NM += bias_N[:, None]
