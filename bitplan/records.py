@@ -2,7 +2,7 @@
 
 `atomic_file` is the only way bitplan writes a file: the bytes go to a temporary file in the
 same folder, are flushed to disk, and take the final name in one step. A full disk or a killed
-process leaves the old file as it was.
+process leaves the old file as it was. `atomic_folder` does the same for a folder of files.
 """
 
 from __future__ import annotations
@@ -11,13 +11,14 @@ import errno
 import json
 import os
 import secrets
+import shutil
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from bitplan.errors import FileFormatError
+from bitplan.errors import FileFormatError, StoreError
 
 MAX_JSON_BYTES = 256 * 2**20
 
@@ -42,6 +43,26 @@ def atomic_file(path: str | Path) -> Iterator[BinaryIO]:
         partial.unlink(missing_ok=True)
         raise
     _sync_folder(target.parent)
+
+
+@contextmanager
+def atomic_folder(path: str | Path) -> Iterator[Path]:
+    """Yield a folder that becomes `path` when the block ends without an error; an empty one may be there already."""
+    target = Path(path)
+    if target.is_dir() and any(target.iterdir()):
+        raise StoreError(f"{target}: is not empty; a folder is never overwritten: remove it or choose another name")
+    if target.exists() and not target.is_dir():
+        raise StoreError(f"{target}: is a file, and a folder was to be written; remove it or choose another name")
+    if not target.parent.is_dir():
+        raise StoreError(f"{target}: there is no folder {target.parent}; make it first")
+    partial = target.with_name(f".{target.name}.{secrets.token_hex(6)}.partial")
+    partial.mkdir()
+    try:
+        yield partial
+        os.replace(partial, target)
+    except BaseException:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
 
 
 def write_json(path: str | Path, document: Any) -> None:

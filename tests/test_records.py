@@ -7,8 +7,8 @@ import time
 
 import pytest
 
-from bitplan.errors import FileFormatError
-from bitplan.records import atomic_file, parse_json, read_json, write_json
+from bitplan.errors import FileFormatError, StoreError
+from bitplan.records import atomic_file, atomic_folder, parse_json, read_json, write_json
 
 
 def test_a_document_comes_back(tmp_path):
@@ -76,3 +76,31 @@ def test_a_file_too_large_to_be_a_document_is_refused(tmp_path):
     (tmp_path / "d.json").write_text("[1, 2, 3]")
     with pytest.raises(FileFormatError, match="9 bytes is too large"):
         read_json(tmp_path / "d.json", max_bytes=8)
+
+
+def test_a_folder_appears_whole_or_not_at_all(tmp_path):
+    def fail_halfway():
+        with atomic_folder(tmp_path / "a") as folder:
+            (folder / "file").touch()
+            raise RuntimeError
+
+    with pytest.raises(RuntimeError):
+        fail_halfway()
+    assert list(tmp_path.iterdir()) == []
+    (tmp_path / "a").mkdir()  # an empty one may be there
+    with atomic_folder(tmp_path / "a") as folder:
+        (folder / "file").touch()
+    assert [path.name for path in tmp_path.rglob("*")] == ["a", "file"]
+
+
+def test_folders_that_cannot_be_made_are_refused(tmp_path):
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "file").touch()
+    (tmp_path / "file").touch()
+    for name, message in {
+        "full": "is not empty; a folder is never overwritten",
+        "file": "is a file, and a folder was to be written",
+        "no/where": "there is no folder",
+    }.items():
+        with pytest.raises(StoreError, match=message), atomic_folder(tmp_path / name):
+            pass

@@ -41,6 +41,7 @@ from bitplan.kernels.fused_weights import (
     why_not_fused,
 )
 from bitplan.kernels.triton_numbers import INTERPRETED, as_bits, device_of, narrow, scale_name
+from bitplan.kernels.triton_sums import is_last_of_split, scaled_with_bias, sum_of_split
 from bitplan.kernels.triton_wide import wide_candidates, wide_matmul
 from bitplan.kernels.triton_words import (
     floats_of_bytes,
@@ -454,27 +455,14 @@ def _fused(
 
     ok_NM = (n_N < N)[:, None] & ok_M[None, :]
     at_NM = out_M[None, :].to(tl.int64) * N + n_N[:, None]
-    if SPLIT > 1:  # the last program of a tile adds up what the others left, in order: the sum is reproducible
+    if SPLIT > 1:
         size = rows.to(tl.int64) * N
-        tl.store(partial_ptr + split * size + at_NM, acc_NM, mask=ok_NM)
-        tl.debug_barrier()
         counter_ptr = counters_ptr + tile * tl.num_programs(0) + block
-        arrived = tl.atomic_add(counter_ptr, 1, sem="acq_rel")
-        if arrived != SPLIT - 1:
+        if not is_last_of_split(acc_NM, partial_ptr, counter_ptr, split, size, at_NM, ok_NM, SPLIT):
             return
-        tl.store(counter_ptr, 0)
-        acc_NM = tl.zeros([BN, BM], tl.float32)
-        for other in tl.static_range(SPLIT):
-            acc_NM += tl.load(partial_ptr + other * size + at_NM, mask=ok_NM, other=0.0, cache_modifier=".cg")
-    if GROUP == 0:
-        acc_NM *= tl.load(scales_ptr + row_N)[:, None]
-    else:
-        acc_NM *= tl.load(factor_ptr)
-    if BIAS != "none":
-        bias_N = tl.load(bias_ptr + (expert * N if GROUPED != "no" else 0) + row_N)
-        if BIAS == "bf16":
-            bias_N = (bias_N.to(tl.int32) << 16).to(tl.float32, bitcast=True)
-        acc_NM += bias_N[:, None]
+        acc_NM = sum_of_split(partial_ptr, size, at_NM, ok_NM, SPLIT)
+    bias_ptr += expert * N if GROUPED != "no" else 0
+    acc_NM = scaled_with_bias(acc_NM, scales_ptr, factor_ptr, bias_ptr, row_N, GROUP, BIAS)
     tl.store(out_ptr + at_NM, narrow(acc_NM, "bf16"), mask=ok_NM)
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import os
-import secrets
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -20,7 +19,7 @@ import torch
 
 from bitplan.errors import StoreError, did_you_mean
 from bitplan.formats.scales import ScaleRule
-from bitplan.records import read_json, write_json
+from bitplan.records import atomic_folder, read_json, write_json
 from bitplan.store.gguf_io import GGUFValue
 from bitplan.store.gpt_oss_config import (
     CONFIG,
@@ -192,23 +191,5 @@ def open_destination(dest: str | Path, to: Layout, *, force: bool, sources: Sequ
             raise StoreError(f"{path}: exists already; replace it with --force, or choose another name")
         yield path
         return
-    with _new_folder(path) as made:
+    with atomic_folder(path) as made:
         yield made / WEIGHTS
-
-
-@contextmanager
-def _new_folder(path: Path) -> Iterator[Path]:
-    """A folder that takes its name only when the block ends well; an empty one of that name may be there."""
-    if path.exists() and (not path.is_dir() or any(path.iterdir())):
-        what = "is not empty; a folder is never overwritten" if path.is_dir() else "is a file without .safetensors"
-        raise StoreError(f"{path}: {what}: remove it or choose another name")
-    if not path.parent.is_dir():
-        raise StoreError(f"{path}: there is no folder {path.parent}; make it first")
-    partial = path.with_name(f".{path.name}.{secrets.token_hex(6)}.partial")
-    partial.mkdir()
-    try:
-        yield partial
-        os.replace(partial, path)
-    except BaseException:
-        shutil.rmtree(partial, ignore_errors=True)
-        raise

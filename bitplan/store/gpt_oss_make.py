@@ -84,9 +84,7 @@ class DrawnCheckpoint:
         self.settings = Settings(experts_per_token=min(Settings.experts_per_token, shape.experts))
         self.experts = None if packed else torch.bfloat16
         self._seed = seed
-        self._device = torch.device(device)
-        if self._device.type == "cuda" and not torch.cuda.is_available():
-            raise StoreError(f"device {str(device)!r}: torch sees no GPU here; draw on the CPU")
+        self._device = known_device(device, "draw on the CPU")
 
     def dtype(self, part: str, layer: int | None) -> torch.dtype:
         return torch.bfloat16

@@ -8,10 +8,7 @@ from __future__ import annotations
 
 import fnmatch
 import os
-import secrets
-import shutil
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -24,7 +21,7 @@ from bitplan.formats.codec import NonFinite, finite
 from bitplan.formats.scales import ScaleRule
 from bitplan.kernels import encode
 from bitplan.plan import Plan
-from bitplan.records import write_json
+from bitplan.records import atomic_folder, write_json
 from bitplan.store.safetensors_io import INDEX_SUFFIX
 from bitplan.store.tensor_files import GGUFTensors, NativeTensors, TensorFile, TensorSpec, open_tensors, part_name
 from bitplan.store.tensor_writers import SUFFIXES, Promise, Writer, write_tensors
@@ -143,7 +140,7 @@ def _quantize_shards(
     """Shard for shard into a new folder, with the index written last."""
     weight_map: dict[str, str] = {}
     total = 0
-    with _new_folder(output) as folder:
+    with atomic_folder(output) as folder:
         for shard in file.shards:
             names = [name for name in file.specs if file.shard_of(name) == shard]
             promises = _promises(file, names, options)
@@ -265,18 +262,3 @@ def _common_metadata(file: NativeTensors) -> dict[str, str]:
     """What all shards say alike."""
     kept = [set(file.metadata_of(shard).items()) for shard in file.shards]
     return dict(sorted(set.intersection(*kept)))
-
-
-@contextmanager
-def _new_folder(output: Path) -> Iterator[Path]:
-    """A folder that appears under its name only when the block ends well."""
-    if output.exists():
-        raise StoreError(f"{output}: exists already; a folder is never overwritten: remove it or choose another name")
-    partial = output.with_name(f".{output.name}.{secrets.token_hex(6)}.partial")
-    partial.mkdir()
-    try:
-        yield partial
-        os.rename(partial, output)
-    except BaseException:
-        shutil.rmtree(partial, ignore_errors=True)
-        raise

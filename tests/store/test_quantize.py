@@ -201,7 +201,8 @@ def test_shards_can_become_one_file(tmp_path):
 def test_a_folder_is_never_overwritten_and_a_failure_leaves_none(tmp_path):
     write_shards(tmp_path / "in")
     (tmp_path / "out").mkdir()
-    with pytest.raises(StoreError, match="exists already"):
+    (tmp_path / "out" / "kept").touch()
+    with pytest.raises(StoreError, match="out: is not empty; a folder is never overwritten"):
         quantize_file(tmp_path / "in", tmp_path / "out", "int8")
     bad = tensors()["blocks.0.up.weight"]
     bad[0, 0] = torch.nan

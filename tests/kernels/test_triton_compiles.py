@@ -1,0 +1,81 @@
+"""The fused products compile for Hopper, where they never run in CI: the interpreter sees no assembly.
+
+Triton compiles for a GPU that is not there; only its assembler must be. In a process of its own, for the rest of the
+suite has Triton interpret.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+pytest.importorskip("triton")
+
+PROGRAM = """
+import itertools, re, sys
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from bitplan.kernels import triton_matmul, triton_wide
+
+FORMATS = {  # element, scale, type of scales, order, bytes a code, group
+    "mxfp4": ("e2m1", "e8m0", "u8", "low_first", True, 32),
+    "nvfp4": ("e2m1", "e4m3", "u8", "low_first", True, 16),
+    "fp4_u8_g128": ("e2m1", "u8", "u8", "low_first", True, 128),
+    "int4_g32": ("int4", "bf16", "i16", "low_first", True, 32),
+    "q4_0_gguf": ("int4", "f16", "fp16", "halves", True, 32),
+    "int8_row": ("int8", "f32", "fp32", "bytes", False, 0),
+    "int8_g128": ("int8", "f32", "fp32", "bytes", False, 128),
+    "fp8_e4m3_row": ("e4m3", "f32", "fp32", "bytes", False, 0),
+}
+assert set(FORMATS) == triton_matmul.FUSED_FORMATS
+
+
+def build(kernel, pointers, constants, warps):
+    signature = pointers | {name: "constexpr" for name in constants}
+    aligned = {(i,): [["tt.divisibility", 16]] for i, kind in enumerate(pointers.values()) if kind.startswith("*")}
+    source = ASTSource(kernel, signature=signature, constexprs=constants, attrs=aligned)
+    options = {"num_warps": warps, "num_stages": 3}
+    return triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options).asm["ptx"]
+
+
+for name in sys.argv[1:]:
+    element, scale, scales, order, nibbles, group = FORMATS[name]
+    common = dict(
+        data_ptr="*i8" if element == "int8" else "*u8", scales_ptr="*" + scales, factor_ptr="*fp32",
+        bias_ptr="*i16", out_ptr="*i16", partial_ptr="*fp32", counters_ptr="*i32",
+    )
+    fixed = dict(N=512, K=1024, ELEMENT=element, SCALE=scale, NIBBLES=nibbles, GROUP=group, BIAS="bf16", BK=128)
+    fixed |= dict(STAGES=3, SPLIT=2)
+    tables = dict.fromkeys(("tile_expert_ptr", "pairs_ptr", "tile_first_ptr", "tile_count_ptr"), "*i32")
+    skinny = dict(x_ptr="*i32" if order == "low_first" else "*i16") | common | tables | {"rows": "i32"}
+    for words, grouped in (("0123", "no"), ("0213", "sorted")):
+        cut = dict(QUADS_OF_ROW=64, SLICES=2, BN=32, BM=8, WORDS=words)
+        ptx = build(triton_matmul._fused, skinny, fixed | cut | dict(
+            ORDER=order, GROUPED=grouped, PAIRS_A_ROW=2, EXPERTS=4,
+        ), 2)
+        assert "mma.sync" in ptx, name
+    wide = dict(x_ptr="*bf16") | common | {"rows": "i32"}
+    ptx = build(triton_wide._wide, wide, fixed | dict(BN=64, BM=64, WORDS="0123"), 4)
+    assert "wgmma.mma_async" in ptx, name
+    print("compiled", name)
+"""
+
+
+HALVES = [("mxfp4", "nvfp4", "fp4_u8_g128", "int4_g32"), ("q4_0_gguf", "int8_row", "int8_g128", "fp8_e4m3_row")]
+
+
+@pytest.mark.parametrize("names", HALVES, ids=" ".join)
+def test_every_format_compiles_for_hopper(names: tuple[str, ...], tmp_path) -> None:
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    environment["TRITON_CACHE_DIR"] = str(tmp_path)
+    program = tmp_path / "compile_for_hopper.py"
+    program.write_text(PROGRAM)
+    done = subprocess.run(
+        [sys.executable, str(program), *names], env=environment, capture_output=True, text=True, timeout=600
+    )
+    assert done.returncode == 0, done.stdout[-500:] + done.stderr[-3000:]
+    assert done.stdout.split() == [word for name in names for word in ("compiled", name)]
