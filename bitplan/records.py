@@ -31,7 +31,10 @@ def atomic_file(path: str | Path) -> Iterator[BinaryIO]:
     """
     target = Path(os.path.realpath(path))
     if not target.parent.is_dir():
-        raise FileNotFoundError(errno.ENOENT, "no such folder", str(Path(path).parent))
+        missing = (
+            target if os.path.islink(path) else Path(path)
+        )  # of a link it is the target's folder that is not there
+        raise FileNotFoundError(errno.ENOENT, "no such folder", str(missing.parent))
     partial = target.with_name(f".{target.name}.{secrets.token_hex(6)}.partial")
     try:
         with partial.open("x+b") as file:

@@ -104,3 +104,10 @@ def test_folders_that_cannot_be_made_are_refused(tmp_path):
     }.items():
         with pytest.raises(StoreError, match=message), atomic_folder(tmp_path / name):
             pass
+
+
+def test_a_link_into_a_folder_that_is_not_there_names_that_folder(tmp_path):
+    (tmp_path / "link").symlink_to(tmp_path / "gone" / "file")
+    with pytest.raises(FileNotFoundError) as caught, atomic_file(tmp_path / "link"):
+        pass
+    assert caught.value.filename == str((tmp_path / "gone").resolve())

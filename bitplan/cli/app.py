@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 import typer
 
 from bitplan.cli import convert_verbs, drift_verbs, plan_verbs, quality_verbs
-from bitplan.cli.show import human_bytes, progress, show_json, table
+from bitplan.cli.show import human_bytes, progress, show_json, table, visible
 from bitplan.version import __version__
 
 app = typer.Typer(
@@ -229,7 +229,7 @@ def compare(
         ]
         table(f"{first} against {second}, worst first", rows)
         for finding in result.findings:
-            print(finding)
+            print(visible(finding))
     raise typer.Exit(1 if result.findings else 0)
 
 

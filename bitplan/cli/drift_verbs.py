@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from bitplan.cli.show import progress, show_json, table
+from bitplan.cli.show import progress, show_json, table, visible
 
 
 def drift(
@@ -43,7 +43,7 @@ def drift(
             rows = [_shown(row) for row in found.rows]
             table(f"{packed} against {master}, largest relative error first", rows)
         for finding in found.findings:
-            print(finding)
+            print(visible(finding))
         if jsonl is not None:
             print(f"{len(found.rows)} lines appended to {jsonl}")
     raise typer.Exit(1 if found.findings else 0)

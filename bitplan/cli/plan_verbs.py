@@ -110,14 +110,16 @@ def expand(raw: Annotated[Path, typer.Argument(help="A raw map of names with [i]
 
     Example: bitplan manifest expand raw.json
     """
-    from bitplan.plan import ManifestError, expand_raw_map
+    from bitplan.plan import Manifest, ManifestError, expand_raw_map
     from bitplan.plan.manifest import is_raw_map
     from bitplan.records import read_json
 
     document = read_json(raw)
     if not is_raw_map(document):
         raise ManifestError(f"{raw}: expected a raw map of tensor names to formats; a manifest needs no expanding")
-    show_json(expand_raw_map(document))
+    expanded = expand_raw_map(document)
+    Manifest.from_document(expanded, where=str(raw))  # formats that do not exist are told now, not by the first use
+    show_json(expanded)
 
 
 @manifest_app.command()

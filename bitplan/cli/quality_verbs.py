@@ -42,7 +42,7 @@ def perplexity(
     ] = None,
     batch: Annotated[int, typer.Option(help="Windows in a batch.")] = 4,
     floor: Annotated[bool, typer.Option(help="Measure the reference's own noise floor.")] = True,
-    threads: Annotated[int | None, typer.Option(help="CPU threads.")] = None,
+    threads: Annotated[int | None, typer.Option(min=1, help="CPU threads.")] = None,
     as_json: Json = False,
 ) -> None:
     """Perplexity of a model on a text, and how far formats move it from its reference.
@@ -73,7 +73,7 @@ def perplexity(
     plans = [(f"plan {path}", Plan.load(path)) for path in plan or ()]
     content = read_text(text)
     if threads is not None:
-        torch.set_num_threads(max(threads, 1))
+        torch.set_num_threads(threads)
     with progress("reading", 1, hidden=as_json):
         candidate = load_causal_lm(model)
         reference = candidate if against is None else load_causal_lm(against)

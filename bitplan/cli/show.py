@@ -22,13 +22,18 @@ def show_json(document: Any) -> None:
 
 def table(title: str, rows: Sequence[Mapping[str, Any]]) -> None:
     """A table whose columns are the keys of the first row; numbers to the right."""
-    shown = Table(title=Text(title), title_justify="left", title_style="bold", header_style="bold")
+    shown = Table(title=Text(visible(title)), title_justify="left", title_style="bold", header_style="bold")
     for key in rows[0] if rows else ():
         is_number = all(_is_numeric(row[key]) for row in rows)
         shown.add_column(key.replace("_", " "), justify="right" if is_number else "left", overflow="fold")
     for row in rows:
-        shown.add_row(*(Text(str(value)) for value in row.values()))  # names are data: no markup in them
+        shown.add_row(*(Text(visible(str(value))) for value in row.values()))  # names are data: no markup in them
     Console(soft_wrap=not sys.stdout.isatty(), width=None if sys.stdout.isatty() else 160).print(shown)
+
+
+def visible(text: str) -> str:
+    """Text of a file without what a terminal would obey: a tensor's name may hold escape sequences, or line ends."""
+    return "".join(letter if letter.isprintable() else letter.encode("unicode_escape").decode() for letter in text)
 
 
 def _is_numeric(value: Any) -> bool:

@@ -67,14 +67,14 @@ class ArrangedScales:
 
 def why_not_fused(weight: Encoded, dtype: torch.dtype) -> str | None:
     """Why the fused kernel cannot run this weight for inputs of this type, or None."""
+    if weight.device.type != "cuda" and not INTERPRETED:
+        return f"the fused kernels run on CUDA, and the weight is on {weight.device.type}"
     if weight.fmt.name not in FUSED_FORMATS:
         return f"{weight.fmt.name} has no fused kernel"
     if dtype != torch.bfloat16:
         return f"the fused kernels take bfloat16 inputs, got {dtype}"
     if weight.shape[-1] % 32 or weight.fmt.padded_cols(weight.shape[-1]) != weight.shape[-1]:
         return f"rows of {weight.shape[-1]} are not whole blocks of {weight.fmt.name}"
-    if weight.device.type != "cuda" and not INTERPRETED:
-        return f"the fused kernels run on CUDA, and the weight is on {weight.device.type}"
     return None
 
 

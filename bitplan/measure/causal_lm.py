@@ -121,7 +121,9 @@ def _read(reader: Any, source: Path, what: str, options: dict[str, Any]) -> Any:
     except Exception as error:
         lines = [line.strip() for line in str(error).splitlines() if line.strip()]
         told = lines[0][:300] if lines else type(error).__name__
-        raise MeasureError(f"{source}: transformers cannot read {what}: {told}") from error
+        # bitplan's own GGUF files have none, and what transformers says of that is about arrays.
+        hint = "; if the file holds no tokenizer, give the Hugging Face folder" if "gguf_file" in options else ""
+        raise MeasureError(f"{source}: transformers cannot read {what}: {told}{hint}") from error
 
 
 @contextmanager

@@ -120,7 +120,7 @@ def _unmatched(tensors: Mapping[str, Header], matches: Mapping[str, list[int]]) 
 def _rule_findings(manifest: Manifest, matches: Mapping[str, list[int]]) -> Iterator[Finding]:
     winners = {found[0] for found in matches.values() if found}
     for index, rule in enumerate(manifest.rules):
-        if index in winners:
+        if index in winners or _is_default(manifest, index):
             continue
         names = [name for name, found in matches.items() if index in found]
         where = rule_text(index, rule)
@@ -132,10 +132,18 @@ def _rule_findings(manifest: Manifest, matches: Mapping[str, list[int]]) -> Iter
             yield Finding("unused-rule", where, 'matches no tensor; correct it, or mark it "optional": true')
 
 
+def _is_default(manifest: Manifest, index: int) -> bool:
+    """A last rule for everything: that it also matches what earlier rules take, or has nothing left, is its purpose."""
+    is_last = index == len(manifest.rules) - 1
+    return is_last and index > 0 and manifest.rules[index].pattern.removeprefix("^").removesuffix("$") in (".*", ".+")
+
+
 def _overlaps(manifest: Manifest, matches: Mapping[str, list[int]]) -> Iterator[Finding]:
     pairs: dict[tuple[int, int], list[str]] = {}
     for name, found in matches.items():
         for later in found[1:]:
+            if _is_default(manifest, later):
+                continue
             first, second = (manifest.tag(manifest.rules[index].format) for index in (found[0], later))
             if (first.format, first.part) != (second.format, second.part):
                 pairs.setdefault((found[0], later), []).append(name)
@@ -220,7 +228,8 @@ def _partners(name: str, part: Part) -> list[str]:
         return [name.removesuffix("blocks") + "scales"] if name.endswith("blocks") else [f"{name}.scales"]
     if not name.endswith("scales"):
         return []
-    return [name.removesuffix("scales") + "blocks", name.removesuffix(".scales")]
+    whole = [name.removesuffix(".scales")] if name.endswith(".scales") else []
+    return [name.removesuffix("scales") + "blocks", *whole]
 
 
 def _pair(name: str, data: Header, scales: Header, fmt: Format) -> Iterator[Finding]:

@@ -35,6 +35,8 @@ from bitplan.store.eval_weights import Morphed
 from bitplan.store.models import Place, places_of
 
 MAX_FAULTS_SHOWN = 10
+MATCHES = ("all", "common")
+UNSUPPORTED = ("error", "skip")
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
@@ -106,6 +108,11 @@ def apply_plan(
     scale_rule, pad   as `bitplan.encode` takes them; pad="zero" fills rows that are not whole blocks
     """
     check_strategy(strategy, "apply_plan")
+    for option, value, known in (("match", match, MATCHES), ("unsupported", unsupported, UNSUPPORTED)):
+        if value not in known:
+            raise ApplyError(f"{option} must be {' or '.join(map(repr, known))}, got {value!r}")
+    if not isinstance(plan, Plan):
+        raise ApplyError(f"expected a Plan, such as Manifest.resolve gives, got a {type(plan).__name__}")
     if any(isinstance(module, Morphed) for module in model.modules()):
         raise ApplyError("the model is morphed: its weights are read in another way; call unmorph_model first")
     tensors = _Tensors(model)

@@ -33,14 +33,15 @@ from bitplan.runtime.gpt_oss_model import (
 from bitplan.runtime.gpt_oss_weights import load_experts, load_plain, model_shapes, plain_slots
 from bitplan.runtime.packed_files import ManifestLike, as_manifest, device_of, list_headers
 from bitplan.runtime.quant_experts import QuantExperts
-from bitplan.runtime.strategy import check_strategy
+from bitplan.runtime.strategy import INPUTS, check_strategy
 from bitplan.runtime.tile_cache import TileCache
 from bitplan.store.gpt_oss import GptOssFile
 from bitplan.store.gpt_oss_experts import DOWN, GATE_UP
 from bitplan.store.gpt_oss_layouts import GGUF_WIDE, Slot, list_slots
-from bitplan.store.tensor_files import GGUFTensors, open_tensors
+from bitplan.store.tensor_files import GGUFTensors, TensorFile, open_tensors
 
 _BIASES = ("gate_up_proj_bias", "down_proj_bias")
+FLOAT_EXPERTS = (".experts.gate_up_proj", ".experts.down_proj")  # Hugging Face's names; packed ones end otherwise
 
 
 @dataclass(frozen=True)
@@ -92,6 +93,9 @@ def load_packed(
     """
     started, place = time.perf_counter(), device_of(device)
     check_strategy(strategy, str(path))
+    if dtype is not None and dtype not in INPUTS:
+        known = ", ".join(str(one).removeprefix("torch.") for one in INPUTS)
+        raise StoreError(f"{path}: dtype must be a float type of torch ({known}), got {dtype!r}")
     require_transformers(str(path))
     with _open_checked(Path(path), manifest) as file:
         kept = dtype or file.dtype("embed", None)
@@ -167,20 +171,32 @@ def _open_checked(path: Path, manifest: ManifestLike) -> GptOssFile:
     with open_tensors(path) as headers:
         is_gguf = isinstance(headers, GGUFTensors)
         if not is_gguf:
+            _refuse_floats(headers)
             require_clean(rules, list_headers(headers), checkpoint=str(path))
     file = GptOssFile(path)
     try:
         if file.experts is not None:
-            raise FileFormatError(
-                f"{path}: {file.expert_name(0, GATE_UP)!r} is {file.experts}: these experts are not packed, and are "
-                "not loaded as floats; pack them with `bitplan convert` first"
-            )
+            raise _floats(path, file.expert_name(0, GATE_UP), file.experts)
         if is_gguf:
             require_clean(rules, _translated(file), checkpoint=str(path))
     except BaseException:
         file.close()
         raise
     return file
+
+
+def _refuse_floats(headers: TensorFile) -> None:
+    """Before the manifest, which knows packed experts only and would ask for a rule."""
+    for name, spec in headers.specs.items():
+        if name.endswith(FLOAT_EXPERTS) and spec.dtype.is_floating_point:
+            raise _floats(headers.path, name, spec.dtype)
+
+
+def _floats(path: Path, name: str, dtype: torch.dtype) -> FileFormatError:
+    return FileFormatError(
+        f"{path}: {name!r} is {dtype}: these experts are not packed, and are not loaded as floats; "
+        "pack them with `bitplan convert` first"
+    )
 
 
 def _translated(file: GptOssFile) -> dict[str, Header]:

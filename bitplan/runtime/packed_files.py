@@ -10,10 +10,11 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from bitplan.errors import FileFormatError, StoreError
+from bitplan.errors import FileFormatError
 from bitplan.formats import Encoded, get_format
 from bitplan.plan import Header, Manifest, Tag, open_manifest, require_clean
-from bitplan.store.packed_rows import packed_pair
+from bitplan.store.devices import known_device
+from bitplan.store.packed_rows import base_name, packed_pair, scales_name
 from bitplan.store.tensor_files import TensorFile, open_tensors
 
 ManifestLike = Manifest | str | Path
@@ -57,11 +58,9 @@ def list_headers(file: TensorFile) -> dict[str, Header]:
 
 def device_of(device: torch.device | str) -> torch.device:
     """The device meant, with its number; one that is not there is an error before anything is read."""
-    place = torch.device(device)
-    if place.type == "cuda":
-        if not torch.cuda.is_available():
-            raise StoreError(f"device {str(device)!r}: torch sees no GPU here; load to the CPU")
-        return torch.device("cuda", torch.cuda.current_device() if place.index is None else place.index)
+    place = known_device(device, "load to the CPU")
+    if place.type == "cuda" and place.index is None:
+        return torch.device("cuda", torch.cuda.current_device())
     return place
 
 
@@ -88,8 +87,8 @@ def _read_item(file: TensorFile, name: str, tag: Tag | None, rules: Manifest | N
     if rules is None or tag is None or tag.part is None:
         found = file.read(name)
         return found.data if isinstance(found, Encoded) and found.fmt.is_cast else found
-    scales = name.removesuffix("blocks") + "scales" if name.endswith("blocks") else f"{name}.scales"
-    base = f"{name}.base" if rules.scale_base == "tensor" else rules.scale_base
-    pair = packed_pair(file, name, scales, get_format(tag.format), float(base) if isinstance(base, int) else base)
+    base = base_name(file, name) if rules.scale_base == "tensor" else rules.scale_base
+    factor = float(base) if isinstance(base, int) else base
+    pair = packed_pair(file, name, scales_name(name), get_format(tag.format), factor)
     rows, layout = pair.read(0, pair.steps), pair.fmt.part_shapes(pair.shape)
     return Encoded(pair.fmt, pair.shape, **{part: own.reshape(layout[part][1]) for part, own in rows.parts.items()})

@@ -33,7 +33,9 @@ from bitplan.runtime.expert_products import ExpertMatrices, Numbers, Routes, fus
 from bitplan.runtime.packed_weight import PackedWeight
 from bitplan.runtime.strategy import (
     FUSED_ROWS_UNMEASURED,
+    INPUTS,
     LayerError,
+    check_packed,
     check_strategy,
     compute_dtype,
     is_capturing,
@@ -42,6 +44,7 @@ from bitplan.runtime.tile_cache import TileCache
 
 Activation = Literal["gpt_oss", "swiglu"]
 ACTIVATIONS: tuple[Activation, ...] = get_args(Activation)
+ID_TYPES = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 LEAST_INPUTS = 32  # formats take narrower stacks of matrices for convolution kernels
 
 
@@ -91,7 +94,7 @@ class QuantExperts(nn.Module):
         self.down = down if isinstance(down, PackedWeight) else PackedWeight(down)
         self.gate_up_bias = None if gate_up_bias is None else nn.Parameter(gate_up_bias)
         self.down_bias = None if down_bias is None else nn.Parameter(down_bias)
-        self._matrices = {"gate_up": ExpertMatrices(self.gate_up), "down": ExpertMatrices(self.down)}
+        self._seen_as_experts: dict[str, ExpertMatrices] = {}
         self.last_pick: Pick | None = None
 
     @property
@@ -101,6 +104,15 @@ class QuantExperts(nn.Module):
     @strategy.setter
     def strategy(self, strategy: str) -> None:
         self._strategy = check_strategy(strategy, self.name)
+
+    @property
+    def _matrices(self) -> dict[str, ExpertMatrices]:
+        """Both weights as their experts, made anew when somebody put another PackedWeight in their place."""
+        for name, weight in (("gate_up", self.gate_up), ("down", self.down)):
+            made = self._seen_as_experts.get(name)
+            if made is None or made.packed is not weight:
+                self._seen_as_experts[name] = ExpertMatrices(weight)
+        return self._seen_as_experts
 
     @property
     def packed_bytes(self) -> int:
@@ -216,7 +228,7 @@ class QuantExperts(nn.Module):
             raise LayerError(f"{self.name}: strategy 'tile_cache' cannot be recorded in a CUDA graph; set 'fused'")
 
     def _check_inputs(self, hidden: Tensor, expert_ids: Tensor, expert_weights: Tensor) -> None:
-        if hidden.dim() != 2 or hidden.shape[1] != self.hidden or not hidden.is_floating_point():
+        if hidden.dim() != 2 or hidden.shape[1] != self.hidden or hidden.dtype not in INPUTS:
             raise LayerError(
                 f"{self.name}: tokens must be floats [tokens, {self.hidden}], got {hidden.dtype} {tuple(hidden.shape)}"
             )
@@ -226,8 +238,13 @@ class QuantExperts(nn.Module):
                 f"{self.name}: expert_ids and expert_weights must both be [{hidden.shape[0]}, top_k], "
                 f"got {tuple(expert_ids.shape)} and {tuple(expert_weights.shape)}"
             )
+        if expert_ids.dtype not in ID_TYPES:  # floats would be cut to integers without a word
+            raise LayerError(f"{self.name}: expert_ids must be integers, got {expert_ids.dtype}")
         if hidden.device != self.down.device:
             raise LayerError(f"{self.name}: tokens lie on {hidden.device}, the weights on {self.down.device}; move one")
+        for name, given in (("expert_ids", expert_ids), ("expert_weights", expert_weights)):
+            if given.device != hidden.device:
+                raise LayerError(f"{self.name}: {name} lie on {given.device}, tokens on {hidden.device}; move one")
 
 
 def _check_shapes(
@@ -238,6 +255,7 @@ def _check_shapes(
     down_bias: Tensor | None,
 ) -> None:
     for name, weight in (("gate_up", gate_up), ("down", down)):
+        check_packed(weight, f"{where}: {name}")
         reason = why_no_rows(weight.fmt)
         if reason is not None:
             raise LayerError(f"{where}: {name}: {reason}; use a format such as mxfp4 or int8_row")

@@ -28,10 +28,17 @@ from bitplan.kernels.cpu_matmul import band_rows
 from bitplan.kernels.fused import FusedMatmul, fused_for
 from bitplan.measure.crossover import Pick
 from bitplan.runtime.packed_weight import PackedWeight, State
-from bitplan.runtime.strategy import LayerError, check_strategy, choose, compute_dtype, is_capturing
+from bitplan.runtime.strategy import (
+    INPUTS,
+    LayerError,
+    check_packed,
+    check_strategy,
+    choose,
+    compute_dtype,
+    is_capturing,
+)
 from bitplan.runtime.tile_cache import TileCache
 
-INPUTS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 _PICKS_KEPT = 64
 
 
@@ -162,6 +169,7 @@ class QuantLinear(nn.Module):
         name: str = "QuantLinear",
     ) -> None:
         super().__init__()
+        check_packed(weight, name)
         reason = why_no_rows(weight.fmt)
         if len(weight.shape) != 2 or reason is not None:
             raise LayerError(

@@ -25,12 +25,14 @@ from __future__ import annotations
 import torch
 
 from bitplan.errors import BitplanError, did_you_mean
+from bitplan.formats import Encoded
 from bitplan.kernels.fused import FusedMatmul, fused_for
 from bitplan.measure.crossover import Pick, pick
 from bitplan.measure.crossover_files import crossovers_of
 from bitplan.runtime.packed_weight import PackedWeight
 from bitplan.runtime.tile_cache import TileCache
 
+INPUTS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 STRATEGIES = ("auto", "eager", "fused", "tile_cache", "decode")
 FUSED_ROWS_UNMEASURED = 32
 AUTO_ON_CPU = ("int4_g32",)  # formats whose fused product costs a CPU no more than one packed copy
@@ -45,6 +47,15 @@ def check_strategy(strategy: str, where: str) -> str:
         hint = did_you_mean(str(strategy), STRATEGIES)
         raise LayerError(f"{where}: no strategy {strategy!r}; there are {', '.join(STRATEGIES)}{hint}")
     return strategy
+
+
+def check_packed(weight: object, where: str) -> None:
+    """Floats are not packed on the way: how to encode them is the caller's choice."""
+    if not isinstance(weight, Encoded | PackedWeight):
+        raise LayerError(
+            f"{where}: the weight must be an Encoded or a PackedWeight, got a {type(weight).__name__}; "
+            "pack it first with bitplan.encode(weight, format)"
+        )
 
 
 def compute_dtype(device: torch.device, dtype: torch.dtype) -> torch.dtype:

@@ -79,10 +79,11 @@ class TileCache:
     """Expanded bands of rows, at most `budget_bytes` of them."""
 
     def __init__(self, budget_bytes: int = 0, *, tile_bytes: int = TILE_BYTES) -> None:
-        if budget_bytes < 0 or tile_bytes < 1:
+        sizes = (budget_bytes, tile_bytes)
+        if not all(isinstance(size, int) for size in sizes) or budget_bytes < 0 or tile_bytes < 1:
             raise StoreError(
-                "a tile cache needs a budget of 0 bytes or more and tiles of 1 byte or more, "
-                f"got {budget_bytes} and {tile_bytes}"
+                "a tile cache needs a budget of 0 bytes or more and tiles of 1 byte or more, as integers, "
+                f"got {budget_bytes!r} and {tile_bytes!r}"
             )
         self.budget_bytes, self.tile_bytes = budget_bytes, tile_bytes
         self._tiles: OrderedDict[Key, _Tile] = OrderedDict()
@@ -96,6 +97,10 @@ class TileCache:
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         """A copied model shares the cache: its budget is the machine's memory, not the model's."""
         return self
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Saved with a whole model, it comes back empty: tiles are made again, and a lock cannot be saved."""
+        return _new_cache, (self.budget_bytes, self.tile_bytes)
 
     @property
     def counters(self) -> CacheCounters:
@@ -184,6 +189,10 @@ class TileCache:
                 self._counts["evictions"] += 1
             self._tiles[key] = _made(values)
             self._nbytes += values.nbytes
+
+
+def _new_cache(budget_bytes: int, tile_bytes: int) -> TileCache:
+    return TileCache(budget_bytes, tile_bytes=tile_bytes)
 
 
 def _made(values: Tensor) -> _Tile:

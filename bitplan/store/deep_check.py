@@ -26,7 +26,15 @@ from bitplan.formats import get_format
 from bitplan.plan.check import Finding
 from bitplan.plan.manifest import Manifest, Tag, guess_role
 from bitplan.plan.plan import natural_order
-from bitplan.store.packed_rows import PackedTensor, packed_pair, packed_tensor, plain_pieces, spans
+from bitplan.store.packed_rows import (
+    PackedTensor,
+    base_name,
+    packed_pair,
+    packed_tensor,
+    plain_pieces,
+    scales_name,
+    spans,
+)
 from bitplan.store.scale_findings import OnBytes, check_packed, index_of
 from bitplan.store.tensor_files import GGUFTensors, NativeTensors, TensorFile, TensorSpec
 
@@ -160,18 +168,18 @@ def _role(manifest: Manifest, name: str) -> str:
 
 def _pair(manifest: Manifest, file: TensorFile, name: str, tag: Tag) -> PackedTensor | list[Finding]:
     """The weight whose codes this tensor holds, or what is wrong with it; pairs that do not fit are header findings."""
-    fmt, stem = get_format(tag.format), name.removesuffix("blocks").rstrip("._")
-    scales = name.removesuffix("blocks") + "scales" if name.endswith("blocks") else f"{name}.scales"
+    fmt = get_format(tag.format)
     base: float | str | None = None
     if fmt.scales is not None and fmt.scales.needs_base:
-        names = (f"{name}.base", f"{stem}.base", f"{stem}_base")
-        base = next((found for found in names if found in file.specs), None)
+        base = base_name(file, name)
         if manifest.scale_base != "tensor" and manifest.scale_base is not None:
             base = float(manifest.scale_base)
         if base is None:
-            text = f"scales of {fmt.name} are multiples of a base, which must be in the checkpoint as {names[0]!r}"
+            text = (
+                f"scales of {fmt.name} are multiples of a base, which must be in the checkpoint as {f'{name}.base'!r}"
+            )
             return [Finding("scale-base", name, f"{text}, or in the manifest as scale_base")]
     try:
-        return packed_pair(file, name, scales, fmt, base)
+        return packed_pair(file, name, scales_name(name), fmt, base)
     except BitplanError:
         return []

@@ -20,7 +20,7 @@ from bitplan.formats.report import Similarity, similarity
 from bitplan.formats.scale_health import scale_health
 from bitplan.kernels import decode
 from bitplan.store.drift_log import DriftRow
-from bitplan.store.packed_rows import PackedTensor, packed_pair, packed_tensor
+from bitplan.store.packed_rows import PackedTensor, packed_pair, packed_tensor, scales_name
 from bitplan.store.tensor_files import NativeTensors, TensorFile, open_tensors
 
 OnBytes = Callable[[int, str], None]
@@ -107,7 +107,7 @@ def _packed(file: TensorFile, findings: list[str]) -> Iterator[tuple[PackedTenso
         if spec.encoded:
             yield packed_tensor(file, name), name, False
         elif spec.format == "uint8" and name.endswith(("_blocks", ".blocks")):
-            scales = f"{name.removesuffix('blocks')}scales"
+            scales = scales_name(name)
             if scales in file.specs:
                 try:
                     pair = packed_pair(file, name, scales, get_format("mxfp4"))

@@ -47,7 +47,7 @@ class GptOssShape:
     def __post_init__(self) -> None:
         for name, size in asdict(self).items():
             if type(size) is not int or not 0 < size < 2**31:
-                raise StoreError(f"gpt-oss: `{name}` must be an integer above 0 and below 2^31, got {size!r}")
+                raise StoreError(f"gpt-oss: `{name}` must be an integer above 0 and below {2**31}, got {size!r}")
         for name in ("hidden", "intermediate"):
             if getattr(self, name) % BLOCK:
                 raise StoreError(

@@ -16,8 +16,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from bitplan.errors import StoreError
 from bitplan.kernels import encode
+from bitplan.store.devices import known_device
 from bitplan.store.gpt_oss_config import Settings
 from bitplan.store.gpt_oss_convert import ConvertReport, ExpertFormat, open_destination, save_gpt_oss
 from bitplan.store.gpt_oss_experts import MXFP4, Matrix

@@ -76,6 +76,17 @@ def packed_tensor(file: TensorFile, name: str) -> PackedTensor:
     return PackedTensor(name, fmt, shape, grid, spec.nbytes, 1, functools.partial(_read_whole, file, name))
 
 
+def scales_name(data: str) -> str:
+    """Where the scales of codes lie: gpt-oss's `blocks` and `scales`, else bitplan's NAME and NAME.scales."""
+    return data.removesuffix("blocks") + "scales" if data.endswith("blocks") else f"{data}.scales"
+
+
+def base_name(file: TensorFile, data: str) -> str | None:
+    """Which tensor of the file holds the base of these codes' scales, if one does."""
+    stem = data.removesuffix("blocks").rstrip("._")
+    return next((name for name in (f"{data}.base", f"{stem}.base", f"{stem}_base") if name in file.specs), None)
+
+
 def packed_pair(file: TensorFile, data: str, scales: str, fmt: Format, base: float | str | None = None) -> PackedTensor:
     """Codes [..., blocks, n] or [..., blocks x n] and scales [..., blocks] that a file keeps as two plain tensors.
 

@@ -131,3 +131,15 @@ def test_saturated_scales_show_in_the_table(tmp_path, monkeypatch, capsys):
     out = capsys.readouterr().out
     assert "1 NaN" in out
     assert "w: NaN or infinity on one side" in out
+
+
+def test_names_with_escape_sequences_do_not_reach_the_terminal(llama, capsys):
+    file = llama(**{"evil\x1b[2J\nname": torch.ones(2)})
+    assert run(["check", "llama", file]) == 1
+    shown = capsys.readouterr().out
+    assert "evil\\x1b[2J\\nname" in shown
+    safetensors.torch.save_file({"a\x1b[2Jb": torch.ones(2)}, "other.safetensors")
+    assert run(["compare", file, "other.safetensors"]) == 1
+    shown += capsys.readouterr().out
+    assert "\x1b" not in shown
+    assert "a\\x1b[2Jb: in other.safetensors" in shown

@@ -19,6 +19,7 @@ from bitplan.cli import run
 from bitplan.errors import FileFormatError
 from bitplan.measure import causal_lm
 from bitplan.plan import shipped_manifest
+from bitplan.store.gpt_oss import make_checkpoint
 from bitplan.store.tensor_files import open_tensors
 
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
@@ -204,6 +205,7 @@ def test_bad_options_are_refused_before_anything_is_read(here, capsys):
     assert "no manifest 'lama'" in refused("llama", *text, "--manifest", "lama", capsys=capsys)
     assert "missing.txt" in refused("llama", "--text", "missing.txt", capsys=capsys)
     assert "go with --format" in refused("llama", *text, "--keep", "lm_head", capsys=capsys)
+    assert "Invalid value for '--threads'" in refused("llama", *text, "--threads", "0", capsys=capsys)
     (here / "empty.txt").write_text(" \n")
     assert "empty.txt: the text is empty" in refused("llama", "--text", "empty.txt", capsys=capsys)
     (here / "binary.txt").write_bytes(b"abc\xff\xfe")
@@ -253,6 +255,12 @@ def test_what_is_not_a_model_is_refused(here, capsys):
         assert told in refused(name, *text, capsys=capsys)
     (here / "broken.gguf").write_bytes(b"GGUF but no more")
     assert "broken.gguf: transformers cannot read" in refused("broken.gguf", *text, capsys=capsys)
+
+
+def test_a_gguf_file_without_a_tokenizer_is_told_apart(here, capsys):
+    make_checkpoint(here / "bare.gguf", naming="gguf")  # as `bitplan convert --to gguf` writes it
+    told = refused("bare.gguf", "--text", "text.txt", capsys=capsys)
+    assert "if the file holds no tokenizer, give the Hugging Face folder" in told
 
 
 def test_nan_in_a_weight_is_named(capsys):

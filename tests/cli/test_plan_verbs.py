@@ -76,3 +76,8 @@ def test_schema_and_expand(tmp_path, capsys):
     (tmp_path / "manifest.json").write_text(json.dumps(expanded))
     assert run(["manifest", "expand", str(tmp_path / "manifest.json")]) == 2
     assert "needs no expanding" in capsys.readouterr().err
+    (tmp_path / "raw.json").write_text(json.dumps({"block.[i].mlp.weight": "FP9"}))
+    assert run(["manifest", "expand", str(tmp_path / "raw.json")]) == 2
+    told = capsys.readouterr()
+    assert "format 'FP9' is neither in `formats` nor one of bitplan's" in told.err
+    assert told.out == ""

@@ -80,10 +80,18 @@ def test_rules_that_overlap_and_disagree():
     assert codes(found) == [
         ("shadowed-rule", "patterns[1] ab"),
         ("overlap", "patterns[2] .b|c"),
-        ("overlap", "patterns[3] .*"),
-        ("overlap", "patterns[3] .*"),
     ]
     assert "gives int4 to 'ab', but patterns[0] a.* comes first with int8" in found[1].message
+
+
+@pytest.mark.parametrize("pattern", [".*", "^.*$", ".+"])
+def test_a_last_rule_for_everything_is_a_default_and_no_fault(pattern):
+    """As the pages advise, and as the finding for an unmatched tensor does."""
+    assert check_headers(manifest(("a.*", "int8_row"), (pattern, "bfloat16")), {"ab": header((2, 2))}) == []
+    both = {"ab": header((2, 2)), "c": header((2,))}
+    assert check_headers(manifest(("a.*", "int8_row"), (pattern, "bfloat16")), both) == []
+    found = check_headers(manifest((pattern, "bfloat16"), ("a.*", "int8_row")), both)
+    assert [item.code for item in found] == ["shadowed-rule", "overlap"]
 
 
 @pytest.mark.parametrize(
@@ -130,6 +138,16 @@ def test_faults_of_a_packed_checkpoint(change, expected):
     assert finding[:2] == expected[:2]
     assert expected[2] in finding.message
     assert "\n" not in finding.message
+
+
+def test_scales_without_data_are_not_their_own_data():
+    tags = {"FP4": {"bits": 4}, "UE8": {"bits": 8}}
+    document = {"version": 1, "formats": tags, "block_size": 32, "scale_encoding": "e8m0"}
+    rules = [{"regex": "w_blocks", "format": "FP4", "optional": True}, {"regex": "w_scales", "format": "UE8"}]
+    manifest = Manifest.from_document(document | {"patterns": rules})
+    (finding,) = check_headers(manifest, {"w_scales": header((64, 2), "uint8")})
+    assert finding[:2] == ("missing-data", "w_scales")
+    assert finding.message == "its data (w_blocks) are not in the checkpoint"
 
 
 @pytest.mark.parametrize(
@@ -248,7 +266,7 @@ def test_what_runtimes_fuse(names, grouped):
 
 def test_one_layer_in_another_format_is_no_fused_group():
     found = check_headers(manifest((r"model\.layers\.0\..*proj\.weight", "int8_row"), (".*", "bfloat16")), llama())
-    assert [item.code for item in found] == ["overlap"]
+    assert found == []
 
 
 def test_findings_do_not_depend_on_the_order_of_the_header():

@@ -382,6 +382,14 @@ def test_morphed_models_and_unknown_strategies_are_refused() -> None:
     model = nn.Sequential(nn.Linear(64, 64, bias=False))
     with pytest.raises(Exception, match="no strategy 'fast'"):
         apply_plan(model, plan_for("0.weight", "mxfp4"), strategy="fast")
+    for options, said in (
+        ({"match": "some"}, "match must be 'all' or 'common', got 'some'"),
+        ({"unsupported": "ignore"}, "unsupported must be 'error' or 'skip', got 'ignore'"),
+    ):
+        with pytest.raises(ApplyError, match=said):
+            apply_plan(model, plan_for("0.weight", "mxfp4"), **options)
+    with pytest.raises(ApplyError, match=r"expected a Plan, such as Manifest.resolve gives, got a dict"):
+        apply_plan(model, {"0.weight": "mxfp4"})
     morph_model(model, "mxfp4")
     refused(model, plan_for("0.weight", "mxfp4"), "unmorph_model first")
 

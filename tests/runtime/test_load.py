@@ -18,7 +18,7 @@ from torch import nn
 import bitplan
 from bitplan.errors import BitplanError, FileFormatError, StoreError
 from bitplan.formats import Encoded
-from bitplan.plan import ManifestError, shipped_manifest
+from bitplan.plan import Manifest, ManifestError, shipped_manifest
 from bitplan.runtime import gpt_oss_weights, load
 from bitplan.runtime.load import load_packed
 from bitplan.runtime.packed_files import read_packed
@@ -27,9 +27,11 @@ from bitplan.runtime.strategy import LayerError
 from bitplan.runtime.tile_cache import TileCache
 from bitplan.store import gpt_oss_source
 from bitplan.store.container import ContainerFile
+from bitplan.store.deep_check import deep_check
 from bitplan.store.gguf_io import GGUFFile, write_gguf
 from bitplan.store.gpt_oss import GptOssFile, convert_gpt_oss, make_checkpoint
 from bitplan.store.gpt_oss_make import DrawnCheckpoint
+from bitplan.store.tensor_files import open_tensors
 
 transformers = pytest.importorskip("transformers")
 LAYOUTS = ("openai", "hf", "gguf")
@@ -312,7 +314,8 @@ def test_manifests_for_another_model(made, reads, tmp_path):
 
 
 def test_experts_in_floats_are_never_loaded(made, tmp_path, reads):
-    refused(made["wide"], reads, "unmatched: model.layers.0.mlp.experts.down_proj: no rule matches")
+    message = "down_proj' is torch.bfloat16: these experts are not packed, .*; pack them with `bitplan convert` first"
+    refused(made["wide"], reads, message, FileFormatError)
     convert_gpt_oss(made["hf"], tmp_path / "wide.gguf", to="gguf", experts="bfloat16")
     reads.clear()
     message = (
@@ -332,6 +335,11 @@ def test_other_refusals(made, tmp_path, reads, monkeypatch):
     if not torch.cuda.is_available():
         with pytest.raises(StoreError, match="device 'cuda': torch sees no GPU here"):
             load_packed(made["hf"], device="cuda")
+    with pytest.raises(StoreError, match="device 'gpu': there is no such kind; use cpu, or cuda"):
+        load_packed(made["hf"], device="gpu")
+    for wrong in (torch.int8, "float32"):
+        with pytest.raises(StoreError, match=r"dtype must be a float type of torch \(bfloat16, .*, got "):
+            load_packed(made["hf"], dtype=wrong)
     make_checkpoint(tmp_path / "hf", naming="hf")
     config = json.loads((tmp_path / "hf" / "config.json").read_text()) | {"num_hidden_layers": 3}
     (tmp_path / "hf" / "config.json").write_text(json.dumps(config))
@@ -523,6 +531,30 @@ def test_read_packed_joins_codes_and_scales_that_lie_apart(made):
     assert found["norm.scale"].dtype == torch.bfloat16
     experts = QuantExperts(weight, found["block.1.mlp.mlp2_weight.blocks"])
     assert experts(torch.ones(1, 64), torch.tensor([[3]]), torch.ones(1, 1)).isfinite().all()
+
+
+@pytest.mark.parametrize("base", ["w.blocks.base", "w.base"])
+def test_read_packed_finds_the_base_that_the_deep_check_finds(tmp_path, base):
+    packed = bitplan.encode(torch.linspace(-1, 1, 512).reshape(2, 256), "fp4_u8_g128")
+    parts = {"w.blocks": packed.data, "w.scales": packed.scales, base: packed.base.reshape(())}
+    safetensors.torch.save_file(parts, tmp_path / "w.safetensors")
+    document = {
+        "version": 1,
+        "formats": {"FP4": {"bits": 4}, "UE8": {"bits": 8}},
+        "block_size": 128,
+        "scale_encoding": "linear_uint8",
+        "scale_base": "tensor",
+        "patterns": [
+            {"regex": ".*blocks", "format": "FP4"},
+            {"regex": ".*scales", "format": "UE8"},
+            {"regex": ".*", "format": "FP32"},
+        ],
+    }
+    rules = Manifest.from_document(document)
+    with open_tensors(tmp_path / "w.safetensors") as file:
+        assert deep_check(rules, file) == []
+    found = read_packed(tmp_path / "w.safetensors", manifest=rules)["w.blocks"]
+    assert torch.equal(bitplan.decode(found), bitplan.decode(packed))
 
 
 def test_read_packed_of_gguf(made, tmp_path):

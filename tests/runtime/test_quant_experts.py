@@ -11,6 +11,7 @@ from torch import nn
 import bitplan
 from bitplan.measure.crossover import Pick
 from bitplan.runtime import expert_products
+from bitplan.runtime.packed_weight import PackedWeight
 from bitplan.runtime.quant_experts import QuantExperts
 from bitplan.runtime.strategy import LayerError
 from bitplan.runtime.tile_cache import TileCache
@@ -294,6 +295,27 @@ def test_a_weight_that_changes_before_the_backward_is_an_error():
         out.sum().backward()
 
 
+def test_a_weight_put_in_the_place_of_another_is_the_one_that_runs():
+    experts, x, routes = make(), drawn(3, H), routed(3)
+    before = experts(x, *routes)
+    experts.gate_up = PackedWeight(bitplan.encode(2 * bitplan.decode(experts.gate_up.encoded), "mxfp4"))
+    wanted = QuantExperts(
+        experts.gate_up,
+        experts.down,
+        gate_up_bias=experts.gate_up_bias.detach(),
+        down_bias=experts.down_bias.detach(),
+    )(x, *routes)
+    assert not torch.equal(before, wanted)
+    assert torch.equal(experts(x, *routes), wanted)
+
+
+def test_on_a_cpu_the_device_is_the_reason_not_the_type_of_the_inputs(monkeypatch):
+    kernels = pytest.importorskip("bitplan.kernels.fused_weights")
+    monkeypatch.setattr(kernels, "INTERPRETED", False)
+    with pytest.raises(LayerError, match="the fused kernels run on CUDA, and the weight is on cpu"):
+        make(strategy="fused")(drawn(2, H), *routed(2))
+
+
 REFUSALS = {
     "X: no strategy 'fuse'; there are auto, .*did you mean 'fused'": lambda: make(strategy="fuse", name="X"),
     "no activation 'relu'; there are gpt_oss, swiglu": lambda: make(activation="relu"),
@@ -311,9 +333,17 @@ REFUSALS = {
     r"expert_ids must lie in 0..4, got 1 below and 2 above of 4": lambda: make()(
         drawn(2, H), torch.tensor([[-1, 5], [99, 0]]), drawn(2, 2)
     ),
-    "strategy 'fused' cannot run: the fused kernels take bfloat16 .*; set strategy='auto'": lambda: make(
-        strategy="fused"
-    )(drawn(2, H), *routed(2)),
+    "strategy 'fused' cannot run: the fused kernels .*; set strategy='auto'": lambda: make(strategy="fused")(
+        drawn(2, H), *routed(2)
+    ),
+    "gate_up: the weight must be an Encoded or a PackedWeight, got a Tensor; pack it": lambda: QuantExperts(
+        drawn(5, 256, 128), GOOD
+    ),
+    "expert_ids must be integers, got torch.float32": lambda: make()(drawn(2, H), drawn(2, 2), drawn(2, 2)),
+    "expert_ids must be integers, got torch.bool": lambda: make()(drawn(2, H), routed(2)[0].bool(), drawn(2, 2)),
+    "got torch.float8_e4m3fn": lambda: make()(drawn(2, H).to(torch.float8_e4m3fn), *routed(2)),
+    "expert_ids lie on meta, tokens on cpu": lambda: make()(drawn(2, H), routed(2)[0].to("meta"), drawn(2, 2)),
+    "expert_weights lie on meta, tokens on cpu": lambda: make()(drawn(2, H), routed(2)[0], drawn(2, 2).to("meta")),
 }
 GOOD = bitplan.encode(drawn(5, 256, 128), "int8_row")
 

@@ -334,6 +334,11 @@ def test_compiled_models_run_the_layer_as_it_is() -> None:
         (encode(torch.ones(128, 128), "fp8_e4m3_b128"), None, "fp8_e4m3_b128"),
         (encode(torch.ones(2, 4, 64), "mxfp4"), None, r"shape \(2, 4, 64\)"),
         (encode(torch.ones(4, 64), "mxfp4"), torch.ones(3), r"bias must have shape \(4,\)"),
+        (
+            torch.ones(4, 64),
+            None,
+            "must be an Encoded or a PackedWeight, got a Tensor; pack it first with bitplan.encode",
+        ),
     ],
 )
 def test_weights_that_are_no_packed_matrix_are_refused(weight: Encoded, bias: Tensor | None, said: str) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import pickle
 import threading
 
 import pytest
@@ -200,3 +201,17 @@ def test_threads_share_a_cache_without_losing_count() -> None:
     assert wrong == []
     assert found.hits + found.misses == 200
     assert found.nbytes == found.tiles * WHOLE <= 2 * WHOLE
+
+
+def test_a_saved_cache_comes_back_empty_and_shared() -> None:
+    cache, (weight,) = TileCache(2 * WHOLE, tile_bytes=WHOLE), weights(1)
+    use(cache, weight)
+    first, second = pickle.loads(pickle.dumps((cache, cache)))
+    assert first is second
+    assert (first.budget_bytes, first.tile_bytes, counted(first)) == (2 * WHOLE, WHOLE, {})
+
+
+@pytest.mark.parametrize("budget", ["64MB", 1e6, None])
+def test_a_budget_is_an_integer(budget) -> None:
+    with pytest.raises(StoreError, match="as integers, got"):
+        TileCache(budget)

@@ -75,7 +75,8 @@ def test_float_experts_lie_transposed_in_hugging_faces_layout_and_upright_in_ggu
     [
         ({"hidden": 48}, "`hidden` must be a multiple of 32"),
         ({"intermediate": 8}, "`intermediate` must be a multiple of 32"),
-        ({"layers": 0}, "`layers` must be an integer above 0, got 0"),
+        ({"layers": 0}, "`layers` must be an integer above 0 and below 2147483648, got 0"),
+        ({"vocab": 2**31}, "`vocab` must be an integer above 0 and below 2147483648, got 2147483648"),
         ({"vocab": 2.5}, "`vocab` must be an integer"),
         ({"heads": 5, "kv_heads": 2}, "multiple of `kv_heads`"),
         ({"head_dim": 3}, "`head_dim` even"),

@@ -81,6 +81,8 @@ def test_refusals(tmp_path):
     if not torch.cuda.is_available():
         with pytest.raises(StoreError, match="torch sees no GPU here"):
             make_checkpoint(tmp_path / "m", device="cuda")
+    with pytest.raises(StoreError, match="device 'gpu': there is no such kind; use cpu, or cuda"):
+        make_checkpoint(tmp_path / "m", device="gpu")
     make_checkpoint(tmp_path / "m.safetensors")
     with pytest.raises(StoreError, match="exists already"):
         make_checkpoint(tmp_path / "m.safetensors")

@@ -102,7 +102,7 @@ OPENAI_FAULTS = {
     ),
     "no heads": (
         lambda t: t.update({"block.0.attn.sinks": t["block.0.attn.sinks"][:0]}),
-        "make no model: gpt-oss: `heads` must be an integer above 0, got 0",
+        "make no model: gpt-oss: `heads` must be an integer above 0 and below 2147483648, got 0",
     ),
     "a hole": (lambda t: drop_layer(t, 0), "has a layer 1, so layers 0 to 1 must be there; missing: 0; a shard may"),
     "no layer at all": (

@@ -1,0 +1,24 @@
+"""Devices by name, checked before anything is read or drawn for them."""
+
+from __future__ import annotations
+
+import torch
+
+from bitplan.errors import StoreError
+
+
+def known_device(device: torch.device | str, next_step: str) -> torch.device:
+    """The device meant; a name that torch does not know, or a GPU that is not there, is an error of one line."""
+    try:
+        place = torch.device(device)
+    except RuntimeError:
+        raise StoreError(
+            f"device {str(device)!r}: there is no such kind; use cpu, or cuda with or without :N"
+        ) from None
+    if place.type == "cuda":
+        count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+        if not count:
+            raise StoreError(f"device {str(device)!r}: torch sees no GPU here; {next_step}")
+        if place.index is not None and place.index >= count:
+            raise StoreError(f"device {str(device)!r}: the GPUs here are cuda:0 to cuda:{count - 1}; use one of them")
+    return place
