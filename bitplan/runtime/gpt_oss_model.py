@@ -91,7 +91,16 @@ def fill_model(
     if any(buffer.is_meta for buffer in inner.rotary_emb.buffers()):  # computed, and in no file
         inner.rotary_emb = type(inner.rotary_emb)(config=inner.config)
     inner.rotary_emb.to(device)
+    # On the instance: transformers' own method would write names that neither it nor load_packed reads again.
+    setattr(model, "save_pretrained", _refuse_saving)  # noqa: B010 (a module's attributes are tensors to mypy)
     model.train(False)
+
+
+def _refuse_saving(*_args: Any, **_options: Any) -> None:
+    raise StoreError(
+        "save_pretrained: the experts of this model are packed, and transformers could not read them back; the "
+        "checkpoint it came from still holds them: save what you trained (adapters, biases) or model.state_dict()"
+    )
 
 
 def check_filled(model: nn.Module, where: str) -> None:

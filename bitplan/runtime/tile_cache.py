@@ -31,6 +31,7 @@ from bitplan.kernels.bands import Band, cut, rows_of
 from bitplan.runtime.packed_weight import PackedWeight, State
 
 TILE_BYTES = 256 * 2**20
+UNCACHED_BYTES = 32 * 2**20  # of bands that no budget keeps: they are expanded for one use
 ROWS_WORTH_A_TILE = 64  # a budget that holds fewer rows than this holds no tile that is worth a product of its own
 _COUNTS = ("hits", "misses", "evictions", "refused", "dropped")
 Key = tuple[int, State, torch.dtype, int, int]  # token and state of the weight, type, first row, end
@@ -119,9 +120,8 @@ class TileCache:
         """How a weight is cut into tiles."""
         rows, cols = weight.shape
         row_bytes = max(1, cols * dtype.itemsize)
-        limit = self.tile_bytes
-        if self.budget_bytes >= ROWS_WORTH_A_TILE * row_bytes:
-            limit = min(limit, self.budget_bytes)
+        fits = self.budget_bytes >= ROWS_WORTH_A_TILE * row_bytes
+        limit = min(self.tile_bytes, self.budget_bytes if fits else UNCACHED_BYTES)
         return cut(rows, limit // row_bytes)
 
     def bands(self, weight: PackedWeight, dtype: torch.dtype) -> Iterator[Band]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import fnmatch
 import os
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -27,6 +28,7 @@ from bitplan.store.tensor_files import GGUFTensors, NativeTensors, TensorFile, T
 from bitplan.store.tensor_writers import SUFFIXES, Promise, Writer, write_tensors
 
 MOST_NAMES_SHOWN = 6
+_BIAS = re.compile(r"(^|[._])bias$")
 
 
 @dataclass(frozen=True)
@@ -56,6 +58,8 @@ class QuantizeOptions:
             return self.fmt, f"matches {wanted!r}"
         if len(spec.shape) < 2:
             return None, "one axis: norms and biases stay"
+        if _BIAS.search(spec.name):
+            return None, "biases stay, those of many experts too"
         return self.fmt, "a weight of two axes or more"
 
 

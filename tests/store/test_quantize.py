@@ -57,6 +57,19 @@ def test_every_format(fmt, source, tmp_path):
     assert {row["name"]: row["reason"] for row in report.rows}["steps"] == "not floats"
 
 
+def test_stacked_biases_of_experts_stay(tmp_path):
+    numbers = {"experts.down_proj_bias": torch.randn(4, 64), "bias": torch.randn(4, 64), "unbias": torch.randn(4, 64)}
+    safetensors.torch.save_file(numbers, tmp_path / "in.safetensors")
+    report = quantize_file(tmp_path / "in.safetensors", tmp_path / "out.safetensors", "mxfp4")
+    assert {row["name"]: row["to"] for row in report.rows} == {
+        "experts.down_proj_bias": "float32",
+        "bias": "float32",
+        "unbias": "mxfp4",
+    }
+    report = quantize_file(tmp_path / "in.safetensors", tmp_path / "out.safetensors", "mxfp4", only=["*bias"])
+    assert {row["to"] for row in report.rows} == {"mxfp4"}  # asked for by name
+
+
 # ---- by a plan -------------------------------------------------------------------------------------------------------
 
 
