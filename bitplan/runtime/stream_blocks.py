@@ -1,0 +1,429 @@
+"""stream_blocks: run and train a model whose blocks do not all fit the device.
+
+    with stream_blocks(model, "model.layers.*", device="cuda", formats="int8_row", slots=3) as stream:
+        for step, batch in enumerate(batches):
+            stream.begin_step(step)
+            loss = model(**batch).loss          # as ever, with or without checkpointing
+            loss.backward()
+            optimizer.step(); optimizer.zero_grad()
+            stream.end_step()
+
+Blocks wait on the host in their formats, cross the bus in these formats, and are decoded on the device. Only the
+`forward` of each block is wrapped: for the time of the call its parameters are the streamed ones, and autograd keeps
+places instead of weights (`saved_weights`). Weights and formats change at step boundaries only.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from typing import Any, Self
+
+import torch
+from torch import Tensor, nn
+
+from bitplan.formats.codec import check_whole_blocks
+from bitplan.runtime.block_encoding import put_block
+from bitplan.runtime.block_formats import BlockFormats, Formats, resolve_formats
+from bitplan.runtime.block_layout import BlockLayout, lay_out
+from bitplan.runtime.devices import StreamDevice, open_device
+from bitplan.runtime.finite_check import FiniteCheck
+from bitplan.runtime.host_blocks import HostKind, open_host
+from bitplan.runtime.host_training import AdamWSettings, HostTraining
+from bitplan.runtime.saved_weights import check_torch, save_weights_by_place
+from bitplan.runtime.stream_errors import StreamError
+from bitplan.runtime.stream_telemetry import StepRecorder, StreamStats, Telemetry
+from bitplan.runtime.streamed_blocks import STREAMED, StreamedBlock, Train, find_blocks, move_resident
+from bitplan.runtime.transfers import WAIT_TIMEOUT_S, Transfer
+from bitplan.runtime.weight_loader import Slots, WeightLoader
+
+
+def stream_blocks(
+    model: nn.Module,
+    blocks: str = "model.layers.*",
+    *,
+    device: StreamDevice | torch.device | str = "cuda",
+    formats: Formats = None,
+    slots: Slots = "auto",
+    host: HostKind = "pinned",
+    train: Train = "adapters",
+    optimizer: AdamWSettings | None = None,
+    slot_bytes: int | None = None,
+    vram_bytes: int | None = None,
+    host_folder: str | Path | None = None,
+    telemetry: str | Path | None = None,
+    check_finite: bool = True,
+    timeout_s: float = WAIT_TIMEOUT_S,
+) -> BlockStream:
+    """Stream the blocks of a model through a device; everything else of the model moves there and stays.
+
+    blocks        names of the blocks; `*` stands for one part of a name
+    device        "cuda", "cuda:1"; "cpu" is a simulated device, for tests and for trying it out
+    formats       None (each parameter's own type), a format, a mapping or a Plan; see `block_formats`
+    slots         ring slots on the device; "auto" fills spare memory, with resident blocks first
+    host          "pinned", "pageable", or "file" (in `host_folder`, or a temporary folder)
+    train         "adapters": parameters of blocks that require gradients stay on the device, yours to optimize;
+                  "weights": they are streamed, and trained on the host by AdamW (`optimizer`);
+                  "nothing": all is streamed, and nothing has gradients
+    slot_bytes    size of a slot; by default that of the largest block
+    vram_bytes    what slots="auto" may take, instead of what is spare
+    telemetry     a file that gets one JSON line a step
+    check_finite  look for NaN and infinity in what blocks give, without waiting for the device
+    timeout_s     how long any wait for a transfer may take before it is an error
+    """
+    return BlockStream(
+        model,
+        find_blocks(model, blocks, train),
+        open_device(device),
+        formats,
+        slots,
+        host,
+        train,
+        optimizer,
+        slot_bytes,
+        vram_bytes,
+        host_folder,
+        telemetry,
+        check_finite,
+        timeout_s,
+    )
+
+
+class BlockStream:
+    """A model whose blocks are streamed, until `close`."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        blocks: list[StreamedBlock],
+        device: StreamDevice,
+        formats: Formats,
+        slots: Slots,
+        host: HostKind,
+        train: Train,
+        optimizer: AdamWSettings | None,
+        slot_bytes: int | None,
+        vram_bytes: int | None,
+        host_folder: str | Path | None,
+        telemetry: str | Path | None,
+        check_finite: bool,
+        timeout_s: float,
+    ) -> None:
+        check_torch()
+        _check_training(train, optimizer, host)
+        self.model, self.blocks, self.device, self.train = model, blocks, device, train
+        self._by_name = {block.name: block for block in blocks}
+        self._slots, self._slot_bytes, self._vram_bytes = slots, slot_bytes, vram_bytes
+        self._specs = {block.name: block.specs for block in blocks}
+        self._formats = resolve_formats(formats, self._specs)
+        self._pending_formats: BlockFormats | None = None
+        layouts = self._lay_out(self._formats)
+        self._telemetry = Telemetry(telemetry)
+        self._is_closed = False
+        self._step: int | None = None
+        self._host = open_host(host, device, host_folder)
+        self.training: HostTraining | None = None
+        if train == "weights":
+            self.training = HostTraining(blocks, optimizer or AdamWSettings(), device, timeout_s)
+        names = list(self._by_name)
+        self._loader = WeightLoader(device, self._host, names, self.training, timeout_s)
+        try:
+            move_resident(model, blocks, device.torch_device)
+            self._finite = FiniteCheck(device, names) if check_finite else None
+            self._loader.allocate(layouts, slots, slot_bytes, vram_bytes)
+            for name in names:
+                self._put(name)
+        except BaseException:
+            self._free()
+            raise
+        self._forwards = [self._wrap(index, block) for index, block in enumerate(blocks)]
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, error: object, *_: object) -> None:
+        failure = self._shut_down()
+        if failure is not None and error is None:
+            raise failure
+
+    def __repr__(self) -> str:
+        return f"BlockStream({len(self.blocks)} blocks to {self.device.torch_device}, {self.stats})"
+
+    # ---- steps -------------------------------------------------------------------------------------------------------
+
+    def begin_step(self, step: int) -> None:
+        """Open a step: new formats take effect, and the first blocks are on their way.
+
+        A step that was not ended is abandoned, and the gradients it gathered are dropped. What went wrong in an
+        earlier step on another thread is raised here, once; call it again to go on.
+        """
+        self._check_open()
+        if self._step is not None:
+            self._abandon()
+        self._raise_failures()
+        self._restore_lost()
+        self._switch_formats()
+        self.device.reset_peak()
+        if self._finite is not None:
+            self._finite.start()
+        recorder = StepRecorder(self.device, step, self.device.mark())
+        self._loader.start(step, recorder)
+        self._step = step
+        self._telemetry.flush()
+
+    def end_step(self) -> None:
+        """Close the step; with train="weights" its gradients are applied, beside what comes next."""
+        self._check_open()
+        if self._step is None:
+            raise StreamError("end_step: no step is open; call begin_step(step) first")
+        step, recorder = self._step, self._loader.recorder
+        assert recorder is not None
+        if self._finite is not None:
+            self._finite.stop(step)
+        transfers = self._loader.transfers()
+        self._loader.stop()
+        recorder.close()
+        self._step = None
+        if self.training is not None:
+            self._loader.forget()
+            self.training.update(self._put, lambda: self._check_step(transfers), step)
+        self._telemetry.add(recorder)
+        self._raise_failures()
+
+    def synchronize(self) -> None:
+        """Wait for updates that are under way, and raise what went wrong in them or in earlier steps."""
+        if self.training is not None:
+            self.training.finish()
+        self._raise_failures(wait=True)
+
+    def set_formats(self, formats: Formats) -> None:
+        """Other formats from the next begin_step on; what a mapping does not name stays as it is."""
+        self._check_open()
+        chosen = resolve_formats(formats, self._specs, self._pending_formats or self._formats)
+        layouts = self._lay_out(chosen)
+        for name, layout in zip(self._by_name, layouts, strict=True):
+            if self._slot_bytes is not None and layout.nbytes > self._slot_bytes:
+                raise StreamError(
+                    f"{name} would take {layout.nbytes} bytes and a slot has {self._slot_bytes}: it fits no slot; "
+                    "stream with larger slot_bytes, or choose smaller formats"
+                )
+        self._pending_formats = chosen
+
+    @property
+    def formats(self) -> dict[str, str]:
+        """The format of every streamed parameter, by full name."""
+        return {f"{block}.{name}": fmt.name for block, names in self._formats.items() for name, fmt in names.items()}
+
+    @property
+    def stats(self) -> StreamStats:
+        """Totals, sizes, and the last step whose clocks have been read."""
+        self._telemetry.flush()
+        ring = self._loader._ring
+        return StreamStats(
+            steps=self._telemetry.steps,
+            bytes_h2d=self.device.bytes_in,
+            bytes_d2h=self.device.bytes_out,
+            vram_bytes=0 if ring is None else ring.nbytes,
+            pinned_bytes=self.device.pinned_bytes,
+            ring_slots=0 if ring is None else len(ring.slots),
+            slot_bytes=0 if ring is None else ring.slot_bytes,
+            resident_blocks=0 if ring is None else len(ring.resident),
+            last=self._telemetry.last,
+        )
+
+    def close(self) -> None:
+        """Give all memory back; the model's blocks lie on the host again, with the weights they have now.
+
+        What went wrong in a step that had ended, and was not raised yet, is raised when all is given back.
+        """
+        failure = self._shut_down()
+        if failure is not None:
+            raise failure
+
+    def _shut_down(self) -> Exception | None:
+        if self._is_closed:
+            return None
+        self._is_closed = True
+        for block, (had, forward) in zip(self.blocks, self._forwards, strict=True):
+            delattr(block.module, STREAMED)
+            if had:
+                block.module.forward = forward
+            else:
+                del block.module.forward
+        if self._step is not None:
+            self._abandon()
+        failure: Exception | None = None
+        if self.training is not None:
+            self.training.finish()
+            failure = self.training.failure
+            self.training.write_back(self._by_name)
+        elif self._finite is not None:
+            failure = self._finite.find(wait=True)
+        self.device.finish(self.device.mark())
+        self._telemetry.flush()
+        self._free()
+        return failure
+
+    # ---- what happens at a boundary ----------------------------------------------------------------------------------
+
+    def _abandon(self) -> None:
+        self._loader.stop()
+        if self.training is not None:
+            self.training.abandon()
+        self._step = None
+
+    def _raise_failures(self, *, wait: bool = False) -> None:
+        if self.training is not None:
+            failure = self.training.failure
+            if failure is not None:
+                self.training.recover()
+                raise failure
+        elif self._finite is not None:
+            found = self._finite.find(wait=wait)
+            if found is not None:
+                raise found
+
+    def _check_step(self, transfers: list[Transfer]) -> None:
+        """On the optimizer's thread, before the first master changes."""
+        found = None if self._finite is None else self._finite.find(wait=True)
+        if found is not None:
+            raise found
+        self._loader.wait_for_copies(transfers)
+
+    def _restore_lost(self) -> None:
+        for name in self._host.lost():
+            self._loader.is_broken = True
+            self._put(name)
+
+    def _switch_formats(self) -> None:
+        chosen, before = self._pending_formats, self._formats
+        if chosen is None:
+            return
+        self._pending_formats = None
+        if self.training is not None:
+            self.training.finish()
+        self._loader.wait_for_copies(self._loader.transfers())
+        try:
+            self._adopt(chosen, before)
+        except BaseException:
+            self._adopt(before, None)
+            raise
+
+    def _adopt(self, chosen: BlockFormats, before: BlockFormats | None) -> None:
+        self._formats = chosen
+        self._loader.allocate(self._lay_out(chosen), self._slots, self._slot_bytes, self._vram_bytes)
+        for name in self._by_name:
+            if before is None or chosen[name] != before[name]:
+                self._put(name)
+
+    def _lay_out(self, formats: BlockFormats) -> list[BlockLayout]:
+        for block, names in formats.items():
+            for name, fmt in names.items():
+                check_whole_blocks(fmt, self._specs[block][name].shape, None, f"{block}.{name}")
+        return [lay_out(self._specs[block], names) for block, names in formats.items()]
+
+    def _put(self, name: str) -> None:
+        layout = self._loader.layouts[self._loader.names.index(name)]
+        put_block(self._host, self._by_name[name], layout, self.training)
+
+    # ---- what happens in a block -------------------------------------------------------------------------------------
+
+    def _wrap(self, index: int, block: StreamedBlock) -> tuple[bool, Callable[..., Any]]:
+        """Put ourselves around a block's forward; what to put back at the end."""
+        forward, had = block.module.forward, "forward" in block.module.__dict__
+
+        @functools.wraps(forward)
+        def streamed(*args: Any, **kwargs: Any) -> Any:
+            try:
+                return self._run(index, block, forward, args, kwargs)
+            except Exception as error:
+                error.add_note(f"bitplan: in streamed block {self._loader.place(index)}")
+                raise
+
+        block.module.forward = streamed
+        setattr(block.module, STREAMED, True)
+        return had, forward
+
+    def _run(
+        self,
+        index: int,
+        block: StreamedBlock,
+        forward: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Any:
+        grad = torch.is_grad_enabled()
+        if grad and self._step is None:
+            raise StreamError(
+                f"{block.name}: computed with gradients outside a step; call begin_step(step), or use torch.no_grad()"
+            )
+        if grad and self.train == "nothing" and any(_needs_grad(value) for value in (*args, *kwargs.values())):
+            raise StreamError(
+                f"{block.name}: train='nothing', but an input requires gradients; stream with train='adapters' or "
+                "'weights', or run under torch.no_grad()"
+            )
+        weights = self._loader.weights(index, wraps=not block.module.training or self.train == "nothing")
+        if grad and self.training is not None:
+            weights = {name: self._leaf(block, name, weight) for name, weight in weights.items()}
+        with save_weights_by_place(self._loader) if grad else nullcontext(), _swapped(block, weights):
+            output = forward(*args, **kwargs)
+        if self._finite is not None:
+            self._finite.look_at(index, output)
+        return output
+
+    def _leaf(self, block: StreamedBlock, name: str, weight: Tensor) -> Tensor:
+        """A leaf of this call's graph, whose gradient goes to the host as soon as it is there."""
+        step, recorder, training = self._step, self._loader.recorder, self.training
+        assert step is not None
+        assert recorder is not None
+        assert training is not None
+        if not training.trains(block.name, name):
+            return weight
+        leaf = weight.detach().requires_grad_()
+
+        def send(done: Tensor) -> None:
+            gradient, done.grad = done.grad, None
+            assert gradient is not None
+            training.receive(block.name, name, gradient, step, recorder)
+
+        leaf.register_post_accumulate_grad_hook(send)
+        return leaf
+
+    def _check_open(self) -> None:
+        if self._is_closed:
+            raise StreamError("this stream is closed; call stream_blocks again")
+
+    def _free(self) -> None:
+        """Everything back to where it came from; safe to call in any state."""
+        self._loader.close()
+        if self.training is not None:
+            self.training.close()
+        self._host.close()
+
+
+@contextmanager
+def _swapped(block: StreamedBlock, weights: Mapping[str, Tensor]) -> Iterator[None]:
+    """The block's parameters are these tensors. Straight into the dicts: what is put there need not be a Parameter."""
+    parameters = block.parameters
+    try:
+        for name, one in parameters.items():
+            for module, local in one.places:
+                module._parameters[local] = weights[name]  # type: ignore[assignment]
+        yield
+    finally:
+        for one in parameters.values():
+            for module, local in one.places:
+                module._parameters[local] = one.parameter
+
+
+def _needs_grad(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.requires_grad
+
+
+def _check_training(train: Train, optimizer: AdamWSettings | None, host: HostKind) -> None:
+    if optimizer is not None and train != "weights":
+        raise StreamError(f"optimizer= trains streamed weights, but train={train!r}; pass train='weights'")
+    if train == "weights" and host == "file":
+        raise StreamError("train='weights' keeps FP32 masters in RAM, so host='file' would save nothing; use 'pinned'")

@@ -1,0 +1,21 @@
+"""What streaming refuses, and what can break in the middle of a step.
+
+Every message names the block and, inside a step, the step: a stack of forty equal blocks gives no other clue. An error
+that a block's own forward raises keeps its type (callers catch torch.OutOfMemoryError) and gets the place as a note.
+"""
+
+from __future__ import annotations
+
+from bitplan.errors import BitplanError, NonFiniteError
+
+
+class StreamError(BitplanError, RuntimeError):
+    """Streaming was asked for something that it cannot do."""
+
+
+class TransferError(StreamError):
+    """A block did not reach the device, or its gradients did not come back; begin_step starts afresh."""
+
+
+class BlockNonFiniteError(StreamError, NonFiniteError):
+    """NaN or infinity in what a block computed."""

@@ -1,0 +1,153 @@
+"""What a step moved and waited for, from the device's own clock; one JSON line a step.
+
+bytes      those of copies that were made, by format; gradients by their type; what lies between parts is `padding`
+copy_ms    the sum of all copies to the device
+stall_ms   how long the computation stood still for a block
+compute_ms the rest of the step
+overlap    the share of the copying that hid behind computation: 1 - stall / copy
+
+CUDA events are read after they have passed, never waited for: a step's line may appear a step later.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+from bitplan.runtime.devices import Copied, Mark, StreamDevice
+from bitplan.runtime.transfers import Transfer
+
+
+@dataclass(frozen=True)
+class StepStats:
+    """One step. prefetch_hits: blocks that were on the device, or on their way, when they were needed."""
+
+    step: int
+    step_ms: float
+    compute_ms: float
+    stall_ms: float
+    copy_ms: float
+    overlap: float | None
+    bytes_h2d: int
+    bytes_h2d_by_format: Mapping[str, int]
+    bytes_d2h: int
+    bytes_d2h_by_format: Mapping[str, int]
+    h2d_gb_per_s: float | None
+    loads: int
+    prefetch_hits: int
+    prefetch_misses: int
+    vram_peak_bytes: int
+    pinned_peak_bytes: int
+
+
+@dataclass(frozen=True)
+class StreamStats:
+    """What a handle has done so far; `last` is the last step whose clocks have been read."""
+
+    steps: int
+    bytes_h2d: int
+    bytes_d2h: int
+    vram_bytes: int
+    pinned_bytes: int
+    ring_slots: int
+    slot_bytes: int
+    resident_blocks: int
+    last: StepStats | None
+
+
+@dataclass(eq=False)
+class StepRecorder:
+    """Collects one step; gradients are expected by the computation and added by their own thread."""
+
+    device: StreamDevice
+    step: int
+    start: Mark
+    end: Mark | None = None
+    hits: int = 0
+    misses: int = 0
+    loads: list[tuple[Transfer, Mapping[str, int]]] = field(default_factory=list)
+    waits: list[tuple[Mark, Mark]] = field(default_factory=list)
+    vram_peak_bytes: int = 0
+    pinned_peak_bytes: int = 0
+    expected_out: int = 0
+    _arrived_out: int = 0
+    _out: Counter[str] = field(default_factory=Counter)
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def copied_out(self, name: str, nbytes: int, copied: Copied) -> None:
+        with self._lock:
+            self._out[name] += nbytes
+            self._arrived_out += 1
+
+    def close(self) -> None:
+        """The step is over; its marks may still lie ahead of the device."""
+        self.end = self.device.mark()
+        self.vram_peak_bytes = self.device.peak_bytes()
+        self.pinned_peak_bytes = self.device.peak_pinned_bytes
+
+    def has_passed(self) -> bool:
+        """Whether every clock of the step can be read without waiting."""
+        if self.end is None or self._arrived_out < self.expected_out or not self.device.has_passed(self.end):
+            return False
+        return all(
+            transfer.launched.is_set() and (transfer.copied is None or self.device.has_passed(transfer.copied.end))
+            for transfer, _ in self.loads
+        )
+
+    def stats(self) -> StepStats:
+        """Read the clocks; `has_passed` must hold."""
+        assert self.end is not None
+        made = [(transfer.copied, sizes) for transfer, sizes in self.loads if transfer.copied is not None]
+        moved: Counter[str] = Counter()
+        for _, sizes in made:
+            moved.update(sizes)
+        copy_ms = sum(self.device.elapsed_ms(*copied) for copied, _ in made)
+        stall_ms = sum(self.device.elapsed_ms(*wait) for wait in self.waits)
+        step_ms = self.device.elapsed_ms(self.start, self.end)
+        with self._lock:
+            out = dict(self._out)
+        return StepStats(
+            step=self.step,
+            step_ms=step_ms,
+            compute_ms=step_ms - stall_ms,
+            stall_ms=stall_ms,
+            copy_ms=copy_ms,
+            overlap=max(0.0, 1 - stall_ms / copy_ms) if copy_ms else None,
+            bytes_h2d=moved.total(),
+            bytes_h2d_by_format=dict(moved),
+            bytes_d2h=sum(out.values()),
+            bytes_d2h_by_format=out,
+            h2d_gb_per_s=moved.total() / copy_ms / 1e6 if copy_ms else None,
+            loads=len(made),
+            prefetch_hits=self.hits,
+            prefetch_misses=self.misses,
+            vram_peak_bytes=self.vram_peak_bytes,
+            pinned_peak_bytes=self.pinned_peak_bytes,
+        )
+
+
+class Telemetry:
+    """Turns recorders into lines, in order, as soon as their clocks can be read."""
+
+    def __init__(self, path: str | Path | None) -> None:
+        self._path = None if path is None else Path(path)
+        self._pending: list[StepRecorder] = []
+        self.last: StepStats | None = None
+        self.steps = 0
+
+    def add(self, recorder: StepRecorder) -> None:
+        self._pending.append(recorder)
+        self.flush()
+
+    def flush(self) -> None:
+        while self._pending and self._pending[0].has_passed():
+            # A step that broke off is never added: its bytes are in the handle's totals only.
+            self.last = self._pending.pop(0).stats()
+            self.steps += 1
+            if self._path is not None:
+                with self._path.open("a") as file:
+                    file.write(json.dumps(asdict(self.last)) + "\n")

@@ -1,0 +1,124 @@
+"""Transfers: one copy of one block to the device, and the thread that makes copies which would block the caller.
+
+A transfer has two waits. The host waits until the copy was handed to the device (`launched`): at once for pinned
+memory, after staging for pageable memory and files, after the optimizer for weights that are being updated. The device
+waits for the copy itself, by events. A job that fails leaves its error in the transfer, for whoever waits for it; a
+thread that dies is noticed by every wait. No wait is without end.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from bitplan.runtime.devices import Copied
+from bitplan.runtime.stream_errors import StreamError, TransferError
+
+POLL_S = 0.05
+WAIT_TIMEOUT_S = 300.0
+Job = Callable[[], None]
+
+
+@dataclass(eq=False)
+class Transfer:
+    """A copy under way, or done; `what` says which block, for messages."""
+
+    what: str
+    launched: threading.Event = field(default_factory=threading.Event)
+    copied: Copied | None = None
+    error: BaseException | None = None
+
+    def launch(self, copy: Callable[[], Copied]) -> None:
+        """Run the copy, here and now; an error is kept for the one who waits."""
+        try:
+            self.copied = copy()
+        except BaseException as error:
+            self.error = error
+            raise
+        finally:
+            self.launched.set()
+
+    def wait_launched(self, worker: Worker | None, timeout_s: float) -> Copied:
+        """Wait on the host until the device has the copy in its queue."""
+        wait_for(self.launched, worker, timeout_s, self.what)
+        if self.error is not None:
+            if not isinstance(self.error, Exception):
+                raise TransferError(f"{self.what}: the transfer thread was stopped ({self.error!r})") from self.error
+            raise TransferError(f"{self.what}: {type(self.error).__name__}: {self.error}") from self.error
+        assert self.copied is not None
+        return self.copied
+
+
+class Worker:
+    """A thread that runs jobs in order. A job's Exception is the job's own affair; anything else ends the thread."""
+
+    def __init__(self, name: str, max_waiting: int = 0) -> None:
+        self.name = name
+        self._jobs: queue.Queue[Job | None] = queue.Queue(max_waiting)
+        self._has_died = False
+        self._thread = threading.Thread(target=self._run, name=f"bitplan-{name}", daemon=True)
+        self._thread.start()
+
+    @property
+    def is_alive(self) -> bool:
+        return self._thread.is_alive() and not self._has_died
+
+    def submit(self, job: Job, what: str, timeout_s: float = WAIT_TIMEOUT_S) -> None:
+        """Queue a job; waits while the queue is full, which holds a producer back to the thread's pace."""
+        deadline = time.monotonic() + timeout_s
+        while self.is_alive and time.monotonic() <= deadline:
+            try:
+                self._jobs.put(job, timeout=POLL_S)
+                return
+            except queue.Full:
+                continue
+        state = "took no job in time" if self.is_alive else "has died"
+        raise TransferError(f"{what}: the {self.name} thread {state}; begin_step starts afresh")
+
+    def drain(self, timeout_s: float) -> bool:
+        """Wait until every job has run; False where the thread has died or time ran out."""
+        deadline = time.monotonic() + timeout_s
+        with self._jobs.all_tasks_done:
+            while self._jobs.unfinished_tasks:
+                if not self.is_alive or time.monotonic() > deadline:
+                    return False
+                self._jobs.all_tasks_done.wait(POLL_S)
+        return self.is_alive
+
+    def stop(self, timeout_s: float) -> None:
+        """End the thread after the jobs it has."""
+        if self.is_alive:
+            try:
+                self._jobs.put(None, timeout=timeout_s)
+            except queue.Full:
+                return  # it hangs in a job; a daemon thread does not keep the process
+            self._thread.join(timeout_s)
+
+    def _run(self) -> None:
+        while True:
+            job = self._jobs.get()
+            if job is None:
+                return
+            try:
+                job()
+            except Exception:  # the job has kept it where its waiter looks
+                pass
+            except BaseException:
+                self._has_died = True  # said before waiters wake up, which the thread's own end would not be
+                return
+            finally:
+                del job  # a job holds tensors
+                self._jobs.task_done()
+
+
+def wait_for(event: threading.Event, worker: Worker | None, timeout_s: float, what: str) -> None:
+    """Wait for an event that a worker sets; a dead worker or a passed deadline is an error that names it."""
+    deadline = time.monotonic() + timeout_s
+    while not event.wait(POLL_S):
+        if worker is not None and not worker.is_alive and not event.is_set():
+            raise TransferError(f"{what}: the {worker.name} thread has died; begin_step starts another and loads again")
+        if time.monotonic() > deadline:
+            raise StreamError(f"{what}: nothing came within {timeout_s:g} s; is the disk or the device stuck?")
