@@ -23,7 +23,7 @@ from bitplan.version import __version__
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
-PACKAGES = ("torch", "triton", "numba", "numpy", "gguf", "torchao", "lightgbm", "transformers")
+PACKAGES = ("torch", "triton", "numba", "numpy", "gguf", "torchao", "lightgbm", "scikit-learn", "transformers")
 
 
 def machine(device: str) -> dict[str, Any]:

@@ -1,0 +1,187 @@
+"""The best split of a node, from its histogram: every feature, every bin, missing values left and right.
+
+Sums stay integers until here; a prefix sum times the scale of the round is the first float. The gains of a feature are
+computed in one loop without branches, which the compiler turns into vectors, and looked through in a second one.
+
+`tests/trees/naive.py` is the same in plain numpy, and must find the same splits to the bit.
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+
+from bitplan.kernels.jit import compiled, inlined
+from bitplan.kernels.trees_histogram import BINS, unpack_cell
+
+MISSING = 255
+# Places in `found`
+GAIN, FEATURE, BIN, MISSING_LEFT = range(4)
+# Places in `rules`
+L1, L2, MIN_WEIGHT, MIN_ROWS, MIN_GAIN, CATEGORY_SMOOTHING, CATEGORY_L2 = range(7)
+NOISE = 1e-12  # of the parent's own gain: what is below is rounding
+
+
+@inlined
+def leaf_value(grad, hess, l1, l2, low, high):  # type: ignore[no-untyped-def]
+    """The step that minimises the loss of a leaf, kept within its bounds."""
+    shrunk = max(abs(grad) - l1, 0.0)
+    value = 0.0 if hess + l2 <= 0.0 else -math.copysign(shrunk, grad) / (hess + l2)
+    return min(max(value, low), high)
+
+
+@inlined
+def _gain(grad, hess, l1, l2):  # type: ignore[no-untyped-def]
+    shrunk = max(abs(grad) - l1, 0.0)
+    return shrunk * shrunk / (hess + l2)
+
+
+@inlined
+def _gain_of_value(grad, hess, l1, l2, value):  # type: ignore[no-untyped-def]
+    return -(2.0 * grad * value + (hess + l2) * value * value + 2.0 * l1 * abs(value))
+
+
+@compiled
+def _scan(grads, hess, rows, count, total, scales, rules, l2, gains, direction, low, high):  # type: ignore[no-untyped-def]
+    """(place, gain) of the best of `count` prefixes; place -1: none is allowed. direction 2: nothing is bounded."""
+    total_grad, total_hess, total_rows = total
+    grad_scale, hess_scale, l1 = scales[0], scales[1], rules[L1]
+    if direction == 2 and l1 == 0.0:  # apart, because this is the loop that becomes vectors
+        for i in range(count):
+            left, right = np.float64(grads[i]) * grad_scale, np.float64(total_grad - grads[i]) * grad_scale
+            left_hess, right_hess = np.float64(hess[i]) * hess_scale, np.float64(total_hess - hess[i]) * hess_scale
+            left_hess, right_hess = left_hess + l2, right_hess + l2  # over one denominator: divisions are the cost
+            gains[i] = (left * left * right_hess + right * right * left_hess) / (left_hess * right_hess)
+    elif direction == 2:
+        for i in range(count):
+            left, right = np.float64(grads[i]) * grad_scale, np.float64(total_grad - grads[i]) * grad_scale
+            left_hess, right_hess = np.float64(hess[i]) * hess_scale, np.float64(total_hess - hess[i]) * hess_scale
+            gains[i] = _gain(left, left_hess, l1, l2) + _gain(right, right_hess, l1, l2)
+    else:
+        for i in range(count):
+            left, right = np.float64(grads[i]) * grad_scale, np.float64(total_grad - grads[i]) * grad_scale
+            left_hess, right_hess = np.float64(hess[i]) * hess_scale, np.float64(total_hess - hess[i]) * hess_scale
+            left_value = leaf_value(left, left_hess, l1, l2, low, high)
+            right_value = leaf_value(right, right_hess, l1, l2, low, high)
+            gains[i] = _gain_of_value(left, left_hess, l1, l2, left_value)
+            gains[i] += _gain_of_value(right, right_hess, l1, l2, right_value)
+            if (right_value - left_value) * direction < 0.0:
+                gains[i] = -np.inf
+    least_rows, least_hess = np.int64(rules[MIN_ROWS]), rules[MIN_WEIGHT]
+    place, best = -1, -np.inf
+    for i in range(count):
+        if gains[i] > best and rows[i] >= least_rows and total_rows - rows[i] >= least_rows:
+            left_hess, right_hess = np.float64(hess[i]) * hess_scale, np.float64(total_hess - hess[i]) * hess_scale
+            heavy = left_hess >= least_hess and right_hess >= least_hess
+            if heavy and left_hess + l2 > 0.0 and right_hess + l2 > 0.0:
+                place, best = i, gains[i]
+    return place, best
+
+
+@inlined
+def _sum_up(cells, words, base, count, grads, hess, rows):  # type: ignore[no-untyped-def]
+    """Prefix sums of `count` cells; the form of the cells is asked once, not once a cell."""
+    grad, weight, number = np.int64(0), np.int64(0), np.int64(0)
+    if words == 1:
+        for b in range(count):
+            more_grad, more_weight, more = unpack_cell(cells, 1, base + b)
+            grad, weight, number = grad + more_grad, weight + more_weight, number + more
+            grads[b], hess[b], rows[b] = grad, weight, number
+    elif words == 2:
+        for b in range(count):
+            more_grad, more_weight, more = unpack_cell(cells, 2, base + b)
+            grad, weight, number = grad + more_grad, weight + more_weight, number + more
+            grads[b], hess[b], rows[b] = grad, weight, number
+    else:
+        for b in range(count):
+            more_grad, more_weight, more = unpack_cell(cells, 3, base + b)
+            grad, weight, number = grad + more_grad, weight + more_weight, number + more
+            grads[b], hess[b], rows[b] = grad, weight, number
+
+
+@compiled
+def find_split(  # type: ignore[no-untyped-def]
+    cells,
+    words,
+    features,
+    bins,
+    is_category,
+    monotone,
+    bounded,
+    bounds,
+    total,
+    scales,
+    rules,
+    found,
+    left_sums,
+    goes_left,
+):
+    """The best split over `features` (found[GAIN] 0: none), the left child's sums, and which bins go left."""
+    grads, hess, rows = np.empty(BINS, np.int64), np.empty(BINS, np.int64), np.empty(BINS, np.int64)
+    gains, order, ratio = np.empty(BINS, np.float64), np.empty(BINS, np.int64), np.empty(BINS, np.float64)
+    sums = (total[0], total[1], total[2])
+    node_grad, node_hess = np.float64(total[0]) * scales[0], np.float64(total[1]) * scales[1]
+    if bounded:
+        value = leaf_value(node_grad, node_hess, rules[L1], rules[L2], bounds[0], bounds[1])
+        before = _gain_of_value(node_grad, node_hess, rules[L1], rules[L2], value)
+    else:
+        before = _gain(node_grad, node_hess, rules[L1], rules[L2]) if node_hess + rules[L2] > 0.0 else 0.0
+    found[GAIN] = 0.0
+    least = max(rules[MIN_GAIN], NOISE * abs(before))
+    for feature in features:
+        base = feature * BINS
+        missing_grad, missing_hess, missing_rows = unpack_cell(cells, words, base + MISSING)
+        if is_category[feature]:
+            used = 0
+            for b in range(bins[feature]):
+                grad, weight, count = unpack_cell(cells, words, base + b)
+                if count > 0:
+                    smooth = np.float64(weight) * scales[1] + rules[CATEGORY_SMOOTHING]
+                    ratio[b] = np.float64(grad) * scales[0] / smooth if smooth > 0.0 else 0.0
+                    at = used
+                    while at > 0 and ratio[order[at - 1]] > ratio[b]:
+                        order[at] = order[at - 1]
+                        at -= 1
+                    order[at] = b
+                    used += 1
+            l2 = rules[L2] + rules[CATEGORY_L2]
+            for turn in range(2):  # from either end: missing and new categories go right
+                grad, weight, count = np.int64(0), np.int64(0), np.int64(0)
+                for i in range(used):
+                    b = order[i] if turn == 0 else order[used - 1 - i]
+                    more_grad, more_weight, more_count = unpack_cell(cells, words, base + b)
+                    grad, weight, count = grad + more_grad, weight + more_weight, count + more_count
+                    grads[i], hess[i], rows[i] = grad, weight, count
+                direction = 0 if bounded else 2
+                place, gain = _scan(
+                    grads, hess, rows, used, sums, scales, rules, l2, gains, direction, bounds[0], bounds[1]
+                )
+                gain -= before
+                if place >= 0 and gain > least and gain > found[GAIN]:
+                    found[GAIN], found[FEATURE], found[BIN], found[MISSING_LEFT] = gain, feature, -1, 0
+                    left_sums[0], left_sums[1], left_sums[2] = grads[place], hess[place], rows[place]
+                    goes_left[:] = 0
+                    for i in range(place + 1):
+                        goes_left[order[i] if turn == 0 else order[used - 1 - i]] = 1
+            continue
+        _sum_up(cells, words, base, bins[feature], grads, hess, rows)
+        direction = int(monotone[feature]) if bounded else 2
+        for missing_left in range(2 if missing_rows > 0 else 1):
+            limits = bins[feature] - missing_left if missing_rows > 0 else bins[feature] - 1
+            if missing_left:
+                for b in range(limits):
+                    grads[b] += missing_grad
+                    hess[b] += missing_hess
+                    rows[b] += missing_rows
+            place, gain = _scan(
+                grads, hess, rows, limits, sums, scales, rules, rules[L2], gains, direction, bounds[0], bounds[1]
+            )
+            gain -= before
+            if place >= 0 and gain > least and gain > found[GAIN]:
+                to_left = missing_left if missing_rows > 0 else 2 * rows[place] >= total[2]
+                found[GAIN], found[FEATURE], found[BIN], found[MISSING_LEFT] = gain, feature, place, to_left
+                left_sums[0], left_sums[1], left_sums[2] = grads[place], hess[place], rows[place]
+                for b in range(BINS):
+                    goes_left[b] = b <= place
+                goes_left[MISSING] = to_left

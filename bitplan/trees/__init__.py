@@ -1,0 +1,27 @@
+"""Gradient-quantized boosted trees: histograms of integers, so that training is fast and exactly reproducible."""
+
+from bitplan.trees.estimators import BoostedTreesClassifier, BoostedTreesRegressor
+from bitplan.trees.gradients import (
+    GradientPrecision,
+    Gradients,
+    GradientsF32,
+    GradientsI8,
+    GradientsI16,
+    TreesError,
+)
+from bitplan.trees.model_file import load_trees
+from bitplan.trees.recommend import PrecisionAdvice, recommend_gradient_precision
+
+__all__ = [
+    "BoostedTreesClassifier",
+    "BoostedTreesRegressor",
+    "GradientPrecision",
+    "Gradients",
+    "GradientsF32",
+    "GradientsI8",
+    "GradientsI16",
+    "PrecisionAdvice",
+    "TreesError",
+    "load_trees",
+    "recommend_gradient_precision",
+]

@@ -1,0 +1,92 @@
+"""What the estimators accept, and how they say no: settings by name, targets and weights by what is wrong with them."""
+
+from __future__ import annotations
+
+import math
+import numbers
+from typing import Any
+
+import numpy as np
+from sklearn.utils.validation import _check_sample_weight  # type: ignore[import-untyped]
+
+from bitplan.errors import did_you_mean
+from bitplan.trees.boost import NO_WEIGHTS, Rows
+from bitplan.trees.gradients import Array, TreesError
+
+
+def targets_of(y: Array) -> Array:
+    """y as float64."""
+    try:
+        targets = y.astype(np.float64)
+    except (TypeError, ValueError):
+        raise TreesError(f"y: expected numbers, got {y.dtype}; a regressor cannot be fitted to {y[:1]!r}") from None
+    if targets.ndim != 1 or not np.isfinite(targets).all():
+        raise TreesError(f"y: expected a flat array of finite numbers, got shape {y.shape} with NaN or infinity in it")
+    return targets
+
+
+def weights_of(sample_weight: Any, x: Array) -> Array:
+    """Weights as float64; empty if there are none."""
+    if sample_weight is None:
+        return NO_WEIGHTS
+    weights: Array = _check_sample_weight(sample_weight, x, dtype=np.float64, ensure_non_negative=True)
+    if not weights.any():
+        raise TreesError("sample_weight: every weight is zero, so there is nothing to fit; give some rows a weight")
+    return weights
+
+
+def with_weight(rows: Rows) -> Rows:
+    """Without the rows of weight zero: they must not count in bins or leaves either."""
+    if not len(rows.weights) or rows.weights.all():
+        return rows
+    kept = rows.weights > 0
+    return Rows(rows.x[kept], rows.y[kept], rows.weights[kept])
+
+
+def split_rows(rows: Rows, share: float, seed: int) -> tuple[Rows, Rows]:
+    """Rows to fit and rows to watch."""
+    count = len(rows.x)
+    watched = math.ceil(count * number("validation_fraction", share, 0, 1, above=True))
+    if not 0 < watched < count:
+        raise TreesError(
+            f"validation_fraction: {share} of {count} rows leaves none to fit or none to watch; give eval_set, or set "
+            "early_stopping_rounds=None"
+        )
+    order = np.random.default_rng([seed, 1]).permutation(count)
+    fitted, held = np.sort(order[watched:]), np.sort(order[:watched])
+
+    def part(at: Array) -> Rows:
+        return Rows(rows.x[at], rows.y[at], rows.weights[at] if len(rows.weights) else NO_WEIGHTS)
+
+    return part(fitted), part(held)
+
+
+def whole_number(name: str, value: Any, least: int, most: int | None = None) -> int:
+    is_whole = isinstance(value, numbers.Integral) and not isinstance(value, bool)
+    if not is_whole or value < least or (most is not None and value > most):
+        limit = f"{least} to {most}" if most is not None else f"at least {least}"
+        raise TreesError(f"{name}: expected a whole number, {limit}, got {value!r}")
+    return int(value)
+
+
+def number(name: str, value: Any, least: float, most: float = math.inf, *, above: bool = False) -> float:
+    is_number = isinstance(value, numbers.Real) and not isinstance(value, bool) and math.isfinite(value)
+    if not is_number or value < least or value > most or (above and value == least):
+        limit = f"{'above' if above else 'at least'} {least}" + (f" and at most {most}" if most < math.inf else "")
+        raise TreesError(f"{name}: expected a number {limit}, got {value!r}")
+    return float(value)
+
+
+def one_of(name: str, value: Any, known: Any) -> str:
+    if value not in known:
+        hint = did_you_mean(str(value), known)
+        raise TreesError(f"{name}: expected one of {', '.join(map(repr, known))}, got {value!r}{hint}")
+    return str(value)
+
+
+def seed_of(random_state: Any) -> int:
+    if random_state is None:
+        return int(np.random.SeedSequence().generate_state(1)[0])
+    if isinstance(random_state, np.random.RandomState):  # scikit-learn's convention
+        return int(random_state.randint(2**31))
+    return whole_number("random_state", random_state, 0, 2**32 - 1)

@@ -1,0 +1,339 @@
+"""`BoostedTreesClassifier` and `BoostedTreesRegressor`: scikit-learn's conventions over `boost`.
+
+Parameters are checked when `fit` is called, by name; fitted state ends in an underscore. Threads are torch's
+(`torch.set_num_threads`), and change no result.
+"""
+
+from __future__ import annotations
+
+import numbers
+from pathlib import Path
+from typing import Any, Self
+
+import numpy as np
+from sklearn.base import BaseEstimator, ClassifierMixin, RegressorMixin  # type: ignore[import-untyped]
+from sklearn.utils.multiclass import check_classification_targets  # type: ignore[import-untyped]
+from sklearn.utils.validation import check_is_fitted, validate_data  # type: ignore[import-untyped]
+
+from bitplan.errors import did_you_mean
+from bitplan.trees.boost import Booster, BoostSettings, Rows, boost
+from bitplan.trees.checks import number, one_of, seed_of, split_rows, targets_of, weights_of, whole_number, with_weight
+from bitplan.trees.gradients import Array, GradientPrecision, TreesError
+from bitplan.trees.grow import GrowthRules
+from bitplan.trees.objectives import OBJECTIVES, Binary, Custom, Multiclass, Objective
+from bitplan.trees.progress import round_bar
+
+
+class _BoostedTrees(BaseEstimator):  # type: ignore[misc]
+    """What classifier and regressor share."""
+
+    booster_: Booster
+    n_features_in_: int
+
+    def __init__(
+        self,
+        *,
+        n_estimators: int = 100,
+        learning_rate: float = 0.1,
+        max_leaves: int = 31,
+        max_depth: int | None = None,
+        growth: str = "leaf",
+        max_bins: int = 255,
+        l1: float = 0.0,
+        l2: float = 0.0,
+        min_child_weight: float = 1e-3,
+        min_child_samples: int = 20,
+        min_split_gain: float = 0.0,
+        subsample: float = 1.0,
+        colsample: float = 1.0,
+        monotone_constraints: Any = None,
+        categorical_features: Any = None,
+        gradient_precision: GradientPrecision | str = "f32",
+        stochastic_rounding: bool | None = None,
+        renew_leaves: bool | None = None,
+        early_stopping_rounds: int | None = None,
+        validation_fraction: float = 0.1,
+        random_state: Any = 0,
+        verbose: bool = False,
+    ) -> None:
+        self.n_estimators = n_estimators
+        self.learning_rate = learning_rate
+        self.max_leaves = max_leaves
+        self.max_depth = max_depth
+        self.growth = growth
+        self.max_bins = max_bins
+        self.l1 = l1
+        self.l2 = l2
+        self.min_child_weight = min_child_weight
+        self.min_child_samples = min_child_samples
+        self.min_split_gain = min_split_gain
+        self.subsample = subsample
+        self.colsample = colsample
+        self.monotone_constraints = monotone_constraints
+        self.categorical_features = categorical_features
+        self.gradient_precision = gradient_precision
+        self.stochastic_rounding = stochastic_rounding
+        self.renew_leaves = renew_leaves
+        self.early_stopping_rounds = early_stopping_rounds
+        self.validation_fraction = validation_fraction
+        self.random_state = random_state
+        self.verbose = verbose
+
+    def __sklearn_tags__(self) -> Any:
+        tags = super().__sklearn_tags__()
+        tags.input_tags.allow_nan = True
+        return tags
+
+    @property
+    def feature_importances_(self) -> Array:
+        """Each feature's share of the gain of all splits."""
+        check_is_fitted(self)
+        return self.booster_.importances()
+
+    @property
+    def n_iter_(self) -> int:
+        """Rounds in the model, after early stopping."""
+        check_is_fitted(self)
+        return self.booster_.rounds
+
+    def save(self, path: str | Path) -> None:
+        """Write the model as JSON, atomically."""
+        from bitplan.trees.model_file import save_trees
+
+        save_trees(self, path)
+
+    def to_lightgbm(self) -> str:
+        """The model in LightGBM's text format: `lightgbm.Booster(model_str=...)` predicts the same."""
+        from bitplan.trees.lightgbm_text import to_lightgbm_text
+
+        check_is_fitted(self)
+        return to_lightgbm_text(self)
+
+    # ---- fitting -----------------------------------------------------------------------------------------------------
+
+    def _read(self, x: Any) -> Array:
+        """Features as at `fit`: the same number, with the same names."""
+        found: Array = validate_data(
+            self, x, dtype=[np.float64, np.float32], ensure_all_finite="allow-nan", reset=False
+        )
+        return found
+
+    def _read_both(self, x: Any, y: Any) -> tuple[Array, Array]:
+        found: tuple[Array, Array] = validate_data(
+            self, x, y, dtype=[np.float64, np.float32], ensure_all_finite="allow-nan"
+        )
+        return found
+
+    def _boost(self, rows: Rows, objective: Objective, validation: Rows | None) -> None:
+        settings = self._settings(rows.x.shape[1])
+        rows = with_weight(rows)
+        if settings.patience is not None and validation is None:
+            rows, validation = split_rows(rows, self.validation_fraction, settings.seed)
+        categorical = self._categorical(rows.x.shape[1])
+        if np.any(settings.rules.monotone[categorical]):
+            raise TreesError("monotone_constraints: a categorical feature has no order; set its constraint to 0")
+        with round_bar(settings.rounds, shown=bool(self.verbose)) as advance:
+            boost(rows, categorical, objective, settings, validation, advance, self._keep)
+
+    def _keep(self, booster: Booster) -> None:
+        self.booster_ = booster
+
+    def _settings(self, features: int) -> BoostSettings:
+        precision = self._precision()
+        quantized = precision is not GradientPrecision.F32
+        coarse = precision is GradientPrecision.I8
+        rules = GrowthRules(
+            max_leaves=whole_number("max_leaves", self.max_leaves, 1),
+            max_depth=0 if self.max_depth is None else whole_number("max_depth", self.max_depth, 1),
+            best_first=one_of("growth", self.growth, ("leaf", "depth")) == "leaf",
+            l1=number("l1", self.l1, 0),
+            l2=number("l2", self.l2, 0),
+            min_child_weight=number("min_child_weight", self.min_child_weight, 0),
+            min_child_rows=whole_number("min_child_samples", self.min_child_samples, 1),
+            min_gain=number("min_split_gain", self.min_split_gain, 0),
+            monotone=self._monotone(features),
+        )
+        patience = self.early_stopping_rounds
+        return BoostSettings(
+            rules=rules,
+            rounds=whole_number("n_estimators", self.n_estimators, 1),
+            learning_rate=number("learning_rate", self.learning_rate, 0, above=True),
+            max_bins=whole_number("max_bins", self.max_bins, 2, 255),
+            precision=precision,
+            stochastic=quantized if self.stochastic_rounding is None else bool(self.stochastic_rounding),
+            renew_leaves=coarse if self.renew_leaves is None else bool(self.renew_leaves),
+            row_share=number("subsample", self.subsample, 0, 1, above=True),
+            column_share=number("colsample", self.colsample, 0, 1, above=True),
+            seed=seed_of(self.random_state),
+            patience=None if patience is None else whole_number("early_stopping_rounds", patience, 1),
+        )
+
+    def _precision(self) -> GradientPrecision:
+        if isinstance(self.gradient_precision, GradientPrecision):
+            return self.gradient_precision
+        known = [precision.value for precision in GradientPrecision]
+        return GradientPrecision(one_of("gradient_precision", str(self.gradient_precision).lower(), known))
+
+    def _monotone(self, features: int) -> Array:
+        given = self.monotone_constraints
+        if given is None:
+            return np.zeros(features, np.int64)
+        if isinstance(given, dict):
+            signs = [0] * features
+            for name, sign in given.items():
+                signs[self._feature_place("monotone_constraints", name)] = sign
+            given = signs
+        if len(given) != features or any(sign not in (-1, 0, 1) for sign in given):
+            raise TreesError(
+                f"monotone_constraints: expected {features} numbers, one a feature, each -1, 0 or 1, got {given!r:.80}"
+            )
+        return np.array(given, np.int64)
+
+    def _categorical(self, features: int) -> Array:
+        is_category = np.zeros(features, np.bool_)
+        given = () if self.categorical_features is None else self.categorical_features
+        if len(given) == features and all(isinstance(flag, (bool, np.bool_)) for flag in given):
+            return np.array(given, np.bool_)
+        for name in given:
+            is_category[self._feature_place("categorical_features", name)] = True
+        return is_category
+
+    def _feature_place(self, where: str, name: Any) -> int:
+        names = list(getattr(self, "feature_names_in_", ()))
+        if name in names:
+            return names.index(name)
+        if isinstance(name, numbers.Integral) and 0 <= int(name) < self.n_features_in_:
+            return int(name)
+        hint = did_you_mean(str(name), map(str, names))
+        raise TreesError(
+            f"{where}: no feature {name!r}; expected a column name, or 0 to {self.n_features_in_ - 1}{hint}"
+        )
+
+
+class BoostedTreesClassifier(ClassifierMixin, _BoostedTrees):  # type: ignore[misc]
+    """Boosted trees for two or more classes."""
+
+    classes_: Array
+
+    def fit(self, X: Any, y: Any, sample_weight: Any = None, eval_set: Any = None) -> Self:
+        """Fit; with `early_stopping_rounds`, `eval_set` (X, y) is watched, or else a share of the rows."""
+        x, labels = self._read_both(X, y)
+        check_classification_targets(labels)
+        self.classes_, codes = np.unique(labels, return_inverse=True)
+        if len(self.classes_) < 2:
+            raise TreesError(
+                f"y: a classifier needs at least two classes, and these {len(labels)} labels have only one class, "
+                f"{self.classes_[0]!r}; check how the labels were selected"
+            )
+        objective: Objective = Binary() if len(self.classes_) == 2 else Multiclass(len(self.classes_))
+        rows = Rows(x, codes.astype(np.float64), weights_of(sample_weight, x))
+        validation = None
+        if eval_set is not None:
+            validation_x, validation_y = self._read(eval_set[0]), np.asarray(eval_set[1])
+            unknown = ~np.isin(validation_y, self.classes_)
+            if unknown.any():
+                raise TreesError(
+                    f"eval_set: label {validation_y[unknown][0]!r} is not among the classes of y, {self.classes_[:5]}"
+                )
+            validation = Rows(validation_x, np.searchsorted(self.classes_, validation_y).astype(np.float64))
+        self._boost(rows, objective, validation)
+        return self
+
+    def decision_function(self, X: Any) -> Array:
+        """Raw scores: (rows,) for two classes, else (rows, classes)."""
+        check_is_fitted(self)
+        scores = self.booster_.scores(self._read(X))
+        return scores[:, 0] if len(self.classes_) == 2 else scores
+
+    def predict_proba(self, X: Any) -> Array:
+        """(rows, classes), rows sum to 1."""
+        check_is_fitted(self)
+        scores = self.booster_.scores(self._read(X))
+        if len(self.classes_) == 2:
+            second = Binary().mean(scores)
+            return np.column_stack([1 - second, second])
+        return Multiclass(len(self.classes_)).mean(scores)
+
+    def predict(self, X: Any) -> Array:
+        """The likeliest class of each row."""
+        raw = self.decision_function(X)
+        found: Array = self.classes_[(raw > 0).astype(np.int64) if raw.ndim == 1 else raw.argmax(axis=1)]
+        return found
+
+
+class BoostedTreesRegressor(RegressorMixin, _BoostedTrees):  # type: ignore[misc]
+    """Boosted trees for numbers: squared_error, absolute_error, poisson, or a function of (y, scores)."""
+
+    def __init__(
+        self,
+        *,
+        objective: Any = "squared_error",
+        n_estimators: int = 100,
+        learning_rate: float = 0.1,
+        max_leaves: int = 31,
+        max_depth: int | None = None,
+        growth: str = "leaf",
+        max_bins: int = 255,
+        l1: float = 0.0,
+        l2: float = 0.0,
+        min_child_weight: float = 1e-3,
+        min_child_samples: int = 20,
+        min_split_gain: float = 0.0,
+        subsample: float = 1.0,
+        colsample: float = 1.0,
+        monotone_constraints: Any = None,
+        categorical_features: Any = None,
+        gradient_precision: GradientPrecision | str = "f32",
+        stochastic_rounding: bool | None = None,
+        renew_leaves: bool | None = None,
+        early_stopping_rounds: int | None = None,
+        validation_fraction: float = 0.1,
+        random_state: Any = 0,
+        verbose: bool = False,
+    ) -> None:
+        super().__init__(
+            n_estimators=n_estimators,
+            learning_rate=learning_rate,
+            max_leaves=max_leaves,
+            max_depth=max_depth,
+            growth=growth,
+            max_bins=max_bins,
+            l1=l1,
+            l2=l2,
+            min_child_weight=min_child_weight,
+            min_child_samples=min_child_samples,
+            min_split_gain=min_split_gain,
+            subsample=subsample,
+            colsample=colsample,
+            monotone_constraints=monotone_constraints,
+            categorical_features=categorical_features,
+            gradient_precision=gradient_precision,
+            stochastic_rounding=stochastic_rounding,
+            renew_leaves=renew_leaves,
+            early_stopping_rounds=early_stopping_rounds,
+            validation_fraction=validation_fraction,
+            random_state=random_state,
+            verbose=verbose,
+        )
+        self.objective = objective
+
+    def fit(self, X: Any, y: Any, sample_weight: Any = None, eval_set: Any = None) -> Self:
+        """Fit; with `early_stopping_rounds`, `eval_set` (X, y) is watched, or else a share of the rows."""
+        x, targets = self._read_both(X, y)
+        objective = self._objective()
+        rows = Rows(x, targets_of(targets), weights_of(sample_weight, x))
+        validation = None
+        if eval_set is not None:
+            validation = Rows(self._read(eval_set[0]), targets_of(np.asarray(eval_set[1])))
+        self._boost(rows, objective, validation)
+        return self
+
+    def predict(self, X: Any) -> Array:
+        """A number for each row; raw scores for a custom objective."""
+        check_is_fitted(self)
+        return self._objective().mean(self.booster_.scores(self._read(X)))
+
+    def _objective(self) -> Objective:
+        if callable(self.objective):
+            return Custom(self.objective)
+        return OBJECTIVES[one_of("objective", self.objective, tuple(OBJECTIVES))]()

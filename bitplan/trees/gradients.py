@@ -1,0 +1,211 @@
+"""How precise a gradient is while a tree looks for its splits: the seed's `GradientPrecision`.
+
+| precision | a row | codes | cost of a split search |
+|---|---|---|---|
+| F32 (default) | 8 bytes | float32 | two words per cell |
+| I16 | 2 bytes | int8 gradient, uint8 hessian | one word per cell |
+| I8 | 1 byte | 4 + 4 bits, two rows to a byte of each | one word per cell |
+
+Structure of arrays, scales from the data every round. A gradient is `code * grad_scale`, but nobody computes that per
+row: codes are summed as integers, and sums are scaled when a split is judged. F32 is summed in fixed point as well,
+with units so fine that rounding is below that of float32 itself, and sums are as reproducible.
+
+Defined: all zero (scale 0, codes 0), constant (codes at their end), zero hessians, largest float32. Refused: NaN,
+infinity, hessians below zero.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any, ClassVar, Protocol
+
+import numpy as np
+
+from bitplan.errors import BitplanError
+from bitplan.kernels import trees_gradients
+from bitplan.kernels.jit import on_threads
+
+Array = np.ndarray[Any, Any]
+PIECE = 2**16  # rows, even: I8 puts two into a byte
+
+
+class TreesError(BitplanError, ValueError):
+    """Data, settings or a model that boosted trees cannot work with."""
+
+
+class GradientPrecision(Enum):
+    """F32 unless you ask for less: quantized gradients are faster and lossy."""
+
+    F32 = "f32"
+    I16 = "i16"
+    I8 = "i8"
+
+
+class Gradients(Protocol):
+    """One round's gradients: what each row's are, and what histograms are made from."""
+
+    precision: ClassVar[GradientPrecision]
+
+    @property
+    def grads(self) -> Array: ...
+    @property
+    def hessians(self) -> Array: ...
+    @property
+    def grad_scale(self) -> float: ...  # an integer sum of gradients times this is the sum
+    @property
+    def hess_scale(self) -> float: ...
+    def grad(self, row: int) -> float: ...
+    def hess(self, row: int) -> float: ...
+    def __len__(self) -> int: ...
+
+
+@dataclass(frozen=True, slots=True)
+class GradientsF32:
+    """Full precision; the scales are units of fixed point."""
+
+    grads: Array
+    hessians: Array
+    grad_scale: float
+    hess_scale: float
+    precision: ClassVar[GradientPrecision] = GradientPrecision.F32
+
+    @classmethod
+    def from_floats(cls, grads: Array, hess: Array) -> GradientsF32:
+        return cls(grads, hess, *units(*largest(grads, hess), len(grads)))
+
+    def grad(self, row: int) -> float:
+        return float(self.grads[row])
+
+    def hess(self, row: int) -> float:
+        return float(self.hessians[row])
+
+    def __len__(self) -> int:
+        return len(self.grads)
+
+
+@dataclass(frozen=True, slots=True)
+class GradientsI16:
+    """8 + 8 bits: int8 within -127..127, uint8."""
+
+    grads: Array
+    hessians: Array
+    grad_scale: float
+    hess_scale: float
+    precision: ClassVar[GradientPrecision] = GradientPrecision.I16
+
+    @classmethod
+    def quantize(cls, grads: Array, hess: Array, *, key: int | None = None) -> GradientsI16:
+        """Round to nearest; with a key, up or down by chance, right on average."""
+        codes = np.empty(len(grads), np.int8), np.empty(len(grads), np.uint8)
+        scales = _quantize(trees_gradients.quantize_i16, grads, hess, (127, 255), key, codes, 1)
+        return cls(*codes, *scales)
+
+    def grad(self, row: int) -> float:
+        return int(self.grads[row]) * self.grad_scale
+
+    def hess(self, row: int) -> float:
+        return int(self.hessians[row]) * self.hess_scale
+
+    def __len__(self) -> int:
+        return len(self.grads)
+
+
+@dataclass(frozen=True, slots=True)
+class GradientsI8:
+    """4 + 4 bits: -7..7 and 0..15, row 2i in the low half of byte i of `grads` and `hess`."""
+
+    grads: Array
+    hessians: Array
+    grad_scale: float
+    hess_scale: float
+    rows: int
+    precision: ClassVar[GradientPrecision] = GradientPrecision.I8
+
+    @classmethod
+    def quantize(cls, grads: Array, hess: Array, *, key: int | None = None) -> GradientsI8:
+        """Round to nearest; with a key, up or down by chance, right on average."""
+        size = (len(grads) + 1) // 2
+        codes = np.empty(size, np.uint8), np.empty(size, np.uint8)
+        scales = _quantize(trees_gradients.quantize_i8, grads, hess, (7, 15), key, codes, 2)
+        return cls(*codes, *scales, len(grads))
+
+    def grad(self, row: int) -> float:
+        code = int(self.grads[row // 2]) >> 4 * (row % 2) & 15
+        return ((code ^ 8) - 8) * self.grad_scale
+
+    def hess(self, row: int) -> float:
+        return (int(self.hessians[row // 2]) >> 4 * (row % 2) & 15) * self.hess_scale
+
+    def __len__(self) -> int:
+        return self.rows
+
+
+def prepare(grads: Array, hess: Array, precision: GradientPrecision, key: int | None) -> Gradients:
+    """The round's float32 gradients in the precision asked for: the one place that dispatches on it."""
+    if precision is GradientPrecision.I16:
+        return GradientsI16.quantize(grads, hess, key=key)
+    if precision is GradientPrecision.I8:
+        return GradientsI8.quantize(grads, hess, key=key)
+    return GradientsF32.from_floats(grads, hess)
+
+
+def largest(grads: Array, hess: Array) -> tuple[float, float]:
+    """Largest |gradient| and hessian; refuses what has no scale."""
+    found = on_threads(lambda piece: trees_gradients.largest(grads[piece], hess[piece]), pieces(len(grads)))
+    for piece, (_, _, bad) in zip(pieces(len(grads)), found, strict=True):
+        if bad >= 0:
+            row = piece.start + bad
+            raise TreesError(
+                f"gradients: row {row} has gradient {grads[row]} and hessian {hess[row]}, expected finite float32 and "
+                "a hessian of at least 0; look at the targets and weights of that row, at the learning rate, or at the "
+                "custom objective"
+            )
+    return float(max((grad for grad, _, _ in found), default=0)), float(max((hess for _, hess, _ in found), default=0))
+
+
+def units(top_grad: float, top_hess: float, rows: int) -> tuple[float, float]:
+    """Powers of two: sums of `rows` multiples fit 62 bits, and 31 bits of a hessian leave room for the row count."""
+    bits = min(46, 61 - max(rows, 1).bit_length())
+    return _unit(top_grad, bits), _unit(top_hess, 31)
+
+
+def _unit(top: float, bits: int) -> float:
+    return math.ldexp(1.0, math.frexp(top)[1] - bits) if top else 1.0
+
+
+def pieces(count: int) -> list[slice]:
+    return [slice(start, min(start + PIECE, count)) for start in range(0, count, PIECE)]
+
+
+def _quantize(
+    kernel: Any,
+    grads: Array,
+    hess: Array,
+    ends: tuple[int, int],
+    key: int | None,
+    codes: tuple[Array, Array],
+    share: int,
+) -> tuple[float, float]:
+    top_grad, top_hess = largest(grads, hess)
+    scales = top_grad / ends[0], top_hess / ends[1]
+    per_grad, per_hess = (ends[0] / top_grad if top_grad else 0.0), (ends[1] / top_hess if top_hess else 0.0)
+    seed = np.uint64(key or 0)
+
+    def work(piece: slice) -> None:
+        at = slice(piece.start // share, (piece.stop + share - 1) // share)
+        kernel(
+            grads[piece],
+            hess[piece],
+            piece.start,
+            per_grad,
+            per_hess,
+            seed,
+            key is not None,
+            codes[0][at],
+            codes[1][at],
+        )
+
+    on_threads(work, pieces(len(grads)))
+    return scales

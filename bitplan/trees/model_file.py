@@ -1,0 +1,208 @@
+"""Models as JSON: readable, exact (floats survive the round trip), written atomically, read strictly; never a pickle.
+
+A file that was cut short or edited is refused with the place of the fault: unknown or missing keys, wrong types, arrays
+of different lengths, children that are no tree.
+"""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from sklearn.utils.validation import check_is_fitted  # type: ignore[import-untyped]
+
+from bitplan.errors import FileFormatError
+from bitplan.records import read_json, write_json
+from bitplan.trees.boost import Booster
+from bitplan.trees.estimators import BoostedTreesClassifier, BoostedTreesRegressor
+from bitplan.trees.gradients import Array, GradientPrecision, TreesError
+from bitplan.trees.objectives import OBJECTIVES
+from bitplan.trees.tree import Tree
+
+FORMAT, VERSION = "bitplan.trees", 1
+_KINDS = {"classifier": BoostedTreesClassifier, "regressor": BoostedTreesRegressor}
+_HEAD = ("format", "version", "kind", "parameters", "classes", "features", "feature_names", "start", "losses", "trees")
+_NODE_FIELDS = {
+    "feature": int,
+    "threshold": float,
+    "missing_left": bool,
+    "left": int,
+    "right": int,
+    "gain": float,
+    "node_value": float,
+    "node_weight": float,
+    "node_rows": int,
+}
+_LEAF_FIELDS = {"leaf_value": float, "leaf_weight": float, "leaf_rows": int}
+_DTYPES = {"feature": np.int32, "left": np.int32, "right": np.int32, "node_rows": np.int64, "leaf_rows": np.int64}
+
+
+def save_trees(model: BoostedTreesClassifier | BoostedTreesRegressor, path: str | Path) -> None:
+    """Write a fitted estimator."""
+    check_is_fitted(model)
+    booster, is_classifier = model.booster_, isinstance(model, BoostedTreesClassifier)
+    names = getattr(model, "feature_names_in_", None)
+    document = {
+        "format": FORMAT,
+        "version": VERSION,
+        "kind": "classifier" if is_classifier else "regressor",
+        "parameters": {name: _plain(name, value) for name, value in model.get_params().items()},
+        "classes": _plain("classes", model.classes_) if is_classifier else None,
+        "features": booster.features,
+        "feature_names": None if names is None else [str(name) for name in names],
+        "start": booster.start.tolist(),
+        "losses": booster.losses,
+        "trees": [_tree_document(tree) for tree in booster.trees],
+    }
+    write_json(path, document)
+
+
+def load_trees(path: str | Path) -> BoostedTreesClassifier | BoostedTreesRegressor:
+    """Read an estimator that `save` wrote."""
+    document = read_json(path)
+    where = str(path)
+    _check_keys(where, document, _HEAD)
+    if document["format"] != FORMAT or document["version"] != VERSION:
+        raise FileFormatError(
+            f"{where}: expected format {FORMAT!r}, version {VERSION}, got {document['format']!r:.40}, "
+            f"{document['version']!r:.40}; a newer bitplan may have written it"
+        )
+    if document["kind"] not in ("classifier", "regressor"):
+        raise FileFormatError(f"{where}: kind: expected 'classifier' or 'regressor', got {document['kind']!r:.40}")
+    model: BoostedTreesClassifier | BoostedTreesRegressor = _estimator(where, document)
+    features = document["features"]
+    if type(features) is not int or not 0 < features < 2**31:
+        raise FileFormatError(f"{where}: features: expected a number of features, got {features!r:.40}")
+    start = _numbers(where, document["start"], "start", float)
+    trees = document["trees"]
+    outputs = _expected_outputs(model)
+    if len(start) != outputs or not isinstance(trees, list) or len(trees) % outputs:
+        raise FileFormatError(f"{where}: expected {outputs} starting scores and as many trees in each round")
+    model.booster_ = Booster(
+        start,
+        features,
+        [_tree(f"{where}: tree {place}", tree, features) for place, tree in enumerate(trees)],
+        _numbers(where, document["losses"], "losses", float).tolist(),
+    )
+    model.n_features_in_ = features
+    names = document["feature_names"]
+    if names is not None:
+        if not isinstance(names, list) or len(names) != features or not all(isinstance(name, str) for name in names):
+            raise FileFormatError(f"{where}: feature_names: expected {features} names, or null")
+        model.feature_names_in_ = np.array(names, dtype=object)
+    return model
+
+
+def _estimator(where: str, document: dict[str, Any]) -> Any:
+    kind = _KINDS[document["kind"]]
+    parameters = document["parameters"]
+    known = kind().get_params()
+    if not isinstance(parameters, dict) or set(parameters) != set(known):
+        odd = sorted(set(parameters) ^ set(known)) if isinstance(parameters, dict) else parameters
+        raise FileFormatError(f"{where}: parameters: expected those of the {document['kind']}, differs in {odd!r:.80}")
+    model = kind(**parameters)
+    try:
+        model._settings(document["features"] if type(document["features"]) is int else 1)
+    except (TreesError, TypeError) as error:
+        raise FileFormatError(f"{where}: parameters: {error}") from None
+    if kind is BoostedTreesRegressor:
+        if parameters["objective"] not in list(OBJECTIVES):
+            raise FileFormatError(f"{where}: objective: expected one of {list(OBJECTIVES)}")
+        return model
+    classes = document["classes"]
+    kinds = {type(label) for label in classes} if isinstance(classes, list) else set()
+    if len(kinds) != 1 or not kinds <= {bool, int, float, str} or len(classes) < 2 or sorted(set(classes)) != classes:
+        raise FileFormatError(f"{where}: classes: expected two or more labels of one type, sorted, got {classes!r:.80}")
+    model.classes_ = np.array(classes, dtype=object if kinds == {str} else None)
+    return model
+
+
+def _expected_outputs(model: Any) -> int:
+    classes = getattr(model, "classes_", ())
+    return len(classes) if len(classes) > 2 else 1
+
+
+# ---- trees -----------------------------------------------------------------------------------------------------------
+
+
+def _tree_document(tree: Tree) -> dict[str, Any]:
+    fields = {name: getattr(tree, name).tolist() for name in (*_NODE_FIELDS, *_LEAF_FIELDS)}
+    return fields | {"categories": [None if numbers is None else numbers.tolist() for numbers in tree.categories]}
+
+
+def _tree(where: str, document: Any, features: int) -> Tree:
+    _check_keys(where, document, (*_NODE_FIELDS, *_LEAF_FIELDS, "categories"))
+    arrays = {name: _numbers(where, document[name], name, kind) for name, kind in (_NODE_FIELDS | _LEAF_FIELDS).items()}
+    leaves = len(arrays["leaf_value"])
+    sets = document["categories"]
+    wrong = [name for name in _NODE_FIELDS if len(arrays[name]) != leaves - 1]
+    wrong += [name for name in _LEAF_FIELDS if len(arrays[name]) != leaves]
+    if wrong or leaves < 1 or not isinstance(sets, list) or len(sets) != leaves - 1:
+        raise FileFormatError(f"{where}: {wrong or ['categories']}: expected {leaves - 1} nodes and {leaves} leaves")
+    if leaves > 1 and not 0 <= arrays["feature"].min() <= arrays["feature"].max() < features:
+        raise FileFormatError(f"{where}: feature: expected 0 to {features - 1}")
+    _check_is_tree(where, arrays["left"], arrays["right"], leaves)
+    categories = tuple(None if numbers is None else _category_numbers(where, numbers) for numbers in sets)
+    return Tree(
+        categories=categories, **{name: array.astype(_DTYPES.get(name, array.dtype)) for name, array in arrays.items()}
+    )
+
+
+def _check_is_tree(where: str, left: Array, right: Array, leaves: int) -> None:
+    """Every leaf, and every node but the root, is the child of exactly one node that comes before it."""
+    children = np.concatenate([left, right])
+    expected = np.concatenate([np.arange(1, leaves - 1), ~np.arange(leaves)]) if leaves > 1 else children[:0]
+    parents = np.tile(np.arange(leaves - 1), 2)
+    ordered = bool(np.all((children < 0) | (children > parents)))
+    if not (ordered and np.array_equal(np.sort(children), np.sort(expected))):
+        raise FileFormatError(f"{where}: left, right: the children do not form a tree; the file was edited or damaged")
+
+
+def _category_numbers(where: str, numbers: Any) -> Array:
+    array = _numbers(where, numbers, "categories", float)
+    if not np.all((array >= 0) & (array < 256) & (array == np.floor(array))):
+        raise FileFormatError(f"{where}: categories: expected whole numbers from 0 to 255")
+    return array
+
+
+def _check_keys(where: str, document: Any, keys: tuple[str, ...]) -> None:
+    if not isinstance(document, dict) or set(document) != set(keys):
+        odd = sorted(set(document) ^ set(keys)) if isinstance(document, dict) else type(document).__name__
+        raise FileFormatError(
+            f"{where}: expected an object with the keys {', '.join(keys)}; missing or unknown: {odd!r:.200}"
+        )
+
+
+def _numbers(where: str, values: Any, name: str, kind: type) -> Array:
+    allowed = (int, float) if kind is float else (kind,)
+    limit = 2**62
+    if not isinstance(values, list) or not all(type(value) in allowed for value in values):
+        raise FileFormatError(f"{where}: {name}: expected a list of {kind.__name__}, got {values!r:.60}")
+    if not all(math.isfinite(value) for value in values) or (
+        kind is int and any(abs(value) > limit for value in values)
+    ):
+        raise FileFormatError(f"{where}: {name}: a number is out of range")
+    return np.array(values, dtype=kind)
+
+
+def _plain(name: str, value: Any) -> Any:
+    """What JSON can hold; anything else is refused by name."""
+    if isinstance(value, GradientPrecision):
+        return value.value
+    if isinstance(value, np.ndarray):
+        value = value.tolist()
+    if isinstance(value, np.generic):
+        value = value.item()
+    if isinstance(value, dict) and all(isinstance(key, str) for key in value):
+        return {key: _plain(name, item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(name, item) for item in value]
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    if name == "random_state":  # what it drew is in the trees
+        return None
+    raise TreesError(
+        f"{name}: a {type(value).__name__} cannot be written to a model file; export with to_lightgbm instead"
+    )

@@ -1,0 +1,117 @@
+"""A grown tree, and many of them laid out for prediction.
+
+As in LightGBM: inner nodes and leaves are numbered apart, a child below zero is the leaf ~child, and the left child of
+a split leaf keeps its number. A split sends numbers up to `threshold` to the left; a categorical one the numbers in its
+set. Missing values go where training found best, and with the larger child where training saw none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from bitplan.kernels import trees_rows
+from bitplan.kernels.jit import on_threads
+from bitplan.trees.gradients import Array
+
+ROWS_AT_ONCE = 2**13
+SET_WORDS = 8  # 256 categories
+
+
+@dataclass(frozen=True)
+class Tree:
+    """Arrays by inner node, then by leaf."""
+
+    feature: Array
+    threshold: Array
+    missing_left: Array
+    left: Array
+    right: Array
+    gain: Array
+    node_value: Array
+    node_weight: Array
+    node_rows: Array
+    categories: tuple[Array | None, ...]  # by node: None, or the numbers that go left
+    leaf_value: Array
+    leaf_weight: Array
+    leaf_rows: Array
+
+    @property
+    def leaves(self) -> int:
+        return len(self.leaf_value)
+
+
+@dataclass(frozen=True)
+class Forest:
+    """All trees in one set of arrays; tree i adds to output i % outputs."""
+
+    outputs: int
+    roots: Array
+    leaf_starts: Array
+    feature: Array
+    threshold: Array
+    missing_left: Array
+    category: Array
+    bits: Array
+    left: Array
+    right: Array
+    values: Array
+
+    @classmethod
+    def of(cls, trees: Sequence[Tree], outputs: int) -> Forest:
+        sets = [numbers for tree in trees for numbers in tree.categories]
+        category = np.full(len(sets), -1, np.int32)
+        present = [at for at, numbers in enumerate(sets) if numbers is not None]
+        category[present] = np.arange(len(present))
+        bits = np.zeros((max(1, len(present)), SET_WORDS), np.uint32)
+        for row, at in enumerate(present):
+            bits[row] = bit_set(sets[at])
+
+        def joined(name: str, dtype: type) -> Array:
+            return np.concatenate([np.empty(0), *(getattr(tree, name) for tree in trees)]).astype(dtype)
+
+        return cls(
+            outputs=outputs,
+            roots=np.cumsum([0, *(len(tree.feature) for tree in trees)]),
+            leaf_starts=np.cumsum([0, *(tree.leaves for tree in trees)]),
+            feature=joined("feature", np.int32),
+            threshold=joined("threshold", np.float64),
+            missing_left=joined("missing_left", np.bool_),
+            category=category,
+            bits=bits,
+            left=joined("left", np.int32),
+            right=joined("right", np.int32),
+            values=joined("leaf_value", np.float64),
+        )
+
+    def add_to(self, scores: Array, x: Array) -> None:
+        """Add every tree's leaf values to the raw scores (rows, outputs)."""
+
+        def work(start: int) -> None:
+            trees_rows.add_trees(
+                x[start : start + ROWS_AT_ONCE],
+                start,
+                self.roots,
+                self.feature,
+                self.threshold,
+                self.missing_left,
+                self.category,
+                self.bits,
+                self.left,
+                self.right,
+                self.values,
+                self.leaf_starts,
+                scores,
+            )
+
+        on_threads(work, range(0, len(x), ROWS_AT_ONCE))
+
+
+def bit_set(numbers: Array | None) -> Array:
+    """Bit n of the set is set for each number n."""
+    words = np.zeros(SET_WORDS, np.uint32)
+    for number in () if numbers is None else numbers.astype(np.int64):
+        words[number // 32] |= np.uint32(1 << (number % 32))
+    return words

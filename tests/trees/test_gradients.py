@@ -1,0 +1,117 @@
+"""Gradients in each precision: codes, scales, edge cases, and rounding that is fair and reproducible."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from bitplan.trees.gradients import (
+    GradientPrecision,
+    GradientsF32,
+    GradientsI8,
+    GradientsI16,
+    TreesError,
+    prepare,
+)
+
+ENDS = {GradientPrecision.I16: (127, 255), GradientPrecision.I8: (7, 15)}
+F32_MAX = float(np.finfo(np.float32).max)
+
+
+def floats(*numbers):
+    return np.array(numbers, np.float32)
+
+
+def sample(rows=1001, seed=0):
+    rng = np.random.default_rng(seed)
+    return rng.standard_normal(rows).astype(np.float32), rng.random(rows).astype(np.float32)
+
+
+def test_float32_is_the_default_and_exact():
+    grads, hess = sample()
+    held = prepare(grads, hess, GradientPrecision.F32, None)
+    assert [held.grad(i) for i in range(9)] == grads[:9].tolist()
+    assert held.hess(3) == hess[3]
+    assert len(held) == 1001
+
+
+@pytest.mark.parametrize("kind", [GradientsI16, GradientsI8])
+def test_nearest_is_within_half_a_step(kind):
+    grads, hess = sample()
+    held = kind.quantize(grads, hess)
+    assert len(held) == 1001
+    found = np.array([[held.grad(i), held.hess(i)] for i in range(1001)])
+    assert np.abs(found[:, 0] - grads).max() <= 0.5001 * held.grad_scale
+    assert np.abs(found[:, 1] - hess).max() <= 0.5001 * held.hess_scale
+
+
+def test_bytes_a_row():
+    grads, hess = sample(1000)
+    for kind, wanted in ((GradientsF32.from_floats, 8), (GradientsI16.quantize, 2), (GradientsI8.quantize, 1)):
+        held = kind(grads, hess)
+        assert held.grads.nbytes + held.hessians.nbytes == 1000 * wanted
+
+
+def test_scales_are_the_seeds():
+    held = GradientsI16.quantize(floats(-2, 1), floats(0.5, 3))
+    assert (held.grad_scale, held.hess_scale) == (2 / 127, 3 / 255)
+    assert held.grads.tolist() == [-127, 64]
+    assert held.hessians.tolist() == [43, 255]
+
+
+@pytest.mark.parametrize("precision", GradientPrecision)
+@pytest.mark.parametrize("key", [None, 5])
+@pytest.mark.parametrize(
+    ("grads", "hess"),
+    [
+        ((0, 0, 0), (0, 0, 0)),
+        ((-3, -3, -3), (2, 2, 2)),
+        ((0, 0, 0), (1, 0, 1)),
+        ((F32_MAX, -F32_MAX, 0), (F32_MAX, 0, F32_MAX)),
+        ((1e-45, -1e-45, 0), (1e-45, 1e-45, 0)),
+    ],
+    ids=["zero", "constant", "zero-hessians", "largest", "smallest"],
+)
+def test_edges_survive(precision, key, grads, hess):
+    """Numbers at the ends of the range are hit exactly, whatever the rounding."""
+    held = prepare(floats(*grads), floats(*hess), precision, key)
+    top = max(map(abs, floats(*grads).tolist())), max(floats(*hess).tolist())
+    for row in range(3):
+        np.testing.assert_allclose(held.grad(row), floats(*grads)[row], rtol=1e-6, atol=top[0] * 1e-9)
+        np.testing.assert_allclose(held.hess(row), floats(*hess)[row], rtol=1e-6, atol=top[1] * 1e-9)
+
+
+@pytest.mark.parametrize("precision", GradientPrecision)
+@pytest.mark.parametrize(("grad", "hess"), [(np.nan, 1), (np.inf, 1), (1, np.nan), (1, np.inf), (1, -1e-3)])
+def test_what_has_no_scale_is_refused_by_row(precision, grad, hess):
+    with pytest.raises(TreesError, match="row 2 has gradient"):
+        prepare(floats(1, 1, grad), floats(1, 1, hess), precision, None)
+
+
+@pytest.mark.parametrize("kind", [GradientsI16, GradientsI8])
+def test_stochastic_rounding_is_fair(kind):
+    rows = 200_000
+    grads, hess = np.full(rows, 0.013, np.float32), np.full(rows, 0.27, np.float32)
+    grads[0] = hess[0] = 1
+    held = kind.quantize(grads, hess, key=11)
+    mean = [np.mean([held.grad(i) for i in range(1, 20_000)]), np.mean([held.hess(i) for i in range(1, 20_000)])]
+    np.testing.assert_allclose(mean, [0.013, 0.27], rtol=0.04)
+    nearest = kind.quantize(grads, hess)
+    assert len({nearest.grad(i) for i in range(1, 100)}) == 1
+
+
+@pytest.mark.parametrize("kind", [GradientsI16, GradientsI8])
+def test_codes_depend_on_key_and_row_alone(kind):
+    grads, hess = sample(200_001)
+    found = []
+    for threads in (1, 3):
+        torch.set_num_threads(threads)
+        try:
+            found.append(kind.quantize(grads, hess, key=3))
+        finally:
+            torch.set_num_threads(1)
+    np.testing.assert_array_equal(found[0].grads, found[1].grads)
+    np.testing.assert_array_equal(found[0].hessians, found[1].hessians)
+    other = kind.quantize(grads, hess, key=4)
+    assert (other.grads != found[0].grads).mean() > 0.1

@@ -1,0 +1,141 @@
+"""The fast grower against the naive one, tree by tree; threads change nothing."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from bitplan.trees import grow, histogram
+from bitplan.trees.gradients import GradientPrecision, prepare
+from bitplan.trees.grow import TreeGrower
+from tests.trees.naive import NaiveGrower
+from tests.trees.samples import binned, rules, table
+
+
+def assert_same_tree(grown, splits, leaves):
+    tree = grown.tree
+    assert len(splits) == len(tree.feature)
+    for node, split in enumerate(splits):
+        assert tree.feature[node] == split["feature"]
+        assert tree.gain[node] == split["gain"]
+        assert tree.missing_left[node] == split["missing_left"]
+        np.testing.assert_array_equal(grown.left_bins[node].astype(bool), split["goes_left"])
+    for rows, leaf in zip(grown.leaf_rows, leaves, strict=True):
+        np.testing.assert_array_equal(np.sort(rows), leaf.rows)
+
+
+def both(x, y, precision, tree_rules, categorical=(), features=None, key=7, rows=None):
+    data, bins = binned(x, categorical)
+    rng = np.random.default_rng(1)
+    hess = rng.uniform(0.1, 1.0, len(y)).astype(np.float32)
+    gradients = prepare(y.astype(np.float32), hess, precision, key)
+    features = np.arange(x.shape[1]) if features is None else features
+    rows = np.arange(len(x), dtype=np.uint32) if rows is None else rows
+    grown = TreeGrower(data, bins, tree_rules).grow(gradients, rows.copy(), features)
+    naive = NaiveGrower(data.columns, bins, tree_rules)
+    splits, leaves = naive.grow(gradients, rows, features)
+    assert_same_tree(grown, splits, leaves)
+    values = [naive.value(leaf.totals, leaf.bounds) for leaf in leaves]
+    np.testing.assert_array_equal(grown.tree.leaf_value, values)
+    return grown
+
+
+@pytest.mark.parametrize("precision", GradientPrecision)
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"best_first": False},
+        {"max_depth": 3, "l2": 1.0},
+        {"l1": 3.0, "min_child_weight": 8.0},
+        {"min_gain": 2.0, "min_child_rows": 1, "max_leaves": 100},
+        {"monotone": np.array([1, -1, 0, 0, 1])},
+        {"max_leaves": 1},
+    ],
+    ids=lambda changes: "-".join(changes) or "plain",
+)
+def test_fast_equals_naive(precision, changes):
+    x, y = table(missing=0.1)
+    both(x, y, precision, rules(**changes))
+
+
+@pytest.mark.parametrize("precision", GradientPrecision)
+def test_categories_equal_naive(precision):
+    x, y = table()
+    rng = np.random.default_rng(3)
+    x[:, 3] = rng.integers(0, 12, len(x))
+    x[rng.random(len(x)) < 0.05, 3] = np.nan
+    grown = both(x, y + np.sin(3 * np.nan_to_num(x[:, 3])), precision, rules(), categorical=(3,))
+    assert any(numbers is not None for numbers in grown.tree.categories)
+
+
+@pytest.mark.parametrize("precision", GradientPrecision)
+def test_nodes_beyond_the_narrow_cells_equal_naive(precision, monkeypatch):
+    monkeypatch.setattr(histogram, "NARROW_ROWS", 60)  # parents wide, children wide or narrow
+    x, y = table(missing=0.1)
+    both(x, y, precision, rules(max_leaves=20))
+
+
+def test_some_features_and_some_rows():
+    x, y = table()
+    rows = np.arange(0, len(x), 3, dtype=np.uint32)
+    grown = both(x, y, GradientPrecision.I16, rules(), features=np.array([1, 4]), rows=rows)
+    assert set(grown.tree.feature) <= {1, 4}
+
+
+@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.too_slow], derandomize=True)
+@given(
+    seed=st.integers(0, 2**31),
+    precision=st.sampled_from(GradientPrecision),
+    features=st.integers(1, 20),
+    rows=st.integers(2, 120),
+    missing=st.sampled_from([0.0, 0.3]),
+    l1=st.sampled_from([0.0, 0.5]),
+    best_first=st.booleans(),
+)
+def test_any_table_equals_naive(seed, precision, features, rows, missing, l1, best_first):
+    x, y = table(rows, features, seed, missing)
+    changes = {"min_child_rows": 2, "max_leaves": 6, "l1": l1, "best_first": best_first}
+    both(x, y, precision, rules(features, **changes))
+
+
+@pytest.mark.parametrize("precision", GradientPrecision)
+def test_threads_change_nothing(precision, monkeypatch):
+    monkeypatch.setattr(grow, "SHARED_ROWS", 2000)  # so that this table has nodes of both kinds
+    x, y = table(6000, 20, missing=0.05)
+    data, bins = binned(x)
+    gradients = prepare(y.astype(np.float32), np.ones(len(y), np.float32), precision, 3)
+    found = []
+    before = torch.get_num_threads()
+    for threads in (1, 2, 4):
+        torch.set_num_threads(threads)
+        try:
+            grower = TreeGrower(data, bins, rules(20, max_leaves=63))
+            found.append(grower.grow(gradients, np.arange(len(x), dtype=np.uint32), np.arange(20)))
+        finally:
+            torch.set_num_threads(before)
+    for other in found[1:]:
+        for name in ("feature", "threshold", "left", "right", "gain", "leaf_value", "leaf_rows"):
+            np.testing.assert_array_equal(getattr(found[0].tree, name), getattr(other.tree, name))
+        for a, b in zip(found[0].leaf_rows, other.leaf_rows, strict=True):
+            np.testing.assert_array_equal(np.sort(a), np.sort(b))
+
+
+def test_an_error_in_one_thread_ends_all(monkeypatch):
+    def broken(_self, _node):
+        raise RuntimeError("broken on purpose")
+
+    x, y = table(3000, 4)
+    data, bins = binned(x)
+    gradients = prepare(y.astype(np.float32), np.ones(len(y), np.float32), GradientPrecision.I16, 3)
+    grower = TreeGrower(data, bins, rules(4))
+    monkeypatch.setattr(TreeGrower, "_expand", broken)
+    torch.set_num_threads(2)
+    try:
+        with pytest.raises(RuntimeError, match="on purpose"):
+            grower.grow(gradients, np.arange(len(x), dtype=np.uint32), np.arange(4))
+    finally:
+        torch.set_num_threads(1)

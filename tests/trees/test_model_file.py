@@ -1,0 +1,108 @@
+"""Model files: what is read predicts the same, and what was cut or edited is refused with the place of the fault."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pandas as pd
+import pytest
+
+from bitplan.errors import BitplanError, FileFormatError
+from bitplan.trees import BoostedTreesClassifier, BoostedTreesRegressor, GradientPrecision, TreesError, load_trees
+from tests.trees.samples import table
+
+
+def fitted(kind=BoostedTreesRegressor, **changes):
+    x, y = table(300, missing=0.1)
+    x[:, 4] = np.abs(np.nan_to_num(x[:, 4]) * 10).round()
+    settings = {"n_estimators": 3, "max_leaves": 5, "categorical_features": [4]} | changes
+    target = np.digitize(np.nan_to_num(y), [-0.5, 0.5]) if kind is BoostedTreesClassifier else np.nan_to_num(y)
+    return kind(**settings).fit(x, target), x
+
+
+@pytest.fixture
+def saved(tmp_path):
+    model, _ = fitted()
+    path = tmp_path / "model.json"
+    model.save(path)
+    return path
+
+
+@pytest.mark.parametrize("kind", [BoostedTreesRegressor, BoostedTreesClassifier])
+def test_round_trip(kind, tmp_path):
+    model, x = fitted(kind, gradient_precision=GradientPrecision.I8)
+    model.save(tmp_path / "model.json")
+    again = load_trees(tmp_path / "model.json")
+    assert type(again) is kind
+    np.testing.assert_array_equal(again.predict(x), model.predict(x))
+    np.testing.assert_array_equal(again.booster_.scores(x), model.booster_.scores(x))
+    again.save(tmp_path / "again.json")
+    assert (tmp_path / "again.json").read_bytes() == (tmp_path / "model.json").read_bytes()
+    assert again.to_lightgbm() == model.to_lightgbm()
+    assert again.get_params()["gradient_precision"] == "i8"
+
+
+@pytest.mark.parametrize("labels", [["a", "b"], [True, False], [1, 2], [0.5, 1.5]])
+def test_labels_and_names_survive(labels, tmp_path):
+    x, _ = table(100)
+    frame = pd.DataFrame(x, columns=list("abcde"))
+    y = np.array(labels)[(x[:, 0] > 0).astype(int)]
+    if isinstance(labels[0], float):
+        y = y.astype(object).astype(str)
+    model = BoostedTreesClassifier(n_estimators=2).fit(frame, y)
+    model.save(tmp_path / "model.json")
+    again = load_trees(tmp_path / "model.json")
+    assert again.predict(frame).tolist() == model.predict(frame).tolist()
+    assert again.feature_names_in_.tolist() == list("abcde")
+    with pytest.raises(ValueError, match="feature names"):
+        again.predict(frame[list("edcba")])
+
+
+def test_what_json_cannot_hold_is_refused(tmp_path):
+    x, y = table(100)
+    model = BoostedTreesRegressor(n_estimators=1, objective=lambda y, s: (s - y, np.ones_like(y))).fit(x, y)
+    with pytest.raises(TreesError, match="objective: a function cannot be written"):
+        model.save(tmp_path / "model.json")
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_file_cut_short_is_refused_everywhere(saved):
+    text = saved.read_bytes()
+    for size in range(0, len(text) - 2, max(1, len(text) // 40)):
+        saved.write_bytes(text[:size])
+        with pytest.raises(FileFormatError, match=r"model\.json"):
+            load_trees(saved)
+
+
+EDITS = [
+    ("version", lambda d: d.update(version=2)),
+    ("kind", lambda d: d.update(kind="ranker")),
+    ("unknown", lambda d: d.update(extra=1)),
+    ("missing", lambda d: d.pop("start")),
+    ("parameters", lambda d: d["parameters"].update(n_estimators=-1)),
+    ("parameters", lambda d: d["parameters"].update(wrong=1)),
+    ("objective", lambda d: d["parameters"].update(objective=["poisson"])),
+    ("features", lambda d: d.update(features=0)),
+    ("feature_names", lambda d: d.update(feature_names=["a"])),
+    ("starting scores", lambda d: d.update(start=[0.0, 1.0])),
+    ("start", lambda d: d.update(start=["0"])),
+    ("tree 1: feature", lambda d: d["trees"][1]["feature"].__setitem__(0, 5)),
+    ("tree 0: left, right", lambda d: d["trees"][0]["left"].__setitem__(0, 0)),
+    ("tree 0: left, right", lambda d: d["trees"][0]["right"].__setitem__(0, -1)),
+    ("tree 0: .*leaf_rows", lambda d: d["trees"][0]["leaf_rows"].pop()),
+    ("tree 0: threshold", lambda d: d["trees"][0]["threshold"].__setitem__(0, True)),
+    ("tree 0: missing_left", lambda d: d["trees"][0]["missing_left"].__setitem__(0, 1)),
+    ("tree 0: categories", lambda d: d["trees"][0]["categories"].__setitem__(0, [300])),
+    ("tree 2", lambda d: d["trees"].__setitem__(2, [])),
+    ("trees", lambda d: d.update(trees={})),
+]
+
+
+@pytest.mark.parametrize(("message", "edit"), EDITS)
+def test_an_edited_file_is_refused_by_place(message, edit, saved):
+    document = json.loads(saved.read_text())
+    edit(document)
+    saved.write_text(json.dumps(document))
+    with pytest.raises(BitplanError, match=rf"model\.json: .*{message}"):
+        load_trees(saved)
