@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 
 import typer
 
-from bitplan.cli import convert_verbs, drift_verbs, plan_verbs, quality_verbs
+from bitplan.cli import convert_verbs, drift_verbs, fp8_verbs, plan_verbs, quality_verbs
 from bitplan.cli.show import human_bytes, progress, show_json, table, visible
 from bitplan.version import __version__
 
@@ -254,6 +254,8 @@ app.command()(convert_verbs.convert)
 app.command()(convert_verbs.make_checkpoint)
 app.command()(plan_verbs.check)
 app.command()(drift_verbs.drift)
+app.command()(fp8_verbs.explain)
+app.command()(fp8_verbs.merge_policy)
 app.command()(plan_verbs.plan)
 app.add_typer(plan_verbs.manifest_app, name="manifest")
 app.command()(quality_verbs.perplexity)

@@ -1,0 +1,281 @@
+"""From the seed's YAML to the parts of a model and what is asked of FP8 in each (2.3).
+
+A file describes one model, or under `model` a `foundation` (the LLM) and an `image_encoder` (the ViT), each with sizes
+under Megatron's names and its own FP8 keys:
+
+    fp8: "e4m3"                    the format; "hybrid" takes E5M2 for gradients
+    fp8_recipe: "blockwise"        tensorwise, rowwise, blockwise or mxfp8
+    fp8_param: true                weights are kept in FP8
+    selective_fp8: true            ask the policy, module by module
+    fp8_dynamic_policy_path: ...   the policy's file; as written, the caller knows the project's root
+    fp8_dynamic_num_tokens: 4096   tokens per step in this part, where it is not sequence length x micro batch
+
+`defaults` takes other files in, as Hydra does; reading them is the caller's (`open_base`), so that this stays pure.
+Keys of others are not judged, but one that begins like ours and is none of ours is a spelling mistake, and refused.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+
+from bitplan.errors import did_you_mean
+from bitplan.plan.documents import FLAG, NAME, Kind, one_of, show
+from bitplan.plan.fp8_layers import Attention, Experts, LatentAttention, ModelPart, Parallel
+from bitplan.plan.fp8_models import MAX_BLOCKS, ConfigObject, whole
+from bitplan.plan.fp8_terms import COUNT, DEFAULT_RECIPE, RECIPES, ModelConfigError
+
+MAX_YAML_CHARACTERS = 2**20
+COMPONENTS = {"foundation": "llm", "image_encoder": "vit"}
+OpenBase = Callable[[str], str]  # the name of another file, as `defaults` has it -> its text
+
+
+@dataclass(frozen=True)
+class Fp8Options:
+    """What one part of a model is told about FP8; the seed's keys."""
+
+    fp8: str | None = None
+    fp8_recipe: str = DEFAULT_RECIPE
+    fp8_param: bool = False
+    selective_fp8: bool = False
+    fp8_dynamic_policy_path: str | None = None
+    fp8_dynamic_num_tokens: int | None = None
+
+
+@dataclass(frozen=True)
+class YamlModel:
+    """The parts of a model, the FP8 keys of each, and the parallel sizes that the file sets; None where it does not."""
+
+    parts: tuple[ModelPart, ...]
+    options: Mapping[str, Fp8Options]
+    tp: int | None = None
+    ep: int | None = None
+    etp: int | None = None
+
+    def parallel(self, tp: int | None = None, ep: int | None = None, etp: int | None = None) -> Parallel:
+        """What is asked for, else what the file says, else 1; with experts etp follows tp, as Megatron's does."""
+        chosen = tp or self.tp or 1
+        follows = chosen if any(part.experts for part in self.parts) else 1
+        return Parallel(chosen, ep or self.ep or 1, etp or self.etp or follows)
+
+
+_OPTION_KINDS: dict[str, Kind] = {
+    "fp8": one_of("e4m3", "hybrid"),
+    "fp8_recipe": one_of(*RECIPES),
+    "fp8_param": FLAG,
+    "selective_fp8": FLAG,
+    "fp8_dynamic_policy_path": NAME,
+    "fp8_dynamic_num_tokens": COUNT,
+}
+_PARALLEL_KEYS = {
+    "tp": "tensor_model_parallel_size",
+    "ep": "expert_model_parallel_size",
+    "etp": "expert_tensor_parallel_size",
+}
+
+
+def read_yaml_model(
+    text: str,
+    *,
+    where: str = "model.yaml",
+    open_base: OpenBase | None = None,
+    overrides: Mapping[str, Any] | None = None,
+) -> YamlModel:
+    """The model of a YAML file. `overrides` stand above the LLM's keys, as a launch script's arguments do."""
+    document = _compose(text, where, open_base, depth=0)
+    model = document.get("model")
+    if isinstance(model, Mapping) and any(name in model for name in COMPONENTS):
+        found = {COMPONENTS[name]: (model[name], f"model.{name}.") for name in COMPONENTS if name in model}
+    else:
+        found = {_single_part(document): (document, "")}
+    parts, options = [], {}
+    sizes: dict[str, int | None] = {}
+    for part, (values, prefix) in found.items():
+        config = ConfigObject(values, prefix, where)
+        if part == "llm" or len(found) == 1:
+            config = ConfigObject({**config.values, **(overrides or {})}, prefix, where)
+        options[part] = _options(config)
+        parts.append(_part(config, part))
+        for word, key in _PARALLEL_KEYS.items():
+            sizes[word] = sizes.get(word) or config.optional(key)
+    return YamlModel(tuple(parts), options, **sizes)
+
+
+def load_yaml(text: str, *, where: str) -> dict[str, Any]:
+    """A YAML mapping; duplicate keys, which YAML parsers let pass, are refused."""
+    import yaml  # type: ignore[import-untyped]  # when it is asked for; it comes with gguf
+
+    if len(text) > MAX_YAML_CHARACTERS:
+        raise ModelConfigError(f"{where}: {len(text)} characters are too many for a model's YAML")
+    try:
+        _refuse_duplicates(yaml.compose(text, Loader=yaml.SafeLoader), where, yaml.MappingNode, set())
+        document = yaml.safe_load(text)
+    except (yaml.YAMLError, RecursionError, ValueError) as fault:
+        if isinstance(fault, ModelConfigError):
+            raise
+        raise ModelConfigError(f"{where}: not valid YAML: {' '.join(str(fault).split())[:300]}") from None
+    if document is None:
+        raise ModelConfigError(f"{where}: empty; a model's YAML is a mapping of keys")
+    if not isinstance(document, dict) or not all(isinstance(key, str) for key in document):
+        raise ModelConfigError(f"{where}: a model's YAML must be a mapping of keys, got {show(document)}")
+    return document
+
+
+def _refuse_duplicates(node: Any, where: str, mapping: type[Any], seen: set[int]) -> None:
+    if node is None or isinstance(node.value, str) or id(node) in seen:
+        return
+    seen.add(id(node))
+    keys = set()
+    for item in node.value:
+        if not isinstance(node, mapping):
+            _refuse_duplicates(item, where, mapping, seen)
+            continue
+        key, value = item
+        if isinstance(key.value, str) and key.value in keys and key.value != "<<":
+            raise ModelConfigError(f"{where}: line {key.start_mark.line + 1}: key {key.value[:80]!r} appears twice")
+        keys.add(key.value if isinstance(key.value, str) else None)
+        _refuse_duplicates(value, where, mapping, seen)
+
+
+# ---- defaults --------------------------------------------------------------------------------------------------------
+
+
+def _compose(text: str, where: str, open_base: OpenBase | None, depth: int) -> dict[str, Any]:
+    """The document over those that its `defaults` name, later over earlier; itself last unless `_self_` says where."""
+    own = load_yaml(text, where=where)
+    bases = own.pop("defaults", [])
+    if not isinstance(bases, list):
+        raise ModelConfigError(f"{where}: defaults must be a list, got {show(bases)}")
+    if depth > 8:
+        raise ModelConfigError(f"{where}: defaults lead more than 8 files deep; does a file take itself in?")
+    result: dict[str, Any] = {}
+    for item in [*bases, *([] if "_self_" in bases else ["_self_"])]:
+        if item == "_self_":
+            result = _over(result, own)
+            continue
+        name, package = _base_name(item, where)
+        if open_base is None:
+            raise ModelConfigError(f"{where}: defaults name {name!r}; give open_base, which reads such files")
+        below = _compose(open_base(name), name, open_base, depth + 1)
+        for key in reversed(package.split(".") if package else []):
+            below = {key: below}
+        result = _over(result, below)
+    return result
+
+
+def _base_name(item: Any, where: str) -> tuple[str, str]:
+    if isinstance(item, str):
+        return item, ""
+    if isinstance(item, dict) and len(item) == 1:
+        (group, name), *_ = item.items()
+        if isinstance(group, str) and isinstance(name, str) and " " not in group:
+            folder, _, package = group.partition("@")
+            return f"{folder}/{name}", package
+    raise ModelConfigError(f"{where}: an item of defaults must be NAME or FOLDER@PACKAGE: NAME, got {show(item)}")
+
+
+def _over(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
+    result = dict(below)
+    for key, value in above.items():
+        both = isinstance(value, Mapping) and isinstance(result.get(key), Mapping)
+        result[key] = _over(result[key], value) if both else value
+    return result
+
+
+# ---- one part --------------------------------------------------------------------------------------------------------
+
+
+def _single_part(document: Mapping[str, Any]) -> str:
+    """A file of its own for an image encoder says so by its class or its type."""
+    target, model_type = str(document.get("_target_", "")), str(document.get("model_type", ""))
+    return "vit" if ".encoder." in target or model_type.endswith("_vit") else "llm"
+
+
+def _options(config: ConfigObject) -> Fp8Options:
+    known = {field.name for field in fields(Fp8Options)}
+    for key in config.values:
+        if str(key).startswith(("fp8", "selective_fp8")) and key not in known:
+            raise config.fail(f"unknown key {config.prefix}{key}{did_you_mean(key, known)}")
+    given = {key: value for key, value in config.values.items() if key in known and value is not None}
+    for key, value in given.items():
+        if not _OPTION_KINDS[key].holds(value):
+            raise config.fail(f"{config.prefix}{key} must be {_OPTION_KINDS[key].text}, got {show(value)}")
+    options = Fp8Options(**given)
+    if options.selective_fp8 and options.fp8 is None:
+        raise config.fail(
+            f'{config.prefix}selective_fp8 chooses where FP8 is used, and fp8 is not set; add fp8: "e4m3"'
+        )
+    if options.selective_fp8 and options.fp8_dynamic_policy_path is None:
+        raise config.fail(f"{config.prefix}selective_fp8 asks a policy; add fp8_dynamic_policy_path")
+    return options
+
+
+def _part(config: ConfigObject, part: str) -> ModelPart:
+    blocks = config.blocks("num_layers")
+    hidden, heads = config.size("hidden_size"), config.size("num_attention_heads")
+    count = config.first_of("num_experts", "num_moe_experts")
+    moe = _moe_blocks(config, blocks) if config.optional(count) else 0
+    dense = blocks - moe
+    ffn = config.size("ffn_hidden_size") if dense else config.optional("ffn_hidden_size") or 0
+    experts = None
+    if moe:
+        expert_ffn = config.first_of("moe_ffn_hidden_size", "ffn_hidden_size")
+        shared = config.optional("moe_shared_expert_intermediate_size") or 0
+        experts = Experts(config.size(count), config.size(expert_ffn), config.size("moe_router_topk"), shared)
+    gated = bool(config.values.get("swiglu") or config.values.get("gated_linear_unit"))
+    keys = config.names(
+        heads="num_attention_heads",
+        kv_heads="num_query_groups",
+        ffn="ffn_hidden_size",
+        experts=count,
+        expert_ffn="moe_ffn_hidden_size",
+        shared_ffn="moe_shared_expert_intermediate_size",
+    )
+    attention = _attention(config, hidden, heads)
+    return ModelPart(part, hidden, dense, moe, attention, ffn, gated, experts, keys, config.where)
+
+
+def _attention(config: ConfigObject, hidden: int, heads: int) -> Attention | LatentAttention:
+    if config.values.get("multi_latent_attention"):
+        return LatentAttention(
+            heads,
+            config.optional("q_lora_rank"),
+            config.size("kv_lora_rank"),
+            config.size("qk_head_dim"),
+            config.size("qk_pos_emb_head_dim"),
+            config.size("v_head_dim"),
+            norm_fused=bool(config.values.get("qk_layernorm")),
+        )
+    grouped = config.values.get("group_query_attention") is not False
+    kv_heads = config.size("num_query_groups", heads) if grouped else heads
+    head_dim = config.optional("kv_channels") or whole(hidden, heads, config.where, config.prefix + "hidden_size")
+    return Attention(heads, kv_heads, head_dim)
+
+
+def _moe_blocks(config: ConfigObject, blocks: int) -> int:
+    """How many blocks have experts: every n-th, or by a list of 0 and 1, which may be spelt `[0]*3+[1]*58`."""
+    value: Any = config.values.get("moe_layer_freq")
+    value = 1 if value is None else value
+    if COUNT.holds(value):
+        return sum(block % value == 0 for block in range(blocks))
+    pattern = _spelt_out(value) if isinstance(value, str) else value
+    if not isinstance(pattern, list) or len(pattern) != blocks or not all(each in (0, 1) for each in pattern):
+        raise config.fail(
+            f"{config.prefix}moe_layer_freq must be a count, or {blocks} times 0 or 1 as a list or spelt like "
+            f"[0]*3+[1]*58, got {show(value)}"
+        )
+    return sum(pattern)
+
+
+def _spelt_out(text: str) -> list[int] | None:
+    inner = re.fullmatch(r"\$\{[\w.]+:\s*(.*?)\s*\}", text)
+    spelt = (inner[1] if inner else text).strip("\"'() ")
+    result: list[int] = []
+    for term in spelt.split("+"):
+        found = re.fullmatch(r"\[([01](?:\s*,\s*[01])*)\](?:\*([0-9]{1,4}))?", term.strip())
+        if found is None or len(result) > MAX_BLOCKS:
+            return None
+        result += [int(each) for each in found[1].split(",")] * int(found[2] or 1)
+    return result
