@@ -95,6 +95,19 @@ def auto_table() -> str:
     return "\n".join(lines)
 
 
+def trees_table() -> str:
+    """Training and prediction of boosted trees, each in a process of its own."""
+    lines = [
+        "| trainer | rows | seed | training, s | AUC | prediction, µs a row | peak, MiB |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for run in _read("trees_neoverse_n1")["runs"]:
+        cells = [run["contender"].replace("_", " "), f"{run['rows']:,}", str(run["seed"]), f"{run['train_s']:.1f}"]
+        cells += [f"{run['auc']:.4f}", f"{run['predict_us_per_row']:.1f}", f"{run['peak_mib']:.0f}"]
+        lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
 def _with_error(figure: dict[str, float], sign: str) -> str:
     size = abs(figure["mean"])
     style = ".3f" if size >= 0.1 else ".4f" if size >= 0.01 else ".6f" if size >= 1e-5 else ".0e"
@@ -122,4 +135,13 @@ def _against_gguf(document: dict[str, Any], name: str) -> str:
 
 
 if __name__ == "__main__":
-    print(demo_table(), speed_table(), quality_table(), grid_table(), fused_table(), auto_table(), sep="\n\n")
+    print(
+        demo_table(),
+        speed_table(),
+        quality_table(),
+        grid_table(),
+        fused_table(),
+        auto_table(),
+        trees_table(),
+        sep="\n\n",
+    )

@@ -38,6 +38,7 @@ def test_pages_quote_the_results_and_nothing_else():
     text = (ROOT / "docs" / "manifest.md").read_text()
     assert tables["fused_table"]() in text
     assert tables["auto_table"]() in text
+    assert tables["trees_table"]() in (ROOT / "docs" / "trees.md").read_text()
 
 
 def test_every_format_is_in_its_page():
