@@ -1,6 +1,6 @@
 """Streaming blocks to a GPU: how close a step comes to the larger of computing and copying.
 
-    python benchmarks/streaming.py [--tiny --device cpu] [--slots 3] [--repeats 7] [--output FILE]
+    python benchmarks/streaming.py [--part steps|decode] [--tiny --device cpu] [--slots 3] [--repeats 7] [--output FILE]
 
 Model: 24 llama blocks (h4096, ffn11008), adapters of rank 16 on a frozen base, checkpointing, AdamW on the adapters;
 1k, 4k and 16k tokens a step in sequences of 1024. Per token count, in one run:
@@ -10,7 +10,10 @@ Model: 24 llama blocks (h4096, ffn11008), adapters of rank 16 on a frozen base, 
     one-ahead     plain offload in the manner of diffusers' group offloading
     pageable      synchronous pageable copies, as accelerate's cpu_offload
 
-bound = max(resident, bytes really copied / measured bandwidth of pinned copies of a block's size)
+floor = max(resident, bytes really copied / measured bandwidth of pinned copies of a block's size)
+gap   = step / floor - 1
+
+`--part decode` is about one block: see stream_decode.py.
 
 `--tiny --device cpu` runs all of it on the simulated device in seconds; its figures mean nothing.
 """
@@ -20,23 +23,25 @@ from __future__ import annotations
 import argparse
 import copy
 import itertools
-import statistics
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import harness
+import stream_decode
 import torch
 from llama_stack import FULL, TINY, LlamaStack, PlainOffload, Size
+from stream_decode import pinned_bandwidth
 from torch import Tensor
 
 from bitplan.runtime.devices import CudaDevice, SimulatedDevice, StreamDevice
-from bitplan.runtime.host_blocks import exact_buffer
 from bitplan.runtime.stream_blocks import BlockStream, stream_blocks
 from bitplan.runtime.stream_schedule import spread_residents
 
 WARM_UP = 2
+STARTED = time.perf_counter()
 INT8_SHARE = 0.6
 Row = dict[str, Any]
 
@@ -92,24 +97,13 @@ def time_steps(step: Callable[[], None], repeats: int, device: torch.device) -> 
     return [float(one.elapsed_time(two)) for one, two in itertools.pairwise(marks)]
 
 
-def pinned_bandwidth(device: StreamDevice, nbytes: int, copies: int = 20) -> float:
-    """Bytes a second of copies of this size from pinned memory, one after another on the copy stream."""
-    source, target = exact_buffer(nbytes), device.allocate(nbytes, "bandwidth")
-    device.pin(source)
-    done = [device.copy_in(target, source, device.mark()) for _ in range(copies)]
-    device.finish(done[-1].end)
-    seconds = [device.elapsed_ms(*one) / 1e3 for one in done[2:]]
-    device.unpin(source)
-    device.give_back(target)
-    return float(nbytes / statistics.median(seconds))
-
-
 # ---- variants: each is set up once and run at every token count ------------------------------------------------------
 
 
 def run_resident(model: LlamaStack, batches: dict[int, Tensor], repeats: int) -> list[Row]:
     device = next(iter(batches.values())).device
     resident = copy.deepcopy(model).to(device)
+    _say("resident is set up")
     return [_timed("resident", tokens, Stepper(resident, x), repeats, device) for tokens, x in batches.items()]
 
 
@@ -124,6 +118,7 @@ def run_streamed(
 ) -> list[Row]:
     rows = []
     with stream_blocks(model, "layers.*", device=device, formats=formats, slots=slots) as stream:
+        _say(f"{name} is set up")
         for tokens, x in batches.items():
             row = _timed(name, tokens, Stepper(model, x, stream), repeats, device.torch_device)
             stats = stream.stats
@@ -152,6 +147,7 @@ def run_streamed(
 def run_plain(name: str, model: LlamaStack, batches: dict[int, Tensor], repeats: int, *, ahead: bool) -> list[Row]:
     device = next(iter(batches.values())).device
     offload = PlainOffload(model.layers, device, ahead=ahead)
+    _say(f"{name} is set up")
     try:
         return [_timed(name, tokens, Stepper(model, x), repeats, device) for tokens, x in batches.items()]
     finally:
@@ -159,7 +155,14 @@ def run_plain(name: str, model: LlamaStack, batches: dict[int, Tensor], repeats:
 
 
 def _timed(variant: str, tokens: int, step: Stepper, repeats: int, device: torch.device) -> Row:
-    return {"tokens": tokens, "variant": variant, **harness.summary(time_steps(step, repeats, device))}
+    row = {"tokens": tokens, "variant": variant, **harness.summary(time_steps(step, repeats, device))}
+    _say(f"{variant}, {tokens} tokens: {row['median_ms']:.1f} ms a step")
+    return row
+
+
+def _say(text: str) -> None:
+    """What is going on, for setting up takes longer than measuring."""
+    print(f"{time.perf_counter() - STARTED:6.1f} s  {text}", file=sys.stderr, flush=True)
 
 
 def run_all(model: LlamaStack, size: Size, device: StreamDevice, slots: int, repeats: int) -> list[Row]:
@@ -193,7 +196,8 @@ def line_of(row: Row) -> str:
     text = f"{row['tokens']:>6} tokens  {row['variant']:<10} {row['median_ms']:9.2f} ms"
     text += f"  {row['times_resident']:6.2f} x resident"
     if "times_bound" in row:
-        text += f"  {row['times_bound']:.3f} x bound ({'transfer' if row['is_transfer_bound'] else 'compute'})"
+        text += f"  floor {row['bound_ms']:8.2f} ms ({'transfer' if row['is_transfer_bound'] else 'compute'})"
+        text += f"  gap {row['times_bound'] - 1:+6.1%}"
         text += f"  {row['h2d_gb_per_s'] or 0:.1f} GB/s  stall {row['stall_share']:.1%}"
     return text
 
@@ -264,6 +268,7 @@ def measure(size: Size, device: StreamDevice, slots: int, repeats: int) -> dict[
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--part", choices=("steps", "decode"), default="steps")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--tiny", action="store_true", help="a model of toy size, to see that everything runs")
     parser.add_argument("--blocks", type=int, default=FULL.blocks, help="how many blocks (not with --tiny)")
@@ -275,10 +280,13 @@ def main() -> None:
         parser.error("--device cpu goes with --tiny: the simulated device measures nothing")
     size = TINY if arguments.tiny else Size(arguments.blocks, *list(vars(FULL).values())[1:])
     device: StreamDevice = CudaDevice("cuda") if arguments.device == "cuda" else SimulatedDevice()
-    document = measure(size, device, arguments.slots, arguments.repeats)
-    name = "streaming_" + (document["machine"].get("gpu", "simulated").lower().replace(" ", "_"))
+    if arguments.part == "decode":
+        document, kind = stream_decode.document_of(size, device, arguments.repeats), "streaming_decode_"
+    else:
+        document, kind = measure(size, device, arguments.slots, arguments.repeats), "streaming_"
+    name = kind + document["machine"].get("gpu", "simulated").lower().replace(" ", "_")
     print(harness.save(name, document, arguments.output))
-    for one in document["criteria"]:
+    for one in document.get("criteria", []):
         if "met" in one:
             sign = ">=" if one["at_least"] else "<="
             print(f"{'met   ' if one['met'] else 'MISSED'} {one['demand']}: {one['value']:.3f} ({sign} {one['limit']})")

@@ -28,8 +28,9 @@ class AdaptedLinear(nn.Module):
 
     def __init__(self, inputs: int, outputs: int, rank: int, dtype: torch.dtype) -> None:
         super().__init__()
-        weight = torch.empty(outputs, inputs, dtype=dtype).uniform_(-1, 1) * inputs**-0.5
-        self.weight = nn.Parameter(weight, requires_grad=False)
+        maker = "cuda" if torch.cuda.is_available() else "cpu"  # drawing billions of numbers on a CPU takes minutes
+        weight = torch.empty(outputs, inputs, dtype=dtype, device=maker).uniform_(-1, 1).mul_(inputs**-0.5)
+        self.weight = nn.Parameter(weight.cpu(), requires_grad=False)
         self.down = nn.Parameter(torch.randn(rank, inputs, dtype=dtype) * inputs**-0.5)
         self.up = nn.Parameter(torch.zeros(outputs, rank, dtype=dtype))
 

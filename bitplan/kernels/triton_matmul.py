@@ -19,6 +19,7 @@ Legend: N outputs, K inputs, M rows of x, B bytes of a step, S scales of a step,
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
 from __future__ import annotations
 
+import functools
 import math
 from dataclasses import dataclass, replace
 
@@ -88,18 +89,18 @@ class Routing:
 
 def candidate_launches(weight: Encoded, rows: int) -> list[MatmulLaunch]:
     """Launches worth measuring for this many rows of x: those that came first somewhere on an H200."""
-    tile = _tile_rows(rows)
-    if rows <= 8:
-        cuts = [(64, 1, 8), (64, 2, 1), (64, 2, 4), (32, 2, 2), (32, 4, 1)]
-    elif rows <= 16:
-        cuts = [(64, 4, 1), (32, 4, 1), (32, 2, 2)]
-    elif rows <= 32:
-        cuts = [(32, 4, 1), (32, 2, 2)]
-    else:
+    if rows > WIDEST_TILE:
         return wide_candidates(weight, rows)
+    tile = _tile_rows(rows)
+    if rows <= 8:  # outputs, slices, split, overlap
+        cuts = [(64, 1, 8, 0), (64, 2, 4, 0), (64, 2, 1, 1), (32, 2, 2, 1), (32, 2, 4, 1), (32, 4, 1, 1)]
+    elif rows <= 16:
+        cuts = [(64, 4, 1, 0), (32, 4, 1, 0), (32, 4, 1, 1), (32, 2, 2, 1)]
+    else:
+        cuts = [(32, 4, 1, 0), (32, 2, 2, 0), (32, 4, 1, 1), (32, 2, 2, 1)]
     return [
-        MatmulLaunch(outputs, tile, STEP, slices, split, slices, 3)
-        for outputs, slices, split in cuts
+        MatmulLaunch(outputs, tile, STEP, slices, split, slices, 3, overlap)
+        for outputs, slices, split, overlap in cuts
         if split == 1 or weight.shape[-1] >= 2 * split * slices * STEP
     ]
 
@@ -113,7 +114,7 @@ def default_launch(weight: Encoded, rows: int) -> MatmulLaunch:
     split = 1
     while programs * split < 256 and split < 4 and weight.shape[-1] >= 4 * split * slices * STEP:
         split *= 2
-    return MatmulLaunch(outputs, _tile_rows(rows), STEP, slices, split, slices, 3)
+    return MatmulLaunch(outputs, _tile_rows(rows), STEP, slices, split, slices, 3, overlap=1)
 
 
 def _tile_rows(rows: int) -> int:
@@ -168,7 +169,7 @@ def fused_experts(
 
 def default_experts_launch(routing: Routing) -> MatmulLaunch:
     """Two slices, for an expert's matrix has few inputs, and a step of four would leave a loop of six steps."""
-    return MatmulLaunch(64 if routing.rows <= 16 else 32, routing.rows, STEP, 2, 1, 2, 3)
+    return MatmulLaunch(64 if routing.rows <= 16 else 32, routing.rows, STEP, 2, 1, 2, 3, overlap=1)
 
 
 def route(expert_ids: Tensor, experts: int) -> Routing:
@@ -205,7 +206,7 @@ def words_for(fmt: Format, launch: MatmulLaunch, device: torch.device) -> str:
         return "none"
     if fmt.name not in ("mxfp4", "nvfp4", "fp4_u8_g128", "int4_g32"):
         return "0123"
-    key = (fmt.name, replace(launch, split=1), device)
+    key = (fmt.name, replace(launch, split=1, overlap=0), device)
     if key not in _order_holds:
         if torch.cuda.is_current_stream_capturing():  # nothing can be tried out in here
             return "0123"
@@ -265,6 +266,7 @@ def _launch(
         raise FormatError(f"{fmt.name}: {launch.slices} slices of {launch.step} inputs do not fit blocks of {group}")
     partial = torch.empty((split, out.shape[0], outputs), dtype=torch.float32, device=x.device) if split > 1 else out
     nothing = arranged.counters  # a pointer that is not read
+    overlap = launch.overlap == 1 and _can_overlap(x.device)
     tile_expert = routing.tile_expert if routing is not None else nothing
     tables = routing.order if routing is not None and routing.order is not None else (nothing,) * 3
     with device_of(x):
@@ -299,8 +301,17 @@ def _launch(
             SPLIT=split,
             STAGES=launch.stages,
             WORDS=words,
+            OVERLAP=overlap,
             num_warps=launch.warps,
+            **({"launch_pdl": True} if overlap else {}),
         )
+
+
+@functools.cache
+def _can_overlap(device: torch.device) -> bool:
+    if INTERPRETED or device.type != "cuda" or torch.version.hip is not None:
+        return False
+    return torch.cuda.get_device_capability(device) >= (9, 0)
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -337,9 +348,12 @@ def _fused(
     SPLIT: tl.constexpr,
     STAGES: tl.constexpr,
     WORDS: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
     block, tile, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     lane_M = tl.arange(0, BM)
+    if OVERLAP:
+        tl.extra.cuda.gdc_wait()  # before anything is read that the kernel before may write
     if GROUPED != "no":
         expert = tl.load(tile_expert_ptr + tile)
         if GROUPED == "sorted":
@@ -451,6 +465,9 @@ def _fused(
                 acc_LNM += tl.dot(w_LNB, x_LBM, input_precision="ieee") * scale_LN[:, :, None]
             else:
                 acc_LNM = tl.dot(w_LNB, x_LBM, acc_LNM, input_precision="ieee")
+    if OVERLAP:
+        # Not earlier: programs of the next launch would take the places of programs that still have weights to read.
+        tl.extra.cuda.gdc_launch_dependents()
     acc_NM = tl.sum(acc_LNM, axis=0)
 
     ok_NM = (n_N < N)[:, None] & ok_M[None, :]

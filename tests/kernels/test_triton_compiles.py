@@ -55,9 +55,10 @@ for name in sys.argv[1:]:
     for words, grouped in (("0123", "no"), ("0213", "sorted")):
         cut = dict(QUADS_OF_ROW=64, SLICES=2, BN=32, BM=8, WORDS=words)
         ptx = build(triton_matmul._fused, skinny, fixed | cut | dict(
-            ORDER=order, GROUPED=grouped, PAIRS_A_ROW=2, EXPERTS=4,
+            ORDER=order, GROUPED=grouped, PAIRS_A_ROW=2, EXPERTS=4, OVERLAP=grouped == "no",
         ), 2)
         assert "mma.sync" in ptx, name
+        assert ("griddepcontrol.wait" in ptx) == (grouped == "no"), name
     wide = dict(x_ptr="*bf16") | common | {"rows": "i32"}
     ptx = build(triton_wide._wide, wide, fixed | dict(BN=64, BM=64, WORDS="0123"), 4)
     assert "wgmma.mma_async" in ptx, name

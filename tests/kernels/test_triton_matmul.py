@@ -175,6 +175,24 @@ def test_refusals_say_why(device: torch.device) -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("split", [1, 4])
+def test_launches_that_overlap_wait_for_each_other(split: int) -> None:
+    """Each product reads what the one before wrote; a launch that did not wait would read the one before that."""
+    weight = encode(torch.randn(4096, 4096, device="cuda") / 64, "mxfp4")
+    arranged = tm.arrange_scales(weight)
+    x = torch.randn(1, 4096, device="cuda").bfloat16()
+    results = []
+    for overlap in (0, 1):
+        y = x
+        for _ in range(50):
+            y = tm.fused_matmul(y, weight, arranged, None, MatmulLaunch(32, 8, 128, 2, split, 2, 3, overlap))
+            y = y / y.norm()
+        results.append(y)
+    assert torch.isfinite(results[0]).all()
+    assert torch.equal(*results)
+
+
+@pytest.mark.gpu
 def test_the_faster_decoder_is_trusted_on_this_gpu() -> None:
     device = torch.device("cuda")
     launch = MatmulLaunch(64, 8, 128, 2, 1, 2, 3)
