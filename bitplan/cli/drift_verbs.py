@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from bitplan.cli.show import progress, show_json, table, visible
+from bitplan.cli.show import Json, progress, show_json, table, visible
 
 
 def drift(
@@ -15,7 +15,7 @@ def drift(
     packed: Annotated[Path, typer.Argument(metavar="PACKED", help="Its packed version.")],
     jsonl: Annotated[Path | None, typer.Option("--jsonl", help="Append a line per tensor to this log.")] = None,
     step: Annotated[int, typer.Option("--step", help="The step that the lines bear.")] = 0,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
+    as_json: Json = False,
 ) -> None:
     """Show how far each packed tensor is from its master and what its scales and codes do, worst first.
 

@@ -8,9 +8,8 @@ from typing import Annotated, Any, Literal
 
 import typer
 
-from bitplan.cli.show import show_json, table, visible
+from bitplan.cli.show import Json, show_json, table, visible
 
-Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
 Part = Literal["llm", "vit"]
 
 

@@ -8,10 +8,9 @@ from typing import Annotated, Any
 
 import typer
 
-from bitplan.cli.show import human_bytes, progress, show_json, table
+from bitplan.cli.show import Json, human_bytes, progress, show_json, table
 
-manifest_app = typer.Typer(help="Show, expand or describe manifests.", no_args_is_help=True)
-Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
+manifest_app = typer.Typer(name="manifest", help="Show, expand or describe manifests.", no_args_is_help=True)
 ManifestName = Annotated[str, typer.Argument(metavar="MANIFEST", help="A file, or the name of a shipped manifest.")]
 Checkpoint = Annotated[Path, typer.Argument(metavar="CHECKPOINT", help="What `bitplan inspect` opens.")]
 

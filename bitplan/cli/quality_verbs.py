@@ -8,14 +8,13 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from bitplan.cli.show import progress, show_json, table
+from bitplan.cli.show import Json, progress, show_json, table
 
 if TYPE_CHECKING:
     from bitplan.cli.quality import QualityRow
     from bitplan.measure.estimates import Estimate
 
 Rule = Literal["absmax", "absmean", "percentile", "mse"]
-Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
 
 
 def perplexity(
