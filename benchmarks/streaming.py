@@ -1,6 +1,6 @@
 """Streaming blocks to a GPU: how close a step comes to the larger of computing and copying.
 
-    python benchmarks/streaming.py [--part steps|decode] [--tiny --device cpu] [--slots 3] [--repeats 7] [--output FILE]
+    python benchmarks/streaming.py [--part steps|decode|offload] [--tiny --device cpu] [--slots 3] [--repeats 7]
 
 Model: 24 llama blocks (h4096, ffn11008), adapters of rank 16 on a frozen base, checkpointing, AdamW on the adapters;
 1k, 4k and 16k tokens a step in sequences of 1024. Per token count, in one run:
@@ -13,7 +13,8 @@ Model: 24 llama blocks (h4096, ffn11008), adapters of rank 16 on a frozen base, 
 floor = max(resident, bytes really copied / measured bandwidth of pinned copies of a block's size)
 gap   = step / floor - 1
 
-`--part decode` is about one block: see stream_decode.py.
+`--part decode` is about one block: see stream_decode.py. `--part offload` streams INT8 with and without
+offload_activations: what it saves on the device, and what it costs in time.
 
 `--tiny --device cpu` runs all of it on the simulated device in seconds; its figures mean nothing.
 """
@@ -115,9 +116,13 @@ def run_streamed(
     device: StreamDevice,
     slots: int,
     repeats: int,
+    *,
+    offload: bool = False,
 ) -> list[Row]:
     rows = []
-    with stream_blocks(model, "layers.*", device=device, formats=formats, slots=slots) as stream:
+    with stream_blocks(
+        model, "layers.*", device=device, formats=formats, slots=slots, offload_activations=offload
+    ) as stream:
         _say(f"{name} is set up")
         for tokens, x in batches.items():
             row = _timed(name, tokens, Stepper(model, x, stream), repeats, device.torch_device)
@@ -129,6 +134,7 @@ def run_streamed(
                 | {
                     "bytes_h2d": last.bytes_h2d,
                     "bytes_h2d_by_format": dict(last.bytes_h2d_by_format),
+                    "bytes_d2h": last.bytes_d2h,
                     "block_bytes": stats.slot_bytes,
                     "loads": last.loads,
                     "prefetch_misses": last.prefetch_misses,
@@ -202,6 +208,52 @@ def line_of(row: Row) -> str:
     return text
 
 
+def run_offload(model: LlamaStack, size: Size, device: StreamDevice, slots: int, repeats: int) -> list[Row]:
+    """The same steps with block inputs on the device and in pinned memory; inputs are checkpointed both times."""
+    batches = {tokens: inputs(size, tokens, device.torch_device) for tokens in size.tokens}
+    rows = []
+    for name, offload in (("kept", False), ("offloaded", True)):
+        model.checkpoints = not offload  # the stream does it then
+        rows += run_streamed(name, model, batches, "int8_row", device, slots, repeats, offload=offload)
+    kept = {row["tokens"]: row for row in rows if row["variant"] == "kept"}
+    rows.sort(key=lambda row: row["tokens"])
+    for row in rows:
+        row["times_kept"] = row["median_ms"] / kept[row["tokens"]]["median_ms"]
+        row["saved_bytes"] = kept[row["tokens"]]["vram_peak_bytes"] - row["vram_peak_bytes"]
+        text = f"{row['tokens']:>6} tokens  {row['variant']:<10} {row['median_ms']:9.2f} ms"
+        text += f"  {row['times_kept']:.3f} x kept  peak {row['vram_peak_bytes'] / 1e9:.3f} GB"
+        text += f" (saved {row['saved_bytes'] / 1e9:.3f})  out {row['bytes_d2h'] / 1e9:.3f} GB"
+        print(f"{text}  stall {row['stall_share']:.1%}", flush=True)
+    return rows
+
+
+def table_of(rows: list[Row]) -> str:
+    """The steps as a Markdown table: the floor, the gap to it, and how others stand to each variant."""
+    lines = [
+        "| tokens | blocks sent as | step ms | floor ms | gap | H2D of the pinned peak | stall | one-ahead takes | "
+        "pageable takes | resident takes |",
+        "|---|---|---|---|---|---|---|---|---|---|",
+    ]
+    times = {(row["tokens"], row["variant"]): row["median_ms"] for row in rows}
+    for row in rows:
+        if "times_bound" not in row:
+            continue
+        others = (
+            f"{times[row['tokens'], name] / row['median_ms']:.2f}x" for name in ("one-ahead", "pageable", "resident")
+        )
+        what = "transfer" if row["is_transfer_bound"] else "compute"
+        lines.append(
+            f"| {row['tokens']} | {row['variant']} | {row['median_ms']:.1f} | {row['bound_ms']:.1f} ({what}) | "
+            f"{row['times_bound'] - 1:+.1%} | {h2d_share(row):.0%} | {row['stall_share']:.1%} | {' | '.join(others)} |"
+        )
+    return "\n".join(lines)
+
+
+def h2d_share(row: Row) -> float:
+    """Bytes over the whole step, gaps and all, of what pinned copies reach."""
+    return float(row["bytes_h2d"] / row["median_ms"] / 1e6 / row["pinned_gb_per_s"])
+
+
 # ---- what was asked for ----------------------------------------------------------------------------------------------
 
 
@@ -219,10 +271,7 @@ def criteria(rows: list[Row]) -> list[Row]:
         case = f"{variant}, {tokens} tokens"
         demand(f"step over bound, {case}", row["times_bound"], 1.05, at_least=False)
         if row["is_transfer_bound"]:
-            share = (
-                row["bytes_h2d"] / row["median_ms"] / 1e6 / row["pinned_gb_per_s"]
-            )  # over the whole step, gaps and all
-            demand(f"H2D over pinned peak, {case}", share, 0.90, at_least=True)
+            demand(f"H2D over pinned peak, {case}", h2d_share(row), 0.90, at_least=True)
         else:
             demand(f"stall share, {case}", row["stall_share"], 0.02, at_least=False)
     for tokens in sorted({tokens for tokens, _ in streamed}):
@@ -245,9 +294,13 @@ def criteria(rows: list[Row]) -> list[Row]:
 
 def measure(size: Size, device: StreamDevice, slots: int, repeats: int) -> dict[str, Any]:
     rows = run_all(LlamaStack(size), size, device, slots, repeats)
+    return document_of("streaming", size, device, slots, rows) | {"criteria": criteria(rows)}
+
+
+def document_of(name: str, size: Size, device: StreamDevice, slots: int, rows: list[Row]) -> dict[str, Any]:
     kind = device.torch_device.type
     return {
-        "benchmark": "streaming",
+        "benchmark": name,
         "machine": harness.machine(kind),
         "versions": harness.versions(),
         "commit": harness.commit(),
@@ -262,13 +315,22 @@ def measure(size: Size, device: StreamDevice, slots: int, repeats: int) -> dict[
         "simulated": kind != "cuda",
         "slots": slots,
         "rows": rows,
-        "criteria": criteria(rows),
     }
+
+
+def measure_part(part: str, size: Size, device: StreamDevice, slots: int, repeats: int) -> dict[str, Any]:
+    if part == "steps":
+        return measure(size, device, slots, repeats)
+    if part == "offload":
+        rows = run_offload(LlamaStack(size), size, device, slots, repeats)
+    else:
+        rows = stream_decode.measure_formats(size, device, repeats)
+    return document_of(f"streaming, {part} part", size, device, slots, rows)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--part", choices=("steps", "decode"), default="steps")
+    parser.add_argument("--part", choices=("steps", "decode", "offload"), default="steps")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--tiny", action="store_true", help="a model of toy size, to see that everything runs")
     parser.add_argument("--blocks", type=int, default=FULL.blocks, help="how many blocks (not with --tiny)")
@@ -280,12 +342,12 @@ def main() -> None:
         parser.error("--device cpu goes with --tiny: the simulated device measures nothing")
     size = TINY if arguments.tiny else Size(arguments.blocks, *list(vars(FULL).values())[1:])
     device: StreamDevice = CudaDevice("cuda") if arguments.device == "cuda" else SimulatedDevice()
-    if arguments.part == "decode":
-        document, kind = stream_decode.document_of(size, device, arguments.repeats), "streaming_decode_"
-    else:
-        document, kind = measure(size, device, arguments.slots, arguments.repeats), "streaming_"
+    document = measure_part(arguments.part, size, device, arguments.slots, arguments.repeats)
+    kind = "streaming_" if arguments.part == "steps" else f"streaming_{arguments.part}_"
     name = kind + document["machine"].get("gpu", "simulated").lower().replace(" ", "_")
     print(harness.save(name, document, arguments.output))
+    if arguments.part == "steps":
+        print(table_of(document["rows"]))
     for one in document.get("criteria", []):
         if "met" in one:
             sign = ">=" if one["at_least"] else "<="

@@ -4,6 +4,9 @@ Legend: R rows, C columns, G groups, B bytes of a group. Each thread stores 16 b
 to the codes that go with them (`tl.max_contiguous`): a wider load would send every number through shared memory.
 
 NaN comes where the reference has it, but not with its bits: each processor has its own NaN.
+
+Each writes fresh memory, or `out`: a caller that has a place for the numbers (the scratch of streamed blocks) would
+else read and write every one of them once more: from int8 to bfloat16, four bytes a number on top of three.
 """
 
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
@@ -14,6 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from bitplan.errors import FormatError
 from bitplan.formats.encoded import Encoded
 from bitplan.kernels.triton_numbers import (
     Launch,
@@ -34,11 +38,13 @@ BYTE_GROUPS = Launch(numbers=4096, warps=4)
 NIBBLE_GROUPS = Launch(numbers=4096, warps=8)
 
 
-def decode_tiles(encoded: Encoded, dtype: torch.dtype, launch: Launch | None = None) -> Tensor:
+def decode_tiles(
+    encoded: Encoded, dtype: torch.dtype, launch: Launch | None = None, out: Tensor | None = None
+) -> Tensor:
     """Scales per row or per 128 x 128 tile: int8_row, fp8_e4m3_row, fp8_e4m3_b128."""
     launch, fmt = launch or TILES, encoded.fmt
     rows, cols = fmt.matrix_shape(encoded.shape)
-    out = torch.empty((rows, cols), dtype=dtype, device=encoded.device)
+    out = _out(encoded, dtype, out)
     if out.numel():
         assert encoded.scales is not None
         down, wide = fmt.block.rows or 1, fmt.block.cols
@@ -63,14 +69,17 @@ def decode_tiles(encoded: Encoded, dtype: torch.dtype, launch: Launch | None = N
                 num_warps=launch.warps,
                 enable_fp_fusion=False,
             )
-    return out.reshape(encoded.shape)
+    return out
 
 
-def decode_byte_groups(encoded: Encoded, dtype: torch.dtype, launch: Launch | None = None) -> Tensor:
+def decode_byte_groups(
+    encoded: Encoded, dtype: torch.dtype, launch: Launch | None = None, out: Tensor | None = None
+) -> Tensor:
     """int8_g128, mxfp8_e4m3, q8_0_gguf."""
     launch, fmt, scales = launch or BYTE_GROUPS, encoded.fmt, encoded.scales
     assert scales is not None
-    out = _empty_out(encoded, dtype)
+    whole_groups(fmt, fmt.matrix_shape(encoded.shape)[1])
+    out = _out(encoded, dtype, out)
     group, groups = fmt.block.cols or 0, scales.numel()
     if groups:
         tile = max(1, launch.numbers // group)
@@ -92,12 +101,15 @@ def decode_byte_groups(encoded: Encoded, dtype: torch.dtype, launch: Launch | No
     return out
 
 
-def decode_nibble_groups(encoded: Encoded, dtype: torch.dtype, launch: Launch | None = None) -> Tensor:
+def decode_nibble_groups(
+    encoded: Encoded, dtype: torch.dtype, launch: Launch | None = None, out: Tensor | None = None
+) -> Tensor:
     """mxfp4, nvfp4, int4_g32, q4_0_gguf."""
     launch, fmt, scales = launch or NIBBLE_GROUPS, encoded.fmt, encoded.scales
     assert scales is not None
     assert fmt.packing is not None
-    out = _empty_out(encoded, dtype)
+    whole_groups(fmt, fmt.matrix_shape(encoded.shape)[1])
+    out = _out(encoded, dtype, out)
     group, groups = fmt.block.cols or 0, scales.numel()
     if groups:
         tile = max(1, launch.numbers // group)
@@ -225,9 +237,16 @@ def _float_of_byte(code, ELEMENT: tl.constexpr):
     return code.to(tl.float32) if is_integer else float_of_e4m3(code, ELEMENT)
 
 
-def _empty_out(encoded: Encoded, dtype: torch.dtype) -> Tensor:
-    whole_groups(encoded.fmt, encoded.fmt.matrix_shape(encoded.shape)[1])
-    return torch.empty(encoded.shape, dtype=dtype, device=encoded.device)
+def _out(encoded: Encoded, dtype: torch.dtype, out: Tensor | None) -> Tensor:
+    if out is None:
+        return torch.empty(encoded.shape, dtype=dtype, device=encoded.device)
+    is_like = (tuple(out.shape), out.dtype, out.device) == (encoded.shape, dtype, encoded.device)
+    if not is_like or not out.is_contiguous():
+        raise FormatError(
+            f"decode {encoded.fmt.name} of shape {encoded.shape} on {encoded.device} as {dtype}: the output must be "
+            f"contiguous and like it, got {out.dtype} {tuple(out.shape)} with strides {out.stride()} on {out.device}"
+        )
+    return out
 
 
 def _vector(launch: Launch, dtype: torch.dtype) -> int:

@@ -93,9 +93,9 @@ class Piece:
             return
         encoded = self.encoded(slot)
         if slot.is_cuda and explain_decode(encoded, self.spec.dtype).implementation == "triton":
-            from bitplan.runtime.scratch_decode import decode_into  # loads Triton
+            from bitplan.kernels.triton_codec import DECODERS  # loads Triton
 
-            decode_into(encoded, target)
+            DECODERS[self.fmt.name](encoded, self.spec.dtype, out=target)
         else:
             target.copy_(decode(encoded, self.spec.dtype))
 

@@ -3,12 +3,12 @@
 The scheduler sees this interface only:
 
     mark()                       a point in what the computation has been told to do so far
-    copy_in(to, from, after)     host -> device on the copy stream, once `after` has passed; comes back with two marks
+    copy_in(to, from, *after)    host -> device on a copy stream, once `after` has passed; comes back with two marks
+    copy_out(to, from, *after)   device -> host, in the same way
     wait(copied)                 the computation goes on when the copy is done; no host waits on CUDA
-    copy_out(to, from, after)    device -> host, and wait for it: for worker threads
     claim(slot)                  the slot's old numbers are worthless from now on
 
-`SimulatedDevice` computes on the CPU, synchronously, and its copies run on the worker thread that calls `copy_in`. A
+`SimulatedDevice` computes on the CPU, synchronously, and its copies run on the worker thread that asks for them. A
 claimed slot is filled with 0xff (NaN in every float type) before the copy, so whoever reads too early, or frees a slot
 too early, computes NaN every time instead of sometimes. It counts bytes, has a capacity, and its copies can be slowed
 down or made to fail: that is how ordering, eviction and faults are tested without a GPU.
@@ -20,13 +20,14 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
 from bitplan.runtime.stream_errors import StreamError
 
+Lane = Literal["weights", "activations"]  # copies of a lane and a direction come one after another
 RESERVE_BYTES = 512 * 2**20  # slots="auto" leaves this for activations; vram_bytes= says it better
 
 
@@ -93,6 +94,14 @@ class StreamDevice(ABC):
         """What slots may take without pushing anything else out."""
 
     @abstractmethod
+    def used_bytes(self) -> int:
+        """Memory in use now, read from counters of the host."""
+
+    @abstractmethod
+    def total_bytes(self) -> int:
+        """Memory that may be in use at most."""
+
+    @abstractmethod
     def peak_bytes(self) -> int:
         """The most memory in use since `reset_peak`."""
 
@@ -106,10 +115,10 @@ class StreamDevice(ABC):
     def claim(self, slot: Tensor) -> None: ...
 
     @abstractmethod
-    def copy_in(self, target: Tensor, source: Tensor, after: Mark) -> Copied: ...
+    def copy_in(self, target: Tensor, source: Tensor, *after: Mark, lane: Lane = "weights") -> Copied: ...
 
     @abstractmethod
-    def copy_out(self, target: Tensor, source: Tensor, after: Mark) -> Copied: ...
+    def copy_out(self, target: Tensor, source: Tensor, *after: Mark, lane: Lane = "weights") -> Copied: ...
 
     @abstractmethod
     def wait(self, copied: Copied) -> None: ...
@@ -158,7 +167,13 @@ class SimulatedDevice(StreamDevice):
         """Nothing to do."""
 
     def spare_bytes(self) -> int:
-        return 2**62 if self.capacity_bytes is None else self.capacity_bytes - self.allocated_bytes
+        return self.total_bytes() - self.allocated_bytes
+
+    def used_bytes(self) -> int:
+        return self.allocated_bytes
+
+    def total_bytes(self) -> int:
+        return 2**62 if self.capacity_bytes is None else self.capacity_bytes
 
     def peak_bytes(self) -> int:
         return self._peak
@@ -172,12 +187,12 @@ class SimulatedDevice(StreamDevice):
     def claim(self, slot: Tensor) -> None:
         slot.fill_(0xFF)
 
-    def copy_in(self, target: Tensor, source: Tensor, after: Mark) -> Copied:
+    def copy_in(self, target: Tensor, source: Tensor, *after: Mark, lane: Lane = "weights") -> Copied:
         copied = self._copy(target, source)
         self.bytes_in += target.nbytes
         return copied
 
-    def copy_out(self, target: Tensor, source: Tensor, after: Mark) -> Copied:
+    def copy_out(self, target: Tensor, source: Tensor, *after: Mark, lane: Lane = "weights") -> Copied:
         copied = self._copy(target, source)
         self.bytes_out += target.nbytes
         return copied
@@ -205,7 +220,7 @@ class SimulatedDevice(StreamDevice):
 
 
 class CudaDevice(StreamDevice):
-    """A GPU: one stream for each direction beside the one that computes, and events between them."""
+    """A GPU: one stream for each lane and direction beside the one that computes, and events between them."""
 
     copies_in_background = True
 
@@ -214,8 +229,10 @@ class CudaDevice(StreamDevice):
         if not torch.cuda.is_available():
             raise StreamError(f"device {device}: torch sees no CUDA device; device='cpu' runs the simulated one")
         self.torch_device = torch.empty(0, device=device).device  # "cuda" becomes the current one, cuda:0
-        self._in = torch.cuda.Stream(self.torch_device)
-        self._out = torch.cuda.Stream(self.torch_device)
+        self._memory_bytes = torch.cuda.get_device_properties(self.torch_device).total_memory
+        lanes: tuple[Lane, ...] = ("weights", "activations")
+        self._in = {lane: torch.cuda.Stream(self.torch_device) for lane in lanes}
+        self._out = {lane: torch.cuda.Stream(self.torch_device) for lane in lanes}
 
     def _allocate(self, nbytes: int, what: str) -> Tensor:
         try:
@@ -233,12 +250,17 @@ class CudaDevice(StreamDevice):
             _check_cuda(torch.cuda.cudart().cudaHostUnregister(buffer.data_ptr()), buffer.nbytes)
 
     def spare_bytes(self) -> int:
-        free, total = torch.cuda.mem_get_info(self.torch_device)
+        free, _ = torch.cuda.mem_get_info(self.torch_device)
         reserved = torch.cuda.memory_reserved(self.torch_device)
-        # Torch's own share may be capped (set_per_process_memory_fraction) below what the GPU has free.
-        cap = int(total * torch.cuda.get_per_process_memory_fraction(self.torch_device))
         unused = reserved - torch.cuda.memory_allocated(self.torch_device)
-        return max(0, min(free, cap - reserved) + unused - RESERVE_BYTES)
+        return max(0, min(free, self.total_bytes() - reserved) + unused - RESERVE_BYTES)
+
+    def used_bytes(self) -> int:
+        return int(torch.cuda.memory_allocated(self.torch_device))
+
+    def total_bytes(self) -> int:
+        # Torch's own share may be capped (set_per_process_memory_fraction) below what the GPU has.
+        return int(self._memory_bytes * torch.cuda.get_per_process_memory_fraction(self.torch_device))
 
     def peak_bytes(self) -> int:
         return int(torch.cuda.max_memory_allocated(self.torch_device))
@@ -252,20 +274,20 @@ class CudaDevice(StreamDevice):
     def claim(self, slot: Tensor) -> None:
         """Nothing to do: the copy stream waits for the mark after which the slot is free."""
 
-    def copy_in(self, target: Tensor, source: Tensor, after: Mark) -> Copied:
-        copied = self._copy(self._in, target, source, after)
+    def copy_in(self, target: Tensor, source: Tensor, *after: Mark, lane: Lane = "weights") -> Copied:
+        copied = self._copy(self._in[lane], target, source, after)
         self.bytes_in += target.nbytes
         return copied
 
-    def copy_out(self, target: Tensor, source: Tensor, after: Mark) -> Copied:
-        copied = self._copy(self._out, target, source, after)
-        copied.end.event.synchronize()
+    def copy_out(self, target: Tensor, source: Tensor, *after: Mark, lane: Lane = "weights") -> Copied:
+        copied = self._copy(self._out[lane], target, source, after)
         self.bytes_out += target.nbytes
         return copied
 
-    def _copy(self, stream: torch.cuda.Stream, target: Tensor, source: Tensor, after: Mark) -> Copied:
+    def _copy(self, stream: torch.cuda.Stream, target: Tensor, source: Tensor, after: tuple[Mark, ...]) -> Copied:
         with torch.cuda.device(self.torch_device), torch.cuda.stream(stream):
-            stream.wait_event(after.event)
+            for mark in after:
+                stream.wait_event(mark.event)
             start = self._record(stream)
             target.copy_(source, non_blocking=True)
             return Copied(start, self._record(stream))

@@ -5,19 +5,24 @@
     next step          the transfer thread waits for a block to be fresh, and no one else waits for anything
 
 So the update of block 5 runs while block 0 crosses the bus. A step counts whole or not at all: a gradient that did not
-arrive, or is not finite, in any block, leaves every master as it was, and the next begin_step says so.
+arrive, or is not finite, in any block, leaves every master as it was, and the next begin_step says so. That is why no
+update overlaps with the backward of its own step, and why clipping by the norm of all gradients (`clip_grad_norm`)
+takes no overlap away: it costs the optimizer thread a pass over all gradients before the first update, and another one,
+to scale them, in steps that are clipped. The first block of the next step comes later by that.
 
 The master is a bitplan WeightStore's: the version that is sent is derived from it, never the other way round.
 """
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from bitplan.formats import Encoded, Format
 from bitplan.runtime.devices import Mark, StreamDevice
@@ -50,8 +55,10 @@ class HostTraining:
         settings: AdamWSettings,
         device: StreamDevice,
         timeout_s: float = WAIT_TIMEOUT_S,
+        max_norm: float | None = None,
     ) -> None:
-        self._device, self._timeout_s = device, timeout_s
+        self._device, self._timeout_s, self._max_norm = device, timeout_s, max_norm
+        self.gradient_norm: float | None = None  # before clipping, in the last step that was clipped or measured
         self.stores: dict[str, dict[str, WeightStore]] = {}
         self._masters: dict[str, dict[str, Tensor]] = {}
         self._optimizers: dict[str, torch.optim.AdamW] = {}
@@ -107,6 +114,10 @@ class HostTraining:
         store.drop(fmt)
         return version
 
+    def limit_gradients(self, in_flight: int | None) -> None:
+        """How many gradients may be on their way to the host before backward waits for them; None: the usual."""
+        self._gradients.max_unfinished = min(in_flight or GRADIENTS_WAITING, GRADIENTS_WAITING)
+
     # ---- gradients ---------------------------------------------------------------------------------------------------
 
     def receive(self, block: str, name: str, gradient: Tensor, step: int, recorder: StepRecorder) -> None:
@@ -122,6 +133,7 @@ class HostTraining:
         try:
             raw = self._staging[: gradient.nbytes]
             copied = self._device.copy_out(raw, gradient.reshape(-1).view(torch.uint8), after)
+            self._device.finish(copied.end)
             recorder.copied_out(str(gradient.dtype).removeprefix("torch."), gradient.nbytes, copied)
             arrived = raw.view(gradient.dtype).view(gradient.shape).float()
             if not bool(torch.isfinite(arrived.sum())):
@@ -137,6 +149,26 @@ class HostTraining:
         except BaseException as error:
             self._gradient_failure = TransferError(f"{what}: the thread was stopped ({error!r})")
             raise
+
+    def clip(self, max_norm: float, also: Sequence[Tensor], step: int) -> float:
+        """Wait for the gradients of the step, and scale them, with those of `also`, to a common norm of `max_norm`."""
+        if not self._gradients.drain(self._timeout_s) and self._gradient_failure is None:
+            raise TransferError(f"step {step}: the gradient thread has died, or took too long; begin_step goes on")
+        if self._gradient_failure is not None:
+            raise self._gradient_failure
+        return self._scale(max_norm, also, step)
+
+    def _scale(self, max_norm: float, also: Sequence[Tensor], step: int) -> float:
+        masters = [master for masters in self._masters.values() for master in masters.values()]
+        trained = [one for one in [*masters, *also] if one.grad is not None]
+        total = get_total_norm([one.grad for one in trained if one.grad is not None])
+        norm = float(total)
+        if not math.isfinite(norm):
+            raise BlockNonFiniteError(f"step {step}: the norm of all gradients is {norm}; the masters are as before it")
+        if norm > max_norm:
+            clip_grads_with_norm_(trained, max_norm, total)
+        self.gradient_norm = norm
+        return norm
 
     def abandon(self) -> None:
         """Forget a step that will not be ended; the update before it still counts, and so does its failure."""
@@ -165,6 +197,8 @@ class HostTraining:
                 check_step()  # first: what is wrong in forward is wrong in every gradient after it
                 if found is None and not arrived:
                     found = TransferError(f"step {step}: the gradient thread has died; no master was changed")
+                if found is None and self._max_norm is not None:
+                    self._scale(self._max_norm, (), step)
             except Exception as error:
                 found = _named(error, f"step {step}")
             self.failure = self.failure or found

@@ -68,7 +68,7 @@ class _Passed:
 
 def save_weights_by_place(source: WeightSource) -> torch.autograd.graph.saved_tensors_hooks:
     """The context in which a streamed block computes."""
-    outer = _outer_hooks()
+    outer = outer_hooks()
 
     def pack(tensor: Tensor) -> Any:
         if tensor.layout == torch.strided and (owner := source.owner_of(tensor.untyped_storage().data_ptr())):
@@ -101,7 +101,8 @@ def check_torch() -> None:
         )
 
 
-def _outer_hooks() -> tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]] | None:
+def outer_hooks() -> tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]] | None:
+    """The innermost saved-tensor hooks that are active now."""
     hooks: tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]] | None = (
         torch._C._autograd._top_saved_tensors_default_hooks(True)
     )

@@ -128,9 +128,9 @@ class Uploader:
 
     def start(self, slot: Slot, block: int, name: str, nbytes: int, what: str, *, is_fresh: Waiting | None) -> Transfer:
         """Fill a slot with a block. `is_fresh`: waits until the host's bytes are up to date, on the thread."""
-        transfer = Transfer(what)
-        slot.block, slot.transfer = block, transfer
         after = slot.free_after
+        transfer = Transfer(what, after)
+        slot.block, slot.transfer = block, transfer
         self.device.claim(slot.buffer)
 
         def copy() -> None:

@@ -16,7 +16,7 @@ places instead of weights (`saved_weights`). Weights and formats change at step 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, Self
@@ -25,6 +25,8 @@ import torch
 from torch import Tensor, nn
 
 from bitplan.formats.codec import check_whole_blocks
+from bitplan.plan.conductor import Pressure, RuntimeLimitHints
+from bitplan.runtime.activation_offload import ActivationOffload
 from bitplan.runtime.block_encoding import put_block
 from bitplan.runtime.block_formats import BlockFormats, Formats, resolve_formats
 from bitplan.runtime.block_layout import BlockLayout, lay_out
@@ -34,6 +36,7 @@ from bitplan.runtime.host_blocks import HostKind, open_host
 from bitplan.runtime.host_training import AdamWSettings, HostTraining
 from bitplan.runtime.saved_weights import check_torch, save_weights_by_place
 from bitplan.runtime.stream_errors import StreamError
+from bitplan.runtime.stream_options import StreamOptions, check_norm
 from bitplan.runtime.stream_telemetry import StepRecorder, StreamStats, Telemetry
 from bitplan.runtime.streamed_blocks import STREAMED, StreamedBlock, Train, find_blocks, move_resident
 from bitplan.runtime.transfers import WAIT_TIMEOUT_S, Transfer
@@ -50,11 +53,13 @@ def stream_blocks(
     host: HostKind = "pinned",
     train: Train = "adapters",
     optimizer: AdamWSettings | None = None,
+    clip_grad_norm: float | None = None,
     slot_bytes: int | None = None,
     vram_bytes: int | None = None,
     host_folder: str | Path | None = None,
     telemetry: str | Path | None = None,
     check_finite: bool = True,
+    offload_activations: bool = False,
     timeout_s: float = WAIT_TIMEOUT_S,
 ) -> BlockStream:
     """Stream the blocks of a model through a device; everything else of the model moves there and stays.
@@ -67,78 +72,74 @@ def stream_blocks(
     train         "adapters": parameters of blocks that require gradients stay on the device, yours to optimize;
                   "weights": they are streamed, and trained on the host by AdamW (`optimizer`);
                   "nothing": all is streamed, and nothing has gradients
+    clip_grad_norm    with train="weights": the most that the norm of all streamed gradients may be, as
+                  torch.nn.utils.clip_grad_norm_ has it; `clip_gradients` takes parameters outside of blocks in
     slot_bytes    size of a slot; by default that of the largest block
     vram_bytes    what slots="auto" may take, instead of what is spare
     telemetry     a file that gets one JSON line a step
     check_finite  look for NaN and infinity in what blocks give, without waiting for the device
+    offload_activations   checkpoint every block, and keep its input in pinned memory from its forward to its backward
     timeout_s     how long any wait for a transfer may take before it is an error
     """
-    return BlockStream(
-        model,
-        find_blocks(model, blocks, train),
-        open_device(device),
-        formats,
-        slots,
-        host,
-        train,
-        optimizer,
-        slot_bytes,
-        vram_bytes,
-        host_folder,
-        telemetry,
-        check_finite,
-        timeout_s,
+    options = StreamOptions(
+        formats=formats,
+        slots=slots,
+        host=host,
+        train=train,
+        optimizer=optimizer,
+        clip_grad_norm=clip_grad_norm,
+        slot_bytes=slot_bytes,
+        vram_bytes=vram_bytes,
+        host_folder=host_folder,
+        telemetry=telemetry,
+        check_finite=check_finite,
+        offload_activations=offload_activations,
+        timeout_s=timeout_s,
     )
+    return BlockStream(model, find_blocks(model, blocks, train), open_device(device), options)
 
 
 class BlockStream:
     """A model whose blocks are streamed, until `close`."""
 
     def __init__(
-        self,
-        model: nn.Module,
-        blocks: list[StreamedBlock],
-        device: StreamDevice,
-        formats: Formats,
-        slots: Slots,
-        host: HostKind,
-        train: Train,
-        optimizer: AdamWSettings | None,
-        slot_bytes: int | None,
-        vram_bytes: int | None,
-        host_folder: str | Path | None,
-        telemetry: str | Path | None,
-        check_finite: bool,
-        timeout_s: float,
+        self, model: nn.Module, blocks: list[StreamedBlock], device: StreamDevice, options: StreamOptions
     ) -> None:
         check_torch()
-        _check_training(train, optimizer, host)
-        self.model, self.blocks, self.device, self.train = model, blocks, device, train
-        self._by_name = {block.name: block for block in blocks}
-        self._slots, self._slot_bytes, self._vram_bytes = slots, slot_bytes, vram_bytes
+        options.check()
+        self.model, self.blocks, self.device, self.train = model, blocks, device, options.train
+        self._options, self._by_name = options, {block.name: block for block in blocks}
         self._specs = {block.name: block.specs for block in blocks}
-        self._formats = resolve_formats(formats, self._specs)
+        self._formats = resolve_formats(options.formats, self._specs)
         self._pending_formats: BlockFormats | None = None
         layouts = self._lay_out(self._formats)
-        self._telemetry = Telemetry(telemetry)
+        self._telemetry = Telemetry(options.telemetry)
         self._is_closed = False
         self._step: int | None = None
-        self._host = open_host(host, device, host_folder)
-        self.training: HostTraining | None = None
-        if train == "weights":
-            self.training = HostTraining(blocks, optimizer or AdamWSettings(), device, timeout_s)
+        self._host = open_host(options.host, device, options.host_folder)
+        self.training = self._open_training(options)
         names = list(self._by_name)
-        self._loader = WeightLoader(device, self._host, names, self.training, timeout_s)
+        self._loader = WeightLoader(device, self._host, names, self.training, options.timeout_s)
+        if options.offload_activations:
+            self._loader.activations = ActivationOffload(
+                device, len(blocks), self._loader.place, self._loader.room, options.timeout_s
+            )
         try:
             move_resident(model, blocks, device.torch_device)
-            self._finite = FiniteCheck(device, names) if check_finite else None
-            self._loader.allocate(layouts, slots, slot_bytes, vram_bytes)
+            self._finite = FiniteCheck(device, names) if options.check_finite else None
+            self._allocate(layouts)
             for name in names:
                 self._put(name)
         except BaseException:
             self._free()
             raise
         self._forwards = [self._wrap(index, block) for index, block in enumerate(blocks)]
+
+    def _open_training(self, options: StreamOptions) -> HostTraining | None:
+        if options.train != "weights":
+            return None
+        settings = options.optimizer or AdamWSettings()
+        return HostTraining(self.blocks, settings, self.device, options.timeout_s, options.clip_grad_norm)
 
     def __enter__(self) -> Self:
         return self
@@ -192,6 +193,19 @@ class BlockStream:
         self._telemetry.add(recorder)
         self._raise_failures()
 
+    def clip_gradients(self, max_norm: float, also: Iterable[Tensor] = ()) -> float:
+        """Clip by the norm of all gradients, those of streamed weights and of `also` (parameters on the device).
+
+        Call it after the last backward of the step, before your optimizer. Gives the norm before clipping, so it waits
+        until backward is done and its gradients are on the host: the price of one norm for both sides.
+        """
+        self._check_open()
+        if self._step is None or self.training is None:
+            state = "no step is open" if self.training is not None else f"train={self.train!r} streams no gradients"
+            raise StreamError(f"clip_gradients: {state}; it goes with train='weights', between backward and end_step")
+        check_norm("clip_gradients", max_norm)
+        return self.training.clip(max_norm, list(also), self._step)
+
     def synchronize(self) -> None:
         """Wait for updates that are under way, and raise what went wrong in them or in earlier steps."""
         if self.training is not None:
@@ -202,14 +216,30 @@ class BlockStream:
         """Other formats from the next begin_step on; what a mapping does not name stays as it is."""
         self._check_open()
         chosen = resolve_formats(formats, self._specs, self._pending_formats or self._formats)
-        layouts = self._lay_out(chosen)
+        layouts, slot_bytes = self._lay_out(chosen), self._options.slot_bytes
         for name, layout in zip(self._by_name, layouts, strict=True):
-            if self._slot_bytes is not None and layout.nbytes > self._slot_bytes:
+            if slot_bytes is not None and layout.nbytes > slot_bytes:
                 raise StreamError(
-                    f"{name} would take {layout.nbytes} bytes and a slot has {self._slot_bytes}: it fits no slot; "
+                    f"{name} would take {layout.nbytes} bytes and a slot has {slot_bytes}: it fits no slot; "
                     "stream with larger slot_bytes, or choose smaller formats"
                 )
         self._pending_formats = chosen
+
+    def set_limits(self, hints: RuntimeLimitHints) -> None:
+        """Move no more, and no further ahead, than a conductor allows, from now until the next begin_step.
+
+        Holds at once for every copy that is not started yet; within a step limits only tighten. A block that is needed
+        is always loaded. `block_precision_map` is no limit and is not read: precisions go through `set_formats`.
+        """
+        self._check_open()
+        if not isinstance(hints, RuntimeLimitHints):
+            raise StreamError(f"set_limits: expected RuntimeLimitHints (bitplan.plan.conductor), got {hints!r}")
+        self._loader.tighten(hints)
+
+    def pressure(self) -> Pressure:
+        """How full the device is, for a conductor: from counters and events that are there, waiting for nothing."""
+        self._check_open()
+        return Pressure(self.device.used_bytes(), self.device.total_bytes(), self._loader.slots_full())
 
     @property
     def formats(self) -> dict[str, str]:
@@ -313,10 +343,13 @@ class BlockStream:
 
     def _adopt(self, chosen: BlockFormats, before: BlockFormats | None) -> None:
         self._formats = chosen
-        self._loader.allocate(self._lay_out(chosen), self._slots, self._slot_bytes, self._vram_bytes)
+        self._allocate(self._lay_out(chosen))
         for name in self._by_name:
             if before is None or chosen[name] != before[name]:
                 self._put(name)
+
+    def _allocate(self, layouts: list[BlockLayout]) -> None:
+        self._loader.allocate(layouts, self._options.slots, self._options.slot_bytes, self._options.vram_bytes)
 
     def _lay_out(self, formats: BlockFormats) -> list[BlockLayout]:
         for block, names in formats.items():
@@ -364,6 +397,21 @@ class BlockStream:
                 f"{block.name}: train='nothing', but an input requires gradients; stream with train='adapters' or "
                 "'weights', or run under torch.no_grad()"
             )
+        if grad and self._loader.activations is not None:
+            return self._loader.activations.run(
+                index, lambda args, kwargs: self._compute(index, block, forward, args, kwargs), args, kwargs
+            )
+        return self._compute(index, block, forward, args, kwargs)
+
+    def _compute(
+        self,
+        index: int,
+        block: StreamedBlock,
+        forward: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Any:
+        grad = torch.is_grad_enabled()
         weights = self._loader.weights(index, wraps=not block.module.training or self.train == "nothing")
         if grad and self.training is not None:
             weights = {name: self._leaf(block, name, weight) for name, weight in weights.items()}
@@ -420,10 +468,3 @@ def _swapped(block: StreamedBlock, weights: Mapping[str, Tensor]) -> Iterator[No
 
 def _needs_grad(value: Any) -> bool:
     return isinstance(value, Tensor) and value.requires_grad
-
-
-def _check_training(train: Train, optimizer: AdamWSettings | None, host: HostKind) -> None:
-    if optimizer is not None and train != "weights":
-        raise StreamError(f"optimizer= trains streamed weights, but train={train!r}; pass train='weights'")
-    if train == "weights" and host == "file":
-        raise StreamError("train='weights' keeps FP32 masters in RAM, so host='file' would save nothing; use 'pinned'")

@@ -15,8 +15,10 @@ while the tail computes. Resident blocks keep slots of their own and are never d
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
+
+from bitplan.plan.conductor import RuntimeLimitHints
 
 RING_SLOTS = 3  # under slots="auto": one computes, one is being filled, one is ready; more only pays as residents
 
@@ -67,6 +69,20 @@ def loads_ahead(walk: Walk, held: Sequence[int | None]) -> list[Load]:
     free = _free_slots(walk, held, wanted)
     missing = [block for block in wanted if block not in held]
     return [Load(slot, block) for slot, block in zip(free, missing, strict=False)]
+
+
+def allowed_loads(walk: Walk, loads: Sequence[Load], limits: RuntimeLimitHints, in_flight: int) -> list[Load]:
+    """Those of `loads_ahead` that limits leave; `in_flight`: copies started that the computation is yet to wait for.
+
+    Without speculation only the certain next block is loaded, and nothing of another round: whether there is one is
+    known when it begins. What a slot already holds is not given up.
+    """
+    if limits.suppress_speculative:
+        near = replace(walk, wraps=False).upcoming(1)
+    else:
+        near = walk.upcoming(limits.prefetch_window_cap)
+    within = [load for load in loads if load.block in near]
+    return within[: max(0, limits.max_inflight_h2d - in_flight)]
 
 
 def load_now(walk: Walk, held: Sequence[int | None], block: int) -> Load:

@@ -1,10 +1,12 @@
 """What a step moved and waited for, from the device's own clock; one JSON line a step.
 
-bytes      those of copies that were made, by format; gradients by their type; what lies between parts is `padding`
+bytes      those of copies that were made, by format; gradients by their type; what lies between parts is `padding`;
+           block inputs that were offloaded, and came back, are `activations`
 copy_ms    the sum of all copies to the device
 stall_ms   how long the computation stood still for a block
 compute_ms the rest of the step
 overlap    the share of the copying that hid behind computation: 1 - stall / copy
+limits     the strictest that `set_limits` had given when the step ended, with reasons; None: it was not called
 
 CUDA events are read after they have passed, never waited for: a step's line may appear a step later.
 """
@@ -17,9 +19,13 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
 
+from bitplan.plan.conductor import RuntimeLimitHints
 from bitplan.runtime.devices import Copied, Mark, StreamDevice
 from bitplan.runtime.transfers import Transfer
+
+ACTIVATIONS = "activations"
 
 
 @dataclass(frozen=True)
@@ -40,6 +46,8 @@ class StepStats:
     loads: int
     prefetch_hits: int
     prefetch_misses: int
+    prefetches_held_back: int  # times that a limit kept a block from being loaded ahead
+    limits: Mapping[str, Any] | None
     vram_peak_bytes: int
     pinned_peak_bytes: int
 
@@ -69,7 +77,11 @@ class StepRecorder:
     end: Mark | None = None
     hits: int = 0
     misses: int = 0
+    held_back: int = 0
+    limits: RuntimeLimitHints | None = None
     loads: list[tuple[Transfer, Mapping[str, int]]] = field(default_factory=list)
+    sent: list[tuple[Transfer, int]] = field(default_factory=list)  # activations: transfer and bytes
+    returned: list[tuple[Transfer, int]] = field(default_factory=list)
     waits: list[tuple[Mark, Mark]] = field(default_factory=list)
     vram_peak_bytes: int = 0
     pinned_peak_bytes: int = 0
@@ -95,21 +107,24 @@ class StepRecorder:
             return False
         return all(
             transfer.launched.is_set() and (transfer.copied is None or self.device.has_passed(transfer.copied.end))
-            for transfer, _ in self.loads
+            for transfer, _ in [*self.loads, *self.sent, *self.returned]
         )
 
     def stats(self) -> StepStats:
         """Read the clocks; `has_passed` must hold."""
         assert self.end is not None
         made = [(transfer.copied, sizes) for transfer, sizes in self.loads if transfer.copied is not None]
-        moved: Counter[str] = Counter()
+        back = [(transfer.copied, nbytes) for transfer, nbytes in self.returned if transfer.copied is not None]
+        moved: Counter[str] = Counter({ACTIVATIONS: sum(nbytes for _, nbytes in back)} if back else {})
         for _, sizes in made:
             moved.update(sizes)
-        copy_ms = sum(self.device.elapsed_ms(*copied) for copied, _ in made)
+        copy_ms = sum(self.device.elapsed_ms(*copied) for copied, _ in [*made, *back])
         stall_ms = sum(self.device.elapsed_ms(*wait) for wait in self.waits)
         step_ms = self.device.elapsed_ms(self.start, self.end)
         with self._lock:
             out = dict(self._out)
+        if self.sent:
+            out[ACTIVATIONS] = sum(nbytes for transfer, nbytes in self.sent if transfer.copied is not None)
         return StepStats(
             step=self.step,
             step_ms=step_ms,
@@ -125,9 +140,21 @@ class StepRecorder:
             loads=len(made),
             prefetch_hits=self.hits,
             prefetch_misses=self.misses,
+            prefetches_held_back=self.held_back,
+            limits=None if self.limits is None else _limits_line(self.limits),
             vram_peak_bytes=self.vram_peak_bytes,
             pinned_peak_bytes=self.pinned_peak_bytes,
         )
+
+
+def _limits_line(limits: RuntimeLimitHints) -> dict[str, Any]:
+    return {
+        "max_inflight_h2d": limits.max_inflight_h2d,
+        "max_inflight_d2h": limits.max_inflight_d2h,
+        "prefetch_window_cap": limits.prefetch_window_cap,
+        "suppress_speculative": limits.suppress_speculative,
+        "reasons": list(limits.reasons),
+    }
 
 
 class Telemetry:

@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from bitplan.runtime.devices import Copied
+from bitplan.runtime.devices import Copied, Mark
 from bitplan.runtime.stream_errors import StreamError, TransferError
 
 POLL_S = 0.05
@@ -24,12 +24,15 @@ Job = Callable[[], None]
 
 @dataclass(eq=False)
 class Transfer:
-    """A copy under way, or done; `what` says which block, for messages."""
+    """A copy under way, or done; `what` says which block, for messages; `after`: when its target was free."""
 
     what: str
+    after: Mark | None = None
     launched: threading.Event = field(default_factory=threading.Event)
     copied: Copied | None = None
     error: BaseException | None = None
+    # The computation waits for it: what is queued from now on comes after it, however far ahead the host is.
+    is_awaited: bool = False
 
     def launch(self, copy: Callable[[], Copied]) -> None:
         """Run the copy, here and now; an error is kept for the one who waits."""
@@ -55,9 +58,12 @@ class Transfer:
 class Worker:
     """A thread that runs jobs in order. A job's Exception is the job's own affair; anything else ends the thread."""
 
-    def __init__(self, name: str, max_waiting: int = 0) -> None:
+    def __init__(self, name: str, max_unfinished: int | None = None) -> None:
         self.name = name
-        self._jobs: queue.Queue[Job | None] = queue.Queue(max_waiting)
+        self.max_unfinished = max_unfinished  # may change at any time
+        self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
+        self._unfinished = 0
+        self._changed = threading.Condition()
         self._has_died = False
         self._thread = threading.Thread(target=self._run, name=f"bitplan-{name}", daemon=True)
         self._thread.start()
@@ -67,35 +73,36 @@ class Worker:
         return self._thread.is_alive() and not self._has_died
 
     def submit(self, job: Job, what: str, timeout_s: float = WAIT_TIMEOUT_S) -> None:
-        """Queue a job; waits while the queue is full, which holds a producer back to the thread's pace."""
+        """Queue a job; waits while too many are unfinished, which holds a producer back to the thread's pace."""
         deadline = time.monotonic() + timeout_s
-        while self.is_alive and time.monotonic() <= deadline:
-            try:
-                self._jobs.put(job, timeout=POLL_S)
+        with self._changed:
+            while self.is_alive and self._is_full() and time.monotonic() <= deadline:
+                self._changed.wait(POLL_S)
+            if self.is_alive and not self._is_full():
+                self._unfinished += 1
+                self._jobs.put(job)
                 return
-            except queue.Full:
-                continue
         state = "took no job in time" if self.is_alive else "has died"
         raise TransferError(f"{what}: the {self.name} thread {state}; begin_step starts afresh")
 
     def drain(self, timeout_s: float) -> bool:
         """Wait until every job has run; False where the thread has died or time ran out."""
         deadline = time.monotonic() + timeout_s
-        with self._jobs.all_tasks_done:
-            while self._jobs.unfinished_tasks:
+        with self._changed:
+            while self._unfinished:
                 if not self.is_alive or time.monotonic() > deadline:
                     return False
-                self._jobs.all_tasks_done.wait(POLL_S)
+                self._changed.wait(POLL_S)
         return self.is_alive
 
     def stop(self, timeout_s: float) -> None:
-        """End the thread after the jobs it has."""
+        """End the thread after the jobs it has; one that hangs in a job is left: a daemon does not keep the process."""
         if self.is_alive:
-            try:
-                self._jobs.put(None, timeout=timeout_s)
-            except queue.Full:
-                return  # it hangs in a job; a daemon thread does not keep the process
+            self._jobs.put(None)
             self._thread.join(timeout_s)
+
+    def _is_full(self) -> bool:
+        return self.max_unfinished is not None and self._unfinished >= self.max_unfinished
 
     def _run(self) -> None:
         while True:
@@ -111,7 +118,9 @@ class Worker:
                 return
             finally:
                 del job  # a job holds tensors
-                self._jobs.task_done()
+                with self._changed:
+                    self._unfinished -= 1
+                    self._changed.notify_all()
 
 
 def wait_for(event: threading.Event, worker: Worker | None, timeout_s: float, what: str) -> None:

@@ -13,13 +13,15 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from bitplan.plan.conductor import RuntimeLimitHints
+from bitplan.runtime.activation_offload import ActivationOffload
 from bitplan.runtime.block_layout import BlockLayout
 from bitplan.runtime.devices import StreamDevice
 from bitplan.runtime.host_blocks import HostBlocks
 from bitplan.runtime.host_training import HostTraining
 from bitplan.runtime.slot_ring import Slot, SlotRing, Uploader
 from bitplan.runtime.stream_errors import StreamError
-from bitplan.runtime.stream_schedule import Walk, load_now, loads_ahead, share_slots
+from bitplan.runtime.stream_schedule import Load, Walk, allowed_loads, load_now, loads_ahead, share_slots
 from bitplan.runtime.stream_telemetry import StepRecorder
 from bitplan.runtime.transfers import Transfer, Worker, wait_for
 
@@ -51,6 +53,8 @@ class WeightLoader:
         self._current: Slot | None = None
         self._decoded: int | None = None
         self._serial = 0
+        self._limits: RuntimeLimitHints | None = None
+        self.activations: ActivationOffload | None = None  # shares the bus, and the limits on it
 
     # ---- memory ------------------------------------------------------------------------------------------------------
 
@@ -87,6 +91,8 @@ class WeightLoader:
             self._ring = None
 
     def close(self) -> None:
+        if self.activations is not None:
+            self.activations.close()
         self.free()
         self._worker.stop(self.timeout_s)
         self._uploader.close()
@@ -128,11 +134,14 @@ class WeightLoader:
         """A step begins: weights and formats may differ from those before."""
         self._serial += 1
         self.step, self.recorder = step, recorder
+        self._limit(None)
         if self.is_broken or not self._worker.is_alive:
             self._recover()
         self._leave()
         self._walk = Walk(len(self.names), self._walk.resident)
         try:
+            if self.activations is not None:
+                self.activations.start(recorder)
             self._prefetch()
         except BaseException:
             self.is_broken = True
@@ -142,7 +151,49 @@ class WeightLoader:
         """The step is over: a backward that comes later is refused."""
         self._serial += 1
         self._leave()
+        if self.activations is not None:
+            self.activations.stop()
         self.step = self.recorder = None
+
+    def tighten(self, limits: RuntimeLimitHints) -> None:
+        """Hold back what is not started yet; until the next step nothing is looser again."""
+        self._limit(limits if self._limits is None else self._limits.tightened(limits))
+
+    def _limit(self, limits: RuntimeLimitHints | None) -> None:
+        self._limits = limits
+        if self.recorder is not None:
+            self.recorder.limits = limits
+        if self.training is not None:
+            self.training.limit_gradients(None if limits is None else limits.max_inflight_d2h)
+        if self.activations is not None:
+            self.activations.max_out = None if limits is None else limits.max_inflight_d2h
+
+    def in_flight(self) -> int:
+        """Copies to the device that were started, are not done, and that the computation is yet to wait for."""
+        blocks = sum(not (one.is_awaited or self._is_done(one)) for one in self.transfers())
+        return blocks if self.activations is None else blocks + self.activations.in_flight()
+
+    def room(self) -> int | None:
+        """How many more copies to the device may be started now; None: as many as there are slots for."""
+        return None if self._limits is None else self._limits.max_inflight_h2d - self.in_flight()
+
+    def slots_full(self) -> bool:
+        """Whether the bus is behind: every slot but one, which may be computing, is free for a copy that is not done.
+
+        Copies of slots that are not free yet do not count: the host is ahead of the device, which says nothing of it.
+        """
+        if self._ring is None or not self._ring.slots:
+            return False
+        started = self.transfers() if self.recorder is None else [transfer for transfer, _ in self.recorder.loads]
+        behind = 0
+        for transfer in reversed(started):
+            if self._is_done(transfer):
+                break
+            behind += transfer.after is not None and self.device.has_passed(transfer.after)
+        return behind >= max(1, len(self._ring.slots) - 1)
+
+    def _is_done(self, transfer: Transfer) -> bool:
+        return transfer.launched.is_set() and (transfer.copied is None or self.device.has_passed(transfer.copied.end))
 
     def forget(self) -> None:
         """The host's bytes change: nothing on the device counts any more."""
@@ -228,6 +279,8 @@ class WeightLoader:
             self.recorder.misses += slot is None
         if slot is None:
             slot = self._load_at_once(block)
+        if slot.transfer is not None:
+            slot.transfer.is_awaited = True
         self._prefetch()
         self._await(slot, block)
         self._current, self._decoded = slot, block
@@ -262,8 +315,17 @@ class WeightLoader:
         for block, slot in self.ring.resident.items():
             if slot.block is None:
                 self._load(slot, block)
-        for load in loads_ahead(self._walk, self.ring.held):
+        for load in self._loads_ahead():
             self._load(self.ring.slots[load.slot], load.block)
+
+    def _loads_ahead(self) -> list[Load]:
+        loads = loads_ahead(self._walk, self.ring.held)
+        if self._limits is None or not loads:
+            return loads
+        allowed = allowed_loads(self._walk, loads, self._limits, self.in_flight())
+        if self.recorder is not None:
+            self.recorder.held_back += len(loads) - len(allowed)
+        return allowed
 
     def _load(self, slot: Slot, block: int) -> None:
         name, layout, training = self.names[block], self.layouts[block], self.training

@@ -8,6 +8,7 @@ import warnings
 import pytest
 import torch
 
+from bitplan.plan.conductor import RuntimeLimitHints
 from bitplan.runtime.devices import CudaDevice
 from bitplan.runtime.stream_errors import BlockNonFiniteError
 from tests.runtime.stream_samples import (
@@ -69,9 +70,47 @@ def test_masters_equal_those_of_a_resident_model(formats, checkpointing):
         assert_equal(masters_of(stream), run_resident(resident, stream.formats, 4, 2, torch.bfloat16))
 
 
-def test_no_host_synchronisation_in_a_step():
+@pytest.mark.parametrize("formats", [None, "int8_row"])
+def test_activations_leave_and_come_back(formats):
     model = make_stack(adapters=True, dtype=torch.bfloat16)
-    with streaming(model, "cuda", formats="int8_row") as stream:
+    plain = copy.deepcopy(model)
+    with streaming(plain, "cuda", formats=formats, slots=2) as stream:
+        expected = train_steps(plain, 5, stream=stream, micro_batches=2, dtype=torch.bfloat16, device="cuda")
+    device = CudaDevice("cuda")
+    with streaming(model, device, formats=formats, slots=2, offload_activations=True) as stream:
+        found = train_steps(model, 5, stream=stream, micro_batches=2, dtype=torch.bfloat16, device="cuda")
+        for got, wanted in zip(found, expected, strict=True):
+            assert_equal(got, wanted)
+        torch.cuda.synchronize()
+        last = stream.stats.last
+        assert last.bytes_d2h_by_format["activations"] == last.bytes_h2d_by_format["activations"] > 0
+    assert (device.allocated_bytes, device.pinned_bytes) == (0, 0)
+
+
+def test_limits_and_clipping_change_nothing_but_time():
+    model = make_stack(adapters=False, dtype=torch.bfloat16)
+    plain, found = copy.deepcopy(model), []
+    for one, hints in ((plain, None), (model, RuntimeLimitHints(1, 1, 1, suppress_speculative=True))):
+        options = {"train": "weights", "optimizer": SETTINGS, "clip_grad_norm": 0.05, "slots": 4}
+        with streaming(one, "cuda", offload_activations=hints is not None, **options) as stream:
+            begin = stream.begin_step
+            if hints is not None:
+                stream.begin_step = lambda step, begin=begin, stream=stream, hints=hints: (
+                    begin(step),
+                    stream.set_limits(hints),
+                    stream.pressure(),
+                )
+            run_streamed(one, stream, 3, 2, torch.bfloat16)
+            assert stream.training.gradient_norm > 0.05
+            assert 0 < stream.pressure().vram_share < 1
+            found.append({name: master.clone() for name, master in masters_of(stream).items()})
+    assert_equal(found[1], found[0])
+
+
+@pytest.mark.parametrize("offload", [False, True])
+def test_no_host_synchronisation_in_a_step(offload):
+    model = make_stack(adapters=True, dtype=torch.bfloat16)
+    with streaming(model, "cuda", formats="int8_row", offload_activations=offload) as stream:
         train_steps(model, 2, stream=stream, dtype=torch.bfloat16, device="cuda")  # compiles the decoders
         x = batch(0, torch.bfloat16, "cuda")
         stream.begin_step(9)
@@ -79,6 +118,7 @@ def test_no_host_synchronisation_in_a_step():
             warnings.simplefilter("ignore")  # that the mode is a prototype
             torch.cuda.set_sync_debug_mode("error")
         try:
+            stream.pressure()
             model(x).square().mean().backward()
         finally:
             torch.cuda.set_sync_debug_mode("default")

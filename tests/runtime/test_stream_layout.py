@@ -59,16 +59,17 @@ def test_every_format_lives_in_one_buffer(first, second):
 def test_triton_decodes_into_the_scratch(fmt, dtype):
     """Triton's interpreter on a CPU, the kernel itself on a GPU."""
     pytest.importorskip("triton")
-    from bitplan.runtime.scratch_decode import decode_into
+    from bitplan.kernels.triton_codec import DECODERS
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
     encoded = encode(torch.randn(3, 256, generator=torch.Generator().manual_seed(0)), fmt).to(device)
     scratch = torch.full((5, 256), float("nan"), dtype=dtype, device=device)
-    decode_into(encoded, scratch[1:4])
+    assert DECODERS[fmt](encoded, dtype, out=scratch[1:4]).data_ptr() == scratch[1].data_ptr()
     assert torch.equal(scratch[1:4], decode(encoded, dtype))
     assert scratch[[0, 4]].isnan().all()
-    with pytest.raises(FormatError, match="the output must be contiguous"):
-        decode_into(encoded, scratch)
+    for other in (scratch, scratch[1:4].double(), scratch[1:4].t().contiguous().t()):
+        with pytest.raises(FormatError, match="the output must be contiguous"):
+            DECODERS[fmt](encoded, dtype, out=other)
 
 
 def test_int8_takes_at_most_0_52_of_bfloat16_for_a_llama_block():

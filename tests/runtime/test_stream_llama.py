@@ -10,6 +10,7 @@ from torch import nn
 
 from bitplan.runtime.host_training import AdamWSettings
 from bitplan.runtime.stream_blocks import stream_blocks
+from bitplan.runtime.stream_errors import StreamError
 from tests.runtime.stream_samples import TIMEOUT_S, LowRank, assert_equal, decoded_twin, gradients
 
 transformers = pytest.importorskip("transformers")
@@ -61,6 +62,23 @@ def test_adapters_of_a_llama(checkpointing, formats):
             expected.backward()
             assert torch.equal(loss, expected)
             assert_equal(gradients(model), gradients(twin))
+
+
+def test_a_llama_with_offloaded_activations():
+    model = make_llama(adapters=True).train()
+    resident = copy.deepcopy(model)
+    loss_of(resident).backward()
+    options = {"device": "cpu", "slots": 2, "timeout_s": TIMEOUT_S, "offload_activations": True}
+    with stream_blocks(model, **options) as stream:
+        stream.begin_step(0)
+        loss_of(model).backward()
+        stream.end_step()
+        assert_equal(gradients(model), gradients(resident))
+        assert stream.stats.last.bytes_d2h == 4 * IDS.numel() * 64 * 4  # hidden states, and no mask or rotary table
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+        stream.begin_step(1)
+        with pytest.raises(StreamError, match=r"model\.layers\.0, step 1: the model checkpoints this block itself"):
+            loss_of(model)
 
 
 def test_weights_of_a_llama():

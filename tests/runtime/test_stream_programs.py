@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import runpy
 import sys
 from pathlib import Path
@@ -27,7 +28,39 @@ def test_the_benchmark_runs_in_small(monkeypatch, tmp_path):
     demands = [one["demand"] for one in document["criteria"] if "demand" in one]
     assert {demand.split(",")[0] for demand in demands} >= {"step over bound", "INT8 bytes over BF16"}
     assert document["simulated"] is True
+    table = program["table_of"](document["rows"]).splitlines()
+    assert [line.split(" | ")[1] for line in table[2:]] == ["bf16", "int8", "mix60"]
+    assert {line.count("|") for line in table} == {11}
     assert program["harness"].save("streaming", document, tmp_path / "result.json").exists()
+
+
+def test_the_decode_part_runs_in_small(monkeypatch, capsys, tmp_path):
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    output = tmp_path / "decode.json"
+    arguments = ["--part", "decode", "--tiny", "--device", "cpu", "--repeats", "1", "--output", str(output)]
+    monkeypatch.setattr(sys, "argv", ["streaming.py", *arguments])
+    runpy.run_path(str(ROOT / "benchmarks" / "streaming.py"), run_name="__main__")
+    rows = {(row["format"], row["tokens"]): row for row in json.loads(output.read_text())["rows"]}
+    assert {fmt for fmt, _ in rows} == {"bfloat16", "int8_row", "int8_g128", "fp8_e4m3_row", "mxfp4", "int4_g32"}
+    int8, int4 = rows["int8_row", 8], rows["int4_g32", 8]
+    assert int4["block_bytes"] < int8["block_bytes"]
+    assert int8["scratch_ms"] == int8["decode_ms"] + int8["products_ms"]
+    assert "fused_refused" in int8  # the CPU's fused product takes 4-bit formats only
+    assert int4["faster"] == ("fused" if int4["arrange_ms"] + int4["fused_ms"] < int4["scratch_ms"] else "scratch")
+    assert "transfer" in capsys.readouterr().out
+
+
+def test_the_offload_part_runs_in_small(monkeypatch, tmp_path):
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    output = tmp_path / "offload.json"
+    arguments = ["--part", "offload", "--tiny", "--device", "cpu", "--repeats", "1", "--output", str(output)]
+    monkeypatch.setattr(sys, "argv", ["streaming.py", *arguments])
+    runpy.run_path(str(ROOT / "benchmarks" / "streaming.py"), run_name="__main__")
+    rows = {(row["variant"], row["tokens"]): row for row in json.loads(output.read_text())["rows"]}
+    assert set(rows) == {(variant, tokens) for variant in ("kept", "offloaded") for tokens in (8, 16)}
+    assert rows["kept", 8]["bytes_d2h"] == 0
+    assert rows["offloaded", 8]["bytes_d2h"] == (5 - 1) * 8 * 128 * 4
+    assert rows["kept", 16]["times_kept"] == 1
 
 
 def test_the_example_runs_in_small(monkeypatch, capsys):
