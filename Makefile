@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: demo test lint types unit test-gpu bench bench-quality clean
+.PHONY: demo test lint types unit browser test-gpu bench bench-quality clean
 
 demo: $(VENV)/.installed
 	$(BIN)/bitplan demo
@@ -18,8 +18,14 @@ lint: $(VENV)/.installed-dev
 types: $(VENV)/.installed-dev
 	$(BIN)/mypy
 
-unit: $(VENV)/.installed-dev
-	$(BIN)/python -m pytest -n 2
+unit: $(VENV)/.installed-dev browser
+	BITPLAN_NEEDS_BROWSER=1 $(BIN)/python -m pytest -n 2
+
+# The report is tested in a real browser: the system's, or BITPLAN_CHROMIUM=program.
+browser:
+	@test -n "$(BITPLAN_CHROMIUM)" || command -v chromium >/dev/null || command -v google-chrome >/dev/null || \
+	  { test "$$(id -u)" = 0 && apt-get update -qq && apt-get install -y -qq chromium >/dev/null; } || \
+	  { echo "the report's tests need chromium: apt-get install chromium, or BITPLAN_CHROMIUM=program" >&2; exit 1; }
 
 # On a machine with CUDA, with the packages of that machine's own Python.
 test-gpu:

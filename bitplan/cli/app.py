@@ -12,13 +12,16 @@ from typing import Annotated, Any
 import typer
 
 from bitplan.cli import (
+    bench_verbs,
     convert_verbs,
     demo_verbs,
+    doctor_verbs,
     drift_verbs,
     file_verbs,
     fp8_verbs,
     plan_verbs,
     quality_verbs,
+    report_verbs,
 )
 from bitplan.version import __version__
 
@@ -30,11 +33,11 @@ app = typer.Typer(
 )
 
 VERBS: dict[str, tuple[Callable[..., Any] | typer.Typer, ...]] = {
-    "Measure": (quality_verbs.perplexity, drift_verbs.drift, file_verbs.compare),
+    "Measure": (bench_verbs.bench_layers, quality_verbs.perplexity, drift_verbs.drift, file_verbs.compare),
     "Plan": (plan_verbs.check, plan_verbs.plan, plan_verbs.manifest_app, fp8_verbs.merge_policy, fp8_verbs.explain),
     "Apply": (file_verbs.quantize, convert_verbs.convert, convert_verbs.make_checkpoint),
     "Run": (demo_verbs.demo,),
-    "Look": (file_verbs.formats, file_verbs.inspect),
+    "Look": (doctor_verbs.doctor, file_verbs.formats, file_verbs.inspect, report_verbs.report),
 }
 
 

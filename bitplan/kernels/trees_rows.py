@@ -9,6 +9,7 @@ from __future__ import annotations
 import numpy as np
 
 from bitplan.kernels.jit import compiled, inlined
+from bitplan.kernels.trees_histogram import ROW
 from bitplan.kernels.vectors import prefetch
 
 MISSING = 255
@@ -28,14 +29,33 @@ def _find_bin(limits, number):  # type: ignore[no-untyped-def]
     return low
 
 
+@inlined
+def _step(limits, low, step, number):  # type: ignore[no-untyped-def]
+    return low + step if limits[U(low + step - 1)] < number else low
+
+
 @compiled
 def bin_numbers(numbers, limits, first_row, panel, column, place):  # type: ignore[no-untyped-def]
-    """Write the bins of one feature, given as any strided float array, into its column and into its panel's bytes."""
-    for i in range(numbers.size):
-        number = np.float64(numbers[i])
-        found = MISSING if np.isnan(number) else _find_bin(limits, number)
-        column[first_row + i] = found
-        panel[first_row + i, place] = found
+    """Write the bins of one feature, given as any strided float array, into its column and into its panel's bytes.
+
+    Four searches at a time, of eight steps each: a step waits for the one before it, other searches do not.
+    """
+    padded = np.full(MISSING, np.inf)
+    padded[: limits.size] = limits
+    for start in range(0, numbers.size, 4):
+        last = numbers.size - 1
+        a, b = np.float64(numbers[start]), np.float64(numbers[min(start + 1, last)])
+        c, d = np.float64(numbers[min(start + 2, last)]), np.float64(numbers[min(start + 3, last)])
+        in_a, in_b, in_c, in_d = 0, 0, 0, 0
+        for power in range(8):
+            step = 128 >> power
+            in_a, in_b = _step(padded, in_a, step, a), _step(padded, in_b, step, b)
+            in_c, in_d = _step(padded, in_c, step, c), _step(padded, in_d, step, d)
+        for i, found, number in ((0, in_a, a), (1, in_b, b), (2, in_c, c), (3, in_d, d)):
+            if start + i <= last:
+                bin_ = MISSING if np.isnan(number) else found
+                column[first_row + start + i] = bin_
+                panel[first_row + start + i, place] = bin_
 
 
 @compiled
@@ -53,23 +73,30 @@ def bin_categories(numbers, categories, first_row, panel, column, place):  # typ
 
 
 @compiled
-def partition_rows(rows, column, goes_left, spare):  # type: ignore[no-untyped-def]
-    """Rows that go left first, in their order, then the others in theirs; returns how many went left.
+def part_rows(entries, column, goes_left, spare):  # type: ignore[no-untyped-def]
+    """Entries that go left first, in their order; the others go to `spare`, in theirs. Returns how many went left.
 
-    Every row is written to both sides, and one of the two places is written again: no branch to guess.
+    Every entry is written to both sides, and one of the two places is written again: no branch to guess.
     """
-    left, right, last = U(0), U(0), rows.size - 1
-    for i in range(rows.size):
-        prefetch(column, np.int64(rows[U(min(i + AHEAD, last))]))
-        row = rows[U(i)]
-        is_left = U(goes_left[U(column[U(row)])])
-        rows[left] = row  # never past i
-        spare[right] = row
+    left, right, last = U(0), U(0), entries.size - 1
+    for i in range(entries.size):
+        prefetch(column, np.int64(entries[U(min(i + AHEAD, last))] & ROW))
+        entry = entries[U(i)]
+        is_left = U(goes_left[U(column[entry & ROW])])
+        entries[left] = entry  # never past i
+        spare[right] = entry
         left += is_left
         right += U(1) - is_left
-    for i in range(np.int64(right)):
-        rows[left + U(i)] = spare[U(i)]
     return np.int64(left)
+
+
+@compiled
+def partition_rows(entries, column, goes_left, spare):  # type: ignore[no-untyped-def]
+    """The same, with the others brought back behind those that went left."""
+    left = part_rows(entries, column, goes_left, spare)
+    for i in range(entries.size - left):
+        entries[U(left + i)] = spare[U(i)]
+    return left
 
 
 @compiled

@@ -5,7 +5,7 @@ in float64: no large numbers are subtracted, so a variance far below the square 
 joined in a fixed order, so the same gradients give the same bits, and a resumed run the same decisions.
 
     definition   plain torch, a part is a tensor: runs anywhere, reads each gradient a few times
-    Triton       `grad_kernel`, a part is 64k numbers: one launch for all tensors of a type, which reads each once
+    Triton       `kernels.grad_parts`, a part is 64k numbers: one launch for all tensors of a type reads each once
 
 `explain_reduce` says which it will be, and why.
 """
@@ -20,6 +20,8 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+
+from bitplan.kernels.host_copy import to_device
 
 Blocks = Sequence[Sequence[Tensor]]
 KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -43,11 +45,15 @@ class Picked(NamedTuple):
 @torch.no_grad()
 def reduce_blocks(blocks: Blocks) -> Tensor:
     """A row (l2 norm, max |g|, variance) in float64 for each block: a list of gradients, not empty, on one device."""
-    if explain_reduce(blocks).implementation == "triton":
-        from bitplan.measure.grad_kernel import kernel_parts
+    return join(reduce_parts(blocks))
 
-        return join(kernel_parts(blocks))
-    return join(torch_parts(blocks))
+
+@torch.no_grad()
+def reduce_parts(blocks: Blocks) -> Parts:
+    """The one pass over the numbers; `join` makes blocks of it, at once or when more parts have come."""
+    if explain_reduce(blocks).implementation == "triton":
+        return triton_parts(blocks)
+    return torch_parts(blocks)
 
 
 def explain_reduce(blocks: Blocks) -> Picked:
@@ -74,6 +80,24 @@ def torch_parts(blocks: Blocks) -> Parts:
     return Parts(torch.stack(rows), tuple(grad.numel() for grad in flat), tuple(map(len, blocks)))
 
 
+def triton_parts(blocks: Blocks) -> Parts:
+    """The same in parts of 64k numbers."""
+    from bitplan.kernels.grad_parts import PART, kernel_parts
+
+    flat = [grad for grads in blocks for grad in grads]
+    return Parts(kernel_parts(flat), tuple(grad.numel() for grad in flat), tuple(map(len, blocks)), PART)
+
+
+def gather_parts(blocks: Sequence[Sequence[Parts]]) -> Parts:
+    """Blocks of parts that came one after another, as gradients do in backward."""
+    found = [one for parts in blocks for one in parts]
+    if len({one.part for one in found}) > 1:
+        raise ValueError("parts of the definition and of the kernel do not mix: gradients of a device are of one kind")
+    sizes = tuple(size for one in found for size in one.sizes)
+    tensors = tuple(sum(len(one.sizes) for one in parts) for parts in blocks)
+    return Parts(torch.cat([one.rows.double() for one in found]), sizes, tensors, found[0].part)
+
+
 def join(parts: Parts) -> Tensor:
     """Blocks from their parts: the law of total variance."""
     index, numbers_BP = _layout(parts.sizes, parts.tensors, parts.part, parts.rows.device)
@@ -85,11 +109,6 @@ def join(parts: Parts) -> Tensor:
     variance_B = (numbers_BP * spread_BP).sum(1) / total_B
     l2_B = (numbers_BP * (variance_BP + mean_BP.square())).sum(1).sqrt()
     return torch.stack([l2_B, peak_BP.amax(1), variance_B], dim=1)
-
-
-def to_device(numbers: Tensor, device: torch.device) -> Tensor:
-    """A host tensor on the device, without waiting for what the device is doing."""
-    return numbers.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else numbers.to(device)
 
 
 @lru_cache(maxsize=64)

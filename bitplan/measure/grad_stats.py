@@ -2,11 +2,13 @@
 
 After each backward pass the policy wants four figures per block (seed 000, "Gradient Collection"): the L2 norm over all
 gradients of the block, the largest |g|, the variance, and the norm relative to the mean of all blocks. Reading a figure
-on the host waits for the GPU, so nothing is read here in a step: the reductions are enqueued, three numbers per block
-stay on their device, and `drain` reads all steps since the last time in one copy, at the update interval or
-before a checkpoint. What comes out is the same whenever it is drained.
+on the host waits for the GPU, so nothing is read here in a step: the reductions are enqueued, and `end_step` sends
+three numbers per block to pinned memory behind them. `drain(before=step)` reads the steps before this one, whose
+numbers have arrived while the GPU works on this one: its queue never runs dry. What comes out is the same whenever it
+is drained.
 
-The reductions are in `grad_reduce`: on a GPU one kernel reads every gradient once.
+The reductions are in `grad_reduce`: on a GPU one kernel reads every gradient once. Gradients that leave the device
+during backward (streamed weights that are trained) come one by one, by `add_gradient`.
 
 A gradient that is missing is not zero. A block with none is excluded for the step; where only some of its tensors have
 one, the others are left out of the figures and counted in `missing_tensors`. A block with NaN or infinity is
@@ -25,10 +27,10 @@ import torch
 from torch import Tensor, nn
 
 from bitplan.errors import BitplanError, did_you_mean
-from bitplan.measure.grad_reduce import reduce_blocks
+from bitplan.measure.grad_reduce import Parts, gather_parts, join, reduce_blocks, reduce_parts
+from bitplan.measure.weight_error import linear_in_fast_type
 from bitplan.plan.selective_score import RawGradStats, StepStats, compare_blocks
 
-MAX_PENDING_STEPS = 1024  # then the rows move to the host, if nobody has drained: memory stays bounded, nothing is lost
 Gradients = nn.Module | Iterable[Tensor | None]
 
 
@@ -41,13 +43,55 @@ class _Step:
     """One step's figures, still on their devices: blocks, and for each a row (l2 norm, max |g|, variance)."""
 
     rows: list[tuple[list[str], Tensor]] = field(default_factory=list)
+    parts: dict[str, list[Parts]] = field(default_factory=dict)
     missing: list[str] = field(default_factory=list)
     impacts: dict[tuple[str, str], Tensor] = field(default_factory=dict)
-    step_id: int = -1
 
     @property
     def blocks(self) -> set[str]:
-        return {*self.missing, *(name for names, _ in self.rows for name in names)}
+        return {*self.missing, *self.parts, *(name for names, _ in self.rows for name in names)}
+
+    def join_parts(self) -> None:
+        """Blocks whose gradients came one by one; those of a device together."""
+        groups: dict[torch.device, list[str]] = {}
+        for name, found in self.parts.items():
+            groups.setdefault(found[0].rows.device, []).append(name)
+        for names in groups.values():
+            self.rows.append((names, join(gather_parts([self.parts[name] for name in names]))))
+        self.parts = {}
+
+
+@dataclass(frozen=True)
+class _Sent:
+    """A step that is closed: its numbers are on their way to the host."""
+
+    step_id: int
+    names: list[list[str]]
+    missing: list[str]
+    impacts: list[tuple[str, str]]
+    copies: list[_Copy]
+
+    def read(self, blocks: tuple[str, ...]) -> StepStats:
+        figures = iter(_arrived(self.copies, len(self.names) + len(self.impacts)))
+        raw: dict[str, RawGradStats | None] = dict.fromkeys(self.missing)
+        for names in self.names:
+            flat = next(figures)
+            for at, name in enumerate(names):
+                raw[name] = RawGradStats(*flat[3 * at : 3 * at + 3])
+        impacts: dict[str, dict[str, float]] = {}
+        for block, precision in self.impacts:
+            impacts.setdefault(block, {})[precision] = next(figures)[0]
+        return compare_blocks(self.step_id, {name: raw[name] for name in blocks}, impacts)
+
+
+@dataclass(frozen=True)
+class _Copy:
+    """Numbers of one device on their way: which figures they are, how long each is, and when they have arrived."""
+
+    places: list[int]
+    lengths: list[int]
+    numbers: Tensor
+    event: torch.cuda.Event | None
 
 
 class GradStatsCollector:
@@ -58,8 +102,7 @@ class GradStatsCollector:
         self.missing_tensors: Counter[str] = Counter()
         self._known = set(self.blocks)
         self._open = _Step()
-        self._pending: list[_Step] = []
-        self._read: list[StepStats] = []
+        self._sent: list[_Sent] = []
         if not self.blocks or len(self._known) != len(self.blocks):
             raise GradStatsError(f"blocks must have different names, at least one, got {self.blocks!r}")
 
@@ -82,31 +125,43 @@ class GradStatsCollector:
         for grads in groups.values():
             self._open.rows.append((list(grads), reduce_blocks(list(grads.values()))))
 
+    @torch.no_grad()
+    def add_gradient(self, block: str, gradient: Tensor) -> None:
+        """Enqueue the reduction of one gradient of a block; the block is complete when the step ends.
+
+        Several gradients of one weight (micro-batches, each gone before the next) count as numbers of one block.
+        """
+        self._require_known(block)
+        if block in self._open.blocks and block not in self._open.parts:
+            raise GradStatsError(f"gradients of {block!r} came at once and one by one in a step; use one of the two")
+        for grad in self._present(block, [gradient]):
+            self._open.parts.setdefault(block, []).append(reduce_parts([[grad]]))
+
     def add_impact(self, block: str, precision: str, impact: Tensor) -> None:
         """Add to a unit's loss impact in this step: a tensor of one number, as `loss_impact` gives; it stays there."""
         self._require_known(block)
         key, value = (block, precision), impact.detach().reshape(())
         self._open.impacts[key] = self._open.impacts[key] + value if key in self._open.impacts else value
 
+    @torch.no_grad()
     def end_step(self, step_id: int) -> None:
-        """Close the step; a block that nothing was added for is missing."""
-        done = self._open.blocks
-        self._open.missing += [name for name in self.blocks if name not in done]
-        self._open.step_id = step_id
-        self._pending.append(self._open)
-        self._open = _Step()
-        if len(self._pending) >= MAX_PENDING_STEPS:
-            self._read_pending()
+        """Close the step, and send its numbers to the host; a block that nothing was added for is missing."""
+        step, self._open = self._open, _Step()
+        step.join_parts()
+        done = step.blocks
+        missing = [*step.missing, *(name for name in self.blocks if name not in done)]
+        copies = _send([*(rows for _, rows in step.rows), *step.impacts.values()])
+        self._sent.append(_Sent(step_id, [names for names, _ in step.rows], missing, [*step.impacts], copies))
 
     def drop_step(self) -> None:
         """Forget the step under way, as after an error in it."""
         self._open = _Step()
 
-    def drain(self) -> list[StepStats]:
-        """Every step since the last drain, oldest first: the one call that waits for the device."""
-        self._read_pending()
-        found, self._read = self._read, []
-        return found
+    def drain(self, *, before: int | None = None) -> list[StepStats]:
+        """Every step since the last drain (or those before a step), oldest first: the one call that waits."""
+        ready = [sent for sent in self._sent if before is None or sent.step_id < before]
+        self._sent = self._sent[len(ready) :]
+        return [sent.read(self.blocks) for sent in ready]
 
     def _present(self, name: str, grads: Iterable[Tensor | None]) -> list[Tensor]:
         found = []
@@ -123,22 +178,6 @@ class GradStatsCollector:
     def _require_known(self, name: str) -> None:
         if name not in self._known:
             raise GradStatsError(f"{name!r} is not a registered block{did_you_mean(name, self.blocks)}")
-
-    def _read_pending(self) -> None:
-        tensors = [rows for step in self._pending for _, rows in step.rows]
-        tensors += [impact.reshape(1) for step in self._pending for impact in step.impacts.values()]
-        figures = iter(_to_host(tensors))
-        by_step = [[next(figures) for _ in step.rows] for step in self._pending]
-        for step, values in zip(self._pending, by_step, strict=True):
-            raw: dict[str, RawGradStats | None] = dict.fromkeys(step.missing)
-            for (names, _), flat in zip(step.rows, values, strict=True):
-                for at, name in enumerate(names):
-                    raw[name] = RawGradStats(*flat[3 * at : 3 * at + 3])
-            impacts: dict[str, dict[str, float]] = {}
-            for block, precision in step.impacts:
-                impacts.setdefault(block, {})[precision] = next(figures)[0]
-            self._read.append(compare_blocks(step.step_id, {name: raw[name] for name in self.blocks}, impacts))
-        self._pending = []
 
 
 def collect_grad_stats(collector: GradStatsCollector, blocks: Mapping[str, Gradients], step_id: int) -> None:
@@ -158,8 +197,21 @@ def loss_impact(grad_output: Tensor, inputs: Tensor, weight: Tensor, weight_hat:
     holds for frozen weights too; where there is one, it equals <dL/dW, W - W_hat>.
     """
     difference = (weight.to(torch.float32) - weight_hat.to(torch.float32)).to(inputs.device)
-    moved = nn.functional.linear(inputs.reshape(-1, inputs.shape[-1]).to(torch.float32), difference)
-    return (grad_output.reshape(moved.shape).to(torch.float32) * moved).sum()
+    return impact_of(grad_output, inputs, difference)
+
+
+@torch.no_grad()
+def impact_of(grad_output: Tensor, inputs: Tensor, difference: Tensor, max_tokens: int = 0) -> Tensor:
+    """<dL/dy, difference x>, from evenly spaced rows where there are more than `max_tokens` (0: from all).
+
+    A sample is scaled to all rows: its mean is right, its spread larger. The product is made in the type of the inputs.
+    """
+    inputs = inputs.detach().reshape(-1, inputs.shape[-1])
+    grad_output = grad_output.reshape(inputs.shape[0], -1)
+    stride = -(-len(inputs) // max_tokens) if max_tokens else 1
+    scale = len(inputs) / max(1, -(-len(inputs) // stride))
+    moved = linear_in_fast_type(inputs[::stride], difference)
+    return (grad_output[::stride].float() * moved.float()).sum() * scale
 
 
 def _gradients(source: Gradients) -> Iterable[Tensor | None]:
@@ -168,16 +220,31 @@ def _gradients(source: Gradients) -> Iterable[Tensor | None]:
     return source
 
 
-def _to_host(tensors: list[Tensor]) -> list[list[float]]:
-    """Every tensor's numbers, with one copy per device."""
-    found: list[list[float]] = [[] for _ in tensors]
-    devices: dict[torch.device, list[int]] = {}
+def _send(tensors: list[Tensor]) -> list[_Copy]:
+    """One copy per device, behind what it is doing; nothing waits."""
+    groups: dict[torch.device, list[int]] = {}
     for at, tensor in enumerate(tensors):
-        devices.setdefault(tensor.device, []).append(at)
-    for places in devices.values():
-        numbers = torch.cat([tensors[at].reshape(-1).double() for at in places]).cpu().tolist()
-        start = 0
-        for at in places:
-            found[at] = numbers[start : start + tensors[at].numel()]
-            start += tensors[at].numel()
+        groups.setdefault(tensor.device, []).append(at)
+    copies = []
+    for device, places in groups.items():
+        numbers = torch.cat([tensors[at].reshape(-1).double() for at in places])
+        event = None
+        if device.type == "cuda":
+            numbers = numbers.to("cpu", non_blocking=True)  # into pinned memory
+            event = torch.cuda.Event()
+            event.record(torch.cuda.current_stream(device))
+        copies.append(_Copy(places, [tensors[at].numel() for at in places], numbers, event))
+    return copies
+
+
+def _arrived(copies: list[_Copy], count: int) -> list[list[float]]:
+    """Every figure's numbers, in order."""
+    found: list[list[float]] = [[] for _ in range(count)]
+    for copy in copies:
+        if copy.event is not None:
+            copy.event.synchronize()
+        numbers, start = copy.numbers.tolist(), 0
+        for at, length in zip(copy.places, copy.lengths, strict=True):
+            found[at] = numbers[start : start + length]
+            start += length
     return found

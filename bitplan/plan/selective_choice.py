@@ -21,20 +21,18 @@ from bitplan.plan.selective_config import SelectiveError
 
 @dataclass(frozen=True)
 class TransferFacts:
-    """Measured, per step: how long computing takes, how fast the bus is, and how often a block crosses (2 with
-    recomputation in backward)."""
+    """Measured, per step: how long computing takes, how fast the bus is, and how often a byte crosses: nearly 2 with
+    a backward, less what stays on the device at the turns."""
 
     compute_ms: float
     bytes_per_ms: float
-    crossings: int = 2
+    crossings: float = 2
 
     def __post_init__(self) -> None:
-        for key in ("compute_ms", "bytes_per_ms"):
+        for key in ("compute_ms", "bytes_per_ms", "crossings"):
             value = getattr(self, key)
             if not (math.isfinite(value) and value > 0):
                 raise SelectiveError(f"transfer facts: {key} must be a finite number above 0, got {value!r}")
-        if self.crossings < 1:
-            raise SelectiveError(f"transfer facts: crossings must be at least 1, got {self.crossings}")
 
     def bytes_to_save(self, streamed_bytes: int) -> int:
         """How many of a set of streamed bytes are too many to be hidden; 0 or less: computing hides them all."""

@@ -59,6 +59,8 @@ class SelectivePrecisionConfig:
     scoring: str = "seed"
     granularity: str = "block"
     damage_budget: float = 0.01
+    impact_steps: int = 1
+    impact_tokens: int = 1024
     low_precisions: tuple[str, ...] = ("int8",)
     int8_format: str = "int8_row"
     fp8_format: str = "fp8_e4m3_row"
@@ -194,6 +196,8 @@ KINDS: Mapping[str, Kind] = {
     "scoring": one_of("seed", "impact"),
     "granularity": one_of("block", "layer"),
     "damage_budget": _POSITIVE,
+    "impact_steps": _COUNT,
+    "impact_tokens": _STEPS,
     "low_precisions": _formats("int8", "fp8"),
     "int8_format": NAME,
     "fp8_format": NAME,

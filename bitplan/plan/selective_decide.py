@@ -115,6 +115,18 @@ def compute_hints(
     if due:
         _require_evidence(state, config, evidence)
         decided = (_by_score if config.scoring == "seed" else _by_impact)(state, step, config, evidence)
+    state, hints = _assign(state, step, config, decided)
+    return replace(state, last_update_step=step if due else state.last_update_step), hints
+
+
+def assign_forced(state: PolicyState, step: int, config: SelectivePrecisionConfig) -> tuple[PolicyState, Hints]:
+    """What holds before anything is scored: the force lists and the mode, from the first step on."""
+    return _assign(state, step, config, {})
+
+
+def _assign(
+    state: PolicyState, step: int, config: SelectivePrecisionConfig, decided: Mapping[str, Decision]
+) -> tuple[PolicyState, Hints]:
     units, hints = {}, {}
     for name, unit in state.units.items():
         forced = config.forced(name) if config.enabled else None
@@ -130,7 +142,25 @@ def compute_hints(
         hints[name] = BlockPrecisionHint(
             name, units[name].running, found.reason, step, units[name].score, switched, forced is not None
         )
-    return replace(state, units=units, last_update_step=step if due else state.last_update_step), hints
+    return replace(state, units=units), hints
+
+
+def current_hints(
+    state: PolicyState, step: int, config: SelectivePrecisionConfig, before: Mapping[str, str] | None = None
+) -> Hints:
+    """What holds now, as hints; `changed` against the precisions `before`."""
+    return {
+        name: BlockPrecisionHint(
+            name,
+            unit.running,
+            unit.reason,
+            step,
+            unit.score,
+            before is not None and before[name] != unit.running,
+            config.enabled and config.forced(name) is not None,
+        )
+        for name, unit in state.units.items()
+    }
 
 
 def describe_changes(hints: Mapping[str, BlockPrecisionHint]) -> list[str]:

@@ -50,6 +50,7 @@ class StepStats:
     limits: Mapping[str, Any] | None
     vram_peak_bytes: int
     pinned_peak_bytes: int
+    timeline: Mapping[str, Any]
 
 
 @dataclass(frozen=True)
@@ -144,7 +145,27 @@ class StepRecorder:
             limits=None if self.limits is None else _limits_line(self.limits),
             vram_peak_bytes=self.vram_peak_bytes,
             pinned_peak_bytes=self.pinned_peak_bytes,
+            timeline=self._timeline(),
         )
+
+    def _timeline(self) -> dict[str, Any]:
+        """When copies ran and the computation waited, in milliseconds from the start of the step."""
+        copies = [*((transfer, sum(sizes.values())) for transfer, sizes in self.loads), *self.returned]
+        return {
+            "copies": [self._copy(transfer, nbytes) for transfer, nbytes in copies if transfer.copied is not None],
+            "waits": [self._span(*wait) for wait in self.waits],
+            "copies_out": [self._copy(transfer, nbytes) for transfer, nbytes in self.sent if transfer.copied is not None],
+        }
+
+    def _copy(self, transfer: Transfer, nbytes: int) -> dict[str, Any]:
+        assert transfer.copied is not None
+        return {"name": transfer.what, **self._span(*transfer.copied), "bytes": nbytes}
+
+    def _span(self, start: Mark, end: Mark) -> dict[str, float]:
+        return {
+            "start_ms": round(self.device.elapsed_ms(self.start, start), 4),
+            "end_ms": round(self.device.elapsed_ms(self.start, end), 4),
+        }
 
 
 def _limits_line(limits: RuntimeLimitHints) -> dict[str, Any]:

@@ -1,5 +1,6 @@
 """Gradient-quantized boosted trees: histograms of integers, so that training is fast and exactly reproducible."""
 
+from bitplan.trees.distributed import DistributedFit, fit_distributed
 from bitplan.trees.estimators import BoostedTreesClassifier, BoostedTreesRegressor
 from bitplan.trees.gradients import (
     GradientPrecision,
@@ -10,18 +11,22 @@ from bitplan.trees.gradients import (
     TreesError,
 )
 from bitplan.trees.model_file import load_trees
+from bitplan.trees.ranks import ProcessLostError
 from bitplan.trees.recommend import PrecisionAdvice, recommend_gradient_precision
 
 __all__ = [
     "BoostedTreesClassifier",
     "BoostedTreesRegressor",
+    "DistributedFit",
     "GradientPrecision",
     "Gradients",
     "GradientsF32",
     "GradientsI8",
     "GradientsI16",
     "PrecisionAdvice",
+    "ProcessLostError",
     "TreesError",
+    "fit_distributed",
     "load_trees",
     "recommend_gradient_precision",
 ]

@@ -12,13 +12,15 @@ import numpy as np
 
 from bitplan.kernels import trees_rows
 from bitplan.kernels.jit import on_threads
-from bitplan.kernels.trees_histogram import PANEL
+from bitplan.kernels.trees_histogram import PANEL, words_a_row
 from bitplan.trees.gradients import Array, TreesError
+from bitplan.trees.shards import ALONE, Shards, Span
 
 MAX_BINS = 255
 MAX_CATEGORY = 255  # the largest number that may stand for a category
 SAMPLE_ROWS = 200_000
 ROWS_AT_ONCE = 2**13
+CACHE_LINE = 64  # bytes
 
 
 @dataclass(frozen=True)
@@ -37,10 +39,10 @@ class Bins:
 
 @dataclass(frozen=True)
 class BinnedRows:
-    """The same bins twice: columns (features, rows) for partitions, panels (16 bytes a row each) for histograms."""
+    """The same bins twice: columns (features, rows) for partitions, panels of up to 32 features for histograms."""
 
     columns: Array
-    panels: tuple[Array, ...]  # uint64, two words a row
+    panels: tuple[Array, ...]  # uint64, `words_a_row` of them a row
     widths: tuple[int, ...]  # features in each panel
 
     @property
@@ -48,20 +50,29 @@ class BinnedRows:
         return int(self.columns.shape[1])
 
 
-def find_bins(x: Array, categorical: Array, max_bins: int, seed: int) -> Bins:
-    """Bins from at most SAMPLE_ROWS rows of x."""
+def find_bins(x: Array, categorical: Array, max_bins: int, seed: int, span: Span | None = None) -> Bins:
+    """Bins from at most SAMPLE_ROWS rows; x has the rows of `span`, and bins are those of the rows of all processes."""
+    span = span or Span(ALONE, 0, len(x))
     sample = x
-    if len(x) > SAMPLE_ROWS:
-        chosen = np.random.default_rng(seed).choice(len(x), SAMPLE_ROWS, replace=False)
+    if span.total > SAMPLE_ROWS:
+        chosen = np.random.default_rng(seed).choice(span.total, SAMPLE_ROWS, replace=False)
         chosen.sort()
+        chosen = chosen[(chosen >= span.first) & (chosen < span.first + len(x))] - span.first
         sample = x[chosen]
-
-    def edges(feature: int) -> Array:
-        if categorical[feature]:
-            return _categories(x[:, feature], feature, max_bins)
-        return _limits(sample[:, feature], max_bins)
-
-    return Bins(tuple(on_threads(edges, range(x.shape[1]))), np.asarray(categorical, np.bool_))
+    ordered = [feature for feature in range(x.shape[1]) if not categorical[feature]]
+    edges: dict[int, Array] = {}
+    step = len(ordered) if span.shards.count == 1 else PANEL  # between processes: no more than a panel's sample at once
+    for first in range(0, len(ordered), max(step, 1)):
+        block = ordered[first : first + step]
+        columns = _from_all(sample, block, span.shards)
+        edges |= zip(block, on_threads(lambda column: _limits(column, max_bins), columns), strict=True)
+    sets = [feature for feature in range(x.shape[1]) if categorical[feature]]
+    here = on_threads(lambda feature: _count_categories(x[:, feature], feature), sets)
+    if sets:
+        rows = span.shards.add(np.array(here), "rows of each category")
+        edges |= {feature: _categories(part, max_bins) for feature, part in zip(sets, rows, strict=True)}
+    edges = dict(sorted(edges.items()))
+    return Bins(tuple(edges.values()), np.asarray(categorical, np.bool_))
 
 
 def bin_rows(x: Array, bins: Bins) -> BinnedRows:
@@ -69,19 +80,30 @@ def bin_rows(x: Array, bins: Bins) -> BinnedRows:
     rows, features = x.shape
     columns = np.empty((features, rows), np.uint8)
     firsts = range(0, features, PANEL)
-    panels = tuple(np.zeros((rows, PANEL), np.uint8) for _ in firsts)
+    widths = tuple(min(PANEL, features - first) for first in firsts)
+    panels = tuple(_aligned(rows, words_a_row(width)) for width in widths)
+    bytes_ = [
+        panel.view(np.uint8).reshape(rows, 8 * words_a_row(width)) for panel, width in zip(panels, widths, strict=True)
+    ]
 
     def work(piece: tuple[int, int]) -> None:
         first, start = piece
         stop = min(start + ROWS_AT_ONCE, rows)
         for feature in range(first, min(first + PANEL, features)):
             kernel = trees_rows.bin_categories if bins.is_category[feature] else trees_rows.bin_numbers
-            panel, place = panels[feature // PANEL], feature % PANEL
+            panel, place = bytes_[feature // PANEL], feature % PANEL
             kernel(x[start:stop, feature], bins.edges[feature], start, panel, columns[feature], place)
 
     on_threads(work, [(first, start) for start in range(0, rows, ROWS_AT_ONCE) for first in firsts])
-    words = tuple(panel.view(np.uint64).reshape(-1) for panel in panels)
-    return BinnedRows(columns, words, tuple(min(PANEL, features - first) for first in firsts))
+    return BinnedRows(columns, panels, widths)
+
+
+def _aligned(rows: int, words: int) -> Array:
+    """Zeros that begin with a cache line: then no row lies in two."""
+    spare = CACHE_LINE // 8
+    space = np.zeros(rows * words + spare, np.uint64)
+    first = -space.ctypes.data % CACHE_LINE // 8
+    return space[first : first + rows * words]
 
 
 def _limits(numbers: Array, max_bins: int) -> Array:
@@ -99,7 +121,16 @@ def _limits(numbers: Array, max_bins: int) -> Array:
     return np.where(middle < above, middle, below)  # two floats that touch have no middle
 
 
-def _categories(numbers: Array, feature: int, max_bins: int) -> Array:
+def _from_all(sample: Array, block: list[int], shards: Shards) -> list[Array]:
+    """The sample's columns of some features, with the rows of all processes."""
+    if shards.count == 1:
+        return [sample[:, feature] for feature in block]
+    parts = shards.gather(sample[:, block].reshape(-1), "sample of rows for bins")
+    return list(np.concatenate(parts).reshape(-1, len(block)).T)
+
+
+def _count_categories(numbers: Array, feature: int) -> Array:
+    """Rows of each category."""
     found, counts = np.unique(numbers[~np.isnan(numbers)], return_counts=True)
     wrong = found[(found < 0) | (found > MAX_CATEGORY) | (found != np.floor(found))]
     if len(wrong):
@@ -107,5 +138,12 @@ def _categories(numbers: Array, feature: int, max_bins: int) -> Array:
             f"X: feature {feature} is categorical, so its values must be whole numbers from 0 to {MAX_CATEGORY}, "
             f"got {wrong[0]:g}; encode it first (sklearn.preprocessing.OrdinalEncoder), or leave it numeric"
         )
-    kept = np.sort(np.argsort(-counts, kind="stable")[:max_bins])
+    rows = np.zeros(MAX_CATEGORY + 1, np.int64)
+    rows[found.astype(np.int64)] = counts
+    return rows
+
+
+def _categories(rows: Array, max_bins: int) -> Array:
+    found = np.flatnonzero(rows)
+    kept = np.sort(np.argsort(-rows[found], kind="stable")[:max_bins])
     return found[kept].astype(np.float64)

@@ -15,8 +15,9 @@ from bitplan.kernels import trees_gradients, trees_rows
 from bitplan.kernels.jit import on_threads
 from bitplan.trees.binning import bin_rows, find_bins
 from bitplan.trees.gradients import Array, GradientPrecision, GradientsF32, prepare
-from bitplan.trees.grow import Grown, GrowthRules, TreeGrower, newton_step
+from bitplan.trees.grow import Grown, GrowthRules, TreeGrower, newton_steps
 from bitplan.trees.objectives import Objective
+from bitplan.trees.shards import ALONE, Shards, Span
 from bitplan.trees.tree import Forest, Tree
 
 NO_WEIGHTS = np.empty(0)
@@ -94,19 +95,26 @@ def boost(
     validation: Rows | None = None,
     after_round: Callable[[int], None] = lambda _: None,
     booster_made: Callable[[Booster], None] = lambda _: None,
+    shards: Shards = ALONE,
 ) -> Booster:
-    """Fit; `booster_made` gets the booster before its first tree, so that Ctrl-C leaves the caller the whole rounds."""
-    bins = find_bins(rows.x, categorical, settings.max_bins, settings.seed)
-    grower = TreeGrower(bin_rows(rows.x, bins), bins, settings.rules)
-    booster = Booster(objective.start(rows.y, rows.weights), rows.x.shape[1])
+    """Fit; `booster_made` gets the booster before its first tree, so that Ctrl-C leaves the caller the whole rounds.
+
+    `shards`: the processes among which all rows are divided; `rows` and `validation` are this one's.
+    """
+    span = Span.of(len(rows.x), shards)
+    bins = find_bins(rows.x, categorical, settings.max_bins, settings.seed, span)
+    grower = TreeGrower(bin_rows(rows.x, bins), bins, settings.rules, shards)
+    booster = Booster(objective.start(rows.y, rows.weights, shards), rows.x.shape[1])
     booster_made(booster)
-    trainer = _Trainer(rows, objective, settings, grower, booster.start)
+    trainer = _Trainer(rows, objective, settings, grower, booster.start, span)
+    shards.sent_for("bins and start")
     watched = None if validation is None else np.tile(booster.start, (len(validation.x), 1))
     for number in range(settings.rounds):
         new = trainer.round(number)
         if validation is not None and watched is not None:
             Forest.of(new, booster.outputs).add_to(watched, validation.x)
-            booster.losses.append(objective.loss(validation.y, watched, validation.weights))
+            booster.losses.append(objective.loss(validation.y, watched, validation.weights, shards))
+            shards.sent_for("losses")
         booster.trees += new
         after_round(number)
         best = int(np.argmin(booster.losses)) if booster.losses else number
@@ -119,14 +127,15 @@ def boost(
 
 class _Trainer:
     def __init__(
-        self, rows: Rows, objective: Objective, settings: BoostSettings, grower: TreeGrower, start: Array
+        self, rows: Rows, objective: Objective, settings: BoostSettings, grower: TreeGrower, start: Array, span: Span
     ) -> None:
         self._rows, self._objective, self._settings, self._grower = rows, objective, settings, grower
+        self._span, self._shards = span, span.shards
         count = len(rows.x)
+        self._everyone = np.arange(count, dtype=np.uint32)
         self._scores = np.tile(start, (count, 1))
         self._grads = np.empty((len(start), count), np.float32)
         self._hess = np.empty_like(self._grads)
-        self._order = np.empty(count, np.uint32)  # the rows of a tree, leaf after leaf
 
     def round(self, number: int) -> list[Tree]:
         """The trees of one round; scores are updated once all are grown."""
@@ -141,24 +150,26 @@ class _Trainer:
                 self._hess[output],
                 self._settings.precision,
                 int(words[0]) if self._settings.stochastic else None,
+                self._span,
             )
-            order = self._order[: len(used)]
-            order[:] = used
-            grown = self._grower.grow(gradients, order, self._sample_columns(int(words[1])))
+            grown = self._grower.grow(gradients, used, self._sample_columns(int(words[1])))
             tree = self._with_final_values(grown, output)
             self._add_scores(tree, grown, unused, output)
             trees.append(tree)
+            self._shards.sent_for("tree")
         return trees
 
     def _sample_rows(self, number: int) -> tuple[Array, Array]:
-        count = len(self._rows.x)
-        everyone = np.arange(count, dtype=np.uint32)
+        count, everyone = len(self._rows.x), self._everyone
         if self._settings.row_share >= 1:
             return everyone, everyone[:0]
-        draws = np.random.default_rng([self._settings.seed, number]).random(count)
+        generator = np.random.PCG64([self._settings.seed, number])
+        generator.advance(self._span.first)  # a draw a row: those of other processes are skipped
+        draws = np.random.Generator(generator).random(count)
         is_used = draws < self._settings.row_share
-        if not is_used.any():
-            is_used[np.argmin(draws)] = True
+        lowest = self._shards.top(-draws.min(initial=np.inf, keepdims=True), "smallest draw of a row")
+        if -lowest[0] >= self._settings.row_share:  # nowhere is a row used
+            is_used = draws == -lowest[0]
         return everyone[is_used], everyone[~is_used]
 
     def _sample_columns(self, seed: int) -> Array:
@@ -175,27 +186,20 @@ class _Trainer:
 
     def _renewed(self, grown: Grown, output: int) -> Array:
         """Leaf values from full-precision gradients, or by the objective's own rule."""
-        weights, leaves = self._rows.weights, list(zip(grown.leaf_rows, grown.leaf_bounds, strict=True))
-        if self._objective.renew(np.zeros(1), np.ones(1)) is not None:
-            residuals = self._rows.y - self._scores[:, output]
-
-            def by_rule(leaf: tuple[Array, tuple[float, float]]) -> float:
-                rows, (low, high) = leaf
-                value = self._objective.renew(residuals[rows], weights[rows] if len(weights) else weights)
-                assert value is not None
-                return min(max(value, low), high)
-
-            return np.array([by_rule(leaf) for leaf in leaves])
+        data = self._rows
+        by_rule = self._objective.renew(data.y, self._scores, data.weights, grown.leaf_rows, self._shards)
+        if by_rule is not None:
+            low, high = np.array(grown.leaf_bounds).T
+            return np.clip(by_rule, low, high)
         if not self._settings.renew_leaves:
             return grown.tree.leaf_value
-        full = GradientsF32.from_floats(self._grads[output], self._hess[output])
-
-        def by_step(leaf: tuple[Array, tuple[float, float]]) -> float:
-            rows, bounds = leaf
-            grad, hess = trees_gradients.sum_rows(rows, full.grads, full.hessians, full.grad_scale, full.hess_scale)
-            return newton_step(grad, hess, self._settings.rules, bounds)
-
-        return np.array(on_threads(by_step, leaves))
+        full = GradientsF32.from_floats(self._grads[output], self._hess[output], self._span)
+        units = full.grad_scale, full.hess_scale
+        sums = on_threads(
+            lambda rows: trees_gradients.sum_rows(rows, full.grads, full.hessians, *units), grown.leaf_rows
+        )
+        totals = self._shards.add(np.array(sums, np.int64), "sums of leaves") * units
+        return newton_steps(totals[:, 0], totals[:, 1], self._settings.rules, np.array(grown.leaf_bounds))
 
     def _add_scores(self, tree: Tree, grown: Grown, unused: Array, output: int) -> None:
         scores = self._scores[:, output]

@@ -12,6 +12,7 @@ from sklearn.utils.validation import _check_sample_weight  # type: ignore[import
 from bitplan.errors import did_you_mean
 from bitplan.trees.boost import NO_WEIGHTS, Rows
 from bitplan.trees.gradients import Array, TreesError
+from bitplan.trees.shards import ALONE, Shards, Span
 
 
 def targets_of(y: Array) -> Array:
@@ -25,10 +26,12 @@ def targets_of(y: Array) -> Array:
     return targets
 
 
-def weights_of(sample_weight: Any, x: Array) -> Array:
-    """Weights as float64; empty if there are none."""
-    if sample_weight is None:
+def weights_of(sample_weight: Any, x: Array, shards: Shards = ALONE) -> Array:
+    """Weights as float64; empty if there are none, or no rows."""
+    if sample_weight is None or (not len(x) and not len(sample_weight)):
         return NO_WEIGHTS
+    if shards.count > 1 and np.shape(sample_weight) == (len(x),) and not np.any(sample_weight):
+        return np.zeros(len(x))  # other processes may have rows with a weight
     weights: Array = _check_sample_weight(sample_weight, x, dtype=np.float64, ensure_non_negative=True)
     if not weights.any():
         raise TreesError("sample_weight: every weight is zero, so there is nothing to fit; give some rows a weight")
@@ -43,9 +46,10 @@ def with_weight(rows: Rows) -> Rows:
     return Rows(rows.x[kept], rows.y[kept], rows.weights[kept])
 
 
-def split_rows(rows: Rows, share: float, seed: int) -> tuple[Rows, Rows]:
-    """Rows to fit and rows to watch."""
-    count = len(rows.x)
+def split_rows(rows: Rows, share: float, seed: int, shards: Shards = ALONE) -> tuple[Rows, Rows]:
+    """Rows to fit and rows to watch: of all rows the same ones, however these are divided among processes."""
+    span = Span.of(len(rows.x), shards)
+    count = span.total
     watched = math.ceil(count * number("validation_fraction", share, 0, 1, above=True))
     if not 0 < watched < count:
         raise TreesError(
@@ -53,7 +57,10 @@ def split_rows(rows: Rows, share: float, seed: int) -> tuple[Rows, Rows]:
             "early_stopping_rounds=None"
         )
     order = np.random.default_rng([seed, 1]).permutation(count)
-    fitted, held = np.sort(order[watched:]), np.sort(order[:watched])
+    is_held = np.zeros(count, np.bool_)
+    is_held[order[:watched]] = True
+    is_held = is_held[span.first : span.first + len(rows.x)]
+    fitted, held = np.flatnonzero(~is_held), np.flatnonzero(is_held)
 
     def part(at: Array) -> Rows:
         return Rows(rows.x[at], rows.y[at], rows.weights[at] if len(rows.weights) else NO_WEIGHTS)

@@ -7,6 +7,7 @@ Parameters are checked when `fit` is called, by name; fitted state ends in an un
 from __future__ import annotations
 
 import numbers
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Self
 
@@ -16,12 +17,15 @@ from sklearn.utils.multiclass import check_classification_targets  # type: ignor
 from sklearn.utils.validation import check_is_fitted, validate_data  # type: ignore[import-untyped]
 
 from bitplan.errors import did_you_mean
+from bitplan.trees.agreement import agree, merge_classes
 from bitplan.trees.boost import Booster, BoostSettings, Rows, boost
 from bitplan.trees.checks import number, one_of, seed_of, split_rows, targets_of, weights_of, whole_number, with_weight
 from bitplan.trees.gradients import Array, GradientPrecision, TreesError
 from bitplan.trees.grow import GrowthRules
 from bitplan.trees.objectives import OBJECTIVES, Binary, Custom, Multiclass, Objective
 from bitplan.trees.progress import round_bar
+from bitplan.trees.shards import ALONE, Shards, Span
+from bitplan.version import __version__
 
 
 class _BoostedTrees(BaseEstimator):  # type: ignore[misc]
@@ -111,29 +115,62 @@ class _BoostedTrees(BaseEstimator):  # type: ignore[misc]
 
     # ---- fitting -----------------------------------------------------------------------------------------------------
 
-    def _read(self, x: Any) -> Array:
+    def _read(self, x: Any, shards: Shards = ALONE) -> Array:
         """Features as at `fit`: the same number, with the same names."""
         found: Array = validate_data(
-            self, x, dtype=[np.float64, np.float32], ensure_all_finite="allow-nan", reset=False
+            self,
+            x,
+            dtype=[np.float64, np.float32],
+            ensure_all_finite="allow-nan",
+            ensure_min_samples=_fewest_rows(shards),
+            reset=False,
         )
         return found
 
-    def _read_both(self, x: Any, y: Any) -> tuple[Array, Array]:
+    def _read_both(self, x: Any, y: Any, shards: Shards) -> tuple[Array, Array]:
         found: tuple[Array, Array] = validate_data(
-            self, x, y, dtype=[np.float64, np.float32], ensure_all_finite="allow-nan"
+            self,
+            x,
+            y,
+            dtype=[np.float64, np.float32],
+            ensure_all_finite="allow-nan",
+            ensure_min_samples=_fewest_rows(shards),
         )
         return found
 
-    def _boost(self, rows: Rows, objective: Objective, validation: Rows | None) -> None:
+    def _agree(self, x: Array, y: Array, sample_weight: Any, eval_set: Any, shards: Shards) -> Array:
+        """x in the type that all processes have; refuses settings, features and targets that differ between them."""
+        always = {
+            "the version of bitplan": __version__,
+            "the estimator": type(self).__name__,
+            "the number of features": x.shape[1],
+            "the names of features": getattr(self, "feature_names_in_", None),
+            "eval_set (given or not)": eval_set is not None,
+        }
+        parameters = self.get_params()
+        del parameters["verbose"]  # one process may show progress and the others not
+        always |= {f"parameter {name}": value for name, value in parameters.items()}
+        of_rows = {
+            "the type of X": str(x.dtype),
+            "the type of y": y.dtype.kind,
+            "sample_weight (given or not)": sample_weight is not None,
+        }
+        return x.astype(agree(always, of_rows, len(x), shards)["the type of X"], copy=False)
+
+    def _boost(self, rows: Rows, objective: Objective, validation: Rows | None, shards: Shards) -> None:
         settings = self._settings(rows.x.shape[1])
+        drawn = shards.gather(np.array([settings.seed], np.int64), "seed")
+        settings = replace(settings, seed=int(drawn[0][0]))  # random_state=None draws one in every process
         rows = with_weight(rows)
+        if not Span.of(len(rows.x), shards).total:
+            raise TreesError("sample_weight: every weight of every process is zero, so there is nothing to fit")
         if settings.patience is not None and validation is None:
-            rows, validation = split_rows(rows, self.validation_fraction, settings.seed)
+            rows, validation = split_rows(rows, self.validation_fraction, settings.seed, shards)
         categorical = self._categorical(rows.x.shape[1])
         if np.any(settings.rules.monotone[categorical]):
             raise TreesError("monotone_constraints: a categorical feature has no order; set its constraint to 0")
         with round_bar(settings.rounds, shown=bool(self.verbose)) as advance:
-            boost(rows, categorical, objective, settings, validation, advance, self._keep)
+            boost(rows, categorical, objective, settings, validation, advance, self._keep, shards)
 
     def _keep(self, booster: Booster) -> None:
         self.booster_ = booster
@@ -210,6 +247,10 @@ class _BoostedTrees(BaseEstimator):  # type: ignore[misc]
         )
 
 
+def _fewest_rows(shards: Shards) -> int:
+    return 1 if shards.count == 1 else 0  # a process may have none
+
+
 class BoostedTreesClassifier(ClassifierMixin, _BoostedTrees):  # type: ignore[misc]
     """Boosted trees for two or more classes."""
 
@@ -217,26 +258,32 @@ class BoostedTreesClassifier(ClassifierMixin, _BoostedTrees):  # type: ignore[mi
 
     def fit(self, X: Any, y: Any, sample_weight: Any = None, eval_set: Any = None) -> Self:
         """Fit; with `early_stopping_rounds`, `eval_set` (X, y) is watched, or else a share of the rows."""
-        x, labels = self._read_both(X, y)
-        check_classification_targets(labels)
-        self.classes_, codes = np.unique(labels, return_inverse=True)
+        return self._fit(X, y, sample_weight, eval_set, ALONE)
+
+    def _fit(self, X: Any, y: Any, sample_weight: Any, eval_set: Any, shards: Shards) -> Self:
+        x, labels = self._read_both(X, y, shards)
+        if len(labels):
+            check_classification_targets(labels)
+        x = self._agree(x, labels, sample_weight, eval_set, shards)
+        self.classes_ = merge_classes(np.unique(labels), shards)
         if len(self.classes_) < 2:
             raise TreesError(
                 f"y: a classifier needs at least two classes, and these {len(labels)} labels have only one class, "
                 f"{self.classes_[0]!r}; check how the labels were selected"
             )
         objective: Objective = Binary() if len(self.classes_) == 2 else Multiclass(len(self.classes_))
-        rows = Rows(x, codes.astype(np.float64), weights_of(sample_weight, x))
+        codes = np.searchsorted(self.classes_, labels)
+        rows = Rows(x, codes.astype(np.float64), weights_of(sample_weight, x, shards))
         validation = None
         if eval_set is not None:
-            validation_x, validation_y = self._read(eval_set[0]), np.asarray(eval_set[1])
+            validation_x, validation_y = self._read(eval_set[0], shards), np.asarray(eval_set[1])
             unknown = ~np.isin(validation_y, self.classes_)
             if unknown.any():
                 raise TreesError(
                     f"eval_set: label {validation_y[unknown][0]!r} is not among the classes of y, {self.classes_[:5]}"
                 )
             validation = Rows(validation_x, np.searchsorted(self.classes_, validation_y).astype(np.float64))
-        self._boost(rows, objective, validation)
+        self._boost(rows, objective, validation, shards)
         return self
 
     def decision_function(self, X: Any) -> Array:
@@ -319,13 +366,17 @@ class BoostedTreesRegressor(RegressorMixin, _BoostedTrees):  # type: ignore[misc
 
     def fit(self, X: Any, y: Any, sample_weight: Any = None, eval_set: Any = None) -> Self:
         """Fit; with `early_stopping_rounds`, `eval_set` (X, y) is watched, or else a share of the rows."""
-        x, targets = self._read_both(X, y)
+        return self._fit(X, y, sample_weight, eval_set, ALONE)
+
+    def _fit(self, X: Any, y: Any, sample_weight: Any, eval_set: Any, shards: Shards) -> Self:
+        x, targets = self._read_both(X, y, shards)
+        x = self._agree(x, targets, sample_weight, eval_set, shards)
         objective = self._objective()
-        rows = Rows(x, targets_of(targets), weights_of(sample_weight, x))
+        rows = Rows(x, targets_of(targets), weights_of(sample_weight, x, shards))
         validation = None
         if eval_set is not None:
-            validation = Rows(self._read(eval_set[0]), targets_of(np.asarray(eval_set[1])))
-        self._boost(rows, objective, validation)
+            validation = Rows(self._read(eval_set[0], shards), targets_of(np.asarray(eval_set[1])))
+        self._boost(rows, objective, validation, shards)
         return self
 
     def predict(self, X: Any) -> Array:

@@ -26,6 +26,7 @@ import numpy as np
 from bitplan.errors import BitplanError
 from bitplan.kernels import trees_gradients
 from bitplan.kernels.jit import on_threads
+from bitplan.trees.shards import ALONE, Shards, Span
 
 Array = np.ndarray[Any, Any]
 PIECE = 2**16  # rows, even: I8 puts two into a byte
@@ -72,8 +73,9 @@ class GradientsF32:
     precision: ClassVar[GradientPrecision] = GradientPrecision.F32
 
     @classmethod
-    def from_floats(cls, grads: Array, hess: Array) -> GradientsF32:
-        return cls(grads, hess, *units(*largest(grads, hess), len(grads)))
+    def from_floats(cls, grads: Array, hess: Array, span: Span | None = None) -> GradientsF32:
+        span = span or Span(ALONE, 0, len(grads))
+        return cls(grads, hess, *units(*largest(grads, hess, span.shards), span.total))
 
     def grad(self, row: int) -> float:
         return float(self.grads[row])
@@ -96,10 +98,10 @@ class GradientsI16:
     precision: ClassVar[GradientPrecision] = GradientPrecision.I16
 
     @classmethod
-    def quantize(cls, grads: Array, hess: Array, *, key: int | None = None) -> GradientsI16:
+    def quantize(cls, grads: Array, hess: Array, *, key: int | None = None, span: Span | None = None) -> GradientsI16:
         """Round to nearest; with a key, up or down by chance, right on average."""
         codes = np.empty(len(grads), np.int8), np.empty(len(grads), np.uint8)
-        scales = _quantize(trees_gradients.quantize_i16, grads, hess, (127, 255), key, codes, 1)
+        scales = _quantize(trees_gradients.quantize_i16, grads, hess, (127, 255), key, codes, 1, span)
         return cls(*codes, *scales)
 
     def grad(self, row: int) -> float:
@@ -124,11 +126,11 @@ class GradientsI8:
     precision: ClassVar[GradientPrecision] = GradientPrecision.I8
 
     @classmethod
-    def quantize(cls, grads: Array, hess: Array, *, key: int | None = None) -> GradientsI8:
+    def quantize(cls, grads: Array, hess: Array, *, key: int | None = None, span: Span | None = None) -> GradientsI8:
         """Round to nearest; with a key, up or down by chance, right on average."""
         size = (len(grads) + 1) // 2
         codes = np.empty(size, np.uint8), np.empty(size, np.uint8)
-        scales = _quantize(trees_gradients.quantize_i8, grads, hess, (7, 15), key, codes, 2)
+        scales = _quantize(trees_gradients.quantize_i8, grads, hess, (7, 15), key, codes, 2, span)
         return cls(*codes, *scales, len(grads))
 
     def grad(self, row: int) -> float:
@@ -142,17 +144,22 @@ class GradientsI8:
         return self.rows
 
 
-def prepare(grads: Array, hess: Array, precision: GradientPrecision, key: int | None) -> Gradients:
-    """The round's float32 gradients in the precision asked for: the one place that dispatches on it."""
+def prepare(
+    grads: Array, hess: Array, precision: GradientPrecision, key: int | None, span: Span | None = None
+) -> Gradients:
+    """The round's float32 gradients in the precision asked for: the one place that dispatches on it.
+
+    `span` says which of all rows these are: scales come from all of them, and a row is rounded by its number there.
+    """
     if precision is GradientPrecision.I16:
-        return GradientsI16.quantize(grads, hess, key=key)
+        return GradientsI16.quantize(grads, hess, key=key, span=span)
     if precision is GradientPrecision.I8:
-        return GradientsI8.quantize(grads, hess, key=key)
-    return GradientsF32.from_floats(grads, hess)
+        return GradientsI8.quantize(grads, hess, key=key, span=span)
+    return GradientsF32.from_floats(grads, hess, span)
 
 
-def largest(grads: Array, hess: Array) -> tuple[float, float]:
-    """Largest |gradient| and hessian; refuses what has no scale."""
+def largest(grads: Array, hess: Array, shards: Shards = ALONE) -> tuple[float, float]:
+    """Largest |gradient| and hessian of all processes; refuses what has no scale."""
     found = on_threads(lambda piece: trees_gradients.largest(grads[piece], hess[piece]), pieces(len(grads)))
     for piece, (_, _, bad) in zip(pieces(len(grads)), found, strict=True):
         if bad >= 0:
@@ -162,7 +169,9 @@ def largest(grads: Array, hess: Array) -> tuple[float, float]:
                 "a hessian of at least 0; look at the targets and weights of that row, at the learning rate, or at the "
                 "custom objective"
             )
-    return float(max((grad for grad, _, _ in found), default=0)), float(max((hess for _, hess, _ in found), default=0))
+    here = [max((grad for grad, _, _ in found), default=0), max((hess for _, hess, _ in found), default=0)]
+    top_grad, top_hess = shards.top(np.array(here, np.float64), "largest gradient and hessian")
+    return float(top_grad), float(top_hess)
 
 
 def units(top_grad: float, top_hess: float, rows: int) -> tuple[float, float]:
@@ -187,8 +196,10 @@ def _quantize(
     key: int | None,
     codes: tuple[Array, Array],
     share: int,
+    span: Span | None,
 ) -> tuple[float, float]:
-    top_grad, top_hess = largest(grads, hess)
+    span = span or Span(ALONE, 0, len(grads))
+    top_grad, top_hess = largest(grads, hess, span.shards)
     scales = top_grad / ends[0], top_hess / ends[1]
     per_grad, per_hess = (ends[0] / top_grad if top_grad else 0.0), (ends[1] / top_hess if top_hess else 0.0)
     seed = np.uint64(key or 0)
@@ -198,7 +209,7 @@ def _quantize(
         kernel(
             grads[piece],
             hess[piece],
-            piece.start,
+            span.first + piece.start,
             per_grad,
             per_hess,
             seed,

@@ -1,27 +1,31 @@
 """The one builder of histograms: which loop runs is decided once a round, by the precision of the gradients.
 
 A node of up to 65535 rows keeps narrow cells (8 bytes a bin, 16 for F32); a larger one is summed block by block into
-wide cells, so that no field can overflow, however many rows there are.
+wide cells, so that no field can overflow, however many rows there are. Threads share a node by its rows: each sums a
+block into cells of its own, and integers may be added up in any order.
 """
 
 from __future__ import annotations
 
+import threading
 from dataclasses import dataclass
 
 import numpy as np
+import torch
 
 from bitplan.kernels import trees_histogram as kernels
 from bitplan.kernels.jit import on_threads
-from bitplan.kernels.trees_histogram import BINS, NARROW_ROWS, PANEL
+from bitplan.kernels.trees_histogram import BINS, GROUP, NARROW_ROWS, PANEL
 from bitplan.trees.binning import BinnedRows
 from bitplan.trees.gradients import Array, GradientPrecision, Gradients
 
 WIDE = 3  # words: gradient, hessian, rows
-# By precision: what a row adds, the loop that adds it, words of a narrow cell.
+ENTER_ROWS = 2**16
+# By precision: how entries are made, the loops that add them, words of a narrow cell.
 _WAYS = {
-    GradientPrecision.F32: (kernels.increments_f32, kernels.add_rows_in_pairs, 2),
-    GradientPrecision.I16: (kernels.increments_i16, kernels.add_rows, 1),
-    GradientPrecision.I8: (kernels.increments_i8, kernels.add_rows, 1),
+    GradientPrecision.F32: (kernels.enter_f32, kernels.add_floats, 2),
+    GradientPrecision.I16: (kernels.enter_i16, kernels.add_quantized, 1),
+    GradientPrecision.I8: (kernels.enter_i8, kernels.add_quantized, 1),
 }
 
 
@@ -45,27 +49,50 @@ class HistogramBuilder:
 
     def __init__(self, data: BinnedRows, gradients: Gradients, features: Array) -> None:
         self._data, self._gradients = data, gradients
-        self._find_increments, self._add_rows, self._narrow = _WAYS[gradients.precision]
-        self._panels = sorted({int(feature) // PANEL for feature in features})
+        self._enter, loops, self._narrow = _WAYS[gradients.precision]
+        groups = [-(-width // GROUP) for width in data.widths]
+        self._features = (len(groups) - 1) * PANEL + groups[-1] * GROUP
+        used = sorted({int(feature) // PANEL for feature in features})
+        self._panels = [(data.panels[panel], loops[groups[panel]], panel * PANEL * BINS) for panel in used]
 
-    def build(self, rows: Array, *, threads: bool = False) -> Histogram:
-        """The histogram of some rows; with threads, a panel each."""
-        out = self._empty(len(rows))
-        if out.words == WIDE:
-            on_threads(lambda panel: self._add_blocks(panel, rows, out), self._panels)
+    def enter(self, rows: Array, space: Array | None = None) -> Array:
+        """The entries of some rows: what `build` and partitions work on."""
+        held, out = self._gradients, np.empty(len(rows), np.uint64) if space is None else space[: len(rows)]
+        grads = held.grads.view(np.uint32) if held.precision is GradientPrecision.F32 else held.grads
+
+        def work(start: int) -> None:
+            piece = slice(start, start + ENTER_ROWS)
+            self._enter(rows[piece], grads, held.hessians, out[piece])
+
+        on_threads(work, range(0, len(rows), ENTER_ROWS))
+        return out
+
+    def build(self, entries: Array, *, threads: bool = False) -> Histogram:
+        """The histogram of some rows."""
+        out = self._empty(len(entries))
+        workers = torch.get_num_threads() if threads else 1
+        blocks = -(-len(entries) // (workers * NARROW_ROWS)) * workers  # as many for each of them
+        step = -(-len(entries) // max(blocks, 1))
+        if step >= len(entries):
+            self._add_rows(entries, out.cells)
             return out
-        increments = self._increments(rows)
-        size = PANEL * BINS * out.words
+        lock = threading.Lock()
 
-        def work(panel: int) -> None:
-            cells = out.cells[panel * size : (panel + 1) * size]
-            self._add_rows(self._data.panels[panel], self._data.widths[panel], rows, increments, cells)
+        def work(start: int) -> None:
+            block = np.zeros(self._features * BINS * self._narrow, np.int64)
+            self._add_rows(entries[start : start + step], block)
+            with lock:
+                if out.words == WIDE:
+                    kernels.add_wide(block, self._narrow, out.cells)
+                else:
+                    np.add(out.cells, block, out=out.cells)
 
+        starts = range(0, len(entries), step)
         if threads:
-            on_threads(work, self._panels)
+            on_threads(work, starts)
         else:
-            for panel in self._panels:
-                work(panel)
+            for start in starts:
+                work(start)
         return out
 
     def subtract(self, parent: Histogram, child: Histogram, rows: int) -> Histogram:
@@ -77,21 +104,12 @@ class HistogramBuilder:
 
     def _empty(self, rows: int) -> Histogram:
         words = WIDE if rows > NARROW_ROWS else self._narrow
-        return Histogram(np.zeros(len(self._data.panels) * PANEL * BINS * words, np.int64), words)
+        return Histogram(np.zeros(self._features * BINS * words, np.int64), words)
 
-    def _increments(self, rows: Array) -> Array:
-        out = np.empty(len(rows) * self._narrow, np.int64)
+    def _add_rows(self, entries: Array, cells: Array) -> None:
         held = self._gradients
-        self._find_increments(rows, held.grads, held.hessians, held.grad_scale, held.hess_scale, out)
-        return out
-
-    def _add_blocks(self, panel: int, rows: Array, out: Histogram) -> None:
-        size = PANEL * BINS * WIDE
-        wide = out.cells[panel * size : (panel + 1) * size]
-        block = np.empty(PANEL * BINS * self._narrow, np.int64)
-        for start in range(0, len(rows), NARROW_ROWS):
-            block.fill(0)
-            part = rows[start : start + NARROW_ROWS]
-            increments = self._increments(part)
-            self._add_rows(self._data.panels[panel], self._data.widths[panel], part, increments, block)
-            kernels.add_wide(block, self._narrow, wide)
+        more: tuple[object, ...] = ()
+        if held.precision is GradientPrecision.F32:
+            more = entries.view(np.float32), held.hessians, held.grad_scale, held.hess_scale
+        for panel, add, first in self._panels:
+            add(panel, entries, *more, cells[first * self._narrow :] if first else cells)

@@ -1,22 +1,26 @@
 """What a model of boosted trees is fitted to: gradients, a starting score, a loss for early stopping.
 
 A raw score is what trees add up to; `mean` turns it into what the user asked for. `renew` gives the leaf values of an
-objective whose best leaf is not a Newton step (the median of absolute errors).
+objective whose best leaf is not a Newton step (the median of absolute errors). Starts, losses and renewed leaves are
+those of the rows of all processes, and do not depend on how these are divided.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import numpy as np
 
 from bitplan.kernels import trees_gradients
 from bitplan.kernels.jit import on_threads
-from bitplan.trees.gradients import Array, TreesError, pieces
+from bitplan.trees.gradients import TreesError, pieces
+from bitplan.trees.medians import find_medians
+from bitplan.trees.shards import ALONE, Array, Shards, average, sum_exactly
 
 POISSON_CAUTION = math.exp(0.7)  # LightGBM's: a hessian larger than the real one, against steps that overshoot
+Leaves = Sequence[Array]  # the rows of each
 CustomObjective = Callable[[Array, Array], tuple[Any, Any]]
 
 
@@ -24,11 +28,11 @@ class Objective(Protocol):
     name: str
     outputs: int  # trees a round
 
-    def start(self, y: Array, weights: Array) -> Array: ...
+    def start(self, y: Array, weights: Array, shards: Shards = ALONE) -> Array: ...
     def gradients(self, y: Array, scores: Array, weights: Array, grads: Array, hess: Array) -> None: ...
     def mean(self, scores: Array) -> Array: ...
-    def loss(self, y: Array, scores: Array, weights: Array) -> float: ...
-    def renew(self, residuals: Array, weights: Array) -> float | None: ...
+    def loss(self, y: Array, scores: Array, weights: Array, shards: Shards = ALONE) -> float: ...
+    def renew(self, y: Array, scores: Array, weights: Array, leaves: Leaves, shards: Shards) -> Array | None: ...
 
 
 class _OneScore:
@@ -52,7 +56,7 @@ class _OneScore:
     def mean(self, scores: Array) -> Array:
         return scores[:, 0]
 
-    def renew(self, residuals: Array, weights: Array) -> float | None:
+    def renew(self, y: Array, scores: Array, weights: Array, leaves: Leaves, shards: Shards) -> Array | None:
         return None
 
 
@@ -60,37 +64,39 @@ class SquaredError(_OneScore):
     name = "squared_error"
     _kernel = staticmethod(trees_gradients.squared_error)
 
-    def start(self, y: Array, weights: Array) -> Array:
-        return np.array([_average(y, weights)])
+    def start(self, y: Array, weights: Array, shards: Shards = ALONE) -> Array:
+        return np.array([average(y, weights, shards)])
 
-    def loss(self, y: Array, scores: Array, weights: Array) -> float:
-        return _average((scores[:, 0] - y) ** 2, weights)
+    def loss(self, y: Array, scores: Array, weights: Array, shards: Shards = ALONE) -> float:
+        return average((scores[:, 0] - y) ** 2, weights, shards)
 
 
 class AbsoluteError(_OneScore):
     name = "absolute_error"
     _kernel = staticmethod(trees_gradients.absolute_error)
 
-    def start(self, y: Array, weights: Array) -> Array:
-        return np.array([weighted_median(y, weights)])
+    def start(self, y: Array, weights: Array, shards: Shards = ALONE) -> Array:
+        return find_medians(y, weights, [np.arange(len(y))], shards)
 
-    def loss(self, y: Array, scores: Array, weights: Array) -> float:
-        return _average(np.abs(scores[:, 0] - y), weights)
+    def loss(self, y: Array, scores: Array, weights: Array, shards: Shards = ALONE) -> float:
+        return average(np.abs(scores[:, 0] - y), weights, shards)
 
-    def renew(self, residuals: Array, weights: Array) -> float | None:
-        return weighted_median(residuals, weights)
+    def renew(self, y: Array, scores: Array, weights: Array, leaves: Leaves, shards: Shards) -> Array | None:
+        return find_medians(y - scores[:, 0], weights, leaves, shards)
 
 
 class Poisson(_OneScore):
     name = "poisson"
 
-    def start(self, y: Array, weights: Array) -> Array:
-        if y.min() < 0 or not y.any():
+    def start(self, y: Array, weights: Array, shards: Shards = ALONE) -> Array:
+        ends = np.array([-y.min(initial=np.inf), y.max(initial=-np.inf)])
+        below, most = shards.top(ends, "smallest and largest target")
+        if below > 0 or not most > 0:
             raise TreesError(
-                f"y: the Poisson objective expects counts of at least 0 and one above 0, got values from {y.min()} to "
-                f"{y.max()}; choose another objective"
+                f"y: the Poisson objective expects counts of at least 0 and one above 0, got values from {-below} to "
+                f"{most}; choose another objective"
             )
-        return np.array([math.log(_average(y, weights))])
+        return np.array([math.log(average(y, weights, shards))])
 
     def _run(self, y: Array, scores: Array, weights: Array, grads: Array, hess: Array) -> None:
         trees_gradients.poisson(y, scores, weights, grads, hess, POISSON_CAUTION)
@@ -98,8 +104,8 @@ class Poisson(_OneScore):
     def mean(self, scores: Array) -> Array:
         return np.exp(scores[:, 0])
 
-    def loss(self, y: Array, scores: Array, weights: Array) -> float:
-        return _average(np.exp(scores[:, 0]) - y * scores[:, 0], weights)
+    def loss(self, y: Array, scores: Array, weights: Array, shards: Shards = ALONE) -> float:
+        return average(np.exp(scores[:, 0]) - y * scores[:, 0], weights, shards)
 
 
 class Binary(_OneScore):
@@ -108,15 +114,15 @@ class Binary(_OneScore):
     name = "binary"
     _kernel = staticmethod(trees_gradients.binary)
 
-    def start(self, y: Array, weights: Array) -> Array:
-        share = min(max(_average(y, weights), 1e-15), 1 - 1e-15)
+    def start(self, y: Array, weights: Array, shards: Shards = ALONE) -> Array:
+        share = min(max(average(y, weights, shards), 1e-15), 1 - 1e-15)
         return np.array([math.log(share / (1 - share))])
 
     def mean(self, scores: Array) -> Array:
         return 1.0 / (1.0 + np.exp(-scores[:, 0]))
 
-    def loss(self, y: Array, scores: Array, weights: Array) -> float:
-        return _average(np.logaddexp(0.0, scores[:, 0]) - y * scores[:, 0], weights)
+    def loss(self, y: Array, scores: Array, weights: Array, shards: Shards = ALONE) -> float:
+        return average(np.logaddexp(0.0, scores[:, 0]) - y * scores[:, 0], weights, shards)
 
 
 class Multiclass:
@@ -127,8 +133,9 @@ class Multiclass:
     def __init__(self, classes: int) -> None:
         self.outputs = classes
 
-    def start(self, y: Array, weights: Array) -> Array:
-        counts = np.bincount(y.astype(np.int64), weights=weights if len(weights) else None, minlength=self.outputs)
+    def start(self, y: Array, weights: Array, shards: Shards = ALONE) -> Array:
+        each = weights if len(weights) else np.ones(len(y))
+        counts = np.array(sum_exactly([each[y == place] for place in range(self.outputs)], shards))
         shares: Array = counts / counts.sum()
         return np.log(np.maximum(shares, 1e-15))
 
@@ -145,11 +152,11 @@ class Multiclass:
         powers /= powers.sum(axis=1, keepdims=True)
         return powers
 
-    def loss(self, y: Array, scores: Array, weights: Array) -> float:
+    def loss(self, y: Array, scores: Array, weights: Array, shards: Shards = ALONE) -> float:
         chosen = np.take_along_axis(self.mean(scores), y.astype(np.int64)[:, None], axis=1)[:, 0]
-        return _average(-np.log(np.maximum(chosen, 1e-300)), weights)
+        return average(-np.log(np.maximum(chosen, 1e-300)), weights, shards)
 
-    def renew(self, residuals: Array, weights: Array) -> float | None:
+    def renew(self, y: Array, scores: Array, weights: Array, leaves: Leaves, shards: Shards) -> Array | None:
         return None
 
 
@@ -161,10 +168,12 @@ class Custom(_OneScore):
     def __init__(self, function: CustomObjective) -> None:
         self._function = function
 
-    def start(self, y: Array, weights: Array) -> Array:
+    def start(self, y: Array, weights: Array, shards: Shards = ALONE) -> Array:
         return np.zeros(1)
 
     def gradients(self, y: Array, scores: Array, weights: Array, grads: Array, hess: Array) -> None:
+        if not len(y):  # a process without rows
+            return
         found = self._function(y, scores[:, 0].copy())
         if not (isinstance(found, tuple) and len(found) == 2 and all(np.shape(part) == y.shape for part in found)):
             raise TreesError(
@@ -175,23 +184,10 @@ class Custom(_OneScore):
             grads[0] = np.asarray(found[0]) * factor
             hess[0] = np.asarray(found[1]) * factor
 
-    def loss(self, y: Array, scores: Array, weights: Array) -> float:
+    def loss(self, y: Array, scores: Array, weights: Array, shards: Shards = ALONE) -> float:
         raise TreesError("early stopping: a custom objective has no loss to watch; set early_stopping_rounds=None")
 
 
 OBJECTIVES: dict[str, type[SquaredError | AbsoluteError | Poisson]] = {
     kind.name: kind for kind in (SquaredError, AbsoluteError, Poisson)
 }
-
-
-def weighted_median(numbers: Array, weights: Array) -> float:
-    """The median; with weights, the first number at which half the weight is reached."""
-    if not len(weights):
-        return float(np.median(numbers))
-    order = np.argsort(numbers, kind="stable")
-    reached = np.cumsum(weights[order])
-    return float(numbers[order][np.searchsorted(reached, 0.5 * reached[-1])])
-
-
-def _average(numbers: Array, weights: Array) -> float:
-    return float(np.average(numbers, weights=weights if len(weights) else None))

@@ -9,8 +9,7 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from bitplan.measure import grad_stats
-from bitplan.measure.grad_reduce import explain_reduce, join, torch_parts
+from bitplan.measure.grad_reduce import explain_reduce, join, torch_parts, triton_parts
 from bitplan.measure.grad_stats import GradStatsCollector, GradStatsError, collect_grad_stats, loss_impact
 
 
@@ -120,19 +119,35 @@ def test_a_step_reads_nothing(monkeypatch):
     assert [step.step_id for step in collector.drain()] == [0, 1, 2]
 
 
-def test_when_it_is_drained_does_not_matter(monkeypatch):
+def test_when_it_is_drained_does_not_matter():
     steps = [{"a": grads_of(seed, (6,)), "b": grads_of(seed + 50, (4, 3))} for seed in range(7)]
     at_once = collected(*steps)
-    one_by_one, bounded = GradStatsCollector(["a", "b"]), GradStatsCollector(["a", "b"])
-    monkeypatch.setattr(grad_stats, "MAX_PENDING_STEPS", 3)
-    found = []
+    one_by_one, late = GradStatsCollector(["a", "b"]), GradStatsCollector(["a", "b"])
+    found, found_late = [], []
     for number, blocks in enumerate(steps):
         collect_grad_stats(one_by_one, blocks, number)
         found += one_by_one.drain()
-        collect_grad_stats(bounded, blocks, number)
+        collect_grad_stats(late, blocks, number)
+        found_late += late.drain(before=number)
     assert found == at_once
-    assert bounded.drain() == at_once
-    assert bounded.drain() == []
+    assert found_late == at_once[:-1]
+    assert late.drain() == at_once[-1:]
+    assert late.drain() == []
+
+
+def test_one_by_one_is_the_same_as_all_at_once():
+    """Gradients of streamed weights leave the device one by one, in whatever order backward gives them."""
+    blocks = {"a": grads_of(0, (8, 8), (3,)), "b": grads_of(1, (5,)), "c": grads_of(2, (4,))}
+    collector = GradStatsCollector([*blocks, "d"])
+    for name, at in (("b", 0), ("a", 0), ("c", 0), ("a", 1)):
+        collector.add_gradient(name, blocks[name][at])
+    collector.end_step(0)
+    (found,) = collector.drain()
+    assert found.stats == collected(blocks)[0].stats
+    assert found.excluded == {"d": "missing"}
+    collector.add({"a": blocks["a"]})
+    with pytest.raises(GradStatsError, match=r"'a' came at once and one by one"):
+        collector.add_gradient("a", blocks["a"][0])
 
 
 def test_block_by_block_is_the_same_as_all_at_once():
@@ -216,10 +231,8 @@ def kernel_rows(blocks):
     triton = pytest.importorskip("triton")
     if not (triton.knobs.runtime.interpret or torch.cuda.is_available()):
         pytest.skip("needs a GPU, or TRITON_INTERPRET=1")
-    from bitplan.measure.grad_kernel import kernel_parts
-
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    return join(kernel_parts([[grad.to(device) for grad in grads] for grads in blocks])).cpu()
+    return join(triton_parts([[grad.to(device) for grad in grads] for grads in blocks])).cpu()
 
 
 @pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")  # numpy's, under the interpreter

@@ -15,7 +15,9 @@ from bitplan.plan.selective_choice import TransferFacts
 from bitplan.plan.selective_config import SelectiveError, SelectivePrecisionConfig
 from bitplan.plan.selective_decide import (
     Evidence,
+    assign_forced,
     compute_hints,
+    current_hints,
     decide_with_hysteresis,
     describe_changes,
     is_update_due,
@@ -442,3 +444,23 @@ def test_steps_must_go_up():
     state, _ = run(EAGER, [{"a": 1.0}] * 5)
     with pytest.raises(SelectiveError, match="step 4 is before the last update at step 5"):
         compute_hints(state, 4, EAGER)
+
+
+def test_force_lists_hold_before_anything_is_scored():
+    config = replace(EAGER, force_int8_blocks=("b.1",))
+    state, hints = assign_forced(PolicyState.start(NAMES), 0, config)
+    assert {name: hint.precision for name, hint in hints.items()} == dict.fromkeys(NAMES, "bf16") | {"b.1": "int8"}
+    assert (hints["b.1"].changed, hints["b.1"].forced, hints["b.0"].changed) == (True, True, False)
+    assert state.units["b.0"].precision is None, "still not assigned: ambiguous_default is to come"
+    assert state.last_update_step is None
+    again, hints = assign_forced(state, 1, config)
+    assert again == state
+    assert not hints["b.1"].changed
+
+
+def test_current_hints_say_what_holds_and_what_changed():
+    state, hints = run(EAGER, [{"b.0": 0.0, "b.1": 4.0}])
+    found = current_hints(state, 7, EAGER, {"b.0": "bf16", "b.1": "bf16"})
+    for name, hint in hints[0].items():
+        assert found[name] == replace(hint, step_id=7, changed=hint.precision != "bf16")
+    assert not any(hint.changed for hint in current_hints(state, 7, EAGER).values())

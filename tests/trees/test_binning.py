@@ -58,8 +58,9 @@ def test_constant_and_all_missing():
 def test_panels_hold_the_same_bins():
     x = np.random.default_rng(0).standard_normal((300, 37))
     data = bin_rows(x, find_bins(x, np.zeros(37, bool), 255, 0))
-    assert data.widths == (16, 16, 5)
-    panels = np.concatenate([panel.view(np.uint8).reshape(300, 16) for panel in data.panels], axis=1)
+    assert data.widths == (32, 5)
+    assert all(panel.ctypes.data % 64 == 0 for panel in data.panels)
+    panels = np.concatenate([panel.view(np.uint8).reshape(300, -1) for panel in data.panels], axis=1)
     np.testing.assert_array_equal(panels[:, :37].T, data.columns)
 
 

@@ -20,13 +20,14 @@ def random_gradients(rows, precision, seed=0):
 
 
 @pytest.mark.parametrize("precision", GradientPrecision)
-@pytest.mark.parametrize("features", [1, 4, 7, 9, 16, 17, 28, 40])
+@pytest.mark.parametrize("features", [1, 4, 7, 9, 16, 17, 21, 28, 32, 40, 70])
 def test_every_width_equals_a_loop(precision, features):
     x, _ = table(150, features, missing=0.1)
     data, _ = binned(x)
     gradients = random_gradients(150, precision)
     rows = np.arange(0, 150, 2, dtype=np.uint32)
-    found = HistogramBuilder(data, gradients, np.arange(features)).build(rows)
+    builder = HistogramBuilder(data, gradients, np.arange(features))
+    found = builder.build(builder.enter(rows))
     for feature in range(features):
         expected = naive_histogram(data.columns[feature], *integer_gradients(gradients), rows)
         np.testing.assert_array_equal(found.sums(feature), expected)
@@ -53,7 +54,8 @@ def test_integer_gradients_give_the_same_sums_in_every_precision():
     ]
     found = []
     for gradients in kinds:
-        sums = HistogramBuilder(data, gradients, np.arange(6)).build(rows).sums(2).astype(np.float64)
+        builder = HistogramBuilder(data, gradients, np.arange(6))
+        sums = builder.build(builder.enter(rows)).sums(2).astype(np.float64)
         found.append(sums * [gradients.grad_scale, gradients.hess_scale, 1])
     np.testing.assert_array_equal(found[0], found[1])
     np.testing.assert_array_equal(found[0], found[2])
@@ -70,7 +72,7 @@ def test_blocks_and_subtraction(precision, limit, monkeypatch):
     x, _ = table(400, 18)
     data, _ = binned(x)
     builder = HistogramBuilder(data, random_gradients(400, precision), np.arange(18))
-    rows = np.arange(400, dtype=np.uint32)
+    rows = builder.enter(np.arange(400, dtype=np.uint32))
     for size in (50, 150):
         parent, small, large = (builder.build(part) for part in (rows, rows[:size], rows[size:]))
         expected = large.sums(17)
@@ -86,7 +88,7 @@ def test_a_hundred_million_rows_in_one_bin_do_not_overflow(precision, sign):
     block, times = kernels.NARROW_ROWS, 1526
     assert block * times > 100_000_000
     columns = np.full((1, block), 200, np.uint8)
-    panel = np.zeros((block, 16), np.uint8)
+    panel = np.zeros((block, 8), np.uint8)
     panel[:, 0] = 200
     data = BinnedRows(columns, (panel.view(np.uint64).reshape(-1),), (1,))
     grads, hess = np.full(block, sign, np.float32), np.ones(block, np.float32)
@@ -94,9 +96,9 @@ def test_a_hundred_million_rows_in_one_bin_do_not_overflow(precision, sign):
     if precision == "f32":  # the unit depends on how many rows there are
         gradients = GradientsF32(grads, hess, *_units(1.0, block * times))
     builder = HistogramBuilder(data, gradients, np.arange(1))
-    narrow = builder.build(np.arange(block, dtype=np.uint32))
+    narrow = builder.build(builder.enter(np.arange(block, dtype=np.uint32)))
     assert narrow.words < histogram.WIDE
-    total = Histogram(np.zeros(16 * 256 * histogram.WIDE, np.int64), histogram.WIDE)
+    total = Histogram(np.zeros(4 * 256 * histogram.WIDE, np.int64), histogram.WIDE)
     for _ in range(times):
         kernels.add_wide(narrow.cells, narrow.words, total.cells)
     one_grad, one_hess = (int(part[0]) for part in integer_gradients(gradients))
@@ -107,10 +109,11 @@ def test_a_hundred_million_rows_in_one_bin_do_not_overflow(precision, sign):
 
 def test_wide_nodes_are_built_in_blocks():
     rows = 2 * kernels.NARROW_ROWS + 5
-    panel = np.zeros((rows, 16), np.uint8)
+    panel = np.zeros((rows, 8), np.uint8)
     data = BinnedRows(np.zeros((1, rows), np.uint8), (panel.view(np.uint64).reshape(-1),), (1,))
     gradients = prepare(np.full(rows, -1, np.float32), np.ones(rows, np.float32), GradientPrecision.I16, None)
-    found = HistogramBuilder(data, gradients, np.arange(1)).build(np.arange(rows, dtype=np.uint32))
+    builder = HistogramBuilder(data, gradients, np.arange(1))
+    found = builder.build(builder.enter(np.arange(rows, dtype=np.uint32)))
     assert found.words == histogram.WIDE
     assert found.sums(0)[0].tolist() == [-127 * rows, 255 * rows, rows]
 

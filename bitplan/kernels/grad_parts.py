@@ -1,4 +1,6 @@
-"""The gradients of all blocks in one launch, each number read once: the Triton twin of `grad_reduce.torch_parts`.
+"""Mean, variance and max |x| of many tensors in one launch, each number read once: for statistics of gradients.
+
+The definition is `torch_parts` in `measure.grad_reduce`, whose parts are whole tensors; `join` there takes both.
 
 A program takes 64k numbers of one tensor, finds the tensor by its address in a table, and keeps a running (mean, sum of
 squared deviations, max |g|): each 8k numbers are summed around their own mean and merged into it (Chan's rule), so
@@ -20,7 +22,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from bitplan.measure.grad_reduce import Blocks, Parts, to_device
+from bitplan.kernels.host_copy import to_device
 
 BLOCK = 8192
 ROUNDS = 8
@@ -28,9 +30,9 @@ PART = BLOCK * ROUNDS
 _NAMES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
 
-def kernel_parts(blocks: Blocks) -> Parts:
-    """Parts in the order of the blocks' tensors; tensors of several types are one launch per type."""
-    flat = [_dense(grad) for grads in blocks for grad in grads]
+def kernel_parts(tensors: Sequence[Tensor]) -> Tensor:
+    """A row (mean, variance, max |x|) per part of PART numbers, in the order of the tensors; one launch per type."""
+    flat = [_dense(tensor) for tensor in tensors]
     sizes = tuple(grad.numel() for grad in flat)
     device = flat[0].device
     rows = torch.empty((sum(-(-size // PART) for size in sizes), 3), dtype=torch.float32, device=device)
@@ -50,7 +52,7 @@ def kernel_parts(blocks: Blocks) -> Parts:
                 ROUNDS=ROUNDS,
                 num_warps=8,
             )
-    return Parts(rows, sizes, tuple(map(len, blocks)), PART)
+    return rows
 
 
 def _dense(grad: Tensor) -> Tensor:

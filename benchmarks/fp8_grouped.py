@@ -1,0 +1,264 @@
+"""Experts in FP8 against BF16 in the same run: a grouped linear forward and backward, casts included.
+
+    python benchmarks/fp8_grouped.py [--parts dsv3,qwen3,products,casts] [--output FILE]
+
+dsv3      DeepSeek-V3 experts: 32768 tokens, 8 experts; fc1 gated 4096x7168, fc2 7168x2048, and plain 2048x7168
+qwen3     Qwen3-30B-A3B experts: 32768 tokens, 128 experts; fc1 gated 1536x2048, fc2 2048x768
+products  each product alone, at DeepSeek-V3's plain shape: torch's grouped product, and ours by every candidate launch
+casts     casts of tokens and of matrices alone: bytes a second, and the share of a device copy
+
+A step casts the weights once, as the first micro-batch of a step does; the arms named "reused" have them cast already.
+BF16 is `torch._grouped_mm` behind the same layer. Routing is uniform and Zipf. Arms take turns; the median counts.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import harness
+import torch
+from torch import Tensor
+
+from bitplan.kernels import fp8_grouped as kernels
+from bitplan.plan.fp8_routing import route_tokens
+from bitplan.runtime.fp8_grouped import GroupedLinear, plain_rows, plain_sums
+from bitplan.runtime.fp8_recipe import Fp8Recipe, GemmChoice
+from bitplan.runtime.fp8_weight_casts import drop_casts
+
+SHAPES = {  # out_features, in_features
+    "dsv3": {"fc1": (4096, 7168), "fc2": (7168, 2048), "plain": (2048, 7168)},
+    "qwen3": {"fc1": (1536, 2048), "fc2": (2048, 768)},
+}
+EXPERTS = {"dsv3": 8, "qwen3": 128}
+TARGETS = {"dsv3": 1.20, "qwen3": 1.00}
+TOKENS = 32768
+ROUTINGS = ("uniform", "zipf")
+PRODUCTS = ("fprop", "dgrad", "wgrad")
+REPEATS = 15
+Call = Callable[[], object]
+
+
+def arms() -> Iterator[tuple[str, GemmChoice, str, bool]]:
+    """(name, recipe of each product, implementation, whether weight casts are reused)."""
+    yield "bf16", GemmChoice.all("bf16"), "auto", False
+    for recipe, impl in (
+        ("tensorwise", "torch"),
+        ("tensorwise", "triton"),
+        ("rowwise", "torch"),
+        ("rowwise", "triton"),
+        ("blockwise", "triton"),
+    ):
+        yield f"{recipe} {impl}", GemmChoice.all(recipe), impl, False
+    yield "tensorwise torch, bf16 wgrad", GemmChoice("tensorwise", "tensorwise", "bf16"), "torch", False
+    yield "tensorwise torch, reused", GemmChoice.all("tensorwise"), "torch", True
+
+
+def random(*shape: int) -> Tensor:
+    return torch.randn(shape, device="cuda").bfloat16()
+
+
+def counts_of(experts: int, routing: str) -> Tensor:
+    return torch.tensor(route_tokens(TOKENS, experts, routing), device="cuda")
+
+
+def step_of(layer: GroupedLinear, x: Tensor, counts: Tensor, dy: Tensor, reused: bool) -> Call:
+    def step() -> object:
+        if not reused:
+            drop_casts([layer.weight])
+        return torch.autograd.grad(layer(x, counts), (x, layer.weight), dy)
+
+    return step
+
+
+def experts(part: str) -> list[dict[str, Any]]:
+    found = []
+    count = EXPERTS[part]
+    for name, (outputs, inputs) in SHAPES[part].items():
+        weight = torch.nn.Parameter(random(count, outputs, inputs) / inputs**0.5)
+        x, dy = random(TOKENS, inputs).requires_grad_(), random(TOKENS, outputs)
+        for routing in ROUTINGS:
+            counts = counts_of(count, routing)
+            steps, errors, exact = {}, {}, None
+            for arm, gemms, impl, reused in arms():
+                layer = GroupedLinear(
+                    count, inputs, outputs, recipe=Fp8Recipe(), gemms=gemms, impl=impl, device="meta", dtype=x.dtype
+                )
+                layer.weight = weight
+                with torch.no_grad():
+                    y = layer(x, counts).float()
+                layer.check_routing()
+                exact = y if exact is None else exact
+                errors[arm] = float((y - exact).norm() / exact.norm())
+                if not errors[arm] < 0.06:
+                    raise SystemExit(f"{part} {name} {routing} {arm}: relative error {errors[arm]:.3f} against BF16")
+                steps[arm] = step_of(layer, x, counts, dy, reused)
+            del exact, y
+            samples = harness.time_in_turns(steps, REPEATS, cuda=True)
+            plain = statistics.median(samples["bf16"])
+            found += [
+                {
+                    "part": part,
+                    "layer": name,
+                    "shape": [outputs, inputs],
+                    "experts": count,
+                    "tokens": TOKENS,
+                    "routing": routing,
+                    "arm": arm,
+                    **harness.summary(times),
+                    "samples_ms": times,
+                    "times_bf16": plain / statistics.median(times),
+                    "tflops": 6 * TOKENS * outputs * inputs / statistics.median(times) / 1e9,
+                    "relative_error": errors[arm],
+                }
+                for arm, times in samples.items()
+            ]
+    return found
+
+
+def products() -> list[dict[str, Any]]:
+    """Each product alone, by every implementation and launch."""
+    count, (outputs, inputs) = EXPERTS["dsv3"], SHAPES["dsv3"]["plain"]
+    x, dy, weight = random(TOKENS, inputs), random(TOKENS, outputs), random(count, outputs, inputs)
+    found = []
+    for routing in ROUTINGS:
+        counts = counts_of(count, routing)
+        layout = kernels.lay_out(counts, TOKENS, 128)
+        calls: dict[tuple[str, str], Call] = {
+            ("bf16", "fprop"): partial(plain_rows, x, weight, layout, None),
+            ("bf16", "dgrad"): partial(plain_rows, dy, weight.transpose(1, 2), layout, None),
+            ("bf16", "wgrad"): partial(plain_sums, dy, x, layout),
+        }
+        for recipe in ("rowwise", "blockwise"):
+            calls |= product_calls(recipe, x, dy, weight, layout, routing == "uniform")
+        refused = compile_together(calls)
+        for (arm, gemm), why in refused.items():
+            print(f"products {gemm} {routing} {arm}: not timed, {why}", flush=True)
+        calls = {key: call for key, call in calls.items() if key not in refused}
+        samples = harness.time_in_turns({f"{arm}|{gemm}": call for (arm, gemm), call in calls.items()}, 7, cuda=True)
+        for key, times in samples.items():
+            arm, gemm = key.split("|")
+            median = statistics.median(times)
+            row = {"part": "products", "layer": gemm, "routing": routing, "arm": arm, **harness.summary(times)}
+            plain = statistics.median(samples[f"bf16|{gemm}"])
+            tflops = 2 * TOKENS * outputs * inputs / median / 1e9
+            found.append(row | {"samples_ms": times, "times_bf16": plain / median, "tflops": tflops})
+    return found
+
+
+def product_calls(
+    recipe: str, x: Tensor, dy: Tensor, weight: Tensor, layout: kernels.GroupLayout, every_launch: bool
+) -> dict[tuple[str, str], Call]:
+    from bitplan.kernels.fp8_grouped_matmul import candidate_launches
+
+    x_rows, x_cols = kernels.cast_tokens(x, recipe, layout)
+    dy_rows, dy_cols = kernels.cast_tokens(dy, recipe, layout)
+    w_rows, w_cols = kernels.cast_experts(weight, recipe)
+    operands: Any = ((x_rows, w_rows), (dy_rows, w_cols), (dy_cols, x_cols))
+    ways: dict[str, dict[str, Any]] = {"torch": {"impl": "torch"}} if recipe == "rowwise" else {}
+    kind = kernels.scale_kind(recipe)
+    for launch in candidate_launches(kind)[: None if every_launch else 1]:
+        name = f"triton {launch.rows}x{launch.cols} {launch.warps}w {launch.stages}s {'tma' if launch.tma else 'ptr'}"
+        ways[name] = {"impl": "triton", "launch": launch}
+    calls: dict[tuple[str, str], Call] = {}
+    for name, how in ways.items():
+        for gemm, (a, b) in zip(PRODUCTS, operands, strict=True):
+            run: Any = kernels.grouped_sums if gemm == "wgrad" else kernels.grouped_rows
+            calls[f"{recipe} {name}", gemm] = partial(run, a, b, layout, torch.bfloat16, **how)
+    return calls
+
+
+def compile_together(calls: dict[tuple[str, str], Call]) -> dict[tuple[str, str], str]:
+    """Run every call once, many at a time: Triton compiles each, and compilers wait for nobody.
+
+    Returns why for those launches that do not fit this GPU: more shared memory than it has.
+    """
+    from triton.runtime.errors import OutOfResources
+
+    def attempt(call: Call) -> str | None:
+        try:
+            call()
+        except OutOfResources as error:
+            return str(error).splitlines()[0]
+        return None
+
+    with ThreadPoolExecutor(12) as pool:
+        found = dict(zip(calls, pool.map(attempt, calls.values()), strict=True))
+    torch.cuda.synchronize()
+    return {key: why for key, why in found.items() if why is not None}
+
+
+def casts() -> list[dict[str, Any]]:
+    count, (outputs, inputs) = EXPERTS["dsv3"], SHAPES["dsv3"]["plain"]
+    x, weight = random(TOKENS, inputs), random(count, outputs, inputs)
+    target = torch.empty_like(x)
+    copy = statistics.median(
+        harness.time_in_turns({"copy": lambda: torch.mul(x, 1.0, out=target)}, 15, cuda=True)["copy"]
+    )
+    copied = 2 * x.nbytes / copy
+    found = []
+    for routing in ROUTINGS:
+        counts = counts_of(count, routing)
+        layout = kernels.lay_out(counts, TOKENS, 128)
+        calls: dict[str, Call] = {"layout": lambda counts=counts: kernels.lay_out(counts, TOKENS, 128)}  # type: ignore[misc]
+        for recipe in kernels.GROUPED_RECIPES:
+            calls[f"tokens {recipe}"] = partial(kernels.cast_tokens, x, recipe, layout)
+            calls[f"matrices {recipe}"] = partial(kernels.cast_experts, weight, recipe)
+        for name, times in harness.time_in_turns(calls, 15, cuda=True).items():
+            read = {"tokens": x.nbytes, "matrices": weight.nbytes}.get(name.split()[0], 0)
+            moved = read * (2 if name.endswith("blockwise") else 3)  # the others read twice
+            rate = moved / statistics.median(times)
+            row = {"part": "casts", "layer": name, "routing": routing, "arm": "cast", **harness.summary(times)}
+            found.append(row | {"samples_ms": times, "bytes_moved": moved, "share_of_copy": rate / copied})
+    return found
+
+
+def line(row: dict[str, Any]) -> str:
+    head = f"{row['part']:<9}{row['layer']:<20}{row['routing']:<9}{row['arm']:<38}{row['median_ms']:>9.3f} ms"
+    if "times_bf16" in row:
+        return f"{head}{row['times_bf16']:>7.2f}x{row['tflops']:>8.0f} TFLOP/s"
+    return f"{head}{row['share_of_copy']:>7.0%} of a copy"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--parts", default="dsv3,qwen3,products,casts")
+    parser.add_argument("--output", type=Path)
+    given = parser.parse_args()
+    ways: dict[str, Callable[[], list[dict[str, Any]]]] = {
+        "dsv3": partial(experts, "dsv3"),
+        "qwen3": partial(experts, "qwen3"),
+        "products": products,
+        "casts": casts,
+    }
+    asked = given.parts.split(",")
+    if unknown := set(asked) - set(ways):
+        raise SystemExit(f"--parts are {', '.join(ways)}, got {', '.join(sorted(unknown))}")
+    if not torch.cuda.is_available():
+        raise SystemExit("this benchmark needs a CUDA GPU")
+    torch.manual_seed(0)
+    rows: list[dict[str, Any]] = []
+    for part in asked:
+        rows += ways[part]()
+        torch.cuda.empty_cache()
+    document = {"machine": harness.machine("cuda"), "versions": harness.versions(), "commit": harness.commit()}
+    path = harness.save("fp8_grouped", document | {"rows": rows}, given.output)
+    print("\n".join(map(line, rows)))
+    for part, target in TARGETS.items():
+        best: dict[tuple[str, str], float] = {}
+        for row in rows:
+            if row["part"] == part and "reused" not in row["arm"]:
+                key = (row["layer"], row["routing"])
+                best[key] = max(best.get(key, 0.0), row["times_bf16"] if row["arm"] != "bf16" else 0.0)
+        for (layer, routing), times in best.items():
+            print(f"{part} {layer} {routing}: best FP8 {times:.2f}x of BF16, target {target:.2f}x")
+    print(f"written to {path}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,457 @@
+"""FP8 casts and linear layers on a GPU, against a device copy and against compiled BF16, in the same run.
+
+    python benchmarks/fp8_linear.py [--parts casts,products,linears,norms,peers] [--tune] [--output FILE]
+
+casts     the Triton casts on activations, gradients and weights: time, bytes moved, share of a device copy
+products  the three products alone, by recipe and implementation, against BF16: the ceiling of what follows
+linears   one linear layer forward and backward, casts included, each recipe, the best choice per product, and what
+          weight casts shared by micro-batches ("held") give; in CUDA graphs and eager
+norms     RMSNorm and linear layer in one module, likewise
+peers     torchao's float8 linear, compiled, both recipes, where it is installed
+
+Variants are timed in turns, gradients are random, times are medians with their spread. A weight counts as changed in
+every step, so its cast is in the time, unless a variant says "held". Bytes of a cast are those that its algorithm
+moves: a tensorwise or rowwise cast reads twice, once for the maximum. `--tune` tries other tiles and warps first and
+prints which won.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import itertools
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import harness
+import torch
+from torch import Tensor, nn
+
+from bitplan.kernels.fp8_cast import cast_layouts
+from bitplan.kernels.fp8_product import scaled_product
+from bitplan.kernels.triton_fp8_cast import CastLaunch
+from bitplan.kernels.triton_fp8_product import CANDIDATES, block_scaled_product
+from bitplan.runtime.fp8_linear import Fp8Linear, hold_weight_casts
+from bitplan.runtime.fp8_norm_linear import Fp8NormLinear
+from bitplan.runtime.fp8_recipe import Fp8Recipe, GemmChoice
+from bitplan.runtime.fp8_weight_casts import drop_weight_casts
+
+RECIPES = ("tensorwise", "rowwise", "blockwise")
+LAYERS = {"fc1": (28672, 4096), "qkv": (6144, 4096)}
+CASES = (("fc1", 16384), ("fc1", 4096), ("fc1", 1024), ("qkv", 16384), ("qkv", 4096), ("qkv", 1024))
+TARGETS = {("fc1", 16384): 1.60, ("fc1", 4096): 1.50, ("fc1", 1024): 1.25, ("qkv", 16384): 1.45}
+CASTS = {"x 16384x4096": (16384, 4096), "dy 16384x28672": (16384, 28672), "w 28672x4096": (28672, 4096)}
+CAST_TARGET = 0.85
+TUNED = [
+    CastLaunch(rows, cols, warps, pieces, 8192, 8)
+    for rows, cols, warps in ((128, 128, 8), (128, 128, 4), (64, 128, 4), (128, 64, 4), (64, 256, 8), (128, 128, 16))
+    for pieces in (512, 1024)
+] + [CastLaunch(pieces=2048), CastLaunch(pieces=1024, numbers=16384), CastLaunch(numbers=4096, amax_warps=4)]
+BLOCK_TUNED = [CastLaunch(warps=warps, reload=reload) for warps in (4, 8, 16) for reload in (True, False)]
+REPEATS = 15
+LONGEST_PART_S = 60.0
+Step = Callable[[], object]
+Row = dict[str, Any]
+
+
+def timed(variants: dict[str, Step], repeats: int = REPEATS) -> dict[str, dict[str, float]]:
+    for run in variants.values():  # compile and warm up
+        run()
+    torch.cuda.synchronize()
+    return {name: harness.summary(found) for name, found in harness.time_in_turns(variants, repeats, cuda=True).items()}
+
+
+def graphed(step: Step) -> Step:
+    """The step as a CUDA graph: what it costs without the host."""
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(3):
+            step()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        graph_keeps = step()
+    return _Replay(graph, graph_keeps)
+
+
+class _Replay:
+    def __init__(self, graph: torch.cuda.CUDAGraph, keeps: object) -> None:
+        self.graph, self.keeps = graph, keeps
+
+    def __call__(self) -> object:
+        self.graph.replay()
+        return None
+
+
+def randn(*shape: int) -> Tensor:
+    return torch.randn(*shape, device="cuda", dtype=torch.bfloat16)
+
+
+def copy_bandwidth() -> float:
+    """Bytes read and written per second by a large copy kernel."""
+    source = torch.randn(2**28, device="cuda")
+    target = torch.empty_like(source)
+    found = timed({"copy": lambda: torch.mul(source, 1.0, out=target)}, 25)["copy"]
+    return 2 * source.nbytes / (found["median_ms"] * 1e-3)
+
+
+# ---- casts -----------------------------------------------------------------------------------------------------------
+
+
+def casts(bandwidth: float, launches: dict[str, CastLaunch]) -> list[Row]:
+    rows = []
+    for name, shape in CASTS.items():
+        x = randn(*shape)
+        variants: dict[str, Step] = {}
+        for recipe, layouts in itertools.product(RECIPES, ("rows", "both")):
+            variants[f"{recipe} {layouts}"] = partial(
+                cast_layouts,
+                x,
+                recipe,
+                is_weight=name.startswith("w"),
+                cols=layouts == "both",
+                launch=launches.get(recipe),
+            )
+        for variant, found in timed(variants).items():
+            recipe, layouts = variant.split()
+            moved = x.numel() * ((2 if recipe == "blockwise" else 4) + (2 if layouts == "both" else 1))
+            share = moved / (found["median_ms"] * 1e-3) / bandwidth
+            rows.append({"tensor": name, "recipe": recipe, "layouts": layouts, "bytes": moved, **found, "share": share})
+            print(cast_line(rows[-1]), flush=True)
+    return rows
+
+
+def cast_line(row: Row) -> str:
+    return (
+        f"cast {row['tensor']:15} {row['recipe']:10} {row['layouts']:4} {row['median_ms'] * 1e3:7.1f} us  "
+        f"{row['bytes'] / row['median_ms'] * 1e-9:5.2f} TB/s  {row['share']:.0%} of copy"
+    )
+
+
+def tune_casts() -> dict[str, CastLaunch]:
+    best = {}
+    for recipe in RECIPES:
+        totals: dict[CastLaunch, float] = {}
+        launches = TUNED if recipe != "blockwise" else BLOCK_TUNED
+        for name, shape in (*CASTS.items(), ("x 1024x4096", (1024, 4096))):
+            x = randn(*shape)
+            steps: dict[str, Step] = {
+                str(place): partial(cast_layouts, x, recipe, is_weight=name.startswith("w"), launch=launch)
+                for place, launch in enumerate(launches)
+            }
+            for place, found in timed(steps, 7).items():
+                launch = launches[int(place)]
+                # Relative to the bytes, so that small tensors count as much as large ones.
+                totals[launch] = totals.get(launch, 0.0) + found["median_ms"] / x.numel()
+                print(f"tune {recipe:10} {name:15} {found['median_ms'] * 1e3:8.1f} us {launch}", flush=True)
+        best[recipe] = min(totals, key=lambda launch: totals[launch])
+        print(f"tune {recipe}: best {best[recipe]}", flush=True)
+    return best
+
+
+# ---- products --------------------------------------------------------------------------------------------------------
+
+
+def products(*, tune: bool) -> list[Row]:
+    rows = []
+    for layer, tokens in CASES:
+        n, k = LAYERS[layer]
+        sizes = {"fprop": (tokens, n, k), "dgrad": (tokens, k, n), "wgrad": (n, k, tokens)}
+        for product, (m, cols, width) in sizes.items():
+            a, b = randn(m, width), randn(cols, width)
+            variants: dict[str, Step] = {"bf16": partial(torch.nn.functional.linear, a, b)}
+            for recipe in RECIPES:
+                a8 = cast_layouts(a, recipe, cols=False).rows
+                b8 = cast_layouts(b, recipe, is_weight=product != "wgrad", cols=False).rows
+                assert a8 is not None
+                assert b8 is not None
+                variants[recipe] = partial(scaled_product, a8, b8, torch.bfloat16)
+                if recipe != "blockwise":
+                    variants[f"{recipe} slow_accum"] = partial(scaled_product, a8, b8, torch.bfloat16, fast_accum=False)
+                else:
+                    for place, launch in enumerate(CANDIDATES if tune else CANDIDATES[:1]):
+                        variants[f"blockwise triton{place}"] = partial(
+                            block_scaled_product, a8, b8, torch.bfloat16, launch=launch
+                        )
+            rows += product_rows(layer, tokens, product, variants, 2.0 * m * cols * width)
+    return rows
+
+
+def product_rows(layer: str, tokens: int, product: str, variants: dict[str, Step], operations: float) -> list[Row]:
+    """A variant that does not run here is a row with its error."""
+    rows: list[Row] = []
+    for name in list(variants):
+        try:
+            variants[name]()
+            torch.cuda.synchronize()
+        except RuntimeError as error:
+            rows.append(
+                {"layer": layer, "tokens": tokens, "product": product, "variant": name, "error": str(error)[:200]}
+            )
+            del variants[name]
+    found = timed(variants, 9)
+    for name, each in found.items():
+        speed = operations / each["median_ms"] * 1e-9
+        rows.append({"layer": layer, "tokens": tokens, "product": product, "variant": name, **each, "tflops": speed})
+        print(f"product {layer} {tokens:6} {product} {name:22} {each['median_ms'] * 1e3:8.1f} us {speed:6.0f} TFLOP/s")
+    return rows
+
+
+# ---- linears ---------------------------------------------------------------------------------------------------------
+
+
+def step_of(
+    layer: Callable[[Tensor], Tensor], parameters: list[Tensor], x: Tensor, g: Tensor, *, changed: bool = True
+) -> Step:
+    """Forward and backward, of weights that count as changed since the last time."""
+
+    def step() -> object:
+        if changed:
+            torch.autograd.graph.increment_version(parameters)
+        return torch.autograd.grad(layer(x), [x, *parameters], g)
+
+    return step
+
+
+def fp8_variants(linear: nn.Linear) -> dict[str, Fp8Linear]:
+    made = {name: Fp8Linear.from_linear(linear, recipe=Fp8Recipe(name)) for name in RECIPES}  # type: ignore[arg-type]
+    made["tensorwise slow grads"] = Fp8Linear.from_linear(linear, recipe=Fp8Recipe("tensorwise", fast_accum=("fprop",)))
+    made["tensorwise hybrid"] = Fp8Linear.from_linear(linear, recipe=Fp8Recipe("tensorwise", "hybrid"))
+    return made
+
+
+def linears() -> list[Row]:
+    rows = []
+    began = time.perf_counter()
+    for layer, tokens in CASES:
+        if time.perf_counter() - began > LONGEST_PART_S:
+            rows.append({"layer": layer, "tokens": tokens, "skipped": "the part took its time"})
+            continue
+        rows.append(one_linear(layer, tokens))
+        drop_weight_casts()
+        torch.cuda.empty_cache()
+    return rows
+
+
+def one_linear(name: str, tokens: int) -> Row:
+    n, k = LAYERS[name]
+    linear = nn.Linear(k, n, bias=False, device="cuda", dtype=torch.bfloat16)
+    x, g = randn(tokens, k).requires_grad_(), randn(tokens, n)
+    weight: list[Tensor] = [linear.weight]
+    torch._dynamo.reset()
+    steps: dict[str, Step] = {"bf16": step_of(torch.compile(linear), weight, x, g)}
+    layers = fp8_variants(linear)
+    steps |= {variant: step_of(layer, weight, x, g) for variant, layer in layers.items()}
+    choice, tried = best_choice(linear, x, g)
+    layers["best per product"] = Fp8Linear.from_linear(linear, recipe=Fp8Recipe("tensorwise"), gemms=choice)
+    steps["best per product"] = step_of(layers["best per product"], weight, x, g)
+    errors = relative_errors(steps, linear, x, g) if tokens <= 1024 else {}
+    eager = timed(steps)
+    graphs = {variant: graphed(step) for variant, step in steps.items()}
+    for variant in (*RECIPES, "best per product"):
+        hold_weight_casts(layers[variant])
+        graphs[f"{variant} held"] = graphed(step_of(layers[variant], weight, x, g, changed=False))
+    graph = timed(graphs)
+    row: Row = {"layer": name, "tokens": tokens, "best": vars(choice), "estimated_ms": tried, "errors": errors}
+    row["eager"], row["graph"] = with_speedup(eager), with_speedup(graph)
+    for how in ("eager", "graph"):
+        for variant, found in row[how].items():
+            print(f"linear {name} {tokens:6} {how:5} {variant:24} {found['median_ms']:8.3f} ms {found['speedup']:.2f}x")
+    return row
+
+
+def with_speedup(found: dict[str, dict[str, float]]) -> dict[str, dict[str, float]]:
+    base = found["bf16"]["median_ms"]
+    return {name: {**each, "speedup": base / each["median_ms"]} for name, each in found.items()}
+
+
+def relative_errors(steps: dict[str, Step], linear: nn.Linear, x: Tensor, g: Tensor) -> dict[str, list[float]]:
+    """Of the gradients [dx, dW], against float32 products."""
+    exact = (g.float() @ linear.weight.detach().float(), g.float().t() @ x.detach().float())
+    found = {}
+    for name, step in steps.items():
+        made: Any = step()
+        found[name] = [float((a.float() - b).norm() / b.norm()) for a, b in zip(made, exact, strict=True)]
+    return found
+
+
+def best_choice(linear: nn.Linear, x: Tensor, g: Tensor) -> tuple[GemmChoice, dict[str, float]]:
+    """The choice with the smallest sum of casts and products, each timed alone; ties go to fewer recipes."""
+    cost = piece_costs(linear, x, g)
+    totals = {}
+    for names in itertools.product(("bf16", *RECIPES), repeat=3):
+        fprop, dgrad, wgrad = names
+        total = sum(cost[product, name] for product, name in zip(("fprop", "dgrad", "wgrad"), names, strict=True))
+        for tensor, rows_by, cols_by in (("x", fprop, wgrad), ("g", dgrad, wgrad), ("w", fprop, dgrad)):
+            if rows_by == cols_by:
+                total += cost.get((tensor, rows_by, "both"), 0.0)
+            else:
+                total += cost.get((tensor, rows_by, "rows"), 0.0) + cost.get((tensor, cols_by, "cols"), 0.0)
+        totals[names] = total
+    best = sorted(totals, key=lambda names: (totals[names], len(set(names))))[:4]
+    return GemmChoice(*best[0]), {"/".join(names): totals[names] for names in best}
+
+
+def piece_costs(linear: nn.Linear, x: Tensor, g: Tensor) -> dict[tuple[str, ...], float]:
+    tensors = {"x": x.detach(), "g": g, "w": linear.weight.detach()}
+    pieces: dict[tuple[str, ...], Step] = {
+        ("fprop", "bf16"): lambda: torch.nn.functional.linear(tensors["x"], tensors["w"]),
+        ("dgrad", "bf16"): lambda: g @ tensors["w"],
+        ("wgrad", "bf16"): lambda: g.t() @ tensors["x"],
+    }
+    for recipe in RECIPES:
+        made: dict[str, Any] = {}
+        for name, tensor in tensors.items():
+            cast = partial(cast_layouts, tensor, recipe, is_weight=name == "w")
+            made[name] = cast()
+            pieces[name, recipe, "both"] = cast
+            pieces[name, recipe, "rows"] = partial(cast, cols=False)
+            pieces[name, recipe, "cols"] = partial(cast, rows=False)
+        for product, a, b in (
+            ("fprop", made["x"].rows, made["w"].rows),
+            ("dgrad", made["g"].rows, made["w"].cols),
+            ("wgrad", made["g"].cols, made["x"].cols),
+        ):
+            pieces[product, recipe] = partial(scaled_product, a, b, torch.bfloat16)
+    found = timed({"|".join(piece): graphed(step) for piece, step in pieces.items()}, 7)
+    return {piece: found["|".join(piece)]["median_ms"] for piece in pieces}
+
+
+# ---- norm and linear -------------------------------------------------------------------------------------------------
+
+
+def norms() -> list[Row]:
+    rows = []
+    for name, tokens in (("fc1", 16384), ("fc1", 1024), ("qkv", 4096)):
+        n, k = LAYERS[name]
+        norm = nn.RMSNorm(k, eps=1e-5, device="cuda", dtype=torch.bfloat16)
+        linear = nn.Linear(k, n, bias=False, device="cuda", dtype=torch.bfloat16)
+        x, g = randn(tokens, k).requires_grad_(), randn(tokens, n)
+        parameters: list[Tensor] = [norm.weight, linear.weight]
+        torch._dynamo.reset()
+        steps: dict[str, Step] = {"bf16": step_of(torch.compile(nn.Sequential(norm, linear)), parameters, x, g)}
+        for recipe in RECIPES:
+            how = Fp8Recipe(recipe)  # type: ignore[arg-type]
+            apart = nn.Sequential(norm, Fp8Linear.from_linear(linear, recipe=how))
+            fused = Fp8NormLinear.from_modules(norm, linear, recipe=how)
+            steps[f"{recipe} apart"] = step_of(torch.compile(apart), parameters, x, g)
+            steps[f"{recipe} fused"] = step_of(fused, parameters, x, g)
+        found = with_speedup(timed({variant: graphed(step) for variant, step in steps.items()}))
+        rows.append({"layer": name, "tokens": tokens, "graph": found})
+        for variant, each in found.items():
+            print(f"norm {name} {tokens:6} {variant:18} {each['median_ms']:8.3f} ms {each['speedup']:.2f}x", flush=True)
+        drop_weight_casts()
+    return rows
+
+
+# ---- peers -----------------------------------------------------------------------------------------------------------
+
+
+def peers() -> list[Row]:
+    """torchao's float8 training linear; what does not run here is recorded with its error."""
+    rows: list[Row] = []
+    try:
+        float8: Any = importlib.import_module("torchao.float8")
+    except Exception as error:  # a peer may fail in its own ways; the table says so
+        return [{"peer": "torchao", "error": f"{type(error).__name__}: {str(error)[:200]}"}]
+    for name, tokens in CASES:
+        n, k = LAYERS[name]
+        x, g = randn(tokens, k).requires_grad_(), randn(tokens, n)
+        linear = nn.Linear(k, n, bias=False, device="cuda", dtype=torch.bfloat16)
+        steps: dict[str, Step] = {}
+        row: Row = {"peer": "torchao", "layer": name, "tokens": tokens}
+        for recipe in (None, "tensorwise", "rowwise"):
+            try:
+                torch._dynamo.reset()
+                model = nn.Sequential(nn.Linear(k, n, bias=False, device="cuda", dtype=torch.bfloat16))
+                if recipe is not None:
+                    config = float8.Float8LinearConfig.from_recipe_name(recipe)
+                    float8.convert_to_float8_training(model, config=config)
+                compiled = torch.compile(model)
+                parameters: list[Tensor] = list(model.parameters())
+                steps[recipe or "bf16"] = graphed(step_of(compiled, parameters, x, g))
+            except Exception as error:  # as above
+                row[f"{recipe} error"] = f"{type(error).__name__}: {str(error)[:200]}"
+        ours = Fp8Linear.from_linear(linear, recipe=Fp8Recipe("tensorwise"))
+        steps["ours tensorwise"] = graphed(step_of(ours, [linear.weight], x, g))
+        if "bf16" in steps:
+            row["graph"] = with_speedup(timed(steps))
+            for variant, each in row["graph"].items():
+                print(f"peer {name} {tokens:6} {variant:16} {each['median_ms']:8.3f} ms {each['speedup']:.2f}x")
+        rows.append(row)
+        drop_weight_casts()
+    return rows
+
+
+# ---- the table -------------------------------------------------------------------------------------------------------
+
+
+def print_table(document: Row) -> None:
+    print()
+    for row in document.get("casts", []):
+        if row["layouts"] == "both":
+            mark = "" if row["share"] >= CAST_TARGET else f"  (below {CAST_TARGET:.0%})"
+            print(cast_line(row) + mark)
+    for row in document.get("linears", []):
+        if "graph" not in row:
+            continue
+        target = TARGETS.get((row["layer"], row["tokens"]))
+        parts = [f"{variant} {found['speedup']:.2f}x" for variant, found in row["graph"].items() if variant != "bf16"]
+        best = max(found["speedup"] for variant, found in row["graph"].items() if variant != "bf16")
+        aim = f"  target {target:.2f}x {'met' if best >= target else 'MISSED'}" if target else ""
+        print(f"{row['layer']} {row['tokens']:6} graph: {', '.join(parts)}{aim}")
+        parts = [f"{variant} {found['speedup']:.2f}x" for variant, found in row["eager"].items() if variant != "bf16"]
+        print(
+            f"{row['layer']} {row['tokens']:6} eager: {', '.join(parts)}; best choice {'/'.join(row['best'].values())}"
+        )
+        if row["errors"]:
+            found = ", ".join(f"{name} {dx:.4f} {dw:.4f}" for name, (dx, dw) in row["errors"].items())
+            print(f"{row['layer']} {row['tokens']:6} errors of dx, dW: {found}")
+    for row in (*document.get("norms", []), *document.get("peers", [])):
+        parts = [f"{variant} {found['speedup']:.2f}x" for variant, found in row.get("graph", {}).items()]
+        failed = [f"{key}: {value}" for key, value in row.items() if key.endswith("error")]
+        print(f"{row.get('peer', 'norm')} {row.get('layer')} {row.get('tokens')}: {', '.join(parts + failed)}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--parts", default="casts,products,linears,norms,peers")
+    parser.add_argument("--tune", action="store_true", help="try other launches, and print the best")
+    parser.add_argument("--output", type=Path)
+    options = parser.parse_args()
+    torch.manual_seed(0)
+    torch.backends.cuda.matmul.allow_tf32 = False
+    bandwidth = copy_bandwidth()
+    print(f"copy {bandwidth / 1e12:.2f} TB/s", flush=True)
+    launches = tune_casts() if options.tune else {}
+    document: Row = {
+        "benchmark": "fp8_linear",
+        "machine": harness.machine("cuda"),
+        "versions": harness.versions(),
+        "commit": harness.commit(),
+        "copy_bytes_per_s": bandwidth,
+        "repeats": REPEATS,
+        "tuned": {recipe: vars(launch) for recipe, launch in launches.items()},
+    }
+    steps: dict[str, Callable[[], Any]] = {
+        "casts": lambda: casts(bandwidth, launches),
+        "products": lambda: products(tune=options.tune),
+        "linears": linears,
+        "norms": norms,
+        "peers": peers,
+    }
+    for part in options.parts.split(","):
+        began = time.perf_counter()
+        document[part] = steps[part]()
+        print(f"{part} took {time.perf_counter() - began:.0f} s", flush=True)
+        harness.save("fp8_linear_nvidia_h200", document, options.output)  # what is done stays done
+        torch.cuda.empty_cache()
+    print_table(document)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,71 @@
+"""FP8 casts of a matrix in the layouts that products need: the dispatcher.
+
+    pair = cast_layouts(x_RC, "blockwise", rows=True, cols=True)
+    pair.rows   x as it lies, for products that sum along C
+    pair.cols   its transpose, for products that sum along R
+
+Rows are padded with zeros to what the recipe needs (16, 32 or 128), so any count of tokens works; of a weight nothing
+is padded, it must fit. A GPU gets the Triton kernels, a CPU the reference; "triton" on a CPU runs under Triton's
+interpreter, for tests.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+
+from bitplan.errors import FormatError
+from bitplan.formats.fp8_scaling import (
+    ScaledFp8,
+    cast_reference,
+    check_castable,
+    pad_rows,
+    padded_tokens,
+    scaling_of,
+)
+
+if TYPE_CHECKING:
+    from bitplan.kernels.triton_fp8_cast import CastLaunch
+
+IMPLEMENTATIONS = ("auto", "reference", "triton")
+
+
+@dataclass(frozen=True)
+class CastPair:
+    """The layouts asked for; the others are None."""
+
+    rows: ScaledFp8 | None = None
+    cols: ScaledFp8 | None = None
+
+
+def cast_layouts(
+    x_RC: Tensor,
+    recipe: str,
+    fp8: str = "e4m3",
+    eps: float = 0.0,
+    *,
+    is_weight: bool = False,
+    rows: bool = True,
+    cols: bool = True,
+    impl: str = "auto",
+    launch: CastLaunch | None = None,
+) -> CastPair:
+    """Cast a matrix by a recipe, each layout that is asked for from one read."""
+    if impl not in IMPLEMENTATIONS:
+        raise FormatError(f"impl must be one of {', '.join(IMPLEMENTATIONS)}, got {impl!r}")
+    scaling = scaling_of(recipe, is_weight=is_weight)
+    padded = x_RC.shape[0] if is_weight else padded_tokens(recipe, x_RC.shape[0])
+    if is_weight:
+        check_castable(x_RC, scaling, fp8)
+    if impl == "triton" or (impl == "auto" and x_RC.is_cuda):
+        from bitplan.kernels.triton_fp8_cast import cast_tiles
+
+        made, made_t, _ = cast_tiles(x_RC, scaling, fp8, eps, padded, rows=rows, cols=cols, launch=launch)
+        return CastPair(made, made_t)
+    x_RC = pad_rows(x_RC, padded)
+    return CastPair(
+        cast_reference(x_RC, scaling, fp8, eps) if rows else None,
+        cast_reference(x_RC.t(), scaling, fp8, eps) if cols else None,
+    )

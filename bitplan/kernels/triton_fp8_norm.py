@@ -1,0 +1,206 @@
+"""The norm in front of an FP8 cast: what it needs of each row, and its gradient, on the GPU.
+
+Forward is two reads of x and no write of the normalised matrix: `row_stats` finds each row's mean and inverse
+deviation, and for a tensorwise cast the largest normalised magnitudes while the row is in registers; the cast
+(`triton_fp8_cast`) normalises as it reads. A norm by itself reads and writes 4 bytes a number, and a tensorwise cast
+then reads 4 more; here it is 4 in all. Rows of up to `LONGEST_ROW` numbers are held in registers.
+
+`norm_gradient` reads x and the gradient once, writes dx, and adds up the weight's gradient over the rows of a program.
+"""
+
+# mypy: disable-error-code="no-untyped-def, untyped-decorator"
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from bitplan.errors import FormatError
+from bitplan.kernels.triton_fp8_cast import Norm
+from bitplan.kernels.triton_numbers import as_bits, device_of, float_name, float_of_bits, magnitude_bits, narrow
+
+LONGEST_ROW = 32768
+MOST_PIECES = 1024
+GRADIENT_PROGRAMS = 528
+
+
+def row_stats(
+    x_RC: Tensor, kind: str, weight_C: Tensor, bias_C: Tensor | None, norm_eps: float, *, with_amax: bool
+) -> Norm:
+    """What the norm needs of each row, and with `with_amax` the largest normalised magnitudes by strips of rows."""
+    _check_length(x_RC)
+    rows, cols = x_RC.shape
+    rstd = torch.empty(rows, dtype=torch.float32, device=x_RC.device)
+    mean = torch.empty(rows, dtype=torch.float32, device=x_RC.device) if kind == "layer" else None
+    each = max(1, triton.cdiv(rows, MOST_PIECES))
+    programs = triton.cdiv(rows, each)
+    partial = torch.empty(max(programs, 1), dtype=torch.int32, device=x_RC.device) if with_amax else None
+    if not rows:
+        if partial is not None:
+            partial.zero_()
+        return Norm(kind, mean, rstd, weight_C, bias_C, partial)
+    block = triton.next_power_of_2(cols)
+    with device_of(x_RC):
+        _row_stats[(programs,)](
+            as_bits(x_RC),
+            as_bits(weight_C),
+            as_bits(bias_C) if bias_C is not None else as_bits(weight_C),
+            rstd,
+            mean if mean is not None else rstd,
+            partial if partial is not None else rstd,
+            rows,
+            cols,
+            norm_eps,
+            EACH=each,
+            SOURCE=float_name(x_RC.dtype),
+            WEIGHT=float_name(weight_C.dtype),
+            NORM=kind,
+            HAS_BIAS=bias_C is not None,
+            AMAX=with_amax,
+            BC=block,
+            num_warps=_warps(block),
+            enable_fp_fusion=False,
+        )
+    return Norm(kind, mean, rstd, weight_C, bias_C, partial)
+
+
+def norm_gradient(dy_RC: Tensor, x_RC: Tensor, norm: Norm) -> tuple[Tensor, Tensor, Tensor | None]:
+    """(dx, the weight's gradient, the bias's), the last two in float32."""
+    _check_length(x_RC)
+    rows, cols = x_RC.shape
+    dx = torch.empty_like(x_RC)
+    each = max(1, triton.cdiv(rows, GRADIENT_PROGRAMS))
+    programs = triton.cdiv(rows, each)
+    has_bias = norm.bias is not None
+    sums = torch.empty((1 + has_bias, programs, cols), dtype=torch.float32, device=x_RC.device)
+    if rows:
+        block = triton.next_power_of_2(cols)
+        with device_of(x_RC):
+            _norm_gradient[(programs,)](
+                as_bits(dy_RC.contiguous()),
+                as_bits(x_RC),
+                as_bits(norm.weight),
+                norm.rstd,
+                norm.mean if norm.mean is not None else norm.rstd,
+                as_bits(dx),
+                sums,
+                rows,
+                cols,
+                programs,
+                EACH=each,
+                SOURCE=float_name(x_RC.dtype),
+                GRAD=float_name(dy_RC.dtype),
+                WEIGHT=float_name(norm.weight.dtype),
+                NORM=norm.kind,
+                HAS_BIAS=has_bias,
+                BC=block,
+                num_warps=_warps(block),
+            )
+    total = sums.sum(1)
+    return dx, total[0], total[1] if has_bias else None
+
+
+def _warps(block: int) -> int:
+    return 4 if block <= 2048 else 8 if block <= 8192 else 16
+
+
+def _check_length(x_RC: Tensor) -> None:
+    if x_RC.shape[1] > LONGEST_ROW:
+        raise FormatError(f"the fused norm holds rows of up to {LONGEST_ROW} numbers, got {x_RC.shape[1]}")
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _row_stats(
+    x_ptr,
+    weight_ptr,
+    bias_ptr,
+    rstd_ptr,
+    mean_ptr,
+    partial_ptr,
+    rows,
+    cols,
+    norm_eps,
+    EACH: tl.constexpr,
+    SOURCE: tl.constexpr,
+    WEIGHT: tl.constexpr,
+    NORM: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    AMAX: tl.constexpr,
+    BC: tl.constexpr,
+):
+    c_C = tl.arange(0, BC)
+    ok_C = c_C < cols
+    largest_C = tl.zeros([BC], tl.int32)
+    if AMAX:
+        weight_C = float_of_bits(tl.load(weight_ptr + c_C, mask=ok_C, other=0), WEIGHT)
+        if HAS_BIAS:
+            bias_C = float_of_bits(tl.load(bias_ptr + c_C, mask=ok_C, other=0), WEIGHT)
+    for step in range(EACH):
+        row = tl.program_id(0) * EACH + step
+        ok = row < rows
+        here_C = ok_C & (row + tl.zeros([BC], tl.int32) < rows)
+        x_C = float_of_bits(tl.load(x_ptr + row.to(tl.int64) * cols + c_C, mask=here_C, other=0), SOURCE)
+        if NORM == "layer":
+            mean = tl.sum(x_C, axis=0) / cols
+            x_C = tl.where(ok_C, x_C - mean, 0.0)
+            tl.store(mean_ptr + row, mean, mask=ok)
+        rstd = 1.0 / tl.sqrt(tl.sum(x_C * x_C, axis=0) / cols + norm_eps)
+        tl.store(rstd_ptr + row, rstd, mask=ok)
+        if AMAX:
+            y_C = x_C * rstd * weight_C
+            if HAS_BIAS:
+                y_C = y_C + bias_C
+            y_C = float_of_bits(narrow(tl.where(here_C, y_C, 0.0), SOURCE), SOURCE)
+            largest_C = tl.maximum(largest_C, magnitude_bits(y_C))
+    if AMAX:
+        tl.store(partial_ptr + tl.program_id(0), tl.max(largest_C, axis=0))
+
+
+@triton.jit(do_not_specialize=["rows", "programs"])
+def _norm_gradient(
+    dy_ptr,
+    x_ptr,
+    weight_ptr,
+    rstd_ptr,
+    mean_ptr,
+    dx_ptr,
+    sums_ptr,
+    rows,
+    cols,
+    programs,
+    EACH: tl.constexpr,
+    SOURCE: tl.constexpr,
+    GRAD: tl.constexpr,
+    WEIGHT: tl.constexpr,
+    NORM: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    BC: tl.constexpr,
+):
+    c_C = tl.arange(0, BC)
+    ok_C = c_C < cols
+    weight_C = float_of_bits(tl.load(weight_ptr + c_C, mask=ok_C, other=0), WEIGHT)
+    weight_sum_C = tl.zeros([BC], tl.float32)
+    bias_sum_C = tl.zeros([BC], tl.float32)
+    for step in range(EACH):
+        row = tl.program_id(0) * EACH + step
+        ok = row < rows
+        here_C = ok_C & (row + tl.zeros([BC], tl.int32) < rows)
+        at_C = row.to(tl.int64) * cols + c_C
+        x_C = float_of_bits(tl.load(x_ptr + at_C, mask=here_C, other=0), SOURCE)
+        dy_C = float_of_bits(tl.load(dy_ptr + at_C, mask=here_C, other=0), GRAD)
+        rstd = tl.load(rstd_ptr + row, mask=ok, other=0.0)
+        if NORM == "layer":
+            x_C = tl.where(ok_C, x_C - tl.load(mean_ptr + row, mask=ok, other=0.0), 0.0)
+        unit_C = x_C * rstd
+        g_C = dy_C * weight_C
+        dx_C = g_C - unit_C * (tl.sum(g_C * unit_C, axis=0) / cols)
+        if NORM == "layer":
+            dx_C = dx_C - tl.sum(g_C, axis=0) / cols
+        tl.store(dx_ptr + at_C, narrow(dx_C * rstd, SOURCE), mask=here_C)
+        weight_sum_C += dy_C * unit_C
+        bias_sum_C += dy_C
+    at_C = tl.program_id(0).to(tl.int64) * cols + c_C
+    tl.store(sums_ptr + at_C, weight_sum_C, mask=ok_C)
+    if HAS_BIAS:
+        tl.store(sums_ptr + programs.to(tl.int64) * cols + at_C, bias_sum_C, mask=ok_C)

@@ -1,0 +1,306 @@
+"""What this machine offers bitplan: processors, fast paths, libraries, caches; what is missing and what to do about it.
+
+Read and not guessed: a fast path counts as active when the dispatcher would pick it now, a library as present when its
+installed metadata says so, a required one only when it can be imported. Which extra brings a library comes from
+bitplan's own metadata. The document, version 1, is also a record that a report shows:
+
+    {"document": "bitplan-machine", "version": 1, "machine": {"cpu": C, "cores": N, ...}, "versions": {...},
+     "paths": [{"name": N, "active": true, "detail": D}], "libraries": [{"name": N, "wanted": ">=1.6", "extras": [...],
+     "installed": "1.9.1", "problem": null}], "caches": [{"name": N, "path": P, "detail": D}],
+     "bandwidth": {"h2d_gb_per_s": X, "device_gb_per_s": Y} or null, "problems": [...], "next": [...]}
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+import os
+import platform
+import re
+import subprocess
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from bitplan import kernels
+from bitplan.formats import encode, list_formats
+from bitplan.kernels import explain_encode
+from bitplan.kernels.dispatch import SMALLEST_FOR_CPU
+from bitplan.kernels.fused import fused_for
+from bitplan.measure.crossover_files import cache_dir, gpu_fingerprint
+from bitplan.version import __version__
+
+DOCUMENT = "bitplan-machine"
+VERSION = 1
+FP8_CAPABILITY = (8, 9)
+H2D_BYTES, DEVICE_BYTES, REPEATS = 256 * 2**20, 256 * 2**20, 5
+NOT_INSTALLED = "pip install -e . in the checkout: bitplan runs from its source, so what it needs is not known here"
+_UNUSED_EXTRAS = {"dev"}  # libraries for those who work on bitplan itself
+_REQUIREMENT = re.compile(r"(?P<name>[A-Za-z0-9._-]+)(?:\[[^\]]*\])?\s*(?P<wanted>[^;\[]*)")
+_EXTRA = re.compile(r"extra\s*==\s*['\"]([^'\"]+)['\"]")
+
+
+@dataclass(frozen=True)
+class FastPath:
+    """Something faster than plain torch: whether it would be used now, and the formats, or the reason why not."""
+
+    name: str
+    active: bool
+    detail: str
+
+
+@dataclass(frozen=True)
+class Library:
+    """A package that bitplan needs (no extras) or can use; `problem` says what is wrong with a needed one."""
+
+    name: str
+    wanted: str
+    extras: tuple[str, ...]
+    installed: str | None
+    problem: str | None = None
+
+
+@dataclass(frozen=True)
+class Cache:
+    name: str
+    path: str
+    detail: str
+
+
+def examine_machine(*, measure: bool = True) -> dict[str, Any]:
+    """The document. `measure`: time copies to and on a GPU, where there is one; a second."""
+    has_gpu = torch.cuda.is_available()
+    requirements = _requirements()
+    libraries = find_libraries(requirements or [])
+    paths = [*_cpu_paths(), *_gpu_paths(has_gpu)]
+    problems = [f"{library.name}: {library.problem}" for library in libraries if library.problem]
+    bandwidth, too_full = _bandwidth(has_gpu and measure)
+    return {
+        "document": DOCUMENT,
+        "version": VERSION,
+        "machine": _hardware(has_gpu),
+        "versions": _versions(libraries),
+        "paths": [asdict(path) for path in paths],
+        "libraries": [asdict(library) | {"extras": list(library.extras)} for library in libraries],
+        "caches": [asdict(cache) for cache in (_numba_cache(), _crossover_cache())],
+        "bandwidth": bandwidth,
+        "problems": problems,
+        "next": [*too_full, *([] if requirements is not None else [NOT_INSTALLED]), *_next_steps(libraries, has_gpu)],
+    }
+
+
+# ---- hardware --------------------------------------------------------------------------------------------------------
+
+
+def cpu_model() -> str:
+    """The processor's name; Arm tells it through lscpu only."""
+    try:
+        text = subprocess.run(["lscpu"], capture_output=True, text=True, check=True).stdout
+    except (OSError, subprocess.CalledProcessError):
+        return platform.processor() or platform.machine()
+    named = dict(line.split(":", 1) for line in text.splitlines() if ":" in line)
+    return named.get("Model name", platform.machine()).strip()
+
+
+def _hardware(has_gpu: bool) -> dict[str, Any]:
+    found: dict[str, Any] = {
+        "cpu": cpu_model(),
+        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "threads": torch.get_num_threads(),
+        "instructions": torch.backends.cpu.get_cpu_capability(),
+        "system": f"{platform.system()} {platform.machine()}",
+    }
+    if hasattr(os, "sysconf"):
+        found["memory_gib"] = round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1)
+    if has_gpu:
+        properties = torch.cuda.get_device_properties(0)
+        found |= {
+            "gpu": properties.name,
+            "gpus": torch.cuda.device_count(),
+            "gpu_memory_gib": round(properties.total_memory / 2**30, 1),
+            "capability": f"{properties.major}.{properties.minor}",
+            "driver": gpu_fingerprint(properties.name)["driver"],
+            "cuda": torch.version.cuda,
+        }
+    return found
+
+
+def _bandwidth(wanted: bool) -> tuple[dict[str, float] | None, list[str]]:
+    """What was measured, and what to do where a full GPU leaves no room to."""
+    if not wanted:
+        return None, []
+    try:
+        return measure_bandwidth(torch.device("cuda")), []
+    except torch.OutOfMemoryError as error:
+        return None, [f"free memory of the GPU to measure its bandwidth: {str(error).splitlines()[0][:200]}"]
+
+
+def measure_bandwidth(device: torch.device) -> dict[str, float]:
+    """GB/s from pinned memory to the device, and of a copy on it (bytes read and written), the best of a few."""
+    host = torch.empty(H2D_BYTES, dtype=torch.uint8, pin_memory=True)
+    here, there = (torch.empty(DEVICE_BYTES, dtype=torch.uint8, device=device) for _ in range(2))
+    arrived = torch.empty(H2D_BYTES, dtype=torch.uint8, device=device)
+    h2d_ms = min(_copy_ms(arrived, host) for _ in range(REPEATS))
+    device_ms = min(_copy_ms(there, here) for _ in range(REPEATS))
+    return {
+        "h2d_gb_per_s": round(H2D_BYTES / h2d_ms / 1e6, 1),
+        "device_gb_per_s": round(2 * DEVICE_BYTES / device_ms / 1e6, 1),
+    }
+
+
+def _copy_ms(target: torch.Tensor, source: torch.Tensor) -> float:
+    start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    start.record()
+    target.copy_(source, non_blocking=True)
+    stop.record()
+    stop.synchronize()
+    return float(start.elapsed_time(stop))
+
+
+# ---- fast paths ------------------------------------------------------------------------------------------------------
+
+
+def _cpu_paths() -> list[FastPath]:
+    side = 512
+    assert side * side >= SMALLEST_FOR_CPU
+    sample = torch.zeros(side, side)
+    picked = {fmt.name: explain_encode(sample, fmt) for fmt in list_formats()}
+    twins = [name for name, pick in picked.items() if pick.implementation == "numba"]
+    reason = next((pick.reason for pick in picked.values() if "installed" in pick.reason), "no format has one")
+    numba = FastPath("CPU encode and decode (numba)", bool(twins), ", ".join(twins) or reason)
+    fused = fused_for("cpu")
+    refused = None if fused is None else fused.why_not(encode(torch.zeros(64, 64), "int4_g32"), torch.float32)
+    four_bit = FastPath("CPU 4-bit products (torch)", refused is None, refused or "int4_g32, q4_0_gguf")
+    return [numba, four_bit]
+
+
+def _gpu_paths(has_gpu: bool) -> list[FastPath]:
+    if not has_gpu:
+        why = "this torch is built without CUDA" if torch.version.cuda is None else "no CUDA device is visible"
+        return [
+            FastPath("GPU kernels (Triton)", False, why),
+            FastPath("FP8 tensor cores", False, f"{why}; FP8 is emulated: the same numbers, no speed"),
+        ]
+    capability = torch.cuda.get_device_capability(0)
+    triton = _installed("triton")
+    fp8 = capability >= FP8_CAPABILITY
+    told = f"compute capability {capability[0]}.{capability[1]}" + ("" if fp8 else ", and FP8 needs 8.9")
+    return [
+        FastPath("GPU kernels (Triton)", triton is not None, triton or "Triton is not installed"),
+        FastPath("FP8 tensor cores", fp8, told),
+    ]
+
+
+# ---- libraries -------------------------------------------------------------------------------------------------------
+
+
+def find_libraries(requirements: Iterable[str]) -> list[Library]:
+    """What bitplan's metadata asks for: needed ones first, then those of extras, by name."""
+    wanted: dict[str, tuple[str, set[str]]] = {}
+    for requirement in requirements:
+        found = _REQUIREMENT.match(requirement)
+        assert found is not None, requirement
+        extras = set(_EXTRA.findall(requirement))
+        if extras and extras <= _UNUSED_EXTRAS:
+            continue
+        version, known = wanted.get(found["name"], (found["wanted"].strip(), extras))
+        wanted[found["name"]] = (version, known | extras if known and extras else set())
+    libraries = [_library(name, version, tuple(sorted(extras))) for name, (version, extras) in wanted.items()]
+    return sorted(libraries, key=lambda library: (bool(library.extras), library.name))
+
+
+def _requirements() -> list[str] | None:
+    """What the installed package asks for; None where it runs from a checkout and nothing is installed."""
+    try:
+        return importlib.metadata.requires("bitplan") or []
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _library(name: str, wanted: str, extras: tuple[str, ...]) -> Library:
+    installed = _installed(name)
+    problem = None
+    if installed is None:
+        problem = None if extras else f"not installed; pip install '{name}{wanted}'"
+    elif not meets(installed, wanted):
+        problem = f"{installed} is installed, {wanted} is needed; pip install --upgrade '{name}{wanted}'"
+    elif not extras:
+        problem = _import_problem(name)
+    return Library(name, wanted, extras, installed, problem)
+
+
+def _installed(name: str) -> str | None:
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _import_problem(name: str) -> str | None:
+    try:
+        importlib.import_module(name.replace("-", "_"))
+    except Exception as error:  # a library that is broken may raise anything; it is told, not hidden
+        return f"is installed and cannot be imported: {type(error).__name__}: {str(error).splitlines()[0][:200]}"
+    return None
+
+
+def meets(installed: str, wanted: str) -> bool:
+    """Whether a version is at least what `>=` asks; other clauses are pip's affair."""
+    least = re.search(r">=\s*([0-9][0-9.]*)", wanted)
+    return least is None or _numbers(installed) >= _numbers(least[1])
+
+
+def _numbers(version: str) -> list[int]:
+    found = re.match(r"[0-9]+(?:\.[0-9]+)*", version)
+    parts = [int(part) for part in found[0].split(".")] if found else [0]
+    while parts and parts[-1] == 0:  # 1.0 is 1
+        parts.pop()
+    return parts
+
+
+def _versions(libraries: Iterable[Library]) -> dict[str, str]:
+    found = {"python": platform.python_version(), "bitplan": __version__}
+    found |= {library.name: library.installed for library in libraries if library.installed is not None}
+    triton = _installed("triton")
+    return found | ({"triton": triton} if triton else {})
+
+
+# ---- caches and next steps -------------------------------------------------------------------------------------------
+
+
+def _numba_cache() -> Cache:
+    """Where compiled CPU kernels are kept, and how many are there."""
+    named = os.environ.get("NUMBA_CACHE_DIR")
+    folder = Path(named) if named else Path(kernels.__file__).parent / "__pycache__"
+    kept = len(list(folder.rglob("*.nbc"))) if folder.is_dir() else 0
+    writable = os.access(folder if folder.is_dir() else folder.parent, os.W_OK)
+    detail = f"{kept} compiled kernels" if kept else "empty: the first use of a kernel compiles for some seconds"
+    if not writable:
+        detail += "; not writable, so numba keeps them in the user's cache folder: set NUMBA_CACHE_DIR to choose"
+    return Cache("compiled CPU kernels", str(folder), detail)
+
+
+def _crossover_cache() -> Cache:
+    folder = cache_dir()
+    kept = sorted(folder.glob("crossover/*.json"))
+    place = next(each for each in (folder, *folder.parents) if each.exists())
+    detail = f"{len(kept)} measured GPU models" if kept else "empty: crossovers are measured at first use on a GPU"
+    if not os.access(place, os.W_OK):
+        detail += "; not writable: set BITPLAN_CACHE_DIR to a folder that is"
+    return Cache("measured crossovers", str(folder), detail)
+
+
+def _next_steps(libraries: Iterable[Library], has_gpu: bool) -> list[str]:
+    """One command for each thing that is missing, most needed first; then what to try."""
+    steps = [f"{library.name}: {library.problem}" for library in libraries if library.problem]
+    missing: dict[str, list[str]] = {}
+    for library in libraries:
+        if library.extras and library.installed is None:
+            missing.setdefault(library.extras[0], []).append(library.name)
+    steps += [f"pip install 'bitplan[{extra}]' for {', '.join(names)}" for extra, names in sorted(missing.items())]
+    if has_gpu and _installed("triton") is None:
+        steps.append("pip install triton for the GPU kernels")
+    return [*steps, "bitplan formats to see the number formats; bitplan --help for the verbs"]

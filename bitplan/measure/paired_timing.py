@@ -1,0 +1,293 @@
+"""Times of several arms taken in turns on one device, with the memory each needs: what one call costs beside another.
+
+A GPU gets warmer, its clocks move, a neighbour wakes up: two times taken minutes apart compare the minutes. So the arms
+take turns, and every other turn runs them in the opposite order, for what ran before leaves its mark on what comes
+next. A sample lies between two marks of a stopwatch:
+
+    GPU     events; before each sample the GPU is let finish and the L2 cache is overwritten, or a small layer would be
+            timed from where its weights do not lie in a model. `graph` replays a captured CUDA
+            graph: the GPU's own time. `eager` calls several times in a row, as a training step does, so that a host
+            which cannot launch as fast as the GPU computes shows.
+    CPU     a monotonic clock. It is for tests: an emulated FP8 has no speed.
+
+An arm is a function that builds what is timed: memory that runs out in building is caught like memory that runs out in
+running, and told apart from every other error. One arm failing leaves the others; a device that no longer answers is
+raised, for whatever came next would be blamed on the wrong arm. With several processes (`Peers`) an arm fails when it
+fails on any of them, and the slowest of them counts.
+"""
+
+from __future__ import annotations
+
+import gc
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Protocol
+
+import torch
+
+OK, OOM, ERROR = "ok", "oom", "error"
+FLUSH_BYTES = 512 * 2**20  # ten times the L2 of an H200
+EAGER_SAMPLE_MS = 4.0  # long beside the head start that the flush gives the host
+MAX_CALLS_PER_SAMPLE = 50
+MIN_SAMPLE_MS = 1e-6  # a clock may stand still between two marks
+MAX_MESSAGE = 300
+
+Call = Callable[[], object]
+Arm = Callable[[], Call]  # builds what is timed
+
+
+class Stopwatch(Protocol):
+    """What a device must do to be timed on."""
+
+    def prepare(self) -> None:
+        """Before a sample: put the caches where a model would have left them."""
+
+    def mark(self) -> Any:
+        """Now, in the device's own order of work."""
+
+    def wait(self) -> None:
+        """Until all that was given to the device is done."""
+
+    def elapsed_ms(self, begin: Any, end: Any) -> float:
+        """Between two marks; after `wait`."""
+
+    def peak_bytes(self, call: Call) -> int | None:
+        """Run a call: the most memory that was held at once, over what was held before; None where unknown."""
+
+    def capture(self, call: Call) -> Call:
+        """The call as a graph that is replayed; the call itself on a device without graphs."""
+
+    def recover(self) -> None:
+        """After an error: give memory back, or raise if the device no longer answers."""
+
+
+class Peers:
+    """The processes that time together; this one is alone."""
+
+    def worst(self, status: str) -> str:
+        """The worst status of all processes."""
+        return status
+
+    def slowest(self, samples_ms: Sequence[float]) -> list[float]:
+        """Sample by sample the slowest process: a step ends when the last one does."""
+        return list(samples_ms)
+
+
+@dataclass(frozen=True)
+class Timed:
+    """What became of one arm. `in_turns`: sample i lies next to sample i of every other arm that is in turns."""
+
+    status: str
+    samples_ms: tuple[float, ...] = ()
+    peak_bytes: int | None = None
+    message: str = ""
+    in_turns: bool = False
+
+
+def time_in_turns(
+    arms: Mapping[str, Arm],
+    stopwatch: Stopwatch,
+    *,
+    turns: int,
+    warmup: int,
+    graph: bool = False,
+    peers: Peers | None = None,
+) -> dict[str, Timed]:
+    """`turns` samples of every arm, in turns, after `warmup` calls of each; an arm that fails says how."""
+    if turns < 1 or warmup < 0:
+        raise ValueError(f"turns must be from 1 and warmup from 0, got {turns} and {warmup}")
+    run = _Run(stopwatch, peers or Peers(), {}, {}, {})
+    for name, arm in arms.items():
+        run.make_ready(name, arm, max(warmup, 1), graph)
+    calls_per_sample = 1 if graph else run.calls_per_sample(warmup)
+    marks: dict[str, list[tuple[Any, Any]]] = {name: [] for name in run.ready}
+    for turn in range(turns):
+        order = list(run.ready) if turn % 2 == 0 else list(run.ready)[::-1]
+        for name in order:
+            run.attempt(name, partial(run.add_sample, name, calls_per_sample, marks[name]))
+    return run.read(arms, marks, calls_per_sample)
+
+
+@dataclass
+class _Run:
+    stopwatch: Stopwatch
+    peers: Peers
+    ready: dict[str, Call]
+    failed: dict[str, tuple[str, str]]
+    peaks: dict[str, int | None]
+
+    def make_ready(self, name: str, arm: Arm, warmup: int, graph: bool) -> None:
+        """Build, compile and choose algorithms, and look at the memory."""
+
+        def build() -> None:
+            call = arm()
+            for _ in range(warmup):
+                call()
+            self.peaks[name] = self.stopwatch.peak_bytes(call)
+            self.stopwatch.wait()
+            self.ready[name] = self.stopwatch.capture(call) if graph else call
+
+        self.attempt(name, build)
+
+    def attempt(self, name: str, work: Call) -> None:
+        """Do some work of an arm; if that fails here or at a peer, the arm is out and leaves no memory behind."""
+        status, message = OK, ""
+        try:
+            work()
+        except Exception as error:
+            status = OOM if is_out_of_memory(error) else ERROR
+            message = _one_line(error)
+        shared = self.peers.worst(status)
+        if shared != OK:
+            self.failed[name] = (shared, message or "it failed in another process")
+            self.ready.pop(name, None)
+            self.stopwatch.recover()
+
+    def calls_per_sample(self, warmup: int) -> int:
+        """How often an eager sample calls, the same for all arms: as often as the fastest needs for a long sample."""
+        fastest = math.inf
+        for name in list(self.ready):
+            found: list[float] = []
+            self.attempt(name, partial(self._once_ms, name, found))
+            fastest = min([fastest, *found])
+        fastest = self.peers.slowest([fastest])[0]  # every process must call equally often
+        if warmup == 0 or not math.isfinite(fastest):
+            return 1
+        return min(MAX_CALLS_PER_SAMPLE, max(1, math.ceil(EAGER_SAMPLE_MS / max(fastest, MIN_SAMPLE_MS))))
+
+    def _once_ms(self, name: str, found: list[float]) -> None:
+        marks: list[tuple[Any, Any]] = []
+        self.add_sample(name, 1, marks)
+        self.stopwatch.wait()
+        found.append(self.stopwatch.elapsed_ms(*marks[0]))
+
+    def add_sample(self, name: str, calls: int, marks: list[tuple[Any, Any]]) -> None:
+        call = self.ready[name]
+        self.stopwatch.wait()  # a host that ran ahead during the last sample would hide what this one costs it
+        self.stopwatch.prepare()
+        begin = self.stopwatch.mark()
+        for _ in range(calls):
+            call()
+        marks.append((begin, self.stopwatch.mark()))
+
+    def read(self, arms: Mapping[str, Arm], marks: Mapping[str, list[tuple[Any, Any]]], calls: int) -> dict[str, Timed]:
+        """Samples of the arms that came through, once the device is done."""
+        for name in list(self.ready):
+            self.attempt(name, self.stopwatch.wait)
+        found = {}
+        for name in arms:
+            if name in self.failed:
+                status, message = self.failed[name]
+                found[name] = Timed(status, message=message)
+                continue
+            times = [self.stopwatch.elapsed_ms(begin, end) / calls for begin, end in marks[name]]
+            samples = [round(max(each, MIN_SAMPLE_MS), 6) for each in self.peers.slowest(times)]
+            found[name] = Timed(OK, tuple(samples), self.peaks[name], in_turns=len(self.ready) > 1)
+        return found
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """torch says so by a class of its own, cuBLAS and graph capture by words."""
+    words = ("out of memory", "alloc_failed", "can't allocate memory")
+    if isinstance(error, torch.OutOfMemoryError | MemoryError):
+        return True
+    return isinstance(error, RuntimeError) and any(each in str(error).lower() for each in words)
+
+
+def _one_line(error: BaseException) -> str:
+    text = " ".join(str(error).split()) or type(error).__name__
+    return text if len(text) <= MAX_MESSAGE else text[: MAX_MESSAGE - 3] + "..."
+
+
+# ---- devices ---------------------------------------------------------------------------------------------------------
+
+
+class CpuStopwatch:
+    """A monotonic clock; another one may be given. No memory is counted and nothing is flushed."""
+
+    def __init__(self, clock_s: Callable[[], float] = time.perf_counter) -> None:
+        self.clock_s = clock_s
+
+    def prepare(self) -> None:
+        return
+
+    def mark(self) -> float:
+        return self.clock_s()
+
+    def wait(self) -> None:
+        return
+
+    def elapsed_ms(self, begin: float, end: float) -> float:
+        return (end - begin) * 1e3
+
+    def peak_bytes(self, call: Call) -> int | None:
+        call()
+        return None
+
+    def capture(self, call: Call) -> Call:
+        return call
+
+    def recover(self) -> None:
+        gc.collect()
+
+
+class CudaStopwatch:
+    """Events on the current stream of one GPU."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        free, _ = torch.cuda.mem_get_info(device)
+        self._flush = torch.empty(min(FLUSH_BYTES, free // 4), dtype=torch.uint8, device=device)
+
+    def prepare(self) -> None:
+        self._flush.zero_()
+
+    def mark(self) -> Any:
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(torch.cuda.current_stream(self.device))
+        return event
+
+    def wait(self) -> None:
+        torch.cuda.synchronize(self.device)
+
+    def elapsed_ms(self, begin: Any, end: Any) -> float:
+        return float(begin.elapsed_time(end))
+
+    def peak_bytes(self, call: Call) -> int | None:
+        self.wait()
+        torch.cuda.reset_peak_memory_stats(self.device)
+        before = torch.cuda.memory_allocated(self.device)
+        result = call()
+        self.wait()
+        del result
+        return max(torch.cuda.max_memory_allocated(self.device) - before, 0)
+
+    def capture(self, call: Call) -> Call:
+        """A graph of one call. What the call makes lies in the graph's own memory and is overwritten by each replay."""
+        side = torch.cuda.Stream(self.device)
+        side.wait_stream(torch.cuda.current_stream(self.device))
+        with torch.cuda.stream(side):
+            for _ in range(2):  # autotuners and workspaces of this stream; a capture must not meet them
+                call()
+        torch.cuda.current_stream(self.device).wait_stream(side)
+        self.wait()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            call()
+
+        def replay(_keeps_its_inputs: Call = call) -> None:
+            graph.replay()
+
+        return replay
+
+    def recover(self) -> None:
+        gc.collect()
+        self.wait()  # an illegal access shows here, again and again: it is raised, not blamed on the next arm
+        torch.cuda.empty_cache()
+
+
+def stopwatch_of(device: torch.device) -> Stopwatch:
+    return CudaStopwatch(device) if device.type == "cuda" else CpuStopwatch()

@@ -1,0 +1,259 @@
+"""Errors of packed weights and of layers' outputs: a histogram by format, how they move, and the worst of them.
+
+Drift logs and files have the relative error of each packed weight; a calibration has that of each block's and layer's
+output, for each candidate format and batch.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from bitplan.report.chart import Axis, Frame, at, box, card, colour, format_colours, legend, line, linear_axis, log_axis
+from bitplan.report.fields import Fields, ReportError
+from bitplan.report.figures import NONE, count, nbytes, percent, plural, significant
+from bitplan.report.markup import Markup, join, tag
+from bitplan.report.read import Record
+from bitplan.report.section import Fact, Section, cards, heading, source
+from bitplan.report.tables import Cell, Column, table
+
+BINS_A_DECADE = 4
+WORST_LINES = 6
+
+
+class Error(NamedTuple):
+    """One relative error; None where it is not finite, which is worse than any number."""
+
+    step: int
+    name: str
+    format: str
+    relative: float | None
+    fields: Fields | None = None
+
+    @property
+    def badness(self) -> float:
+        return math.inf if self.relative is None else self.relative
+
+
+def errors_section(records: Sequence[Record]) -> Section:
+    bodies, told, facts = [], [], []
+    for record in records:
+        errors = _calibration(record) if record.kind == "calibration" else _drift(record)
+        head = [heading(record.name)] if len(records) > 1 else []
+        last = _last_step(errors)
+        drawn = [_histogram(last, record.kind), _over_steps(errors), _by_format(last)]
+        bodies.append(join([*head, source(record), _findings(record), cards([each for each in drawn if each])]))
+        bodies.append(_calibration_table(last) if record.kind == "calibration" else _drift_table(last))
+        told.append(_told(record, last))
+        facts += _facts(last) if len(records) == 1 else []
+    return Section("errors", "Errors", join(bodies), tuple(told), tuple(facts))
+
+
+# ---- reading ---------------------------------------------------------------------------------------------------------
+
+
+def _drift(record: Record) -> list[Error]:
+    if isinstance(record.content, dict):
+        rows = list(Fields(record.content, record.where).each("layers"))
+    else:
+        rows = [Fields(item, f"{record.where}: line {number}") for number, item in enumerate(record.content, 1)]
+    return [
+        Error(row.whole("step"), row.text("name"), row.text("format"), row.number("relative_error", None), row)
+        for row in rows
+    ]
+
+
+def _findings(record: Record) -> Markup:
+    found = record.content.get("findings", []) if isinstance(record.content, dict) else []
+    if not isinstance(found, list):
+        raise ReportError(f"{record.where}: findings must be a list")
+    return tag("ul", *(tag("li", str(each)) for each in found), class_="findings") if found else Markup("")
+
+
+def _calibration(record: Record) -> list[Error]:
+    """Of each block and layer in each format the mean over batches, as the calibration itself takes it."""
+    document = Fields(record.content, record.where)
+    found: dict[tuple[str, str], list[float | None]] = {}
+    for _, layers in document.items("layers", {}):
+        for name in layers.value:
+            _gather(found, f"layer {name}", layers.fields(name))
+    for fmt, batches in document.items("blocks", {}):
+        for batch in batches.value:
+            blocks = batches.fields(batch)
+            for name in blocks.value:
+                found.setdefault((f"block {name}", fmt), []).append(blocks.number(name, None))
+    if not found:
+        raise ReportError(f"{record.where}: nothing has been calibrated yet; let the calibration finish a pass")
+    return [Error(0, name, fmt, _mean(errors)) for (name, fmt), errors in found.items()]
+
+
+def _gather(found: dict[tuple[str, str], list[float | None]], name: str, errors: Fields) -> None:
+    for fmt in errors.value:
+        found.setdefault((name, fmt), []).append(errors.number(fmt, None))
+
+
+def _mean(errors: Sequence[float | None]) -> float | None:
+    known = [error for error in errors if error is not None]
+    return math.fsum(known) / len(known) if known else None
+
+
+def _last_step(errors: Sequence[Error]) -> list[Error]:
+    """Of each name and format the latest, the worst first."""
+    latest: dict[tuple[str, str], Error] = {}
+    for error in errors:
+        key = (error.name, error.format)
+        if key not in latest or latest[key].step <= error.step:
+            latest[key] = error
+    return sorted(latest.values(), key=lambda error: (-error.badness, error.name, error.format))
+
+
+# ---- charts ----------------------------------------------------------------------------------------------------------
+
+
+def _classes(errors: Sequence[Error]) -> dict[str, str]:
+    return format_colours(sorted({error.format for error in errors}))
+
+
+def _histogram(errors: Sequence[Error], kind: str) -> Markup | None:
+    """How many tensors have an error of which size, a quarter of a decade to a bar, formats stacked."""
+    sizes = [error for error in errors if error.relative and error.relative > 0]
+    if not sizes:
+        return None
+    classes = _classes(errors)
+    counts: dict[int, dict[str, int]] = {}
+    for error in sizes:
+        place = math.floor(math.log10(error.relative or 1.0) * BINS_A_DECADE)
+        bin_ = counts.setdefault(place, {})
+        bin_[error.format] = bin_.get(error.format, 0) + 1
+    tall = max(sum(bin_.values()) for bin_ in counts.values())
+    low, high = math.floor(min(counts) / BINS_A_DECADE), math.ceil((max(counts) + 1) / BINS_A_DECADE)
+    x = log_axis([10.0**low, 10.0**high], "relative error", told=_power)
+    unit = "outputs" if kind == "calibration" else "tensors"
+    frame = Frame(x, linear_axis([0, tall], unit, zero=True, whole=True), "Histogram of relative errors by format")
+    for place, bin_ in sorted(counts.items()):
+        left, right = (frame.px(10 ** ((place + more) / BINS_A_DECADE)) for more in (0, 1))
+        done = 0
+        for name in sorted(bin_):
+            top, base = frame.py(done + bin_[name]), frame.py(done)
+            between = f"{_power(10 ** (place / BINS_A_DECADE))} to {_power(10 ** ((place + 1) / BINS_A_DECADE))}"
+            tip = f"{name}: {plural(bin_[name], unit[:-1])} between {between}"
+            frame.add(box(left + 0.5, top, right - left - 1, base - top, f"bar {classes[name]}", tip))
+            done += bin_[name]
+    zero = sum(error.relative == 0 for error in errors)
+    bad = sum(error.relative is None for error in errors)
+    note = "Relative error: root of squared error over squared numbers."
+    note += f" {plural(zero, 'is', 'are')} exact and not drawn." if zero else ""
+    note += f" {plural(bad, 'is', 'are')} not finite and not drawn." if bad else ""
+    return card(
+        "Histogram of errors", frame.svg(), legend=legend([(k, name) for name, k in classes.items()]), note=note
+    )
+
+
+def _power(value: float) -> str:
+    return significant(value, 2) if value >= 1e-3 else f"{value:.0e}".replace("e-0", "e-")
+
+
+def _over_steps(errors: Sequence[Error]) -> Markup | None:
+    """The worst tensors over steps."""
+    steps = sorted({error.step for error in errors})
+    if len(steps) < 2:
+        return None
+    worst = list(dict.fromkeys(error.name for error in _last_step(errors)))[:WORST_LINES]
+    curves = {
+        name: [(float(e.step), e.relative) for e in errors if e.name == name and e.relative is not None]
+        for name in worst
+    }
+    values = [value for curve in curves.values() for _, value in curve]
+    if not values:
+        return None
+    x = linear_axis([float(step) for step in steps], "step", whole=True)
+    frame = Frame(x, linear_axis(values, "relative error"), "Relative error over steps, worst tensors")
+    for index, curve in enumerate(curves.values()):
+        if curve:
+            frame.add(line(frame, curve, colour(index)))
+    names = legend([(colour(index), name) for index, name in enumerate(curves)])
+    return card(f"The {len(curves)} worst over steps", frame.svg(), legend=names)
+
+
+def _by_format(errors: Sequence[Error]) -> Markup | None:
+    """Every error as a tick, a row for each format: spread and outliers at a glance."""
+    classes = _classes(errors)
+    positive = [error.relative for error in errors if error.relative and error.relative > 0]
+    if len(classes) < 2 or not positive:
+        return None
+    x = log_axis(positive, "relative error", told=_power)
+    pitch = 26
+    frame = Frame(x, Axis("", 0, 1, ()), "Relative errors of each format", height=pitch * len(classes) + 54, left=118)
+    for row, (name, kind) in enumerate(classes.items()):
+        y = 10 + pitch * row
+        values = sorted({error.relative for error in errors if error.format == name and error.relative})
+        frame.add(tag("text", name[:17], x=frame.left - 8, y=y + 14, text_anchor="end"))
+        path = "".join(f"M{at(frame.px(value))} {y}v18" for value in values)
+        frame.add(tag("path", d=path, class_=f"stroke {kind}"))
+    return card("Errors of each format", frame.svg(), note="A tick is one of them.")
+
+
+# ---- tables ----------------------------------------------------------------------------------------------------------
+
+
+def _drift_table(errors: Sequence[Error]) -> Markup:
+    columns = (
+        Column("Tensor", mono=True),
+        Column("Format", choose=True),
+        Column("Step", numeric=True),
+        Column("Relative error", numeric=True),
+        Column("Largest error", numeric=True),
+        Column("Bad scales", numeric=True),
+        Column("End codes", numeric=True),
+        Column("Zeros", numeric=True),
+        Column("Bytes", numeric=True),
+    )
+    rows = []
+    for error in errors:
+        row = error.fields
+        assert row is not None
+        bad = sum(row.whole(key, 0) for key in ("nan_scales", "clipped_scales", "underflowed_scales"))
+        largest, codes = row.number("max_abs_error", None), max(row.whole("count", 0), 1)
+        ends, zeros = row.whole("saturated_codes", 0) / codes, row.whole("flushed_codes", 0) / codes
+        rows.append(
+            [
+                Cell(error.name),
+                Cell(error.format),
+                Cell(count(error.step), float(error.step)),
+                _error_cell(error.relative),
+                _error_cell(largest),
+                Cell(count(bad), float(bad)),
+                Cell(percent(ends), ends),
+                Cell(percent(zeros), zeros),
+                Cell(nbytes(row.whole("bytes", None)), float(row.whole("bytes", 0))),
+            ]
+        )
+    return table("packed tensors, worst first", columns, rows)
+
+
+def _calibration_table(errors: Sequence[Error]) -> Markup:
+    columns = (Column("Part", mono=True), Column("Format", choose=True), Column("Relative error", numeric=True))
+    rows = [[Cell(error.name), Cell(error.format), _error_cell(error.relative)] for error in errors]
+    return table("output errors, worst first", columns, rows)
+
+
+def _error_cell(value: float | None) -> Cell:
+    return Cell("not finite" if value is None else significant(value), 1e300 if value is None else value)
+
+
+def _told(record: Record, errors: Sequence[Error]) -> Markup:
+    if not errors:
+        return join(["No error was recorded. (", tag("code", record.name), ")"])
+    worst = errors[0]
+    what = "output" if record.kind == "calibration" else "packed tensor"
+    size = "not finite" if worst.relative is None else significant(worst.relative)
+    text = f"Of {plural(len(errors), what)} the largest relative error is {size}, "
+    return join([text, tag("code", worst.name), f" in {worst.format}. (", tag("code", record.name), ")"])
+
+
+def _facts(errors: Sequence[Error]) -> list[Fact]:
+    if not errors:
+        return []
+    worst = errors[0].relative
+    return [Fact(NONE if worst is None else significant(worst), "largest relative error", errors[0].format)]

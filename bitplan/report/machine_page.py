@@ -1,0 +1,102 @@
+"""Where the figures come from: machines and versions of every record, and the files themselves."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from bitplan.report.figures import nbytes
+from bitplan.report.markup import Markup, join, tag
+from bitplan.report.read import Record
+from bitplan.report.section import Section, heading
+from bitplan.report.tables import Cell, Column, table
+
+_SOURCES = ("machine", "versions", "fingerprint")
+_ORDER = (
+    "gpu",
+    "cpu",
+    "cores",
+    "system",
+    "gpu_memory_gib",
+    "driver",
+    "cuda",
+    "bitplan",
+    "commit",
+    "python",
+    "torch",
+    "triton",
+)
+
+
+def fingerprint_of(record: Record) -> dict[str, str]:
+    """Machine and versions that a record states, the commit included; nothing is guessed."""
+    content = record.content[0] if isinstance(record.content, list) and record.content else record.content
+    if not isinstance(content, dict):
+        return {}
+    found: dict[str, Any] = {}
+    for source in _SOURCES:
+        if isinstance(content.get(source), dict):
+            found |= content[source]
+    if isinstance(found.get("versions"), dict):  # a calibration's fingerprint has them within
+        found |= found.pop("versions")
+    if found and isinstance(content.get("commit"), str):
+        found["commit"] = content["commit"]
+    return {str(key): str(value) for key, value in found.items() if isinstance(value, str | int | float)}
+
+
+def machine_section(records: Sequence[Record]) -> Section:
+    stated = {record.name: found for record in records if (found := fingerprint_of(record))}
+    machines = sorted({_machine(found) for found in stated.values()} - {""})
+    told: tuple[object, ...] = ()
+    if len(machines) > 1:
+        told = (
+            join(
+                [
+                    "The records come from different machines: ",
+                    ", ".join(machines),
+                    ". Do not compare times across them.",
+                ]
+            ),
+        )
+    elif machines:
+        told = (f"Measured on {machines[0]}.",)
+    body = join([_fingerprints(stated), heading("Records"), _files(records)])
+    return Section("machine", "Machine and records", body, told)
+
+
+def _machine(found: dict[str, str]) -> str:
+    return found.get("gpu") or found.get("cpu") or ""
+
+
+def _fingerprints(stated: dict[str, dict[str, str]]) -> Markup:
+    """One column for records that state the same, so that differences stand out."""
+    if not stated:
+        return tag("p", "No record states the machine it comes from.", class_="note")
+    groups: dict[tuple[tuple[str, str], ...], list[str]] = {}
+    for name, found in stated.items():
+        groups.setdefault(tuple(sorted(found.items())), []).append(name)
+    keys = {key for group in groups for key, _ in group}
+    ordered = [key for key in _ORDER if key in keys] + sorted(keys - set(_ORDER))
+    columns = [Column("What"), *(Column(", ".join(names)) for names in groups.values())]
+    rows = []
+    for key in ordered:
+        values = [dict(group).get(key, "") for group in groups]
+        differs = len({value for value in values if value}) > 1
+        cells = [Cell(tag("b", value) if differs and value else value) for value in values]
+        rows.append([Cell(key.replace("_", " ")), *cells])
+    note = tag("p", "Bold: the records differ.", class_="note") if len(groups) > 1 else Markup("")
+    return join([table("machine and versions", columns, rows), note])
+
+
+def _files(records: Sequence[Record]) -> Markup:
+    columns = (Column("File", mono=True), Column("Kind"), Column("Bytes", numeric=True), Column("SHA-256", mono=True))
+    rows = [
+        [
+            Cell(record.name),
+            Cell(record.words),
+            Cell(nbytes(record.nbytes), float(record.nbytes)),
+            Cell(tag("span", record.sha256[:16], title=record.sha256)),
+        ]
+        for record in records
+    ]
+    return table("records of this report", columns, rows)

@@ -1,0 +1,127 @@
+"""The page: one HTML file with its style and its script inside, which asks nobody for anything.
+
+Same records in the same order, same bytes: no clock, no random name, no path of this machine. The content security
+policy lets only this style and this script run, by their hashes: markup that slipped through could not act.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+from collections.abc import Callable, Iterable, Sequence
+from importlib import resources
+from pathlib import Path
+
+from bitplan.records import atomic_file
+from bitplan.report.benchmark_page import benchmark_section
+from bitplan.report.errors_page import errors_section
+from bitplan.report.findings_page import findings_section
+from bitplan.report.machine_page import machine_section
+from bitplan.report.markup import Markup, tag
+from bitplan.report.plan_page import plan_section
+from bitplan.report.precision_page import precision_section
+from bitplan.report.quality_page import quality_section
+from bitplan.report.read import Record, read_records
+from bitplan.report.section import Section
+from bitplan.report.speed_page import speed_section
+from bitplan.report.stream_page import stream_section
+from bitplan.report.training_page import training_section
+from bitplan.version import __version__
+
+# In the order of the page: which kinds of record go into which section.
+SECTIONS: tuple[tuple[tuple[str, ...], Callable[[Sequence[Record]], Section]], ...] = (
+    (("plan",), plan_section),
+    (("findings",), findings_section),
+    (("quality",), quality_section),
+    (("training",), training_section),
+    (("precision",), precision_section),
+    (("stream",), stream_section),
+    (("fp8_policy", "fp8_report", "crossover"), speed_section),
+    (("drift", "calibration"), errors_section),
+    (("trees", "demo", "benchmark"), benchmark_section),
+)
+
+
+def write_report(records: Iterable[str | Path], output: str | Path, *, title: str = "bitplan report") -> list[Section]:
+    """Read records, write one HTML file, whole or not at all, and return its sections."""
+    found = read_records(records)
+    sections = build_sections(found)
+    with atomic_file(output) as file:
+        file.write(build_page(sections, title=title).encode())
+    return sections
+
+
+def build_sections(records: Sequence[Record]) -> list[Section]:
+    """A section for each sort of record that is there, and one for where they come from."""
+    sections = []
+    for kinds, draw in SECTIONS:
+        chosen = [record for record in records if record.kind in kinds]
+        if chosen:
+            sections.append(draw(chosen))
+    return [*sections, machine_section(records)]
+
+
+def build_page(sections: Sequence[Section], *, title: str) -> str:
+    """The document's text."""
+    style = _resource("page.css").replace("$DARK", _resource("dark.css"))
+    script = _resource("page.js")
+    policy = (
+        f"default-src 'none'; style-src {_hash(style)}; script-src {_hash(script)}; base-uri 'none'; form-action 'none'"
+    )
+    head = tag(
+        "head",
+        tag("meta", charset="utf-8"),
+        tag("meta", http_equiv="Content-Security-Policy", content=policy),
+        tag("meta", name="viewport", content="width=device-width, initial-scale=1"),
+        tag("meta", name="color-scheme", content="light dark"),
+        tag("meta", name="generator", content=f"bitplan {__version__}"),
+        tag("title", title),
+        tag("style", Markup(style)),
+    )
+    body = tag(
+        "body",
+        tag("a", "Skip to the report", href="#top", class_="skip"),
+        _bar(sections, title),
+        tag("main", _summary(sections, title), *(_part(section) for section in sections), id="top"),
+        tag("footer", f"Made by bitplan {__version__} from the records named above; nothing was measured again."),
+        tag("div", id="tip", role="tooltip", hidden=True),
+        tag("script", Markup(script)),
+    )
+    return f"<!doctype html>\n{tag('html', head, body, lang='en')}\n"
+
+
+def _bar(sections: Sequence[Section], title: str) -> Markup:
+    links = [tag("a", section.title, href=f"#{section.anchor}") for section in sections]
+    button = tag("button", "Theme: auto", type="button", id="theme", hidden=True)
+    return tag(
+        "header", tag("a", title, href="#top", class_="brand"), tag("nav", *links, aria_label="Sections"), button
+    )
+
+
+def _summary(sections: Sequence[Section], title: str) -> Markup:
+    facts = [fact for section in sections for fact in section.facts]
+    tiles = [
+        tag("li", tag("b", fact.value), tag("span", fact.label), tag("small", fact.note) if fact.note else "")
+        for fact in facts
+    ]
+    told = [tag("li", line) for section in sections for line in section.told]
+    return tag(
+        "section",
+        tag("h1", title),
+        tag("ul", *tiles, class_="facts") if tiles else "",
+        tag("ul", *told, class_="told"),
+        id="summary",
+        aria_label="Summary",
+    )
+
+
+def _part(section: Section) -> Markup:
+    return tag("section", tag("h2", section.title), section.body, id=section.anchor)
+
+
+def _resource(name: str) -> str:
+    return resources.files("bitplan.report").joinpath(name).read_text(encoding="utf-8").strip()
+
+
+def _hash(text: str) -> str:
+    return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"

@@ -1,0 +1,205 @@
+"""Records from files: recognised by what they hold, never by what they are called, and read within limits.
+
+A JSON document has one value; a JSONL log has an object per line. A log's first line is looked at before the rest is
+read, so a file of garbage costs no more than its first line. The end of a log may be torn (its writer was killed, or is
+writing now): that piece is left out and counted. Any other line that is not JSON is an error, but for the telemetry of
+selective precision, whose writer ends a torn line and goes on.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from bitplan.errors import FileFormatError
+from bitplan.records import parse_json
+from bitplan.report.fields import ReportError, shown
+
+MAX_RECORD_BYTES = 64 * 2**20
+MAX_LINE_BYTES = 8 * 2**20
+MAX_LINES = 500_000
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A sort of record: how it is told from the others, by its document or by its first line."""
+
+    name: str
+    words: str
+    matches: Callable[[dict[str, Any]], bool]
+    lines: bool = False
+    torn_lines: bool = False  # whether a line in the middle may be torn
+    document: str | None = None
+    versions: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class Record:
+    """One file: `content` is a document's value, or the list of a log's lines; `torn` lines were left out."""
+
+    kind: str
+    name: str
+    words: str
+    nbytes: int
+    sha256: str
+    content: Any
+    torn: int = 0
+
+    @property
+    def where(self) -> str:
+        return self.name
+
+
+def _has(*keys: str) -> Callable[[dict[str, Any]], bool]:
+    return lambda found: all(key in found for key in keys)
+
+
+def _are_trees(found: dict[str, Any]) -> bool:
+    runs = found["runs"]
+    return isinstance(runs, list) and bool(runs) and isinstance(runs[0], dict) and "contender" in runs[0]
+
+
+KINDS = (
+    Kind("plan", "plan", _has("tensors"), document="bitplan-plan", versions=(1,)),
+    Kind("fp8_policy", "FP8 policy", _has("rules"), document="bitplan-fp8-policy", versions=(2,)),
+    Kind("fp8_report", "FP8 layer benchmark", _has("rows"), document="bitplan-fp8-report", versions=(1,)),
+    Kind(
+        "fp8_report",
+        "FP8 layer benchmark",
+        lambda found: "rows" not in found,
+        lines=True,
+        document="bitplan-fp8-report",
+        versions=(1,),
+    ),
+    Kind("crossover", "measured crossovers", _has("weights"), document="bitplan-crossover", versions=(1,)),
+    Kind("calibration", "calibration", _has("layers", "blocks"), document="bitplan-calibration", versions=(1,)),
+    Kind("machine", "machine", _has("machine", "versions"), document="bitplan-machine", versions=(1,)),
+    Kind("training", "training log", _has("run"), lines=True, document="bitplan-training-log", versions=(1,)),
+    Kind(
+        "precision",
+        "selective precision telemetry",
+        _has("step_id", "block_details", "precision_changes"),
+        lines=True,
+        torn_lines=True,
+    ),
+    Kind("stream", "streaming telemetry", _has("step", "step_ms", "copy_ms", "stall_ms"), lines=True),
+    Kind("drift", "drift log", _has("step", "name", "relative_error"), lines=True),
+    Kind("drift", "drift of a checkpoint", _has("layers", "findings")),
+    Kind("quality", "perplexity", _has("reference_row", "rows")),
+    Kind("quality", "perplexity benchmark", lambda found: found.get("benchmark") == "quality" and "rows" in found),
+    Kind("trees", "trees benchmark", lambda found: _has("machine", "versions", "runs")(found) and _are_trees(found)),
+    Kind("demo", "demo figures", _has("train_seconds", "formats")),
+    Kind("benchmark", "benchmark", _has("benchmark", "machine", "versions")),
+)
+FINDINGS = Kind("findings", "findings of a check", _has("code", "where", "message"))
+
+
+def read_records(paths: Iterable[str | Path]) -> list[Record]:
+    """Read every file, in the order given; one that is no record of ours is an error that names it."""
+    given = [Path(path) for path in paths]
+    if not given:
+        raise ReportError("no records given; name the JSON and JSONL files that plan, check, drift and others wrote")
+    return [_read(path, name) for path, name in zip(given, short_names(given), strict=True)]
+
+
+def short_names(paths: list[Path]) -> list[str]:
+    """File names, with as many folders as tell two of the same name apart: no report says where a home folder is."""
+    resolved = [path.resolve() for path in paths]
+    names = []
+    for path in resolved:
+        depth, others = 1, {other for other in resolved if other != path}
+        while depth < len(path.parts) and any(other.parts[-depth:] == path.parts[-depth:] for other in others):
+            depth += 1
+        names.append("/".join(path.parts[-depth:]))
+    return names
+
+
+def _read(path: Path, name: str) -> Record:
+    try:
+        with path.open("rb") as file:
+            size = path.stat().st_size
+            if size > MAX_RECORD_BYTES:
+                raise ReportError(f"{path}: {size} bytes is too large for a record (limit {MAX_RECORD_BYTES})")
+            kind, content, torn = _recognise(file, path)
+            file.seek(0)
+            digest = hashlib.file_digest(file, "sha256").hexdigest()
+    except OSError as error:
+        raise ReportError(f"{path}: cannot be read: {error.strerror or error}") from None
+    return Record(kind.name, name, kind.words, size, digest, content, torn)
+
+
+def _recognise(file: BinaryIO, path: Path) -> tuple[Kind, Any, int]:
+    first = file.readline(MAX_LINE_BYTES + 1)
+    if not first.strip():
+        raise ReportError(f"{path}: empty; {_expected()}")
+    start = _json_or_none(first)
+    if isinstance(start, dict):
+        kind = _kind_of(start, path, lines=True, quiet=True)
+        if kind is not None:
+            return kind, *_read_lines(file, first, kind, path)
+    if first.lstrip()[:1] not in (b"{", b"["):
+        raise ReportError(f"{path}: neither JSON nor JSONL: it begins with {shown(first[:40].decode('latin-1'))}")
+    whole = parse_json(first + file.read(), where=str(path))
+    if isinstance(whole, list) and all(isinstance(item, dict) and FINDINGS.matches(item) for item in whole):
+        return FINDINGS, whole, 0
+    if not isinstance(whole, dict):
+        raise ReportError(f"{path}: a list, and not one of findings (code, where, message); {_expected()}")
+    kind = _kind_of(whole, path, lines=False, quiet=False)
+    assert kind is not None
+    return kind, whole, 0
+
+
+def _kind_of(found: dict[str, Any], path: Path, *, lines: bool, quiet: bool) -> Kind | None:
+    named = found.get("document")
+    candidates = [kind for kind in KINDS if kind.lines == lines and (kind.document is None or kind.document == named)]
+    for kind in candidates:
+        # A document says its name; what has none is told by its keys.
+        if (kind.document == named) and kind.matches(found):
+            if kind.document is not None and found.get("version") not in kind.versions:
+                known = " or ".join(map(str, kind.versions))
+                raise ReportError(
+                    f"{path}: version must be {known} for {kind.document}, got {shown(found.get('version'))}; "
+                    "write the record again with this version of bitplan"
+                )
+            return kind
+    if quiet:
+        return None
+    if named is not None:
+        raise ReportError(f"{path}: the document {shown(named)} is none that a report shows; {_expected()}")
+    keys = ", ".join(shown(key) for key in list(found)[:6]) or "none"
+    raise ReportError(f"{path}: not recognised by its keys ({keys}); {_expected()}")
+
+
+def _expected() -> str:
+    words = dict.fromkeys((*(kind.words for kind in KINDS), FINDINGS.words))
+    return f"expected a record of one of these kinds: {', '.join(words)}"
+
+
+def _read_lines(file: BinaryIO, first: bytes, kind: Kind, path: Path) -> tuple[list[Any], int]:
+    lines, torn, number, line = [], 0, 1, first
+    while line:
+        if len(line) > MAX_LINE_BYTES or number > MAX_LINES:
+            raise ReportError(f"{path}: line {number}: a log has at most {MAX_LINES} lines of {MAX_LINE_BYTES} bytes")
+        following = file.readline(MAX_LINE_BYTES + 1)
+        if line.strip():
+            try:
+                lines.append(parse_json(line, where=f"{path}: line {number}"))
+            except FileFormatError:
+                if not kind.torn_lines and (following or line.endswith(b"\n")):
+                    raise
+                torn += 1
+        line, number = following, number + 1
+    return lines, torn
+
+
+def _json_or_none(line: bytes) -> Any:
+    """A first line that is JSON by itself; None where it is a piece of a document, and for garbage."""
+    if len(line) > MAX_LINE_BYTES:
+        return None
+    try:
+        return parse_json(line, where="first line")
+    except FileFormatError:
+        return None

@@ -1,0 +1,49 @@
+"""What a part of the page is made of: its HTML, its line for the summary, and its key figures."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from bitplan.report.markup import Markup, join, tag
+from bitplan.report.read import Record
+
+
+@dataclass(frozen=True)
+class Fact:
+    """A key figure for the top of the page."""
+
+    value: str
+    label: str
+    note: str = ""
+
+
+@dataclass(frozen=True)
+class Section:
+    """`anchor` is the link to it, `body` its HTML, `told` what the summary says of it in plain words."""
+
+    anchor: str
+    title: str
+    body: Markup
+    told: tuple[object, ...] = ()
+    facts: tuple[Fact, ...] = ()
+
+
+def source(record: Record, more: object = "") -> Markup:
+    """Which file this came from."""
+    torn = f"; {record.torn} torn line left out" if record.torn == 1 else ""
+    torn = f"; {record.torn} torn lines left out" if record.torn > 1 else torn
+    return tag("p", "From ", tag("code", record.name), f" ({record.words}{torn}). ", more, class_="from")
+
+
+def heading(title: str) -> Markup:
+    return tag("h3", title)
+
+
+def cards(drawn: Sequence[Markup]) -> Markup:
+    return tag("div", join(drawn), class_="cards") if drawn else Markup("")
+
+
+def fold(title: str, content: Markup) -> Markup:
+    """Details that are there for those who want them."""
+    return tag("details", tag("summary", title), content)

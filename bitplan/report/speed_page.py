@@ -1,0 +1,302 @@
+"""Speed against tokens: where FP8 wins and with what confidence, and which way of a packed product is fastest.
+
+A policy holds speedups with intervals and the bands that follow; they are drawn as they are. Benchmarks and crossover
+files hold raw times: every sample is drawn, the line goes through the middle one, and nothing is decided here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+
+from bitplan.report.chart import (
+    Frame,
+    Point,
+    box,
+    card,
+    colour,
+    legend,
+    line,
+    linear_axis,
+    log_axis,
+    marker,
+    segment,
+    whisker,
+)
+from bitplan.report.fields import Fields, ReportError, is_number
+from bitplan.report.figures import NONE, TIMES, TO, count, milliseconds, percent, plural, significant
+from bitplan.report.markup import Markup, join, tag
+from bitplan.report.read import Record
+from bitplan.report.section import Fact, Section, cards, fold, heading, source
+from bitplan.report.tables import Cell, Column, table
+
+MAX_CHARTS = 48
+SHAPES = {
+    "win": ("circle", "k2"),
+    "lose": ("cross", "k3"),
+    "undecided": ("ring", "k7"),
+    "unmeasured": ("diamond", "k7"),
+}
+WAYS = {"fused": "k0", "decode": "k1", "expanded": "k2", "bf16": "k7", "fp8": "k0"}
+Series = dict[str, list[tuple[float, list[float]]]]  # a way's samples by tokens
+
+
+def speed_section(records: Sequence[Record]) -> Section:
+    draw = {"fp8_policy": _policy, "fp8_report": _benchmark, "crossover": _crossovers}
+    parts = [draw[record.kind](record) for record in records]
+    body = join(
+        join([heading(f"{record.words[0].upper()}{record.words[1:]}: {record.name}"), part[0]])
+        for record, part in zip(records, parts, strict=True)
+    )
+    facts = tuple(fact for part in parts for fact in part[2])
+    return Section("speed", "Speed", body, tuple(part[1] for part in parts), facts)
+
+
+# ---- the policy ------------------------------------------------------------------------------------------------------
+
+
+def _policy(record: Record) -> tuple[Markup, Markup, list[Fact]]:
+    document = Fields(record.content, record.where)
+    threshold, confidence = document.number("speedup_threshold"), document.number("confidence")
+    rules = list(document.each("rules"))
+    drawn = [_rule_card(rule, threshold, confidence) for rule in rules[:MAX_CHARTS]]
+    used = [rule for rule in rules if _bands(rule)]
+    names = legend(
+        [("k2 sign circle", "win"), ("k3 sign cross", "lose"), ("k7 sign ring", "undecided"), ("band", "FP8 is used")]
+    )
+    note = f"Whiskers: {percent(confidence)} interval of the speedup. FP8 is used only between measured wins."
+    more = f" The first {MAX_CHARTS} of {len(rules)} rules are drawn." if len(rules) > MAX_CHARTS else ""
+    body = join([source(record, note + more), names, cards(drawn), _points_table(rules)])
+    text = f"FP8 pays for {len(used)} of {plural(len(rules), 'layer product')} at {percent(confidence)} confidence"
+    told = join([f"{text}. (", tag("code", record.name), ")"])
+    return body, told, [Fact(f"{len(used)} / {len(rules)}", "layer products faster in FP8", "in their bands of tokens")]
+
+
+def _rule_name(rule: Fields) -> str:
+    sizes = rule.numbers("shape")
+    if len(sizes) != 2:
+        rule.fail("shape", "two whole numbers", sizes)
+    size = (
+        f"tp {rule.whole('tp')}" if "tp" in rule else f"etp {rule.whole('etp', 1)}, {rule.whole('num_gemms', 1)} gemms"
+    )
+    named = f"{rule.text('kind')} {rule.text('name', '')}".strip()
+    return f"{rule.text('part')} {named} {int(sizes[0])}{TIMES}{int(sizes[1])}, {size}, {rule.text('gemm')}"
+
+
+def _bands(rule: Fields) -> list[tuple[float, float]]:
+    found = rule.value.get("bands")
+    if not isinstance(found, list) or not all(_is_pair(each) for each in found):
+        rule.fail("bands", "a list of pairs of token counts", found)
+    return [(float(low), float(high)) for low, high in found]
+
+
+def _is_pair(value: object) -> bool:
+    return isinstance(value, list) and len(value) == 2 and all(map(is_number, value))
+
+
+def _rule_card(rule: Fields, threshold: float, confidence: float) -> Markup:
+    points = list(rule.each("points"))
+    if not points:
+        raise ReportError(f"{rule.where}: points must have at least one point")
+    tokens = [float(point.whole("tokens")) for point in points]
+    heights = [threshold] + [
+        point.number(key) for point in points for key in ("low", "speedup", "high") if key in point
+    ]
+    y = linear_axis(heights, "times as fast as BF16")
+    frame = Frame(
+        log_axis(tokens, "tokens", told=count, base=2), y, f"Speedup of FP8 against tokens: {_rule_name(rule)}"
+    )
+    for low, high in _bands(rule):
+        left, right = frame.px(low), max(frame.px(high), frame.px(low) + 3)
+        tall = frame.height - frame.bottom - frame.top
+        tip = f"FP8 is used from {count(low)} to {count(high)} tokens"
+        frame.add(box(left, frame.top, right - left, tall, "band", tip))
+    level = frame.py(threshold)
+    frame.add(segment((frame.left, level), (frame.width - frame.right, level), "rule"))
+    for point in points:
+        frame.add(*_point(frame, point))
+    return card(_rule_name(rule), frame.svg(), note=_crossing(points, confidence))
+
+
+def _point(frame: Frame, point: Fields) -> list[Markup]:
+    tokens, answer, speedup = float(point.whole("tokens")), point.text("answer"), point.number("speedup", None)
+    shape, kind = SHAPES.get(answer, SHAPES["unmeasured"])
+    if speedup is None:
+        tip = f"{count(tokens)} tokens: {answer}; {point.text('note', 'no reason given')}"
+        return [marker((frame.px(tokens), frame.height - frame.bottom), kind, tip, "diamond")]
+    low, high = point.number("low", None), point.number("high", None)
+    between = f", between {significant(low)} and {significant(high)}" if low is not None and high is not None else ""
+    tip = f"{count(tokens)} tokens: {answer}, {significant(speedup)}{TIMES} as fast{between}"
+    drawn = [whisker(frame, tokens, low, high, kind)] if low is not None and high is not None else []
+    return [marker((frame.px(tokens), frame.py(speedup)), kind, tip, shape, radius=3.5), *drawn]
+
+
+def _crossing(points: Sequence[Fields], confidence: float) -> str:
+    """Between which two measured token counts FP8 begins to win."""
+    answers = [(point.whole("tokens"), point.text("answer")) for point in points]
+    if all(answer == "win" for _, answer in answers):
+        return f"Wins from {count(answers[0][0])} tokens, the fewest measured."
+    for (before, _), (tokens, answer) in pairwise(answers):
+        if answer == "win":
+            return f"Crossover between {count(before)} and {count(tokens)} tokens at {percent(confidence)} confidence."
+    if answers[0][1] == "win":
+        return f"Wins at {count(answers[0][0])} tokens only."
+    return f"No measured win up to {count(answers[-1][0])} tokens: BF16 stays."
+
+
+def _points_table(rules: Sequence[Fields]) -> Markup:
+    columns = (
+        Column("Layer product", wide=True),
+        Column("Tokens", numeric=True),
+        Column("Answer", choose=True),
+        Column("Speedup", numeric=True),
+        Column("Interval", numeric=True),
+        Column("Samples", numeric=True),
+        Column("Note", wide=True),
+    )
+    rows = []
+    for rule in rules:
+        for point in rule.each("points"):
+            speedup, low, high = (point.number(key, None) for key in ("speedup", "low", "high"))
+            rows.append(
+                [
+                    Cell(_rule_name(rule)),
+                    Cell(count(point.whole("tokens")), float(point.whole("tokens"))),
+                    Cell(point.text("answer")),
+                    Cell(significant(speedup), speedup),
+                    Cell(NONE if low is None else f"{significant(low)} {TO} {significant(high)}", low),
+                    Cell(str(point.whole("samples", NONE)), float(point.whole("samples", 0))),
+                    Cell(point.text("note", "")),
+                ]
+            )
+    return fold(f"All {plural(len(rows), 'measured point')}", table("measured points", columns, rows))
+
+
+# ---- raw times -------------------------------------------------------------------------------------------------------
+
+
+def _benchmark(record: Record) -> tuple[Markup, Markup, list[Fact]]:
+    layers: dict[str, Series] = {}
+    failed = []
+    rows = list(_benchmark_rows(record))
+    for row in rows:
+        if row.text("status") != "ok":
+            failed.append(row)
+            continue
+        series = layers.setdefault(f"{_rule_name(row)}, {row.text('timing')}", {})
+        samples = row.numbers("samples_ms")
+        series.setdefault(row.text("precision"), []).append((float(row.whole("tokens")), samples))
+    drawn = [_times_card(record, name, series, "tokens") for name, series in list(layers.items())[:MAX_CHARTS]]
+    note = "Every sample is a dash; the line goes through the middle one."
+    note += "" if _is_whole(record) else " Unfinished: the benchmark has not written its last line."
+    body = join([source(record, note), cards(drawn), _failures(failed)])
+    text = f"The layer benchmark timed {plural(len(layers), 'layer product')} in {plural(len(rows), 'row')}"
+    text += f", of which {len(failed)} failed" if failed else ""
+    return body, join([f"{text}. (", tag("code", record.name), ")"]), []
+
+
+def _benchmark_rows(record: Record) -> list[Fields]:
+    if isinstance(record.content, dict):
+        return list(Fields(record.content, record.where).each("rows"))
+    lines = [Fields(item, f"{record.where}: line {number}") for number, item in enumerate(record.content, 1)]
+    return [each for each in lines[1:] if "end" not in each]
+
+
+def _is_whole(record: Record) -> bool:
+    return isinstance(record.content, dict) or (isinstance(record.content[-1], dict) and "end" in record.content[-1])
+
+
+def _failures(rows: Sequence[Fields]) -> Markup:
+    if not rows:
+        return Markup("")
+    columns = (
+        Column("Layer product", wide=True),
+        Column("Tokens", numeric=True),
+        Column("Status"),
+        Column("Message", wide=True),
+    )
+    cells = [
+        [
+            Cell(_rule_name(row)),
+            Cell(count(row.whole("tokens")), float(row.whole("tokens"))),
+            Cell(row.text("status")),
+            Cell(row.text("message", "")),
+        ]
+        for row in rows
+    ]
+    return fold(f"{plural(len(rows), 'row')} that failed", table("rows that failed", columns, cells))
+
+
+def _crossovers(record: Record) -> tuple[Markup, Markup, list[Fact]]:
+    weights = list(Fields(record.content, record.where).each("weights"))
+    drawn = []
+    for weight in weights[:MAX_CHARTS]:
+        series: Series = {}
+        for timing in weight.each("timings"):
+            ways = timing.fields("samples_ms")
+            for way in ways.value:
+                series.setdefault(way, []).append((float(timing.whole("rows")), ways.numbers(way)))
+        refused = weight.text("refused", "")
+        name = f"{weight.text('format')}, {weight.whole('out_features')}{TIMES}{weight.whole('in_features')}"
+        drawn.append(
+            _times_card(record, name, series, "input rows", f"Fused is not used: {refused}. " if refused else "")
+        )
+    note = "Every sample is a dash; the line goes through the middle one. Expanded: a copy of the weight in bfloat16."
+    body = join([source(record, note), cards(drawn)])
+    text = f"Ways to multiply were timed for {plural(len(weights), 'packed weight')}"
+    return body, join([f"{text}. (", tag("code", record.name), ")"]), []
+
+
+def _times_card(record: Record, name: str, series: Series, across: str, note: str = "") -> Markup:
+    tokens = [at for points in series.values() for at, _ in points]
+    samples = [sample for points in series.values() for _, found in points for sample in found]
+    if not samples or min(samples) <= 0:
+        raise ReportError(f"{record.where}: {name}: samples_ms must be a list of numbers above 0")
+    y = log_axis(samples, "time", told=milliseconds)
+    frame = Frame(log_axis(tokens, across, told=count, base=2), y, f"Times against {across}: {name}")
+    middles: dict[str, list[Point]] = {}
+    kinds = {way: WAYS.get(way, colour(index + 3)) for index, way in enumerate(series)}
+    for way, points in series.items():
+        middles[way] = [(at, sorted(found)[len(found) // 2]) for at, found in sorted(points)]
+        frame.add(line(frame, middles[way], kinds[way]))
+        for at, found in sorted(points):
+            frame.add(_dots(frame, at, found, kinds[way]))
+        frame.add(
+            *(
+                marker((frame.px(at), frame.py(ms)), kinds[way], _told_time(way, at, across, ms), radius=3)
+                for at, ms in middles[way]
+            )
+        )
+    told = f"{note}{_fastest(middles, across)}"
+    return card(name, frame.svg(), legend=legend([(kind, way) for way, kind in kinds.items()]), note=told)
+
+
+def _told_time(way: str, at: float, across: str, ms: float) -> str:
+    return f"{way}, {count(at)} {across}: {milliseconds(ms)}"
+
+
+def _dots(frame: Frame, at: float, samples: Sequence[float], kind: str) -> Markup:
+    """All samples of a token count as one path of short dashes: their spread."""
+    x = frame.px(at)
+    return tag(
+        "path",
+        d="".join(f"M{x - 3:.1f} {frame.py(ms):.1f}h6" for ms in sorted(set(samples))),
+        class_=f"stroke dots {kind}",
+    )
+
+
+def _fastest(middles: dict[str, list[Point]], across: str) -> str:
+    """Where the middle samples change order."""
+    times: dict[float, dict[str, float]] = {}
+    for way, points in middles.items():
+        for at, ms in points:
+            times.setdefault(at, {})[way] = ms
+    best = [(at, min(found, key=lambda way: found[way])) for at, found in sorted(times.items()) if len(found) > 1]
+    turns = [(before, last, now, at) for (last, before), (at, now) in pairwise(best) if now != before]
+    if not best:
+        return ""
+    if not turns:
+        return f"{best[0][1]} is fastest throughout, by the middle samples."
+    told = [f"{turns[0][0]} is fastest up to {count(turns[0][1])} {across}"]
+    told += [f"{now} from {count(at)}" for _, _, now, at in turns]
+    return f"{', '.join(told)}, by the middle samples."

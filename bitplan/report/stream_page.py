@@ -1,0 +1,199 @@
+"""What streaming moved and waited for: times of steps, bytes, memory, and the lanes of one step.
+
+A line of the telemetry may have a `timeline`, in milliseconds from the start of its step:
+
+    "timeline": {"copies": [{"name": "block.3", "start_ms": 0.1, "end_ms": 1.4, "bytes": 524288}, ...],
+                 "waits": [{"start_ms": 1.2, "end_ms": 1.4}, ...],
+                 "copies_out": [{"name": "block.3", "start_ms": 3.1, "end_ms": 3.9, "bytes": 262144}, ...]}
+
+The last step that has one is drawn as it ran. Without one, the totals of the last step are drawn, and the page says
+that the order within the step was not recorded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from bitplan.report.chart import WIDE, Frame, bars, box, card, legend, line, linear_axis, picture, segment, text
+from bitplan.report.fields import Fields, ReportError
+from bitplan.report.figures import count, milliseconds, nbytes, percent, plural, significant
+from bitplan.report.markup import Markup, join, tag
+from bitplan.report.read import Record
+from bitplan.report.section import Fact, Section, cards, heading, source
+
+TIMES = (
+    ("step_ms", "step", "k0"),
+    ("compute_ms", "compute", "k2"),
+    ("copy_ms", "copies", "k1"),
+    ("stall_ms", "stall", "k3"),
+)
+LANE_LEFT, LANE_PITCH = 92, 34
+
+
+class Piece(NamedTuple):
+    """Something in a lane."""
+
+    name: str
+    start_ms: float
+    end_ms: float
+    kind: str
+    nbytes: int | None = None
+
+    @property
+    def tip(self) -> str:
+        moved = f", {nbytes(self.nbytes)}" if self.nbytes is not None else ""
+        took = milliseconds(self.end_ms - self.start_ms)
+        return f"{self.name}: {took}, from {milliseconds(self.start_ms)} to {milliseconds(self.end_ms)}{moved}"
+
+
+def stream_section(records: Sequence[Record]) -> Section:
+    bodies, told, facts = [], [], []
+    for record in records:
+        steps = [Fields(item, f"{record.where}: line {number}") for number, item in enumerate(record.content, 1)]
+        head = [heading(record.name)] if len(records) > 1 else []
+        drawn = [each for each in (_times_chart(steps), _bytes_chart(steps[-1]), _memory_chart(steps)) if each]
+        bodies.append(join([*head, source(record), _timeline_card(steps), cards(drawn)]))
+        told.append(_told(record, steps))
+        facts += _facts(steps) if len(records) == 1 else []
+    return Section("streaming", "Streaming", join(bodies), tuple(told), tuple(facts))
+
+
+# ---- the lanes of a step ---------------------------------------------------------------------------------------------
+
+
+def _timeline_card(steps: Sequence[Fields]) -> Markup:
+    timed = [step for step in steps if "timeline" in step]
+    if not timed:
+        step = steps[-1]
+        title = f"Step {count(step.number('step'))} in total"
+        note = "Sums over the step, to scale; when each copy ran was not recorded."
+        return card(title, _lanes(_totals(step), step.number("step_ms")), legend=_names(), note=note, wide=True)
+    step = timed[-1]
+    title = f"Timeline of step {count(step.number('step'))}"
+    note = "Copies and computation side by side: a copy above computation is hidden, a wait is not."
+    return card(title, _lanes(_pieces(step), step.number("step_ms")), legend=_names(), note=note, wide=True)
+
+
+def _names() -> Markup:
+    return legend([("k1", "copy to the device"), ("k2", "compute"), ("k3", "stall"), ("k4", "copy back")])
+
+
+def _totals(step: Fields) -> dict[str, list[Piece]]:
+    compute, stall, copied = step.number("compute_ms"), step.number("stall_ms"), step.number("copy_ms")
+    return {
+        "copies": [Piece("all copies", 0, copied, "k1", step.whole("bytes_h2d", None))],
+        "compute": [Piece("compute", 0, compute, "k2"), Piece("stall", compute, compute + stall, "k3")],
+    }
+
+
+def _pieces(step: Fields) -> dict[str, list[Piece]]:
+    timeline = step.fields("timeline")
+    lanes = {"copies": [_piece(item, "k1") for item in timeline.each("copies", [])]}
+    waits = [_piece(item, "k3", "stall") for item in timeline.each("waits", [])]
+    waits.sort(key=lambda piece: piece.start_ms)
+    lanes["compute"] = _between(waits, step.number("step_ms")) + waits
+    out = [_piece(item, "k4") for item in timeline.each("copies_out", [])]
+    return lanes | ({"copies back": out} if out else {})
+
+
+def _piece(item: Fields, kind: str, name: str = "") -> Piece:
+    start, end = item.number("start_ms"), item.number("end_ms")
+    if end < start:
+        raise ReportError(f"{item.where}: end_ms {end} is before start_ms {start}")
+    return Piece(name or item.text("name"), start, end, kind, item.whole("bytes", None))
+
+
+def _between(waits: Sequence[Piece], end_ms: float) -> list[Piece]:
+    """The computation is what is not waiting."""
+    found, at_ms = [], 0.0
+    for wait in waits:
+        if wait.start_ms > at_ms:
+            found.append(Piece("compute", at_ms, wait.start_ms, "k2"))
+        at_ms = max(at_ms, wait.end_ms)
+    return [*found, Piece("compute", at_ms, end_ms, "k2")] if end_ms > at_ms else found
+
+
+def _lanes(lanes: dict[str, list[Piece]], step_ms: float) -> Markup:
+    ends = [piece.end_ms for pieces in lanes.values() for piece in pieces]
+    x = linear_axis([0.0, step_ms, *ends], "ms", zero=True, goal=8)
+    base = 8 + LANE_PITCH * len(lanes)
+    scale = (WIDE - LANE_LEFT - 16) / x.high
+    parts = []
+    for value, told in x.ticks:
+        place = LANE_LEFT + value * scale
+        parts += [segment((place, 4), (place, base), "grid"), text((place, base + 16), told, "middle")]
+    for row, (name, pieces) in enumerate(lanes.items()):
+        top = 8 + LANE_PITCH * row
+        parts.append(text((LANE_LEFT - 8, top + 17), name, "end"))
+        for piece in pieces:
+            start, end = max(piece.start_ms, 0.0), max(piece.end_ms, 0.0)  # a copy may have begun in the step before
+            left, width = LANE_LEFT + start * scale, (end - start) * scale
+            parts.append(box(left, top, width, 24, f"lane {piece.kind}", piece.tip))
+    parts.append(text(((LANE_LEFT + WIDE) / 2, base + 33), "milliseconds from the start of the step", "middle", "name"))
+    return picture(parts, WIDE, base + 40, "Lanes of copies and computation over the time of one step")
+
+
+# ---- over steps ------------------------------------------------------------------------------------------------------
+
+
+def _times_chart(steps: Sequence[Fields]) -> Markup | None:
+    if len(steps) < 2:
+        return None
+    series = [
+        (label, kind, [(float(step.number("step")), step.number(key)) for step in steps]) for key, label, kind in TIMES
+    ]
+    heights = [value for _, _, points in series for _, value in points]
+    x = linear_axis([step.number("step") for step in steps], "step", whole=True)
+    frame = Frame(x, linear_axis(heights, "milliseconds", zero=True), "Times of each step")
+    for _, kind, points in series:
+        frame.add(line(frame, points, kind))
+    return card("Time of a step", frame.svg(), legend=legend([(kind, label) for label, kind, _ in series]))
+
+
+def _bytes_chart(step: Fields) -> Markup | None:
+    rows = []
+    for key, way, kind in (("bytes_h2d_by_format", "to the device", "k1"), ("bytes_d2h_by_format", "back", "k4")):
+        moved = step.fields(key, {})
+        rows += [
+            (f"{way}: {name}", float(moved.number(name)), nbytes(moved.number(name)), kind) for name in moved.value
+        ]
+    if not rows:
+        return None
+    return card(f"Bytes moved in step {count(step.number('step'))}", bars(rows, "Bytes moved, by format"))
+
+
+def _memory_chart(steps: Sequence[Fields]) -> Markup | None:
+    if len(steps) < 2 or not all("vram_peak_bytes" in step for step in steps):
+        return None
+    kinds = (("vram_peak_bytes", "device", "k0"), ("pinned_peak_bytes", "pinned on the host", "k1"))
+    series = [
+        (label, kind, [(float(step.number("step")), float(step.number(key, 0))) for step in steps])
+        for key, label, kind in kinds
+    ]
+    heights = [value for _, _, points in series for _, value in points]
+    x = linear_axis([step.number("step") for step in steps], "step", whole=True)
+    frame = Frame(x, linear_axis(heights, "peak memory", told=nbytes, zero=True), "Peak memory of each step", left=74)
+    for _, kind, points in series:
+        frame.add(line(frame, points, kind))
+    return card("Peak memory", frame.svg(), legend=legend([(kind, label) for label, kind, _ in series]))
+
+
+def _told(record: Record, steps: Sequence[Fields]) -> Markup:
+    last = steps[-1]
+    overlap = last.number("overlap", None)
+    hidden = f", of which {percent(overlap)} was hidden behind computation" if overlap is not None else ""
+    rate = last.number("h2d_gb_per_s", None)
+    speed = f" at {significant(rate)} GB/s" if rate else ""
+    copied = nbytes(last.whole("bytes_h2d", None))
+    took = milliseconds(last.number("step_ms"))
+    text = f"{plural(len(steps), 'step')} streamed; the last took {took} and copied {copied}"
+    return join([f"{text}{speed}{hidden}. (", tag("code", record.name), ")"])
+
+
+def _facts(steps: Sequence[Fields]) -> list[Fact]:
+    last = steps[-1]
+    overlap = last.number("overlap", None)
+    if overlap is None:
+        return []
+    return [Fact(percent(overlap), "of copying hidden", f"stall {milliseconds(last.number('stall_ms'))} a step")]

@@ -1,0 +1,357 @@
+"""apply_fp8: ask a policy about every linear layer of a model, put FP8 where it was measured to win, say what was done.
+
+    applied = apply_fp8(model, "policy.json", tokens=8192)     # before the optimizer is made
+    print(applied)                                             # a line for each layer, with the reason
+    optimizer = torch.optim.AdamW(model.parameters())
+
+The decision falls once, here. Layers that win become FP8 layers; all others stay the modules that they are. Projections
+of one input (q, k and v; gate and up) are decided together and become one layer, since that is what was measured, and
+where a norm feeds nothing else, the layer does it too, in the cast (`fp8_joined`, `fp8_sites`). State dicts keep their
+names. What is missing means BF16, and the summary says why: no rule, another recipe, hardware without FP8, a layer that
+cannot be replaced. A policy of another GPU is an error.
+
+    policy          a policy or its file; None puts FP8 wherever a layer's shape allows it, which may be slower
+    tokens          sequence length x micro batch size of one step, for all parts or by part: {"llm": 8192, "vit": 1024}
+    estimate        a count or shape between measured ones is estimated (`fp8_estimate`); False leaves it BF16
+    recipe          a recipe's name; None takes the best that the policy knows for each layer
+    confirm         times the first block of each make, BF16 against the plan in turns, and turns the plan down for
+                    blocks that are not shown to be faster; `example` is what the model is run on for that
+    emulate         also on a CPU, whose FP8 is emulated: for tests
+
+`apply_fp8_config` takes the same from a YAML's keys, a plan for each part of a vision-language model.
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+import re
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from bitplan.kernels.fp8_grouped import GROUPED_RECIPES
+from bitplan.measure.fp8_fingerprint import fingerprint_of
+from bitplan.measure.paired_timing import Stopwatch
+from bitplan.plan.fp8_bands import BandPolicy
+from bitplan.plan.fp8_choice import Choice, choose_products
+from bitplan.plan.fp8_policy import Policy, Question, load_policy
+from bitplan.plan.fp8_terms import (
+    DEFAULT_RECIPE,
+    GROUPED_KINDS,
+    PARTS,
+    PRODUCTS,
+    UNMEASURED,
+    WIN,
+    Fp8Error,
+    is_count,
+    shape_obstacle,
+)
+from bitplan.plan.fp8_yaml import Fp8Options
+from bitplan.runtime.fp8_build import FP8_PARAM_NOTE, build_site, has_fp8, put_built
+from bitplan.runtime.fp8_config import find_policy, open_yaml_model
+from bitplan.runtime.fp8_confirm import Example, confirm_block, default_example, seen_inputs
+from bitplan.runtime.fp8_recipe import AmaxEps, Fp8Recipe, fp8_obstacle
+from bitplan.runtime.fp8_sites import Site, find_sites
+from bitplan.runtime.fp8_summary import AppliedFp8, Confirmed, LayerRow
+from bitplan.runtime.fp8_watch import TokenWatch
+
+Tokens = int | Mapping[str, int]
+
+
+@dataclass(frozen=True)
+class PartPlan:
+    """What one part of a model is to be: by a policy, or FP8 wherever the shape allows (`policy` None)."""
+
+    policy: Policy | None
+    tokens: int | None
+    recipe: str | None = None
+    fp8: str = "e4m3"
+    fp8_param: bool = False
+    tp: int = 1
+    etp: int = 1
+    extrapolate: bool = False
+    estimate: bool = True
+
+
+def apply_fp8(
+    model: nn.Module,
+    policy: Policy | str | Path | None,
+    *,
+    tokens: Tokens,
+    recipe: str | None = None,
+    fp8: str = "e4m3",
+    fp8_param: bool = False,
+    tp: int = 1,
+    etp: int = 1,
+    parts: Collection[str] = PARTS,
+    extrapolate: bool = False,
+    estimate: bool = True,
+    confirm: bool = False,
+    confirm_compiled: bool = False,
+    example: Example | None = None,
+    emulate: bool = False,
+    stopwatch: Stopwatch | None = None,
+) -> AppliedFp8:
+    """Change the layers of a model for which the policy has FP8; what was decided and why comes back."""
+    rules = load_policy(policy) if isinstance(policy, str | Path) else policy
+    unknown = set(parts) - set(PARTS)
+    if unknown or not parts:
+        raise Fp8Error(f"parts must be among {', '.join(PARTS)}, got {', '.join(sorted(unknown)) or 'none'}")
+    plans = {
+        part: PartPlan(rules, _tokens_of(tokens, part), recipe, fp8, fp8_param, tp, etp, extrapolate, estimate)
+        for part in parts
+    }
+    trial = _Trial(confirm, confirm_compiled, example, stopwatch)
+    return _apply(model, plans, trial, emulate)
+
+
+def apply_fp8_config(
+    model: nn.Module,
+    path: str | Path,
+    *,
+    tokens: Tokens | None = None,
+    confirm: bool = False,
+    confirm_compiled: bool = False,
+    example: Example | None = None,
+    emulate: bool = False,
+    stopwatch: Stopwatch | None = None,
+) -> AppliedFp8:
+    """`apply_fp8` by the FP8 keys of a model's YAML; `tokens` where it does not set fp8_dynamic_num_tokens."""
+    found = open_yaml_model(path)
+    sizes = found.parallel()
+    plans = {}
+    for part, options in found.options.items():
+        if options.fp8 is not None:
+            count = options.fp8_dynamic_num_tokens or _tokens_of(tokens, part)
+            plans[part] = _plan_of(options, path, count, sizes.tp, sizes.etp)
+    return _apply(model, plans, _Trial(confirm, confirm_compiled, example, stopwatch), emulate)
+
+
+def _plan_of(options: Fp8Options, path: str | Path, tokens: int | None, tp: int, etp: int) -> PartPlan:
+    policy = None
+    if options.selective_fp8:
+        assert options.fp8_dynamic_policy_path is not None  # the reader saw to it
+        policy = load_policy(find_policy(options.fp8_dynamic_policy_path, path))
+    assert options.fp8 is not None
+    return PartPlan(policy, tokens, options.fp8_recipe, options.fp8, options.fp8_param, tp, etp)
+
+
+def _tokens_of(tokens: Tokens | None, part: str) -> int | None:
+    found = tokens.get(part) if isinstance(tokens, Mapping) else tokens
+    if found is not None and not is_count(found):
+        raise Fp8Error(f"tokens must be an integer from 1 (sequence length x micro batch size), got {found!r}")
+    return found
+
+
+# ---- deciding --------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Decided:
+    site: Site
+    choice: Choice
+    recipe: Fp8Recipe
+    fp8_param: bool
+
+
+@dataclass(frozen=True)
+class _Trial:
+    wanted: bool
+    compiled: bool
+    example: Example | None
+    stopwatch: Stopwatch | None
+
+
+def _apply(model: nn.Module, plans: Mapping[str, PartPlan], trial: _Trial, emulate: bool) -> AppliedFp8:
+    if has_fp8(model):
+        raise Fp8Error("the model has FP8 layers already; apply a policy to the model as it was loaded")
+    device = next((each.device for each in model.parameters()), torch.device("cpu"))
+    lacking = _lacking(device, emulate)
+    notes = [] if lacking else _notes(plans.values(), device)
+    sites = find_sites(model)
+    decided = [_decide(site, plans.get(site.part), lacking, device) for site in sites.found]
+    confirmed: tuple[Confirmed, ...] = ()
+    if trial.wanted and any(each.choice for each in decided):
+        decided, confirmed = _confirm(model, decided, plans, trial)
+    notes += _build(model, decided)
+    rows = tuple(LayerRow.of(each.site, each.choice) for each in decided)
+    return AppliedFp8(rows, sites.left, confirmed, tuple(notes))
+
+
+def _lacking(device: torch.device, emulate: bool) -> str | None:
+    if device.type == "cpu" and not emulate:
+        return "no FP8 hardware: the model is on the CPU; move it to the GPU first"
+    found = fp8_obstacle(device)
+    return None if found is None else f"no FP8 hardware: {found}"
+
+
+def _notes(plans: Iterable[PartPlan], device: torch.device) -> list[str]:
+    """Refuse a policy of another GPU; say what else was different when it was measured."""
+    found: dict[str, None] = {}
+    for plan in plans:
+        if isinstance(plan.policy, BandPolicy):
+            if device.type == "cpu":
+                found[f"emulated on the CPU; the policy is of {plan.policy.fingerprint.gpu}"] = None
+                continue
+            differences = plan.policy.require_same_gpu(fingerprint_of(device))
+            found |= dict.fromkeys(f"{plan.policy.where}: {each}" for each in differences)
+        elif plan.policy is not None:
+            found[f"{plan.policy.where}: version 1 does not say on which GPU it was measured"] = None
+    return list(found)
+
+
+def _decide(site: Site, plan: PartPlan | None, lacking: str | None, device: torch.device) -> _Decided:
+    if plan is None:
+        return _Decided(site, _bf16(f"FP8 was not asked for in the part {site.part}"), Fp8Recipe(), False)
+    choice = _choose(site, plan)
+    name = choice.recipe or plan.recipe or DEFAULT_RECIPE
+    obstacle = lacking or site.obstacle or (fp8_obstacle(device, (name,)) if choice else None)
+    if obstacle is not None:
+        choice = replace(choice, products=(), answer=UNMEASURED, reason=obstacle, speedup=None)
+    recipe = Fp8Recipe(name, plan.fp8, AmaxEps.from_environment(os.environ))  # type: ignore[arg-type]
+    return _Decided(site, choice, recipe, plan.fp8_param)
+
+
+def _choose(site: Site, plan: PartPlan) -> Choice:
+    if plan.policy is None:
+        name = plan.recipe or DEFAULT_RECIPE
+        obstacle = shape_obstacle(name, site.shape)
+        if site.is_grouped and name not in GROUPED_RECIPES:
+            obstacle = f"experts have the recipes {', '.join(GROUPED_RECIPES)}, not {name}"
+        if obstacle is not None:
+            return _bf16(obstacle)
+        return Choice(PRODUCTS, name, UNMEASURED, "FP8 everywhere was asked for, without a policy", plan.tokens)
+    recipe = plan.recipe if isinstance(plan.policy, BandPolicy) else plan.recipe or DEFAULT_RECIPE
+    question = Question(
+        site.kind,
+        plan.tokens,
+        name=site.name,
+        tp=plan.tp,
+        etp=plan.etp,
+        num_gemms=site.num_gemms,
+        moe_router_topk=site.moe_router_topk,
+        shape=site.shape,
+        recipe=recipe,
+        part=site.part,
+        extrapolate=plan.extrapolate,
+    )
+    choice = choose_products(plan.policy, question, estimate=plan.estimate)
+    if choice and site.kind == "layernorm_column" and site.norm is None:
+        return replace(choice, reason=f"{choice.reason}; measured with its norm fused, which here stays apart")
+    return choice
+
+
+def _bf16(reason: str) -> Choice:
+    return Choice((), None, UNMEASURED, reason, None)
+
+
+# ---- confirming ------------------------------------------------------------------------------------------------------
+
+
+def _confirm(
+    model: nn.Module, decided: list[_Decided], plans: Mapping[str, PartPlan], trial: _Trial
+) -> tuple[list[_Decided], tuple[Confirmed, ...]]:
+    """Time the first block of each make; where it is not faster, all blocks of that make stay BF16."""
+    blocks: dict[str, list[_Decided]] = {}
+    for each in decided:
+        if each.choice:
+            blocks.setdefault(_block_of(each.site.path), []).append(each)
+    results: dict[tuple[object, ...], Confirmed] = {}
+    verdicts: dict[str, Confirmed] = {}
+    for path, members in blocks.items():
+        make = tuple((_within(path, each.site.path), each.site.shape, each.choice.products) for each in members)
+        if make not in results:
+            results[make] = _confirm_one(model, path, members, plans, trial)
+        verdicts[path] = results[make]
+    kept = [_after(each, verdicts.get(_block_of(each.site.path))) for each in decided]
+    return kept, tuple(results.values())
+
+
+def _confirm_one(
+    model: nn.Module, path: str, members: list[_Decided], plans: Mapping[str, PartPlan], trial: _Trial
+) -> Confirmed:
+    plan = plans[members[0].site.part]
+    example = trial.example if trial.example is not None else default_example(model, plan.tokens or 1)
+    inputs = seen_inputs(model, path, example)
+    plain = model.get_submodule(path)
+    planned = copy.deepcopy(plain)
+    _build(planned, [_moved(each, path) for each in members], watch=False)
+    threshold = 1.0 if plan.policy is None else plan.policy.speedup_threshold
+    return confirm_block(
+        path or "the model",
+        plain,
+        planned,
+        inputs,
+        threshold=threshold,
+        compiled=trial.compiled,
+        stopwatch=trial.stopwatch,
+    )
+
+
+def _after(decided: _Decided, verdict: Confirmed | None) -> _Decided:
+    if not decided.choice or verdict is None or verdict.answer == WIN:
+        return decided
+    reason = f"turned down by confirming {verdict.block}: {verdict.reason}"
+    return replace(decided, choice=replace(decided.choice, products=(), answer=verdict.answer, reason=reason))
+
+
+def _block_of(path: str) -> str:
+    """The block that a layer is in: up to the last number in its path."""
+    found = re.match(r"(?:.*\.)?[0-9]+(?=\.)", path)
+    return found[0] if found else ""
+
+
+def _within(block: str, path: str) -> str:
+    return path[len(block) + 1 :] if block else path
+
+
+def _moved(decided: _Decided, block: str) -> _Decided:
+    site = decided.site
+    modules = tuple(_within(block, each) for each in site.modules)
+    norm = None if site.norm is None else _within(block, site.norm)
+    moved = replace(site, path=_within(block, site.path), modules=modules, norm=norm)
+    return replace(decided, site=moved)
+
+
+# ---- building --------------------------------------------------------------------------------------------------------
+
+
+def _build(model: nn.Module, decided: list[_Decided], *, watch: bool = True) -> list[str]:
+    """Make every FP8 layer beside the model, block by block, and put each block's in when all of it is made."""
+    notes: dict[str, None] = {}
+    watched: dict[str, tuple[str, list[Choice], Site]] = {}
+    for each in decided:
+        if not each.choice:
+            continue
+        partners = [other for other in decided if other.site.modules == each.site.modules]
+        if each is not next(other for other in partners if other.choice):
+            continue  # the two products of one set of experts are built together
+        built = build_site(
+            model,
+            {other.site: other.choice for other in partners},
+            each.recipe,
+            fp8_param=each.fp8_param,
+        )
+        put_built(model, built)
+        notes |= dict.fromkeys(built.notes)
+        if each.fp8_param:
+            notes[FP8_PARAM_NOTE] = None
+        if each.site.kind not in GROUPED_KINDS:
+            watched.setdefault(each.site.part, (built.first, [], each.site))[1].append(each.choice)
+    if watch:
+        for first, choices, _site in watched.values():
+            _watch(model, first, choices)
+    return list(notes)
+
+
+def _watch(model: nn.Module, path: str, choices: list[Choice]) -> None:
+    """One watch for all dense FP8 layers of a part: they see the same tokens."""
+    lows = [each.holds_from for each in choices if each.holds_from is not None]
+    highs = [each.holds_to for each in choices if each.holds_to is not None]
+    planned = choices[0].tokens
+    if lows and planned is not None:
+        TokenWatch(path, max(lows), min(highs) if highs else None, planned).attach(model.get_submodule(path))

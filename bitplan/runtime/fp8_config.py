@@ -1,0 +1,56 @@
+"""Model descriptions from files: a Hugging Face config.json, or a YAML with the files that its `defaults` name."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from bitplan.plan.fp8_models import load_model_parts
+from bitplan.plan.fp8_terms import ModelConfigError
+from bitplan.plan.fp8_yaml import MAX_YAML_CHARACTERS, YamlModel, read_yaml_model
+
+_SUFFIXES = (".yaml", ".yml")
+_FOLDERS_UP = 4  # a `defaults` item may be relative to the root of the configurations
+
+
+def open_model(path: str | Path) -> YamlModel:
+    """The parts of a model from a config.json, a folder with one, or a YAML; parallel sizes only a YAML can set."""
+    source = Path(path)
+    if source.suffix in _SUFFIXES:
+        return open_yaml_model(source)
+    return YamlModel(tuple(load_model_parts(source)), {})
+
+
+def open_yaml_model(path: str | Path) -> YamlModel:
+    """A YAML model; what `defaults` names is looked for beside the file, then in the folders above it."""
+    source = Path(path)
+
+    def open_base(name: str) -> str:
+        folders = [source.parent, *source.resolve().parent.parents][:_FOLDERS_UP]
+        for folder in folders:
+            for suffix in _SUFFIXES:
+                found = folder / f"{name}{suffix}"
+                if found.is_file():
+                    return _read(found)
+        tried = ", ".join(str(folder / f"{name}.yaml") for folder in folders[:2])
+        raise ModelConfigError(f"{source}: defaults name {name!r}, and there is no such file (looked for {tried}, ...)")
+
+    return read_yaml_model(_read(source), where=str(source), open_base=open_base)
+
+
+def find_policy(written: str, beside: str | Path) -> Path:
+    """The policy that a YAML names: as written from the current folder, or from the folder of the YAML."""
+    as_written = Path(written)
+    near = Path(beside).parent / written
+    return near if not as_written.exists() and near.exists() else as_written
+
+
+def _read(path: Path) -> str:
+    try:
+        size = path.stat().st_size
+        if size > 4 * MAX_YAML_CHARACTERS:
+            raise ModelConfigError(f"{path}: {size} bytes are too many for a model's YAML")
+        return path.read_text(encoding="utf-8")
+    except OSError as fault:
+        raise ModelConfigError(f"{path}: cannot be read: {fault.strerror or fault}") from None
+    except UnicodeDecodeError:
+        raise ModelConfigError(f"{path}: not UTF-8 text, so not a model's YAML") from None

@@ -1,0 +1,300 @@
+"""Fp8Linear: a linear layer whose three products run in FP8, each by its own recipe, or in BF16.
+
+    y  = x W^T + bias        fprop    x [M, K]   summed along K with W   [N, K]
+    dx = dy W                dgrad    dy [M, N]  summed along N with W^T [K, N]
+    dW = dy^T x              wgrad    dy^T [N, M] summed along M with x^T [K, M]
+
+Each tensor is used by two products, summed along another side in each, so a cast reads it once and writes the layouts
+that its two products need, and only those: no wgrad, no x^T; no input gradient, no W^T. Between forward and backward
+the layer keeps x^T in FP8 (half the bytes of x), or x where wgrad is BF16. Tokens are padded with zeros inside, so any
+count works. Weight casts are shared by micro-batches (`fp8_weight_casts`).
+
+The layer is used like nn.Linear: the same parameters, the same state_dict, the same optimizers. `fp8_param=True` is
+the exception: there the weight is FP8 (`fp8_param`). Under torch.compile the two halves are single operators
+(`bitplan::fp8_linear_forward`, `..._backward`), so a model compiles without a graph break, and what is kept of weights
+stays outside the graph, whose memory planning would otherwise reuse it. In eager mode nothing is in between. BF16
+products are computed in the type of x; on a CPU all are computed in float32 of the decoded values.
+
+Errors, relative to the norm of the exact result with Gaussian numbers: two operands of E4M3 3.7% (each 2.6%), one of
+E4M3 and one of E5M2 6%; beside them the rounding of the output. They do not grow with the sizes but for fast
+accumulation (`fp8_recipe`).
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from typing import Any, Self
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from bitplan.formats.fp8_scaling import FP8_DTYPES, ScaledFp8, empty_scale, padded_tokens, scaling_of
+from bitplan.kernels.fp8_cast import cast_layouts
+from bitplan.kernels.fp8_product import scaled_product
+from bitplan.runtime import fp8_weight_casts
+from bitplan.runtime.fp8_recipe import (
+    BF16,
+    AmaxEps,
+    Fp8LayerError,
+    Fp8Recipe,
+    GemmChoice,
+    check_shape,
+    require_fp8,
+)
+
+_INPUTS = (torch.bfloat16, torch.float16, torch.float32)
+
+
+@dataclass(frozen=True)
+class Fp8Settings:
+    """Everything a product needs to know beside its tensors."""
+
+    recipe: Fp8Recipe
+    gemms: GemmChoice
+
+    def to_text(self) -> str:
+        """One line: operators of torch take strings, and layers set alike share a compiled graph."""
+        eps = self.recipe.eps
+        gemms = self.gemms
+        words = (self.recipe.name, self.recipe.fp8, "+".join(self.recipe.fast_accum))
+        return "/".join((*words, gemms.fprop, gemms.dgrad, gemms.wgrad, *map(repr, (eps.input, eps.weight, eps.grad))))
+
+    @staticmethod
+    @functools.lru_cache(maxsize=256)
+    def from_text(text: str) -> Fp8Settings:
+        name, fp8, fast, fprop, dgrad, wgrad, *eps = text.split("/")
+        recipe = Fp8Recipe(name, fp8, AmaxEps(*map(float, eps)), tuple(filter(None, fast.split("+"))))  # type: ignore[arg-type]
+        return Fp8Settings(recipe, GemmChoice(fprop, dgrad, wgrad))
+
+
+def fp8_linear(
+    x: Tensor, weight: Tensor, bias: Tensor | None, settings: Fp8Settings, *, reuse_weight_cast: bool = True
+) -> Tensor:
+    """x [..., K] times weight [N, K] plus bias, differentiable; the weight is cast as the products ask."""
+    return _linear_by_text(x, weight, bias, settings.to_text(), reuse_weight_cast)
+
+
+def _linear_by_text(x: Tensor, weight: Tensor, bias: Tensor | None, text: str, reuse: bool) -> Tensor:
+    if torch.is_autocast_enabled(x.device.type):
+        x = x.to(torch.get_autocast_dtype(x.device.type))
+    if x.shape[-1] != weight.shape[1] or x.dtype not in _INPUTS:
+        raise Fp8LayerError(
+            f"a layer of {weight.shape[1]} inputs takes bfloat16, float16 or float32 numbers [..., {weight.shape[1]}], "
+            f"got {x.dtype} of shape {tuple(x.shape)}"
+        )
+    x_MK = x.reshape(-1, x.shape[-1])
+    keep = torch.is_grad_enabled()  # inside the function it is off either way
+    y: Tensor = _Fp8Product.apply(x_MK, weight, bias, text, reuse, keep)  # type: ignore[no-untyped-call]
+    return y.view(*x.shape[:-1], weight.shape[0])
+
+
+class _Fp8Product(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x_MK: Tensor, weight: Tensor, bias: Tensor | None, text: str, reuse: bool, keep: bool
+    ) -> Tensor:
+        need_x, need_w = keep and ctx.needs_input_grad[0], keep and ctx.needs_input_grad[1]
+        run = forward_op if torch.compiler.is_compiling() else run_forward
+        y, kept, kept_scale = run(x_MK, weight, bias, text, need_x, need_w, reuse)
+        whole_x = need_w and text.split("/")[5] == BF16
+        ctx.save_for_backward(x_MK if whole_x else kept, kept_scale, weight)
+        ctx.text, ctx.reuse = text, reuse
+        ctx.bias_dtype = bias.dtype if bias is not None else None
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy_MN: Tensor) -> tuple[Tensor | None, ...]:
+        kept, kept_scale, weight = ctx.saved_tensors
+        need_x, need_w, need_b = ctx.needs_input_grad[:3]
+        run = backward_op if torch.compiler.is_compiling() else run_backward
+        dx, dw = None, None
+        if need_x or need_w:
+            dx, dw = run(dy_MN, kept, kept_scale, weight, ctx.text, need_x, need_w, ctx.reuse)
+        db = dy_MN.sum(0, dtype=torch.float32).to(ctx.bias_dtype) if need_b else None
+        return dx if need_x else None, dw if need_w else None, db, None, None, None
+
+
+# ---- the products ----------------------------------------------------------------------------------------------------
+
+
+def run_forward(
+    x_MK: Tensor, weight: Tensor, bias: Tensor | None, text: str, need_x: bool, need_w: bool, reuse: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(y, what wgrad will read of x, its scale); the last two are empty where wgrad is BF16 or not wanted."""
+    settings = Fp8Settings.from_text(text)
+    recipe, gemms = settings.recipe, settings.gemms
+    x_rows, x_cols = cast_for(x_MK, gemms.fprop, gemms.wgrad if need_w else BF16, "e4m3", recipe.eps.input)
+    if x_rows is None:
+        y = plain_product(x_MK, weight.t(), bias)
+    else:
+        with_cols = need_x and gemms.dgrad == gemms.fprop
+        w_rows = fp8_weight_casts.weight_rows(weight, gemms.fprop, recipe.eps.weight, with_cols=with_cols, reuse=reuse)
+        y = scaled_product(x_rows, w_rows, x_MK.dtype, bias=bias, fast_accum="fprop" in recipe.fast_accum)
+    kept, scale = (x_cols.codes, x_cols.scale) if x_cols is not None else (x_MK.new_empty(0), x_MK.new_empty(0))
+    return y[: x_MK.shape[0]], kept, scale
+
+
+def run_backward(
+    dy_MN: Tensor, kept: Tensor, kept_scale: Tensor, weight: Tensor, text: str, need_x: bool, need_w: bool, reuse: bool
+) -> tuple[Tensor, Tensor]:
+    """(dx, dW); one that is not wanted is empty."""
+    settings = Fp8Settings.from_text(text)
+    recipe, gemms = settings.recipe, settings.gemms
+    dgrad, wgrad = gemms.dgrad if need_x else BF16, gemms.wgrad if need_w else BF16
+    dy_rows, dy_cols = cast_for(dy_MN, dgrad, wgrad, recipe.grad_fp8, recipe.eps.grad)
+    dx = dw = dy_MN.new_empty(0)
+    if need_x:
+        if dy_rows is None:
+            dx = plain_product(dy_MN, weight)
+        else:
+            w_cols = fp8_weight_casts.weight_cols(weight, dgrad, recipe.eps.weight, reuse=reuse)
+            dx = scaled_product(dy_rows, w_cols, dy_MN.dtype, fast_accum="dgrad" in recipe.fast_accum)
+        dx = dx[: dy_MN.shape[0]]
+    if need_w:
+        if dy_cols is None:
+            dw = plain_product(dy_MN.t(), kept).to(weight.dtype)
+        else:
+            x_cols = ScaledFp8(kept, kept_scale, scaling_of(wgrad))
+            dw = scaled_product(dy_cols, x_cols, weight.dtype, fast_accum="wgrad" in recipe.fast_accum)
+    return dx, dw
+
+
+def cast_for(x: Tensor, rows_by: str, cols_by: str, fp8: str, eps: float) -> tuple[ScaledFp8 | None, ScaledFp8 | None]:
+    """A tensor for its two products: one cast where they go by one recipe, one each where they do not."""
+    if rows_by == cols_by:
+        if rows_by == BF16:
+            return None, None
+        pair = cast_layouts(x, rows_by, fp8, eps)
+        return pair.rows, pair.cols
+    rows = cast_layouts(x, rows_by, fp8, eps, cols=False).rows if rows_by != BF16 else None
+    cols = cast_layouts(x, cols_by, fp8, eps, rows=False).cols if cols_by != BF16 else None
+    return rows, cols
+
+
+def plain_product(a: Tensor, b: Tensor, bias: Tensor | None = None) -> Tensor:
+    """a times b in a's type; on a CPU in float32, where 16-bit products are slower by far, and rounded once."""
+    wide = torch.float32 if a.device.type == "cpu" else a.dtype
+    with torch.autocast(a.device.type, enabled=False):
+        out = a.to(wide) @ b.to(wide)
+    return (out if bias is None else out + bias.to(wide)).to(a.dtype)
+
+
+@torch.library.custom_op("bitplan::fp8_linear_forward", mutates_args=())
+def forward_op(
+    x_MK: Tensor, weight: Tensor, bias: Tensor | None, text: str, need_x: bool, need_w: bool, reuse: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    return run_forward(x_MK, weight, bias, text, need_x, need_w, reuse)
+
+
+@forward_op.register_fake
+def _(x_MK, weight, bias, text, need_x, need_w, reuse):  # type: ignore[no-untyped-def]  # noqa: ARG001
+    wgrad = Fp8Settings.from_text(text).gemms.wgrad
+    y = x_MK.new_empty((x_MK.shape[0], weight.shape[0]))
+    if not need_w or wgrad == BF16:
+        return y, x_MK.new_empty(0), x_MK.new_empty(0)
+    shape = (x_MK.shape[1], padded_tokens(wgrad, x_MK.shape[0]))
+    scale = empty_scale(shape, scaling_of(wgrad), x_MK.device)
+    return y, x_MK.new_empty(shape, dtype=FP8_DTYPES["e4m3"]), scale
+
+
+@torch.library.custom_op("bitplan::fp8_linear_backward", mutates_args=())
+def backward_op(
+    dy_MN: Tensor, kept: Tensor, kept_scale: Tensor, weight: Tensor, text: str, need_x: bool, need_w: bool, reuse: bool
+) -> tuple[Tensor, Tensor]:
+    return run_backward(dy_MN, kept, kept_scale, weight, text, need_x, need_w, reuse)
+
+
+@backward_op.register_fake
+def _(dy_MN, kept, kept_scale, weight, text, need_x, need_w, reuse):  # type: ignore[no-untyped-def]  # noqa: ARG001
+    dx = dy_MN.new_empty((dy_MN.shape[0], weight.shape[1]) if need_x else 0)
+    return dx, weight.new_empty(weight.shape) if need_w else dy_MN.new_empty(0)
+
+
+# ---- the layer -------------------------------------------------------------------------------------------------------
+
+
+class Fp8Linear(nn.Linear):
+    """nn.Linear with FP8 products. `gemms` of None: all three by the recipe's own name."""
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        *,
+        recipe: Fp8Recipe,
+        gemms: GemmChoice | None = None,
+        fp8_param: bool = False,
+        reuse_weight_cast: bool = True,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__(in_features, out_features, bias, device=device, dtype=dtype)
+        self._set_up(recipe, gemms, fp8_param, reuse_weight_cast)
+
+    @classmethod
+    def from_linear(
+        cls,
+        linear: nn.Linear,
+        *,
+        recipe: Fp8Recipe,
+        gemms: GemmChoice | None = None,
+        fp8_param: bool = False,
+        reuse_weight_cast: bool = True,
+    ) -> Self:
+        """A layer over the same parameters: an optimizer that has them goes on working."""
+        layer = cls.__new__(cls)
+        nn.Module.__init__(layer)
+        layer.in_features, layer.out_features = linear.in_features, linear.out_features
+        layer.weight, layer.bias = linear.weight, linear.bias
+        layer.training = linear.training
+        layer._set_up(recipe, gemms, fp8_param, reuse_weight_cast)
+        return layer
+
+    def _set_up(self, recipe: Fp8Recipe, gemms: GemmChoice | None, fp8_param: bool, reuse: bool) -> None:
+        self.recipe, self.gemms = recipe, gemms or GemmChoice.all(recipe.name)
+        self.reuse_weight_cast = reuse
+        self.fp8_param = fp8_param
+        check_shape(self.gemms, (self.out_features, self.in_features), type(self).__name__)
+        if self.weight.device.type != "meta":
+            require_fp8(self.weight.device, self.gemms.recipes)
+        self._text = Fp8Settings(self.recipe, self.gemms).to_text()
+        if fp8_param:
+            from bitplan.runtime.fp8_param import store_in_fp8
+
+            store_in_fp8(self)
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Self:
+        """Moved to another device: can that one do it?"""
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        if self.weight.device.type != "meta":
+            require_fp8(self.weight.device, self.gemms.recipes)
+        return self
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.fp8_param:
+            from bitplan.runtime.fp8_param import linear_of_fp8_param
+
+            stored: Tensor = linear_of_fp8_param(self, x)
+            return stored
+        return _linear_by_text(x, self.weight, self.bias, self._text, self.reuse_weight_cast)
+
+    def extra_repr(self) -> str:
+        products = f"fprop={self.gemms.fprop}, dgrad={self.gemms.dgrad}, wgrad={self.gemms.wgrad}"
+        return f"{super().extra_repr()}, {products}, fp8={self.recipe.fp8}"
+
+
+def hold_weight_casts(module: nn.Module) -> None:
+    """Cast the weights of all FP8 layers now, at addresses that stay, for CUDA graphs; again after each step."""
+    for layer in module.modules():
+        settings = getattr(layer, "_text", None)
+        weight = getattr(layer, "weight", None)
+        if settings is None or not isinstance(weight, Tensor) or weight.dtype not in _INPUTS:
+            continue
+        chosen = Fp8Settings.from_text(settings)
+        for name in dict.fromkeys((chosen.gemms.fprop, chosen.gemms.dgrad)):
+            if name != BF16:
+                fp8_weight_casts.hold_cast(weight, name, chosen.recipe.eps.weight)

@@ -1,0 +1,192 @@
+"""`fp8_param=True`: a layer whose weight is stored in FP8, and how an optimizer updates it.
+
+    layer.weight         Parameter [N, K] of float8_e4m3fn, without a gradient: an optimizer cannot add to FP8
+    layer.weight_scale   buffer: one number (tensorwise), or one for each 128x128 square (blockwise)
+    layer.main_grad      float32 [N, K], made by the first backward; micro-batches add to it
+
+The weight takes one byte in place of two or four, and dgrad's transpose one more while it is kept. The numbers that
+learn are float32 masters, which mixed precision training has anyway; they live with the optimizer:
+
+    masters = Fp8Masters(model)                             # one float32 Parameter for each FP8 weight
+    optimizer = torch.optim.AdamW([*masters.parameters(), *others])
+    loss.backward()
+    masters.step(optimizer)                                 # main_grad -> master.grad, step, masters -> FP8, in place
+
+A state_dict holds `weight` in FP8 and `weight_scale`; it loads into such a layer, not into nn.Linear, and masters that
+were not saved start from the FP8 weights. The transpose of codes is a cast of the transpose for these two recipes;
+rowwise and mxfp8 scale the two layouts apart and are refused. Under torch.compile the layer runs between graphs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from bitplan.formats.fp8_scaling import ScaledFp8, decode_scaled, empty_scale, scaling_of
+from bitplan.kernels.fp8_cast import cast_layouts
+from bitplan.kernels.fp8_product import scaled_product
+from bitplan.runtime.fp8_recipe import BF16, Fp8LayerError
+
+if TYPE_CHECKING:
+    from bitplan.runtime.fp8_linear import Fp8Linear
+
+STORABLE = ("tensorwise", "blockwise")
+
+
+def store_in_fp8(layer: Any) -> None:
+    """Replace the layer's weight by its FP8 cast."""
+    recipe = storage_recipe(layer)
+    if layer.weight.device.type == "meta":
+        codes = layer.weight.new_empty(layer.weight.shape, dtype=torch.float8_e4m3fn)
+        scale = empty_scale(_shape(layer), scaling_of(recipe, is_weight=True), layer.weight.device)
+    else:
+        cast = cast_layouts(layer.weight.detach(), recipe, eps=layer.recipe.eps.weight, is_weight=True, cols=False).rows
+        assert cast is not None
+        codes, scale = cast.codes, cast.scale
+    layer.weight = nn.Parameter(codes, requires_grad=False)
+    layer.register_buffer("weight_scale", scale)
+    layer.main_grad = None
+    layer._transpose = None
+    # What puts the layer into the autograd graph when neither input nor bias has a gradient.
+    layer._anchor = torch.zeros((), requires_grad=True)
+
+
+def storage_recipe(layer: Fp8Linear) -> str:
+    """The recipe that the stored weight follows: that of the products that read it."""
+    used = {name for name in (layer.gemms.fprop, layer.gemms.dgrad) if name != BF16} or {layer.recipe.name}
+    if len(used) > 1 or not used <= set(STORABLE):
+        raise Fp8LayerError(
+            f"fp8_param stores one weight for fprop and dgrad, by {' or '.join(STORABLE)}, "
+            f"got {', '.join(sorted(used))}; use fp8_param=False"
+        )
+    return used.pop()
+
+
+def stored_weight(layer: Any) -> ScaledFp8:
+    return ScaledFp8(layer.weight, layer.weight_scale, scaling_of(storage_recipe(layer), is_weight=True))
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def linear_of_fp8_param(layer: Any, x: Tensor) -> Tensor:
+    if torch.is_autocast_enabled(x.device.type):
+        x = x.to(torch.get_autocast_dtype(x.device.type))
+    if layer.weight.dtype != torch.float8_e4m3fn:
+        raise Fp8LayerError(
+            f"a layer with fp8_param has a weight of {torch.float8_e4m3fn}, got {layer.weight.dtype}: .to(dtype) casts "
+            "it as any other; move such a layer with .to(device), and build it again"
+        )
+    if x.shape[-1] != layer.in_features:
+        raise Fp8LayerError(f"a layer of {layer.in_features} inputs got numbers of shape {tuple(x.shape)}")
+    x_MK = x.reshape(-1, x.shape[-1])
+    out: Tensor = _StoredProduct.apply(  # type: ignore[no-untyped-call]
+        x_MK, layer.bias, layer._anchor, layer, torch.is_grad_enabled()
+    )
+    return out.view(*x.shape[:-1], layer.out_features)
+
+
+class _StoredProduct(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x_MK: Tensor, bias: Tensor | None, _anchor: Tensor, layer: Any, keep: bool) -> Tensor:
+        from bitplan.runtime.fp8_linear import cast_for, plain_product
+
+        recipe, gemms = layer.recipe, layer.gemms
+        x_rows, x_cols = cast_for(x_MK, gemms.fprop, gemms.wgrad if keep else BF16, "e4m3", recipe.eps.input)
+        weight = stored_weight(layer)
+        if x_rows is None:
+            y = plain_product(x_MK, decode_scaled(weight, x_MK.dtype).t(), bias)
+        else:
+            y = scaled_product(x_rows, weight, x_MK.dtype, bias=bias, fast_accum="fprop" in recipe.fast_accum)
+        saved = (x_cols.codes, x_cols.scale) if x_cols is not None else (x_MK, x_MK.new_empty(0))
+        ctx.save_for_backward(*saved, layer.weight)
+        ctx.layer, ctx.bias_dtype = layer, None if bias is None else bias.dtype
+        return y[: x_MK.shape[0]]
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy_MN: Tensor) -> tuple[Tensor | None, ...]:
+        from bitplan.runtime.fp8_linear import cast_for, plain_product
+
+        kept, kept_scale, _ = ctx.saved_tensors  # reading the weight here has torch refuse one that has changed
+        layer, recipe, gemms = ctx.layer, ctx.layer.recipe, ctx.layer.gemms
+        dgrad = gemms.dgrad if ctx.needs_input_grad[0] else BF16
+        dy_rows, dy_cols = cast_for(dy_MN, dgrad, gemms.wgrad, recipe.grad_fp8, recipe.eps.grad)
+        if dy_cols is None:
+            dw = plain_product(dy_MN.t(), kept).float()
+        else:
+            x_cols = ScaledFp8(kept, kept_scale, scaling_of(gemms.wgrad))
+            dw = scaled_product(dy_cols, x_cols, torch.float32, fast_accum="wgrad" in recipe.fast_accum)
+        layer.main_grad = dw if layer.main_grad is None else layer.main_grad.add_(dw)
+        dx = None
+        if ctx.needs_input_grad[0]:
+            weight = stored_weight(layer)
+            if dy_rows is None:
+                dx = plain_product(dy_MN, decode_scaled(weight, dy_MN.dtype))
+            else:
+                w_cols = kept_transpose(layer)
+                dx = scaled_product(dy_rows, w_cols, dy_MN.dtype, fast_accum="dgrad" in recipe.fast_accum)
+            dx = dx[: dy_MN.shape[0]]
+        db = dy_MN.sum(0, dtype=torch.float32).to(ctx.bias_dtype) if ctx.needs_input_grad[1] else None
+        return dx, db, None, None, None
+
+
+def kept_transpose(layer: Any) -> ScaledFp8:
+    """The weight for dgrad, made once for each state of the weight; in a CUDA graph always (see fp8_weight_casts)."""
+    capturing = layer.weight.is_cuda and torch.cuda.is_current_stream_capturing()
+    state = None if capturing or layer.weight.is_inference() else (layer.weight._version, layer.weight.data_ptr())
+    if state is None:
+        return transposed(stored_weight(layer))
+    if layer._transpose is None or layer._transpose[0] != state:
+        layer._transpose = (state, transposed(stored_weight(layer)))
+    kept: ScaledFp8 = layer._transpose[1]
+    return kept
+
+
+def transposed(weight: ScaledFp8) -> ScaledFp8:
+    """The other layout of a weight with one scale, or one for each square: the same numbers, exactly."""
+    codes = weight.codes.view(torch.uint8).t().contiguous().view(weight.codes.dtype)
+    if weight.scaling == "tensor":
+        return ScaledFp8(codes, weight.scale, weight.scaling)
+    scale = empty_scale((codes.shape[0], codes.shape[1]), weight.scaling, codes.device)
+    return ScaledFp8(codes, scale.copy_(weight.scale.t()), weight.scaling)
+
+
+class Fp8Masters:
+    """The float32 masters of a model's FP8 weights."""
+
+    def __init__(self, model: nn.Module) -> None:
+        from bitplan.runtime.fp8_linear import Fp8Linear
+
+        self.layers: list[Any] = [
+            layer for layer in model.modules() if isinstance(layer, Fp8Linear) and layer.fp8_param
+        ]
+        self.masters = [nn.Parameter(decode_scaled(stored_weight(layer))) for layer in self.layers]
+
+    def parameters(self) -> Iterator[nn.Parameter]:
+        return iter(self.masters)
+
+    def step(self, optimizer: torch.optim.Optimizer) -> None:
+        """Hand over the gradients, let the optimizer step, and store the masters in FP8 again."""
+        for layer, master in zip(self.layers, self.masters, strict=True):
+            master.grad, layer.main_grad = layer.main_grad, None
+        optimizer.step()
+        self.write_back()
+        for master in self.masters:
+            master.grad = None
+
+    @torch.no_grad()
+    def write_back(self) -> None:
+        """Cast every master into its layer's weight, in place."""
+        for layer, master in zip(self.layers, self.masters, strict=True):
+            eps = layer.recipe.eps.weight
+            cast = cast_layouts(master.detach(), storage_recipe(layer), eps=eps, is_weight=True, cols=False).rows
+            assert cast is not None
+            layer.weight.copy_(cast.codes)
+            layer.weight_scale.copy_(cast.scale)
+
+
+def _shape(layer: Fp8Linear) -> tuple[int, int]:
+    return layer.weight.shape[0], layer.weight.shape[1]

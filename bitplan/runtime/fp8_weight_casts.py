@@ -1,0 +1,173 @@
+"""Casts of weights, kept as long as the weight does not change, so that micro-batches share one.
+
+A cast belongs to a weight's memory (storage, place, shape) and holds for one state of it: the version that torch
+counts at each in-place change, and the address. An optimizer's step raises the version, so the next forward casts anew,
+in eager mode and in compiled graphs alike; reading both costs no wait for the GPU. A cast keeps its two layouts, so a
+weight of N x K costs 2 N K bytes more while it is kept; `reuse_weight_cast=False` keeps none.
+
+What torch does not count is not seen: writes through `weight.data`, and FSDP2's gathering of shards, which keeps the
+version on purpose. Call `drop_weight_casts` after such a write, or do not reuse.
+
+CUDA graphs replay kernels without asking. So a graph that is captured casts every weight in each of its forwards, and
+is right whatever happens between replays; only casts that `hold_weight_casts` made are read from outside. Those stay at
+their address: call it again after each step, outside the graph, and all replays of the step share that one cast.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from bitplan.formats.fp8_scaling import ScaledFp8
+from bitplan.kernels.fp8_cast import CastPair, cast_layouts
+
+_Place = tuple[int, int, tuple[int, ...], tuple[int, ...]]
+_How = tuple[str, float]  # recipe, amax epsilon
+
+
+@dataclass
+class _Kept:
+    """The casts of one state of one weight."""
+
+    storage: StorageWeakRef
+    version: int
+    address: int
+    rows: dict[_How, ScaledFp8] = field(default_factory=dict)
+    cols: dict[_How, ScaledFp8] = field(default_factory=dict)
+    captured: bool = False  # made inside a CUDA graph: only the backward of that graph may read it
+    held: bool = False
+
+
+_kept: dict[_Place, _Kept] = {}
+_swept_at = 0
+
+
+def weight_rows(weight: Tensor, recipe: str, eps: float, *, with_cols: bool, reuse: bool) -> ScaledFp8:
+    """The weight [N, K] for fprop. `with_cols`: dgrad will ask for the other layout of the same cast."""
+    how = (recipe, eps)
+    kept = _find(weight) if reuse else None
+    capturing = _is_capturing(weight)
+    if kept is not None and how in kept.rows and (kept.held or not (capturing or kept.captured)):
+        return kept.rows[how]
+    pair = cast_layouts(weight, recipe, "e4m3", eps, is_weight=True, rows=True, cols=with_cols and reuse)
+    assert pair.rows is not None
+    if reuse:
+        _keep(weight, how, pair, captured=capturing)
+    return pair.rows
+
+
+def weight_cols(weight: Tensor, recipe: str, eps: float, *, reuse: bool) -> ScaledFp8:
+    """The weight transposed, [K, N], for dgrad."""
+    how = (recipe, eps)
+    kept = _find(weight) if reuse else None
+    capturing = _is_capturing(weight)
+    if kept is not None and how in kept.cols and (kept.held or kept.captured == capturing):
+        found = kept.cols[how]
+        if kept.captured and not kept.held:  # of this graph and this micro-batch; the next casts its own
+            del _kept[_place(weight)]
+        return found
+    pair = cast_layouts(weight, recipe, "e4m3", eps, is_weight=True, rows=False, cols=True)
+    assert pair.cols is not None
+    if reuse and not capturing:
+        _keep(weight, how, pair, captured=False)
+    return pair.cols
+
+
+def hold_cast(weight: Tensor, recipe: str, eps: float) -> None:
+    """Cast now, into the same memory if it was held before, for CUDA graphs to read."""
+    how = (recipe, eps)
+    kept = _find(weight, any_version=True)
+    if kept is not None and kept.held and how in kept.rows and how in kept.cols:
+        if kept.version == weight._version:
+            return
+        _write_over(kept, how, cast_layouts(weight, recipe, "e4m3", eps, is_weight=True))
+        kept.version = weight._version
+        return
+    _keep(weight, how, cast_layouts(weight, recipe, "e4m3", eps, is_weight=True), captured=False)
+    _kept[_place(weight)].held = True
+
+
+def drop_casts(weights: Iterable[Tensor] | None = None) -> None:
+    """Forget the casts of these weights, held ones too; of all if none are named."""
+    if weights is None:
+        _kept.clear()
+        return
+    for weight in weights:
+        _kept.pop(_place(weight), None)
+
+
+def drop_weight_casts(module: nn.Module | None = None) -> None:
+    """Forget the casts of a model's weights; of all models if none is named."""
+    drop_casts(module.parameters() if module is not None else None)
+
+
+def kept_casts(weight: Tensor) -> CastPair | None:
+    """The casts kept of the weight as it is now, by any one recipe; for tests and reports."""
+    kept = _find(weight)
+    if kept is None:
+        return None
+    return CastPair(next(iter(kept.rows.values()), None), next(iter(kept.cols.values()), None))
+
+
+def _keep(weight: Tensor, how: _How, pair: CastPair, *, captured: bool) -> None:
+    if weight.is_inference():  # torch counts no versions of it, and it may change at any time
+        return
+    _sweep()
+    kept = _find(weight)
+    if kept is None or kept.captured or captured:
+        storage = StorageWeakRef(weight.untyped_storage())
+        kept = _kept[_place(weight)] = _Kept(storage, weight._version, weight.data_ptr(), captured=captured)
+    if pair.rows is not None:
+        kept.rows[how] = pair.rows
+    if pair.cols is not None:
+        kept.cols[how] = pair.cols
+
+
+def _find(weight: Tensor, *, any_version: bool = False) -> _Kept | None:
+    if weight.is_inference():
+        return None
+    kept = _kept.get(_place(weight))
+    if kept is None or kept.storage.expired() or kept.address != weight.data_ptr():
+        return None
+    if kept.version != weight._version and not any_version:
+        if kept.held:
+            _refresh(weight, kept)
+            return kept
+        return None
+    return kept
+
+
+def _refresh(weight: Tensor, kept: _Kept) -> None:
+    """A held cast of a weight that has changed: cast again into the same memory."""
+    for how in kept.rows:
+        _write_over(kept, how, cast_layouts(weight, how[0], "e4m3", how[1], is_weight=True))
+    kept.version = weight._version
+
+
+def _write_over(kept: _Kept, how: _How, pair: CastPair) -> None:
+    for old, new in ((kept.rows.get(how), pair.rows), (kept.cols.get(how), pair.cols)):
+        if old is not None and new is not None:
+            old.codes.copy_(new.codes)
+            old.scale.copy_(new.scale)
+
+
+def _place(weight: Tensor) -> _Place:
+    # The weak reference in the entry keeps the storage's identity from being given to another.
+    return (weight.untyped_storage()._cdata, int(weight.storage_offset()), tuple(weight.shape), weight.stride())
+
+
+def _sweep() -> None:
+    """Forget weights that are gone, each time the count has doubled."""
+    global _swept_at
+    if len(_kept) >= 2 * _swept_at + 16:
+        for place in [place for place, kept in _kept.items() if kept.storage.expired()]:
+            del _kept[place]
+        _swept_at = len(_kept)
+
+
+def _is_capturing(weight: Tensor) -> bool:
+    return weight.is_cuda and torch.cuda.is_current_stream_capturing()

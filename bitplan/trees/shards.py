@@ -1,0 +1,131 @@
+"""Rows that lie in several processes: what training must ask the others for, and how sums come out the same.
+
+`boost`, `grow` and the objectives work on the rows of one process. Where a number depends on all rows they ask their
+`Shards`: integers are added, maxima are taken, arrays are laid one after the other in the order of the processes.
+None of these depends on how the rows are divided, so neither do the trees. `ALONE` is one process that has every row:
+nothing is sent, and the same code gives the same numbers. `distributed.Ranks` asks real processes.
+
+Floats are never added as floats across processes. `sum_exactly` turns them into integers twice: multiples of a unit
+near the largest one, and what is left as multiples of a much finer unit.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+
+Array = np.ndarray[Any, Any]
+SUM_ROWS = 2**16
+
+
+class Shards(Protocol):
+    """All processes of one fit, in one order; `what` names the step in errors."""
+
+    @property
+    def rank(self) -> int: ...
+    @property
+    def count(self) -> int: ...
+    def add(self, integers: Array, what: str) -> Array: ...  # element by element
+    def top(self, numbers: Array, what: str) -> Array: ...  # the largest, element by element
+    def gather(self, part: Array, what: str) -> list[Array]: ...  # flat arrays of one type, of any length
+    def sent_for(self, what: str) -> None: ...  # what was sent since the last call was for this
+
+
+class _Alone:
+    """One process has all rows."""
+
+    rank, count = 0, 1
+
+    def add(self, integers: Array, what: str) -> Array:
+        return integers
+
+    def top(self, numbers: Array, what: str) -> Array:
+        return numbers
+
+    def gather(self, part: Array, what: str) -> list[Array]:
+        return [part]
+
+    def sent_for(self, what: str) -> None:
+        """Nothing was sent."""
+
+
+ALONE: Shards = _Alone()
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """Which of all rows are this process's: `total` rows in all, of which the first here is number `first`."""
+
+    shards: Shards
+    first: int
+    total: int
+
+    @classmethod
+    def of(cls, rows: int, shards: Shards) -> Span:
+        sizes = [int(part[0]) for part in shards.gather(np.array([rows], np.int64), "number of rows")]
+        return cls(shards, sum(sizes[: shards.rank]), sum(sizes))
+
+
+def gather_json(document: Any, what: str, shards: Shards) -> list[Any]:
+    """A document of each process, in their order."""
+    text = np.frombuffer(json.dumps(document).encode(), np.uint8)
+    return [json.loads(part.tobytes()) for part in shards.gather(text, what)]
+
+
+def fixed_point(numbers: Array, top: float, bits: int) -> Array:
+    """Multiples of 2^-bits of the power of two above `top`, as int64; numbers are finite and at most `top`."""
+    return np.rint(np.ldexp(numbers, bits - math.frexp(top)[1])).astype(np.int64)
+
+
+def sum_exactly(parts: Sequence[Array], shards: Shards) -> list[float]:
+    """The sum of each array over all processes, the same however rows are divided; infinity if a number is not finite.
+
+    Of a number, about 100 bits below the largest of its array count (30 less at a billion rows): where float64 sums
+    are exact, so are these.
+    """
+    tops = np.array([_largest(part) for part in parts])
+    tops = shards.top(tops, "largest terms of a sum")
+    sizes = shards.add(np.array([len(part) for part in parts], np.int64), "terms of a sum")
+    limbs = np.zeros((len(parts), 2), np.int64)
+    widths = [61 - int(size).bit_length() for size in sizes]  # so that a sum stays below 2^61
+    for place, (part, top, bits) in enumerate(zip(parts, tops, widths, strict=True)):
+        if not 0 < top < math.inf:
+            continue
+        for start in range(0, len(part), SUM_ROWS):  # so that no second copy of a long array is made
+            piece = part[start : start + SUM_ROWS]
+            coarse = fixed_point(piece, top, bits)
+            rest = piece - np.ldexp(coarse.astype(np.float64), math.frexp(top)[1] - bits)
+            fine = np.rint(np.ldexp(rest, 2 * bits - math.frexp(top)[1])).astype(np.int64)
+            limbs[place] += coarse.sum(), fine.sum()
+    limbs = shards.add(limbs, "sums")
+    return [
+        _joined(int(coarse), int(fine), float(top), bits)
+        for (coarse, fine), top, bits in zip(limbs, tops, widths, strict=True)
+    ]
+
+
+def average(numbers: Array, weights: Array, shards: Shards) -> float:
+    """The mean over all processes; weights: one a number, or an empty array."""
+    if len(weights):
+        total, weight = sum_exactly([numbers * weights, weights], shards)
+    else:
+        total, weight = sum_exactly([numbers, np.ones(len(numbers))], shards)
+    return total / weight
+
+
+def _largest(numbers: Array) -> float:
+    top = float(np.abs(numbers).max(initial=0.0))
+    return math.inf if math.isnan(top) else top
+
+
+def _joined(coarse: int, fine: int, top: float, bits: int) -> float:
+    if not top < math.inf:
+        return math.inf
+    if not top:
+        return 0.0
+    return math.ldexp(float((coarse << bits) + fine), math.frexp(top)[1] - 2 * bits)

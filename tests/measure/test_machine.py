@@ -1,0 +1,142 @@
+"""What a machine offers: libraries by their metadata, fast paths by the dispatcher, caches where they are."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+
+from bitplan.kernels import dispatch
+from bitplan.measure import machine
+from bitplan.measure.machine import examine_machine, find_libraries, measure_bandwidth, meets
+
+
+def paths():
+    return {each["name"]: each for each in examine_machine(measure=False)["paths"]}
+
+
+@pytest.mark.parametrize(
+    ("installed", "wanted", "holds"),
+    [
+        ("2.11.0", ">=2.11", True),
+        ("2.11", ">=2.11.0", True),
+        ("2.9.1", ">=2.11", False),
+        ("2.13.0+cpu", ">=2.11", True),
+        ("1.0", ">=1", True),
+        ("0.9.9", ">=1", False),
+        ("3.0rc1", ">=3", True),
+        ("1.2", "", True),
+        ("1.2", "==9", True),  # pip's affair
+    ],
+)
+def test_meets(installed, wanted, holds):
+    assert meets(installed, wanted) is holds
+
+
+def test_libraries_and_the_extras_that_bring_them():
+    found = find_libraries(
+        [
+            "torch>=2.11",
+            "no-such-thing>=1; extra == 'trees'",
+            'no-such-thing>=1; python_version > "3" and extra == "bench"',
+            "pytest>=8; extra == 'dev'",  # for those who work on bitplan
+            "numpy>=1; extra == 'bench'",
+            "numpy>=1",  # needed, whatever an extra says
+        ]
+    )
+    told = {library.name: (library.extras, library.problem) for library in found}
+    assert told == {"torch": ((), None), "numpy": ((), None), "no-such-thing": (("bench", "trees"), None)}
+    assert [library.name for library in found] == ["numpy", "torch", "no-such-thing"]
+    assert found[-1].installed is None
+
+
+def test_a_needed_library_that_cannot_be_imported_is_told(monkeypatch):
+    def broken(_):
+        raise ImportError("libfoo.so: no such file\nmore")
+
+    monkeypatch.setattr(machine.importlib, "import_module", broken)
+    (library,) = find_libraries(["numpy>=1"])
+    assert library.problem == "is installed and cannot be imported: ImportError: libfoo.so: no such file"
+
+
+def test_missing_extras_have_a_command(monkeypatch):
+    wanted = ["no-such-thing>=1; extra == 'trees'"]
+    monkeypatch.setattr(machine.importlib.metadata, "requires", lambda _: wanted)
+    found = examine_machine(measure=False)
+    assert found["problems"] == []
+    assert found["next"][0] == "pip install 'bitplan[trees]' for no-such-thing"
+
+
+def test_from_a_checkout_that_is_not_installed(monkeypatch):
+    def missing(_):
+        raise machine.importlib.metadata.PackageNotFoundError("bitplan")
+
+    monkeypatch.setattr(machine.importlib.metadata, "requires", missing)
+    found = examine_machine(measure=False)
+    assert (found["libraries"], found["problems"]) == ([], [])
+    assert found["next"][0] == machine.NOT_INSTALLED
+
+
+def test_a_full_gpu_is_told_and_not_fatal(monkeypatch):
+    def full(_):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 256 MiB\nmore")
+
+    monkeypatch.setattr(machine, "measure_bandwidth", full)
+    assert machine._bandwidth(True) == (
+        None,
+        ["free memory of the GPU to measure its bandwidth: CUDA out of memory. Tried to allocate 256 MiB"],
+    )
+    assert machine._bandwidth(False) == (None, [])
+
+
+def test_fast_paths_are_what_the_dispatcher_picks(monkeypatch):
+    found = paths()["CPU encode and decode (numba)"]
+    assert found["active"]
+    assert "mxfp4" in found["detail"].split(", ")
+    monkeypatch.setattr(dispatch, "_is_installed", lambda _: False)
+    found = paths()["CPU encode and decode (numba)"]
+    assert (found["active"], found["detail"]) == (False, "numba is not installed")
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
+def test_without_a_gpu_fp8_is_said_to_be_emulated():
+    found = paths()
+    assert not found["GPU kernels (Triton)"]["active"]
+    assert "emulated" in found["FP8 tensor cores"]["detail"]
+
+
+def test_caches(tmp_path, monkeypatch):
+    monkeypatch.setenv("BITPLAN_CACHE_DIR", str(tmp_path / "not" / "yet"))
+    monkeypatch.setenv("NUMBA_CACHE_DIR", str(tmp_path / "numba"))
+    numba, crossovers = examine_machine(measure=False)["caches"]
+    assert numba["detail"].startswith("empty: the first use")
+    assert crossovers["detail"].startswith("empty: crossovers are measured")
+    (tmp_path / "numba" / "deep").mkdir(parents=True)
+    (tmp_path / "numba" / "deep" / "a.nbc").touch()
+    (tmp_path / "not" / "yet" / "crossover").mkdir(parents=True)
+    (tmp_path / "not" / "yet" / "crossover" / "nvidia_h200.json").touch()
+    numba, crossovers = examine_machine(measure=False)["caches"]
+    assert numba["detail"] == "1 compiled kernels"
+    assert crossovers["detail"] == "1 measured GPU models"
+
+
+def test_quick_and_starts_no_gpu():
+    """In a fresh process: all but the imports takes a fraction of a second, and Triton is not loaded."""
+    code = (
+        "import time, sys, torch, numba; from bitplan.measure.machine import examine_machine;"
+        "start = time.process_time(); examine_machine(measure=False);"
+        "assert time.process_time() - start < 1.5, time.process_time() - start; assert 'triton' not in sys.modules"
+    )
+    start = time.monotonic()
+    subprocess.run([sys.executable, "-c", code], check=True)
+    assert time.monotonic() - start < 60
+
+
+@pytest.mark.gpu
+def test_bandwidth_is_of_the_right_size():
+    found = measure_bandwidth(torch.device("cuda"))
+    assert 1 < found["h2d_gb_per_s"] < 2000
+    assert found["h2d_gb_per_s"] < found["device_gb_per_s"] < 20_000

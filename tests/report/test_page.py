@@ -1,0 +1,331 @@
+"""The page as text: deterministic, self-contained, escaped, with a section for what is there and no other."""
+
+from __future__ import annotations
+
+import json
+import re
+from html.parser import HTMLParser
+
+import pytest
+
+from bitplan.report import TrainingLog, write_report
+from bitplan.report.markup import VOID, escape, tag
+
+from . import samples
+
+EVIL = "</script><img src=x onerror=alert(1)>\"'&\u202e\x00\ud800"
+
+
+class Elements(HTMLParser):
+    """Every element with its attributes, and that all are closed in order."""
+
+    def __init__(self, text):
+        super().__init__()
+        self.found, self._open = [], []
+        self.feed(text)
+        self.close()
+        assert self._open == []
+
+    def handle_starttag(self, tag, attrs):
+        self.found.append((tag, dict(attrs)))
+        if tag not in VOID:
+            self._open.append(tag)
+
+    def handle_endtag(self, tag):
+        assert self._open.pop() == tag
+
+
+@pytest.fixture(scope="module")
+def everything(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("records")
+    return samples.write_samples(folder)
+
+
+def page(records, tmp_path, name="report.html"):
+    write_report(records, tmp_path / name)
+    return (tmp_path / name).read_text(encoding="utf-8")
+
+
+def test_same_records_same_bytes(everything, tmp_path):
+    first = page(everything, tmp_path)
+    assert first == page(everything, tmp_path, "again.html")
+    assert str(tmp_path) not in first
+    assert len(first) < 2_000_000
+
+
+def test_well_formed_and_asks_for_nothing(everything, tmp_path):
+    elements = Elements(page(everything, tmp_path)).found
+    assert {"html", "svg", "table", "h1"} <= {name for name, _ in elements}
+    for name, attributes in elements:
+        assert name not in ("img", "iframe", "object", "embed", "link", "video", "audio", "base", "form")
+        assert not {"src", "srcset", "style", "xlink:href"} & set(attributes)
+        assert not any(key.startswith("on") for key in attributes)
+        assert attributes.get("href", "#").startswith("#")
+    ids = [attributes["id"] for _, attributes in elements if "id" in attributes]
+    assert len(ids) == len(set(ids))
+    policy = next(a["content"] for _, a in elements if a.get("http-equiv") == "Content-Security-Policy")
+    assert "default-src 'none'" in policy
+    assert "unsafe" not in policy
+
+
+def test_sections_only_for_what_is_there_each_with_its_file(everything, tmp_path):
+    anchors = re.findall(r'<section id="([a-z]+)">', page(everything, tmp_path))
+    assert anchors == [
+        *("decisions", "findings", "quality", "training", "precision", "streaming", "speed", "errors", "benchmarks"),
+        "machine",
+    ]
+    text = page(samples.write_plan(tmp_path), tmp_path)
+    assert re.findall(r'<section id="([a-z]+)">', text) == ["decisions", "machine"]
+    assert "From <code>plan.json</code> (plan)" in text
+
+
+def test_text_of_records_cannot_act(tmp_path):
+    records = []
+
+    def add(name, document, *, lines=False):
+        path = tmp_path / name
+        path.write_text("".join(json.dumps(each) + "\n" for each in (document if lines else [document])))
+        records.append(path)
+
+    tensor = {"format": EVIL, "reason": EVIL, "role": EVIL, "evidence": {EVIL: EVIL}, "shape": [2], "bytes": 4}
+    add("p.json", {"document": "bitplan-plan", "version": 1, "tensors": {EVIL: tensor}})
+    add("f.json", [{"code": EVIL, "where": EVIL, "message": EVIL}])
+    drift = {"step": 0, "name": EVIL, "format": EVIL, "relative_error": 0.1}
+    add("d.jsonl", [drift, drift | {"step": 1, "relative_error": 0.2}], lines=True)
+    detail = {"precision": "int8", "sensitivity": 0.4, "reason": EVIL}
+    update = {"step_id": 0, "precision_changes": 0, "block_details": {EVIL: detail | {"precision": "bf16"}}}
+    add("s.jsonl", [update, update | {"step_id": 1, "block_details": {EVIL: detail}}], lines=True)
+    head = {"document": "bitplan-training-log", "version": 1, "run": EVIL, "machine": {"cpu": EVIL}}
+    add("t.jsonl", [head, {"step": 0, "loss": 1.0, EVIL: 2.0}], lines=True)
+    machine = {"machine": {EVIL: EVIL}, "versions": {}, "benchmark": EVIL, "rows": [{EVIL: EVIL}]}
+    add("b.json", machine)
+    copies = {"copies": [{"name": EVIL, "start_ms": 0, "end_ms": 1}]}
+    stream = {"step": 0, "step_ms": 1, "copy_ms": 1, "stall_ms": 0, "compute_ms": 1, "timeline": copies}
+    add("st.jsonl", [stream | {"bytes_h2d_by_format": {EVIL: 5}}], lines=True)
+    calibration = {"layers": {"0": {EVIL: {EVIL: 0.1}}}, "blocks": {EVIL: {"0": {EVIL: 0.2}}}}
+    add("c.json", {"document": "bitplan-calibration", "version": 1} | calibration)
+    write_report(records, tmp_path / "r.html", title=EVIL)
+    text = (tmp_path / "r.html").read_text(encoding="utf-8")
+    elements = Elements(text).found
+    assert "img" not in {name for name, _ in elements}
+    assert [name for name, _ in elements].count("script") == 1
+    assert text.count(str(escape(EVIL))) > 25
+    assert not re.search("[\u202e\x00\ud800]", text)
+    assert "\\u202e\\u0000\\ud800" in text
+
+
+def test_markup():
+    assert escape("<b>") == "&lt;b&gt;"
+    assert tag("p", "<", tag("b", "x"), class_="a", data_x='"', hidden=True, title=None) == (
+        '<p class="a" data-x="&quot;" hidden>&lt;<b>x</b></p>'
+    )
+
+
+def test_a_killed_report_leaves_the_old_one(tmp_path):
+    page(samples.write_plan(tmp_path), tmp_path)
+    before = (tmp_path / "report.html").read_bytes()
+    (tmp_path / "bad.json").write_text("{}")
+    with pytest.raises(ValueError, match="bad"):
+        write_report([tmp_path / "bad.json"], tmp_path / "report.html")
+    assert (tmp_path / "report.html").read_bytes() == before
+
+
+# ---- what the sections say -------------------------------------------------------------------------------------------
+
+
+def test_plan_says_bytes_and_ratio(tmp_path):
+    tensors = {
+        "a": {"format": "mxfp4", "reason": "small error", "shape": [64, 64], "bytes": 2176},
+        "b": {"format": "bfloat16", "reason": "a norm", "shape": [64], "bytes": 128},
+    }
+    path = tmp_path / "plan.json"
+    path.write_text(json.dumps({"document": "bitplan-plan", "version": 1, "tensors": tensors}))
+    text = page([path], tmp_path)
+    assert "The plan puts 2 tensors in 2 formats: <b>2.30\xa0kB</b>, 3.61 times smaller than in bfloat16" in text
+    assert "small error" in text
+    packed = {"w_blocks": {"format": "mxfp4", "reason": "r", "part": "data", "shape": [4, 16], "bytes": 64}}
+    path.write_text(json.dumps({"document": "bitplan-plan", "version": 1, "tensors": packed}))
+    text = page([path], tmp_path)
+    assert "mxfp4.data" in text
+    assert "times smaller" not in text  # the shape of packed codes says nothing of the weights
+
+
+def test_policy_says_the_crossover(tmp_path):
+    point = {"tokens": 512, "answer": "lose", "speedup": 0.8, "low": 0.78, "high": 0.82, "samples": 20}
+    win = {"tokens": 4096, "answer": "win", "speedup": 1.2, "low": 1.1, "high": 1.3, "samples": 20}
+    rule = {
+        "part": "llm",
+        "kind": "row",
+        "name": "fc2",
+        "shape": [4, 8],
+        "tp": 1,
+        "recipe": "blockwise",
+        "gemm": "module",
+    }
+    head = {"document": "bitplan-fp8-policy", "version": 2, "speedup_threshold": 1.0, "confidence": 0.95}
+
+    def told(points, bands):
+        path = tmp_path / "policy.json"
+        path.write_text(json.dumps(head | {"rules": [rule | {"points": points, "bands": bands}]}))
+        return page([path], tmp_path)
+
+    text = told([point, win], [[4096, 4096]])
+    assert "Crossover between 512 and 4,096 tokens at 95\xa0% confidence." in text
+    assert "1.20\N{MULTIPLICATION SIGN} as fast, between 1.10 and 1.30" in text
+    assert "FP8 is used from 4,096 to 4,096 tokens" in text
+    assert "No measured win up to 512 tokens: BF16 stays." in told([point], [])
+    assert "Wins from 4,096 tokens, the fewest measured." in told([win], [[4096, 4096]])
+    unmeasured = {"tokens": 9000, "answer": "unmeasured", "note": "out of memory"}
+    assert "9,000 tokens: unmeasured; out of memory" in told([point, unmeasured], [])
+
+
+def test_crossovers_and_reports_say_where_the_order_changes(tmp_path):
+    text = page([*samples.write_crossover(tmp_path), *samples.write_fp8(tmp_path)], tmp_path)
+    assert re.search(r"fused is fastest up to 256 input rows, expanded from 512", text)
+    assert re.search(r"bf16 is fastest up to 512 tokens, fp8 from 1,024", text)
+
+
+def test_an_fp8_report_in_either_form_and_unfinished(tmp_path):
+    _, log = samples.write_fp8(tmp_path)
+    lines = log.read_text().splitlines()
+    head, *rows = [json.loads(line) for line in lines[:-1]]
+    whole = tmp_path / "whole.json"
+    whole.write_text(json.dumps(head | {"rows": rows}))
+    told = "The layer benchmark timed 4 layer products in 64 rows."
+    assert told in page([whole], tmp_path)
+    text = page([log], tmp_path)
+    assert told in text
+    assert "Unfinished" not in text
+    log.write_text("\n".join(lines[:9]) + "\n")
+    text = page([log], tmp_path)
+    assert "timed 1 layer product in 8 rows" in text
+    assert "Unfinished: the benchmark has not written its last line." in text
+
+
+def heat_of(text):
+    return json.loads(next(found["data-heat"] for _, found in Elements(text).found if "data-heat" in found))
+
+
+def test_a_long_run_is_thinned_and_no_change_is_lost(tmp_path):
+    paths = samples.write_precision(tmp_path, updates=700)
+    lines = [json.loads(line) for line in paths[0].read_text().splitlines()]
+    text = page(paths, tmp_path)
+    assert len(heat_of(text)["steps"]) == 234
+    assert "Every 3th column is drawn" not in text
+    assert "One column in 3 is drawn; every change is marked." in text
+    assert text.count('class="mark change"') == sum(line["precision_changes"] for line in lines[1:])
+
+
+def test_heat_map_marks_every_change(tmp_path):
+    paths = samples.write_precision(tmp_path)
+    lines = [json.loads(line) for line in paths[0].read_text().splitlines()]
+    changes = sum(line["precision_changes"] for line in lines[1:])
+    text = page(paths, tmp_path)
+    assert changes > 5
+    assert text.count('class="mark change"') == changes
+    heat = heat_of(text)
+    assert heat["steps"] == [line["step_id"] for line in lines]
+    assert heat["rows"][0][0] == [round(lines[0]["block_details"]["block.0"]["sensitivity"], 3), "bf16"]
+
+
+def test_streaming_draws_a_timeline_or_says_that_there_is_none(tmp_path):
+    text = page(samples.write_stream(tmp_path), tmp_path)
+    assert "Timeline of step 39" in text
+    assert re.search(r"block\.11: 3\.\d+\xa0ms, from", text)
+    text = page(samples.write_stream(tmp_path, timeline=False), tmp_path)
+    assert "Step 39 in total" in text
+    assert "when each copy ran was not recorded" in text
+
+
+def test_errors_that_are_not_finite_are_the_worst(tmp_path):
+    rows = [{"step": 0, "name": name, "format": "mxfp4", "relative_error": e} for name, e in (("a", 0.1), ("b", None))]
+    path = tmp_path / "drift.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    text = page([path], tmp_path)
+    assert "the largest relative error is not finite, <code>b</code>" in text
+    assert "1 is not finite and not drawn." in text
+
+
+def test_perplexity_as_the_verb_prints_it(tmp_path):
+    row = {"bits_per_weight": 16.0, "tokens": 1000, "windows": 4, "perplexity": 20.0, "perplexity_interval": None}
+    kl = {"kl": {"mean": 0.01, "standard_error": None}, "top1_agreement": {"mean": 0.97, "standard_error": 0.01}}
+    document = {
+        "model": "/somewhere/secret/model.gguf",
+        "text": "wiki.txt",
+        "context": 512,
+        "reference_row": {"format": "reference", **row},
+        "noise_floor": {"format": "noise floor (bfloat16 activations)", **row, **kl},
+        "rows": [{"format": "mxfp4", **row, **kl, "bits_per_weight": 4.25, "perplexity": 21.5}],
+    }
+    path = tmp_path / "q.json"
+    path.write_text(json.dumps(document))
+    text = page([path], tmp_path)
+    assert (
+        "Perplexity on 1,000 tokens: 20.00 for reference, 21.50 for the smallest, mxfp4, at 4.25 bits a weight" in text
+    )
+    assert "model model.gguf, text wiki.txt" in text
+    assert "secret" not in text
+
+
+def test_calibration_shows_means_over_batches(tmp_path):
+    document = {
+        "document": "bitplan-calibration",
+        "version": 1,
+        "fingerprint": {"weights": {"b": "x"}, "versions": {"torch": "9.9"}},
+        "layers": {"0": {"up": {"mxfp4": 0.1, "int8_row": None}}, "1": {"up": {"mxfp4": 0.3, "int8_row": 0.01}}},
+        "blocks": {"mxfp4": {"0": {"b": 0.5}, "1": {"b": None}}},
+    }
+    path = tmp_path / "c.json"
+    path.write_text(json.dumps(document))
+    text = page([path], tmp_path)
+    cells = [re.sub("<[^>]*>", "", cell) for cell in re.findall(r"<td[^>]*>(.*?)</td>", text)]
+    assert cells[:9] == ["block b", "mxfp4", "0.500", "layer up", "mxfp4", "0.200", "layer up", "int8_row", "0.0100"]
+    assert "9.9" in text
+    path.write_text(json.dumps(document | {"layers": {}, "blocks": {}}))
+    with pytest.raises(ValueError, match="nothing has been calibrated yet"):
+        write_report([path], tmp_path / "r.html")
+
+
+def test_machines_that_differ_are_told(tmp_path):
+    text = page([samples.RESULTS / "demo.json", samples.RESULTS / "formats_nvidia_h200.json"], tmp_path)
+    assert "The records come from different machines: NVIDIA H200, Neoverse-N1." in text
+    text = page([samples.RESULTS / "demo.json"], tmp_path)
+    assert "Measured on Neoverse-N1." in text
+
+
+# ---- the training log ------------------------------------------------------------------------------------------------
+
+
+def test_training_log_is_continued_and_a_torn_line_cut(tmp_path):
+    path = tmp_path / "t.jsonl"
+    with TrainingLog(path, run="a run") as log:
+        log.write(0, 4.0, tokens=128)
+        log.write(1, float("nan"))
+    path.write_bytes(path.read_bytes() + b'{"step": 2, "lo')
+    with TrainingLog(path) as log:
+        log.write(2, 3.0)
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    assert lines == [
+        {"document": "bitplan-training-log", "version": 1, "run": "a run"},
+        {"step": 0, "loss": 4.0, "tokens": 128},
+        {"step": 1, "loss": None},
+        {"step": 2, "loss": 3.0},
+    ]
+    text = page([path], tmp_path)
+    assert "a run ran 3 steps: loss 4.00 to 3.00. In 1 step the loss was not a number." in text
+
+
+def test_training_log_refuses(tmp_path):
+    other = tmp_path / "notes.txt"
+    other.write_text("my notes")
+    with pytest.raises(ValueError, match="exists and is not a training log"):
+        TrainingLog(other)
+    assert other.read_text() == "my notes"
+    with pytest.raises(ValueError, match="cannot be written"):
+        TrainingLog(tmp_path / "no" / "t.jsonl")
+    log = TrainingLog(tmp_path / "t.jsonl")
+    log.close()
+    with pytest.raises(ValueError, match="is closed"):
+        log.write(0, 1.0)
+    with pytest.raises(ValueError, match="no line has a loss"):
+        write_report([tmp_path / "t.jsonl"], tmp_path / "r.html")

@@ -1,0 +1,151 @@
+"""Records are recognised by what they hold; what is not one, or broken, is an error that says what was expected."""
+
+from __future__ import annotations
+
+import json
+import os
+import tracemalloc
+from pathlib import Path
+
+import pytest
+
+from bitplan.report import ReportError, write_report
+from bitplan.report import read as reading
+from bitplan.report.read import read_records, short_names
+
+from . import samples
+
+PLAN = {"document": "bitplan-plan", "version": 1, "tensors": {"w": {"format": "mxfp4", "reason": "because"}}}
+DRIFT = {"step": 0, "name": "w", "format": "mxfp4", "relative_error": 0.1}
+
+
+@pytest.fixture
+def save(tmp_path):
+    def write(text, name="record.json"):
+        path = tmp_path / name
+        path.write_bytes(text if isinstance(text, bytes) else text.encode())
+        return path
+
+    return write
+
+
+@pytest.mark.parametrize(
+    ("write", "kinds"),
+    [
+        (samples.write_plan, ["plan"]),
+        (samples.write_findings, ["findings"]),
+        (samples.write_training, ["training", "training"]),
+        (samples.write_precision, ["precision"]),
+        (samples.write_stream, ["stream"]),
+        (samples.write_fp8, ["fp8_policy", "fp8_report"]),
+        (samples.write_crossover, ["crossover"]),
+        (samples.write_drift, ["drift"]),
+        (samples.write_calibration, ["calibration"]),
+    ],
+)
+def test_what_the_writers_write_is_recognised(tmp_path, write, kinds):
+    assert [record.kind for record in read_records(write(tmp_path))] == kinds
+
+
+def test_names_of_files_do_not_matter(save):
+    assert read_records([save(json.dumps(PLAN), "anything.txt")])[0].kind == "plan"
+    assert read_records([save(json.dumps(PLAN, indent=2), "other.log")])[0].kind == "plan"
+
+
+@pytest.mark.parametrize("name", sorted(path.name for path in samples.RESULTS.glob("*.json")))
+def test_committed_results_are_records(name, tmp_path):
+    sections = write_report([samples.RESULTS / name], tmp_path / "r.html")
+    assert {"quality", "benchmarks"} & {section.anchor for section in sections}
+
+
+def test_empty_findings_are_findings(save):
+    assert read_records([save("[]\n")])[0].kind == "findings"
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("", "empty; expected a record of one of these kinds: plan, FP8 policy"),
+        ("\n\n", "empty"),
+        ("hello", 'neither JSON nor JSONL: it begins with "hello"'),
+        ("\x00\x01", "neither JSON nor JSONL"),
+        ("{", "not valid JSON"),
+        ("[1, 2]", "a list, and not one of findings"),
+        ("{}", "not recognised by its keys (none); expected"),
+        ('{"speed": 1}', 'not recognised by its keys ("speed"); expected'),
+        ('{"document": "bitplan-trees", "version": 1}', 'the document "bitplan-trees" is none that a report shows'),
+        ('{"document": "bitplan-plan", "version": 9, "tensors": {}}', "version must be 1 for bitplan-plan, got 9"),
+        ('{"document": "bitplan-fp8-policy", "version": 1, "rules": {}}', "version must be 2"),
+        ("[" * 100_000, "recursion depth"),
+        ('{"a": 1, "a": 2}', "appears twice"),
+    ],
+)
+def test_what_is_not_a_record(save, text, told):
+    path = save(text)
+    with pytest.raises(ValueError, match=r"record\.json") as error:
+        read_records([path])
+    assert told in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("document", "told"),
+    [
+        (PLAN | {"tensors": {"w": 3}}, "tensors['w'] must be an object, got 3"),
+        (PLAN | {"tensors": {"w": {"format": "mxfp4"}}}, "tensors['w']: reason is missing; it must be a string"),
+        (PLAN | {"tensors": {"w": {"format": 4, "reason": "r"}}}, "format must be a string, got 4"),
+        (PLAN | {"tensors": {"w": PLAN["tensors"]["w"] | {"bytes": 10**400}}}, "bytes must be a whole number"),
+        (DRIFT | {"relative_error": "x"}, 'relative_error must be a number, got "x"'),
+        ({"reference_row": {"perplexity": 1.0}, "rows": []}, "bits_per_weight is missing"),
+    ],
+)
+def test_a_broken_record_names_file_place_and_key(save, tmp_path, document, told):
+    with pytest.raises(ReportError, match=r"record\.json") as error:
+        write_report([save(json.dumps(document))], tmp_path / "r.html")
+    assert told in str(error.value)
+    assert not (tmp_path / "r.html").exists()
+
+
+def test_a_line_that_is_not_json_is_named_unless_it_is_the_torn_last(save):
+    whole, torn = json.dumps(DRIFT) + "\n", '{"step": 1, "na'
+    assert read_records([save(whole + torn)])[0].torn == 1
+    with pytest.raises(ValueError, match="line 2"):
+        read_records([save(whole + torn + "\n" + whole)])
+
+
+def test_telemetry_may_have_torn_lines_within(save):
+    line = json.dumps({"step_id": 1, "block_details": {}, "precision_changes": 0}) + "\n"
+    record = read_records([save(line + line[:20] + "\n" + line)])[0]
+    assert (len(record.content), record.torn) == (2, 1)
+
+
+def test_files_that_cannot_be_read(tmp_path):
+    with pytest.raises(ReportError, match=r"none\.json: cannot be read: No such file"):
+        read_records([tmp_path / "none.json"])
+    with pytest.raises(ReportError, match="cannot be read: Is a directory"):
+        read_records([tmp_path])
+    with pytest.raises(ReportError, match="no records given"):
+        read_records([])
+
+
+def test_garbage_is_refused_in_bounded_memory(tmp_path, monkeypatch):
+    path = tmp_path / "garbage.bin"
+    path.write_bytes(os.urandom(2**10).replace(b"\n", b"x").replace(b"{", b"y") * 20_000)
+    tracemalloc.start()
+    with pytest.raises(ReportError, match="neither JSON nor JSONL"):
+        read_records([path])
+    assert tracemalloc.get_traced_memory()[1] < 2 * reading.MAX_LINE_BYTES + 2**20
+    tracemalloc.stop()
+    with path.open("ab") as file:
+        file.truncate(reading.MAX_RECORD_BYTES + 1)  # a hole: takes no room
+    with pytest.raises(ReportError, match="too large for a record"):
+        read_records([path])
+    monkeypatch.setattr(reading, "MAX_LINES", 3)
+    path.write_text((json.dumps(DRIFT) + "\n") * 4)
+    with pytest.raises(ReportError, match="line 4: a log has at most 3 lines"):
+        read_records([path])
+
+
+def test_short_names_tell_files_apart_and_no_more():
+    paths = [Path("/home/me/a/plan.json"), Path("/home/me/b/plan.json"), Path("/home/me/drift.jsonl")]
+    assert short_names(paths) == ["a/plan.json", "b/plan.json", "drift.jsonl"]
+    assert short_names([paths[0], paths[0]]) == ["plan.json", "plan.json"]

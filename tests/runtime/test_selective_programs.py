@@ -1,0 +1,78 @@
+"""The benchmark and the example of selective precision run, on the simulated device, with every figure in place."""
+
+from __future__ import annotations
+
+import json
+import runpy
+import sys
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+ROOT = Path(__file__).parent.parent.parent
+
+
+@pytest.fixture
+def program(monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    return runpy.run_path(str(ROOT / "benchmarks" / "selective_precision.py"))
+
+
+def test_the_experiment_runs_in_small(program, monkeypatch, tmp_path, capsys):
+    pytest.importorskip("transformers")
+    from bitplan.measure import causal_lm
+
+    sizes = replace(program["SMALL"], lora_steps=3, full_steps=3, pretrain_steps=2)
+    text = "to be or not to be, that is the question. " * 30
+    loaded = SimpleNamespace(
+        model=program["byte_llama"](sizes, torch.float32), encode=lambda text: torch.tensor(list(text.encode()))
+    )
+    monkeypatch.setattr(causal_lm, "load_causal_lm", lambda _: loaded)
+    document = program["measure"](
+        {"experiment"}, sizes, program["SimulatedDevice"](), tmp_path, text, seeds=1, dtype=torch.float32
+    )
+    program["show"](document)
+    arms = {(row["task"], row["arm"]): row for row in document["arms"]}
+    assert set(arms) == {(task, arm) for task in ("lora", "full") for arm in program["ARMS"]}
+    for task in ("lora", "full"):
+        bf16, int8 = (arms[task, arm]["bytes_h2d_per_step"] for arm in ("bf16", "int8_row"))
+        assert int8 < 0.56 * bf16
+        assert int8 < arms[task, "static"]["bytes_h2d_per_step"] < bf16
+        assert arms[task, "bf16"]["above_bf16_mean"] == 0
+        assert arms[task, "int8_row"]["loss_mean"] != arms[task, "bf16"]["loss_mean"]
+    shares = {row["arm"]: row["share_by_format"] for row in document["rows"] if row["task"] == "full"}
+    assert shares["fp8_row"]["fp8_e4m3_row"] == 1.0
+    assert shares["static"] == pytest.approx({"bfloat16": 1 / 3, "int8_row": 2 / 3})
+    assert shares["dynamic_impact"].keys() & {"int8_row", "fp8_e4m3_row"}
+    assert capsys.readouterr().out.count("dynamic_impact") == 4
+    assert program["harness"].save("selective_precision", document, tmp_path / "result.json").exists()
+
+
+def test_the_cost_is_measured_in_small(program):
+    cost = program["run_cost"](program["SMALL"], program["SimulatedDevice"]())
+    assert set(cost["step_ms"]) == {"off", "seed", "impact"}
+    assert set(cost["share"]) == {"seed", "impact"}
+    assert 0 < cost["statistics_ms"] < cost["step_ms"]["off"]["median"]
+    assert cost["statistics_share"] == cost["statistics_ms"] / cost["step_ms"]["off"]["median"]
+
+
+def test_the_benchmark_refuses_to_time_the_simulation_in_full(program, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["selective_precision.py", "--device", "cpu"])
+    with pytest.raises(SystemExit):
+        program["main"]()
+    assert "--device cpu goes with --tiny" in capsys.readouterr().err
+
+
+def test_the_example_moves_blocks(monkeypatch, tmp_path, capsys):
+    monkeypatch.chdir(tmp_path)
+    runpy.run_path(str(ROOT / "examples" / "selective_precision.py"), run_name="__main__")
+    out = capsys.readouterr().out
+    assert "'0': 'int8'" in out
+    assert "'5': 'bf16'" in out
+    lines = [json.loads(line) for line in Path("selective_precision_telemetry.jsonl").read_text().splitlines()]
+    assert [line["step_id"] for line in lines] == [4, 8, 12, 16, 20]
+    assert lines[-1]["bytes_not_sent"] > 0
+    assert Path("calibration.json").exists()

@@ -1,0 +1,234 @@
+"""The callbacks with the real libraries: the policy decides, is saved with a checkpoint, and comes back with it."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import sys
+
+import pytest
+import torch
+from torch import nn
+
+from bitplan.plan.selective_config import SelectiveError, SelectivePrecisionConfig
+from bitplan.runtime.selective_precision import SelectivePrecisionPolicy
+from bitplan.runtime.trainer_callbacks import (
+    STATE_FILE,
+    TensorBoardScalars,
+    keep_in_place,
+    lightning_callback,
+    trainer_callback,
+)
+from tests.runtime.stream_samples import COUNT, batch, make_stack, streaming
+
+# The libraries' own warnings: about workers, loggers and folders, not about us.
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::UserWarning"),
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore::FutureWarning"),
+]
+CONFIG = SelectivePrecisionConfig(
+    warmup_steps=1, update_interval_steps=2, min_steps_between_switches=2, grad_weight=0.2, telemetry_enabled=False
+)
+
+
+class Task(nn.Module):
+    """A stack with a loss, as the Trainer wants it."""
+
+    def __init__(self):
+        super().__init__()
+        self.stack = make_stack(adapters=True)
+        for layer in self.stack.layers:
+            nn.init.normal_(layer.up.up.weight, std=0.02)
+
+    def forward(self, x, labels=None):
+        out = self.stack(x)
+        return {"loss": (out - labels).square().mean(), "logits": out}
+
+
+def rows(count=16):
+    return [{"x": batch(seed)[0], "labels": torch.zeros(4)} for seed in range(count)]
+
+
+def train_with_hugging_face(folder, steps, resume=None, **options):
+    from transformers import Trainer, TrainingArguments
+
+    model = Task()
+    seen = []
+    with streaming(model, blocks="stack.layers.*") as stream, SelectivePrecisionPolicy(stream, CONFIG) as policy:
+        begin = policy.begin_step
+        policy.begin_step = lambda step: (begin(step), seen.append((step, dict(policy.applied))))
+        arguments = TrainingArguments(
+            str(folder),
+            per_device_train_batch_size=2,
+            max_steps=steps,
+            save_steps=4,
+            use_cpu=True,
+            report_to="none",
+            disable_tqdm=True,
+            logging_strategy="no",
+            learning_rate=1e-3,
+            lr_scheduler_type="constant",
+            **options,
+        )
+        callback = trainer_callback(policy, scalars=options.pop("scalars", None))
+        trainer = Trainer(model, arguments, train_dataset=rows(), callbacks=[callback])
+        trainer.train(resume_from_checkpoint=resume)
+        return seen, policy.state_dict()
+
+
+def test_hugging_face_trainer_saves_and_resumes(tmp_path):
+    pytest.importorskip("transformers")
+    whole, end = train_with_hugging_face(tmp_path / "whole", 8)
+    assert [step for step, _ in whole] == list(range(8))
+    assert {precision for _, applied in whole for precision in applied.values()} == {"bf16", "int8"}
+    saved = json.loads((tmp_path / "whole" / "checkpoint-4" / STATE_FILE).read_text())
+    assert saved["policy"]["state"]["last_step"] == 3
+    resumed, resumed_end = train_with_hugging_face(
+        tmp_path / "whole", 8, resume=str(tmp_path / "whole" / "checkpoint-4")
+    )
+    assert resumed == whole[4:]
+    assert resumed_end == end
+
+
+def test_hugging_face_trainer_accumulates(tmp_path):
+    pytest.importorskip("transformers")
+    seen, end = train_with_hugging_face(tmp_path, 4, gradient_accumulation_steps=2)
+    assert [step for step, _ in seen] == [0, 1, 2, 3]
+    assert end["policy"]["state"]["steps_collected"] == 4
+
+
+def test_hugging_face_resume_without_a_state_is_refused(tmp_path):
+    pytest.importorskip("transformers")
+    train_with_hugging_face(tmp_path, 4)
+    (tmp_path / "checkpoint-4" / STATE_FILE).unlink()
+    with pytest.raises(SelectiveError, match=r"checkpoint-4/selective_precision\.json: cannot be read"):
+        train_with_hugging_face(tmp_path, 8, resume=str(tmp_path / "checkpoint-4"))
+
+
+def train_with_lightning(folder, steps, resume=None, **options):
+    import lightning.pytorch as pl
+
+    class Module(pl.LightningModule):
+        def __init__(self):
+            super().__init__()
+            self.task = Task()
+
+        def training_step(self, data, _):
+            return self.task(**data)["loss"]
+
+        def configure_optimizers(self):
+            return torch.optim.SGD([one for one in self.parameters() if one.requires_grad], lr=0.01)
+
+    module, seen = Module(), []
+    with streaming(module, blocks="task.stack.layers.*") as stream, SelectivePrecisionPolicy(stream, CONFIG) as policy:
+        begin = policy.begin_step
+        policy.begin_step = lambda step: (begin(step), seen.append((step, dict(policy.applied))))
+        checkpoints = pl.callbacks.ModelCheckpoint(folder, every_n_train_steps=4, save_top_k=-1, filename="{step}")
+        logger = pl.loggers.CSVLogger(folder)
+        trainer = pl.Trainer(
+            accelerator="cpu",
+            max_steps=steps,
+            callbacks=[checkpoints, lightning_callback(policy)],
+            logger=logger,
+            log_every_n_steps=1,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+            **options,
+        )
+        # An epoch is the four steps to the checkpoint: a plain loader does not know where it was.
+        data = torch.utils.data.DataLoader(rows(8), batch_size=2)
+        trainer.fit(module, data, ckpt_path=resume)
+        return seen, policy.state_dict(), logger.log_dir
+
+
+def test_lightning_saves_and_resumes(tmp_path):
+    pytest.importorskip("lightning")
+    whole, end, logs = train_with_lightning(tmp_path, 8)
+    assert [step for step, _ in whole] == list(range(8))
+    assert {precision for _, applied in whole for precision in applied.values()} == {"bf16", "int8"}
+    with open(f"{logs}/metrics.csv") as file:
+        assert "selective_precision/share_int8" in file.readline()
+    resumed, resumed_end, _ = train_with_lightning(tmp_path, 8, resume=str(tmp_path / "step=4.ckpt"))
+    assert resumed == whole[4:]
+    assert resumed_end == end
+
+
+def test_lightning_accumulates(tmp_path):
+    pytest.importorskip("lightning")
+    seen, end, _ = train_with_lightning(tmp_path, 3, accumulate_grad_batches=2)
+    assert [step for step, _ in seen] == [0, 1, 2]
+    assert end["policy"]["state"]["steps_collected"] == 3
+
+
+def test_tensorboard_scalars_are_in_the_file(tmp_path):
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    model = make_stack(adapters=True)
+    scalars = TensorBoardScalars(tmp_path)
+    with streaming(model) as stream, SelectivePrecisionPolicy(stream, CONFIG) as policy:
+        for step in range(4):
+            policy.begin_step(step)
+            model(batch(step)).square().mean().backward()
+            policy.collect_block_grad_stats()
+            policy.compute_hints(step)
+            policy.end_step()
+            scalars.write(policy, step)
+        expected = policy.scalars()
+    scalars.close()
+    events = EventAccumulator(str(tmp_path))
+    events.Reload()
+    assert set(events.Tags()["scalars"]) == set(expected)
+    for name, value in expected.items():
+        assert events.Scalars(name)[-1].value == pytest.approx(value, rel=1e-6)
+        assert events.Scalars(name)[-1].step == 3
+    assert {"share_int8", "bytes_saved", "max_sensitivity"} <= {name.split("/")[1] for name in expected}
+
+
+def test_streamed_blocks_stay_where_they_are():
+    model = make_stack(adapters=True)
+    with streaming(model) as stream:
+        release = keep_in_place(stream)
+        model.to(torch.float64)
+        assert model.head.weight.dtype == torch.float64
+        assert model.layers[0].down.weight.dtype == torch.float32
+        release()
+        assert "_apply" not in model.layers[0].__dict__
+    assert len(model.layers) == COUNT
+
+
+@pytest.mark.parametrize(
+    ("library", "make"),
+    [
+        ("transformers", trainer_callback),
+        ("lightning", lightning_callback),
+        ("tensorboard", lambda _: TensorBoardScalars("nowhere")),
+    ],
+)
+def test_a_missing_library_names_the_extra(library, make, monkeypatch):
+    real = importlib.import_module
+
+    def missing(name, *rest):
+        if name.split(".")[0] == library:
+            raise ModuleNotFoundError(f"No module named {library!r}", name=library)
+        return real(name, *rest)
+
+    monkeypatch.setattr(importlib, "import_module", missing)
+    message = rf"needs {library}, which is not installed: pip install 'bitplan\[train\]'"
+    with (
+        streaming(make_stack(adapters=True)) as stream,
+        SelectivePrecisionPolicy(stream, CONFIG) as policy,
+        pytest.raises(SelectiveError, match=message),
+    ):
+        make(policy)
+
+
+def test_importing_the_callbacks_loads_no_trainer():
+    import subprocess
+
+    code = "import bitplan.runtime.trainer_callbacks, sys; print(' '.join(sys.modules))"
+    loaded = set(
+        subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
+    )
+    assert not loaded & {"transformers", "lightning", "tensorboard", "triton"}
