@@ -18,9 +18,9 @@ machine quiet.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
-import resource
 import statistics
 import subprocess
 import sys
@@ -64,11 +64,12 @@ def run_one(name: str, folder: Path, trees: int, leaves: int, seed: int, threads
     warm = time.perf_counter()
     fit(table.train_x[:2000], table.train_y[:2000])[1](table.test_x[:2000])
     warm = time.perf_counter() - warm
-    before = _memory_mib()
+    before, peak = _memory_mib("VmRSS"), _memory_mib("VmHWM")
+    Path("/proc/self/clear_refs").write_text("5")  # the peak so far is forgotten
     started, used = time.perf_counter(), time.process_time()
     binning, predict = fit(table.train_x, table.train_y)
     trained, used = time.perf_counter() - started, time.process_time() - used
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+    training_peak = _memory_mib("VmHWM")
     predicted = []
     for _ in range(3):
         started = time.perf_counter()
@@ -85,8 +86,8 @@ def run_one(name: str, folder: Path, trees: int, leaves: int, seed: int, threads
         "warm_up_s": warm,
         "auc": float(roc_auc_score(table.test_y, scores)),
         "predict_us_per_row": min(predicted) / len(table.test_x) * 1e6,
-        "peak_mib": peak,
-        "training_mib": peak - before,  # beyond the table, libraries and compiled code
+        "peak_mib": max(peak, training_peak),
+        "training_mib": training_peak - before,  # beyond the table, libraries and compiled code
         "gradient_bytes_a_row": _gradient_bytes(name),
     }
 
@@ -185,13 +186,13 @@ def _sklearn(trees: int, leaves: int, seed: int, categorical: tuple[int, ...]) -
     return fit
 
 
-def _memory_mib() -> float:
-    """Of this process, now."""
+def _memory_mib(field: str) -> float:
+    """Of this process: VmRSS now, VmHWM at most."""
     lines = Path("/proc/self/status").read_text().splitlines()
-    return int(next(line.split()[1] for line in lines if line.startswith("VmRSS"))) / 1024
+    return int(next(line.split()[1] for line in lines if line.startswith(field))) / 1024
 
 
-# ---- tables, made in a process of their own ---------------------------------------------------------------------------
+# ---- tables, made in a process of their own --------------------------------------------------------------------------
 
 
 def _save(table: Table, folder: Path) -> None:
@@ -201,11 +202,13 @@ def _save(table: Table, folder: Path) -> None:
 
 
 def _load(folder: Path) -> Table:
-    parts = [np.load(folder / f"{name}.npy") for name in ("train_x", "train_y", "test_x", "test_y")]
-    return Table(*parts, tuple(json.loads((folder / "categorical.json").read_text())))
+    train_x, train_y, test_x, test_y = (
+        np.load(folder / f"{name}.npy") for name in ("train_x", "train_y", "test_x", "test_y")
+    )
+    return Table(train_x, train_y, test_x, test_y, tuple(json.loads((folder / "categorical.json").read_text())))
 
 
-# ---- all of them ------------------------------------------------------------------------------------------------------
+# ---- all of them -----------------------------------------------------------------------------------------------------
 
 
 class _Bench:
@@ -282,7 +285,7 @@ def judge(runs: list[dict[str, Any]]) -> list[dict[str, Any]]:
                 by_name.setdefault(run["contender"], []).append(run)
 
         def mean(name: str, field: str, among: dict[str, list[dict[str, Any]]] = by_name) -> float:
-            return statistics.mean(run[field] for run in among[name])
+            return statistics.fmean(run[field] for run in among[name])
 
         checks = [
             (f"training time of {a} over {b}", mean(a, "train_s") / mean(b, "train_s"), limit)
@@ -315,7 +318,7 @@ def judge_growth(growth: dict[str, list[dict[str, Any]]]) -> list[dict[str, Any]
     found = []
     for field, part in (("rows", "by_rows"), ("features", "by_features")):
         ours = [run for run in growth[part] if run["contender"] == "bitplan_i16"]
-        for small, large in zip(ours, ours[1:], strict=False):
+        for small, large in itertools.pairwise(ours):
             ratio = large["train_s"] / small["train_s"] / (large[field] / small[field])
             what = f"time over {field}, from {small[field]} to {large[field]}"
             found.append({"what": what, "measured": ratio, "at_most": 1.0})
@@ -324,8 +327,12 @@ def judge_growth(growth: dict[str, list[dict[str, Any]]]) -> list[dict[str, Any]
 
 def main() -> None:
     given = _arguments()
-    if given.make or given.flights:
-        _save(flights(given.seeds[0]) if given.flights else made_table(*given.make, given.seeds[0]), given.folder)
+    if given.flights:
+        _save(flights(given.seeds[0]), given.folder)
+        return
+    if given.make:
+        rows, features = given.make
+        _save(made_table(rows, features, given.seeds[0]), given.folder)
         return
     if given.run:
         print(json.dumps(run_one(given.run, given.folder, given.trees, given.leaves, given.seeds[0], given.threads)))

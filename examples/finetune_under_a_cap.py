@@ -1,6 +1,6 @@
 """Fine-tune adapters on a model that does not fit the memory it is given.
 
-    python examples/finetune_under_a_cap.py                    a GPU, capped at 8 GB; 26 GB of BF16 weights
+    python examples/finetune_under_a_cap.py                    a GPU, capped at 8 GB; 14.5 GB of BF16 weights
     python examples/finetune_under_a_cap.py --tiny             seconds on a CPU, by the simulated device
 
 The model is a stack of transformer blocks with random weights, so nothing is downloaded; the task is to give
@@ -72,7 +72,7 @@ def main() -> None:
         cap, blocks, hidden, rank, dtype, rows = 600_000, 8, 64, 4, torch.float32, 32
         device: StreamDevice = SimulatedDevice(capacity_bytes=cap)
     else:
-        cap, blocks, hidden, rank, dtype, rows = int(arguments.cap_gb * GB), 24, 8192, 16, torch.bfloat16, 2048
+        cap, blocks, hidden, rank, dtype, rows = int(arguments.cap_gb * GB), 24, 6144, 16, torch.bfloat16, 2048
         total = torch.cuda.get_device_properties(0).total_memory
         torch.cuda.set_per_process_memory_fraction(min(1.0, cap / total))  # the cap is torch's own: over it is an error
         device = CudaDevice("cuda")

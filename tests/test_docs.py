@@ -1,30 +1,137 @@
-"""Every Python snippet of the README and docs runs, in a process and a folder of its own."""
+"""Every Python snippet and every command of the README, CONTRIBUTING and docs runs.
+
+A `python` block runs in a process and a folder of its own; a `bash` block, which holds bitplan commands alone, in a
+folder that `prepared` filled. A story's blocks follow one another in one folder, and what a `text` block shows must be
+what the commands before it print, but for its numbers. Commands that tests must not run stand in blocks without a name.
+"""
 
 from __future__ import annotations
 
+import io
 import re
 import runpy
+import shlex
+import shutil
 import subprocess
 import sys
+from contextlib import redirect_stdout
 from pathlib import Path
 
 import pytest
+import safetensors.torch
+import torch
 
+import bitplan
+from bitplan.cli import run
+from bitplan.cli.tiny_model import Corpus, TinyTransformer, shipped_text
 from bitplan.formats import list_formats
+from bitplan.plan import shipped_manifest
 
 ROOT = Path(__file__).parent.parent
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
-SNIPPETS = [
-    pytest.param(code, id=f"{page.name}-{number}")
-    for page in PAGES
-    for number, code in enumerate(re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL))
-]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("**/*.md"))]
+STORIES = [ROOT / "docs" / "tutorial.md"]
+BLOCK = re.compile(r"^```(python|bash|text)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 
 
-@pytest.mark.parametrize("code", SNIPPETS)
-def test_snippet_runs(code, tmp_path):
-    done = subprocess.run([sys.executable, "-W", "error", "-c", code], cwd=tmp_path, capture_output=True, text=True)
+def blocks(language):
+    return [
+        pytest.param(code, id=f"{page.name}-{number}")
+        for page in PAGES
+        if page not in STORIES
+        for number, code in enumerate(code for kind, code in BLOCK.findall(page.read_text()) if kind == language)
+    ]
+
+
+def run_python(code):
+    done = subprocess.run([sys.executable, "-W", "error", "-c", code], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+
+
+def run_bash(block):
+    """Run each command of a block in this process, which has torch loaded already, and return what they print."""
+    printed = ""
+    for line in block.replace("\\\n", " ").splitlines():
+        words = shlex.split(line, comments=True)
+        if not words:
+            continue
+        command, target = (words[: words.index(">")], words[-1]) if ">" in words else (words, None)
+        assert command[0] == "bitplan", f"{line}: a bash block holds bitplan commands alone"
+        assert not {"|", "&&", "||", ";"} & set(words), f"{line}: one command to a line"
+        output = io.StringIO()
+        with redirect_stdout(output):
+            code = run(command[1:])
+        assert code == (1 if line.endswith("# exits 1") else 0), f"{line}: exit code {code}"
+        if target is None:
+            printed += output.getvalue()
+        else:
+            Path(target).write_text(output.getvalue())
+    return printed
+
+
+def assert_shows(shown, printed):
+    """Each line of `shown` is one that was printed: pieces around `...` in order, numbers and spaces left aside."""
+    lines = [plain(line) for line in printed.splitlines()]
+    for line in shown.splitlines():
+        pattern = ".*".join(re.escape(plain(piece)) for piece in line.split("..."))
+        assert any(re.search(pattern, printed_line) for printed_line in lines), f"{line!r} is not in {printed}"
+
+
+def plain(line):
+    return " ".join(re.sub(r"[+-]?\d[\d.]*(e[+-]\d+)?", "0", line.replace("┃", "│")).split())
+
+
+@pytest.fixture(scope="module")
+def prepared(tmp_path_factory):
+    """What pages may take for granted: a llama's checkpoint, its plan and packed twin, and the demo's first file."""
+    folder = tmp_path_factory.mktemp("prepared")
+    shapes = {"model.embed_tokens.weight": (64, 128), "lm_head.weight": (64, 128), "model.norm.weight": (128,)}
+    for prefix in ("model.layers.0", "model.layers.1"):
+        shapes |= {f"{prefix}.{norm}_layernorm.weight": (128,) for norm in ("input", "post_attention")}
+        shapes |= {f"{prefix}.self_attn.{part}_proj.weight": (128, 128) for part in "qkvo"}
+        shapes |= {f"{prefix}.mlp.{part}_proj.weight": (128, 128) for part in ("gate", "up", "down")}
+    generator = torch.Generator().manual_seed(0)
+    weights = {name: torch.randn(shape, generator=generator).bfloat16() for name, shape in shapes.items()}
+    safetensors.torch.save_file(weights, folder / "model.safetensors")
+    shipped_manifest("llama").resolve(shapes).save(folder / "plan.json")
+    bitplan.quantize_file(folder / "model.safetensors", folder / "packed.safetensors", "mxfp4")
+    (folder / "demo-out").mkdir()
+    demo = TinyTransformer(Corpus(shipped_text()).vocabulary)
+    bitplan.save_model(demo, folder / "demo-out" / "model.float32.safetensors")
+    return folder
+
+
+@pytest.mark.parametrize("code", blocks("python"))
+def test_snippet_runs(code, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    run_python(code)
+
+
+@pytest.mark.parametrize("block", blocks("bash"))
+def test_commands_run(block, prepared, tmp_path, monkeypatch):
+    shutil.copytree(prepared, tmp_path, dirs_exist_ok=True)
+    monkeypatch.chdir(tmp_path)
+    run_bash(block)
+
+
+@pytest.mark.parametrize("page", STORIES, ids=lambda page: page.name)
+def test_story_runs_and_shows_what_it_prints(page, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    printed = ""
+    for language, text in BLOCK.findall(page.read_text()):
+        if language == "python":
+            run_python(text)
+        elif language == "bash":
+            printed = run_bash(text)
+        else:
+            assert_shows(text, printed)
+
+
+def test_the_check_of_what_is_shown_can_fail():
+    printed = "┃ format ┃ SQNR dB ┃\n│ mxfp4  │   18.91 │\nplan: plan.json\n"
+    assert_shows("│ format ... │\n│ mxfp4 │ 17.00 │\n...\n", printed)
+    for wrong in ("│ int8 │ 18.91 │", "plan: other.json", "json ... plan"):
+        with pytest.raises(AssertionError):
+            assert_shows(wrong, printed)
 
 
 def test_pages_quote_the_results_and_nothing_else():

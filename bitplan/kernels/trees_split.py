@@ -50,6 +50,16 @@ def _gain_of_value(grad, hess, l1, l2, value):  # type: ignore[no-untyped-def]
     return -(2.0 * grad * value + (hess + l2) * value * value + 2.0 * l1 * abs(value))
 
 
+@inlined
+def _first_from(rows, count, least):  # type: ignore[no-untyped-def]
+    """The first of `count` prefixes that has `least` rows or more; `count` if none has."""
+    low, high = 0, count
+    while low < high:
+        middle = (low + high) >> 1
+        low, high = (middle + 1, high) if rows[U(middle)] < least else (low, middle)
+    return low
+
+
 @compiled
 def _scan_plain(grads, hess, rows, count, total, scales, rules, l2, bar):  # type: ignore[no-untyped-def]
     """(place, gain) of the best of `count` prefixes whose gain is above `bar`; no L1, nothing is bounded."""
@@ -61,7 +71,9 @@ def _scan_plain(grads, hess, rows, count, total, scales, rules, l2, bar):  # typ
     extra, unit = l2 / hess_scale, hess_scale / (grad_scale * grad_scale)
     quick = total_hess < EXACT and extra < np.inf and unit > 0.0 and unit < np.inf
     all_grad, all_hess, least = np.float64(total_grad), np.float64(total_hess), -bar * CAUTION * unit
-    for start in range(0, count, LANES):
+    # Prefixes only grow: where a side has too few rows is known, and in small nodes it is much of a feature.
+    stop = _first_from(rows, count, total_rows - least_rows + 1)
+    for start in range(_first_from(rows, count, least_rows) // LANES * LANES, stop, LANES):
         if quick:
             left, left_hess = (
                 to_float(load(grads, start, LANES), np.float64),
@@ -73,7 +85,7 @@ def _scan_plain(grads, hess, rows, count, total, scales, rules, l2, bar):  # typ
             above = multiply_add(left_hess * right_hess, least, both)
             if largest(narrow(view(above, np.int64) >> 32, np.int32)) < 0:  # the sign is in the upper half
                 continue
-        for i in range(start, min(start + LANES, count)):
+        for i in range(start, min(start + LANES, stop)):
             left, right = np.float64(grads[i]) * grad_scale, np.float64(total_grad - grads[i]) * grad_scale
             left_hess, right_hess = np.float64(hess[i]) * hess_scale, np.float64(total_hess - hess[i]) * hess_scale
             left_all, right_all = left_hess + l2, right_hess + l2  # over one denominator: divisions are the cost

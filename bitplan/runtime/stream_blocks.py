@@ -359,7 +359,7 @@ class BlockStream:
 
     def _put(self, name: str) -> None:
         layout = self._loader.layouts[self._loader.names.index(name)]
-        put_block(self._host, self._by_name[name], layout, self.training)
+        put_block(self._host, self._by_name[name], layout, self.training, self._loader.device.torch_device)
 
     # ---- what happens in a block -------------------------------------------------------------------------------------
 

@@ -154,7 +154,7 @@ class StepRecorder:
         return {
             "copies": [self._copy(transfer, nbytes) for transfer, nbytes in copies if transfer.copied is not None],
             "waits": [self._span(*wait) for wait in self.waits],
-            "copies_out": [self._copy(transfer, nbytes) for transfer, nbytes in self.sent if transfer.copied is not None],
+            "copies_out": [self._copy(sent, nbytes) for sent, nbytes in self.sent if sent.copied is not None],
         }
 
     def _copy(self, transfer: Transfer, nbytes: int) -> dict[str, Any]:

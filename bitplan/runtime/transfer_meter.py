@@ -1,7 +1,7 @@
 """TransferMeter: how fast the bus is and how long computing takes, from the clocks of the stream's first steps.
 
-`bandwidth_aware` decisions need both. Times differ from run to run, so what was measured is settled once, as the median of
-the steps until then, and kept with the policy's state: a resumed run goes on with the same facts.
+`bandwidth_aware` decisions need both. Times differ from run to run, so what was measured is settled once, as the median
+of the steps until then, and kept with the policy's state: a resumed run goes on with the same facts.
 """
 
 from __future__ import annotations

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch
 from torch import Tensor
 
 from bitplan.plan.conductor import RuntimeLimitHints
@@ -19,6 +18,7 @@ from bitplan.runtime.block_layout import BlockLayout
 from bitplan.runtime.devices import StreamDevice
 from bitplan.runtime.host_blocks import HostBlocks
 from bitplan.runtime.host_training import HostTraining
+from bitplan.runtime.slot_decode import SlotDecoder
 from bitplan.runtime.slot_ring import Slot, SlotRing, Uploader
 from bitplan.runtime.stream_errors import StreamError
 from bitplan.runtime.stream_schedule import Load, Walk, allowed_loads, load_now, loads_ahead, share_slots
@@ -47,6 +47,7 @@ class WeightLoader:
         self.step: int | None = None
         self.is_broken = False  # a wait was cut off: what the slots hold is not known
         self._ring: SlotRing | None = None
+        self._decoder = SlotDecoder()
         self._worker = Worker("transfer")
         self._uploader = Uploader(device, host, self._worker)
         self._walk = Walk(len(names))
@@ -71,6 +72,7 @@ class WeightLoader:
         size = largest if slot_bytes is None else slot_bytes
         scratch = max(layout.scratch_nbytes for layout in layouts)
         self.layouts = list(layouts)
+        self._decoder.forget(layouts)
         if self._fits(largest, scratch, is_auto=slots == "auto"):
             self.ring.forget()
             self._leave()
@@ -87,6 +89,7 @@ class WeightLoader:
         self._leave()
         if self._ring is not None:
             self._worker.drain(self.timeout_s)
+            self._decoder.forget(self.layouts)
             self._ring.close()
             self._ring = None
 
@@ -232,9 +235,7 @@ class WeightLoader:
     def weights(self, block: int, *, wraps: bool) -> dict[str, Tensor]:
         """The parameters of a block, readable by what is computed from now on, until another block is asked for."""
         slot = self._acquire(block, wraps=wraps)
-        with torch.no_grad():
-            pieces = self.layouts[block].pieces
-            return {name: piece.weight(slot.buffer, self.ring.scratch) for name, piece in pieces.items()}
+        return self._decoder.weights(block, slot.buffer, self.ring.scratch)
 
     @property
     def serial(self) -> int:
@@ -284,8 +285,7 @@ class WeightLoader:
         self._prefetch()
         self._await(slot, block)
         self._current, self._decoded = slot, block
-        with torch.no_grad():
-            self.layouts[block].decode_into(slot.buffer, self.ring.scratch)
+        self._decoder.decode(block, slot.buffer, self.ring.scratch)
         return slot
 
     def _await(self, slot: Slot, block: int) -> None:

@@ -132,7 +132,6 @@ class _Trainer:
         self._rows, self._objective, self._settings, self._grower = rows, objective, settings, grower
         self._span, self._shards = span, span.shards
         count = len(rows.x)
-        self._everyone = np.arange(count, dtype=np.uint32)
         self._scores = np.tile(start, (count, 1))
         self._grads = np.empty((len(start), count), np.float32)
         self._hess = np.empty_like(self._grads)
@@ -159,10 +158,11 @@ class _Trainer:
             self._shards.sent_for("tree")
         return trees
 
-    def _sample_rows(self, number: int) -> tuple[Array, Array]:
-        count, everyone = len(self._rows.x), self._everyone
+    def _sample_rows(self, number: int) -> tuple[Array | range, Array]:
+        """Rows to grow trees from, and the others."""
+        count = len(self._rows.x)
         if self._settings.row_share >= 1:
-            return everyone, everyone[:0]
+            return range(count), np.empty(0, np.uint32)
         generator = np.random.PCG64([self._settings.seed, number])
         generator.advance(self._span.first)  # a draw a row: those of other processes are skipped
         draws = np.random.Generator(generator).random(count)
@@ -170,6 +170,7 @@ class _Trainer:
         lowest = self._shards.top(-draws.min(initial=np.inf, keepdims=True), "smallest draw of a row")
         if -lowest[0] >= self._settings.row_share:  # nowhere is a row used
             is_used = draws == -lowest[0]
+        everyone = np.arange(count, dtype=np.uint32)
         return everyone[is_used], everyone[~is_used]
 
     def _sample_columns(self, seed: int) -> Array:

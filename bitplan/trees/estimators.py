@@ -272,8 +272,8 @@ class BoostedTreesClassifier(ClassifierMixin, _BoostedTrees):  # type: ignore[mi
                 f"{self.classes_[0]!r}; check how the labels were selected"
             )
         objective: Objective = Binary() if len(self.classes_) == 2 else Multiclass(len(self.classes_))
-        codes = np.searchsorted(self.classes_, labels)
-        rows = Rows(x, codes.astype(np.float64), weights_of(sample_weight, x, shards))
+        targets = np.searchsorted(self.classes_, labels).astype(np.float64)
+        rows = Rows(x, targets, weights_of(sample_weight, x, shards))
         validation = None
         if eval_set is not None:
             validation_x, validation_y = self._read(eval_set[0], shards), np.asarray(eval_set[1])

@@ -124,7 +124,7 @@ class TreeGrower:
         """Bins by feature, then row."""
         return self._data.columns
 
-    def grow(self, gradients: Gradients, rows: Array, features: Array) -> Grown:
+    def grow(self, gradients: Gradients, rows: Array | range, features: Array) -> Grown:
         """One tree from `rows` and the features it may use."""
         self._features = features
         self._scales = np.array([gradients.grad_scale, gradients.hess_scale])

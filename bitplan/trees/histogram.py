@@ -55,14 +55,16 @@ class HistogramBuilder:
         used = sorted({int(feature) // PANEL for feature in features})
         self._panels = [(data.panels[panel], loops[groups[panel]], panel * PANEL * BINS) for panel in used]
 
-    def enter(self, rows: Array, space: Array | None = None) -> Array:
+    def enter(self, rows: Array | range, space: Array | None = None) -> Array:
         """The entries of some rows: what `build` and partitions work on."""
         held, out = self._gradients, np.empty(len(rows), np.uint64) if space is None else space[: len(rows)]
         grads = held.grads.view(np.uint32) if held.precision is GradientPrecision.F32 else held.grads
 
         def work(start: int) -> None:
             piece = slice(start, start + ENTER_ROWS)
-            self._enter(rows[piece], grads, held.hessians, out[piece])
+            part = rows[piece]
+            numbers = np.arange(part.start, part.stop, dtype=np.uint32) if isinstance(part, range) else part
+            self._enter(numbers, grads, held.hessians, out[piece])
 
         on_threads(work, range(0, len(rows), ENTER_ROWS))
         return out

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import json
 import logging
 from contextlib import contextmanager
@@ -159,22 +158,17 @@ def test_relative_magnitudes_are_those_of_the_adapters():
 
 @pytest.mark.parametrize("checkpointing", CHECKPOINTING)
 def test_gradients_of_trained_weights_are_measured_before_they_leave(checkpointing):
-    model = make_stack(adapters=False)
-    twin = copy.deepcopy(model).bfloat16().float()
+    model, twin = make_stack(adapters=False), make_stack(adapters=False)
+    with torch.no_grad():
+        for name, one in twin.named_parameters():  # what crosses as bf16; vectors cross as they are
+            if one.ndim >= 2 and name.startswith("layers."):
+                one.copy_(one.bfloat16().float())
     model.checkpointing = checkpointing
     options = {"train": "weights", "optimizer": AdamWSettings(lr=1e-3)}
     with policy_on(model, config_of(), stream_options=options) as policy:
         run_step(policy, model, None, 0)
         policy.state_dict()
         (step,) = policy.state.history
-    for name, one in twin.named_parameters():  # vectors cross as they are
-        if one.ndim < 2 or not name.startswith("layers."):
-            one.data.copy_(dict(model.named_parameters())[name].data)
-    with torch.no_grad():
-        fresh = make_stack(adapters=False)
-        for name, one in twin.named_parameters():
-            source = dict(fresh.named_parameters())[name]
-            one.copy_(source.bfloat16().float() if one.ndim >= 2 and name.startswith("layers.") else source)
     twin(batch(0)).square().mean().backward()
     for name, layer in zip(BLOCKS, twin.layers, strict=True):
         norm = torch.cat([one.grad.flatten() for one in layer.parameters()]).norm()
@@ -499,12 +493,13 @@ def test_a_trial_that_breaks_off_goes_on():
 
 def test_an_earlier_state_is_loaded_in_the_same_process():
     model = adapted()
+    still = torch.optim.SGD([one for one in model.parameters() if one.requires_grad], lr=0.0)
     with policy_on(model, config_of()) as policy:
-        run_step(policy, model, None, 0)
+        run_step(policy, model, still, 0)
         saved = policy.state_dict()
-        hints = [run_step(policy, model, None, step)[0] for step in (1, 2)]
+        hints = [run_step(policy, model, still, step)[0] for step in (1, 2)]
         policy.load_state_dict(saved)
-        assert [run_step(policy, model, None, step)[0] for step in (1, 2)] == hints
+        assert [run_step(policy, model, still, step)[0] for step in (1, 2)] == hints
 
 
 def test_a_probe_that_is_not_finite_calls_the_switch_off(caplog):

@@ -18,7 +18,7 @@ from tests.runtime.stream_samples import COUNT, assert_equal, make_stack, stream
 KEYS = {
     "step", "step_ms", "compute_ms", "stall_ms", "copy_ms", "overlap", "bytes_h2d", "bytes_h2d_by_format", "bytes_d2h",
     "bytes_d2h_by_format", "h2d_gb_per_s", "loads", "prefetch_hits", "prefetch_misses", "prefetches_held_back",
-    "limits", "vram_peak_bytes", "pinned_peak_bytes",
+    "limits", "vram_peak_bytes", "pinned_peak_bytes", "timeline",
 }  # fmt: skip
 
 
