@@ -11,7 +11,8 @@ The class is what Triton compiles for: the device, and for each pointer whether 
 and constants belong to the object, and types of tensors must too: one object always gets tensors of the same types.
 Pointers come first in a kernel's signature, then numbers, then constants.
 
-The first launch of a class is an ordinary one. All are under Triton's interpreter, which compiles nothing.
+The first launch of a class is an ordinary one. All are under Triton's interpreter, which compiles nothing, and while
+a launch hook is set, so that profilers see what they always see.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ _AS_INTEGERS = {
 class PreparedLaunch:
     """One kernel, its grid, numbers and constants; called with its tensors, the first of which is never None."""
 
-    __slots__ = ("_grid", "_kept", "_kernel", "_named", "_tail")
+    __slots__ = ("_compiled", "_constants", "_grid", "_kernel", "_numbers", "_options", "_tail")
 
     def __init__(
         self,
@@ -45,46 +46,53 @@ class PreparedLaunch:
         constants: dict[str, Any],
         **options: Any,
     ) -> None:
-        self._kernel = kernel
-        self._grid = (*grid, 1, 1)[:3]
-        self._named = {**constants, **options}
-        names = kernel.arg_names
-        self._tail = (*numbers, *(constants[name] for name in names[len(names) - len(constants) :]))
-        self._kept: dict[object, tuple[Any, Any, Any, Any]] = {}
+        self._kernel, self._grid = kernel, (*grid, 1, 1)[:3]
+        self._numbers, self._constants, self._options = numbers, constants, options
+        # The launcher of a compiled kernel counts constants among its arguments, and does not read them.
+        self._tail = (*numbers, *constants.values())
+        self._compiled: dict[object, Any] = {}
 
     def __call__(self, *pointers: Tensor | None) -> None:
+        assert pointers[0] is not None
+        device = pointers[0].get_device()
+        if INTERPRETED.value:
+            self._launch_ordinarily(pointers)
+            return
+        driver = triton.runtime.driver.active
+        if driver.get_current_device() == device:
+            self._launch(driver, device, pointers)
+            return
+        with torch.cuda.device(device):
+            self._launch(driver, device, pointers)
+
+    def _launch(self, driver: Any, device: int, pointers: tuple[Tensor | None, ...]) -> None:
         addresses = [0 if each is None else each.data_ptr() for each in pointers]
         bits = 0
         for address in addresses:
             bits |= address
-        assert pointers[0] is not None
-        device = pointers[0].get_device()
-        place: object = (device, *[address & 15 for address in addresses]) if bits & 15 else device
-        active = triton.runtime.driver.active if not INTERPRETED.value else None
-        if active is None or active.get_current_device() != device:
-            with torch.cuda.device(device):  # nothing happens for a CPU, whose index is -1
-                self._launch(place, device, pointers, addresses)
-        else:
-            self._launch(place, device, pointers, addresses)
-
-    def _launch(self, place: object, device: int, pointers: tuple[Tensor | None, ...], addresses: list[int]) -> None:
-        kept = self._kept.get(place)
-        if kept is None:
-            self._launch_ordinarily(place, pointers)
+        kind: object = (device, *[address & 15 for address in addresses]) if bits & 15 else device
+        compiled = self._compiled.get(kind)
+        if compiled is None or _is_watched():
+            self._compiled[kind] = self._launch_ordinarily(pointers)
             return
-        run, function, metadata, compiled = kept
-        stream = triton.runtime.driver.active.get_current_stream(device)
-        hooks = triton.knobs.runtime
-        enter, leave = hooks.launch_enter_hook, hooks.launch_exit_hook
-        if enter is not None and not getattr(enter, "calls", True):  # a chain of none
-            enter = leave = described = None
-        else:
-            described = compiled.launch_metadata(self._grid, stream, *addresses, *self._tail)
-        run(*self._grid, stream, function, metadata, described, enter, leave, *addresses, *self._tail)
+        compiled.run(
+            *self._grid,
+            driver.get_current_stream(device),
+            compiled.function,
+            compiled.packed_metadata,
+            None,
+            None,
+            None,
+            *addresses,
+            *self._tail,
+        )
 
-    def _launch_ordinarily(self, place: object, pointers: tuple[Tensor | None, ...]) -> None:
+    def _launch_ordinarily(self, pointers: tuple[Tensor | None, ...]) -> Any:
         given = [None if each is None else each.view(_AS_INTEGERS.get(each.dtype, each.dtype)) for each in pointers]
-        numbers = self._tail[: len(self._kernel.arg_names) - len(pointers) - self._constant_count()]
-        compiled = self._kernel[self._grid](*given, *numbers, **self._named)
-        if not INTERPRETED.value and compiled is not None:
-            self._kept[place] = (compiled.run, compiled.function, compiled.packed_metadata, compiled)
+        return self._kernel[self._grid](*given, *self._numbers, **self._constants, **self._options)
+
+
+def _is_watched() -> bool:
+    """Is a launch hook set?"""
+    hooks = triton.knobs.runtime
+    return bool(hooks.launch_enter_hook.calls or hooks.launch_exit_hook.calls)

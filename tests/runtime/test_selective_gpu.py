@@ -86,7 +86,8 @@ def test_impacts_are_those_of_the_simulated_device():
     assert len(found[0]) == 2 * COUNT
     largest = max(map(abs, found[1].values()))
     for name, impact in found[1].items():
-        assert found[0][name] == pytest.approx(impact, rel=0.1, abs=0.1 * largest)
+        # one ran in bfloat16, the other in float32, and an impact is a difference of nearly equal numbers
+        assert found[0][name] == pytest.approx(impact, rel=0.2, abs=0.2 * largest)
 
 
 def test_calibration_on_the_gpu():
