@@ -26,7 +26,7 @@ import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import harness
 import torch
@@ -164,7 +164,10 @@ def _step(make: Callable[[], nn.Module], x: Tensor, compiled: bool) -> Call:
     model = make()
     x = x.clone().requires_grad_()
     gradient = torch.randn_like(x)
-    run = torch.compile(model) if compiled else model
+    if compiled:
+        for layer in cast(nn.ModuleList, model.layers):  # layers alike share what was compiled for the first
+            layer.compile()
+    run = model
     wanted = [x, *(each for each in model.parameters() if each.requires_grad)]
 
     drop_casts = cast_dropper(model)
@@ -235,19 +238,24 @@ def line_of(row: dict[str, Any]) -> str:
     return f"{row['part']:9} {row['size']:14} {row['tokens']:6}  BF16 {base}  " + "  ".join(told[1:]) + against
 
 
-def run_layers(options: argparse.Namespace, device: torch.device) -> dict[str, Any]:
+def run_layers(
+    options: argparse.Namespace, device: torch.device, keep: Callable[[dict[str, Any]], Path]
+) -> dict[str, Any]:
     sizes = [SIZES[name] for name in options.sizes.split(",")]
     policy, told = measure_policy(options, sizes, device)
     rows: list[dict[str, Any]] = []
     left_out: list[str] = []
+    result = {"recipe": options.recipe, "policy": told, "rows": rows, "left_out": left_out}
+    keep(result)
     for part in options.parts.split(","):
         budget = Budget(options.seconds)
         for size in list(OTHER_SIZES.values()) if part == "shapes" else sizes:
             for tokens in options.tokens or TOKENS[part]:
                 if not budget.over(f"{part} {size.label} {tokens}"):
                     rows.append(time_layers(part, size, tokens, policy, options, device))
+                    keep(result)  # what is done stays done
         left_out += budget.left_out
-    return {"recipe": options.recipe, "policy": told, "rows": rows, "left_out": left_out}
+    return result
 
 
 # ---- training --------------------------------------------------------------------------------------------------------
@@ -362,18 +370,20 @@ def main() -> None:
     if options.train and not options.text:
         parser.error("--train needs --text FILE")
     device = torch.device(options.device)
-    result = run_training(options, device) if options.train else run_layers(options, device)
     name = f"fp8_{'training' if options.train else 'layers'}"
-    document = {
+    document: dict[str, Any] = {
         "benchmark": name,
         "commit": harness.commit(),
         "machine": harness.machine(device.type),
         "versions": harness.versions(),
-        **result,
     }
     gpu = document["machine"].get("gpu", "cpu").lower().replace(" ", "_")
-    path = harness.save(f"{name}_{gpu}", document, options.output)
-    print(f"\n{path}")
+
+    def keep(result: dict[str, Any]) -> Path:
+        return harness.save(f"{name}_{gpu}", document | result, options.output)
+
+    result = run_training(options, device) if options.train else run_layers(options, device, keep)
+    print(f"\n{keep(result)}")
     if options.train:
         for arm, found in result["losses"].items():
             print(f"{arm:9} last loss {found['mean']:.4f} ({found['low']:.4f} to {found['high']:.4f})")

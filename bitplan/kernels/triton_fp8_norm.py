@@ -11,6 +11,8 @@ then reads 4 more; here it is 4 in all. Rows of up to `LONGEST_ROW` numbers are 
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
 from __future__ import annotations
 
+import functools
+
 import torch
 import triton
 import triton.language as tl
@@ -18,7 +20,8 @@ from torch import Tensor
 
 from bitplan.errors import FormatError
 from bitplan.kernels.triton_fp8_cast import Norm
-from bitplan.kernels.triton_numbers import as_bits, device_of, float_name, float_of_bits, magnitude_bits, narrow
+from bitplan.kernels.triton_launch import PreparedLaunch
+from bitplan.kernels.triton_numbers import float_name, float_of_bits, magnitude_bits, narrow
 
 LONGEST_ROW = 32768
 MOST_PIECES = 1024
@@ -29,85 +32,102 @@ def row_stats(
     x_RC: Tensor, kind: str, weight_C: Tensor, bias_C: Tensor | None, norm_eps: float, *, with_amax: bool
 ) -> Norm:
     """What the norm needs of each row, and with `with_amax` the largest normalised magnitudes by strips of rows."""
-    _check_length(x_RC)
-    rows, cols = x_RC.shape
-    rstd = torch.empty(rows, dtype=torch.float32, device=x_RC.device)
-    mean = torch.empty(rows, dtype=torch.float32, device=x_RC.device) if kind == "layer" else None
-    each = max(1, triton.cdiv(rows, MOST_PIECES))
-    programs = triton.cdiv(rows, each)
-    partial = torch.empty(max(programs, 1), dtype=torch.int32, device=x_RC.device) if with_amax else None
-    if not rows:
-        if partial is not None:
-            partial.zero_()
-        return Norm(kind, mean, rstd, weight_C, bias_C, partial)
-    block = triton.next_power_of_2(cols)
-    with device_of(x_RC):
-        _row_stats[(programs,)](
-            as_bits(x_RC),
-            as_bits(weight_C),
-            as_bits(bias_C) if bias_C is not None else as_bits(weight_C),
-            rstd,
-            mean if mean is not None else rstd,
-            partial if partial is not None else rstd,
-            rows,
-            cols,
-            norm_eps,
-            EACH=each,
-            SOURCE=float_name(x_RC.dtype),
-            WEIGHT=float_name(weight_C.dtype),
-            NORM=kind,
-            HAS_BIAS=bias_C is not None,
-            AMAX=with_amax,
-            BC=block,
-            num_warps=_warps(block),
-            enable_fp_fusion=False,
-        )
+    types = (x_RC.dtype, weight_C.dtype, bias_C is not None)
+    programs, find = _plan_stats(x_RC.shape, kind, norm_eps, with_amax, *types)
+    rows, device = x_RC.shape[0], x_RC.device
+    rstd = torch.empty(rows, dtype=torch.float32, device=device)
+    mean = torch.empty(rows, dtype=torch.float32, device=device) if kind == "layer" else None
+    partial = torch.empty(max(programs, 1), dtype=torch.int32, device=device) if with_amax else None
+    if find is not None:
+        find(x_RC, weight_C, bias_C, rstd, mean, partial)
+    elif partial is not None:
+        partial.zero_()
     return Norm(kind, mean, rstd, weight_C, bias_C, partial)
+
+
+@functools.lru_cache(maxsize=1024)
+def _plan_stats(
+    shape: tuple[int, int],
+    kind: str,
+    norm_eps: float,
+    with_amax: bool,
+    dtype: torch.dtype,
+    weight_dtype: torch.dtype,
+    has_bias: bool,
+) -> tuple[int, PreparedLaunch | None]:
+    """(programs, how to launch them)."""
+    rows, cols = shape
+    _check_length(cols)
+    each = max(1, triton.cdiv(rows, MOST_PIECES))
+    programs, block = triton.cdiv(rows, each), triton.next_power_of_2(cols)
+    if not rows:
+        return 0, None
+    constants = {
+        "EACH": each,
+        "SOURCE": float_name(dtype),
+        "WEIGHT": float_name(weight_dtype),
+        "NORM": kind,
+        "HAS_BIAS": has_bias,
+        "AMAX": with_amax,
+        "BC": block,
+    }
+    numbers = (rows, cols, float(norm_eps))
+    return programs, PreparedLaunch(
+        _row_stats, (programs,), numbers, constants, num_warps=_warps(block), enable_fp_fusion=False
+    )
 
 
 def norm_gradient(dy_RC: Tensor, x_RC: Tensor, norm: Norm) -> tuple[Tensor, Tensor, Tensor | None]:
     """(dx, the weight's gradient, the bias's), the last two in float32."""
-    _check_length(x_RC)
-    rows, cols = x_RC.shape
-    dx = torch.empty_like(x_RC)
-    each = max(1, triton.cdiv(rows, GRADIENT_PROGRAMS))
-    programs = triton.cdiv(rows, each)
     has_bias = norm.bias is not None
-    sums = torch.empty((1 + has_bias, programs, cols), dtype=torch.float32, device=x_RC.device)
-    if rows:
-        block = triton.next_power_of_2(cols)
-        with device_of(x_RC):
-            _norm_gradient[(programs,)](
-                as_bits(dy_RC.contiguous()),
-                as_bits(x_RC),
-                as_bits(norm.weight),
-                norm.rstd,
-                norm.mean if norm.mean is not None else norm.rstd,
-                as_bits(dx),
-                sums,
-                rows,
-                cols,
-                programs,
-                EACH=each,
-                SOURCE=float_name(x_RC.dtype),
-                GRAD=float_name(dy_RC.dtype),
-                WEIGHT=float_name(norm.weight.dtype),
-                NORM=norm.kind,
-                HAS_BIAS=has_bias,
-                BC=block,
-                num_warps=_warps(block),
-            )
+    types = (x_RC.dtype, dy_RC.dtype, norm.weight.dtype)
+    programs, find = _plan_gradient(x_RC.shape, norm.kind, has_bias, *types)
+    dx = torch.empty_like(x_RC)
+    sums = torch.empty((1 + has_bias, programs, x_RC.shape[1]), dtype=torch.float32, device=x_RC.device)
+    if find is not None:
+        dy_RC = dy_RC if dy_RC.is_contiguous() else dy_RC.contiguous()
+        find(dy_RC, x_RC, norm.weight, norm.rstd, norm.mean, dx, sums)
     total = sums.sum(1)
     return dx, total[0], total[1] if has_bias else None
+
+
+@functools.lru_cache(maxsize=1024)
+def _plan_gradient(
+    shape: tuple[int, int],
+    kind: str,
+    has_bias: bool,
+    dtype: torch.dtype,
+    grad_dtype: torch.dtype,
+    weight_dtype: torch.dtype,
+) -> tuple[int, PreparedLaunch | None]:
+    """(programs, how to launch them)."""
+    rows, cols = shape
+    _check_length(cols)
+    each = max(1, triton.cdiv(rows, GRADIENT_PROGRAMS))
+    programs, block = triton.cdiv(rows, each), triton.next_power_of_2(cols)
+    if not rows:
+        return 0, None
+    constants = {
+        "EACH": each,
+        "SOURCE": float_name(dtype),
+        "GRAD": float_name(grad_dtype),
+        "WEIGHT": float_name(weight_dtype),
+        "NORM": kind,
+        "HAS_BIAS": has_bias,
+        "BC": block,
+    }
+    return programs, PreparedLaunch(
+        _norm_gradient, (programs,), (rows, cols, programs), constants, num_warps=_warps(block)
+    )
 
 
 def _warps(block: int) -> int:
     return 4 if block <= 2048 else 8 if block <= 8192 else 16
 
 
-def _check_length(x_RC: Tensor) -> None:
-    if x_RC.shape[1] > LONGEST_ROW:
-        raise FormatError(f"the fused norm holds rows of up to {LONGEST_ROW} numbers, got {x_RC.shape[1]}")
+def _check_length(cols: int) -> None:
+    if cols > LONGEST_ROW:
+        raise FormatError(f"the fused norm holds rows of up to {LONGEST_ROW} numbers, got {cols}")
 
 
 @triton.jit(do_not_specialize=["rows"])

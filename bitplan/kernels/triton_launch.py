@@ -46,6 +46,8 @@ class PreparedLaunch:
         constants: dict[str, Any],
         **options: Any,
     ) -> None:
+        if tuple(constants) != tuple(kernel.arg_names[-len(constants) :]):
+            raise ValueError(f"{kernel.__name__} ends in {kernel.arg_names[-len(constants) :]}, got {list(constants)}")
         self._kernel, self._grid = kernel, (*grid, 1, 1)[:3]
         self._numbers, self._constants, self._options = numbers, constants, options
         # The launcher of a compiled kernel counts constants among its arguments, and does not read them.
