@@ -24,9 +24,11 @@ import gc
 import json
 import math
 import statistics
+import subprocess
+import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -35,6 +37,7 @@ from typing import Any
 import harness
 import torch
 from llama_stack import FULL, TINY, LlamaStack, Size
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -229,9 +232,15 @@ def lora_task(model_path: Path, text: str, sizes: Sizes, device: StreamDevice, d
     return Task("lora", start, Text.cut(ids, sizes.context), sizes.lora_steps, sizes.lora_lr, "adapters", sizes, device)
 
 
-def full_task(text: str, sizes: Sizes, device: StreamDevice, dtype: torch.dtype) -> Task:
+def full_task(text: str, sizes: Sizes, device: StreamDevice, dtype: torch.dtype, start_from: Path | None) -> Task:
+    """`start_from`: a file that keeps the pretrained model, so that arms in several processes start from the same."""
     cut = Text.cut(torch.tensor(list(text.encode()), dtype=torch.int64), sizes.context)
-    pretrained = pretrain(cut, sizes, device.torch_device)
+    if start_from is not None and start_from.exists():
+        pretrained = load_file(start_from)
+    else:
+        pretrained = pretrain(cut, sizes, device.torch_device)
+        if start_from is not None:
+            save_file(pretrained, start_from)
 
     def start(_seed: int) -> nn.Module:
         model = byte_llama(sizes, dtype)
@@ -366,11 +375,11 @@ def train(
     return found, time.perf_counter() - started
 
 
-def run_experiment(tasks: list[Task], seeds: int) -> list[Row]:
+def run_experiment(tasks: list[Task], seeds: int, arms: Sequence[str]) -> list[Row]:
     rows = []
     for task in tasks:
         calibration = task.calibrate()
-        for arm in ARMS:
+        for arm in arms:
             for seed in range(seeds):
                 rows.append(run_arm(task, arm, seed, calibration))
                 print(
@@ -389,7 +398,7 @@ def summarize(rows: list[Row]) -> list[Row]:
         reference = {
             row["seed"]: row["validation_loss"] for row in rows if row["task"] == task and row["arm"] == "bf16"
         }
-        for arm in ARMS:
+        for arm in dict.fromkeys(row["arm"] for row in rows):
             mine = [row for row in rows if row["task"] == task and row["arm"] == arm]
             losses = [row["validation_loss"] for row in mine]
             apart = [row["validation_loss"] - reference[row["seed"]] for row in mine]
@@ -421,7 +430,7 @@ def run_cost(sizes: Sizes, device: StreamDevice) -> Row:
     size, tokens = sizes.cost, sizes.cost_tokens
     model = LlamaStack(size)
     rows = max(1, tokens // size.sequence)
-    x = torch.randn(rows, size.sequence, size.hidden, dtype=size.dtype).to(device.torch_device)
+    x = torch.randn(rows, size.sequence, size.hidden, dtype=size.dtype).to(device.torch_device).requires_grad_()
     never = SelectivePrecisionConfig(telemetry_enabled=False, warmup_steps=2**30)
     configs = {
         "off": replace(never, mode="off"),
@@ -504,10 +513,11 @@ def _wait(x: Tensor) -> None:
 # ---- the whole -------------------------------------------------------------------------------------------------------
 
 
-def measure(
-    parts: set[str], sizes: Sizes, device: StreamDevice, model: Path | None, text: str, seeds: int, dtype: torch.dtype
-) -> Row:
+def measure(options: argparse.Namespace, sizes: Sizes, device: StreamDevice) -> Row:
     kind = device.torch_device.type
+    dtype = torch.bfloat16 if kind == "cuda" else torch.float32
+    text = shipped_text() if options.text is None else options.text.read_text(encoding="utf-8")
+    parts = {"experiment", "cost"} if options.part == "all" else {options.part}
     document: Row = {
         "benchmark": "selective_precision",
         "machine": harness.machine(kind),
@@ -518,13 +528,42 @@ def measure(
         "dtype": str(dtype).removeprefix("torch."),
     }
     if "experiment" in parts:
-        tasks = [] if model is None else [lora_task(model, text, sizes, device, dtype)]
-        tasks.append(full_task(text, sizes, device, dtype))
-        document["rows"] = run_experiment(tasks, seeds)
-        document["arms"] = summarize(document["rows"])
+        document |= _experiment(options, sizes, device, text, dtype)
     if "cost" in parts:
         document["cost"] = run_cost(sizes, device)
     return document
+
+
+def _experiment(options: argparse.Namespace, sizes: Sizes, device: StreamDevice, text: str, dtype: torch.dtype) -> Row:
+    with tempfile.TemporaryDirectory() as folder:
+        start_from = options.start_from or Path(folder) / "pretrained.safetensors"
+        tasks = [] if options.model is None else [lora_task(options.model, text, sizes, device, dtype)]
+        tasks.append(full_task(text, sizes, device, dtype, start_from))
+        if not options.together:
+            rows = run_experiment(tasks, options.seeds, options.arms)
+            return {"rows": rows, "arms": summarize(rows) if "bf16" in options.arms else []}
+        rows = _together(options, start_from, Path(folder))
+        # Losses and bytes do not mind sharing the GPU; times do, and are taken alone, over a few steps.
+        short = [replace(task, steps=options.timed_steps) for task in tasks]
+        alone = {(row["task"], row["arm"]): row for row in run_experiment(short, 1, options.arms)}
+    for row in rows:
+        row |= {key: alone[row["task"], row["arm"]][key] for key in ("step_ms", "wall_ms_per_step")}
+    return {"rows": rows, "arms": summarize(rows), "timed_steps": options.timed_steps}
+
+
+def _together(options: argparse.Namespace, start_from: Path, folder: Path) -> list[Row]:
+    """Every arm in a process of its own, all at once: a small model leaves the GPU waiting for the host."""
+    running = {}
+    for arm in options.arms:
+        command = [sys.executable, *sys.argv, "--part", "experiment", "--alone", "--arms", arm]
+        command += ["--start-from", str(start_from), "--output", str(folder / f"{arm}.json")]
+        running[arm] = subprocess.Popen(command)
+    rows = []
+    for arm, process in running.items():
+        if process.wait():
+            raise SystemExit(f"arm {arm} failed with exit code {process.returncode}")
+        rows += json.loads((folder / f"{arm}.json").read_text())["rows"]
+    return rows
 
 
 def show(document: Row) -> None:
@@ -558,6 +597,11 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=3)
     for field in ("lora-steps", "full-steps", "pretrain-steps", "batch", "context", "repeats", "cost-tokens"):
         parser.add_argument(f"--{field}", type=int)
+    parser.add_argument("--arms", type=lambda names: names.split(","), default=list(ARMS), help=", ".join(ARMS))
+    parser.add_argument("--together", action="store_true", help="a process for each arm; times are taken apart, alone")
+    parser.add_argument("--alone", dest="together", action="store_false")
+    parser.add_argument("--timed-steps", type=int, default=10, help="with --together: steps that times are taken over")
+    parser.add_argument("--start-from", type=Path, help="where the pretrained model of (b) is kept")
     parser.add_argument("--budget", type=float, help="damage budget of dynamic_impact, in units of loss")
     parser.add_argument("--output", type=Path)
     arguments = parser.parse_args()
@@ -567,10 +611,7 @@ def main() -> None:
     given = {key: value for key, value in vars(arguments).items() if key in vars(sizes) and value is not None}
     sizes = replace(sizes, **given)
     device: StreamDevice = CudaDevice("cuda") if arguments.device == "cuda" else SimulatedDevice()
-    text = shipped_text() if arguments.text is None else arguments.text.read_text(encoding="utf-8")
-    parts = {"experiment", "cost"} if arguments.part == "all" else {arguments.part}
-    dtype = torch.bfloat16 if arguments.device == "cuda" else torch.float32
-    document = measure(parts, sizes, device, arguments.model, text, arguments.seeds, dtype)
+    document = measure(arguments, sizes, device)
     name = "selective_precision_" + (document["machine"].get("gpu", "simulated").lower().replace(" ", "_"))
     print(harness.save(name, document, arguments.output))
     show(document)

@@ -148,6 +148,13 @@ def test_pages_quote_the_results_and_nothing_else():
     assert tables["trees_table"]() in (ROOT / "docs" / "trees.md").read_text()
 
 
+def test_the_layer_table_is_the_one_that_is_held():
+    may_import = runpy.run_path(str(ROOT / "tests" / "test_layers.py"))["MAY_IMPORT"]
+    told = {0: "nothing", len(may_import) - 1: "everything"}
+    rows = [f"| {part} | {told.get(len(others)) or ', '.join(sorted(others))} |" for part, others in may_import.items()]
+    assert "|---|---|\n" + "\n".join(rows) + "\n" in (ROOT / "docs" / "architecture.md").read_text()
+
+
 def test_every_format_is_in_its_page():
     text = (ROOT / "docs" / "formats.md").read_text()
     assert [fmt.name for fmt in list_formats() if not re.search(rf"\b{fmt.name}\b", text)] == []

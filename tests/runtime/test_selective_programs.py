@@ -31,9 +31,12 @@ def test_the_experiment_runs_in_small(program, monkeypatch, tmp_path, capsys):
         model=program["byte_llama"](sizes, torch.float32), encode=lambda text: torch.tensor(list(text.encode()))
     )
     monkeypatch.setattr(causal_lm, "load_causal_lm", lambda _: loaded)
-    document = program["measure"](
-        {"experiment"}, sizes, program["SimulatedDevice"](), tmp_path, text, seeds=1, dtype=torch.float32
-    )
+    (tmp_path / "text.txt").write_text(text)
+    options = SimpleNamespace(
+        part="experiment", model=tmp_path, text=tmp_path / "text.txt", seeds=1, arms=list(program["ARMS"]),
+        together=False, start_from=None,
+    )  # fmt: skip
+    document = program["measure"](options, sizes, program["SimulatedDevice"]())
     program["show"](document)
     arms = {(row["task"], row["arm"]): row for row in document["arms"]}
     assert set(arms) == {(task, arm) for task in ("lora", "full") for arm in program["ARMS"]}
