@@ -134,7 +134,7 @@ def one_row(name: str, dense: Tensor, x: Tensor, plain: list[float], bandwidth: 
         if not error < 4e-3:
             raise SystemExit(f"{name} {launch}: relative error {error:.1e}")
         calls = [partial(triton_matmul.fused_matmul, x, w, a, launch=launch) for w, a in pairs]
-        tried.append((statistics.median(queued_us(calls, 3)), launch, error))
+        tried.append((statistics.median(queued_us(calls, 5)), launch, error))
     _, launch, error = min(tried, key=lambda one: one[0])
     times = queued_us([partial(triton_matmul.fused_matmul, x, w, a, launch=launch) for w, a in pairs])
     median = statistics.median(times)

@@ -1,16 +1,19 @@
 """The tables of the README and docs, made from the results, so that they quote nothing else.
 
-python benchmarks/tables.py
+    python benchmarks/tables.py            print them
+    python benchmarks/tables.py --write    put each in the place of the table with the same heading
 """
 
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
 RESULTS = Path(__file__).parent / "results"
 CPU_FORMATS = ("int8_row", "q4_0_gguf", "mxfp4", "bfloat16")
+STREAMED = {"bf16": "BF16", "int8": "INT8", "mix60": "60% INT8"}
 GPU_FORMATS = ("int8_row", "int8_g128", "fp8_e4m3_row", "mxfp4")
 
 
@@ -80,18 +83,39 @@ def fused_table() -> str:
 
 
 def auto_table() -> str:
-    """What `auto` picks by the number of rows when nothing may be kept expanded."""
+    """What `auto` picks by the number of rows: when nothing may be kept expanded, and with a tile cache."""
     rows = _read("fused_matmul_nvidia_h200")["auto"]
     names = list(dict.fromkeys(row["format"] for row in rows))
-    head = " | ".join(f"{name} | times BF16" for name in names)
-    lines = [f"| rows | BF16, µs | {head} |", "|---|---|" + "---|---|" * len(names)]
+    head = " | ".join(f"{name}, packed | times BF16 | with a cache | times BF16" for name in names)
+    lines = [f"| rows | BF16, µs | {head} |", "|---|---|" + "---|---|---|---|" * len(names)]
     for count in dict.fromkeys(row["rows"] for row in rows):
         found = {row["format"]: row for row in rows if row["rows"] == count}
         cells = [str(count), f"{found[names[0]]['bf16_us']['median_us']:.1f}"]
         for name in names:
-            packed = found[name]["packed"]
-            cells += [packed["strategy"], f"{packed['times_bf16']:.2f}"]
+            for kind in ("packed", "cached"):
+                picked = found[name][kind]
+                cells += [picked["strategy"].replace("_", " "), f"{picked['times_bf16']:.2f}"]
         lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def streaming_table() -> str:
+    """Steps of a streamed model against the larger of computing and copying, and against other ways to offload."""
+    rows = _read("streaming_nvidia_h200")["rows"]
+    times = {(row["tokens"], row["variant"]): row["median_ms"] for row in rows}
+    lines = [
+        "| tokens a step | blocks cross as | step, ms | computing or copying, ms | over it | copying at | stall "
+        "| one block ahead | pageable |",
+        "|---|---|---|---|---|---|---|---|---|",
+    ]
+    for row in rows:
+        if "times_bound" not in row:
+            continue
+        bound = "copying" if row["is_transfer_bound"] else "computing"
+        others = [f"{times[row['tokens'], name] / row['median_ms']:.2f}x" for name in ("one-ahead", "pageable")]
+        cells = [f"{row['tokens']:,}", STREAMED[row["variant"]], f"{row['median_ms']:.0f}"]
+        cells += [f"{bound} {row['bound_ms']:.0f}", f"{row['times_bound'] - 1:+.1%}", f"{row['h2d_gb_per_s']:.1f} GB/s"]
+        lines.append("| " + " | ".join([*cells, f"{row['stall_share']:.0%}", *others]) + " |")
     return "\n".join(lines)
 
 
@@ -134,14 +158,35 @@ def _against_gguf(document: dict[str, Any], name: str) -> str:
     return " / ".join(f"{value:.0f}x" for value in times if value)
 
 
+PLACES = {  # page: its tables
+    "README.md": (demo_table, speed_table),
+    "docs/quality.md": (quality_table, grid_table),
+    "docs/manifest.md": (fused_table, auto_table),
+    "docs/streaming.md": (streaming_table,),
+    "docs/trees.md": (trees_table,),
+}
+
+
+def write() -> None:
+    """Put every table in its place: where a table with the same first line stands."""
+    for page, tables in PLACES.items():
+        path = RESULTS.parent.parent / page
+        text = path.read_text()
+        for table in tables:
+            new = table()
+            head = new.splitlines()[0]
+            if head not in text:
+                raise SystemExit(f"{page}: no table begins with {head!r}; put that line where the table belongs")
+            before, after = text.split(head, 1)
+            rest = after.splitlines(keepends=True)[1:]
+            while rest and rest[0].startswith("|"):
+                rest.pop(0)
+            text = before + new + "\n" + "".join(rest)
+        path.write_text(text)
+
+
 if __name__ == "__main__":
-    print(
-        demo_table(),
-        speed_table(),
-        quality_table(),
-        grid_table(),
-        fused_table(),
-        auto_table(),
-        trees_table(),
-        sep="\n\n",
-    )
+    if sys.argv[1:] == ["--write"]:
+        write()
+    else:
+        print(*(table() for tables in PLACES.values() for table in tables), sep="\n\n")

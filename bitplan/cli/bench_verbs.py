@@ -59,7 +59,7 @@ def bench_layers(
     Options win over the TE_LAYER_PERF_* variables. Under torchrun the ranks share the layers as tp, ep and etp say; in
     one process the shard of one GPU is timed alone.
 
-    Example: bitplan bench-layers config.json --recipe tensorwise --report report.jsonl --policy policy.json
+    Example: bitplan bench-layers config.json --recipe tensorwise --sweep 1024x1,4096x1 --dry-run
     """
     options = _options(
         {

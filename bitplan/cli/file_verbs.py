@@ -20,7 +20,7 @@ def formats(
 ) -> None:
     """List the number formats, or try each of them on a tensor.
 
-    Example: bitplan formats --on model.safetensors:blocks.0.up.weight
+    Example: bitplan formats --on model.safetensors:model.layers.0.mlp.up_proj.weight
     """
     if on is not None:
         _formats_on(on, scale_rule, as_json)
@@ -134,7 +134,7 @@ def quantize(
 ) -> None:
     """Quantize a checkpoint, tensor by tensor, in bounded memory.
 
-    Example: bitplan quantize model.safetensors model.mxfp4.safetensors --format mxfp4 --keep 'head.*'
+    Example: bitplan quantize model.safetensors model.mxfp4.safetensors --format mxfp4 --keep '*embed*'
     """
     from bitplan.plan import Plan, open_manifest
     from bitplan.store.quantize import quantize_file

@@ -46,7 +46,7 @@ def perplexity(
 ) -> None:
     """Perplexity of a model on a text, and how far formats move it from its reference.
 
-    Example: bitplan perplexity model.gguf --text wiki.txt --tokens 12000 --format mxfp4 --format int8_row
+    Example: bitplan perplexity llama --text text.txt --context 64 --format mxfp4 --format int8_row
     """
     import torch
 

@@ -16,7 +16,7 @@ every few steps (see `bitplan.runtime.fp8_recipe`). Block scaled products always
 from __future__ import annotations
 
 import functools
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -38,9 +38,10 @@ def scaled_product(
     impl: str = "auto",
 ) -> Tensor:
     """a times b transposed, [M, N], plus bias [N]."""
-    check_operands(a_MK, b_NK, impl)
-    rows, cols = a_MK.shape[0], b_NK.shape[0]
-    if not rows or not cols or not a_MK.shape[1]:
+    (rows, width), (cols, other_width) = a_MK.codes.shape, b_NK.codes.shape
+    if width != other_width or (a_MK.scaling, b_NK.scaling) not in _PAIRS or impl not in PRODUCT_IMPLEMENTATIONS:
+        _refuse(a_MK, b_NK, impl)
+    if not rows or not cols or not width:
         out = torch.zeros((rows, cols), dtype=out_dtype, device=a_MK.codes.device)
         return out if bias is None else out + bias.to(out_dtype)
     if impl == "auto":
@@ -54,16 +55,15 @@ def scaled_product(
     return _by_torch(a_MK, b_NK, out_dtype, bias, fast_accum)
 
 
-def check_operands(a_MK: ScaledFp8, b_NK: ScaledFp8, impl: str = "auto") -> None:
+def _refuse(a_MK: ScaledFp8, b_NK: ScaledFp8, impl: str) -> NoReturn:
     if impl not in PRODUCT_IMPLEMENTATIONS:
         raise FormatError(f"impl must be one of {', '.join(PRODUCT_IMPLEMENTATIONS)}, got {impl!r}")
     if a_MK.shape[1] != b_NK.shape[1]:
         raise FormatError(f"a product sums along the same length, got {a_MK.shape} and {b_NK.shape}")
-    if (a_MK.scaling, b_NK.scaling) not in _PAIRS:
-        raise FormatError(
-            f"no product of scalings {a_MK.scaling} and {b_NK.scaling}; there are "
-            f"{', '.join(' with '.join(pair) for pair in sorted(_PAIRS))}"
-        )
+    raise FormatError(
+        f"no product of scalings {a_MK.scaling} and {b_NK.scaling}; there are "
+        f"{', '.join(' with '.join(pair) for pair in sorted(_PAIRS))}"
+    )
 
 
 def pick_product(a_MK: ScaledFp8, b_NK: ScaledFp8) -> str:
@@ -93,28 +93,24 @@ def _emulated(a_MK: ScaledFp8, b_NK: ScaledFp8, out_dtype: torch.dtype, bias: Te
 def _by_torch(
     a_MK: ScaledFp8, b_NK: ScaledFp8, out_dtype: torch.dtype, bias: Tensor | None, fast_accum: bool
 ) -> Tensor:
-    """Bias goes in where the library takes it: of the output's type, beside 16-bit outputs of tensor scales."""
-    inside = bias is not None and a_MK.scaling == "tensor" and out_dtype != torch.float32 and bias.dtype == out_dtype
-    given = {"bias": bias if inside else None}
-    b_KN = b_NK.codes.t()
-    if a_MK.scaling in ("tensor", "row"):
-        out = torch._scaled_mm(
-            a_MK.codes,
-            b_KN,
-            scale_a=a_MK.scale,
-            scale_b=b_NK.scale.t() if a_MK.scaling == "row" else b_NK.scale,
-            out_dtype=_kernel_type(out_dtype, a_MK.scaling),
-            use_fast_accum=fast_accum,
-            **given,
-        ).to(out_dtype)
+    """Bias goes in where the library takes it: of the output's type, beside 16-bit outputs of tensor scales.
+
+    Row scaled and block scaled products give bfloat16 alone, and the rest is a cast after it.
+    """
+    scaling, b_KN = a_MK.scaling, b_NK.codes.t()
+    inside = None
+    if scaling == "tensor":
+        if bias is not None and out_dtype != torch.float32 and bias.dtype == out_dtype:
+            inside, bias = bias, None
+        out = torch._scaled_mm(a_MK.codes, b_KN, a_MK.scale, b_NK.scale, inside, None, out_dtype, fast_accum)
+    elif scaling == "row":
+        scale_b = b_NK.scale.t()
+        out = torch._scaled_mm(a_MK.codes, b_KN, a_MK.scale, scale_b, None, None, torch.bfloat16, fast_accum)
     else:
-        out = _by_blocks(a_MK, b_NK, b_KN).to(out_dtype)
-    return out if bias is None or inside else out + bias.to(out_dtype)
-
-
-def _kernel_type(out_dtype: torch.dtype, scaling: str) -> torch.dtype:
-    """What the kernel writes: row scaled products give bfloat16 alone, and the rest is a cast after it."""
-    return torch.bfloat16 if scaling == "row" else out_dtype
+        out = _by_blocks(a_MK, b_NK, b_KN)
+    if out.dtype != out_dtype:
+        out = out.to(out_dtype)
+    return out if bias is None else out + bias.to(out_dtype)
 
 
 def _by_blocks(a_MK: ScaledFp8, b_NK: ScaledFp8, b_KN: Tensor) -> Tensor:

@@ -92,15 +92,16 @@ def candidate_launches(weight: Encoded, rows: int) -> list[MatmulLaunch]:
     if rows > WIDEST_TILE:
         return wide_candidates(weight, rows)
     tile = _tile_rows(rows)
-    if rows <= 8:  # outputs, slices, split, overlap
-        cuts = [(64, 1, 8, 0), (64, 2, 4, 0), (64, 2, 1, 1), (32, 2, 2, 1), (32, 2, 4, 1), (32, 4, 1, 1)]
+    if rows <= 8:  # outputs, slices, split
+        cuts = [(64, 1, 8), (64, 2, 4), (64, 2, 1), (32, 2, 2), (32, 2, 4), (32, 4, 1)]
     elif rows <= 16:
-        cuts = [(64, 4, 1, 0), (32, 4, 1, 0), (32, 4, 1, 1), (32, 2, 2, 1)]
+        cuts = [(64, 4, 1), (32, 4, 1), (32, 2, 2)]
     else:
-        cuts = [(32, 4, 1, 0), (32, 2, 2, 0), (32, 4, 1, 1), (32, 2, 2, 1)]
+        cuts = [(32, 4, 1), (32, 2, 2)]
     return [
         MatmulLaunch(outputs, tile, STEP, slices, split, slices, 3, overlap)
-        for outputs, slices, split, overlap in cuts
+        for outputs, slices, split in cuts
+        for overlap in (0, 1)
         if split == 1 or weight.shape[-1] >= 2 * split * slices * STEP
     ]
 

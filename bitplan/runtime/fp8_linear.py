@@ -23,6 +23,7 @@ accumulation (`fp8_recipe`).
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Self
 
@@ -79,15 +80,18 @@ def fp8_linear(
 def _linear_by_text(x: Tensor, weight: Tensor, bias: Tensor | None, text: str, reuse: bool) -> Tensor:
     if torch.is_autocast_enabled(x.device.type):
         x = x.to(torch.get_autocast_dtype(x.device.type))
-    if x.shape[-1] != weight.shape[1] or x.dtype not in _INPUTS:
+    shape = x.shape
+    if shape[-1] != weight.shape[1] or x.dtype not in _INPUTS:
         raise Fp8LayerError(
             f"a layer of {weight.shape[1]} inputs takes bfloat16, float16 or float32 numbers [..., {weight.shape[1]}], "
-            f"got {x.dtype} of shape {tuple(x.shape)}"
+            f"got {x.dtype} of shape {tuple(shape)}"
         )
-    x_MK = x.reshape(-1, x.shape[-1])
     keep = torch.is_grad_enabled()  # inside the function it is off either way
-    y: Tensor = _Fp8Product.apply(x_MK, weight, bias, text, reuse, keep)  # type: ignore[no-untyped-call]
-    return y.view(*x.shape[:-1], weight.shape[0])
+    if len(shape) == 2:
+        y: Tensor = _Fp8Product.apply(x, weight, bias, text, reuse, keep)  # type: ignore[no-untyped-call]
+        return y
+    y = _Fp8Product.apply(x.reshape(-1, shape[-1]), weight, bias, text, reuse, keep)  # type: ignore[no-untyped-call]
+    return y.view(*shape[:-1], weight.shape[0])
 
 
 class _Fp8Product(torch.autograd.Function):
@@ -96,23 +100,25 @@ class _Fp8Product(torch.autograd.Function):
         ctx: Any, x_MK: Tensor, weight: Tensor, bias: Tensor | None, text: str, reuse: bool, keep: bool
     ) -> Tensor:
         need_x, need_w = keep and ctx.needs_input_grad[0], keep and ctx.needs_input_grad[1]
-        run = forward_op if torch.compiler.is_compiling() else run_forward
+        run: Any = forward_op if torch.compiler.is_compiling() else run_forward
         y, kept, kept_scale = run(x_MK, weight, bias, text, need_x, need_w, reuse)
-        whole_x = need_w and text.split("/")[5] == BF16
-        ctx.save_for_backward(x_MK if whole_x else kept, kept_scale, weight)
-        ctx.text, ctx.reuse = text, reuse
+        if need_w and text.split("/")[5] == BF16:  # wgrad's recipe; Dynamo warns of what from_text keeps
+            kept = x_MK
+        ctx.save_for_backward(kept, kept_scale, weight)
+        ctx.settings = (text, reuse)
         ctx.bias_dtype = bias.dtype if bias is not None else None
-        return y
+        return y  # type: ignore[no-any-return]
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy_MN: Tensor) -> tuple[Tensor | None, ...]:
         kept, kept_scale, weight = ctx.saved_tensors
         need_x, need_w, need_b = ctx.needs_input_grad[:3]
-        run = backward_op if torch.compiler.is_compiling() else run_backward
+        run: Any = backward_op if torch.compiler.is_compiling() else run_backward
+        text, reuse = ctx.settings
         dx, dw = None, None
         if need_x or need_w:
-            dx, dw = run(dy_MN, kept, kept_scale, weight, ctx.text, need_x, need_w, ctx.reuse)
+            dx, dw = run(dy_MN, kept, kept_scale, weight, text, need_x, need_w, reuse)
         db = dy_MN.sum(0, dtype=torch.float32).to(ctx.bias_dtype) if need_b else None
         return dx if need_x else None, dw if need_w else None, db, None, None, None
 
@@ -122,8 +128,8 @@ class _Fp8Product(torch.autograd.Function):
 
 def run_forward(
     x_MK: Tensor, weight: Tensor, bias: Tensor | None, text: str, need_x: bool, need_w: bool, reuse: bool
-) -> tuple[Tensor, Tensor, Tensor]:
-    """(y, what wgrad will read of x, its scale); the last two are empty where wgrad is BF16 or not wanted."""
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """(y, what wgrad will read of x, its scale); the last two are None where wgrad is BF16 or not wanted."""
     settings = Fp8Settings.from_text(text)
     recipe, gemms = settings.recipe, settings.gemms
     x_rows, x_cols = cast_for(x_MK, gemms.fprop, gemms.wgrad if need_w else BF16, "e4m3", recipe.eps.input)
@@ -133,33 +139,43 @@ def run_forward(
         with_cols = need_x and gemms.dgrad == gemms.fprop
         w_rows = fp8_weight_casts.weight_rows(weight, gemms.fprop, recipe.eps.weight, with_cols=with_cols, reuse=reuse)
         y = scaled_product(x_rows, w_rows, x_MK.dtype, bias=bias, fast_accum="fprop" in recipe.fast_accum)
-    kept, scale = (x_cols.codes, x_cols.scale) if x_cols is not None else (x_MK.new_empty(0), x_MK.new_empty(0))
-    return y[: x_MK.shape[0]], kept, scale
+    y = without_padding(y, x_MK.shape[0])
+    return (y, None, None) if x_cols is None else (y, x_cols.codes, x_cols.scale)
 
 
 def run_backward(
-    dy_MN: Tensor, kept: Tensor, kept_scale: Tensor, weight: Tensor, text: str, need_x: bool, need_w: bool, reuse: bool
-) -> tuple[Tensor, Tensor]:
-    """(dx, dW); one that is not wanted is empty."""
+    dy_MN: Tensor,
+    kept: Tensor,
+    kept_scale: Tensor | None,
+    weight: Tensor,
+    text: str,
+    need_x: bool,
+    need_w: bool,
+    reuse: bool,
+) -> tuple[Tensor | None, Tensor | None]:
+    """(dx, dW); None for one that is not wanted."""
     settings = Fp8Settings.from_text(text)
     recipe, gemms = settings.recipe, settings.gemms
     dgrad, wgrad = gemms.dgrad if need_x else BF16, gemms.wgrad if need_w else BF16
     dy_rows, dy_cols = cast_for(dy_MN, dgrad, wgrad, recipe.grad_fp8, recipe.eps.grad)
-    dx = dw = dy_MN.new_empty(0)
-    if need_x:
-        if dy_rows is None:
-            dx = plain_product(dy_MN, weight)
-        else:
-            w_cols = fp8_weight_casts.weight_cols(weight, dgrad, recipe.eps.weight, reuse=reuse)
-            dx = scaled_product(dy_rows, w_cols, dy_MN.dtype, fast_accum="dgrad" in recipe.fast_accum)
-        dx = dx[: dy_MN.shape[0]]
-    if need_w:
-        if dy_cols is None:
-            dw = plain_product(dy_MN.t(), kept).to(weight.dtype)
-        else:
-            x_cols = ScaledFp8(kept, kept_scale, scaling_of(wgrad))
-            dw = scaled_product(dy_cols, x_cols, weight.dtype, fast_accum="wgrad" in recipe.fast_accum)
+    dx = dw = None
+    if dy_rows is not None:
+        w_cols = fp8_weight_casts.weight_cols(weight, dgrad, recipe.eps.weight, reuse=reuse)
+        dx = scaled_product(dy_rows, w_cols, dy_MN.dtype, fast_accum="dgrad" in recipe.fast_accum)
+        dx = without_padding(dx, dy_MN.shape[0])
+    elif need_x:
+        dx = plain_product(dy_MN, weight)
+    if dy_cols is not None:
+        assert kept_scale is not None
+        x_cols = ScaledFp8(kept, kept_scale, scaling_of(wgrad))
+        dw = scaled_product(dy_cols, x_cols, weight.dtype, fast_accum="wgrad" in recipe.fast_accum)
+    elif need_w:
+        dw = plain_product(dy_MN.t(), kept).to(weight.dtype)
     return dx, dw
+
+
+def without_padding(made: Tensor, rows: int) -> Tensor:
+    return made if made.shape[0] == rows else made[:rows]
 
 
 def cast_for(x: Tensor, rows_by: str, cols_by: str, fp8: str, eps: float) -> tuple[ScaledFp8 | None, ScaledFp8 | None]:
@@ -182,15 +198,29 @@ def plain_product(a: Tensor, b: Tensor, bias: Tensor | None = None) -> Tensor:
     return (out if bias is None else out + bias.to(wide)).to(a.dtype)
 
 
-@torch.library.custom_op("bitplan::fp8_linear_forward", mutates_args=())
-def forward_op(
-    x_MK: Tensor, weight: Tensor, bias: Tensor | None, text: str, need_x: bool, need_w: bool, reuse: bool
-) -> tuple[Tensor, Tensor, Tensor]:
-    return run_forward(x_MK, weight, bias, text, need_x, need_w, reuse)
+# ---- operators for compiled graphs ----------------------------------------------------------------------------------
 
 
-@forward_op.register_fake
-def _(x_MK, weight, bias, text, need_x, need_w, reuse):  # type: ignore[no-untyped-def]  # noqa: ARG001
+def define_operator(signature: str, run: Callable[..., Any], fake: Callable[..., Any]) -> Any:
+    """An operator `bitplan::...` for every device. torch.library.custom_op also checks each call for aliases, which
+    costs the host as much as a launch."""
+    name = signature.split("(")[0]
+    _LIBRARY.define(signature, tags=(torch.Tag.pt2_compliant_tag,))
+    _LIBRARY.impl(name, run, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"bitplan::{name}", fake, lib=_LIBRARY)
+    return getattr(torch.ops.bitplan, name).default
+
+
+_LIBRARY = torch.library.Library("bitplan", "FRAGMENT")
+
+
+def _forward_in_graph(x_MK: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
+    """Operators return tensors only: empty ones for None."""
+    y, kept, scale = run_forward(x_MK, *rest)
+    return y, x_MK.new_empty(0) if kept is None else kept, x_MK.new_empty(0) if scale is None else scale
+
+
+def _forward_shapes(x_MK, weight, bias, text, need_x, need_w, reuse):  # type: ignore[no-untyped-def]  # noqa: ARG001
     wgrad = Fp8Settings.from_text(text).gemms.wgrad
     y = x_MK.new_empty((x_MK.shape[0], weight.shape[0]))
     if not need_w or wgrad == BF16:
@@ -200,17 +230,28 @@ def _(x_MK, weight, bias, text, need_x, need_w, reuse):  # type: ignore[no-untyp
     return y, x_MK.new_empty(shape, dtype=FP8_DTYPES["e4m3"]), scale
 
 
-@torch.library.custom_op("bitplan::fp8_linear_backward", mutates_args=())
-def backward_op(
-    dy_MN: Tensor, kept: Tensor, kept_scale: Tensor, weight: Tensor, text: str, need_x: bool, need_w: bool, reuse: bool
-) -> tuple[Tensor, Tensor]:
-    return run_backward(dy_MN, kept, kept_scale, weight, text, need_x, need_w, reuse)
+def _backward_in_graph(dy_MN: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+    dx, dw = run_backward(dy_MN, *rest)
+    return dy_MN.new_empty(0) if dx is None else dx, dy_MN.new_empty(0) if dw is None else dw
 
 
-@backward_op.register_fake
-def _(dy_MN, kept, kept_scale, weight, text, need_x, need_w, reuse):  # type: ignore[no-untyped-def]  # noqa: ARG001
+def _backward_shapes(dy_MN, kept, kept_scale, weight, text, need_x, need_w, reuse):  # type: ignore[no-untyped-def]  # noqa: ARG001
     dx = dy_MN.new_empty((dy_MN.shape[0], weight.shape[1]) if need_x else 0)
     return dx, weight.new_empty(weight.shape) if need_w else dy_MN.new_empty(0)
+
+
+forward_op = define_operator(
+    "fp8_linear_forward(Tensor x, Tensor weight, Tensor? bias, str text, bool need_x, bool need_w, bool reuse) "
+    "-> (Tensor, Tensor, Tensor)",
+    _forward_in_graph,
+    _forward_shapes,
+)
+backward_op = define_operator(
+    "fp8_linear_backward(Tensor dy, Tensor kept, Tensor kept_scale, Tensor weight, str text, bool need_x, "
+    "bool need_w, bool reuse) -> (Tensor, Tensor)",
+    _backward_in_graph,
+    _backward_shapes,
+)
 
 
 # ---- the layer -------------------------------------------------------------------------------------------------------

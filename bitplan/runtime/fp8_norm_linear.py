@@ -21,7 +21,14 @@ from bitplan.formats.fp8_scaling import FP8_DTYPES, empty_scale, padded_tokens, 
 from bitplan.kernels.fp8_norm import NORMS, NormWeights, norm_and_cast, norm_gradient
 from bitplan.kernels.fp8_product import scaled_product
 from bitplan.runtime import fp8_weight_casts
-from bitplan.runtime.fp8_linear import Fp8Linear, Fp8Settings, plain_product, run_backward
+from bitplan.runtime.fp8_linear import (
+    Fp8Linear,
+    Fp8Settings,
+    define_operator,
+    plain_product,
+    run_backward,
+    without_padding,
+)
 from bitplan.runtime.fp8_recipe import BF16, Fp8LayerError, Fp8Recipe, GemmChoice
 
 _INPUTS = (torch.bfloat16, torch.float16, torch.float32)
@@ -43,14 +50,14 @@ class _NormProduct(torch.autograd.Function):
         keep: bool,
     ) -> Tensor:
         need_x, need_w = keep and any(ctx.needs_input_grad[:3]), keep and ctx.needs_input_grad[3]
-        run = norm_forward_op if torch.compiler.is_compiling() else run_norm_forward
+        run: Any = norm_forward_op if torch.compiler.is_compiling() else run_norm_forward
         y, kept, kept_scale, rstd, mean = run(
             x_MK, norm_weight, norm_bias, weight, bias, kind, norm_eps, text, need_x, need_w, reuse
         )
         ctx.save_for_backward(x_MK, norm_weight, norm_bias, weight, kept, kept_scale, rstd, mean)
         ctx.settings = (kind, norm_eps, text, reuse)
         ctx.bias_dtype = bias.dtype if bias is not None else None
-        return y
+        return y  # type: ignore[no-any-return]
 
     @staticmethod
     @once_differentiable
@@ -79,8 +86,8 @@ def run_norm_forward(
     need_x: bool,
     need_w: bool,
     reuse: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """(y, what wgrad will read, its scale, 1 / deviation, mean); empty where there is nothing."""
+) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor, Tensor | None]:
+    """(y, what wgrad will read, its scale, 1 / deviation, mean); None where there is nothing."""
     settings = Fp8Settings.from_text(text)
     recipe, gemms = settings.recipe, settings.gemms
     rows_by = gemms.fprop if gemms.fprop != BF16 else None
@@ -96,13 +103,10 @@ def run_norm_forward(
         with_cols = need_x and gemms.dgrad == gemms.fprop
         w_rows = fp8_weight_casts.weight_rows(weight, gemms.fprop, recipe.eps.weight, with_cols=with_cols, reuse=reuse)
         y = scaled_product(normed.rows, w_rows, x_MK.dtype, bias=bias, fast_accum="fprop" in recipe.fast_accum)
-    nothing = x_MK.new_empty(0)
-    kept = normed.plain if keep_plain and normed.plain is not None else nothing
-    scale = nothing.clone()
+    y = without_padding(y, x_MK.shape[0])
     if normed.cols is not None:
-        kept, scale = normed.cols.codes, normed.cols.scale
-    mean = normed.mean if normed.mean is not None else x_MK.new_empty(0, dtype=torch.float32)
-    return y[: x_MK.shape[0]], kept, scale, normed.rstd, mean
+        return y, normed.cols.codes, normed.cols.scale, normed.rstd, normed.mean
+    return y, normed.plain if keep_plain else None, None, normed.rstd, normed.mean
 
 
 def run_norm_backward(
@@ -112,46 +116,38 @@ def run_norm_backward(
     norm_bias: Tensor | None,
     weight: Tensor,
     kept: Tensor,
-    kept_scale: Tensor,
+    kept_scale: Tensor | None,
     rstd: Tensor,
-    mean: Tensor,
+    mean: Tensor | None,
     kind: str,
     norm_eps: float,
     text: str,
     reuse: bool,
     need_x: bool,
     need_w: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """(dx, the norm's weight gradient, its bias's, dW); empty where not wanted."""
+) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
+    """(dx, the norm's weight gradient, its bias's, dW); None where not wanted."""
     d_normed, dw = run_backward(dy_MN, kept, kept_scale, weight, text, need_x, need_w, reuse)
-    nothing = [dy_MN.new_empty(0) for _ in range(3)]
-    if not need_x:
-        return nothing[0], nothing[1], nothing[2], dw
+    if d_normed is None:
+        return None, None, None, dw
     norm = NormWeights(kind, norm_weight, norm_bias, norm_eps)
     dx, d_weight, d_bias = norm_gradient(d_normed, x_MK, norm, mean if kind == "layer" else None, rstd)
-    bias_grad = d_bias.to(norm_weight.dtype) if d_bias is not None else nothing[0]
-    return dx, d_weight.to(norm_weight.dtype), bias_grad, dw
+    return dx, d_weight.to(norm_weight.dtype), None if d_bias is None else d_bias.to(norm_weight.dtype), dw
 
 
-@torch.library.custom_op("bitplan::fp8_norm_linear_forward", mutates_args=())
-def norm_forward_op(
-    x_MK: Tensor,
-    norm_weight: Tensor,
-    norm_bias: Tensor | None,
-    weight: Tensor,
-    bias: Tensor | None,
-    kind: str,
-    norm_eps: float,
-    text: str,
-    need_x: bool,
-    need_w: bool,
-    reuse: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    return run_norm_forward(x_MK, norm_weight, norm_bias, weight, bias, kind, norm_eps, text, need_x, need_w, reuse)
+def _forward_in_graph(x_MK: Tensor, *rest: Any) -> tuple[Tensor, ...]:
+    """Operators return tensors only: empty ones for None."""
+    y, kept, scale, rstd, mean = run_norm_forward(x_MK, *rest)
+    return (
+        y,
+        x_MK.new_empty(0) if kept is None else kept,
+        x_MK.new_empty(0) if scale is None else scale,
+        rstd,
+        rstd.new_empty(0) if mean is None else mean,
+    )
 
 
-@norm_forward_op.register_fake
-def _(x_MK, norm_weight, norm_bias, weight, bias, kind, norm_eps, text, need_x, need_w, reuse):  # type: ignore[no-untyped-def]  # noqa: ARG001
+def _forward_shapes(x_MK, norm_weight, norm_bias, weight, bias, kind, norm_eps, text, need_x, need_w, reuse):  # type: ignore[no-untyped-def]  # noqa: ARG001
     wgrad = Fp8Settings.from_text(text).gemms.wgrad
     y = x_MK.new_empty((x_MK.shape[0], weight.shape[0]))
     rstd = x_MK.new_empty(x_MK.shape[0], dtype=torch.float32)
@@ -165,52 +161,32 @@ def _(x_MK, norm_weight, norm_bias, weight, bias, kind, norm_eps, text, need_x, 
     return y, x_MK.new_empty(shape, dtype=FP8_DTYPES["e4m3"]), scale, rstd, mean
 
 
-@torch.library.custom_op("bitplan::fp8_norm_linear_backward", mutates_args=())
-def norm_backward_op(
-    dy_MN: Tensor,
-    x_MK: Tensor,
-    norm_weight: Tensor,
-    norm_bias: Tensor | None,
-    weight: Tensor,
-    kept: Tensor,
-    kept_scale: Tensor,
-    rstd: Tensor,
-    mean: Tensor,
-    kind: str,
-    norm_eps: float,
-    text: str,
-    reuse: bool,
-    need_x: bool,
-    need_w: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    return run_norm_backward(
-        dy_MN,
-        x_MK,
-        norm_weight,
-        norm_bias,
-        weight,
-        kept,
-        kept_scale,
-        rstd,
-        mean,
-        kind,
-        norm_eps,
-        text,
-        reuse,
-        need_x,
-        need_w,
-    )
+def _backward_in_graph(dy_MN: Tensor, *rest: Any) -> tuple[Tensor, ...]:
+    return tuple(dy_MN.new_empty(0) if each is None else each for each in run_norm_backward(dy_MN, *rest))
 
 
-@norm_backward_op.register_fake
-def _(dy_MN, x_MK, norm_weight, norm_bias, weight, *rest):  # type: ignore[no-untyped-def]
+def _backward_shapes(dy_MN, x_MK, norm_weight, norm_bias, weight, *rest):  # type: ignore[no-untyped-def]
     need_x, need_w = rest[-2:]
-    nothing = dy_MN.new_empty(0)
-    dw = weight.new_empty(weight.shape) if need_w else nothing.clone()
+    dw = weight.new_empty(weight.shape) if need_w else dy_MN.new_empty(0)
     if not need_x:
-        return nothing, nothing.clone(), nothing.clone(), dw
-    d_bias = nothing if norm_bias is None else norm_weight.new_empty(norm_weight.shape)
+        return dy_MN.new_empty(0), dy_MN.new_empty(0), dy_MN.new_empty(0), dw
+    d_bias = dy_MN.new_empty(0) if norm_bias is None else norm_weight.new_empty(norm_weight.shape)
     return x_MK.new_empty(x_MK.shape), norm_weight.new_empty(norm_weight.shape), d_bias, dw
+
+
+norm_forward_op = define_operator(
+    "fp8_norm_linear_forward(Tensor x, Tensor norm_weight, Tensor? norm_bias, Tensor weight, Tensor? bias, str kind, "
+    "float norm_eps, str text, bool need_x, bool need_w, bool reuse) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+    _forward_in_graph,
+    _forward_shapes,
+)
+norm_backward_op = define_operator(
+    "fp8_norm_linear_backward(Tensor dy, Tensor x, Tensor norm_weight, Tensor? norm_bias, Tensor weight, Tensor kept, "
+    "Tensor kept_scale, Tensor rstd, Tensor mean, str kind, float norm_eps, str text, bool reuse, bool need_x, "
+    "bool need_w) -> (Tensor, Tensor, Tensor, Tensor)",
+    _backward_in_graph,
+    _backward_shapes,
+)
 
 
 class Fp8NormLinear(Fp8Linear):

@@ -1,7 +1,7 @@
 """Casts of weights, kept as long as the weight does not change, so that micro-batches share one.
 
-A cast belongs to a weight's memory (storage, place, shape) and holds for one state of it: the version that torch
-counts at each in-place change, and the address. An optimizer's step raises the version, so the next forward casts anew,
+A cast belongs to a weight's memory (storage, address, shape) and holds for one state of it: the version that torch
+counts at each in-place change. An optimizer's step raises the version, so the next forward casts anew,
 in eager mode and in compiled graphs alike; reading both costs no wait for the GPU. A cast keeps its two layouts, so a
 weight of N x K costs 2 N K bytes more while it is kept; `reuse_weight_cast=False` keeps none.
 
@@ -35,7 +35,6 @@ class _Kept:
 
     storage: StorageWeakRef
     version: int
-    address: int
     rows: dict[_How, ScaledFp8] = field(default_factory=dict)
     cols: dict[_How, ScaledFp8] = field(default_factory=dict)
     captured: bool = False  # made inside a CUDA graph: only the backward of that graph may read it
@@ -116,22 +115,27 @@ def kept_casts(weight: Tensor) -> CastPair | None:
 def _keep(weight: Tensor, how: _How, pair: CastPair, *, captured: bool) -> None:
     if weight.is_inference():  # torch counts no versions of it, and it may change at any time
         return
-    _sweep()
-    kept = _find(weight)
+    place = _place(weight)
+    kept = _find(weight, place)
     if kept is None or kept.captured or captured:
-        storage = StorageWeakRef(weight.untyped_storage())
-        kept = _kept[_place(weight)] = _Kept(storage, weight._version, weight.data_ptr(), captured=captured)
+        last = _kept.get(place)
+        if last is None or last.storage.expired():
+            _sweep()
+            storage = StorageWeakRef(weight.untyped_storage())
+        else:
+            storage = last.storage
+        kept = _kept[place] = _Kept(storage, weight._version, captured=captured)
     if pair.rows is not None:
         kept.rows[how] = pair.rows
     if pair.cols is not None:
         kept.cols[how] = pair.cols
 
 
-def _find(weight: Tensor, *, any_version: bool = False) -> _Kept | None:
+def _find(weight: Tensor, place: _Place | None = None, *, any_version: bool = False) -> _Kept | None:
     if weight.is_inference():
         return None
-    kept = _kept.get(_place(weight))
-    if kept is None or kept.storage.expired() or kept.address != weight.data_ptr():
+    kept = _kept.get(place or _place(weight))
+    if kept is None or kept.storage.expired():
         return None
     if kept.version != weight._version and not any_version:
         if kept.held:
@@ -157,7 +161,7 @@ def _write_over(kept: _Kept, how: _How, pair: CastPair) -> None:
 
 def _place(weight: Tensor) -> _Place:
     # The weak reference in the entry keeps the storage's identity from being given to another.
-    return (weight.untyped_storage()._cdata, int(weight.storage_offset()), tuple(weight.shape), weight.stride())
+    return weight.untyped_storage()._cdata, weight.data_ptr(), weight.shape, weight.stride()
 
 
 def _sweep() -> None:

@@ -1,0 +1,98 @@
+"""The command line as one product: every verb says what it is for, and its example works as typed."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+import shutil
+
+import pytest
+import typer
+
+from bitplan.cli import run
+from bitplan.cli.app import VERBS, app
+from tests.cli.test_perplexity_verb import save_llama
+from tests.plan.fp8_samples import report, series
+
+PANELS = ["Measure", "Plan", "Apply", "Run", "Look"]
+EXAMPLE = re.compile(r"Example: bitplan (.+)")
+NOT_HERE = {"demo"}  # has a test of its own, and takes longest
+
+
+def commands(group, path=()):
+    """Every verb with its click command, through groups."""
+    for name, command in group.commands.items():
+        if hasattr(command, "commands"):
+            yield from commands(command, (*path, name))
+        else:
+            yield " ".join((*path, name)), command
+
+
+ALL = dict(commands(typer.main.get_command(app)))
+
+
+@pytest.fixture(scope="module")
+def prepared(tmp_path_factory):
+    """The files that the examples name."""
+    folder = tmp_path_factory.mktemp("help")
+    save_llama(folder / "llama")
+    shutil.copy(folder / "llama" / "model.safetensors", folder / "model.safetensors")
+    shutil.copy(folder / "llama" / "config.json", folder / "config.json")
+    (folder / "text.txt").write_text(" ".join(["abandon hope all ye who enter here"] * 40))
+    (folder / "raw.json").write_text(json.dumps({"block.[i].mlp.weight": "mxfp4"}))
+    for name, tp in (("tp1.json", 1), ("tp2.json", 2)):
+        report(series({1024: 0.8, 4096: 1.4, 16384: 1.5}, tp=tp)).save(folder / name)
+    at = str(folder)
+    small = ["--layers", "1", "--expert-count", "2", "--hidden", "64", "--intermediate", "64"]
+    assert run(["make-checkpoint", f"{at}/gpt-oss-20b", "--to", "hf", *small]) == 0
+    packed = f"{at}/model.mxfp4.safetensors"
+    assert run(["quantize", f"{at}/model.safetensors", packed, "--format", "mxfp4", "--keep", "*norm*"]) == 0
+    assert run(["plan", "llama", f"{at}/model.safetensors", "-o", f"{at}/plan.json"]) == 0
+    assert run(["drift", f"{at}/model.safetensors", packed, "--jsonl", f"{at}/drift.jsonl"]) == 0
+    assert run(["merge-policy", "--reports", f"{at}/tp1.json", f"{at}/tp2.json", "--output", f"{at}/policy.json"]) == 0
+    return folder
+
+
+def test_verbs_are_grouped_by_what_they_are_for(capsys):
+    assert list(VERBS) == PANELS
+    assert run(["--help"]) == 0
+    told = capsys.readouterr().out
+    assert re.findall(r"╭─ (\w+) ─", told)[1:] == PANELS
+    for name in ALL:
+        assert f" {name.split()[0]} " in told
+
+
+@pytest.mark.parametrize("name", sorted(set(ALL) - NOT_HERE))
+def test_the_example_works_as_typed(name, prepared, tmp_path, monkeypatch, capsys):
+    found = EXAMPLE.search(" ".join((ALL[name].help or "").split()))
+    assert found, f"{name}: its help has no example"
+    shutil.copytree(prepared, tmp_path, dirs_exist_ok=True)
+    monkeypatch.chdir(tmp_path)
+    words = shlex.split(found[1])
+    assert words[: len(name.split())] == name.split()
+    for made in ("small", "model.gguf"):
+        assert not (tmp_path / made).exists()
+    fine = (0, 1) if "Exit 1 when there are findings" in (ALL[name].help or "") else (0,)
+    assert run(words) in fine, capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", sorted(ALL))
+def test_options_are_named_alike(name):
+    options = {option for parameter in ALL[name].params for option in parameter.opts if option.startswith("-")}
+    if name not in ("manifest show", "manifest schema", "manifest expand"):  # print JSON and nothing else
+        assert "--json" in options
+    for short, long in (("-o", ("--output", "--report")), ("-f", ("--format",))):
+        assert short not in options or options & set(long)
+
+
+def test_a_typo_gets_a_suggestion(capsys):
+    assert run(["chekc"]) == 2
+    assert "'check'" in capsys.readouterr().err
+    assert run(["inspect", "--jsn", "x"]) == 2
+    assert "--json" in capsys.readouterr().err
+
+
+def test_tab_completion_is_there(capsys):
+    assert run(["--help"]) == 0
+    assert "--install-completion" in capsys.readouterr().out

@@ -1,0 +1,196 @@
+"""The pages of docs/documents: every example goes through the real reader, and no field or document is left out."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import fields
+from pathlib import Path
+
+import jsonschema
+import pytest
+from torch import nn
+
+import bitplan
+from bitplan.measure import crossover_files
+from bitplan.measure.calibration import load_calibration
+from bitplan.measure.machine import examine_machine
+from bitplan.plan import Manifest, Plan, expand_raw_map, fp8_bands, fp8_report, manifest_schema, plan
+from bitplan.plan.fp8_bands import BandPolicy
+from bitplan.plan.fp8_policy import load_policy
+from bitplan.plan.fp8_report import Report
+from bitplan.plan.fp8_thresholds import ThresholdPolicy
+from bitplan.plan.selective_config import SelectivePrecisionConfig
+from bitplan.plan.selective_state import PolicyState, load_state
+from bitplan.records import read_json
+from bitplan.report.page import build_sections
+from bitplan.report.read import read_records
+from bitplan.runtime.precision_telemetry import PrecisionStepMetrics
+from bitplan.runtime.selective_precision import SelectivePrecisionPolicy
+from bitplan.runtime.stream_blocks import stream_blocks
+from bitplan.runtime.stream_telemetry import StepStats
+from bitplan.store.drift_log import DriftLog, log_drift, read_drift
+from bitplan.trees import BoostedTreesRegressor, load_trees
+from bitplan.trees.model_file import _LEAF_FIELDS, _NODE_FIELDS
+
+FOLDER = Path(__file__).parent.parent / "docs" / "documents"
+PAGES = {page.stem: page.read_text() for page in sorted(FOLDER.glob("*.md"))}
+# What a report shows, and as which kind of record.
+RECORDS = {
+    "plan": "plan",
+    "findings": "findings",
+    "calibration": "calibration",
+    "selective-telemetry": "precision",
+    "stream-telemetry": "stream",
+    "drift": "drift",
+    "quality": "quality",
+    "fp8-report": "fp8_report",
+    "fp8-policy": "fp8_policy",
+    "crossover": "crossover",
+    "training-log": "training",
+    "machine": "machine",
+    "benchmark-results": "benchmark",
+}
+
+
+def examples(name):
+    return re.findall(r"^```(jsonl?)\n(.*?)^```$", PAGES[name], re.DOTALL | re.MULTILINE)
+
+
+@pytest.fixture
+def example(tmp_path):
+    """Writes the n-th example of a page to a file."""
+
+    def write(name, number=0):
+        kind, text = examples(name)[number]
+        path = tmp_path / f"{name}.{kind}"
+        path.write_text(text)
+        return path
+
+    return write
+
+
+def test_every_page_has_an_example_and_is_in_the_index():
+    index = (FOLDER.parent / "documents.md").read_text()
+    for name in PAGES:
+        assert examples(name), name
+        assert f"(documents/{name}.md)" in index
+
+
+def test_every_document_of_the_package_has_a_page():
+    sources = [path.read_text() for path in Path(bitplan.__file__).parent.glob("*/*.py")]
+    named = {found for source in sources for found in re.findall(r'^DOCUMENT(?:, VERSION)? = "([\w-]+)"', source, re.M)}
+    assert len(named) > 8
+    assert {name for name in named if not any(f"`{name}`" in page for page in PAGES.values())} == set()
+
+
+@pytest.mark.parametrize(("name", "kind"), RECORDS.items())
+def test_a_report_shows_the_example(name, kind, example):
+    (record,) = read_records([example(name)])
+    assert record.kind == kind
+    assert len(build_sections([record])) == 1 + (kind != "machine")
+
+
+# ---- the readers -----------------------------------------------------------------------------------------------------
+
+
+def test_manifest(example):
+    assert len(Manifest.load(example("manifest")).rules) == 4
+    jsonschema.validate(read_json(example("manifest")), manifest_schema())
+    assert len(Manifest.from_document(expand_raw_map(read_json(example("manifest", 1)))).rules) == 3
+
+
+def test_plan(example):
+    assert Plan.load(example("plan")).to_json() == json.dumps(read_json(example("plan")), indent=2) + "\n"
+
+
+def test_calibration(example):
+    found = load_calibration(example("calibration"), read_json(example("calibration"))["fingerprint"])
+    assert found.result().of("0", "int8_row") == pytest.approx(0.0046, rel=0.1)
+
+
+def test_selective_config(example):
+    assert SelectivePrecisionConfig.load(example("selective-config")).warmup_steps == 20
+
+
+def test_selective_state(example, tmp_path):
+    document = read_json(example("selective-state"))
+    inner = document["policy"]
+    path = tmp_path / "state.json"
+    path.write_text(json.dumps(inner))
+    config = SelectivePrecisionConfig.from_document(inner["config"])
+    assert isinstance(load_state(path, inner["layout"], config), PolicyState)
+    model = nn.Sequential(
+        *[nn.Sequential(nn.Linear(32, 32).requires_grad_(False), nn.Linear(32, 32)) for _ in range(2)]
+    )
+    config = SelectivePrecisionConfig.from_document(inner["config"] | {"telemetry_enabled": False})
+    with stream_blocks(model, "*", device="cpu", slots=2) as stream, SelectivePrecisionPolicy(stream, config) as policy:
+        policy.load(example("selective-state"))
+        assert policy.state_dict() == document | {"policy": inner | {"config": config.to_document()}}
+
+
+def test_drift(example):
+    assert [line["name"] for line in read_drift(example("drift"))] == ["up.weight"]
+
+
+def test_fp8_report(example):
+    assert len(Report.load(example("fp8-report")).rows) == 2
+
+
+def test_fp8_policy(example):
+    assert isinstance(load_policy(example("fp8-policy")), BandPolicy)
+    assert isinstance(load_policy(example("fp8-policy", 1)), ThresholdPolicy)
+
+
+def test_crossover(example):
+    document = read_json(example("crossover"))
+    assert crossover_files.from_document(document, document["fingerprint"], where="page")
+
+
+def test_trees_model(example):
+    assert isinstance(load_trees(example("trees-model")), BoostedTreesRegressor)
+
+
+# ---- no field left out -----------------------------------------------------------------------------------------------
+
+
+def keys_written(name, tmp_path):
+    """The keys that a writer or a reader knows, by page."""
+    if name == "drift":
+        weight = nn.Linear(32, 32).weight.detach()
+        with DriftLog(tmp_path / "drift.jsonl") as log:
+            return log_drift(log, 0, [("w", weight, bitplan.encode(weight, "mxfp4"))])[0].to_dict()
+    known = {
+        "manifest": manifest_schema()["properties"],
+        "plan": plan._TENSOR_KEYS,
+        "selective-config": [field.name for field in fields(SelectivePrecisionConfig)],
+        "selective-telemetry": [field.name for field in fields(PrecisionStepMetrics)],
+        "stream-telemetry": [field.name for field in fields(StepStats)],
+        "fp8-report": [*fp8_report._HEAD_KEYS, *fp8_report._ROW_KEYS, *fp8_report.FINGERPRINT_KEYS],
+        "fp8-policy": [*fp8_bands._RULE_KEYS, *fp8_bands._POINT_KEYS],
+        "crossover": [*crossover_files._WEIGHT_KEYS, *crossover_files._TIMING_KEYS, *crossover_files._WAYS],
+        "trees-model": [*_NODE_FIELDS, *_LEAF_FIELDS],
+        "machine": examine_machine(measure=False),
+    }
+    return known[name]
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "manifest",
+        "plan",
+        "selective-config",
+        "selective-telemetry",
+        "stream-telemetry",
+        "drift",
+        "fp8-report",
+        "fp8-policy",
+        "crossover",
+        "trees-model",
+        "machine",
+    ],
+)
+def test_every_field_is_on_its_page(name, tmp_path):
+    prose = re.sub(r"^```.*?^```$", "", PAGES[name], flags=re.DOTALL | re.MULTILINE)
+    assert [key for key in keys_written(name, tmp_path) if f"`{key}`" not in prose] == []
