@@ -52,8 +52,8 @@ INFINITY_BITS = tl.constexpr(0x7F800000)
 class CastLaunch:
     """Rows and columns of a tile and its warps; pieces of the maximum, numbers read at once for it, and its warps.
 
-    `reload` reads a tile of a row or block scaled cast again for its second layout: 128 registers a thread instead of
-    178, so two programs share a multiprocessor. Block scaled casts have tiles of 128x128.
+    `reload` reads a tile of a row or block scaled cast again for its second layout: blocks of 4 warps then spill no
+    registers, and of 8 warps take 128 instead of 178. Block scaled casts have tiles of 128x128.
 
     The defaults are what an H200 was fastest with: a gradient of 16384x28672 in 740 us, 90% of a copy; tiles of 128x128
     took 930 us, and with 8 warps blocks took 1187 us in place of 818.

@@ -14,8 +14,9 @@ layer gets none.
 
 Fast accumulation: Hopper's tensor cores keep about 14 bits of a running FP8 sum, and only without "fast accumulation"
 move it to float32 every few steps. A product over k numbers then carries a relative error of up to about
-2^-14 * k / 32 (0.8% at k = 4096), beside the 3.7% that rounding two operands to E4M3 gives. Fast is the default of all
-three products, as the gain is lost without it at large sizes; `fast_accum` names those that use it.
+2^-14 * k / 32 (0.8% at k = 4096), beside the 3.7% that rounding two operands to E4M3 gives. `fast_accum` names the
+products that use it: by default fprop alone. Gradients sum over tokens and wide layers, where k is largest, and without
+it a layer forward and backward took 0 to 2% longer on an H200 (4% at 1024 tokens of 6144x4096).
 """
 
 from __future__ import annotations
@@ -86,7 +87,7 @@ class Fp8Recipe:
     name: RecipeName = "tensorwise"
     fp8: Literal["e4m3", "hybrid"] = "e4m3"
     eps: AmaxEps = AmaxEps()
-    fast_accum: tuple[str, ...] = PRODUCTS
+    fast_accum: tuple[str, ...] = ("fprop",)
 
     def __post_init__(self) -> None:
         if self.name not in RECIPES:

@@ -44,8 +44,9 @@ def build_cast(scaling, fp8, norm="none"):
     arguments |= pointers("rstd_ptr mean_ptr", "*fp32") | pointers("weight_ptr bias_ptr", "*i16")
     arguments |= pointers("rows cols padded scale_stride scale_t_stride", "i32") | {"eps": "fp32", "pieces": "i32"}
     constants = dict(SOURCE="bf16", FP8=fp8, SCALING=scaling, NORM=norm, WEIGHT="bf16", HAS_BIAS=norm == "layer")
-    constants |= dict(TO_ROWS=True, TO_COLS=True, TO_PLAIN=norm != "none", PIECES=1024, RELOAD=True, BR=128, BC=128)
-    ptx = build(cast._cast_tiles, arguments, constants, 8, enable_fp_fusion=False)
+    constants |= dict(TO_ROWS=True, TO_COLS=True, TO_PLAIN=norm != "none", PIECES=512, RELOAD=True, BR=128)
+    constants["BC"] = 64 if scaling in ("tensor", "row") else 128
+    ptx = build(cast._cast_tiles, arguments, constants, 4, enable_fp_fusion=False)
     assert f"cvt.rn.satfinite.{fp8}x2.f32" in ptx, (scaling, fp8)
     assert "ld.global.v4" in ptx and ptx.count("st.global.v4.b32") >= 2, (scaling, fp8)
     assert "div.full" not in ptx and "div.approx" not in ptx
@@ -89,8 +90,8 @@ def products():
         kinds = {"e4m3": "*fp8e4nv", "e5m2": "*fp8e5"}
         arguments = {"a_ptr": kinds[a], "b_ptr": kinds[b]} | pointers("a_scale_ptr b_scale_ptr", "*fp32")
         arguments |= pointers("bias_ptr out_ptr", "*i16") | pointers("rows cols width b_scale_stride", "i32")
-        constants = dict(A=a, B=b, SQUARE=square, BIAS="none", OUT="bf16", BM=128, BN=128, GROUP=8, STAGES=4)
-        ptx = build(product._block_scaled, arguments, constants, 8)
+        constants = dict(A=a, B=b, SQUARE=square, BIAS="none", OUT="bf16", BM=64, BN=128, GROUP=8, STAGES=4)
+        ptx = build(product._block_scaled, arguments, constants, 4)
         assert f"wgmma.mma_async.sync.aligned.m64n128k32.f32.{a}.{b}" in ptx, (a, b)
 
 

@@ -377,6 +377,7 @@ def test_a_cuda_graph_casts_anew_or_reads_what_is_held() -> None:
 
 
 @dynamo_warns
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script_method.*:DeprecationWarning")  # Inductor's own
 @pytest.mark.gpu
 def test_a_compiled_layer_on_the_gpu() -> None:
     torch._dynamo.reset()
