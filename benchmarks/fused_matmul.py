@@ -45,12 +45,12 @@ TARGETS = ("mxfp4", "int8_g128")
 OTHERS = ("int4_g32", "nvfp4", "fp4_u8_g128", "q4_0_gguf", "int8_row", "fp8_e4m3_row")
 ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 512, 2048, 8192)
 OUT_OF_CACHE_BYTES = 400_000_000
-PAUSE_CYCLES = 80_000_000  # forty milliseconds, in which a slow host queues the calls
+PAUSE_CYCLES = 20_000_000  # ten milliseconds
 REPEATS = 9
 Call = Callable[[], object]
 
 
-def queued_us(calls: Sequence[Call], repeats: int = REPEATS) -> list[float]:
+def queued_us(calls: Sequence[Call], repeats: int = REPEATS, pauses: int = 1) -> list[float]:
     """Microseconds a call, once for each repeat of all the calls in turn."""
     for call in calls:
         call()
@@ -58,7 +58,7 @@ def queued_us(calls: Sequence[Call], repeats: int = REPEATS) -> list[float]:
     for _ in range(repeats):
         start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         torch.cuda.synchronize()
-        torch.cuda._sleep(PAUSE_CYCLES)
+        torch.cuda._sleep(pauses * PAUSE_CYCLES)
         start.record()
         for call in calls:
             call()
@@ -134,7 +134,7 @@ def one_row(name: str, dense: Tensor, x: Tensor, plain: list[float], bandwidth: 
         if not error < 4e-3:
             raise SystemExit(f"{name} {launch}: relative error {error:.1e}")
         calls = [partial(triton_matmul.fused_matmul, x, w, a, launch=launch) for w, a in pairs]
-        tried.append((statistics.median(queued_us(calls, 5)), launch, error))
+        tried.append((statistics.median(queued_us(calls, 3)), launch, error))
     _, launch, error = min(tried, key=lambda one: one[0])
     times = queued_us([partial(triton_matmul.fused_matmul, x, w, a, launch=launch) for w, a in pairs])
     median = statistics.median(times)
@@ -240,8 +240,9 @@ def experts(bandwidth: float, *, count: int = 32, hidden: int = 2880, top_k: int
         active = [int(ids.unique().numel()) for ids in routes]
         weights = torch.full((tokens, top_k), 1 / top_k, device="cuda").bfloat16()
         with torch.no_grad():
-            times = queued_us([partial(layer, x, ids, weights) for ids in routes])
-            grouped_times = queued_us([partial(grouped, x, gate_up, down, arranged, ids) for ids in routes])
+            # Many small launches: a slow host needs more than one pause to queue them.
+            times = queued_us([partial(layer, x, ids, weights) for ids in routes], pauses=6)
+            grouped_times = queued_us([partial(grouped, x, gate_up, down, arranged, ids) for ids in routes], pauses=6)
         floor_us = statistics.mean(active) * each / bandwidth * 1e6
         rows.append(
             {

@@ -325,7 +325,9 @@ class _RowScales:
         row_parts = torch.empty(self.row_parts, dtype=torch.int32, device=x.device)
         col_parts = torch.empty(self.col_parts, dtype=torch.int32, device=x.device)
         self.strips(x, row_parts, col_parts, *norm)
-        self.finish(row_parts, col_parts, scale, scale_t)
+        # Both halves of that kernel are compiled, whichever runs: a layout that is not wanted lends its place.
+        wanted = scale if scale is not None else scale_t
+        self.finish(row_parts, col_parts, wanted, scale_t if scale_t is not None else wanted)
 
 
 def _norm_constants(norm: _NormKey | None) -> dict[str, str | bool]:

@@ -69,14 +69,13 @@ def test_no_host_synchronisation_in_a_step(scoring, train):
 def test_impacts_are_those_of_the_simulated_device():
     found = []
     for device in ("cuda", "cpu"):
-        model = adapted() if device == "cuda" else adapted().float()
+        model = adapted().float()  # in bfloat16 rounding is as large as the smaller impacts
         config = config_of(scoring="impact", granularity="layer", impact_tokens=0, damage_budget=1e-30)
-        kind = torch.bfloat16 if device == "cuda" else torch.float32
         where = device if device == "cuda" else None
         with streaming(model, where) as stream, SelectivePrecisionPolicy(stream, config) as policy:
             for step in range(2):
                 policy.begin_step(step)
-                model(batch(step, kind, device)).float().square().mean().backward()
+                model(batch(step, torch.float32, device)).float().square().mean().backward()
                 policy.collect_block_grad_stats()
                 policy.compute_hints(step)
                 policy.end_step()
@@ -86,8 +85,7 @@ def test_impacts_are_those_of_the_simulated_device():
     assert len(found[0]) == 2 * COUNT
     largest = max(map(abs, found[1].values()))
     for name, impact in found[1].items():
-        # one ran in bfloat16, the other in float32, and an impact is a difference of nearly equal numbers
-        assert found[0][name] == pytest.approx(impact, rel=0.2, abs=0.2 * largest)
+        assert found[0][name] == pytest.approx(impact, rel=0.02, abs=0.02 * largest)
 
 
 def test_calibration_on_the_gpu():
