@@ -544,7 +544,8 @@ def _experiment(options: argparse.Namespace, sizes: Sizes, device: StreamDevice,
             return {"rows": rows, "arms": summarize(rows) if "bf16" in options.arms else []}
         rows = _together(options, start_from, Path(folder))
         # Losses and bytes do not mind sharing the GPU; times do, and are taken alone, over a few steps.
-        short = [replace(task, steps=options.timed_steps) for task in tasks]
+        few = replace(sizes, validation=sizes.batch)
+        short = [replace(task, steps=options.timed_steps, sizes=few) for task in tasks]
         alone = {(row["task"], row["arm"]): row for row in run_experiment(short, 1, options.arms)}
     for row in rows:
         row |= {key: alone[row["task"], row["arm"]][key] for key in ("step_ms", "wall_ms_per_step")}

@@ -49,7 +49,8 @@ def _trees(document: Fields) -> Markup:
         same = [run for run in runs if run.whole("rows") == rows]
         shown = [(run.text("contender"), run.number("train_s"), _trees_words(run), _contender(run)) for run in same]
         title = f"Training time, {count(rows)} rows"
-        names = legend([("k0", "bitplan"), ("plain", "others")])
+        alone = all(_contender(run) == "k0" for run in same)
+        names = legend([] if alone else [("k0", "bitplan"), ("plain", "others")])
         drawn.append(card(title, bars(shown, title), legend=names, note="Shorter is faster; AUC on rows held out."))
     return join([cards(drawn), fold("All runs", _list_table("runs", [run.value for run in runs]))])
 

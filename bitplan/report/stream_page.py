@@ -29,6 +29,7 @@ TIMES = (
     ("stall_ms", "stall", "k3"),
 )
 LANE_LEFT, LANE_PITCH = 92, 34
+LANE_LEAST = 1.5  # a copy that takes no time to speak of is still seen
 
 
 class Piece(NamedTuple):
@@ -128,7 +129,7 @@ def _lanes(lanes: dict[str, list[Piece]], step_ms: float) -> Markup:
         parts.append(text((LANE_LEFT - 8, top + 17), name, "end"))
         for piece in pieces:
             start, end = max(piece.start_ms, 0.0), max(piece.end_ms, 0.0)  # a copy may have begun in the step before
-            left, width = LANE_LEFT + start * scale, (end - start) * scale
+            left, width = LANE_LEFT + start * scale, max((end - start) * scale, LANE_LEAST)
             parts.append(box(left, top, width, 24, f"lane {piece.kind}", piece.tip))
     parts.append(text(((LANE_LEFT + WIDE) / 2, base + 33), "milliseconds from the start of the step", "middle", "name"))
     return picture(parts, WIDE, base + 40, "Lanes of copies and computation over the time of one step")

@@ -13,15 +13,15 @@ in the queue's order, and their histograms summed in one step.
 
 from __future__ import annotations
 
-import heapq
 import threading
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 
-from bitplan.kernels import trees_rows, trees_split
+from bitplan.kernels import trees_nodes as kernels
+from bitplan.kernels import trees_rows
 from bitplan.kernels.jit import on_threads
 from bitplan.trees.binning import BinnedRows, Bins
 from bitplan.trees.gradients import Array, Gradients
@@ -34,7 +34,6 @@ SHARED_ROWS = 2**17  # from here on all threads work on one node
 THREADS_FROM_ROWS = 2**13  # below, starting threads takes longer than they save
 NODES_A_STEP = 8  # that several processes expand together
 FAR = 1.7976931348623157e308  # the threshold that only missing values are beyond
-ANY_VALUE = (-np.inf, np.inf)
 
 
 @dataclass(frozen=True)
@@ -65,36 +64,10 @@ class GrowthRules:
                 self.min_gain,
                 self.category_smoothing,
                 self.category_l2,
+                self.max_depth,
             ],
             np.float64,
         )
-
-
-@dataclass(slots=True, eq=False)
-class _Node:
-    start: int
-    stop: int
-    depth: int
-    totals: Array  # integers: gradient, hessian, rows
-    bounds: tuple[float, float]
-    histogram: Histogram | None = None
-    gain: float = 0.0
-    feature: int = -1
-    bin: int = -1
-    missing_left: bool = False
-    left_sums: Array = field(default_factory=lambda: np.zeros(3, np.int64))
-    goes_left: Array = field(default_factory=lambda: np.zeros(256, np.uint8))
-    children: tuple[_Node, _Node] | None = None
-    busy: bool = False
-    rows: int = field(init=False)  # of all processes: what decisions depend on
-
-    @property
-    def size(self) -> int:
-        """Rows of this process."""
-        return self.stop - self.start
-
-    def __post_init__(self) -> None:
-        self.rows = int(self.totals[2])
 
 
 @dataclass(frozen=True)
@@ -106,7 +79,7 @@ class Grown:
 
     tree: Tree
     leaf_rows: list[Array]
-    leaf_bounds: list[tuple[float, float]]
+    leaf_bounds: Array
     left_bins: Array
 
 
@@ -115,9 +88,11 @@ class TreeGrower:
 
     def __init__(self, data: BinnedRows, bins: Bins, rules: GrowthRules, shards: Shards = ALONE) -> None:
         self._data, self._bins, self._rules, self._shards = data, bins, rules, shards
-        self._counts, self._numbers = bins.counts, rules.numbers
-        self._bounded = bool(np.any(rules.monotone))
+        self._numbers, self._bounded = rules.numbers, bool(np.any(rules.monotone))
         self._space, self._spare = np.empty(data.rows, np.uint64), np.empty(data.rows, np.uint64)
+        self._thresholds = np.full((len(bins.edges), 256), FAR)
+        for feature, edges in enumerate(bins.edges):
+            self._thresholds[feature, : len(edges)] = edges
 
     @property
     def columns(self) -> Array:
@@ -126,75 +101,81 @@ class TreeGrower:
 
     def grow(self, gradients: Gradients, rows: Array | range, features: Array) -> Grown:
         """One tree from `rows` and the features it may use."""
-        self._features = features
         self._scales = np.array([gradients.grad_scale, gradients.hess_scale])
+        self._bounding = self._rules.monotone, self._bounded, self._scales, self._numbers
+        self._judging = features, self._bins.counts, self._bins.is_category, *self._bounding
         self._builder = HistogramBuilder(self._data, gradients, features)
-        self._sum = HistogramSum(self._shards, gradients.precision, self._builder, features, self._counts)
-        total_rows = int(self._shards.add(np.array([len(rows)], np.int64), "rows of a tree")[0])
         self._entries = self._builder.enter(rows, self._space)  # reordered leaf by leaf
-        (histogram,) = self._sum(
-            [self._builder.build(self._entries, threads=len(rows) >= THREADS_FROM_ROWS)], [total_rows]
-        )
-        root = _Node(0, len(rows), 0, histogram.sums(int(features[0])).sum(axis=0), ANY_VALUE, histogram)
-        self._find_split(root)
-        growth = _Growth(root, self._rules)
-        while self._shards.count > 1 and (nodes := growth.next_together(NODES_A_STEP)):
+        histogram, total_rows = self._builder.build(self._entries, threads=len(rows) >= THREADS_FROM_ROWS), len(rows)
+        if self._shards.count > 1:
+            self._sum = HistogramSum(self._shards, gradients.precision, self._builder, features, self._bins.counts)
+            total_rows = int(self._shards.add(np.array([len(rows)], np.int64), "rows of a tree")[0])
+            (histogram,) = self._sum([histogram], [total_rows])
+        self._growth = growth = _Growth(min(self._rules.max_leaves, max(total_rows, 1)), self._rules.best_first)
+        growth.set_root(len(rows), histogram.sums(int(features[0])).sum(axis=0))
+        if kernels.judge(histogram.cells, histogram.words, *growth.tables, 0, *self._judging):
+            growth.histograms[0] = histogram
+        while self._shards.count > 1 and (nodes := growth.take_together(NODES_A_STEP)):
             self._expand_together(nodes)
-        while (node := growth.next_shared()) is not None:
-            if node.size >= SHARED_ROWS:
-                self._expand(node, threads=True)
-            else:
-                on_threads(lambda _: growth.expand_ahead(self._expand), range(torch.get_num_threads()))
+        while (node := growth.work_ahead(self._expand)) is not None:
+            self._expand(node, threads=True)
+            growth.finish(node)
         return self._finish(growth)
 
-    def _expand(self, node: _Node, threads: bool = False) -> None:
-        self._judge(node, *self._divide(node, threads))
-
-    def _expand_together(self, nodes: list[_Node]) -> None:
-        """The same for several nodes and processes: one step for the sums of all."""
-        divided = [self._divide(node, threads=node.size >= THREADS_FROM_ROWS) for node in nodes]
-        here = [(histogram, min(left.rows, right.rows)) for left, right, histogram in divided if histogram is not None]
-        sums = iter(self._sum([histogram for histogram, _ in here], [rows for _, rows in here]))
-        for node, (left, right, histogram) in zip(nodes, divided, strict=True):
-            self._judge(node, left, right, None if histogram is None else next(sums))
-
-    def _divide(self, node: _Node, threads: bool) -> tuple[_Node, _Node, Histogram | None]:
-        """A node's children, and the histogram of the smaller one; None: they are as deep as leaves may be."""
-        left_size = self._partition(node, threads)
-        assert self._shards.count > 1 or left_size == node.left_sums[2]
-        left_bounds, right_bounds = self._child_bounds(node)
-        middle, depth = node.start + left_size, node.depth + 1
-        left = _Node(node.start, middle, depth, node.left_sums, left_bounds)
-        right_sums = node.totals - node.left_sums
-        right = _Node(middle, node.stop, depth, right_sums, right_bounds)
-        if self._rules.max_depth and depth >= self._rules.max_depth:
-            return left, right, None
-        small = left if left.rows <= right.rows else right
-        entries = self._entries[small.start : small.stop]
-        return left, right, self._builder.build(entries, threads=threads and small.size >= THREADS_FROM_ROWS)
-
-    def _judge(self, node: _Node, left: _Node, right: _Node, histogram: Histogram | None) -> None:
-        """Find the best splits of the children, from the histogram of the smaller one."""
+    def _expand(self, node: int, threads: bool = False) -> None:
+        small, histogram = self._divide(node, threads)
         if histogram is not None:
-            assert node.histogram is not None
-            small, large = (left, right) if left.rows <= right.rows else (right, left)
-            small.histogram = histogram
-            large.histogram = self._builder.subtract(node.histogram, histogram, large.rows)
-            self._find_split(left)
-            self._find_split(right)
-        node.histogram = None
-        node.children = left, right
+            self._judge(node, small, histogram)
 
-    def _partition(self, node: _Node, threads: bool) -> int:
-        column = self._data.columns[node.feature]
-        entries, spare = self._entries[node.start : node.stop], self._spare[node.start : node.stop]
-        if not threads:
-            return int(trees_rows.partition_rows(entries, column, node.goes_left, spare))
-        share = -(-node.size // torch.get_num_threads())
-        cuts = [slice(start, min(start + share, node.size)) for start in range(0, node.size, share)]
-        lefts = on_threads(
-            lambda cut: int(trees_rows.part_rows(entries[cut], column, node.goes_left, spare[cut])), cuts
-        )
+    def _expand_together(self, nodes: list[int]) -> None:
+        """The same for several nodes and processes: one step for the sums of all."""
+        growth = self._growth
+        divided = [(node, *self._divide(node, threads=growth.size(node) >= THREADS_FROM_ROWS)) for node in nodes]
+        here = [(node, small, histogram) for node, small, histogram in divided if histogram is not None]
+        rows = [int(growth.nodes[small, kernels.ROWS]) for _, small, _ in here]
+        sums = self._sum([histogram for _, _, histogram in here], rows)
+        for (node, small, _), histogram in zip(here, sums, strict=True):
+            self._judge(node, small, histogram)
+        for node in nodes:
+            growth.finish(node)
+
+    def _divide(self, node: int, threads: bool) -> tuple[int, Histogram | None]:
+        """Partition a node's rows; its child of fewer rows, and that one's histogram. None: neither can be split."""
+        growth = self._growth
+        if threads:
+            left_size = self._partition(node)
+            small = kernels.set_children(growth.nodes, growth.reals, node, left_size, *self._bounding)
+        else:
+            space = self._entries, self._data.columns, self._spare
+            small = kernels.divide(*space, *growth.tables, node, *self._bounding)
+        if small < 0:
+            return small, None
+        start, stop = growth.nodes[small, : kernels.STOP + 1].tolist()
+        entries = self._entries[start:stop]
+        return small, self._builder.build(entries, threads=threads and len(entries) >= THREADS_FROM_ROWS)
+
+    def _judge(self, node: int, small: int, histogram: Histogram) -> None:
+        """Find the best splits of a node's children, from the histogram of the smaller one."""
+        growth = self._growth
+        child, parent = int(growth.nodes[node, kernels.CHILD]), growth.histograms.pop(node)
+        large = 2 * child + 1 - small
+        rest = self._builder.rest_of(parent, int(growth.nodes[large, kernels.ROWS]))
+        cells = parent.cells, parent.words, histogram.cells, histogram.words, rest.cells, rest.words
+        small_splits, large_splits = kernels.judge_children(*cells, small, large, *growth.tables, *self._judging)
+        if small_splits:
+            growth.histograms[small] = histogram
+        if large_splits:
+            growth.histograms[large] = rest
+
+    def _partition(self, node: int) -> int:
+        """By all threads; how many rows went left."""
+        start, stop = self._growth.nodes[node, : kernels.STOP + 1].tolist()
+        size, goes_left = stop - start, self._growth.goes_left[node]
+        column = self._data.columns[self._growth.nodes[node, kernels.FEATURE]]
+        entries, spare = self._entries[start:stop], self._spare[start:stop]
+        share = max(-(-size // torch.get_num_threads()), 1)
+        cuts = [slice(first, min(first + share, size)) for first in range(0, size, share)]
+        lefts = on_threads(lambda cut: int(trees_rows.part_rows(entries[cut], column, goes_left, spare[cut])), cuts)
         left = 0
         for cut, count in zip(cuts, lefts, strict=True):  # in order: each moves to what was read already
             entries[left : left + count] = entries[cut.start : cut.start + count]
@@ -209,176 +190,119 @@ class TreeGrower:
         on_threads(bring_back, list(zip(cuts, rights, ends, strict=True)))
         return left
 
-    def _find_split(self, node: _Node) -> None:
-        """Also decides that a node stays a leaf: then its histogram is not kept."""
-        histogram = node.histogram
-        assert histogram is not None
-        if node.rows < 2 * self._rules.min_child_rows or node.rows < 2:
-            node.histogram = None
-            return
-        found = np.zeros(4)
-        trees_split.find_split(
-            histogram.cells,
-            histogram.words,
-            self._features,
-            self._counts,
-            self._bins.is_category,
-            self._rules.monotone,
-            self._bounded,
-            node.bounds,
-            node.totals,
-            self._scales,
-            self._numbers,
-            found,
-            node.left_sums,
-            node.goes_left,
-        )
-        if found[trees_split.GAIN] <= 0:
-            node.histogram = None
-            return
-        node.gain, node.feature = float(found[trees_split.GAIN]), int(found[trees_split.FEATURE])
-        node.bin, node.missing_left = int(found[trees_split.BIN]), bool(found[trees_split.MISSING_LEFT])
-
-    def _values(self, nodes: Sequence[_Node]) -> tuple[Array, Array]:
-        """What each node's step would be, and its hessian."""
-        sums = np.array([node.totals for node in nodes], np.float64).reshape(-1, 3)
-        bounds = np.array([node.bounds for node in nodes]).reshape(-1, 2)
-        hess = sums[:, 1] * self._scales[1]
-        return newton_steps(sums[:, 0] * self._scales[0], hess, self._rules, bounds), hess
-
-    def _child_bounds(self, node: _Node) -> tuple[tuple[float, float], tuple[float, float]]:
-        """Children of a monotone split may not cross the middle between them, however they are split again."""
-        direction = self._rules.monotone[node.feature] if self._bounded else 0
-        if direction == 0:
-            return node.bounds, node.bounds
-        sums = np.array([node.left_sums, node.totals - node.left_sums], np.float64)
-        grads, hess = sums[:, 0] * self._scales[0], sums[:, 1] * self._scales[1]
-        left, right = newton_steps(grads, hess, self._rules, np.array([node.bounds] * 2)).tolist()
-        middle, (low, high) = (left + right) / 2, node.bounds
-        return ((low, middle), (middle, high)) if direction > 0 else ((middle, high), (low, middle))
-
     def _finish(self, growth: _Growth) -> Grown:
-        nodes, leaves = growth.nodes, growth.leaves
-        left, right = np.array(growth.links, np.int32).reshape(-1, 2).T
-        left_bins = np.array([node.goes_left for node in nodes], np.uint8).reshape(-1, 256)
-        node_value, node_weight = self._values(nodes)
-        leaf_value, leaf_weight = self._values(leaves)
+        leaves, splits = growth.leaves[: growth.counts[kernels.LEAVES]], growth.splits[: growth.counts[kernels.SPLITS]]
+        at_leaves, at_splits = leaves[:, kernels.NODE], splits[:, kernels.NODE]
+        nodes, left_bins = growth.nodes[at_splits], growth.goes_left[at_splits]
+        feature, bin_ = nodes[:, kernels.FEATURE], nodes[:, kernels.BIN]
+        node_value, node_weight = self._values(growth, at_splits)
+        leaf_value, leaf_weight = self._values(growth, at_leaves)
         tree = Tree(
-            feature=np.array([node.feature for node in nodes], np.int32),
-            threshold=np.array([self._threshold(node) for node in nodes]),
-            missing_left=np.array([node.missing_left for node in nodes], np.bool_),
-            left=left.copy(),
-            right=right.copy(),
-            gain=np.array([node.gain for node in nodes]),
+            feature=feature.astype(np.int32),
+            threshold=np.where(bin_ < 0, 0.0, self._thresholds[feature, bin_]),
+            missing_left=nodes[:, kernels.MISSING_LEFT].astype(np.bool_),
+            left=splits[:, kernels.LEFT].astype(np.int32),
+            right=splits[:, kernels.RIGHT].astype(np.int32),
+            gain=growth.reals[at_splits, kernels.GAIN],
             node_value=node_value,
             node_weight=node_weight,
-            node_rows=np.array([node.rows for node in nodes], np.int64),
-            categories=tuple(self._category_set(node) for node in nodes),
+            node_rows=nodes[:, kernels.ROWS].copy(),
+            categories=tuple(
+                None if bin_ >= 0 else self._category_set(feature, goes_left)
+                for feature, bin_, goes_left in zip(feature.tolist(), bin_.tolist(), left_bins, strict=True)
+            ),
             leaf_value=leaf_value,
             leaf_weight=leaf_weight,
-            leaf_rows=np.array([leaf.rows for leaf in leaves], np.int64),
+            leaf_rows=growth.nodes[at_leaves, kernels.ROWS],
         )
         numbers = self._entries.view(np.uint32)[::2]  # the lower half of each entry
-        leaf_rows = [numbers[leaf.start : leaf.stop] for leaf in leaves]
-        return Grown(tree, leaf_rows, [leaf.bounds for leaf in leaves], left_bins)
+        leaf_rows = [numbers[start:stop] for start, stop in growth.nodes[at_leaves, : kernels.STOP + 1].tolist()]
+        return Grown(tree, leaf_rows, growth.reals[at_leaves, kernels.LOW :], left_bins)
 
-    def _threshold(self, node: _Node) -> float:
-        limits = self._bins.edges[node.feature]
-        if node.bin < 0:
-            return 0.0
-        return float(limits[node.bin]) if node.bin < len(limits) else FAR
+    def _values(self, growth: _Growth, nodes: Array) -> tuple[Array, Array]:
+        """What each node's step would be, and its hessian."""
+        grads, hess = (
+            growth.nodes[nodes, kernels.GRAD] * self._scales[0],
+            growth.nodes[nodes, kernels.HESS] * self._scales[1],
+        )
+        return newton_steps(grads, hess, self._rules, growth.reals[nodes, kernels.LOW :]), hess
 
-    def _category_set(self, node: _Node) -> Array | None:
-        if node.bin >= 0:
-            return None
-        known = self._bins.edges[node.feature]
-        return known[node.goes_left[: len(known)].astype(np.bool_)]
+    def _category_set(self, feature: int, goes_left: Array) -> Array:
+        known = self._bins.edges[feature]
+        chosen: Array = known[goes_left[: len(known)].astype(np.bool_)]
+        return chosen
 
 
 class _Growth:
-    """The queue of leaves that could be split, and the tree so far."""
+    """One tree so far: its tables (`kernels.trees_nodes`), histograms of leaves that could be split, its threads."""
 
-    def __init__(self, root: _Node, rules: GrowthRules) -> None:
-        self._rules = rules
-        self._queue: list[tuple[float, int, _Node, int, int]] = []
-        self._pushed = 0
-        self._ended = False
+    def __init__(self, max_leaves: int, best_first: bool) -> None:
+        places = 4 * max_leaves + 2  # half of them for expansions that the tree will not need
+        self.nodes, self.reals = np.zeros((places, kernels.NODE_COLUMNS), np.int64), np.zeros((places, 3))
+        self.goes_left = np.empty((places, 256), np.uint8)
+        self.leaves, self.splits = np.zeros((max_leaves, 3), np.int64), np.zeros((max_leaves, 3), np.int64)
+        self.counts = np.array([1, 0, 1])  # the root is a leaf, and has a place
+        self.histograms: dict[int, Histogram] = {}
+        self._queue = self.nodes, self.reals, self.leaves, self.splits, self.counts, best_first
         self._changed = threading.Condition()
-        self.nodes: list[_Node] = []
-        self.links: list[list[int]] = []
-        self.leaves = [root]
-        self._push(root, 0, -1)
+        self._failed = False
 
-    def _push(self, node: _Node, leaf: int, link: int) -> None:
-        """`link` says where the tree points to this leaf: 2 * parent + side."""
-        if node.gain > 0:
-            rank = -node.gain if self._rules.best_first else float(node.depth)
-            heapq.heappush(self._queue, (rank, self._pushed, node, leaf, link))
-        self._pushed += 1
+    @property
+    def tables(self) -> tuple[Array, Array, Array]:
+        return self.goes_left, self.nodes, self.reals
 
-    def _commit(self) -> None:
-        """Move expanded leaves into the tree, best first, as far as expansions have come."""
-        while self._queue and len(self.leaves) < self._rules.max_leaves:
-            _, _, node, leaf, link = self._queue[0]
-            if node.children is None:
-                return
-            heapq.heappop(self._queue)
-            at, new_leaf = len(self.nodes), len(self.leaves)
-            self.nodes.append(node)
-            self.links.append([~leaf, ~new_leaf])
-            if link >= 0:
-                self.links[link // 2][link % 2] = at
-            left, right = node.children
-            self.leaves[leaf] = left
-            self.leaves.append(right)
-            self._push(left, leaf, 2 * at)
-            self._push(right, new_leaf, 2 * at + 1)
+    def set_root(self, size: int, totals: Array) -> None:
+        self.nodes[0, kernels.STOP], self.leaves[0, kernels.LINK] = size, -1
+        self.nodes[0, kernels.GRAD : kernels.ROWS + 1] = totals
+        self.reals[0, kernels.LOW :] = -np.inf, np.inf
 
-    def next_shared(self) -> _Node | None:
-        """The leaf that must be expanded next; None when the tree is complete."""
-        self._commit()
-        return self._queue[0][2] if self._queue and len(self.leaves) < self._rules.max_leaves else None
+    def size(self, node: int) -> int:
+        """Rows of this process."""
+        return int(self.nodes[node, kernels.STOP] - self.nodes[node, kernels.START])
 
-    def next_together(self, most: int) -> list[_Node]:
+    def take_together(self, most: int) -> list[int]:
         """The leaves at the head of the queue, as many as the tree has room for and not more than `most`."""
-        self._commit()
-        room = self._rules.max_leaves - len(self.leaves)
-        ahead = heapq.nsmallest(min(room, most), self._queue)
-        return [node for _, _, node, _, _ in ahead if node.children is None]
+        ranked = np.empty(most, np.int64)
+        count = kernels.next_leaves(*self._queue, most, ranked)
+        ahead = self.leaves[ranked[:count], kernels.NODE]
+        taken = [node for node in ahead.tolist() if self.nodes[node, kernels.STATE] == kernels.OPEN]
+        spare = len(self.nodes) - self.counts[kernels.MADE] - 2 * (len(self.leaves) - self.counts[kernels.LEAVES])
+        taken = taken[: 1 + max(int(spare), 0) // 2]  # the tables have room for what the tree may still need
+        for node in taken:
+            kernels.begin(self.nodes, self.counts, node)
+        return taken
 
-    def _take(self) -> _Node | None:
-        node = self.next_shared()
-        if node is None or node.size >= SHARED_ROWS:
-            self._ended = True
+    def finish(self, node: int) -> None:
+        """The node is expanded."""
+        self.nodes[node, kernels.STATE] = kernels.EXPANDED
+
+    def work_ahead(self, expand: Callable[[int], None]) -> int | None:
+        """Expand leaves on all threads, until the next one needs all of them, and take that; None: it was the last."""
+        on_threads(lambda _: self._work(expand), range(torch.get_num_threads()))
+        ranked = np.empty(1, np.int64)
+        if not kernels.next_leaves(*self._queue, 1, ranked):
             return None
-        if not node.busy:
-            return node
-        room = self._rules.max_leaves - len(self.leaves)
-        ahead = heapq.nsmallest(min(room, 2 * torch.get_num_threads()), self._queue)
-        return next(
-            (node for _, _, node, _, _ in ahead if not node.busy and node.children is None and node.size < SHARED_ROWS),
-            None,
-        )
+        node = int(self.leaves[ranked[0], kernels.NODE])
+        kernels.begin(self.nodes, self.counts, node)
+        return node
 
-    def expand_ahead(self, expand: Callable[[_Node], None]) -> None:
-        """What each thread does: take the best leaf that nobody has taken, until the next one needs all threads."""
-        with self._changed:
-            self._ended = False
+    def _work(self, expand: Callable[[int], None]) -> None:
+        """What each thread does: take the best leaf that nobody has taken."""
+        done, ranked = -1, np.empty(2 * torch.get_num_threads(), np.int64)
         try:
             while True:
                 with self._changed:
-                    while (node := self._take()) is None:
-                        if self._ended:
-                            return
-                        self._changed.wait()
-                    node.busy = True
-                expand(node)
-                with self._changed:
-                    node.busy = False
+                    node = kernels.take(*self._queue, SHARED_ROWS, ranked, done)
                     self._changed.notify_all()
+                    while node == kernels.WAIT and not self._failed:
+                        self._changed.wait()
+                        node = kernels.take(*self._queue, SHARED_ROWS, ranked, -1)
+                if node < 0 or self._failed:
+                    return
+                expand(node)
+                done = node
         except BaseException:
-            with self._changed:
-                self._queue.clear()  # so that no thread waits for what this one had taken
+            self._failed = True  # so that no thread waits for what this one had taken
             raise
         finally:
             with self._changed:

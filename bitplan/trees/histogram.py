@@ -99,10 +99,14 @@ class HistogramBuilder:
 
     def subtract(self, parent: Histogram, child: Histogram, rows: int) -> Histogram:
         """The histogram of the parent's other child, of `rows` rows; the parent's is used up."""
-        words = WIDE if rows > NARROW_ROWS else self._narrow
-        out = parent if words == parent.words else self._empty(rows)
+        out = self.rest_of(parent, rows)
         kernels.subtract_cells(parent.cells, parent.words, child.cells, child.words, out.cells, out.words)
         return out
+
+    def rest_of(self, parent: Histogram, rows: int) -> Histogram:
+        """Where to subtract from the parent, for a child of `rows` rows: the parent itself if it has that form."""
+        words = WIDE if rows > NARROW_ROWS else self._narrow
+        return parent if words == parent.words else self._empty(rows)
 
     def _empty(self, rows: int) -> Histogram:
         words = WIDE if rows > NARROW_ROWS else self._narrow

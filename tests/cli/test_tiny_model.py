@@ -1,13 +1,12 @@
-"""The demo's model learns, and its perplexity is what it says."""
+"""The demo's model and text: enough of both, and nothing looks ahead."""
 
 from __future__ import annotations
 
 import math
 
-import pytest
 import torch
 
-from bitplan.cli.tiny_model import CONTEXT, Corpus, TinyTransformer, perplexity, shipped_text, train
+from bitplan.cli.tiny_model import CONTEXT, Corpus, TinyTransformer, shipped_text
 
 
 def test_the_shipped_text_is_text_enough():
@@ -16,23 +15,19 @@ def test_the_shipped_text_is_text_enough():
     assert len(corpus.train) + len(corpus.held_out) > 300_000
 
 
-def test_training_lowers_the_loss():
-    torch.manual_seed(0)
+def test_a_batch_is_windows_and_what_follows_them():
     corpus = Corpus(shipped_text())
-    model = TinyTransformer(corpus.vocabulary)
-    losses = []
-    train(model, corpus, 12, lambda _, loss: losses.append(loss))
-    assert losses[-1] < losses[0] - 0.5
-    assert not model.training
+    ids, targets = next(corpus.batches(1, 5, torch.Generator().manual_seed(0)))
+    assert ids.shape == targets.shape == (5, CONTEXT)
+    assert torch.equal(ids[:, 1:], targets[:, :-1])
 
 
-def test_a_model_that_knows_nothing_has_the_perplexity_of_a_fair_die():
-    class Uniform(torch.nn.Module):
-        def forward(self, ids):
-            return torch.zeros(*ids.shape, 7)
-
-    windows = torch.randint(0, 7, (3, CONTEXT + 1))
-    assert perplexity(Uniform(), windows) == pytest.approx(7.0)
+def test_held_out_windows_are_spread_over_text_that_is_not_trained_on():
+    corpus = Corpus(shipped_text())
+    windows = corpus.held_out_windows(7)
+    assert windows.shape == (7, CONTEXT)
+    assert torch.equal(windows[0], corpus.held_out[:CONTEXT])
+    assert torch.equal(windows[-1], corpus.held_out[-CONTEXT - 1 : -1])
 
 
 def test_the_model_is_causal():

@@ -79,6 +79,18 @@ def test_nodes_beyond_the_narrow_cells_equal_naive(precision, monkeypatch):
     both(x, y, precision, rules(max_leaves=20))
 
 
+@pytest.mark.parametrize("l2", [1e-300, 1e-14, 1e-9, 1e9, 1e14, 1e30, 1e300])
+def test_regularization_of_any_size_equals_naive(l2):
+    x, y = table(missing=0.1)
+    both(x, y, GradientPrecision.I16, rules(l2=l2))
+
+
+@pytest.mark.parametrize("scale", [1e-30, 1e-12, 1e12, 1e30])
+def test_gradients_of_any_size_equal_naive(scale):
+    x, y = table(missing=0.1)
+    both(x, y * scale, GradientPrecision.I16, rules(l2=0.5))
+
+
 def test_some_features_and_some_rows():
     x, y = table()
     rows = np.arange(0, len(x), 3, dtype=np.uint32)
