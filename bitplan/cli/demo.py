@@ -63,7 +63,7 @@ class Size:
 
 
 FULL = Size(steps=180, batch=8, windows=64, calibration_batches=4, rows=60_000, trees=40, repeats=3)
-FAST = Size(steps=24, batch=4, windows=8, calibration_batches=1, rows=4000, trees=5, repeats=1)
+FAST = Size(steps=16, batch=2, windows=8, calibration_batches=1, rows=4000, trees=5, repeats=1)
 
 
 def run_demo(output: Path, *, fast: bool = False, quiet: bool = False, seed: int = 0) -> dict[str, Any]:

@@ -1,8 +1,8 @@
 """The best split of a node, from its histogram: every feature, every bin, missing values left and right.
 
 Sums stay integers until here; a prefix sum times the scale of the round is the first float. Where nothing is bounded,
-four bins at a time are first held against the best gain so far, without a division, and only those that could be better
-are judged in full: a test that errs by less than it lets through, so that it changes no split.
+four or eight bins at a time are first held against the best gain so far, without a division, and only those that could
+be better are judged in full: a test that errs by less than it lets through, so that it changes no split.
 
 `tests/trees/naive.py` is the same in plain numpy, and must find the same splits to the bit.
 """
