@@ -52,7 +52,7 @@ TUNED = [
     for rows, cols, warps in ((128, 64, 4), (64, 128, 4), (64, 64, 4), (128, 32, 4), (128, 128, 8))
     for pieces in (512, 1024)
 ]
-BLOCK_TUNED = [CastLaunch(warps=warps, reload=reload) for warps in (4, 8) for reload in (True, False)]
+BLOCK_TUNED = [CastLaunch(warps=warps) for warps in (4, 8)]
 REPEATS, QUICK_REPEATS = 15, 5
 PAUSE_CYCLES = 60_000_000  # about 30 ms
 LONGEST_S = {"products": 12.0, "linears": 30.0, "norms": 12.0, "peers": 20.0}

@@ -119,6 +119,58 @@ def streaming_table() -> str:
     return "\n".join(lines)
 
 
+def fp8_linear_table() -> str:
+    """One linear layer forward and backward, casts included, by the tensorwise recipe."""
+    lines = [
+        "| layer | tokens | BF16, ms | FP8 | weight cast shared by two micro-batches | weight cast not counted "
+        "| FP8, with the host |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for row in _read("fp8_linear_nvidia_h200")["linears"]:
+        found = row["graph"]
+        cells = [row["layer"], f"{row['tokens']:,}", f"{found['bf16']['median_ms']:.2f}"]
+        cells += [f"{found[name]['speedup']:.2f}x" for name in ("tensorwise", "tensorwise x2", "tensorwise held")]
+        lines.append("| " + " | ".join([*cells, f"{row['eager']['tensorwise']['speedup']:.2f}x"]) + " |")
+    return "\n".join(lines)
+
+
+def fp8_cast_table() -> str:
+    """Casts that write both layouts, against a device copy."""
+    lines = ["| matrix | recipe | time, µs | share of a copy |", "|---|---|---|---|"]
+    for row in _read("fp8_linear_nvidia_h200")["casts"]:
+        if row["layouts"] == "both":
+            lines.append(f"| {row['tensor']} | {row['recipe']} | {row['median_ms'] * 1e3:.0f} | {row['share']:.0%} |")
+    return "\n".join(lines)
+
+
+def fp8_layers_table() -> str:
+    """Two llama layers, compiled, forward and backward."""
+    lines = [
+        "| tokens | BF16, ms | all FP8 | adaptive | torchao tensorwise | torchao rowwise |",
+        "|---|---|---|---|---|---|",
+    ]
+    for row in sorted(_read("fp8_layers_nvidia_h200")["rows"], key=lambda row: row["tokens"]):
+        cells = [f"{row['tokens']:,}", f"{row['arms']['bf16']['median_ms']:.2f}"]
+        for name in ("full", "adaptive", "torchao tensorwise", "torchao rowwise"):
+            ratio = row["arms"][name]["ratio"]
+            cells.append(f"{ratio['speedup']:.2f}x ({ratio['low']:.2f} to {ratio['high']:.2f})")
+        lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def fp8_grouped_table() -> str:
+    """Experts, forward and backward: the best FP8 arm of each layer that casts its weights."""
+    lines = ["| experts | layer | routing | BF16, ms | best FP8 | by |", "|---|---|---|---|---|---|"]
+    rows = _read("fp8_grouped_nvidia_h200")["rows"]
+    for key in dict.fromkeys((row["part"], row["layer"], row["routing"]) for row in rows):
+        mine = {row["arm"]: row for row in rows if (row["part"], row["layer"], row["routing"]) == key}
+        candidates = [row for arm, row in mine.items() if arm != "bf16" and "reused" not in arm]
+        best = max(candidates, key=lambda row: row["times_bf16"])
+        cells = [key[0], f"{key[1]} {best['shape'][0]}x{best['shape'][1]}", key[2], f"{mine['bf16']['median_ms']:.2f}"]
+        lines.append("| " + " | ".join([*cells, f"{best['times_bf16']:.2f}x", best["arm"]]) + " |")
+    return "\n".join(lines)
+
+
 def trees_table() -> str:
     """Training and prediction of boosted trees, each in a process of its own."""
     lines = [
@@ -163,6 +215,7 @@ PLACES = {  # page: its tables
     "docs/quality.md": (quality_table, grid_table),
     "docs/manifest.md": (fused_table, auto_table),
     "docs/streaming.md": (streaming_table,),
+    "docs/adaptive-fp8.md": (fp8_linear_table, fp8_cast_table, fp8_layers_table, fp8_grouped_table),
     "docs/trees.md": (trees_table,),
 }
 

@@ -83,7 +83,7 @@ def main() -> None:
 
     formats = {f"layers.{index}": "int8_row" for index in range(1, blocks - 1)}
     with stream_blocks(model, "layers.*", device=device, formats=formats, slots=3) as stream:
-        optimizer = torch.optim.AdamW([one for one in model.parameters() if one.requires_grad], lr=3e-3)
+        optimizer = torch.optim.AdamW([one for one in model.parameters() if one.requires_grad], lr=0.2 / hidden)
         losses = []
         for step in range(arguments.steps):
             stream.begin_step(step)

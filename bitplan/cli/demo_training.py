@@ -80,6 +80,7 @@ def train_streamed(
     ):
         run = _Training(stream, policy, log, held_out)
         # What INT8 does to the layers before they have learned anything: the smaller part of a score.
+        advance(0, "measuring INT8's error first")
         policy.calibrate([ids for ids, _ in batches], progress=False)
         for step, (ids, targets) in enumerate(batches):
             loss = run.step(step, ids, targets, len(batches))

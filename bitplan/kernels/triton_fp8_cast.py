@@ -52,11 +52,9 @@ INFINITY_BITS = tl.constexpr(0x7F800000)
 class CastLaunch:
     """Rows and columns of a tile and its warps; pieces of the maximum, numbers read at once for it, and its warps.
 
-    `reload` reads a tile of a row or block scaled cast again for its second layout: blocks of 4 warps then spill no
-    registers, and of 8 warps take 128 instead of 178. Block scaled casts have tiles of 128x128.
-
-    The defaults are what an H200 was fastest with: a gradient of 16384x28672 in 740 us, 90% of a copy; tiles of 128x128
-    took 930 us, and with 8 warps blocks took 1187 us in place of 818.
+    Block scaled casts have tiles of 128x128. The defaults are what an H200 was fastest with: a gradient of 16384x28672 in
+    740 us, 90% of a copy; tiles of 128x128 took 930 us. Blocks took 818 us, with 8 warps 1187, and 926 where the tile
+    was read again for its second layout, to spill no registers.
     """
 
     rows: int = 128
@@ -65,7 +63,6 @@ class CastLaunch:
     pieces: int = 512
     numbers: int = 8192
     amax_warps: int = 8
-    reload: bool = False
 
 
 @dataclass(frozen=True)
@@ -90,7 +87,6 @@ class Norm:
 
 _NormKey = tuple[str, torch.dtype, bool]
 DEFAULT_LAUNCH = CastLaunch()
-BLOCK_LAUNCH = CastLaunch(reload=True)
 _NO_NORM = (None, None, None, None)
 Made = tuple[ScaledFp8 | None, ScaledFp8 | None, Tensor | None]
 
@@ -211,7 +207,7 @@ class _CastPlan:
         if scaling in ("tensor", "row"):
             launch = launch or DEFAULT_LAUNCH
         else:
-            launch = replace(launch or BLOCK_LAUNCH, rows=128, cols=128)
+            launch = replace(launch or DEFAULT_LAUNCH, rows=128, cols=128)
         if scaling == "tensor" and pieces is None:
             pieces = _plan_amax(shape[0] * shape[1], dtype, self.launch)[0]
         self.strips = _RowScales(shape, dtype, fp8, eps, padded, rows, cols, norm) if scaling == "row" else None
@@ -235,7 +231,6 @@ class _CastPlan:
                 "TO_COLS": cols,
                 "TO_PLAIN": plain,
                 "PIECES": triton.next_power_of_2(pieces or 1),
-                "RELOAD": launch.reload,
                 "BR": launch.rows,
                 "BC": launch.cols,
             },
@@ -578,7 +573,6 @@ def _cast_tiles(
     TO_COLS: tl.constexpr,
     TO_PLAIN: tl.constexpr,
     PIECES: tl.constexpr,
-    RELOAD: tl.constexpr,
     BR: tl.constexpr,
     BC: tl.constexpr,
 ):
@@ -649,13 +643,6 @@ def _cast_tiles(
                 tl.store(scale_ptr + across_block.to(tl.int64) * padded + r_T, scale_T, mask=room_T)
             tl.store(out_ptr + at_TC, fp8_code(x_TC * inverse_of(scale_T)[:, None], FP8), mask=room_TC)
         if TO_COLS:
-            if (
-                RELOAD and TO_ROWS
-            ):  # from L1: held in registers through both layouts, one program fills a multiprocessor
-                x_TC = float_of_bits(tl.load(x_ptr + at_TC, mask=ok_T[:, None] & ok_C[None, :], other=0), SOURCE)
-                x_TC = normalise(
-                    x_TC, r_T, c_C, ok_T, ok_C, rstd_ptr, mean_ptr, weight_ptr, bias_ptr, NORM, WEIGHT, SOURCE, HAS_BIAS
-                )
             if SCALING == "row":
                 scale_C = tl.load(scale_t_ptr + c_C, mask=ok_C, other=1.0)
             else:

@@ -108,12 +108,6 @@ def test_every_launch_gives_the_same(launch, device) -> None:
     both(numbers(150, 256, torch.bfloat16), device, "rowwise", launch=launch)
 
 
-@pytest.mark.parametrize("reload", [True, False])
-def test_reading_a_tile_twice_gives_the_same(reload, device) -> None:
-    for recipe in ("rowwise", "blockwise"):
-        both(numbers(150, 256, torch.bfloat16), device, recipe, launch=CastLaunch(reload=reload))
-
-
 def test_refusals() -> None:
     with pytest.raises(FormatError, match="impl must be"):
         cast_layouts(torch.zeros(16, 128), "tensorwise", impl="cuda")

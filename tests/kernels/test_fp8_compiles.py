@@ -44,7 +44,7 @@ def build_cast(scaling, fp8, norm="none"):
     arguments |= pointers("rstd_ptr mean_ptr", "*fp32") | pointers("weight_ptr bias_ptr", "*i16")
     arguments |= pointers("rows cols padded scale_stride scale_t_stride", "i32") | {"eps": "fp32", "pieces": "i32"}
     constants = dict(SOURCE="bf16", FP8=fp8, SCALING=scaling, NORM=norm, WEIGHT="bf16", HAS_BIAS=norm == "layer")
-    constants |= dict(TO_ROWS=True, TO_COLS=True, TO_PLAIN=norm != "none", PIECES=512, RELOAD=True, BR=128)
+    constants |= dict(TO_ROWS=True, TO_COLS=True, TO_PLAIN=norm != "none", PIECES=512, BR=128)
     constants["BC"] = 64 if scaling in ("tensor", "row") else 128
     ptx = build(cast._cast_tiles, arguments, constants, 4, enable_fp_fusion=False)
     assert f"cvt.rn.satfinite.{fp8}x2.f32" in ptx, (scaling, fp8)
