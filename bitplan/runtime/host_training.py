@@ -58,6 +58,7 @@ class HostTraining:
         max_norm: float | None = None,
     ) -> None:
         self._device, self._timeout_s, self._max_norm = device, timeout_s, max_norm
+        self.lr = settings.lr  # of all blocks, from the next update on; for a schedule
         self.gradient_norm: float | None = None  # before clipping, in the last step that was clipped or measured
         self.stores: dict[str, dict[str, WeightStore]] = {}
         self._masters: dict[str, dict[str, Tensor]] = {}
@@ -92,17 +93,6 @@ class HostTraining:
         self._gradient_failure: Exception | None = None  # of the step under way
         self._gradients = Worker("gradient", GRADIENTS_WAITING)
         self._updates = Worker("optimizer")
-
-    @property
-    def lr(self) -> float:
-        """The learning rate of all blocks; set it between steps, for a schedule."""
-        return float(next(iter(self._optimizers.values())).param_groups[0]["lr"])
-
-    @lr.setter
-    def lr(self, value: float) -> None:
-        for optimizer in self._optimizers.values():
-            for group in optimizer.param_groups:
-                group["lr"] = value
 
     def trains(self, block: str, name: str) -> bool:
         return name in self._masters.get(block, {})
@@ -189,8 +179,12 @@ class HostTraining:
         """Queue the optimizer for every block. `check_step` raises if the step must not count."""
         fresh = {name: threading.Event() for name in self._masters}
         self._fresh = fresh
+        lr = self.lr  # as it is now: the next step's may be set before the optimizer thread comes to this one
 
         def gather() -> None:
+            for optimizer in self._optimizers.values():
+                for group in optimizer.param_groups:
+                    group["lr"] = lr
             arrived = self._gradients.drain(self._timeout_s)
             found, self._gradient_failure = self._gradient_failure, None
             try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import threading
 
 import pytest
 import torch
@@ -142,6 +143,22 @@ def test_the_learning_rate_follows_a_schedule():
         stream.training.lr = 0.0
         run_streamed(model, stream, 1, 1)
     assert_equal({name: one.detach() for name, one in model.layers.named_parameters()}, before)
+
+
+def test_a_rate_set_for_the_next_step_leaves_this_one_alone():
+    model = make_stack(adapters=False)
+    with streaming(model, train="weights", optimizer=SETTINGS) as stream:
+        before = {name: master.clone() for name, master in masters_of(stream).items()}
+        stream.begin_step(0)
+        model(batch(0)).square().mean().backward()
+        gate = threading.Event()
+        stream.training._updates.submit(gate.wait, "held back")
+        stream.end_step()
+        stream.training.lr = 0.0
+        gate.set()
+        stream.synchronize()
+        after = masters_of(stream)
+    assert all(not torch.equal(before[name], after[name]) for name in before)
 
 
 def test_an_abandoned_step_leaves_no_gradient():
