@@ -4,6 +4,7 @@
 are `bitplan.formats.encode` and `bitplan.formats.decode`.
 """
 
+import importlib
 from typing import TYPE_CHECKING, Any
 
 from bitplan.errors import BitplanError
@@ -22,7 +23,12 @@ from bitplan.store.weights import WeightStore
 from bitplan.version import __version__
 
 if TYPE_CHECKING:
+    from bitplan.report import write_report
+    from bitplan.runtime.fp8_apply import apply_fp8
     from bitplan.runtime.load import load_packed
+    from bitplan.runtime.run_calibration import run_calibration
+    from bitplan.runtime.selective_precision import SelectivePrecisionPolicy
+    from bitplan.runtime.stream_blocks import stream_blocks
 
 __all__ = [
     "BitplanError",
@@ -31,9 +37,11 @@ __all__ = [
     "Format",
     "QuantExperts",
     "QuantLinear",
+    "SelectivePrecisionPolicy",
     "TileCache",
     "WeightStore",
     "__version__",
+    "apply_fp8",
     "apply_plan",
     "compare_models",
     "decode",
@@ -47,14 +55,26 @@ __all__ = [
     "open_tensors",
     "quantize_file",
     "repack",
+    "run_calibration",
     "save_model",
+    "stream_blocks",
     "unmorph_model",
+    "write_report",
 ]
 
 
-def __getattr__(name: str) -> Any:
-    if name == "load_packed":  # when it is asked for: it brings the readers of every container
-        from bitplan.runtime.load import load_packed
+# Parts that bring much along are loaded when they are asked for.
+_LATER = {
+    "SelectivePrecisionPolicy": "bitplan.runtime.selective_precision",
+    "apply_fp8": "bitplan.runtime.fp8_apply",
+    "load_packed": "bitplan.runtime.load",
+    "run_calibration": "bitplan.runtime.run_calibration",
+    "stream_blocks": "bitplan.runtime.stream_blocks",
+    "write_report": "bitplan.report",
+}
 
-        return load_packed
+
+def __getattr__(name: str) -> Any:
+    if name in _LATER:
+        return getattr(importlib.import_module(_LATER[name]), name)
     raise AttributeError(f"module 'bitplan' has no attribute {name!r}")

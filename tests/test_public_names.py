@@ -11,9 +11,11 @@ NAMES = {
     "Format",
     "QuantExperts",
     "QuantLinear",
+    "SelectivePrecisionPolicy",
     "TileCache",
     "WeightStore",
     "__version__",
+    "apply_fp8",
     "apply_plan",
     "compare_models",
     "decode",
@@ -27,8 +29,11 @@ NAMES = {
     "open_tensors",
     "quantize_file",
     "repack",
+    "run_calibration",
     "save_model",
+    "stream_blocks",
     "unmorph_model",
+    "write_report",
 }
 
 
