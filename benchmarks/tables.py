@@ -176,7 +176,8 @@ def trees_table() -> str:
     """Training and prediction of boosted trees, each in a process of its own; means over seeds."""
     document = _read("trees_neoverse_n1")
     lines = [
-        "| table | trainer | training, s | AUC | prediction, µs a row | memory of training, MiB | of the process, MiB |",
+        "| table | trainer | training, s | AUC | prediction, µs a row | memory of training, MiB "
+        "| of the process, MiB |",
         "|---|---|---|---|---|---|---|",
     ]
     named = [(f"{run['rows']:,} rows", run) for run in document["runs"]] + [

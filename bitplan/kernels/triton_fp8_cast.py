@@ -52,9 +52,9 @@ INFINITY_BITS = tl.constexpr(0x7F800000)
 class CastLaunch:
     """Rows and columns of a tile and its warps; pieces of the maximum, numbers read at once for it, and its warps.
 
-    Block scaled casts have tiles of 128x128. The defaults are what an H200 was fastest with: a gradient of 16384x28672 in
-    740 us, 90% of a copy; tiles of 128x128 took 930 us. Blocks took 818 us, with 8 warps 1187, and 926 where the tile
-    was read again for its second layout, to spill no registers.
+    Block scaled casts have tiles of 128x128. The defaults are what an H200 was fastest with: a gradient of 16384x28672
+    in 740 us, 90% of a copy; tiles of 128x128 took 930 us. Blocks took 818 us, with 8 warps 1187, and 926 where the
+    tile was read again for its second layout, to spill no registers.
     """
 
     rows: int = 128
