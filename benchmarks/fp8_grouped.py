@@ -246,7 +246,12 @@ def main() -> None:
     for part in asked:
         rows += ways[part]()
         torch.cuda.empty_cache()
-    document = {"machine": harness.machine("cuda"), "versions": harness.versions(), "commit": harness.commit()}
+    document = {
+        "benchmark": "fp8_grouped",
+        "machine": harness.machine("cuda"),
+        "versions": harness.versions(),
+        "commit": harness.commit(),
+    }
     path = harness.save("fp8_grouped", document | {"rows": rows}, given.output)
     print("\n".join(map(line, rows)))
     for part, target in TARGETS.items():

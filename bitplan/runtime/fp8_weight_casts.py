@@ -92,8 +92,10 @@ def hold_cast(weight: Tensor, recipe: str, eps: float) -> None:
 
 def drop_casts(weights: Iterable[Tensor] | None = None) -> None:
     """Forget the casts of these weights, held ones too; of all if none are named."""
+    global _swept_at
     if weights is None:
         _kept.clear()
+        _swept_at = 0
         return
     for weight in weights:
         _kept.pop(_place(weight), None)

@@ -11,7 +11,7 @@ from torch import nn
 from bitplan.runtime import fp8_linear, fp8_weight_casts
 from bitplan.runtime.fp8_linear import Fp8Linear, Fp8Settings, hold_weight_casts
 from bitplan.runtime.fp8_recipe import AmaxEps, Fp8LayerError, Fp8Recipe, GemmChoice
-from bitplan.runtime.fp8_weight_casts import drop_weight_casts, kept_casts
+from bitplan.runtime.fp8_weight_casts import drop_casts, drop_weight_casts, kept_casts
 
 RECIPES = ("tensorwise", "rowwise", "blockwise", "mxfp8")
 # Relative to the norm of the exact result: two operands of E4M3 (2.6% each), or one of E5M2 (5.2%).
@@ -198,6 +198,7 @@ def test_without_reuse_nothing_is_kept(monkeypatch) -> None:
 
 
 def test_a_new_weight_at_the_same_address_is_not_taken_for_the_old() -> None:
+    drop_casts()  # of tests before
     x = torch.randn(4, K)
     for seed in range(20):  # memory of the one before is given to the next
         torch.manual_seed(seed)
