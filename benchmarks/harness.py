@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 
+from bitplan.measure.machine import cpu_model
 from bitplan.records import write_json
 from bitplan.version import __version__
 
@@ -29,7 +30,7 @@ PACKAGES = ("torch", "triton", "numba", "numpy", "gguf", "torchao", "lightgbm", 
 def machine(device: str) -> dict[str, Any]:
     """What measured: processor, cores, and the GPU with its driver if it is one."""
     found: dict[str, Any] = {
-        "cpu": _cpu_model(),
+        "cpu": cpu_model(),
         "cores": torch.get_num_threads(),
         "system": f"{platform.system()} {platform.machine()}",
     }
@@ -125,15 +126,6 @@ def _cuda_ms(variants: Mapping[str, Callable[[], object]], repeats: int) -> dict
             events[name].append((start, stop))
     torch.cuda.synchronize()
     return {name: [float(start.elapsed_time(stop)) for start, stop in pairs] for name, pairs in events.items()}
-
-
-def _cpu_model() -> str:
-    try:
-        text = subprocess.run(["lscpu"], capture_output=True, text=True, check=True).stdout
-    except (OSError, subprocess.CalledProcessError):
-        return platform.processor() or platform.machine()
-    named = dict(line.split(":", 1) for line in text.splitlines() if ":" in line)
-    return named.get("Model name", platform.machine()).strip()
 
 
 def _first_line(*command: str) -> str:

@@ -24,6 +24,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from bitplan.formats.fp8_scaling import ScaledFp8
 from bitplan.kernels.fp8_cast import CastPair, cast_layouts
+from bitplan.plan.fp8_terms import RECIPES
 
 _Place = tuple[int, int, tuple[int, ...], tuple[int, ...]]
 _How = tuple[str, float]  # recipe, amax epsilon
@@ -149,7 +150,11 @@ def _find(weight: Tensor, place: _Place | None = None, *, any_version: bool = Fa
 
 def _refresh(weight: Tensor, kept: _Kept) -> None:
     """A held cast of a weight that has changed: cast again into the same memory."""
-    for how in kept.rows:
+    for how in list(kept.rows):
+        if how[0] not in RECIPES:  # agreed on by ranks, or an expert's: their owners cast them again
+            kept.rows.pop(how)
+            kept.cols.pop(how, None)
+            continue
         _write_over(kept, how, cast_layouts(weight, how[0], "e4m3", how[1], is_weight=True))
     kept.version = weight._version
 

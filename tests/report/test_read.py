@@ -146,6 +146,6 @@ def test_garbage_is_refused_in_bounded_memory(tmp_path, monkeypatch):
 
 
 def test_short_names_tell_files_apart_and_no_more():
-    paths = [Path("/home/me/a/plan.json"), Path("/home/me/b/plan.json"), Path("/home/me/drift.jsonl")]
+    paths = [Path("runs/a/plan.json"), Path("runs/b/plan.json"), Path("runs/drift.jsonl")]
     assert short_names(paths) == ["a/plan.json", "b/plan.json", "drift.jsonl"]
     assert short_names([paths[0], paths[0]]) == ["plan.json", "plan.json"]

@@ -217,6 +217,19 @@ def test_loading_a_state_dict_ends_a_cast() -> None:
     assert torch.equal(layer(x), other(x))
 
 
+def test_casts_that_others_made_do_not_outlive_a_held_one() -> None:
+    layer = Fp8Linear(K, N, recipe=Fp8Recipe("tensorwise"))
+    hold_weight_casts(layer)
+    kept = fp8_weight_casts._find(layer.weight)
+    assert kept is not None
+    kept.rows["agreed tensorwise", 0.0] = next(iter(kept.rows.values()))
+    with torch.no_grad():
+        layer.weight.mul_(2)
+    again = fp8_weight_casts._find(layer.weight)
+    assert again is not None
+    assert [how[0] for how in again.rows] == ["tensorwise"]
+
+
 def test_held_casts_stay_at_their_address() -> None:
     layer = Fp8Linear(K, N, recipe=Fp8Recipe("blockwise"))
     hold_weight_casts(layer)
