@@ -232,15 +232,14 @@ def lora_task(model_path: Path, text: str, sizes: Sizes, device: StreamDevice, d
     return Task("lora", start, Text.cut(ids, sizes.context), sizes.lora_steps, sizes.lora_lr, "adapters", sizes, device)
 
 
-def full_task(text: str, sizes: Sizes, device: StreamDevice, dtype: torch.dtype, start_from: Path | None) -> Task:
-    """`start_from`: a file that keeps the pretrained model, so that arms in several processes start from the same."""
+def full_task(text: str, sizes: Sizes, device: StreamDevice, dtype: torch.dtype, start_from: Path) -> Task:
+    """`start_from`: keeps the pretrained model, so that arms in several processes and sittings start from the same."""
     cut = Text.cut(torch.tensor(list(text.encode()), dtype=torch.int64), sizes.context)
-    if start_from is not None and start_from.exists():
+    if start_from.exists():
         pretrained = load_file(start_from)
     else:
         pretrained = pretrain(cut, sizes, device.torch_device)
-        if start_from is not None:
-            save_file(pretrained, start_from)
+        save_file(pretrained, start_from)
 
     def start(_seed: int) -> nn.Module:
         model = byte_llama(sizes, dtype)
@@ -375,13 +374,19 @@ def train(
     return found, time.perf_counter() - started
 
 
-def run_experiment(tasks: list[Task], seeds: int, arms: Sequence[str]) -> list[Row]:
-    rows = []
+def run_experiment(tasks: list[Task], seeds: int, arms: Sequence[str], kept: Path | None = None) -> list[Row]:
+    """`kept`: a file of rows, one a line; what is in it is not run again, and each new row is added at once."""
+    rows = kept_rows(kept)
+    done = {(row["task"], row["arm"], row["seed"]) for row in rows}
     for task in tasks:
-        calibration = task.calibrate()
-        for arm in arms:
-            for seed in range(seeds):
+        wanted = [(arm, seed) for arm in arms for seed in range(seeds) if (task.name, arm, seed) not in done]
+        calibration = task.calibrate() if wanted else None
+        for arm, seed in wanted:
+            if calibration is not None:
                 rows.append(run_arm(task, arm, seed, calibration))
+                if kept is not None:
+                    with kept.open("a", encoding="utf-8") as file:
+                        file.write(json.dumps(rows[-1]) + "\n")
                 print(
                     f"{task.name} {arm:<15} seed {seed}  loss {rows[-1]['validation_loss']:.4f}"
                     f"  {rows[-1]['bytes_h2d_per_step'] / 1e6:.2f} MB a step  {rows[-1]['step_ms']:.1f} ms",
@@ -389,6 +394,12 @@ def run_experiment(tasks: list[Task], seeds: int, arms: Sequence[str]) -> list[R
                 )
                 gc.collect()
     return rows
+
+
+def kept_rows(kept: Path | None) -> list[Row]:
+    if kept is None or not kept.exists():
+        return []
+    return [json.loads(line) for line in kept.read_text(encoding="utf-8").splitlines()]
 
 
 def summarize(rows: list[Row]) -> list[Row]:
@@ -536,13 +547,16 @@ def measure(options: argparse.Namespace, sizes: Sizes, device: StreamDevice) -> 
 
 def _experiment(options: argparse.Namespace, sizes: Sizes, device: StreamDevice, text: str, dtype: torch.dtype) -> Row:
     with tempfile.TemporaryDirectory() as folder:
-        start_from = options.start_from or Path(folder) / "pretrained.safetensors"
+        keep = options.keep or Path(folder)
+        keep.mkdir(parents=True, exist_ok=True)
+        start_from = keep / "pretrained.safetensors"
         tasks = [] if options.model is None else [lora_task(options.model, text, sizes, device, dtype)]
         tasks.append(full_task(text, sizes, device, dtype, start_from))
         if not options.together:
-            rows = run_experiment(tasks, options.seeds, options.arms)
+            kept = keep / f"{'+'.join(options.arms)}.jsonl"
+            rows = run_experiment(tasks, options.seeds, options.arms, kept)
             return {"rows": rows, "arms": summarize(rows) if "bf16" in options.arms else []}
-        rows = _together(options, start_from, Path(folder))
+        rows = _together(options, keep)
         # Losses and bytes do not mind sharing the GPU; times do, and are taken alone, over a few steps.
         few = replace(sizes, validation=sizes.batch)
         short = [replace(task, steps=options.timed_steps, sizes=few) for task in tasks]
@@ -552,18 +566,18 @@ def _experiment(options: argparse.Namespace, sizes: Sizes, device: StreamDevice,
     return {"rows": rows, "arms": summarize(rows), "timed_steps": options.timed_steps}
 
 
-def _together(options: argparse.Namespace, start_from: Path, folder: Path) -> list[Row]:
+def _together(options: argparse.Namespace, keep: Path) -> list[Row]:
     """Every arm in a process of its own, all at once: a small model leaves the GPU waiting for the host."""
     running = {}
     for arm in options.arms:
         command = [sys.executable, *sys.argv, "--part", "experiment", "--alone", "--arms", arm]
-        command += ["--start-from", str(start_from), "--output", str(folder / f"{arm}.json")]
+        command += ["--keep", str(keep), "--output", str(keep / f"{arm}.json")]
         running[arm] = subprocess.Popen(command)
     rows = []
     for arm, process in running.items():
         if process.wait():
             raise SystemExit(f"arm {arm} failed with exit code {process.returncode}")
-        rows += json.loads((folder / f"{arm}.json").read_text())["rows"]
+        rows += kept_rows(keep / f"{arm}.jsonl")
     return rows
 
 
@@ -602,7 +616,7 @@ def main() -> None:
     parser.add_argument("--together", action="store_true", help="a process for each arm; times are taken apart, alone")
     parser.add_argument("--alone", dest="together", action="store_false")
     parser.add_argument("--timed-steps", type=int, default=10, help="with --together: steps that times are taken over")
-    parser.add_argument("--start-from", type=Path, help="where the pretrained model of (b) is kept")
+    parser.add_argument("--keep", type=Path, help="a folder that keeps every row; a run that was cut goes on from it")
     parser.add_argument("--budget", type=float, help="damage budget of dynamic_impact, in units of loss")
     parser.add_argument("--output", type=Path)
     arguments = parser.parse_args()
