@@ -15,9 +15,13 @@ asks for. The other layout of a matrix, summed along its rows, is the same cast 
 
 The rule, in float32: amax = the largest |x|, at least `eps`; scale = amax / limit, at least 2^-126;
 code = nearest(x * (1 / scale)), ties to even, at most +-limit. So a group of zeros has codes 0 and the smallest scale.
-A group that holds an infinity or a NaN has scale NaN: all of it reads as NaN, and nothing hides. For "1x32" the scale
-is the smallest power of two at or above amax / limit (byte 255 is NaN): rounded up, because rounded down as OCP
-Microscaling has it the largest numbers saturate, and a product of uniform weights then errs by 5.7% instead of 3.5%.
+A group that holds an infinity or a NaN has scale NaN: all of it reads as NaN, and nothing hides.
+
+For "tensor" and "1x32" the scale is the smallest power of two at or above amax / limit (an E8M0 byte for "1x32", 255 is
+NaN): rounded up, because rounded down as OCP Microscaling has it the largest numbers saturate, and a product of uniform
+weights then errs by 5.7% instead of 3.5%. The codes are floats, so a power of two costs them no precision, only up to
+one of the 18 octaves that E4M3 reaches over. What it gives: a scale of a whole tensor hardly ever changes from one
+step to the next, so a cast can be done by the last one and checked, in one read (`bitplan.kernels.triton_fp8_guess`).
 NaN codes are 0x7F.
 """
 
@@ -99,17 +103,19 @@ def cast_reference(x_RC: Tensor, scaling: Scaling, fp8: str = "e4m3", eps: float
     if scaling == "1x32":
         stored, scale = _power_of_two_scale(amax, fp8)
     else:
-        scale = scale_of_amax(amax, fp8)
+        scale = scale_of_amax(amax, fp8, power_of_two=scaling == "tensor")
         stored = scale
     codes = round_to_fp8(blocks * (1.0 / scale), fp8)
     return ScaledFp8(_out_of_blocks(codes, x.shape), _arrange_scale(stored, x.shape, scaling), scaling)
 
 
-def scale_of_amax(amax: Tensor, fp8: str = "e4m3") -> Tensor:
+def scale_of_amax(amax: Tensor, fp8: str = "e4m3", *, power_of_two: bool = False) -> Tensor:
     """amax / limit, at least the smallest normal number; NaN where amax is not finite."""
     limit = torch.full((), FP8_LIMITS[fp8], dtype=torch.float32, device=amax.device)
-    scale = (amax.float() / limit).clamp(min=SMALLEST_SCALE)
-    return torch.where(amax.isfinite(), scale, torch.nan)
+    scale = amax.float() / limit
+    if power_of_two:  # the next exponent unless the mantissa is zero
+        scale = ((scale.view(torch.int32) + 0x7FFFFF) & 0x7F800000).view(torch.float32)
+    return torch.where(amax.isfinite(), scale.clamp(min=SMALLEST_SCALE), torch.nan)
 
 
 def round_to_fp8(scaled: Tensor, fp8: str) -> Tensor:

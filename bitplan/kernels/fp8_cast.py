@@ -48,13 +48,19 @@ def cast_layouts(
     cols: bool = True,
     impl: str = "auto",
     launch: CastLaunch | None = None,
+    guess: Tensor | None = None,
 ) -> CastPair:
-    """Cast a matrix by a recipe, each layout that is asked for from one read."""
+    """Cast a matrix by a recipe, each layout that is asked for. `guess`: a state of `triton_fp8_guess`, which saves a
+    tensorwise cast on the GPU its second read and changes no bit."""
     if impl not in IMPLEMENTATIONS:
         raise FormatError(f"impl must be one of {', '.join(IMPLEMENTATIONS)}, got {impl!r}")
     scaling = scaling_of(recipe, is_weight=is_weight)
     padded = x_RC.shape[0] if is_weight else padded_tokens(recipe, x_RC.shape[0])
     if impl == "triton" or (impl == "auto" and x_RC.is_cuda):
+        if guess is not None and scaling == "tensor" and x_RC.numel() and (rows or cols):
+            from bitplan.kernels.triton_fp8_guess import cast_by_guess
+
+            return CastPair(*cast_by_guess(x_RC, guess, fp8, eps, padded, rows=rows, cols=cols, launch=launch))
         from bitplan.kernels.triton_fp8_cast import cast_tiles
 
         made = cast_tiles(x_RC, scaling, fp8, eps, padded, rows=rows, cols=cols, launch=launch)

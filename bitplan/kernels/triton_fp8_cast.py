@@ -157,7 +157,7 @@ def _plan_cast(
     return _CastPlan(shape, dtype, scaling, fp8, float(eps), padded, rows, cols, plain, launch, norm, pieces)
 
 
-class _Room:
+class Room:
     """Memory for a cast in one layout."""
 
     def __init__(self, shape: tuple[int, int], scaling: Scaling, fp8: str) -> None:
@@ -198,8 +198,8 @@ class _CastPlan:
             torch.empty(shape, dtype=dtype, device="meta"), scaling if scaling != "128x128" else "1x128", fp8
         )
         self.scaling, self.fp8, self.eps, self.plain, self.launch = scaling, fp8, eps, plain, launch
-        self.rows = _Room((padded, shape[1]), scaling, fp8) if rows else None
-        self.cols = _Room((shape[1], padded), scaling, fp8) if cols else None
+        self.rows = Room((padded, shape[1]), scaling, fp8) if rows else None
+        self.cols = Room((shape[1], padded), scaling, fp8) if cols else None
         self.is_empty = not padded * shape[1]
         self.is_idle = not (rows or cols or plain)
         if self.is_empty or self.is_idle:
@@ -252,7 +252,7 @@ class _CastPlan:
         if self.is_empty:
             for each in (scale, scale_t):
                 if each is not None and each.numel():  # of a matrix without numbers, as one of zeros
-                    each.copy_(scale_of_amax(torch.tensor(self.eps), self.fp8))
+                    each.copy_(scale_of_amax(torch.tensor(self.eps), self.fp8, power_of_two=self.scaling == "tensor"))
         elif not self.is_idle:
             self.launch_all(x, codes, codes_t, normed, scale, scale_t, norm, pieces)
         return (
@@ -332,7 +332,7 @@ def _norm_constants(norm: _NormKey | None) -> dict[str, str | bool]:
 
 
 def _room(shape: tuple[int, int], scaling: Scaling, fp8: str, device: torch.device) -> ScaledFp8:
-    room = _Room(shape, scaling, fp8)
+    room = Room(shape, scaling, fp8)
     return ScaledFp8(room.codes(device), room.scale(device), scaling)
 
 
@@ -383,6 +383,14 @@ def scale_of_bits(amax_bits, eps, FP8: tl.constexpr):
     amax = tl.where(is_finite, amax_bits, 0).to(tl.float32, bitcast=True)
     scale = tl.maximum(tl.div_rn(tl.maximum(amax, eps), LIMIT), TINY)
     return tl.where(is_finite, scale, float("nan"))
+
+
+@triton.jit
+def power_of_two_of_bits(amax_bits, eps, FP8: tl.constexpr):
+    """The same rounded up to a power of two: the scale of a whole tensor."""
+    scale = scale_of_bits(amax_bits, eps, FP8)
+    bits = (scale.to(tl.int32, bitcast=True) + 0x7FFFFF) & INFINITY_BITS
+    return tl.where(scale == scale, bits.to(tl.float32, bitcast=True), float("nan"))
 
 
 @triton.jit
@@ -600,9 +608,9 @@ def _cast_tiles(
         if SCALING == "tensor":
             piece = tl.arange(0, PIECES)
             amax = tl.max(tl.load(pieces_ptr + piece, mask=piece < pieces, other=0), axis=0)
+            scale = power_of_two_of_bits(amax, eps, FP8)
         else:
-            amax = tl.max(tl.max(magnitude_bits(x_TC), axis=1), axis=0)
-        scale = scale_of_bits(amax, eps, FP8)
+            scale = scale_of_bits(tl.max(tl.max(magnitude_bits(x_TC), axis=1), axis=0), eps, FP8)
         byte_TC = fp8_code(x_TC * inverse_of(scale), FP8)
         if TO_ROWS:
             tl.store(out_ptr + at_TC, byte_TC, mask=room_TC)

@@ -30,7 +30,7 @@ from bitplan.runtime.fp8_bench import Way
 from bitplan.runtime.fp8_bench_ranks import Groups
 from bitplan.runtime.fp8_experts import cast_dropper
 from bitplan.runtime.fp8_grouped import GroupedLinear
-from bitplan.runtime.fp8_linear import Fp8Linear
+from bitplan.runtime.fp8_linear import Fp8Linear, cast_weights_together
 from bitplan.runtime.fp8_norm_linear import Fp8NormLinear
 from bitplan.runtime.fp8_parallel import ColumnParallel, ExpertParallel, RowParallel
 from bitplan.runtime.fp8_recipe import Fp8Recipe, GemmChoice
@@ -78,7 +78,9 @@ class ModuleBuilder:
         with_norm = layer.kind == "layernorm_column"
         if not gemms.is_bf16:
             kind = Fp8NormLinear if with_norm else Fp8Linear
-            return self._divided(layer, kind(width, out, bias=False, recipe=self.recipe, gemms=gemms, **where))
+            local = kind(width, out, bias=False, recipe=self.recipe, gemms=gemms, **where)
+            cast_weights_together(local)  # as `apply_fp8` has it
+            return self._divided(layer, local)
         linear = self._divided(layer, nn.Linear(width, out, bias=False, **where))
         return nn.Sequential(nn.RMSNorm(width, eps=1e-6, **where), linear) if with_norm else linear
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from bitplan.runtime.fp8_grouped import GroupedLinear
 from bitplan.runtime.fp8_recipe import Fp8Recipe, GemmChoice
-from bitplan.runtime.fp8_weight_casts import drop_casts
+from bitplan.runtime.fp8_weight_casts import expire_casts
 
 
 class Fp8Experts(nn.Module):
@@ -51,6 +51,6 @@ def grouped_of(weight: nn.Parameter, recipe: Fp8Recipe, gemms: GemmChoice) -> Gr
 
 
 def cast_dropper(module: nn.Module) -> Callable[[], None]:
-    """A function that forgets the weight casts of all FP8 layers in a module: what an optimizer's step does to them."""
+    """A function that has all FP8 layers of a module cast their weights anew, as after an optimizer's step."""
     weights = [each for each in module.parameters() if each.ndim >= 2]
-    return lambda: drop_casts(weights)
+    return lambda: expire_casts(weights)

@@ -23,7 +23,7 @@ accumulation (`fp8_recipe`).
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Self
 
@@ -44,6 +44,7 @@ from bitplan.runtime.fp8_recipe import (
     check_shape,
     require_fp8,
 )
+from bitplan.runtime.fp8_scale_guesses import GRAD, INPUT, guess_for
 
 _INPUTS = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -132,7 +133,8 @@ def run_forward(
     """(y, what wgrad will read of x, its scale); the last two are None where wgrad is BF16 or not wanted."""
     settings = Fp8Settings.from_text(text)
     recipe, gemms = settings.recipe, settings.gemms
-    x_rows, x_cols = cast_for(x_MK, gemms.fprop, gemms.wgrad if need_w else BF16, "e4m3", recipe.eps.input)
+    wgrad = gemms.wgrad if need_w else BF16
+    x_rows, x_cols = cast_for(x_MK, gemms.fprop, wgrad, "e4m3", recipe.eps.input, (weight, INPUT))
     if x_rows is None:
         y = plain_product(x_MK, weight.t(), bias)
     else:
@@ -157,7 +159,7 @@ def run_backward(
     settings = Fp8Settings.from_text(text)
     recipe, gemms = settings.recipe, settings.gemms
     dgrad, wgrad = gemms.dgrad if need_x else BF16, gemms.wgrad if need_w else BF16
-    dy_rows, dy_cols = cast_for(dy_MN, dgrad, wgrad, recipe.grad_fp8, recipe.eps.grad)
+    dy_rows, dy_cols = cast_for(dy_MN, dgrad, wgrad, recipe.grad_fp8, recipe.eps.grad, (weight, GRAD))
     dx = dw = None
     if dy_rows is not None:
         w_cols = fp8_weight_casts.weight_cols(weight, dgrad, recipe.eps.weight, reuse=reuse)
@@ -178,15 +180,23 @@ def without_padding(made: Tensor, rows: int) -> Tensor:
     return made if made.shape[0] == rows else made[:rows]
 
 
-def cast_for(x: Tensor, rows_by: str, cols_by: str, fp8: str, eps: float) -> tuple[ScaledFp8 | None, ScaledFp8 | None]:
-    """A tensor for its two products: one cast where they go by one recipe, one each where they do not."""
+def cast_for(
+    x: Tensor, rows_by: str, cols_by: str, fp8: str, eps: float, of: tuple[Tensor, str]
+) -> tuple[ScaledFp8 | None, ScaledFp8 | None]:
+    """A tensor for its two products: one cast where they go by one recipe, one each where they do not.
+
+    `of`: the weight it is multiplied with and what it is to that, for the guess of its scale.
+    """
     if rows_by == cols_by:
         if rows_by == BF16:
             return None, None
-        pair = cast_layouts(x, rows_by, fp8, eps)
+        pair = cast_layouts(x, rows_by, fp8, eps, guess=guess_for(rows_by, *of))
         return pair.rows, pair.cols
-    rows = cast_layouts(x, rows_by, fp8, eps, cols=False).rows if rows_by != BF16 else None
-    cols = cast_layouts(x, cols_by, fp8, eps, rows=False).cols if cols_by != BF16 else None
+    rows = cols = None
+    if rows_by != BF16:
+        rows = cast_layouts(x, rows_by, fp8, eps, cols=False, guess=guess_for(rows_by, *of)).rows
+    if cols_by != BF16:
+        cols = cast_layouts(x, cols_by, fp8, eps, rows=False, guess=guess_for(cols_by, *of)).cols
     return rows, cols
 
 
@@ -309,7 +319,8 @@ class Fp8Linear(nn.Linear):
             store_in_fp8(self)
 
     def _apply(self, fn: Any, recurse: bool = True) -> Self:
-        """Moved to another device: can that one do it?"""
+        """Moved to another device: can that one do it? What was kept of the weight stays behind."""
+        fp8_weight_casts.drop_casts([self.weight])
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         if self.weight.device.type != "meta":
             require_fp8(self.weight.device, self.gemms.recipes)
@@ -330,12 +341,23 @@ class Fp8Linear(nn.Linear):
 
 def hold_weight_casts(module: nn.Module) -> None:
     """Cast the weights of all FP8 layers now, at addresses that stay, for CUDA graphs; again after each step."""
-    for layer in module.modules():
-        settings = getattr(layer, "_text", None)
-        weight = getattr(layer, "weight", None)
-        if settings is None or not isinstance(weight, Tensor) or weight.dtype not in _INPUTS:
-            continue
-        chosen = Fp8Settings.from_text(settings)
-        for name in dict.fromkeys((chosen.gemms.fprop, chosen.gemms.dgrad)):
+    for weight, settings in _cast_weights(module):
+        for name in dict.fromkeys((settings.gemms.fprop, settings.gemms.dgrad)):
             if name != BF16:
-                fp8_weight_casts.hold_cast(weight, name, chosen.recipe.eps.weight)
+                fp8_weight_casts.hold_cast(weight, name, settings.recipe.eps.weight)
+
+
+def cast_weights_together(module: nn.Module) -> None:
+    """After a step, cast the weights of all FP8 layers at once, by one launch of the host; on a GPU."""
+    fp8_weight_casts.cast_together(
+        (weight, settings.gemms.fprop, settings.recipe.eps.weight)
+        for weight, settings in _cast_weights(module)
+        if weight.requires_grad and settings.gemms.fprop == settings.gemms.dgrad != BF16
+    )
+
+
+def _cast_weights(module: nn.Module) -> Iterator[tuple[Tensor, Fp8Settings]]:
+    """Weights that FP8 layers cast, and how."""
+    for layer in module.modules():
+        if isinstance(layer, Fp8Linear) and layer.reuse_weight_cast and layer.weight.dtype in _INPUTS:
+            yield layer.weight, Fp8Settings.from_text(layer._text)

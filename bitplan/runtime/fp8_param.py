@@ -30,6 +30,7 @@ from bitplan.formats.fp8_scaling import ScaledFp8, decode_scaled, empty_scale, s
 from bitplan.kernels.fp8_cast import cast_layouts
 from bitplan.kernels.fp8_product import scaled_product
 from bitplan.runtime.fp8_recipe import BF16, Fp8LayerError
+from bitplan.runtime.fp8_scale_guesses import GRAD, INPUT
 
 if TYPE_CHECKING:
     from bitplan.runtime.fp8_linear import Fp8Linear
@@ -94,7 +95,9 @@ class _StoredProduct(torch.autograd.Function):
         from bitplan.runtime.fp8_linear import cast_for, plain_product
 
         recipe, gemms = layer.recipe, layer.gemms
-        x_rows, x_cols = cast_for(x_MK, gemms.fprop, gemms.wgrad if keep else BF16, "e4m3", recipe.eps.input)
+        x_rows, x_cols = cast_for(
+            x_MK, gemms.fprop, gemms.wgrad if keep else BF16, "e4m3", recipe.eps.input, (layer.weight, INPUT)
+        )
         weight = stored_weight(layer)
         if x_rows is None:
             y = plain_product(x_MK, decode_scaled(weight, x_MK.dtype).t(), bias)
@@ -113,7 +116,7 @@ class _StoredProduct(torch.autograd.Function):
         kept, kept_scale, _ = ctx.saved_tensors  # reading the weight here has torch refuse one that has changed
         layer, recipe, gemms = ctx.layer, ctx.layer.recipe, ctx.layer.gemms
         dgrad = gemms.dgrad if ctx.needs_input_grad[0] else BF16
-        dy_rows, dy_cols = cast_for(dy_MN, dgrad, gemms.wgrad, recipe.grad_fp8, recipe.eps.grad)
+        dy_rows, dy_cols = cast_for(dy_MN, dgrad, gemms.wgrad, recipe.grad_fp8, recipe.eps.grad, (layer.weight, GRAD))
         if dy_cols is None:
             dw = plain_product(dy_MN.t(), kept).float()
         else:

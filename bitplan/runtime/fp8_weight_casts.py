@@ -11,12 +11,17 @@ version on purpose. Call `drop_weight_casts` after such a write, or do not reuse
 CUDA graphs replay kernels without asking. So a graph that is captured casts every weight in each of its forwards, and
 is right whatever happens between replays; only casts that `hold_weight_casts` made are read from outside. Those stay at
 their address: call it again after each step, outside the graph, and all replays of the step share that one cast.
+
+Weights that change together are cast together on a GPU (`cast_together`): the first of them that is asked for after a
+step has all of them cast, by one replay of a graph of their casts, where one by one the host would launch two kernels
+for each. `apply_fp8` does this for the layers it makes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from weakref import ref
 
 import torch
 from torch import Tensor, nn
@@ -25,9 +30,11 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from bitplan.formats.fp8_scaling import ScaledFp8
 from bitplan.kernels.fp8_cast import CastPair, cast_layouts
 from bitplan.plan.fp8_terms import RECIPES
+from bitplan.runtime.fp8_scale_guesses import WEIGHT, guess_for
 
 _Place = tuple[int, int, tuple[int, ...], tuple[int, ...]]
 _How = tuple[str, float]  # recipe, amax epsilon
+Wanted = tuple[Tensor, str, float]  # a weight, and how it is cast
 
 
 @dataclass
@@ -42,7 +49,49 @@ class _Kept:
     held: bool = False
 
 
+class _Together:
+    """Weights that change together: their casts, recorded once and replayed."""
+
+    def __init__(self, wanted: Sequence[Wanted]) -> None:
+        self.weights = [ref(weight) for weight, _, _ in wanted]
+        self.hows = [(recipe, eps) for _, recipe, eps in wanted]
+        self.graph: torch.cuda.CUDAGraph | None = None
+        self.made: list[CastPair] = []
+
+    def refresh(self, recipe: str, eps: float) -> bool:
+        """Cast all of them; False where that is not worth it: few have changed, or one is gone."""
+        weights = [each() for each in self.weights]
+        present = [each for each in weights if each is not None]
+        if len(present) < len(weights) or (recipe, eps) not in self.hows:
+            return False
+        current = sum(_is_current(weight, how) for weight, how in zip(present, self.hows, strict=True))
+        if 2 * current >= len(present):
+            return False
+        if self.graph is None:
+            self._record(present)
+        assert self.graph is not None
+        self.graph.replay()
+        for weight, how, pair in zip(present, self.hows, self.made, strict=True):
+            _keep(weight, how, pair, captured=False)
+        return True
+
+    def forget(self) -> None:
+        self.graph, self.made = None, []
+
+    def _record(self, weights: Sequence[Tensor]) -> None:
+        self.made = self._cast(weights)  # compiles what is not, and makes the guesses
+        stream = torch.cuda.Stream(weights[0].device)
+        stream.wait_stream(torch.cuda.current_stream(weights[0].device))
+        self.graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(self.graph, stream=stream, capture_error_mode="thread_local"):
+            self.made = self._cast(weights)
+
+    def _cast(self, weights: Sequence[Tensor]) -> list[CastPair]:
+        return [_cast(weight, recipe, eps) for weight, (recipe, eps) in zip(weights, self.hows, strict=True)]
+
+
 _kept: dict[_Place, _Kept] = {}
+_together: dict[_Place, _Together] = {}
 _swept_at = 0
 
 
@@ -53,7 +102,9 @@ def weight_rows(weight: Tensor, recipe: str, eps: float, *, with_cols: bool, reu
     capturing = _is_capturing(weight)
     if kept is not None and how in kept.rows and (kept.held or not (capturing or kept.captured)):
         return kept.rows[how]
-    pair = cast_layouts(weight, recipe, "e4m3", eps, is_weight=True, rows=True, cols=with_cols and reuse)
+    if reuse and not capturing and _refresh_together(weight, recipe, eps):
+        return _kept[_place(weight)].rows[how]
+    pair = _cast(weight, recipe, eps, cols=with_cols and reuse)
     assert pair.rows is not None
     if reuse:
         _keep(weight, how, pair, captured=capturing)
@@ -70,11 +121,38 @@ def weight_cols(weight: Tensor, recipe: str, eps: float, *, reuse: bool) -> Scal
         if kept.captured and not kept.held:  # of this graph and this micro-batch; the next casts its own
             del _kept[_place(weight)]
         return found
-    pair = cast_layouts(weight, recipe, "e4m3", eps, is_weight=True, rows=False, cols=True)
+    if reuse and not capturing and _refresh_together(weight, recipe, eps):
+        return _kept[_place(weight)].cols[how]
+    pair = _cast(weight, recipe, eps, rows=False)
     assert pair.cols is not None
     if reuse and not capturing:
         _keep(weight, how, pair, captured=False)
     return pair.cols
+
+
+def cast_together(wanted: Iterable[Wanted]) -> None:
+    """From now on cast these weights together when they have changed. On a CPU nothing is gained, and nothing done."""
+    named = {(_place(weight), recipe, eps): (weight, recipe, eps) for weight, recipe, eps in wanted if weight.is_cuda}
+    together = _Together(list(named.values()))
+    for place in [place for place, other in _together.items() if any(each() is None for each in other.weights)]:
+        del _together[place]
+    for place, _, _ in named:
+        _together[place] = together
+
+
+def _refresh_together(weight: Tensor, recipe: str, eps: float) -> bool:
+    together = _together.get(_place(weight))
+    return together is not None and together.refresh(recipe, eps)
+
+
+def _is_current(weight: Tensor, how: _How) -> bool:
+    kept = _find(weight)
+    return kept is not None and how in kept.rows and how in kept.cols
+
+
+def _cast(weight: Tensor, recipe: str, eps: float, *, rows: bool = True, cols: bool = True) -> CastPair:
+    guess = guess_for(recipe, weight, WEIGHT)
+    return cast_layouts(weight, recipe, "e4m3", eps, is_weight=True, rows=rows, cols=cols, guess=guess)
 
 
 def hold_cast(weight: Tensor, recipe: str, eps: float) -> None:
@@ -84,20 +162,31 @@ def hold_cast(weight: Tensor, recipe: str, eps: float) -> None:
     if kept is not None and kept.held and how in kept.rows and how in kept.cols:
         if kept.version == weight._version:
             return
-        _write_over(kept, how, cast_layouts(weight, recipe, "e4m3", eps, is_weight=True))
+        _write_over(kept, how, _cast(weight, recipe, eps))
         kept.version = weight._version
         return
-    _keep(weight, how, cast_layouts(weight, recipe, "e4m3", eps, is_weight=True), captured=False)
+    _keep(weight, how, _cast(weight, recipe, eps), captured=False)
     _kept[_place(weight)].held = True
 
 
 def drop_casts(weights: Iterable[Tensor] | None = None) -> None:
-    """Forget the casts of these weights, held ones too; of all if none are named."""
+    """Forget the casts of these weights, held ones too, and give their memory back; of all if none are named."""
     global _swept_at
     if weights is None:
         _kept.clear()
+        _together.clear()
         _swept_at = 0
         return
+    for weight in weights:
+        place = _place(weight)
+        _kept.pop(place, None)
+        together = _together.pop(place, None)
+        if together is not None:
+            together.forget()
+
+
+def expire_casts(weights: Iterable[Tensor]) -> None:
+    """Have these weights cast anew when they are next asked for: what an optimizer's step does to them."""
     for weight in weights:
         _kept.pop(_place(weight), None)
 
@@ -155,7 +244,7 @@ def _refresh(weight: Tensor, kept: _Kept) -> None:
             kept.rows.pop(how)
             kept.cols.pop(how, None)
             continue
-        _write_over(kept, how, cast_layouts(weight, how[0], "e4m3", how[1], is_weight=True))
+        _write_over(kept, how, _cast(weight, *how))
     kept.version = weight._version
 
 

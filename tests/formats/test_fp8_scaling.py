@@ -61,10 +61,20 @@ def test_beyond_the_limit_saturates_and_nan_is_one_code(fp8) -> None:
 
 def test_the_largest_number_takes_the_largest_code() -> None:
     x = sample()
-    for scaling in ("tensor", "row", "1x128", "128x128"):
+    for scaling in ("row", "1x128", "128x128"):
         cast = cast_reference(x, scaling)
         assert cast.codes.float().abs().max() == 448.0
-    assert torch.equal(cast_reference(x, "tensor").scale, x.abs().max() / torch.tensor(448.0))
+    assert torch.equal(cast_reference(x, "row").scale, x.abs().amax(1, keepdim=True) / torch.tensor(448.0))
+
+
+@pytest.mark.parametrize("largest", [448.0, 447.0, 225.0, 224.0, 1e-30, 2.0**127])
+def test_the_scale_of_a_tensor_is_the_next_power_of_two(largest) -> None:
+    x = sample() / sample().abs().max() * largest
+    cast = cast_reference(x, "tensor")
+    mantissa, exponent = torch.frexp(cast.scale)
+    assert mantissa == 0.5
+    assert cast.scale / 2 < x.abs().max() / 448 <= cast.scale, exponent
+    assert 224.0 <= cast.codes.float().abs().max() <= 448.0
 
 
 def test_power_of_two_scales_are_the_next_power_up() -> None:
@@ -84,8 +94,9 @@ def test_zeros_stay_zeros(scaling) -> None:
 
 def test_epsilon_is_the_least_amax() -> None:
     x = torch.full((1, 128), 1e-6)
-    assert cast_reference(x, "tensor", eps=1e-3).scale == torch.tensor(1e-3) / 448
-    assert cast_reference(x, "tensor", eps=1e-12).scale == x.amax() / 448
+    assert cast_reference(x, "row", eps=1e-3).scale == torch.tensor(1e-3) / 448
+    assert cast_reference(x, "row", eps=1e-12).scale == x.amax() / 448
+    assert cast_reference(x, "tensor", eps=1e-3).scale == 2.0**-18
 
 
 @pytest.mark.parametrize("scaling", SCALINGS)

@@ -19,7 +19,7 @@ import sys
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from bitplan.kernels import triton_fp8_cast as cast, triton_fp8_norm as norm
+from bitplan.kernels import triton_fp8_cast as cast, triton_fp8_guess as guess, triton_fp8_norm as norm
 from bitplan.kernels import triton_fp8_product as product
 
 
@@ -59,6 +59,16 @@ def casts():
     build_cast("1x128", "e4m3", "layer")
 
 
+def guesses():
+    arguments = pointers("x_ptr", "*i16") | pointers("out_ptr out_t_ptr", "*u8") | pointers("state_ptr", "*i32")
+    constants = dict(SOURCE="bf16", FP8="e4m3", TO_ROWS=True, TO_COLS=True, BR=128, BC=64)
+    sizes = pointers("rows cols padded", "i32")
+    ptx = build(guess._cast, arguments | sizes, constants, 4, enable_fp_fusion=False)
+    assert "ld.global.v4" in ptx and ptx.count("st.global.v4.b32") >= 2
+    arguments |= pointers("scale_ptr", "*fp32") | sizes | {"eps": "fp32"}
+    build(guess._check, arguments, constants, 4, enable_fp_fusion=False)
+
+
 def maxima():
     for size in ("i32", "i64"):
         arguments = pointers("x_ptr", "*i16") | pointers("partial_ptr", "*i32") | {"size": size}
@@ -95,12 +105,12 @@ def products():
         assert f"wgmma.mma_async.sync.aligned.m64n128k32.f32.{a}.{b}" in ptx, (a, b)
 
 
-dict(casts=casts, maxima=maxima, norms=norms, products=products)[sys.argv[1]]()
+dict(casts=casts, guesses=guesses, maxima=maxima, norms=norms, products=products)[sys.argv[1]]()
 print("compiled")
 """
 
 
-@pytest.mark.parametrize("part", ["casts", "maxima", "norms", "products"])
+@pytest.mark.parametrize("part", ["casts", "guesses", "maxima", "norms", "products"])
 def test_fp8_kernels_compile_for_hopper(part: str, tmp_path) -> None:
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     environment["TRITON_CACHE_DIR"] = str(tmp_path)

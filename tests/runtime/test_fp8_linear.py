@@ -94,9 +94,9 @@ def test_only_the_layouts_needed_are_cast(monkeypatch) -> None:
     made = []
     real = fp8_linear.cast_layouts
 
-    def record(x, recipe, fp8, eps, *, rows=True, cols=True):
+    def record(x, recipe, fp8, eps, *, rows=True, cols=True, **more):
         made.append((tuple(x.shape), rows, cols))
-        return real(x, recipe, fp8, eps, rows=rows, cols=cols)
+        return real(x, recipe, fp8, eps, rows=rows, cols=cols, **more)
 
     monkeypatch.setattr(fp8_linear, "cast_layouts", record)
     layer = Fp8Linear(K, N, bias=False, recipe=Fp8Recipe("tensorwise"))

@@ -1,0 +1,216 @@
+"""Tensorwise FP8 casts that read a matrix once: cast by a guessed scale, then check the guess.
+
+A scale of a whole tensor needs the largest number before the first code can be written, so a cast reads twice: 6 bytes
+a number of bfloat16 in all, where 4 would do. But such a scale is a power of two (`bitplan.formats.fp8_scaling`), and
+the one of the last cast of the same weight, or of the same layer's activations, is nearly always still right:
+
+    cast     codes by the guess, in every layout asked for; the largest magnitude on the side, by an atomic maximum
+    check    the scale that the largest magnitude asks for. It is the guess: nothing is left to do, a few microseconds.
+             It is not: the same launch casts again by the right one
+
+So the result never depends on the guess: codes and scale equal the definition bit for bit, and nothing waits for the
+host. A wrong guess costs 4 bytes a number more. `GuessState` counts casts and wrong guesses.
+
+The state lives on the device and is used by one cast at a time: casts that share one must be ordered by a stream.
+
+Legend: R rows, C columns of the matrix cast, T rows of a tile; "cols" is the layout of the transpose, [C, R].
+"""
+
+# mypy: disable-error-code="no-untyped-def, untyped-decorator"
+from __future__ import annotations
+
+import functools
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from bitplan.formats.fp8_scaling import ScaledFp8
+from bitplan.kernels.triton_fp8_cast import (
+    DEFAULT_LAUNCH,
+    CastLaunch,
+    Room,
+    fp8_code,
+    inverse_of,
+    power_of_two_of_bits,
+)
+from bitplan.kernels.triton_launch import PreparedLaunch
+from bitplan.kernels.triton_numbers import float_name, float_of_bits, magnitude_bits
+
+# Places in a state of int32: the bits of the guessed scale and of the one that the running cast goes by, the largest
+# magnitude so far, programs that have seen it, casts, wrong guesses.
+GUESS, USED, LARGEST, SEEN, CASTS, WRONG = (tl.constexpr(place) for place in range(6))
+STATE_SIZE = 6
+CHECKERS = 528  # programs of the check: enough to cast again at full speed, few enough to be over at once
+
+
+def new_state(device: torch.device) -> Tensor:
+    """With a guess that is wrong: 1.5 is no power of two."""
+    state = torch.zeros(STATE_SIZE, dtype=torch.int32, device=device)
+    state[:1].view(torch.float32).fill_(1.5)
+    return state
+
+
+def counts_of(state: Tensor) -> tuple[int, int]:
+    """(casts, wrong guesses) so far; waits for the device."""
+    found = state.tolist()
+    return found[CASTS.value], found[WRONG.value]
+
+
+def cast_by_guess(
+    x_RC: Tensor,
+    state: Tensor,
+    fp8: str,
+    eps: float,
+    padded: int,
+    *,
+    rows: bool,
+    cols: bool,
+    launch: CastLaunch | None = None,
+) -> tuple[ScaledFp8 | None, ScaledFp8 | None]:
+    """(x, its transpose), each where asked for, by one scale; `padded` rows come out, those beyond x's are zeros."""
+    plan = _plan_guess(x_RC.shape, x_RC.dtype, fp8, float(eps), padded, rows, cols, launch or DEFAULT_LAUNCH)
+    return plan.run(x_RC if x_RC.is_contiguous() else x_RC.contiguous(), state)
+
+
+@functools.lru_cache(maxsize=4096)
+def _plan_guess(
+    shape: tuple[int, int],
+    dtype: torch.dtype,
+    fp8: str,
+    eps: float,
+    padded: int,
+    rows: bool,
+    cols: bool,
+    launch: CastLaunch,
+) -> _GuessPlan:
+    return _GuessPlan(shape, dtype, fp8, eps, padded, rows, cols, launch)
+
+
+class _GuessPlan:
+    """The two launches and the memory of casts of one shape."""
+
+    def __init__(
+        self,
+        shape: tuple[int, int],
+        dtype: torch.dtype,
+        fp8: str,
+        eps: float,
+        padded: int,
+        rows: bool,
+        cols: bool,
+        launch: CastLaunch,
+    ) -> None:
+        self.rows = Room((padded, shape[1]), "tensor", fp8) if rows else None
+        self.cols = Room((shape[1], padded), "tensor", fp8) if cols else None
+        tiles = triton.cdiv(padded, launch.rows) * triton.cdiv(shape[1], launch.cols)
+        constants = {
+            "SOURCE": float_name(dtype),
+            "FP8": fp8,
+            "TO_ROWS": rows,
+            "TO_COLS": cols,
+            "BR": launch.rows,
+            "BC": launch.cols,
+        }
+        options = {"num_warps": launch.warps, "enable_fp_fusion": False}
+        numbers = (*shape, padded)
+        self.cast = PreparedLaunch(_cast, (tiles,), numbers, constants, **options)
+        self.check = PreparedLaunch(_check, (min(tiles, CHECKERS),), (*numbers, eps), constants, **options)
+
+    def run(self, x: Tensor, state: Tensor) -> tuple[ScaledFp8 | None, ScaledFp8 | None]:
+        device = x.device
+        codes = self.rows.codes(device) if self.rows is not None else None
+        codes_t = self.cols.codes(device) if self.cols is not None else None
+        scale = torch.empty((), dtype=torch.float32, device=device)
+        self.cast(x, codes, codes_t, state)
+        self.check(x, codes, codes_t, state, scale)
+        return (
+            None if codes is None else ScaledFp8(codes, scale, "tensor"),
+            None if codes_t is None else ScaledFp8(codes_t, scale, "tensor"),
+        )
+
+
+@triton.jit
+def _read_tile(x_ptr, tile, rows, cols, SOURCE: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr):
+    across = (cols + BC - 1) // BC
+    r_T = tile // across * BR + tl.arange(0, BR)
+    c_C = tile % across * BC + tl.arange(0, BC)
+    at_TC = r_T[:, None].to(tl.int64) * cols + c_C[None, :]
+    bits_TC = tl.load(x_ptr + at_TC, mask=(r_T < rows)[:, None] & (c_C < cols)[None, :], other=0)
+    return r_T, c_C, float_of_bits(bits_TC, SOURCE)
+
+
+@triton.jit
+def _write_tile(r_T, c_C, byte_TC, out_ptr, out_t_ptr, cols, padded, TO_ROWS: tl.constexpr, TO_COLS: tl.constexpr):
+    ok_T, ok_C = r_T < padded, c_C < cols
+    if TO_ROWS:
+        at_TC = r_T[:, None].to(tl.int64) * cols + c_C[None, :]
+        tl.store(out_ptr + at_TC, byte_TC, mask=ok_T[:, None] & ok_C[None, :])
+    if TO_COLS:
+        at_CT = c_C[:, None].to(tl.int64) * padded + r_T[None, :]
+        tl.store(out_t_ptr + at_CT, tl.trans(byte_TC), mask=ok_C[:, None] & ok_T[None, :])
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _cast(
+    x_ptr,
+    out_ptr,
+    out_t_ptr,
+    state_ptr,
+    rows,
+    cols,
+    padded,
+    SOURCE: tl.constexpr,
+    FP8: tl.constexpr,
+    TO_ROWS: tl.constexpr,
+    TO_COLS: tl.constexpr,
+    BR: tl.constexpr,
+    BC: tl.constexpr,
+):
+    guess = tl.load(state_ptr + GUESS)
+    r_T, c_C, x_TC = _read_tile(x_ptr, tl.program_id(0), rows, cols, SOURCE, BR, BC)
+    tl.atomic_max(state_ptr + LARGEST, tl.max(tl.max(magnitude_bits(x_TC), axis=1), axis=0))
+    byte_TC = fp8_code(x_TC * inverse_of(guess.to(tl.float32, bitcast=True)), FP8)
+    _write_tile(r_T, c_C, byte_TC, out_ptr, out_t_ptr, cols, padded, TO_ROWS, TO_COLS)
+    if tl.program_id(0) == 0:
+        tl.store(state_ptr + USED, guess)
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _check(
+    x_ptr,
+    out_ptr,
+    out_t_ptr,
+    state_ptr,
+    scale_ptr,
+    rows,
+    cols,
+    padded,
+    eps,
+    SOURCE: tl.constexpr,
+    FP8: tl.constexpr,
+    TO_ROWS: tl.constexpr,
+    TO_COLS: tl.constexpr,
+    BR: tl.constexpr,
+    BC: tl.constexpr,
+):
+    used = tl.load(state_ptr + USED)
+    scale = power_of_two_of_bits(tl.load(state_ptr + LARGEST), eps, FP8)
+    right = scale.to(tl.int32, bitcast=True)
+    # Every thread has read before its program says so, and the last to say so clears the state for the next cast.
+    tl.debug_barrier()
+    if tl.atomic_add(state_ptr + SEEN, 1) == tl.num_programs(0) - 1:
+        tl.store(scale_ptr, scale)
+        tl.store(state_ptr + GUESS, right)
+        tl.store(state_ptr + LARGEST, 0)
+        tl.store(state_ptr + SEEN, 0)
+        tl.store(state_ptr + CASTS, tl.load(state_ptr + CASTS) + 1)
+        tl.store(state_ptr + WRONG, tl.load(state_ptr + WRONG) + (right != used).to(tl.int32))
+    if right != used:
+        inverse = inverse_of(scale)
+        tiles = ((padded + BR - 1) // BR) * ((cols + BC - 1) // BC)
+        for tile in range(tl.program_id(0), tiles, tl.num_programs(0)):
+            r_T, c_C, x_TC = _read_tile(x_ptr, tile, rows, cols, SOURCE, BR, BC)
+            byte_TC = fp8_code(x_TC * inverse, FP8)
+            _write_tile(r_T, c_C, byte_TC, out_ptr, out_t_ptr, cols, padded, TO_ROWS, TO_COLS)

@@ -1,0 +1,75 @@
+"""Guesses of tensorwise scales, kept from one step to the next: three for each weight.
+
+A layer's input, weight and output gradient have, each, about the size they had in the last step; so their casts start
+from the last scale (`bitplan.kernels.triton_fp8_guess`). The guesses belong to the weight's memory, like its casts
+(`fp8_weight_casts`), so they are found from eager and compiled code alike and go when the weight goes. They change the
+time that a cast takes, never its result.
+
+A state is used by one cast at a time. Where a layer runs on another stream than last time, that stream first waits for
+the last one. A CUDA graph uses the states that are there when it is captured; where there are none yet, it gets none.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+
+INPUT, WEIGHT, GRAD = "input", "weight", "grad"
+TENSORWISE = "tensorwise"
+
+
+@dataclass
+class _Kept:
+    storage: StorageWeakRef
+    state: Tensor
+    stream: torch.cuda.Stream  # where it was last used
+
+
+_kept: dict[tuple[int, int, str], _Kept] = {}
+_swept_at = 0
+
+
+def guess_for(recipe: str, weight: Tensor, role: str) -> Tensor | None:
+    """The guess for a cast by a recipe; None where there is none to be used."""
+    if recipe != TENSORWISE or not weight.is_cuda:
+        return None
+    key = (weight.untyped_storage()._cdata, weight.data_ptr(), role)
+    kept = _kept.get(key)
+    capturing = torch.cuda.is_current_stream_capturing()
+    if kept is None or kept.storage.expired():
+        if capturing:  # made in a graph, it would be forgotten by each replay
+            return None
+        return _new(key, weight)
+    if not capturing and torch._C._cuda_getCurrentRawStream(weight.device.index) != kept.stream.cuda_stream:
+        stream = torch.cuda.current_stream(weight.device)
+        stream.wait_stream(kept.stream)
+        kept.stream = stream
+    return kept.state
+
+
+def guess_counts() -> dict[str, tuple[int, int]]:
+    """Casts and wrong guesses so far, by role; waits for the GPU."""
+    from bitplan.kernels.triton_fp8_guess import counts_of
+
+    totals = dict.fromkeys((INPUT, WEIGHT, GRAD), (0, 0))
+    for (_, _, role), kept in _kept.items():
+        casts, wrong = counts_of(kept.state)
+        totals[role] = (totals[role][0] + casts, totals[role][1] + wrong)
+    return totals
+
+
+def _new(key: tuple[int, int, str], weight: Tensor) -> Tensor:
+    global _swept_at
+    from bitplan.kernels.triton_fp8_guess import new_state
+
+    if len(_kept) >= 2 * _swept_at + 64:  # forget weights that are gone, each time the count has doubled
+        for each in [each for each, kept in _kept.items() if kept.storage.expired()]:
+            del _kept[each]
+        _swept_at = len(_kept)
+    state = new_state(weight.device)
+    stream = torch.cuda.current_stream(weight.device)
+    _kept[key] = _Kept(StorageWeakRef(weight.untyped_storage()), state, stream)
+    return state

@@ -1,0 +1,94 @@
+"""Casts by a guessed scale against the definition: the guess may cost time, never a bit."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from bitplan.formats.fp8_scaling import cast_reference, pad_rows
+from bitplan.kernels.triton_fp8_cast import CastLaunch
+from bitplan.kernels.triton_fp8_guess import cast_by_guess, counts_of, new_state
+
+# A guess for small numbers overflows on large ones, before it is found wrong; the interpreter's numpy would warn of it.
+pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered")
+SMALL = CastLaunch(rows=16, cols=16, warps=1)
+
+
+def check(x: torch.Tensor, state: torch.Tensor, padded: int, *, fp8="e4m3", eps=0.0, **asked) -> None:
+    asked = {"rows": True, "cols": True} | asked
+    found = cast_by_guess(x.to(state.device), state, fp8, eps, padded, launch=SMALL, **asked)
+    whole = pad_rows(x, padded)
+    for made, want, source in zip(found, (asked["rows"], asked["cols"]), (whole, whole.t()), strict=True):
+        if not want:
+            assert made is None
+            continue
+        expected = cast_reference(source, "tensor", fp8, eps)
+        assert torch.equal(made.codes.view(torch.uint8).cpu(), expected.codes.view(torch.uint8))
+        assert torch.equal(made.scale.cpu().nan_to_num(-1), expected.scale.nan_to_num(-1))
+
+
+def sample(seed: int, rows: int = 21, cols: int = 40, size: float = 1.0) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return (size * torch.randn(rows, cols, generator=generator)).bfloat16()
+
+
+def test_the_first_guess_is_wrong_and_the_next_right(device) -> None:
+    state = new_state(device)
+    check(sample(0), state, 32)
+    assert counts_of(state) == (1, 1)
+    check(sample(0), state, 32)
+    assert counts_of(state) == (2, 1)
+
+
+@pytest.mark.parametrize("fp8", ["e4m3", "e5m2"])
+def test_a_series_of_sizes_equals_the_definition(fp8, device) -> None:
+    state, wrong = new_state(device), 0
+    last = None
+    for step, size in enumerate((1.0, 1.1, 8.0, 1e-3, 1e-3, 0.0, 2e-41, 3e38, 1.0)):
+        x = sample(step, size=size).clamp(-3e38, 3e38)
+        check(x, state, 32, fp8=fp8)
+        scale = cast_reference(x, "tensor", fp8).scale
+        wrong += last is None or not torch.equal(scale, last)
+        last = scale
+        assert counts_of(state) == (step + 1, wrong)
+    assert 0 < wrong < 9
+
+
+@pytest.mark.parametrize("bad", [torch.inf, -torch.inf, torch.nan])
+def test_what_is_not_finite_is_seen_at_once_and_gone_at_once(bad, device) -> None:
+    state, x = new_state(device), sample(1)
+    check(x, state, 32)
+    broken = x.clone()
+    broken[3, 5] = bad
+    for each in (broken, broken, x, x):
+        check(each, state, 32)
+    assert counts_of(state) == (5, 3)  # the first, into NaN, and out of it
+
+
+@pytest.mark.parametrize("asked", [{"rows": False}, {"cols": False}])
+def test_only_the_layout_that_is_asked_for(asked, device) -> None:
+    check(sample(2), new_state(device), 32, **asked)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_other_types(dtype, device) -> None:
+    state = new_state(device)
+    for _ in range(2):
+        check(sample(3).to(dtype), state, 21)
+    assert counts_of(state) == (2, 1)
+
+
+def test_epsilon_is_the_least_largest_number(device) -> None:
+    state = new_state(device)
+    for _ in range(2):
+        check(torch.zeros(16, 16, dtype=torch.bfloat16), state, 16, eps=1e-3)
+    assert counts_of(state) == (2, 1)
+
+
+def test_matrices_of_other_shapes_may_share_a_state(device) -> None:
+    state = new_state(device)
+    for rows, cols in ((16, 16), (100, 33), (1, 48)):
+        check(sample(4, rows, cols), state, rows)
+    assert counts_of(state)[0] == 3

@@ -1,0 +1,162 @@
+"""Casts of weights that change together, and guesses of scales: what they save must not change what comes out."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from bitplan.runtime import fp8_scale_guesses, fp8_weight_casts
+from bitplan.runtime.fp8_linear import Fp8Linear, cast_weights_together
+from bitplan.runtime.fp8_recipe import Fp8Recipe, GemmChoice
+from bitplan.runtime.fp8_scale_guesses import GRAD, INPUT, WEIGHT, guess_counts, guess_for
+from bitplan.runtime.fp8_weight_casts import drop_casts, drop_weight_casts, expire_casts, kept_casts
+
+SIZE = 256
+
+
+def stack(count: int = 3, device: str = "cuda", recipe: str = "tensorwise") -> nn.Sequential:
+    torch.manual_seed(0)
+    dtype = torch.bfloat16 if device == "cuda" else torch.float32
+    layers = (Fp8Linear(SIZE, SIZE, False, recipe=Fp8Recipe(recipe), device=device, dtype=dtype) for _ in range(count))
+    return nn.Sequential(*layers)
+
+
+def fresh(model: nn.Sequential) -> nn.Sequential:
+    """The same weights, cast at every use."""
+    return nn.Sequential(*(Fp8Linear.from_linear(each, recipe=each.recipe, reuse_weight_cast=False) for each in model))
+
+
+def gradients(model: nn.Module, x: torch.Tensor) -> list[torch.Tensor]:
+    y = model(x)
+    return [y, *torch.autograd.grad(y, [x, *model.parameters()], torch.ones_like(y))]
+
+
+def test_on_a_cpu_nothing_is_recorded() -> None:
+    drop_casts()
+    model = stack(device="cpu")
+    cast_weights_together(model)
+    assert not fp8_weight_casts._together
+    assert guess_for("tensorwise", model[0].weight, WEIGHT) is None
+    x = torch.randn(4, SIZE, requires_grad=True)
+    for one, other in zip(gradients(model, x), gradients(fresh(model), x), strict=True):
+        assert torch.equal(one, other)
+
+
+def test_an_expired_cast_is_made_again() -> None:
+    layer = stack(1, "cpu")[0]
+    x = torch.randn(4, SIZE)
+    y = layer(x)
+    first = kept_casts(layer.weight)
+    expire_casts([layer.weight])
+    assert kept_casts(layer.weight) is None
+    assert torch.equal(layer(x), y)
+    assert first is not None
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "blockwise"])
+def test_the_first_that_is_asked_for_has_all_cast(recipe) -> None:
+    model = stack(recipe=recipe)
+    plain = fresh(model)
+    cast_weights_together(model)
+    x = torch.randn(32, SIZE, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    for step in range(4):
+        with torch.no_grad():
+            for each in model:
+                each.weight.mul_(1.5)
+        model[0](x)
+        assert all(kept_casts(each.weight) is not None for each in model), step
+        for one, other in zip(gradients(model, x), gradients(plain, x), strict=True):
+            assert torch.equal(one, other)
+    assert len({id(fp8_weight_casts._together[fp8_weight_casts._place(each.weight)]) for each in model}) == 1
+
+
+@pytest.mark.gpu
+def test_one_that_changes_alone_is_cast_alone() -> None:
+    model = stack()
+    plain = fresh(model)
+    cast_weights_together(model)
+    x = torch.randn(32, SIZE, device="cuda", dtype=torch.bfloat16)
+    model(x)
+    with torch.no_grad():
+        model[1].weight.mul_(2)
+    assert torch.equal(model(x), plain(x))
+    with torch.no_grad():
+        for each in model:
+            each.weight.mul_(2)
+    assert torch.equal(model(x), plain(x))
+
+
+@pytest.mark.gpu
+def test_memory_goes_when_casts_are_dropped() -> None:
+    drop_casts()
+    model = stack()
+    before = torch.cuda.memory_allocated()
+    cast_weights_together(model)
+    x = torch.randn(32, SIZE, device="cuda", dtype=torch.bfloat16)
+    with torch.no_grad():
+        model(x)
+    assert torch.cuda.memory_allocated() > before + 3 * SIZE * SIZE
+    drop_weight_casts(model)
+    assert torch.cuda.memory_allocated() < before + 3 * SIZE * SIZE
+    assert torch.equal(model(x), fresh(model)(x))
+
+
+@pytest.mark.gpu
+def test_products_apart_and_frozen_weights_stay_out() -> None:
+    drop_casts()
+    recipe = Fp8Recipe("tensorwise")
+    apart = Fp8Linear(SIZE, SIZE, recipe=recipe, gemms=GemmChoice("tensorwise", "bf16", "tensorwise"), device="cuda")
+    frozen = Fp8Linear(SIZE, SIZE, recipe=recipe, device="cuda").requires_grad_(False)
+    cast_weights_together(nn.Sequential(apart, frozen))
+    assert not fp8_weight_casts._together
+
+
+@pytest.mark.gpu
+def test_guesses_are_right_from_the_second_step_on() -> None:
+    fp8_scale_guesses._kept.clear()
+    model = stack(2)
+    x = torch.randn(32, SIZE, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    expected = gradients(fresh(model), x)
+    fp8_scale_guesses._kept.clear()
+    for _ in range(5):
+        expire_casts(model.parameters())
+        for one, other in zip(gradients(model, x), expected, strict=True):
+            assert torch.equal(one, other)
+    assert guess_counts() == dict.fromkeys((INPUT, WEIGHT, GRAD), (10, 2))
+
+
+@pytest.mark.gpu
+def test_another_stream_waits_for_the_last() -> None:
+    model = stack(1)
+    x = torch.randn(4096, SIZE, device="cuda", dtype=torch.bfloat16)
+    y = model(x)
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    for _ in range(10):
+        with torch.cuda.stream(side):
+            other = model(x)
+        assert torch.equal(model(x), y)
+        torch.cuda.current_stream().wait_stream(side)
+        assert torch.equal(other, y)
+
+
+@pytest.mark.gpu
+def test_a_graph_keeps_its_guesses_from_replay_to_replay() -> None:
+    fp8_scale_guesses._kept.clear()
+    model = stack(1)
+    x = torch.randn(64, SIZE, device="cuda", dtype=torch.bfloat16)
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side), torch.no_grad():
+        model(x)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph), torch.no_grad():
+        y = model(x)
+    for size in (1.0, 1.0, 64.0, 64.0):
+        x.fill_(size)
+        graph.replay()
+        with torch.no_grad():
+            assert torch.equal(y, fresh(model)(x))
