@@ -2,6 +2,7 @@
 
     python benchmarks/selective_precision.py --model SMOLLM2.gguf --text wikitext2_valid.txt
     python benchmarks/selective_precision.py --part cost
+    python benchmarks/selective_precision.py --part times --into RESULT.json --model SMOLLM2.gguf --text ...
     python benchmarks/selective_precision.py --tiny --device cpu      seconds, to see that everything runs
 
 Tasks  (a) lora  SmolLM2-135M (`--model`, a folder or a GGUF file), adapters on a frozen, streamed base
@@ -15,6 +16,11 @@ device a step; step time. Seeds change adapters and batches, not the model or th
 
 The text is cut in three: pretraining of (b), fine-tuning of both, validation. `--part cost` times steps of the
 streaming benchmark's model with the policy off, with the seed's statistics, and with impacts, in turns.
+
+With `--together` losses and bytes are those of arms that shared the GPU, and times are taken alone: after an interval
+of updates that is not counted, over whole intervals of the real run's length, so that what is done once an interval has
+its share. `wall_ms_per_step` is their mean; `step_ms`, the median, leaves it out. `--part times` takes only these, and
+puts them into a result that is there.
 """
 
 from __future__ import annotations
@@ -29,7 +35,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -187,6 +193,14 @@ class Task:
     train: str
     sizes: Sizes
     device: StreamDevice
+    interval: int  # steps between updates of a policy
+    untimed_steps: int = 0  # at the beginning: they compile kernels
+
+    def shortened(self, timed_steps: int) -> Task:
+        """The same training for the clock: an interval to warm up, then whole intervals, at least two."""
+        intervals = max(2, -(-timed_steps // self.interval))
+        few = replace(self.sizes, validation=self.sizes.batch)
+        return replace(self, steps=self.interval * (1 + intervals), sizes=few, untimed_steps=self.interval)
 
     def stream(self, model: nn.Module, **options: Any) -> BlockStream:
         if self.train == "weights":
@@ -214,11 +228,11 @@ class Task:
             return run_calibration(stream, samples, formats=["int8_row", "fp8_e4m3_row"], progress=False)
 
 
-def lora_task(model_path: Path, text: str, sizes: Sizes, device: StreamDevice, dtype: torch.dtype) -> Task:
+def lora_task(model_path: Path, words: str, sizes: Sizes, device: StreamDevice, dtype: torch.dtype) -> Task:
     from bitplan.measure.causal_lm import load_causal_lm
 
     loaded = load_causal_lm(model_path)
-    ids = loaded.encode(text)
+    ids = loaded.encode(words)
     model = loaded.model.to(dtype)
     add_adapters(model, sizes.rank)
 
@@ -229,7 +243,8 @@ def lora_task(model_path: Path, text: str, sizes: Sizes, device: StreamDevice, d
                 module.reset(generator)
         return model.train()
 
-    return Task("lora", start, Text.cut(ids, sizes.context), sizes.lora_steps, sizes.lora_lr, "adapters", sizes, device)
+    steps, text = sizes.lora_steps, Text.cut(ids, sizes.context)
+    return Task("lora", start, text, steps, sizes.lora_lr, "adapters", sizes, device, update_interval(steps))
 
 
 def full_task(text: str, sizes: Sizes, device: StreamDevice, dtype: torch.dtype, start_from: Path) -> Task:
@@ -246,7 +261,13 @@ def full_task(text: str, sizes: Sizes, device: StreamDevice, dtype: torch.dtype,
         model.load_state_dict(pretrained)
         return model.train()
 
-    return Task("full", start, cut, sizes.full_steps, sizes.full_lr, "weights", sizes, device)
+    steps = sizes.full_steps
+    return Task("full", start, cut, steps, sizes.full_lr, "weights", sizes, device, update_interval(steps))
+
+
+def update_interval(steps: int) -> int:
+    """Twelve updates in a run."""
+    return max(1, steps // 12)
 
 
 def pretrain(text: Text, sizes: Sizes, device: torch.device) -> dict[str, Tensor]:
@@ -285,7 +306,7 @@ def plain_formats(arm: str, model: nn.Module) -> dict[str, str]:
 
 def policy_config(arm: str, task: Task, calibration: CalibrationResult) -> SelectivePrecisionConfig:
     base = SelectivePrecisionConfig(telemetry_enabled=False, log_decisions=False)
-    interval = max(1, task.steps // 12)
+    interval = task.interval
     quick = {"update_interval_steps": interval, "warmup_steps": interval, "min_steps_between_switches": 2 * interval}
     if arm == "static":
         errors = {name: row["int8_row"] for name, row in calibration.blocks.items()}
@@ -300,6 +321,7 @@ def policy_config(arm: str, task: Task, calibration: CalibrationResult) -> Selec
         granularity="layer",
         low_precisions=("int8", "fp8"),
         damage_budget=task.sizes.budget,
+        impact_turns=1,  # a dozen updates is too few to take turns
         **quick,  # type: ignore[arg-type]
     )
 
@@ -334,8 +356,8 @@ def run_arm(task: Task, arm: str, seed: int, calibration: CalibrationResult) -> 
         "validation_loss_bf16": in_bf16,
         "train_losses": losses,
         "bytes_h2d_per_step": statistics.mean(step["bytes_h2d"] for step in steps),
-        "step_ms": statistics.median(step["step_ms"] for step in steps),
-        "wall_ms_per_step": elapsed_s * 1e3 / task.steps,
+        "step_ms": statistics.median(step["step_ms"] for step in steps[task.untimed_steps :]),
+        "wall_ms_per_step": elapsed_s * 1e3 / (task.steps - task.untimed_steps),
         "share_by_format": {fmt: share for fmt, share in sorted(shares.items()) if share},
     }
 
@@ -357,9 +379,12 @@ def train(
     streamed = {id(one.parameter) for block in stream.blocks for one in block.parameters.values()}
     resident = [one for one in model.parameters() if one.requires_grad and id(one) not in streamed]
     optimizer = torch.optim.AdamW(resident, lr=task.lr)
-    losses = []
+    losses: list[Tensor] = []
     started = time.perf_counter()
     for step, ids in enumerate(task.batches(seed)):
+        if step and step == task.untimed_steps:
+            float(losses[-1])  # waits for the device
+            started = time.perf_counter()
         (policy or stream).begin_step(step)
         loss = loss_of(model, ids)
         loss.backward()
@@ -446,7 +471,8 @@ def run_cost(sizes: Sizes, device: StreamDevice) -> Row:
     configs = {
         "off": replace(never, mode="off"),
         "seed": never,
-        "impact": replace(never, scoring="impact", granularity="layer"),
+        # Before its first update everything is measured, which is in the turn that is not counted.
+        "impact": replace(never, scoring="impact", granularity="layer", warmup_steps=1, damage_budget=1e-30),
     }
     interval = never.update_interval_steps
     samples: dict[str, list[float]] = {name: [] for name in configs}
@@ -528,6 +554,8 @@ def measure(options: argparse.Namespace, sizes: Sizes, device: StreamDevice) -> 
     kind = device.torch_device.type
     dtype = torch.bfloat16 if kind == "cuda" else torch.float32
     text = shipped_text() if options.text is None else options.text.read_text(encoding="utf-8")
+    if options.part == "times":
+        return take_times(options, device, text, dtype)
     parts = {"experiment", "cost"} if options.part == "all" else {options.part}
     document: Row = {
         "benchmark": "selective_precision",
@@ -546,24 +574,64 @@ def measure(options: argparse.Namespace, sizes: Sizes, device: StreamDevice) -> 
 
 
 def _experiment(options: argparse.Namespace, sizes: Sizes, device: StreamDevice, text: str, dtype: torch.dtype) -> Row:
-    with tempfile.TemporaryDirectory() as folder:
-        keep = options.keep or Path(folder)
-        keep.mkdir(parents=True, exist_ok=True)
-        start_from = keep / "pretrained.safetensors"
-        tasks = [] if options.model is None else [lora_task(options.model, text, sizes, device, dtype)]
-        tasks.append(full_task(text, sizes, device, dtype, start_from))
+    with _tasks(options, sizes, device, text, dtype) as (tasks, keep):
         if not options.together:
             kept = keep / f"{'+'.join(options.arms)}.jsonl"
             rows = run_experiment(tasks, options.seeds, options.arms, kept)
             return {"rows": rows, "arms": summarize(rows) if "bf16" in options.arms else []}
         rows = _together(options, keep)
-        # Losses and bytes do not mind sharing the GPU; times do, and are taken alone, over a few steps.
-        few = replace(sizes, validation=sizes.batch)
-        short = [replace(task, steps=options.timed_steps, sizes=few) for task in tasks]
-        alone = {(row["task"], row["arm"]): row for row in run_experiment(short, 1, options.arms)}
-    for row in rows:
-        row |= {key: alone[row["task"], row["arm"]][key] for key in ("step_ms", "wall_ms_per_step")}
-    return {"rows": rows, "arms": summarize(rows), "timed_steps": options.timed_steps}
+        # Losses and bytes do not mind sharing the GPU; times do, and are taken alone.
+        return with_times({"rows": rows}, run_alone(tasks, options.arms, options.timed_steps))
+
+
+@contextmanager
+def _tasks(
+    options: argparse.Namespace, sizes: Sizes, device: StreamDevice, text: str, dtype: torch.dtype
+) -> Iterator[tuple[list[Task], Path]]:
+    """The tasks, and the folder that keeps what they start from."""
+    with tempfile.TemporaryDirectory() as folder:
+        keep = options.keep or Path(folder)
+        keep.mkdir(parents=True, exist_ok=True)
+        tasks = [] if options.model is None else [lora_task(options.model, text, sizes, device, dtype)]
+        tasks.append(full_task(text, sizes, device, dtype, keep / "pretrained.safetensors"))
+        yield tasks, keep
+
+
+def run_alone(tasks: list[Task], arms: Sequence[str], timed_steps: int) -> Row:
+    """Times of every task and arm with the GPU to itself, and how they were taken."""
+    short = [task.shortened(timed_steps) for task in tasks]
+    return {
+        "steps": {task.name: task.steps - task.untimed_steps for task in short},
+        "interval": {task.name: task.interval for task in short},
+        "commit": harness.commit(),
+        "rows": run_experiment(short, 1, arms),
+    }
+
+
+def with_times(document: Row, times: Row) -> Row:
+    """The document with these times instead of those it has; tasks and arms without new ones keep theirs."""
+    alone = {(row["task"], row["arm"]): row for row in times["rows"]}
+    rows = [
+        row | {key: alone.get((row["task"], row["arm"]), row)[key] for key in ("step_ms", "wall_ms_per_step")}
+        for row in document["rows"]
+    ]
+    told = {key: value for key, value in times.items() if key != "rows"}
+    told["arms"] = sorted({row["arm"] for row in times["rows"]})
+    kept = {key: value for key, value in document.items() if key != "timed_steps"}
+    return kept | {"rows": rows, "arms": summarize(rows), "times": told}
+
+
+def take_times(options: argparse.Namespace, device: StreamDevice, text: str, dtype: torch.dtype) -> Row:
+    """A result that is there, with times taken now; its sizes are those of its run, its losses and bytes stay."""
+    document: Row = json.loads(options.into.read_text(encoding="utf-8"))
+    given = {key: value for key, value in document["sizes"].items() if key in vars(Sizes())}
+    arms = [arm for arm in options.arms if any(row["arm"] == arm for row in document["rows"])]
+    with _tasks(options, replace(SMALL if options.tiny else Sizes(), **given), device, text, dtype) as (tasks, _):
+        found = {row["task"] for row in document["rows"]}
+        if found - {task.name for task in tasks}:
+            raise SystemExit(f"{options.into} has the tasks {', '.join(sorted(found))}: --model names that of lora")
+        times = run_alone([task for task in tasks if task.name in found], arms, options.timed_steps)
+    return with_times(document, times | {"machine": harness.machine(device.torch_device.type)})
 
 
 def _together(options: argparse.Namespace, keep: Path) -> list[Row]:
@@ -604,7 +672,8 @@ def show(document: Row) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--part", choices=("experiment", "cost", "all"), default="all")
+    parser.add_argument("--part", choices=("experiment", "cost", "times", "all"), default="all")
+    parser.add_argument("--into", type=Path, help="with --part times: the result whose times are taken again")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--tiny", action="store_true", help="toy sizes")
     parser.add_argument("--model", type=Path, help="SmolLM2-135M, a folder or a GGUF file; without it only task (b)")
@@ -615,20 +684,24 @@ def main() -> None:
     parser.add_argument("--arms", type=lambda names: names.split(","), default=list(ARMS), help=", ".join(ARMS))
     parser.add_argument("--together", action="store_true", help="a process for each arm; times are taken apart, alone")
     parser.add_argument("--alone", dest="together", action="store_false")
-    parser.add_argument("--timed-steps", type=int, default=10, help="with --together: steps that times are taken over")
+    parser.add_argument(
+        "--timed-steps", type=int, default=10, help="the least steps that times are taken over; whole intervals"
+    )
     parser.add_argument("--keep", type=Path, help="a folder that keeps every row; a run that was cut goes on from it")
     parser.add_argument("--budget", type=float, help="damage budget of dynamic_impact, in units of loss")
     parser.add_argument("--output", type=Path)
     arguments = parser.parse_args()
     if arguments.device == "cpu" and not arguments.tiny:
         parser.error("--device cpu goes with --tiny: the simulated device measures nothing")
+    if (arguments.part == "times") != (arguments.into is not None):
+        parser.error("--part times and --into go together: it puts times into a result that is there")
     sizes = SMALL if arguments.tiny else Sizes()
     given = {key: value for key, value in vars(arguments).items() if key in vars(sizes) and value is not None}
     sizes = replace(sizes, **given)
     device: StreamDevice = CudaDevice("cuda") if arguments.device == "cuda" else SimulatedDevice()
     document = measure(arguments, sizes, device)
     name = "selective_precision_" + (document["machine"].get("gpu", "simulated").lower().replace(" ", "_"))
-    print(harness.save(name, document, arguments.output))
+    print(harness.save(name, document, arguments.output or arguments.into))
     show(document)
 
 

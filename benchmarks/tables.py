@@ -15,6 +15,7 @@ from typing import Any
 RESULTS = Path(__file__).parent / "results"
 CPU_FORMATS = ("int8_row", "q4_0_gguf", "mxfp4", "bfloat16")
 STREAMED = {"bf16": "BF16", "int8": "INT8", "mix60": "60% INT8"}
+TASKS = {"lora": "adapters", "full": "all weights"}
 GPU_FORMATS = ("int8_row", "int8_g128", "fp8_e4m3_row", "mxfp4")
 
 
@@ -120,6 +121,24 @@ def streaming_table() -> str:
     return "\n".join(lines)
 
 
+def selective_table() -> str:
+    """Fine-tuning in seven arms: the loss, its distance from BF16 seed by seed, and the bytes that crossed."""
+    lines = [
+        "| trained | arm | validation loss, mean (lowest to highest seed) | above BF16, same seed | MB sent a step "
+        "| of BF16's |",
+        "|---|---|---|---|---|---|",
+    ]
+    rows = _read("selective_precision_nvidia_h200")["arms"]
+    whole = {row["task"]: row["bytes_h2d_per_step"] for row in rows if row["arm"] == "bf16"}
+    for row in rows:
+        loss = f"{row['loss_mean']:.4f} ({row['loss_min']:.4f} to {row['loss_max']:.4f})"
+        apart = f"{row['above_bf16_mean']:+.4f} ({row['above_bf16_min']:+.4f} to {row['above_bf16_max']:+.4f})"
+        sent = row["bytes_h2d_per_step"]
+        cells = [TASKS[row["task"]], row["arm"], loss, "" if row["arm"] == "bf16" else apart, f"{sent / 1e6:.1f}"]
+        lines.append("| " + " | ".join([*cells, f"{sent / whole[row['task']]:.0%}"]) + " |")
+    return "\n".join(lines)
+
+
 def fp8_linear_table() -> str:
     """One linear layer forward and backward, casts included, by the tensorwise recipe."""
     lines = [
@@ -145,17 +164,59 @@ def fp8_cast_table() -> str:
 
 
 def fp8_layers_table() -> str:
-    """Two llama layers, compiled, forward and backward."""
+    """Two llama layers, compiled, forward and backward, at token counts that the policy was measured at."""
     lines = [
-        "| tokens | BF16, ms | all FP8 | adaptive | torchao tensorwise | torchao rowwise |",
-        "|---|---|---|---|---|---|",
+        "| layers | run | tokens | BF16, ms | all FP8 | adaptive | torchao tensorwise | torchao rowwise |",
+        "|---|---|---|---|---|---|---|---|",
     ]
-    for row in sorted(_read("fp8_layers_nvidia_h200")["rows"], key=lambda row: row["tokens"]):
-        cells = [f"{row['tokens']:,}", f"{row['arms']['bf16']['median_ms']:.2f}"]
-        for name in ("full", "adaptive", "torchao tensorwise", "torchao rowwise"):
-            ratio = row["arms"][name]["ratio"]
-            cells.append(f"{ratio['speedup']:.2f}x ({ratio['low']:.2f} to {ratio['high']:.2f})")
+    for row in _layer_rows("measured"):
+        cells = [*_layer_cells(row), f"{row['arms']['bf16']['median_ms']:.2f}"]
+        cells += [_times(row["arms"].get(name)) for name in ("full", "adaptive")]
+        cells += [_times(row["arms"].get(f"torchao {name}")) for name in ("tensorwise", "rowwise")]
         lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def fp8_held_out_table() -> str:
+    """The same at counts and for sizes that the policy does not know."""
+    lines = [
+        "| not known | layers | run | tokens | all FP8 | adaptive | adaptive over the better |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for part, unknown in (("held-out", "count"), ("shapes", "layers")):
+        for row in _layer_rows(part):
+            cells = [unknown, *_layer_cells(row)]
+            cells += [_times(row["arms"].get(name)) for name in ("full", "adaptive")]
+            lines.append("| " + " | ".join([*cells, f"{row['best']['ratio']['speedup']:.3f}"]) + " |")
+    return "\n".join(lines)
+
+
+def _layer_rows(part: str) -> list[dict[str, Any]]:
+    rows = [row for row in _read("fp8_layers_nvidia_h200")["rows"] if row["part"] == part]
+    return sorted(rows, key=lambda row: (row["size"], row["timing"], row["tokens"]))
+
+
+def _layer_cells(row: dict[str, Any]) -> list[str]:
+    hidden, _, width = row["size"].removeprefix("h").partition("_ffn")
+    run = {"graph": "as a CUDA graph", "eager": "without"}[row["timing"]]
+    return [f"{hidden} x {width}", run, f"{row['tokens']:,}"]
+
+
+def _times(arm: dict[str, Any] | None) -> str:
+    if arm is None:
+        return ""
+    ratio = arm.get("ratio")
+    return f"{ratio['speedup']:.2f}x ({ratio['low']:.2f} to {ratio['high']:.2f})" if ratio else arm["status"]
+
+
+def fp8_training_table() -> str:
+    """The last losses of a model trained from scratch."""
+    document = _read("fp8_training_nvidia_h200")
+    lines = ["| arm | layers in FP8 | last loss, mean | of seeds |", "|---|---|---|---|"]
+    for arm, found in document["losses"].items():
+        mine = [run for run in document["runs"] if run["arm"] == arm]
+        each = ", ".join(f"{run['last_loss']:.4f}" for run in mine)
+        lines.append(f"| {arm} | {mine[0]['fp8_layers']} | {found['mean']:.4f} | {each} |")
     return "\n".join(lines)
 
 
@@ -223,6 +284,7 @@ PLACES = {  # page: its tables
     "docs/quality.md": (quality_table, grid_table),
     "docs/manifest.md": (fused_table, auto_table),
     "docs/streaming.md": (streaming_table,),
+    "docs/selective-precision.md": (selective_table,),
     "docs/adaptive-fp8.md": (fp8_linear_table, fp8_cast_table, fp8_layers_table, fp8_grouped_table),
     "docs/trees.md": (trees_table,),
 }

@@ -8,6 +8,7 @@ from dataclasses import fields
 from pathlib import Path
 
 import pytest
+import torch
 from torch import nn
 
 import bitplan
@@ -24,6 +25,8 @@ from bitplan.plan.selective_state import PolicyState, load_state
 from bitplan.records import read_json
 from bitplan.report.page import build_sections
 from bitplan.report.read import read_records
+from bitplan.runtime import training_state
+from bitplan.runtime.host_training import AdamWSettings
 from bitplan.runtime.precision_telemetry import PrecisionStepMetrics
 from bitplan.runtime.selective_precision import SelectivePrecisionPolicy
 from bitplan.runtime.stream_blocks import stream_blocks
@@ -127,6 +130,24 @@ def test_selective_state(example, tmp_path):
         assert policy.state_dict() == document | {"policy": inner | {"config": config.to_document()}}
 
 
+def test_stream_state(example):
+    document = read_json(example("stream-state"))
+    layer = nn.Linear(4, 4)
+    layer.bias.requires_grad_(False)
+    master, first, second = (torch.full((4, 4), value) for value in (0.5, 0.25, 0.125))
+    tensors = {"0.weight.master": master, "0.weight.exp_avg": first, "0.weight.exp_avg_sq": second}
+    optimizer = AdamWSettings(lr=0.01)
+    with stream_blocks(
+        nn.Sequential(layer), "*", device="cpu", train="weights", optimizer=optimizer, slots=2
+    ) as stream:
+        stream.load_state_dict({**document, "tensors": tensors})
+        found = stream.state_dict()
+    assert {key: torch.equal(one, tensors[key]) for key, one in found.pop("tensors").items()} == dict.fromkeys(
+        tensors, True
+    )
+    assert found == document
+
+
 def test_drift(example):
     assert [line["name"] for line in read_drift(example("drift"))] == ["up.weight"]
 
@@ -169,6 +190,7 @@ def keys_written(name, tmp_path):
         "plan": plan._TENSOR_KEYS,
         "selective-config": [field.name for field in fields(SelectivePrecisionConfig)],
         "selective-telemetry": [field.name for field in fields(PrecisionStepMetrics)],
+        "stream-state": [*training_state._KEYS, training_state.METADATA],
         "stream-telemetry": [field.name for field in fields(StepStats)],
         "fp8-report": [*fp8_report._HEAD_KEYS, *fp8_report._ROW_KEYS, *fp8_report.FINGERPRINT_KEYS],
         "fp8-policy": [*fp8_bands._RULE_KEYS, *fp8_bands._POINT_KEYS],
@@ -185,6 +207,7 @@ def keys_written(name, tmp_path):
         "plan",
         "selective-config",
         "selective-telemetry",
+        "stream-state",
         "stream-telemetry",
         "drift",
         "fp8-report",

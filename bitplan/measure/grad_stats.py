@@ -22,6 +22,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -45,7 +46,7 @@ class _Step:
     rows: list[tuple[list[str], Tensor]] = field(default_factory=list)
     parts: dict[str, list[Parts]] = field(default_factory=dict)
     missing: list[str] = field(default_factory=list)
-    impacts: dict[tuple[str, str], Tensor] = field(default_factory=dict)
+    impacts: list[tuple[Tensor, _Share]] = field(default_factory=list)
 
     @property
     def blocks(self) -> set[str]:
@@ -61,6 +62,14 @@ class _Step:
         self.parts = {}
 
 
+class _Share(NamedTuple):
+    """What a measured number adds to, and how many times it counts."""
+
+    block: str
+    precision: str
+    scale: float
+
+
 @dataclass(frozen=True)
 class _Sent:
     """A step that is closed: its numbers are on their way to the host."""
@@ -68,7 +77,7 @@ class _Sent:
     step_id: int
     names: list[list[str]]
     missing: list[str]
-    impacts: list[tuple[str, str]]
+    impacts: list[_Share]
     copies: list[_Copy]
 
     def read(self, blocks: tuple[str, ...]) -> StepStats:
@@ -79,8 +88,9 @@ class _Sent:
             for at, name in enumerate(names):
                 raw[name] = RawGradStats(*flat[3 * at : 3 * at + 3])
         impacts: dict[str, dict[str, float]] = {}
-        for block, precision in self.impacts:
-            impacts.setdefault(block, {})[precision] = next(figures)[0]
+        for block, precision, scale in self.impacts:
+            row = impacts.setdefault(block, {})
+            row[precision] = row.get(precision, 0.0) + scale * next(figures)[0]
         return compare_blocks(self.step_id, {name: raw[name] for name in blocks}, impacts)
 
 
@@ -137,11 +147,13 @@ class GradStatsCollector:
         for grad in self._present(block, [gradient]):
             self._open.parts.setdefault(block, []).append(reduce_parts([[grad]]))
 
-    def add_impact(self, block: str, precision: str, impact: Tensor) -> None:
-        """Add to a unit's loss impact in this step: a tensor of one number, as `loss_impact` gives; it stays there."""
+    def add_impact(self, block: str, precision: str, impact: Tensor, scale: float = 1.0) -> None:
+        """Add `scale` times a tensor of one number, as `loss_impact` gives, to a unit's loss impact in this step.
+
+        The numbers are added up on the host, when they are read: a kernel for each sum would cost more than it.
+        """
         self._require_known(block)
-        key, value = (block, precision), impact.detach().reshape(())
-        self._open.impacts[key] = self._open.impacts[key] + value if key in self._open.impacts else value
+        self._open.impacts.append((impact.detach().reshape(()), _Share(block, precision, scale)))
 
     @torch.no_grad()
     def end_step(self, step_id: int) -> None:
@@ -150,8 +162,9 @@ class GradStatsCollector:
         step.join_parts()
         done = step.blocks
         missing = [*step.missing, *(name for name in self.blocks if name not in done)]
-        copies = _send([*(rows for _, rows in step.rows), *step.impacts.values()])
-        self._sent.append(_Sent(step_id, [names for names, _ in step.rows], missing, [*step.impacts], copies))
+        copies = _send([*(rows for _, rows in step.rows), *(impact for impact, _ in step.impacts)])
+        shares = [share for _, share in step.impacts]
+        self._sent.append(_Sent(step_id, [names for names, _ in step.rows], missing, shares, copies))
 
     def drop_step(self) -> None:
         """Forget the step under way, as after an error in it."""
@@ -201,17 +214,11 @@ def loss_impact(grad_output: Tensor, inputs: Tensor, weight: Tensor, weight_hat:
 
 
 @torch.no_grad()
-def impact_of(grad_output: Tensor, inputs: Tensor, difference: Tensor, max_tokens: int = 0) -> Tensor:
-    """<dL/dy, difference x>, from evenly spaced rows where there are more than `max_tokens` (0: from all).
-
-    A sample is scaled to all rows: its mean is right, its spread larger. The product is made in the type of the inputs.
-    """
+def impact_of(grad_output: Tensor, inputs: Tensor, difference: Tensor) -> Tensor:
+    """<dL/dy, difference x>; the product is made in the type of the inputs, and summed in float32."""
     inputs = inputs.detach().reshape(-1, inputs.shape[-1])
-    grad_output = grad_output.reshape(inputs.shape[0], -1)
-    stride = -(-len(inputs) // max_tokens) if max_tokens else 1
-    scale = len(inputs) / max(1, -(-len(inputs) // stride))
-    moved = linear_in_fast_type(inputs[::stride], difference)
-    return (grad_output[::stride].float() * moved.float()).sum() * scale
+    moved = linear_in_fast_type(inputs, difference)
+    return (grad_output.reshape(inputs.shape[0], -1).float() * moved).sum()
 
 
 def _gradients(source: Gradients) -> Iterable[Tensor | None]:
@@ -227,7 +234,7 @@ def _send(tensors: list[Tensor]) -> list[_Copy]:
         groups.setdefault(tensor.device, []).append(at)
     copies = []
     for device, places in groups.items():
-        numbers = torch.cat([tensors[at].reshape(-1).double() for at in places])
+        numbers = torch.cat([tensors[at].reshape(-1) for at in places]).double()
         event = None
         if device.type == "cuda":
             numbers = numbers.to("cpu", non_blocking=True)  # into pinned memory

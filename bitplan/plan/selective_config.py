@@ -61,6 +61,7 @@ class SelectivePrecisionConfig:
     damage_budget: float = 0.01
     impact_steps: int = 1
     impact_tokens: int = 1024
+    impact_turns: int = 4
     low_precisions: tuple[str, ...] = ("int8",)
     int8_format: str = "int8_row"
     fp8_format: str = "fp8_e4m3_row"
@@ -198,6 +199,7 @@ KINDS: Mapping[str, Kind] = {
     "damage_budget": _POSITIVE,
     "impact_steps": _COUNT,
     "impact_tokens": _STEPS,
+    "impact_turns": _COUNT,
     "low_precisions": _formats("int8", "fp8"),
     "int8_format": NAME,
     "fp8_format": NAME,

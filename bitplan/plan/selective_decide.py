@@ -276,7 +276,7 @@ def _by_impact(
             decided[name] = Decision("bf16", f"{why}: bf16")
         elif cost is None and not forced:
             precision = None if unit.precision is None else unit.precision if not is_low else "bf16"
-            decided[name] = Decision(precision, _why_unscored(state, name))
+            decided[name] = Decision(precision, _why_unmeasured(state, name))
         else:
             backing_off = not is_low and _backing_off(unit, step)
             locked = bool(forced) or _cooling(_since(unit, step), config) or backing_off
@@ -353,6 +353,14 @@ def _why_unscored(state: PolicyState, name: str) -> str:
     counts = Counter(step.excluded[name] for step in state.history if name in step.excluded)
     told = ", ".join(f"{count} {why}" for why, count in sorted(counts.items())) or "none collected"
     return f"no usable gradient in the last {len(state.history)} steps ({told}): no score, no change"
+
+
+def _why_unmeasured(state: PolicyState, name: str) -> str:
+    """A unit without an impact: it was not its turn, or there was nothing usable."""
+    score = state.units[name].score
+    if score is None or any(name in step.excluded for step in state.history):
+        return _why_unscored(state, name)
+    return f"damage {score:.3g} in loss when last measured, and not measured before this update: no change"
 
 
 def _bytes_saved(evidence: Evidence, name: str, precision: str | None) -> int:

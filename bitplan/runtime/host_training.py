@@ -19,6 +19,7 @@ import math
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -46,6 +47,14 @@ class AdamWSettings:
     weight_decay: float = 0.01
 
 
+class Trained(NamedTuple):
+    """One parameter's training: its master, AdamW's two moments (None before the first step), and how many steps."""
+
+    master: Tensor
+    moments: tuple[Tensor, Tensor] | None
+    steps: int
+
+
 class HostTraining:
     """Masters, gradients and optimizer of the streamed weights that require gradients."""
 
@@ -57,7 +66,8 @@ class HostTraining:
         timeout_s: float = WAIT_TIMEOUT_S,
         max_norm: float | None = None,
     ) -> None:
-        self._device, self._timeout_s, self._max_norm = device, timeout_s, max_norm
+        self._device, self._timeout_s = device, timeout_s
+        self.settings, self.max_norm = settings, max_norm
         self.lr = settings.lr  # of all blocks, from the next update on; for a schedule
         self.gradient_norm: float | None = None  # before clipping, in the last step that was clipped or measured
         self.stores: dict[str, dict[str, WeightStore]] = {}
@@ -191,8 +201,8 @@ class HostTraining:
                 check_step()  # first: what is wrong in forward is wrong in every gradient after it
                 if found is None and not arrived:
                     found = TransferError(f"step {step}: the gradient thread has died; no master was changed")
-                if found is None and self._max_norm is not None:
-                    self._scale(self._max_norm, (), step)
+                if found is None and self.max_norm is not None:
+                    self._scale(self.max_norm, (), step)
             except Exception as error:
                 found = _named(error, f"step {step}")
             self.failure = self.failure or found
@@ -251,12 +261,51 @@ class HostTraining:
                     if parameter.data_ptr() != master.data_ptr():
                         parameter.data.copy_(master)
 
+    # ---- checkpoints -------------------------------------------------------------------------------------------------
+
+    def trained(self) -> dict[str, Trained]:
+        """Every trained parameter by full name, as it is now; call `finish` first, for updates write these tensors."""
+        return {
+            f"{block}.{name}": self._trained(self._optimizers[block], master)
+            for block, masters in self._masters.items()
+            for name, master in masters.items()
+        }
+
+    def _trained(self, optimizer: torch.optim.AdamW, master: Tensor) -> Trained:
+        state = optimizer.state.get(master)
+        if not state:
+            return Trained(master.detach(), None, 0)
+        return Trained(master.detach(), (state["exp_avg"], state["exp_avg_sq"]), int(state["step"]))
+
+    def restore(self, trained: Mapping[str, Trained], lr: float, *, copies: bool) -> None:
+        """Be what was saved; nothing may be under way. copies: False where nobody else holds the moments."""
+        self._drop_gradients()
+        self._fresh = {}
+        self.lr, self.gradient_norm = lr, None
+        for block, masters in self._masters.items():
+            state = self._optimizers[block].state
+            for name, master in masters.items():
+                saved = trained[f"{block}.{name}"]
+                self.stores[block][name].update(saved.master)
+                state.pop(master, None)
+                if saved.moments is not None:
+                    first, second = (_laid_out_as(master, moment, copies) for moment in saved.moments)
+                    steps = torch.tensor(float(saved.steps), dtype=torch.float32)  # as the fused AdamW counts
+                    state[master] = {"step": steps, "exp_avg": first, "exp_avg_sq": second}
+
     def close(self) -> None:
         for worker in (self._gradients, self._updates):
             worker.stop(self._timeout_s)
         if self._staging.nbytes:
             self._device.unpin(self._staging)
             self._staging = exact_buffer(0)
+
+
+def _laid_out_as(master: Tensor, moment: Tensor, copies: bool) -> Tensor:
+    """The moment itself where it lies as its master does, which the fused AdamW needs; else a copy that does."""
+    if not copies and moment.device == master.device and moment.stride() == master.stride():
+        return moment.detach()
+    return torch.empty_like(master).copy_(moment.detach())
 
 
 def _named(error: Exception, what: str) -> Exception:

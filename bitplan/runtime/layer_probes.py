@@ -1,17 +1,20 @@
 """LayerProbes: what the policy sees of a streamed model, by ordinary module hooks.
 
-    impact    on the steps before an update: <dL/dy, (W - W_hat) x> of every layer, on frozen weights too
+    impact    on the steps before an update: <dL/dy, (W - W_hat) x> of layers in their turn, on frozen weights too
     gradient  of streamed weights that are trained: they leave the device during backward, so they are measured there
     backward  the first gradient that reaches the last block: the conductor's phase begins
 
-For an impact, x and W are needed when dL/dy arrives, and a streamed W is gone by then. So an identity stands behind the
-layer's output and saves both for backward: a saved streamed weight is a place, which the stream brings back with its
-block (`saved_weights`), and under checkpointing everything is recomputed as ever. Nothing is held that autograd
-would not hold, nothing waits for the device, and the numbers of the step are the same with and without.
+For an impact, x and W are needed when dL/dy arrives, and a streamed W is gone by then. So a hook on the layer's output
+keeps both as autograd keeps what it saves, by the saved-tensor hooks that are active there: a streamed weight becomes a
+place, which the stream brings back with its block (`saved_weights`), and under checkpointing everything is recomputed
+as ever. Of x only a copy of the rows is kept that are measured. Nothing waits for the device, and the numbers of the
+step are the same with and without.
 
-A unit that is low on this step has W_hat on the device and W on the host only. W is then sent along, and because that
-costs a copy, one low unit in eight is measured at a time; for the others the last figure stands. A unit with a weight
-whose product cannot be seen has no impact at all: a part of its damage would pass for all of it.
+What it costs is the product with the sampled rows and about six passes over the weight, so not every unit is measured
+before every update: before the first one all are, and from then on one in `impact_turns`. For the others the last
+figure stands while they are low, and nothing changes while they are bf16. A unit that is low on this step has W_hat on
+the device and W on the host only. W is then sent along, and because that costs a copy, of those it is one in eight. A
+unit with a weight whose product cannot be seen has no impact at all: a part of its damage would pass for all of it.
 """
 
 from __future__ import annotations
@@ -25,8 +28,10 @@ from torch.utils.hooks import RemovableHandle
 
 from bitplan.kernels.host_copy import to_device
 from bitplan.measure.grad_stats import GradStatsCollector, impact_of
+from bitplan.measure.row_sample import sample_rows
 from bitplan.measure.weight_error import rounding_error
 from bitplan.runtime.precision_units import LinearPlace, PrecisionUnits, Weight, high_or_low
+from bitplan.runtime.saved_weights import outer_hooks
 
 LOW_UNITS_IN_TURN = 8
 
@@ -40,7 +45,9 @@ class LayerProbes:
         self._blind: set[str] = set()  # their units
         self._precisions: Mapping[str, str] | None = None  # of a watched step
         self._lows: tuple[str, ...] = ()
-        self._turn = 0
+        self._due: frozenset[str] = frozenset()  # units whose turn it is
+        self._step = 0
+        self._rows: dict[tuple[int, torch.device], Tensor | None] = {}  # of this step: which of so many
         self._handles: list[RemovableHandle] = []
 
     # ---- hooks -------------------------------------------------------------------------------------------------------
@@ -59,9 +66,8 @@ class LayerProbes:
         """Measure impacts on watched steps."""
         places, self.unseen = self.units.linear_places()
         self._blind = {weight.unit for weight in self.units.weights if weight.full_name in self.unseen}
-        turns = {unit: index % LOW_UNITS_IN_TURN for index, unit in enumerate(self.units.names)}
         for place in places:
-            hook = self._impact_hook(turns[place.weight.unit], place)
+            hook = self._impact_hook(place)
             self._handles.append(place.module.register_forward_hook(hook, with_kwargs=True))
 
     def close(self) -> None:
@@ -71,9 +77,19 @@ class LayerProbes:
 
     # ---- steps -------------------------------------------------------------------------------------------------------
 
-    def watch(self, precisions: Mapping[str, str], lows: tuple[str, ...], turn: int) -> None:
-        """Measure this step's gradients, and impacts of `lows`, the precisions a unit might get (none: not now)."""
-        self._precisions, self._lows, self._turn = precisions, lows, turn
+    def watch(self, precisions: Mapping[str, str], lows: tuple[str, ...], step: int, *, all_high: bool) -> None:
+        """Measure this step's gradients, and impacts of `lows`, the precisions a unit might get (none: not now).
+
+        all_high: of all units that are bf16, not only of those whose turn it is.
+        """
+        self._precisions, self._lows, self._step, self._rows = precisions, lows, step, {}
+        config = self.units.config
+        turn, turns = step // config.update_interval_steps, {"bf16": 1 if all_high else config.impact_turns}
+        self._due = frozenset(
+            unit
+            for index, unit in enumerate(self.units.names)
+            if lows and (index - turn) % turns.get(precisions[unit], LOW_UNITS_IN_TURN) == 0
+        )
 
     def sleep(self) -> None:
         """Nothing is measured until the next `watch`: between steps, and while a probe batch runs."""
@@ -98,59 +114,67 @@ class LayerProbes:
 
         return before
 
-    def _impact_hook(self, turn: int, place: LinearPlace) -> Callable[..., Tensor | None]:
-        def after(module: nn.Module, args: Any, kwargs: Any, output: Any) -> Tensor | None:
-            if self._precisions is None or not self._lows or not torch.is_grad_enabled():
-                return None
-            unit = place.weight.unit
-            is_low = self._precisions[unit] != "bf16"
-            if unit in self._blind or (is_low and turn != self._turn % LOW_UNITS_IN_TURN):
-                return None
+    def _impact_hook(self, place: LinearPlace) -> Callable[..., None]:
+        unit = place.weight.unit
+
+        def after(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+            if self._precisions is None or unit not in self._due or unit in self._blind or not torch.is_grad_enabled():
+                return
             inputs, weight = first_tensor([*args, *kwargs.values()]), module._parameters[place.local]
             if not (isinstance(output, Tensor) and output.requires_grad and inputs is not None and weight is not None):
-                return None
+                return
             if tuple(weight.shape) != (output.shape[-1], inputs.shape[-1]):
                 shapes = (
                     f"{tuple(weight.shape)} with an input of {inputs.shape[-1]} and an output of {output.shape[-1]}"
                 )
                 self.unseen[place.weight.full_name] = f"it does not compute W x: {shapes}"
                 self._blind.add(unit)
-                return None
-            measure = self._measure(place.weight, is_low)
-            probed: Tensor = _Probe.apply(output, inputs, weight.detach(), measure)  # type: ignore[no-untyped-call]
-            return probed
+                return
+            flat = inputs.detach().reshape(-1, inputs.shape[-1])
+            rows = self._sample(len(flat), flat.device)
+            # A copy, also of all rows: the input may be changed in place later, which autograd would not mind here.
+            kept = _Kept(flat.clone() if rows is None else flat.index_select(0, rows), weight.detach())
+            measure = self._measure(place.weight, self._precisions[unit] != "bf16", rows)
+            output.register_hook(lambda gradient: measure(gradient, kept))
 
         return after
 
-    def _measure(self, weight: Weight, is_low: bool) -> Callable[[Tensor, Tensor, Tensor], None]:
+    def _sample(self, count: int, device: torch.device) -> Tensor | None:
+        """Which of so many rows count in this step, the same ones for every layer; None: all of them."""
+        key = (count, device)
+        if key not in self._rows:
+            rows = sample_rows(count, self.units.config.impact_tokens, f"step {self._step}")
+            self._rows[key] = None if rows is None else to_device(torch.tensor(rows), device)
+        return self._rows[key]
+
+    def _measure(self, weight: Weight, is_low: bool, rows: Tensor | None) -> Callable[[Tensor, _Kept], None]:
         config, lows = self.units.config, self._lows
 
-        def measure(grad_output: Tensor, inputs: Tensor, on_device: Tensor) -> None:
+        def measure(gradient: Tensor, kept: _Kept) -> None:
+            inputs, on_device = kept.take()
             if weight.unit in self._blind:  # known only now, from another of its layers
                 return
+            flat = gradient.reshape(-1, gradient.shape[-1])
+            scale = 1.0 if rows is None else len(flat) / len(rows)
+            flat = flat if rows is None else flat.index_select(0, rows)
             true = to_device(self.units.truth(weight), on_device.device) if is_low else on_device
             for precision in lows:
                 difference = rounding_error(true, high_or_low(config, precision, weight.dtype))
-                impact = impact_of(grad_output, inputs, difference, config.impact_tokens)
-                self.collector.add_impact(weight.unit, precision, impact)
+                self.collector.add_impact(weight.unit, precision, impact_of(flat, inputs, difference), scale)
 
         return measure
 
 
-class _Probe(torch.autograd.Function):
-    """The identity; when the gradient comes by, it is measured against the input and the weight."""
+class _Kept:
+    """Tensors for a hook in backward, kept as autograd would keep them at this place, and let go when taken."""
 
-    @staticmethod
-    def forward(ctx: Any, output: Tensor, inputs: Tensor, weight: Tensor, measure: Callable[..., None]) -> Tensor:
-        ctx.save_for_backward(inputs, weight)
-        ctx.measure = measure
-        return output.clone()  # a view could not be changed in place by whoever comes next
+    def __init__(self, *tensors: Tensor) -> None:
+        self._hooks = outer_hooks()
+        self._kept: list[Any] = [one if self._hooks is None else self._hooks[0](one) for one in tensors]
 
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
-        inputs, weight = ctx.saved_tensors
-        ctx.measure(gradients[0], inputs, weight)
-        return gradients[0], None, None, None
+    def take(self) -> list[Tensor]:
+        kept, self._kept = self._kept, []
+        return [one if self._hooks is None else self._hooks[1](one) for one in kept]
 
 
 def first_tensor(found: Any) -> Tensor | None:

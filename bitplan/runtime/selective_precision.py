@@ -165,7 +165,9 @@ class SelectivePrecisionPolicy:
         self._apply(step)
         self._step = step
         self.conductor.begin_step(step, current_hints(self.state, step, self.config))
-        self.probes.watch(self.precisions, self._lows_to_measure(step), step // self.config.update_interval_steps)
+        self.probes.watch(
+            self.precisions, self._lows_to_measure(step), step, all_high=self.state.last_update_step is None
+        )
 
     def collect_block_grad_stats(self) -> None:
         """After backward, before the optimizer: enqueue the statistics of this step's gradients."""

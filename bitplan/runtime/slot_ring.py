@@ -11,7 +11,7 @@ The copy stream waits for that mark; the host never does.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -85,20 +85,36 @@ class SlotRing:
         slot = self._by_storage.get(storage)
         return None if slot is None or slot.block is None else (slot.block, False)
 
-    def forget(self) -> None:
-        """Every block must be loaded again: the host's bytes changed, or a step broke off."""
+    def forget(self, blocks: Collection[int] | None = None) -> None:
+        """Blocks (None: all) must be loaded again: the host's bytes changed, or a step broke off."""
         for slot in [*self.slots, *self.resident.values()]:
-            slot.block = slot.transfer = None
+            if blocks is None or slot.block in blocks:
+                slot.block = slot.transfer = None
+
+    def resize_resident(self, block: int, nbytes: int) -> None:
+        """Another buffer for a resident block, empty; the copies into the old one are done or waited for."""
+        old = self.resident.pop(block)
+        self._release(old)
+        self._buffers = [buffer for buffer in self._buffers if buffer is not old.buffer]
+        self.device.give_back(old.buffer)
+        del self._by_storage[old.buffer.untyped_storage().data_ptr()]
+        del old  # before the new one: the two need not fit together
+        slot = Slot(self._buffer(nbytes, f"resident block {block}"), self.device.mark())
+        self.resident[block], self.resident_bytes[block] = slot, nbytes
+        self._by_storage[slot.buffer.untyped_storage().data_ptr()] = slot
 
     def close(self) -> None:
         """Give the memory back; whoever gets it next comes after the copies that still run."""
         for slot in [*getattr(self, "slots", []), *getattr(self, "resident", {}).values()]:
-            if slot.transfer is not None and slot.transfer.copied is not None:
-                self.device.wait(slot.transfer.copied)
+            self._release(slot)
         for buffer in self._buffers:
             self.device.give_back(buffer)
         self._buffers = []
         self.slots, self.resident = [], {}
+
+    def _release(self, slot: Slot) -> None:
+        if slot.transfer is not None and slot.transfer.copied is not None:
+            self.device.wait(slot.transfer.copied)
 
     def _buffer(self, nbytes: int, what: str) -> Tensor:
         buffer = self.device.allocate(nbytes, what)

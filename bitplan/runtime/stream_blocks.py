@@ -16,7 +16,7 @@ places instead of weights (`saved_weights`). Weights and formats change at step 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, Self
@@ -24,6 +24,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
+from bitplan.errors import FormatError
 from bitplan.formats.codec import check_whole_blocks
 from bitplan.plan.conductor import Pressure, RuntimeLimitHints
 from bitplan.runtime.activation_offload import ActivationOffload
@@ -35,10 +36,11 @@ from bitplan.runtime.finite_check import FiniteCheck
 from bitplan.runtime.host_blocks import HostKind, open_host
 from bitplan.runtime.host_training import AdamWSettings, HostTraining
 from bitplan.runtime.saved_weights import check_torch, save_weights_by_place
-from bitplan.runtime.stream_errors import StreamError
+from bitplan.runtime.stream_errors import StreamError, StreamStateError
 from bitplan.runtime.stream_options import StreamOptions, check_norm
 from bitplan.runtime.stream_telemetry import StepRecorder, StreamStats, Telemetry
 from bitplan.runtime.streamed_blocks import STREAMED, StreamedBlock, Train, find_blocks, move_resident
+from bitplan.runtime.training_state import load_training, read_training, training_document, write_training
 from bitplan.runtime.transfers import WAIT_TIMEOUT_S, Transfer
 from bitplan.runtime.weight_loader import Slots, WeightLoader
 
@@ -127,7 +129,7 @@ class BlockStream:
         try:
             move_resident(model, blocks, device.torch_device)
             self._finite = FiniteCheck(device, names) if options.check_finite else None
-            self._allocate(layouts)
+            self._allocate(layouts, names)
             for name in names:
                 self._put(name)
         except BaseException:
@@ -207,15 +209,23 @@ class BlockStream:
         return self.training.clip(max_norm, list(also), self._step)
 
     def synchronize(self) -> None:
-        """Wait for updates that are under way, and raise what went wrong in them or in earlier steps."""
+        """Wait for updates that are under way, and raise what went wrong in them or in earlier steps.
+
+        The model's own Parameters are then the weights as they were trained: read them, or save the model.
+        """
         if self.training is not None:
             self.training.finish()
         self._raise_failures(wait=True)
+        if self.training is not None:
+            self.training.write_back(self._by_name)
 
     def set_formats(self, formats: Formats) -> None:
         """Other formats from the next begin_step on; what a mapping does not name stays as it is."""
         self._check_open()
-        chosen = resolve_formats(formats, self._specs, self._pending_formats or self._formats)
+        self._pending_formats = self._fitting_formats(formats, self._pending_formats or self._formats)
+
+    def _fitting_formats(self, formats: Formats, current: BlockFormats) -> BlockFormats:
+        chosen = resolve_formats(formats, self._specs, current)
         layouts, slot_bytes = self._lay_out(chosen), self._options.slot_bytes
         for name, layout in zip(self._by_name, layouts, strict=True):
             if slot_bytes is not None and layout.nbytes > slot_bytes:
@@ -223,7 +233,7 @@ class BlockStream:
                     f"{name} would take {layout.nbytes} bytes and a slot has {slot_bytes}: it fits no slot; "
                     "stream with larger slot_bytes, or choose smaller formats"
                 )
-        self._pending_formats = chosen
+        return chosen
 
     def set_limits(self, hints: RuntimeLimitHints) -> None:
         """Move no more, and no further ahead, than a conductor allows, from now until the next begin_step.
@@ -244,7 +254,7 @@ class BlockStream:
     @property
     def formats(self) -> dict[str, str]:
         """The format of every streamed parameter, by full name."""
-        return {f"{block}.{name}": fmt.name for block, names in self._formats.items() for name, fmt in names.items()}
+        return _by_full_name(self._formats)
 
     @property
     def stats(self) -> StreamStats:
@@ -263,6 +273,75 @@ class BlockStream:
             last=self._telemetry.last,
         )
 
+    # ---- checkpoints -------------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """With train="weights": masters, AdamW's moments and settings, formats; see `training_state`. Between steps.
+
+        The tensors are those in use, as in torch: save them, or copy them, before the next end_step.
+        """
+        training = self._require_training("state_dict")
+        if self._step is not None:
+            raise StreamError(f"state_dict: step {self._step} is open; save between end_step and begin_step")
+        self.synchronize()
+        return training_document(training, _by_full_name(self._pending_formats or self._formats))
+
+    def load_state_dict(
+        self,
+        document: Mapping[str, Any],
+        *,
+        accept_optimizer_change: bool = False,
+        where: str = "the state of the streamed weights",
+    ) -> None:
+        """Go on as the saved stream would have; a state of another model or optimizer is refused, and nothing changed.
+
+        accept_optimizer_change: keep the settings and the learning rate that this stream has. A step that was not ended
+        is abandoned.
+        """
+        self._restore(document, where, accept_optimizer_change=accept_optimizer_change, copies=True)
+
+    def save(self, path: str | Path) -> None:
+        """`state_dict` in a safetensors file, whole or not at all."""
+        write_training(path, self.state_dict())
+
+    def load(self, path: str | Path, *, accept_optimizer_change: bool = False) -> None:
+        """`load_state_dict` from a file that `save` wrote."""
+        self._require_training("load")
+        self._restore(load_training(path), str(path), accept_optimizer_change=accept_optimizer_change, copies=False)
+
+    def _restore(self, document: Any, where: str, *, accept_optimizer_change: bool, copies: bool) -> None:
+        training = self._require_training("load_state_dict")
+        state = read_training(
+            document, training, self.formats, where=where, accept_optimizer_change=accept_optimizer_change
+        )
+        try:
+            chosen = self._fitting_formats(state.formats, self._formats)
+        except (StreamError, FormatError) as error:
+            raise StreamStateError(f"{where}: {error}") from None
+        if self._step is not None:
+            self._abandon()
+        self.synchronize()
+        self._loader.wait_for_copies(self._loader.transfers())
+        before, self._pending_formats = self._formats, None
+        try:
+            self._formats = chosen
+            self._allocate(self._lay_out(chosen), list(self._by_name))
+        except BaseException:
+            self._adopt(before, None)
+            raise
+        training.restore(state.trained, state.lr, copies=copies)
+        for name in self._by_name:
+            self._put(name)
+
+    def _require_training(self, call: str) -> HostTraining:
+        self._check_open()
+        if self.training is None:
+            raise StreamError(
+                f"{call}: train={self.train!r} trains nothing on the host; what is trained is in the model's own "
+                "state_dict and in your optimizer's"
+            )
+        return self.training
+
     def close(self) -> None:
         """Give all memory back; the model's blocks lie on the host again, with the weights they have now.
 
@@ -278,6 +357,7 @@ class BlockStream:
         self._is_closed = True
         for block, (had, forward) in zip(self.blocks, self._forwards, strict=True):
             delattr(block.module, STREAMED)
+            del block.module._apply
             if had:
                 block.module.forward = forward
             else:
@@ -342,14 +422,17 @@ class BlockStream:
             raise
 
     def _adopt(self, chosen: BlockFormats, before: BlockFormats | None) -> None:
+        """Other formats, and other bytes on the host for the blocks whose formats they change (before None: all)."""
+        changed = [name for name in self._by_name if before is None or chosen[name] != before[name]]
         self._formats = chosen
-        self._allocate(self._lay_out(chosen))
-        for name in self._by_name:
-            if before is None or chosen[name] != before[name]:
-                self._put(name)
+        self._allocate(self._lay_out(chosen), changed)
+        for name in changed:
+            self._put(name)
 
-    def _allocate(self, layouts: list[BlockLayout]) -> None:
-        self._loader.allocate(layouts, self._options.slots, self._options.slot_bytes, self._options.vram_bytes)
+    def _allocate(self, layouts: list[BlockLayout], changed: Sequence[str]) -> None:
+        options, names = self._options, self._loader.names
+        blocks = {names.index(name) for name in changed}
+        self._loader.allocate(layouts, options.slots, options.slot_bytes, options.vram_bytes, blocks)
 
     def _lay_out(self, formats: BlockFormats) -> list[BlockLayout]:
         for block, names in formats.items():
@@ -376,6 +459,8 @@ class BlockStream:
                 raise
 
         block.module.forward = streamed
+        # `model.to(...)`, as every trainer calls it, passes a streamed block by: moved, it would not be streamed.
+        block.module._apply = lambda *_args, **_options: block.module  # type: ignore[method-assign]
         setattr(block.module, STREAMED, True)
         return had, forward
 
@@ -464,6 +549,10 @@ def _swapped(block: StreamedBlock, weights: Mapping[str, Tensor]) -> Iterator[No
         for one in parameters.values():
             for module, local in one.places:
                 module._parameters[local] = one.parameter
+
+
+def _by_full_name(formats: BlockFormats) -> dict[str, str]:
+    return {f"{block}.{name}": fmt.name for block, names in formats.items() for name, fmt in names.items()}
 
 
 def _needs_grad(value: Any) -> bool:

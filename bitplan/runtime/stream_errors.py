@@ -6,7 +6,7 @@ that a block's own forward raises keeps its type (callers catch torch.OutOfMemor
 
 from __future__ import annotations
 
-from bitplan.errors import BitplanError, NonFiniteError
+from bitplan.errors import BitplanError, FileFormatError, NonFiniteError
 
 
 class StreamError(BitplanError, RuntimeError):
@@ -19,3 +19,7 @@ class TransferError(StreamError):
 
 class BlockNonFiniteError(StreamError, NonFiniteError):
     """NaN or infinity in what a block computed."""
+
+
+class StreamStateError(StreamError, FileFormatError):
+    """A state of streamed weights that cannot be read, or is of another model or optimizer; nothing was changed."""

@@ -4,9 +4,9 @@
     lightning.Trainer(callbacks=[lightning_callback(policy)])
     trainer_callback(policy, scalars=TensorBoardScalars("runs/one"))
 
-Stream the model and make the policy first, then the trainer. Trainers move a whole model to their device when they
-start; a streamed block must stay where it is, so a callback keeps `model.to` from reaching into the blocks until
-training ends. Policy state goes into each checkpoint, and comes back with it.
+Stream the model and make the policy first, then the trainer: streamed blocks stay where they are when a trainer moves
+the model to its device. The policy's state goes into each checkpoint, and comes back with it; so do masters and moments
+where the stream trains the weights (train="weights"), without which only the policy would go on.
 
 None of the libraries is imported until it is asked for.
 """
@@ -18,13 +18,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from torch import nn
-
 from bitplan.plan.selective_config import SelectiveError
 from bitplan.runtime.selective_precision import SelectivePrecisionPolicy
-from bitplan.runtime.stream_blocks import BlockStream
 
 STATE_FILE = "selective_precision.json"
+WEIGHTS_FILE = "streamed_weights.safetensors"
+WEIGHTS_KEY = "streamed_weights"  # in a Lightning checkpoint, beside the policy's keys
 INSTALL = "pip install 'bitplan[train]'"
 
 
@@ -63,13 +62,15 @@ def trainer_callback(
     `resume_from` where the checkpoint lies elsewhere.
     """
     base = _import("transformers", "a Trainer callback").TrainerCallback
-    release = keep_in_place(policy.stream)
+    stream = policy.stream
+    trains = stream.training is not None
 
     class SelectivePrecisionCallback(base):  # type: ignore[misc, valid-type]
         def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
             if state.global_step:
                 folder = Path(resume_from or Path(args.output_dir) / f"checkpoint-{state.global_step}")
-                policy.load(folder / STATE_FILE)
+                weights = (lambda: stream.load(folder / WEIGHTS_FILE)) if trains else None
+                _restore(policy, lambda: policy.load(folder / STATE_FILE), weights)
 
         def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
             policy.begin_step(state.global_step)
@@ -82,12 +83,25 @@ def trainer_callback(
             policy.end_step()
             if scalars is not None:
                 scalars.write(policy, state.global_step)
+            self._make_current(control)
+
+        def on_epoch_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            self._make_current(control)
 
         def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-            policy.save(Path(args.output_dir) / f"checkpoint-{state.global_step}" / STATE_FILE)
+            folder = Path(args.output_dir) / f"checkpoint-{state.global_step}"
+            policy.save(folder / STATE_FILE)
+            if trains:
+                stream.save(folder / WEIGHTS_FILE)
 
         def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-            release()
+            if trains:
+                stream.synchronize()
+
+        def _make_current(self, control: Any) -> None:
+            """Before the trainer saves the model: its Parameters become what the masters are."""
+            if trains and control.should_save:
+                stream.synchronize()
 
     return SelectivePrecisionCallback()
 
@@ -95,7 +109,8 @@ def trainer_callback(
 def lightning_callback(policy: SelectivePrecisionPolicy, *, scalars: TensorBoardScalars | None = None) -> Any:
     """A callback for Lightning's Trainer; scalars also go to the logger that the trainer has."""
     base = _import("lightning.pytorch", "a Lightning callback").Callback
-    release = keep_in_place(policy.stream)
+    stream = policy.stream
+    trains = stream.training is not None
 
     class SelectivePrecisionCallback(base):  # type: ignore[misc, valid-type]
         def __init__(self) -> None:
@@ -122,32 +137,50 @@ def lightning_callback(policy: SelectivePrecisionPolicy, *, scalars: TensorBoard
                 scalars.write(policy, trainer.global_step)
 
         def on_train_end(self, trainer: Any, pl_module: Any) -> None:
-            release()
+            if trains:
+                stream.synchronize()
 
         def state_dict(self) -> dict[str, Any]:
-            return policy.state_dict()
+            # The stream's own makes the model's Parameters current; the checkpoint holds these by reference.
+            return {**policy.state_dict(), **({WEIGHTS_KEY: stream.state_dict()} if trains else {})}
 
         def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-            policy.load_state_dict(state_dict, where="the Lightning checkpoint's selective precision state")
+            found = dict(state_dict)
+            weights = found.pop(WEIGHTS_KEY, None)
+            if trains and weights is None:
+                raise SelectiveError(
+                    "the Lightning checkpoint has no streamed weights, and this stream trains them (train='weights'); "
+                    "resume from a checkpoint of such a run"
+                )
+            if not trains and weights is not None:
+                raise SelectiveError(
+                    f"the Lightning checkpoint has streamed weights, and with train={stream.train!r} none are trained"
+                )
+            _restore(
+                policy,
+                lambda: policy.load_state_dict(found, where="the Lightning checkpoint's selective precision state"),
+                (lambda: stream.load_state_dict(weights, where="the Lightning checkpoint's streamed weights"))
+                if trains
+                else None,
+            )
 
     return SelectivePrecisionCallback()
 
 
-def keep_in_place(stream: BlockStream) -> Callable[[], None]:
-    """Streamed blocks ignore `model.to(...)` until the function that comes back is called."""
-    modules = [block.module for block in stream.blocks]
-
-    def stay(module: nn.Module) -> Callable[..., nn.Module]:
-        return lambda *_args, **_options: module
-
-    for module in modules:
-        module._apply = stay(module)  # type: ignore[method-assign]
-
-    def release() -> None:
-        for module in modules:
-            module.__dict__.pop("_apply", None)
-
-    return release
+def _restore(
+    policy: SelectivePrecisionPolicy, load_policy: Callable[[], None], load_weights: Callable[[], None] | None
+) -> None:
+    """Both or none: a policy that knows another training than the stream has would decide from what never was."""
+    if load_weights is None:
+        load_policy()
+        return
+    before = policy.state_dict()
+    load_policy()
+    try:
+        load_weights()
+    except BaseException:
+        policy.load_state_dict(before)
+        raise
 
 
 def _import(name: str, what: str) -> Any:

@@ -8,7 +8,7 @@ runs; backward asks when autograd unpacks a saved weight; the two look the same 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from torch import Tensor
 
@@ -65,17 +65,26 @@ class WeightLoader:
         return self._ring
 
     def allocate(
-        self, layouts: Sequence[BlockLayout], slots: Slots, slot_bytes: int | None, budget: int | None
+        self,
+        layouts: Sequence[BlockLayout],
+        slots: Slots,
+        slot_bytes: int | None,
+        budget: int | None,
+        changed: Collection[int] | None = None,
     ) -> None:
-        """Slots and scratch for these layouts; the old ones go first, unless they fit as they are."""
+        """Slots and scratch for these layouts; the old ones go first, unless they fit as they are.
+
+        changed: blocks whose bytes on the host are others now (None: all). Where slots stay, so do the other blocks.
+        """
         largest = max(layout.nbytes for layout in layouts)
         size = largest if slot_bytes is None else slot_bytes
         scratch = max(layout.scratch_nbytes for layout in layouts)
         self.layouts = list(layouts)
         self._decoder.forget(layouts)
         if self._fits(largest, scratch, is_auto=slots == "auto"):
-            self.ring.forget()
             self._leave()
+            self.ring.forget(changed)
+            self._resize_residents()
             return
         self.free()
         count, resident = self._share(layouts, slots, size, scratch, budget)
@@ -101,13 +110,20 @@ class WeightLoader:
         self._uploader.close()
 
     def _fits(self, largest: int, scratch: int, *, is_auto: bool) -> bool:
-        """Whether the slots there are can hold the layouts; under "auto" a change of size shares memory out anew."""
+        """Whether the slots there are can stay; under "auto" another largest block shares memory out anew."""
         if self._ring is None or self._ring.scratch_bytes < scratch:
             return False
-        if is_auto:
-            same = all(self.layouts[block].nbytes == nbytes for block, nbytes in self._ring.resident_bytes.items())
-            return same and self._ring.slot_bytes == largest
-        return self._ring.slot_bytes >= largest
+        return self._ring.slot_bytes == largest if is_auto else self._ring.slot_bytes >= largest
+
+    def _resize_residents(self) -> None:
+        """Resident blocks of another size get other memory; each was counted with the size of the largest."""
+        try:
+            for block, nbytes in list(self.ring.resident_bytes.items()):
+                if self.layouts[block].nbytes != nbytes:
+                    self.ring.resize_resident(block, self.layouts[block].nbytes)
+        except BaseException:
+            self.free()  # one is missing: whoever comes next allocates all of it
+            raise
 
     def _share(
         self, layouts: Sequence[BlockLayout], slots: Slots, size: int, scratch: int, budget: int | None

@@ -182,11 +182,13 @@ def test_impacts_add_up_within_a_step():
     collector = GradStatsCollector(["a", "b"])
     for value in (0.25, -1.0):
         collector.add_impact("a", "int8", torch.tensor(value))
+    collector.add_impact("a", "fp8", torch.tensor(0.5), 4.0)
+    collector.add_impact("a", "fp8", torch.tensor(1.0, dtype=torch.float64))
     collector.add_impact("b", "fp8", torch.tensor([math.nan]))
     collect_grad_stats(collector, {"a": [torch.ones(1)], "b": [torch.ones(1)]}, 0)
     collect_grad_stats(collector, {"a": [torch.ones(1)], "b": [torch.ones(1)]}, 1)
     first, second = collector.drain()
-    assert first.impacts == {"a": {"int8": -0.75}, "b": {}}
+    assert first.impacts == {"a": {"int8": -0.75, "fp8": 3.0}, "b": {}}
     assert first.excluded == {"b": "non_finite"}
     assert second.impacts == {}
 

@@ -183,9 +183,10 @@ def test_gradients_of_trained_weights_are_measured_before_they_leave(checkpointi
     [
         {},
         {"scoring": "impact", "damage_budget": 1e-4, "granularity": "layer", "low_precisions": ("int8", "fp8")},
+        {"scoring": "impact", "damage_budget": 1e-3, "impact_tokens": 2, "impact_steps": 2, "impact_turns": 2},
         {"loss_feedback": True, "loss_tolerance": 1e-4, "backoff_steps": 3},
     ],
-    ids=["seed", "impact", "feedback"],
+    ids=["seed", "impact", "impact of sampled rows", "feedback"],
 )
 def test_a_resumed_run_takes_the_same_decisions(options, tmp_path):
     config, cut, steps = config_of(**options), 5, 12
@@ -314,11 +315,129 @@ def test_impacts_are_measured_before_an_update_only_and_a_low_unit_in_its_turn()
     assert (measured[5], measured[8]) == ({"layers.1"}, {"layers.2"})
 
 
+def test_all_units_are_measured_before_the_first_update_and_then_in_turns():
+    model = adapted()
+    config = config_of(
+        scoring="impact",
+        damage_budget=1e-30,
+        update_interval_steps=2,
+        warmup_steps=4,
+        history_window=20,
+        impact_turns=3,
+    )
+    with policy_on(model, config) as policy:
+        for step in range(12):
+            run_step(policy, model, None, step)
+        policy.state_dict()
+        measured = {stats.step_id: set(stats.impacts) for stats in policy.state.history if stats.impacts}
+        assert policy.state.last_update_step == 10
+    # Warm-up is over at step 4. From then on unit i in intervals i, i + 3, i + 6 of two steps.
+    assert measured[1] == measured[3] == set(BLOCKS)
+    assert measured[5] == {"layers.2", "layers.5"}
+    assert measured[7] == {"layers.0", "layers.3"}
+    assert measured[9] == {"layers.1", "layers.4"}
+    assert measured[11] == {"layers.2", "layers.5"}
+
+
+def test_a_unit_out_of_its_turn_keeps_its_precision_and_says_so():
+    model = adapted()
+    config = config_of(scoring="impact", damage_budget=1e-30, update_interval_steps=1, warmup_steps=1, history_window=1)
+    with policy_on(model, config) as policy:
+        run_step(policy, model, None, 0)
+        first, _ = run_step(policy, model, None, 1)
+        assert all(hint.reason.startswith("damage ") and "last measured" not in hint.reason for hint in first.values())
+        run_step(policy, model, None, 2)
+        hints, _ = run_step(policy, model, None, 3)  # sees step 2, in which it was the turn of layers.2
+        reason = "in loss when last measured, and not measured before this update: no change"
+        assert [name for name, hint in hints.items() if reason not in hint.reason] == ["layers.2"]
+        assert {hint.precision for hint in hints.values()} == {"bf16"}
+        assert all(hint.sensitivity is not None for hint in hints.values())
+
+
+@pytest.mark.parametrize("checkpointing", CHECKPOINTING)
+@pytest.mark.parametrize("tokens", [0, 2])
+def test_measuring_is_not_seen_in_the_gradients(checkpointing, tokens):
+    found = []
+    for options in ({"mode": "off"}, {"scoring": "impact", "impact_tokens": tokens, "update_interval_steps": 1}):
+        model = adapted()
+        model.checkpointing = checkpointing
+        with policy_on(model, config_of(**options)) as policy:
+            run_step(policy, model, None, 0)
+            policy.state_dict()
+        found.append({name: one.grad for name, one in model.named_parameters() if one.grad is not None})
+    assert policy.state.history[-1].impacts
+    assert found[0].keys() == found[1].keys()
+    assert all(torch.equal(found[0][name], found[1][name]) for name in found[0])
+
+
+def many_rows():
+    return torch.randn(48, 8, generator=torch.Generator().manual_seed(4))
+
+
+def test_sampled_rows_estimate_the_impact_of_all_without_bias():
+    """One model, one batch, many steps: only the rows that are drawn differ."""
+    model, draws = adapted(count=2), 240
+    still = {"scoring": "impact", "granularity": "layer", "update_interval_steps": 1, "damage_budget": 1e-30}
+    exact = None
+    for tokens in (0, 48, 12):
+        config = config_of(**still, impact_tokens=tokens, impact_turns=1, history_window=draws)
+        with policy_on(model, config) as policy:
+            for step in range(draws if tokens == 12 else 1):
+                run_step(policy, model, None, step, data=many_rows())
+                model.zero_grad()
+            policy.state_dict()
+            found = [stats.impacts for stats in policy.state.history]
+        if exact is None:
+            exact = found[0]
+        elif tokens == 48:
+            assert found[0] == exact, "as many as there are: all of them, to the bit"
+    assert len(found) == draws
+    for name, row in exact.items():
+        estimates = torch.tensor([one[name]["int8"] for one in found], dtype=torch.float64)
+        assert estimates.std() > 0.1 * abs(row["int8"]), "the rows drawn differ"
+        assert abs(float(estimates.mean()) - row["int8"]) < 4 * float(estimates.std()) / draws**0.5
+
+
+def test_an_input_that_is_changed_in_place_later_is_measured_as_it_was():
+    class Changing(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = nn.Linear(64, 64)
+            self.requires_grad_(False)
+
+        def forward(self, x):
+            x = x * 2
+            y = self.inner(x)
+            x.add_(5.0)
+            return y + x
+
+    class Model(nn.Module):
+        def __init__(self, block):
+            super().__init__()
+            self.first = nn.Linear(8, 64)
+            self.layers = nn.ModuleList([block])
+
+        def forward(self, x):
+            return self.layers[0](self.first(x))
+
+    torch.manual_seed(0)
+    model = Model(Changing())
+    impacts = measured_impacts(model, config_of(scoring="impact", update_interval_steps=1, impact_tokens=0))
+    x, weight = model.first(batch(0)).detach() * 2, model.layers[0].inner.weight.detach().bfloat16().float()
+    y = torch.nn.functional.linear(x, weight, model.layers[0].inner.bias) + x + 5.0
+    gradient = 2 * y / y.numel()
+    from bitplan import decode, encode
+
+    moved = torch.nn.functional.linear(x, weight - decode(encode(weight, "int8_row"), torch.float32))
+    assert impacts["layers.0"]["int8"] == pytest.approx(float((gradient * moved).sum()), rel=1e-3)
+
+
 def test_a_low_units_impact_is_measured_against_the_truth():
     model = adapted()
     config = config_of(scoring="impact", damage_budget=10.0, update_interval_steps=1, warmup_steps=1, impact_tokens=0)
     model_bf16 = adapted()
-    with policy_on(model_bf16, config_of(scoring="impact", update_interval_steps=1, damage_budget=1e-30)) as policy:
+    never = config_of(scoring="impact", update_interval_steps=1, damage_budget=1e-30, impact_turns=1)
+    with policy_on(model_bf16, never) as policy:
         for step in range(9):
             run_step(policy, model_bf16, None, step, data=batch(0))
         high = policy.state.history[-1].impacts["layers.0"]["int8"]

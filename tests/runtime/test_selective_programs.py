@@ -27,14 +27,16 @@ def test_the_experiment_runs_in_small(program, monkeypatch, tmp_path, capsys):
 
     sizes = replace(program["SMALL"], lora_steps=3, full_steps=3, pretrain_steps=2)
     text = "to be or not to be, that is the question. " * 30
-    loaded = SimpleNamespace(
-        model=program["byte_llama"](sizes, torch.float32), encode=lambda text: torch.tensor(list(text.encode()))
-    )
-    monkeypatch.setattr(causal_lm, "load_causal_lm", lambda _: loaded)
+
+    def load(_):
+        model = program["byte_llama"](sizes, torch.float32)
+        return SimpleNamespace(model=model, encode=lambda text: torch.tensor(list(text.encode())))
+
+    monkeypatch.setattr(causal_lm, "load_causal_lm", load)
     (tmp_path / "text.txt").write_text(text)
     options = SimpleNamespace(
         part="experiment", model=tmp_path, text=tmp_path / "text.txt", seeds=1, arms=list(program["ARMS"]),
-        together=False, start_from=None,
+        together=False, keep=tmp_path / "kept", into=tmp_path / "result.json", tiny=True, timed_steps=1,
     )  # fmt: skip
     document = program["measure"](options, sizes, program["SimulatedDevice"]())
     program["show"](document)
@@ -51,7 +53,39 @@ def test_the_experiment_runs_in_small(program, monkeypatch, tmp_path, capsys):
     assert shares["static"] == pytest.approx({"bfloat16": 1 / 3, "int8_row": 2 / 3})
     assert shares["dynamic_impact"].keys() & {"int8_row", "fp8_e4m3_row"}
     assert capsys.readouterr().out.count("dynamic_impact") == 4
-    assert program["harness"].save("selective_precision", document, tmp_path / "result.json").exists()
+    assert program["harness"].save("selective_precision", document, options.into).exists()
+
+    # Times again, alone: of two arms, into the result that is there, whose losses and bytes stay.
+    options.part, options.arms = "times", ["bf16", "dynamic_impact"]
+    timed = program["measure"](options, program["SMALL"], program["SimulatedDevice"]())
+    assert timed["times"]["arms"] == options.arms
+    assert timed["times"]["interval"] == {"lora": 1, "full": 1}
+    assert timed["times"]["steps"] == {"lora": 2, "full": 2}
+    apart = ("step_ms", "wall_ms_per_step")
+    for before, after in zip(document["rows"], timed["rows"], strict=True):
+        assert {**before, **dict.fromkeys(apart)} == {**after, **dict.fromkeys(apart)}
+        assert (before["wall_ms_per_step"] != after["wall_ms_per_step"]) == (before["arm"] in options.arms)
+    assert {row["arm"]: row["wall_ms_per_step"] for row in timed["arms"] if row["task"] == "full"} == {
+        row["arm"]: row["wall_ms_per_step"] for row in timed["rows"] if row["task"] == "full"
+    }
+    options.model = None
+    with pytest.raises(SystemExit, match=r"has the tasks full, lora: --model names that of lora"):
+        program["measure"](options, program["SMALL"], program["SimulatedDevice"]())
+
+
+@pytest.mark.parametrize(
+    ("steps", "timed", "interval", "whole"),
+    [(40, 6, 3, 3 + 6), (80, 6, 6, 6 + 12), (80, 13, 6, 6 + 18), (3, 1, 1, 1 + 2)],
+)
+def test_timed_steps_are_whole_intervals_of_the_real_run(program, steps, timed, interval, whole):
+    every = program["update_interval"](steps)
+    task = program["Task"]("x", None, None, steps, 0.1, "weights", program["SMALL"], None, every)
+    short = task.shortened(timed)
+    assert (short.interval, short.untimed_steps, short.steps) == (interval, interval, whole)
+    for arm in ("dynamic_seed", "dynamic_impact"):
+        config = program["policy_config"](arm, short, None)
+        assert config == program["policy_config"](arm, replace(task, sizes=short.sizes), None)
+        assert config.update_interval_steps == interval
 
 
 def test_the_cost_is_measured_in_small(program):
@@ -67,6 +101,10 @@ def test_the_benchmark_refuses_to_time_the_simulation_in_full(program, monkeypat
     with pytest.raises(SystemExit):
         program["main"]()
     assert "--device cpu goes with --tiny" in capsys.readouterr().err
+    monkeypatch.setattr(sys, "argv", ["selective_precision.py", "--device", "cpu", "--tiny", "--part", "times"])
+    with pytest.raises(SystemExit):
+        program["main"]()
+    assert "--part times and --into go together" in capsys.readouterr().err
 
 
 def test_the_example_moves_blocks(monkeypatch, tmp_path, capsys):

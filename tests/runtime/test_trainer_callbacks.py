@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import importlib
 import json
 import sys
@@ -12,14 +13,15 @@ from torch import nn
 
 from bitplan.plan.selective_config import SelectiveError, SelectivePrecisionConfig
 from bitplan.runtime.selective_precision import SelectivePrecisionPolicy
+from bitplan.runtime.stream_errors import StreamStateError
 from bitplan.runtime.trainer_callbacks import (
     STATE_FILE,
+    WEIGHTS_FILE,
     TensorBoardScalars,
-    keep_in_place,
     lightning_callback,
     trainer_callback,
 )
-from tests.runtime.stream_samples import COUNT, batch, make_stack, streaming
+from tests.runtime.stream_samples import assert_equal, batch, make_stack, streaming
 
 # The libraries' own warnings: about workers, loggers and folders, not about us.
 pytestmark = [
@@ -35,11 +37,12 @@ CONFIG = SelectivePrecisionConfig(
 class Task(nn.Module):
     """A stack with a loss, as the Trainer wants it."""
 
-    def __init__(self):
+    def __init__(self, train="adapters", seed=0):
         super().__init__()
-        self.stack = make_stack(adapters=True)
-        for layer in self.stack.layers:
-            nn.init.normal_(layer.up.up.weight, std=0.02)
+        self.stack = make_stack(adapters=train == "adapters", seed=seed)
+        if train == "adapters":
+            for layer in self.stack.layers:
+                nn.init.normal_(layer.up.up.weight, std=0.02)
 
     def forward(self, x, labels=None):
         out = self.stack(x)
@@ -50,12 +53,15 @@ def rows(count=16):
     return [{"x": batch(seed)[0], "labels": torch.zeros(4)} for seed in range(count)]
 
 
-def train_with_hugging_face(folder, steps, resume=None, **options):
+def train_with_hugging_face(folder, steps, resume=None, train="adapters", seed=0, **options):
     from transformers import Trainer, TrainingArguments
 
-    model = Task()
+    model = Task(train, seed)
     seen = []
-    with streaming(model, blocks="stack.layers.*") as stream, SelectivePrecisionPolicy(stream, CONFIG) as policy:
+    with (
+        streaming(model, blocks="stack.layers.*", train=train) as stream,
+        SelectivePrecisionPolicy(stream, CONFIG) as policy,
+    ):
         begin = policy.begin_step
         policy.begin_step = lambda step: (begin(step), seen.append((step, dict(policy.applied))))
         arguments = TrainingArguments(
@@ -74,6 +80,8 @@ def train_with_hugging_face(folder, steps, resume=None, **options):
         callback = trainer_callback(policy, scalars=options.pop("scalars", None))
         trainer = Trainer(model, arguments, train_dataset=rows(), callbacks=[callback])
         trainer.train(resume_from_checkpoint=resume)
+        if train == "weights":
+            return seen, policy.state_dict(), copy.deepcopy(stream.state_dict()), model
         return seen, policy.state_dict()
 
 
@@ -91,6 +99,35 @@ def test_hugging_face_trainer_saves_and_resumes(tmp_path):
     assert resumed_end == end
 
 
+def test_hugging_face_trainer_resumes_weights_trained_on_the_host(tmp_path):
+    pytest.importorskip("transformers")
+    from safetensors.torch import load_file
+
+    whole, end, weights, model = train_with_hugging_face(tmp_path / "whole", 8, train="weights")
+    assert {precision for _, applied in whole for precision in applied.values()} == {"bf16", "int8"}
+    checkpoint = tmp_path / "whole" / "checkpoint-8"
+    assert_equal(load_file(checkpoint / WEIGHTS_FILE), weights["tensors"])
+    saved = load_file(checkpoint / "model.safetensors")  # as people would load it: the weights as they were trained
+    assert_equal(saved, dict(model.state_dict()))
+    name = "stack.layers.2.down.weight"
+    assert torch.equal(saved[name], weights["tensors"][f"{name}.master"])
+    resumed, resumed_end, resumed_weights, resumed_model = train_with_hugging_face(
+        tmp_path / "whole", 8, resume=str(tmp_path / "whole" / "checkpoint-4"), train="weights", seed=7
+    )
+    assert resumed == whole[4:]
+    assert resumed_end == end
+    assert_equal(resumed_weights["tensors"], weights["tensors"])
+    assert_equal(dict(resumed_model.named_parameters()), dict(model.named_parameters()))
+
+
+def test_hugging_face_resume_without_the_weights_is_refused_and_the_policy_is_as_it_was(tmp_path):
+    pytest.importorskip("transformers")
+    train_with_hugging_face(tmp_path, 4, train="weights")
+    (tmp_path / "checkpoint-4" / WEIGHTS_FILE).unlink()
+    with pytest.raises(StreamStateError, match=r"checkpoint-4/streamed_weights\.safetensors: no such file"):
+        train_with_hugging_face(tmp_path, 8, resume=str(tmp_path / "checkpoint-4"), train="weights")
+
+
 def test_hugging_face_trainer_accumulates(tmp_path):
     pytest.importorskip("transformers")
     seen, end = train_with_hugging_face(tmp_path, 4, gradient_accumulation_steps=2)
@@ -106,13 +143,13 @@ def test_hugging_face_resume_without_a_state_is_refused(tmp_path):
         train_with_hugging_face(tmp_path, 8, resume=str(tmp_path / "checkpoint-4"))
 
 
-def train_with_lightning(folder, steps, resume=None, **options):
+def train_with_lightning(folder, steps, resume=None, train="adapters", seed=0, **options):
     import lightning.pytorch as pl
 
     class Module(pl.LightningModule):
         def __init__(self):
             super().__init__()
-            self.task = Task()
+            self.task = Task(train, seed)
 
         def training_step(self, data, _):
             return self.task(**data)["loss"]
@@ -121,7 +158,10 @@ def train_with_lightning(folder, steps, resume=None, **options):
             return torch.optim.SGD([one for one in self.parameters() if one.requires_grad], lr=0.01)
 
     module, seen = Module(), []
-    with streaming(module, blocks="task.stack.layers.*") as stream, SelectivePrecisionPolicy(stream, CONFIG) as policy:
+    with (
+        streaming(module, blocks="task.stack.layers.*", train=train) as stream,
+        SelectivePrecisionPolicy(stream, CONFIG) as policy,
+    ):
         begin = policy.begin_step
         policy.begin_step = lambda step: (begin(step), seen.append((step, dict(policy.applied))))
         checkpoints = pl.callbacks.ModelCheckpoint(folder, every_n_train_steps=4, save_top_k=-1, filename="{step}")
@@ -139,6 +179,8 @@ def train_with_lightning(folder, steps, resume=None, **options):
         # An epoch is the four steps to the checkpoint: a plain loader does not know where it was.
         data = torch.utils.data.DataLoader(rows(8), batch_size=2)
         trainer.fit(module, data, ckpt_path=resume)
+        if train == "weights":
+            return seen, policy.state_dict(), copy.deepcopy(stream.state_dict())
         return seen, policy.state_dict(), logger.log_dir
 
 
@@ -152,6 +194,48 @@ def test_lightning_saves_and_resumes(tmp_path):
     resumed, resumed_end, _ = train_with_lightning(tmp_path, 8, resume=str(tmp_path / "step=4.ckpt"))
     assert resumed == whole[4:]
     assert resumed_end == end
+
+
+def test_lightning_resumes_weights_trained_on_the_host(tmp_path):
+    pytest.importorskip("lightning")
+    whole, end, weights = train_with_lightning(tmp_path, 8, train="weights")
+    assert {precision for _, applied in whole for precision in applied.values()} == {"bf16", "int8"}
+    saved = torch.load(tmp_path / "step=8.ckpt", weights_only=True)
+    name = "task.stack.layers.2.down.weight"
+    assert torch.equal(saved["state_dict"][name], weights["tensors"][f"{name}.master"])
+    resumed, resumed_end, resumed_weights = train_with_lightning(
+        tmp_path, 8, resume=str(tmp_path / "step=4.ckpt"), train="weights", seed=7
+    )
+    assert resumed == whole[4:]
+    assert resumed_end == end
+    assert_equal(resumed_weights["tensors"], weights["tensors"])
+
+
+def test_a_lightning_checkpoint_of_the_other_kind_of_training_is_refused():
+    pytest.importorskip("lightning")
+    states = {}
+    for train in ("adapters", "weights"):
+        with (
+            streaming(make_stack(adapters=train == "adapters"), train=train) as stream,
+            SelectivePrecisionPolicy(stream, CONFIG) as policy,
+        ):
+            callback = lightning_callback(policy)
+            states[train] = callback.state_dict()
+            if train == "weights":
+                without = {key: one for key, one in states[train].items() if key != "streamed_weights"}
+                with pytest.raises(SelectiveError, match="has no streamed weights, and this stream trains them"):
+                    callback.load_state_dict(without)
+                before = policy.state
+                broken = {**states[train], "streamed_weights": {"version": 1}}
+                with pytest.raises(StreamStateError, match="the Lightning checkpoint's streamed weights: document is"):
+                    callback.load_state_dict(broken)
+                assert policy.state == before
+    with (
+        streaming(make_stack(adapters=True)) as stream,
+        SelectivePrecisionPolicy(stream, CONFIG) as policy,
+        pytest.raises(SelectiveError, match="has streamed weights, and with train='adapters' none are trained"),
+    ):
+        lightning_callback(policy).load_state_dict(states["weights"])
 
 
 def test_lightning_accumulates(tmp_path):
@@ -184,18 +268,6 @@ def test_tensorboard_scalars_are_in_the_file(tmp_path):
         assert events.Scalars(name)[-1].value == pytest.approx(value, rel=1e-6)
         assert events.Scalars(name)[-1].step == 3
     assert {"share_int8", "bytes_saved", "max_sensitivity"} <= {name.split("/")[1] for name in expected}
-
-
-def test_streamed_blocks_stay_where_they_are():
-    model = make_stack(adapters=True)
-    with streaming(model) as stream:
-        release = keep_in_place(stream)
-        model.to(torch.float64)
-        assert model.head.weight.dtype == torch.float64
-        assert model.layers[0].down.weight.dtype == torch.float32
-        release()
-        assert "_apply" not in model.layers[0].__dict__
-    assert len(model.layers) == COUNT
 
 
 @pytest.mark.parametrize(
