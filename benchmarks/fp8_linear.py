@@ -3,7 +3,7 @@
     python benchmarks/fp8_linear.py [--parts casts,products,linears,norms,peers] [--tune] [--quick] [--output FILE]
 
 casts     the Triton casts on activations, gradients and weights, in CUDA graphs: time, bytes moved, share of a device
-          copy; and what one costs the host
+          copy; and what one costs the host. "guessed" is tensorwise by a scale that is right, in one read
 products  the three products alone, by recipe and implementation, against BF16: the ceiling of what follows
 linears   one linear layer forward and backward, casts included, each recipe, the best choice per product, and what
           weight casts made before ("held") or shared by two micro-batches ("x2") give; in CUDA graphs and eager
@@ -34,6 +34,7 @@ from torch import Tensor, nn
 from bitplan.kernels.fp8_cast import cast_layouts
 from bitplan.kernels.fp8_product import scaled_product
 from bitplan.kernels.triton_fp8_cast import CastLaunch
+from bitplan.kernels.triton_fp8_guess import new_state
 from bitplan.kernels.triton_fp8_product import block_scaled_product
 from bitplan.runtime.fp8_linear import Fp8Linear, hold_weight_casts
 from bitplan.runtime.fp8_norm_linear import Fp8NormLinear
@@ -153,9 +154,14 @@ def casts(bandwidth: float, launches: dict[str, CastLaunch]) -> list[Row]:
                 cols=layouts == "both",
                 launch=launches.get(recipe),
             )
+        for layouts in ("rows", "both"):
+            state = new_state(x.device)
+            variants[f"guessed {layouts}"] = partial(
+                cast_layouts, x, "tensorwise", is_weight=True, cols=layouts == "both", guess=state
+            )
         for variant, found in timed({variant: graphed(step) for variant, step in variants.items()}).items():
             recipe, layouts = variant.split()
-            moved = x.numel() * ((2 if recipe == "blockwise" else 4) + (2 if layouts == "both" else 1))
+            moved = x.numel() * ((2 if recipe in ("blockwise", "guessed") else 4) + (2 if layouts == "both" else 1))
             share = moved / (found["median_ms"] * 1e-3) / bandwidth
             host = host_us(variants[variant])
             row = {"tensor": name, "recipe": recipe, "layouts": layouts, "bytes": moved, **found, "share": share}

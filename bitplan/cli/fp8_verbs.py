@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -87,37 +88,53 @@ def explain(
     expert: Annotated[bool, typer.Option("--expert", help="A column or row layer that is inside an expert.")] = False,
     shape: Annotated[str | None, typer.Option("--shape", metavar="OUTxIN", help="Local shape of the weight.")] = None,
     recipe: Annotated[str | None, typer.Option("--recipe", help="tensorwise, rowwise, blockwise or mxfp8.")] = None,
-    gemm: Annotated[str, typer.Option("--gemm", help="module, fprop, dgrad or wgrad.")] = "module",
+    gemm: Annotated[str, typer.Option("--gemm", help="module, or one product: fprop, dgrad or wgrad.")] = "module",
     part: Annotated[Part, typer.Option("--part", help="The part of a VLM.")] = "llm",
     extrapolate: Annotated[
         bool, typer.Option("--extrapolate", help="Let a win at the largest measured count speak for larger ones.")
     ] = False,
+    estimate: Annotated[
+        bool, typer.Option("--estimate/--no-estimate", help="Estimate what was not measured, as apply_fp8 does.")
+    ] = True,
     as_json: Json = False,
 ) -> None:
-    """Say whether a policy uses FP8 for a layer at a token count, and why. Exit 1 when that was never measured.
+    """Say what `apply_fp8` makes of a layer at a token count, and why. Exit 1 for BF16 because it was never measured.
 
     Example: bitplan explain policy.json --kind row --name fc2 --tokens 4096
     """
-    from bitplan.plan.fp8_policy import Question, choose_gemms, decide, load_policy, matching_rules
+    from bitplan.plan.fp8_choice import choose_products
+    from bitplan.plan.fp8_policy import Question, decide, load_policy, matching_rules
+    from bitplan.plan.fp8_terms import MODULE, PRODUCTS, UNMEASURED
 
     rules = load_policy(policy)
     question = Question(
         kind, tokens, name, tp, etp, num_gemms, expert, topk, _shape(shape), recipe, gemm, part, extrapolate
     )
-    decision = decide(rules, question)
-    products = choose_gemms(rules, question) if gemm == "module" else {}
+    choice = choose_products(rules, question, estimate=estimate)
+    alone = {product: decide(rules, replace(question, gemm=product)) for product in PRODUCTS}
     found = matching_rules(rules, question)
+    precision = choice.precision if gemm == MODULE else choice.precision_of(gemm)
     if as_json:
-        each = {product: chosen.to_dict() for product, chosen in products.items()}
-        show_json(decision.to_dict() | {"gemms": each, "rules": [rule.to_document() for rule in found]})
+        products = {
+            product: {"precision": choice.precision_of(product), "alone": decision.to_dict()}
+            for product, decision in alone.items()
+        }
+        layer = {"precision": precision, "kind": question.looked_up_kind, "gemms": products}
+        show_json(choice.to_dict() | layer | {"rules": [rule.to_document() for rule in found]})
     else:
-        at = f"{decision.kind}{f' {name}' if name else ''} at {decision.tokens} tokens"
-        print(visible(f"{at}: {decision.precision.upper()} ({decision.answer}): {decision.reason}"))
-        if products:
-            print("; ".join(f"{product} {chosen.precision.upper()}" for product, chosen in products.items()))
+        at = " ".join(filter(None, (question.looked_up_kind, name, gemm if gemm != MODULE else None)))
+        told = precision.replace("bf16", "BF16").replace("fp8", "FP8")
+        print(visible(f"{at} at {choice.tokens} tokens: {told} ({choice.answer}): {choice.reason}"))
+        print("; ".join(f"{product} {choice.precision_of(product).upper()}" for product in PRODUCTS))
+        if gemm != MODULE:
+            by_itself = alone[gemm]
+            print(visible(f"{gemm} by itself: {by_itself.precision.upper()} ({by_itself.answer}): {by_itself.reason}"))
+        if choice:
+            to = "up" if choice.holds_to is None else f"to {choice.holds_to}"
+            print(f"the same from {choice.holds_from} tokens {to}")
         for rule in found:
             table(rule.where, [_shown(point) for point in rule.points])
-    raise typer.Exit(0 if decision.use_fp8 or decision.answer != "unmeasured" else 1)
+    raise typer.Exit(0 if choice or choice.answer != UNMEASURED else 1)
 
 
 def _banded(path: Path) -> Any:

@@ -5,6 +5,9 @@ moe_router_topk; the rules of that kind, name (or expert count), parallel size, 
 rule is asked at that token count. Whatever is missing on the way, in the question or in the policy, means BF16, and the
 decision says what it was. "Measured and lost", "measured, undecided" and "never measured" are three answers.
 
+This is what the rules say of a whole module, or of one product by itself. What a layer becomes (all three products in
+FP8, some of them, or none; estimates where nothing was measured) is `fp8_choice.choose_products`, made of it.
+
     policy = load_policy("fp8_policy.json")
     decision = should_use_fp8(policy, "row", 4096, name="fc2", tp=1)
     decision.use_fp8, decision.answer, decision.reason
@@ -13,7 +16,7 @@ decision says what it was. "Measured and lost", "measured, undecided" and "never
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -28,7 +31,6 @@ from bitplan.plan.fp8_terms import (
     LOSE,
     MODULE,
     PARTS,
-    PRODUCTS,
     RECIPES,
     UNDECIDED,
     UNMEASURED,
@@ -185,35 +187,29 @@ def decide(policy: Policy, question: Question) -> Decision:
     return _by_bands(policy, question)
 
 
-def choose_gemms(policy: Policy, question: Question) -> dict[str, Decision]:
-    """FP8 or BF16 for fprop, dgrad and wgrad, all under one recipe.
-
-    Where products were measured apart each decides for itself (its time has its casts in it, so what wins apart wins
-    together); where they were not, the whole module decides for all three. Of several recipes the one with most
-    products in FP8 is taken, then the one with the largest speedups.
-    """
-    best: dict[str, Decision] = {}
-    for recipe in _recipes(policy, question):
-        asked = replace(question, recipe=recipe)
-        whole = decide(policy, replace(asked, gemm=MODULE))
-        apart = isinstance(policy, BandPolicy) and any(_matching(policy, asked, PRODUCTS))
-        chosen = {
-            gemm: decide(policy, replace(asked, gemm=gemm))
-            if apart
-            else replace(whole, gemm=gemm, reason=f"as the whole module: {whole.reason}")
-            for gemm in PRODUCTS
-        }
-        if all(chosen.values()) and whole.answer in (LOSE, UNDECIDED):
-            against = f"each product wins apart, but the whole module does not: {whole.reason}"
-            chosen = {gemm: replace(whole, gemm=gemm, reason=against) for gemm in PRODUCTS}
-        if not best or _worth(chosen) > _worth(best):
-            best = chosen
-    return best
-
-
 def matching_rules(policy: Policy, question: Question) -> list[BandRule]:
     """The version 2 rules that a question is decided by."""
-    return list(_matching(policy, question, (question.gemm,))) if isinstance(policy, BandPolicy) else []
+    name = None if question.looked_up_kind in GROUPED_KINDS else question.name
+    return [
+        rule
+        for rule in alike_rules(policy, question)
+        if rule.name == name and question.shape in (None, rule.shape, list(rule.shape))
+    ]
+
+
+def alike_rules(policy: Policy, question: Question) -> list[BandRule]:
+    """The version 2 rules of the kind, parallel size, recipe and product asked about, of any name and shape."""
+    if not isinstance(policy, BandPolicy):
+        return []
+    kind = question.looked_up_kind
+    size = (None, question.etp, question.num_gemms) if kind in GROUPED_KINDS else (question.tp, None, None)
+    return [
+        rule
+        for rule in policy.rules
+        if (rule.part, rule.kind, rule.gemm) == (question.part, kind, question.gemm)
+        and (rule.tp, rule.etp, rule.num_gemms) == size
+        and question.recipe in (None, rule.recipe)
+    ]
 
 
 # ---- what both versions share ----------------------------------------------------------------------------------------
@@ -239,17 +235,6 @@ def _missing(question: Question) -> str:
 def _bf16(question: Question, answer: str, reason: str, **more: Any) -> Decision:
     at = {"kind": question.looked_up_kind, "tokens": question.tokens, "gemm": question.gemm}
     return Decision(False, answer, reason, **({"recipe": question.recipe} | at | more))
-
-
-def _recipes(policy: Policy, question: Question) -> Sequence[str | None]:
-    if question.recipe is not None or isinstance(policy, ThresholdPolicy):
-        return (question.recipe,)
-    found = {rule.recipe for rule in _matching(policy, question, GEMMS)}
-    return [recipe for recipe in RECIPES if recipe in found] or (None,)
-
-
-def _worth(chosen: dict[str, Decision]) -> tuple[int, float]:
-    return sum(map(bool, chosen.values())), sum(each.speedup or 0.0 for each in chosen.values() if each)
 
 
 # ---- version 1 -------------------------------------------------------------------------------------------------------
@@ -281,21 +266,6 @@ def _by_threshold(policy: ThresholdPolicy, question: Question) -> Decision:
 
 
 # ---- version 2 -------------------------------------------------------------------------------------------------------
-
-
-def _matching(policy: BandPolicy, question: Question, gemms: Iterable[str]) -> Iterable[BandRule]:
-    kind = question.looked_up_kind
-    size = (None, question.etp, question.num_gemms) if kind in GROUPED_KINDS else (question.tp, None, None)
-    name = None if kind in GROUPED_KINDS else question.name
-    return (
-        rule
-        for rule in policy.rules
-        if (rule.part, rule.kind, rule.name) == (question.part, kind, name)
-        and (rule.tp, rule.etp, rule.num_gemms) == size
-        and rule.gemm in gemms
-        and question.shape in (None, rule.shape, list(rule.shape))
-        and question.recipe in (None, rule.recipe)
-    )
 
 
 def _by_bands(policy: BandPolicy, question: Question) -> Decision:

@@ -4,7 +4,8 @@
     convert_to_float8_training(model, module_filter_fn=torchao_filter(model, policy, tokens=8192), config=config)
 
 A policy says where OUR layers win. Others cast apart from the norm and run q, k and v as three products, so their gain
-is smaller, and a narrow win of ours may be their loss: use a policy with a speedup threshold above 1 for them.
+is smaller, and a narrow win of ours may be their loss: use a policy with a speedup threshold above 1 for them. They run
+all three products of a layer in FP8 or none, so they are told of whole modules; else it is the answer of `apply_fp8`.
 
 TransformerEngine is known by class names alone and nothing of it is imported. UNTESTED against the library itself: the
 tests have no TransformerEngine, only classes of its names.
@@ -17,9 +18,9 @@ from typing import Any
 
 from torch import nn
 
-from bitplan.plan.fp8_choice import choose_products
-from bitplan.plan.fp8_policy import Decision, Policy, Question, should_use_fp8
-from bitplan.plan.fp8_terms import GROUPED_KINDS, KIND_OF_CLASS, PRODUCTS, Fp8Error, promote, shape_obstacle
+from bitplan.plan.fp8_choice import Choice, choose_products
+from bitplan.plan.fp8_policy import Policy, Question
+from bitplan.plan.fp8_terms import GROUPED_KINDS, KIND_OF_CLASS, Fp8Error, promote, shape_obstacle
 from bitplan.runtime.fp8_sites import find_sites
 
 TORCHAO_RECIPES = ("tensorwise", "rowwise")
@@ -36,8 +37,9 @@ def torchao_filter(
     recipe: str | None = "tensorwise",
     tp: int = 1,
     extrapolate: bool = False,
+    estimate: bool = True,
 ) -> Callable[[nn.Module, str], bool]:
-    """A `module_filter_fn`: true for the linears of layers whose three products the policy has in FP8."""
+    """A `module_filter_fn`: true for the linears of layers that the policy has in FP8 whole."""
     if recipe is not None and recipe not in TORCHAO_RECIPES:
         raise Fp8Error(f"torchao's float8 linears have the recipes {', '.join(TORCHAO_RECIPES)}, got {recipe!r}")
     chosen: set[str] = set()
@@ -54,7 +56,7 @@ def torchao_filter(
             part=site.part,
             extrapolate=extrapolate,
         )
-        if choose_products(policy, question).products == PRODUCTS:
+        if choose_products(policy, question, estimate=estimate, apart=False):
             chosen.update(site.modules)
 
     def takes(module: nn.Module, path: str) -> bool:
@@ -87,17 +89,18 @@ def transformer_engine_decision(
     etp: int = 1,
     moe_router_topk: int | None = None,
     part: str = "llm",
-) -> Callable[..., Decision | None]:
+    extrapolate: bool = False,
+    estimate: bool = True,
+) -> Callable[..., Choice | None]:
     """`decide(cls, ub_name, init_kwargs)`, to be asked when a module is made; None for classes that are not ours."""
 
-    def decide(cls: type, ub_name: str | None = None, init_kwargs: Mapping[str, Any] | None = None) -> Decision | None:
+    def decide(cls: type, ub_name: str | None = None, init_kwargs: Mapping[str, Any] | None = None) -> Choice | None:
         kwargs = init_kwargs or {}
         kind = transformer_engine_kind(cls, kwargs)
         if kind is None:
             return None
         gemms = kwargs.get("num_gemms")
-        return should_use_fp8(
-            policy,
+        question = Question(
             kind,
             tokens,
             name=ub_name or kwargs.get("ub_name") or kwargs.get("tp_comm_buffer_name"),
@@ -106,6 +109,8 @@ def transformer_engine_decision(
             num_gemms=gemms if kind in GROUPED_KINDS else None,
             moe_router_topk=moe_router_topk,
             part=part,
+            extrapolate=extrapolate,
         )
+        return choose_products(policy, question, estimate=estimate, apart=False)
 
     return decide

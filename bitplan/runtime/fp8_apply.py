@@ -12,7 +12,7 @@ cannot be replaced. A policy of another GPU is an error.
 
     policy          a policy or its file; None puts FP8 wherever a layer's shape allows it, which may be slower
     tokens          sequence length x micro batch size of one step, for all parts or by part: {"llm": 8192, "vit": 1024}
-    estimate        a count or shape between measured ones is estimated (`fp8_estimate`); False leaves it BF16
+    estimate        a count or shape that was not measured is estimated (`fp8_estimate`); False leaves it BF16
     recipe          a recipe's name; None takes the best that the policy knows for each layer
     confirm         times the first block of each make, BF16 against the plan in turns, and turns the plan down for
                     blocks that are not shown to be faster; `example` is what the model is run on for that
@@ -54,6 +54,7 @@ from bitplan.plan.fp8_yaml import Fp8Options
 from bitplan.runtime.fp8_build import FP8_PARAM_NOTE, build_site, has_fp8, put_built
 from bitplan.runtime.fp8_config import find_policy, open_yaml_model
 from bitplan.runtime.fp8_confirm import Example, confirm_block, default_example, seen_inputs
+from bitplan.runtime.fp8_linear import cast_weights_together
 from bitplan.runtime.fp8_recipe import AmaxEps, Fp8Recipe, fp8_obstacle
 from bitplan.runtime.fp8_sites import Site, find_sites
 from bitplan.runtime.fp8_summary import AppliedFp8, Confirmed, LayerRow
@@ -173,7 +174,8 @@ def _apply(model: nn.Module, plans: Mapping[str, PartPlan], trial: _Trial, emula
     lacking = _lacking(device, emulate)
     notes = [] if lacking else _notes(plans.values(), device)
     sites = find_sites(model)
-    decided = [_decide(site, plans.get(site.part), lacking, device) for site in sites.found]
+    asked: dict[Question, Choice] = {}
+    decided = [_decide(site, plans.get(site.part), lacking, device, asked) for site in sites.found]
     confirmed: tuple[Confirmed, ...] = ()
     if trial.wanted and any(each.choice for each in decided):
         decided, confirmed = _confirm(model, decided, plans, trial)
@@ -204,10 +206,12 @@ def _notes(plans: Iterable[PartPlan], device: torch.device) -> list[str]:
     return list(found)
 
 
-def _decide(site: Site, plan: PartPlan | None, lacking: str | None, device: torch.device) -> _Decided:
+def _decide(
+    site: Site, plan: PartPlan | None, lacking: str | None, device: torch.device, asked: dict[Question, Choice]
+) -> _Decided:
     if plan is None:
         return _Decided(site, _bf16(f"FP8 was not asked for in the part {site.part}"), Fp8Recipe(), False)
-    choice = _choose(site, plan)
+    choice = _choose(site, plan, asked)
     name = choice.recipe or plan.recipe or DEFAULT_RECIPE
     obstacle = lacking or site.obstacle or (fp8_obstacle(device, (name,)) if choice else None)
     if obstacle is not None:
@@ -216,7 +220,8 @@ def _decide(site: Site, plan: PartPlan | None, lacking: str | None, device: torc
     return _Decided(site, choice, recipe, plan.fp8_param)
 
 
-def _choose(site: Site, plan: PartPlan) -> Choice:
+def _choose(site: Site, plan: PartPlan, asked: dict[Question, Choice]) -> Choice:
+    """What the policy has for one layer; blocks are alike, so a question is `asked` once for all of them."""
     if plan.policy is None:
         name = plan.recipe or DEFAULT_RECIPE
         obstacle = shape_obstacle(name, site.shape)
@@ -225,7 +230,6 @@ def _choose(site: Site, plan: PartPlan) -> Choice:
         if obstacle is not None:
             return _bf16(obstacle)
         return Choice(PRODUCTS, name, UNMEASURED, "FP8 everywhere was asked for, without a policy", plan.tokens)
-    recipe = plan.recipe if isinstance(plan.policy, BandPolicy) else plan.recipe or DEFAULT_RECIPE
     question = Question(
         site.kind,
         plan.tokens,
@@ -235,11 +239,13 @@ def _choose(site: Site, plan: PartPlan) -> Choice:
         num_gemms=site.num_gemms,
         moe_router_topk=site.moe_router_topk,
         shape=site.shape,
-        recipe=recipe,
+        recipe=plan.recipe,
         part=site.part,
         extrapolate=plan.extrapolate,
     )
-    choice = choose_products(plan.policy, question, estimate=plan.estimate)
+    if question not in asked:
+        asked[question] = choose_products(plan.policy, question, estimate=plan.estimate)
+    choice = asked[question]
     if choice and site.kind == "layernorm_column" and site.norm is None:
         return replace(choice, reason=f"{choice.reason}; measured with its norm fused, which here stays apart")
     return choice
@@ -296,7 +302,8 @@ def _after(decided: _Decided, verdict: Confirmed | None) -> _Decided:
     if not decided.choice or verdict is None or verdict.answer == WIN:
         return decided
     reason = f"turned down by confirming {verdict.block}: {verdict.reason}"
-    return replace(decided, choice=replace(decided.choice, products=(), answer=verdict.answer, reason=reason))
+    choice = replace(decided.choice, products=(), answer=verdict.answer, reason=reason, speedup=None)
+    return replace(decided, choice=choice)
 
 
 def _block_of(path: str) -> str:
@@ -342,6 +349,7 @@ def _build(model: nn.Module, decided: list[_Decided], *, watch: bool = True) -> 
             notes[FP8_PARAM_NOTE] = None
         if each.site.kind not in GROUPED_KINDS:
             watched.setdefault(each.site.part, (built.first, [], each.site))[1].append(each.choice)
+    cast_weights_together(model)
     if watch:
         for first, choices, _site in watched.values():
             _watch(model, first, choices)

@@ -190,13 +190,13 @@ def cast_for(
     if rows_by == cols_by:
         if rows_by == BF16:
             return None, None
-        pair = cast_layouts(x, rows_by, fp8, eps, guess=guess_for(rows_by, *of))
+        pair = cast_layouts(x, rows_by, fp8, eps, guess=guess_for(rows_by, *of, fp8))
         return pair.rows, pair.cols
     rows = cols = None
     if rows_by != BF16:
-        rows = cast_layouts(x, rows_by, fp8, eps, cols=False, guess=guess_for(rows_by, *of)).rows
+        rows = cast_layouts(x, rows_by, fp8, eps, cols=False, guess=guess_for(rows_by, *of, fp8)).rows
     if cols_by != BF16:
-        cols = cast_layouts(x, cols_by, fp8, eps, rows=False, guess=guess_for(cols_by, *of)).cols
+        cols = cast_layouts(x, cols_by, fp8, eps, rows=False, guess=guess_for(cols_by, *of, fp8)).cols
     return rows, cols
 
 

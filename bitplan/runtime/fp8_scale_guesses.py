@@ -28,15 +28,16 @@ class _Kept:
     stream: torch.cuda.Stream  # where it was last used
 
 
-_kept: dict[tuple[int, int, str], _Kept] = {}
+_Key = tuple[int, int, str, str]  # storage, address, role, FP8 type: E5M2 has other scales than E4M3
+_kept: dict[_Key, _Kept] = {}
 _swept_at = 0
 
 
-def guess_for(recipe: str, weight: Tensor, role: str) -> Tensor | None:
+def guess_for(recipe: str, weight: Tensor, role: str, fp8: str = "e4m3") -> Tensor | None:
     """The guess for a cast by a recipe; None where there is none to be used."""
     if recipe != TENSORWISE or not weight.is_cuda:
         return None
-    key = (weight.untyped_storage()._cdata, weight.data_ptr(), role)
+    key = (weight.untyped_storage()._cdata, weight.data_ptr(), role, fp8)
     kept = _kept.get(key)
     capturing = torch.cuda.is_current_stream_capturing()
     if kept is None or kept.storage.expired():
@@ -55,13 +56,13 @@ def guess_counts() -> dict[str, tuple[int, int]]:
     from bitplan.kernels.triton_fp8_guess import counts_of
 
     totals = dict.fromkeys((INPUT, WEIGHT, GRAD), (0, 0))
-    for (_, _, role), kept in _kept.items():
+    for (_, _, role, _), kept in _kept.items():
         casts, wrong = counts_of(kept.state)
         totals[role] = (totals[role][0] + casts, totals[role][1] + wrong)
     return totals
 
 
-def _new(key: tuple[int, int, str], weight: Tensor) -> Tensor:
+def _new(key: _Key, weight: Tensor) -> Tensor:
     global _swept_at
     from bitplan.kernels.triton_fp8_guess import new_state
 

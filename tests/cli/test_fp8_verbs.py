@@ -168,14 +168,52 @@ def test_explain_narrows(capsys):
     assert merge("r.json", "-o", "p.json") == 0
     capsys.readouterr()
     assert explain("--shape", "4096x14336") == 0
-    assert "fprop FP8; dgrad BF16; wgrad BF16" in capsys.readouterr().out
+    assert (
+        "fprop FP8; dgrad FP8; wgrad FP8" in capsys.readouterr().out
+    )  # the whole module wins by more than fprop alone
     assert explain("--gemm", "wgrad") == 0
-    assert "BF16 (lose)" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "row fc2 wgrad at 4096 tokens: FP8 (win): measured: win at 4096 tokens (1.400x" in out
+    assert "wgrad by itself: BF16 (lose): measured: lose at 4096 tokens (0.700x" in out
     assert explain("--shape", "64x64") == 1
+    assert "BF16 (unmeasured): estimated 0.000x: never measured itself" in capsys.readouterr().out
+    assert explain("--shape", "64x64", "--no-estimate") == 1
     assert "no rule with shape (64, 64)" in capsys.readouterr().out
     assert explain("--tp", "2") == 1
     assert explain(name="") == 1
     assert explain("--extrapolate", tokens="5000") == 0
+
+
+def test_explain_products_apart(capsys):
+    rows = series({4096: 0.9}) + series({4096: 1.3}, gemm="fprop") + series({4096: 1.05}, gemm="wgrad")
+    save("r.json", rows)
+    save("s.json", series({4096: 0.9}) + series({4096: 1.05}, gemm="wgrad"))
+    assert merge("r.json", "-o", "p.json") == 0
+    assert merge("s.json", "-o", "q.json") == 0
+    capsys.readouterr()
+    assert explain() == 0
+    out = capsys.readouterr().out
+    assert "row fc2 at 4096 tokens: FP8 fprop, wgrad (win): fprop measured: win at 4096 tokens (1.300x" in out
+    assert "fprop FP8; dgrad BF16; wgrad FP8\nthe same from 4096 tokens to 4096\n" in out
+    assert explain("--json") == 0
+    document = json.loads(capsys.readouterr().out)
+    assert (document["precision"], document["products"]) == ("fp8 fprop, wgrad", ["fprop", "wgrad"])
+    assert document["gemms"]["dgrad"]["precision"] == "bf16"
+    assert document["gemms"]["wgrad"]["alone"]["speedup"] == pytest.approx(1.05, rel=0.01)
+    assert explain(policy="q.json") == 0
+    assert "BF16 (lose): products apart (wgrad) promise 1.05" in capsys.readouterr().out
+
+
+def test_explain_estimates_as_apply_does(capsys):
+    save("r.json", series({1024: 0.8, 4096: 1.4}))
+    assert merge("r.json", "-o", "p.json") == 0
+    capsys.readouterr()
+    assert explain(tokens="3000") == 0
+    out = capsys.readouterr().out
+    assert "row fc2 at 3000 tokens: FP8 (unmeasured): estimated 1.2" in out
+    assert "\nthe same from 1" in out
+    assert explain("--no-estimate", tokens="3000") == 1
+    assert "BF16 (unmeasured): 3000 tokens were never measured, and lie between" in capsys.readouterr().out
 
 
 def test_explain_the_seeds_policy(capsys):

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bitplan.plan.fp8_bands import BandPolicy, BandRule, Point, bands_of
-from bitplan.plan.fp8_policy import Question, choose_gemms, load_policy, matching_rules, read_policy, should_use_fp8
+from bitplan.plan.fp8_policy import Question, alike_rules, load_policy, matching_rules, read_policy, should_use_fp8
 from bitplan.plan.fp8_terms import (
     ANSWERS,
     KIND_OF_CLASS,
@@ -327,38 +327,19 @@ def test_recipes_compete():
     assert "blockwise: measured" in both.reason
 
 
-def test_products_choose_apart():
-    """facts, 2: "Choose per GEMM": on H100 the FP8 wgrad ran at a third of fprop's speed."""
-    found = policy(
-        rule({1024: "win"}, gemm="fprop"), rule({1024: "undecided"}, gemm="dgrad"), rule({1024: "lose"}, gemm="wgrad")
-    )
-    question = Question("row", 1024, "fc2")
-    chosen = choose_gemms(found, question)
-    assert {gemm: each.precision for gemm, each in chosen.items()} == {"fprop": "fp8", "dgrad": "bf16", "wgrad": "bf16"}
-    whole = choose_gemms(policy(rule({1024: "win"})), question)
-    assert all(whole.values())
-    assert whole["wgrad"].reason.startswith("as the whole module: measured: win")
-    assert not any(choose_gemms(policy(), question).values())
-    assert all(choose_gemms(SEED, Question("row", 8192, "fc2")).values())
-    apart = [rule({1024: "win"}, gemm=gemm) for gemm in ("fprop", "dgrad", "wgrad")]
-    assert all(choose_gemms(policy(*apart), question).values())
-    against = choose_gemms(policy(rule({1024: "lose"}), *apart), question)
-    assert not any(against.values())
-    assert "each product wins apart, but the whole module does not" in against["fprop"].reason
-
-
-def test_products_keep_to_one_recipe():
-    row = [rule({1024: "win"}, gemm="fprop", recipe="rowwise"), rule({1024: "lose"}, gemm="dgrad", recipe="rowwise")]
-    block = [rule({1024: "win"}, gemm=gemm) for gemm in ("fprop", "dgrad")]
-    chosen = choose_gemms(policy(*row, *block), Question("row", 1024, "fc2"))
-    assert [each.precision for each in chosen.values()] == ["fp8", "fp8", "bf16"]
-    assert {each.recipe for each in chosen.values() if each} == {"blockwise"}
-
-
 def test_matching_rules():
     found = policy(rule({1024: "win"}), rule({1024: "win"}, tp=2))
     assert matching_rules(found, Question("row", 5, "fc2", tp=2)) == [rule({1024: "win"}, tp=2)]
-    assert matching_rules(SEED, Question("row", 5, "fc2")) == []
+    assert matching_rules(SEED, Question("row", 5, "fc2")) == alike_rules(SEED, Question("row", 5, "fc2")) == []
+
+
+def test_alike_rules():
+    """Of any name and shape; of one kind, size, part, recipe and product."""
+    alike = [rule({1024: "win"}), rule({1024: "win"}, name="proj", shape=(4096, 4096))]
+    others = [rule({1024: "win"}, **change) for change in ({"tp": 2}, {"kind": "column"}, {"part": "vit"})]
+    others += [rule({1024: "win"}, gemm="wgrad"), rule({1024: "win"}, recipe="rowwise")]
+    found = alike_rules(policy(*alike, *others), Question("row", 5, "fc9", shape=(64, 64), recipe="blockwise"))
+    assert {each.key for each in found} == {each.key for each in alike}
 
 
 # ---- version 2: the document -----------------------------------------------------------------------------------------

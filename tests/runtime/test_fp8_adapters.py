@@ -38,7 +38,9 @@ def policy():
         (512, {"q_proj", "k_proj", "v_proj"}),
         (1024, {"q_proj", "k_proj", "v_proj", "o_proj"}),
         (256, set()),
-        (2048, set()),
+        (2048, {"q_proj", "k_proj", "v_proj", "o_proj"}),  # estimated, as apply_fp8 does
+        (2049, set()),
+        (768, {"q_proj", "k_proj", "v_proj", "o_proj"}),
     ],
 )
 def test_torchao_takes_what_wins(tokens, names):
@@ -46,6 +48,27 @@ def test_torchao_takes_what_wins(tokens, names):
     takes = torchao_filter(model, policy(), tokens=tokens)
     taken = {path for path, module in model.named_modules() if takes(module, path)}
     assert taken == {f"layers.{block}.self_attn.{name}" for block in (0, 1) for name in names}
+
+
+def test_torchao_without_estimates():
+    model = Model()
+    takes = torchao_filter(model, policy(), tokens=768, estimate=False)
+    taken = {path.rsplit(".", 1)[1] for path, module in model.named_modules() if takes(module, path)}
+    assert taken == {"q_proj", "k_proj", "v_proj"}
+
+
+def test_other_libraries_run_whole_modules():
+    """fprop and dgrad apart are worth more than the module; who cannot have them takes the module where it wins."""
+    model = Model()
+    for module, taken in ((1.05, True), (0.95, False)):
+        proj = {"part": "llm", "kind": "row", "name": "proj", "shape": (64, 64), "tp": 1}
+        rows = series({512: module}, **proj)
+        for gemm, speedup in (("fprop", 1.2), ("dgrad", 1.2), ("wgrad", 0.7)):
+            rows += series({512: speedup}, gemm=gemm, **proj)
+        rules = merge_reports([report(rows, recipe="tensorwise")]).policy
+        takes = torchao_filter(model, rules, tokens=512)
+        assert takes(model.layers[0]["self_attn"].o_proj, "layers.0.self_attn.o_proj") is taken
+        assert bool(transformer_engine_decision(rules, tokens=512)(named("TERowParallelLinear"), "proj")) is taken
 
 
 def test_torchao_has_no_blockwise():

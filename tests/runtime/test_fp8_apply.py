@@ -78,7 +78,7 @@ def test_each_layer_by_its_own_rule():
     model = llama()
     before = dict(model.named_modules())
     policy = policy_of(qkv={64: 0.8, 128: 0.9}, fc1=WINS, fc2={64: 1.2, 128: 1.3})
-    applied = apply_fp8(model, policy, tokens=128, emulate=True)
+    applied = apply_fp8(model, policy, tokens=128, emulate=True, estimate=False)
     chosen = {row.path: (row.precision, row.answer) for row in applied.rows if ".0." in row.path}
     assert chosen == {
         "model.layers.0.self_attn.qkv": ("bf16", "lose"),
@@ -155,7 +155,7 @@ def test_compiles_without_a_graph_break():
 
 def test_counts_outside_the_band_are_said_once(caplog):
     model = llama()
-    apply_fp8(model, policy_of(**ALL), tokens=100, emulate=True)
+    apply_fp8(model, policy_of(**ALL), tokens=100, emulate=True, estimate=False)
     with caplog.at_level(logging.WARNING, "bitplan"):
         for count in (64, 100, 128):
             model(input_ids=tokens_of(count))
@@ -179,6 +179,32 @@ def test_estimates_between_counts_and_only_there():
     assert applied.rows[0].reason.startswith("estimated 1.1")
     applied = apply_fp8(llama(num_hidden_layers=1), policy, tokens=100, emulate=True, estimate=False)
     assert applied.fp8_layers == 0
+
+
+def test_an_estimate_holds_as_far_as_its_neighbours_reach(caplog):
+    """proj was never measured; fc2, of twice its size, was: the plan holds where both are estimated to win."""
+    model = llama(num_hidden_layers=1)
+    applied = apply_fp8(model, policy_of(fc2=WINS), tokens=128, emulate=True)
+    chosen = {row.name: row for row in applied.rows if row.precision == "fp8"}
+    assert set(chosen) == {"proj", "fc2"}
+    assert chosen["proj"].reason.startswith(
+        "estimated 1.300x: never measured itself; it has no less work and intensity"
+    )
+    with caplog.at_level(logging.WARNING, "bitplan"):
+        for count in (110, 256, 90):
+            model(input_ids=tokens_of(count))
+    (message,) = caplog.messages
+    assert "was given 90 tokens; its FP8 plan was made for 128 and holds from 100 to 256" in message
+
+
+def test_a_shape_that_the_recipe_cannot_cast_stays_as_it_is():
+    model = llama(num_hidden_layers=1, hidden_size=128, intermediate_size=200)
+    applied = apply_fp8(model, policy_of(recipe="blockwise", **ALL), tokens=128, emulate=True)
+    reasons = {row.name: row.reason for row in applied.rows if row.precision == "bf16"}
+    assert reasons == {
+        "fc1": "out_features 400 is not a multiple of 128, which blockwise needs",
+        "fc2": "in_features 200 is not a multiple of 128, which blockwise needs",
+    }
 
 
 def test_no_fp8_hardware_is_bf16_and_says_so():
@@ -474,6 +500,7 @@ def test_experts_have_no_mxfp8():
 # ---- GPU -------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # Dynamo's own, of torch 2.11
 @pytest.mark.gpu
 def test_gpu_compiled_layers_agree_with_bf16():
     from bitplan.runtime.fp8_recipe import fp8_obstacle
