@@ -4,7 +4,8 @@
 
 dsv3      DeepSeek-V3 experts: 32768 tokens, 8 experts; fc1 gated 4096x7168, fc2 7168x2048, and plain 2048x7168
 qwen3     Qwen3-30B-A3B experts: 32768 tokens, 128 experts; fc1 gated 1536x2048, fc2 2048x768
-products  each product alone, at DeepSeek-V3's plain shape: torch's grouped product, and ours by every candidate launch
+products  each product alone, at DeepSeek-V3's plain shape: torch's grouped product, ours in Gluon, ours in Triton by
+          every candidate launch; the first two also with sums in float32, which gradients of a layer have
 casts     casts of tokens and of matrices alone: bytes a second, and the share of a device copy
 
 A step casts the weights once, as the first micro-batch of a step does; the arms named "reused" have them cast already.
@@ -48,14 +49,17 @@ def arms() -> Iterator[tuple[str, GemmChoice, str, bool]]:
     """(name, recipe of each product, implementation, whether weight casts are reused)."""
     yield "bf16", GemmChoice.all("bf16"), "auto", False
     for recipe, impl in (
+        ("tensorwise", "gluon"),
         ("tensorwise", "torch"),
         ("tensorwise", "triton"),
+        ("rowwise", "gluon"),
         ("rowwise", "torch"),
         ("rowwise", "triton"),
         ("blockwise", "triton"),
     ):
         yield f"{recipe} {impl}", GemmChoice.all(recipe), impl, False
     yield "tensorwise torch, bf16 wgrad", GemmChoice("tensorwise", "tensorwise", "bf16"), "torch", False
+    yield "tensorwise gluon, reused", GemmChoice.all("tensorwise"), "gluon", True
     yield "tensorwise torch, reused", GemmChoice.all("tensorwise"), "torch", True
 
 
@@ -134,7 +138,7 @@ def products() -> list[dict[str, Any]]:
             ("bf16", "dgrad"): partial(plain_rows, dy, weight.transpose(1, 2), layout, None),
             ("bf16", "wgrad"): partial(plain_sums, dy, x, layout),
         }
-        for recipe in ("rowwise", "blockwise"):
+        for recipe in kernels.GROUPED_RECIPES:
             calls |= product_calls(recipe, x, dy, weight, layout, routing == "uniform")
         refused = compile_together(calls)
         for (arm, gemm), why in refused.items():
@@ -160,9 +164,14 @@ def product_calls(
     dy_rows, dy_cols = kernels.cast_tokens(dy, recipe, layout)
     w_rows, w_cols = kernels.cast_experts(weight, recipe)
     operands: Any = ((x_rows, w_rows), (dy_rows, w_cols), (dy_cols, x_cols))
-    ways: dict[str, dict[str, Any]] = {"torch": {"impl": "torch"}} if recipe == "rowwise" else {}
+    ways: dict[str, dict[str, Any]] = {}
     kind = kernels.scale_kind(recipe)
-    for launch in candidate_launches(kind)[: None if every_launch else 1]:
+    # What torch and Triton have for rowwise is what they have for tensorwise.
+    for impl in {"tensorwise": ("gluon",), "rowwise": ("gluon", "torch"), "blockwise": ()}[recipe]:
+        ways[impl] = {"impl": impl}
+        ways[f"{impl}, float32 sums"] = {"impl": impl, "fast_accum": False}
+    launches = candidate_launches(kind) if recipe != "tensorwise" else []
+    for launch in launches[: None if every_launch else 1]:
         name = f"triton {launch.rows}x{launch.cols} {launch.warps}w {launch.stages}s {'tma' if launch.tma else 'ptr'}"
         ways[name] = {"impl": "triton", "launch": launch}
     calls: dict[tuple[str, str], Call] = {}

@@ -6,7 +6,7 @@
 policy     first: `bench-layers` for the sizes at 512 ... 16384 tokens, in CUDA graphs and launched one by one, "eager".
            The adaptive arm asks a policy merged of the times that were taken as it runs itself; --policy keeps the one
            of both, by which FP8 must win either way. A report that is there (--report) is gone on with
-measured   two layers at 512, 2048 and 16384 tokens
+measured   two layers at 512, 2048 and 16384 tokens; the first of the sizes also by torchao
 held-out   the same at 768, 3072 and 12288, which the policy does not know
 shapes     layers of sizes that the policy does not know, at 512, 3072 and 16384, by its estimates
 train      a language model from scratch, in BF16, adaptive FP8 and full FP8, three seeds each: the last losses
@@ -68,7 +68,7 @@ POLICY_TOKENS = (512, 1024, 2048, 4096, 8192, 16384)
 TOKENS = {"measured": (512, 2048, 16384), "held-out": (768, 3072, 12288), "shapes": (512, 3072, 16384)}
 LAYERS = 2
 LONGEST = 2048  # tokens of a sequence
-TRAIN_SIZE, TRAIN_LAYERS = Size(768, 2048, 12, 12, 64), 12
+TRAIN_SIZE, TRAIN_LAYERS = Size(1024, 4096, 16, 16, 64), 8
 
 
 class Budget:
@@ -149,7 +149,8 @@ class Arms:
         self.estimate = part == "shapes"
         self.steps: dict[str, Call] = {}
         self.made: dict[str, Callable[[], nn.Module]] = {"bf16": lambda: self.plain, "full": self.full}
-        for name in options.torchao.split(",") if options.torchao and part == "measured" else ():
+        is_first = size == SIZES[options.sizes.split(",")[0]]
+        for name in options.torchao.split(",") if options.torchao and part == "measured" and is_first else ():
             self.made[f"torchao {name}"] = partial(_torchao, self.plain, name)
 
     def full(self) -> nn.Module:

@@ -13,20 +13,26 @@ experts are here, nor on how many processes share them. Scales come as
     "vector"  tensorwise, rowwise        [T], [E, K]                 [E, N], [E, K]                  16 or 128
     "block"   blockwise                  [K / 128, T], [P / 128, K]  [E, N / 128, K / 128], its T    128
 
-where a tensorwise scale stands once for each row. Rows keep their places in `rows`; in `cols`, [K, P], each expert's
-rows start at a multiple of `pad` and zeros fill them up, P being what the worst routing needs.
+where a tensorwise scale stands once for each row (`GroupedFp8.uniform`). Rows keep their places in `rows`; in `cols`,
+[K, P], each expert's rows start at a multiple of `pad` and zeros fill them up, P being what the worst routing needs.
 
-`impl`: "reference" is the definition, in plain torch, a loop over experts; "triton" our kernels; "torch"
-`torch._scaled_grouped_mm`, for E4M3 "vector" on compute capability 9.0. "auto" takes the reference on a CPU, and on a
-GPU torch where it can. The triton `grouped_sums` steps by 128 tokens, so it takes a layout padded to 128.
+`impl`: "reference" is the definition, in plain torch, a loop over experts; "triton" our kernels for any GPU with FP8;
+"gluon" our kernels for "vector" on compute capability 9, where the result is a multiple of 256 wide; "torch"
+`torch._scaled_grouped_mm`, for E4M3 "vector" there. "auto" takes the reference on a CPU, and on a GPU the first that
+can of gluon, torch and triton; `gluon_obstacle` says why it is not the first. `grouped_sums` of triton and gluon steps
+by 128 tokens, so it takes a layout padded to 128.
+
+With `fast_accum` sums stay in the tensor cores, which keep about 14 bits; without it they go to float32 after every
+128 products.
 """
 
 from __future__ import annotations
 
 import functools
+import inspect
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -38,8 +44,9 @@ if TYPE_CHECKING:
     from bitplan.kernels.fp8_grouped_matmul import GroupedLaunch
 
 GROUPED_RECIPES = ("tensorwise", "rowwise", "blockwise")
-IMPLEMENTATIONS = ("auto", "reference", "triton", "torch")
+IMPLEMENTATIONS = ("auto", "reference", "triton", "gluon", "torch")
 TILE_ROWS = 128  # the rows that a program casts; products take them whole or in halves
+GLUON_COLS = 256  # the columns of a tile of the gluon products
 
 
 @dataclass(frozen=True)
@@ -47,7 +54,8 @@ class GroupLayout:
     """Which rows belong to which expert, as tables on the device; the sizes are known to the host.
 
     `ends` and `padded_ends` [E] are where each expert's rows end, `by_size` [E] the experts from the most rows to the
-    fewest; `tile_expert` and `tile_row` cut the rows into tiles that do not cross experts, -1 where there is none.
+    fewest; `tile_expert`, `tile_row` and `tile_end` (of the expert) cut the rows into tiles that do not cross experts,
+    -1 where there is none; `tiles_used` [1] is how many there are.
     """
 
     ends: Tensor
@@ -55,6 +63,8 @@ class GroupLayout:
     by_size: Tensor
     tile_expert: Tensor
     tile_row: Tensor
+    tile_end: Tensor
+    tiles_used: Tensor
     rows: int
     padded_rows: int
     pad: int
@@ -75,11 +85,15 @@ class GroupLayout:
 
 @dataclass(frozen=True)
 class GroupedFp8:
-    """Codes of tokens or matrices in one layout, with scales of one kind; see the module."""
+    """Codes of tokens or matrices in one layout, with scales of one kind; see the module.
+
+    `uniform` promises that all scales of an expert are equal: products may then read one for all.
+    """
 
     codes: Tensor
     scale: Tensor
     kind: str
+    uniform: bool = False
 
 
 def scale_kind(recipe: str) -> str:
@@ -93,19 +107,77 @@ def token_pad(recipe: str, impl: str) -> int:
     return 16 if scale_kind(recipe) == "vector" and impl == "torch" else BLOCK
 
 
-def pick_impl(recipe: str, device: torch.device, fp8: str = "e4m3", impl: str = "auto") -> str:
-    """What "auto" means here; or an error where the implementation asked for cannot do it."""
+def pick_impl(
+    recipe: str,
+    device: torch.device,
+    fp8: str = "e4m3",
+    impl: str = "auto",
+    *,
+    width: int | None = None,
+    pad: int | None = None,
+) -> str:
+    """What "auto" means here; or an error where the implementation asked for cannot do it.
+
+    `width` and `pad` as in `gluon_obstacle`.
+    """
     if impl not in IMPLEMENTATIONS:
         raise FormatError(f"impl must be one of {', '.join(IMPLEMENTATIONS)}, got {impl!r}")
     by_torch = device.type == "cuda" and fp8 == "e4m3" and scale_kind(recipe) == "vector" and _capability(device) == 9
-    if impl == "auto":
-        return "reference" if device.type != "cuda" else "torch" if by_torch else "triton"
+    if impl == "auto" and device.type != "cuda":
+        return "reference"
+    if impl in ("auto", "gluon"):
+        obstacle = gluon_obstacle(recipe, device, width=width, pad=pad)
+        if obstacle is None:
+            return "gluon"
+        if impl == "gluon":
+            raise FormatError(f"the gluon product cannot do this: {obstacle}; use 'auto'")
+        return "torch" if by_torch else "triton"
     if impl == "torch" and not by_torch:
         raise FormatError(
             f"torch's grouped FP8 product takes tensorwise or rowwise E4M3 on compute capability 9, got {recipe} "
             f"{fp8} on {device}; use 'triton'"
         )
     return impl
+
+
+def gluon_obstacle(
+    recipe: str, device: torch.device, *, width: int | None = None, pad: int | None = None
+) -> str | None:
+    """Why the gluon products are not for this, or None. What is not given counts as fitting.
+
+    `width`: the columns of the result (outputs for the forward, inputs for both gradients); `pad`: where tokens are
+    summed, what the layout pads them to.
+    """
+    if scale_kind(recipe) != "vector":
+        return f"it takes scales of rows and columns (tensorwise, rowwise), got {recipe}"
+    if device.type != "cuda" or _capability(device) != 9:
+        return f"it runs on compute capability 9 (Hopper), got {device}"
+    if width is not None and width % GLUON_COLS:
+        return f"its result is a multiple of {GLUON_COLS} wide, got {width}"
+    if pad is not None and pad % BLOCK:
+        return f"it sums {BLOCK} tokens at once, got a layout padded to {pad}"
+    return _gluon_lacks()
+
+
+@functools.cache
+def _gluon_lacks() -> str | None:
+    """What this Triton lacks of what the gluon products are made of, or None."""
+    try:
+        import triton
+        from triton.experimental.gluon import language
+        from triton.experimental.gluon.language.nvidia import hopper
+    except ImportError as error:
+        return f"no Gluon could be imported: {error}"
+    if triton.knobs.runtime.interpret:
+        return "Triton's interpreter has no Gluon"
+    needed: dict[Any, tuple[str, ...]] = {
+        language: ("NVMMADistributedLayout", "NVMMASharedLayout", "allocate_shared_memory", "split", "warp_specialize"),
+        hopper: ("fence_async_shared", "mbarrier", "tma", "warpgroup_mma", "warpgroup_mma_wait"),
+    }
+    missing = [name for where, names in needed.items() for name in names if not hasattr(where, name)]
+    if not missing and "functions_and_args" not in inspect.signature(language.warp_specialize).parameters:
+        missing = ["warp_specialize(functions_and_args, ...)"]  # it was called otherwise before 3.6
+    return f"Triton {triton.__version__} has no {', '.join(missing)} in Gluon" if missing else None
 
 
 @functools.cache
@@ -132,13 +204,10 @@ def lay_out(
     if impl == "triton" or (impl == "auto" and tokens_per_expert.is_cuda):
         from bitplan.kernels.fp8_grouped_cast import lay_out_groups
 
-        counts = tokens_per_expert.contiguous()
-        out = torch.empty(3 * experts + 2 * tiles, dtype=torch.int32, device=counts.device)
-        if misrouted is None:
-            misrouted = torch.zeros(1, dtype=torch.int32, device=counts.device)
-        lay_out_groups(counts, rows, pad, out, tiles, misrouted)
-        ends, padded_ends, by_size, tile_expert, tile_row = out.split([experts, experts, experts, tiles, tiles])
-        return GroupLayout(ends, padded_ends, by_size, tile_expert, tile_row, rows, padded, pad)
+        ends, padded_ends, by_size, *tiled, used = lay_out_groups(
+            tokens_per_expert.contiguous(), rows, pad, tiles, misrouted
+        )
+        return GroupLayout(ends, padded_ends, by_size, tiled[0], tiled[1], tiled[2], used, rows, padded, pad)
     return _layout_reference(tokens_per_expert, rows, pad, tiles, padded)
 
 
@@ -146,20 +215,31 @@ def _layout_reference(given: Tensor, rows: int, pad: int, tiles: int, padded: in
     counts = given.tolist()
     if min(counts, default=0) < 0 or sum(counts) != rows:
         raise FormatError(f"tokens_per_expert must add up to the {rows} rows of x, got {counts}")
-    tile_expert, tile_row, ends, padded_ends = [], [], [], []
+    tile_expert, tile_row, tile_end, ends, padded_ends = [], [], [], [], []
     end = padded_end = 0
     for expert, count in enumerate(counts):
         for first in range(end, end + count, TILE_ROWS):
             tile_expert.append(expert)
             tile_row.append(first)
+            tile_end.append(end + count)
         end, padded_end = end + count, padded_end + -(-count // pad) * pad
         ends.append(end)
         padded_ends.append(padded_end)
     free = tiles - len(tile_expert)
     by_size = sorted(range(len(counts)), key=lambda expert: -counts[expert])
     table = partial(torch.tensor, dtype=torch.int32, device=given.device)
-    tiled = table(tile_expert + [-1] * free), table(tile_row + [end] * free)
-    return GroupLayout(table(ends), table(padded_ends), table(by_size), *tiled, rows, padded, pad)
+    return GroupLayout(
+        table(ends),
+        table(padded_ends),
+        table(by_size),
+        table(tile_expert + [-1] * free),
+        table(tile_row + [end] * free),
+        table(tile_end + [end] * free),
+        table([len(tile_expert)]),
+        rows,
+        padded,
+        pad,
+    )
 
 
 # ---- casts -----------------------------------------------------------------------------------------------------------
@@ -181,11 +261,11 @@ def cast_tokens(
     _check_width(x_TK.shape[1], recipe)
     if cols and kind == "block" and layout.pad % BLOCK:
         raise FormatError(f"blockwise sums over tokens by blocks of {BLOCK}, got a layout padded to {layout.pad}")
-    if impl in ("triton", "torch") or (impl == "auto" and x_TK.is_cuda):
+    if impl in ("triton", "gluon", "torch") or (impl == "auto" and x_TK.is_cuda):
         from bitplan.kernels.fp8_grouped_cast import cast_token_tiles
 
         made, made_t = cast_token_tiles(x_TK, recipe, layout, fp8, eps, rows=rows, cols=cols)
-        return _wrap(made, kind), _wrap(made_t, kind)
+        return _wrap(made, recipe), _wrap(made_t, recipe)
     return (
         _token_rows_reference(x_TK, recipe, layout, fp8, eps) if rows else None,
         _token_cols_reference(x_TK, recipe, layout, fp8, eps) if cols else None,
@@ -196,22 +276,22 @@ def cast_experts(
     w_ENK: Tensor, recipe: str, eps: float = 0.0, *, rows: bool = True, cols: bool = True, impl: str = "auto"
 ) -> tuple[GroupedFp8 | None, GroupedFp8 | None]:
     """Matrices in the layouts asked for: [E, N, K], and transposed [E, K, N]; E4M3."""
-    kind = scale_kind(recipe)
+    scale_kind(recipe)  # refuses what is no recipe of experts
     for size in w_ENK.shape[1:]:
         _check_width(size, recipe)
-    if impl in ("triton", "torch") or (impl == "auto" and w_ENK.is_cuda):
+    if impl in ("triton", "gluon", "torch") or (impl == "auto" and w_ENK.is_cuda):
         from bitplan.kernels.fp8_grouped_cast import cast_expert_tiles
 
         made, made_t = cast_expert_tiles(w_ENK, recipe, eps, rows=rows, cols=cols)
-        return _wrap(made, kind), _wrap(made_t, kind)
+        return _wrap(made, recipe), _wrap(made_t, recipe)
     return (
         _experts_reference(w_ENK, recipe, eps) if rows else None,
         _experts_reference(w_ENK.transpose(1, 2), recipe, eps) if cols else None,
     )
 
 
-def _wrap(made: tuple[Tensor, Tensor] | None, kind: str) -> GroupedFp8 | None:
-    return None if made is None else GroupedFp8(*made, kind)
+def _wrap(made: tuple[Tensor, Tensor] | None, recipe: str) -> GroupedFp8 | None:
+    return None if made is None else GroupedFp8(*made, scale_kind(recipe), uniform=recipe == "tensorwise")
 
 
 def _check_width(size: int, recipe: str) -> None:
@@ -232,7 +312,7 @@ def _token_rows_reference(x_TK: Tensor, recipe: str, layout: GroupLayout, fp8: s
             scale[:, start:end] = made.scale.t()
         else:
             scale[start:end] = made.scale.view(-1)
-    return GroupedFp8(codes, scale, kind)
+    return GroupedFp8(codes, scale, kind, uniform=recipe == "tensorwise")
 
 
 def _token_cols_reference(x_TK: Tensor, recipe: str, layout: GroupLayout, fp8: str, eps: float) -> GroupedFp8:
@@ -253,7 +333,7 @@ def _token_cols_reference(x_TK: Tensor, recipe: str, layout: GroupLayout, fp8: s
             else:
                 scale[expert] = made.scale.view(-1)
         at += padded
-    return GroupedFp8(codes, scale, kind)
+    return GroupedFp8(codes, scale, kind, uniform=recipe == "tensorwise")
 
 
 def _experts_reference(w_ENK: Tensor, recipe: str, eps: float) -> GroupedFp8:
@@ -262,7 +342,8 @@ def _experts_reference(w_ENK: Tensor, recipe: str, eps: float) -> GroupedFp8:
     kind = scale_kind(recipe)
     if kind == "block":
         return GroupedFp8(codes, torch.stack([each.scale for each in made]).contiguous(), kind)
-    return GroupedFp8(codes, torch.stack([each.scale.view(-1).expand(w_ENK.shape[1]) for each in made]), kind)
+    scale = torch.stack([each.scale.view(-1).expand(w_ENK.shape[1]) for each in made])
+    return GroupedFp8(codes, scale, kind, uniform=recipe == "tensorwise")
 
 
 # ---- products --------------------------------------------------------------------------------------------------------
@@ -280,7 +361,7 @@ def grouped_rows(
     launch: GroupedLaunch | None = None,
 ) -> Tensor:
     """Each row of a times its expert's matrix of b, transposed, plus that expert's bias [E, N]: [T, N]."""
-    impl = _impl_of(a_TK, b_ENK, impl)
+    impl = _impl_of(a_TK, b_ENK, impl, b_ENK.codes.shape[1], None)
     shape = (a_TK.codes.shape[0], b_ENK.codes.shape[1])
     if not shape[0]:
         return torch.zeros(shape, dtype=out_dtype, device=a_TK.codes.device)
@@ -301,6 +382,11 @@ def grouped_rows(
 
         rows_product(a_TK, b_ENK, layout, out, bias, fast_accum=fast_accum, launch=launch)
         return out
+    if impl == "gluon":
+        from bitplan.kernels import fp8_grouped_gluon
+
+        fp8_grouped_gluon.rows_product(a_TK, b_ENK, layout, out, bias, fast_accum=fast_accum)
+        return out
     for expert, (start, end) in enumerate(layout.spans()):
         product = _decode_rows(a_TK, start, end) @ _decode_matrix(b_ENK, expert).t()
         out[start:end] = (product if bias is None else product + bias[expert].float()).to(out_dtype)
@@ -318,7 +404,7 @@ def grouped_sums(
     launch: GroupedLaunch | None = None,
 ) -> Tensor:
     """For each expert a times b transposed over its own tokens: [E, N, K]; zeros where it has none."""
-    impl = _impl_of(a_NP, b_KP, impl)
+    impl = _impl_of(a_NP, b_KP, impl, b_KP.codes.shape[0], layout.pad)
     if impl == "torch":
         return torch._scaled_grouped_mm(
             a_NP.codes,
@@ -338,6 +424,11 @@ def grouped_sums(
             raise FormatError(f"the triton product sums {BLOCK} tokens at once, got a layout padded to {layout.pad}")
         sums_product(a_NP, b_KP, layout, out, fast_accum=fast_accum, launch=launch)
         return out
+    if impl == "gluon":
+        from bitplan.kernels import fp8_grouped_gluon
+
+        fp8_grouped_gluon.sums_product(a_NP, b_KP, layout, out, fast_accum=fast_accum)
+        return out
     ends = layout.padded_ends.tolist()
     for expert, (start, end) in enumerate(zip([0, *ends[:-1]], ends, strict=True)):
         product = _decode_cols(a_NP, expert, start, end) @ _decode_cols(b_KP, expert, start, end).t()
@@ -356,11 +447,12 @@ def expert_of_rows(layout: GroupLayout) -> Tensor:
     return torch.searchsorted(layout.ends, rows, right=True).clamp(max=layout.experts - 1)
 
 
-def _impl_of(a: GroupedFp8, b: GroupedFp8, impl: str) -> str:
+def _impl_of(a: GroupedFp8, b: GroupedFp8, impl: str, width: int, pad: int | None) -> str:
     if a.kind != b.kind:
         raise FormatError(f"a product takes scales of one kind, got {a.kind} and {b.kind}")
     both = "e4m3" if a.codes.dtype == b.codes.dtype == torch.float8_e4m3fn else "e5m2"
-    return pick_impl("blockwise" if a.kind == "block" else "rowwise", a.codes.device, both, impl)
+    recipe = "blockwise" if a.kind == "block" else "rowwise"
+    return pick_impl(recipe, a.codes.device, both, impl, width=width, pad=pad)
 
 
 def _decode_rows(a_TK: GroupedFp8, start: int, end: int) -> Tensor:

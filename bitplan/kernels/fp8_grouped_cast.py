@@ -18,6 +18,8 @@ Legend: T rows of tokens (or of all experts' matrices), C columns, E experts, R 
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
 from __future__ import annotations
 
+import functools
+
 import torch
 import triton
 import triton.language as tl
@@ -26,34 +28,36 @@ from torch import Tensor
 from bitplan.formats.fp8_scaling import BLOCK, FP8_DTYPES
 from bitplan.formats.scales import SMALLEST_SCALE
 from bitplan.kernels.fp8_grouped import TILE_ROWS, GroupLayout
-from bitplan.kernels.triton_fp8_cast import fp8_code, inverse_of, scale_of_bits
-from bitplan.kernels.triton_numbers import as_bits, device_of, float_name, float_of_bits, magnitude_bits
+from bitplan.kernels.triton_fp8_numbers import fp8_code, inverse_of, power_of_two_of_bits, scale_of_bits
+from bitplan.kernels.triton_launch import PreparedLaunch
+from bitplan.kernels.triton_numbers import float_name, float_of_bits, magnitude_bits
 
 WARPS = 8
 Pair = tuple[tuple[Tensor, Tensor] | None, tuple[Tensor, Tensor] | None]
 
 
-def lay_out_groups(counts: Tensor, rows: int, pad: int, out: Tensor, tiles: int, misrouted: Tensor) -> None:
-    """Fill `out`: ends, padded ends and experts by size [E each], then expert and first row of each tile.
+def lay_out_groups(counts: Tensor, rows: int, pad: int, tiles: int, misrouted: Tensor | None) -> tuple[Tensor, ...]:
+    """Ends, padded ends and experts by size [E each]; of each tile expert, first row and end; [1] tiles used.
 
     Counts that do not add up to `rows` are cut so that no kernel leaves its tensors; `misrouted` keeps by how much.
     """
-    experts = triton.next_power_of_2(counts.shape[0])
-    chunk = max(16, 8192 // experts)
-    with device_of(counts):
-        _lay_out[(1,)](
-            counts,
-            out,
-            misrouted,
-            rows,
-            counts.shape[0],
-            tiles,
-            EXPERTS=max(experts, 2),
-            PAD=pad,
-            TILE=TILE_ROWS,
-            CHUNK=chunk,
-            num_warps=8,
-        )
+    experts = counts.shape[0]
+    # Every table begins at a multiple of 16 bytes: kernels are compiled once, whatever the sizes.
+    sizes = [size for length in (experts,) * 3 + (tiles,) * 3 for size in (length, -length % 4)]
+    out = torch.empty(sum(sizes) + 1, dtype=torch.int32, device=counts.device)
+    if misrouted is None:
+        misrouted = torch.zeros(1, dtype=torch.int32, device=counts.device)
+    _lay_out_launch(counts.dtype, rows, experts, tiles, pad)(counts, out, misrouted)
+    tables: tuple[Tensor, ...] = out.split([*sizes, 1])[::2]
+    return tables
+
+
+@functools.lru_cache(maxsize=256)
+def _lay_out_launch(counts: torch.dtype, rows: int, experts: int, tiles: int, pad: int) -> PreparedLaunch:
+    del counts  # a launch always gets tensors of the same types, so there is one for each
+    room = max(2, triton.next_power_of_2(experts))
+    constants = {"EXPERTS": room, "PAD": pad, "TILE": TILE_ROWS, "CHUNK": max(16, 8192 // room)}
+    return PreparedLaunch(_lay_out, (1,), (rows, experts, tiles), constants, num_warps=8)
 
 
 def cast_token_tiles(
@@ -104,42 +108,42 @@ def _cast(x, recipe, fp8, eps, made, tables, tiles, experts, cols_stride, *, gro
     if out is None and out_t is None:
         return
     rows, width = x.shape
+    x = x.contiguous()
+    wanted = (out is not None, out_t is not None)
+    shape = (rows, width, tiles, cols_stride, group_rows)
+    find_maxima, cast = _cast_launches(x.dtype, recipe, fp8, eps, shape, wanted)
+    amax, amax_t = x, x
+    if recipe != "blockwise":
+        of_rows = experts if recipe == "tensorwise" else rows * wanted[0]
+        of_cols = experts * width * (recipe == "rowwise" and wanted[1])
+        found = torch.zeros(of_rows + of_cols, dtype=torch.int32, device=x.device)
+        amax, amax_t = found, found[of_rows:] if of_cols else found
+        find_maxima(x, amax, amax_t, *tables[:3])
+    cast(x, amax, amax_t, *(out or (x, x)), *(out_t or (x, x)), *tables)
+
+
+@functools.lru_cache(maxsize=1024)
+def _cast_launches(
+    source: torch.dtype, recipe: str, fp8: str, eps: float, shape: tuple[int, ...], wanted: tuple[bool, bool]
+) -> tuple[PreparedLaunch, PreparedLaunch]:
+    """(of maxima, of the cast); `shape`: rows, width, tiles, stride of the transposed codes, rows of a group."""
+    rows, width, tiles, cols_stride, group_rows = shape
     grid = (tiles, triton.cdiv(width, BLOCK))
     fixed = {
         "C": width,
         "GROUP": group_rows,
-        "SOURCE": float_name(x.dtype),
+        "SOURCE": float_name(source),
         "RECIPE": recipe,
         "BR": TILE_ROWS,
         "BC": BLOCK,
+        "TO_ROWS": wanted[0],
+        "TO_COLS": wanted[1],
     }
-    fixed |= {"TO_ROWS": out is not None, "TO_COLS": out_t is not None, "num_warps": WARPS, "enable_fp_fusion": False}
-    bits = as_bits(x.contiguous())
-    with device_of(x):
-        amax, amax_t = bits, bits
-        if recipe != "blockwise":
-            of_rows = experts if recipe == "tensorwise" else rows * (out is not None)
-            of_cols = experts * width * (recipe == "rowwise" and out_t is not None)
-            found = torch.zeros(of_rows + of_cols, dtype=torch.int32, device=x.device)
-            amax, amax_t = found, found[of_rows:] if of_cols else found
-            _amax_tiles[grid](bits, amax, amax_t, *tables[:3], **fixed)
-        _cast_tiles[grid](
-            bits,
-            amax,
-            amax_t,
-            *(_bytes(out) or (bits, bits)),
-            *(_bytes(out_t) or (bits, bits)),
-            *tables,
-            rows,
-            cols_stride,
-            eps,
-            FP8=fp8,
-            **fixed,
-        )
-
-
-def _bytes(made: tuple[Tensor, Tensor] | None) -> tuple[Tensor, Tensor] | None:
-    return None if made is None else (made[0].view(torch.uint8), made[1])
+    options = {"num_warps": WARPS, "enable_fp_fusion": False}
+    return (
+        PreparedLaunch(_amax_tiles, grid, (), fixed, **options),
+        PreparedLaunch(_cast_tiles, grid, (rows, cols_stride, eps), fixed | {"FP8": fp8}, **options),
+    )
 
 
 # ---- kernels ---------------------------------------------------------------------------------------------------------
@@ -167,23 +171,29 @@ def _lay_out(
     tl.atomic_max(misrouted_ptr, tl.minimum(wrong, 2147483647).to(tl.int32))
     padded_E = tl.cumsum((count_E + PAD - 1) // PAD * PAD, 0)
     tile_end_E = tl.cumsum((count_E + TILE - 1) // TILE, 0)
+    across, down = (experts + 3) // 4 * 4, (tiles + 3) // 4 * 4
     tl.store(out_ptr + e_E, end_E.to(tl.int32), mask=e_E < experts)
-    tl.store(out_ptr + experts + e_E, padded_E.to(tl.int32), mask=e_E < experts)
+    tl.store(out_ptr + across + e_E, padded_E.to(tl.int32), mask=e_E < experts)
     for first in range(0, EXPERTS, 16):  # the rank of 16 experts at a time: all at once would not fit in registers
         f_F = first + tl.arange(0, 16)
         size_F = tl.load(counts_ptr + f_F, mask=f_F < experts, other=-1).to(tl.int64)
         earlier_FE = (given_E[None, :] == size_F[:, None]) & (e_E[None, :] < f_F[:, None])
         before_FE = (e_E < experts)[None, :] & ((given_E[None, :] > size_F[:, None]) | earlier_FE)
-        tl.store(out_ptr + 2 * experts + tl.sum(before_FE.to(tl.int32), 1), f_F, mask=f_F < experts)
+        tl.store(out_ptr + 2 * across + tl.sum(before_FE.to(tl.int32), 1), f_F, mask=f_F < experts)
     total = tl.max(tile_end_E, 0)
+    tile_ptr = out_ptr + 3 * across
+    tl.store(tile_ptr + 3 * down, total.to(tl.int32))
     for first in range(0, tiles, CHUNK):
         tile_C = first + tl.arange(0, CHUNK)
+        ok_C = tile_C < tiles
         before_CE = tile_end_E[None, :] <= tile_C[:, None]
         expert_C = tl.where(tile_C < total, tl.sum(before_CE.to(tl.int32), 1), -1)
-        end_C = tl.max(tl.where(before_CE, end_E[None, :], 0), 1)
+        start_C = tl.max(tl.where(before_CE, end_E[None, :], 0), 1)
+        end_C = tl.min(tl.where(before_CE, rows, end_E[None, :]), 1)  # the first end that is not before it
         inside_C = tile_C - tl.max(tl.where(before_CE, tile_end_E[None, :], 0), 1)
-        tl.store(out_ptr + 3 * experts + tile_C, expert_C, mask=tile_C < tiles)
-        tl.store(out_ptr + 3 * experts + tiles + tile_C, (end_C + inside_C * TILE).to(tl.int32), mask=tile_C < tiles)
+        tl.store(tile_ptr + tile_C, expert_C, mask=ok_C)
+        tl.store(tile_ptr + down + tile_C, (start_C + inside_C * TILE).to(tl.int32), mask=ok_C)
+        tl.store(tile_ptr + 2 * down + tile_C, end_C.to(tl.int32), mask=ok_C)
 
 
 @triton.jit
@@ -287,10 +297,9 @@ def _cast_tiles(
 
     if RECIPE == "tensorwise" or (RECIPE == "blockwise" and GROUP > 0):
         if RECIPE == "tensorwise":
-            amax = tl.load(amax_ptr + expert)
+            scale = power_of_two_of_bits(tl.load(amax_ptr + expert), eps, FP8)
         else:
-            amax = tl.max(tl.max(magnitude_bits(x_RC), axis=1), axis=0)
-        scale = scale_of_bits(amax, eps, FP8)
+            scale = scale_of_bits(tl.max(tl.max(magnitude_bits(x_RC), axis=1), axis=0), eps, FP8)
         byte_RC = fp8_code(x_RC * inverse_of(scale), FP8)
         if TO_ROWS:
             tl.store(out_ptr + at_RC, byte_RC, mask=ok_RC)

@@ -13,7 +13,7 @@ is that with equal numbers. "block": one for each STEP of the contraction, appli
 takes sums out of the tensor cores, which keep fewer bits than float32, every STEP.
 
 Operands are read by pointers or by TMA descriptors (`tma`), which leave the lanes free. What is not here: a persistent
-grid, and split contraction for few tokens.
+grid, which the faster "vector" products of `fp8_grouped_gluon` have, and split contraction for few tokens.
 
 Legend: T rows of tokens, E experts, N outputs, K inputs, P padded rows, M rows of a tile.
 """
@@ -61,7 +61,8 @@ class GroupedLaunch:
         return asdict(self)
 
 
-# Not yet measured: the shapes that dense FP8 products favour on Hopper.
+# The shapes that dense FP8 products favour on Hopper. On an H200, with 8 experts of 2048x7168, "vector" by 128x128 with
+# 4 warps is 1 to 8% faster with `fast_accum`; without, which is how layers take gradients, it was not measured.
 DEFAULT_LAUNCHES = {"vector": GroupedLaunch(128, 256, 8, 3), "block": GroupedLaunch(128, 128, 8, 4)}
 
 

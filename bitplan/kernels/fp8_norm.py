@@ -119,7 +119,7 @@ def norm_gradient(
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """(dx, the weight's gradient, the bias's); the last two in float32."""
     if impl == "triton" or (impl == "auto" and x_RC.is_cuda):
-        from bitplan.kernels.triton_fp8_cast import Norm
+        from bitplan.kernels.triton_fp8_norm import Norm
         from bitplan.kernels.triton_fp8_norm import norm_gradient as by_triton
 
         return by_triton(dy_RC, x_RC.contiguous(), Norm(norm.kind, mean_R, rstd_R, norm.weight, norm.bias))

@@ -27,13 +27,16 @@ import triton.language as tl
 from torch import Tensor
 
 from bitplan.formats.fp8_scaling import ScaledFp8
-from bitplan.kernels.triton_fp8_cast import (
-    DEFAULT_LAUNCH,
-    CastLaunch,
-    Room,
-    fp8_code,
-    inverse_of,
-    power_of_two_of_bits,
+from bitplan.kernels.triton_fp8_cast import CastLaunch, Room, launch_of
+from bitplan.kernels.triton_fp8_numbers import fp8_code, inverse_of, power_of_two_of_bits, quick_inverse
+from bitplan.kernels.triton_fp8_pairs import (
+    amax_of_tile,
+    fits_pairs,
+    is_aligned,
+    load_tile,
+    place_of,
+    store_tile,
+    store_transposed_tile,
 )
 from bitplan.kernels.triton_launch import PreparedLaunch
 from bitplan.kernels.triton_numbers import float_name, float_of_bits, magnitude_bits
@@ -42,7 +45,7 @@ from bitplan.kernels.triton_numbers import float_name, float_of_bits, magnitude_
 # magnitude so far, programs that have seen it, casts, wrong guesses.
 GUESS, USED, LARGEST, SEEN, CASTS, WRONG = (tl.constexpr(place) for place in range(6))
 STATE_SIZE = 6
-CHECKERS = 528  # programs of the check: enough to cast again at full speed, few enough to be over at once
+CHECKING_WARPS = 2112  # of the check: enough to cast again at full speed, few enough to be over at once
 
 
 def new_state(device: torch.device) -> Tensor:
@@ -70,22 +73,23 @@ def cast_by_guess(
     launch: CastLaunch | None = None,
 ) -> tuple[ScaledFp8 | None, ScaledFp8 | None]:
     """(x, its transpose), each where asked for, by one scale; `padded` rows come out, those beyond x's are zeros."""
-    plan = _plan_guess(x_RC.shape, x_RC.dtype, fp8, float(eps), padded, rows, cols, launch or DEFAULT_LAUNCH)
-    return plan.run(x_RC if x_RC.is_contiguous() else x_RC.contiguous(), state)
+    x = x_RC if x_RC.is_contiguous() else x_RC.contiguous()
+    return _plan_guess(x.shape, x.dtype, is_aligned(x), fp8, eps, padded, rows, cols, launch).run(x, state)
 
 
 @functools.lru_cache(maxsize=4096)
 def _plan_guess(
     shape: tuple[int, int],
     dtype: torch.dtype,
+    aligned: bool,
     fp8: str,
     eps: float,
     padded: int,
     rows: bool,
     cols: bool,
-    launch: CastLaunch,
+    launch: CastLaunch | None,
 ) -> _GuessPlan:
-    return _GuessPlan(shape, dtype, fp8, eps, padded, rows, cols, launch)
+    return _GuessPlan(shape, dtype, aligned, fp8, float(eps), padded, rows, cols, launch)
 
 
 class _GuessPlan:
@@ -95,28 +99,32 @@ class _GuessPlan:
         self,
         shape: tuple[int, int],
         dtype: torch.dtype,
+        aligned: bool,
         fp8: str,
         eps: float,
         padded: int,
         rows: bool,
         cols: bool,
-        launch: CastLaunch,
+        launch: CastLaunch | None,
     ) -> None:
         self.rows = Room((padded, shape[1]), "tensor", fp8) if rows else None
         self.cols = Room((shape[1], padded), "tensor", fp8) if cols else None
+        paired = fits_pairs(shape, dtype, padded, aligned=aligned)
+        launch = launch_of("tensor", launch, paired=paired)
         tiles = triton.cdiv(padded, launch.rows) * triton.cdiv(shape[1], launch.cols)
-        constants = {
-            "SOURCE": float_name(dtype),
-            "FP8": fp8,
-            "TO_ROWS": rows,
-            "TO_COLS": cols,
-            "BR": launch.rows,
-            "BC": launch.cols,
-        }
+        constants = {"FP8": fp8, "TO_ROWS": rows, "TO_COLS": cols, "BR": launch.rows, "BC": launch.cols}
+        if paired:
+            cast, check = _cast_pairs, _check_pairs
+            numbers = (shape[0], shape[1] // 16, padded // 16)
+            constants |= {"V": launch.vector}
+        else:
+            cast, check = _cast, _check
+            numbers = (*shape, padded)
+            constants |= {"SOURCE": float_name(dtype)}
         options = {"num_warps": launch.warps, "enable_fp_fusion": False}
-        numbers = (*shape, padded)
-        self.cast = PreparedLaunch(_cast, (tiles,), numbers, constants, **options)
-        self.check = PreparedLaunch(_check, (min(tiles, CHECKERS),), (*numbers, eps), constants, **options)
+        self.cast = PreparedLaunch(cast, (tiles,), numbers, constants, **options)
+        checkers = min(tiles, CHECKING_WARPS // launch.warps)
+        self.check = PreparedLaunch(check, (checkers,), (*numbers, eps), constants, **options)
 
     def run(self, x: Tensor, state: Tensor) -> tuple[ScaledFp8 | None, ScaledFp8 | None]:
         device = x.device
@@ -129,6 +137,129 @@ class _GuessPlan:
             None if codes is None else ScaledFp8(codes, scale, "tensor"),
             None if codes_t is None else ScaledFp8(codes_t, scale, "tensor"),
         )
+
+
+# ---- the state -------------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def _note_guess(state_ptr, guess, amax):
+    """Of one program of the cast: its largest magnitude, and what it went by."""
+    tl.atomic_max(state_ptr + LARGEST, amax)
+    if tl.program_id(0) == 0:
+        tl.store(state_ptr + USED, guess)
+
+
+@triton.jit
+def _settle(state_ptr, scale_ptr, eps, FP8: tl.constexpr):
+    """(the right scale, was the guess wrong); writes the scale, and leaves the state for the next cast."""
+    used = tl.load(state_ptr + USED)
+    scale = power_of_two_of_bits(tl.load(state_ptr + LARGEST), eps, FP8)
+    right = scale.to(tl.int32, bitcast=True)
+    # Every thread has read before its program says so, and the last to say so clears the state for the next cast.
+    tl.debug_barrier()
+    if tl.atomic_add(state_ptr + SEEN, 1) == tl.num_programs(0) - 1:
+        tl.store(scale_ptr, scale)
+        tl.store(state_ptr + GUESS, right)
+        tl.store(state_ptr + LARGEST, 0)
+        tl.store(state_ptr + SEEN, 0)
+        tl.store(state_ptr + CASTS, tl.load(state_ptr + CASTS) + 1)
+        tl.store(state_ptr + WRONG, tl.load(state_ptr + WRONG) + (right != used).to(tl.int32))
+    return scale, right != used
+
+
+# ---- bfloat16, as words of two numbers -------------------------------------------------------------------------------
+
+
+@triton.jit
+def _write_pairs(
+    out_ptr,
+    out_t_ptr,
+    down,
+    across,
+    cols16,
+    rows16,
+    a_QW,
+    b_QW,
+    c_QW,
+    d_QW,
+    inverse,
+    FP8: tl.constexpr,
+    TO_ROWS: tl.constexpr,
+    TO_COLS: tl.constexpr,
+    BR: tl.constexpr,
+    BC: tl.constexpr,
+    V: tl.constexpr,
+):
+    if TO_ROWS:
+        by_Q = tl.zeros([BR // 4], tl.float32) + inverse
+        store_tile(
+            out_ptr, down, across, cols16, rows16, a_QW, b_QW, c_QW, d_QW, by_Q, by_Q, by_Q, by_Q, FP8, BR, BC, V
+        )
+    if TO_COLS:
+        by_W = tl.zeros([BC // 2], tl.float32) + inverse
+        store_transposed_tile(out_t_ptr, down, across, cols16, rows16, a_QW, b_QW, c_QW, d_QW, by_W, by_W, FP8, BR, BC)
+
+
+@triton.jit(do_not_specialize=["rows", "cols16", "rows16"])
+def _cast_pairs(
+    x_ptr,
+    out_ptr,
+    out_t_ptr,
+    state_ptr,
+    rows,
+    cols16,
+    rows16,
+    FP8: tl.constexpr,
+    TO_ROWS: tl.constexpr,
+    TO_COLS: tl.constexpr,
+    BR: tl.constexpr,
+    BC: tl.constexpr,
+    V: tl.constexpr,
+):
+    guess = tl.load(state_ptr + GUESS)
+    down, across = place_of(tl.program_id(0), cols16, BC)
+    a_QW, b_QW, c_QW, d_QW = load_tile(x_ptr, down, across, rows, cols16, BR, BC)
+    inverse = quick_inverse(guess.to(tl.float32, bitcast=True))
+    _write_pairs(
+        out_ptr, out_t_ptr, down, across, cols16, rows16, a_QW, b_QW, c_QW, d_QW, inverse,
+        FP8, TO_ROWS, TO_COLS, BR, BC, V,
+    )  # fmt: skip
+    _note_guess(state_ptr, guess, amax_of_tile(a_QW, b_QW, c_QW, d_QW))
+
+
+@triton.jit(do_not_specialize=["rows", "cols16", "rows16"])
+def _check_pairs(
+    x_ptr,
+    out_ptr,
+    out_t_ptr,
+    state_ptr,
+    scale_ptr,
+    rows,
+    cols16,
+    rows16,
+    eps,
+    FP8: tl.constexpr,
+    TO_ROWS: tl.constexpr,
+    TO_COLS: tl.constexpr,
+    BR: tl.constexpr,
+    BC: tl.constexpr,
+    V: tl.constexpr,
+):
+    scale, is_wrong = _settle(state_ptr, scale_ptr, eps, FP8)
+    if is_wrong:
+        inverse = quick_inverse(scale)
+        tiles = ((rows16 * 16 + BR - 1) // BR) * ((cols16 * 16 + BC - 1) // BC)
+        for tile in range(tl.program_id(0), tiles, tl.num_programs(0)):
+            down, across = place_of(tile, cols16, BC)
+            a_QW, b_QW, c_QW, d_QW = load_tile(x_ptr, down, across, rows, cols16, BR, BC)
+            _write_pairs(
+                out_ptr, out_t_ptr, down, across, cols16, rows16, a_QW, b_QW, c_QW, d_QW, inverse,
+                FP8, TO_ROWS, TO_COLS, BR, BC, V,
+            )  # fmt: skip
+
+
+# ---- everything else, one number at a time ---------------------------------------------------------------------------
 
 
 @triton.jit
@@ -161,20 +292,18 @@ def _cast(
     rows,
     cols,
     padded,
-    SOURCE: tl.constexpr,
     FP8: tl.constexpr,
     TO_ROWS: tl.constexpr,
     TO_COLS: tl.constexpr,
     BR: tl.constexpr,
     BC: tl.constexpr,
+    SOURCE: tl.constexpr,
 ):
     guess = tl.load(state_ptr + GUESS)
     r_T, c_C, x_TC = _read_tile(x_ptr, tl.program_id(0), rows, cols, SOURCE, BR, BC)
-    tl.atomic_max(state_ptr + LARGEST, tl.max(tl.max(magnitude_bits(x_TC), axis=1), axis=0))
+    _note_guess(state_ptr, guess, tl.max(tl.max(magnitude_bits(x_TC), axis=1), axis=0))
     byte_TC = fp8_code(x_TC * inverse_of(guess.to(tl.float32, bitcast=True)), FP8)
     _write_tile(r_T, c_C, byte_TC, out_ptr, out_t_ptr, cols, padded, TO_ROWS, TO_COLS)
-    if tl.program_id(0) == 0:
-        tl.store(state_ptr + USED, guess)
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -188,26 +317,15 @@ def _check(
     cols,
     padded,
     eps,
-    SOURCE: tl.constexpr,
     FP8: tl.constexpr,
     TO_ROWS: tl.constexpr,
     TO_COLS: tl.constexpr,
     BR: tl.constexpr,
     BC: tl.constexpr,
+    SOURCE: tl.constexpr,
 ):
-    used = tl.load(state_ptr + USED)
-    scale = power_of_two_of_bits(tl.load(state_ptr + LARGEST), eps, FP8)
-    right = scale.to(tl.int32, bitcast=True)
-    # Every thread has read before its program says so, and the last to say so clears the state for the next cast.
-    tl.debug_barrier()
-    if tl.atomic_add(state_ptr + SEEN, 1) == tl.num_programs(0) - 1:
-        tl.store(scale_ptr, scale)
-        tl.store(state_ptr + GUESS, right)
-        tl.store(state_ptr + LARGEST, 0)
-        tl.store(state_ptr + SEEN, 0)
-        tl.store(state_ptr + CASTS, tl.load(state_ptr + CASTS) + 1)
-        tl.store(state_ptr + WRONG, tl.load(state_ptr + WRONG) + (right != used).to(tl.int32))
-    if right != used:
+    scale, is_wrong = _settle(state_ptr, scale_ptr, eps, FP8)
+    if is_wrong:
         inverse = inverse_of(scale)
         tiles = ((padded + BR - 1) // BR) * ((cols + BC - 1) // BC)
         for tile in range(tl.program_id(0), tiles, tl.num_programs(0)):

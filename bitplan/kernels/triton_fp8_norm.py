@@ -2,8 +2,8 @@
 
 Forward is two reads of x and no write of the normalised matrix: `row_stats` finds each row's mean and inverse
 deviation, and for a tensorwise cast the largest normalised magnitudes while the row is in registers; the cast
-(`triton_fp8_cast`) normalises as it reads. A norm by itself reads and writes 4 bytes a number, and a tensorwise cast
-then reads 4 more; here it is 4 in all. Rows of up to `LONGEST_ROW` numbers are held in registers.
+(`triton_fp8_cast`) normalises as it reads (`normalise`). A norm by itself reads and writes 4 bytes a number, and a
+tensorwise cast then reads 4 more; here it is 4 in all. Rows of up to `LONGEST_ROW` numbers are held in registers.
 
 `norm_gradient` reads x and the gradient once, writes dx, and adds up the weight's gradient over the rows of a program.
 """
@@ -12,6 +12,7 @@ then reads 4 more; here it is 4 in all. Rows of up to `LONGEST_ROW` numbers are 
 from __future__ import annotations
 
 import functools
+from dataclasses import dataclass
 
 import torch
 import triton
@@ -19,13 +20,41 @@ import triton.language as tl
 from torch import Tensor
 
 from bitplan.errors import FormatError
-from bitplan.kernels.triton_fp8_cast import Norm
 from bitplan.kernels.triton_launch import PreparedLaunch
 from bitplan.kernels.triton_numbers import float_name, float_of_bits, magnitude_bits, narrow
 
 LONGEST_ROW = 32768
 MOST_PIECES = 1024
 GRADIENT_PROGRAMS = 528
+NormKey = tuple[str, torch.dtype, bool]  # kind, type of the weights, is there a bias
+NO_NORM = (None, None, None, None)
+
+
+@dataclass(frozen=True)
+class Norm:
+    """A norm in front of the cast: what `triton_fp8_norm` found of each row, and the norm's own weights."""
+
+    kind: str  # "rms" or "layer"
+    mean: Tensor | None
+    rstd: Tensor
+    weight: Tensor
+    bias: Tensor | None
+    partial: Tensor | None = None  # maxima of pieces of the normalised matrix, int32 bits of float32
+
+    @property
+    def key(self) -> NormKey:
+        return self.kind, self.weight.dtype, self.bias is not None
+
+    @property
+    def pointers(self) -> tuple[Tensor | None, ...]:
+        return self.rstd, self.mean, self.weight, self.bias
+
+
+def norm_constants(norm: NormKey | None) -> dict[str, str | bool]:
+    """What a kernel that normalises as it reads is compiled for."""
+    if norm is None:
+        return {"NORM": "none", "WEIGHT": "none", "HAS_BIAS": False}
+    return {"NORM": norm[0], "WEIGHT": float_name(norm[1]), "HAS_BIAS": norm[2]}
 
 
 def row_stats(
@@ -224,3 +253,33 @@ def _norm_gradient(
     tl.store(sums_ptr + at_C, weight_sum_C, mask=ok_C)
     if HAS_BIAS:
         tl.store(sums_ptr + programs.to(tl.int64) * cols + at_C, bias_sum_C, mask=ok_C)
+
+
+@triton.jit
+def normalise(
+    x_TC,
+    r_T,
+    c_C,
+    ok_T,
+    ok_C,
+    rstd_ptr,
+    mean_ptr,
+    weight_ptr,
+    bias_ptr,
+    NORM: tl.constexpr,
+    WEIGHT: tl.constexpr,
+    SOURCE: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+):
+    """The norm of these numbers, rounded to the type of x as the norm by itself would give it."""
+    if NORM != "none":
+        rstd_T = tl.load(rstd_ptr + r_T, mask=ok_T, other=0.0)
+        if NORM == "layer":
+            x_TC = x_TC - tl.load(mean_ptr + r_T, mask=ok_T, other=0.0)[:, None]
+        weight_C = float_of_bits(tl.load(weight_ptr + c_C, mask=ok_C, other=0), WEIGHT)
+        x_TC = x_TC * rstd_T[:, None] * weight_C[None, :]
+        if HAS_BIAS:
+            x_TC = x_TC + float_of_bits(tl.load(bias_ptr + c_C, mask=ok_C, other=0), WEIGHT)[None, :]
+        x_TC = tl.where(ok_T[:, None] & ok_C[None, :], x_TC, 0.0)
+        x_TC = float_of_bits(narrow(x_TC, SOURCE), SOURCE)
+    return x_TC

@@ -54,16 +54,12 @@ def agreed_cast(
         x_RC = pad_rows(x_RC, padded)
         made = [cast_reference(each, "tensor", fp8, least) for each in (x_RC, x_RC.t())]
         return CastPair(made[0] if rows else None, made[1] if cols else None)
-    from bitplan.kernels import triton_fp8_cast as triton
+    from bitplan.kernels.triton_fp8_cast import cast_tiles
+    from bitplan.kernels.triton_fp8_maxima import partial_amax
 
     x_RC = x_RC.contiguous()
-    bits = largest(triton.partial_amax(x_RC).amax().reshape(1))
-    out = triton._room((padded, x_RC.shape[1]), "tensor", fp8, x_RC.device) if rows else None
-    out_t = triton._room((x_RC.shape[1], padded), "tensor", fp8, x_RC.device) if cols else None
-    if out is not None and out_t is not None:
-        out_t = ScaledFp8(out_t.codes, out.scale, "tensor")
-    if padded:
-        triton._launch_cast(x_RC, "tensor", fp8, eps, padded, out, out_t, None, bits, triton.DEFAULT_LAUNCH, None)
+    of_group = largest(partial_amax(x_RC).amax().reshape(1))
+    out, out_t, _ = cast_tiles(x_RC, "tensor", fp8, eps, padded, rows=rows, cols=cols, pieces=of_group)
     return CastPair(out, out_t)
 
 

@@ -59,7 +59,7 @@ class ModuleBuilder:
             return padded_tokens(recipe, way.case.tokens)
         if recipe not in GROUPED_RECIPES or self.groups.ep is not None:
             return None
-        pad = token_pad(recipe, pick_impl(recipe, self.device, self.recipe.grad_fp8, "auto"))
+        pad = token_pad(recipe, pick_impl(recipe, self.device, self.recipe.grad_fp8, "auto", width=layer.shape[1]))
         counts = route_tokens(way.case.tokens, layer.num_gemms or 1, way.routing or "uniform")
         return sum(-(-count // pad) * pad for count in counts)
 

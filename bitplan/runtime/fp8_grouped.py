@@ -12,7 +12,8 @@ expert takes come out undefined, and `check_routing` says so afterwards.
 
 Products as in `fp8_linear`: each by its own recipe, or in BF16 through `torch._grouped_mm`, with the same interface, so
 that the two can be timed against each other. A scale belongs to one expert; mxfp8 has no grouped product here. A CPU
-computes in float32 of the decoded values.
+computes in float32 of the decoded values. torch.compile runs the layer as it is, between graphs: prepared launches are
+nothing that it could trace.
 """
 
 from __future__ import annotations
@@ -37,7 +38,8 @@ _INPUTS = (torch.bfloat16, torch.float16, torch.float32)
 class GroupedLinear(nn.Module):
     """weight [experts, out_features, in_features]; `gemms` of None: all three products by the recipe's own name.
 
-    `impl` chooses the FP8 products: "auto", "torch", "triton" or "reference" (see `bitplan.kernels.fp8_grouped`).
+    `impl` chooses the FP8 products: "auto", "gluon", "torch", "triton" or "reference". What "auto" takes on a GPU
+    depends on shape and recipe (see `bitplan.kernels.fp8_grouped`, whose `gluon_obstacle` says why not the fastest).
     """
 
     misrouted: Tensor
@@ -79,6 +81,12 @@ class GroupedLinear(nn.Module):
 
     def forward(self, x: Tensor, tokens_per_expert: Tensor) -> Tensor:
         """x [T, in_features], sorted by expert -> [T, out_features]."""
+        if torch.compiler.is_compiling():
+            run: Callable[..., Tensor] = torch.compiler.disable(self._forward)
+            return run(x, tokens_per_expert)
+        return self._forward(x, tokens_per_expert)
+
+    def _forward(self, x: Tensor, tokens_per_expert: Tensor) -> Tensor:
         if x.dim() != 2 or x.shape[1] != self.in_features or x.dtype not in _INPUTS:
             raise Fp8LayerError(
                 f"GroupedLinear takes bfloat16, float16 or float32 rows [tokens, {self.in_features}] sorted by expert, "
@@ -123,7 +131,8 @@ class GroupedLinear(nn.Module):
         wgrad = self.gemms.wgrad
         if wgrad == BF16:
             return 16
-        return token_pad(wgrad, pick_impl(wgrad, device, self.recipe.grad_fp8, self.impl))
+        picked = pick_impl(wgrad, device, self.recipe.grad_fp8, self.impl, width=self.in_features)
+        return token_pad(wgrad, picked)
 
 
 def find_weight_casts(
@@ -216,7 +225,7 @@ class _Grouped(torch.autograd.Function):
         elif need_x:
             dx = plain_rows(dy, weight.transpose(1, 2), call.layout, None)
         if need_w and dy_cols is not None:
-            x_cols = GroupedFp8(kept, kept_scale, dy_cols.kind)
+            x_cols = GroupedFp8(kept, kept_scale, dy_cols.kind, dy_cols.uniform)
             dw = kernels.grouped_sums(dy_cols, x_cols, call.layout, weight.dtype, **call.options("wgrad"))
         elif need_w:
             dw = plain_sums(dy, kept, call.layout).to(weight.dtype)

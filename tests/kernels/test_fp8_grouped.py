@@ -57,7 +57,7 @@ def test_layout_on_the_device_matches_the_definition(counts, pad, device) -> Non
     for field in dataclasses.fields(GroupLayout):
         one, other = getattr(found, field.name), getattr(expected, field.name)
         if isinstance(one, Tensor):
-            until = used if field.name == "tile_row" else None
+            until = used if field.name in ("tile_row", "tile_end") else None
             assert torch.equal(one.cpu()[:until], other[:until]), field.name
         else:
             assert one == other
@@ -69,6 +69,20 @@ def test_layout_of_many_experts(device) -> None:
     found, expected = routed(counts, device, 16, "triton"), routed(counts, device, 16, "reference")
     assert torch.equal(found.tile_expert.cpu(), expected.tile_expert)
     assert torch.equal(found.by_size.cpu(), expected.by_size)
+    used = int(expected.tiles_used)
+    assert torch.equal(found.tile_end[:used].cpu(), expected.tile_end[:used])
+    assert torch.equal(found.tiles_used.cpu(), expected.tiles_used)
+
+
+@pytest.mark.parametrize("experts", [1, 3, 8])
+@pytest.mark.parametrize("rows", [1, 129, 700])
+def test_every_table_begins_at_a_multiple_of_16_bytes(experts, rows, device) -> None:
+    counts = [rows] + [0] * (experts - 1)
+    layout = routed(counts, device, 16, "triton")
+    tables = [getattr(layout, field.name) for field in dataclasses.fields(GroupLayout)]
+    starts = [table.storage_offset() * table.itemsize for table in tables if isinstance(table, Tensor)]
+    assert len(starts) == 7
+    assert not any(start % 16 for start in starts)
 
 
 @pytest.mark.parametrize(

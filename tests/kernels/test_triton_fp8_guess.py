@@ -1,4 +1,7 @@
-"""Casts by a guessed scale against the definition: the guess may cost time, never a bit."""
+"""Casts by a guessed scale against the definition: the guess may cost time, never a bit.
+
+Rows of 48 numbers are read as words of two, rows of 40 one number at a time.
+"""
 
 from __future__ import annotations
 
@@ -16,9 +19,10 @@ pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered")
 SMALL = CastLaunch(rows=16, cols=16, warps=1)
 
 
-def check(x: torch.Tensor, state: torch.Tensor, padded: int, *, fp8="e4m3", eps=0.0, **asked) -> None:
+def check(x: torch.Tensor, state: torch.Tensor, padded: int, *, fp8="e4m3", eps=0.0, offset=0, **asked) -> None:
     asked = {"rows": True, "cols": True} | asked
-    found = cast_by_guess(x.to(state.device), state, fp8, eps, padded, launch=SMALL, **asked)
+    there = torch.empty(offset + x.numel(), dtype=x.dtype, device=state.device)[offset:].view(x.shape).copy_(x)
+    found = cast_by_guess(there, state, fp8, eps, padded, launch=SMALL, **asked)
     whole = pad_rows(x, padded)
     for made, want, source in zip(found, (asked["rows"], asked["cols"]), (whole, whole.t()), strict=True):
         if not want:
@@ -29,25 +33,30 @@ def check(x: torch.Tensor, state: torch.Tensor, padded: int, *, fp8="e4m3", eps=
         assert torch.equal(made.scale.cpu().nan_to_num(-1), expected.scale.nan_to_num(-1))
 
 
-def sample(seed: int, rows: int = 21, cols: int = 40, size: float = 1.0) -> torch.Tensor:
+@pytest.fixture(params=[48, 40])
+def cols(request) -> int:
+    return request.param
+
+
+def sample(seed: int, cols: int, rows: int = 21, size: float = 1.0) -> torch.Tensor:
     generator = torch.Generator().manual_seed(seed)
     return (size * torch.randn(rows, cols, generator=generator)).bfloat16()
 
 
-def test_the_first_guess_is_wrong_and_the_next_right(device) -> None:
+def test_the_first_guess_is_wrong_and_the_next_right(cols, device) -> None:
     state = new_state(device)
-    check(sample(0), state, 32)
+    check(sample(0, cols), state, 32)
     assert counts_of(state) == (1, 1)
-    check(sample(0), state, 32)
+    check(sample(0, cols), state, 32)
     assert counts_of(state) == (2, 1)
 
 
 @pytest.mark.parametrize("fp8", ["e4m3", "e5m2"])
-def test_a_series_of_sizes_equals_the_definition(fp8, device) -> None:
+def test_a_series_of_sizes_equals_the_definition(fp8, cols, device) -> None:
     state, wrong = new_state(device), 0
     last = None
     for step, size in enumerate((1.0, 1.1, 8.0, 1e-3, 1e-3, 0.0, 2e-41, 3e38, 1.0)):
-        x = sample(step, size=size).clamp(-3e38, 3e38)
+        x = sample(step, cols, size=size).clamp(-3e38, 3e38)
         check(x, state, 32, fp8=fp8)
         scale = cast_reference(x, "tensor", fp8).scale
         wrong += last is None or not torch.equal(scale, last)
@@ -57,8 +66,8 @@ def test_a_series_of_sizes_equals_the_definition(fp8, device) -> None:
 
 
 @pytest.mark.parametrize("bad", [torch.inf, -torch.inf, torch.nan])
-def test_what_is_not_finite_is_seen_at_once_and_gone_at_once(bad, device) -> None:
-    state, x = new_state(device), sample(1)
+def test_what_is_not_finite_is_seen_at_once_and_gone_at_once(bad, cols, device) -> None:
+    state, x = new_state(device), sample(1, cols)
     check(x, state, 32)
     broken = x.clone()
     broken[3, 5] = bad
@@ -68,15 +77,15 @@ def test_what_is_not_finite_is_seen_at_once_and_gone_at_once(bad, device) -> Non
 
 
 @pytest.mark.parametrize("asked", [{"rows": False}, {"cols": False}])
-def test_only_the_layout_that_is_asked_for(asked, device) -> None:
-    check(sample(2), new_state(device), 32, **asked)
+def test_only_the_layout_that_is_asked_for(asked, cols, device) -> None:
+    check(sample(2, cols), new_state(device), 32, **asked)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 def test_other_types(dtype, device) -> None:
     state = new_state(device)
     for _ in range(2):
-        check(sample(3).to(dtype), state, 21)
+        check(sample(3, 40).to(dtype), state, 21)
     assert counts_of(state) == (2, 1)
 
 
@@ -89,6 +98,26 @@ def test_epsilon_is_the_least_largest_number(device) -> None:
 
 def test_matrices_of_other_shapes_may_share_a_state(device) -> None:
     state = new_state(device)
-    for rows, cols in ((16, 16), (100, 33), (1, 48)):
-        check(sample(4, rows, cols), state, rows)
-    assert counts_of(state)[0] == 3
+    for rows, cols in ((16, 16), (100, 33), (1, 48), (64, 80)):
+        check(sample(4, cols, rows), state, rows)
+    assert counts_of(state)[0] == 4
+
+
+def test_memory_that_begins_anywhere(device) -> None:
+    """The words of two numbers begin at multiples of 16 bytes; a view need not."""
+    check(sample(5, 48), new_state(device), 32, offset=1)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("rows", "cols"), [(1030, 4112), (4096, 4096)])
+def test_large_matrices_by_the_launch_of_their_own_on_the_gpu(rows, cols, device) -> None:
+    state, padded = new_state(device), -(-rows // 16) * 16
+    x = sample(6, cols, rows)
+    expected = [cast_reference(each, "tensor") for each in (pad_rows(x, padded), pad_rows(x, padded).t())]
+    for _ in range(2):
+        for made, want in zip(
+            cast_by_guess(x.to(device), state, "e4m3", 0.0, padded, rows=True, cols=True), expected, strict=True
+        ):
+            assert torch.equal(made.codes.view(torch.uint8).cpu(), want.codes.view(torch.uint8))
+            assert torch.equal(made.scale.cpu(), want.scale)
+    assert counts_of(state) == (2, 1)

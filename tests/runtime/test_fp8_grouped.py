@@ -179,6 +179,15 @@ def test_wrong_arguments_say_what_is_wrong() -> None:
         GroupedLinear(0, 128, 128, recipe=Fp8Recipe())
 
 
+def test_a_compiled_layer_runs_between_graphs() -> None:
+    torch._dynamo.reset()
+    layer = made(GemmChoice.all("rowwise"))
+    expected = ran(layer, [4, 0, 9, 1])
+    layer.compile(backend="aot_eager")
+    for one, other in zip(ran(layer, [4, 0, 9, 1])[:3], expected[:3], strict=True):
+        assert torch.equal(one, other)
+
+
 def test_check_routing_tells_what_the_device_saw() -> None:
     layer = made(GemmChoice.all("rowwise"))
     layer.check_routing()
@@ -197,6 +206,8 @@ def test_check_routing_tells_what_the_device_saw() -> None:
         ("rowwise", "e4m3", "torch"),
         ("rowwise", "hybrid", "triton"),
         ("tensorwise", "e4m3", "triton"),
+        ("tensorwise", "e4m3", "auto"),
+        ("rowwise", "hybrid", "auto"),
         ("blockwise", "e4m3", "triton"),
         ("blockwise", "hybrid", "auto"),
         ("bf16", "e4m3", "auto"),
@@ -212,8 +223,37 @@ def test_results_on_a_gpu_are_close_to_float64(recipe, fp8, impl, counts) -> Non
 
 
 @pytest.mark.gpu
-def test_a_forward_and_backward_never_wait_for_the_host() -> None:
-    layer = made(GemmChoice.all("blockwise"), device="cuda", dtype=torch.bfloat16)
+@pytest.mark.parametrize("counts", [[0, 1, 700, 3], [0, 0, 513, 0], [0, 0, 0, 0]], ids=str)
+@pytest.mark.parametrize(("recipe", "fp8"), [("tensorwise", "e4m3"), ("rowwise", "hybrid")])
+def test_gluon_products_are_close_to_float64(recipe, fp8, counts) -> None:
+    if torch.cuda.get_device_capability()[0] != 9:
+        pytest.skip("needs compute capability 9")
+    torch.manual_seed(0)
+    of = {"recipe": Fp8Recipe(recipe, fp8=fp8, eps=AmaxEps(1e-12, 1e-12, 1e-12)), "dtype": torch.bfloat16}
+    layer = GroupedLinear(4, 256, 512, bias=True, impl="gluon", device="cuda", **of)
+    found, expected = ran(layer, counts, torch.bfloat16), exact(layer, counts)
+    for one, other in zip(found[:3], expected[:3], strict=True):
+        close(one, other, LIMITS[fp8] + 0.01)
+    auto = GroupedLinear(4, 256, 512, bias=True, device="cuda", **of)
+    auto.load_state_dict(layer.state_dict())
+    for one, other in zip(found[:3], ran(auto, counts, torch.bfloat16)[:3], strict=True):
+        assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize(("in_features", "pad"), [(256, 128), (384, 16)])
+def test_rows_are_padded_for_the_product_that_sums_them(in_features, pad, monkeypatch) -> None:
+    from bitplan.kernels import fp8_grouped as kernels
+
+    monkeypatch.setattr(kernels, "_capability", lambda _: 9)
+    monkeypatch.setattr(kernels, "_gluon_lacks", lambda: None)
+    layer = GroupedLinear(2, in_features, 256, recipe=Fp8Recipe("rowwise"), device="meta")
+    assert layer._pad(torch.device("cuda", 0)) == pad
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("recipe", ["blockwise", "tensorwise"])
+def test_a_forward_and_backward_never_wait_for_the_host(recipe) -> None:
+    layer = made(GemmChoice.all(recipe), device="cuda", dtype=torch.bfloat16)
     x = torch.randn(300, 128, device="cuda", dtype=torch.bfloat16, requires_grad=True)
     counts = torch.tensor([100, 0, 200, 0], device="cuda")
     layer(x, counts).sum().backward()  # compiles
