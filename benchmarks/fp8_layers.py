@@ -7,7 +7,7 @@ policy     first: `bench-layers` for the sizes at 512 ... 16384 tokens, in CUDA 
            The adaptive arm asks a policy merged of the times that were taken as it runs itself; --policy keeps the one
            of both, by which FP8 must win either way. A report that is there (--report) is gone on with
 measured   two layers at 512, 2048 and 16384 tokens; the first of the sizes also by torchao
-held-out   the same at 768, 3072 and 12288, which the policy does not know
+held-out   the same at 768, 3072 and 12288, which the policy does not know, by its estimates
 shapes     layers of sizes that the policy does not know, at 512, 3072 and 16384, by its estimates
 train      a language model from scratch, in BF16, adaptive FP8 and full FP8, three seeds each: the last losses
 
@@ -146,7 +146,6 @@ class Arms:
             self.x = torch.randn(batch, tokens // batch, size.hidden, dtype=dtype)
         self.compiled = options.compile
         self.given = {"tokens": tokens, "recipe": options.recipe, "emulate": device.type == "cpu"}
-        self.estimate = part == "shapes"
         self.steps: dict[str, Call] = {}
         self.made: dict[str, Callable[[], nn.Module]] = {"bf16": lambda: self.plain, "full": self.full}
         is_first = size == SIZES[options.sizes.split(",")[0]]
@@ -161,7 +160,7 @@ class Arms:
     def add_adaptive(self, policy: BandPolicy) -> dict[str, Any]:
         """What a policy decides, and under "arm" which arm that is: one of the others where it is the same layers."""
         model = copy.deepcopy(self.plain)
-        applied = apply_fp8(model, policy, estimate=self.estimate, **self.given)
+        applied = apply_fp8(model, policy, **self.given)
         layers = [
             {"layer": row.path, "precision": row.precision, "reason": row.reason}
             for row in applied.rows[: len(applied.rows) // LAYERS]
@@ -380,6 +379,8 @@ def _train(
         with torch.no_grad():
             torch._foreach_copy_(list(model.parameters()), masters)
         losses.append(loss.detach())
+        if len(losses) % 100 == 0:
+            print(f"train {arm:8} seed {seed}: step {len(losses)}", flush=True)
     values = torch.stack(losses).float().tolist()
     return {
         "last_loss": statistics.mean(values[-max(options.steps // 20, 1) :]),

@@ -209,17 +209,6 @@ def _times(arm: dict[str, Any] | None) -> str:
     return f"{ratio['speedup']:.2f}x ({ratio['low']:.2f} to {ratio['high']:.2f})" if ratio else arm["status"]
 
 
-def fp8_training_table() -> str:
-    """The last losses of a model trained from scratch."""
-    document = _read("fp8_training_nvidia_h200")
-    lines = ["| arm | layers in FP8 | last loss, mean | of seeds |", "|---|---|---|---|"]
-    for arm, found in document["losses"].items():
-        mine = [run for run in document["runs"] if run["arm"] == arm]
-        each = ", ".join(f"{run['last_loss']:.4f}" for run in mine)
-        lines.append(f"| {arm} | {mine[0]['fp8_layers']} | {found['mean']:.4f} | {each} |")
-    return "\n".join(lines)
-
-
 def fp8_grouped_table() -> str:
     """Experts, forward and backward: the best FP8 arm of each layer that casts its weights."""
     lines = ["| experts | layer | routing | BF16, ms | best FP8 | by |", "|---|---|---|---|---|---|"]
@@ -285,7 +274,7 @@ PLACES = {  # page: its tables
     "docs/manifest.md": (fused_table, auto_table),
     "docs/streaming.md": (streaming_table,),
     "docs/selective-precision.md": (selective_table,),
-    "docs/adaptive-fp8.md": (fp8_linear_table, fp8_cast_table, fp8_layers_table, fp8_grouped_table),
+    "docs/adaptive-fp8.md": (fp8_linear_table, fp8_cast_table, fp8_layers_table, fp8_held_out_table, fp8_grouped_table),
     "docs/trees.md": (trees_table,),
 }
 

@@ -14,8 +14,8 @@ cannot be replaced. A policy of another GPU is an error.
     tokens          sequence length x micro batch size of one step, for all parts or by part: {"llm": 8192, "vit": 1024}
     estimate        a count or shape that was not measured is estimated (`fp8_estimate`); False leaves it BF16
     recipe          a recipe's name; None takes the best that the policy knows for each layer
-    confirm         times the first block of each make, BF16 against the plan in turns, and turns the plan down for
-                    blocks that are not shown to be faster; `example` is what the model is run on for that
+    confirm         times the first block of each make in turns, in BF16, as planned and all in FP8, and takes what is
+                    shown to be fastest; BF16 otherwise. `example` is what the model is run on for that
     emulate         also on a CPU, whose FP8 is emulated: for tests
 
 `apply_fp8_config` takes the same from a YAML's keys, a plan for each part of a vision-language model.
@@ -45,7 +45,6 @@ from bitplan.plan.fp8_terms import (
     PARTS,
     PRODUCTS,
     UNMEASURED,
-    WIN,
     Fp8Error,
     is_count,
     shape_obstacle,
@@ -177,7 +176,7 @@ def _apply(model: nn.Module, plans: Mapping[str, PartPlan], trial: _Trial, emula
     asked: dict[Question, Choice] = {}
     decided = [_decide(site, plans.get(site.part), lacking, device, asked) for site in sites.found]
     confirmed: tuple[Confirmed, ...] = ()
-    if trial.wanted and any(each.choice for each in decided):
+    if trial.wanted and lacking is None:
         decided, confirmed = _confirm(model, decided, plans, trial)
     notes += _build(model, decided)
     rows = tuple(LayerRow.of(each.site, each.choice) for each in decided)
@@ -261,46 +260,71 @@ def _bf16(reason: str) -> Choice:
 def _confirm(
     model: nn.Module, decided: list[_Decided], plans: Mapping[str, PartPlan], trial: _Trial
 ) -> tuple[list[_Decided], tuple[Confirmed, ...]]:
-    """Time the first block of each make; where it is not faster, all blocks of that make stay BF16."""
-    blocks: dict[str, list[_Decided]] = {}
+    """Time the first block of each make; all blocks of that make get what is shown to be fastest, or stay BF16."""
+    blocks: dict[str, list[tuple[_Decided, _Decided]]] = {}
     for each in decided:
-        if each.choice:
-            blocks.setdefault(_block_of(each.site.path), []).append(each)
+        everything = _all_fp8(each, each.site.part in plans)
+        blocks.setdefault(_block_of(each.site.path), []).append((each, everything))
     results: dict[tuple[object, ...], Confirmed] = {}
-    verdicts: dict[str, Confirmed] = {}
+    kept = {each.site: each for each in decided}
     for path, members in blocks.items():
-        make = tuple((_within(path, each.site.path), each.site.shape, each.choice.products) for each in members)
+        if not any(everything.choice for _, everything in members):
+            continue
+        make = tuple((_within(path, each.site.path), each.site.shape, each.choice.products) for each, _ in members)
         if make not in results:
             results[make] = _confirm_one(model, path, members, plans, trial)
-        verdicts[path] = results[make]
-    kept = [_after(each, verdicts.get(_block_of(each.site.path))) for each in decided]
-    return kept, tuple(results.values())
+        kept |= {each.site: _after(each, everything, results[make]) for each, everything in members}
+    return [kept[each.site] for each in decided], tuple(results.values())
+
+
+def _all_fp8(decided: _Decided, is_asked_for: bool) -> _Decided:
+    """The same layer with all products in FP8, where it can be."""
+    site, name = decided.site, decided.recipe.name
+    can = shape_obstacle(name, site.shape) is None and (not site.is_grouped or name in GROUPED_RECIPES)
+    if not is_asked_for or site.obstacle is not None or not can or decided.choice.products == PRODUCTS:
+        return decided
+    return replace(decided, choice=replace(decided.choice, products=PRODUCTS, recipe=name, speedup=None))
 
 
 def _confirm_one(
-    model: nn.Module, path: str, members: list[_Decided], plans: Mapping[str, PartPlan], trial: _Trial
+    model: nn.Module,
+    path: str,
+    members: list[tuple[_Decided, _Decided]],
+    plans: Mapping[str, PartPlan],
+    trial: _Trial,
 ) -> Confirmed:
-    plan = plans[members[0].site.part]
+    plan = next(plans[each.site.part] for each, everything in members if everything.choice)
     example = trial.example if trial.example is not None else default_example(model, plan.tokens or 1)
     inputs = seen_inputs(model, path, example)
     plain = model.get_submodule(path)
-    planned = copy.deepcopy(plain)
-    _build(planned, [_moved(each, path) for each in members], watch=False)
-    threshold = 1.0 if plan.policy is None else plan.policy.speedup_threshold
+
+    def built(chosen: list[_Decided]) -> nn.Module | None:
+        if not any(each.choice for each in chosen):
+            return None
+        block = copy.deepcopy(plain)
+        _build(block, [_moved(each, path) for each in chosen], watch=False)
+        return block
+
+    planned, everything = [each for each, _ in members], [each for _, each in members]
     return confirm_block(
         path or "the model",
         plain,
-        planned,
+        built(planned),
         inputs,
-        threshold=threshold,
+        everything=built(everything) if everything != planned else None,
+        threshold=1.0 if plan.policy is None else plan.policy.speedup_threshold,
         compiled=trial.compiled,
         stopwatch=trial.stopwatch,
     )
 
 
-def _after(decided: _Decided, verdict: Confirmed | None) -> _Decided:
-    if not decided.choice or verdict is None or verdict.answer == WIN:
+def _after(decided: _Decided, everything: _Decided, verdict: Confirmed) -> _Decided:
+    if verdict.taken == "plan" or (verdict.taken == "bf16" and not decided.choice):
         return decided
+    if verdict.taken == "all":
+        reason = f"all FP8, by confirming {verdict.block}: {verdict.reason}"
+        choice = replace(everything.choice, answer=verdict.answer, reason=reason)
+        return decided if everything == decided else replace(everything, choice=choice)
     reason = f"turned down by confirming {verdict.block}: {verdict.reason}"
     choice = replace(decided.choice, products=(), answer=verdict.answer, reason=reason, speedup=None)
     return replace(decided, choice=choice)

@@ -1,14 +1,21 @@
-"""Is a block really faster with its plan? BF16 and the plan in turns, on the whole block, before a model is changed.
+"""Is a block really faster with its plan? BF16, the plan and all FP8 in turns, on the whole block, before a model is
+changed.
 
 Layers were measured one by one; in a block they share caches, launches and the compiler's attention. So the first block
 of each make is copied, the copy gets the plan, and both are run forward and backward on what the model itself hands
 that block: the model is run up to it once, on an example, to see. An interval that ends below the threshold, or holds
 it, turns the plan down for all blocks of that make: BF16 is what "not shown to be faster" means.
+
+A layer that loses alone, waiting for the host, may gain inside a block that keeps the GPU busy. So where a plan leaves
+layers in BF16 that could be FP8, a copy with all of them in FP8 takes turns too. It is taken where it is shown to be
+faster than BF16 and than the plan.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -68,38 +75,56 @@ def default_example(model: nn.Module, tokens: int) -> Example:
 def confirm_block(
     path: str,
     plain: nn.Module,
-    planned: nn.Module,
+    planned: nn.Module | None,
     inputs: tuple[tuple[Any, ...], dict[str, Any]],
     *,
+    everything: nn.Module | None = None,
     threshold: float = 1.0,
     compiled: bool = False,
     stopwatch: Stopwatch | None = None,
     turns: int = TURNS,
 ) -> Confirmed:
-    """Both blocks forward and backward in turns, and what the interval says."""
+    """The block forward and backward in turns, in BF16, as planned and all in FP8, where those are not None."""
     device = next(plain.parameters()).device
-    timed = time_in_turns(
-        {"bf16": lambda: _step(plain, inputs, compiled), "plan": lambda: _step(planned, inputs, compiled)},
-        stopwatch or stopwatch_of(device),
-        turns=turns,
-        warmup=WARMUP,
-    )
-    return judge(path, timed["bf16"], timed["plan"], threshold)
+    blocks = {"bf16": plain, "plan": planned, "all": everything}
+    arms = {name: partial(_step, block, inputs, compiled) for name, block in blocks.items() if block is not None}
+    timed = time_in_turns(arms, stopwatch or stopwatch_of(device), turns=turns, warmup=WARMUP)
+    return judge_all(path, timed, threshold)
 
 
-def judge(path: str, bf16: Timed, plan: Timed, threshold: float) -> Confirmed:
-    """A win only where the whole interval is one; memory that ran out for the plan alone is a loss."""
-    if plan.status != OK or bf16.status != OK:
-        failed, what = (plan, "the plan") if plan.status != OK else (bf16, "BF16")
-        answer = LOSE if plan.status == OOM and bf16.status == OK else UNMEASURED
-        return Confirmed(path, answer, f"{what} could not be run ({failed.status}): {failed.message}; BF16 is kept")
-    interval = speedup_interval(bf16.samples_ms, plan.samples_ms, in_turns=bf16.in_turns and plan.in_turns)
+def judge_all(path: str, timed: Mapping[str, Timed], threshold: float) -> Confirmed:
+    """All FP8 where it is shown to be faster than BF16 and than the plan; else the plan, or BF16."""
+    plan = judge(path, timed["bf16"], timed["plan"], threshold) if "plan" in timed else None
+    if "all" not in timed:
+        assert plan is not None
+        return plan
+    whole = judge(path, timed["bf16"], timed["all"], threshold, "all")
+    if plan is None:
+        return whole
+    if whole.answer == WIN and plan.answer == WIN:
+        over = speedup_interval(timed["plan"].samples_ms, timed["all"].samples_ms, in_turns=True)
+        if over is None or over.low <= 1.0:
+            return plan
+        return replace(whole, reason=f"all FP8 is {whole.reason}, and {over.speedup:.3f}x the plan")
+    return whole if whole.answer == WIN else plan
+
+
+def judge(path: str, bf16: Timed, fp8: Timed, threshold: float, which: str = "plan") -> Confirmed:
+    """A win only where the whole interval is one; memory that ran out for FP8 alone is a loss."""
+    name = {"plan": "the plan", "all": "all FP8"}[which]
+    if fp8.status != OK or bf16.status != OK:
+        failed, what = (fp8, name) if fp8.status != OK else (bf16, "BF16")
+        answer = LOSE if fp8.status == OOM and bf16.status == OK else UNMEASURED
+        told = f"{what} could not be run ({failed.status}): {failed.message}; BF16 is kept"
+        return Confirmed(path, answer, told, "bf16")
+    interval = speedup_interval(bf16.samples_ms, fp8.samples_ms, in_turns=bf16.in_turns and fp8.in_turns)
     if interval is None:
-        return Confirmed(path, UNDECIDED, f"{len(plan.samples_ms)} samples are too few; BF16 is kept")
+        return Confirmed(path, UNDECIDED, f"{len(fp8.samples_ms)} samples are too few; BF16 is kept", "bf16")
     answer = interval.answer(threshold)
     told = f"{interval.speedup:.3f}x BF16, between {interval.low:.3f}x and {interval.high:.3f}x"
-    kept = "" if answer == WIN else "; the plan is turned down and BF16 is kept"
-    return Confirmed(path, answer, told + kept, interval.speedup, interval.low, interval.high)
+    kept = "" if answer == WIN else f"; {name} is turned down and BF16 is kept"
+    taken = which if answer == WIN else "bf16"
+    return Confirmed(path, answer, told + kept, taken, interval.speedup, interval.low, interval.high)
 
 
 def _step(block: nn.Module, inputs: tuple[tuple[Any, ...], dict[str, Any]], compiled: bool) -> Call:

@@ -48,11 +48,15 @@ class LayerRow:
 
 @dataclass(frozen=True)
 class Confirmed:
-    """A block timed whole, BF16 against the plan in turns: how many times faster the plan is, and between what."""
+    """A block timed whole, in turns with BF16: how many times faster what was taken is, and between what.
+
+    `taken`: "plan", "all" (every layer of the block in FP8, where that was faster still) or "bf16".
+    """
 
     block: str
     answer: str
     reason: str
+    taken: str
     speedup: float | None = None
     low: float | None = None
     high: float | None = None

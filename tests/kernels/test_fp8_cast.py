@@ -65,7 +65,7 @@ def both(x: torch.Tensor, device: torch.device, recipe: str, kernel: str = "pair
 
 
 @pytest.mark.parametrize(("recipe", "kernel"), BY_KERNEL)
-@pytest.mark.parametrize(("rows", "cols", "fp8"), [(1, 128, "e4m3"), (5, 384, "e5m2"), (130, 256, "e4m3")])
+@pytest.mark.parametrize(("rows", "cols", "fp8"), [(1, 128, "e4m3"), (5, 256, "e5m2"), (130, 256, "e4m3")])
 def test_triton_matches_reference(recipe, kernel, fp8, rows, cols, device) -> None:
     both(numbers(rows, cols, torch.bfloat16), device, recipe, kernel, fp8=fp8)
 
@@ -81,7 +81,7 @@ def test_other_types_match_too(recipe, dtype, device) -> None:
 
 @pytest.mark.parametrize(("recipe", "kernel"), BY_KERNEL)
 def test_weights_match(recipe, kernel, device) -> None:
-    both(numbers(128, 384, torch.bfloat16), device, recipe, kernel, is_weight=True, eps=1e-3)
+    both(numbers(128, 256, torch.bfloat16), device, recipe, kernel, is_weight=True, eps=1e-3)
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
@@ -99,17 +99,18 @@ def test_widths_that_are_no_multiple_of_a_tile(recipe, rows, cols, device) -> No
 @pytest.mark.parametrize(("recipe", "kernel"), BY_KERNEL)
 @pytest.mark.parametrize("bad", [torch.inf, -torch.inf, torch.nan])
 def test_what_is_not_finite_matches(recipe, kernel, bad, device) -> None:
-    x = numbers(20, 256, torch.bfloat16)
-    x[3, 200] = bad
+    x = numbers(20, 128, torch.bfloat16)
+    x[3, 100] = bad
     both(x, device, recipe, kernel)
 
 
 @pytest.mark.parametrize(("recipe", "kernel"), BY_KERNEL)
 @pytest.mark.parametrize("only", ["rows", "cols"])
-@pytest.mark.parametrize("is_weight", [False, True])
-def test_only_the_layout_asked_for_is_made(recipe, kernel, only, is_weight, device) -> None:
-    x = numbers(128 if is_weight else 20, 128, torch.bfloat16)
-    both(x, device, recipe, kernel, rows=only == "rows", cols=only == "cols", is_weight=is_weight)
+def test_only_the_layout_asked_for_is_made(recipe, kernel, only, device) -> None:
+    asked = {"rows": only == "rows", "cols": only == "cols"}
+    both(numbers(20, 128, torch.bfloat16), device, recipe, kernel, **asked)
+    if recipe == "blockwise":
+        both(numbers(128, 128, torch.bfloat16), device, recipe, kernel, is_weight=True, **asked)
 
 
 @pytest.mark.parametrize(("recipe", "kernel"), BY_KERNEL)
@@ -134,13 +135,13 @@ def test_strides_are_not_assumed(device) -> None:
 )
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_every_launch_gives_the_same(launch, kernel, device) -> None:
-    both(numbers(80, 160, torch.bfloat16), device, "tensorwise", kernel, launch=launch)
-    both(numbers(80, 160, torch.bfloat16), device, "rowwise", kernel, launch=launch)
+    both(numbers(70, 144, torch.bfloat16), device, "tensorwise", kernel, launch=launch)
+    both(numbers(70, 144, torch.bfloat16), device, "rowwise", kernel, launch=launch)
 
 
 def test_strips_of_rows_and_columns_are_put_together(device) -> None:
     """More columns than a strip has, and more rows than a program reads at once."""
-    both(numbers(20, 2064, torch.bfloat16), device, "rowwise")
+    both(numbers(12, 1040, torch.bfloat16), device, "rowwise")
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])

@@ -308,7 +308,7 @@ def test_fp8_param_stores_weights_in_fp8():
 
 
 class Told(CpuStopwatch):
-    """A clock on which FP8 blocks take the time they are told."""
+    """A clock on which FP8 blocks take the time they are told, for any count of FP8 layers or by it."""
 
     def __init__(self, fp8_ms):
         self.now, self.fp8_ms, self.calls = 0.0, fp8_ms, 0
@@ -321,13 +321,14 @@ class Told(CpuStopwatch):
 
         def step(block, inputs, compiled):
             run = plain_step(block, inputs, compiled)
-            planned = any(isinstance(module, Fp8Linear) for module in block.modules())
+            layers = sum(isinstance(module, Fp8Linear) for module in block.modules())
+            fp8_ms = self.fp8_ms[layers] if layers and isinstance(self.fp8_ms, dict) else self.fp8_ms
 
             def timed():
                 if self.calls < 2:
                     run()  # it must really run
                 self.calls += 1
-                self.now += (self.fp8_ms if planned else 10.0) / 1e3
+                self.now += (fp8_ms if layers else 10.0) / 1e3
 
             return timed
 
@@ -351,6 +352,32 @@ def test_confirm(fp8_ms, answer, layers, monkeypatch):
     if not layers:
         assert applied.rows[0].reason.startswith("turned down by confirming model.layers.0: 0.833x BF16")
         assert "turned down" in str(applied)
+    ids = tokens_of(100)
+    model(input_ids=ids, labels=ids).loss.backward()
+
+
+@pytest.mark.parametrize(
+    ("wins", "times", "taken", "layers"),
+    [
+        (("fc1", "fc2"), {2: 9.0, 4: 7.0}, "all", 8),  # what loses alone gains beside the others
+        (("fc1", "fc2"), {2: 7.0, 4: 9.0}, "plan", 4),
+        (("fc1", "fc2"), {2: 7.0, 4: 7.0}, "plan", 4),  # not shown to be faster
+        (("fc1", "fc2"), {2: 12.0, 4: 8.0}, "all", 8),
+        (("fc1", "fc2"), {2: 12.0, 4: 12.0}, "bf16", 0),
+        ((), {4: 8.0}, "all", 8),
+        ((), {4: 12.0}, "bf16", 0),
+    ],
+)
+def test_confirm_takes_all_fp8_where_that_is_faster(wins, times, taken, layers, monkeypatch):
+    model = llama()
+    clock = Told(times).watch(monkeypatch)
+    speedups = {name: WINS if name in wins else {64: 0.5, 128: 0.6} for name in LAYERS}
+    applied = apply_fp8(model, policy_of(**speedups), tokens=100, emulate=True, confirm=True, stopwatch=clock)
+    (confirmed,) = applied.confirmed
+    assert confirmed.taken == taken
+    assert applied.fp8_layers == layers
+    if taken == "all":
+        assert applied.rows[0].reason.startswith("all FP8, by confirming model.layers.0: ")
     ids = tokens_of(100)
     model(input_ids=ids, labels=ids).loss.backward()
 
