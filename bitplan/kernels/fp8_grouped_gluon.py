@@ -40,7 +40,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from bitplan.kernels.fp8_grouped import GLUON_COLS, TILE_ROWS, GroupedFp8, GroupLayout
-from bitplan.kernels.triton_launch import _is_watched
+from bitplan.kernels.triton_launch import is_watched
 
 STEP = 128  # numbers of one step of the contraction
 WARPS = 4  # of the first group of warps; Gluon adds the others
@@ -151,7 +151,7 @@ class _Launch:
         self._compiled: Any = None
 
     def __call__(self, matrices: tuple[Tensor, ...], pointers: tuple[Tensor, ...]) -> None:
-        if not hasattr(_thread, "has_context"):
+        if not hasattr(_thread, "has_context") and torch.cuda.is_initialized():
             torch.cuda.mem_get_info(self._device)  # descriptors need a context, which a new thread has not
             _thread.has_context = True
         if triton.runtime.driver.active.get_current_device() == self._device:
@@ -166,7 +166,7 @@ class _Launch:
         for address in addresses:
             odd |= address & 15
         # Triton compiles for pointers that are multiples of 16; others are rare, and get what it compiles for them.
-        if self._compiled is None or odd or _is_watched():
+        if self._compiled is None or odd or is_watched():
             compiled = self._launch_ordinarily(matrices, pointers)
             self._compiled = self._compiled if odd else compiled
             return

@@ -74,7 +74,7 @@ class PreparedLaunch:
             bits |= address
         kind: object = (device, *[address & 15 for address in addresses]) if bits & 15 else device
         compiled = self._compiled.get(kind)
-        if compiled is None or _is_watched():
+        if compiled is None or is_watched():
             self._compiled[kind] = self._launch_ordinarily(pointers)
             return
         compiled.run(
@@ -94,7 +94,7 @@ class PreparedLaunch:
         return self._kernel[self._grid](*given, *self._numbers, **self._constants, **self._options)
 
 
-def _is_watched() -> bool:
+def is_watched() -> bool:
     """Is a launch hook set?"""
     hooks = triton.knobs.runtime
     return bool(hooks.launch_enter_hook.calls or hooks.launch_exit_hook.calls)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from bitplan.plan.fp8_choice import APART_MARGIN, choose_products
@@ -13,7 +13,7 @@ from bitplan.plan.fp8_merge import merge_reports
 from bitplan.plan.fp8_policy import Question, decide, read_policy
 from bitplan.plan.fp8_terms import PRODUCTS
 from bitplan.records import parse_json
-from tests.plan.fp8_policies import POLICIES, TOKENS
+from tests.plan.fp8_policies import POLICIES, TOKENS, random_policy
 from tests.plan.fp8_samples import SEED_POLICY, experts, report, series
 
 FC2 = Question("row", 4096, name="fc2", shape=(4096, 14336), recipe="blockwise")
@@ -218,8 +218,11 @@ def test_bounds_of_some_products():
     assert (found.products, found.holds_from, found.holds_to) == (PRODUCTS, 4096, 8192)
 
 
-@settings(max_examples=40, deadline=None)
+# The same examples every time: a choice that holds for less than 2% of a count is not seen, and a random policy may
+# have one.
+@settings(max_examples=40, deadline=None, derandomize=True)
 @given(POLICIES, TOKENS, st.booleans(), st.booleans(), st.sampled_from([None, "tensorwise"]))
+@example(random_policy(22), 22, True, True, None)  # another choice at 19 and 20 alone
 def test_inside_the_bounds_the_choice_is_the_same_and_beyond_it_is_another(policy, tokens, estimate, apart, recipe):
     asked = Question("row", tokens, name="fc2", shape=(128, 256), recipe=recipe)
     choice = choose_products(policy, asked, estimate=estimate, apart=apart)
