@@ -51,7 +51,7 @@ from bitplan.plan.fp8_thresholds import ThresholdPolicy
 APART_MARGIN = 1.10
 
 _ANY_COUNT = 2**47  # beyond any model's tokens
-_STEP = 1.02  # between the counts that are asked to find how far a choice holds: a choice within less is not seen
+_STEP = 2**0.125  # between the counts that are asked to find how far a choice holds; less may not be seen
 
 
 @dataclass(frozen=True)

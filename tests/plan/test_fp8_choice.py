@@ -218,7 +218,7 @@ def test_bounds_of_some_products():
     assert (found.products, found.holds_from, found.holds_to) == (PRODUCTS, 4096, 8192)
 
 
-# The same examples every time: a choice that holds for less than 2% of a count is not seen, and a random policy may
+# The same examples every time: a choice that holds for less than 9% of a count may not be seen, and a random policy may
 # have one.
 @settings(max_examples=40, deadline=None, derandomize=True)
 @given(POLICIES, TOKENS, st.booleans(), st.booleans(), st.sampled_from([None, "tensorwise"]))
