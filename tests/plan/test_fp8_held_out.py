@@ -6,13 +6,20 @@ other sizes. What counts is the block, as in a training step; single layers may 
 
 from __future__ import annotations
 
+from dataclasses import replace
+from pathlib import Path
+
 import pytest
 
+from bitplan.plan.fp8_bands import BandPolicy
 from bitplan.plan.fp8_choice import choose_products
+from bitplan.plan.fp8_merge import merge_reports
 from bitplan.plan.fp8_policy import Question
+from bitplan.plan.fp8_report import Report
 from bitplan.plan.fp8_terms import PRODUCTS
 from tests.plan.fp8_costs import GPUS, MEASURED, OTHERS, Gpu, measure
 
+H200_REPORT = Path(__file__).parents[2] / "benchmarks/policies/nvidia_h200_fp8_report.jsonl"
 COUNTS = (512, 1024, 2048, 4096, 8192, 16384)
 SPARSE = (512, 2048, 8192, 16384)
 BETWEEN = (600, 768, 1280, 1800, 3072, 5000, 12288)
@@ -94,3 +101,22 @@ def test_products_apart_keep_to_it():
     policy = measure(gpu, MEASURED, COUNTS, products=True)
     share, *where = worst(gpu, policy, cases(MEASURED, (*COUNTS, *BETWEEN)), "eager")
     assert share >= 0.99, where
+
+
+@pytest.mark.parametrize(("timing", "misses"), [("graph", 0), ("eager", 1)])
+def test_counts_left_out_of_what_an_h200_measured(timing, misses):
+    """Its own report, with one count at a time unknown: what is chosen against what was measured there."""
+    whole = merge_reports([Report.load(H200_REPORT)], timing=timing).policy
+    rules = [rule for rule in whole.rules if rule.gemm == "module"]
+    wrong = []
+    for unknown in (1024, 2048, 4096):
+        known = [replace(rule, points=tuple(p for p in rule.points if p.tokens != unknown)) for rule in rules]
+        policy = BandPolicy(known, whole.fingerprint, whole.speedup_threshold, whole.confidence)
+        for rule in rules:
+            (truth,) = (point for point in rule.points if point.tokens == unknown)
+            asked = Question(rule.kind, unknown, name=rule.name, shape=rule.shape, recipe=rule.recipe)
+            if bool(choose_products(policy, asked)) != (truth.speedup >= 1):
+                wrong.append((rule.name, rule.shape, unknown, truth.answer))
+    assert len(rules) == 8
+    assert len(wrong) == misses
+    assert all(answer == "undecided" for *_, answer in wrong)
