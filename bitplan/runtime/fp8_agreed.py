@@ -23,9 +23,9 @@ from bitplan.kernels.fp8_product import scaled_product
 from bitplan.runtime import fp8_weight_casts
 from bitplan.runtime.fp8_linear import Fp8Linear, plain_product
 from bitplan.runtime.fp8_recipe import BF16
+from bitplan.runtime.fp8_scale_guesses import TENSORWISE
 
 Largest = Callable[[Tensor], Tensor]  # int32 [1] of this process -> of the group
-TENSORWISE = "tensorwise"
 
 
 def agreed_linear(x: Tensor, layer: Fp8Linear, *, divided: tuple[str, ...], largest: Largest) -> Tensor:

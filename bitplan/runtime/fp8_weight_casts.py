@@ -58,25 +58,26 @@ class _Together:
         self.graph: torch.cuda.CUDAGraph | None = None
         self.made: list[CastPair] = []
 
-    def refresh(self, recipe: str, eps: float) -> bool:
-        """Cast all of them; False where that is not worth it: few have changed, or one is gone."""
-        weights = [each() for each in self.weights]
-        present = [each for each in weights if each is not None]
-        if len(present) < len(weights) or (recipe, eps) not in self.hows:
+    def refresh(self, asked: Tensor, how: _How) -> bool:
+        """Cast all of them; False where that is not worth it (few have changed), or one is gone, or `asked` is not
+        cast like that here."""
+        present = [weight for each in self.weights if (weight := each()) is not None]
+        if len(present) < len(self.weights) or (_place(asked), how) not in zip(
+            map(_place, present), self.hows, strict=True
+        ):
             return False
-        current = sum(_is_current(weight, how) for weight, how in zip(present, self.hows, strict=True))
+        current = sum(_is_current(weight, each) for weight, each in zip(present, self.hows, strict=True))
         if 2 * current >= len(present):
             return False
         if self.graph is None:
             self._record(present)
         assert self.graph is not None
         self.graph.replay()
-        for weight, how, pair in zip(present, self.hows, self.made, strict=True):
-            _keep(weight, how, pair, captured=False)
+        for weight, each, pair in zip(present, self.hows, self.made, strict=True):
+            kept = _kept.get(_place(weight))
+            if kept is None or not kept.held:  # what is held stays at its address
+                _keep(weight, each, pair, captured=False)
         return True
-
-    def forget(self) -> None:
-        self.graph, self.made = None, []
 
     def _record(self, weights: Sequence[Tensor]) -> None:
         self.made = self._cast(weights)  # compiles what is not, and makes the guesses
@@ -142,7 +143,7 @@ def cast_together(wanted: Iterable[Wanted]) -> None:
 
 def _refresh_together(weight: Tensor, recipe: str, eps: float) -> bool:
     together = _together.get(_place(weight))
-    return together is not None and together.refresh(recipe, eps)
+    return together is not None and together.refresh(weight, (recipe, eps))
 
 
 def _is_current(weight: Tensor, how: _How) -> bool:
@@ -180,9 +181,9 @@ def drop_casts(weights: Iterable[Tensor] | None = None) -> None:
     for weight in weights:
         place = _place(weight)
         _kept.pop(place, None)
-        together = _together.pop(place, None)
-        if together is not None:
-            together.forget()
+        together = _together.get(place)
+        for each in [each for each, other in _together.items() if other is together]:
+            del _together[each]  # their casts are one piece of memory
 
 
 def expire_casts(weights: Iterable[Tensor]) -> None:

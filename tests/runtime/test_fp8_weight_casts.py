@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch import nn
 
 from bitplan.runtime import fp8_scale_guesses, fp8_weight_casts
-from bitplan.runtime.fp8_linear import Fp8Linear, cast_weights_together
+from bitplan.runtime.fp8_linear import Fp8Linear, cast_weights_together, hold_weight_casts
 from bitplan.runtime.fp8_recipe import Fp8Recipe, GemmChoice
 from bitplan.runtime.fp8_scale_guesses import GRAD, INPUT, WEIGHT, guess_counts, guess_for
 from bitplan.runtime.fp8_weight_casts import drop_casts, drop_weight_casts, expire_casts, kept_casts
@@ -52,6 +54,36 @@ def test_an_expired_cast_is_made_again() -> None:
     assert kept_casts(layer.weight) is None
     assert torch.equal(layer(x), y)
     assert first is not None
+
+
+class Replayed(fp8_weight_casts._Together):
+    """Cast together on a CPU: a replay casts into memory of its own, as a graph does."""
+
+    def _record(self, weights):
+        self.made = self._cast(weights)
+        self.graph = SimpleNamespace(replay=lambda: None)
+
+
+def test_together_leaves_alone_what_is_held_and_answers_only_for_its_own() -> None:
+    drop_casts()
+    model = stack(3, "cpu")
+    how = ("tensorwise", 0.0)
+    together = Replayed([(each.weight, *how) for each in model[:2]])
+    fp8_weight_casts._together |= {fp8_weight_casts._place(each.weight): together for each in model[:2]}
+    hold_weight_casts(model[0])
+    held = kept_casts(model[0].weight)
+    assert not together.refresh(model[1].weight, how)  # half of them are current
+    fp8_weight_casts._kept[fp8_weight_casts._place(model[0].weight)].version = -1  # changed
+    third = Replayed([(each.weight, *how) for each in model])
+    assert third.refresh(model[2].weight, how)
+    again = kept_casts(model[0].weight)
+    assert again.rows.codes.data_ptr() == held.rows.codes.data_ptr()
+    assert kept_casts(model[1].weight).rows is third.made[1].rows
+    expire_casts(model.parameters())
+    assert not third.refresh(model[2].weight, ("blockwise", 0.0))
+    assert not together.refresh(model[2].weight, how)
+    drop_casts([model[0].weight])
+    assert not fp8_weight_casts._together
 
 
 @pytest.mark.gpu
