@@ -1,7 +1,6 @@
 """Llama layers forward and backward: compiled BF16, full FP8, adaptive FP8, and torchao, in one run and in turns.
 
     python benchmarks/fp8_layers.py [--parts measured,held-out,shapes] [--sizes h4096,h2048] [--seconds 420]
-    python benchmarks/fp8_layers.py --train [--text FILE]          default: the text that bitplan ships
 
 policy     first: `bench-layers` for the sizes at 512 ... 16384 tokens, in CUDA graphs and launched one by one, "eager".
            The adaptive arm asks a policy merged of the times that were taken as it runs itself; --policy keeps the one
@@ -9,13 +8,16 @@ policy     first: `bench-layers` for the sizes at 512 ... 16384 tokens, in CUDA 
 measured   two layers at 512, 2048 and 16384 tokens; the first of the sizes also by torchao
 held-out   the same at 768, 3072 and 12288, which the policy does not know, by its estimates
 shapes     layers of sizes that the policy does not know, at 512, 3072 and 16384, by its estimates
-train      a language model from scratch, in BF16, adaptive FP8 and full FP8, three seeds each: the last losses
+
+Arms: BF16; "full", all FP8; "adaptive", what the policy says; "confirmed", the same with apply_fp8(confirm=True), which
+times one block first, compiled and run as the row is. At the first size of "measured" also "restless": full with output
+gradients that change by a factor of four from step to step, so that every guess of their scales is wrong.
 
 Every arm is compiled, and a step casts all weights anew, as after an optimizer's step. Rows are timed by --timing: a
-CUDA graph of the whole step, or eager. Ratios are BF16 time over the
-arm's time: the median of the turns' ratios with the interval that the policy uses. "best" is the adaptive arm against
-the better of BF16 and full FP8. Parts stop when --seconds are over and say what they left out. An arm that cannot be
-made or run is recorded with its reason.
+CUDA graph of the whole step, or eager. Ratios are BF16 time over the arm's time: the median of the turns' ratios with
+the interval that the policy uses. "best" is the adaptive arm, "confirmed_best" the confirmed one, against the better of
+BF16 and full FP8. Parts stop when --seconds are over and say what they left out. An arm that cannot be made or run is
+recorded with its reason.
 """
 
 from __future__ import annotations
@@ -23,23 +25,19 @@ from __future__ import annotations
 import argparse
 import copy
 import importlib
-import json
 import statistics
-import subprocess
-import sys
-import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
 import harness
 import torch
-from llama_layers import LlamaLayers, Size, TinyLlama
+from llama_layers import LlamaLayers, Size
 from torch import Tensor, nn
 
-from bitplan.cli.tiny_model import shipped_text
 from bitplan.measure.fp8_fingerprint import fingerprint_of
 from bitplan.measure.fp8_report_log import ReportLog
 from bitplan.measure.paired_timing import OK, Arm, Call, Timed, stopwatch_of, time_in_turns
@@ -48,7 +46,6 @@ from bitplan.plan.fp8_interval import speedup_interval
 from bitplan.plan.fp8_layers import Layer, Parallel, bench_cases, local_layers
 from bitplan.plan.fp8_merge import merge_reports, summary
 from bitplan.plan.fp8_models import model_parts
-from bitplan.plan.fp8_policy import Policy, load_policy
 from bitplan.plan.fp8_report import Report
 from bitplan.runtime.fp8_apply import apply_fp8
 from bitplan.runtime.fp8_bench import BenchPlan, run_bench
@@ -56,7 +53,6 @@ from bitplan.runtime.fp8_bench_modules import ModuleBuilder
 from bitplan.runtime.fp8_bench_ranks import Groups
 from bitplan.runtime.fp8_experts import cast_dropper
 from bitplan.runtime.fp8_recipe import Fp8Recipe
-from bitplan.runtime.fp8_scale_guesses import guess_counts
 
 SIZES = {
     "h4096": Size(4096, 14336, 32, 8),
@@ -68,7 +64,7 @@ POLICY_TOKENS = (512, 1024, 2048, 4096, 8192, 16384)
 TOKENS = {"measured": (512, 2048, 16384), "held-out": (768, 3072, 12288), "shapes": (512, 3072, 16384)}
 LAYERS = 2
 LONGEST = 2048  # tokens of a sequence
-TRAIN_SIZE, TRAIN_LAYERS = Size(1024, 4096, 16, 16, 64), 8
+RESTLESS = "restless"
 
 
 class Budget:
@@ -138,6 +134,8 @@ class Arms:
 
     def __init__(self, part: str, size: Size, tokens: int, options: argparse.Namespace, device: torch.device) -> None:
         torch.compiler.reset()
+        dynamo: Any = torch._dynamo.config
+        dynamo.recompile_limit, dynamo.fail_on_recompile_limit_hit = 64, True  # many models share a layer's code
         torch.manual_seed(0)
         dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
         with device:
@@ -148,19 +146,29 @@ class Arms:
         self.given = {"tokens": tokens, "recipe": options.recipe, "emulate": device.type == "cpu"}
         self.steps: dict[str, Call] = {}
         self.made: dict[str, Callable[[], nn.Module]] = {"bf16": lambda: self.plain, "full": self.full}
-        is_first = size == SIZES[options.sizes.split(",")[0]]
-        for name in options.torchao.split(",") if options.torchao and part == "measured" and is_first else ():
-            self.made[f"torchao {name}"] = partial(_torchao, self.plain, name)
+        if part == "measured" and size == SIZES[options.sizes.split(",")[0]]:
+            self.made[RESTLESS] = self.full
+            for name in options.torchao.split(",") if options.torchao else ():
+                self.made[f"torchao {name}"] = partial(_torchao, self.plain, name)
+        self.extra = [name for name in self.made if name not in ("bf16", "full")]
 
     def full(self) -> nn.Module:
         model = copy.deepcopy(self.plain)
         apply_fp8(model, None, **self.given)
         return model
 
-    def add_adaptive(self, policy: BandPolicy) -> dict[str, Any]:
-        """What a policy decides, and under "arm" which arm that is: one of the others where it is the same layers."""
+    def add_adaptive(self, policy: BandPolicy, timing: str | None = None) -> dict[str, Any]:
+        """What a policy decides, and under "arm" which arm that is: one of the others where it is the same layers.
+
+        Where a timing is given, the decision is confirmed by it.
+        """
         model = copy.deepcopy(self.plain)
-        applied = apply_fp8(model, policy, **self.given)
+        confirm: dict[str, Any] = {}
+        if timing is not None:
+            confirm = {"confirm": True, "confirm_compiled": self.compiled, "confirm_timing": timing, "example": self.x}
+        started = time.monotonic()
+        applied = apply_fp8(model, policy, **self.given, **confirm)
+        seconds = time.monotonic() - started
         layers = [
             {"layer": row.path, "precision": row.precision, "reason": row.reason}
             for row in applied.rows[: len(applied.rows) // LAYERS]
@@ -170,15 +178,17 @@ class Arms:
         if len(set(precisions)) == 1:
             arm = {"bf16": "bf16", "fp8": "full"}.get(precisions[0], arm)
         self.made.setdefault(arm, lambda: model)
-        return {"arm": arm, "fp8_layers": applied.fp8_layers, "layers": layers}
+        told = {"arm": arm, "fp8_layers": applied.fp8_layers, "layers": layers}
+        confirmed = [asdict(each) for each in applied.confirmed]
+        return told | ({"confirmed": confirmed, "seconds": seconds} if confirm else {})
 
-    def arms(self, adaptive: str) -> dict[str, Arm]:
-        names = ["bf16", "full", adaptive, *(name for name in self.made if name.startswith("torchao"))]
-        return {name: partial(self.step, name) for name in dict.fromkeys(names)}
+    def arms(self, chosen: Sequence[str]) -> dict[str, Arm]:
+        names = dict.fromkeys(["bf16", "full", *chosen, *self.extra])
+        return {name: partial(self.step, name) for name in names}
 
     def step(self, name: str) -> Call:
         if name not in self.steps:
-            self.steps[name] = _step(self.made[name], self.x, self.compiled)
+            self.steps[name] = _step(self.made[name], self.x, self.compiled, restless=name == RESTLESS)
         return self.steps[name]
 
 
@@ -189,10 +199,11 @@ def _torchao(plain: nn.Module, recipe: str) -> nn.Module:
     return float8.convert_to_float8_training(model, config=config)  # type: ignore[no-any-return]
 
 
-def _step(make: Callable[[], nn.Module], x: Tensor, compiled: bool) -> Call:
+def _step(make: Callable[[], nn.Module], x: Tensor, compiled: bool, *, restless: bool = False) -> Call:
     model = make()
     x = x.clone().requires_grad_()
     gradient = torch.randn_like(x)
+    factor = torch.ones((), device=x.device, dtype=x.dtype)
     if compiled:
         for layer in cast(nn.ModuleList, model.layers):  # layers alike share what was compiled for the first
             layer.compile()
@@ -203,7 +214,9 @@ def _step(make: Callable[[], nn.Module], x: Tensor, compiled: bool) -> Call:
 
     def step() -> None:
         drop_casts()
-        torch.autograd.grad(run(x), wanted, gradient)
+        if restless:
+            factor.neg_().add_(5)  # 1, 4, 1, 4, ..., in a CUDA graph too
+        torch.autograd.grad(run(x), wanted, gradient * factor if restless else gradient)
 
     return step
 
@@ -219,22 +232,19 @@ def time_layers(
     arms = Arms(part, size, tokens, options, device)
     rows = []
     for timing, policy in policies.items():
-        told = arms.add_adaptive(policy)
-        timed = time_in_turns(
-            arms.arms(told["arm"]), stopwatch_of(device), turns=options.turns, warmup=3, graph=timing == "graph"
+        told = {"adaptive": arms.add_adaptive(policy), "confirmed": arms.add_adaptive(policy, timing)}
+        chosen = {name: each["arm"] for name, each in told.items()}
+        graph = timing == "graph"
+        found = time_in_turns(
+            arms.arms(list(chosen.values())), stopwatch_of(device), turns=options.turns, warmup=3, graph=graph
         )
-        found = timed[told["arm"]]
-        if told["arm"] not in ("bf16", "full"):
-            del timed[told["arm"]]
-        timed["adaptive"] = found
-        row: dict[str, Any] = {
-            "part": part,
-            "size": size.label,
-            "tokens": tokens,
-            "timing": timing,
-            "adaptive": told,
+        timed = {name: each for name, each in found.items() if name in ("bf16", "full", *arms.extra)}
+        timed |= {name: found[arm] for name, arm in chosen.items()}
+        row: dict[str, Any] = {"part": part, "size": size.label, "tokens": tokens, "timing": timing} | told
+        row |= {
             "arms": {name: _arm(each, timed["bf16"]) for name, each in timed.items()},
-            "best": _against_best(timed),
+            "best": _against_best(timed, "adaptive"),
+            "confirmed_best": _against_best(timed, "confirmed"),
         }
         print(line_of(row), flush=True)
         rows.append(row)
@@ -258,12 +268,12 @@ def _ratio(slow: Timed, fast: Timed) -> dict[str, float] | None:
     return None if found is None else {"speedup": found.speedup, "low": found.low, "high": found.high}
 
 
-def _against_best(timed: dict[str, Timed]) -> dict[str, Any] | None:
+def _against_best(timed: dict[str, Timed], chosen: str) -> dict[str, Any] | None:
     candidates = {name: timed[name] for name in ("bf16", "full") if timed[name].status == OK}
-    if not candidates or timed["adaptive"].status != OK:
+    if not candidates or timed[chosen].status != OK:
         return None
     best = min(candidates, key=lambda name: statistics.median(candidates[name].samples_ms))
-    return {"arm": best, "ratio": _ratio(candidates[best], timed["adaptive"])}
+    return {"arm": best, "ratio": _ratio(candidates[best], timed[chosen])}
 
 
 def line_of(row: dict[str, Any]) -> str:
@@ -272,8 +282,8 @@ def line_of(row: dict[str, Any]) -> str:
         ratio = arm.get("ratio")
         shown = arm["status"] if ratio is None else f"{ratio['speedup']:.3f}x ({ratio['low']:.3f}-{ratio['high']:.3f})"
         told.append(f"{name} {shown}")
-    best = row["best"] and row["best"]["ratio"]
-    against = f"  of the better {best['speedup']:.3f}" if best else ""
+    ratios = [row[key] and row[key]["ratio"] for key in ("best", "confirmed_best")]
+    against = "  of the better " + ", ".join(f"{each['speedup']:.3f}" if each else "?" for each in ratios)
     median = row["arms"]["bf16"].get("median_ms")
     base = f"{median:.3f} ms" if median else "failed"
     return (
@@ -303,95 +313,6 @@ def run_layers(
     return result
 
 
-# ---- training --------------------------------------------------------------------------------------------------------
-
-
-def run_training(options: argparse.Namespace, device: torch.device) -> dict[str, Any]:
-    """A model from scratch on bytes of a text, in each arm by several seeds, all at once, each in its own process."""
-    size, count = _train_size(options)
-    tokens = options.batch * options.length
-    options.policy_tokens = (tokens,)
-    with tempfile.TemporaryDirectory() as folder:
-        options.policy = Path(folder) / "policy.json"
-        _, told = measure_policy(options, [size], device)
-        running = {
-            (arm, seed): subprocess.Popen([sys.executable, *sys.argv, "--one", f"{arm}:{seed}", "--keep", folder])
-            for seed in range(options.seeds)
-            for arm in ("bf16", "adaptive", "full")
-        }
-        for (arm, seed), process in running.items():
-            if process.wait():
-                raise SystemExit(f"{arm}, seed {seed} failed with exit code {process.returncode}")
-        runs = [json.loads((Path(folder) / f"{arm}:{seed}.json").read_text()) for arm, seed in running]
-    spread: dict[str, list[float]] = {}
-    for run in runs:
-        spread.setdefault(run["arm"], []).append(run["last_loss"])
-    shown = {arm: {"mean": statistics.mean(each), "low": min(each), "high": max(each)} for arm, each in spread.items()}
-    model = {"size": size.label, "layers": count, "parameters": runs[0]["parameters"]}
-    return {"policy": told, "runs": runs, "losses": shown, "tokens_a_step": tokens, "steps": options.steps} | model
-
-
-def _train_size(options: argparse.Namespace) -> tuple[Size, int]:
-    return (SIZES["tiny"], 2) if options.sizes == "tiny" else (TRAIN_SIZE, TRAIN_LAYERS)
-
-
-def train_one(options: argparse.Namespace, device: torch.device) -> None:
-    """One arm and seed, in a process that `run_training` started."""
-    arm, seed = options.one.split(":")
-    text = shipped_text().encode() if options.text is None else Path(options.text).read_bytes()
-    data = torch.frombuffer(bytearray(text), dtype=torch.uint8).long().to(device)
-    policy = load_policy(options.keep / "policy.json") if arm == "adaptive" else None
-    run = {"arm": arm, "seed": int(seed)} | _train(arm, int(seed), data, policy, options, device)
-    (options.keep / f"{options.one}.json").write_text(json.dumps(run))
-    print(f"train {arm:8} seed {seed}: last loss {run['last_loss']:.4f}, {run['fp8_layers']} FP8 layers", flush=True)
-
-
-def _train(
-    arm: str, seed: int, data: Tensor, policy: Policy | None, options: argparse.Namespace, device: torch.device
-) -> dict[str, Any]:
-    torch.manual_seed(seed)
-    size, count = _train_size(options)
-    with device:
-        model = TinyLlama(size, count, 256).to(torch.bfloat16 if device.type == "cuda" else torch.float32).train()
-    layers = 0
-    if arm != "bf16":
-        tokens = options.batch * options.length
-        layers = apply_fp8(model, policy, tokens=tokens, recipe=options.recipe, emulate=device.type == "cpu").fp8_layers
-    # Masters in float32: bfloat16 weights would round most updates away, in every arm.
-    masters = [parameter.detach().float().clone() for parameter in model.parameters()]
-    optimizer = torch.optim.AdamW(masters, lr=options.lr, betas=(0.9, 0.95), weight_decay=0.1)
-    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, options.lr, total_steps=options.steps)
-    if options.compile:
-        for layer in model.model.layers:  # layers alike share what was compiled for the first
-            layer.compile()
-    draw = torch.Generator().manual_seed(1000 + seed)
-    losses = []
-    for _ in range(options.steps):
-        starts = torch.randint(0, len(data) - options.length - 1, (options.batch,), generator=draw).tolist()
-        window = torch.stack([data[start : start + options.length + 1] for start in starts])
-        loss = model(window[:, :-1], window[:, 1:])
-        loss.backward()
-        for master, parameter in zip(masters, model.parameters(), strict=True):
-            master.grad, parameter.grad = parameter.grad.float() if parameter.grad is not None else None, None
-        torch.nn.utils.clip_grad_norm_(masters, 1.0)
-        optimizer.step()
-        schedule.step()
-        with torch.no_grad():
-            torch._foreach_copy_(list(model.parameters()), masters)
-        losses.append(loss.detach())
-        if len(losses) % 100 == 0:
-            print(f"train {arm:8} seed {seed}: step {len(losses)}", flush=True)
-    values = torch.stack(losses).float().tolist()
-    return {
-        "last_loss": statistics.mean(values[-max(options.steps // 20, 1) :]),
-        "first_loss": values[0],
-        "losses": values[:: max(options.steps // 100, 1)],
-        "fp8_layers": layers,
-        "parameters": sum(parameter.numel() for parameter in model.parameters()),
-        "guessed_scales": {role: {"casts": all_, "wrong": wrong} for role, (all_, wrong) in guess_counts().items()},
-    }
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--parts", default="measured,held-out,shapes", help="of measured, held-out and shapes")
@@ -409,23 +330,10 @@ def main() -> None:
     parser.add_argument("--report", type=Path, default=Path("fp8_layers_report.jsonl"))
     parser.add_argument("--policy", type=Path, default=None, help="keep the policy here")
     parser.add_argument("--output", type=Path, default=None)
-    parser.add_argument("--train", action="store_true")
-    parser.add_argument("--text", default=None)
-    parser.add_argument("--one", default=None, help=argparse.SUPPRESS)  # arm:seed, of a process that --train started
-    parser.add_argument("--keep", type=Path, default=None, help=argparse.SUPPRESS)
-    parser.add_argument("--steps", type=int, default=1000)
-    parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--batch", type=int, default=16)
-    parser.add_argument("--length", type=int, default=1024)
-    parser.add_argument("--lr", type=float, default=6e-4)
     options = parser.parse_args()
     device = torch.device(options.device)
-    if options.one is not None:
-        train_one(options, device)
-        return
-    name = f"fp8_{'training' if options.train else 'layers'}"
     document: dict[str, Any] = {
-        "benchmark": name,
+        "benchmark": "fp8_layers",
         "commit": harness.commit(),
         "machine": harness.machine(device.type),
         "versions": harness.versions(),
@@ -433,14 +341,10 @@ def main() -> None:
     gpu = document["machine"].get("gpu", "cpu").lower().replace(" ", "_")
 
     def keep(result: dict[str, Any]) -> Path:
-        return harness.save(f"{name}_{gpu}", document | result, options.output)
+        return harness.save(f"fp8_layers_{gpu}", document | result, options.output)
 
-    result = run_training(options, device) if options.train else run_layers(options, device, keep)
+    result = run_layers(options, device, keep)
     print(f"\n{keep(result)}")
-    if options.train:
-        for arm, found in result["losses"].items():
-            print(f"{arm:9} last loss {found['mean']:.4f} ({found['low']:.4f} to {found['high']:.4f})")
-        return
     for row in result["rows"]:
         print(line_of(row))
     if result["left_out"]:

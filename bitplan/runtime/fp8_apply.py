@@ -15,7 +15,9 @@ cannot be replaced. A policy of another GPU is an error.
     estimate        a count or shape that was not measured is estimated (`fp8_estimate`); False leaves it BF16
     recipe          a recipe's name; None takes the best that the policy knows for each layer
     confirm         times the first block of each make in turns, in BF16, as planned and all in FP8, and takes what is
-                    shown to be fastest; BF16 otherwise. `example` is what the model is run on for that
+                    shown to be fastest; BF16 otherwise. `example` is what the model is run on for that.
+                    `confirm_compiled` compiles the blocks first, `confirm_timing="graph"` times them as CUDA graphs:
+                    confirm as you will run
     emulate         also on a CPU, whose FP8 is emulated: for tests
 
 `apply_fp8_config` takes the same from a YAML's keys, a plan for each part of a vision-language model.
@@ -39,6 +41,7 @@ from bitplan.measure.paired_timing import Stopwatch
 from bitplan.plan.fp8_bands import BandPolicy
 from bitplan.plan.fp8_choice import Choice, choose_products
 from bitplan.plan.fp8_policy import Policy, Question, load_policy
+from bitplan.plan.fp8_report import TIMINGS
 from bitplan.plan.fp8_terms import (
     DEFAULT_RECIPE,
     GROUPED_KINDS,
@@ -92,6 +95,7 @@ def apply_fp8(
     estimate: bool = True,
     confirm: bool = False,
     confirm_compiled: bool = False,
+    confirm_timing: str = "eager",
     example: Example | None = None,
     emulate: bool = False,
     stopwatch: Stopwatch | None = None,
@@ -105,7 +109,7 @@ def apply_fp8(
         part: PartPlan(rules, _tokens_of(tokens, part), recipe, fp8, fp8_param, tp, etp, extrapolate, estimate)
         for part in parts
     }
-    trial = _Trial(confirm, confirm_compiled, example, stopwatch)
+    trial = _Trial(confirm, confirm_compiled, _timing(confirm_timing), example, stopwatch)
     return _apply(model, plans, trial, emulate)
 
 
@@ -116,6 +120,7 @@ def apply_fp8_config(
     tokens: Tokens | None = None,
     confirm: bool = False,
     confirm_compiled: bool = False,
+    confirm_timing: str = "eager",
     example: Example | None = None,
     emulate: bool = False,
     stopwatch: Stopwatch | None = None,
@@ -128,7 +133,8 @@ def apply_fp8_config(
         if options.fp8 is not None:
             count = options.fp8_dynamic_num_tokens or _tokens_of(tokens, part)
             plans[part] = _plan_of(options, path, count, sizes.tp, sizes.etp)
-    return _apply(model, plans, _Trial(confirm, confirm_compiled, example, stopwatch), emulate)
+    trial = _Trial(confirm, confirm_compiled, _timing(confirm_timing), example, stopwatch)
+    return _apply(model, plans, trial, emulate)
 
 
 def _plan_of(options: Fp8Options, path: str | Path, tokens: int | None, tp: int, etp: int) -> PartPlan:
@@ -147,6 +153,12 @@ def _tokens_of(tokens: Tokens | None, part: str) -> int | None:
     return found
 
 
+def _timing(name: str) -> str:
+    if name not in TIMINGS:
+        raise Fp8Error(f"confirm_timing must be one of {', '.join(TIMINGS)}, got {name!r}")
+    return name
+
+
 # ---- deciding --------------------------------------------------------------------------------------------------------
 
 
@@ -162,6 +174,7 @@ class _Decided:
 class _Trial:
     wanted: bool
     compiled: bool
+    timing: str
     example: Example | None
     stopwatch: Stopwatch | None
 
@@ -314,6 +327,7 @@ def _confirm_one(
         everything=built(everything) if everything != planned else None,
         threshold=1.0 if plan.policy is None else plan.policy.speedup_threshold,
         compiled=trial.compiled,
+        graph=trial.timing == "graph",
         stopwatch=trial.stopwatch,
     )
 

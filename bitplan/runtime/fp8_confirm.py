@@ -81,14 +81,16 @@ def confirm_block(
     everything: nn.Module | None = None,
     threshold: float = 1.0,
     compiled: bool = False,
+    graph: bool = False,
     stopwatch: Stopwatch | None = None,
     turns: int = TURNS,
 ) -> Confirmed:
-    """The block forward and backward in turns, in BF16, as planned and all in FP8, where those are not None."""
+    """The block forward and backward in turns, in BF16, as planned and all in FP8, where those are not None; launched
+    one by one, or each as a CUDA graph."""
     device = next(plain.parameters()).device
     blocks = {"bf16": plain, "plan": planned, "all": everything}
     arms = {name: partial(_step, block, inputs, compiled) for name, block in blocks.items() if block is not None}
-    timed = time_in_turns(arms, stopwatch or stopwatch_of(device), turns=turns, warmup=WARMUP)
+    timed = time_in_turns(arms, stopwatch or stopwatch_of(device), turns=turns, warmup=WARMUP, graph=graph)
     return judge_all(path, timed, threshold)
 
 
@@ -132,8 +134,8 @@ def _step(block: nn.Module, inputs: tuple[tuple[Any, ...], dict[str, Any]], comp
     args, kwargs, leaves = _as_leaves(inputs)
     run: Callable[..., Any] = torch.compile(block) if compiled else block
     parameters = [each for each in block.parameters() if each.requires_grad]
-    with torch.no_grad():
-        shape = _first_tensor(run(*args, **kwargs))
+    with torch.no_grad():  # not compiled: a pass without gradients would be compiled for this alone
+        shape = _first_tensor(block(*args, **kwargs))
     gradient = torch.randn_like(shape)
     drop_casts = cast_dropper(block)
 

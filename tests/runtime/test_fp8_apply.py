@@ -382,6 +382,21 @@ def test_confirm_takes_all_fp8_where_that_is_faster(wins, times, taken, layers, 
     model(input_ids=ids, labels=ids).loss.backward()
 
 
+@pytest.mark.parametrize(("timing", "captured"), [("eager", 0), ("graph", 2)])
+def test_confirm_times_as_it_is_told(timing, captured, monkeypatch):
+    clock = Told(8.0).watch(monkeypatch)
+    seen = []
+    monkeypatch.setattr(clock, "capture", lambda call: seen.append(call) or call, raising=False)
+    given = {"tokens": 100, "emulate": True, "confirm": True, "stopwatch": clock}
+    apply_fp8(llama(), policy_of(**ALL), **given, confirm_timing=timing)
+    assert len(seen) == captured
+
+
+def test_confirm_refuses_a_timing_that_it_does_not_know():
+    with pytest.raises(Fp8Error, match="confirm_timing must be one of eager, graph, got 'cuda'"):
+        apply_fp8(llama(), policy_of(**ALL), tokens=100, emulate=True, confirm=True, confirm_timing="cuda")
+
+
 def test_confirm_on_a_real_clock_and_a_plain_model():
     class Block(nn.Module):
         def __init__(self):
@@ -528,6 +543,7 @@ def test_experts_have_no_mxfp8():
 
 
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # Dynamo's own, of torch 2.11
+@pytest.mark.filterwarnings("ignore:TensorFloat32 tensor cores:UserWarning")  # the rotary table is float32
 @pytest.mark.gpu
 def test_gpu_compiled_layers_agree_with_bf16():
     from bitplan.runtime.fp8_recipe import fp8_obstacle
