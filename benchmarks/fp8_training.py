@@ -147,7 +147,7 @@ def _held_out_loss(model: TinyLlama, data: Tensor, options: argparse.Namespace) 
         for at in range(0, count, options.batch):
             part = slice(at, at + options.batch)
             losses.append(float(model(ids[part], targets[part])) * len(ids[part]))
-    return sum(losses) / count
+    return float(sum(losses) / count)
 
 
 def main() -> None:
