@@ -255,8 +255,13 @@ def cast_tokens(
     rows: bool = True,
     cols: bool = True,
     impl: str = "auto",
+    guess: Tensor | None = None,
 ) -> tuple[GroupedFp8 | None, GroupedFp8 | None]:
-    """Tokens in the layouts asked for: [T, K] in place, and [K, P] padded per expert."""
+    """Tokens in the layouts asked for: [T, K] in place, and [K, P] padded per expert.
+
+    `guess`: a state of `triton_fp8_guess` for these experts, which saves a tensorwise cast of bfloat16 on the GPU its
+    second read and changes no bit; any other cast leaves it alone.
+    """
     kind = scale_kind(recipe)
     _check_width(x_TK.shape[1], recipe)
     if cols and kind == "block" and layout.pad % BLOCK:
@@ -264,7 +269,7 @@ def cast_tokens(
     if impl in ("triton", "gluon", "torch") or (impl == "auto" and x_TK.is_cuda):
         from bitplan.kernels.fp8_grouped_cast import cast_token_tiles
 
-        made, made_t = cast_token_tiles(x_TK, recipe, layout, fp8, eps, rows=rows, cols=cols)
+        made, made_t = cast_token_tiles(x_TK, recipe, layout, fp8, eps, rows=rows, cols=cols, guess=guess)
         return _wrap(made, recipe), _wrap(made_t, recipe)
     return (
         _token_rows_reference(x_TK, recipe, layout, fp8, eps) if rows else None,
@@ -273,16 +278,23 @@ def cast_tokens(
 
 
 def cast_experts(
-    w_ENK: Tensor, recipe: str, eps: float = 0.0, *, rows: bool = True, cols: bool = True, impl: str = "auto"
+    w_ENK: Tensor,
+    recipe: str,
+    eps: float = 0.0,
+    *,
+    rows: bool = True,
+    cols: bool = True,
+    impl: str = "auto",
+    guess: Tensor | None = None,
 ) -> tuple[GroupedFp8 | None, GroupedFp8 | None]:
-    """Matrices in the layouts asked for: [E, N, K], and transposed [E, K, N]; E4M3."""
+    """Matrices in the layouts asked for: [E, N, K], and transposed [E, K, N]; E4M3. `guess` as in `cast_tokens`."""
     scale_kind(recipe)  # refuses what is no recipe of experts
     for size in w_ENK.shape[1:]:
         _check_width(size, recipe)
     if impl in ("triton", "gluon", "torch") or (impl == "auto" and w_ENK.is_cuda):
         from bitplan.kernels.fp8_grouped_cast import cast_expert_tiles
 
-        made, made_t = cast_expert_tiles(w_ENK, recipe, eps, rows=rows, cols=cols)
+        made, made_t = cast_expert_tiles(w_ENK, recipe, eps, rows=rows, cols=cols, guess=guess)
         return _wrap(made, recipe), _wrap(made_t, recipe)
     return (
         _experts_reference(w_ENK, recipe, eps) if rows else None,

@@ -28,6 +28,8 @@ from torch import Tensor
 from bitplan.formats.fp8_scaling import BLOCK, FP8_DTYPES
 from bitplan.formats.scales import SMALLEST_SCALE
 from bitplan.kernels.fp8_grouped import TILE_ROWS, GroupLayout
+from bitplan.kernels.fp8_grouped_pairs import cast_matrices_in_pairs, cast_tokens_in_pairs
+from bitplan.kernels.fp8_grouped_pairs import fits as fits_pairs
 from bitplan.kernels.triton_fp8_numbers import fp8_code, inverse_of, power_of_two_of_bits, scale_of_bits
 from bitplan.kernels.triton_launch import PreparedLaunch
 from bitplan.kernels.triton_numbers import float_name, float_of_bits, magnitude_bits
@@ -61,9 +63,17 @@ def _lay_out_launch(counts: torch.dtype, rows: int, experts: int, tiles: int, pa
 
 
 def cast_token_tiles(
-    x_TC: Tensor, recipe: str, layout: GroupLayout, fp8: str, eps: float, *, rows: bool, cols: bool
+    x_TC: Tensor,
+    recipe: str,
+    layout: GroupLayout,
+    fp8: str,
+    eps: float,
+    *,
+    rows: bool,
+    cols: bool,
+    guess: Tensor | None = None,
 ) -> Pair:
-    """((codes [T, C], scales), (codes [C, P], scales)), each where asked for."""
+    """((codes [T, C], scales), (codes [C, P], scales)), each where asked for. `guess`: see `fp8_grouped_pairs`."""
     count, width = x_TC.shape
     experts = layout.ends.shape[0]
     row_scales = (width // BLOCK, count) if recipe == "blockwise" else (count,)
@@ -72,6 +82,10 @@ def cast_token_tiles(
         _room((count, width), row_scales, fp8, x_TC, rows),
         _room((width, layout.padded_rows), col_scales, fp8, x_TC, cols),
     )
+    x_TC = x_TC.contiguous()
+    if x_TC.numel() and any(made) and fits_pairs(x_TC, recipe, layout.pad):
+        cast_tokens_in_pairs(x_TC, layout, fp8, eps, *made, guess)
+        return made
     if made[1] is not None and recipe != "blockwise":
         made[1][1].fill_(SMALLEST_SCALE)  # what an expert without tokens has
     if x_TC.numel():
@@ -80,10 +94,12 @@ def cast_token_tiles(
     return made
 
 
-def cast_expert_tiles(w_ENK: Tensor, recipe: str, eps: float, *, rows: bool, cols: bool) -> Pair:
+def cast_expert_tiles(
+    w_ENK: Tensor, recipe: str, eps: float, *, rows: bool, cols: bool, guess: Tensor | None = None
+) -> Pair:
     """((codes [E, N, K], scales), (codes [E, K, N], scales)), each where asked for; blocks share one scale."""
     experts, outputs, inputs = w_ENK.shape
-    flat = w_ENK.reshape(experts * outputs, inputs)
+    flat = w_ENK.reshape(experts * outputs, inputs).contiguous()
     blocks = recipe == "blockwise"
     row_scales = (experts, outputs // BLOCK, inputs // BLOCK) if blocks else (experts, outputs)
     col_scales = (experts, inputs // BLOCK, outputs // BLOCK) if blocks else (experts, inputs)
@@ -91,6 +107,9 @@ def cast_expert_tiles(w_ENK: Tensor, recipe: str, eps: float, *, rows: bool, col
         _room(tuple(w_ENK.shape), row_scales, "e4m3", flat, rows),
         _room((experts, inputs, outputs), col_scales, "e4m3", flat, cols),
     )
+    if any(made) and fits_pairs(flat, recipe, outputs):
+        cast_matrices_in_pairs(flat, experts, "e4m3", eps, *made, guess)
+        return made
     tiles = experts * triton.cdiv(outputs, TILE_ROWS)
     _cast(flat, recipe, "e4m3", eps, made, (flat,) * 4, tiles, experts, outputs, group_rows=outputs)
     return made
@@ -108,7 +127,6 @@ def _cast(x, recipe, fp8, eps, made, tables, tiles, experts, cols_stride, *, gro
     if out is None and out_t is None:
         return
     rows, width = x.shape
-    x = x.contiguous()
     wanted = (out is not None, out_t is not None)
     shape = (rows, width, tiles, cols_stride, group_rows)
     find_maxima, cast = _cast_launches(x.dtype, recipe, fp8, eps, shape, wanted)

@@ -35,8 +35,7 @@ from bitplan.kernels.triton_fp8_pairs import (
     is_aligned,
     load_tile,
     place_of,
-    store_tile,
-    store_transposed_tile,
+    store_by_one_scale,
 )
 from bitplan.kernels.triton_launch import PreparedLaunch
 from bitplan.kernels.triton_numbers import float_name, float_of_bits, magnitude_bits
@@ -48,16 +47,16 @@ STATE_SIZE = 6
 CHECKING_WARPS = 2112  # of the check: enough to cast again at full speed, few enough to be over at once
 
 
-def new_state(device: torch.device) -> Tensor:
-    """With a guess that is wrong: 1.5 is no power of two."""
-    state = torch.zeros(STATE_SIZE, dtype=torch.int32, device=device)
+def new_state(device: torch.device, experts: int = 1) -> Tensor:
+    """[places, experts], with guesses that are wrong: 1.5 is no power of two. `fp8_grouped_pairs` has one each."""
+    state = torch.zeros((STATE_SIZE, experts), dtype=torch.int32, device=device)
     state[:1].view(torch.float32).fill_(1.5)
     return state
 
 
 def counts_of(state: Tensor) -> tuple[int, int]:
     """(casts, wrong guesses) so far; waits for the device."""
-    found = state.tolist()
+    found = state.sum(1).tolist()
     return found[CASTS.value], found[WRONG.value]
 
 
@@ -171,36 +170,6 @@ def _settle(state_ptr, scale_ptr, eps, FP8: tl.constexpr):
 # ---- bfloat16, as words of two numbers -------------------------------------------------------------------------------
 
 
-@triton.jit
-def _write_pairs(
-    out_ptr,
-    out_t_ptr,
-    down,
-    across,
-    cols16,
-    rows16,
-    a_QW,
-    b_QW,
-    c_QW,
-    d_QW,
-    inverse,
-    FP8: tl.constexpr,
-    TO_ROWS: tl.constexpr,
-    TO_COLS: tl.constexpr,
-    BR: tl.constexpr,
-    BC: tl.constexpr,
-    V: tl.constexpr,
-):
-    if TO_ROWS:
-        by_Q = tl.zeros([BR // 4], tl.float32) + inverse
-        store_tile(
-            out_ptr, down, across, cols16, rows16, a_QW, b_QW, c_QW, d_QW, by_Q, by_Q, by_Q, by_Q, FP8, BR, BC, V
-        )
-    if TO_COLS:
-        by_W = tl.zeros([BC // 2], tl.float32) + inverse
-        store_transposed_tile(out_t_ptr, down, across, cols16, rows16, a_QW, b_QW, c_QW, d_QW, by_W, by_W, FP8, BR, BC)
-
-
 @triton.jit(do_not_specialize=["rows", "cols16", "rows16"])
 def _cast_pairs(
     x_ptr,
@@ -221,8 +190,8 @@ def _cast_pairs(
     down, across = place_of(tl.program_id(0), cols16, BC)
     a_QW, b_QW, c_QW, d_QW = load_tile(x_ptr, down, across, rows, cols16, BR, BC)
     inverse = quick_inverse(guess.to(tl.float32, bitcast=True))
-    _write_pairs(
-        out_ptr, out_t_ptr, down, across, cols16, rows16, a_QW, b_QW, c_QW, d_QW, inverse,
+    store_by_one_scale(
+        out_ptr, out_t_ptr, down, across, rows16 * 16, rows16, rows16, cols16, a_QW, b_QW, c_QW, d_QW, inverse,
         FP8, TO_ROWS, TO_COLS, BR, BC, V,
     )  # fmt: skip
     _note_guess(state_ptr, guess, amax_of_tile(a_QW, b_QW, c_QW, d_QW))
@@ -253,8 +222,8 @@ def _check_pairs(
         for tile in range(tl.program_id(0), tiles, tl.num_programs(0)):
             down, across = place_of(tile, cols16, BC)
             a_QW, b_QW, c_QW, d_QW = load_tile(x_ptr, down, across, rows, cols16, BR, BC)
-            _write_pairs(
-                out_ptr, out_t_ptr, down, across, cols16, rows16, a_QW, b_QW, c_QW, d_QW, inverse,
+            store_by_one_scale(
+                out_ptr, out_t_ptr, down, across, rows16 * 16, rows16, rows16, cols16, a_QW, b_QW, c_QW, d_QW, inverse,
                 FP8, TO_ROWS, TO_COLS, BR, BC, V,
             )  # fmt: skip
 

@@ -135,10 +135,10 @@ def amax_of_tile(a_QW, b_QW, c_QW, d_QW):
 
 
 @triton.jit
-def _store_codes(out_ptr, r_Q, words, w_W, room_QW, x_QW, inverse_Q, FP8: tl.constexpr, V: tl.constexpr):
+def _store_codes(out_ptr, r_Q, left, words, w_W, ok_W, x_QW, inverse_Q, FP8: tl.constexpr, V: tl.constexpr):
     # Triton makes the loads as wide as these stores, so this is where the width is said.
     at_QW = tl.max_contiguous(out_ptr + ((r_Q * words)[:, None] + w_W[None, :]), [1, V])
-    tl.store(at_QW, two_codes(x_QW, inverse_Q[:, None], FP8), mask=room_QW)
+    tl.store(at_QW, two_codes(x_QW, inverse_Q[:, None], FP8), mask=(r_Q < left)[:, None] & ok_W[None, :])
 
 
 @triton.jit
@@ -146,8 +146,8 @@ def store_tile(
     out_ptr,
     down,
     across,
+    rows,
     cols16,
-    rows16,
     a_QW,
     b_QW,
     c_QW,
@@ -161,16 +161,16 @@ def store_tile(
     BC: tl.constexpr,
     V: tl.constexpr,
 ):
-    """Codes of the rows as they lie."""
+    """Codes of the rows as they lie, as many as there is room for."""
     r_Q, w_W = tl.arange(0, BR // 4) * 4, tl.arange(0, BC // 2)
     words = cols16 * 8
     row, word = down * BR, across * (BC // 2)
-    room_QW = (row + r_Q < rows16 * 16)[:, None] & (word + w_W < words)[None, :]
+    left, ok_W = rows - row, word + w_W < words
     out_ptr = out_ptr.to(tl.pointer_type(tl.int16), bitcast=True) + (row.to(tl.int64) * words + word)
-    _store_codes(out_ptr, r_Q, words, w_W, room_QW, a_QW, inverse_a_Q, FP8, V)
-    _store_codes(out_ptr, r_Q + 1, words, w_W, room_QW, b_QW, inverse_b_Q, FP8, V)
-    _store_codes(out_ptr, r_Q + 2, words, w_W, room_QW, c_QW, inverse_c_Q, FP8, V)
-    _store_codes(out_ptr, r_Q + 3, words, w_W, room_QW, d_QW, inverse_d_Q, FP8, V)
+    _store_codes(out_ptr, r_Q, left, words, w_W, ok_W, a_QW, inverse_a_Q, FP8, V)
+    _store_codes(out_ptr, r_Q + 1, left, words, w_W, ok_W, b_QW, inverse_b_Q, FP8, V)
+    _store_codes(out_ptr, r_Q + 2, left, words, w_W, ok_W, c_QW, inverse_c_Q, FP8, V)
+    _store_codes(out_ptr, r_Q + 3, left, words, w_W, ok_W, d_QW, inverse_d_Q, FP8, V)
 
 
 @triton.jit
@@ -178,8 +178,9 @@ def store_transposed_tile(
     out_t_ptr,
     down,
     across,
-    cols16,
     rows16,
+    stride16,
+    cols16,
     a_QW,
     b_QW,
     c_QW,
@@ -190,16 +191,49 @@ def store_transposed_tile(
     BR: tl.constexpr,
     BC: tl.constexpr,
 ):
-    """Codes of the columns, four rows a word."""
+    """Codes of the columns, four rows a word, as many as there is room for; a column is 16 `stride16` codes long."""
     q_Q, c_C = tl.arange(0, BR // 4), tl.arange(0, BC)
-    quads = rows16 * 4
+    quads = stride16 * 4
     quad, col = down * (BR // 4), across * BC
     even_QW = four_codes(a_QW, b_QW, c_QW, d_QW, inverse_even_W[None, :], False, FP8)
     odd_QW = four_codes(a_QW, b_QW, c_QW, d_QW, inverse_odd_W[None, :], True, FP8)
     codes_CQ = tl.trans(tl.reshape(tl.join(even_QW, odd_QW), [BR // 4, BC]))
     at_CQ = c_C[:, None] * quads + q_Q[None, :]
-    room_CQ = (col + c_C < cols16 * 16)[:, None] & (quad + q_Q < quads)[None, :]
+    room_CQ = (col + c_C < cols16 * 16)[:, None] & (quad + q_Q < rows16 * 4)[None, :]
     tl.store(words_of(out_t_ptr) + (col.to(tl.int64) * quads + quad) + at_CQ, codes_CQ, mask=room_CQ)
+
+
+@triton.jit
+def store_by_one_scale(
+    out_ptr,
+    out_t_ptr,
+    down,
+    across,
+    rows,
+    rows16,
+    stride16,
+    cols16,
+    a_QW,
+    b_QW,
+    c_QW,
+    d_QW,
+    inverse,
+    FP8: tl.constexpr,
+    TO_ROWS: tl.constexpr,
+    TO_COLS: tl.constexpr,
+    BR: tl.constexpr,
+    BC: tl.constexpr,
+    V: tl.constexpr,
+):
+    """Both layouts, each where asked for."""
+    if TO_ROWS:
+        by_Q = tl.zeros([BR // 4], tl.float32) + inverse
+        store_tile(out_ptr, down, across, rows, cols16, a_QW, b_QW, c_QW, d_QW, by_Q, by_Q, by_Q, by_Q, FP8, BR, BC, V)
+    if TO_COLS:
+        by_W = tl.zeros([BC // 2], tl.float32) + inverse
+        store_transposed_tile(
+            out_t_ptr, down, across, rows16, stride16, cols16, a_QW, b_QW, c_QW, d_QW, by_W, by_W, FP8, BR, BC
+        )
 
 
 # ---- the cast --------------------------------------------------------------------------------------------------------
@@ -291,7 +325,7 @@ def _cast_pairs(
             at_R = scale_ptr + across.to(tl.int64) * (rows16 * 16) + r_R
             tl.store(at_R, _interleave(scale_a_Q, scale_b_Q, scale_c_Q, scale_d_Q, BR), mask=r_R < rows16 * 16)
         store_tile(
-            out_ptr, down, across, cols16, rows16, a_QW, b_QW, c_QW, d_QW,
+            out_ptr, down, across, rows16 * 16, cols16, a_QW, b_QW, c_QW, d_QW,
             inverse_a_Q, inverse_b_Q, inverse_c_Q, inverse_d_Q, FP8, BR, BC, V,
         )  # fmt: skip
     if TO_COLS:
@@ -309,5 +343,6 @@ def _cast_pairs(
             at_C = scale_t_ptr + down.to(tl.int64) * (cols16 * 16) + c_C
             tl.store(at_C, tl.reshape(tl.join(even_W, odd_W), [BC]), mask=c_C < cols16 * 16)
         store_transposed_tile(
-            out_t_ptr, down, across, cols16, rows16, a_QW, b_QW, c_QW, d_QW, inverse_even_W, inverse_odd_W, FP8, BR, BC
-        )
+            out_t_ptr, down, across, rows16, rows16, cols16, a_QW, b_QW, c_QW, d_QW,
+            inverse_even_W, inverse_odd_W, FP8, BR, BC,
+        )  # fmt: skip

@@ -25,6 +25,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from bitplan.kernels import triton_fp8_guess as guess, triton_fp8_maxima as maxima, triton_fp8_norm as norm
+from bitplan.kernels import fp8_grouped_pairs as experts
 from bitplan.kernels import triton_fp8_pairs as pairs, triton_fp8_product as product, triton_fp8_tiles as tiles
 from bitplan.kernels.triton_fp8_cast import PAIR_LAUNCHES
 
@@ -40,7 +41,9 @@ def compile(kernel, arguments, constants, warps, **options):
     # All else is a multiple of 16.
     loose = ("rows", "pieces", "eps", "norm_eps", "programs", "across", "down", "row_programs", "length")
     loose += ("rows16", "cols16", "size16", "scale_stride", "scale_t_stride", "least")
-    aligned = {(i,): [["tt.divisibility", 16]] for i, name in enumerate(arguments) if name not in loose}
+    loose += ("experts", "group16", "stride16")
+    places = {name: i for i, name in enumerate(kernel.arg_names)}
+    aligned = {(places[name],): [["tt.divisibility", 16]] for name in arguments if name not in loose}
     source = ASTSource(kernel, signature=signature, constexprs=constants, attrs=aligned)
     options = {"num_warps": warps} | options
     return triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
@@ -152,6 +155,31 @@ def guesses():
         check_defined(machine_code(made)[0], source)
 
 
+def expert_casts():
+    made = pointers("x_ptr", "*i16") | pointers("state_ptr", "*i32")
+    made |= dict(out_ptr="*u8", scale_ptr="*fp32", out_t_ptr="*u8", scale_t_ptr="*fp32")
+    tables = pointers("tile_expert_ptr tile_row_ptr ends_ptr padded_ends_ptr", "*i32")
+    sizes = pointers("experts group16 stride16 cols16", "i32") | {"eps": "fp32"}
+    for tokens, launch in ((True, experts.TOKENS_LAUNCH), (False, experts.MATRICES_LAUNCH)):
+        place = dict(TOKENS=tokens, BR=launch.rows, BC=launch.cols)
+        given = tables if tokens else {}
+        if not tokens:
+            place |= dict.fromkeys(tables)
+        arguments = pointers("x_ptr", "*i16") | pointers("amax_ptr", "*i32") | given
+        largest = compile(experts._amax_pairs, arguments | pointers("group16 cols16", "i32"), place, launch.warps)
+        assert largest.asm["ptx"].count("ld.global.v4.b32") >= 8 and machine_code(largest)[1] == 0
+        for rows, cols in ((True, True), (True, False), (False, True)):
+            name = (tokens, rows, cols)
+            constants = place | dict(FP8="e4m3", TO_ROWS=rows, TO_COLS=cols, V=launch.vector)
+            arguments = made | given
+            for unused in ([] if rows else ["out_ptr", "scale_ptr"]) + ([] if cols else ["out_t_ptr", "scale_t_ptr"]):
+                del arguments[unused]
+                constants[unused] = None
+            ways = ((experts._cast_pairs, dict(GUESSED=True)), (experts._check_pairs, dict(EXPERTS=128)))
+            for kernel, more in ways + ((experts._cast_pairs, dict(GUESSED=False)),) * (rows and cols):
+                check_pairs(kernel, arguments | sizes, constants | more, launch.warps, (name, more), rows, cols)
+
+
 def build_maxima():
     for size in ("i32", "i64"):
         arguments = pointers("x_ptr", "*i16") | pointers("partial_ptr", "*i32")
@@ -195,12 +223,14 @@ def products():
 
 
 parts = dict(casts=casts, other_types=other_types, pair_casts=pair_casts, guesses=guesses, maxima=build_maxima)
-(parts | dict(norms=norms, products=products))[sys.argv[1]]()
+(parts | dict(norms=norms, products=products, expert_casts=expert_casts))[sys.argv[1]]()
 print("compiled")
 """
 
 
-@pytest.mark.parametrize("part", ["casts", "other_types", "pair_casts", "guesses", "maxima", "norms", "products"])
+@pytest.mark.parametrize(
+    "part", ["casts", "other_types", "pair_casts", "guesses", "expert_casts", "maxima", "norms", "products"]
+)
 def test_fp8_kernels_compile_for_hopper(part: str, tmp_path) -> None:
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     environment["TRITON_CACHE_DIR"] = str(tmp_path)
