@@ -88,7 +88,7 @@ def _cast(
     made = (*(out or (None, None)), *(out_t or (None, None)))
     if guess is not None:
         plan[0](x, guess, *made, *tables)
-        plan[1](x, guess, *made, *tables)
+        plan[1](x, guess, *made, *tables[2:])
         return
     amax = torch.zeros(experts, dtype=torch.int32, device=x.device)
     plan[0](x, amax, *tables)
@@ -128,28 +128,20 @@ def _plan(
 
 
 @triton.jit
-def _expert_of_tile(tile, tile_expert_ptr, group16, cols16, TOKENS: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr):
-    """(expert, or -1 where the tables have no tile; tile of all from top to bottom; tile from left to right)."""
+def _place_of_tile(
+    tile, tile_expert_ptr, tile_row_ptr, ends_ptr, group16, cols16, TOKENS: tl.constexpr, BR: tl.constexpr,
+    BC: tl.constexpr,
+):  # fmt: skip
+    """(expert, or -1 where the tables have no tile; which of its tiles from top to bottom, and from left to right)."""
     wide = (cols16 * 16 + BC - 1) // BC
     place = tile // wide
     if TOKENS:
         expert = tl.load(tile_expert_ptr + place)
+        down = (tl.load(tile_row_ptr + place) - tl.load(ends_ptr + expert - 1, mask=expert > 0, other=0)) // BR
     else:
-        expert = place // ((group16 * 16 + BR - 1) // BR)
-    return expert, place, tile % wide
-
-
-@triton.jit
-def _tile_of_expert(
-    expert, place, tile_row_ptr, ends_ptr, group16, TOKENS: tl.constexpr, BR: tl.constexpr
-):  # fmt: skip
-    """Which of its expert's tiles this is, from top to bottom."""
-    if TOKENS:
-        start = tl.load(ends_ptr + expert - 1, mask=expert > 0, other=0)
-        down = (tl.load(tile_row_ptr + place) - start) // BR
-    else:
-        down = place % ((group16 * 16 + BR - 1) // BR)
-    return down
+        high = (group16 * 16 + BR - 1) // BR
+        expert, down = place // high, place % high
+    return expert, down, tile % wide
 
 
 @triton.jit
@@ -193,7 +185,6 @@ def _store_expert_tile(
     c_QW,
     d_QW,
     scale,
-    TOKENS: tl.constexpr,
     BR: tl.constexpr,
     BC: tl.constexpr,
     FP8: tl.constexpr,
@@ -247,10 +238,11 @@ def _amax_pairs(
     BR: tl.constexpr,
     BC: tl.constexpr,
 ):
-    expert, place, across = _expert_of_tile(tl.program_id(0), tile_expert_ptr, group16, cols16, TOKENS, BR, BC)
+    expert, down, across = _place_of_tile(
+        tl.program_id(0), tile_expert_ptr, tile_row_ptr, ends_ptr, group16, cols16, TOKENS, BR, BC
+    )
     if expert < 0:
         return
-    down = _tile_of_expert(expert, place, tile_row_ptr, ends_ptr, group16, TOKENS, BR)
     start, rows, _, _ = _span_of_expert(expert, ends_ptr, padded_ends_ptr, group16, cols16, TOKENS)
     first_ptr = x_ptr + start.to(tl.int64) * (cols16 * 16)
     a_QW, b_QW, c_QW, d_QW = load_tile(first_ptr, down, across, rows, cols16, BR, BC)
@@ -288,20 +280,21 @@ def _cast_pairs(
     tile = tl.program_id(0)
     if not GUESSED:
         tile = tl.num_programs(0) - 1 - tile  # from the end: what the maximum read last is still in L2
-    expert, place, across = _expert_of_tile(tile, tile_expert_ptr, group16, cols16, TOKENS, BR, BC)
+    expert, down, across = _place_of_tile(
+        tile, tile_expert_ptr, tile_row_ptr, ends_ptr, group16, cols16, TOKENS, BR, BC
+    )
     if expert < 0:
         return
     if GUESSED:
         scale = tl.load(state_ptr + GUESS * experts + expert).to(tl.float32, bitcast=True)
     else:
         scale = power_of_two_of_bits(tl.load(state_ptr + expert), eps, FP8)
-    down = _tile_of_expert(expert, place, tile_row_ptr, ends_ptr, group16, TOKENS, BR)
     start, rows, first, rows16 = _span_of_expert(expert, ends_ptr, padded_ends_ptr, group16, cols16, TOKENS)
     first_ptr = x_ptr + start.to(tl.int64) * (cols16 * 16)
     a_QW, b_QW, c_QW, d_QW = load_tile(first_ptr, down, across, rows, cols16, BR, BC)
     _store_expert_tile(
         out_ptr, scale_ptr, out_t_ptr, scale_t_ptr, expert, down, across, start, rows, first, rows16, stride16, cols16,
-        a_QW, b_QW, c_QW, d_QW, scale, TOKENS, BR, BC, FP8, TO_ROWS, TO_COLS, V,
+        a_QW, b_QW, c_QW, d_QW, scale, BR, BC, FP8, TO_ROWS, TO_COLS, V,
     )  # fmt: skip
     if GUESSED:
         tl.atomic_max(state_ptr + LARGEST * experts + expert, amax_of_tile(a_QW, b_QW, c_QW, d_QW))
@@ -335,8 +328,6 @@ def _check_pairs(
     scale_ptr,
     out_t_ptr,
     scale_t_ptr,
-    tile_expert_ptr,
-    tile_row_ptr,
     ends_ptr,
     padded_ends_ptr,
     experts,
@@ -378,5 +369,5 @@ def _check_pairs(
             a_QW, b_QW, c_QW, d_QW = load_tile(first_ptr, down, across, rows, cols16, BR, BC)
             _store_expert_tile(
                 out_ptr, scale_ptr, out_t_ptr, scale_t_ptr, expert, down, across, start, rows, first, rows16, stride16,
-                cols16, a_QW, b_QW, c_QW, d_QW, scale, TOKENS, BR, BC, FP8, TO_ROWS, TO_COLS, V,
+                cols16, a_QW, b_QW, c_QW, d_QW, scale, BR, BC, FP8, TO_ROWS, TO_COLS, V,
             )  # fmt: skip

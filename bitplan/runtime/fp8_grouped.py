@@ -11,7 +11,8 @@ cannot be refused when they come: they are cut to the rows, which keeps kernels 
 expert takes come out undefined, and `check_routing` says so afterwards.
 
 Products as in `fp8_linear`: each by its own recipe, or in BF16 through `torch._grouped_mm`, with the same interface, so
-that the two can be timed against each other. A scale belongs to one expert; mxfp8 has no grouped product here. A CPU
+that the two can be timed against each other. A scale belongs to one expert, and so does the guess that a tensorwise
+one starts from (`fp8_scale_guesses`); mxfp8 has no grouped product here. A CPU
 computes in float32 of the decoded values. torch.compile runs the layer as it is, between graphs: prepared launches are
 nothing that it could trace.
 """
@@ -31,6 +32,7 @@ from bitplan.kernels.fp8_cast import CastPair
 from bitplan.kernels.fp8_grouped import GROUPED_RECIPES, GroupedFp8, GroupLayout, lay_out, pick_impl, token_pad
 from bitplan.runtime import fp8_weight_casts
 from bitplan.runtime.fp8_recipe import BF16, Fp8LayerError, Fp8Recipe, GemmChoice, check_shape, require_fp8
+from bitplan.runtime.fp8_scale_guesses import GRAD, INPUT, WEIGHT, guess_for
 
 _INPUTS = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -150,7 +152,8 @@ def find_weight_casts(
     missing = (rows and old[0] is None, cols and old[1] is None)
     if not any(missing):
         return old  # type: ignore[return-value]
-    made = kernels.cast_experts(weight.detach(), recipe, eps, rows=missing[0], cols=missing[1])
+    guess = guess_for(recipe, weight, WEIGHT, experts=weight.shape[0])
+    made = kernels.cast_experts(weight.detach(), recipe, eps, rows=missing[0], cols=missing[1], guess=guess)
     if reuse and not capturing:
         fp8_weight_casts._keep(weight, how, CastPair(*made), captured=False)  # type: ignore[arg-type]
     return made[0] or old[0], made[1] or old[1]  # type: ignore[return-value]
@@ -178,12 +181,18 @@ class _Call:
         assert cols is not None
         return cols
 
-    def tokens(self, x: Tensor, rows_by: str, cols_by: str, fp8: str, eps: float) -> list[GroupedFp8 | None]:
-        """x for the product that sums along its width, and for the one that sums along tokens; None where BF16."""
+    def tokens(
+        self, x: Tensor, rows_by: str, cols_by: str, fp8: str, eps: float, weight: Tensor, role: str
+    ) -> list[GroupedFp8 | None]:
+        """x for the product that sums along its width, and for the one that sums along tokens; None where BF16.
+
+        `weight` and `role`: whose guesses these are.
+        """
         made: list[GroupedFp8 | None] = [None, None]
         for recipe in {rows_by, cols_by} - {BF16}:
+            guess = guess_for(recipe, weight, role, fp8, self.layout.experts)
             found = kernels.cast_tokens(
-                x, recipe, self.layout, fp8, eps, rows=rows_by == recipe, cols=cols_by == recipe
+                x, recipe, self.layout, fp8, eps, rows=rows_by == recipe, cols=cols_by == recipe, guess=guess
             )
             made = [new if new is not None else old for new, old in zip(found, made, strict=True)]
         return made
@@ -197,7 +206,8 @@ class _Grouped(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, call: _Call) -> Tensor:
         gemms, eps = call.gemms, call.recipe.eps
         need_x, need_w = ctx.needs_input_grad[:2]
-        x_rows, x_cols = call.tokens(x, gemms.fprop, gemms.wgrad if need_w else BF16, "e4m3", eps.input)
+        cols_by = gemms.wgrad if need_w else BF16
+        x_rows, x_cols = call.tokens(x, gemms.fprop, cols_by, "e4m3", eps.input, weight, INPUT)
         if x_rows is None:
             y = plain_rows(x, weight, call.layout, bias)
         else:
@@ -217,7 +227,7 @@ class _Grouped(torch.autograd.Function):
         need_x, need_w, need_b, _ = ctx.needs_input_grad
         dgrad, wgrad = call.gemms.dgrad if need_x else BF16, call.gemms.wgrad if need_w else BF16
         dy = dy.contiguous()
-        dy_rows, dy_cols = call.tokens(dy, dgrad, wgrad, call.recipe.grad_fp8, call.recipe.eps.grad)
+        dy_rows, dy_cols = call.tokens(dy, dgrad, wgrad, call.recipe.grad_fp8, call.recipe.eps.grad, weight, GRAD)
         dx = dw = db = None
         if need_x and dy_rows is not None:
             cast = call.weight_cols(weight)

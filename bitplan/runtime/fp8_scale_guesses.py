@@ -1,4 +1,4 @@
-"""Guesses of tensorwise scales, kept from one step to the next: three for each weight.
+"""Guesses of tensorwise scales, kept from one step to the next: three for each weight, or for each of its experts.
 
 A layer's input, weight and output gradient have, each, about the size they had in the last step; so their casts start
 from the last scale (`bitplan.kernels.triton_fp8_guess`). The guesses belong to the weight's memory, like its casts
@@ -28,16 +28,16 @@ class _Kept:
     stream: torch.cuda.Stream  # where it was last used
 
 
-_Key = tuple[int, int, str, str]  # storage, address, role, FP8 type: E5M2 has other scales than E4M3
+_Key = tuple[int, int, str, str, int]  # storage, address, role, FP8 type (E5M2 has other scales than E4M3), experts
 _kept: dict[_Key, _Kept] = {}
 _swept_at = 0
 
 
-def guess_for(recipe: str, weight: Tensor, role: str, fp8: str = "e4m3") -> Tensor | None:
-    """The guess for a cast by a recipe; None where there is none to be used."""
+def guess_for(recipe: str, weight: Tensor, role: str, fp8: str = "e4m3", experts: int = 1) -> Tensor | None:
+    """The guess for a cast by a recipe, or the guesses for that many experts; None where there is none to be used."""
     if recipe != TENSORWISE or not weight.is_cuda:
         return None
-    key = (weight.untyped_storage()._cdata, weight.data_ptr(), role, fp8)
+    key = (weight.untyped_storage()._cdata, weight.data_ptr(), role, fp8, experts)
     kept = _kept.get(key)
     capturing = torch.cuda.is_current_stream_capturing()
     if kept is None or kept.storage.expired():
@@ -52,11 +52,11 @@ def guess_for(recipe: str, weight: Tensor, role: str, fp8: str = "e4m3") -> Tens
 
 
 def guess_counts() -> dict[str, tuple[int, int]]:
-    """Casts and wrong guesses so far, by role; waits for the GPU."""
+    """Casts and wrong guesses so far, by role; waits for the GPU. Of experts, each one's cast counts."""
     from bitplan.kernels.triton_fp8_guess import counts_of
 
     totals = dict.fromkeys((INPUT, WEIGHT, GRAD), (0, 0))
-    for (_, _, role, _), kept in _kept.items():
+    for (_, _, role, _, _), kept in _kept.items():
         casts, wrong = counts_of(kept.state)
         totals[role] = (totals[role][0] + casts, totals[role][1] + wrong)
     return totals
@@ -70,7 +70,7 @@ def _new(key: _Key, weight: Tensor) -> Tensor:
         for each in [each for each, kept in _kept.items() if kept.storage.expired()]:
             del _kept[each]
         _swept_at = len(_kept)
-    state = new_state(weight.device)
+    state = new_state(weight.device, experts=key[-1])
     stream = torch.cuda.current_stream(weight.device)
     _kept[key] = _Kept(StorageWeakRef(weight.untyped_storage()), state, stream)
     return state

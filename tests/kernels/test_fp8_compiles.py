@@ -165,19 +165,22 @@ def expert_casts():
         given = tables if tokens else {}
         if not tokens:
             place |= dict.fromkeys(tables)
+        checked = {name: kind for name, kind in given.items() if "tile" not in name}
         arguments = pointers("x_ptr", "*i16") | pointers("amax_ptr", "*i32") | given
         largest = compile(experts._amax_pairs, arguments | pointers("group16 cols16", "i32"), place, launch.warps)
         assert largest.asm["ptx"].count("ld.global.v4.b32") >= 8 and machine_code(largest)[1] == 0
         for rows, cols in ((True, True), (True, False), (False, True)):
             name = (tokens, rows, cols)
             constants = place | dict(FP8="e4m3", TO_ROWS=rows, TO_COLS=cols, V=launch.vector)
-            arguments = made | given
+            arguments = dict(made)
             for unused in ([] if rows else ["out_ptr", "scale_ptr"]) + ([] if cols else ["out_t_ptr", "scale_t_ptr"]):
                 del arguments[unused]
                 constants[unused] = None
-            ways = ((experts._cast_pairs, dict(GUESSED=True)), (experts._check_pairs, dict(EXPERTS=128)))
-            for kernel, more in ways + ((experts._cast_pairs, dict(GUESSED=False)),) * (rows and cols):
-                check_pairs(kernel, arguments | sizes, constants | more, launch.warps, (name, more), rows, cols)
+            ways = [(experts._cast_pairs, dict(GUESSED=True), given)]
+            ways += [(experts._check_pairs, dict(EXPERTS=128), checked)]
+            for kernel, more, by in ways + [(experts._cast_pairs, dict(GUESSED=False), given)] * (rows and cols):
+                known = {name: value for name, value in (constants | more).items() if name in kernel.arg_names}
+                check_pairs(kernel, arguments | by | sizes, known, launch.warps, (name, more), rows, cols)
 
 
 def build_maxima():

@@ -120,7 +120,7 @@ def test_weight_casts_are_shared_until_the_weight_changes(monkeypatch) -> None:
     layer = made(GemmChoice.all("rowwise"))
     first = ran(layer, [4, 4, 4, 4])[0]
     ran(layer, [2, 2, 2, 2])
-    assert casts == [{"rows": True, "cols": True}]
+    assert casts == [{"rows": True, "cols": True, "guess": None}]  # guesses are for tensorwise casts on a GPU
     with torch.no_grad():
         layer.weight.mul_(2)
     again = ran(layer, [4, 4, 4, 4])[0]
@@ -132,7 +132,7 @@ def test_weight_casts_are_shared_until_the_weight_changes(monkeypatch) -> None:
     without = made(GemmChoice.all("rowwise"), reuse_weight_cast=False)
     casts.clear()
     close(ran(without, [4, 4, 4, 4])[0], first.double(), 1e-6)
-    assert casts == [{"rows": True, "cols": False}, {"rows": False, "cols": True}]
+    assert [(each["rows"], each["cols"]) for each in casts] == [(True, False), (False, True)]
 
 
 def test_a_layer_made_on_meta_works_over_a_weight_that_is_there() -> None:
@@ -262,6 +262,66 @@ def test_a_forward_and_backward_never_wait_for_the_host(recipe) -> None:
         layer(x, counts).sum().backward()
     finally:
         torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.parametrize("fp8", ["e4m3", "hybrid"])
+def test_every_cast_goes_by_the_guesses_of_its_weight_and_role(fp8, monkeypatch) -> None:
+    from bitplan.kernels import fp8_grouped as kernels
+    from bitplan.runtime import fp8_grouped
+
+    monkeypatch.setattr(fp8_grouped, "guess_for", lambda *what, **more: (*what, *more.values()))
+    given: list[tuple] = []
+    for name in ("cast_tokens", "cast_experts"):
+        cast = getattr(kernels, name)
+        monkeypatch.setattr(
+            kernels, name, lambda *args, guess, cast=cast, **how: given.append(guess) or cast(*args, **how)
+        )
+    layer = made(GemmChoice.all("tensorwise"), fp8)
+    ran(layer, [4, 0, 9, 1])
+    grad = "e4m3" if fp8 == "e4m3" else "e5m2"
+    expected = [("input", "e4m3", 4), ("weight", 4), ("grad", grad, 4)]
+    assert [(recipe, *more) for recipe, _, *more in given] == [("tensorwise", *each) for each in expected]
+    assert all(weight.data_ptr() == layer.weight.data_ptr() for _, weight, *_ in given)
+
+
+@pytest.mark.gpu
+def test_guesses_of_experts_change_no_bit_and_are_right_from_the_second_step_on() -> None:
+    from bitplan.runtime import fp8_scale_guesses
+    from bitplan.runtime.fp8_weight_casts import expire_casts
+
+    fp8_scale_guesses._kept.clear()
+    layer = made(GemmChoice.all("tensorwise"), device="cuda", dtype=torch.bfloat16)
+    fresh = made(GemmChoice.all("tensorwise"), device="cuda", dtype=torch.bfloat16)
+    expected = ran(fresh, [100, 0, 200, 3], torch.bfloat16)[:3]
+    fp8_scale_guesses._kept.clear()
+    for _ in range(5):
+        expire_casts([layer.weight])
+        for one, other in zip(ran(layer, [100, 0, 200, 3], torch.bfloat16)[:3], expected, strict=True):
+            assert torch.equal(one, other)
+    counts = fp8_scale_guesses.guess_counts()
+    assert counts == {"input": (15, 3), "weight": (20, 4), "grad": (15, 3)}  # one expert has no tokens
+
+
+@pytest.mark.gpu
+def test_a_graph_of_experts_keeps_its_guesses_from_replay_to_replay() -> None:
+    layer = made(GemmChoice.all("tensorwise"), device="cuda", dtype=torch.bfloat16)
+    other = made(GemmChoice.all("tensorwise"), device="cuda", dtype=torch.bfloat16, reuse_weight_cast=False)
+    x = torch.randn(300, 128, device="cuda", dtype=torch.bfloat16)
+    counts = torch.tensor([100, 0, 199, 1], device="cuda")
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side), torch.no_grad():
+        layer(x, counts)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph), torch.no_grad():
+        y = layer(x, counts)
+    for size, routing in ((1.0, [100, 0, 199, 1]), (64.0, [0, 300, 0, 0]), (64.0, [3, 0, 296, 1]), (1.0, [75] * 4)):
+        x.copy_(size * torch.randn_like(x))
+        counts.copy_(torch.tensor(routing))
+        graph.replay()
+        with torch.no_grad():
+            assert torch.equal(y, other(x, counts))
 
 
 @pytest.mark.gpu
