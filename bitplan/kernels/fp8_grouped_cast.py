@@ -28,9 +28,10 @@ from torch import Tensor
 from bitplan.formats.fp8_scaling import BLOCK, FP8_DTYPES
 from bitplan.formats.scales import SMALLEST_SCALE
 from bitplan.kernels.fp8_grouped import TILE_ROWS, GroupLayout
+from bitplan.kernels.fp8_grouped_blocks import cast_matrices_in_blocks, cast_tokens_in_blocks
 from bitplan.kernels.fp8_grouped_pairs import cast_matrices_in_pairs, cast_tokens_in_pairs
-from bitplan.kernels.fp8_grouped_pairs import fits as fits_pairs
 from bitplan.kernels.triton_fp8_numbers import fp8_code, inverse_of, power_of_two_of_bits, scale_of_bits
+from bitplan.kernels.triton_fp8_pairs import fits_pairs, is_aligned
 from bitplan.kernels.triton_launch import PreparedLaunch
 from bitplan.kernels.triton_numbers import float_name, float_of_bits, magnitude_bits
 
@@ -83,8 +84,11 @@ def cast_token_tiles(
         _room((width, layout.padded_rows), col_scales, fp8, x_TC, cols),
     )
     x_TC = x_TC.contiguous()
-    if x_TC.numel() and any(made) and fits_pairs(x_TC, recipe, layout.pad):
-        cast_tokens_in_pairs(x_TC, layout, fp8, eps, *made, guess)
+    if x_TC.numel() and any(made) and recipe != "rowwise" and _fits_pairs(x_TC, layout.pad):
+        if recipe == "blockwise":
+            cast_tokens_in_blocks(x_TC, layout, fp8, eps, *made)
+        else:
+            cast_tokens_in_pairs(x_TC, layout, fp8, eps, *made, guess)
         return made
     if made[1] is not None and recipe != "blockwise":
         made[1][1].fill_(SMALLEST_SCALE)  # what an expert without tokens has
@@ -107,12 +111,20 @@ def cast_expert_tiles(
         _room(tuple(w_ENK.shape), row_scales, "e4m3", flat, rows),
         _room((experts, inputs, outputs), col_scales, "e4m3", flat, cols),
     )
-    if any(made) and fits_pairs(flat, recipe, outputs):
-        cast_matrices_in_pairs(flat, experts, "e4m3", eps, *made, guess)
+    if any(made) and recipe != "rowwise" and _fits_pairs(flat, outputs):
+        if blocks:
+            cast_matrices_in_blocks(flat, experts, "e4m3", eps, *made)
+        else:
+            cast_matrices_in_pairs(flat, experts, "e4m3", eps, *made, guess)
         return made
     tiles = experts * triton.cdiv(outputs, TILE_ROWS)
     _cast(flat, recipe, "e4m3", eps, made, (flat,) * 4, tiles, experts, outputs, group_rows=outputs)
     return made
+
+
+def _fits_pairs(x_RC: Tensor, padded: int) -> bool:
+    """Can these rows be cast as words? `padded`: what an expert's rows are a multiple of, where they lie transposed."""
+    return fits_pairs((x_RC.shape[0], x_RC.shape[1]), x_RC.dtype, padded, aligned=is_aligned(x_RC))
 
 
 def _room(shape, scale_shape, fp8: str, like: Tensor, wanted: bool) -> tuple[Tensor, Tensor] | None:

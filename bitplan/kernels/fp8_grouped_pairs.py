@@ -33,7 +33,7 @@ from bitplan.kernels.fp8_grouped import TILE_ROWS, GroupLayout
 from bitplan.kernels.triton_fp8_cast import PAIR_LAUNCHES, CastLaunch
 from bitplan.kernels.triton_fp8_guess import CASTS, CHECKING_WARPS, GUESS, LARGEST, SEEN, STATE_SIZE, WRONG
 from bitplan.kernels.triton_fp8_numbers import power_of_two_of_bits, quick_inverse
-from bitplan.kernels.triton_fp8_pairs import amax_of_tile, fits_pairs, is_aligned, load_tile, store_by_one_scale
+from bitplan.kernels.triton_fp8_pairs import amax_of_tile, load_tile, store_by_one_scale
 from bitplan.kernels.triton_launch import PreparedLaunch
 from bitplan.kernels.triton_numbers import TINY
 
@@ -44,12 +44,6 @@ Made = tuple[Tensor, Tensor] | None
 TOKENS_LAUNCH = CastLaunch(TILE_ROWS, 64, 4, vector=4)
 MATRICES_LAUNCH = PAIR_LAUNCHES["tensor"]
 _SIZES = ["experts", "group16", "stride16", "cols16"]
-
-
-def fits(x_RC: Tensor, recipe: str, padded: int) -> bool:
-    """Can these rows be cast here? `padded`: what every expert's rows are a multiple of, where they lie transposed."""
-    shape = (x_RC.shape[0], x_RC.shape[1])
-    return recipe == "tensorwise" and fits_pairs(shape, x_RC.dtype, padded, aligned=is_aligned(x_RC))
 
 
 def cast_tokens_in_pairs(
@@ -128,7 +122,7 @@ def _plan(
 
 
 @triton.jit
-def _place_of_tile(
+def place_of_tile(
     tile, tile_expert_ptr, tile_row_ptr, ends_ptr, group16, cols16, TOKENS: tl.constexpr, BR: tl.constexpr,
     BC: tl.constexpr,
 ):  # fmt: skip
@@ -145,7 +139,7 @@ def _place_of_tile(
 
 
 @triton.jit
-def _span_of_expert(expert, ends_ptr, padded_ends_ptr, group16, cols16, TOKENS: tl.constexpr):
+def span_of_expert(expert, ends_ptr, padded_ends_ptr, group16, cols16, TOKENS: tl.constexpr):
     """(first row, rows, where its codes begin in the transposed layout, rows / 16 that it has there)."""
     if TOKENS:
         start = tl.load(ends_ptr + expert - 1, mask=expert > 0, other=0)
@@ -191,6 +185,7 @@ def _store_expert_tile(
     TO_ROWS: tl.constexpr,
     TO_COLS: tl.constexpr,
     V: tl.constexpr,
+    TOKENS: tl.constexpr,
 ):
     """Codes, and the scale once for each of the expert's rows and columns: by the tiles at its left, and at its top."""
     if TO_ROWS:
@@ -206,7 +201,7 @@ def _store_expert_tile(
             tl.store(at_C, tl.zeros([BC], tl.float32) + scale, mask=c_C < cols16 * 16)
     store_by_one_scale(
         out_ptr, out_t_ptr, down, across, rows, rows16, stride16, cols16, a_QW, b_QW, c_QW, d_QW, quick_inverse(scale),
-        FP8, TO_ROWS, TO_COLS, BR, BC, V,
+        FP8, TO_ROWS, TO_COLS, BR, BC, V, TOKENS,
     )  # fmt: skip
 
 
@@ -238,12 +233,12 @@ def _amax_pairs(
     BR: tl.constexpr,
     BC: tl.constexpr,
 ):
-    expert, down, across = _place_of_tile(
+    expert, down, across = place_of_tile(
         tl.program_id(0), tile_expert_ptr, tile_row_ptr, ends_ptr, group16, cols16, TOKENS, BR, BC
     )
     if expert < 0:
         return
-    start, rows, _, _ = _span_of_expert(expert, ends_ptr, padded_ends_ptr, group16, cols16, TOKENS)
+    start, rows, _, _ = span_of_expert(expert, ends_ptr, padded_ends_ptr, group16, cols16, TOKENS)
     first_ptr = x_ptr + start.to(tl.int64) * (cols16 * 16)
     a_QW, b_QW, c_QW, d_QW = load_tile(first_ptr, down, across, rows, cols16, BR, BC)
     tl.atomic_max(amax_ptr + expert, amax_of_tile(a_QW, b_QW, c_QW, d_QW))
@@ -280,21 +275,19 @@ def _cast_pairs(
     tile = tl.program_id(0)
     if not GUESSED:
         tile = tl.num_programs(0) - 1 - tile  # from the end: what the maximum read last is still in L2
-    expert, down, across = _place_of_tile(
-        tile, tile_expert_ptr, tile_row_ptr, ends_ptr, group16, cols16, TOKENS, BR, BC
-    )
+    expert, down, across = place_of_tile(tile, tile_expert_ptr, tile_row_ptr, ends_ptr, group16, cols16, TOKENS, BR, BC)
     if expert < 0:
         return
     if GUESSED:
         scale = tl.load(state_ptr + GUESS * experts + expert).to(tl.float32, bitcast=True)
     else:
         scale = power_of_two_of_bits(tl.load(state_ptr + expert), eps, FP8)
-    start, rows, first, rows16 = _span_of_expert(expert, ends_ptr, padded_ends_ptr, group16, cols16, TOKENS)
+    start, rows, first, rows16 = span_of_expert(expert, ends_ptr, padded_ends_ptr, group16, cols16, TOKENS)
     first_ptr = x_ptr + start.to(tl.int64) * (cols16 * 16)
     a_QW, b_QW, c_QW, d_QW = load_tile(first_ptr, down, across, rows, cols16, BR, BC)
     _store_expert_tile(
         out_ptr, scale_ptr, out_t_ptr, scale_t_ptr, expert, down, across, start, rows, first, rows16, stride16, cols16,
-        a_QW, b_QW, c_QW, d_QW, scale, BR, BC, FP8, TO_ROWS, TO_COLS, V,
+        a_QW, b_QW, c_QW, d_QW, scale, BR, BC, FP8, TO_ROWS, TO_COLS, V, TOKENS,
     )  # fmt: skip
     if GUESSED:
         tl.atomic_max(state_ptr + LARGEST * experts + expert, amax_of_tile(a_QW, b_QW, c_QW, d_QW))
@@ -364,10 +357,10 @@ def _check_pairs(
             inside = tile - tl.max(tl.where(done_E, end_E, 0), 0)
             scale = tl.max(tl.where(e_E == expert, right_E, 0), 0).to(tl.float32, bitcast=True)
             down, across = inside // wide, inside % wide
-            start, rows, first, rows16 = _span_of_expert(expert, ends_ptr, padded_ends_ptr, group16, cols16, TOKENS)
+            start, rows, first, rows16 = span_of_expert(expert, ends_ptr, padded_ends_ptr, group16, cols16, TOKENS)
             first_ptr = x_ptr + start.to(tl.int64) * (cols16 * 16)
             a_QW, b_QW, c_QW, d_QW = load_tile(first_ptr, down, across, rows, cols16, BR, BC)
             _store_expert_tile(
                 out_ptr, scale_ptr, out_t_ptr, scale_t_ptr, expert, down, across, start, rows, first, rows16, stride16,
-                cols16, a_QW, b_QW, c_QW, d_QW, scale, BR, BC, FP8, TO_ROWS, TO_COLS, V,
+                cols16, a_QW, b_QW, c_QW, d_QW, scale, BR, BC, FP8, TO_ROWS, TO_COLS, V, TOKENS,
             )  # fmt: skip

@@ -53,7 +53,7 @@ def fits_pairs(shape: tuple[int, int], dtype: torch.dtype, padded: int, *, align
     return dtype == torch.bfloat16 and aligned and not shape[1] % 16 and not padded % 16
 
 
-def _least_scale(eps: float, fp8: str) -> float:
+def least_scale(eps: float, fp8: str) -> float:
     """The scale of a group of zeros."""
     return float(scale_of_amax(torch.tensor(eps, dtype=torch.float32), fp8))
 
@@ -83,7 +83,7 @@ def prepare_pairs(
     return PreparedLaunch(
         _cast_pairs,
         (triton.cdiv(padded, tile[0]) * triton.cdiv(shape[1], tile[1]),),
-        (shape[0], shape[1] // 16, padded // 16, *strides, pieces, eps, _least_scale(eps, fp8)),
+        (shape[0], shape[1] // 16, padded // 16, *strides, pieces, eps, least_scale(eps, fp8)),
         constants,
         num_warps=warps,
         enable_fp_fusion=False,
@@ -135,10 +135,10 @@ def amax_of_tile(a_QW, b_QW, c_QW, d_QW):
 
 
 @triton.jit
-def _store_codes(out_ptr, r_Q, left, words, w_W, ok_W, x_QW, inverse_Q, FP8: tl.constexpr, V: tl.constexpr):
+def _store_codes(out_ptr, r_Q, ok_Q, words, w_W, ok_W, x_QW, inverse_Q, FP8: tl.constexpr, V: tl.constexpr):
     # Triton makes the loads as wide as these stores, so this is where the width is said.
     at_QW = tl.max_contiguous(out_ptr + ((r_Q * words)[:, None] + w_W[None, :]), [1, V])
-    tl.store(at_QW, two_codes(x_QW, inverse_Q[:, None], FP8), mask=(r_Q < left)[:, None] & ok_W[None, :])
+    tl.store(at_QW, two_codes(x_QW, inverse_Q[:, None], FP8), mask=ok_Q[:, None] & ok_W[None, :])
 
 
 @triton.jit
@@ -160,17 +160,19 @@ def store_tile(
     BR: tl.constexpr,
     BC: tl.constexpr,
     V: tl.constexpr,
+    BY_ROW: tl.constexpr = False,
 ):
-    """Codes of the rows as they lie, as many as there is room for."""
+    """Codes of the rows as they lie, as many as there is room for: whole fours of rows, or BY_ROW, which has more
+    masks."""
     r_Q, w_W = tl.arange(0, BR // 4) * 4, tl.arange(0, BC // 2)
     words = cols16 * 8
     row, word = down * BR, across * (BC // 2)
     left, ok_W = rows - row, word + w_W < words
     out_ptr = out_ptr.to(tl.pointer_type(tl.int16), bitcast=True) + (row.to(tl.int64) * words + word)
-    _store_codes(out_ptr, r_Q, left, words, w_W, ok_W, a_QW, inverse_a_Q, FP8, V)
-    _store_codes(out_ptr, r_Q + 1, left, words, w_W, ok_W, b_QW, inverse_b_Q, FP8, V)
-    _store_codes(out_ptr, r_Q + 2, left, words, w_W, ok_W, c_QW, inverse_c_Q, FP8, V)
-    _store_codes(out_ptr, r_Q + 3, left, words, w_W, ok_W, d_QW, inverse_d_Q, FP8, V)
+    _store_codes(out_ptr, r_Q, r_Q < left, words, w_W, ok_W, a_QW, inverse_a_Q, FP8, V)
+    _store_codes(out_ptr, r_Q + 1, r_Q + BY_ROW < left, words, w_W, ok_W, b_QW, inverse_b_Q, FP8, V)
+    _store_codes(out_ptr, r_Q + 2, r_Q + 2 * BY_ROW < left, words, w_W, ok_W, c_QW, inverse_c_Q, FP8, V)
+    _store_codes(out_ptr, r_Q + 3, r_Q + 3 * BY_ROW < left, words, w_W, ok_W, d_QW, inverse_d_Q, FP8, V)
 
 
 @triton.jit
@@ -224,19 +226,19 @@ def store_by_one_scale(
     BR: tl.constexpr,
     BC: tl.constexpr,
     V: tl.constexpr,
+    BY_ROW: tl.constexpr = False,
 ):
     """Both layouts, each where asked for."""
     if TO_ROWS:
         by_Q = tl.zeros([BR // 4], tl.float32) + inverse
-        store_tile(out_ptr, down, across, rows, cols16, a_QW, b_QW, c_QW, d_QW, by_Q, by_Q, by_Q, by_Q, FP8, BR, BC, V)
+        store_tile(
+            out_ptr, down, across, rows, cols16, a_QW, b_QW, c_QW, d_QW, by_Q, by_Q, by_Q, by_Q, FP8, BR, BC, V, BY_ROW
+        )
     if TO_COLS:
         by_W = tl.zeros([BC // 2], tl.float32) + inverse
         store_transposed_tile(
             out_t_ptr, down, across, rows16, stride16, cols16, a_QW, b_QW, c_QW, d_QW, by_W, by_W, FP8, BR, BC
         )
-
-
-# ---- the cast --------------------------------------------------------------------------------------------------------
 
 
 @triton.jit
@@ -250,6 +252,78 @@ def _largest_of_rows(a_QW, b_QW, Q: tl.constexpr, W: tl.constexpr, V: tl.constex
 @triton.jit
 def _interleave(a_Q, b_Q, c_Q, d_Q, R: tl.constexpr):
     return tl.reshape(tl.join(tl.join(a_Q, c_Q), tl.join(b_Q, d_Q)), [R])
+
+
+@triton.jit
+def store_by_blocks_of_rows(
+    out_ptr,
+    scale_ptr,
+    down,
+    across,
+    rows,
+    scale_stride,
+    cols16,
+    a_QW,
+    b_QW,
+    c_QW,
+    d_QW,
+    least,
+    FP8: tl.constexpr,
+    BR: tl.constexpr,
+    BC: tl.constexpr,
+    V: tl.constexpr,
+    BY_ROW: tl.constexpr = False,
+):
+    """Codes of the rows as they lie, a scale for each row of the tile, `scale_stride` from one tile to the next."""
+    Q: tl.constexpr = BR // 4
+    W: tl.constexpr = BC // 2
+    ab_Q, cd_Q = _largest_of_rows(a_QW, b_QW, Q, W, V), _largest_of_rows(c_QW, d_QW, Q, W, V)
+    scale_a_Q, scale_b_Q = quick_scale(low_float(ab_Q), least, FP8), quick_scale(high_float(ab_Q), least, FP8)
+    scale_c_Q, scale_d_Q = quick_scale(low_float(cd_Q), least, FP8), quick_scale(high_float(cd_Q), least, FP8)
+    inverse_a_Q, inverse_b_Q = quick_inverse(scale_a_Q), quick_inverse(scale_b_Q)
+    inverse_c_Q, inverse_d_Q = quick_inverse(scale_c_Q), quick_inverse(scale_d_Q)
+    r_R = down * BR + tl.arange(0, BR)
+    at_R = scale_ptr + across.to(tl.int64) * scale_stride + r_R
+    tl.store(at_R, _interleave(scale_a_Q, scale_b_Q, scale_c_Q, scale_d_Q, BR), mask=r_R < rows)
+    store_tile(
+        out_ptr, down, across, rows, cols16, a_QW, b_QW, c_QW, d_QW,
+        inverse_a_Q, inverse_b_Q, inverse_c_Q, inverse_d_Q, FP8, BR, BC, V, BY_ROW,
+    )  # fmt: skip
+
+
+@triton.jit
+def store_by_blocks_of_cols(
+    out_t_ptr,
+    scale_t_ptr,
+    down,
+    across,
+    rows16,
+    stride16,
+    cols16,
+    a_QW,
+    b_QW,
+    c_QW,
+    d_QW,
+    least,
+    FP8: tl.constexpr,
+    BR: tl.constexpr,
+    BC: tl.constexpr,
+):
+    """Codes of the columns, a scale for each column of the tile."""
+    largest_QW = pair_max(pair_max(a_QW, b_QW), pair_max(c_QW, d_QW))
+    largest_W = reduce_pairs(largest_QW, 0) & PAIR_OF_MAGNITUDES
+    even_W = quick_scale(low_float(largest_W), least, FP8)
+    odd_W = quick_scale(high_float(largest_W), least, FP8)
+    c_C = across * BC + tl.arange(0, BC)
+    at_C = scale_t_ptr + down.to(tl.int64) * (cols16 * 16) + c_C
+    tl.store(at_C, tl.reshape(tl.join(even_W, odd_W), [BC]), mask=c_C < cols16 * 16)
+    store_transposed_tile(
+        out_t_ptr, down, across, rows16, stride16, cols16, a_QW, b_QW, c_QW, d_QW,
+        quick_inverse(even_W), quick_inverse(odd_W), FP8, BR, BC,
+    )  # fmt: skip
+
+
+# ---- the cast --------------------------------------------------------------------------------------------------------
 
 
 @triton.jit(do_not_specialize=_SIZES)
@@ -277,15 +351,11 @@ def _cast_pairs(
     BC: tl.constexpr,
     V: tl.constexpr,
 ):
-    Q: tl.constexpr = BR // 4
-    W: tl.constexpr = BC // 2
     tile = tl.program_id(0)
     if SCALING == "tensor" or SCALING == "row":
         tile = tl.num_programs(0) - 1 - tile  # from the end: what the maximum read last is still in L2
     down, across = place_of(tile, cols16, BC)
-    row, col = down * BR, across * BC
     a_QW, b_QW, c_QW, d_QW = load_tile(x_ptr, down, across, rows, cols16, BR, BC)
-
     if SCALING == "tensor" or SCALING == "128x128":
         if SCALING == "tensor":
             piece = tl.arange(0, PIECES)
@@ -300,49 +370,39 @@ def _cast_pairs(
                 tl.store(scale_ptr + down * scale_stride + across, scale)
             if TO_COLS:
                 tl.store(scale_t_ptr + across * scale_t_stride + down, scale)
-        inverse = quick_inverse(scale)
-        inverse_a_Q = tl.zeros([Q], tl.float32) + inverse
-        inverse_b_Q, inverse_c_Q, inverse_d_Q = inverse_a_Q, inverse_a_Q, inverse_a_Q
-        inverse_even_W = tl.zeros([W], tl.float32) + inverse
-        inverse_odd_W = inverse_even_W
-
+        store_by_one_scale(
+            out_ptr, out_t_ptr, down, across, rows16 * 16, rows16, rows16, cols16, a_QW, b_QW, c_QW, d_QW,
+            quick_inverse(scale), FP8, TO_ROWS, TO_COLS, BR, BC, V,
+        )  # fmt: skip
     # Rows are finished before columns are begun, so that the scales of one layout only are in registers.
-    if TO_ROWS:
-        if SCALING == "row":
-            r_Q = row + tl.arange(0, Q) * 4
+    elif SCALING == "1x128":
+        if TO_ROWS:
+            store_by_blocks_of_rows(
+                out_ptr, scale_ptr, down, across, rows16 * 16, rows16 * 16, cols16, a_QW, b_QW, c_QW, d_QW, least,
+                FP8, BR, BC, V,
+            )  # fmt: skip
+        if TO_COLS:
+            store_by_blocks_of_cols(
+                out_t_ptr, scale_t_ptr, down, across, rows16, rows16, cols16, a_QW, b_QW, c_QW, d_QW, least,
+                FP8, BR, BC,
+            )  # fmt: skip
+    else:
+        if TO_ROWS:
+            r_Q = down * BR + tl.arange(0, BR // 4) * 4
             room_Q = r_Q < rows16 * 16
             inverse_a_Q = quick_inverse(tl.load(scale_ptr + r_Q, mask=room_Q, other=1.0))
             inverse_b_Q = quick_inverse(tl.load(scale_ptr + r_Q + 1, mask=room_Q, other=1.0))
             inverse_c_Q = quick_inverse(tl.load(scale_ptr + r_Q + 2, mask=room_Q, other=1.0))
             inverse_d_Q = quick_inverse(tl.load(scale_ptr + r_Q + 3, mask=room_Q, other=1.0))
-        elif SCALING == "1x128":
-            ab_Q, cd_Q = _largest_of_rows(a_QW, b_QW, Q, W, V), _largest_of_rows(c_QW, d_QW, Q, W, V)
-            scale_a_Q, scale_b_Q = quick_scale(low_float(ab_Q), least, FP8), quick_scale(high_float(ab_Q), least, FP8)
-            scale_c_Q, scale_d_Q = quick_scale(low_float(cd_Q), least, FP8), quick_scale(high_float(cd_Q), least, FP8)
-            inverse_a_Q, inverse_b_Q = quick_inverse(scale_a_Q), quick_inverse(scale_b_Q)
-            inverse_c_Q, inverse_d_Q = quick_inverse(scale_c_Q), quick_inverse(scale_d_Q)
-            r_R = row + tl.arange(0, BR)
-            at_R = scale_ptr + across.to(tl.int64) * (rows16 * 16) + r_R
-            tl.store(at_R, _interleave(scale_a_Q, scale_b_Q, scale_c_Q, scale_d_Q, BR), mask=r_R < rows16 * 16)
-        store_tile(
-            out_ptr, down, across, rows16 * 16, cols16, a_QW, b_QW, c_QW, d_QW,
-            inverse_a_Q, inverse_b_Q, inverse_c_Q, inverse_d_Q, FP8, BR, BC, V,
-        )  # fmt: skip
-    if TO_COLS:
-        if SCALING == "row":
-            c_W = col + tl.arange(0, W) * 2
+            store_tile(
+                out_ptr, down, across, rows16 * 16, cols16, a_QW, b_QW, c_QW, d_QW,
+                inverse_a_Q, inverse_b_Q, inverse_c_Q, inverse_d_Q, FP8, BR, BC, V,
+            )  # fmt: skip
+        if TO_COLS:
+            c_W = across * BC + tl.arange(0, BC // 2) * 2
             inverse_even_W = quick_inverse(tl.load(scale_t_ptr + c_W, mask=c_W < cols16 * 16, other=1.0))
             inverse_odd_W = quick_inverse(tl.load(scale_t_ptr + c_W + 1, mask=c_W < cols16 * 16, other=1.0))
-        elif SCALING == "1x128":
-            largest_QW = pair_max(pair_max(a_QW, b_QW), pair_max(c_QW, d_QW))
-            largest_W = reduce_pairs(largest_QW, 0) & PAIR_OF_MAGNITUDES
-            even_W = quick_scale(low_float(largest_W), least, FP8)
-            odd_W = quick_scale(high_float(largest_W), least, FP8)
-            inverse_even_W, inverse_odd_W = quick_inverse(even_W), quick_inverse(odd_W)
-            c_C = col + tl.arange(0, BC)
-            at_C = scale_t_ptr + down.to(tl.int64) * (cols16 * 16) + c_C
-            tl.store(at_C, tl.reshape(tl.join(even_W, odd_W), [BC]), mask=c_C < cols16 * 16)
-        store_transposed_tile(
-            out_t_ptr, down, across, rows16, rows16, cols16, a_QW, b_QW, c_QW, d_QW,
-            inverse_even_W, inverse_odd_W, FP8, BR, BC,
-        )  # fmt: skip
+            store_transposed_tile(
+                out_t_ptr, down, across, rows16, rows16, cols16, a_QW, b_QW, c_QW, d_QW,
+                inverse_even_W, inverse_odd_W, FP8, BR, BC,
+            )  # fmt: skip

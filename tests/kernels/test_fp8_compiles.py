@@ -25,7 +25,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from bitplan.kernels import triton_fp8_guess as guess, triton_fp8_maxima as maxima, triton_fp8_norm as norm
-from bitplan.kernels import fp8_grouped_pairs as experts
+from bitplan.kernels import fp8_grouped_blocks as blocks, fp8_grouped_pairs as experts
 from bitplan.kernels import triton_fp8_pairs as pairs, triton_fp8_product as product, triton_fp8_tiles as tiles
 from bitplan.kernels.triton_fp8_cast import PAIR_LAUNCHES
 
@@ -41,7 +41,7 @@ def compile(kernel, arguments, constants, warps, **options):
     # All else is a multiple of 16.
     loose = ("rows", "pieces", "eps", "norm_eps", "programs", "across", "down", "row_programs", "length")
     loose += ("rows16", "cols16", "size16", "scale_stride", "scale_t_stride", "least")
-    loose += ("experts", "group16", "stride16")
+    loose += ("experts", "group16", "stride16", "tokens")
     places = {name: i for i, name in enumerate(kernel.arg_names)}
     aligned = {(places[name],): [["tt.divisibility", 16]] for name in arguments if name not in loose}
     source = ASTSource(kernel, signature=signature, constexprs=constants, attrs=aligned)
@@ -183,6 +183,21 @@ def expert_casts():
                 check_pairs(kernel, arguments | by | sizes, known, launch.warps, (name, more), rows, cols)
 
 
+def expert_blocks():
+    made = dict(x_ptr="*i16", out_ptr="*u8", scale_ptr="*fp32", out_t_ptr="*u8", scale_t_ptr="*fp32")
+    tables = pointers("tile_expert_ptr tile_row_ptr ends_ptr padded_ends_ptr", "*i32")
+    sizes = pointers("group16 stride16 cols16 tokens", "i32") | {"least": "fp32"}
+    for tokens, launch in ((True, blocks.TOKENS_LAUNCH), (False, blocks.MATRICES_LAUNCH)):
+        for rows, cols in ((True, True), (True, False), (False, True)):
+            constants = dict(TOKENS=tokens, BR=128, BC=128, FP8="e4m3", TO_ROWS=rows, TO_COLS=cols, V=launch.vector)
+            absent = list({} if tokens else tables)
+            absent += [] if rows else ["out_ptr", "scale_ptr"]
+            absent += [] if cols else ["out_t_ptr", "scale_t_ptr"]
+            arguments = {name: kind for name, kind in (made | tables | sizes).items() if name not in absent}
+            constants |= dict.fromkeys(absent)
+            check_pairs(blocks._cast_blocks, arguments, constants, launch.warps, (tokens, rows, cols), rows, cols)
+
+
 def build_maxima():
     for size in ("i32", "i64"):
         arguments = pointers("x_ptr", "*i16") | pointers("partial_ptr", "*i32")
@@ -226,13 +241,14 @@ def products():
 
 
 parts = dict(casts=casts, other_types=other_types, pair_casts=pair_casts, guesses=guesses, maxima=build_maxima)
-(parts | dict(norms=norms, products=products, expert_casts=expert_casts))[sys.argv[1]]()
+(parts | dict(norms=norms, products=products, expert_casts=expert_casts, expert_blocks=expert_blocks))[sys.argv[1]]()
 print("compiled")
 """
 
 
 @pytest.mark.parametrize(
-    "part", ["casts", "other_types", "pair_casts", "guesses", "expert_casts", "maxima", "norms", "products"]
+    "part",
+    ["casts", "other_types", "pair_casts", "guesses", "expert_casts", "expert_blocks", "maxima", "norms", "products"],
 )
 def test_fp8_kernels_compile_for_hopper(part: str, tmp_path) -> None:
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}

@@ -109,12 +109,17 @@ def test_odd_counts_are_refused() -> None:
 # ---- casts -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("counts", ROUTINGS.values(), ids=ROUTINGS)
+# bfloat16 is cast as words of two numbers, all else one number at a time.
+CASES = [pytest.param(counts, torch.bfloat16, id=name) for name, counts in ROUTINGS.items()]
+CASES += [pytest.param(ROUTINGS["skewed"], torch.float32, id="skewed float32")]
+
+
+@pytest.mark.parametrize(("counts", "dtype"), CASES)
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_token_cast_matches_the_definition(recipe, counts, device) -> None:
+def test_token_cast_matches_the_definition(recipe, counts, dtype, device) -> None:
     pad = 128 if recipe == "blockwise" else 16
     layout, reference = routed(counts, device, pad, "triton"), routed(counts, device, pad, "reference")
-    x = tokens(counts, 256)
+    x = tokens(counts, 256).to(dtype)
     rows, cols = cast_tokens(x.to(device), recipe, layout, eps=1e-3, impl="triton")
     expected_rows, expected_cols = cast_tokens(x, recipe, reference, eps=1e-3, impl="reference")
     same(rows, expected_rows)
@@ -145,6 +150,22 @@ def test_token_cast_of_other_types_and_one_layout(fp8, dtype, device) -> None:
     assert torch.equal(cols.codes[:, :48].cpu().view(torch.uint8), expected.codes[:, :48].view(torch.uint8))
 
 
+@pytest.mark.parametrize("fp8", ["e4m3", "e5m2"])
+@pytest.mark.parametrize("asked", [{"rows": False}, {"cols": False}], ids=str)
+def test_blocks_of_bfloat16_tokens_in_one_layout(fp8, asked, device) -> None:
+    counts = [3, 0, 18]
+    layout, reference = routed(counts, device, 128, "triton"), routed(counts, device, 128, "reference")
+    x = tokens(counts, 256)
+    x[4, 3] = float("inf")
+    found = cast_tokens(x.to(device), "blockwise", layout, fp8, impl="triton", **asked)
+    for one, other in zip(found, cast_tokens(x, "blockwise", reference, fp8, impl="reference", **asked), strict=True):
+        assert (one is None) == (other is None)
+        if one is not None and other is not None:
+            # Both layouts have 256 columns in 2 blocks that something reads.
+            assert torch.equal(*[each.codes.view(torch.uint8)[:, :256].cpu() for each in (one, other)])
+            assert torch.equal(*[each.scale[:2].cpu().nan_to_num(-1) for each in (one, other)])
+
+
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_nan_stays_with_its_expert(recipe, device) -> None:
     counts = [10, 20]
@@ -158,10 +179,11 @@ def test_nan_stays_with_its_expert(recipe, device) -> None:
     assert values[10:].isfinite().all()
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_matrix_cast_matches_the_definition(recipe, device) -> None:
+def test_matrix_cast_matches_the_definition(recipe, dtype, device) -> None:
     shape = (3, 256, 128) if recipe == "blockwise" else (3, 144, 80)
-    w = torch.randn(shape, generator=torch.Generator().manual_seed(1)).bfloat16()
+    w = torch.randn(shape, generator=torch.Generator().manual_seed(1)).to(dtype)
     w[1] = 0
     found = cast_experts(w.to(device), recipe, 1e-6, impl="triton")
     for one, other in zip(found, cast_experts(w, recipe, 1e-6, impl="reference"), strict=True):
