@@ -1,12 +1,14 @@
 """Experts in FP8 against BF16 in the same run: a grouped linear forward and backward, casts included.
 
-    python benchmarks/fp8_grouped.py [--parts dsv3,qwen3,products,casts] [--output FILE]
+    python benchmarks/fp8_grouped.py [--parts dsv3,qwen3,products,casts,launches] [--output FILE]
 
 dsv3      DeepSeek-V3 experts: 32768 tokens, 8 experts; fc1 gated 4096x7168, fc2 7168x2048, and plain 2048x7168
 qwen3     Qwen3-30B-A3B experts: 32768 tokens, 128 experts; fc1 gated 1536x2048, fc2 2048x768
 products  each product alone, at DeepSeek-V3's plain shape: torch's grouped product, ours in Gluon, ours in Triton by
           every candidate launch; the first two also with sums in float32, which gradients of a layer have
-casts     casts of tokens and of matrices alone: bytes a second, and the share of a device copy
+casts     casts of tokens and of matrices alone: bytes a second, and the share of a device copy; tensorwise ones also by
+          guessed scales, all of them right or all of them wrong
+launches  tensorwise casts by guessed scales, cut up in other ways, at the shapes of both fc1
 
 A step casts the weights once, as the first micro-batch of a step does; the arms named "reused" have them cast already.
 BF16 is `torch._grouped_mm` behind the same layer. Routing is uniform and Zipf. Arms take turns; the median counts.
@@ -42,6 +44,18 @@ TOKENS = 32768
 ROUTINGS = ("uniform", "zipf")
 PRODUCTS = ("fprop", "dgrad", "wgrad")
 REPEATS = 15
+# Rows, columns and warps of a tile, words that neighbour in a thread; tokens come in tiles of 128 rows.
+CAST_LAUNCHES = (
+    (256, 64, 8, 4),
+    (256, 64, 4, 4),
+    (256, 64, 8, 8),
+    (128, 64, 4, 4),
+    (128, 64, 8, 4),
+    (128, 64, 4, 8),
+    (128, 128, 8, 4),
+    (128, 128, 8, 8),
+    (128, 128, 4, 8),
+)
 Call = Callable[[], object]
 
 
@@ -205,11 +219,7 @@ def compile_together(calls: dict[tuple[str, str], Call]) -> dict[tuple[str, str]
 def casts() -> list[dict[str, Any]]:
     count, (outputs, inputs) = EXPERTS["dsv3"], SHAPES["dsv3"]["plain"]
     x, weight = random(TOKENS, inputs), random(count, outputs, inputs)
-    target = torch.empty_like(x)
-    copy = statistics.median(
-        harness.time_in_turns({"copy": lambda: torch.mul(x, 1.0, out=target)}, 15, cuda=True)["copy"]
-    )
-    copied = 2 * x.nbytes / copy
+    copied = copy_rate(x)
     found = []
     for routing in ROUTINGS:
         counts = counts_of(count, routing)
@@ -218,13 +228,74 @@ def casts() -> list[dict[str, Any]]:
         for recipe in kernels.GROUPED_RECIPES:
             calls[f"tokens {recipe}"] = partial(kernels.cast_tokens, x, recipe, layout)
             calls[f"matrices {recipe}"] = partial(kernels.cast_experts, weight, recipe)
+        calls |= {f"{name} guessed": call for name, call in guessed_casts(x, weight, layout).items()}
+        calls |= {f"{name} misguessed": call for name, call in guessed_casts(x, weight, layout, wrong=True).items()}
         for name, times in harness.time_in_turns(calls, 15, cuda=True).items():
             read = {"tokens": x.nbytes, "matrices": weight.nbytes}.get(name.split()[0], 0)
-            moved = read * (2 if name.endswith("blockwise") else 3)  # the others read twice
+            by_name = {"blockwise": 2, "guessed": 2, "misguessed": 4}
+            moved = read * by_name.get(name.split()[-1], 3)  # the others read twice
             rate = moved / statistics.median(times)
             row = {"part": "casts", "layer": name, "routing": routing, "arm": "cast", **harness.summary(times)}
             found.append(row | {"samples_ms": times, "bytes_moved": moved, "share_of_copy": rate / copied})
     return found
+
+
+def guessed_casts(
+    x: Tensor, weight: Tensor, layout: kernels.GroupLayout, *, wrong: bool = False
+) -> dict[str, Callable[[], object]]:
+    """Casts of the same numbers again and again, so that all guesses but the first are right; or all are `wrong`."""
+    from bitplan.kernels.triton_fp8_guess import new_state
+
+    def cast(what: Callable[..., object], state: Tensor, *given: Any) -> None:
+        if wrong:
+            state[:1].view(torch.float32).fill_(1.5)
+        what(*given, guess=state)
+
+    of_x, of_weight = (new_state(x.device, layout.experts) for _ in range(2))
+    return {
+        "tokens tensorwise": partial(cast, kernels.cast_tokens, of_x, x, "tensorwise", layout),
+        "matrices tensorwise": partial(cast, kernels.cast_experts, of_weight, weight, "tensorwise"),
+    }
+
+
+def launches() -> list[dict[str, Any]]:
+    from bitplan.kernels import fp8_grouped_pairs as pairs
+    from bitplan.kernels.triton_fp8_cast import CastLaunch
+
+    def run(constant: str, launch: CastLaunch, call: Call) -> None:
+        setattr(pairs, constant, launch)
+        call()
+
+    found = []
+    ours = {"tokens": "TOKENS_LAUNCH", "matrices": "MATRICES_LAUNCH"}
+    shipped = {constant: getattr(pairs, constant) for constant in ours.values()}
+    for model, count in EXPERTS.items():
+        outputs, inputs = SHAPES[model]["fc1"]
+        x, weight = random(TOKENS, inputs), random(count, outputs, inputs)
+        layout = kernels.lay_out(counts_of(count, "uniform"), TOKENS, 128)
+        copied = copy_rate(x)
+        calls: dict[str, Call] = {}
+        for name, call in guessed_casts(x, weight, layout).items():
+            kind = name.split()[0]
+            for rows, cols, warps, vector in CAST_LAUNCHES:
+                if rows == kernels.TILE_ROWS or kind == "matrices":
+                    launch = CastLaunch(rows, cols, warps, vector=vector)
+                    calls[f"{kind} {rows}x{cols} {warps}w {vector}v"] = partial(run, ours[kind], launch, call)
+        for name, times in harness.time_in_turns(calls, 15, cuda=True).items():
+            moved = 2 * (x if name.startswith("tokens") else weight).nbytes
+            row = {"part": "launches", "layer": f"{model} {name}", "routing": "uniform", "arm": "cast"}
+            row |= {**harness.summary(times), "samples_ms": times, "bytes_moved": moved}
+            found.append(row | {"share_of_copy": moved / statistics.median(times) / copied})
+    for constant, launch in shipped.items():
+        setattr(pairs, constant, launch)
+    return found
+
+
+def copy_rate(x: Tensor) -> float:
+    """Bytes read and written in a millisecond by a copy."""
+    target = torch.empty_like(x)
+    times = harness.time_in_turns({"copy": lambda: torch.mul(x, 1.0, out=target)}, 15, cuda=True)["copy"]
+    return 2 * x.nbytes / statistics.median(times)
 
 
 def line(row: dict[str, Any]) -> str:
@@ -244,6 +315,7 @@ def main() -> None:
         "qwen3": partial(experts, "qwen3"),
         "products": products,
         "casts": casts,
+        "launches": launches,
     }
     asked = given.parts.split(",")
     if unknown := set(asked) - set(ways):

@@ -4,6 +4,9 @@ A layout on the device says which expert each tile of TILE_ROWS rows belongs to,
 the routing. A program reads a tile once and writes it as it lies and transposed. The transposed layout contracts over
 tokens: there each expert's stretch starts at a multiple of `pad` and is filled up with zeros.
 
+bfloat16 that begins at 16 bytes is cast as words of two numbers (`fp8_grouped_pairs`, `fp8_grouped_rows`,
+`fp8_grouped_blocks`), everything else here, one number at a time:
+
     tensorwise  maxima of experts, by atomics; then the cast: two reads
     rowwise     maxima of rows and of each expert's columns, by atomics; then the cast: two reads
     blockwise   the tile is the block: one read
@@ -30,6 +33,7 @@ from bitplan.formats.scales import SMALLEST_SCALE
 from bitplan.kernels.fp8_grouped import TILE_ROWS, GroupLayout
 from bitplan.kernels.fp8_grouped_blocks import cast_matrices_in_blocks, cast_tokens_in_blocks
 from bitplan.kernels.fp8_grouped_pairs import cast_matrices_in_pairs, cast_tokens_in_pairs
+from bitplan.kernels.fp8_grouped_rows import cast_matrices_by_rows, cast_tokens_by_rows
 from bitplan.kernels.triton_fp8_numbers import fp8_code, inverse_of, power_of_two_of_bits, scale_of_bits
 from bitplan.kernels.triton_fp8_pairs import fits_pairs, is_aligned
 from bitplan.kernels.triton_launch import PreparedLaunch
@@ -84,11 +88,12 @@ def cast_token_tiles(
         _room((width, layout.padded_rows), col_scales, fp8, x_TC, cols),
     )
     x_TC = x_TC.contiguous()
-    if x_TC.numel() and any(made) and recipe != "rowwise" and _fits_pairs(x_TC, layout.pad):
-        if recipe == "blockwise":
-            cast_tokens_in_blocks(x_TC, layout, fp8, eps, *made)
-        else:
+    if x_TC.numel() and any(made) and _fits_pairs(x_TC, layout.pad):
+        if recipe == "tensorwise":
             cast_tokens_in_pairs(x_TC, layout, fp8, eps, *made, guess)
+        else:
+            cast = cast_tokens_in_blocks if recipe == "blockwise" else cast_tokens_by_rows
+            cast(x_TC, layout, fp8, eps, *made)
         return made
     if made[1] is not None and recipe != "blockwise":
         made[1][1].fill_(SMALLEST_SCALE)  # what an expert without tokens has
@@ -111,11 +116,12 @@ def cast_expert_tiles(
         _room(tuple(w_ENK.shape), row_scales, "e4m3", flat, rows),
         _room((experts, inputs, outputs), col_scales, "e4m3", flat, cols),
     )
-    if any(made) and recipe != "rowwise" and _fits_pairs(flat, outputs):
-        if blocks:
-            cast_matrices_in_blocks(flat, experts, "e4m3", eps, *made)
-        else:
+    if any(made) and _fits_pairs(flat, outputs):
+        if recipe == "tensorwise":
             cast_matrices_in_pairs(flat, experts, "e4m3", eps, *made, guess)
+        else:
+            cast = cast_matrices_in_blocks if blocks else cast_matrices_by_rows
+            cast(flat, experts, "e4m3", eps, *made)
         return made
     tiles = experts * triton.cdiv(outputs, TILE_ROWS)
     _cast(flat, recipe, "e4m3", eps, made, (flat,) * 4, tiles, experts, outputs, group_rows=outputs)

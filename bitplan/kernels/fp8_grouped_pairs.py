@@ -206,7 +206,7 @@ def _store_expert_tile(
 
 
 @triton.jit
-def _scale_empty_experts(scale_t_ptr, ends_ptr, experts, cols16):
+def scale_empty_experts(scale_t_ptr, ends_ptr, experts, cols16):
     """The scales of experts without tokens, to whom no tile belongs: those of zeros."""
     cols = cols16 * 16
     for expert in range(tl.program_id(0), experts, tl.num_programs(0)):
@@ -271,7 +271,7 @@ def _cast_pairs(
     GUESSED: tl.constexpr,
 ):
     if TOKENS and TO_COLS:
-        _scale_empty_experts(scale_t_ptr, ends_ptr, experts, cols16)
+        scale_empty_experts(scale_t_ptr, ends_ptr, experts, cols16)
     tile = tl.program_id(0)
     if not GUESSED:
         tile = tl.num_programs(0) - 1 - tile  # from the end: what the maximum read last is still in L2

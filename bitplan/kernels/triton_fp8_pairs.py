@@ -242,11 +242,17 @@ def store_by_one_scale(
 
 
 @triton.jit
-def _largest_of_rows(a_QW, b_QW, Q: tl.constexpr, W: tl.constexpr, V: tl.constexpr):
+def largest_of_rows(a_QW, b_QW, Q: tl.constexpr, W: tl.constexpr, V: tl.constexpr):
     """[Q, W] words of two rows -> [Q] pairs of their maxima: what a thread holds first, then two rows a shuffle."""
     a_QWV, b_QWV = tl.reshape(a_QW, [Q, W // V, V]), tl.reshape(b_QW, [Q, W // V, V])
     pairs_QW = pair_of_rows(reduce_pairs(a_QWV, 2), reduce_pairs(b_QWV, 2))
     return reduce_pairs(pairs_QW, 1) & PAIR_OF_MAGNITUDES
+
+
+@triton.jit
+def largest_of_cols(a_QW, b_QW, c_QW, d_QW):
+    """[W] pairs of the columns' maxima."""
+    return reduce_pairs(pair_max(pair_max(a_QW, b_QW), pair_max(c_QW, d_QW)), 0) & PAIR_OF_MAGNITUDES
 
 
 @triton.jit
@@ -277,7 +283,7 @@ def store_by_blocks_of_rows(
     """Codes of the rows as they lie, a scale for each row of the tile, `scale_stride` from one tile to the next."""
     Q: tl.constexpr = BR // 4
     W: tl.constexpr = BC // 2
-    ab_Q, cd_Q = _largest_of_rows(a_QW, b_QW, Q, W, V), _largest_of_rows(c_QW, d_QW, Q, W, V)
+    ab_Q, cd_Q = largest_of_rows(a_QW, b_QW, Q, W, V), largest_of_rows(c_QW, d_QW, Q, W, V)
     scale_a_Q, scale_b_Q = quick_scale(low_float(ab_Q), least, FP8), quick_scale(high_float(ab_Q), least, FP8)
     scale_c_Q, scale_d_Q = quick_scale(low_float(cd_Q), least, FP8), quick_scale(high_float(cd_Q), least, FP8)
     inverse_a_Q, inverse_b_Q = quick_inverse(scale_a_Q), quick_inverse(scale_b_Q)
@@ -310,8 +316,7 @@ def store_by_blocks_of_cols(
     BC: tl.constexpr,
 ):
     """Codes of the columns, a scale for each column of the tile."""
-    largest_QW = pair_max(pair_max(a_QW, b_QW), pair_max(c_QW, d_QW))
-    largest_W = reduce_pairs(largest_QW, 0) & PAIR_OF_MAGNITUDES
+    largest_W = largest_of_cols(a_QW, b_QW, c_QW, d_QW)
     even_W = quick_scale(low_float(largest_W), least, FP8)
     odd_W = quick_scale(high_float(largest_W), least, FP8)
     c_C = across * BC + tl.arange(0, BC)

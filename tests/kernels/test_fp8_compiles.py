@@ -25,7 +25,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from bitplan.kernels import triton_fp8_guess as guess, triton_fp8_maxima as maxima, triton_fp8_norm as norm
-from bitplan.kernels import fp8_grouped_blocks as blocks, fp8_grouped_pairs as experts
+from bitplan.kernels import fp8_grouped_blocks as blocks, fp8_grouped_pairs as experts, fp8_grouped_rows as by_rows
 from bitplan.kernels import triton_fp8_pairs as pairs, triton_fp8_product as product, triton_fp8_tiles as tiles
 from bitplan.kernels.triton_fp8_cast import PAIR_LAUNCHES
 
@@ -183,6 +183,26 @@ def expert_casts():
                 check_pairs(kernel, arguments | by | sizes, known, launch.warps, (name, more), rows, cols)
 
 
+def expert_rows():
+    made = dict(x_ptr="*i16", amax_ptr="*i32", amax_t_ptr="*i32")
+    made |= dict(out_ptr="*u8", scale_ptr="*fp32", out_t_ptr="*u8", scale_t_ptr="*fp32")
+    tables = pointers("tile_expert_ptr tile_row_ptr ends_ptr padded_ends_ptr", "*i32")
+    sizes = pointers("experts group16 stride16 cols16", "i32") | {"least": "fp32"}
+    launch = by_rows.LAUNCH
+    for tokens in (True, False):
+        for rows, cols in ((True, True), (True, False), (False, True)):
+            constants = dict(TOKENS=tokens, BR=launch.rows, BC=launch.cols, TO_ROWS=rows, TO_COLS=cols)
+            constants |= dict(V=launch.vector, FP8="e4m3") | dict.fromkeys({} if tokens else tables)
+            constants |= dict.fromkeys([] if rows else ["amax_ptr", "out_ptr", "scale_ptr"])
+            constants |= dict.fromkeys([] if cols else ["amax_t_ptr", "out_t_ptr", "scale_t_ptr"])
+            arguments = {name: kind for name, kind in (made | tables | sizes).items() if name not in constants}
+            check_pairs(by_rows._cast_rows, arguments, constants, launch.warps, (tokens, rows, cols), rows, cols)
+            known = by_rows._amax_rows.arg_names
+            arguments, constants = [{name: of[name] for name in of if name in known} for of in (arguments, constants)]
+            largest = compile(by_rows._amax_rows, arguments, constants, launch.warps)
+            assert largest.asm["ptx"].count("ld.global.v4.b32") >= 8 and machine_code(largest)[1] == 0
+
+
 def expert_blocks():
     made = dict(x_ptr="*i16", out_ptr="*u8", scale_ptr="*fp32", out_t_ptr="*u8", scale_t_ptr="*fp32")
     tables = pointers("tile_expert_ptr tile_row_ptr ends_ptr padded_ends_ptr", "*i32")
@@ -241,15 +261,17 @@ def products():
 
 
 parts = dict(casts=casts, other_types=other_types, pair_casts=pair_casts, guesses=guesses, maxima=build_maxima)
-(parts | dict(norms=norms, products=products, expert_casts=expert_casts, expert_blocks=expert_blocks))[sys.argv[1]]()
+parts |= dict(expert_casts=expert_casts, expert_blocks=expert_blocks, expert_rows=expert_rows)
+(parts | dict(norms=norms, products=products))[sys.argv[1]]()
 print("compiled")
 """
 
 
-@pytest.mark.parametrize(
-    "part",
-    ["casts", "other_types", "pair_casts", "guesses", "expert_casts", "expert_blocks", "maxima", "norms", "products"],
-)
+PARTS = ("casts", "other_types", "pair_casts", "guesses", "maxima", "norms", "products")
+PARTS += ("expert_casts", "expert_blocks", "expert_rows")
+
+
+@pytest.mark.parametrize("part", PARTS)
 def test_fp8_kernels_compile_for_hopper(part: str, tmp_path) -> None:
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     environment["TRITON_CACHE_DIR"] = str(tmp_path)

@@ -134,8 +134,8 @@ def test_token_cast_matches_the_definition(recipe, counts, dtype, device) -> Non
 
 
 @pytest.mark.parametrize("fp8", ["e4m3", "e5m2"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-def test_token_cast_of_other_types_and_one_layout(fp8, dtype, device) -> None:
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_rowwise_token_cast_of_every_type_in_one_layout(fp8, dtype, device) -> None:
     counts = [3, 0, 18]
     layout, reference = routed(counts, device, 16, "triton"), routed(counts, device, 16, "reference")
     x = tokens(counts, 48).to(dtype)
