@@ -49,10 +49,15 @@ CHECKING_WARPS = 2112  # of the check: enough to cast again at full speed, few e
 
 
 def new_state(device: torch.device) -> Tensor:
-    """With a guess that is wrong: 1.5 is no power of two."""
-    state = torch.zeros(STATE_SIZE, dtype=torch.int32, device=device)
-    state[:1].view(torch.float32).fill_(1.5)
+    state = torch.empty(STATE_SIZE, dtype=torch.int32, device=device)
+    clear_state(state)
     return state
+
+
+def clear_state(state: Tensor) -> None:
+    """To a guess that is wrong: 1.5 is no power of two."""
+    state.zero_()
+    state[:1].view(torch.float32).fill_(1.5)
 
 
 def counts_of(state: Tensor) -> tuple[int, int]:

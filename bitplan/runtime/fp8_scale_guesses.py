@@ -7,10 +7,13 @@ time that a cast takes, never its result.
 
 A state is used by one cast at a time. Where a layer runs on another stream than last time, that stream first waits for
 the last one. A CUDA graph uses the states that are there when it is captured; where there are none yet, it gets none.
+States are allocated by a thread of their own: what a thread allocates while torch.compile(mode="reduce-overhead") has
+it warm up belongs to the graphs that are to come, and they refuse what outlives them.
 """
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import torch
@@ -64,13 +67,16 @@ def guess_counts() -> dict[str, tuple[int, int]]:
 
 def _new(key: _Key, weight: Tensor) -> Tensor:
     global _swept_at
-    from bitplan.kernels.triton_fp8_guess import new_state
+    from bitplan.kernels.triton_fp8_guess import STATE_SIZE, clear_state
 
     if len(_kept) >= 2 * _swept_at + 64:  # forget weights that are gone, each time the count has doubled
         for each in [each for each, kept in _kept.items() if kept.storage.expired()]:
             del _kept[each]
         _swept_at = len(_kept)
-    state = new_state(weight.device)
+    with ThreadPoolExecutor(1) as elsewhere:
+        state = elsewhere.submit(lambda: torch.empty(STATE_SIZE, dtype=torch.int32, device=weight.device)).result()
     stream = torch.cuda.current_stream(weight.device)
+    state.record_stream(stream)
+    clear_state(state)
     _kept[key] = _Kept(StorageWeakRef(weight.untyped_storage()), state, stream)
     return state
