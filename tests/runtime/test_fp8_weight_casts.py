@@ -73,7 +73,7 @@ def test_compiled_graphs_are_seen(state, monkeypatch) -> None:
     weight = SimpleNamespace(is_cuda=True, device=torch.device("cuda", 0))
     manager = SimpleNamespace(in_warmup=state == "warmup", in_recording=state == "recording")
     found = None if state == "none" else manager
-    monkeypatch.setattr(cudagraph_trees, "get_manager", lambda _index, create_if_none_exists: found)
+    monkeypatch.setattr(cudagraph_trees, "get_manager", lambda *_index, **_how: found)
     assert fp8_weight_casts.in_compiled_graphs(weight) == (state in ("warmup", "recording"))  # type: ignore[arg-type]
 
 
