@@ -283,7 +283,8 @@ def in_compiled_graphs(weight: Tensor) -> bool:
     if trees is None or not weight.is_cuda or not torch._C._is_key_in_tls("tree_manager_containers"):
         return False  # of another thread, they are none of ours
     manager = trees.get_manager(weight.device.index, create_if_none_exists=False)
-    return manager is not None and bool(manager.in_warmup or manager.in_recording)
+    # It warms up and records on a stream of its own.
+    return manager is not None and manager.stream == torch.cuda.current_stream(weight.device)
 
 
 def _is_capturing(weight: Tensor) -> bool:
