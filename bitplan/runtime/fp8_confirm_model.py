@@ -17,7 +17,6 @@ all experts nearly alike, as a trained model may not.
 from __future__ import annotations
 
 import importlib.util
-import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -32,7 +31,7 @@ from bitplan.plan.documents import load_document, short
 from bitplan.plan.fp8_layers import Attention, ModelPart, Parallel, local_layers
 from bitplan.plan.fp8_models import model_parts
 from bitplan.plan.fp8_terms import ModelConfigError, is_count
-from bitplan.runtime.fp8_confirm import EXAMPLE_LENGTH, Example
+from bitplan.runtime.fp8_confirm import EXAMPLE_LENGTH, Example, example_shape
 from bitplan.runtime.fp8_sites import find_sites
 
 INSTALL = "pip install 'transformers>=5'"
@@ -66,13 +65,8 @@ class SmallModel:
             return _build(self.where, self.config, device, dtype).train()
 
     def example_shape(self, tokens: int) -> tuple[int, int]:
-        """Sequences and their length for a token count: no longer than the model's positions, or EXAMPLE_LENGTH.
-
-        A count that does not divide evenly is filled up, by less than one token a sequence.
-        """
-        longest = min(self.config["max_position_embeddings"], EXAMPLE_LENGTH)
-        sequences = math.ceil(tokens / longest)
-        return sequences, math.ceil(tokens / sequences)
+        """Sequences and their length for a token count."""
+        return example_shape(tokens, self.config["max_position_embeddings"])
 
     def example(self, tokens: int, device: torch.device) -> Example:
         """Random tokens, the same for the same count."""

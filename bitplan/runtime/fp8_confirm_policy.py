@@ -8,7 +8,6 @@ plan that is BF16 cannot be turned down. Memory that runs out outside the trial 
 from __future__ import annotations
 
 import gc
-import re
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -24,6 +23,7 @@ from bitplan.plan.fp8_terms import UNMEASURED, Fp8Error, is_count
 from bitplan.runtime.fp8_apply import apply_fp8
 from bitplan.runtime.fp8_confirm_model import SmallModel
 from bitplan.runtime.fp8_recipe import Fp8Recipe, Fp8UnavailableError, require_fp8
+from bitplan.runtime.fp8_sites import block_of
 from bitplan.runtime.fp8_summary import AppliedFp8, Confirmed, LayerRow
 
 
@@ -178,11 +178,10 @@ def _block_result(
 
 
 def _by_block(rows: Sequence[LayerRow]) -> dict[str, list[LayerRow]]:
-    """Layers by their block, as confirming names it: up to the last number in the path."""
+    """Layers by their block, as confirming names it."""
     found: dict[str, list[LayerRow]] = {}
     for row in rows:
-        block = re.match(r"(?:.*\.)?[0-9]+(?=\.)", row.path)
-        found.setdefault(block[0] if block else "the model", []).append(row)
+        found.setdefault(block_of(row.path) or "the model", []).append(row)
     return found
 
 
