@@ -17,6 +17,8 @@ a launch hook is set, so that profilers see what they always see.
 
 from __future__ import annotations
 
+import functools
+import operator
 from typing import Any
 
 import torch
@@ -36,7 +38,7 @@ _AS_INTEGERS = {
 class PreparedLaunch:
     """One kernel, its grid, numbers and constants; called with its tensors, the first of which is never None."""
 
-    __slots__ = ("_compiled", "_constants", "_grid", "_kernel", "_numbers", "_options", "_tail")
+    __slots__ = ("_compiled", "_constants", "_grid", "_kernel", "_numbers", "_options", "_pointers", "_tail")
 
     def __init__(
         self,
@@ -52,46 +54,49 @@ class PreparedLaunch:
         self._numbers, self._constants, self._options = numbers, constants, options
         # The launcher of a compiled kernel counts constants among its arguments, and does not read them.
         self._tail = (*numbers, *constants.values())
-        self._compiled: dict[object, Any] = {}
+        self._pointers = len(kernel.arg_names) - len(self._tail)
+        # By class of pointers: what a launch calls and hands on, and the kernel, which keeps those alive.
+        self._compiled: dict[object, tuple[Any, Any, Any, Any]] = {}
 
     def __call__(self, *pointers: Tensor | None) -> None:
-        assert pointers[0] is not None
-        device = pointers[0].get_device()
-        if INTERPRETED.value:
-            self._launch_ordinarily(pointers)
-            return
-        driver = triton.runtime.driver.active
-        if driver.get_current_device() == device:
-            self._launch(driver, device, pointers)
-            return
-        with torch.cuda.device(device):
-            self._launch(driver, device, pointers)
-
-    def _launch(self, driver: Any, device: int, pointers: tuple[Tensor | None, ...]) -> None:
-        addresses = [0 if each is None else each.data_ptr() for each in pointers]
-        bits = 0
-        for address in addresses:
-            bits |= address
-        kind: object = (device, *[address & 15 for address in addresses]) if bits & 15 else device
-        compiled = self._compiled.get(kind)
-        if compiled is None or is_watched():
-            self._compiled[kind] = self._launch_ordinarily(pointers)
-            return
-        compiled.run(
-            *self._grid,
-            driver.get_current_stream(device),
-            compiled.function,
-            compiled.packed_metadata,
-            None,
-            None,
-            None,
-            *addresses,
-            *self._tail,
-        )
+        launch_in_turn((self,), pointers)
 
     def _launch_ordinarily(self, pointers: tuple[Tensor | None, ...]) -> Any:
         given = [None if each is None else each.view(_AS_INTEGERS.get(each.dtype, each.dtype)) for each in pointers]
         return self._kernel[self._grid](*given, *self._numbers, **self._constants, **self._options)
+
+
+def launch_in_turn(launches: tuple[PreparedLaunch, ...], pointers: tuple[Tensor | None, ...]) -> None:
+    """Kernels one after the other; each gets the first of these pointers, as many as it has."""
+    assert pointers[0] is not None
+    if INTERPRETED.value:
+        for each in launches:
+            each._launch_ordinarily(pointers[: each._pointers])
+        return
+    driver, device = triton.runtime.driver.active, pointers[0].get_device()
+    if driver.get_current_device() == device:
+        _launch(driver, device, launches, pointers)
+        return
+    with torch.cuda.device(device):
+        _launch(driver, device, launches, pointers)
+
+
+def _launch(
+    driver: Any, device: int, launches: tuple[PreparedLaunch, ...], pointers: tuple[Tensor | None, ...]
+) -> None:
+    addresses = [0 if each is None else each.data_ptr() for each in pointers]
+    odd = functools.reduce(operator.or_, addresses) & 15
+    kind: object = (device, *[address & 15 for address in addresses]) if odd else device
+    stream, watched = driver.get_current_stream(device), is_watched()
+    for each in launches:
+        found = each._compiled.get(kind)
+        if found is None or watched:
+            made = each._launch_ordinarily(pointers[: each._pointers])
+            each._compiled[kind] = made.run, made.function, made.packed_metadata, made
+            continue
+        run, function, metadata, _ = found
+        mine = addresses[: each._pointers]
+        run(*each._grid, stream, function, metadata, None, None, None, *mine, *each._tail)
 
 
 def is_watched() -> bool:

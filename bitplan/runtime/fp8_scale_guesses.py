@@ -40,14 +40,15 @@ def guess_for(recipe: str, weight: Tensor, role: str, fp8: str = "e4m3") -> Tens
     """The guess for a cast by a recipe; None where there is none to be used."""
     if recipe != TENSORWISE or not weight.is_cuda:
         return None
+    # The weak reference in the entry keeps the storage's identity from being given to another: found, it is this one's.
     key = (weight.untyped_storage()._cdata, weight.data_ptr(), role, fp8)
     kept = _kept.get(key)
-    capturing = torch.cuda.is_current_stream_capturing()
-    if kept is None or kept.storage.expired():
-        if capturing:  # made in a graph, it would be forgotten by each replay
+    if kept is None:
+        if torch.cuda.is_current_stream_capturing():  # made in a graph, it would be forgotten by each replay
             return None
         return _new(key, weight)
-    if not capturing and torch._C._cuda_getCurrentRawStream(weight.device.index) != kept.stream.cuda_stream:
+    is_elsewhere = torch._C._cuda_getCurrentRawStream(weight.get_device()) != kept.stream.cuda_stream
+    if is_elsewhere and not torch.cuda.is_current_stream_capturing():
         stream = torch.cuda.current_stream(weight.device)
         stream.wait_stream(kept.stream)
         kept.stream = stream

@@ -218,7 +218,7 @@ def _keep(weight: Tensor, how: _How, pair: CastPair, *, captured: bool) -> None:
     kept = _find(weight, place)
     if kept is None or kept.captured or captured:
         last = _kept.get(place)
-        if last is None or last.storage.expired():
+        if last is None:
             _sweep()
             storage = StorageWeakRef(weight.untyped_storage())
         else:
@@ -234,14 +234,12 @@ def _find(weight: Tensor, place: _Place | None = None, *, any_version: bool = Fa
     if weight.is_inference():
         return None
     kept = _kept.get(place or _place(weight))
-    if kept is None or kept.storage.expired():
-        return None
-    if kept.version != weight._version and not any_version:
-        if kept.held:
-            _refresh(weight, kept)
-            return kept
-        return None
-    return kept
+    if kept is None or kept.version == weight._version or any_version:
+        return kept
+    if kept.held:
+        _refresh(weight, kept)
+        return kept
+    return None
 
 
 def _refresh(weight: Tensor, kept: _Kept) -> None:
@@ -263,7 +261,8 @@ def _write_over(kept: _Kept, how: _How, pair: CastPair) -> None:
 
 
 def _place(weight: Tensor) -> _Place:
-    # The weak reference in the entry keeps the storage's identity from being given to another.
+    # The weak reference in the entry keeps the storage's identity from being given to another: what is found under
+    # the place of a weight is of that weight.
     return weight.untyped_storage()._cdata, weight.data_ptr(), weight.shape, weight.stride()
 
 
