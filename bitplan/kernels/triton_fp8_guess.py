@@ -24,9 +24,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from bitplan.formats.fp8_scaling import ScaledFp8
+from bitplan.formats.fp8_scaling import FP8_DTYPES, ScaledFp8
 from bitplan.kernels.fp8_cast import CastPair
-from bitplan.kernels.triton_fp8_cast import CastLaunch, Room, launch_of
+from bitplan.kernels.triton_fp8_cast import CastLaunch, launch_of
 from bitplan.kernels.triton_fp8_numbers import fp8_code, inverse_of, power_of_two_of_bits, quick_inverse
 from bitplan.kernels.triton_fp8_pairs import (
     amax_of_tile,
@@ -80,8 +80,9 @@ class GuessPlan:
         cols: bool,
         launch: CastLaunch | None = None,
     ) -> None:
-        self.rows = Room((padded, shape[1]), "tensor", fp8) if rows else None
-        self.cols = Room((shape[1], padded), "tensor", fp8) if cols else None
+        self.rows = (padded, shape[1]) if rows else None
+        self.cols = (shape[1], padded) if cols else None
+        self.dtype = FP8_DTYPES[fp8]
         paired = fits_pairs(shape, dtype, padded, aligned=aligned)
         launch = launch_of("tensor", launch, paired=paired)
         tiles = triton.cdiv(padded, launch.rows) * triton.cdiv(shape[1], launch.cols)
@@ -104,8 +105,9 @@ class GuessPlan:
     def run(self, x: Tensor, state: Tensor) -> CastPair:
         """The cast of a contiguous x."""
         device = x.device
-        codes = self.rows.codes(device) if self.rows is not None else None
-        codes_t = self.cols.codes(device) if self.cols is not None else None
+        # Sizes as numbers: torch takes longer for a tuple.
+        codes = torch.empty(*self.rows, dtype=self.dtype, device=device) if self.rows is not None else None
+        codes_t = torch.empty(*self.cols, dtype=self.dtype, device=device) if self.cols is not None else None
         scale = torch.empty_strided((), (), dtype=torch.float32, device=device)
         launch_in_turn(self.launches, (x, codes, codes_t, state, scale))
         return CastPair(

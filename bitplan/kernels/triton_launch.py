@@ -2,6 +2,7 @@
 
     launch = PreparedLaunch(kernel, grid, numbers, constants, num_warps=4)
     launch(x, out, None)                # pointers only: tensors, or None for one that the kernel does not read
+    launch_in_turn((launch, next), (x, out, None, sum))     # two kernels over the same memory: asked about it once
 
 An ordinary launch, `kernel[grid](...)`, binds and classifies each argument anew and asks the driver about each pointer:
 more time of the host than a small kernel takes on the GPU. A prepared launch does it once for each class of pointers,
@@ -38,7 +39,7 @@ _AS_INTEGERS = {
 class PreparedLaunch:
     """One kernel, its grid, numbers and constants; called with its tensors, the first of which is never None."""
 
-    __slots__ = ("_compiled", "_constants", "_grid", "_kernel", "_numbers", "_options", "_pointers", "_tail")
+    __slots__ = ("_compiled", "_constants", "_count", "_grid", "_kernel", "_numbers", "_options", "_tail")
 
     def __init__(
         self,
@@ -54,7 +55,7 @@ class PreparedLaunch:
         self._numbers, self._constants, self._options = numbers, constants, options
         # The launcher of a compiled kernel counts constants among its arguments, and does not read them.
         self._tail = (*numbers, *constants.values())
-        self._pointers = len(kernel.arg_names) - len(self._tail)
+        self._count = len(kernel.arg_names) - len(self._tail)
         # By class of pointers: what a launch calls and hands on, and the kernel, which keeps those alive.
         self._compiled: dict[object, tuple[Any, Any, Any, Any]] = {}
 
@@ -71,31 +72,33 @@ def launch_in_turn(launches: tuple[PreparedLaunch, ...], pointers: tuple[Tensor 
     assert pointers[0] is not None
     if INTERPRETED.value:
         for each in launches:
-            each._launch_ordinarily(pointers[: each._pointers])
+            each._launch_ordinarily(pointers[: each._count])
         return
-    driver, device = triton.runtime.driver.active, pointers[0].get_device()
-    if driver.get_current_device() == device:
-        _launch(driver, device, launches, pointers)
+    device = pointers[0].get_device()
+    if device < 0 or _current_device() == device:
+        _launch(device, launches, pointers)
         return
     with torch.cuda.device(device):
-        _launch(driver, device, launches, pointers)
+        _launch(device, launches, pointers)
 
 
-def _launch(
-    driver: Any, device: int, launches: tuple[PreparedLaunch, ...], pointers: tuple[Tensor | None, ...]
-) -> None:
+# As torch.cuda.current_device, which asks each time whether CUDA is running: there is a tensor on it. No CUDA, no device.
+_current_device: Any = getattr(torch._C, "_cuda_getDevice", None)
+
+
+def _launch(device: int, launches: tuple[PreparedLaunch, ...], pointers: tuple[Tensor | None, ...]) -> None:
     addresses = [0 if each is None else each.data_ptr() for each in pointers]
     odd = functools.reduce(operator.or_, addresses) & 15
     kind: object = (device, *[address & 15 for address in addresses]) if odd else device
-    stream, watched = driver.get_current_stream(device), is_watched()
+    stream, watched = triton.runtime.driver.active.get_current_stream(device), is_watched()
     for each in launches:
-        found = each._compiled.get(kind)
-        if found is None or watched:
-            made = each._launch_ordinarily(pointers[: each._pointers])
+        compiled = each._compiled.get(kind)
+        if compiled is None or watched:
+            made = each._launch_ordinarily(pointers[: each._count])
             each._compiled[kind] = made.run, made.function, made.packed_metadata, made
             continue
-        run, function, metadata, _ = found
-        mine = addresses[: each._pointers]
+        run, function, metadata, _ = compiled
+        mine = addresses[: each._count]
         run(*each._grid, stream, function, metadata, None, None, None, *mine, *each._tail)
 
 

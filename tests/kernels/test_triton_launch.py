@@ -14,7 +14,7 @@ pytest.importorskip("triton")
 import triton
 import triton.language as tl
 
-from bitplan.kernels.triton_launch import PreparedLaunch
+from bitplan.kernels.triton_launch import PreparedLaunch, launch_in_turn
 
 
 @triton.jit
@@ -24,6 +24,12 @@ def _scale(x_ptr, bias_ptr, out_ptr, size, factor, HAS_BIAS: tl.constexpr, WIDTH
     if HAS_BIAS:
         x += tl.load(bias_ptr + at, mask=at < size, other=0.0)
     tl.store(out_ptr + at, x, mask=at < size)
+
+
+@triton.jit
+def _copy(x_ptr, bias_ptr, out_ptr, copy_ptr, size, WIDTH: tl.constexpr):  # noqa: ARG001
+    at = tl.program_id(0) * WIDTH + tl.arange(0, WIDTH)
+    tl.store(copy_ptr + at, tl.load(out_ptr + at, mask=at < size, other=0.0), mask=at < size)
 
 
 def launch_of(size: int, has_bias: bool) -> PreparedLaunch:
@@ -39,6 +45,16 @@ def test_a_prepared_launch_can_be_repeated(has_bias, device) -> None:
         out = torch.empty_like(x)
         launch(x, x if has_bias else None, out)
         assert torch.equal(out, x * 3 + x if has_bias else x * 3)
+
+
+def test_kernels_in_turn_share_the_first_pointers(device) -> None:
+    launches = launch_of(100, False), PreparedLaunch(_copy, (2,), (100,), {"WIDTH": 64}, num_warps=2)
+    for seed in range(3):
+        x = torch.randn(100, generator=torch.Generator().manual_seed(seed)).to(device)
+        out, copy = torch.empty_like(x), torch.empty_like(x)
+        launch_in_turn(launches, (x, None, out, copy))
+        assert torch.equal(out, x * 3)
+        assert torch.equal(copy, out)
 
 
 def test_constants_come_in_the_order_of_the_kernel() -> None:
@@ -101,7 +117,8 @@ class Driver:
     get_current_target = staticmethod(lambda: GPUTarget("cuda", 90, 32))
 
 triton.runtime.driver.set_active(Driver())
-from test_triton_launch import _scale, launch_of
+from test_triton_launch import _copy, _scale, launch_of
+from bitplan.kernels.triton_launch import PreparedLaunch, launch_in_turn
 
 ordinary = []
 real = type(_scale).run
@@ -111,6 +128,7 @@ def run(self, *arguments, **named):
 type(_scale).run = run
 
 launch = launch_of(100, False)
+copier = PreparedLaunch(_copy, (2,), (100,), {"WIDTH": 64}, num_warps=2)
 room = torch.zeros(264, dtype=torch.bfloat16)
 x, odd, out = room[:100], room[1:101], room[128:228]
 launch(x, None, out)
@@ -131,6 +149,14 @@ seen = []
 triton.knobs.runtime.launch_enter_hook.add(seen.append)
 launch(x, None, out)
 assert len(ordinary) == 3, "a profiler sees ordinary launches"
+triton.knobs.runtime.launch_enter_hook.remove(seen.append)
+
+RECORDED.clear()
+launch_in_turn((launch, copier), (x, None, out, room))
+launch_in_turn((launch, copier), (x, None, out, room))
+assert len(ordinary) == 4, "of the second kernel alone"
+assert [essence(each) for each in RECORDED[2:]] == [essence(each) for each in RECORDED[:2]]
+assert RECORDED[3][9:] == (x.data_ptr(), 0, out.data_ptr(), room.data_ptr(), 100, 64), RECORDED[3]
 print("recorded")
 """
 
