@@ -56,8 +56,7 @@ class PreparedLaunch:
         # The launcher of a compiled kernel counts constants among its arguments, and does not read them.
         self._tail = (*numbers, *constants.values())
         self._count = len(kernel.arg_names) - len(self._tail)
-        # By class of pointers: what a launch calls and hands on, and the kernel, which keeps those alive.
-        self._compiled: dict[object, tuple[Any, Any, Any, Any]] = {}
+        self._compiled: dict[object, tuple[Any, tuple[Any, ...], Any]] = {}  # by class of pointers
 
     def __call__(self, *pointers: Tensor | None) -> None:
         launch_in_turn((self,), pointers)
@@ -82,7 +81,7 @@ def launch_in_turn(launches: tuple[PreparedLaunch, ...], pointers: tuple[Tensor 
         _launch(device, launches, pointers)
 
 
-# As torch.cuda.current_device, which asks each time whether CUDA is running: there is a tensor on it. No CUDA, no device.
+# As torch.cuda.current_device, which asks each time whether CUDA is running: it is, for there is a tensor on it.
 _current_device: Any = getattr(torch._C, "_cuda_getDevice", None)
 
 
@@ -94,12 +93,24 @@ def _launch(device: int, launches: tuple[PreparedLaunch, ...], pointers: tuple[T
     for each in launches:
         compiled = each._compiled.get(kind)
         if compiled is None or watched:
-            made = each._launch_ordinarily(pointers[: each._count])
-            each._compiled[kind] = made.run, made.function, made.packed_metadata, made
+            each._compiled[kind] = _entry_of(each._launch_ordinarily(pointers[: each._count]))
             continue
-        run, function, metadata, _ = compiled
-        mine = addresses[: each._count]
-        run(*each._grid, stream, function, metadata, None, None, None, *mine, *each._tail)
+        run, fixed, _ = compiled
+        run(*each._grid, stream, *fixed, *addresses[: each._count], *each._tail)
+
+
+def _entry_of(kernel: Any) -> tuple[Any, tuple[Any, ...], Any]:
+    """(what launches a compiled kernel, what it takes between the stream and the arguments, the kernel to keep)."""
+    run, no_hooks = kernel.run, (None, None, None)
+    if _HAS_LAUNCH and getattr(run, "global_scratch_size", None) == 0 == run.profile_scratch_size:
+        shape = run.launch_cooperative_grid, run.launch_pdl
+        return run.launch, (kernel.function, *shape, None, None, kernel.packed_metadata, *no_hooks), kernel
+    return run, (kernel.function, kernel.packed_metadata, *no_hooks), kernel
+
+
+# Of this version it is known that its launcher only sees to scratch memory and calls `launch`, which is C. Without
+# scratch memory that is called at once: the launcher takes as long as all else that a prepared launch does.
+_HAS_LAUNCH = triton.__version__.startswith("3.6.")
 
 
 def is_watched() -> bool:

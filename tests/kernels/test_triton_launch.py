@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,6 +16,7 @@ pytest.importorskip("triton")
 import triton
 import triton.language as tl
 
+from bitplan.kernels import triton_launch
 from bitplan.kernels.triton_launch import PreparedLaunch, launch_in_turn
 
 
@@ -89,6 +92,37 @@ def test_the_stream_of_the_caller_is_used() -> None:
     assert not out.any()
     graph.replay()
     assert torch.equal(out, x * 3)
+
+
+class Launcher:
+    """As Triton 3.6 has it around its C."""
+
+    def __call__(self, x, y, z, stream, function, *rest):
+        scratch = "memory" if self.global_scratch_size or self.profile_scratch_size else None
+        self.launch(
+            x, y, z, stream, function, self.launch_cooperative_grid, self.launch_pdl, scratch, scratch, *rest
+        )  # fmt: skip
+
+
+def test_a_launcher_with_nothing_to_do_is_left_out(monkeypatch) -> None:
+    kind, recorded = Launcher, []
+    if triton.__version__.startswith("3.6."):
+        kind = importlib.import_module("triton.backends.nvidia.driver").CudaLauncher
+    launcher = kind.__new__(kind)
+    launcher.launch = lambda *arguments: recorded.append(arguments)
+    launcher.launch_cooperative_grid, launcher.launch_pdl = False, True
+    for of in ("global", "profile"):
+        setattr(launcher, f"{of}_scratch_size", 0)
+        setattr(launcher, f"{of}_scratch_align", 1)
+    kernel = SimpleNamespace(run=launcher, function=5, packed_metadata=(4, 1, 0))
+    monkeypatch.setattr(triton_launch, "_HAS_LAUNCH", True)
+    run, fixed, _ = triton_launch._entry_of(kernel)
+    assert run is launcher.launch
+    run(2, 1, 1, 77, *fixed, 1024, 2048, 3.0)
+    launcher(2, 1, 1, 77, 5, (4, 1, 0), None, None, None, 1024, 2048, 3.0)
+    assert recorded[0] == recorded[1]
+    launcher.profile_scratch_size = 128
+    assert triton_launch._entry_of(kernel)[0] is launcher
 
 
 # What a launcher gets, without a GPU: the driver is one that records.
