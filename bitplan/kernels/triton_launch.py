@@ -93,7 +93,9 @@ def _launch(device: int, launches: tuple[PreparedLaunch, ...], pointers: tuple[T
     for each in launches:
         compiled = each._compiled.get(kind)
         if compiled is None or watched:
-            each._compiled[kind] = _entry_of(each._launch_ordinarily(pointers[: each._count]))
+            kernel = each._launch_ordinarily(pointers[: each._count])
+            if kernel is not None:  # a hook of Triton's may have taken the compilation over
+                each._compiled[kind] = _entry_of(kernel)
             continue
         run, fixed, _ = compiled
         run(*each._grid, stream, *fixed, *addresses[: each._count], *each._tail)
@@ -108,8 +110,8 @@ def _entry_of(kernel: Any) -> tuple[Any, tuple[Any, ...], Any]:
     return run, (kernel.function, kernel.packed_metadata, *no_hooks), kernel
 
 
-# Of this version it is known that its launcher only sees to scratch memory and calls `launch`, which is C. Without
-# scratch memory that is called at once: the launcher takes as long as all else that a prepared launch does.
+# Of this version it is known that its launcher, in Python, only sees to scratch memory and calls `launch`, which is C.
+# Where no scratch memory is needed, that is called at once.
 _HAS_LAUNCH = triton.__version__.startswith("3.6.")
 
 
