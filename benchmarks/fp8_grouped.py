@@ -299,7 +299,7 @@ def copy_rate(x: Tensor) -> float:
 
 
 def line(row: dict[str, Any]) -> str:
-    head = f"{row['part']:<9}{row['layer']:<20}{row['routing']:<9}{row['arm']:<38}{row['median_ms']:>9.3f} ms"
+    head = f"{row['part']:<9}{row['layer']:<34}{row['routing']:<9}{row['arm']:<38}{row['median_ms']:>9.3f} ms"
     if "times_bf16" in row:
         return f"{head}{row['times_bf16']:>7.2f}x{row['tflops']:>8.0f} TFLOP/s"
     return f"{head}{row['share_of_copy']:>7.0%} of a copy"

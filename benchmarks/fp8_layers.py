@@ -14,10 +14,11 @@ times one block first, compiled and run as the row is. At the first size of "mea
 gradients that change by a factor of four from step to step, so that every guess of their scales is wrong.
 
 Every arm is compiled, and a step casts all weights anew, as after an optimizer's step. Rows are timed by --timing: a
-CUDA graph of the whole step, or eager. Ratios are BF16 time over the arm's time: the median of the turns' ratios with
-the interval that the policy uses. "best" is the adaptive arm, "confirmed_best" the confirmed one, against the better of
-BF16 and full FP8. Parts stop when --seconds are over and say what they left out. An arm that cannot be made or run is
-recorded with its reason.
+CUDA graph of the whole step, or eager; with both, "measured" also has rows compiled by mode="reduce-overhead", where
+torch makes the graphs, by the policy of CUDA graphs and without torchao. Ratios are BF16 time over the arm's time: the
+median of the turns' ratios with the interval that the policy uses. "best" is the adaptive arm, "confirmed_best" the
+confirmed one, against the better of BF16 and full FP8. Parts stop when --seconds are over and say what they left out.
+An arm that cannot be made or run is recorded with its reason.
 """
 
 from __future__ import annotations
@@ -64,7 +65,7 @@ POLICY_TOKENS = (512, 1024, 2048, 4096, 8192, 16384)
 TOKENS = {"measured": (512, 2048, 16384), "held-out": (768, 3072, 12288), "shapes": (512, 3072, 16384)}
 LAYERS = 2
 LONGEST = 2048  # tokens of a sequence
-RESTLESS = "restless"
+RESTLESS, REDUCED = "restless", "reduce-overhead"
 
 
 class Budget:
@@ -144,7 +145,7 @@ class Arms:
             self.x = torch.randn(batch, tokens // batch, size.hidden, dtype=dtype)
         self.compiled = options.compile
         self.given = {"tokens": tokens, "recipe": options.recipe, "emulate": device.type == "cpu"}
-        self.steps: dict[str, Call] = {}
+        self.steps: dict[tuple[str, str | None], Call] = {}
         self.made: dict[str, Callable[[], nn.Module]] = {"bf16": lambda: self.plain, "full": self.full}
         if part == "measured" and size == SIZES[options.sizes.split(",")[0]]:
             self.made[RESTLESS] = self.full
@@ -182,14 +183,14 @@ class Arms:
         confirmed = [asdict(each) for each in applied.confirmed]
         return told | ({"confirmed": confirmed, "seconds": seconds} if confirm else {})
 
-    def arms(self, chosen: Sequence[str]) -> dict[str, Arm]:
-        names = dict.fromkeys(["bf16", "full", *chosen, *self.extra])
-        return {name: partial(self.step, name) for name in names}
+    def arms(self, chosen: Sequence[str], mode: str | None = None) -> dict[str, Arm]:
+        names = dict.fromkeys(["bf16", "full", *chosen, *(self.extra if mode is None else ())])
+        return {name: partial(self.step, name, mode) for name in names}
 
-    def step(self, name: str) -> Call:
-        if name not in self.steps:
-            self.steps[name] = _step(self.made[name], self.x, self.compiled, restless=name == RESTLESS)
-        return self.steps[name]
+    def step(self, name: str, mode: str | None = None) -> Call:
+        if (name, mode) not in self.steps:
+            self.steps[name, mode] = _step(self.made[name], self.x, self.compiled, mode, restless=name == RESTLESS)
+        return self.steps[name, mode]
 
 
 def _torchao(plain: nn.Module, recipe: str) -> nn.Module:
@@ -199,24 +200,27 @@ def _torchao(plain: nn.Module, recipe: str) -> nn.Module:
     return float8.convert_to_float8_training(model, config=config)  # type: ignore[no-any-return]
 
 
-def _step(make: Callable[[], nn.Module], x: Tensor, compiled: bool, *, restless: bool = False) -> Call:
-    model = make()
+def _step(
+    make: Callable[[], nn.Module], x: Tensor, compiled: bool, mode: str | None = None, *, restless: bool = False
+) -> Call:
+    model = make() if mode is None else copy.deepcopy(make())
     x = x.clone().requires_grad_()
     gradient = torch.randn_like(x)
     factor = torch.ones((), device=x.device, dtype=x.dtype)
     if compiled:
         for layer in cast(nn.ModuleList, model.layers):  # layers alike share what was compiled for the first
-            layer.compile()
-    run = model
+            layer.compile(mode=mode)
     wanted = [x, *(each for each in model.parameters() if each.requires_grad)]
 
     drop_casts = cast_dropper(model)
 
     def step() -> None:
         drop_casts()
+        if mode is not None:
+            torch.compiler.cudagraph_mark_step_begin()
         if restless:
             factor.neg_().add_(5)  # 1, 4, 1, 4, ..., in a CUDA graph too
-        torch.autograd.grad(run(x), wanted, gradient * factor if restless else gradient)
+        torch.autograd.grad(model(x), wanted, gradient * factor if restless else gradient)
 
     return step
 
@@ -230,25 +234,30 @@ def time_layers(
     device: torch.device,
 ) -> list[dict[str, Any]]:
     arms = Arms(part, size, tokens, options, device)
-    rows = []
-    for timing, policy in policies.items():
-        told = {"adaptive": arms.add_adaptive(policy), "confirmed": arms.add_adaptive(policy, timing)}
-        chosen = {name: each["arm"] for name, each in told.items()}
-        graph = timing == "graph"
-        found = time_in_turns(
-            arms.arms(list(chosen.values())), stopwatch_of(device), turns=options.turns, warmup=3, graph=graph
-        )
-        timed = {name: each for name, each in found.items() if name in ("bf16", "full", *arms.extra)}
-        timed |= {name: found[arm] for name, arm in chosen.items()}
-        row: dict[str, Any] = {"part": part, "size": size.label, "tokens": tokens, "timing": timing} | told
-        row |= {
-            "arms": {name: _arm(each, timed["bf16"]) for name, each in timed.items()},
-            "best": _against_best(timed, "adaptive"),
-            "confirmed_best": _against_best(timed, "confirmed"),
-        }
-        print(line_of(row), flush=True)
-        rows.append(row)
-    return rows
+    runs = dict(policies)
+    if part == "measured" and len(runs) > 1:
+        runs[REDUCED] = policies["graph"]
+    return [_time_run(arms, run, policy, part, size, tokens, options.turns) for run, policy in runs.items()]
+
+
+def _time_run(
+    arms: Arms, run: str, policy: BandPolicy, part: str, size: Size, tokens: int, turns: int
+) -> dict[str, Any]:
+    timing, mode = ("graph", REDUCED) if run == REDUCED else (run, None)
+    told = {"adaptive": arms.add_adaptive(policy), "confirmed": arms.add_adaptive(policy, timing)}
+    chosen = {name: each["arm"] for name, each in told.items()}
+    made = arms.arms(list(chosen.values()), mode)
+    found = time_in_turns(made, stopwatch_of(arms.x.device), turns=turns, warmup=3, graph=run == "graph")
+    timed = {name: each for name, each in found.items() if name in ("bf16", "full", *arms.extra)}
+    timed |= {name: found[arm] for name, arm in chosen.items()}
+    row: dict[str, Any] = {"part": part, "size": size.label, "tokens": tokens, "timing": run} | told
+    row |= {
+        "arms": {name: _arm(each, timed["bf16"]) for name, each in timed.items()},
+        "best": _against_best(timed, "adaptive"),
+        "confirmed_best": _against_best(timed, "confirmed"),
+    }
+    print(line_of(row), flush=True)
+    return row
 
 
 def _arm(found: Timed, bf16: Timed) -> dict[str, Any]:
@@ -287,7 +296,7 @@ def line_of(row: dict[str, Any]) -> str:
     median = row["arms"]["bf16"].get("median_ms")
     base = f"{median:.3f} ms" if median else "failed"
     return (
-        f"{row['part']:9} {row['timing']:5} {row['size']:14} {row['tokens']:6}  BF16 {base}  "
+        f"{row['part']:9} {row['timing']:15} {row['size']:14} {row['tokens']:6}  BF16 {base}  "
         + "  ".join(told[1:])
         + against
     )

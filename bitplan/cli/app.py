@@ -13,6 +13,7 @@ import typer
 
 from bitplan.cli import (
     bench_verbs,
+    confirm_verbs,
     convert_verbs,
     demo_verbs,
     doctor_verbs,
@@ -34,7 +35,14 @@ app = typer.Typer(
 
 VERBS: dict[str, tuple[Callable[..., Any] | typer.Typer, ...]] = {
     "Measure": (bench_verbs.bench_layers, quality_verbs.perplexity, drift_verbs.drift, file_verbs.compare),
-    "Plan": (plan_verbs.check, plan_verbs.plan, plan_verbs.manifest_app, fp8_verbs.merge_policy, fp8_verbs.explain),
+    "Plan": (
+        plan_verbs.check,
+        plan_verbs.plan,
+        plan_verbs.manifest_app,
+        fp8_verbs.merge_policy,
+        fp8_verbs.explain,
+        confirm_verbs.confirm_policy,
+    ),
     "Apply": (file_verbs.quantize, convert_verbs.convert, convert_verbs.make_checkpoint),
     "Run": (demo_verbs.demo,),
     "Look": (doctor_verbs.doctor, file_verbs.formats, file_verbs.inspect, report_verbs.report),

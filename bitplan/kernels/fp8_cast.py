@@ -11,8 +11,11 @@ interpreter, for tests.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+import functools
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from bitplan.errors import FormatError
@@ -52,21 +55,49 @@ def cast_layouts(
 ) -> CastPair:
     """Cast a matrix by a recipe, each layout that is asked for. `guess`: a state of `triton_fp8_guess`, which saves a
     tensorwise cast on the GPU its second read and changes no bit."""
+    if impl == "triton" or (impl == "auto" and x_RC.is_cuda):
+        x = x_RC if x_RC.is_contiguous() else x_RC.contiguous()
+        aligned, guessed = not x.data_ptr() & 15, guess is not None
+        cast = _plan(x.shape, x.dtype, aligned, recipe, fp8, eps, is_weight, rows, cols, launch, guessed)
+        return cast(x, guess)
     if impl not in IMPLEMENTATIONS:
         raise FormatError(f"impl must be one of {', '.join(IMPLEMENTATIONS)}, got {impl!r}")
     scaling = scaling_of(recipe, is_weight=is_weight)
-    padded = x_RC.shape[0] if is_weight else padded_tokens(recipe, x_RC.shape[0])
-    if impl == "triton" or (impl == "auto" and x_RC.is_cuda):
-        if guess is not None and scaling == "tensor" and x_RC.numel() and (rows or cols):
-            from bitplan.kernels.triton_fp8_guess import cast_by_guess
-
-            return CastPair(*cast_by_guess(x_RC, guess, fp8, eps, padded, rows=rows, cols=cols, launch=launch))
-        from bitplan.kernels.triton_fp8_cast import cast_tiles
-
-        made = cast_tiles(x_RC, scaling, fp8, eps, padded, rows=rows, cols=cols, launch=launch)
-        return CastPair(made[0], made[1])
-    x_RC = pad_rows(x_RC, padded)
+    x_RC = pad_rows(x_RC, _rows_of_cast(x_RC.shape[0], recipe, is_weight))
     return CastPair(
         cast_reference(x_RC, scaling, fp8, eps) if rows else None,
         cast_reference(x_RC.t(), scaling, fp8, eps) if cols else None,
     )
+
+
+@functools.lru_cache(maxsize=4096)
+def _plan(
+    shape: tuple[int, int],
+    dtype: torch.dtype,
+    aligned: bool,
+    recipe: str,
+    fp8: str,
+    eps: float,
+    is_weight: bool,
+    rows: bool,
+    cols: bool,
+    launch: CastLaunch | None,
+    guessed: bool,
+) -> Callable[[Tensor, Any], CastPair]:
+    """How the GPU casts all that is like this, all settled but the tensors: a layer casts the same again each step."""
+    scaling = scaling_of(recipe, is_weight=is_weight)
+    padded = _rows_of_cast(shape[0], recipe, is_weight)
+    if guessed and scaling == "tensor" and 0 not in shape and (rows or cols):
+        from bitplan.kernels.triton_fp8_guess import GuessPlan
+
+        return GuessPlan(shape, dtype, aligned, fp8, eps, padded, rows, cols, launch).run
+    from bitplan.kernels.triton_fp8_cast import cast_tiles
+
+    def cast(x: Tensor, _: Tensor | None) -> CastPair:
+        return CastPair(*cast_tiles(x, scaling, fp8, eps, padded, rows=rows, cols=cols, launch=launch)[:2])
+
+    return cast
+
+
+def _rows_of_cast(rows: int, recipe: str, is_weight: bool) -> int:
+    return rows if is_weight else padded_tokens(recipe, rows)

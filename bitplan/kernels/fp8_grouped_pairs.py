@@ -34,7 +34,7 @@ from bitplan.kernels.triton_fp8_cast import PAIR_LAUNCHES, CastLaunch
 from bitplan.kernels.triton_fp8_guess import CASTS, CHECKING_WARPS, GUESS, LARGEST, SEEN, STATE_SIZE, WRONG
 from bitplan.kernels.triton_fp8_numbers import power_of_two_of_bits, quick_inverse
 from bitplan.kernels.triton_fp8_pairs import amax_of_tile, load_tile, store_by_one_scale
-from bitplan.kernels.triton_launch import PreparedLaunch
+from bitplan.kernels.triton_launch import PreparedLaunch, launch_in_turn
 from bitplan.kernels.triton_numbers import TINY
 
 # Of one layout: codes and scales.
@@ -49,7 +49,7 @@ _SIZES = ["experts", "group16", "stride16", "cols16"]
 def cast_tokens_in_pairs(
     x_TC: Tensor, layout: GroupLayout, fp8: str, eps: float, out: Made, out_t: Made, guess: Tensor | None
 ) -> None:
-    tables = (layout.tile_expert, layout.tile_row, layout.ends, layout.padded_ends)
+    tables = (layout.ends, layout.padded_ends, layout.tile_expert, layout.tile_row)
     sizes = (layout.tiles, layout.experts, 0, layout.padded_rows, x_TC.shape[1])
     _cast(x_TC, tables, sizes, fp8, eps, out, out_t, guess, TOKENS_LAUNCH)
 
@@ -81,8 +81,7 @@ def _cast(
     plan = _plan(sizes, fp8, float(eps), wanted, guess is not None, launch)
     made = (*(out or (None, None)), *(out_t or (None, None)))
     if guess is not None:
-        plan[0](x, guess, *made, *tables)
-        plan[1](x, guess, *made, *tables[2:])
+        launch_in_turn(plan, (x, guess, *made, *tables))
         return
     amax = torch.zeros(experts, dtype=torch.int32, device=x.device)
     plan[0](x, amax, *tables)
@@ -223,10 +222,10 @@ def scale_empty_experts(scale_t_ptr, ends_ptr, experts, cols16):
 def _amax_pairs(
     x_ptr,
     amax_ptr,
-    tile_expert_ptr,
-    tile_row_ptr,
     ends_ptr,
     padded_ends_ptr,
+    tile_expert_ptr,
+    tile_row_ptr,
     group16,
     cols16,
     TOKENS: tl.constexpr,
@@ -252,10 +251,10 @@ def _cast_pairs(
     scale_ptr,
     out_t_ptr,
     scale_t_ptr,
-    tile_expert_ptr,
-    tile_row_ptr,
     ends_ptr,
     padded_ends_ptr,
+    tile_expert_ptr,
+    tile_row_ptr,
     experts,
     group16,  # rows of a matrix / 16
     stride16,  # codes from one column to the next in the transposed layout / 16

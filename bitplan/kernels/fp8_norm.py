@@ -9,8 +9,9 @@ and a code where a number sits on a tie.
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,7 +23,7 @@ from bitplan.kernels.fp8_cast import cast_layouts
 NORMS = ("rms", "layer")
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True, eq=False)
 class NormWeights:
     """A norm over the last dimension."""
 
@@ -36,8 +37,7 @@ class NormWeights:
             raise FormatError(f"a norm is one of {', '.join(NORMS)}, got {self.kind!r}")
 
 
-@dataclass(frozen=True)
-class Normed:
+class Normed(NamedTuple):
     """The cast layouts asked for, the normalised matrix if asked for, and what the gradient needs of each row."""
 
     rows: ScaledFp8 | None
@@ -71,17 +71,14 @@ def norm_and_cast(
 def _by_triton(
     x: Tensor, norm: NormWeights, rows_by: str | None, cols_by: str | None, fp8: str, eps: float, plain: bool
 ) -> Normed:
-    from bitplan.kernels.triton_fp8_cast import cast_tiles
-    from bitplan.kernels.triton_fp8_norm import row_stats
-
-    with_amax = "tensorwise" in (rows_by, cols_by)
-    stats = row_stats(x, norm.kind, norm.weight, norm.bias, norm.eps, with_amax=with_amax)
-    made: dict[str, Any] = {"rows": None, "cols": None, "plain": None}
-    for recipe in dict.fromkeys((rows_by, cols_by)):
+    cast, norms = _kernels()
+    with_amax = rows_by == "tensorwise" or cols_by == "tensorwise"
+    stats = norms.row_stats(x, norm.kind, norm.weight, norm.bias, norm.eps, with_amax=with_amax)
+    rows = cols = normed = None
+    for recipe in (rows_by, cols_by) if rows_by != cols_by else (rows_by,):
         if recipe is None:
             continue
-        take_plain = plain and made["plain"] is None
-        rows, cols, normed = cast_tiles(
+        made = cast.cast_tiles(
             x,
             scaling_of(recipe),
             fp8,
@@ -90,13 +87,21 @@ def _by_triton(
             rows=recipe == rows_by,
             cols=recipe == cols_by,
             norm=stats,
-            plain=take_plain,
+            plain=plain and normed is None,
         )
-        made["rows"], made["cols"] = rows or made["rows"], cols or made["cols"]
-        made["plain"] = normed if take_plain else made["plain"]
-    if plain and made["plain"] is None:  # no layout is wanted
-        made["plain"] = apply_norm(x, norm, stats.mean, stats.rstd)
-    return Normed(made["rows"], made["cols"], made["plain"], stats.rstd, stats.mean)
+        rows, cols = made[0] or rows, made[1] or cols
+        normed = made[2] if normed is None else normed
+    if plain and normed is None:  # no layout is wanted
+        normed = apply_norm(x, norm, stats.mean, stats.rstd)
+    return Normed(rows, cols, normed, stats.rstd, stats.mean)
+
+
+@functools.cache
+def _kernels() -> tuple[Any, Any]:
+    """The modules of Triton's casts and norms: an import in a function asks for them each time."""
+    from bitplan.kernels import triton_fp8_cast, triton_fp8_norm
+
+    return triton_fp8_cast, triton_fp8_norm
 
 
 def reference_stats(x_RC: Tensor, norm: NormWeights) -> tuple[Tensor | None, Tensor]:
@@ -119,10 +124,10 @@ def norm_gradient(
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """(dx, the weight's gradient, the bias's); the last two in float32."""
     if impl == "triton" or (impl == "auto" and x_RC.is_cuda):
-        from bitplan.kernels.triton_fp8_norm import Norm
-        from bitplan.kernels.triton_fp8_norm import norm_gradient as by_triton
-
-        return by_triton(dy_RC, x_RC.contiguous(), Norm(norm.kind, mean_R, rstd_R, norm.weight, norm.bias))
+        norms = _kernels()[1]
+        row_norm = norms.Norm(norm.kind, mean_R, rstd_R, norm.weight, norm.bias)
+        made: tuple[Tensor, Tensor, Tensor | None] = norms.norm_gradient(dy_RC, x_RC.contiguous(), row_norm)
+        return made
     x = x_RC.float() if mean_R is None else x_RC.float() - mean_R[:, None]
     unit, dy = x * rstd_R[:, None], dy_RC.float()
     g = dy * norm.weight.float()

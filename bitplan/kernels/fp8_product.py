@@ -97,13 +97,14 @@ def _by_torch(
 
     Row scaled and block scaled products give bfloat16 alone, and the rest is a cast after it.
     """
-    scaling, b_KN = a_MK.scaling, b_NK.codes.t()
-    inside = None
+    scaling, b_KN = a_MK.scaling, b_NK.turned
     if scaling == "tensor":
+        inside = None
         if bias is not None and out_dtype != torch.float32 and bias.dtype == out_dtype:
             inside, bias = bias, None
         out = torch._scaled_mm(a_MK.codes, b_KN, a_MK.scale, b_NK.scale, inside, None, out_dtype, fast_accum)
-    elif scaling == "row":
+        return out if bias is None else out + bias.to(out_dtype)
+    if scaling == "row":
         scale_b = b_NK.scale.t()
         out = torch._scaled_mm(a_MK.codes, b_KN, a_MK.scale, scale_b, None, None, torch.bfloat16, fast_accum)
     else:

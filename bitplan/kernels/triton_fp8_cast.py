@@ -135,7 +135,7 @@ class Room:
         self.is_ragged = scaling == "128x128" and scale.stride(0) != scale.shape[1]
 
     def codes(self, device: torch.device) -> Tensor:
-        return torch.empty(self.shape, dtype=self.dtype, device=device)
+        return torch.empty(*self.shape, dtype=self.dtype, device=device)
 
     def scale(self, device: torch.device) -> Tensor:
         if self.is_ragged:

@@ -19,25 +19,23 @@ Legend: R rows, C columns of the matrix cast, T rows of a tile; "cols" is the la
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
 from __future__ import annotations
 
-import functools
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from bitplan.formats.fp8_scaling import ScaledFp8
-from bitplan.kernels.triton_fp8_cast import CastLaunch, Room, launch_of
+from bitplan.formats.fp8_scaling import FP8_DTYPES, ScaledFp8
+from bitplan.kernels.fp8_cast import CastPair
+from bitplan.kernels.triton_fp8_cast import CastLaunch, launch_of
 from bitplan.kernels.triton_fp8_numbers import fp8_code, inverse_of, power_of_two_of_bits, quick_inverse
 from bitplan.kernels.triton_fp8_pairs import (
     amax_of_tile,
     fits_pairs,
-    is_aligned,
     load_tile,
     place_of,
     store_by_one_scale,
 )
-from bitplan.kernels.triton_launch import PreparedLaunch
+from bitplan.kernels.triton_launch import PreparedLaunch, launch_in_turn
 from bitplan.kernels.triton_numbers import float_name, float_of_bits, magnitude_bits
 
 # Places in a state of int32: the bits of the guessed scale and of the one that the running cast goes by, the largest
@@ -48,10 +46,16 @@ CHECKING_WARPS = 2112  # of the check: enough to cast again at full speed, few e
 
 
 def new_state(device: torch.device, experts: int = 1) -> Tensor:
-    """[places, experts], with guesses that are wrong: 1.5 is no power of two. `fp8_grouped_pairs` has one each."""
-    state = torch.zeros((STATE_SIZE, experts), dtype=torch.int32, device=device)
-    state[:1].view(torch.float32).fill_(1.5)
+    """[places, experts]; `fp8_grouped_pairs` has a guess for each expert."""
+    state = torch.empty((STATE_SIZE, experts), dtype=torch.int32, device=device)
+    clear_state(state)
     return state
+
+
+def clear_state(state: Tensor) -> None:
+    """To guesses that are wrong: 1.5 is no power of two."""
+    state.zero_()
+    state[:1].view(torch.float32).fill_(1.5)
 
 
 def counts_of(state: Tensor) -> tuple[int, int]:
@@ -60,39 +64,9 @@ def counts_of(state: Tensor) -> tuple[int, int]:
     return found[CASTS.value], found[WRONG.value]
 
 
-def cast_by_guess(
-    x_RC: Tensor,
-    state: Tensor,
-    fp8: str,
-    eps: float,
-    padded: int,
-    *,
-    rows: bool,
-    cols: bool,
-    launch: CastLaunch | None = None,
-) -> tuple[ScaledFp8 | None, ScaledFp8 | None]:
-    """(x, its transpose), each where asked for, by one scale; `padded` rows come out, those beyond x's are zeros."""
-    x = x_RC if x_RC.is_contiguous() else x_RC.contiguous()
-    return _plan_guess(x.shape, x.dtype, is_aligned(x), fp8, eps, padded, rows, cols, launch).run(x, state)
-
-
-@functools.lru_cache(maxsize=4096)
-def _plan_guess(
-    shape: tuple[int, int],
-    dtype: torch.dtype,
-    aligned: bool,
-    fp8: str,
-    eps: float,
-    padded: int,
-    rows: bool,
-    cols: bool,
-    launch: CastLaunch | None,
-) -> _GuessPlan:
-    return _GuessPlan(shape, dtype, aligned, fp8, float(eps), padded, rows, cols, launch)
-
-
-class _GuessPlan:
-    """The two launches and the memory of casts of one shape."""
+class GuessPlan:
+    """The two launches and the memory of casts of one shape: x and its transpose, each where asked for, by one scale.
+    `padded` rows come out, those beyond x's are zeros. `aligned`: does x begin at a multiple of 16 bytes?"""
 
     def __init__(
         self,
@@ -104,10 +78,11 @@ class _GuessPlan:
         padded: int,
         rows: bool,
         cols: bool,
-        launch: CastLaunch | None,
+        launch: CastLaunch | None = None,
     ) -> None:
-        self.rows = Room((padded, shape[1]), "tensor", fp8) if rows else None
-        self.cols = Room((shape[1], padded), "tensor", fp8) if cols else None
+        self.rows = (padded, shape[1]) if rows else None
+        self.cols = (shape[1], padded) if cols else None
+        self.dtype = FP8_DTYPES[fp8]
         paired = fits_pairs(shape, dtype, padded, aligned=aligned)
         launch = launch_of("tensor", launch, paired=paired)
         tiles = triton.cdiv(padded, launch.rows) * triton.cdiv(shape[1], launch.cols)
@@ -121,18 +96,21 @@ class _GuessPlan:
             numbers = (*shape, padded)
             constants |= {"SOURCE": float_name(dtype)}
         options = {"num_warps": launch.warps, "enable_fp_fusion": False}
-        self.cast = PreparedLaunch(cast, (tiles,), numbers, constants, **options)
         checkers = min(tiles, CHECKING_WARPS // launch.warps)
-        self.check = PreparedLaunch(check, (checkers,), (*numbers, eps), constants, **options)
+        self.launches = (
+            PreparedLaunch(cast, (tiles,), numbers, constants, **options),
+            PreparedLaunch(check, (checkers,), (*numbers, float(eps)), constants, **options),
+        )
 
-    def run(self, x: Tensor, state: Tensor) -> tuple[ScaledFp8 | None, ScaledFp8 | None]:
+    def run(self, x: Tensor, state: Tensor) -> CastPair:
+        """The cast of a contiguous x."""
         device = x.device
-        codes = self.rows.codes(device) if self.rows is not None else None
-        codes_t = self.cols.codes(device) if self.cols is not None else None
-        scale = torch.empty((), dtype=torch.float32, device=device)
-        self.cast(x, codes, codes_t, state)
-        self.check(x, codes, codes_t, state, scale)
-        return (
+        # Sizes as numbers: torch takes longer for a tuple.
+        codes = torch.empty(*self.rows, dtype=self.dtype, device=device) if self.rows is not None else None
+        codes_t = torch.empty(*self.cols, dtype=self.dtype, device=device) if self.cols is not None else None
+        scale = torch.empty_strided((), (), dtype=torch.float32, device=device)
+        launch_in_turn(self.launches, (x, codes, codes_t, state, scale))
+        return CastPair(
             None if codes is None else ScaledFp8(codes, scale, "tensor"),
             None if codes_t is None else ScaledFp8(codes_t, scale, "tensor"),
         )

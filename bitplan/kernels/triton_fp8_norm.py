@@ -12,7 +12,7 @@ tensorwise cast then reads 4 more; here it is 4 in all. Rows of up to `LONGEST_R
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import triton
@@ -30,8 +30,7 @@ NormKey = tuple[str, torch.dtype, bool]  # kind, type of the weights, is there a
 NO_NORM = (None, None, None, None)
 
 
-@dataclass(frozen=True)
-class Norm:
+class Norm(NamedTuple):
     """A norm in front of the cast: what `triton_fp8_norm` found of each row, and the norm's own weights."""
 
     kind: str  # "rms" or "layer"
@@ -112,12 +111,13 @@ def norm_gradient(dy_RC: Tensor, x_RC: Tensor, norm: Norm) -> tuple[Tensor, Tens
     types = (x_RC.dtype, dy_RC.dtype, norm.weight.dtype)
     programs, find = _plan_gradient(x_RC.shape, norm.kind, has_bias, *types)
     dx = torch.empty_like(x_RC)
-    sums = torch.empty((1 + has_bias, programs, x_RC.shape[1]), dtype=torch.float32, device=x_RC.device)
+    shape = (2, programs, x_RC.shape[1]) if has_bias else (programs, x_RC.shape[1])
+    sums = torch.empty(*shape, dtype=torch.float32, device=x_RC.device)
     if find is not None:
         dy_RC = dy_RC if dy_RC.is_contiguous() else dy_RC.contiguous()
         find(dy_RC, x_RC, norm.weight, norm.rstd, norm.mean, dx, sums)
-    total = sums.sum(1)
-    return dx, total[0], total[1] if has_bias else None
+    total = sums.sum(-2)
+    return (dx, total[0], total[1]) if has_bias else (dx, total, None)
 
 
 @functools.lru_cache(maxsize=1024)

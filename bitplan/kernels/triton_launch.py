@@ -2,6 +2,7 @@
 
     launch = PreparedLaunch(kernel, grid, numbers, constants, num_warps=4)
     launch(x, out, None)                # pointers only: tensors, or None for one that the kernel does not read
+    launch_in_turn((launch, next), (x, out, None, sum))     # two kernels over the same memory: asked about it once
 
 An ordinary launch, `kernel[grid](...)`, binds and classifies each argument anew and asks the driver about each pointer:
 more time of the host than a small kernel takes on the GPU. A prepared launch does it once for each class of pointers,
@@ -17,6 +18,8 @@ a launch hook is set, so that profilers see what they always see.
 
 from __future__ import annotations
 
+import functools
+import operator
 from typing import Any
 
 import torch
@@ -36,7 +39,7 @@ _AS_INTEGERS = {
 class PreparedLaunch:
     """One kernel, its grid, numbers and constants; called with its tensors, the first of which is never None."""
 
-    __slots__ = ("_compiled", "_constants", "_grid", "_kernel", "_numbers", "_options", "_tail")
+    __slots__ = ("_compiled", "_constants", "_count", "_grid", "_kernel", "_numbers", "_options", "_tail")
 
     def __init__(
         self,
@@ -52,46 +55,64 @@ class PreparedLaunch:
         self._numbers, self._constants, self._options = numbers, constants, options
         # The launcher of a compiled kernel counts constants among its arguments, and does not read them.
         self._tail = (*numbers, *constants.values())
-        self._compiled: dict[object, Any] = {}
+        self._count = len(kernel.arg_names) - len(self._tail)
+        self._compiled: dict[object, tuple[Any, tuple[Any, ...], Any]] = {}  # by class of pointers
 
     def __call__(self, *pointers: Tensor | None) -> None:
-        assert pointers[0] is not None
-        device = pointers[0].get_device()
-        if INTERPRETED.value:
-            self._launch_ordinarily(pointers)
-            return
-        driver = triton.runtime.driver.active
-        if driver.get_current_device() == device:
-            self._launch(driver, device, pointers)
-            return
-        with torch.cuda.device(device):
-            self._launch(driver, device, pointers)
-
-    def _launch(self, driver: Any, device: int, pointers: tuple[Tensor | None, ...]) -> None:
-        addresses = [0 if each is None else each.data_ptr() for each in pointers]
-        bits = 0
-        for address in addresses:
-            bits |= address
-        kind: object = (device, *[address & 15 for address in addresses]) if bits & 15 else device
-        compiled = self._compiled.get(kind)
-        if compiled is None or is_watched():
-            self._compiled[kind] = self._launch_ordinarily(pointers)
-            return
-        compiled.run(
-            *self._grid,
-            driver.get_current_stream(device),
-            compiled.function,
-            compiled.packed_metadata,
-            None,
-            None,
-            None,
-            *addresses,
-            *self._tail,
-        )
+        launch_in_turn((self,), pointers)
 
     def _launch_ordinarily(self, pointers: tuple[Tensor | None, ...]) -> Any:
         given = [None if each is None else each.view(_AS_INTEGERS.get(each.dtype, each.dtype)) for each in pointers]
         return self._kernel[self._grid](*given, *self._numbers, **self._constants, **self._options)
+
+
+def launch_in_turn(launches: tuple[PreparedLaunch, ...], pointers: tuple[Tensor | None, ...]) -> None:
+    """Kernels one after the other; each gets the first of these pointers, as many as it has."""
+    assert pointers[0] is not None
+    if INTERPRETED.value:
+        for each in launches:
+            each._launch_ordinarily(pointers[: each._count])
+        return
+    device = pointers[0].get_device()
+    if device < 0 or _current_device() == device:
+        _launch(device, launches, pointers)
+        return
+    with torch.cuda.device(device):
+        _launch(device, launches, pointers)
+
+
+# As torch.cuda.current_device, which asks each time whether CUDA is running: it is, for there is a tensor on it.
+_current_device: Any = getattr(torch._C, "_cuda_getDevice", None)
+
+
+def _launch(device: int, launches: tuple[PreparedLaunch, ...], pointers: tuple[Tensor | None, ...]) -> None:
+    addresses = [0 if each is None else each.data_ptr() for each in pointers]
+    odd = functools.reduce(operator.or_, addresses) & 15
+    kind: object = (device, *[address & 15 for address in addresses]) if odd else device
+    stream, watched = triton.runtime.driver.active.get_current_stream(device), is_watched()
+    for each in launches:
+        compiled = each._compiled.get(kind)
+        if compiled is None or watched:
+            kernel = each._launch_ordinarily(pointers[: each._count])
+            if kernel is not None:  # a hook of Triton's may have taken the compilation over
+                each._compiled[kind] = _entry_of(kernel)
+            continue
+        run, fixed, _ = compiled
+        run(*each._grid, stream, *fixed, *addresses[: each._count], *each._tail)
+
+
+def _entry_of(kernel: Any) -> tuple[Any, tuple[Any, ...], Any]:
+    """(what launches a compiled kernel, what it takes between the stream and the arguments, the kernel to keep)."""
+    run, no_hooks = kernel.run, (None, None, None)
+    if _HAS_LAUNCH and getattr(run, "global_scratch_size", None) == 0 == run.profile_scratch_size:
+        shape = run.launch_cooperative_grid, run.launch_pdl
+        return run.launch, (kernel.function, *shape, None, None, kernel.packed_metadata, *no_hooks), kernel
+    return run, (kernel.function, kernel.packed_metadata, *no_hooks), kernel
+
+
+# Of this version it is known that its launcher, in Python, only sees to scratch memory and calls `launch`, which is C.
+# Where no scratch memory is needed, that is called at once.
+_HAS_LAUNCH = triton.__version__.startswith("3.6.")
 
 
 def is_watched() -> bool:

@@ -27,7 +27,6 @@ from __future__ import annotations
 
 import copy
 import os
-import re
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -58,7 +57,7 @@ from bitplan.runtime.fp8_config import find_policy, open_yaml_model
 from bitplan.runtime.fp8_confirm import Example, confirm_block, default_example, seen_inputs
 from bitplan.runtime.fp8_linear import cast_weights_together
 from bitplan.runtime.fp8_recipe import AmaxEps, Fp8Recipe, fp8_obstacle
-from bitplan.runtime.fp8_sites import Site, find_sites
+from bitplan.runtime.fp8_sites import Site, block_of, find_sites
 from bitplan.runtime.fp8_summary import AppliedFp8, Confirmed, LayerRow
 from bitplan.runtime.fp8_watch import TokenWatch
 
@@ -277,7 +276,7 @@ def _confirm(
     blocks: dict[str, list[tuple[_Decided, _Decided]]] = {}
     for each in decided:
         everything = _all_fp8(each, each.site.part in plans)
-        blocks.setdefault(_block_of(each.site.path), []).append((each, everything))
+        blocks.setdefault(block_of(each.site.path), []).append((each, everything))
     results: dict[tuple[object, ...], Confirmed] = {}
     kept = {each.site: each for each in decided}
     for path, members in blocks.items():
@@ -342,12 +341,6 @@ def _after(decided: _Decided, everything: _Decided, verdict: Confirmed) -> _Deci
     reason = f"turned down by confirming {verdict.block}: {verdict.reason}"
     choice = replace(decided.choice, products=(), answer=verdict.answer, reason=reason, speedup=None)
     return replace(decided, choice=choice)
-
-
-def _block_of(path: str) -> str:
-    """The block that a layer is in: up to the last number in its path."""
-    found = re.match(r"(?:.*\.)?[0-9]+(?=\.)", path)
-    return found[0] if found else ""
 
 
 def _within(block: str, path: str) -> str:

@@ -13,6 +13,7 @@ faster than BF16 and than the plan.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
@@ -66,10 +67,18 @@ def default_example(model: nn.Module, tokens: int) -> Example:
             "example=: a tensor, a tuple of arguments or a dict of keyword arguments"
         )
     longest = getattr(config, "max_position_embeddings", None)
-    length = min(tokens, longest if type(longest) is int else EXAMPLE_LENGTH, EXAMPLE_LENGTH)
-    device = next(model.parameters()).device
-    ids = torch.randint(0, vocabulary, (max(tokens // length, 1), length), device=device)
+    shape = example_shape(tokens, longest if type(longest) is int else EXAMPLE_LENGTH)
+    ids = torch.randint(0, vocabulary, shape, device=next(model.parameters()).device)
     return {"input_ids": ids, "use_cache": False}
+
+
+def example_shape(tokens: int, longest: int) -> tuple[int, int]:
+    """Sequences and their length for a token count: no longer than the model's positions, or EXAMPLE_LENGTH.
+
+    A count that does not divide evenly is filled up, by less than one token a sequence.
+    """
+    sequences = math.ceil(tokens / min(longest, EXAMPLE_LENGTH))
+    return sequences, math.ceil(tokens / sequences)
 
 
 def confirm_block(

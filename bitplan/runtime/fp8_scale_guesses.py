@@ -7,10 +7,13 @@ time that a cast takes, never its result.
 
 A state is used by one cast at a time. Where a layer runs on another stream than last time, that stream first waits for
 the last one. A CUDA graph uses the states that are there when it is captured; where there are none yet, it gets none.
+States are allocated by a thread of their own: what a thread allocates while torch.compile(mode="reduce-overhead") has
+it warm up belongs to the graphs that are to come, and they refuse what outlives them.
 """
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import torch
@@ -37,14 +40,15 @@ def guess_for(recipe: str, weight: Tensor, role: str, fp8: str = "e4m3", experts
     """The guess for a cast by a recipe, or the guesses for that many experts; None where there is none to be used."""
     if recipe != TENSORWISE or not weight.is_cuda:
         return None
+    # The weak reference in the entry keeps the storage's identity from being given to another: found, it is this one's.
     key = (weight.untyped_storage()._cdata, weight.data_ptr(), role, fp8, experts)
     kept = _kept.get(key)
-    capturing = torch.cuda.is_current_stream_capturing()
-    if kept is None or kept.storage.expired():
-        if capturing:  # made in a graph, it would be forgotten by each replay
+    if kept is None:
+        if torch.cuda.is_current_stream_capturing():  # made in a graph, it would be forgotten by each replay
             return None
         return _new(key, weight)
-    if not capturing and torch._C._cuda_getCurrentRawStream(weight.device.index) != kept.stream.cuda_stream:
+    is_elsewhere = torch._C._cuda_getCurrentRawStream(weight.get_device()) != kept.stream.cuda_stream
+    if is_elsewhere and not torch.cuda.is_current_stream_capturing():
         stream = torch.cuda.current_stream(weight.device)
         stream.wait_stream(kept.stream)
         kept.stream = stream
@@ -64,13 +68,17 @@ def guess_counts() -> dict[str, tuple[int, int]]:
 
 def _new(key: _Key, weight: Tensor) -> Tensor:
     global _swept_at
-    from bitplan.kernels.triton_fp8_guess import new_state
+    from bitplan.kernels.triton_fp8_guess import STATE_SIZE, clear_state
 
     if len(_kept) >= 2 * _swept_at + 64:  # forget weights that are gone, each time the count has doubled
         for each in [each for each, kept in _kept.items() if kept.storage.expired()]:
             del _kept[each]
         _swept_at = len(_kept)
-    state = new_state(weight.device, experts=key[-1])
+    shape = (STATE_SIZE, key[-1])
+    with ThreadPoolExecutor(1) as elsewhere:
+        state = elsewhere.submit(lambda: torch.empty(shape, dtype=torch.int32, device=weight.device)).result()
     stream = torch.cuda.current_stream(weight.device)
+    state.record_stream(stream)
+    clear_state(state)
     _kept[key] = _Kept(StorageWeakRef(weight.untyped_storage()), state, stream)
     return state

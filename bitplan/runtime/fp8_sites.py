@@ -220,3 +220,9 @@ def _topk(model: nn.Module) -> int | None:
         if type(found) is int and found >= 1:
             return found
     return None
+
+
+def block_of(path: str) -> str:
+    """The block that a layer is in: up to the last number in its path; empty where there is none."""
+    found = re.match(r"(?:.*\.)?[0-9]+(?=\.)", path)
+    return found[0] if found else ""

@@ -11,6 +11,8 @@ version on purpose. Call `drop_weight_casts` after such a write, or do not reuse
 CUDA graphs replay kernels without asking. So a graph that is captured casts every weight in each of its forwards, and
 is right whatever happens between replays; only casts that `hold_weight_casts` made are read from outside. Those stay at
 their address: call it again after each step, outside the graph, and all replays of the step share that one cast.
+torch.compile(mode="reduce-overhead") makes graphs by itself and knows all memory that they leave behind: under it
+nothing is kept at all, and the backward casts its own layout.
 
 Weights that change together are cast together on a GPU (`cast_together`): the first of them that is asked for after a
 step has all of them cast, by one replay of a graph of their casts, where one by one the host would launch two kernels
@@ -19,8 +21,10 @@ for each. `apply_fp8` does this for the layers it makes.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 from weakref import ref
 
 import torch
@@ -103,6 +107,7 @@ def weight_rows(weight: Tensor, recipe: str, eps: float, *, with_cols: bool, reu
     capturing = _is_capturing(weight)
     if kept is not None and how in kept.rows and (kept.held or not (capturing or kept.captured)):
         return kept.rows[how]
+    reuse = reuse and not in_compiled_graphs(weight)
     if reuse and not capturing and _refresh_together(weight, recipe, eps):
         return _kept[_place(weight)].rows[how]
     pair = _cast(weight, recipe, eps, cols=with_cols and reuse)
@@ -122,6 +127,7 @@ def weight_cols(weight: Tensor, recipe: str, eps: float, *, reuse: bool) -> Scal
         if kept.captured and not kept.held:  # of this graph and this micro-batch; the next casts its own
             del _kept[_place(weight)]
         return found
+    reuse = reuse and not in_compiled_graphs(weight)
     if reuse and not capturing and _refresh_together(weight, recipe, eps):
         return _kept[_place(weight)].cols[how]
     pair = _cast(weight, recipe, eps, rows=False)
@@ -212,7 +218,7 @@ def _keep(weight: Tensor, how: _How, pair: CastPair, *, captured: bool) -> None:
     kept = _find(weight, place)
     if kept is None or kept.captured or captured:
         last = _kept.get(place)
-        if last is None or last.storage.expired():
+        if last is None:
             _sweep()
             storage = StorageWeakRef(weight.untyped_storage())
         else:
@@ -228,14 +234,12 @@ def _find(weight: Tensor, place: _Place | None = None, *, any_version: bool = Fa
     if weight.is_inference():
         return None
     kept = _kept.get(place or _place(weight))
-    if kept is None or kept.storage.expired():
-        return None
-    if kept.version != weight._version and not any_version:
-        if kept.held:
-            _refresh(weight, kept)
-            return kept
-        return None
-    return kept
+    if kept is None or kept.version == weight._version or any_version:
+        return kept
+    if kept.held:
+        _refresh(weight, kept)
+        return kept
+    return None
 
 
 def _refresh(weight: Tensor, kept: _Kept) -> None:
@@ -257,7 +261,8 @@ def _write_over(kept: _Kept, how: _How, pair: CastPair) -> None:
 
 
 def _place(weight: Tensor) -> _Place:
-    # The weak reference in the entry keeps the storage's identity from being given to another.
+    # The weak reference in the entry keeps the storage's identity from being given to another: what is found under
+    # the place of a weight is of that weight.
     return weight.untyped_storage()._cdata, weight.data_ptr(), weight.shape, weight.stride()
 
 
@@ -268,6 +273,17 @@ def _sweep() -> None:
         for place in [place for place, kept in _kept.items() if kept.storage.expired()]:
             del _kept[place]
         _swept_at = len(_kept)
+
+
+def in_compiled_graphs(weight: Tensor) -> bool:
+    """Is torch.compile making CUDA graphs (mode="reduce-overhead"), or warming up to it? It refuses memory that is
+    kept of what they compute, so that there is none but their outputs."""
+    trees: Any = sys.modules.get("torch._inductor.cudagraph_trees")
+    if trees is None or not weight.is_cuda or not torch._C._is_key_in_tls("tree_manager_containers"):
+        return False  # of another thread, they are none of ours
+    manager = trees.get_manager(weight.device.index, create_if_none_exists=False)
+    # It warms up and records on a stream of its own.
+    return manager is not None and manager.stream == torch.cuda.current_stream(weight.device)
 
 
 def _is_capturing(weight: Tensor) -> bool:

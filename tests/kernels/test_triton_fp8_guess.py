@@ -12,11 +12,16 @@ pytest.importorskip("triton")
 
 from bitplan.formats.fp8_scaling import cast_reference, pad_rows
 from bitplan.kernels.triton_fp8_cast import CastLaunch
-from bitplan.kernels.triton_fp8_guess import cast_by_guess, counts_of, new_state
+from bitplan.kernels.triton_fp8_guess import GuessPlan, counts_of, new_state
+from bitplan.kernels.triton_fp8_pairs import is_aligned
 
 # A guess for small numbers overflows on large ones, before it is found wrong; the interpreter's numpy would warn of it.
 pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered")
 SMALL = CastLaunch(rows=32, cols=32, warps=1)
+
+
+def cast_by_guess(x, state, fp8, eps, padded, *, rows, cols, launch=None):
+    return GuessPlan(x.shape, x.dtype, is_aligned(x), fp8, eps, padded, rows, cols, launch).run(x, state)
 
 
 def check(x: torch.Tensor, state: torch.Tensor, padded: int, *, fp8="e4m3", eps=0.0, offset=0, **asked) -> None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,7 +16,8 @@ pytest.importorskip("triton")
 import triton
 import triton.language as tl
 
-from bitplan.kernels.triton_launch import PreparedLaunch
+from bitplan.kernels import triton_launch
+from bitplan.kernels.triton_launch import PreparedLaunch, launch_in_turn
 
 
 @triton.jit
@@ -24,6 +27,12 @@ def _scale(x_ptr, bias_ptr, out_ptr, size, factor, HAS_BIAS: tl.constexpr, WIDTH
     if HAS_BIAS:
         x += tl.load(bias_ptr + at, mask=at < size, other=0.0)
     tl.store(out_ptr + at, x, mask=at < size)
+
+
+@triton.jit
+def _copy(x_ptr, bias_ptr, out_ptr, copy_ptr, size, WIDTH: tl.constexpr):  # noqa: ARG001
+    at = tl.program_id(0) * WIDTH + tl.arange(0, WIDTH)
+    tl.store(copy_ptr + at, tl.load(out_ptr + at, mask=at < size, other=0.0), mask=at < size)
 
 
 def launch_of(size: int, has_bias: bool) -> PreparedLaunch:
@@ -39,6 +48,16 @@ def test_a_prepared_launch_can_be_repeated(has_bias, device) -> None:
         out = torch.empty_like(x)
         launch(x, x if has_bias else None, out)
         assert torch.equal(out, x * 3 + x if has_bias else x * 3)
+
+
+def test_kernels_in_turn_share_the_first_pointers(device) -> None:
+    launches = launch_of(100, False), PreparedLaunch(_copy, (2,), (100,), {"WIDTH": 64}, num_warps=2)
+    for seed in range(3):
+        x = torch.randn(100, generator=torch.Generator().manual_seed(seed)).to(device)
+        out, copy = torch.empty_like(x), torch.empty_like(x)
+        launch_in_turn(launches, (x, None, out, copy))
+        assert torch.equal(out, x * 3)
+        assert torch.equal(copy, out)
 
 
 def test_constants_come_in_the_order_of_the_kernel() -> None:
@@ -75,6 +94,37 @@ def test_the_stream_of_the_caller_is_used() -> None:
     assert torch.equal(out, x * 3)
 
 
+class Launcher:
+    """As Triton 3.6 has it around its C."""
+
+    def __call__(self, x, y, z, stream, function, *rest):
+        scratch = "memory" if self.global_scratch_size or self.profile_scratch_size else None
+        self.launch(
+            x, y, z, stream, function, self.launch_cooperative_grid, self.launch_pdl, scratch, scratch, *rest
+        )  # fmt: skip
+
+
+def test_a_launcher_with_nothing_to_do_is_left_out(monkeypatch) -> None:
+    kind, recorded = Launcher, []
+    if triton.__version__.startswith("3.6."):
+        kind = importlib.import_module("triton.backends.nvidia.driver").CudaLauncher
+    launcher = kind.__new__(kind)
+    launcher.launch = lambda *arguments: recorded.append(arguments)
+    launcher.launch_cooperative_grid, launcher.launch_pdl = False, True
+    for of in ("global", "profile"):
+        setattr(launcher, f"{of}_scratch_size", 0)
+        setattr(launcher, f"{of}_scratch_align", 1)
+    kernel = SimpleNamespace(run=launcher, function=5, packed_metadata=(4, 1, 0))
+    monkeypatch.setattr(triton_launch, "_HAS_LAUNCH", True)
+    run, fixed, _ = triton_launch._entry_of(kernel)
+    assert run is launcher.launch
+    run(2, 1, 1, 77, *fixed, 1024, 2048, 3.0)
+    launcher(2, 1, 1, 77, 5, (4, 1, 0), None, None, None, 1024, 2048, 3.0)
+    assert recorded[0] == recorded[1]
+    launcher.profile_scratch_size = 128
+    assert triton_launch._entry_of(kernel)[0] is launcher
+
+
 # What a launcher gets, without a GPU: the driver is one that records.
 PROGRAM = """
 import torch, triton
@@ -101,7 +151,8 @@ class Driver:
     get_current_target = staticmethod(lambda: GPUTarget("cuda", 90, 32))
 
 triton.runtime.driver.set_active(Driver())
-from test_triton_launch import _scale, launch_of
+from test_triton_launch import _copy, _scale, launch_of
+from bitplan.kernels.triton_launch import PreparedLaunch, launch_in_turn
 
 ordinary = []
 real = type(_scale).run
@@ -111,6 +162,7 @@ def run(self, *arguments, **named):
 type(_scale).run = run
 
 launch = launch_of(100, False)
+copier = PreparedLaunch(_copy, (2,), (100,), {"WIDTH": 64}, num_warps=2)
 room = torch.zeros(264, dtype=torch.bfloat16)
 x, odd, out = room[:100], room[1:101], room[128:228]
 launch(x, None, out)
@@ -131,6 +183,14 @@ seen = []
 triton.knobs.runtime.launch_enter_hook.add(seen.append)
 launch(x, None, out)
 assert len(ordinary) == 3, "a profiler sees ordinary launches"
+triton.knobs.runtime.launch_enter_hook.remove(seen.append)
+
+RECORDED.clear()
+launch_in_turn((launch, copier), (x, None, out, room))
+launch_in_turn((launch, copier), (x, None, out, room))
+assert len(ordinary) == 4, "of the second kernel alone"
+assert [essence(each) for each in RECORDED[2:]] == [essence(each) for each in RECORDED[:2]]
+assert RECORDED[3][9:] == (x.data_ptr(), 0, out.data_ptr(), room.data_ptr(), 100, 64), RECORDED[3]
 print("recorded")
 """
 

@@ -56,6 +56,27 @@ def test_an_expired_cast_is_made_again() -> None:
     assert first is not None
 
 
+def test_nothing_is_kept_while_compiled_graphs_are_made(monkeypatch) -> None:
+    model = stack(device="cpu")
+    x = torch.randn(4, SIZE, requires_grad=True)
+    expected = gradients(fresh(model), x)
+    monkeypatch.setattr(fp8_weight_casts, "in_compiled_graphs", lambda _weight: True)
+    for one, other in zip(gradients(model, x), expected, strict=True):
+        assert torch.equal(one, other)
+    assert all(kept_casts(layer.weight) is None for layer in model)
+
+
+@pytest.mark.parametrize(("stream", "is_theirs"), [("theirs", True), ("another", False), (None, False)])
+def test_compiled_graphs_are_seen(stream, is_theirs, monkeypatch) -> None:
+    from torch._inductor import cudagraph_trees
+
+    weight = SimpleNamespace(is_cuda=True, device=torch.device("cuda", 0))
+    manager = None if stream is None else SimpleNamespace(stream="theirs")
+    monkeypatch.setattr(cudagraph_trees, "get_manager", lambda *_index, **_how: manager)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda _device: stream)
+    assert fp8_weight_casts.in_compiled_graphs(weight) == is_theirs  # type: ignore[arg-type]
+
+
 class Replayed(fp8_weight_casts._Together):
     """Cast together on a CPU: a replay casts into memory of its own, as a graph does."""
 
@@ -192,3 +213,22 @@ def test_a_graph_keeps_its_guesses_from_replay_to_replay() -> None:
         graph.replay()
         with torch.no_grad():
             assert torch.equal(y, fresh(model)(x))
+
+
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # Dynamo's own, of torch 2.11
+@pytest.mark.filterwarnings("ignore:The CUDA Graph is empty:UserWarning")  # the first that torch makes, for its memory
+@pytest.mark.gpu
+def test_compiled_graphs_follow_the_weights() -> None:
+    fp8_scale_guesses._kept.clear()
+    model = stack(2)
+    cast_weights_together(model)
+    run = torch.compile(model, mode="reduce-overhead")
+    x = torch.randn(64, SIZE, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    for _ in range(5):  # the first warms up, the second records
+        torch.compiler.cudagraph_mark_step_begin()
+        found = [each.clone() for each in gradients(run, x)]
+        for one, other in zip(found, gradients(fresh(model), x), strict=True):
+            assert torch.equal(one, other)
+        with torch.no_grad():
+            for weight in model.parameters():
+                weight.mul_(1.5)
