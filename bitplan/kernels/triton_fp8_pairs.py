@@ -168,11 +168,12 @@ def store_tile(
     words = cols16 * 8
     row, word = down * BR, across * (BC // 2)
     left, ok_W = rows - row, word + w_W < words
+    STEP: tl.constexpr = 1 if BY_ROW else 0
     out_ptr = out_ptr.to(tl.pointer_type(tl.int16), bitcast=True) + (row.to(tl.int64) * words + word)
     _store_codes(out_ptr, r_Q, r_Q < left, words, w_W, ok_W, a_QW, inverse_a_Q, FP8, V)
-    _store_codes(out_ptr, r_Q + 1, r_Q + BY_ROW < left, words, w_W, ok_W, b_QW, inverse_b_Q, FP8, V)
-    _store_codes(out_ptr, r_Q + 2, r_Q + 2 * BY_ROW < left, words, w_W, ok_W, c_QW, inverse_c_Q, FP8, V)
-    _store_codes(out_ptr, r_Q + 3, r_Q + 3 * BY_ROW < left, words, w_W, ok_W, d_QW, inverse_d_Q, FP8, V)
+    _store_codes(out_ptr, r_Q + 1, r_Q + STEP < left, words, w_W, ok_W, b_QW, inverse_b_Q, FP8, V)
+    _store_codes(out_ptr, r_Q + 2, r_Q + 2 * STEP < left, words, w_W, ok_W, c_QW, inverse_c_Q, FP8, V)
+    _store_codes(out_ptr, r_Q + 3, r_Q + 3 * STEP < left, words, w_W, ok_W, d_QW, inverse_d_Q, FP8, V)
 
 
 @triton.jit

@@ -44,6 +44,7 @@ def check_tokens(
     state: Tensor | None,
     device: torch.device,
     *,
+    recipe="tensorwise",
     pad=16,
     fp8="e4m3",
     eps=0.0,
@@ -52,8 +53,8 @@ def check_tokens(
 ) -> None:
     layout, reference = routed(counts, pad, device)
     there = torch.empty(offset + x.numel(), dtype=x.dtype, device=device)[offset:].view(x.shape).copy_(x)
-    found = cast_tokens(there, "tensorwise", layout, fp8, eps, impl="triton", guess=state, **asked)
-    expected = cast_tokens(x, "tensorwise", reference, fp8, eps, impl="reference", **asked)
+    found = cast_tokens(there, recipe, layout, fp8, eps, impl="triton", guess=state, **asked)
+    expected = cast_tokens(x, recipe, reference, fp8, eps, impl="reference", **asked)
     assert [each is None for each in found] == [each is None for each in expected]
     if found[0] is not None and expected[0] is not None:
         same(found[0].codes, expected[0].codes)
@@ -61,7 +62,8 @@ def check_tokens(
     if found[1] is not None and expected[1] is not None:
         used = int(reference.padded_ends[-1])  # behind it is memory that nothing reads
         same(found[1].codes[:, :used].contiguous(), expected[1].codes[:, :used].contiguous())
-        same(found[1].scale, expected[1].scale)
+        by = used // 128 if recipe == "blockwise" else None
+        same(found[1].scale[:by], expected[1].scale[:by])
 
 
 def check_matrices(w: Tensor, state: Tensor | None, device: torch.device, eps: float = 0.0, **asked) -> None:
@@ -120,6 +122,13 @@ def test_what_is_not_finite_stays_with_its_expert_and_goes_at_once(bad, device) 
     for each in (x, broken, broken, x):
         check_tokens(each, counts, state, device)
     assert state[-2:].cpu().tolist() == [[4, 4, 0], [1, 3, 0]]  # the first, into NaN, and out of it
+
+
+@pytest.mark.parametrize("recipe", ["rowwise", "blockwise"])
+def test_what_is_not_finite_in_rows_and_blocks(recipe, device) -> None:
+    x = sample(30, 128)
+    x[3, 5], x[12, 7], x[29, 127] = torch.nan, torch.inf, -torch.inf
+    check_tokens(x, [10, 0, 19, 1], None, device, recipe=recipe, pad=128, eps=1e-3)
 
 
 @pytest.mark.parametrize("asked", [{"rows": False}, {"cols": False}, {"rows": False, "cols": False}])
@@ -202,6 +211,17 @@ def test_the_check_casts_only_experts_again_whose_guess_was_wrong(device) -> Non
 
 
 # ---- on a GPU --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("recipe", ["rowwise", "blockwise"])
+@pytest.mark.parametrize("bad", [1.0, torch.nan])
+def test_many_tokens_by_rows_and_blocks_on_a_gpu(recipe, bad, device) -> None:
+    counts = [0, 3000, 1, 517, 0, 77]
+    x = sample(sum(counts), 2048)
+    x[3100, 7] = bad
+    for fp8 in ("e4m3", "e5m2"):
+        check_tokens(x, counts, None, device, recipe=recipe, pad=128, fp8=fp8)
 
 
 @pytest.mark.gpu
