@@ -14,8 +14,8 @@ times one block first, compiled and run as the row is. At the first size of "mea
 gradients that change by a factor of four from step to step, so that every guess of their scales is wrong.
 
 Every arm is compiled, and a step casts all weights anew, as after an optimizer's step. Rows are timed by --timing: a
-CUDA graph of the whole step, or eager; with both, "measured" also has rows compiled by mode="reduce-overhead", where
-torch makes the graphs, by the policy of CUDA graphs and without torchao. Ratios are BF16 time over the arm's time: the
+CUDA graph of the whole step, or eager; with both, that first size also has rows compiled by mode="reduce-overhead",
+where torch makes the graphs, by the policy of CUDA graphs and without torchao. Ratios are BF16 time over the arm's time: the
 median of the turns' ratios with the interval that the policy uses. "best" is the adaptive arm, "confirmed_best" the
 confirmed one, against the better of BF16 and full FP8. Parts stop when --seconds are over and say what they left out.
 An arm that cannot be made or run is recorded with its reason.
@@ -235,7 +235,7 @@ def time_layers(
 ) -> list[dict[str, Any]]:
     arms = Arms(part, size, tokens, options, device)
     runs = dict(policies)
-    if part == "measured" and len(runs) > 1:
+    if RESTLESS in arms.made and len(runs) > 1:
         runs[REDUCED] = policies["graph"]
     return [_time_run(arms, run, policy, part, size, tokens, options.turns) for run, policy in runs.items()]
 

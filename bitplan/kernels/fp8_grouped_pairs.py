@@ -40,8 +40,10 @@ from bitplan.kernels.triton_numbers import TINY
 # Of one layout: codes and scales.
 Made = tuple[Tensor, Tensor] | None
 
-# Tokens come in the tiles of their layout's tables; the rows of a matrix are cut as those of a dense one.
-TOKENS_LAUNCH = CastLaunch(TILE_ROWS, 64, 4, vector=4)
+# Tokens come in the tiles of their layout's tables; the rows of a matrix are cut as those of a dense one. On an H200,
+# by guesses, 32768 tokens of 7168 numbers: 248 us, 89% of a copy; tiles of 128x64 252 to 258. Matrices, 8 of 4096x7168:
+# 242 us, 92%; tiles of 128x64 and 128x128 the same within 2 us.
+TOKENS_LAUNCH = CastLaunch(TILE_ROWS, 128, 8, vector=4)
 MATRICES_LAUNCH = PAIR_LAUNCHES["tensor"]
 _SIZES = ["experts", "group16", "stride16", "cols16"]
 

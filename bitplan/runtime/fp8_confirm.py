@@ -141,7 +141,8 @@ def judge(path: str, bf16: Timed, fp8: Timed, threshold: float, which: str = "pl
 def _step(block: nn.Module, inputs: tuple[tuple[Any, ...], dict[str, Any]], compiled: bool) -> Call:
     """One forward and backward of a block, random gradients, weights cast anew as after an optimizer's step."""
     args, kwargs, leaves = _as_leaves(inputs)
-    run: Callable[..., Any] = torch.compile(block) if compiled else block
+    # As block.compile() does it: a model that compiles its layers finds again what was compiled here.
+    run: Callable[..., Any] = torch.compile(block._call_impl) if compiled else block
     parameters = [each for each in block.parameters() if each.requires_grad]
     with torch.no_grad():  # not compiled: a pass without gradients would be compiled for this alone
         shape = _first_tensor(block(*args, **kwargs))
