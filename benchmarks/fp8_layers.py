@@ -15,7 +15,7 @@ gradients that change by a factor of four from step to step, so that every guess
 
 Every arm is compiled, and a step casts all weights anew, as after an optimizer's step. Rows are timed by --timing: a
 CUDA graph of the whole step, or eager; with both, that first size also has rows compiled by mode="reduce-overhead",
-where torch makes the graphs, by the policy of CUDA graphs and without torchao. Ratios are BF16 time over the arm's time: the
+where torch makes the graphs, by the policy of CUDA graphs and without torchao. Ratios are BF16 time over the arm's: the
 median of the turns' ratios with the interval that the policy uses. "best" is the adaptive arm, "confirmed_best" the
 confirmed one, against the better of BF16 and full FP8. Parts stop when --seconds are over and say what they left out.
 An arm that cannot be made or run is recorded with its reason.
@@ -158,15 +158,17 @@ class Arms:
         apply_fp8(model, None, **self.given)
         return model
 
-    def add_adaptive(self, policy: BandPolicy, timing: str | None = None) -> dict[str, Any]:
+    def add_adaptive(self, policy: BandPolicy, run: str | None = None) -> dict[str, Any]:
         """What a policy decides, and under "arm" which arm that is: one of the others where it is the same layers.
 
-        Where a timing is given, the decision is confirmed by it.
+        Where it is told how it will run, the decision is confirmed so.
         """
         model = copy.deepcopy(self.plain)
         confirm: dict[str, Any] = {}
-        if timing is not None:
-            confirm = {"confirm": True, "confirm_compiled": self.compiled, "confirm_timing": timing, "example": self.x}
+        if run is not None:
+            mode = REDUCED if run == REDUCED and self.compiled else self.compiled
+            timing = "graph" if run == "graph" else "eager"
+            confirm = {"confirm": True, "confirm_compiled": mode, "confirm_timing": timing, "example": self.x}
         started = time.monotonic()
         applied = apply_fp8(model, policy, **self.given, **confirm)
         seconds = time.monotonic() - started
@@ -243,8 +245,8 @@ def time_layers(
 def _time_run(
     arms: Arms, run: str, policy: BandPolicy, part: str, size: Size, tokens: int, turns: int
 ) -> dict[str, Any]:
-    timing, mode = ("graph", REDUCED) if run == REDUCED else (run, None)
-    told = {"adaptive": arms.add_adaptive(policy), "confirmed": arms.add_adaptive(policy, timing)}
+    mode = REDUCED if run == REDUCED else None
+    told = {"adaptive": arms.add_adaptive(policy), "confirmed": arms.add_adaptive(policy, run)}
     chosen = {name: each["arm"] for name, each in told.items()}
     made = arms.arms(list(chosen.values()), mode)
     found = time_in_turns(made, stopwatch_of(arms.x.device), turns=turns, warmup=3, graph=run == "graph")

@@ -16,8 +16,8 @@ cannot be replaced. A policy of another GPU is an error.
     recipe          a recipe's name; None takes the best that the policy knows for each layer
     confirm         times the first block of each make in turns, in BF16, as planned and all in FP8, and takes what is
                     shown to be fastest; BF16 otherwise. `example` is what the model is run on for that.
-                    `confirm_compiled` compiles the blocks first, `confirm_timing="graph"` times them as CUDA graphs:
-                    confirm as you will run
+                    `confirm_compiled` compiles the blocks first (True, or a mode of torch.compile such as
+                    "reduce-overhead"), `confirm_timing="graph"` times them as CUDA graphs: confirm as you will run
     emulate         also on a CPU, whose FP8 is emulated: for tests
 
 `apply_fp8_config` takes the same from a YAML's keys, a plan for each part of a vision-language model.
@@ -93,7 +93,7 @@ def apply_fp8(
     extrapolate: bool = False,
     estimate: bool = True,
     confirm: bool = False,
-    confirm_compiled: bool = False,
+    confirm_compiled: bool | str = False,
     confirm_timing: str = "eager",
     example: Example | None = None,
     emulate: bool = False,
@@ -118,7 +118,7 @@ def apply_fp8_config(
     *,
     tokens: Tokens | None = None,
     confirm: bool = False,
-    confirm_compiled: bool = False,
+    confirm_compiled: bool | str = False,
     confirm_timing: str = "eager",
     example: Example | None = None,
     emulate: bool = False,
@@ -172,7 +172,7 @@ class _Decided:
 @dataclass(frozen=True)
 class _Trial:
     wanted: bool
-    compiled: bool
+    compiled: bool | str
     timing: str
     example: Example | None
     stopwatch: Stopwatch | None

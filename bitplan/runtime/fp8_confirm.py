@@ -89,13 +89,13 @@ def confirm_block(
     *,
     everything: nn.Module | None = None,
     threshold: float = 1.0,
-    compiled: bool = False,
+    compiled: bool | str = False,
     graph: bool = False,
     stopwatch: Stopwatch | None = None,
     turns: int = TURNS,
 ) -> Confirmed:
     """The block forward and backward in turns, in BF16, as planned and all in FP8, where those are not None; launched
-    one by one, or each as a CUDA graph."""
+    one by one, or each as a CUDA graph. `compiled` may be a mode of torch.compile."""
     device = next(plain.parameters()).device
     blocks = {"bf16": plain, "plan": planned, "all": everything}
     arms = {name: partial(_step, block, inputs, compiled) for name, block in blocks.items() if block is not None}
@@ -138,11 +138,12 @@ def judge(path: str, bf16: Timed, fp8: Timed, threshold: float, which: str = "pl
     return Confirmed(path, answer, told + kept, taken, interval.speedup, interval.low, interval.high)
 
 
-def _step(block: nn.Module, inputs: tuple[tuple[Any, ...], dict[str, Any]], compiled: bool) -> Call:
+def _step(block: nn.Module, inputs: tuple[tuple[Any, ...], dict[str, Any]], compiled: bool | str) -> Call:
     """One forward and backward of a block, random gradients, weights cast anew as after an optimizer's step."""
     args, kwargs, leaves = _as_leaves(inputs)
+    mode = compiled if isinstance(compiled, str) else None
     # As block.compile() does it: a model that compiles its layers finds again what was compiled here.
-    run: Callable[..., Any] = torch.compile(block._call_impl) if compiled else block
+    run: Callable[..., Any] = torch.compile(block._call_impl, mode=mode) if compiled else block
     parameters = [each for each in block.parameters() if each.requires_grad]
     with torch.no_grad():  # not compiled: a pass without gradients would be compiled for this alone
         shape = _first_tensor(block(*args, **kwargs))
@@ -151,6 +152,8 @@ def _step(block: nn.Module, inputs: tuple[tuple[Any, ...], dict[str, Any]], comp
 
     def step() -> None:
         drop_casts()
+        if mode is not None:
+            torch.compiler.cudagraph_mark_step_begin()
         output = _first_tensor(run(*args, **kwargs))
         torch.autograd.grad(output, [*leaves, *parameters], gradient, allow_unused=True)
 

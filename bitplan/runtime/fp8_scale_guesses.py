@@ -7,18 +7,19 @@ time that a cast takes, never its result.
 
 A state is used by one cast at a time. Where a layer runs on another stream than last time, that stream first waits for
 the last one. A CUDA graph uses the states that are there when it is captured; where there are none yet, it gets none.
-States are allocated by a thread of their own: what a thread allocates while torch.compile(mode="reduce-overhead") has
-it warm up belongs to the graphs that are to come, and they refuse what outlives them.
+Under torch.compile(mode="reduce-overhead") they are made while torch warms up, outside its graphs' memory
+(`fp8_compiled_graphs`).
 """
 
 from __future__ import annotations
 
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
+
+from bitplan.runtime.fp8_compiled_graphs import allocate_outside
 
 INPUT, WEIGHT, GRAD = "input", "weight", "grad"
 TENSORWISE = "tensorwise"
@@ -75,8 +76,7 @@ def _new(key: _Key, weight: Tensor) -> Tensor:
             del _kept[each]
         _swept_at = len(_kept)
     shape = (STATE_SIZE, key[-1])
-    with ThreadPoolExecutor(1) as elsewhere:
-        state = elsewhere.submit(lambda: torch.empty(shape, dtype=torch.int32, device=weight.device)).result()
+    state = allocate_outside(lambda: torch.empty(shape, dtype=torch.int32, device=weight.device))
     stream = torch.cuda.current_stream(weight.device)
     state.record_stream(stream)
     clear_state(state)
