@@ -13,14 +13,13 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from bitplan.errors import FormatError
 from bitplan.formats.fp8_scaling import (
-    FP8_DTYPES,
     ScaledFp8,
     cast_reference,
     pad_rows,
@@ -53,19 +52,16 @@ def cast_layouts(
     impl: str = "auto",
     launch: CastLaunch | None = None,
     guess: Tensor | None = None,
-    out: CastPair | None = None,
 ) -> CastPair:
     """Cast a matrix by a recipe, each layout that is asked for. `guess`: a state of `triton_fp8_guess`, which saves a
-    tensorwise cast on the GPU its second read and changes no bit. `out`: memory for such a cast by a guess."""
+    tensorwise cast on the GPU its second read and changes no bit."""
     if impl == "triton" or (impl == "auto" and x_RC.is_cuda):
         x = x_RC if x_RC.is_contiguous() else x_RC.contiguous()
         aligned, guessed = not x.data_ptr() & 15, guess is not None
         cast = _plan(x.shape, x.dtype, aligned, recipe, fp8, eps, is_weight, rows, cols, launch, guessed)
-        return cast(x, guess) if out is None else cast(x, guess, out)
+        return cast(x, guess)
     if impl not in IMPLEMENTATIONS:
         raise FormatError(f"impl must be one of {', '.join(IMPLEMENTATIONS)}, got {impl!r}")
-    if out is not None:
-        raise FormatError("memory can be given for casts on a GPU; a CPU's casts make their own")
     scaling = scaling_of(recipe, is_weight=is_weight)
     x_RC = pad_rows(x_RC, _rows_of_cast(x_RC.shape[0], recipe, is_weight))
     return CastPair(
@@ -87,7 +83,7 @@ def _plan(
     cols: bool,
     launch: CastLaunch | None,
     guessed: bool,
-) -> Callable[..., CastPair]:
+) -> Callable[[Tensor, Any], CastPair]:
     """How the GPU casts all that is like this, all settled but the tensors: a layer casts the same again each step."""
     scaling = scaling_of(recipe, is_weight=is_weight)
     padded = _rows_of_cast(shape[0], recipe, is_weight)
@@ -97,19 +93,10 @@ def _plan(
         return GuessPlan(shape, dtype, aligned, fp8, eps, padded, rows, cols, launch).run
     from bitplan.kernels.triton_fp8_cast import cast_tiles
 
-    def cast(x: Tensor, _guess: Tensor | None, out: CastPair | None = None) -> CastPair:
-        if out is not None:
-            raise FormatError(f"memory can be given for tensorwise casts by a guess, not for {recipe} ones without")
+    def cast(x: Tensor, _: Tensor | None) -> CastPair:
         return CastPair(*cast_tiles(x, scaling, fp8, eps, padded, rows=rows, cols=cols, launch=launch)[:2])
 
     return cast
-
-
-def empty_tensorwise(rows: int, cols: int, device: torch.device) -> CastPair:
-    """Memory for both layouts of a matrix in E4M3, by one scale."""
-    scale = torch.empty((), dtype=torch.float32, device=device)
-    codes = (torch.empty(size, dtype=FP8_DTYPES["e4m3"], device=device) for size in ((rows, cols), (cols, rows)))
-    return CastPair(*(ScaledFp8(each, scale, "tensor") for each in codes))
 
 
 def _rows_of_cast(rows: int, recipe: str, is_weight: bool) -> int:

@@ -24,7 +24,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from bitplan.errors import FormatError
 from bitplan.formats.fp8_scaling import FP8_DTYPES, ScaledFp8
 from bitplan.kernels.fp8_cast import CastPair
 from bitplan.kernels.triton_fp8_cast import CastLaunch, launch_of
@@ -103,11 +102,8 @@ class GuessPlan:
             PreparedLaunch(check, (checkers,), (*numbers, float(eps)), constants, **options),
         )
 
-    def run(self, x: Tensor, state: Tensor, out: CastPair | None = None) -> CastPair:
-        """The cast of a contiguous x, into `out` where that is given."""
-        if out is not None:
-            self._launch(x, state, out)
-            return out
+    def run(self, x: Tensor, state: Tensor) -> CastPair:
+        """The cast of a contiguous x."""
         device = x.device
         # Sizes as numbers: torch takes longer for a tuple.
         codes = torch.empty(*self.rows, dtype=self.dtype, device=device) if self.rows is not None else None
@@ -118,18 +114,6 @@ class GuessPlan:
             None if codes is None else ScaledFp8(codes, scale, "tensor"),
             None if codes_t is None else ScaledFp8(codes_t, scale, "tensor"),
         )
-
-    def _launch(self, x: Tensor, state: Tensor, out: CastPair) -> None:
-        given = tuple(None if each is None else each.shape for each in out)
-        scales = {id(each.scale): each.scale for each in out if each is not None}
-        types = {each.codes.dtype for each in out if each is not None}
-        if given != (self.rows, self.cols) or len(scales) != 1 or types != {self.dtype}:
-            raise FormatError(
-                f"memory for this cast must be {self.rows} and {self.cols} of {self.dtype} with one scale, got "
-                f"{given[0]} and {given[1]} of {', '.join(map(str, types))} with {len(scales)}"
-            )
-        codes, codes_t = (None if each is None else each.codes for each in out)
-        launch_in_turn(self.launches, (x, codes, codes_t, state, *scales.values()))
 
 
 # ---- the state -------------------------------------------------------------------------------------------------------

@@ -2,7 +2,7 @@
 
 Those graphs share a pool of memory and must know everything in it: a tensor that stays and is no output of theirs is an
 error. While torch warms up to a graph or records it, whatever its thread allocates comes from that pool. So what FP8
-layers keep from step to step, guesses of scales and memory for casts, is then allocated by another thread.
+layers keep from step to step, guesses of scales, is allocated by another thread; casts of weights are not kept then.
 """
 
 from __future__ import annotations

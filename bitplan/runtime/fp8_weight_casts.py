@@ -11,8 +11,9 @@ version on purpose. Call `drop_weight_casts` after such a write, or do not reuse
 CUDA graphs replay kernels without asking. So a graph that is captured casts every weight in each of its forwards, and
 is right whatever happens between replays; only casts that `hold_weight_casts` made are read from outside. Those stay at
 their address: call it again after each step, outside the graph, and all replays of the step share that one cast.
-torch.compile(mode="reduce-overhead") makes graphs by itself, one for a forward and one for its backward, which share
-memory that the forward's writes in each replay (`_OfGraphs`).
+torch.compile(mode="reduce-overhead") makes graphs by itself and must know all memory that they leave behind: under it
+nothing is kept at all, and the backward casts its own layout. (Both layouts by the forward, into memory outside those
+graphs, was 3 to 8% slower on an H200.)
 
 Weights that change together are cast together on a GPU (`cast_together`): the first of them that is asked for after a
 step has all of them cast, by one replay of a graph of their casts, where one by one the host would launch two kernels
@@ -30,9 +31,9 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from bitplan.formats.fp8_scaling import ScaledFp8
-from bitplan.kernels.fp8_cast import CastPair, cast_layouts, empty_tensorwise
+from bitplan.kernels.fp8_cast import CastPair, cast_layouts
 from bitplan.plan.fp8_terms import RECIPES
-from bitplan.runtime.fp8_compiled_graphs import allocate_outside, in_compiled_graphs
+from bitplan.runtime.fp8_compiled_graphs import in_compiled_graphs
 from bitplan.runtime.fp8_scale_guesses import WEIGHT, guess_for
 
 _Place = tuple[int, int, tuple[int, ...], tuple[int, ...]]
@@ -50,16 +51,6 @@ class _Kept:
     cols: dict[_How, ScaledFp8] = field(default_factory=dict)
     captured: bool = False  # made inside a CUDA graph: only the backward of that graph may read it
     held: bool = False
-
-
-@dataclass
-class _OfGraphs:
-    """Memory for both layouts of a weight in compiled graphs. Never dropped while the weight lives: graphs that were
-    recorded go on writing and reading it."""
-
-    storage: StorageWeakRef
-    pair: CastPair
-    is_fresh: bool = False  # written by a forward whose backward has not come yet
 
 
 class _Together:
@@ -106,22 +97,17 @@ class _Together:
 
 _kept: dict[_Place, _Kept] = {}
 _together: dict[_Place, _Together] = {}
-_of_graphs: dict[tuple[_Place, _How], _OfGraphs] = {}
 _swept_at = 0
 
 
 def weight_rows(weight: Tensor, recipe: str, eps: float, *, with_cols: bool, reuse: bool) -> ScaledFp8:
     """The weight [N, K] for fprop. `with_cols`: dgrad will ask for the other layout of the same cast."""
     how = (recipe, eps)
-    if reuse and in_compiled_graphs(weight):
-        rows = _cast_for_graphs(weight, how) if with_cols else None
-        reuse = False
-        if rows is not None:
-            return rows
     kept = _find(weight) if reuse else None
     capturing = _is_capturing(weight)
     if kept is not None and how in kept.rows and (kept.held or not (capturing or kept.captured)):
         return kept.rows[how]
+    reuse = reuse and not in_compiled_graphs(weight)
     if reuse and not capturing and _refresh_together(weight, recipe, eps):
         return _kept[_place(weight)].rows[how]
     pair = _cast(weight, recipe, eps, cols=with_cols and reuse)
@@ -134,12 +120,6 @@ def weight_rows(weight: Tensor, recipe: str, eps: float, *, with_cols: bool, reu
 def weight_cols(weight: Tensor, recipe: str, eps: float, *, reuse: bool) -> ScaledFp8:
     """The weight transposed, [K, N], for dgrad."""
     how = (recipe, eps)
-    if reuse and in_compiled_graphs(weight):
-        made = _of_graphs.get((_place(weight), how))
-        reuse = False
-        if made is not None and made.is_fresh and made.pair.cols is not None:
-            made.is_fresh = False
-            return made.pair.cols
     kept = _find(weight) if reuse else None
     capturing = _is_capturing(weight)
     if kept is not None and how in kept.cols and (kept.held or kept.captured == capturing):
@@ -147,6 +127,7 @@ def weight_cols(weight: Tensor, recipe: str, eps: float, *, reuse: bool) -> Scal
         if kept.captured and not kept.held:  # of this graph and this micro-batch; the next casts its own
             del _kept[_place(weight)]
         return found
+    reuse = reuse and not in_compiled_graphs(weight)
     if reuse and not capturing and _refresh_together(weight, recipe, eps):
         return _kept[_place(weight)].cols[how]
     pair = _cast(weight, recipe, eps, rows=False)
@@ -169,26 +150,6 @@ def cast_together(wanted: Iterable[Wanted]) -> None:
 def _refresh_together(weight: Tensor, recipe: str, eps: float) -> bool:
     together = _together.get(_place(weight))
     return together is not None and together.refresh(weight, (recipe, eps))
-
-
-def _cast_for_graphs(weight: Tensor, how: _How) -> ScaledFp8 | None:
-    """Cast into memory that a compiled graph and the one of its backward share; None where there is none, for another
-    recipe or for a graph that is recorded without having been warmed up to: the backward then casts for itself."""
-    guess = guess_for(how[0], weight, WEIGHT)
-    if guess is None:
-        return None
-    key = (_place(weight), how)
-    found = _of_graphs.get(key)
-    if found is None:
-        if _is_capturing(weight):
-            return None
-        for gone in [each for each, made in _of_graphs.items() if made.storage.expired()]:
-            del _of_graphs[gone]
-        pair = allocate_outside(lambda: empty_tensorwise(weight.shape[0], weight.shape[1], weight.device))
-        found = _of_graphs[key] = _OfGraphs(StorageWeakRef(weight.untyped_storage()), pair)
-    cast_layouts(weight, how[0], "e4m3", how[1], is_weight=True, guess=guess, out=found.pair)
-    found.is_fresh = True
-    return found.pair.rows
 
 
 def _is_current(weight: Tensor, how: _How) -> bool:

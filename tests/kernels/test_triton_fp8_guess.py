@@ -10,9 +10,7 @@ import torch
 
 pytest.importorskip("triton")
 
-from bitplan.errors import FormatError
 from bitplan.formats.fp8_scaling import cast_reference, pad_rows
-from bitplan.kernels.fp8_cast import cast_layouts, empty_tensorwise
 from bitplan.kernels.triton_fp8_cast import CastLaunch
 from bitplan.kernels.triton_fp8_guess import GuessPlan, counts_of, new_state
 from bitplan.kernels.triton_fp8_pairs import is_aligned
@@ -128,26 +126,3 @@ def test_large_matrices_by_the_launch_of_their_own_on_the_gpu(rows, cols, device
             assert torch.equal(made.codes.view(torch.uint8).cpu(), want.codes.view(torch.uint8))
             assert torch.equal(made.scale.cpu(), want.scale)
     assert counts_of(state) == (2, 1)
-
-
-def test_into_memory_that_is_given(device) -> None:
-    state, pair = new_state(device), empty_tensorwise(32, 48, device)
-    for seed, size in enumerate((1.0, 1.0, 64.0)):
-        x = sample(seed, 48, 32, size).to(device)
-        made = cast_layouts(x, "tensorwise", is_weight=True, impl="triton", guess=state, out=pair)
-        assert made is pair
-        for each, source in ((made.rows, x.cpu()), (made.cols, x.cpu().t())):
-            expected = cast_reference(source, "tensor", "e4m3")
-            assert torch.equal(each.codes.view(torch.uint8).cpu(), expected.codes.view(torch.uint8))
-            assert torch.equal(each.scale.cpu(), expected.scale)
-
-
-def test_memory_that_does_not_fit_is_refused(device) -> None:
-    x, state = sample(0, 48, 32).to(device), new_state(device)
-    how = {"is_weight": True, "impl": "triton"}
-    with pytest.raises(FormatError, match=r"must be \(32, 48\) and \(48, 32\) of .* got \(16, 48\) and \(48, 16\)"):
-        cast_layouts(x, "tensorwise", **how, guess=state, out=empty_tensorwise(16, 48, device))
-    with pytest.raises(FormatError, match="tensorwise casts by a guess, not for rowwise ones without"):
-        cast_layouts(x, "rowwise", **how, out=empty_tensorwise(32, 48, device))
-    with pytest.raises(FormatError, match="a CPU's casts make their own"):
-        cast_layouts(x.cpu(), "tensorwise", is_weight=True, out=empty_tensorwise(32, 48, torch.device("cpu")))

@@ -189,6 +189,7 @@ def test_gpu_confirm_gives_intervals_and_leaves_no_memory(tmp_path):
         for result in confirm_policy(policy, small, [64, 128], require_device("cuda", policy), trial):
             (block,) = result.blocks
             assert block.planned == 4
+            assert block.speedup is not None, (trial, block.reason)
             assert block.low <= block.speedup <= block.high
             assert block.fp8_layers == (0 if block.taken == "bf16" else 4)
     assert torch.cuda.memory_allocated(device) - before < 2**20

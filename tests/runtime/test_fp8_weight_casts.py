@@ -56,7 +56,7 @@ def test_an_expired_cast_is_made_again() -> None:
     assert first is not None
 
 
-def test_without_a_guess_nothing_is_kept_in_compiled_graphs(monkeypatch) -> None:
+def test_nothing_is_kept_while_compiled_graphs_are_made(monkeypatch) -> None:
     model = stack(device="cpu")
     x = torch.randn(4, SIZE, requires_grad=True)
     expected = gradients(fresh(model), x)
@@ -64,41 +64,6 @@ def test_without_a_guess_nothing_is_kept_in_compiled_graphs(monkeypatch) -> None
     for one, other in zip(gradients(model, x), expected, strict=True):
         assert torch.equal(one, other)
     assert all(kept_casts(layer.weight) is None for layer in model)
-    assert not fp8_weight_casts._of_graphs
-
-
-def test_compiled_graphs_share_memory_that_stays(monkeypatch) -> None:
-    """Told that compiled graphs are recorded and that there are guesses: a cast then writes into memory it is given."""
-    cast, written = fp8_weight_casts.cast_layouts, []
-
-    def cast_into(*given, out=None, **how):
-        made = cast(*given, **how | {"guess": None})
-        if out is None:
-            return made
-        for mine, theirs in zip(made, out, strict=True):
-            theirs.codes.copy_(mine.codes)
-            theirs.scale.copy_(mine.scale)
-        written.append(out)
-        return out
-
-    monkeypatch.setattr(fp8_weight_casts, "in_compiled_graphs", lambda _weight: True)
-    monkeypatch.setattr(fp8_weight_casts, "guess_for", lambda *_: torch.zeros(()))
-    monkeypatch.setattr(fp8_weight_casts, "cast_layouts", cast_into)
-    model = stack(2, device="cpu")
-    x = torch.randn(4, SIZE, requires_grad=True)
-    for _ in range(3):
-        for one, other in zip(gradients(model, x), gradients(fresh(model), x), strict=True):
-            assert torch.equal(one, other)
-        with torch.no_grad():
-            for weight in model.parameters():
-                weight.mul_(3)
-        drop_casts()  # a graph that was recorded goes on using its memory
-    assert len(written) == 6
-    assert len({id(pair) for pair in written}) == len(fp8_weight_casts._of_graphs) == 2
-    assert not any(made.is_fresh for made in fp8_weight_casts._of_graphs.values())
-    del model, weight
-    assert all(made.storage.expired() for made in fp8_weight_casts._of_graphs.values())
-    fp8_weight_casts._of_graphs.clear()
 
 
 class Replayed(fp8_weight_casts._Together):
