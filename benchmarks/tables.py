@@ -166,28 +166,42 @@ def fp8_cast_table() -> str:
 def fp8_layers_table() -> str:
     """Two llama layers, compiled, forward and backward, at token counts that the policy was measured at."""
     lines = [
-        "| layers | run | tokens | BF16, ms | all FP8 | adaptive | torchao tensorwise | torchao rowwise |",
-        "|---|---|---|---|---|---|---|---|",
+        "| layers | run | tokens | BF16, ms | all FP8 | adaptive | confirmed | torchao tensorwise | torchao rowwise |",
+        "|---|---|---|---|---|---|---|---|---|",
     ]
     for row in _layer_rows("measured"):
         cells = [*_layer_cells(row), f"{row['arms']['bf16']['median_ms']:.2f}"]
-        cells += [_times(row["arms"].get(name)) for name in ("full", "adaptive")]
-        cells += [_times(row["arms"].get(f"torchao {name}")) for name in ("tensorwise", "rowwise")]
-        lines.append("| " + " | ".join(cells) + " |")
+        names = ("full", "adaptive", "confirmed", "torchao tensorwise", "torchao rowwise")
+        lines.append("| " + " | ".join([*cells, *(_times(row["arms"].get(name)) for name in names)]) + " |")
     return "\n".join(lines)
 
 
 def fp8_held_out_table() -> str:
     """The same at counts and for sizes that the policy does not know."""
     lines = [
-        "| not known | layers | run | tokens | all FP8 | adaptive | adaptive over the better |",
-        "|---|---|---|---|---|---|---|",
+        "| not known | layers | run | tokens | all FP8 | adaptive | confirmed | adaptive over the better | confirmed |",
+        "|---|---|---|---|---|---|---|---|---|",
     ]
     for part, unknown in (("held-out", "count"), ("shapes", "layers")):
         for row in _layer_rows(part):
             cells = [unknown, *_layer_cells(row)]
-            cells += [_times(row["arms"].get(name)) for name in ("full", "adaptive")]
-            lines.append("| " + " | ".join([*cells, f"{row['best']['ratio']['speedup']:.3f}"]) + " |")
+            cells += [_times(row["arms"].get(name)) for name in ("full", "adaptive", "confirmed")]
+            cells += [f"{row[key]['ratio']['speedup']:.3f}" for key in ("best", "confirmed_best")]
+            lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def fp8_training_table() -> str:
+    """A language model trained from scratch in each precision."""
+    document = _read("fp8_training_nvidia_h200")
+    lines = ["| arm | layers in FP8 | held-out loss | each seed | last training loss |", "|---|---|---|---|---|"]
+    for arm, spread in document["losses"]["held_out_loss"].items():
+        mine = [run for run in document["runs"] if run["arm"] == arm]
+        seeds = ", ".join(f"{run['held_out_loss']:.4f}" for run in mine)
+        name = {"bf16": "BF16", "full": "all FP8"}.get(arm, arm)
+        last = document["losses"]["last_loss"][arm]["mean"]
+        count = f"{mine[0]['fp8_layers']} of {4 * document['layers']}"  # qkv, proj, fc1 and fc2 of each block
+        lines.append(f"| {name} | {count} | {spread['mean']:.4f} | {seeds} | {last:.4f} |")
     return "\n".join(lines)
 
 
@@ -198,7 +212,7 @@ def _layer_rows(part: str) -> list[dict[str, Any]]:
 
 def _layer_cells(row: dict[str, Any]) -> list[str]:
     hidden, _, width = row["size"].removeprefix("h").partition("_ffn")
-    run = {"graph": "as a CUDA graph", "eager": "without"}[row["timing"]]
+    run = {"graph": "as a CUDA graph", "eager": "one by one"}.get(row["timing"], row["timing"])
     return [f"{hidden} x {width}", run, f"{row['tokens']:,}"]
 
 
@@ -274,7 +288,14 @@ PLACES = {  # page: its tables
     "docs/manifest.md": (fused_table, auto_table),
     "docs/streaming.md": (streaming_table,),
     "docs/selective-precision.md": (selective_table,),
-    "docs/adaptive-fp8.md": (fp8_linear_table, fp8_cast_table, fp8_layers_table, fp8_held_out_table, fp8_grouped_table),
+    "docs/adaptive-fp8.md": (
+        fp8_linear_table,
+        fp8_cast_table,
+        fp8_layers_table,
+        fp8_held_out_table,
+        fp8_training_table,
+        fp8_grouped_table,
+    ),
     "docs/trees.md": (trees_table,),
 }
 

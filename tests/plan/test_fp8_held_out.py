@@ -103,20 +103,21 @@ def test_products_apart_keep_to_it():
     assert share >= 0.99, where
 
 
-@pytest.mark.parametrize(("timing", "misses"), [("graph", 0), ("eager", 1)])
+@pytest.mark.parametrize(("timing", "misses"), [("graph", 0), ("eager", 2)])
 def test_counts_left_out_of_what_an_h200_measured(timing, misses):
     """Its own report, with one count at a time unknown: what is chosen against what was measured there."""
     whole = merge_reports([Report.load(H200_REPORT)], timing=timing).policy
     rules = [rule for rule in whole.rules if rule.gemm == "module"]
     wrong = []
-    for unknown in (1024, 2048, 4096):
+    for unknown in (1024, 2048, 4096, 8192):
         known = [replace(rule, points=tuple(p for p in rule.points if p.tokens != unknown)) for rule in rules]
         policy = BandPolicy(known, whole.fingerprint, whole.speedup_threshold, whole.confidence)
         for rule in rules:
             (truth,) = (point for point in rule.points if point.tokens == unknown)
             asked = Question(rule.kind, unknown, name=rule.name, shape=rule.shape, recipe=rule.recipe)
-            if bool(choose_products(policy, asked)) != (truth.speedup >= 1):
-                wrong.append((rule.name, rule.shape, unknown, truth.answer))
+            choice = choose_products(policy, asked)
+            if bool(choice) != (truth.speedup >= 1):
+                wrong.append(choice)
     assert len(rules) == 8
     assert len(wrong) == misses
-    assert all(answer == "undecided" for *_, answer in wrong)
+    assert all(not choice and "within the noise" in choice.reason for choice in wrong)
