@@ -283,7 +283,7 @@ def launches() -> list[dict[str, Any]]:
                     calls[f"{kind} {rows}x{cols} {warps}w {vector}v"] = partial(run, ours[kind], launch, call)
         for name, times in harness.time_in_turns(calls, 15, cuda=True).items():
             moved = 2 * (x if name.startswith("tokens") else weight).nbytes
-            row = {"part": "launches", "layer": f"{model} {name}", "routing": "uniform", "arm": "cast"}
+            row: dict[str, Any] = {"part": "launches", "layer": f"{model} {name}", "routing": "uniform", "arm": "cast"}
             row |= {**harness.summary(times), "samples_ms": times, "bytes_moved": moved}
             found.append(row | {"share_of_copy": moved / statistics.median(times) / copied})
     for constant, launch in shipped.items():
