@@ -108,7 +108,7 @@ def apply_fp8(
         part: PartPlan(rules, _tokens_of(tokens, part), recipe, fp8, fp8_param, tp, etp, extrapolate, estimate)
         for part in parts
     }
-    trial = _Trial(confirm, confirm_compiled, _timing(confirm_timing), example, stopwatch)
+    trial = _trial(confirm, confirm_compiled, confirm_timing, example, stopwatch)
     return _apply(model, plans, trial, emulate)
 
 
@@ -132,7 +132,7 @@ def apply_fp8_config(
         if options.fp8 is not None:
             count = options.fp8_dynamic_num_tokens or _tokens_of(tokens, part)
             plans[part] = _plan_of(options, path, count, sizes.tp, sizes.etp)
-    trial = _Trial(confirm, confirm_compiled, _timing(confirm_timing), example, stopwatch)
+    trial = _trial(confirm, confirm_compiled, confirm_timing, example, stopwatch)
     return _apply(model, plans, trial, emulate)
 
 
@@ -152,10 +152,24 @@ def _tokens_of(tokens: Tokens | None, part: str) -> int | None:
     return found
 
 
-def _timing(name: str) -> str:
-    if name not in TIMINGS:
-        raise Fp8Error(f"confirm_timing must be one of {', '.join(TIMINGS)}, got {name!r}")
-    return name
+def _trial(
+    wanted: bool, compiled: bool | str, timing: str, example: Example | None, stopwatch: Stopwatch | None
+) -> _Trial:
+    """How blocks are confirmed; what cannot be is said before anything is timed."""
+    if timing not in TIMINGS:
+        raise Fp8Error(f"confirm_timing must be one of {', '.join(TIMINGS)}, got {timing!r}")
+    if isinstance(compiled, str):
+        from torch._inductor import list_mode_options
+
+        modes = list_mode_options()
+        if compiled not in modes:
+            raise Fp8Error(f"confirm_compiled must be True, False or one of {', '.join(modes)}, got {compiled!r}")
+        if timing == "graph" and modes[compiled].get("triton.cudagraphs"):
+            raise Fp8Error(
+                f"confirm_compiled={compiled!r} makes CUDA graphs by itself, which confirm_timing='graph' cannot "
+                "capture in another; leave confirm_timing at 'eager'"
+            )
+    return _Trial(wanted, compiled, timing, example, stopwatch)
 
 
 # ---- deciding --------------------------------------------------------------------------------------------------------

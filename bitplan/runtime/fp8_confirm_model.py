@@ -92,8 +92,8 @@ def plan_small_model(path: str | Path, *, tp: int = 1) -> SmallModel:
     _require_transformers(where)
     config = {key: value for key, value in _shard(document, part, tp).items() if key not in _DROPPED}
     config |= _NO_TOKENS | {
-        "vocab_size": min(_size(document, "vocab_size", SMALL_VOCABULARY), SMALL_VOCABULARY),
-        "max_position_embeddings": _size(document, "max_position_embeddings", EXAMPLE_LENGTH),
+        "vocab_size": min(_size(document, "vocab_size", SMALL_VOCABULARY, where), SMALL_VOCABULARY),
+        "max_position_embeddings": _size(document, "max_position_embeddings", EXAMPLE_LENGTH, where),
     }
     whole = _build(where, config, torch.device("meta"), torch.bfloat16)
     blocks, reason = count_blocks(whole, where)
@@ -149,10 +149,14 @@ def _shard(document: Mapping[str, Any], part: ModelPart, tp: int) -> dict[str, A
     }
 
 
-def _size(document: Mapping[str, Any], key: str, default: int) -> int:
+def _size(document: Mapping[str, Any], key: str, default: int, where: str) -> int:
     """A size that no layer's shape hangs on, and which a file may leave out."""
     value: Any = document.get(key)
-    return int(value) if is_count(value) else default
+    if value is None:
+        return default
+    if not is_count(value):
+        raise ModelConfigError(f"{where}: {key} must be an integer from 1, got {short(repr(value), 40)}")
+    return int(value)
 
 
 def _cut(config: Mapping[str, Any], blocks: int) -> dict[str, Any]:
@@ -181,7 +185,7 @@ def _build(where: str, config: Mapping[str, Any], device: torch.device, dtype: t
         if is_out_of_memory(error):
             raise
         lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-        told = short(": ".join(lines[:2]), 200) or type(error).__name__
+        told = short(": ".join([type(error).__name__, *lines[:2]]), 200)
         raise ModelConfigError(
             f"{where}: transformers cannot build a causal language model of it: {told}; "
             "compare the file with the config.json that the model came with"

@@ -26,6 +26,8 @@ from bitplan.runtime.fp8_recipe import Fp8Recipe, Fp8UnavailableError, require_f
 from bitplan.runtime.fp8_sites import block_of
 from bitplan.runtime.fp8_summary import AppliedFp8, Confirmed, LayerRow
 
+MOST_TOKENS = 2**24  # in one step of one GPU; more is a slip of the keyboard
+
 
 @dataclass(frozen=True)
 class Trial:
@@ -77,6 +79,14 @@ class CountResult:
     def turned_down(self) -> bool:
         return self.failure is not None or any(block.turned_down for block in self.blocks)
 
+    @property
+    def unknown(self) -> tuple[str, ...]:
+        """Why the policy says nothing of any layer at this count; empty where it does of one."""
+        rows = self.planned.rows if self.planned else ()
+        if any(row.precision != "bf16" or row.answer != UNMEASURED for row in rows):
+            return ()
+        return tuple(dict.fromkeys(row.reason for row in rows))
+
     def to_dict(self) -> dict[str, Any]:
         """For JSON: `planned` has each layer with the policy's reason, `layers` what became of it."""
         rows = {
@@ -85,7 +95,7 @@ class CountResult:
             "notes": list(self.applied.notes) if self.applied else [],
         }
         run_as = {"tokens": self.tokens, "sequences": self.sequences, "length": self.length}
-        found = {"turned_down": self.turned_down, "failure": self.failure}
+        found = {"turned_down": self.turned_down, "unknown": list(self.unknown), "failure": self.failure}
         return run_as | found | {"blocks": [asdict(block) for block in self.blocks]} | rows
 
 
@@ -114,10 +124,12 @@ def confirm_policy(
     on_count: Callable[[int], None] = lambda _: None,
 ) -> list[CountResult]:
     """A result for every token count."""
-    wrong = [count for count in counts if not is_count(count)]
+    wrong = [count for count in counts if not is_count(count) or count > MOST_TOKENS]
     if wrong or not counts:
         got = repr(wrong[0]) if wrong else "none"
-        raise Fp8Error(f"token counts must be integers from 1 (sequence length x micro batch size), got {got}")
+        raise Fp8Error(
+            f"token counts must be integers from 1 to {MOST_TOKENS} (sequence length x micro batch size), got {got}"
+        )
     results = []
     for count in counts:
         results.append(_confirm_count(policy, model, count, device, trial or Trial(), stopwatch))

@@ -32,7 +32,9 @@ class _Kept:
     stream: torch.cuda.Stream  # where it was last used
 
 
-_Key = tuple[int, int, str, str, int]  # storage, address, role, FP8 type (E5M2 has other scales than E4M3), experts
+# Storage, offset in it, role, FP8 type (E5M2 has other scales than E4M3), experts. Not the address: FSDP gives the
+# memory of a storage back and gets other memory for it, and the guess is still right.
+_Key = tuple[int, int | torch.SymInt, str, str, int]
 _kept: dict[_Key, _Kept] = {}
 _swept_at = 0
 
@@ -42,7 +44,7 @@ def guess_for(recipe: str, weight: Tensor, role: str, fp8: str = "e4m3", experts
     if recipe != TENSORWISE or not weight.is_cuda:
         return None
     # The weak reference in the entry keeps the storage's identity from being given to another: found, it is this one's.
-    key = (weight.untyped_storage()._cdata, weight.data_ptr(), role, fp8, experts)
+    key = (weight.untyped_storage()._cdata, weight.storage_offset(), role, fp8, experts)
     kept = _kept.get(key)
     if kept is None:
         if torch.cuda.is_current_stream_capturing():  # made in a graph, it would be forgotten by each replay
@@ -78,6 +80,7 @@ def _new(key: _Key, weight: Tensor) -> Tensor:
     shape = (STATE_SIZE, key[-1])
     state = allocate_outside(lambda: torch.empty(shape, dtype=torch.int32, device=weight.device))
     stream = torch.cuda.current_stream(weight.device)
+    stream.wait_stream(torch.cuda.default_stream(weight.device))  # its memory, which may still be written there
     state.record_stream(stream)
     clear_state(state)
     _kept[key] = _Kept(StorageWeakRef(weight.untyped_storage()), state, stream)

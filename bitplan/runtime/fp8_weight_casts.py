@@ -60,6 +60,7 @@ class _Together:
         self.weights = [ref(weight) for weight, _, _ in wanted]
         self.hows = [(recipe, eps) for _, recipe, eps in wanted]
         self.graph: torch.cuda.CUDAGraph | None = None
+        self.places: list[_Place] = []  # of the weights that the graph casts
         self.made: list[CastPair] = []
 
     def refresh(self, asked: Tensor, how: _How) -> bool:
@@ -73,7 +74,7 @@ class _Together:
         current = sum(_is_current(weight, each) for weight, each in zip(present, self.hows, strict=True))
         if 2 * current >= len(present):
             return False
-        if self.graph is None:
+        if self.graph is None or self.places != [_place(weight) for weight in present]:  # or one was given other memory
             self._record(present)
         assert self.graph is not None
         self.graph.replay()
@@ -84,6 +85,7 @@ class _Together:
         return True
 
     def _record(self, weights: Sequence[Tensor]) -> None:
+        self.places = [_place(weight) for weight in weights]
         self.made = self._cast(weights)  # compiles what is not, and makes the guesses
         stream = torch.cuda.Stream(weights[0].device)
         stream.wait_stream(torch.cuda.current_stream(weights[0].device))
@@ -103,11 +105,11 @@ _swept_at = 0
 def weight_rows(weight: Tensor, recipe: str, eps: float, *, with_cols: bool, reuse: bool) -> ScaledFp8:
     """The weight [N, K] for fprop. `with_cols`: dgrad will ask for the other layout of the same cast."""
     how = (recipe, eps)
+    reuse = reuse and not in_compiled_graphs(weight)
     kept = _find(weight) if reuse else None
     capturing = _is_capturing(weight)
     if kept is not None and how in kept.rows and (kept.held or not (capturing or kept.captured)):
         return kept.rows[how]
-    reuse = reuse and not in_compiled_graphs(weight)
     if reuse and not capturing and _refresh_together(weight, recipe, eps):
         return _kept[_place(weight)].rows[how]
     pair = _cast(weight, recipe, eps, cols=with_cols and reuse)
@@ -120,6 +122,7 @@ def weight_rows(weight: Tensor, recipe: str, eps: float, *, with_cols: bool, reu
 def weight_cols(weight: Tensor, recipe: str, eps: float, *, reuse: bool) -> ScaledFp8:
     """The weight transposed, [K, N], for dgrad."""
     how = (recipe, eps)
+    reuse = reuse and not in_compiled_graphs(weight)
     kept = _find(weight) if reuse else None
     capturing = _is_capturing(weight)
     if kept is not None and how in kept.cols and (kept.held or kept.captured == capturing):
@@ -127,7 +130,6 @@ def weight_cols(weight: Tensor, recipe: str, eps: float, *, reuse: bool) -> Scal
         if kept.captured and not kept.held:  # of this graph and this micro-batch; the next casts its own
             del _kept[_place(weight)]
         return found
-    reuse = reuse and not in_compiled_graphs(weight)
     if reuse and not capturing and _refresh_together(weight, recipe, eps):
         return _kept[_place(weight)].cols[how]
     pair = _cast(weight, recipe, eps, rows=False)
@@ -164,7 +166,12 @@ def _cast(weight: Tensor, recipe: str, eps: float, *, rows: bool = True, cols: b
 
 def hold_cast(weight: Tensor, recipe: str, eps: float) -> None:
     """Cast now, into the same memory if it was held before, for CUDA graphs to read."""
-    how = (recipe, eps)
+    with torch.inference_mode(False):  # or memory made in it could not be written again outside
+        _hold(weight, (recipe, eps))
+
+
+def _hold(weight: Tensor, how: _How) -> None:
+    recipe, eps = how
     kept = _find(weight, any_version=True)
     if kept is not None and kept.held and how in kept.rows and how in kept.cols:
         if kept.version == weight._version:

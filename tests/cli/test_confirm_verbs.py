@@ -71,6 +71,16 @@ def test_a_plan_of_bf16_is_fine(capsys, monkeypatch):
     assert "all FP8 is turned down and BF16 is kept" in out
 
 
+def test_a_policy_that_knows_none_of_the_layers_confirms_nothing(capsys, monkeypatch):
+    tell(monkeypatch, 12.5)
+    assert confirm("--recipe", "blockwise", tokens="64") == 1
+    assert "64 tokens: the policy knows none of these layers: " in capsys.readouterr().out
+    assert confirm("--recipe", "blockwise", "--json", tokens="64") == 1
+    (count,) = json.loads(capsys.readouterr().out)["counts"]
+    assert count["unknown"]
+    assert not count["turned_down"]
+
+
 def test_advice_on_a_gpu(capsys, monkeypatch):
     """What a GPU is told, without one: the same, with its name, and where to keep BF16."""
     from bitplan.cli import confirm_verbs

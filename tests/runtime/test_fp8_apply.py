@@ -397,6 +397,36 @@ def test_confirm_refuses_a_timing_that_it_does_not_know():
         apply_fp8(llama(), policy_of(**ALL), tokens=100, emulate=True, confirm=True, confirm_timing="cuda")
 
 
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (
+            {"confirm_compiled": "reduce_overhead"},
+            "must be True, False or one of .*reduce-overhead.*, got 'reduce_overhead'",
+        ),
+        ({"confirm_compiled": "reduce-overhead", "confirm_timing": "graph"}, "makes CUDA graphs by itself"),
+    ],
+)
+def test_confirm_refuses_modes_that_cannot_be(given, message):
+    with pytest.raises(Fp8Error, match=message):
+        apply_fp8(llama(), policy_of(**ALL), tokens=100, emulate=True, confirm=True, **given)
+
+
+def test_confirm_compiles_every_block_or_says_that_it_could_not(monkeypatch):
+    limits = []
+    clock = Told(8.0).watch(monkeypatch)
+    monkeypatch.setattr(torch, "compile", lambda call, **_mode: limits.append(dynamo_limits()) or call)
+    apply_fp8(llama(), policy_of(**ALL), tokens=100, emulate=True, confirm=True, confirm_compiled=True, stopwatch=clock)
+    assert limits == [{"recompile_limit": 256, "fail_on_recompile_limit_hit": True}] * 2
+    assert dynamo_limits()["recompile_limit"] < 256  # the user's own again
+
+
+def dynamo_limits():
+    import torch._dynamo.config as dynamo
+
+    return {key: getattr(dynamo, key) for key in ("recompile_limit", "fail_on_recompile_limit_hit")}
+
+
 def test_confirm_on_a_real_clock_and_a_plain_model():
     class Block(nn.Module):
         def __init__(self):

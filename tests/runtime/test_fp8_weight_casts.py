@@ -69,9 +69,13 @@ def test_nothing_is_kept_while_compiled_graphs_are_made(monkeypatch) -> None:
 class Replayed(fp8_weight_casts._Together):
     """Cast together on a CPU: a replay casts into memory of its own, as a graph does."""
 
+    recorded = 0
+
     def _record(self, weights):
+        self.places = [fp8_weight_casts._place(weight) for weight in weights]
         self.made = self._cast(weights)
         self.graph = SimpleNamespace(replay=lambda: None)
+        self.recorded += 1
 
 
 def test_together_leaves_alone_what_is_held_and_answers_only_for_its_own() -> None:
@@ -94,6 +98,31 @@ def test_together_leaves_alone_what_is_held_and_answers_only_for_its_own() -> No
     assert not together.refresh(model[2].weight, how)
     drop_casts([model[0].weight])
     assert not fp8_weight_casts._together
+
+
+def test_together_sees_that_one_was_given_other_memory() -> None:
+    drop_casts()
+    model, how = stack(2, "cpu"), ("tensorwise", 0.0)
+    together = Replayed([(each.weight, *how) for each in model])
+    assert together.refresh(model[0].weight, how)
+    model[1].weight.data = model[1].weight.data.clone() * 2
+    expire_casts([each.weight for each in model])
+    assert together.refresh(model[0].weight, how)
+    assert together.recorded == 2
+    expected = fp8_weight_casts._cast(model[1].weight, *how)
+    assert torch.equal(kept_casts(model[1].weight).rows.scale, expected.rows.scale)
+
+
+def test_held_in_inference_mode_and_changed_outside() -> None:
+    layer = stack(1, "cpu")[0]
+    with torch.inference_mode():
+        hold_weight_casts(layer)
+    held = kept_casts(layer.weight).rows.codes.data_ptr()
+    with torch.no_grad():
+        layer.weight.mul_(3)
+    hold_weight_casts(layer)
+    assert kept_casts(layer.weight).rows.codes.data_ptr() == held
+    drop_casts()
 
 
 @pytest.mark.gpu
