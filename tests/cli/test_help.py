@@ -73,7 +73,8 @@ def test_the_example_works_as_typed(name, prepared, tmp_path, monkeypatch, capsy
     assert words[: len(name.split())] == name.split()
     for made in ("small", "model.gguf"):
         assert not (tmp_path / made).exists()
-    told = ("Exit 1 when there are findings", "Exit 1 too when the policy knows none")  # the policy here is of another model
+    # The policy here is of another model.
+    told = ("Exit 1 when there are findings", "Exit 1 too when the policy knows none")
     fine = (0, 1) if any(each in (ALL[name].help or "") for each in told) else (0,)
     assert run(words) in fine, capsys.readouterr().err
 
