@@ -46,10 +46,14 @@ CHECKING_WARPS = 2112  # of the check: enough to cast again at full speed, few e
 
 
 def new_state(device: torch.device, experts: int = 1) -> Tensor:
-    """[places, experts]; `fp8_grouped_pairs` has a guess for each expert."""
-    state = torch.empty((STATE_SIZE, experts), dtype=torch.int32, device=device)
+    state = empty_state(device, experts)
     clear_state(state)
     return state
+
+
+def empty_state(device: torch.device, experts: int) -> Tensor:
+    """[places, experts]; `fp8_grouped_pairs` has a guess for each expert."""
+    return torch.empty((STATE_SIZE, experts), dtype=torch.int32, device=device)
 
 
 def clear_state(state: Tensor) -> None:

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -31,8 +31,6 @@ from bitplan.runtime.fp8_summary import Confirmed
 
 TURNS, WARMUP = 20, 3
 EXAMPLE_LENGTH = 4096
-# All blocks share a forward's code, and by default the ninth of them would run as it is without a word.
-_COMPILE_ALL = {"recompile_limit": 256, "fail_on_recompile_limit_hit": True}
 Example = Tensor | Mapping[str, Any] | tuple[Any, ...]
 
 
@@ -102,10 +100,16 @@ def confirm_block(
     device = next(plain.parameters()).device
     blocks = {"bf16": plain, "plan": planned, "all": everything}
     arms = {name: partial(_step, block, inputs, compiled) for name, block in blocks.items() if block is not None}
-    dynamo: Any = torch._dynamo.config
-    with dynamo.patch(**_COMPILE_ALL) if compiled else nullcontext():
+    with _compiling_all() if compiled else nullcontext():
         timed = time_in_turns(arms, stopwatch or stopwatch_of(device), turns=turns, warmup=WARMUP, graph=graph)
     return judge_all(path, timed, threshold)
+
+
+def _compiling_all() -> AbstractContextManager[None]:
+    """All blocks share a forward's code, and by default the ninth of them would run as it is without a word."""
+    dynamo: Any = torch._dynamo.config  # imported here: it takes seconds, and eager blocks do not need it
+    patched: AbstractContextManager[None] = dynamo.patch(recompile_limit=256, fail_on_recompile_limit_hit=True)
+    return patched
 
 
 def judge_all(path: str, timed: Mapping[str, Timed], threshold: float) -> Confirmed:

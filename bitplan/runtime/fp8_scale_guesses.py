@@ -71,14 +71,13 @@ def guess_counts() -> dict[str, tuple[int, int]]:
 
 def _new(key: _Key, weight: Tensor) -> Tensor:
     global _swept_at
-    from bitplan.kernels.triton_fp8_guess import STATE_SIZE, clear_state
+    from bitplan.kernels.triton_fp8_guess import clear_state, empty_state
 
     if len(_kept) >= 2 * _swept_at + 64:  # forget weights that are gone, each time the count has doubled
         for each in [each for each, kept in _kept.items() if kept.storage.expired()]:
             del _kept[each]
         _swept_at = len(_kept)
-    shape = (STATE_SIZE, key[-1])
-    state = allocate_outside(lambda: torch.empty(shape, dtype=torch.int32, device=weight.device))
+    state = allocate_outside(lambda: empty_state(weight.device, key[-1]))
     stream = torch.cuda.current_stream(weight.device)
     stream.wait_stream(torch.cuda.default_stream(weight.device))  # its memory, which may still be written there
     state.record_stream(stream)

@@ -12,8 +12,8 @@ CUDA graphs replay kernels without asking. So a graph that is captured casts eve
 is right whatever happens between replays; only casts that `hold_weight_casts` made are read from outside. Those stay at
 their address: call it again after each step, outside the graph, and all replays of the step share that one cast.
 torch.compile(mode="reduce-overhead") makes graphs by itself and must know all memory that they leave behind: under it
-nothing is kept at all, and the backward casts its own layout. (Both layouts by the forward, into memory outside those
-graphs, was 3 to 8% slower on an H200.)
+only what is held is read, nothing is kept, and the backward casts its own layout. (Both layouts by the forward, into
+memory outside those graphs, was 3 to 8% slower on an H200.)
 
 Weights that change together are cast together on a GPU (`cast_together`): the first of them that is asked for after a
 step has all of them cast, by one replay of a graph of their casts, where one by one the host would launch two kernels
@@ -67,25 +67,24 @@ class _Together:
         """Cast all of them; False where that is not worth it (few have changed), or one is gone, or `asked` is not
         cast like that here."""
         present = [weight for each in self.weights if (weight := each()) is not None]
-        if len(present) < len(self.weights) or (_place(asked), how) not in zip(
-            map(_place, present), self.hows, strict=True
-        ):
+        places = [_place(weight) for weight in present]
+        if len(present) < len(self.weights) or (_place(asked), how) not in zip(places, self.hows, strict=True):
             return False
         current = sum(_is_current(weight, each) for weight, each in zip(present, self.hows, strict=True))
         if 2 * current >= len(present):
             return False
-        if self.graph is None or self.places != [_place(weight) for weight in present]:  # or one was given other memory
+        if self.places != places:  # the first time, or one was given other memory
             self._record(present)
+            self.places = places
         assert self.graph is not None
         self.graph.replay()
-        for weight, each, pair in zip(present, self.hows, self.made, strict=True):
-            kept = _kept.get(_place(weight))
+        for weight, place, each, pair in zip(present, places, self.hows, self.made, strict=True):
+            kept = _kept.get(place)
             if kept is None or not kept.held:  # what is held stays at its address
                 _keep(weight, each, pair, captured=False)
         return True
 
     def _record(self, weights: Sequence[Tensor]) -> None:
-        self.places = [_place(weight) for weight in weights]
         self.made = self._cast(weights)  # compiles what is not, and makes the guesses
         stream = torch.cuda.Stream(weights[0].device)
         stream.wait_stream(torch.cuda.current_stream(weights[0].device))
@@ -105,8 +104,7 @@ _swept_at = 0
 def weight_rows(weight: Tensor, recipe: str, eps: float, *, with_cols: bool, reuse: bool) -> ScaledFp8:
     """The weight [N, K] for fprop. `with_cols`: dgrad will ask for the other layout of the same cast."""
     how = (recipe, eps)
-    reuse = reuse and not in_compiled_graphs(weight)
-    kept = _find(weight) if reuse else None
+    kept, reuse = _find_to_reuse(weight, reuse)
     capturing = _is_capturing(weight)
     if kept is not None and how in kept.rows and (kept.held or not (capturing or kept.captured)):
         return kept.rows[how]
@@ -122,8 +120,7 @@ def weight_rows(weight: Tensor, recipe: str, eps: float, *, with_cols: bool, reu
 def weight_cols(weight: Tensor, recipe: str, eps: float, *, reuse: bool) -> ScaledFp8:
     """The weight transposed, [K, N], for dgrad."""
     how = (recipe, eps)
-    reuse = reuse and not in_compiled_graphs(weight)
-    kept = _find(weight) if reuse else None
+    kept, reuse = _find_to_reuse(weight, reuse)
     capturing = _is_capturing(weight)
     if kept is not None and how in kept.cols and (kept.held or kept.captured == capturing):
         found = kept.cols[how]
@@ -137,6 +134,14 @@ def weight_cols(weight: Tensor, recipe: str, eps: float, *, reuse: bool) -> Scal
     if reuse and not capturing:
         _keep(weight, how, pair, captured=False)
     return pair.cols
+
+
+def _find_to_reuse(weight: Tensor, reuse: bool) -> tuple[_Kept | None, bool]:
+    """(what is kept, whether a new cast may be kept); of compiled graphs only what is held, outside their memory."""
+    kept = _find(weight) if reuse else None
+    if reuse and (kept is None or not kept.held) and in_compiled_graphs(weight):
+        return None, False
+    return kept, reuse
 
 
 def cast_together(wanted: Iterable[Wanted]) -> None:

@@ -64,6 +64,11 @@ def test_nothing_is_kept_while_compiled_graphs_are_made(monkeypatch) -> None:
     for one, other in zip(gradients(model, x), expected, strict=True):
         assert torch.equal(one, other)
     assert all(kept_casts(layer.weight) is None for layer in model)
+    hold_weight_casts(model)
+    held = kept_casts(model[0].weight)
+    assert fp8_weight_casts.weight_rows(model[0].weight, "tensorwise", 0.0, with_cols=True, reuse=True) is held.rows
+    assert fp8_weight_casts.weight_cols(model[0].weight, "tensorwise", 0.0, reuse=True) is held.cols
+    drop_casts()
 
 
 class Replayed(fp8_weight_casts._Together):
@@ -72,7 +77,6 @@ class Replayed(fp8_weight_casts._Together):
     recorded = 0
 
     def _record(self, weights):
-        self.places = [fp8_weight_casts._place(weight) for weight in weights]
         self.made = self._cast(weights)
         self.graph = SimpleNamespace(replay=lambda: None)
         self.recorded += 1
