@@ -23,7 +23,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from bitplan.measure.paired_timing import OK, OOM, Call, Stopwatch, Timed, stopwatch_of, time_in_turns
+from bitplan.measure.paired_timing import (
+    OK,
+    OOM,
+    Call,
+    Stopwatch,
+    Timed,
+    release_workspaces,
+    stopwatch_of,
+    time_in_turns,
+)
 from bitplan.plan.fp8_interval import speedup_interval
 from bitplan.plan.fp8_terms import LOSE, UNDECIDED, UNMEASURED, WIN, Fp8Error
 from bitplan.runtime.fp8_experts import cast_dropper
@@ -100,8 +109,12 @@ def confirm_block(
     device = next(plain.parameters()).device
     blocks = {"bf16": plain, "plan": planned, "all": everything}
     arms = {name: partial(_step, block, inputs, compiled) for name, block in blocks.items() if block is not None}
-    with _compiling_all() if compiled else nullcontext():
-        timed = time_in_turns(arms, stopwatch or stopwatch_of(device), turns=turns, warmup=WARMUP, graph=graph)
+    try:
+        with _compiling_all() if compiled else nullcontext():
+            timed = time_in_turns(arms, stopwatch or stopwatch_of(device), turns=turns, warmup=WARMUP, graph=graph)
+    finally:
+        if device.type == "cuda":
+            release_workspaces()
     return judge_all(path, timed, threshold)
 
 
