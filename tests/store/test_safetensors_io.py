@@ -14,9 +14,12 @@ import safetensors.torch
 import torch
 
 from bitplan.errors import FileFormatError, StoreError
-from bitplan.store.safetensors_io import DTYPES, SafetensorsFile, open_checkpoint, write_safetensors
+from bitplan.formats.dtypes import torch_dtype
+from bitplan.store import safetensors_io
+from bitplan.store.safetensors_io import SafetensorsFile, open_checkpoint, write_safetensors
 
 # The library's torch loader knows no F4 and E8M0 tag, although it writes them.
+DTYPES = {tag: torch_dtype(name) for tag, name in safetensors_io.DTYPES.items()}
 LOADABLE = [tag for tag in DTYPES if tag not in ("F4", "F8_E8M0")]
 
 
