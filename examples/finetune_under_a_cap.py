@@ -17,8 +17,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from bitplan.runtime.devices import CudaDevice, SimulatedDevice, StreamDevice
-from bitplan.runtime.stream_blocks import stream_blocks
+from bitplan import stream_blocks
+from bitplan.runtime import CudaDevice, SimulatedDevice, StreamDevice
 
 GB = 10**9
 

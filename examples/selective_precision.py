@@ -8,9 +8,7 @@ import logging
 import torch
 from torch import nn
 
-from bitplan.plan.selective_config import SelectivePrecisionConfig
-from bitplan.runtime.selective_precision import SelectivePrecisionPolicy
-from bitplan.runtime.stream_blocks import stream_blocks
+from bitplan import SelectivePrecisionConfig, SelectivePrecisionPolicy, stream_blocks
 
 
 class Block(nn.Module):

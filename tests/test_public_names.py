@@ -2,21 +2,36 @@
 
 from __future__ import annotations
 
+import importlib
+import re
+from pathlib import Path
+
+import pytest
+
 import bitplan
 
+ROOT = Path(bitplan.__file__).parents[1]
+PARTS = ("formats", "kernels", "measure", "plan", "report", "runtime", "store", "trees")
+LAZY = ("", ".formats", ".measure", ".plan", ".runtime", ".store")
 NAMES = {
     "BitplanError",
+    "Choice",
     "Encoded",
     "ErrorReport",
     "Format",
+    "Manifest",
+    "Plan",
     "QuantExperts",
     "QuantLinear",
+    "SelectivePrecisionConfig",
     "SelectivePrecisionPolicy",
     "TileCache",
     "WeightStore",
     "__version__",
     "apply_fp8",
+    "apply_fp8_config",
     "apply_plan",
+    "combine",
     "compare_models",
     "decode",
     "encode",
@@ -35,6 +50,23 @@ NAMES = {
     "unmorph_model",
     "write_report",
 }
+_IMPORT = re.compile(
+    r"^\s*(?:from\s+(bitplan[\w.]*)\s+import\s+(\([^)]*\)|[^\n]+)|import\s+(bitplan[\w.]*))", re.MULTILINE
+)
+
+
+def deep_imports(text: str) -> list[str]:
+    """The imports of a page or an example that are not of `bitplan`, or of one of its parts, or of no public name."""
+    wrong = []
+    for found in _IMPORT.finditer(text):
+        module = found[1] or found[3]
+        if module.removeprefix("bitplan").lstrip(".") not in ("", *PARTS):
+            wrong.append(f"{module} is no public module")
+            continue
+        public = {*importlib.import_module(module).__all__, *(PARTS if module == "bitplan" else ())}
+        names = re.findall(r"\w+(?:\s+as\s+\w+)?", found[2] or "")
+        wrong += [f"{module} has no public {name}" for name in names if name.split()[0] not in public]
+    return wrong
 
 
 def test_public_names_are_these() -> None:
@@ -44,3 +76,43 @@ def test_public_names_are_these() -> None:
 def test_every_public_name_exists_and_says_what_it_is() -> None:
     for name in NAMES - {"__version__"}:
         assert getattr(bitplan, name).__doc__, name
+
+
+@pytest.mark.parametrize("part", LAZY)
+def test_lazy_names_are_listed_exist_and_hide_no_module(part: str) -> None:
+    package = importlib.import_module(f"bitplan{part}")
+    assert sorted(package.__all__) == list(dict.fromkeys(sorted(package.__all__)))
+    assert set(package.__all__) <= set(dir(package))
+    for name in package.__all__:
+        assert getattr(package, name) is not None
+    # An import of a module sets its name in the package: a public name like it would sometimes be the module.
+    modules = {path.stem for path in Path(str(package.__file__)).parent.glob("*")}
+    assert not modules & set(package.__all__)
+
+
+def test_an_unknown_name_is_an_attribute_error() -> None:
+    with pytest.raises(AttributeError, match="module 'bitplan' has no attribute 'encod'"):
+        bitplan.encod  # noqa: B018
+    with pytest.raises(ImportError, match="cannot import name 'encod'"):
+        from bitplan import encod  # noqa: F401
+
+
+def test_parts_are_reachable_after_import_bitplan() -> None:
+    assert bitplan.trees.load_trees.__name__ == "load_trees"
+
+
+@pytest.mark.parametrize("pattern", ["README.md", "CONTRIBUTING.md", "docs/**/*.md", "examples/*.py"])
+def test_docs_and_examples_import_public_names_only(pattern: str) -> None:
+    wrong = [
+        f"{path.relative_to(ROOT)}: {each}" for path in ROOT.glob(pattern) for each in deep_imports(path.read_text())
+    ]
+    assert not wrong
+
+
+def test_the_check_of_imports_can_fail() -> None:
+    assert deep_imports("from bitplan.plan.plan import Plan\n") == ["bitplan.plan.plan is no public module"]
+    assert deep_imports("from bitplan.plan import (\n    Plan,\n    nothing,\n)\n") == [
+        "bitplan.plan has no public nothing"
+    ]
+    assert deep_imports("import bitplan.store.weights\n") == ["bitplan.store.weights is no public module"]
+    assert not deep_imports("from bitplan import Plan as P, trees\nimport bitplan\n")

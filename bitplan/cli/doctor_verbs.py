@@ -8,20 +8,30 @@ import typer
 
 from bitplan.cli.show import show_json, table, visible
 
+_ACTIVE = {True: "yes", False: "no", None: "not tried"}
+
 
 def doctor(
+    deep: Annotated[
+        bool | None,
+        typer.Option(
+            "--deep/--quick",
+            help="Import every library and try the fast paths, or read versions only; "
+            "by default --deep where there is a GPU driver.",
+        ),
+    ] = None,
     measure: Annotated[bool, typer.Option(help="Time copies to and on the GPU, where there is one.")] = True,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False,
 ) -> None:
     """Show what this machine offers: CPU, GPU, FP8, fast paths, bandwidth, libraries and what is missing.
 
-    Exit 1 when something that bitplan needs is broken.
+    Exit 1 when something that bitplan needs is missing, too old, or (with --deep) cannot be imported.
 
     Example: bitplan doctor
     """
-    from bitplan.measure.machine import examine_machine
+    from bitplan.measure.machine import examine_machine, has_gpu_driver
 
-    found = examine_machine(measure=measure)
+    found = examine_machine(measure=measure, deep=has_gpu_driver() if deep is None else deep)
     if as_json:
         show_json(found)
     else:
@@ -41,7 +51,7 @@ def _show(found: dict[str, Any]) -> None:
     table(
         "fast paths",
         [
-            {"path": each["name"], "active": "yes" if each["active"] else "no", "detail": each["detail"]}
+            {"path": each["name"], "active": _ACTIVE[each["active"]], "detail": each["detail"]}
             for each in found["paths"]
         ],
     )

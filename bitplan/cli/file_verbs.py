@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal
 
 import typer
 
+from bitplan.cli.complete import format_names, manifest_names
 from bitplan.cli.show import Json, human_bytes, progress, show_json, table, visible
 
 Rule = Literal["absmax", "absmean", "percentile", "mse"]
@@ -115,10 +116,16 @@ def quantize(
     source: Annotated[Path, typer.Argument(metavar="IN", help="What `inspect` opens.")],
     output: Annotated[Path, typer.Argument(metavar="OUT", help=".safetensors, .gguf, .json, or a folder for shards.")],
     fmt: Annotated[
-        str | None, typer.Option("--format", "-f", help="For every weight: a name from `bitplan formats`.")
+        str | None,
+        typer.Option(
+            "--format", "-f", help="For every weight: a name from `bitplan formats`.", autocompletion=format_names
+        ),
     ] = None,
     manifest: Annotated[
-        str | None, typer.Option(help="By rules on names instead: a file, or the name of a shipped manifest.")
+        str | None,
+        typer.Option(
+            help="By rules on names instead: a file, or the name of a shipped manifest.", autocompletion=manifest_names
+        ),
     ] = None,
     plan: Annotated[Path | None, typer.Option(help="By a plan that `bitplan plan -o` wrote.")] = None,
     keep: Annotated[

@@ -8,10 +8,16 @@ from typing import Annotated, Any
 
 import typer
 
+from bitplan.cli.complete import manifest_names, shipped_names
 from bitplan.cli.show import Json, human_bytes, progress, show_json, table
 
 manifest_app = typer.Typer(name="manifest", help="Show, expand or describe manifests.", no_args_is_help=True)
-ManifestName = Annotated[str, typer.Argument(metavar="MANIFEST", help="A file, or the name of a shipped manifest.")]
+ManifestName = Annotated[
+    str,
+    typer.Argument(
+        metavar="MANIFEST", help="A file, or the name of a shipped manifest.", autocompletion=manifest_names
+    ),
+]
 Checkpoint = Annotated[Path, typer.Argument(metavar="CHECKPOINT", help="What `bitplan inspect` opens.")]
 
 
@@ -28,7 +34,6 @@ def check(
     Example: bitplan check llama model.safetensors --deep
     """
     from bitplan.plan import Header, check_headers, open_manifest
-    from bitplan.store.deep_check import deep_check
     from bitplan.store.tensor_files import open_tensors
 
     rules = open_manifest(manifest)
@@ -37,6 +42,8 @@ def check(
         findings = check_headers(rules, headers)
         total = sum(header.nbytes for header in headers.values())
         if deep:
+            from bitplan.store.deep_check import deep_check
+
             with progress("checking", total, hidden=as_json) as advance:
                 findings += deep_check(rules, file, on_bytes=advance)
     if as_json:
@@ -93,7 +100,7 @@ def plan(
 
 
 @manifest_app.command()
-def show(name: Annotated[str, typer.Argument(help="gpt-oss, llama or mixtral.")]) -> None:
+def show(name: Annotated[str, typer.Argument(help="gpt-oss, llama or mixtral.", autocompletion=shipped_names)]) -> None:
     """Print a shipped manifest, to save and edit.
 
     Example: bitplan manifest show llama

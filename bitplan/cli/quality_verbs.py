@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
+from bitplan.cli.complete import format_names, manifest_names
 from bitplan.cli.show import Json, progress, show_json, table
 
 if TYPE_CHECKING:
@@ -21,10 +22,17 @@ def perplexity(
     model: Annotated[Path, typer.Argument(metavar="MODEL", help="A Hugging Face folder, or a GGUF file.")],
     text: Annotated[Path, typer.Option(metavar="FILE", help="Plain text to measure on.")],
     fmt: Annotated[
-        list[str] | None, typer.Option("--format", "-f", help="All weights in this format; give several for a table.")
+        list[str] | None,
+        typer.Option(
+            "--format",
+            "-f",
+            help="All weights in this format; give several for a table.",
+            autocompletion=format_names,
+        ),
     ] = None,
     manifest: Annotated[
-        list[str] | None, typer.Option(metavar="NAME_OR_FILE", help="Formats by a manifest's rules.")
+        list[str] | None,
+        typer.Option(metavar="NAME_OR_FILE", help="Formats by a manifest's rules.", autocompletion=manifest_names),
     ] = None,
     plan: Annotated[list[Path] | None, typer.Option(metavar="FILE", help="Formats by a plan.")] = None,
     against: Annotated[

@@ -9,11 +9,6 @@ from contextlib import contextmanager
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
-from rich.markup import escape
-from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
-from rich.table import Table
-from rich.text import Text
 
 Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
 
@@ -25,6 +20,10 @@ def show_json(document: Any) -> None:
 
 def table(title: str, rows: Sequence[Mapping[str, Any]]) -> None:
     """A table whose columns are the keys of the first row; numbers to the right."""
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
     shown = Table(title=Text(visible(title)), title_justify="left", title_style="bold", header_style="bold")
     for key in rows[0] if rows else ():
         is_number = all(_is_numeric(row[key]) for row in rows)
@@ -47,6 +46,10 @@ def _is_numeric(value: Any) -> bool:
 @contextmanager
 def progress(what: str, total: int, *, hidden: bool = False) -> Iterator[Callable[[int, str], None]]:
     """A bar on standard error; call what it yields with (amount, label)."""
+    from rich.console import Console
+    from rich.markup import escape
+    from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
+
     columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeRemainingColumn())
     console = Console(stderr=True)
     with Progress(*columns, console=console, transient=True, disable=hidden or not console.is_terminal) as bar:

@@ -1,11 +1,18 @@
 """What a number is: the exact definition of every format, in plain torch."""
 
-from bitplan.formats.codec import decode, encode
-from bitplan.formats.encoded import Encoded
-from bitplan.formats.format import Format
-from bitplan.formats.registry import DTYPE_NAMES, get_format, list_formats
-from bitplan.formats.repack import repack
-from bitplan.formats.report import ErrorReport, error_report
+from typing import TYPE_CHECKING
+
+from bitplan.lazy_names import lazy_names
+
+if TYPE_CHECKING:
+    from bitplan.formats.codec import decode, encode
+    from bitplan.formats.drift import requantize
+    from bitplan.formats.encoded import Encoded
+    from bitplan.formats.format import Format
+    from bitplan.formats.registry import DTYPE_NAMES, get_format, list_formats
+    from bitplan.formats.repacking import repack
+    from bitplan.formats.report import ErrorReport, error_report
+    from bitplan.formats.scale_checks import scale_health
 
 __all__ = [
     "DTYPE_NAMES",
@@ -18,4 +25,20 @@ __all__ = [
     "get_format",
     "list_formats",
     "repack",
+    "requantize",
+    "scale_health",
 ]
+
+__getattr__, __dir__ = lazy_names(
+    __name__,
+    {
+        "codec": ("decode", "encode"),
+        "drift": ("requantize",),
+        "encoded": ("Encoded",),
+        "format": ("Format",),
+        "registry": ("DTYPE_NAMES", "get_format", "list_formats"),
+        "repacking": ("repack",),
+        "report": ("ErrorReport", "error_report"),
+        "scale_checks": ("scale_health",),
+    },
+)

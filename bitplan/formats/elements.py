@@ -9,11 +9,16 @@ OCP FP8, the quantization seed (ternary, binary).
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
-import torch
-from torch import Tensor
+from bitplan.formats.dtypes import torch_dtype
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
 
 # The eight magnitudes of E2M1 in code order; codes 8..15 are the same with the sign bit set.
 E2M1_MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
@@ -23,7 +28,7 @@ _E2M1_MIDPOINTS = ((0.25, False), (0.75, True), (1.25, False), (1.75, True), (2.
 
 @dataclass(frozen=True)
 class Element(ABC):
-    """One code's worth of number: `bits` wide, codes held in `codes`, largest magnitude `limit`.
+    """One code's worth of number: `bits` wide, codes held in the type `codes`, largest magnitude `limit`.
 
     A number beyond `clip_low` or `clip_high` is one that saturation changed: rounding alone
     would have left the range. `gauss` is the clipping limit, in units of mean |x|, that minimises the squared
@@ -32,7 +37,7 @@ class Element(ABC):
 
     name: str
     bits: int
-    codes: torch.dtype
+    codes_name: str
     limit: float
     clip_low: float
     clip_high: float
@@ -42,9 +47,16 @@ class Element(ABC):
     def round(self, scaled: Tensor) -> Tensor:
         """Scaled numbers -> codes."""
 
+    def value(self, codes: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+        """Codes -> the numbers they stand for, in float32 unless another type is named."""
+        return self._value(codes, dtype or torch_dtype("float32"))
+
     @abstractmethod
-    def value(self, codes: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
-        """Codes -> the numbers they stand for."""
+    def _value(self, codes: Tensor, dtype: torch.dtype) -> Tensor: ...
+
+    @property
+    def codes(self) -> torch.dtype:
+        return torch_dtype(self.codes_name)
 
 
 @dataclass(frozen=True)
@@ -57,7 +69,7 @@ class IntegerElement(Element):
     def round(self, scaled: Tensor) -> Tensor:
         return exact_integers(scaled.round(), self.low, self.high, self.codes)
 
-    def value(self, codes: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
+    def _value(self, codes: Tensor, dtype: torch.dtype) -> Tensor:
         return integers_as_floats(codes, dtype)
 
 
@@ -74,9 +86,11 @@ class BinaryElement(Element):
     """+1 (code 1) for numbers above zero, else -1 (code 0), as the seed has it: zero becomes -1."""
 
     def round(self, scaled: Tensor) -> Tensor:
+        import torch
+
         return (scaled > 0).to(torch.uint8)
 
-    def value(self, codes: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
+    def _value(self, codes: Tensor, dtype: torch.dtype) -> Tensor:
         return codes.to(dtype) * 2 - 1
 
 
@@ -84,13 +98,17 @@ class E2M1Element(Element):
     """4-bit float: sign, 2 exponent bits, 1 mantissa bit; no NaN, no infinity; -0 is code 8."""
 
     def round(self, scaled: Tensor) -> Tensor:
+        import torch
+
         magnitude = scaled.abs()
         code = torch.signbit(scaled).to(torch.uint8) << 3
         for midpoint, tie_goes_up in _E2M1_MIDPOINTS:
             code += (magnitude >= midpoint) if tie_goes_up else (magnitude > midpoint)
         return code
 
-    def value(self, codes: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
+    def _value(self, codes: Tensor, dtype: torch.dtype) -> Tensor:
+        import torch
+
         table = torch.tensor(E2M1_MAGNITUDES + tuple(-v for v in E2M1_MAGNITUDES), dtype=dtype, device=codes.device)
         return table[codes.int()]
 
@@ -104,12 +122,14 @@ class TorchFloat8Element(Element):
     def round(self, scaled: Tensor) -> Tensor:
         return scaled.clamp(-self.limit, self.limit).to(self.codes)
 
-    def value(self, codes: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
+    def _value(self, codes: Tensor, dtype: torch.dtype) -> Tensor:
         return codes.to(dtype)
 
 
 def exact_integers(whole: Tensor, low: int, high: int, dtype: torch.dtype) -> Tensor:
     """Cast whole floats to integers, saturating at `low` and `high` even where a float cannot hold them."""
+    import torch
+
     if dtype == torch.uint64:  # torch casts doubles through int64: shift the upper half there and back
         upper = whole >= 2.0**63
         shifted = torch.where(upper, whole - 2.0**64, whole.clamp(min=0.0)).clamp(-(2.0**63), 2.0**63 - 1024)
@@ -123,6 +143,8 @@ def exact_integers(whole: Tensor, low: int, high: int, dtype: torch.dtype) -> Te
 
 def integers_as_floats(codes: Tensor, dtype: torch.dtype) -> Tensor:
     """Integers as floats, each rounded once; unsigned 64-bit through two signed halves."""
+    import torch
+
     if codes.dtype == torch.uint64:
         signed = codes.view(torch.int64)
         low, high = (signed & 0xFFFFFFFF).to(torch.float64), (signed >> 32 & 0xFFFFFFFF).to(torch.float64)
@@ -132,32 +154,34 @@ def integers_as_floats(codes: Tensor, dtype: torch.dtype) -> Tensor:
 
 def _cast_through(dtype: torch.dtype) -> torch.dtype:
     """torch has few kernels for wide unsigned types: reach them through a signed one that holds them."""
+    import torch
+
     return {torch.uint16: torch.int32, torch.uint32: torch.int64}.get(dtype, dtype)
 
 
-def signed_integer(bits: int, codes: torch.dtype, gauss: float | None = None) -> IntegerElement:
+def signed_integer(bits: int, codes: str, gauss: float | None = None) -> IntegerElement:
     high = 2 ** (bits - 1) - 1
     return IntegerElement(f"int{bits}", bits, codes, high, -high - 1.5, high + 0.5, gauss, -high - 1, high)
 
 
-def unsigned_integer(bits: int, codes: torch.dtype, gauss: float | None = None) -> IntegerElement:
+def unsigned_integer(bits: int, codes: str, gauss: float | None = None) -> IntegerElement:
     high = 2**bits - 1
     return IntegerElement(f"uint{bits}", bits, codes, high, -0.5, high + 0.5, gauss, 0, high)
 
 
 # Clipping limits for Gaussian numbers, in units of mean |x| (sigma = 1.2533 mean |x|).
 # tests/formats/test_scale_rules.py finds them again by search. Ternary's is BitNet's, not the optimum (1.53).
-INT8 = signed_integer(8, torch.int8, gauss=4.90)
-INT4 = signed_integer(4, torch.int8, gauss=2.97)
+INT8 = signed_integer(8, "int8", gauss=4.90)
+INT4 = signed_integer(4, "int8", gauss=2.97)
 INT4_ON_LOW = replace(INT4, limit=8, gauss=3.40)  # the limit lands on code -8, as GGUF's Q4_0 has it
-INT4_HALF_AWAY = HalfAwayElement("int4", 4, torch.int8, 7, -8.5, 7.5, 2.97, -8, 7)
-INT8_HALF_AWAY = HalfAwayElement("int8", 8, torch.int8, 127, -128.5, 127.5, 4.90, -128, 127)
-INT2 = signed_integer(2, torch.int8, gauss=1.31)
-UINT8 = unsigned_integer(8, torch.uint8, gauss=4.92)
-UINT4 = unsigned_integer(4, torch.uint8, gauss=3.18)
-UINT2 = unsigned_integer(2, torch.uint8, gauss=1.97)
-TERNARY = IntegerElement("ternary", 2, torch.int8, 1, -1.5, 1.5, 1.0, -1, 1)
-BINARY = BinaryElement("binary", 1, torch.uint8, 1, -torch.inf, torch.inf, 1.0)
-E2M1 = E2M1Element("e2m1", 4, torch.uint8, 6.0, -7.0, 7.0, 3.66)
-E4M3 = TorchFloat8Element("e4m3", 8, torch.float8_e4m3fn, 448.0, -464.0, 464.0)
-E5M2 = TorchFloat8Element("e5m2", 8, torch.float8_e5m2, 57344.0, -61440.0, 61440.0)
+INT4_HALF_AWAY = HalfAwayElement("int4", 4, "int8", 7, -8.5, 7.5, 2.97, -8, 7)
+INT8_HALF_AWAY = HalfAwayElement("int8", 8, "int8", 127, -128.5, 127.5, 4.90, -128, 127)
+INT2 = signed_integer(2, "int8", gauss=1.31)
+UINT8 = unsigned_integer(8, "uint8", gauss=4.92)
+UINT4 = unsigned_integer(4, "uint8", gauss=3.18)
+UINT2 = unsigned_integer(2, "uint8", gauss=1.97)
+TERNARY = IntegerElement("ternary", 2, "int8", 1, -1.5, 1.5, 1.0, -1, 1)
+BINARY = BinaryElement("binary", 1, "uint8", 1, -math.inf, math.inf, 1.0)
+E2M1 = E2M1Element("e2m1", 4, "uint8", 6.0, -7.0, 7.0, 3.66)
+E4M3 = TorchFloat8Element("e4m3", 8, "float8_e4m3fn", 448.0, -464.0, 464.0)
+E5M2 = TorchFloat8Element("e5m2", 8, "float8_e5m2", 57344.0, -61440.0, 61440.0)

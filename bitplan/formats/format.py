@@ -9,10 +9,9 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-import torch
-from torch import Tensor
-
+from bitplan.formats.dtypes import ITEM_BYTES, torch_dtype
 from bitplan.formats.elements import Element
 from bitplan.formats.packing import Packing
 from bitplan.formats.scales import (
@@ -28,8 +27,12 @@ from bitplan.formats.scales import (
     reciprocal,
 )
 
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
 NARROW_KERNEL = 32
-PartShapes = dict[str, tuple[torch.dtype, tuple[int, ...]]]
+PartShapes = dict[str, tuple["torch.dtype", tuple[int, ...]]]
 
 
 @dataclass(frozen=True)
@@ -54,7 +57,7 @@ class Format:
 
     name: str
     description: str
-    storage: torch.dtype
+    storage_name: str
     element: Element | None = None
     block: Block = TENSOR
     scales: ScaleStorage | None = None
@@ -64,9 +67,17 @@ class Format:
     # Stored interleaved, block by block (scale first), as GGUF and the seed's Q4_0 do.
     interleaved: bool = False
     # Arithmetic of scales and rounding: float64 where float32 cannot hold the codes.
-    work: torch.dtype = torch.float32
+    work_name: str = "float32"
     # x / scale, as the seed writes it; block formats multiply by the reciprocal, which is faster everywhere.
     divides: bool = False
+
+    @property
+    def storage(self) -> torch.dtype:
+        return torch_dtype(self.storage_name)
+
+    @property
+    def work(self) -> torch.dtype:
+        return torch_dtype(self.work_name)
 
     @property
     def is_cast(self) -> bool:
@@ -98,6 +109,8 @@ class Format:
 
     def scale_for(self, limit: Tensor) -> Tensor:
         """The scale, before it is stored, that puts `limit` on the element's largest code."""
+        import torch
+
         assert self.element is not None
         if self.power_of_two_scales:  # OCP: 2^(floor(log2 limit) - floor(log2 largest code))
             exponent = torch.frexp(limit).exponent - math.frexp(self.element.limit)[1]
@@ -108,6 +121,8 @@ class Format:
         self, blocks: Tensor, wanted: Tensor, base: Tensor | None, zero_point: Tensor | None
     ) -> tuple[Tensor, Tensor]:
         """[B, g] numbers and the [B] scales wanted -> [B, g] codes and the [B] scales as stored."""
+        import torch
+
         assert self.element is not None
         assert self.scales is not None
         stored = self.scales.store(wanted, base)
@@ -162,20 +177,24 @@ class Format:
 
     def part_shapes(self, shape: tuple[int, ...]) -> PartShapes:
         """Every part an Encoded of this shape has: name -> (dtype, shape), in storage order."""
-        parts = {"data": (self.storage, self._data_shape(shape))}
+        return {part: (torch_dtype(name), size) for part, (name, size) in self.part_layouts(shape).items()}
+
+    def part_layouts(self, shape: tuple[int, ...]) -> dict[str, tuple[str, tuple[int, ...]]]:
+        """The same with the names of the dtypes: needs no torch."""
+        parts = {"data": (self.storage_name, self._data_shape(shape))}
         if self.scales is not None:
             down, across = self.grid(shape)
             lead = self._lead(shape) if self.block.rows == 1 else (down,)
-            parts["scales"] = (self.scales.dtype, () if self.block.is_tensor else (*lead, across))
+            parts["scales"] = (self.scales.dtype_name, () if self.block.is_tensor else (*lead, across))
             if self.scales.needs_base:
-                parts["base"] = (torch.float32, ())
+                parts["base"] = ("float32", ())
         if self.zero_point:
             assert self.element is not None
-            parts["zero_point"] = (self.element.codes, ())
+            parts["zero_point"] = (self.element.codes_name, ())
         return parts
 
     def nbytes(self, shape: tuple[int, ...]) -> int:
-        return sum(math.prod(size) * dtype.itemsize for dtype, size in self.part_shapes(shape).values())
+        return sum(math.prod(size) * ITEM_BYTES[name] for name, size in self.part_layouts(shape).values())
 
     def _lead(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         """The axes that count rows."""

@@ -7,17 +7,21 @@ towards zero, writes no -0, and takes its exponent from a float32 logarithm. Che
 
 from __future__ import annotations
 
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from bitplan.formats.format import Format
 from bitplan.formats.scales import E8M0_BIAS, PowerOfTwoScales, ScaleRule, flush_small, reciprocal
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 class GgufQ40(Format):
     """d = (the number of largest magnitude) / -8; code = trunc(x / d + 8.5), at most 15; value (code - 8) * d."""
 
     def limits(self, blocks: Tensor, rule: ScaleRule, percentile: float) -> Tensor:
+        import torch
+
         limit = super().limits(blocks, rule, percentile)
         extreme = blocks.gather(-1, blocks.abs().argmax(dim=-1, keepdim=True)).squeeze(-1)
         return torch.where(torch.signbit(extreme), -limit, limit)
@@ -28,6 +32,8 @@ class GgufQ40(Format):
     def quantize(
         self, blocks: Tensor, wanted: Tensor, base: Tensor | None, zero_point: Tensor | None
     ) -> tuple[Tensor, Tensor]:
+        import torch
+
         inverse = reciprocal(flush_small(wanted)).unsqueeze(-1)
         codes = (blocks * inverse + 8.5).trunc().clamp(0, 15).to(torch.int8) - 8
         return codes, wanted.to(torch.float16)
@@ -39,6 +45,8 @@ class GgufQ80(Format):
     def quantize(
         self, blocks: Tensor, wanted: Tensor, base: Tensor | None, zero_point: Tensor | None
     ) -> tuple[Tensor, Tensor]:
+        import torch
+
         assert self.element is not None
         codes = self.element.round(blocks * reciprocal(flush_small(wanted)).unsqueeze(-1))
         return codes, wanted.to(torch.float16)
@@ -48,12 +56,16 @@ class GgufMxfp4(Format):
     """Scale 2^(floor(log2 max|x|) - 2), the logarithm rounded to float32; nearest code, ties towards zero."""
 
     def scale_for(self, limit: Tensor) -> Tensor:
+        import torch
+
         exponent = torch.log2(limit.double()).float().floor() - 2
         return torch.where(limit > 0, torch.ldexp(torch.ones_like(limit), exponent.int()), 0.0)
 
     def quantize(
         self, blocks: Tensor, wanted: Tensor, base: Tensor | None, zero_point: Tensor | None
     ) -> tuple[Tensor, Tensor]:
+        import torch
+
         assert self.scales is not None
         stored = self.scales.store(wanted, base)
         magnitude = blocks.abs() * reciprocal(self.scales.load(stored, base)).unsqueeze(-1)
@@ -73,5 +85,7 @@ class GgufPowerOfTwoScales(PowerOfTwoScales):
     """As E8M0, but ggml gives byte 255 no meaning of its own: it is 2^128, which only float64 holds."""
 
     def load(self, stored: Tensor, base: Tensor | None) -> Tensor:
+        import torch
+
         exponent = stored.long() - E8M0_BIAS
         return (exponent + 1023 << 52).view(torch.float64)

@@ -12,10 +12,10 @@ A field is the code's low bits: two's complement, or `offset` added first (offse
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
-import torch
-from torch import Tensor
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 @dataclass(frozen=True)
@@ -36,6 +36,8 @@ class Packing:
 
     def pack(self, codes: Tensor) -> Tensor:
         """[..., n] codes -> [..., ceil(n / per_byte)] bytes; a last byte that is not full is filled with zero bits."""
+        import torch
+
         fields = (codes + self.offset).view(torch.uint8) & (2**self.bits - 1)
         missing = -fields.shape[-1] % self.per_byte
         fields = torch.nn.functional.pad(fields, (0, missing)) if missing else fields
@@ -47,6 +49,8 @@ class Packing:
 
     def unpack(self, packed: Tensor, count: int) -> Tensor:
         """[..., bytes] -> [..., count] codes, int8 for signed fields, else uint8."""
+        import torch
+
         fields = [packed >> shift & (2**self.bits - 1) for shift in self._shifts()]
         flat = torch.cat(fields, dim=-1) if self.order == "halves" else torch.stack(fields, dim=-1).flatten(-2)
         codes = flat[..., :count]

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import torch
-
 from bitplan.errors import FormatError, did_you_mean
 from bitplan.formats import elements as el
 from bitplan.formats.elements import Element
@@ -12,15 +10,15 @@ from bitplan.formats.gguf_rules import GgufMxfp4, GgufPowerOfTwoScales, GgufQ40,
 from bitplan.formats.packing import Packing
 from bitplan.formats.scales import BasedScales, PowerOfTwoScales, ScaleRule, ScaleStorage
 
-_F32 = ScaleStorage(torch.float32)
-_F64 = ScaleStorage(torch.float64)
-_F16 = ScaleStorage(torch.float16)
+_F32 = ScaleStorage("float32")
+_F64 = ScaleStorage("float64")
+_F16 = ScaleStorage("float16")
 _E8M0 = PowerOfTwoScales()
 _NIBBLES = Packing(4, "low_first")
 _GGUF_NIBBLES = Packing(4, "halves")
 
 
-def _cast(name: str, dtype: torch.dtype, text: str) -> Format:
+def _cast(name: str, dtype: str, text: str) -> Format:
     return Format(name, f"{text}; a plain cast, as torch's", dtype)
 
 
@@ -32,26 +30,26 @@ def _scaled(
     return Format(
         name,
         text,
-        element.codes if packing is None else torch.uint8,
+        element.codes_name if packing is None else "uint8",
         element,
         TENSOR,
         _F64 if wide else _F32,
         packing,
         rule,
         zero_point=element.name.startswith("uint"),
-        work=torch.float64 if wide else torch.float32,
+        work_name="float64" if wide else "float32",
         divides=True,
     )
 
 
-def _signed(bits: int, dtype: torch.dtype) -> Format:
+def _signed(bits: int, dtype: str) -> Format:
     element = el.INT8 if bits == 8 else el.signed_integer(bits, dtype)
     return _scaled(
         element, f"int{bits}", f"{bits}-bit integers, one scale per tensor (max |x| / {2 ** (bits - 1) - 1})"
     )
 
 
-def _unsigned(bits: int, dtype: torch.dtype) -> Format:
+def _unsigned(bits: int, dtype: str) -> Format:
     element = el.UINT8 if bits == 8 else el.unsigned_integer(bits, dtype)
     return _scaled(element, f"uint{bits}", f"unsigned {bits}-bit integers, one scale and zero point per tensor")
 
@@ -61,20 +59,20 @@ def _high_first(bits: int, *, signed: bool = False) -> Packing:
 
 
 _DTYPES = (
-    _cast("float64", torch.float64, "IEEE double"),
-    _cast("float32", torch.float32, "IEEE single"),
-    _cast("float16", torch.float16, "IEEE half"),
-    _cast("bfloat16", torch.bfloat16, "8 exponent bits, 7 mantissa bits"),
+    _cast("float64", "float64", "IEEE double"),
+    _cast("float32", "float32", "IEEE single"),
+    _cast("float16", "float16", "IEEE half"),
+    _cast("bfloat16", "bfloat16", "8 exponent bits, 7 mantissa bits"),
     _scaled(el.E4M3, "fp8_e4m3", "OCP FP8 E4M3 (largest 448, no infinity), one scale per tensor"),
     _scaled(el.E5M2, "fp8_e5m2", "OCP FP8 E5M2 (largest 57344), one scale per tensor"),
-    _signed(64, torch.int64),
-    _signed(32, torch.int32),
-    _signed(16, torch.int16),
-    _signed(8, torch.int8),
-    _unsigned(64, torch.uint64),
-    _unsigned(32, torch.uint32),
-    _unsigned(16, torch.uint16),
-    _unsigned(8, torch.uint8),
+    _signed(64, "int64"),
+    _signed(32, "int32"),
+    _signed(16, "int16"),
+    _signed(8, "int8"),
+    _unsigned(64, "uint64"),
+    _unsigned(32, "uint32"),
+    _unsigned(16, "uint16"),
+    _unsigned(8, "uint8"),
     _scaled(el.INT4, "int4", "4-bit integers -8..7, one scale per tensor", _high_first(4, signed=True)),
     _scaled(el.UINT4, "uint4", "unsigned 4-bit integers, one scale and zero point per tensor", _high_first(4)),
     _scaled(el.E2M1, "fp4", "E2M1 floats (0 .5 1 1.5 2 3 4 6, signed), one scale per tensor", _high_first(4)),
@@ -89,7 +87,7 @@ _BLOCKS = (
         "q4_0_poly",
         "the seed's Q4_0: 20 bytes per 32, float32 scale max |x| / 7, two's complement nibbles, even index low, "
         "ties away from zero",
-        torch.uint8,
+        "uint8",
         el.INT4_HALF_AWAY,
         Block(1, 32),
         _F32,
@@ -100,7 +98,7 @@ _BLOCKS = (
     GgufQ40(
         "q4_0_gguf",
         "GGUF Q4_0: 18 bytes per 32, float16 scale (signed extreme / -8), byte j holds numbers j and j + 16",
-        torch.uint8,
+        "uint8",
         el.INT4_ON_LOW,
         Block(1, 32),
         _F16,
@@ -110,7 +108,7 @@ _BLOCKS = (
     GgufQ80(
         "q8_0_gguf",
         "GGUF Q8_0: 34 bytes per 32, float16 scale max |x| / 127",
-        torch.int8,
+        "int8",
         el.INT8_HALF_AWAY,
         Block(1, 32),
         _F16,
@@ -120,7 +118,7 @@ _BLOCKS = (
         "mxfp4",
         "OCP MXFP4 as in gpt-oss: E2M1, one E8M0 scale per 32, even index in the low nibble; scale rule OCP floor: "
         "2^(floor(log2 max|x|) - 2), numbers above 6 scales saturate",
-        torch.uint8,
+        "uint8",
         el.E2M1,
         Block(1, 32),
         _E8M0,
@@ -129,7 +127,7 @@ _BLOCKS = (
     GgufMxfp4(
         "mxfp4_gguf",
         "GGUF MXFP4: 17 bytes per 32, scale byte first, byte j holds numbers j and j + 16; ggml's rounding",
-        torch.uint8,
+        "uint8",
         el.E2M1,
         Block(1, 32),
         GgufPowerOfTwoScales(),
@@ -139,7 +137,7 @@ _BLOCKS = (
     Format(
         "mxfp8_e4m3",
         "OCP MXFP8: E4M3, one E8M0 scale per 32; scale rule OCP floor: 2^(floor(log2 max|x|) - 8)",
-        torch.float8_e4m3fn,
+        "float8_e4m3fn",
         el.E4M3,
         Block(1, 32),
         _E8M0,
@@ -147,37 +145,37 @@ _BLOCKS = (
     Format(
         "nvfp4",
         "NVFP4: E2M1, one E4M3 scale per 16 times one float32 base per tensor (max |x| / 2688)",
-        torch.uint8,
+        "uint8",
         el.E2M1,
         Block(1, 16),
-        BasedScales(torch.float8_e4m3fn, 448.0),
+        BasedScales("float8_e4m3fn", 448.0),
         _NIBBLES,
     ),
     Format(
         "fp4_u8_g128",
         "E2M1, one linear uint8 scale per 128 times an explicit float32 base per tensor (largest scale / 255)",
-        torch.uint8,
+        "uint8",
         el.E2M1,
         Block(1, 128),
-        BasedScales(torch.uint8, 255.0),
+        BasedScales("uint8", 255.0),
         _NIBBLES,
     ),
-    Format("int8_row", "8-bit integers, one float32 scale per row (max |x| / 127)", torch.int8, el.INT8, ROW, _F32),
-    Format("int8_g128", "8-bit integers, one float32 scale per 128 in a row", torch.int8, el.INT8, Block(1, 128), _F32),
+    Format("int8_row", "8-bit integers, one float32 scale per row (max |x| / 127)", "int8", el.INT8, ROW, _F32),
+    Format("int8_g128", "8-bit integers, one float32 scale per 128 in a row", "int8", el.INT8, Block(1, 128), _F32),
     Format(
         "int4_g32",
         "4-bit integers stored as q + 8, even index in the low nibble, one bfloat16 scale per 32 (max |x| / 7)",
-        torch.uint8,
+        "uint8",
         el.INT4,
         Block(1, 32),
-        ScaleStorage(torch.bfloat16),
+        ScaleStorage("bfloat16"),
         Packing(4, "low_first", signed=True, offset=8),
     ),
-    Format("fp8_e4m3_row", "E4M3, one float32 scale per row (max |x| / 448)", torch.float8_e4m3fn, el.E4M3, ROW, _F32),
+    Format("fp8_e4m3_row", "E4M3, one float32 scale per row (max |x| / 448)", "float8_e4m3fn", el.E4M3, ROW, _F32),
     Format(
         "fp8_e4m3_b128",
         "E4M3, one float32 scale per 128 x 128 tile; tiles at the edges may be smaller",
-        torch.float8_e4m3fn,
+        "float8_e4m3fn",
         el.E4M3,
         Block(128, 128),
         _F32,

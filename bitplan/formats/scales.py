@@ -13,10 +13,13 @@ weighted by `importance` when activations were observed.
 from __future__ import annotations
 
 import math
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
-import torch
-from torch import Tensor
+from bitplan.formats.dtypes import torch_dtype
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
 
 SMALLEST_SCALE = 2.0**-126
 SMALLEST_SCALE_FLOAT64 = 2.0**-1022
@@ -34,13 +37,19 @@ class ScaleStorage:
 
     needs_base = False
 
-    def __init__(self, dtype: torch.dtype) -> None:
-        self.dtype = dtype
+    def __init__(self, dtype_name: str) -> None:
+        self.dtype_name = dtype_name
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return torch_dtype(self.dtype_name)
 
     def store(self, scale: Tensor, base: Tensor | None) -> Tensor:
         return flush_small(scale).to(self.dtype)
 
     def load(self, stored: Tensor, base: Tensor | None) -> Tensor:
+        import torch
+
         return stored if stored.dtype == torch.float64 else stored.float()
 
 
@@ -48,13 +57,17 @@ class PowerOfTwoScales(ScaleStorage):
     """E8M0: one byte e, the scale is 2^(e - 127); byte 255 is NaN. `store` takes exact powers of two."""
 
     def __init__(self) -> None:
-        super().__init__(torch.uint8)
+        super().__init__("uint8")
 
     def store(self, scale: Tensor, base: Tensor | None) -> Tensor:
+        import torch
+
         exponent = torch.frexp(scale).exponent - 1 + E8M0_BIAS
         return torch.where(scale > 0, exponent.clamp(0, 254), 0).to(torch.uint8)
 
     def load(self, stored: Tensor, base: Tensor | None) -> Tensor:
+        import torch
+
         bits = stored.int() << 23  # the exponent field of a float32, but for the two ends
         bits = torch.where(stored == 0, 0x00400000, bits)
         return torch.where(stored == E8M0_NAN, 0x7FC00000, bits).view(torch.float32)
@@ -65,17 +78,19 @@ class BasedScales(ScaleStorage):
 
     needs_base = True
 
-    def __init__(self, dtype: torch.dtype, largest: float) -> None:
-        super().__init__(dtype)
+    def __init__(self, dtype_name: str, largest: float) -> None:
+        super().__init__(dtype_name)
         self.largest = largest
 
     def base_for(self, largest_scale: Tensor) -> Tensor:
         return flush_small(divided(largest_scale.float(), self.largest))
 
     def store(self, scale: Tensor, base: Tensor | None) -> Tensor:
+        import torch
+
         assert base is not None
         steps = torch.where(base > 0, scale / base, 0.0).clamp(max=self.largest)
-        if self.dtype == torch.uint8:  # a block that is not zero keeps a scale that is not zero
+        if self.dtype_name == "uint8":  # a block that is not zero keeps a scale that is not zero
             steps = torch.where(scale > 0, steps.round().clamp(min=1.0), 0.0)
         return steps.to(self.dtype)
 
@@ -86,22 +101,30 @@ class BasedScales(ScaleStorage):
 
 def divided(x: Tensor, number: float) -> Tensor:
     """x / number, rounded once on every device: CUDA divides by a Python number through its rounded reciprocal."""
+    import torch
+
     return x / torch.full((), number, dtype=x.dtype, device=x.device)
 
 
 def flush_small(scale: Tensor) -> Tensor:
     """Zero for scales whose reciprocal would overflow, keeping the sign of the rest."""
+    import torch
+
     smallest = SMALLEST_SCALE_FLOAT64 if scale.dtype == torch.float64 else SMALLEST_SCALE
     return torch.where(scale.abs() < smallest, torch.zeros_like(scale), scale)
 
 
 def reciprocal(scale: Tensor) -> Tensor:
     """1 / scale, and 0 for a zero scale, so that a zero block's codes are zero."""
+    import torch
+
     return torch.where(scale == 0, 0.0, 1.0 / scale)
 
 
 def limit_of_blocks(blocks: Tensor, rule: ScaleRule, *, gauss: float | None, percentile: float) -> Tensor:
     """[B, g] numbers -> [B] limits, for every rule but `mse` (which starts from absmax)."""
+    import torch
+
     if blocks.shape[-1] == 0:
         return blocks.new_zeros(blocks.shape[0])
     if rule == "absmean":

@@ -1,1 +1,23 @@
 """Numbers for the plan: what a format costs a model, with the error of each figure."""
+
+from typing import TYPE_CHECKING
+
+from bitplan.lazy_names import lazy_names
+
+if TYPE_CHECKING:
+    from bitplan.measure.grad_stats import GradStatsCollector, collect_grad_stats
+    from bitplan.measure.machine import examine_machine
+
+__all__ = [
+    "GradStatsCollector",
+    "collect_grad_stats",
+    "examine_machine",
+]
+
+__getattr__, __dir__ = lazy_names(
+    __name__,
+    {
+        "grad_stats": ("GradStatsCollector", "collect_grad_stats"),
+        "machine": ("examine_machine",),
+    },
+)

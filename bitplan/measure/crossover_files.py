@@ -17,7 +17,6 @@ import functools
 import hashlib
 import importlib.metadata
 import logging
-import os
 import re
 import threading
 from collections.abc import Callable
@@ -30,6 +29,7 @@ from bitplan import kernels
 from bitplan.errors import FileFormatError
 from bitplan.formats import Encoded
 from bitplan.kernels.fused import FusedMatmul
+from bitplan.measure.cache_folder import cache_dir
 from bitplan.measure.crossover import Crossover, Timing, measure_crossover
 from bitplan.plan.documents import LIST, NAME, OBJECT, SIZE, Kind, Reader, is_number, load_document, one_of
 from bitplan.records import write_json
@@ -64,14 +64,6 @@ _WEIGHT_KEYS = {
 }
 _TIMING_KEYS = {"rows": _POSITIVE, "launch": _LAUNCH, "samples_ms": OBJECT}
 _WAYS = {"fused": _SAMPLES, "decode": _SAMPLES, "expanded": _SAMPLES}
-
-
-def cache_dir() -> Path:
-    """Where bitplan keeps what it measured on this machine."""
-    if named := os.environ.get("BITPLAN_CACHE_DIR"):
-        return Path(named)
-    base = os.environ.get("XDG_CACHE_HOME")
-    return (Path(base) if base else Path.home() / ".cache") / "bitplan"
 
 
 class CrossoverTable:

@@ -2,7 +2,8 @@
 
 Read and not guessed: a fast path counts as active when the dispatcher would pick it now, a library as present when its
 installed metadata says so, a required one only when it can be imported. Which extra brings a library comes from
-bitplan's own metadata. The document, version 1, is also a record that a report shows:
+bitplan's own metadata. Without `deep` nothing is imported: libraries count by their metadata alone, and of a path that
+would have to be tried `active` is null. The document, version 1, is also a record that a report shows:
 
     {"document": "bitplan-machine", "version": 1, "machine": {"cpu": C, "cores": N, ...}, "versions": {...},
      "paths": [{"name": N, "active": true, "detail": D}], "libraries": [{"name": N, "wanted": ">=1.6", "extras": [...],
@@ -17,26 +18,26 @@ import importlib.metadata
 import os
 import platform
 import re
+import shutil
 import subprocess
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
-
-from bitplan import kernels
-from bitplan.formats import encode, list_formats
-from bitplan.kernels import explain_encode
-from bitplan.kernels.dispatch import SMALLEST_FOR_CPU
-from bitplan.kernels.fused import fused_for
-from bitplan.measure.crossover_files import cache_dir, gpu_fingerprint
+from bitplan.measure.cache_folder import cache_dir
 from bitplan.version import __version__
+
+if TYPE_CHECKING:
+    import torch
 
 DOCUMENT = "bitplan-machine"
 VERSION = 1
 FP8_CAPABILITY = (8, 9)
 H2D_BYTES, DEVICE_BYTES, REPEATS = 256 * 2**20, 256 * 2**20, 5
+NUMBA_PATH, FOUR_BIT_PATH = "CPU encode and decode (numba)", "CPU 4-bit products (torch)"
+TRITON_PATH, FP8_PATH = "GPU kernels (Triton)", "FP8 tensor cores"
+GO_DEEP = "bitplan doctor --deep to import every library and to try the fast paths"
 NOT_INSTALLED = "pip install -e . in the checkout: bitplan runs from its source, so what it needs is not known here"
 _UNUSED_EXTRAS = {"dev"}  # libraries for those who work on bitplan itself
 _REQUIREMENT = re.compile(r"(?P<name>[A-Za-z0-9._-]+)(?:\[[^\]]*\])?\s*(?P<wanted>[^;\[]*)")
@@ -45,10 +46,10 @@ _EXTRA = re.compile(r"extra\s*==\s*['\"]([^'\"]+)['\"]")
 
 @dataclass(frozen=True)
 class FastPath:
-    """Something faster than plain torch: whether it would be used now, and the formats, or the reason why not."""
+    """Something faster than plain torch: would it be used now (None: not tried), and the formats, or why not."""
 
     name: str
-    active: bool
+    active: bool | None
     detail: str
 
 
@@ -70,29 +71,48 @@ class Cache:
     detail: str
 
 
-def examine_machine(*, measure: bool = True) -> dict[str, Any]:
-    """The document. `measure`: time copies to and on a GPU, where there is one; a second."""
-    has_gpu = torch.cuda.is_available()
+def examine_machine(*, measure: bool = True, deep: bool = True) -> dict[str, Any]:
+    """The document. `measure`: time copies to and on a GPU, where there is one; a second.
+
+    `deep`: import every library that is needed, and try the fast paths; seconds. Without it torch is not imported.
+    """
+    has_gpu = deep and _has_cuda()
     requirements = _requirements()
-    libraries = find_libraries(requirements or [])
-    paths = [*_cpu_paths(), *_gpu_paths(has_gpu)]
+    libraries = find_libraries(requirements or [], try_import=deep)
+    paths = [*_cpu_paths(), *_gpu_paths(has_gpu)] if deep else _paths_not_tried()
     problems = [f"{library.name}: {library.problem}" for library in libraries if library.problem]
     bandwidth, too_full = _bandwidth(has_gpu and measure)
     return {
         "document": DOCUMENT,
         "version": VERSION,
-        "machine": _hardware(has_gpu),
+        "machine": _hardware() | (_torch_hardware(has_gpu) if deep else {}),
         "versions": _versions(libraries),
         "paths": [asdict(path) for path in paths],
         "libraries": [asdict(library) | {"extras": list(library.extras)} for library in libraries],
         "caches": [asdict(cache) for cache in (_numba_cache(), _crossover_cache())],
         "bandwidth": bandwidth,
         "problems": problems,
-        "next": [*too_full, *([] if requirements is not None else [NOT_INSTALLED]), *_next_steps(libraries, has_gpu)],
+        "next": [
+            *too_full,
+            *([] if requirements is not None else [NOT_INSTALLED]),
+            *([] if deep else [GO_DEEP]),
+            *_next_steps(libraries, has_gpu),
+        ],
     }
 
 
 # ---- hardware --------------------------------------------------------------------------------------------------------
+
+
+def has_gpu_driver() -> bool:
+    """Whether NVIDIA's driver is here, by what it installs: asked without torch."""
+    return os.path.exists("/proc/driver/nvidia/version") or shutil.which("nvidia-smi") is not None
+
+
+def _has_cuda() -> bool:
+    import torch
+
+    return torch.cuda.is_available()
 
 
 def cpu_model() -> str:
@@ -105,16 +125,26 @@ def cpu_model() -> str:
     return named.get("Model name", platform.machine()).strip()
 
 
-def _hardware(has_gpu: bool) -> dict[str, Any]:
+def _hardware() -> dict[str, Any]:
     found: dict[str, Any] = {
         "cpu": cpu_model(),
         "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
-        "threads": torch.get_num_threads(),
-        "instructions": torch.backends.cpu.get_cpu_capability(),
         "system": f"{platform.system()} {platform.machine()}",
     }
     if hasattr(os, "sysconf"):
         found["memory_gib"] = round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1)
+    return found
+
+
+def _torch_hardware(has_gpu: bool) -> dict[str, Any]:
+    import torch
+
+    from bitplan.measure.crossover_files import gpu_fingerprint
+
+    found: dict[str, Any] = {
+        "threads": torch.get_num_threads(),
+        "instructions": torch.backends.cpu.get_cpu_capability(),
+    }
     if has_gpu:
         properties = torch.cuda.get_device_properties(0)
         found |= {
@@ -132,6 +162,8 @@ def _bandwidth(wanted: bool) -> tuple[dict[str, float] | None, list[str]]:
     """What was measured, and what to do where a full GPU leaves no room to."""
     if not wanted:
         return None, []
+    import torch
+
     try:
         return measure_bandwidth(torch.device("cuda")), []
     except torch.OutOfMemoryError as error:
@@ -140,6 +172,8 @@ def _bandwidth(wanted: bool) -> tuple[dict[str, float] | None, list[str]]:
 
 def measure_bandwidth(device: torch.device) -> dict[str, float]:
     """GB/s from pinned memory to the device, and of a copy on it (bytes read and written), the best of a few."""
+    import torch
+
     host = torch.empty(H2D_BYTES, dtype=torch.uint8, pin_memory=True)
     here, there = (torch.empty(DEVICE_BYTES, dtype=torch.uint8, device=device) for _ in range(2))
     arrived = torch.empty(H2D_BYTES, dtype=torch.uint8, device=device)
@@ -152,6 +186,8 @@ def measure_bandwidth(device: torch.device) -> dict[str, float]:
 
 
 def _copy_ms(target: torch.Tensor, source: torch.Tensor) -> float:
+    import torch
+
     start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     start.record()
     target.copy_(source, non_blocking=True)
@@ -163,42 +199,64 @@ def _copy_ms(target: torch.Tensor, source: torch.Tensor) -> float:
 # ---- fast paths ------------------------------------------------------------------------------------------------------
 
 
+def _paths_not_tried() -> list[FastPath]:
+    """What can be said without importing anything."""
+    numba = _installed("numba")
+    why = "a GPU driver is here, and was not asked" if has_gpu_driver() else "no GPU driver is here"
+    gpu = None if has_gpu_driver() else False
+    return [
+        FastPath(NUMBA_PATH, None if numba else False, f"numba {numba}" if numba else "numba is not installed"),
+        FastPath(FOUR_BIT_PATH, None, "int4_g32, q4_0_gguf where torch has the kernel"),
+        FastPath(TRITON_PATH, gpu, why),
+        FastPath(FP8_PATH, gpu, why),
+    ]
+
+
 def _cpu_paths() -> list[FastPath]:
+    import torch
+
+    from bitplan.formats import encode, list_formats
+    from bitplan.kernels import explain_encode
+    from bitplan.kernels.dispatch import SMALLEST_FOR_CPU
+    from bitplan.kernels.fused import fused_for
+
     side = 512
     assert side * side >= SMALLEST_FOR_CPU
     sample = torch.zeros(side, side)
     picked = {fmt.name: explain_encode(sample, fmt) for fmt in list_formats()}
     twins = [name for name, pick in picked.items() if pick.implementation == "numba"]
     reason = next((pick.reason for pick in picked.values() if "installed" in pick.reason), "no format has one")
-    numba = FastPath("CPU encode and decode (numba)", bool(twins), ", ".join(twins) or reason)
+    numba = FastPath(NUMBA_PATH, bool(twins), ", ".join(twins) or reason)
     fused = fused_for("cpu")
     refused = None if fused is None else fused.why_not(encode(torch.zeros(64, 64), "int4_g32"), torch.float32)
-    four_bit = FastPath("CPU 4-bit products (torch)", refused is None, refused or "int4_g32, q4_0_gguf")
+    four_bit = FastPath(FOUR_BIT_PATH, refused is None, refused or "int4_g32, q4_0_gguf")
     return [numba, four_bit]
 
 
 def _gpu_paths(has_gpu: bool) -> list[FastPath]:
+    import torch
+
     if not has_gpu:
         why = "this torch is built without CUDA" if torch.version.cuda is None else "no CUDA device is visible"
         return [
-            FastPath("GPU kernels (Triton)", False, why),
-            FastPath("FP8 tensor cores", False, f"{why}; FP8 is emulated: the same numbers, no speed"),
+            FastPath(TRITON_PATH, False, why),
+            FastPath(FP8_PATH, False, f"{why}; FP8 is emulated: the same numbers, no speed"),
         ]
     capability = torch.cuda.get_device_capability(0)
     triton = _installed("triton")
     fp8 = capability >= FP8_CAPABILITY
     told = f"compute capability {capability[0]}.{capability[1]}" + ("" if fp8 else ", and FP8 needs 8.9")
     return [
-        FastPath("GPU kernels (Triton)", triton is not None, triton or "Triton is not installed"),
-        FastPath("FP8 tensor cores", fp8, told),
+        FastPath(TRITON_PATH, triton is not None, triton or "Triton is not installed"),
+        FastPath(FP8_PATH, fp8, told),
     ]
 
 
 # ---- libraries -------------------------------------------------------------------------------------------------------
 
 
-def find_libraries(requirements: Iterable[str]) -> list[Library]:
-    """What bitplan's metadata asks for: needed ones first, then those of extras, by name."""
+def find_libraries(requirements: Iterable[str], *, try_import: bool = True) -> list[Library]:
+    """What bitplan's metadata asks for: needed ones first, then those of extras, by name; needed ones are imported."""
     wanted: dict[str, tuple[str, set[str]]] = {}
     for requirement in requirements:
         found = _REQUIREMENT.match(requirement)
@@ -208,7 +266,9 @@ def find_libraries(requirements: Iterable[str]) -> list[Library]:
             continue
         version, known = wanted.get(found["name"], (found["wanted"].strip(), extras))
         wanted[found["name"]] = (version, known | extras if known and extras else set())
-    libraries = [_library(name, version, tuple(sorted(extras))) for name, (version, extras) in wanted.items()]
+    libraries = [
+        _library(name, version, tuple(sorted(extras)), try_import) for name, (version, extras) in wanted.items()
+    ]
     return sorted(libraries, key=lambda library: (bool(library.extras), library.name))
 
 
@@ -220,14 +280,14 @@ def _requirements() -> list[str] | None:
         return None
 
 
-def _library(name: str, wanted: str, extras: tuple[str, ...]) -> Library:
+def _library(name: str, wanted: str, extras: tuple[str, ...], try_import: bool) -> Library:
     installed = _installed(name)
     problem = None
     if installed is None:
         problem = None if extras else f"not installed; pip install '{name}{wanted}'"
     elif not meets(installed, wanted):
         problem = f"{installed} is installed, {wanted} is needed; pip install --upgrade '{name}{wanted}'"
-    elif not extras:
+    elif try_import and not extras:
         problem = _import_problem(name)
     return Library(name, wanted, extras, installed, problem)
 
@@ -274,7 +334,7 @@ def _versions(libraries: Iterable[Library]) -> dict[str, str]:
 def _numba_cache() -> Cache:
     """Where compiled CPU kernels are kept, and how many are there."""
     named = os.environ.get("NUMBA_CACHE_DIR")
-    folder = Path(named) if named else Path(kernels.__file__).parent / "__pycache__"
+    folder = Path(named) if named else Path(__file__).parents[1] / "kernels" / "__pycache__"
     kept = len(list(folder.rglob("*.nbc"))) if folder.is_dir() else 0
     writable = os.access(folder if folder.is_dir() else folder.parent, os.W_OK)
     detail = f"{kept} compiled kernels" if kept else "empty: the first use of a kernel compiles for some seconds"

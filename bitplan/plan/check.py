@@ -176,7 +176,7 @@ def _tensor(manifest: Manifest, name: str, header: Header, tag: Tag) -> Iterator
 
 def _wrong_dtype(fmt: Format, tag: Tag, dtype: str) -> str | None:
     if tag.part is not None:
-        expected = str(part_dtype(fmt, tag.part)).removeprefix("torch.")
+        expected = part_dtype(fmt, tag.part)
         if _SAME_BYTES.get(dtype, dtype) == expected:
             return None
         return f"the {tag.part} of {fmt.name} must be {expected}, the file has {dtype}"

@@ -21,6 +21,7 @@ from typing import Any, Final, cast
 
 from bitplan.errors import FormatError, did_you_mean
 from bitplan.formats import Format, get_format, list_formats
+from bitplan.formats.dtypes import ITEM_BYTES
 from bitplan.plan.aliases import AliasError, Aliases
 from bitplan.plan.documents import (
     FLAG,
@@ -312,7 +313,7 @@ def _read_tag(reader: Reader, name: str, value: Any, document: Mapping[str, Any]
         fmt = get_format(_split_format(reader, path, document))
     else:
         fmt = _known_format(reader, path, _CASTS.get(name, name))
-    if part is not None and part not in fmt.part_shapes((2, 2)):
+    if part is not None and part not in fmt.part_layouts((2, 2)):
         reader.stop(f"{path}: {fmt.name} has no part {part!r}")
     if part and document.get("block_size", fmt.block.cols) != fmt.block.cols:
         reader.fail(f"{path}: block_size", f"{fmt.block.cols}, which is that of {fmt.name}", document["block_size"])
@@ -344,8 +345,8 @@ def _split_format(reader: Reader, path: str, document: Mapping[str, Any]) -> str
 
 def _bits(fmt: Format, part: Part | None) -> int:
     if part == "scales":
-        return 8 * int(part_dtype(fmt, part).itemsize)
-    return 8 * fmt.storage.itemsize if fmt.element is None else fmt.element.bits
+        return 8 * ITEM_BYTES[part_dtype(fmt, part)]
+    return 8 * ITEM_BYTES[fmt.storage_name] if fmt.element is None else fmt.element.bits
 
 
 def _read_aliases(reader: Reader, value: Mapping[str, Any]) -> Aliases:

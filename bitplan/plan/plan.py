@@ -26,6 +26,7 @@ from typing import Any, Literal, NamedTuple
 
 from bitplan.errors import BitplanError, FormatError, did_you_mean
 from bitplan.formats import Format, get_format
+from bitplan.formats.dtypes import ITEM_BYTES
 from bitplan.plan.documents import EVIDENCE, NAME, OBJECT, SHAPE, SIZE, TEXT, PlanError, Reader, load_document, one_of
 from bitplan.records import write_json
 
@@ -76,7 +77,7 @@ class Planned:
     def __post_init__(self) -> None:
         if self.shape is not None and not SHAPE.holds(self.shape):
             raise PlanError(f"a shape must be {SHAPE.text}, got {self.shape!r}")
-        if self.part is not None and self.part not in get_format(self.choice.format).part_shapes((2, 2)):
+        if self.part is not None and self.part not in get_format(self.choice.format).part_layouts((2, 2)):
             raise FormatError(f"{self.choice.format} has no part {self.part!r}")
 
     @cached_property
@@ -94,7 +95,7 @@ class Planned:
         fmt = get_format(self.choice.format)
         if self.part is None:
             return fmt.nbytes(self.shape)
-        return math.prod(self.shape) * int(part_dtype(fmt, self.part).itemsize)
+        return math.prod(self.shape) * ITEM_BYTES[part_dtype(fmt, self.part)]
 
 
 class SizeRow(NamedTuple):
@@ -340,9 +341,9 @@ def number_ranges(numbers: Iterable[str]) -> str:
 # ---- parts of a format -----------------------------------------------------------------------------------------------
 
 
-def part_dtype(fmt: Format, part: str) -> Any:
+def part_dtype(fmt: Format, part: str) -> str:
     """The dtype in which a format keeps one of its parts."""
-    return fmt.part_shapes((2, 2))[part][0]
+    return fmt.part_layouts((2, 2))[part][0]
 
 
 def _per_item(fmt: Format) -> int:

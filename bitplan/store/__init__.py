@@ -1,1 +1,47 @@
 """Bytes at rest: weights with their versions, whole models, and the files they live in."""
+
+from typing import TYPE_CHECKING
+
+from bitplan.lazy_names import lazy_names
+
+if TYPE_CHECKING:
+    from bitplan.store.compare import compare_models
+    from bitplan.store.drift_log import DriftLog, log_drift, read_drift
+    from bitplan.store.gpt_oss import GptOssFile, convert_gpt_oss, make_checkpoint
+    from bitplan.store.model_files import load_model, save_model
+    from bitplan.store.models import morph_model, observe_model, unmorph_model
+    from bitplan.store.quantize import quantize_file
+    from bitplan.store.tensor_files import open_tensors
+    from bitplan.store.weights import WeightStore
+
+__all__ = [
+    "DriftLog",
+    "GptOssFile",
+    "WeightStore",
+    "compare_models",
+    "convert_gpt_oss",
+    "load_model",
+    "log_drift",
+    "make_checkpoint",
+    "morph_model",
+    "observe_model",
+    "open_tensors",
+    "quantize_file",
+    "read_drift",
+    "save_model",
+    "unmorph_model",
+]
+
+__getattr__, __dir__ = lazy_names(
+    __name__,
+    {
+        "compare": ("compare_models",),
+        "drift_log": ("DriftLog", "log_drift", "read_drift"),
+        "gpt_oss": ("GptOssFile", "convert_gpt_oss", "make_checkpoint"),
+        "model_files": ("load_model", "save_model"),
+        "models": ("morph_model", "observe_model", "unmorph_model"),
+        "quantize": ("quantize_file",),
+        "tensor_files": ("open_tensors",),
+        "weights": ("WeightStore",),
+    },
+)

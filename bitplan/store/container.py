@@ -15,14 +15,16 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO, Generic, Self, TypeVar
-
-import torch
+from typing import TYPE_CHECKING, BinaryIO, Generic, Self, TypeVar
 
 from bitplan.errors import FileFormatError, StoreError, did_you_mean
 
+if TYPE_CHECKING:
+    import torch
+
+    Data = torch.Tensor | bytes | bytearray | memoryview
+
 Entry = TypeVar("Entry")
-Data = torch.Tensor | bytes | bytearray | memoryview
 
 
 class ContainerFile(ABC, Generic[Entry]):
@@ -68,10 +70,22 @@ class ContainerFile(ABC, Generic[Entry]):
 
     def _read_exactly(self, what: str, offset: int, nbytes: int) -> torch.Tensor:
         """A fresh uint8 tensor with exactly these bytes of the file."""
+        import torch
+
+        buffer = torch.empty(nbytes, dtype=torch.uint8)
+        self._fill(buffer.numpy().data, what, offset)
+        return buffer
+
+    def _read_bytes(self, what: str, offset: int, nbytes: int) -> bytes:
+        """The same as bytes, for headers: needs no torch."""
+        buffer = bytearray(nbytes)
+        self._fill(memoryview(buffer), what, offset)
+        return bytes(buffer)
+
+    def _fill(self, view: memoryview, what: str, offset: int) -> None:
         if self._file.closed:
             raise StoreError(f"{self.path}: {what} was asked for after the file was closed")
-        buffer = torch.empty(nbytes, dtype=torch.uint8)
-        view, done = buffer.numpy().data, 0
+        nbytes, done = len(view), 0
         while done < nbytes:
             got = self._read_at(view[done:], offset + done)
             if not got:
@@ -80,7 +94,6 @@ class ContainerFile(ABC, Generic[Entry]):
                     "it is cut short: copy or download it again"
                 )
             done += got
-        return buffer
 
     def _read_at(self, view: memoryview, offset: int) -> int:
         # A positioned read shares no file offset with other threads or forked workers.
@@ -119,6 +132,8 @@ class PayloadWriter:
 
     def write(self, name: str, data: Data) -> None:
         """Write one whole tensor: a tensor of the promised dtype and shape, or its raw bytes."""
+        import torch
+
         payload = self._promised(name)
         view = self._bytes(payload, data)
         if isinstance(data, torch.Tensor) and tuple(data.shape) != payload.accepts[data.dtype]:
@@ -159,6 +174,8 @@ class PayloadWriter:
         return self._payloads[name]
 
     def _bytes(self, payload: Payload, data: Data) -> memoryview:
+        import torch
+
         if isinstance(data, torch.Tensor):
             if data.dtype not in payload.accepts:
                 expected = " or ".join(map(str, payload.accepts))

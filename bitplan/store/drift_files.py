@@ -17,7 +17,7 @@ from torch import Tensor
 from bitplan.errors import BitplanError
 from bitplan.formats import get_format
 from bitplan.formats.report import Similarity, similarity
-from bitplan.formats.scale_health import scale_health
+from bitplan.formats.scale_checks import scale_health
 from bitplan.kernels import decode
 from bitplan.store.drift_log import DriftRow
 from bitplan.store.packed_rows import PackedTensor, packed_pair, packed_tensor, scales_name

@@ -29,7 +29,7 @@ from bitplan.errors import FileFormatError, StoreError
 from bitplan.formats import Encoded
 from bitplan.formats.drift import DriftCounts
 from bitplan.formats.report import Similarity, similarity
-from bitplan.formats.scale_health import ScaleHealth, scale_health
+from bitplan.formats.scale_checks import ScaleHealth, scale_health
 from bitplan.kernels import decode
 from bitplan.records import parse_json
 from bitplan.store.models import formats_of, stores_of

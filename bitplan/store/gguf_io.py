@@ -20,15 +20,18 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 import numpy as np
-import torch
 from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFValueType
 
 from bitplan.errors import FileFormatError, StoreError
+from bitplan.formats.dtypes import torch_dtype
 from bitplan.records import atomic_file
 from bitplan.store.container import ContainerFile, Payload, PayloadWriter
+
+if TYPE_CHECKING:
+    import torch
 
 DEFAULT_ALIGNMENT = 32
 MAX_ALIGNMENT = 2**20
@@ -55,14 +58,14 @@ _LEAST_BYTES = {kind: struct.calcsize(f"<{code}") for kind, code in _STRUCT_CODE
 _LEAST_BYTES |= {GGUFValueType.STRING: 8, GGUFValueType.ARRAY: 12}
 
 _PLAIN_DTYPES = {
-    GGMLQuantizationType.F32: torch.float32,
-    GGMLQuantizationType.F16: torch.float16,
-    GGMLQuantizationType.BF16: torch.bfloat16,
-    GGMLQuantizationType.F64: torch.float64,
-    GGMLQuantizationType.I8: torch.int8,
-    GGMLQuantizationType.I16: torch.int16,
-    GGMLQuantizationType.I32: torch.int32,
-    GGMLQuantizationType.I64: torch.int64,
+    GGMLQuantizationType.F32: "float32",
+    GGMLQuantizationType.F16: "float16",
+    GGMLQuantizationType.BF16: "bfloat16",
+    GGMLQuantizationType.F64: "float64",
+    GGMLQuantizationType.I8: "int8",
+    GGMLQuantizationType.I16: "int16",
+    GGMLQuantizationType.I32: "int32",
+    GGMLQuantizationType.I64: "int64",
 }
 
 
@@ -292,11 +295,18 @@ def _raw_shape(kind: GGMLQuantizationType, shape: Sequence[int]) -> tuple[int, .
 
 def plain_dtype(type: GGMLQuantizationType) -> torch.dtype | None:
     """The torch dtype that has the very bytes of a plain type such as F16; None for types made of blocks."""
+    name = plain_dtype_name(type)
+    return None if name is None else torch_dtype(name)
+
+
+def plain_dtype_name(type: GGMLQuantizationType) -> str | None:
+    """The name of that dtype."""
     return _PLAIN_DTYPES.get(type)
 
 
 def dequantize_rows(raw: torch.Tensor, type: GGMLQuantizationType) -> torch.Tensor:
     """Encoded rows, uint8 [..., bytes per row], as fresh float32 [..., elements per row] on the CPU."""
+    import torch
     from gguf.quants import dequantize
 
     block, block_bytes = GGML_QUANT_SIZES[type]
@@ -359,7 +369,7 @@ def write_gguf(
             raise StoreError(f"{path}: tensor {name!r}: {fault}")
         raw_shape = _raw_shape(kind, shape)
         nbytes = math.prod(raw_shape)
-        accepts = {torch.uint8: raw_shape}
+        accepts = {torch_dtype("uint8"): raw_shape}
         if (plain := plain_dtype(kind)) is not None:
             accepts[plain] = tuple(shape)
         head += [_pack_string(name, MAX_NAME_BYTES), struct.pack(f"<I{len(shape)}Q", len(shape), *reversed(shape))]

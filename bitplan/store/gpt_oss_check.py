@@ -15,6 +15,7 @@ from pathlib import Path
 import torch
 
 from bitplan.errors import FileFormatError, StoreError, did_you_mean
+from bitplan.formats.dtypes import dtype_name
 from bitplan.plan import Header, require_clean, shipped_manifest
 from bitplan.plan.plan import listed, natural_order
 from bitplan.store.gguf_io import GGUFFile, plain_dtype
@@ -29,7 +30,6 @@ from bitplan.store.gpt_oss_layouts import (
     slot_name,
 )
 from bitplan.store.safetensors_io import Checkpoint
-from bitplan.store.tensor_files import dtype_name
 
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 _MOST_LAYERS = 10_000

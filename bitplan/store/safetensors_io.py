@@ -20,40 +20,43 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath, PureWindowsPath
-from typing import Any, Self
-
-import torch
+from typing import TYPE_CHECKING, Any, Self
 
 from bitplan.errors import FileFormatError, StoreError, did_you_mean
+from bitplan.formats.dtypes import ITEM_BYTES, dtype_name, torch_dtype
 from bitplan.records import atomic_file, parse_json, read_json
 from bitplan.store.container import ContainerFile, Payload, PayloadWriter
+
+if TYPE_CHECKING:
+    import torch
 
 MAX_HEADER_BYTES = 100_000_000  # the library's own limit
 MAX_RANK = 64  # torch's own limit
 MAX_BYTES = 2**63 - 1
 INDEX_SUFFIX = ".safetensors.index.json"
 
+# What the format calls a type, and torch's name for it.
 DTYPES = {
-    "BOOL": torch.bool,
-    "U8": torch.uint8,
-    "I8": torch.int8,
-    "F4": torch.float4_e2m1fn_x2,
-    "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E4M3FNUZ": torch.float8_e4m3fnuz,
-    "F8_E5M2": torch.float8_e5m2,
-    "F8_E5M2FNUZ": torch.float8_e5m2fnuz,
-    "F8_E8M0": torch.float8_e8m0fnu,
-    "I16": torch.int16,
-    "U16": torch.uint16,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "I32": torch.int32,
-    "U32": torch.uint32,
-    "F32": torch.float32,
-    "I64": torch.int64,
-    "U64": torch.uint64,
-    "F64": torch.float64,
-    "C64": torch.complex64,
+    "BOOL": "bool",
+    "U8": "uint8",
+    "I8": "int8",
+    "F4": "float4_e2m1fn_x2",
+    "F8_E4M3": "float8_e4m3fn",
+    "F8_E4M3FNUZ": "float8_e4m3fnuz",
+    "F8_E5M2": "float8_e5m2",
+    "F8_E5M2FNUZ": "float8_e5m2fnuz",
+    "F8_E8M0": "float8_e8m0fnu",
+    "I16": "int16",
+    "U16": "uint16",
+    "F16": "float16",
+    "BF16": "bfloat16",
+    "I32": "int32",
+    "U32": "uint32",
+    "F32": "float32",
+    "I64": "int64",
+    "U64": "uint64",
+    "F64": "float64",
+    "C64": "complex64",
 }
 TAGS = {dtype: tag for tag, dtype in DTYPES.items()}
 
@@ -77,10 +80,14 @@ class TensorEntry:
     """Where one tensor lies in its file: `start` is an offset from the beginning of the file."""
 
     name: str
-    dtype: torch.dtype
+    dtype_name: str
     shape: tuple[int, ...]
     start: int
     nbytes: int
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return torch_dtype(self.dtype_name)
 
 
 class SafetensorsFile(ContainerFile[TensorEntry]):
@@ -106,13 +113,13 @@ class SafetensorsFile(ContainerFile[TensorEntry]):
     def _read_header(self) -> None:
         if self._size < 8:
             raise self._not_safetensors(f"the header length takes 8 bytes, the file has {self._size}")
-        length = int.from_bytes(self._read_exactly("the header length", 0, 8).numpy().tobytes(), "little")
+        length = int.from_bytes(self._read_bytes("the header length", 0, 8), "little")
         if length > min(MAX_HEADER_BYTES, self._size - 8):
             raise self._not_safetensors(
                 f"the header says it takes {length} bytes, the file has {self._size - 8} "
                 f"and the format allows {MAX_HEADER_BYTES}"
             )
-        header = self._read_exactly("the header", 8, length).numpy().tobytes()
+        header = self._read_bytes("the header", 8, length)
         if header[:1] != b"{" or b"\0" in header:
             raise self._not_safetensors("the header is not a UTF-8 JSON object")
         document = parse_json(header, where=f"{self.path}: header")
@@ -154,9 +161,9 @@ class SafetensorsFile(ContainerFile[TensorEntry]):
                 f"got {repr(offsets)[:80]}"
             )
         dtype, shape = DTYPES[tag], _torch_shape(tag, file_shape)
-        if shape is None or math.prod(max(size, 1) for size in shape) * dtype.itemsize > MAX_BYTES:
+        if shape is None or math.prod(max(size, 1) for size in shape) * ITEM_BYTES[dtype] > MAX_BYTES:
             raise FileFormatError(f"{where}: no {tag} tensor can have shape {repr(file_shape)[:80]}")
-        nbytes = math.prod(shape) * dtype.itemsize
+        nbytes = math.prod(shape) * ITEM_BYTES[dtype]
         if nbytes != offsets[1] - offsets[0]:
             raise FileFormatError(
                 f"{where}: {tag} of shape {repr(file_shape)[:80]} takes {nbytes} bytes, "
@@ -166,7 +173,7 @@ class SafetensorsFile(ContainerFile[TensorEntry]):
 
     def _not_safetensors(self, fault: str) -> FileFormatError:
         """Name what the file is instead, where that can be told."""
-        head = self._read_exactly("the first bytes", 0, min(self._size, 8)).numpy().tobytes()
+        head = self._read_bytes("the first bytes", 0, min(self._size, 8))
         if self.path.suffix in _PICKLE_SUFFIXES:
             return FileFormatError(f"{self.path}: {_PICKLE}")
         for magic, answer in _OTHER_FORMATS.items():
@@ -206,11 +213,11 @@ def _build_header(
         shape = tuple(sizes)
         if name in document or name == "__metadata__" or not _is_text(name):
             raise StoreError(f"{where}: the tensor name {name[:80]!r} is taken or not valid Unicode")
-        if dtype not in TAGS:
+        if dtype_name(dtype) not in TAGS:
             raise StoreError(
-                f"{where}: tensor {name!r}: safetensors has no {dtype}; it has {', '.join(map(str, TAGS))}"
+                f"{where}: tensor {name!r}: safetensors has no {dtype_name(dtype)}; it has {', '.join(TAGS)}"
             )
-        tag = TAGS[dtype]
+        tag = TAGS[dtype_name(dtype)]
         file_shape = (*shape[:-1], shape[-1] * 2) if tag == "F4" and shape else shape
         if not _are_sizes(list(shape)) or len(shape) > MAX_RANK or _torch_shape(tag, file_shape) is None:
             raise StoreError(f"{where}: tensor {name!r}: no {dtype} tensor can have shape {shape}")

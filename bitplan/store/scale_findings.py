@@ -3,7 +3,7 @@
 Codes are read only where they can be wrong (8-bit floats, ternary, -128 in Q8_0), or where a scale lies at an end of
 its range: every nibble of E2M1 is a number, so of a gpt-oss expert the scales alone tell. They are counted only in
 pieces where something is wrong, so that a sound file is read as fast as the disk gives it. What each count means:
-`bitplan.formats.scale_health`.
+`bitplan.formats.scale_checks`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from bitplan.formats import Encoded
-from bitplan.formats.scale_health import (
+from bitplan.formats.scale_checks import (
     BlockFlags,
     all_scales_inside,
     any_undefined_code,

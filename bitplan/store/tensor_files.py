@@ -18,16 +18,19 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Self
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, Any, Self
 
 from bitplan.errors import BitplanError, FileFormatError, StoreError, did_you_mean
-from bitplan.formats import Encoded, Format, get_format
-from bitplan.kernels import decode
+from bitplan.formats import Format, get_format
+from bitplan.formats.dtypes import dtype_name, torch_dtype
 from bitplan.records import parse_json
 from bitplan.store.safetensors_io import INDEX_SUFFIX, Checkpoint, SafetensorsFile, open_checkpoint
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+    from bitplan.formats import Encoded
 
 METADATA_KEY = "bitplan"
 METADATA_VERSION = 1
@@ -52,8 +55,13 @@ class TensorSpec:
     format: str
     shape: tuple[int, ...]
     nbytes: int
-    dtype: torch.dtype
+    dtype_name: str
     encoded: bool
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The type of the numbers: of a packed tensor, float32."""
+        return torch_dtype(self.dtype_name)
 
 
 class TensorFile(ABC):
@@ -71,6 +79,9 @@ class TensorFile(ABC):
 
     def read_float(self, name: str) -> Tensor:
         """One tensor as numbers: an Encoded is decoded to float32."""
+        from bitplan.formats import Encoded
+        from bitplan.kernels import decode
+
         found = self.read(name)
         return decode(found) if isinstance(found, Encoded) else found
 
@@ -144,8 +155,10 @@ class NativeTensors(TensorFile):
         name = self.spec(name).name
         if name not in self.formats:
             return self._checkpoint.read(name)
+        from bitplan.formats import Encoded
+
         fmt, shape = self.formats[name]
-        parts = {part: self._checkpoint.read(part_name(name, part)) for part in fmt.part_shapes(shape)}
+        parts = {part: self._checkpoint.read(part_name(name, part)) for part in fmt.part_layouts(shape)}
         return Encoded(fmt, shape, **parts)
 
     def close(self) -> None:
@@ -155,23 +168,23 @@ class NativeTensors(TensorFile):
         entries = self._checkpoint.tensors
         hidden: set[str] = set()
         for name, (fmt, shape) in self.formats.items():
-            for part, (dtype, part_shape) in fmt.part_shapes(shape).items():
+            for part, (dtype, part_shape) in fmt.part_layouts(shape).items():
                 entry = entries.get(part_name(name, part))
                 if entry is None:
                     raise FileFormatError(f"{self.path}: {name!r} is {fmt.name}, but its part {part!r} is missing")
-                if entry.dtype != dtype or entry.shape != part_shape:
+                if entry.dtype_name != dtype or entry.shape != part_shape:
                     raise FileFormatError(
                         f"{self.path}: {name!r} is {fmt.name} of shape {shape}, so {entry.name!r} must be "
-                        f"{dtype} {part_shape}, got {entry.dtype} {entry.shape}"
+                        f"{dtype} {part_shape}, got {entry.dtype_name} {entry.shape}"
                     )
                 hidden.add(entry.name)
         specs = {}
         for name, entry in entries.items():
             if name in self.formats:
                 fmt, shape = self.formats[name]
-                specs[name] = TensorSpec(name, fmt.name, shape, fmt.nbytes(shape), torch.float32, encoded=True)
+                specs[name] = TensorSpec(name, fmt.name, shape, fmt.nbytes(shape), "float32", encoded=True)
             elif name not in hidden:
-                specs[name] = TensorSpec(name, dtype_name(entry.dtype), entry.shape, entry.nbytes, entry.dtype, False)
+                specs[name] = TensorSpec(name, entry.dtype_name, entry.shape, entry.nbytes, entry.dtype_name, False)
         return dict(sorted(specs.items()))
 
     def _check_ties(self) -> None:
@@ -186,21 +199,23 @@ class GGUFTensors(TensorFile):
     kind = "gguf"
 
     def __init__(self, path: Path) -> None:
-        from bitplan.store.gguf_io import GGUFFile, plain_dtype
+        from bitplan.store.gguf_io import GGUFFile, plain_dtype_name
 
         self.path = path
         self.file = GGUFFile(path)
         self.specs = {}
         for name, entry in self.file.tensors.items():
             type_name = entry.type.name
-            plain = plain_dtype(entry.type)
-            ours = GGUF_FORMATS.get(type_name) or (dtype_name(plain) if plain else f"gguf:{type_name}")
+            plain = plain_dtype_name(entry.type)
+            ours = GGUF_FORMATS.get(type_name) or plain or f"gguf:{type_name}"
             encoded = type_name in GGUF_FORMATS
-            self.specs[name] = TensorSpec(name, ours, entry.shape, entry.nbytes, plain or torch.float32, encoded)
+            self.specs[name] = TensorSpec(name, ours, entry.shape, entry.nbytes, plain or "float32", encoded)
 
     def read(self, name: str) -> Tensor | Encoded:
         spec, entry = self.spec(name), self.file.tensors[name]
         if spec.encoded:
+            from bitplan.formats import Encoded
+
             return Encoded.from_bytes(spec.format, spec.shape, self.file.read_raw(name).numpy().data.cast("B"))
         if not spec.format.startswith("gguf:"):
             return self.file.read_raw(name).reshape(-1).view(spec.dtype).reshape(spec.shape)
@@ -211,6 +226,8 @@ class GGUFTensors(TensorFile):
 
     def _dequantize(self, name: str, raw_shape: tuple[int, ...]) -> Tensor:
         """Decode some rows at a time: gguf-py's temporaries are many times the size of what they decode."""
+        import torch
+
         from bitplan.store.gguf_io import dequantize_rows
 
         shape = self.specs[name].shape
@@ -232,6 +249,7 @@ class PolyTensors(TensorFile):
     kind = "poly json"
 
     def __init__(self, path: Path) -> None:
+        from bitplan.formats import Encoded
         from bitplan.store.poly_json import read_poly_json
 
         self.path = path
@@ -239,9 +257,10 @@ class PolyTensors(TensorFile):
         self.specs = {}
         for name, item in self.network.tensors.items():
             if isinstance(item, Encoded):
-                spec = TensorSpec(name, item.fmt.name, item.shape, item.nbytes, torch.float32, encoded=True)
+                spec = TensorSpec(name, item.fmt.name, item.shape, item.nbytes, "float32", encoded=True)
             else:
-                spec = TensorSpec(name, dtype_name(item.dtype), tuple(item.shape), item.nbytes, item.dtype, False)
+                kind = dtype_name(item.dtype)
+                spec = TensorSpec(name, kind, tuple(item.shape), item.nbytes, kind, False)
             self.specs[name] = spec
 
     def read(self, name: str) -> Tensor | Encoded:
@@ -258,10 +277,6 @@ class PolyTensors(TensorFile):
 def part_name(name: str, part: str) -> str:
     """Under which name a safetensors file keeps a part of a packed tensor."""
     return name if part == "data" else f"{name}.{part}"
-
-
-def dtype_name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 def format_metadata(packed: Mapping[str, tuple[Format, tuple[int, ...]]], tied: Mapping[str, str]) -> str:

@@ -16,9 +16,10 @@ from torch import Tensor
 
 from bitplan.errors import StoreError
 from bitplan.formats import Encoded, Format, repack
+from bitplan.formats.dtypes import dtype_name
 from bitplan.store.container import PayloadWriter
 from bitplan.store.safetensors_io import write_safetensors
-from bitplan.store.tensor_files import GGUF_FORMATS, METADATA_KEY, dtype_name, format_metadata, part_name
+from bitplan.store.tensor_files import GGUF_FORMATS, METADATA_KEY, format_metadata, part_name
 
 SUFFIXES = (".safetensors", ".gguf", ".json")
 # The formats GGUF can hold; mxfp4 is repacked into GGUF's byte order, value for value.

@@ -7,14 +7,15 @@ import numpy as np
 import pytest
 import torch
 
+from bitplan.formats.dtypes import dtype_name
 from bitplan.formats.gguf_rules import GgufPowerOfTwoScales
 from bitplan.formats.scales import BasedScales, PowerOfTwoScales, ScaleStorage, flush_small, reciprocal
 
 from .samples import every_byte, same
 
 E8M0 = PowerOfTwoScales()
-E4M3_SCALES = BasedScales(torch.float8_e4m3fn, 448.0)
-LINEAR_SCALES = BasedScales(torch.uint8, 255.0)
+E4M3_SCALES = BasedScales("float8_e4m3fn", 448.0)
+LINEAR_SCALES = BasedScales("uint8", 255.0)
 
 
 def test_every_e8m0_byte_loads_as_in_ml_dtypes():
@@ -81,8 +82,8 @@ def test_based_scales_round_and_saturate(storage, scale, base, kept):
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
 def test_float_scales_are_casts(dtype):
     scale = torch.tensor([1.0, 1 / 3, 7e-5])
-    assert same(ScaleStorage(dtype).store(scale, None), scale.to(dtype))
-    assert same(ScaleStorage(dtype).load(scale.to(dtype), None), scale.to(dtype).float())
+    assert same(ScaleStorage(dtype_name(dtype)).store(scale, None), scale.to(dtype))
+    assert same(ScaleStorage(dtype_name(dtype)).load(scale.to(dtype), None), scale.to(dtype).float())
 
 
 @pytest.mark.parametrize(

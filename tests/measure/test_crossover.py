@@ -17,8 +17,9 @@ from bitplan.errors import FileFormatError
 from bitplan.formats import Encoded, decode, encode
 from bitplan.kernels.fused import Launch, fused_for
 from bitplan.measure import crossover_files
+from bitplan.measure.cache_folder import cache_dir
 from bitplan.measure.crossover import ROW_COUNTS, Crossover, Timing, measure_crossover, pick
-from bitplan.measure.crossover_files import CrossoverTable, cache_dir, from_document, read_crossovers, to_document
+from bitplan.measure.crossover_files import CrossoverTable, from_document, read_crossovers, to_document
 
 PRINT = {"gpu": "A", "driver": "1"}
 WIDE, NARROW = {"rows": 16, "warps": 8}, {"rows": 8, "warps": 2}

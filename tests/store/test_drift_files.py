@@ -9,7 +9,7 @@ import safetensors.torch
 import torch
 
 from bitplan.formats import decode, encode, error_report, list_formats
-from bitplan.formats.scale_health import scale_health
+from bitplan.formats.scale_checks import scale_health
 from bitplan.store import packed_rows
 from bitplan.store.compare import compare_files
 from bitplan.store.drift_files import drift_files

@@ -17,7 +17,7 @@ from torch import nn
 from bitplan.errors import FileFormatError, StoreError
 from bitplan.formats import encode, error_report, list_formats
 from bitplan.formats.drift import DriftCounts, requantize
-from bitplan.formats.scale_health import scale_health
+from bitplan.formats.scale_checks import scale_health
 from bitplan.store import drift_log
 from bitplan.store.drift_log import DriftLog, log_drift, measure_drift, read_drift
 from bitplan.store.models import morph_model

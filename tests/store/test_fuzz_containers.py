@@ -26,6 +26,7 @@ from gguf import GGMLQuantizationType as Type
 from gguf import GGUFValueType as V
 
 from bitplan.errors import BitplanError
+from bitplan.formats.dtypes import torch_dtype
 from bitplan.store.container import ContainerFile
 from bitplan.store.gguf_io import GGUFFile, GGUFValue, write_gguf
 from bitplan.store.safetensors_io import DTYPES, SafetensorsFile, open_checkpoint, write_safetensors
@@ -63,7 +64,7 @@ JSON_VALUES += [[], {}, [0], [0, 0], [[]], [0] * 100, {"dtype": "U8", "shape": [
 def safetensors_corpus(folder: Path) -> list[bytes]:
     corpus = []
     for tags in (list(DTYPES), ["F32"], ["U8", "F4", "BF16"], []):
-        entries = [(f"layer.{tag}", DTYPES[tag], (2, 3)) for tag in tags]
+        entries = [(f"layer.{tag}", torch_dtype(DTYPES[tag]), (2, 3)) for tag in tags]
         entries += [("scalar", torch.int64, ()), ("empty", torch.float16, (0, 4)), ("層", torch.uint8, (5,))]
         with write_safetensors(
             folder / "seed", entries, {"format": "pt", "note": "x"} if len(tags) < 4 else {}

@@ -94,9 +94,9 @@ def rewrite_metadata(path, change):
 
 
 LIES = {
-    "another format": (lambda d: d["tensors"]["w"].update(format="int8_g128"), "must be torch.int8"),
+    "another format": (lambda d: d["tensors"]["w"].update(format="int8_g128"), "must be int8"),
     "unknown format": (lambda d: d["tensors"]["w"].update(format="mxfp5"), "no format 'mxfp5'"),
-    "another shape": (lambda d: d["tensors"]["w"].update(shape=[6, 64]), "must be torch.uint8"),
+    "another shape": (lambda d: d["tensors"]["w"].update(shape=[6, 64]), "must be uint8"),
     "absurd shape": (lambda d: d["tensors"]["w"].update(shape=[2**61, 2**61]), "must be"),
     "negative shape": (lambda d: d["tensors"]["w"].update(shape=[-6, 128]), "shape must be a list of sizes"),
     "shape of strings": (lambda d: d["tensors"]["w"].update(shape=["6", "128"]), "shape must be a list of sizes"),

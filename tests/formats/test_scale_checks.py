@@ -7,7 +7,7 @@ import torch
 
 from bitplan.errors import FormatError
 from bitplan.formats import Encoded, decode, encode, get_format
-from bitplan.formats.scale_health import (
+from bitplan.formats.scale_checks import (
     ScaleHealth,
     all_scales_inside,
     any_undefined_code,

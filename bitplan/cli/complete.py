@@ -1,0 +1,29 @@
+"""What the shell offers when Tab is pressed: names of formats and of manifests, without importing torch."""
+
+from __future__ import annotations
+
+import glob
+import os
+
+
+def format_names(incomplete: str) -> list[str]:
+    """The formats whose name begins so."""
+    from bitplan.formats import list_formats
+
+    return [fmt.name for fmt in list_formats() if fmt.name.startswith(incomplete)]
+
+
+def manifest_names(incomplete: str) -> list[str]:
+    """The shipped manifests whose name begins so, and then the folders and JSON files."""
+    return shipped_names(incomplete) + [
+        os.path.join(path, "") if os.path.isdir(path) else path
+        for path in sorted(glob.glob(f"{glob.escape(incomplete)}*"))
+        if os.path.isdir(path) or path.endswith(".json")
+    ]
+
+
+def shipped_names(incomplete: str) -> list[str]:
+    """The shipped manifests whose name begins so."""
+    from bitplan.plan import SHIPPED
+
+    return [name for name in SHIPPED if name.startswith(incomplete)]
