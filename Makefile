@@ -40,9 +40,9 @@ bench-quality: $(VENV)/.installed-dev
 	$(BIN)/python benchmarks/quality.py --text $(TEXT)
 
 $(VENV)/.installed: pyproject.toml constraints.txt
-	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv $(VENV)
 	@echo "installing into $(VENV) (first time: a few minutes)"
-	$(PIP) -e .
+	$(PIP) -e '.[trees]'
 	touch $@
 
 $(VENV)/.installed-dev: $(VENV)/.installed
