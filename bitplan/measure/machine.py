@@ -7,7 +7,8 @@ bitplan's own metadata. The document, version 1, is also a record that a report 
     {"document": "bitplan-machine", "version": 1, "machine": {"cpu": C, "cores": N, ...}, "versions": {...},
      "paths": [{"name": N, "active": true, "detail": D}], "libraries": [{"name": N, "wanted": ">=1.6", "extras": [...],
      "installed": "1.9.1", "problem": null}], "caches": [{"name": N, "path": P, "detail": D}],
-     "bandwidth": {"h2d_gb_per_s": X, "device_gb_per_s": Y} or null, "problems": [...], "next": [...]}
+     "bandwidth": {"h2d_gb_per_s": X, "device_gb_per_s": Y} or null,
+     "lacks": [{"what": W, "costs": C, "next": N or null}], "problems": [...], "next": [...]}
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ import os
 import platform
 import re
 import subprocess
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -31,11 +33,13 @@ from bitplan.kernels import explain_encode
 from bitplan.kernels.dispatch import SMALLEST_FOR_CPU
 from bitplan.kernels.fused import fused_for
 from bitplan.measure.crossover_files import cache_dir, gpu_fingerprint
+from bitplan.measure.lacks import cpu_flags, find_lacks
 from bitplan.version import __version__
 
 DOCUMENT = "bitplan-machine"
 VERSION = 1
 FP8_CAPABILITY = (8, 9)
+FOUR_BIT = "CPU 4-bit products (torch)"
 H2D_BYTES, DEVICE_BYTES, REPEATS = 256 * 2**20, 256 * 2**20, 5
 NOT_INSTALLED = "pip install -e . in the checkout: bitplan runs from its source, so what it needs is not known here"
 _UNUSED_EXTRAS = {"dev"}  # libraries for those who work on bitplan itself
@@ -87,6 +91,7 @@ def examine_machine(*, measure: bool = True) -> dict[str, Any]:
         "libraries": [asdict(library) | {"extras": list(library.extras)} for library in libraries],
         "caches": [asdict(cache) for cache in (_numba_cache(), _crossover_cache())],
         "bandwidth": bandwidth,
+        "lacks": _lacks(paths, libraries, has_gpu),
         "problems": problems,
         "next": [*too_full, *([] if requirements is not None else [NOT_INSTALLED]), *_next_steps(libraries, has_gpu)],
     }
@@ -173,7 +178,7 @@ def _cpu_paths() -> list[FastPath]:
     numba = FastPath("CPU encode and decode (numba)", bool(twins), ", ".join(twins) or reason)
     fused = fused_for("cpu")
     refused = None if fused is None else fused.why_not(encode(torch.zeros(64, 64), "int4_g32"), torch.float32)
-    four_bit = FastPath("CPU 4-bit products (torch)", refused is None, refused or "int4_g32, q4_0_gguf")
+    four_bit = FastPath(FOUR_BIT, refused is None, refused or "int4_g32, q4_0_gguf")
     return [numba, four_bit]
 
 
@@ -268,6 +273,26 @@ def _versions(libraries: Iterable[Library]) -> dict[str, str]:
     return found | ({"triton": triton} if triton else {})
 
 
+def _lacks(paths: Iterable[FastPath], libraries: Sequence[Library], has_gpu: bool) -> list[dict[str, Any]]:
+    refused = {path.name: path.detail for path in paths if not path.active}
+    found = find_lacks(
+        has_gpu=has_gpu,
+        has_triton=_installed("triton") is not None,
+        torch_cuda=torch.version.cuda,
+        four_bit_refused=refused.get(FOUR_BIT),
+        missing=_missing(libraries),
+        cpu_flags=cpu_flags(),
+    )
+    return [asdict(lack) for lack in found]
+
+
+def _missing(libraries: Sequence[Library]) -> list[tuple[str, str]]:
+    """Optional libraries that are not installed, each with the extra that brings it and least else."""
+    sizes = Counter(extra for library in libraries for extra in library.extras)
+    absent = [library for library in libraries if library.extras and library.installed is None]
+    return [(library.name, min(library.extras, key=lambda extra: (sizes[extra], extra))) for library in absent]
+
+
 # ---- caches and next steps -------------------------------------------------------------------------------------------
 
 
@@ -293,13 +318,12 @@ def _crossover_cache() -> Cache:
     return Cache("measured crossovers", str(folder), detail)
 
 
-def _next_steps(libraries: Iterable[Library], has_gpu: bool) -> list[str]:
+def _next_steps(libraries: Sequence[Library], has_gpu: bool) -> list[str]:
     """One command for each thing that is missing, most needed first; then what to try."""
     steps = [f"{library.name}: {library.problem}" for library in libraries if library.problem]
     missing: dict[str, list[str]] = {}
-    for library in libraries:
-        if library.extras and library.installed is None:
-            missing.setdefault(library.extras[0], []).append(library.name)
+    for name, extra in _missing(libraries):
+        missing.setdefault(extra, []).append(name)
     steps += [f"pip install 'bitplan[{extra}]' for {', '.join(names)}" for extra, names in sorted(missing.items())]
     if has_gpu and _installed("triton") is None:
         steps.append("pip install triton for the GPU kernels")
