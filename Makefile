@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: demo test lint types unit browser test-gpu bench bench-quality clean
+.PHONY: demo test lint types unit browser test-demo test-install test-gpu bench bench-quality clean
 
 demo: $(VENV)/.installed
 	$(BIN)/bitplan demo
@@ -27,6 +27,14 @@ browser:
 	  { test "$$(id -u)" = 0 && apt-get update -qq && apt-get install -y -qq chromium >/dev/null; } || \
 	  { echo "the report's tests need chromium: apt-get install chromium, or BITPLAN_CHROMIUM=program" >&2; exit 1; }
 
+# After `make demo`: its page opens in a browser, complains of nothing and asks the network for nothing.
+test-demo: $(VENV)/.installed-dev browser
+	BITPLAN_NEEDS_BROWSER=1 $(BIN)/python tests/report/open_page.py demo-out/report.html
+
+# The wheel in an environment of its own, from an empty folder; each extra alone.
+test-install:
+	$(PYTHON) tests/install/check_install.py
+
 # On a machine with CUDA, with the packages of that machine's own Python.
 test-gpu:
 	$(PYTHON) -m pytest -m gpu
@@ -40,9 +48,9 @@ bench-quality: $(VENV)/.installed-dev
 	$(BIN)/python benchmarks/quality.py --text $(TEXT)
 
 $(VENV)/.installed: pyproject.toml constraints.txt
-	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	@echo "installing into $(VENV) (first time: a few minutes)"
-	$(PIP) -e .
+	$(BIN)/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv $(VENV)
+	@echo "installing into $(VENV) (first time: a few minutes; torch may bring gigabytes of CUDA, README.md says how to do without)"
+	$(PIP) -e '.[trees]'
 	touch $@
 
 $(VENV)/.installed-dev: $(VENV)/.installed
@@ -50,4 +58,4 @@ $(VENV)/.installed-dev: $(VENV)/.installed
 	touch $@
 
 clean:
-	rm -rf $(VENV) demo-out .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) build dist demo-out .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -26,6 +26,10 @@ class FileFormatError(BitplanError, ValueError):
     """A file that is truncated, lies about itself, or is not what its name says."""
 
 
+class MissingLibraryError(BitplanError, ImportError):
+    """An optional library that is not installed, too old, or cannot be imported."""
+
+
 class StoreError(BitplanError, RuntimeError):
     """A WeightStore or model asked for something its state does not allow."""
 

@@ -10,7 +10,7 @@ import pytest
 import bitplan
 
 PACKAGE = Path(bitplan.__file__).parent
-OPEN_TO_ALL = {"errors", "lazy_names", "records", "version"}
+OPEN_TO_ALL = {"errors", "lazy_names", "optional", "records", "version"}
 MAY_IMPORT = {
     "formats": set(),
     "kernels": {"formats"},

@@ -58,6 +58,9 @@ def _show(found: dict[str, Any]) -> None:
     table("libraries", [_library(each) for each in found["libraries"]])
     for cache in found["caches"]:
         print(visible(f"{cache['name']}: {cache['path']} ({cache['detail']})"))
+    for lack in found["lacks"]:
+        step = f" ({lack['next']})" if lack["next"] else ""
+        print(visible(f"lacks {lack['what']}: {lack['costs']}{step}"))
     for problem in found["problems"]:
         print(visible(f"broken: {problem}"))
     for step in found["next"]:

@@ -8,7 +8,6 @@ and formats are then applied to the very same numbers.
 
 from __future__ import annotations
 
-import importlib.util
 import io
 import logging
 from collections.abc import Iterator
@@ -21,8 +20,8 @@ import torch
 from torch import Tensor, nn
 
 from bitplan.measure.perplexity import MeasureError
+from bitplan.optional import require
 
-INSTALL = "pip install 'bitplan[bench]'"
 _TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
 
 
@@ -72,10 +71,9 @@ def logits_of(model: nn.Module, ids: Tensor) -> Tensor:
 def load_causal_lm(path: str | Path) -> CausalLM:
     """Read a Hugging Face folder, or a GGUF file of an architecture that transformers knows."""
     source = Path(path)
-    needed = ("transformers", "accelerate") if source.suffix == ".gguf" else ("transformers",)
-    missing = [package for package in needed if importlib.util.find_spec(package) is None]
-    if missing:
-        raise MeasureError(f"reading {source.name} needs {' and '.join(missing)}, which is not installed: {INSTALL}")
+    needed = ("accelerate", "transformers") if source.suffix == ".gguf" else ("transformers",)
+    for library in needed:
+        require(library, purpose=f"reading {source.name}", extra="models")
     place = _gguf(source) if source.is_file() else _folder(source)
     from transformers import AutoModelForCausalLM, AutoTokenizer
 

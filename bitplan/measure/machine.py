@@ -8,7 +8,8 @@ would have to be tried `active` is null. The document, version 1, is also a reco
     {"document": "bitplan-machine", "version": 1, "machine": {"cpu": C, "cores": N, ...}, "versions": {...},
      "paths": [{"name": N, "active": true, "detail": D}], "libraries": [{"name": N, "wanted": ">=1.6", "extras": [...],
      "installed": "1.9.1", "problem": null}], "caches": [{"name": N, "path": P, "detail": D}],
-     "bandwidth": {"h2d_gb_per_s": X, "device_gb_per_s": Y} or null, "problems": [...], "next": [...]}
+     "bandwidth": {"h2d_gb_per_s": X, "device_gb_per_s": Y} or null,
+     "lacks": [{"what": W, "costs": C, "next": N or null}], "problems": [...], "next": [...]}
 """
 
 from __future__ import annotations
@@ -20,12 +21,14 @@ import platform
 import re
 import shutil
 import subprocess
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from bitplan.measure.cache_folder import cache_dir
+from bitplan.measure.lacks import cpu_flags, find_lacks
 from bitplan.version import __version__
 
 if TYPE_CHECKING:
@@ -39,6 +42,7 @@ NUMBA_PATH, FOUR_BIT_PATH = "CPU encode and decode (numba)", "CPU 4-bit products
 TRITON_PATH, FP8_PATH = "GPU kernels (Triton)", "FP8 tensor cores"
 GO_DEEP = "bitplan doctor --deep to import every library and to try the fast paths"
 NOT_INSTALLED = "pip install -e . in the checkout: bitplan runs from its source, so what it needs is not known here"
+_CUDA_LIBRARIES = ("nvidia-cublas", "nvidia-cublas-cu12", "nvidia-cublas-cu13")  # they come with torch's CUDA build
 _UNUSED_EXTRAS = {"dev"}  # libraries for those who work on bitplan itself
 _REQUIREMENT = re.compile(r"(?P<name>[A-Za-z0-9._-]+)(?:\[[^\]]*\])?\s*(?P<wanted>[^;\[]*)")
 _EXTRA = re.compile(r"extra\s*==\s*['\"]([^'\"]+)['\"]")
@@ -91,6 +95,7 @@ def examine_machine(*, measure: bool = True, deep: bool = True) -> dict[str, Any
         "libraries": [asdict(library) | {"extras": list(library.extras)} for library in libraries],
         "caches": [asdict(cache) for cache in (_numba_cache(), _crossover_cache())],
         "bandwidth": bandwidth,
+        "lacks": _lacks(paths, libraries, has_gpu or (not deep and has_gpu_driver())),
         "problems": problems,
         "next": [
             *too_full,
@@ -328,6 +333,26 @@ def _versions(libraries: Iterable[Library]) -> dict[str, str]:
     return found | ({"triton": triton} if triton else {})
 
 
+def _lacks(paths: Iterable[FastPath], libraries: Sequence[Library], has_gpu: bool) -> list[dict[str, Any]]:
+    refused = {path.name: path.detail for path in paths if path.active is False}
+    found = find_lacks(
+        has_gpu=has_gpu,
+        has_triton=_installed("triton") is not None,
+        has_cuda_libraries=any(_installed(name) for name in _CUDA_LIBRARIES),
+        four_bit_refused=refused.get(FOUR_BIT_PATH),
+        missing=_missing(libraries),
+        cpu_flags=cpu_flags(),
+    )
+    return [asdict(lack) for lack in found]
+
+
+def _missing(libraries: Sequence[Library]) -> list[tuple[str, str]]:
+    """Optional libraries that are not installed, each with the extra that brings it and least else."""
+    sizes = Counter(extra for library in libraries for extra in library.extras)
+    absent = [library for library in libraries if library.extras and library.installed is None]
+    return [(library.name, min(library.extras, key=lambda extra: (sizes[extra], extra))) for library in absent]
+
+
 # ---- caches and next steps -------------------------------------------------------------------------------------------
 
 
@@ -353,13 +378,12 @@ def _crossover_cache() -> Cache:
     return Cache("measured crossovers", str(folder), detail)
 
 
-def _next_steps(libraries: Iterable[Library], has_gpu: bool) -> list[str]:
+def _next_steps(libraries: Sequence[Library], has_gpu: bool) -> list[str]:
     """One command for each thing that is missing, most needed first; then what to try."""
     steps = [f"{library.name}: {library.problem}" for library in libraries if library.problem]
     missing: dict[str, list[str]] = {}
-    for library in libraries:
-        if library.extras and library.installed is None:
-            missing.setdefault(library.extras[0], []).append(library.name)
+    for name, extra in _missing(libraries):
+        missing.setdefault(extra, []).append(name)
     steps += [f"pip install 'bitplan[{extra}]' for {', '.join(names)}" for extra, names in sorted(missing.items())]
     if has_gpu and _installed("triton") is None:
         steps.append("pip install triton for the GPU kernels")

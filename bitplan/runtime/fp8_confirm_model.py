@@ -16,7 +16,6 @@ all experts nearly alike, as a trained model may not.
 
 from __future__ import annotations
 
-import importlib.util
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -27,6 +26,7 @@ import torch
 from torch import nn
 
 from bitplan.measure.paired_timing import is_out_of_memory
+from bitplan.optional import require
 from bitplan.plan.documents import load_document, short
 from bitplan.plan.fp8_layers import Attention, ModelPart, Parallel, local_layers
 from bitplan.plan.fp8_models import model_parts
@@ -34,7 +34,6 @@ from bitplan.plan.fp8_terms import ModelConfigError, is_count
 from bitplan.runtime.fp8_confirm import EXAMPLE_LENGTH, Example, example_shape
 from bitplan.runtime.fp8_sites import find_sites
 
-INSTALL = "pip install 'transformers>=5'"
 IN_PYTHON = "in Python, apply_fp8(model, policy, tokens=..., confirm=True, example=...) confirms any model"
 SMALL_VOCABULARY = 1024
 _SEED = 0
@@ -89,7 +88,7 @@ def plan_small_model(path: str | Path, *, tp: int = 1) -> SmallModel:
             f"expected; {IN_PYTHON}"
         )
     part = _read_part(document, where)
-    _require_transformers(where)
+    require("transformers", purpose=f"{where}: building it", extra="models", least=5)
     config = {key: value for key, value in _shard(document, part, tp).items() if key not in _DROPPED}
     config |= _NO_TOKENS | {
         "vocab_size": min(_size(document, "vocab_size", SMALL_VOCABULARY, where), SMALL_VOCABULARY),
@@ -163,15 +162,6 @@ def _cut(config: Mapping[str, Any], blocks: int) -> dict[str, Any]:
     """Only the first blocks; lists with an entry for each block (layer_types, mlp_layer_types) are cut with them."""
     lists = {key: value[:blocks] for key, value in config.items() if key.endswith("layer_types") and value}
     return dict(config) | lists | {"num_hidden_layers": blocks}
-
-
-def _require_transformers(where: str) -> None:
-    if importlib.util.find_spec("transformers") is None:
-        raise ModelConfigError(f"{where}: building it needs transformers, which is not installed: {INSTALL}")
-    from transformers import __version__ as version
-
-    if int(version.partition(".")[0]) < 5:
-        raise ModelConfigError(f"{where}: building it needs transformers 5, {version} is installed: {INSTALL}")
 
 
 def _build(where: str, config: Mapping[str, Any], device: torch.device, dtype: torch.dtype) -> nn.Module:

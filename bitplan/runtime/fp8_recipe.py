@@ -29,7 +29,8 @@ from typing import Literal, Self
 
 import torch
 
-from bitplan.errors import did_you_mean
+from bitplan.errors import MissingLibraryError, did_you_mean
+from bitplan.optional import require
 from bitplan.plan.fp8_terms import PRODUCTS, RECIPES, Fp8Error, shape_obstacle
 
 RecipeName = Literal["tensorwise", "rowwise", "blockwise", "mxfp8"]
@@ -158,6 +159,10 @@ def fp8_obstacle(device: torch.device, recipes: tuple[str, ...] = ()) -> str | N
         return f"the recipe blockwise was built for compute capability 9.0 and later, {have}; use tensorwise"
     if "mxfp8" in recipes and capability[0] < 10:
         return f"the recipe mxfp8 needs hardware with block scales (compute capability 10.0), {have}; use blockwise"
+    try:
+        require("triton", purpose="FP8 on a GPU")
+    except MissingLibraryError as error:
+        return str(error)
     return None
 
 

@@ -7,7 +7,6 @@ dependency, imported when a model is asked for.
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Mapping
 from typing import Any
 
@@ -15,13 +14,13 @@ import torch
 from torch import Tensor, nn
 
 from bitplan.errors import FileFormatError, StoreError
+from bitplan.optional import require
 from bitplan.plan.plan import listed, natural_order
 from bitplan.runtime.packed_weight import PackedWeight
 from bitplan.runtime.quant_experts import QuantExperts
 from bitplan.store.gpt_oss import GptOssFile
 from bitplan.store.gpt_oss_config import hf_config
 
-INSTALL = "pip install 'transformers>=5'"
 EXPERTS = ".mlp.experts."
 GENERATION = "generation_config.json"
 
@@ -34,16 +33,8 @@ class GptOssPackedExperts(QuantExperts):
 
 
 def require_transformers(where: str) -> None:
-    """One line where the package is missing or too old."""
-    if importlib.util.find_spec("transformers") is None:
-        raise StoreError(
-            f"{where}: running it needs transformers, which is not installed: {INSTALL}; "
-            "read_packed gives the tensors without it"
-        )
-    from transformers import __version__ as version
-
-    if int(version.partition(".")[0]) < 5:
-        raise StoreError(f"{where}: running it needs transformers 5, {version} is installed: {INSTALL}")
+    """One line where the package is missing or too old; `read_packed` gives the tensors without it."""
+    require("transformers", purpose=f"{where}: running it", extra="models", least=5)
 
 
 def empty_model(file: GptOssFile, dtype: torch.dtype) -> nn.Module:

@@ -13,18 +13,18 @@ None of the libraries is imported until it is asked for.
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from bitplan.optional import require
 from bitplan.plan.selective_config import SelectiveError
 from bitplan.runtime.selective_precision import SelectivePrecisionPolicy
 
 STATE_FILE = "selective_precision.json"
 WEIGHTS_FILE = "streamed_weights.safetensors"
 WEIGHTS_KEY = "streamed_weights"  # in a Lightning checkpoint, beside the policy's keys
-INSTALL = "pip install 'bitplan[train]'"
+EXTRA = "train"
 
 
 class TensorBoardScalars:
@@ -35,7 +35,7 @@ class TensorBoardScalars:
 
     def __init__(self, target: Any) -> None:
         if isinstance(target, str | Path):
-            _import("tensorboard", "TensorBoard scalars")
+            require("tensorboard", purpose="TensorBoard scalars", extra=EXTRA)
             from torch.utils.tensorboard import SummaryWriter
 
             self.writer: Any = SummaryWriter(str(target))
@@ -61,7 +61,7 @@ def trainer_callback(
     The state is saved into each checkpoint. A resumed run reads it from `output_dir/checkpoint-STEP`, or from
     `resume_from` where the checkpoint lies elsewhere.
     """
-    base = _import("transformers", "a Trainer callback").TrainerCallback
+    base = require("transformers", purpose="a Trainer callback", extra=EXTRA).TrainerCallback
     stream = policy.stream
     trains = stream.training is not None
 
@@ -108,7 +108,7 @@ def trainer_callback(
 
 def lightning_callback(policy: SelectivePrecisionPolicy, *, scalars: TensorBoardScalars | None = None) -> Any:
     """A callback for Lightning's Trainer; scalars also go to the logger that the trainer has."""
-    base = _import("lightning.pytorch", "a Lightning callback").Callback
+    base = require("lightning.pytorch", purpose="a Lightning callback", extra=EXTRA).Callback
     stream = policy.stream
     trains = stream.training is not None
 
@@ -181,12 +181,3 @@ def _restore(
     except BaseException:
         policy.load_state_dict(before)
         raise
-
-
-def _import(name: str, what: str) -> Any:
-    try:
-        return importlib.import_module(name)
-    except ModuleNotFoundError as error:
-        if error.name is None or not name.startswith(error.name.split(".")[0]):
-            raise  # it is there, and something that it needs is not
-        raise SelectiveError(f"{what} needs {name.split('.')[0]}, which is not installed: {INSTALL}") from None

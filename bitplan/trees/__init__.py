@@ -1,5 +1,9 @@
 """Gradient-quantized boosted trees: histograms of integers, so that training is fast and exactly reproducible."""
 
+from bitplan.optional import require
+
+require("sklearn", purpose="bitplan.trees", extra="trees")  # before the modules below import it
+
 from bitplan.trees.distributed import DistributedFit, fit_distributed
 from bitplan.trees.estimators import BoostedTreesClassifier, BoostedTreesRegressor
 from bitplan.trees.gradients import (

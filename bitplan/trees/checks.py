@@ -7,7 +7,7 @@ import numbers
 from typing import Any
 
 import numpy as np
-from sklearn.utils.validation import _check_sample_weight  # type: ignore[import-untyped]
+from sklearn.utils import check_array  # type: ignore[import-untyped]
 
 from bitplan.errors import did_you_mean
 from bitplan.trees.boost import NO_WEIGHTS, Rows
@@ -32,7 +32,15 @@ def weights_of(sample_weight: Any, x: Array, shards: Shards = ALONE) -> Array:
         return NO_WEIGHTS
     if shards.count > 1 and np.shape(sample_weight) == (len(x),) and not np.any(sample_weight):
         return np.zeros(len(x))  # other processes may have rows with a weight
-    weights: Array = _check_sample_weight(sample_weight, x, dtype=np.float64, ensure_non_negative=True)
+    if isinstance(sample_weight, numbers.Real):  # scikit-learn's convention
+        sample_weight = np.full(len(x), sample_weight)
+    weights: Array = check_array(
+        sample_weight, dtype=np.float64, order="C", ensure_2d=False, allow_nd=True, input_name="sample_weight"
+    )
+    if weights.shape != (len(x),):
+        raise TreesError(f"sample_weight: expected a number for each of {len(x)} rows, got shape {weights.shape}")
+    if (weights < 0).any():
+        raise TreesError(f"sample_weight: expected no negative numbers, got {weights.min()}")
     if not weights.any():
         raise TreesError("sample_weight: every weight is zero, so there is nothing to fit; give some rows a weight")
     return weights

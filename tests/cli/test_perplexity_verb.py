@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import shutil
+import sys
 from contextlib import redirect_stderr
 
 import gguf
@@ -17,7 +18,6 @@ import transformers
 
 from bitplan.cli import run
 from bitplan.errors import FileFormatError
-from bitplan.measure import causal_lm
 from bitplan.plan import shipped_manifest
 from bitplan.store.gpt_oss import make_checkpoint
 from bitplan.store.tensor_files import open_tensors
@@ -273,9 +273,9 @@ def test_nan_in_a_weight_is_named(capsys):
 
 
 def test_without_transformers_the_way_to_get_it_is_told(capsys, monkeypatch):
-    monkeypatch.setattr(causal_lm.importlib.util, "find_spec", lambda _: None)
+    monkeypatch.setitem(sys.modules, "transformers", None)
     told = refused("llama", "--text", "text.txt", capsys=capsys)
-    assert "needs transformers, which is not installed: pip install 'bitplan[bench]'" in told
+    assert "needs transformers, which is not installed: pip install 'bitplan[models]'" in told
 
 
 def test_text_errors_are_of_the_library_too(here):

@@ -9,8 +9,9 @@ import time
 import pytest
 import torch
 
-from bitplan.kernels import dispatch
+from bitplan.kernels import cpu_matmul, dispatch
 from bitplan.measure import machine
+from bitplan.measure.lacks import CPU_TORCH, find_lacks
 from bitplan.measure.machine import examine_machine, find_libraries, measure_bandwidth, meets
 
 
@@ -68,6 +69,11 @@ def test_missing_extras_have_a_command(monkeypatch):
     found = examine_machine(measure=False)
     assert found["problems"] == []
     assert found["next"][0] == "pip install 'bitplan[trees]' for no-such-thing"
+    wanted += ["no-such-thing>=1; extra == 'bench'", "nor-this>=1; extra == 'bench'"]  # the smaller extra is named
+    assert examine_machine(measure=False)["next"][:2] == [
+        "pip install 'bitplan[bench]' for nor-this",
+        "pip install 'bitplan[trees]' for no-such-thing",
+    ]
 
 
 def test_from_a_checkout_that_is_not_installed(monkeypatch):
@@ -106,6 +112,44 @@ def test_without_a_gpu_fp8_is_said_to_be_emulated():
     found = paths()
     assert not found["GPU kernels (Triton)"]["active"]
     assert "emulated" in found["FP8 tensor cores"]["detail"]
+
+
+FACTS = {
+    "has_gpu": True,
+    "has_triton": True,
+    "torch_cuda": "13.0",
+    "four_bit_refused": None,
+    "missing": [],
+    "cpu_flags": {"bf16"},
+}
+
+
+@pytest.mark.parametrize(
+    ("facts", "told"),
+    [
+        ({}, []),
+        ({"cpu_flags": None}, []),  # nothing is claimed of a machine that does not say
+        ({"cpu_flags": {"avx2"}}, [("bfloat16 products in this CPU", "as float32", None)]),
+        ({"has_triton": False}, [("Triton", "FP8 layers are refused", "pip install triton")]),
+        ({"has_gpu": False}, [("a GPU", "FP8 is emulated", CPU_TORCH)]),
+        ({"has_gpu": False, "torch_cuda": None, "has_triton": False}, [("a GPU", "FP8 is emulated", None)]),
+        ({"four_bit_refused": "why"}, [("a 4-bit kernel of torch for this CPU", "decode their matrices", None)]),
+        ({"missing": [("scikit-learn", "trees")]}, [("scikit-learn", "no boosted", "pip install 'bitplan[trees]'")]),
+    ],
+)
+def test_what_a_machine_lacks_and_what_that_costs(facts, told):
+    found = find_lacks(**FACTS | facts)
+    assert [(each.what, each.next) for each in found] == [(what, step) for what, _, step in told]
+    assert all(costs in each.costs for each, (_, costs, _) in zip(found, told, strict=True))
+
+
+def test_the_document_says_what_is_lacking(monkeypatch):
+    monkeypatch.setattr(cpu_matmul, "_why_not_here", lambda: "no kernel")
+    monkeypatch.setattr(machine, "cpu_flags", lambda: {"avx2"})
+    lacks = {each["what"]: each["costs"] for each in examine_machine(measure=False)["lacks"]}
+    assert "bfloat16 products in this CPU" in lacks
+    assert lacks["a 4-bit kernel of torch for this CPU"].endswith("(no kernel)")
+    assert ("a GPU" in lacks) == (not torch.cuda.is_available())
 
 
 def test_caches(tmp_path, monkeypatch):

@@ -91,10 +91,10 @@ def test_any_leading_axes_through_the_fused_kernel(shape: tuple[int, ...]) -> No
 
 
 def test_inputs_need_not_be_contiguous() -> None:
-    found, x = layer("int8_row", "decode"), normal(256, 6).T
-    assert torch.equal(found(x), found(x.contiguous()))
-    wide = normal(5, 512)[:, ::2]
-    assert torch.equal(found(wide), found(wide.contiguous()))
+    """The same numbers up to the order of sums, which a BLAS may choose by strides."""
+    found = layer("int8_row", "decode")
+    for x in (normal(256, 6).T, normal(5, 512)[:, ::2]):
+        torch.testing.assert_close(found(x), found(x.contiguous()), rtol=1e-5, atol=1e-4)
 
 
 def test_bands_are_all_that_is_expanded(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import importlib
 import json
 import sys
 
@@ -268,32 +267,6 @@ def test_tensorboard_scalars_are_in_the_file(tmp_path):
         assert events.Scalars(name)[-1].value == pytest.approx(value, rel=1e-6)
         assert events.Scalars(name)[-1].step == 3
     assert {"share_int8", "bytes_saved", "max_sensitivity"} <= {name.split("/")[1] for name in expected}
-
-
-@pytest.mark.parametrize(
-    ("library", "make"),
-    [
-        ("transformers", trainer_callback),
-        ("lightning", lightning_callback),
-        ("tensorboard", lambda _: TensorBoardScalars("nowhere")),
-    ],
-)
-def test_a_missing_library_names_the_extra(library, make, monkeypatch):
-    real = importlib.import_module
-
-    def missing(name, *rest):
-        if name.split(".")[0] == library:
-            raise ModuleNotFoundError(f"No module named {library!r}", name=library)
-        return real(name, *rest)
-
-    monkeypatch.setattr(importlib, "import_module", missing)
-    message = rf"needs {library}, which is not installed: pip install 'bitplan\[train\]'"
-    with (
-        streaming(make_stack(adapters=True)) as stream,
-        SelectivePrecisionPolicy(stream, CONFIG) as policy,
-        pytest.raises(SelectiveError, match=message),
-    ):
-        make(policy)
 
 
 def test_importing_the_callbacks_loads_no_trainer():

@@ -174,8 +174,25 @@ def test_weights_are_repetitions():
     weighted = small(**settings).fit(x, y, sample_weight=weights)
     repeated = small(**settings).fit(np.repeat(x, weights, axis=0), np.repeat(y, weights))
     np.testing.assert_allclose(weighted.predict(x), repeated.predict(x), rtol=1e-5, atol=1e-6)
-    with pytest.raises(ValueError, match="zero"):
-        small().fit(x, y, sample_weight=np.zeros(200))
+    equal = small().fit(x, y, sample_weight=2.0).predict(x)  # one number is everyone's
+    np.testing.assert_array_equal(equal, small().fit(x, y, sample_weight=np.full(200, 2, np.float32)).predict(x))
+
+
+@pytest.mark.parametrize(
+    ("weights", "told"),
+    [
+        (np.zeros(200), "every weight is zero"),
+        (np.ones(199), r"each of 200 rows, got shape \(199,\)"),
+        (np.ones((200, 1)), r"got shape \(200, 1\)"),
+        (np.linspace(-1, 1, 200), "expected no negative numbers, got -1.0"),
+        (np.full(200, np.nan), "sample_weight contains NaN"),
+        (["a"] * 200, "could not convert string"),
+    ],
+)
+def test_weights_that_cannot_be_used(weights, told):
+    x, y = table(200)
+    with pytest.raises(ValueError, match=told):
+        small().fit(x, y, sample_weight=weights)
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)

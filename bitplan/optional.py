@@ -1,0 +1,38 @@
+"""Optional libraries: imported when they are needed, and one line with the pip command where one is missing."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+from bitplan.errors import MissingLibraryError
+
+_DISTRIBUTIONS = {"sklearn": "scikit-learn"}  # where pip's name is another than the module's
+
+
+def require(module: str, *, purpose: str, extra: str | None = None, least: int = 0) -> Any:
+    """The module, imported; `purpose` begins the line that says what needs it.
+
+    extra  the extra of bitplan that brings the library; None where the library has none, and its own name is told
+    least  the smallest major version that will do
+    """
+    library = module.partition(".")[0]
+    name = _DISTRIBUTIONS.get(library, library)
+    install = f"pip install 'bitplan[{extra}]'" if extra else f"pip install {name}"
+    try:
+        found = importlib.import_module(module)
+    except ImportError as error:
+        if isinstance(error, ModuleNotFoundError) and (error.name or "").partition(".")[0] == library:
+            raise MissingLibraryError(
+                f"{purpose} needs {name}, which is not installed: {install}", name=library
+            ) from None
+        told = " ".join(str(error).split())[:200]
+        raise MissingLibraryError(
+            f"{purpose} needs {name}, which is installed and cannot be imported: {told}; "
+            f"pip install --force-reinstall {name}",
+            name=library,
+        ) from error
+    version = str(getattr(found, "__version__", "")) if least else ""
+    if least and int(version.partition(".")[0]) < least:
+        raise MissingLibraryError(f"{purpose} needs {name} {least}, {version} is installed: {install}", name=library)
+    return found
