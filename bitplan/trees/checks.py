@@ -16,6 +16,7 @@ from bitplan.trees.grow import FAR
 from bitplan.trees.shards import ALONE, Shards, Span
 
 FLOAT32 = np.finfo(np.float32)
+MAX_COUNT = 2**53  # some settings become float64
 
 
 def targets_of(y: Array) -> Array:
@@ -78,7 +79,7 @@ def split_rows(rows: Rows, share: float, seed: int, shards: Shards = ALONE) -> t
 
 def whole_number(name: str, value: Any, least: int, most: int | None = None) -> int:
     is_whole = isinstance(value, numbers.Integral) and not isinstance(value, bool)
-    if not is_whole or value < least or (most is not None and value > most):
+    if not is_whole or value < least or value > (MAX_COUNT if most is None else most):
         limit = f"{least} to {most}" if most is not None else f"at least {least}"
         raise TreesError(f"{name}: expected a whole number, {limit}, got {value!r}")
     return int(value)

@@ -40,8 +40,6 @@ from bitplan.trees.shards import ALONE, Shards, Span, gather_numbers
 from bitplan.trees.threads import threads_of
 from bitplan.version import __version__
 
-MAX_COUNT = 2**53  # whole numbers that rules hold as float64
-
 
 class _BoostedTrees(BaseEstimator):  # type: ignore[misc]
     """What classifier and regressor share."""
@@ -207,12 +205,12 @@ class _BoostedTrees(BaseEstimator):  # type: ignore[misc]
         coarse = precision is GradientPrecision.I8
         rules = GrowthRules(
             max_leaves=whole_number("max_leaves", self.max_leaves, 1),
-            max_depth=0 if self.max_depth is None else whole_number("max_depth", self.max_depth, 1, MAX_COUNT),
+            max_depth=0 if self.max_depth is None else whole_number("max_depth", self.max_depth, 1),
             best_first=one_of("growth", self.growth, ("leaf", "depth")) == "leaf",
             l1=number("l1", self.l1, 0),
             l2=number("l2", self.l2, 0),
             min_child_weight=number("min_child_weight", self.min_child_weight, 0),
-            min_child_rows=whole_number("min_child_samples", self.min_child_samples, 1, MAX_COUNT),
+            min_child_rows=whole_number("min_child_samples", self.min_child_samples, 1),
             min_gain=number("min_split_gain", self.min_split_gain, 0),
             monotone=self._monotone(features),
         )

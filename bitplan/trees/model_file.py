@@ -6,7 +6,6 @@ of different lengths, children that are no tree.
 
 from __future__ import annotations
 
-import math
 from pathlib import Path
 from typing import Any
 
@@ -112,7 +111,7 @@ def _estimator(where: str, document: dict[str, Any]) -> Any:
     model.n_features_in_ = features
     names = document["feature_names"]
     if names is not None:
-        if not isinstance(names, list) or len(names) != features or not all(isinstance(name, str) for name in names):
+        if not isinstance(names, list) or len(names) != features or not all(map(_is_text, names)):
             raise FileFormatError(f"{where}: feature_names: expected {features} names, or null")
         model.feature_names_in_ = np.array(names, dtype=object)
     try:
@@ -132,7 +131,8 @@ def _classes(where: str, classes: Any) -> Array:
     is_known = len(kinds) == 1 and kinds <= {bool, int, float, str} and len(classes) >= 2
     if is_known and sorted(set(classes)) == classes:
         found: Array = np.array(classes, dtype=object if kinds == {str} else None)
-        if kinds == {str} or (found.dtype.kind in "biuf" and found.tolist() == classes and np.isfinite(found).all()):
+        is_exact = found.dtype.kind in "biuf" and found.tolist() == classes and bool(np.isfinite(found).all())
+        if is_exact or all(map(_is_text, classes)):
             return found
     raise FileFormatError(
         f"{where}: classes: expected two or more labels of one type, sorted, numbers finite and of 64 bits, "
@@ -209,6 +209,11 @@ def _numbers(where: str, values: Any, name: str, kind: type) -> Array:
     return array
 
 
+def _is_text(value: Any) -> bool:
+    """Not half a surrogate pair: that has no bytes."""
+    return isinstance(value, str) and not any("\ud800" <= letter <= "\udfff" for letter in value)
+
+
 def _plain(name: str, value: Any) -> Any:
     """What JSON can hold; anything else is refused by name."""
     if isinstance(value, GradientPrecision):
@@ -226,15 +231,10 @@ def _plain(name: str, value: Any) -> Any:
         return {_plain(name, key): _plain(name, item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
         return [_plain(name, item) for item in value]
-    if isinstance(value, str) and not value.isascii():
-        try:
-            value.encode()
-        except UnicodeEncodeError:
-            raise TreesError(f"{name}: {value!r:.60} is no Unicode text, so no file can hold it; rename it") from None
-    if isinstance(value, float) and not math.isfinite(value):
+    if isinstance(value, str) and not _is_text(value):
+        raise TreesError(f"{name}: {value!r:.60} is no Unicode text, so no file can hold it; rename it")
+    if isinstance(value, (int, float)) and not abs(value) <= FAR:
         raise TreesError(f"{name}: {value} cannot be written to a model file, which holds finite numbers")
-    if isinstance(value, int) and not isinstance(value, bool) and abs(value) >= 2**64:
-        raise TreesError(f"{name}: a number of {value.bit_length()} bits cannot be written to a model file")
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
     if name == "random_state":  # what it drew is in the trees

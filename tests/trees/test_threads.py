@@ -61,10 +61,11 @@ def test_affinity_limits_all_cores(monkeypatch):
         os.sched_setaffinity(0, before)
 
 
-def test_a_joblib_worker_has_its_inner_limit():
-    with joblib.parallel_config(backend="loky", n_jobs=1, inner_max_num_threads=1):
-        found = joblib.Parallel(n_jobs=2)(joblib.delayed(threads_of)(None) for _ in range(2))
-    assert found == [1, 1]
+def test_a_joblib_worker_has_the_variables_that_limit_it():
+    names = list(LIMITS)  # by value: the worker need not import this module
+    with joblib.parallel_config(backend="loky", n_jobs=2, inner_max_num_threads=1):
+        found = joblib.Parallel()(joblib.delayed(lambda: [os.environ[name] for name in names])() for _ in range(2))
+    assert found == [["1", "1"]] * 2
 
 
 def test_fit_and_predict_use_n_jobs_and_not_torchs_threads(monkeypatch):
