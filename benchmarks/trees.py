@@ -105,11 +105,7 @@ def _contender(name: str, trees: int, leaves: int, seed: int, threads: int, cate
 
 
 def _bitplan(precision: str, trees: int, leaves: int, seed: int, threads: int, categorical: tuple[int, ...]) -> Fit:
-    import torch
-
     from bitplan.trees import BoostedTreesClassifier
-
-    torch.set_num_threads(threads)
 
     def fit(x: Array, y: Array) -> tuple[float | None, Callable[[Array], Array]]:
         model = BoostedTreesClassifier(
@@ -118,6 +114,7 @@ def _bitplan(precision: str, trees: int, leaves: int, seed: int, threads: int, c
             gradient_precision=precision,
             categorical_features=list(categorical),
             random_state=seed,
+            n_jobs=threads,
         ).fit(x, y)
         return None, lambda rows: model.decision_function(rows)
 

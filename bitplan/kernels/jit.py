@@ -11,10 +11,12 @@ call them at once (workqueue), after a fork (OpenMP), and spin beside torch's th
 
 from __future__ import annotations
 
+import contextvars
 import functools
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import numba
@@ -27,18 +29,41 @@ Found = TypeVar("Found")
 def compiled(function: Callable[..., Any]) -> Any:
     """A kernel that Python calls."""
     try:
-        return numba.njit(function, cache=True, nogil=True, error_model="numpy")
+        return numba.njit(function, cache=True, nogil=True, error_model="numpy", no_cfunc_wrapper=True)
     except RuntimeError:  # numba found no folder it may write to: compile in every process
-        return numba.njit(function, nogil=True, error_model="numpy")
+        return numba.njit(function, nogil=True, error_model="numpy", no_cfunc_wrapper=True)
 
 
 def inlined(function: Callable[..., Any]) -> Any:
-    """A part of kernels: compiled into each of them."""
-    return numba.njit(function, nogil=True, error_model="numpy", forceinline=True)
+    """A part of kernels: compiled into each of them. Python cannot call it: the wrapper for that takes time, too."""
+    return numba.njit(function, error_model="numpy", forceinline=True, no_cpython_wrapper=True, no_cfunc_wrapper=True)
+
+
+def called(function: Callable[..., Any]) -> Any:
+    """The same for a large part, which kernels call."""
+    return numba.njit(function, error_model="numpy", no_cpython_wrapper=True, no_cfunc_wrapper=True)
+
+
+_chosen: contextvars.ContextVar[int | None] = contextvars.ContextVar("threads", default=None)
+
+
+@contextmanager
+def use_threads(count: int) -> Iterator[None]:
+    """Within the block, `on_threads` uses so many threads."""
+    before = _chosen.set(count)
+    try:
+        yield
+    finally:
+        _chosen.reset(before)
+
+
+def thread_count() -> int:
+    """What `use_threads` says, else as many as torch uses."""
+    return _chosen.get() or torch.get_num_threads()
 
 
 def on_threads(work: Callable[[Piece], Found], pieces: Sequence[Piece]) -> list[Found]:
-    """`work` on every piece, results in order, on as many threads as torch uses: this one and helpers."""
+    """`work` on every piece, results in order, on `thread_count()` threads: this one and helpers."""
     found: dict[int, Found] = {}
     left = iter(range(len(pieces)))  # shared: whoever is free takes the next
 
@@ -46,8 +71,12 @@ def on_threads(work: Callable[[Piece], Found], pieces: Sequence[Piece]) -> list[
         for place in left:
             found[place] = work(pieces[place])
 
-    helpers = min(torch.get_num_threads(), len(pieces)) - 1
-    running = [_helpers(torch.get_num_threads() - 1).submit(take_pieces) for _ in range(helpers)]
+    threads = thread_count()
+    helpers = min(threads, len(pieces)) - 1
+    running = [
+        _helpers(threads - 1).submit(contextvars.copy_context().run, take_pieces)  # they know `use_threads`, too
+        for _ in range(helpers)
+    ]
     try:
         take_pieces()
     finally:
@@ -57,7 +86,7 @@ def on_threads(work: Callable[[Piece], Found], pieces: Sequence[Piece]) -> list[
     return [found[place] for place in range(len(pieces))]
 
 
-@functools.lru_cache(maxsize=1)
+@functools.lru_cache(maxsize=8)  # callers with different numbers of threads may take turns
 def _helpers(count: int) -> ThreadPoolExecutor:
     """Threads that stay: starting one takes as long as a million numbers."""
     return ThreadPoolExecutor(count, thread_name_prefix="bitplan")

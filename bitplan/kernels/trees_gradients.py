@@ -18,22 +18,21 @@ LANES = 8
 ABSOLUTE = 0x7FFFFFFF  # all bits of a float32 but its sign
 INFINITE = 0x7F800000
 U = np.uint64
-
-
-@inlined
-def _mixed(counter):  # type: ignore[no-untyped-def]
-    """The finalizer of splitmix64: every bit of the counter changes half the bits of the result."""
-    counter = (counter ^ (counter >> U(30))) * U(0xBF58476D1CE4E5B9)
-    counter = (counter ^ (counter >> U(27))) * U(0x94D049BB133111EB)
-    return counter ^ (counter >> U(31))
+I = np.int64  # noqa: E741  numba compiles a part once more for every literal it is given
 
 
 @inlined
 def _offsets(key, row, stochastic):  # type: ignore[no-untyped-def]
-    """What to add before rounding down: two numbers in [0, 1), or two halves."""
+    """What to add before rounding down: two numbers in [0, 1), or two halves.
+
+    The numbers are splitmix64's: every bit of the counter changes half the bits of the word.
+    """
     if not stochastic:
         return 0.5, 0.5
-    word = _mixed(key + U(row) * U(0x9E3779B97F4A7C15))
+    word = key + U(row) * U(0x9E3779B97F4A7C15)
+    word = (word ^ (word >> U(30))) * U(0xBF58476D1CE4E5B9)
+    word = (word ^ (word >> U(27))) * U(0x94D049BB133111EB)
+    word = word ^ (word >> U(31))
     return np.float64(word >> U(32)) * 2.0**-32, np.float64(word & U(0xFFFFFFFF)) * 2.0**-32
 
 
@@ -56,7 +55,9 @@ def largest(grads, hess):  # type: ignore[no-untyped-def]
         tops = np.empty(2 * LANES, np.float32)
         store(tops, 0, view(top_grads, np.float32))
         store(tops, LANES, view(top_weights, np.float32))
-        top_grad, top_hess = tops[:LANES].max(), tops[LANES:].max()
+        for i in range(LANES):
+            top_grad = tops[i] if tops[i] > top_grad else top_grad
+            top_hess = tops[LANES + i] if tops[LANES + i] > top_hess else top_hess
     for i in range(whole, grads.size):
         grad, weight = abs(grads[i]), hess[i]
         if not (grad < np.inf and weight >= 0.0 and weight < np.inf):
@@ -84,8 +85,8 @@ def quantize_i16(grads, hess, first, per_grad, per_hess, key, stochastic, grad_c
         for_grad, for_hess = _offsets(key, first + i, stochastic)
         grad = np.int64(math.floor(np.float64(grads[i]) * per_grad + for_grad))
         weight = np.int64(math.floor(np.float64(hess[i]) * per_hess + for_hess))
-        grad_codes[i] = _within(grad, -127, 127)
-        hess_codes[i] = _within(weight, 0, 255)
+        grad_codes[i] = _within(grad, I(-127), I(127))
+        hess_codes[i] = _within(weight, I(0), I(255))
 
 
 @compiled
@@ -95,7 +96,7 @@ def quantize_i8(grads, hess, first, per_grad, per_hess, key, stochastic, grad_co
         for_grad, for_hess = _offsets(key, first + i, stochastic)
         grad = np.int64(math.floor(np.float64(grads[i]) * per_grad + for_grad))
         weight = np.int64(math.floor(np.float64(hess[i]) * per_hess + for_hess))
-        grad, weight = _within(grad, -7, 7) & 15, _within(weight, 0, 15)
+        grad, weight = _within(grad, I(-7), I(7)) & 15, _within(weight, I(0), I(15))
         if i & 1:
             grad_codes[i >> 1] |= grad << 4
             hess_codes[i >> 1] |= weight << 4

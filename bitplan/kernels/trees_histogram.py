@@ -114,7 +114,7 @@ def _quantized_adder(groups: int) -> Any:
     @compiled
     def add_rows(panel, entries, cells):  # type: ignore[no-untyped-def]
         """Add at most NARROW_ROWS rows to the cells of one panel."""
-        near = max(entries.size - AHEAD, 0)
+        near = entries.size - AHEAD if entries.size > AHEAD else 0
         for i in range(near):
             prefetch(panel, np.int64((entries[U(i + AHEAD)] & ROW) * words))
             _add_row(panel, words, groups, entries[U(i)], cells)
@@ -145,7 +145,7 @@ def _make_pairs(entries, grads, hess, per_grad, per_hess, pairs):  # type: ignor
     """What each row adds: float32 in multiples of a unit, 2^-31 of the largest hessian, far less for gradients."""
     last = entries.size - 1
     for i in range(entries.size):
-        prefetch(hess, np.int64(entries[U(min(i + AHEAD, last))] & ROW))
+        prefetch(hess, np.int64(entries[U(i + AHEAD if i + AHEAD < last else last)] & ROW))
         weight = np.float64(hess[entries[U(i)] & ROW])
         pairs[U(2 * i)] = np.int64(np.rint(np.float64(grads[U(2 * i + 1)]) * per_grad))
         pairs[U(2 * i + 1)] = (np.int64(np.rint(weight * per_hess)) << 16) + 1
@@ -166,7 +166,8 @@ def _float_adder(groups: int) -> Any:
             for part in range(full):
                 base = U(part * 8 * BINS * 2)
                 for i in range(chunk.size):
-                    prefetch(panel, np.int64((chunk[U(min(i + AHEAD, last))] & ROW) * words))
+                    ahead = i + AHEAD if i + AHEAD < last else last
+                    prefetch(panel, np.int64((chunk[U(ahead)] & ROW) * words))
                     word = panel[(chunk[U(i)] & ROW) * words + U(part)]
                     pair = load(pairs, 2 * i, 2)
                     _add_4_pairs(cells, base, word, pair)

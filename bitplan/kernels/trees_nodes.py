@@ -9,20 +9,34 @@ from __future__ import annotations
 
 import numpy as np
 
-from bitplan.kernels import trees_split
-from bitplan.kernels.jit import compiled, inlined
-from bitplan.kernels.trees_histogram import subtract_cells
-from bitplan.kernels.trees_rows import partition_rows
-from bitplan.kernels.trees_split import L1, L2, MAX_DEPTH, MIN_ROWS, find_split, leaf_value
+from bitplan.kernels.jit import called, compiled, inlined
+from bitplan.kernels.trees_rows import part_rows
+from bitplan.kernels.trees_split import (  # noqa: F401  some are for `trees.grow` alone
+    BIN,
+    CHILD,
+    DEPTH,
+    FEATURE,
+    GAIN,
+    GRAD,
+    HESS,
+    HIGH,
+    L1,
+    L2,
+    LEFT_GRAD,
+    LOW,
+    MAX_DEPTH,
+    MISSING_LEFT,
+    NODE_COLUMNS,
+    ROWS,
+    START,
+    STATE,
+    STOP,
+    can_split,
+    judge,
+    leaf_value,
+)
 
-# Columns of `nodes` (integers): rows of this process, depth, sums, sums of the left child, the split, the left child
-# (the right one is next), how far it has come. ROWS are those of all processes: what decisions depend on.
-START, STOP, DEPTH, GRAD, HESS, ROWS, LEFT_GRAD, LEFT_HESS, LEFT_ROWS = range(9)
-FEATURE, BIN, MISSING_LEFT, CHILD, STATE = range(9, 14)
-NODE_COLUMNS = 14
 OPEN, TAKEN, EXPANDED = range(3)
-# Columns of `reals`: a gain of zero says that the node stays a leaf.
-GAIN, LOW, HIGH = range(3)
 # Columns of `leaves`: the node, when it was put into the queue, where the tree points to it: 2 * split + side.
 NODE, PUSHED, LINK = range(3)
 # Columns of `splits`: the node, and its children, as `Tree` has them.
@@ -31,6 +45,8 @@ LEFT, RIGHT = 1, 2
 LEAVES, SPLITS, MADE = range(3)
 # What `take` says instead of a node
 COMPLETE, SHARED, WAIT = -1, -2, -3
+ONE = np.int64(1)  # numba compiles a part once more for every literal it is given
+U = np.uint64
 
 
 @inlined
@@ -44,7 +60,7 @@ def _before(reals, nodes, leaves, a, b, best_first):  # type: ignore[no-untyped-
     return leaves[a, PUSHED] < leaves[b, PUSHED]
 
 
-@compiled
+@called
 def _rank(nodes, reals, leaves, counts, best_first, most, ranked):  # type: ignore[no-untyped-def]
     """The first `most` leaves of the queue, in its order, into `ranked`; returns how many there are."""
     found = 0
@@ -58,25 +74,23 @@ def _rank(nodes, reals, leaves, counts, best_first, most, ranked):  # type: igno
             ranked[at] = ranked[at - 1]
             at -= 1
         ranked[at] = leaf
-        found = min(found + 1, most)
+        found = found + 1 if found < most else most
     return found
 
 
-@compiled
-def next_leaves(nodes, reals, leaves, splits, counts, best_first, most, ranked):  # type: ignore[no-untyped-def]
+@called
+def _next_leaf(nodes, reals, leaves, splits, counts, best_first, ranked):  # type: ignore[no-untyped-def]
     """Move expanded leaves into the tree, first in the queue first, as far as expansions have come.
 
-    Then `ranked` has the leaves that are next, as many as the tree has room for and not more than `most`.
+    Returns the leaf that is next, or -1: the tree is complete.
     """
     while counts[LEAVES] < len(leaves):
-        if _rank(nodes, reals, leaves, counts, best_first, 1, ranked) == 0:
-            return 0
+        if _rank(nodes, reals, leaves, counts, best_first, ONE, ranked) == 0:
+            return -1
         leaf = ranked[0]
         node, link = leaves[leaf, NODE], leaves[leaf, LINK]
         if nodes[node, STATE] != EXPANDED:
-            if most == 1:
-                return 1
-            return _rank(nodes, reals, leaves, counts, best_first, min(len(leaves) - counts[LEAVES], most), ranked)
+            return leaf
         at, new = counts[SPLITS], counts[LEAVES]
         splits[at, NODE], splits[at, LEFT], splits[at, RIGHT] = node, ~leaf, ~new
         if link >= 0:
@@ -85,15 +99,7 @@ def next_leaves(nodes, reals, leaves, splits, counts, best_first, most, ranked):
         leaves[leaf, NODE], leaves[leaf, PUSHED], leaves[leaf, LINK] = child, 2 * at + 1, 2 * at
         leaves[new, NODE], leaves[new, PUSHED], leaves[new, LINK] = child + 1, 2 * at + 2, 2 * at + 1
         counts[SPLITS], counts[LEAVES] = at + 1, new + 1
-    return 0
-
-
-@compiled
-def begin(nodes, counts, node):  # type: ignore[no-untyped-def]
-    """Take a leaf: its children get their places."""
-    nodes[node, STATE], nodes[node, CHILD] = TAKEN, counts[MADE]
-    nodes[counts[MADE] : counts[MADE] + 2, STATE] = OPEN
-    counts[MADE] += 2
+    return -1
 
 
 @compiled
@@ -104,124 +110,62 @@ def take(nodes, reals, leaves, splits, counts, best_first, shared_rows, ranked, 
     """
     if done >= 0:
         nodes[done, STATE] = EXPANDED
-    if next_leaves(nodes, reals, leaves, splits, counts, best_first, 1, ranked) == 0:
+    leaf = _next_leaf(nodes, reals, leaves, splits, counts, best_first, ranked)
+    if leaf < 0:
         return COMPLETE
-    node, room = leaves[ranked[0], NODE], len(leaves) - counts[LEAVES]
+    node, room = leaves[leaf, NODE], len(leaves) - counts[LEAVES]
     if nodes[node, STOP] - nodes[node, START] >= shared_rows:
         return SHARED
-    if nodes[node, STATE] == OPEN:
-        begin(nodes, counts, node)
-        return node
-    if counts[MADE] + 2 + 2 * room > len(nodes):  # the tables have places for what the tree may still need
-        return WAIT
-    for place in range(_rank(nodes, reals, leaves, counts, best_first, min(room, len(ranked)), ranked)):
-        node = leaves[ranked[place], NODE]
-        if nodes[node, STATE] == OPEN and nodes[node, STOP] - nodes[node, START] < shared_rows:
-            begin(nodes, counts, node)
-            return node
-    return WAIT
-
-
-@inlined
-def _can_split(nodes, node, rules):  # type: ignore[no-untyped-def]
-    return nodes[node, ROWS] >= max(2 * rules[MIN_ROWS], 2)
+    if nodes[node, STATE] != OPEN:
+        node = WAIT
+        if counts[MADE] + 2 + 2 * room <= len(nodes):  # the tables have places for what the tree may still need
+            most = room if room < len(ranked) else len(ranked)
+            for place in range(_rank(nodes, reals, leaves, counts, best_first, most, ranked)):
+                ahead = leaves[ranked[place], NODE]
+                if nodes[ahead, STATE] == OPEN and nodes[ahead, STOP] - nodes[ahead, START] < shared_rows:
+                    node = ahead
+                    break
+    if node >= 0:  # its children get their places
+        nodes[node, STATE], nodes[node, CHILD] = TAKEN, counts[MADE]
+        nodes[counts[MADE], STATE] = OPEN
+        nodes[counts[MADE] + 1, STATE] = OPEN
+        counts[MADE] += 2
+    return node
 
 
 @compiled
-def set_children(nodes, reals, node, left_size, monotone, bounded, scales, rules):  # type: ignore[no-untyped-def]
-    """Rows, sums and bounds of a node's children. Returns the one of fewer rows, or -1 if neither can be split.
+def divide(  # type: ignore[no-untyped-def]
+    entries, columns, spare, goes_left, nodes, reals, node, left_size, monotone, scales, rules
+):
+    """Partition the rows of a node, unless `left_size` says how many went left; then rows, sums and bounds of its
+    children. Returns the child of fewer rows, or -1 if neither can be split.
 
     Children of a monotone split may not cross the middle between them, however they are split again.
     """
+    start, stop = nodes[node, START], nodes[node, STOP]
+    if left_size < 0:
+        left_size = part_rows(entries[start:stop], columns[nodes[node, FEATURE]], goes_left[node], spare[start:stop])
+        for i in range(stop - start - left_size):
+            entries[U(start + left_size + i)] = spare[U(start + i)]
     left, right = nodes[node, CHILD], nodes[node, CHILD] + 1
-    middle = nodes[node, START] + left_size
-    nodes[left, START], nodes[left, STOP] = nodes[node, START], middle
-    nodes[right, START], nodes[right, STOP] = middle, nodes[node, STOP]
+    nodes[left, START], nodes[left, STOP] = start, start + left_size
+    nodes[right, START], nodes[right, STOP] = start + left_size, stop
     for i in range(3):
         nodes[left, GRAD + i] = nodes[node, LEFT_GRAD + i]
         nodes[right, GRAD + i] = nodes[node, GRAD + i] - nodes[node, LEFT_GRAD + i]
-    for child in (left, right):
+    for child in range(left, right + 1):
         nodes[child, DEPTH] = nodes[node, DEPTH] + 1
         reals[child, GAIN], reals[child, LOW], reals[child, HIGH] = 0.0, reals[node, LOW], reals[node, HIGH]
-    direction = monotone[nodes[node, FEATURE]] if bounded else 0
-    if direction != 0:
-        low, high = reals[node, LOW], reals[node, HIGH]
-        middle_value = 0.0
-        for child in (left, right):
-            grad, hess = np.float64(nodes[child, GRAD]) * scales[0], np.float64(nodes[child, HESS]) * scales[1]
-            middle_value += leaf_value(grad, hess, rules[L1], rules[L2], low, high)
-        middle_value /= 2
-        reals[left if direction > 0 else right, HIGH] = middle_value
-        reals[right if direction > 0 else left, LOW] = middle_value
-    if nodes[left, DEPTH] == rules[MAX_DEPTH] or not (
-        _can_split(nodes, left, rules) or _can_split(nodes, right, rules)
-    ):
+    if monotone is not None:
+        direction = monotone[nodes[node, FEATURE]]
+        if direction != 0:
+            middle = 0.0
+            for child in range(left, right + 1):
+                grad, hess = np.float64(nodes[child, GRAD]) * scales[0], np.float64(nodes[child, HESS]) * scales[1]
+                middle += leaf_value(grad, hess, rules[L1], rules[L2], reals[node, LOW], reals[node, HIGH])
+            middle /= 2
+            reals[left if direction > 0 else right, HIGH] = middle
+            reals[right if direction > 0 else left, LOW] = middle
+    if nodes[left, DEPTH] == rules[MAX_DEPTH] or not (can_split(nodes, left, rules) or can_split(nodes, right, rules)):
         return -1
     return left if nodes[left, ROWS] <= nodes[right, ROWS] else right
-
-
-@compiled
-def divide(entries, columns, spare, goes_left, nodes, reals, node, monotone, bounded, scales, rules):  # type: ignore[no-untyped-def]
-    """Partition the rows of a node, and `set_children`."""
-    start, stop = nodes[node, START], nodes[node, STOP]
-    column = columns[nodes[node, FEATURE]]
-    left_size = partition_rows(entries[start:stop], column, goes_left[node], spare[start:stop])
-    return set_children(nodes, reals, node, left_size, monotone, bounded, scales, rules)
-
-
-@compiled
-def judge(  # type: ignore[no-untyped-def]
-    cells, words, goes_left, nodes, reals, node, features, bins, is_category, monotone, bounded, scales, rules
-):
-    """Find a node's best split, from its histogram. Returns whether there is one."""
-    if not _can_split(nodes, node, rules):
-        return False
-    found = np.zeros(4)
-    find_split(
-        cells,
-        words,
-        features,
-        bins,
-        is_category,
-        monotone,
-        bounded,
-        reals[node, LOW : HIGH + 1],
-        nodes[node, GRAD : ROWS + 1],
-        scales,
-        rules,
-        found,
-        nodes[node, LEFT_GRAD : LEFT_ROWS + 1],
-        goes_left[node],
-    )
-    reals[node, GAIN] = found[trees_split.GAIN]
-    nodes[node, FEATURE], nodes[node, BIN] = found[trees_split.FEATURE], found[trees_split.BIN]
-    nodes[node, MISSING_LEFT] = found[trees_split.MISSING_LEFT]
-    return found[trees_split.GAIN] > 0.0
-
-
-@compiled
-def judge_children(  # type: ignore[no-untyped-def]
-    parent,
-    words,
-    cells,
-    child_words,
-    rest,
-    rest_words,
-    small,
-    large,
-    goes_left,
-    nodes,
-    reals,
-    features,
-    bins,
-    is_category,
-    monotone,
-    bounded,
-    scales,
-    rules,
-):
-    """Subtract the smaller child's cells from its parent's, and `judge` both: for the small one, for the large one."""
-    subtract_cells(parent, words, cells, child_words, rest, rest_words)
-    more = features, bins, is_category, monotone, bounded, scales, rules
-    small_splits = judge(cells, child_words, goes_left, nodes, reals, small, *more)
-    return small_splits, judge(rest, rest_words, goes_left, nodes, reals, large, *more)

@@ -40,13 +40,15 @@ def bin_numbers(numbers, limits, first_row, panel, column, place):  # type: igno
 
     Four searches at a time, of eight steps each: a step waits for the one before it, other searches do not.
     """
-    padded = np.full(MISSING, np.inf)
-    padded[: limits.size] = limits
+    padded = np.empty(MISSING, np.float64)
+    for i in range(MISSING):  # numba would compile a text for slices of different lengths, in seconds
+        padded[i] = limits[i] if i < limits.size else np.inf
     for start in range(0, numbers.size, 4):
         last = numbers.size - 1
-        a, b = np.float64(numbers[start]), np.float64(numbers[min(start + 1, last)])
-        c, d = np.float64(numbers[min(start + 2, last)]), np.float64(numbers[min(start + 3, last)])
-        in_a, in_b, in_c, in_d = 0, 0, 0, 0
+        a, b = np.float64(numbers[start]), np.float64(numbers[start + 1 if start + 1 < last else last])
+        c = np.float64(numbers[start + 2 if start + 2 < last else last])
+        d = np.float64(numbers[start + 3 if start + 3 < last else last])
+        in_a, in_b, in_c, in_d = np.int64(0), np.int64(0), np.int64(0), np.int64(0)
         for power in range(8):
             step = 128 >> power
             in_a, in_b = _step(padded, in_a, step, a), _step(padded, in_b, step, b)
@@ -80,7 +82,7 @@ def part_rows(entries, column, goes_left, spare):  # type: ignore[no-untyped-def
     """
     left, right, last = U(0), U(0), entries.size - 1
     for i in range(entries.size):
-        prefetch(column, np.int64(entries[U(min(i + AHEAD, last))] & ROW))
+        prefetch(column, np.int64(entries[U(i + AHEAD if i + AHEAD < last else last)] & ROW))
         entry = entries[U(i)]
         is_left = U(goes_left[U(column[entry & ROW])])
         entries[left] = entry  # never past i
@@ -88,15 +90,6 @@ def part_rows(entries, column, goes_left, spare):  # type: ignore[no-untyped-def
         left += is_left
         right += U(1) - is_left
     return np.int64(left)
-
-
-@compiled
-def partition_rows(entries, column, goes_left, spare):  # type: ignore[no-untyped-def]
-    """The same, with the others brought back behind those that went left."""
-    left = part_rows(entries, column, goes_left, spare)
-    for i in range(entries.size - left):
-        entries[U(left + i)] = spare[U(i)]
-    return left
 
 
 @compiled
@@ -128,7 +121,7 @@ def add_trees(  # type: ignore[no-untyped-def]
     """
     outputs = scores.shape[1]
     for start in range(0, numbers.shape[0], TILE):
-        stop = min(start + TILE, numbers.shape[0])
+        stop = start + TILE if start + TILE < numbers.shape[0] else numbers.shape[0]
         for tree in range(roots.size - 1):
             root = roots[tree]
             if roots[tree + 1] == root:  # a single leaf

@@ -20,7 +20,9 @@ from typing import Any
 
 from llvmlite import ir  # type: ignore[import-untyped]
 from numba.core import cgutils, types
-from numba.extending import intrinsic, models, overload, register_model
+from numba.core.typing import signature
+from numba.core.typing.templates import AbstractTemplate, infer_global
+from numba.extending import intrinsic, lower_builtin, models, register_model
 
 INT32 = ir.IntType(32)
 
@@ -108,10 +110,8 @@ def _lanewise(emit: Callable[..., Any], arity: int = 2) -> Any:
     )
 
 
-def _instruction(integer: str, floating: str = "") -> Any:
-    return _lanewise(
-        lambda writer, a, b: getattr(writer.builder, floating if writer.vector.is_float else integer)(a, b)
-    )
+def _instruction(integer: str, floating: str = "") -> Callable[..., Any]:
+    return lambda writer, a, b: getattr(writer.builder, floating if writer.vector.is_float else integer)(a, b)
 
 
 def _shift_right(writer: _Writer, a: Any, b: Any) -> Any:
@@ -159,20 +159,29 @@ _OPERATORS = {
     operator.or_: _instruction("or_"),
     operator.xor: _instruction("xor"),
     operator.lshift: _instruction("shl"),
-    operator.rshift: _lanewise(_shift_right),
+    operator.rshift: _shift_right,
 }
 
 
-def _teach(symbol: Any, function: Any) -> None:
-    @overload(symbol)
-    def choose(a, b):  # type: ignore[no-untyped-def]
-        if isinstance(a, VectorType) or isinstance(b, VectorType):
-            return lambda a, b: function(a, b)
-        return None
+def _teach(symbol: Any, emit: Callable[..., Any]) -> None:
+    """Type and code of an operator, given directly: `overload` compiles a function for every pair of types."""
+
+    @infer_global(symbol)
+    class Operator(AbstractTemplate):  # type: ignore[misc]
+        def generic(self, args: Any, kws: Any) -> Any:
+            vector = next((kind for kind in args if isinstance(kind, VectorType)), None)
+            return None if vector is None else signature(vector, *map(types.unliteral, args))
+
+    def generate(context: Any, builder: Any, signature: Any, values: Any) -> Any:
+        writer = _Writer(context, builder, signature.args)
+        return emit(writer, *writer.operands(values))
+
+    for kinds in ((VectorType, VectorType), (VectorType, types.Number), (types.Number, VectorType)):
+        lower_builtin(symbol, *kinds)(generate)
 
 
-for _symbol, _function in _OPERATORS.items():
-    _teach(_symbol, _function)
+for _symbol, _emit in _OPERATORS.items():
+    _teach(_symbol, _emit)
 
 
 # ---- memory -------------------------------------------------------------------------------------------------------

@@ -12,7 +12,11 @@ from sklearn.utils import check_array  # type: ignore[import-untyped]
 from bitplan.errors import did_you_mean
 from bitplan.trees.boost import NO_WEIGHTS, Rows
 from bitplan.trees.gradients import Array, TreesError
+from bitplan.trees.grow import FAR
 from bitplan.trees.shards import ALONE, Shards, Span
+
+FLOAT32 = np.finfo(np.float32)
+MAX_COUNT = 2**53  # some settings become float64
 
 
 def targets_of(y: Array) -> Array:
@@ -43,6 +47,11 @@ def weights_of(sample_weight: Any, x: Array, shards: Shards = ALONE) -> Array:
         raise TreesError(f"sample_weight: expected no negative numbers, got {weights.min()}")
     if not weights.any():
         raise TreesError("sample_weight: every weight is zero, so there is nothing to fit; give some rows a weight")
+    if not FLOAT32.tiny <= weights.max() <= FLOAT32.max:
+        raise TreesError(
+            f"sample_weight: the largest weight is {weights.max():g}, and gradients, which weights multiply, are "
+            f"float32; divide all weights by one number, so that the largest is {FLOAT32.tiny:g} to {FLOAT32.max:g}"
+        )
     return weights
 
 
@@ -78,18 +87,26 @@ def split_rows(rows: Rows, share: float, seed: int, shards: Shards = ALONE) -> t
 
 def whole_number(name: str, value: Any, least: int, most: int | None = None) -> int:
     is_whole = isinstance(value, numbers.Integral) and not isinstance(value, bool)
-    if not is_whole or value < least or (most is not None and value > most):
+    if not is_whole or value < least or value > (MAX_COUNT if most is None else most):
         limit = f"{least} to {most}" if most is not None else f"at least {least}"
         raise TreesError(f"{name}: expected a whole number, {limit}, got {value!r}")
     return int(value)
 
 
 def number(name: str, value: Any, least: float, most: float = math.inf, *, above: bool = False) -> float:
-    is_number = isinstance(value, numbers.Real) and not isinstance(value, bool) and math.isfinite(value)
+    is_number = isinstance(value, numbers.Real) and not isinstance(value, bool)
+    is_number = is_number and abs(value) <= FAR  # compared, because an int of hundreds of digits has no float
     if not is_number or value < least or value > most or (above and value == least):
         limit = f"{'above' if above else 'at least'} {least}" + (f" and at most {most}" if most < math.inf else "")
         raise TreesError(f"{name}: expected a number {limit}, got {value!r}")
     return float(value)
+
+
+def truth(name: str, value: Any) -> bool:
+    """True, False, 1 or 0, numpy's among them."""
+    if not isinstance(value, (bool, np.bool_, numbers.Integral)) or value not in (0, 1):
+        raise TreesError(f"{name}: expected True or False, got {value!r:.40}")
+    return bool(value)
 
 
 def one_of(name: str, value: Any, known: Any) -> str:

@@ -1,12 +1,13 @@
 """`BoostedTreesClassifier` and `BoostedTreesRegressor`: scikit-learn's conventions over `boost`.
 
-Parameters are checked when `fit` is called, by name; fitted state ends in an underscore. Threads are torch's
-(`torch.set_num_threads`), and change no result.
+Parameters are checked when `fit` is called, by name; fitted state ends in an underscore. `n_jobs` says how many threads
+`fit` and predictions use, and changes no result.
 """
 
 from __future__ import annotations
 
 import numbers
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Self
@@ -17,14 +18,26 @@ from sklearn.utils.multiclass import check_classification_targets  # type: ignor
 from sklearn.utils.validation import check_is_fitted, validate_data  # type: ignore[import-untyped]
 
 from bitplan.errors import did_you_mean
+from bitplan.kernels.jit import use_threads
 from bitplan.trees.agreement import agree, merge_classes
 from bitplan.trees.boost import Booster, BoostSettings, Rows, boost
-from bitplan.trees.checks import number, one_of, seed_of, split_rows, targets_of, weights_of, whole_number, with_weight
+from bitplan.trees.checks import (
+    number,
+    one_of,
+    seed_of,
+    split_rows,
+    targets_of,
+    truth,
+    weights_of,
+    whole_number,
+    with_weight,
+)
 from bitplan.trees.gradients import Array, GradientPrecision, TreesError
 from bitplan.trees.grow import GrowthRules
 from bitplan.trees.objectives import OBJECTIVES, Binary, Custom, Multiclass, Objective
 from bitplan.trees.progress import round_bar
-from bitplan.trees.shards import ALONE, Shards, Span
+from bitplan.trees.shards import ALONE, Shards, Span, gather_numbers
+from bitplan.trees.threads import threads_of
 from bitplan.version import __version__
 
 
@@ -58,6 +71,7 @@ class _BoostedTrees(BaseEstimator):  # type: ignore[misc]
         early_stopping_rounds: int | None = None,
         validation_fraction: float = 0.1,
         random_state: Any = 0,
+        n_jobs: int | None = None,
         verbose: bool = False,
     ) -> None:
         self.n_estimators = n_estimators
@@ -81,6 +95,7 @@ class _BoostedTrees(BaseEstimator):  # type: ignore[misc]
         self.early_stopping_rounds = early_stopping_rounds
         self.validation_fraction = validation_fraction
         self.random_state = random_state
+        self.n_jobs = n_jobs
         self.verbose = verbose
 
     def __sklearn_tags__(self) -> Any:
@@ -148,7 +163,7 @@ class _BoostedTrees(BaseEstimator):  # type: ignore[misc]
             "eval_set (given or not)": eval_set is not None,
         }
         parameters = self.get_params()
-        del parameters["verbose"]  # one process may show progress and the others not
+        del parameters["verbose"], parameters["n_jobs"]  # each process may have its own
         always |= {f"parameter {name}": value for name, value in parameters.items()}
         of_rows = {
             "the type of X": str(x.dtype),
@@ -159,8 +174,8 @@ class _BoostedTrees(BaseEstimator):  # type: ignore[misc]
 
     def _boost(self, rows: Rows, objective: Objective, validation: Rows | None, shards: Shards) -> None:
         settings = self._settings(rows.x.shape[1])
-        drawn = shards.gather(np.array([settings.seed], np.int64), "seed")
-        settings = replace(settings, seed=int(drawn[0][0]))  # random_state=None draws one in every process
+        drawn = gather_numbers(settings.seed, "seed", shards)
+        settings = replace(settings, seed=drawn[0])  # random_state=None draws one in every process
         rows = with_weight(rows)
         if not Span.of(len(rows.x), shards).total:
             raise TreesError("sample_weight: every weight of every process is zero, so there is nothing to fit")
@@ -169,8 +184,17 @@ class _BoostedTrees(BaseEstimator):  # type: ignore[misc]
         categorical = self._categorical(rows.x.shape[1])
         if np.any(settings.rules.monotone[categorical]):
             raise TreesError("monotone_constraints: a categorical feature has no order; set its constraint to 0")
-        with round_bar(settings.rounds, shown=bool(self.verbose)) as advance:
+        with (
+            use_threads(threads_of(self.n_jobs)),
+            round_bar(settings.rounds, shown=truth("verbose", self.verbose)) as advance,
+        ):
             boost(rows, categorical, objective, settings, validation, advance, self._keep, shards)
+
+    def _scores(self, x: Any) -> Array:
+        """Raw scores (rows, outputs)."""
+        check_is_fitted(self)
+        with use_threads(threads_of(self.n_jobs)):
+            return self.booster_.scores(self._read(x))
 
     def _keep(self, booster: Booster) -> None:
         self.booster_ = booster
@@ -190,20 +214,28 @@ class _BoostedTrees(BaseEstimator):  # type: ignore[misc]
             min_gain=number("min_split_gain", self.min_split_gain, 0),
             monotone=self._monotone(features),
         )
-        patience = self.early_stopping_rounds
+        patience, stochastic = self.early_stopping_rounds, self.stochastic_rounding
         return BoostSettings(
             rules=rules,
             rounds=whole_number("n_estimators", self.n_estimators, 1),
             learning_rate=number("learning_rate", self.learning_rate, 0, above=True),
             max_bins=whole_number("max_bins", self.max_bins, 2, 255),
             precision=precision,
-            stochastic=quantized if self.stochastic_rounding is None else bool(self.stochastic_rounding),
-            renew_leaves=coarse if self.renew_leaves is None else bool(self.renew_leaves),
+            stochastic=quantized if stochastic is None else truth("stochastic_rounding", stochastic),
+            renew_leaves=coarse if self.renew_leaves is None else truth("renew_leaves", self.renew_leaves),
             row_share=number("subsample", self.subsample, 0, 1, above=True),
             column_share=number("colsample", self.colsample, 0, 1, above=True),
             seed=seed_of(self.random_state),
             patience=None if patience is None else whole_number("early_stopping_rounds", patience, 1),
         )
+
+    def _check_parameters(self, features: int) -> None:
+        """What `fit` would refuse, whatever the rows."""
+        self._settings(features)
+        self._categorical(features)
+        threads_of(self.n_jobs)
+        truth("verbose", self.verbose)
+        number("validation_fraction", self.validation_fraction, 0, 1, above=True)
 
     def _precision(self) -> GradientPrecision:
         if isinstance(self.gradient_precision, GradientPrecision):
@@ -220,7 +252,9 @@ class _BoostedTrees(BaseEstimator):  # type: ignore[misc]
             for name, sign in given.items():
                 signs[self._feature_place("monotone_constraints", name)] = sign
             given = signs
-        if len(given) != features or any(sign not in (-1, 0, 1) for sign in given):
+        given = given.tolist() if isinstance(given, np.ndarray) else given
+        is_list = isinstance(given, Sequence) and not isinstance(given, str)
+        if not is_list or len(given) != features or any(sign not in (-1, 0, 1) for sign in given):
             raise TreesError(
                 f"monotone_constraints: expected {features} numbers, one a feature, each -1, 0 or 1, got {given!r:.80}"
             )
@@ -229,6 +263,11 @@ class _BoostedTrees(BaseEstimator):  # type: ignore[misc]
     def _categorical(self, features: int) -> Array:
         is_category = np.zeros(features, np.bool_)
         given = () if self.categorical_features is None else self.categorical_features
+        if isinstance(given, (str, bytes, dict)) or not isinstance(given, Collection):
+            raise TreesError(
+                "categorical_features: expected a list of names or places, or a flag for each feature, got "
+                f"{given!r:.60}"
+            )
         if len(given) == features and all(isinstance(flag, (bool, np.bool_)) for flag in given):
             return np.array(given, np.bool_)
         for name in given:
@@ -288,14 +327,12 @@ class BoostedTreesClassifier(ClassifierMixin, _BoostedTrees):  # type: ignore[mi
 
     def decision_function(self, X: Any) -> Array:
         """Raw scores: (rows,) for two classes, else (rows, classes)."""
-        check_is_fitted(self)
-        scores = self.booster_.scores(self._read(X))
+        scores = self._scores(X)
         return scores[:, 0] if len(self.classes_) == 2 else scores
 
     def predict_proba(self, X: Any) -> Array:
         """(rows, classes), rows sum to 1."""
-        check_is_fitted(self)
-        scores = self.booster_.scores(self._read(X))
+        scores = self._scores(X)
         if len(self.classes_) == 2:
             second = Binary().mean(scores)
             return np.column_stack([1 - second, second])
@@ -336,6 +373,7 @@ class BoostedTreesRegressor(RegressorMixin, _BoostedTrees):  # type: ignore[misc
         early_stopping_rounds: int | None = None,
         validation_fraction: float = 0.1,
         random_state: Any = 0,
+        n_jobs: int | None = None,
         verbose: bool = False,
     ) -> None:
         super().__init__(
@@ -360,6 +398,7 @@ class BoostedTreesRegressor(RegressorMixin, _BoostedTrees):  # type: ignore[misc
             early_stopping_rounds=early_stopping_rounds,
             validation_fraction=validation_fraction,
             random_state=random_state,
+            n_jobs=n_jobs,
             verbose=verbose,
         )
         self.objective = objective
@@ -381,8 +420,7 @@ class BoostedTreesRegressor(RegressorMixin, _BoostedTrees):  # type: ignore[misc
 
     def predict(self, X: Any) -> Array:
         """A number for each row; raw scores for a custom objective."""
-        check_is_fitted(self)
-        return self._objective().mean(self.booster_.scores(self._read(X)))
+        return self._objective().mean(self._scores(X))
 
     def _objective(self) -> Objective:
         if callable(self.objective):

@@ -18,11 +18,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
-import torch
 
 from bitplan.kernels import trees_nodes as kernels
 from bitplan.kernels import trees_rows
-from bitplan.kernels.jit import on_threads
+from bitplan.kernels.jit import on_threads, thread_count
 from bitplan.trees.binning import BinnedRows, Bins
 from bitplan.trees.gradients import Array, Gradients
 from bitplan.trees.histogram import Histogram, HistogramBuilder
@@ -32,6 +31,7 @@ from bitplan.trees.wire import HistogramSum
 
 SHARED_ROWS = 2**17  # from here on all threads work on one node
 THREADS_FROM_ROWS = 2**13  # below, starting threads takes longer than they save
+ALL_ROWS = 2**62  # no node is too large
 NODES_A_STEP = 8  # that several processes expand together
 FAR = 1.7976931348623157e308  # the threshold that only missing values are beyond
 
@@ -88,7 +88,10 @@ class TreeGrower:
 
     def __init__(self, data: BinnedRows, bins: Bins, rules: GrowthRules, shards: Shards = ALONE) -> None:
         self._data, self._bins, self._rules, self._shards = data, bins, rules, shards
-        self._numbers, self._bounded = rules.numbers, bool(np.any(rules.monotone))
+        # None where there are none: then numba leaves out what is for them.
+        self._monotone = rules.monotone if np.any(rules.monotone) else None
+        self._is_category = bins.is_category if np.any(bins.is_category) else None
+        self._numbers = rules.numbers
         self._space, self._spare = np.empty(data.rows, np.uint64), np.empty(data.rows, np.uint64)
         self._thresholds = np.full((len(bins.edges), 256), FAR)
         for feature, edges in enumerate(bins.edges):
@@ -102,8 +105,9 @@ class TreeGrower:
     def grow(self, gradients: Gradients, rows: Array | range, features: Array) -> Grown:
         """One tree from `rows` and the features it may use."""
         self._scales = np.array([gradients.grad_scale, gradients.hess_scale])
-        self._bounding = self._rules.monotone, self._bounded, self._scales, self._numbers
-        self._judging = features, self._bins.counts, self._bins.is_category, *self._bounding
+        self._bounding = self._monotone, self._scales, self._numbers
+        l1 = self._rules.l1 or None
+        self._judging = features, self._bins.counts, self._is_category, self._monotone, l1, self._scales, self._numbers
         self._builder = HistogramBuilder(self._data, gradients, features)
         self._entries = self._builder.enter(rows, self._space)  # reordered leaf by leaf
         histogram, total_rows = self._builder.build(self._entries, threads=len(rows) >= THREADS_FROM_ROWS), len(rows)
@@ -113,7 +117,8 @@ class TreeGrower:
             (histogram,) = self._sum([histogram], [total_rows])
         self._growth = growth = _Growth(min(self._rules.max_leaves, max(total_rows, 1)), self._rules.best_first)
         growth.set_root(len(rows), histogram.sums(int(features[0])).sum(axis=0))
-        if kernels.judge(histogram.cells, histogram.words, *growth.tables, 0, *self._judging):
+        root = (histogram.cells, histogram.words) * 3  # it has no parent, and nothing is left over
+        if kernels.judge(*root, 0, -1, *growth.tables, *self._judging)[0]:
             growth.histograms[0] = histogram
         while self._shards.count > 1 and (nodes := growth.take_together(NODES_A_STEP)):
             self._expand_together(nodes)
@@ -142,12 +147,9 @@ class TreeGrower:
     def _divide(self, node: int, threads: bool) -> tuple[int, Histogram | None]:
         """Partition a node's rows; its child of fewer rows, and that one's histogram. None: neither can be split."""
         growth = self._growth
-        if threads:
-            left_size = self._partition(node)
-            small = kernels.set_children(growth.nodes, growth.reals, node, left_size, *self._bounding)
-        else:
-            space = self._entries, self._data.columns, self._spare
-            small = kernels.divide(*space, *growth.tables, node, *self._bounding)
+        left_size = self._partition(node) if threads else -1
+        space = self._entries, self._data.columns, self._spare
+        small = kernels.divide(*space, *growth.tables, node, left_size, *self._bounding)
         if small < 0:
             return small, None
         start, stop = growth.nodes[small, : kernels.STOP + 1].tolist()
@@ -161,7 +163,7 @@ class TreeGrower:
         large = 2 * child + 1 - small
         rest = self._builder.rest_of(parent, int(growth.nodes[large, kernels.ROWS]))
         cells = parent.cells, parent.words, histogram.cells, histogram.words, rest.cells, rest.words
-        small_splits, large_splits = kernels.judge_children(*cells, small, large, *growth.tables, *self._judging)
+        small_splits, large_splits = kernels.judge(*cells, small, large, *growth.tables, *self._judging)
         if small_splits:
             growth.histograms[small] = histogram
         if large_splits:
@@ -173,7 +175,7 @@ class TreeGrower:
         size, goes_left = stop - start, self._growth.goes_left[node]
         column = self._data.columns[self._growth.nodes[node, kernels.FEATURE]]
         entries, spare = self._entries[start:stop], self._spare[start:stop]
-        share = max(-(-size // torch.get_num_threads()), 1)
+        share = max(-(-size // thread_count()), 1)
         cuts = [slice(first, min(first + share, size)) for first in range(0, size, share)]
         lefts = on_threads(lambda cut: int(trees_rows.part_rows(entries[cut], column, goes_left, spare[cut])), cuts)
         left = 0
@@ -243,6 +245,7 @@ class _Growth:
         self.leaves, self.splits = np.zeros((max_leaves, 3), np.int64), np.zeros((max_leaves, 3), np.int64)
         self.counts = np.array([1, 0, 1])  # the root is a leaf, and has a place
         self.histograms: dict[int, Histogram] = {}
+        self._ahead = np.empty(NODES_A_STEP, np.int64)
         self._queue = self.nodes, self.reals, self.leaves, self.splits, self.counts, best_first
         self._changed = threading.Condition()
         self._failed = False
@@ -262,14 +265,9 @@ class _Growth:
 
     def take_together(self, most: int) -> list[int]:
         """The leaves at the head of the queue, as many as the tree has room for and not more than `most`."""
-        ranked = np.empty(most, np.int64)
-        count = kernels.next_leaves(*self._queue, most, ranked)
-        ahead = self.leaves[ranked[:count], kernels.NODE]
-        taken = [node for node in ahead.tolist() if self.nodes[node, kernels.STATE] == kernels.OPEN]
-        spare = len(self.nodes) - self.counts[kernels.MADE] - 2 * (len(self.leaves) - self.counts[kernels.LEAVES])
-        taken = taken[: 1 + max(int(spare), 0) // 2]  # the tables have room for what the tree may still need
-        for node in taken:
-            kernels.begin(self.nodes, self.counts, node)
+        taken: list[int] = []
+        while len(taken) < most and (node := int(kernels.take(*self._queue, ALL_ROWS, self._ahead, -1))) >= 0:
+            taken.append(node)
         return taken
 
     def finish(self, node: int) -> None:
@@ -278,17 +276,13 @@ class _Growth:
 
     def work_ahead(self, expand: Callable[[int], None]) -> int | None:
         """Expand leaves on all threads, until the next one needs all of them, and take that; None: it was the last."""
-        on_threads(lambda _: self._work(expand), range(torch.get_num_threads()))
-        ranked = np.empty(1, np.int64)
-        if not kernels.next_leaves(*self._queue, 1, ranked):
-            return None
-        node = int(self.leaves[ranked[0], kernels.NODE])
-        kernels.begin(self.nodes, self.counts, node)
-        return node
+        on_threads(lambda _: self._work(expand), range(thread_count()))
+        node = int(kernels.take(*self._queue, ALL_ROWS, self._ahead, -1))
+        return None if node == kernels.COMPLETE else node
 
     def _work(self, expand: Callable[[int], None]) -> None:
         """What each thread does: take the best leaf that nobody has taken."""
-        done, ranked = -1, np.empty(2 * torch.get_num_threads(), np.int64)
+        done, ranked = -1, np.empty(2 * thread_count(), np.int64)
         try:
             while True:
                 with self._changed:

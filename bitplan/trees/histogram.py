@@ -11,10 +11,9 @@ import threading
 from dataclasses import dataclass
 
 import numpy as np
-import torch
 
 from bitplan.kernels import trees_histogram as kernels
-from bitplan.kernels.jit import on_threads
+from bitplan.kernels.jit import on_threads, thread_count
 from bitplan.kernels.trees_histogram import BINS, GROUP, NARROW_ROWS, PANEL
 from bitplan.trees.binning import BinnedRows
 from bitplan.trees.gradients import Array, GradientPrecision, Gradients
@@ -72,7 +71,7 @@ class HistogramBuilder:
     def build(self, entries: Array, *, threads: bool = False) -> Histogram:
         """The histogram of some rows."""
         out = self._empty(len(entries))
-        workers = torch.get_num_threads() if threads else 1
+        workers = thread_count() if threads else 1
         blocks = -(-len(entries) // (workers * NARROW_ROWS)) * workers  # as many for each of them
         step = -(-len(entries) // max(blocks, 1))
         if step >= len(entries):

@@ -6,7 +6,6 @@ of different lengths, children that are no tree.
 
 from __future__ import annotations
 
-import math
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +17,13 @@ from bitplan.records import read_json, write_json
 from bitplan.trees.boost import Booster
 from bitplan.trees.estimators import BoostedTreesClassifier, BoostedTreesRegressor
 from bitplan.trees.gradients import Array, GradientPrecision, TreesError
+from bitplan.trees.grow import FAR
 from bitplan.trees.objectives import OBJECTIVES
 from bitplan.trees.tree import Tree
 
 FORMAT, VERSION = "bitplan.trees", 1
+MAX_FEATURES = 2**24  # bounds what a reader allocates for a number in a file
+MAX_INTEGER = 2**62
 _KINDS = {"classifier": BoostedTreesClassifier, "regressor": BoostedTreesRegressor}
 _HEAD = ("format", "version", "kind", "parameters", "classes", "features", "feature_names", "start", "losses", "trees")
 _NODE_FIELDS = {
@@ -40,9 +42,11 @@ _DTYPES = {"feature": np.int32, "left": np.int32, "right": np.int32, "node_rows"
 
 
 def save_trees(model: BoostedTreesClassifier | BoostedTreesRegressor, path: str | Path) -> None:
-    """Write a fitted estimator."""
+    """Write a fitted estimator; what `load_trees` would not read is refused here, by name."""
     check_is_fitted(model)
     booster, is_classifier = model.booster_, isinstance(model, BoostedTreesClassifier)
+    if booster.features > MAX_FEATURES:
+        raise TreesError(f"features: a model file holds at most {MAX_FEATURES}, this model has {booster.features}")
     names = getattr(model, "feature_names_in_", None)
     document = {
         "format": FORMAT,
@@ -51,9 +55,9 @@ def save_trees(model: BoostedTreesClassifier | BoostedTreesRegressor, path: str 
         "parameters": {name: _plain(name, value) for name, value in model.get_params().items()},
         "classes": _plain("classes", model.classes_) if is_classifier else None,
         "features": booster.features,
-        "feature_names": None if names is None else [str(name) for name in names],
-        "start": booster.start.tolist(),
-        "losses": booster.losses,
+        "feature_names": None if names is None else [_plain("feature_names", str(name)) for name in names],
+        "start": _plain("start", booster.start),
+        "losses": _plain("losses", booster.losses),
         "trees": [_tree_document(tree) for tree in booster.trees],
     }
     write_json(path, document)
@@ -62,61 +66,78 @@ def save_trees(model: BoostedTreesClassifier | BoostedTreesRegressor, path: str 
 def load_trees(path: str | Path) -> BoostedTreesClassifier | BoostedTreesRegressor:
     """Read an estimator that `save` wrote."""
     document = read_json(path)
-    where = str(path)
+    try:
+        return _model(str(path), document)
+    except RecursionError:  # lists within lists, in a message about them
+        raise FileFormatError(f"{path}: nested too deeply for a model") from None
+
+
+def _model(where: str, document: Any) -> BoostedTreesClassifier | BoostedTreesRegressor:
     _check_keys(where, document, _HEAD)
-    if document["format"] != FORMAT or document["version"] != VERSION:
+    version = document["version"]
+    if document["format"] != FORMAT or type(version) is not int or version != VERSION:
         raise FileFormatError(
             f"{where}: expected format {FORMAT!r}, version {VERSION}, got {document['format']!r:.40}, "
-            f"{document['version']!r:.40}; a newer bitplan may have written it"
+            f"{version!r:.40}; a newer bitplan may have written it"
         )
     if document["kind"] not in ("classifier", "regressor"):
         raise FileFormatError(f"{where}: kind: expected 'classifier' or 'regressor', got {document['kind']!r:.40}")
     model: BoostedTreesClassifier | BoostedTreesRegressor = _estimator(where, document)
-    features = document["features"]
-    if type(features) is not int or not 0 < features < 2**31:
-        raise FileFormatError(f"{where}: features: expected a number of features, got {features!r:.40}")
     start = _numbers(where, document["start"], "start", float)
     trees = document["trees"]
     outputs = _expected_outputs(model)
     if len(start) != outputs or not isinstance(trees, list) or len(trees) % outputs:
         raise FileFormatError(f"{where}: expected {outputs} starting scores and as many trees in each round")
+    features = document["features"]
     model.booster_ = Booster(
         start,
         features,
         [_tree(f"{where}: tree {place}", tree, features) for place, tree in enumerate(trees)],
         _numbers(where, document["losses"], "losses", float).tolist(),
     )
-    model.n_features_in_ = features
-    names = document["feature_names"]
-    if names is not None:
-        if not isinstance(names, list) or len(names) != features or not all(isinstance(name, str) for name in names):
-            raise FileFormatError(f"{where}: feature_names: expected {features} names, or null")
-        model.feature_names_in_ = np.array(names, dtype=object)
     return model
 
 
 def _estimator(where: str, document: dict[str, Any]) -> Any:
-    kind = _KINDS[document["kind"]]
-    parameters = document["parameters"]
+    """With its features, which parameters may name, and its classes."""
+    kind, parameters, features = _KINDS[document["kind"]], document["parameters"], document["features"]
     known = kind().get_params()
     if not isinstance(parameters, dict) or set(parameters) != set(known):
         odd = sorted(set(parameters) ^ set(known)) if isinstance(parameters, dict) else parameters
         raise FileFormatError(f"{where}: parameters: expected those of the {document['kind']}, differs in {odd!r:.80}")
+    if type(features) is not int or not 0 < features <= MAX_FEATURES:
+        raise FileFormatError(f"{where}: features: expected 1 to {MAX_FEATURES}, got {features!r:.40}")
     model = kind(**parameters)
+    model.n_features_in_ = features
+    names = document["feature_names"]
+    if names is not None:
+        if not isinstance(names, list) or len(names) != features or not all(map(_is_text, names)):
+            raise FileFormatError(f"{where}: feature_names: expected {features} names, or null")
+        model.feature_names_in_ = np.array(names, dtype=object)
     try:
-        model._settings(document["features"] if type(document["features"]) is int else 1)
-    except (TreesError, TypeError) as error:
+        model._check_parameters(features)
+    except TreesError as error:
         raise FileFormatError(f"{where}: parameters: {error}") from None
     if kind is BoostedTreesRegressor:
         if parameters["objective"] not in list(OBJECTIVES):
             raise FileFormatError(f"{where}: objective: expected one of {list(OBJECTIVES)}")
-        return model
-    classes = document["classes"]
-    kinds = {type(label) for label in classes} if isinstance(classes, list) else set()
-    if len(kinds) != 1 or not kinds <= {bool, int, float, str} or len(classes) < 2 or sorted(set(classes)) != classes:
-        raise FileFormatError(f"{where}: classes: expected two or more labels of one type, sorted, got {classes!r:.80}")
-    model.classes_ = np.array(classes, dtype=object if kinds == {str} else None)
+    else:
+        model.classes_ = _classes(where, document["classes"])
     return model
+
+
+def _classes(where: str, classes: Any) -> Array:
+    kinds = {type(label) for label in classes} if isinstance(classes, list) else set()
+    is_known = len(kinds) == 1 and kinds <= {bool, int, float, str} and len(classes) >= 2
+    if is_known and sorted(set(classes)) == classes:
+        found: Array = np.array(classes, dtype=object if kinds == {str} else None)
+        is_exact = found.dtype.kind in "biuf" and found.tolist() == classes and bool(np.isfinite(found).all())
+        if is_exact or all(map(_is_text, classes)):
+            return found
+    raise FileFormatError(
+        f"{where}: classes: expected two or more labels of one type, sorted, numbers finite and of 64 bits, "
+        f"got {classes!r:.80}"
+    )
 
 
 def _expected_outputs(model: Any) -> int:
@@ -177,14 +198,20 @@ def _check_keys(where: str, document: Any, keys: tuple[str, ...]) -> None:
 
 def _numbers(where: str, values: Any, name: str, kind: type) -> Array:
     allowed = (int, float) if kind is float else (kind,)
-    limit = 2**62
     if not isinstance(values, list) or not all(type(value) in allowed for value in values):
         raise FileFormatError(f"{where}: {name}: expected a list of {kind.__name__}, got {values!r:.60}")
-    if not all(math.isfinite(value) for value in values) or (
-        kind is int and any(abs(value) > limit for value in values)
-    ):
+    try:
+        array: Array = np.array(values, dtype=np.int64 if kind is int else kind)
+    except OverflowError:  # an integer of hundreds of digits
+        array = np.array([np.inf])
+    if kind is not bool and not np.all(np.abs(array) <= (MAX_INTEGER if kind is int else FAR)):
         raise FileFormatError(f"{where}: {name}: a number is out of range")
-    return np.array(values, dtype=kind)
+    return array
+
+
+def _is_text(value: Any) -> bool:
+    """Not half a surrogate pair: that has no bytes."""
+    return isinstance(value, str) and not any("\ud800" <= letter <= "\udfff" for letter in value)
 
 
 def _plain(name: str, value: Any) -> Any:
@@ -195,10 +222,19 @@ def _plain(name: str, value: Any) -> Any:
         value = value.tolist()
     if isinstance(value, np.generic):
         value = value.item()
-    if isinstance(value, dict) and all(isinstance(key, str) for key in value):
-        return {key: _plain(name, item) for key, item in value.items()}
+    if isinstance(value, dict):
+        if not all(isinstance(key, str) for key in value):
+            raise TreesError(
+                f"{name}: in a model file features go by name, and a key of {value!r:.60} is none; give names, or a "
+                "list with an item for each feature"
+            )
+        return {_plain(name, key): _plain(name, item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
         return [_plain(name, item) for item in value]
+    if isinstance(value, str) and not _is_text(value):
+        raise TreesError(f"{name}: {value!r:.60} is no Unicode text, so no file can hold it; rename it")
+    if isinstance(value, (int, float)) and not abs(value) <= FAR:
+        raise TreesError(f"{name}: {value} cannot be written to a model file, which holds finite numbers")
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
     if name == "random_state":  # what it drew is in the trees

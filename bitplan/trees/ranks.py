@@ -26,6 +26,7 @@ from bitplan.errors import BitplanError
 from bitplan.trees.gradients import TreesError
 from bitplan.trees.shards import Array
 
+MAX_PART_BYTES = 2**36  # of one process in one step: more is a lie, and would be allocated
 ROLL_CALL_S = 5.0  # how long the others have to say that they are there
 
 
@@ -68,6 +69,11 @@ class Ranks:
         own = np.zeros(self.count, np.int64)
         own[self.rank] = len(part)
         lengths = self.add(own, f"{what}: lengths").tolist()
+        if lengths[self.rank] != len(part) or min(lengths) < 0 or max(lengths) * part.itemsize > MAX_PART_BYTES:
+            raise TreesError(  # `fail` passes it on to the others
+                f"distributed fit, rank {self.rank} of {self.count}, in step {what!r}: expected lengths of arrays, "
+                f"{len(part)} for this rank, got {lengths!r:.80}; run the same version of bitplan everywhere"
+            )
         padded = np.zeros(max(lengths), part.dtype)
         padded[: len(part)] = part
         parts = [torch.empty(len(padded), dtype=torch.from_numpy(padded).dtype) for _ in lengths]

@@ -19,8 +19,12 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from bitplan.errors import BitplanError
+from bitplan.records import parse_json
+
 Array = np.ndarray[Any, Any]
 SUM_ROWS = 2**16
+MAX_ROWS = 2**48  # of all processes: what no table has
 
 
 class Shards(Protocol):
@@ -67,14 +71,34 @@ class Span:
 
     @classmethod
     def of(cls, rows: int, shards: Shards) -> Span:
-        sizes = [int(part[0]) for part in shards.gather(np.array([rows], np.int64), "number of rows")]
+        sizes = gather_numbers(rows, "number of rows", shards)
+        if min(sizes) < 0 or sum(sizes) >= MAX_ROWS:
+            raise BitplanError(
+                f"distributed fit: expected a number of rows from every process, got {sizes!r:.80}; run the same "
+                "version of bitplan everywhere"
+            )
         return cls(shards, sum(sizes[: shards.rank]), sum(sizes))
+
+
+def gather_numbers(number: int, what: str, shards: Shards) -> list[int]:
+    """An int64 of each process, in their order."""
+    parts = shards.gather(np.array([number], np.int64), what)
+    wrong = [rank for rank, part in enumerate(parts) if len(part) != 1]
+    if wrong:
+        raise BitplanError(
+            f"distributed fit, in step {what!r}: expected one number from rank {wrong[0]}, got {len(parts[wrong[0]])}; "
+            "run the same version of bitplan everywhere"
+        )
+    return [int(part[0]) for part in parts]
 
 
 def gather_json(document: Any, what: str, shards: Shards) -> list[Any]:
     """A document of each process, in their order."""
     text = np.frombuffer(json.dumps(document).encode(), np.uint8)
-    return [json.loads(part.tobytes()) for part in shards.gather(text, what)]
+    return [
+        parse_json(part.tobytes(), where=f"distributed fit, in step {what!r}: document of rank {rank}")
+        for rank, part in enumerate(shards.gather(text, what))
+    ]
 
 
 def fixed_point(numbers: Array, top: float, bits: int) -> Array:
@@ -112,7 +136,9 @@ def sum_exactly(parts: Sequence[Array], shards: Shards) -> list[float]:
 def average(numbers: Array, weights: Array, shards: Shards) -> float:
     """The mean over all processes; weights: one a number, or an empty array."""
     if len(weights):
-        total, weight = sum_exactly([numbers * weights, weights], shards)
+        with np.errstate(over="ignore"):  # an infinite term makes the sum infinite, which callers refuse by row
+            terms = numbers * weights
+        total, weight = sum_exactly([terms, weights], shards)
     else:
         total, weight = sum_exactly([numbers, np.ones(len(numbers))], shards)
     return total / weight
@@ -128,4 +154,8 @@ def _joined(coarse: int, fine: int, top: float, bits: int) -> float:
         return math.inf
     if not top:
         return 0.0
-    return math.ldexp(float((coarse << bits) + fine), math.frexp(top)[1] - 2 * bits)
+    total = (coarse << bits) + fine
+    try:
+        return math.ldexp(float(total), math.frexp(top)[1] - 2 * bits)
+    except OverflowError:  # terms that are finite, and a sum that is not
+        return math.copysign(math.inf, total)

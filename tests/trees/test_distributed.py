@@ -242,6 +242,29 @@ def test_an_error_in_one_process_is_told_by_all(pool):
         assert_lost(answer, "rank 2 stopped with ValueError: broken on purpose", within_s=10)
 
 
+LIES = [
+    ("length of its array", "number of rows: lengths", "expected lengths of arrays"),
+    ("two numbers", "number of rows", "expected one number from rank 1, got 2"),
+    ("fewer than no rows", "number of rows", "expected a number of rows from every process"),
+    ("a document", "settings and features", "rank 1 sent"),
+]
+
+
+@pytest.mark.parametrize(("lie", "step", "message"), LIES)
+def test_a_process_that_lies_about_sizes_is_named_by_all(lie, step, message, pool):
+    answers = pool.run(2, "fit_and_lie", lie, step)
+    for answer in answers:
+        assert answer["error"] in ("TreesError", "BitplanError", "ProcessLostError")
+        assert message in answer["message"]
+        assert answer["seconds"] < 15
+
+
+def test_a_process_that_sums_another_number_of_cells_stops_all(pool):
+    for answer in pool.run(2, "fit_and_lie", "histogram", "histograms of nodes"):
+        assert answer["error"] in ("TreesError", "ProcessLostError")
+        assert answer["seconds"] < 30
+
+
 def test_a_process_that_hangs_is_waited_for_no_longer_than_the_limit(pool):
     answers = pool.run(3, "fit_and_stop", "hangs", 0, 2.0)
     for answer in answers[1:]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import numpy as np
 import pandas as pd
 import pytest
-import torch
 from sklearn.metrics import mean_absolute_error, r2_score, roc_auc_score
 from sklearn.utils.estimator_checks import check_estimator
 
@@ -109,13 +108,9 @@ def test_a_custom_objective_that_fails_is_named():
 def test_same_seed_same_trees_whatever_the_threads(precision):
     x, y = table(3000, 20)
     found = []
-    for threads in (1, 2, 3):
-        torch.set_num_threads(threads)
-        try:
-            model = small(gradient_precision=precision, subsample=0.7, colsample=0.5, renew_leaves=True).fit(x, y)
-            found.append(model.predict(x))
-        finally:
-            torch.set_num_threads(1)
+    for n_jobs in (1, 2, 3):
+        settings = {"subsample": 0.7, "colsample": 0.5, "renew_leaves": True, "n_jobs": n_jobs}
+        found.append(small(gradient_precision=precision, **settings).fit(x, y).predict(x))
     np.testing.assert_array_equal(found[0], found[1])
     np.testing.assert_array_equal(found[0], found[2])
 
@@ -193,6 +188,24 @@ def test_weights_that_cannot_be_used(weights, told):
     x, y = table(200)
     with pytest.raises(ValueError, match=told):
         small().fit(x, y, sample_weight=weights)
+
+
+@pytest.mark.parametrize("weight", [1e308, 1e39, 1e-40, 5e-324])
+def test_weights_that_float32_cannot_hold_are_refused(weight):
+    x, y = table(200)
+    for kind, target in ((BoostedTreesRegressor, y), (BoostedTreesClassifier, y > 0)):
+        with pytest.raises(TreesError, match="sample_weight: the largest weight is"):
+            small(kind).fit(x, target, sample_weight=np.full(200, weight))
+    some = np.where(np.arange(200) < 100, weight, 1.0)
+    if weight < 1:  # rows that count for nothing
+        assert np.isfinite(small().fit(x, y, sample_weight=some).predict(x)).all()
+
+
+@pytest.mark.parametrize("objective", ["squared_error", "absolute_error", "poisson"])
+def test_targets_whose_sum_is_no_float_are_refused(objective):
+    x, _ = table(200)
+    with pytest.raises(TreesError, match="gradients: row 0 has gradient"):
+        small(objective=objective).fit(x, np.where(x[:, 0] > 0, 1e308, 1.7e308))
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)

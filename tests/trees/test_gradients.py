@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-import torch
 
+from bitplan.kernels.jit import use_threads
 from bitplan.trees.gradients import (
     GradientPrecision,
     GradientsF32,
@@ -106,11 +106,8 @@ def test_codes_depend_on_key_and_row_alone(kind):
     grads, hess = sample(200_001)
     found = []
     for threads in (1, 3):
-        torch.set_num_threads(threads)
-        try:
+        with use_threads(threads):
             found.append(kind.quantize(grads, hess, key=3))
-        finally:
-            torch.set_num_threads(1)
     np.testing.assert_array_equal(found[0].grads, found[1].grads)
     np.testing.assert_array_equal(found[0].hessians, found[1].hessians)
     other = kind.quantize(grads, hess, key=4)

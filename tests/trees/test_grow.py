@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from bitplan.kernels.jit import use_threads
 from bitplan.trees import grow, histogram
 from bitplan.trees.gradients import GradientPrecision, prepare
 from bitplan.trees.grow import TreeGrower
@@ -121,14 +121,10 @@ def test_threads_change_nothing(precision, monkeypatch):
     data, bins = binned(x)
     gradients = prepare(y.astype(np.float32), np.ones(len(y), np.float32), precision, 3)
     found = []
-    before = torch.get_num_threads()
     for threads in (1, 2, 4):
-        torch.set_num_threads(threads)
-        try:
+        with use_threads(threads):
             grower = TreeGrower(data, bins, rules(20, max_leaves=63))
             found.append(grower.grow(gradients, np.arange(len(x), dtype=np.uint32), np.arange(20)))
-        finally:
-            torch.set_num_threads(before)
     for other in found[1:]:
         for name in ("feature", "threshold", "left", "right", "gain", "leaf_value", "leaf_rows"):
             np.testing.assert_array_equal(getattr(found[0].tree, name), getattr(other.tree, name))
@@ -145,9 +141,5 @@ def test_an_error_in_one_thread_ends_all(monkeypatch):
     gradients = prepare(y.astype(np.float32), np.ones(len(y), np.float32), GradientPrecision.I16, 3)
     grower = TreeGrower(data, bins, rules(4))
     monkeypatch.setattr(TreeGrower, "_expand", broken)
-    torch.set_num_threads(2)
-    try:
-        with pytest.raises(RuntimeError, match="on purpose"):
-            grower.grow(gradients, np.arange(len(x), dtype=np.uint32), np.arange(4))
-    finally:
-        torch.set_num_threads(1)
+    with use_threads(2), pytest.raises(RuntimeError, match="on purpose"):
+        grower.grow(gradients, np.arange(len(x), dtype=np.uint32), np.arange(4))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 
 import numpy as np
@@ -10,6 +11,7 @@ import pytest
 
 from bitplan.errors import BitplanError, FileFormatError
 from bitplan.trees import BoostedTreesClassifier, BoostedTreesRegressor, GradientPrecision, TreesError, load_trees
+from tests.trees.mutations import mutations
 from tests.trees.samples import table
 
 
@@ -59,6 +61,58 @@ def test_labels_and_names_survive(labels, tmp_path):
         again.predict(frame[list("edcba")])
 
 
+NAMED = [
+    {"monotone_constraints": {"a": 1, "c": -1}, "categorical_features": ["e"]},
+    {"monotone_constraints": {"b": np.int64(1)}, "categorical_features": np.array(["e"])},
+    {"monotone_constraints": np.array([0, 1, 0, 0, 0]), "categorical_features": (np.int64(4),), "n_jobs": np.int64(2)},
+    {"monotone_constraints": (0.0, 1.0, 0.0, 0.0, 0.0), "categorical_features": np.arange(5) == 4},
+    {"learning_rate": np.float32(0.1), "l2": np.float64(1), "verbose": np.bool_(False), "max_depth": np.int32(3)},
+    {"random_state": np.random.RandomState(3), "stochastic_rounding": np.bool_(True), "gradient_precision": "I16"},
+]
+
+
+@pytest.mark.parametrize("settings", NAMED)
+def test_settings_by_name_and_of_numpy_survive(settings, tmp_path):
+    x, y = table(100)
+    frame = pd.DataFrame(x, columns=list("abcde"))
+    frame["e"] = frame["e"].abs().round()
+    model = BoostedTreesRegressor(n_estimators=2, **settings).fit(frame, y)
+    model.save(tmp_path / "model.json")
+    again = load_trees(tmp_path / "model.json")
+    np.testing.assert_array_equal(again.predict(frame), model.predict(frame))
+    again.save(tmp_path / "again.json")
+    assert (tmp_path / "again.json").read_bytes() == (tmp_path / "model.json").read_bytes()
+    if "random_state" not in settings:  # what it drew is not in the file
+        np.testing.assert_array_equal(again.fit(frame, y).predict(frame), model.predict(frame))
+
+
+UNWRITABLE = [
+    ({"monotone_constraints": {0: 1}}, "monotone_constraints: in a model file features go by name"),
+    ({"categorical_features": {4}}, "categorical_features: a set cannot be written"),
+]
+
+
+@pytest.mark.parametrize(("settings", "message"), UNWRITABLE)
+def test_settings_that_no_file_holds_are_refused_at_save(settings, message, tmp_path):
+    x, y = table(60)
+    x[:, 4] = np.abs(x[:, 4]).round()
+    model = BoostedTreesRegressor(n_estimators=1, **settings).fit(x, y)
+    with pytest.raises(TreesError, match=message):
+        model.save(tmp_path / "model.json")
+    assert not list(tmp_path.iterdir())
+
+
+def test_names_and_losses_that_no_file_holds_are_refused_at_save(tmp_path):
+    x, y = table(60)
+    frame = pd.DataFrame(x, columns=["a", "b", "c", "d", "e\ud800"])
+    with pytest.raises(TreesError, match=r"feature_names: .* is no Unicode text"):
+        BoostedTreesRegressor(n_estimators=1).fit(frame, y).save(tmp_path / "model.json")
+    model = BoostedTreesRegressor(n_estimators=1).fit(x, y)
+    model.booster_.losses.append(np.inf)
+    with pytest.raises(TreesError, match="losses: inf cannot be written"):
+        model.save(tmp_path / "model.json")
+
+
 def test_what_json_cannot_hold_is_refused(tmp_path):
     x, y = table(100)
     model = BoostedTreesRegressor(n_estimators=1, objective=lambda y, s: (s - y, np.ones_like(y))).fit(x, y)
@@ -85,6 +139,8 @@ EDITS = [
     ("objective", lambda d: d["parameters"].update(objective=["poisson"])),
     ("features", lambda d: d.update(features=0)),
     ("feature_names", lambda d: d.update(feature_names=["a"])),
+    ("feature_names", lambda d: d.update(feature_names=["a", "b", "c", "d", "\ud800"])),
+    ("parameters: max_leaves", lambda d: d["parameters"].update(max_leaves=10**30)),
     ("starting scores", lambda d: d.update(start=[0.0, 1.0])),
     ("start", lambda d: d.update(start=["0"])),
     ("tree 1: feature", lambda d: d["trees"][1]["feature"].__setitem__(0, 5)),
@@ -96,6 +152,21 @@ EDITS = [
     ("tree 0: categories", lambda d: d["trees"][0]["categories"].__setitem__(0, [300])),
     ("tree 2", lambda d: d["trees"].__setitem__(2, [])),
     ("trees", lambda d: d.update(trees={})),
+    ("version", lambda d: d.update(version=True)),
+    ("features", lambda d: d.update(features=2**31 - 1)),
+    ("start: a number is out of range", lambda d: d.update(start=[10**400])),
+    ("losses: a number is out of range", lambda d: d.update(losses=[float("1e308"), 10**309])),
+    ("parameters: l1", lambda d: d["parameters"].update(l1=10**400)),
+    ("parameters: min_child_samples", lambda d: d["parameters"].update(min_child_samples=10**400)),
+    ("parameters: monotone_constraints", lambda d: d["parameters"].update(monotone_constraints=1)),
+    ("parameters: categorical_features", lambda d: d["parameters"].update(categorical_features="a")),
+    ("parameters: renew_leaves", lambda d: d["parameters"].update(renew_leaves=[10**400])),
+    ("parameters: verbose", lambda d: d["parameters"].update(verbose="no")),
+    ("parameters: n_jobs", lambda d: d["parameters"].update(n_jobs=0)),
+    ("tree 0: feature", lambda d: d["trees"][0]["feature"].__setitem__(0, -1)),
+    ("tree 0: node_rows: a number is out of range", lambda d: d["trees"][0]["node_rows"].__setitem__(0, 2**63)),
+    ("tree 0: threshold", lambda d: d["trees"][0]["threshold"].__setitem__(0, None)),
+    ("NaN", lambda d: d["trees"][0]["threshold"].__setitem__(0, float("nan"))),
 ]
 
 
@@ -106,3 +177,34 @@ def test_an_edited_file_is_refused_by_place(message, edit, saved):
     saved.write_text(json.dumps(document))
     with pytest.raises(BitplanError, match=rf"model\.json: .*{message}"):
         load_trees(saved)
+
+
+@pytest.mark.parametrize("kind", [BoostedTreesRegressor, BoostedTreesClassifier])
+def test_a_damaged_file_is_refused_or_read_whole(kind, tmp_path):
+    model, x = fitted(kind)
+    path = tmp_path / "model.json"
+    model.save(path)
+    read = 0
+    for document in itertools.islice(mutations(json.loads(path.read_text()), seed=7), 300):
+        path.write_text(json.dumps(document))
+        try:
+            found = load_trees(path)
+        except BitplanError:
+            continue
+        read += 1
+        with np.errstate(all="ignore"):
+            found.booster_.scores(x[:, : found.n_features_in_])
+    assert 0 < read < 150
+
+
+def test_a_key_twice_and_deep_nesting_are_refused(saved):
+    text = saved.read_text()
+    for edit in (
+        text.replace('"kind":', '"kind": "classifier",\n  "kind":', 1),
+        text.replace('"monotone_constraints": null', f'"monotone_constraints": {"[" * 900}{"]" * 900}', 1),
+        text.replace('"start": [', f'"start": [{"9" * 5000},', 1),
+    ):
+        assert edit != text
+        saved.write_text(edit)
+        with pytest.raises(FileFormatError, match=r"model\.json"):
+            load_trees(saved)

@@ -53,6 +53,11 @@ def test_a_sum_of_what_is_not_finite_is_infinite(odd):
     assert sum_exactly([np.array([1.0, odd]), np.array([2.0])], ALONE) == [math.inf, 2.0]
 
 
+def test_a_sum_that_no_float_holds_is_infinite():
+    assert sum_exactly([np.full(9, 1e308), np.full(9, -1e308)], ALONE) == [math.inf, -math.inf]
+    assert average(np.full(3, 1e300), np.full(3, 1e30), ALONE) == math.inf
+
+
 def test_average_with_and_without_weights():
     numbers = np.array([1.0, 2.0, 6.0])
     assert average(numbers, np.empty(0), ALONE) == 3.0

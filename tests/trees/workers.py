@@ -158,6 +158,40 @@ def fit_apart(rank, kind, per_rank):
     return {}
 
 
+def fit_and_lie(rank, lie, step):
+    """Rank 1 sends, in one step, what does not fit."""
+    from bitplan.trees import BoostedTreesRegressor
+    from bitplan.trees.distributed import fit_distributed
+    from bitplan.trees.ranks import Ranks
+
+    add, gather = Ranks.add, Ranks.gather
+
+    def lying_add(self, integers, what):
+        if what == step and lie == "length of its array":
+            integers = integers + 2**60
+        if what == step and lie == "histogram":
+            integers = np.repeat(integers, 2)
+        return add(self, integers, what)
+
+    def lying_gather(self, part, what):
+        if what == step:
+            part = {
+                "two numbers": lambda: np.repeat(part, 2),
+                "fewer than no rows": lambda: part * 0 - 5,
+                "a document": lambda: np.frombuffer(b'["surprise"]', np.uint8),
+            }[lie]()
+        return gather(self, part, what)
+
+    if rank == 1:
+        Ranks.add, Ranks.gather = lying_add, lying_gather
+    x = np.random.default_rng(rank).standard_normal((200, 3))
+    try:
+        fit_distributed(BoostedTreesRegressor(n_estimators=2), x, x[:, 0], timeout_s=5)
+    finally:
+        Ranks.add, Ranks.gather = add, gather
+    return {}
+
+
 def fit_and_stop(rank, how, bad_rank, timeout_s):
     """A custom objective that, in its third round on one rank, is killed, hangs or raises; or a rank never comes."""
     from bitplan.trees import BoostedTreesRegressor

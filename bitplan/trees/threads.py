@@ -1,0 +1,32 @@
+"""`n_jobs`: how many threads a fit or a prediction may use. It changes no result."""
+
+from __future__ import annotations
+
+import numbers
+import os
+from typing import Any
+
+from bitplan.trees.gradients import TreesError
+
+# OpenMP's and numba's own limits; joblib sets both in its workers (`inner_max_num_threads`).
+LIMITS = ("OMP_NUM_THREADS", "NUMBA_NUM_THREADS")
+
+
+def threads_of(n_jobs: Any) -> int:
+    """None and -1: every core that this process may use; -2: one fewer, and so on; a positive number: itself."""
+    if n_jobs is None:
+        return allowed_cores()
+    if not isinstance(n_jobs, numbers.Integral) or isinstance(n_jobs, bool) or n_jobs == 0:
+        raise TreesError(
+            f"n_jobs: expected None, a whole number of threads, or a negative one (-1: every core, -2: one fewer), "
+            f"got {n_jobs!r:.40}"
+        )
+    return int(n_jobs) if n_jobs > 0 else max(allowed_cores() + 1 + int(n_jobs), 1)
+
+
+def allowed_cores() -> int:
+    """The cores that affinity, the container, joblib and the usual variables leave to this process."""
+    from joblib import cpu_count  # type: ignore[import-untyped]  # comes with scikit-learn
+
+    given = (os.environ.get(name, "").split(",")[0].strip() for name in LIMITS)  # OpenMP's may be a list by level
+    return min([int(cpu_count()), *(int(text) for text in given if text.isdecimal() and int(text) > 0)])

@@ -1,0 +1,91 @@
+"""`n_jobs`: what it means, what limits it, and that torch's threads are something else."""
+
+from __future__ import annotations
+
+import os
+
+import joblib
+import numpy as np
+import pytest
+import torch
+
+from bitplan.kernels.jit import on_threads, thread_count, use_threads
+from bitplan.trees import BoostedTreesClassifier, TreesError
+from bitplan.trees.threads import LIMITS, allowed_cores, threads_of
+from tests.trees.samples import table
+
+
+@pytest.fixture
+def four_cores(monkeypatch):
+    monkeypatch.setattr(joblib, "cpu_count", lambda: 4)
+    for name in LIMITS:
+        monkeypatch.delenv(name, raising=False)
+
+
+@pytest.mark.usefixtures("four_cores")
+@pytest.mark.parametrize(
+    ("n_jobs", "threads"), [(None, 4), (-1, 4), (-2, 3), (-4, 1), (-9, 1), (1, 1), (7, 7), (np.int64(2), 2)]
+)
+def test_what_n_jobs_means(n_jobs, threads):
+    assert threads_of(n_jobs) == threads
+
+
+@pytest.mark.parametrize("n_jobs", [0, 1.0, "2", True, [2]])
+def test_other_values_are_refused(n_jobs):
+    with pytest.raises(TreesError, match="n_jobs: expected None, a whole number"):
+        threads_of(n_jobs)
+    x, y = table(60)
+    with pytest.raises(TreesError, match="n_jobs"):
+        BoostedTreesClassifier(n_jobs=n_jobs).fit(x, y > 0)
+
+
+@pytest.mark.usefixtures("four_cores")
+def test_variables_limit_all_cores(monkeypatch):
+    monkeypatch.setenv("OMP_NUM_THREADS", "3,2")
+    assert (threads_of(-1), threads_of(-2), threads_of(8)) == (3, 2, 8)
+    monkeypatch.setenv("NUMBA_NUM_THREADS", "2")
+    assert threads_of(None) == 2
+    monkeypatch.setenv("OMP_NUM_THREADS", "many")  # OpenMP ignores it, too
+    assert threads_of(None) == 2
+
+
+@pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="the system has no affinity")
+def test_affinity_limits_all_cores(monkeypatch):
+    for name in LIMITS:
+        monkeypatch.delenv(name, raising=False)
+    before = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, {min(before)})
+    try:
+        assert allowed_cores() == 1
+    finally:
+        os.sched_setaffinity(0, before)
+
+
+def test_a_joblib_worker_has_the_variables_that_limit_it():
+    names = list(LIMITS)  # by value: the worker need not import this module
+    with joblib.parallel_config(backend="loky", n_jobs=2, inner_max_num_threads=1):
+        found = joblib.Parallel()(joblib.delayed(lambda: [os.environ[name] for name in names])() for _ in range(2))
+    assert found == [["1", "1"]] * 2
+
+
+def test_fit_and_predict_use_n_jobs_and_not_torchs_threads(monkeypatch):
+    used = []
+
+    def watched(work, pieces):
+        used.append(thread_count())
+        return on_threads(work, pieces)
+
+    for module in ("binning", "boost", "gradients", "grow", "histogram", "objectives", "tree"):
+        monkeypatch.setattr(f"bitplan.trees.{module}.on_threads", watched)
+    x, y = table(200)
+    model = BoostedTreesClassifier(n_estimators=1, n_jobs=3).fit(x, y > 0)
+    assert set(used) == {3}
+    used.clear()
+    model.set_params(n_jobs=2).predict_proba(x)
+    assert set(used) == {2}
+    assert thread_count() == torch.get_num_threads()
+
+
+def test_helpers_know_the_number_of_threads():
+    with use_threads(3):
+        assert on_threads(lambda _: thread_count(), range(8)) == [3] * 8
