@@ -31,14 +31,8 @@ from typing import NamedTuple
 from bitplan.formats import Format, get_format
 from bitplan.plan.documents import ManifestError, short
 from bitplan.plan.manifest import Manifest, Tag, rule_text
-from bitplan.plan.plan import Part, listed, natural_order, part_dtype
+from bitplan.plan.plan import ITEM_BYTES, Part, listed, natural_order, part_dtype
 
-_ITEM_BYTES = {
-    **dict.fromkeys(("float64", "int64", "uint64"), 8),
-    **dict.fromkeys(("float32", "int32", "uint32"), 4),
-    **dict.fromkeys(("float16", "bfloat16", "int16", "uint16"), 2),
-    **dict.fromkeys(("int8", "uint8", "bool", "float8_e4m3fn", "float8_e5m2", "float8_e8m0fnu"), 1),
-}
 _FLOATS = ("float64", "float32", "float16", "bfloat16")
 # E8M0 bytes under torch's own name for them.
 _SAME_BYTES = {"float8_e8m0fnu": "uint8"}
@@ -162,7 +156,7 @@ def _overlaps(manifest: Manifest, matches: Mapping[str, list[int]]) -> Iterator[
 def _tensor(manifest: Manifest, name: str, header: Header, tag: Tag) -> Iterator[Finding]:
     fmt = get_format(tag.format)
     packed = header.dtype == fmt.name and not fmt.is_cast
-    item_bytes = _ITEM_BYTES.get(header.dtype)
+    item_bytes = ITEM_BYTES.get(header.dtype)
     expected = fmt.nbytes(header.shape) if packed else item_bytes and item_bytes * math.prod(header.shape)
     if expected is not None and expected != header.nbytes:
         text = f"{header.dtype} of shape {header.shape} takes {expected} bytes, the file has {header.nbytes}"

@@ -38,6 +38,7 @@ from bitplan.plan.documents import (
 )
 from bitplan.plan.name_pattern import NamePattern, PatternError
 from bitplan.plan.plan import PARTS, Choice, Part, Plan, Planned, part_dtype
+from bitplan.plan.roles import guess_role
 
 VERSION: Final = 1
 MAX_RULES = 1000
@@ -224,22 +225,6 @@ def rule_text(index: int, rule: Rule) -> str:
     return f"patterns[{index}] {short(rule.pattern)}"
 
 
-_ROLES = (
-    ("scale", re.compile(r"[._]scales$")),
-    ("bias", re.compile(r"[._]bias$")),
-    ("norm", re.compile(r"norm")),
-    ("embed", re.compile(r"(embed|embd|lm_head|^output\.)")),
-    ("attn", re.compile(r"(attn|attention|sinks)")),
-    ("router", re.compile(r"(router|[._]gate\.weight$)")),
-    ("mlp_weight", re.compile(r"(mlp|ffn|experts|feed_forward)")),
-)
-
-
-def guess_role(name: str) -> str:
-    """The part a tensor plays, told from its name, where the manifest does not say."""
-    return next((role for role, pattern in _ROLES if pattern.search(name)), "other")
-
-
 # ---- the seed's raw map ----------------------------------------------------------------------------------------------
 
 
@@ -361,4 +346,4 @@ def _read_aliases(reader: Reader, value: Mapping[str, Any]) -> Aliases:
         reader.stop(f"aliases: {error}")
 
 
-__all__ = ["Manifest", "ManifestError", "Match", "Rule", "Tag", "expand_raw_map", "guess_role", "is_raw_map"]
+__all__ = ["Manifest", "ManifestError", "Match", "Rule", "Tag", "expand_raw_map", "is_raw_map"]

@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from bitplan.plan import Manifest, ManifestError, Rule, Tag, expand_raw_map, manifest_schema
-from bitplan.plan.manifest import _KEYS, _RULE_KEYS, _TAG_KEYS, guess_role
+from bitplan.plan.manifest import _KEYS, _RULE_KEYS, _TAG_KEYS
+from bitplan.plan.roles import guess_role
 
 RAW = {
     "embedding.weight": "BF16",
@@ -199,7 +200,11 @@ def test_a_rule_that_would_backtrack_for_ever_is_answered():
         ("block.0.mlp.gate.weight", "router"),
         ("block.0.mlp.mlp1_weight.blocks", "mlp_weight"),
         ("block.0.mlp.mlp1_weight.scales", "scale"),
-        ("rope.freqs", "other"),
+        ("rope.freqs", "rope"),
+        ("norm1.linear.weight", "other"),
+        ("blk.0.ffn_gate_inp.weight", "router"),
+        ("encoder.layer.0.attention.output.LayerNorm.weight", "norm"),
+        ("bert.embeddings.position_embeddings.weight", "position"),
     ],
 )
 def test_roles_told_from_names(name, role):
