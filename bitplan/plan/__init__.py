@@ -2,6 +2,7 @@
 
 from bitplan.plan.aliases import Aliases
 from bitplan.plan.check import Finding, Header, check_headers, require_clean
+from bitplan.plan.choose import Stored, choose_formats
 from bitplan.plan.documents import ManifestError, PlanError
 from bitplan.plan.manifest import Manifest, Rule, Tag, expand_raw_map
 from bitplan.plan.plan import Choice, Plan, PlanDiff, Planned, SizeRow, TableRow, combine
@@ -22,9 +23,11 @@ __all__ = [
     "Planned",
     "Rule",
     "SizeRow",
+    "Stored",
     "TableRow",
     "Tag",
     "check_headers",
+    "choose_formats",
     "combine",
     "expand_raw_map",
     "manifest_schema",

@@ -6,10 +6,12 @@ from pathlib import Path
 
 from bitplan.plan.fp8_models import load_model_parts
 from bitplan.plan.fp8_terms import ModelConfigError
-from bitplan.plan.fp8_yaml import MAX_YAML_CHARACTERS, YamlModel, read_yaml_model
+from bitplan.plan.fp8_yaml import YamlModel, read_yaml_model
+from bitplan.plan.yaml_reader import MAX_YAML_CHARACTERS
 
 _SUFFIXES = (".yaml", ".yml")
-_FOLDERS_UP = 4  # a `defaults` item may be relative to the root of the configurations
+_ROOTS = ("configs", "config", "conf")  # a `defaults` item may be relative to the root of the configurations
+_LONGEST_NAME = 200
 
 
 def open_model(path: str | Path) -> YamlModel:
@@ -21,20 +23,41 @@ def open_model(path: str | Path) -> YamlModel:
 
 
 def open_yaml_model(path: str | Path) -> YamlModel:
-    """A YAML model; what `defaults` names is looked for beside the file, then in the folders above it."""
+    """A YAML model; what `defaults` names is looked for beside the file, then in the folders above it.
+
+    It never leaves the root of the configurations: the nearest folder above that is named `configs`, `config` or
+    `conf`, else the folder of the file itself. Symbolic links are followed before that is judged.
+    """
     source = Path(path)
+    beside = source.resolve().parent
+    above = [beside, *beside.parents]
+    root = next((folder for folder in above if folder.name in _ROOTS), beside)
+    folders = above[: above.index(root) + 1]
 
     def open_base(name: str) -> str:
-        folders = [source.parent, *source.resolve().parent.parents][:_FOLDERS_UP]
+        _check_name(source, name)
         for folder in folders:
             for suffix in _SUFFIXES:
-                found = folder / f"{name}{suffix}"
-                if found.is_file():
-                    return _read(found)
+                found = (folder / f"{name}{suffix}").resolve()
+                if not found.is_file():
+                    continue
+                if not found.is_relative_to(root):
+                    raise ModelConfigError(
+                        f"{source}: defaults name {name[:120]!r}, which lies outside of {root}; "
+                        f"put it there, or name that folder's root `configs`"
+                    )
+                return _read(found)
         tried = ", ".join(str(folder / f"{name}.yaml") for folder in folders[:2])
-        raise ModelConfigError(f"{source}: defaults name {name!r}, and there is no such file (looked for {tried}, ...)")
+        raise ModelConfigError(f"{source}: defaults name {name!r}, and there is no such file (looked for {tried})")
 
     return read_yaml_model(_read(source), where=str(source), open_base=open_base)
+
+
+def _check_name(source: Path, name: str) -> None:
+    if Path(name).is_absolute() or "\0" in name or len(name) > _LONGEST_NAME:
+        raise ModelConfigError(
+            f"{source}: an item of defaults must be a relative path of at most {_LONGEST_NAME} letters, got {name[:120]!r}"
+        )
 
 
 def find_policy(written: str, beside: str | Path) -> Path:

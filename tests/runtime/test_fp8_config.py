@@ -23,11 +23,12 @@ def test_config_json_a_folder_and_yaml_give_the_same(tmp_path):
     assert open_model(tmp_path).parallel().tp == 1
 
 
-def test_defaults_are_found_beside_and_above(tmp_path):
-    (tmp_path / "models").mkdir()
-    (tmp_path / "models" / "base.yaml").write_text(SIZES)
-    (tmp_path / "root.yml").write_text("hidden_size: 256\n")
-    path = tmp_path / "models" / "m.yaml"
+def test_defaults_are_found_beside_and_above_up_to_the_root(tmp_path):
+    models = tmp_path / "configs" / "models"
+    models.mkdir(parents=True)
+    (models / "base.yaml").write_text(SIZES)
+    (tmp_path / "configs" / "root.yml").write_text("hidden_size: 256\n")
+    path = models / "m.yaml"
     path.write_text("defaults: [base, root, _self_]\nfp8: e4m3\n")
     model = open_model(path)
     assert model.parts[0].hidden == 256
@@ -50,6 +51,18 @@ def test_bad_yaml(text, message, tmp_path):
     path.write_text(text)
     with pytest.raises(ModelConfigError, match=message):
         open_model(path)
+
+
+@pytest.mark.parametrize("name", ["../outside", "link", "ABSOLUTE", "sub/../../outside", "a" * 5000, "x\\0y"])
+def test_defaults_do_not_leave_the_folder(name, tmp_path):
+    (tmp_path / "here" / "sub").mkdir(parents=True)
+    (tmp_path / "outside.yaml").write_text(SIZES)
+    (tmp_path / "here" / "link.yaml").symlink_to(tmp_path / "outside.yaml")
+    path = tmp_path / "here" / "m.yaml"
+    path.write_text(f'defaults: ["{name.replace("ABSOLUTE", str(tmp_path / "outside"))}"]\n')
+    with pytest.raises(ModelConfigError, match="lies outside of|must be a relative path") as caught:
+        open_model(path)
+    assert "\n" not in str(caught.value)
 
 
 def test_files_that_cannot_be_read(tmp_path):
