@@ -1,4 +1,4 @@
-"""From the seed's YAML to the parts of a model and what is asked of FP8 in each (2.3).
+"""From a LoongForge YAML to the parts of a model and what is asked of FP8 in each.
 
 A file describes one model, or under `model` a `foundation` (the LLM) and an `image_encoder` (the ViT), each with sizes
 under Megatron's names and its own FP8 keys:
@@ -7,8 +7,8 @@ under Megatron's names and its own FP8 keys:
     fp8_recipe: "blockwise"        tensorwise, rowwise, blockwise or mxfp8
     fp8_param: true                weights are kept in FP8
     selective_fp8: true            ask the policy, module by module
-    fp8_dynamic_policy_path: ...   the policy's file; as written, the caller knows the project's root
-    fp8_dynamic_num_tokens: 4096   tokens per step in this part, where it is not sequence length x micro batch
+    fp8_dynamic_policy_path: ...   the policy's file, relative to the YAML or to a folder above it
+    fp8_dynamic_num_tokens: 4096   tokens per step in this part, where it is not seq_length x micro_batch_size
 
 `defaults` takes other files in, as Hydra does; reading them is the caller's (`open_base`), so that this stays pure.
 Keys of others are not judged, but one that begins like ours and is none of ours is a spelling mistake, and refused.
@@ -36,7 +36,7 @@ OpenBase = Callable[[str], str]  # the name of another file, as `defaults` has i
 
 @dataclass(frozen=True)
 class Fp8Options:
-    """What one part of a model is told about FP8; the seed's keys."""
+    """What the YAML asks of FP8 in one part of a model."""
 
     fp8: str | None = None
     fp8_recipe: str = DEFAULT_RECIPE
@@ -55,6 +55,7 @@ class YamlModel:
     tp: int | None = None
     ep: int | None = None
     etp: int | None = None
+    tokens: int | None = None  # seq_length x micro_batch_size, of the LLM or of the only part
 
     def parallel(self, tp: int | None = None, ep: int | None = None, etp: int | None = None) -> Parallel:
         """What is asked for, else what the file says, else 1; with experts etp follows tp, as Megatron's does."""
@@ -71,6 +72,7 @@ _OPTION_KINDS: dict[str, Kind] = {
     "fp8_dynamic_policy_path": NAME,
     "fp8_dynamic_num_tokens": COUNT,
 }
+_SIZE_KEYS = ("num_layers", "hidden_size", "num_attention_heads", "ffn_hidden_size")
 _PARALLEL_KEYS = {
     "tp": "tensor_model_parallel_size",
     "ep": "expert_model_parallel_size",
@@ -99,7 +101,11 @@ def read_yaml_model(
         if part == "llm" or len(found) == 1:
             config = ConfigObject({**config.values, **(overrides or {})}, prefix, where)
         options[part] = _options(config)
-        parts.append(_part(config, part))
+        # To switch FP8 on its keys are enough.
+        if options[part] == Fp8Options() or any(key in config.values for key in _SIZE_KEYS):
+            parts.append(_part(config, part))
+        if part == "llm" or len(found) == 1:
+            sizes["tokens"] = _tokens(config) or _tokens(ConfigObject(document, "", where))
         for word, key in _PARALLEL_KEYS.items():
             sizes[word] = sizes.get(word) or config.optional(key)
     return YamlModel(tuple(parts), options, **sizes)
@@ -184,6 +190,11 @@ def _options(config: ConfigObject) -> Fp8Options:
     if options.selective_fp8 and options.fp8_dynamic_policy_path is None:
         raise config.fail(f"{config.prefix}selective_fp8 asks a policy; add fp8_dynamic_policy_path")
     return options
+
+
+def _tokens(config: ConfigObject) -> int | None:
+    length, batch = config.optional("seq_length"), config.optional("micro_batch_size")
+    return length * batch if length and batch else None
 
 
 def _part(config: ConfigObject, part: str) -> ModelPart:

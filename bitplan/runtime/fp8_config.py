@@ -17,9 +17,12 @@ _LONGEST_NAME = 200
 def open_model(path: str | Path) -> YamlModel:
     """The parts of a model from a config.json, a folder with one, or a YAML; parallel sizes only a YAML can set."""
     source = Path(path)
-    if source.suffix in _SUFFIXES:
-        return open_yaml_model(source)
-    return YamlModel(tuple(load_model_parts(source)), {})
+    if source.suffix not in _SUFFIXES:
+        return YamlModel(tuple(load_model_parts(source)), {})
+    model = open_yaml_model(source)
+    if not model.parts:
+        raise ModelConfigError(f"{source}: has FP8 keys and no sizes; add num_layers, hidden_size, ... or `defaults`")
+    return model
 
 
 def open_yaml_model(path: str | Path) -> YamlModel:
@@ -61,10 +64,14 @@ def _check_name(source: Path, name: str) -> None:
 
 
 def find_policy(written: str, beside: str | Path) -> Path:
-    """The policy that a YAML names: as written from the current folder, or from the folder of the YAML."""
-    as_written = Path(written)
-    near = Path(beside).parent / written
-    return near if not as_written.exists() and near.exists() else as_written
+    """The policy that a YAML names: from the folder of the YAML, then from the folders above it (a project's root is
+    one of them), then from the current folder."""
+    folder = Path(beside).resolve().parent
+    tried = [above / written for above in (folder, *folder.parents)]
+    found = next((path for path in (*tried, Path(written)) if path.is_file()), None)
+    if found is None:
+        raise ModelConfigError(f"{beside}: fp8_dynamic_policy_path names {written!r}, and there is no {tried[0]}")
+    return found
 
 
 def _read(path: Path) -> str:

@@ -268,3 +268,15 @@ def test_the_other_variables():
 def test_wrong_variables(name, value, message):
     with pytest.raises(BenchOptionsError, match=message):
         BenchOptions.from_environment({f"TE_LAYER_PERF_{name}": value})
+
+
+@pytest.mark.parametrize(
+    ("text", "tokens"),
+    [
+        (QWEN + "seq_length: 4096\nmicro_batch_size: 2\n", 8192),
+        (QWEN + "seq_length: 4096\n", None),
+        ("seq_length: 512\nmicro_batch_size: 1\nmodel:\n  foundation: {fp8: e4m3}\n  image_encoder: {fp8: e4m3}\n", 512),
+    ],
+)
+def test_tokens_of_sequence_length_and_micro_batch(text, tokens):
+    assert read_yaml_model(text).tokens == tokens
