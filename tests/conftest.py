@@ -26,7 +26,7 @@ BROKEN_LOOP = "TypeError('only 0-dimensional arrays can be converted to Python s
 
 
 @pytest.hookimpl(wrapper=True)
-def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
+def pytest_runtest_call() -> Iterator[None]:
     """A kernel that this machine's interpreter cannot run is skipped, with the reason."""
     try:
         return (yield)

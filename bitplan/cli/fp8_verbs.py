@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, NoReturn
 
 import typer
 
@@ -41,8 +41,11 @@ def merge_policy(
 ) -> None:
     """Merge benchmark reports into one policy. Exit 1 when rows could not be used; the policy is written all the same.
 
+    What several reports measured is pooled. LoongForge's list reports give a policy of version 1.
+
     Example: bitplan merge-policy --reports tp1.json tp2.json --output policy.json --speedup-threshold 1.0
     """
+    from bitplan.plan.fp8_list_report import merge_lists
     from bitplan.plan.fp8_merge import extend_policy, merge_reports, summary, to_thresholds
     from bitplan.plan.fp8_report import Report
     from bitplan.plan.fp8_terms import MergeError
@@ -52,6 +55,9 @@ def merge_policy(
         raise MergeError("--reports needs at least one report")
     if part is not None and policy_version == "2":
         raise MergeError("--part goes with --policy-version 1; version 2 keeps both parts in one file")
+    lists = merge_lists(paths, speedup_threshold)
+    if lists is not None:
+        _write_thresholds(*lists, paths, policy_version, output, as_json)
     merged = merge_reports(
         [Report.load(path) for path in paths],
         speedup_threshold=speedup_threshold,
@@ -74,6 +80,33 @@ def merge_policy(
         if output is not None:
             print(f"policy: {output}")
     raise typer.Exit(1 if merged.findings else 0)
+
+
+def _write_thresholds(
+    policy: Any, findings: list[str], paths: list[Path], version: str, output: Path | None, as_json: bool
+) -> NoReturn:
+    from bitplan.plan.fp8_terms import MergeError
+
+    if version != "1":
+        raise MergeError(
+            f"{paths[0]}: a list of one time for each layer, without samples or the GPU's name, gives a policy of "
+            "version 1 only; add --policy-version 1"
+        )
+    if output is not None:
+        policy.save(output)
+    if as_json:
+        show_json({"policy": policy.to_document(), "findings": findings})
+    else:
+        rows = [
+            {"layer": rule.where, "fp8 from tokens": rule.min_tokens, "speedup": rule.measured_speedup}
+            for rule in policy.rules
+        ]
+        table(f"{len(paths)} list reports", rows)
+        for finding in findings:
+            print(visible(finding))
+        if output is not None:
+            print(f"policy: {output}")
+    raise typer.Exit(1 if findings else 0)
 
 
 def explain(

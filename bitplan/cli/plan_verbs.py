@@ -57,22 +57,46 @@ def check(
 
 
 def plan(
-    manifest: ManifestName,
-    checkpoint: Checkpoint,
+    arguments: Annotated[
+        list[str],
+        typer.Argument(metavar="[MANIFEST] MODEL", help="Rules (not with --format), and what `inspect` opens."),
+    ],
+    fmt: Annotated[
+        str | None,
+        typer.Option("--format", "-f", help="Without a manifest: weights in this format, by built-in rules."),
+    ] = None,
+    keep: Annotated[
+        list[str] | None, typer.Option(help="Leave tensors of this name or shell pattern (* ? [ab]).")
+    ] = None,
     output: Annotated[Path | None, typer.Option("--output", "-o", help="Write the plan as JSON here.")] = None,
     mermaid: Annotated[bool, typer.Option("--mermaid", help="Print a mermaid diagram instead of a table.")] = False,
     as_json: Json = False,
 ) -> None:
-    """Resolve a manifest for a checkpoint: the format of every tensor, the rule that says so, and the bytes.
+    """The format of every tensor of a checkpoint, the rule that says so, and the bytes: by a manifest, or by --format.
 
-    Example: bitplan plan llama model.safetensors -o plan.json
+    Example: bitplan plan model.safetensors --format int8_row -o plan.json
     """
-    from bitplan.plan import open_manifest
+    from bitplan.plan import choose_formats, open_manifest
+    from bitplan.plan.choose import keep_tensors
+    from bitplan.store.quantize import check_patterns, stored_tensors
     from bitplan.store.tensor_files import open_tensors
 
-    rules = open_manifest(manifest)
+    expected = 2 if fmt is None else 1
+    if len(arguments) != expected:
+        raise typer.BadParameter(
+            "give MODEL with --format F (such as int8_row), or MANIFEST and MODEL "
+            "(`bitplan manifest show` has the manifests)"
+        )
+    *manifest, checkpoint = arguments
+    rules = open_manifest(manifest[0]) if manifest else None
     with open_tensors(checkpoint) as file:
-        resolved = rules.resolve({name: spec.shape for name, spec in file.specs.items()})
+        tensors = stored_tensors(file)
+        check_patterns(file, keep or ())
+        if rules is not None:
+            resolved = rules.resolve({name: item.shape for name, item in tensors.items()})
+            resolved = keep_tensors(resolved, tensors, keep=keep or ())
+        else:
+            resolved = choose_formats(tensors, fmt or "", keep=keep or ())
     if output is not None:
         resolved.save(output)
     if as_json:
@@ -85,7 +109,7 @@ def plan(
     for row in rows:
         row["nbytes"] = human_bytes(row["nbytes"])
         row["shape"] = "x".join(map(str, row["shape"] or ()))
-    table(f"{checkpoint} under {manifest}", rows)
+    table(f"{checkpoint} under {manifest[0] if manifest else fmt}", rows)
     sizes = [
         {
             **row._asdict(),

@@ -7,6 +7,7 @@ from bitplan.lazy_names import lazy_names
 if TYPE_CHECKING:
     from bitplan.plan.aliases import Aliases
     from bitplan.plan.check import Finding, Header, check_headers, require_clean
+    from bitplan.plan.choose import Stored, choose_formats
     from bitplan.plan.conductor import HeuristicPolicyBridge, Phase, Pressure, RuntimeLimitHints
     from bitplan.plan.documents import ManifestError, PlanError
     from bitplan.plan.fp8_environment import BenchOptions
@@ -48,10 +49,12 @@ __all__ = [
     "RuntimeLimitHints",
     "SelectivePrecisionConfig",
     "SizeRow",
+    "Stored",
     "TableRow",
     "Tag",
     "bench_cases",
     "check_headers",
+    "choose_formats",
     "combine",
     "compute_hints",
     "describe_changes",
@@ -77,6 +80,7 @@ __getattr__, __dir__ = lazy_names(
     {
         "aliases": ("Aliases",),
         "check": ("Finding", "Header", "check_headers", "require_clean"),
+        "choose": ("Stored", "choose_formats"),
         "conductor": ("HeuristicPolicyBridge", "Phase", "Pressure", "RuntimeLimitHints"),
         "documents": ("ManifestError", "PlanError"),
         "fp8_environment": ("BenchOptions",),

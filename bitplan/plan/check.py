@@ -25,20 +25,14 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from bitplan.formats import Format, get_format
 from bitplan.plan.documents import ManifestError, short
 from bitplan.plan.manifest import Manifest, Tag, rule_text
-from bitplan.plan.plan import Part, listed, natural_order, part_dtype
+from bitplan.plan.plan import ITEM_BYTES, Part, listed, natural_order, part_dtype
 
-_ITEM_BYTES = {
-    **dict.fromkeys(("float64", "int64", "uint64"), 8),
-    **dict.fromkeys(("float32", "int32", "uint32"), 4),
-    **dict.fromkeys(("float16", "bfloat16", "int16", "uint16"), 2),
-    **dict.fromkeys(("int8", "uint8", "bool", "float8_e4m3fn", "float8_e5m2", "float8_e8m0fnu"), 1),
-}
 _FLOATS = ("float64", "float32", "float16", "bfloat16")
 # E8M0 bytes under torch's own name for them.
 _SAME_BYTES = {"float8_e8m0fnu": "uint8"}
@@ -110,23 +104,26 @@ def require_clean(
 # ---- rules -----------------------------------------------------------------------------------------------------------
 
 
-def _unmatched(tensors: Mapping[str, Header], matches: Mapping[str, list[int]]) -> Iterator[Finding]:
+def _unmatched(tensors: Mapping[str, Header], matches: Mapping[str, Sequence[int]]) -> Iterator[Finding]:
     for name, found in matches.items():
         if not found:
             shape = tensors[name].shape
             yield Finding("unmatched", name, f"no rule matches (shape {shape}); add a rule, or a final '.*' rule")
 
 
-def _rule_findings(manifest: Manifest, matches: Mapping[str, list[int]]) -> Iterator[Finding]:
+def _rule_findings(manifest: Manifest, matches: Mapping[str, Sequence[int]]) -> Iterator[Finding]:
     winners = {found[0] for found in matches.values() if found}
+    takers: dict[int, list[int]] = {}  # rule -> for each tensor it matches the rule that takes it
+    for found in matches.values():
+        for index in found:
+            takers.setdefault(index, []).append(found[0])
     for index, rule in enumerate(manifest.rules):
         if index in winners or _is_default(manifest, index):
             continue
-        names = [name for name, found in matches.items() if index in found]
         where = rule_text(index, rule)
-        if names:
-            first = natural_order({rule_text(i, manifest.rules[i]) for i in (matches[name][0] for name in names)})
-            message = f"never used: earlier rules take all {len(names)} tensors it matches ({listed(first, 3)})"
+        if index in takers:
+            first = natural_order(rule_text(i, manifest.rules[i]) for i in set(takers[index]))
+            message = f"never used: earlier rules take all {len(takers[index])} tensors it matches ({listed(first, 3)})"
             yield Finding("shadowed-rule", where, f"{message}; move it up, or delete it")
         elif not rule.optional:
             yield Finding("unused-rule", where, 'matches no tensor; correct it, or mark it "optional": true')
@@ -138,14 +135,14 @@ def _is_default(manifest: Manifest, index: int) -> bool:
     return is_last and index > 0 and manifest.rules[index].pattern.removeprefix("^").removesuffix("$") in (".*", ".+")
 
 
-def _overlaps(manifest: Manifest, matches: Mapping[str, list[int]]) -> Iterator[Finding]:
+def _overlaps(manifest: Manifest, matches: Mapping[str, Sequence[int]]) -> Iterator[Finding]:
     pairs: dict[tuple[int, int], list[str]] = {}
+    tags = [manifest.tag(rule.format) for rule in manifest.rules]
+    layouts = [(tag.format, tag.part) for tag in tags]
+    last = len(tags) - 1 if _is_default(manifest, len(tags) - 1) else None
     for name, found in matches.items():
         for later in found[1:]:
-            if _is_default(manifest, later):
-                continue
-            first, second = (manifest.tag(manifest.rules[index].format) for index in (found[0], later))
-            if (first.format, first.part) != (second.format, second.part):
+            if later != last and layouts[found[0]] != layouts[later]:
                 pairs.setdefault((found[0], later), []).append(name)
     for (winner, later), names in sorted(pairs.items()):
         one, two = manifest.rules[winner], manifest.rules[later]
@@ -162,7 +159,7 @@ def _overlaps(manifest: Manifest, matches: Mapping[str, list[int]]) -> Iterator[
 def _tensor(manifest: Manifest, name: str, header: Header, tag: Tag) -> Iterator[Finding]:
     fmt = get_format(tag.format)
     packed = header.dtype == fmt.name and not fmt.is_cast
-    item_bytes = _ITEM_BYTES.get(header.dtype)
+    item_bytes = ITEM_BYTES.get(header.dtype)
     expected = fmt.nbytes(header.shape) if packed else item_bytes and item_bytes * math.prod(header.shape)
     if expected is not None and expected != header.nbytes:
         text = f"{header.dtype} of shape {header.shape} takes {expected} bytes, the file has {header.nbytes}"

@@ -19,7 +19,7 @@ from typing import Any
 from bitplan.plan.documents import show
 from bitplan.plan.fp8_bands import BandPolicy, BandRule, Point
 from bitplan.plan.fp8_interval import DEFAULT_CONFIDENCE, answer_of, check_confidence, speedup_interval
-from bitplan.plan.fp8_report import OK, OOM, TIMINGS, Report, Row, describe_row
+from bitplan.plan.fp8_report import MAX_SAMPLES, OK, OOM, TIMINGS, Report, Row, describe_row
 from bitplan.plan.fp8_terms import (
     DEFAULT_THRESHOLD,
     GROUPED_KINDS,
@@ -62,22 +62,22 @@ def merge_reports(
     if not across_recipes:
         _check_one_recipe(reports)
     layers: dict[tuple[Any, ...], dict[int, list[Row]]] = {}
-    for recipe, row in _rows(reports):
+    findings: list[str] = []
+    for recipe, row in _rows(reports, findings):
         if timing in (None, row.timing):
             layers.setdefault((recipe, *row.layer_key), {}).setdefault(row.tokens, []).append(row)
     if not layers:
         raise MergeError(f"{reports[0].where}: no rows to merge" + (f" with {timing} timing" if timing else ""))
-    findings: list[str] = []
     rules = [_rule(key, counts, speedup_threshold, confidence, findings) for key, counts in layers.items()]
     policy = BandPolicy(rules, reports[0].fingerprint, speedup_threshold, confidence, where="the merged reports")
     return Merged(policy, tuple(sorted(findings)))
 
 
 def extend_policy(base: BandPolicy, more: BandPolicy) -> BandPolicy:
-    """A policy with the points of another added: a size that was missing is measured and merged into it (seed, 5).
+    """A policy with the points of another added: a size that was missing is measured and merged into it.
 
-    Both must be of one fingerprint, threshold and confidence, and no token count of a layer may be in both: the samples
-    are not in a policy, so which of two points is better cannot be told.
+    Both must be of one fingerprint, threshold and confidence. Of a point that both have the worse one stays, for the
+    samples are not in a policy and cannot be pooled; merge all reports at once where that matters.
     """
     for key, (ours, theirs) in base.fingerprint.differences(more.fingerprint).items():
         raise FingerprintError(
@@ -91,13 +91,22 @@ def extend_policy(base: BandPolicy, more: BandPolicy) -> BandPolicy:
     rules = {rule.key: rule for rule in base.rules}
     for rule in more.rules:
         known = rules[rule.key].points if rule.key in rules else ()
-        both = sorted({point.tokens for point in known} & {point.tokens for point in rule.points})
-        if both:
-            raise MergeError(
-                f"{base.where} and {more.where} both have {rule.where} at {both[0]} tokens; merge reports anew"
-            )
-        rules[rule.key] = replace(rule, points=tuple(sorted((*known, *rule.points), key=lambda point: point.tokens)))
+        points = {point.tokens: point for point in known}
+        for point in rule.points:
+            points[point.tokens] = _worse(points.get(point.tokens), point)
+        rules[rule.key] = replace(rule, points=tuple(points[tokens] for tokens in sorted(points)))
     return BandPolicy(rules.values(), base.fingerprint, base.speedup_threshold, base.confidence, where=base.where)
+
+
+def _worse(one: Point | None, other: Point) -> Point:
+    """Of two measurements of a point the one that speaks less for FP8; memory that ran out is a loss without times."""
+    if one is None:
+        return other
+    without = [point for point in (one, other) if point.speedup is None]
+    if without and (len(without) == 2 or without[0].answer == LOSE):
+        return without[0]
+    timed = [point for point in (one, other) if point.speedup is not None]
+    return min(timed, key=lambda point: (point.low or 0.0, point.high or 0.0))
 
 
 def to_thresholds(policy: BandPolicy, *, part: str | None = None) -> ThresholdPolicy:
@@ -158,18 +167,36 @@ def _check_one_recipe(reports: Sequence[Report]) -> None:
             )
 
 
-def _rows(reports: Sequence[Report]) -> list[tuple[str, Row]]:
-    """All rows with their recipe, in one order; a row in two reports would be counted twice, and is refused."""
-    found: dict[tuple[Any, ...], tuple[Report, Row]] = {}
-    for report in reports:
+def _rows(reports: Sequence[Report], findings: list[str]) -> list[tuple[str, Row]]:
+    """All rows with their recipe, in one order. What several reports measured is pooled; a report that is given twice
+    counts once."""
+    found: dict[tuple[Any, ...], list[Row]] = {}
+    different = {(report.recipe, report.rows): report for report in reports}
+    for report in sorted(different.values(), key=Report.to_lines):
         for row in report.rows:
-            key = (report.recipe, *row.key)
-            if key in found:
-                raise MergeError(
-                    f"{found[key][0].where} and {report.where} both measured {describe_row(row)}; leave one report out"
-                )
-            found[key] = (report, row)
-    return [(key[0], found[key][1]) for key in sorted(found, key=repr)]
+            found.setdefault((report.recipe, *row.key), []).append(row)
+    counts = {key: [len(row.samples_ms) for row in rows] for key, rows in found.items()}
+    pooled = []
+    for key in sorted(found, key=repr):
+        *layer, precision = key
+        partner = (*layer, "fp8" if precision == "bf16" else "bf16")
+        row = _pooled(found[key], findings)
+        # Sample i lies next to sample i of the other precision only where both were pooled from the same reports.
+        paired = row.in_turns and counts[key] == counts.get(partner)
+        pooled.append((key[0], row if paired or len(found[key]) == 1 else replace(row, in_turns=False)))
+    return pooled
+
+
+def _pooled(rows: list[Row], findings: list[str]) -> Row:
+    """One row of those that measured the same. One that failed stands for all: FP8 must win wherever it was tried."""
+    if len(rows) == 1:
+        return rows[0]
+    failed = [row for row in rows if row.status != OK]
+    if failed:
+        findings.append(f"{describe_row(failed[0])} failed in one of {len(rows)} reports: {failed[0].message}")
+        return failed[0]
+    samples = [each for row in rows for each in row.samples_ms][:MAX_SAMPLES]
+    return replace(rows[0], samples_ms=tuple(samples), in_turns=all(row.in_turns for row in rows), padded_tokens=None)
 
 
 # ---- from rows to points ---------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""From the seed's YAML to the parts of a model and what is asked of FP8 in each (2.3).
+"""From a LoongForge YAML to the parts of a model and what is asked of FP8 in each.
 
 A file describes one model, or under `model` a `foundation` (the LLM) and an `image_encoder` (the ViT), each with sizes
 under Megatron's names and its own FP8 keys:
@@ -7,8 +7,8 @@ under Megatron's names and its own FP8 keys:
     fp8_recipe: "blockwise"        tensorwise, rowwise, blockwise or mxfp8
     fp8_param: true                weights are kept in FP8
     selective_fp8: true            ask the policy, module by module
-    fp8_dynamic_policy_path: ...   the policy's file; as written, the caller knows the project's root
-    fp8_dynamic_num_tokens: 4096   tokens per step in this part, where it is not sequence length x micro batch
+    fp8_dynamic_policy_path: ...   the policy's file, relative to the YAML or to a folder above it
+    fp8_dynamic_num_tokens: 4096   tokens per step in this part, where it is not seq_length x micro_batch_size
 
 `defaults` takes other files in, as Hydra does; reading them is the caller's (`open_base`), so that this stays pure.
 Keys of others are not judged, but one that begins like ours and is none of ours is a spelling mistake, and refused.
@@ -16,7 +16,6 @@ Keys of others are not judged, but one that begins like ours and is none of ours
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from typing import Any
@@ -26,15 +25,18 @@ from bitplan.plan.documents import FLAG, NAME, Kind, one_of, show
 from bitplan.plan.fp8_layers import Attention, Experts, LatentAttention, ModelPart, Parallel
 from bitplan.plan.fp8_models import MAX_BLOCKS, ConfigObject, whole
 from bitplan.plan.fp8_terms import COUNT, DEFAULT_RECIPE, RECIPES, ModelConfigError
+from bitplan.plan.yaml_reader import load_yaml
 
-MAX_YAML_CHARACTERS = 2**20
+MAX_FILES = 32
+MAX_FILES_DEEP = 8
+MAX_PACKAGE_PARTS = 8
 COMPONENTS = {"foundation": "llm", "image_encoder": "vit"}
 OpenBase = Callable[[str], str]  # the name of another file, as `defaults` has it -> its text
 
 
 @dataclass(frozen=True)
 class Fp8Options:
-    """What one part of a model is told about FP8; the seed's keys."""
+    """What the YAML asks of FP8 in one part of a model."""
 
     fp8: str | None = None
     fp8_recipe: str = DEFAULT_RECIPE
@@ -53,6 +55,7 @@ class YamlModel:
     tp: int | None = None
     ep: int | None = None
     etp: int | None = None
+    tokens: int | None = None  # seq_length x micro_batch_size, of the LLM or of the only part
 
     def parallel(self, tp: int | None = None, ep: int | None = None, etp: int | None = None) -> Parallel:
         """What is asked for, else what the file says, else 1; with experts etp follows tp, as Megatron's does."""
@@ -69,6 +72,7 @@ _OPTION_KINDS: dict[str, Kind] = {
     "fp8_dynamic_policy_path": NAME,
     "fp8_dynamic_num_tokens": COUNT,
 }
+_SIZE_KEYS = ("num_layers", "hidden_size", "num_attention_heads", "ffn_hidden_size")
 _PARALLEL_KEYS = {
     "tp": "tensor_model_parallel_size",
     "ep": "expert_model_parallel_size",
@@ -84,7 +88,7 @@ def read_yaml_model(
     overrides: Mapping[str, Any] | None = None,
 ) -> YamlModel:
     """The model of a YAML file. `overrides` stand above the LLM's keys, as a launch script's arguments do."""
-    document = _compose(text, where, open_base, depth=0)
+    document = _compose(text, where, open_base, depth=0, opened=[where])
     model = document.get("model")
     if isinstance(model, Mapping) and any(name in model for name in COMPONENTS):
         found = {COMPONENTS[name]: (model[name], f"model.{name}.") for name in COMPONENTS if name in model}
@@ -97,59 +101,29 @@ def read_yaml_model(
         if part == "llm" or len(found) == 1:
             config = ConfigObject({**config.values, **(overrides or {})}, prefix, where)
         options[part] = _options(config)
-        parts.append(_part(config, part))
+        # To switch FP8 on its keys are enough.
+        if options[part] == Fp8Options() or any(key in config.values for key in _SIZE_KEYS):
+            parts.append(_part(config, part))
+        if part == "llm" or len(found) == 1:
+            sizes["tokens"] = _tokens(config) or _tokens(ConfigObject(document, "", where))
         for word, key in _PARALLEL_KEYS.items():
             sizes[word] = sizes.get(word) or config.optional(key)
     return YamlModel(tuple(parts), options, **sizes)
 
 
-def load_yaml(text: str, *, where: str) -> dict[str, Any]:
-    """A YAML mapping; duplicate keys, which YAML parsers let pass, are refused."""
-    import yaml  # type: ignore[import-untyped]  # when it is asked for; it comes with gguf
-
-    if len(text) > MAX_YAML_CHARACTERS:
-        raise ModelConfigError(f"{where}: {len(text)} characters are too many for a model's YAML")
-    try:
-        _refuse_duplicates(yaml.compose(text, Loader=yaml.SafeLoader), where, yaml.MappingNode, set())
-        document = yaml.safe_load(text)
-    except (yaml.YAMLError, RecursionError, ValueError) as fault:
-        if isinstance(fault, ModelConfigError):
-            raise
-        raise ModelConfigError(f"{where}: not valid YAML: {' '.join(str(fault).split())[:300]}") from None
-    if document is None:
-        raise ModelConfigError(f"{where}: empty; a model's YAML is a mapping of keys")
-    if not isinstance(document, dict) or not all(isinstance(key, str) for key in document):
-        raise ModelConfigError(f"{where}: a model's YAML must be a mapping of keys, got {show(document)}")
-    return document
-
-
-def _refuse_duplicates(node: Any, where: str, mapping: type[Any], seen: set[int]) -> None:
-    if node is None or isinstance(node.value, str) or id(node) in seen:
-        return
-    seen.add(id(node))
-    keys = set()
-    for item in node.value:
-        if not isinstance(node, mapping):
-            _refuse_duplicates(item, where, mapping, seen)
-            continue
-        key, value = item
-        if isinstance(key.value, str) and key.value in keys and key.value != "<<":
-            raise ModelConfigError(f"{where}: line {key.start_mark.line + 1}: key {key.value[:80]!r} appears twice")
-        keys.add(key.value if isinstance(key.value, str) else None)
-        _refuse_duplicates(value, where, mapping, seen)
-
-
 # ---- defaults --------------------------------------------------------------------------------------------------------
 
 
-def _compose(text: str, where: str, open_base: OpenBase | None, depth: int) -> dict[str, Any]:
+def _compose(text: str, where: str, open_base: OpenBase | None, depth: int, opened: list[str]) -> dict[str, Any]:
     """The document over those that its `defaults` name, later over earlier; itself last unless `_self_` says where."""
     own = load_yaml(text, where=where)
     bases = own.pop("defaults", [])
     if not isinstance(bases, list):
         raise ModelConfigError(f"{where}: defaults must be a list, got {show(bases)}")
-    if depth > 8:
-        raise ModelConfigError(f"{where}: defaults lead more than 8 files deep; does a file take itself in?")
+    if depth > MAX_FILES_DEEP:
+        raise ModelConfigError(
+            f"{where}: defaults lead more than {MAX_FILES_DEEP} files deep; does a file take itself in?"
+        )
     result: dict[str, Any] = {}
     for item in [*bases, *([] if "_self_" in bases else ["_self_"])]:
         if item == "_self_":
@@ -158,21 +132,27 @@ def _compose(text: str, where: str, open_base: OpenBase | None, depth: int) -> d
         name, package = _base_name(item, where)
         if open_base is None:
             raise ModelConfigError(f"{where}: defaults name {name!r}; give open_base, which reads such files")
-        below = _compose(open_base(name), name, open_base, depth + 1)
-        for key in reversed(package.split(".") if package else []):
+        opened.append(name)
+        if len(opened) > MAX_FILES:
+            raise ModelConfigError(f"{where}: defaults take in more than {MAX_FILES} files")
+        below = _compose(open_base(name), name, open_base, depth + 1, opened)
+        for key in reversed(package):
             below = {key: below}
         result = _over(result, below)
     return result
 
 
-def _base_name(item: Any, where: str) -> tuple[str, str]:
+def _base_name(item: Any, where: str) -> tuple[str, list[str]]:
+    """The file that an item names, and the keys under which it goes."""
     if isinstance(item, str):
-        return item, ""
+        return item, []
     if isinstance(item, dict) and len(item) == 1:
         (group, name), *_ = item.items()
         if isinstance(group, str) and isinstance(name, str) and " " not in group:
             folder, _, package = group.partition("@")
-            return f"{folder}/{name}", package
+            parts = package.split(".") if package else []
+            if len(parts) <= MAX_PACKAGE_PARTS:
+                return f"{folder}/{name}", parts
     raise ModelConfigError(f"{where}: an item of defaults must be NAME or FOLDER@PACKAGE: NAME, got {show(item)}")
 
 
@@ -210,6 +190,11 @@ def _options(config: ConfigObject) -> Fp8Options:
     if options.selective_fp8 and options.fp8_dynamic_policy_path is None:
         raise config.fail(f"{config.prefix}selective_fp8 asks a policy; add fp8_dynamic_policy_path")
     return options
+
+
+def _tokens(config: ConfigObject) -> int | None:
+    length, batch = config.optional("seq_length"), config.optional("micro_batch_size")
+    return length * batch if length and batch else None
 
 
 def _part(config: ConfigObject, part: str) -> ModelPart:
@@ -270,12 +255,17 @@ def _moe_blocks(config: ConfigObject, blocks: int) -> int:
 
 
 def _spelt_out(text: str) -> list[int] | None:
-    inner = re.fullmatch(r"\$\{[\w.]+:\s*(.*?)\s*\}", text)
-    spelt = (inner[1] if inner else text).strip("\"'() ")
+    """`[0]*3+[1]*58`, also as an argument: `${moe_freq:"[0]*3+[1]*58"}`. No regular expression: those backtrack."""
+    if text.startswith("${") and text.endswith("}"):
+        text = text[2:-1].partition(":")[2].strip()
     result: list[int] = []
-    for term in spelt.split("+"):
-        found = re.fullmatch(r"\[([01](?:\s*,\s*[01])*)\](?:\*([0-9]{1,4}))?", term.strip())
-        if found is None or len(result) > MAX_BLOCKS:
+    for term in text.strip("\"'() ").split("+"):
+        inner, _, times = term.strip().partition("]")
+        times = times.removeprefix("*") if times else "1"
+        digits = [digit.strip() for digit in inner.removeprefix("[").split(",")]
+        if not inner.startswith("[") or "]" not in term or not times.isascii() or not times.isdecimal():
             return None
-        result += [int(each) for each in found[1].split(",")] * int(found[2] or 1)
+        if len(times) > 4 or len(result) > MAX_BLOCKS or any(digit not in ("0", "1") for digit in digits):
+            return None
+        result += [int(digit) for digit in digits] * int(times)
     return result

@@ -37,8 +37,9 @@ from bitplan.plan.documents import (
     one_of,
     short,
 )
-from bitplan.plan.name_pattern import NamePattern, PatternError
+from bitplan.plan.name_pattern import NamePatterns, PatternError
 from bitplan.plan.plan import PARTS, Choice, Part, Plan, Planned, part_dtype
+from bitplan.plan.roles import guess_role
 
 VERSION: Final = 1
 MAX_RULES = 1000
@@ -167,15 +168,13 @@ class Manifest:
     # ---- matching -------------------------------------------------------------------------------------------------
 
     @cached_property
-    def patterns(self) -> tuple[NamePattern, ...]:
+    def patterns(self) -> NamePatterns:
         """The rules' patterns, compiled."""
-        compiled = []
-        for index, rule in enumerate(self.rules):
-            try:
-                compiled.append(NamePattern(rule.pattern))
-            except PatternError as error:
-                raise ManifestError(f"{self.where}: {rule_text(index, rule)} {error}") from None
-        return tuple(compiled)
+        try:
+            return NamePatterns([rule.pattern for rule in self.rules])
+        except PatternError as error:
+            which = "its rules" if error.index is None else rule_text(error.index, self.rules[error.index])
+            raise ManifestError(f"{self.where}: {which} {error}") from None
 
     def tag(self, name: str) -> Tag:
         """What the format of a rule stands for: a tag of the manifest's, else a format of bitplan's."""
@@ -183,16 +182,15 @@ class Manifest:
 
     def match(self, name: str) -> Match | None:
         """The first rule for a name, in our naming or its alias."""
-        ours = self.aliases.to_ours(name)
-        for index, pattern in enumerate(self.patterns):
-            if pattern.matches(ours):
-                return Match(index, self.rules[index], ours)
-        return None
+        found = self.matches(name)
+        return Match(found[0], self.rules[found[0]], self.aliases.to_ours(name)) if found else None
 
-    def matches(self, name: str) -> list[int]:
+    def matches(self, name: str) -> tuple[int, ...]:
         """Every rule that would match a name, the one that wins first."""
-        ours = self.aliases.to_ours(name)
-        return [index for index, pattern in enumerate(self.patterns) if pattern.matches(ours)]
+        try:
+            return self.patterns.matching(self.aliases.to_ours(name))
+        except PatternError as error:
+            raise ManifestError(f"{self.where}: its {len(self.rules)} rules {error}") from None
 
     def resolve(self, tensors: Mapping[str, tuple[int, ...]]) -> Plan:
         """A format for every tensor; those without a rule are one error that lists them."""
@@ -223,22 +221,6 @@ class Manifest:
 def rule_text(index: int, rule: Rule) -> str:
     """How messages and reasons name a rule."""
     return f"patterns[{index}] {short(rule.pattern)}"
-
-
-_ROLES = (
-    ("scale", re.compile(r"[._]scales$")),
-    ("bias", re.compile(r"[._]bias$")),
-    ("norm", re.compile(r"norm")),
-    ("embed", re.compile(r"(embed|embd|lm_head|^output\.)")),
-    ("attn", re.compile(r"(attn|attention|sinks)")),
-    ("router", re.compile(r"(router|[._]gate\.weight$)")),
-    ("mlp_weight", re.compile(r"(mlp|ffn|experts|feed_forward)")),
-)
-
-
-def guess_role(name: str) -> str:
-    """The part a tensor plays, told from its name, where the manifest does not say."""
-    return next((role for role, pattern in _ROLES if pattern.search(name)), "other")
 
 
 # ---- the seed's raw map ----------------------------------------------------------------------------------------------
@@ -362,4 +344,4 @@ def _read_aliases(reader: Reader, value: Mapping[str, Any]) -> Aliases:
         reader.stop(f"aliases: {error}")
 
 
-__all__ = ["Manifest", "ManifestError", "Match", "Rule", "Tag", "expand_raw_map", "guess_role", "is_raw_map"]
+__all__ = ["Manifest", "ManifestError", "Match", "Rule", "Tag", "expand_raw_map", "is_raw_map"]

@@ -1,13 +1,16 @@
-"""NamePattern: does a regular expression match a whole name, in time proportional to the name?
+"""NamePatterns: which of many regular expressions match a whole name, in bounded time?
 
 Patterns come from files that others wrote, and Python's `re` backtracks: `(a+)+$` takes for ever on 40 letters.
-A timer cannot stop `re` inside its own process, and a helper process would make a pure function start one. So the
-pattern is parsed by `re`'s own parser and run as a finite automaton, every alternative at once, with the states it
-has met kept in a table: no pattern can take long, and the slow ones simply match. What has no automaton (back
-references, look-around, word boundaries, atomic and possessive parts, flags) is refused by name, and so is a
-pattern that counts too far, such as `a{100000}`.
+A timer cannot stop `re` inside its own process, and a helper process would make a pure function start one. So
+patterns are parsed by `re`'s own parser and run as one finite automaton, every alternative of every pattern at once,
+with the sets of states it has met kept in a table: a name is read once, however many patterns there are. What has no
+automaton (back references, look-around, word boundaries, atomic and possessive parts, flags) is refused by name, and
+so is a pattern that counts too far, such as `a{100000}`.
 
-The match agrees with `re.fullmatch`, except that `$` means the end only, not also before a last newline.
+New sets of states are what costs time and memory. Patterns for the names of a model meet few; those that are made to
+meet new ones at every letter run out of `MAX_WORK` and are refused.
+
+A match agrees with `re.fullmatch`, except that `$` means the end only, not also before a last newline.
 """
 
 from __future__ import annotations
@@ -15,13 +18,14 @@ from __future__ import annotations
 import importlib
 import re
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 MAX_PATTERN_LETTERS = 500
 MAX_GROUPS = 50
-MAX_STATES = 1000
-MAX_STEPS_KEPT = 4096
+MAX_STATES = 1000  # of one pattern
+MAX_STATES_IN_ALL = 30_000
+MAX_WORK = 200_000  # states looked at to find new sets of states: gpt-oss takes 3,000, a rule for each tensor 50,000
 
 _parser: Any = importlib.import_module("re._parser")  # no stubs for it
 _REFUSED = {
@@ -43,42 +47,52 @@ States = frozenset[int]
 
 
 class PatternError(ValueError):
-    """Why a pattern cannot be used, as the end of a sentence that begins with the pattern."""
+    """Why a pattern cannot be used, as the end of a sentence that begins with the pattern; `index` says which."""
+
+    index: int | None = None
 
 
-class NamePattern:
-    """A compiled pattern; `matches(name)` is `re.fullmatch` without backtracking."""
+class NamePatterns:
+    """Compiled patterns; `matching(name)` has the indices of those for which `re.fullmatch` would succeed."""
 
-    def __init__(self, regex: str) -> None:
-        self.regex = regex
+    def __init__(self, regexes: Sequence[str]) -> None:
         self._free: list[list[int]] = []  # state -> states reached without a letter
         self._letters: list[tuple[Test, int] | None] = []  # state -> (which letters, state after)
         self._starts: set[int] = set()  # states passed only at the start of a name
         self._ends: set[int] = set()  # and only at its end
-        first = self._state()
-        self._accept = self._build(_parse(regex), first)
-        self._first = self._closure({first}, at_start=True)
+        self._accepts: dict[int, int] = {}  # last state of a pattern -> its index
+        self._sets: dict[States, States] = {}
+        self._work = 0
+        firsts = set()
+        for index, regex in enumerate(regexes):
+            self._limit = min(len(self._free) + MAX_STATES, MAX_STATES_IN_ALL)
+            try:
+                first = self._state()
+                self._accepts[self._build(_parse(regex), first)] = index
+            except PatternError as error:
+                error.index = index
+                raise
+            firsts.add(first)
+        self._first = self._closure(firsts, at_start=True)
         self._steps: dict[tuple[States, str], States] = {}
-        self._accepts: dict[States, bool] = {}
+        self._matches: dict[States, tuple[int, ...]] = {}
 
-    def __repr__(self) -> str:
-        return f"NamePattern({self.regex!r})"
-
-    def matches(self, name: str) -> bool:
+    def matching(self, name: str) -> tuple[int, ...]:
+        """In order of the patterns."""
         states = self._first
         for letter in name:
             key = (states, letter)
             after = self._steps.get(key)
             if after is None:
-                if len(self._steps) >= MAX_STEPS_KEPT:  # a pattern made to meet new states at every letter
-                    self._steps.clear()
-                    self._accepts.clear()
                 after = self._steps[key] = self._step(states, letter)
             if not after:
-                return False
+                return ()
             states = after
-        # The start of an empty name is also its end.
-        return self._accepted(states, empty=not name)
+        if not name:  # the start of an empty name is also its end
+            return self._accepted(self._closure(set(states), at_start=True, at_end=True))
+        if states not in self._matches:
+            self._matches[states] = self._accepted(self._closure(set(states), at_end=True))
+        return self._matches[states]
 
     # ---- running --------------------------------------------------------------------------------------------------
 
@@ -88,6 +102,7 @@ class NamePattern:
             way = self._letters[state]
             if way is not None and way[0](letter):
                 found.add(way[1])
+        self._count(len(states))
         return self._closure(found)
 
     def _closure(self, states: set[int], *, at_start: bool = False, at_end: bool = False) -> States:
@@ -101,19 +116,27 @@ class NamePattern:
                 if after not in reached:
                     reached.add(after)
                     waiting.append(after)
-        return frozenset(reached)
+        self._count(len(reached))
+        found = frozenset(reached)
+        return self._sets.setdefault(found, found)  # one object for equal sets: the table then compares by identity
 
-    def _accepted(self, states: States, *, empty: bool) -> bool:
-        if empty:
-            return self._accept in self._closure(set(states), at_start=True, at_end=True)
-        if states not in self._accepts:
-            self._accepts[states] = self._accept in self._closure(set(states), at_end=True)
-        return self._accepts[states]
+    def _count(self, states: int) -> None:
+        self._work += states
+        if self._work > MAX_WORK:
+            raise PatternError(
+                f"need more than {MAX_WORK} steps for these names; use fewer rules, or simpler ones (no nested '*' or "
+                "counts)"
+            )
+
+    def _accepted(self, states: States) -> tuple[int, ...]:
+        return tuple(sorted(self._accepts[state] for state in states if state in self._accepts))
 
     # ---- building: each part goes from a state to a new one ---------------------------------------------------------
 
     def _state(self) -> int:
-        if len(self._free) >= MAX_STATES:
+        if len(self._free) >= self._limit:
+            if self._limit == MAX_STATES_IN_ALL:
+                raise PatternError(f"is too much: the rules together have more than {MAX_STATES_IN_ALL} states")
             raise PatternError(
                 f"is too large: it counts beyond {MAX_STATES} states; use '+' or '*' in place of a high count"
             )

@@ -6,10 +6,14 @@ order of names (`block.2` before `block.10`), so the order in which evidence arr
 A tensor of a packed checkpoint may be a part of a format, as gpt-oss keeps them: the codes of a weight under one
 name (`part` "data") and its scales under another (`part` "scales"). Such an entry's shape is that of the part.
 
-The document, version 1 (`evidence`, `shape`, `role`, `part` only where known; `bytes` goes with `shape`):
+A tensor that stays as its file has it is `stored`: the torch dtype that it has there. Its format then is that of the
+same name, or where there is none (bool) the one whose codes have this type; it is copied, not encoded.
+
+The document, version 1 (`evidence`, `shape`, `role`, `part`, `stored` only where known; `bytes` goes with `shape`):
 
     {"document": "bitplan-plan", "version": 1,
-     "tensors": {NAME: {"format": F, "reason": R, "evidence": {...}, "shape": [...], "role": R, "part": P, "bytes": N}}}
+     "tensors": {NAME: {"format": F, "reason": R, "evidence": {...}, "shape": [...], "role": R, "part": P,
+                        "stored": DTYPE, "bytes": N}}}
 """
 
 from __future__ import annotations
@@ -36,6 +40,13 @@ BF16_BYTES = 2
 PARTS = ("data", "scales")
 Part = Literal["data", "scales"]
 
+# The torch dtypes that files hold, by the bytes of one number.
+ITEM_BYTES = {
+    **dict.fromkeys(("float64", "int64", "uint64"), 8),
+    **dict.fromkeys(("float32", "int32", "uint32"), 4),
+    **dict.fromkeys(("float16", "bfloat16", "int16", "uint16"), 2),
+    **dict.fromkeys(("int8", "uint8", "bool", "float8_e4m3fn", "float8_e5m2", "float8_e8m0fnu"), 1),
+}
 _TENSOR_KEYS = {
     "format": NAME,
     "reason": NAME,
@@ -43,6 +54,7 @@ _TENSOR_KEYS = {
     "shape": SHAPE,
     "role": TEXT,
     "part": one_of(*PARTS),
+    "stored": one_of(*ITEM_BYTES),
     "bytes": SIZE,
 }
 
@@ -73,12 +85,17 @@ class Planned:
     shape: tuple[int, ...] | None = None
     role: str = ""
     part: Part | None = None
+    stored: str | None = None
 
     def __post_init__(self) -> None:
         if self.shape is not None and not SHAPE.holds(self.shape):
             raise PlanError(f"a shape must be {SHAPE.text}, got {self.shape!r}")
         if self.part is not None and self.part not in get_format(self.choice.format).part_layouts((2, 2)):
             raise FormatError(f"{self.choice.format} has no part {self.part!r}")
+        if self.stored is not None and self.stored not in ITEM_BYTES:
+            raise PlanError(f"stored must be one of {', '.join(ITEM_BYTES)}, got {self.stored!r}")
+        if self.stored is not None and self.part is not None:
+            raise PlanError("a tensor is either stored as it is or a part of a packed one, got both")
 
     @cached_property
     def numbers(self) -> int:
@@ -92,6 +109,8 @@ class Planned:
         """Bytes in the chosen format, scales included unless they are an entry of their own."""
         if self.shape is None:
             return 0
+        if self.stored is not None:
+            return math.prod(self.shape) * ITEM_BYTES[self.stored]
         fmt = get_format(self.choice.format)
         if self.part is None:
             return fmt.nbytes(self.shape)
@@ -225,12 +244,13 @@ class Plan(Mapping[str, Choice]):
         for name, entry in self.entries.items():
             key = split_layer(name)[0::2] if collapse else name
             choice = entry.choice
-            groups.setdefault((key, choice.format, choice.reason, entry.shape, entry.role, entry.part), []).append(name)
+            same = (key, choice.format, choice.reason, entry.shape, entry.role, entry.part, entry.stored)
+            groups.setdefault(same, []).append(name)
         return [self._row(names) for names in groups.values()]
 
     def _row(self, names: list[str]) -> TableRow:
         entry = self.entries[names[0]]
-        shown = f"{entry.choice.format}.{entry.part}" if entry.part else entry.choice.format
+        shown = f"{entry.choice.format}.{entry.part}" if entry.part else entry.stored or entry.choice.format
         nbytes = sum(self.entries[name].nbytes for name in names)
         return TableRow(_run(names), len(names), entry.role, shown, entry.shape, nbytes, entry.choice.reason)
 
@@ -285,8 +305,9 @@ def combine(
             missing.append(name)
             continue
         entry = known.get(name, Planned(choice))
-        part = entry.part if choice.format == entry.choice.format else None
-        planned[name] = Planned(choice, shape if shape is None else tuple(shape), entry.role, part)
+        same = choice.format == entry.choice.format
+        part, stored = (entry.part, entry.stored) if same else (None, None)
+        planned[name] = Planned(choice, shape if shape is None else tuple(shape), entry.role, part, stored)
     if missing:
         raise PlanError(f"nothing decides {listed(missing)}; add a rule, or give a default")
     return Plan(planned)
@@ -356,7 +377,7 @@ def _size(role: str, name: str, entries: list[Planned]) -> SizeRow:
 
 
 def _layout(entry: Planned) -> tuple[Any, ...]:
-    return entry.choice.format, entry.shape, entry.role, entry.part
+    return entry.choice.format, entry.shape, entry.role, entry.part, entry.stored
 
 
 def _plain(value: Any) -> Any:
@@ -374,6 +395,8 @@ def _to_document(entry: Planned) -> dict[str, Any]:
         item["role"] = entry.role
     if entry.part:
         item["part"] = entry.part
+    if entry.stored:
+        item["stored"] = entry.stored
     if entry.shape is not None:
         item |= {"shape": list(entry.shape), "bytes": entry.nbytes}
     return item
@@ -387,7 +410,7 @@ def _from_document(reader: Reader, name: str, value: Any) -> Planned:
     try:
         choice = Choice(item["format"], item["reason"], item.get("evidence"))
         shape = tuple(item["shape"]) if "shape" in item else None
-        entry = Planned(choice, shape, item.get("role", ""), item.get("part"))
+        entry = Planned(choice, shape, item.get("role", ""), item.get("part"), item.get("stored"))
     except BitplanError as error:
         reader.stop(f"{path}: {error}")
     if "bytes" in item and item["bytes"] != entry.nbytes:

@@ -124,13 +124,15 @@ def apply_fp8_config(
     emulate: bool = False,
     stopwatch: Stopwatch | None = None,
 ) -> AppliedFp8:
-    """`apply_fp8` by the FP8 keys of a model's YAML; `tokens` where it does not set fp8_dynamic_num_tokens."""
+    """`apply_fp8` by the FP8 keys of a model's YAML. Tokens are the part's fp8_dynamic_num_tokens, else `tokens`, else
+    for the LLM its seq_length x micro_batch_size."""
     found = open_yaml_model(path)
     sizes = found.parallel()
     plans = {}
     for part, options in found.options.items():
         if options.fp8 is not None:
-            count = options.fp8_dynamic_num_tokens or _tokens_of(tokens, part)
+            by_length = found.tokens if part == "llm" or len(found.options) == 1 else None
+            count = options.fp8_dynamic_num_tokens or _tokens_of(tokens, part) or by_length
             plans[part] = _plan_of(options, path, count, sizes.tp, sizes.etp)
     trial = _trial(confirm, confirm_compiled, confirm_timing, example, stopwatch)
     return _apply(model, plans, trial, emulate)

@@ -27,8 +27,8 @@ from bitplan.runtime.fp8_recipe import BF16, Fp8Recipe, GemmChoice
 from bitplan.runtime.fp8_sites import Site
 
 FP8_PARAM_NOTE = (
-    "fp8_param: weights are stored in FP8 and train through Fp8Masters; "
-    "state dicts hold them under the names of the new layers"
+    "fp8_param: weights are stored in FP8 and learn in float32 (weight_master of each layer); "
+    "state dicts hold both under the names of the new layers"
 )
 _NORM_TOLERANCE = 2.0**-6  # two roundings to bfloat16
 
@@ -151,8 +151,8 @@ def _place(site: Site, linears: Sequence[nn.Linear], layer: Fp8Linear, norm: str
     if norm is not None:
         modules[norm] = NormTakenOver()
         for tensor in ("weight", "bias"):
-            if getattr(layer, f"norm_{tensor}") is not None:
-                renamed.append(Renamed(local(f"{norm}.{tensor}"), local(f"{inner}.norm_{tensor}")))
+            if getattr(layer.norm, tensor) is not None:
+                renamed.append(Renamed(local(f"{norm}.{tensor}"), local(f"{inner}.norm.{tensor}")))
     return Built(head_path, modules, {keeper: renamed} if renamed else {})
 
 

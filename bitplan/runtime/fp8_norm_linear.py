@@ -5,7 +5,7 @@ each row, a second normalises, rounds and casts, in both layouts. Only x, two nu
 for the backward. Products, choices and weight casts are those of `Fp8Linear`; a BF16 product gets the normalised
 matrix in the type of x.
 
-Parameters: `norm_weight`, `norm_bias` (LayerNorm with bias), `weight`, `bias`. Under torch.compile the halves are
+Parameters: `norm.weight`, `norm.bias` (LayerNorm with bias), `weight`, `bias`. Under torch.compile the halves are
 single operators, as in `Fp8Linear`.
 """
 
@@ -189,6 +189,15 @@ norm_backward_op = define_operator(
 )
 
 
+class NormParameters(nn.Module):
+    """The norm's numbers, in a module named `norm`: trainers leave weight decay off by that name."""
+
+    def __init__(self, weight: nn.Parameter, bias: nn.Parameter | None) -> None:
+        super().__init__()
+        self.weight = weight
+        self.register_parameter("bias", bias)
+
+
 class Fp8NormLinear(Fp8Linear):
     """A norm over in_features, then a linear layer, in one."""
 
@@ -255,8 +264,7 @@ class Fp8NormLinear(Fp8Linear):
         if self.fp8_param:
             raise Fp8LayerError("a fused norm takes fp8_param=False; use Fp8Linear behind a norm of its own")
         self.norm_kind, self.norm_eps = kind, float(eps)
-        self.norm_weight = weight
-        self.register_parameter("norm_bias", bias)
+        self.norm = NormParameters(weight, bias)
 
     def forward(self, x: Tensor) -> Tensor:
         if torch.is_autocast_enabled(x.device.type):
@@ -268,8 +276,8 @@ class Fp8NormLinear(Fp8Linear):
             )
         out: Tensor = _NormProduct.apply(  # type: ignore[no-untyped-call]
             x.reshape(-1, x.shape[-1]),
-            self.norm_weight,
-            self.norm_bias,
+            self.norm.weight,
+            self.norm.bias,
             self.weight,
             self.bias,
             self.norm_kind,

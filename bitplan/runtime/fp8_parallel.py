@@ -263,7 +263,7 @@ def _norm_parameters(local: nn.Module) -> list[Tensor]:
     found: list[Any] = []
     for module in local.modules():
         if isinstance(module, Fp8NormLinear):
-            found += [module.norm_weight, module.norm_bias]
+            found += [module.norm.weight, module.norm.bias]
         elif isinstance(module, (nn.RMSNorm, nn.LayerNorm)):
             found += module.parameters(recurse=False)
     return [norm for norm in found if norm is not None and norm.requires_grad]

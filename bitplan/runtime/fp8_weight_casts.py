@@ -1,9 +1,10 @@
 """Casts of weights, kept as long as the weight does not change, so that micro-batches share one.
 
 A cast belongs to a weight's memory (storage, address, shape) and holds for one state of it: the version that torch
-counts at each in-place change. An optimizer's step raises the version, so the next forward casts anew,
-in eager mode and in compiled graphs alike; reading both costs no wait for the GPU. A cast keeps its two layouts, so a
-weight of N x K costs 2 N K bytes more while it is kept; `reuse_weight_cast=False` keeps none.
+counts at each in-place change. An optimizer's step raises the version (a fused one by `store.weight_changes`), so the
+next forward casts anew, in eager mode and in compiled graphs alike; reading both costs no wait for the GPU. A cast
+keeps its two layouts, so a weight of N x K costs 2 N K bytes more while it is kept; `reuse_weight_cast=False` keeps
+none.
 
 What torch does not count is not seen: writes through `weight.data`, and FSDP2's gathering of shards, which keeps the
 version on purpose. Call `drop_weight_casts` after such a write, or do not reuse.
@@ -35,6 +36,7 @@ from bitplan.kernels.fp8_cast import CastPair, cast_layouts
 from bitplan.plan.fp8_terms import RECIPES
 from bitplan.runtime.fp8_compiled_graphs import in_compiled_graphs
 from bitplan.runtime.fp8_scale_guesses import WEIGHT, guess_for
+from bitplan.store.weight_changes import count_optimizer_steps
 
 _Place = tuple[int, int, tuple[int, ...], tuple[int, ...]]
 _How = tuple[str, float]  # recipe, amax epsilon
@@ -226,6 +228,7 @@ def kept_casts(weight: Tensor) -> CastPair | None:
 def _keep(weight: Tensor, how: _How, pair: CastPair, *, captured: bool) -> None:
     if weight.is_inference():  # torch counts no versions of it, and it may change at any time
         return
+    count_optimizer_steps()
     place = _place(weight)
     kept = _find(weight, place)
     if kept is None or kept.captured or captured:

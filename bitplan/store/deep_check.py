@@ -24,8 +24,9 @@ from torch import Tensor
 from bitplan.errors import BitplanError
 from bitplan.formats import get_format
 from bitplan.plan.check import Finding
-from bitplan.plan.manifest import Manifest, Tag, guess_role
+from bitplan.plan.manifest import Manifest, Tag
 from bitplan.plan.plan import natural_order
+from bitplan.plan.roles import guess_role
 from bitplan.store.packed_rows import (
     PackedTensor,
     base_name,

@@ -6,9 +6,7 @@ output takes its final name only when it is complete.
 
 from __future__ import annotations
 
-import fnmatch
 import os
-import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,50 +20,49 @@ from bitplan.formats.codec import NonFinite, finite
 from bitplan.formats.scales import ScaleRule
 from bitplan.kernels import encode
 from bitplan.plan import Plan
+from bitplan.plan.choose import Stored, choose_formats, keep_tensors, name_matches
 from bitplan.records import atomic_folder, write_json
 from bitplan.store.safetensors_io import INDEX_SUFFIX
-from bitplan.store.tensor_files import GGUFTensors, NativeTensors, TensorFile, TensorSpec, open_tensors, part_name
+from bitplan.store.tensor_files import (
+    GGUFTensors,
+    NativeTensors,
+    TensorFile,
+    TensorSpec,
+    dtype_name,
+    open_tensors,
+    part_name,
+)
 from bitplan.store.tensor_writers import SUFFIXES, Promise, Writer, write_tensors
 
 MOST_NAMES_SHOWN = 6
-_BIAS = re.compile(r"(^|[._])bias$")
 
 
 @dataclass(frozen=True)
 class QuantizeOptions:
-    """What to do with each tensor: one format for all weights, or a plan; `keep` and `only` are shell patterns."""
+    """What each tensor gets, and how it is encoded."""
 
-    fmt: Format | Plan
-    keep: Sequence[str] = ()
-    only: Sequence[str] = ()
+    plan: Plan
     scale_rule: ScaleRule | None = None
     pad: Literal["zero"] | None = None
     nonfinite: NonFinite = "error"
 
-    def choose(self, spec: TensorSpec) -> tuple[Format | None, str]:
+    def choose(self, spec: TensorSpec, name: str) -> tuple[Format | None, str]:
         """The format a tensor gets, None to leave it as it is, and the reason."""
+        entry = self.plan.entries[name]
+        if entry.stored is not None:
+            return None, entry.choice.reason
         if not spec.dtype.is_floating_point:
             return None, "not floats"
-        if kept := next((pattern for pattern in self.keep if _matches(spec.name, pattern)), None):
-            return None, f"kept by {kept!r}"
-        wanted = next((pattern for pattern in self.only if _matches(spec.name, pattern)), None)
-        if self.only and wanted is None:
-            return None, "not among --only"
-        if isinstance(self.fmt, Plan):
-            choice = self.fmt[spec.name]
-            return get_format(choice.format), choice.reason
-        if wanted is not None:
-            return self.fmt, f"matches {wanted!r}"
-        if len(spec.shape) < 2:
-            return None, "one axis: norms and biases stay"
-        if _BIAS.search(spec.name):
-            return None, "biases stay, those of many experts too"
-        return self.fmt, "a weight of two axes or more"
+        return get_format(entry.choice.format), entry.choice.reason
 
 
-def _matches(name: str, pattern: str) -> bool:
-    """A name itself, which may hold brackets, or a shell pattern."""
-    return name == pattern or fnmatch.fnmatchcase(name, pattern)
+def stored_tensors(file: TensorFile) -> dict[str, Stored]:
+    """What `choose_formats` takes, for every tensor of a file under every name it has."""
+    return {name: _stored(file.spec(name)) for name in (*file.specs, *file.tied)}
+
+
+def _stored(spec: TensorSpec) -> Stored:
+    return Stored(spec.shape, spec.format if spec.encoded else dtype_name(spec.dtype), spec.encoded)
 
 
 @dataclass
@@ -111,18 +108,24 @@ def quantize_file(
 ) -> QuantizeReport:
     """Write `source` (safetensors, sharded or not, or GGUF, or the seed's JSON) to `output` in a format, or by a plan.
 
-    A format goes to every weight of two axes or more. A plan must name every tensor of the file, and decides for each.
+    A format goes to the weights that can bear it, as `bitplan.plan.choose_formats` decides. A plan must name every tensor
+    of the file, and decides for each. `keep` and `only` are names or shell patterns, of tensors or of modules.
 
     The suffix of `output` says what is written; a sharded source goes to a folder that does not exist yet.
     Peak memory: the largest tensor in its old and its new form, and some megabytes.
     """
     wanted = fmt if isinstance(fmt, Plan) else get_format(fmt)
-    options = QuantizeOptions(wanted, keep, only, scale_rule, pad, nonfinite)
     report = QuantizeReport(str(source), str(output))
     with open_tensors(source) as file:
-        _check_patterns(file, options)
+        tensors = stored_tensors(file)
+        check_patterns(file, (*keep, *only))
         if isinstance(wanted, Plan):
             _check_plan(file, wanted)
+            plan = keep_tensors(wanted, tensors, keep=keep, only=only)
+        else:
+            to_gguf = Path(output).suffix == ".gguf"
+            plan = choose_formats(tensors, wanted, keep=keep, only=only, pad=pad is not None, gguf=to_gguf)
+        options = QuantizeOptions(plan, scale_rule, pad, nonfinite)
         if Path(output).exists() and os.path.samefile(source, output):
             raise StoreError(f"{output}: is the source itself; write to another file")
         if isinstance(file, NativeTensors) and len(file.shards) > 1 and Path(output).suffix not in SUFFIXES:
@@ -170,7 +173,7 @@ def _quantize_each(
 ) -> None:
     for promise in promises:
         spec = file.spec(promise.name)
-        _, reason = options.choose(spec)
+        _, reason = options.choose(spec, promise.name)
         writer.write(promise.name, _converted(file, spec, promise, options))
         report.rows.append(
             {
@@ -219,7 +222,7 @@ def _promises(file: TensorFile, names: Sequence[str], options: QuantizeOptions) 
     promises = []
     for name in names:
         spec = file.spec(name)
-        fmt, _ = options.choose(spec)
+        fmt, _ = options.choose(spec, name)
         if fmt is None and spec.encoded:  # left alone means left packed
             fmt = get_format(spec.format)
         cols = fmt.matrix_shape(spec.shape)[1] if fmt is not None else 0
@@ -232,9 +235,10 @@ def _promises(file: TensorFile, names: Sequence[str], options: QuantizeOptions) 
     return promises
 
 
-def _check_patterns(file: TensorFile, options: QuantizeOptions) -> None:
-    for pattern in (*options.keep, *options.only):
-        if not any(_matches(name, pattern) for name in file.specs):
+def check_patterns(file: TensorFile, patterns: Sequence[str]) -> None:
+    """A pattern that matches nothing is a spelling mistake."""
+    for pattern in patterns:
+        if not any(name_matches(name, pattern) for name in file.specs):
             raise StoreError(
                 f"{file.path}: the pattern {pattern!r} matches no tensor; `bitplan inspect` lists the names"
             )

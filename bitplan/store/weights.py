@@ -5,9 +5,9 @@ in a format, made when first asked for and at most once per state of the master;
 of it elsewhere. Any change of the master drops them all, so a stale version is never handed out. Nobody writes a
 version, and each owns its scales.
 
-How a change is seen. Torch counts in-place writes (`_version`), but not those of its fused optimizers, and not
-those through `.data`. So the state of a master is: changes made through the store, steps of an optimizer that
-holds it (a hook on all optimizers), torch's count, where the numbers lie, and on a CPU the bits of 256 of them.
+How a change is seen. Torch counts in-place writes (`_version`; steps of fused optimizers are counted by
+`weight_changes`), but not those through `.data`. So the state of a master is: changes made through the store, torch's
+count, where the numbers lie, and on a CPU the bits of 256 of them.
 What stays unseen is a write through `.data` on a GPU or to a few numbers only, and an optimizer step replayed by
 a CUDA graph: call `invalidate()` after those.
 
@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import copy
 import threading
-import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -28,13 +27,13 @@ from typing import Any, Literal, NoReturn, Self, TypedDict, Unpack, cast
 
 import torch
 from torch import Tensor, nn
-from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
 from bitplan.errors import NonFiniteError, StoreError
 from bitplan.formats import Encoded, Format, get_format
 from bitplan.formats.format import NARROW_KERNEL
 from bitplan.formats.scales import ScaleRule
 from bitplan.kernels import decode, encode
+from bitplan.store.weight_changes import count_optimizer_steps
 
 SAMPLES = 256
 State = tuple[object, ...]
@@ -115,7 +114,7 @@ class WeightStore:
         shared = isinstance(master, nn.Parameter) or master.dtype == torch.float32
         self._master = master if shared else master.detach().float()
         self._seen = self._state()
-        _follow(self)
+        count_optimizer_steps()
 
     @classmethod
     def from_encoded(cls, encoded: Encoded, *, name: str = "weight") -> Self:
@@ -344,7 +343,7 @@ class WeightStore:
         if self._master is None:
             with _plain_tensors():
                 self._master = numbers.detach().to(torch.float32, copy=True)
-            _follow(self)
+            count_optimizer_steps()
         else:
             with torch.no_grad():
                 self._master.copy_(numbers)
@@ -448,7 +447,6 @@ class WeightStore:
             twin._versions.update(self._versions)
             twin._recipes.update(self._recipes)
             twin._seen = twin._state()
-        _follow(twin)
         return twin
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:
@@ -458,29 +456,7 @@ class WeightStore:
         )
 
 
-# ---- followed tensors ------------------------------------------------------------------------------------------------
-
-_following: weakref.WeakSet[WeightStore] = weakref.WeakSet()
-_following_lock = threading.Lock()
-_step_hook: object = None
-
-
-def _follow(store: WeightStore) -> None:
-    """From now on, a step of any optimizer that holds the store's master drops its versions."""
-    global _step_hook
-    with _following_lock:
-        _following.add(store)
-        if _step_hook is None:
-            _step_hook = register_optimizer_step_post_hook(_after_step)
-
-
-def _after_step(optimizer: Optimizer, *_: object) -> None:
-    stepped = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-    with _following_lock:
-        stores = [store for store in _following if id(store._master) in stepped]
-    for store in stores:
-        if store.has_master:
-            store.invalidate()
+# ---- reading a master's state ----------------------------------------------------------------------------------------
 
 
 def _sample(master: Tensor) -> bytes:

@@ -117,7 +117,7 @@ def test_without_a_gpu_fp8_is_said_to_be_emulated():
 FACTS = {
     "has_gpu": True,
     "has_triton": True,
-    "torch_cuda": "13.0",
+    "has_cuda_libraries": True,
     "four_bit_refused": None,
     "missing": [],
     "cpu_flags": {"bf16"},
@@ -132,7 +132,7 @@ FACTS = {
         ({"cpu_flags": {"avx2"}}, [("bfloat16 products in this CPU", "as float32", None)]),
         ({"has_triton": False}, [("Triton", "FP8 layers are refused", "pip install triton")]),
         ({"has_gpu": False}, [("a GPU", "FP8 is emulated", CPU_TORCH)]),
-        ({"has_gpu": False, "torch_cuda": None, "has_triton": False}, [("a GPU", "FP8 is emulated", None)]),
+        ({"has_gpu": False, "has_cuda_libraries": False, "has_triton": False}, [("a GPU", "FP8 is emulated", None)]),
         ({"four_bit_refused": "why"}, [("a 4-bit kernel of torch for this CPU", "decode their matrices", None)]),
         ({"missing": [("scikit-learn", "trees")]}, [("scikit-learn", "no boosted", "pip install 'bitplan[trees]'")]),
     ],

@@ -8,7 +8,7 @@ from bitplan.plan.fp8_environment import AUTO_SWEEP, BenchOptions, BenchOptionsE
 from bitplan.plan.fp8_layers import Parallel, local_layers
 from bitplan.plan.fp8_models import model_parts
 from bitplan.plan.fp8_terms import ModelConfigError
-from bitplan.plan.fp8_yaml import Fp8Options, load_yaml, read_yaml_model
+from bitplan.plan.fp8_yaml import Fp8Options, read_yaml_model
 from tests.plan.test_fp8_layers import DEEPSEEK_V3, QWEN3_VL_235B, QWEN25_72B
 
 QWEN = """
@@ -179,7 +179,9 @@ def test_which_blocks_have_experts(freq, dense):
         ("defaults: 3\n", "defaults must be a list"),
         ("defaults:\n  - {a: b, c: d}\n", "an item of defaults must be NAME"),
         ("model: {foundation: 3}\n", "model.foundation must be an object"),
-        ("!!python/object/apply:os.system ['true']\n", "not valid YAML"),
+        ("!!python/object/apply:os.system ['true']\n", "line 1: the tag !!python/object/apply:os.system is not"),
+        (QWEN.replace("80", "1:30"), 'num_layers must be an integer from 1, got "1:30"'),
+        (DEEPSEEK.replace('${moe_freq:"[0]*3+[1]*58"}', "'${a:" + 20000 * " " + "x'"), "moe_layer_freq must be a count"),
     ],
 )  # fmt: skip
 def test_wrong_yaml(text, message):
@@ -192,11 +194,12 @@ def test_a_file_that_takes_itself_in():
         read_yaml_model("defaults: [me]\n", open_base=lambda _: "defaults: [me]\n")
 
 
-def test_aliases_are_no_bomb():
-    text = "a: &a [1]\n" + "".join(
-        f"{chr(98 + i)}: &{chr(98 + i)} [*{chr(97 + i)}, *{chr(97 + i)}]\n" for i in range(20)
-    )
-    assert load_yaml(text, where="m")["a"] == [1]
+def test_files_that_take_in_many():
+    fan = "defaults: [" + ", ".join(["me"] * 20) + "]\n"
+    with pytest.raises(ModelConfigError, match="more than 32 files|more than 8 files deep"):
+        read_yaml_model(fan, open_base=lambda _: fan)
+    with pytest.raises(ModelConfigError, match="more than 32 files"):
+        read_yaml_model("defaults: [" + ", ".join(["leaf"] * 33) + "]\n", open_base=lambda _: "a: 1\n")
 
 
 # ---- 2.1.4 Benchmark Environment Variable Reference ------------------------------------------------------------------
@@ -265,3 +268,15 @@ def test_the_other_variables():
 def test_wrong_variables(name, value, message):
     with pytest.raises(BenchOptionsError, match=message):
         BenchOptions.from_environment({f"TE_LAYER_PERF_{name}": value})
+
+
+@pytest.mark.parametrize(
+    ("text", "tokens"),
+    [
+        (QWEN + "seq_length: 4096\nmicro_batch_size: 2\n", 8192),
+        (QWEN + "seq_length: 4096\n", None),
+        ("seq_length: 512\nmicro_batch_size: 1\nmodel:\n  foundation: {fp8: e4m3}\n  image_encoder: {fp8: e4m3}\n", 512),
+    ],
+)
+def test_tokens_of_sequence_length_and_micro_batch(text, tokens):
+    assert read_yaml_model(text).tokens == tokens

@@ -9,8 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from bitplan.plan import Manifest, ManifestError, Rule, Tag, expand_raw_map, manifest_schema
-from bitplan.plan.manifest import _KEYS, _RULE_KEYS, _TAG_KEYS, guess_role
+from bitplan.plan import Manifest, ManifestError, Rule, Tag, check_headers, expand_raw_map, manifest_schema
+from bitplan.plan.manifest import _KEYS, _RULE_KEYS, _TAG_KEYS
+from bitplan.plan.roles import guess_role
 
 RAW = {
     "embedding.weight": "BF16",
@@ -159,7 +160,7 @@ def test_whole_name_and_first_rule():
     plan = manifest.resolve({"a": (2,), "ab": (2,), "ba": (2,)})
     assert {name: choice.format for name, choice in plan.items()} == {"a": "int8", "ab": "int4", "ba": "bfloat16"}
     assert plan["ab"].reason == "patterns[1] a.*"
-    assert manifest.matches("a") == [0, 1, 2]
+    assert manifest.matches("a") == (0, 1, 2)
 
 
 def test_all_unmatched_tensors_are_in_one_error():
@@ -189,6 +190,26 @@ def test_a_rule_that_would_backtrack_for_ever_is_answered():
     assert time.perf_counter() - started < 2
 
 
+HOSTILE = [".*", ".*.*.*.*.*a", "(.*)*x", "(.*)[a-m].{90}", "(a|b|.)*" * 40, "(.?){499}", "[a-z.]*{n}"]
+
+
+@pytest.mark.parametrize("regex", HOSTILE)
+def test_a_hostile_manifest_of_20_kilobytes_is_answered_in_a_second(regex):
+    """Rules times names times letters: all rules are run in one pass, and what that takes is bounded."""
+    count = min(1000, 20_000 // (len(regex) + 30))
+    document = rules(*((regex.replace("{n}", str(n)), ("int8", "int4")[n % 2]) for n in range(count)))
+    headers = {f"model.layers.{n}.mlp.down_proj.weight": ("bfloat16", (64, 64), 8192) for n in range(500)}
+    started = time.process_time()
+    try:
+        check_headers(Manifest.from_document(document), headers)
+    except ManifestError as error:
+        message = str(error)
+    else:
+        message = "answered"
+    assert "more than" in message or "too large" in message or message == "answered"
+    assert time.process_time() - started < 1
+
+
 @pytest.mark.parametrize(
     ("name", "role"),
     [
@@ -199,7 +220,11 @@ def test_a_rule_that_would_backtrack_for_ever_is_answered():
         ("block.0.mlp.gate.weight", "router"),
         ("block.0.mlp.mlp1_weight.blocks", "mlp_weight"),
         ("block.0.mlp.mlp1_weight.scales", "scale"),
-        ("rope.freqs", "other"),
+        ("rope.freqs", "rope"),
+        ("norm1.linear.weight", "other"),
+        ("blk.0.ffn_gate_inp.weight", "router"),
+        ("encoder.layer.0.attention.output.LayerNorm.weight", "norm"),
+        ("bert.embeddings.position_embeddings.weight", "position"),
     ],
 )
 def test_roles_told_from_names(name, role):

@@ -10,7 +10,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bitplan.plan.name_pattern import MAX_PATTERN_LETTERS, MAX_STEPS_KEPT, NamePattern, PatternError
+from bitplan.plan.name_pattern import MAX_PATTERN_LETTERS, NamePatterns, PatternError
+
+
+def matches(regex, name):
+    return NamePatterns([regex]).matching(name) == (0,)
 
 
 @pytest.mark.parametrize(
@@ -37,7 +41,7 @@ from bitplan.plan.name_pattern import MAX_PATTERN_LETTERS, MAX_STEPS_KEPT, NameP
     ],
 )
 def test_verdicts(regex, name, expected):
-    assert NamePattern(regex).matches(name) is expected
+    assert matches(regex, name) is expected
     assert bool(re.fullmatch(regex, name)) is expected
 
 
@@ -58,7 +62,7 @@ PATTERNS = st.recursive(
 @settings(max_examples=300, deadline=None)
 @given(PATTERNS, st.text("ab1", max_size=6))
 def test_agrees_with_re(regex, name):
-    assert NamePattern(regex).matches(name) == bool(re.fullmatch(regex, name))
+    assert matches(regex, name) == bool(re.fullmatch(regex, name))
 
 
 @pytest.mark.parametrize(
@@ -75,16 +79,24 @@ def test_agrees_with_re(regex, name):
 )
 def test_patterns_that_backtrack_for_ever_are_answered_at_once(regex, name, expected):
     started = time.perf_counter()
-    assert NamePattern(regex).matches(name) is expected
+    assert matches(regex, name) is expected
     assert time.perf_counter() - started < 2
 
 
-def test_a_pattern_that_meets_new_states_for_ever_keeps_few_of_them():
-    letters = random.Random(0).choices("ab", k=3 * MAX_STEPS_KEPT)
-    pattern, name = NamePattern("(a|b)*a[ab]{20}"), "".join(letters)
-    assert pattern.matches(name) is (name[-21] == "a")
-    assert len(pattern._steps) <= MAX_STEPS_KEPT
-    assert pattern.matches(name[:-1]) is (name[-22] == "a")
+def test_patterns_that_meet_new_states_for_ever_are_refused():
+    names = ("".join(random.Random(seed).choices("ab", k=300)) for seed in range(1000))
+    patterns = NamePatterns([f"(a|b)*a[ab]{{{count}}}" for count in range(20, 60)])
+    started = time.process_time()
+    with pytest.raises(PatternError, match="need more than 200000 steps for these names"):
+        for name in names:
+            patterns.matching(name)
+    assert time.process_time() - started < 2
+
+
+def test_many_patterns_in_one_pass():
+    patterns = NamePatterns([rf"block\.(\d+)\.w{number}" for number in range(200)] + [".*", "x"])
+    assert patterns.matching("block.12.w7") == (7, 200)
+    assert patterns.matching("") == (200,)
 
 
 @pytest.mark.parametrize(
@@ -110,5 +122,5 @@ def test_a_pattern_that_meets_new_states_for_ever_keeps_few_of_them():
 )
 def test_refused(regex, message):
     with pytest.raises(PatternError, match=message) as caught:
-        NamePattern(regex)
+        NamePatterns([regex])
     assert "\n" not in str(caught.value)

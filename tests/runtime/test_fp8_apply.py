@@ -70,7 +70,7 @@ def test_everything_wins_and_the_model_computes_nearly_the_same():
     expected = torch.cat([attention.q_proj.weight.grad, attention.k_proj.weight.grad, attention.v_proj.weight.grad])
     assert float((joined.weight.grad - expected).norm() / expected.norm()) < 0.15
     expected = plain.model.layers[0].input_layernorm.weight.grad
-    assert float((joined.norm_weight.grad - expected).norm() / expected.norm()) < 0.15
+    assert float((joined.norm.weight.grad - expected).norm() / expected.norm()) < 0.15
     assert mine.self_attn.q_proj._input is None  # nothing of the step is kept
 
 
@@ -298,10 +298,50 @@ def test_fp8_param_stores_weights_in_fp8():
     model = llama()
     applied = apply_fp8(model, policy_of(**ALL), tokens=100, fp8_param=True, emulate=True)
     assert model.model.layers[0].mlp.down_proj.weight.dtype == torch.float8_e4m3fn
-    assert any("Fp8Masters" in note for note in applied.notes)
+    assert any("weight_master" in note for note in applied.notes)
+
+
+@pytest.mark.parametrize("trainer", ["AdamW", "Trainer"])
+def test_every_tensor_learns_with_fp8_param(trainer, tmp_path):
+    model = llama()
+    apply_fp8(model, policy_of(**ALL), tokens=100, fp8_param=True, emulate=True)
+    before = {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
     ids = tokens_of(100)
-    model(input_ids=ids, labels=ids).loss.backward()
-    assert model.model.layers[0].self_attn.q_proj.joined.main_grad is not None
+    if trainer == "AdamW":
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        for _ in range(2):
+            model(input_ids=ids, labels=ids).loss.backward()
+            optimizer.step()
+        model(input_ids=ids)  # FP8 weights follow their masters in the next forward
+    else:
+        run_trainer(model, ids, tmp_path)
+    for name, tensor in model.state_dict().items():
+        if not name.endswith("weight_scale"):  # a power of two, which may stay
+            assert not torch.equal(tensor.float(), before[name].float()), name
+
+
+def test_norms_keep_out_of_weight_decay(tmp_path):
+    from transformers import Trainer, TrainingArguments
+
+    model = llama()
+    arguments = TrainingArguments(str(tmp_path), report_to=[], use_cpu=True)
+    before = Trainer(model, arguments).get_decay_parameter_names(model)
+    assert not any("norm" in name for name in before)
+    apply_fp8(model, policy_of(**ALL), tokens=100, emulate=True)
+    assert any(name.endswith("joined.norm.weight") for name, _ in model.named_parameters())
+    after = Trainer(model, arguments).get_decay_parameter_names(model)
+    assert not any("norm" in name for name in after)
+
+
+def run_trainer(model, ids, folder):
+    from transformers import Trainer, TrainingArguments
+
+    rows = [{"input_ids": row, "labels": row} for row in ids]
+    arguments = TrainingArguments(
+        str(folder), max_steps=2, learning_rate=1e-2, report_to=[], use_cpu=True, save_strategy="no", disable_tqdm=True
+    )
+    Trainer(model, arguments, train_dataset=rows).train()
+    model(input_ids=ids)
 
 
 # ---- confirming ------------------------------------------------------------------------------------------------------

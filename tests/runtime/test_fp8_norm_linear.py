@@ -74,9 +74,9 @@ def test_products_can_be_chosen(kind, gemms) -> None:
 
 def test_built_by_itself_it_begins_as_a_norm_should() -> None:
     layer = Fp8NormLinear(K, N, norm="layer", recipe=Fp8Recipe("tensorwise"))
-    assert sorted(layer.state_dict()) == ["bias", "norm_bias", "norm_weight", "weight"]
+    assert sorted(layer.state_dict()) == ["bias", "norm.bias", "norm.weight", "weight"]
     plain = Fp8NormLinear(K, N, False, recipe=Fp8Recipe("tensorwise"), dtype=torch.bfloat16)
-    assert sorted(plain.state_dict()) == ["norm_weight", "weight"]
+    assert sorted(plain.state_dict()) == ["norm.weight", "weight"]
     assert "norm=rms" in repr(plain)
     with torch.no_grad():
         assert plain(torch.randn(5, K, dtype=torch.bfloat16)).dtype == torch.bfloat16
@@ -87,8 +87,8 @@ def test_frozen_parts_get_no_gradient() -> None:
     layer.weight.requires_grad_(False)
     layer(torch.randn(5, K)).sum().backward()
     assert layer.weight.grad is None
-    assert layer.norm_weight.grad is not None
-    layer.norm_weight.requires_grad_(False)
+    assert layer.norm.weight.grad is not None
+    layer.norm.weight.requires_grad_(False)
     layer.weight.requires_grad_(True)
     layer(torch.randn(5, K)).sum().backward()
     assert layer.weight.grad is not None

@@ -137,7 +137,7 @@ def divide_a_norm_and_duplicate(rank: int) -> None:
     (y, dx), (y_own, dx_own) = ran(layer, x, dy), ran(local, x, dy.chunk(PROCESSES, 1)[rank])
     close(y_own, y.chunk(PROCESSES, 1)[rank], 1e-6)
     close(dx_own, dx, 1e-5)
-    close(local.local.norm_weight.grad, layer.norm_weight.grad, 1e-5)
+    close(local.local.norm.weight.grad, layer.norm.weight.grad, 1e-5)
     apart = nn.Sequential(nn.RMSNorm(INPUTS), whole("bf16"))
     local = ColumnParallel(nn.Sequential(nn.RMSNorm(INPUTS), share(whole("bf16"), rank, 0)))
     (_, dx), (_, dx_own) = ran(apart, x, dy), ran(local, x, dy.chunk(PROCESSES, 1)[rank])

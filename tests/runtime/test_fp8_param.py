@@ -7,7 +7,7 @@ import torch
 
 from bitplan.formats.fp8_scaling import cast_reference, decode_scaled
 from bitplan.runtime.fp8_linear import Fp8Linear
-from bitplan.runtime.fp8_param import Fp8Masters, stored_weight, transposed
+from bitplan.runtime.fp8_param import stored_weight, transposed
 from bitplan.runtime.fp8_recipe import Fp8LayerError, Fp8Recipe, GemmChoice
 
 K, N = 256, 384
@@ -30,7 +30,7 @@ def test_it_computes_what_the_layer_with_casts_computes(recipe) -> None:
         x = torch.randn(33, K, generator=torch.Generator().manual_seed(1)).requires_grad_()
         y = each(x)
         y.square().sum().backward()
-        results.append((y.detach(), x.grad, each.main_grad if each.fp8_param else each.weight.grad))
+        results.append((y.detach(), x.grad, each.weight_master.grad if each.fp8_param else each.weight.grad))
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
 
 
@@ -48,31 +48,30 @@ def test_micro_batches_add_up_in_float32() -> None:
     _, stored = pair("tensorwise")
     x = torch.randn(8, K)
     stored(x).sum().backward()
-    once = stored.main_grad.clone()
+    once = stored.weight_master.grad.clone()
     stored(x).sum().backward()
-    assert stored.main_grad.dtype == torch.float32
-    assert torch.equal(stored.main_grad, 2 * once)
+    assert stored.weight_master.grad.dtype == torch.float32
+    assert torch.equal(stored.weight_master.grad, 2 * once)
     with torch.no_grad():
         stored(x)
 
 
 @pytest.mark.parametrize("recipe", ["tensorwise", "blockwise"])
-def test_an_optimizer_updates_masters_and_the_weight_follows(recipe) -> None:
+def test_an_ordinary_optimizer_trains_it(recipe) -> None:
+    """The masters are parameters like others; the FP8 weight follows them."""
     _, stored = pair(recipe)
-    masters = Fp8Masters(stored)
-    optimizer = torch.optim.AdamW([*masters.parameters(), stored.bias], lr=3e-3)
+    optimizer = torch.optim.AdamW(stored.parameters(), lr=3e-3)
     x, target = torch.randn(32, K), torch.randn(32, N)
     losses = []
     for _ in range(12):
+        optimizer.zero_grad()
         loss = (stored(x) - target).square().mean()
         loss.backward()
-        masters.step(optimizer)
-        optimizer.zero_grad()
+        optimizer.step()
         losses.append(float(loss.detach()))
     assert losses[-1] < 0.5 * losses[0]
-    assert stored.main_grad is None
-    scaling = stored_weight(stored).scaling
-    again = cast_reference(masters.masters[0].detach(), scaling)
+    stored(x)
+    again = cast_reference(stored.weight_master.detach(), stored_weight(stored).scaling)
     assert torch.equal(again.codes.view(torch.uint8), stored.weight.detach().view(torch.uint8))
     assert torch.equal(again.scale, stored.weight_scale)
 
@@ -80,14 +79,35 @@ def test_an_optimizer_updates_masters_and_the_weight_follows(recipe) -> None:
 def test_small_steps_are_not_lost() -> None:
     """Steps below half a code of FP8 add up in the master until the code changes."""
     _, stored = pair("tensorwise")
-    masters = Fp8Masters(stored)
-    optimizer = torch.optim.SGD(masters.parameters(), lr=1.0)
+    optimizer = torch.optim.SGD([stored.weight_master], lr=1.0)
     before = decode_scaled(stored_weight(stored))
     for _ in range(100):
-        stored.main_grad = 1e-3 * before
-        masters.step(optimizer)
+        stored.weight_master.grad = 1e-3 * before
+        optimizer.step()
+    stored(torch.randn(2, K))
     after = decode_scaled(stored_weight(stored))
     assert 0.85 < float(after.norm() / before.norm()) < 0.95
+
+
+def test_a_frozen_weight_has_no_master() -> None:
+    layer, _ = pair("tensorwise")
+    layer.weight.requires_grad_(False)
+    stored = Fp8Linear.from_linear(layer, recipe=layer.recipe, fp8_param=True)
+    assert stored.weight_master is None
+    assert sorted(stored.state_dict()) == ["bias", "weight", "weight_scale"]
+    x = torch.randn(4, K, requires_grad=True)
+    stored(x).sum().backward()
+    torch.testing.assert_close(x.grad, decode_scaled(stored_weight(stored)).sum(0).expand(4, K), rtol=0.1, atol=0.5)
+
+
+def test_a_step_between_forward_and_backward_is_refused() -> None:
+    _, stored = pair("tensorwise")
+    first = stored(torch.randn(4, K)).sum()
+    with torch.no_grad():
+        stored.weight_master.mul_(2)
+    stored(torch.randn(4, K))
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        first.backward()
 
 
 def test_a_state_dict_goes_there_and_back() -> None:
@@ -97,6 +117,10 @@ def test_a_state_dict_goes_there_and_back() -> None:
     other.load_state_dict(stored.state_dict())
     x = torch.randn(4, K)
     assert torch.equal(other(x), stored(x))
+    assert torch.equal(other.weight_master, stored.weight_master)
+    saved = {name: tensor for name, tensor in stored.state_dict().items() if name != "weight_master"}
+    other.load_state_dict(saved)  # for inference: no masters
+    assert torch.equal(other.weight_master, decode_scaled(stored_weight(stored)))
 
 
 @pytest.mark.parametrize("scaling", ["tensor", "128x128"])

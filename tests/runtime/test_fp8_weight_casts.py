@@ -56,6 +56,18 @@ def test_an_expired_cast_is_made_again() -> None:
     assert first is not None
 
 
+@pytest.mark.parametrize("fused", [True, False])
+def test_weights_are_cast_anew_after_a_step_of_any_optimizer(fused) -> None:
+    """torch's fused optimizers, which Hugging Face's Trainer takes by default, do not count what they write."""
+    model = stack(device="cpu")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, fused=fused)
+    x = torch.randn(4, SIZE)
+    for _ in range(2):
+        model(x).sum().backward()
+        optimizer.step()
+        assert torch.equal(model(x), fresh(model)(x))
+
+
 def test_nothing_is_kept_while_compiled_graphs_are_made(monkeypatch) -> None:
     model = stack(device="cpu")
     x = torch.randn(4, SIZE, requires_grad=True)

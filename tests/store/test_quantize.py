@@ -15,7 +15,7 @@ import safetensors.torch
 import torch
 
 from bitplan.errors import FormatError, NonFiniteError, StoreError
-from bitplan.formats import encode, list_formats
+from bitplan.formats import encode, get_format, list_formats
 from bitplan.plan import Choice, Manifest, Plan
 from bitplan.plan.plan import Planned
 from bitplan.store.compare import compare_files
@@ -49,7 +49,7 @@ def test_every_format(fmt, source, tmp_path):
     report = quantize_file(source, tmp_path / "out.safetensors", fmt)
     with open_tensors(tmp_path / "out.safetensors") as file:
         for name, tensor in tensors().items():
-            if tensor.dim() < 2:
+            if tensor.dim() < 2 or (tensor.dim() == 4 and not get_format(fmt).is_cast):
                 assert torch.equal(file.read(name), tensor)
             else:
                 assert file.read(name).to_bytes() == encode(tensor, fmt).to_bytes()
@@ -58,7 +58,7 @@ def test_every_format(fmt, source, tmp_path):
 
 
 def test_stacked_biases_of_experts_stay(tmp_path):
-    numbers = {"experts.down_proj_bias": torch.randn(4, 64), "bias": torch.randn(4, 64), "unbias": torch.randn(4, 64)}
+    numbers = {name: torch.randn(16, 64) for name in ("experts.down_proj_bias", "bias", "unbias")}
     safetensors.torch.save_file(numbers, tmp_path / "in.safetensors")
     report = quantize_file(tmp_path / "in.safetensors", tmp_path / "out.safetensors", "mxfp4")
     assert {row["name"]: row["to"] for row in report.rows} == {
@@ -242,13 +242,32 @@ def test_nan_and_infinity_are_named_and_counted(fmt, tmp_path):
     assert decoded.isfinite().all()
 
 
-def test_an_indivisible_shape_says_which_padding_exists(tmp_path):
-    safetensors.torch.save_file({"w": torch.randn(3, 33)}, tmp_path / "in.safetensors")
+def test_an_indivisible_shape_gets_the_nearest_format_unless_it_is_asked_for_by_name(tmp_path):
+    safetensors.torch.save_file({"w": torch.randn(32, 33)}, tmp_path / "in.safetensors")
     with pytest.raises(FormatError, match=r"w: mxfp4 has blocks of 32, and 33 .* --pad zero .* --keep 'w'"):
-        quantize_file(tmp_path / "in.safetensors", tmp_path / "out.safetensors", "mxfp4")
+        quantize_file(tmp_path / "in.safetensors", tmp_path / "out.safetensors", "mxfp4", only=["w"])
+    report = quantize_file(tmp_path / "in.safetensors", tmp_path / "out.safetensors", "mxfp4")
+    assert report.rows[0]["to"] == "int8_row"
+    assert "rows of 33 are not whole blocks of 32 (mxfp4)" in report.rows[0]["reason"]
     quantize_file(tmp_path / "in.safetensors", tmp_path / "out.safetensors", "mxfp4", pad="zero")
     with open_tensors(tmp_path / "out.safetensors") as file:
-        assert file.read_float("w").shape == (3, 33)
+        assert file.specs["w"].format == "mxfp4"
+        assert file.read_float("w").shape == (32, 33)
+
+
+def test_gguf_gets_formats_that_it_holds(tmp_path):
+    numbers = {
+        "token_embd.weight": torch.randn(32, 64),
+        "blk.0.ffn_up.weight": torch.randn(32, 64),
+        "w": torch.randn(64, 40),
+    }
+    safetensors.torch.save_file(numbers, tmp_path / "in.safetensors")
+    report = quantize_file(tmp_path / "in.safetensors", tmp_path / "out.gguf", "mxfp4")
+    assert {row["name"]: row["to"] for row in report.rows} == {
+        "token_embd.weight": "q8_0_gguf",
+        "blk.0.ffn_up.weight": "mxfp4",
+        "w": "float32",  # rows of 40 are no whole blocks of 32, and GGUF has no others
+    }
 
 
 @pytest.mark.parametrize(
@@ -326,7 +345,7 @@ def test_a_full_disk_is_one_line_and_leaves_the_old_file(source):
 
 
 def test_a_filled_tensor_that_stays_packed_is_copied(tmp_path):
-    safetensors.torch.save_file({"w": torch.randn(3, 33), "v": torch.randn(3, 64)}, tmp_path / "in.safetensors")
+    safetensors.torch.save_file({"w": torch.randn(32, 33), "v": torch.randn(32, 64)}, tmp_path / "in.safetensors")
     quantize_file(tmp_path / "in.safetensors", tmp_path / "a.safetensors", "mxfp4", pad="zero")
     quantize_file(tmp_path / "a.safetensors", tmp_path / "b.safetensors", "mxfp4")
     assert (tmp_path / "a.safetensors").read_bytes() == (tmp_path / "b.safetensors").read_bytes()
@@ -350,7 +369,7 @@ def test_a_name_with_brackets_can_be_kept(tmp_path):
 
 
 def test_gguf_says_that_it_never_fills_a_block(tmp_path):
-    safetensors.torch.save_file({"w": torch.randn(2, 33)}, tmp_path / "in.safetensors")
+    safetensors.torch.save_file({"w": torch.randn(32, 33)}, tmp_path / "in.safetensors")
     with pytest.raises(StoreError, match=r"never filled, and 'w' has 33 there; leave it as it is \(--keep 'w'\)"):
         quantize_file(tmp_path / "in.safetensors", tmp_path / "out.gguf", "q4_0_gguf", pad="zero")
 

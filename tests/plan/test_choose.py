@@ -1,0 +1,100 @@
+"""choose_formats: one row of the table of rules after another, for names of many architectures."""
+
+from __future__ import annotations
+
+import pytest
+
+from bitplan.plan import Plan, Stored, choose_formats
+from bitplan.plan.choose import keep_tensors
+
+ROWS = [
+    # name, shape, what --format mxfp4 gives it, a word of the reason
+    ("model.layers.0.self_attn.q_proj.weight", (64, 64), "mxfp4", "weight of two axes"),
+    ("model.layers.0.mlp.experts.gate_up_proj", (4, 64, 128), "mxfp4", "weight of two axes"),
+    ("transformer.h.0.attn.c_attn.weight", (64, 192), "mxfp4", "weight of two axes"),
+    ("norm1.linear.weight", (64, 64), "mxfp4", "weight of two axes"),  # a linear layer inside a norm
+    ("model.embed_tokens.weight", (100, 64), "int8_row", "8 bits, for in 4"),
+    ("token_embd.weight", (100, 64), "int8_row", "8 bits"),
+    ("lm_head.weight", (100, 64), "int8_row", "8 bits"),
+    ("cls.predictions.decoder.weight", (100, 64), "int8_row", "8 bits"),
+    ("model.layers.0.input_layernorm.weight", (64,), "bfloat16", "one axis"),
+    ("model.layers.0.self_attn.sinks", (64,), "bfloat16", "one axis"),
+    ("bert.embeddings.LayerNorm.weight", (2, 1024), "bfloat16", "a norm"),
+    ("model.layers.0.mlp.experts.down_proj_bias", (32, 64), "bfloat16", "a bias"),
+    ("model.layers.0.mlp.gate.weight", (32, 64), "bfloat16", "a router"),
+    ("model.layers.0.mlp.router.weight", (32, 64), "bfloat16", "a router"),
+    ("model.layers.0.mlp.shared_expert_gate.weight", (16, 64), "bfloat16", "a router"),
+    ("blk.0.ffn_gate_inp.weight", (32, 64), "bfloat16", "a router"),
+    ("blk.0.ffn_gate.weight", (64, 64), "mxfp4", "weight of two axes"),
+    ("model.layers.0.mlp.gate_proj.weight", (64, 64), "mxfp4", "weight of two axes"),
+    ("bert.embeddings.position_embeddings.weight", (512, 64), "bfloat16", "a position table"),
+    ("transformer.wpe.weight", (512, 64), "bfloat16", "a position table"),
+    ("vit.pos_embed", (1, 197, 64), "bfloat16", "a position table"),
+    ("model.rotary_emb.cos_cached", (512, 64), "bfloat16", "a rotary table"),
+    ("backbone.layers.0.mixer.A_log", (128, 16), "bfloat16", "a state matrix"),
+    ("qformer.query_tokens", (1, 32, 64), "bfloat16", "single learned table"),
+    ("vit.patch_embed.proj.weight", (64, 3, 16, 16), "bfloat16", "a convolution kernel"),
+    ("backbone.layers.0.mixer.conv1d.weight", (128, 1, 4), "bfloat16", "a convolution kernel"),
+    ("adapter.weight", (4, 64), "bfloat16", "under 1024 numbers"),
+    ("w.weight", (64, 48), "nvfp4", "rows of 48 are not whole blocks of 32 (mxfp4), nvfp4 holds them"),
+    ("w.weight", (64, 33), "int8_row", "int8_row holds them"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "shape", "expected", "why"), ROWS)
+def test_one_tensor(name, shape, expected, why):
+    choice = choose_formats({name: Stored(shape, "bfloat16")}, "mxfp4")[name]
+    assert (choice.format, why in choice.reason) == (expected, True), choice
+
+
+@pytest.mark.parametrize(
+    ("wanted", "name", "shape", "expected"),
+    [
+        ("int8_row", "lm_head.weight", (100, 64), "int8_row"),  # 8 bits are 8 bits
+        ("fp8_e4m3_row", "lm_head.weight", (100, 64), "fp8_e4m3_row"),
+        ("q4_0_gguf", "lm_head.weight", (100, 64), "q8_0_gguf"),  # what a GGUF file can hold
+        ("q4_0_gguf", "w.weight", (64, 40), "bfloat16"),
+        ("int8_g128", "w.weight", (64, 64), "int8_row"),
+        ("float32", "model.layers.0.mlp.gate.weight", (32, 64), "float32"),  # a plain type is for all but norms and biases
+        ("float32", "norm.weight", (64,), "bfloat16"),
+    ],
+)  # fmt: skip
+def test_other_formats(wanted, name, shape, expected):
+    assert choose_formats({name: Stored(shape, "bfloat16")}, wanted)[name].format == expected
+
+
+def test_tensors_that_are_no_floats_stay_and_keep_their_bytes(tmp_path):
+    tensors = {
+        "position_ids": Stored((1, 512), "int64"),
+        "mask": Stored((8, 8), "bool"),
+        "w.blocks": Stored((64, 32), "uint8"),
+        "v.weight": Stored((64, 64), "float8_e4m3fn"),
+    }
+    plan = choose_formats(tensors, "mxfp4")
+    assert {entry.choice.reason for entry in plan.entries.values()} == {"not floats"}
+    assert {name: entry.nbytes for name, entry in plan.entries.items()} == {
+        "position_ids": 4096, "mask": 64, "w.blocks": 2048, "v.weight": 4096,
+    }  # fmt: skip
+    assert {row.name: row.format for row in plan.table()}["mask"] == "bool"
+    plan.save(tmp_path / "plan.json")
+    assert Plan.load(tmp_path / "plan.json") == plan
+
+
+def test_keep_and_only_take_names_patterns_and_modules():
+    tensors = {f"a.{part}.weight": (64, 64) for part in ("x", "y", "norm")} | {"lm_head.weight": (64, 64)}
+    kept = choose_formats(tensors, "mxfp4", keep=["a.x", "lm_*"])
+    assert {name: choice.format for name, choice in kept.items()} == {
+        "a.x.weight": "float32", "a.y.weight": "mxfp4", "a.norm.weight": "float32", "lm_head.weight": "float32",
+    }  # fmt: skip
+    assert kept["a.x.weight"].reason == "kept by 'a.x'"
+    asked = choose_formats(tensors, "mxfp4", only=["a.norm.weight", "lm_head"])
+    assert [name for name, choice in asked.items() if choice.format == "mxfp4"] == ["a.norm.weight", "lm_head.weight"]
+    whole = choose_formats(tensors, "mxfp4")
+    assert keep_tensors(whole, tensors, keep=["a.x", "lm_*"])["lm_head.weight"] == kept["lm_head.weight"]
+
+
+def test_packed_tensors_are_copied_or_encoded_again():
+    tensors = {"w.weight": Stored((64, 33), "mxfp4", packed=True), "norm.weight": Stored((64,), "int8", packed=True)}
+    plan = choose_formats(tensors, "mxfp4")
+    assert (plan["w.weight"].format, plan["norm.weight"].format) == ("mxfp4", "int8")
+    assert choose_formats(tensors, "int8_row")["w.weight"].format == "int8_row"
