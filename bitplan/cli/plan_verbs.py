@@ -78,7 +78,7 @@ def plan(
     """
     from bitplan.plan import choose_formats, open_manifest
     from bitplan.plan.choose import keep_tensors
-    from bitplan.store.quantize import check_patterns, stored_tensors
+    from bitplan.store.file_names import check_patterns, stored_tensors
     from bitplan.store.tensor_files import open_tensors
 
     expected = 2 if fmt is None else 1

@@ -40,13 +40,6 @@ BF16_BYTES = 2
 PARTS = ("data", "scales")
 Part = Literal["data", "scales"]
 
-# The torch dtypes that files hold, by the bytes of one number.
-ITEM_BYTES = {
-    **dict.fromkeys(("float64", "int64", "uint64"), 8),
-    **dict.fromkeys(("float32", "int32", "uint32"), 4),
-    **dict.fromkeys(("float16", "bfloat16", "int16", "uint16"), 2),
-    **dict.fromkeys(("int8", "uint8", "bool", "float8_e4m3fn", "float8_e5m2", "float8_e8m0fnu"), 1),
-}
 _TENSOR_KEYS = {
     "format": NAME,
     "reason": NAME,

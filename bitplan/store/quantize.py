@@ -20,15 +20,15 @@ from bitplan.formats.codec import NonFinite, finite
 from bitplan.formats.scales import ScaleRule
 from bitplan.kernels import encode
 from bitplan.plan import Plan
-from bitplan.plan.choose import Stored, choose_formats, keep_tensors, name_matches
+from bitplan.plan.choose import choose_formats, keep_tensors
 from bitplan.records import atomic_folder, write_json
+from bitplan.store.file_names import check_patterns, stored_tensors
 from bitplan.store.safetensors_io import INDEX_SUFFIX
 from bitplan.store.tensor_files import (
     GGUFTensors,
     NativeTensors,
     TensorFile,
     TensorSpec,
-    dtype_name,
     open_tensors,
     part_name,
 )
@@ -54,15 +54,6 @@ class QuantizeOptions:
         if not spec.dtype.is_floating_point:
             return None, "not floats"
         return get_format(entry.choice.format), entry.choice.reason
-
-
-def stored_tensors(file: TensorFile) -> dict[str, Stored]:
-    """What `choose_formats` takes, for every tensor of a file under every name it has."""
-    return {name: _stored(file.spec(name)) for name in (*file.specs, *file.tied)}
-
-
-def _stored(spec: TensorSpec) -> Stored:
-    return Stored(spec.shape, spec.format if spec.encoded else dtype_name(spec.dtype), spec.encoded)
 
 
 @dataclass
@@ -108,8 +99,8 @@ def quantize_file(
 ) -> QuantizeReport:
     """Write `source` (safetensors, sharded or not, or GGUF, or the seed's JSON) to `output` in a format, or by a plan.
 
-    A format goes to the weights that can bear it, as `bitplan.plan.choose_formats` decides. A plan must name every tensor
-    of the file, and decides for each. `keep` and `only` are names or shell patterns, of tensors or of modules.
+    A format goes to the weights that can bear it, as `bitplan.plan.choose_formats` decides. A plan must name every
+    tensor of the file, and decides for each. `keep` and `only` are names or shell patterns, of tensors or of modules.
 
     The suffix of `output` says what is written; a sharded source goes to a folder that does not exist yet.
     Peak memory: the largest tensor in its old and its new form, and some megabytes.
@@ -233,15 +224,6 @@ def _promises(file: TensorFile, names: Sequence[str], options: QuantizeOptions) 
             )
         promises.append(Promise(name, spec.shape, fmt, spec.dtype))
     return promises
-
-
-def check_patterns(file: TensorFile, patterns: Sequence[str]) -> None:
-    """A pattern that matches nothing is a spelling mistake."""
-    for pattern in patterns:
-        if not any(name_matches(name, pattern) for name in file.specs):
-            raise StoreError(
-                f"{file.path}: the pattern {pattern!r} matches no tensor; `bitplan inspect` lists the names"
-            )
 
 
 def _check_plan(file: TensorFile, plan: Plan) -> None:
