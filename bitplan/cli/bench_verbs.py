@@ -9,9 +9,7 @@ from typing import Annotated, Any, Literal
 
 import typer
 
-from bitplan.cli.show import progress, show_json, table, visible
-
-Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
+from bitplan.cli.show import Force, Json, progress, show_json, table, visible
 
 
 def bench_layers(
@@ -52,6 +50,7 @@ def bench_layers(
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="List what would be timed, and how long it may take.")
     ] = False,
+    force: Force = False,
     as_json: Json = False,
 ) -> None:
     """Time every linear layer of a model in BF16 and FP8, in turns. Exit 1 when rows failed; the report is kept.
@@ -85,6 +84,7 @@ def bench_layers(
     if dry_run:
         _show_plan(session, as_json)
         return
+    _check_policy_path(session, force)
     raise typer.Exit(_measure(session, as_json))
 
 
@@ -103,6 +103,19 @@ def _options(given: dict[str, tuple[str, Any]]) -> Any:
             raise BenchOptionsError(str(fault).replace(name, flag)) from None
         options = replace(options, **{key: getattr(chosen, key)})
     return options
+
+
+def _check_policy_path(session: Any, force: bool) -> None:
+    """The report is a log that goes on; the policy is a file like any other, checked before the work."""
+    from bitplan.plan.fp8_environment import BenchOptionsError
+    from bitplan.records import check_output
+
+    options = session.request.options
+    if options.fp8_policy_path is None:
+        return
+    target = check_output(options.fp8_policy_path, inputs=[options.omni_config_path], force=force)
+    if target == Path(os.path.realpath(session.report_path())):
+        raise BenchOptionsError(f"{target}: is the report and the policy; give --policy another name")
 
 
 def _show_plan(session: Any, as_json: bool) -> None:

@@ -8,11 +8,10 @@ from typing import Annotated, Literal
 
 import typer
 
-from bitplan.cli.show import Json, human_bytes, progress, show_json, table
+from bitplan.cli.show import Force, Json, human_bytes, progress, show_json, table
 
 Layout = Literal["openai", "hf", "gguf"]
 Experts = Literal["mxfp4", "bfloat16"]
-Force = Annotated[bool, typer.Option("--force", help="Replace a file that exists.")]
 Dest = Annotated[
     Path, typer.Argument(metavar="DEST", help="A .gguf file; or a .safetensors file, or a folder to be made.")
 ]

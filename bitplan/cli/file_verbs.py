@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 
 import typer
 
-from bitplan.cli.show import Json, human_bytes, progress, show_json, table, visible
+from bitplan.cli.show import Force, Json, human_bytes, progress, show_json, table, visible
 
 Rule = Literal["absmax", "absmean", "percentile", "mse"]
 
@@ -130,6 +130,7 @@ def quantize(
     nonfinite: Annotated[
         Literal["error", "replace"], typer.Option(help="NaN and infinity: stop, or replace by 0 and the largest.")
     ] = "error",
+    force: Force = False,
     as_json: Json = False,
 ) -> None:
     """Quantize a checkpoint, tensor by tensor, in bounded memory.
@@ -137,14 +138,19 @@ def quantize(
     Example: bitplan quantize model.safetensors model.mxfp4.safetensors --format mxfp4 --keep '*embed*'
     """
     from bitplan.plan import Plan, open_manifest
+    from bitplan.records import check_output
     from bitplan.store.quantize import quantize_file
     from bitplan.store.tensor_files import open_tensors
+    from bitplan.store.tensor_writers import SUFFIXES
 
     if sum(given is not None for given in (fmt, manifest, plan)) != 1:
         raise typer.BadParameter("give one of --format, --manifest and --plan")
     with open_tensors(source) as file:
         total = sum(spec.nbytes for spec in file.specs.values())
         shapes = {name: file.spec(name).shape for name in (*file.specs, *file.tied)}
+        inputs = [*file.files, *(Path(given) for given in (manifest, plan) if given is not None)]
+    if output.suffix in SUFFIXES:  # else a folder, which is never replaced
+        check_output(output, inputs=inputs, force=force)
     wanted: str | Plan = fmt or ""
     if manifest is not None:
         wanted = open_manifest(manifest).resolve(shapes)

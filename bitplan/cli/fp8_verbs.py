@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 
 import typer
 
-from bitplan.cli.show import Json, show_json, table, visible
+from bitplan.cli.show import Force, Json, show_json, table, visible
 
 Part = Literal["llm", "vit"]
 
@@ -37,6 +37,7 @@ def merge_policy(
     into: Annotated[
         Path | None, typer.Option("--into", help="A version 2 policy that the reports are added to.")
     ] = None,
+    force: Force = False,
     as_json: Json = False,
 ) -> None:
     """Merge benchmark reports into one policy. Exit 1 when rows could not be used; the policy is written all the same.
@@ -46,12 +47,15 @@ def merge_policy(
     from bitplan.plan.fp8_merge import extend_policy, merge_reports, summary, to_thresholds
     from bitplan.plan.fp8_report import Report
     from bitplan.plan.fp8_terms import MergeError
+    from bitplan.records import check_output
 
     paths = [*(reports or []), *(more or [])]
     if not paths:
         raise MergeError("--reports needs at least one report")
     if part is not None and policy_version == "2":
         raise MergeError("--part goes with --policy-version 1; version 2 keeps both parts in one file")
+    if output is not None:
+        check_output(output, inputs=paths, force=force)
     merged = merge_reports(
         [Report.load(path) for path in paths],
         speedup_threshold=speedup_threshold,

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from bitplan.cli.show import Json, human_bytes, progress, show_json, table
+from bitplan.cli.show import Force, Json, human_bytes, progress, show_json, table
 
 manifest_app = typer.Typer(name="manifest", help="Show, expand or describe manifests.", no_args_is_help=True)
 ManifestName = Annotated[str, typer.Argument(metavar="MANIFEST", help="A file, or the name of a shipped manifest.")]
@@ -54,6 +54,7 @@ def plan(
     checkpoint: Checkpoint,
     output: Annotated[Path | None, typer.Option("--output", "-o", help="Write the plan as JSON here.")] = None,
     mermaid: Annotated[bool, typer.Option("--mermaid", help="Print a mermaid diagram instead of a table.")] = False,
+    force: Force = False,
     as_json: Json = False,
 ) -> None:
     """Resolve a manifest for a checkpoint: the format of every tensor, the rule that says so, and the bytes.
@@ -61,10 +62,13 @@ def plan(
     Example: bitplan plan llama model.safetensors -o plan.json
     """
     from bitplan.plan import open_manifest
+    from bitplan.records import check_output
     from bitplan.store.tensor_files import open_tensors
 
     rules = open_manifest(manifest)
     with open_tensors(checkpoint) as file:
+        if output is not None:
+            check_output(output, inputs=[manifest, *file.files], force=force)
         resolved = rules.resolve({name: spec.shape for name, spec in file.specs.items()})
     if output is not None:
         resolved.save(output)

@@ -7,7 +7,6 @@ output takes its final name only when it is complete.
 from __future__ import annotations
 
 import fnmatch
-import os
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -22,7 +21,7 @@ from bitplan.formats.codec import NonFinite, finite
 from bitplan.formats.scales import ScaleRule
 from bitplan.kernels import encode
 from bitplan.plan import Plan
-from bitplan.records import atomic_folder, write_json
+from bitplan.records import atomic_folder, check_output, check_output_folder, write_json
 from bitplan.store.safetensors_io import INDEX_SUFFIX
 from bitplan.store.tensor_files import GGUFTensors, NativeTensors, TensorFile, TensorSpec, open_tensors, part_name
 from bitplan.store.tensor_writers import SUFFIXES, Promise, Writer, write_tensors
@@ -123,11 +122,11 @@ def quantize_file(
         _check_patterns(file, options)
         if isinstance(wanted, Plan):
             _check_plan(file, wanted)
-        if Path(output).exists() and os.path.samefile(source, output):
-            raise StoreError(f"{output}: is the source itself; write to another file")
         if isinstance(file, NativeTensors) and len(file.shards) > 1 and Path(output).suffix not in SUFFIXES:
+            check_output_folder(output, inputs=file.files)
             _quantize_shards(file, Path(output), options, report, on_tensor)
             return report
+        check_output(output, inputs=file.files)
         # Only safetensors can say that two names are one tensor; elsewhere it is written under both.
         tied = file.tied if Path(output).suffix == ".safetensors" else {}
         promises = _promises(file, [*file.specs, *(file.tied if not tied else ())], options)

@@ -17,6 +17,7 @@ from tests.plan.fp8_samples import report, series
 
 PANELS = ["Measure", "Plan", "Apply", "Run", "Look"]
 EXAMPLE = re.compile(r"Example: bitplan (.+)")
+WRITES = {"plan": "plan.json", "quantize": "model.mxfp4.safetensors", "merge-policy": "policy.json"}
 NOT_HERE = {"demo"}  # has a test of its own, and takes longest
 
 
@@ -73,6 +74,8 @@ def test_the_example_works_as_typed(name, prepared, tmp_path, monkeypatch, capsy
     assert words[: len(name.split())] == name.split()
     for made in ("small", "model.gguf"):
         assert not (tmp_path / made).exists()
+    if name in WRITES:
+        (tmp_path / WRITES[name]).unlink()
     # The policy here is of another model.
     told = ("Exit 1 when there are findings", "Exit 1 too when the policy knows none")
     fine = (0, 1) if any(each in (ALL[name].help or "") for each in told) else (0,)
