@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 
 import typer
 
-from bitplan.cli.show import Force, Json, progress, show_json, table, visible
+from bitplan.cli.show import Force, Json, progress, say, show_json, table
 
 
 def bench_layers(
@@ -135,12 +135,12 @@ def _show_plan(session: Any, as_json: bool) -> None:
     table(
         f"{session.model}: layers of one GPU", [row | {"tokens": ", ".join(row["tokens"])} for row in layers.values()]
     )
-    print(
+    say(
         f"{len(plan.ways())} measurements of {len(plan.choices())} arms, {plan.turns} samples each: "
         f"very roughly {minutes:.1f} minutes on a GPU of the H100's class"
     )
     if session.ranks == 1 and max(session.parallel.tp, session.parallel.ep, session.parallel.etp) > 1:
-        print("one process: the shard of one GPU alone, without communication; use torchrun for both")
+        say("one process: the shard of one GPU alone, without communication; use torchrun for both")
 
 
 def _shown_case(case: Any) -> dict[str, Any]:
@@ -165,7 +165,7 @@ def _measure(session: Any, as_json: bool) -> int:
     from bitplan.runtime.fp8_bench_session import run_session
 
     path = session.report_path()
-    with progress("measuring", len(session.plan.ways()), hidden=as_json) as advance:
+    with progress("measuring", len(session.plan.ways())) as advance:
         result = run_session(session, on_way=lambda way: advance(1, way.label))
     if result is None:  # another rank shows it
         return 0
@@ -187,8 +187,10 @@ def _measure(session: Any, as_json: bool) -> int:
         if merged is not None:
             table(f"{session.model} on {result.report.fingerprint.gpu}", summary(merged.policy))
             for finding in merged.findings:
-                print(visible(finding))
+                say(finding)
         failed = "".join(f", {count} {status}" for status, count in result.failures.items())
-        print(f"{len(result.report.rows)} rows{failed}; {result.timed} measurements in this run")
-        print(f"report: {path}" + (f"\npolicy: {written}" if written else ""))
+        say(f"{len(result.report.rows)} rows{failed}; {result.timed} measurements in this run")
+        say(f"report: {path}")
+        if written:
+            say(f"policy: {written}")
     return 1 if "error" in result.failures or (merged is not None and merged.findings) else 0

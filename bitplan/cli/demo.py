@@ -141,7 +141,7 @@ class _Demo:
 
     def _train(self) -> dict[str, Any]:
         self.batches = made_batches(self.corpus, self.size.steps, self.size.batch, self.seed)
-        with progress("1/6 training", self.size.steps, hidden=self.quiet) as advance:
+        with progress("1/6 training", self.size.steps) as advance:
             found = train_streamed(
                 self.model,
                 self.batches,
@@ -156,7 +156,7 @@ class _Demo:
 
     def _plan(self) -> tuple[dict[str, Any], dict[str, Any]]:
         batches = [ids for ids, _ in self.batches[: self.size.calibration_batches]]
-        with progress("2/6 calibrating", passes(len(batches)), hidden=self.quiet) as advance:
+        with progress("2/6 calibrating", passes(len(batches))) as advance:
             errors = calibrate(self.model, batches, self.output, device=self.device, advance=advance).layers
         self.model.to("cpu").eval()
         self._tell(show.show_calibration, errors)
@@ -175,14 +175,14 @@ class _Demo:
         drift = pack_by_plan(self.output, self.plan, self.manifest, self.size.steps)
         windows = self.corpus.held_out_windows(self.size.windows)
         comparison = Comparison(self.model, self.corpus.vocabulary, windows, self.output)
-        with progress("4/6 packing", count_measured(), hidden=self.quiet) as advance:
+        with progress("4/6 packing", count_measured()) as advance:
             rows = comparison.measure_all(advance)
         self._tell(show.show_formats, rows, windows.numel())
         return [row.to_dict() for row in drift], rows
 
     def _boost(self) -> list[dict[str, Any]]:
         size = self.size
-        with progress("5/6 boosting", count_fits(size.repeats), hidden=self.quiet) as advance:
+        with progress("5/6 boosting", count_fits(size.repeats)) as advance:
             runs = boost_twice(size.rows, size.trees, size.repeats, self.seed, advance)
         head = {"benchmark": "trees", "machine": self.machine["machine"], "versions": self.machine["versions"]}
         self._write("trees.json", head | {"runs": runs})
@@ -191,13 +191,13 @@ class _Demo:
 
     def _gpu(self) -> dict[str, Any]:
         if self.device != "cuda":
-            self._tell(show.say, f"6. Not measured: {WITHOUT_GPU}")
+            self._tell(show.begin, f"6. Not measured: {WITHOUT_GPU}")
             return {"measured": False, "reason": WITHOUT_GPU}
         sizes, gpu = GpuSizes(MODEL), torch.cuda.get_device_name()
         session = plan_fp8(self.output, sizes, self.device)
-        with progress("6/6 FP8", len(session.plan.ways()), hidden=self.quiet) as advance:
+        with progress("6/6 FP8", len(session.plan.ways())) as advance:
             fp8 = measure_fp8(session, advance)
-        with progress("6/6 fused products", len(sizes.formats), hidden=self.quiet) as advance:
+        with progress("6/6 fused products", len(sizes.formats)) as advance:
             fused = measure_fused(self.output, sizes, self.device, advance, gpu_fingerprint(gpu))
         self._tell(show.show_gpu, gpu, fp8, fused)
         return {"measured": True, "gpu": gpu, "fp8": fp8, "fused": fused}

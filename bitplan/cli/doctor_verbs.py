@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 import typer
 
-from bitplan.cli.show import show_json, table, visible
+from bitplan.cli.show import say, show_json, table
 
 
 def doctor(
@@ -47,11 +47,11 @@ def _show(found: dict[str, Any]) -> None:
     )
     table("libraries", [_library(each) for each in found["libraries"]])
     for cache in found["caches"]:
-        print(visible(f"{cache['name']}: {cache['path']} ({cache['detail']})"))
+        say(f"{cache['name']}: {cache['path']} ({cache['detail']})")
     for problem in found["problems"]:
-        print(visible(f"broken: {problem}"))
+        say(f"broken: {problem}")
     for step in found["next"]:
-        print(visible(f"next: {step}"))
+        say(f"next: {step}")
 
 
 def _library(library: dict[str, Any]) -> dict[str, str]:

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 
 import typer
 
-from bitplan.cli.show import Force, Json, human_bytes, progress, show_json, table, visible
+from bitplan.cli.show import Force, Json, human_bytes, progress, say, show_json, table
 
 Rule = Literal["absmax", "absmean", "percentile", "mse"]
 
@@ -50,28 +50,31 @@ def _formats_on(on: str, scale_rule: Rule | None, as_json: bool) -> None:
         raise FormatError(f"--on takes FILE:TENSOR, got {on!r}; `bitplan inspect {on}` lists the tensors")
     with open_tensors(path) as file:
         numbers = finite(readable(file.read_float(name), on), "error", on)
+    known = list_formats()
     rows: list[dict[str, Any]] = []
-    for fmt in list_formats():
-        rule = None if fmt.is_cast else scale_rule
-        try:
-            report = error_report(numbers, encode(numbers, fmt, scale_rule=rule, name=name))
-        except FormatError as error:
-            rows.append({"format": fmt.name, "note": str(error).split(";")[0]})
-            continue
-        figures = report.to_dict()
-        rows.append({"format": figures.pop("fmt"), **figures, "note": ""})
+    with progress("trying", len(known)) as advance:
+        for fmt in known:
+            advance(0, fmt.name)
+            try:
+                rule = None if fmt.is_cast else scale_rule
+                report = error_report(numbers, encode(numbers, fmt, scale_rule=rule, name=name))
+                figures = report.to_dict()
+                rows.append({"format": figures.pop("fmt"), **figures, "note": ""})
+            except FormatError as error:
+                rows.append({"format": fmt.name, "note": str(error).split(";")[0]})
+            advance(1, fmt.name)
     if as_json:
         show_json(rows)
         return
     shown = [
         {
             "format": row["format"],
-            "bytes/weight": f"{row['bytes_per_weight']:.3f}",
+            "bytes per weight": f"{row['bytes_per_weight']:.3f}",
             "cosine": f"{row['cosine']:.6f}",
             "SQNR dB": "exact" if row["sqnr_db"] is None else f"{row['sqnr_db']:.2f}",
             "max error": f"{row['max_error']:.2e}",
             "saturated": row["saturated"],
-            "underflowed": row["underflowed"],
+            "to zero": row["underflowed"],
         }
         for row in rows
         if "cosine" in row
@@ -79,7 +82,7 @@ def _formats_on(on: str, scale_rule: Rule | None, as_json: bool) -> None:
     table(f"{name} {tuple(numbers.shape)} in every format", shown)
     for row in rows:
         if row["note"]:
-            print(f"{row['format']}: {row['note']}")
+            say(f"{row['format']}: {row['note']}")
 
 
 def inspect(
@@ -107,8 +110,8 @@ def inspect(
     shown = [{**row, "shape": "x".join(map(str, row["shape"])) or "scalar"} for row in rows]
     table(f"{file}: {kind}, {len(rows)} tensors", shown)
     for name, size in by_format.most_common():
-        print(f"{name:>16}  {human_bytes(size):>10}  {size / max(total, 1):6.1%}")
-    print(f"{'all':>16}  {human_bytes(total):>10}")
+        say(f"{name:>16}  {human_bytes(size):>10}  {size / max(total, 1):6.1%}")
+    say(f"{'all':>16}  {human_bytes(total):>10}")
 
 
 def quantize(
@@ -156,7 +159,7 @@ def quantize(
         wanted = open_manifest(manifest).resolve(shapes)
     elif plan is not None:
         wanted = Plan.load(plan)
-    with progress("quantizing", total, hidden=as_json) as advance:
+    with progress("quantizing", total, amount=human_bytes) as advance:
         report = quantize_file(
             source,
             output,
@@ -176,7 +179,7 @@ def quantize(
     table(f"{source} -> {output}", rows)
     before, after = report.bytes_before, report.bytes_after
     change = f"{before / max(after, 1):.2f}x smaller" if after <= before else f"{after / max(before, 1):.2f}x larger"
-    print(f"{human_bytes(before)} -> {human_bytes(after)} ({change})")
+    say(f"{human_bytes(before)} -> {human_bytes(after)} ({change})")
 
 
 def compare(
@@ -189,8 +192,12 @@ def compare(
     Example: bitplan compare model.safetensors model.mxfp4.safetensors
     """
     from bitplan.store.compare import compare_files
+    from bitplan.store.tensor_files import open_tensors
 
-    result = compare_files(first, second)
+    with open_tensors(first) as file:
+        total = sum(spec.nbytes for spec in file.specs.values())
+    with progress("comparing", total, amount=human_bytes) as advance:
+        result = compare_files(first, second, on_bytes=advance)
     if as_json:
         show_json(result.to_dict())
     else:
@@ -207,5 +214,5 @@ def compare(
         ]
         table(f"{first} against {second}, worst first", rows)
         for finding in result.findings:
-            print(visible(finding))
+            say(finding)
     raise typer.Exit(1 if result.findings else 0)

@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 
 import typer
 
-from bitplan.cli.show import Force, Json, show_json, table, visible
+from bitplan.cli.show import Force, Json, say, show_json, table
 
 Part = Literal["llm", "vit"]
 
@@ -72,11 +72,11 @@ def merge_policy(
     else:
         table(f"{len(paths)} reports of {banded.fingerprint.gpu}", summary(banded))
         if policy_version == "1":
-            print(f"version 1: {len(policy.rules)} of {len(banded.rules)} rules can be said in it")
+            say(f"version 1: {len(policy.rules)} of {len(banded.rules)} rules can be said in it")
         for finding in merged.findings:
-            print(visible(finding))
+            say(finding)
         if output is not None:
-            print(f"policy: {output}")
+            say(f"policy: {output}")
     raise typer.Exit(1 if merged.findings else 0)
 
 
@@ -128,14 +128,14 @@ def explain(
     else:
         at = " ".join(filter(None, (question.looked_up_kind, name, gemm if gemm != MODULE else None)))
         told = precision.replace("bf16", "BF16").replace("fp8", "FP8")
-        print(visible(f"{at} at {choice.tokens} tokens: {told} ({choice.answer}): {choice.reason}"))
-        print("; ".join(f"{product} {choice.precision_of(product).upper()}" for product in PRODUCTS))
+        say(f"{at} at {choice.tokens} tokens: {told} ({choice.answer}): {choice.reason}")
+        say("; ".join(f"{product} {choice.precision_of(product).upper()}" for product in PRODUCTS))
         if gemm != MODULE:
             by_itself = alone[gemm]
-            print(visible(f"{gemm} by itself: {by_itself.precision.upper()} ({by_itself.answer}): {by_itself.reason}"))
+            say(f"{gemm} by itself: {by_itself.precision.upper()} ({by_itself.answer}): {by_itself.reason}")
         if choice:
             to = "up" if choice.holds_to is None else f"to {choice.holds_to}"
-            print(f"the same from {choice.holds_from} tokens {to}")
+            say(f"the same from {choice.holds_from} tokens {to}")
         for rule in found:
             table(rule.where, [_shown(point) for point in rule.points])
     raise typer.Exit(0 if choice or choice.answer != UNMEASURED else 1)

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import sys
+from collections import Counter
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from bitplan.cli.show import Force, Json, human_bytes, progress, show_json, table
+from bitplan.cli.show import Force, Json, human_bytes, progress, say, show_json, table
 
 manifest_app = typer.Typer(name="manifest", help="Show, expand or describe manifests.", no_args_is_help=True)
+AlwaysJson = Annotated[bool, typer.Option("--json", help="Taken as everywhere; what is printed is JSON already.")]
 ManifestName = Annotated[str, typer.Argument(metavar="MANIFEST", help="A file, or the name of a shipped manifest.")]
 Checkpoint = Annotated[Path, typer.Argument(metavar="CHECKPOINT", help="What `bitplan inspect` opens.")]
 
@@ -25,19 +27,24 @@ def check(
 ) -> None:
     """Check a manifest against a checkpoint's headers, and with --deep its numbers. Exit 1 when there are findings.
 
+    A float tensor of another dtype than its format's is none: `bitplan quantize` casts it.
+
     Example: bitplan check llama model.safetensors --deep
     """
     from bitplan.plan import Header, check_headers, open_manifest
+    from bitplan.plan.check import CAST
     from bitplan.store.deep_check import deep_check
     from bitplan.store.tensor_files import open_tensors
 
     rules = open_manifest(manifest)
     with open_tensors(checkpoint) as file:
         headers = {name: Header(spec.format, spec.shape, spec.nbytes) for name, spec in file.specs.items()}
-        findings = check_headers(rules, headers)
+        found = check_headers(rules, headers)
+        findings = [finding for finding in found if finding.code != CAST]
+        casts = Counter(headers[finding.where].dtype for finding in found if finding.code == CAST)
         total = sum(header.nbytes for header in headers.values())
         if deep:
-            with progress("checking", total, hidden=as_json) as advance:
+            with progress("checking", total, amount=human_bytes) as advance:
                 findings += deep_check(rules, file, on_bytes=advance)
     if as_json:
         show_json([finding._asdict() for finding in findings])
@@ -45,7 +52,10 @@ def check(
         table(f"{len(findings)} findings in {checkpoint} under {manifest}", [finding._asdict() for finding in findings])
     else:
         checked = f", {human_bytes(total)} of data checked" if deep else ""
-        print(f"{checkpoint}: {len(headers)} tensors{checked}, no findings under {manifest}")
+        say(f"{checkpoint}: {len(headers)} tensors{checked}, no findings under {manifest}")
+    if casts and not as_json:
+        counted = ", ".join(f"{count} tensors are {dtype}" for dtype, count in casts.items())
+        say(f"{counted}, and their rules ask for another float type: `bitplan quantize` casts them")
     raise typer.Exit(1 if findings else 0)
 
 
@@ -76,7 +86,7 @@ def plan(
         show_json(resolved.to_document())
         return
     if mermaid:
-        print(resolved.to_mermaid())
+        sys.stdout.write(resolved.to_mermaid())
         return
     rows: list[dict[str, Any]] = [row._asdict() for row in resolved.table(collapse=True)]
     for row in rows:
@@ -93,11 +103,11 @@ def plan(
     ]
     table("bytes by role and format; ratio: times smaller than bfloat16", sizes)
     if output is not None:
-        print(f"plan: {output}")
+        say(f"plan: {output}")
 
 
 @manifest_app.command()
-def show(name: Annotated[str, typer.Argument(help="gpt-oss, llama or mixtral.")]) -> None:
+def show(name: Annotated[str, typer.Argument(help="gpt-oss, llama or mixtral.")], _as_json: AlwaysJson = False) -> None:
     """Print a shipped manifest, to save and edit.
 
     Example: bitplan manifest show llama
@@ -108,7 +118,10 @@ def show(name: Annotated[str, typer.Argument(help="gpt-oss, llama or mixtral.")]
 
 
 @manifest_app.command()
-def expand(raw: Annotated[Path, typer.Argument(help="A raw map of names with [i] to formats, as JSON.")]) -> None:
+def expand(
+    raw: Annotated[Path, typer.Argument(help="A raw map of names with [i] to formats, as JSON.")],
+    _as_json: AlwaysJson = False,
+) -> None:
     r"""Turn a raw map (`block.\[i].mlp.weight` to a format) into a manifest of rules.
 
     Example: bitplan manifest expand raw.json
@@ -126,7 +139,7 @@ def expand(raw: Annotated[Path, typer.Argument(help="A raw map of names with [i]
 
 
 @manifest_app.command()
-def schema() -> None:
+def schema(_as_json: AlwaysJson = False) -> None:
     """Print the JSON Schema of manifests, for editors.
 
     Example: bitplan manifest schema

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from bitplan.cli.show import Force, human_bytes, show_json, visible
+from bitplan.cli.show import Force, human_bytes, say, show_json
 
 
 def report(
@@ -36,4 +36,4 @@ def report(
     if as_json:
         show_json({"report": str(output), "bytes": size, "records": len(records), "sections": titles})
         return
-    print(f"{visible(str(output))}: {human_bytes(size)}, {len(records)} records: {', '.join(titles)}")
+    say(f"{output}: {human_bytes(size)}, {len(records)} records: {', '.join(titles)}")

@@ -12,6 +12,7 @@ finding has a code, the place it is about, and a line that says what was expecte
 | overlap | two rules that match the same tensors and disagree; the first wins |
 | size | bytes that are not those of the dtype and shape |
 | dtype | a dtype that the format does not have |
+| cast | another float dtype than the format's: `quantize` casts it, so only loaders mind |
 | missing-scales, missing-data | half of a packed weight |
 | swapped | data and scales under each other's names |
 | block-count | scales x block is not the number of weights |
@@ -39,6 +40,7 @@ _ITEM_BYTES = {
     **dict.fromkeys(("float16", "bfloat16", "int16", "uint16"), 2),
     **dict.fromkeys(("int8", "uint8", "bool", "float8_e4m3fn", "float8_e5m2", "float8_e8m0fnu"), 1),
 }
+CAST = "cast"
 _FLOATS = ("float64", "float32", "float16", "bfloat16")
 # E8M0 bytes under torch's own name for them.
 _SAME_BYTES = {"float8_e8m0fnu": "uint8"}
@@ -169,7 +171,8 @@ def _tensor(manifest: Manifest, name: str, header: Header, tag: Tag) -> Iterator
         yield Finding("size", name, text)
     wrong = None if packed else _wrong_dtype(fmt, tag, header.dtype)
     if wrong:
-        yield Finding("dtype", name, wrong)
+        is_cast = tag.part is None and fmt.is_cast and fmt.name in _FLOATS and header.dtype in _FLOATS
+        yield Finding(CAST if is_cast else "dtype", name, wrong)
     if tag.part is None and not packed and header.shape and not fmt.is_cast:
         yield from _rows(manifest, name, header.shape, fmt)
 

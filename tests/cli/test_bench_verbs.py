@@ -166,7 +166,7 @@ def test_killed_and_resumed(capsys):
         (["config.json", *QUICK, "--report", "no/r.jsonl"], "no: no such folder"),
         (
             ["config.json", *QUICK, "--report", "diary.txt"],
-            "diary.txt: exists and is not a report of the layer benchmark",
+            "diary.txt: exists and is not a report",
         ),
         (
             ["config.json", *QUICK, "--report", "r", "--policy", "p", "--precisions", "fp8"],

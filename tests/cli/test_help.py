@@ -82,11 +82,33 @@ def test_the_example_works_as_typed(name, prepared, tmp_path, monkeypatch, capsy
     assert run(words) in fine, capsys.readouterr().err
 
 
+@pytest.mark.parametrize("name", sorted(set(ALL) - NOT_HERE))
+def test_with_json_standard_output_is_one_document(name, prepared, tmp_path, monkeypatch, capsys):
+    shutil.copytree(prepared, tmp_path, dirs_exist_ok=True)
+    monkeypatch.chdir(tmp_path)
+    words = shlex.split(EXAMPLE.search(" ".join((ALL[name].help or "").split()))[1])
+    if name in WRITES:
+        (tmp_path / WRITES[name]).unlink()
+    assert run([*words, "--json"]) in (0, 1)
+    json.loads(capsys.readouterr().out)
+    assert run([name.split()[0], "--no-such-option", "--json"]) == 2
+    told = capsys.readouterr()
+    assert told.out == ""
+    assert told.err.startswith("bitplan: ")
+
+
+def test_bare_bitplan_shows_the_help(capsys):
+    for arguments in ([], ["manifest"]):
+        assert run(arguments) in (0, 2)
+        told = capsys.readouterr()
+        assert "Usage: bitplan" in told.out
+        assert told.err == ""
+
+
 @pytest.mark.parametrize("name", sorted(ALL))
 def test_options_are_named_alike(name):
     options = {option for parameter in ALL[name].params for option in parameter.opts if option.startswith("-")}
-    if name not in ("manifest show", "manifest schema", "manifest expand"):  # print JSON and nothing else
-        assert "--json" in options
+    assert "--json" in options
     for short, long in (("-o", ("--output", "--report")), ("-f", ("--format",))):
         assert short not in options or options & set(long)
 

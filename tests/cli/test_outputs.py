@@ -38,7 +38,7 @@ def files(tmp_path_factory):
         '{"metadata": {}, "weight_map": {"a.weight": "a.safetensors", "b.weight": "b.safetensors"}}'
     )
     Path(folder / "rules.json").write_text(str(RULES).replace("'", '"'))
-    plan = Manifest.from_document(RULES).resolve({name: (2, 32) for name in tensors})
+    plan = Manifest.from_document(RULES).resolve(dict.fromkeys(tensors, (2, 32)))
     plan.save(folder / "plan.json")
     plan.save(folder / "plan.safetensors")  # a name is no kind
     report(series({1024: 0.8, 4096: 1.4})).save(folder / "tp1.json")
