@@ -1,8 +1,9 @@
-"""Files that are written whole or not at all, and JSON that is read with limits.
+"""Files that are written whole or not at all, logs that only grow by whole lines, and JSON that is read with limits.
 
-`atomic_file` is the only way bitplan writes a file: the bytes go to a temporary file in the
-same folder, are flushed to disk, and take the final name in one step. A full disk or a killed
-process leaves the old file as it was. `atomic_folder` does the same for a folder of files.
+`atomic_file` is the only way bitplan writes a file: the bytes go to a temporary file in the same folder, are flushed to
+disk, and take the final name in one step. A full disk or a killed process leaves the old file as it was, and what a
+killed process left behind goes with the next write to the same name. `atomic_folder` does the same for a folder of
+files, and `open_log` opens a file that lines are appended to. All of them refuse what is not a regular file.
 """
 
 from __future__ import annotations
@@ -10,38 +11,102 @@ from __future__ import annotations
 import errno
 import json
 import os
+import re
 import secrets
 import shutil
+import stat
+import sys
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from bitplan.errors import FileFormatError, StoreError
+from bitplan.errors import BitplanError, FileFormatError, StoreError
+
+if sys.platform != "win32":
+    import fcntl
 
 MAX_JSON_BYTES = 256 * 2**20
+_KINDS = {
+    stat.S_IFDIR: "a folder",
+    stat.S_IFIFO: "a named pipe",
+    stat.S_IFSOCK: "a socket",
+    stat.S_IFCHR: "a device",
+    stat.S_IFBLK: "a device",
+}
+
+
+# ---- where to write --------------------------------------------------------------------------------------------------
+
+
+def check_output(path: str | Path, *, inputs: Iterable[str | Path] = (), force: bool = True) -> Path:
+    """The file that writing to `path` makes or replaces: a link is followed, so that it stays and its target is new.
+
+    Refused by name are what is no regular file, what is one of the inputs under any name, the file that standard output
+    goes to and, without `force`, any file that exists.
+    """
+    target = Path(os.path.realpath(path))
+    status = _status(path)
+    if status is None:
+        if not target.parent.is_dir():
+            missing = target if os.path.islink(path) else Path(path)  # of a link it is the target's folder
+            raise FileNotFoundError(errno.ENOENT, "no such folder", str(missing.parent))
+        return target
+    if not stat.S_ISREG(status.st_mode):
+        kind = _KINDS.get(stat.S_IFMT(status.st_mode), "something else")
+        raise StoreError(f"{path}: is {kind}, and only a regular file can be written; give the name of a file")
+    for source in inputs:
+        found = _status(source)
+        if found is not None and os.path.samestat(status, found):
+            raise StoreError(f"{path}: is the input {source} itself; write to another file")
+    if any(os.path.samestat(status, stream) for stream in _standard_streams()):
+        raise StoreError(f"{path}: is where this command's own output goes; give the name of another file")
+    if not force:
+        raise StoreError(f"{path}: exists already; replace it with --force, or choose another name")
+    return target
+
+
+def _status(path: str | Path) -> os.stat_result | None:
+    """What a path leads to; None where nothing is there."""
+    try:
+        return os.stat(path)
+    except FileNotFoundError:
+        return None
+
+
+def _standard_streams() -> Iterator[os.stat_result]:
+    for descriptor in (1, 2):
+        try:
+            yield os.fstat(descriptor)
+        except OSError:  # a process may run without them
+            continue
+
+
+# ---- files and folders -----------------------------------------------------------------------------------------------
 
 
 @contextmanager
 def atomic_file(path: str | Path) -> Iterator[BinaryIO]:
     """Yield a binary file that becomes `path` when the block ends without an error.
 
-    A symbolic link is followed, so that the link stays and its target is replaced.
+    A symbolic link is followed, so that the link stays and its target is replaced. A file that is replaced hands on its
+    permissions; a new one gets the user's.
     """
-    target = Path(os.path.realpath(path))
-    if not target.parent.is_dir():
-        missing = (
-            target if os.path.islink(path) else Path(path)
-        )  # of a link it is the target's folder that is not there
-        raise FileNotFoundError(errno.ENOENT, "no such folder", str(missing.parent))
-    partial = target.with_name(f".{target.name}.{secrets.token_hex(6)}.partial")
+    target = check_output(path)
+    before = _status(target)
+    _sweep(target)
+    partial, file = _open_partial(target)
     try:
-        with partial.open("x+b") as file:
+        with file:
+            if before is not None and sys.platform != "win32":
+                os.fchmod(file.fileno(), stat.S_IMODE(before.st_mode) & 0o777)
             yield file
             file.flush()
             os.fsync(file.fileno())
-        os.replace(partial, target)
+            if sys.platform == "win32":
+                file.close()  # an open file cannot be renamed there
+            os.replace(partial, target)  # before its lock goes with the closing, or another process would sweep it
     except BaseException:
         partial.unlink(missing_ok=True)
         raise
@@ -51,21 +116,170 @@ def atomic_file(path: str | Path) -> Iterator[BinaryIO]:
 @contextmanager
 def atomic_folder(path: str | Path) -> Iterator[Path]:
     """Yield a folder that becomes `path` when the block ends without an error; an empty one may be there already."""
-    target = Path(path)
-    if target.is_dir() and any(target.iterdir()):
-        raise StoreError(f"{target}: is not empty; a folder is never overwritten: remove it or choose another name")
-    if target.exists() and not target.is_dir():
-        raise StoreError(f"{target}: is a file, and a folder was to be written; remove it or choose another name")
-    if not target.parent.is_dir():
-        raise StoreError(f"{target}: there is no folder {target.parent}; make it first")
-    partial = target.with_name(f".{target.name}.{secrets.token_hex(6)}.partial")
-    partial.mkdir()
+    target = check_output_folder(path)
+    _sweep(target)
+    partial, lock = _make_partial_folder(target)
     try:
         yield partial
-        os.replace(partial, target)
+        _sync_folder(partial)
+        try:
+            os.replace(partial, target)
+        except OSError as error:
+            if error.errno not in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR):
+                raise
+            raise StoreError(
+                f"{path}: something else was written there meanwhile; it was left as it is, and nothing of this run "
+                "was written: choose another name"
+            ) from None
     except BaseException:
         shutil.rmtree(partial, ignore_errors=True)
         raise
+    finally:
+        _unlock(lock)
+    _sync_folder(target.parent)
+
+
+def check_output_folder(path: str | Path, *, inputs: Iterable[Path] = ()) -> Path:
+    """The folder that `atomic_folder` makes of `path`, links followed; an error where it cannot, or holds an input."""
+    target = Path(os.path.realpath(path))
+    status = _status(path)
+    for source in inputs:
+        if status is not None and os.path.samestat(status, os.stat(source.parent)):
+            raise StoreError(f"{path}: holds the input {source.name} itself; write to another folder")
+    if status is None:
+        if not target.parent.is_dir():
+            raise StoreError(f"{path}: there is no folder {target.parent}; make it first")
+    elif not stat.S_ISDIR(status.st_mode):
+        kind = _KINDS.get(stat.S_IFMT(status.st_mode), "a file")
+        raise StoreError(f"{path}: is {kind}, and a folder was to be written; remove it or choose another name")
+    elif any(target.iterdir()):
+        raise StoreError(f"{path}: is not empty; a folder is never overwritten: remove it or choose another name")
+    return target
+
+
+# ---- temporary names, which only a living process holds --------------------------------------------------------------
+
+
+def _partial_name(target: Path) -> Path:
+    return target.with_name(f".{target.name}.{secrets.token_hex(6)}.partial")
+
+
+def _open_partial(target: Path) -> tuple[Path, BinaryIO]:
+    while True:
+        partial = _partial_name(target)
+        file = partial.open("x+b")
+        if _lock(file.fileno()) and _is_at(file.fileno(), partial):
+            return partial, file
+        file.close()  # another process swept it before it was locked
+
+
+def _make_partial_folder(target: Path) -> tuple[Path, int | None]:
+    while True:
+        partial = _partial_name(target)
+        partial.mkdir()
+        if sys.platform == "win32":
+            return partial, None
+        try:
+            lock = os.open(partial, os.O_RDONLY | os.O_DIRECTORY)
+        except FileNotFoundError:
+            continue
+        if _lock(lock) and _is_at(lock, partial):
+            return partial, lock
+        os.close(lock)
+
+
+def _sweep(target: Path) -> None:
+    """Remove what killed processes left of this target: temporary names that nobody has locked."""
+    if sys.platform == "win32":
+        return
+    ours = re.compile(rf"\.{re.escape(target.name)}\.[0-9a-f]{{12}}\.partial")
+    # What cannot be opened or removed is finished meanwhile, or another user's: that user's next write removes it.
+    with suppress(OSError):
+        for name in filter(ours.fullmatch, os.listdir(target.parent)):
+            with suppress(OSError):
+                _remove_unlocked(target.with_name(name))
+
+
+def _remove_unlocked(partial: Path) -> None:
+    descriptor = os.open(partial, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+    try:
+        if _lock(descriptor, wait=False) and _is_at(descriptor, partial):
+            if partial.is_dir():
+                shutil.rmtree(partial)
+            else:
+                partial.unlink()
+    finally:
+        os.close(descriptor)
+
+
+def _lock(descriptor: int, *, wait: bool = True) -> bool:
+    """Whether this process holds the file now; the lock goes with the process, however it ends."""
+    if sys.platform == "win32":
+        return wait
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+    except BlockingIOError:
+        return False
+    except OSError as error:
+        if error.errno not in (errno.ENOTSUP, errno.ENOLCK, errno.ENOSYS):
+            raise
+        return wait  # a file system without locks: nothing is swept there
+    return True
+
+
+def _unlock(descriptor: int | None) -> None:
+    if descriptor is not None:
+        os.close(descriptor)
+
+
+def _is_at(descriptor: int, path: Path) -> bool:
+    status = _status(path)
+    return status is not None and os.path.samestat(os.fstat(descriptor), status)
+
+
+# ---- logs ------------------------------------------------------------------------------------------------------------
+
+
+def open_log(path: str | Path, begins: bytes, *, what: str, error: type[BitplanError] = StoreError) -> int:
+    """A descriptor for appending lines to a new or empty file, or to one that begins as logs of this kind do.
+
+    begins  how the first line of such a log begins; any number may stand for a number in it
+    what    the kind's name, for the error of a file that is something else
+
+    A last line that a crash tore is cut off, so that the next one stands alone.
+    """
+    try:
+        check_output(path)
+    except StoreError as refused:
+        raise error(str(refused)) from None
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o666)
+    try:
+        head, wanted = _without_numbers(os.pread(descriptor, 4 * len(begins), 0)), _without_numbers(begins)
+        if head[: len(wanted)] != wanted[: len(head)]:
+            raise error(f"{path}: exists and is not a {what}; nothing was appended to it: give another name")
+        _cut_torn_line(descriptor)
+    except BaseException:
+        os.close(descriptor)
+        raise
+    return descriptor
+
+
+def _cut_torn_line(descriptor: int) -> None:
+    size = start = os.fstat(descriptor).st_size
+    while start:
+        start = max(0, start - 2**16)
+        newline = os.pread(descriptor, 2**16, start).rfind(b"\n")
+        if newline >= 0 or start == 0:
+            if start + newline + 1 < size:
+                os.ftruncate(descriptor, start + newline + 1)
+            return
+
+
+def _without_numbers(head: bytes) -> bytes:
+    return re.sub(rb"-?[0-9]+|-$", b"0", head)
+
+
+# ---- JSON ------------------------------------------------------------------------------------------------------------
 
 
 def write_json(path: str | Path, document: Any) -> None:

@@ -57,6 +57,8 @@ def run_bash(block):
         command, target = (words[: words.index(">")], words[-1]) if ">" in words else (words, None)
         assert command[0] == "bitplan", f"{line}: a bash block holds bitplan commands alone"
         assert not {"|", "&&", "||", ";"} & set(words), f"{line}: one command to a line"
+        if "-o" in command:  # the folder has a plan already; a reader has none yet
+            Path(command[command.index("-o") + 1]).unlink(missing_ok=True)
         output = io.StringIO()
         with redirect_stdout(output):
             code = run(command[1:])

@@ -10,7 +10,7 @@ import pytest
 import bitplan
 
 PACKAGE = Path(bitplan.__file__).parent
-OPEN_TO_ALL = {"errors", "lazy_names", "optional", "records", "version"}
+OPEN_TO_ALL = {"errors", "lazy_names", "optional", "records", "text", "version"}
 MAY_IMPORT = {
     "formats": set(),
     "kernels": {"formats"},

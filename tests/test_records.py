@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 import json
+import os
+import socket
+import stat
+import subprocess
+import sys
 import time
+from pathlib import Path
 
 import pytest
 
+import bitplan
 from bitplan.errors import FileFormatError, StoreError
-from bitplan.records import atomic_file, atomic_folder, parse_json, read_json, write_json
+from bitplan.records import atomic_file, atomic_folder, check_output, open_log, parse_json, read_json, write_json
 
 
 def test_a_document_comes_back(tmp_path):
@@ -111,3 +118,146 @@ def test_a_link_into_a_folder_that_is_not_there_names_that_folder(tmp_path):
     with pytest.raises(FileNotFoundError) as caught, atomic_file(tmp_path / "link"):
         pass
     assert caught.value.filename == str((tmp_path / "gone").resolve())
+
+
+# ---- what is never written to ----------------------------------------------------------------------------------------
+
+
+def test_only_a_regular_file_is_replaced(tmp_path, monkeypatch):
+    (tmp_path / "folder").mkdir()
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "loop").symlink_to("loop")
+    (tmp_path / "full").symlink_to("/dev/full")
+    listening = socket.socket(socket.AF_UNIX)
+    monkeypatch.chdir(tmp_path)  # the name of a socket is short
+    listening.bind("socket")
+    before = {path.name: os.lstat(path).st_mode for path in tmp_path.iterdir()}
+    for name, kind in {"folder": "a folder", "pipe": "a named pipe", "socket": "a socket", "full": "a device"}.items():
+        for write in (write_json, lambda path, _: open_log(path, b"{", what="log")):
+            with pytest.raises(StoreError, match=f"{name}: is {kind}, and only a regular file can be written"):
+                write(tmp_path / name, {})
+    with pytest.raises(OSError, match="symbolic links"):
+        write_json(tmp_path / "loop", {})
+    listening.close()
+    assert {path.name: os.lstat(path).st_mode for path in tmp_path.iterdir()} == before
+
+
+def test_an_input_is_refused_under_every_name(tmp_path):
+    source = tmp_path / "in"
+    source.write_text("kept")
+    os.link(source, tmp_path / "hard")
+    (tmp_path / "soft").symlink_to("in")
+    for name in ("in", "hard", "soft", "../" + tmp_path.name + "/in"):
+        with pytest.raises(StoreError, match=r"is the input .*in itself; write to another file"):
+            check_output(tmp_path / name, inputs=[tmp_path / "missing", source])
+    assert check_output(tmp_path / "out", inputs=[source]) == Path(os.path.realpath(tmp_path / "out"))
+
+
+def test_a_file_that_exists_is_replaced_with_force_only(tmp_path):
+    (tmp_path / "a").touch()
+    with pytest.raises(StoreError, match="a: exists already; replace it with --force"):
+        check_output(tmp_path / "a", force=False)
+    check_output(tmp_path / "a", force=True)
+    check_output(tmp_path / "b", force=False)
+
+
+def test_a_replaced_file_keeps_its_permissions(tmp_path):
+    for mode in (0o600, 0o664):
+        (tmp_path / "d.json").touch()
+        (tmp_path / "d.json").chmod(mode)
+        write_json(tmp_path / "d.json", {})
+        assert stat.S_IMODE((tmp_path / "d.json").stat().st_mode) == mode
+
+
+# ---- what killed processes leave -------------------------------------------------------------------------------------
+
+
+def test_leftovers_of_the_same_name_are_swept_and_those_of_the_living_stay(tmp_path):
+    (tmp_path / ".a.0123456789ab.partial").touch()
+    (tmp_path / ".a.ba9876543210.partial").mkdir()
+    (tmp_path / ".a.ba9876543210.partial" / "file").touch()
+    (tmp_path / ".b.0123456789ab.partial").touch()
+    with atomic_file(tmp_path / "a") as held:
+        held.write(b"first")
+        write_json(tmp_path / "a", {})
+        with atomic_folder(tmp_path / "f") as folder:
+            (folder / "file").touch()
+    assert (tmp_path / "a").read_bytes() == b"first"
+    assert {path.name for path in tmp_path.iterdir()} == {"a", "f", ".b.0123456789ab.partial"}
+
+
+KILLS = """
+import os, random, signal, sys, time, types
+package = types.ModuleType("bitplan")  # records alone: thirty children in a second
+package.__path__ = [sys.argv[2]]
+sys.modules["bitplan"] = package
+from bitplan.records import atomic_file
+
+path, sizes = sys.argv[1], (10_000, 3_000_000)
+for attempt in range(30):
+    child = os.fork()
+    if child == 0:
+        while True:
+            for letter, size in zip(b"ab", sizes):
+                with atomic_file(path) as file:
+                    for _ in range(10):
+                        file.write(bytes([letter]) * (size // 10))
+    time.sleep(random.uniform(0.002, 0.03) if attempt else 0.3)
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    content = open(path, "rb").read()
+    assert content in (b"a" * sizes[0], b"b" * sizes[1]), (attempt, len(content), set(content))
+with atomic_file(path) as file:
+    file.write(b"end")
+print(os.listdir(os.path.dirname(path)))
+"""
+
+
+def test_thirty_kills_leave_the_old_file_or_the_new_one(tmp_path):
+    command = [sys.executable, "-W", "ignore", "-c", KILLS, str(tmp_path / "d"), str(Path(bitplan.__file__).parent)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert (done.stderr, done.stdout) == ("", "['d']\n")
+
+
+def test_a_lost_race_for_a_folder_is_one_error(tmp_path):
+    def lose(make):
+        with atomic_folder(tmp_path / "out") as folder:
+            (folder / "mine").touch()
+            make()
+
+    def other():
+        (tmp_path / "out").mkdir()
+        (tmp_path / "out" / "theirs").touch()
+
+    with pytest.raises(StoreError, match="out: something else was written there meanwhile; it was left as it is"):
+        lose(other)
+    assert [path.name for path in tmp_path.rglob("*")] == ["out", "theirs"]
+
+
+# ---- logs ------------------------------------------------------------------------------------------------------------
+
+
+def append(path, line):
+    log = open_log(path, b'{"step": 0, "name": "', what="drift log")
+    os.write(log, line)
+    os.close(log)
+
+
+def test_a_log_takes_lines_of_its_own_kind_only(tmp_path):
+    path = tmp_path / "log"
+    line = b'{"step": -12, "name": "w"}\n'
+    append(path, line)
+    append(path, line)
+    assert path.read_bytes() == 2 * line
+    for torn in range(1, len(line)):
+        path.write_bytes(line + line[:torn])
+        append(path, line)
+        assert path.read_bytes() == 2 * line
+        path.write_bytes(line[:torn])
+        append(path, line)
+        assert path.read_bytes() == line
+    for other in (b"\x88\0\0\0\0\0\0\0{}", b'{"step": 1, "step_ms": 2.5}\n', b"text", b"\n"):
+        path.write_bytes(other)
+        with pytest.raises(StoreError, match="log: exists and is not a drift log; nothing was appended"):
+            append(path, line)
+        assert path.read_bytes() == other

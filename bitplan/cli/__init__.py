@@ -6,6 +6,7 @@ import sys
 from collections.abc import Sequence
 
 from bitplan.errors import BitplanError
+from bitplan.text import visible
 
 INTERRUPTED = 130
 
@@ -35,7 +36,11 @@ def run(arguments: Sequence[str] | None = None) -> int:
         format_message = getattr(error, "format_message", None)
         if format_message is None:
             raise
-        return _fail(" ".join(format_message().split()))
+        message = format_message()
+        if type(error).__name__ == "NoArgsIsHelpError":  # the help is the answer; some versions have printed it already
+            print(message, end="\n" if message else "")
+            return 2
+        return _fail(" ".join(message.split()))
 
 
 def _interrupted() -> int:
@@ -43,7 +48,7 @@ def _interrupted() -> int:
 
 
 def _fail(message: str, code: int = 2) -> int:
-    print(f"bitplan: {message}", file=sys.stderr)
+    print(f"bitplan: {visible(message)}", file=sys.stderr)
     return code
 
 

@@ -9,9 +9,7 @@ from typing import Annotated, Any, Literal
 
 import typer
 
-from bitplan.cli.show import progress, show_json, table, visible
-
-Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
+from bitplan.cli.show import Force, Json, progress, say, show_json, table
 
 
 def bench_layers(
@@ -52,6 +50,7 @@ def bench_layers(
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="List what would be timed, and how long it may take.")
     ] = False,
+    force: Force = False,
     as_json: Json = False,
 ) -> None:
     """Time every linear layer of a model in BF16 and FP8, in turns. Exit 1 when rows failed; the report is kept.
@@ -85,6 +84,7 @@ def bench_layers(
     if dry_run:
         _show_plan(session, as_json)
         return
+    _check_policy_path(session, force)
     raise typer.Exit(_measure(session, as_json))
 
 
@@ -105,6 +105,19 @@ def _options(given: dict[str, tuple[str, Any]]) -> Any:
     return options
 
 
+def _check_policy_path(session: Any, force: bool) -> None:
+    """The report is a log that goes on; the policy is a file like any other, checked before the work."""
+    from bitplan.plan.fp8_environment import BenchOptionsError
+    from bitplan.records import check_output
+
+    options = session.request.options
+    if options.fp8_policy_path is None:
+        return
+    target = check_output(options.fp8_policy_path, inputs=[options.omni_config_path], force=force)
+    if target == Path(os.path.realpath(session.report_path())):
+        raise BenchOptionsError(f"{target}: is the report and the policy; give --policy another name")
+
+
 def _show_plan(session: Any, as_json: bool) -> None:
     """What would be timed."""
     plan = session.plan
@@ -122,12 +135,12 @@ def _show_plan(session: Any, as_json: bool) -> None:
     table(
         f"{session.model}: layers of one GPU", [row | {"tokens": ", ".join(row["tokens"])} for row in layers.values()]
     )
-    print(
+    say(
         f"{len(plan.ways())} measurements of {len(plan.choices())} arms, {plan.turns} samples each: "
         f"very roughly {minutes:.1f} minutes on a GPU of the H100's class"
     )
     if session.ranks == 1 and max(session.parallel.tp, session.parallel.ep, session.parallel.etp) > 1:
-        print("one process: the shard of one GPU alone, without communication; use torchrun for both")
+        say("one process: the shard of one GPU alone, without communication; use torchrun for both")
 
 
 def _shown_case(case: Any) -> dict[str, Any]:
@@ -152,7 +165,7 @@ def _measure(session: Any, as_json: bool) -> int:
     from bitplan.runtime.fp8_bench_session import run_session
 
     path = session.report_path()
-    with progress("measuring", len(session.plan.ways()), hidden=as_json) as advance:
+    with progress("measuring", len(session.plan.ways())) as advance:
         result = run_session(session, on_way=lambda way: advance(1, way.label))
     if result is None:  # another rank shows it
         return 0
@@ -174,8 +187,10 @@ def _measure(session: Any, as_json: bool) -> int:
         if merged is not None:
             table(f"{session.model} on {result.report.fingerprint.gpu}", summary(merged.policy))
             for finding in merged.findings:
-                print(visible(finding))
+                say(finding)
         failed = "".join(f", {count} {status}" for status, count in result.failures.items())
-        print(f"{len(result.report.rows)} rows{failed}; {result.timed} measurements in this run")
-        print(f"report: {path}" + (f"\npolicy: {written}" if written else ""))
+        say(f"{len(result.report.rows)} rows{failed}; {result.timed} measurements in this run")
+        say(f"report: {path}")
+        if written:
+            say(f"policy: {written}")
     return 1 if "error" in result.failures or (merged is not None and merged.findings) else 0

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 import typer
 
-from bitplan.cli.show import Json, progress, show_json, table, visible
+from bitplan.cli.show import Json, progress, say, show_json, table
 
 EMULATED = "FP8 is emulated on the CPU: this shows that the command runs; no speed is shown by it"
 
@@ -50,7 +50,7 @@ def confirm_policy(
     trial = fp8_confirm_policy.Trial(timing, compiled, recipe, tp)
     place = fp8_confirm_policy.require_device(device, rules, recipe)
     small = plan_small_model(model, tp=tp)
-    with progress("confirming", len(counts), hidden=as_json) as advance:
+    with progress("confirming", len(counts)) as advance:
         results = fp8_confirm_policy.confirm_policy(
             rules, small, counts, place, trial, on_count=lambda count: advance(1, f"{count} tokens")
         )
@@ -85,23 +85,23 @@ def _name(device: Any) -> str:
 
 def _show(how: dict[str, Any], results: list[Any]) -> None:
     if how["emulated"]:
-        print(EMULATED)
+        say(EMULATED)
     run = f"{'compiled, ' if how['compiled'] else ''}{how['timing']}, tp {how['tp']}"
     table(f"{how['policy']} on blocks of {how['model']}: {how['device']}, {run}", _rows(results))
-    print(f"built {how['blocks_built']} of {how['of_blocks']} blocks: {how['why']}")
+    say(f"built {how['blocks_built']} of {how['of_blocks']} blocks: {how['why']}")
     for result in results:
         for block in result.blocks:
-            print(visible(f"{result.tokens} tokens, {block.block}: {block.answer}: {block.reason}"))
+            say(f"{result.tokens} tokens, {block.block}: {block.answer}: {block.reason}")
         if result.failure is not None:
-            print(visible(f"{result.tokens} tokens: nothing was confirmed: {result.failure}; try fewer tokens"))
+            say(f"{result.tokens} tokens: nothing was confirmed: {result.failure}; try fewer tokens")
     for result in results:
         for reason in result.unknown:
-            print(visible(f"{result.tokens} tokens: the policy knows none of these layers: {reason}"))
+            say(f"{result.tokens} tokens: the policy knows none of these layers: {reason}")
     for note in dict.fromkeys(note for result in results if result.applied for note in result.applied.notes):
-        print(visible(note))
+        say(note)
     refused = [str(result.tokens) for result in results if result.turned_down]
     if refused and not how["emulated"]:
-        print(f"not confirmed at {', '.join(refused)} tokens: keep BF16 there, as apply_fp8(..., confirm=True) does")
+        say(f"not confirmed at {', '.join(refused)} tokens: keep BF16 there, as apply_fp8(..., confirm=True) does")
 
 
 def _rows(results: list[Any]) -> list[dict[str, Any]]:

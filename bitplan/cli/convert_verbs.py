@@ -8,11 +8,10 @@ from typing import Annotated, Literal
 
 import typer
 
-from bitplan.cli.show import Json, human_bytes, progress, show_json, table
+from bitplan.cli.show import Force, Json, human_bytes, progress, say, show_json, table
 
 Layout = Literal["openai", "hf", "gguf"]
 Experts = Literal["mxfp4", "bfloat16"]
-Force = Annotated[bool, typer.Option("--force", help="Replace a file that exists.")]
 Dest = Annotated[
     Path, typer.Argument(metavar="DEST", help="A .gguf file; or a .safetensors file, or a folder to be made.")
 ]
@@ -55,7 +54,7 @@ def convert(
         shape, before = file.shape, file.nbytes
     packed = experts == "mxfp4" or to == "openai"
     started = time.perf_counter()
-    with progress("converting", checkpoint_bytes(to, shape, packed=packed), hidden=as_json) as advance:
+    with progress("converting", checkpoint_bytes(to, shape, packed=packed), amount=human_bytes) as advance:
         report = convert_gpt_oss(
             source, dest, to=to, experts=experts, scale_rule=scale_rule, force=force, on_bytes=advance
         )
@@ -75,11 +74,11 @@ def convert(
     ]
     table(f"{source} ({report.from_layout}) -> {dest} ({to})", rows)
     beside = f", with {', '.join(report.files)}" if report.files else ""
-    print(
+    say(
         f"{len(report.tensors)} tensors, {human_bytes(before)} -> {human_bytes(report.nbytes)}, {seconds:.1f} s{beside}"
     )
     if to == "gguf" and report.from_layout != "gguf":
-        print("no tokenizer was written: llama.cpp loads the weights, and needs one added for text")
+        say("no tokenizer was written: llama.cpp loads the weights, and needs one added for text")
 
 
 def make_checkpoint(
@@ -119,7 +118,7 @@ def make_checkpoint(
     }
     total = checkpoint_bytes(naming, make_shape(size, **sizes), packed=experts == "mxfp4" or naming == "openai")
     started = time.perf_counter()
-    with progress("drawing", total, hidden=as_json) as advance:
+    with progress("drawing", total, amount=human_bytes) as advance:
         report = make(
             dest,
             naming=naming,
@@ -136,4 +135,4 @@ def make_checkpoint(
         show_json({**report.to_dict(), "seconds": round(seconds, 3)})
         return
     beside = f", with {', '.join(report.files)}" if report.files else ""
-    print(f"{dest} ({naming}): {len(report.tensors)} tensors, {human_bytes(report.nbytes)}, {seconds:.1f} s{beside}")
+    say(f"{dest} ({naming}): {len(report.tensors)} tensors, {human_bytes(report.nbytes)}, {seconds:.1f} s{beside}")

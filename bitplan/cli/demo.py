@@ -6,6 +6,7 @@ run that is stopped leaves whole files of the parts that were done. The same see
 
 from __future__ import annotations
 
+import os
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -22,11 +23,11 @@ from bitplan.cli.demo_training import made_batches, train_streamed
 from bitplan.cli.demo_trees import boost_twice, count_fits
 from bitplan.cli.show import progress
 from bitplan.cli.tiny_model import Corpus, TinyTransformer, shipped_text
-from bitplan.errors import StoreError
+from bitplan.errors import FileFormatError, StoreError
 from bitplan.measure.crossover_files import gpu_fingerprint
 from bitplan.measure.machine import examine_machine
 from bitplan.plan import Manifest
-from bitplan.records import write_json
+from bitplan.records import read_json, write_json
 from bitplan.report import write_report
 
 # What a report is made of, in this order; a part that was not run has no file.
@@ -66,14 +67,19 @@ FULL = Size(steps=180, batch=8, windows=64, calibration_batches=4, rows=60_000, 
 FAST = Size(steps=16, batch=2, windows=8, calibration_batches=1, rows=4000, trees=5, repeats=1)
 
 
-def run_demo(output: Path, *, fast: bool = False, quiet: bool = False, seed: int = 0) -> dict[str, Any]:
+def run_demo(
+    output: Path, *, fast: bool = False, quiet: bool = False, seed: int = 0, force: bool = False
+) -> dict[str, Any]:
     """Train, calibrate, plan, pack, boost, and write a report of it into a folder; the figures, which are demo.json."""
-    prepare_folder(output)
+    prepare_folder(output, force=force)
     return _Demo(output, FAST if fast else FULL, seed, quiet).run()
 
 
-def prepare_folder(output: Path) -> None:
-    """The folder, writable, and without the files of an earlier demo; other files in it are left alone."""
+def prepare_folder(output: Path, *, force: bool = False) -> None:
+    """The folder, writable, and without the files of an earlier demo; other files in it are left alone.
+
+    Files of these names that no demo wrote are removed with `force` only.
+    """
     if output.exists() and not output.is_dir():
         raise StoreError(f"{output}: is a file, and the demo writes a folder; give another name with --output")
     try:
@@ -81,12 +87,27 @@ def prepare_folder(output: Path) -> None:
         with tempfile.TemporaryFile(dir=output):
             pass
         models = [f"model.{name}.safetensors" for name in (REFERENCE, PLAN, *FORMATS)]
-        for name in (*RECORDS, *OTHERS, *models):
-            (output / name).unlink(missing_ok=True)
+        found = [output / name for name in (*RECORDS, *OTHERS, *models) if os.path.lexists(output / name)]
+        if found and not force and not _is_a_demos(output):
+            raise StoreError(
+                f"{found[0]}: exists already, and no demo wrote it; replace it with --force, or give another folder "
+                "with --output"
+            )
+        for path in found:
+            path.unlink()
     except OSError as error:
         raise StoreError(
             f"{output}: the demo cannot write there ({error.strerror or error}); give another folder with --output"
         ) from None
+
+
+def _is_a_demos(output: Path) -> bool:
+    """Whether a demo began here: its figures are the first file that it writes."""
+    try:
+        figures = read_json(output / "demo.json")
+    except (OSError, FileFormatError):
+        return False
+    return isinstance(figures, dict) and {"seed", "fast", "weights"} <= set(figures)
 
 
 class _Demo:
@@ -96,12 +117,13 @@ class _Demo:
 
     def run(self) -> dict[str, Any]:
         torch.manual_seed(self.seed)
-        self.machine = examine_machine(measure=self.device == "cuda")
-        self._write("machine.json", self.machine)
         self.corpus = Corpus(shipped_text())
         self.model = TinyTransformer(self.corpus.vocabulary)
         weights = sum(parameter.numel() for parameter in self.model.parameters())
         figures: dict[str, Any] = {"seed": self.seed, "fast": self.size is FAST, "weights": weights}
+        self._write("demo.json", figures)
+        self.machine = examine_machine(measure=self.device == "cuda")
+        self._write("machine.json", self.machine)
         self._tell(show.say_start, figures, self.output)
         training = self._train()
         figures |= {"steps": training["steps"], "train_seconds": training["seconds"], "training": training}
@@ -119,7 +141,7 @@ class _Demo:
 
     def _train(self) -> dict[str, Any]:
         self.batches = made_batches(self.corpus, self.size.steps, self.size.batch, self.seed)
-        with progress("1/6 training", self.size.steps, hidden=self.quiet) as advance:
+        with progress("1/6 training", self.size.steps) as advance:
             found = train_streamed(
                 self.model,
                 self.batches,
@@ -134,7 +156,7 @@ class _Demo:
 
     def _plan(self) -> tuple[dict[str, Any], dict[str, Any]]:
         batches = [ids for ids, _ in self.batches[: self.size.calibration_batches]]
-        with progress("2/6 calibrating", passes(len(batches)), hidden=self.quiet) as advance:
+        with progress("2/6 calibrating", passes(len(batches))) as advance:
             errors = calibrate(self.model, batches, self.output, device=self.device, advance=advance).layers
         self.model.to("cpu").eval()
         self._tell(show.show_calibration, errors)
@@ -153,14 +175,14 @@ class _Demo:
         drift = pack_by_plan(self.output, self.plan, self.manifest, self.size.steps)
         windows = self.corpus.held_out_windows(self.size.windows)
         comparison = Comparison(self.model, self.corpus.vocabulary, windows, self.output)
-        with progress("4/6 packing", count_measured(), hidden=self.quiet) as advance:
+        with progress("4/6 packing", count_measured()) as advance:
             rows = comparison.measure_all(advance)
         self._tell(show.show_formats, rows, windows.numel())
         return [row.to_dict() for row in drift], rows
 
     def _boost(self) -> list[dict[str, Any]]:
         size = self.size
-        with progress("5/6 boosting", count_fits(size.repeats), hidden=self.quiet) as advance:
+        with progress("5/6 boosting", count_fits(size.repeats)) as advance:
             runs = boost_twice(size.rows, size.trees, size.repeats, self.seed, advance)
         head = {"benchmark": "trees", "machine": self.machine["machine"], "versions": self.machine["versions"]}
         self._write("trees.json", head | {"runs": runs})
@@ -169,13 +191,13 @@ class _Demo:
 
     def _gpu(self) -> dict[str, Any]:
         if self.device != "cuda":
-            self._tell(show.say, f"6. Not measured: {WITHOUT_GPU}")
+            self._tell(show.begin, f"6. Not measured: {WITHOUT_GPU}")
             return {"measured": False, "reason": WITHOUT_GPU}
         sizes, gpu = GpuSizes(MODEL), torch.cuda.get_device_name()
         session = plan_fp8(self.output, sizes, self.device)
-        with progress("6/6 FP8", len(session.plan.ways()), hidden=self.quiet) as advance:
+        with progress("6/6 FP8", len(session.plan.ways())) as advance:
             fp8 = measure_fp8(session, advance)
-        with progress("6/6 fused products", len(sizes.formats), hidden=self.quiet) as advance:
+        with progress("6/6 fused products", len(sizes.formats)) as advance:
             fused = measure_fused(self.output, sizes, self.device, advance, gpu_fingerprint(gpu))
         self._tell(show.show_gpu, gpu, fp8, fused)
         return {"measured": True, "gpu": gpu, "fp8": fp8, "fused": fused}

@@ -9,20 +9,21 @@ from typing import Any
 
 from bitplan.cli.demo_plan import BUDGET_PER_LAYER, EIGHT_BITS, FOUR_BITS, worst_and_best
 from bitplan.cli.demo_quality import BASELINE, PLAN
-from bitplan.cli.show import human_bytes, table
+from bitplan.cli.show import human_bytes, say, table
 from bitplan.plan import Plan
 
 MOVES_SHOWN = 8
 LAYERS_SHOWN = 3
 
 
-def say(line: str) -> None:
-    """A line of text, after an empty one."""
-    print(f"\n{line}", flush=True)
+def begin(line: str) -> None:
+    """The first line of a part, after an empty one."""
+    print()
+    say(line)
 
 
 def say_start(figures: Mapping[str, Any], output: Path) -> None:
-    print(f"bitplan demo: {figures['weights']:,} weights, seed {figures['seed']}; files go to {output}/", flush=True)
+    say(f"bitplan demo: {figures['weights']:,} weights, seed {figures['seed']}; files go to {output}/")
 
 
 def show_training(found: Mapping[str, Any]) -> None:
@@ -32,26 +33,23 @@ def show_training(found: Mapping[str, Any]) -> None:
     later = [move for move in moves if move["step"] != first_step]
     rule = found["thresholds"]
     where = "a simulated device" if found["device"] == "cpu" else found["device"]
-    say(
+    begin(
         f"1. Trained {found['steps']} steps in {found['seconds']} s, loss {found['first_loss']:.2f} to "
         f"{found['last_loss']:.2f}; {found['blocks']} blocks streamed through {found['ring_slots']} slots of {where}"
     )
     if first:
         told = f"of {found['layers']} layers {len(first)} went to INT8 at the first decision, step {first_step}"
-        print(told if later else f"{told}; none changed after that")
+        say(told if later else f"{told}; none changed after that")
     if later:
         table(f"{len(later)} changes after that{_more(later)}", [_move(move) for move in later[:MOVES_SHOWN]])
-    print(
+    say(
         f"why: every {rule['update_interval_steps']} steps each layer is scored by its gradient, relative to the other "
-        f"layers', and by INT8's error;\n     first score < {rule['first_int8_below']}: INT8; later BF16 -> INT8 "
+        f"layers', and by INT8's error; first score < {rule['first_int8_below']}: INT8; later BF16 -> INT8 "
         f"below {rule['later_int8_below']}, INT8 -> BF16 from {rule['bf16_from']} on (the policy's defaults)"
     )
     whole = found["bytes_sent"] + found["bytes_not_sent"]
     counts = ", ".join(f"{count} {name.upper()}" for name, count in sorted(found["layers_by_precision"].items()))
-    print(
-        f"end: {counts}; {found['bytes_not_sent'] / whole:.0%} of the bytes of an all-BF16 run were not sent",
-        flush=True,
-    )
+    say(f"end: {counts}; {found['bytes_not_sent'] / whole:.0%} of the bytes of an all-BF16 run were not sent")
 
 
 def _more(rows: Sequence[Any]) -> str:
@@ -75,7 +73,7 @@ def show_calibration(errors: Mapping[str, Mapping[str, float]]) -> None:
         }
         for name, _ in shown
     ]
-    say("2. Calibrated: relative error of each layer's output, on real activations")
+    begin("2. Calibrated: relative error of each layer's output, on real activations")
     table(f"the {LAYERS_SHOWN} worst layers in {fmt}, then the {LAYERS_SHOWN} best, of {len(errors)}", rows)
 
 
@@ -88,7 +86,7 @@ def show_plan(plan: Plan) -> None:
     counts = Counter(choice.format for choice in plan.values())
     budget = BUDGET_PER_LAYER * sum(entry.role not in ("norm", "embed") for entry in plan.entries.values())
     total = plan.bytes_by_role_and_format()[-1]
-    say(f"3. Planned: {' or '.join(EIGHT_BITS)} for layers, 4 bits while their errors sum to {budget:.2g} at most")
+    begin(f"3. Planned: {' or '.join(EIGHT_BITS)} for layers, 4 bits while their errors sum to {budget:.2g} at most")
     rows = [
         {"format": row.format, "tensors": row.tensors, "bytes": human_bytes(row.nbytes)}
         for row in plan.bytes_by_role_and_format()
@@ -97,7 +95,7 @@ def show_plan(plan: Plan) -> None:
     table(f"{len(plan)} tensors, {human_bytes(total.nbytes)}: {total.ratio or 0:.2f} times smaller than bfloat16", rows)
     for fmt in dict.fromkeys(choice.format for choice in plan.values() if choice.evidence):
         name, choice = next((name, choice) for name, choice in plan.items() if choice.format == fmt)
-        print(f"such as {name}, {fmt}: {choice.reason}", flush=True)
+        say(f"such as {name}, {fmt}: {choice.reason}")
 
 
 def show_formats(rows: Sequence[Mapping[str, Any]], tokens: int) -> None:
@@ -114,7 +112,7 @@ def show_formats(rows: Sequence[Mapping[str, Any]], tokens: int) -> None:
         }
         for row in rows
     ]
-    say("4. Packed, saved, loaded again and measured")
+    begin("4. Packed, saved, loaded again and measured")
     table(f"perplexity per character, {tokens:,} held-out characters; * is the plan above", shown)
 
 
@@ -130,12 +128,12 @@ def show_trees(runs: Sequence[Mapping[str, Any]]) -> None:
         for run in runs
     ]
     first = runs[0]
-    say(f"5. Boosted {first['trees']} trees on a made table")
+    begin(f"5. Boosted {first['trees']} trees on a made table")
     table(f"{first['rows']:,} rows of {first['features']} features; median of {len(first['train_s_samples'])}", shown)
 
 
 def show_gpu(gpu: str, fp8: Sequence[Mapping[str, Any]], fused: Sequence[Mapping[str, Any]]) -> None:
-    say(f"6. Measured on {gpu}")
+    begin(f"6. Measured on {gpu}")
     table("a block's linear layers, FP8 against BF16", list(fp8))
     rows = [
         {key: "" if value is None else f"{value:.4f}" if key.endswith("_ms") else value for key, value in row.items()}
@@ -145,8 +143,8 @@ def show_gpu(gpu: str, fp8: Sequence[Mapping[str, Any]], fused: Sequence[Mapping
 
 
 def say_end(output: Path) -> None:
-    say(f"files:  {output}/ (manifest.json, plan.json, model.plan.safetensors, demo.json and the records)")
-    print(f"next:   bitplan inspect {output}/model.plan.safetensors")
-    print(f"        bitplan check {output}/manifest.json {output}/model.plan.safetensors")
-    print(f"        bitplan formats --on {output}/model.float32.safetensors:blocks.0.up.weight")
-    print(f"report: {output}/report.html", flush=True)
+    begin(f"files:  {output}/ (manifest.json, plan.json, model.plan.safetensors, demo.json and the records)")
+    say(f"next:   bitplan inspect {output}/model.plan.safetensors")
+    say(f"        bitplan check {output}/manifest.json {output}/model.plan.safetensors")
+    say(f"        bitplan formats --on {output}/model.float32.safetensors:blocks.0.up.weight")
+    say(f"report: {output}/report.html")

@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 import typer
 
-from bitplan.cli.show import show_json, table, visible
+from bitplan.cli.show import say, show_json, table
 
 _ACTIVE = {True: "yes", False: "no", None: "not tried"}
 
@@ -57,14 +57,14 @@ def _show(found: dict[str, Any]) -> None:
     )
     table("libraries", [_library(each) for each in found["libraries"]])
     for cache in found["caches"]:
-        print(visible(f"{cache['name']}: {cache['path']} ({cache['detail']})"))
+        say(f"{cache['name']}: {cache['path']} ({cache['detail']})")
     for lack in found["lacks"]:
         step = f" ({lack['next']})" if lack["next"] else ""
-        print(visible(f"lacks {lack['what']}: {lack['costs']}{step}"))
+        say(f"lacks {lack['what']}: {lack['costs']}{step}")
     for problem in found["problems"]:
-        print(visible(f"broken: {problem}"))
+        say(f"broken: {problem}")
     for step in found["next"]:
-        print(visible(f"next: {step}"))
+        say(f"next: {step}")
 
 
 def _library(library: dict[str, Any]) -> dict[str, str]:

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from bitplan.cli.show import Json, progress, show_json, table, visible
+from bitplan.cli.show import Json, human_bytes, progress, say, show_json, table
 
 
 def drift(
@@ -30,7 +30,7 @@ def drift(
     log = None if jsonl is None else DriftLog(jsonl)  # a path that cannot be written is known before the work
     with open_tensors(packed) as file:
         total = sum(spec.nbytes for spec in file.specs.values())
-    with progress("comparing", total, hidden=as_json) as advance:
+    with progress("comparing", total, amount=human_bytes) as advance:
         found = drift_files(master, packed, step=step, on_bytes=advance)
     if log is not None:
         with log:
@@ -43,9 +43,9 @@ def drift(
             rows = [_shown(row) for row in found.rows]
             table(f"{packed} against {master}, largest relative error first", rows)
         for finding in found.findings:
-            print(visible(finding))
+            say(finding)
         if jsonl is not None:
-            print(f"{len(found.rows)} lines appended to {jsonl}")
+            say(f"{len(found.rows)} lines appended to {jsonl}")
     raise typer.Exit(1 if found.findings else 0)
 
 
@@ -59,6 +59,6 @@ def _shown(row: Any) -> dict[str, Any]:
         "max error": f"{row.max_abs_error:.2e}",
         "relative": f"{row.relative_error:.2e}",
         "bad scales": ", ".join(f"{count} {kind}" for kind, count in bad.items() if count) or "none",
-        "end codes": f"{health.saturated_codes / max(health.codes, 1):6.1%}",
-        "zeros": f"{health.flushed_codes / max(health.codes, 1):6.1%}",
+        "end codes": f"{health.saturated_codes / max(health.codes, 1):.1%}",
+        "zeros": f"{health.flushed_codes / max(health.codes, 1):.1%}",
     }

@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 import typer
 
 from bitplan.cli.complete import format_names, manifest_names
-from bitplan.cli.show import Json, human_bytes, progress, show_json, table, visible
+from bitplan.cli.show import Force, Json, human_bytes, progress, say, show_json, table
 
 Rule = Literal["absmax", "absmean", "percentile", "mse"]
 
@@ -51,28 +51,31 @@ def _formats_on(on: str, scale_rule: Rule | None, as_json: bool) -> None:
         raise FormatError(f"--on takes FILE:TENSOR, got {on!r}; `bitplan inspect {on}` lists the tensors")
     with open_tensors(path) as file:
         numbers = finite(readable(file.read_float(name), on), "error", on)
+    known = list_formats()
     rows: list[dict[str, Any]] = []
-    for fmt in list_formats():
-        rule = None if fmt.is_cast else scale_rule
-        try:
-            report = error_report(numbers, encode(numbers, fmt, scale_rule=rule, name=name))
-        except FormatError as error:
-            rows.append({"format": fmt.name, "note": str(error).split(";")[0]})
-            continue
-        figures = report.to_dict()
-        rows.append({"format": figures.pop("fmt"), **figures, "note": ""})
+    with progress("trying", len(known)) as advance:
+        for fmt in known:
+            advance(0, fmt.name)
+            try:
+                rule = None if fmt.is_cast else scale_rule
+                report = error_report(numbers, encode(numbers, fmt, scale_rule=rule, name=name))
+                figures = report.to_dict()
+                rows.append({"format": figures.pop("fmt"), **figures, "note": ""})
+            except FormatError as error:
+                rows.append({"format": fmt.name, "note": str(error).split(";")[0]})
+            advance(1, fmt.name)
     if as_json:
         show_json(rows)
         return
     shown = [
         {
             "format": row["format"],
-            "bytes/weight": f"{row['bytes_per_weight']:.3f}",
+            "bytes per weight": f"{row['bytes_per_weight']:.3f}",
             "cosine": f"{row['cosine']:.6f}",
             "SQNR dB": "exact" if row["sqnr_db"] is None else f"{row['sqnr_db']:.2f}",
             "max error": f"{row['max_error']:.2e}",
             "saturated": row["saturated"],
-            "underflowed": row["underflowed"],
+            "to zero": row["underflowed"],
         }
         for row in rows
         if "cosine" in row
@@ -80,7 +83,7 @@ def _formats_on(on: str, scale_rule: Rule | None, as_json: bool) -> None:
     table(f"{name} {tuple(numbers.shape)} in every format", shown)
     for row in rows:
         if row["note"]:
-            print(f"{row['format']}: {row['note']}")
+            say(f"{row['format']}: {row['note']}")
 
 
 def inspect(
@@ -108,8 +111,8 @@ def inspect(
     shown = [{**row, "shape": "x".join(map(str, row["shape"])) or "scalar"} for row in rows]
     table(f"{file}: {kind}, {len(rows)} tensors", shown)
     for name, size in by_format.most_common():
-        print(f"{name:>16}  {human_bytes(size):>10}  {size / max(total, 1):6.1%}")
-    print(f"{'all':>16}  {human_bytes(total):>10}")
+        say(f"{name:>16}  {human_bytes(size):>10}  {size / max(total, 1):6.1%}")
+    say(f"{'all':>16}  {human_bytes(total):>10}")
 
 
 def quantize(
@@ -137,6 +140,7 @@ def quantize(
     nonfinite: Annotated[
         Literal["error", "replace"], typer.Option(help="NaN and infinity: stop, or replace by 0 and the largest.")
     ] = "error",
+    force: Force = False,
     as_json: Json = False,
 ) -> None:
     """Quantize a checkpoint, tensor by tensor, in bounded memory.
@@ -144,20 +148,25 @@ def quantize(
     Example: bitplan quantize model.safetensors model.mxfp4.safetensors --format mxfp4 --keep '*embed*'
     """
     from bitplan.plan import Plan, open_manifest
+    from bitplan.records import check_output
     from bitplan.store.quantize import quantize_file
     from bitplan.store.tensor_files import open_tensors
+    from bitplan.store.tensor_writers import SUFFIXES
 
     if sum(given is not None for given in (fmt, manifest, plan)) != 1:
         raise typer.BadParameter("give one of --format, --manifest and --plan")
     with open_tensors(source) as file:
         total = sum(spec.nbytes for spec in file.specs.values())
         shapes = {name: file.spec(name).shape for name in (*file.specs, *file.tied)}
+        inputs = [*file.files, *(Path(given) for given in (manifest, plan) if given is not None)]
+    if output.suffix in SUFFIXES:  # else a folder, which is never replaced
+        check_output(output, inputs=inputs, force=force)
     wanted: str | Plan = fmt or ""
     if manifest is not None:
         wanted = open_manifest(manifest).resolve(shapes)
     elif plan is not None:
         wanted = Plan.load(plan)
-    with progress("quantizing", total, hidden=as_json) as advance:
+    with progress("quantizing", total, amount=human_bytes) as advance:
         report = quantize_file(
             source,
             output,
@@ -177,7 +186,7 @@ def quantize(
     table(f"{source} -> {output}", rows)
     before, after = report.bytes_before, report.bytes_after
     change = f"{before / max(after, 1):.2f}x smaller" if after <= before else f"{after / max(before, 1):.2f}x larger"
-    print(f"{human_bytes(before)} -> {human_bytes(after)} ({change})")
+    say(f"{human_bytes(before)} -> {human_bytes(after)} ({change})")
 
 
 def compare(
@@ -190,8 +199,12 @@ def compare(
     Example: bitplan compare model.safetensors model.mxfp4.safetensors
     """
     from bitplan.store.compare import compare_files
+    from bitplan.store.tensor_files import open_tensors
 
-    result = compare_files(first, second)
+    with open_tensors(first) as file:
+        total = sum(spec.nbytes for spec in file.specs.values())
+    with progress("comparing", total, amount=human_bytes) as advance:
+        result = compare_files(first, second, on_bytes=advance)
     if as_json:
         show_json(result.to_dict())
     else:
@@ -208,5 +221,5 @@ def compare(
         ]
         table(f"{first} against {second}, worst first", rows)
         for finding in result.findings:
-            print(visible(finding))
+            say(finding)
     raise typer.Exit(1 if result.findings else 0)

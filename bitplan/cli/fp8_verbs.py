@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal, NoReturn
 
 import typer
 
-from bitplan.cli.show import Json, show_json, table, visible
+from bitplan.cli.show import Force, Json, say, show_json, table
 
 Part = Literal["llm", "vit"]
 
@@ -37,6 +37,7 @@ def merge_policy(
     into: Annotated[
         Path | None, typer.Option("--into", help="A version 2 policy that the reports are added to.")
     ] = None,
+    force: Force = False,
     as_json: Json = False,
 ) -> None:
     """Merge benchmark reports into one policy. Exit 1 when rows could not be used; the policy is written all the same.
@@ -49,12 +50,15 @@ def merge_policy(
     from bitplan.plan.fp8_merge import extend_policy, merge_reports, summary, to_thresholds
     from bitplan.plan.fp8_report import Report
     from bitplan.plan.fp8_terms import MergeError
+    from bitplan.records import check_output
 
     paths = [*(reports or []), *(more or [])]
     if not paths:
         raise MergeError("--reports needs at least one report")
     if part is not None and policy_version == "2":
         raise MergeError("--part goes with --policy-version 1; version 2 keeps both parts in one file")
+    if output is not None:
+        check_output(output, inputs=paths, force=force)
     lists = merge_lists(paths, speedup_threshold)
     if lists is not None:
         _write_thresholds(*lists, paths, policy_version, output, as_json)
@@ -74,11 +78,11 @@ def merge_policy(
     else:
         table(f"{len(paths)} reports of {banded.fingerprint.gpu}", summary(banded))
         if policy_version == "1":
-            print(f"version 1: {len(policy.rules)} of {len(banded.rules)} rules can be said in it")
+            say(f"version 1: {len(policy.rules)} of {len(banded.rules)} rules can be said in it")
         for finding in merged.findings:
-            print(visible(finding))
+            say(finding)
         if output is not None:
-            print(f"policy: {output}")
+            say(f"policy: {output}")
     raise typer.Exit(1 if merged.findings else 0)
 
 
@@ -103,7 +107,7 @@ def _write_thresholds(
         ]
         table(f"{len(paths)} list reports", rows)
         for finding in findings:
-            print(visible(finding))
+            say(finding)
         if output is not None:
             print(f"policy: {output}")
     raise typer.Exit(1 if findings else 0)
@@ -157,14 +161,14 @@ def explain(
     else:
         at = " ".join(filter(None, (question.looked_up_kind, name, gemm if gemm != MODULE else None)))
         told = precision.replace("bf16", "BF16").replace("fp8", "FP8")
-        print(visible(f"{at} at {choice.tokens} tokens: {told} ({choice.answer}): {choice.reason}"))
-        print("; ".join(f"{product} {choice.precision_of(product).upper()}" for product in PRODUCTS))
+        say(f"{at} at {choice.tokens} tokens: {told} ({choice.answer}): {choice.reason}")
+        say("; ".join(f"{product} {choice.precision_of(product).upper()}" for product in PRODUCTS))
         if gemm != MODULE:
             by_itself = alone[gemm]
-            print(visible(f"{gemm} by itself: {by_itself.precision.upper()} ({by_itself.answer}): {by_itself.reason}"))
+            say(f"{gemm} by itself: {by_itself.precision.upper()} ({by_itself.answer}): {by_itself.reason}")
         if choice:
             to = "up" if choice.holds_to is None else f"to {choice.holds_to}"
-            print(f"the same from {choice.holds_from} tokens {to}")
+            say(f"the same from {choice.holds_from} tokens {to}")
         for rule in found:
             table(rule.where, [_shown(point) for point in rule.points])
     raise typer.Exit(0 if choice or choice.answer != UNMEASURED else 1)

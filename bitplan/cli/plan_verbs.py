@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import sys
+from collections import Counter
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from bitplan.cli.complete import manifest_names, shipped_names
-from bitplan.cli.show import Json, human_bytes, progress, show_json, table
+from bitplan.cli.show import Force, Json, human_bytes, progress, say, show_json, table
 
 manifest_app = typer.Typer(name="manifest", help="Show, expand or describe manifests.", no_args_is_help=True)
+AlwaysJson = Annotated[bool, typer.Option("--json", help="Taken as everywhere; what is printed is JSON already.")]
 ManifestName = Annotated[
     str,
     typer.Argument(
@@ -31,20 +33,25 @@ def check(
 ) -> None:
     """Check a manifest against a checkpoint's headers, and with --deep its numbers. Exit 1 when there are findings.
 
+    A float tensor of another dtype than its format's is none: `bitplan quantize` casts it.
+
     Example: bitplan check llama model.safetensors --deep
     """
     from bitplan.plan import Header, check_headers, open_manifest
+    from bitplan.plan.check import CAST
     from bitplan.store.tensor_files import open_tensors
 
     rules = open_manifest(manifest)
     with open_tensors(checkpoint) as file:
         headers = {name: Header(spec.format, spec.shape, spec.nbytes) for name, spec in file.specs.items()}
-        findings = check_headers(rules, headers)
+        found = check_headers(rules, headers)
+        findings = [finding for finding in found if finding.code != CAST]
+        casts = Counter(headers[finding.where].dtype for finding in found if finding.code == CAST)
         total = sum(header.nbytes for header in headers.values())
         if deep:
             from bitplan.store.deep_check import deep_check
 
-            with progress("checking", total, hidden=as_json) as advance:
+            with progress("checking", total, amount=human_bytes) as advance:
                 findings += deep_check(rules, file, on_bytes=advance)
     if as_json:
         show_json([finding._asdict() for finding in findings])
@@ -52,7 +59,10 @@ def check(
         table(f"{len(findings)} findings in {checkpoint} under {manifest}", [finding._asdict() for finding in findings])
     else:
         checked = f", {human_bytes(total)} of data checked" if deep else ""
-        print(f"{checkpoint}: {len(headers)} tensors{checked}, no findings under {manifest}")
+        say(f"{checkpoint}: {len(headers)} tensors{checked}, no findings under {manifest}")
+    if casts and not as_json:
+        counted = ", ".join(f"{count} tensors are {dtype}" for dtype, count in casts.items())
+        say(f"{counted}, and their rules ask for another float type: `bitplan quantize` casts them")
     raise typer.Exit(1 if findings else 0)
 
 
@@ -70,6 +80,7 @@ def plan(
     ] = None,
     output: Annotated[Path | None, typer.Option("--output", "-o", help="Write the plan as JSON here.")] = None,
     mermaid: Annotated[bool, typer.Option("--mermaid", help="Print a mermaid diagram instead of a table.")] = False,
+    force: Force = False,
     as_json: Json = False,
 ) -> None:
     """The format of every tensor of a checkpoint, the rule that says so, and the bytes: by a manifest, or by --format.
@@ -78,6 +89,7 @@ def plan(
     """
     from bitplan.plan import choose_formats, open_manifest
     from bitplan.plan.choose import keep_tensors
+    from bitplan.records import check_output
     from bitplan.store.file_names import check_patterns, stored_tensors
     from bitplan.store.tensor_files import open_tensors
 
@@ -90,6 +102,8 @@ def plan(
     *manifest, checkpoint = arguments
     rules = open_manifest(manifest[0]) if manifest else None
     with open_tensors(checkpoint) as file:
+        if output is not None:
+            check_output(output, inputs=[*manifest, *file.files], force=force)
         tensors = stored_tensors(file)
         check_patterns(file, keep or ())
         if rules is not None:
@@ -103,7 +117,7 @@ def plan(
         show_json(resolved.to_document())
         return
     if mermaid:
-        print(resolved.to_mermaid())
+        sys.stdout.write(resolved.to_mermaid())
         return
     rows: list[dict[str, Any]] = [row._asdict() for row in resolved.table(collapse=True)]
     for row in rows:
@@ -120,11 +134,14 @@ def plan(
     ]
     table("bytes by role and format; ratio: times smaller than bfloat16", sizes)
     if output is not None:
-        print(f"plan: {output}")
+        say(f"plan: {output}")
 
 
 @manifest_app.command()
-def show(name: Annotated[str, typer.Argument(help="gpt-oss, llama or mixtral.", autocompletion=shipped_names)]) -> None:
+def show(
+    name: Annotated[str, typer.Argument(help="gpt-oss, llama or mixtral.", autocompletion=shipped_names)],
+    _as_json: AlwaysJson = False,
+) -> None:
     """Print a shipped manifest, to save and edit.
 
     Example: bitplan manifest show llama
@@ -135,7 +152,10 @@ def show(name: Annotated[str, typer.Argument(help="gpt-oss, llama or mixtral.", 
 
 
 @manifest_app.command()
-def expand(raw: Annotated[Path, typer.Argument(help="A raw map of names with [i] to formats, as JSON.")]) -> None:
+def expand(
+    raw: Annotated[Path, typer.Argument(help="A raw map of names with [i] to formats, as JSON.")],
+    _as_json: AlwaysJson = False,
+) -> None:
     r"""Turn a raw map (`block.\[i].mlp.weight` to a format) into a manifest of rules.
 
     Example: bitplan manifest expand raw.json
@@ -153,7 +173,7 @@ def expand(raw: Annotated[Path, typer.Argument(help="A raw map of names with [i]
 
 
 @manifest_app.command()
-def schema() -> None:
+def schema(_as_json: AlwaysJson = False) -> None:
     """Print the JSON Schema of manifests, for editors.
 
     Example: bitplan manifest schema

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from bitplan.cli.complete import format_names, manifest_names
-from bitplan.cli.show import Json, progress, show_json, table
+from bitplan.cli.show import Json, progress, say, show_json, table
 
 if TYPE_CHECKING:
     from bitplan.cli.quality import QualityRow
@@ -81,7 +81,7 @@ def perplexity(
     content = read_text(text)
     if threads is not None:
         torch.set_num_threads(threads)
-    with progress("reading", 1, hidden=as_json):
+    with progress("reading", 1):
         candidate = load_causal_lm(model)
         reference = candidate if against is None else load_causal_lm(against)
     candidate.check_context(context)
@@ -98,7 +98,7 @@ def perplexity(
     for _, choice, rule in jobs:
         morphed_twin(candidate, choice, scale_rule=rule, pad=pad)
     run = QualityRun(reference, windows, batch)
-    with progress("measuring", len(windows) * (1 + floor + len(jobs)), hidden=as_json) as advance:
+    with progress("measuring", len(windows) * (1 + floor + len(jobs))) as advance:
 
         def counted(label: str) -> Callable[[int], None]:
             return lambda count: advance(count, label)
@@ -132,11 +132,15 @@ def _show(
     quality = first.quality
     title = f"{model.name} on {text.name}: {quality.tokens} tokens scored, {quality.windows} windows of {context}"
     table(title, [_cells(row, noise) for row in (first, *([noise] if noise else []), *rows)])
-    print("NLL difference and KL: nats a token, against the reference on the same tokens; +- is one standard error, by")
-    print("window. 95%: the perplexity on other text of this kind.")
+    say(
+        "NLL difference and KL: nats a token, against the reference on the same tokens; +- is one standard error, by "
+        "window. 95%: the perplexity on other text of this kind."
+    )
     if noise:
-        print("Noise floor: the reference against itself with bfloat16 activations; a KL below it (< 1x) is less than")
-        print("running the reference in bfloat16 costs.")
+        say(
+            "Noise floor: the reference against itself with bfloat16 activations; a KL below it (< 1x) is less than "
+            "running the reference in bfloat16 costs."
+        )
 
 
 def _cells(row: QualityRow, noise: QualityRow | None) -> dict[str, str]:

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from bitplan.cli.show import human_bytes, show_json, visible
+from bitplan.cli.show import Force, human_bytes, say, show_json
 
 
 def report(
@@ -17,6 +17,7 @@ def report(
     ],
     output: Annotated[Path, typer.Option("--output", "-o", help="The page: one HTML file.")] = Path("report.html"),
     title: Annotated[str, typer.Option(help="The heading of the page.")] = "bitplan report",
+    force: Force = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")] = False,
 ) -> None:
     """Make one self-contained HTML page from records: plans, findings, logs, benchmarks, policies.
@@ -25,12 +26,14 @@ def report(
 
     Example: bitplan report plan.json drift.jsonl -o report.html
     """
+    from bitplan.records import check_output
     from bitplan.report import write_report
 
+    check_output(output, inputs=records, force=force)
     sections = write_report(records, output, title=title)
     size = output.stat().st_size
     titles = [section.title for section in sections]
     if as_json:
         show_json({"report": str(output), "bytes": size, "records": len(records), "sections": titles})
         return
-    print(f"{visible(str(output))}: {human_bytes(size)}, {len(records)} records: {', '.join(titles)}")
+    say(f"{output}: {human_bytes(size)}, {len(records)} records: {', '.join(titles)}")

@@ -1,60 +1,124 @@
-"""How results look on a terminal: tables, JSON, progress bars."""
+"""How results look on a terminal: tables, JSON, lines, progress."""
 
 from __future__ import annotations
 
 import json
+import os
 import sys
+import threading
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from bitplan.cli.fit import Column, columns_of, share_width, split_columns, wrap
+from bitplan.text import visible
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+Force = Annotated[bool, typer.Option("--force", help="Replace a file that exists.")]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
+WIDE = 160  # where nobody says how wide: a pipe, a file
+LINE_EVERY_S = 10.0
 
 
 def show_json(document: Any) -> None:
-    """JSON on standard output, and nothing else there."""
-    print(json.dumps(document, indent=2, ensure_ascii=False))
+    """JSON on standard output, and nothing else there; in ASCII, so that no name acts on the terminal."""
+    print(json.dumps(document, indent=2).replace("\x7f", "\\u007f"))
+
+
+def say(line: str) -> None:
+    """A line of text on standard output, whatever the names in it hold."""
+    width = _width()
+    print(wrap(visible(line), WIDE * 100 if width is None else width), flush=True)
 
 
 def table(title: str, rows: Sequence[Mapping[str, Any]]) -> None:
-    """A table whose columns are the keys of the first row; numbers to the right."""
+    """A table whose columns are the keys of the first row, numbers to the right; in parts where it is too wide."""
     from rich.console import Console
+    from rich.text import Text
+
+    width = _width() or WIDE
+    console = Console(width=width)
+    console.print(Text(wrap(visible(title), width), style="bold"), no_wrap=True, overflow="ignore", crop=False)
+    shown = [{key: visible(str(value)) for key, value in row.items()} for row in rows]  # names are data: no markup
+    for columns in split_columns(columns_of(shown), width):
+        console.print(_drawn(columns, share_width(columns, width)), crop=False)
+
+
+def _drawn(columns: Sequence[Column], widths: Sequence[int]) -> Table:
     from rich.table import Table
     from rich.text import Text
 
-    shown = Table(title=Text(visible(title)), title_justify="left", title_style="bold", header_style="bold")
-    for key in rows[0] if rows else ():
-        is_number = all(_is_numeric(row[key]) for row in rows)
-        shown.add_column(key.replace("_", " "), justify="right" if is_number else "left", overflow="fold")
-    for row in rows:
-        shown.add_row(*(Text(visible(str(value))) for value in row.values()))  # names are data: no markup in them
-    Console(soft_wrap=not sys.stdout.isatty(), width=None if sys.stdout.isatty() else 160).print(shown)
+    drawn = Table(header_style="bold")
+    for column, width in zip(columns, widths, strict=True):
+        side = "right" if column.is_number else "left"
+        drawn.add_column(Text(wrap(column.header, width)), justify=side, width=width, no_wrap=True)  # type: ignore[arg-type]
+    for cells in zip(*(column.cells for column in columns), strict=True):
+        drawn.add_row(*(Text(wrap(cell, width)) for cell, width in zip(cells, widths, strict=True)))
+    return drawn
 
 
-def visible(text: str) -> str:
-    """Text of a file without what a terminal would obey: a tensor's name may hold escape sequences, or line ends."""
-    return "".join(letter if letter.isprintable() else letter.encode("unicode_escape").decode() for letter in text)
+def _width() -> int | None:
+    """How wide to print: the terminal, or COLUMNS; None where nothing limits it."""
+    from rich.console import Console
 
-
-def _is_numeric(value: Any) -> bool:
-    text = str(value)
-    return text == "exact" or text.replace(".", "").replace("-", "").replace("+", "").replace("e", "").isdigit()
+    return Console().width if sys.stdout.isatty() or os.environ.get("COLUMNS", "").isdigit() else None
 
 
 @contextmanager
-def progress(what: str, total: int, *, hidden: bool = False) -> Iterator[Callable[[int, str], None]]:
-    """A bar on standard error; call what it yields with (amount, label)."""
+def progress(what: str, total: int, *, amount: Callable[[int], str] = str) -> Iterator[Callable[[int, str], None]]:
+    """Progress on standard error: a bar on a terminal, elsewhere a line every ten seconds.
+
+    Call what it yields with (amount, label); `amount` says how amounts are written.
+    """
     from rich.console import Console
-    from rich.markup import escape
     from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
-    columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeRemainingColumn())
     console = Console(stderr=True)
-    with Progress(*columns, console=console, transient=True, disable=hidden or not console.is_terminal) as bar:
+    if not console.is_terminal:
+        with _lines(what, max(total, 1), amount) as advance:
+            yield advance
+        return
+    columns = (TextColumn("{task.description}", markup=False), BarColumn(), TaskProgressColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=console, transient=True) as bar:
         task = bar.add_task(what, total=max(total, 1))
-        yield lambda amount, label: bar.update(task, advance=amount, description=escape(f"{what} {label[-40:]}"))
+        yield lambda count, label: bar.update(task, advance=count, description=f"{what} {visible(label)[-40:]}")
+
+
+@contextmanager
+def _lines(what: str, total: int, amount: Callable[[int], str]) -> Iterator[Callable[[int, str], None]]:
+    """A thread that says every ten seconds how far the work is, also while a single step takes minutes."""
+    done, doing, started, is_over = 0, "", time.monotonic(), threading.Event()
+
+    def advance(count: int, label: str) -> None:
+        nonlocal done, doing
+        done, doing = done + count, label
+
+    def tell() -> None:
+        while not is_over.wait(LINE_EVERY_S):
+            seconds = time.monotonic() - started
+            left = f"about {_duration(seconds * (total - done) / done)} left" if done else "nothing is done yet"
+            line = f"{what}: {amount(done)} of {amount(total)} in {_duration(seconds)}, {left}"
+            print(visible(f"{line}: {doing}" if doing else line), file=sys.stderr, flush=True)
+
+    teller = threading.Thread(target=tell, daemon=True)
+    teller.start()
+    try:
+        yield advance
+    finally:
+        is_over.set()
+        teller.join()
+
+
+def _duration(seconds: float) -> str:
+    minutes, rest = divmod(max(0, round(seconds)), 60)
+    if minutes >= 60:
+        return f"{minutes // 60} h {minutes % 60} min"
+    return f"{minutes} min {rest} s" if minutes else f"{rest} s"
 
 
 def human_bytes(count: float) -> str:

@@ -17,6 +17,7 @@ from typing import Any, Self
 from bitplan.plan.documents import show
 from bitplan.plan.fp8_report import Fingerprint, Report, Row, describe_row, one_line, report_of, split_report
 from bitplan.plan.fp8_terms import ReportError
+from bitplan.records import open_log
 
 _FIRST_BYTES = b'{"document": "bitplan-fp8-report"'
 
@@ -38,9 +39,9 @@ class ReportLog:
         report_of(empty.head(), [], where=str(path))  # a head that cannot be read back is known before the work
         self.finished = False
         self.rows: list[Row] = []
-        self._file = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o666)
+        self._file = open_log(self.path, _FIRST_BYTES, what="report of the layer benchmark", error=ReportError)
         try:
-            data = self._whole_lines()
+            data = self.path.read_bytes()
             if data:
                 self._resume(data, empty)
             else:
@@ -78,17 +79,6 @@ class ReportLog:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
-
-    def _whole_lines(self) -> bytes:
-        """What is there, less a torn last line, which is cut off in the file too."""
-        data = self.path.read_bytes()
-        kept = data[: data.rfind(b"\n") + 1]
-        if len(kept) < len(data):
-            if data[: len(_FIRST_BYTES)] != _FIRST_BYTES[: len(data)]:  # never cut a file that is not ours
-                raise ReportError(f"{self.path}: not a report; choose another path, this file is left as it is")
-            os.ftruncate(self._file, len(kept))
-            os.fsync(self._file)
-        return kept
 
     def _resume(self, data: bytes, empty: Report) -> None:
         head, rows, self.finished = split_report(data, where=str(self.path))

@@ -168,8 +168,8 @@ def measure_perplexity(
                 sums = _score_window(window, logits[row], None if against is None else against[row])
                 for key, value in sums.items():
                     samples.setdefault(key, []).append(value)
-            if on_windows:
-                on_windows(len(ids))
+                if on_windows:
+                    on_windows(1)
     return _summary(samples)
 
 

@@ -12,6 +12,7 @@ finding has a code, the place it is about, and a line that says what was expecte
 | overlap | two rules that match the same tensors and disagree; the first wins |
 | size | bytes that are not those of the dtype and shape |
 | dtype | a dtype that the format does not have |
+| cast | another float dtype than the format's: `quantize` casts it, so only loaders mind |
 | missing-scales, missing-data | half of a packed weight |
 | swapped | data and scales under each other's names |
 | block-count | scales x block is not the number of weights |
@@ -33,6 +34,7 @@ from bitplan.plan.documents import ManifestError, short
 from bitplan.plan.manifest import Manifest, Tag, rule_text
 from bitplan.plan.plan import ITEM_BYTES, Part, listed, natural_order, part_dtype
 
+CAST = "cast"
 _FLOATS = ("float64", "float32", "float16", "bfloat16")
 # E8M0 bytes under torch's own name for them.
 _SAME_BYTES = {"float8_e8m0fnu": "uint8"}
@@ -166,7 +168,8 @@ def _tensor(manifest: Manifest, name: str, header: Header, tag: Tag) -> Iterator
         yield Finding("size", name, text)
     wrong = None if packed else _wrong_dtype(fmt, tag, header.dtype)
     if wrong:
-        yield Finding("dtype", name, wrong)
+        is_cast = tag.part is None and fmt.is_cast and fmt.name in _FLOATS and header.dtype in _FLOATS
+        yield Finding(CAST if is_cast else "dtype", name, wrong)
     if tag.part is None and not packed and header.shape and not fmt.is_cast:
         yield from _rows(manifest, name, header.shape, fmt)
 

@@ -11,6 +11,7 @@ from itertools import groupby
 from typing import TYPE_CHECKING
 
 from bitplan.plan.plan import number_ranges, split_layer
+from bitplan.text import visible
 
 if TYPE_CHECKING:
     from bitplan.plan.plan import Plan
@@ -116,4 +117,4 @@ def _flow_rank(box: str) -> tuple[int, str]:
 
 def _quote(text: str) -> str:
     """A mermaid string: what could end it or be read as markup is written as an entity code."""
-    return '"' + re.sub(r'["<>#`\\\n\r]', lambda found: f"#{ord(found[0])};", text) + '"'
+    return '"' + re.sub(r'["<>#`\\]', lambda found: f"#{ord(found[0])};", visible(text)) + '"'

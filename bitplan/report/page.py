@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Sequence
 from importlib import resources
 from pathlib import Path
 
-from bitplan.records import atomic_file
+from bitplan.records import atomic_file, check_output
 from bitplan.report.benchmark_page import benchmark_section
 from bitplan.report.errors_page import errors_section
 from bitplan.report.findings_page import findings_section
@@ -44,7 +44,9 @@ SECTIONS: tuple[tuple[tuple[str, ...], Callable[[Sequence[Record]], Section]], .
 
 def write_report(records: Iterable[str | Path], output: str | Path, *, title: str = "bitplan report") -> list[Section]:
     """Read records, write one HTML file, whole or not at all, and return its sections."""
-    found = read_records(records)
+    paths = list(records)
+    check_output(output, inputs=paths)
+    found = read_records(paths)
     sections = build_sections(found)
     with atomic_file(output) as file:
         file.write(build_page(sections, title=title).encode())

@@ -3,7 +3,7 @@
 A JSON document has one value; a JSONL log has an object per line. A log's first line is looked at before the rest is
 read, so a file of garbage costs no more than its first line. The end of a log may be torn (its writer was killed, or is
 writing now): that piece is left out and counted. Any other line that is not JSON is an error, but for the telemetry of
-selective precision, whose writer ends a torn line and goes on.
+selective precision, whose writer once ended a torn line and went on.
 """
 
 from __future__ import annotations

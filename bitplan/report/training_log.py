@@ -21,6 +21,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+from bitplan.records import open_log
 from bitplan.report.fields import ReportError
 
 DOCUMENT = "bitplan-training-log"
@@ -44,8 +45,8 @@ class TrainingLog:
         head: dict[str, Any] = {"document": DOCUMENT, "version": VERSION, "run": run or self.path.stem}
         head |= {key: dict(value) for key, value in (("machine", machine), ("versions", versions)) if value}
         try:
-            self._file = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o666)
-            if not self._mend():
+            self._file = open_log(self.path, _FIRST_BYTES, what="training log", error=ReportError)
+            if not os.fstat(self._file).st_size:
                 self._write(head)
         except OSError as error:
             self.close()
@@ -79,13 +80,3 @@ class TrainingLog:
         data = json.dumps(line, ensure_ascii=False, allow_nan=False).encode() + b"\n"
         while data:
             data = data[os.write(self._file, data) :]
-
-    def _mend(self) -> bool:
-        """Whether a log is there already, a torn last line cut off; a file that is something else is refused."""
-        data = self.path.read_bytes()
-        if not data.startswith(_FIRST_BYTES[: len(data)]):
-            raise ReportError(f"{self.path}: exists and is not a training log; give another name")
-        whole = data.rfind(b"\n") + 1
-        if whole < len(data):
-            os.ftruncate(self._file, whole)
-        return whole > 0

@@ -28,12 +28,14 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from bitplan.errors import BitplanError
+from bitplan.errors import BitplanError, StoreError
 from bitplan.plan.selective_config import SelectivePrecisionConfig
 from bitplan.plan.selective_decide import BlockPrecisionHint
 from bitplan.plan.selective_score import mean_of
+from bitplan.records import open_log
 
 log = logging.getLogger("bitplan")
+_BEGINS = b'{"step_id": 0, "timestamp": '
 
 
 class TelemetryError(BitplanError, OSError):
@@ -114,10 +116,10 @@ class PrecisionTelemetry:
         self.lost_lines = 0
         self._file: int | None = None
         try:
-            self._file = os.open(self.path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o666)
-            self._end_torn_line()
+            self._file = open_log(self.path, _BEGINS, what="selective precision telemetry file")
+        except StoreError as refused:
+            raise TelemetryError(f"{refused}; telemetry_file says where") from None
         except OSError as error:
-            self.close()
             raise TelemetryError(
                 f"{self.path}: the telemetry file cannot be written: {error.strerror or error}; "
                 "set telemetry_file to a path that can be, or telemetry_enabled to false"
@@ -168,10 +170,3 @@ class PrecisionTelemetry:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         self.close()
-
-    def _end_torn_line(self) -> None:
-        """A process killed in the middle of a line must not cost the next one: the rest of it gets an end."""
-        assert self._file is not None
-        size = os.fstat(self._file).st_size
-        if size and os.pread(self._file, 1, size - 1) != b"\n":
-            os.write(self._file, b"\n")

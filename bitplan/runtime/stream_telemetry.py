@@ -14,6 +14,7 @@ CUDA events are read after they have passed, never waited for: a step's line may
 from __future__ import annotations
 
 import json
+import os
 import threading
 from collections import Counter
 from collections.abc import Mapping
@@ -22,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from bitplan.plan.conductor import RuntimeLimitHints
+from bitplan.records import open_log
 from bitplan.runtime.devices import Copied, Mark, StreamDevice
 from bitplan.runtime.transfers import Transfer
 
@@ -183,6 +185,8 @@ class Telemetry:
 
     def __init__(self, path: str | Path | None) -> None:
         self._path = None if path is None else Path(path)
+        if self._path is not None:  # a path that cannot be written is known before the first step
+            os.close(_open(self._path))
         self._pending: list[StepRecorder] = []
         self.last: StepStats | None = None
         self.steps = 0
@@ -197,5 +201,9 @@ class Telemetry:
             self.last = self._pending.pop(0).stats()
             self.steps += 1
             if self._path is not None:
-                with self._path.open("a") as file:
-                    file.write(json.dumps(asdict(self.last)) + "\n")
+                with open(_open(self._path), "ab") as file:
+                    file.write(json.dumps(asdict(self.last)).encode() + b"\n")
+
+
+def _open(path: Path) -> int:
+    return open_log(path, b'{"step": 0, "step_ms": 0', what="streaming telemetry file")

@@ -132,7 +132,9 @@ def _weight(value: Tensor | Encoded) -> _Weight:
     return _Weight(tuple(value.shape), None, value.detach)
 
 
-def compare_files(first: str | Path, second: str | Path) -> Comparison:
+def compare_files(
+    first: str | Path, second: str | Path, *, on_bytes: Callable[[int, str], None] = lambda _count, _name: None
+) -> Comparison:
     """Compare all tensors that both files have, worst first; names and shapes that differ are findings."""
     with open_tensors(first) as one, open_tensors(second) as two:
         layers, total = {}, Similarity()
@@ -144,10 +146,12 @@ def compare_files(first: str | Path, second: str | Path) -> Comparison:
             if spec.shape != other.shape:
                 findings.append(f"{name}: shape {spec.shape} in {first}, {other.shape} in {second}")
                 continue
+            on_bytes(0, name)
             numbers = one.read_float(name)
             sums = similarity(numbers, two.read_float(name))
             total += sums
             layers[name] = Agreement.of(sums, numbers.numel(), spec.format, other.format)
+            on_bytes(spec.nbytes, name)
             if not math.isfinite(sums.square_difference):
                 findings.append(f"{name}: NaN or infinity on one side, so its figures say nothing")
     if not layers:

@@ -31,12 +31,11 @@ from bitplan.formats.drift import DriftCounts
 from bitplan.formats.report import Similarity, similarity
 from bitplan.formats.scale_checks import ScaleHealth, scale_health
 from bitplan.kernels import decode
-from bitplan.records import parse_json
+from bitplan.records import open_log, parse_json
 from bitplan.store.models import formats_of, stores_of
 
 BUFFER_LINES = 1024
-_FIRST_BYTES = b'{"step": '
-_TAIL_BYTES = 2**16  # many times the longest line
+_BEGINS = b'{"step": 0, "name": "'
 
 
 class DriftLayer(NamedTuple):
@@ -114,17 +113,12 @@ class DriftLog:
         self.path = Path(path)
         self._lines: list[bytes] = []
         try:
-            self._file = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND | getattr(os, "O_CLOEXEC", 0), 0o666)
+            self._file = open_log(self.path, _BEGINS, what="drift log")
         except OSError as error:
             raise StoreError(
                 f"{self.path}: the drift log cannot be written ({error.strerror}); give a file in a folder that exists"
             ) from None
         self._open = True
-        try:
-            self._mend()
-        except BaseException:
-            self.close()
-            raise
 
     def write(self, row: DriftRow) -> None:
         """Take one line; it reaches the file with the next flush."""
@@ -163,20 +157,6 @@ class DriftLog:
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-    def _mend(self) -> None:
-        """Refuse a file that is something else, and cut off a last line that a crash tore."""
-        size = os.fstat(self._file).st_size
-        if self._read(0, len(_FIRST_BYTES)) != _FIRST_BYTES[:size]:
-            raise StoreError(f"{self.path}: exists and is not a drift log; give another name")
-        start = max(0, size - _TAIL_BYTES)
-        tail = self._read(start, size - start)
-        if not tail.endswith(b"\n"):
-            os.ftruncate(self._file, start + tail.rfind(b"\n") + 1)
-
-    def _read(self, start: int, count: int) -> bytes:
-        os.lseek(self._file, start, os.SEEK_SET)
-        return os.read(self._file, count)
 
 
 def log_drift(log: DriftLog | None, step: int, layers: Layers) -> list[DriftRow]:

@@ -19,7 +19,7 @@ import torch
 
 from bitplan.errors import StoreError, did_you_mean
 from bitplan.formats.scales import ScaleRule
-from bitplan.records import atomic_folder, read_json, write_json
+from bitplan.records import atomic_file, atomic_folder, check_output, check_output_folder, read_json, write_json
 from bitplan.store.gguf_io import GGUFValue
 from bitplan.store.gpt_oss_config import (
     CONFIG,
@@ -113,7 +113,8 @@ def convert_gpt_oss(
             )
             if weights != Path(dest):  # a folder of its own
                 for name in companions:
-                    shutil.copyfile(file.folder / name, weights.parent / name)
+                    with (file.folder / name).open("rb") as companion, atomic_file(weights.parent / name) as copy:
+                        shutil.copyfileobj(companion, copy)
                 report.files += companions
     report.source, report.output, report.from_layout = str(source), str(dest), file.layout
     return report
@@ -163,7 +164,8 @@ def _check_config(path: Path, document: Mapping[str, Any], source: GptOssSource,
     """Another model's config must not be replaced by the way."""
     if not path.exists() or json.dumps(read_json(path)) == json.dumps(document):
         return
-    is_its_own = isinstance(source, GptOssFile) and os.path.samefile(path.parent, source.folder)
+    own = source.folder / CONFIG if isinstance(source, GptOssFile) else None
+    is_its_own = own is not None and own.exists() and os.path.samefile(path, own)
     if is_its_own or not force:
         hint = "" if is_its_own else ", or replace it with --force"
         raise StoreError(
@@ -182,14 +184,10 @@ def open_destination(dest: str | Path, to: Layout, *, force: bool, sources: Sequ
     if (to == "gguf" or path.suffix in (".gguf", ".json", ".bin")) and path.suffix != wanted:
         folder = "" if to == "gguf" else ", or a folder"
         raise StoreError(f"{path}: the layout {to} is written to a {wanted} file{folder}")
-    if any(path.exists() and os.path.samefile(path, file) for shard in sources for file in (shard, shard.parent)):
-        raise StoreError(f"{path}: is the source itself; write somewhere else")
     if path.suffix == wanted:
-        if path.is_dir():
-            raise StoreError(f"{path}: is a folder; name a {wanted} file")
-        if path.exists() and not force:
-            raise StoreError(f"{path}: exists already; replace it with --force, or choose another name")
+        check_output(path, inputs=sources, force=force)
         yield path
         return
+    check_output_folder(path, inputs=sources)
     with atomic_folder(path) as made:
         yield made / WEIGHTS

@@ -83,7 +83,7 @@ class GptOssFile:
 
     @property
     def files(self) -> list[Path]:
-        return [self._file.path] if isinstance(self._file, GGUFFile) else self._file.shards
+        return [self._file.path] if isinstance(self._file, GGUFFile) else self._file.sources
 
     @property
     def metadata(self) -> dict[str, GGUFValue]:

@@ -6,7 +6,6 @@ output takes its final name only when it is complete.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,7 +20,7 @@ from bitplan.formats.scales import ScaleRule
 from bitplan.kernels import encode
 from bitplan.plan import Plan
 from bitplan.plan.choose import choose_formats, keep_tensors
-from bitplan.records import atomic_folder, write_json
+from bitplan.records import atomic_folder, check_output, check_output_folder, write_json
 from bitplan.store.file_names import check_patterns, stored_tensors
 from bitplan.store.safetensors_io import INDEX_SUFFIX
 from bitplan.store.tensor_files import (
@@ -117,11 +116,11 @@ def quantize_file(
             to_gguf = Path(output).suffix == ".gguf"
             plan = choose_formats(tensors, wanted, keep=keep, only=only, pad=pad is not None, gguf=to_gguf)
         options = QuantizeOptions(plan, scale_rule, pad, nonfinite)
-        if Path(output).exists() and os.path.samefile(source, output):
-            raise StoreError(f"{output}: is the source itself; write to another file")
         if isinstance(file, NativeTensors) and len(file.shards) > 1 and Path(output).suffix not in SUFFIXES:
+            check_output_folder(output, inputs=file.files)
             _quantize_shards(file, Path(output), options, report, on_tensor)
             return report
+        check_output(output, inputs=file.files)
         # Only safetensors can say that two names are one tensor; elsewhere it is written under both.
         tied = file.tied if Path(output).suffix == ".safetensors" else {}
         promises = _promises(file, [*file.specs, *(file.tied if not tied else ())], options)

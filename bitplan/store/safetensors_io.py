@@ -266,12 +266,13 @@ def _torch_shape(tag: str, file_shape: Sequence[int]) -> tuple[int, ...] | None:
 class Checkpoint:
     """The tensors of one file, or of all the shards that an index names, under one roof.
 
-    `metadata` holds the keys on whose value all files that have them agree.
+    `metadata` holds the keys on whose value all files that have them agree; `sources` are the shards and their index.
     """
 
-    def __init__(self, files: Sequence[SafetensorsFile]) -> None:
+    def __init__(self, files: Sequence[SafetensorsFile], index: Path | None = None) -> None:
         self._files = {file.path: file for file in files}
         self.shards = list(self._files)
+        self.sources = self.shards if index is None else [*self.shards, index]
         self.tensors: dict[str, TensorEntry] = {}
         self.weight_map: dict[str, Path] = {}
         for file in files:
@@ -326,7 +327,7 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
     shards = [source] if weight_map is None else sorted({source.parent / shard for shard in weight_map.values()})
     with ExitStack() as opened:
         files = [opened.enter_context(SafetensorsFile(shard)) for shard in shards]
-        checkpoint = Checkpoint(files)
+        checkpoint = Checkpoint(files, None if weight_map is None else source)
         if weight_map is not None:
             _check_against_index(source, weight_map, checkpoint)
         opened.pop_all()

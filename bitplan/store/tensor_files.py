@@ -95,6 +95,11 @@ class TensorFile(ABC):
     def __exit__(self, *_: object) -> None:
         self.close()
 
+    @property
+    def files(self) -> list[Path]:
+        """Every file that is read; none of them may be written to meanwhile."""
+        return [self.path]
+
     def spec(self, name: str) -> TensorSpec:
         """What the file says of a tensor; a tied name gives that of the tensor it shares."""
         own = self.tied.get(name, name)
@@ -138,6 +143,10 @@ class NativeTensors(TensorFile):
         except BaseException:
             self.close()
             raise
+
+    @property
+    def files(self) -> list[Path]:
+        return self._checkpoint.sources
 
     @property
     def shards(self) -> list[Path]:

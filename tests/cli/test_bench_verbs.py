@@ -94,7 +94,9 @@ def test_a_run_on_the_cpu_goes_to_report_and_policy(capsys):
     assert report.settings["ranks"] == 1
     assert len(load_policy("p.json").rules) == 16
     before = Path("r.jsonl").read_bytes()
-    assert bench(*arguments, "--json") == 0  # again: nothing to do
+    assert bench(*arguments) == 2
+    assert "p.json: exists already; replace it with --force" in capsys.readouterr().err
+    assert bench(*arguments, "--force", "--json") == 0  # again: nothing to do
     document = json.loads(capsys.readouterr().out)
     assert (document["timed_now"], document["rows"]) == (0, 64)
     assert Path("r.jsonl").read_bytes() == before
@@ -161,12 +163,17 @@ def test_killed_and_resumed(capsys):
         (["config.json", "--tp", "8", "--dry-run"], "which tp 8 does not divide"),
         (["config.json", "--ep", "2", "--dry-run"], "the model has no experts"),
         (["config.json", "--part", "vit", "--dry-run"], "has no part 'vit'; it has llm"),
-        (["config.json", *QUICK, "--report", "no/r.jsonl"], "no/r.jsonl"),
-        (["config.json", *QUICK, "--report", "diary.txt"], "diary.txt: not a report"),
+        (["config.json", *QUICK, "--report", "no/r.jsonl"], "no: no such folder"),
+        (
+            ["config.json", *QUICK, "--report", "diary.txt"],
+            "diary.txt: exists and is not a report",
+        ),
         (
             ["config.json", *QUICK, "--report", "r", "--policy", "p", "--precisions", "fp8"],
             "a policy compares BF16 with FP8",
         ),
+        (["config.json", *QUICK, "--report", "new", "--policy", "new"], "new: is the report and the policy"),
+        (["config.json", *QUICK, "--report", "r", "--policy", "config.json", "--force"], "is the input config.json"),
         (["config.json", "--iters", "0"], "--iters"),
     ],
 )

@@ -10,7 +10,7 @@ import torch
 from report.browser import Browser  # tests/ is where pytest begins
 
 from bitplan.cli import demo_training, run
-from bitplan.cli.demo import RECORDS
+from bitplan.cli.demo import RECORDS, prepare_folder
 from bitplan.cli.demo_quality import FORMATS, PLAN, REFERENCE
 from bitplan.plan import Manifest, Plan
 from bitplan.report.read import read_records
@@ -148,10 +148,24 @@ def test_ctrl_c_leaves_whole_files(tmp_path, monkeypatch, capsys):
     assert run(["demo", "--fast", "-o", str(tmp_path)]) == 130
     assert "interrupted" in capsys.readouterr().err
     left = sorted(path.name for path in tmp_path.iterdir())
-    assert left == ["machine.json", "precision.jsonl", "stream.jsonl", "training.jsonl"]
+    assert left == ["demo.json", "machine.json", "precision.jsonl", "stream.jsonl", "training.jsonl"]
+    left.remove("demo.json")  # not complete
     records = {record.name: record for record in read_records(tmp_path / name for name in left)}
     assert len(records["training.jsonl"].content) == 1 + 13
     assert all(record.torn == 0 for record in records.values())
+
+
+def test_files_that_no_demo_wrote_stay(tmp_path, capsys):
+    (tmp_path / "plan.json").write_text("mine")
+    assert run(["demo", "--fast", "-o", str(tmp_path)]) == 2
+    assert "plan.json: exists already, and no demo wrote it; replace it with --force" in capsys.readouterr().err
+    assert (tmp_path / "plan.json").read_text() == "mine"
+    prepare_folder(tmp_path, force=True)
+    assert list(tmp_path.iterdir()) == []
+    (tmp_path / "plan.json").touch()
+    (tmp_path / "demo.json").write_text('{"seed": 0, "fast": true, "weights": 1}')
+    prepare_folder(tmp_path)
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_folder_that_cannot_be_used_is_told_before_any_work(tmp_path, capsys):

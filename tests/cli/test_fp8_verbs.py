@@ -116,7 +116,8 @@ def test_into_a_policy(capsys):
     save("b.json", series({4096: 1.2}, tp=2))
     assert merge("a.json", "b.json", "-o", "both.json") == 0
     assert merge("a.json", "-o", "p.json") == 0
-    assert merge("b.json", "--into", "p.json", "-o", "p.json") == 0
+    assert merge("b.json", "--into", "p.json", "-o", "p.json") == 2
+    assert merge("b.json", "--into", "p.json", "-o", "p.json", "--force") == 0
     assert Path("p.json").read_bytes() == Path("both.json").read_bytes()
     capsys.readouterr()
     assert merge("a.json", "--into", "p.json") == 0  # the worse of two measurements of a point stays

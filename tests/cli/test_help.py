@@ -17,6 +17,7 @@ from tests.plan.fp8_samples import report, series
 
 PANELS = ["Measure", "Plan", "Apply", "Run", "Look"]
 EXAMPLE = re.compile(r"Example: bitplan (.+)")
+WRITES = {"plan": "plan.json", "quantize": "model.mxfp4.safetensors", "merge-policy": "policy.json"}
 NOT_HERE = {"demo"}  # has a test of its own, and takes longest
 
 
@@ -73,17 +74,41 @@ def test_the_example_works_as_typed(name, prepared, tmp_path, monkeypatch, capsy
     assert words[: len(name.split())] == name.split()
     for made in ("small", "model.gguf"):
         assert not (tmp_path / made).exists()
+    if name in WRITES:
+        (tmp_path / WRITES[name]).unlink()
     # The policy here is of another model.
     told = ("Exit 1 when there are findings", "Exit 1 too when the policy knows none")
     fine = (0, 1) if any(each in (ALL[name].help or "") for each in told) else (0,)
     assert run(words) in fine, capsys.readouterr().err
 
 
+@pytest.mark.parametrize("name", sorted(set(ALL) - NOT_HERE - {"confirm-policy", "perplexity"}))  # test it themselves
+def test_with_json_standard_output_is_one_document(name, prepared, tmp_path, monkeypatch, capsys):
+    shutil.copytree(prepared, tmp_path, dirs_exist_ok=True)
+    monkeypatch.chdir(tmp_path)
+    words = shlex.split(EXAMPLE.search(" ".join((ALL[name].help or "").split()))[1])
+    if name in WRITES:
+        (tmp_path / WRITES[name]).unlink()
+    assert run([*words, "--json"]) in (0, 1)
+    json.loads(capsys.readouterr().out)
+    assert run([name.split()[0], "--no-such-option", "--json"]) == 2
+    told = capsys.readouterr()
+    assert told.out == ""
+    assert told.err.startswith("bitplan: ")
+
+
+def test_bare_bitplan_shows_the_help(capsys):
+    for arguments in ([], ["manifest"]):
+        assert run(arguments) in (0, 2)
+        told = capsys.readouterr()
+        assert "Usage: bitplan" in told.out
+        assert told.err == ""
+
+
 @pytest.mark.parametrize("name", sorted(ALL))
 def test_options_are_named_alike(name):
     options = {option for parameter in ALL[name].params for option in parameter.opts if option.startswith("-")}
-    if name not in ("manifest show", "manifest schema", "manifest expand"):  # print JSON and nothing else
-        assert "--json" in options
+    assert "--json" in options
     for short, long in (("-o", ("--output", "--report")), ("-f", ("--format",))):
         assert short not in options or options & set(long)
 

@@ -30,6 +30,17 @@ def test_check_says_clean(llama, capsys):
     assert "21 tensors, no findings under llama" in capsys.readouterr().out
 
 
+def test_a_cast_that_quantize_makes_is_no_finding(llama, capsys):
+    tensors = safetensors.torch.load_file(llama)
+    safetensors.torch.save_file({name: tensor.float() for name, tensor in tensors.items()}, "wide.safetensors")
+    assert run(["check", "llama", "wide.safetensors"]) == 0
+    told = capsys.readouterr().out
+    assert "21 tensors, no findings under llama" in told
+    assert "15 tensors are float32, and their rules ask for another float type: `bitplan quantize` casts" in told
+    assert run(["check", "llama", "wide.safetensors", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == []
+
+
 def test_check_exits_1_with_findings(llama, capsys):
     assert run(["check", "gpt-oss", llama, "--json"]) == 1
     codes = {finding["code"] for finding in json.loads(capsys.readouterr().out)}

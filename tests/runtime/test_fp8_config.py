@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 
-from pathlib import Path
-
 import pytest
 
 from bitplan.plan.fp8_terms import ModelConfigError

@@ -272,13 +272,16 @@ def test_gguf_gets_formats_that_it_holds(tmp_path):
 
 @pytest.mark.parametrize(
     ("output", "message"),
-    [("in.safetensors", "is the source itself"), ("out.pt", "got '.pt'"), ("out", "the suffix says what to write")],
+    [("in.safetensors", "the input .* itself"), ("out.pt", "got '.pt'"), ("out", "the suffix says what to write")],
 )
 def test_outputs_that_cannot_be(output, message, source):
     before = source.read_bytes()
     with pytest.raises(StoreError, match=message):
         quantize_file(source, source.parent / output, "int8")
     assert source.read_bytes() == before
+
+
+NAMES = ["in.safetensors", "out.safetensors"]
 
 
 # ---- real processes --------------------------------------------------------------------------------------------------
@@ -319,7 +322,17 @@ def test_peak_memory_is_bounded_by_the_largest_tensor(fmt, tmp_path):
 def test_a_kill_in_mid_write_leaves_the_old_file(tmp_path):
     large_file(tmp_path / "in.safetensors", 3)
     (tmp_path / "out.safetensors").write_bytes(b"old")
-    command = [sys.executable, "-m", "bitplan", "quantize", "in.safetensors", "out.safetensors", "-f", "int8"]
+    command = [
+        sys.executable,
+        "-m",
+        "bitplan",
+        "quantize",
+        "in.safetensors",
+        "out.safetensors",
+        "-f",
+        "int8",
+        "--force",
+    ]
     process = subprocess.Popen(command, cwd=tmp_path)
     partial = None
     while partial is None and process.poll() is None:
@@ -335,7 +348,17 @@ def test_a_full_disk_is_one_line_and_leaves_the_old_file(source):
     (source.parent / "out.safetensors").write_bytes(b"old")
     limit = "import resource, signal, sys; signal.signal(signal.SIGXFSZ, signal.SIG_IGN); "
     limit += "resource.setrlimit(resource.RLIMIT_FSIZE, (2000, 2000)); from bitplan.cli import main; main()"
-    command = [sys.executable, "-c", limit, "quantize", "in.safetensors", "out.safetensors", "-f", "int8_row"]
+    command = [
+        sys.executable,
+        "-c",
+        limit,
+        "quantize",
+        "in.safetensors",
+        "out.safetensors",
+        "-f",
+        "int8_row",
+        "--force",
+    ]
     done = subprocess.run(command, cwd=source.parent, capture_output=True, text=True)
     assert done.returncode == 2
     assert done.stderr.count("\n") == 1
@@ -398,7 +421,17 @@ def test_a_missing_folder_is_named(source, tmp_path):
 def test_ctrl_c_says_so_and_leaves_the_old_file(tmp_path):
     large_file(tmp_path / "in.safetensors", 3)
     (tmp_path / "out.safetensors").write_bytes(b"old")
-    command = [sys.executable, "-m", "bitplan", "quantize", "in.safetensors", "out.safetensors", "-f", "nvfp4"]
+    command = [
+        sys.executable,
+        "-m",
+        "bitplan",
+        "quantize",
+        "in.safetensors",
+        "out.safetensors",
+        "-f",
+        "nvfp4",
+        "--force",
+    ]
     process = subprocess.Popen(command, cwd=tmp_path, stderr=subprocess.PIPE, text=True)
     while process.poll() is None and not any(path.stat().st_blocks for path in tmp_path.glob(".*.partial")):
         time.sleep(0.005)

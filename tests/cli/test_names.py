@@ -1,0 +1,137 @@
+"""Names come from files, and files from strangers: no name acts on the terminal, and tables fit 80 columns."""
+
+from __future__ import annotations
+
+import json
+import re
+import time
+
+import pytest
+import safetensors.torch
+import torch
+
+from bitplan.cli import run, show
+from bitplan.cli.fit import wrap
+from bitplan.text import visible
+
+HOSTILE = "\x1b]0;owned\x07\x9b31m\x7f\u202eevil\u2066[red]x[/red][/] [link=x]\r\n.weight"
+SHOWN = r"\x1b]0;owned\x07\x9b31m\x7f\u202eevil\u2066[red]x[/red][/] [link=x]\r\n.weight"
+LONG = "model.layers.10.self_attn.q_proj.weight"
+NEVER = re.compile("[\x00-\x09\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
+VERBS = {
+    "inspect": ["inspect", "m.safetensors"],
+    "quantize": ["quantize", "m.safetensors", "out.safetensors", "-f", "int8_row", "--force"],
+    "compare": ["compare", "m.safetensors", "p.safetensors"],
+    "drift": ["drift", "m.safetensors", "p.safetensors"],
+    "check": ["check", "rules.json", "m.safetensors", "--deep"],
+    "findings": ["check", "gpt-oss", "m.safetensors"],
+    "plan": ["plan", "rules.json", "m.safetensors"],
+    "formats": ["formats", "--on", f"m.safetensors:{HOSTILE}"],
+    "convert": ["convert", "m.safetensors", "c.gguf", "--to", "gguf"],
+}
+BESIDE = {
+    "mermaid": ["plan", "rules.json", "m.safetensors", "--mermaid"],
+    "file": ["inspect", HOSTILE],
+    "manifest": ["plan", HOSTILE, "m.safetensors"],
+    "format": ["quantize", "m.safetensors", "out.safetensors", "-f", HOSTILE],
+    "option": ["inspect", "m.safetensors", f"--{HOSTILE}"],
+    "verb": [HOSTILE],
+    "output": ["quantize", "m.safetensors", f"no{HOSTILE}/x.safetensors", "-f", "int8_row"],
+}
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("names")
+    generator = torch.Generator().manual_seed(0)
+    names = [HOSTILE, LONG, "a" * 90 + ".weight", "block.0.attn.qkv.weight"]
+    tensors = {name: torch.randn(4, 64, generator=generator) for name in names}
+    safetensors.torch.save_file(tensors, folder / "m.safetensors")
+    rules = [{"regex": "(.|\\n)*", "format": "mxfp4", "role": HOSTILE[:20]}]
+    (folder / "rules.json").write_text(json.dumps({"version": 1, "patterns": rules}))
+    assert run(["quantize", str(folder / "m.safetensors"), str(folder / "p.safetensors"), "-f", "mxfp4"]) == 0
+    return folder
+
+
+@pytest.fixture(autouse=True)
+def here(files, monkeypatch):
+    monkeypatch.chdir(files)
+    monkeypatch.setenv("COLUMNS", "80")
+
+
+@pytest.mark.parametrize("case", [*VERBS, *BESIDE])
+def test_a_name_cannot_act_on_the_terminal(case, capsys):
+    for more in ([], ["--json"]):
+        assert run([*({**VERBS, **BESIDE}[case]), *more]) in (0, 1, 2)
+        told = capsys.readouterr()
+        assert told.out or told.err
+        assert not NEVER.search(told.out + told.err)
+
+
+def test_names_are_shown_literally_and_come_back_from_json(capsys):
+    assert visible(HOSTILE) == SHOWN
+    assert visible(LONG) is LONG
+    assert run(["inspect", "m.safetensors", "--json"]) == 0
+    assert HOSTILE in [row["name"] for row in json.loads(capsys.readouterr().out)["tensors"]]
+    assert run(["inspect", "m.safetensors"]) == 0
+    assert "[red]x[/red][/]" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("case", VERBS)
+def test_tables_fit_80_columns_and_divide_no_word(case, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "2000")
+    run(VERBS[case])
+    wide = capsys.readouterr().out
+    monkeypatch.setenv("COLUMNS", "80")
+    run(VERBS[case])
+    lines = capsys.readouterr().out.splitlines()
+    assert all(len(line) <= 80 for line in lines)
+    words = set(re.findall(r"[^\s│┃/.:\\]+", wide))  # between the places where a name may end a line
+    for word in re.findall(r"[^\s│┃/.:\\]+", "\n".join(line for line in lines if "━" not in line and "─" not in line)):
+        assert word in words or "…" in word, word
+
+
+def test_a_table_that_is_too_wide_comes_in_parts(capsys):
+    show.table("wide", [{"name": LONG, **{f"column_{letter}": "1234567.25" for letter in "abcdefgh"}}])
+    out = capsys.readouterr().out
+    assert max(map(len, out.splitlines())) <= 80
+    assert out.count("weight") == 2
+    assert out.count("1234567.25") == 8
+
+
+def test_where_a_line_may_end():
+    assert wrap("at most 0.00012 of model.layers.10.self_attn.q_proj.weight", 20).split("\n") == [
+        "at most 0.00012 of",
+        "model.layers.10.",
+        "self_attn.q_proj.",
+        "weight",
+    ]
+    assert wrap("a" * 40, 11) == "aaaaa…aaaaa"
+
+
+def test_work_without_a_terminal_says_how_far_it_is(capsys, monkeypatch):
+    monkeypatch.setattr(show, "LINE_EVERY_S", 0.02)
+    with show.progress("packing", 4, amount=lambda count: f"{count} files") as advance:
+        advance(1, HOSTILE)
+        time.sleep(0.2)
+    told = capsys.readouterr()
+    assert told.out == ""
+    line = told.err.splitlines()[0]
+    assert re.match(r"packing: 1 files of 4 files in 0 s, about \d+ s left: ", line)
+    assert SHOWN in line
+    assert not NEVER.search(told.err)
+
+
+def test_a_bar_shows_names_literally(capsys, monkeypatch):
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("COLUMNS", "200")
+    with show.progress("packing", 4) as advance:
+        advance(1, HOSTILE)
+    told = capsys.readouterr().err
+    assert SHOWN[-40:] in told
+    assert "\x1b]0;" not in told
+
+
+@pytest.mark.parametrize("seconds", [3, 75, 7500])
+def test_durations(seconds):
+    assert show._duration(seconds) == {3: "3 s", 75: "1 min 15 s", 7500: "2 h 5 min"}[seconds]
