@@ -30,9 +30,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from bitplan.formats import Format, get_format
+from bitplan.formats.dtypes import ITEM_BYTES
 from bitplan.plan.documents import ManifestError, short
 from bitplan.plan.manifest import Manifest, Tag, rule_text
-from bitplan.plan.plan import ITEM_BYTES, Part, listed, natural_order, part_dtype
+from bitplan.plan.plan import Part, listed, natural_order, part_dtype
 
 CAST = "cast"
 _FLOATS = ("float64", "float32", "float16", "bfloat16")
