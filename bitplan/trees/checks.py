@@ -12,7 +12,6 @@ from sklearn.utils.validation import _check_sample_weight  # type: ignore[import
 from bitplan.errors import did_you_mean
 from bitplan.trees.boost import NO_WEIGHTS, Rows
 from bitplan.trees.gradients import Array, TreesError
-from bitplan.trees.grow import FAR
 from bitplan.trees.shards import ALONE, Shards, Span
 
 FLOAT32 = np.finfo(np.float32)
@@ -87,7 +86,10 @@ def whole_number(name: str, value: Any, least: int, most: int | None = None) -> 
 
 def number(name: str, value: Any, least: float, most: float = math.inf, *, above: bool = False) -> float:
     is_number = isinstance(value, numbers.Real) and not isinstance(value, bool)
-    is_number = is_number and abs(value) <= FAR  # compared, because an int of hundreds of digits has no float
+    try:
+        is_number = is_number and math.isfinite(value)
+    except OverflowError:  # an int of hundreds of digits
+        is_number = False
     if not is_number or value < least or value > most or (above and value == least):
         limit = f"{'above' if above else 'at least'} {least}" + (f" and at most {most}" if most < math.inf else "")
         raise TreesError(f"{name}: expected a number {limit}, got {value!r}")
