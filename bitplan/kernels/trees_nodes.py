@@ -11,60 +11,50 @@ import numpy as np
 
 from bitplan.kernels.jit import called, compiled, inlined
 from bitplan.kernels.trees_rows import part_rows
-from bitplan.kernels.trees_split import (  # `as` itself: for `trees.grow`, too
-    BIN as BIN,
-)
 from bitplan.kernels.trees_split import (
-    CHILD as CHILD,
-)
-from bitplan.kernels.trees_split import (
-    DEPTH as DEPTH,
-)
-from bitplan.kernels.trees_split import (
-    FEATURE as FEATURE,
-)
-from bitplan.kernels.trees_split import (
-    GAIN as GAIN,
-)
-from bitplan.kernels.trees_split import (
-    GRAD as GRAD,
-)
-from bitplan.kernels.trees_split import (
-    HESS as HESS,
-)
-from bitplan.kernels.trees_split import (
+    BIN,
+    CHILD,
+    DEPTH,
+    FEATURE,
+    GAIN,
+    GRAD,
+    HESS,
     HIGH,
     L1,
     L2,
     LEFT_GRAD,
+    LOW,
     MAX_DEPTH,
+    MISSING_LEFT,
+    NODE_COLUMNS,
+    ROWS,
+    START,
+    STATE,
+    STOP,
     can_split,
+    judge,
     leaf_value,
 )
-from bitplan.kernels.trees_split import (
-    LOW as LOW,
-)
-from bitplan.kernels.trees_split import (
-    MISSING_LEFT as MISSING_LEFT,
-)
-from bitplan.kernels.trees_split import (
-    NODE_COLUMNS as NODE_COLUMNS,
-)
-from bitplan.kernels.trees_split import (
-    ROWS as ROWS,
-)
-from bitplan.kernels.trees_split import (
-    START as START,
-)
-from bitplan.kernels.trees_split import (
-    STATE as STATE,
-)
-from bitplan.kernels.trees_split import (
-    STOP as STOP,
-)
-from bitplan.kernels.trees_split import (
-    judge as judge,
-)
+
+__all__ = [  # what the grower takes from here, of `trees_split` too
+    "BIN",
+    "CHILD",
+    "DEPTH",
+    "FEATURE",
+    "GAIN",
+    "GRAD",
+    "HESS",
+    "LOW",
+    "MISSING_LEFT",
+    "NODE_COLUMNS",
+    "ROWS",
+    "START",
+    "STATE",
+    "STOP",
+    "divide",
+    "judge",
+    "take",
+]
 
 OPEN, TAKEN, EXPANDED = range(3)
 # Columns of `leaves`: the node, when it was put into the queue, where the tree points to it: 2 * split + side.
