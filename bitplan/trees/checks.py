@@ -15,6 +15,7 @@ from bitplan.trees.gradients import Array, TreesError
 from bitplan.trees.shards import ALONE, Shards, Span
 
 FLOAT32 = np.finfo(np.float32)
+MAX_TARGET = 1e300
 MAX_COUNT = 2**53  # some settings become float64
 
 
@@ -26,6 +27,10 @@ def targets_of(y: Array) -> Array:
         raise TreesError(f"y: expected numbers, got {y.dtype}; a regressor cannot be fitted to {y[:1]!r}") from None
     if targets.ndim != 1 or not np.isfinite(targets).all():
         raise TreesError(f"y: expected a flat array of finite numbers, got shape {y.shape} with NaN or infinity in it")
+    if np.abs(targets).max(initial=0.0) > MAX_TARGET:
+        raise TreesError(
+            f"y: expected numbers within {MAX_TARGET:g}, whose sums and differences are finite; scale them"
+        )
     return targets
 
 
