@@ -11,7 +11,7 @@ import numpy as np
 
 from bitplan.kernels.jit import called, compiled, inlined
 from bitplan.kernels.trees_rows import part_rows
-from bitplan.kernels.trees_split import (  # noqa: F401  some are for `trees.grow` alone
+from bitplan.kernels.trees_split import (
     BIN,
     CHILD,
     DEPTH,
@@ -35,6 +35,26 @@ from bitplan.kernels.trees_split import (  # noqa: F401  some are for `trees.gro
     judge,
     leaf_value,
 )
+
+__all__ = [  # what the grower takes from here, of `trees_split` too
+    "BIN",
+    "CHILD",
+    "DEPTH",
+    "FEATURE",
+    "GAIN",
+    "GRAD",
+    "HESS",
+    "LOW",
+    "MISSING_LEFT",
+    "NODE_COLUMNS",
+    "ROWS",
+    "START",
+    "STATE",
+    "STOP",
+    "divide",
+    "judge",
+    "take",
+]
 
 OPEN, TAKEN, EXPANDED = range(3)
 # Columns of `leaves`: the node, when it was put into the queue, where the tree points to it: 2 * split + side.

@@ -20,6 +20,7 @@ from typing import Any
 
 from llvmlite import ir  # type: ignore[import-untyped]
 from numba.core import cgutils, types
+from numba.core.types import unliteral  # type: ignore[attr-defined]
 from numba.core.typing import signature
 from numba.core.typing.templates import AbstractTemplate, infer_global
 from numba.extending import intrinsic, lower_builtin, models, register_model
@@ -170,7 +171,7 @@ def _teach(symbol: Any, emit: Callable[..., Any]) -> None:
     class Operator(AbstractTemplate):  # type: ignore[misc]
         def generic(self, args: Any, kws: Any) -> Any:
             vector = next((kind for kind in args if isinstance(kind, VectorType)), None)
-            return None if vector is None else signature(vector, *map(types.unliteral, args))
+            return None if vector is None else signature(vector, *map(unliteral, args))
 
     def generate(context: Any, builder: Any, signature: Any, values: Any) -> Any:
         writer = _Writer(context, builder, signature.args)

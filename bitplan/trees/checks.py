@@ -12,10 +12,10 @@ from sklearn.utils import check_array  # type: ignore[import-untyped]
 from bitplan.errors import did_you_mean
 from bitplan.trees.boost import NO_WEIGHTS, Rows
 from bitplan.trees.gradients import Array, TreesError
-from bitplan.trees.grow import FAR
 from bitplan.trees.shards import ALONE, Shards, Span
 
 FLOAT32 = np.finfo(np.float32)
+MAX_TARGET = 1e300
 MAX_COUNT = 2**53  # some settings become float64
 
 
@@ -27,6 +27,10 @@ def targets_of(y: Array) -> Array:
         raise TreesError(f"y: expected numbers, got {y.dtype}; a regressor cannot be fitted to {y[:1]!r}") from None
     if targets.ndim != 1 or not np.isfinite(targets).all():
         raise TreesError(f"y: expected a flat array of finite numbers, got shape {y.shape} with NaN or infinity in it")
+    if np.abs(targets).max(initial=0.0) > MAX_TARGET:
+        raise TreesError(
+            f"y: expected numbers within {MAX_TARGET:g}, whose sums and differences are finite; scale them"
+        )
     return targets
 
 
@@ -95,7 +99,10 @@ def whole_number(name: str, value: Any, least: int, most: int | None = None) -> 
 
 def number(name: str, value: Any, least: float, most: float = math.inf, *, above: bool = False) -> float:
     is_number = isinstance(value, numbers.Real) and not isinstance(value, bool)
-    is_number = is_number and abs(value) <= FAR  # compared, because an int of hundreds of digits has no float
+    try:
+        is_number = is_number and math.isfinite(value)
+    except OverflowError:  # an int of hundreds of digits
+        is_number = False
     if not is_number or value < least or value > most or (above and value == least):
         limit = f"{'above' if above else 'at least'} {least}" + (f" and at most {most}" if most < math.inf else "")
         raise TreesError(f"{name}: expected a number {limit}, got {value!r}")

@@ -21,7 +21,8 @@ def threads_of(n_jobs: Any) -> int:
             f"n_jobs: expected None, a whole number of threads, or a negative one (-1: every core, -2: one fewer), "
             f"got {n_jobs!r:.40}"
         )
-    return int(n_jobs) if n_jobs > 0 else max(allowed_cores() + 1 + int(n_jobs), 1)
+    count = int(n_jobs)
+    return count if count > 0 else max(allowed_cores() + 1 + count, 1)
 
 
 def allowed_cores() -> int:

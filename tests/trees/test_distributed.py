@@ -259,12 +259,6 @@ def test_a_process_that_lies_about_sizes_is_named_by_all(lie, step, message, poo
         assert answer["seconds"] < 15
 
 
-def test_a_process_that_sums_another_number_of_cells_stops_all(pool):
-    for answer in pool.run(2, "fit_and_lie", "histogram", "histograms of nodes"):
-        assert answer["error"] in ("TreesError", "ProcessLostError")
-        assert answer["seconds"] < 30
-
-
 def test_a_process_that_hangs_is_waited_for_no_longer_than_the_limit(pool):
     answers = pool.run(3, "fit_and_stop", "hangs", 0, 2.0)
     for answer in answers[1:]:

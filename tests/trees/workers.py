@@ -169,8 +169,6 @@ def fit_and_lie(rank, lie, step):
     def lying_add(self, integers, what):
         if what == step and lie == "length of its array":
             integers = integers + 2**60
-        if what == step and lie == "histogram":
-            integers = np.repeat(integers, 2)
         return add(self, integers, what)
 
     def lying_gather(self, part, what):
