@@ -117,7 +117,9 @@ def plan(
 
 
 @manifest_app.command()
-def show(name: Annotated[str, typer.Argument(help="gpt-oss, llama or mixtral.")]) -> None:
+def show(
+    name: Annotated[str, typer.Argument(help="bert, gemma, gpt-oss, llama, mistral, mixtral, phi3, qwen, qwen3-moe.")],
+) -> None:
     """Print a shipped manifest, to save and edit.
 
     Example: bitplan manifest show llama

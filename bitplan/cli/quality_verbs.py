@@ -21,7 +21,8 @@ def perplexity(
     model: Annotated[Path, typer.Argument(metavar="MODEL", help="A Hugging Face folder, or a GGUF file.")],
     text: Annotated[Path, typer.Option(metavar="FILE", help="Plain text to measure on.")],
     fmt: Annotated[
-        list[str] | None, typer.Option("--format", "-f", help="All weights in this format; give several for a table.")
+        list[str] | None,
+        typer.Option("--format", "-f", help="Weights in this format, as `quantize` does; give several for a table."),
     ] = None,
     manifest: Annotated[
         list[str] | None, typer.Option(metavar="NAME_OR_FILE", help="Formats by a manifest's rules.")
@@ -84,7 +85,10 @@ def perplexity(
         reference.check_context(context)
         require_same_tokens(candidate, reference, ids, content)
     jobs: list[tuple[str, Any, Rule | None]] = [] if against is None else [(model.name, None, None)]
-    jobs += [(each.name, format_map(each.name, keep or ()), None if each.is_cast else scale_rule) for each in formats]
+    jobs += [
+        (each.name, format_map(each.name, candidate.model, keep or (), pad=pad), None if each.is_cast else scale_rule)
+        for each in formats
+    ]
     jobs += [(label, manifest_map(rules, candidate.model), None) for label, rules in manifests]
     jobs += [(label, plan_map(planned, candidate.model, where=label), None) for label, planned in plans]
     for _, choice, rule in jobs:
