@@ -106,7 +106,7 @@ def _jobs(run: QualityRun, lm: CausalLM) -> dict[str, Callable[[], QualityRow]]:
     formats: dict[str, Formats] = {name: {"*": name} for name in FORMATS}
     formats |= {f"{name}, embeddings bfloat16": EMBEDDINGS | {"*": name} for name in WITH_EMBEDDINGS_KEPT}
     formats[MXFP4_BY_MSE] = {"*": "mxfp4"}
-    formats["MLP mxfp4, all else bfloat16"] = {"*.mlp.*": "mxfp4", "*": "bfloat16"}
+    formats["hybrid: MLP mxfp4, all else bfloat16"] = {"*.mlp.*": "mxfp4", "*": "bfloat16"}
     for name, eight_bits in WITH_EMBEDDINGS_IN_8_BITS.items():
         embeddings = dict.fromkeys(EMBEDDINGS, eight_bits)
         formats[f"{name}, embeddings {eight_bits}"] = embeddings | {"*": name}

@@ -146,11 +146,9 @@ def format_map(
     return plan_map(choose_formats(tensors, fmt, keep=keep, pad=pad is not None), model)
 
 
-def manifest_map(manifest: Manifest, model: nn.Module) -> dict[str, str | None]:
+def resolved_for(manifest: Manifest, model: nn.Module) -> Plan:
     """A manifest's rules, resolved for this model."""
-    return plan_map(
-        manifest.resolve({name: tuple(parameter.shape) for name, parameter in model.named_parameters()}), model
-    )
+    return manifest.resolve({name: tuple(parameter.shape) for name, parameter in model.named_parameters()})
 
 
 def plan_map(plan: Plan, model: nn.Module, *, where: str = "the plan") -> dict[str, str | None]:
