@@ -23,7 +23,7 @@ from typing import Any
 import harness
 import torch
 
-from bitplan.cli.quality import FLOOR, QualityRow, QualityRun, format_map, read_text
+from bitplan.cli.quality import FLOOR, QualityRow, QualityRun, read_text
 from bitplan.formats import get_format
 from bitplan.formats.scales import ScaleRule
 from bitplan.kernels import decode, encode
@@ -103,10 +103,10 @@ def main() -> None:
 
 def _jobs(run: QualityRun, lm: CausalLM) -> dict[str, Callable[[], QualityRow]]:
     """Every row by its name, the reference first: all others are measured against what it leaves in memory."""
-    formats: dict[str, Formats] = {name: format_map(name) for name in FORMATS}
+    formats: dict[str, Formats] = {name: {"*": name} for name in FORMATS}
     formats |= {f"{name}, embeddings bfloat16": EMBEDDINGS | {"*": name} for name in WITH_EMBEDDINGS_KEPT}
-    formats[MXFP4_BY_MSE] = format_map("mxfp4")
-    formats["MLP mxfp4, all else bfloat16"] = {"*.mlp.*": "mxfp4", "*": "bfloat16"}
+    formats[MXFP4_BY_MSE] = {"*": "mxfp4"}
+    formats["hybrid: MLP mxfp4, all else bfloat16"] = {"*.mlp.*": "mxfp4", "*": "bfloat16"}
     for name, eight_bits in WITH_EMBEDDINGS_IN_8_BITS.items():
         embeddings = dict.fromkeys(EMBEDDINGS, eight_bits)
         formats[f"{name}, embeddings {eight_bits}"] = embeddings | {"*": name}

@@ -139,7 +139,12 @@ def plan(
 
 @manifest_app.command()
 def show(
-    name: Annotated[str, typer.Argument(help="gpt-oss, llama or mixtral.", autocompletion=shipped_names)],
+    name: Annotated[
+        str,
+        typer.Argument(
+            help="bert, gemma, gpt-oss, llama, mistral, mixtral, phi3, qwen, qwen3-moe.", autocompletion=shipped_names
+        ),
+    ],
     _as_json: AlwaysJson = False,
 ) -> None:
     """Print a shipped manifest, to save and edit.

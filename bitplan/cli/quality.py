@@ -11,16 +11,18 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from bitplan.errors import FileFormatError
+from bitplan.errors import FileFormatError, did_you_mean
 from bitplan.formats.scales import ScaleRule
 from bitplan.measure.causal_lm import CausalLM, logits_of
 from bitplan.measure.noise_floor import round_activations, shared_twin
 from bitplan.measure.perplexity import KeptLogits, MeasureError, Quality, measure_perplexity
-from bitplan.plan import Manifest, Plan, PlanError, shipped_manifest
+from bitplan.plan import Manifest, Plan, PlanError, Stored, choose_formats, shipped_manifest
+from bitplan.plan.choose import name_matches
 from bitplan.plan.plan import listed
 from bitplan.store.models import Formats, formats_of, morph_model, places_of
 
 KEPT_LOGITS_BYTES = 4 * 2**30  # the reference's logits: 12,000 tokens of a vocabulary of 49,152 are 2.4 GB
+GGUF_FAMILIES = ("llama", "qwen", "gemma", "phi3")  # whose names in GGUF files are known
 FLOOR = "noise floor (bfloat16 activations)"
 OnWindows = Callable[[int], None]
 
@@ -130,28 +132,36 @@ def require_same_tokens(first: CausalLM, second: CausalLM, ids: Tensor, text: st
 # ---- which weight gets which format ----------------------------------------------------------------------------------
 
 
-def format_map(fmt: str, keep: Sequence[str] = ()) -> dict[str, str | None]:
-    """One format for the weights of all known layers, but for what `keep` names."""
-    return {**dict.fromkeys(keep), "*": fmt}
+def format_map(
+    fmt: str, model: nn.Module, keep: Sequence[str] = (), *, pad: Literal["zero"] | None = None
+) -> dict[str, str | None]:
+    """One format for this model, as `bitplan quantize --format` gives it; what `keep` names stays."""
+    tensors = {
+        name: Stored(tuple(parameter.shape), str(parameter.dtype).removeprefix("torch."))
+        for name, parameter in model.named_parameters(remove_duplicate=False)
+    }
+    for pattern in keep:
+        if not any(name_matches(name, pattern) for name in tensors):
+            raise PlanError(f"--keep {pattern!r} names nothing in the model{did_you_mean(pattern, tensors)}")
+    return plan_map(choose_formats(tensors, fmt, keep=keep, pad=pad is not None), model)
 
 
-def manifest_map(manifest: Manifest, model: nn.Module) -> dict[str, str | None]:
+def resolved_for(manifest: Manifest, model: nn.Module) -> Plan:
     """A manifest's rules, resolved for this model."""
-    return plan_map(
-        manifest.resolve({name: tuple(parameter.shape) for name, parameter in model.named_parameters()}), model
-    )
+    return manifest.resolve({name: tuple(parameter.shape) for name, parameter in model.named_parameters()})
 
 
 def plan_map(plan: Plan, model: nn.Module, *, where: str = "the plan") -> dict[str, str | None]:
     """A plan as `morph_model` takes it; GGUF's names are translated, and a parameter without an entry is an error."""
     places = places_of(model)
     known = {place.name for place in places}
-    aliases = shipped_manifest("llama").aliases
+    families = [shipped_manifest(name).aliases for name in GGUF_FAMILIES]
     found: dict[str, str | None] = {}
     for name, choice in plan.items():
         if plan.entries[name].part is not None:
             raise PlanError(f"{where}: {name!r} is a part of a packed weight; plan the model's own parameters")
-        found[name if name in known else aliases.to_ours(name)] = choice.format
+        ours = [name, *(aliases.to_ours(name) for aliases in families)]
+        found[next((each for each in ours if each in known), name)] = choice.format
     decided = {id(place.parameter) for place in places if place.name in found}  # tied: by any of its names
     missing = list(dict.fromkeys(place.name for place in places if id(place.parameter) not in decided))
     if missing:

@@ -26,7 +26,7 @@ def perplexity(
         typer.Option(
             "--format",
             "-f",
-            help="All weights in this format; give several for a table.",
+            help="Weights in this format, as `quantize` does; give several for a table.",
             autocompletion=format_names,
         ),
     ] = None,
@@ -61,11 +61,11 @@ def perplexity(
     from bitplan.cli.quality import (
         QualityRun,
         format_map,
-        manifest_map,
         morphed_twin,
         plan_map,
         read_text,
         require_same_tokens,
+        resolved_for,
     )
     from bitplan.formats import get_format
     from bitplan.measure.causal_lm import load_causal_lm
@@ -91,12 +91,17 @@ def perplexity(
     if against is not None:
         reference.check_context(context)
         require_same_tokens(candidate, reference, ids, content)
-    jobs: list[tuple[str, Any, Rule | None]] = [] if against is None else [(model.name, None, None)]
-    jobs += [(each.name, format_map(each.name, keep or ()), None if each.is_cast else scale_rule) for each in formats]
-    jobs += [(label, manifest_map(rules, candidate.model), None) for label, rules in manifests]
-    jobs += [(label, plan_map(planned, candidate.model, where=label), None) for label, planned in plans]
-    for _, choice, rule in jobs:
-        morphed_twin(candidate, choice, scale_rule=rule, pad=pad)
+    jobs: list[tuple[str, Any, Rule | None, Literal["zero"] | None]]
+    jobs = [] if against is None else [(model.name, None, None, None)]
+    for each in formats:
+        choice = format_map(each.name, candidate.model, keep or (), pad=pad)
+        jobs.append((each.name, choice, None if each.is_cast else scale_rule, pad))
+    plans = [(label, resolved_for(rules, candidate.model)) for label, rules in manifests] + plans
+    jobs += [
+        (label, plan_map(planned, candidate.model, where=label), None, pad or planned.pad) for label, planned in plans
+    ]
+    for _, choice, rule, filled in jobs:
+        morphed_twin(candidate, choice, scale_rule=rule, pad=filled)
     run = QualityRun(reference, windows, batch)
     with progress("measuring", len(windows) * (1 + floor + len(jobs))) as advance:
 
@@ -106,8 +111,8 @@ def perplexity(
         first = run.measure_reference(f"reference: {Path(reference.where).name}", counted("reference"))
         noise = run.measure_floor(counted("noise floor")) if floor else None
         rows = [
-            run.measure(label, candidate, choice, scale_rule=rule, pad=pad, on_windows=counted(label))
-            for label, choice, rule in jobs
+            run.measure(label, candidate, choice, scale_rule=rule, pad=filled, on_windows=counted(label))
+            for label, choice, rule, filled in jobs
         ]
     if as_json:
         show_json(

@@ -17,6 +17,7 @@ finding has a code, the place it is about, and a line that says what was expecte
 | swapped | data and scales under each other's names |
 | block-count | scales x block is not the number of weights |
 | block-size | the shapes give another block than the one declared |
+| scale-base | codes and scales whose base is neither in the file nor a number in the manifest |
 | nibble-parity | half a byte: a row of packed numbers that does not fill its last byte |
 | padding | rows that are not whole blocks, where padding is "none" |
 | fused-group | q/k/v, gate/up or the experts of a layer in different formats |
@@ -32,7 +33,7 @@ from typing import NamedTuple
 from bitplan.formats import Format, get_format
 from bitplan.formats.dtypes import ITEM_BYTES
 from bitplan.plan.documents import ManifestError, short
-from bitplan.plan.manifest import Manifest, Tag, rule_text
+from bitplan.plan.manifest import Manifest, Tag, needs_base, rule_text
 from bitplan.plan.plan import Part, listed, natural_order, part_dtype
 
 CAST = "cast"
@@ -84,6 +85,7 @@ def check_headers(
         *_overlaps(manifest, matches),
         *(finding for name in tags for finding in _tensor(manifest, name, tensors[name], tags[name])),
         *_halves(tensors, tags),
+        *_bases(manifest, tensors, tags),
         *_fused_groups(tags),
     ]
 
@@ -221,6 +223,21 @@ def _halves(tensors: Mapping[str, Header], tags: Mapping[str, Tag]) -> Iterator[
             yield Finding(f"missing-{missing}", name, text)
         elif tag.part == "data":
             yield from _pair(name, tensors[name], tensors[partner], get_format(tag.format))
+
+
+def base_names(data: str) -> tuple[str, ...]:
+    """Under which names the base of these codes' scales may lie."""
+    stem = data.removesuffix("blocks").rstrip("._")
+    return f"{data}.base", f"{stem}.base", f"{stem}_base"
+
+
+def _bases(manifest: Manifest, tensors: Mapping[str, Header], tags: Mapping[str, Tag]) -> Iterator[Finding]:
+    if isinstance(manifest.scale_base, int | float):
+        return
+    for name, tag in tags.items():
+        if tag.part == "data" and needs_base(tag.format) and not any(base in tensors for base in base_names(name)):
+            text = f"scales of {tag.format} are multiples of a base, and there is no tensor {base_names(name)[0]!r}"
+            yield Finding("scale-base", name, f"{text}; add it to the file, or give the number as scale_base")
 
 
 def _partners(name: str, part: Part) -> list[str]:

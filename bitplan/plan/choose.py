@@ -73,7 +73,8 @@ def choose_formats(
     """
     wanted = get_format(fmt)
     rules = _Rules(wanted, tuple(keep), tuple(only), pad, gguf or wanted.name in GGUF_FORMATS)
-    return Plan({name: rules.planned(name, _stored(item)) for name, item in tensors.items()})
+    entries = {name: rules.planned(name, _stored(item)) for name, item in tensors.items()}
+    return Plan(entries, padding="zero" if pad else "none")
 
 
 def keep_tensors(
@@ -85,7 +86,7 @@ def keep_tensors(
         reason = _why_kept(name, keep, only)
         if reason is not None and name in found:
             found[name] = _stays(_stored(item), found[name].role, reason)
-    return Plan(found)
+    return Plan(found, padding=plan.padding)
 
 
 def name_matches(name: str, pattern: str) -> bool:

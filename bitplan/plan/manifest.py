@@ -38,7 +38,7 @@ from bitplan.plan.documents import (
     short,
 )
 from bitplan.plan.name_pattern import NamePatterns, PatternError
-from bitplan.plan.plan import PARTS, Choice, Part, Plan, Planned, part_dtype
+from bitplan.plan.plan import PADDINGS, PARTS, Choice, Part, Plan, Planned, part_dtype
 from bitplan.plan.roles import guess_role
 
 VERSION: Final = 1
@@ -47,7 +47,6 @@ MAX_UNMATCHED_SHOWN = 20
 BASED_ENCODINGS = ("linear_uint8", "e4m3")  # a code is a multiple of a base that must be known
 SCALE_ENCODINGS = ("e8m0", "linear_uint8", "e4m3")
 NIBBLE_ORDERS = ("low_first", "high_first", "halves")
-PADDINGS = ("none", "zero")
 
 _CASTS = {"BF16": "bfloat16", "FP16": "float16", "F16": "float16", "FP32": "float32", "F32": "float32"}
 _SPLIT_TAGS: dict[str, Part] = {"FP4": "data", "UE8": "scales"}
@@ -67,12 +66,16 @@ _BASE = Kind(
     lambda value: value == "tensor" or (is_number(value) and value > 0),
 )
 _AXIS = Kind("-1, for formats of bitplan have their blocks along the last axis", lambda v: type(v) is int and v == -1)
+_FUSED = Kind(
+    'true, for kernels always may decode on the fly; how layers run is chosen by strategy="decode" or "fused" of apply_plan',
+    lambda value: value is True,
+)
 _KEYS = {
     "version": Kind(str(VERSION), lambda value: type(value) is int),
     "model": TEXT,
     "formats": OBJECT,
     "patterns": _RULES,
-    "fused_dequant": FLAG,
+    "fused_dequant": _FUSED,
     "block_size": _BLOCK,
     "scale_encoding": one_of(*SCALE_ENCODINGS),
     "scale_base": _BASE,
@@ -81,7 +84,7 @@ _KEYS = {
     "padding": one_of(*PADDINGS),
     "aliases": OBJECT,
 }
-_OPTIONS = [key for key in _KEYS if key not in ("version", "formats", "patterns", "aliases")]
+_OPTIONS = [key for key in _KEYS if key not in ("version", "formats", "patterns", "aliases", "fused_dequant")]
 _TAG_KEYS = {"bits": _BITS, "role": _ROLE, "format": NAME, "part": one_of(*PARTS)}
 _RULE_KEYS = {"regex": NAME, "format": NAME, "role": NAME, "optional": FLAG}
 
@@ -125,7 +128,6 @@ class Manifest:
     tags: Mapping[str, Tag] = field(default_factory=dict)
     where: str = "manifest"
     model: str = ""
-    fused_dequant: bool = False
     block_size: int | None = None
     scale_encoding: str | None = None
     scale_base: float | str | None = None
@@ -208,7 +210,7 @@ class Manifest:
                 f"{self.where}: no rule matches {len(missing)} of {len(tensors)} tensors: {shown}{more}; "
                 "add a rule, or a final '.*' rule to set a default"
             )
-        return Plan(planned)
+        return Plan(planned, padding=self.padding)
 
     def _planned(self, name: str, shape: tuple[int, ...], found: Match) -> Planned:
         tag = self.tag(found.rule.format)
@@ -271,6 +273,11 @@ def _read(reader: Reader, document: Any) -> Manifest:
             f"add scale_base: {_BASE.text}"
         )
     tags = {name: _read_tag(reader, name, item, found) for name, item in found.get("formats", {}).items()}
+    if "scale_base" in found and not any(tag.part and needs_base(tag.format) for tag in tags.values()):
+        reader.stop(
+            "scale_base has no effect: it is the base of codes and scales that a file keeps under two names, and no tag of "
+            "`formats` is a part of such a format (nvfp4, fp4_u8_g128); leave it out, a base is chosen for each tensor"
+        )
     rules = tuple(_read_rule(reader, index, item) for index, item in enumerate(found["patterns"]))
     options: dict[str, Any] = {key: found[key] for key in _OPTIONS if key in found}
     aliases = _read_aliases(reader, found.get("aliases", {}))
@@ -323,6 +330,12 @@ def _split_format(reader: Reader, path: str, document: Mapping[str, Any]) -> str
         known = ", ".join(f"{encoding} per {block} ({name})" for (encoding, block), name in _SPLIT_FORMATS.items())
         reader.stop(f"{path}: no format has {found[0]} scales per {found[1]} numbers; there are {known}")
     return _SPLIT_FORMATS[found]
+
+
+def needs_base(name: str) -> bool:
+    """Whether the scales of a format are multiples of a base."""
+    scales = get_format(name).scales
+    return scales is not None and scales.needs_base
 
 
 def _bits(fmt: Format, part: Part | None) -> int:

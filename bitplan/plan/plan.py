@@ -9,9 +9,11 @@ name (`part` "data") and its scales under another (`part` "scales"). Such an ent
 A tensor that stays as its file has it is `stored`: the torch dtype that it has there. Its format then is that of the
 same name, or where there is none (bool) the one whose codes have this type; it is copied, not encoded.
 
-The document, version 1 (`evidence`, `shape`, `role`, `part`, `stored` only where known; `bytes` goes with `shape`):
+A plan's `padding` is "zero" where rows that are not whole blocks of their format are filled with zeros, else "none".
 
-    {"document": "bitplan-plan", "version": 1,
+The document, version 1 (`padding` only where it is "zero"; `evidence`, `shape`, `role`, `part`, `stored` only where known; `bytes` goes with `shape`):
+
+    {"document": "bitplan-plan", "version": 1, "padding": "zero",
      "tensors": {NAME: {"format": F, "reason": R, "evidence": {...}, "shape": [...], "role": R, "part": P,
                         "stored": DTYPE, "bytes": N}}}
 """
@@ -38,6 +40,7 @@ DOCUMENT = "bitplan-plan"
 VERSION = 1
 BF16_BYTES = 2
 PARTS = ("data", "scales")
+PADDINGS = ("none", "zero")
 Part = Literal["data", "scales"]
 
 _TENSOR_KEYS = {
@@ -160,7 +163,10 @@ class PlanDiff:
 class Plan(Mapping[str, Choice]):
     """An immutable mapping from name to Choice, in natural order of names; `entries` has what else is known."""
 
-    def __init__(self, entries: Mapping[str, Planned]) -> None:
+    def __init__(self, entries: Mapping[str, Planned], *, padding: str = "none") -> None:
+        if padding not in PADDINGS:
+            raise PlanError(f"padding must be one of {', '.join(PADDINGS)}, got {padding!r}")
+        self.padding = padding
         for name in entries:
             if not NAME.holds(name):
                 raise PlanError(f"a name in a plan must be {NAME.text}, got {name!r}")
@@ -176,7 +182,9 @@ class Plan(Mapping[str, Choice]):
         return len(self.entries)
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Plan) and dict(self.entries) == dict(other.entries)
+        if not isinstance(other, Plan):
+            return False
+        return (dict(self.entries), self.padding) == (dict(other.entries), other.padding)
 
     __hash__ = None  # type: ignore[assignment]
 
@@ -195,7 +203,8 @@ class Plan(Mapping[str, Choice]):
 
     def to_document(self) -> dict[str, Any]:
         tensors = {name: _to_document(entry) for name, entry in self.entries.items()}
-        return {"document": DOCUMENT, "version": VERSION, "tensors": tensors}
+        padding = {"padding": self.padding} if self.padding != "none" else {}
+        return {"document": DOCUMENT, "version": VERSION, **padding, "tensors": tensors}
 
     def to_json(self) -> str:
         """The document's text: the same plan, the same characters."""
@@ -213,9 +222,15 @@ class Plan(Mapping[str, Choice]):
     def from_document(cls, document: Any, *, where: str = "plan") -> Plan:
         reader = Reader(where, PlanError)
         reader.version(document, VERSION)
-        known = {"document": one_of(DOCUMENT), "version": SIZE, "tensors": OBJECT}
-        tensors = reader.keys("", document, known, tuple(known))["tensors"]
-        return cls({name: _from_document(reader, name, item) for name, item in tensors.items()})
+        required = {"document": one_of(DOCUMENT), "version": SIZE, "tensors": OBJECT}
+        found = reader.keys("", document, required | {"padding": one_of(*PADDINGS)}, tuple(required))
+        entries = {name: _from_document(reader, name, item) for name, item in found["tensors"].items()}
+        return cls(entries, padding=found.get("padding", "none"))
+
+    @property
+    def pad(self) -> Literal["zero"] | None:
+        """The padding as `bitplan.encode` takes it."""
+        return "zero" if self.padding == "zero" else None
 
     # ---- views ----------------------------------------------------------------------------------------------------
 
@@ -303,7 +318,7 @@ def combine(
         planned[name] = Planned(choice, shape if shape is None else tuple(shape), entry.role, part, stored)
     if missing:
         raise PlanError(f"nothing decides {listed(missing)}; add a rule, or give a default")
-    return Plan(planned)
+    return Plan(planned, padding=rules.padding if isinstance(rules, Plan) else "none")
 
 
 # ---- names -----------------------------------------------------------------------------------------------------------

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from bitplan.plan.manifest import BASED_ENCODINGS, MAX_RULES, NIBBLE_ORDERS, PADDINGS, SCALE_ENCODINGS, VERSION
+from bitplan.plan.manifest import BASED_ENCODINGS, MAX_RULES, NIBBLE_ORDERS, SCALE_ENCODINGS, VERSION
+from bitplan.plan.plan import PADDINGS
 
 _NAME = {"type": "string", "minLength": 1}
 
@@ -54,7 +55,7 @@ def manifest_schema() -> dict[str, Any]:
                     },
                 },
             },
-            "fused_dequant": {"type": "boolean"},
+            "fused_dequant": {"const": True},
             "block_size": {"type": "integer", "minimum": 2, "maximum": 2**20, "multipleOf": 2},
             "scale_encoding": {"enum": list(SCALE_ENCODINGS)},
             "scale_base": {"anyOf": [{"type": "number", "exclusiveMinimum": 0}, {"const": "tensor"}]},

@@ -10,7 +10,7 @@ from bitplan.plan.documents import ManifestError
 from bitplan.plan.manifest import Manifest
 from bitplan.records import parse_json
 
-SHIPPED = ("gpt-oss", "llama", "mixtral")
+SHIPPED = ("bert", "gemma", "gpt-oss", "llama", "mistral", "mixtral", "phi3", "qwen", "qwen3-moe")
 
 
 def shipped_manifest(name: str) -> Manifest:

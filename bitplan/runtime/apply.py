@@ -105,7 +105,8 @@ def apply_plan(
     strategy, cache   of the QuantLinears that are made
     match             "all": plan and model must name the same tensors; "common": what only one of them has is skipped
     unsupported       "skip" leaves tensors as they are whose layer cannot hold the plan's format, and says so
-    scale_rule, pad   as `bitplan.encode` takes them; pad="zero" fills rows that are not whole blocks
+    scale_rule, pad   as `bitplan.encode` takes them; pad="zero" fills rows that are not whole blocks,
+                      as a plan whose padding is "zero" does
     """
     check_strategy(strategy, "apply_plan")
     for option, value, known in (("match", match, MATCHES), ("unsupported", unsupported, UNSUPPORTED)):
@@ -117,7 +118,7 @@ def apply_plan(
         raise ApplyError("the model is morphed: its weights are read in another way; call unmorph_model first")
     tensors = _Tensors(model)
     decided = _decide(plan, tensors, match, unsupported)
-    made = _pack(decided, strategy, cache, {"scale_rule": scale_rule, "pad": pad})
+    made = _pack(decided, strategy, cache, {"scale_rule": scale_rule, "pad": pad or plan.pad})
     for decision in decided.casts:
         _check_range(decision)
     _swap(model, made)
@@ -263,6 +264,9 @@ def _decide_group(plan: Plan, tensors: _Tensors, names: list[str], decided: _Dec
                 "apply the plan to the float model"
             )
         decided.skipped += [Skipped(one, f"already {fmt.name}") for one in names]
+        return
+    if entry.stored is not None and not held.is_floating_point():
+        decided.skipped += [Skipped(one, entry.choice.reason) for one in names]
         return
     if not held.is_floating_point():
         raise _RefusedError(f"holds {held.dtype}, the plan has {fmt.name}", layer=True)

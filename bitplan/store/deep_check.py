@@ -176,10 +176,7 @@ def _pair(manifest: Manifest, file: TensorFile, name: str, tag: Tag) -> PackedTe
         if manifest.scale_base != "tensor" and manifest.scale_base is not None:
             base = float(manifest.scale_base)
         if base is None:
-            text = (
-                f"scales of {fmt.name} are multiples of a base, which must be in the checkpoint as {f'{name}.base'!r}"
-            )
-            return [Finding("scale-base", name, f"{text}, or in the manifest as scale_base")]
+            return []
     try:
         return packed_pair(file, name, scales_name(name), fmt, base)
     except BitplanError:

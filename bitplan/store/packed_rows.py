@@ -21,6 +21,7 @@ from torch import Tensor
 
 from bitplan.errors import FileFormatError, FormatError
 from bitplan.formats import Encoded, Format, get_format
+from bitplan.plan.check import base_names
 from bitplan.store.tensor_files import GGUFTensors, NativeTensors, TensorFile, part_name
 
 PIECE_BYTES = 16 * 2**20
@@ -83,8 +84,7 @@ def scales_name(data: str) -> str:
 
 def base_name(file: TensorFile, data: str) -> str | None:
     """Which tensor of the file holds the base of these codes' scales, if one does."""
-    stem = data.removesuffix("blocks").rstrip("._")
-    return next((name for name in (f"{data}.base", f"{stem}.base", f"{stem}_base") if name in file.specs), None)
+    return next((name for name in base_names(data) if name in file.specs), None)
 
 
 def packed_pair(file: TensorFile, data: str, scales: str, fmt: Format, base: float | str | None = None) -> PackedTensor:

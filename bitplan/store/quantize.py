@@ -112,6 +112,7 @@ def quantize_file(
         if isinstance(wanted, Plan):
             _check_plan(file, wanted)
             plan = keep_tensors(wanted, tensors, keep=keep, only=only)
+            pad = pad or plan.pad
         else:
             to_gguf = Path(output).suffix == ".gguf"
             plan = choose_formats(tensors, wanted, keep=keep, only=only, pad=pad is not None, gguf=to_gguf)

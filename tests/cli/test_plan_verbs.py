@@ -53,13 +53,32 @@ def test_plan_is_shown_and_saved(llama, capsys):
     assert run(["plan", "llama", llama, "-o", "plan.json"]) == 0
     out = capsys.readouterr().out
     assert "model.layers.[0..1].mlp.up_proj.weight" in out
-    assert "3.76" in out
+    assert "1.88" in out  # 64 numbers and a float32 scale to a row
     saved = Plan.load("plan.json")
-    assert saved["model.layers.1.mlp.up_proj.weight"].format == "mxfp4"
+    assert saved["model.layers.1.mlp.up_proj.weight"].format == "int8_row"
     assert run(["plan", "llama", llama, "--json"]) == 0
     assert json.loads(capsys.readouterr().out) == json.loads(saved.to_json())
     assert run(["plan", "llama", llama, "--mermaid"]) == 0
     assert capsys.readouterr().out.startswith("graph TD")
+
+
+def test_a_plan_without_a_manifest_is_what_quantize_does(llama, capsys):
+    assert run(["plan", llama, "--format", "mxfp4", "--keep", "*.q_proj.*", "-o", "plan.json"]) == 0
+    assert "weight of two axes" in capsys.readouterr().out
+    saved = Plan.load("plan.json")
+    formats = {name.removeprefix("model.layers.0."): choice.format for name, choice in saved.items()}
+    assert formats["mlp.up_proj.weight"] == "mxfp4"
+    assert formats["self_attn.q_proj.weight"] == formats["lm_head.weight"] == "bfloat16"  # a head of 512 numbers
+    assert run(["quantize", llama, "a.safetensors", "--plan", "plan.json", "--json"]) == 0
+    by_plan = json.loads(capsys.readouterr().out)
+    assert by_plan["bytes_after"] == saved.nbytes
+    assert run(["quantize", llama, "b.safetensors", "--format", "mxfp4", "--keep", "*.q_proj.*", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["tensors"] == by_plan["tensors"]
+    for wrong in (["plan", llama], ["plan", "llama", llama, "-f", "mxfp4"]):
+        assert run(wrong) == 2
+        assert "give MODEL with --format F" in capsys.readouterr().err
+    assert run(["plan", llama, "-f", "mxfp4", "--keep", "typo"]) == 2
+    assert "the pattern 'typo' matches no tensor" in capsys.readouterr().err
 
 
 def test_a_plan_for_another_model_is_one_line(llama, capsys):

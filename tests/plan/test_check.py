@@ -307,3 +307,26 @@ def test_the_docs_list_every_finding():
     codes = {code for row in rows for code in row.split(", ")}
     assert len(codes) == 16
     assert sorted(codes) == sorted(set(re.findall(r"`([a-z-]+)`", page)) & codes)
+
+
+@pytest.mark.parametrize(
+    ("base", "name", "codes"),
+    [("tensor", None, ["scale-base"]), ("tensor", "w.base", []), ("tensor", "w.blocks.base", []), (0.5, None, [])],
+)
+def test_a_base_that_is_nowhere(base, name, codes):
+    document = {
+        "version": 1,
+        "formats": {"FP4": {}, "UE8": {}},
+        "patterns": [
+            {"regex": ".*blocks", "format": "FP4"},
+            {"regex": ".*scales", "format": "UE8"},
+            {"regex": r".*\.base", "format": "F32", "optional": True},
+        ],
+        "block_size": 128,
+        "scale_encoding": "linear_uint8",
+        "scale_base": base,
+    }
+    headers = {"w.blocks": header((4, 2, 64), "uint8"), "w.scales": header((4, 2), "uint8")}
+    headers |= {name: header((), "float32")} if name else {}
+    found = check_headers(Manifest.from_document(document), headers)
+    assert [finding.code for finding in found] == codes

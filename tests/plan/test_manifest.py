@@ -9,7 +9,17 @@ from pathlib import Path
 
 import pytest
 
-from bitplan.plan import Manifest, ManifestError, Rule, Tag, check_headers, expand_raw_map, manifest_schema
+from bitplan.plan import (
+    Manifest,
+    ManifestError,
+    Plan,
+    Rule,
+    Tag,
+    check_headers,
+    combine,
+    expand_raw_map,
+    manifest_schema,
+)
 from bitplan.plan.manifest import _KEYS, _RULE_KEYS, _TAG_KEYS
 from bitplan.plan.roles import guess_role
 
@@ -59,7 +69,7 @@ def test_the_seed_reads_as_fp4_with_linear_scales():
     manifest = Manifest.from_document(seed())
     assert manifest.tags["FP4"] == Tag("fp4_u8_g128", "data", ("mlp_weight",))
     assert manifest.tags["UE8"] == Tag("fp4_u8_g128", "scales", ("mlp_scale",))
-    assert (manifest.block_size, manifest.scale_base, manifest.fused_dequant) == (128, 0.001, True)
+    assert (manifest.block_size, manifest.scale_base) == (128, 0.001)
     plan = manifest.resolve({"embedding.weight": (8, 4), "block.0.mlp.mlp1_weight.blocks": (2, 1, 64)})
     assert plan["block.0.mlp.mlp1_weight.blocks"].format == "fp4_u8_g128"
     assert plan.entries["embedding.weight"].role == "embed"
@@ -115,7 +125,10 @@ BAD = [
     (seed(nibble_order="high"), "nibble_order must be one of"),
     (seed(nibble_order="halves"), "patterns\\[2\\] .*: nibble_order must be 'low_first', .*got 'halves'"),
     (seed(padding="right"), "padding must be one of 'none', 'zero'"),
-    (seed(fused_dequant=1), "fused_dequant must be true or false, got 1"),
+    (seed(fused_dequant=1), "fused_dequant must be true, .*got 1"),
+    (seed(fused_dequant=False), "fused_dequant must be true, .*strategy=.*got false"),
+    (rules(("w", "fp4_u8_g128"), scale_base=0.5), "scale_base has no effect"),
+    (seed(scale_encoding="e8m0", block_size=32, scale_base=0.5), "scale_base has no effect"),
     (seed(aliases={"a.[i]": "b"}), "aliases: 'b' must have the placeholders of 'a.\\[i\\]'"),
     (seed(aliases={"a": 3}), "aliases\\['a'\\] must be a name or a list of names, got 3"),
     (rules(("a", "int9")), "patterns\\[0\\] a: format 'int9' is neither .*did you mean 'int"),
@@ -188,6 +201,15 @@ def test_a_rule_that_would_backtrack_for_ever_is_answered():
     )
     assert manifest.resolve({"a" * 5000 + "!": (2,)})["a" * 5000 + "!"].format == "int4"
     assert time.perf_counter() - started < 2
+
+
+def test_padding_goes_into_the_plan_and_its_document(tmp_path):
+    plan = Manifest.from_document(rules((".*", "mxfp4"), padding="zero")).resolve({"w": (4, 33)})
+    assert (plan.padding, plan.pad) == ("zero", "zero")
+    plan.save(tmp_path / "plan.json")
+    assert Plan.load(tmp_path / "plan.json") == plan
+    assert plan != Plan(plan.entries)
+    assert combine({"w": (4, 33)}, rules=plan).padding == "zero"
 
 
 HOSTILE = [".*", ".*.*.*.*.*a", "(.*)*x", "(.*)[a-m].{90}", "(a|b|.)*" * 40, "(.?){499}", "[a-z.]*{n}"]
@@ -274,7 +296,7 @@ def test_what_the_reader_takes_the_schema_takes(document):
 ONLY_THE_READER = (
     "bits must be 16", "bits must be 8", "not a format", "did you mean 'mxfp4'", "has no part", "block_size must be 32",
     "no format has", "needs block_size", "patterns\\[2\\]", "aliases: ", "neither", "regular expression",
-    "bounded time", "too large", "is not a valid", "\\^a\\$",
+    "bounded time", "too large", "scale_base has no effect", "is not a valid", "\\^a\\$",
 )  # fmt: skip
 
 

@@ -499,22 +499,22 @@ def llama(tmp_path_factory):
 
 
 def test_read_packed_gives_what_quantize_wrote(llama, reads):
-    bitplan.quantize_file(llama / "wide.safetensors", llama / "small.safetensors", "mxfp4", only=["*.mlp.*"])
+    bitplan.quantize_file(llama / "wide.safetensors", llama / "small.safetensors", "int8_row", keep=["*norm*"])
     with bitplan.open_tensors(llama / "wide.safetensors") as wide:
         numbers = {name: wide.read_float(name) for name in wide.specs}
     for manifest in (None, "llama"):
         found = read_packed(llama / "small.safetensors", manifest=manifest)
         assert found.keys() == numbers.keys()
         packed = {name for name, item in found.items() if isinstance(item, Encoded)}
-        assert packed == {name for name in numbers if ".mlp." in name}
+        assert packed == {name for name in numbers if "norm" not in name}
         for name, item in found.items():
             if name in packed:
-                assert item.fmt.name == "mxfp4"
-                assert item.to_bytes() == bitplan.encode(numbers[name], "mxfp4").to_bytes()
+                assert item.fmt.name == "int8_row"
+                assert item.to_bytes() == bitplan.encode(numbers[name], "int8_row").to_bytes()
             else:
                 assert torch.equal(item, numbers[name])
     reads.clear()
-    message = r"wide.safetensors: 'model.layers.0.mlp.down_proj.weight' is bfloat16, and the manifest packs it as mxfp4"
+    message = r"wide.safetensors: 'model.embed_tokens.weight' is bfloat16, and the manifest packs it as int8_row"
     with pytest.raises(FileFormatError, match=message):
         read_packed(llama / "wide.safetensors", manifest="llama")
     with pytest.raises(ManifestError, match=r"gpt-oss does not fit .*small\.safetensors"):

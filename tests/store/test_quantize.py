@@ -255,6 +255,13 @@ def test_an_indivisible_shape_gets_the_nearest_format_unless_it_is_asked_for_by_
         assert file.read_float("w").shape == (32, 33)
 
 
+def test_a_plan_with_padding_fills(tmp_path):
+    safetensors.torch.save_file({"w": torch.randn(32, 33)}, tmp_path / "in.safetensors")
+    plan = Plan({"w": Planned(Choice("mxfp4", "why"), (32, 33))}, padding="zero")
+    report = quantize_file(tmp_path / "in.safetensors", tmp_path / "out.safetensors", plan)
+    assert report.bytes_after == plan.nbytes
+
+
 def test_gguf_gets_formats_that_it_holds(tmp_path):
     numbers = {
         "token_embd.weight": torch.randn(32, 64),
