@@ -118,4 +118,4 @@ def _least(word: str) -> int:
 
 
 def _is_figure(text: str) -> bool:
-    return text == "exact" or _NUMBER.fullmatch(text) is not None
+    return text in ("", "exact") or _NUMBER.fullmatch(text) is not None
