@@ -76,7 +76,7 @@ def test_telemetry_is_not_appended_to_another_file(tmp_path):
     for other in (b"weights", b'{"step": 1, "name": "drift"}\n'):
         path.write_bytes(other)
         refused = pytest.raises(StoreError, match="exists and is not a streaming telemetry file; nothing was appended")
-        with refused, streaming(make_stack(adapters=False), telemetry=path, slots=2):
+        with refused, streaming(make_stack(adapters=False), telemetry=path, slots=2, train="nothing"):
             pass
         assert path.read_bytes() == other
 
