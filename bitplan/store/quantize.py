@@ -108,8 +108,8 @@ def quantize_file(
 ) -> QuantizeReport:
     """Write `source` (safetensors, sharded or not, or GGUF, or the seed's JSON) to `output` in a format, or by a plan.
 
-    A format goes to the weights that can bear it, as `bitplan.plan.choose_formats` decides. A plan must name every tensor
-    of the file, and decides for each. `keep` and `only` are names or shell patterns, of tensors or of modules.
+    A format goes to the weights that can bear it, as `bitplan.plan.choose_formats` decides. A plan must name every
+    tensor of the file, and decides for each. `keep` and `only` are names or shell patterns, of tensors or of modules.
 
     The suffix of `output` says what is written; a sharded source goes to a folder that does not exist yet.
     Peak memory: the largest tensor in its old and its new form, and some megabytes.
