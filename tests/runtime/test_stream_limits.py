@@ -188,7 +188,7 @@ def test_gradients_on_their_way_are_capped():
         gradients_thread = stream.training._gradients
         stream.begin_step(0)
         stream.set_limits(limits(d2h=1))
-        stream.device.before_copy = lambda: waiting.append(gradients_thread._unfinished)
+        stream.device.before_copy = lambda: waiting.append(gradients_thread.unfinished)
         model(batch(0)).square().mean().backward()
         stream.end_step()
         stream.synchronize()
