@@ -169,8 +169,8 @@ class BlockUpkeep:
         names = [f"{block.name}.{name}" for block in self._blocks for name in self._changed_masters(block)]
         if names:
             raise StreamError(
-                f"{listed(names)} changed within step {step}, whose gradients are of the weights before; begin_step drops "
-                "the step; change weights between synchronize() and begin_step"
+                f"{listed(names)} changed within step {step}, whose gradients are of the weights before: begin_step "
+                "drops the step; change weights between synchronize() and begin_step"
             )
 
     def _refuse_racing(self, blocks: Iterable[StreamedBlock]) -> None:

@@ -97,6 +97,7 @@ class SelectivePrecisionPolicy:
         self._warned: set[str] = set()
         self._step: int | None = None
         self._is_dynamic = self.config.enabled and self.config.mode == "dynamic"
+        self._decided = [name for name in self.units.names if _decides_on(self.config, name)]
         self._adapters = self.units.adapters() if stream.train == "adapters" else {}
         self.collector = GradStatsCollector(self.units.names)
         self.conductor = ConductorLink(stream, bridge)
@@ -258,14 +259,11 @@ class SelectivePrecisionPolicy:
 
     def _run_with(self, precisions: Mapping[str, str], step: int) -> None:
         """Begin the step in these precisions; again, where it was begun in others."""
-        if dict(precisions) != self.applied or not self._stream_agrees(precisions):
-            self.stream.set_formats(self.units.formats(precisions))
+        formats, running = self.units.formats({name: precisions[name] for name in self._decided}), self.stream.formats
+        if dict(precisions) != self.applied or any(running[name] != fmt for name, fmt in formats.items()):
+            self.stream.set_formats(formats)
         self.stream.begin_step(step)
         self.applied = dict(precisions)
-
-    def _stream_agrees(self, precisions: Mapping[str, str]) -> bool:
-        running = self.stream.formats
-        return all(running[name] == fmt for name, fmt in self.units.formats(precisions).items())
 
     def _probe_loss(self) -> float:
         assert self.probe is not None
@@ -323,7 +321,12 @@ class SelectivePrecisionPolicy:
             self.metrics = step_metrics(step, hints, 0.0, **told)  # type: ignore[arg-type]
 
     def scalars(self) -> dict[str, float]:
-        """For charts: the share of units in each precision, bytes per crossing sent and not sent, sensitivity."""
+        """For charts: the share of units in each precision, bytes per crossing sent and not sent, sensitivity.
+
+        None where selective precision is off, and the stream's own formats are not its affair.
+        """
+        if len(self._decided) < len(self.units.names):
+            return {}
         hints = current_hints(self.state, 0, self.config)
         metrics = step_metrics(0, hints, 0.0, unit_bytes=self.unit_bytes)
         counts = {"bf16": metrics.blocks_bf16, "int8": metrics.blocks_int8, "fp8": metrics.blocks_fp8}
@@ -408,6 +411,11 @@ _KEYS = {
     "quant_errors": OBJECT,
     "transfer": _OBJECT_OR_NULL,
 }
+
+
+def _decides_on(config: SelectivePrecisionConfig, unit: str) -> bool:
+    """Off is off: what is not forced crosses in the stream's own formats."""
+    return config.enabled and (config.mode != "off" or config.forced(unit) is not None)
 
 
 def _check(stream: BlockStream, config: SelectivePrecisionConfig, probe: Probe | None) -> None:

@@ -8,19 +8,25 @@ Stream the model and make the policy first, then the trainer: streamed blocks st
 the model to its device. The policy's state goes into each checkpoint, and comes back with it; so do masters and moments
 where the stream trains the weights (train="weights"), without which only the policy would go on.
 
+With train="weights" the trainer's learning rate, schedule included, is that of the streamed weights too, and its limit
+on the norm of gradients holds for all of them together, on the device and on the host.
+
 None of the libraries is imported until it is asked for.
 """
 
 from __future__ import annotations
 
 import importlib
+import logging
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from bitplan.plan.selective_config import SelectiveError
 from bitplan.runtime.selective_precision import SelectivePrecisionPolicy
+from bitplan.runtime.stream_blocks import BlockStream
 
+log = logging.getLogger("bitplan")
 STATE_FILE = "selective_precision.json"
 WEIGHTS_FILE = "streamed_weights.safetensors"
 WEIGHTS_KEY = "streamed_weights"  # in a Lightning checkpoint, beside the policy's keys
@@ -63,9 +69,13 @@ def trainer_callback(
     """
     base = _import("transformers", "a Trainer callback").TrainerCallback
     stream = policy.stream
-    trains = stream.training is not None
+    trains, rate = stream.training is not None, _FollowedRate(stream)
 
     class SelectivePrecisionCallback(base):  # type: ignore[misc, valid-type]
+        def __init__(self) -> None:
+            super().__init__()
+            self._max_norm = 0.0  # of the step under way
+
         def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
             if state.global_step:
                 folder = Path(resume_from or Path(args.output_dir) / f"checkpoint-{state.global_step}")
@@ -74,8 +84,15 @@ def trainer_callback(
 
         def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
             policy.begin_step(state.global_step)
+            if trains and args.max_grad_norm:
+                # The trainer would clip what is on the device by the norm of that alone: we clip, for this step.
+                self._max_norm, args.max_grad_norm = args.max_grad_norm, 0.0
 
-        def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            if self._max_norm:
+                stream.clip_gradients(self._max_norm, kwargs["model"].parameters())
+                self._max_norm, args.max_grad_norm = 0.0, self._max_norm
+            rate.follow(kwargs["optimizer"])
             policy.collect_block_grad_stats()
             policy.compute_hints(state.global_step)
 
@@ -110,7 +127,7 @@ def lightning_callback(policy: SelectivePrecisionPolicy, *, scalars: TensorBoard
     """A callback for Lightning's Trainer; scalars also go to the logger that the trainer has."""
     base = _import("lightning.pytorch", "a Lightning callback").Callback
     stream = policy.stream
-    trains = stream.training is not None
+    trains, rate = stream.training is not None, _FollowedRate(stream)
 
     class SelectivePrecisionCallback(base):  # type: ignore[misc, valid-type]
         def __init__(self) -> None:
@@ -124,6 +141,16 @@ def lightning_callback(policy: SelectivePrecisionPolicy, *, scalars: TensorBoard
 
         def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
             assert self._opened is not None
+            if trains and trainer.gradient_clip_val:
+                if str(trainer.gradient_clip_algorithm or "norm") not in ("norm", "GradClipAlgorithmType.NORM"):
+                    raise SelectiveError(
+                        f"gradient_clip_algorithm={trainer.gradient_clip_algorithm!r}: the streamed weights' gradients "
+                        "are clipped by their norm; use 'norm', or gradient_clip_val=None"
+                    )
+                # Before the trainer does: what is left for it is within the limit.
+                parameters = (one for group in optimizer.param_groups for one in group["params"])
+                stream.clip_gradients(float(trainer.gradient_clip_val), parameters)
+            rate.follow(optimizer)
             policy.collect_block_grad_stats()
             policy.compute_hints(self._opened)
 
@@ -165,6 +192,49 @@ def lightning_callback(policy: SelectivePrecisionPolicy, *, scalars: TensorBoard
             )
 
     return SelectivePrecisionCallback()
+
+
+class _FollowedRate:
+    """The rate that a trainer's optimizer has for the streamed weights, which the stream steps in its stead."""
+
+    def __init__(self, stream: BlockStream) -> None:
+        self._stream = stream
+        self._optimizer: Any = None
+        self._groups: list[int] = []
+
+    def follow(self, optimizer: Any) -> None:
+        """Before the optimizer steps."""
+        training = self._stream.training
+        if training is None:
+            return
+        if optimizer is not self._optimizer:
+            self._optimizer, self._groups = optimizer, self._groups_with_streamed(optimizer)
+        rates = {float(optimizer.param_groups[at]["lr"]) for at in self._groups}
+        if len(rates) > 1:
+            raise SelectiveError(
+                f"the trainer's optimizer has {len(rates)} learning rates for streamed weights ({sorted(rates)}), and "
+                "the stream has one for all; give them one"
+            )
+        training.lr = rates.pop() if rates else training.lr
+
+    def _groups_with_streamed(self, optimizer: Any) -> list[int]:
+        training = self._stream.training
+        assert training is not None
+        held = {
+            id(one.parameter)
+            for block in self._stream.blocks
+            for name, one in block.parameters.items()
+            if training.trains(block.name, name)
+        }
+        groups = optimizer.param_groups
+        found = [at for at, group in enumerate(groups) if any(id(one) in held for one in group["params"])]
+        if not found:
+            log.warning(
+                "bitplan: the trainer's optimizer holds none of the streamed weights, so its learning rate is not "
+                "theirs: they keep %g (stream.training.lr)",
+                training.lr,
+            )
+        return found
 
 
 def _restore(

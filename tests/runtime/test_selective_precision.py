@@ -67,24 +67,25 @@ def adapted(count=COUNT):
 
 
 @pytest.mark.parametrize(
-    ("options", "expected"),
+    ("options", "rest", "expected"),
     [
-        ({"mode": "off"}, {}),
-        ({"enabled": False, "force_int8_blocks": ("layers.1",)}, {}),
-        ({"mode": "off", "force_int8_blocks": ("layers.1",)}, {"layers.1": "int8_row"}),
+        ({"mode": "off"}, "float32", {}),
+        ({"enabled": False, "force_int8_blocks": ("layers.1",)}, "float32", {}),
+        ({"mode": "off", "force_int8_blocks": ("layers.1",)}, "float32", {"layers.1": "int8_row"}),
         (
             {"mode": "static", "force_int8_blocks": ("layers.1", "layers.4"), "force_fp8_blocks": ("layers.2",)},
+            "bfloat16",
             {"layers.1": "int8_row", "layers.4": "int8_row", "layers.2": "fp8_e4m3_row"},
         ),
     ],
 )
-def test_force_lists_hold_from_the_first_step(options, expected):
+def test_force_lists_hold_from_the_first_step_and_off_leaves_formats_alone(options, rest, expected):
     model = adapted()
     with policy_on(model, config_of(**options)) as policy:
         policy.begin_step(0)
         formats = policy.stream.formats
         for name in BLOCKS:
-            assert formats[f"{name}.down.weight"] == expected.get(name, "bfloat16")
+            assert formats[f"{name}.down.weight"] == expected.get(name, rest)
             assert formats[f"{name}.norm.weight"] == "float32"
         policy.end_step()
 

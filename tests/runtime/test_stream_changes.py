@@ -23,28 +23,28 @@ def other_weights(model) -> dict[str, torch.Tensor]:
     }
 
 
-def load(model, stream) -> None:
+def load(model, _stream) -> None:
     model.load_state_dict(other_weights(model))
 
 
-def assign(model, stream) -> None:
+def assign(model, _stream) -> None:
     model.load_state_dict(other_weights(model), assign=True)
 
 
-def edit(model, stream) -> None:
+def edit(model, _stream) -> None:
     with torch.no_grad():
         for layer in model.layers:
             layer.norm.weight.add_(0.1)
             layer.down.weight.mul_(1.5)
 
 
-def replace(model, stream) -> None:
+def replace(model, _stream) -> None:
     for layer in model.layers:
         old = layer.down.weight
         layer.down.weight = nn.Parameter(old.detach() * 1.5, requires_grad=old.requires_grad)
 
 
-def set_data(model, stream) -> None:
+def set_data(model, _stream) -> None:
     for layer in model.layers:
         layer.down.weight.data = layer.down.weight.detach() * 1.5
 
