@@ -112,6 +112,8 @@ class BlockUpkeep:
             self._allocate(formats, blocks)
         for block in blocks:
             self.bytes.put(block, self._layout_of(block), formats[block.name])
+            if self._training is not None:
+                self._training.unencoded.discard(block.name)
 
     def put_updated(self, name: str) -> None:
         """On the optimizer's thread: encode a block whose masters were stepped."""
@@ -119,7 +121,7 @@ class BlockUpkeep:
         self.bytes.put_updated(block, self._layout_of(block))
 
     def _stale(self, blocks: Iterable[StreamedBlock], formats: BlockFormats) -> list[StreamedBlock]:
-        lost = self._host.lost()
+        lost = {*self._host.lost(), *(() if self._training is None else self._training.unencoded)}
         return [block for block in blocks if block.name in lost or self.bytes.is_stale(block, formats[block.name])]
 
     def _prepare(self, stale: list[StreamedBlock]) -> None:

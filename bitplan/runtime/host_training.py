@@ -71,13 +71,14 @@ class StepGradients:
 
 @dataclass(eq=False)
 class _Update:
-    """One step's way into the masters: how many blocks the optimizer has begun and finished, and which are fresh."""
+    """One step's way into the masters: how many blocks were begun, stepped and encoded, and which are fresh."""
 
     gradients: StepGradients
     lr: float
     fresh: Mapping[str, Latch]
     begun: int = 0
-    done: int = 0
+    stepped: int = 0
+    encoded: int = 0
 
 
 @dataclass
@@ -134,6 +135,7 @@ class HostTraining:
         self.failure: Exception | None = None
         self.torn: str | None = None  # why the masters are of two steps
         self.is_settled = True  # whether all updates were waited for, and the model's Parameters made current
+        self.unencoded: set[str] = set()  # blocks whose bytes are older than their masters, after a failure
         self._open: StepGradients | None = None
         self._update: _Update | None = None  # the last one
         self._gradients = Worker("gradient", GRADIENTS_WAITING)
@@ -159,8 +161,6 @@ class HostTraining:
         """Open a step."""
         if not self._gradients.is_alive:
             self._replace_gradient_thread()
-        if not self._updates.is_alive:
-            self._updates = Worker("optimizer")
         self._open = StepGradients(step)
 
     @property
@@ -273,9 +273,10 @@ class HostTraining:
             self.failure = self.failure or TransferError(f"{what}: the thread was stopped ({error!r})")
             raise
         finally:
-            if update.begun and update.done < len(self._masters):
+            self.unencoded.update(list(self._masters)[update.encoded : update.begun])
+            if update.begun and update.stepped < len(self._masters):
                 self.torn = (
-                    f"{what} broke off after {update.done} of {len(self._masters)} blocks ({self.failure}): the "
+                    f"{what} broke off after {update.stepped} of {len(self._masters)} blocks ({self.failure}): the "
                     "weights are of two steps; load a state (stream.load or load_state_dict)"
                 )
             gradients.sums.clear()
@@ -307,7 +308,7 @@ class HostTraining:
         update.begun += 1
         try:
             optimizer.step()
-            update.done += 1
+            update.stepped += 1
         finally:
             for name, master in masters.items():
                 master.grad = None
@@ -319,6 +320,7 @@ class HostTraining:
             encode_block(block)
         except Exception as error:
             self.failure = self.failure or _named(error, f"{block}, step {update.gradients.step}: encoding")
+        update.encoded += 1
         update.fresh[block].set()
 
     def wait_fresh(self, block: str) -> None:
@@ -331,8 +333,10 @@ class HostTraining:
         """Wait for all gradients and updates."""
         if not self._gradients.drain(self._timeout_s):
             self._replace_gradient_thread()
-        if not self._updates.drain(self._timeout_s) and self.failure is None:
-            self.failure = TransferError("the optimizer thread has died, or took too long")
+        if not self._updates.drain(self._timeout_s):
+            self.failure = self.failure or TransferError("the optimizer thread has died, or took too long")
+            if not self._updates.is_alive:
+                self._updates = Worker("optimizer")  # so that its end is said once
 
     def _replace_gradient_thread(self) -> None:
         """The old one is dead, or hangs in a copy to the staging buffer, which it then keeps."""
@@ -340,6 +344,12 @@ class HostTraining:
             self._staging = exact_buffer(self._staging.nbytes)
             self._device.pin(self._staging)
         self._gradients = Worker("gradient", GRADIENTS_WAITING)
+
+    def find_failure(self) -> Exception | None:
+        """What went wrong in updates so far; waits for nothing."""
+        if not self._updates.is_alive:
+            self.finish()
+        return self.failure
 
     def settle(self, blocks: Mapping[str, StreamedBlock]) -> None:
         """Wait for all updates, and make the model's own Parameters what the masters are."""

@@ -384,7 +384,7 @@ class BlockStream:
 
     def _raise_failures(self, *, wait: bool = False) -> None:
         if self.training is not None:
-            failure = self.training.failure
+            failure = self.training.find_failure()
             if failure is not None:
                 self.training.recover()
                 if self.training.torn is None:

@@ -136,7 +136,7 @@ def test_off_is_the_plain_stream_to_the_bit():
         stream.begin_step(0)
         one(batch(0)).square().mean().backward()
         stream.end_step()
-    with policy_on(two, config_of(mode="off")) as policy:
+    with policy_on(two, config_of(mode="off"), stream_options={"formats": "bfloat16"}) as policy:
         run_step(policy, two, None, 0)
     for mine, theirs in zip(one.parameters(), two.parameters(), strict=True):
         assert (mine.grad is None) == (theirs.grad is None)
@@ -363,7 +363,7 @@ def test_measuring_is_not_seen_in_the_gradients(checkpointing, tokens):
     for options in ({"mode": "off"}, {"scoring": "impact", "impact_tokens": tokens, "update_interval_steps": 1}):
         model = adapted()
         model.checkpointing = checkpointing
-        with policy_on(model, config_of(**options)) as policy:
+        with policy_on(model, config_of(**options), stream_options={"formats": "bfloat16"}) as policy:
             run_step(policy, model, None, 0)
             policy.state_dict()
         found.append({name: one.grad for name, one in model.named_parameters() if one.grad is not None})

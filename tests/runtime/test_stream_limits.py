@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import threading
+import time
 
 import pytest
 import torch
@@ -190,6 +191,9 @@ def test_gradients_on_their_way_are_capped():
         stream.set_limits(limits(d2h=1))
         stream.device.before_copy = lambda: waiting.append(gradients_thread.unfinished)
         model(batch(0)).square().mean().backward()
+        while gradients_thread.unfinished:  # not drain, which queues a job of its own
+            time.sleep(1e-3)
+        stream.device.before_copy = None
         stream.end_step()
         stream.synchronize()
         assert max(waiting) == 1
