@@ -355,6 +355,13 @@ class BlockStream:
         self._calls.unwrap()
         for hook in self._hooks:
             hook.remove()
+        try:
+            return self._finish()
+        finally:
+            self._free()
+
+    def _finish(self) -> Exception | None:
+        """Everything under way is done, and the model has its weights; what went wrong, if it was not raised yet."""
         if self._step is not None:
             self._abandon()
         failure: Exception | None = None
@@ -370,8 +377,7 @@ class BlockStream:
         elif self._finite is not None:
             failure = self._finite.find(wait=True)
         self.device.finish(self.device.mark())
-        self._telemetry.flush()
-        self._free()
+        self._telemetry.close()
         return failure
 
     # ---- what happens at a boundary ----------------------------------------------------------------------------------
