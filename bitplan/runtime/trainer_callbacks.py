@@ -8,6 +8,9 @@ Stream the model and make the policy first, then the trainer: streamed blocks st
 the model to its device. The policy's state goes into each checkpoint, and comes back with it; so do masters and moments
 where the stream trains the weights (train="weights"), without which only the policy would go on.
 
+Where the config says `run_calibration`, the trainer's own data calibrate before the first step: the first batches of
+the dataset, unshuffled, so that neither the order of training nor its random numbers change.
+
 With train="weights" the trainer's learning rate, schedule included, is that of the streamed weights too, and its limit
 on the norm of gradients holds for all of them together, on the device and on the host.
 
@@ -23,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from bitplan.plan.selective_config import SelectiveError
+from bitplan.runtime.run_calibration import Forward
 from bitplan.runtime.selective_precision import SelectivePrecisionPolicy
 from bitplan.runtime.stream_blocks import BlockStream
 
@@ -76,7 +80,9 @@ def trainer_callback(
             super().__init__()
             self._max_norm = 0.0  # of the step under way
 
-        def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            if not state.global_step and policy.lacks_calibration:
+                policy.calibrate(_unshuffled(kwargs["train_dataloader"], args.train_batch_size), progress=False)
             if state.global_step:
                 folder = Path(resume_from or Path(args.output_dir) / f"checkpoint-{state.global_step}")
                 weights = (lambda: stream.load(folder / WEIGHTS_FILE)) if trains else None
@@ -123,8 +129,17 @@ def trainer_callback(
     return SelectivePrecisionCallback()
 
 
-def lightning_callback(policy: SelectivePrecisionPolicy, *, scalars: TensorBoardScalars | None = None) -> Any:
-    """A callback for Lightning's Trainer; scalars also go to the logger that the trainer has."""
+def lightning_callback(
+    policy: SelectivePrecisionPolicy,
+    *,
+    scalars: TensorBoardScalars | None = None,
+    calibration_forward: Forward | None = None,
+) -> Any:
+    """A callback for Lightning's Trainer; scalars also go to the logger that the trainer has.
+
+    calibration_forward   (module, batch) -> anything: how a batch of the training data is run to calibrate, for a
+                          LightningModule does not say. Without it nothing is calibrated here, and the log says so.
+    """
     base = _import("lightning.pytorch", "a Lightning callback").Callback
     stream = policy.stream
     trains, rate = stream.training is not None, _FollowedRate(stream)
@@ -133,6 +148,11 @@ def lightning_callback(policy: SelectivePrecisionPolicy, *, scalars: TensorBoard
         def __init__(self) -> None:
             super().__init__()
             self._opened: int | None = None
+
+        def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+            if calibration_forward is not None and not trainer.global_step and policy.lacks_calibration:
+                batches = _unshuffled(trainer.train_dataloader)
+                policy.calibrate(batches, forward=calibration_forward, progress=False)
 
         def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
             if self._opened is None:  # not in the middle of an accumulation
@@ -192,6 +212,15 @@ def lightning_callback(policy: SelectivePrecisionPolicy, *, scalars: TensorBoard
             )
 
     return SelectivePrecisionCallback()
+
+
+def _unshuffled(loader: Any, batch_size: int | None = None) -> Any:
+    """The data of a trainer's loader, from the beginning, by a loader of our own."""
+    from torch import Generator
+    from torch.utils.data import DataLoader
+
+    size = loader.batch_size or batch_size or 1
+    return DataLoader(loader.dataset, batch_size=size, collate_fn=loader.collate_fn, generator=Generator())
 
 
 class _FollowedRate:

@@ -63,6 +63,38 @@ def adapted(count=COUNT):
     return model
 
 
+# ---- what is forgotten -----------------------------------------------------------------------------------------------
+
+
+def test_what_is_forgotten_is_said_once(caplog):
+    model = adapted()
+    with policy_on(model, config_of(warmup_steps=0)) as policy:
+        for step in range(1, 12, 2):  # never a multiple of two
+            policy.begin_step(step)
+            model(batch(step)).square().mean().backward()
+            policy.compute_hints(step)
+            policy.end_step()
+    said = [record.message for record in caplog.records if record.levelname == "WARNING"]
+    for text in (
+        "run_calibration is true, but nothing was calibrated, so scores go by gradients alone",
+        "step 1: collect_block_grad_stats() was not called between backward and end_step",
+        "step 5: 3 steps without an update: compute_hints(step) decides in steps whose number is a multiple of "
+        "update_interval_steps (2)",
+        "closed before the first update, nothing was decided: warmup_steps is 0 and update_interval_steps 2",
+    ):
+        assert sum(text in one for one in said) == 1, text
+    assert len(said) == 4
+
+
+def test_nothing_is_said_where_nothing_is_forgotten(caplog):
+    model = adapted()
+    with policy_on(model, config_of()) as policy:
+        policy.calibrate([batch(0)] * 4, progress=False)
+        for step in range(5):
+            run_step(policy, model, None, step)
+    assert not [record for record in caplog.records if record.levelname == "WARNING"]
+
+
 # ---- modes -----------------------------------------------------------------------------------------------------------
 
 

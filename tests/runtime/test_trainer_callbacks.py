@@ -95,6 +95,7 @@ def test_hugging_face_trainer_saves_and_resumes(tmp_path):
     assert {precision for _, applied in whole for precision in applied.values()} == {"bf16", "int8"}
     saved = json.loads((tmp_path / "whole" / "checkpoint-4" / STATE_FILE).read_text())
     assert saved["policy"]["state"]["last_step"] == 3
+    assert all(row["int8"] > 0 for row in end["quant_errors"].values())  # run_calibration: on the trainer's data
     resumed, resumed_end = train_with_hugging_face(
         tmp_path / "whole", 8, resume=str(tmp_path / "whole" / "checkpoint-4")
     )
@@ -287,7 +288,7 @@ def test_rates_that_the_stream_cannot_follow_are_said(groups, says, caplog):
         assert stream.training.lr == 123.0
 
 
-def train_with_lightning(folder, steps, resume=None, train="adapters", seed=0, **options):
+def train_with_lightning(folder, steps, resume=None, train="adapters", seed=0, calibration_forward=None, **options):
     import lightning.pytorch as pl
 
     class Module(pl.LightningModule):
@@ -313,7 +314,7 @@ def train_with_lightning(folder, steps, resume=None, train="adapters", seed=0, *
         trainer = pl.Trainer(
             accelerator="cpu",
             max_steps=steps,
-            callbacks=[checkpoints, lightning_callback(policy)],
+            callbacks=[checkpoints, lightning_callback(policy, calibration_forward=calibration_forward)],
             logger=logger,
             log_every_n_steps=1,
             enable_progress_bar=False,
@@ -328,9 +329,10 @@ def train_with_lightning(folder, steps, resume=None, train="adapters", seed=0, *
         return seen, policy.state_dict(), logger.log_dir
 
 
-def test_lightning_saves_and_resumes(tmp_path):
+def test_lightning_saves_and_resumes(tmp_path, caplog):
     pytest.importorskip("lightning")
     whole, end, logs = train_with_lightning(tmp_path, 8)
+    assert caplog.text.count("run_calibration is true, but nothing was calibrated") == 1
     assert [step for step, _ in whole] == list(range(8))
     assert {precision for _, applied in whole for precision in applied.values()} == {"bf16", "int8"}
     with open(f"{logs}/metrics.csv") as file:
@@ -382,9 +384,12 @@ def test_a_lightning_checkpoint_of_the_other_kind_of_training_is_refused():
         lightning_callback(policy).load_state_dict(states["weights"])
 
 
-def test_lightning_accumulates(tmp_path):
+def test_lightning_accumulates_and_calibrates_where_it_is_told_how(tmp_path, caplog):
     pytest.importorskip("lightning")
-    seen, end, _ = train_with_lightning(tmp_path, 3, accumulate_grad_batches=2)
+    run_batch = lambda module, data: module.task(**data)
+    seen, end, _ = train_with_lightning(tmp_path, 3, accumulate_grad_batches=2, calibration_forward=run_batch)
+    assert all(row["int8"] > 0 for row in end["quant_errors"].values())
+    assert "nothing was calibrated" not in caplog.text
     assert [step for step, _ in seen] == [0, 1, 2]
     assert end["policy"]["state"]["steps_collected"] == 3
 
