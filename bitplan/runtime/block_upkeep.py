@@ -139,6 +139,7 @@ class BlockUpkeep:
 
     def _allocate(self, formats: BlockFormats, changed: Iterable[StreamedBlock]) -> None:
         options, layouts = self._options, lay_out_all(self._specs, formats)
+        self._loader.is_allocated = False  # from here on the layouts are not those of `formats`
         self.formats = formats
         self._loader.allocate(layouts, options.slots, options.slot_bytes, options.vram_bytes, self._places(changed))
 

@@ -191,6 +191,11 @@ class SelectivePrecisionPolicy:
         self._has_collected = True
         if not self._is_dynamic:
             return
+        for unit, weight in self.probes.finish_step().items():
+            self.reminders.say_once(
+                f"impact of {unit}",
+                f"step {step}: no impact of {unit}: no gradient reached {weight}; where that stays so, it stays bf16",
+            )
         if self._adapters:
             self.collector.add({name: [one.grad for one in found] for name, found in self._adapters.items()})
         self.collector.end_step(step)

@@ -519,6 +519,29 @@ def test_a_unit_with_an_unseen_weight_has_no_impact_and_says_so(caplog):
     assert "left out" not in caplog.text, "frozen blocks without adapters have no gradient, and need none here"
 
 
+class Halved(nn.Module):
+    """A block of two layers, of which one has no gradient path."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen, self.cut = nn.Linear(64, 64), nn.Linear(64, 64)
+
+    def forward(self, x):
+        return self.seen(x) + self.cut(x.detach())
+
+
+def test_a_unit_with_a_layer_that_no_gradient_reaches_has_no_impact(caplog):
+    model = Mixed()
+    model.layers[0] = Halved().requires_grad_(False)
+    config = config_of(scoring="impact", update_interval_steps=1, damage_budget=10.0)
+    with policy_on(model, config) as policy:
+        for step in range(4):
+            run_step(policy, model, None, step)
+        assert all(set(step.impacts) == {"layers.1"} for step in policy.state.history if step.impacts)
+        assert policy.precisions == {"layers.0": "bf16", "layers.1": "int8"}
+    assert caplog.text.count("no impact of layers.0: no gradient reached layers.0.cut.weight") == 1
+
+
 def test_the_damage_budget_bounds_all_low_units_together():
     low = {}
     for budget in (1e-12, 3e-5, 10.0):
