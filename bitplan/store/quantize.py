@@ -150,11 +150,13 @@ def _quantize_shards(
             promises = _promises(file, names, options)
             tied = {alias: name for alias, name in file.tied.items() if file.shard_of(name) == shard}
             metadata = file.metadata_of(shard)
-            with write_tensors(folder / shard.name, promises, metadata=metadata, tied=tied) as writer:
+            place = file.shard_name(shard)
+            (folder / place).parent.mkdir(parents=True, exist_ok=True)
+            with write_tensors(folder / place, promises, metadata=metadata, tied=tied) as writer:
                 _quantize_each(file, promises, writer, options, report, on_tensor)
             for promise in promises:
                 parts = promise.fmt.part_shapes(promise.shape) if promise.fmt else ("data",)
-                weight_map |= {part_name(promise.name, part): shard.name for part in parts}
+                weight_map |= {part_name(promise.name, part): place.as_posix() for part in parts}
                 total += promise.nbytes
         index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
         write_json(folder / f"model{INDEX_SUFFIX}", index)

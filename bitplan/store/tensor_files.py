@@ -3,7 +3,7 @@
 | kind | what | a tensor comes as |
 |---|---|---|
 | safetensors | one file, an index of shards, or their folder | Encoded where bitplan packed it, else a plain tensor |
-| gguf | llama.cpp's container | Encoded for Q4_0, Q8_0, MXFP4, F16, BF16; plain for F32 and integers; else decoded |
+| gguf | llama.cpp's container, in one file or split | Encoded for Q4_0, Q8_0, MXFP4, F16, BF16; plain for F32 and integers; else decoded |
 | poly json | the seed's network file | Encoded, or float32 from files of the original |
 
 A bitplan safetensors file keeps a packed tensor's codes under its own name and its other parts beside it
@@ -135,6 +135,10 @@ class NativeTensors(TensorFile):
     def shard_of(self, name: str) -> Path:
         return self._checkpoint.weight_map[name]
 
+    def shard_name(self, shard: Path) -> Path:
+        """A shard's path as the index has it: two folders may each have a shard of one name."""
+        return shard.relative_to(self.path if self.path.is_dir() else self.path.parent)
+
     def metadata_of(self, shard: Path) -> dict[str, str]:
         """A shard's own metadata, without bitplan's key."""
         file = next(file for file in self._checkpoint.files if file.path == shard)
@@ -181,15 +185,16 @@ class NativeTensors(TensorFile):
 
 
 class GGUFTensors(TensorFile):
-    """A GGUF file; every type that gguf-py can decode."""
+    """A GGUF file, or all parts of a split one; every type that gguf-py can decode."""
 
     kind = "gguf"
 
     def __init__(self, path: Path) -> None:
-        from bitplan.store.gguf_io import GGUFFile, plain_dtype
+        from bitplan.store.gguf_io import plain_dtype
+        from bitplan.store.gguf_split import open_gguf
 
         self.path = path
-        self.file = GGUFFile(path)
+        self.file = open_gguf(path)
         self.specs = {}
         for name, entry in self.file.tensors.items():
             type_name = entry.type.name

@@ -193,6 +193,20 @@ def test_shards_become_shards_with_an_index(tmp_path):
     assert not compare_files(tmp_path / "in", tmp_path / "out").findings
 
 
+def test_shards_of_one_name_in_two_folders_stay_two(tmp_path):
+    numbers = {"one": torch.randn(4, 32), "two": torch.randn(4, 32)}
+    for name, tensor in numbers.items():
+        (tmp_path / "in" / name).mkdir(parents=True)
+        safetensors.torch.save_file({name: tensor}, tmp_path / "in" / name / "model.safetensors")
+    weight_map = {name: f"{name}/model.safetensors" for name in numbers}
+    (tmp_path / "in" / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    quantize_file(tmp_path / "in", tmp_path / "out", "bfloat16")
+    with open_tensors(tmp_path / "out") as file:
+        assert {name: file.read_float(name).bfloat16().tolist() for name in file.specs} == {
+            name: tensor.bfloat16().tolist() for name, tensor in numbers.items()
+        }
+
+
 def test_a_tied_name_is_written_out_where_the_container_cannot_tie(tmp_path):
     with write_native(tmp_path / "in.safetensors", [Promise("a", (2, 32))], tied={"b": "a"}) as writer:
         writer.write("a", torch.randn(2, 32))
