@@ -73,17 +73,17 @@ def open_gguf(path: str | Path) -> GGUFFile:
                 f"{given.path}: its metadata says {says}, which its name must say too, "
                 f"as NAME-00001-of-{count:05d}.gguf; name the file as it was published"
             )
-        parts = [given if number == int(named["number"]) else None for number in range(1, count + 1)]
+        stem, own = named["stem"], int(named["number"])
         found = [
-            part or opened.enter_context(_open_part(given, named["stem"], at + 1, count))
-            for at, part in enumerate(parts)
+            given if number == own else opened.enter_context(_open_part(given, stem, number, count))
+            for number in range(1, count + 1)
         ]
         split = SplitGGUF(found)
         expected = _number(found[0], "tensors.count", default=len(split.tensors))
         if len(split.tensors) != expected:
             raise FileFormatError(
-                f"{split.path}: split.tensors.count is {expected}, and the {count} parts hold {len(split.tensors)} tensors; "
-                "download the parts again"
+                f"{split.path}: split.tensors.count is {expected}, and the {count} parts hold {len(split.tensors)} "
+                "tensors; download the parts again"
             )
         opened.pop_all()
         return split
@@ -100,7 +100,7 @@ def _open_part(given: GGUFFile, stem: str, number: int, count: int) -> GGUFFile:
     if (_number(part, "no"), _number(part, "count")) != (number - 1, count):
         part.close()
         raise FileFormatError(
-            f"{path}: its metadata does not say that it is part {number} of {count}; one of the parts is another model's"
+            f"{path}: its metadata does not say that it is part {number} of {count}; it is another model's"
         )
     return part
 

@@ -3,7 +3,7 @@
 | kind | what | a tensor comes as |
 |---|---|---|
 | safetensors | one file, an index of shards, or their folder | Encoded where bitplan packed it, else a plain tensor |
-| gguf | llama.cpp's container, in one file or split | Encoded for Q4_0, Q8_0, MXFP4, F16, BF16; plain for F32 and integers; else decoded |
+| gguf | llama.cpp's container | Encoded for Q4_0, Q8_0, MXFP4, F16, BF16; plain for F32 and integers; else decoded |
 | poly json | the seed's network file | Encoded, or float32 from files of the original |
 
 A bitplan safetensors file keeps a packed tensor's codes under its own name and its other parts beside it

@@ -48,16 +48,14 @@ def test_a_split_model_is_quantized_into_one_file(split):
         assert file.read_float("e.weight").tolist()[0][0] == pytest.approx(4.0, rel=1e-3)
 
 
-def test_a_missing_or_foreign_part_is_named(split, tmp_path, capsys):
+def test_a_missing_or_foreign_part_is_named(split, capsys):
     (split / PARTS[1]).rename(split / "away.gguf")
-    with pytest.raises(FileFormatError, match="split into 3 parts, and 'm-00002-of-00003.gguf' is missing"):
+    with pytest.raises(FileFormatError, match=r"split into 3 parts, and 'm-00002-of-00003.gguf' is missing"):
         open_tensors(split / PARTS[0])
     assert run(["inspect", str(split / PARTS[2])]) == 2
     assert "m-00002-of-00003.gguf" in capsys.readouterr().err
     shutil.copy(split / PARTS[2], split / PARTS[1])
-    with pytest.raises(
-        FileFormatError, match="m-00002-of-00003.gguf: its metadata does not say that it is part 2 of 3"
-    ):
+    with pytest.raises(FileFormatError, match=r"m-00002-of-00003.gguf: its metadata does not say .* part 2 of 3"):
         open_tensors(split / PARTS[0])
     with pytest.raises(FileFormatError, match="says part 2 of 3, which its name must say too"):
         open_tensors(split / "away.gguf")

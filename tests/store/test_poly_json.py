@@ -255,9 +255,7 @@ def test_what_the_original_packs_differently_today_is_refused(dtype, tmp_path):
     """-1.5256 as an IEEE half has the bits of a bfloat16 of -0.15: the file does not say which it is."""
     raw = struct.pack("<e", -1.5256) if dtype == "float16" else b"\xbc\x3e"
     path = save(tmp_path / "net.json", network(layer(dtype=dtype, weights=b64(raw), native=True, scale=0.5)))
-    with pytest.raises(
-        FileFormatError, match=rf"layers\[0\]: packed {dtype} weights mean different numbers .* float32"
-    ):
+    with pytest.raises(FileFormatError, match=rf"layers\[0\]: packed {dtype} weights mean different numbers"):
         read_poly_json(path)
     master = layer(dtype=dtype, weights=b64(struct.pack("<f", -1.5)))
     assert read_poly_json(save(tmp_path / "net.json", network(master))).tensors["layers[0]"].tolist() == [-1.5]
