@@ -23,10 +23,10 @@ from bitplan.cli.quality import FLOOR, QualityRow, QualityRun, format_map, manif
 from bitplan.formats import get_format
 from bitplan.formats.scales import ScaleRule
 from bitplan.kernels import decode, encode
-from bitplan.measure.causal_lm import CausalLM, load_causal_lm
-from bitplan.measure.perplexity import spread_windows, windows_of
+from bitplan.measure.perplexity import spread_windows
 from bitplan.plan import shipped_manifest
 from bitplan.records import read_json
+from bitplan.runtime.causal_lm import CausalLM, load_causal_lm
 from bitplan.store.models import Formats
 
 NAME = "quality_smollm2_135m"
@@ -74,7 +74,7 @@ def main() -> None:
         "commit": harness.commit(),
     }
     lm = load_causal_lm(model_path)
-    windows = spread_windows(windows_of(lm.encode(read_text(arguments.text)), arguments.context), arguments.tokens)
+    windows = spread_windows(lm.windows(read_text(arguments.text), arguments.context), arguments.tokens)
     run = QualityRun(lm, windows, arguments.batch)
     if "grid" not in document:
         document["grid"] = grid_effect(lm)

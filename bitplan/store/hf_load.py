@@ -18,6 +18,8 @@ from torch import Tensor
 from bitplan.errors import FileFormatError
 
 MOST_NAMES_SHOWN = 8
+# Options of from_pretrained: with shapes that differ it says which, and `require_complete` refuses them.
+REPORTED = {"output_loading_info": True, "ignore_mismatched_sizes": True}
 
 
 def model_from_tensors(model_class: Any, config: Any, tensors: Mapping[str, Tensor], where: str, **options: Any) -> Any:
@@ -25,7 +27,7 @@ def model_from_tensors(model_class: Any, config: Any, tensors: Mapping[str, Tens
     with quiet_transformers():
         try:
             model, info = model_class.from_pretrained(
-                None, config=config, state_dict=dict(tensors), output_loading_info=True, **options
+                None, config=config, state_dict=dict(tensors), **REPORTED, **options
             )
         except (RuntimeError, ValueError) as error:
             raise FileFormatError(f"{where}: transformers cannot load it: {first_line(error)}") from error
