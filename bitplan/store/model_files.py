@@ -20,7 +20,7 @@ from bitplan.formats import Encoded
 from bitplan.kernels import decode
 from bitplan.store.hf_load import listed_names, model_from_tensors
 from bitplan.store.models import attach_encoded, formats_of, stores_of
-from bitplan.store.tensor_files import TensorFile, open_tensors
+from bitplan.store.tensor_files import NARROW_FLOATS, TensorFile, open_tensors
 from bitplan.store.tensor_writers import Promise, write_tensors
 
 
@@ -105,7 +105,7 @@ def _under_the_models_names(path: str | Path, file: TensorFile, model: Any) -> d
     """A file's tensors as transformers renames and merges them; what it only renames stays packed."""
     for spec in file.specs.values():
         is_plain = spec.dtype.is_floating_point and not spec.encoded
-        if is_plain and torch.promote_types(spec.dtype, model.dtype) != model.dtype:
+        if is_plain and not _holds(model.dtype, spec.dtype):
             raise FileFormatError(
                 f"{path}: {spec.name!r} is {spec.dtype}, which the model's {model.dtype} cannot hold exactly"
             )
@@ -130,9 +130,18 @@ def _check_fits(path: str | Path, item: Tensor | Encoded, name: str, own: Tensor
     if isinstance(item, Encoded):
         holds, what = own.is_floating_point(), item.fmt.name
     else:
-        holds, what = torch.promote_types(item.dtype, own.dtype) == own.dtype, str(item.dtype)
+        holds, what = _holds(own.dtype, item.dtype), str(item.dtype)
     if not holds:
         raise FileFormatError(f"{path}: {name!r} is {what}, which the model's {own.dtype} cannot hold exactly")
+
+
+def _holds(own: torch.dtype, came: torch.dtype) -> bool:
+    """Whether every number of one type is one of the other."""
+    if came not in NARROW_FLOATS:  # torch promotes none of these
+        return torch.promote_types(came, own) == own
+    if came == torch.float8_e8m0fnu:
+        return own in (torch.bfloat16, torch.float32, torch.float64)
+    return came != torch.float4_e2m1fn_x2 and own.is_floating_point and own.itemsize > 1
 
 
 def _check_ties(path: str | Path, plain: Mapping[str, Tensor], own: Mapping[str, Tensor]) -> None:
@@ -140,7 +149,8 @@ def _check_ties(path: str | Path, plain: Mapping[str, Tensor], own: Mapping[str,
     first: dict[int, str] = {}
     for name, item in plain.items():
         other = first.setdefault(id(own[name]), name)
-        if not torch.equal(item, plain[other]):
+        kind = own[name].dtype
+        if other != name and not torch.equal(item.to(kind), plain[other].to(kind)):
             raise FileFormatError(f"{path}: the model ties {name!r} to {other!r}, and the file has different numbers")
 
 

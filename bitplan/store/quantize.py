@@ -222,6 +222,8 @@ def _promises(file: TensorFile, names: Sequence[str], options: QuantizeOptions) 
     for name in names:
         spec = file.spec(name)
         fmt, _ = options.choose(spec)
+        if fmt is not None:
+            file.require_numbers(spec)
         if fmt is None and spec.encoded:  # left alone means left packed
             fmt = get_format(spec.format)
         cols = fmt.matrix_shape(spec.shape)[1] if fmt is not None else 0

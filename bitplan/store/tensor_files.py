@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
@@ -39,6 +39,15 @@ GGUF_FORMATS = {
     "BF16": "bfloat16",
 }
 DEQUANTIZE_NUMBERS = 2**20
+# Floats of which torch computes nothing; most stand for numbers, E8M0 for powers of two.
+NARROW_FLOATS = (
+    torch.float8_e4m3fn,
+    torch.float8_e4m3fnuz,
+    torch.float8_e5m2,
+    torch.float8_e5m2fnuz,
+    torch.float8_e8m0fnu,
+    torch.float4_e2m1fn_x2,
+)
 
 
 @dataclass(frozen=True)
@@ -70,9 +79,28 @@ class TensorFile(ABC):
         """One tensor, in its own memory."""
 
     def read_float(self, name: str) -> Tensor:
-        """One tensor as numbers: an Encoded is decoded to float32."""
+        """One tensor as numbers: an Encoded is decoded to float32, and 8-bit floats come as float32."""
+        spec = self.spec(name)
+        self.require_numbers(spec)
+        if not spec.encoded and spec.dtype in NARROW_FLOATS:
+            return self.read(name).to(torch.float32)  # type: ignore[union-attr]
         found = self.read(name)
         return decode(found) if isinstance(found, Encoded) else found
+
+    def require_numbers(self, spec: TensorSpec) -> None:
+        """Refuse 4- and 8-bit floats that are codes, whose scales lie beside them under another name."""
+        if spec.encoded or spec.dtype not in NARROW_FLOATS:
+            return
+        if spec.dtype == torch.float4_e2m1fn_x2:
+            fault = "two to a byte, and safetensors does not say which comes first"
+        elif scales := next((name for name in _scale_names(spec.name) if name in self.specs), None):
+            fault = f"codes with scales beside them ({scales!r})"
+        else:
+            return
+        raise StoreError(
+            f"{self.path}: {spec.name!r} is {spec.format}: {fault}; bitplan does not decode it: "
+            "write the checkpoint in bfloat16 with the program that made it"
+        )
 
     @abstractmethod
     def close(self) -> None:
@@ -263,6 +291,12 @@ class PolyTensors(TensorFile):
 def part_name(name: str, part: str) -> str:
     """Under which name a safetensors file keeps a part of a packed tensor."""
     return name if part == "data" else f"{name}.{part}"
+
+
+def _scale_names(name: str) -> Iterator[str]:
+    """Where FP8 checkpoints keep a weight's scales: NAME_scale_inv, NAME_scale, NAME.scale, with .weight or without."""
+    for stem in (name, name.removesuffix(".weight")):
+        yield from (f"{stem}{mark}{suffix}" for mark in "_." for suffix in ("scale_inv", "scale", "scales"))
 
 
 def dtype_name(dtype: torch.dtype) -> str:

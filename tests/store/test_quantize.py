@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import signal
 import subprocess
@@ -19,6 +20,7 @@ from bitplan.formats import encode, list_formats
 from bitplan.plan import Choice, Manifest, Plan
 from bitplan.plan.plan import Planned
 from bitplan.store.compare import compare_files
+from bitplan.store.model_files import load_model
 from bitplan.store.quantize import quantize_file
 from bitplan.store.safetensors_io import write_safetensors
 from bitplan.store.tensor_files import open_tensors
@@ -191,6 +193,35 @@ def test_shards_become_shards_with_an_index(tmp_path):
     assert index["weight_map"]["blocks.1.up.weight.scales"] == "model-1.safetensors"
     assert compare_files(tmp_path / "in", tmp_path / "out").overall.sqnr_db > 40
     assert not compare_files(tmp_path / "in", tmp_path / "out").findings
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e8m0fnu])
+def test_8_bit_floats_are_numbers(dtype, tmp_path):
+    numbers = torch.tensor([[1.0, 2.0, 0.5, 4.0] * 8] * 4)
+    safetensors.torch.save_file({"w": numbers.to(dtype), "norm": torch.ones(4).to(dtype)}, tmp_path / "in.safetensors")
+    quantize_file(tmp_path / "in.safetensors", tmp_path / "out.safetensors", "bfloat16")
+    with open_tensors(tmp_path / "out.safetensors") as file:
+        assert torch.equal(file.read_float("w"), numbers)
+        assert torch.equal(file.read_float("norm"), torch.ones(4))
+    assert compare_files(tmp_path / "in.safetensors", tmp_path / "out.safetensors").overall.sqnr_db == math.inf
+    model = torch.nn.ParameterDict({"w": torch.zeros(4, 32), "norm": torch.zeros(4)})
+    assert torch.equal(load_model(tmp_path / "in.safetensors", model)["w"], numbers)
+
+
+def test_codes_in_8_and_4_bit_floats_are_refused_in_one_line(tmp_path):
+    codes = torch.ones(128, 128).to(torch.float8_e4m3fn)
+    safetensors.torch.save_file(
+        {"a.weight": codes, "a.weight_scale_inv": torch.ones(1, 1)}, tmp_path / "fp8.safetensors"
+    )
+    pairs = torch.zeros(4, 16, dtype=torch.uint8).view(torch.float4_e2m1fn_x2)
+    with write_safetensors(tmp_path / "fp4.safetensors", [("a.weight", pairs.dtype, (4, 16))]) as writer:
+        writer.write("a.weight", pairs)
+    for name, told in (("fp8", "codes with scales beside them .'a.weight_scale_inv'."), ("fp4", "two to a byte")):
+        source = tmp_path / f"{name}.safetensors"
+        with pytest.raises(StoreError, match=f"'a.weight' is float{name[2:]}_.*: {told}"):
+            quantize_file(source, tmp_path / "out.safetensors", "bfloat16")
+        with pytest.raises(StoreError, match=told):
+            compare_files(source, source)
 
 
 def test_shards_of_one_name_in_two_folders_stay_two(tmp_path):
