@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import importlib.util
 import json
+import shutil
 import subprocess
 import sys
 import weakref
@@ -389,6 +390,41 @@ def test_a_scale_without_a_meaning_is_refused_from_gguf(made, tmp_path):
     (tmp_path / "bad.gguf").write_bytes(data)
     with pytest.raises(FileFormatError, match=r"bad.gguf: 'blk.1.ffn_up_exps.weight', expert 1: a scale byte 255"):
         load_packed(tmp_path / "bad.gguf")
+
+
+def changed(source, folder, change):
+    """A copy of a checkpoint with other numbers."""
+    shutil.copytree(source, folder)
+    tensors = safetensors.torch.load_file(folder / "model.safetensors")
+    change(tensors)
+    safetensors.torch.save_file(tensors, folder / "model.safetensors")
+    return folder
+
+
+def test_scales_and_norms_must_be_numbers(made, tmp_path):
+    scales = "model.layers.1.mlp.experts.down_proj_scales"
+    bad = changed(made["hf"], tmp_path / "scale", lambda tensors: tensors[scales][3, 5].fill_(255))
+    with pytest.raises(FileFormatError, match=rf"scale: '{scales}', expert 3: a scale byte 255, which is NaN"):
+        load_packed(bad)
+    with pytest.raises(FileFormatError, match="scales of mxfp4 are NaN or infinite"):
+        read_packed(bad, manifest="gpt-oss")
+    norm = "model.layers.0.input_layernorm.weight"
+    bad = changed(made["hf"], tmp_path / "norm", lambda tensors: tensors[norm][2:4].fill_(torch.nan))
+    with pytest.raises(FileFormatError, match=rf"norm: '{norm}': 2 of 64 numbers of a norm are NaN or infinite"):
+        load_packed(bad)
+    with pytest.raises(FileFormatError, match="2 of 64 numbers of a norm"):
+        read_packed(bad)
+
+
+def test_a_deep_check_reads_every_tensor_first(made, tmp_path):
+    name = "model.embed_tokens.weight"
+    bad = changed(made["hf"], tmp_path / "embed", lambda tensors: tensors[name][2:4].fill_(torch.inf))
+    load_packed(bad)
+    with pytest.raises(FileFormatError, match=f"embed: {name}: 0 NaN and 128 infinite"):
+        load_packed(bad, check="deep")
+    load_packed(made["hf"], check="deep")
+    with pytest.raises(StoreError, match="check must be 'quick' or 'deep', got 'thorough'"):
+        load_packed(made["hf"], check="thorough")
 
 
 def test_what_is_checked_at_the_end_can_fail(made):
