@@ -65,8 +65,8 @@ def _check_norm(file: GptOssFile, slot: Slot, rows: Tensor) -> None:
     bad = int((~rows.isfinite()).sum())
     if bad:
         raise FileFormatError(
-            f"{file.where}: {slot.name!r}: {bad} of {rows.numel()} numbers of a norm are NaN or infinite, and every output "
-            "would be; mend the checkpoint, or download it again"
+            f"{file.where}: {slot.name!r}: {bad} of {rows.numel()} numbers of a norm are NaN or infinite; "
+            "mend the checkpoint, or download it again"
         )
 
 
@@ -74,9 +74,10 @@ def _check_scales(file: GptOssFile, slot: Slot, rows: Tensor, first: int) -> Non
     """Byte 255 of E8M0 is NaN by OCP MX; the scales are a sixteenth of the codes, so looking costs little."""
     bad = (rows == E8M0_NAN).flatten(1).sum(dim=1)
     if bad.any():
+        expert = first + int(bad.ne(0).int().argmax())
         raise FileFormatError(
-            f"{file.where}: {slot.name!r}, expert {first + int(bad.ne(0).int().argmax())}: a scale byte 255, which is NaN "
-            f"({int(bad.sum())} in these experts); convert or download the file again"
+            f"{file.where}: {slot.name!r}, expert {expert}: a scale byte 255, which is NaN; "
+            "convert or download the file again"
         )
 
 

@@ -28,6 +28,7 @@ from bitplan.plan.manifest import Manifest, Tag, guess_role
 from bitplan.plan.plan import natural_order
 from bitplan.store.packed_rows import (
     PackedTensor,
+    base_fault,
     base_name,
     packed_pair,
     packed_tensor,
@@ -179,6 +180,8 @@ def _pair(manifest: Manifest, file: TensorFile, name: str, tag: Tag) -> PackedTe
                 f"scales of {fmt.name} are multiples of a base, which must be in the checkpoint as {f'{name}.base'!r}"
             )
             return [Finding("scale-base", name, f"{text}, or in the manifest as scale_base")]
+        if isinstance(base, str) and (fault := base_fault(file, base)):
+            return [Finding("scale-base", name, f"{fault}; encode it again")]
     try:
         return packed_pair(file, name, scales_name(name), fmt, base)
     except BitplanError:
