@@ -113,7 +113,8 @@ def quantize_file(
 
     A format goes to every weight of two axes or more. A plan must name every tensor of the file, and decides for each.
 
-    The suffix of `output` says what is written; a sharded source goes to a folder that does not exist yet.
+    The suffix of `output` says what is written; .gguf is written of a GGUF source alone, whose names and metadata it
+    keeps. A sharded source goes to a folder that does not exist yet.
     Peak memory: the largest tensor in its old and its new form, and some megabytes.
     """
     wanted = fmt if isinstance(fmt, Plan) else get_format(fmt)
@@ -128,6 +129,12 @@ def quantize_file(
         if isinstance(file, NativeTensors) and len(file.shards) > 1 and Path(output).suffix not in SUFFIXES:
             _quantize_shards(file, Path(output), options, report, on_tensor)
             return report
+        if Path(output).suffix == ".gguf" and not isinstance(file, GGUFTensors):
+            raise StoreError(
+                f"{output}: GGUF is written from GGUF alone: {source} has neither llama.cpp's names nor its metadata; "
+                "convert it with llama.cpp's convert_hf_to_gguf.py first (gpt-oss: "
+                "`bitplan convert --to gguf`), or write .safetensors"
+            )
         # Only safetensors can say that two names are one tensor; elsewhere it is written under both.
         tied = file.tied if Path(output).suffix == ".safetensors" else {}
         promises = _promises(file, [*file.specs, *(file.tied if not tied else ())], options)

@@ -24,7 +24,7 @@ from bitplan.store.model_files import load_model
 from bitplan.store.quantize import quantize_file
 from bitplan.store.safetensors_io import write_safetensors
 from bitplan.store.tensor_files import open_tensors
-from bitplan.store.tensor_writers import Promise, write_native
+from bitplan.store.tensor_writers import Promise, write_native, write_tensors
 
 MB = 2**20
 
@@ -157,8 +157,22 @@ def test_keep_and_only_choose_by_name(source, tmp_path):
         quantize_file(source, tmp_path / "c.safetensors", "int8_row", keep=["blokcs.*"])
 
 
+def write_as_gguf(weights, path):
+    with write_tensors(path, [Promise(name, tuple(t.shape), dtype=t.dtype) for name, t in weights.items()]) as writer:
+        for name, tensor in weights.items():
+            writer.write(name, tensor)
+
+
+def test_gguf_is_written_from_gguf_alone(source, tmp_path):
+    """Other files have neither llama.cpp's names nor its metadata."""
+    with pytest.raises(StoreError, match=r"out.gguf: GGUF is written from GGUF alone: .*convert_hf_to_gguf.py first"):
+        quantize_file(source, tmp_path / "out.gguf", "q8_0_gguf")
+    assert not (tmp_path / "out.gguf").exists()
+
+
 def test_gguf_in_and_out(source, tmp_path):
-    quantize_file(source, tmp_path / "a.gguf", "q8_0_gguf", keep=["conv.*"])
+    write_as_gguf(tensors(), tmp_path / "in.gguf")
+    quantize_file(tmp_path / "in.gguf", tmp_path / "a.gguf", "q8_0_gguf", keep=["conv.*"])
     quantize_file(tmp_path / "a.gguf", tmp_path / "b.gguf", "q4_0_gguf", keep=["conv.*"])
     quantize_file(tmp_path / "b.gguf", tmp_path / "c.safetensors", "mxfp4")
     with open_tensors(tmp_path / "b.gguf") as file:
@@ -241,9 +255,9 @@ def test_shards_of_one_name_in_two_folders_stay_two(tmp_path):
 def test_a_tied_name_is_written_out_where_the_container_cannot_tie(tmp_path):
     with write_native(tmp_path / "in.safetensors", [Promise("a", (2, 32))], tied={"b": "a"}) as writer:
         writer.write("a", torch.randn(2, 32))
-    quantize_file(tmp_path / "in.safetensors", tmp_path / "out.safetensors", "mxfp4")
-    quantize_file(tmp_path / "in.safetensors", tmp_path / "out.gguf", "mxfp4")
-    with open_tensors(tmp_path / "out.safetensors") as one, open_tensors(tmp_path / "out.gguf") as two:
+    quantize_file(tmp_path / "in.safetensors", tmp_path / "out.safetensors", "int8")
+    quantize_file(tmp_path / "in.safetensors", tmp_path / "out.json", "int8")
+    with open_tensors(tmp_path / "out.safetensors") as one, open_tensors(tmp_path / "out.json") as two:
         assert (list(one.specs), one.tied) == (["a"], {"b": "a"})
         assert list(two.specs) == ["a", "b"]
         assert torch.equal(two.read_float("a"), two.read_float("b"))
@@ -395,9 +409,9 @@ def test_a_name_with_brackets_can_be_kept(tmp_path):
 
 
 def test_gguf_says_that_it_never_fills_a_block(tmp_path):
-    safetensors.torch.save_file({"w": torch.randn(2, 33)}, tmp_path / "in.safetensors")
+    write_as_gguf({"w": torch.randn(2, 33)}, tmp_path / "in.gguf")
     with pytest.raises(StoreError, match=r"never filled, and 'w' has 33 there; leave it as it is \(--keep 'w'\)"):
-        quantize_file(tmp_path / "in.safetensors", tmp_path / "out.gguf", "q4_0_gguf", pad="zero")
+        quantize_file(tmp_path / "in.gguf", tmp_path / "out.gguf", "q4_0_gguf", pad="zero")
 
 
 def test_files_with_nothing_in_common_do_not_agree(tmp_path):
