@@ -7,6 +7,7 @@ not carried into GGUF: its vocabulary is marked as absent (`tokenizer.ggml.model
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
@@ -20,6 +21,7 @@ from bitplan.store.gguf_io import GGUFValue
 from bitplan.store.gpt_oss_layouts import GptOssShape
 
 CONFIG = "config.json"
+LARGEST = 2**62  # of any setting; what is larger fits no tensor, and overflows on the way
 ARCHITECTURE = "gpt-oss"
 QUANTIZATION = {
     "modules_to_not_convert": [
@@ -116,6 +118,10 @@ def read_config(path: Path, shape: GptOssShape) -> tuple[Settings, dict[str, Any
     document = read_json(path)
     if not isinstance(document, dict):
         raise FileFormatError(f"{path}: expected an object, got {type(document).__name__}")
+    try:  # JSON can spell what it cannot hold, and a converted checkpoint has its config written again
+        json.dumps(document, ensure_ascii=False, allow_nan=False).encode()
+    except ValueError as error:
+        raise FileFormatError(f"{path}: holds an infinite number or half of a surrogate pair: {error}") from None
     kind = document.get("model_type", "gpt_oss")
     if kind != "gpt_oss":
         raise FileFormatError(f"{path}: is for model_type {str(kind)[:40]!r}, and the tensors are gpt-oss's")
@@ -159,8 +165,10 @@ def _settings(
         value = document.get(key)
         if value is None:
             continue
-        if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
-            raise FileFormatError(f"{path}: {key} must be a number above 0, got {str(value)[:40]!r}")
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        if not is_number or not 0 < value < LARGEST or (types[own] is int and value != int(value)):
+            kind = "an integer" if types[own] is int else "a number"
+            raise FileFormatError(f"{path}: {key} must be {kind} above 0 and below 2^62, got {str(value)[:40]!r}")
         found[own] = types[own](value)
     return replace(base or Settings(), **found)
 

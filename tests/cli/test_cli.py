@@ -65,7 +65,7 @@ def test_quantize_inspect_compare(model, capsys):
 
 
 def test_quantize_as_json_prints_json_alone(model, capsys):
-    assert run(["quantize", model, "small.gguf", "-f", "q8_0_gguf", "--json"]) == 0
+    assert run(["quantize", model, "small.safetensors", "-f", "q8_0_gguf", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["tensors"][1]["to"] == "q8_0_gguf"
 
 

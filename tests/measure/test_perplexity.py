@@ -238,5 +238,5 @@ def test_activations_are_rounded_but_for_what_is_kept():
 
 
 def test_measuring_does_not_load_transformers():
-    code = "import bitplan.measure.causal_lm, bitplan.cli.quality, sys; assert 'transformers' not in sys.modules"
+    code = "import bitplan.runtime.causal_lm, bitplan.cli.quality, sys; assert 'transformers' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)
