@@ -71,8 +71,8 @@ def test_public_names_exist():
     assert all(hasattr(bitplan.formats, name) for name in bitplan.formats.__all__)
 
 
-@pytest.mark.parametrize("fmt", ALL_FORMATS)
-@pytest.mark.parametrize(
+@pytest.mark.cross("fmt", ALL_FORMATS)
+@pytest.mark.cross(
     "again", [copy.deepcopy, lambda fmt: pickle.loads(pickle.dumps(fmt))], ids=["deepcopy", "pickle"]
 )
 def test_a_format_survives_copies(fmt, again):

@@ -71,8 +71,8 @@ def close(given, expected, tolerance):
 # ---- numbers ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("fmt", FORMATS)
-@pytest.mark.parametrize("strategy", ["auto", "eager"])
+@pytest.mark.cross("fmt", FORMATS)
+@pytest.mark.cross("strategy", ["auto", "eager"])
 def test_equals_a_plain_loop(fmt, strategy):
     experts = make(fmt, strategy=strategy)
     x, (ids, weights) = 3 * drawn(9, H, seed=6), routed(9)
