@@ -23,5 +23,5 @@ def test_every_value_is_there_and_pairs_are_spread(sizes):
 @pytest.mark.cross("letter", ["a", "b", "c"])
 @pytest.mark.cross(("digit", "sign"), [(1, "+"), pytest.param(2, "-", id="two")])
 def test_a_cross_names_its_tests_as_parametrize_does(letter, digit, sign, request):
-    shown = "1-+" if digit == 1 else "two"
+    shown = f"{digit}-{sign}" if digit == 1 else "two"
     assert request.node.name.endswith(f"[{shown}-{letter}]")

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import ast
+import importlib
 import io
 import json
 import os
@@ -20,9 +21,10 @@ import random
 import signal
 import sys
 import time
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import redirect_stderr, redirect_stdout
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
 from pathlib import Path
@@ -79,7 +81,8 @@ def mutants_of(path: str, source: bytes) -> Iterator[Mutant]:
         return starts[line - 1] + column
 
     def replace(node: ast.AST, new: str, kind: str) -> Mutant:
-        return Mutant(path, node.lineno, at(node.lineno, node.col_offset), at(node.end_lineno, node.end_col_offset), new, kind)  # type: ignore[attr-defined]  # fmt: skip
+        start, end = at(node.lineno, node.col_offset), at(node.end_lineno, node.end_col_offset)  # type: ignore[attr-defined]
+        return Mutant(path, node.lineno, start, end, new, kind)  # type: ignore[attr-defined]
 
     def between(left: ast.expr, right: ast.expr, operator: ast.AST, kind: str) -> Iterator[Mutant]:
         old, new = SWAPPED[type(operator)]
@@ -110,10 +113,10 @@ def mutants_of(path: str, source: bytes) -> Iterator[Mutant]:
         elif isinstance(node, ast.Raise):
             yield replace(node, "pass", "raise")
         for name, child in ast.iter_fields(node):
-            if name in ("annotation", "returns", "decorator_list", "bases", "keywords" if isinstance(node, ast.ClassDef) else ""):  # fmt: skip
+            if name in ("annotation", "returns", "decorator_list", "bases"):
                 continue
             for each in child if isinstance(child, list) else [child]:
-                if isinstance(each, ast.AST) and not (isinstance(each, ast.If) and "TYPE_CHECKING" in ast.dump(each.test)):
+                if isinstance(each, ast.AST):
                     yield from visit(each)
 
     yield from visit(ast.parse(source))
@@ -145,7 +148,6 @@ def read_contexts(path: Path) -> dict[str, dict[int, list[str]]]:
     data.read()
     found: dict[str, dict[int, list[str]]] = {}
     for file in data.measured_files():
-        relative = file[file.index("bitplan/") :] if "/bitplan/" in file else file
         relative = "bitplan/" + file.split("/bitplan/")[-1]
         lines = data.contexts_by_lineno(file)
         found[relative] = {
@@ -157,8 +159,7 @@ def read_contexts(path: Path) -> dict[str, dict[int, list[str]]]:
 
 
 def tests_for(mutant: Mutant, tests: list[str], most: int) -> list[str]:
-    """The tests of a line in the order in which they are likely to notice: the module's own first, each function once
-    before any has its second parameters."""
+    """The tests of a line, the likeliest to notice first: the module's own, and each function before its repeats."""
     mirror = mutant.path.removeprefix("bitplan/").replace(".py", "")
     folder, name = mirror.rsplit("/", 1)
     turns: dict[str, int] = {}
@@ -225,24 +226,19 @@ def _child(mutant: Mutant | None, tests: list[str]) -> None:
     try:
         sink = io.StringIO()
         with redirect_stdout(sink), redirect_stderr(sink):
-            options = ["-x", "-p", "no:randomly", "-p", "no:cacheprovider", "-p", "no:cov", "-p", "no:xdist"]
-            code = int(pytest.main([*options, "-o", "addopts=-q", *tests]))
+            options = [
+                "-x",
+                *(word for name in ("randomly", "cacheprovider", "cov", "xdist") for word in ("-p", f"no:{name}")),
+            ]
+            code = int(pytest.main([*options, *tests]))
     finally:
         os._exit(code)
 
 
 def warm() -> None:
     """Load what every test needs and no mutant changes, once for all forks."""
-    import gguf  # noqa: F401
-    import hypothesis  # noqa: F401
-    import numba  # noqa: F401
-    import pytest  # noqa: F401
-    import safetensors.torch  # noqa: F401
-    import torch
-    import torch._dynamo  # noqa: F401
-    import typer  # noqa: F401
-
-    torch.set_num_threads(1)
+    for module in ("torch", "torch._dynamo", "numba", "gguf", "hypothesis", "pytest", "safetensors.torch", "typer"):
+        importlib.import_module(module)
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 
@@ -277,12 +273,19 @@ def main() -> None:
         if found == "survived" and shown in EQUIVALENT:
             found = "equivalent"
         print(f"{number} {found} {seconds:.1f} s: {shown}", flush=True)
-        rows.append({"number": number, **asdict(mutant), "shown": shown, "tests": len(tests), "result": found, "s": seconds})
+        row = {
+            "number": number,
+            "kind": mutant.kind,
+            "shown": shown,
+            "tests": len(tests),
+            "result": found,
+            "s": seconds,
+        }
+        rows.append(row)
         document = {"seed": options.seed, "count": options.count, "mutants": rows}
         options.output.write_text(json.dumps(document, indent=1) + "\n")
     if rows:
-        counts = {kind: sum(row["result"] == kind for row in rows) for kind in ("killed", "timeout", "survived", "equivalent")}
-        print(counts)
+        print(Counter(row["result"] for row in rows))
 
 
 if __name__ == "__main__":

@@ -330,7 +330,9 @@ def test_a_zero_row_beside_others_stays_zero(fmt):
 @pytest.mark.parametrize(
     ("fmt", "magnitude"),
     [
-        pytest.param(fmt, magnitude, id=f"{fmt.name}-{magnitude}", marks=[] if place % 3 == turn % 3 else [pytest.mark.long])
+        pytest.param(
+            fmt, magnitude, id=f"{fmt.name}-{magnitude}", marks=[] if place % 3 == turn % 3 else [pytest.mark.long]
+        )
         for turn, fmt in enumerate(list_formats())
         for place, magnitude in enumerate((1e-45, 1e-40, 1e-38, 1e30, 3e38, 1e-30))
         if magnitude < 1 or fmt.name not in STOP_AT_65504

@@ -83,9 +83,7 @@ def test_a_part_that_is_not_contiguous_goes_to_the_definition():
     assert torch.equal(decode(strided), decode(encoded))
 
 
-@pytest.mark.cross(
-    "fmt", ["int8_row", "int8_g128", "mxfp4", "q4_0_gguf", "q8_0_gguf", "int4_g32", "fp8_e4m3_row"]
-)
+@pytest.mark.cross("fmt", ["int8_row", "int8_g128", "mxfp4", "q4_0_gguf", "q8_0_gguf", "int4_g32", "fp8_e4m3_row"])
 @pytest.mark.cross("bad", [float("nan"), float("inf"), float("-inf")])
 def test_numbers_that_are_not_finite_get_the_definitions_error(fmt, bad):
     x = numbers(*LARGE)

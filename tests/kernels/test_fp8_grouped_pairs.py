@@ -91,7 +91,8 @@ def test_every_routing_without_guesses_by_wrong_and_by_right_ones(counts, pad, d
 
 
 @pytest.mark.parametrize(
-    ("fp8", "steps"), [("e4m3", 5), ("e5m2", 3), *(pytest.param(fp8, 7, marks=pytest.mark.long) for fp8 in ("e4m3", "e5m2"))]
+    ("fp8", "steps"),
+    [("e4m3", 5), ("e5m2", 3), *(pytest.param(fp8, 7, marks=pytest.mark.long) for fp8 in ("e4m3", "e5m2"))],
 )
 def test_a_series_of_routings_and_sizes_equals_the_definition(fp8, steps, device) -> None:
     state, casts, wrong = new_state(device, 3), 0, 0

@@ -27,9 +27,7 @@ def exact_norm(x, norm: NormWeights):
 
 
 @pytest.mark.cross("kind", ["rms", "layer"])
-@pytest.mark.cross(
-    "by", [("tensorwise", "tensorwise"), ("rowwise", "blockwise"), ("mxfp8", None), (None, "rowwise")]
-)
+@pytest.mark.cross("by", [("tensorwise", "tensorwise"), ("rowwise", "blockwise"), ("mxfp8", None), (None, "rowwise")])
 @pytest.mark.parametrize("impl", ["reference", "triton"])
 def test_what_is_cast_is_the_rounded_norm(kind, by, impl, device) -> None:
     x, norm, _ = sample(kind, device)

@@ -57,7 +57,8 @@ def test_the_first_guess_is_wrong_and_the_next_right(cols, device) -> None:
 
 
 @pytest.mark.parametrize(
-    ("fp8", "steps"), [("e4m3", 5), ("e5m2", 3), *(pytest.param(fp8, 9, marks=pytest.mark.long) for fp8 in ("e4m3", "e5m2"))]
+    ("fp8", "steps"),
+    [("e4m3", 5), ("e5m2", 3), *(pytest.param(fp8, 9, marks=pytest.mark.long) for fp8 in ("e4m3", "e5m2"))],
 )
 def test_a_series_of_sizes_equals_the_definition(fp8, steps, cols, device) -> None:
     state, wrong = new_state(device), 0
@@ -73,7 +74,9 @@ def test_a_series_of_sizes_equals_the_definition(fp8, steps, cols, device) -> No
     assert wrong < steps or steps < 9
 
 
-@pytest.mark.parametrize("bad", [torch.inf, *(pytest.param(bad, marks=pytest.mark.long) for bad in (-torch.inf, torch.nan))])
+@pytest.mark.parametrize(
+    "bad", [torch.inf, *(pytest.param(bad, marks=pytest.mark.long) for bad in (-torch.inf, torch.nan))]
+)
 def test_what_is_not_finite_is_seen_at_once_and_gone_at_once(bad, cols, device) -> None:
     state, x = new_state(device), sample(1, cols)
     check(x, state, 32)
