@@ -1,11 +1,12 @@
 """Does the suite notice when the code is wrong? A fixed sample of small faults, each put in and tested for.
 
-    python tools/mutants.py --coverage .coverage --output benchmarks/results/mutants.json
+    python tools/mutants.py --coverage .coverage --output mutants.json
 
 `--coverage` is the data of a run with `--cov=bitplan --cov-context=test`, and says which tests reach which line. Each
 mutant changes one place of one such line: an operator of a comparison, `and`, `+`, a whole number, a removed `not`, a
 `return` without its value, a `raise` that does nothing. Its tests run in a forked process, the module's own first,
-until one fails. A fault that no test of its line notices has survived: look at it, and write the test that it lacks,
+until one fails that passes without it. "broken" are those whose tests could not be run: they count for nothing. A fault
+that no test of its line notices has survived: look at it, and write the test that it lacks,
 or list it in EQUIVALENT with the reason why no test can.
 """
 
@@ -28,6 +29,7 @@ from dataclasses import dataclass
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).parent.parent
 PARTS = ("formats", "plan", "store", "trees", "runtime")
@@ -48,7 +50,10 @@ SWAPPED = {
     ast.Or: ("or", "and"),
 }
 # Mutants that no test can kill, by "path:line source -> mutated source", and why.
-EQUIVALENT: dict[str, str] = {}
+EQUIVALENT = {
+    "bitplan/plan/aliases.py:62 values = dict(zip(_letters(ours), numbers, strict=True))"
+    " -> values = dict(zip(_letters(ours), numbers, strict=False))": "the keys are equal, so both are as long",
+}
 
 
 @dataclass(frozen=True)
@@ -151,7 +156,7 @@ def read_contexts(path: Path) -> dict[str, dict[int, list[str]]]:
         relative = "bitplan/" + file.split("/bitplan/")[-1]
         lines = data.contexts_by_lineno(file)
         found[relative] = {
-            line: sorted({context.split("|")[0] for context in contexts if "::" in context})
+            line: sorted({context.rsplit("|", 1)[0] for context in contexts if "::" in context})
             for line, contexts in lines.items()
             if any("::" in context for context in contexts)
         }
@@ -198,25 +203,66 @@ class Mutated(MetaPathFinder):
         return spec
 
 
-def run_tests(mutant: Mutant | None, tests: list[str], limit_s: float) -> tuple[str, float]:
-    """("killed" | "survived" | "timeout", seconds) of a forked process that has the mutant in place."""
-    started = time.monotonic()
+class Notice:
+    """Writes the first test that fails into a pipe, or that tests could not be collected."""
+
+    def __init__(self, pipe: int) -> None:
+        self.pipe = pipe
+
+    def pytest_runtest_logreport(self, report: Any) -> None:
+        if report.failed:
+            os.write(self.pipe, f"{report.nodeid}\n".encode())
+
+    def pytest_collectreport(self, report: Any) -> None:
+        if report.failed:
+            os.write(self.pipe, b"collection\n")
+
+
+def run_tests(mutant: Mutant | None, tests: list[str], limit_s: float) -> tuple[str, str]:
+    """("passed" | "failed" | "timeout" | "broken", the test that failed) of a forked process with the mutant in place.
+
+    "broken" is a pytest that ended without running: it says nothing about the mutant.
+    """
+    reader, writer = os.pipe()
     child = os.fork()
     if child == 0:
         os.setsid()
-        _child(mutant, tests)
-    while time.monotonic() - started < limit_s:
-        done, status = os.waitpid(child, os.WNOHANG)
-        if done:
-            code = os.waitstatus_to_exitcode(status)
-            return ("survived" if code == 0 else "killed"), time.monotonic() - started
+        _child(mutant, tests, writer)
+    os.close(writer)
+    until, status = time.monotonic() + limit_s, None
+    while status is None and time.monotonic() < until:
+        done, found = os.waitpid(child, os.WNOHANG)
+        status = found if done else None
         time.sleep(0.02)
-    os.killpg(child, signal.SIGKILL)
-    os.waitpid(child, 0)
-    return "timeout", time.monotonic() - started
+    if status is None:
+        os.killpg(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+    with os.fdopen(reader) as pipe:
+        noticed = pipe.readline().strip()
+    if status is None:
+        return "timeout", noticed
+    if noticed:
+        return "failed", noticed
+    return ("passed" if os.waitstatus_to_exitcode(status) == 0 else "broken"), ""
 
 
-def _child(mutant: Mutant | None, tests: list[str]) -> None:
+def judge(mutant: Mutant, tests: list[str], limit_s: float) -> tuple[str, str]:
+    """What became of a mutant, and by which test. A test that fails without the mutant too has noticed nothing."""
+    left = list(tests)
+    while left:
+        found, by = run_tests(mutant, left, limit_s)
+        if found == "passed":
+            break
+        control = left if by in ("", "collection") else [by]
+        if run_tests(None, control, limit_s)[0] == "passed":
+            return ("timeout" if found == "timeout" else "killed" if found == "failed" else "crashed"), by
+        if control is left:
+            return "broken", by
+        left.remove(by)
+    return ("survived" if left else "broken"), ""
+
+
+def _child(mutant: Mutant | None, tests: list[str], pipe: int) -> None:
     import pytest
 
     if mutant is not None:
@@ -226,18 +272,15 @@ def _child(mutant: Mutant | None, tests: list[str]) -> None:
     try:
         sink = io.StringIO()
         with redirect_stdout(sink), redirect_stderr(sink):
-            options = [
-                "-x",
-                *(word for name in ("randomly", "cacheprovider", "cov", "xdist") for word in ("-p", f"no:{name}")),
-            ]
-            code = int(pytest.main([*options, *tests]))
+            without = [f"-pno:{name}" for name in ("randomly", "cacheprovider", "cov", "xdist")]
+            code = int(pytest.main(["-x", *without, *tests], plugins=[Notice(pipe)]))
     finally:
         os._exit(code)
 
 
 def warm() -> None:
-    """Load what every test needs and no mutant changes, once for all forks."""
-    for module in ("torch", "torch._dynamo", "numba", "gguf", "hypothesis", "pytest", "safetensors.torch", "typer"):
+    """Load what every test needs and no mutant changes, once for all forks; pytest's plugins must not be loaded yet."""
+    for module in ("torch", "torch._dynamo", "numba", "gguf", "safetensors.torch", "typer"):
         importlib.import_module(module)
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
@@ -269,19 +312,11 @@ def main() -> None:
         if options.list:
             print(f"{number} {mutant.kind} {len(tests)} tests: {shown}")
             continue
-        found, seconds = run_tests(mutant, tests, options.limit)
+        found, by = judge(mutant, tests, options.limit)
         if found == "survived" and shown in EQUIVALENT:
             found = "equivalent"
-        print(f"{number} {found} {seconds:.1f} s: {shown}", flush=True)
-        row = {
-            "number": number,
-            "kind": mutant.kind,
-            "shown": shown,
-            "tests": len(tests),
-            "result": found,
-            "s": seconds,
-        }
-        rows.append(row)
+        print(f"{number} {found}: {shown} [{by}]", flush=True)
+        rows.append({"number": number, "kind": mutant.kind, "shown": shown, "result": found, "by": by})
         document = {"seed": options.seed, "count": options.count, "mutants": rows}
         options.output.write_text(json.dumps(document, indent=1) + "\n")
     if rows:
