@@ -66,8 +66,8 @@ for name in sys.argv[1:]:
 """
 
 
-OFTEN = [("mxfp4", "int8_row")]
-REST = [("nvfp4", "fp4_u8_g128", "int4_g32"), ("q4_0_gguf", "int8_g128", "fp8_e4m3_row")]
+OFTEN = [("mxfp4",)]
+REST = [("int8_row", "nvfp4", "fp4_u8_g128", "int4_g32"), ("q4_0_gguf", "int8_g128", "fp8_e4m3_row")]
 
 
 @pytest.mark.parametrize(
