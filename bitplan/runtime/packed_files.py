@@ -13,7 +13,7 @@ from torch import Tensor
 from bitplan.errors import FileFormatError
 from bitplan.formats import Encoded, get_format
 from bitplan.plan import Header, Manifest, Tag, open_manifest, require_clean
-from bitplan.plan.manifest import guess_role
+from bitplan.plan.roles import guess_role
 from bitplan.store.devices import known_device
 from bitplan.store.packed_rows import base_name, packed_pair, scales_name
 from bitplan.store.tensor_files import TensorFile, open_tensors

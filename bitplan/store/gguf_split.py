@@ -10,12 +10,13 @@ from __future__ import annotations
 import re
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
-
-import torch
+from typing import TYPE_CHECKING, Any
 
 from bitplan.errors import FileFormatError
 from bitplan.store.gguf_io import GGUFFile
+
+if TYPE_CHECKING:
+    import torch
 
 PART_NAME = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf")
 _SPLIT = "split."

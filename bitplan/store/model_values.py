@@ -22,12 +22,13 @@ from torch import Tensor
 from bitplan.errors import StoreError
 from bitplan.formats import Encoded
 from bitplan.kernels import decode
+from bitplan.formats.dtypes import dtype_name
 from bitplan.plan import shipped_manifest
 from bitplan.store.gpt_oss_config import ARCHITECTURE
 from bitplan.store.gpt_oss_experts import DOWN, GATE_UP
 from bitplan.store.gpt_oss_layouts import Slot, list_slots
 from bitplan.store.gpt_oss_source import GptOssFile
-from bitplan.store.tensor_files import GGUFTensors, NativeTensors, TensorFile, dtype_name, open_tensors
+from bitplan.store.tensor_files import GGUFTensors, NativeTensors, TensorFile, open_tensors
 
 _GPT_OSS_CODES = (".mlp.mlp1_weight.blocks", ".mlp.experts.gate_up_proj_blocks")
 # GGUF's architectures under the names of the llama manifest, and whether llama.cpp reorders rows of q and k in them.

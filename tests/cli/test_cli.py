@@ -107,18 +107,6 @@ def test_help_has_an_example(verb, capsys):
     assert f"bitplan {verb}" in " ".join(capsys.readouterr().out.split())
 
 
-def test_demo_runs_from_nothing_to_files(tmp_path, capsys):
-    assert run(["demo", "--fast", "-o", str(tmp_path / "out")]) == 0
-    out = capsys.readouterr().out
-    assert "perplexity" in out
-    rows = {row["format"]: row for row in json.loads((tmp_path / "out" / "demo.json").read_text())["formats"]}
-    assert rows["float32"]["sqnr_db"] is None
-    assert rows["int8_row"]["sqnr_db"] > rows["mxfp4"]["sqnr_db"] > rows["ternary_absmean"]["sqnr_db"]
-    assert rows["mxfp4"]["bytes"] < rows["float32"]["bytes"] / 7
-    assert all((tmp_path / "out" / row["file"]).stat().st_size == row["bytes"] for row in rows.values())
-    assert abs(rows["bfloat16"]["perplexity"] / rows["float32"]["perplexity"] - 1) < 0.01
-
-
 @pytest.mark.usefixtures("model")
 def test_formats_on_a_tensor_with_nan_is_one_line(capsys):
     safetensors.torch.save_file({"w": torch.full((2, 32), torch.nan), "ids": torch.ones(3).long()}, "nan.safetensors")

@@ -34,6 +34,8 @@ def matches(regex, name):
         (r"(?:ab|a)(?:bc|c)", "abc", True),
         (r"(?P<i>[0-9]{1,2})\Z", "07", True),
         (r"\w\W\s\S", "a- b", True),
+        (r"[a-c]{2}", "ac", True),  # both ends of a range are in it
+        (r"[b-c]", "a", False),
         (r"[^a-c]", "b", False),
         (r"[^a-c]", "d", True),
         (r"[^\d_.]+", "a1", False),

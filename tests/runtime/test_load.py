@@ -458,6 +458,7 @@ print(report.device_bytes, status("VmHWM") - before)
 """
 
 
+@pytest.mark.long
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads its peak memory from Linux's /proc")
 def test_peak_host_memory_is_the_model_and_a_chunk(tmp_path, monkeypatch):
     monkeypatch.setattr(DrawnCheckpoint, "_draw", lambda _self, shape, *_: torch.ones(shape))  # drawing takes seconds

@@ -21,6 +21,7 @@ def program(monkeypatch):
     return runpy.run_path(str(ROOT / "benchmarks" / "selective_precision.py"))
 
 
+@pytest.mark.long
 def test_the_experiment_runs_in_small(program, monkeypatch, tmp_path, capsys):
     pytest.importorskip("transformers")
     from bitplan.runtime import causal_lm

@@ -28,8 +28,8 @@ def piece_bytes(request, monkeypatch):
     monkeypatch.setattr(packed_rows, "PIECE_BYTES", request.param)
 
 
-@pytest.mark.parametrize("fmt", FORMATS)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.cross("fmt", FORMATS)
+@pytest.mark.cross("dtype", [torch.float32, torch.bfloat16])
 def test_every_format_has_the_figures_of_a_report(fmt, dtype, tmp_path):
     tensors = {"a": gaussian(128, 128).to(dtype), "b": (gaussian(64, 256, seed=1) * 3).to(dtype), "norm": gaussian(8)}
     safetensors.torch.save_file(tensors, tmp_path / "m.safetensors")

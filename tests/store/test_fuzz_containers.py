@@ -31,7 +31,7 @@ from bitplan.store.container import ContainerFile
 from bitplan.store.gguf_io import GGUFFile, GGUFValue, write_gguf
 from bitplan.store.safetensors_io import DTYPES, SafetensorsFile, open_checkpoint, write_safetensors
 
-CASES = 3000
+CASES = [300, pytest.param(3000, marks=pytest.mark.long)]
 SEED = 20240611
 SLOWEST_CASE_S = 5.0
 MEMORY_BYTES = 64 * 2**20
@@ -220,13 +220,17 @@ def read_gguf(path: Path) -> None:
 
 
 def run_cases(
-    path: Path, corpus: list[bytes], mutations: list[Callable[[bytearray, Random], None]], read: Callable[[Path], None]
+    path: Path,
+    corpus: list[bytes],
+    mutations: list[Callable[[bytearray, Random], None]],
+    read: Callable[[Path], None],
+    cases: int,
 ) -> Counter[str]:
     for sound in corpus:  # also loads whatever the readers load lazily, before memory is counted
         path.write_bytes(sound)
         read(path)
     outcomes: Counter[str] = Counter()
-    for case in range(CASES):
+    for case in range(cases):
         path.write_bytes(mutate(corpus, mutations, Random(f"{SEED}/{case}")))
         which = f"seed {SEED} case {case}"
         begin = time.process_time()
@@ -261,16 +265,18 @@ def _no_tensor_larger_than_its_file(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ContainerFile, "_read_exactly", checked)
 
 
-def test_damaged_safetensors(tmp_path):
+@pytest.mark.parametrize("cases", CASES)
+def test_damaged_safetensors(cases, tmp_path):
     mutations = [*ANYWHERE, edit_header_length, edit_json, edit_json, edit_json]
-    outcomes = run_cases(tmp_path / "a.safetensors", safetensors_corpus(tmp_path), mutations, read_safetensors)
-    assert min(outcomes["read"], outcomes["refused"]) > CASES // 50, outcomes
+    outcomes = run_cases(tmp_path / "a.safetensors", safetensors_corpus(tmp_path), mutations, read_safetensors, cases)
+    assert min(outcomes["read"], outcomes["refused"]) > cases // 50, outcomes
 
 
-def test_damaged_gguf(tmp_path):
+@pytest.mark.parametrize("cases", CASES)
+def test_damaged_gguf(cases, tmp_path):
     mutations = [*ANYWHERE, overwrite_number, nudge_number]
-    outcomes = run_cases(tmp_path / "a.gguf", gguf_corpus(tmp_path), mutations, read_gguf)
-    assert min(outcomes["read"], outcomes["refused"]) > CASES // 50, outcomes
+    outcomes = run_cases(tmp_path / "a.gguf", gguf_corpus(tmp_path), mutations, read_gguf, cases)
+    assert min(outcomes["read"], outcomes["refused"]) > cases // 50, outcomes
 
 
 def test_damaged_index(tmp_path):
@@ -332,15 +338,15 @@ def resident_bytes(field: str) -> int:
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{field}:"))
 
 
-@pytest.mark.parametrize("length", range(0, 400, 7))
-def test_random_bytes_after_a_sound_beginning(length, tmp_path):
-    random = Random(f"{SEED}/{length}")
-    gguf_head = b"GGUF" + struct.pack("<IQQ", 3, random.randrange(4), random.randrange(4))
-    st_text = b'{"a":' + random.randbytes(length) + b"}"
-    for reader, content in [
-        (GGUFFile, gguf_head + random.randbytes(length)),
-        (SafetensorsFile, len(st_text).to_bytes(8, "little") + st_text),
-    ]:
-        (tmp_path / "a").write_bytes(content)
-        with contextlib.suppress(BitplanError), reader(tmp_path / "a"):
-            pass
+def test_random_bytes_after_a_sound_beginning(tmp_path):
+    for length in range(0, 400, 7):
+        random = Random(f"{SEED}/{length}")
+        gguf_head = b"GGUF" + struct.pack("<IQQ", 3, random.randrange(4), random.randrange(4))
+        st_text = b'{"a":' + random.randbytes(length) + b"}"
+        for reader, content in [
+            (GGUFFile, gguf_head + random.randbytes(length)),
+            (SafetensorsFile, len(st_text).to_bytes(8, "little") + st_text),
+        ]:
+            (tmp_path / "a").write_bytes(content)
+            with contextlib.suppress(BitplanError), reader(tmp_path / "a"):
+                pass

@@ -375,7 +375,7 @@ sys.exit(code)
 
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads its peak memory from Linux's /proc")
-@pytest.mark.parametrize("fmt", ["int8_row", "mxfp4"])
+@pytest.mark.parametrize("fmt", ["int8_row", pytest.param("mxfp4", marks=pytest.mark.long)])
 def test_peak_memory_is_bounded_by_the_largest_tensor(fmt, tmp_path):
     large_file(tmp_path / "in.safetensors", 8)
     command = [sys.executable, "-c", PEAK, "quantize", "in.safetensors", "out.safetensors", "-f", fmt, "--json"]
