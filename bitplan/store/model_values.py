@@ -21,8 +21,8 @@ from torch import Tensor
 
 from bitplan.errors import StoreError
 from bitplan.formats import Encoded
-from bitplan.kernels import decode
 from bitplan.formats.dtypes import dtype_name
+from bitplan.kernels import decode
 from bitplan.plan import shipped_manifest
 from bitplan.store.gpt_oss_config import ARCHITECTURE
 from bitplan.store.gpt_oss_experts import DOWN, GATE_UP
