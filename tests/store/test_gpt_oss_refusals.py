@@ -74,11 +74,11 @@ OPENAI_FAULTS = {
     ),
     "a norm of integers": (
         lambda t: t.update({"norm.scale": torch.ones(64, dtype=torch.int32)}),
-        "dtype: norm.scale .* must be bfloat16, the file has int32",
+        "cast: norm.scale .* must be bfloat16, the file has int32",
     ),
     "a norm of doubles": (
         lambda t: t.update({"norm.scale": torch.ones(64, dtype=torch.float64)}),
-        "dtype: norm.scale .* must be bfloat16, the file has float64",
+        "cast: norm.scale .* must be bfloat16, the file has float64",
     ),
     "an odd number of rows": (
         lambda t: t.update({f"{MLP1}{part}": t[f"{MLP1}{part}"][:, :-1].contiguous() for part in ("blocks", "scales")}),
