@@ -74,7 +74,7 @@ OPENAI_FAULTS = {
     ),
     "a norm of integers": (
         lambda t: t.update({"norm.scale": torch.ones(64, dtype=torch.int32)}),
-        "cast: norm.scale .* must be bfloat16, the file has int32",
+        "dtype: norm.scale .* must be bfloat16, the file has int32",
     ),
     "a norm of doubles": (
         lambda t: t.update({"norm.scale": torch.ones(64, dtype=torch.float64)}),
