@@ -231,7 +231,7 @@ def _read(reader: str, source: Path, what: str, options: dict[str, Any]) -> Any:
 
 def _require_causal(lm: CausalLM) -> None:
     """A model that sees the tokens to come predicts nothing: its logits must not change with a later token."""
-    rows = lm.model.get_input_embeddings().weight.shape[0]
+    rows = lm.model.get_input_embeddings().weight.shape[0]  # type: ignore[operator]
     ids = torch.arange(1, 9).remainder(rows)[None].repeat(2, 1)
     ids[1, -1] = (ids[0, -1] + 1) % rows
     with torch.no_grad():

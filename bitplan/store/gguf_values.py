@@ -47,8 +47,9 @@ class GGUFArray(Sequence[Any]):
     def __eq__(self, other: object) -> bool:
         if isinstance(other, GGUFArray) and other.item_type == self.item_type:
             return self.raw == other.raw
-        is_sequence = isinstance(other, Sequence) and not isinstance(other, str)
-        return is_sequence and len(other) == len(self) and all(a == b for a, b in zip(self, other, strict=True))
+        if not isinstance(other, Sequence) or isinstance(other, str) or len(other) != len(self):
+            return False
+        return all(a == b for a, b in zip(self, other, strict=True))
 
     __hash__ = None  # type: ignore[assignment]
 

@@ -82,10 +82,10 @@ class TensorFile(ABC):
         """One tensor as numbers: an Encoded is decoded to float32, and 8-bit floats come as float32."""
         spec = self.spec(name)
         self.require_numbers(spec)
-        if not spec.encoded and spec.dtype in NARROW_FLOATS:
-            return self.read(name).to(torch.float32)  # type: ignore[union-attr]
         found = self.read(name)
-        return decode(found) if isinstance(found, Encoded) else found
+        if isinstance(found, Encoded):
+            return decode(found)
+        return found.to(torch.float32) if found.dtype in NARROW_FLOATS else found
 
     def require_numbers(self, spec: TensorSpec) -> None:
         """Refuse 4- and 8-bit floats that are codes, whose scales lie beside them under another name."""

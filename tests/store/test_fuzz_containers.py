@@ -27,7 +27,8 @@ from gguf import GGUFValueType as V
 
 from bitplan.errors import BitplanError
 from bitplan.store.container import ContainerFile
-from bitplan.store.gguf_io import GGUFFile, GGUFValue, write_gguf
+from bitplan.store.gguf_io import GGUFFile, write_gguf
+from bitplan.store.gguf_values import GGUFValue
 from bitplan.store.safetensors_io import DTYPES, SafetensorsFile, open_checkpoint, write_safetensors
 
 CASES = 3000

@@ -16,7 +16,8 @@ from gguf import GGMLQuantizationType as Type
 
 from bitplan.errors import FileFormatError, StoreError
 from bitplan.store import gguf_io
-from bitplan.store.gguf_io import GGUFFile, GGUFValue, dequantizable_types, dequantize_rows, plain_dtype, write_gguf
+from bitplan.store.gguf_io import GGUFFile, dequantizable_types, dequantize_rows, plain_dtype, write_gguf
+from bitplan.store.gguf_values import GGUFValue
 
 V = GGUFValueType
 ARCHITECTURE = {"general.architecture": GGUFValue(V.STRING, "llama")}
