@@ -73,7 +73,7 @@ def test_tensors_that_are_no_floats_stay_and_keep_their_bytes(tmp_path):
     plan = choose_formats(tensors, "mxfp4")
     assert {entry.choice.reason for entry in plan.entries.values()} == {"not floats"}
     assert {name: entry.nbytes for name, entry in plan.entries.items()} == {
-        "position_ids": 4096, "mask": 64, "w.blocks": 2048, "v.weight": 4096,
+        "position_ids": 4096, "mask": 64, "w.blocks": 2048, "w.scales": 4096,
     }  # fmt: skip
     assert {row.name: row.format for row in plan.table()}["mask"] == "bool"
     plan.save(tmp_path / "plan.json")

@@ -28,7 +28,8 @@ from gguf import GGUFValueType as V
 from bitplan.errors import BitplanError
 from bitplan.formats.dtypes import torch_dtype
 from bitplan.store.container import ContainerFile
-from bitplan.store.gguf_io import GGUFFile, GGUFValue, write_gguf
+from bitplan.store.gguf_io import GGUFFile, write_gguf
+from bitplan.store.gguf_values import GGUFValue
 from bitplan.store.safetensors_io import DTYPES, SafetensorsFile, open_checkpoint, write_safetensors
 
 CASES = [300, pytest.param(3000, marks=pytest.mark.long)]

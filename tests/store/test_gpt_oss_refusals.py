@@ -14,7 +14,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from bitplan.errors import BitplanError
-from bitplan.store.gguf_io import GGUFFile, GGUFValue, write_gguf
+from bitplan.store.gguf_io import GGUFFile, write_gguf
+from bitplan.store.gguf_values import GGUFValue
 from bitplan.store.gpt_oss import GptOssFile, convert_gpt_oss, make_checkpoint
 
 MLP1, MLP2 = "block.1.mlp.mlp1_weight.", "block.1.mlp.mlp2_weight."
