@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import errno
 import json
+import math
 import os
 import re
 import secrets
@@ -28,6 +29,8 @@ if sys.platform != "win32":
     import fcntl
 
 MAX_JSON_BYTES = 256 * 2**20
+_LARGE_NUMBER = re.compile(rb"[eE]\+?[0-9]{3}|[0-9]{200}")  # all that can be beyond 1e308, and some that is not
+_SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 _KINDS = {
     stat.S_IFDIR: "a folder",
     stat.S_IFIFO: "a named pipe",
@@ -298,10 +301,21 @@ def read_json(path: str | Path, *, max_bytes: int = MAX_JSON_BYTES) -> Any:
 
 
 def parse_json(text: bytes, *, where: str) -> Any:
-    """Parse strict JSON: UTF-8, no NaN or Infinity, no duplicate keys, no absurd nesting."""
+    """Parse strict JSON: UTF-8, nothing infinite, no half of a surrogate pair, no duplicate keys, no absurd nesting."""
+    may_overflow = _LARGE_NUMBER.search(text) is not None
     try:
         # Decoded here: json.loads would also take UTF-16, a byte order mark, and half surrogate pairs.
-        return json.loads(text.decode(), object_pairs_hook=_unique_keys, parse_constant=_refuse_constant)
+        document = json.loads(
+            text.decode(),
+            object_pairs_hook=_unique_keys,
+            parse_constant=_refuse_constant,
+            parse_float=_finite if may_overflow else None,
+        )
+        if _SURROGATE.search(text):  # an escape can spell half of a pair, which no file and no message can hold
+            json.dumps(document, ensure_ascii=False).encode()
+        return document
+    except UnicodeEncodeError:
+        raise FileFormatError(f"{where}: not valid JSON: a string with half of a surrogate pair") from None
     except (ValueError, RecursionError) as error:
         raise FileFormatError(f"{where}: not valid JSON: {error or 'nested too deeply'}") from None
 
@@ -312,6 +326,13 @@ def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         repeated = Counter(name for name, _ in pairs).most_common(1)[0][0]
         raise ValueError(f"key {repeated[:80]!r} appears twice in one object")
     return found
+
+
+def _finite(text: str) -> float:
+    number = float(text)
+    if math.isinf(number):
+        raise ValueError(f"{text[:40]} is larger than any float64")
+    return number
 
 
 def _refuse_constant(text: str) -> float:
