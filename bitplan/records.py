@@ -29,6 +29,7 @@ if sys.platform != "win32":
     import fcntl
 
 MAX_JSON_BYTES = 256 * 2**20
+MAX_JSON_DEPTH = 200  # of lists and objects within each other; Python's own limit differs between versions
 _LARGE_NUMBER = re.compile(rb"[eE]\+?[0-9]{3}|[0-9]{200}")  # all that can be beyond 1e308, and some that is not
 _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 _KINDS = {
@@ -311,6 +312,8 @@ def parse_json(text: bytes, *, where: str) -> Any:
             parse_constant=_refuse_constant,
             parse_float=_finite if may_overflow else None,
         )
+        if text.count(b"[") + text.count(b"{") > MAX_JSON_DEPTH:
+            _check_depth(document)
         if _SURROGATE.search(text):  # an escape can spell half of a pair, which no file and no message can hold
             json.dumps(document, ensure_ascii=False).encode()
         return document
@@ -326,6 +329,16 @@ def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         repeated = Counter(name for name, _ in pairs).most_common(1)[0][0]
         raise ValueError(f"key {repeated[:80]!r} appears twice in one object")
     return found
+
+
+def _check_depth(document: Any) -> None:
+    level = [document]
+    for _ in range(MAX_JSON_DEPTH):
+        inside = (value if type(value) is list else value.values() for value in level if type(value) in (list, dict))
+        level = [item for items in inside for item in items if type(item) in (list, dict)]
+        if not level:
+            return
+    raise ValueError(f"nested too deeply: more than {MAX_JSON_DEPTH} lists and objects within each other")
 
 
 def _finite(text: str) -> float:

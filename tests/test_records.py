@@ -59,7 +59,12 @@ def test_a_new_file_has_the_users_permissions(tmp_path):
     [
         (b'{"a": 1, "a": 2}', "key 'a' appears twice"),
         (b'{"a": NaN}', "NaN is not a JSON number"),
+        (b'{"a": -1e999}', "-1e999 is larger than any float64"),
+        (b"[" + b"9" * 309 + b".5]", "99 is larger than any float64"),
+        (b'["\\ud83d"]', "half of a surrogate pair"),
+        (b'{"\\uDE00\\ud83d": 1}', "half of a surrogate pair"),
         (b"[" * 100_000, "nested too deeply|recursion"),
+        (b"[" * 201 + b"]" * 201, "more than 200 lists and objects"),
         (b"", "Expecting value"),
         (b"\xff\xfe{}", "can't decode"),
         ('{"a": 1}'.encode("utf-16"), "can't decode"),
@@ -69,6 +74,13 @@ def test_a_new_file_has_the_users_permissions(tmp_path):
 def test_what_is_not_strict_json_is_named(text, fault):
     with pytest.raises(FileFormatError, match=f"^here: not valid JSON: .*({fault})"):
         parse_json(text, where="here")
+
+
+def test_large_numbers_and_whole_surrogate_pairs_are_read():
+    text = b'[1e308, 1e-999, 0.00e999, 123456789012345678901234567890, "\\ud83d\\ude00", "\\\\ud800"]'
+    deepest = parse_json(b"[" * 200 + b"]" * 200, where="here")
+    assert json.dumps(deepest) == "[" * 200 + "]" * 200
+    assert parse_json(text, where="here") == [1e308, 0.0, 0.0, 123456789012345678901234567890, "😀", "\\ud800"]
 
 
 def test_many_keys_with_a_late_duplicate_are_refused_in_no_time():
