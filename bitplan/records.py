@@ -30,7 +30,6 @@ if sys.platform != "win32":
 
 MAX_JSON_BYTES = 256 * 2**20
 MAX_JSON_DEPTH = 200  # of lists and objects within each other; Python's own limit differs between versions
-_LARGE_NUMBER = re.compile(rb"[eE]\+?[0-9]{3}|[0-9]{200}")  # all that can be beyond 1e308, and some that is not
 _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 _KINDS = {
     stat.S_IFDIR: "a folder",
@@ -303,17 +302,10 @@ def read_json(path: str | Path, *, max_bytes: int = MAX_JSON_BYTES) -> Any:
 
 def parse_json(text: bytes, *, where: str) -> Any:
     """Parse strict JSON: UTF-8, nothing infinite, no half of a surrogate pair, no duplicate keys, no absurd nesting."""
-    may_overflow = _LARGE_NUMBER.search(text) is not None
     try:
         # Decoded here: json.loads would also take UTF-16, a byte order mark, and half surrogate pairs.
-        document = json.loads(
-            text.decode(),
-            object_pairs_hook=_unique_keys,
-            parse_constant=_refuse_constant,
-            parse_float=_finite if may_overflow else None,
-        )
-        if text.count(b"[") + text.count(b"{") > MAX_JSON_DEPTH:
-            _check_depth(document)
+        document = json.loads(text.decode(), object_pairs_hook=_unique_keys, parse_constant=_refuse_constant)
+        _check_values(document)
         if _SURROGATE.search(text):  # an escape can spell half of a pair, which no file and no message can hold
             json.dumps(document, ensure_ascii=False).encode()
         return document
@@ -331,21 +323,22 @@ def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return found
 
 
-def _check_depth(document: Any) -> None:
-    level = [document]
-    for _ in range(MAX_JSON_DEPTH):
-        inside = (value if type(value) is list else value.values() for value in level if type(value) in (list, dict))
-        level = [item for items in inside for item in items if type(item) in (list, dict)]
-        if not level:
+def _check_values(document: Any) -> None:
+    """Nothing infinite (which 1e999 spells), and no more levels than a recursive function can bear."""
+    level: list[Any] = [[document]]
+    for _ in range(MAX_JSON_DEPTH + 1):
+        inner: list[Any] = []
+        for value in level:
+            items = value if type(value) is list else value.values()
+            kinds = set(map(type, items))
+            if float in kinds and (math.inf in items or -math.inf in items):
+                raise ValueError("a number is larger than any float64")
+            if not kinds.isdisjoint((list, dict)):
+                inner += [item for item in items if type(item) in (list, dict)]
+        if not inner:
             return
+        level = inner
     raise ValueError(f"nested too deeply: more than {MAX_JSON_DEPTH} lists and objects within each other")
-
-
-def _finite(text: str) -> float:
-    number = float(text)
-    if math.isinf(number):
-        raise ValueError(f"{text[:40]} is larger than any float64")
-    return number
 
 
 def _refuse_constant(text: str) -> float:

@@ -13,7 +13,6 @@ from pathlib import Path
 
 import pytest
 
-import bitplan
 from bitplan.errors import FileFormatError, StoreError
 from bitplan.records import atomic_file, atomic_folder, check_output, open_log, parse_json, read_json, write_json
 
@@ -59,8 +58,9 @@ def test_a_new_file_has_the_users_permissions(tmp_path):
     [
         (b'{"a": 1, "a": 2}', "key 'a' appears twice"),
         (b'{"a": NaN}', "NaN is not a JSON number"),
-        (b'{"a": -1e999}', "-1e999 is larger than any float64"),
-        (b"[" + b"9" * 309 + b".5]", "99 is larger than any float64"),
+        (b"1e999", "larger than any float64"),
+        (b'{"a": -1e999}', "larger than any float64"),
+        (b"[" + b"9" * 309 + b".5]", "larger than any float64"),
         (b'["\\ud83d"]', "half of a surrogate pair"),
         (b'{"\\uDE00\\ud83d": 1}', "half of a surrogate pair"),
         (b"[" * 100_000, "nested too deeply|recursion"),
@@ -198,37 +198,11 @@ def test_leftovers_of_the_same_name_are_swept_and_those_of_the_living_stay(tmp_p
     assert {path.name for path in tmp_path.iterdir()} == {"a", "f", ".b.0123456789ab.partial"}
 
 
-KILLS = """
-import os, random, signal, sys, time, types
-package = types.ModuleType("bitplan")  # records alone: thirty children in a second
-package.__path__ = [sys.argv[2]]
-sys.modules["bitplan"] = package
-from bitplan.records import atomic_file
-
-path, sizes = sys.argv[1], (10_000, 3_000_000)
-for attempt in range(30):
-    child = os.fork()
-    if child == 0:
-        while True:
-            for letter, size in zip(b"ab", sizes):
-                with atomic_file(path) as file:
-                    for _ in range(10):
-                        file.write(bytes([letter]) * (size // 10))
-    time.sleep(random.uniform(0.002, 0.03) if attempt else 0.3)
-    os.kill(child, signal.SIGKILL)
-    os.waitpid(child, 0)
-    content = open(path, "rb").read()
-    assert content in (b"a" * sizes[0], b"b" * sizes[1]), (attempt, len(content), set(content))
-with atomic_file(path) as file:
-    file.write(b"end")
-print(os.listdir(os.path.dirname(path)))
-"""
-
-
-def test_thirty_kills_leave_the_old_file_or_the_new_one(tmp_path):
-    command = [sys.executable, "-W", "ignore", "-c", KILLS, str(tmp_path / "d"), str(Path(bitplan.__file__).parent)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert (done.stderr, done.stdout) == ("", "['d']\n")
+def test_thirty_kills_leave_the_old_file_or_the_new_one():
+    command = [sys.executable, "-m", "tests.fuzz.kills", "30", "1"]
+    done = subprocess.run(command, cwd=Path(__file__).parents[1], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("30 kills: every file whole")
 
 
 def test_a_lost_race_for_a_folder_is_one_error(tmp_path):

@@ -20,6 +20,7 @@ from bitplan.store.gguf_io import GGUFValue
 from bitplan.store.gpt_oss_layouts import GptOssShape
 
 CONFIG = "config.json"
+LARGEST = 2**62  # of any setting; what is larger fits no tensor, and overflows on the way
 ARCHITECTURE = "gpt-oss"
 QUANTIZATION = {
     "modules_to_not_convert": [
@@ -159,8 +160,10 @@ def _settings(
         value = document.get(key)
         if value is None:
             continue
-        if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
-            raise FileFormatError(f"{path}: {key} must be a number above 0, got {str(value)[:40]!r}")
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        if not is_number or not 0 < value < LARGEST or (types[own] is int and value != int(value)):
+            kind = "an integer" if types[own] is int else "a number"
+            raise FileFormatError(f"{path}: {key} must be {kind} above 0 and below 2^62, got {str(value)[:40]!r}")
         found[own] = types[own](value)
     return replace(base or Settings(), **found)
 

@@ -45,7 +45,9 @@ def _change_lines(data: bytes, rng: Random) -> bytes:
     elif how == 1:
         lines.insert(rng.randrange(len(lines) + 1), lines[at])
     elif how == 2:
-        lines.insert(at, rng.choice(("\n", "{}\n", "null\n", "[]\n", "\x1e", lines[at][: rng.randrange(len(lines[at]))])))
+        lines.insert(
+            at, rng.choice(("\n", "{}\n", "null\n", "[]\n", "\x1e", lines[at][: rng.randrange(len(lines[at]))]))
+        )
     else:
         lines[at] = change_json(lines[at], _spans(lines[at]), rng)
     return "".join(lines).encode("utf-8", "surrogatepass")
@@ -113,7 +115,9 @@ def _change_bytes(data: bytes, suffix: str, rng: Random) -> bytes:
         elif suffix in (".gguf", ".safetensors"):
             _change_number(changed, data, rng)
         else:
-            changed[at : at + 1] = rng.choice((b'"', b"{", b"[", b",", b"\\", b"\0", b"\xff", b"\xed\xa0\x80", b"9", b"-"))
+            changed[at : at + 1] = rng.choice(
+                (b'"', b"{", b"[", b",", b"\\", b"\0", b"\xff", b"\xed\xa0\x80", b"9", b"-")
+            )
     return bytes(changed)
 
 

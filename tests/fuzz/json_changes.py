@@ -104,7 +104,9 @@ def _change(text: str, place: Span, places: list[Span], rng: Random) -> str:
     if how == 6:
         return text[:start] + json.dumps(value) + text[end:]
     if how in (7, 8) and value[0] in "-0123456789":
-        return text[:start] + rng.choice((f"-{value}".removeprefix("--"), _nudged(value, rng), f"{value}e3")) + text[end:]
+        return (
+            text[:start] + rng.choice((f"-{value}".removeprefix("--"), _nudged(value, rng), f"{value}e3")) + text[end:]
+        )
     if how in (7, 8) and value[0] == '"':
         return text[:start] + _changed_string(value, rng) + text[end:]
     return text[:start] + rng.choice(VALUES) + text[end:]

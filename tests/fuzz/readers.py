@@ -6,13 +6,10 @@ with it what a user of that file does. A new reader gets a row in READERS.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import json
-import logging
 import re
-import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -28,17 +25,21 @@ class Reader(NamedTuple):
     group: str  # readers of a group share a process
     make: Callable[[Path], list[Path]]
     read: Callable[[Path], None]
+    share: float = 1.0  # of all inputs; less where one takes long
 
 
 def example(page: str, number: int = 0) -> Callable[[Path], list[Path]]:
     """The example of a page in docs/documents, which the real reader is known to read."""
+    return lambda folder: [_write(folder / f"{page}.{_examples(page)[number][0]}", example_text(page, number))]
 
-    def make(folder: Path) -> list[Path]:
-        found = re.findall(r"^```(jsonl?)\n(.*?)^```$", (DOCUMENTS / f"{page}.md").read_text(), re.DOTALL | re.MULTILINE)
-        kind, text = found[number]
-        return [_write(folder / f"{page}.{kind}", text)]
 
-    return make
+def example_text(page: str, number: int = 0) -> str:
+    return _examples(page)[number][1]
+
+
+@functools.cache
+def _examples(page: str) -> list[tuple[str, str]]:
+    return re.findall(r"^```(jsonl?)\n(.*?)^```$", (DOCUMENTS / f"{page}.md").read_text(), re.DOTALL | re.MULTILINE)
 
 
 def _write(path: Path, text: str | bytes) -> Path:
@@ -196,7 +197,10 @@ def make_packed(folder: Path) -> list[Path]:
     x = torch.linspace(-1, 1, 4 * 128).reshape(4, 128)
     packed = {fmt: encode(x, fmt) for fmt in ("mxfp4", "nvfp4", "int8_g128", "q4_0_poly")}
     path = folder / "packed.safetensors"
-    promises = [*(Promise(name, one.shape, one.fmt) for name, one in packed.items()), Promise("plain", (4, 128), dtype=x.dtype)]
+    promises = [
+        *(Promise(name, one.shape, one.fmt) for name, one in packed.items()),
+        Promise("plain", (4, 128), dtype=x.dtype),
+    ]
     with write_tensors(path, promises, tied={"alias": "mxfp4"}) as writer:
         for name, one in packed.items():
             writer.write(name, one)
@@ -238,8 +242,15 @@ def make_pairs(folder: Path) -> list[Path]:
 
     encoded = encode(torch.linspace(-1, 1, 4 * 256).reshape(4, 256), "fp4_u8_g128")
     assert encoded.base is not None
-    tensors = {"w.blocks": encoded.data, "w.scales": encoded.scales, "w.base": encoded.base.reshape(1), "n": torch.ones(2)}
-    safetensors.torch.save_file({name: one for name, one in tensors.items() if one is not None}, folder / "a.safetensors")
+    tensors = {
+        "w.blocks": encoded.data,
+        "w.scales": encoded.scales,
+        "w.base": encoded.base.reshape(1),
+        "n": torch.ones(2),
+    }
+    safetensors.torch.save_file(
+        {name: one for name, one in tensors.items() if one is not None}, folder / "a.safetensors"
+    )
     return [folder / "a.safetensors"]
 
 
@@ -300,17 +311,10 @@ def read_raw_map(path: Path) -> None:
     check_headers(Manifest.from_document(expand_raw_map(read_json(path), where=str(path)), where=str(path)), HEADERS)
 
 
-@functools.cache
-def calibration_fingerprint() -> Any:
-    found = re.search(r"^```json\n(.*?)^```$", (DOCUMENTS / "calibration.md").read_text(), re.DOTALL | re.MULTILINE)
-    assert found
-    return json.loads(found[1])["fingerprint"]
-
-
 def read_calibration(path: Path) -> None:
     from bitplan.measure.calibration import load_calibration
 
-    load_calibration(path, calibration_fingerprint()).result()
+    load_calibration(path, json.loads(example_text("calibration"))["fingerprint"]).result()
 
 
 def read_selective_config(path: Path) -> None:
@@ -328,9 +332,8 @@ def selective_policy() -> tuple[Any, Any]:
     from bitplan.runtime.selective_precision import SelectivePrecisionPolicy
     from bitplan.runtime.stream_blocks import stream_blocks
 
-    found = re.search(r"^```json\n(.*?)^```$", (DOCUMENTS / "selective-state.md").read_text(), re.DOTALL | re.MULTILINE)
-    assert found
-    config = SelectivePrecisionConfig.from_document(json.loads(found[1])["policy"]["config"] | {"telemetry_enabled": False})
+    saved = json.loads(example_text("selective-state"))["policy"]["config"]
+    config = SelectivePrecisionConfig.from_document(saved | {"telemetry_enabled": False})
     blocks = [nn.Sequential(nn.Linear(32, 32).requires_grad_(False), nn.Linear(32, 32)) for _ in range(2)]
     stream = stream_blocks(nn.Sequential(*blocks), "*", device="cpu", slots=2)
     return SelectivePrecisionPolicy(stream, config), stream  # the stream lives as long as the policy
@@ -365,10 +368,10 @@ def read_training_state(path: Path) -> None:
 
 
 def read_crossovers(path: Path) -> None:
+    from bitplan.errors import FileFormatError
     from bitplan.measure import crossover_files
     from bitplan.measure.crossover import pick
     from bitplan.plan.documents import load_document
-    from bitplan.errors import FileFormatError
 
     fingerprint = json.loads(example_text("crossover"))["fingerprint"]
     document = load_document(path, FileFormatError)
@@ -378,17 +381,19 @@ def read_crossovers(path: Path) -> None:
         pick(record, 8, room=True)
 
 
-@functools.cache
-def example_text(page: str) -> str:
-    found = re.search(r"^```jsonl?\n(.*?)^```$", (DOCUMENTS / f"{page}.md").read_text(), re.DOTALL | re.MULTILINE)
-    assert found
-    return found[1]
-
-
 def read_drift_log(path: Path) -> None:
     from bitplan.store.drift_log import read_drift
 
     read_drift(path)
+
+
+def make_trees(folder: Path) -> list[Path]:
+    from bitplan.trees import BoostedTreesClassifier, BoostedTreesRegressor
+    from tests.trees.test_model_file import fitted
+
+    for kind in (BoostedTreesRegressor, BoostedTreesClassifier):
+        fitted(kind, n_estimators=1)[0].save(folder / f"{kind.__name__}.json")
+    return sorted(folder.iterdir())
 
 
 def read_trees(path: Path) -> None:
@@ -504,6 +509,18 @@ def read_record(path: Path) -> None:
     build_page(build_sections(read_records([path])), title="t").encode()
 
 
+def make_records(folder: Path) -> list[Path]:
+    """What the writers write, cut to a few lines so that a change hits something, and results of benchmarks."""
+    from tests.report import samples
+
+    for path in samples.write_samples(folder):
+        lines = path.read_text().splitlines(keepends=True)
+        if path.suffix == ".jsonl":
+            _write(folder / path.name, "".join(lines[:4]))
+    results = [path for path in samples.RESULTS.glob("*.json") if path.stat().st_size < 20_000]
+    return sorted(folder.glob("*.jsonl")) + [_write(folder / path.name, path.read_bytes()) for path in sorted(results)]
+
+
 RECORDS = (
     "plan", "findings", "calibration", "selective-telemetry", "stream-telemetry", "drift", "quality", "fp8-report",
     "fp8-policy", "crossover", "training-log", "machine", "benchmark-results",
@@ -517,8 +534,8 @@ READERS = [
     Reader("network", "containers", make_networks, read_network),
     Reader("packed model", "containers", make_packed, read_packed_file),
     Reader("codes and scales", "containers", make_pairs, read_pairs),
-    Reader("gpt-oss config", "containers", make_gpt_oss("hf", "config.json"), read_gpt_oss),
-    Reader("gpt-oss openai config", "containers", make_gpt_oss("openai", "config.json"), read_gpt_oss),
+    Reader("gpt-oss config", "containers", make_gpt_oss("hf", "config.json"), read_gpt_oss, 0.2),
+    Reader("gpt-oss openai config", "containers", make_gpt_oss("openai", "config.json"), read_gpt_oss, 0.2),
     Reader("gpt-oss safetensors", "containers", make_gpt_oss("hf", "model.safetensors"), read_gpt_oss),
     Reader("gpt-oss gguf", "containers", make_gpt_oss("gguf", "model.gguf"), read_gpt_oss),
     Reader("plan", "documents", example("plan"), read_plan),
@@ -530,12 +547,13 @@ READERS = [
     Reader("training state", "documents", make_training_state, read_training_state),
     Reader("crossovers", "documents", example("crossover"), read_crossovers),
     Reader("drift log", "documents", example("drift"), read_drift_log),
-    Reader("trees", "documents", example("trees-model"), read_trees),
+    Reader("trees", "documents", make_trees, read_trees),
     Reader("fp8 policy", "fp8", make_fp8_policies, read_fp8_policy),
     Reader("fp8 report", "fp8", make_fp8_reports, read_fp8_report),
     Reader("fp8 report log", "fp8", make_fp8_log, read_fp8_log),
     Reader("fp8 list report", "fp8", make_list_report, read_list_report),
     Reader("fp8 model config", "fp8", make_configs, read_fp8_model),
-    Reader("fp8 model yaml", "fp8", make_yaml, read_fp8_model),
+    Reader("fp8 model yaml", "fp8", make_yaml, read_fp8_model, 0.5),
+    Reader("report: samples", "report", make_records, read_record),
     *(Reader(f"report: {page}", "report", example(page), read_record) for page in RECORDS),
 ]

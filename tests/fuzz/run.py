@@ -17,7 +17,6 @@ import time
 import traceback
 import warnings
 from collections import Counter
-from collections.abc import Iterator
 from pathlib import Path
 from random import Random
 
@@ -26,7 +25,7 @@ from tests.fuzz.changes import change
 from tests.fuzz.readers import READERS, Reader
 
 SECONDS = 5.0
-MEMORY_BYTES = 2**30
+MEMORY_BYTES = 2**28
 LONGEST_MESSAGE = 1500
 SHOWN = 10  # failures of one reader, each at another place
 
@@ -36,10 +35,11 @@ def fuzz(readers: list[Reader], inputs: int, seed: str, failures: Path) -> int:
     failed = 0
     for group in dict.fromkeys(reader.group for reader in readers):
         members = [reader for reader in readers if reader.group == group]
-        share = [inputs // len(readers) + (place < inputs % len(readers)) for place in range(len(members))]
+        whole = sum(reader.share for reader in readers)
+        shares = [round(inputs * reader.share / whole) for reader in members]
         with tempfile.TemporaryDirectory(prefix="fuzz-") as folder:
-            failed += _run_group(members, share, seed, Path(folder), failures)
-    print(f"{inputs} inputs, {failed} failures")
+            failed += _run_group(members, shares, seed, Path(folder), failures)
+    print(f"{inputs} inputs, {failed} failures" + (f"; see {failures}" if failed else ""))
     return int(failed > 0)
 
 
@@ -47,17 +47,18 @@ def _run_group(readers: list[Reader], shares: list[int], seed: str, folder: Path
     sys.stdout.flush()
     child = os.fork()
     if child == 0:
-        status = 2
+        status = 1
         try:
-            status = _read_all(readers, shares, seed, folder, failures)
+            (folder / "failed").write_text(str(_read_all(readers, shares, seed, folder, failures)))
+            status = 0
         except BaseException:
             traceback.print_exc()
         finally:
             sys.stdout.flush()
             os._exit(status)
     status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-    if status in (0, 1):
-        return status
+    if status == 0:
+        return int((folder / "failed").read_text())
     if not (folder / "current").exists():
         raise RuntimeError(f"no sound file could be made or read for {readers[0].group}")
     current = json.loads((folder / "current").read_text().split("\n")[0])
@@ -70,7 +71,9 @@ def _run_group(readers: list[Reader], shares: list[int], seed: str, folder: Path
 def _read_all(readers: list[Reader], shares: list[int], seed: str, folder: Path, failures: Path) -> int:
     warnings.simplefilter("error")
     prepared = []
-    for number, reader in enumerate(readers):  # sound files first: what is loaded late is loaded before memory is limited
+    for number, reader in enumerate(
+        readers
+    ):  # sound files first: what is loaded late is loaded before memory is limited
         place = folder / str(number)
         place.mkdir()
         files = {path: path.read_bytes() for path in reader.make(place)}
@@ -82,7 +85,7 @@ def _read_all(readers: list[Reader], shares: list[int], seed: str, folder: Path,
     failed = 0
     for reader, files, share in zip(readers, prepared, shares, strict=True):
         failed += _read_inputs(reader, files, share, seed, folder / "current", failures)
-    return int(failed > 0)
+    return failed
 
 
 def _limit_memory() -> None:
@@ -92,9 +95,7 @@ def _limit_memory() -> None:
         resource.setrlimit(resource.RLIMIT_AS, (most, most))
 
 
-def _read_inputs(
-    reader: Reader, files: dict[Path, bytes], share: int, seed: str, current: Path, failures: Path
-) -> int:
+def _read_inputs(reader: Reader, files: dict[Path, bytes], share: int, seed: str, current: Path, failures: Path) -> int:
     outcomes: Counter[str] = Counter()
     places: set[str] = set()
     begin = time.process_time()
