@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: demo test lint types unit browser test-demo test-install test-gpu bench bench-quality clean
+.PHONY: demo test test-all lint types unit browser test-demo test-install test-gpu mutants bench bench-quality clean
 
 demo: $(VENV)/.installed
 	$(BIN)/bitplan demo
@@ -18,8 +18,18 @@ lint: $(VENV)/.installed-dev
 types: $(VENV)/.installed-dev
 	$(BIN)/mypy
 
+# A file stays with one worker, so that what its tests share is made once.
 unit: $(VENV)/.installed-dev browser
-	BITPLAN_NEEDS_BROWSER=1 $(BIN)/python -m pytest -n 2
+	BITPLAN_NEEDS_BROWSER=1 $(BIN)/python -m pytest -n 2 --dist loadfile
+
+# Also the tests marked `long`: every combination of parameters of which `make test` takes a part.
+test-all: lint types browser
+	BITPLAN_NEEDS_BROWSER=1 $(BIN)/python -m pytest -n 2 --dist loadfile -m ""
+
+# Which tests reach which line, then 200 small faults, each tested for by the tests of its line: about half an hour.
+mutants: $(VENV)/.installed-dev
+	$(BIN)/python -m pytest -n 2 --dist loadfile --cov=bitplan --cov-context=test --cov-report=
+	$(BIN)/python tools/mutants.py
 
 # The report is tested in a real browser: the system's, or BITPLAN_CHROMIUM=program.
 browser:

@@ -27,9 +27,9 @@ from bitplan.cli.quality import FLOOR, QualityRow, QualityRun, read_text
 from bitplan.formats import get_format
 from bitplan.formats.scales import ScaleRule
 from bitplan.kernels import decode, encode
-from bitplan.measure.causal_lm import CausalLM, load_causal_lm
-from bitplan.measure.perplexity import spread_windows, windows_of
+from bitplan.measure.perplexity import spread_windows
 from bitplan.records import read_json
+from bitplan.runtime.causal_lm import CausalLM, load_causal_lm
 from bitplan.store.models import Formats
 
 SMOLLM2 = "smollm2_135m"
@@ -83,7 +83,7 @@ def main() -> None:
         "commit": harness.commit(),
     }
     lm = load_causal_lm(model_path)
-    windows = spread_windows(windows_of(lm.encode(read_text(arguments.text)), arguments.context), arguments.tokens)
+    windows = spread_windows(lm.windows(read_text(arguments.text), arguments.context), arguments.tokens)
     run = QualityRun(lm, windows, arguments.batch)
     if "grid" not in document and arguments.model is None:
         document["grid"] = grid_effect(lm)

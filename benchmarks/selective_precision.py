@@ -229,7 +229,7 @@ class Task:
 
 
 def lora_task(model_path: Path, words: str, sizes: Sizes, device: StreamDevice, dtype: torch.dtype) -> Task:
-    from bitplan.measure.causal_lm import load_causal_lm
+    from bitplan.runtime.causal_lm import load_causal_lm
 
     loaded = load_causal_lm(model_path)
     ids = loaded.encode(words)

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from crosses import pytest_generate_tests  # noqa: F401  # tests/ is where pytest begins
 
 torch.set_num_threads(1)  # the suite itself runs in several workers
 if not torch.cuda.is_available():  # Triton reads this when it is first imported

@@ -12,8 +12,6 @@ import re
 import runpy
 import shlex
 import shutil
-import subprocess
-import sys
 from contextlib import redirect_stdout
 from pathlib import Path
 
@@ -26,6 +24,7 @@ from bitplan.cli import run
 from bitplan.cli.tiny_model import Corpus, TinyTransformer, shipped_text
 from bitplan.formats import list_formats
 from bitplan.plan import shipped_manifest
+from tests.processes import run_code
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("**/*.md"))]
@@ -40,11 +39,6 @@ def blocks(language):
         if page not in STORIES
         for number, code in enumerate(code for kind, code in BLOCK.findall(page.read_text()) if kind == language)
     ]
-
-
-def run_python(code):
-    done = subprocess.run([sys.executable, "-W", "error", "-c", code], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
 
 
 def run_bash(block):
@@ -103,9 +97,8 @@ def prepared(tmp_path_factory):
 
 
 @pytest.mark.parametrize("code", blocks("python"))
-def test_snippet_runs(code, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    run_python(code)
+def test_snippet_runs(code, tmp_path):
+    assert run_code(code, tmp_path) == ""
 
 
 @pytest.mark.parametrize("block", blocks("bash"))
@@ -126,6 +119,12 @@ def test_story_runs_and_shows_what_it_prints(page, tmp_path, monkeypatch):
             printed = run_bash(text)
         else:
             assert_shows(text, printed)
+
+
+def test_a_block_that_fails_or_warns_is_seen(tmp_path):
+    assert "NameError" in run_code("import bitplan\nnothing_of_this_name", tmp_path)
+    assert "UserWarning: careful" in run_code("import warnings\nwarnings.warn('careful')", tmp_path)
+    assert run_code("assert __name__ == '__main__'", tmp_path) == ""
 
 
 def test_the_check_of_what_is_shown_can_fail():

@@ -11,9 +11,9 @@ from unittest.mock import Mock
 import pytest
 
 from bitplan.errors import BitplanError, MissingLibraryError
-from bitplan.measure.causal_lm import load_causal_lm
 from bitplan.optional import require
 from bitplan.runtime import trainer_callbacks
+from bitplan.runtime.causal_lm import load_causal_lm
 from bitplan.runtime.fp8_confirm_model import plan_small_model
 from bitplan.runtime.load import load_packed
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -202,9 +203,9 @@ def compare(
     from bitplan.store.tensor_files import open_tensors
 
     with open_tensors(first) as file:
-        total = sum(spec.nbytes for spec in file.specs.values())
-    with progress("comparing", total, amount=human_bytes) as advance:
-        result = compare_files(first, second, on_bytes=advance)
+        total = sum(math.prod(spec.shape) for spec in file.specs.values())
+    with progress("comparing", total, amount="{:,} numbers".format) as advance:
+        result = compare_files(first, second, on_numbers=advance)
     if as_json:
         show_json(result.to_dict())
     else:

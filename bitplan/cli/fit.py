@@ -17,7 +17,7 @@ _BREAK = re.compile(r"(?<=[./:\\])(?=[^./:\\])")
 _NUMBER = re.compile(r"[-+]?[0-9][0-9.,]*([eE][-+]?[0-9]+)?[%x]?")
 
 
-@dataclass
+@dataclass(eq=False)
 class Column:
     """A column's header and cells, the least width that divides no word, and the width that needs no second line."""
 
@@ -42,13 +42,30 @@ def columns_of(rows: Sequence[Mapping[str, Any]]) -> list[Column]:
 
 
 def split_columns(columns: Sequence[Column], width: int) -> list[list[Column]]:
-    """Tables of columns that fit the width side by side; each after the first begins with the first column again."""
+    """Tables of columns that fit the width side by side; each after the first begins with what tells the rows apart.
+
+    Where one table does not hold them all, columns without a word are left out.
+    """
+    if _width_of(columns) > width:
+        columns = [column for column in columns if any(column.cells)]
     tables: list[list[Column]] = [[]]
     for column in columns:
-        if tables[-1] and _outer(len(tables[-1]) + 1) + sum(each.least for each in [*tables[-1], column]) > width:
-            tables.append([columns[0]])
-        tables[-1].append(column)
+        if tables[-1] and _width_of([*tables[-1], column]) > width:
+            tables.append(_telling_apart(columns, width))
+        if not any(each is column for each in tables[-1]):
+            tables[-1].append(column)
     return tables
+
+
+def _telling_apart(columns: Sequence[Column], width: int) -> list[Column]:
+    """The first columns whose cells differ, until no two rows are alike; the first one where those are too wide."""
+    found: list[Column] = []
+    for column in columns:
+        if len(set(column.cells)) > 1:
+            found.append(column)
+            if len(set(zip(*(each.cells for each in found), strict=True))) == len(column.cells):
+                break
+    return found if found and _width_of(found) <= width // 2 else [columns[0]]
 
 
 def share_width(columns: Sequence[Column], width: int) -> list[int]:
@@ -64,6 +81,10 @@ def share_width(columns: Sequence[Column], width: int) -> list[int]:
 
 def _outer(columns: int) -> int:
     return 3 * columns + 1  # a line and two spaces for each, and the last line
+
+
+def _width_of(columns: Sequence[Column]) -> int:
+    return _outer(len(columns)) + sum(column.least for column in columns)
 
 
 def wrap(text: str, width: int) -> str:
@@ -118,4 +139,4 @@ def _least(word: str) -> int:
 
 
 def _is_figure(text: str) -> bool:
-    return text == "exact" or _NUMBER.fullmatch(text) is not None
+    return text in ("", "exact") or _NUMBER.fullmatch(text) is not None

@@ -13,12 +13,12 @@ from torch import Tensor, nn
 
 from bitplan.errors import FileFormatError, did_you_mean
 from bitplan.formats.scales import ScaleRule
-from bitplan.measure.causal_lm import CausalLM, logits_of
 from bitplan.measure.noise_floor import round_activations, shared_twin
 from bitplan.measure.perplexity import KeptLogits, MeasureError, Quality, measure_perplexity
 from bitplan.plan import Manifest, Plan, PlanError, Stored, choose_formats, shipped_manifest
 from bitplan.plan.choose import name_matches
 from bitplan.plan.plan import listed
+from bitplan.runtime.causal_lm import CausalLM, logits_of
 from bitplan.store.models import Formats, formats_of, morph_model, places_of
 
 KEPT_LOGITS_BYTES = 4 * 2**30  # the reference's logits: 12,000 tokens of a vocabulary of 49,152 are 2.4 GB
@@ -49,19 +49,25 @@ class QualityRun:
 
     def __post_init__(self) -> None:
         self._kept = KeptLogits(self.reference, KEPT_LOGITS_BYTES)
+        self._unscored = max(1, len(self.reference.prefix))
 
     def measure_reference(self, label: str = "reference", on_windows: OnWindows | None = None) -> QualityRow:
         quality = measure_perplexity(
-            self._kept, self.windows, batch=self.batch, name=self.reference.where, on_windows=on_windows
+            self._kept,
+            self.windows,
+            batch=self.batch,
+            unscored=self._unscored,
+            name=self.reference.where,
+            on_windows=on_windows,
         )
-        return QualityRow(label, bits_per_weight(self.reference.model), quality)
+        return QualityRow(label, stored_bits(self.reference), quality)
 
     def measure_floor(self, on_windows: OnWindows | None = None) -> QualityRow:
         """The reference against itself, its activations rounded to bfloat16."""
         twin = shared_twin(self.reference.model)
         head: nn.Module = twin.get_output_embeddings()  # type: ignore[operator]
         round_activations(twin, torch.bfloat16, keep=[head])
-        return self._against(FLOOR, twin, on_windows)
+        return self._against(FLOOR, twin, stored_bits(self.reference), on_windows)
 
     def measure(
         self,
@@ -74,24 +80,26 @@ class QualityRun:
         on_windows: OnWindows | None = None,
     ) -> QualityRow:
         """A model in these formats, None as it is; the candidate itself stays untouched."""
-        return self._against(label, morphed_twin(candidate, formats, scale_rule=scale_rule, pad=pad), on_windows)
+        twin = morphed_twin(candidate, formats, scale_rule=scale_rule, pad=pad)
+        bits = stored_bits(candidate) if formats is None else bits_per_weight(twin)
+        return self._against(label, twin, bits, on_windows)
 
     def measure_in_float64(self, label: str, on_windows: OnWindows | None = None) -> QualityRow:
         """The reference against itself computed in float64: what float32 arithmetic itself adds to every figure."""
         wide = copy.deepcopy(self.reference.model).double()
-        row = self._against(label, wide, on_windows)
-        return QualityRow(label, bits_per_weight(self.reference.model), row.quality)
+        return self._against(label, wide, stored_bits(self.reference), on_windows)
 
-    def _against(self, label: str, model: nn.Module, on_windows: OnWindows | None) -> QualityRow:
+    def _against(self, label: str, model: nn.Module, bits: float, on_windows: OnWindows | None) -> QualityRow:
         quality = measure_perplexity(
             lambda ids: logits_of(model, ids),
             self.windows,
             reference=self._kept,
             batch=self.batch,
+            unscored=self._unscored,
             name=label,
             on_windows=on_windows,
         )
-        return QualityRow(label, bits_per_weight(model), quality)
+        return QualityRow(label, bits, quality)
 
 
 def morphed_twin(
@@ -115,10 +123,10 @@ def read_text(path: str | Path) -> str:
     return text
 
 
-def require_same_tokens(first: CausalLM, second: CausalLM, ids: Tensor, text: str) -> None:
+def require_same_tokens(first: CausalLM, second: CausalLM, text: str) -> None:
     """Two models are compared token by token, so both must cut the text alike."""
-    others = second.encode(text)
-    if torch.equal(ids, others):
+    ids, others = (torch.cat((lm.prefix, lm.encode(text))) for lm in (first, second))
+    if torch.equal(ids, others) and len(first.prefix) == len(second.prefix):
         return
     both = min(len(ids), len(others))
     differing = (ids[:both] != others[:both]).nonzero()
@@ -167,6 +175,11 @@ def plan_map(plan: Plan, model: nn.Module, *, where: str = "the plan") -> dict[s
     if missing:
         raise PlanError(f"{where}: nothing is said of {listed(missing)}; plan every parameter of the model")
     return found
+
+
+def stored_bits(lm: CausalLM) -> float:
+    """Bits a weight of a model as its file holds it; of one that came from no file, as it is in memory."""
+    return lm.bits_per_weight or bits_per_weight(lm.model)
 
 
 def bits_per_weight(model: nn.Module) -> float:

@@ -19,7 +19,9 @@ Rule = Literal["absmax", "absmean", "percentile", "mse"]
 
 
 def perplexity(
-    model: Annotated[Path, typer.Argument(metavar="MODEL", help="A Hugging Face folder, or a GGUF file.")],
+    model: Annotated[
+        Path, typer.Argument(metavar="MODEL", help="A Hugging Face folder, a GGUF file, or packed weights.")
+    ],
     text: Annotated[Path, typer.Option(metavar="FILE", help="Plain text to measure on.")],
     fmt: Annotated[
         list[str] | None,
@@ -37,6 +39,10 @@ def perplexity(
     plan: Annotated[list[Path] | None, typer.Option(metavar="FILE", help="Formats by a plan.")] = None,
     against: Annotated[
         Path | None, typer.Option(metavar="REF", help="The reference; MODEL itself, unquantized, if not given.")
+    ] = None,
+    config: Annotated[
+        Path | None,
+        typer.Option(metavar="FOLDER", help="config.json and tokenizer of a MODEL that is a file of weights alone."),
     ] = None,
     keep: Annotated[
         list[str] | None, typer.Option(help="With --format: leave parameters or modules of this name or pattern.")
@@ -68,9 +74,9 @@ def perplexity(
         resolved_for,
     )
     from bitplan.formats import get_format
-    from bitplan.measure.causal_lm import load_causal_lm
-    from bitplan.measure.perplexity import MeasureError, spread_windows, windows_of
+    from bitplan.measure.perplexity import MeasureError, spread_windows
     from bitplan.plan import Plan, open_manifest
+    from bitplan.runtime.causal_lm import load_causal_lm
 
     # Everything that can be refused is, before minutes are spent.
     formats = [get_format(name) for name in fmt or ()]
@@ -82,15 +88,14 @@ def perplexity(
     if threads is not None:
         torch.set_num_threads(threads)
     with progress("reading", 1):
-        candidate = load_causal_lm(model)
+        candidate = load_causal_lm(model, config=config)
         reference = candidate if against is None else load_causal_lm(against)
     candidate.check_context(context)
-    ids = candidate.encode(content)
-    windows = windows_of(ids, context)
+    windows = candidate.windows(content, context)
     windows = windows if tokens is None else spread_windows(windows, tokens)
     if against is not None:
         reference.check_context(context)
-        require_same_tokens(candidate, reference, ids, content)
+        require_same_tokens(candidate, reference, content)
     jobs: list[tuple[str, Any, Rule | None, Literal["zero"] | None]]
     jobs = [] if against is None else [(model.name, None, None, None)]
     for each in formats:

@@ -53,6 +53,10 @@ class CalibrationError(FileFormatError):
     """A calibration that cannot be made, or a cache that is not of this model."""
 
 
+class StaleCalibrationError(CalibrationError):
+    """A cache of other weights, data, formats or versions."""
+
+
 @dataclass(frozen=True)
 class CalibrationResult:
     """Relative output errors: block or layer -> format -> error; `excluded` counts samples that gave none."""
@@ -122,9 +126,9 @@ def load_calibration(path: str | Path, fingerprint: Fingerprint) -> Calibration:
     item = reader.keys("", document, known, tuple(known))
     differing = compare_fingerprints(item["fingerprint"], fingerprint)
     if differing:
-        raise CalibrationError(
-            f"{path}: this calibration is stale: {'; '.join(differing)}; delete the file to calibrate again, "
-            "or give the cache another path"
+        raise StaleCalibrationError(
+            f"{path}: this calibration is stale: {'; '.join(differing)}; calibrate again (on_stale='redo', or delete "
+            "the file), or give the cache another path"
         )
     for part in ("layers", "blocks"):
         _check_errors(reader, part, item[part])

@@ -155,6 +155,10 @@ class GradStatsCollector:
         self._require_known(block)
         self._open.impacts.append((impact.detach().reshape(()), _Share(block, precision, scale)))
 
+    def drop_impacts(self, block: str) -> None:
+        """Forget a unit's loss impact in this step: a part of it was not measured."""
+        self._open.impacts = [one for one in self._open.impacts if one[1].block != block]
+
     @torch.no_grad()
     def end_step(self, step_id: int) -> None:
         """Close the step, and send its numbers to the host; a block that nothing was added for is missing."""

@@ -1,6 +1,7 @@
 """Perplexity of a causal language model, and its distance from a reference, token by token.
 
-The text is cut into windows that do not overlap; the first token of a window is context only, each other is
+The text is cut into windows that do not overlap. Each begins with what the model's tokenizer puts before a text (a
+beginning-of-sequence token), or where it puts nothing, with a token that is context only; each other token is
 predicted from those before it in the window. Figures, all in nats and all computed in float64 from the model's
 logits:
 
@@ -26,6 +27,7 @@ from torch import Tensor
 from bitplan.errors import BitplanError
 from bitplan.measure.estimates import Estimate, clustered_mean
 
+MOST_NATS = 709.0  # exp of more is beyond float64
 ROWS_AT_ONCE = 128  # float64 log-probabilities of a large vocabulary: 50 MB at 50,000 tokens
 
 # Token ids [windows, length] -> logits [windows, length, vocabulary], or an object that has them as `.logits`.
@@ -39,21 +41,26 @@ class MeasureError(BitplanError, ValueError):
 # ---- windows ---------------------------------------------------------------------------------------------------------
 
 
-def windows_of(ids: Tensor, context: int) -> list[Tensor]:
-    """Token ids cut every `context` tokens: each token is in one window, the last may be shorter.
+def windows_of(ids: Tensor, context: int, prefix: Tensor | None = None) -> list[Tensor]:
+    """Token ids cut into windows of `context` tokens with `prefix` before each; the last may be shorter.
 
-    A last window of a single token has nothing to predict, and is left out.
+    Each token is in one window. A last window with nothing to predict is left out.
     """
-    if context < 2:
-        raise MeasureError(f"context must be 2 tokens or more, one to see and one to predict, got {context}")
+    before = torch.empty(0, dtype=torch.int64) if prefix is None else prefix
+    body = context - len(before)
+    if body < 1 or context < 2:
+        raise MeasureError(
+            f"context must be {max(2, len(before) + 1)} tokens or more, one to see and one to predict, got {context}"
+        )
     if ids.dim() != 1 or ids.is_floating_point():
         raise MeasureError(f"token ids must be one row of integers, got {ids.dtype} of shape {tuple(ids.shape)}")
-    if len(ids) < context:
+    if len(ids) < body:
         raise MeasureError(
-            f"the text has {len(ids)} tokens, and one window of context needs {context}; "
+            f"the text has {len(ids)} tokens, and one window of context needs {body}; "
             f"take a longer text or a shorter context"
         )
-    return [window for window in ids.split(context) if len(window) > 1]
+    windows = [torch.cat((before.to(ids.dtype), piece)) for piece in ids.split(body)]
+    return [window for window in windows if len(window) > 1]
 
 
 def spread_windows(windows: Sequence[Tensor], tokens: int) -> list[Tensor]:
@@ -95,24 +102,34 @@ class Quality:
 
     @property
     def perplexity(self) -> float:
-        return math.exp(self.nll.mean)
+        return _exp(self.nll.mean)
 
     @property
     def interval(self) -> tuple[float, float] | None:
         """95% interval of the perplexity: what another text of the same kind might have given."""
         found = self.nll.interval
-        return found and (math.exp(found[0]), math.exp(found[1]))
+        return found and (_exp(found[0]), _exp(found[1]))
 
     def to_dict(self) -> dict[str, Any]:
         return {
             "tokens": self.tokens,
             "windows": self.windows,
-            "perplexity": self.perplexity,
-            "perplexity_interval": self.interval,
+            "perplexity": _finite(self.perplexity),
+            "perplexity_interval": self.interval and tuple(map(_finite, self.interval)),
             "nll": self.nll.to_dict(),
             **(self.against.to_dict() if self.against else {}),
             "samples": self.samples,
         }
+
+
+def _exp(nll: float) -> float:
+    """exp, infinite where a double ends: a broken model can be thousands of nats off."""
+    return math.exp(nll) if nll < MOST_NATS else math.inf
+
+
+def _finite(value: float) -> float | None:
+    """For JSON, which has no infinity."""
+    return value if math.isfinite(value) else None
 
 
 # ---- measuring -------------------------------------------------------------------------------------------------------
@@ -143,17 +160,21 @@ def measure_perplexity(
     *,
     reference: LogitsOf | None = None,
     batch: int = 4,
+    unscored: int = 1,
     name: str = "the model",
     on_windows: Callable[[int], None] | None = None,
 ) -> Quality:
     """Score every window; with a reference, also the distance from it.
 
+    `unscored` tokens at the head of each window are context only: one, or what the tokenizer puts before a text.
     `on_windows` is called with the number of windows just done. Models are called as they are: put them in eval mode.
     """
     if not windows:
         raise MeasureError("there is no window of text to score; cut the token ids with windows_of")
     if batch < 1:
         raise MeasureError(f"a batch is 1 window or more, got {batch}")
+    if not 1 <= unscored < min(map(len, windows)):
+        raise MeasureError(f"every window must have a token to score after {unscored} of context")
     samples: dict[str, list[float]] = {"tokens": [], "nll": []}
     with torch.no_grad():
         for first, ids in _batches(windows, batch):
@@ -165,7 +186,7 @@ def measure_perplexity(
                     "they must be the same to compare token by token"
                 )
             for row, window in enumerate(ids):
-                sums = _score_window(window, logits[row], None if against is None else against[row])
+                sums = _score_window(window, unscored, logits[row], None if against is None else against[row])
                 for key, value in sums.items():
                     samples.setdefault(key, []).append(value)
                 if on_windows:
@@ -203,9 +224,10 @@ def _checked(logits: Tensor, ids: Tensor, first: int, name: str) -> Tensor:
     return logits
 
 
-def _score_window(window: Tensor, logits: Tensor, against: Tensor | None) -> dict[str, float]:
+def _score_window(window: Tensor, unscored: int, logits: Tensor, against: Tensor | None) -> dict[str, float]:
     """Sums over the predicted tokens of one window."""
-    targets = window[1:]
+    targets = window[unscored:]
+    logits, against = logits[unscored - 1 :], None if against is None else against[unscored - 1 :]
     sums = {"tokens": float(len(targets)), "nll": 0.0}
     if against is not None:
         sums |= {"reference_nll": 0.0, "kl": 0.0, "agreed": 0.0}

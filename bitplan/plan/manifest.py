@@ -67,7 +67,7 @@ _BASE = Kind(
 )
 _AXIS = Kind("-1, for formats of bitplan have their blocks along the last axis", lambda v: type(v) is int and v == -1)
 _FUSED = Kind(
-    'true, for kernels always may decode on the fly; how layers run is chosen by strategy="decode" or "fused" of apply_plan',
+    "true, for kernels always may decode on the fly; how layers run is chosen by the strategy= of apply_plan",
     lambda value: value is True,
 )
 _KEYS = {
@@ -283,8 +283,8 @@ def _read(reader: Reader, document: Any) -> Manifest:
     tags = {name: _read_tag(reader, name, item, found) for name, item in found.get("formats", {}).items()}
     if "scale_base" in found and not any(tag.part and needs_base(tag.format) for tag in tags.values()):
         reader.stop(
-            "scale_base has no effect: it is the base of codes and scales that a file keeps under two names, and no tag of "
-            "`formats` is a part of such a format (nvfp4, fp4_u8_g128); leave it out, a base is chosen for each tensor"
+            "scale_base has no effect: it is the base of codes and scales that a file keeps apart, and no tag "
+            "of `formats` is a part of such a format (nvfp4, fp4_u8_g128); leave it out, each tensor gets its own base"
         )
     rules = tuple(_read_rule(reader, index, item) for index, item in enumerate(found["patterns"]))
     options: dict[str, Any] = {key: found[key] for key in _OPTIONS if key in found}

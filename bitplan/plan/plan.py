@@ -11,7 +11,8 @@ same name, or where there is none (bool) the one whose codes have this type; it 
 
 A plan's `padding` is "zero" where rows that are not whole blocks of their format are filled with zeros, else "none".
 
-The document, version 1 (`padding` only where it is "zero"; `evidence`, `shape`, `role`, `part`, `stored` only where known; `bytes` goes with `shape`):
+The document, version 1 (`padding` only where it is "zero"; `evidence`, `shape`, `role`, `part`, `stored` only where
+known; `bytes` goes with `shape`):
 
     {"document": "bitplan-plan", "version": 1, "padding": "zero",
      "tensors": {NAME: {"format": F, "reason": R, "evidence": {...}, "shape": [...], "role": R, "part": P,

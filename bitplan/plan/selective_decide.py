@@ -10,8 +10,9 @@ everything; warm-up and update interval; then the scores. With `scoring="seed"` 
 
 Where the seed says two things, the more exact one holds. "Above 0.6" in its table is ">= 0.6" in its rule. The margin,
 "before switching away from current precision" in the table, is on the way down only in the rule. Mode off is
-"all blocks BF16", but overrides have "absolute priority in all modes". `ambiguous_default` applies
-only before a block's first assignment (facts.md, section 1); until then a block runs as bf16.
+"equivalent to no Selective Precision", so the stream's formats stay as they are (the state says bf16), but overrides
+have "absolute priority in all modes". `ambiguous_default` applies only before a block's first
+assignment (facts.md, section 1); until then a block runs as bf16.
 
 With `scoring="impact"` the units share one damage budget, in units of loss. Low is int8 or fp8, by hardware and error.
 """
@@ -179,11 +180,12 @@ def _precedence(
     config: SelectivePrecisionConfig,
 ) -> Decision:
     if not config.enabled:
-        return Decision("bf16", "selective precision is not enabled")
+        return Decision("bf16", "selective precision is not enabled: the stream's own format")
     if forced is not None:
         return Decision(forced[0], f"forced by force_{forced[0]}_blocks ({forced[1]!r})", decided and decided.score)
     if config.mode != "dynamic":
-        return Decision("bf16", f"mode {config.mode}: bf16 unless forced")
+        kept = "the stream's own format" if config.mode == "off" else "bf16"
+        return Decision("bf16", f"mode {config.mode}: {kept} unless forced")
     return decided or Decision(unit.precision, unit.reason)
 
 

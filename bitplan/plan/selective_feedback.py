@@ -64,7 +64,10 @@ def judge_trial(state: PolicyState, loss_after: float, config: SelectivePrecisio
         raise SelectiveError("no trial is open; begin_trial opens one when a hint sends a unit low")
     rise = loss_after - trial.loss_before
     is_worse = not rise <= config.loss_tolerance  # so that NaN is worse
-    told = f"probe loss {trial.loss_before:.6g} -> {loss_after:.6g}, tolerance {config.loss_tolerance:g}"
+    low = trial.probing[0] if len(trial.probing) == 1 else f"{len(trial.probing)} units"
+    told = f"probe loss {trial.loss_before:.6g} -> {loss_after:.6g} with {low} low, tolerance {config.loss_tolerance:g}"
+    if is_worse:
+        trial = replace(trial, raised=told)
     if not trial.suspects:
         if not is_worse:
             return replace(state, trial=None), Verdict("accepted", told, dict(trial.switched))
@@ -75,16 +78,17 @@ def judge_trial(state: PolicyState, loss_after: float, config: SelectivePrecisio
     if len(suspects) > 1:
         probing = suspects[: (len(suspects) + 1) // 2]
         return _probe(state, replace(trial, suspects=suspects, probing=probing), f"{told}: which of {len(suspects)}")
-    return _roll_back(state, trial, suspects[0], told, config)
+    return _roll_back(state, trial, suspects[0], config)
 
 
 def _roll_back(
-    state: PolicyState, trial: Trial, culprit: str, told: str, config: SelectivePrecisionConfig
+    state: PolicyState, trial: Trial, culprit: str, config: SelectivePrecisionConfig
 ) -> tuple[PolicyState, Verdict]:
     unit = state.units[culprit]
     rollbacks = unit.rollbacks + 1
     until = trial.step + config.backoff_steps * 2 ** min(rollbacks - 1, MAX_DOUBLINGS)
-    reason = f"rolled back: {trial.switched[culprit]} raised the loss ({told}); bf16 until step {until}"
+    # Not the last probe: where the others were cleared one by one, that is one without the culprit.
+    reason = f"rolled back: {trial.switched[culprit]} raised the loss ({trial.raised}); bf16 until step {until}"
     changed = replace(
         unit,
         precision="bf16",
@@ -97,7 +101,7 @@ def _roll_back(
     rest = {name: precision for name, precision in trial.switched.items() if name != culprit}
     if not rest:
         return replace(state, trial=None), Verdict("rolled_back", reason, {culprit: "bf16"}, culprit)
-    next_trial = replace(trial, switched=rest, suspects=(), probing=tuple(rest))
+    next_trial = replace(trial, switched=rest, suspects=(), probing=tuple(rest), raised="")
     state, verdict = _probe(state, next_trial, reason)
     return state, replace(verdict, culprit=culprit, precisions={**verdict.precisions, culprit: "bf16"})
 

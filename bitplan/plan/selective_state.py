@@ -63,6 +63,7 @@ class Trial:
     switched: Mapping[str, Precision]  # the precisions on trial
     suspects: tuple[str, ...]  # one of these raised the loss, once a probe has shown that one did
     probing: tuple[str, ...]  # the suspects that are low in the probe under way; the others are bf16
+    raised: str = ""  # the last probe that was above the tolerance, in words; every suspect was low in it
 
 
 @dataclass(frozen=True)
@@ -242,7 +243,14 @@ _STATE_KEYS = {
 _STAT_KEYS = dict.fromkeys(("l2_norm", "max_abs", "variance", "relative_magnitude"), _FLOAT)
 _STEP_KEYS = {"step_id": SIZE, "stats": OBJECT, "excluded": OBJECT, "impacts": OBJECT}
 _NAMES = Kind("a list of names", lambda value: type(value) is list and all(map(NAME.holds, value)))
-_TRIAL_KEYS = {"step": SIZE, "loss_before": _FLOAT, "switched": OBJECT, "suspects": _NAMES, "probing": _NAMES}
+_TRIAL_KEYS = {
+    "step": SIZE,
+    "loss_before": _FLOAT,
+    "switched": OBJECT,
+    "suspects": _NAMES,
+    "probing": _NAMES,
+    "raised": TEXT,
+}
 
 
 def _step_to_document(step: StepStats) -> dict[str, Any]:
@@ -290,7 +298,7 @@ def _read_step(reader: Reader, path: str, value: Any, units: Mapping[str, UnitSt
 
 
 def _read_trial(reader: Reader, value: Any, units: Mapping[str, UnitState]) -> Trial:
-    item = reader.keys("state.trial", value, _TRIAL_KEYS, tuple(_TRIAL_KEYS))
+    item = reader.keys("state.trial", value, _TRIAL_KEYS, tuple(key for key in _TRIAL_KEYS if key != "raised"))
     low = one_of(*(name for name in PRECISIONS if name != "bf16"))
     switched = reader.keys("state.trial.switched", item["switched"], dict.fromkeys(units, low), ())
     suspects, probing = item["suspects"], item["probing"]

@@ -4,8 +4,8 @@ PyYAML only splits the text into events here. What the events mean is decided be
 that of YAML 1.1: `1:30` is 90, `010` is 8, `!!int ''` is an IndexError, and ten lines of aliases or merge keys make a
 billion nodes. Every fault of the text is one ModelConfigError with file and line.
 
-Scalars are null, booleans, integers, floats and strings; dates and base-60 numbers are strings, as in YAML 1.2. Keys are
-text. An alias counts as all the nodes that it stands for, and so does a merge key (`<<`).
+Scalars are null, booleans, integers, floats and strings; dates and base-60 numbers are strings, as in YAML 1.2. Keys
+are text. An alias counts as all the nodes that it stands for, and so does a merge key (`<<`).
 """
 
 from __future__ import annotations

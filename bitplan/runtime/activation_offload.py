@@ -192,9 +192,9 @@ class ActivationOffload:
 
     def _outgoing_for_next(self) -> Landing:
         """The buffer used longest ago, behind its copy, and behind others where only `max_out` may be under way."""
-        out = self._outgoing.pop(0)
-        others = [] if self.max_out is None else self._outgoing[: max(0, BUFFERS - self.max_out)]
-        self._outgoing.append(out)
+        out, *rest = self._outgoing
+        others = [] if self.max_out is None else rest[: max(0, BUFFERS - self.max_out)]
+        self._outgoing = [*rest, out]
         for one in [out, *others]:
             if one.transfer is not None:
                 self._await(one.transfer)

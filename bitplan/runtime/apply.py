@@ -27,6 +27,7 @@ from bitplan.formats.scales import ScaleRule
 from bitplan.kernels import encode
 from bitplan.kernels.bands import why_no_rows
 from bitplan.plan.plan import Plan, listed
+from bitplan.runtime.meeting_types import meeting_faults
 from bitplan.runtime.packed_weight import PackedWeight
 from bitplan.runtime.quant_linear import QuantLinear
 from bitplan.runtime.strategy import check_strategy
@@ -118,6 +119,7 @@ def apply_plan(
         raise ApplyError("the model is morphed: its weights are read in another way; call unmorph_model first")
     tensors = _Tensors(model)
     decided = _decide(plan, tensors, match, unsupported)
+    _check_meetings(tensors, decided, plan)
     made = _pack(decided, strategy, cache, {"scale_rule": scale_rule, "pad": pad or plan.pad})
     for decision in decided.casts:
         _check_range(decision)
@@ -345,6 +347,15 @@ def _why_not_linear(place: Place, parents: Mapping[int, nn.Module]) -> str | Non
     if "forward" in module.__dict__ or any(getattr(module, hooks, None) for hooks in _HOOKS):
         return "the weight of a Linear with hooks, which would be lost (remove them first)"
     return None
+
+
+def _check_meetings(tensors: _Tensors, decided: _Decided, plan: Plan) -> None:
+    casts = {id(one.tensor): one.dtype for one in decided.casts}
+    packed = {id(one.places[0].parameter) for one in decided.packs}
+    faults = meeting_faults(tensors.places, casts, packed, plan)
+    if faults:
+        more = f"; and {len(faults) - 1} more such meetings" if len(faults) > 1 else ""
+        raise ApplyError(f"the plan cannot be applied: {faults[0]}{more}")
 
 
 # ---- doing it --------------------------------------------------------------------------------------------------------

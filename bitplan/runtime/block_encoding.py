@@ -25,9 +25,11 @@ ROWS_AT_A_TIME_BYTES = 2**25
 def put_block(
     host: HostBlocks, block: StreamedBlock, layout: BlockLayout, training: HostTraining | None, device: torch.device
 ) -> None:
-    """Encode a block into the host's buffer."""
-    with torch.no_grad():
-        buffer = host.put(block.name, layout, lambda buffer: _fill(block, layout, training, device, buffer))
+    """Encode a block into the host's buffer.
+
+    Without torch.no_grad(), which Ctrl-C could leave switched on for the rest of the run: all that is read is detached.
+    """
+    buffer = host.put(block.name, layout, lambda buffer: _fill(block, layout, training, device, buffer))
     if buffer is None:
         return
     for name, piece in layout.pieces.items():

@@ -17,6 +17,7 @@ down or made to fail: that is how ordering, eviction and faults are tested witho
 from __future__ import annotations
 
 import time
+import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -56,29 +57,39 @@ class StreamDevice(ABC):
     def __init__(self) -> None:
         self.bytes_in = 0
         self.bytes_out = 0
-        self.allocated_bytes = 0
-        self.pinned_bytes = 0
+        # By address. Memory that nobody holds any more counts no more, also where Ctrl-C kept it from being given back.
+        self._allocated: weakref.WeakValueDictionary[int, Tensor] = weakref.WeakValueDictionary()
+        self._pinned: dict[int, int] = {}
         self.peak_pinned_bytes = 0
+
+    @property
+    def allocated_bytes(self) -> int:
+        return sum(buffer.nbytes for buffer in list(self._allocated.values()))
+
+    @property
+    def pinned_bytes(self) -> int:
+        return sum(self._pinned.values())
 
     def allocate(self, nbytes: int, what: str) -> Tensor:
         """Flat memory of the device; `what` is for the error."""
         buffer = self._allocate(nbytes, what)
-        self.allocated_bytes += nbytes
+        self._allocated[buffer.data_ptr()] = buffer
         return buffer
 
     def give_back(self, buffer: Tensor) -> None:
         """Count memory as returned; the caller drops its last reference."""
-        self.allocated_bytes -= buffer.nbytes
+        self._allocated.pop(buffer.data_ptr(), None)
 
     def pin(self, buffer: Tensor) -> None:
         """Make host memory readable by the copy engine, where it is, without rounding its size up."""
         self._pin(buffer)
-        self.pinned_bytes += buffer.nbytes
+        self._pinned[buffer.data_ptr()] = buffer.nbytes
         self.peak_pinned_bytes = max(self.peak_pinned_bytes, self.pinned_bytes)
 
     def unpin(self, buffer: Tensor) -> None:
-        self._unpin(buffer)
-        self.pinned_bytes -= buffer.nbytes
+        """May be called again: what is not pinned stays so."""
+        if self._pinned.pop(buffer.data_ptr(), None) is not None:
+            self._unpin(buffer)
 
     @abstractmethod
     def _allocate(self, nbytes: int, what: str) -> Tensor: ...

@@ -26,6 +26,7 @@ cannot be replaced. A policy of another GPU is an error.
 from __future__ import annotations
 
 import copy
+import logging
 import os
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
@@ -34,6 +35,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from bitplan.errors import did_you_mean
 from bitplan.kernels.fp8_grouped import GROUPED_RECIPES
 from bitplan.measure.fp8_fingerprint import fingerprint_of
 from bitplan.measure.paired_timing import Stopwatch
@@ -52,6 +54,7 @@ from bitplan.plan.fp8_terms import (
     shape_obstacle,
 )
 from bitplan.plan.fp8_yaml import Fp8Options
+from bitplan.plan.plan import listed
 from bitplan.runtime.fp8_build import FP8_PARAM_NOTE, build_site, has_fp8, put_built
 from bitplan.runtime.fp8_config import find_policy, open_yaml_model
 from bitplan.runtime.fp8_confirm import Example, confirm_block, default_example, seen_inputs
@@ -61,6 +64,7 @@ from bitplan.runtime.fp8_sites import Site, block_of, find_sites
 from bitplan.runtime.fp8_summary import AppliedFp8, Confirmed, LayerRow
 from bitplan.runtime.fp8_watch import TokenWatch
 
+log = logging.getLogger("bitplan")
 Tokens = int | Mapping[str, int]
 
 
@@ -104,6 +108,7 @@ def apply_fp8(
     unknown = set(parts) - set(PARTS)
     if unknown or not parts:
         raise Fp8Error(f"parts must be among {', '.join(PARTS)}, got {', '.join(sorted(unknown)) or 'none'}")
+    _warn_of_unknown_parts(tokens, parts)
     plans = {
         part: PartPlan(rules, _tokens_of(tokens, part), recipe, fp8, fp8_param, tp, etp, extrapolate, estimate)
         for part in parts
@@ -128,6 +133,7 @@ def apply_fp8_config(
     for the LLM its seq_length x micro_batch_size."""
     found = open_yaml_model(path)
     sizes = found.parallel()
+    _warn_of_unknown_parts(tokens, found.options)
     plans = {}
     for part, options in found.options.items():
         if options.fp8 is not None:
@@ -145,6 +151,18 @@ def _plan_of(options: Fp8Options, path: str | Path, tokens: int | None, tp: int,
         policy = load_policy(find_policy(options.fp8_dynamic_policy_path, path))
     assert options.fp8 is not None
     return PartPlan(policy, tokens, options.fp8_recipe, options.fp8, options.fp8_param, tp, etp)
+
+
+def _warn_of_unknown_parts(tokens: Tokens | None, parts: Collection[str]) -> None:
+    """A count for a part that is not there counts for nothing: most often it is another spelling of one that is."""
+    unknown = sorted(set(tokens) - set(parts)) if isinstance(tokens, Mapping) else []
+    if unknown:
+        log.warning(
+            "bitplan: tokens names %s, no part of this model: its counts are not used; the parts are %s%s",
+            listed(unknown),
+            ", ".join(parts),
+            did_you_mean(unknown[0].lower(), parts),
+        )
 
 
 def _tokens_of(tokens: Tokens | None, part: str) -> int | None:

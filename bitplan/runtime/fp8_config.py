@@ -59,7 +59,8 @@ def open_yaml_model(path: str | Path) -> YamlModel:
 def _check_name(source: Path, name: str) -> None:
     if Path(name).is_absolute() or "\0" in name or len(name) > _LONGEST_NAME:
         raise ModelConfigError(
-            f"{source}: an item of defaults must be a relative path of at most {_LONGEST_NAME} letters, got {name[:120]!r}"
+            f"{source}: an item of defaults must be a relative path of at most {_LONGEST_NAME} letters, "
+            f"got {name[:120]!r}"
         )
 
 

@@ -20,6 +20,7 @@ from bitplan.runtime.packed_weight import PackedWeight
 from bitplan.runtime.quant_experts import QuantExperts
 from bitplan.store.gpt_oss import GptOssFile
 from bitplan.store.gpt_oss_config import hf_config
+from bitplan.store.hf_load import first_line
 
 EXPERTS = ".mlp.experts."
 GENERATION = "generation_config.json"
@@ -43,9 +44,12 @@ def empty_model(file: GptOssFile, dtype: torch.dtype) -> nn.Module:
 
     document = dict(file.config or hf_config(file.shape, file.settings, packed=True))
     document.pop("quantization_config", None)  # the quantizer of transformers has no part in this
-    config = GptOssConfig.from_dict(document | {"dtype": dtype})
-    with torch.device("meta"):
-        model: nn.Module = GptOssForCausalLM(config)
+    try:
+        config = GptOssConfig.from_dict(document | {"dtype": dtype})
+        with torch.device("meta"):
+            model: nn.Module = GptOssForCausalLM(config)
+    except Exception as error:  # of a config that transformers does not take, it raises whatever it stumbles over
+        raise FileFormatError(f"{file.where}: no model can be made of its config: {first_line(error)}") from error
     if file.layout == "hf" and (file.folder / GENERATION).is_file():
         model.generation_config = GenerationConfig.from_pretrained(file.folder)
     return model

@@ -14,10 +14,12 @@ from torch import Tensor
 
 from bitplan.errors import FileFormatError, FormatError
 from bitplan.formats import Encoded, repack
+from bitplan.formats.scales import E8M0_NAN
 from bitplan.store.gpt_oss import GptOssFile
 from bitplan.store.gpt_oss_experts import MXFP4, MXFP4_GGUF, group_experts
 from bitplan.store.gpt_oss_layouts import Slot, list_slots
 
+NORMS = {"attn_norm", "mlp_norm", "final_norm"}
 GGUF_BLOCK_BYTES = 17  # the scale, then 32 nibbles
 
 
@@ -39,6 +41,8 @@ def load_plain(file: GptOssFile, slot: Slot, device: torch.device, dtype: torch.
         for rows in file.rows(part, slot.layer) if twin is None else file.raw(twin):
             if not round_to:
                 _check_held(file, slot, rows, dtype)
+            if set(slot.parts) <= NORMS:
+                _check_norm(file, slot, rows)
             is_woven = slot.kind == "woven" and twin is None
             target = out[:, index :: len(slot.parts)] if is_woven else out[at : at + rows.shape[0]]
             target.copy_(rows)
@@ -54,6 +58,26 @@ def _check_held(file: GptOssFile, slot: Slot, rows: Tensor, dtype: torch.dtype) 
         raise FileFormatError(
             f"{file.where}: {slot.name!r} is {rows.dtype}, and {lost} of {rows.numel()} numbers do not fit {dtype}, "
             f"the type of the embedding; pass dtype={rows.dtype} to keep them, or dtype={dtype} to round them"
+        )
+
+
+def _check_norm(file: GptOssFile, slot: Slot, rows: Tensor) -> None:
+    bad = int((~rows.isfinite()).sum())
+    if bad:
+        raise FileFormatError(
+            f"{file.where}: {slot.name!r}: {bad} of {rows.numel()} numbers of a norm are NaN or infinite; "
+            "mend the checkpoint, or download it again"
+        )
+
+
+def _check_scales(file: GptOssFile, slot: Slot, rows: Tensor, first: int) -> None:
+    """Byte 255 of E8M0 is NaN by OCP MX; the scales are a sixteenth of the codes, so looking costs little."""
+    bad = (rows == E8M0_NAN).flatten(1).sum(dim=1)
+    if bad.any():
+        expert = first + int(bad.ne(0).int().argmax())
+        raise FileFormatError(
+            f"{file.where}: {slot.name!r}, expert {expert}: a scale byte 255, which is NaN; "
+            "convert or download the file again"
         )
 
 
@@ -73,6 +97,8 @@ def load_experts(file: GptOssFile, layer: int, parts: tuple[str, ...], device: t
                     for part, own in ordered.parts.items():
                         made[part][index, every].copy_(own)
             else:
+                if slot.kind == "scales":
+                    _check_scales(file, slot, rows, at)
                 target = made["data" if slot.kind == "blocks" else "scales"][at : at + rows.shape[0]]
                 target.copy_(rows.reshape(target.shape))
             at += rows.shape[0]

@@ -74,9 +74,10 @@ class MemoryHost(HostBlocks):
         buffer = exact_buffer(layout.nbytes)
         fill(buffer)
         self._drop(block)
+        self._buffers[block] = buffer
         if self._pinned:
             self._device.pin(buffer)
-        self._buffers[block], self._layouts[block] = buffer, layout
+        self._layouts[block] = layout  # last: one that Ctrl-C breaks off is made again
         return buffer
 
     def source(self, block: str, staging: Tensor | None) -> Tensor:
@@ -93,9 +94,11 @@ class MemoryHost(HostBlocks):
             self._drop(block)
 
     def _drop(self, block: str) -> None:
-        buffer = self._buffers.pop(block, None)
+        self._layouts.pop(block, None)
+        buffer = self._buffers.get(block)
         if buffer is not None and self._pinned:
             self._device.unpin(buffer)
+        self._buffers.pop(block, None)
 
 
 class FileHost(HostBlocks):

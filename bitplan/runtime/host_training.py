@@ -1,6 +1,6 @@
 """Training streamed weights: FP32 masters on the host, gradients that come back, AdamW beside the next transfers.
 
-    backward, device   gradient of a weight is ready -> gradient thread: copy it out, add it to the master's (float32)
+    backward, device   gradient of a weight is ready -> gradient thread: copy it out, add it to the step's (float32)
     end_step           optimizer thread, block after block in forward order: AdamW on the masters, encode, mark fresh
     next step          the transfer thread waits for a block to be fresh, and no one else waits for anything
 
@@ -10,16 +10,19 @@ update overlaps with the backward of its own step, and why clipping by the norm 
 takes no overlap away: it costs the optimizer thread a pass over all gradients before the first update, and another one,
 to scale them, in steps that are clipped. The first block of the next step comes later by that.
 
+One call puts the whole update into the optimizer's queue: before it the step does not count, after it it does, wherever
+Ctrl-C comes. Gradients belong to their step, so one that is dropped leaves none behind. If the optimizer itself breaks
+off between two blocks, the masters are of two steps, and every call says so until a state is loaded.
+
 The master is a bitplan WeightStore's: the version that is sent is derived from it, never the other way round.
 """
 
 from __future__ import annotations
 
 import math
-import threading
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import NamedTuple
+from dataclasses import dataclass, field
+from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -31,7 +34,7 @@ from bitplan.runtime.host_blocks import exact_buffer
 from bitplan.runtime.stream_errors import BlockNonFiniteError, StreamError, TransferError
 from bitplan.runtime.stream_telemetry import StepRecorder
 from bitplan.runtime.streamed_blocks import StreamedBlock
-from bitplan.runtime.transfers import WAIT_TIMEOUT_S, Worker, wait_for
+from bitplan.runtime.transfers import WAIT_TIMEOUT_S, Latch, Worker, wait_for
 from bitplan.store.weights import WeightStore
 
 GRADIENTS_WAITING = 12  # on the device, before backward is held back: a llama block has nine
@@ -55,6 +58,36 @@ class Trained(NamedTuple):
     steps: int
 
 
+@dataclass(eq=False)
+class StepGradients:
+    """The gradients of one step as they arrive, by block and parameter, in float32; None are left when it is over."""
+
+    step: int
+    sums: dict[tuple[str, str], Tensor] = field(default_factory=dict)
+    expected: int = 0
+    arrived: int = 0
+    failure: Exception | None = None
+
+
+@dataclass(eq=False)
+class _Update:
+    """One step's way into the masters: how many blocks were begun, stepped and encoded, and which are fresh."""
+
+    gradients: StepGradients
+    lr: float
+    fresh: Mapping[str, Latch]
+    begun: int = 0
+    stepped: int = 0
+    encoded: int = 0
+
+
+@dataclass
+class _Graded:
+    """What torch's clipping reads of a parameter."""
+
+    grad: Tensor
+
+
 class HostTraining:
     """Masters, gradients and optimizer of the streamed weights that require gradients."""
 
@@ -76,7 +109,8 @@ class HostTraining:
         largest = 0
         for block in blocks:
             masters = {
-                name: one.parameter.detach().float()
+                # `.data`: writes to the master must not count as writes to the model's Parameter, which are watched.
+                name: one.parameter.data.float()
                 for name, one in block.parameters.items()
                 if one.parameter.requires_grad
             }
@@ -98,9 +132,12 @@ class HostTraining:
             largest = max(largest, *(block.parameters[name].parameter.nbytes for name in masters))
         self._staging = exact_buffer(largest)
         device.pin(self._staging)
-        self._fresh: dict[str, threading.Event] = {}
         self.failure: Exception | None = None
-        self._gradient_failure: Exception | None = None  # of the step under way
+        self.torn: str | None = None  # why the masters are of two steps
+        self.is_settled = True  # whether all updates were waited for, and the model's Parameters made current
+        self.unencoded: set[str] = set()  # blocks whose bytes are older than their masters, after a failure
+        self._open: StepGradients | None = None
+        self._update: _Update | None = None  # the last one
         self._gradients = Worker("gradient", GRADIENTS_WAITING)
         self._updates = Worker("optimizer")
 
@@ -120,16 +157,41 @@ class HostTraining:
 
     # ---- gradients ---------------------------------------------------------------------------------------------------
 
-    def receive(self, block: str, name: str, gradient: Tensor, step: int, recorder: StepRecorder) -> None:
+    def begin(self, step: int) -> None:
+        """Open a step."""
+        if not self._gradients.is_alive:
+            self._replace_gradient_thread()
+        self._open = StepGradients(step)
+
+    @property
+    def gradients(self) -> StepGradients:
+        """Of the step that is open."""
+        assert self._open is not None
+        return self._open
+
+    def receive(
+        self, block: str, name: str, gradient: Tensor, gradients: StepGradients, recorder: StepRecorder
+    ) -> None:
         """Take a gradient from the device; called in backward, comes back at once unless too many are waiting."""
         gradient = gradient.contiguous()
         recorder.expected_out += 1
-        after, what = self._device.mark(), f"{block}.{name}, step {step}: gradient"
+        gradients.expected += 1
+        after, what = self._device.mark(), f"{block}.{name}, step {gradients.step}: gradient"
         self._gradients.submit(
-            lambda: self._add(block, name, gradient, after, what, recorder), what, timeout_s=self._timeout_s
+            lambda: self._add((block, name), gradient, gradients, after, what, recorder),
+            what,
+            timeout_s=self._timeout_s,
         )
 
-    def _add(self, block: str, name: str, gradient: Tensor, after: Mark, what: str, recorder: StepRecorder) -> None:
+    def _add(
+        self,
+        key: tuple[str, str],
+        gradient: Tensor,
+        gradients: StepGradients,
+        after: Mark,
+        what: str,
+        recorder: StepRecorder,
+    ) -> None:
         try:
             raw = self._staging[: gradient.nbytes]
             copied = self._device.copy_out(raw, gradient.reshape(-1).view(torch.uint8), after)
@@ -138,119 +200,168 @@ class HostTraining:
             arrived = raw.view(gradient.dtype).view(gradient.shape).float()
             if not bool(torch.isfinite(arrived.sum())):
                 raise BlockNonFiniteError(f"{what} holds NaN or infinity; the masters are as they were before the step")
-            master = self._masters[block][name]
             with torch.no_grad():
-                if master.grad is None:
-                    master.grad = arrived.clone()
+                if key in gradients.sums:
+                    gradients.sums[key].add_(arrived)
                 else:
-                    master.grad.add_(arrived)
+                    gradients.sums[key] = arrived.clone()
+            gradients.arrived += 1
         except Exception as error:
-            self._gradient_failure = self._gradient_failure or _named(error, what)
+            gradients.failure = gradients.failure or _named(error, what)
         except BaseException as error:
-            self._gradient_failure = TransferError(f"{what}: the thread was stopped ({error!r})")
+            gradients.failure = TransferError(f"{what}: the thread was stopped ({error!r})")
             raise
 
-    def clip(self, max_norm: float, also: Sequence[Tensor], step: int) -> float:
+    def clip(self, max_norm: float, also: Sequence[Tensor]) -> float:
         """Wait for the gradients of the step, and scale them, with those of `also`, to a common norm of `max_norm`."""
-        if not self._gradients.drain(self._timeout_s) and self._gradient_failure is None:
-            raise TransferError(f"step {step}: the gradient thread has died, or took too long; begin_step goes on")
-        if self._gradient_failure is not None:
-            raise self._gradient_failure
-        return self._scale(max_norm, also, step)
+        self._await_gradients(self.gradients)
+        return self._scale(self.gradients, max_norm, also)
 
-    def _scale(self, max_norm: float, also: Sequence[Tensor], step: int) -> float:
-        masters = [master for masters in self._masters.values() for master in masters.values()]
-        trained = [one for one in [*masters, *also] if one.grad is not None]
-        total = get_total_norm([one.grad for one in trained if one.grad is not None])
+    def _await_gradients(self, gradients: StepGradients) -> None:
+        self._gradients.drain(self._timeout_s)
+        if gradients.failure is not None:
+            raise gradients.failure
+        if gradients.arrived < gradients.expected:
+            raise TransferError(
+                f"step {gradients.step}: {gradients.arrived} of {gradients.expected} gradients arrived: the gradient "
+                "thread has died, or took too long; no master was changed"
+            )
+
+    def _scale(self, gradients: StepGradients, max_norm: float, also: Sequence[Tensor] = ()) -> float:
+        keys = [(block, name) for block, masters in self._masters.items() for name in masters]
+        found = [gradients.sums[key] for key in keys if key in gradients.sums]
+        found += [one.grad for one in also if one.grad is not None]
+        total = get_total_norm(found)
         norm = float(total)
         if not math.isfinite(norm):
-            raise BlockNonFiniteError(f"step {step}: the norm of all gradients is {norm}; the masters are as before it")
+            raise BlockNonFiniteError(
+                f"step {gradients.step}: the norm of all gradients is {norm}; the masters are as before it"
+            )
         if norm > max_norm:
-            clip_grads_with_norm_(trained, max_norm, total)
+            clip_grads_with_norm_(cast(list[Tensor], [_Graded(one) for one in found]), max_norm, total)
         self.gradient_norm = norm
         return norm
 
     def abandon(self) -> None:
         """Forget a step that will not be ended; the update before it still counts, and so does its failure."""
+        self._open = None
         self.finish()
-        self._drop_gradients()
-
-    def _drop_gradients(self) -> None:
-        if not self._gradients.drain(self._timeout_s):
-            self._gradients = Worker("gradient", GRADIENTS_WAITING)
-        self._gradient_failure = None
-        for masters in self._masters.values():
-            for master in masters.values():
-                master.grad = None
 
     # ---- updates -----------------------------------------------------------------------------------------------------
 
-    def update(self, encode_block: Callable[[str], None], check_step: Callable[[], None], step: int) -> None:
+    def update(self, encode_block: Callable[[str], None], check_step: Callable[[], None]) -> None:
         """Queue the optimizer for every block. `check_step` raises if the step must not count."""
-        fresh = {name: threading.Event() for name in self._masters}
-        self._fresh = fresh
-        lr = self.lr  # as it is now: the next step's may be set before the optimizer thread comes to this one
+        # The rate as it is now: the next step's may be set before the optimizer thread comes to this one.
+        update = _Update(self.gradients, self.lr, {name: Latch() for name in self._masters})
+        self.is_settled = False
+        self._updates.submit(lambda: self._apply(update, encode_block, check_step), f"step {update.gradients.step}")
+        self._update, self._open = update, None
 
-        def gather() -> None:
-            for optimizer in self._optimizers.values():
-                for group in optimizer.param_groups:
-                    group["lr"] = lr
-            arrived = self._gradients.drain(self._timeout_s)
-            found, self._gradient_failure = self._gradient_failure, None
-            try:
-                check_step()  # first: what is wrong in forward is wrong in every gradient after it
-                if found is None and not arrived:
-                    found = TransferError(f"step {step}: the gradient thread has died; no master was changed")
-                if found is None and self.max_norm is not None:
-                    self._scale(self.max_norm, (), step)
-            except Exception as error:
-                found = _named(error, f"step {step}")
-            self.failure = self.failure or found
-
-        self._updates.submit(gather, f"step {step}: update")
-        for name in self._masters:
-            job = self._update_job(name, fresh[name], encode_block, step)
-            self._updates.submit(job, f"{name}, step {step}: update")
-
-    def _update_job(
-        self, block: str, fresh: threading.Event, encode_block: Callable[[str], None], step: int
-    ) -> Callable[[], None]:
-        def job() -> None:
-            try:
-                if self.failure is None:
-                    self._optimizers[block].step()
-                    encode_block(block)
-            except Exception as error:
-                self.failure = self.failure or _named(error, f"{block}, step {step}: update")
-            finally:
-                for master in self._masters[block].values():
-                    master.grad = None
+    def _apply(self, update: _Update, encode_block: Callable[[str], None], check_step: Callable[[], None]) -> None:
+        gradients = update.gradients
+        what = f"step {gradients.step}: update"
+        try:
+            if self.failure is None:
+                self._require_whole(gradients, check_step)
+                self._make_moments(gradients)
+                for block in self._masters:
+                    self._step_block(update, block)
+                    self._encode(update, block, encode_block)
+        except Exception as error:
+            self.failure = self.failure or _named(error, f"step {gradients.step}")
+        except BaseException as error:
+            self.failure = self.failure or TransferError(f"{what}: the thread was stopped ({error!r})")
+            raise
+        finally:
+            self.unencoded.update(list(self._masters)[update.encoded : update.begun])
+            if update.begun and update.stepped < len(self._masters):
+                self.torn = (
+                    f"{what} broke off after {update.stepped} of {len(self._masters)} blocks ({self.failure}): the "
+                    "weights are of two steps; load a state (stream.load or load_state_dict)"
+                )
+            gradients.sums.clear()
+            for fresh in update.fresh.values():
                 fresh.set()
 
-        return job
+    def _require_whole(self, gradients: StepGradients, check_step: Callable[[], None]) -> None:
+        self._gradients.drain(self._timeout_s)
+        check_step()  # first: what is wrong in forward is wrong in every gradient after it
+        self._await_gradients(gradients)
+        if self.max_norm is not None:
+            self._scale(gradients, self.max_norm)
+
+    def _make_moments(self, gradients: StepGradients) -> None:
+        """As AdamW would in its first step: here, before any block is stepped, memory may still run out."""
+        for block, masters in self._masters.items():
+            state = self._optimizers[block].state
+            for name, master in masters.items():
+                if (block, name) in gradients.sums and not state[master]:
+                    first, second = torch.zeros_like(master), torch.zeros_like(master)
+                    state[master] = {"step": torch.zeros(()), "exp_avg": first, "exp_avg_sq": second}
+
+    def _step_block(self, update: _Update, block: str) -> None:
+        optimizer, masters = self._optimizers[block], self._masters[block]
+        for group in optimizer.param_groups:
+            group["lr"] = update.lr
+        for name, master in masters.items():
+            master.grad = update.gradients.sums.get((block, name))
+        update.begun += 1
+        try:
+            optimizer.step()
+            update.stepped += 1
+        finally:
+            for name, master in masters.items():
+                master.grad = None
+                update.gradients.sums.pop((block, name), None)
+
+    def _encode(self, update: _Update, block: str, encode_block: Callable[[str], None]) -> None:
+        """The block has its step whatever happens here; bytes that could not be made are made at the next boundary."""
+        try:
+            encode_block(block)
+        except Exception as error:
+            self.failure = self.failure or _named(error, f"{block}, step {update.gradients.step}: encoding")
+        update.encoded += 1
+        update.fresh[block].set()
 
     def wait_fresh(self, block: str) -> None:
         """Wait, on the transfer thread, until a block's bytes are those of its masters."""
-        fresh = self._fresh.get(block)
+        fresh = None if self._update is None else self._update.fresh.get(block)
         if fresh is not None:
             wait_for(fresh, self._updates, self._timeout_s, f"{block}: its update")
 
     def finish(self) -> None:
         """Wait for all gradients and updates."""
-        self._gradients.drain(self._timeout_s)
-        if not self._updates.drain(self._timeout_s) and self.failure is None:
-            self.failure = TransferError("the optimizer thread has died, or took too long")
+        if not self._gradients.drain(self._timeout_s):
+            self._replace_gradient_thread()
+        if not self._updates.drain(self._timeout_s):
+            self.failure = self.failure or TransferError("the optimizer thread has died, or took too long")
+            if not self._updates.is_alive:
+                self._updates = Worker("optimizer")  # so that its end is said once
+
+    def _replace_gradient_thread(self) -> None:
+        """The old one is dead, or hangs in a copy to the staging buffer, which it then keeps."""
+        if self._gradients.is_alive:
+            self._staging = exact_buffer(self._staging.nbytes)
+            self._device.pin(self._staging)
+        self._gradients = Worker("gradient", GRADIENTS_WAITING)
+
+    def find_failure(self) -> Exception | None:
+        """What went wrong in updates so far; waits for nothing."""
+        if not self._updates.is_alive:
+            self.finish()
+        return self.failure
+
+    def settle(self, blocks: Mapping[str, StreamedBlock]) -> None:
+        """Wait for all updates, and make the model's own Parameters what the masters are."""
+        self.finish()
+        if not self.is_settled:
+            self.write_back(blocks)
+            self.is_settled = True
 
     def recover(self) -> None:
-        """Go on after a failure: whole threads, no gradients, every block fresh."""
+        """Go on after a failure."""
         self.finish()
-        self.failure = None
-        if not self._gradients.is_alive:
-            self._gradients = Worker("gradient", GRADIENTS_WAITING)
-        if not self._updates.is_alive:
-            self._updates = Worker("optimizer")
-        self._drop_gradients()
-        self._fresh = {}
+        self.failure = self._update = None
 
     def write_back(self, blocks: Mapping[str, StreamedBlock]) -> None:
         """Make the model's own Parameters what the masters are."""
@@ -260,6 +371,17 @@ class HostTraining:
                     parameter = blocks[block].parameters[name].parameter
                     if parameter.data_ptr() != master.data_ptr():
                         parameter.data.copy_(master)
+
+    def take(self, block: str, name: str, parameter: Tensor) -> None:
+        """Make a master what the model's Parameter is, where they differ; AdamW's moments stay."""
+        master, store = self._masters[block][name], self.stores[block][name]
+        if parameter.data_ptr() != master.data_ptr():
+            # Compared as the Parameter has it: a bfloat16 one that is as it was must not round its master.
+            if not torch.equal(parameter.detach(), master.to(parameter.dtype)):
+                store.update(parameter.detach())
+            if parameter.dtype == master.dtype:
+                parameter.data = master.data
+        store.invalidate()
 
     # ---- checkpoints -------------------------------------------------------------------------------------------------
 
@@ -279,9 +401,9 @@ class HostTraining:
 
     def restore(self, trained: Mapping[str, Trained], lr: float, *, copies: bool) -> None:
         """Be what was saved; nothing may be under way. copies: False where nobody else holds the moments."""
-        self._drop_gradients()
-        self._fresh = {}
-        self.lr, self.gradient_norm = lr, None
+        self._open = self._update = self.failure = None
+        self.torn = "loading a state broke off: some weights are of it and some are not; load it again"
+        self.lr, self.gradient_norm, self.is_settled = lr, None, False
         for block, masters in self._masters.items():
             state = self._optimizers[block].state
             for name, master in masters.items():
@@ -292,6 +414,7 @@ class HostTraining:
                     first, second = (_laid_out_as(master, moment, copies) for moment in saved.moments)
                     steps = torch.tensor(float(saved.steps), dtype=torch.float32)  # as the fused AdamW counts
                     state[master] = {"step": steps, "exp_avg": first, "exp_avg_sq": second}
+        self.torn = None
 
     def close(self) -> None:
         for worker in (self._gradients, self._updates):

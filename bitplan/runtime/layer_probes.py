@@ -14,7 +14,8 @@ What it costs is the product with the sampled rows and about six passes over the
 before every update: before the first one all are, and from then on one in `impact_turns`. For the others the last
 figure stands while they are low, and nothing changes while they are bf16. A unit that is low on this step has W_hat on
 the device and W on the host only. W is then sent along, and because that costs a copy, of those it is one in eight. A
-unit with a weight whose product cannot be seen has no impact at all: a part of its damage would pass for all of it.
+unit with a weight whose product cannot be seen has no impact at all: a part of its damage would pass for all of it. Nor
+has it one in a step in which no gradient reached one of its layers, or one of them did not run.
 """
 
 from __future__ import annotations
@@ -30,10 +31,11 @@ from bitplan.kernels.host_copy import to_device
 from bitplan.measure.grad_stats import GradStatsCollector, impact_of
 from bitplan.measure.row_sample import sample_rows
 from bitplan.measure.weight_error import rounding_error
-from bitplan.runtime.precision_units import LinearPlace, PrecisionUnits, Weight, high_or_low
+from bitplan.runtime.precision_units import LinearPlace, PrecisionUnits, high_or_low
 from bitplan.runtime.saved_weights import outer_hooks
 
 LOW_UNITS_IN_TURN = 8
+_Key = tuple[int, str]  # a module and the local name of its weight
 
 
 class LayerProbes:
@@ -47,6 +49,9 @@ class LayerProbes:
         self._lows: tuple[str, ...] = ()
         self._due: frozenset[str] = frozenset()  # units whose turn it is
         self._step = 0
+        self._places: dict[str, dict[_Key, str]] = {}  # unit -> where its weights are multiplied, and their names
+        self._measured: set[_Key] = set()  # of this step
+        self._pathless: set[_Key] = set()  # of this step: they ran, and no gradient will reach them
         self._rows: dict[tuple[int, torch.device], Tensor | None] = {}  # of this step: which of so many
         self._handles: list[RemovableHandle] = []
 
@@ -67,6 +72,7 @@ class LayerProbes:
         places, self.unseen = self.units.linear_places()
         self._blind = {weight.unit for weight in self.units.weights if weight.full_name in self.unseen}
         for place in places:
+            self._places.setdefault(place.weight.unit, {})[_key_of(place)] = place.weight.full_name
             hook = self._impact_hook(place)
             self._handles.append(place.module.register_forward_hook(hook, with_kwargs=True))
 
@@ -83,6 +89,7 @@ class LayerProbes:
         all_high: of all units that are bf16, not only of those whose turn it is.
         """
         self._precisions, self._lows, self._step, self._rows = precisions, lows, step, {}
+        self._measured, self._pathless = set(), set()
         config = self.units.config
         turn, turns = step // config.update_interval_steps, {"bf16": 1 if all_high else config.impact_turns}
         self._due = frozenset(
@@ -94,6 +101,18 @@ class LayerProbes:
     def sleep(self) -> None:
         """Nothing is measured until the next `watch`: between steps, and while a probe batch runs."""
         self._precisions = None
+
+    def finish_step(self) -> dict[str, str]:
+        """After backward: drop impacts of which a part is missing. Unit -> the first weight that was not measured."""
+        lacking = {}
+        for unit in self._due - self._blind:
+            places = self._places.get(unit, {})
+            missing = [name for key, name in places.items() if key not in self._measured or key in self._pathless]
+            if missing:
+                self.collector.drop_impacts(unit)
+                lacking[unit] = missing[0]
+        self._due = frozenset()
+        return lacking
 
     # ---- what happens in a layer -------------------------------------------------------------------------------------
 
@@ -115,12 +134,14 @@ class LayerProbes:
         return before
 
     def _impact_hook(self, place: LinearPlace) -> Callable[..., None]:
-        unit = place.weight.unit
+        unit, key = place.weight.unit, _key_of(place)
 
         def after(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
             if self._precisions is None or unit not in self._due or unit in self._blind or not torch.is_grad_enabled():
                 return
             inputs, weight = first_tensor([*args, *kwargs.values()]), module._parameters[place.local]
+            if isinstance(output, Tensor) and not output.requires_grad:
+                self._pathless.add(key)
             if not (isinstance(output, Tensor) and output.requires_grad and inputs is not None and weight is not None):
                 return
             if tuple(weight.shape) != (output.shape[-1], inputs.shape[-1]):
@@ -134,7 +155,7 @@ class LayerProbes:
             rows = self._sample(len(flat), flat.device)
             # A copy, also of all rows: the input may be changed in place later, which autograd would not mind here.
             kept = _Kept(flat.clone() if rows is None else flat.index_select(0, rows), weight.detach())
-            measure = self._measure(place.weight, self._precisions[unit] != "bf16", rows)
+            measure = self._measure(place, self._precisions[unit] != "bf16", rows)
             output.register_hook(lambda gradient: measure(gradient, kept))
 
         return after
@@ -147,8 +168,8 @@ class LayerProbes:
             self._rows[key] = None if rows is None else to_device(torch.tensor(rows), device)
         return self._rows[key]
 
-    def _measure(self, weight: Weight, is_low: bool, rows: Tensor | None) -> Callable[[Tensor, _Kept], None]:
-        config, lows = self.units.config, self._lows
+    def _measure(self, place: LinearPlace, is_low: bool, rows: Tensor | None) -> Callable[[Tensor, _Kept], None]:
+        config, lows, weight = self.units.config, self._lows, place.weight
 
         def measure(gradient: Tensor, kept: _Kept) -> None:
             inputs, on_device = kept.take()
@@ -161,8 +182,13 @@ class LayerProbes:
             for precision in lows:
                 difference = rounding_error(true, high_or_low(config, precision, weight.dtype))
                 self.collector.add_impact(weight.unit, precision, impact_of(flat, inputs, difference), scale)
+            self._measured.add(_key_of(place))
 
         return measure
+
+
+def _key_of(place: LinearPlace) -> _Key:
+    return id(place.module), place.local
 
 
 class _Kept:

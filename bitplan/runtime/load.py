@@ -13,7 +13,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -35,12 +35,14 @@ from bitplan.runtime.packed_files import ManifestLike, as_manifest, device_of, l
 from bitplan.runtime.quant_experts import QuantExperts
 from bitplan.runtime.strategy import INPUTS, check_strategy
 from bitplan.runtime.tile_cache import TileCache
+from bitplan.store.deep_check import deep_check
 from bitplan.store.gpt_oss import GptOssFile
 from bitplan.store.gpt_oss_experts import DOWN, GATE_UP
 from bitplan.store.gpt_oss_layouts import GGUF_WIDE, Slot, list_slots
 from bitplan.store.tensor_files import GGUFTensors, TensorFile, open_tensors
 
 _BIASES = ("gate_up_proj_bias", "down_proj_bias")
+CHECKS = ("quick", "deep")
 FLOAT_EXPERTS = (".experts.gate_up_proj", ".experts.down_proj")  # Hugging Face's names; packed ones end otherwise
 
 
@@ -82,6 +84,7 @@ def load_packed(
     strategy: str = "auto",
     cache: TileCache | None = None,
     dtype: torch.dtype | None = None,
+    check: Literal["quick", "deep"] = "quick",
 ) -> Loaded:
     """Load a gpt-oss checkpoint, in OpenAI's, Hugging Face's or GGUF's layout, and keep its experts in MXFP4.
 
@@ -90,14 +93,18 @@ def load_packed(
     strategy  how the experts run, with `cache` for "tile_cache"; see QuantExperts
     dtype     of all weights but the experts. None: as the embedding is stored; where another tensor has numbers which
               that type cannot hold, that is an error. A type given is rounded to (float32 is what a CPU runs fastest)
+    check     "quick" refuses scales and norms that are not numbers as they come by; "deep" reads every tensor first, as
+              `bitplan check --deep` does, and refuses what it finds
     """
     started, place = time.perf_counter(), device_of(device)
     check_strategy(strategy, str(path))
     if dtype is not None and dtype not in INPUTS:
         known = ", ".join(str(one).removeprefix("torch.") for one in INPUTS)
         raise StoreError(f"{path}: dtype must be a float type of torch ({known}), got {dtype!r}")
+    if check not in CHECKS:
+        raise StoreError(f"{path}: check must be {' or '.join(map(repr, CHECKS))}, got {check!r}")
     require_transformers(str(path))
-    with _open_checked(Path(path), manifest) as file:
+    with _open_checked(Path(path), manifest, deep=check == "deep") as file:
         kept = dtype or file.dtype("embed", None)
         target = model if model is not None else empty_model(file, kept)
         check_fits(target, model_shapes(file), file.where)
@@ -165,7 +172,7 @@ def _experts(
 # ---- before anything is read -----------------------------------------------------------------------------------------
 
 
-def _open_checked(path: Path, manifest: ManifestLike) -> GptOssFile:
+def _open_checked(path: Path, manifest: ManifestLike, *, deep: bool) -> GptOssFile:
     """The file, after the manifest and all its headers were held against each other."""
     rules = as_manifest(manifest)
     with open_tensors(path) as headers:
@@ -173,6 +180,10 @@ def _open_checked(path: Path, manifest: ManifestLike) -> GptOssFile:
         if not is_gguf:
             _refuse_floats(headers)
             require_clean(rules, list_headers(headers), checkpoint=str(path))
+        findings = deep_check(rules, headers) if deep else []
+        if findings:
+            first, more = findings[0], f" (and {len(findings) - 1} more findings)" if len(findings) > 1 else ""
+            raise FileFormatError(f"{path}: {first.where}: {first.message}{more}")
     file = GptOssFile(path)
     try:
         if file.experts is not None:

@@ -13,6 +13,7 @@ from torch import Tensor
 from bitplan.errors import FileFormatError
 from bitplan.formats import Encoded, get_format
 from bitplan.plan import Header, Manifest, Tag, open_manifest, require_clean
+from bitplan.plan.roles import guess_role
 from bitplan.store.devices import known_device
 from bitplan.store.packed_rows import base_name, packed_pair, scales_name
 from bitplan.store.tensor_files import TensorFile, open_tensors
@@ -40,7 +41,9 @@ def read_packed(
         try:
             for name, tag in tags.items():
                 if tag is None or tag.part != "scales":  # those come with their codes
-                    found[name] = _read_item(file, name, tag, rules).to(place)
+                    item = _read_item(file, name, tag, rules)
+                    _check_numbers(file, name, item)
+                    found[name] = item.to(place)
         except BaseException:  # the traceback keeps this frame, and would keep the memory
             found.clear()
             raise
@@ -80,6 +83,22 @@ def _refuse_expansion(file: TensorFile, name: str, tag: Tag | None) -> None:
         raise FileFormatError(
             f"{file.path}: {name!r} is {spec.format}, and the manifest packs it as {tag.format}; "
             "pack it with `bitplan quantize` first"
+        )
+
+
+def _check_numbers(file: TensorFile, name: str, item: Tensor | Encoded) -> None:
+    """Scales and norms must be numbers: they are few, and one that is not spoils all that it multiplies."""
+    if isinstance(item, Encoded) and item.fmt.scales is not None and item.scales is not None:
+        numbers, what = item.fmt.scales.load(item.scales, item.base), f"scales of {item.fmt.name}"
+    elif isinstance(item, Tensor) and item.is_floating_point() and guess_role(name) == "norm":
+        numbers, what = (item.float() if item.itemsize == 1 else item), "numbers of a norm"
+    else:
+        return
+    bad = int((~numbers.isfinite()).sum())
+    if bad:
+        raise FileFormatError(
+            f"{file.path}: {name!r}: {bad} of {numbers.numel()} {what} are NaN or infinite; "
+            "mend the checkpoint, or download it again"
         )
 
 

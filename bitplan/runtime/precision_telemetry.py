@@ -12,14 +12,11 @@ different sizes, scales and vectors that stay bf16 make it wrong: `bytes_sent` a
 Sensitivities are null where no block has one. Bytes are null where the caller does not know them.
 
 The file is opened when training starts, so that a path that cannot be written is an error then and not after an hour.
-A write that fails later (a full disk) must not cost the training: it is logged once, and counted in `lost_lines`.
+A write that fails later must not cost the training (`telemetry_file`).
 """
 
 from __future__ import annotations
 
-import json
-import logging
-import os
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping
@@ -32,9 +29,8 @@ from bitplan.errors import BitplanError, StoreError
 from bitplan.plan.selective_config import SelectivePrecisionConfig
 from bitplan.plan.selective_decide import BlockPrecisionHint
 from bitplan.plan.selective_score import mean_of
-from bitplan.records import open_log
+from bitplan.runtime.telemetry_file import TelemetryFile
 
-log = logging.getLogger("bitplan")
 _BEGINS = b'{"step_id": 0, "timestamp": '
 
 
@@ -113,10 +109,9 @@ class PrecisionTelemetry:
     def __init__(self, path: str | Path, *, clock: Callable[[], float] = time.time) -> None:
         self.path = Path(path)
         self.clock = clock
-        self.lost_lines = 0
-        self._file: int | None = None
+        self._file: TelemetryFile | None = TelemetryFile(path, _BEGINS, what="selective precision telemetry file")
         try:
-            self._file = open_log(self.path, _BEGINS, what="selective precision telemetry file")
+            self._file.open()
         except StoreError as refused:
             raise TelemetryError(f"{refused}; telemetry_file says where") from None
         except OSError as error:
@@ -124,6 +119,10 @@ class PrecisionTelemetry:
                 f"{self.path}: the telemetry file cannot be written: {error.strerror or error}; "
                 "set telemetry_file to a path that can be, or telemetry_enabled to false"
             ) from None
+
+    @property
+    def lost_lines(self) -> int:
+        return 0 if self._file is None else self._file.lost_lines
 
     @classmethod
     def from_config(cls, config: SelectivePrecisionConfig, folder: str | Path = ".") -> PrecisionTelemetry | None:
@@ -149,20 +148,11 @@ class PrecisionTelemetry:
         """Append one line, in one write."""
         if self._file is None:
             raise TelemetryError(f"{self.path}: the telemetry file is closed; open it again to write more")
-        line = json.dumps(asdict(metrics), ensure_ascii=False, allow_nan=False).encode() + b"\n"
-        try:
-            written = os.write(self._file, line)
-            if written != len(line):
-                os.ftruncate(self._file, os.fstat(self._file).st_size - written)
-                raise OSError(f"only {written} of {len(line)} bytes were written")
-        except OSError as error:
-            if not self.lost_lines:
-                log.error("bitplan: %s: telemetry is being lost, training goes on: %s", self.path, error)
-            self.lost_lines += 1
+        self._file.append(asdict(metrics))
 
     def close(self) -> None:
         if self._file is not None:
-            os.close(self._file)
+            self._file.close()
             self._file = None
 
     def __enter__(self) -> Self:

@@ -72,8 +72,12 @@ class PrecisionUnits:
     # ---- formats and bytes -------------------------------------------------------------------------------------------
 
     def formats(self, precisions: Mapping[str, str]) -> dict[str, str]:
-        """The format of every matrix, by full name, as `set_formats` takes them."""
-        return {one.full_name: high_or_low(self.config, precisions[one.unit], one.dtype) for one in self.weights}
+        """The format of every matrix of these units, by full name, as `set_formats` takes them."""
+        return {
+            one.full_name: high_or_low(self.config, precisions[one.unit], one.dtype)
+            for one in self.weights
+            if one.unit in precisions
+        }
 
     def unit_bytes(self) -> dict[str, dict[str, int]]:
         """Unit -> precision -> bytes that cross: of a block all of it, padding too; of a layer its own parts."""

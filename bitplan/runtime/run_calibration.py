@@ -11,17 +11,19 @@ The model need not fit the device: blocks pass through the slots as in training.
                                           a block answers for its own error only
 
 The cache is written after every pass, under a fingerprint of weights, formats, blocks, data and versions; a run that
-was killed goes on with what is missing, and a cache of something else is refused by name. The host holds twice the
-activations between blocks, for all batches.
+was killed goes on with what is missing, and a cache of something else is refused by name, or made anew where that is
+asked for. Adapters that are trained are no part of the fingerprint, nor is the order of the batches. The host holds
+twice the activations between blocks, for all batches.
 """
 
 from __future__ import annotations
 
 import itertools
+import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor, nn
@@ -32,10 +34,13 @@ from bitplan.measure.calibration import (
     Calibration,
     CalibrationError,
     CalibrationResult,
+    StaleCalibrationError,
     fingerprint_of,
     finite_or_none,
+    hash_tensors,
     load_calibration,
     relative_error,
+    tensors_of,
 )
 from bitplan.measure.weight_error import relative_output_error, rounding_error
 from bitplan.plan.selective_config import SelectivePrecisionConfig
@@ -48,6 +53,8 @@ from bitplan.runtime.stream_blocks import BlockStream, stream_blocks
 FORMATS = ("int8_row", "fp8_e4m3_row")
 Forward = Callable[[nn.Module, Any], Any]
 Told = Callable[[int, int, str], None]
+OnStale = Literal["refuse", "redo"]
+log = logging.getLogger("bitplan")
 
 
 def run_calibration(
@@ -57,6 +64,7 @@ def run_calibration(
     formats: Sequence[str] = FORMATS,
     samples: int = 4,
     cache: str | Path | None = None,
+    on_stale: OnStale = "refuse",
     forward: Forward | None = None,
     progress: bool | Told = True,
     blocks: str = "model.layers.*",
@@ -65,12 +73,17 @@ def run_calibration(
     """The errors of every block and layer of a stream, or of a model (then `blocks` and `device` are for streaming it).
 
     batches   the first `samples` are used: tensors, or lists and mappings of them, as the model takes them
+    on_stale  a cache of other weights, data, formats or versions: "refuse" it by name, or calibrate anew ("redo")
     forward   (model, batch) -> anything, where the model takes batches in another way
     progress  a bar on standard error if that is a terminal; or a function that hears (done, total, what)
     """
     used = list(itertools.islice(batches, samples))
     if not used:
         raise CalibrationError("no batches: calibration needs real inputs, at least one batch")
+    if len(used) < samples:
+        log.warning("bitplan: calibrating on %d of %d samples: no more batches came", len(used), samples)
+    if on_stale not in get_args(OnStale):
+        raise CalibrationError(f"on_stale={on_stale!r}: there are {', '.join(map(repr, get_args(OnStale)))}")
     names = [get_format(name).name for name in dict.fromkeys(formats)]
     if not names:
         raise CalibrationError("no formats: name at least one candidate, such as int8_row")
@@ -78,7 +91,7 @@ def run_calibration(
     if not isinstance(model, BlockStream):
         opened = model = stream_blocks(model, blocks, device=device, train="nothing", slots=3)
     try:
-        run = _Run(model, used, names, forward or call_model, None if cache is None else Path(cache))
+        run = _Run(model, used, names, forward or call_model, None if cache is None else Path(cache), on_stale)
         with _bar(progress) as told:
             return run.measure(told)
     finally:
@@ -95,16 +108,28 @@ def call_model(model: nn.Module, batch: Any) -> Any:
 
 class _Run:
     def __init__(
-        self, stream: BlockStream, batches: list[Any], formats: list[str], forward: Forward, cache: Path | None
+        self,
+        stream: BlockStream,
+        batches: list[Any],
+        formats: list[str],
+        forward: Forward,
+        cache: Path | None,
+        on_stale: OnStale,
     ) -> None:
-        self.stream, self.batches, self.formats, self.forward, self.cache = stream, batches, formats, forward, cache
+        self.stream, self.formats, self.forward, self.cache = stream, formats, forward, cache
+        self.batches = sorted(batches, key=lambda batch: hash_tensors(tensors_of(batch)))  # their order is no matter
         stream.synchronize()  # masters that are being updated would be hashed half old, half new
         config = SelectivePrecisionConfig(granularity="layer")
         self.units = PrecisionUnits(stream, config)
-        self.fingerprint = fingerprint_of(_weights(self.units), formats, _layout(stream), batches)
+        self.fingerprint = fingerprint_of(_weights(self.units), formats, _layout(stream), self.batches)
         self.done = Calibration(self.fingerprint)
         if cache is not None and cache.exists():
-            self.done = load_calibration(cache, self.fingerprint)
+            try:
+                self.done = load_calibration(cache, self.fingerprint)
+            except StaleCalibrationError as error:
+                if on_stale == "refuse":
+                    raise
+                log.info("bitplan: calibrating anew: %s", error)
         # Block -> its (arguments, keywords, output) in bf16, on the host, by batch.
         self._kept: dict[tuple[int, str], tuple[Any, Any, Tensor]] = {}
 
@@ -226,7 +251,11 @@ CPU = torch.device("cpu")
 
 
 def _weights(units: PrecisionUnits) -> dict[str, list[Tensor]]:
-    """All numbers that the outputs of blocks depend on; by block, and `rest` for what is outside of them."""
+    """The numbers that errors are of: by block, and `rest` for what is outside of them.
+
+    What is trained on the device (adapters, with train="adapters") is left out: it is in no unit, and after the first
+    step no cache would fit.
+    """
     stream, inside = units.stream, set()
     found: dict[str, list[Tensor]] = {}
     for block in stream.blocks:
@@ -235,10 +264,13 @@ def _weights(units: PrecisionUnits) -> dict[str, list[Tensor]]:
         for parameter in block.module.parameters():
             inside.add(id(parameter))
             name = streamed.get(id(parameter))
+            if name is None and parameter.requires_grad:
+                continue
             is_master = name is not None and stream.training is not None and stream.training.trains(block.name, name)
             master = stream.training.stores[block.name][name].master if is_master else parameter  # type: ignore
             found[block.name].append(master)
-    found["rest"] = [one for one in stream.model.parameters() if id(one) not in inside]
+    rest = [one for one in stream.model.parameters() if id(one) not in inside]
+    found["rest"] = [one for one in rest if not (stream.train == "adapters" and one.requires_grad)]
     return found
 
 

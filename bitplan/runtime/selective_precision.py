@@ -27,7 +27,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Self
 
-import torch
 from torch import Tensor
 
 from bitplan.measure.calibration import CalibrationResult
@@ -50,10 +49,11 @@ from bitplan.plan.selective_state import PolicyState, observe, state_from_docume
 from bitplan.records import write_json
 from bitplan.runtime.conductor_link import ConductorLink
 from bitplan.runtime.layer_probes import LayerProbes
+from bitplan.runtime.policy_setup import Reminders, check_setup, decides_on, device_has_fp8, errors_of
 from bitplan.runtime.precision_telemetry import PrecisionStepMetrics, PrecisionTelemetry, step_metrics
 from bitplan.runtime.precision_units import PrecisionUnits
 from bitplan.runtime.quiet_model import quiet_model
-from bitplan.runtime.run_calibration import Forward, Told, run_calibration
+from bitplan.runtime.run_calibration import Forward, OnStale, Told, run_calibration
 from bitplan.runtime.stream_blocks import BlockStream
 from bitplan.runtime.transfer_meter import KEYS, TransferMeter
 
@@ -85,18 +85,20 @@ class SelectivePrecisionPolicy:
         folder: str | Path = ".",
     ) -> None:
         self.stream, self.config, self.probe = stream, config or SelectivePrecisionConfig(), probe
-        _check(stream, self.config, probe)
+        check_setup(stream, self.config, probe)
         self.units = PrecisionUnits(stream, self.config)
         self.state = PolicyState.start(self.units.names)
         self.unit_bytes = self.units.unit_bytes()
-        self.quant_errors = _errors_of(self.units, calibration)
+        self.quant_errors = errors_of(self.units, calibration)
         self.meter = TransferMeter()
-        self.has_fp8 = _has_fp8(stream.device.torch_device) if has_fp8 is None else has_fp8
+        self.has_fp8 = device_has_fp8(stream.device.torch_device) if has_fp8 is None else has_fp8
         self.applied: dict[str, str] | None = None  # what the stream runs with
         self.metrics: PrecisionStepMetrics | None = None  # of the last update
-        self._warned: set[str] = set()
+        self.reminders = Reminders(self.config)
+        self._has_collected = False  # in the step under way
         self._step: int | None = None
         self._is_dynamic = self.config.enabled and self.config.mode == "dynamic"
+        self._decided = [name for name in self.units.names if decides_on(self.config, name)]
         self._adapters = self.units.adapters() if stream.train == "adapters" else {}
         self.collector = GradStatsCollector(self.units.names)
         self.conductor = ConductorLink(stream, bridge)
@@ -123,6 +125,7 @@ class SelectivePrecisionPolicy:
 
     def close(self) -> None:
         """Take the hooks off and end the telemetry; the stream goes on with the formats it has."""
+        self.reminders.closes(self.state, has_run=self.applied is not None)
         self.probes.close()
         if self.telemetry is not None:
             self.telemetry.close()
@@ -137,6 +140,7 @@ class SelectivePrecisionPolicy:
         batches: Iterable[Any],
         *,
         cache: str | Path | None = None,
+        on_stale: OnStale = "refuse",
         forward: Forward | None = None,
         progress: bool | Told = True,
     ) -> CalibrationResult | None:
@@ -145,13 +149,23 @@ class SelectivePrecisionPolicy:
             return None
         if self.applied is not None or self._step is not None:
             raise SelectiveError("calibrate: training has begun; calibrate before the first begin_step")
-        formats = [self.config.format_of(low) for low in self.config.low_precisions]
-        samples = self.config.calibration_samples
         result = run_calibration(
-            self.stream, batches, formats=formats, samples=samples, cache=cache, forward=forward, progress=progress
+            self.stream,
+            batches,
+            formats=[self.config.format_of(low) for low in self.config.low_precisions],
+            samples=self.config.calibration_samples,
+            cache=cache,
+            on_stale=on_stale,
+            forward=forward,
+            progress=progress,
         )
-        self.quant_errors = _errors_of(self.units, result)
+        self.quant_errors = errors_of(self.units, result)
         return result
+
+    @property
+    def lacks_calibration(self) -> bool:
+        """Whether the config asks for calibration errors that decisions would go by, and there are none."""
+        return self.reminders.lacks_calibration(self.quant_errors)
 
     # ---- the lifecycle -----------------------------------------------------------------------------------------------
 
@@ -159,7 +173,8 @@ class SelectivePrecisionPolicy:
         """Open a step of the stream with the precisions that were decided. A step that was not ended is abandoned."""
         self.probes.sleep()
         self.collector.drop_step()
-        self._step = None
+        self._step, self._has_collected = None, False
+        self.reminders.step_begins(self.quant_errors)
         if self.applied is None:  # the first step of all, or of a state that was saved before it
             self.state, _ = assign_forced(self.state, step, self.config)
         self._apply(step)
@@ -173,8 +188,14 @@ class SelectivePrecisionPolicy:
         """After backward, before the optimizer: enqueue the statistics of this step's gradients."""
         step = self._require_step("collect_block_grad_stats")
         self.probes.sleep()
+        self._has_collected = True
         if not self._is_dynamic:
             return
+        for unit, weight in self.probes.finish_step().items():
+            self.reminders.say_once(
+                f"impact of {unit}",
+                f"step {step}: no impact of {unit}: no gradient reached {weight}; where that stays so, it stays bf16",
+            )
         if self._adapters:
             self.collector.add({name: [one.grad for one in found] for name, found in self._adapters.items()})
         self.collector.end_step(step)
@@ -184,6 +205,7 @@ class SelectivePrecisionPolicy:
         if step != self._require_step("compute_hints"):
             raise SelectiveError(f"compute_hints: step {self._step} is open, got step {step}")
         if self._is_dynamic and step % self.config.update_interval_steps == 0:
+            self.reminders.decided()
             self._observe(before=step)
         due = is_update_due(self.state, step, self.config)
         evidence = self._evidence(due=due)
@@ -197,8 +219,9 @@ class SelectivePrecisionPolicy:
 
     def end_step(self) -> None:
         """Close the step of the stream."""
-        self._require_step("end_step")
+        step = self._require_step("end_step")
         self.probes.sleep()
+        self.reminders.step_ends(step, has_collected=self._has_collected)
         self.conductor.enter(Phase.STEP_END)
         self._step = None
         self.stream.end_step()
@@ -258,14 +281,11 @@ class SelectivePrecisionPolicy:
 
     def _run_with(self, precisions: Mapping[str, str], step: int) -> None:
         """Begin the step in these precisions; again, where it was begun in others."""
-        if dict(precisions) != self.applied or not self._stream_agrees(precisions):
-            self.stream.set_formats(self.units.formats(precisions))
+        formats, running = self.units.formats({name: precisions[name] for name in self._decided}), self.stream.formats
+        if dict(precisions) != self.applied or any(running[name] != fmt for name, fmt in formats.items()):
+            self.stream.set_formats(formats)
         self.stream.begin_step(step)
         self.applied = dict(precisions)
-
-    def _stream_agrees(self, precisions: Mapping[str, str]) -> bool:
-        running = self.stream.formats
-        return all(running[name] == fmt for name, fmt in self.units.formats(precisions).items())
 
     def _probe_loss(self) -> float:
         assert self.probe is not None
@@ -303,15 +323,7 @@ class SelectivePrecisionPolicy:
         if self.config.log_decisions:
             for line in describe_changes(hints):
                 log.info("bitplan: %s", line)
-        for name, unit in self.state.units.items():
-            # Impacts need no gradient of the unit itself: one without adapters lacks nothing then.
-            told = {why: n for why, n in unit.excluded.items() if why != "missing" or self.config.scoring == "seed"}
-            if told and name not in self._warned:
-                self._warned.add(name)
-                counts = ", ".join(f"{count} {why}" for why, count in told.items())
-                log.warning(
-                    "bitplan: step %d: gradients of %s are left out, not taken for zero: %s", step, name, counts
-                )
+        self.reminders.left_out(self.state, step)
         self._record(step, hints)
 
     def _record(self, step: int, hints: Hints) -> None:
@@ -323,7 +335,12 @@ class SelectivePrecisionPolicy:
             self.metrics = step_metrics(step, hints, 0.0, **told)  # type: ignore[arg-type]
 
     def scalars(self) -> dict[str, float]:
-        """For charts: the share of units in each precision, bytes per crossing sent and not sent, sensitivity."""
+        """For charts: the share of units in each precision, bytes per crossing sent and not sent, sensitivity.
+
+        None where selective precision is off, and the stream's own formats are not its affair.
+        """
+        if len(self._decided) < len(self.units.names):
+            return {}
         hints = current_hints(self.state, 0, self.config)
         metrics = step_metrics(0, hints, 0.0, unit_bytes=self.unit_bytes)
         counts = {"bf16": metrics.blocks_bf16, "int8": metrics.blocks_int8, "fp8": metrics.blocks_fp8}
@@ -408,36 +425,3 @@ _KEYS = {
     "quant_errors": OBJECT,
     "transfer": _OBJECT_OR_NULL,
 }
-
-
-def _check(stream: BlockStream, config: SelectivePrecisionConfig, probe: Probe | None) -> None:
-    if config.enabled and config.mode == "dynamic" and stream.train == "nothing":
-        raise SelectiveError(
-            "mode 'dynamic' decides from gradients, and this stream trains nothing; stream with train='adapters' or "
-            "'weights', or use mode 'static'"
-        )
-    if config.loss_feedback and probe is None:
-        raise SelectiveError("loss_feedback needs a probe: a function that gives the loss of a fixed batch (probe=)")
-
-
-def _errors_of(units: PrecisionUnits, calibration: CalibrationResult | None) -> dict[str, dict[str, float]]:
-    """Unit -> precision -> error, of the formats that this config would use."""
-    found: dict[str, dict[str, float]] = {}
-    if calibration is None:
-        return found
-    for name in units.names:
-        row = {low: calibration.of(name, units.config.format_of(low)) for low in ("int8", "fp8")}
-        found[name] = {low: error for low, error in row.items() if error is not None}
-    wanted = units.config.low_precisions
-    lacking = [name for name in units.names if not set(wanted) <= set(found[name])]
-    if lacking:
-        needed = ", ".join(units.config.format_of(low) for low in wanted)
-        raise SelectiveError(
-            f"the calibration has no error of {lacking[0]!r} ({len(lacking)} units) in {needed}; calibrate this model "
-            "with these formats, or leave calibration out"
-        )
-    return found
-
-
-def _has_fp8(device: torch.device) -> bool:
-    return device.type != "cuda" or torch.cuda.get_device_capability(device) >= (8, 9)

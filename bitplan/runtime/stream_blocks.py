@@ -8,16 +8,14 @@
             optimizer.step(); optimizer.zero_grad()
             stream.end_step()
 
-Blocks wait on the host in their formats, cross the bus in these formats, and are decoded on the device. Only the
-`forward` of each block is wrapped: for the time of the call its parameters are the streamed ones, and autograd keeps
-places instead of weights (`saved_weights`). Weights and formats change at step boundaries only.
+Blocks wait on the host in their formats, cross the bus in these formats, and are decoded on the device. Weights and
+formats change at step boundaries only: those that the stream trains, and those that somebody else changed meanwhile
+(`model.load_state_dict`, an edit under torch.no_grad()), which are seen there and encoded again (`block_bytes`).
 """
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Self
 
@@ -25,21 +23,20 @@ import torch
 from torch import Tensor, nn
 
 from bitplan.errors import FormatError
-from bitplan.formats.codec import check_whole_blocks
 from bitplan.plan.conductor import Pressure, RuntimeLimitHints
 from bitplan.runtime.activation_offload import ActivationOffload
-from bitplan.runtime.block_encoding import put_block
+from bitplan.runtime.block_calls import BlockCalls
 from bitplan.runtime.block_formats import BlockFormats, Formats, resolve_formats
-from bitplan.runtime.block_layout import BlockLayout, lay_out
+from bitplan.runtime.block_upkeep import BlockUpkeep, lay_out_all
 from bitplan.runtime.devices import StreamDevice, open_device
-from bitplan.runtime.finite_check import FiniteCheck
+from bitplan.runtime.finite_check import FiniteCheck, SentFlags
 from bitplan.runtime.host_blocks import HostKind, open_host
 from bitplan.runtime.host_training import AdamWSettings, HostTraining
-from bitplan.runtime.saved_weights import check_torch, save_weights_by_place
+from bitplan.runtime.saved_weights import check_torch
 from bitplan.runtime.stream_errors import StreamError, StreamStateError
 from bitplan.runtime.stream_options import StreamOptions, check_norm
 from bitplan.runtime.stream_telemetry import StepRecorder, StreamStats, Telemetry
-from bitplan.runtime.streamed_blocks import STREAMED, StreamedBlock, Train, find_blocks, move_resident
+from bitplan.runtime.streamed_blocks import StreamedBlock, Train, find_blocks, move_resident
 from bitplan.runtime.training_state import load_training, read_training, training_document, write_training
 from bitplan.runtime.transfers import WAIT_TIMEOUT_S, Transfer
 from bitplan.runtime.weight_loader import Slots, WeightLoader
@@ -111,10 +108,9 @@ class BlockStream:
         options.check()
         self.model, self.blocks, self.device, self.train = model, blocks, device, options.train
         self._options, self._by_name = options, {block.name: block for block in blocks}
-        self._specs = {block.name: block.specs for block in blocks}
-        self._formats = resolve_formats(options.formats, self._specs)
-        self._pending_formats: BlockFormats | None = None
-        layouts = self._lay_out(self._formats)
+        specs = {block.name: block.specs for block in blocks}
+        formats = resolve_formats(options.formats, specs)
+        lay_out_all(specs, formats)  # refuses what cannot be, before anything is opened
         self._telemetry = Telemetry(options.telemetry)
         self._is_closed = False
         self._step: int | None = None
@@ -126,16 +122,18 @@ class BlockStream:
             self._loader.activations = ActivationOffload(
                 device, len(blocks), self._loader.place, self._loader.room, options.timeout_s
             )
+        self._upkeep = BlockUpkeep(blocks, specs, formats, self._host, self._loader, self.training, options)
         try:
             move_resident(model, blocks, device.torch_device)
             self._finite = FiniteCheck(device, names) if options.check_finite else None
-            self._allocate(layouts, names)
-            for name in names:
-                self._put(name)
+            self._upkeep.write(formats, blocks)
         except BaseException:
             self._free()
             raise
-        self._forwards = [self._wrap(index, block) for index, block in enumerate(blocks)]
+        self._calls = BlockCalls(self._loader, self.training, self._finite, options.train, self._before_outside)
+        for index, block in enumerate(blocks):
+            self._calls.wrap(index, block)
+        self._hooks = self._upkeep.hook_state_dicts()
 
     def _open_training(self, options: StreamOptions) -> HostTraining | None:
         if options.train != "weights":
@@ -166,12 +164,13 @@ class BlockStream:
         if self._step is not None:
             self._abandon()
         self._raise_failures()
-        self._restore_lost()
-        self._switch_formats()
+        self._upkeep.bring_up_to_date()
         self.device.reset_peak()
         if self._finite is not None:
             self._finite.start()
         recorder = StepRecorder(self.device, step, self.device.mark())
+        if self.training is not None:
+            self.training.begin(step)
         self._loader.start(step, recorder)
         self._step = step
         self._telemetry.flush()
@@ -182,16 +181,21 @@ class BlockStream:
         if self._step is None:
             raise StreamError("end_step: no step is open; call begin_step(step) first")
         step, recorder = self._step, self._loader.recorder
-        assert recorder is not None
-        if self._finite is not None:
-            self._finite.stop(step)
+        if recorder is None:
+            raise StreamError(f"end_step: step {step} was broken off in its end_step; call begin_step(step)")
+        self._upkeep.refuse_changes_within(step)
+        flags = None if self._finite is None else self._finite.send(step)
         transfers = self._loader.transfers()
         self._loader.stop()
         recorder.close()
-        self._step = None
         if self.training is not None:
             self._loader.forget()
-            self.training.update(self._put, lambda: self._check_step(transfers), step)
+            self.training.update(
+                self._upkeep.put_updated, lambda: self._check_step(flags, transfers)
+            )  # now the step counts
+        elif self._finite is not None and flags is not None:
+            self._finite.keep(flags)
+        self._step = None
         self._telemetry.add(recorder)
         self._raise_failures()
 
@@ -206,7 +210,7 @@ class BlockStream:
             state = "no step is open" if self.training is not None else f"train={self.train!r} streams no gradients"
             raise StreamError(f"clip_gradients: {state}; it goes with train='weights', between backward and end_step")
         check_norm("clip_gradients", max_norm)
-        return self.training.clip(max_norm, list(also), self._step)
+        return self.training.clip(max_norm, list(also))
 
     def synchronize(self) -> None:
         """Wait for updates that are under way, and raise what went wrong in them or in earlier steps.
@@ -216,24 +220,27 @@ class BlockStream:
         if self.training is not None:
             self.training.finish()
         self._raise_failures(wait=True)
-        if self.training is not None:
-            self.training.write_back(self._by_name)
+        self._upkeep.settle()
+
+    def refresh(self) -> None:
+        """Read every parameter again at the next boundary: for changes that torch does not count, see `block_bytes`.
+
+        With train="weights" call `synchronize` before you write into parameters, and this afterwards.
+        """
+        self._check_open()
+        if self._step is not None:
+            raise StreamError(f"refresh: step {self._step} is open; change weights between end_step and begin_step")
+        if self.training is not None and not self.training.is_settled:
+            raise StreamError(
+                "refresh: the model's Parameters are older than the weights that are trained; call synchronize(), "
+                "then write into the Parameters, then call refresh()"
+            )
+        self._upkeep.bytes.unread()
 
     def set_formats(self, formats: Formats) -> None:
         """Other formats from the next begin_step on; what a mapping does not name stays as it is."""
         self._check_open()
-        self._pending_formats = self._fitting_formats(formats, self._pending_formats or self._formats)
-
-    def _fitting_formats(self, formats: Formats, current: BlockFormats) -> BlockFormats:
-        chosen = resolve_formats(formats, self._specs, current)
-        layouts, slot_bytes = self._lay_out(chosen), self._options.slot_bytes
-        for name, layout in zip(self._by_name, layouts, strict=True):
-            if slot_bytes is not None and layout.nbytes > slot_bytes:
-                raise StreamError(
-                    f"{name} would take {layout.nbytes} bytes and a slot has {slot_bytes}: it fits no slot; "
-                    "stream with larger slot_bytes, or choose smaller formats"
-                )
-        return chosen
+        self._upkeep.pending = self._upkeep.fitting_formats(formats, self._upkeep.chosen)
 
     def set_limits(self, hints: RuntimeLimitHints) -> None:
         """Move no more, and no further ahead, than a conductor allows, from now until the next begin_step.
@@ -254,7 +261,7 @@ class BlockStream:
     @property
     def formats(self) -> dict[str, str]:
         """The format of every streamed parameter, by full name."""
-        return _by_full_name(self._formats)
+        return _by_full_name(self._upkeep.formats)
 
     @property
     def stats(self) -> StreamStats:
@@ -284,7 +291,7 @@ class BlockStream:
         if self._step is not None:
             raise StreamError(f"state_dict: step {self._step} is open; save between end_step and begin_step")
         self.synchronize()
-        return training_document(training, _by_full_name(self._pending_formats or self._formats))
+        return training_document(training, _by_full_name(self._upkeep.chosen))
 
     def load_state_dict(
         self,
@@ -315,23 +322,13 @@ class BlockStream:
             document, training, self.formats, where=where, accept_optimizer_change=accept_optimizer_change
         )
         try:
-            chosen = self._fitting_formats(state.formats, self._formats)
+            chosen = self._upkeep.fitting_formats(state.formats, self._upkeep.formats)
         except (StreamError, FormatError) as error:
             raise StreamStateError(f"{where}: {error}") from None
         if self._step is not None:
             self._abandon()
-        self.synchronize()
-        self._loader.wait_for_copies(self._loader.transfers())
-        before, self._pending_formats = self._formats, None
-        try:
-            self._formats = chosen
-            self._allocate(self._lay_out(chosen), list(self._by_name))
-        except BaseException:
-            self._adopt(before, None)
-            raise
-        training.restore(state.trained, state.lr, copies=copies)
-        for name in self._by_name:
-            self._put(name)
+        training.finish()
+        self._upkeep.replace_weights(chosen, lambda: training.restore(state.trained, state.lr, copies=copies))
 
     def _require_training(self, call: str) -> HostTraining:
         self._check_open()
@@ -355,25 +352,32 @@ class BlockStream:
         if self._is_closed:
             return None
         self._is_closed = True
-        for block, (had, forward) in zip(self.blocks, self._forwards, strict=True):
-            delattr(block.module, STREAMED)
-            del block.module._apply
-            if had:
-                block.module.forward = forward
-            else:
-                del block.module.forward
+        self._calls.unwrap()
+        for hook in self._hooks:
+            hook.remove()
+        try:
+            return self._finish()
+        finally:
+            self._free()
+
+    def _finish(self) -> Exception | None:
+        """Everything under way is done, and the model has its weights; what went wrong, if it was not raised yet."""
         if self._step is not None:
             self._abandon()
         failure: Exception | None = None
         if self.training is not None:
             self.training.finish()
             failure = self.training.failure
-            self.training.write_back(self._by_name)
+            try:
+                self._upkeep.settle()
+            except StreamError as error:
+                failure = failure or error
+            if self.training.torn is not None:
+                failure = StreamError(self.training.torn)
         elif self._finite is not None:
             failure = self._finite.find(wait=True)
         self.device.finish(self.device.mark())
-        self._telemetry.flush()
-        self._free()
+        self._telemetry.close()
         return failure
 
     # ---- what happens at a boundary ----------------------------------------------------------------------------------
@@ -386,143 +390,29 @@ class BlockStream:
 
     def _raise_failures(self, *, wait: bool = False) -> None:
         if self.training is not None:
-            failure = self.training.failure
+            failure = self.training.find_failure()
             if failure is not None:
                 self.training.recover()
-                raise failure
+                if self.training.torn is None:
+                    raise failure
+            if self.training.torn is not None:
+                raise StreamError(self.training.torn)
         elif self._finite is not None:
             found = self._finite.find(wait=wait)
             if found is not None:
                 raise found
 
-    def _check_step(self, transfers: list[Transfer]) -> None:
+    def _check_step(self, flags: SentFlags | None, transfers: list[Transfer]) -> None:
         """On the optimizer's thread, before the first master changes."""
-        found = None if self._finite is None else self._finite.find(wait=True)
+        found = None if self._finite is None or flags is None else self._finite.read(flags)
         if found is not None:
             raise found
         self._loader.wait_for_copies(transfers)
 
-    def _restore_lost(self) -> None:
-        for name in self._host.lost():
-            self._loader.is_broken = True
-            self._put(name)
-
-    def _switch_formats(self) -> None:
-        chosen, before = self._pending_formats, self._formats
-        if chosen is None:
-            return
-        self._pending_formats = None
-        if self.training is not None:
-            self.training.finish()
-        self._loader.wait_for_copies(self._loader.transfers())
-        try:
-            self._adopt(chosen, before)
-        except BaseException:
-            self._adopt(before, None)
-            raise
-
-    def _adopt(self, chosen: BlockFormats, before: BlockFormats | None) -> None:
-        """Other formats, and other bytes on the host for the blocks whose formats they change (before None: all)."""
-        changed = [name for name in self._by_name if before is None or chosen[name] != before[name]]
-        self._formats = chosen
-        self._allocate(self._lay_out(chosen), changed)
-        for name in changed:
-            self._put(name)
-
-    def _allocate(self, layouts: list[BlockLayout], changed: Sequence[str]) -> None:
-        options, names = self._options, self._loader.names
-        blocks = {names.index(name) for name in changed}
-        self._loader.allocate(layouts, options.slots, options.slot_bytes, options.vram_bytes, blocks)
-
-    def _lay_out(self, formats: BlockFormats) -> list[BlockLayout]:
-        for block, names in formats.items():
-            for name, fmt in names.items():
-                check_whole_blocks(fmt, self._specs[block][name].shape, None, f"{block}.{name}")
-        return [lay_out(self._specs[block], names) for block, names in formats.items()]
-
-    def _put(self, name: str) -> None:
-        layout = self._loader.layouts[self._loader.names.index(name)]
-        put_block(self._host, self._by_name[name], layout, self.training, self._loader.device.torch_device)
-
-    # ---- what happens in a block -------------------------------------------------------------------------------------
-
-    def _wrap(self, index: int, block: StreamedBlock) -> tuple[bool, Callable[..., Any]]:
-        """Put ourselves around a block's forward; what to put back at the end."""
-        forward, had = block.module.forward, "forward" in block.module.__dict__
-
-        @functools.wraps(forward)
-        def streamed(*args: Any, **kwargs: Any) -> Any:
-            try:
-                return self._run(index, block, forward, args, kwargs)
-            except Exception as error:
-                error.add_note(f"bitplan: in streamed block {self._loader.place(index)}")
-                raise
-
-        block.module.forward = streamed
-        # `model.to(...)`, as every trainer calls it, passes a streamed block by: moved, it would not be streamed.
-        block.module._apply = lambda *_args, **_options: block.module  # type: ignore[method-assign]
-        setattr(block.module, STREAMED, True)
-        return had, forward
-
-    def _run(
-        self,
-        index: int,
-        block: StreamedBlock,
-        forward: Callable[..., Any],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-    ) -> Any:
-        grad = torch.is_grad_enabled()
-        if grad and self._step is None:
-            raise StreamError(
-                f"{block.name}: computed with gradients outside a step; call begin_step(step), or use torch.no_grad()"
-            )
-        if grad and self.train == "nothing" and any(_needs_grad(value) for value in (*args, *kwargs.values())):
-            raise StreamError(
-                f"{block.name}: train='nothing', but an input requires gradients; stream with train='adapters' or "
-                "'weights', or run under torch.no_grad()"
-            )
-        if grad and self._loader.activations is not None:
-            return self._loader.activations.run(
-                index, lambda args, kwargs: self._compute(index, block, forward, args, kwargs), args, kwargs
-            )
-        return self._compute(index, block, forward, args, kwargs)
-
-    def _compute(
-        self,
-        index: int,
-        block: StreamedBlock,
-        forward: Callable[..., Any],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-    ) -> Any:
-        grad = torch.is_grad_enabled()
-        weights = self._loader.weights(index, wraps=not block.module.training or self.train == "nothing")
-        if grad and self.training is not None:
-            weights = {name: self._leaf(block, name, weight) for name, weight in weights.items()}
-        with save_weights_by_place(self._loader) if grad else nullcontext(), _swapped(block, weights):
-            output = forward(*args, **kwargs)
-        if self._finite is not None:
-            self._finite.look_at(index, output)
-        return output
-
-    def _leaf(self, block: StreamedBlock, name: str, weight: Tensor) -> Tensor:
-        """A leaf of this call's graph, whose gradient goes to the host as soon as it is there."""
-        step, recorder, training = self._step, self._loader.recorder, self.training
-        assert step is not None
-        assert recorder is not None
-        assert training is not None
-        if not training.trains(block.name, name):
-            return weight
-        leaf = weight.detach().requires_grad_()
-
-        def send(done: Tensor) -> None:
-            gradient, done.grad = done.grad, None
-            assert gradient is not None
-            training.receive(block.name, name, gradient, step, recorder)
-
-        leaf.register_post_accumulate_grad_hook(send)
-        return leaf
+    def _before_outside(self, block: StreamedBlock) -> None:
+        if self._step is not None:  # its end_step was broken off
+            self._abandon()
+        self._upkeep.bring_block_up_to_date(block)
 
     def _check_open(self) -> None:
         if self._is_closed:
@@ -536,24 +426,5 @@ class BlockStream:
         self._host.close()
 
 
-@contextmanager
-def _swapped(block: StreamedBlock, weights: Mapping[str, Tensor]) -> Iterator[None]:
-    """The block's parameters are these tensors. Straight into the dicts: what is put there need not be a Parameter."""
-    parameters = block.parameters
-    try:
-        for name, one in parameters.items():
-            for module, local in one.places:
-                module._parameters[local] = weights[name]  # type: ignore[assignment]
-        yield
-    finally:
-        for one in parameters.values():
-            for module, local in one.places:
-                module._parameters[local] = one.parameter
-
-
 def _by_full_name(formats: BlockFormats) -> dict[str, str]:
     return {f"{block}.{name}": fmt.name for block, names in formats.items() for name, fmt in names.items()}
-
-
-def _needs_grad(value: Any) -> bool:
-    return isinstance(value, Tensor) and value.requires_grad

@@ -13,8 +13,6 @@ CUDA events are read after they have passed, never waited for: a step's line may
 
 from __future__ import annotations
 
-import json
-import os
 import threading
 from collections import Counter
 from collections.abc import Mapping
@@ -23,11 +21,12 @@ from pathlib import Path
 from typing import Any
 
 from bitplan.plan.conductor import RuntimeLimitHints
-from bitplan.records import open_log
 from bitplan.runtime.devices import Copied, Mark, StreamDevice
+from bitplan.runtime.telemetry_file import TelemetryFile
 from bitplan.runtime.transfers import Transfer
 
 ACTIVATIONS = "activations"
+_BEGINS = b'{"step": 0, "step_ms": 0'
 
 
 @dataclass(frozen=True)
@@ -184,9 +183,9 @@ class Telemetry:
     """Turns recorders into lines, in order, as soon as their clocks can be read."""
 
     def __init__(self, path: str | Path | None) -> None:
-        self._path = None if path is None else Path(path)
-        if self._path is not None:  # a path that cannot be written is known before the first step
-            os.close(_open(self._path))
+        self._file = None if path is None else TelemetryFile(path, _BEGINS, what="streaming telemetry file")
+        if self._file is not None:  # a path that cannot be written is known before the first step
+            self._file.open()
         self._pending: list[StepRecorder] = []
         self.last: StepStats | None = None
         self.steps = 0
@@ -196,14 +195,18 @@ class Telemetry:
         self.flush()
 
     def flush(self) -> None:
-        while self._pending and self._pending[0].has_passed():
-            # A step that broke off is never added: its bytes are in the handle's totals only.
-            self.last = self._pending.pop(0).stats()
+        """A step that broke off never passes: it goes without a line as soon as a later one has. Its bytes are in the
+        handle's totals only."""
+        passed = [at for at, recorder in enumerate(self._pending) if recorder.has_passed()]
+        done = [self._pending[at] for at in passed]
+        self._pending = self._pending[passed[-1] + 1 if passed else 0 :]
+        for recorder in done:
+            self.last = recorder.stats()
             self.steps += 1
-            if self._path is not None:
-                with open(_open(self._path), "ab") as file:
-                    file.write(json.dumps(asdict(self.last)).encode() + b"\n")
+            if self._file is not None:
+                self._file.append(asdict(self.last))
 
-
-def _open(path: Path) -> int:
-    return open_log(path, b'{"step": 0, "step_ms": 0', what="streaming telemetry file")
+    def close(self) -> None:
+        self.flush()
+        if self._file is not None:
+            self._file.close()

@@ -24,9 +24,9 @@ Train = Literal["nothing", "adapters", "weights"]
 STREAMED = "_bitplan_streamed"
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class StreamedParameter:
-    """A parameter and every place in its block that holds it."""
+    """A parameter (another one, where the model's owner replaces it) and every place in its block that holds it."""
 
     name: str
     parameter: nn.Parameter

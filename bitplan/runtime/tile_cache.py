@@ -1,12 +1,14 @@
 """TileCache: the hottest parts of packed weights kept expanded, within a budget of bytes.
 
-A tile is a band of rows of one weight, expanded to the compute type. All layers of a model share one cache; the tile
-used longest ago goes first. A band is up to 256 MiB, so that a cached matrix is nearly always one product: on an H200
-an 8192 x 8192 matrix in four bands took 72 us for 64 rows where one product takes 38.
+A tile is a band of rows of one weight, expanded to the compute type. All layers of a model share one cache. A band is
+up to 256 MiB, so that a cached matrix is nearly always one product: on an H200 an 8192 x 8192 matrix in four bands took
+72 us for 64 rows where one product takes 38.
 
-A model that runs its layers in turn and does not fit the budget would push every tile out just before its next use:
-so evicts least-recently-used by nature. Strategy "tile_cache" does that; "auto" adds tiles only where there is room
-left (`has_room`), so that the layers that came first stay. The budget is 0 unless somebody gives one.
+A model runs its layers in turn, and where it does not fit the budget, pushing out the tile used longest ago would push
+out each just before its next use: no lookup would ever hit. So a tile takes the place of others only where it was asked
+for twice since they were used; else it is expanded for one use. The layers that came first stay, as many as fit, until
+another model runs more often. "auto" adds tiles only where there is room left (`has_room`). The budget is 0 unless
+somebody gives one.
 
 Tiles of a weight that was moved, loaded or freed are dropped at once (`PackedWeight.tell`). The lock is held for
 lookups only, never while a tile is made: two threads may make the same tile, and one of the two is kept. On CUDA a tile
@@ -33,7 +35,7 @@ from bitplan.runtime.packed_weight import PackedWeight, State
 TILE_BYTES = 256 * 2**20
 UNCACHED_BYTES = 32 * 2**20  # of bands that no budget keeps: they are expanded for one use
 ROWS_WORTH_A_TILE = 64  # a budget that holds fewer rows than this holds no tile that is worth a product of its own
-_COUNTS = ("hits", "misses", "evictions", "refused", "dropped")
+_COUNTS = ("hits", "misses", "evictions", "bypassed", "refused", "dropped")
 Key = tuple[int, State, torch.dtype, int, int]  # token and state of the weight, type, first row, end
 
 
@@ -57,6 +59,7 @@ class CacheCounters:
     hits: int
     misses: int
     evictions: int
+    bypassed: int  # misses that took no place: the tiles there were used since this one was last asked for
     refused: int  # tiles larger than the whole budget
     dropped: int  # tiles whose weight changed
     tiles: int
@@ -87,7 +90,9 @@ class TileCache:
                 f"got {budget_bytes!r} and {tile_bytes!r}"
             )
         self.budget_bytes, self.tile_bytes = budget_bytes, tile_bytes
-        self._tiles: OrderedDict[Key, _Tile] = OrderedDict()
+        self._tiles: OrderedDict[Key, _Tile] = OrderedDict()  # the one used longest ago first
+        self._asked: dict[Key, int] = {}  # when each was last looked up, in lookups; tiles that are not here too
+        self._lookups = 0
         self._lock = threading.Lock()
         self._nbytes = 0
         self._counts = dict.fromkeys(_COUNTS, 0)
@@ -134,7 +139,9 @@ class TileCache:
         """Some rows of a weight, expanded."""
         key = (weight.token, weight.state, dtype, rows.start, rows.stop)
         with self._lock:
-            found = self._tiles.get(key)
+            found, before = self._tiles.get(key), self._asked.get(key)
+            self._lookups += 1
+            self._asked[key] = self._lookups
             if found is None:
                 self._counts["misses"] += 1
             else:
@@ -143,7 +150,7 @@ class TileCache:
         if found is not None:
             return _readable(found)
         values = decode(rows_of(weight.encoded, rows), dtype)
-        self._keep(key, values)
+        self._keep(key, values, before)
         return values
 
     def has_room(self, weight: PackedWeight, dtype: torch.dtype) -> bool:
@@ -162,17 +169,16 @@ class TileCache:
     def drop(self, token: int) -> None:
         """Forget the tiles of a weight."""
         with self._lock:
-            for key in [key for key in self._tiles if key[0] == token]:
-                self._nbytes -= self._tiles.pop(key).values.nbytes
-                self._counts["dropped"] += 1
+            self._forget([key for key in self._asked if key[0] == token])
 
     def clear(self) -> None:
         with self._lock:
             self._counts["dropped"] += len(self._tiles)
             self._tiles.clear()
+            self._asked.clear()
             self._nbytes = 0
 
-    def _keep(self, key: Key, values: Tensor) -> None:
+    def _keep(self, key: Key, values: Tensor, asked_before: int | None) -> None:
         with self._lock:
             if values.nbytes > self.budget_bytes:
                 self._counts["refused"] += 1
@@ -180,15 +186,37 @@ class TileCache:
             if key in self._tiles:  # another thread was faster
                 return
             # In-place writes change a state without telling anyone: a newer tile shows that older ones are stale.
-            for stale in [one for one in self._tiles if one[0] == key[0] and one[1] != key[1]]:
-                self._nbytes -= self._tiles.pop(stale).values.nbytes
-                self._counts["dropped"] += 1
-            while self._nbytes + values.nbytes > self.budget_bytes:
-                _, oldest = self._tiles.popitem(last=False)
-                self._nbytes -= oldest.values.nbytes
+            self._forget([one for one in self._asked if one[0] == key[0] and one[1] != key[1]])
+            leaving = self._leaving(values.nbytes, asked_before)
+            if leaving is None:
+                self._counts["bypassed"] += 1
+                return
+            for one in leaving:
+                self._nbytes -= self._tiles.pop(one).values.nbytes
                 self._counts["evictions"] += 1
             self._tiles[key] = _made(values)
             self._nbytes += values.nbytes
+
+    def _leaving(self, nbytes: int, asked_before: int | None) -> list[Key] | None:
+        """The tiles that make room for so many bytes; None where one of them was used since this one was asked for."""
+        leaving: list[Key] = []
+        needed = self._nbytes + nbytes - self.budget_bytes
+        for key, tile in self._tiles.items():
+            if needed <= 0:
+                break
+            if asked_before is None or self._asked[key] > asked_before:
+                return None
+            leaving.append(key)
+            needed -= tile.values.nbytes
+        return leaving
+
+    def _forget(self, keys: list[Key]) -> None:
+        for key in keys:
+            self._asked.pop(key, None)
+            tile = self._tiles.pop(key, None)
+            if tile is not None:
+                self._nbytes -= tile.values.nbytes
+                self._counts["dropped"] += 1
 
 
 def _new_cache(budget_bytes: int, tile_bytes: int) -> TileCache:

@@ -8,19 +8,29 @@ Stream the model and make the policy first, then the trainer: streamed blocks st
 the model to its device. The policy's state goes into each checkpoint, and comes back with it; so do masters and moments
 where the stream trains the weights (train="weights"), without which only the policy would go on.
 
+Where the config says `run_calibration`, the trainer's own data calibrate before the first step: the first batches of
+the dataset, unshuffled, so that neither the order of training nor its random numbers change.
+
+With train="weights" the trainer's learning rate, schedule included, is that of the streamed weights too, and its limit
+on the norm of gradients holds for all of them together, on the device and on the host.
+
 None of the libraries is imported until it is asked for.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from bitplan.optional import require
 from bitplan.plan.selective_config import SelectiveError
+from bitplan.runtime.run_calibration import Forward
 from bitplan.runtime.selective_precision import SelectivePrecisionPolicy
+from bitplan.runtime.stream_blocks import BlockStream
 
+log = logging.getLogger("bitplan")
 STATE_FILE = "selective_precision.json"
 WEIGHTS_FILE = "streamed_weights.safetensors"
 WEIGHTS_KEY = "streamed_weights"  # in a Lightning checkpoint, beside the policy's keys
@@ -63,10 +73,16 @@ def trainer_callback(
     """
     base = require("transformers", purpose="a Trainer callback", extra=EXTRA).TrainerCallback
     stream = policy.stream
-    trains = stream.training is not None
+    trains, rate = stream.training is not None, _FollowedRate(stream)
 
     class SelectivePrecisionCallback(base):  # type: ignore[misc, valid-type]
-        def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        def __init__(self) -> None:
+            super().__init__()
+            self._max_norm = 0.0  # of the step under way
+
+        def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            if not state.global_step and policy.lacks_calibration:
+                policy.calibrate(_unshuffled(kwargs["train_dataloader"], args.train_batch_size), progress=False)
             if state.global_step:
                 folder = Path(resume_from or Path(args.output_dir) / f"checkpoint-{state.global_step}")
                 weights = (lambda: stream.load(folder / WEIGHTS_FILE)) if trains else None
@@ -74,8 +90,15 @@ def trainer_callback(
 
         def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
             policy.begin_step(state.global_step)
+            if trains and args.max_grad_norm:
+                # The trainer would clip what is on the device by the norm of that alone: we clip, for this step.
+                self._max_norm, args.max_grad_norm = args.max_grad_norm, 0.0
 
-        def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            if self._max_norm:
+                stream.clip_gradients(self._max_norm, kwargs["model"].parameters())
+                self._max_norm, args.max_grad_norm = 0.0, self._max_norm
+            rate.follow(kwargs["optimizer"])
             policy.collect_block_grad_stats()
             policy.compute_hints(state.global_step)
 
@@ -106,16 +129,30 @@ def trainer_callback(
     return SelectivePrecisionCallback()
 
 
-def lightning_callback(policy: SelectivePrecisionPolicy, *, scalars: TensorBoardScalars | None = None) -> Any:
-    """A callback for Lightning's Trainer; scalars also go to the logger that the trainer has."""
+def lightning_callback(
+    policy: SelectivePrecisionPolicy,
+    *,
+    scalars: TensorBoardScalars | None = None,
+    calibration_forward: Forward | None = None,
+) -> Any:
+    """A callback for Lightning's Trainer; scalars also go to the logger that the trainer has.
+
+    calibration_forward   (module, batch) -> anything: how a batch of the training data is run to calibrate, for a
+                          LightningModule does not say. Without it nothing is calibrated here, and the log says so.
+    """
     base = require("lightning.pytorch", purpose="a Lightning callback", extra=EXTRA).Callback
     stream = policy.stream
-    trains = stream.training is not None
+    trains, rate = stream.training is not None, _FollowedRate(stream)
 
     class SelectivePrecisionCallback(base):  # type: ignore[misc, valid-type]
         def __init__(self) -> None:
             super().__init__()
             self._opened: int | None = None
+
+        def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+            if calibration_forward is not None and not trainer.global_step and policy.lacks_calibration:
+                batches = _unshuffled(trainer.train_dataloader)
+                policy.calibrate(batches, forward=calibration_forward, progress=False)
 
         def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
             if self._opened is None:  # not in the middle of an accumulation
@@ -124,6 +161,16 @@ def lightning_callback(policy: SelectivePrecisionPolicy, *, scalars: TensorBoard
 
         def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
             assert self._opened is not None
+            if trains and trainer.gradient_clip_val:
+                if str(trainer.gradient_clip_algorithm or "norm") not in ("norm", "GradClipAlgorithmType.NORM"):
+                    raise SelectiveError(
+                        f"gradient_clip_algorithm={trainer.gradient_clip_algorithm!r}: the streamed weights' gradients "
+                        "are clipped by their norm; use 'norm', or gradient_clip_val=None"
+                    )
+                # Before the trainer does: what is left for it is within the limit.
+                parameters = (one for group in optimizer.param_groups for one in group["params"])
+                stream.clip_gradients(float(trainer.gradient_clip_val), parameters)
+            rate.follow(optimizer)
             policy.collect_block_grad_stats()
             policy.compute_hints(self._opened)
 
@@ -165,6 +212,58 @@ def lightning_callback(policy: SelectivePrecisionPolicy, *, scalars: TensorBoard
             )
 
     return SelectivePrecisionCallback()
+
+
+def _unshuffled(loader: Any, batch_size: int | None = None) -> Any:
+    """The data of a trainer's loader, from the beginning, by a loader of our own."""
+    from torch import Generator
+    from torch.utils.data import DataLoader
+
+    size = loader.batch_size or batch_size or 1
+    return DataLoader(loader.dataset, batch_size=size, collate_fn=loader.collate_fn, generator=Generator())
+
+
+class _FollowedRate:
+    """The rate that a trainer's optimizer has for the streamed weights, which the stream steps in its stead."""
+
+    def __init__(self, stream: BlockStream) -> None:
+        self._stream = stream
+        self._optimizer: Any = None
+        self._groups: list[int] = []
+
+    def follow(self, optimizer: Any) -> None:
+        """Before the optimizer steps."""
+        training = self._stream.training
+        if training is None:
+            return
+        if optimizer is not self._optimizer:
+            self._optimizer, self._groups = optimizer, self._groups_with_streamed(optimizer)
+        rates = {float(optimizer.param_groups[at]["lr"]) for at in self._groups}
+        if len(rates) > 1:
+            raise SelectiveError(
+                f"the trainer's optimizer has {len(rates)} learning rates for streamed weights ({sorted(rates)}), and "
+                "the stream has one for all; give them one"
+            )
+        training.lr = rates.pop() if rates else training.lr
+
+    def _groups_with_streamed(self, optimizer: Any) -> list[int]:
+        training = self._stream.training
+        assert training is not None
+        held = {
+            id(one.parameter)
+            for block in self._stream.blocks
+            for name, one in block.parameters.items()
+            if training.trains(block.name, name)
+        }
+        groups = optimizer.param_groups
+        found = [at for at, group in enumerate(groups) if any(id(one) in held for one in group["params"])]
+        if not found:
+            log.warning(
+                "bitplan: the trainer's optimizer holds none of the streamed weights, so its learning rate is not "
+                "theirs: they keep %g (stream.training.lr)",
+                training.lr,
+            )
+        return found
 
 
 def _restore(

@@ -4,6 +4,9 @@ A transfer has two waits. The host waits until the copy was handed to the device
 memory, after staging for pageable memory and files, after the optimizer for weights that are being updated. The device
 waits for the copy itself, by events. A job that fails leaves its error in the transfer, for whoever waits for it; a
 thread that dies is noticed by every wait. No wait is without end.
+
+Ctrl-C may come between any two lines. So nothing here is counted beside the queue itself, one call puts a job into it,
+and there is no lock of Python's that an interrupt could leave locked (threading.Event and Condition have one).
 """
 
 from __future__ import annotations
@@ -11,6 +14,7 @@ from __future__ import annotations
 import queue
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -22,13 +26,38 @@ WAIT_TIMEOUT_S = 300.0
 Job = Callable[[], None]
 
 
+class Latch:
+    """Set once, and waited for by any number of threads."""
+
+    def __init__(self) -> None:
+        self._is_set = False
+        self._wake: queue.SimpleQueue[None] = queue.SimpleQueue()
+
+    def set(self) -> None:
+        self._is_set = True
+        self._wake.put(None)
+
+    def is_set(self) -> bool:
+        return self._is_set
+
+    def wait(self, timeout_s: float) -> bool:
+        """Whether it is set, at the latest after so many seconds."""
+        if not self._is_set:
+            try:
+                self._wake.get(timeout=timeout_s)
+            except queue.Empty:
+                return self._is_set
+            self._wake.put(None)  # for whoever else waits; one who misses it looks again after his own timeout
+        return self._is_set
+
+
 @dataclass(eq=False)
 class Transfer:
     """A copy under way, or done; `what` says which block, for messages; `after`: when its target was free."""
 
     what: str
     after: Mark | None = None
-    launched: threading.Event = field(default_factory=threading.Event)
+    launched: Latch = field(default_factory=Latch)
     copied: Copied | None = None
     error: BaseException | None = None
     # The computation waits for it: what is queued from now on comes after it, however far ahead the host is.
@@ -61,10 +90,10 @@ class Worker:
     def __init__(self, name: str, max_unfinished: int | None = None) -> None:
         self.name = name
         self.max_unfinished = max_unfinished  # may change at any time
-        self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
-        self._unfinished = 0
-        self._changed = threading.Condition()
-        self._has_died = False
+        self._jobs: deque[Job] = deque()  # the first is under way, and leaves when it is done
+        self._wake: queue.SimpleQueue[None] = queue.SimpleQueue()
+        self._room = Latch()
+        self._is_stopping = self._has_died = False
         self._thread = threading.Thread(target=self._run, name=f"bitplan-{name}", daemon=True)
         self._thread.start()
 
@@ -72,59 +101,77 @@ class Worker:
     def is_alive(self) -> bool:
         return self._thread.is_alive() and not self._has_died
 
+    @property
+    def unfinished(self) -> int:
+        return len(self._jobs)
+
     def submit(self, job: Job, what: str, timeout_s: float = WAIT_TIMEOUT_S) -> None:
         """Queue a job; waits while too many are unfinished, which holds a producer back to the thread's pace."""
         deadline = time.monotonic() + timeout_s
-        with self._changed:
-            while self.is_alive and self._is_full() and time.monotonic() <= deadline:
-                self._changed.wait(POLL_S)
-            if self.is_alive and not self._is_full():
-                self._unfinished += 1
-                self._jobs.put(job)
-                return
-        state = "took no job in time" if self.is_alive else "has died"
-        raise TransferError(f"{what}: the {self.name} thread {state}; begin_step starts afresh")
+        while self.is_alive and self._is_full() and time.monotonic() <= deadline:
+            room = self._room = Latch()
+            if self._is_full():
+                self.nudge()
+                room.wait(POLL_S)
+        if not self.is_alive or self._is_full():
+            state = "took no job in time" if self.is_alive else "has died"
+            raise TransferError(f"{what}: the {self.name} thread {state}; begin_step starts afresh")
+        self._jobs.append(job)  # before this call there is no job, after it there is
+        self.nudge()
+
+    def nudge(self) -> None:
+        """Have the thread look at its queue; whoever waits for a job calls it, in case its submitter was stopped."""
+        self._wake.put(None)
 
     def drain(self, timeout_s: float) -> bool:
         """Wait until every job has run; False where the thread has died or time ran out."""
-        deadline = time.monotonic() + timeout_s
-        with self._changed:
-            while self._unfinished:
+        if self._jobs:
+            deadline, done = time.monotonic() + timeout_s, Latch()
+            self._jobs.append(done.set)
+            self.nudge()
+            while not done.wait(POLL_S):
                 if not self.is_alive or time.monotonic() > deadline:
                     return False
-                self._changed.wait(POLL_S)
         return self.is_alive
 
     def stop(self, timeout_s: float) -> None:
         """End the thread after the jobs it has; one that hangs in a job is left: a daemon does not keep the process."""
         if self.is_alive:
-            self._jobs.put(None)
+            self._is_stopping = True
+            self.nudge()
             self._thread.join(timeout_s)
 
     def _is_full(self) -> bool:
-        return self.max_unfinished is not None and self._unfinished >= self.max_unfinished
+        return self.max_unfinished is not None and self.unfinished >= self.max_unfinished
 
     def _run(self) -> None:
-        while True:
-            job = self._jobs.get()
-            if job is None:
-                return
-            try:
-                job()
-            except Exception:  # the job has kept it where its waiter looks
-                pass
-            except BaseException:
-                self._has_died = True  # said before waiters wake up, which the thread's own end would not be
-                return
-            finally:
-                del job  # a job holds tensors
-                with self._changed:
-                    self._unfinished -= 1
-                    self._changed.notify_all()
+        try:
+            while self._jobs or not self._is_stopping:
+                if self._jobs:
+                    self._run_first()
+                else:
+                    self._wake.get()
+        except BaseException:  # every wait looks whether the thread is there, and says which job it was for
+            self._has_died = True
+
+    def _run_first(self) -> None:
+        job = self._jobs[0]
+        try:
+            job()
+        except Exception:  # the job has kept it where its waiter looks
+            pass
+        except BaseException:
+            self._has_died = True  # said before waiters wake up, which the thread's own end would not be
+            raise
+        finally:
+            self._jobs.popleft()
+            self._room.set()
 
 
-def wait_for(event: threading.Event, worker: Worker | None, timeout_s: float, what: str) -> None:
-    """Wait for an event that a worker sets; a dead worker or a passed deadline is an error that names it."""
+def wait_for(event: Latch, worker: Worker | None, timeout_s: float, what: str) -> None:
+    """Wait for what a worker sets; a dead worker or a passed deadline is an error that names it."""
+    if worker is not None and not event.is_set():
+        worker.nudge()
     deadline = time.monotonic() + timeout_s
     while not event.wait(POLL_S):
         if worker is not None and not worker.is_alive and not event.is_set():

@@ -46,6 +46,7 @@ class WeightLoader:
         self.recorder: StepRecorder | None = None
         self.step: int | None = None
         self.is_broken = False  # a wait was cut off: what the slots hold is not known
+        self.is_allocated = False  # memory is that of the last `allocate`, which was not cut off
         self._ring: SlotRing | None = None
         self._decoder = SlotDecoder()
         self._worker = Worker("transfer")
@@ -79,12 +80,14 @@ class WeightLoader:
         largest = max(layout.nbytes for layout in layouts)
         size = largest if slot_bytes is None else slot_bytes
         scratch = max(layout.scratch_nbytes for layout in layouts)
+        self.is_allocated = False
         self.layouts = list(layouts)
         self._decoder.forget(layouts)
         if self._fits(largest, scratch, is_auto=slots == "auto"):
             self._leave()
             self.ring.forget(changed)
             self._resize_residents()
+            self.is_allocated = True
             return
         self.free()
         count, resident = self._share(layouts, slots, size, scratch, budget)
@@ -92,6 +95,7 @@ class WeightLoader:
         self._ring = SlotRing(self.device, count, size, own, scratch)
         self._walk = Walk(len(self.names), resident)
         self._uploader.resize(max(size, largest))
+        self.is_allocated = True
 
     def free(self) -> None:
         """Give all device memory back."""
@@ -152,19 +156,16 @@ class WeightLoader:
     def start(self, step: int | None, recorder: StepRecorder | None) -> None:
         """A step begins: weights and formats may differ from those before."""
         self._serial += 1
+        self.mend()
+        self.is_broken = True  # until the first copies are on their way
         self.step, self.recorder = step, recorder
         self._limit(None)
-        if self.is_broken or not self._worker.is_alive:
-            self._recover()
         self._leave()
         self._walk = Walk(len(self.names), self._walk.resident)
-        try:
-            if self.activations is not None:
-                self.activations.start(recorder)
-            self._prefetch()
-        except BaseException:
-            self.is_broken = True
-            raise
+        if self.activations is not None:
+            self.activations.start(recorder)
+        self._prefetch()
+        self.is_broken = False
 
     def stop(self) -> None:
         """The step is over: a backward that comes later is refused."""
@@ -214,11 +215,11 @@ class WeightLoader:
     def _is_done(self, transfer: Transfer) -> bool:
         return transfer.launched.is_set() and (transfer.copied is None or self.device.has_passed(transfer.copied.end))
 
-    def forget(self) -> None:
-        """The host's bytes change: nothing on the device counts any more."""
+    def forget(self, blocks: Collection[int] | None = None) -> None:
+        """The host's bytes of blocks (None: all) change: what the device has of them does not count any more."""
         self._leave()
         if self._ring is not None:
-            self._ring.forget()
+            self._ring.forget(blocks)
 
     def transfers(self) -> list[Transfer]:
         """The last transfer into each slot: when these are done, nobody reads the host's buffers."""
@@ -232,6 +233,11 @@ class WeightLoader:
             if transfer.copied is not None:
                 self.device.finish(transfer.copied.end)
 
+    def mend(self) -> None:
+        """After a wait that was cut off, or the end of the thread: whole threads, and slots that hold nothing."""
+        if self.is_broken or not self._worker.is_alive:
+            self._recover()
+
     def _recover(self) -> None:
         if not self._worker.drain(self.timeout_s):
             if self._worker.is_alive:  # it would write into a slot some time later
@@ -243,6 +249,8 @@ class WeightLoader:
             self._uploader.worker = self._worker
         for transfer in self.transfers():
             transfer.launched.set()  # nobody will: telemetry waits for no copy that never was
+            if transfer.copied is not None:
+                self.device.finish(transfer.copied.end)
         self.forget()
         self.is_broken = False
 

@@ -1,14 +1,16 @@
-"""Comparing weights by the numbers they stand for: two models, or two files one tensor at a time."""
+"""Comparing weights by the numbers they stand for: two models, or two files one tensor at a time, in any layout."""
 
 from __future__ import annotations
 
 import functools
 import math
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Self
 
+import torch
 from torch import Tensor, nn
 
 from bitplan.errors import StoreError
@@ -16,8 +18,8 @@ from bitplan.formats import Encoded
 from bitplan.formats.report import Similarity, similarity
 from bitplan.kernels import decode
 from bitplan.store.eval_weights import slots_of
+from bitplan.store.model_values import ModelValues, Values, open_values
 from bitplan.store.models import places_of
-from bitplan.store.tensor_files import TensorFile, open_tensors
 
 Weights = nn.Module | Mapping[str, Tensor | Encoded]
 
@@ -112,8 +114,8 @@ def _counted(ours: _Effective, theirs: _Effective) -> list[str]:
 
 def _effective(model: Weights) -> _Effective:
     if not isinstance(model, nn.Module):
-        given = {name: _weight(value) for name, value in model.items()}
-        return _Effective(given, frozenset(given), frozenset(), is_model=False)
+        given = {name: _weight(value) for name, value in model.items() if _is_weight(value)}
+        return _Effective(given, frozenset(given), frozenset(model.keys() - given.keys()), is_model=False)
     weights: dict[str, _Weight] = {}
     first_names: dict[tuple[int, str | None], str] = {}
     for place in places_of(model):
@@ -126,6 +128,11 @@ def _effective(model: Weights) -> _Effective:
     return _Effective(weights, frozenset(first_names.values()), buffers, is_model=True)
 
 
+def _is_weight(value: Tensor | Encoded) -> bool:
+    """Integers in a state_dict are buffers, not weights."""
+    return isinstance(value, Encoded) or value.is_floating_point() or value.is_complex()
+
+
 def _weight(value: Tensor | Encoded) -> _Weight:
     if isinstance(value, Encoded):
         return _Weight(value.shape, value.fmt.name, functools.partial(decode, value))
@@ -133,33 +140,62 @@ def _weight(value: Tensor | Encoded) -> _Weight:
 
 
 def compare_files(
-    first: str | Path, second: str | Path, *, on_bytes: Callable[[int, str], None] = lambda _count, _name: None
+    first: str | Path, second: str | Path, *, on_numbers: Callable[[int, str], None] = lambda _count, _name: None
 ) -> Comparison:
-    """Compare all tensors that both files have, worst first; names and shapes that differ are findings."""
-    with open_tensors(first) as one, open_tensors(second) as two:
+    """Compare the numbers of all tensors that both files have, worst first, across layouts of one model.
+
+    Names and shapes that differ are findings. Integers (buffers, codes) must be equal, and count in no figure.
+    """
+    with ExitStack() as opened:
+        one, two = open_values(first, second, opened)
         layers, total = {}, Similarity()
         findings = _missing(one, two) + _missing(two, one)
-        for name, spec in one.specs.items():
-            other = two.specs.get(name)
-            if other is None:
+        for name, ours in one.values.items():
+            theirs = two.values.get(name)
+            if theirs is None:
                 continue
-            if spec.shape != other.shape:
-                findings.append(f"{name}: shape {spec.shape} in {first}, {other.shape} in {second}")
-                continue
-            on_bytes(0, name)
-            numbers = one.read_float(name)
-            sums = similarity(numbers, two.read_float(name))
-            total += sums
-            layers[name] = Agreement.of(sums, numbers.numel(), spec.format, other.format)
-            on_bytes(spec.nbytes, name)
-            if not math.isfinite(sums.square_difference):
-                findings.append(f"{name}: NaN or infinity on one side, so its figures say nothing")
+            on_numbers(0, name)
+            if ours.shape != theirs.shape:
+                findings.append(f"{name}: shape {ours.shape} in {first}, {theirs.shape} in {second}")
+            elif ours.is_integer or theirs.is_integer:
+                findings += _compare_integers(name, ours, theirs)
+            else:
+                sums = _compare_numbers(ours, theirs)
+                total += sums
+                layers[name] = Agreement.of(sums, math.prod(ours.shape), ours.format, theirs.format)
+                if not math.isfinite(sums.square_difference):
+                    findings.append(f"{name}: NaN or infinity on one side, so its figures say nothing")
+            on_numbers(math.prod(ours.shape), name)
     if not layers:
         nothing = Agreement(0, math.nan, math.nan, math.nan, math.nan)
-        return Comparison({}, nothing, (*findings, f"{first} and {second} have no tensor in common"))
+        notes = [side.note for side in (one, two) if side.note]
+        return Comparison({}, nothing, (*findings, *notes, f"{first} and {second} have no tensor in common"))
     worst_first = dict(sorted(layers.items(), key=lambda item: (item[1].sqnr_db, item[0])))
     return Comparison(worst_first, Agreement.of(total, sum(one.count for one in layers.values())), tuple(findings))
 
 
-def _missing(one: TensorFile, two: TensorFile) -> list[str]:
-    return [f"{name}: in {one.path}, not in {two.path}" for name in one.specs if name not in two.specs]
+def _missing(one: ModelValues, two: ModelValues) -> list[str]:
+    return [f"{name}: in {one.path}, not in {two.path}" for name in one.values if name not in two.values]
+
+
+def _compare_numbers(ours: Values, theirs: Values) -> Similarity:
+    """Sums over two tensors whose numbers may come in pieces of different sizes."""
+    total = Similarity()
+    left, right = torch.empty(0), torch.empty(0)
+    mine, others = ours.pieces(), theirs.pieces()
+    while True:
+        left = left if left.numel() else next(mine, left).reshape(-1)
+        right = right if right.numel() else next(others, right).reshape(-1)
+        count = min(left.numel(), right.numel())
+        if not count:
+            return total
+        total += similarity(left[:count], right[:count])
+        left, right = left[count:], right[count:]
+
+
+def _compare_integers(name: str, ours: Values, theirs: Values) -> list[str]:
+    if ours.is_integer != theirs.is_integer:
+        return [f"{name}: {ours.format} on one side, {theirs.format} on the other: integers are not weights"]
+    one, two = (torch.cat([piece.reshape(-1) for piece in side.pieces()]) for side in (ours, theirs))
+    differing = int((one.to(torch.int64) != two.to(torch.int64)).sum())
+    return [f"{name}: {differing} of {one.numel()} integers differ"] if differing else []

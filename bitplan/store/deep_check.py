@@ -29,6 +29,7 @@ from bitplan.plan.plan import natural_order
 from bitplan.plan.roles import guess_role
 from bitplan.store.packed_rows import (
     PackedTensor,
+    base_fault,
     base_name,
     packed_pair,
     packed_tensor,
@@ -176,7 +177,9 @@ def _pair(manifest: Manifest, file: TensorFile, name: str, tag: Tag) -> PackedTe
         if manifest.scale_base != "tensor" and manifest.scale_base is not None:
             base = float(manifest.scale_base)
         if base is None:
-            return []
+            return []  # the plain check says so
+        if isinstance(base, str) and (fault := base_fault(file, base)):
+            return [Finding("scale-base", name, f"{fault}; encode it again")]
     try:
         return packed_pair(file, name, scales_name(name), fmt, base)
     except BitplanError:

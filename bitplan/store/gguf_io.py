@@ -105,6 +105,11 @@ class GGUFFile(ContainerFile[GGUFTensor]):
     alignment: int
     metadata: dict[str, GGUFValue]
 
+    @property
+    def parts(self) -> list[Path]:
+        """The files that hold the tensors."""
+        return [self.path]
+
     def read_raw(self, name: str) -> torch.Tensor:
         """The encoded bytes as a fresh uint8 tensor of shape [*shape[:-1], bytes per row]."""
         tensor = self._entry(name)

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from bitplan.store.gguf_io import GGUFFile, GGUFValue
+from bitplan.store.gguf_split import open_gguf
 from bitplan.store.gpt_oss_check import check_gpt_oss, read_headers
 from bitplan.store.gpt_oss_config import CONFIG, Settings, read_config, read_metadata
 from bitplan.store.gpt_oss_experts import Matrix, group_experts, join_expert
@@ -83,7 +84,7 @@ class GptOssFile:
 
     @property
     def files(self) -> list[Path]:
-        return [self._file.path] if isinstance(self._file, GGUFFile) else self._file.sources
+        return self._file.parts if isinstance(self._file, GGUFFile) else self._file.sources
 
     @property
     def metadata(self) -> dict[str, GGUFValue]:
@@ -158,7 +159,7 @@ def _open(path: Path) -> Checkpoint | GGUFFile:
     if path.is_file():
         with path.open("rb") as file:
             if file.read(4) == b"GGUF":
-                return GGUFFile(path)
+                return open_gguf(path)
     return open_checkpoint(path)
 
 

@@ -108,9 +108,19 @@ def packed_pair(file: TensorFile, data: str, scales: str, fmt: Format, base: flo
         )
     if fmt.scales.needs_base and base is None:
         raise FormatError(f"{file.path}: {data!r}: scales of {fmt.name} are multiples of a base, and there is none")
+    if isinstance(base, str) and (fault := base_fault(file, base)):
+        raise FileFormatError(f"{file.path}: {data!r}: {fault}")
     shape = (*grid[:-1], grid[-1] * fmt.block.cols)
     factor = torch.tensor(base) if isinstance(base, float) else _read_base(file, base)
     return _two_tensors(file, (data, scales), fmt, shape, grid, factor)
+
+
+def base_fault(file: TensorFile, name: str) -> str | None:
+    """Why a tensor cannot be the base of scales; None where it is one float."""
+    spec = file.spec(name)
+    if math.prod(spec.shape) == 1 and spec.dtype.is_floating_point and not spec.encoded:
+        return None
+    return f"the base of scales must be one float, and {name!r} is {spec.format} of shape {spec.shape}"
 
 
 def _read_base(file: NativeTensors, name: str | None) -> Tensor | None:

@@ -9,8 +9,7 @@ The original's own files leave much unsaid, so there are two readings:
 
 | | without `codec` (the original) | `"codec": "bitplan-1"` (ours) |
 |---|---|---|
-| float16 | the upper half of a float32, that is bfloat16 | IEEE half |
-| fp8*, fp4 | signed integers times scale | the floats of that name times scale |
+| float16, fp8*, fp4 | refused: see below | the floats of that name times scale |
 | unsigned | integers times scale | (integer - zero_point) times scale |
 | scale 0 or missing | 1 | a tensor of zeros / an error |
 | count | what the bytes give; a Dense layer's sizes trim the padding | `shape` |
@@ -18,7 +17,11 @@ The original's own files leave much unsaid, so there are two readings:
 | comes out as | float32, flat | Encoded, exact |
 | keys we do not know | kept untouched | an error |
 
-Source: seed 004, and the files of the project behind it.
+The original changed what it packs under float16, fp8 and fp4, and its files do not say which version wrote them: older
+ones hold the upper half of a float32 and signed integers, today's IEEE halves and small floats. A guess would be wrong
+by a factor of ten, so these are refused.
+
+Source: the files and sources of the project behind the format.
 """
 
 from __future__ import annotations
@@ -52,8 +55,8 @@ MAX_NUMBERS = 2**40  # of a tensor, empty axes counted as 1; far beyond what fit
 # The file's dtype -> the format of the same numbers: only fp8 is spelled differently.
 DTYPES = {name.replace("fp8_", "fp8"): name for name in DTYPE_NAMES}
 _TAGS = {name: tag for tag, name in DTYPES.items()}
-# What the original really stores under these names.
-_ORIGINAL_FORMATS = {"float16": "bfloat16", "fp8e4m3": "int8", "fp8e5m2": "int8", "fp4": "int4"}
+# What the original packed differently from version to version, without a word in the file.
+_AMBIGUOUS = ("float16", "fp8e4m3", "fp8e5m2", "fp4")
 _PLAIN_TENSORS = {get_format(name).storage: name for name in ("float64", "float32", "float16", "bfloat16")}
 
 Weights = Encoded | Tensor
@@ -355,7 +358,12 @@ class _Reader:
             dtype = "float32"
         if dtype not in DTYPES:
             self._fail(f"{path}: dtype", f"of packed weights must be one of {', '.join(DTYPES)}", layer["dtype"])
-        fmt = get_format(_ORIGINAL_FORMATS.get(dtype, DTYPES[dtype]))
+        if dtype in _AMBIGUOUS:
+            raise FileFormatError(
+                f"{self.where}: {path}: packed {dtype} weights mean different numbers by the version of the program "
+                "that wrote them, and the file does not say which; save the network again as float32 or bfloat16"
+            )
+        fmt = get_format(DTYPES[dtype])
         whole, left = divmod(len(payload), fmt.storage.itemsize)
         if left:
             expected = f"must be whole {dtype} numbers of {fmt.storage.itemsize} bytes"

@@ -101,7 +101,8 @@ def quantize_file(
     A format goes to the weights that can bear it, as `bitplan.plan.choose_formats` decides. A plan must name every
     tensor of the file, and decides for each. `keep` and `only` are names or shell patterns, of tensors or of modules.
 
-    The suffix of `output` says what is written; a sharded source goes to a folder that does not exist yet.
+    The suffix of `output` says what is written; .gguf is written of a GGUF source alone, whose names and metadata it
+    keeps. A sharded source goes to a folder that does not exist yet.
     Peak memory: the largest tensor in its old and its new form, and some megabytes.
     """
     wanted = fmt if isinstance(fmt, Plan) else get_format(fmt)
@@ -122,6 +123,12 @@ def quantize_file(
             _quantize_shards(file, Path(output), options, report, on_tensor)
             return report
         check_output(output, inputs=file.files)
+        if Path(output).suffix == ".gguf" and not isinstance(file, GGUFTensors):
+            raise StoreError(
+                f"{output}: GGUF is written from GGUF alone: {source} has neither llama.cpp's names nor its metadata; "
+                "convert it with llama.cpp's convert_hf_to_gguf.py first (gpt-oss: "
+                "`bitplan convert --to gguf`), or write .safetensors"
+            )
         # Only safetensors can say that two names are one tensor; elsewhere it is written under both.
         tied = file.tied if Path(output).suffix == ".safetensors" else {}
         promises = _promises(file, [*file.specs, *(file.tied if not tied else ())], options)
@@ -144,11 +151,13 @@ def _quantize_shards(
             promises = _promises(file, names, options)
             tied = {alias: name for alias, name in file.tied.items() if file.shard_of(name) == shard}
             metadata = file.metadata_of(shard)
-            with write_tensors(folder / shard.name, promises, metadata=metadata, tied=tied) as writer:
+            place = file.shard_name(shard)
+            (folder / place).parent.mkdir(parents=True, exist_ok=True)
+            with write_tensors(folder / place, promises, metadata=metadata, tied=tied) as writer:
                 _quantize_each(file, promises, writer, options, report, on_tensor)
             for promise in promises:
                 parts = promise.fmt.part_shapes(promise.shape) if promise.fmt else ("data",)
-                weight_map |= {part_name(promise.name, part): shard.name for part in parts}
+                weight_map |= {part_name(promise.name, part): place.as_posix() for part in parts}
                 total += promise.nbytes
         index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
         write_json(folder / f"model{INDEX_SUFFIX}", index)
@@ -214,6 +223,8 @@ def _promises(file: TensorFile, names: Sequence[str], options: QuantizeOptions) 
     for name in names:
         spec = file.spec(name)
         fmt, _ = options.choose(spec, name)
+        if fmt is not None:
+            file.require_numbers(spec)
         if fmt is None and spec.encoded:  # left alone means left packed
             fmt = get_format(spec.format)
         cols = fmt.matrix_shape(spec.shape)[1] if fmt is not None else 0

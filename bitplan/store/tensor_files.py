@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
@@ -42,6 +42,15 @@ GGUF_FORMATS = {
     "BF16": "bfloat16",
 }
 DEQUANTIZE_NUMBERS = 2**20
+# Floats of which torch computes nothing; most stand for numbers, E8M0 for powers of two.
+NARROW_FLOATS = (
+    "float8_e4m3fn",
+    "float8_e4m3fnuz",
+    "float8_e5m2",
+    "float8_e5m2fnuz",
+    "float8_e8m0fnu",
+    "float4_e2m1fn_x2",
+)
 
 
 @dataclass(frozen=True)
@@ -78,12 +87,31 @@ class TensorFile(ABC):
         """One tensor, in its own memory."""
 
     def read_float(self, name: str) -> Tensor:
-        """One tensor as numbers: an Encoded is decoded to float32."""
+        """One tensor as numbers: an Encoded is decoded to float32, and 8-bit floats come as float32."""
         from bitplan.formats import Encoded
         from bitplan.kernels import decode
 
+        spec = self.spec(name)
+        self.require_numbers(spec)
+        if not spec.encoded and spec.dtype_name in NARROW_FLOATS:
+            return self.read(name).float()  # type: ignore[union-attr]
         found = self.read(name)
         return decode(found) if isinstance(found, Encoded) else found
+
+    def require_numbers(self, spec: TensorSpec) -> None:
+        """Refuse 4- and 8-bit floats that are codes, whose scales lie beside them under another name."""
+        if spec.encoded or spec.dtype_name not in NARROW_FLOATS:
+            return
+        if spec.dtype_name == "float4_e2m1fn_x2":
+            fault = "two to a byte, and safetensors does not say which comes first"
+        elif scales := next((name for name in _scale_names(spec.name) if name in self.specs), None):
+            fault = f"codes with scales beside them ({scales!r})"
+        else:
+            return
+        raise StoreError(
+            f"{self.path}: {spec.name!r} is {spec.format}: {fault}; bitplan does not decode it: "
+            "write the checkpoint in bfloat16 with the program that made it"
+        )
 
     @abstractmethod
     def close(self) -> None:
@@ -155,6 +183,10 @@ class NativeTensors(TensorFile):
     def shard_of(self, name: str) -> Path:
         return self._checkpoint.weight_map[name]
 
+    def shard_name(self, shard: Path) -> Path:
+        """A shard's path as the index has it: two folders may each have a shard of one name."""
+        return shard.relative_to(self.path if self.path.is_dir() else self.path.parent)
+
     def metadata_of(self, shard: Path) -> dict[str, str]:
         """A shard's own metadata, without bitplan's key."""
         file = next(file for file in self._checkpoint.files if file.path == shard)
@@ -203,15 +235,16 @@ class NativeTensors(TensorFile):
 
 
 class GGUFTensors(TensorFile):
-    """A GGUF file; every type that gguf-py can decode."""
+    """A GGUF file, or all parts of a split one; every type that gguf-py can decode."""
 
     kind = "gguf"
 
     def __init__(self, path: Path) -> None:
-        from bitplan.store.gguf_io import GGUFFile, plain_dtype_name
+        from bitplan.store.gguf_io import plain_dtype_name
+        from bitplan.store.gguf_split import open_gguf
 
+        self.file = open_gguf(path)
         self.path = path
-        self.file = GGUFFile(path)
         self.specs = {}
         for name, entry in self.file.tensors.items():
             type_name = entry.type.name
@@ -229,6 +262,10 @@ class GGUFTensors(TensorFile):
         if not spec.format.startswith("gguf:"):
             return self.file.read_raw(name).reshape(-1).view(spec.dtype).reshape(spec.shape)
         return self._dequantize(name, entry.raw_shape)
+
+    @property
+    def files(self) -> list[Path]:
+        return self.file.parts
 
     def close(self) -> None:
         self.file.close()
@@ -286,6 +323,12 @@ class PolyTensors(TensorFile):
 def part_name(name: str, part: str) -> str:
     """Under which name a safetensors file keeps a part of a packed tensor."""
     return name if part == "data" else f"{name}.{part}"
+
+
+def _scale_names(name: str) -> Iterator[str]:
+    """Where FP8 checkpoints keep a weight's scales: NAME_scale_inv, NAME_scale, NAME.scale, with .weight or without."""
+    for stem in (name, name.removesuffix(".weight")):
+        yield from (f"{stem}{mark}{suffix}" for mark in "_." for suffix in ("scale_inv", "scale", "scales"))
 
 
 def format_metadata(packed: Mapping[str, tuple[Format, tuple[int, ...]]], tied: Mapping[str, str]) -> str:

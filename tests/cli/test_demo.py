@@ -97,6 +97,15 @@ def test_the_plan_is_far_smaller_than_bf16_and_about_as_good(figures):
     assert rows["ternary_absmean"]["perplexity"] > rows[PLAN]["perplexity"]
 
 
+def test_formats_are_measured_and_their_files_are_as_large_as_told(folder, figures):
+    rows = {row["format"]: row for row in figures["formats"]}
+    assert rows["float32"]["sqnr_db"] is None
+    assert rows["int8_row"]["sqnr_db"] > rows["mxfp4"]["sqnr_db"] > rows["ternary_absmean"]["sqnr_db"]
+    assert rows["mxfp4"]["bytes"] < rows["float32"]["bytes"] / 7
+    assert all((folder / row["file"]).stat().st_size == row["bytes"] for row in rows.values())
+    assert abs(rows["bfloat16"]["perplexity"] / rows["float32"]["perplexity"] - 1) < 0.01
+
+
 def test_trees_and_what_a_gpu_would_add(figures):
     runs = {row["contender"]: row for row in figures["trees"]}
     assert set(runs) == {"bitplan_f32", "bitplan_i16"}
@@ -131,7 +140,14 @@ def test_the_same_seed_gives_the_same_figures_over_old_files(figures, folder, tm
     assert without_times(again) == without_times({key: figures[key] for key in again})
     assert before == {name: (folder / name).read_bytes() for name in before}
     assert (folder / "notes.txt").read_text() == "mine"
-    for words in ("INT8 at the first decision", "worst layers", "times smaller than bfloat16", "* plan", "AUC"):
+    for words in (
+        "perplexity",
+        "INT8 at the first decision",
+        "worst layers",
+        "times smaller than bfloat16",
+        "* plan",
+        "AUC",
+    ):
         assert words in told
     assert told.rstrip().endswith(f"report: {folder / 'report.html'}")
 

@@ -97,6 +97,12 @@ def test_a_table_that_is_too_wide_comes_in_parts(capsys):
     assert max(map(len, out.splitlines())) <= 80
     assert out.count("weight") == 2
     assert out.count("1234567.25") == 8
+    figures = {f"column_{letter}": "1234567.25" for letter in "abcdef"}
+    show.table("wide", [{"part": "llm", "size": f"tp {size}", **figures, "note": ""} for size in (1, 2)])
+    out = capsys.readouterr().out
+    assert out.count("tp 2") == 2  # what tells the rows apart comes again
+    assert out.count("llm") == 2
+    assert "note" not in out
 
 
 def test_where_a_line_may_end():

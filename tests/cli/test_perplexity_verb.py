@@ -7,6 +7,7 @@ import json
 import shutil
 import sys
 from contextlib import redirect_stderr
+from pathlib import Path
 
 import gguf
 import numpy as np
@@ -20,6 +21,9 @@ from bitplan.cli import run
 from bitplan.errors import FileFormatError
 from bitplan.plan import shipped_manifest
 from bitplan.store.gpt_oss import make_checkpoint
+from bitplan.store.model_files import save_model
+from bitplan.store.models import morph_model
+from bitplan.store.quantize import quantize_file
 from bitplan.store.tensor_files import open_tensors
 
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
@@ -173,6 +177,118 @@ def test_a_gguf_file_is_the_same_model(capsys):
     assert by_plan == by_manifest
 
 
+# ---- what bitplan wrote, and what is not a whole model ---------------------------------------------------------------
+
+
+def with_config(folder, source="llama"):
+    """Config and tokenizer of a model beside weights of another file."""
+    for path in Path(source).iterdir():
+        if not path.name.startswith("model"):
+            shutil.copy(path, folder)
+
+
+def test_packed_files_are_read_by_their_formats(capsys):
+    quantize_file("llama", "packed.safetensors", "mxfp4")
+    expected = measured("llama", "-f", "mxfp4", "--no-floor", capsys=capsys)["rows"][0]
+    alone = measured("packed.safetensors", "--config", "llama", "--no-floor", capsys=capsys)["reference_row"]
+    assert alone["samples"]["nll"] == pytest.approx(expected["samples"]["nll"], rel=1e-9)
+    assert alone["bits_per_weight"] == pytest.approx(4.25, abs=0.4)
+    Path("packed").mkdir()
+    shutil.move("packed.safetensors", "packed/model.safetensors")
+    with_config("packed")
+    folder = measured("packed", "--against", "llama", "--no-floor", capsys=capsys)
+    assert folder["rows"][0]["samples"]["nll"] == alone["samples"]["nll"]
+    assert folder["rows"][0]["bits_per_weight"] == alone["bits_per_weight"]
+    assert folder["reference_row"]["bits_per_weight"] == 32.0
+
+
+def test_packed_shards_and_files_of_save_model(capsys):
+    with redirect_stderr(io.StringIO()):
+        model = transformers.AutoModelForCausalLM.from_pretrained("llama")
+        model.save_pretrained("shards", max_shard_size="100KB")
+    assert len(list(Path("shards").glob("*.safetensors"))) > 1
+    quantize_file("shards", "packed_shards", "int8_row")
+    with_config("packed_shards")
+    morph_model(model, "int8_row")
+    save_model(model, "saved.safetensors")
+    rows = [
+        measured(*command, "--no-floor", capsys=capsys)["reference_row"]
+        for command in (("packed_shards",), ("saved.safetensors", "--config", "llama"))
+    ]
+    assert rows[0]["samples"]["nll"] == pytest.approx(rows[1]["samples"]["nll"], rel=1e-9)
+    assert 8 < rows[0]["bits_per_weight"] < 10
+
+
+def change_weights(name, change):
+    """A copy of the llama with other tensors."""
+    shutil.copytree("llama", name)
+    weights = safetensors.torch.load_file(f"{name}/model.safetensors")
+    change(weights)
+    safetensors.torch.save_file(weights, f"{name}/model.safetensors", metadata={"format": "pt"})
+    return weights
+
+
+def test_a_model_that_is_not_whole_is_refused_with_the_names(capsys):
+    """transformers fills what is missing with random numbers, and leaves out what it does not know."""
+    name = "model.layers.1.mlp.up_proj.weight"
+    change_weights("less", lambda weights: weights.pop(name))
+    change_weights("more", lambda weights: weights.update({"model.layers.1.mlp.extra": torch.ones(3)}))
+    change_weights("misshapen", lambda weights: weights.update({name: torch.ones(96, 32)}))
+    text = ("--text", "text.txt", "--context", "16")
+    assert f"1 missing: {name}" in refused("less", *text, capsys=capsys)
+    assert "1 unknown to the model: model.layers.1.mlp.extra" in refused("more", *text, capsys=capsys)
+    assert f"1 of another shape: {name}" in refused("misshapen", *text, capsys=capsys)
+    quantize_file("less", "less.safetensors", "int8_row")
+    assert f"1 missing: {name}" in refused("less.safetensors", "--config", "llama", *text, capsys=capsys)
+    assert "no config.json, give its folder as --config" in refused("less.safetensors", *text, capsys=capsys)
+
+
+def test_every_window_begins_as_the_tokenizer_begins_a_text(here, capsys):
+    shutil.copytree("llama", "begun")
+    tokenizer = transformers.AutoTokenizer.from_pretrained("begun")
+    template = tokenizers.processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
+    tokenizer.backend_tokenizer.post_processor = template
+    tokenizer.save_pretrained("begun")
+    row = measured("begun", "--no-floor", capsys=capsys)["reference_row"]
+    model = transformers.AutoModelForCausalLM.from_pretrained("llama").eval()
+    ids = torch.tensor(tokenizer((here / "text.txt").read_text(), add_special_tokens=False)["input_ids"])
+    losses = []
+    for piece in ids.split(15):
+        window = torch.cat((torch.tensor([1]), piece))[None]
+        losses.append((float(model(window, labels=window).loss.detach()), len(piece)))
+    assert row["tokens"] == len(ids) == sum(count for _, count in losses)
+    assert row["nll"]["mean"] == pytest.approx(sum(loss * count for loss, count in losses) / len(ids), rel=1e-6)
+
+
+def test_an_encoder_is_no_language_model(capsys):
+    sizes = {"hidden_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 96}
+    config = transformers.BertConfig(vocab_size=len(TOKENS), initializer_range=0.15, **sizes)
+    with redirect_stderr(io.StringIO()):
+        transformers.BertForMaskedLM(config).save_pretrained("bert")
+    with_config("bert")
+    (Path("bert") / "config.json").write_text(config.to_json_string(use_diff=False))
+    told = refused("bert", "--text", "text.txt", "--context", "16", capsys=capsys)
+    assert "not a causal language model: what bert says of a token depends on later ones" in told
+
+
+def test_bits_of_a_gguf_file_are_its_own(capsys):
+    write_gguf("llama", "wide.gguf")
+    quantize_file("wide.gguf", "narrow.gguf", "q8_0_gguf")
+    found = measured("narrow.gguf", "--against", "wide.gguf", "--no-floor", capsys=capsys)
+    assert found["reference_row"]["bits_per_weight"] == 32.0
+    assert found["rows"][0]["bits_per_weight"] == pytest.approx(8.5, abs=0.3)
+    assert found["rows"][0]["kl"]["mean"] > 0
+
+
+def test_a_perplexity_beyond_any_number_is_shown_as_such(capsys):
+    change_weights("wild", lambda weights: weights["model.norm.weight"].mul_(1e5))
+    row = measured("wild", "--no-floor", capsys=capsys)["reference_row"]
+    assert row["nll"]["mean"] > 709
+    assert row["perplexity"] is None
+    assert run(["perplexity", "wild", "--text", "text.txt", "--context", "16", "--no-floor"]) == 0
+    assert "inf" in capsys.readouterr().out
+
+
 def write_gguf(folder, path):
     """The tiny llama as llama.cpp has it: its names, and rows of q and k in its order."""
     weights = safetensors.torch.load_file(f"{folder}/model.safetensors")
@@ -255,7 +371,8 @@ def test_a_plan_that_forgets_a_weight_is_refused(capsys):
 def test_what_is_not_a_model_is_refused(here, capsys):
     text = ("--text", "text.txt")
     assert "no such file or folder" in refused("gone", *text, capsys=capsys)
-    assert "expected a folder with config.json, or a .gguf file" in refused("text.txt", *text, capsys=capsys)
+    told = refused("text.txt", *text, capsys=capsys)
+    assert "expected a folder with config.json, a .safetensors or a .gguf file" in told
     for name, missing, told in (
         ("headless", "config.json", "no config.json"),
         ("mute", "tokenizer.json", "the model has no tokenizer"),
@@ -265,7 +382,7 @@ def test_what_is_not_a_model_is_refused(here, capsys):
         (here / name / missing).unlink()
         assert told in refused(name, *text, capsys=capsys)
     (here / "broken.gguf").write_bytes(b"GGUF but no more")
-    assert "broken.gguf: transformers cannot read" in refused("broken.gguf", *text, capsys=capsys)
+    assert "broken.gguf: GGUF version" in refused("broken.gguf", *text, capsys=capsys)
 
 
 def test_a_gguf_file_without_a_tokenizer_is_told_apart(here, capsys):

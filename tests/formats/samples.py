@@ -10,8 +10,13 @@ from bitplan.formats import Format, list_formats
 
 ALL_FORMATS = [pytest.param(fmt, id=fmt.name) for fmt in list_formats()]
 SCALED_FORMATS = [pytest.param(fmt, id=fmt.name) for fmt in list_formats() if not fmt.is_cast]
+# By every run: each format under its default rule and one other, which one differs from format to format.
 FORMATS_AND_RULES = [
-    pytest.param(fmt, rule, id=f"{fmt.name}-{rule}") for fmt in list_formats() for rule in fmt.rules or (None,)
+    pytest.param(fmt, rule, id=f"{fmt.name}-{rule}", marks=[] if rule in often else [pytest.mark.long])
+    for place, fmt in enumerate(list_formats())
+    for rules in [fmt.rules or (None,)]
+    for often in [(fmt.default_rule if fmt.rules else None, rules[place % len(rules)])]
+    for rule in rules
 ]
 # Rows and columns that no block and no byte divides, empty ones, and a convolution kernel.
 SHAPES = [(), (0,), (1,), (7,), (31,), (33,), (0, 64), (5, 0), (3, 5), (2, 3, 3, 3), (4, 5, 64), (3, 160), (131, 130)]

@@ -111,8 +111,8 @@ def test_the_seeds_worked_example():
 # ---- shapes, views, input types --------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("shape", SHAPE_PARAMS)
-@pytest.mark.parametrize("fmt", ALL_FORMATS)
+@pytest.mark.cross("shape", SHAPE_PARAMS)
+@pytest.mark.cross("fmt", ALL_FORMATS)
 def test_every_shape_comes_back(fmt, shape):
     x = gaussian(*shape)
     decoded = decode(encode(x, fmt, pad="zero"))
@@ -143,16 +143,16 @@ VIEWS = {
 }
 
 
-@pytest.mark.parametrize("view", VIEWS.values(), ids=VIEWS.keys())
-@pytest.mark.parametrize("fmt", ALL_FORMATS)
+@pytest.mark.cross("view", VIEWS.values(), ids=VIEWS.keys())
+@pytest.mark.cross("fmt", ALL_FORMATS)
 def test_a_view_encodes_as_its_copy(fmt, view):
     x = view(gaussian(32, 96))
     copied = x.clone(memory_format=torch.contiguous_format)
     assert encode(x, fmt, pad="zero").to_bytes() == encode(copied, fmt, pad="zero").to_bytes()
 
 
-@pytest.mark.parametrize(("fmt", "rule"), FORMATS_AND_RULES)
-@pytest.mark.parametrize(
+@pytest.mark.cross(("fmt", "rule"), FORMATS_AND_RULES)
+@pytest.mark.cross(
     "dtype",
     [torch.float16, torch.bfloat16, torch.float8_e5m2],
     ids=lambda dtype: str(dtype).removeprefix("torch."),
@@ -177,8 +177,8 @@ def test_gradients_stay_outside(fmt):
     assert not decode(encoded).requires_grad
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
-@pytest.mark.parametrize("fmt", SCALED_FORMATS)
+@pytest.mark.cross("dtype", [torch.float16, torch.bfloat16, torch.float64])
+@pytest.mark.cross("fmt", SCALED_FORMATS)
 def test_decode_rounds_once_to_the_type_asked_for(fmt, dtype):
     encoded = encode(gaussian(2, 128), fmt)
     assert same(decode(encoded, dtype), decode(encoded, fmt.work).to(dtype))
@@ -265,8 +265,8 @@ def test_nan_and_infinity_are_counted_and_named(fmt):
     assert issubclass(NonFiniteError, BitplanError)
 
 
-@pytest.mark.parametrize("fmt", SCALED_FORMATS)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.float64])
+@pytest.mark.cross("fmt", SCALED_FORMATS)
+@pytest.mark.cross("dtype", [torch.float32, torch.float16, torch.float64])
 def test_replace_means_zero_and_the_largest_finite_magnitude(fmt, dtype):
     x = gaussian(2, 128).to(dtype)
     mended = x.clone()
@@ -314,8 +314,8 @@ def test_a_range_wider_than_float32_is_refused():
 # ---- zeros and the very small ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("fmt", ALL_FORMATS)
-@pytest.mark.parametrize("zero", [0.0, -0.0])
+@pytest.mark.cross("fmt", ALL_FORMATS)
+@pytest.mark.cross("zero", [0.0, -0.0])
 def test_zeros_stay_zero(fmt, zero):
     assert bool((decode(encode(torch.full((2, 128), zero), fmt)) == 0).all())
 
@@ -330,9 +330,11 @@ def test_a_zero_row_beside_others_stays_zero(fmt):
 @pytest.mark.parametrize(
     ("fmt", "magnitude"),
     [
-        pytest.param(fmt, magnitude, id=f"{fmt.name}-{magnitude}")
-        for fmt in list_formats()
-        for magnitude in (1e-45, 1e-40, 1e-38, 1e-30, 1e30, 3e38)
+        pytest.param(
+            fmt, magnitude, id=f"{fmt.name}-{magnitude}", marks=[] if place % 3 == turn % 3 else [pytest.mark.long]
+        )
+        for turn, fmt in enumerate(list_formats())
+        for place, magnitude in enumerate((1e-45, 1e-40, 1e-38, 1e30, 3e38, 1e-30))
         if magnitude < 1 or fmt.name not in STOP_AT_65504
     ],
 )
@@ -347,8 +349,8 @@ def test_extreme_magnitudes_give_finite_numbers_near_them(fmt, magnitude):
     assert bool((decoded * x >= 0).all()) or fmt.name == "binary"
 
 
-@pytest.mark.parametrize("fmt", ALL_FORMATS)
-@pytest.mark.parametrize("shape", [shape for shape in SHAPES if math.prod(shape) == 0], ids=str)
+@pytest.mark.cross("fmt", ALL_FORMATS)
+@pytest.mark.cross("shape", [shape for shape in SHAPES if math.prod(shape) == 0], ids=str)
 def test_an_empty_tensor_has_defined_parts(fmt, shape):
     """Two encodings of nothing are the same bytes: no part is left uninitialised."""
     first, second = (encode(torch.empty(shape), fmt, pad="zero").to_bytes() for _ in range(2))

@@ -55,8 +55,8 @@ def test_numbers_that_did_not_change_keep_every_byte(fmt, rule):
     assert counts.tiles == (0 if fmt.is_cast else encoded.scales.numel())
 
 
-@pytest.mark.parametrize("fmt", ALL_FORMATS)
-@pytest.mark.parametrize("shape", SHAPE_PARAMS)
+@pytest.mark.cross("fmt", ALL_FORMATS)
+@pytest.mark.cross("shape", SHAPE_PARAMS)
 def test_every_shape(fmt, shape):
     x = gaussian(*shape)
     encoded = encode(x, fmt, pad="zero")
@@ -65,8 +65,8 @@ def test_every_shape(fmt, shape):
     assert counts.rebased == 0
 
 
-@pytest.mark.parametrize("fmt", SCALED_FORMATS)
-@pytest.mark.parametrize("factor", [2.0**12, 2.0**-24], ids=["grown", "shrunk"])
+@pytest.mark.cross("fmt", SCALED_FORMATS)
+@pytest.mark.cross("factor", [2.0**12, 2.0**-24], ids=["grown", "shrunk"])
 def test_rebasing_every_tile_is_a_fresh_encode_bit_for_bit(fmt, factor):
     x = gaussian(128, 256)
     encoded, moved = encode(x, fmt), x * factor
@@ -138,8 +138,8 @@ def test_q4_0_has_less_room_on_the_side_of_code_7(extreme, rebased):
     assert requantize(encoded, -x * extreme / 8)[1].rebased == rebased
 
 
-@pytest.mark.parametrize("fmt", SCALED_FORMATS)
-@pytest.mark.parametrize(("least", "most"), [(0.2, 2.8), (0.05, 1.0)])
+@pytest.mark.cross("fmt", SCALED_FORMATS)
+@pytest.mark.cross(("least", "most"), [(0.2, 2.8), (0.05, 1.0)])
 def test_errors_stay_within_the_bound(fmt, least, most):
     """Kept or rebased: half a gap of the stored scale, which is at most twice a fresh one."""
     x = gaussian(256, 256)

@@ -68,8 +68,8 @@ def test_how_a_shape_is_laid_out(name, shape, matrix, parts):
     assert {part: size for part, (_, size) in fmt.part_shapes(shape).items()} == parts
 
 
-@pytest.mark.parametrize("shape", SHAPE_PARAMS)
-@pytest.mark.parametrize("fmt", ALL_FORMATS)
+@pytest.mark.cross("shape", SHAPE_PARAMS)
+@pytest.mark.cross("fmt", ALL_FORMATS)
 def test_bytes_come_back_for_every_format_and_shape(fmt, shape):
     encoded = encode(gaussian(*shape), fmt, pad="zero")
     raw = encoded.to_bytes()

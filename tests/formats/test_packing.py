@@ -67,8 +67,8 @@ def test_every_byte_survives_unpack_and_pack(packing):
     assert torch.equal(packing.pack(codes), packed)
 
 
-@pytest.mark.parametrize("packing", PACKINGS)
-@pytest.mark.parametrize("count", [0, 1, 2, 3, 7, 8, 9, 31, 32, 33])
+@pytest.mark.cross("packing", PACKINGS)
+@pytest.mark.cross("count", [0, 1, 2, 3, 7, 8, 9, 31, 32, 33])
 def test_every_length_packs_as_the_naive_loop_does(packing, count):
     codes = codes_of(packing, count)
     held = packing.pack(torch.tensor(codes, dtype=torch.int8 if packing.signed else torch.uint8))

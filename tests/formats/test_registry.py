@@ -71,10 +71,8 @@ def test_public_names_exist():
     assert all(hasattr(bitplan.formats, name) for name in bitplan.formats.__all__)
 
 
-@pytest.mark.parametrize("fmt", ALL_FORMATS)
-@pytest.mark.parametrize(
-    "again", [copy.deepcopy, lambda fmt: pickle.loads(pickle.dumps(fmt))], ids=["deepcopy", "pickle"]
-)
+@pytest.mark.cross("fmt", ALL_FORMATS)
+@pytest.mark.cross("again", [copy.deepcopy, lambda fmt: pickle.loads(pickle.dumps(fmt))], ids=["deepcopy", "pickle"])
 def test_a_format_survives_copies(fmt, again):
     """A model that holds Encoded weights is deep-copied and sent to workers."""
     assert again(fmt).nbytes((4, 128)) == fmt.nbytes((4, 128))

@@ -161,8 +161,8 @@ def test_percentile_of_a_zero_point_format_clips_both_ends():
     assert float(encoded.scales) == pytest.approx((3 + 3) / 255, rel=1e-6)  # -50 is clipped at -3, 100 at 3
 
 
-@pytest.mark.parametrize("fmt", SCALED_FORMATS)
-@pytest.mark.parametrize("sample", [gaussian, heavy_tailed])
+@pytest.mark.cross("fmt", SCALED_FORMATS)
+@pytest.mark.cross("sample", [gaussian, heavy_tailed])
 def test_mse_is_never_worse_than_absmax_in_any_block(fmt, sample):
     x = sample(128, 256, seed=3)
     plain, searched = (

@@ -13,8 +13,8 @@ from .samples import ALL_FORMATS, FORMATS_AND_RULES, gaussian, same
 RAGGED = [((3, 40), 8), ((1000,), 64), ((5, 129), 264), ((257, 32), 512), ((2, 7, 5, 5), 64), ((131, 130), 4096)]
 
 
-@pytest.mark.parametrize(("shape", "tile_numbers"), RAGGED, ids=str)
-@pytest.mark.parametrize("fmt", ALL_FORMATS)
+@pytest.mark.cross(("shape", "tile_numbers"), RAGGED, ids=str)
+@pytest.mark.cross("fmt", ALL_FORMATS)
 def test_tile_boundaries_do_not_matter(fmt, shape, tile_numbers, monkeypatch):
     x = gaussian(*shape)
     encoded = encode(x, fmt, pad="zero")

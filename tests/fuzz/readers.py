@@ -171,12 +171,14 @@ def make_networks(folder: Path) -> list[Path]:
 
     from bitplan.formats import DTYPE_NAMES, encode
     from bitplan.store.poly_json import PolyNetwork
-    from tests.store.test_poly_json import ORIGINAL
+    from tests.store.test_poly_json import AMBIGUOUS, EVERY_ORIGINAL, ORIGINAL, b64, network, pack, packed
 
     x = torch.linspace(-1, 1, 6).reshape(2, 3)
     ours = PolyNetwork.from_tensors({fmt: encode(x, fmt) for fmt in DTYPE_NAMES}).document
     few = PolyNetwork.from_tensors({fmt: encode(x[0], fmt) for fmt in ("int4", "uint8", "float16", "ternary")}).document
-    texts = (json.dumps(ours), json.dumps(few), ORIGINAL)
+    known = {tag: pack(tag, codes) for tag, (codes, _) in EVERY_ORIGINAL.items() if tag not in AMBIGUOUS}
+    theirs = network(*(packed(dtype=tag, weights=b64(raw)) for tag, raw in known.items()))
+    texts = (json.dumps(ours), json.dumps(few), json.dumps(theirs), ORIGINAL)
     return [_write(folder / f"{number}.json", text) for number, text in enumerate(texts)]
 
 

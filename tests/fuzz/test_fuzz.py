@@ -1,4 +1,4 @@
-"""Every reader, given damaged files: it reads them, or refuses them in one line of ours, quickly and in little memory."""
+"""Every reader, given damaged files: it reads them, or refuses them in one line, quickly and in little memory."""
 
 from __future__ import annotations
 

@@ -83,9 +83,9 @@ def test_every_code_under_every_scale_decodes_alike(name):
         assert bool((same | nan).all())  # which NaN it is may depend on the place of a number in torch's own loops
 
 
-@pytest.mark.parametrize("name", DECODERS)
-@pytest.mark.parametrize("shape", [(1, 128), (3, 256), (129, 128), (128,), (2, 5, 128), (8, 32, 3, 4), (0, 128)])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.cross("name", DECODERS)
+@pytest.mark.cross("shape", [(1, 128), (3, 256), (129, 128), (128,), (2, 5, 128), (8, 32, 3, 4), (0, 128)])
+@pytest.mark.cross("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_decodes_every_shape_alike(name, shape, dtype):
     assert_decodes_alike(formats.encode(numbers(*shape), name), dtype)
 
@@ -100,9 +100,9 @@ def every_bfloat16():
     return pairs.to(torch.uint16).view(torch.bfloat16)
 
 
-@pytest.mark.parametrize("name", ENCODERS)
-@pytest.mark.parametrize("order", ["by magnitude", "shuffled"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.cross("name", ENCODERS)
+@pytest.mark.cross("order", ["by magnitude", "shuffled"])
+@pytest.mark.cross("dtype", [torch.float32, torch.bfloat16])
 def test_every_bfloat16_number_encodes_alike(name, order, dtype):
     x = every_bfloat16()
     if order == "shuffled":
@@ -121,8 +121,8 @@ def near_ties(limit, top):
     return torch.cat([around.reshape(-1), -around.reshape(-1)])
 
 
-@pytest.mark.parametrize("name", ENCODERS)
-@pytest.mark.parametrize("power", [-130, -126, -100, -20, 0, 8])
+@pytest.mark.cross("name", ENCODERS)
+@pytest.mark.cross("power", [-130, -126, -100, -20, 0, 8])
 def test_ties_and_their_neighbours_encode_alike(name, power):
     cols = row_length(name)
     rows = []
@@ -178,9 +178,9 @@ def test_powers_of_two_from_below_encode_alike(name):
     assert_encodes_alike(x, name)
 
 
-@pytest.mark.parametrize("name", ENCODERS)
-@pytest.mark.parametrize("shape", [(1, 128), (3, 256), (129, 128), (128,), (2, 5, 128), (8, 32, 3, 4), (0, 128)])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.cross("name", ENCODERS)
+@pytest.mark.cross("shape", [(1, 128), (3, 256), (129, 128), (128,), (2, 5, 128), (8, 32, 3, 4), (0, 128)])
+@pytest.mark.cross("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_encodes_every_shape_alike(name, shape, dtype):
     assert_encodes_alike(numbers(*shape).to(dtype), name)
 
@@ -208,9 +208,9 @@ def small_pieces(monkeypatch):
     torch.set_num_threads(before)
 
 
-@pytest.mark.parametrize("name", sorted(ENCODERS.keys() | DECODERS.keys()))
-@pytest.mark.parametrize("threads", [1, 2, 5])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.cross("name", sorted(ENCODERS.keys() | DECODERS.keys()))
+@pytest.mark.cross("threads", [1, 2, 5])
+@pytest.mark.cross("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.usefixtures("small_pieces")
 def test_the_number_of_threads_changes_nothing(name, threads, dtype):
     torch.set_num_threads(threads)
@@ -260,9 +260,9 @@ def test_an_error_in_a_thread_is_raised():
         ENCODERS["mxfp4"](x, get_format("mxfp4"))
 
 
-@pytest.mark.parametrize("name", SCALED)
-@pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
-@pytest.mark.parametrize("place", [(0, 0), (6, 95)])
+@pytest.mark.cross("name", SCALED)
+@pytest.mark.cross("bad", [torch.nan, torch.inf, -torch.inf])
+@pytest.mark.cross("place", [(0, 0), (6, 95)])
 def test_a_number_that_is_not_finite_is_refused(name, bad, place):
     x = numbers(7, 128)
     x[place] = bad

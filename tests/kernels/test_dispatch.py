@@ -20,8 +20,8 @@ def numbers(*shape, dtype=torch.float32):
     return torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(dtype)
 
 
-@pytest.mark.parametrize("fmt", [fmt.name for fmt in list_formats()])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.cross("fmt", [fmt.name for fmt in list_formats()])
+@pytest.mark.cross("dtype", [torch.float32, torch.bfloat16, torch.float64])
 def test_the_pick_never_changes_a_result(fmt, dtype):
     x = numbers(*LARGE, dtype=dtype)
     ours, definition = encode(x, fmt), formats.encode(x, fmt)
@@ -83,10 +83,8 @@ def test_a_part_that_is_not_contiguous_goes_to_the_definition():
     assert torch.equal(decode(strided), decode(encoded))
 
 
-@pytest.mark.parametrize(
-    "fmt", ["int8_row", "int8_g128", "mxfp4", "q4_0_gguf", "q8_0_gguf", "int4_g32", "fp8_e4m3_row"]
-)
-@pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
+@pytest.mark.cross("fmt", ["int8_row", "int8_g128", "mxfp4", "q4_0_gguf", "q8_0_gguf", "int4_g32", "fp8_e4m3_row"])
+@pytest.mark.cross("bad", [float("nan"), float("inf"), float("-inf")])
 def test_numbers_that_are_not_finite_get_the_definitions_error(fmt, bad):
     x = numbers(*LARGE)
     x[200, 13] = bad

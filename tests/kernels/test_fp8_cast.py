@@ -64,14 +64,14 @@ def both(x: torch.Tensor, device: torch.device, recipe: str, kernel: str = "pair
             assert getattr(found, name) is None
 
 
-@pytest.mark.parametrize(("recipe", "kernel"), BY_KERNEL)
-@pytest.mark.parametrize(("rows", "cols", "fp8"), [(1, 128, "e4m3"), (5, 256, "e5m2"), (130, 256, "e4m3")])
+@pytest.mark.cross(("recipe", "kernel"), BY_KERNEL)
+@pytest.mark.cross(("rows", "cols", "fp8"), [(1, 128, "e4m3"), (5, 256, "e5m2"), (130, 256, "e4m3")])
 def test_triton_matches_reference(recipe, kernel, fp8, rows, cols, device) -> None:
     both(numbers(rows, cols, torch.bfloat16), device, recipe, kernel, fp8=fp8)
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.cross("recipe", RECIPES)
+@pytest.mark.cross("dtype", [torch.float32, torch.float16])
 def test_other_types_match_too(recipe, dtype, device) -> None:
     x = numbers(33, 256, torch.float32)
     if dtype == torch.float16:
@@ -89,23 +89,23 @@ def test_weights_of_float32_match(recipe, device) -> None:
     both(numbers(128, 128, torch.float32), device, recipe, is_weight=True)
 
 
-@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
-@pytest.mark.parametrize(("rows", "cols"), [(70, 144), (48, 176), (33, 50), (7, 48)])
+@pytest.mark.cross("recipe", ["tensorwise", "rowwise"])
+@pytest.mark.cross(("rows", "cols"), [(70, 144), (48, 176), (33, 50), (7, 48)])
 def test_widths_that_are_no_multiple_of_a_tile(recipe, rows, cols, device) -> None:
     both(numbers(rows, cols, torch.bfloat16), device, recipe)
     both(numbers(rows, cols, torch.bfloat16), device, recipe, is_weight=True)
 
 
-@pytest.mark.parametrize(("recipe", "kernel"), BY_KERNEL)
-@pytest.mark.parametrize("bad", [torch.inf, -torch.inf, torch.nan])
+@pytest.mark.cross(("recipe", "kernel"), BY_KERNEL)
+@pytest.mark.cross("bad", [torch.inf, -torch.inf, torch.nan])
 def test_what_is_not_finite_matches(recipe, kernel, bad, device) -> None:
     x = numbers(20, 128, torch.bfloat16)
     x[3, 100] = bad
     both(x, device, recipe, kernel)
 
 
-@pytest.mark.parametrize(("recipe", "kernel"), BY_KERNEL)
-@pytest.mark.parametrize("only", ["rows", "cols"])
+@pytest.mark.cross(("recipe", "kernel"), BY_KERNEL)
+@pytest.mark.cross("only", ["rows", "cols"])
 def test_only_the_layout_asked_for_is_made(recipe, kernel, only, device) -> None:
     asked = {"rows": only == "rows", "cols": only == "cols"}
     both(numbers(20, 128, torch.bfloat16), device, recipe, kernel, **asked)
@@ -130,10 +130,10 @@ def test_strides_are_not_assumed(device) -> None:
     both(x.t(), device, "blockwise")
 
 
-@pytest.mark.parametrize(
+@pytest.mark.cross(
     "launch", [CastLaunch(64, 128, 4, 7, 512, 4, 8), CastLaunch(32, 256, 4), CastLaunch(128, 64, 8, 3, 256)]
 )
-@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.cross("kernel", KERNELS)
 def test_every_launch_gives_the_same(launch, kernel, device) -> None:
     both(numbers(70, 144, torch.bfloat16), device, "tensorwise", kernel, launch=launch)
     both(numbers(70, 144, torch.bfloat16), device, "rowwise", kernel, launch=launch)

@@ -29,6 +29,11 @@ from bitplan.kernels import fp8_grouped_blocks as blocks, fp8_grouped_pairs as e
 from bitplan.kernels import triton_fp8_pairs as pairs, triton_fp8_product as product, triton_fp8_tiles as tiles
 from bitplan.kernels.triton_fp8_cast import PAIR_LAUNCHES
 
+def some(*choices):
+    # A kernel takes a second or more: every run compiles few, the long one all variants.
+    return choices if sys.argv[1] == "all" else choices[:1]
+
+
 TOOL = os.path.join(os.path.dirname(triton.__file__), "backends", "nvidia", "bin", "cuobjdump")
 
 
@@ -93,15 +98,16 @@ def build_tiles(scaling, fp8="e4m3", norm="none", source="bf16"):
 
 
 def casts():
-    for scaling in ("tensor", "row", "1x128", "128x128", "1x32"):
+    for scaling in some("tensor", "row", "1x128", "128x128", "1x32"):
         build_tiles(scaling)
-    build_tiles("tensor", "e5m2")
+    for fp8 in some("e4m3", "e5m2")[1:]:
+        build_tiles("tensor", fp8)
     build_tiles("1x128", norm="layer")
 
 
 def other_types():
-    for source in ("f32", "f16"):
-        for scaling in ("tensor", "row", "128x128"):
+    for source in some("f32", "f16"):
+        for scaling in some("row", "tensor", "128x128"):
             build_tiles(scaling, source=source)
 
 
@@ -128,8 +134,8 @@ def pair_casts():
     arguments |= pointers("scale_ptr scale_t_ptr", "*fp32") | pointers("pieces_ptr", "*i32")
     arguments |= pointers("rows cols16 rows16 scale_stride scale_t_stride pieces", "i32")
     arguments |= pointers("eps least", "fp32")
-    for scaling, launch in PAIR_LAUNCHES.items():
-        for rows, cols in ((True, True), (True, False), (False, True)):
+    for scaling, launch in some(*PAIR_LAUNCHES.items()):
+        for rows, cols in some((True, True), (True, False), (False, True)):
             fp8 = "e5m2" if scaling == "row" and rows and cols else "e4m3"
             constants = dict(FP8=fp8, SCALING=scaling, TO_ROWS=rows, TO_COLS=cols, PIECES=512)
             constants |= dict(BR=launch.rows, BC=launch.cols, V=launch.vector)
@@ -145,7 +151,7 @@ def guesses():
     check_pairs(guess._cast_pairs, arguments | sizes, constants, launch.warps, "cast")
     check_pairs(guess._check_pairs, arguments | scale | sizes | {"eps": "fp32"}, constants, launch.warps, "check")
     sizes = pointers("rows cols padded", "i32")
-    for source in ("bf16", "f32"):
+    for source in some("bf16", "f32"):
         arguments["x_ptr"] = TYPES[source]
         constants = dict(FP8="e4m3", TO_ROWS=True, TO_COLS=True, BR=128, BC=64, SOURCE=source)
         made = compile(guess._cast, arguments | sizes, constants, 4, enable_fp_fusion=False)
@@ -160,7 +166,7 @@ def expert_casts():
     made |= dict(out_ptr="*u8", scale_ptr="*fp32", out_t_ptr="*u8", scale_t_ptr="*fp32")
     tables = pointers("tile_expert_ptr tile_row_ptr ends_ptr padded_ends_ptr", "*i32")
     sizes = pointers("experts group16 stride16 cols16", "i32") | {"eps": "fp32"}
-    for tokens, launch in ((True, experts.TOKENS_LAUNCH), (False, experts.MATRICES_LAUNCH)):
+    for tokens, launch in some((True, experts.TOKENS_LAUNCH), (False, experts.MATRICES_LAUNCH)):
         place = dict(TOKENS=tokens, BR=launch.rows, BC=launch.cols)
         given = tables if tokens else {}
         if not tokens:
@@ -169,7 +175,7 @@ def expert_casts():
         arguments = pointers("x_ptr", "*i16") | pointers("amax_ptr", "*i32") | given
         largest = compile(experts._amax_pairs, arguments | pointers("group16 cols16", "i32"), place, launch.warps)
         assert largest.asm["ptx"].count("ld.global.v4.b32") >= 8 and machine_code(largest)[1] == 0
-        for rows, cols in ((True, True), (True, False), (False, True)):
+        for rows, cols in some((True, True), (True, False), (False, True)):
             name = (tokens, rows, cols)
             constants = place | dict(FP8="e4m3", TO_ROWS=rows, TO_COLS=cols, V=launch.vector)
             arguments = dict(made)
@@ -189,8 +195,8 @@ def expert_rows():
     tables = pointers("tile_expert_ptr tile_row_ptr ends_ptr padded_ends_ptr", "*i32")
     sizes = pointers("experts group16 stride16 cols16", "i32") | {"least": "fp32"}
     launch = by_rows.LAUNCH
-    for tokens in (True, False):
-        for rows, cols in ((True, True), (True, False), (False, True)):
+    for tokens in some(True, False):
+        for rows, cols in some((True, True), (True, False), (False, True)):
             constants = dict(TOKENS=tokens, BR=launch.rows, BC=launch.cols, TO_ROWS=rows, TO_COLS=cols)
             constants |= dict(V=launch.vector, FP8="e4m3") | dict.fromkeys({} if tokens else tables)
             constants |= dict.fromkeys([] if rows else ["amax_ptr", "out_ptr", "scale_ptr"])
@@ -207,8 +213,8 @@ def expert_blocks():
     made = dict(x_ptr="*i16", out_ptr="*u8", scale_ptr="*fp32", out_t_ptr="*u8", scale_t_ptr="*fp32")
     tables = pointers("tile_expert_ptr tile_row_ptr ends_ptr padded_ends_ptr", "*i32")
     sizes = pointers("group16 stride16 cols16 tokens", "i32") | {"least": "fp32"}
-    for tokens, launch in ((True, blocks.TOKENS_LAUNCH), (False, blocks.MATRICES_LAUNCH)):
-        for rows, cols in ((True, True), (True, False), (False, True)):
+    for tokens, launch in some((True, blocks.TOKENS_LAUNCH), (False, blocks.MATRICES_LAUNCH)):
+        for rows, cols in some((True, True), (True, False), (False, True)):
             constants = dict(TOKENS=tokens, BR=128, BC=128, FP8="e4m3", TO_ROWS=rows, TO_COLS=cols, V=launch.vector)
             absent = list({} if tokens else tables)
             absent += [] if rows else ["out_ptr", "scale_ptr"]
@@ -219,7 +225,7 @@ def expert_blocks():
 
 
 def build_maxima():
-    for size in ("i32", "i64"):
+    for size in some("i32", "i64"):
         arguments = pointers("x_ptr", "*i16") | pointers("partial_ptr", "*i32")
         ptx = build(maxima._amax_of_pieces, arguments | {"size": size}, dict(SOURCE="bf16", NUMBERS=8192), 8)
         assert "ld.global.v4" in ptx
@@ -251,7 +257,7 @@ def norms():
 
 
 def products():
-    for a, b, square in (("e4m3", "e4m3", True), ("e5m2", "e4m3", False)):
+    for a, b, square in some(("e5m2", "e4m3", False), ("e4m3", "e4m3", True)):
         kinds = {"e4m3": "*fp8e4nv", "e5m2": "*fp8e5"}
         arguments = {"a_ptr": kinds[a], "b_ptr": kinds[b]} | pointers("a_scale_ptr b_scale_ptr", "*fp32")
         arguments |= pointers("bias_ptr out_ptr", "*i16") | pointers("rows cols width b_scale_stride", "i32")
@@ -262,23 +268,27 @@ def products():
 
 parts = dict(casts=casts, other_types=other_types, pair_casts=pair_casts, guesses=guesses, maxima=build_maxima)
 parts |= dict(expert_casts=expert_casts, expert_blocks=expert_blocks, expert_rows=expert_rows)
-(parts | dict(norms=norms, products=products))[sys.argv[1]]()
+parts |= dict(norms=norms, products=products)
+for part in sys.argv[2:]:
+    parts[part]()
 print("compiled")
 """
 
 
-PARTS = ("casts", "other_types", "pair_casts", "guesses", "maxima", "norms", "products")
-PARTS += ("expert_casts", "expert_blocks", "expert_rows")
+PARTS = ("casts", "products", "guesses", "maxima", "norms")
+PARTS += ("other_types", "pair_casts", "expert_casts", "expert_blocks", "expert_rows")
+RUNS = [pytest.param("some", ("casts", "products"), id="some casts and products")]
+RUNS += [pytest.param("all", (part,), id=f"all {part}", marks=pytest.mark.long) for part in PARTS]
 
 
-@pytest.mark.parametrize("part", PARTS)
-def test_fp8_kernels_compile_for_hopper(part: str, tmp_path) -> None:
+@pytest.mark.parametrize(("variants", "parts"), RUNS)
+def test_fp8_kernels_compile_for_hopper(variants: str, parts: tuple[str, ...], tmp_path) -> None:
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     environment["TRITON_CACHE_DIR"] = str(tmp_path)
     program = tmp_path / "compile_for_hopper.py"
     program.write_text(PROGRAM)
     done = subprocess.run(
-        [sys.executable, str(program), part], env=environment, capture_output=True, text=True, timeout=600
+        [sys.executable, str(program), variants, *parts], env=environment, capture_output=True, text=True, timeout=600
     )
     assert done.returncode == 0, done.stdout[-500:] + done.stderr[-3000:]
     assert done.stdout.split() == ["compiled"]

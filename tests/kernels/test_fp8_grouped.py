@@ -49,8 +49,8 @@ def same(found: GroupedFp8 | None, expected: GroupedFp8 | None) -> None:
 # ---- layouts ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("counts", ROUTINGS.values(), ids=ROUTINGS)
-@pytest.mark.parametrize("pad", [16, 128])
+@pytest.mark.cross("counts", ROUTINGS.values(), ids=ROUTINGS)
+@pytest.mark.cross("pad", [16, 128])
 def test_layout_on_the_device_matches_the_definition(counts, pad, device) -> None:
     found, expected = routed(counts, device, pad, "triton"), routed(counts, device, pad, "reference")
     used = int((expected.tile_expert >= 0).sum())
@@ -114,8 +114,8 @@ CASES = [pytest.param(counts, torch.bfloat16, id=name) for name, counts in ROUTI
 CASES += [pytest.param(ROUTINGS["skewed"], torch.float32, id="skewed float32")]
 
 
-@pytest.mark.parametrize(("counts", "dtype"), CASES)
-@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.cross(("counts", "dtype"), CASES)
+@pytest.mark.cross("recipe", RECIPES)
 def test_token_cast_matches_the_definition(recipe, counts, dtype, device) -> None:
     pad = 128 if recipe == "blockwise" else 16
     layout, reference = routed(counts, device, pad, "triton"), routed(counts, device, pad, "reference")
@@ -133,8 +133,8 @@ def test_token_cast_matches_the_definition(recipe, counts, dtype, device) -> Non
     )
 
 
-@pytest.mark.parametrize("fp8", ["e4m3", "e5m2"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.cross("fp8", ["e4m3", "e5m2"])
+@pytest.mark.cross("dtype", [torch.float32, torch.float16, torch.bfloat16])
 def test_rowwise_token_cast_of_every_type_in_one_layout(fp8, dtype, device) -> None:
     counts = [3, 0, 18]
     layout, reference = routed(counts, device, 16, "triton"), routed(counts, device, 16, "reference")
@@ -179,8 +179,8 @@ def test_nan_stays_with_its_expert(recipe, device) -> None:
     assert values[10:].isfinite().all()
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.cross("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.cross("recipe", RECIPES)
 def test_matrix_cast_matches_the_definition(recipe, dtype, device) -> None:
     shape = (3, 256, 128) if recipe == "blockwise" else (3, 144, 80)
     w = torch.randn(shape, generator=torch.Generator().manual_seed(1)).to(dtype)
@@ -224,8 +224,8 @@ def launches(kind: str) -> list[tuple[int, int, bool]]:
     return [(128, 128, True), (64, 128, False)] if kind == "block" else [(128, 256, True), (64, 64, False)]
 
 
-@pytest.mark.parametrize("counts", [[0, 1, 131, 0, 37], [70]], ids=["skewed", "one"])
-@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.cross("counts", [[0, 1, 131, 0, 37], [70]], ids=["skewed", "one"])
+@pytest.mark.cross("recipe", RECIPES)
 def test_products_match_float64_of_the_decoded_operands(recipe, counts, device) -> None:
     from bitplan.kernels.fp8_grouped_matmul import GroupedLaunch
 
@@ -315,7 +315,7 @@ tables = dict.fromkeys(("tile_expert_ptr", "tile_row_ptr", "ends_ptr"), "*i32")
 numbers = dict(rows="i32", experts="i32", tiles="i32")
 build(cast._lay_out, dict(counts_ptr="*i64", out_ptr="*i32", misrouted_ptr="*i32") | numbers,
       dict(EXPERTS=128, PAD=16, TILE=128, CHUNK=64))
-for recipe, group in (("tensorwise", 0), ("rowwise", 0), ("blockwise", 0), ("blockwise", 256)):
+for recipe, group in [("rowwise", 0), ("tensorwise", 0), ("blockwise", 0), ("blockwise", 256)]:
     fixed = dict(C=512, GROUP=group, SOURCE="bf16", RECIPE=recipe, BR=128, BC=128, TO_ROWS=True, TO_COLS=True)
     if recipe != "blockwise":
         build(cast._amax_tiles, dict(x_ptr="*i16", amax_ptr="*i32", amax_t_ptr="*i32") | tables, fixed)
@@ -325,8 +325,8 @@ for recipe, group in (("tensorwise", 0), ("rowwise", 0), ("blockwise", 0), ("blo
                 fixed | dict(FP8="e5m2" if recipe == "rowwise" else "e4m3"))
     assert "cvt.rn.satfinite.e" in ptx
 kinds = {"e4m3": "fp8e4nv", "e5m2": "fp8e5"}
-for scales, fast, a, tma in (("vector", True, "e4m3", True), ("vector", False, "e5m2", False),
-                             ("block", True, "e5m2", True), ("block", True, "e4m3", False)):
+for scales, fast, a, tma in [("block", True, "e5m2", True), ("vector", True, "e4m3", True),
+                             ("vector", False, "e5m2", False), ("block", True, "e4m3", False)]:
     operand = lambda kind: f"tensordesc<{kinds[kind]}[128, 128]>" if tma else "*" + kinds[kind]
     pointers = dict(a_ptr=operand(a), b_ptr=operand("e4m3"), a_scales_ptr="*fp32", b_scales_ptr="*fp32")
     fixed = dict(N=512, K=1024, SCALES=scales, A=a, B="e4m3", OUT="bf16", FAST=fast, TOGETHER=8, TMA=tma)
@@ -342,6 +342,7 @@ print("compiled")
 """
 
 
+@pytest.mark.long
 def test_kernels_compile_for_hopper(tmp_path) -> None:
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     environment["TRITON_CACHE_DIR"] = str(tmp_path)

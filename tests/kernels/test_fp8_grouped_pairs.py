@@ -78,8 +78,8 @@ def check_matrices(w: Tensor, state: Tensor | None, device: torch.device, eps: f
 # ---- tokens ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("counts", ROUTINGS.values(), ids=ROUTINGS)
-@pytest.mark.parametrize("pad", [16, 128])
+@pytest.mark.cross("counts", ROUTINGS.values(), ids=ROUTINGS)
+@pytest.mark.cross("pad", [16, 128])
 def test_every_routing_without_guesses_by_wrong_and_by_right_ones(counts, pad, device) -> None:
     x, state = sample(sum(counts), 80 if pad == 16 else 48), new_state(device, len(counts))
     check_tokens(x, counts, None, device, pad=pad)
@@ -90,13 +90,16 @@ def test_every_routing_without_guesses_by_wrong_and_by_right_ones(counts, pad, d
     assert counts_of(state) == (2 * present, present)
 
 
-@pytest.mark.parametrize("fp8", ["e4m3", "e5m2"])
-def test_a_series_of_routings_and_sizes_equals_the_definition(fp8, device) -> None:
+@pytest.mark.parametrize(
+    ("fp8", "steps"),
+    [("e4m3", 5), ("e5m2", 3), *(pytest.param(fp8, 7, marks=pytest.mark.long) for fp8 in ("e4m3", "e5m2"))],
+)
+def test_a_series_of_routings_and_sizes_equals_the_definition(fp8, steps, device) -> None:
     state, casts, wrong = new_state(device, 3), 0, 0
     last: dict[int, float] = {}
-    routings = ([5, 0, 40], [0, 60, 3], [130, 1, 1], [0, 7, 0], [0, 0, 0], [1, 20, 0], [9, 9, 9])
-    for step, counts in enumerate(routings):
-        sizes = torch.tensor([1.0, [8.0, 1e-3, 0.0, 2e-41, 3e38, 1.0, 1.0][step], 1.1])
+    routings = ([5, 0, 40], [0, 20, 3], [0, 7, 0], [1, 20, 0], [0, 0, 0], [130, 1, 1], [9, 9, 9])
+    for step, counts in enumerate(routings[:steps]):
+        sizes = torch.tensor([1.0, [8.0, 3e38, 2e-41, 1e-3, 1.0, 0.0, 1.0][step], 1.1])
         x = sample(sum(counts), 48, step).float() * sizes.repeat_interleave(torch.tensor(counts))[:, None]
         x = x.clamp(-3e38, 3e38).bfloat16()
         check_tokens(x, counts, state, device, fp8=fp8)
@@ -109,10 +112,11 @@ def test_a_series_of_routings_and_sizes_equals_the_definition(fp8, device) -> No
                 casts, wrong = casts + 1, wrong + (last.get(expert) != scale)
                 last[expert] = scale
         assert counts_of(state) == (casts, wrong)
-    assert 3 < wrong < casts
+    assert 0 < wrong <= casts
+    assert wrong < casts or steps < 5
 
 
-@pytest.mark.parametrize("bad", [-torch.inf, torch.nan])
+@pytest.mark.parametrize("bad", [pytest.param(-torch.inf, marks=pytest.mark.long), torch.nan])
 def test_what_is_not_finite_stays_with_its_expert_and_goes_at_once(bad, device) -> None:
     counts, state = [10, 20, 0], new_state(device, 3)
     x = sample(30, 48)
@@ -166,7 +170,9 @@ def test_guesses_of_other_experts_are_refused(device) -> None:
 # ---- matrices --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("shape", [(2, 272, 48), (1, 16, 16), (3, 48, 80)], ids=str)
+@pytest.mark.parametrize(
+    "shape", [(2, 272, 48), (1, 16, 16), pytest.param((3, 48, 80), marks=pytest.mark.long)], ids=str
+)
 def test_matrices_without_guesses_by_wrong_and_by_right_ones(shape, device) -> None:
     w, state = sample(shape[0] * shape[1], shape[2]).view(shape), new_state(device, shape[0])
     w[0] = 0

@@ -26,10 +26,8 @@ def exact_norm(x, norm: NormWeights):
     return torch.nn.functional.rms_norm(x, x.shape[-1:], norm.weight.double(), norm.eps)
 
 
-@pytest.mark.parametrize("kind", ["rms", "layer"])
-@pytest.mark.parametrize(
-    "by", [("tensorwise", "tensorwise"), ("rowwise", "blockwise"), ("mxfp8", None), (None, "rowwise")]
-)
+@pytest.mark.cross("kind", ["rms", "layer"])
+@pytest.mark.cross("by", [("tensorwise", "tensorwise"), ("rowwise", "blockwise"), ("mxfp8", None), (None, "rowwise")])
 @pytest.mark.parametrize("impl", ["reference", "triton"])
 def test_what_is_cast_is_the_rounded_norm(kind, by, impl, device) -> None:
     x, norm, _ = sample(kind, device)

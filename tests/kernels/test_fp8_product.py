@@ -32,8 +32,8 @@ def relative_error(found, a, b, bias=None) -> float:
     return float((found.double() - expected).norm() / expected.norm())
 
 
-@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "blockwise", "mxfp8"])
-@pytest.mark.parametrize(("dtype", "bound"), [(torch.float32, 1e-6), (torch.bfloat16, 3e-3)])
+@pytest.mark.cross("recipe", ["tensorwise", "rowwise", "blockwise", "mxfp8"])
+@pytest.mark.cross(("dtype", "bound"), [(torch.float32, 1e-6), (torch.bfloat16, 3e-3)])
 def test_the_emulation_is_the_product_of_the_decoded(recipe, dtype, bound) -> None:
     a, b = operands(recipe, "cpu", fp8="e5m2")
     bias = torch.randn(b.shape[0], generator=torch.Generator().manual_seed(1))
@@ -42,8 +42,8 @@ def test_the_emulation_is_the_product_of_the_decoded(recipe, dtype, bound) -> No
     assert relative_error(found, a, b, bias) < bound
 
 
-@pytest.mark.parametrize(("fp8", "is_weight"), [("e4m3", True), ("e4m3", False), ("e5m2", True), ("e5m2", False)])
-@pytest.mark.parametrize(("rows", "cols"), [(5, 128), (130, 256)])
+@pytest.mark.cross(("fp8", "is_weight"), [("e4m3", True), ("e4m3", False), ("e5m2", True), ("e5m2", False)])
+@pytest.mark.cross(("rows", "cols"), [(5, 128), (130, 256)])
 def test_the_block_kernel_is_the_product_of_the_decoded(fp8, is_weight, rows, cols, device) -> None:
     a, b = operands("blockwise", device, rows, cols, fp8=fp8, is_weight=is_weight)
     bias = torch.randn(b.shape[0], generator=torch.Generator().manual_seed(1)).to(device, torch.bfloat16)

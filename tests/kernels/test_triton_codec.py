@@ -83,16 +83,16 @@ def gaussian(*shape: int, seed: int = 0) -> Tensor:
 # ---- encode ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("dtype", FLOATS, ids=str)
-@pytest.mark.parametrize("name", GROUP_ENCODERS)
-@pytest.mark.parametrize(("rows", "cols"), [(1, 128), (3, 384), (129, 256)])
+@pytest.mark.cross("dtype", FLOATS, ids=str)
+@pytest.mark.cross("name", GROUP_ENCODERS)
+@pytest.mark.cross(("rows", "cols"), [(1, 128), (3, 384), (129, 256)])
 def test_groups_of_any_number(name: str, rows: int, cols: int, dtype: torch.dtype, device: torch.device) -> None:
     assert_encodes(gaussian(rows, cols).to(dtype), name, device)
 
 
-@pytest.mark.parametrize("dtype", FLOATS, ids=str)
-@pytest.mark.parametrize("name", ROW_FORMATS)
-@pytest.mark.parametrize(
+@pytest.mark.cross("dtype", FLOATS, ids=str)
+@pytest.mark.cross("name", ROW_FORMATS)
+@pytest.mark.cross(
     ("rows", "cols"), [(1, 1), (129, 5), (3, 100), (3, 4096), (2, 5000), (2, triton_encode.LONGEST_ROW_HELD + 3616)]
 )
 def test_rows_of_any_length(name: str, rows: int, cols: int, dtype: torch.dtype, device: torch.device) -> None:
@@ -160,9 +160,9 @@ def test_the_largest_numbers(name: str, device: torch.device) -> None:
     assert_encodes(x, name, device)
 
 
-@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
-@pytest.mark.parametrize("dtype", FLOATS, ids=str)
-@pytest.mark.parametrize("name", ENCODERS)
+@pytest.mark.cross("bad", [math.nan, math.inf, -math.inf])
+@pytest.mark.cross("dtype", FLOATS, ids=str)
+@pytest.mark.cross("name", ENCODERS)
 def test_what_is_not_finite_shows_in_its_scale_alone(
     name: str, dtype: torch.dtype, bad: float, device: torch.device
 ) -> None:
@@ -252,8 +252,8 @@ def test_shapes_come_back(name: str, device: torch.device) -> None:
 # ---- both ------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("launch", [Launch(1024, 1), Launch(2048, 2, 4), Launch(8192, 8, 16)], ids=str)
-@pytest.mark.parametrize("name", DECODERS)
+@pytest.mark.cross("launch", [Launch(1024, 1), Launch(2048, 2, 4), Launch(8192, 8, 16)], ids=str)
+@pytest.mark.cross("name", DECODERS)
 def test_the_launch_changes_nothing(name: str, launch: Launch, device: torch.device) -> None:
     x = gaussian(3, 640).to(torch.bfloat16)
     if name in ENCODERS:
@@ -261,8 +261,8 @@ def test_the_launch_changes_nothing(name: str, launch: Launch, device: torch.dev
     assert_decodes(encode(x, name), device, launch, dtypes=(torch.bfloat16,))
 
 
-@pytest.mark.parametrize("shape", [(0, 128), (3, 0), (0, 0)])
-@pytest.mark.parametrize("name", DECODERS)
+@pytest.mark.cross("shape", [(0, 128), (3, 0), (0, 0)])
+@pytest.mark.cross("name", DECODERS)
 def test_nothing_to_do(name: str, shape: tuple[int, int], device: torch.device) -> None:
     x = torch.empty(shape)
     if name in ENCODERS:

@@ -66,10 +66,13 @@ for name in sys.argv[1:]:
 """
 
 
-HALVES = [("mxfp4", "nvfp4", "fp4_u8_g128", "int4_g32"), ("q4_0_gguf", "int8_row", "int8_g128", "fp8_e4m3_row")]
+OFTEN = [("mxfp4",)]
+REST = [("int8_row", "nvfp4", "fp4_u8_g128", "int4_g32"), ("q4_0_gguf", "int8_g128", "fp8_e4m3_row")]
 
 
-@pytest.mark.parametrize("names", HALVES, ids=" ".join)
+@pytest.mark.parametrize(
+    "names", [*OFTEN, *(pytest.param(names, marks=pytest.mark.long) for names in REST)], ids=" ".join
+)
 def test_every_format_compiles_for_hopper(names: tuple[str, ...], tmp_path) -> None:
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     environment["TRITON_CACHE_DIR"] = str(tmp_path)

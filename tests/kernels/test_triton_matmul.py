@@ -43,8 +43,8 @@ def relative_error(got: Tensor, expected: Tensor) -> float:
     return float((got.double() - expected.double()).norm() / expected.double().norm())
 
 
-@pytest.mark.parametrize("launch", LAUNCHES, ids=str)
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.cross("launch", LAUNCHES, ids=str)
+@pytest.mark.cross("name", FORMATS)
 def test_identity_gives_back_every_code_as_decode_does(name: str, launch: MatmulLaunch, device: torch.device) -> None:
     weight = every_code(name, 24, 256, device)
     identity = torch.eye(256, dtype=torch.bfloat16, device=device)
@@ -53,8 +53,8 @@ def test_identity_gives_back_every_code_as_decode_does(name: str, launch: Matmul
     assert torch.equal(got, expected)
 
 
-@pytest.mark.parametrize("shape", [(64, 256, 1), (40, 384, 5), (33, 1408, 17), (80, 384, 40)], ids=str)
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.cross("shape", [(64, 256, 1), (40, 384, 5), (33, 1408, 17), (80, 384, 40)], ids=str)
+@pytest.mark.cross("name", FORMATS)
 def test_random_numbers_with_bias(name: str, shape: tuple[int, int, int], device: torch.device) -> None:
     outputs, inputs, rows = shape
     weight = encode(torch.randn(outputs, inputs), name)
@@ -107,8 +107,8 @@ def test_mxfp4_scales_above_the_multiplier_and_nan(device: torch.device) -> None
     assert torch.equal(got[:, 2:], expected[:, 2:])
 
 
-@pytest.mark.parametrize("name", ["mxfp4", "int8_row", "int8_g128", "q4_0_gguf"])
-@pytest.mark.parametrize(("tokens", "top_k"), [(0, 2), (3, 5), (9, 2)])
+@pytest.mark.cross("name", ["mxfp4", "int8_row", "int8_g128", "q4_0_gguf"])
+@pytest.mark.cross(("tokens", "top_k"), [(0, 2), (3, 5), (9, 2)])
 def test_experts(name: str, tokens: int, top_k: int, device: torch.device) -> None:
     experts, outputs, inputs = 5, 48, 128
     weight = encode(torch.randn(experts, outputs, inputs), name)

@@ -92,6 +92,12 @@ def test_perplexity_is_that_of_the_table(batch):
     assert low < found.perplexity < high
 
 
+def test_progress_is_told_window_by_window():
+    counts = []
+    measure_perplexity(bigram(table(1)), windows_of(some_ids(100), 20), batch=4, on_windows=counts.append)
+    assert counts == [1] * 5
+
+
 def test_distance_is_that_of_the_tables():
     ours, theirs, windows = table(1), table(2), windows_of(some_ids(600), 30)
     found = measure_perplexity(bigram(ours), windows, reference=bigram(theirs)).against
@@ -232,5 +238,5 @@ def test_activations_are_rounded_but_for_what_is_kept():
 
 
 def test_measuring_does_not_load_transformers():
-    code = "import bitplan.measure.causal_lm, bitplan.cli.quality, sys; assert 'transformers' not in sys.modules"
+    code = "import bitplan.runtime.causal_lm, bitplan.cli.quality, sys; assert 'transformers' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)

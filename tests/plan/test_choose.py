@@ -55,7 +55,7 @@ def test_one_tensor(name, shape, expected, why):
         ("q4_0_gguf", "lm_head.weight", (100, 64), "q8_0_gguf"),  # what a GGUF file can hold
         ("q4_0_gguf", "w.weight", (64, 40), "bfloat16"),
         ("int8_g128", "w.weight", (64, 64), "int8_row"),
-        ("float32", "model.layers.0.mlp.gate.weight", (32, 64), "float32"),  # a plain type is for all but norms and biases
+        ("float32", "model.layers.0.mlp.gate.weight", (32, 64), "float32"),  # a plain type
         ("float32", "norm.weight", (64,), "bfloat16"),
     ],
 )  # fmt: skip

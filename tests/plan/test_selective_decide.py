@@ -176,7 +176,10 @@ def test_modes_and_force_lists(mode, expected):
 def test_not_enabled_is_bf16_everywhere():
     config = replace(EAGER, enabled=False, force_int8_blocks=("a",))
     _, found = run(config, [{"a": 0.0}])
-    assert (found[0]["a"].precision, found[0]["a"].reason) == ("bf16", "selective precision is not enabled")
+    assert (found[0]["a"].precision, found[0]["a"].reason) == (
+        "bf16",
+        "selective precision is not enabled: the stream's own format",
+    )
 
 
 def test_missing_gradients_are_no_score_and_change_nothing():

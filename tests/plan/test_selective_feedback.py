@@ -83,6 +83,15 @@ def test_exactly_the_bad_units_are_rolled_back(count, bad):
     assert probes <= (len(bad_names) + 1) * (1 + math.ceil(math.log2(count)))
 
 
+@pytest.mark.parametrize(("culprit", "says"), [("u.0", "1 -> 2 with u.0 low"), ("u.3", "1 -> 2 with 4 units low")])
+def test_a_rollback_quotes_the_probe_in_which_the_loss_rose(culprit, says):
+    """u.3 is found by clearing the others: the last probe was without it, and within the tolerance."""
+    state, hints = switched(4)
+    state, culprits, _ = settle(begin_trial(state, hints, 1.0, 1), {culprit})
+    assert culprits == [culprit]
+    assert f"raised the loss (probe loss {says}, tolerance" in state.units[culprit].reason
+
+
 def test_one_culprit_of_eight_takes_five_probes():
     """All low; three halvings; the other seven once more."""
     state, hints = switched(8)

@@ -83,7 +83,10 @@ SMALL = SIZES | HEADS
 ENCODER = SIZES | {"num_attention_heads": 4}
 # Manifest -> the models it is for: class, configuration, and what is not as usual.
 FAMILIES = {
-    "llama": [("LlamaForCausalLM", "LlamaConfig", SMALL), ("LlamaForCausalLM", "LlamaConfig", SMALL | {"attention_bias": True, "mlp_bias": True})],
+    "llama": [
+        ("LlamaForCausalLM", "LlamaConfig", SMALL),
+        ("LlamaForCausalLM", "LlamaConfig", SMALL | {"attention_bias": True, "mlp_bias": True}),
+    ],
     "mistral": [("MistralForCausalLM", "MistralConfig", SMALL)],
     "qwen": [("Qwen2ForCausalLM", "Qwen2Config", SMALL), ("Qwen3ForCausalLM", "Qwen3Config", SMALL | {"head_dim": 16})],
     "gemma": [
@@ -106,7 +109,12 @@ IN_FILES = {
     "mixtral": ("block_sparse_moe", ("w1", "w2", "w3")),
     "qwen3-moe": ("mlp", ("gate_proj", "up_proj", "down_proj")),
 }
-FORMAT_OF_ROLE = {"norm": ("bfloat16", "float32"), "bias": ("bfloat16", "float32"), "router": ("bfloat16",), "position": ("float32",)}  # fmt: skip
+FORMAT_OF_ROLE = {
+    "norm": ("bfloat16", "float32"),
+    "bias": ("bfloat16", "float32"),
+    "router": ("bfloat16",),
+    "position": ("float32",),
+}
 
 
 def tiny(family):

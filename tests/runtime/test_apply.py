@@ -399,3 +399,58 @@ def test_morphed_models_and_unknown_strategies_are_refused() -> None:
 def test_many_faults_are_counted() -> None:
     model = nn.Sequential(*(nn.Embedding(4, 64) for _ in range(12)))
     refused(model, plan_of(model, default="mxfp4"), "and 2 more")
+
+
+# ---- types that meet -------------------------------------------------------------------------------------------------
+
+
+def rules_for(model: nn.Module, **formats: str) -> Plan:
+    """A plan by the last words of names; all else in BF16."""
+    patterns = [{"regex": f".*{word}.*", "format": fmt} for word, fmt in formats.items()]
+    rules = Manifest.from_document({"version": 1, "patterns": [*patterns, {"regex": ".*", "format": "BF16"}]})
+    return rules.resolve({name: tuple(tensor.shape) for name, tensor in model.state_dict().items()})
+
+
+class LlamaNorm(nn.RMSNorm):
+    """As transformers has it: the product with the weight has the wider type of the two."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        wide = x.float()
+        return self.weight * (wide * (wide.square().mean(-1, keepdim=True) + 1e-6).rsqrt()).to(x.dtype)
+
+
+def as_in_transformers() -> Llama:
+    model = Llama()
+    for module in model.modules():
+        if isinstance(module, nn.RMSNorm):
+            module.__class__ = LlamaNorm
+    return model
+
+
+def test_a_norm_of_another_type_than_the_linear_it_feeds_is_refused_before_anything_changes():
+    model = as_in_transformers()
+    before = {name: tensor.dtype for name, tensor in model.state_dict().items()}
+    with pytest.raises(ApplyError, match=r"input_layernorm.weight would be float32 \(.*norm.*\) and meet") as told:
+        apply_plan(model, rules_for(model, norm="F32"))
+    assert "bfloat16" in str(told.value)
+    assert "change one of the two rules" in str(told.value)
+    assert {name: tensor.dtype for name, tensor in model.state_dict().items()} == before
+    for word in ("embed", "bias", "up_proj"):
+        with pytest.raises(ApplyError, match=f"{word}.* would be float32"):
+            apply_plan(Llama(), rules_for(model, **{word: "F32"}))
+
+
+def test_packed_linears_take_any_type():
+    model = as_in_transformers()
+    apply_plan(model, rules_for(model, norm="F32", bias="F32", _proj="int8_row", lm_head="int8_row"))
+    assert model(torch.arange(5)).isfinite().all()
+
+
+def test_a_norm_that_casts_back_may_have_its_own_type():
+    class Norm(nn.RMSNorm):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x.float()).to(x.dtype)
+
+    model = nn.Sequential(nn.Linear(8, 8), Norm(8), nn.Linear(8, 8))
+    apply_plan(model, rules_for(model, **{"1.weight": "F32"}))
+    assert model(torch.ones(2, 8, dtype=torch.bfloat16)).dtype == torch.bfloat16

@@ -52,6 +52,11 @@ def tokens_of(count, seed=1):
     return torch.randint(0, 64, (1, count), generator=torch.Generator().manual_seed(seed))
 
 
+def test_counts_for_a_part_that_is_not_there_are_said(caplog):
+    apply_fp8(llama(), policy_of(**ALL), tokens={"LLM": 100, "llm": 100}, emulate=True)
+    assert caplog.text.count("tokens names 'LLM', no part of this model: its counts are not used; the parts are") == 1
+
+
 def test_everything_wins_and_the_model_computes_nearly_the_same():
     model = llama()
     plain = copy.deepcopy(model)

@@ -60,7 +60,7 @@ def test_defaults_do_not_leave_the_folder(name, tmp_path):
     (tmp_path / "here" / "link.yaml").symlink_to(tmp_path / "outside.yaml")
     path = tmp_path / "here" / "m.yaml"
     path.write_text(f'defaults: ["{name.replace("ABSOLUTE", str(tmp_path / "outside"))}"]\n')
-    with pytest.raises(ModelConfigError, match="lies outside of|must be a relative path") as caught:
+    with pytest.raises(ModelConfigError, match=r"lies outside of|must be a relative path") as caught:
         open_model(path)
     assert "\n" not in str(caught.value)
 

@@ -62,9 +62,9 @@ def close(found: Tensor | None, expected: Tensor, limit: float) -> None:
     assert (found.double().cpu() - expected).norm() <= limit * expected.norm()
 
 
-@pytest.mark.parametrize("counts", ROUTINGS.values(), ids=ROUTINGS)
-@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "blockwise", "bf16"])
-@pytest.mark.parametrize("fp8", ["e4m3", "hybrid"])
+@pytest.mark.cross("counts", ROUTINGS.values(), ids=ROUTINGS)
+@pytest.mark.cross("recipe", ["tensorwise", "rowwise", "blockwise", "bf16"])
+@pytest.mark.cross("fp8", ["e4m3", "hybrid"])
 def test_results_are_close_to_float64(recipe, fp8, counts) -> None:
     layer = made(GemmChoice.all(recipe), fp8, bias=True)
     limit = 1e-6 if recipe == "bf16" else LIMITS[fp8]  # float32 in, and no 16-bit product on a CPU

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import json
+import shutil
 import subprocess
 import sys
 import weakref
@@ -387,6 +388,41 @@ def test_a_scale_without_a_meaning_is_refused_from_gguf(made, tmp_path):
         load_packed(tmp_path / "bad.gguf")
 
 
+def changed(source, folder, change):
+    """A copy of a checkpoint with other numbers."""
+    shutil.copytree(source, folder)
+    tensors = safetensors.torch.load_file(folder / "model.safetensors")
+    change(tensors)
+    safetensors.torch.save_file(tensors, folder / "model.safetensors")
+    return folder
+
+
+def test_scales_and_norms_must_be_numbers(made, tmp_path):
+    scales = "model.layers.1.mlp.experts.down_proj_scales"
+    bad = changed(made["hf"], tmp_path / "scale", lambda tensors: tensors[scales][3, 5].fill_(255))
+    with pytest.raises(FileFormatError, match=rf"scale: '{scales}', expert 3: a scale byte 255, which is NaN"):
+        load_packed(bad)
+    with pytest.raises(FileFormatError, match="scales of mxfp4 are NaN or infinite"):
+        read_packed(bad, manifest="gpt-oss")
+    norm = "model.layers.0.input_layernorm.weight"
+    bad = changed(made["hf"], tmp_path / "norm", lambda tensors: tensors[norm][2:4].fill_(torch.nan))
+    with pytest.raises(FileFormatError, match=rf"norm: '{norm}': 2 of 64 numbers of a norm are NaN or infinite"):
+        load_packed(bad)
+    with pytest.raises(FileFormatError, match="2 of 64 numbers of a norm"):
+        read_packed(bad)
+
+
+def test_a_deep_check_reads_every_tensor_first(made, tmp_path):
+    name = "model.embed_tokens.weight"
+    bad = changed(made["hf"], tmp_path / "embed", lambda tensors: tensors[name][2:4].fill_(torch.inf))
+    load_packed(bad)
+    with pytest.raises(FileFormatError, match=f"embed: {name}: 0 NaN and 128 infinite"):
+        load_packed(bad, check="deep")
+    load_packed(made["hf"], check="deep")
+    with pytest.raises(StoreError, match="check must be 'quick' or 'deep', got 'thorough'"):
+        load_packed(made["hf"], check="thorough")
+
+
 def test_what_is_checked_at_the_end_can_fail(made):
     model = load_packed(made["hf"]).model
     experts = expert_modules(model)[0]
@@ -422,6 +458,7 @@ print(report.device_bytes, status("VmHWM") - before)
 """
 
 
+@pytest.mark.long
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads its peak memory from Linux's /proc")
 def test_peak_host_memory_is_the_model_and_a_chunk(tmp_path, monkeypatch):
     monkeypatch.setattr(DrawnCheckpoint, "_draw", lambda _self, shape, *_: torch.ones(shape))  # drawing takes seconds
@@ -558,6 +595,11 @@ def test_read_packed_finds_the_base_that_the_deep_check_finds(tmp_path, base):
         assert deep_check(rules, file) == []
     found = read_packed(tmp_path / "w.safetensors", manifest=rules)["w.blocks"]
     assert torch.equal(bitplan.decode(found), bitplan.decode(packed))
+    safetensors.torch.save_file(parts | {base: torch.ones(2)}, tmp_path / "w.safetensors")
+    with pytest.raises(FileFormatError, match=rf"the base of scales must be one float, and '{base}' is float32"):
+        read_packed(tmp_path / "w.safetensors", manifest=rules)
+    with open_tensors(tmp_path / "w.safetensors") as file:
+        assert [finding.code for finding in deep_check(rules, file)] == ["scale-base"]
 
 
 def test_read_packed_of_gguf(made, tmp_path):

@@ -97,8 +97,8 @@ def test_a_copy_is_a_weight_of_its_own() -> None:
     assert told.tokens == []
 
 
-@pytest.mark.parametrize("name", FORMATS)
-@pytest.mark.parametrize("assign", [False, True])
+@pytest.mark.cross("name", FORMATS)
+@pytest.mark.cross("assign", [False, True])
 def test_state_round_trip(name: str, assign: bool) -> None:
     source, target, told = PackedWeight(packed(name, seed=0)), PackedWeight(packed(name, seed=5)), Told()
     target.tell(told)

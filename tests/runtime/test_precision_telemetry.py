@@ -118,6 +118,13 @@ def test_a_file_that_cannot_be_written_is_an_error_before_training(tmp_path, kin
     assert (tmp_path / "file").read_text() == "kept"
 
 
+def test_another_file_is_not_appended_to(tmp_path):
+    (tmp_path / "t").write_bytes(b"weights")
+    with pytest.raises(TelemetryError, match="is not a selective precision telemetry file; nothing was appended"):
+        PrecisionTelemetry(tmp_path / "t")
+    assert (tmp_path / "t").read_bytes() == b"weights"
+
+
 def test_from_the_config(tmp_path):
     config = SelectivePrecisionConfig()
     with PrecisionTelemetry.from_config(config, tmp_path) as telemetry:

@@ -71,8 +71,8 @@ def close(given, expected, tolerance):
 # ---- numbers ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("fmt", FORMATS)
-@pytest.mark.parametrize("strategy", ["auto", "eager"])
+@pytest.mark.cross("fmt", FORMATS)
+@pytest.mark.cross("strategy", ["auto", "eager"])
 def test_equals_a_plain_loop(fmt, strategy):
     experts = make(fmt, strategy=strategy)
     x, (ids, weights) = 3 * drawn(9, H, seed=6), routed(9)
@@ -95,7 +95,7 @@ def test_swiglu_without_biases():
         close(experts(x, ids, weights), reference(experts, x, ids, weights), 1e-6)
 
 
-@pytest.mark.parametrize(
+@pytest.mark.cross(
     "ids",
     [
         pytest.param([[0, 2], [2, 0], [0, 2]], id="experts without a token"),
@@ -105,7 +105,7 @@ def test_swiglu_without_biases():
         pytest.param([], id="no token"),
     ],
 )
-@pytest.mark.parametrize("strategy", ["decode", "eager", "tile_cache", "fused"])
+@pytest.mark.cross("strategy", ["decode", "eager", "tile_cache", "fused"])
 def test_routing(ids, strategy):
     cache = TileCache(2**20) if strategy == "tile_cache" else None
     experts = make(strategy=strategy, cache=cache)

@@ -39,9 +39,9 @@ def layer(name: str, way: str, bias: Tensor | None = None, **shape: int) -> Quan
 # ---- the product -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", FORMATS)
-@pytest.mark.parametrize("way", EXACT)
-@pytest.mark.parametrize("cols", [256, 100])
+@pytest.mark.cross("name", FORMATS)
+@pytest.mark.cross("way", EXACT)
+@pytest.mark.cross("cols", [256, 100])
 def test_each_strategy_gives_the_product_of_the_decoded_weight(name: str, way: str, cols: int) -> None:
     one, x, bias = packed(name, cols=cols), normal(5, cols), normal(48, seed=2)
     found = QuantLinear(one, bias, strategy=way, cache=TileCache(10**6, tile_bytes=20 * cols * 4))
@@ -77,8 +77,8 @@ def test_fused_on_a_cpu_stays_within_its_bound(name: str, dtype: torch.dtype, co
     assert bool(((y.double() - expected).abs() <= bound + ROUNDING[dtype] * (expected.abs() + bound)).all())
 
 
-@pytest.mark.parametrize("shape", [(256,), (1, 256), (2, 3, 256), (2, 1, 3, 256), (0, 256), (2, 0, 256)])
-@pytest.mark.parametrize("way", ["auto", *EXACT])
+@pytest.mark.cross("shape", [(256,), (1, 256), (2, 3, 256), (2, 1, 3, 256), (0, 256), (2, 0, 256)])
+@pytest.mark.cross("way", ["auto", *EXACT])
 def test_any_leading_axes(shape: tuple[int, ...], way: str) -> None:
     found, x = layer("mxfp4", way, normal(48, seed=2)), normal(*shape)
     assert torch.allclose(found(x), functional.linear(x, decode(found.weight.encoded), found.bias), atol=1e-4)
@@ -134,8 +134,8 @@ def test_tiles_are_shared_by_layers_and_counted() -> None:
 # ---- gradients -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", FORMATS)
-@pytest.mark.parametrize("way", EXACT)
+@pytest.mark.cross("name", FORMATS)
+@pytest.mark.cross("way", EXACT)
 def test_gradients_are_those_through_the_decoded_weight(name: str, way: str) -> None:
     found = layer(name, way, normal(48, seed=2))
     x = normal(3, 4, 256).double().requires_grad_()

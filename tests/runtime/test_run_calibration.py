@@ -150,7 +150,9 @@ def test_a_stale_cache_is_refused_by_name(tmp_path):
 
     other = make_stack(adapters=True)
     other.layers[3].down.weight.data[0, 0] += 1
-    with pytest.raises(CalibrationError, match=r"stale: the weights of 'layers\.3' differ .*delete the file"):
+    with pytest.raises(
+        CalibrationError, match=r"stale: the weights of 'layers\.3' differ .*on_stale='redo', or delete the file"
+    ):
         run_calibration(other, BATCHES, **options)
     outside = make_stack(adapters=True)
     outside.first.bias.data[0] += 1
@@ -169,6 +171,37 @@ def test_a_stale_cache_is_refused_by_name(tmp_path):
     cache.write_text(json.dumps(document))
     with pytest.raises(CalibrationError, match=r"the versions of 'torch' differ \(torch was 1\.0, is"):
         run_calibration(make_stack(adapters=True), BATCHES, **options)
+
+
+def test_a_stale_cache_is_redone_when_asked_and_few_batches_are_said(tmp_path, caplog):
+    cache, model = tmp_path / "c.json", make_stack(adapters=False)
+    with streaming(model, train="nothing") as stream:
+        run_calibration(stream, BATCHES[:1], formats=FORMATS[:1], samples=1, cache=cache, progress=quiet)
+        assert not caplog.text
+        with torch.no_grad():
+            model.layers[3].up.weight.mul_(1.5)
+        options = {"formats": FORMATS[:1], "cache": cache, "progress": quiet}
+        found = run_calibration(stream, BATCHES[:1], on_stale="redo", **options)
+        assert caplog.text.count("calibrating on 1 of 4 samples: no more batches came") == 1
+        assert found == run_calibration(stream, BATCHES[:1], samples=1, **options)  # and the file is of now
+        with pytest.raises(CalibrationError, match="on_stale='again': there are 'refuse', 'redo'"):
+            run_calibration(stream, BATCHES, on_stale="again", **options)
+
+
+def test_adapters_and_the_order_of_batches_are_no_part_of_the_key(tmp_path):
+    model, options = make_stack(adapters=True), {"formats": FORMATS[:1], "samples": 3, "cache": tmp_path / "c.json"}
+    with streaming(model) as stream:
+        first = run_calibration(stream, BATCHES, progress=quiet, **options)
+        with torch.no_grad():
+            for one in model.parameters():
+                if one.requires_grad:
+                    one.add_(0.01)
+        again = run_calibration(stream, BATCHES[::-1], progress=lambda *_: pytest.fail("measured again"), **options)
+        assert again == first
+        with torch.no_grad():
+            model.layers[2].up.base.weight.add_(0.01)
+        with pytest.raises(CalibrationError, match=r"stale: the weights of 'layers\.2' differ"):
+            run_calibration(stream, BATCHES, progress=quiet, **options)
 
 
 @pytest.mark.parametrize(

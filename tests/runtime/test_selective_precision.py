@@ -63,28 +63,61 @@ def adapted(count=COUNT):
     return model
 
 
+# ---- what is forgotten -----------------------------------------------------------------------------------------------
+
+
+def test_what_is_forgotten_is_said_once(caplog):
+    model = adapted()
+    with policy_on(model, config_of(warmup_steps=0)) as policy:
+        for step in range(1, 12, 2):  # never a multiple of two
+            policy.begin_step(step)
+            model(batch(step)).square().mean().backward()
+            policy.compute_hints(step)
+            policy.end_step()
+    said = [record.message for record in caplog.records if record.levelname == "WARNING"]
+    for text in (
+        "run_calibration is true, but nothing was calibrated, so scores go by gradients alone",
+        "step 1: collect_block_grad_stats() was not called between backward and end_step",
+        "step 5: 3 steps without an update: compute_hints(step) decides in steps whose number is a multiple of "
+        "update_interval_steps (2)",
+        "closed before the first update, nothing was decided: warmup_steps is 0 and update_interval_steps 2",
+    ):
+        assert sum(text in one for one in said) == 1, text
+    assert len(said) == 4
+
+
+def test_nothing_is_said_where_nothing_is_forgotten(caplog):
+    model = adapted()
+    with policy_on(model, config_of()) as policy:
+        policy.calibrate([batch(0)] * 4, progress=False)
+        for step in range(5):
+            run_step(policy, model, None, step)
+    assert not [record for record in caplog.records if record.levelname == "WARNING"]
+
+
 # ---- modes -----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
-    ("options", "expected"),
+    ("options", "rest", "expected"),
     [
-        ({"mode": "off"}, {}),
-        ({"enabled": False, "force_int8_blocks": ("layers.1",)}, {}),
-        ({"mode": "off", "force_int8_blocks": ("layers.1",)}, {"layers.1": "int8_row"}),
+        ({"mode": "off"}, "float32", {}),
+        ({"enabled": False, "force_int8_blocks": ("layers.1",)}, "float32", {}),
+        ({"mode": "off", "force_int8_blocks": ("layers.1",)}, "float32", {"layers.1": "int8_row"}),
         (
             {"mode": "static", "force_int8_blocks": ("layers.1", "layers.4"), "force_fp8_blocks": ("layers.2",)},
+            "bfloat16",
             {"layers.1": "int8_row", "layers.4": "int8_row", "layers.2": "fp8_e4m3_row"},
         ),
     ],
 )
-def test_force_lists_hold_from_the_first_step(options, expected):
+def test_force_lists_hold_from_the_first_step_and_off_leaves_formats_alone(options, rest, expected):
     model = adapted()
     with policy_on(model, config_of(**options)) as policy:
         policy.begin_step(0)
         formats = policy.stream.formats
         for name in BLOCKS:
-            assert formats[f"{name}.down.weight"] == expected.get(name, "bfloat16")
+            assert formats[f"{name}.down.weight"] == expected.get(name, rest)
             assert formats[f"{name}.norm.weight"] == "float32"
         policy.end_step()
 
@@ -135,7 +168,7 @@ def test_off_is_the_plain_stream_to_the_bit():
         stream.begin_step(0)
         one(batch(0)).square().mean().backward()
         stream.end_step()
-    with policy_on(two, config_of(mode="off")) as policy:
+    with policy_on(two, config_of(mode="off"), stream_options={"formats": "bfloat16"}) as policy:
         run_step(policy, two, None, 0)
     for mine, theirs in zip(one.parameters(), two.parameters(), strict=True):
         assert (mine.grad is None) == (theirs.grad is None)
@@ -362,7 +395,7 @@ def test_measuring_is_not_seen_in_the_gradients(checkpointing, tokens):
     for options in ({"mode": "off"}, {"scoring": "impact", "impact_tokens": tokens, "update_interval_steps": 1}):
         model = adapted()
         model.checkpointing = checkpointing
-        with policy_on(model, config_of(**options)) as policy:
+        with policy_on(model, config_of(**options), stream_options={"formats": "bfloat16"}) as policy:
             run_step(policy, model, None, 0)
             policy.state_dict()
         found.append({name: one.grad for name, one in model.named_parameters() if one.grad is not None})
@@ -484,6 +517,29 @@ def test_a_unit_with_an_unseen_weight_has_no_impact_and_says_so(caplog):
     assert "impact of layers.0.table.weight cannot be measured" in caplog.text
     assert "Embedding does not compute W x" in caplog.text
     assert "left out" not in caplog.text, "frozen blocks without adapters have no gradient, and need none here"
+
+
+class Halved(nn.Module):
+    """A block of two layers, of which one has no gradient path."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen, self.cut = nn.Linear(64, 64), nn.Linear(64, 64)
+
+    def forward(self, x):
+        return self.seen(x) + self.cut(x.detach())
+
+
+def test_a_unit_with_a_layer_that_no_gradient_reaches_has_no_impact(caplog):
+    model = Mixed()
+    model.layers[0] = Halved().requires_grad_(False)
+    config = config_of(scoring="impact", update_interval_steps=1, damage_budget=10.0)
+    with policy_on(model, config) as policy:
+        for step in range(4):
+            run_step(policy, model, None, step)
+        assert all(set(step.impacts) == {"layers.1"} for step in policy.state.history if step.impacts)
+        assert policy.precisions == {"layers.0": "bf16", "layers.1": "int8"}
+    assert caplog.text.count("no impact of layers.0: no gradient reached layers.0.cut.weight") == 1
 
 
 def test_the_damage_budget_bounds_all_low_units_together():

@@ -21,9 +21,10 @@ def program(monkeypatch):
     return runpy.run_path(str(ROOT / "benchmarks" / "selective_precision.py"))
 
 
+@pytest.mark.long
 def test_the_experiment_runs_in_small(program, monkeypatch, tmp_path, capsys):
     pytest.importorskip("transformers")
-    from bitplan.measure import causal_lm
+    from bitplan.runtime import causal_lm
 
     sizes = replace(program["SMALL"], lora_steps=3, full_steps=3, pretrain_steps=2)
     text = "to be or not to be, that is the question. " * 30

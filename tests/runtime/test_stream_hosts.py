@@ -9,6 +9,7 @@ import mmap
 import pytest
 import torch
 
+from bitplan.errors import StoreError
 from bitplan.runtime.devices import SimulatedDevice
 from bitplan.runtime.host_blocks import exact_buffer
 from bitplan.runtime.host_training import AdamWSettings
@@ -68,6 +69,16 @@ def test_buffers_are_not_rounded_up(nbytes):
     assert buffer.nbytes == nbytes
     assert buffer.untyped_storage().nbytes() == nbytes
     assert buffer.data_ptr() % mmap.PAGESIZE == 0
+
+
+def test_telemetry_is_not_appended_to_another_file(tmp_path):
+    path = tmp_path / "model.safetensors"
+    for other in (b"weights", b'{"step": 1, "name": "drift"}\n'):
+        path.write_bytes(other)
+        refused = pytest.raises(StoreError, match="exists and is not a streaming telemetry file; nothing was appended")
+        with refused, streaming(make_stack(adapters=False), telemetry=path, slots=2, train="nothing"):
+            pass
+        assert path.read_bytes() == other
 
 
 def test_telemetry_counts_what_was_copied(tmp_path):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import threading
+import time
 
 import pytest
 import torch
@@ -188,8 +189,11 @@ def test_gradients_on_their_way_are_capped():
         gradients_thread = stream.training._gradients
         stream.begin_step(0)
         stream.set_limits(limits(d2h=1))
-        stream.device.before_copy = lambda: waiting.append(gradients_thread._unfinished)
+        stream.device.before_copy = lambda: waiting.append(gradients_thread.unfinished)
         model(batch(0)).square().mean().backward()
+        while gradients_thread.unfinished:  # not drain, which queues a job of its own
+            time.sleep(1e-3)
+        stream.device.before_copy = None
         stream.end_step()
         stream.synchronize()
         assert max(waiting) == 1

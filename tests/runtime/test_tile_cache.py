@@ -1,4 +1,4 @@
-"""TileCache: the order of eviction, every counter and the budget, exactly; stale tiles are never handed out."""
+"""TileCache: what stays, every counter and the budget, exactly; stale tiles are never handed out."""
 
 from __future__ import annotations
 
@@ -32,25 +32,54 @@ def counted(cache: TileCache) -> dict[str, int]:
     found = cache.counters
     return {
         name: getattr(found, name)
-        for name in ("hits", "misses", "evictions", "refused", "dropped", "tiles", "nbytes")
+        for name in ("hits", "misses", "evictions", "bypassed", "refused", "dropped", "tiles", "nbytes")
         if getattr(found, name)
     }
 
 
-def test_the_tile_used_longest_ago_goes_first() -> None:
+def test_layers_in_turn_hit_as_often_as_the_budget_holds_of_them() -> None:
+    """Pushing out the tile used longest ago would hit never."""
+    cache, five = TileCache(2 * WHOLE), weights(5)
+    for _ in range(8):
+        for one in five:
+            assert torch.equal(use(cache, one), decode(one.encoded))
+    assert counted(cache) == {"hits": 14, "misses": 26, "bypassed": 24, "tiles": 2, "nbytes": 2 * WHOLE}
+    assert cache.counters.hit_rate == 14 / 40
+
+
+def test_a_tile_takes_the_place_of_one_that_was_not_used_since_it_was_asked_for() -> None:
     cache, (a, b, c) = TileCache(2 * WHOLE), weights(3)
-    use(cache, a)
-    use(cache, b)
-    use(cache, a)  # now b is the oldest
-    assert counted(cache) == {"hits": 1, "misses": 2, "tiles": 2, "nbytes": 2 * WHOLE}
-    use(cache, c)
-    assert counted(cache) == {"hits": 1, "misses": 3, "evictions": 1, "tiles": 2, "nbytes": 2 * WHOLE}
+    for one in (a, b, a, c):  # now b is the oldest, and c was never asked for before
+        use(cache, one)
+    assert counted(cache) == {"hits": 1, "misses": 3, "bypassed": 1, "tiles": 2, "nbytes": 2 * WHOLE}
+    use(cache, c)  # twice since b was used
+    assert counted(cache) == {
+        "hits": 1,
+        "misses": 4,
+        "evictions": 1,
+        "bypassed": 1,
+        "tiles": 2,
+        "nbytes": 2 * WHOLE,
+    }
     use(cache, a)
     use(cache, c)
     assert cache.counters.hits == 3
-    use(cache, b)
-    assert counted(cache) == {"hits": 3, "misses": 4, "evictions": 2, "tiles": 2, "nbytes": 2 * WHOLE}
-    assert cache.counters.hit_rate == 3 / 7
+
+
+def test_another_model_takes_the_cache_over_when_it_runs() -> None:
+    cache, four = TileCache(2 * WHOLE), weights(4)
+    for pair in (four[:2], four[2:]):
+        for _ in range(4):
+            for one in pair:
+                use(cache, one)
+    assert counted(cache) == {
+        "hits": 10,
+        "misses": 6,
+        "evictions": 2,
+        "bypassed": 2,
+        "tiles": 2,
+        "nbytes": 2 * WHOLE,
+    }
 
 
 def test_a_tile_is_the_decoded_weight_and_is_not_made_twice() -> None:
@@ -72,7 +101,8 @@ def test_the_budget_holds_to_the_byte() -> None:
     use(cache, a)
     assert cache.counters.nbytes == WHOLE
     use(cache, b)
-    assert counted(cache) == {"misses": 2, "evictions": 1, "tiles": 1, "nbytes": WHOLE}
+    use(cache, b)
+    assert counted(cache) == {"misses": 3, "evictions": 1, "bypassed": 1, "tiles": 1, "nbytes": WHOLE}
 
 
 def test_one_large_tile_pushes_out_as_many_as_it_needs() -> None:
@@ -81,7 +111,8 @@ def test_one_large_tile_pushes_out_as_many_as_it_needs() -> None:
         use(cache, one)
     large = PackedWeight(packed("mxfp4", 2 * ROWS, COLS, seed=7))
     use(cache, large)
-    assert counted(cache) == {"misses": 4, "evictions": 2, "tiles": 2, "nbytes": 3 * WHOLE}
+    use(cache, large)
+    assert counted(cache) == {"misses": 5, "evictions": 2, "bypassed": 1, "tiles": 2, "nbytes": 3 * WHOLE}
 
 
 def test_types_are_tiles_of_their_own() -> None:

@@ -70,8 +70,8 @@ def small_pieces(monkeypatch):
 # ---- sound files -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("fmt", PACKED)
-@pytest.mark.parametrize("numbers", ["gaussian", "uniform", "zero"])
+@pytest.mark.cross("fmt", PACKED)
+@pytest.mark.cross("numbers", ["gaussian", "uniform", "zero"])
 def test_packed_tensors_of_every_format_are_clean(fmt, numbers, tmp_path):
     """Uniform numbers put up to half of the blocks at the largest scale that shares a base: no finding."""
     x = {"gaussian": with_zero_blocks(64, 512), "uniform": torch.rand(64, 512) * 2 - 1, "zero": torch.zeros(4, 128)}

@@ -37,8 +37,8 @@ def round_trip(layer, fmt, folder, suffix):
     return model, loaded, first, second
 
 
-@pytest.mark.parametrize("layer", LAYERS)
-@pytest.mark.parametrize("fmt", FORMATS)
+@pytest.mark.cross("layer", LAYERS)
+@pytest.mark.cross("fmt", FORMATS)
 def test_save_load_save_is_byte_identical(layer, fmt, tmp_path):
     model, loaded, first, second = round_trip(layer, fmt, tmp_path, ".safetensors")
     assert first.read_bytes() == second.read_bytes()
@@ -49,8 +49,8 @@ def test_save_load_save_is_byte_identical(layer, fmt, tmp_path):
         assert torch.equal(stores_of(loaded)[name].master, store.simulate(fmt))
 
 
-@pytest.mark.parametrize("layer", [name for name in LAYERS if name != "Conv3d"])
-@pytest.mark.parametrize("fmt", [fmt for fmt in GGUF_TYPES if fmt != "mxfp4"])
+@pytest.mark.cross("layer", [name for name in LAYERS if name != "Conv3d"])
+@pytest.mark.cross("fmt", [fmt for fmt in GGUF_TYPES if fmt != "mxfp4"])
 def test_gguf_round_trip_is_byte_identical(layer, fmt, tmp_path):
     if layer.startswith("Conv") and fmt not in ("float32", "float16", "bfloat16"):
         pytest.skip("GGUF's blocks lie along the last axis, which a convolution kernel has no room for")
@@ -58,8 +58,8 @@ def test_gguf_round_trip_is_byte_identical(layer, fmt, tmp_path):
     assert first.read_bytes() == second.read_bytes()
 
 
-@pytest.mark.parametrize("layer", LAYERS)
-@pytest.mark.parametrize("fmt", DTYPE_NAMES)
+@pytest.mark.cross("layer", LAYERS)
+@pytest.mark.cross("fmt", DTYPE_NAMES)
 def test_seed_json_round_trip_is_byte_identical(layer, fmt, tmp_path):
     _, _, first, second = round_trip(layer, fmt, tmp_path, ".json")
     assert first.read_bytes() == second.read_bytes()

@@ -190,8 +190,8 @@ def check_eval_and_training(layer: str, fmt: str) -> None:
 
 
 @BUILT_IN_NOISE
-@pytest.mark.parametrize("fmt", SPREAD)
-@pytest.mark.parametrize("layer", LAYERS)
+@pytest.mark.cross("fmt", SPREAD)
+@pytest.mark.cross("layer", LAYERS)
 def test_eval_sees_the_version_and_training_the_parameter(layer: str, fmt: str) -> None:
     check_eval_and_training(layer, fmt)
 

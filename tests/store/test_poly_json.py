@@ -170,7 +170,7 @@ ORIGINAL = """{
         "l": 0,
         "type": "CNN2",
         "activation": "Linear",
-        "dtype": "fp8e4m3",
+        "dtype": "int8",
         "kernel_size": 3,
         "weights": "AX//",
         "native": true,
@@ -216,13 +216,14 @@ def test_a_file_of_the_originals_comes_back_with_the_same_values(tmp_path):
     assert ours == ORIGINAL.replace("2.50", "2.5").replace("1e-7", "1e-07") + "\n"
 
 
+AMBIGUOUS = ("float16", "fp8e4m3", "fp8e5m2", "fp4")
 EVERY_ORIGINAL = {
     "float64": ([1.5, -0.1, 1e300], [1.5, struct.unpack("<f", struct.pack("<f", -0.1))[0], math.inf]),
     "float32": ([1.5, -0.0, 1e-40], None),
-    "float16": ([1.5, -2.0, 3e38], [1.5, -2.0, struct.unpack("<f", b"\0\0" + struct.pack("<f", 3e38)[2:])[0]]),
+    "float16": ([1.5, -2.0, 3e38], None),
     "bfloat16": ([1.5, -2.0, 0.0], [1.5, -2.0, 0.0]),
-    "fp8e4m3": ([1, 127, -128], [0.5, 63.5, -64.0]),
-    "fp8e5m2": ([1, 127, -128], [0.5, 63.5, -64.0]),
+    "fp8e4m3": ([1, 127, -128], None),
+    "fp8e5m2": ([1, 127, -128], None),
     "int64": ([1, -(2**62), 2**63 - 1], [0.5, -(2.0**61), 2.0**62]),
     "int32": ([1, -(2**31), 2**24], [0.5, -(2.0**30), 2.0**23]),
     "int16": ([1, -32768, 32767], [0.5, -16384.0, 16383.5]),
@@ -233,7 +234,7 @@ EVERY_ORIGINAL = {
     "uint8": ([1, 255, 128], [0.5, 127.5, 64.0]),
     "int4": ([1, -8, 7], [0.5, -4.0, 3.5]),
     "uint4": ([1, 8, 15], [0.5, 4.0, 7.5]),
-    "fp4": ([1, -8, 7], [0.5, -4.0, 3.5]),
+    "fp4": ([1, -8, 7], None),
     "int2": ([1, -2, -1], [0.5, -1.0, -0.5]),
     "uint2": ([1, 2, 3], [0.5, 1.0, 1.5]),
     "ternary": ([1, 0, -1], [0.5, 0.0, -0.5]),
@@ -247,7 +248,18 @@ def test_the_table_names_every_dtype():
     assert {tag for tag, name in DTYPES.items() if tag != name} == {"fp8e4m3", "fp8e5m2"}
 
 
-@pytest.mark.parametrize("dtype", EVERY_ORIGINAL)
+@pytest.mark.parametrize("dtype", AMBIGUOUS)
+def test_what_the_original_packs_differently_today_is_refused(dtype, tmp_path):
+    """-1.5256 as an IEEE half has the bits of a bfloat16 of -0.15: the file does not say which it is."""
+    raw = struct.pack("<e", -1.5256) if dtype == "float16" else b"\xbc\x3e"
+    path = save(tmp_path / "net.json", network(layer(dtype=dtype, weights=b64(raw), native=True, scale=0.5)))
+    with pytest.raises(FileFormatError, match=rf"layers\[0\]: packed {dtype} weights mean different numbers"):
+        read_poly_json(path)
+    master = layer(dtype=dtype, weights=b64(struct.pack("<f", -1.5)))
+    assert read_poly_json(save(tmp_path / "net.json", network(master))).tensors["layers[0]"].tolist() == [-1.5]
+
+
+@pytest.mark.parametrize("dtype", [dtype for dtype in EVERY_ORIGINAL if dtype not in AMBIGUOUS])
 def test_every_dtype_as_the_original_reads_it(dtype, tmp_path):
     codes, expected = EVERY_ORIGINAL[dtype]
     raw = pack(dtype, codes)

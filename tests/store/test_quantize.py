@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import signal
 import subprocess
@@ -19,10 +20,11 @@ from bitplan.formats import encode, get_format, list_formats
 from bitplan.plan import Choice, Manifest, Plan
 from bitplan.plan.plan import Planned
 from bitplan.store.compare import compare_files
+from bitplan.store.model_files import load_model
 from bitplan.store.quantize import quantize_file
 from bitplan.store.safetensors_io import write_safetensors
 from bitplan.store.tensor_files import open_tensors
-from bitplan.store.tensor_writers import Promise, write_native
+from bitplan.store.tensor_writers import Promise, write_native, write_tensors
 
 MB = 2**20
 
@@ -155,8 +157,22 @@ def test_keep_and_only_choose_by_name(source, tmp_path):
         quantize_file(source, tmp_path / "c.safetensors", "int8_row", keep=["blokcs.*"])
 
 
+def write_as_gguf(weights, path):
+    with write_tensors(path, [Promise(name, tuple(t.shape), dtype=t.dtype) for name, t in weights.items()]) as writer:
+        for name, tensor in weights.items():
+            writer.write(name, tensor)
+
+
+def test_gguf_is_written_from_gguf_alone(source, tmp_path):
+    """Other files have neither llama.cpp's names nor its metadata."""
+    with pytest.raises(StoreError, match=r"out.gguf: GGUF is written from GGUF alone: .*convert_hf_to_gguf.py first"):
+        quantize_file(source, tmp_path / "out.gguf", "q8_0_gguf")
+    assert not (tmp_path / "out.gguf").exists()
+
+
 def test_gguf_in_and_out(source, tmp_path):
-    quantize_file(source, tmp_path / "a.gguf", "q8_0_gguf", keep=["conv.*"])
+    write_as_gguf(tensors(), tmp_path / "in.gguf")
+    quantize_file(tmp_path / "in.gguf", tmp_path / "a.gguf", "q8_0_gguf", keep=["conv.*"])
     quantize_file(tmp_path / "a.gguf", tmp_path / "b.gguf", "q4_0_gguf", keep=["conv.*"])
     quantize_file(tmp_path / "b.gguf", tmp_path / "c.safetensors", "mxfp4")
     with open_tensors(tmp_path / "b.gguf") as file:
@@ -193,12 +209,55 @@ def test_shards_become_shards_with_an_index(tmp_path):
     assert not compare_files(tmp_path / "in", tmp_path / "out").findings
 
 
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e8m0fnu])
+def test_8_bit_floats_are_numbers(dtype, tmp_path):
+    numbers = torch.tensor([[1.0, 2.0, 0.5, 4.0] * 8] * 4)
+    safetensors.torch.save_file({"w": numbers.to(dtype), "norm": torch.ones(4).to(dtype)}, tmp_path / "in.safetensors")
+    quantize_file(tmp_path / "in.safetensors", tmp_path / "out.safetensors", "bfloat16")
+    with open_tensors(tmp_path / "out.safetensors") as file:
+        assert torch.equal(file.read_float("w"), numbers)
+        assert torch.equal(file.read_float("norm"), torch.ones(4))
+    assert compare_files(tmp_path / "in.safetensors", tmp_path / "out.safetensors").overall.sqnr_db == math.inf
+    model = torch.nn.ParameterDict({"w": torch.zeros(4, 32), "norm": torch.zeros(4)})
+    assert torch.equal(load_model(tmp_path / "in.safetensors", model)["w"], numbers)
+
+
+def test_codes_in_8_and_4_bit_floats_are_refused_in_one_line(tmp_path):
+    codes = torch.ones(128, 128).to(torch.float8_e4m3fn)
+    safetensors.torch.save_file(
+        {"a.weight": codes, "a.weight_scale_inv": torch.ones(1, 1)}, tmp_path / "fp8.safetensors"
+    )
+    pairs = torch.zeros(4, 16, dtype=torch.uint8).view(torch.float4_e2m1fn_x2)
+    with write_safetensors(tmp_path / "fp4.safetensors", [("a.weight", pairs.dtype, (4, 16))]) as writer:
+        writer.write("a.weight", pairs)
+    for name, told in (("fp8", "codes with scales beside them .'a.weight_scale_inv'."), ("fp4", "two to a byte")):
+        source = tmp_path / f"{name}.safetensors"
+        with pytest.raises(StoreError, match=f"'a.weight' is float{name[2:]}_.*: {told}"):
+            quantize_file(source, tmp_path / "out.safetensors", "bfloat16")
+        with pytest.raises(StoreError, match=told):
+            compare_files(source, source)
+
+
+def test_shards_of_one_name_in_two_folders_stay_two(tmp_path):
+    numbers = {"one": torch.randn(4, 32), "two": torch.randn(4, 32)}
+    for name, tensor in numbers.items():
+        (tmp_path / "in" / name).mkdir(parents=True)
+        safetensors.torch.save_file({name: tensor}, tmp_path / "in" / name / "model.safetensors")
+    weight_map = {name: f"{name}/model.safetensors" for name in numbers}
+    (tmp_path / "in" / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    quantize_file(tmp_path / "in", tmp_path / "out", "bfloat16")
+    with open_tensors(tmp_path / "out") as file:
+        assert {name: file.read_float(name).bfloat16().tolist() for name in file.specs} == {
+            name: tensor.bfloat16().tolist() for name, tensor in numbers.items()
+        }
+
+
 def test_a_tied_name_is_written_out_where_the_container_cannot_tie(tmp_path):
     with write_native(tmp_path / "in.safetensors", [Promise("a", (2, 32))], tied={"b": "a"}) as writer:
         writer.write("a", torch.randn(2, 32))
-    quantize_file(tmp_path / "in.safetensors", tmp_path / "out.safetensors", "mxfp4")
-    quantize_file(tmp_path / "in.safetensors", tmp_path / "out.gguf", "mxfp4")
-    with open_tensors(tmp_path / "out.safetensors") as one, open_tensors(tmp_path / "out.gguf") as two:
+    quantize_file(tmp_path / "in.safetensors", tmp_path / "out.safetensors", "int8")
+    quantize_file(tmp_path / "in.safetensors", tmp_path / "out.json", "int8")
+    with open_tensors(tmp_path / "out.safetensors") as one, open_tensors(tmp_path / "out.json") as two:
         assert (list(one.specs), one.tied) == (["a"], {"b": "a"})
         assert list(two.specs) == ["a", "b"]
         assert torch.equal(two.read_float("a"), two.read_float("b"))
@@ -316,7 +375,7 @@ sys.exit(code)
 
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads its peak memory from Linux's /proc")
-@pytest.mark.parametrize("fmt", ["int8_row", "mxfp4"])
+@pytest.mark.parametrize("fmt", ["int8_row", pytest.param("mxfp4", marks=pytest.mark.long)])
 def test_peak_memory_is_bounded_by_the_largest_tensor(fmt, tmp_path):
     large_file(tmp_path / "in.safetensors", 8)
     command = [sys.executable, "-c", PEAK, "quantize", "in.safetensors", "out.safetensors", "-f", fmt, "--json"]
@@ -399,9 +458,9 @@ def test_a_name_with_brackets_can_be_kept(tmp_path):
 
 
 def test_gguf_says_that_it_never_fills_a_block(tmp_path):
-    safetensors.torch.save_file({"w": torch.randn(32, 33)}, tmp_path / "in.safetensors")
+    write_as_gguf({"w": torch.randn(32, 33)}, tmp_path / "in.gguf")
     with pytest.raises(StoreError, match=r"never filled, and 'w' has 33 there; leave it as it is \(--keep 'w'\)"):
-        quantize_file(tmp_path / "in.safetensors", tmp_path / "out.gguf", "q4_0_gguf", pad="zero")
+        quantize_file(tmp_path / "in.gguf", tmp_path / "out.gguf", "q4_0_gguf", pad="zero")
 
 
 def test_files_with_nothing_in_common_do_not_agree(tmp_path):

@@ -51,8 +51,8 @@ def native(path, fmt, shape, *, told=None, change=None):
     return path
 
 
-@pytest.mark.parametrize("fmt", PACKED)
-@pytest.mark.parametrize("told", [(64, 256), (128, 384), (256, 128), (127, 256), (128, 256, 2), (0, 256)], ids=str)
+@pytest.mark.cross("fmt", PACKED)
+@pytest.mark.cross("told", [(64, 256), (128, 384), (256, 128), (127, 256), (128, 256, 2), (0, 256)], ids=str)
 def test_native_metadata_that_do_not_fit_the_parts(fmt, told, tmp_path):
     path = native(tmp_path / "a.safetensors", fmt, (128, 256), told=told)
     same_parts = fmt.part_shapes(told) == fmt.part_shapes((128, 256))

@@ -239,8 +239,8 @@ CHANGES: dict[str, Callable[[WeightStore, nn.Parameter], None]] = {
 }
 
 
-@pytest.mark.parametrize("change", CHANGES)
-@pytest.mark.parametrize("shape", [(4, 32), (40, 512)])
+@pytest.mark.cross("change", CHANGES)
+@pytest.mark.cross("shape", [(4, 32), (40, 512)])
 def test_after_a_change_the_version_is_fresh(change: str, shape: tuple[int, int], encodes: list[str]) -> None:
     parameter = nn.Parameter(sample(*shape))
     store = WeightStore(parameter)

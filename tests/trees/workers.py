@@ -6,7 +6,6 @@ send back what it returned or the error it raised. Importing torch and numba tak
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import signal
 import time
@@ -14,8 +13,7 @@ from datetime import timedelta
 
 import numpy as np
 
-SERVER = multiprocessing.get_context("forkserver")  # imports once, then forks
-SERVER.set_forkserver_preload(["bitplan.trees.distributed", "tests.trees.workers"])
+from tests.processes import SERVER
 
 
 class Pool:

@@ -1,0 +1,242 @@
+"""A causal language model with its tokenizer, from disk: a Hugging Face folder, a GGUF file, or packed weights.
+
+transformers builds the model, as an optional dependency: nothing here imports it until a model is asked for. Nothing
+is downloaded, no code that comes with a model is run, and pickles are not opened. Weights come as float32 whatever the
+file holds (packed tensors are decoded): a CPU without bfloat16 hardware computes nothing else in reasonable time, and
+formats are then applied to the very same numbers.
+
+| MODEL | weights are read by | config and tokenizer |
+|---|---|---|
+| a Hugging Face folder | transformers | in the folder |
+| what bitplan packed: a file, an index, a folder | bitplan, by the metadata | beside it, or in `config` |
+| a GGUF file | transformers, or by its names where `config` is given | in the file, or in `config` |
+
+transformers fills tensors that are missing with random numbers; here such a model is refused, with the names.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from bitplan.measure.perplexity import MeasureError, windows_of
+from bitplan.optional import require
+from bitplan.store.hf_load import (
+    REPORTED,
+    first_line,
+    model_from_tensors,
+    quiet_transformers,
+    require_complete,
+)
+from bitplan.store.safetensors_io import INDEX_SUFFIX
+from bitplan.store.tensor_files import NativeTensors, TensorFile, open_tensors
+
+_TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
+_WEIGHT_FILES = (".safetensors", INDEX_SUFFIX)
+
+
+@dataclass
+class CausalLM:
+    """A model that maps token ids to logits, in eval mode, and the tokenizer that made it ids in training.
+
+    `file_bytes` is what its tensors take on disk.
+    """
+
+    model: nn.Module
+    tokenizer: Any
+    where: str
+    file_bytes: int | None = None
+
+    def __call__(self, ids: Tensor) -> Tensor:
+        return logits_of(self.model, ids)
+
+    @property
+    def head(self) -> nn.Module:
+        """The layer that gives the logits."""
+        found: nn.Module = self.model.get_output_embeddings()  # type: ignore[operator]
+        return found
+
+    @property
+    def bits_per_weight(self) -> float | None:
+        """Bits of the file's tensors over the number of parameters, tied ones counted once."""
+        if self.file_bytes is None:
+            return None
+        return 8 * self.file_bytes / sum(parameter.numel() for parameter in self.model.parameters())
+
+    def check_context(self, context: int) -> None:
+        """Beyond the positions it was trained on a model's perplexity says nothing of its weights."""
+        positions = getattr(self.model.config, "max_position_embeddings", None)
+        if positions is not None and context > positions:
+            raise MeasureError(f"{self.where}: context must be {positions} or less, as the model has, got {context}")
+
+    def encode(self, text: str) -> Tensor:
+        """The text's own token ids, without what the tokenizer puts before or after a text."""
+        if not text.strip():
+            raise MeasureError("the text is empty; give a file of plain text to measure on")
+        ids = torch.tensor(self._tokens(text, special=False), dtype=torch.int64)
+        rows = self.model.get_input_embeddings().weight.shape[0]  # type: ignore[operator]
+        if len(ids) and int(ids.max()) >= rows:
+            raise MeasureError(
+                f"{self.where}: the tokenizer gives token {int(ids.max())}, the model's vocabulary has {rows}; "
+                "the tokenizer is another model's"
+            )
+        return ids
+
+    @functools.cached_property
+    def prefix(self) -> Tensor:
+        """What the tokenizer puts before every text, such as a beginning-of-sequence token."""
+        sample = "a b a"
+        own, whole = self._tokens(sample, special=False), self._tokens(sample, special=True)
+        for start in range(len(whole) - len(own) + 1):
+            if whole[start : start + len(own)] == own:
+                return torch.tensor(whole[:start], dtype=torch.int64)
+        raise MeasureError(f"{self.where}: the tokenizer gives other tokens with its special tokens than without")
+
+    def windows(self, text: str, context: int) -> list[Tensor]:
+        """The text in windows of `context` tokens, each beginning as the tokenizer begins a text."""
+        return windows_of(self.encode(text), context, prefix=self.prefix)
+
+    def _tokens(self, text: str, *, special: bool) -> list[int]:
+        found: list[int] = self.tokenizer(text, verbose=False, add_special_tokens=special)["input_ids"]
+        return found
+
+
+def logits_of(model: nn.Module, ids: Tensor) -> Tensor:
+    """One pass without a cache of keys and values, which nobody reads here."""
+    logits: Tensor = model(input_ids=ids, use_cache=False).logits
+    return logits
+
+
+def load_causal_lm(path: str | Path, *, config: str | Path | None = None) -> CausalLM:
+    """Read a model; `config` is a folder with config.json and tokenizer, for a file that holds weights alone."""
+    source = Path(path)
+    if not source.exists():
+        raise MeasureError(f"{source}: no such file or folder; nothing is downloaded, so give a path on this machine")
+    is_gguf = source.suffix == ".gguf"
+    for library in ("accelerate", "transformers") if is_gguf else ("transformers",):
+        require(library, purpose=f"reading {source.name}", extra="models")
+    folder = _check_source(source, None if config is None else Path(config))
+    with open_tensors(source) as file, quiet_transformers():
+        file_bytes = sum(spec.nbytes for spec in file.specs.values())
+        if is_gguf and config is None:
+            tokenizer, model = _read_gguf(source, file)
+        else:
+            tokenizer = _read("AutoTokenizer", source, "the tokenizer", _place(folder))
+            # A file that carries its own names is read by them; one of transformers may need its own decoding.
+            ours = config is not None or source.is_file() or _is_packed(file)
+            model = _model_of(file, folder, str(source)) if ours else _read_model(source, _place(folder))
+    lm = CausalLM(model.eval(), tokenizer, str(path), file_bytes)
+    _require_causal(lm)
+    return lm
+
+
+def _check_source(source: Path, config: Path | None) -> Path:
+    """Where config.json and the tokenizer lie; that they do is checked for all but GGUF, which holds both."""
+    if source.is_file() and source.suffix != ".gguf" and not source.name.endswith(_WEIGHT_FILES):
+        raise MeasureError(
+            f"{source}: expected a folder with config.json, a .safetensors or a .gguf file, "
+            f"got a {source.suffix or 'nameless'} file"
+        )
+    folder = config or (source if source.is_dir() else source.parent)
+    if source.suffix == ".gguf" and config is None:
+        return folder
+    lone = source.is_file() or config is not None
+    if not (folder / "config.json").is_file():
+        hint = (
+            "give its folder as --config"
+            if lone
+            else "so not a Hugging Face model; a GGUF file is given by its own path"
+        )
+        raise MeasureError(f"{folder}: no config.json, {hint}")
+    if not lone and not any(source.glob("*.safetensors")) and not any(source.glob(f"*{INDEX_SUFFIX}")):
+        raise MeasureError(f"{source}: no .safetensors file; other weight files (pickles) are not opened")
+    if not any((folder / name).is_file() for name in _TOKENIZERS):
+        raise MeasureError(
+            f"{folder}: the model has no tokenizer ({', '.join(_TOKENIZERS)}); "
+            "copy that of the model it was made from into the folder"
+        )
+    return folder
+
+
+def _place(folder: Path) -> dict[str, Any]:
+    return {"pretrained_model_name_or_path": str(folder)}
+
+
+def _is_packed(file: TensorFile) -> bool:
+    return bool(isinstance(file, NativeTensors) and (file.formats or file.tied))
+
+
+def _model_of(file: TensorFile, folder: Path, where: str) -> Any:
+    """The model of the config with the file's numbers, each under its own name."""
+    from transformers import AutoModelForCausalLM
+
+    config = _read("AutoConfig", folder, "config.json", _place(folder))
+    known = AutoModelForCausalLM._model_mapping.get(type(config), None)
+    if known is None:
+        raise MeasureError(f"{folder}: transformers has no causal language model of type {config.model_type!r}")
+    classes = known if isinstance(known, tuple | list) else (known,)
+    named = [one for one in classes if one.__name__ in (config.architectures or ())]
+    if getattr(config, "quantization_config", None) is not None and not _is_packed(file):
+        raise MeasureError(
+            f"{where}: its config has a quantization_config, which transformers decodes; give the folder"
+        )
+    numbers = {name: file.read_float(name) for name in file.specs}
+    numbers |= {alias: numbers[name] for alias, name in file.tied.items()}
+    if getattr(config, "quantization_config", None) is not None:
+        del config.quantization_config  # these are numbers now
+    return model_from_tensors((named or classes)[0], config, numbers, where, dtype=torch.float32)
+
+
+def _read_gguf(source: Path, file: TensorFile) -> tuple[Any, Any]:
+    if len(file.file.parts) > 1:  # type: ignore[attr-defined]
+        raise MeasureError(
+            f"{source}: is split, and transformers reads GGUF from one file; merge it with llama-gguf-split"
+        )
+    place = {"pretrained_model_name_or_path": str(source.parent), "gguf_file": source.name}
+    return _read("AutoTokenizer", source, "the tokenizer", place), _read_model(source, place)
+
+
+def _read_model(source: Path, place: dict[str, Any]) -> Any:
+    options = {"dtype": torch.float32, "use_safetensors": True}
+    model, info = _read("AutoModelForCausalLM", source, "the model", place | options | REPORTED)
+    require_complete(info, str(source))
+    return model
+
+
+def _read(reader: str, source: Path, what: str, options: dict[str, Any]) -> Any:
+    """transformers raises what its many readers raise; one line of it says enough."""
+    import transformers
+
+    try:
+        return getattr(transformers, reader).from_pretrained(local_files_only=True, **options)
+    except MemoryError:
+        raise
+    except Exception as error:
+        # bitplan's own GGUF files have none, and what transformers says of that is about arrays.
+        hint = (
+            "; if the file holds no tokenizer, give the Hugging Face folder, or that as --config"
+            if "gguf_file" in options
+            else ""
+        )
+        raise MeasureError(f"{source}: transformers cannot read {what}: {first_line(error)}{hint}") from error
+
+
+def _require_causal(lm: CausalLM) -> None:
+    """A model that sees the tokens to come predicts nothing: its logits must not change with a later token."""
+    model: Any = lm.model
+    rows = model.get_input_embeddings().weight.shape[0]
+    ids = torch.arange(1, 9).remainder(rows)[None].repeat(2, 1)
+    ids[1, -1] = (ids[0, -1] + 1) % rows
+    with torch.no_grad():
+        one, two = logits_of(lm.model, ids)[:, :-1].double()
+    if float((one - two).abs().max()) > 1e-4 * float(one.abs().max()):  # float32 is off by less
+        kind = getattr(lm.model.config, "model_type", type(lm.model).__name__)
+        raise MeasureError(
+            f"{lm.where}: not a causal language model: what {kind} says of a token depends on later ones, "
+            "as in an encoder; perplexity is not defined for it"
+        )

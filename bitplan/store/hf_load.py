@@ -1,0 +1,79 @@
+"""Tensors under the names of a Hugging Face file, into a model of transformers: loaded by it, and checked by us.
+
+transformers renames and merges tensors when it loads (the experts of a mixture become one tensor, ViT's layers lose a
+prefix), and fills what is missing with random numbers. It is the one that knows the names, so it loads; what it
+reports as missing, unknown or of another shape is an error here.
+"""
+
+from __future__ import annotations
+
+import io
+import logging
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager, redirect_stderr
+from typing import Any
+
+from torch import Tensor
+
+from bitplan.errors import FileFormatError
+
+MOST_NAMES_SHOWN = 8
+# Options of from_pretrained: with shapes that differ it says which, and `require_complete` refuses them.
+REPORTED = {"output_loading_info": True, "ignore_mismatched_sizes": True}
+
+
+def model_from_tensors(model_class: Any, config: Any, tensors: Mapping[str, Tensor], where: str, **options: Any) -> Any:
+    """A model of this class that holds these tensors, all of them and nothing else."""
+    with quiet_transformers():
+        try:
+            model, info = model_class.from_pretrained(
+                None, config=config, state_dict=dict(tensors), **REPORTED, **options
+            )
+        except (RuntimeError, ValueError) as error:
+            raise FileFormatError(f"{where}: transformers cannot load it: {first_line(error)}") from error
+    require_complete(info, where)
+    return model
+
+
+def require_complete(info: Mapping[str, Any], where: str) -> None:
+    """Refuse a model of which transformers says that it made up, left out or reshaped something."""
+    missing, unknown = sorted(info.get("missing_keys") or ()), sorted(info.get("unexpected_keys") or ())
+    shapes = [
+        f"{name} (the file has {tuple(came)}, the model {tuple(expected)})"
+        for name, came, expected in sorted(info.get("mismatched_keys") or (), key=lambda item: str(item[0]))
+    ]
+    errors = [first_line(error) for error in info.get("error_msgs") or ()]
+    found = [("missing", missing), ("unknown to the model", unknown), ("of another shape", shapes), ("errors", errors)]
+    if any(names for _, names in found):
+        told = "; ".join(listed_names(what, names) for what, names in found if names)
+        raise FileFormatError(f"{where}: the file does not fit the model of its config: {told}")
+
+
+def listed_names(what: str, names: Iterable[str]) -> str:
+    """'3 missing: a, b and 1 more'."""
+    known = list(names)
+    more = f" and {len(known) - MOST_NAMES_SHOWN} more" if len(known) > MOST_NAMES_SHOWN else ""
+    return f"{len(known)} {what}: {', '.join(known[:MOST_NAMES_SHOWN])}{more}"
+
+
+def first_line(error: object) -> str:
+    """What a foreign error says, on one line."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return lines[0][:300] if lines else type(error).__name__
+
+
+@contextmanager
+def quiet_transformers() -> Iterator[None]:
+    """Our callers show their own progress; the bar of GGUF's dequantization has no switch of its own."""
+    from transformers.utils import logging as theirs
+
+    had_bar, level = theirs.is_progress_bar_enabled(), theirs.get_verbosity()
+    theirs.disable_progress_bar()
+    theirs.set_verbosity(logging.ERROR)
+    try:
+        with redirect_stderr(io.StringIO()):
+            yield
+    finally:
+        theirs.set_verbosity(level)
+        if had_bar:
+            theirs.enable_progress_bar()

@@ -1,0 +1,98 @@
+"""Two files are compared by the model's numbers: across layouts, never by codes, and integers apart."""
+
+from __future__ import annotations
+
+import math
+
+import gguf
+import numpy as np
+import pytest
+import safetensors.torch
+import torch
+
+from bitplan.cli import run
+from bitplan.store.compare import compare_files
+from bitplan.store.gpt_oss import convert_gpt_oss, make_checkpoint
+from bitplan.store.quantize import quantize_file
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    """A gpt-oss of bfloat16 experts, its packed version in three layouts, and that packed in 8 bits by us."""
+    folder = tmp_path_factory.mktemp("made")
+    make_checkpoint(folder / "floats", naming="hf", expert_format="bfloat16")
+    convert_gpt_oss(folder / "floats", folder / "hf", to="hf", experts="mxfp4")
+    convert_gpt_oss(folder / "hf", folder / "openai", to="openai")
+    convert_gpt_oss(folder / "hf", folder / "oss.gguf", to="gguf")
+    quantize_file(folder / "floats", folder / "ours.safetensors", "int8_row")
+    return folder
+
+
+@pytest.mark.parametrize("packed", ["hf", "openai", "oss.gguf"])
+def test_packed_experts_are_compared_by_their_values(made, packed):
+    found = compare_files(made / "floats", made / packed)
+    assert found.findings == ()
+    experts = {name: layer for name, layer in found.layers.items() if name.endswith("experts.down_proj")}
+    assert len(experts) == 2
+    assert all(15 < layer.sqnr_db < 25 and layer.format_b == "mxfp4" for layer in experts.values())
+    others = [layer for name, layer in found.layers.items() if not name.endswith(("_proj", "down_proj"))]
+    assert all(layer.sqnr_db == math.inf for layer in others)
+
+
+@pytest.mark.parametrize(("one", "two"), [("hf", "openai"), ("openai", "oss.gguf"), ("oss.gguf", "hf")])
+def test_layouts_of_one_model_agree(made, one, two):
+    found = compare_files(made / one, made / two)
+    assert found.findings == ()
+    assert found.overall.sqnr_db == math.inf
+    assert found.overall.count > 0
+
+
+def test_a_file_that_we_packed_beside_the_published_layout(made):
+    found = compare_files(made / "hf", made / "ours.safetensors")
+    assert found.findings == ()
+    assert 15 < found.overall.sqnr_db < 40
+
+
+def test_integers_are_compared_for_equality_and_count_in_no_figure(tmp_path, capsys):
+    weight = torch.randn(8, 32)
+    one = {"w": weight, "positions": torch.arange(50000)}
+    safetensors.torch.save_file(one, tmp_path / "a.safetensors")
+    quantize_file(tmp_path / "a.safetensors", tmp_path / "b.safetensors", "int8_row")
+    found = compare_files(tmp_path / "a.safetensors", tmp_path / "b.safetensors")
+    assert list(found.layers) == ["w"]
+    assert found.overall.sqnr_db == found.layers["w"].sqnr_db < 60
+    assert found.overall.count == weight.numel()
+    safetensors.torch.save_file(one | {"positions": torch.arange(1, 50001)}, tmp_path / "c.safetensors")
+    assert compare_files(tmp_path / "a.safetensors", tmp_path / "c.safetensors").findings == (
+        "positions: 50000 of 50000 integers differ",
+    )
+    safetensors.torch.save_file({"w": weight, "positions": torch.ones(50000)}, tmp_path / "d.safetensors")
+    assert run(["compare", str(tmp_path / "a.safetensors"), str(tmp_path / "d.safetensors")]) == 1
+    assert "positions: int64 on one side, float32 on the other" in capsys.readouterr().out
+
+
+def test_a_llama_under_ggufs_names_is_the_same_model(tmp_path):
+    """llama.cpp has other names, and the rows of q and k in another order."""
+    q, up = torch.randn(64, 64), torch.randn(96, 64)
+    name = "model.layers.0.{}.weight"
+    weights = {name.format("self_attn.q_proj"): q, name.format("mlp.up_proj"): up}
+    safetensors.torch.save_file(weights, tmp_path / "a.safetensors")
+    for path, kind in (("a.gguf", "llama"), ("g.gguf", "gemma2")):
+        writer = gguf.GGUFWriter(tmp_path / path, kind)
+        writer.add_head_count(4)
+        writer.add_head_count_kv(4)
+        turned = q.numpy().reshape(4, 2, 8, 64).swapaxes(1, 2).reshape(64, 64)
+        writer.add_tensor("blk.0.attn_q.weight", np.ascontiguousarray(turned))
+        writer.add_tensor("blk.0.ffn_up.weight", up.numpy())
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_tensors_to_file()
+        writer.close()
+    found = compare_files(tmp_path / "a.safetensors", tmp_path / "a.gguf")
+    assert (found.findings, found.overall.sqnr_db, len(found.layers)) == ((), math.inf, 2)
+    assert list(compare_files(tmp_path / "a.gguf", tmp_path / "a.gguf").layers) == [
+        "blk.0.attn_q.weight",
+        "blk.0.ffn_up.weight",
+    ]
+    findings = compare_files(tmp_path / "a.safetensors", tmp_path / "g.gguf").findings
+    assert any("'gemma2' are not translated" in finding for finding in findings)

@@ -1,0 +1,327 @@
+"""Does the suite notice when the code is wrong? A fixed sample of small faults, each put in and tested for.
+
+    python tools/mutants.py --coverage .coverage --output mutants.json
+
+`--coverage` is the data of a run with `--cov=bitplan --cov-context=test`, and says which tests reach which line. Each
+mutant changes one place of one such line: an operator of a comparison, `and`, `+`, a whole number, a removed `not`, a
+`return` without its value, a `raise` that does nothing. Its tests run in a forked process, the module's own first,
+until one fails that passes without it. "broken" are those whose tests could not be run: they count for nothing. A fault
+that no test of its line notices has survived: look at it, and write the test that it lacks,
+or list it in EQUIVALENT with the reason why no test can.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import importlib
+import io
+import json
+import os
+import random
+import signal
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import redirect_stderr, redirect_stdout
+from dataclasses import dataclass
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parent.parent
+PARTS = ("formats", "plan", "store", "trees", "runtime")
+SWAPPED = {
+    ast.Lt: ("<", "<="),
+    ast.LtE: ("<=", "<"),
+    ast.Gt: (">", ">="),
+    ast.GtE: (">=", ">"),
+    ast.Eq: ("==", "!="),
+    ast.NotEq: ("!=", "=="),
+    ast.Is: ("is", "is not"),
+    ast.IsNot: ("is not", "is"),
+    ast.In: ("in", "not in"),
+    ast.NotIn: ("not in", "in"),
+    ast.Add: ("+", "-"),
+    ast.Sub: ("-", "+"),
+    ast.And: ("and", "or"),
+    ast.Or: ("or", "and"),
+}
+# Mutants that no test can kill, by "path:line source -> mutated source", and why.
+EQUIVALENT = {
+    "bitplan/plan/aliases.py:62 values = dict(zip(_letters(ours), numbers, strict=True))"
+    " -> values = dict(zip(_letters(ours), numbers, strict=False))": "the keys are equal, so both are as long",
+}
+
+
+@dataclass(frozen=True)
+class Mutant:
+    path: str  # from the root
+    line: int
+    start: int  # offset of what is replaced in the file's bytes
+    end: int
+    new: str
+    kind: str
+
+    def apply(self, source: bytes) -> bytes:
+        return source[: self.start] + self.new.encode() + source[self.end :]
+
+    def shown(self, source: bytes) -> str:
+        before, after = (text.decode().splitlines()[self.line - 1].strip() for text in (source, self.apply(source)))
+        return f"{self.path}:{self.line} {before} -> {after}"
+
+
+# ---- where mutants are -----------------------------------------------------------------------------------------------
+
+
+def mutants_of(path: str, source: bytes) -> Iterator[Mutant]:
+    """Every place of a module that can be changed. Annotations, docstrings and f-strings are left alone."""
+    starts = [0]
+    for line in source.splitlines(keepends=True):
+        starts.append(starts[-1] + len(line))
+
+    def at(line: int, column: int) -> int:
+        return starts[line - 1] + column
+
+    def replace(node: ast.AST, new: str, kind: str) -> Mutant:
+        start, end = at(node.lineno, node.col_offset), at(node.end_lineno, node.end_col_offset)  # type: ignore[attr-defined]
+        return Mutant(path, node.lineno, start, end, new, kind)  # type: ignore[attr-defined]
+
+    def between(left: ast.expr, right: ast.expr, operator: ast.AST, kind: str) -> Iterator[Mutant]:
+        old, new = SWAPPED[type(operator)]
+        begin, end = at(left.end_lineno or 0, left.end_col_offset or 0), at(right.lineno, right.col_offset)
+        place = source.find(old.encode(), begin, end)
+        if place >= 0:
+            line = source.count(b"\n", 0, place) + 1
+            yield Mutant(path, line, place, place + len(old), new, kind)
+
+    def visit(node: ast.AST) -> Iterator[Mutant]:
+        if isinstance(node, ast.JoinedStr):  # Python 3.11 does not say where its parts are
+            return
+        if isinstance(node, ast.Compare):
+            for left, operator, right in zip([node.left, *node.comparators], node.ops, node.comparators, strict=False):
+                yield from between(left, right, operator, "compare")
+        elif isinstance(node, ast.BinOp) and type(node.op) in SWAPPED:
+            yield from between(node.left, node.right, node.op, "arithmetic")
+        elif isinstance(node, ast.BoolOp):
+            yield from between(node.values[0], node.values[1], node.op, "logic")
+        elif isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Not):
+            yield replace(node, ast.get_source_segment(source.decode(), node.operand) or "True", "not")
+        elif isinstance(node, ast.Constant) and isinstance(node.value, bool):
+            yield replace(node, str(not node.value), "constant")
+        elif isinstance(node, ast.Constant) and isinstance(node.value, int):
+            yield replace(node, str(node.value + 1), "constant")
+        elif isinstance(node, ast.Return) and node.value is not None and not is_none(node.value):
+            yield replace(node, "return None", "return")
+        elif isinstance(node, ast.Raise):
+            yield replace(node, "pass", "raise")
+        for name, child in ast.iter_fields(node):
+            if name in ("annotation", "returns", "decorator_list", "bases"):
+                continue
+            for each in child if isinstance(child, list) else [child]:
+                if isinstance(each, ast.AST):
+                    yield from visit(each)
+
+    yield from visit(ast.parse(source))
+
+
+def is_none(node: ast.expr) -> bool:
+    return isinstance(node, ast.Constant) and node.value is None
+
+
+def sample(tests_of_line: dict[str, dict[int, list[str]]], count: int, seed: int) -> list[Mutant]:
+    """`count` mutants of lines that a test runs, the same for the same code and seed."""
+    found = []
+    for part in PARTS:
+        for file in sorted((ROOT / "bitplan" / part).glob("**/*.py")):
+            path = str(file.relative_to(ROOT))
+            reached = tests_of_line.get(path, {})
+            found += [mutant for mutant in mutants_of(path, file.read_bytes()) if mutant.line in reached]
+    return random.Random(seed).sample(found, min(count, len(found)))
+
+
+# ---- which tests notice ----------------------------------------------------------------------------------------------
+
+
+def read_contexts(path: Path) -> dict[str, dict[int, list[str]]]:
+    """{file: {line: tests that run it}}; what runs while modules are imported belongs to no test."""
+    from coverage import CoverageData
+
+    data = CoverageData(str(path))
+    data.read()
+    found: dict[str, dict[int, list[str]]] = {}
+    for file in data.measured_files():
+        relative = "bitplan/" + file.split("/bitplan/")[-1]
+        lines = data.contexts_by_lineno(file)
+        found[relative] = {
+            line: sorted({context.rsplit("|", 1)[0] for context in contexts if "::" in context})
+            for line, contexts in lines.items()
+            if any("::" in context for context in contexts)
+        }
+    return found
+
+
+def tests_for(mutant: Mutant, tests: list[str], most: int) -> list[str]:
+    """The tests of a line, the likeliest to notice first: the module's own, and each function before its repeats."""
+    mirror = mutant.path.removeprefix("bitplan/").replace(".py", "")
+    folder, name = mirror.rsplit("/", 1)
+    turns: dict[str, int] = {}
+
+    def rank(test: str) -> tuple[int, int, str]:
+        function = test.split("[")[0]
+        turns[function] = turns.get(function, -1) + 1
+        own = f"tests/{folder}/test_{name}.py" in test
+        return turns[function] // 2, 0 if own else 1 if f"tests/{folder}/" in test else 2, test
+
+    return sorted(sorted(tests), key=rank)[:most]
+
+
+# ---- one mutant, one forked process ----------------------------------------------------------------------------------
+
+
+class Mutated(MetaPathFinder):
+    """Imports one module from changed source, all else as it is."""
+
+    def __init__(self, module: str, source: bytes) -> None:
+        self.module, self.source = module, source
+
+    def find_spec(self, name: str, path: object = None, target: object = None) -> ModuleSpec | None:
+        if name != self.module:
+            return None
+        spec = PathFinder.find_spec(name, path)  # type: ignore[arg-type]
+        assert spec is not None
+        assert spec.origin is not None
+        source = self.source
+
+        class Loader(SourceFileLoader):
+            def get_code(self, fullname: str):  # type: ignore[no-untyped-def]
+                return compile(source, self.path, "exec", dont_inherit=True)
+
+        spec.loader = Loader(name, spec.origin)
+        return spec
+
+
+class Notice:
+    """Writes the first test that fails into a pipe, or that tests could not be collected."""
+
+    def __init__(self, pipe: int) -> None:
+        self.pipe = pipe
+
+    def pytest_runtest_logreport(self, report: Any) -> None:
+        if report.failed:
+            os.write(self.pipe, f"{report.nodeid}\n".encode())
+
+    def pytest_collectreport(self, report: Any) -> None:
+        if report.failed:
+            os.write(self.pipe, b"collection\n")
+
+
+def run_tests(mutant: Mutant | None, tests: list[str], limit_s: float) -> tuple[str, str]:
+    """("passed" | "failed" | "timeout" | "broken", the test that failed) of a forked process with the mutant in place.
+
+    "broken" is a pytest that ended without running: it says nothing about the mutant.
+    """
+    reader, writer = os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.setsid()
+        _child(mutant, tests, writer)
+    os.close(writer)
+    until, status = time.monotonic() + limit_s, None
+    while status is None and time.monotonic() < until:
+        done, found = os.waitpid(child, os.WNOHANG)
+        status = found if done else None
+        time.sleep(0.02)
+    if status is None:
+        os.killpg(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+    with os.fdopen(reader) as pipe:
+        noticed = pipe.readline().strip()
+    if status is None:
+        return "timeout", noticed
+    if noticed:
+        return "failed", noticed
+    return ("passed" if os.waitstatus_to_exitcode(status) == 0 else "broken"), ""
+
+
+def judge(mutant: Mutant, tests: list[str], limit_s: float) -> tuple[str, str]:
+    """What became of a mutant, and by which test. A test that fails without the mutant too has noticed nothing."""
+    left = list(tests)
+    while left:
+        found, by = run_tests(mutant, left, limit_s)
+        if found == "passed":
+            break
+        control = left if by in ("", "collection") else [by]
+        if run_tests(None, control, limit_s)[0] == "passed":
+            return ("timeout" if found == "timeout" else "killed" if found == "failed" else "crashed"), by
+        if control is left:
+            return "broken", by
+        left.remove(by)
+    return ("survived" if left else "broken"), ""
+
+
+def _child(mutant: Mutant | None, tests: list[str], pipe: int) -> None:
+    import pytest
+
+    if mutant is not None:
+        module = mutant.path.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
+        sys.meta_path.insert(0, Mutated(module, mutant.apply((ROOT / mutant.path).read_bytes())))
+    code = 3
+    try:
+        sink = io.StringIO()
+        with redirect_stdout(sink), redirect_stderr(sink):
+            without = [f"-pno:{name}" for name in ("randomly", "cacheprovider", "cov", "xdist")]
+            code = int(pytest.main(["-x", *without, *tests], plugins=[Notice(pipe)]))
+    finally:
+        os._exit(code)
+
+
+def warm() -> None:
+    """Load what every test needs and no mutant changes, once for all forks; pytest's plugins must not be loaded yet."""
+    for module in ("torch", "torch._dynamo", "numba", "gguf", "safetensors.torch", "typer"):
+        importlib.import_module(module)
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--coverage", type=Path, default=ROOT / ".coverage")
+    parser.add_argument("--count", type=int, default=200)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--tests", type=int, default=40, help="most tests for one mutant")
+    parser.add_argument("--limit", type=float, default=60.0, help="seconds for one mutant")
+    parser.add_argument("--only", nargs="*", type=int, help="numbers of the sample")
+    parser.add_argument("--list", action="store_true", help="show the sample, run nothing")
+    parser.add_argument("--output", type=Path, default=ROOT / "mutants.json")
+    options = parser.parse_args()
+
+    sys.path.insert(0, str(ROOT))
+    tests_of_line = read_contexts(options.coverage)
+    mutants = sample(tests_of_line, options.count, options.seed)
+    rows = []
+    if not options.list:
+        os.chdir(ROOT)
+        warm()
+    for number, mutant in enumerate(mutants):
+        if options.only and number not in options.only:
+            continue
+        shown = mutant.shown((ROOT / mutant.path).read_bytes())
+        tests = tests_for(mutant, tests_of_line[mutant.path][mutant.line], options.tests)
+        if options.list:
+            print(f"{number} {mutant.kind} {len(tests)} tests: {shown}")
+            continue
+        found, by = judge(mutant, tests, options.limit)
+        if found == "survived" and shown in EQUIVALENT:
+            found = "equivalent"
+        print(f"{number} {found}: {shown} [{by}]", flush=True)
+        rows.append({"number": number, "kind": mutant.kind, "shown": shown, "result": found, "by": by})
+        document = {"seed": options.seed, "count": options.count, "mutants": rows}
+        options.output.write_text(json.dumps(document, indent=1) + "\n")
+    if rows:
+        print(Counter(row["result"] for row in rows))
+
+
+if __name__ == "__main__":
+    main()
