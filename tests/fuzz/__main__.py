@@ -1,4 +1,4 @@
-"""python -m tests.fuzz: damaged files for every reader, and writers killed at any moment. `make fuzz` runs it.
+"""python -m tests.fuzz: damaged files for every reader. `make fuzz` runs it.
 
 Input NUMBER of a reader depends on the seed, the reader's name and that number alone. An input that fails is saved, and
 `python -m tests.fuzz --again READER FILE` reads it once more.
