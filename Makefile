@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: demo test test-all lint types unit browser test-demo test-install test-gpu mutants bench bench-quality clean
+.PHONY: demo test test-all fuzz lint types unit browser test-demo test-install test-gpu mutants bench bench-quality clean
 
 demo: $(VENV)/.installed
 	$(BIN)/bitplan demo
@@ -30,6 +30,13 @@ test-all: lint types browser
 mutants: $(VENV)/.installed-dev
 	$(BIN)/python -m pytest -n 2 --dist loadfile --cov=bitplan --cov-context=test --cov-report=
 	$(BIN)/python tools/mutants.py
+
+# make fuzz N=500000 SEED=text: N damaged files for the readers, then 1000 writers killed. What fails is in fuzz-failures/.
+N ?= 500000
+SEED ?= $(shell date +%s)
+fuzz: $(VENV)/.installed-dev
+	$(BIN)/python -m tests.fuzz --inputs $(N) --seed "$(SEED)"
+	$(BIN)/python -m tests.fuzz.kills 1000 "$(SEED)"
 
 # The report is tested in a real browser: the system's, or BITPLAN_CHROMIUM=program.
 browser:
@@ -68,4 +75,4 @@ $(VENV)/.installed-dev: $(VENV)/.installed
 	touch $@
 
 clean:
-	rm -rf $(VENV) build dist demo-out .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) build dist demo-out .mypy_cache .ruff_cache .pytest_cache .hypothesis fuzz-failures

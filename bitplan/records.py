@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import errno
 import json
+import math
 import os
 import re
 import secrets
@@ -30,6 +31,8 @@ if sys.platform != "win32":
 MAX_JSON_BYTES = 256 * 2**20
 # What a document may take in memory: an empty list is two bytes of text and a hundred as an object.
 MAX_JSON_MEMORY = 128 * 2**20
+MAX_JSON_DEPTH = 200  # of lists and objects within each other; Python's own limit differs between versions
+_SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 _KINDS = {
     stat.S_IFDIR: "a folder",
     stat.S_IFIFO: "a named pipe",
@@ -300,7 +303,8 @@ def read_json(path: str | Path, *, max_bytes: int = MAX_JSON_BYTES) -> Any:
 
 
 def parse_json(text: bytes, *, where: str) -> Any:
-    """Parse strict JSON: UTF-8, no NaN or Infinity, no duplicate keys, no absurd nesting, no tricks with memory."""
+    """Parse strict JSON: UTF-8, nothing infinite, no half of a surrogate pair, no duplicate keys, no absurd nesting, no
+    tricks with memory."""
     marks = text.count(b"[") + text.count(b"{"), text.count(b",") + text.count(b":")
     memory = 100 * marks[0] + 50 * marks[1]  # a list or object, and a value with its place in one
     if memory > MAX_JSON_MEMORY:
@@ -310,7 +314,13 @@ def parse_json(text: bytes, *, where: str) -> Any:
         )
     try:
         # Decoded here: json.loads would also take UTF-16, a byte order mark, and half surrogate pairs.
-        return json.loads(text.decode(), object_pairs_hook=_unique_keys, parse_constant=_refuse_constant)
+        document = json.loads(text.decode(), object_pairs_hook=_unique_keys, parse_constant=_refuse_constant)
+        _check_values(document)
+        if _SURROGATE.search(text):  # an escape can spell half of a pair, which no file and no message can hold
+            json.dumps(document, ensure_ascii=False).encode()
+        return document
+    except UnicodeEncodeError:
+        raise FileFormatError(f"{where}: not valid JSON: a string with half of a surrogate pair") from None
     except (ValueError, RecursionError) as error:
         raise FileFormatError(f"{where}: not valid JSON: {error or 'nested too deeply'}") from None
 
@@ -321,6 +331,24 @@ def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         repeated = Counter(name for name, _ in pairs).most_common(1)[0][0]
         raise ValueError(f"key {repeated[:80]!r} appears twice in one object")
     return found
+
+
+def _check_values(document: Any) -> None:
+    """Nothing infinite (which 1e999 spells), and no more levels than a recursive function can bear."""
+    level: list[Any] = [[document]]
+    for _ in range(MAX_JSON_DEPTH + 1):
+        inner: list[Any] = []
+        for value in level:
+            items = value if type(value) is list else value.values()
+            kinds = set(map(type, items))
+            if float in kinds and (math.inf in items or -math.inf in items):
+                raise ValueError("a number is larger than any float64")
+            if not kinds.isdisjoint((list, dict)):
+                inner += [item for item in items if type(item) in (list, dict)]
+        if not inner:
+            return
+        level = inner
+    raise ValueError(f"nested too deeply: more than {MAX_JSON_DEPTH} lists and objects within each other")
 
 
 def _refuse_constant(text: str) -> float:

@@ -165,14 +165,10 @@ def expand(
 
     Example: bitplan manifest expand raw.json
     """
-    from bitplan.plan import Manifest, ManifestError, expand_raw_map
-    from bitplan.plan.manifest import is_raw_map
+    from bitplan.plan import Manifest, expand_raw_map
     from bitplan.records import read_json
 
-    document = read_json(raw)
-    if not is_raw_map(document):
-        raise ManifestError(f"{raw}: expected a raw map of tensor names to formats; a manifest needs no expanding")
-    expanded = expand_raw_map(document)
+    expanded = expand_raw_map(read_json(raw), where=str(raw))
     Manifest.from_document(expanded, where=str(raw))  # formats that do not exist are told now, not by the first use
     show_json(expanded)
 

@@ -30,7 +30,7 @@ from torch import Tensor
 
 from bitplan.errors import FileFormatError
 from bitplan.formats import get_format
-from bitplan.plan.documents import OBJECT, SIZE, Reader, is_number, load_document, one_of
+from bitplan.plan.documents import OBJECT, SIZE, Reader, is_number, load_document, one_of, short
 from bitplan.plan.plan import listed, natural_order
 from bitplan.plan.selective_score import mean_of
 from bitplan.records import write_json
@@ -145,7 +145,7 @@ def compare_fingerprints(saved: Any, now: Fingerprint) -> list[str]:
         if names:
             first = names[0]
             was, now_is = old.get(first, "not there"), now[part].get(first, "not there")
-            found.append(f"{told} {listed(names, 3)} differ ({first} was {str(was)[:60]}, is {str(now_is)[:60]})")
+            found.append(f"{told} {listed(names, 3)} differ ({short(first)} was {short(str(was), 60)}, is {now_is})")
     return found
 
 

@@ -239,12 +239,20 @@ def is_raw_map(document: Any) -> bool:
 
 
 def expand_raw_map(
-    raw: Mapping[str, str], *, block_size: int = 32, scale_encoding: str = "e8m0", scale_base: float | str | None = None
+    raw: Mapping[str, str],
+    *,
+    block_size: int = 32,
+    scale_encoding: str = "e8m0",
+    scale_base: float | str | None = None,
+    where: str = "raw map",
 ) -> dict[str, Any]:
     """A raw map as a manifest document: `[i]` becomes `(\\d+)`, all else is taken as it is written.
 
-    A raw map does not say how FP4 and UE8 go together; the defaults are what gpt-oss's files hold.
+    A raw map does not say how FP4 and UE8 go together; the defaults are what gpt-oss's files hold. Anything else than
+    a map of names to tags is refused, with `where` in the message.
     """
+    if not is_raw_map(raw):
+        raise ManifestError(f"{where}: expected a raw map of tensor names to formats; a manifest needs no expanding")
     rules = [{"regex": _template_regex(name), "format": tag} for name, tag in raw.items()]
     bits = {"BF16": 16, "FP16": 16, "F16": 16, "FP32": 32, "F32": 32, "FP4": 4, "UE8": 8}
     formats = {tag: {"bits": bits[tag]} for tag in dict.fromkeys(raw.values()) if tag in bits}

@@ -66,17 +66,17 @@ class Fields:
             yield Fields(value, f"{self._place(key)}[{index}]")
 
     def fail(self, key: str, expected: str, got: Any) -> NoReturn:
-        place = f"{self.where}: {key}" if key else self.where
+        place = self._place(key) if key else self.where
         raise ReportError(f"{place} must be {expected}, got {shown(got)}")
 
     def _place(self, key: str) -> str:
-        return f"{self.where}: {key}"
+        return f"{self.where}: {key if key.isidentifier() and len(key) <= _SHOWN else shown(key)}"
 
     def _get(self, key: str, expected: str, holds: Any, default: Any) -> Any:
         found = self.value.get(key)
         if found is None:
             if default is _REQUIRED:
-                raise ReportError(f"{self.where}: {key} is missing; it must be {expected}")
+                raise ReportError(f"{self._place(key)} is missing; it must be {expected}")
             return default
         if not holds(found):
             self.fail(key, expected, found)

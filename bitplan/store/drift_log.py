@@ -31,6 +31,7 @@ from bitplan.formats.drift import DriftCounts
 from bitplan.formats.report import Similarity, similarity
 from bitplan.formats.scale_checks import ScaleHealth, scale_health
 from bitplan.kernels import decode
+from bitplan.plan.documents import show
 from bitplan.records import open_log, parse_json
 from bitplan.store.models import formats_of, stores_of
 
@@ -200,5 +201,5 @@ def read_drift(path: str | Path) -> list[dict[str, Any]]:
     found = [parse_json(line, where=f"{path}: line {number}") for number, line in enumerate(lines, 1)]
     for number, line in enumerate(found, 1):
         if not isinstance(line, dict) or "step" not in line or "name" not in line:
-            raise FileFormatError(f"{path}: line {number}: expected an object with step and name, got {str(line)[:80]}")
+            raise FileFormatError(f"{path}: line {number}: expected an object with step and name, got {show(line)}")
     return found

@@ -93,7 +93,7 @@ def whole_number(name: str, value: Any, least: int, most: int | None = None) -> 
     is_whole = isinstance(value, numbers.Integral) and not isinstance(value, bool)
     if not is_whole or value < least or value > (MAX_COUNT if most is None else most):
         limit = f"{least} to {most}" if most is not None else f"at least {least}"
-        raise TreesError(f"{name}: expected a whole number, {limit}, got {value!r}")
+        raise TreesError(f"{name}: expected a whole number, {limit}, got {value!r:.80}")
     return int(value)
 
 
@@ -105,7 +105,7 @@ def number(name: str, value: Any, least: float, most: float = math.inf, *, above
         is_number = False
     if not is_number or value < least or value > most or (above and value == least):
         limit = f"{'above' if above else 'at least'} {least}" + (f" and at most {most}" if most < math.inf else "")
-        raise TreesError(f"{name}: expected a number {limit}, got {value!r}")
+        raise TreesError(f"{name}: expected a number {limit}, got {value!r:.80}")
     return float(value)
 
 
@@ -119,7 +119,7 @@ def truth(name: str, value: Any) -> bool:
 def one_of(name: str, value: Any, known: Any) -> str:
     if value not in known:
         hint = did_you_mean(str(value), known)
-        raise TreesError(f"{name}: expected one of {', '.join(map(repr, known))}, got {value!r}{hint}")
+        raise TreesError(f"{name}: expected one of {', '.join(map(repr, known))}, got {value!r:.80}{hint}")
     return str(value)
 
 

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import base64
-import copy
 import json
 import math
-import random
 import struct
 from pathlib import Path
 from typing import Any
@@ -16,7 +14,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bitplan.errors import BitplanError, FileFormatError, FormatError, StoreError
+from bitplan.errors import FileFormatError, FormatError, StoreError
 from bitplan.formats import DTYPE_NAMES, Encoded, decode, encode, get_format
 from bitplan.store import poly_json
 from bitplan.store.poly_json import DTYPES, PolyNetwork, read_poly_json, write_poly_json
@@ -577,7 +575,7 @@ MALFORMED = {
     "not JSON": ("{", "not valid JSON"),
     "a key twice": ('{"id": "a", "id": "b"}', "key 'id' appears twice"),
     "not an object": ("[]", r"the document must be an object, got \[\]"),
-    "not even that": ("1e999", "must be a finite number"),
+    "not even that": ("1e999", "a number is larger than any float64"),
     "no id": (without(network(), "id"), "id is missing; it must be a string"),
     "no layers": (without(network(), "layers"), "layers is missing; it must be a list"),
     "rows not whole": (network(rows=1.0), r"rows must be an integer from 0 to 2\^63 - 1, got 1.0"),
@@ -594,11 +592,11 @@ MALFORMED = {
     "no room": (network(layer(kernel_size="3")), "kernel_size must be an integer"),
     "infinite": (
         json.dumps(network(layer(temperature=1e-9))).replace("1e-09", "1e999"),
-        r"'layers\[0\].temperature' must be a finite",
+        "a number is larger than any float64",
     ),
     "infinite where unknown": (
         json.dumps(network(layer(unknown=[1e-9]))).replace("1e-09", "-1e999"),
-        r"'layers\[0\].unknown\[0\]' must be a finite number, got -inf",
+        "a number is larger than any float64",
     ),
     "other codec": (network(codec="bitplan-2"), "codec must be 'bitplan-1', or missing in .* got 'bitplan-2'"),
     "codec a number": (network(codec=1), "codec must be 'bitplan-1'"),
@@ -636,7 +634,7 @@ MALFORMED = {
     "same name within": (ours(named(sequential_layers=[named()])), r"sequential_layers\[0\]: name must differ"),
     "no name": (ours(without(named(), "name")), r"layers\[0\]: name of int8 weights must be a string .* is missing"),
     "name not a string": (ours(named(name=1)), "name must be a string of valid Unicode, got 1"),
-    "half a surrogate pair": (ours(named(name="\ud800")), "name must be a string of valid Unicode"),
+    "half a surrogate pair": (ours(named(name="\ud800")), "a string with half of a surrogate pair"),
     "no shape": (ours(without(named(), "shape")), "shape of int8 weights must be a list .* is missing"),
     "shape not a list": (ours(named(shape=2)), "shape must be a list of at most 64 sizes"),
     "negative size": (ours(named(shape=[-2])), r"shape must be a list .* got \[-2\]"),
@@ -715,99 +713,3 @@ def test_the_malformed_table_starts_from_good_files(tmp_path):
     good += [ours(named(scale=0, weights="AAA=")), ours(named(dtype="uint8", scale=0, zero_point=1, weights="AQE="))]
     for index, document in enumerate(good):
         read_poly_json(save(tmp_path / f"{index}.json", document))
-
-
-# --- fuzz ------------------------------------------------------------------------------------
-
-JUNK = [None, True, -1, 0, 1, 3, 2**63, 10**30, 0.5, -0.0, 1e308, "", "int8", "binary", "AAAA", "\ud800", "\n", [], {}]
-JUNK += [[1], [0, 2**40], [[[]]], {"a": 1}, "x" * 100]
-
-
-def spots(value: Any) -> list[tuple[Any, Any]]:
-    """Every (container, key) in a document."""
-    if not isinstance(value, dict | list):
-        return []
-    keys = list(value) if isinstance(value, dict) else range(len(value))
-    return [(value, key) for key in keys] + [spot for key in keys for spot in spots(value[key])]
-
-
-def mutate_document(document: Json, rng: random.Random) -> bytes:
-    document = copy.deepcopy(document)
-    for _ in range(rng.choice((1, 1, 1, 2, 4))):
-        places = spots(document)
-        if not places:
-            break
-        holder, key = rng.choice(places)
-        action = rng.choice(("drop", "junk", "junk", "nudge", "nudge", "swap", "add"))
-        if action == "drop":
-            del holder[key]
-        elif action == "junk":
-            holder[key] = copy.deepcopy(rng.choice(JUNK))
-        elif action == "nudge" and isinstance(holder[key], str) and holder[key]:
-            at = rng.randrange(len(holder[key]))
-            holder[key] = holder[key][:at] + rng.choice(("", "A", "=", "/", "AAAA")) + holder[key][at + 1 :]
-        elif action == "nudge" and type(holder[key]) in (int, float):
-            holder[key] += rng.choice((-1, 1, 0.5, 2**40))
-        elif action == "swap":
-            other, other_key = rng.choice(places)
-            holder[key] = copy.deepcopy(other[other_key])
-        elif action == "add" and isinstance(holder, dict):
-            holder[rng.choice(list(poly_json._OUR_LAYER_KEYS))] = copy.deepcopy(rng.choice(JUNK))
-    return json.dumps(document).encode()
-
-
-def mutate_bytes(text: bytes, rng: random.Random) -> bytes:
-    raw = bytearray(text)
-    for _ in range(rng.choice((1, 1, 2, 8))):
-        at = rng.randrange(len(raw))
-        action = rng.randrange(4)
-        if action == 0:
-            raw[at] = rng.randrange(256)
-        elif action == 1:
-            raw[at] = rng.choice(b'0123456789{}[]",:-.eEAZaz+/=\\')
-        elif action == 2:
-            del raw[at : at + rng.choice((1, 2, 50))]
-        else:
-            raw[at:at] = raw[at : at + rng.choice((1, 5, 50))]
-        if not raw:
-            raw = bytearray(b" ")
-    return bytes(raw)
-
-
-def fuzz_seeds() -> list[Json]:
-    tensors = {fmt: encode(numbers((2, 3)), fmt) for fmt in DTYPE_NAMES}
-    small = {fmt: encode(numbers((3,)), fmt) for fmt in ("int4", "uint8", "float16", "ternary")}
-    nested = ours(named("a", parallel_branches=[named("b")], meta_observed_layer=named("c")))
-    tagged = [
-        packed(dtype=tag, weights=b64(pack(tag, codes)))
-        for tag, (codes, _) in EVERY_ORIGINAL.items()
-        if tag not in AMBIGUOUS
-    ]
-    built = [PolyNetwork.from_tensors(found).document for found in (tensors, small)]
-    return [*built, nested, json.loads(ORIGINAL), network(*tagged)]
-
-
-@pytest.mark.parametrize("part", range(5))
-def test_mutated_files_are_read_or_refused(part, tmp_path):
-    rng = random.Random(20_000 + part)
-    documents = fuzz_seeds()
-    texts = [json.dumps(document, indent=2).encode() for document in documents]
-    path, again = tmp_path / "fuzz.json", tmp_path / "again.json"
-    read = refused = 0
-    messages: list[str] = []
-    for turn in range(320):
-        which = rng.randrange(len(documents))
-        raw = mutate_document(documents[which], rng) if turn % 2 else mutate_bytes(texts[which], rng)
-        path.write_bytes(raw)
-        try:
-            found = read_poly_json(path)
-        except BitplanError as error:
-            refused += 1
-            messages.append(str(error))
-            continue
-        read += 1
-        write_poly_json(again, found)  # what can be read can be written, and is the same document
-        assert read_poly_json(again).document == found.document
-    assert read > 20
-    assert refused > 20
-    assert not [message for message in messages if "\n" in message or len(message) > 600]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 
 import numpy as np
@@ -11,7 +10,6 @@ import pytest
 
 from bitplan.errors import BitplanError, FileFormatError
 from bitplan.trees import BoostedTreesClassifier, BoostedTreesRegressor, GradientPrecision, TreesError, load_trees
-from tests.trees.mutations import mutations
 from tests.trees.samples import table
 
 
@@ -140,7 +138,7 @@ EDITS = [
     ("objective", lambda d: d["parameters"].update(objective=["poisson"])),
     ("features", lambda d: d.update(features=0)),
     ("feature_names", lambda d: d.update(feature_names=["a"])),
-    ("feature_names", lambda d: d.update(feature_names=["a", "b", "c", "d", "\ud800"])),
+    ("half of a surrogate pair", lambda d: d.update(feature_names=["a", "b", "c", "d", "\ud800"])),
     ("parameters: max_leaves", lambda d: d["parameters"].update(max_leaves=10**30)),
     ("starting scores", lambda d: d.update(start=[0.0, 1.0])),
     ("start", lambda d: d.update(start=["0"])),
@@ -178,24 +176,6 @@ def test_an_edited_file_is_refused_by_place(message, edit, saved):
     saved.write_text(json.dumps(document))
     with pytest.raises(BitplanError, match=rf"model\.json: .*{message}"):
         load_trees(saved)
-
-
-@pytest.mark.parametrize("kind", [BoostedTreesRegressor, BoostedTreesClassifier])
-def test_a_damaged_file_is_refused_or_read_whole(kind, tmp_path):
-    model, x = fitted(kind)
-    path = tmp_path / "model.json"
-    model.save(path)
-    read = 0
-    for document in itertools.islice(mutations(json.loads(path.read_text()), seed=7), 300):
-        path.write_text(json.dumps(document))
-        try:
-            found = load_trees(path)
-        except BitplanError:
-            continue
-        read += 1
-        with np.errstate(all="ignore"):
-            found.booster_.scores(x[:, : found.n_features_in_])
-    assert 0 < read < 150
 
 
 def test_a_key_twice_and_deep_nesting_are_refused(saved):
