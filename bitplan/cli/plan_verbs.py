@@ -9,9 +9,12 @@ from typing import Annotated, Any
 import typer
 
 from bitplan.cli.complete import manifest_names, shipped_names
+from bitplan.cli.quick_parsing import QuickCommand, QuickGroup
 from bitplan.cli.show import Json, human_bytes, progress, show_json, table
 
-manifest_app = typer.Typer(name="manifest", help="Show, expand or describe manifests.", no_args_is_help=True)
+manifest_app = typer.Typer(
+    name="manifest", cls=QuickGroup, help="Show, expand or describe manifests.", no_args_is_help=True
+)
 ManifestName = Annotated[
     str,
     typer.Argument(
@@ -123,7 +126,7 @@ def plan(
         print(f"plan: {output}")
 
 
-@manifest_app.command()
+@manifest_app.command(cls=QuickCommand)
 def show(name: Annotated[str, typer.Argument(help="gpt-oss, llama or mixtral.", autocompletion=shipped_names)]) -> None:
     """Print a shipped manifest, to save and edit.
 
@@ -134,7 +137,7 @@ def show(name: Annotated[str, typer.Argument(help="gpt-oss, llama or mixtral.", 
     sys.stdout.write(shipped_text(name).decode())
 
 
-@manifest_app.command()
+@manifest_app.command(cls=QuickCommand)
 def expand(raw: Annotated[Path, typer.Argument(help="A raw map of names with [i] to formats, as JSON.")]) -> None:
     r"""Turn a raw map (`block.\[i].mlp.weight` to a format) into a manifest of rules.
 
@@ -152,7 +155,7 @@ def expand(raw: Annotated[Path, typer.Argument(help="A raw map of names with [i]
     show_json(expanded)
 
 
-@manifest_app.command()
+@manifest_app.command(cls=QuickCommand)
 def schema() -> None:
     """Print the JSON Schema of manifests, for editors.
 

@@ -66,8 +66,8 @@ class QuantizeOptions:
 class QuantizeReport:
     """What happened to every tensor.
 
-    A row of a tensor that was encoded has `sqnr_db` (None: exact), and of the numbers that were `counted`, the shares that
-    saturated and that became zero; the rows of others have None there.
+    The row of a tensor that was encoded has `sqnr_db` (None: exact), and of the numbers that were `counted`, the shares
+    that saturated and that became zero; the rows of others have None there.
     """
 
     source: str

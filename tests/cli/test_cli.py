@@ -64,7 +64,8 @@ def test_quantize_inspect_compare(model, capsys):
     assert "8x128" in capsys.readouterr().out
 
 
-def test_quantize_warns_of_a_tensor_that_saturates(model, capsys):
+def test_quantize_warns_of_a_tensor_that_saturates(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
     safetensors.torch.save_file({"high.weight": torch.full((64, 64), 7.9)}, "high.safetensors")
     assert run(["quantize", "high.safetensors", "small.safetensors", "-f", "mxfp4"]) == 0
     shown = capsys.readouterr()

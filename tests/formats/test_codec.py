@@ -329,7 +329,7 @@ def test_the_largest_float32_decodes_to_a_finite_number_or_is_refused(fmt, sign)
 
 
 def test_a_given_scale_that_rounds_a_number_to_infinity_is_refused():
-    with pytest.raises(FormatError, match="w: 1 of 2 numbers of int8 overflow torch.float32"):
+    with pytest.raises(FormatError, match=r"w: 1 of 2 numbers of int8 overflow torch\.float32"):
         encode(torch.tensor([FLT_MAX, 1.0]), "int8", scale=FLT_MAX / 2.6, name="w")
 
 

@@ -275,10 +275,7 @@ def test_wrong_variables(name, value, message):
     [
         (QWEN + "seq_length: 4096\nmicro_batch_size: 2\n", 8192),
         (QWEN + "seq_length: 4096\n", None),
-        (
-            "seq_length: 512\nmicro_batch_size: 1\nmodel:\n  foundation: {fp8: e4m3}\n  image_encoder: {fp8: e4m3}\n",
-            512,
-        ),
+        ("seq_length: 512\nmicro_batch_size: 1\nmodel:\n  foundation: {fp8: e4m3}\n  image_encoder: {fp8: e4m3}\n", 512),
     ],
 )
 def test_tokens_of_sequence_length_and_micro_batch(text, tokens):
