@@ -250,7 +250,7 @@ def _crossovers(record: Record) -> tuple[Markup, Markup, list[Fact]]:
 def _times_card(record: Record, name: str, series: Series, across: str, note: str = "") -> Markup:
     tokens = [at for points in series.values() for at, _ in points]
     samples = [sample for points in series.values() for _, found in points for sample in found]
-    if not samples or min(samples) <= 0:
+    if not samples or min(samples) <= 0 or not all(found for points in series.values() for _, found in points):
         raise ReportError(f"{record.where}: {name}: samples_ms must be a list of numbers above 0")
     y = log_axis(samples, "time", told=milliseconds)
     frame = Frame(log_axis(tokens, across, told=count, base=2), y, f"Times against {across}: {name}")
