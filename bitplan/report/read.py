@@ -97,7 +97,7 @@ KINDS = (
         lines=True,
         torn_lines=True,
         steps=True,
-        unchanged=b'"precision_changes": []',
+        unchanged=b'"precision_changes": 0,',
     ),
     Kind("stream", "streaming telemetry", _has("step", "step_ms", "copy_ms", "stall_ms"), lines=True, steps=True),
     Kind("drift", "drift log", _has("step", "name", "relative_error"), lines=True, steps=True),

@@ -171,7 +171,7 @@ def test_a_sample_keeps_the_steps_where_a_precision_changed(tmp_path, monkeypatc
     monkeypatch.setattr(reading, "WHOLE_LINES", 50)
     monkeypatch.setattr(reading, "SAMPLED_LINES", 10)
     path = tmp_path / "precision.jsonl"
-    steps = [{"step_id": n, "block_details": [], "precision_changes": [1] if n == 37 else []} for n in range(100)]
+    steps = [{"step_id": n, "block_details": [], "precision_changes": int(n == 37), "more": 0} for n in range(100)]
     path.write_text("".join(f"{json.dumps(step)}\n" for step in steps))
     (record,) = read_records([path])
     assert {line["step_id"] for line in record.content} == {*range(0, 100, 10), 37, 99}
