@@ -12,6 +12,7 @@ import typer
 
 from bitplan.cli.complete import format_names, manifest_names
 from bitplan.cli.show import Force, Json, human_bytes, progress, say, show_json, table
+from bitplan.text import visible
 
 Rule = Literal["absmax", "absmean", "percentile", "mse"]
 

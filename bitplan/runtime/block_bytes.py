@@ -28,6 +28,7 @@ from bitplan.runtime.host_blocks import HostBlocks
 from bitplan.runtime.host_training import HostTraining
 from bitplan.runtime.stream_errors import StreamError
 from bitplan.runtime.streamed_blocks import StreamedBlock, StreamedParameter, Train
+from bitplan.store.weight_changes import count_optimizer_steps
 
 REPLACED: tuple[Any, ...] = ()
 
@@ -140,6 +141,7 @@ def _held(full_name: str, one: StreamedParameter) -> nn.Parameter:
 
 
 def _look(block: StreamedBlock) -> dict[str, tuple[Any, ...]]:
+    count_optimizer_steps()  # a fused optimizer of the user's own writes without torch's counting it
     return {name: _look_at(one) for name, one in block.parameters.items()}
 
 
