@@ -1,7 +1,7 @@
 """BlockBytes: the bytes that wait on the host, and whether they are still those of the model's parameters.
 
 A block is encoded again when its formats or its parameters are no longer those it was encoded from. At every boundary
-each parameter is looked at, in about a microsecond, without reading a number of it:
+each parameter is looked at, in a few microseconds, without reading a number of it:
 
     which Parameter its module holds    module.weight = nn.Parameter(...), load_state_dict(assign=True)
     torch's count of its writes         load_state_dict, and copy_, add_, ... under torch.no_grad()
