@@ -269,9 +269,14 @@ def scroller(content: Markup, label: str) -> Markup:
     return tag("div", content, class_="scroll", role="region", tabindex="0", aria_label=label)
 
 
-def bars(rows: Sequence[tuple[str, float, str, str]], label: str, *, width: int = WIDTH) -> Markup:
-    """Lying bars: (name, value, value in words, classes). The name stands above its bar, so it may be long."""
-    high = max((value for _, value, _, _ in rows), default=0.0) or 1.0
+def bars(
+    rows: Sequence[tuple[str, float, str, str]], label: str, *, width: int = WIDTH, whole: float | None = None
+) -> Markup:
+    """Lying bars: (name, value, value in words, classes). The name stands above its bar, so it may be long.
+
+    Values that are parts of a `whole` are drawn as their shares of it; others against the largest.
+    """
+    high = whole or max((value for _, value, _, _ in rows), default=0.0) or 1.0
     pitch, parts = 36, []
     for index, (name, value, told, kind) in enumerate(rows):
         top = index * pitch

@@ -127,10 +127,12 @@ def _body(record: Record, decided: Sequence[Decided], *, titled: bool) -> Markup
         (name, float(size), f"{nbytes(size)}  ·  {percent(size / total if total else 0)}", classes[name])
         for name, size in sizes.items()
     ]
-    drawn = [card("Bytes by format", bars(by_format, "Bytes of each format"), note=_smaller(decided, total))]
+    drawn = [
+        card("Bytes by format", bars(by_format, "Bytes of each format", whole=total), note=_smaller(decided, total))
+    ]
     roles = _by_role(decided)
     if len(roles) > 1:
-        drawn.append(card("Bytes by role", bars(roles, "Bytes of each role")))
+        drawn.append(card("Bytes by role", bars(roles, "Bytes of each role", whole=total)))
     head = [heading(record.name)] if titled else []
     more = "Click a heading to sort; the search looks in all columns."
     return join([*head, source(record, more), cards(drawn), _table(decided, classes)])

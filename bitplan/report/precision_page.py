@@ -295,9 +295,8 @@ def _saved(update: Update) -> str:
     sent, kept = update.bytes_sent, update.bytes_not_sent
     if sent is None or kept is None or not sent + kept:
         return ""
-    return (
-        f"; at step {count(update.step)} {percent(kept / (sent + kept))} of the bytes of an all-BF16 step were not sent"
-    )
+    share = percent(kept / (sent + kept))
+    return f"; at step {count(update.step)}, {share} of the bytes of an all-BF16 step were not sent"
 
 
 def _facts(updates: Sequence[Update], changes: Sequence[Change]) -> list[Fact]:

@@ -82,6 +82,11 @@ def _kl(row: Fields) -> tuple[float, float] | None:
     return found.number("mean"), found.number("standard_error", 0.0)
 
 
+def _perplexity(row: Fields) -> str:
+    """Five digits everywhere: formats differ in the fourth and fifth."""
+    return significant(row.number("perplexity"), 5)
+
+
 def _name(row: Fields) -> str:
     return row.text("format")
 
@@ -100,7 +105,7 @@ def _perplexity_chart(rows: Sequence[Fields]) -> Markup | None:
         bits, value = row.number("bits_per_weight"), row.number("perplexity")
         if interval:
             frame.add(whisker(frame, bits, interval[0], interval[1], "plain thin"))
-        tip = f"{_name(row)}: perplexity {significant(value, 4)}, {significant(bits)} bits a weight"
+        tip = f"{_name(row)}: perplexity {_perplexity(row)}, {significant(bits)} bits a weight"
         frame.add(marker((frame.px(bits), frame.py(value)), "k0", tip))
     note = f"Bars: 95 % interval on other text of this kind. Dashed: {_name(rows[0])}."
     return card("Perplexity against size", frame.svg(), note=note)
@@ -141,7 +146,7 @@ def _cells(row: Fields) -> list[Cell]:
     return [
         Cell(_name(row)),
         Cell(significant(bits), bits),
-        Cell(significant(value, 5), value),
+        Cell(_perplexity(row), value),
         Cell(between, interval[0] if interval else None),
         Cell(f"{significant(kl[0])} ± {significant(kl[1], 2)}" if kl else NONE, kl[0] if kl else None),
         Cell(percent(same), same),
@@ -151,13 +156,13 @@ def _cells(row: Fields) -> list[Cell]:
 def _told(record: Record, rows: Sequence[Fields]) -> Markup:
     tokens = rows[0].whole("tokens", None)
     on = f" on {count(tokens)} tokens" if tokens else ""
-    reference = significant(rows[0].number("perplexity"), 4)
+    reference = _perplexity(rows[0])
     others = [row for row in rows[1:] if not _name(row).startswith(FLOOR)]
     text = f"Perplexity{on}: {reference} for {_name(rows[0])}"
-    text += "".join(f", {significant(row.number('perplexity'), 4)} for {_name(row)}" for row in _plans(others))
+    text += "".join(f", {_perplexity(row)} for {_name(row)}" for row in _plans(others))
     if others:
         small = min(others, key=lambda row: (row.number("bits_per_weight"), row.number("perplexity")))
-        bits, value = significant(small.number("bits_per_weight")), significant(small.number("perplexity"), 4)
+        bits, value = significant(small.number("bits_per_weight")), _perplexity(small)
         text += f", {value} for the smallest, {_name(small)}, at {bits} bits a weight"
     return join([f"{text}. (", tag("code", record.name), ")"])
 
@@ -173,5 +178,5 @@ def _facts(rows: Sequence[Fields]) -> list[Fact]:
     plans = _plans(others) or others
     if len(plans) != 1:
         return []
-    told = [significant(row.number("perplexity"), 4) for row in (plans[0], rows[0])]
+    told = [_perplexity(row) for row in (plans[0], rows[0])]
     return [Fact(told[0], f"perplexity of {_name(plans[0])}", f"{told[1]} for {_name(rows[0])}")]

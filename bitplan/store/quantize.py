@@ -102,8 +102,8 @@ class QuantizeReport:
 
 
 def _is_lossy(row: dict[str, Any]) -> bool:
-    low = row["sqnr_db"] is not None and row["sqnr_db"] < WARN_SQNR_DB
-    return bool(low or row["saturated_share"] > WARN_SATURATED_SHARE)
+    is_noisy = row["sqnr_db"] is not None and row["sqnr_db"] < WARN_SQNR_DB
+    return bool(is_noisy or row["saturated_share"] > WARN_SATURATED_SHARE)
 
 
 def _warning(fmt: str, rows: list[dict[str, Any]], lossy: list[dict[str, Any]]) -> str:

@@ -189,8 +189,8 @@ def test_a_value_that_is_nested_almost_too_deeply_is_one_line(tmp_path):
 
 def test_a_crossover_without_samples_is_one_line(tmp_path):
     path = tmp_path / "crossover.json"
-    for times in ({}, {"fused": []}, {"fused": [], "expanded": [1.0]}):
-        timings = [{"rows": 1, "samples_ms": times}]
+    for timed in ({}, {"fused": []}, {"fused": [], "expanded": [1.0]}):
+        timings = [{"rows": 1, "samples_ms": timed}]
         weight = {"format": "mxfp4", "out_features": 8, "in_features": 32, "timings": timings}
         path.write_text(json.dumps({"document": "bitplan-crossover", "version": 1, "weights": [weight]}))
         with pytest.raises(ReportError, match="samples_ms must be a list of numbers above 0"):
