@@ -410,6 +410,27 @@ def read_trees(path: Path) -> None:
         model.booster_.scores(numpy.zeros((2, model.n_features_in_)))
 
 
+def reopen_training_log(path: Path) -> None:
+    """A run that goes on appends to its log."""
+    from bitplan.report import TrainingLog
+
+    with TrainingLog(path, run="again") as log:
+        log.write(10**6, 0.5)
+
+
+def make_layer_state(folder: Path) -> list[Path]:
+    return [_write(folder / "extra.json", '{"format": "mxfp4", "shape": [4, 128]}')]
+
+
+def read_layer_state(path: Path) -> None:
+    """What a packed layer saves beside its parts, as JSON in a tensor."""
+    import torch
+
+    from bitplan.runtime.packed_weight import _read_extra
+
+    _read_extra(torch.tensor(list(path.read_bytes()), dtype=torch.uint8), "layer")
+
+
 # ---- adaptive FP8 ----------------------------------------------------------------------------------------------------
 
 
@@ -551,6 +572,8 @@ READERS = [
     Reader("training state", "documents", make_training_state, read_training_state),
     Reader("crossovers", "documents", example("crossover"), read_crossovers),
     Reader("drift log", "documents", example("drift"), read_drift_log),
+    Reader("training log, opened again", "documents", example("training-log"), reopen_training_log),
+    Reader("state of a packed layer", "documents", make_layer_state, read_layer_state),
     Reader("trees", "documents", make_trees, read_trees),
     Reader("fp8 policy", "fp8", make_fp8_policies, read_fp8_policy),
     Reader("fp8 report", "fp8", make_fp8_reports, read_fp8_report),
