@@ -26,7 +26,7 @@ unit: $(VENV)/.installed-dev browser
 test-all: lint types browser
 	BITPLAN_NEEDS_BROWSER=1 $(BIN)/python -m pytest -n 2 --dist loadfile -m ""
 
-# Which tests reach which line, then 200 small faults, each tested for by the tests of its line: about half an hour.
+# Which tests reach which line, then 200 small faults, each tested for by the tests of its line.
 mutants: $(VENV)/.installed-dev
 	$(BIN)/python -m pytest -n 2 --dist loadfile --cov=bitplan --cov-context=test --cov-report=
 	$(BIN)/python tools/mutants.py

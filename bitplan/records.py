@@ -29,6 +29,8 @@ if sys.platform != "win32":
     import fcntl
 
 MAX_JSON_BYTES = 256 * 2**20
+# What a document may take in memory: an empty list is two bytes of text and a hundred as an object.
+MAX_JSON_MEMORY = 128 * 2**20
 MAX_JSON_DEPTH = 200  # of lists and objects within each other; Python's own limit differs between versions
 _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 _KINDS = {
@@ -301,7 +303,15 @@ def read_json(path: str | Path, *, max_bytes: int = MAX_JSON_BYTES) -> Any:
 
 
 def parse_json(text: bytes, *, where: str) -> Any:
-    """Parse strict JSON: UTF-8, nothing infinite, no half of a surrogate pair, no duplicate keys, no absurd nesting."""
+    """Parse strict JSON: UTF-8, nothing infinite, no half of a surrogate pair, no duplicate keys, no absurd nesting, no
+    tricks with memory."""
+    marks = text.count(b"[") + text.count(b"{"), text.count(b",") + text.count(b":")
+    memory = 100 * marks[0] + 50 * marks[1]  # a list or object, and a value with its place in one
+    if memory > MAX_JSON_MEMORY:
+        raise FileFormatError(
+            f"{where}: {sum(marks)} values in {len(text)} bytes of JSON may take {memory // 2**20} MiB of memory, "
+            f"and a document may take {MAX_JSON_MEMORY // 2**20}"
+        )
     try:
         # Decoded here: json.loads would also take UTF-16, a byte order mark, and half surrogate pairs.
         document = json.loads(text.decode(), object_pairs_hook=_unique_keys, parse_constant=_refuse_constant)

@@ -9,6 +9,7 @@ import pytest
 import torch
 from crosses import pytest_generate_tests  # noqa: F401  # tests/ is where pytest begins
 
+os.environ.pop("COLUMNS", None)  # tables are as wide as a pipe has them, whoever runs this
 torch.set_num_threads(1)  # the suite itself runs in several workers
 if not torch.cuda.is_available():  # Triton reads this when it is first imported
     os.environ.setdefault("TRITON_INTERPRET", "1")

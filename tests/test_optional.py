@@ -36,6 +36,8 @@ LLAMA |= {"num_hidden_layers": 2, "vocab_size": 100}
 def test_a_hidden_library_is_one_line_with_the_command(hidden, use, library, extra, tmp_path, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "config.json").write_text(json.dumps(LLAMA))
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model.gguf").touch()
     for name in [name for name in sys.modules if name.partition(".")[0] == hidden]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, hidden, None)

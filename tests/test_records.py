@@ -91,6 +91,14 @@ def test_many_keys_with_a_late_duplicate_are_refused_in_no_time():
     assert time.perf_counter() - started < 5
 
 
+@pytest.mark.parametrize(
+    "text", [b"[" + b"[]," * 10**6 + b"[]]", b"[" + b"1," * 3 * 10**6 + b"1]"], ids=["lists", "numbers"]
+)
+def test_short_text_that_takes_much_memory_is_refused(text):
+    with pytest.raises(FileFormatError, match=r"here: .* values in .* bytes of JSON may take 1.. MiB of memory"):
+        parse_json(text, where="here")
+
+
 def test_a_file_too_large_to_be_a_document_is_refused(tmp_path):
     (tmp_path / "d.json").write_text("[1, 2, 3]")
     with pytest.raises(FileFormatError, match="9 bytes is too large"):

@@ -24,9 +24,11 @@ from bitplan.cli import (
     quality_verbs,
     report_verbs,
 )
+from bitplan.cli.quick_parsing import QuickCommand, QuickGroup
 from bitplan.version import __version__
 
 app = typer.Typer(
+    cls=QuickGroup,
     help="The right number format for every part of a model, measured on the machine it runs on.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
@@ -68,4 +70,4 @@ for purpose, verbs in VERBS.items():
         if isinstance(verb, typer.Typer):
             app.add_typer(verb, rich_help_panel=purpose)
         else:
-            app.command(rich_help_panel=purpose)(verb)
+            app.command(cls=QuickCommand, rich_help_panel=purpose)(verb)

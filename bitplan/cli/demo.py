@@ -177,7 +177,7 @@ class _Demo:
         comparison = Comparison(self.model, self.corpus.vocabulary, windows, self.output)
         with progress("4/6 packing", count_measured()) as advance:
             rows = comparison.measure_all(advance)
-        self._tell(show.show_formats, rows, windows.numel())
+        self._tell(show.show_formats, rows, windows[:, 1:].numel())  # the first of a window is given
         return [row.to_dict() for row in drift], rows
 
     def _boost(self) -> list[dict[str, Any]]:

@@ -113,7 +113,7 @@ def show_formats(rows: Sequence[Mapping[str, Any]], tokens: int) -> None:
         for row in rows
     ]
     begin("4. Packed, saved, loaded again and measured")
-    table(f"perplexity per character, {tokens:,} held-out characters; * is the plan above", shown)
+    table(f"perplexity per character, {tokens:,} held-out characters predicted; * is the plan above", shown)
 
 
 def show_trees(runs: Sequence[Mapping[str, Any]]) -> None:

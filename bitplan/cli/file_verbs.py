@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections import Counter
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -11,6 +12,7 @@ import typer
 
 from bitplan.cli.complete import format_names, manifest_names
 from bitplan.cli.show import Force, Json, human_bytes, progress, say, show_json, table
+from bitplan.text import visible
 
 Rule = Literal["absmax", "absmean", "percentile", "mse"]
 
@@ -179,15 +181,36 @@ def quantize(
             nonfinite=nonfinite,
             on_tensor=lambda spec: advance(spec.nbytes, spec.name),
         )
+    for warning in report.warnings:
+        print(visible(f"bitplan: warning: {warning}"), file=sys.stderr)
     if as_json:
         show_json(report.to_dict())
         return
     reasons = Counter((row["to"], row["reason"]) for row in report.rows)
-    rows = [{"tensors": count, "written as": to, "why": why} for (to, why), count in reasons.most_common()]
+    rows = [
+        {
+            "tensors": count,
+            "written as": to,
+            **_worst_of([row for row in report.rows if (row["to"], row["reason"]) == (to, why)]),
+            "why": why,
+        }
+        for (to, why), count in reasons.most_common()
+    ]
     table(f"{source} -> {output}", rows)
     before, after = report.bytes_before, report.bytes_after
     change = f"{before / max(after, 1):.2f}x smaller" if after <= before else f"{after / max(before, 1):.2f}x larger"
     say(f"{human_bytes(before)} -> {human_bytes(after)} ({change})")
+
+
+def _worst_of(rows: list[dict[str, Any]]) -> dict[str, str]:
+    """The worst figures of some tensors; empty where none was encoded."""
+    counted = [row for row in rows if row["counted"]]
+    noise = [row["sqnr_db"] for row in counted if row["sqnr_db"] is not None]
+    return {
+        "least SQNR, dB": f"{min(noise):.1f}" if noise else "exact" if counted else "",
+        "most saturated": f"{100 * max(row['saturated_share'] for row in counted):.1f}%" if counted else "",
+        "most to zero": f"{100 * max(row['underflowed_share'] for row in counted):.1f}%" if counted else "",
+    }
 
 
 def compare(

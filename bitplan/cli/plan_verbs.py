@@ -10,9 +10,12 @@ from typing import Annotated, Any
 import typer
 
 from bitplan.cli.complete import manifest_names, shipped_names
+from bitplan.cli.quick_parsing import QuickCommand, QuickGroup
 from bitplan.cli.show import Force, Json, human_bytes, progress, say, show_json, table
 
-manifest_app = typer.Typer(name="manifest", help="Show, expand or describe manifests.", no_args_is_help=True)
+manifest_app = typer.Typer(
+    name="manifest", cls=QuickGroup, help="Show, expand or describe manifests.", no_args_is_help=True
+)
 AlwaysJson = Annotated[bool, typer.Option("--json", help="Taken as everywhere; what is printed is JSON already.")]
 ManifestName = Annotated[
     str,
@@ -137,7 +140,7 @@ def plan(
         say(f"plan: {output}")
 
 
-@manifest_app.command()
+@manifest_app.command(cls=QuickCommand)
 def show(
     name: Annotated[
         str,
@@ -156,7 +159,7 @@ def show(
     sys.stdout.write(shipped_text(name).decode())
 
 
-@manifest_app.command()
+@manifest_app.command(cls=QuickCommand)
 def expand(
     raw: Annotated[Path, typer.Argument(help="A raw map of names with [i] to formats, as JSON.")],
     _as_json: AlwaysJson = False,
@@ -173,7 +176,7 @@ def expand(
     show_json(expanded)
 
 
-@manifest_app.command()
+@manifest_app.command(cls=QuickCommand)
 def schema(_as_json: AlwaysJson = False) -> None:
     """Print the JSON Schema of manifests, for editors.
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from bitplan.errors import FormatError
 from bitplan.formats.format import Format
-from bitplan.formats.scales import BasedScales, ScaleRule, divided, flush_small
+from bitplan.formats.scales import BasedScales, ScaleRule, flush_small, scale_of_limit
 from bitplan.formats.tiles import tile_of_grid, tiles, to_blocks
 
 
@@ -72,10 +72,10 @@ def _affine_of_range(fmt: Format, low: Tensor, high: Tensor, zero_point: int | N
     assert fmt.element is not None
     top = fmt.element.limit
     if zero_point is None:
-        step = divided(high - low, top)
+        step = scale_of_limit(high - low, top)
     else:  # numbers on a side that the zero point leaves no codes for become zero, whatever the step
-        above = divided(high, top - zero_point) if zero_point < top else high * 0
-        below = divided(-low, zero_point) if zero_point > 0 else low * 0
+        above = scale_of_limit(high, top - zero_point) if zero_point < top else high * 0
+        below = scale_of_limit(-low, zero_point) if zero_point > 0 else low * 0
         step = torch.maximum(above, below)
     step = flush_small(step).reshape(1, 1)
     return step, _zero_code(fmt, low, step, zero_point)

@@ -216,15 +216,25 @@ def check_magnitude(fmt: Format, matrix: Tensor, name: str) -> None:
 
 
 def check_scales(encoded: Encoded, name: str) -> None:
-    """Refuse scales that overflowed the type that holds them: the tensor would decode to infinities and NaN."""
+    """Refuse what would decode to infinities and NaN: scales that overflow their type, codes times scales theirs."""
+    fmt = encoded.fmt
     assert encoded.scales is not None
-    assert encoded.fmt.scales is not None
-    scales = encoded.fmt.scales.load(encoded.scales, encoded.base)
+    assert fmt.scales is not None
+    assert fmt.element is not None
+    scales = fmt.scales.load(encoded.scales, encoded.base)
     beyond = scales.numel() - int(scales.isfinite().sum())
     if beyond:
         raise FormatError(
-            f"{name}: {beyond} of {scales.numel()} scales of {encoded.fmt.name} overflow {encoded.scales.dtype}: "
+            f"{name}: {beyond} of {scales.numel()} scales of {fmt.name} overflow {encoded.scales.dtype}: "
             "the numbers are too large for the format; scale them down, or choose a format with wider scales"
+        )
+    if not scales.numel() or float(scales.abs().amax()) * (fmt.element.limit + 1) <= torch.finfo(fmt.work).max:
+        return
+    decoded = decode(encoded, fmt.work)
+    if beyond := decoded.numel() - int(decoded.isfinite().sum()):
+        raise FormatError(
+            f"{name}: {beyond} of {decoded.numel()} numbers of {fmt.name} overflow {fmt.work} when they are decoded; "
+            "scale them down, or choose another format or a smaller scale"
         )
 
 

@@ -22,9 +22,9 @@ from bitplan.formats.scales import (
     PowerOfTwoScales,
     ScaleRule,
     ScaleStorage,
-    divided,
     limit_of_blocks,
     reciprocal,
+    scale_of_limit,
 )
 
 if TYPE_CHECKING:
@@ -115,7 +115,7 @@ class Format:
         if self.power_of_two_scales:  # OCP: 2^(floor(log2 limit) - floor(log2 largest code))
             exponent = torch.frexp(limit).exponent - math.frexp(self.element.limit)[1]
             return torch.where(limit > 0, torch.ldexp(torch.ones_like(limit), exponent), 0.0)
-        return divided(limit, self.element.limit)
+        return scale_of_limit(limit, self.element.limit)
 
     def quantize(
         self, blocks: Tensor, wanted: Tensor, base: Tensor | None, zero_point: Tensor | None

@@ -14,6 +14,7 @@ from bitplan.formats.encoded import Encoded
 from bitplan.formats.tiles import from_blocks, tile_of_grid, tiles
 
 PIECE = 2**22
+RUN = 64  # numbers: a whole number of bytes, however many codes a byte holds
 
 
 @dataclass(frozen=True)
@@ -64,6 +65,37 @@ def error_report(x: Tensor, encoded: Encoded) -> ErrorReport:
         underflowed=underflowed,
         bytes_per_weight=encoded.nbytes / x.numel() if x.numel() else 0.0,
     )
+
+
+def sample(x: Tensor, encoded: Encoded, most: int) -> tuple[Tensor, Encoded]:
+    """About `most` numbers of a tensor, spread evenly, and their part of its encoding.
+
+    Every n-th block, n odd, so that the sample of a matrix whose sides are powers of two goes over all of its columns.
+    Where rows share a scale, or blocks do not divide them, rows are taken whole: at least one band of them.
+    """
+    fmt = encoded.fmt
+    (rows, cols), (_, scales_each) = fmt.matrix_shape(encoded.shape), fmt.grid(encoded.shape)
+    height, width = fmt.block.rows or 1, cols  # of what is taken whole
+    if fmt.block.cols and height == 1 and cols % fmt.block.cols == 0:
+        width, scales_each = fmt.block.cols, 1
+    elif fmt.block.cols is None and rows == 1:
+        width = RUN if fmt.packing else 1
+    count = rows * cols // (height * width) if x.numel() > most else 0
+    if not count:
+        return x, encoded
+    step = -(-count * height * width // most) | 1
+
+    def take(part: Tensor, each: int) -> Tensor:
+        return part.reshape(-1)[: count * each].reshape(count, each)[::step]
+
+    some = take(x, height * width).reshape(-1, width)
+    parts = fmt.part_shapes(tuple(some.shape))
+    data = take(encoded.data, height * fmt.data_cols(width)).reshape(parts["data"][1])
+    scales = encoded.scales
+    if scales is not None:
+        scales = take(scales, scales_each) if scales.numel() > 1 else scales.expand(parts["scales"][1])
+        scales = scales.reshape(parts["scales"][1])
+    return some, Encoded(fmt, tuple(some.shape), data, scales, encoded.base, encoded.zero_point)
 
 
 @dataclass(frozen=True)

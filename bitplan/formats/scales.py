@@ -106,6 +106,15 @@ def divided(x: Tensor, number: float) -> Tensor:
     return x / torch.full((), number, dtype=x.dtype, device=x.device)
 
 
+def scale_of_limit(limit: Tensor, largest_code: float) -> Tensor:
+    """limit / largest_code, one step smaller where the quotient rounded up and the product would be infinite."""
+    import torch
+
+    scale = divided(limit, largest_code)
+    overflows = limit.isfinite() & (scale * largest_code).isinf()
+    return torch.where(overflows, scale.nextafter(torch.zeros_like(scale)), scale)
+
+
 def flush_small(scale: Tensor) -> Tensor:
     """Zero for scales whose reciprocal would overflow, keeping the sign of the rest."""
     import torch

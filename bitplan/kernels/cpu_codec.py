@@ -15,7 +15,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from bitplan.errors import NonFiniteError
+from bitplan.errors import FormatError, NonFiniteError
+from bitplan.formats import codec as definition
 from bitplan.formats.encoded import Encoded
 from bitplan.formats.format import Format
 from bitplan.formats.gguf_rules import GgufMxfp4
@@ -150,12 +151,16 @@ def _check_finite(tops: list[int], fmt: Format) -> None:
 
 @functools.cache
 def _first_refused(fmt: Format) -> int:
-    """The first float32 word that is not finite, or whose scale is not once it is stored."""
+    """The first float32 word that the definition refuses: not finite, or too large for the format."""
+    block = torch.zeros(1, fmt.block.cols or 1)
 
     def is_refused(word: int) -> bool:
-        assert fmt.scales is not None
-        limit = torch.tensor([word], dtype=torch.int32).view(torch.float32)
-        return not bool(fmt.scales.load(fmt.scales.store(fmt.scale_for(limit), None), None).isfinite())
+        block[0, 0] = torch.tensor(word, dtype=torch.int32).view(torch.float32)
+        try:
+            definition.encode(block, fmt)
+        except FormatError:
+            return True
+        return False
 
     return bisect.bisect_left(range(cpu_encode.NOT_FINITE), True, key=is_refused)
 

@@ -39,6 +39,7 @@ F32, U8, U16, U32, I32 = np.float32, np.uint8, np.uint16, np.uint32, np.int32
 MAGNITUDE, SIGN, EXPONENT = U32(0x7FFFFFFF), U32(0x80000000), U32(0x7F800000)
 NOT_FINITE = 0x7F800000
 SMALLEST_SCALE = F32(2.0**-126)
+LARGEST_INT8_SCALE = np.nextafter(np.finfo(F32).max / F32(127), F32(0))  # 127 times the next is infinite
 ZERO, ONE, EIGHTH = F32(0), F32(1), F32(0.125)
 
 # x + NEAREST: the low byte is x to the nearest integer, ties to even, for |x| < 2^22.
@@ -64,7 +65,7 @@ def encode_int8(words_BG, data_BG, scales_B):
     for block in range(scales_B.size):
         top = _largest_magnitude(words_BG[block])
         worst = max(worst, top)
-        scales_B[block] = _flush_small(_as_float(top) / F32(127))
+        scales_B[block] = min(_flush_small(_as_float(top) / F32(127)), LARGEST_INT8_SCALE)
         _round_to_int8(words_BG[block], _reciprocal(scales_B[block]), data_BG[block])
     return worst
 

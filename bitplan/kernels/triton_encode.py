@@ -9,6 +9,7 @@ A NaN or an infinity in a block makes its scale NaN or infinite (E8M0: byte 255)
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
 from __future__ import annotations
 
+import functools
 import math
 
 import torch
@@ -67,6 +68,7 @@ def encode_rows(matrix_RC: Tensor, fmt: Format, launch: Launch | None = None) ->
             rows,
             cols,
             LARGEST=_largest(fmt),
+            LARGEST_SCALE=_largest_scale(fmt),
             ELEMENT=element_name(fmt, matrix_RC.device),
             SOURCE=float_name(matrix_RC.dtype),
             TALL=tall,
@@ -92,6 +94,7 @@ def encode_byte_groups(matrix_RC: Tensor, fmt: Format, launch: Launch | None = N
                 scales,
                 groups,
                 LARGEST=_largest(fmt),
+                LARGEST_SCALE=_largest_scale(fmt),
                 LARGEST_EXPONENT=_largest_exponent(fmt),
                 ELEMENT=element_name(fmt, matrix_RC.device),
                 SCALE=scale_name(fmt),
@@ -118,6 +121,7 @@ def encode_nibble_groups(matrix_RC: Tensor, fmt: Format, launch: Launch | None =
                 as_bits(scales),
                 groups,
                 LARGEST=_largest(fmt),
+                LARGEST_SCALE=_largest_scale(fmt),
                 LARGEST_EXPONENT=_largest_exponent(fmt),
                 ELEMENT=element_name(fmt, matrix_RC.device),
                 SOURCE=float_name(matrix_RC.dtype),
@@ -157,6 +161,7 @@ def _encode_rows(
     rows,
     cols,
     LARGEST: tl.constexpr,
+    LARGEST_SCALE: tl.constexpr,
     ELEMENT: tl.constexpr,
     SOURCE: tl.constexpr,
     TALL: tl.constexpr,
@@ -183,7 +188,7 @@ def _encode_rows(
             x_RC = float_of_bits(tl.load(x_ptr + at_RC, mask=ok_RC, other=0), SOURCE)
             limit_RC = tl.maximum(limit_RC, magnitude_bits(x_RC))
         limit_R = tl.max(limit_RC, axis=1)
-    scale_R = flush_small(tl.div_rn(limit_R.to(tl.float32, bitcast=True), LARGEST))
+    scale_R = flush_small(_scale_of_limit(limit_R, LARGEST, LARGEST_SCALE))
     inverse_R = reciprocal(scale_R)
     tl.store(scales_ptr + first + row_R, scale_R, mask=ok_R)
     if PIECES == 1:
@@ -205,6 +210,7 @@ def _encode_byte_groups(
     scales_ptr,
     groups,
     LARGEST: tl.constexpr,
+    LARGEST_SCALE: tl.constexpr,
     LARGEST_EXPONENT: tl.constexpr,
     ELEMENT: tl.constexpr,
     SCALE: tl.constexpr,
@@ -224,7 +230,7 @@ def _encode_byte_groups(
         inverse_G = power_of_two(254 - byte_G)
         stored_G = mark_nonfinite(byte_G, limit_G)
     else:
-        wanted_G = tl.div_rn(limit_G.to(tl.float32, bitcast=True), LARGEST)
+        wanted_G = _scale_of_limit(limit_G, LARGEST, LARGEST_SCALE)
         flushed_G = flush_small(wanted_G)
         inverse_G = reciprocal(flushed_G)
         # GGUF rounds the scale after the codes are made; what would be flushed is far below float16
@@ -241,6 +247,7 @@ def _encode_nibble_groups(
     scales_ptr,
     groups,
     LARGEST: tl.constexpr,
+    LARGEST_SCALE: tl.constexpr,
     LARGEST_EXPONENT: tl.constexpr,
     ELEMENT: tl.constexpr,
     SOURCE: tl.constexpr,
@@ -266,7 +273,7 @@ def _encode_nibble_groups(
         code_GB = even_GB + odd_GB * 16 + nibble_signs_of_word(word_GB, SOURCE)
         stored_G = mark_nonfinite(byte_G, limit_G)
     else:
-        stored_G = round_bf16(flush_small(tl.div_rn(limit_G.to(tl.float32, bitcast=True), LARGEST)))
+        stored_G = round_bf16(flush_small(_scale_of_limit(limit_G, LARGEST, LARGEST_SCALE)))
         inverse_G = reciprocal(float_of_bits(stored_G, "bf16"))
         even_GB = round_to_integer(even_GB * inverse_G[:, None])
         odd_GB = round_to_integer(odd_GB * inverse_G[:, None])
@@ -296,6 +303,13 @@ def _encode_q4_0(x_ptr, data_ptr, scales_ptr, groups, SOURCE: tl.constexpr, TILE
     tl.store(scales_ptr + first + group_G, wanted_G.to(tl.float16), mask=ok_G)
     at_GB = group_G[:, None] * 16 + lane_B[None, :]
     tl.store(data_ptr + first * 16 + at_GB, code_GB.to(tl.uint8), mask=ok_G[:, None])
+
+
+@triton.jit
+def _scale_of_limit(limit_bits, LARGEST: tl.constexpr, LARGEST_SCALE: tl.constexpr):
+    """A finite limit keeps a scale whose largest code is finite; what is not finite must show in its scale."""
+    scale = tl.div_rn(limit_bits.to(tl.float32, bitcast=True), LARGEST)
+    return tl.where(limit_bits < 0x7F800000, tl.minimum(scale, LARGEST_SCALE), scale)
 
 
 @triton.jit
@@ -342,6 +356,12 @@ def _as_pairs(matrix_RC: Tensor) -> Tensor:
 def _largest(fmt: Format) -> float:
     assert fmt.element is not None
     return float(fmt.element.limit)
+
+
+@functools.cache
+def _largest_scale(fmt: Format) -> float:
+    """The scale of the largest float32, by the definition."""
+    return float(fmt.scale_for(torch.tensor(torch.finfo(torch.float32).max)))
 
 
 def _largest_exponent(fmt: Format) -> int:

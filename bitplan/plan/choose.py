@@ -5,7 +5,7 @@ line that fits a tensor decides:
 
 | tensor | gets |
 |---|---|
-| integers, flags, 8-bit floats whose scales lie elsewhere | stays |
+| integers, flags, powers of two (E8M0) | stays |
 | matches `keep`; or `only` is given and nothing of it matches | stays |
 | matches `only` | the wanted format, whatever it is |
 | one axis (norms, biases, scalars), stacked biases, norms of several axes | stays |
@@ -33,6 +33,7 @@ from bitplan.plan.roles import guess_role
 
 SMALL_NUMBERS = 1024
 FLOAT_TYPES = ("float64", "float32", "float16", "bfloat16")
+_NARROW_FLOATS = ("float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz", "float4_e2m1fn_x2")
 GGUF_FORMATS = ("q4_0_gguf", "q8_0_gguf", "mxfp4_gguf")
 # A tensor of another type stays as it is; the format named in its plan is the one whose codes have this type.
 _CODES = {"bool": "uint8", "float8_e8m0fnu": "uint8", "float8_e4m3fn": "fp8_e4m3", "float8_e5m2": "fp8_e5m2"}
@@ -105,7 +106,7 @@ class _Rules(NamedTuple):
     gguf: bool
 
     def planned(self, name: str, tensor: Stored) -> Planned:
-        if tensor.dtype not in FLOAT_TYPES and not tensor.packed:
+        if tensor.dtype not in (*FLOAT_TYPES, *_NARROW_FLOATS) and not tensor.packed:
             return _stays(tensor, "other", "not floats")
         kept = _why_kept(name, self.keep, self.only)
         if kept is not None:

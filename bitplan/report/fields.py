@@ -90,5 +90,8 @@ def is_number(value: Any) -> bool:
 
 def shown(value: Any) -> str:
     """A value for a message: short, on one line."""
-    text = json.dumps(value, ensure_ascii=True)
+    try:
+        text = json.dumps(value, ensure_ascii=True)
+    except RecursionError:  # the parser goes a little deeper than the writer
+        text = f"a deeply nested {'list' if isinstance(value, list) else 'object'}"
     return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."

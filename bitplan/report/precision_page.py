@@ -1,4 +1,4 @@
-"""Sensitivity of blocks over steps as a heat map, with their precision and its changes, from the telemetry.
+"""Sensitivity of layers or blocks over steps as a heat map, with their precision and its changes, from the telemetry.
 
 A column is an update, a row a block. Cells of one colour are one path, and what a cell says when it is pointed at comes
 from one list of figures, so a map of ten thousand cells stays small.
@@ -119,10 +119,10 @@ def _heat_card(updates: Sequence[Update], changes: Sequence[Change]) -> Markup:
     low = sorted({seen.precision for update in shown for seen in update.blocks.values()} - {HIGH})
     names += [(f"strip {STRIPS.get(name, 'k3')}", f"underlined: {name}") for name in low]
     names += [("sign up", "to higher precision"), ("sign down", "to lower precision")] if changes else []
-    note = f"A row is a block, a column an update of the hints; {count(len(updates))} updates."
+    note = f"A row is a layer, a column an update of the hints; {count(len(updates))} updates."
     note += f" One column in {every} is drawn; every change is marked." if every > 1 else ""
     return card(
-        "Sensitivity of blocks over steps",
+        "Sensitivity of layers over steps",
         _heat_map(blocks, shown, changes, every, high),
         legend=legend(names),
         note=f"{note} Point at a cell for its score, at a mark for the reason.",
@@ -165,7 +165,7 @@ def _heat_map(
         "steps": [update.step for update in shown],
         "rows": [[_figures(update.blocks.get(name)) for update in shown] for name in blocks],
     }
-    drawn = picture(parts, WIDE, height, "Heat map: sensitivity of each block at each update, from low to high")
+    drawn = picture(parts, WIDE, height, "Heat map: sensitivity of each layer at each update, from low to high")
     return tag("div", drawn, class_="heatmap", data_heat=json.dumps(figures, separators=(",", ":")))
 
 
@@ -228,13 +228,13 @@ def _counts_chart(updates: Sequence[Update]) -> Markup | None:
     high = [float(update.counts[name]) for update in updates for name in names]
     frame = Frame(
         linear_axis(steps, "step", whole=True),
-        linear_axis(high, "blocks", zero=True, whole=True),
-        "Blocks in each precision",
+        linear_axis(high, "layers", zero=True, whole=True),
+        "Layers in each precision",
     )
     for name in names:
         points = [(float(update.step), float(update.counts[name])) for update in updates]
         frame.add(line(frame, points, _kind(name)))
-    return card("Blocks in each precision", frame.svg(), legend=legend([(_kind(name), name) for name in names]))
+    return card("Layers in each precision", frame.svg(), legend=legend([(_kind(name), name) for name in names]))
 
 
 def _kind(precision: str) -> str:
@@ -259,10 +259,10 @@ def _bytes_chart(updates: Sequence[Update]) -> Markup | None:
 
 def _changes_table(changes: Sequence[Change]) -> Markup:
     if not changes:
-        return tag("p", "No block changed its precision.", class_="note")
+        return tag("p", "No layer changed its precision.", class_="note")
     columns = (
         Column("Step", numeric=True),
-        Column("Block", mono=True),
+        Column("Layer", mono=True),
         Column("From"),
         Column("To", choose=True),
         Column("Why", wide=True),
@@ -285,7 +285,7 @@ def _told(record: Record, updates: Sequence[Update], changes: Sequence[Change]) 
     last = updates[-1]
     low = sum(number for name, number in last.counts.items() if name != HIGH)
     text = (
-        f"Selective precision ended with {low} of {plural(sum(last.counts.values()), 'block')} in low precision "
+        f"Selective precision ended with {low} of {plural(sum(last.counts.values()), 'layer')} in low precision "
         f"after {plural(len(changes), 'change')}"
     )
     return join([f"{text}{_saved(last)}. (", tag("code", record.name), ")"])
@@ -295,11 +295,13 @@ def _saved(update: Update) -> str:
     sent, kept = update.bytes_sent, update.bytes_not_sent
     if sent is None or kept is None or not sent + kept:
         return ""
-    return f"; {percent(kept / (sent + kept))} of the bytes are not sent"
+    return (
+        f"; at step {count(update.step)} {percent(kept / (sent + kept))} of the bytes of an all-BF16 step were not sent"
+    )
 
 
 def _facts(updates: Sequence[Update], changes: Sequence[Change]) -> list[Fact]:
     last = updates[-1]
     low = sum(number for name, number in last.counts.items() if name != HIGH)
     whole = sum(last.counts.values())
-    return [Fact(f"{low} / {whole}", "blocks in low precision", plural(len(changes), "change"))]
+    return [Fact(f"{low} / {whole}", "layers in low precision", plural(len(changes), "change"))]

@@ -154,6 +154,7 @@ def _told(record: Record, rows: Sequence[Fields]) -> Markup:
     reference = significant(rows[0].number("perplexity"), 4)
     others = [row for row in rows[1:] if not _name(row).startswith(FLOOR)]
     text = f"Perplexity{on}: {reference} for {_name(rows[0])}"
+    text += "".join(f", {significant(row.number('perplexity'), 4)} for {_name(row)}" for row in _plans(others))
     if others:
         small = min(others, key=lambda row: (row.number("bits_per_weight"), row.number("perplexity")))
         bits, value = significant(small.number("bits_per_weight")), significant(small.number("perplexity"), 4)
@@ -161,5 +162,16 @@ def _told(record: Record, rows: Sequence[Fields]) -> Markup:
     return join([f"{text}. (", tag("code", record.name), ")"])
 
 
+def _plans(rows: Sequence[Fields]) -> list[Fields]:
+    """Rows of plans, as `bitplan demo` and `bitplan perplexity --plan` name them."""
+    return [row for row in rows if _name(row).split(" ")[0] == "plan"]
+
+
 def _facts(rows: Sequence[Fields]) -> list[Fact]:
-    return [Fact(significant(rows[0].number("perplexity"), 4), "perplexity", _name(rows[0]))]
+    """The plan's perplexity, or that of the only format; of several formats none is the page's own."""
+    others = [row for row in rows[1:] if not _name(row).startswith(FLOOR)]
+    plans = _plans(others) or others
+    if len(plans) != 1:
+        return []
+    told = [significant(row.number("perplexity"), 4) for row in (plans[0], rows[0])]
+    return [Fact(told[0], f"perplexity of {_name(plans[0])}", f"{told[1]} for {_name(rows[0])}")]

@@ -4,12 +4,16 @@ A JSON document has one value; a JSONL log has an object per line. A log's first
 read, so a file of garbage costs no more than its first line. The end of a log may be torn (its writer was killed, or is
 writing now): that piece is left out and counted. Any other line that is not JSON is an error, but for the telemetry of
 selective precision, whose writer once ended a torn line and went on.
+
+Logs of steps grow without end: of a long one every n-th step is read, the first and the last among them, and the record
+says so. A sample has whole steps, and every step at which a precision changed as far as there is room.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable
+import re
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -21,6 +25,9 @@ from bitplan.report.fields import ReportError, shown
 MAX_RECORD_BYTES = 64 * 2**20
 MAX_LINE_BYTES = 8 * 2**20
 MAX_LINES = 500_000
+WHOLE_LINES = 50_000  # a log of more steps than this is sampled
+SAMPLED_LINES = 10_000  # a chart has fewer places than this
+_STEP = re.compile(rb'"step(?:_id)?": ?(\d+)')
 
 
 @dataclass(frozen=True)
@@ -32,6 +39,8 @@ class Kind:
     matches: Callable[[dict[str, Any]], bool]
     lines: bool = False
     torn_lines: bool = False  # whether a line in the middle may be torn
+    steps: bool = False  # a log of steps, which is sampled where it is long
+    unchanged: bytes = b""  # a sampled log keeps lines without this
     document: str | None = None
     versions: tuple[int, ...] = ()
 
@@ -47,6 +56,7 @@ class Record:
     sha256: str
     content: Any
     torn: int = 0
+    sampled: str = ""  # how many lines of a long log were read
 
     @property
     def where(self) -> str:
@@ -77,16 +87,20 @@ KINDS = (
     Kind("crossover", "measured crossovers", _has("weights"), document="bitplan-crossover", versions=(1,)),
     Kind("calibration", "calibration", _has("layers", "blocks"), document="bitplan-calibration", versions=(1,)),
     Kind("machine", "machine", _has("machine", "versions"), document="bitplan-machine", versions=(1,)),
-    Kind("training", "training log", _has("run"), lines=True, document="bitplan-training-log", versions=(1,)),
+    Kind(
+        "training", "training log", _has("run"), lines=True, steps=True, document="bitplan-training-log", versions=(1,)
+    ),
     Kind(
         "precision",
         "selective precision telemetry",
         _has("step_id", "block_details", "precision_changes"),
         lines=True,
         torn_lines=True,
+        steps=True,
+        unchanged=b'"precision_changes": 0,',
     ),
-    Kind("stream", "streaming telemetry", _has("step", "step_ms", "copy_ms", "stall_ms"), lines=True),
-    Kind("drift", "drift log", _has("step", "name", "relative_error"), lines=True),
+    Kind("stream", "streaming telemetry", _has("step", "step_ms", "copy_ms", "stall_ms"), lines=True, steps=True),
+    Kind("drift", "drift log", _has("step", "name", "relative_error"), lines=True, steps=True),
     Kind("drift", "drift of a checkpoint", _has("layers", "findings")),
     Kind("quality", "perplexity", _has("reference_row", "rows")),
     Kind("quality", "perplexity benchmark", lambda found: found.get("benchmark") == "quality" and "rows" in found),
@@ -121,35 +135,44 @@ def _read(path: Path, name: str) -> Record:
     try:
         with path.open("rb") as file:
             size = path.stat().st_size
-            if size > MAX_RECORD_BYTES:
-                raise ReportError(f"{path}: {size} bytes is too large for a record (limit {MAX_RECORD_BYTES})")
-            kind, content, torn = _recognise(file, path)
+            kind, content, torn, sampled = _recognise(file, path, size)
             file.seek(0)
             digest = hashlib.file_digest(file, "sha256").hexdigest()
     except OSError as error:
         raise ReportError(f"{path}: cannot be read: {error.strerror or error}") from None
-    return Record(kind.name, name, kind.words, size, digest, content, torn)
+    return Record(kind.name, name, kind.words, size, digest, content, torn, sampled)
 
 
-def _recognise(file: BinaryIO, path: Path) -> tuple[Kind, Any, int]:
+def _recognise(file: BinaryIO, path: Path, size: int) -> tuple[Kind, Any, int, str]:
     first = file.readline(MAX_LINE_BYTES + 1)
     if not first.strip():
         raise ReportError(f"{path}: empty; {_expected()}")
     start = _json_or_none(first)
     if isinstance(start, dict):
         kind = _kind_of(start, path, lines=True, quiet=True)
+        if kind is not None and kind.steps and (sample := _sample(file, kind, path, size)):
+            lines, torn = _read_lines(sample, kind, path)
+            read = f"a sample: {len(lines):,} of {sample.total:,} lines read, whole steps spread evenly"
+            return kind, lines, torn, read
         if kind is not None:
-            return kind, *_read_lines(file, first, kind, path)
+            _check_size(path, size)
+            file.seek(0)
+            return (
+                kind,
+                *_read_lines(enumerate(iter(lambda: file.readline(MAX_LINE_BYTES + 1), b""), 1), kind, path),
+                "",
+            )
+    _check_size(path, size)
     if first.lstrip()[:1] not in (b"{", b"["):
         raise ReportError(f"{path}: neither JSON nor JSONL: it begins with {shown(first[:40].decode('latin-1'))}")
     whole = parse_json(first + file.read(), where=str(path))
     if isinstance(whole, list) and all(isinstance(item, dict) and FINDINGS.matches(item) for item in whole):
-        return FINDINGS, whole, 0
+        return FINDINGS, whole, 0, ""
     if not isinstance(whole, dict):
         raise ReportError(f"{path}: a list, and not one of findings (code, where, message); {_expected()}")
     kind = _kind_of(whole, path, lines=False, quiet=False)
     assert kind is not None
-    return kind, whole, 0
+    return kind, whole, 0, ""
 
 
 def _kind_of(found: dict[str, Any], path: Path, *, lines: bool, quiet: bool) -> Kind | None:
@@ -178,20 +201,68 @@ def _expected() -> str:
     return f"expected a record of one of these kinds: {', '.join(words)}"
 
 
-def _read_lines(file: BinaryIO, first: bytes, kind: Kind, path: Path) -> tuple[list[Any], int]:
-    lines, torn, number, line = [], 0, 1, first
-    while line:
-        if len(line) > MAX_LINE_BYTES or number > MAX_LINES:
+def _check_size(path: Path, size: int) -> None:
+    if size > MAX_RECORD_BYTES:
+        raise ReportError(f"{path}: {size} bytes is too large for a record (limit {MAX_RECORD_BYTES})")
+
+
+@dataclass(frozen=True)
+class _Sample:
+    """Some lines of a log, each with its number."""
+
+    total: int
+    lines: list[tuple[int, bytes]]
+
+    def __iter__(self) -> Iterator[tuple[int, bytes]]:
+        return iter(self.lines)
+
+
+def _sample(file: BinaryIO, kind: Kind, path: Path, size: int) -> _Sample | None:
+    """Every n-th step of a log, the first and the last; None where all of it is little enough."""
+    file.seek(0)
+    total = sum(piece.count(b"\n") for piece in iter(lambda: file.read(2**20), b""))
+    nth = max(-(-total // SAMPLED_LINES), -(-size // MAX_RECORD_BYTES))
+    if nth <= 1 or (total <= WHOLE_LINES and size <= MAX_RECORD_BYTES):
+        return None
+    file.seek(0)
+    kept: list[tuple[int, bytes]] = []
+    skipped: list[tuple[int, bytes]] = []  # of the step at hand: it may be the last
+    steps, step, changes, change_bytes, room = -1, None, 0, 0, 2 * MAX_RECORD_BYTES
+    for number, line in enumerate(iter(lambda: file.readline(MAX_LINE_BYTES + 1), b""), 1):
+        found = _STEP.search(line)
+        if found is None or found[1] != step:
+            step, steps = found and found[1], steps + 1
+            skipped.clear()
+        if steps % nth == 0:
+            kept.append((number, line))
+            room -= len(line)
+            if len(kept) > MAX_LINES or room < 0:
+                raise ReportError(
+                    f"{path}: line {number}: every {nth}th step is still more than {MAX_LINES} lines or "
+                    f"{2 * MAX_RECORD_BYTES} bytes; give a part of the log"
+                )
+        elif kind.unchanged and kind.unchanged not in line and changes < SAMPLED_LINES and change_bytes < 2**24:
+            kept.append((number, line))
+            changes, change_bytes = changes + 1, change_bytes + len(line)
+        elif len(skipped) < SAMPLED_LINES:
+            skipped.append((number, line))
+    return _Sample(total, kept + skipped)
+
+
+def _read_lines(numbered: Iterable[tuple[int, bytes]], kind: Kind, path: Path) -> tuple[list[Any], int]:
+    lines, torn, place, ahead = [], 0, 0, iter(numbered)
+    at = next(ahead, None)
+    while at is not None:
+        (number, line), at, place = at, next(ahead, None), place + 1
+        if len(line) > MAX_LINE_BYTES or place > MAX_LINES:
             raise ReportError(f"{path}: line {number}: a log has at most {MAX_LINES} lines of {MAX_LINE_BYTES} bytes")
-        following = file.readline(MAX_LINE_BYTES + 1)
         if line.strip():
             try:
                 lines.append(parse_json(line, where=f"{path}: line {number}"))
             except FileFormatError:
-                if not kind.torn_lines and (following or line.endswith(b"\n")):
+                if not kind.torn_lines and (at is not None or line.endswith(b"\n")):
                     raise
                 torn += 1
-        line, number = following, number + 1
     return lines, torn
 
 

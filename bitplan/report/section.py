@@ -33,7 +33,8 @@ def source(record: Record, more: object = "") -> Markup:
     """Which file this came from."""
     torn = f"; {record.torn} torn line left out" if record.torn == 1 else ""
     torn = f"; {record.torn} torn lines left out" if record.torn > 1 else torn
-    return tag("p", "From ", tag("code", record.name), f" ({record.words}{torn}). ", more, class_="from")
+    sampled = f"; {record.sampled}" if record.sampled else ""
+    return tag("p", "From ", tag("code", record.name), f" ({record.words}{torn}{sampled}). ", more, class_="from")
 
 
 def heading(title: str) -> Markup:

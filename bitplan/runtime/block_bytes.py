@@ -1,7 +1,7 @@
 """BlockBytes: the bytes that wait on the host, and whether they are still those of the model's parameters.
 
 A block is encoded again when its formats or its parameters are no longer those it was encoded from. At every boundary
-each parameter is looked at, in about a microsecond, without reading a number of it:
+each parameter is looked at, in a few microseconds, without reading a number of it:
 
     which Parameter its module holds    module.weight = nn.Parameter(...), load_state_dict(assign=True)
     torch's count of its writes         load_state_dict, and copy_, add_, ... under torch.no_grad()
@@ -28,6 +28,7 @@ from bitplan.runtime.host_blocks import HostBlocks
 from bitplan.runtime.host_training import HostTraining
 from bitplan.runtime.stream_errors import StreamError
 from bitplan.runtime.streamed_blocks import StreamedBlock, StreamedParameter, Train
+from bitplan.store.weight_changes import count_optimizer_steps
 
 REPLACED: tuple[Any, ...] = ()
 
@@ -140,6 +141,7 @@ def _held(full_name: str, one: StreamedParameter) -> nn.Parameter:
 
 
 def _look(block: StreamedBlock) -> dict[str, tuple[Any, ...]]:
+    count_optimizer_steps()  # a fused optimizer of the user's own writes without torch's counting it
     return {name: _look_at(one) for name, one in block.parameters.items()}
 
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -18,8 +18,10 @@ from bitplan.formats import Encoded
 from bitplan.formats.report import Similarity, similarity
 from bitplan.kernels import decode
 from bitplan.store.eval_weights import slots_of
-from bitplan.store.model_values import ModelValues, Values, open_values
 from bitplan.store.models import places_of
+
+if TYPE_CHECKING:
+    from bitplan.store.model_values import ModelValues, Values
 
 Weights = nn.Module | Mapping[str, Tensor | Encoded]
 
@@ -146,6 +148,8 @@ def compare_files(
 
     Names and shapes that differ are findings. Integers (buffers, codes) must be equal, and count in no figure.
     """
+    from bitplan.store.model_values import open_values  # it imports gguf, which `import bitplan` does without
+
     with ExitStack() as opened:
         one, two = open_values(first, second, opened)
         layers, total = {}, Similarity()

@@ -29,6 +29,7 @@ from bitplan.errors import FileFormatError, StoreError
 from bitplan.formats.dtypes import torch_dtype
 from bitplan.records import atomic_file
 from bitplan.store.container import ContainerFile, Payload, PayloadWriter
+from bitplan.store.gguf_values import STRUCT_CODES, GGUFArray, GGUFValue
 
 if TYPE_CHECKING:
     import torch
@@ -40,21 +41,11 @@ MAX_KEY_BYTES = 2**16 - 1
 MAX_NAME_BYTES = 1024  # llama.cpp itself reads names of up to 63 bytes
 MAX_RANK = 4
 MAX_NESTING = 4
+# Each costs Python objects, many times its bytes. The largest models in use have some 90,000 tensors and 100 keys, and
+# tokenizers 700,000 strings.
+MAX_KEYS, MAX_TENSORS, MAX_STRINGS = 2**14, 2**18, 2**22
 
-_STRUCT_CODES = {
-    GGUFValueType.UINT8: "B",
-    GGUFValueType.INT8: "b",
-    GGUFValueType.UINT16: "H",
-    GGUFValueType.INT16: "h",
-    GGUFValueType.UINT32: "I",
-    GGUFValueType.INT32: "i",
-    GGUFValueType.UINT64: "Q",
-    GGUFValueType.INT64: "q",
-    GGUFValueType.FLOAT32: "f",
-    GGUFValueType.FLOAT64: "d",
-    GGUFValueType.BOOL: "?",
-}
-_LEAST_BYTES = {kind: struct.calcsize(f"<{code}") for kind, code in _STRUCT_CODES.items()}
+_LEAST_BYTES = {kind: struct.calcsize(f"<{code}") for kind, code in STRUCT_CODES.items()}
 _LEAST_BYTES |= {GGUFValueType.STRING: 8, GGUFValueType.ARRAY: 12}
 
 _PLAIN_DTYPES = {
@@ -67,19 +58,6 @@ _PLAIN_DTYPES = {
     GGMLQuantizationType.I32: "int32",
     GGMLQuantizationType.I64: "int64",
 }
-
-
-@dataclass(frozen=True)
-class GGUFValue:
-    """One metadata value with its type in the file.
-
-    An array has a tuple as value and names the type of its items; the items of an array of arrays
-    are `GGUFValue` themselves.
-    """
-
-    type: GGUFValueType
-    value: Any
-    item_type: GGUFValueType | None = None
 
 
 @dataclass(frozen=True)
@@ -125,8 +103,8 @@ class GGUFFile(ContainerFile[GGUFTensor]):
     def _read_header(self) -> None:
         header = _Header(self._file, self._size, self.path)
         self.version = _check_version(header)
-        tensor_count = header.count("tensors", least_bytes=24)
-        key_count = header.count("metadata keys", least_bytes=13)
+        tensor_count = header.count("tensors", least_bytes=24, most=MAX_TENSORS)
+        key_count = header.count("metadata keys", least_bytes=13, most=MAX_KEYS)
         self.metadata = {}
         for _ in range(key_count):
             key = header.string("a metadata key", MAX_KEY_BYTES)
@@ -175,6 +153,7 @@ class _Header:
         self.position = 0
         self._file = file
         self._end = min(size, MAX_HEADER_BYTES)
+        self._strings = self._arrays = 0
 
     def take(self, nbytes: int, what: str) -> bytes:
         left = self._end - self.position
@@ -190,13 +169,15 @@ class _Header:
     def number(self, code: str, what: str) -> int:
         return int(struct.unpack(f"<{code}", self.take(struct.calcsize(f"<{code}"), what))[0])
 
-    def count(self, what: str, least_bytes: int) -> int:
+    def count(self, what: str, least_bytes: int, most: int | None = None) -> int:
         count = self.number("Q", f"the number of {what}")
         left = self._end - self.position
         if count > left // least_bytes:
             raise FileFormatError(
                 f"{self.path}: {count} {what[:80]} before byte {self.position} cannot fit in the {left} bytes left"
             )
+        if most is not None and count > most:
+            raise FileFormatError(f"{self.path}: {count} {what[:80]}, at most {most} are read")
         return count
 
     def string(self, what: str, most_bytes: int = MAX_HEADER_BYTES) -> str:
@@ -222,22 +203,45 @@ class _Header:
         if kind == GGUFValueType.STRING:
             return GGUFValue(kind, self.string(what))
         if kind != GGUFValueType.ARRAY:
-            return GGUFValue(kind, self.scalars(kind, 1, what)[0])
+            return GGUFValue(kind, struct.unpack(f"<{STRUCT_CODES[kind]}", self.scalars(kind, 1, what))[0])
         if depth == MAX_NESTING:
             raise FileFormatError(f"{self.path}: {what} nests arrays more than {MAX_NESTING} deep")
         item = self.value_type(key)
         count = self.count(f"items of {what}", _LEAST_BYTES[item])
         if item == GGUFValueType.STRING:
-            return GGUFValue(kind, tuple([self.string(what) for _ in range(count)]), item)
+            return GGUFValue(kind, GGUFArray(item, count, self.strings(count, what)), item)
         if item == GGUFValueType.ARRAY:
+            self._arrays += count
+            if self._arrays > MAX_KEYS:
+                raise FileFormatError(f"{self.path}: {what} has arrays in arrays, at most {MAX_KEYS} are read")
             return GGUFValue(kind, tuple([self.value(item, key, depth + 1) for _ in range(count)]), item)
-        return GGUFValue(kind, self.scalars(item, count, what), item)
+        return GGUFValue(kind, GGUFArray(item, count, self.scalars(item, count, what)), item)
 
-    def scalars(self, kind: GGUFValueType, count: int, what: str) -> tuple[Any, ...]:
+    def scalars(self, kind: GGUFValueType, count: int, what: str) -> bytes:
         raw = self.take(count * _LEAST_BYTES[kind], what)
         if kind == GGUFValueType.BOOL and raw.strip(b"\0\1"):
             raise FileFormatError(f"{self.path}: {what} is a bool with a byte other than 0 and 1")
-        return struct.unpack(f"<{count}{_STRUCT_CODES[kind]}", raw)
+        return raw
+
+    def strings(self, count: int, what: str) -> bytes:
+        """The bytes of so many strings, each checked; a loop of its own, for a tokenizer has hundreds of thousands."""
+        self._strings += count
+        if self._strings > MAX_STRINGS:
+            raise FileFormatError(
+                f"{self.path}: {what}: {self._strings} strings in all, at most {MAX_STRINGS} are read"
+            )
+        raw = bytearray()
+        for _ in range(count):
+            head = self.take(8, what)
+            text = self.take(int.from_bytes(head, "little"), what)
+            try:
+                text.decode()
+            except UnicodeDecodeError as error:
+                place = f"{what} before byte {self.position}"
+                raise FileFormatError(f"{self.path}: {place} is not UTF-8: {error}") from None
+            raw += head
+            raw += text
+        return bytes(raw)
 
     def tensor_info(self) -> tuple[str, GGMLQuantizationType, tuple[int, ...], int]:
         """Name, type, shape (slowest dimension first) and offset of the next tensor."""
@@ -415,10 +419,12 @@ def _pack_value(value: GGUFValue, where: str) -> bytes:
 
 
 def _pack_items(kind: GGUFValueType | None, items: Sequence[Any], where: str) -> bytes:
+    if isinstance(items, GGUFArray) and items.item_type == kind:
+        return items.raw
     if kind == GGUFValueType.STRING:
         return b"".join(_pack_string(item) for item in items)
     if kind == GGUFValueType.ARRAY:
         return b"".join(_pack_value(item, where) for item in items)
     if kind == GGUFValueType.BOOL and not all(isinstance(item, bool) for item in items):
         raise TypeError("not a bool")
-    return struct.pack(f"<{len(items)}{_STRUCT_CODES[kind]}", *items)
+    return struct.pack(f"<{len(items)}{STRUCT_CODES[kind]}", *items)

@@ -17,7 +17,7 @@ from gguf.constants import GGUFValueType
 from bitplan.errors import FileFormatError
 from bitplan.plan.documents import show
 from bitplan.records import read_json
-from bitplan.store.gguf_io import GGUFValue
+from bitplan.store.gguf_values import GGUFValue
 from bitplan.store.gpt_oss_layouts import GptOssShape
 
 CONFIG = "config.json"

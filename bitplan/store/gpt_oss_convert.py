@@ -20,7 +20,7 @@ import torch
 from bitplan.errors import StoreError, did_you_mean
 from bitplan.formats.scales import ScaleRule
 from bitplan.records import atomic_file, atomic_folder, check_output, check_output_folder, read_json, write_json
-from bitplan.store.gguf_io import GGUFValue
+from bitplan.store.gguf_values import GGUFValue
 from bitplan.store.gpt_oss_config import (
     CONFIG,
     gguf_metadata,

@@ -13,8 +13,9 @@ from typing import Any, Protocol, Self
 import torch
 from torch import Tensor
 
-from bitplan.store.gguf_io import GGUFFile, GGUFValue
+from bitplan.store.gguf_io import GGUFFile
 from bitplan.store.gguf_split import open_gguf
+from bitplan.store.gguf_values import GGUFValue
 from bitplan.store.gpt_oss_check import check_gpt_oss, read_headers
 from bitplan.store.gpt_oss_config import CONFIG, Settings, read_config, read_metadata
 from bitplan.store.gpt_oss_experts import Matrix, group_experts, join_expert

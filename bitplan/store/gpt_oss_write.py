@@ -30,7 +30,8 @@ from bitplan.formats import Encoded
 from bitplan.formats.scales import ScaleRule
 from bitplan.kernels import decode, encode
 from bitplan.store.container import PayloadWriter
-from bitplan.store.gguf_io import GGUFValue, write_gguf
+from bitplan.store.gguf_io import write_gguf
+from bitplan.store.gguf_values import GGUFValue
 from bitplan.store.gpt_oss_experts import MXFP4, Matrix, group_experts, split_expert
 from bitplan.store.gpt_oss_layouts import GGUF_WIDE, Layout, Slot, list_slots
 from bitplan.store.gpt_oss_source import GptOssSource

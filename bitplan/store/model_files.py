@@ -59,6 +59,9 @@ def load_model(path: str | Path, model: nn.Module) -> nn.Module:
         unknown = sorted(name for name in names if name not in own and name not in unsaved)
         if not missing and not unknown:
             _check_buffers(path, file, {name: unsaved[name] for name in names if name in unsaved})
+            for name in names:
+                if name in own:
+                    _check_shape(path, name, file.spec(name).shape, own[name])
             items = {name: file.read(name) for name in file.specs if name in own}
         elif _is_of_transformers(model):
             items = _under_the_models_names(path, file, model)
@@ -125,9 +128,13 @@ def _under_the_models_names(path: str | Path, file: TensorFile, model: Any) -> d
     return found
 
 
+def _check_shape(path: str | Path, name: str, shape: tuple[int, ...], own: Tensor) -> None:
+    if shape != tuple(own.shape):
+        raise FileFormatError(f"{path}: {name!r} is {shape}, the model's is {tuple(own.shape)}")
+
+
 def _check_fits(path: str | Path, item: Tensor | Encoded, name: str, own: Tensor) -> None:
-    if tuple(item.shape) != tuple(own.shape):
-        raise FileFormatError(f"{path}: {name!r} is {tuple(item.shape)}, the model's is {tuple(own.shape)}")
+    _check_shape(path, name, tuple(item.shape), own)
     if isinstance(item, Encoded):
         holds, what = own.is_floating_point(), item.fmt.name
     else:

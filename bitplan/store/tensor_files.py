@@ -94,10 +94,10 @@ class TensorFile(ABC):
 
         spec = self.spec(name)
         self.require_numbers(spec)
-        if not spec.encoded and spec.dtype_name in NARROW_FLOATS:
-            return self.read(name).float()  # type: ignore[union-attr]
         found = self.read(name)
-        return decode(found) if isinstance(found, Encoded) else found
+        if isinstance(found, Encoded):
+            return decode(found)
+        return found.float() if spec.dtype_name in NARROW_FLOATS else found
 
     def require_numbers(self, spec: TensorSpec) -> None:
         """Refuse 4- and 8-bit floats that are codes, whose scales lie beside them under another name."""

@@ -114,7 +114,8 @@ def write_gguf_tensors(
     """A GGUF file; metadata values are `GGUFValue`, kept as they came from another GGUF file."""
     from gguf import GGMLQuantizationType, GGUFValueType
 
-    from bitplan.store.gguf_io import GGUFValue, write_gguf
+    from bitplan.store.gguf_io import write_gguf
+    from bitplan.store.gguf_values import GGUFValue
 
     values = dict(metadata or {"general.architecture": GGUFValue(GGUFValueType.STRING, "bitplan")})
     entries = [(promise.name, GGMLQuantizationType[_gguf_type(promise, path)], promise.shape) for promise in promises]

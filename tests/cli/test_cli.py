@@ -64,6 +64,17 @@ def test_quantize_inspect_compare(model, capsys):
     assert "8x128" in capsys.readouterr().out
 
 
+def test_quantize_warns_of_a_tensor_that_saturates(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    safetensors.torch.save_file({"high.weight": torch.full((64, 64), 7.9)}, "high.safetensors")
+    assert run(["quantize", "high.safetensors", "small.safetensors", "-f", "mxfp4"]) == 0
+    shown = capsys.readouterr()
+    assert shown.err.startswith("bitplan: warning: mxfp4: 1 of 1 tensors lost much: high.weight (100.0% saturated")
+    assert "100.0%" in shown.out
+    assert run(["quantize", "high.safetensors", "mse.safetensors", "-f", "mxfp4", "--scale-rule", "mse"]) == 0
+    assert capsys.readouterr().err == ""  # the rule that the warning names helps
+
+
 def test_quantize_as_json_prints_json_alone(model, capsys):
     assert run(["quantize", model, "small.safetensors", "-f", "q8_0_gguf", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["tensors"][1]["to"] == "q8_0_gguf"

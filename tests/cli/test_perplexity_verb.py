@@ -192,7 +192,7 @@ def test_packed_files_are_read_by_their_formats(capsys):
     expected = measured("llama", "-f", "mxfp4", "--no-floor", capsys=capsys)["rows"][0]
     alone = measured("packed.safetensors", "--config", "llama", "--no-floor", capsys=capsys)["reference_row"]
     assert alone["samples"]["nll"] == pytest.approx(expected["samples"]["nll"], rel=1e-9)
-    assert alone["bits_per_weight"] == pytest.approx(4.25, abs=0.4)
+    assert alone["bits_per_weight"] == pytest.approx(4.7, abs=0.1)  # embeddings in 8 bits
     Path("packed").mkdir()
     shutil.move("packed.safetensors", "packed/model.safetensors")
     with_config("packed")

@@ -24,6 +24,7 @@ from .samples import (
 )
 
 INF, NAN = float("inf"), float("nan")
+FLT_MAX, LARGEST_SUBNORMAL = torch.finfo(torch.float32).max, 2.0**-126 - 2.0**-149
 BLOCKED = [fmt for fmt in list_formats() if fmt.block.rows == 1 and fmt.block.cols]
 STOP_AT_65504 = ("q4_0_gguf", "q8_0_gguf", "float16")
 HALVES = [("float16", torch.float16, np.float16), ("bfloat16", torch.bfloat16, ml_dtypes.bfloat16)]
@@ -304,6 +305,32 @@ def test_numbers_too_large_for_a_float16_scale_are_refused(name):
     x[2, 7] = 1e30
     with pytest.raises(FormatError, match=f"blk: 1 of 4 scales of {name} overflow torch.float16"):
         encode(x, name, name="blk")
+
+
+# GGUF fixes the bytes of these, and they decode to infinity there too; the others refuse a range that has no float32.
+REFUSE_FLT_MAX = {"q4_0_gguf", "q8_0_gguf", "mxfp4_gguf"}
+
+
+@pytest.mark.parametrize("fmt", [fmt for fmt in list_formats() if not fmt.is_cast], ids=lambda fmt: fmt.name)
+@pytest.mark.parametrize("sign", [1, -1])
+def test_the_largest_float32_decodes_to_a_finite_number_or_is_refused(fmt, sign):
+    x = torch.zeros(2, 128)
+    x[0, :2] = torch.tensor([sign * FLT_MAX, LARGEST_SUBNORMAL])
+    if fmt.name not in REFUSE_FLT_MAX:
+        decoded = decode(encode(x, fmt))
+        assert bool(decoded.isfinite().all())
+        assert abs(float(decoded[0, 0])) >= FLT_MAX / 2 or fmt.default_rule == "absmean"
+    x[0, 2] = -sign * FLT_MAX
+    if fmt.name in REFUSE_FLT_MAX or (fmt.zero_point and fmt.work == torch.float32):
+        with pytest.raises(FormatError, match=f"w: .* of {fmt.name} overflow"):
+            encode(x, fmt, name="w")
+    else:
+        assert bool(decode(encode(x, fmt)).isfinite().all())
+
+
+def test_a_given_scale_that_rounds_a_number_to_infinity_is_refused():
+    with pytest.raises(FormatError, match=r"w: 1 of 2 numbers of int8 overflow torch\.float32"):
+        encode(torch.tensor([FLT_MAX, 1.0]), "int8", scale=FLT_MAX / 2.6, name="w")
 
 
 def test_a_range_wider_than_float32_is_refused():

@@ -177,3 +177,29 @@ def test_opposite_numbers():
     found = similarity(torch.tensor([1.0, -2.0]), torch.tensor([-1.0, 2.0]))
     assert found.cosine == pytest.approx(-1.0)
     assert found.relative_error == 2.0
+
+
+@pytest.mark.parametrize("fmt", ALL_FORMATS)
+def test_a_sample_of_an_encoding_decodes_as_the_whole_does(fmt):
+    x = gaussian(256, 384)
+    encoded = encode(x, fmt)
+    some, sample = report.sample(x, encoded, most=4000)
+    assert 1000 < some.numel() <= 4000 + 384 or encoded.fmt.block.rows == 128
+    pairs = set(zip(x.reshape(-1).tolist(), decode(encoded).reshape(-1).tolist(), strict=True))
+    assert pairs >= set(zip(some.reshape(-1).tolist(), decode(sample).reshape(-1).tolist(), strict=True))
+
+
+@pytest.mark.parametrize("shape", [(1, 2**16), (2**16,), (3, 40), (), (2, 3, 512, 64)])
+@pytest.mark.parametrize("name", ["int8_row", "mxfp4", "int4", "fp8_e4m3_b128", "bfloat16"])
+def test_a_sample_of_any_shape_is_bounded(name, shape):
+    x = torch.ones(shape)
+    some, sample = report.sample(x, encode(x, name, pad="zero"), most=1000)
+    assert some.numel() <= 1064 or name == "fp8_e4m3_b128"
+    assert torch.allclose(decode(sample), some)
+
+
+def test_a_sample_goes_over_every_column_of_a_matrix_of_powers_of_two():
+    x = torch.zeros(256, 256)
+    x[:, 32:64] = 1.0  # one column of blocks
+    some, _ = report.sample(x, encode(x, "mxfp4"), most=2**13)
+    assert float(some.mean()) == pytest.approx(1 / 8, rel=0.1)

@@ -68,12 +68,12 @@ def test_tensors_that_are_no_floats_stay_and_keep_their_bytes(tmp_path):
         "position_ids": Stored((1, 512), "int64"),
         "mask": Stored((8, 8), "bool"),
         "w.blocks": Stored((64, 32), "uint8"),
-        "v.weight": Stored((64, 64), "float8_e4m3fn"),
+        "w.scales": Stored((64, 64), "float8_e8m0fnu"),
     }
     plan = choose_formats(tensors, "mxfp4")
     assert {entry.choice.reason for entry in plan.entries.values()} == {"not floats"}
     assert {name: entry.nbytes for name, entry in plan.entries.items()} == {
-        "position_ids": 4096, "mask": 64, "w.blocks": 2048, "v.weight": 4096,
+        "position_ids": 4096, "mask": 64, "w.blocks": 2048, "w.scales": 4096,
     }  # fmt: skip
     assert {row.name: row.format for row in plan.table()}["mask"] == "bool"
     plan.save(tmp_path / "plan.json")

@@ -61,9 +61,10 @@ class Browser:
     """One process with a profile of its own; `open` gives a page."""
 
     def __init__(self) -> None:
+        browser = program()
         self._folder = tempfile.TemporaryDirectory(prefix="bitplan-browser-", ignore_cleanup_errors=True)
         profile = Path(self._folder.name)
-        command = [program(), *FLAGS, f"--user-data-dir={profile}", "about:blank"]
+        command = [browser, *FLAGS, f"--user-data-dir={profile}", "about:blank"]
         self._process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
         self._port = self._wait_for_port(profile / "DevToolsActivePort")
 

@@ -263,8 +263,23 @@ def test_perplexity_as_the_verb_prints_it(tmp_path):
     assert (
         "Perplexity on 1,000 tokens: 20.00 for reference, 21.50 for the smallest, mxfp4, at 4.25 bits a weight" in text
     )
+    assert "<b>21.50</b><span>perplexity of mxfp4</span><small>20.00 for reference</small>" in text
     assert "model model.gguf, text wiki.txt" in text
     assert "secret" not in text
+
+
+def test_the_card_of_perplexity_is_about_the_plan(tmp_path):
+    rows = [
+        {"format": name, "bits_per_weight": 8.0, "perplexity": 30.0 + len(name)} for name in ("int4", "plan p.json")
+    ]
+    document = {"reference_row": {"format": "float32", "bits_per_weight": 32.0, "perplexity": 27.35}, "rows": rows}
+    path = tmp_path / "q.json"
+    path.write_text(json.dumps(document))
+    text = page([path], tmp_path)
+    assert "<b>41.00</b><span>perplexity of plan p.json</span><small>27.35 for float32</small>" in text
+    assert "27.35 for float32, 41.00 for plan p.json, 34.00 for the smallest, int4" in text
+    path.write_text(json.dumps(document | {"rows": [rows[0], rows[0]]}))
+    assert "<span>perplexity of" not in page([path], tmp_path)  # neither of two formats is the page's own
 
 
 def test_calibration_shows_means_over_batches(tmp_path):

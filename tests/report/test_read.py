@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from bitplan.errors import BitplanError
 from bitplan.report import ReportError, write_report
 from bitplan.report import read as reading
 from bitplan.report.read import read_records, short_names
@@ -149,3 +150,48 @@ def test_short_names_tell_files_apart_and_no_more():
     paths = [Path("runs/a/plan.json"), Path("runs/b/plan.json"), Path("runs/drift.jsonl")]
     assert short_names(paths) == ["a/plan.json", "b/plan.json", "drift.jsonl"]
     assert short_names([paths[0], paths[0]]) == ["plan.json", "plan.json"]
+
+
+def test_a_long_log_is_sampled_by_whole_steps_and_says_so(tmp_path, monkeypatch):
+    """Three tensors a step: a sample that took every n-th line would lose one of them."""
+    monkeypatch.setattr(reading, "WHOLE_LINES", 50)
+    monkeypatch.setattr(reading, "SAMPLED_LINES", 30)
+    lines = [{**DRIFT, "step": step, "name": name} for step in range(100) for name in "abc"]
+    path = tmp_path / "drift.jsonl"
+    path.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    (record,) = read_records([path])
+    assert [line["step"] for line in record.content] == [s for s in (*range(0, 100, 10), 99) for _ in "abc"]
+    assert record.sampled == "a sample: 33 of 300 lines read, whole steps spread evenly"
+    monkeypatch.setattr(reading, "MAX_LINES", 20)
+    with pytest.raises(ReportError, match="every 10th step is still more than 20 lines"):
+        read_records([path])
+
+
+def test_a_sample_keeps_the_steps_where_a_precision_changed(tmp_path, monkeypatch):
+    monkeypatch.setattr(reading, "WHOLE_LINES", 50)
+    monkeypatch.setattr(reading, "SAMPLED_LINES", 10)
+    path = tmp_path / "precision.jsonl"
+    steps = [{"step_id": n, "block_details": [], "precision_changes": int(n == 37), "more": 0} for n in range(100)]
+    path.write_text("".join(f"{json.dumps(step)}\n" for step in steps))
+    (record,) = read_records([path])
+    assert {line["step_id"] for line in record.content} == {*range(0, 100, 10), 37, 99}
+
+
+def test_a_value_that_is_nested_almost_too_deeply_is_one_line(tmp_path):
+    """There is a depth that the parser bears, and the writer of the message does not."""
+    path = tmp_path / "plan.json"
+    for depth in range(960, 1000, 2):
+        path.write_text('{"document": "bitplan-plan", "version": 1, "tensors": ' + "[" * depth + "]" * depth + "}")
+        with pytest.raises(BitplanError) as caught:
+            write_report([path], tmp_path / "report.html")
+        assert "\n" not in str(caught.value)
+
+
+def test_a_crossover_without_samples_is_one_line(tmp_path):
+    path = tmp_path / "crossover.json"
+    for times in ({}, {"fused": []}, {"fused": [], "expanded": [1.0]}):
+        timings = [{"rows": 1, "samples_ms": times}]
+        weight = {"format": "mxfp4", "out_features": 8, "in_features": 32, "timings": timings}
+        path.write_text(json.dumps({"document": "bitplan-crossover", "version": 1, "weights": [weight]}))
+        with pytest.raises(ReportError, match="samples_ms must be a list of numbers above 0"):
+            write_report([path], tmp_path / "report.html")

@@ -54,7 +54,7 @@ def test_a_file_that_we_packed_beside_the_published_layout(made):
 
 
 def test_integers_are_compared_for_equality_and_count_in_no_figure(tmp_path, capsys):
-    weight = torch.randn(8, 32)
+    weight = torch.randn(32, 64)
     one = {"w": weight, "positions": torch.arange(50000)}
     safetensors.torch.save_file(one, tmp_path / "a.safetensors")
     quantize_file(tmp_path / "a.safetensors", tmp_path / "b.safetensors", "int8_row")

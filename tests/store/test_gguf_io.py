@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import struct
+import tracemalloc
 from pathlib import Path
 
 import gguf
@@ -14,7 +15,9 @@ from gguf import GGML_QUANT_SIZES, GGUFValueType
 from gguf import GGMLQuantizationType as Type
 
 from bitplan.errors import FileFormatError, StoreError
-from bitplan.store.gguf_io import GGUFFile, GGUFValue, dequantizable_types, dequantize_rows, plain_dtype, write_gguf
+from bitplan.store import gguf_io
+from bitplan.store.gguf_io import GGUFFile, dequantizable_types, dequantize_rows, plain_dtype, write_gguf
+from bitplan.store.gguf_values import GGUFValue
 
 V = GGUFValueType
 ARCHITECTURE = {"general.architecture": GGUFValue(V.STRING, "llama")}
@@ -417,3 +420,52 @@ def test_what_cannot_be_written(entries, metadata, message, tmp_path):
     with pytest.raises((StoreError, FileFormatError), match=message), write_gguf(tmp_path / "a", entries, metadata):
         pass
     assert list(tmp_path.iterdir()) == []
+
+
+# ---- memory ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_long_array_takes_the_memory_of_its_bytes(tmp_path):
+    count = 2_000_000
+    words = struct.pack("<Q", 3) + b"abc"
+    keys = [
+        key("numbers", V.ARRAY, array(V.INT32, count, struct.pack("<i", 100_000) * count)),
+        key("words", V.ARRAY, array(V.STRING, 20_000, words * 20_000)),
+    ]
+    content = build(keys)
+    path = tmp_path / "long.gguf"
+    path.write_bytes(content)
+    tracemalloc.start()
+    try:
+        with GGUFFile(path) as file:
+            peak = tracemalloc.get_traced_memory()[1]
+            numbers, texts = file.metadata["numbers"].value, file.metadata["words"].value
+    finally:
+        tracemalloc.stop()
+    assert peak < 2 * len(content)
+    assert (len(numbers), numbers[-1], texts[7], len(texts)) == (count, 100_000, "abc", 20_000)
+    assert texts == ("abc",) * 20_000
+    with write_gguf(tmp_path / "again.gguf", [], file.metadata):
+        pass
+    assert (tmp_path / "again.gguf").read_bytes() == content
+
+
+@pytest.mark.parametrize(
+    ("limit", "content", "message"),
+    [
+        ("MAX_KEYS", build([key(f"k{number}", V.UINT8, b"\1") for number in range(3)]), "3 metadata keys, at most 2"),
+        ("MAX_TENSORS", build(infos=[b"\0" * 32] * 3), "3 tensors, at most 2 are read"),
+        ("MAX_STRINGS", build([key("k", V.ARRAY, array(V.STRING, 3, bytes(24)))]), "3 strings in all, at most 2"),
+        (
+            "MAX_KEYS",
+            build([key("k", V.ARRAY, array(V.ARRAY, 3, array(V.UINT8, 0) * 3))]),
+            "has arrays in arrays, at most 2",
+        ),
+    ],
+    ids=["keys", "tensors", "strings", "arrays"],
+)
+def test_what_costs_objects_is_limited(limit, content, message, tmp_path, monkeypatch):
+    monkeypatch.setattr(gguf_io, limit, 2)
+    (tmp_path / "many.gguf").write_bytes(content)
+    with pytest.raises(FileFormatError, match=message):
+        GGUFFile(tmp_path / "many.gguf")

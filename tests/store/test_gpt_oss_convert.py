@@ -14,7 +14,8 @@ from bitplan.errors import StoreError
 from bitplan.formats import Encoded, decode, encode
 from bitplan.store import gpt_oss_source
 from bitplan.store.container import ContainerFile
-from bitplan.store.gguf_io import GGUFFile, GGUFValue, write_gguf
+from bitplan.store.gguf_io import GGUFFile, write_gguf
+from bitplan.store.gguf_values import GGUFValue
 from bitplan.store.gpt_oss import PRESETS, GptOssFile, convert_gpt_oss, make_checkpoint
 from bitplan.store.gpt_oss_layouts import LAYOUTS
 

@@ -14,7 +14,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from bitplan.errors import BitplanError
-from bitplan.store.gguf_io import GGUFFile, GGUFValue, write_gguf
+from bitplan.store.gguf_io import GGUFFile, write_gguf
+from bitplan.store.gguf_values import GGUFValue
 from bitplan.store.gpt_oss import GptOssFile, convert_gpt_oss, make_checkpoint
 
 MLP1, MLP2 = "block.1.mlp.mlp1_weight.", "block.1.mlp.mlp2_weight."
@@ -78,7 +79,7 @@ OPENAI_FAULTS = {
     ),
     "a norm of doubles": (
         lambda t: t.update({"norm.scale": torch.ones(64, dtype=torch.float64)}),
-        "dtype: norm.scale .* must be bfloat16, the file has float64",
+        "cast: norm.scale .* must be bfloat16, the file has float64",
     ),
     "an odd number of rows": (
         lambda t: t.update({f"{MLP1}{part}": t[f"{MLP1}{part}"][:, :-1].contiguous() for part in ("blocks", "scales")}),
