@@ -25,6 +25,7 @@ from torch import Tensor, nn
 
 from bitplan.errors import FileFormatError, StoreError
 from bitplan.formats import Encoded, Format
+from bitplan.plan.documents import show
 from bitplan.records import parse_json
 
 _EXTRA = "_extra_state"
@@ -210,7 +211,7 @@ def _read_extra(extra: Any, where: str) -> tuple[Any, Any]:
         raise FileFormatError(f"{where}: {_EXTRA} of {extra.numel()} bytes is too long for a format and a shape")
     document = parse_json(bytes(extra.tolist()), where=f"{where}: {_EXTRA}")
     if not isinstance(document, dict) or document.keys() != {"format", "shape"}:
-        raise FileFormatError(f"{where}: {_EXTRA} must be an object with format and shape, got {str(document)[:80]}")
+        raise FileFormatError(f"{where}: {_EXTRA} must be an object with format and shape, got {show(document)}")
     return document["format"], document["shape"]
 
 

@@ -15,6 +15,7 @@ from typing import Any
 from gguf.constants import GGUFValueType
 
 from bitplan.errors import FileFormatError
+from bitplan.plan.documents import show
 from bitplan.records import read_json
 from bitplan.store.gguf_values import GGUFValue
 from bitplan.store.gpt_oss_layouts import GptOssShape
@@ -146,7 +147,7 @@ def _check_sizes(path: Path, names: Mapping[str, str], document: Mapping[str, An
     for own, key in names.items():
         if document.get(key) is not None and document[key] != getattr(shape, own):
             raise FileFormatError(
-                f"{path}: {key} is {str(document[key])[:40]}, and the tensors give {getattr(shape, own)}; "
+                f"{path}: {key} is {show(document[key])}, and the tensors give {getattr(shape, own)}; "
                 "the checkpoint is incomplete, or this is another model's"
             )
 

@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any, Self
 from bitplan.errors import BitplanError, FileFormatError, StoreError, did_you_mean
 from bitplan.formats import Format, get_format
 from bitplan.formats.dtypes import dtype_name, torch_dtype
+from bitplan.plan.documents import show
 from bitplan.records import parse_json
 from bitplan.store.safetensors_io import INDEX_SUFFIX, Checkpoint, SafetensorsFile, open_checkpoint
 
@@ -360,10 +361,10 @@ def read_metadata(file: SafetensorsFile) -> tuple[dict[str, tuple[Format, tuple[
 
 def _read_entry(entry: Any, where: str) -> tuple[Format, tuple[int, ...]]:
     if not isinstance(entry, dict) or set(entry) != {"format", "shape"}:
-        raise FileFormatError(f"{where}: expected format and shape, got {str(entry)[:80]}")
+        raise FileFormatError(f"{where}: expected format and shape, got {show(entry)}")
     name, shape = entry["format"], entry["shape"]
     if not isinstance(shape, list) or not all(type(size) is int and 0 <= size < 2**62 for size in shape):
-        raise FileFormatError(f"{where}: shape must be a list of sizes, got {str(shape)[:80]}")
+        raise FileFormatError(f"{where}: shape must be a list of sizes, got {show(shape)}")
     try:
         return get_format(str(name)), tuple(shape)
     except BitplanError as error:

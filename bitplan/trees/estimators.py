@@ -282,7 +282,7 @@ class _BoostedTrees(BaseEstimator):  # type: ignore[misc]
             return int(name)
         hint = did_you_mean(str(name), map(str, names))
         raise TreesError(
-            f"{where}: no feature {name!r}; expected a column name, or 0 to {self.n_features_in_ - 1}{hint}"
+            f"{where}: no feature {name!r:.80}; expected a column name, or 0 to {self.n_features_in_ - 1}{hint}"
         )
 
 

@@ -128,11 +128,11 @@ def kill_writers(count: int, seed: str, folder: Path) -> None:
         os.waitpid(child, 0)
         after = writer.read(path)
         assert writer.name != "jsonl" or after >= before, f"kill {number}: lines were lost: {before}, now {after}"
-        leftovers += len(list(folder.glob("*.partial")))
+        leftovers += any(folder.glob(f".{writer.name}.*.partial"))
     for writer, path in places.items():
         writer.write(path, 1)
     assert sorted(path.name for path in folder.iterdir()) == sorted(writer.name for writer in WRITERS)
-    print(f"{count} kills: every file whole; {leftovers} times a leftover, all swept by the next write")
+    print(f"{count} kills: every file whole; {leftovers} left something behind, which the next write swept")
 
 
 if __name__ == "__main__":

@@ -1,0 +1,283 @@
+"""Sound documents, of every kind that bitplan reads, and what their users do with a damaged one."""
+
+from __future__ import annotations
+
+import functools
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from bitplan.plan import Manifest, Plan, check_headers, expand_raw_map
+from bitplan.plan.check import Header
+from bitplan.records import read_json
+from tests.fuzz.weight_files import written
+
+DOCUMENTS = Path(__file__).parents[2] / "docs" / "documents"
+
+
+def example(page: str, number: int = 0) -> Callable[[Path], list[Path]]:
+    """The example of a page in docs/documents, which the real reader is known to read."""
+    return lambda folder: [written(folder / f"{page}.{_examples(page)[number][0]}", example_text(page, number))]
+
+
+def example_text(page: str, number: int = 0) -> str:
+    return _examples(page)[number][1]
+
+
+@functools.cache
+def _examples(page: str) -> list[tuple[str, str]]:
+    return re.findall(r"^```(jsonl?)\n(.*?)^```$", (DOCUMENTS / f"{page}.md").read_text(), re.DOTALL | re.MULTILINE)
+
+
+def read_plan(path: Path) -> None:
+    plan = Plan.load(path)
+    assert Plan.from_document(json.loads(plan.to_json())) == plan
+    assert "\n" in str(plan.to_json())
+
+
+HEADERS = {
+    "model.embed_tokens.weight": Header("bfloat16", (64, 32), 4096),
+    "model.layers.0.mlp.up_proj.weight": Header("bfloat16", (64, 32), 4096),
+    "model.norm.weight": Header("bfloat16", (32,), 64),
+}
+
+
+def read_manifest(path: Path) -> None:
+    check_headers(Manifest.load(path), HEADERS)
+
+
+def read_raw_map(path: Path) -> None:
+    check_headers(Manifest.from_document(expand_raw_map(read_json(path), where=str(path)), where=str(path)), HEADERS)
+
+
+def read_calibration(path: Path) -> None:
+    from bitplan.measure.calibration import load_calibration
+
+    load_calibration(path, json.loads(example_text("calibration"))["fingerprint"]).result()
+
+
+def read_selective_config(path: Path) -> None:
+    from bitplan.plan.selective_config import SelectivePrecisionConfig
+
+    SelectivePrecisionConfig.load(path).to_document()
+
+
+@functools.cache
+def selective_policy() -> tuple[Any, Any]:
+    """A policy that the example of the page fits."""
+    from torch import nn
+
+    from bitplan.plan.selective_config import SelectivePrecisionConfig
+    from bitplan.runtime.selective_precision import SelectivePrecisionPolicy
+    from bitplan.runtime.stream_blocks import stream_blocks
+
+    saved = json.loads(example_text("selective-state"))["policy"]["config"]
+    config = SelectivePrecisionConfig.from_document(saved | {"telemetry_enabled": False})
+    blocks = [nn.Sequential(nn.Linear(32, 32).requires_grad_(False), nn.Linear(32, 32)) for _ in range(2)]
+    stream = stream_blocks(nn.Sequential(*blocks), "*", device="cpu", slots=2)
+    return SelectivePrecisionPolicy(stream, config), stream  # the stream lives as long as the policy
+
+
+def read_selective_state(path: Path) -> None:
+    policy, _ = selective_policy()
+    policy.load(path, accept_config_change=True)
+    json.dumps(policy.state_dict(), allow_nan=False).encode()
+
+
+@functools.cache
+def streamed() -> Any:
+    from torch import nn
+
+    from bitplan.runtime.host_training import AdamWSettings
+    from bitplan.runtime.stream_blocks import stream_blocks
+
+    layer = nn.Linear(4, 4)
+    layer.bias.requires_grad_(False)
+    settings = AdamWSettings(lr=0.01)
+    return stream_blocks(nn.Sequential(layer), "*", device="cpu", train="weights", optimizer=settings, slots=2)
+
+
+def make_training_state(folder: Path) -> list[Path]:
+    streamed().save(folder / "state.safetensors")
+    return [folder / "state.safetensors"]
+
+
+def read_training_state(path: Path) -> None:
+    streamed().load(path)
+
+
+def read_crossovers(path: Path) -> None:
+    from bitplan.errors import FileFormatError
+    from bitplan.measure import crossover_files
+    from bitplan.measure.crossover import pick
+    from bitplan.plan.documents import load_document
+
+    fingerprint = json.loads(example_text("crossover"))["fingerprint"]
+    document = load_document(path, FileFormatError)
+    found = crossover_files.from_document(document, fingerprint, where=str(path))
+    json.dumps(crossover_files.to_document(found, fingerprint), allow_nan=False).encode()
+    for record in found.values():
+        pick(record, 8, room=True)
+
+
+def read_drift_log(path: Path) -> None:
+    from bitplan.store.drift_log import read_drift
+
+    read_drift(path)
+
+
+def make_trees(folder: Path) -> list[Path]:
+    from bitplan.trees import BoostedTreesClassifier, BoostedTreesRegressor
+    from tests.trees.test_model_file import fitted
+
+    for kind in (BoostedTreesRegressor, BoostedTreesClassifier):
+        fitted(kind, n_estimators=1)[0].save(folder / f"{kind.__name__}.json")
+    return sorted(folder.iterdir())
+
+
+def read_trees(path: Path) -> None:
+    import numpy
+
+    from bitplan.trees import load_trees
+
+    model = load_trees(path)
+    with numpy.errstate(all="ignore"):
+        model.booster_.scores(numpy.zeros((2, model.n_features_in_)))
+
+
+def reopen_training_log(path: Path) -> None:
+    """A run that goes on appends to its log."""
+    from bitplan.report import TrainingLog
+
+    with TrainingLog(path, run="again") as log:
+        log.write(10**6, 0.5)
+
+
+def make_layer_state(folder: Path) -> list[Path]:
+    return [written(folder / "extra.json", '{"format": "mxfp4", "shape": [4, 128]}')]
+
+
+def read_layer_state(path: Path) -> None:
+    """What a packed layer saves beside its parts, as JSON in a tensor."""
+    import torch
+
+    from bitplan.runtime.packed_weight import _read_extra
+
+    _read_extra(torch.tensor(list(path.read_bytes()), dtype=torch.uint8), "layer")
+
+
+# ---- adaptive FP8 ----------------------------------------------------------------------------------------------------
+
+
+def make_fp8_policies(folder: Path) -> list[Path]:
+    from bitplan.plan.fp8_merge import merge_reports
+    from tests.plan.fp8_samples import SEED_POLICY
+
+    merge_reports([small_report()]).policy.save(folder / "v2.json")
+    return [folder / "v2.json", written(folder / "v1.json", SEED_POLICY)]
+
+
+def small_report() -> Any:
+    from tests.plan.fp8_samples import experts, pair, report, series
+
+    return report([*series({512: 0.8, 4096: 1.2}), *pair(424, 1.1, **experts("row_grouped"))])
+
+
+def read_fp8_policy(path: Path) -> None:
+    from bitplan.plan.fp8_choice import choose_products
+    from bitplan.plan.fp8_policy import Question, decide, load_policy, read_policy
+    from bitplan.plan.fp8_terms import KINDS
+
+    policy = load_policy(path)
+    for kind in KINDS:
+        question = Question(kind, 512, "fc2", num_gemms=64, moe_router_topk=8)
+        assert decide(policy, question).reason
+        assert choose_products(policy, question).reason
+    assert read_policy(json.loads(policy.to_json())).to_json() == policy.to_json()
+
+
+def make_fp8_reports(folder: Path) -> list[Path]:
+    report = small_report()
+    return [
+        written(folder / "whole.json", json.dumps(report.to_document())),
+        written(folder / "lines.jsonl", report.to_lines()),
+    ]
+
+
+def read_fp8_report(path: Path) -> None:
+    from bitplan.plan.fp8_merge import merge_reports
+    from bitplan.plan.fp8_report import Report
+
+    merge_reports([Report.load(path)]).policy.to_json()
+
+
+def make_fp8_log(folder: Path) -> list[Path]:
+    return [written(folder / "log.jsonl", "".join(small_report().to_lines().splitlines(keepends=True)[:-1]))]
+
+
+def read_fp8_log(path: Path) -> None:
+    from bitplan.measure.fp8_report_log import ReportLog
+
+    report = small_report()
+    with ReportLog(path, report.fingerprint, report.recipe, model=report.model, settings=report.settings) as log:
+        log.finish()
+
+
+def make_list_report(folder: Path) -> list[Path]:
+    from tests.plan.test_fp8_list_report import case
+
+    rows = [*case(4096, 1.2), *case(512, 0.9), *case(424, 1.1, kind="row_grouped", num_gemms=64)]
+    return [written(folder / "list.json", json.dumps(rows))]
+
+
+def read_list_report(path: Path) -> None:
+    from bitplan.plan.fp8_list_report import merge_lists
+
+    found = merge_lists([path], 1.0)
+    if found is not None:
+        found[0].to_json()
+
+
+def make_configs(folder: Path) -> list[Path]:
+    from tests.plan.test_fp8_layers import DEEPSEEK_V3, QWEN3_30B, QWEN3_VL_235B
+
+    configs = (DEEPSEEK_V3, QWEN3_30B, QWEN3_VL_235B)
+    return [written(folder / f"{number}.json", json.dumps(config)) for number, config in enumerate(configs)]
+
+
+def make_yaml(folder: Path) -> list[Path]:
+    from tests.plan.test_fp8_yaml import DEEPSEEK, QWEN, SELECTIVE
+
+    written(folder / "deepseek_v3.yaml", DEEPSEEK)
+    return [written(folder / f"{name}.yaml", text) for name, text in (("a", DEEPSEEK), ("b", QWEN), ("c", SELECTIVE))]
+
+
+def read_fp8_model(path: Path) -> None:
+    from bitplan.plan.fp8_layers import Parallel, local_layers
+    from bitplan.runtime.fp8_config import open_model
+
+    local_layers(open_model(path).parts, Parallel(tp=2))
+
+
+# ---- the report ------------------------------------------------------------------------------------------------------
+
+
+def read_record(path: Path) -> None:
+    from bitplan.report.page import build_page, build_sections
+    from bitplan.report.read import read_records
+
+    build_page(build_sections(read_records([path])), title="t").encode()
+
+
+def make_records(folder: Path) -> list[Path]:
+    """What the writers write, cut to a few lines so that a change hits something, and results of benchmarks."""
+    from tests.report import samples
+
+    for path in samples.write_samples(folder):
+        lines = path.read_text().splitlines(keepends=True)
+        if path.suffix == ".jsonl":
+            written(folder / path.name, "".join(lines[:4]))
+    results = [path for path in samples.RESULTS.glob("*.json") if path.stat().st_size < 20_000]
+    return sorted(folder.glob("*.jsonl")) + [written(folder / path.name, path.read_bytes()) for path in sorted(results)]
