@@ -63,6 +63,11 @@ def test_other_formats(wanted, name, shape, expected):
     assert choose_formats({name: Stored(shape, "bfloat16")}, wanted)[name].format == expected
 
 
+def test_a_kernel_of_one_dimension_is_no_matrix():
+    assert choose_formats({"conv.weight": (64, 64, 3)}, "int8_row")["conv.weight"].format == "float32"
+    assert choose_formats({"experts.weight": (8, 16, 64)}, "int8_row")["experts.weight"].format == "int8_row"
+
+
 def test_tensors_that_are_no_floats_stay_and_keep_their_bytes(tmp_path):
     tensors = {
         "position_ids": Stored((1, 512), "int64"),

@@ -148,3 +148,7 @@ def test_within_a_step_hints_only_tighten_and_states_are_values(steps):
         assert quiet[0] >= quiet[1]
         assert min(limits(after.hints)[:3]) >= 1
         state = after
+
+
+def test_no_memory_in_use_is_no_fault():
+    assert Pressure(0, 5).vram_share == 0.0

@@ -9,7 +9,7 @@ import time
 import pytest
 
 from bitplan.plan.fp8_terms import ModelConfigError
-from bitplan.plan.yaml_reader import MAX_YAML_CHARACTERS, load_yaml
+from bitplan.plan.yaml_reader import MAX_DEPTH, MAX_NODES, MAX_YAML_CHARACTERS, load_yaml
 
 LETTERS = "abcdefghijklmnopqrst"
 ALIAS_BOMB = "a: &a [1]\n" + "".join(
@@ -168,3 +168,14 @@ def test_any_text_is_read_or_refused():
         except ModelConfigError as error:
             message = str(error)
         assert "\n" not in message, text
+
+
+def test_the_limits_themselves_are_allowed():
+    """A document of exactly so many values, or so many levels, is read; one more is refused."""
+    fits = f"a: [{', '.join(['1'] * (MAX_NODES - 3))}]"  # the mapping, its key and the list are values, too
+    assert len(load_yaml(fits, where="m.yaml")["a"]) == MAX_NODES - 3
+    with pytest.raises(ModelConfigError, match="more than 10000 values"):
+        load_yaml(fits.replace("]", ", 1]"), where="m.yaml")
+    assert load_yaml("a: " + "[" * MAX_DEPTH + "]" * MAX_DEPTH, where="m.yaml")
+    with pytest.raises(ModelConfigError, match=f"nested more than {MAX_DEPTH} deep"):
+        load_yaml("a: " + "[" * (MAX_DEPTH + 1) + "]" * (MAX_DEPTH + 1), where="m.yaml")

@@ -469,3 +469,9 @@ def test_what_costs_objects_is_limited(limit, content, message, tmp_path, monkey
     (tmp_path / "many.gguf").write_bytes(content)
     with pytest.raises(FileFormatError, match=message):
         GGUFFile(tmp_path / "many.gguf")
+
+
+def test_a_text_of_exactly_the_most_bytes_is_written():
+    assert gguf_io._pack_string("four", 4) == struct.pack("<Q", 4) + b"four"
+    with pytest.raises(StoreError, match="takes 5 bytes, at most 4"):
+        gguf_io._pack_string("fours", 4)

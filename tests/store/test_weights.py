@@ -825,3 +825,12 @@ Operations.TestCase.settings = settings(
     max_examples=25, stateful_step_count=20, deadline=None, suppress_health_check=[HealthCheck.too_slow]
 )
 TestOperations = Operations.TestCase
+
+
+def test_features_of_a_narrow_matrix_are_its_columns() -> None:
+    """A matrix of few columns is no convolution: twice as many features do not share them."""
+    store = WeightStore(torch.randn(8, 16))
+    observer = ActivationObserver()
+    observer.observe(torch.randn(10, 32))
+    with pytest.raises(StoreError, match=r"the activations have 32 features, a weight of shape \(8, 16\) takes 16"):
+        store.calibrate("int4", observer)

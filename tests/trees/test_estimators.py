@@ -357,3 +357,12 @@ def test_progress_goes_to_standard_error(capsys):
     out = capsys.readouterr()
     assert out.out == ""
     assert "boosting" in out.err
+
+
+@pytest.mark.parametrize("name", ["subsample", "colsample"])
+def test_a_share_is_above_0_and_at_most_1(name):
+    x, y = table(60)
+    for share in (0, 1.5):
+        with pytest.raises(TreesError, match=f"{name}: expected a number above 0 and at most 1"):
+            BoostedTreesRegressor(n_estimators=1, **{name: share}).fit(x, y)
+    BoostedTreesRegressor(n_estimators=1, **{name: 1}).fit(x, y)
