@@ -106,7 +106,7 @@ def _decimals(step: float) -> int:
 
 def log_axis(values: Sequence[float], label: str, *, told: Format | None = None, base: int = 10) -> Axis:
     """Powers of the base around the values; between powers of ten also 2 and 5, where the range is short."""
-    wanted = [value for value in values if value > 0] or [1.0]
+    wanted = [max(value, 1e-290) for value in values if value > 0] or [1.0]  # below lies what `share` takes for nought
     written = told or (lambda value: f"{value:g}" if 1e-4 <= value < 1e6 else f"{value:.0e}".replace("e-0", "e-"))
     places = _log_places(min(wanted), max(wanted), base)
     powers = [value for value, is_power in places if is_power]

@@ -105,3 +105,7 @@ def test_a_format_has_one_colour_and_two_formats_have_two():
 )
 def test_figures(told, expected):
     assert told == expected
+
+
+def test_the_smallest_floats_have_a_place_on_a_logarithmic_axis():
+    assert log_axis([5e-324], "x").share(5e-324) == 0.0
