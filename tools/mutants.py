@@ -53,6 +53,13 @@ SWAPPED = {
 EQUIVALENT = {
     "bitplan/plan/aliases.py:62 values = dict(zip(_letters(ours), numbers, strict=True))"
     " -> values = dict(zip(_letters(ours), numbers, strict=False))": "the keys are equal, so both are as long",
+    "bitplan/plan/fp8_routing.py:32 step = next(each for each in range(max(1, round(experts * 0.618)), 2 * experts + 1) if math.gcd(each, experts) == 1) -> step = next(each for each in range(max(2, round(experts * 0.618)), 2 * experts + 1) if math.gcd(each, experts) == 1)": "any step that shares no factor with the number of experts visits all of them, and both begin with the same one or an equal one modulo it",  # noqa: E501
+    "bitplan/plan/fp8_estimate.py:145 slopes = [(after - before) / step for (before, after), step in zip(pairwise(ys), steps, strict=True)] -> slopes = [(after - before) / step for (before, after), step in zip(pairwise(ys), steps, strict=False)]": "pairs of neighbours and steps are made from the same list, so both are as long",  # noqa: E501
+    "bitplan/runtime/weight_loader.py:135 for name, layout in zip(self.names, layouts, strict=True): -> for name, layout in zip(self.names, layouts, strict=False):": "names and layouts are made from the same list, so both are as long",  # noqa: E501
+    "bitplan/runtime/weight_loader.py:158 self._serial += 1 -> self._serial += 2": "serial numbers are only compared for being equal",  # noqa: E501
+    "bitplan/runtime/fp8_param.py:45 cast = cast_layouts(layer.weight.detach(), recipe, eps=layer.recipe.eps.weight, is_weight=True, cols=False).rows -> cast = cast_layouts(layer.weight.detach(), recipe, eps=layer.recipe.eps.weight, is_weight=True, cols=True).rows": "the other layout is cast too and dropped: slower, the same result",  # noqa: E501
+    "bitplan/store/weights.py:466 span = 1 + sum((size - 1) * stride for size, stride in zip(master.shape, master.stride(), strict=True)) -> span = 1 + sum((size - 1) * stride for size, stride in zip(master.shape, master.stride(), strict=False))": "a tensor's shape and strides are as long",  # noqa: E501
+    "bitplan/runtime/slot_ring.py:134 self._turn = 0 -> self._turn = 1": "the ring's first turn may begin at any slot",  # noqa: E501
 }
 
 
