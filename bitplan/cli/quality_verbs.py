@@ -49,7 +49,9 @@ def perplexity(
     ] = None,
     scale_rule: Annotated[Rule | None, typer.Option(help="With --format: how scales are chosen.")] = None,
     pad: Annotated[Literal["zero"] | None, typer.Option(help="Fill a last block that is not whole.")] = None,
-    context: Annotated[int, typer.Option(help="Tokens in a window.")] = 512,
+    context: Annotated[
+        int | None, typer.Option(help="Tokens in a window; 512 unless given, or what the model has.")
+    ] = None,
     tokens: Annotated[
         int | None, typer.Option(help="Take about this many tokens, in windows spread over the text; all if not given.")
     ] = None,
@@ -90,6 +92,7 @@ def perplexity(
     with progress("reading", 1):
         candidate = load_causal_lm(model, config=config)
         reference = candidate if against is None else load_causal_lm(against)
+    context = min(512, candidate.positions or 512) if context is None else context
     candidate.check_context(context)
     windows = candidate.windows(content, context)
     windows = windows if tokens is None else spread_windows(windows, tokens)

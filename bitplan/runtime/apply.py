@@ -21,7 +21,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from bitplan.errors import BitplanError, did_you_mean
+from bitplan.errors import BitplanError, StoreError, did_you_mean
 from bitplan.formats import Format, get_format
 from bitplan.formats.scales import ScaleRule
 from bitplan.kernels import encode
@@ -37,6 +37,7 @@ from bitplan.store.models import Place, places_of
 
 MAX_FAULTS_SHOWN = 10
 MATCHES = ("all", "common")
+SKIP_HINT = 'or unsupported="skip" leaves such layers as they are'
 UNSUPPORTED = ("error", "skip")
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
@@ -124,6 +125,8 @@ def apply_plan(
     for decision in decided.casts:
         _check_range(decision)
     _swap(model, made)
+    if made and hasattr(model, "save_pretrained"):
+        refuse_saving(model)
     for decision in decided.casts:
         decision.cast()
     order = {name: index for index, name in enumerate(plan)}
@@ -131,6 +134,18 @@ def apply_plan(
     changes.sort(key=lambda change: order[change.name])
     skipped = sorted(decided.skipped, key=lambda one: order.get(one.name, len(order)))
     return AppliedPlan(tuple(changes), tuple(skipped))
+
+
+def refuse_saving(model: nn.Module) -> None:
+    """transformers would write packed parts under names that neither it nor bitplan reads again."""
+    setattr(model, "save_pretrained", _refuse_saving)  # noqa: B010 (on the instance; a module's attributes are tensors)
+
+
+def _refuse_saving(*_args: Any, **_options: Any) -> None:
+    raise StoreError(
+        "save_pretrained: weights of this model are packed, and transformers could not read them back; the checkpoint "
+        "it came from still holds them: save what you trained (adapters, biases) or model.state_dict()"
+    )
 
 
 # ---- what there is ---------------------------------------------------------------------------------------------------
@@ -206,7 +221,7 @@ class _RefusedError(Exception):
 def _decide(plan: Plan, tensors: _Tensors, match: str, unsupported: str) -> _Decided:
     decided = _Decided([], [], [])
     _match_names(plan, tensors, match, decided)
-    faults = []
+    faults, may_skip = [], False
     groups = [[name for name in group if name in plan] for group in tensors.groups()]
     groups += [[name] for name in tensors.buffers if name in plan]
     for names in groups:
@@ -218,10 +233,12 @@ def _decide(plan: Plan, tensors: _Tensors, match: str, unsupported: str) -> _Dec
             if fault.layer and unsupported == "skip":
                 decided.skipped += [Skipped(name, str(fault)) for name in names]
             else:
+                may_skip |= fault.layer
                 faults.append(f"{names[0]}: {fault}")
     if faults:
         more = f"; and {len(faults) - MAX_FAULTS_SHOWN} more" if len(faults) > MAX_FAULTS_SHOWN else ""
-        raise ApplyError(f"the plan cannot be applied: {'; '.join(faults[:MAX_FAULTS_SHOWN])}{more}")
+        skip = f"; {SKIP_HINT}" if may_skip else ""
+        raise ApplyError(f"the plan cannot be applied: {'; '.join(faults[:MAX_FAULTS_SHOWN])}{more}{skip}")
     return decided
 
 

@@ -68,11 +68,18 @@ class CausalLM:
             return None
         return 8 * self.file_bytes / sum(parameter.numel() for parameter in self.model.parameters())
 
+    @property
+    def positions(self) -> int | None:
+        """The longest text it was made for; None where its config does not say."""
+        found: int | None = getattr(self.model.config, "max_position_embeddings", None)
+        return found
+
     def check_context(self, context: int) -> None:
         """Beyond the positions it was trained on a model's perplexity says nothing of its weights."""
-        positions = getattr(self.model.config, "max_position_embeddings", None)
-        if positions is not None and context > positions:
-            raise MeasureError(f"{self.where}: context must be {positions} or less, as the model has, got {context}")
+        if self.positions is not None and context > self.positions:
+            raise MeasureError(
+                f"{self.where}: context must be {self.positions} or less, as the model has, got {context}"
+            )
 
     def encode(self, text: str) -> Tensor:
         """The text's own token ids, without what the tokenizer puts before or after a text."""

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from bitplan.errors import FileFormatError, StoreError
 from bitplan.optional import require
 from bitplan.plan.plan import listed, natural_order
+from bitplan.runtime.apply import refuse_saving
 from bitplan.runtime.packed_weight import PackedWeight
 from bitplan.runtime.quant_experts import QuantExperts
 from bitplan.store.gpt_oss import GptOssFile
@@ -86,16 +87,8 @@ def fill_model(
     if any(buffer.is_meta for buffer in inner.rotary_emb.buffers()):  # computed, and in no file
         inner.rotary_emb = type(inner.rotary_emb)(config=inner.config)
     inner.rotary_emb.to(device)
-    # On the instance: transformers' own method would write names that neither it nor load_packed reads again.
-    setattr(model, "save_pretrained", _refuse_saving)  # noqa: B010 (a module's attributes are tensors to mypy)
+    refuse_saving(model)
     model.train(False)
-
-
-def _refuse_saving(*_args: Any, **_options: Any) -> None:
-    raise StoreError(
-        "save_pretrained: the experts of this model are packed, and transformers could not read them back; the "
-        "checkpoint it came from still holds them: save what you trained (adapters, biases) or model.state_dict()"
-    )
 
 
 def check_filled(model: nn.Module, where: str) -> None:

@@ -174,7 +174,9 @@ def compare_files(
         nothing = Agreement(0, math.nan, math.nan, math.nan, math.nan)
         notes = [side.note for side in (one, two) if side.note]
         return Comparison({}, nothing, (*findings, *notes, f"{first} and {second} have no tensor in common"))
-    worst_first = dict(sorted(layers.items(), key=lambda item: (item[1].sqnr_db, item[0])))
+    worst_first = dict(
+        sorted(layers.items(), key=lambda item: (not math.isnan(item[1].sqnr_db), item[1].sqnr_db, item[0]))
+    )
     return Comparison(worst_first, Agreement.of(total, sum(one.count for one in layers.values())), tuple(findings))
 
 

@@ -57,7 +57,8 @@ class ModelValues:
 def open_values(first: str | Path, second: str | Path, opened: ExitStack) -> tuple[ModelValues, ModelValues]:
     """Two files side by side; they stay open as long as `opened`."""
     files = [opened.enter_context(open_tensors(path)) for path in (first, second)]
-    mixed = len({isinstance(file, GGUFTensors) for file in files}) > 1
+    shared = files[0].specs.keys() & files[1].specs.keys()  # a GGUF file and what was quantized from it
+    mixed = not shared and len({isinstance(file, GGUFTensors) for file in files}) > 1
     needs_layouts = mixed or any(_has_codes(file) for file in files)
     one, two = (_values(file, opened, layouts=needs_layouts, translate=mixed) for file in files)
     return one, two

@@ -88,7 +88,10 @@ class QuantizeReport:
         for row in self.rows:
             if row["counted"]:
                 encoded.setdefault(row["to"], []).append(row)
-        return [_warning(fmt, rows, lossy) for fmt, rows in encoded.items() if (lossy := [*filter(_is_lossy, rows)])]
+        lost = [_warning(fmt, rows, lossy) for fmt, rows in encoded.items() if (lossy := [*filter(_is_lossy, rows)])]
+        if all(row["from"] == row["to"] for row in self.rows):
+            lost.append("every tensor is as it was: none was put into another format; `bitplan inspect` shows them")
+        return lost
 
     def to_dict(self) -> dict[str, Any]:
         return {

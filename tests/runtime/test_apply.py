@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from bitplan.errors import FormatError, NonFiniteError
+from bitplan.errors import FormatError, NonFiniteError, StoreError
 from bitplan.formats import decode, encode
-from bitplan.plan import Choice, Manifest, Plan, Planned
+from bitplan.plan import Choice, Manifest, Plan, Planned, choose_formats
 from bitplan.runtime.apply import ApplyError, Skipped, apply_plan
 from bitplan.runtime.quant_linear import QuantLinear
 from bitplan.runtime.tile_cache import TileCache
@@ -454,3 +454,17 @@ def test_a_norm_that_casts_back_may_have_its_own_type():
     model = nn.Sequential(nn.Linear(8, 8), Norm(8), nn.Linear(8, 8))
     apply_plan(model, rules_for(model, **{"1.weight": "F32"}))
     assert model(torch.ones(2, 8, dtype=torch.bfloat16)).dtype == torch.bfloat16
+
+
+def test_a_packed_model_of_transformers_is_not_saved_as_one():
+    import transformers
+
+    shape = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "num_key_value_heads": 4}
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(num_hidden_layers=1, vocab_size=64, **shape))
+    tensors = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+    plan = choose_formats(tensors, "int8_row")
+    with pytest.raises(ApplyError, match='or unsupported="skip" leaves such layers as they are'):
+        apply_plan(model, plan)
+    apply_plan(model, plan, unsupported="skip")
+    with pytest.raises(StoreError, match="save_pretrained: weights of this model are packed"):
+        model.save_pretrained("nowhere")

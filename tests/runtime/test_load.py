@@ -511,7 +511,7 @@ def test_no_room_is_told_before_anything_is_read(made, reads, monkeypatch):
 
 def test_saving_by_transformers_is_refused(made, tmp_path):
     model = load_packed(made["hf"], dtype=torch.float32).model
-    with pytest.raises(StoreError, match="experts of this model are packed"):
+    with pytest.raises(StoreError, match="weights of this model are packed"):
         model.save_pretrained(tmp_path / "saved")
     assert not (tmp_path / "saved").exists()
 

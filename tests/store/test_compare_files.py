@@ -14,6 +14,7 @@ from bitplan.cli import run
 from bitplan.store.compare import compare_files
 from bitplan.store.gpt_oss import convert_gpt_oss, make_checkpoint
 from bitplan.store.quantize import quantize_file
+from bitplan.store.tensor_writers import Promise, write_tensors
 
 
 @pytest.fixture(scope="module")
@@ -96,3 +97,19 @@ def test_a_llama_under_ggufs_names_is_the_same_model(tmp_path):
     ]
     findings = compare_files(tmp_path / "a.safetensors", tmp_path / "g.gguf").findings
     assert any("'gemma2' are not translated" in finding for finding in findings)
+
+
+def test_a_gguf_file_and_what_was_quantized_from_it_share_their_names(tmp_path):
+    with write_tensors(tmp_path / "a.gguf", [Promise("blk.0.ffn_up.weight", (32, 64), dtype=torch.float32)]) as writer:
+        writer.write("blk.0.ffn_up.weight", torch.randn(32, 64))
+    quantize_file(tmp_path / "a.gguf", tmp_path / "b.safetensors", "int8_row")
+    found = compare_files(tmp_path / "a.gguf", tmp_path / "b.safetensors")
+    assert list(found.layers) == ["blk.0.ffn_up.weight"]
+    assert found.findings == ()
+
+
+def test_a_tensor_with_nan_comes_first(tmp_path):
+    good = {"a": torch.randn(8, 32), "b": torch.randn(8, 32)}
+    safetensors.torch.save_file(good, tmp_path / "a.safetensors")
+    safetensors.torch.save_file(good | {"b": torch.full((8, 32), torch.nan)}, tmp_path / "b.safetensors")
+    assert list(compare_files(tmp_path / "a.safetensors", tmp_path / "b.safetensors").layers) == ["b", "a"]

@@ -546,3 +546,11 @@ def test_an_exact_tensor_and_usual_weights_are_not_warned_of(tmp_path):
     for fmt in ("int8_row", "mxfp4", "nvfp4", "q4_0_gguf", "fp8_e4m3_row", "bfloat16", "int4_g32"):
         report = quantize_file(tmp_path / "in.safetensors", tmp_path / "out.safetensors", fmt)
         assert report.warnings == []
+
+
+def test_a_run_that_changed_nothing_says_so(tmp_path):
+    safetensors.torch.save_file({"w": torch.randn(32, 64)}, tmp_path / "in.safetensors")
+    report = quantize_file(tmp_path / "in.safetensors", tmp_path / "out.safetensors", "mxfp4", keep=["w"])
+    assert report.warnings == [
+        "every tensor is as it was: none was put into another format; `bitplan inspect` shows them"
+    ]
