@@ -343,8 +343,13 @@ def test_a_short_text_is_refused(here, capsys):
 
 
 def test_a_context_beyond_the_model_is_refused(capsys):
-    told = refused("llama", "--text", "text.txt", capsys=capsys)
+    told = refused("llama", "--text", "text.txt", "--context", "512", capsys=capsys)
     assert "llama: context must be 64 or less, as the model has, got 512" in told
+
+
+def test_windows_are_as_long_as_the_model_allows(capsys):
+    assert run(["perplexity", "llama", "--text", "text.txt", "--no-floor", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["context"] == 64
 
 
 def test_rows_that_a_format_does_not_hold(capsys):
