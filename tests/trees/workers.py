@@ -22,7 +22,7 @@ class Pool:
     def __init__(self, folder):
         self._folder, self._jobs, self._workers = folder, 0, {}
 
-    def run(self, count, job, *arguments, store="file", timeout_s=60):
+    def run(self, count, job, *arguments, store="file", timeout_s=300):
         """What each of `count` processes returned, by rank; None for one that died."""
         self._jobs += 1
         where = f"file://{self._folder}/store-{self._jobs}"
