@@ -11,7 +11,7 @@ from pathlib import Path
 
 import harness
 
-from bitplan.cli.demo import run_demo
+from bitplan.cli.demo.run import run_demo
 
 RESULT = ("seed", "weights", "steps", "train_seconds", "formats", "trees")
 

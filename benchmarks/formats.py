@@ -102,7 +102,7 @@ def measure_format(name: str, x: Tensor, repeats: int) -> dict[str, Any]:
 
 
 def _gpu_variants(x: Tensor, encoded: Encoded) -> dict[str, Callable[[], object]]:
-    from bitplan.kernels.triton_codec import DECODERS, ENCODERS
+    from bitplan.kernels.codec.triton_codec import DECODERS, ENCODERS
 
     fmt = encoded.fmt
     return {"encode": lambda: ENCODERS[fmt.name](x, fmt), "decode": lambda: DECODERS[fmt.name](encoded, x.dtype)}

@@ -28,11 +28,11 @@ import harness
 import torch
 from torch import Tensor
 
-from bitplan.kernels import fp8_grouped as kernels
-from bitplan.plan.fp8_routing import route_tokens
-from bitplan.runtime.fp8_grouped import GroupedLinear, plain_rows, plain_sums
-from bitplan.runtime.fp8_recipe import Fp8Recipe, GemmChoice
-from bitplan.runtime.fp8_weight_casts import drop_casts
+from bitplan.kernels.fp8.experts import products as kernels
+from bitplan.runtime.fp8.bench.routing import route_tokens
+from bitplan.runtime.fp8.layers.grouped_linear import GroupedLinear, plain_rows, plain_sums
+from bitplan.runtime.fp8.layers.weight_casts import drop_casts
+from bitplan.runtime.fp8.recipe import Fp8Recipe, GemmChoice
 
 SHAPES = {  # out_features, in_features
     "dsv3": {"fc1": (4096, 7168), "fc2": (7168, 2048), "plain": (2048, 7168)},
@@ -172,7 +172,7 @@ def products() -> list[dict[str, Any]]:
 def product_calls(
     recipe: str, x: Tensor, dy: Tensor, weight: Tensor, layout: kernels.GroupLayout, every_launch: bool
 ) -> dict[tuple[str, str], Call]:
-    from bitplan.kernels.fp8_grouped_matmul import candidate_launches
+    from bitplan.kernels.fp8.experts.triton_products import candidate_launches
 
     x_rows, x_cols = kernels.cast_tokens(x, recipe, layout)
     dy_rows, dy_cols = kernels.cast_tokens(dy, recipe, layout)
@@ -244,7 +244,7 @@ def guessed_casts(
     x: Tensor, weight: Tensor, layout: kernels.GroupLayout, *, wrong: bool = False
 ) -> dict[str, Callable[[], object]]:
     """Casts of the same numbers again and again, so that all guesses but the first are right; or all are `wrong`."""
-    from bitplan.kernels.triton_fp8_guess import new_state
+    from bitplan.kernels.fp8.guessed_cast import new_state
 
     def cast(what: Callable[..., object], state: Tensor, *given: Any) -> None:
         if wrong:
@@ -259,8 +259,8 @@ def guessed_casts(
 
 
 def launches() -> list[dict[str, Any]]:
-    from bitplan.kernels import fp8_grouped_pairs as pairs
-    from bitplan.kernels.triton_fp8_cast import CastLaunch
+    from bitplan.kernels.fp8.experts import fast_tile as pairs
+    from bitplan.kernels.fp8.triton_cast import CastLaunch
 
     def run(constant: str, launch: CastLaunch, call: Call) -> None:
         setattr(pairs, constant, launch)

@@ -39,21 +39,21 @@ import torch
 from llama_layers import LlamaLayers, Size
 from torch import Tensor, nn
 
-from bitplan.measure.fp8_fingerprint import fingerprint_of
-from bitplan.measure.fp8_report_log import ReportLog
-from bitplan.measure.paired_timing import OK, Arm, Call, Timed, stopwatch_of, time_in_turns
-from bitplan.plan.fp8_bands import BandPolicy
-from bitplan.plan.fp8_interval import speedup_interval
-from bitplan.plan.fp8_layers import Layer, Parallel, bench_cases, local_layers
-from bitplan.plan.fp8_merge import merge_reports, summary
-from bitplan.plan.fp8_models import model_parts
-from bitplan.plan.fp8_report import Report
-from bitplan.runtime.fp8_apply import apply_fp8
-from bitplan.runtime.fp8_bench import BenchPlan, run_bench
-from bitplan.runtime.fp8_bench_modules import ModuleBuilder
-from bitplan.runtime.fp8_bench_ranks import Groups
-from bitplan.runtime.fp8_experts import cast_dropper
-from bitplan.runtime.fp8_recipe import Fp8Recipe
+from bitplan.measure.speed.fp8_fingerprint import fingerprint_of
+from bitplan.measure.speed.fp8_report_log import ReportLog
+from bitplan.measure.speed.paired_timing import OK, Arm, Call, Timed, stopwatch_of, time_in_turns
+from bitplan.plan.fp8.interval import speedup_interval
+from bitplan.plan.fp8.layers import Layer, Parallel, bench_cases, local_layers
+from bitplan.plan.fp8.merge import merge_reports, summary
+from bitplan.plan.fp8.model_parts import model_parts
+from bitplan.plan.fp8.report import Report
+from bitplan.plan.fp8.token_ranges import BandPolicy
+from bitplan.runtime.fp8.apply import apply_fp8
+from bitplan.runtime.fp8.bench.layer_bench import BenchPlan, run_bench
+from bitplan.runtime.fp8.bench.modules import ModuleBuilder
+from bitplan.runtime.fp8.bench.ranks import Groups
+from bitplan.runtime.fp8.experts import cast_dropper
+from bitplan.runtime.fp8.recipe import Fp8Recipe
 
 SIZES = {
     "h4096": Size(4096, 14336, 32, 8),

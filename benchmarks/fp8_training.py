@@ -26,10 +26,10 @@ from fp8_layers import SIZES, measure_policy
 from llama_layers import Size, TinyLlama
 from torch import Tensor
 
-from bitplan.cli.tiny_model import shipped_text
-from bitplan.plan.fp8_policy import Policy, load_policy
-from bitplan.runtime.fp8_apply import apply_fp8
-from bitplan.runtime.fp8_scale_guesses import guess_counts
+from bitplan.cli.demo.tiny_model import shipped_text
+from bitplan.plan.fp8.policy import Policy, load_policy
+from bitplan.runtime.fp8.apply import apply_fp8
+from bitplan.runtime.fp8.layers.scale_guesses import guess_counts
 
 ARMS = ("bf16", "adaptive", "full")
 TRAIN_SIZE, TRAIN_LAYERS = Size(1024, 4096, 16, 16, 64), 8

@@ -33,12 +33,12 @@ from torch import Tensor
 from torch.nn import functional
 
 from bitplan import Encoded, decode, encode
-from bitplan.kernels import triton_matmul
-from bitplan.kernels.fused import fused_for
-from bitplan.measure.crossover_files import crossovers_of
-from bitplan.runtime.quant_experts import QuantExperts
-from bitplan.runtime.quant_linear import QuantLinear
-from bitplan.runtime.tile_cache import TileCache
+from bitplan.kernels.matmul import fused_few_rows as triton_matmul
+from bitplan.kernels.matmul.fused import fused_for
+from bitplan.measure.speed.crossover_files import crossovers_of
+from bitplan.runtime.packed.quant_experts import QuantExperts
+from bitplan.runtime.packed.quant_linear import QuantLinear
+from bitplan.runtime.packed.tile_cache import TileCache
 
 SHAPES = ((8192, 8192), (28672, 8192), (8192, 28672))
 TARGETS = ("mxfp4", "int8_g128")
@@ -273,7 +273,7 @@ def grouped(x: Tensor, gate_up: Encoded, down: Encoded, arranged: Sequence[Any],
 
 
 def load(layers: int | None) -> dict[str, Any]:
-    from bitplan.runtime.load import load_packed
+    from bitplan.runtime.packed.load_gpt_oss import load_packed
     from bitplan.store.gpt_oss import make_checkpoint
 
     with tempfile.TemporaryDirectory() as folder:

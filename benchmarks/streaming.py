@@ -37,9 +37,9 @@ from llama_stack import FULL, TINY, LlamaStack, PlainOffload, Size
 from stream_decode import pinned_bandwidth
 from torch import Tensor
 
-from bitplan.runtime.devices import CudaDevice, SimulatedDevice, StreamDevice
-from bitplan.runtime.stream_blocks import BlockStream, stream_blocks
-from bitplan.runtime.stream_schedule import spread_residents
+from bitplan.runtime.streaming.stream_blocks import BlockStream, stream_blocks
+from bitplan.runtime.streaming.transfer.devices import CudaDevice, SimulatedDevice, StreamDevice
+from bitplan.runtime.streaming.transfer.schedule import spread_residents
 
 WARM_UP = 2
 STARTED = time.perf_counter()

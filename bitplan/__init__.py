@@ -12,30 +12,30 @@ from bitplan.version import __version__
 if TYPE_CHECKING:
     from bitplan.errors import BitplanError
     from bitplan.formats.encoded import Encoded
+    from bitplan.formats.error_report import ErrorReport, error_report
     from bitplan.formats.format import Format
     from bitplan.formats.registry import get_format, list_formats
     from bitplan.formats.repacking import repack
-    from bitplan.formats.report import ErrorReport, error_report
-    from bitplan.kernels.dispatch import decode, encode
+    from bitplan.kernels.codec.dispatch import decode, encode
     from bitplan.plan.manifest import Manifest
     from bitplan.plan.plan import Choice, Plan, combine
-    from bitplan.plan.selective_config import SelectivePrecisionConfig
+    from bitplan.plan.selective.config import SelectivePrecisionConfig
     from bitplan.report.page import write_report
-    from bitplan.runtime.apply import apply_plan
-    from bitplan.runtime.fp8_apply import apply_fp8, apply_fp8_config
-    from bitplan.runtime.load import load_packed
-    from bitplan.runtime.quant_experts import QuantExperts
-    from bitplan.runtime.quant_linear import QuantLinear
-    from bitplan.runtime.run_calibration import run_calibration
-    from bitplan.runtime.selective_precision import SelectivePrecisionPolicy
-    from bitplan.runtime.stream_blocks import stream_blocks
-    from bitplan.runtime.tile_cache import TileCache
+    from bitplan.runtime.fp8.apply import apply_fp8, apply_fp8_config
+    from bitplan.runtime.packed.apply import apply_plan
+    from bitplan.runtime.packed.load_gpt_oss import load_packed
+    from bitplan.runtime.packed.quant_experts import QuantExperts
+    from bitplan.runtime.packed.quant_linear import QuantLinear
+    from bitplan.runtime.packed.tile_cache import TileCache
+    from bitplan.runtime.selective.policy import SelectivePrecisionPolicy
+    from bitplan.runtime.selective.run_calibration import run_calibration
+    from bitplan.runtime.streaming.stream_blocks import stream_blocks
     from bitplan.store.compare import compare_models
-    from bitplan.store.model_files import load_model, save_model
-    from bitplan.store.models import morph_model, unmorph_model
+    from bitplan.store.files.open_files import open_tensors
+    from bitplan.store.models.morph import morph_model, unmorph_model
+    from bitplan.store.models.save_load import load_model, save_model
+    from bitplan.store.models.weight_store import WeightStore
     from bitplan.store.quantize import quantize_file
-    from bitplan.store.tensor_files import open_tensors
-    from bitplan.store.weights import WeightStore
 
 __all__ = [
     "BitplanError",
@@ -83,27 +83,27 @@ __getattr__, __dir__ = lazy_names(
         "formats.format": ("Format",),
         "formats.registry": ("get_format", "list_formats"),
         "formats.repacking": ("repack",),
-        "formats.report": ("ErrorReport", "error_report"),
-        "kernels.dispatch": ("decode", "encode"),
+        "formats.error_report": ("ErrorReport", "error_report"),
+        "kernels.codec.dispatch": ("decode", "encode"),
         "plan.manifest": ("Manifest",),
         "plan.plan": ("Choice", "Plan", "combine"),
-        "plan.selective_config": ("SelectivePrecisionConfig",),
+        "plan.selective.config": ("SelectivePrecisionConfig",),
         "report.page": ("write_report",),
-        "runtime.apply": ("apply_plan",),
-        "runtime.fp8_apply": ("apply_fp8", "apply_fp8_config"),
-        "runtime.load": ("load_packed",),
-        "runtime.quant_experts": ("QuantExperts",),
-        "runtime.quant_linear": ("QuantLinear",),
-        "runtime.run_calibration": ("run_calibration",),
-        "runtime.selective_precision": ("SelectivePrecisionPolicy",),
-        "runtime.stream_blocks": ("stream_blocks",),
-        "runtime.tile_cache": ("TileCache",),
+        "runtime.packed.apply": ("apply_plan",),
+        "runtime.fp8.apply": ("apply_fp8", "apply_fp8_config"),
+        "runtime.packed.load_gpt_oss": ("load_packed",),
+        "runtime.packed.quant_experts": ("QuantExperts",),
+        "runtime.packed.quant_linear": ("QuantLinear",),
+        "runtime.selective.run_calibration": ("run_calibration",),
+        "runtime.selective.policy": ("SelectivePrecisionPolicy",),
+        "runtime.streaming.stream_blocks": ("stream_blocks",),
+        "runtime.packed.tile_cache": ("TileCache",),
         "store.compare": ("compare_models",),
-        "store.model_files": ("load_model", "save_model"),
-        "store.models": ("morph_model", "unmorph_model"),
+        "store.models.save_load": ("load_model", "save_model"),
+        "store.models.morph": ("morph_model", "unmorph_model"),
         "store.quantize": ("quantize_file",),
-        "store.tensor_files": ("open_tensors",),
-        "store.weights": ("WeightStore",),
+        "store.files.open_files": ("open_tensors",),
+        "store.models.weight_store": ("WeightStore",),
     },
     parts=("formats", "kernels", "measure", "plan", "report", "runtime", "store", "trees"),
 )

@@ -10,7 +10,7 @@ import warnings
 from pathlib import Path
 
 SERVER = multiprocessing.get_context("forkserver")
-SERVER.set_forkserver_preload(["torch", "bitplan.trees.distributed", "tests.trees.workers"])
+SERVER.set_forkserver_preload(["torch", "bitplan.trees.distributed.fit", "tests.trees.distributed.workers"])
 
 
 def run_code(code: str, folder: Path) -> str:

@@ -21,7 +21,7 @@ import torch
 
 import bitplan
 from bitplan.cli import run
-from bitplan.cli.tiny_model import Corpus, TinyTransformer, shipped_text
+from bitplan.cli.demo.tiny_model import Corpus, TinyTransformer, shipped_text
 from bitplan.formats import list_formats
 from bitplan.plan import shipped_manifest
 from tests.processes import run_code

@@ -12,26 +12,28 @@ import torch
 from torch import nn
 
 import bitplan
-from bitplan.measure import crossover_files
 from bitplan.measure.calibration import load_calibration
 from bitplan.measure.machine import examine_machine
-from bitplan.plan import Manifest, Plan, expand_raw_map, fp8_bands, fp8_report, manifest_schema, plan
-from bitplan.plan.fp8_bands import BandPolicy
-from bitplan.plan.fp8_policy import load_policy
-from bitplan.plan.fp8_report import Report
-from bitplan.plan.fp8_thresholds import ThresholdPolicy
-from bitplan.plan.selective_config import SelectivePrecisionConfig
-from bitplan.plan.selective_state import PolicyState, load_state
+from bitplan.measure.speed import crossover_files
+from bitplan.plan import Manifest, Plan, expand_raw_map, manifest_schema, plan
+from bitplan.plan.fp8 import report as fp8_report
+from bitplan.plan.fp8 import token_ranges as fp8_bands
+from bitplan.plan.fp8.policy import load_policy
+from bitplan.plan.fp8.report import Report
+from bitplan.plan.fp8.thresholds import ThresholdPolicy
+from bitplan.plan.fp8.token_ranges import BandPolicy
+from bitplan.plan.selective.config import SelectivePrecisionConfig
+from bitplan.plan.selective.state import PolicyState, load_state
 from bitplan.records import read_json
 from bitplan.report.page import build_sections
 from bitplan.report.read import read_records
-from bitplan.runtime import training_state
-from bitplan.runtime.host_training import AdamWSettings
-from bitplan.runtime.precision_telemetry import PrecisionStepMetrics
-from bitplan.runtime.selective_precision import SelectivePrecisionPolicy
-from bitplan.runtime.stream_blocks import stream_blocks
-from bitplan.runtime.stream_telemetry import StepStats
-from bitplan.store.drift_log import DriftLog, log_drift, read_drift
+from bitplan.runtime.selective.policy import SelectivePrecisionPolicy
+from bitplan.runtime.selective.telemetry import PrecisionStepMetrics
+from bitplan.runtime.streaming.stream_blocks import stream_blocks
+from bitplan.runtime.streaming.telemetry import StepStats
+from bitplan.runtime.streaming.training import training_state
+from bitplan.runtime.streaming.training.host_training import AdamWSettings
+from bitplan.store.checks.drift_log import DriftLog, log_drift, read_drift
 
 FOLDER = Path(__file__).parent.parent / "docs" / "documents"
 PAGES = {page.stem: page.read_text() for page in sorted(FOLDER.glob("*.md"))}

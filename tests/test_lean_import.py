@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from bitplan.plan import SHIPPED
-from bitplan.store.safetensors_io import write_safetensors
+from bitplan.store.files.safetensors import write_safetensors
 
 HEAVY = {"torch", "numpy", "triton", "numba", "gguf", "matplotlib", "sklearn", "transformers"}
 

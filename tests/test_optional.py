@@ -12,10 +12,10 @@ import pytest
 
 from bitplan.errors import BitplanError, MissingLibraryError
 from bitplan.optional import require
-from bitplan.runtime import trainer_callbacks
 from bitplan.runtime.causal_lm import load_causal_lm
-from bitplan.runtime.fp8_confirm_model import plan_small_model
-from bitplan.runtime.load import load_packed
+from bitplan.runtime.fp8.bench.confirm_model import plan_small_model
+from bitplan.runtime.packed.load_gpt_oss import load_packed
+from bitplan.runtime.selective import trainer_callbacks
 
 LLAMA = {"model_type": "llama", "hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4}
 LLAMA |= {"num_hidden_layers": 2, "vocab_size": 100}

@@ -114,5 +114,7 @@ def test_the_check_of_imports_can_fail() -> None:
     assert deep_imports("from bitplan.plan import (\n    Plan,\n    nothing,\n)\n") == [
         "bitplan.plan has no public nothing"
     ]
-    assert deep_imports("import bitplan.store.weights\n") == ["bitplan.store.weights is no public module"]
+    assert deep_imports("import bitplan.store.models.weight_store\n") == [
+        "bitplan.store.models.weight_store is no public module"
+    ]
     assert not deep_imports("from bitplan import Plan as P, trees\nimport bitplan\n")

@@ -11,20 +11,18 @@ from typing import Annotated, Any
 
 import typer
 
-from bitplan.cli import (
-    bench_verbs,
-    confirm_verbs,
-    convert_verbs,
-    demo_verbs,
-    doctor_verbs,
-    drift_verbs,
-    file_verbs,
-    fp8_verbs,
-    plan_verbs,
-    quality_verbs,
-    report_verbs,
-)
 from bitplan.cli.quick_parsing import QuickCommand, QuickGroup
+from bitplan.cli.verbs import bench as bench_verbs
+from bitplan.cli.verbs import confirm as confirm_verbs
+from bitplan.cli.verbs import convert as convert_verbs
+from bitplan.cli.verbs import demo as demo_verbs
+from bitplan.cli.verbs import doctor as doctor_verbs
+from bitplan.cli.verbs import drift as drift_verbs
+from bitplan.cli.verbs import files as file_verbs
+from bitplan.cli.verbs import fp8 as fp8_verbs
+from bitplan.cli.verbs import plan as plan_verbs
+from bitplan.cli.verbs import quality as quality_verbs
+from bitplan.cli.verbs import report as report_verbs
 from bitplan.version import __version__
 
 app = typer.Typer(

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from bitplan.cli.fit import Column, columns_of, share_width, split_columns, wrap
+from bitplan.cli.fit_columns import Column, columns_of, share_width, split_columns, wrap
 from bitplan.text import visible
 
 if TYPE_CHECKING:

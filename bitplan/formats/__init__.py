@@ -6,13 +6,13 @@ from bitplan.lazy_names import lazy_names
 
 if TYPE_CHECKING:
     from bitplan.formats.codec import decode, encode
-    from bitplan.formats.drift import requantize
     from bitplan.formats.encoded import Encoded
+    from bitplan.formats.error_report import ErrorReport, error_report
     from bitplan.formats.format import Format
     from bitplan.formats.registry import DTYPE_NAMES, get_format, list_formats
     from bitplan.formats.repacking import repack
-    from bitplan.formats.report import ErrorReport, error_report
-    from bitplan.formats.scale_checks import scale_health
+    from bitplan.formats.scales.checks import scale_health
+    from bitplan.formats.scales.drift import requantize
 
 __all__ = [
     "DTYPE_NAMES",
@@ -33,12 +33,12 @@ __getattr__, __dir__ = lazy_names(
     __name__,
     {
         "codec": ("decode", "encode"),
-        "drift": ("requantize",),
+        "scales.drift": ("requantize",),
         "encoded": ("Encoded",),
         "format": ("Format",),
         "registry": ("DTYPE_NAMES", "get_format", "list_formats"),
         "repacking": ("repack",),
-        "report": ("ErrorReport", "error_report"),
-        "scale_checks": ("scale_health",),
+        "error_report": ("ErrorReport", "error_report"),
+        "scales.checks": ("scale_health",),
     },
 )

@@ -13,11 +13,11 @@ import torch
 from torch import Tensor
 
 from bitplan.errors import FormatError, NonFiniteError
-from bitplan.formats.choose import choose_affine, choose_scales
 from bitplan.formats.encoded import Encoded
 from bitplan.formats.format import Format
 from bitplan.formats.registry import get_format
-from bitplan.formats.scales import SCALE_RULES, ScaleRule
+from bitplan.formats.scales.choose import choose_affine, choose_scales
+from bitplan.formats.scales.rules import SCALE_RULES, ScaleRule
 from bitplan.formats.tiles import from_blocks, tile_of_grid, tiles, to_blocks
 
 NonFinite = Literal["error", "replace"]

@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from bitplan.formats.format import Format
-from bitplan.formats.scales import E8M0_BIAS, PowerOfTwoScales, ScaleRule, flush_small, reciprocal
+from bitplan.formats.scales.rules import E8M0_BIAS, PowerOfTwoScales, ScaleRule, flush_small, reciprocal
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -8,7 +8,7 @@ from bitplan.formats.elements import Element
 from bitplan.formats.format import ROW, TENSOR, Block, Format
 from bitplan.formats.gguf_rules import GgufMxfp4, GgufPowerOfTwoScales, GgufQ40, GgufQ80
 from bitplan.formats.packing import Packing
-from bitplan.formats.scales import BasedScales, PowerOfTwoScales, ScaleRule, ScaleStorage
+from bitplan.formats.scales.rules import BasedScales, PowerOfTwoScales, ScaleRule, ScaleStorage
 
 _F32 = ScaleStorage("float32")
 _F64 = ScaleStorage("float64")

@@ -9,7 +9,7 @@ from bitplan.errors import FormatError
 from bitplan.formats.encoded import Encoded
 from bitplan.formats.format import Format
 from bitplan.formats.registry import get_format
-from bitplan.formats.scales import E8M0_NAN
+from bitplan.formats.scales.rules import E8M0_NAN
 
 # Pairs that hold the same numbers in different bytes.
 _TWINS = ({"q4_0_poly", "q4_0_gguf"}, {"mxfp4", "mxfp4_gguf"})

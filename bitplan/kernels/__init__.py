@@ -1,5 +1,5 @@
 """The same numbers, faster: twins of the formats' definitions, and a dispatcher that says which it picked."""
 
-from bitplan.kernels.dispatch import Picked, decode, encode, explain_decode, explain_encode
+from bitplan.kernels.codec.dispatch import Picked, decode, encode, explain_decode, explain_encode
 
 __all__ = ["Picked", "decode", "encode", "explain_decode", "explain_encode"]

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 from bitplan.lazy_names import lazy_names
 
 if TYPE_CHECKING:
-    from bitplan.measure.grad_stats import GradStatsCollector, collect_grad_stats
+    from bitplan.measure.gradients.statistics import GradStatsCollector, collect_grad_stats
     from bitplan.measure.machine import examine_machine
 
 __all__ = [
@@ -17,7 +17,7 @@ __all__ = [
 __getattr__, __dir__ = lazy_names(
     __name__,
     {
-        "grad_stats": ("GradStatsCollector", "collect_grad_stats"),
+        "gradients.statistics": ("GradStatsCollector", "collect_grad_stats"),
         "machine": ("examine_machine",),
     },
 )

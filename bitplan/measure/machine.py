@@ -144,7 +144,7 @@ def _hardware() -> dict[str, Any]:
 def _torch_hardware(has_gpu: bool) -> dict[str, Any]:
     import torch
 
-    from bitplan.measure.crossover_files import gpu_fingerprint
+    from bitplan.measure.speed.crossover_files import gpu_fingerprint
 
     found: dict[str, Any] = {
         "threads": torch.get_num_threads(),
@@ -222,8 +222,8 @@ def _cpu_paths() -> list[FastPath]:
 
     from bitplan.formats import encode, list_formats
     from bitplan.kernels import explain_encode
-    from bitplan.kernels.dispatch import SMALLEST_FOR_CPU
-    from bitplan.kernels.fused import fused_for
+    from bitplan.kernels.codec.dispatch import SMALLEST_FOR_CPU
+    from bitplan.kernels.matmul.fused import fused_for
 
     side = 512
     assert side * side >= SMALLEST_FOR_CPU

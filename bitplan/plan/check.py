@@ -30,9 +30,9 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
+from bitplan.documents import ManifestError, short
 from bitplan.formats import Format, get_format
 from bitplan.formats.dtypes import ITEM_BYTES
-from bitplan.plan.documents import ManifestError, short
 from bitplan.plan.manifest import Manifest, Tag, needs_base, rule_text
 from bitplan.plan.plan import Part, listed, natural_order, part_dtype
 

@@ -19,11 +19,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Final, cast
 
-from bitplan.errors import FormatError, did_you_mean
-from bitplan.formats import Format, get_format, list_formats
-from bitplan.formats.dtypes import ITEM_BYTES
-from bitplan.plan.aliases import AliasError, Aliases
-from bitplan.plan.documents import (
+from bitplan.documents import (
     FLAG,
     NAME,
     OBJECT,
@@ -37,7 +33,11 @@ from bitplan.plan.documents import (
     one_of,
     short,
 )
-from bitplan.plan.name_pattern import NamePatterns, PatternError
+from bitplan.errors import FormatError, did_you_mean
+from bitplan.formats import Format, get_format, list_formats
+from bitplan.formats.dtypes import ITEM_BYTES
+from bitplan.plan.aliases import AliasError, Aliases
+from bitplan.plan.name_patterns import NamePatterns, PatternError
 from bitplan.plan.plan import PADDINGS, PARTS, Choice, Part, Plan, Planned, part_dtype
 from bitplan.plan.roles import guess_role
 

@@ -31,10 +31,10 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal, NamedTuple
 
+from bitplan.documents import EVIDENCE, NAME, OBJECT, SHAPE, SIZE, TEXT, PlanError, Reader, load_document, one_of
 from bitplan.errors import BitplanError, FormatError, did_you_mean
 from bitplan.formats import Format, get_format
 from bitplan.formats.dtypes import ITEM_BYTES
-from bitplan.plan.documents import EVIDENCE, NAME, OBJECT, SHAPE, SIZE, TEXT, PlanError, Reader, load_document, one_of
 from bitplan.records import write_json
 
 DOCUMENT = "bitplan-plan"

@@ -13,19 +13,19 @@ from importlib import resources
 from pathlib import Path
 
 from bitplan.records import atomic_file, check_output
-from bitplan.report.benchmark_page import benchmark_section
-from bitplan.report.errors_page import errors_section
-from bitplan.report.findings_page import findings_section
-from bitplan.report.machine_page import machine_section
 from bitplan.report.markup import Markup, tag
-from bitplan.report.plan_page import plan_section
-from bitplan.report.precision_page import precision_section
-from bitplan.report.quality_page import quality_section
+from bitplan.report.pages.benchmarks import benchmark_section
+from bitplan.report.pages.errors import errors_section
+from bitplan.report.pages.findings import findings_section
+from bitplan.report.pages.machine import machine_section
+from bitplan.report.pages.plan import plan_section
+from bitplan.report.pages.precision import precision_section
+from bitplan.report.pages.quality import quality_section
+from bitplan.report.pages.speed import speed_section
+from bitplan.report.pages.streaming import stream_section
+from bitplan.report.pages.training import training_section
 from bitplan.report.read import Record, read_records
 from bitplan.report.section import Section
-from bitplan.report.speed_page import speed_section
-from bitplan.report.stream_page import stream_section
-from bitplan.report.training_page import training_section
 from bitplan.version import __version__
 
 # In the order of the page: which kinds of record go into which section.

@@ -5,18 +5,18 @@ from typing import TYPE_CHECKING
 from bitplan.lazy_names import lazy_names
 
 if TYPE_CHECKING:
-    from bitplan.runtime.apply import apply_plan
-    from bitplan.runtime.devices import CudaDevice, SimulatedDevice, StreamDevice
-    from bitplan.runtime.fp8_apply import apply_fp8, apply_fp8_config
-    from bitplan.runtime.host_training import AdamWSettings
-    from bitplan.runtime.load import load_packed
-    from bitplan.runtime.packed_files import read_packed
-    from bitplan.runtime.precision_telemetry import PrecisionTelemetry
-    from bitplan.runtime.quant_experts import QuantExperts
-    from bitplan.runtime.quant_linear import QuantLinear
-    from bitplan.runtime.selective_precision import SelectivePrecisionPolicy
-    from bitplan.runtime.tile_cache import TileCache
-    from bitplan.runtime.trainer_callbacks import TensorBoardScalars, lightning_callback, trainer_callback
+    from bitplan.runtime.fp8.apply import apply_fp8, apply_fp8_config
+    from bitplan.runtime.packed.apply import apply_plan
+    from bitplan.runtime.packed.load_gpt_oss import load_packed
+    from bitplan.runtime.packed.quant_experts import QuantExperts
+    from bitplan.runtime.packed.quant_linear import QuantLinear
+    from bitplan.runtime.packed.read_packed import read_packed
+    from bitplan.runtime.packed.tile_cache import TileCache
+    from bitplan.runtime.selective.policy import SelectivePrecisionPolicy
+    from bitplan.runtime.selective.telemetry import PrecisionTelemetry
+    from bitplan.runtime.selective.trainer_callbacks import TensorBoardScalars, lightning_callback, trainer_callback
+    from bitplan.runtime.streaming.training.host_training import AdamWSettings
+    from bitplan.runtime.streaming.transfer.devices import CudaDevice, SimulatedDevice, StreamDevice
 
 __all__ = [
     "AdamWSettings",
@@ -41,17 +41,17 @@ __all__ = [
 __getattr__, __dir__ = lazy_names(
     __name__,
     {
-        "apply": ("apply_plan",),
-        "devices": ("CudaDevice", "SimulatedDevice", "StreamDevice"),
-        "fp8_apply": ("apply_fp8", "apply_fp8_config"),
-        "host_training": ("AdamWSettings",),
-        "load": ("load_packed",),
-        "packed_files": ("read_packed",),
-        "precision_telemetry": ("PrecisionTelemetry",),
-        "quant_experts": ("QuantExperts",),
-        "quant_linear": ("QuantLinear",),
-        "selective_precision": ("SelectivePrecisionPolicy",),
-        "tile_cache": ("TileCache",),
-        "trainer_callbacks": ("TensorBoardScalars", "lightning_callback", "trainer_callback"),
+        "packed.apply": ("apply_plan",),
+        "streaming.transfer.devices": ("CudaDevice", "SimulatedDevice", "StreamDevice"),
+        "fp8.apply": ("apply_fp8", "apply_fp8_config"),
+        "streaming.training.host_training": ("AdamWSettings",),
+        "packed.load_gpt_oss": ("load_packed",),
+        "packed.read_packed": ("read_packed",),
+        "selective.telemetry": ("PrecisionTelemetry",),
+        "packed.quant_experts": ("QuantExperts",),
+        "packed.quant_linear": ("QuantLinear",),
+        "selective.policy": ("SelectivePrecisionPolicy",),
+        "packed.tile_cache": ("TileCache",),
+        "selective.trainer_callbacks": ("TensorBoardScalars", "lightning_callback", "trainer_callback"),
     },
 )

@@ -24,17 +24,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from bitplan.measure.perplexity import MeasureError, windows_of
+from bitplan.measure.quality.perplexity import MeasureError, windows_of
 from bitplan.optional import require
-from bitplan.store.hf_load import (
+from bitplan.store.files.open_files import NativeTensors, TensorFile, open_tensors
+from bitplan.store.files.safetensors import INDEX_SUFFIX
+from bitplan.store.models.transformers_names import (
     REPORTED,
     first_line,
     model_from_tensors,
     quiet_transformers,
     require_complete,
 )
-from bitplan.store.safetensors_io import INDEX_SUFFIX
-from bitplan.store.tensor_files import NativeTensors, TensorFile, open_tensors
 
 _TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
 _WEIGHT_FILES = (".safetensors", INDEX_SUFFIX)

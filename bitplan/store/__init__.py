@@ -5,14 +5,14 @@ from typing import TYPE_CHECKING
 from bitplan.lazy_names import lazy_names
 
 if TYPE_CHECKING:
+    from bitplan.store.checks.drift_log import DriftLog, log_drift, read_drift
     from bitplan.store.compare import compare_models
-    from bitplan.store.drift_log import DriftLog, log_drift, read_drift
+    from bitplan.store.files.open_files import open_tensors
     from bitplan.store.gpt_oss import GptOssFile, convert_gpt_oss, make_checkpoint
-    from bitplan.store.model_files import load_model, save_model
-    from bitplan.store.models import morph_model, observe_model, unmorph_model
+    from bitplan.store.models.morph import morph_model, observe_model, unmorph_model
+    from bitplan.store.models.save_load import load_model, save_model
+    from bitplan.store.models.weight_store import WeightStore
     from bitplan.store.quantize import quantize_file
-    from bitplan.store.tensor_files import open_tensors
-    from bitplan.store.weights import WeightStore
 
 __all__ = [
     "DriftLog",
@@ -36,12 +36,12 @@ __getattr__, __dir__ = lazy_names(
     __name__,
     {
         "compare": ("compare_models",),
-        "drift_log": ("DriftLog", "log_drift", "read_drift"),
+        "checks.drift_log": ("DriftLog", "log_drift", "read_drift"),
         "gpt_oss": ("GptOssFile", "convert_gpt_oss", "make_checkpoint"),
-        "model_files": ("load_model", "save_model"),
-        "models": ("morph_model", "observe_model", "unmorph_model"),
+        "models.save_load": ("load_model", "save_model"),
+        "models.morph": ("morph_model", "observe_model", "unmorph_model"),
         "quantize": ("quantize_file",),
-        "tensor_files": ("open_tensors",),
-        "weights": ("WeightStore",),
+        "files.open_files": ("open_tensors",),
+        "models.weight_store": ("WeightStore",),
     },
 )

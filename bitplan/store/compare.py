@@ -15,13 +15,13 @@ from torch import Tensor, nn
 
 from bitplan.errors import StoreError
 from bitplan.formats import Encoded
-from bitplan.formats.report import Similarity, similarity
+from bitplan.formats.error_report import Similarity, similarity
 from bitplan.kernels import decode
-from bitplan.store.eval_weights import slots_of
-from bitplan.store.models import places_of
+from bitplan.store.models.eval_weights import slots_of
+from bitplan.store.models.morph import places_of
 
 if TYPE_CHECKING:
-    from bitplan.store.model_values import ModelValues, Values
+    from bitplan.store.models.values import ModelValues, Values
 
 Weights = nn.Module | Mapping[str, Tensor | Encoded]
 
@@ -148,7 +148,7 @@ def compare_files(
 
     Names and shapes that differ are findings. Integers (buffers, codes) must be equal, and count in no figure.
     """
-    from bitplan.store.model_values import open_values  # it imports gguf, which `import bitplan` does without
+    from bitplan.store.models.values import open_values  # it imports gguf, which `import bitplan` does without
 
     with ExitStack() as opened:
         one, two = open_values(first, second, opened)

@@ -16,15 +16,14 @@ from torch import Tensor
 from bitplan.errors import FormatError, StoreError
 from bitplan.formats import Encoded, Format, get_format
 from bitplan.formats.codec import NonFinite, finite, readable
-from bitplan.formats.report import ErrorReport, error_report, sample
-from bitplan.formats.scales import ScaleRule
+from bitplan.formats.error_report import ErrorReport, error_report, sample
+from bitplan.formats.scales.rules import ScaleRule
 from bitplan.kernels import encode
 from bitplan.plan import Plan
 from bitplan.plan.choose import choose_formats, keep_tensors
 from bitplan.records import atomic_folder, check_output, check_output_folder, write_json
-from bitplan.store.file_names import check_patterns, stored_tensors
-from bitplan.store.safetensors_io import INDEX_SUFFIX
-from bitplan.store.tensor_files import (
+from bitplan.store.files.headers import check_patterns, stored_tensors
+from bitplan.store.files.open_files import (
     GGUFTensors,
     NativeTensors,
     TensorFile,
@@ -32,7 +31,8 @@ from bitplan.store.tensor_files import (
     open_tensors,
     part_name,
 )
-from bitplan.store.tensor_writers import SUFFIXES, Promise, Writer, write_tensors
+from bitplan.store.files.safetensors import INDEX_SUFFIX
+from bitplan.store.files.writers import SUFFIXES, Promise, Writer, write_tensors
 
 MOST_NAMES_SHOWN = 6
 # What a tensor lost is counted over this many of its numbers, spread evenly: within a tenth of the time of encoding it.

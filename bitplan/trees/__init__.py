@@ -4,7 +4,8 @@ from bitplan.optional import require
 
 require("sklearn", purpose="bitplan.trees", extra="trees")  # before the modules below import it
 
-from bitplan.trees.distributed import DistributedFit, fit_distributed
+from bitplan.trees.distributed.fit import DistributedFit, fit_distributed
+from bitplan.trees.distributed.ranks import ProcessLostError
 from bitplan.trees.estimators import BoostedTreesClassifier, BoostedTreesRegressor
 from bitplan.trees.gradients import (
     GradientPrecision,
@@ -15,7 +16,6 @@ from bitplan.trees.gradients import (
     TreesError,
 )
 from bitplan.trees.model_file import load_trees
-from bitplan.trees.ranks import ProcessLostError
 from bitplan.trees.recommend import PrecisionAdvice, recommend_gradient_precision
 
 __all__ = [

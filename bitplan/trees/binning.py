@@ -10,11 +10,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from bitplan.kernels import trees_rows
-from bitplan.kernels.jit import on_threads
-from bitplan.kernels.trees_histogram import PANEL, words_a_row
+from bitplan.kernels.base.jit import on_threads
+from bitplan.trees.distributed.shards import ALONE, Shards, Span
 from bitplan.trees.gradients import Array, TreesError
-from bitplan.trees.shards import ALONE, Shards, Span
+from bitplan.trees.loops import rows as trees_rows
+from bitplan.trees.loops.histogram import PANEL, words_a_row
 
 MAX_BINS = 255
 MAX_CATEGORY = 255  # the largest number that may stand for a category

@@ -11,13 +11,14 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from bitplan.kernels import trees_gradients, trees_rows
-from bitplan.kernels.jit import on_threads
+from bitplan.kernels.base.jit import on_threads
 from bitplan.trees.binning import bin_rows, find_bins
+from bitplan.trees.distributed.shards import ALONE, Shards, Span
 from bitplan.trees.gradients import Array, GradientPrecision, GradientsF32, prepare
 from bitplan.trees.grow import Grown, GrowthRules, TreeGrower, newton_steps
+from bitplan.trees.loops import gradients as trees_gradients
+from bitplan.trees.loops import rows as trees_rows
 from bitplan.trees.objectives import Objective
-from bitplan.trees.shards import ALONE, Shards, Span
 from bitplan.trees.tree import Forest, Tree
 
 NO_WEIGHTS = np.empty(0)

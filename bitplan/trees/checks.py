@@ -11,8 +11,8 @@ from sklearn.utils import check_array  # type: ignore[import-untyped]
 
 from bitplan.errors import did_you_mean
 from bitplan.trees.boost import NO_WEIGHTS, Rows
+from bitplan.trees.distributed.shards import ALONE, Shards, Span
 from bitplan.trees.gradients import Array, TreesError
-from bitplan.trees.shards import ALONE, Shards, Span
 
 FLOAT32 = np.finfo(np.float32)
 MAX_TARGET = 1e300

@@ -18,8 +18,7 @@ from sklearn.utils.multiclass import check_classification_targets  # type: ignor
 from sklearn.utils.validation import check_is_fitted, validate_data  # type: ignore[import-untyped]
 
 from bitplan.errors import did_you_mean
-from bitplan.kernels.jit import use_threads
-from bitplan.trees.agreement import agree, merge_classes
+from bitplan.kernels.base.jit import use_threads
 from bitplan.trees.boost import Booster, BoostSettings, Rows, boost
 from bitplan.trees.checks import (
     number,
@@ -32,11 +31,12 @@ from bitplan.trees.checks import (
     whole_number,
     with_weight,
 )
+from bitplan.trees.distributed.agreement import agree, merge_classes
+from bitplan.trees.distributed.shards import ALONE, Shards, Span, gather_numbers
 from bitplan.trees.gradients import Array, GradientPrecision, TreesError
 from bitplan.trees.grow import GrowthRules
 from bitplan.trees.objectives import OBJECTIVES, Binary, Custom, Multiclass, Objective
 from bitplan.trees.progress import round_bar
-from bitplan.trees.shards import ALONE, Shards, Span, gather_numbers
 from bitplan.trees.threads import threads_of
 from bitplan.version import __version__
 

@@ -24,9 +24,9 @@ from typing import Any, ClassVar, Protocol
 import numpy as np
 
 from bitplan.errors import BitplanError
-from bitplan.kernels import trees_gradients
-from bitplan.kernels.jit import on_threads
-from bitplan.trees.shards import ALONE, Shards, Span
+from bitplan.kernels.base.jit import on_threads
+from bitplan.trees.distributed.shards import ALONE, Shards, Span
+from bitplan.trees.loops import gradients as trees_gradients
 
 Array = np.ndarray[Any, Any]
 PIECE = 2**16  # rows, even: I8 puts two into a byte

@@ -19,15 +19,15 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from bitplan.kernels import trees_nodes as kernels
-from bitplan.kernels import trees_rows
-from bitplan.kernels.jit import on_threads, thread_count
+from bitplan.kernels.base.jit import on_threads, thread_count
 from bitplan.trees.binning import BinnedRows, Bins
+from bitplan.trees.distributed.shards import ALONE, Shards
+from bitplan.trees.distributed.wire import HistogramSum
 from bitplan.trees.gradients import Array, Gradients
 from bitplan.trees.histogram import Histogram, HistogramBuilder
-from bitplan.trees.shards import ALONE, Shards
+from bitplan.trees.loops import nodes as kernels
+from bitplan.trees.loops import rows as trees_rows
 from bitplan.trees.tree import Tree
-from bitplan.trees.wire import HistogramSum
 
 SHARED_ROWS = 2**17  # from here on all threads work on one node
 THREADS_FROM_ROWS = 2**13  # below, starting threads takes longer than they save
@@ -54,7 +54,7 @@ class GrowthRules:
 
     @property
     def numbers(self) -> Array:
-        """In the order of `trees_split`."""
+        """In the order of `trees.loops.split`."""
         return np.array(
             [
                 self.l1,
@@ -304,7 +304,7 @@ class _Growth:
 
 
 def newton_steps(grads: Array, hess: Array, rules: GrowthRules, bounds: Array) -> Array:
-    """`trees_split.leaf_value` of many leaves; bounds (leaves, 2)."""
+    """`trees.loops.split.leaf_value` of many leaves; bounds (leaves, 2)."""
     shrunk = np.maximum(np.abs(grads) - rules.l1, 0.0)
     heavy = hess + rules.l2 > 0
     steps = np.where(heavy, -np.copysign(shrunk, grads) / np.where(heavy, hess + rules.l2, 1.0), 0.0)

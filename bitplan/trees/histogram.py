@@ -12,11 +12,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from bitplan.kernels import trees_histogram as kernels
-from bitplan.kernels.jit import on_threads, thread_count
-from bitplan.kernels.trees_histogram import BINS, GROUP, NARROW_ROWS, PANEL
+from bitplan.kernels.base.jit import on_threads, thread_count
 from bitplan.trees.binning import BinnedRows
 from bitplan.trees.gradients import Array, GradientPrecision, Gradients
+from bitplan.trees.loops import histogram as kernels
+from bitplan.trees.loops.histogram import BINS, GROUP, NARROW_ROWS, PANEL
 
 WIDE = 3  # words: gradient, hessian, rows
 ENTER_ROWS = 2**16

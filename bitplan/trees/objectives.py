@@ -13,11 +13,11 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from bitplan.kernels import trees_gradients
-from bitplan.kernels.jit import on_threads
+from bitplan.kernels.base.jit import on_threads
+from bitplan.trees.distributed.medians import find_medians
+from bitplan.trees.distributed.shards import ALONE, Array, Shards, average, sum_exactly
 from bitplan.trees.gradients import TreesError, pieces
-from bitplan.trees.medians import find_medians
-from bitplan.trees.shards import ALONE, Array, Shards, average, sum_exactly
+from bitplan.trees.loops import gradients as trees_gradients
 
 POISSON_CAUTION = math.exp(0.7)  # LightGBM's: a hessian larger than the real one, against steps that overshoot
 Leaves = Sequence[Array]  # the rows of each

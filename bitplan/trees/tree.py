@@ -12,9 +12,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from bitplan.kernels import trees_rows
-from bitplan.kernels.jit import on_threads
+from bitplan.kernels.base.jit import on_threads
 from bitplan.trees.gradients import Array
+from bitplan.trees.loops import rows as trees_rows
 
 ROWS_AT_ONCE = 2**13
 SET_WORDS = 8  # 256 categories

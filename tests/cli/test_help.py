@@ -12,8 +12,8 @@ import typer
 
 from bitplan.cli import run
 from bitplan.cli.app import VERBS, app
-from tests.cli.test_perplexity_verb import save_llama
-from tests.plan.fp8_samples import report, series
+from tests.cli.verbs.test_perplexity_verb import save_llama
+from tests.plan.fp8.fp8_samples import report, series
 
 PANELS = ["Measure", "Plan", "Apply", "Run", "Look"]
 EXAMPLE = re.compile(r"Example: bitplan (.+)")

@@ -11,7 +11,7 @@ import safetensors.torch
 import torch
 
 from bitplan.cli import run, show
-from bitplan.cli.fit import wrap
+from bitplan.cli.fit_columns import wrap
 from bitplan.text import visible
 
 HOSTILE = "\x1b]0;owned\x07\x9b31m\x7f\u202eevil\u2066[red]x[/red][/] [link=x]\r\n.weight"

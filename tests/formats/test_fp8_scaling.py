@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from bitplan.errors import FormatError
-from bitplan.formats.fp8_scaling import (
+from bitplan.formats.fp8 import (
     FP8_DTYPES,
     FP8_LIMITS,
     SCALINGS,

@@ -59,7 +59,7 @@ def read_calibration(path: Path) -> None:
 
 
 def read_selective_config(path: Path) -> None:
-    from bitplan.plan.selective_config import SelectivePrecisionConfig
+    from bitplan.plan.selective.config import SelectivePrecisionConfig
 
     SelectivePrecisionConfig.load(path).to_document()
 
@@ -69,9 +69,9 @@ def selective_policy() -> tuple[Any, Any]:
     """A policy that the example of the page fits."""
     from torch import nn
 
-    from bitplan.plan.selective_config import SelectivePrecisionConfig
-    from bitplan.runtime.selective_precision import SelectivePrecisionPolicy
-    from bitplan.runtime.stream_blocks import stream_blocks
+    from bitplan.plan.selective.config import SelectivePrecisionConfig
+    from bitplan.runtime.selective.policy import SelectivePrecisionPolicy
+    from bitplan.runtime.streaming.stream_blocks import stream_blocks
 
     saved = json.loads(example_text("selective-state"))["policy"]["config"]
     config = SelectivePrecisionConfig.from_document(saved | {"telemetry_enabled": False})
@@ -90,8 +90,8 @@ def read_selective_state(path: Path) -> None:
 def streamed() -> Any:
     from torch import nn
 
-    from bitplan.runtime.host_training import AdamWSettings
-    from bitplan.runtime.stream_blocks import stream_blocks
+    from bitplan.runtime.streaming.stream_blocks import stream_blocks
+    from bitplan.runtime.streaming.training.host_training import AdamWSettings
 
     layer = nn.Linear(4, 4)
     layer.bias.requires_grad_(False)
@@ -109,10 +109,10 @@ def read_training_state(path: Path) -> None:
 
 
 def read_crossovers(path: Path) -> None:
+    from bitplan.documents import load_document
     from bitplan.errors import FileFormatError
-    from bitplan.measure import crossover_files
-    from bitplan.measure.crossover import pick
-    from bitplan.plan.documents import load_document
+    from bitplan.measure.speed import crossover_files
+    from bitplan.measure.speed.crossover import pick
 
     fingerprint = json.loads(example_text("crossover"))["fingerprint"]
     document = load_document(path, FileFormatError)
@@ -123,7 +123,7 @@ def read_crossovers(path: Path) -> None:
 
 
 def read_drift_log(path: Path) -> None:
-    from bitplan.store.drift_log import read_drift
+    from bitplan.store.checks.drift_log import read_drift
 
     read_drift(path)
 
@@ -163,7 +163,7 @@ def read_layer_state(path: Path) -> None:
     """What a packed layer saves beside its parts, as JSON in a tensor."""
     import torch
 
-    from bitplan.runtime.packed_weight import _read_extra
+    from bitplan.runtime.packed.packed_weight import _read_extra
 
     _read_extra(torch.tensor(list(path.read_bytes()), dtype=torch.uint8), "layer")
 
@@ -172,23 +172,23 @@ def read_layer_state(path: Path) -> None:
 
 
 def make_fp8_policies(folder: Path) -> list[Path]:
-    from bitplan.plan.fp8_merge import merge_reports
-    from tests.plan.fp8_samples import SEED_POLICY
+    from bitplan.plan.fp8.merge import merge_reports
+    from tests.plan.fp8.fp8_samples import SEED_POLICY
 
     merge_reports([small_report()]).policy.save(folder / "v2.json")
     return [folder / "v2.json", written(folder / "v1.json", SEED_POLICY)]
 
 
 def small_report() -> Any:
-    from tests.plan.fp8_samples import experts, pair, report, series
+    from tests.plan.fp8.fp8_samples import experts, pair, report, series
 
     return report([*series({512: 0.8, 4096: 1.2}), *pair(424, 1.1, **experts("row_grouped"))])
 
 
 def read_fp8_policy(path: Path) -> None:
-    from bitplan.plan.fp8_choice import choose_products
-    from bitplan.plan.fp8_policy import Question, decide, load_policy, read_policy
-    from bitplan.plan.fp8_terms import KINDS
+    from bitplan.plan.fp8.choice import choose_products
+    from bitplan.plan.fp8.policy import Question, decide, load_policy, read_policy
+    from bitplan.plan.fp8.terms import KINDS
 
     policy = load_policy(path)
     for kind in KINDS:
@@ -207,8 +207,8 @@ def make_fp8_reports(folder: Path) -> list[Path]:
 
 
 def read_fp8_report(path: Path) -> None:
-    from bitplan.plan.fp8_merge import merge_reports
-    from bitplan.plan.fp8_report import Report
+    from bitplan.plan.fp8.merge import merge_reports
+    from bitplan.plan.fp8.report import Report
 
     merge_reports([Report.load(path)]).policy.to_json()
 
@@ -218,7 +218,7 @@ def make_fp8_log(folder: Path) -> list[Path]:
 
 
 def read_fp8_log(path: Path) -> None:
-    from bitplan.measure.fp8_report_log import ReportLog
+    from bitplan.measure.speed.fp8_report_log import ReportLog
 
     report = small_report()
     with ReportLog(path, report.fingerprint, report.recipe, model=report.model, settings=report.settings) as log:
@@ -226,14 +226,14 @@ def read_fp8_log(path: Path) -> None:
 
 
 def make_list_report(folder: Path) -> list[Path]:
-    from tests.plan.test_fp8_list_report import case
+    from tests.plan.fp8.test_fp8_list_report import case
 
     rows = [*case(4096, 1.2), *case(512, 0.9), *case(424, 1.1, kind="row_grouped", num_gemms=64)]
     return [written(folder / "list.json", json.dumps(rows))]
 
 
 def read_list_report(path: Path) -> None:
-    from bitplan.plan.fp8_list_report import merge_lists
+    from bitplan.plan.fp8.loongforge_report import merge_lists
 
     found = merge_lists([path], 1.0)
     if found is not None:
@@ -241,22 +241,22 @@ def read_list_report(path: Path) -> None:
 
 
 def make_configs(folder: Path) -> list[Path]:
-    from tests.plan.test_fp8_layers import DEEPSEEK_V3, QWEN3_30B, QWEN3_VL_235B
+    from tests.plan.fp8.test_fp8_layers import DEEPSEEK_V3, QWEN3_30B, QWEN3_VL_235B
 
     configs = (DEEPSEEK_V3, QWEN3_30B, QWEN3_VL_235B)
     return [written(folder / f"{number}.json", json.dumps(config)) for number, config in enumerate(configs)]
 
 
 def make_yaml(folder: Path) -> list[Path]:
-    from tests.plan.test_fp8_yaml import DEEPSEEK, QWEN, SELECTIVE
+    from tests.plan.fp8.test_fp8_yaml import DEEPSEEK, QWEN, SELECTIVE
 
     written(folder / "deepseek_v3.yaml", DEEPSEEK)
     return [written(folder / f"{name}.yaml", text) for name, text in (("a", DEEPSEEK), ("b", QWEN), ("c", SELECTIVE))]
 
 
 def read_fp8_model(path: Path) -> None:
-    from bitplan.plan.fp8_layers import Parallel, local_layers
-    from bitplan.runtime.fp8_config import open_model
+    from bitplan.plan.fp8.layers import Parallel, local_layers
+    from bitplan.runtime.fp8.model_files import open_model
 
     local_layers(open_model(path).parts, Parallel(tp=2))
 

@@ -22,8 +22,8 @@ from gguf import GGMLQuantizationType
 
 from bitplan.records import atomic_file, read_json, write_json
 from bitplan.report import TrainingLog
-from bitplan.store.gguf_io import GGUFFile, write_gguf
-from bitplan.store.safetensors_io import SafetensorsFile, write_safetensors
+from bitplan.store.files.gguf import GGUFFile, write_gguf
+from bitplan.store.files.safetensors import SafetensorsFile, write_safetensors
 
 SIZES = (1_000, 300_000)  # bytes of a tensor: an even version is small, an odd one large
 

@@ -19,7 +19,7 @@ def make_safetensors(folder: Path) -> list[Path]:
     import torch
 
     from bitplan.formats.dtypes import torch_dtype
-    from bitplan.store.safetensors_io import DTYPES, write_safetensors
+    from bitplan.store.files.safetensors import DTYPES, write_safetensors
 
     paths = []
     for number, tags in enumerate((list(DTYPES), ["F32"], ["U8", "F4", "BF16"], [])):
@@ -37,7 +37,7 @@ def make_safetensors(folder: Path) -> list[Path]:
 def read_safetensors(path: Path) -> None:
     import safetensors
 
-    from bitplan.store.safetensors_io import SafetensorsFile
+    from bitplan.store.files.safetensors import SafetensorsFile
 
     with SafetensorsFile(path) as file:
         for name, entry in file.tensors.items():
@@ -54,7 +54,7 @@ def read_safetensors(path: Path) -> None:
 def make_index(folder: Path) -> list[Path]:
     import torch
 
-    from bitplan.store.safetensors_io import write_safetensors
+    from bitplan.store.files.safetensors import write_safetensors
 
     for name in "ab":
         with write_safetensors(folder / f"{name}.safetensors", [(name, torch.uint8, (1,))]) as writer:
@@ -77,7 +77,7 @@ def make_gguf(folder: Path) -> list[Path]:
     from gguf import GGMLQuantizationType as Type
     from gguf import GGUFValueType as V
 
-    from bitplan.store.gguf_io import GGUFValue, write_gguf
+    from bitplan.store.files.gguf import GGUFValue, write_gguf
 
     metadata = {
         "general.architecture": GGUFValue(V.STRING, "llama"),
@@ -104,7 +104,7 @@ def make_gguf(folder: Path) -> list[Path]:
 
 def read_gguf(path: Path) -> None:
     """What is read can be written, and is then read the same."""
-    from bitplan.store.gguf_io import GGUFFile, write_gguf
+    from bitplan.store.files.gguf import GGUFFile, write_gguf
 
     with GGUFFile(path) as file:
         raw = {name: file.read_raw(name) for name in file.tensors}
@@ -137,8 +137,8 @@ def make_networks(folder: Path) -> list[Path]:
     import torch
 
     from bitplan.formats import DTYPE_NAMES, encode
-    from bitplan.store.poly_json import PolyNetwork
-    from tests.store.test_poly_json import AMBIGUOUS, EVERY_ORIGINAL, ORIGINAL, b64, network, pack, packed
+    from bitplan.store.files.poly_json import PolyNetwork
+    from tests.store.files.test_poly_json import AMBIGUOUS, EVERY_ORIGINAL, ORIGINAL, b64, network, pack, packed
 
     x = torch.linspace(-1, 1, 6).reshape(2, 3)
     ours = PolyNetwork.from_tensors({fmt: encode(x, fmt) for fmt in DTYPE_NAMES}).document
@@ -150,7 +150,7 @@ def make_networks(folder: Path) -> list[Path]:
 
 
 def read_network(path: Path) -> None:
-    from bitplan.store.poly_json import read_poly_json, write_poly_json
+    from bitplan.store.files.poly_json import read_poly_json, write_poly_json
 
     found = read_poly_json(path)
     write_poly_json(path.with_suffix(".again"), found)  # what can be read can be written, and is the same
@@ -161,7 +161,7 @@ def make_packed(folder: Path) -> list[Path]:
     import torch
 
     from bitplan.formats import encode
-    from bitplan.store.tensor_writers import Promise, write_tensors
+    from bitplan.store.files.writers import Promise, write_tensors
 
     x = torch.linspace(-1, 1, 4 * 128).reshape(4, 128)
     packed = {fmt: encode(x, fmt) for fmt in ("mxfp4", "nvfp4", "int8_g128", "q4_0_poly")}
@@ -179,9 +179,9 @@ def make_packed(folder: Path) -> list[Path]:
 
 def read_packed_file(path: Path) -> None:
     """What `check --deep` and `load` do."""
-    from bitplan.runtime.packed_files import read_packed
+    from bitplan.runtime.packed.read_packed import read_packed
     from bitplan.store import open_tensors
-    from bitplan.store.deep_check import deep_check
+    from bitplan.store.checks.deep_check import deep_check
 
     manifest = Manifest.from_document({"version": 1, "patterns": [{"regex": ".*", "format": "float32"}]})
     with open_tensors(path) as file:
@@ -224,9 +224,9 @@ def make_pairs(folder: Path) -> list[Path]:
 
 
 def read_pairs(path: Path) -> None:
-    from bitplan.runtime.packed_files import read_packed
+    from bitplan.runtime.packed.read_packed import read_packed
     from bitplan.store import open_tensors
-    from bitplan.store.deep_check import deep_check
+    from bitplan.store.checks.deep_check import deep_check
 
     manifest = Manifest.from_document(PAIRS)
     with open_tensors(path) as file:
@@ -248,7 +248,7 @@ def make_gpt_oss(naming: str, damaged: str) -> Callable[[Path], list[Path]]:
 
 def read_gpt_oss(path: Path) -> None:
     from bitplan.store.gpt_oss import GptOssFile
-    from bitplan.store.gpt_oss_config import hf_config
+    from bitplan.store.gpt_oss.config import hf_config
 
     with GptOssFile(path if path.suffix == ".gguf" else path.parent) as file:
         json.dumps(hf_config(file.shape, file.settings, packed=True), allow_nan=False).encode()

@@ -9,7 +9,8 @@ import time
 import pytest
 import torch
 
-from bitplan.kernels import cpu_matmul, dispatch
+from bitplan.kernels.codec import dispatch
+from bitplan.kernels.matmul import cpu_matmul
 from bitplan.measure import machine
 from bitplan.measure.lacks import CPU_TORCH, find_lacks
 from bitplan.measure.machine import examine_machine, find_libraries, measure_bandwidth, meets

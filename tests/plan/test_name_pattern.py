@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bitplan.plan.name_pattern import MAX_PATTERN_LETTERS, NamePatterns, PatternError
+from bitplan.plan.name_patterns import MAX_PATTERN_LETTERS, NamePatterns, PatternError
 
 
 def matches(regex, name):

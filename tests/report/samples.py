@@ -16,19 +16,19 @@ import torch
 
 from bitplan.formats import encode
 from bitplan.measure.calibration import Calibration
-from bitplan.measure.crossover import Crossover, Timing
-from bitplan.measure.crossover_files import to_document
+from bitplan.measure.speed.crossover import Crossover, Timing
+from bitplan.measure.speed.crossover_files import to_document
 from bitplan.plan import Choice, Plan
 from bitplan.plan.check import Finding
-from bitplan.plan.fp8_merge import merge_reports
-from bitplan.plan.fp8_report import Fingerprint, Report, Row
+from bitplan.plan.fp8.merge import merge_reports
+from bitplan.plan.fp8.report import Fingerprint, Report, Row
 from bitplan.plan.plan import Planned
-from bitplan.plan.selective_decide import BlockPrecisionHint
+from bitplan.plan.selective.decide import BlockPrecisionHint
 from bitplan.records import write_json
 from bitplan.report import TrainingLog
-from bitplan.runtime.precision_telemetry import PrecisionTelemetry
-from bitplan.runtime.stream_telemetry import StepStats
-from bitplan.store.drift_log import DriftLog, log_drift
+from bitplan.runtime.selective.telemetry import PrecisionTelemetry
+from bitplan.runtime.streaming.telemetry import StepStats
+from bitplan.store.checks.drift_log import DriftLog, log_drift
 
 RESULTS = Path(__file__).parent.parent.parent / "benchmarks" / "results"
 LAYERS = 24

@@ -12,9 +12,9 @@ import torch
 
 from bitplan.cli import run
 from bitplan.store.compare import compare_files
+from bitplan.store.files.writers import Promise, write_tensors
 from bitplan.store.gpt_oss import convert_gpt_oss, make_checkpoint
 from bitplan.store.quantize import quantize_file
-from bitplan.store.tensor_writers import Promise, write_tensors
 
 
 @pytest.fixture(scope="module")

@@ -10,8 +10,8 @@ import pytest
 import torch
 from gguf import GGMLQuantizationType as Type
 
-from bitplan.store.gguf_io import GGUFFile, write_gguf
-from bitplan.store.safetensors_io import SafetensorsFile, write_safetensors
+from bitplan.store.files.gguf import GGUFFile, write_gguf
+from bitplan.store.files.safetensors import SafetensorsFile, write_safetensors
 
 
 @pytest.mark.skipif(not os.access("/proc/self/clear_refs", os.W_OK), reason="needs Linux to ask for its peak memory")

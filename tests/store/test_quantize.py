@@ -20,11 +20,11 @@ from bitplan.formats import encode, get_format, list_formats
 from bitplan.plan import Choice, Manifest, Plan
 from bitplan.plan.plan import Planned
 from bitplan.store.compare import compare_files
-from bitplan.store.model_files import load_model
+from bitplan.store.files.open_files import open_tensors
+from bitplan.store.files.safetensors import write_safetensors
+from bitplan.store.files.writers import Promise, write_native, write_tensors
+from bitplan.store.models.save_load import load_model
 from bitplan.store.quantize import quantize_file
-from bitplan.store.safetensors_io import write_safetensors
-from bitplan.store.tensor_files import open_tensors
-from bitplan.store.tensor_writers import Promise, write_native, write_tensors
 
 MB = 2**20
 
@@ -368,7 +368,7 @@ def large_file(path, count):
 PEAK = """
 import re, sys
 from bitplan.cli import run
-import torch, bitplan.store.quantize, bitplan.kernels.cpu_codec  # what they take is none of the file's
+import torch, bitplan.store.quantize, bitplan.kernels.codec.cpu_codec  # what they take is none of the file's
 def memory(word):
     return 1024 * int(re.search(word + r":\\s+(\\d+) kB", open("/proc/self/status").read())[1])
 before = memory("VmRSS")

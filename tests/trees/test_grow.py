@@ -7,7 +7,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from bitplan.kernels.jit import use_threads
+from bitplan.kernels.base.jit import use_threads
 from bitplan.trees import grow, histogram
 from bitplan.trees.gradients import GradientPrecision, prepare
 from bitplan.trees.grow import TreeGrower

@@ -5,11 +5,11 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from bitplan.kernels import trees_histogram as kernels
 from bitplan.trees import histogram
 from bitplan.trees.binning import BinnedRows
 from bitplan.trees.gradients import GradientPrecision, GradientsF32, GradientsI8, GradientsI16, prepare
 from bitplan.trees.histogram import Histogram, HistogramBuilder
+from bitplan.trees.loops import histogram as kernels
 from tests.trees.naive import integer_gradients, naive_histogram
 from tests.trees.samples import binned, table
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from bitplan.kernels.jit import on_threads, thread_count, use_threads
+from bitplan.kernels.base.jit import on_threads, thread_count, use_threads
 from bitplan.trees import BoostedTreesClassifier, TreesError
 from bitplan.trees.threads import LIMITS, allowed_cores, threads_of
 from tests.trees.samples import table

@@ -1,0 +1,1 @@
+"""`bitplan demo`, part by part."""

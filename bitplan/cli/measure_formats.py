@@ -1,0 +1,197 @@
+"""Formats measured one by one against one reference: what `bitplan perplexity` and benchmarks/quality.py share."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from bitplan.errors import FileFormatError, did_you_mean
+from bitplan.formats.scales.rules import ScaleRule
+from bitplan.measure.quality.noise_floor import round_activations, shared_twin
+from bitplan.measure.quality.perplexity import KeptLogits, MeasureError, Quality, measure_perplexity
+from bitplan.plan import Manifest, Plan, PlanError, Stored, choose_formats, shipped_manifest
+from bitplan.plan.choose import name_matches
+from bitplan.plan.plan import listed
+from bitplan.runtime.causal_lm import CausalLM, logits_of
+from bitplan.store.models.morph import Formats, formats_of, morph_model, places_of
+
+KEPT_LOGITS_BYTES = 4 * 2**30  # the reference's logits: 12,000 tokens of a vocabulary of 49,152 are 2.4 GB
+GGUF_FAMILIES = ("llama", "qwen", "gemma", "phi3")  # whose names in GGUF files are known
+FLOOR = "noise floor (bfloat16 activations)"
+OnWindows = Callable[[int], None]
+
+
+@dataclass(frozen=True)
+class QualityRow:
+    """One line of the table."""
+
+    label: str
+    bits_per_weight: float
+    quality: Quality
+
+    def to_dict(self) -> dict[str, Any]:
+        return {"format": self.label, "bits_per_weight": self.bits_per_weight, **self.quality.to_dict()}
+
+
+@dataclass
+class QualityRun:
+    """A reference and the windows of text on which everything is measured against it."""
+
+    reference: CausalLM
+    windows: Sequence[Tensor]
+    batch: int = 4
+
+    def __post_init__(self) -> None:
+        self._kept = KeptLogits(self.reference, KEPT_LOGITS_BYTES)
+        self._unscored = max(1, len(self.reference.prefix))
+
+    def measure_reference(self, label: str = "reference", on_windows: OnWindows | None = None) -> QualityRow:
+        quality = measure_perplexity(
+            self._kept,
+            self.windows,
+            batch=self.batch,
+            unscored=self._unscored,
+            name=self.reference.where,
+            on_windows=on_windows,
+        )
+        return QualityRow(label, stored_bits(self.reference), quality)
+
+    def measure_floor(self, on_windows: OnWindows | None = None) -> QualityRow:
+        """The reference against itself, its activations rounded to bfloat16."""
+        twin = shared_twin(self.reference.model)
+        head: nn.Module = twin.get_output_embeddings()  # type: ignore[operator]
+        round_activations(twin, torch.bfloat16, keep=[head])
+        return self._against(FLOOR, twin, stored_bits(self.reference), on_windows)
+
+    def measure(
+        self,
+        label: str,
+        candidate: CausalLM,
+        formats: Formats | None,
+        *,
+        scale_rule: ScaleRule | None = None,
+        pad: Literal["zero"] | None = None,
+        on_windows: OnWindows | None = None,
+    ) -> QualityRow:
+        """A model in these formats, None as it is; the candidate itself stays untouched."""
+        twin = morphed_twin(candidate, formats, scale_rule=scale_rule, pad=pad)
+        bits = stored_bits(candidate) if formats is None else bits_per_weight(twin)
+        return self._against(label, twin, bits, on_windows)
+
+    def measure_in_float64(self, label: str, on_windows: OnWindows | None = None) -> QualityRow:
+        """The reference against itself computed in float64: what float32 arithmetic itself adds to every figure."""
+        wide = copy.deepcopy(self.reference.model).double()
+        return self._against(label, wide, stored_bits(self.reference), on_windows)
+
+    def _against(self, label: str, model: nn.Module, bits: float, on_windows: OnWindows | None) -> QualityRow:
+        quality = measure_perplexity(
+            lambda ids: logits_of(model, ids),
+            self.windows,
+            reference=self._kept,
+            batch=self.batch,
+            unscored=self._unscored,
+            name=label,
+            on_windows=on_windows,
+        )
+        return QualityRow(label, bits, quality)
+
+
+def morphed_twin(
+    candidate: CausalLM, formats: Formats | None, *, scale_rule: ScaleRule | None, pad: Literal["zero"] | None
+) -> nn.Module:
+    """A model over the candidate's Parameters that sees them in these formats."""
+    twin = shared_twin(candidate.model)
+    if formats is not None:
+        morph_model(twin, formats, scale_rule=scale_rule, pad=pad)
+    return twin
+
+
+def read_text(path: str | Path) -> str:
+    """A text file, refused by name where it is none."""
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise FileFormatError(f"{path}: not UTF-8 text (byte {error.start}); give a plain text file") from None
+    if not text.strip():
+        raise MeasureError(f"{path}: the text is empty; give a file of plain text to measure on")
+    return text
+
+
+def require_same_tokens(first: CausalLM, second: CausalLM, text: str) -> None:
+    """Two models are compared token by token, so both must cut the text alike."""
+    ids, others = (torch.cat((lm.prefix, lm.encode(text))) for lm in (first, second))
+    if torch.equal(ids, others) and len(first.prefix) == len(second.prefix):
+        return
+    both = min(len(ids), len(others))
+    differing = (ids[:both] != others[:both]).nonzero()
+    at = int(differing[0]) if len(differing) else both
+    raise MeasureError(
+        f"{first.where} and {second.where} cut the text into different tokens, from token {at} on; "
+        "KL is only defined between models of one vocabulary"
+    )
+
+
+# ---- which weight gets which format ----------------------------------------------------------------------------------
+
+
+def format_map(
+    fmt: str, model: nn.Module, keep: Sequence[str] = (), *, pad: Literal["zero"] | None = None
+) -> dict[str, str | None]:
+    """One format for this model, as `bitplan quantize --format` gives it; what `keep` names stays."""
+    tensors = {
+        name: Stored(tuple(parameter.shape), str(parameter.dtype).removeprefix("torch."))
+        for name, parameter in model.named_parameters(remove_duplicate=False)
+    }
+    for pattern in keep:
+        if not any(name_matches(name, pattern) for name in tensors):
+            raise PlanError(f"--keep {pattern!r} names nothing in the model{did_you_mean(pattern, tensors)}")
+    return plan_map(choose_formats(tensors, fmt, keep=keep, pad=pad is not None), model)
+
+
+def resolved_for(manifest: Manifest, model: nn.Module) -> Plan:
+    """A manifest's rules, resolved for this model."""
+    return manifest.resolve({name: tuple(parameter.shape) for name, parameter in model.named_parameters()})
+
+
+def plan_map(plan: Plan, model: nn.Module, *, where: str = "the plan") -> dict[str, str | None]:
+    """A plan as `morph_model` takes it; GGUF's names are translated, and a parameter without an entry is an error."""
+    places = places_of(model)
+    known = {place.name for place in places}
+    families = [shipped_manifest(name).aliases for name in GGUF_FAMILIES]
+    found: dict[str, str | None] = {}
+    for name, choice in plan.items():
+        if plan.entries[name].part is not None:
+            raise PlanError(f"{where}: {name!r} is a part of a packed weight; plan the model's own parameters")
+        ours = [name, *(aliases.to_ours(name) for aliases in families)]
+        found[next((each for each in ours if each in known), name)] = choice.format
+    decided = {id(place.parameter) for place in places if place.name in found}  # tied: by any of its names
+    missing = list(dict.fromkeys(place.name for place in places if id(place.parameter) not in decided))
+    if missing:
+        raise PlanError(f"{where}: nothing is said of {listed(missing)}; plan every parameter of the model")
+    return found
+
+
+def stored_bits(lm: CausalLM) -> float:
+    """Bits a weight of a model as its file holds it; of one that came from no file, as it is in memory."""
+    return lm.bits_per_weight or bits_per_weight(lm.model)
+
+
+def bits_per_weight(model: nn.Module) -> float:
+    """Bits of all parameters, scales included, over their number; tied ones count once, in their first format."""
+    formats = formats_of(model)
+    sizes: Mapping[int, tuple[int, int]] = {
+        id(place.parameter): (
+            formats[place.name].nbytes(tuple(place.parameter.shape))
+            if place.name in formats
+            else place.parameter.nbytes,
+            place.parameter.numel(),
+        )
+        for place in reversed(places_of(model))
+    }
+    return 8 * sum(nbytes for nbytes, _ in sizes.values()) / sum(count for _, count in sizes.values())

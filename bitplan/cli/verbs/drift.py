@@ -1,0 +1,64 @@
+"""The verb about drift: a packed checkpoint against the master it came from."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from bitplan.cli.show import Json, human_bytes, progress, say, show_json, table
+
+
+def drift(
+    master: Annotated[Path, typer.Argument(metavar="MASTER", help="The checkpoint in BF16 or F32.")],
+    packed: Annotated[Path, typer.Argument(metavar="PACKED", help="Its packed version.")],
+    jsonl: Annotated[Path | None, typer.Option("--jsonl", help="Append a line per tensor to this log.")] = None,
+    step: Annotated[int, typer.Option("--step", help="The step that the lines bear.")] = 0,
+    as_json: Json = False,
+) -> None:
+    """Show how far each packed tensor is from its master and what its scales and codes do, worst first.
+
+    `compare` takes any two files; this takes one and its packed version. Exit 1 where a tensor cannot be compared.
+
+    Example: bitplan drift model.safetensors model.mxfp4.safetensors --jsonl drift.jsonl
+    """
+    from bitplan.store.checks.drift_files import drift_files
+    from bitplan.store.checks.drift_log import DriftLog
+    from bitplan.store.files.open_files import open_tensors
+
+    log = None if jsonl is None else DriftLog(jsonl)  # a path that cannot be written is known before the work
+    with open_tensors(packed) as file:
+        total = sum(spec.nbytes for spec in file.specs.values())
+    with progress("comparing", total, amount=human_bytes) as advance:
+        found = drift_files(master, packed, step=step, on_bytes=advance)
+    if log is not None:
+        with log:
+            for row in found.rows:
+                log.write(row)
+    if as_json:
+        show_json(found.to_dict())
+    else:
+        if found.rows:
+            rows = [_shown(row) for row in found.rows]
+            table(f"{packed} against {master}, largest relative error first", rows)
+        for finding in found.findings:
+            say(finding)
+        if jsonl is not None:
+            say(f"{len(found.rows)} lines appended to {jsonl}")
+    raise typer.Exit(1 if found.findings else 0)
+
+
+def _shown(row: Any) -> dict[str, Any]:
+    """Of scales that share a base only those that clip are bad: one is always at the top. Codes are shares."""
+    health = row.health
+    bad = {"NaN": health.nan_scales, "saturated": health.clipped_scales, "underflowed": health.underflowed_scales}
+    return {
+        "tensor": row.name,
+        "format": row.format,
+        "max error": f"{row.max_abs_error:.2e}",
+        "relative": f"{row.relative_error:.2e}",
+        "bad scales": ", ".join(f"{count} {kind}" for kind, count in bad.items() if count) or "none",
+        "end codes": f"{health.saturated_codes / max(health.codes, 1):.1%}",
+        "zeros": f"{health.flushed_codes / max(health.codes, 1):.1%}",
+    }

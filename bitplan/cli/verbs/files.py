@@ -1,0 +1,249 @@
+"""Verbs on files of weights: which formats there are, what a file holds, quantize it, compare two."""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections import Counter
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import typer
+
+from bitplan.cli.complete import format_names, manifest_names
+from bitplan.cli.show import Force, Json, human_bytes, progress, say, show_json, table
+from bitplan.text import visible
+
+Rule = Literal["absmax", "absmean", "percentile", "mse"]
+
+
+def formats(
+    on: Annotated[str | None, typer.Option(metavar="FILE:TENSOR", help="Try every format on this tensor.")] = None,
+    scale_rule: Annotated[Rule | None, typer.Option(help="With --on: how scales are chosen.")] = None,
+    as_json: Json = False,
+) -> None:
+    """List the number formats, or try each of them on a tensor.
+
+    Example: bitplan formats --on model.safetensors:model.layers.0.mlp.up_proj.weight
+    """
+    if on is not None:
+        _formats_on(on, scale_rule, as_json)
+        return
+    from bitplan.formats import list_formats
+
+    shape = (4096, 4096)
+    rows = [
+        {"format": fmt.name, "bits_per_weight": round(fmt.bits_per_weight(shape), 3), "description": fmt.description}
+        for fmt in list_formats()
+    ]
+    if as_json:
+        show_json(rows)
+    else:
+        table("formats; bits per weight, scales included, for a 4096 x 4096 matrix", rows)
+
+
+def _formats_on(on: str, scale_rule: Rule | None, as_json: bool) -> None:
+    from bitplan.errors import FormatError
+    from bitplan.formats import error_report, list_formats
+    from bitplan.formats.codec import finite, readable
+    from bitplan.kernels import encode
+    from bitplan.store.files.open_files import open_tensors
+
+    path, separator, name = on.rpartition(":")
+    if not separator:
+        raise FormatError(f"--on takes FILE:TENSOR, got {on!r}; `bitplan inspect {on}` lists the tensors")
+    with open_tensors(path) as file:
+        numbers = finite(readable(file.read_float(name), on), "error", on)
+    known = list_formats()
+    rows: list[dict[str, Any]] = []
+    with progress("trying", len(known)) as advance:
+        for fmt in known:
+            advance(0, fmt.name)
+            try:
+                rule = None if fmt.is_cast else scale_rule
+                report = error_report(numbers, encode(numbers, fmt, scale_rule=rule, name=name))
+                figures = report.to_dict()
+                rows.append({"format": figures.pop("fmt"), **figures, "note": ""})
+            except FormatError as error:
+                rows.append({"format": fmt.name, "note": str(error).split(";")[0]})
+            advance(1, fmt.name)
+    if as_json:
+        show_json(rows)
+        return
+    shown = [
+        {
+            "format": row["format"],
+            "bytes per weight": f"{row['bytes_per_weight']:.3f}",
+            "cosine": f"{row['cosine']:.6f}",
+            "SQNR dB": "exact" if row["sqnr_db"] is None else f"{row['sqnr_db']:.2f}",
+            "max error": f"{row['max_error']:.2e}",
+            "saturated": row["saturated"],
+            "to zero": row["underflowed"],
+        }
+        for row in rows
+        if "cosine" in row
+    ]
+    table(f"{name} {tuple(numbers.shape)} in every format", shown)
+    for row in rows:
+        if row["note"]:
+            say(f"{row['format']}: {row['note']}")
+
+
+def inspect(
+    file: Annotated[Path, typer.Argument(help="A .safetensors, .gguf or .json file, an index, or a folder.")],
+    as_json: Json = False,
+) -> None:
+    """Show what a file of weights holds: tensors, formats, shapes, bytes.
+
+    Example: bitplan inspect model.safetensors
+    """
+    from bitplan.store.files.open_files import open_tensors
+
+    with open_tensors(file) as opened:
+        specs, kind, tied = list(opened.specs.values()), opened.kind, dict(opened.tied)
+    by_format: Counter[str] = Counter()
+    for spec in specs:
+        by_format[spec.format] += spec.nbytes
+    rows: list[dict[str, Any]] = [
+        {"name": spec.name, "format": spec.format, "shape": list(spec.shape), "bytes": spec.nbytes} for spec in specs
+    ]
+    total = sum(by_format.values())
+    if as_json:
+        show_json({"file": str(file), "kind": kind, "bytes": total, "tensors": rows, "tied": tied})
+        return
+    shown = [{**row, "shape": "x".join(map(str, row["shape"])) or "scalar"} for row in rows]
+    table(f"{file}: {kind}, {len(rows)} tensors", shown)
+    for name, size in by_format.most_common():
+        say(f"{name:>16}  {human_bytes(size):>10}  {size / max(total, 1):6.1%}")
+    say(f"{'all':>16}  {human_bytes(total):>10}")
+
+
+def quantize(
+    source: Annotated[Path, typer.Argument(metavar="IN", help="What `inspect` opens.")],
+    output: Annotated[Path, typer.Argument(metavar="OUT", help=".safetensors, .gguf, .json, or a folder for shards.")],
+    fmt: Annotated[
+        str | None,
+        typer.Option(
+            "--format", "-f", help="For every weight: a name from `bitplan formats`.", autocompletion=format_names
+        ),
+    ] = None,
+    manifest: Annotated[
+        str | None,
+        typer.Option(
+            help="By rules on names instead: a file, or the name of a shipped manifest.", autocompletion=manifest_names
+        ),
+    ] = None,
+    plan: Annotated[Path | None, typer.Option(help="By a plan that `bitplan plan -o` wrote.")] = None,
+    keep: Annotated[
+        list[str] | None, typer.Option(help="Leave tensors of this name or shell pattern (* ? [ab]).")
+    ] = None,
+    only: Annotated[list[str] | None, typer.Option(help="Quantize these and nothing else.")] = None,
+    scale_rule: Annotated[Rule | None, typer.Option(help="How scales are chosen.")] = None,
+    pad: Annotated[Literal["zero"] | None, typer.Option(help="Fill a last block that is not whole.")] = None,
+    nonfinite: Annotated[
+        Literal["error", "replace"], typer.Option(help="NaN and infinity: stop, or replace by 0 and the largest.")
+    ] = "error",
+    force: Force = False,
+    as_json: Json = False,
+) -> None:
+    """Quantize a checkpoint, tensor by tensor, in bounded memory.
+
+    Example: bitplan quantize model.safetensors model.mxfp4.safetensors --format mxfp4 --keep '*embed*'
+    """
+    from bitplan.plan import Plan, open_manifest
+    from bitplan.records import check_output
+    from bitplan.store.files.open_files import open_tensors
+    from bitplan.store.files.writers import SUFFIXES
+    from bitplan.store.quantize import quantize_file
+
+    if sum(given is not None for given in (fmt, manifest, plan)) != 1:
+        raise typer.BadParameter("give one of --format, --manifest and --plan")
+    with open_tensors(source) as file:
+        total = sum(spec.nbytes for spec in file.specs.values())
+        shapes = {name: file.spec(name).shape for name in (*file.specs, *file.tied)}
+        inputs = [*file.files, *(Path(given) for given in (manifest, plan) if given is not None)]
+    if output.suffix in SUFFIXES:  # else a folder, which is never replaced
+        check_output(output, inputs=inputs, force=force)
+    wanted: str | Plan = fmt or ""
+    if manifest is not None:
+        wanted = open_manifest(manifest).resolve(shapes)
+    elif plan is not None:
+        wanted = Plan.load(plan)
+    with progress("quantizing", total, amount=human_bytes) as advance:
+        report = quantize_file(
+            source,
+            output,
+            wanted,
+            keep=keep or (),
+            only=only or (),
+            scale_rule=scale_rule,
+            pad=pad,
+            nonfinite=nonfinite,
+            on_tensor=lambda spec: advance(spec.nbytes, spec.name),
+        )
+    for warning in report.warnings:
+        print(visible(f"bitplan: warning: {warning}"), file=sys.stderr)
+    if as_json:
+        show_json(report.to_dict())
+        return
+    reasons = Counter((row["to"], row["reason"]) for row in report.rows)
+    rows = [
+        {
+            "tensors": count,
+            "written as": to,
+            **_worst_of([row for row in report.rows if (row["to"], row["reason"]) == (to, why)]),
+            "why": why,
+        }
+        for (to, why), count in reasons.most_common()
+    ]
+    table(f"{source} -> {output}", rows)
+    before, after = report.bytes_before, report.bytes_after
+    change = f"{before / max(after, 1):.2f}x smaller" if after <= before else f"{after / max(before, 1):.2f}x larger"
+    say(f"{human_bytes(before)} -> {human_bytes(after)} ({change})")
+
+
+def _worst_of(rows: list[dict[str, Any]]) -> dict[str, str]:
+    """The worst figures of some tensors; empty where none was encoded."""
+    counted = [row for row in rows if row["counted"]]
+    noise = [row["sqnr_db"] for row in counted if row["sqnr_db"] is not None]
+    return {
+        "least SQNR, dB": f"{min(noise):.1f}" if noise else "exact" if counted else "",
+        "most saturated": f"{100 * max(row['saturated_share'] for row in counted):.1f}%" if counted else "",
+        "most to zero": f"{100 * max(row['underflowed_share'] for row in counted):.1f}%" if counted else "",
+    }
+
+
+def compare(
+    first: Annotated[Path, typer.Argument(metavar="A", help="The reference.")],
+    second: Annotated[Path, typer.Argument(metavar="B", help="What is compared with it.")],
+    as_json: Json = False,
+) -> None:
+    """Compare the numbers of two files, tensor by tensor; exit 1 when their tensors differ in name or shape.
+
+    Example: bitplan compare model.safetensors model.mxfp4.safetensors
+    """
+    from bitplan.store.compare import compare_files
+    from bitplan.store.files.open_files import open_tensors
+
+    with open_tensors(first) as file:
+        total = sum(math.prod(spec.shape) for spec in file.specs.values())
+    with progress("comparing", total, amount="{:,} numbers".format) as advance:
+        result = compare_files(first, second, on_numbers=advance)
+    if as_json:
+        show_json(result.to_dict())
+    else:
+        rows = [
+            {
+                "tensor": name,
+                "format": layer.format_b or "",
+                "cosine": f"{layer.cosine:.6f}",
+                "SQNR dB": "exact" if layer.sqnr_db == float("inf") else f"{layer.sqnr_db:.2f}",
+                "relative error": f"{layer.relative_error:.2e}",
+                "max error": f"{layer.max_error:.2e}",
+            }
+            for name, layer in (*result.layers.items(), ("overall", result.overall))
+        ]
+        table(f"{first} against {second}, worst first", rows)
+        for finding in result.findings:
+            say(finding)
+    raise typer.Exit(1 if result.findings else 0)

@@ -1,0 +1,205 @@
+"""The verbs about FP8 policies: `merge-policy` makes one of reports, `explain` says what one decides and why."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from pathlib import Path
+from typing import Annotated, Any, Literal, NoReturn
+
+import typer
+
+from bitplan.cli.show import Force, Json, say, show_json, table
+
+Part = Literal["llm", "vit"]
+
+
+def merge_policy(
+    more: Annotated[list[Path] | None, typer.Argument(metavar="[REPORT]...", help="More reports.")] = None,
+    reports: Annotated[list[Path] | None, typer.Option("--reports", help="Reports of one machine.")] = None,
+    output: Annotated[Path | None, typer.Option("--output", "-o", help="Write the policy here.")] = None,
+    speedup_threshold: Annotated[
+        float, typer.Option("--speedup-threshold", help="The least speedup for which FP8 is used.")
+    ] = 1.0,
+    confidence: Annotated[float, typer.Option("--confidence", help="How sure a win or a loss must be.")] = 0.95,
+    timing: Annotated[
+        Literal["eager", "graph"] | None,
+        typer.Option("--timing", help="Only rows timed this way; else FP8 must win both."),
+    ] = None,
+    across_recipes: Annotated[
+        bool, typer.Option("--across-recipes", help="Put recipes side by side; the best is taken where one wins.")
+    ] = False,
+    policy_version: Annotated[
+        Literal["1", "2"],
+        typer.Option("--policy-version", help="2 has bands and losses; 1 is one threshold per layer."),
+    ] = "2",
+    part: Annotated[Part | None, typer.Option("--part", help="With version 1: the part of a VLM to write.")] = None,
+    into: Annotated[
+        Path | None, typer.Option("--into", help="A version 2 policy that the reports are added to.")
+    ] = None,
+    force: Force = False,
+    as_json: Json = False,
+) -> None:
+    """Merge benchmark reports into one policy. Exit 1 when rows could not be used; the policy is written all the same.
+
+    What several reports measured is pooled. LoongForge's list reports give a policy of version 1.
+
+    Example: bitplan merge-policy --reports tp1.json tp2.json --output policy.json --speedup-threshold 1.0
+    """
+    from bitplan.plan.fp8.loongforge_report import merge_lists
+    from bitplan.plan.fp8.merge import extend_policy, merge_reports, summary, to_thresholds
+    from bitplan.plan.fp8.report import Report
+    from bitplan.plan.fp8.terms import MergeError
+    from bitplan.records import check_output
+
+    paths = [*(reports or []), *(more or [])]
+    if not paths:
+        raise MergeError("--reports needs at least one report")
+    if part is not None and policy_version == "2":
+        raise MergeError("--part goes with --policy-version 1; version 2 keeps both parts in one file")
+    if output is not None:
+        check_output(output, inputs=paths, force=force)
+    lists = merge_lists(paths, speedup_threshold)
+    if lists is not None:
+        _write_thresholds(*lists, paths, policy_version, output, as_json)
+    merged = merge_reports(
+        [Report.load(path) for path in paths],
+        speedup_threshold=speedup_threshold,
+        confidence=confidence,
+        timing=timing,
+        across_recipes=across_recipes,
+    )
+    banded = merged.policy if into is None else extend_policy(_banded(into), merged.policy)
+    policy = banded if policy_version == "2" else to_thresholds(banded, part=part)
+    if output is not None:
+        policy.save(output)
+    if as_json:
+        show_json({"policy": policy.to_document(), "findings": list(merged.findings)})
+    else:
+        table(f"{len(paths)} reports of {banded.fingerprint.gpu}", summary(banded))
+        if policy_version == "1":
+            say(f"version 1: {len(policy.rules)} of {len(banded.rules)} rules can be said in it")
+        for finding in merged.findings:
+            say(finding)
+        if output is not None:
+            say(f"policy: {output}")
+    raise typer.Exit(1 if merged.findings else 0)
+
+
+def _write_thresholds(
+    policy: Any, findings: list[str], paths: list[Path], version: str, output: Path | None, as_json: bool
+) -> NoReturn:
+    from bitplan.plan.fp8.terms import MergeError
+
+    if version != "1":
+        raise MergeError(
+            f"{paths[0]}: a list of one time for each layer, without samples or the GPU's name, gives a policy of "
+            "version 1 only; add --policy-version 1"
+        )
+    if output is not None:
+        policy.save(output)
+    if as_json:
+        show_json({"policy": policy.to_document(), "findings": findings})
+    else:
+        rows = [
+            {"layer": rule.where, "fp8 from tokens": rule.min_tokens, "speedup": rule.measured_speedup}
+            for rule in policy.rules
+        ]
+        table(f"{len(paths)} list reports", rows)
+        for finding in findings:
+            say(finding)
+        if output is not None:
+            print(f"policy: {output}")
+    raise typer.Exit(1 if findings else 0)
+
+
+def explain(
+    policy: Annotated[Path, typer.Argument(metavar="POLICY", help="A policy of version 1 or 2.")],
+    kind: Annotated[str, typer.Option("--kind", help="layernorm_column, column, row, duplicated, ..._grouped.")],
+    tokens: Annotated[int, typer.Option("--tokens", help="Sequence length x micro batch size, before topk.")],
+    name: Annotated[str | None, typer.Option("--name", help="Dense kinds: qkv, proj, fc1, fc2, ...")] = None,
+    tp: Annotated[int, typer.Option("--tp", help="Tensor parallel size.")] = 1,
+    etp: Annotated[int, typer.Option("--etp", help="Experts: expert-tensor parallel size.")] = 1,
+    num_gemms: Annotated[int | None, typer.Option("--num-gemms", help="Experts: how many one GPU holds.")] = None,
+    topk: Annotated[int | None, typer.Option("--topk", help="Experts: moe_router_topk.")] = None,
+    expert: Annotated[bool, typer.Option("--expert", help="A column or row layer that is inside an expert.")] = False,
+    shape: Annotated[str | None, typer.Option("--shape", metavar="OUTxIN", help="Local shape of the weight.")] = None,
+    recipe: Annotated[str | None, typer.Option("--recipe", help="tensorwise, rowwise, blockwise or mxfp8.")] = None,
+    gemm: Annotated[str, typer.Option("--gemm", help="module, or one product: fprop, dgrad or wgrad.")] = "module",
+    part: Annotated[Part, typer.Option("--part", help="The part of a VLM.")] = "llm",
+    extrapolate: Annotated[
+        bool, typer.Option("--extrapolate", help="Let a win at the largest measured count speak for larger ones.")
+    ] = False,
+    estimate: Annotated[
+        bool, typer.Option("--estimate/--no-estimate", help="Estimate what was not measured, as apply_fp8 does.")
+    ] = True,
+    as_json: Json = False,
+) -> None:
+    """Say what `apply_fp8` makes of a layer at a token count, and why. Exit 1 for BF16 because it was never measured.
+
+    Example: bitplan explain policy.json --kind row --name fc2 --tokens 4096
+    """
+    from bitplan.plan.fp8.choice import choose_products
+    from bitplan.plan.fp8.policy import Question, decide, load_policy, matching_rules
+    from bitplan.plan.fp8.terms import MODULE, PRODUCTS, UNMEASURED
+
+    rules = load_policy(policy)
+    question = Question(
+        kind, tokens, name, tp, etp, num_gemms, expert, topk, _shape(shape), recipe, gemm, part, extrapolate
+    )
+    choice = choose_products(rules, question, estimate=estimate)
+    alone = {product: decide(rules, replace(question, gemm=product)) for product in PRODUCTS}
+    found = matching_rules(rules, question)
+    precision = choice.precision if gemm == MODULE else choice.precision_of(gemm)
+    if as_json:
+        products = {
+            product: {"precision": choice.precision_of(product), "alone": decision.to_dict()}
+            for product, decision in alone.items()
+        }
+        layer = {"precision": precision, "kind": question.looked_up_kind, "gemms": products}
+        show_json(choice.to_dict() | layer | {"rules": [rule.to_document() for rule in found]})
+    else:
+        at = " ".join(filter(None, (question.looked_up_kind, name, gemm if gemm != MODULE else None)))
+        told = precision.replace("bf16", "BF16").replace("fp8", "FP8")
+        say(f"{at} at {choice.tokens} tokens: {told} ({choice.answer}): {choice.reason}")
+        say("; ".join(f"{product} {choice.precision_of(product).upper()}" for product in PRODUCTS))
+        if gemm != MODULE:
+            by_itself = alone[gemm]
+            say(f"{gemm} by itself: {by_itself.precision.upper()} ({by_itself.answer}): {by_itself.reason}")
+        if choice:
+            to = "up" if choice.holds_to is None else f"to {choice.holds_to}"
+            say(f"the same from {choice.holds_from} tokens {to}")
+        for rule in found:
+            table(rule.where, [_shown(point) for point in rule.points])
+    raise typer.Exit(0 if choice or choice.answer != UNMEASURED else 1)
+
+
+def _banded(path: Path) -> Any:
+    from bitplan.plan.fp8.policy import load_policy
+    from bitplan.plan.fp8.terms import PolicyVersionError
+    from bitplan.plan.fp8.token_ranges import BandPolicy
+
+    policy = load_policy(path)
+    if not isinstance(policy, BandPolicy):
+        raise PolicyVersionError(
+            f"{path}: --into needs version 2; version 1 keeps no points, so merge its reports again"
+        )
+    return policy
+
+
+def _shape(text: str | None) -> tuple[int, int] | None:
+    from bitplan.plan.fp8.terms import PolicyError
+
+    if text is None:
+        return None
+    found = re.fullmatch(r"([0-9]{1,9})[xX,]([0-9]{1,9})", text)
+    if found is None:
+        raise PolicyError(f"--shape must be OUTxIN such as 4096x14336, got {text!r}")
+    return int(found[1]), int(found[2])
+
+
+def _shown(point: Any) -> dict[str, Any]:
+    figures = {"speedup": point.speedup, "low": point.low, "high": point.high}
+    shown = {key: "" if value is None else f"{value:.3f}" for key, value in figures.items()}
+    samples = "" if point.samples is None else point.samples
+    return {"tokens": point.tokens, "answer": point.answer, **shown, "samples": samples, "note": point.note}

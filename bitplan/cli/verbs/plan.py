@@ -1,0 +1,187 @@
+"""The verbs about plans: `check` and `plan` a manifest against a checkpoint, and `manifest` to look at or make one."""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from bitplan.cli.complete import manifest_names, shipped_names
+from bitplan.cli.quick_parsing import QuickCommand, QuickGroup
+from bitplan.cli.show import Force, Json, human_bytes, progress, say, show_json, table
+
+manifest_app = typer.Typer(
+    name="manifest", cls=QuickGroup, help="Show, expand or describe manifests.", no_args_is_help=True
+)
+AlwaysJson = Annotated[bool, typer.Option("--json", help="Taken as everywhere; what is printed is JSON already.")]
+ManifestName = Annotated[
+    str,
+    typer.Argument(
+        metavar="MANIFEST", help="A file, or the name of a shipped manifest.", autocompletion=manifest_names
+    ),
+]
+Checkpoint = Annotated[Path, typer.Argument(metavar="CHECKPOINT", help="What `bitplan inspect` opens.")]
+
+
+def check(
+    manifest: ManifestName,
+    checkpoint: Checkpoint,
+    deep: Annotated[
+        bool, typer.Option("--deep", help="Read the data too: NaN, infinity, scales at the end of their range.")
+    ] = False,
+    as_json: Json = False,
+) -> None:
+    """Check a manifest against a checkpoint's headers, and with --deep its numbers. Exit 1 when there are findings.
+
+    A float tensor of another dtype than its format's is none: `bitplan quantize` casts it.
+
+    Example: bitplan check llama model.safetensors --deep
+    """
+    from bitplan.plan import Header, check_headers, open_manifest
+    from bitplan.plan.check import CAST
+    from bitplan.store.files.open_files import open_tensors
+
+    rules = open_manifest(manifest)
+    with open_tensors(checkpoint) as file:
+        headers = {name: Header(spec.format, spec.shape, spec.nbytes) for name, spec in file.specs.items()}
+        found = check_headers(rules, headers)
+        findings = [finding for finding in found if finding.code != CAST]
+        casts = Counter(headers[finding.where].dtype for finding in found if finding.code == CAST)
+        total = sum(header.nbytes for header in headers.values())
+        if deep:
+            from bitplan.store.checks.deep_check import deep_check
+
+            with progress("checking", total, amount=human_bytes) as advance:
+                findings += deep_check(rules, file, on_bytes=advance)
+    if as_json:
+        show_json([finding._asdict() for finding in findings])
+    elif findings:
+        table(f"{len(findings)} findings in {checkpoint} under {manifest}", [finding._asdict() for finding in findings])
+    else:
+        checked = f", {human_bytes(total)} of data checked" if deep else ""
+        say(f"{checkpoint}: {len(headers)} tensors{checked}, no findings under {manifest}")
+    if casts and not as_json:
+        counted = ", ".join(f"{count} tensors are {dtype}" for dtype, count in casts.items())
+        say(f"{counted}, and their rules ask for another float type: `bitplan quantize` casts them")
+    raise typer.Exit(1 if findings else 0)
+
+
+def plan(
+    arguments: Annotated[
+        list[str],
+        typer.Argument(metavar="[MANIFEST] MODEL", help="Rules (not with --format), and what `inspect` opens."),
+    ],
+    fmt: Annotated[
+        str | None,
+        typer.Option("--format", "-f", help="Without a manifest: weights in this format, by built-in rules."),
+    ] = None,
+    keep: Annotated[
+        list[str] | None, typer.Option(help="Leave tensors of this name or shell pattern (* ? [ab]).")
+    ] = None,
+    output: Annotated[Path | None, typer.Option("--output", "-o", help="Write the plan as JSON here.")] = None,
+    mermaid: Annotated[bool, typer.Option("--mermaid", help="Print a mermaid diagram instead of a table.")] = False,
+    force: Force = False,
+    as_json: Json = False,
+) -> None:
+    """The format of every tensor of a checkpoint, the rule that says so, and the bytes: by a manifest, or by --format.
+
+    Example: bitplan plan model.safetensors --format int8_row -o plan.json
+    """
+    from bitplan.plan import choose_formats, open_manifest
+    from bitplan.plan.choose import keep_tensors
+    from bitplan.records import check_output
+    from bitplan.store.files.headers import check_patterns, stored_tensors
+    from bitplan.store.files.open_files import open_tensors
+
+    expected = 2 if fmt is None else 1
+    if len(arguments) != expected:
+        raise typer.BadParameter(
+            "give MODEL with --format F (such as int8_row), or MANIFEST and MODEL "
+            "(`bitplan manifest show` has the manifests)"
+        )
+    *manifest, checkpoint = arguments
+    rules = open_manifest(manifest[0]) if manifest else None
+    with open_tensors(checkpoint) as file:
+        if output is not None:
+            check_output(output, inputs=[*manifest, *file.files], force=force)
+        tensors = stored_tensors(file)
+        check_patterns(file, keep or ())
+        if rules is not None:
+            resolved = rules.resolve({name: item.shape for name, item in tensors.items()})
+            resolved = keep_tensors(resolved, tensors, keep=keep or ())
+        else:
+            resolved = choose_formats(tensors, fmt or "", keep=keep or ())
+    if output is not None:
+        resolved.save(output)
+    if as_json:
+        show_json(resolved.to_document())
+        return
+    if mermaid:
+        sys.stdout.write(resolved.to_mermaid())
+        return
+    rows: list[dict[str, Any]] = [row._asdict() for row in resolved.table(collapse=True)]
+    for row in rows:
+        row["nbytes"] = human_bytes(row["nbytes"])
+        row["shape"] = "x".join(map(str, row["shape"] or ()))
+    table(f"{checkpoint} under {manifest[0] if manifest else fmt}", rows)
+    sizes = [
+        {
+            **row._asdict(),
+            "nbytes": human_bytes(row.nbytes),
+            "ratio": "" if row.ratio is None else f"{row.ratio:.2f}",
+        }
+        for row in resolved.bytes_by_role_and_format()
+    ]
+    table("bytes by role and format; ratio: times smaller than bfloat16", sizes)
+    if output is not None:
+        say(f"plan: {output}")
+
+
+@manifest_app.command(cls=QuickCommand)
+def show(
+    name: Annotated[
+        str,
+        typer.Argument(
+            help="bert, gemma, gpt-oss, llama, mistral, mixtral, phi3, qwen, qwen3-moe.", autocompletion=shipped_names
+        ),
+    ],
+    _as_json: AlwaysJson = False,
+) -> None:
+    """Print a shipped manifest, to save and edit.
+
+    Example: bitplan manifest show llama
+    """
+    from bitplan.plan.shipped_manifests import shipped_text
+
+    sys.stdout.write(shipped_text(name).decode())
+
+
+@manifest_app.command(cls=QuickCommand)
+def expand(
+    raw: Annotated[Path, typer.Argument(help="A raw map of names with [i] to formats, as JSON.")],
+    _as_json: AlwaysJson = False,
+) -> None:
+    r"""Turn a raw map (`block.\[i].mlp.weight` to a format) into a manifest of rules.
+
+    Example: bitplan manifest expand raw.json
+    """
+    from bitplan.plan import Manifest, expand_raw_map
+    from bitplan.records import read_json
+
+    expanded = expand_raw_map(read_json(raw), where=str(raw))
+    Manifest.from_document(expanded, where=str(raw))  # formats that do not exist are told now, not by the first use
+    show_json(expanded)
+
+
+@manifest_app.command(cls=QuickCommand)
+def schema(_as_json: AlwaysJson = False) -> None:
+    """Print the JSON Schema of manifests, for editors.
+
+    Example: bitplan manifest schema
+    """
+    from bitplan.plan import manifest_schema
+
+    show_json(manifest_schema())

@@ -1,0 +1,223 @@
+"""Scaled FP8 operands of a matrix product: scales, casts and what they stand for, in plain torch. The definition.
+
+An operand is a matrix [R, C] whose rows the product sums along: C is the contraction. `codes` are FP8, row-major, and
+`scale` says what they are worth, one number for
+
+    scaling     of the recipe                            shape of the scale              numbers that share one
+    "tensor"    tensorwise                               ()                              all
+    "row"       rowwise                                  [R, 1]                          a row
+    "1x128"     blockwise, activations and gradients     [R, C / 128], R fastest         128 along the contraction
+    "128x128"   blockwise, weights                       [R / 128, C / 128]              a square
+    "1x32"      mxfp8                                    [R, C / 32], E8M0 bytes         32 along the contraction
+
+"R fastest" and the rows of the "128x128" scales, which are padded to a multiple of four, are what the GPU's library
+asks for. The other layout of a matrix, summed along its rows, is the same cast of its transpose.
+
+The rule, in float32: amax = the largest |x|, at least `eps`; scale = amax / limit, at least 2^-126;
+code = nearest(x * (1 / scale)), ties to even, at most +-limit. So a group of zeros has codes 0 and the smallest scale.
+A group that holds an infinity or a NaN has scale NaN: all of it reads as NaN, and nothing hides.
+
+For "tensor" and "1x32" the scale is the smallest power of two at or above amax / limit (an E8M0 byte for "1x32", 255 is
+NaN): rounded up, because rounded down as OCP Microscaling has it the largest numbers saturate, and a product of uniform
+weights then errs by 5.7% instead of 3.5%. The codes are floats, so a power of two costs them no precision, only up to
+one of the 18 octaves that E4M3 reaches over. What it gives: a scale of a whole tensor hardly ever changes from one
+step to the next, so a cast can be done by the last one and checked, in one read (`bitplan.kernels.fp8.guessed_cast`).
+NaN codes are 0x7F.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from bitplan.errors import FormatError, did_you_mean
+from bitplan.formats.scales.rules import E8M0_NAN, SMALLEST_SCALE, PowerOfTwoScales
+
+Fp8Name = Literal["e4m3", "e5m2"]
+Scaling = Literal["tensor", "row", "1x128", "128x128", "1x32"]
+FP8_DTYPES = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
+FP8_NAMES = {dtype: name for name, dtype in FP8_DTYPES.items()}
+FP8_LIMITS = {"e4m3": 448.0, "e5m2": 57344.0}
+NAN_CODE = 0x7F
+BLOCK, MX_BLOCK = 128, 32
+SCALINGS: tuple[Scaling, ...] = ("tensor", "row", "1x128", "128x128", "1x32")
+_OF_RECIPE: dict[str, tuple[Scaling, Scaling]] = {  # of activations and gradients, of weights
+    "tensorwise": ("tensor", "tensor"),
+    "rowwise": ("row", "row"),
+    "blockwise": ("1x128", "128x128"),
+    "mxfp8": ("1x32", "1x32"),
+}
+# What the count of tokens is padded to, for it is the contraction of one product: 16 bytes for the tensor cores, or
+# the block of the recipe.
+TOKEN_MULTIPLES = {"tensorwise": 16, "rowwise": 16, "blockwise": BLOCK, "mxfp8": MX_BLOCK}
+_E8M0 = PowerOfTwoScales()
+
+
+@dataclass(slots=True, eq=False)
+class ScaledFp8:
+    """An operand [R, C] of a product that sums along C. Not to be changed; frozen it would take thrice as long to make,
+    and a layer makes five a step."""
+
+    codes: Tensor
+    scale: Tensor
+    scaling: Scaling
+    _turned: Tensor | None = field(default=None, init=False, repr=False)
+
+    @property
+    def turned(self) -> Tensor:
+        """The codes as [C, R], a view, made once: a weight's cast is multiplied many times."""
+        if self._turned is None:
+            self._turned = self.codes.t()
+        return self._turned
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self.codes.shape[0], self.codes.shape[1]
+
+    @property
+    def fp8(self) -> str:
+        return FP8_NAMES[self.codes.dtype]
+
+
+def scaling_of(recipe: str, *, is_weight: bool = False) -> Scaling:
+    """How a recipe scales an operand."""
+    if recipe not in _OF_RECIPE:
+        raise FormatError(
+            f"recipe must be one of {', '.join(_OF_RECIPE)}, got {recipe!r}{did_you_mean(recipe, _OF_RECIPE)}"
+        )
+    return _OF_RECIPE[recipe][is_weight]
+
+
+def padded_tokens(recipe: str, tokens: int) -> int:
+    """How many rows a cast of this many tokens has."""
+    multiple = TOKEN_MULTIPLES[recipe]
+    return -(-tokens // multiple) * multiple
+
+
+def pad_rows(x_RC: Tensor, rows: int) -> Tensor:
+    """Zeros below, up to this many rows."""
+    missing = rows - x_RC.shape[0]
+    return torch.nn.functional.pad(x_RC, (0, 0, 0, missing)) if missing else x_RC
+
+
+def cast_reference(x_RC: Tensor, scaling: Scaling, fp8: str = "e4m3", eps: float = 0.0) -> ScaledFp8:
+    """Cast a matrix as an operand that is summed along its rows' length."""
+    check_castable(x_RC, scaling, fp8)
+    x = x_RC.float()
+    blocks = _in_blocks(x, scaling)
+    amax = _amax(blocks, scaling).clamp(min=eps)
+    if scaling == "1x32":
+        stored, scale = _power_of_two_scale(amax, fp8)
+    else:
+        scale = scale_of_amax(amax, fp8, power_of_two=scaling == "tensor")
+        stored = scale
+    codes = round_to_fp8(blocks * (1.0 / scale), fp8)
+    return ScaledFp8(_out_of_blocks(codes, x.shape), _arrange_scale(stored, x.shape, scaling), scaling)
+
+
+def scale_of_amax(amax: Tensor, fp8: str = "e4m3", *, power_of_two: bool = False) -> Tensor:
+    """amax / limit, at least the smallest normal number; NaN where amax is not finite."""
+    limit = torch.full((), FP8_LIMITS[fp8], dtype=torch.float32, device=amax.device)
+    scale = amax.float() / limit
+    if power_of_two:  # the next exponent unless the mantissa is zero
+        scale = ((scale.view(torch.int32) + 0x7FFFFF) & 0x7F800000).view(torch.float32)
+    return torch.where(amax.isfinite(), scale.clamp(min=SMALLEST_SCALE), torch.nan)
+
+
+def round_to_fp8(scaled: Tensor, fp8: str) -> Tensor:
+    """Nearest code, ties to even, saturating; NaN is 0x7F whatever its sign."""
+    limit = FP8_LIMITS[fp8]
+    codes = scaled.clamp(-limit, limit).to(FP8_DTYPES[fp8]).view(torch.uint8)
+    return torch.where(scaled.isnan(), NAN_CODE, codes).view(FP8_DTYPES[fp8])
+
+
+def decode_scaled(operand: ScaledFp8, dtype: torch.dtype = torch.float32) -> Tensor:
+    """What the operand stands for, [R, C]; computed in float32, or in float64 where that is asked for."""
+    wide = torch.float64 if dtype == torch.float64 else torch.float32
+    blocks = _in_blocks(operand.codes.to(wide), operand.scaling)
+    scale = operand.scale
+    if operand.scaling == "1x32":
+        scale = _E8M0.load(scale, None)[..., None]
+    elif operand.scaling == "1x128":
+        scale = scale[..., None]
+    elif operand.scaling == "128x128":
+        scale = scale[:, None, :, None]
+    return _out_of_blocks(blocks * scale.to(wide), operand.shape).to(dtype)
+
+
+def check_castable(x_RC: Tensor, scaling: str, fp8: str) -> None:
+    """Raise where a matrix cannot be cast: not a matrix of floats, or blocks that do not fit."""
+    if scaling not in SCALINGS or fp8 not in FP8_DTYPES:
+        raise FormatError(f"scaling is one of {', '.join(SCALINGS)} and fp8 e4m3 or e5m2, got {scaling!r}, {fp8!r}")
+    if x_RC.dim() != 2 or x_RC.dtype not in (torch.bfloat16, torch.float16, torch.float32):
+        raise FormatError(
+            f"an FP8 cast takes a matrix of bfloat16, float16 or float32, got {x_RC.dtype} of shape {tuple(x_RC.shape)}"
+        )
+    width = {"1x128": BLOCK, "128x128": BLOCK, "1x32": MX_BLOCK}.get(scaling, 1)
+    height = BLOCK if scaling == "128x128" else 1
+    if x_RC.shape[0] % height or x_RC.shape[1] % width:
+        raise FormatError(
+            f"scaling {scaling} takes whole blocks of {height}x{width}, got {tuple(x_RC.shape)}; pad with zeros"
+        )
+
+
+def empty_scale(shape: tuple[int, int], scaling: Scaling, device: torch.device) -> Tensor:
+    """Room for the scale of an operand of this shape, in the layout that products take."""
+    rows, cols = shape
+    if scaling == "tensor":
+        return torch.empty((), dtype=torch.float32, device=device)
+    if scaling == "row":
+        return torch.empty((rows, 1), dtype=torch.float32, device=device)
+    if scaling == "1x128":
+        return torch.empty((cols // BLOCK, rows), dtype=torch.float32, device=device).t()
+    if scaling == "128x128":
+        across = cols // BLOCK
+        return torch.zeros((rows // BLOCK, -(-across // 4) * 4), dtype=torch.float32, device=device)[:, :across]
+    return torch.empty((rows, cols // MX_BLOCK), dtype=torch.uint8, device=device)
+
+
+def _in_blocks(x_RC: Tensor, scaling: str) -> Tensor:
+    rows, cols = x_RC.shape
+    if scaling == "128x128":
+        return x_RC.reshape(rows // BLOCK, BLOCK, cols // BLOCK, BLOCK)
+    if scaling in ("1x128", "1x32"):
+        width = BLOCK if scaling == "1x128" else MX_BLOCK
+        return x_RC.reshape(rows, cols // width, width)
+    return x_RC
+
+
+def _out_of_blocks(blocks: Tensor, shape: torch.Size | tuple[int, int]) -> Tensor:
+    return blocks.reshape(shape).contiguous()
+
+
+def _amax(blocks: Tensor, scaling: str) -> Tensor:
+    """The largest magnitude of each group, in the shape that multiplies the blocks; NaN counts as the largest."""
+    magnitude = blocks.abs()
+    if scaling == "tensor":
+        return magnitude.amax() if magnitude.numel() else magnitude.new_zeros(())
+    over = {"row": (1,), "1x128": (2,), "128x128": (1, 3), "1x32": (2,)}[scaling]
+    if not magnitude.numel():
+        return magnitude.sum(dim=over, keepdim=True)
+    return magnitude.amax(dim=over, keepdim=True)
+
+
+def _power_of_two_scale(amax: Tensor, fp8: str) -> tuple[Tensor, Tensor]:
+    """(E8M0 bytes, the scales they stand for)."""
+    limit = torch.full((), FP8_LIMITS[fp8], dtype=torch.float32, device=amax.device)
+    byte = ((amax / limit).view(torch.int32) + 0x7FFFFF) >> 23  # the next exponent unless the mantissa is zero
+    byte = torch.where(amax.isfinite(), byte, E8M0_NAN).to(torch.uint8)
+    return byte, _E8M0.load(byte, None)
+
+
+def _arrange_scale(stored: Tensor, shape: torch.Size | tuple[int, int], scaling: Scaling) -> Tensor:
+    if scaling in ("tensor", "row"):
+        return stored
+    width = MX_BLOCK if scaling == "1x32" else BLOCK
+    flat = stored.reshape(stored.shape[0], shape[1] // width)
+    if scaling == "1x32":
+        return flat
+    arranged = empty_scale((shape[0], shape[1]), scaling, stored.device)
+    return arranged.copy_(flat)

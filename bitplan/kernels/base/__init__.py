@@ -1,0 +1,1 @@
+"""What every kernel stands on: compiling and launching, vectors, arithmetic of numbers."""

@@ -1,0 +1,131 @@
+"""encode and decode by the fastest implementation there is for a tensor, the same to the bit as the definition.
+
+A twin does one thing: the default scale rule on whole blocks. Everything else goes to the plain torch definition, and
+`explain_encode` and `explain_decode` say which it was and why. An error in a twin is an error: nothing is
+tried again elsewhere, but that numbers which are not finite go to the definition, for its message or its replacement.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import importlib.util
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from bitplan import formats
+from bitplan.errors import NonFiniteError
+from bitplan.formats import Encoded, Format, get_format
+from bitplan.formats.codec import check_decodable, readable
+
+TWIN_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+# Below this a CPU twin gains less than a millisecond, and its first use may cost seconds of compiling.
+SMALLEST_FOR_CPU = 2**16
+_MODULES = {
+    "cpu": ("numba", "bitplan.kernels.codec.cpu_codec"),
+    "cuda": ("triton", "bitplan.kernels.codec.triton_codec"),
+}
+
+
+@dataclass(frozen=True)
+class Picked:
+    """Which implementation runs ("torch", "numba" or "triton"), and why."""
+
+    implementation: str
+    reason: str
+
+
+def encode(x: Tensor, fmt: Format | str, **options: Any) -> Encoded:
+    """Hold a float tensor in a format; options and result are those of `bitplan.formats.encode`."""
+    fmt = get_format(fmt)
+    readable(x, options.get("name", "tensor"))
+    if explain_encode(x, fmt, **options).implementation == "torch":
+        return formats.encode(x, fmt, **options)
+    shape = tuple(x.shape)
+    matrix = x.detach().reshape(fmt.matrix_shape(shape)).contiguous()
+    try:
+        data, scales = _twins(x.device.type).ENCODERS[fmt.name](matrix, fmt)
+    except NonFiniteError:
+        return formats.encode(x, fmt, **options)
+    if scales is None:
+        return Encoded(fmt, shape, data.reshape(shape))
+    if x.is_cuda and not _all_finite(scales):  # the CPU twins look for themselves, and raise
+        return formats.encode(x, fmt, **options)
+    parts = fmt.part_shapes(shape)
+    return Encoded(fmt, shape, data.reshape(parts["data"][1]), scales.reshape(parts["scales"][1]))
+
+
+def decode(encoded: Encoded, dtype: torch.dtype = torch.float32) -> Tensor:
+    """The numbers an Encoded stands for, as `bitplan.formats.decode` gives them."""
+    check_decodable(encoded, dtype)
+    if explain_decode(encoded, dtype).implementation == "torch":
+        return formats.decode(encoded, dtype)
+    numbers: Tensor = _twins(encoded.device.type).DECODERS[encoded.fmt.name](encoded, dtype)
+    return numbers
+
+
+def explain_encode(x: Tensor, fmt: Format | str, **options: Any) -> Picked:
+    """What `encode` would run for this call."""
+    fmt = get_format(fmt)
+    same = {"scale_rule": fmt.default_rule, "pad": "zero"}  # no change: the default, and rows of whole blocks
+    for option, value in options.items():
+        if isinstance(value, Tensor):
+            return Picked("torch", f"{option} has no twin")
+        if option not in ("name", "nonfinite") and value is not None and same.get(option) != value:
+            return Picked("torch", f"{option}={value!r} has no twin")
+    if not x.is_floating_point() or (fmt.is_cast and options.get("nonfinite") == "replace"):
+        return Picked("torch", "the definition checks this input")
+    return _explain("ENCODERS", fmt, x.device, tuple(x.shape), x.dtype)
+
+
+def explain_decode(encoded: Encoded, dtype: torch.dtype = torch.float32) -> Picked:
+    """What `decode` would run for this call."""
+    if not all(part.is_contiguous() for part in encoded.parts.values()):
+        return Picked("torch", "a part is not contiguous")
+    return _explain("DECODERS", encoded.fmt, encoded.device, encoded.shape, dtype)
+
+
+def _explain(table: str, fmt: Format, device: torch.device, shape: tuple[int, ...], dtype: torch.dtype) -> Picked:
+    if device.type not in _MODULES:
+        return Picked("torch", f"no twins for {device.type}")
+    library, _ = _MODULES[device.type]
+    cols, count = fmt.matrix_shape(shape)[1], torch.Size(shape).numel()
+    if dtype not in TWIN_DTYPES:
+        return Picked("torch", f"{dtype} has no twin")
+    if fmt.padded_cols(cols) != cols:
+        return Picked("torch", "the last block of a row is not whole")
+    if device.type == "cpu" and count < SMALLEST_FOR_CPU:
+        return Picked("torch", f"small: {count} numbers")
+    if not _is_installed(library):
+        return Picked("torch", f"{library} is not installed")
+    if fmt.name not in getattr(_twins(device.type), table):
+        return Picked("torch", f"{fmt.name} has no {library} twin")
+    return Picked(library, f"{fmt.name}, whole blocks, default scale rule, {count} numbers on {device.type}")
+
+
+@functools.cache
+def _is_installed(library: str) -> bool:
+    return importlib.util.find_spec(library) is not None
+
+
+@functools.cache
+def _twins(device: str) -> ModuleType:
+    """The module with the twins of a device; importing it loads its compiler."""
+    return importlib.import_module(_MODULES[device][1])
+
+
+def _all_finite(scales: Tensor) -> bool:
+    """Whether no scale says that a number was not finite, or does not fit it; waits for a GPU.
+
+    By extremes, which carry NaN along: ten times faster than isfinite on narrow scales.
+    """
+    if not scales.numel():
+        return True
+    if scales.dtype == torch.uint8:
+        return int(scales.amax()) < 255
+    low, high = torch.aminmax(scales)
+    return bool(torch.isfinite(low)) and bool(torch.isfinite(high))

@@ -1,0 +1,253 @@
+"""Triton decoders: codes times scales in float32, then rounded to the type asked for; equal to `formats.decode`.
+
+Legend: R rows, C columns, G groups, B bytes of a group. Each thread stores 16 bytes at a time, and its loads are held
+to the codes that go with them (`tl.max_contiguous`): a wider load would send every number through shared memory.
+
+NaN comes where the reference has it, but not with its bits: each processor has its own NaN.
+
+Each writes fresh memory, or `out`: a caller that has a place for the numbers (the scratch of streamed blocks) would
+else read and write every one of them once more: from int8 to bfloat16, four bytes a number on top of three.
+"""
+
+# mypy: disable-error-code="no-untyped-def, untyped-decorator"
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from bitplan.errors import FormatError
+from bitplan.formats.encoded import Encoded
+from bitplan.kernels.base.numbers import (
+    Launch,
+    as_bits,
+    device_of,
+    element_name,
+    float_name,
+    float_of_e2m1,
+    float_of_e4m3,
+    load_scale,
+    narrow,
+    scale_name,
+    whole_groups,
+)
+
+TILES = Launch(numbers=4096, warps=4)
+BYTE_GROUPS = Launch(numbers=4096, warps=4)
+NIBBLE_GROUPS = Launch(numbers=4096, warps=8)
+
+
+def decode_tiles(
+    encoded: Encoded, dtype: torch.dtype, launch: Launch | None = None, out: Tensor | None = None
+) -> Tensor:
+    """Scales per row or per 128 x 128 tile: int8_row, fp8_e4m3_row, fp8_e4m3_b128."""
+    launch, fmt = launch or TILES, encoded.fmt
+    rows, cols = fmt.matrix_shape(encoded.shape)
+    out = _out(encoded, dtype, out)
+    if out.numel():
+        assert encoded.scales is not None
+        down, wide = fmt.block.rows or 1, fmt.block.cols
+        wide = wide or max(16, triton.next_power_of_2(min(cols, launch.numbers)))
+        tall = max(1, launch.numbers // wide)
+        tall = min(tall, down) if down > 1 else tall  # a program's rows share a tile's scale
+        across = triton.cdiv(cols, wide)
+        with device_of(out):
+            _decode_tiles[(triton.cdiv(rows, tall) * across,)](
+                as_bits(encoded.data.contiguous()),
+                encoded.scales.contiguous(),
+                as_bits(out),
+                rows,
+                cols,
+                across,
+                ELEMENT=element_name(fmt, encoded.device),
+                OUT=float_name(dtype),
+                DOWN=down,
+                TALL=tall,
+                WIDE=wide,
+                VECTOR=min(_vector(launch, dtype), wide),
+                num_warps=launch.warps,
+                enable_fp_fusion=False,
+            )
+    return out
+
+
+def decode_byte_groups(
+    encoded: Encoded, dtype: torch.dtype, launch: Launch | None = None, out: Tensor | None = None
+) -> Tensor:
+    """int8_g128, mxfp8_e4m3, q8_0_gguf."""
+    launch, fmt, scales = launch or BYTE_GROUPS, encoded.fmt, encoded.scales
+    assert scales is not None
+    whole_groups(fmt, fmt.matrix_shape(encoded.shape)[1])
+    out = _out(encoded, dtype, out)
+    group, groups = fmt.block.cols or 0, scales.numel()
+    if groups:
+        tile = max(1, launch.numbers // group)
+        with device_of(out):
+            _decode_byte_groups[(triton.cdiv(groups, tile),)](
+                as_bits(encoded.data.contiguous()),
+                as_bits(scales.contiguous()),
+                as_bits(out),
+                groups,
+                ELEMENT=element_name(fmt, encoded.device),
+                SCALE=scale_name(fmt),
+                OUT=float_name(dtype),
+                TILE=tile,
+                GROUP=group,
+                VECTOR=_vector(launch, dtype),
+                num_warps=launch.warps,
+                enable_fp_fusion=False,
+            )
+    return out
+
+
+def decode_nibble_groups(
+    encoded: Encoded, dtype: torch.dtype, launch: Launch | None = None, out: Tensor | None = None
+) -> Tensor:
+    """mxfp4, nvfp4, int4_g32, q4_0_gguf."""
+    launch, fmt, scales = launch or NIBBLE_GROUPS, encoded.fmt, encoded.scales
+    assert scales is not None
+    assert fmt.packing is not None
+    whole_groups(fmt, fmt.matrix_shape(encoded.shape)[1])
+    out = _out(encoded, dtype, out)
+    group, groups = fmt.block.cols or 0, scales.numel()
+    if groups:
+        tile = max(1, launch.numbers // group)
+        with device_of(out):
+            _decode_nibble_groups[(triton.cdiv(groups, tile),)](
+                encoded.data.contiguous(),
+                as_bits(scales.contiguous()),
+                scales if encoded.base is None else encoded.base,
+                as_bits(out),
+                groups,
+                ELEMENT=element_name(fmt, encoded.device),
+                SCALE=scale_name(fmt),
+                ORDER=fmt.packing.order,
+                OUT=float_name(dtype),
+                TILE=tile,
+                HALF=group // 2,
+                VECTOR=max(1, _vector(launch, dtype) // 2),
+                num_warps=launch.warps,
+                enable_fp_fusion=False,
+            )
+    return out
+
+
+@triton.jit(do_not_specialize=["rows", "across"])
+def _decode_tiles(
+    data_ptr,
+    scales_ptr,
+    out_ptr,
+    rows,
+    cols,
+    across,
+    ELEMENT: tl.constexpr,
+    OUT: tl.constexpr,
+    DOWN: tl.constexpr,
+    TALL: tl.constexpr,
+    WIDE: tl.constexpr,
+    VECTOR: tl.constexpr,
+):
+    program = tl.program_id(0)
+    first = (program // across).to(tl.int64) * TALL
+    tile_across = program % across
+    row_R = tl.arange(0, TALL)
+    col_C = tl.max_contiguous(tile_across * WIDE + tl.arange(0, WIDE), VECTOR)
+    ok_R = first + row_R < rows
+    ok_RC = ok_R[:, None] & (col_C < cols)[None, :]
+    at_RC = row_R[:, None] * cols + col_C[None, :]
+    code_RC = tl.load(data_ptr + first * cols + at_RC, mask=ok_RC, other=0)
+    if DOWN == 1:
+        scale_R1 = tl.load(scales_ptr + first + row_R, mask=ok_R, other=0)[:, None]
+    else:
+        scale_R1 = tl.load(scales_ptr + first // DOWN * across + tile_across)
+    value_RC = _float_of_byte(code_RC, ELEMENT) * scale_R1
+    tl.store(out_ptr + first * cols + at_RC, narrow(value_RC, OUT), mask=ok_RC)
+
+
+@triton.jit(do_not_specialize=["groups"])
+def _decode_byte_groups(
+    data_ptr,
+    scales_ptr,
+    out_ptr,
+    groups,
+    ELEMENT: tl.constexpr,
+    SCALE: tl.constexpr,
+    OUT: tl.constexpr,
+    TILE: tl.constexpr,
+    GROUP: tl.constexpr,
+    VECTOR: tl.constexpr,
+):
+    first = tl.program_id(0).to(tl.int64) * TILE
+    group_G = tl.arange(0, TILE)
+    ok_G = first + group_G < groups
+    at_GC = group_G[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
+    at_GC = tl.max_contiguous(at_GC, (1, VECTOR))
+    code_GC = tl.load(data_ptr + first * GROUP + at_GC, mask=ok_G[:, None], other=0)
+    scale_G = load_scale(tl.load(scales_ptr + first + group_G, mask=ok_G, other=0), 1.0, SCALE)
+    value_GC = _float_of_byte(code_GC, ELEMENT) * scale_G[:, None]
+    tl.store(out_ptr + first * GROUP + at_GC, narrow(value_GC, OUT), mask=ok_G[:, None])
+
+
+@triton.jit(do_not_specialize=["groups"])
+def _decode_nibble_groups(
+    data_ptr,
+    scales_ptr,
+    base_ptr,
+    out_ptr,
+    groups,
+    ELEMENT: tl.constexpr,
+    SCALE: tl.constexpr,
+    ORDER: tl.constexpr,
+    OUT: tl.constexpr,
+    TILE: tl.constexpr,
+    HALF: tl.constexpr,
+    VECTOR: tl.constexpr,
+):
+    first = tl.program_id(0).to(tl.int64) * TILE
+    group_G = tl.arange(0, TILE)
+    ok_G = first + group_G < groups
+    lane_B = tl.arange(0, HALF)
+    at_GB = tl.max_contiguous(group_G[:, None] * HALF + lane_B[None, :], (1, VECTOR))
+    byte_GB = tl.load(data_ptr + first * HALF + at_GB, mask=ok_G[:, None], other=0).to(tl.int32)
+    base = 1.0
+    if SCALE == "e4m3":
+        base = tl.load(base_ptr)
+    scale_G = load_scale(tl.load(scales_ptr + first + group_G, mask=ok_G, other=0), base, SCALE)
+    if ELEMENT == "e2m1":
+        low_GB = float_of_e2m1((byte_GB & 0x08) << 28, (byte_GB & 0x07) << 22) * scale_G[:, None]
+        high_GB = float_of_e2m1((byte_GB & 0x80) << 24, (byte_GB & 0x70) << 18) * scale_G[:, None]
+    else:  # stored plus 8
+        low_GB = ((byte_GB & 0x0F) - 8).to(tl.float32) * scale_G[:, None]
+        high_GB = ((byte_GB >> 4) - 8).to(tl.float32) * scale_G[:, None]
+    out_ptr += first * (2 * HALF)
+    if ORDER == "low_first":
+        value_GC = tl.reshape(tl.join(low_GB, high_GB), [TILE, 2 * HALF])
+        at_GC = group_G[:, None] * (2 * HALF) + tl.arange(0, 2 * HALF)[None, :]
+        tl.store(out_ptr + at_GC, narrow(value_GC, OUT), mask=ok_G[:, None])
+    else:
+        at_GB = group_G[:, None] * (2 * HALF) + lane_B[None, :]
+        tl.store(out_ptr + at_GB, narrow(low_GB, OUT), mask=ok_G[:, None])
+        tl.store(out_ptr + at_GB + HALF, narrow(high_GB, OUT), mask=ok_G[:, None])
+
+
+@triton.jit
+def _float_of_byte(code, ELEMENT: tl.constexpr):
+    is_integer: tl.constexpr = ELEMENT == "int8" or ELEMENT == "int8_half_away"
+    return code.to(tl.float32) if is_integer else float_of_e4m3(code, ELEMENT)
+
+
+def _out(encoded: Encoded, dtype: torch.dtype, out: Tensor | None) -> Tensor:
+    if out is None:
+        return torch.empty(encoded.shape, dtype=dtype, device=encoded.device)
+    is_like = (tuple(out.shape), out.dtype, out.device) == (encoded.shape, dtype, encoded.device)
+    if not is_like or not out.is_contiguous():
+        raise FormatError(
+            f"decode {encoded.fmt.name} of shape {encoded.shape} on {encoded.device} as {dtype}: the output must be "
+            f"contiguous and like it, got {out.dtype} {tuple(out.shape)} with strides {out.stride()} on {out.device}"
+        )
+    return out
+
+
+def _vector(launch: Launch, dtype: torch.dtype) -> int:
+    return launch.vector or 16 // dtype.itemsize

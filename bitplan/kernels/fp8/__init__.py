@@ -1,0 +1,1 @@
+"""FP8 casts and products of one matrix."""

@@ -1,0 +1,342 @@
+"""Triton products of experts: FP8 rows times each expert's matrix, and the weight gradients, one launch each.
+
+Both contract over the last, contiguous axis of both operands, which is the only layout Hopper's FP8 tensor cores read:
+
+    rows_product    a_TK  rows sorted by expert          b_ENK  a matrix of each expert     -> out [T, N]
+    sums_product    a_NP  columns padded per expert      b_KP   likewise                    -> out [E, N, K]
+
+The first is the forward (K inputs) and the input gradient (K outputs of the layer); the second is the weight gradient,
+where each expert contracts over its own stretch of P, a multiple of STEP long and filled up with zeros.
+
+Scales come in two kinds. "vector": one for each row of `a` and of `b`, applied once to the finished sum; tensorwise
+is that with equal numbers. "block": one for each STEP of the contraction, applied to the sum of every step; this also
+takes sums out of the tensor cores, which keep fewer bits than float32, every STEP.
+
+Operands are read by pointers or by TMA descriptors (`tma`), which leave the lanes free. What is not here: a persistent
+grid, which the faster "vector" products of `hopper_products` have, and split contraction for few tokens.
+
+Legend: T rows of tokens, E experts, N outputs, K inputs, P padded rows, M rows of a tile.
+"""
+
+# mypy: disable-error-code="no-untyped-def, untyped-decorator"
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from bitplan.formats.fp8 import FP8_NAMES
+from bitplan.kernels.base.numbers import (
+    INTERPRETED,
+    as_bits,
+    device_of,
+    float_name,
+    float_of_e4m3_in_integers,
+    narrow,
+)
+from bitplan.kernels.fp8.experts.products import TILE_ROWS, GroupedFp8, GroupLayout
+
+STEP = 128  # numbers of one step of the contraction, which is also a block of scales
+
+
+@dataclass(frozen=True)
+class GroupedLaunch:
+    """How a product is cut up: the tile of the output, warps and stages of a program, and how operands are read.
+
+    `rows` must divide TILE_ROWS in `rows_product`. `together` tiles of rows walk the columns side by side.
+    """
+
+    rows: int
+    cols: int
+    warps: int
+    stages: int
+    tma: bool = True
+    together: int = 8
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+# The shapes that dense FP8 products favour on Hopper. On an H200, with 8 experts of 2048x7168, "vector" by 128x128 with
+# 4 warps is 1 to 8% faster with `fast_accum`; without, which is how layers take gradients, it was not measured.
+DEFAULT_LAUNCHES = {"vector": GroupedLaunch(128, 256, 8, 3), "block": GroupedLaunch(128, 128, 8, 4)}
+
+
+def candidate_launches(scales: str) -> list[GroupedLaunch]:
+    """Launches worth measuring, the default first."""
+    cuts = [(128, 256, 8, 3), (128, 256, 8, 4), (128, 128, 8, 4), (128, 128, 4, 3), (64, 256, 4, 4), (64, 128, 4, 5)]
+    first = DEFAULT_LAUNCHES[scales]
+    launches = [GroupedLaunch(*cut, tma=tma) for tma in (True, False) for cut in cuts]
+    return [first, *(launch for launch in launches if launch != first)]
+
+
+def rows_product(
+    a_TK: GroupedFp8,
+    b_ENK: GroupedFp8,
+    layout: GroupLayout,
+    out: Tensor,
+    bias: Tensor | None = None,
+    *,
+    fast_accum: bool = True,
+    launch: GroupedLaunch | None = None,
+) -> None:
+    """Fill out [T, N]."""
+    launch = launch or DEFAULT_LAUNCHES[a_TK.kind]
+    (rows, inputs), (experts, outputs, _) = a_TK.codes.shape, b_ENK.codes.shape
+    halves = TILE_ROWS // launch.rows
+    tiles = layout.tiles * halves
+    grid = (tiles * triton.cdiv(outputs, launch.cols),)
+    with device_of(out):
+        _rows_product[grid](
+            _operand(a_TK.codes, launch.rows, launch.tma),
+            _operand(b_ENK.codes.view(experts * outputs, inputs), launch.cols, launch.tma),
+            a_TK.scale,
+            b_ENK.scale,
+            a_TK.scale if bias is None else bias.float(),
+            as_bits(out),
+            layout.tile_expert,
+            layout.tile_row,
+            layout.ends,
+            rows,
+            tiles,
+            N=outputs,
+            K=inputs,
+            SCALES=a_TK.kind,
+            A=FP8_NAMES[a_TK.codes.dtype],
+            B=FP8_NAMES[b_ENK.codes.dtype],
+            OUT=float_name(out.dtype),
+            FAST=fast_accum,
+            BIAS=bias is not None,
+            BM=launch.rows,
+            BN=launch.cols,
+            BK=STEP,
+            HALVES=halves,
+            TOGETHER=launch.together,
+            TMA=launch.tma,
+            num_warps=launch.warps,
+            num_stages=launch.stages,
+        )
+
+
+def sums_product(
+    a_NP: GroupedFp8,
+    b_KP: GroupedFp8,
+    layout: GroupLayout,
+    out: Tensor,
+    *,
+    fast_accum: bool = True,
+    launch: GroupedLaunch | None = None,
+) -> None:
+    """Fill out [E, N, K]; the layout is padded to STEP."""
+    launch = launch or DEFAULT_LAUNCHES[a_NP.kind]
+    experts, outputs, inputs = out.shape
+    grid = (experts * triton.cdiv(outputs, launch.rows) * triton.cdiv(inputs, launch.cols),)
+    with device_of(out):
+        _sums_product[grid](
+            _operand(a_NP.codes, launch.rows, launch.tma),
+            _operand(b_KP.codes, launch.cols, launch.tma),
+            a_NP.scale,
+            b_KP.scale,
+            as_bits(out),
+            layout.padded_ends,
+            layout.by_size,
+            layout.padded_rows,
+            N=outputs,
+            K=inputs,
+            SCALES=a_NP.kind,
+            A=FP8_NAMES[a_NP.codes.dtype],
+            B=FP8_NAMES[b_KP.codes.dtype],
+            OUT=float_name(out.dtype),
+            FAST=fast_accum,
+            BN=launch.rows,
+            BK=launch.cols,
+            BP=STEP,
+            TOGETHER=launch.together,
+            TMA=launch.tma,
+            num_warps=launch.warps,
+            num_stages=launch.stages,
+        )
+
+
+def _operand(codes: Tensor, rows: int, tma: bool) -> Any:
+    """Codes as a kernel takes them; the interpreter decodes bytes itself, for it converts FP8 wrongly."""
+    codes = codes.view(torch.uint8) if INTERPRETED.value else codes
+    if not tma:
+        return codes
+    from triton.tools.tensor_descriptor import TensorDescriptor
+
+    return TensorDescriptor.from_tensor(codes, [rows, STEP])
+
+
+# ---- kernels ---------------------------------------------------------------------------------------------------------
+
+
+@triton.jit(do_not_specialize=["rows", "tiles"])
+def _rows_product(
+    a_ptr,
+    b_ptr,
+    a_scales_ptr,
+    b_scales_ptr,
+    bias_ptr,
+    out_ptr,
+    tile_expert_ptr,
+    tile_row_ptr,
+    ends_ptr,
+    rows,
+    tiles,
+    N: tl.constexpr,
+    K: tl.constexpr,
+    SCALES: tl.constexpr,
+    A: tl.constexpr,
+    B: tl.constexpr,
+    OUT: tl.constexpr,
+    FAST: tl.constexpr,
+    BIAS: tl.constexpr,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+    BK: tl.constexpr,
+    HALVES: tl.constexpr,
+    TOGETHER: tl.constexpr,
+    TMA: tl.constexpr,
+):
+    COLS: tl.constexpr = (N + BN - 1) // BN
+    tile, block = _tile_of_program(tl.program_id(0), tiles, COLS, TOGETHER)
+    expert = tl.load(tile_expert_ptr + tile // HALVES)
+    if expert < 0:  # the grid has room for the worst routing
+        return
+    end = tl.load(ends_ptr + expert)
+    row = tl.load(tile_row_ptr + tile // HALVES) + tile % HALVES * BM
+    if row >= end:
+        return
+    m_M, n_N, k_K = row + tl.arange(0, BM), block * BN + tl.arange(0, BN), tl.arange(0, BK)
+    ok_M, ok_N = m_M < end, n_N < N
+    at_MK = m_M[:, None].to(tl.int64) * K + k_K[None, :]
+    at_NK = (expert * N + n_N)[:, None].to(tl.int64) * K + k_K[None, :]
+    STEPS: tl.constexpr = (K + BK - 1) // BK
+    b_scales_ptr += expert * (N // BK * STEPS if SCALES == "block" else N)
+
+    acc_MN = tl.zeros([BM, BN], tl.float32)
+    for step in range(STEPS):
+        if TMA:
+            a_MK = a_ptr.load([row, step * BK])
+            b_NK = b_ptr.load([expert * N + block * BN, step * BK])
+        elif K % BK == 0:
+            a_MK = tl.load(a_ptr + at_MK + step * BK, mask=ok_M[:, None], other=0.0)
+            b_NK = tl.load(b_ptr + at_NK + step * BK, mask=ok_N[:, None], other=0.0)
+        else:
+            ok_K = step * BK + k_K < K
+            a_MK = tl.load(a_ptr + at_MK + step * BK, mask=ok_M[:, None] & ok_K[None, :], other=0.0)
+            b_NK = tl.load(b_ptr + at_NK + step * BK, mask=ok_N[:, None] & ok_K[None, :], other=0.0)
+        if SCALES == "block":
+            part_MN = tl.dot(_values(a_MK, A), tl.trans(_values(b_NK, B)), input_precision="ieee")
+            scale_M = tl.load(a_scales_ptr + step * rows.to(tl.int64) + m_M, mask=ok_M, other=0.0)
+            if BN == BK:
+                scale_M *= tl.load(b_scales_ptr + block * STEPS + step)
+                acc_MN += part_MN * scale_M[:, None]
+            else:
+                scale_N = tl.load(b_scales_ptr + n_N // BK * STEPS + step, mask=ok_N, other=0.0)
+                acc_MN += part_MN * (scale_M[:, None] * scale_N[None, :])
+        else:
+            acc_MN = _add_product(_values(a_MK, A), tl.trans(_values(b_NK, B)), acc_MN, FAST)
+    if SCALES == "vector":
+        scale_M = tl.load(a_scales_ptr + m_M, mask=ok_M, other=0.0)
+        scale_N = tl.load(b_scales_ptr + n_N, mask=ok_N, other=0.0)
+        acc_MN = acc_MN * scale_M[:, None] * scale_N[None, :]
+    if BIAS:
+        acc_MN += tl.load(bias_ptr + expert * N + n_N, mask=ok_N, other=0.0)[None, :]
+    at_MN = m_M[:, None].to(tl.int64) * N + n_N[None, :]
+    tl.store(out_ptr + at_MN, narrow(acc_MN, OUT), mask=ok_M[:, None] & ok_N[None, :])
+
+
+@triton.jit
+def _sums_product(
+    a_ptr,
+    b_ptr,
+    a_scales_ptr,
+    b_scales_ptr,
+    out_ptr,
+    padded_ends_ptr,
+    by_size_ptr,
+    padded,
+    N: tl.constexpr,
+    K: tl.constexpr,
+    SCALES: tl.constexpr,
+    A: tl.constexpr,
+    B: tl.constexpr,
+    OUT: tl.constexpr,
+    FAST: tl.constexpr,
+    BN: tl.constexpr,
+    BK: tl.constexpr,
+    BP: tl.constexpr,
+    TOGETHER: tl.constexpr,
+    TMA: tl.constexpr,
+):
+    ROWS: tl.constexpr = (N + BN - 1) // BN
+    COLS: tl.constexpr = (K + BK - 1) // BK
+    # The expert with the most rows takes longest: it starts first.
+    expert = tl.load(by_size_ptr + tl.program_id(0) // (ROWS * COLS))
+    tile, block = _tile_of_program(tl.program_id(0) % (ROWS * COLS), ROWS, COLS, TOGETHER)
+    start = tl.multiple_of(tl.load(padded_ends_ptr + expert - 1, mask=expert > 0, other=0), BP)
+    end = tl.load(padded_ends_ptr + expert)
+    n_N, k_K, p_P = tile * BN + tl.arange(0, BN), block * BK + tl.arange(0, BK), tl.arange(0, BP)
+    ok_N, ok_K = n_N < N, k_K < K
+    at_NP = n_N[:, None].to(tl.int64) * padded + p_P[None, :]
+    at_KP = k_K[:, None].to(tl.int64) * padded + p_P[None, :]
+
+    acc_NK = tl.zeros([BN, BK], tl.float32)
+    for at in range(start, end, BP):
+        if TMA:
+            a_NP = a_ptr.load([tile * BN, at])
+            b_KP = b_ptr.load([block * BK, at])
+        else:
+            a_NP = tl.load(a_ptr + at_NP + at, mask=ok_N[:, None], other=0.0)
+            b_KP = tl.load(b_ptr + at_KP + at, mask=ok_K[:, None], other=0.0)
+        if SCALES == "block":
+            part_NK = tl.dot(_values(a_NP, A), tl.trans(_values(b_KP, B)), input_precision="ieee")
+            scale_N = tl.load(a_scales_ptr + (at // BP) * N + n_N, mask=ok_N, other=0.0)
+            scale_K = tl.load(b_scales_ptr + (at // BP) * K + k_K, mask=ok_K, other=0.0)
+            acc_NK += part_NK * (scale_N[:, None] * scale_K[None, :])
+        else:
+            acc_NK = _add_product(_values(a_NP, A), tl.trans(_values(b_KP, B)), acc_NK, FAST)
+    if SCALES == "vector":
+        scale_N = tl.load(a_scales_ptr + expert * N + n_N, mask=ok_N, other=0.0)
+        scale_K = tl.load(b_scales_ptr + expert * K + k_K, mask=ok_K, other=0.0)
+        acc_NK = acc_NK * scale_N[:, None] * scale_K[None, :]
+    at_NK = (expert.to(tl.int64) * N + n_N)[:, None] * K + k_K[None, :]
+    tl.store(out_ptr + at_NK, narrow(acc_NK, OUT), mask=ok_N[:, None] & ok_K[None, :])
+
+
+@triton.jit
+def _tile_of_program(program, rows, COLS: tl.constexpr, TOGETHER: tl.constexpr):
+    """(row of tiles, column of tiles) of a program: `TOGETHER` rows walk through the columns side by side."""
+    first = program // (TOGETHER * COLS) * TOGETHER
+    side = tl.minimum(rows - first, TOGETHER)
+    inside = program % (TOGETHER * COLS)
+    return first + inside % side, inside // side
+
+
+@triton.jit
+def _add_product(a, b, acc, FAST: tl.constexpr):
+    """acc + a b; not fast: what the tensor cores added among themselves goes to float32 at every step."""
+    if FAST:
+        acc = tl.dot(a, b, acc, input_precision="ieee")
+    else:
+        acc = tl.dot(a, b, acc, input_precision="ieee", max_num_imprecise_acc=a.shape[1])
+    return acc
+
+
+@triton.jit
+def _values(codes, KIND: tl.constexpr):
+    """What the tensor cores take; for the interpreter bytes become float32 here."""
+    if INTERPRETED:
+        if KIND == "e4m3":
+            values = float_of_e4m3_in_integers(codes)
+        else:  # E5M2 is the upper half of a float16
+            values = (codes.to(tl.int16) << 8).to(tl.float16, bitcast=True).to(tl.float32)
+    else:
+        values = codes
+    return values

@@ -1,0 +1,172 @@
+"""FP8 casts of any matrix, tile by tile: every type, width and scaling, and a norm in front.
+
+A program reads a tile, holds it as float32, and writes it in both layouts. `fast_tile` does the same faster for
+bfloat16 that needs none of this; whatever a cast can be asked for beyond that ends here.
+
+Legend: T rows, C columns of a tile; "cols" is the layout of the transpose.
+"""
+
+# mypy: disable-error-code="no-untyped-def, untyped-decorator"
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from bitplan.kernels.base.launch import PreparedLaunch
+from bitplan.kernels.base.numbers import float_name, float_of_bits, magnitude_bits, narrow
+from bitplan.kernels.fp8.numbers import (
+    e8m0_of_bits,
+    fp8_code,
+    inverse_of,
+    power_of_two_of_bits,
+    scale_of_bits,
+)
+from bitplan.kernels.fp8.triton_norm import NormKey, norm_constants, normalise
+
+
+def prepare_tiles(
+    shape: tuple[int, int],
+    dtype: torch.dtype,
+    padded: int,
+    scaling: str,
+    fp8: str,
+    eps: float,
+    norm: NormKey | None,
+    *,
+    rows: bool,
+    cols: bool,
+    plain: bool,
+    strides: tuple[int, int],
+    pieces: int,
+    tile: tuple[int, int],
+    warps: int,
+) -> PreparedLaunch:
+    """A launch that takes x, both codes, both scales, the pieces' maxima, the plain matrix and the norm's pointers."""
+    return PreparedLaunch(
+        _cast_tiles,
+        (triton.cdiv(padded, tile[0]) * triton.cdiv(shape[1], tile[1]),),
+        (*shape, padded, *strides, eps, pieces),
+        {
+            "SOURCE": float_name(dtype),
+            "FP8": fp8,
+            "SCALING": scaling,
+            **norm_constants(norm),
+            "TO_ROWS": rows,
+            "TO_COLS": cols,
+            "TO_PLAIN": plain,
+            "PIECES": triton.next_power_of_2(max(pieces, 1)),
+            "BR": tile[0],
+            "BC": tile[1],
+        },
+        num_warps=warps,
+        enable_fp_fusion=False,
+    )
+
+
+@triton.jit(do_not_specialize=["rows", "pieces"])
+def _cast_tiles(
+    x_ptr,
+    out_ptr,
+    out_t_ptr,
+    scale_ptr,
+    scale_t_ptr,
+    pieces_ptr,
+    plain_ptr,
+    rstd_ptr,
+    mean_ptr,
+    weight_ptr,
+    bias_ptr,
+    rows,
+    cols,
+    padded,
+    scale_stride,
+    scale_t_stride,
+    eps,
+    pieces,
+    SOURCE: tl.constexpr,
+    FP8: tl.constexpr,
+    SCALING: tl.constexpr,
+    NORM: tl.constexpr,
+    WEIGHT: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    TO_ROWS: tl.constexpr,
+    TO_COLS: tl.constexpr,
+    TO_PLAIN: tl.constexpr,
+    PIECES: tl.constexpr,
+    BR: tl.constexpr,
+    BC: tl.constexpr,
+):
+    across = (cols + BC - 1) // BC
+    tile = tl.program_id(0)
+    if SCALING == "tensor" or SCALING == "row":
+        tile = tl.num_programs(0) - 1 - tile  # from the end: what the maximum read last is still in L2
+    down_block, across_block = tile // across, tile % across
+    r_T = down_block * BR + tl.arange(0, BR)
+    c_C = across_block * BC + tl.arange(0, BC)
+    ok_T, ok_C = r_T < rows, c_C < cols
+    room_T = r_T < padded
+    at_TC = r_T[:, None].to(tl.int64) * cols + c_C[None, :]
+    x_TC = float_of_bits(tl.load(x_ptr + at_TC, mask=ok_T[:, None] & ok_C[None, :], other=0), SOURCE)
+    x_TC = normalise(
+        x_TC, r_T, c_C, ok_T, ok_C, rstd_ptr, mean_ptr, weight_ptr, bias_ptr, NORM, WEIGHT, SOURCE, HAS_BIAS
+    )
+    if TO_PLAIN:
+        tl.store(plain_ptr + at_TC, narrow(x_TC, SOURCE), mask=ok_T[:, None] & ok_C[None, :])
+    room_TC = room_T[:, None] & ok_C[None, :]
+    at_CT = c_C[:, None].to(tl.int64) * padded + r_T[None, :]
+    room_CT = ok_C[:, None] & room_T[None, :]
+
+    if SCALING == "tensor" or SCALING == "128x128":
+        if SCALING == "tensor":
+            piece = tl.arange(0, PIECES)
+            amax = tl.max(tl.load(pieces_ptr + piece, mask=piece < pieces, other=0), axis=0)
+            scale = power_of_two_of_bits(amax, eps, FP8)
+        else:
+            scale = scale_of_bits(tl.max(tl.max(magnitude_bits(x_TC), axis=1), axis=0), eps, FP8)
+        byte_TC = fp8_code(x_TC * inverse_of(scale), FP8)
+        if TO_ROWS:
+            tl.store(out_ptr + at_TC, byte_TC, mask=room_TC)
+        if TO_COLS:
+            tl.store(out_t_ptr + at_CT, tl.trans(byte_TC), mask=room_CT)
+        if SCALING == "tensor":
+            if tl.program_id(0) == 0:
+                tl.store(scale_ptr, scale)
+        else:
+            if TO_ROWS:
+                tl.store(scale_ptr + down_block * scale_stride + across_block, scale)
+            if TO_COLS:
+                tl.store(scale_t_ptr + across_block * scale_t_stride + down_block, scale)
+    elif SCALING == "1x32":
+        magnitude_TC = magnitude_bits(x_TC)
+        if TO_ROWS:
+            amax_TG = tl.max(tl.reshape(magnitude_TC, [BR, BC // 32, 32]), axis=2)
+            byte_TG, inverse_TG = e8m0_of_bits(amax_TG, eps, FP8)
+            wide = tl.reshape(tl.broadcast_to(inverse_TG[:, :, None], [BR, BC // 32, 32]), [BR, BC])
+            tl.store(out_ptr + at_TC, fp8_code(x_TC * wide, FP8), mask=room_TC)
+            g_G = across_block * (BC // 32) + tl.arange(0, BC // 32)
+            at_TG = r_T[:, None].to(tl.int64) * (cols // 32) + g_G[None, :]
+            tl.store(scale_ptr + at_TG, byte_TG.to(tl.uint8), mask=room_T[:, None] & (g_G < cols // 32)[None, :])
+        if TO_COLS:
+            amax_GC = tl.max(tl.reshape(magnitude_TC, [BR // 32, 32, BC]), axis=1)
+            byte_GC, inverse_GC = e8m0_of_bits(amax_GC, eps, FP8)
+            wide = tl.reshape(tl.broadcast_to(inverse_GC[:, None, :], [BR // 32, 32, BC]), [BR, BC])
+            tl.store(out_t_ptr + at_CT, tl.trans(fp8_code(x_TC * wide, FP8)), mask=room_CT)
+            h_G = down_block * (BR // 32) + tl.arange(0, BR // 32)
+            at_GC = c_C[None, :].to(tl.int64) * (padded // 32) + h_G[:, None]
+            tl.store(scale_t_ptr + at_GC, byte_GC.to(tl.uint8), mask=ok_C[None, :] & (h_G < padded // 32)[:, None])
+    else:
+        if TO_ROWS:
+            if SCALING == "row":
+                scale_T = tl.load(scale_ptr + r_T, mask=room_T, other=1.0)
+            else:
+                scale_T = scale_of_bits(tl.max(magnitude_bits(x_TC), axis=1), eps, FP8)
+                tl.store(scale_ptr + across_block.to(tl.int64) * padded + r_T, scale_T, mask=room_T)
+            tl.store(out_ptr + at_TC, fp8_code(x_TC * inverse_of(scale_T)[:, None], FP8), mask=room_TC)
+        if TO_COLS:
+            if SCALING == "row":
+                scale_C = tl.load(scale_t_ptr + c_C, mask=ok_C, other=1.0)
+            else:
+                scale_C = scale_of_bits(tl.max(magnitude_bits(x_TC), axis=0), eps, FP8)
+                tl.store(scale_t_ptr + down_block.to(tl.int64) * cols + c_C, scale_C, mask=ok_C)
+            tl.store(out_t_ptr + at_CT, tl.trans(fp8_code(x_TC * inverse_of(scale_C)[None, :], FP8)), mask=room_CT)

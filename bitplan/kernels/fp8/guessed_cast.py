@@ -1,0 +1,285 @@
+"""Tensorwise FP8 casts that read a matrix once: cast by a guessed scale, then check the guess.
+
+A scale of a whole tensor needs the largest number before the first code can be written, so a cast reads twice: 6 bytes
+a number of bfloat16 in all, where 4 would do. But such a scale is a power of two (`bitplan.formats.fp8`), and
+the one of the last cast of the same weight, or of the same layer's activations, is nearly always still right:
+
+    cast     codes by the guess, in every layout asked for; the largest magnitude on the side, by an atomic maximum
+    check    the scale that the largest magnitude asks for. It is the guess: nothing is left to do, a few microseconds.
+             It is not: the same launch casts again by the right one
+
+So the result never depends on the guess: codes and scale equal the definition bit for bit, and nothing waits for the
+host. A wrong guess costs 4 bytes a number more. `GuessState` counts casts and wrong guesses.
+
+The state lives on the device and is used by one cast at a time: casts that share one must be ordered by a stream.
+
+Legend: R rows, C columns of the matrix cast, T rows of a tile; "cols" is the layout of the transpose, [C, R].
+"""
+
+# mypy: disable-error-code="no-untyped-def, untyped-decorator"
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from bitplan.formats.fp8 import FP8_DTYPES, ScaledFp8
+from bitplan.kernels.base.launch import PreparedLaunch, launch_in_turn
+from bitplan.kernels.base.numbers import float_name, float_of_bits, magnitude_bits
+from bitplan.kernels.fp8.cast import CastPair
+from bitplan.kernels.fp8.fast_tile import (
+    amax_of_tile,
+    fits_pairs,
+    load_tile,
+    place_of,
+    store_by_one_scale,
+)
+from bitplan.kernels.fp8.numbers import fp8_code, inverse_of, power_of_two_of_bits, quick_inverse
+from bitplan.kernels.fp8.triton_cast import CastLaunch, launch_of
+
+# Places in a state of int32: the bits of the guessed scale and of the one that the running cast goes by, the largest
+# magnitude so far, programs that have seen it, casts, wrong guesses.
+GUESS, USED, LARGEST, SEEN, CASTS, WRONG = (tl.constexpr(place) for place in range(6))
+STATE_SIZE = 6
+CHECKING_WARPS = 2112  # of the check: enough to cast again at full speed, few enough to be over at once
+
+
+def new_state(device: torch.device, experts: int = 1) -> Tensor:
+    state = empty_state(device, experts)
+    clear_state(state)
+    return state
+
+
+def empty_state(device: torch.device, experts: int) -> Tensor:
+    """[places, experts]; `kernels.fp8.experts.fast_tile` has a guess for each expert."""
+    return torch.empty((STATE_SIZE, experts), dtype=torch.int32, device=device)
+
+
+def clear_state(state: Tensor) -> None:
+    """To guesses that are wrong: 1.5 is no power of two."""
+    state.zero_()
+    state[:1].view(torch.float32).fill_(1.5)
+
+
+def counts_of(state: Tensor) -> tuple[int, int]:
+    """(casts, wrong guesses) so far; waits for the device."""
+    found = state.sum(1).tolist()
+    return found[CASTS.value], found[WRONG.value]
+
+
+class GuessPlan:
+    """The two launches and the memory of casts of one shape: x and its transpose, each where asked for, by one scale.
+    `padded` rows come out, those beyond x's are zeros. `aligned`: does x begin at a multiple of 16 bytes?"""
+
+    def __init__(
+        self,
+        shape: tuple[int, int],
+        dtype: torch.dtype,
+        aligned: bool,
+        fp8: str,
+        eps: float,
+        padded: int,
+        rows: bool,
+        cols: bool,
+        launch: CastLaunch | None = None,
+    ) -> None:
+        self.rows = (padded, shape[1]) if rows else None
+        self.cols = (shape[1], padded) if cols else None
+        self.dtype = FP8_DTYPES[fp8]
+        paired = fits_pairs(shape, dtype, padded, aligned=aligned)
+        launch = launch_of("tensor", launch, paired=paired)
+        tiles = triton.cdiv(padded, launch.rows) * triton.cdiv(shape[1], launch.cols)
+        constants = {"FP8": fp8, "TO_ROWS": rows, "TO_COLS": cols, "BR": launch.rows, "BC": launch.cols}
+        if paired:
+            cast, check = _cast_pairs, _check_pairs
+            numbers = (shape[0], shape[1] // 16, padded // 16)
+            constants |= {"V": launch.vector}
+        else:
+            cast, check = _cast, _check
+            numbers = (*shape, padded)
+            constants |= {"SOURCE": float_name(dtype)}
+        options = {"num_warps": launch.warps, "enable_fp_fusion": False}
+        checkers = min(tiles, CHECKING_WARPS // launch.warps)
+        self.launches = (
+            PreparedLaunch(cast, (tiles,), numbers, constants, **options),
+            PreparedLaunch(check, (checkers,), (*numbers, float(eps)), constants, **options),
+        )
+
+    def run(self, x: Tensor, state: Tensor) -> CastPair:
+        """The cast of a contiguous x."""
+        device = x.device
+        # Sizes as numbers: torch takes longer for a tuple.
+        codes = torch.empty(*self.rows, dtype=self.dtype, device=device) if self.rows is not None else None
+        codes_t = torch.empty(*self.cols, dtype=self.dtype, device=device) if self.cols is not None else None
+        scale = torch.empty_strided((), (), dtype=torch.float32, device=device)
+        launch_in_turn(self.launches, (x, codes, codes_t, state, scale))
+        return CastPair(
+            None if codes is None else ScaledFp8(codes, scale, "tensor"),
+            None if codes_t is None else ScaledFp8(codes_t, scale, "tensor"),
+        )
+
+
+# ---- the state -------------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def _note_guess(state_ptr, guess, amax):
+    """Of one program of the cast: its largest magnitude, and what it went by."""
+    tl.atomic_max(state_ptr + LARGEST, amax)
+    if tl.program_id(0) == 0:
+        tl.store(state_ptr + USED, guess)
+
+
+@triton.jit
+def _settle(state_ptr, scale_ptr, eps, FP8: tl.constexpr):
+    """(the right scale, was the guess wrong); writes the scale, and leaves the state for the next cast."""
+    used = tl.load(state_ptr + USED)
+    scale = power_of_two_of_bits(tl.load(state_ptr + LARGEST), eps, FP8)
+    right = scale.to(tl.int32, bitcast=True)
+    # Every thread has read before its program says so, and the last to say so clears the state for the next cast.
+    tl.debug_barrier()
+    if tl.atomic_add(state_ptr + SEEN, 1) == tl.num_programs(0) - 1:
+        tl.store(scale_ptr, scale)
+        tl.store(state_ptr + GUESS, right)
+        tl.store(state_ptr + LARGEST, 0)
+        tl.store(state_ptr + SEEN, 0)
+        tl.store(state_ptr + CASTS, tl.load(state_ptr + CASTS) + 1)
+        tl.store(state_ptr + WRONG, tl.load(state_ptr + WRONG) + (right != used).to(tl.int32))
+    return scale, right != used
+
+
+# ---- bfloat16, as words of two numbers -------------------------------------------------------------------------------
+
+
+@triton.jit(do_not_specialize=["rows", "cols16", "rows16"])
+def _cast_pairs(
+    x_ptr,
+    out_ptr,
+    out_t_ptr,
+    state_ptr,
+    rows,
+    cols16,
+    rows16,
+    FP8: tl.constexpr,
+    TO_ROWS: tl.constexpr,
+    TO_COLS: tl.constexpr,
+    BR: tl.constexpr,
+    BC: tl.constexpr,
+    V: tl.constexpr,
+):
+    guess = tl.load(state_ptr + GUESS)
+    down, across = place_of(tl.program_id(0), cols16, BC)
+    a_QW, b_QW, c_QW, d_QW = load_tile(x_ptr, down, across, rows, cols16, BR, BC)
+    inverse = quick_inverse(guess.to(tl.float32, bitcast=True))
+    store_by_one_scale(
+        out_ptr, out_t_ptr, down, across, rows16 * 16, rows16, rows16, cols16, a_QW, b_QW, c_QW, d_QW, inverse,
+        FP8, TO_ROWS, TO_COLS, BR, BC, V,
+    )  # fmt: skip
+    _note_guess(state_ptr, guess, amax_of_tile(a_QW, b_QW, c_QW, d_QW))
+
+
+@triton.jit(do_not_specialize=["rows", "cols16", "rows16"])
+def _check_pairs(
+    x_ptr,
+    out_ptr,
+    out_t_ptr,
+    state_ptr,
+    scale_ptr,
+    rows,
+    cols16,
+    rows16,
+    eps,
+    FP8: tl.constexpr,
+    TO_ROWS: tl.constexpr,
+    TO_COLS: tl.constexpr,
+    BR: tl.constexpr,
+    BC: tl.constexpr,
+    V: tl.constexpr,
+):
+    scale, is_wrong = _settle(state_ptr, scale_ptr, eps, FP8)
+    if is_wrong:
+        inverse = quick_inverse(scale)
+        tiles = ((rows16 * 16 + BR - 1) // BR) * ((cols16 * 16 + BC - 1) // BC)
+        for tile in range(tl.program_id(0), tiles, tl.num_programs(0)):
+            down, across = place_of(tile, cols16, BC)
+            a_QW, b_QW, c_QW, d_QW = load_tile(x_ptr, down, across, rows, cols16, BR, BC)
+            store_by_one_scale(
+                out_ptr, out_t_ptr, down, across, rows16 * 16, rows16, rows16, cols16, a_QW, b_QW, c_QW, d_QW, inverse,
+                FP8, TO_ROWS, TO_COLS, BR, BC, V,
+            )  # fmt: skip
+
+
+# ---- everything else, one number at a time ---------------------------------------------------------------------------
+
+
+@triton.jit
+def _read_tile(x_ptr, tile, rows, cols, SOURCE: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr):
+    across = (cols + BC - 1) // BC
+    r_T = tile // across * BR + tl.arange(0, BR)
+    c_C = tile % across * BC + tl.arange(0, BC)
+    at_TC = r_T[:, None].to(tl.int64) * cols + c_C[None, :]
+    bits_TC = tl.load(x_ptr + at_TC, mask=(r_T < rows)[:, None] & (c_C < cols)[None, :], other=0)
+    return r_T, c_C, float_of_bits(bits_TC, SOURCE)
+
+
+@triton.jit
+def _write_tile(r_T, c_C, byte_TC, out_ptr, out_t_ptr, cols, padded, TO_ROWS: tl.constexpr, TO_COLS: tl.constexpr):
+    ok_T, ok_C = r_T < padded, c_C < cols
+    if TO_ROWS:
+        at_TC = r_T[:, None].to(tl.int64) * cols + c_C[None, :]
+        tl.store(out_ptr + at_TC, byte_TC, mask=ok_T[:, None] & ok_C[None, :])
+    if TO_COLS:
+        at_CT = c_C[:, None].to(tl.int64) * padded + r_T[None, :]
+        tl.store(out_t_ptr + at_CT, tl.trans(byte_TC), mask=ok_C[:, None] & ok_T[None, :])
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _cast(
+    x_ptr,
+    out_ptr,
+    out_t_ptr,
+    state_ptr,
+    rows,
+    cols,
+    padded,
+    FP8: tl.constexpr,
+    TO_ROWS: tl.constexpr,
+    TO_COLS: tl.constexpr,
+    BR: tl.constexpr,
+    BC: tl.constexpr,
+    SOURCE: tl.constexpr,
+):
+    guess = tl.load(state_ptr + GUESS)
+    r_T, c_C, x_TC = _read_tile(x_ptr, tl.program_id(0), rows, cols, SOURCE, BR, BC)
+    _note_guess(state_ptr, guess, tl.max(tl.max(magnitude_bits(x_TC), axis=1), axis=0))
+    byte_TC = fp8_code(x_TC * inverse_of(guess.to(tl.float32, bitcast=True)), FP8)
+    _write_tile(r_T, c_C, byte_TC, out_ptr, out_t_ptr, cols, padded, TO_ROWS, TO_COLS)
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _check(
+    x_ptr,
+    out_ptr,
+    out_t_ptr,
+    state_ptr,
+    scale_ptr,
+    rows,
+    cols,
+    padded,
+    eps,
+    FP8: tl.constexpr,
+    TO_ROWS: tl.constexpr,
+    TO_COLS: tl.constexpr,
+    BR: tl.constexpr,
+    BC: tl.constexpr,
+    SOURCE: tl.constexpr,
+):
+    scale, is_wrong = _settle(state_ptr, scale_ptr, eps, FP8)
+    if is_wrong:
+        inverse = inverse_of(scale)
+        tiles = ((padded + BR - 1) // BR) * ((cols + BC - 1) // BC)
+        for tile in range(tl.program_id(0), tiles, tl.num_programs(0)):
+            r_T, c_C, x_TC = _read_tile(x_ptr, tile, rows, cols, SOURCE, BR, BC)
+            byte_TC = fp8_code(x_TC * inverse, FP8)
+            _write_tile(r_T, c_C, byte_TC, out_ptr, out_t_ptr, cols, padded, TO_ROWS, TO_COLS)

@@ -1,0 +1,241 @@
+"""FP8 casts on the GPU: a matrix is read in tiles, and a tile is written in both layouts from registers.
+
+    tensorwise   maxima of pieces (one read, no writes but a few numbers), then the cast, each program of which reduces
+                 those few numbers itself: two launches, no memset, no atomics, nothing waits for the host
+    rowwise      maxima of rows and columns by strips, a small launch that finishes them, then the cast
+    blockwise    the tile is the block: one launch, one read (mxfp8 too)
+
+The bytes decide. Per number of bfloat16: 2 read and 1 + 1 written for blockwise, 2 more read for the maximum of the
+others. With a norm in front (`Norm`), the cast reads what the norm would read, and what it would write is never
+written. What is settled once for all casts of a shape is a plan: which kernel, how it is cut up, what memory it needs.
+
+Codes and scales equal `bitplan.formats.fp8` bit for bit.
+
+    triton_fp8_numbers   codes and scales           triton_fp8_pairs   the cast of bfloat16 as words of two numbers
+    triton_fp8_maxima    what scales come from      triton_fp8_tiles   the cast of everything else
+
+Legend: R rows, C columns of the matrix cast; "cols" is the layout of the transpose, [C, R].
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from bitplan.errors import FormatError
+from bitplan.formats.fp8 import FP8_DTYPES, ScaledFp8, Scaling, check_castable, empty_scale, scale_of_amax
+from bitplan.kernels.fp8.fast_tile import fits_pairs, is_aligned, prepare_pairs
+from bitplan.kernels.fp8.general_tile import prepare_tiles
+from bitplan.kernels.fp8.maxima import PIECES, RowScales, partial_amax, plan_amax
+from bitplan.kernels.fp8.triton_norm import NO_NORM, Norm, NormKey
+
+Made = tuple[ScaledFp8 | None, ScaledFp8 | None, Tensor | None]
+
+
+@dataclass(frozen=True)
+class CastLaunch:
+    """How a cast is cut up. Block scaled casts have tiles of 128x128 whatever this says.
+
+    rows, cols, warps            of a tile
+    pieces, numbers, amax_warps  of the maximum of a tensor: pieces, numbers read at once (None: what its kernel is
+                                 fastest with), warps
+    vector                       words that neighbour in a thread, where numbers are read as words of two
+    """
+
+    rows: int = 128
+    cols: int = 64
+    warps: int = 4
+    pieces: int = PIECES
+    numbers: int | None = None
+    amax_warps: int = 8
+    vector: int = 4
+
+
+# What an H200 was fastest with. Both layouts of a gradient of 16384x28672 in bfloat16, us, and the share of a copy's
+# 4.27 TB/s; in brackets what the same took one number at a time:
+#     tensor   690  96% (731)   cast 484; tiles of 128x128 the same with twice the registers, of 128x64 487
+#     row      720  92% (993)   cast 486; tiles of 128x64 489, the maxima finished by the cast itself 595
+#     1x128    494  89% (812)   4 or 8 warps, 4 or 8 words a thread within 1 us; in groups of 8 rows 504, programs that
+#                               stay and load ahead 540, hints to L2 to drop what is read 517. Rows alone 330, 100%
+#     128x128  484  91% (657)   4 words a thread 488, 8 warps 485
+PAIR_LAUNCHES: dict[Scaling, CastLaunch] = {
+    "tensor": CastLaunch(256, 64, 8, vector=4),
+    "row": CastLaunch(128, 128, 8, vector=4),
+    "1x128": CastLaunch(128, 128, 4, vector=8),
+    "128x128": CastLaunch(128, 128, 4, vector=8),
+}
+# One number at a time: tensor 740 us, tiles of 128x128 930; blocks 818 us, in 8 warps 1187.
+TILE_LAUNCH = CastLaunch()
+
+
+def launch_of(scaling: Scaling, launch: CastLaunch | None, *, paired: bool) -> CastLaunch:
+    return launch or (PAIR_LAUNCHES[scaling] if paired else TILE_LAUNCH)
+
+
+def cast_tiles(
+    x_RC: Tensor,
+    scaling: Scaling,
+    fp8: str,
+    eps: float,
+    padded: int,
+    *,
+    rows: bool,
+    cols: bool,
+    launch: CastLaunch | None = None,
+    norm: Norm | None = None,
+    plain: bool = False,
+    pieces: Tensor | None = None,
+) -> Made:
+    """(x, its transpose, x after the norm in its own type if `plain`), each where asked for.
+
+    `padded` rows come out, those beyond x's are zeros. `pieces`: the maxima of all that shall share the scale of a
+    tensor, as `partial_amax` gives them, where they are known already.
+    """
+    if norm is not None and pieces is None:
+        pieces = norm.partial
+    kind = norm.key if norm is not None else None
+    count = pieces.shape[0] if pieces is not None else None
+    x = x_RC if x_RC.is_contiguous() else x_RC.contiguous()
+    aligned = is_aligned(x)
+    plan = _plan_cast(x.shape, x.dtype, aligned, scaling, fp8, eps, padded, rows, cols, plain, launch, kind, count)
+    return plan.run(x, norm, pieces)
+
+
+@functools.lru_cache(maxsize=4096)
+def _plan_cast(
+    shape: tuple[int, int],
+    dtype: torch.dtype,
+    aligned: bool,
+    scaling: Scaling,
+    fp8: str,
+    eps: float,
+    padded: int,
+    rows: bool,
+    cols: bool,
+    plain: bool,
+    launch: CastLaunch | None,
+    norm: NormKey | None,
+    pieces: int | None,
+) -> _CastPlan:
+    return _CastPlan(shape, dtype, aligned, scaling, fp8, float(eps), padded, rows, cols, plain, launch, norm, pieces)
+
+
+class Room:
+    """Memory for a cast in one layout."""
+
+    def __init__(self, shape: tuple[int, int], scaling: Scaling, fp8: str) -> None:
+        self.shape, self.scaling, self.dtype = shape, scaling, FP8_DTYPES[fp8]
+        scale = empty_scale(shape, scaling, torch.device("meta"))
+        self.scale_shape, self.scale_stride, self.scale_dtype = scale.shape, scale.stride(), scale.dtype
+        # Rows of these are padded, and what pads them is read.
+        self.is_ragged = scaling == "128x128" and scale.stride(0) != scale.shape[1]
+
+    def codes(self, device: torch.device) -> Tensor:
+        return torch.empty(*self.shape, dtype=self.dtype, device=device)
+
+    def scale(self, device: torch.device) -> Tensor:
+        if self.is_ragged:
+            return empty_scale(self.shape, self.scaling, device)
+        return torch.empty_strided(self.scale_shape, self.scale_stride, dtype=self.scale_dtype, device=device)
+
+
+class _CastPlan:
+    """The launches and the memory of casts of one shape in one way."""
+
+    def __init__(
+        self,
+        shape: tuple[int, int],
+        dtype: torch.dtype,
+        aligned: bool,
+        scaling: Scaling,
+        fp8: str,
+        eps: float,
+        padded: int,
+        rows: bool,
+        cols: bool,
+        plain: bool,
+        launch: CastLaunch | None,
+        norm: NormKey | None,
+        pieces: int | None,
+    ) -> None:
+        for wanted, (height, width) in ((rows, (padded, shape[1])), (cols, (shape[1], padded))):
+            if wanted:
+                check_castable(torch.empty((height, width), dtype=dtype, device="meta"), scaling, fp8)
+        self.scaling, self.fp8, self.eps, self.plain = scaling, fp8, eps, plain
+        self.rows = Room((padded, shape[1]), scaling, fp8) if rows else None
+        self.cols = Room((shape[1], padded), scaling, fp8) if cols else None
+        self.is_empty = not padded * shape[1]
+        self.is_idle = not (rows or cols or plain)
+        if self.is_empty or self.is_idle:
+            return
+        self.paired = scaling != "1x32" and norm is None and not plain
+        self.paired = self.paired and fits_pairs(shape, dtype, padded, aligned=aligned)
+        launch = launch_of(scaling, launch, paired=self.paired)
+        self.amax = launch.pieces, launch.numbers, launch.amax_warps
+        if scaling == "tensor" and pieces is None:
+            if norm is not None:
+                raise FormatError(
+                    "a tensorwise cast after a norm takes the maxima of the normalised matrix; "
+                    "find them by row_stats(..., with_amax=True)"
+                )
+            pieces = plan_amax(shape[0] * shape[1], dtype, aligned, *self.amax)[0]
+        self.row_scales = None
+        if scaling == "row":
+            self.row_scales = RowScales(shape, dtype, fp8, eps, padded, rows, cols, norm, paired=self.paired)
+        how: dict[str, Any] = {"rows": rows, "cols": cols, "pieces": pieces or 0, "warps": launch.warps}
+        how["tile"] = (launch.rows, launch.cols) if scaling in ("tensor", "row") else (128, 128)
+        how["strides"] = tuple(  # of the scales of squares
+            room.scale_stride[0] if scaling == "128x128" and room is not None else 0 for room in (self.rows, self.cols)
+        )
+        if self.paired:
+            self.cast = prepare_pairs(shape, padded, scaling, fp8, eps, vector=launch.vector, **how)
+        else:
+            self.cast = prepare_tiles(shape, dtype, padded, scaling, fp8, eps, norm, plain=plain, **how)
+
+    def run(self, x: Tensor, norm: Norm | None, pieces: Tensor | None) -> Made:
+        device = x.device
+        codes = codes_t = scale = scale_t = normed = None
+        if self.rows is not None:
+            codes, scale = self.rows.codes(device), self.rows.scale(device)
+        if self.cols is not None:
+            codes_t = self.cols.codes(device)
+            scale_t = scale if self.scaling == "tensor" and scale is not None else self.cols.scale(device)
+        if self.plain:
+            normed = torch.empty_like(x)
+        if self.is_empty:
+            for each in (scale, scale_t):
+                if each is not None and each.numel():  # of a matrix without numbers, as one of zeros
+                    each.copy_(scale_of_amax(torch.tensor(self.eps), self.fp8, power_of_two=self.scaling == "tensor"))
+        elif not self.is_idle:
+            self._launch(x, codes, codes_t, scale, scale_t, pieces, normed, norm)
+        return (
+            None if codes is None or scale is None else ScaledFp8(codes, scale, self.scaling),
+            None if codes_t is None or scale_t is None else ScaledFp8(codes_t, scale_t, self.scaling),
+            normed,
+        )
+
+    def _launch(
+        self,
+        x: Tensor,
+        codes: Tensor | None,
+        codes_t: Tensor | None,
+        scale: Tensor | None,
+        scale_t: Tensor | None,
+        pieces: Tensor | None,
+        normed: Tensor | None,
+        norm: Norm | None,
+    ) -> None:
+        of_norm = norm.pointers if norm is not None else NO_NORM
+        if self.scaling == "tensor":
+            pieces = pieces if pieces is not None else partial_amax(x, *self.amax)
+            scale = scale if scale is not None else scale_t  # there is one
+        elif self.row_scales is not None:
+            self.row_scales.find(x, scale, scale_t, of_norm)
+        if self.paired:
+            self.cast(x, codes, codes_t, scale, scale_t, pieces)
+        else:
+            self.cast(x, codes, codes_t, scale, scale_t, pieces, normed, *of_norm)

@@ -1,0 +1,285 @@
+"""The norm in front of an FP8 cast: what it needs of each row, and its gradient, on the GPU.
+
+Forward is two reads of x and no write of the normalised matrix: `row_stats` finds each row's mean and inverse
+deviation, and for a tensorwise cast the largest normalised magnitudes while the row is in registers; the cast
+(`triton_cast`) normalises as it reads (`normalise`). A norm by itself reads and writes 4 bytes a number, and a
+tensorwise cast then reads 4 more; here it is 4 in all. Rows of up to `LONGEST_ROW` numbers are held in registers.
+
+`norm_gradient` reads x and the gradient once, writes dx, and adds up the weight's gradient over the rows of a program.
+"""
+
+# mypy: disable-error-code="no-untyped-def, untyped-decorator"
+from __future__ import annotations
+
+import functools
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from bitplan.errors import FormatError
+from bitplan.kernels.base.launch import PreparedLaunch
+from bitplan.kernels.base.numbers import float_name, float_of_bits, magnitude_bits, narrow
+
+LONGEST_ROW = 32768
+MOST_PIECES = 1024
+GRADIENT_PROGRAMS = 528
+NormKey = tuple[str, torch.dtype, bool]  # kind, type of the weights, is there a bias
+NO_NORM = (None, None, None, None)
+
+
+class Norm(NamedTuple):
+    """A norm in front of the cast: what `triton_norm` found of each row, and the norm's own weights."""
+
+    kind: str  # "rms" or "layer"
+    mean: Tensor | None
+    rstd: Tensor
+    weight: Tensor
+    bias: Tensor | None
+    partial: Tensor | None = None  # maxima of pieces of the normalised matrix, int32 bits of float32
+
+    @property
+    def key(self) -> NormKey:
+        return self.kind, self.weight.dtype, self.bias is not None
+
+    @property
+    def pointers(self) -> tuple[Tensor | None, ...]:
+        return self.rstd, self.mean, self.weight, self.bias
+
+
+def norm_constants(norm: NormKey | None) -> dict[str, str | bool]:
+    """What a kernel that normalises as it reads is compiled for."""
+    if norm is None:
+        return {"NORM": "none", "WEIGHT": "none", "HAS_BIAS": False}
+    return {"NORM": norm[0], "WEIGHT": float_name(norm[1]), "HAS_BIAS": norm[2]}
+
+
+def row_stats(
+    x_RC: Tensor, kind: str, weight_C: Tensor, bias_C: Tensor | None, norm_eps: float, *, with_amax: bool
+) -> Norm:
+    """What the norm needs of each row, and with `with_amax` the largest normalised magnitudes by strips of rows."""
+    types = (x_RC.dtype, weight_C.dtype, bias_C is not None)
+    programs, find = _plan_stats(x_RC.shape, kind, norm_eps, with_amax, *types)
+    rows, device = x_RC.shape[0], x_RC.device
+    rstd = torch.empty(rows, dtype=torch.float32, device=device)
+    mean = torch.empty(rows, dtype=torch.float32, device=device) if kind == "layer" else None
+    partial = torch.empty(max(programs, 1), dtype=torch.int32, device=device) if with_amax else None
+    if find is not None:
+        find(x_RC, weight_C, bias_C, rstd, mean, partial)
+    elif partial is not None:
+        partial.zero_()
+    return Norm(kind, mean, rstd, weight_C, bias_C, partial)
+
+
+@functools.lru_cache(maxsize=1024)
+def _plan_stats(
+    shape: tuple[int, int],
+    kind: str,
+    norm_eps: float,
+    with_amax: bool,
+    dtype: torch.dtype,
+    weight_dtype: torch.dtype,
+    has_bias: bool,
+) -> tuple[int, PreparedLaunch | None]:
+    """(programs, how to launch them)."""
+    rows, cols = shape
+    _check_length(cols)
+    each = max(1, triton.cdiv(rows, MOST_PIECES))
+    programs, block = triton.cdiv(rows, each), triton.next_power_of_2(cols)
+    if not rows:
+        return 0, None
+    constants = {
+        "EACH": each,
+        "SOURCE": float_name(dtype),
+        "WEIGHT": float_name(weight_dtype),
+        "NORM": kind,
+        "HAS_BIAS": has_bias,
+        "AMAX": with_amax,
+        "BC": block,
+    }
+    numbers = (rows, cols, float(norm_eps))
+    return programs, PreparedLaunch(
+        _row_stats, (programs,), numbers, constants, num_warps=_warps(block), enable_fp_fusion=False
+    )
+
+
+def norm_gradient(dy_RC: Tensor, x_RC: Tensor, norm: Norm) -> tuple[Tensor, Tensor, Tensor | None]:
+    """(dx, the weight's gradient, the bias's), the last two in float32."""
+    has_bias = norm.bias is not None
+    types = (x_RC.dtype, dy_RC.dtype, norm.weight.dtype)
+    programs, find = _plan_gradient(x_RC.shape, norm.kind, has_bias, *types)
+    dx = torch.empty_like(x_RC)
+    shape = (2, programs, x_RC.shape[1]) if has_bias else (programs, x_RC.shape[1])
+    sums = torch.empty(*shape, dtype=torch.float32, device=x_RC.device)
+    if find is not None:
+        dy_RC = dy_RC if dy_RC.is_contiguous() else dy_RC.contiguous()
+        find(dy_RC, x_RC, norm.weight, norm.rstd, norm.mean, dx, sums)
+    total = sums.sum(-2)
+    return (dx, total[0], total[1]) if has_bias else (dx, total, None)
+
+
+@functools.lru_cache(maxsize=1024)
+def _plan_gradient(
+    shape: tuple[int, int],
+    kind: str,
+    has_bias: bool,
+    dtype: torch.dtype,
+    grad_dtype: torch.dtype,
+    weight_dtype: torch.dtype,
+) -> tuple[int, PreparedLaunch | None]:
+    """(programs, how to launch them)."""
+    rows, cols = shape
+    _check_length(cols)
+    each = max(1, triton.cdiv(rows, GRADIENT_PROGRAMS))
+    programs, block = triton.cdiv(rows, each), triton.next_power_of_2(cols)
+    if not rows:
+        return 0, None
+    constants = {
+        "EACH": each,
+        "SOURCE": float_name(dtype),
+        "GRAD": float_name(grad_dtype),
+        "WEIGHT": float_name(weight_dtype),
+        "NORM": kind,
+        "HAS_BIAS": has_bias,
+        "BC": block,
+    }
+    return programs, PreparedLaunch(
+        _norm_gradient, (programs,), (rows, cols, programs), constants, num_warps=_warps(block)
+    )
+
+
+def _warps(block: int) -> int:
+    return 4 if block <= 2048 else 8 if block <= 8192 else 16
+
+
+def _check_length(cols: int) -> None:
+    if cols > LONGEST_ROW:
+        raise FormatError(f"the fused norm holds rows of up to {LONGEST_ROW} numbers, got {cols}")
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _row_stats(
+    x_ptr,
+    weight_ptr,
+    bias_ptr,
+    rstd_ptr,
+    mean_ptr,
+    partial_ptr,
+    rows,
+    cols,
+    norm_eps,
+    EACH: tl.constexpr,
+    SOURCE: tl.constexpr,
+    WEIGHT: tl.constexpr,
+    NORM: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    AMAX: tl.constexpr,
+    BC: tl.constexpr,
+):
+    c_C = tl.arange(0, BC)
+    ok_C = c_C < cols
+    largest_C = tl.zeros([BC], tl.int32)
+    if AMAX:
+        weight_C = float_of_bits(tl.load(weight_ptr + c_C, mask=ok_C, other=0), WEIGHT)
+        if HAS_BIAS:
+            bias_C = float_of_bits(tl.load(bias_ptr + c_C, mask=ok_C, other=0), WEIGHT)
+    for step in range(EACH):
+        row = tl.program_id(0) * EACH + step
+        ok = row < rows
+        here_C = ok_C & (row + tl.zeros([BC], tl.int32) < rows)
+        x_C = float_of_bits(tl.load(x_ptr + row.to(tl.int64) * cols + c_C, mask=here_C, other=0), SOURCE)
+        if NORM == "layer":
+            mean = tl.sum(x_C, axis=0) / cols
+            x_C = tl.where(ok_C, x_C - mean, 0.0)
+            tl.store(mean_ptr + row, mean, mask=ok)
+        rstd = 1.0 / tl.sqrt(tl.sum(x_C * x_C, axis=0) / cols + norm_eps)
+        tl.store(rstd_ptr + row, rstd, mask=ok)
+        if AMAX:
+            y_C = x_C * rstd * weight_C
+            if HAS_BIAS:
+                y_C = y_C + bias_C
+            y_C = float_of_bits(narrow(tl.where(here_C, y_C, 0.0), SOURCE), SOURCE)
+            largest_C = tl.maximum(largest_C, magnitude_bits(y_C))
+    if AMAX:
+        tl.store(partial_ptr + tl.program_id(0), tl.max(largest_C, axis=0))
+
+
+@triton.jit(do_not_specialize=["rows", "programs"])
+def _norm_gradient(
+    dy_ptr,
+    x_ptr,
+    weight_ptr,
+    rstd_ptr,
+    mean_ptr,
+    dx_ptr,
+    sums_ptr,
+    rows,
+    cols,
+    programs,
+    EACH: tl.constexpr,
+    SOURCE: tl.constexpr,
+    GRAD: tl.constexpr,
+    WEIGHT: tl.constexpr,
+    NORM: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    BC: tl.constexpr,
+):
+    c_C = tl.arange(0, BC)
+    ok_C = c_C < cols
+    weight_C = float_of_bits(tl.load(weight_ptr + c_C, mask=ok_C, other=0), WEIGHT)
+    weight_sum_C = tl.zeros([BC], tl.float32)
+    bias_sum_C = tl.zeros([BC], tl.float32)
+    for step in range(EACH):
+        row = tl.program_id(0) * EACH + step
+        ok = row < rows
+        here_C = ok_C & (row + tl.zeros([BC], tl.int32) < rows)
+        at_C = row.to(tl.int64) * cols + c_C
+        x_C = float_of_bits(tl.load(x_ptr + at_C, mask=here_C, other=0), SOURCE)
+        dy_C = float_of_bits(tl.load(dy_ptr + at_C, mask=here_C, other=0), GRAD)
+        rstd = tl.load(rstd_ptr + row, mask=ok, other=0.0)
+        if NORM == "layer":
+            x_C = tl.where(ok_C, x_C - tl.load(mean_ptr + row, mask=ok, other=0.0), 0.0)
+        unit_C = x_C * rstd
+        g_C = dy_C * weight_C
+        dx_C = g_C - unit_C * (tl.sum(g_C * unit_C, axis=0) / cols)
+        if NORM == "layer":
+            dx_C = dx_C - tl.sum(g_C, axis=0) / cols
+        tl.store(dx_ptr + at_C, narrow(dx_C * rstd, SOURCE), mask=here_C)
+        weight_sum_C += dy_C * unit_C
+        bias_sum_C += dy_C
+    at_C = tl.program_id(0).to(tl.int64) * cols + c_C
+    tl.store(sums_ptr + at_C, weight_sum_C, mask=ok_C)
+    if HAS_BIAS:
+        tl.store(sums_ptr + programs.to(tl.int64) * cols + at_C, bias_sum_C, mask=ok_C)
+
+
+@triton.jit
+def normalise(
+    x_TC,
+    r_T,
+    c_C,
+    ok_T,
+    ok_C,
+    rstd_ptr,
+    mean_ptr,
+    weight_ptr,
+    bias_ptr,
+    NORM: tl.constexpr,
+    WEIGHT: tl.constexpr,
+    SOURCE: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+):
+    """The norm of these numbers, rounded to the type of x as the norm by itself would give it."""
+    if NORM != "none":
+        rstd_T = tl.load(rstd_ptr + r_T, mask=ok_T, other=0.0)
+        if NORM == "layer":
+            x_TC = x_TC - tl.load(mean_ptr + r_T, mask=ok_T, other=0.0)[:, None]
+        weight_C = float_of_bits(tl.load(weight_ptr + c_C, mask=ok_C, other=0), WEIGHT)
+        x_TC = x_TC * rstd_T[:, None] * weight_C[None, :]
+        if HAS_BIAS:
+            x_TC = x_TC + float_of_bits(tl.load(bias_ptr + c_C, mask=ok_C, other=0), WEIGHT)[None, :]
+        x_TC = tl.where(ok_T[:, None] & ok_C[None, :], x_TC, 0.0)
+        x_TC = float_of_bits(narrow(x_TC, SOURCE), SOURCE)
+    return x_TC

@@ -1,0 +1,122 @@
+"""The fused products there are, one for each kind of device, behind one face.
+
+"Fused" is a kernel that reads packed weights and never writes an expanded one: a Triton kernel on CUDA, torch's 4-bit
+kernel on a CPU. Both want the weight, or its scales, in an order of their own, made once per weight (`prepare`); what
+that is, only the kernel knows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from bitplan.formats import Encoded
+from bitplan.kernels.matmul import cpu_matmul
+
+Launch = Mapping[str, int]
+
+
+class FusedMatmul(Protocol):
+    """A kernel for x @ W.T + bias over a packed W."""
+
+    name: str
+
+    def why_not(self, weight: Encoded, dtype: torch.dtype) -> str | None:
+        """Why it cannot run for inputs of this type; None if it can."""
+
+    def prepare(self, weight: Encoded) -> Any:
+        """What it reads beside the weight, or instead of it."""
+
+    def launches(self, weight: Encoded, rows: int) -> Sequence[Launch]:
+        """Ways to run it that are worth measuring; empty where there is only one."""
+
+    def run(self, x_MK: Tensor, weight: Encoded, prepared: Any, bias: Tensor | None, launch: Launch | None) -> Tensor:
+        """The product, in the type of x."""
+
+    def note(self, weight: Encoded) -> str:
+        """What a user should know of its results and memory."""
+
+
+class FourBitOnCpu:
+    """torch's 4-bit kernel; see `cpu_matmul`."""
+
+    name = "torch's 4-bit kernel"
+
+    def why_not(self, weight: Encoded, dtype: torch.dtype) -> str | None:
+        return cpu_matmul.why_not_four_bit(weight, dtype)
+
+    def prepare(self, weight: Encoded) -> Any:
+        return cpu_matmul.pack_four_bit(weight)
+
+    def launches(self, weight: Encoded, rows: int) -> Sequence[Launch]:
+        return ()
+
+    def run(self, x_MK: Tensor, weight: Encoded, prepared: Any, bias: Tensor | None, launch: Launch | None) -> Tensor:
+        wide = None if bias is None else bias.float()
+        return cpu_matmul.four_bit_linear(x_MK, weight, prepared, wide).to(x_MK.dtype)
+
+    def note(self, weight: Encoded) -> str:
+        copies = "two copies" if weight.fmt.name == "q4_0_gguf" else "a copy"
+        return (
+            "rounds each input row to 8-bit integers (error at most step * sum |w|, typically 0.5 to 0.9 %) and keeps "
+            f"{copies} of the packed weight in its own order"
+        )
+
+
+class TritonOnCuda:
+    """The Triton kernel; importing it loads Triton, so that happens here and only when it is asked for."""
+
+    name = "the Triton kernel"
+
+    def __init__(self) -> None:
+        from bitplan.kernels.matmul import fused_few_rows as triton_matmul
+
+        self._kernel: Any = triton_matmul
+
+    def why_not(self, weight: Encoded, dtype: torch.dtype) -> str | None:
+        if weight.fmt.name not in self._kernel.FUSED_FORMATS:
+            return f"the Triton kernel has no {weight.fmt.name}"
+        reason: str | None = self._kernel.why_not_fused(weight, dtype)
+        return reason
+
+    def prepare(self, weight: Encoded) -> Any:
+        return self._kernel.arrange_scales(weight)
+
+    def launches(self, weight: Encoded, rows: int) -> Sequence[Launch]:
+        return [launch.to_dict() for launch in self._kernel.candidate_launches(weight, rows)]
+
+    def run(self, x_MK: Tensor, weight: Encoded, prepared: Any, bias: Tensor | None, launch: Launch | None) -> Tensor:
+        if bias is not None and bias.dtype not in (torch.bfloat16, torch.float32):
+            bias = bias.float()
+        how = None if launch is None else self._kernel.MatmulLaunch.from_dict(dict(launch))
+        y: Tensor = self._kernel.fused_matmul(x_MK.contiguous(), weight, prepared, bias, launch=how)
+        return y
+
+    def note(self, weight: Encoded) -> str:
+        return "sums in float32"
+
+
+_found: dict[str, FusedMatmul | None] = {}
+
+
+def fused_for(device_type: str) -> FusedMatmul | None:
+    """The fused product of a kind of device; None where there is none."""
+    if device_type not in _found:
+        _found[device_type] = _find(device_type)
+    return _found[device_type]
+
+
+def _find(device_type: str) -> FusedMatmul | None:
+    if device_type == "cpu":
+        return FourBitOnCpu()
+    if device_type != "cuda":
+        return None
+    try:
+        return TritonOnCuda()
+    except ModuleNotFoundError as error:
+        if error.name is None or error.name.split(".")[0] != "triton":
+            raise
+        return None

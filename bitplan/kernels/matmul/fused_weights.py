@@ -1,0 +1,114 @@
+"""What the fused products read: which formats they take, how a launch is described, and scales in their order.
+
+Scales are stored [K / 128, N, 4] instead of [N, K / 32], so that the scales of one step of a program lie together, and
+a sector of memory is not fetched for four bytes of it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+
+import torch
+import triton
+from torch import Tensor
+
+from bitplan.formats.encoded import Encoded
+from bitplan.kernels.base.numbers import INTERPRETED, as_bits
+
+FUSED_FORMATS = frozenset(
+    ("mxfp4", "nvfp4", "fp4_u8_g128", "int4_g32", "q4_0_gguf", "int8_row", "int8_g128", "fp8_e4m3_row")
+)
+QUAD = 4  # scales of a row that are kept side by side
+WIDEST_STEP = 1024  # inputs of a step over all slices
+# E8M0 bytes above this do not fit the bfloat16 multiplier of a decoded code.
+LARGEST_E8M0 = 128
+NVFP4_FACTOR = 2.0**9
+
+
+@dataclass(frozen=True)
+class MatmulLaunch:
+    """How a product is cut up.
+
+    A program takes `outputs` x `rows`, in steps of `slices` x `step` inputs, each slice summed by its own warps;
+    `split` programs share one tile; `stages` steps are in flight. With `overlap` 1 a launch comes to the GPU while the
+    kernel before it still runs, and waits there for its end, which saves 1 to 2 us (from Hopper on; elsewhere it is an
+    ordinary launch).
+    """
+
+    outputs: int
+    rows: int
+    step: int
+    slices: int
+    split: int
+    warps: int
+    stages: int
+    overlap: int = 0
+
+    def to_dict(self) -> dict[str, int]:
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, fields: dict[str, int]) -> MatmulLaunch:
+        return cls(**fields)
+
+
+@dataclass(frozen=True)
+class ArrangedScales:
+    """What the kernel reads beside the codes: scales in its order, one factor, and zeroed counters for split-K.
+
+    The counters make two concurrent products on one weight (two streams) unsafe; one stream is always safe.
+    """
+
+    scales: Tensor
+    factor: Tensor
+    counters: Tensor
+
+    @property
+    def nbytes(self) -> int:
+        return self.scales.nbytes + self.factor.nbytes + self.counters.nbytes
+
+
+def why_not_fused(weight: Encoded, dtype: torch.dtype) -> str | None:
+    """Why the fused kernel cannot run this weight for inputs of this type, or None."""
+    if weight.device.type != "cuda" and not INTERPRETED:
+        return f"the fused kernels run on CUDA, and the weight is on {weight.device.type}"
+    if weight.fmt.name not in FUSED_FORMATS:
+        return f"{weight.fmt.name} has no fused kernel"
+    if dtype != torch.bfloat16:
+        return f"the fused kernels take bfloat16 inputs, got {dtype}"
+    if weight.shape[-1] % 32 or weight.fmt.padded_cols(weight.shape[-1]) != weight.shape[-1]:
+        return f"rows of {weight.shape[-1]} are not whole blocks of {weight.fmt.name}"
+    return None
+
+
+def arrange_scales(weight: Encoded) -> ArrangedScales:
+    """The scales in the kernel's order: [E, ceil(G / 4), N, 4], or [E, G, N] for groups of 128; once per weight."""
+    fmt, scales = weight.fmt, weight.scales
+    assert scales is not None
+    outputs = weight.shape[-2]
+    factor = torch.ones((), dtype=torch.float32, device=weight.device)
+    scales = as_bits(scales).reshape(-1, outputs, scales.shape[-1])
+    if fmt.power_of_two_scales:
+        scales, factor = _within_multiplier(scales, factor)
+    if weight.base is not None:
+        factor = weight.base.float() * (NVFP4_FACTOR if fmt.name == "nvfp4" else 1.0)
+    if fmt.block.cols == 128:
+        scales = scales.transpose(1, 2).contiguous()
+    elif fmt.block.cols is not None:
+        groups, whole = scales.shape[-1], WIDEST_STEP // fmt.block.cols  # a step may read past the last group
+        padded = torch.nn.functional.pad(scales, (0, -groups % whole))
+        scales = padded.unflatten(-1, (-1, QUAD)).transpose(1, 2).contiguous()
+    counters = torch.zeros(8 * triton.cdiv(outputs, 16), dtype=torch.int32, device=weight.device)
+    return ArrangedScales(scales.contiguous(), factor, counters)
+
+
+def _within_multiplier(scales: Tensor, factor: Tensor) -> tuple[Tensor, Tensor]:
+    """E8M0 bytes brought to at most 128, with the power of two taken out as a factor; NaN (255) becomes infinity.
+
+    Scales 2^126 below the largest come out as zero: far below what a float32 sum can see.
+    """
+    is_nan = scales == 255
+    largest = torch.where(is_nan, 0, scales).amax().int() if scales.numel() else torch.zeros((), dtype=torch.int32)
+    shift = (largest - LARGEST_E8M0).clamp(min=0)
+    shifted = torch.where(is_nan, LARGEST_E8M0 + 1, (scales.int() - shift).clamp(min=0)).to(torch.uint8)
+    return shifted, torch.ldexp(factor, shift.to(factor.device))

@@ -1,0 +1,1 @@
+"""Statistics of gradients, gathered without stopping the device."""

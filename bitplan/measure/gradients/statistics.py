@@ -1,0 +1,261 @@
+"""Gradient statistics per block, gathered every step without stopping the GPU.
+
+After each backward pass the policy wants four figures per block (seed 000, "Gradient Collection"): the L2 norm over all
+gradients of the block, the largest |g|, the variance, and the norm relative to the mean of all blocks. Reading a figure
+on the host waits for the GPU, so nothing is read here in a step: the reductions are enqueued, and `end_step` sends
+three numbers per block to pinned memory behind them. `drain(before=step)` reads the steps before this one, whose
+numbers have arrived while the GPU works on this one: its queue never runs dry. What comes out is the same whenever it
+is drained.
+
+The reductions are in `reduce`: on a GPU one kernel reads every gradient once. Gradients that leave the device
+during backward (streamed weights that are trained) come one by one, by `add_gradient`.
+
+A gradient that is missing is not zero. A block with none is excluded for the step; where only some of its tensors have
+one, the others are left out of the figures and counted in `missing_tensors`. A block with NaN or infinity is
+excluded, because its norm is not known.
+
+`loss_impact` is the other signal: what replacing a weight would do to the loss, from what backward has at hand.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from bitplan.errors import BitplanError, did_you_mean
+from bitplan.measure.gradients.reduce import Parts, gather_parts, join, reduce_blocks, reduce_parts
+from bitplan.measure.quality.weight_error import linear_in_fast_type
+from bitplan.plan.selective.score import RawGradStats, StepStats, compare_blocks
+
+Gradients = nn.Module | Iterable[Tensor | None]
+
+
+class GradStatsError(BitplanError, ValueError):
+    """Gradients that cannot be measured, or measured at the wrong time."""
+
+
+@dataclass
+class _Step:
+    """One step's figures, still on their devices: blocks, and for each a row (l2 norm, max |g|, variance)."""
+
+    rows: list[tuple[list[str], Tensor]] = field(default_factory=list)
+    parts: dict[str, list[Parts]] = field(default_factory=dict)
+    missing: list[str] = field(default_factory=list)
+    impacts: list[tuple[Tensor, _Share]] = field(default_factory=list)
+
+    @property
+    def blocks(self) -> set[str]:
+        return {*self.missing, *self.parts, *(name for names, _ in self.rows for name in names)}
+
+    def join_parts(self) -> None:
+        """Blocks whose gradients came one by one; those of a device together."""
+        groups: dict[torch.device, list[str]] = {}
+        for name, found in self.parts.items():
+            groups.setdefault(found[0].rows.device, []).append(name)
+        for names in groups.values():
+            self.rows.append((names, join(gather_parts([self.parts[name] for name in names]))))
+        self.parts = {}
+
+
+class _Share(NamedTuple):
+    """What a measured number adds to, and how many times it counts."""
+
+    block: str
+    precision: str
+    scale: float
+
+
+@dataclass(frozen=True)
+class _Sent:
+    """A step that is closed: its numbers are on their way to the host."""
+
+    step_id: int
+    names: list[list[str]]
+    missing: list[str]
+    impacts: list[_Share]
+    copies: list[_Copy]
+
+    def read(self, blocks: tuple[str, ...]) -> StepStats:
+        figures = iter(_arrived(self.copies, len(self.names) + len(self.impacts)))
+        raw: dict[str, RawGradStats | None] = dict.fromkeys(self.missing)
+        for names in self.names:
+            flat = next(figures)
+            for at, name in enumerate(names):
+                raw[name] = RawGradStats(*flat[3 * at : 3 * at + 3])
+        impacts: dict[str, dict[str, float]] = {}
+        for block, precision, scale in self.impacts:
+            row = impacts.setdefault(block, {})
+            row[precision] = row.get(precision, 0.0) + scale * next(figures)[0]
+        return compare_blocks(self.step_id, {name: raw[name] for name in blocks}, impacts)
+
+
+@dataclass(frozen=True)
+class _Copy:
+    """Numbers of one device on their way: which figures they are, how long each is, and when they have arrived."""
+
+    places: list[int]
+    lengths: list[int]
+    numbers: Tensor
+    event: torch.cuda.Event | None
+
+
+class GradStatsCollector:
+    """Collects the statistics of registered blocks, step by step; see the module's head for how."""
+
+    def __init__(self, blocks: Iterable[str]) -> None:
+        self.blocks = tuple(blocks)
+        self.missing_tensors: Counter[str] = Counter()
+        self._known = set(self.blocks)
+        self._open = _Step()
+        self._sent: list[_Sent] = []
+        if not self.blocks or len(self._known) != len(self.blocks):
+            raise GradStatsError(f"blocks must have different names, at least one, got {self.blocks!r}")
+
+    @torch.no_grad()
+    def add(self, blocks: Mapping[str, Gradients]) -> None:
+        """Enqueue the reductions of these blocks' gradients, which may be freed afterwards. Once per block and step."""
+        done = self._open.blocks
+        groups: dict[torch.device, dict[str, list[Tensor]]] = {}
+        for name, source in blocks.items():
+            self._require_known(name)
+            if name in done:
+                raise GradStatsError(f"gradients of {name!r} came twice in one step; call end_step in between")
+            found = self._present(name, _gradients(source))
+            if not found:
+                self._open.missing.append(name)
+                continue
+            if len({grad.device for grad in found}) > 1:
+                raise GradStatsError(f"gradients of {name!r} lie on several devices; a block is measured on one")
+            groups.setdefault(found[0].device, {})[name] = found
+        for grads in groups.values():
+            self._open.rows.append((list(grads), reduce_blocks(list(grads.values()))))
+
+    @torch.no_grad()
+    def add_gradient(self, block: str, gradient: Tensor) -> None:
+        """Enqueue the reduction of one gradient of a block; the block is complete when the step ends.
+
+        Several gradients of one weight (micro-batches, each gone before the next) count as numbers of one block.
+        """
+        self._require_known(block)
+        if block in self._open.blocks and block not in self._open.parts:
+            raise GradStatsError(f"gradients of {block!r} came at once and one by one in a step; use one of the two")
+        for grad in self._present(block, [gradient]):
+            self._open.parts.setdefault(block, []).append(reduce_parts([[grad]]))
+
+    def add_impact(self, block: str, precision: str, impact: Tensor, scale: float = 1.0) -> None:
+        """Add `scale` times a tensor of one number, as `loss_impact` gives, to a unit's loss impact in this step.
+
+        The numbers are added up on the host, when they are read: a kernel for each sum would cost more than it.
+        """
+        self._require_known(block)
+        self._open.impacts.append((impact.detach().reshape(()), _Share(block, precision, scale)))
+
+    def drop_impacts(self, block: str) -> None:
+        """Forget a unit's loss impact in this step: a part of it was not measured."""
+        self._open.impacts = [one for one in self._open.impacts if one[1].block != block]
+
+    @torch.no_grad()
+    def end_step(self, step_id: int) -> None:
+        """Close the step, and send its numbers to the host; a block that nothing was added for is missing."""
+        step, self._open = self._open, _Step()
+        step.join_parts()
+        done = step.blocks
+        missing = [*step.missing, *(name for name in self.blocks if name not in done)]
+        copies = _send([*(rows for _, rows in step.rows), *(impact for impact, _ in step.impacts)])
+        shares = [share for _, share in step.impacts]
+        self._sent.append(_Sent(step_id, [names for names, _ in step.rows], missing, shares, copies))
+
+    def drop_step(self) -> None:
+        """Forget the step under way, as after an error in it."""
+        self._open = _Step()
+
+    def drain(self, *, before: int | None = None) -> list[StepStats]:
+        """Every step since the last drain (or those before a step), oldest first: the one call that waits."""
+        ready = [sent for sent in self._sent if before is None or sent.step_id < before]
+        self._sent = self._sent[len(ready) :]
+        return [sent.read(self.blocks) for sent in ready]
+
+    def _present(self, name: str, grads: Iterable[Tensor | None]) -> list[Tensor]:
+        found = []
+        for grad in grads:
+            if grad is None:
+                self.missing_tensors[name] += 1
+            elif grad.layout != torch.strided or not grad.dtype.is_floating_point:
+                kind = f"{grad.dtype}, {grad.layout}".replace("torch.", "")
+                raise GradStatsError(f"gradient of {name!r}: expected dense floating-point numbers, got {kind}")
+            elif grad.numel():
+                found.append(grad)
+        return found
+
+    def _require_known(self, name: str) -> None:
+        if name not in self._known:
+            raise GradStatsError(f"{name!r} is not a registered block{did_you_mean(name, self.blocks)}")
+
+
+def collect_grad_stats(collector: GradStatsCollector, blocks: Mapping[str, Gradients], step_id: int) -> None:
+    """After a backward pass: measure the gradients of all blocks, each a module or a list of gradients.
+
+    Of a module those parameters count that are trained; of frozen ones nothing is expected.
+    """
+    collector.add(blocks)
+    collector.end_step(step_id)
+
+
+@torch.no_grad()
+def loss_impact(grad_output: Tensor, inputs: Tensor, weight: Tensor, weight_hat: Tensor) -> Tensor:
+    """<dL/dy, (W - W_hat) x> of a linear layer y = W x, a tensor of one number in units of loss.
+
+    The first-order rise of the loss if W_hat stands in for W is minus this. It needs no gradient of the weight, so it
+    holds for frozen weights too; where there is one, it equals <dL/dW, W - W_hat>.
+    """
+    difference = (weight.to(torch.float32) - weight_hat.to(torch.float32)).to(inputs.device)
+    return impact_of(grad_output, inputs, difference)
+
+
+@torch.no_grad()
+def impact_of(grad_output: Tensor, inputs: Tensor, difference: Tensor) -> Tensor:
+    """<dL/dy, difference x>; the product is made in the type of the inputs, and summed in float32."""
+    inputs = inputs.detach().reshape(-1, inputs.shape[-1])
+    moved = linear_in_fast_type(inputs, difference)
+    return (grad_output.reshape(inputs.shape[0], -1).float() * moved).sum()
+
+
+def _gradients(source: Gradients) -> Iterable[Tensor | None]:
+    if isinstance(source, nn.Module):
+        return [parameter.grad for parameter in source.parameters() if parameter.requires_grad]
+    return source
+
+
+def _send(tensors: list[Tensor]) -> list[_Copy]:
+    """One copy per device, behind what it is doing; nothing waits."""
+    groups: dict[torch.device, list[int]] = {}
+    for at, tensor in enumerate(tensors):
+        groups.setdefault(tensor.device, []).append(at)
+    copies = []
+    for device, places in groups.items():
+        numbers = torch.cat([tensors[at].reshape(-1) for at in places]).double()
+        event = None
+        if device.type == "cuda":
+            numbers = numbers.to("cpu", non_blocking=True)  # into pinned memory
+            event = torch.cuda.Event()
+            event.record(torch.cuda.current_stream(device))
+        copies.append(_Copy(places, [tensors[at].numel() for at in places], numbers, event))
+    return copies
+
+
+def _arrived(copies: list[_Copy], count: int) -> list[list[float]]:
+    """Every figure's numbers, in order."""
+    found: list[list[float]] = [[] for _ in range(count)]
+    for copy in copies:
+        if copy.event is not None:
+            copy.event.synchronize()
+        numbers, start = copy.numbers.tolist(), 0
+        for at, length in zip(copy.places, copy.lengths, strict=True):
+            found[at] = numbers[start : start + length]
+            start += length
+    return found

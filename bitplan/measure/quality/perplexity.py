@@ -1,0 +1,257 @@
+"""Perplexity of a causal language model, and its distance from a reference, token by token.
+
+The text is cut into windows that do not overlap. Each begins with what the model's tokenizer puts before a text (a
+beginning-of-sequence token), or where it puts nothing, with a token that is context only; each other token is
+predicted from those before it in the window. Figures, all in nats and all computed in float64 from the model's
+logits:
+
+    NLL               mean of -log p(token); perplexity is exp(NLL)
+    NLL difference    model minus reference on the same tokens: the text's own variance drops out, which makes it far
+                      tighter than the difference of two perplexities
+    KL                mean over positions of sum p_ref log(p_ref / p_model): sees changes that the text does not reward
+    top-1 agreement   how often both would say the same token
+
+Standard errors are by window: see estimates.py.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from bitplan.errors import BitplanError
+from bitplan.measure.quality.estimates import Estimate, clustered_mean
+
+MOST_NATS = 709.0  # exp of more is beyond float64
+ROWS_AT_ONCE = 128  # float64 log-probabilities of a large vocabulary: 50 MB at 50,000 tokens
+
+# Token ids [windows, length] -> logits [windows, length, vocabulary], or an object that has them as `.logits`.
+LogitsOf = Callable[[Tensor], Any]
+
+
+class MeasureError(BitplanError, ValueError):
+    """Something that cannot be measured: no text, no tokenizer, logits that are not numbers."""
+
+
+# ---- windows ---------------------------------------------------------------------------------------------------------
+
+
+def windows_of(ids: Tensor, context: int, prefix: Tensor | None = None) -> list[Tensor]:
+    """Token ids cut into windows of `context` tokens with `prefix` before each; the last may be shorter.
+
+    Each token is in one window. A last window with nothing to predict is left out.
+    """
+    before = torch.empty(0, dtype=torch.int64) if prefix is None else prefix
+    body = context - len(before)
+    if body < 1 or context < 2:
+        raise MeasureError(
+            f"context must be {max(2, len(before) + 1)} tokens or more, one to see and one to predict, got {context}"
+        )
+    if ids.dim() != 1 or ids.is_floating_point():
+        raise MeasureError(f"token ids must be one row of integers, got {ids.dtype} of shape {tuple(ids.shape)}")
+    if len(ids) < body:
+        raise MeasureError(
+            f"the text has {len(ids)} tokens, and one window of context needs {body}; "
+            f"take a longer text or a shorter context"
+        )
+    windows = [torch.cat((before.to(ids.dtype), piece)) for piece in ids.split(body)]
+    return [window for window in windows if len(window) > 1]
+
+
+def spread_windows(windows: Sequence[Tensor], tokens: int) -> list[Tensor]:
+    """As many whole windows as `tokens` allows, evenly spread: the head of a text may be a single article."""
+    context = len(windows[0])
+    wanted = tokens // context
+    if wanted < 1:
+        raise MeasureError(f"a limit of {tokens} tokens is less than one window of context, {context}; raise the limit")
+    whole = [window for window in windows if len(window) == context]
+    if wanted >= len(whole):
+        return list(windows)
+    return [whole[index * len(whole) // wanted] for index in range(wanted)]
+
+
+# ---- records ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Divergence:
+    """How far a model is from its reference on the same tokens."""
+
+    kl: Estimate
+    nll_difference: Estimate
+    top1_agreement: Estimate
+
+    def to_dict(self) -> dict[str, Any]:
+        return {key: getattr(self, key).to_dict() for key in ("kl", "nll_difference", "top1_agreement")}
+
+
+@dataclass(frozen=True)
+class Quality:
+    """What was measured of one model; `samples` keeps each window's sums, for those who want another statistic."""
+
+    tokens: int
+    windows: int
+    nll: Estimate
+    against: Divergence | None
+    samples: dict[str, list[float]]
+
+    @property
+    def perplexity(self) -> float:
+        return _exp(self.nll.mean)
+
+    @property
+    def interval(self) -> tuple[float, float] | None:
+        """95% interval of the perplexity: what another text of the same kind might have given."""
+        found = self.nll.interval
+        return found and (_exp(found[0]), _exp(found[1]))
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "tokens": self.tokens,
+            "windows": self.windows,
+            "perplexity": _finite(self.perplexity),
+            "perplexity_interval": self.interval and tuple(map(_finite, self.interval)),
+            "nll": self.nll.to_dict(),
+            **(self.against.to_dict() if self.against else {}),
+            "samples": self.samples,
+        }
+
+
+def _exp(nll: float) -> float:
+    """exp, infinite where a double ends: a broken model can be thousands of nats off."""
+    return math.exp(nll) if nll < MOST_NATS else math.inf
+
+
+def _finite(value: float) -> float | None:
+    """For JSON, which has no infinity."""
+    return value if math.isfinite(value) else None
+
+
+# ---- measuring -------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class KeptLogits:
+    """A reference for several models: remembers its logits by window, as many as fit, and computes the rest again."""
+
+    model: LogitsOf
+    budget_bytes: int
+    _kept: dict[bytes, Tensor] = field(default_factory=dict, repr=False)
+
+    def __call__(self, ids: Tensor) -> Tensor:
+        keys = [window.numpy(force=True).tobytes() for window in ids]
+        missing = [row for row, key in enumerate(keys) if key not in self._kept]
+        computed = dict(zip(missing, _logits(self.model, ids[missing]), strict=True)) if missing else {}
+        for row, logits in computed.items():
+            if logits.nbytes <= self.budget_bytes:
+                self.budget_bytes -= logits.nbytes
+                self._kept[keys[row]] = logits.clone()  # a view would hold the whole batch
+        return torch.stack([computed[row] if row in computed else self._kept[key] for row, key in enumerate(keys)])
+
+
+def measure_perplexity(
+    model: LogitsOf,
+    windows: Sequence[Tensor],
+    *,
+    reference: LogitsOf | None = None,
+    batch: int = 4,
+    unscored: int = 1,
+    name: str = "the model",
+    on_windows: Callable[[int], None] | None = None,
+) -> Quality:
+    """Score every window; with a reference, also the distance from it.
+
+    `unscored` tokens at the head of each window are context only: one, or what the tokenizer puts before a text.
+    `on_windows` is called with the number of windows just done. Models are called as they are: put them in eval mode.
+    """
+    if not windows:
+        raise MeasureError("there is no window of text to score; cut the token ids with windows_of")
+    if batch < 1:
+        raise MeasureError(f"a batch is 1 window or more, got {batch}")
+    if not 1 <= unscored < min(map(len, windows)):
+        raise MeasureError(f"every window must have a token to score after {unscored} of context")
+    samples: dict[str, list[float]] = {"tokens": [], "nll": []}
+    with torch.no_grad():
+        for first, ids in _batches(windows, batch):
+            logits = _checked(_logits(model, ids), ids, first, name)
+            against = None if reference is None else _checked(_logits(reference, ids), ids, first, "the reference")
+            if against is not None and against.shape != logits.shape:
+                raise MeasureError(
+                    f"{name} has a vocabulary of {logits.shape[-1]}, the reference one of {against.shape[-1]}; "
+                    "they must be the same to compare token by token"
+                )
+            for row, window in enumerate(ids):
+                sums = _score_window(window, unscored, logits[row], None if against is None else against[row])
+                for key, value in sums.items():
+                    samples.setdefault(key, []).append(value)
+                if on_windows:
+                    on_windows(1)
+    return _summary(samples)
+
+
+def _batches(windows: Sequence[Tensor], batch: int) -> Iterator[tuple[int, Tensor]]:
+    """(number of the first window, windows [up to batch, length]); a shorter window goes alone."""
+    first = 0
+    while first < len(windows):
+        last = first + 1
+        while last < min(len(windows), first + batch) and len(windows[last]) == len(windows[first]):
+            last += 1
+        yield first, torch.stack(list(windows[first:last]))
+        first = last
+
+
+def _logits(model: LogitsOf, ids: Tensor) -> Tensor:
+    output = model(ids)
+    logits: Tensor = output if isinstance(output, Tensor) else output.logits
+    return logits
+
+
+def _checked(logits: Tensor, ids: Tensor, first: int, name: str) -> Tensor:
+    if logits.shape[:-1] != ids.shape:
+        raise MeasureError(f"{name}: expected logits of shape {(*ids.shape, 'vocabulary')}, got {tuple(logits.shape)}")
+    bad = ~torch.isfinite(logits).all(dim=-1)
+    if bad.any():
+        row, position = (int(index) for index in bad.nonzero()[0])
+        raise MeasureError(
+            f"{name}: logits that are not finite in window {first + row}, from its token {position} on "
+            f"({int(bad[row].sum())} of {bad.shape[1]} tokens); look for NaN or overflow in the weights"
+        )
+    return logits
+
+
+def _score_window(window: Tensor, unscored: int, logits: Tensor, against: Tensor | None) -> dict[str, float]:
+    """Sums over the predicted tokens of one window."""
+    targets = window[unscored:]
+    logits, against = logits[unscored - 1 :], None if against is None else against[unscored - 1 :]
+    sums = {"tokens": float(len(targets)), "nll": 0.0}
+    if against is not None:
+        sums |= {"reference_nll": 0.0, "kl": 0.0, "agreed": 0.0}
+    for start in range(0, len(targets), ROWS_AT_ONCE):
+        rows = slice(start, min(start + ROWS_AT_ONCE, len(targets)))
+        chosen = targets[rows].unsqueeze(-1).to(logits.device)
+        ours = torch.log_softmax(logits[rows].double(), dim=-1)
+        sums["nll"] -= float(ours.gather(-1, chosen).sum())
+        if against is not None:
+            theirs = torch.log_softmax(against[rows].to(logits.device).double(), dim=-1)
+            sums["reference_nll"] -= float(theirs.gather(-1, chosen).sum())
+            sums["agreed"] += float((ours.argmax(-1) == theirs.argmax(-1)).sum())
+            sums["kl"] += float((theirs.exp() * (theirs - ours)).sum())
+    return sums
+
+
+def _summary(samples: dict[str, list[float]]) -> Quality:
+    counts = [int(count) for count in samples["tokens"]]
+    divergence = None
+    if "kl" in samples:
+        pairs = zip(samples["nll"], samples["reference_nll"], strict=True)
+        divergence = Divergence(
+            clustered_mean(samples["kl"], counts),
+            clustered_mean([ours - theirs for ours, theirs in pairs], counts),
+            clustered_mean(samples["agreed"], counts),
+        )
+    return Quality(sum(counts), len(counts), clustered_mean(samples["nll"], counts), divergence, samples)

@@ -1,0 +1,1 @@
+"""Times, taken in turns, and where one way of computing becomes faster than another."""

@@ -1,0 +1,237 @@
+"""Measured crossovers on disk: one file per GPU model, in the user's cache folder.
+
+    $BITPLAN_CACHE_DIR, else $XDG_CACHE_HOME/bitplan, else ~/.cache/bitplan:  crossover/nvidia_h200.json
+
+    {"document": "bitplan-crossover", "version": 1, "fingerprint": {...},
+     "weights": [{"format": F, "out_features": N, "in_features": K, "refused": null, "stopped": null,
+                  "timings": [{"rows": 1, "launch": {...}, "samples_ms": {"fused": [...], "decode": [...], ...}}]}]}
+
+A file counts only under the fingerprint it was measured under: GPU, driver, torch, Triton, bitplan, and the source of
+the kernels. Else everything is measured anew and the file replaced, and the log says what differs; the same goes for
+a file that cannot be read.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import importlib.metadata
+import logging
+import re
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from bitplan import kernels
+from bitplan.documents import LIST, NAME, OBJECT, SIZE, Kind, Reader, is_number, load_document, one_of
+from bitplan.errors import FileFormatError
+from bitplan.formats import Encoded
+from bitplan.kernels.matmul.fused import FusedMatmul
+from bitplan.measure.cache_folder import cache_dir
+from bitplan.measure.speed.crossover import Crossover, Timing, measure_crossover
+from bitplan.records import write_json
+from bitplan.version import __version__
+
+log = logging.getLogger("bitplan")
+
+DOCUMENT = "bitplan-crossover"
+VERSION = 1
+Fingerprint = dict[str, str]
+Key = tuple[str, int, int]
+Measure = Callable[[Encoded, FusedMatmul | None], Crossover]
+
+_TEXT_OR_NULL = Kind("a string or null", lambda value: value is None or type(value) is str)
+_POSITIVE = Kind("an integer from 1", lambda value: type(value) is int and 1 <= value < 2**63)
+_TIMINGS = Kind("a list of one timing or more", lambda value: type(value) is list and bool(value))
+_LAUNCH = Kind(
+    "null, or an object of integers",
+    lambda value: value is None or (type(value) is dict and all(type(item) is int for item in value.values())),
+)
+_SAMPLES = Kind(
+    "a list of numbers above 0",
+    lambda v: type(v) is list and bool(v) and all(is_number(item) and item > 0 for item in v),
+)
+_WEIGHT_KEYS = {
+    "format": NAME,
+    "out_features": SIZE,
+    "in_features": SIZE,
+    "refused": _TEXT_OR_NULL,
+    "stopped": _TEXT_OR_NULL,
+    "timings": _TIMINGS,
+}
+_TIMING_KEYS = {"rows": _POSITIVE, "launch": _LAUNCH, "samples_ms": OBJECT}
+_WAYS = {"fused": _SAMPLES, "decode": _SAMPLES, "expanded": _SAMPLES}
+
+
+class CrossoverTable:
+    """The crossovers of one GPU model: read when first asked for, measured where there are none, kept on disk."""
+
+    def __init__(self, path: Path, fingerprint: Fingerprint, measure: Measure = measure_crossover) -> None:
+        self.path, self.fingerprint = path, fingerprint
+        self._measure = measure
+        self._found: dict[Key, Crossover] | None = None
+        self._failed: dict[Key, str] = {}
+        self._lock = threading.RLock()
+
+    def find(self, fmt: str, out_features: int, in_features: int) -> Crossover | None:
+        """What is known, without measuring."""
+        with self._lock:
+            if self._found is None:
+                self._found = read_crossovers(self.path, self.fingerprint)
+            return self._found.get((fmt, out_features, in_features))
+
+    def why_never(self, fmt: str, out_features: int, in_features: int) -> str | None:
+        """Why a weight that was tried in this process could not be measured."""
+        return self._failed.get((fmt, out_features, in_features))
+
+    def find_or_measure(self, weight: Encoded, fused: FusedMatmul | None) -> Crossover | None:
+        """What is known of weights like this one, measured now if nothing is; None if that failed."""
+        key = (weight.fmt.name, weight.shape[0], weight.shape[1])
+        with self._lock:
+            found = self.find(*key)
+            if found is not None or key in self._failed:
+                return found
+            log.info("bitplan: measuring %s of shape %s once on this GPU; kept in %s", key[0], key[1:], self.path)
+            try:
+                found = self._measure(weight, fused)
+            except torch.OutOfMemoryError as error:
+                self._failed[key] = f"out of memory while measuring: {str(error).splitlines()[0]}"
+                log.warning("bitplan: %s of shape %s: %s", key[0], key[1:], self._failed[key])
+                return None
+            self._keep(found)
+            return found
+
+    def _keep(self, record: Crossover) -> None:
+        assert self._found is not None
+        self._found[record.key] = record
+        # Another process may have measured others meanwhile; of equal keys ours is newer.
+        merged = read_crossovers(self.path, self.fingerprint) | self._found
+        self._found = merged
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            write_json(self.path, to_document(merged, self.fingerprint))
+        except OSError as error:
+            log.warning("bitplan: %s cannot be written, so it is measured again next time: %s", self.path, error)
+
+
+@functools.cache
+def _table_of(gpu: str) -> CrossoverTable:
+    slug = re.sub(r"[^a-z0-9]+", "_", gpu.lower()).strip("_")
+    return CrossoverTable(cache_dir() / "crossover" / f"{slug}.json", gpu_fingerprint(gpu))
+
+
+def crossovers_of(device: torch.device) -> CrossoverTable:
+    """The table of the GPU that a tensor lies on."""
+    return _table_of(torch.cuda.get_device_name(device))
+
+
+def gpu_fingerprint(gpu: str) -> Fingerprint:
+    """All that a measured time depends on, but for the weight."""
+    index = next(i for i in range(torch.cuda.device_count()) if torch.cuda.get_device_name(i) == gpu)
+    major, minor = torch.cuda.get_device_capability(index)
+    return {
+        "gpu": gpu,
+        "capability": f"{major}.{minor}",
+        "driver": _driver_version(),
+        "torch": torch.__version__,
+        "triton": _version_of("triton"),
+        "bitplan": __version__,
+        "kernels": _source_hash(),
+    }
+
+
+def _driver_version() -> str:
+    try:
+        return Path("/sys/module/nvidia/version").read_text().strip()
+    except OSError:
+        return str(torch._C._cuda_getDriverVersion())  # type: ignore[attr-defined]
+
+
+def _version_of(package: str) -> str:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return "none"
+
+
+def _source_hash() -> str:
+    """Kernels that are edited are measured again, also between versions."""
+    found = hashlib.sha256()
+    for source in sorted(Path(kernels.__file__).parent.glob("triton_*.py")):
+        found.update(source.name.encode() + source.read_bytes())
+    return found.hexdigest()[:16]
+
+
+# ---- the document ----------------------------------------------------------------------------------------------------
+
+
+def to_document(found: dict[Key, Crossover], fingerprint: Fingerprint) -> dict[str, Any]:
+    weights = [_weight_document(found[key]) for key in sorted(found)]
+    return {"document": DOCUMENT, "version": VERSION, "fingerprint": fingerprint, "weights": weights}
+
+
+def read_crossovers(path: Path, fingerprint: Fingerprint) -> dict[Key, Crossover]:
+    """The records in a file that were measured under this fingerprint; a reason for having none is logged."""
+    if not path.exists():
+        return {}
+    try:
+        return from_document(load_document(path, FileFormatError), fingerprint, where=str(path))
+    except FileFormatError as error:
+        log.warning("bitplan: %s; everything is measured again", error)
+        return {}
+
+
+def from_document(document: Any, fingerprint: Fingerprint, *, where: str) -> dict[Key, Crossover]:
+    reader = Reader(where, FileFormatError)
+    reader.version(document, VERSION)
+    known = {"document": one_of(DOCUMENT), "version": SIZE, "fingerprint": OBJECT, "weights": LIST}
+    parts = reader.keys("", document, known, tuple(known))
+    if parts["fingerprint"] != fingerprint:
+        theirs = parts["fingerprint"]
+        differing = [key for key in sorted({*theirs, *fingerprint}) if theirs.get(key) != fingerprint.get(key)]
+        told = ", ".join(f"{key} {theirs.get(key)!r}, now {fingerprint.get(key)!r}" for key in differing)
+        reader.stop(f"measured under other conditions ({told})")
+    records = [_read_weight(reader, f"weights[{index}]", item) for index, item in enumerate(parts["weights"])]
+    return {record.key: record for record in records}
+
+
+def _weight_document(record: Crossover) -> dict[str, Any]:
+    timings = [
+        {
+            "rows": timing.rows,
+            "launch": None if timing.launch is None else dict(timing.launch),
+            "samples_ms": {way: list(samples) for way, samples in timing.samples_ms.items()},
+        }
+        for timing in record.timings
+    ]
+    return {
+        "format": record.format,
+        "out_features": record.out_features,
+        "in_features": record.in_features,
+        "refused": record.refused,
+        "stopped": record.stopped,
+        "timings": timings,
+    }
+
+
+def _read_weight(reader: Reader, path: str, value: Any) -> Crossover:
+    item = reader.keys(path, value, _WEIGHT_KEYS, tuple(_WEIGHT_KEYS))
+    timings: list[Timing] = []
+    for index, timing in enumerate(item["timings"]):
+        place = f"{path}.timings[{index}]"
+        found = reader.keys(place, timing, _TIMING_KEYS, tuple(_TIMING_KEYS))
+        ways = reader.keys(f"{place}.samples_ms", found["samples_ms"], _WAYS, ("decode", "expanded"))
+        if timings and found["rows"] <= timings[-1].rows:
+            reader.fail(f"{place}: rows", f"more than {timings[-1].rows}", found["rows"])
+        timings.append(Timing(found["rows"], {way: tuple(samples) for way, samples in ways.items()}, found["launch"]))
+    return Crossover(
+        item["format"],
+        item["out_features"],
+        item["in_features"],
+        tuple(timings),
+        item["refused"],
+        item["stopped"],
+    )

@@ -1,0 +1,281 @@
+"""Which products of a layer run in FP8 and by which recipe, and for how many tokens that holds.
+
+This is the one answer: `bitplan explain` prints it, `apply_fp8` builds by it, its table shows it, and the adapters ask
+it. (`policy.decide` is what it is made of: what the rules say of the module, or of one product by itself.)
+
+A policy answers about the whole module (all three products in FP8, casts shared) and, where they were timed apart, of
+each product alone (that one in FP8, the others in BF16). Of two ways to use it the faster, by the evidence, is taken:
+
+    whole      all three in FP8, where the whole module was measured to win, or is estimated to: its speedup
+    some       those products that win alone. Together they share casts, so they save at least the sum of what each
+               saves: with savings s = 1 - 1 / speedup they promise a speedup of 1 / (1 - sum of s)
+
+Some of the products must promise APART_MARGIN times what they are preferred to, be it BF16 or the whole module. A
+product that loses alone may still gain beside the others, whose casts it uses for nothing; that is why a module that
+wins is not taken apart by products that lose alone unless the rest is worth more. Neither way: BF16, with the reason.
+Among recipes the one with the larger speedup is taken. Version 1 knows whole modules only, and is taken at its word.
+
+Where nothing was measured `estimate` is asked, unless `estimate=False`; the reason says that it is an estimate.
+Without a shape, all shapes that were measured under the key must agree.
+
+A choice is made for one token count. Between `holds_from` and `holds_to` the policy chooses the same products under the
+same recipe; a model that is given other counts should be told.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from bitplan.plan.fp8.estimate import REACH, estimate_speedup
+from bitplan.plan.fp8.policy import Decision, Policy, Question, alike_rules, decide, matching_rules
+from bitplan.plan.fp8.terms import (
+    DEFAULT_RECIPE,
+    GEMMS,
+    LOSE,
+    MODULE,
+    PRODUCTS,
+    RECIPES,
+    UNDECIDED,
+    UNMEASURED,
+    shape_obstacle,
+)
+from bitplan.plan.fp8.thresholds import ThresholdPolicy
+from bitplan.plan.fp8.token_ranges import BandPolicy, BandRule
+
+# What some products must promise over BF16, and over the whole module. A product apart has its casts and launches to
+# itself, and in a whole layer the host pays for them, which the time of one module does not show: on an H200 at 512
+# tokens wgrad alone promised 1.068x (fc1) and 1.029x (fc2) in CUDA graphs, and the layer assembled of them ran at 0.67x
+# without. The margin is above what did not hold.
+APART_MARGIN = 1.10
+
+_ANY_COUNT = 2**47  # beyond any model's tokens
+_STEP = 2**0.125  # between the counts that are asked to find how far a choice holds; less may not be seen
+
+
+@dataclass(frozen=True)
+class Choice:
+    """Products in FP8 (none: BF16), the recipe, why, and from how many to how many tokens it holds (None: no end).
+
+    `tokens` and both bounds count rows of the product: for experts after topk.
+    """
+
+    products: tuple[str, ...]
+    recipe: str | None
+    answer: str
+    reason: str
+    tokens: int | None
+    speedup: float | None = None
+    holds_from: int | None = None
+    holds_to: int | None = None
+
+    def __bool__(self) -> bool:
+        return bool(self.products)
+
+    @property
+    def precision(self) -> str:
+        if not self.products:
+            return "bf16"
+        return "fp8" if self.products == PRODUCTS else f"fp8 {', '.join(self.products)}"
+
+    def precision_of(self, product: str) -> str:
+        return "fp8" if product in self.products else "bf16"
+
+    def to_dict(self) -> dict[str, Any]:
+        return {"precision": self.precision} | asdict(self)
+
+
+def choose_products(policy: Policy, question: Question, *, estimate: bool = True, apart: bool = True) -> Choice:
+    """The products of one layer that run in FP8; of `question.recipe`, or of the recipe that the policy knows best.
+
+    `apart=False` is for layers that run all three products in FP8 or none.
+    """
+    question = replace(question, gemm=MODULE)
+    found = [
+        _by_recipe(policy, replace(question, recipe=recipe), estimate, apart)
+        for recipe in _recipes(policy, question, estimate)
+    ]
+    wins = [each for each in found if each]
+    if not wins:
+        return found[0] if len(found) == 1 else _none_of(found)
+    best = max(wins, key=lambda each: each.speedup or 0.0)  # the first of equals
+    others = f"; the best of {len(found)} recipes" if len(found) > 1 else ""
+    return replace(best, reason=best.reason + others)
+
+
+def _recipes(policy: Policy, question: Question, estimate: bool) -> Sequence[str | None]:
+    if question.recipe is not None:
+        return (question.recipe,)
+    if isinstance(policy, ThresholdPolicy):
+        return (DEFAULT_RECIPE,)  # version 1 names none
+    found = {rule.recipe for rule in (policy.rules if estimate else _rules_of(policy, question))}
+    return [recipe for recipe in RECIPES if recipe in found] or (None,)
+
+
+def _rules_of(policy: BandPolicy, question: Question) -> list[BandRule]:
+    """The rules of a layer, of the whole module and of each product."""
+    return [rule for gemm in GEMMS for rule in matching_rules(policy, replace(question, gemm=gemm))]
+
+
+def _none_of(found: list[Choice]) -> Choice:
+    first = next((each for each in found if each.answer in (UNDECIDED, LOSE)), found[0])
+    told = "; ".join(f"{each.recipe}: {each.reason}" for each in found)
+    return replace(first, recipe=None, reason=told)
+
+
+def _by_recipe(policy: Policy, question: Question, estimate: bool, apart: bool) -> Choice:
+    """The choice under one recipe, and how far it holds."""
+    if isinstance(policy, ThresholdPolicy):
+        return _by_threshold(policy, question)
+    shapes = []
+    if question.shape is None:  # what the key was measured at, by whatever recipe
+        shapes = sorted({rule.shape for rule in _rules_of(policy, replace(question, recipe=None))})
+    if len(shapes) > 1:
+        return _agreed([_by_recipe(policy, replace(question, shape=shape), estimate, apart) for shape in shapes])
+    asked = replace(question, shape=shapes[0]) if shapes else question
+    choice = _at_count(policy, asked, estimate, apart)
+    return _bounded(policy, asked, choice, estimate, apart) if choice else choice
+
+
+def _by_threshold(policy: ThresholdPolicy, question: Question) -> Choice:
+    whole = decide(policy, question)
+    if not whole:
+        return Choice((), question.recipe, whole.answer, whole.reason, whole.tokens)
+    size: dict[str, Any] = {key: getattr(question, key) for key in ("name", "tp", "etp", "num_gemms")}
+    rule = policy.find(question.looked_up_kind, **size)
+    assert rule is not None  # it was decided by one
+    return Choice(PRODUCTS, question.recipe, whole.answer, whole.reason, whole.tokens, whole.speedup, rule.min_tokens)
+
+
+def _agreed(choices: list[Choice]) -> Choice:
+    """One choice for all shapes under a key: FP8 only where every one of them has the same products in it."""
+    first = next((each for each in choices if not each), choices[0])
+    told = f"no shape was given and {len(choices)} were measured"
+    if not first:
+        return replace(first, reason=f"{told}; one of them is against FP8: {first.reason}")
+    if any(each.products != first.products for each in choices):
+        reason = f"{told}, which differ in the products that win; give the shape"
+        return Choice((), first.recipe, UNDECIDED, reason, first.tokens)
+    least = min(choices, key=lambda each: each.speedup or 0.0)
+    highs = [each.holds_to for each in choices if each.holds_to is not None]
+    return replace(
+        least,
+        reason=f"{told}; all are for FP8: {least.reason}",
+        holds_from=max(each.holds_from or 1 for each in choices),
+        holds_to=min(highs, default=None),
+    )
+
+
+# ---- at one count ----------------------------------------------------------------------------------------------------
+
+
+def _at_count(policy: BandPolicy, question: Question, estimate: bool, apart: bool) -> Choice:
+    """The whole module, some of its products, or BF16."""
+    whole = decide(policy, question)
+    if estimate and not whole and whole.answer == UNMEASURED:
+        whole = _estimated(policy, question, whole)
+    alone = _winning_alone(policy, question)
+    some = tuple(alone)
+    recipe = question.recipe or whole.recipe
+    if some == PRODUCTS and not whole and whole.answer == UNMEASURED:  # nothing speaks against all three
+        reason = f"{_told(alone)}; the whole module: {whole.reason}"
+        return Choice(PRODUCTS, recipe, alone[PRODUCTS[0]].answer, reason, whole.tokens, _promise(alone))
+    promise = _promise(alone)
+    needed = APART_MARGIN * max((whole.speedup or 0.0) if whole else policy.speedup_threshold, 1.0)
+    if apart and some != PRODUCTS and promise >= needed:
+        beside = "more than the whole module" if whole else "the whole module"
+        reason = f"{_told(alone)}; {beside}: {whole.reason}"
+        return Choice(some, recipe, alone[some[0]].answer, reason, whole.tokens, promise)
+    if whole:
+        return Choice(PRODUCTS, recipe, whole.answer, whole.reason, whole.tokens, whole.speedup)
+    reason = _why_not(some, promise, needed, whole) if apart or some == PRODUCTS else whole.reason
+    return Choice((), recipe, whole.answer, reason, whole.tokens)
+
+
+def _estimated(policy: BandPolicy, question: Question, whole: Decision) -> Decision:
+    """The whole module by its estimate: what products gain apart is too little to be guessed at."""
+    guess = estimate_speedup(policy, question)
+    if guess is None:
+        return whole
+    reason = f"estimated {guess.speedup:.3f}x: {guess.reason}"
+    if not guess.low >= policy.speedup_threshold:
+        noise = f"; within the noise: it may be {guess.low:.3f}x" if guess.speedup >= policy.speedup_threshold else ""
+        return replace(whole, reason=reason + noise)
+    obstacle = question.recipe and question.shape and shape_obstacle(question.recipe, question.shape)
+    if obstacle:
+        return replace(whole, reason=obstacle)
+    return replace(whole, use_fp8=True, reason=reason, speedup=guess.speedup)
+
+
+def _winning_alone(policy: BandPolicy, question: Question) -> dict[str, Decision]:
+    """The products that were measured apart and win."""
+    asked = {gemm: replace(question, gemm=gemm) for gemm in PRODUCTS}
+    found = {gemm: decide(policy, each) for gemm, each in asked.items() if matching_rules(policy, each)}
+    return {gemm: decision for gemm, decision in found.items() if decision}
+
+
+def _promise(alone: dict[str, Decision]) -> float:
+    """The speedup of products together: they save at least what each saves alone."""
+    saved = sum(1 - 1 / max(each.speedup or 1.0, 1.0) for each in alone.values())
+    return 1 / max(1 - saved, 1e-3)
+
+
+def _told(alone: dict[str, Decision]) -> str:
+    return "; ".join(f"{gemm} {decision.reason}" for gemm, decision in alone.items())
+
+
+def _why_not(some: tuple[str, ...], promise: float, needed: float, whole: Decision) -> str:
+    if not some:
+        return whole.reason
+    if some == PRODUCTS:
+        return f"each product wins alone, but the whole module does not: {whole.reason}"
+    less = f"promise {promise:.3f}x, less than the {needed:.3f}x that casts and launches of their own ask for"
+    return f"products apart ({', '.join(some)}) {less}; the whole module: {whole.reason}"
+
+
+# ---- how far it holds ------------------------------------------------------------------------------------------------
+
+
+def _bounded(policy: BandPolicy, question: Question, choice: Choice, estimate: bool, apart: bool) -> Choice:
+    """The choice with the counts between which it stays the same."""
+    tokens = question.tokens or 1
+    near = [rule for gemm in GEMMS for rule in alike_rules(policy, replace(question, gemm=gemm))]
+    rules = BandPolicy(near, policy.fingerprint, policy.speedup_threshold, policy.confidence, where=policy.where)
+
+    def same(rows: int) -> bool:
+        asked = replace(question, num_tokens=rows, moe_router_topk=1)  # rows are counted after topk
+        return _at_count(rules, asked, estimate, apart).products == choice.products
+
+    counts = _turning_counts(_rules_of(rules, question), near)
+    low = _last_same(same, tokens, sorted((each for each in counts if each < tokens), reverse=True))
+    high = _last_same(same, tokens, sorted(each for each in counts if each > tokens))
+    return replace(choice, holds_from=low, holds_to=None if high == _ANY_COUNT else high)
+
+
+def _turning_counts(own: Iterable[BandRule], near: Iterable[BandRule]) -> set[int]:
+    """Counts so close that between two of them a choice changes once at most: it does so at measured ones, at the end
+    of what is estimated, and somewhere between the two where an estimate crosses the threshold."""
+    measured = {point.tokens for rule in own for point in rule.points}
+    ends = {REACH * rule.points[-1].tokens for rule in near}
+    counts = {1, _ANY_COUNT} | {each + by for each in measured | ends for by in (-1, 0, 1)}
+    at = 1.0
+    while at < max(ends):
+        counts.add(int(at))
+        at *= _STEP
+    return {each for each in counts if each > 0}
+
+
+def _last_same(same: Callable[[int], bool], tokens: int, counts: Iterable[int]) -> int:
+    """The last count, on the way through these, at which the choice is still the same."""
+    last = tokens
+    for count in counts:
+        if same(count):
+            last = count
+            continue
+        other = count
+        while abs(other - last) > 1:
+            middle = (last + other) // 2
+            last, other = (middle, other) if same(middle) else (last, middle)
+        return last
+    return last

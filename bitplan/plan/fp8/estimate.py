@@ -1,0 +1,163 @@
+"""What a layer would gain where it was never measured: at other token counts, and at other shapes.
+
+A policy's own answer between a loss and a win is BF16, and for a shape that was not measured too. Both throw speed away
+where the neighbours leave little doubt: so there is an estimate, and every reason that rests on one says so.
+
+    counts    between two measured ones FP8's share of BF16's time runs along a curve over 1 / tokens that bends as the
+              points around do and never leaves the two: what FP8 costs more in a step (casts of weights, launches) is
+              spread over its tokens. Below the smallest count FP8 may take as long as there; above the largest, up to
+              REACH times it, it gains what it gained there, and a fall towards it goes on
+    shapes    two things decide what FP8 gains: the work of a layer (tokens x out x in, against what a launch costs) and
+              its intensity (1 / (1 / tokens + 1 / out + 1 / in): multiplications for each number that is read, cast or
+              written). Points of an H200 lie in the order of their intensity nearly without exception, whatever their
+              shape and count. So a layer gains at least what a measured one of the same kind gains at the token count
+              at which that one has neither more work nor a higher intensity; of several the best counts
+
+A layer is not estimated to win where one that has no less of both was measured to lose, nor beside a count that was
+tried and failed, nor at a count that was measured for the very shape: lost and undecided stay what they are. `low` is
+the same from the lower ends of the intervals: where it does not reach the threshold, the estimate is within the noise.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from bisect import bisect_left
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+from bitplan.plan.fp8.policy import Question, alike_rules, matching_rules
+from bitplan.plan.fp8.token_ranges import BandPolicy, BandRule, Point
+
+# How many times the largest measured count an estimate reaches. One doubling: over each measured one the speedup rose
+# or stood still, and no more is taken on trust. `Question.extrapolate` asks for all counts.
+REACH = 2
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """A speedup that was not measured, its lower end, and from what it comes."""
+
+    speedup: float
+    low: float
+    reason: str
+
+
+def estimate_speedup(policy: BandPolicy, question: Question) -> Estimate | None:
+    """The estimate for a layer with a shape, or None where neighbours are missing."""
+    tokens, shape = question.tokens, question.shape
+    if tokens is None or shape is None:
+        return None
+    own = next(iter(matching_rules(policy, question)), None)
+    if own is not None:
+        here = _at(own, tokens)
+        if here is None or own.points[0].tokens <= tokens <= own.points[-1].tokens:
+            return here
+    alike = [rule for rule in alike_rules(policy, question) if tokens <= REACH * rule.points[-1].tokens]
+    near = [(rule, _equal_counts(rule, question)) for rule in alike]
+    found = [(rule, _at(rule, least)) for rule, (least, _) in near]
+    known = [(rule, estimate) for rule, estimate in found if estimate is not None]
+    if not known:
+        return None
+    rule, best = max(known, key=lambda each: each[1].low)  # the first of equals
+    told = best.reason
+    if rule is not own:
+        told = f"never measured itself; it has no less work and intensity than {told}"
+    against = _easier_loss(policy, near)
+    if against is not None and best.speedup >= policy.speedup_threshold:
+        return Estimate(against.speedup, against.low, f"{told}; but no more than {against.reason}")
+    return Estimate(best.speedup, best.low, told)
+
+
+def _equal_counts(rule: BandRule, question: Question) -> tuple[float, float]:
+    """At what counts a rule's shape has the intensity and the work of the layer asked about, the smaller one first.
+
+    Experts share the tokens, so each has the intensity of its share.
+    """
+    tokens, (rows, columns) = question.tokens or 1, question.shape or rule.shape
+    if rule.shape == (rows, columns):
+        return tokens, tokens
+    experts = rule.num_gemms or 1
+    rest = experts / tokens + 1 / rows + 1 / columns - 1 / rule.shape[0] - 1 / rule.shape[1]
+    by_intensity = experts / rest if rest > 0 else math.inf
+    by_work = tokens * rows * columns / (rule.shape[0] * rule.shape[1])
+    return min(by_intensity, by_work), max(by_intensity, by_work)
+
+
+def _easier_loss(policy: BandPolicy, near: Iterable[tuple[BandRule, tuple[float, float]]]) -> Estimate | None:
+    """What a layer that has no less work and intensity is known to gain at most, where that is below the threshold."""
+    found = [_at(rule, max(most, rule.points[0].tokens)) for rule, (_, most) in near if most <= rule.points[-1].tokens]
+    lost = [each for each in found if each is not None and each.speedup < policy.speedup_threshold]
+    return min(lost, key=lambda each: each.speedup, default=None)
+
+
+# ---- one measured shape at any count ---------------------------------------------------------------------------------
+
+
+def _at(rule: BandRule, tokens: float) -> Estimate | None:
+    """What a rule's own shape gains at a count, at least; None beside a count that was tried and failed."""
+    points = rule.points
+    index = bisect_left([point.tokens for point in points], tokens)
+    after = points[index] if index < len(points) else None
+    before = points[index - 1] if index and (after is None or after.tokens > tokens) else None
+    beside = [point for point in (before, after) if point is not None]
+    if any(point.speedup is None for point in beside):
+        return None
+    if before is None:
+        speedup = _speedup(beside[0]) * tokens / beside[0].tokens
+        by = "" if tokens == beside[0].tokens else ", were FP8's time still that"
+    elif after is None:
+        speedup = _after_the_last(points, tokens)
+        by = ", the largest count"
+    else:
+        speedup = _between(points, index, tokens)
+        by = ""
+    low = speedup * min((point.low or 0.0) / _speedup(point) for point in beside)
+    where = f"{rule.shape[0]}x{rule.shape[1]} at {tokens:.0f} tokens"
+    told = " and ".join(point.told() for point in beside)
+    return Estimate(speedup, low, f"{where}, about {speedup:.3f}x by {told}{by}")
+
+
+def _after_the_last(points: Sequence[Point], tokens: float) -> float:
+    last = _speedup(points[-1])
+    if len(points) == 1 or points[-2].speedup is None:
+        return last
+    fallen = max(points[-2].speedup - last, 0.0) / math.log(points[-1].tokens / points[-2].tokens)
+    return max(last - fallen * math.log(tokens / points[-1].tokens), 0.0)
+
+
+def _between(points: Sequence[Point], index: int, tokens: float) -> float:
+    """FP8's share of BF16's time on a curve over 1 / tokens, through all points up to the next that failed."""
+    first, end = index, index
+    while first and points[first - 1].speedup is not None:
+        first -= 1
+    while end < len(points) and points[end].speedup is not None:
+        end += 1
+    known = points[first:end][::-1]  # 1 / tokens rises
+    shares = [1 / _speedup(point) for point in known]
+    return 1 / max(_rising_curve([1 / point.tokens for point in known], shares, 1 / tokens), sys.float_info.min)
+
+
+def _rising_curve(xs: Sequence[float], ys: Sequence[float], x: float) -> float:
+    """A cubic between each two points, of slopes (Fritsch and Butland's) that keep it between the two."""
+    steps = [after - before for before, after in pairwise(xs)]
+    slopes = [(after - before) / step for (before, after), step in zip(pairwise(ys), steps, strict=True)]
+    at = min(max(bisect_left(xs, x), 1), len(steps)) - 1
+    ends = []
+    for point in (at, at + 1):
+        if point in (0, len(steps)):
+            ends.append(slopes[at])
+        elif slopes[point - 1] * slopes[point] <= 0:
+            ends.append(0.0)
+        else:
+            one, two = 2 * steps[point] + steps[point - 1], steps[point] + 2 * steps[point - 1]
+            ends.append((one + two) / (one / slopes[point - 1] + two / slopes[point]))
+    t = (x - xs[at]) / steps[at]
+    line = ys[at] * (1 - t) ** 2 * (1 + 2 * t) + ys[at + 1] * t**2 * (3 - 2 * t)
+    return line + steps[at] * t * (1 - t) * ((1 - t) * ends[0] - t * ends[1])
+
+
+def _speedup(point: Point) -> float:
+    assert point.speedup is not None  # points without one were turned away
+    return point.speedup

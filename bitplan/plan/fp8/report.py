@@ -1,0 +1,316 @@
+"""The report: what a layer benchmark measured, every sample of it, and on what machine.
+
+A report is evidence and nothing else: it holds no decision, so that another threshold or confidence needs no GPU.
+One file, in either of two forms that hold the same:
+
+    one document     {"document": "bitplan-fp8-report", "version": 1, "fingerprint": {...}, "recipe": "blockwise",
+                      "model": "...", "settings": {...}, "rows": [ROW, ...]}
+    lines            the same document without "rows" on the first line, one ROW per line, and {"end": ROWS} last. That
+                     is how a benchmark writes while it runs (`bitplan.measure.speed.fp8_report_log`): a killed one leaves
+                     whole lines and no end, and is resumed rather than merged
+
+A row is one precision of one layer at one logical token count:
+
+    {"part": "llm", "kind": "row", "name": "fc2", "shape": [4096, 14336], "tp": 1, "tokens": 4096, "gemm": "module",
+     "timing": "graph", "precision": "fp8", "status": "ok", "samples_ms": [0.41, ...], "in_turns": true}
+
+An expert's row has "etp", "num_gemms", "ep", "topk" and "routing" instead of "tp", and needs no name. `padded_tokens`
+(what the kernel padded to) and `peak_bytes` may be noted. A row that ran out of memory has the status "oom", one that
+failed "error"; both have a `message` and no samples. `in_turns`: sample i was taken next to sample i of the other
+precision.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+from bitplan.documents import EVIDENCE, FLAG, LIST, NAME, OBJECT, SIZE, TEXT, Kind, Reader, is_number, one_of, show
+from bitplan.errors import FileFormatError
+from bitplan.plan.fp8.terms import (
+    COUNT,
+    GEMMS,
+    GROUPED_KINDS,
+    KIND,
+    LOCAL_SHAPE,
+    PARTS,
+    PRECISIONS,
+    RECIPES,
+    ReportError,
+)
+from bitplan.records import MAX_JSON_BYTES, parse_json, write_json
+
+DOCUMENT = "bitplan-fp8-report"
+VERSION = 1
+OK, OOM, ERROR = "ok", "oom", "error"
+TIMINGS = ("eager", "graph")
+ROUTINGS = ("uniform", "zipf")
+RESUME = "run the benchmark again on the same path and it goes on from the last whole line"
+
+MAX_SAMPLES = 1000  # of a row: where times are not paired, every one is divided by every other
+_SAMPLES = Kind(
+    f"a list of at most {MAX_SAMPLES} times from 1e-6 to 1e9 milliseconds",
+    lambda value: (
+        type(value) in (list, tuple)
+        and len(value) <= MAX_SAMPLES
+        and all(is_number(item) and 1e-6 <= item <= 1e9 for item in value)
+    ),
+)
+_ROW_KEYS: dict[str, Kind] = {
+    "part": one_of(*PARTS),
+    "kind": KIND,
+    "name": NAME,
+    "shape": LOCAL_SHAPE,
+    "tp": COUNT,
+    "ep": COUNT,
+    "etp": COUNT,
+    "num_gemms": COUNT,
+    "topk": COUNT,
+    "tokens": COUNT,
+    "padded_tokens": COUNT,
+    "gemm": one_of(*GEMMS),
+    "routing": one_of(*ROUTINGS),
+    "timing": one_of(*TIMINGS),
+    "precision": one_of(*PRECISIONS),
+    "status": one_of(OK, OOM, ERROR),
+    "samples_ms": _SAMPLES,
+    "in_turns": FLAG,
+    "peak_bytes": SIZE,
+    "message": TEXT,
+}
+_ALWAYS = ("part", "kind", "shape", "tokens", "gemm", "timing", "precision", "status")
+_DENSE_ONLY = ("tp",)
+_GROUPED_ONLY = ("etp", "num_gemms", "ep", "topk", "routing")
+_HEAD_KEYS = {
+    "document": one_of(DOCUMENT),
+    "version": SIZE,
+    "fingerprint": OBJECT,
+    "recipe": one_of(*RECIPES),
+    "model": TEXT,
+    "settings": EVIDENCE,
+}
+
+
+@dataclass(frozen=True)
+class Fingerprint:
+    """The machine and the software that times were taken with; times of two fingerprints are never compared."""
+
+    gpu: str
+    driver: str
+    torch: str
+    triton: str
+    bitplan: str
+    commit: str
+
+    def differences(self, other: Fingerprint) -> dict[str, tuple[str, str]]:
+        """What differs, ours and theirs."""
+        mine, theirs = asdict(self), asdict(other)
+        return {key: (mine[key], theirs[key]) for key in mine if mine[key] != theirs[key]}
+
+
+FINGERPRINT_KEYS = tuple(each.name for each in fields(Fingerprint))
+
+
+@dataclass(frozen=True)
+class Row:
+    """One precision of one layer at one logical token count; see the module for what each field says."""
+
+    part: str
+    kind: str
+    shape: tuple[int, int]
+    tokens: int
+    gemm: str
+    timing: str
+    precision: str
+    status: str
+    name: str | None = None
+    tp: int | None = None
+    ep: int | None = None
+    etp: int | None = None
+    num_gemms: int | None = None
+    topk: int | None = None
+    padded_tokens: int | None = None
+    routing: str | None = None
+    samples_ms: tuple[float, ...] = ()
+    in_turns: bool = False
+    peak_bytes: int | None = None
+    message: str = ""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "shape", tuple(self.shape))
+        object.__setattr__(self, "samples_ms", tuple(self.samples_ms))
+        _check_row(Reader("a report row", ReportError), "", self.to_document())
+
+    @property
+    def layer_key(self) -> tuple[Any, ...]:
+        """Which layer and product it is about, as rules are looked up: without the name of an expert's layer."""
+        if self.kind in GROUPED_KINDS:
+            return (self.part, self.kind, None, self.shape, None, self.etp, self.num_gemms, self.gemm)
+        return (self.part, self.kind, self.name, self.shape, self.tp, None, None, self.gemm)
+
+    @property
+    def key(self) -> tuple[Any, ...]:
+        """What no two rows share: the layer, the logical tokens, how it was run and in which precision."""
+        return (*self.layer_key, self.tokens, self.routing, self.timing, self.precision)
+
+    def to_document(self) -> dict[str, Any]:
+        order = {key: getattr(self, key) for key in _ROW_KEYS}
+        order["shape"], order["samples_ms"] = list(self.shape), list(self.samples_ms)
+        absent: tuple[Any, ...] = (None, "", [])
+        kept = {key: value for key, value in order.items() if value not in absent}
+        if self.status != OK and not self.in_turns:
+            del kept["in_turns"]
+        return kept
+
+
+@dataclass(frozen=True)
+class Report:
+    """Rows and where they come from; `where` names the file in messages and is not part of the document."""
+
+    fingerprint: Fingerprint
+    recipe: str
+    rows: tuple[Row, ...]
+    model: str = ""
+    settings: Mapping[str, Any] | None = None
+    where: str = field(default="report", compare=False)
+
+    def __post_init__(self) -> None:
+        seen = set()
+        for row in self.rows:
+            if row.key in seen:
+                raise ReportError(f"{self.where}: {describe_row(row)} is there twice; keep one of the two rows")
+            seen.add(row.key)
+
+    def head(self) -> dict[str, Any]:
+        return {
+            "document": DOCUMENT,
+            "version": VERSION,
+            "fingerprint": asdict(self.fingerprint),
+            "recipe": self.recipe,
+            "model": self.model,
+            "settings": dict(self.settings or {}),
+        }
+
+    def to_document(self) -> dict[str, Any]:
+        return self.head() | {"rows": [row.to_document() for row in self.rows]}
+
+    def to_lines(self) -> str:
+        """The report as a benchmark leaves it: head, rows, end."""
+        documents = [self.head(), *(row.to_document() for row in self.rows), {"end": len(self.rows)}]
+        return "".join(one_line(document) for document in documents)
+
+    def save(self, path: str | Path) -> None:
+        """Write the one-document form, whole or not at all."""
+        write_json(path, self.to_document())
+
+    @classmethod
+    def load(cls, path: str | Path) -> Report:
+        try:
+            size = Path(path).stat().st_size
+            if size > MAX_JSON_BYTES:
+                raise ReportError(f"{path}: {size} bytes is too large for a report (limit {MAX_JSON_BYTES})")
+            return parse_report(Path(path).read_bytes(), where=str(path))
+        except OSError as fault:
+            raise ReportError(f"{path}: cannot be read: {fault.strerror or fault}") from None
+
+
+def one_line(document: Any) -> str:
+    return json.dumps(document, ensure_ascii=False, allow_nan=False) + "\n"
+
+
+def parse_report(data: bytes, *, where: str) -> Report:
+    """A finished report in either form; one that was cut off is an error that says so."""
+    head, rows, ended = split_report(data, where=where)
+    if not ended:
+        raise ReportError(f"{where}: unfinished: {len(rows)} rows and no end line; {RESUME}")
+    return report_of(head, rows, where=where)
+
+
+def split_report(data: bytes, *, where: str) -> tuple[dict[str, Any], list[Any], bool]:
+    """The head, the raw rows, and whether the report is whole; a torn last line is an error."""
+    if not data.strip():
+        raise ReportError(f"{where}: empty; a report begins with its document name, version and fingerprint; {RESUME}")
+    first, _, rest = data.partition(b"\n")
+    head = _json(first, where=where, quiet=True)
+    if not isinstance(head, dict) or "rows" in head or "document" not in head:
+        whole = _json(data, where=where)
+        Reader(where, ReportError).version(whole, VERSION)
+        Reader(where, ReportError).keys("", whole, _HEAD_KEYS | {"rows": LIST}, ("document", "version", "rows"))
+        return {key: value for key, value in whole.items() if key != "rows"}, whole["rows"], True
+    lines = rest.split(b"\n")
+    if lines[-1]:
+        raise ReportError(f"{where}: cut off in line {len(lines) + 1}, which has no end; {RESUME}")
+    rows = [_json(line, where=f"{where}: line {number}") for number, line in enumerate(lines[:-1], start=2)]
+    ended = bool(rows) and isinstance(rows[-1], dict) and "end" in rows[-1]
+    if ended:
+        count = rows.pop()["end"]
+        if count != len(rows):
+            raise ReportError(f"{where}: its end line says {show(count)} rows, {len(rows)} are there; run it again")
+    return head, rows, ended
+
+
+def report_of(head: Any, rows: list[Any], *, where: str) -> Report:
+    reader = Reader(where, ReportError)
+    reader.version(head, VERSION)
+    reader.keys("", head, _HEAD_KEYS, ("document", "version", "fingerprint", "recipe"))
+    return Report(
+        read_fingerprint(reader, head["fingerprint"]),
+        head["recipe"],
+        tuple(_read_row(reader, f"rows[{index}]", row) for index, row in enumerate(rows)),
+        head.get("model", ""),
+        head.get("settings"),
+        where,
+    )
+
+
+def read_fingerprint(reader: Reader, value: Any) -> Fingerprint:
+    known = dict.fromkeys(FINGERPRINT_KEYS, TEXT)
+    found = reader.keys("fingerprint", value, known, FINGERPRINT_KEYS)
+    if not found["gpu"]:
+        reader.fail("fingerprint: gpu", NAME.text, "")
+    return Fingerprint(**found)
+
+
+def describe_row(row: Row) -> str:
+    """A row in words, for messages."""
+    size = f"etp {row.etp}, {row.num_gemms} gemms" if row.kind in GROUPED_KINDS else f"tp {row.tp}"
+    named = f"{row.kind} {row.name or ''}".strip()
+    how = ", ".join(filter(None, (row.gemm, row.routing, row.timing, row.precision)))
+    return f"{row.part} {named} {row.shape[0]}x{row.shape[1]} ({size}) at {row.tokens} tokens ({how})"
+
+
+def _read_row(reader: Reader, path: str, value: Any) -> Row:
+    found = _check_row(reader, path, value)
+    return Row(**found)
+
+
+def _check_row(reader: Reader, path: str, value: Any) -> dict[str, Any]:
+    found = reader.keys(path, value, _ROW_KEYS, _ALWAYS)
+    at = f"{path}: " if path else ""
+    grouped = found["kind"] in GROUPED_KINDS
+    needed = ("etp", "num_gemms") if grouped else ("tp", "name")
+    for key in needed:
+        if key not in found:
+            reader.stop(f"{at}{key} is missing; {found['kind']} is looked up by it")
+    for key in _DENSE_ONLY if grouped else _GROUPED_ONLY:
+        if key in found:
+            reader.stop(f"{at}{key} does not belong to {found['kind']}")
+    if found["status"] == OK and not found.get("samples_ms"):
+        reader.stop(f"{at}samples_ms must be {_SAMPLES.text}, at least one, where the status is ok")
+    if found["status"] != OK and ("samples_ms" in found or not found.get("message")):
+        reader.stop(f"{at}a row with the status {found['status']} has a message and no samples_ms")
+    if found.get("padded_tokens", found["tokens"]) < found["tokens"]:
+        reader.stop(f"{at}padded_tokens {found['padded_tokens']} is less than tokens {found['tokens']}")
+    return found
+
+
+def _json(text: bytes, *, where: str, quiet: bool = False) -> Any:
+    try:
+        return parse_json(text, where=where)
+    except FileFormatError as fault:
+        if quiet:
+            return None
+        raise ReportError(f"{fault}; a report that was cut off in mid-write reads like this: {RESUME}") from None

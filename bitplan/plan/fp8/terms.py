@@ -1,0 +1,119 @@
+"""The words of adaptive FP8: module kinds, GEMMs, recipes, answers, and how tokens are counted.
+
+The source is seed 001 ("Adaptive FP8 Training"). Everything else that is named fp8_* here speaks in these words:
+
+    kind      what a linear layer is (3.2): dense kinds are looked up by tensor-parallel size; grouped kinds, the
+              experts of an MoE, by expert-tensor-parallel size and by how many experts a GPU holds
+    name      the buffer name of a dense module, `ub_name` in the seed: qkv, proj, fc1, ...
+    part      "llm" or "vit": the two parts of a vision-language model see different token counts and never mix
+    gemm      "module" is a whole linear forward and backward, casts included; fprop, dgrad and wgrad are its products
+    tokens    logical rows of the product: sequence length x micro batch, times moe_router_topk where experts take
+              them. What a kernel pads them to is a cost and shows in the time; it is never a key
+"""
+
+from __future__ import annotations
+
+from bitplan.documents import Kind, PlanError, one_of
+
+DENSE_KINDS = ("layernorm_column", "column", "row", "duplicated")
+GROUPED_KINDS = ("column_grouped", "row_grouped")
+KINDS = (*DENSE_KINDS, *GROUPED_KINDS)
+PROMOTED = {"column": "column_grouped", "layernorm_column": "column_grouped", "row": "row_grouped"}
+KIND_OF_CLASS = {
+    "TELayerNormColumnParallelLinear": "layernorm_column",
+    "TEColumnParallelLinear": "column",
+    "TERowParallelLinear": "row",
+    "TEColumnParallelGroupedLinear": "column_grouped",
+    "TERowParallelGroupedLinear": "row_grouped",
+    "TELinear": "duplicated",
+}
+# The seed's order, which policies are written in; then those of MLA that the seed leaves out.
+UB_NAMES = ("qkv", "proj", "fc1", "fc2", "q_down_proj", "kv_down_proj", "q_proj", "q_up_proj", "kv_up_proj")
+PARTS = ("llm", "vit")
+MODULE = "module"
+PRODUCTS = ("fprop", "dgrad", "wgrad")
+GEMMS = (MODULE, *PRODUCTS)
+RECIPES = ("tensorwise", "rowwise", "blockwise", "mxfp8")
+PRECISIONS = ("bf16", "fp8")
+DEFAULT_RECIPE = "blockwise"
+DEFAULT_THRESHOLD = 1.0
+# What both sizes of a weight must be a multiple of: 16 bytes for the tensor cores, or a block of the recipe.
+MULTIPLE_OF = {"tensorwise": 16, "rowwise": 16, "blockwise": 128, "mxfp8": 32}
+
+WIN, LOSE, UNDECIDED, UNMEASURED = "win", "lose", "undecided", "unmeasured"
+ANSWERS = (WIN, LOSE, UNDECIDED, UNMEASURED)
+
+
+class Fp8Error(PlanError):
+    """Anything of adaptive FP8 that does not hold together."""
+
+
+class PolicyError(Fp8Error):
+    """A policy that cannot be read, or a question it cannot be asked."""
+
+
+class PolicyVersionError(PolicyError):
+    """A policy of a version that this bitplan does not read."""
+
+
+class PolicyKindError(PolicyError):
+    """A policy or a question with a module kind that does not exist."""
+
+
+class FingerprintError(Fp8Error):
+    """Evidence from another machine or other software than it is used for or merged with."""
+
+
+class ReportError(Fp8Error):
+    """A benchmark report that cannot be read, or was cut off."""
+
+
+class MergeError(Fp8Error):
+    """Reports that cannot become one policy."""
+
+
+class ModelConfigError(Fp8Error):
+    """A model configuration from which the layers cannot be told, or which cannot be divided as asked."""
+
+
+def is_count(value: object) -> bool:
+    return type(value) is int and 1 <= value < 2**48
+
+
+COUNT = Kind("an integer from 1", is_count)
+KIND = one_of(*KINDS)
+LOCAL_SHAPE = Kind(
+    "two sizes from 1, out_features and in_features of one GPU",
+    lambda value: type(value) in (list, tuple) and len(value) == 2 and all(map(is_count, value)),
+)
+
+
+def promote(kind: str, is_expert: bool) -> str:
+    """The kind that an expert's layer is looked up as (3.3); other layers and kinds stay what they are."""
+    return PROMOTED.get(kind, kind) if is_expert else kind
+
+
+def count_tokens(seq_length: int, micro_batch_size: int, *, moe_router_topk: int = 1) -> int:
+    """The seed's count (2.2): sequence length x micro batch size, times the experts that each token is sent to."""
+    for what, value in (
+        ("seq_length", seq_length),
+        ("micro_batch_size", micro_batch_size),
+        ("moe_router_topk", moe_router_topk),
+    ):
+        if not is_count(value):
+            raise Fp8Error(f"{what} must be {COUNT.text}, got {value!r}")
+    return seq_length * micro_batch_size * moe_router_topk
+
+
+def shape_obstacle(recipe: str, shape: tuple[int, int]) -> str | None:
+    """Why a weight of this local shape cannot be cast by the recipe, or None where it can."""
+    multiple = MULTIPLE_OF[recipe]
+    for what, size in zip(("out_features", "in_features"), shape, strict=True):
+        if size % multiple:
+            return f"{what} {size} is not a multiple of {multiple}, which {recipe} needs"
+    return None
+
+
+def name_rank(name: str) -> tuple[int, str]:
+    """The seed's names in the seed's order, then the others by letter."""
+    return (UB_NAMES.index(name) if name in UB_NAMES else len(UB_NAMES), name)

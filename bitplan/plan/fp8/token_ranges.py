@@ -1,0 +1,285 @@
+"""Policy version 2: what was measured at which token count, what came of it, and the bands in which FP8 is used.
+
+    {"document": "bitplan-fp8-policy", "version": 2, "speedup_threshold": 1.0, "confidence": 0.95,
+     "fingerprint": {"gpu": "...", "driver": "...", "torch": "...", "triton": "...", "bitplan": "...", "commit": "..."},
+     "rules": [
+       {"part": "llm", "kind": "row", "name": "fc2", "shape": [4096, 14336], "tp": 1, "recipe": "blockwise",
+        "gemm": "module",
+        "points": [
+          {"tokens": 512, "answer": "lose", "speedup": 0.79, "low": 0.78, "high": 0.80, "samples": 20},
+          {"tokens": 4096, "answer": "win", "speedup": 1.18, "low": 1.17, "high": 1.20, "samples": 20}, ...],
+        "bands": [[4096, 16384]]}]}
+
+A point is one measured token count and its answer: win, lose, undecided, or unmeasured with a note (the benchmark tried
+and failed). A band runs from a measured win to a measured win with nothing but wins in between; only inside a band is
+FP8 used. Bands follow from the points: they are written for people, and a file where the two disagree is refused, as is
+one whose answers do not follow from its intervals. An expert's rule has `etp` and `num_gemms` for `tp`, and no name.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from bitplan.documents import LIST, NAME, OBJECT, SIZE, TEXT, Kind, Reader, is_number, one_of, show
+from bitplan.plan.fp8.interval import answer_of
+from bitplan.plan.fp8.report import Fingerprint, read_fingerprint
+from bitplan.plan.fp8.terms import (
+    ANSWERS,
+    COUNT,
+    GEMMS,
+    GROUPED_KINDS,
+    KINDS,
+    LOCAL_SHAPE,
+    PARTS,
+    RECIPES,
+    WIN,
+    FingerprintError,
+    PolicyError,
+    name_rank,
+)
+from bitplan.plan.fp8.thresholds import SPEEDUP, check_kind
+from bitplan.records import atomic_file
+
+DOCUMENT = "bitplan-fp8-policy"
+VERSION = 2
+
+_CONFIDENCE = Kind("a number from 0.5 up to, and not with, 1", lambda value: is_number(value) and 0.5 <= value < 1)
+_POINT_KEYS = {
+    "tokens": COUNT,
+    "answer": one_of(*ANSWERS),
+    "speedup": SPEEDUP,
+    "low": SPEEDUP,
+    "high": SPEEDUP,
+    "samples": COUNT,
+    "note": NAME,
+}
+_RULE_KEYS = {
+    "part": one_of(*PARTS),
+    "kind": TEXT,
+    "name": NAME,
+    "shape": LOCAL_SHAPE,
+    "tp": COUNT,
+    "etp": COUNT,
+    "num_gemms": COUNT,
+    "recipe": one_of(*RECIPES),
+    "gemm": one_of(*GEMMS),
+    "points": LIST,
+    "bands": LIST,
+}
+_RULE_ALWAYS = ("part", "kind", "shape", "recipe", "gemm", "points", "bands")
+
+
+@dataclass(frozen=True)
+class Point:
+    """One measured token count: the answer, the interval behind it, or the note that says why there is none."""
+
+    tokens: int
+    answer: str
+    speedup: float | None = None
+    low: float | None = None
+    high: float | None = None
+    samples: int | None = None  # times of the precision that has fewer
+    note: str = ""
+
+    def to_document(self) -> dict[str, Any]:
+        return {key: value for key, value in asdict(self).items() if value not in (None, "")}
+
+    def told(self) -> str:
+        """The point in words."""
+        if self.speedup is None:
+            return f"{self.answer} at {self.tokens} tokens ({self.note})"
+        between = f", between {self.low:.3f}x and {self.high:.3f}x" if self.low is not None else ""
+        note = f"; {self.note}" if self.note else ""
+        return f"{self.answer} at {self.tokens} tokens ({self.speedup:.3f}x{between}{note})"
+
+
+@dataclass(frozen=True)
+class BandRule:
+    """All that was measured of one layer shape and product under one recipe."""
+
+    part: str
+    kind: str
+    shape: tuple[int, int]
+    recipe: str
+    gemm: str
+    points: tuple[Point, ...]
+    name: str | None = None
+    tp: int | None = None
+    etp: int | None = None
+    num_gemms: int | None = None
+
+    @property
+    def key(self) -> tuple[Any, ...]:
+        size = (self.tp, self.etp, self.num_gemms)
+        return (self.part, self.kind, self.name, self.shape, *size, self.recipe, self.gemm)
+
+    @cached_property
+    def bands(self) -> tuple[tuple[int, int], ...]:
+        return bands_of(self.points)
+
+    @property
+    def where(self) -> str:
+        size = f"etp {self.etp}, num_gemms {self.num_gemms}" if self.kind in GROUPED_KINDS else f"tp {self.tp}"
+        named = f"{self.kind} {self.name or ''}".strip()
+        return f"{self.part} {named} {self.shape[0]}x{self.shape[1]}, {size}, {self.recipe}, {self.gemm}"
+
+    @property
+    def _order(self) -> tuple[Any, ...]:
+        size = (self.tp or 0, self.etp or 0, self.num_gemms or 0)
+        layer = (PARTS.index(self.part), KINDS.index(self.kind), name_rank(self.name or ""), *size, self.shape)
+        return (*layer, RECIPES.index(self.recipe), GEMMS.index(self.gemm))
+
+    def to_document(self) -> dict[str, Any]:
+        document = {key: getattr(self, key) for key in _RULE_KEYS if getattr(self, key) is not None}
+        document["shape"] = list(self.shape)
+        document["points"] = [point.to_document() for point in self.points]
+        document["bands"] = [list(band) for band in self.bands]
+        return document
+
+
+class BandPolicy:
+    """A version 2 policy. Rules and points are kept in one order, so equal policies have equal bytes."""
+
+    version = VERSION
+
+    def __init__(
+        self,
+        rules: Iterable[BandRule],
+        fingerprint: Fingerprint,
+        speedup_threshold: float,
+        confidence: float,
+        *,
+        where: str = "policy",
+    ) -> None:
+        self.rules = tuple(sorted(rules, key=lambda rule: rule._order))
+        self.fingerprint = fingerprint
+        self.speedup_threshold = speedup_threshold
+        self.confidence = confidence
+        self.where = where
+        seen = set()
+        for rule in self.rules:
+            if rule.key in seen:
+                raise PolicyError(f"{where}: two rules for {rule.where}; keep one")
+            seen.add(rule.key)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, BandPolicy) and self.to_document() == other.to_document()
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def require_same_gpu(self, current: Fingerprint) -> list[str]:
+        """Refuse a policy of another GPU; what else differs comes back in words, for a warning."""
+        differences = self.fingerprint.differences(current)
+        if "gpu" in differences:
+            theirs, mine = differences["gpu"]
+            raise FingerprintError(
+                f"{self.where}: measured on {theirs!r}, this is {mine!r}; "
+                "run the benchmark on this GPU and merge its report into a policy of its own"
+            )
+        return [f"{key}: measured with {theirs!r}, now {mine!r}" for key, (theirs, mine) in differences.items()]
+
+    def to_document(self) -> dict[str, Any]:
+        return {
+            "document": DOCUMENT,
+            "version": VERSION,
+            "speedup_threshold": self.speedup_threshold,
+            "confidence": self.confidence,
+            "fingerprint": asdict(self.fingerprint),
+            "rules": [rule.to_document() for rule in self.rules],
+        }
+
+    def to_json(self) -> str:
+        """The text: indented, a point on one line. The same policy, the same characters."""
+        head = self.to_document()
+        rules = head.pop("rules")
+        text = json.dumps(head, indent=2, ensure_ascii=False, allow_nan=False)[:-2]
+        inner = ",".join(map(_rule_text, rules)) + ("\n  " if rules else "")
+        return f'{text},\n  "rules": [{inner}]\n}}\n'
+
+    def save(self, path: str | Path) -> None:
+        """Write the document, whole or not at all."""
+        with atomic_file(path) as file:
+            file.write(self.to_json().encode())
+
+    @classmethod
+    def from_document(cls, document: Any, *, where: str = "policy") -> BandPolicy:
+        reader = Reader(where, PolicyError)
+        known = {
+            "document": one_of(DOCUMENT),
+            "version": SIZE,
+            "speedup_threshold": SPEEDUP,
+            "confidence": _CONFIDENCE,
+            "fingerprint": OBJECT,
+            "rules": LIST,
+        }
+        found = reader.keys("", document, known, tuple(known))
+        threshold = found["speedup_threshold"]
+        rules = [_read_rule(reader, f"rules[{index}]", rule, threshold) for index, rule in enumerate(found["rules"])]
+        fingerprint = read_fingerprint(reader, found["fingerprint"])
+        return cls(rules, fingerprint, threshold, found["confidence"], where=where)
+
+
+def bands_of(points: Sequence[Point]) -> tuple[tuple[int, int], ...]:
+    """Runs of measured wins, from the first to the last of each. Whatever is not a win ends a run."""
+    bands: list[tuple[int, int]] = []
+    running = False
+    for point in points:
+        if point.answer == WIN:
+            first = bands.pop()[0] if running else point.tokens
+            bands.append((first, point.tokens))
+        running = point.answer == WIN
+    return tuple(bands)
+
+
+def _rule_text(rule: dict[str, Any]) -> str:
+    points = ",".join(f"\n        {json.dumps(point, ensure_ascii=False, allow_nan=False)}" for point in rule["points"])
+    keys = [f'"{key}": {json.dumps(value, ensure_ascii=False)}' for key, value in rule.items() if key != "points"]
+    lines = [*keys[:-1], f'"points": [{points}\n      ]', keys[-1]]
+    return "\n    {\n" + ",\n".join(f"      {line}" for line in lines) + "\n    }"
+
+
+def _read_rule(reader: Reader, path: str, value: Any, threshold: float) -> BandRule:
+    found = dict(reader.keys(path, value, _RULE_KEYS, _RULE_ALWAYS))
+    check_kind(found["kind"], f"{reader.where}: {path}")
+    grouped = found["kind"] in GROUPED_KINDS
+    needed, others = (("etp", "num_gemms"), ("tp", "name")) if grouped else (("tp", "name"), ("etp", "num_gemms"))
+    for key in needed:
+        if key not in found:
+            reader.stop(f"{path}: {key} is missing; {found['kind']} is looked up by it")
+    for key in others:
+        if key in found:
+            reader.stop(f"{path}: {key} does not belong to {found['kind']}")
+    bands, items = found.pop("bands"), found.pop("points")
+    if not items:
+        reader.stop(f"{path}: points must have at least one point")
+    points = tuple(_read_point(reader, f"{path}.points[{at}]", item, threshold) for at, item in enumerate(items))
+    for before, after in pairwise(points):
+        if before.tokens >= after.tokens:
+            reader.stop(f"{path}: points must rise in tokens, got {before.tokens} before {after.tokens}")
+    expected = [list(band) for band in bands_of(points)]
+    if bands != expected:
+        reader.stop(f"{path}: bands must be {show(expected)}, which follows from the points, got {show(bands)}")
+    return BandRule(points=points, **(found | {"shape": tuple(found["shape"])}))
+
+
+def _read_point(reader: Reader, path: str, value: Any, threshold: float) -> Point:
+    point = Point(**reader.keys(path, value, _POINT_KEYS, ("tokens", "answer")))
+    figures = (point.speedup, point.low, point.high, point.samples)
+    if point.low is None or point.high is None or None in figures:
+        if figures != (None,) * 4:
+            reader.stop(f"{path}: speedup, low, high and samples come together or not at all")
+        if point.answer == WIN or not point.note:
+            reader.stop(f"{path}: a point without an interval must say why in a note, and cannot be a win")
+        return point
+    if not point.low <= (point.speedup or 0) <= point.high:
+        reader.stop(f"{path}: low, speedup and high must rise, got {point.low}, {point.speedup}, {point.high}")
+    expected = answer_of(point.low, point.high, threshold)
+    if point.answer != expected:
+        reader.stop(f"{path}: answer must be {expected!r} for {point.low} to {point.high}, got {point.answer!r}")
+    return point

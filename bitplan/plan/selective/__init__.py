@@ -1,0 +1,1 @@
+"""Which block gets which precision during training: pure decisions over statistics."""

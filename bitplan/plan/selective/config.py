@@ -1,0 +1,278 @@
+"""SelectivePrecisionConfig: every switch of selective precision, read from the training config people already have.
+
+The source is seed 000 ("Selective Precision"): the first group of fields are its parameters with its defaults, and with
+nothing else set the system is the seed's. The second group switches on what goes beyond it, one by one.
+
+A file may hold the parameters bare, under `selective_precision`, or under `memory.stagehand.selective_precision` of a
+whole training config; the neighbours there belong to others and are not judged. Inside, a key that is not known is a
+spelling mistake, and refused: a misspelt threshold would otherwise train for days on the default.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, fields
+from decimal import Decimal
+from pathlib import Path
+from typing import Any, Literal
+
+from bitplan.documents import FLAG, NAME, Kind, PlanError, Reader, is_number, is_text, load_document, one_of
+from bitplan.errors import FormatError, did_you_mean
+from bitplan.formats import get_format
+from bitplan.plan.plan import listed
+
+Precision = Literal["bf16", "int8", "fp8"]
+PRECISIONS: tuple[Precision, ...] = ("bf16", "int8", "fp8")
+NESTED_UNDER = ("memory", "stagehand", "selective_precision")
+
+
+class SelectiveError(PlanError):
+    """A selective-precision configuration, state or call that does not hold together."""
+
+
+@dataclass(frozen=True)
+class SelectivePrecisionConfig:
+    """The seed's parameters and defaults, then ours; see docs/selective-precision.md for each."""
+
+    enabled: bool = True
+    mode: str = "dynamic"
+    bf16_threshold: float = 0.6
+    int8_threshold: float = 0.3
+    ambiguous_default: str = "bf16"
+    hysteresis_margin: float = 0.1
+    grad_weight: float = 0.7
+    error_weight: float = 0.3
+    grad_sensitivity_threshold: float = 2.0
+    run_calibration: bool = True
+    calibration_samples: int = 4
+    quant_error_threshold: float = 0.05
+    warmup_steps: int = 10
+    history_window: int = 5
+    update_interval_steps: int = 10
+    min_steps_between_switches: int = 20
+    force_bf16_blocks: tuple[str, ...] = ()
+    force_int8_blocks: tuple[str, ...] = ()
+    log_decisions: bool = True
+    telemetry_enabled: bool = True
+    telemetry_file: str = "selective_precision_telemetry.jsonl"
+    # Beyond the seed: each default leaves the seed as it is.
+    scoring: str = "seed"
+    granularity: str = "block"
+    damage_budget: float = 0.01
+    impact_steps: int = 1
+    impact_tokens: int = 1024
+    impact_turns: int = 4
+    low_precisions: tuple[str, ...] = ("int8",)
+    int8_format: str = "int8_row"
+    fp8_format: str = "fp8_e4m3_row"
+    force_fp8_blocks: tuple[str, ...] = ()
+    bandwidth_aware: bool = False
+    loss_feedback: bool = False
+    loss_tolerance: float = 0.01
+    backoff_steps: int = 100
+
+    def __post_init__(self) -> None:
+        _check(self, "the selective precision config")
+
+    # ---- what the numbers mean --------------------------------------------------------------------------------------
+
+    @property
+    def go_low_below(self) -> float:
+        """What a bf16 block's score must stay below: `int8_threshold - hysteresis_margin`, as people subtract.
+
+        The seed says 0.2 for 0.3 - 0.1, and binary floats give one digit less: the decimals are subtracted.
+        """
+        return float(Decimal(repr(self.int8_threshold)) - Decimal(repr(self.hysteresis_margin)))
+
+    def format_of(self, precision: str) -> str:
+        """The bitplan format in which a block of this precision crosses."""
+        return {"bf16": "bfloat16", "int8": self.int8_format, "fp8": self.fp8_format}[precision]
+
+    def forced(self, name: str) -> tuple[Precision, str] | None:
+        """The forced precision of a block, or of a layer by itself or its block (the longer name wins), and which."""
+        found: tuple[Precision, str] | None = None
+        for precision in PRECISIONS:
+            for entry in _forced_names(self, precision):
+                if name == entry or name.startswith(f"{entry}."):
+                    found = (precision, entry) if found is None or len(entry) > len(found[1]) else found
+        return found
+
+    def units(self, blocks: Mapping[str, Iterable[str]]) -> list[str]:
+        """What is decided on: the blocks, or with granularity "layer" each layer of them, `block.layer`."""
+        if self.granularity == "block":
+            return list(blocks)
+        return [f"{block}.{layer}" for block, layers in blocks.items() for layer in layers]
+
+    def require_blocks(self, names: Iterable[str], *, where: str = "the selective precision config") -> None:
+        """Refuse a force list that names what the model does not have."""
+        known = list(names)
+        parents = {name[:at] for name in known for at, letter in enumerate(name) if letter == "."}
+        for precision in PRECISIONS:
+            for entry in _forced_names(self, precision):
+                if entry not in parents and entry not in known:
+                    hint = did_you_mean(entry, known) or f"; the model has {listed(known, 3)}"
+                    raise SelectiveError(
+                        f"{where}: force_{precision}_blocks names {entry!r}, no block of the model{hint}"
+                    )
+
+    # ---- documents --------------------------------------------------------------------------------------------------
+
+    @classmethod
+    def load(cls, path: str | Path) -> SelectivePrecisionConfig:
+        return cls.from_document(load_document(path, SelectiveError), where=str(path))
+
+    @classmethod
+    def from_document(cls, document: Any, *, where: str = "the selective precision config") -> SelectivePrecisionConfig:
+        """From the parameters, bare or nested; what is left out has its default."""
+        reader = Reader(where, SelectiveError)
+        path, section = _section(reader, document)
+        known = {field.name: KINDS[field.name] for field in fields(cls)}
+        item = reader.keys(path, section, known, ())
+        values: dict[str, Any] = {key: tuple(value) if type(value) is list else value for key, value in item.items()}
+        try:
+            return cls(**values)
+        except SelectiveError as error:
+            # The same checks as for a config built in Python, under the file's name.
+            text = str(error).partition(": ")[2]
+            raise SelectiveError(f"{where}: {path + ': ' if path else ''}{text}") from None
+
+    def to_document(self) -> dict[str, Any]:
+        """The bare parameters, all of them, in the seed's order."""
+        return {key: list(value) if type(value) is tuple else value for key, value in asdict(self).items()}
+
+
+# ---- kinds and ranges ------------------------------------------------------------------------------------------------
+
+
+def _names(value: Any) -> bool:
+    return type(value) in (list, tuple) and all(is_text(item) and item != "" for item in value)
+
+
+def _share(value: Any) -> bool:
+    return is_number(value) and 0 <= value <= 1
+
+
+def _positive(value: Any) -> bool:
+    return is_number(value) and value > 0
+
+
+def _not_negative(value: Any) -> bool:
+    return is_number(value) and value >= 0
+
+
+def _formats(*allowed: str) -> Kind:
+    text = f"a list with at least one of {', '.join(map(repr, allowed))}, each once"
+    return Kind(text, lambda value: _names(value) and 0 < len(value) == len(set(value)) and set(value) <= set(allowed))
+
+
+_COUNT = Kind("an integer from 1", lambda value: type(value) is int and 1 <= value < 2**31)
+_STEPS = Kind("an integer from 0", lambda value: type(value) is int and 0 <= value < 2**31)
+_SHARE = Kind("a number from 0 to 1", _share)
+_WEIGHT = Kind("a number from 0", _not_negative)
+_POSITIVE = Kind("a number above 0", _positive)
+_BLOCKS = Kind("a list of block names (strings)", _names)
+
+KINDS: Mapping[str, Kind] = {
+    "enabled": FLAG,
+    "mode": one_of("off", "static", "dynamic"),
+    "bf16_threshold": _SHARE,
+    "int8_threshold": _SHARE,
+    "ambiguous_default": one_of("bf16", "int8"),
+    "hysteresis_margin": _SHARE,
+    "grad_weight": _WEIGHT,
+    "error_weight": _WEIGHT,
+    "grad_sensitivity_threshold": _POSITIVE,
+    "run_calibration": FLAG,
+    "calibration_samples": _COUNT,
+    "quant_error_threshold": _POSITIVE,
+    "warmup_steps": _STEPS,
+    "history_window": _COUNT,
+    "update_interval_steps": _COUNT,
+    "min_steps_between_switches": _STEPS,
+    "force_bf16_blocks": _BLOCKS,
+    "force_int8_blocks": _BLOCKS,
+    "log_decisions": FLAG,
+    "telemetry_enabled": FLAG,
+    "telemetry_file": NAME,
+    "scoring": one_of("seed", "impact"),
+    "granularity": one_of("block", "layer"),
+    "damage_budget": _POSITIVE,
+    "impact_steps": _COUNT,
+    "impact_tokens": _STEPS,
+    "impact_turns": _COUNT,
+    "low_precisions": _formats("int8", "fp8"),
+    "int8_format": NAME,
+    "fp8_format": NAME,
+    "force_fp8_blocks": _BLOCKS,
+    "bandwidth_aware": FLAG,
+    "loss_feedback": FLAG,
+    "loss_tolerance": _WEIGHT,
+    "backoff_steps": _COUNT,
+}
+
+
+def _check(config: SelectivePrecisionConfig, where: str) -> None:
+    reader = Reader(where, SelectiveError)
+    for key, kind in KINDS.items():
+        value = getattr(config, key)
+        if not kind.holds(value):
+            reader.fail(key, kind.text, value)
+        if type(value) is list:
+            object.__setattr__(config, key, tuple(value))
+        elif type(value) is int and type(getattr(SelectivePrecisionConfig, key)) is float:
+            object.__setattr__(config, key, float(value))  # `1` in a file is the number 1.0
+    low, high, margin = config.int8_threshold, config.bf16_threshold, config.hysteresis_margin
+    if not low < high:
+        reader.stop(
+            f"int8_threshold must be below bf16_threshold, got {low} and {high}: between them lie the scores "
+            "that change nothing; lower int8_threshold or raise bf16_threshold"
+        )
+    if not margin < low:
+        reader.stop(
+            f"hysteresis_margin must be below int8_threshold, got {margin} and {low}: no score is below "
+            f"{config.go_low_below:g}, so a bf16 block could never switch; lower the margin"
+        )
+    if config.grad_weight == config.error_weight == 0:
+        reader.stop("grad_weight and error_weight are both 0: every score would be 0; raise one of them")
+    _check_force_lists(reader, config)
+    for key in ("int8_format", "fp8_format"):
+        try:
+            get_format(getattr(config, key))
+        except FormatError as error:
+            reader.stop(f"{key}: {error}")
+
+
+def _check_force_lists(reader: Reader, config: SelectivePrecisionConfig) -> None:
+    seen: dict[str, str] = {}
+    for precision in PRECISIONS:
+        key = f"force_{precision}_blocks"
+        for name in _forced_names(config, precision):
+            if seen.get(name) == key:
+                reader.stop(f"{key} names {name!r} twice; keep one")
+            if name in seen:
+                reader.stop(f"{name!r} is in {seen[name]} and in {key}; a block has one precision: keep one of the two")
+            seen[name] = key
+
+
+def _forced_names(config: SelectivePrecisionConfig, precision: str) -> tuple[str, ...]:
+    names: tuple[str, ...] = getattr(config, f"force_{precision}_blocks")
+    return names
+
+
+def _section(reader: Reader, document: Any) -> tuple[str, Any]:
+    """The parameters and the path to them, '' where they are bare."""
+    if type(document) is not dict:
+        reader.fail("the document", "an object", document)
+    if NESTED_UNDER[-1] in document:
+        return NESTED_UNDER[-1], document[NESTED_UNDER[-1]]
+    if NESTED_UNDER[0] not in document:
+        return "", document
+    value, path = document, ""
+    for key in NESTED_UNDER:
+        if type(value) is not dict:
+            reader.fail(path, "an object", value)
+        if key not in value:
+            hint = did_you_mean(key, value)
+            reader.stop(f"{path or 'the document'}: {key} is missing; expected {'.'.join(NESTED_UNDER)}{hint}")
+        value, path = value[key], f"{path}.{key}" if path else key
+    return path, value

@@ -1,0 +1,313 @@
+"""What the policy remembers, and the file that carries it across a restart.
+
+Decisions are functions of (state, statistics, config), so a run that is stopped and resumed takes the same ones if
+and only if the state comes back bit for bit. The document holds all of it: precisions, cooldowns, back-offs, the window
+of statistics, an open trial. Numbers are written with the digits that read back as the same float.
+
+The document, version 1:
+
+    {"document": "bitplan-selective-state", "version": 1,
+     "layout": {BLOCK: FINGERPRINT},        what the blocks were; a model that changed is refused, block by block
+     "config": {...},                       other decisions would follow from another config: refused, key by key
+     "state": {"last_step": S, "steps_collected": N, "last_update_step": S,
+               "units": {...}, "history": [...], "trial": T}}
+
+A fingerprint is any text that changes when the block does; `layout_of` makes one from shapes and types.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from bitplan.documents import LIST, NAME, OBJECT, SIZE, TEXT, Kind, Reader, is_number, load_document, one_of, show
+from bitplan.plan.plan import listed, natural_order
+from bitplan.plan.selective.config import PRECISIONS, Precision, SelectiveError, SelectivePrecisionConfig
+from bitplan.plan.selective.score import EXCLUSIONS, BlockGradStats, StepStats
+from bitplan.records import write_json
+
+DOCUMENT = "bitplan-selective-state"
+VERSION = 1
+# What is only printed or written decides nothing, and may differ between a run and its continuation.
+NOT_DECIDING = ("log_decisions", "telemetry_enabled", "telemetry_file", "run_calibration", "calibration_samples")
+
+
+@dataclass(frozen=True)
+class UnitState:
+    """One block or layer. `precision` None: never assigned, which runs as bf16."""
+
+    precision: Precision | None = None
+    reason: str = "no assignment yet: bf16"
+    score: float | None = None  # the last one: a sensitivity, or a damage in units of loss
+    last_switch_step: int | None = None
+    rollbacks: int = 0
+    backoff_until: int | None = None
+    excluded: Mapping[str, int] = field(default_factory=dict)  # why -> in how many steps
+
+    @property
+    def running(self) -> Precision:
+        return self.precision or "bf16"
+
+
+@dataclass(frozen=True)
+class Trial:
+    """A switch whose effect on the loss is being looked at: see `feedback`."""
+
+    step: int
+    loss_before: float
+    switched: Mapping[str, Precision]  # the precisions on trial
+    suspects: tuple[str, ...]  # one of these raised the loss, once a probe has shown that one did
+    probing: tuple[str, ...]  # the suspects that are low in the probe under way; the others are bf16
+    raised: str = ""  # the last probe that was above the tolerance, in words; every suspect was low in it
+
+
+@dataclass(frozen=True)
+class PolicyState:
+    """Everything that a decision depends on besides the config and this step's statistics. Units in natural order."""
+
+    units: Mapping[str, UnitState]
+    last_step: int | None = None
+    steps_collected: int = 0
+    last_update_step: int | None = None
+    history: tuple[StepStats, ...] = ()
+    trial: Trial | None = None
+
+    @classmethod
+    def start(cls, names: Iterable[str]) -> PolicyState:
+        """Nothing assigned, nothing seen."""
+        found = list(names)
+        if not found or len(set(found)) != len(found):
+            raise SelectiveError(f"a policy needs blocks with different names, got {listed(found)}")
+        return cls({name: UnitState() for name in natural_order(found)})
+
+    def with_units(self, changed: Mapping[str, UnitState]) -> PolicyState:
+        return replace(self, units={name: changed.get(name, unit) for name, unit in self.units.items()})
+
+
+def observe(state: PolicyState, step: StepStats, config: SelectivePrecisionConfig) -> PolicyState:
+    """The state after one more backward pass: the window moves on, and what was excluded is counted."""
+    if state.last_step is not None and step.step_id <= state.last_step:
+        raise SelectiveError(
+            f"step {step.step_id} comes after step {state.last_step}: steps must go up; "
+            "after a restart, restore the state of the checkpoint that is resumed"
+        )
+    unknown = [name for name in (*step.stats, *step.excluded, *step.impacts) if name not in state.units]
+    if unknown:
+        raise SelectiveError(f"step {step.step_id}: statistics of {listed(unknown)}, which the policy does not know")
+    changed = {}
+    for name, why in step.excluded.items():
+        unit = state.units[name]
+        changed[name] = replace(unit, excluded={**unit.excluded, why: unit.excluded.get(why, 0) + 1})
+    return replace(
+        state.with_units(changed),
+        last_step=step.step_id,
+        steps_collected=state.steps_collected + 1,
+        history=(*state.history, step)[-config.history_window :],
+    )
+
+
+def layout_of(blocks: Mapping[str, Sequence[tuple[str, Sequence[int], str]]]) -> dict[str, str]:
+    """Fingerprints of blocks from their parameters: (name, shape, type), in any order."""
+    found = {}
+    for block in natural_order(blocks):
+        rows = sorted((name, tuple(shape), kind) for name, shape, kind in blocks[block])
+        digest = hashlib.sha256(json.dumps(rows).encode()).hexdigest()[:16]
+        numbers = sum(math.prod(shape) for _, shape, _ in rows)
+        found[block] = f"{len(rows)} parameters, {numbers} numbers, {digest}"
+    return found
+
+
+# ---- documents -------------------------------------------------------------------------------------------------------
+
+
+def state_to_document(
+    state: PolicyState, layout: Mapping[str, str], config: SelectivePrecisionConfig
+) -> dict[str, Any]:
+    """The document; `layout` has a fingerprint for every unit of the state."""
+    if set(layout) != set(state.units):
+        odd = natural_order(set(layout) ^ set(state.units))
+        raise SelectiveError(f"the layout must have the units of the state; only one of the two has {listed(odd)}")
+    return {
+        "document": DOCUMENT,
+        "version": VERSION,
+        "layout": {name: layout[name] for name in natural_order(layout)},
+        "config": config.to_document(),
+        "state": {
+            "last_step": state.last_step,
+            "steps_collected": state.steps_collected,
+            "last_update_step": state.last_update_step,
+            "units": {name: {**asdict(unit), "excluded": dict(unit.excluded)} for name, unit in state.units.items()},
+            "history": [_step_to_document(step) for step in state.history],
+            "trial": None if state.trial is None else _trial_to_document(state.trial),
+        },
+    }
+
+
+def save_state(
+    path: str | Path, state: PolicyState, layout: Mapping[str, str], config: SelectivePrecisionConfig
+) -> None:
+    """Write the document, whole or not at all."""
+    write_json(path, state_to_document(state, layout, config))
+
+
+def load_state(
+    path: str | Path,
+    layout: Mapping[str, str],
+    config: SelectivePrecisionConfig,
+    *,
+    accept_config_change: bool = False,
+) -> PolicyState:
+    document = load_document(path, SelectiveError)
+    return state_from_document(document, layout, config, where=str(path), accept_config_change=accept_config_change)
+
+
+def state_from_document(
+    document: Any,
+    layout: Mapping[str, str],
+    config: SelectivePrecisionConfig,
+    *,
+    where: str = "the selective precision state",
+    accept_config_change: bool = False,
+) -> PolicyState:
+    """The state, if it is of this model and this config."""
+    reader = Reader(where, SelectiveError)
+    reader.version(document, VERSION)
+    known = {"document": one_of(DOCUMENT), "version": SIZE, "layout": OBJECT, "config": OBJECT, "state": OBJECT}
+    item = reader.keys("", document, known, tuple(known))
+    _require_same_layout(reader, item["layout"], layout)
+    if not accept_config_change:
+        _require_same_config(reader, item["config"], config)
+    return _read_state(reader, item["state"], natural_order(layout))
+
+
+def _require_same_layout(reader: Reader, saved: Mapping[str, Any], layout: Mapping[str, str]) -> None:
+    gone = [name for name in natural_order(saved) if name not in layout]
+    new = [name for name in natural_order(layout) if name not in saved]
+    changed = [name for name in natural_order(layout) if name in saved and saved[name] != layout[name]]
+    told = [f"{what} {listed(names, 5)}" for what, names in (("no longer has", gone), ("now has", new)) if names]
+    if changed:
+        first = changed[0]
+        told.append(f"changed {listed(changed, 5)} ({first!r} was {show(saved[first])}, is {show(layout[first])})")
+    if told:
+        reader.stop(
+            f"this state is of another model: the model {', '.join(told)}; "
+            "resume with the model it was saved for, or start the policy anew without the file"
+        )
+
+
+def _require_same_config(reader: Reader, saved: Mapping[str, Any], config: SelectivePrecisionConfig) -> None:
+    now = config.to_document()
+    told = [
+        f"{key} was {show(saved.get(key))}, is {show(now.get(key))}"
+        for key in dict.fromkeys((*now, *saved))
+        if key not in NOT_DECIDING and saved.get(key) != now.get(key)
+    ]
+    if told:
+        reader.stop(
+            f"this state was saved under another config: {'; '.join(told[:5])}; "
+            "resume with the old values, or accept the change (accept_config_change=True)"
+        )
+
+
+# ---- parts of the document -------------------------------------------------------------------------------------------
+
+
+def _or_null(kind: Kind) -> Kind:
+    return Kind(f"{kind.text}, or null", lambda value: value is None or kind.holds(value))
+
+
+_FLOAT = Kind("a number", is_number)
+_PRECISION = one_of(*PRECISIONS)
+_UNIT_KEYS = {
+    "precision": _or_null(_PRECISION),
+    "reason": TEXT,
+    "score": _or_null(_FLOAT),
+    "last_switch_step": _or_null(SIZE),
+    "rollbacks": SIZE,
+    "backoff_until": _or_null(SIZE),
+    "excluded": OBJECT,
+}
+_STATE_KEYS = {
+    "last_step": _or_null(SIZE),
+    "steps_collected": SIZE,
+    "last_update_step": _or_null(SIZE),
+    "units": OBJECT,
+    "history": LIST,
+    "trial": _or_null(OBJECT),
+}
+_STAT_KEYS = dict.fromkeys(("l2_norm", "max_abs", "variance", "relative_magnitude"), _FLOAT)
+_STEP_KEYS = {"step_id": SIZE, "stats": OBJECT, "excluded": OBJECT, "impacts": OBJECT}
+_NAMES = Kind("a list of names", lambda value: type(value) is list and all(map(NAME.holds, value)))
+_TRIAL_KEYS = {
+    "step": SIZE,
+    "loss_before": _FLOAT,
+    "switched": OBJECT,
+    "suspects": _NAMES,
+    "probing": _NAMES,
+    "raised": TEXT,
+}
+
+
+def _step_to_document(step: StepStats) -> dict[str, Any]:
+    stats = {name: {key: getattr(row, key) for key in _STAT_KEYS} for name, row in step.stats.items()}
+    impacts = {name: dict(row) for name, row in step.impacts.items()}
+    return {"step_id": step.step_id, "stats": stats, "excluded": dict(step.excluded), "impacts": impacts}
+
+
+def _trial_to_document(trial: Trial) -> dict[str, Any]:
+    item = {key: getattr(trial, key) for key in _TRIAL_KEYS}
+    return {**item, "switched": dict(trial.switched), "suspects": [*trial.suspects], "probing": [*trial.probing]}
+
+
+def _read_state(reader: Reader, value: Any, names: list[str]) -> PolicyState:
+    item = reader.keys("state", value, _STATE_KEYS, tuple(_STATE_KEYS))
+    if list(item["units"]) != names:
+        reader.stop(f"state.units must be the blocks of the layout, in order, got {listed(item['units'])}")
+    units = {}
+    for name, unit in item["units"].items():
+        path = f"state.units[{name[:80]!r}]"
+        found = reader.keys(path, unit, _UNIT_KEYS, tuple(_UNIT_KEYS))
+        reader.keys(f"{path}.excluded", found["excluded"], dict.fromkeys(EXCLUSIONS, SIZE), ())
+        units[name] = UnitState(**found)
+    history = tuple(_read_step(reader, f"state.history[{at}]", step, units) for at, step in enumerate(item["history"]))
+    trial = None if item["trial"] is None else _read_trial(reader, item["trial"], units)
+    return PolicyState(units, item["last_step"], item["steps_collected"], item["last_update_step"], history, trial)
+
+
+def _read_step(reader: Reader, path: str, value: Any, units: Mapping[str, UnitState]) -> StepStats:
+    item = reader.keys(path, value, _STEP_KEYS, tuple(_STEP_KEYS))
+    by_name = dict.fromkeys(units, OBJECT)
+    reader.keys(f"{path}.stats", item["stats"], by_name, ())
+    reader.keys(f"{path}.excluded", item["excluded"], dict.fromkeys(units, one_of(*EXCLUSIONS)), ())
+    reader.keys(f"{path}.impacts", item["impacts"], by_name, ())
+    stats = {}
+    for name, row in item["stats"].items():
+        row = reader.keys(f"{path}.stats[{name!r}]", row, _STAT_KEYS, tuple(_STAT_KEYS))
+        try:
+            stats[name] = BlockGradStats(name, **row)
+        except SelectiveError as error:
+            reader.stop(f"{path}: {error}")
+    for name, row in item["impacts"].items():
+        reader.keys(f"{path}.impacts[{name!r}]", row, dict.fromkeys(PRECISIONS, _FLOAT), ())
+    return StepStats(item["step_id"], stats, item["excluded"], item["impacts"])
+
+
+def _read_trial(reader: Reader, value: Any, units: Mapping[str, UnitState]) -> Trial:
+    item = reader.keys("state.trial", value, _TRIAL_KEYS, tuple(key for key in _TRIAL_KEYS if key != "raised"))
+    low = one_of(*(name for name in PRECISIONS if name != "bf16"))
+    switched = reader.keys("state.trial.switched", item["switched"], dict.fromkeys(units, low), ())
+    suspects, probing = item["suspects"], item["probing"]
+    for key in ("suspects", "probing"):
+        for name in item[key]:
+            if name not in switched:
+                reader.stop(f"state.trial.{key} names {name!r}, which is not on trial")
+    # Without suspects everything on trial is low; with suspects, some of them are.
+    whole = not suspects and probing == list(switched)
+    if not switched or not (whole or (set(probing) < set(suspects) and probing)):
+        reader.fail("state.trial.probing", "all that is on trial, or some of the suspects", probing)
+    return Trial(**{**item, "suspects": tuple(item["suspects"]), "probing": tuple(item["probing"])})

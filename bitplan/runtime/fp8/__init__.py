@@ -1,0 +1,1 @@
+"""Adaptive FP8: a policy applied to a model."""

@@ -1,0 +1,116 @@
+"""Our policy, other people's FP8: a filter for torchao, and the decision for TransformerEngine's module classes.
+
+    from torchao.float8 import convert_to_float8_training
+    convert_to_float8_training(model, module_filter_fn=torchao_filter(model, policy, tokens=8192), config=config)
+
+A policy says where OUR layers win. Others cast apart from the norm and run q, k and v as three products, so their gain
+is smaller, and a narrow win of ours may be their loss: use a policy with a speedup threshold above 1 for them. They run
+all three products of a layer in FP8 or none, so they are told of whole modules; else it is the answer of `apply_fp8`.
+
+TransformerEngine is known by class names alone and nothing of it is imported. UNTESTED against the library itself: the
+tests have no TransformerEngine, only classes of its names.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from torch import nn
+
+from bitplan.plan.fp8.choice import Choice, choose_products
+from bitplan.plan.fp8.policy import Policy, Question
+from bitplan.plan.fp8.terms import GROUPED_KINDS, KIND_OF_CLASS, Fp8Error, promote, shape_obstacle
+from bitplan.runtime.fp8.sites import find_sites
+
+TORCHAO_RECIPES = ("tensorwise", "rowwise")
+# TransformerEngine's own classes, where Megatron's wrappers are not used; `Linear` says by parallel_mode what it is.
+_OWN_CLASSES = {"LayerNormLinear": "layernorm_column", "GroupedLinear": "column_grouped", "Linear": "duplicated"}
+_OWN_MODES = {"column": "column", "row": "row", None: "duplicated"}
+
+
+def torchao_filter(
+    model: nn.Module,
+    policy: Policy,
+    *,
+    tokens: int,
+    recipe: str | None = "tensorwise",
+    tp: int = 1,
+    extrapolate: bool = False,
+    estimate: bool = True,
+) -> Callable[[nn.Module, str], bool]:
+    """A `module_filter_fn`: true for the linears of layers that the policy has in FP8 whole."""
+    if recipe is not None and recipe not in TORCHAO_RECIPES:
+        raise Fp8Error(f"torchao's float8 linears have the recipes {', '.join(TORCHAO_RECIPES)}, got {recipe!r}")
+    chosen: set[str] = set()
+    for site in find_sites(model).found:
+        if site.is_grouped or site.obstacle is not None:
+            continue
+        question = Question(
+            site.kind,
+            tokens,
+            name=site.name,
+            tp=tp,
+            shape=site.shape,
+            recipe=recipe,
+            part=site.part,
+            extrapolate=extrapolate,
+        )
+        if choose_products(policy, question, estimate=estimate, apart=False):
+            chosen.update(site.modules)
+
+    def takes(module: nn.Module, path: str) -> bool:
+        if path not in chosen or not isinstance(module, nn.Linear):
+            return False
+        return shape_obstacle("tensorwise", (module.out_features, module.in_features)) is None
+
+    return takes
+
+
+def transformer_engine_kind(cls: type, init_kwargs: Mapping[str, Any] | None = None) -> str | None:
+    """The kind of a TransformerEngine module class, Megatron's wrapper or its own; None for any other class."""
+    kwargs = init_kwargs or {}
+    for each in cls.__mro__:
+        found = KIND_OF_CLASS.get(each.__name__)
+        if found is None and each.__module__.split(".")[0] == "transformer_engine":
+            found = _OWN_CLASSES.get(each.__name__)
+            if each.__name__ == "Linear":
+                found = _OWN_MODES.get(kwargs.get("parallel_mode"))
+        if found is not None:
+            return promote(found, bool(kwargs.get("is_expert")))
+    return None
+
+
+def transformer_engine_decision(
+    policy: Policy,
+    *,
+    tokens: int,
+    tp: int = 1,
+    etp: int = 1,
+    moe_router_topk: int | None = None,
+    part: str = "llm",
+    extrapolate: bool = False,
+    estimate: bool = True,
+) -> Callable[..., Choice | None]:
+    """`decide(cls, ub_name, init_kwargs)`, to be asked when a module is made; None for classes that are not ours."""
+
+    def decide(cls: type, ub_name: str | None = None, init_kwargs: Mapping[str, Any] | None = None) -> Choice | None:
+        kwargs = init_kwargs or {}
+        kind = transformer_engine_kind(cls, kwargs)
+        if kind is None:
+            return None
+        gemms = kwargs.get("num_gemms")
+        question = Question(
+            kind,
+            tokens,
+            name=ub_name or kwargs.get("ub_name") or kwargs.get("tp_comm_buffer_name"),
+            tp=tp,
+            etp=etp,
+            num_gemms=gemms if kind in GROUPED_KINDS else None,
+            moe_router_topk=moe_router_topk,
+            part=part,
+            extrapolate=extrapolate,
+        )
+        return choose_products(policy, question, estimate=estimate, apart=False)
+
+    return decide

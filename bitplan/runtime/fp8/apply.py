@@ -1,0 +1,430 @@
+"""apply_fp8: ask a policy about every linear layer of a model, put FP8 where it was measured to win, say what was done.
+
+    applied = apply_fp8(model, "policy.json", tokens=8192)     # before the optimizer is made
+    print(applied)                                             # a line for each layer, with the reason
+    optimizer = torch.optim.AdamW(model.parameters())
+
+The decision falls once, here. Layers that win become FP8 layers; all others stay the modules that they are. Projections
+of one input (q, k and v; gate and up) are decided together and become one layer, since that is what was measured, and
+where a norm feeds nothing else, the layer does it too, in the cast (`fused_projections`, `sites`). State dicts keep their
+names. What is missing means BF16, and the summary says why: no rule, another recipe, hardware without FP8, a layer that
+cannot be replaced. A policy of another GPU is an error.
+
+    policy          a policy or its file; None puts FP8 wherever a layer's shape allows it, which may be slower
+    tokens          sequence length x micro batch size of one step, for all parts or by part: {"llm": 8192, "vit": 1024}
+    estimate        a count or shape that was not measured is estimated (`plan.fp8.estimate`); False leaves it BF16
+    recipe          a recipe's name; None takes the best that the policy knows for each layer
+    confirm         times the first block of each make in turns, in BF16, as planned and all in FP8, and takes what is
+                    shown to be fastest; BF16 otherwise. `example` is what the model is run on for that.
+                    `confirm_compiled` compiles the blocks first (True, or a mode of torch.compile such as
+                    "reduce-overhead"), `confirm_timing="graph"` times them as CUDA graphs: confirm as you will run
+    emulate         also on a CPU, whose FP8 is emulated: for tests
+
+`apply_fp8_config` takes the same from a YAML's keys, a plan for each part of a vision-language model.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+import os
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from bitplan.errors import did_you_mean
+from bitplan.kernels.fp8.experts.products import GROUPED_RECIPES
+from bitplan.measure.speed.fp8_fingerprint import fingerprint_of
+from bitplan.measure.speed.paired_timing import Stopwatch
+from bitplan.plan.fp8.choice import Choice, choose_products
+from bitplan.plan.fp8.loongforge_yaml import Fp8Options
+from bitplan.plan.fp8.policy import Policy, Question, load_policy
+from bitplan.plan.fp8.report import TIMINGS
+from bitplan.plan.fp8.terms import (
+    DEFAULT_RECIPE,
+    GROUPED_KINDS,
+    PARTS,
+    PRODUCTS,
+    UNMEASURED,
+    Fp8Error,
+    is_count,
+    shape_obstacle,
+)
+from bitplan.plan.fp8.token_ranges import BandPolicy
+from bitplan.plan.plan import listed
+from bitplan.runtime.fp8.bench.confirm import Example, confirm_block, default_example, seen_inputs
+from bitplan.runtime.fp8.build import FP8_PARAM_NOTE, build_site, has_fp8, put_built
+from bitplan.runtime.fp8.layers.linear import cast_weights_together
+from bitplan.runtime.fp8.model_files import find_policy, open_yaml_model
+from bitplan.runtime.fp8.recipe import AmaxEps, Fp8Recipe, fp8_obstacle
+from bitplan.runtime.fp8.sites import Site, block_of, find_sites
+from bitplan.runtime.fp8.summary import AppliedFp8, Confirmed, LayerRow
+from bitplan.runtime.fp8.token_watch import TokenWatch
+
+log = logging.getLogger("bitplan")
+Tokens = int | Mapping[str, int]
+
+
+@dataclass(frozen=True)
+class PartPlan:
+    """What one part of a model is to be: by a policy, or FP8 wherever the shape allows (`policy` None)."""
+
+    policy: Policy | None
+    tokens: int | None
+    recipe: str | None = None
+    fp8: str = "e4m3"
+    fp8_param: bool = False
+    tp: int = 1
+    etp: int = 1
+    extrapolate: bool = False
+    estimate: bool = True
+
+
+def apply_fp8(
+    model: nn.Module,
+    policy: Policy | str | Path | None,
+    *,
+    tokens: Tokens,
+    recipe: str | None = None,
+    fp8: str = "e4m3",
+    fp8_param: bool = False,
+    tp: int = 1,
+    etp: int = 1,
+    parts: Collection[str] = PARTS,
+    extrapolate: bool = False,
+    estimate: bool = True,
+    confirm: bool = False,
+    confirm_compiled: bool | str = False,
+    confirm_timing: str = "eager",
+    example: Example | None = None,
+    emulate: bool = False,
+    stopwatch: Stopwatch | None = None,
+) -> AppliedFp8:
+    """Change the layers of a model for which the policy has FP8; what was decided and why comes back."""
+    rules = load_policy(policy) if isinstance(policy, str | Path) else policy
+    unknown = set(parts) - set(PARTS)
+    if unknown or not parts:
+        raise Fp8Error(f"parts must be among {', '.join(PARTS)}, got {', '.join(sorted(unknown)) or 'none'}")
+    _warn_of_unknown_parts(tokens, parts)
+    plans = {
+        part: PartPlan(rules, _tokens_of(tokens, part), recipe, fp8, fp8_param, tp, etp, extrapolate, estimate)
+        for part in parts
+    }
+    trial = _trial(confirm, confirm_compiled, confirm_timing, example, stopwatch)
+    return _apply(model, plans, trial, emulate)
+
+
+def apply_fp8_config(
+    model: nn.Module,
+    path: str | Path,
+    *,
+    tokens: Tokens | None = None,
+    confirm: bool = False,
+    confirm_compiled: bool | str = False,
+    confirm_timing: str = "eager",
+    example: Example | None = None,
+    emulate: bool = False,
+    stopwatch: Stopwatch | None = None,
+) -> AppliedFp8:
+    """`apply_fp8` by the FP8 keys of a model's YAML. Tokens are the part's fp8_dynamic_num_tokens, else `tokens`, else
+    for the LLM its seq_length x micro_batch_size."""
+    found = open_yaml_model(path)
+    sizes = found.parallel()
+    _warn_of_unknown_parts(tokens, found.options)
+    plans = {}
+    for part, options in found.options.items():
+        if options.fp8 is not None:
+            by_length = found.tokens if part == "llm" or len(found.options) == 1 else None
+            count = options.fp8_dynamic_num_tokens or _tokens_of(tokens, part) or by_length
+            plans[part] = _plan_of(options, path, count, sizes.tp, sizes.etp)
+    trial = _trial(confirm, confirm_compiled, confirm_timing, example, stopwatch)
+    return _apply(model, plans, trial, emulate)
+
+
+def _plan_of(options: Fp8Options, path: str | Path, tokens: int | None, tp: int, etp: int) -> PartPlan:
+    policy = None
+    if options.selective_fp8:
+        assert options.fp8_dynamic_policy_path is not None  # the reader saw to it
+        policy = load_policy(find_policy(options.fp8_dynamic_policy_path, path))
+    assert options.fp8 is not None
+    return PartPlan(policy, tokens, options.fp8_recipe, options.fp8, options.fp8_param, tp, etp)
+
+
+def _warn_of_unknown_parts(tokens: Tokens | None, parts: Collection[str]) -> None:
+    """A count for a part that is not there counts for nothing: most often it is another spelling of one that is."""
+    unknown = sorted(set(tokens) - set(parts)) if isinstance(tokens, Mapping) else []
+    if unknown:
+        log.warning(
+            "bitplan: tokens names %s, no part of this model: its counts are not used; the parts are %s%s",
+            listed(unknown),
+            ", ".join(parts),
+            did_you_mean(unknown[0].lower(), parts),
+        )
+
+
+def _tokens_of(tokens: Tokens | None, part: str) -> int | None:
+    found = tokens.get(part) if isinstance(tokens, Mapping) else tokens
+    if found is not None and not is_count(found):
+        raise Fp8Error(f"tokens must be an integer from 1 (sequence length x micro batch size), got {found!r}")
+    return found
+
+
+def _trial(
+    wanted: bool, compiled: bool | str, timing: str, example: Example | None, stopwatch: Stopwatch | None
+) -> _Trial:
+    """How blocks are confirmed; what cannot be is said before anything is timed."""
+    if timing not in TIMINGS:
+        raise Fp8Error(f"confirm_timing must be one of {', '.join(TIMINGS)}, got {timing!r}")
+    if isinstance(compiled, str):
+        from torch._inductor import list_mode_options
+
+        modes = list_mode_options()
+        if compiled not in modes:
+            raise Fp8Error(f"confirm_compiled must be True, False or one of {', '.join(modes)}, got {compiled!r}")
+        if timing == "graph" and modes[compiled].get("triton.cudagraphs"):
+            raise Fp8Error(
+                f"confirm_compiled={compiled!r} makes CUDA graphs by itself, which confirm_timing='graph' cannot "
+                "capture in another; leave confirm_timing at 'eager'"
+            )
+    return _Trial(wanted, compiled, timing, example, stopwatch)
+
+
+# ---- deciding --------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Decided:
+    site: Site
+    choice: Choice
+    recipe: Fp8Recipe
+    fp8_param: bool
+
+
+@dataclass(frozen=True)
+class _Trial:
+    wanted: bool
+    compiled: bool | str
+    timing: str
+    example: Example | None
+    stopwatch: Stopwatch | None
+
+
+def _apply(model: nn.Module, plans: Mapping[str, PartPlan], trial: _Trial, emulate: bool) -> AppliedFp8:
+    if has_fp8(model):
+        raise Fp8Error("the model has FP8 layers already; apply a policy to the model as it was loaded")
+    device = next((each.device for each in model.parameters()), torch.device("cpu"))
+    lacking = _lacking(device, emulate)
+    notes = [] if lacking else _notes(plans.values(), device)
+    sites = find_sites(model)
+    asked: dict[Question, Choice] = {}
+    decided = [_decide(site, plans.get(site.part), lacking, device, asked) for site in sites.found]
+    confirmed: tuple[Confirmed, ...] = ()
+    if trial.wanted and lacking is None:
+        decided, confirmed = _confirm(model, decided, plans, trial)
+    notes += _build(model, decided)
+    rows = tuple(LayerRow.of(each.site, each.choice) for each in decided)
+    return AppliedFp8(rows, sites.left, confirmed, tuple(notes))
+
+
+def _lacking(device: torch.device, emulate: bool) -> str | None:
+    if device.type == "cpu" and not emulate:
+        return "no FP8 hardware: the model is on the CPU; move it to the GPU first"
+    found = fp8_obstacle(device)
+    return None if found is None else f"no FP8 hardware: {found}"
+
+
+def _notes(plans: Iterable[PartPlan], device: torch.device) -> list[str]:
+    """Refuse a policy of another GPU; say what else was different when it was measured."""
+    found: dict[str, None] = {}
+    for plan in plans:
+        if isinstance(plan.policy, BandPolicy):
+            if device.type == "cpu":
+                found[f"emulated on the CPU; the policy is of {plan.policy.fingerprint.gpu}"] = None
+                continue
+            differences = plan.policy.require_same_gpu(fingerprint_of(device))
+            found |= dict.fromkeys(f"{plan.policy.where}: {each}" for each in differences)
+        elif plan.policy is not None:
+            found[f"{plan.policy.where}: version 1 does not say on which GPU it was measured"] = None
+    return list(found)
+
+
+def _decide(
+    site: Site, plan: PartPlan | None, lacking: str | None, device: torch.device, asked: dict[Question, Choice]
+) -> _Decided:
+    if plan is None:
+        return _Decided(site, _bf16(f"FP8 was not asked for in the part {site.part}"), Fp8Recipe(), False)
+    choice = _choose(site, plan, asked)
+    name = choice.recipe or plan.recipe or DEFAULT_RECIPE
+    obstacle = lacking or site.obstacle or (fp8_obstacle(device, (name,)) if choice else None)
+    if obstacle is not None:
+        choice = replace(choice, products=(), answer=UNMEASURED, reason=obstacle, speedup=None)
+    recipe = Fp8Recipe(name, plan.fp8, AmaxEps.from_environment(os.environ))  # type: ignore[arg-type]
+    return _Decided(site, choice, recipe, plan.fp8_param)
+
+
+def _choose(site: Site, plan: PartPlan, asked: dict[Question, Choice]) -> Choice:
+    """What the policy has for one layer; blocks are alike, so a question is `asked` once for all of them."""
+    if plan.policy is None:
+        name = plan.recipe or DEFAULT_RECIPE
+        obstacle = shape_obstacle(name, site.shape)
+        if site.is_grouped and name not in GROUPED_RECIPES:
+            obstacle = f"experts have the recipes {', '.join(GROUPED_RECIPES)}, not {name}"
+        if obstacle is not None:
+            return _bf16(obstacle)
+        return Choice(PRODUCTS, name, UNMEASURED, "FP8 everywhere was asked for, without a policy", plan.tokens)
+    question = Question(
+        site.kind,
+        plan.tokens,
+        name=site.name,
+        tp=plan.tp,
+        etp=plan.etp,
+        num_gemms=site.num_gemms,
+        moe_router_topk=site.moe_router_topk,
+        shape=site.shape,
+        recipe=plan.recipe,
+        part=site.part,
+        extrapolate=plan.extrapolate,
+    )
+    if question not in asked:
+        asked[question] = choose_products(plan.policy, question, estimate=plan.estimate)
+    choice = asked[question]
+    if choice and site.kind == "layernorm_column" and site.norm is None:
+        return replace(choice, reason=f"{choice.reason}; measured with its norm fused, which here stays apart")
+    return choice
+
+
+def _bf16(reason: str) -> Choice:
+    return Choice((), None, UNMEASURED, reason, None)
+
+
+# ---- confirming ------------------------------------------------------------------------------------------------------
+
+
+def _confirm(
+    model: nn.Module, decided: list[_Decided], plans: Mapping[str, PartPlan], trial: _Trial
+) -> tuple[list[_Decided], tuple[Confirmed, ...]]:
+    """Time the first block of each make; all blocks of that make get what is shown to be fastest, or stay BF16."""
+    blocks: dict[str, list[tuple[_Decided, _Decided]]] = {}
+    for each in decided:
+        everything = _all_fp8(each, each.site.part in plans)
+        blocks.setdefault(block_of(each.site.path), []).append((each, everything))
+    results: dict[tuple[object, ...], Confirmed] = {}
+    kept = {each.site: each for each in decided}
+    for path, members in blocks.items():
+        if not any(everything.choice for _, everything in members):
+            continue
+        make = tuple((_within(path, each.site.path), each.site.shape, each.choice.products) for each, _ in members)
+        if make not in results:
+            results[make] = _confirm_one(model, path, members, plans, trial)
+        kept |= {each.site: _after(each, everything, results[make]) for each, everything in members}
+    return [kept[each.site] for each in decided], tuple(results.values())
+
+
+def _all_fp8(decided: _Decided, is_asked_for: bool) -> _Decided:
+    """The same layer with all products in FP8, where it can be."""
+    site, name = decided.site, decided.recipe.name
+    can = shape_obstacle(name, site.shape) is None and (not site.is_grouped or name in GROUPED_RECIPES)
+    if not is_asked_for or site.obstacle is not None or not can or decided.choice.products == PRODUCTS:
+        return decided
+    return replace(decided, choice=replace(decided.choice, products=PRODUCTS, recipe=name, speedup=None))
+
+
+def _confirm_one(
+    model: nn.Module,
+    path: str,
+    members: list[tuple[_Decided, _Decided]],
+    plans: Mapping[str, PartPlan],
+    trial: _Trial,
+) -> Confirmed:
+    plan = next(plans[each.site.part] for each, everything in members if everything.choice)
+    example = trial.example if trial.example is not None else default_example(model, plan.tokens or 1)
+    inputs = seen_inputs(model, path, example)
+    plain = model.get_submodule(path)
+
+    def built(chosen: list[_Decided]) -> nn.Module | None:
+        if not any(each.choice for each in chosen):
+            return None
+        block = copy.deepcopy(plain)
+        _build(block, [_moved(each, path) for each in chosen], watch=False)
+        return block
+
+    planned, everything = [each for each, _ in members], [each for _, each in members]
+    return confirm_block(
+        path or "the model",
+        plain,
+        built(planned),
+        inputs,
+        everything=built(everything) if everything != planned else None,
+        threshold=1.0 if plan.policy is None else plan.policy.speedup_threshold,
+        compiled=trial.compiled,
+        graph=trial.timing == "graph",
+        stopwatch=trial.stopwatch,
+    )
+
+
+def _after(decided: _Decided, everything: _Decided, verdict: Confirmed) -> _Decided:
+    if verdict.taken == "plan" or (verdict.taken == "bf16" and not decided.choice):
+        return decided
+    if verdict.taken == "all":
+        reason = f"all FP8, by confirming {verdict.block}: {verdict.reason}"
+        choice = replace(everything.choice, answer=verdict.answer, reason=reason)
+        return decided if everything == decided else replace(everything, choice=choice)
+    reason = f"turned down by confirming {verdict.block}: {verdict.reason}"
+    choice = replace(decided.choice, products=(), answer=verdict.answer, reason=reason, speedup=None)
+    return replace(decided, choice=choice)
+
+
+def _within(block: str, path: str) -> str:
+    return path[len(block) + 1 :] if block else path
+
+
+def _moved(decided: _Decided, block: str) -> _Decided:
+    site = decided.site
+    modules = tuple(_within(block, each) for each in site.modules)
+    norm = None if site.norm is None else _within(block, site.norm)
+    moved = replace(site, path=_within(block, site.path), modules=modules, norm=norm)
+    return replace(decided, site=moved)
+
+
+# ---- building --------------------------------------------------------------------------------------------------------
+
+
+def _build(model: nn.Module, decided: list[_Decided], *, watch: bool = True) -> list[str]:
+    """Make every FP8 layer beside the model, block by block, and put each block's in when all of it is made."""
+    notes: dict[str, None] = {}
+    watched: dict[str, tuple[str, list[Choice], Site]] = {}
+    for each in decided:
+        if not each.choice:
+            continue
+        partners = [other for other in decided if other.site.modules == each.site.modules]
+        if each is not next(other for other in partners if other.choice):
+            continue  # the two products of one set of experts are built together
+        built = build_site(
+            model,
+            {other.site: other.choice for other in partners},
+            each.recipe,
+            fp8_param=each.fp8_param,
+        )
+        put_built(model, built)
+        notes |= dict.fromkeys(built.notes)
+        if each.fp8_param:
+            notes[FP8_PARAM_NOTE] = None
+        if each.site.kind not in GROUPED_KINDS:
+            watched.setdefault(each.site.part, (built.first, [], each.site))[1].append(each.choice)
+    cast_weights_together(model)
+    if watch:
+        for first, choices, _site in watched.values():
+            _watch(model, first, choices)
+    return list(notes)
+
+
+def _watch(model: nn.Module, path: str, choices: list[Choice]) -> None:
+    """One watch for all dense FP8 layers of a part: they see the same tokens."""
+    lows = [each.holds_from for each in choices if each.holds_from is not None]
+    highs = [each.holds_to for each in choices if each.holds_to is not None]
+    planned = choices[0].tokens
+    if lows and planned is not None:
+        TokenWatch(path, max(lows), min(highs) if highs else None, planned).attach(model.get_submodule(path))

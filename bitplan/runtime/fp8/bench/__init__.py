@@ -1,0 +1,1 @@
+"""The FP8 layer benchmark, and the confirmation of a policy on whole blocks."""

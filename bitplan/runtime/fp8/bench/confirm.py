@@ -1,0 +1,213 @@
+"""Is a block really faster with its plan? BF16, the plan and all FP8 in turns, on the whole block, before a model is
+changed.
+
+Layers were measured one by one; in a block they share caches, launches and the compiler's attention. So the first block
+of each make is copied, the copy gets the plan, and both are run forward and backward on what the model itself hands
+that block: the model is run up to it once, on an example, to see. An interval that ends below the threshold, or holds
+it, turns the plan down for all blocks of that make: BF16 is what "not shown to be faster" means.
+
+A layer that loses alone, waiting for the host, may gain inside a block that keeps the GPU busy. So where a plan leaves
+layers in BF16 that could be FP8, a copy with all of them in FP8 takes turns too. It is taken where it is shown to be
+faster than BF16 and than the plan.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from bitplan.measure.speed.paired_timing import (
+    OK,
+    OOM,
+    Call,
+    Stopwatch,
+    Timed,
+    release_workspaces,
+    stopwatch_of,
+    time_in_turns,
+)
+from bitplan.plan.fp8.interval import speedup_interval
+from bitplan.plan.fp8.terms import LOSE, UNDECIDED, UNMEASURED, WIN, Fp8Error
+from bitplan.runtime.fp8.experts import cast_dropper
+from bitplan.runtime.fp8.summary import Confirmed
+
+TURNS, WARMUP = 20, 3
+EXAMPLE_LENGTH = 4096
+Example = Tensor | Mapping[str, Any] | tuple[Any, ...]
+
+
+class _SeenError(Exception):
+    """Thrown to stop a model once the block's inputs were seen."""
+
+
+def seen_inputs(model: nn.Module, path: str, example: Example) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """What the model hands the block at `path` when it is given the example."""
+    found: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
+
+    def see(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        found.append((args, kwargs))
+        raise _SeenError
+
+    handle = model.get_submodule(path).register_forward_pre_hook(see, with_kwargs=True)
+    try:
+        with torch.no_grad():
+            _call(model, example)
+    except _SeenError:
+        return found[0]
+    finally:
+        handle.remove()
+    raise Fp8Error(f"the model never ran {path} on the example; give an example that reaches it")
+
+
+def default_example(model: nn.Module, tokens: int) -> Example:
+    """Random tokens for a language model that says how large its vocabulary is."""
+    config = getattr(model, "config", None)
+    config = getattr(config, "text_config", None) or config
+    vocabulary = getattr(config, "vocab_size", None)
+    if type(vocabulary) is not int:
+        raise Fp8Error(
+            "confirm needs an example to run the model on, and this model does not say its vocab_size; give "
+            "example=: a tensor, a tuple of arguments or a dict of keyword arguments"
+        )
+    longest = getattr(config, "max_position_embeddings", None)
+    shape = example_shape(tokens, longest if type(longest) is int else EXAMPLE_LENGTH)
+    ids = torch.randint(0, vocabulary, shape, device=next(model.parameters()).device)
+    return {"input_ids": ids, "use_cache": False}
+
+
+def example_shape(tokens: int, longest: int) -> tuple[int, int]:
+    """Sequences and their length for a token count: no longer than the model's positions, or EXAMPLE_LENGTH.
+
+    A count that does not divide evenly is filled up, by less than one token a sequence.
+    """
+    sequences = math.ceil(tokens / min(longest, EXAMPLE_LENGTH))
+    return sequences, math.ceil(tokens / sequences)
+
+
+def confirm_block(
+    path: str,
+    plain: nn.Module,
+    planned: nn.Module | None,
+    inputs: tuple[tuple[Any, ...], dict[str, Any]],
+    *,
+    everything: nn.Module | None = None,
+    threshold: float = 1.0,
+    compiled: bool | str = False,
+    graph: bool = False,
+    stopwatch: Stopwatch | None = None,
+    turns: int = TURNS,
+) -> Confirmed:
+    """The block forward and backward in turns, in BF16, as planned and all in FP8, where those are not None; launched
+    one by one, or each as a CUDA graph. `compiled` may be a mode of torch.compile."""
+    device = next(plain.parameters()).device
+    blocks = {"bf16": plain, "plan": planned, "all": everything}
+    arms = {name: partial(_step, block, inputs, compiled) for name, block in blocks.items() if block is not None}
+    try:
+        with _compiling_all() if compiled else nullcontext():
+            timed = time_in_turns(arms, stopwatch or stopwatch_of(device), turns=turns, warmup=WARMUP, graph=graph)
+    finally:
+        if device.type == "cuda":
+            release_workspaces()
+    return judge_all(path, timed, threshold)
+
+
+def _compiling_all() -> AbstractContextManager[None]:
+    """All blocks share a forward's code, and by default the ninth of them would run as it is without a word."""
+    dynamo: Any = torch._dynamo.config  # imported here: it takes seconds, and eager blocks do not need it
+    patched: AbstractContextManager[None] = dynamo.patch(recompile_limit=256, fail_on_recompile_limit_hit=True)
+    return patched
+
+
+def judge_all(path: str, timed: Mapping[str, Timed], threshold: float) -> Confirmed:
+    """All FP8 where it is shown to be faster than BF16 and than the plan; else the plan, or BF16."""
+    plan = judge(path, timed["bf16"], timed["plan"], threshold) if "plan" in timed else None
+    if "all" not in timed:
+        assert plan is not None
+        return plan
+    whole = judge(path, timed["bf16"], timed["all"], threshold, "all")
+    if plan is None:
+        return whole
+    if whole.answer == WIN and plan.answer == WIN:
+        over = speedup_interval(timed["plan"].samples_ms, timed["all"].samples_ms, in_turns=True)
+        if over is None or over.low <= 1.0:
+            return plan
+        return replace(whole, reason=f"all FP8 is {whole.reason}, and {over.speedup:.3f}x the plan")
+    return whole if whole.answer == WIN else plan
+
+
+def judge(path: str, bf16: Timed, fp8: Timed, threshold: float, which: str = "plan") -> Confirmed:
+    """A win only where the whole interval is one; memory that ran out for FP8 alone is a loss."""
+    name = {"plan": "the plan", "all": "all FP8"}[which]
+    if fp8.status != OK or bf16.status != OK:
+        failed, what = (fp8, name) if fp8.status != OK else (bf16, "BF16")
+        answer = LOSE if fp8.status == OOM and bf16.status == OK else UNMEASURED
+        told = f"{what} could not be run ({failed.status}): {failed.message}; BF16 is kept"
+        return Confirmed(path, answer, told, "bf16")
+    interval = speedup_interval(bf16.samples_ms, fp8.samples_ms, in_turns=bf16.in_turns and fp8.in_turns)
+    if interval is None:
+        return Confirmed(path, UNDECIDED, f"{len(fp8.samples_ms)} samples are too few; BF16 is kept", "bf16")
+    answer = interval.answer(threshold)
+    told = f"{interval.speedup:.3f}x BF16, between {interval.low:.3f}x and {interval.high:.3f}x"
+    kept = "" if answer == WIN else f"; {name} is turned down and BF16 is kept"
+    taken = which if answer == WIN else "bf16"
+    return Confirmed(path, answer, told + kept, taken, interval.speedup, interval.low, interval.high)
+
+
+def _step(block: nn.Module, inputs: tuple[tuple[Any, ...], dict[str, Any]], compiled: bool | str) -> Call:
+    """One forward and backward of a block, random gradients, weights cast anew as after an optimizer's step."""
+    args, kwargs, leaves = _as_leaves(inputs)
+    mode = compiled if isinstance(compiled, str) else None
+    # As block.compile() does it: a model that compiles its layers finds again what was compiled here.
+    run: Callable[..., Any] = torch.compile(block._call_impl, mode=mode) if compiled else block
+    parameters = [each for each in block.parameters() if each.requires_grad]
+    with torch.no_grad():  # not compiled: a pass without gradients would be compiled for this alone
+        shape = _first_tensor(block(*args, **kwargs))
+    gradient = torch.randn_like(shape)
+    drop_casts = cast_dropper(block)
+
+    def step() -> None:
+        drop_casts()
+        if mode is not None:
+            torch.compiler.cudagraph_mark_step_begin()
+        output = _first_tensor(run(*args, **kwargs))
+        torch.autograd.grad(output, [*leaves, *parameters], gradient, allow_unused=True)
+
+    return step
+
+
+def _as_leaves(inputs: tuple[tuple[Any, ...], dict[str, Any]]) -> tuple[list[Any], dict[str, Any], list[Tensor]]:
+    """The inputs cut off from the model, with the hidden states, the first floating tensor, wanting a gradient."""
+    leaves: list[Tensor] = []
+
+    def cut(value: Any) -> Any:
+        if isinstance(value, Tensor):
+            value = value.detach()
+            if value.is_floating_point() and not leaves:
+                leaves.append(value.requires_grad_())
+        return value
+
+    args, kwargs = inputs
+    hidden = {key: kwargs[key] for key in ("hidden_states",) if key in kwargs}
+    cut_first = {key: cut(value) for key, value in hidden.items()}
+    return [cut(value) for value in args], {key: cut(value) for key, value in kwargs.items()} | cut_first, leaves
+
+
+def _first_tensor(output: Any) -> Tensor:
+    while isinstance(output, tuple | list):
+        output = output[0]
+    if not isinstance(output, Tensor):
+        raise Fp8Error(f"a block that is confirmed must give a tensor, or a tuple with one first, got {type(output)}")
+    return output
+
+
+def _call(model: nn.Module, example: Example) -> Any:
+    if isinstance(example, Mapping):
+        return model(**example)
+    return model(*example) if isinstance(example, tuple) else model(example)

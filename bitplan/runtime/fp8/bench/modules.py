@@ -1,0 +1,118 @@
+"""What the layer benchmark times: for each kind of layer its BF16 and its FP8 module at the local shape.
+
+    layernorm_column    BF16: nn.RMSNorm, then nn.Linear                FP8: Fp8NormLinear
+    column, row,
+    duplicated          BF16: nn.Linear                                 FP8: Fp8Linear
+    column_grouped,
+    row_grouped         BF16 and FP8: GroupedLinear, tokens by the way's routing
+
+A step is a forward and a backward with a random gradient, for the input and every parameter; weights are cast in each
+step, and once in it. In one process layers are the shard of one GPU. With groups (torchrun), dense layers divided over
+more than one GPU are ColumnParallel and RowParallel and experts over more than one are ExpertParallel, in both
+precisions: the communication is in both times. Each rank then routes its own tokens over all experts.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from bitplan.formats.fp8 import padded_tokens
+from bitplan.kernels.fp8.experts.products import GROUPED_RECIPES, pick_impl, token_pad
+from bitplan.measure.speed.paired_timing import Arm, Call
+from bitplan.plan.fp8.layers import Layer
+from bitplan.plan.fp8.terms import GROUPED_KINDS
+from bitplan.runtime.fp8.bench.layer_bench import Way
+from bitplan.runtime.fp8.bench.ranks import Groups
+from bitplan.runtime.fp8.bench.routing import route_tokens
+from bitplan.runtime.fp8.experts import cast_dropper
+from bitplan.runtime.fp8.layers.grouped_linear import GroupedLinear
+from bitplan.runtime.fp8.layers.linear import Fp8Linear, cast_weights_together
+from bitplan.runtime.fp8.layers.norm_linear import Fp8NormLinear
+from bitplan.runtime.fp8.layers.parallel import ColumnParallel, ExpertParallel, RowParallel
+from bitplan.runtime.fp8.recipe import Fp8Recipe, GemmChoice
+
+
+@dataclass(frozen=True)
+class ModuleBuilder:
+    """Makes the arms of a way on one device: bfloat16 on a GPU, float32 where FP8 is emulated."""
+
+    recipe: Fp8Recipe
+    device: torch.device
+    groups: Groups
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return torch.bfloat16 if self.device.type == "cuda" else torch.float32
+
+    def __call__(self, way: Way, gemms: GemmChoice) -> Arm:
+        return lambda: self._step(way, gemms)
+
+    def padded_tokens(self, way: Way) -> int | None:
+        """The rows that FP8 kernels really multiply; not known where other ranks send some of them."""
+        layer = way.case.layer
+        recipe = self.recipe.name
+        if layer.kind not in GROUPED_KINDS:
+            return padded_tokens(recipe, way.case.tokens)
+        if recipe not in GROUPED_RECIPES or self.groups.ep is not None:
+            return None
+        pad = token_pad(recipe, pick_impl(recipe, self.device, self.recipe.grad_fp8, "auto", width=layer.shape[1]))
+        counts = route_tokens(way.case.tokens, layer.num_gemms or 1, way.routing or "uniform")
+        return sum(-(-count // pad) * pad for count in counts)
+
+    def _step(self, way: Way, gemms: GemmChoice) -> Call:
+        layer, tokens = way.case.layer, way.case.tokens
+        x = self._random(tokens, layer.shape[1])
+        if layer.kind in GROUPED_KINDS:
+            experts = (layer.num_gemms or 1) * (1 if self.groups.ep is None else layer.parallel.ep)
+            counts = torch.tensor(route_tokens(tokens, experts, way.routing or "uniform"))
+            return step_of(self._grouped(layer, gemms), x, counts.to(self.device))
+        return step_of(self._dense(layer, gemms), x)
+
+    def _dense(self, layer: Layer, gemms: GemmChoice) -> nn.Module:
+        out, width = layer.shape
+        where: dict[str, Any] = {"device": self.device, "dtype": self.dtype}
+        with_norm = layer.kind == "layernorm_column"
+        if not gemms.is_bf16:
+            kind = Fp8NormLinear if with_norm else Fp8Linear
+            local = kind(width, out, bias=False, recipe=self.recipe, gemms=gemms, **where)
+            cast_weights_together(local)  # as `apply_fp8` has it
+            return self._divided(layer, local)
+        linear = self._divided(layer, nn.Linear(width, out, bias=False, **where))
+        return nn.Sequential(nn.RMSNorm(width, eps=1e-6, **where), linear) if with_norm else linear
+
+    def _divided(self, layer: Layer, local: nn.Module) -> nn.Module:
+        if self.groups.tp is None or layer.kind == "duplicated":
+            return local
+        return RowParallel(local, self.groups.tp) if layer.kind == "row" else ColumnParallel(local, self.groups.tp)
+
+    def _grouped(self, layer: Layer, gemms: GemmChoice) -> nn.Module:
+        out, width = layer.shape
+        module: nn.Module = GroupedLinear(
+            layer.num_gemms or 1, width, out, recipe=self.recipe, gemms=gemms, device=self.device, dtype=self.dtype
+        )
+        if self.groups.etp is not None:
+            kind = RowParallel if layer.kind == "row_grouped" else ColumnParallel
+            module = kind(module, self.groups.etp)
+        return module if self.groups.ep is None else ExpertParallel(module, self.groups.ep)
+
+    def _random(self, *shape: int) -> Tensor:
+        return torch.randn(shape, device=self.device).to(self.dtype)
+
+
+def step_of(module: nn.Module, x: Tensor, *more: Tensor) -> Call:
+    """A forward and backward with a random gradient, for the input and every parameter."""
+    x.requires_grad_()
+    wanted = [x, *(each for each in module.parameters() if each.requires_grad)]
+    with torch.no_grad():
+        gradient = torch.randn_like(module(x, *more))
+    drop_casts = cast_dropper(module)
+
+    def step() -> tuple[Tensor, ...]:
+        drop_casts()
+        return torch.autograd.grad(module(x, *more), wanted, gradient)
+
+    return step

@@ -1,0 +1,188 @@
+"""The FP8 layer of one site, made beside the model: joined weights, the norm taken over, the names kept.
+
+One linear becomes an Fp8Linear over the same parameters. Several become one layer of joined weights inside the first of
+them (`fused_projections`). Where a norm feeds nothing else and is a plain RMS or layer norm (compared number by number on a
+random input, for classes that look alike differ), the layer is an Fp8NormLinear, which norms in its cast, and the
+norm's place hands its input on. The experts of a block become two grouped products, each by its own choice
+(`experts`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import takewhile
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+from bitplan.plan.fp8.choice import Choice
+from bitplan.plan.fp8.terms import PRODUCTS
+from bitplan.runtime.fp8.experts import Fp8Experts
+from bitplan.runtime.fp8.fused_projections import (
+    JoinedHead,
+    JoinedRest,
+    NormTakenOver,
+    Renamed,
+    join_rows,
+    keep_names,
+    put,
+)
+from bitplan.runtime.fp8.layers.linear import Fp8Linear
+from bitplan.runtime.fp8.layers.norm_linear import Fp8NormLinear
+from bitplan.runtime.fp8.recipe import BF16, Fp8Recipe, GemmChoice
+from bitplan.runtime.fp8.sites import Site
+
+FP8_PARAM_NOTE = (
+    "fp8_param: weights are stored in FP8 and learn in float32 (weight_master of each layer); "
+    "state dicts hold both under the names of the new layers"
+)
+_NORM_TOLERANCE = 2.0**-6  # two roundings to bfloat16
+
+
+@dataclass
+class Built:
+    """Modules by path, the names that state dicts keep (by the module that sees to it), and where tokens come in."""
+
+    first: str
+    modules: dict[str, nn.Module]
+    renamed: dict[str, list[Renamed]] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
+
+
+def build_site(
+    model: nn.Module, choices: Mapping[Site, Choice], recipe: Fp8Recipe, *, fp8_param: bool = False
+) -> Built:
+    """The layer of one site; of experts the two sites of one module come together."""
+    site, choice = next(iter(choices.items()))
+    if site.is_grouped:
+        return _build_experts(model, choices, recipe)
+    gemms = gemms_of(choice, recipe)
+    linears = [_linear(model, path) for path in site.modules]
+    joined = _join(linears)
+    norm = None if site.norm is None or fp8_param else model.get_submodule(site.norm)
+    if norm is not None and is_plain_norm(norm):
+        layer: Fp8Linear = Fp8NormLinear.from_modules(norm, joined, recipe=recipe, gemms=gemms)
+        return _place(site, linears, layer, site.norm)
+    layer = Fp8Linear.from_linear(joined, recipe=recipe, gemms=gemms, fp8_param=fp8_param)
+    built = _place(site, linears, layer, None)
+    if norm is not None:
+        built.notes = (f"{type(norm).__name__} is neither RMS nor layer norm as we know them: it stays apart",)
+    return built
+
+
+def put_built(model: nn.Module, built: Built) -> None:
+    """Put a layer into the model."""
+    put(model, built.modules)
+    for path, renamed in built.renamed.items():
+        keep_names(model.get_submodule(path), renamed)
+
+
+def has_fp8(model: nn.Module) -> bool:
+    return any(isinstance(module, Fp8Linear | Fp8Experts) for module in model.modules())
+
+
+def gemms_of(choice: Choice, recipe: Fp8Recipe) -> GemmChoice:
+    name = choice.recipe or recipe.name
+    return GemmChoice(*(name if product in choice.products else BF16 for product in PRODUCTS))
+
+
+def is_plain_norm(norm: nn.Module) -> bool:
+    """Whether a norm is x / rms(x) * weight, or torch's layer norm, with nothing of its own added."""
+    if isinstance(norm, nn.LayerNorm):
+        return type(norm) is nn.LayerNorm and norm.elementwise_affine and len(norm.normalized_shape) == 1
+    weight = getattr(norm, "weight", None)
+    eps = next((getattr(norm, name) for name in ("eps", "variance_epsilon") if hasattr(norm, name)), None)
+    if not isinstance(weight, nn.Parameter) or weight.ndim != 1 or getattr(norm, "bias", None) is not None:
+        return False
+    if weight.device.type == "meta":
+        return True  # nothing to compare; the block classes that norms are taken over from are known
+    if not bool(weight.any()):
+        return False  # zeros show nothing
+    generator = torch.Generator(weight.device).manual_seed(0)
+    x = torch.randn((4, weight.shape[0]), generator=generator, device=weight.device).to(weight.dtype)
+    with torch.no_grad():
+        expected = functional.rms_norm(x.float(), x.shape[-1:], weight.float(), eps)
+        off = (norm(x).float() - expected).norm() / expected.norm()
+    return bool(off <= _NORM_TOLERANCE)
+
+
+# ---- dense -----------------------------------------------------------------------------------------------------------
+
+
+def _linear(model: nn.Module, path: str) -> nn.Linear:
+    found = model.get_submodule(path)
+    assert isinstance(found, nn.Linear)
+    return found
+
+
+def _join(linears: Sequence[nn.Linear]) -> nn.Linear:
+    """One linear with the weights of several; of one, that one itself."""
+    if len(linears) == 1:
+        return linears[0]
+    first = linears[0]
+    with torch.device("meta"):
+        joined = nn.Linear(first.in_features, sum(each.out_features for each in linears), first.bias is not None)
+    trained = first.weight.requires_grad
+    joined.weight = nn.Parameter(join_rows([each.weight for each in linears]), requires_grad=trained)
+    biases = [each.bias for each in linears if each.bias is not None]
+    if biases:
+        joined.bias = nn.Parameter(join_rows(biases), requires_grad=trained)
+    return joined.train(first.training)
+
+
+def _place(site: Site, linears: Sequence[nn.Linear], layer: Fp8Linear, norm: str | None) -> Built:
+    """The layer where the linears were, and the names that its tensors keep."""
+    single = len(linears) == 1
+    head_path = site.modules[0]
+    modules: dict[str, nn.Module] = {head_path: layer}
+    inner = head_path
+    if not single:
+        head = JoinedHead(layer, [each.out_features for each in linears]).train(layer.training)
+        modules = {head_path: head}
+        modules |= {path: JoinedRest(head, index).train(layer.training) for index, path in _rest(site)}
+        inner = f"{head_path}.joined"
+    keeper = _common_parent([*site.modules, *([norm] if norm else [])])
+    renamed: list[Renamed] = []
+
+    def local(path: str) -> str:
+        return path[len(keeper) + 1 :] if keeper else path
+
+    if not single and not layer.fp8_param:
+        start = 0
+        for path, linear in zip(site.modules, linears, strict=True):
+            rows = (start, start + linear.out_features)
+            for tensor in ("weight",) if linear.bias is None else ("weight", "bias"):
+                renamed.append(Renamed(local(f"{path}.{tensor}"), local(f"{inner}.{tensor}"), rows))
+            start = rows[1]
+    if norm is not None:
+        modules[norm] = NormTakenOver()
+        for tensor in ("weight", "bias"):
+            if getattr(layer.norm, tensor) is not None:
+                renamed.append(Renamed(local(f"{norm}.{tensor}"), local(f"{inner}.norm.{tensor}")))
+    return Built(head_path, modules, {keeper: renamed} if renamed else {})
+
+
+def _common_parent(paths: Sequence[str]) -> str:
+    """The path of the module that all of these are in."""
+    parents = [path.split(".")[:-1] for path in paths]
+    shared = takewhile(lambda words: len(set(words)) == 1, zip(*parents, strict=False))
+    return ".".join(words[0] for words in shared)
+
+
+def _rest(site: Site) -> list[tuple[int, str]]:
+    return [(index, path) for index, path in enumerate(site.modules) if index]
+
+
+# ---- experts ---------------------------------------------------------------------------------------------------------
+
+
+def _build_experts(model: nn.Module, choices: Mapping[Site, Choice], recipe: Fp8Recipe) -> Built:
+    path = next(iter(choices)).modules[0]
+    experts = model.get_submodule(path)
+    gemms = {site.name: gemms_of(choice, recipe) for site, choice in choices.items()}
+    layer = Fp8Experts(experts, recipe, gemms["fc1"], gemms["fc2"]).train(experts.training)
+    return Built(
+        path, {path: layer}, {path: [Renamed("gate_up_proj", "fc1.weight"), Renamed("down_proj", "fc2.weight")]}
+    )

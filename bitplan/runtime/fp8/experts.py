@@ -1,0 +1,56 @@
+"""The experts of a Hugging Face MoE block as two grouped products, FP8 or BF16 by choice.
+
+transformers keeps the experts of a block in one module with `gate_up_proj` [E, 2 F, H] and `down_proj` [E, H, F]; it is
+called with hidden states [T, H] and, for each token, its experts and their weights [T, k]. Here tokens are sorted by
+expert once, both products take them as they lie, and the results are weighed and added where they came from. How many
+tokens each expert has stays on the GPU: nothing waits for the host.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from bitplan.runtime.fp8.layers.grouped_linear import GroupedLinear
+from bitplan.runtime.fp8.layers.weight_casts import expire_casts
+from bitplan.runtime.fp8.recipe import Fp8Recipe, GemmChoice
+
+
+class Fp8Experts(nn.Module):
+    """Takes the place of a transformers experts module, over the same parameters."""
+
+    def __init__(self, experts: nn.Module, recipe: Fp8Recipe, fc1: GemmChoice, fc2: GemmChoice) -> None:
+        super().__init__()
+        self.num_experts: int = experts.get_parameter("gate_up_proj").shape[0]
+        self.act_fn: Any = experts.act_fn
+        self.fc1 = grouped_of(experts.get_parameter("gate_up_proj"), recipe, fc1)
+        self.fc2 = grouped_of(experts.get_parameter("down_proj"), recipe, fc2)
+
+    def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        chosen = top_k_index.reshape(-1)
+        order = chosen.argsort(stable=True)
+        counts = torch.zeros(self.num_experts, dtype=torch.int64, device=chosen.device)
+        counts = counts.scatter_add(0, chosen, torch.ones_like(chosen))  # bincount would wait for the GPU
+        token = order // top_k_index.shape[-1]
+        gate, up = self.fc1(hidden_states[token], counts).chunk(2, dim=-1)
+        found = self.fc2(self.act_fn(gate) * up, counts)
+        weighed = found * top_k_weights.reshape(-1)[order].unsqueeze(-1)
+        return torch.zeros_like(hidden_states).index_add(0, token, weighed.to(hidden_states.dtype))
+
+
+def grouped_of(weight: nn.Parameter, recipe: Fp8Recipe, gemms: GemmChoice) -> GroupedLinear:
+    """A grouped linear over a Parameter [E, N, K] that is there already."""
+    experts, outputs, inputs = weight.shape
+    layer = GroupedLinear(experts, inputs, outputs, recipe=recipe, gemms=gemms, device="meta", dtype=weight.dtype)
+    layer.weight = weight
+    layer.misrouted = torch.zeros(1, dtype=torch.int32, device=weight.device)
+    return layer
+
+
+def cast_dropper(module: nn.Module) -> Callable[[], None]:
+    """A function that has all FP8 layers of a module cast their weights anew, as after an optimizer's step."""
+    weights = [each for each in module.parameters() if each.ndim >= 2]
+    return lambda: expire_casts(weights)

@@ -1,0 +1,86 @@
+"""Guesses of tensorwise scales, kept from one step to the next: three for each weight, or for each of its experts.
+
+A layer's input, weight and output gradient have, each, about the size they had in the last step; so their casts start
+from the last scale (`bitplan.kernels.fp8.guessed_cast`). The guesses belong to the weight's memory, like its casts
+(`weight_casts`), so they are found from eager and compiled code alike and go when the weight goes. They change the
+time that a cast takes, never its result.
+
+A state is used by one cast at a time. Where a layer runs on another stream than last time, that stream first waits for
+the last one. A CUDA graph uses the states that are there when it is captured; where there are none yet, it gets none.
+Under torch.compile(mode="reduce-overhead") they are made while torch warms up, outside its graphs' memory
+(`runtime.fp8.compiled_graphs`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from bitplan.runtime.fp8.compiled_graphs import allocate_outside
+
+INPUT, WEIGHT, GRAD = "input", "weight", "grad"
+TENSORWISE = "tensorwise"
+
+
+@dataclass
+class _Kept:
+    storage: StorageWeakRef
+    state: Tensor
+    stream: torch.cuda.Stream  # where it was last used
+
+
+# Storage, offset in it, role, FP8 type (E5M2 has other scales than E4M3), experts. Not the address: FSDP gives the
+# memory of a storage back and gets other memory for it, and the guess is still right.
+_Key = tuple[int, int | torch.SymInt, str, str, int]
+_kept: dict[_Key, _Kept] = {}
+_swept_at = 0
+
+
+def guess_for(recipe: str, weight: Tensor, role: str, fp8: str = "e4m3", experts: int = 1) -> Tensor | None:
+    """The guess for a cast by a recipe, or the guesses for that many experts; None where there is none to be used."""
+    if recipe != TENSORWISE or not weight.is_cuda:
+        return None
+    # The weak reference in the entry keeps the storage's identity from being given to another: found, it is this one's.
+    key = (weight.untyped_storage()._cdata, weight.storage_offset(), role, fp8, experts)
+    kept = _kept.get(key)
+    if kept is None:
+        if torch.cuda.is_current_stream_capturing():  # made in a graph, it would be forgotten by each replay
+            return None
+        return _new(key, weight)
+    is_elsewhere = torch._C._cuda_getCurrentRawStream(weight.get_device()) != kept.stream.cuda_stream
+    if is_elsewhere and not torch.cuda.is_current_stream_capturing():
+        stream = torch.cuda.current_stream(weight.device)
+        stream.wait_stream(kept.stream)
+        kept.stream = stream
+    return kept.state
+
+
+def guess_counts() -> dict[str, tuple[int, int]]:
+    """Casts and wrong guesses so far, by role; waits for the GPU. Of experts, each one's cast counts."""
+    from bitplan.kernels.fp8.guessed_cast import counts_of
+
+    totals = dict.fromkeys((INPUT, WEIGHT, GRAD), (0, 0))
+    for (_, _, role, _, _), kept in _kept.items():
+        casts, wrong = counts_of(kept.state)
+        totals[role] = (totals[role][0] + casts, totals[role][1] + wrong)
+    return totals
+
+
+def _new(key: _Key, weight: Tensor) -> Tensor:
+    global _swept_at
+    from bitplan.kernels.fp8.guessed_cast import clear_state, empty_state
+
+    if len(_kept) >= 2 * _swept_at + 64:  # forget weights that are gone, each time the count has doubled
+        for each in [each for each, kept in _kept.items() if kept.storage.expired()]:
+            del _kept[each]
+        _swept_at = len(_kept)
+    state = allocate_outside(lambda: empty_state(weight.device, key[-1]))
+    stream = torch.cuda.current_stream(weight.device)
+    stream.wait_stream(torch.cuda.default_stream(weight.device))  # its memory, which may still be written there
+    state.record_stream(stream)
+    clear_state(state)
+    _kept[key] = _Kept(StorageWeakRef(weight.untyped_storage()), state, stream)
+    return state

@@ -1,0 +1,294 @@
+"""Casts of weights, kept as long as the weight does not change, so that micro-batches share one.
+
+A cast belongs to a weight's memory (storage, address, shape) and holds for one state of it: the version that torch
+counts at each in-place change. An optimizer's step raises the version (a fused one by `store.weight_changes`), so the
+next forward casts anew, in eager mode and in compiled graphs alike; reading both costs no wait for the GPU. A cast
+keeps its two layouts, so a weight of N x K costs 2 N K bytes more while it is kept; `reuse_weight_cast=False` keeps
+none.
+
+What torch does not count is not seen: writes through `weight.data`, and FSDP2's gathering of shards, which keeps the
+version on purpose. Call `drop_weight_casts` after such a write, or do not reuse.
+
+CUDA graphs replay kernels without asking. So a graph that is captured casts every weight in each of its forwards, and
+is right whatever happens between replays; only casts that `hold_weight_casts` made are read from outside. Those stay at
+their address: call it again after each step, outside the graph, and all replays of the step share that one cast.
+torch.compile(mode="reduce-overhead") makes graphs by itself and must know all memory that they leave behind: under it
+only what is held is read, nothing is kept, and the backward casts its own layout. (Both layouts by the forward, into
+memory outside those graphs, was tried: 0.86 times BF16 at 512 tokens where this has 0.96, though on another host.)
+
+Weights that change together are cast together on a GPU (`cast_together`): the first of them that is asked for after a
+step has all of them cast, by one replay of a graph of their casts, where one by one the host would launch two kernels
+for each. `apply_fp8` does this for the layers it makes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from weakref import ref
+
+import torch
+from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from bitplan.formats.fp8 import ScaledFp8
+from bitplan.kernels.fp8.cast import CastPair, cast_layouts
+from bitplan.plan.fp8.terms import RECIPES
+from bitplan.runtime.fp8.compiled_graphs import in_compiled_graphs
+from bitplan.runtime.fp8.layers.scale_guesses import WEIGHT, guess_for
+from bitplan.store.models.weight_changes import count_optimizer_steps
+
+_Place = tuple[int, int, tuple[int, ...], tuple[int, ...]]
+_How = tuple[str, float]  # recipe, amax epsilon
+Wanted = tuple[Tensor, str, float]  # a weight, and how it is cast
+
+
+@dataclass
+class _Kept:
+    """The casts of one state of one weight."""
+
+    storage: StorageWeakRef
+    version: int
+    rows: dict[_How, ScaledFp8] = field(default_factory=dict)
+    cols: dict[_How, ScaledFp8] = field(default_factory=dict)
+    captured: bool = False  # made inside a CUDA graph: only the backward of that graph may read it
+    held: bool = False
+
+
+class _Together:
+    """Weights that change together: their casts, recorded once and replayed."""
+
+    def __init__(self, wanted: Sequence[Wanted]) -> None:
+        self.weights = [ref(weight) for weight, _, _ in wanted]
+        self.hows = [(recipe, eps) for _, recipe, eps in wanted]
+        self.graph: torch.cuda.CUDAGraph | None = None
+        self.places: list[_Place] = []  # of the weights that the graph casts
+        self.made: list[CastPair] = []
+
+    def refresh(self, asked: Tensor, how: _How) -> bool:
+        """Cast all of them; False where that is not worth it (few have changed), or one is gone, or `asked` is not
+        cast like that here."""
+        present = [weight for each in self.weights if (weight := each()) is not None]
+        places = [_place(weight) for weight in present]
+        if len(present) < len(self.weights) or (_place(asked), how) not in zip(places, self.hows, strict=True):
+            return False
+        current = sum(_is_current(weight, each) for weight, each in zip(present, self.hows, strict=True))
+        if 2 * current >= len(present):
+            return False
+        if self.places != places:  # the first time, or one was given other memory
+            self._record(present)
+            self.places = places
+        assert self.graph is not None
+        self.graph.replay()
+        for weight, place, each, pair in zip(present, places, self.hows, self.made, strict=True):
+            kept = _kept.get(place)
+            if kept is None or not kept.held:  # what is held stays at its address
+                _keep(weight, each, pair, captured=False)
+        return True
+
+    def _record(self, weights: Sequence[Tensor]) -> None:
+        self.made = self._cast(weights)  # compiles what is not, and makes the guesses
+        stream = torch.cuda.Stream(weights[0].device)
+        stream.wait_stream(torch.cuda.current_stream(weights[0].device))
+        self.graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(self.graph, stream=stream, capture_error_mode="thread_local"):
+            self.made = self._cast(weights)
+
+    def _cast(self, weights: Sequence[Tensor]) -> list[CastPair]:
+        return [_cast(weight, recipe, eps) for weight, (recipe, eps) in zip(weights, self.hows, strict=True)]
+
+
+_kept: dict[_Place, _Kept] = {}
+_together: dict[_Place, _Together] = {}
+_swept_at = 0
+
+
+def weight_rows(weight: Tensor, recipe: str, eps: float, *, with_cols: bool, reuse: bool) -> ScaledFp8:
+    """The weight [N, K] for fprop. `with_cols`: dgrad will ask for the other layout of the same cast."""
+    how = (recipe, eps)
+    kept, reuse = _find_to_reuse(weight, reuse)
+    capturing = _is_capturing(weight)
+    if kept is not None and how in kept.rows and (kept.held or not (capturing or kept.captured)):
+        return kept.rows[how]
+    if reuse and not capturing and _refresh_together(weight, recipe, eps):
+        return _kept[_place(weight)].rows[how]
+    pair = _cast(weight, recipe, eps, cols=with_cols and reuse)
+    assert pair.rows is not None
+    if reuse:
+        _keep(weight, how, pair, captured=capturing)
+    return pair.rows
+
+
+def weight_cols(weight: Tensor, recipe: str, eps: float, *, reuse: bool) -> ScaledFp8:
+    """The weight transposed, [K, N], for dgrad."""
+    how = (recipe, eps)
+    kept, reuse = _find_to_reuse(weight, reuse)
+    capturing = _is_capturing(weight)
+    if kept is not None and how in kept.cols and (kept.held or kept.captured == capturing):
+        found = kept.cols[how]
+        if kept.captured and not kept.held:  # of this graph and this micro-batch; the next casts its own
+            del _kept[_place(weight)]
+        return found
+    if reuse and not capturing and _refresh_together(weight, recipe, eps):
+        return _kept[_place(weight)].cols[how]
+    pair = _cast(weight, recipe, eps, rows=False)
+    assert pair.cols is not None
+    if reuse and not capturing:
+        _keep(weight, how, pair, captured=False)
+    return pair.cols
+
+
+def _find_to_reuse(weight: Tensor, reuse: bool) -> tuple[_Kept | None, bool]:
+    """(what is kept, whether a new cast may be kept); of compiled graphs only what is held, outside their memory."""
+    kept = _find(weight) if reuse else None
+    if reuse and (kept is None or not kept.held) and in_compiled_graphs(weight):
+        return None, False
+    return kept, reuse
+
+
+def cast_together(wanted: Iterable[Wanted]) -> None:
+    """From now on cast these weights together when they have changed. On a CPU nothing is gained, and nothing done."""
+    named = {(_place(weight), recipe, eps): (weight, recipe, eps) for weight, recipe, eps in wanted if weight.is_cuda}
+    together = _Together(list(named.values()))
+    for place in [place for place, other in _together.items() if any(each() is None for each in other.weights)]:
+        del _together[place]
+    for place, _, _ in named:
+        _together[place] = together
+
+
+def _refresh_together(weight: Tensor, recipe: str, eps: float) -> bool:
+    together = _together.get(_place(weight))
+    return together is not None and together.refresh(weight, (recipe, eps))
+
+
+def _is_current(weight: Tensor, how: _How) -> bool:
+    kept = _find(weight)
+    return kept is not None and how in kept.rows and how in kept.cols
+
+
+def _cast(weight: Tensor, recipe: str, eps: float, *, rows: bool = True, cols: bool = True) -> CastPair:
+    guess = guess_for(recipe, weight, WEIGHT)
+    return cast_layouts(weight, recipe, "e4m3", eps, is_weight=True, rows=rows, cols=cols, guess=guess)
+
+
+def hold_cast(weight: Tensor, recipe: str, eps: float) -> None:
+    """Cast now, into the same memory if it was held before, for CUDA graphs to read."""
+    with torch.inference_mode(False):  # or memory made in it could not be written again outside
+        _hold(weight, (recipe, eps))
+
+
+def _hold(weight: Tensor, how: _How) -> None:
+    recipe, eps = how
+    kept = _find(weight, any_version=True)
+    if kept is not None and kept.held and how in kept.rows and how in kept.cols:
+        if kept.version == weight._version:
+            return
+        _write_over(kept, how, _cast(weight, recipe, eps))
+        kept.version = weight._version
+        return
+    _keep(weight, how, _cast(weight, recipe, eps), captured=False)
+    _kept[_place(weight)].held = True
+
+
+def drop_casts(weights: Iterable[Tensor] | None = None) -> None:
+    """Forget the casts of these weights, held ones too, and give their memory back; of all if none are named."""
+    global _swept_at
+    if weights is None:
+        _kept.clear()
+        _together.clear()
+        _swept_at = 0
+        return
+    for weight in weights:
+        place = _place(weight)
+        _kept.pop(place, None)
+        together = _together.get(place)
+        for each in [each for each, other in _together.items() if other is together]:
+            del _together[each]  # their casts are one piece of memory
+
+
+def expire_casts(weights: Iterable[Tensor]) -> None:
+    """Have these weights cast anew when they are next asked for: what an optimizer's step does to them."""
+    for weight in weights:
+        _kept.pop(_place(weight), None)
+
+
+def drop_weight_casts(module: nn.Module | None = None) -> None:
+    """Forget the casts of a model's weights; of all models if none is named."""
+    drop_casts(module.parameters() if module is not None else None)
+
+
+def kept_casts(weight: Tensor) -> CastPair | None:
+    """The casts kept of the weight as it is now, by any one recipe; for tests and reports."""
+    kept = _find(weight)
+    if kept is None:
+        return None
+    return CastPair(next(iter(kept.rows.values()), None), next(iter(kept.cols.values()), None))
+
+
+def _keep(weight: Tensor, how: _How, pair: CastPair, *, captured: bool) -> None:
+    if weight.is_inference():  # torch counts no versions of it, and it may change at any time
+        return
+    count_optimizer_steps()
+    place = _place(weight)
+    kept = _find(weight, place)
+    if kept is None or kept.captured or captured:
+        last = _kept.get(place)
+        if last is None:
+            _sweep()
+            storage = StorageWeakRef(weight.untyped_storage())
+        else:
+            storage = last.storage
+        kept = _kept[place] = _Kept(storage, weight._version, captured=captured)
+    if pair.rows is not None:
+        kept.rows[how] = pair.rows
+    if pair.cols is not None:
+        kept.cols[how] = pair.cols
+
+
+def _find(weight: Tensor, place: _Place | None = None, *, any_version: bool = False) -> _Kept | None:
+    if weight.is_inference():
+        return None
+    kept = _kept.get(place or _place(weight))
+    if kept is None or kept.version == weight._version or any_version:
+        return kept
+    if kept.held:
+        _refresh(weight, kept)
+        return kept
+    return None
+
+
+def _refresh(weight: Tensor, kept: _Kept) -> None:
+    """A held cast of a weight that has changed: cast again into the same memory."""
+    for how in list(kept.rows):
+        if how[0] not in RECIPES:  # agreed on by ranks, or an expert's: their owners cast them again
+            kept.rows.pop(how)
+            kept.cols.pop(how, None)
+            continue
+        _write_over(kept, how, _cast(weight, *how))
+    kept.version = weight._version
+
+
+def _write_over(kept: _Kept, how: _How, pair: CastPair) -> None:
+    for old, new in ((kept.rows.get(how), pair.rows), (kept.cols.get(how), pair.cols)):
+        if old is not None and new is not None:
+            old.codes.copy_(new.codes)
+            old.scale.copy_(new.scale)
+
+
+def _place(weight: Tensor) -> _Place:
+    # The weak reference in the entry keeps the storage's identity from being given to another: what is found under
+    # the place of a weight is of that weight.
+    return weight.untyped_storage()._cdata, weight.data_ptr(), weight.shape, weight.stride()
+
+
+def _sweep() -> None:
+    """Forget weights that are gone, each time the count has doubled."""
+    global _swept_at
+    if len(_kept) >= 2 * _swept_at + 16:
+        for place in [place for place, kept in _kept.items() if kept.storage.expired()]:
+            del _kept[place]
+        _swept_at = len(_kept)
+
+
+def _is_capturing(weight: Tensor) -> bool:
+    return weight.is_cuda and torch.cuda.is_current_stream_capturing()

@@ -1,0 +1,87 @@
+"""Model descriptions from files: a Hugging Face config.json, or a YAML with the files that its `defaults` name."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from bitplan.plan.fp8.loongforge_yaml import YamlModel, read_yaml_model
+from bitplan.plan.fp8.model_parts import load_model_parts
+from bitplan.plan.fp8.terms import ModelConfigError
+from bitplan.yaml_reader import MAX_YAML_CHARACTERS
+
+_SUFFIXES = (".yaml", ".yml")
+_ROOTS = ("configs", "config", "conf")  # a `defaults` item may be relative to the root of the configurations
+_LONGEST_NAME = 200
+
+
+def open_model(path: str | Path) -> YamlModel:
+    """The parts of a model from a config.json, a folder with one, or a YAML; parallel sizes only a YAML can set."""
+    source = Path(path)
+    if source.suffix not in _SUFFIXES:
+        return YamlModel(tuple(load_model_parts(source)), {})
+    model = open_yaml_model(source)
+    if not model.parts:
+        raise ModelConfigError(f"{source}: has FP8 keys and no sizes; add num_layers, hidden_size, ... or `defaults`")
+    return model
+
+
+def open_yaml_model(path: str | Path) -> YamlModel:
+    """A YAML model; what `defaults` names is looked for beside the file, then in the folders above it.
+
+    It never leaves the root of the configurations: the nearest folder above that is named `configs`, `config` or
+    `conf`, else the folder of the file itself. Symbolic links are followed before that is judged.
+    """
+    source = Path(path)
+    beside = source.resolve().parent
+    above = [beside, *beside.parents]
+    root = next((folder for folder in above if folder.name in _ROOTS), beside)
+    folders = above[: above.index(root) + 1]
+
+    def open_base(name: str) -> str:
+        _check_name(source, name)
+        for folder in folders:
+            for suffix in _SUFFIXES:
+                found = (folder / f"{name}{suffix}").resolve()
+                if not found.is_file():
+                    continue
+                if not found.is_relative_to(root):
+                    raise ModelConfigError(
+                        f"{source}: defaults name {name[:120]!r}, which lies outside of {root}; "
+                        f"put it there, or name that folder's root `configs`"
+                    )
+                return _read(found)
+        tried = ", ".join(str(folder / f"{name}.yaml") for folder in folders[:2])
+        raise ModelConfigError(f"{source}: defaults name {name!r}, and there is no such file (looked for {tried})")
+
+    return read_yaml_model(_read(source), where=str(source), open_base=open_base)
+
+
+def _check_name(source: Path, name: str) -> None:
+    if Path(name).is_absolute() or "\0" in name or len(name) > _LONGEST_NAME:
+        raise ModelConfigError(
+            f"{source}: an item of defaults must be a relative path of at most {_LONGEST_NAME} letters, "
+            f"got {name[:120]!r}"
+        )
+
+
+def find_policy(written: str, beside: str | Path) -> Path:
+    """The policy that a YAML names: from the folder of the YAML, then from the folders above it (a project's root is
+    one of them), then from the current folder."""
+    folder = Path(beside).resolve().parent
+    tried = [above / written for above in (folder, *folder.parents)]
+    found = next((path for path in (*tried, Path(written)) if path.is_file()), None)
+    if found is None:
+        raise ModelConfigError(f"{beside}: fp8_dynamic_policy_path names {written!r}, and there is no {tried[0]}")
+    return found
+
+
+def _read(path: Path) -> str:
+    try:
+        size = path.stat().st_size
+        if size > 4 * MAX_YAML_CHARACTERS:
+            raise ModelConfigError(f"{path}: {size} bytes are too many for a model's YAML")
+        return path.read_text(encoding="utf-8")
+    except OSError as fault:
+        raise ModelConfigError(f"{path}: cannot be read: {fault.strerror or fault}") from None
+    except UnicodeDecodeError:
+        raise ModelConfigError(f"{path}: not UTF-8 text, so not a model's YAML") from None

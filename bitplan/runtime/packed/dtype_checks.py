@@ -1,0 +1,93 @@
+"""Which float types would meet in a model: a Linear takes inputs of its weight's own type, and no other.
+
+A norm in float32 gives float32, whatever comes in, unless its forward casts back: so each norm that a plan changes is
+tried on its own, in its new type. Embeddings give their own type. Packed linears take any. A mixture that the model
+had before is its own affair: it casts where it has to.
+"""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.conv import _ConvNd
+
+from bitplan.plan.plan import Plan
+from bitplan.store.models.morph import Place
+
+
+def meeting_faults(
+    places: Mapping[str, Place], casts: Mapping[int, torch.dtype], packed: set[int], plan: Plan
+) -> list[str]:
+    """What would fail in a forward after the plan: `casts` and `packed` are by the id of the parameter."""
+
+    def after(tensor: Tensor) -> torch.dtype:
+        return casts.get(id(tensor), tensor.dtype)
+
+    replaced = {id(place.module) for place in places.values() if id(place.parameter) in packed}
+    kept = {name: place for name, place in places.items() if id(place.module) not in replaced}
+    products = {
+        name: place.parameter
+        for name, place in kept.items()
+        if isinstance(place.module, nn.Linear | _ConvNd) and place.local == "weight"
+    }
+    if not products or not casts:
+        return []
+    wanted = Counter(after(weight) for weight in products.values()).most_common(1)[0][0]
+    takes = next(name for name, weight in products.items() if after(weight) == wanted)
+    faults = []
+    for name, place in kept.items():
+        given = _given(place, after, wanted)
+        was = _given(place, lambda tensor: tensor.dtype, products[takes].dtype)
+        if given is None or given == wanted or (was is not None and was != products[takes].dtype):
+            continue
+        faults.append(
+            f"{name} would be {_named(after(place.parameter))} ({_reason(plan, name)}) and meet {takes}, "
+            f"{_named(wanted)} ({_reason(plan, takes)}), which takes no other type: change one of the two rules"
+        )
+    return faults
+
+
+def _given(place: Place, after: Callable[[Tensor], torch.dtype], incoming: torch.dtype) -> torch.dtype | None:
+    """The type that a parameter's module hands on for this input; None where it has no say."""
+    dtype = after(place.parameter)
+    module = place.module
+    if not dtype.is_floating_point:
+        return None
+    if isinstance(module, nn.Linear | _ConvNd | nn.Embedding):
+        return dtype
+    is_norm = "norm" in type(module).__name__.lower() and place.local == "weight" and place.parameter.dim() == 1
+    if not is_norm or dtype == incoming:
+        return None
+    return _tried(module, {name: after(own) for name, own in _floats(module)}, incoming)
+
+
+def _floats(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    return ((name, own) for name, own in module.named_parameters(recurse=False) if own.is_floating_point())
+
+
+def _tried(module: nn.Module, types: Mapping[str, torch.dtype], incoming: torch.dtype) -> torch.dtype:
+    """The type of a norm's output; one that refuses the mixture would give what it is not asked for."""
+    trial = copy.deepcopy(module)
+    for name, own in _floats(trial):
+        own.data = own.data.to(types[name])
+    weight = next(own for _, own in _floats(trial))
+    try:
+        with torch.no_grad(), warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of a mixture that works, only slowly
+            out = trial(torch.ones(2, weight.shape[-1], dtype=incoming, device=weight.device))
+    except (RuntimeError, TypeError, ValueError):
+        return weight.dtype
+    return out.dtype if isinstance(out, Tensor) else incoming
+
+
+def _reason(plan: Plan, name: str) -> str:
+    return plan[name].reason if name in plan else "not in the plan"
+
+
+def _named(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

@@ -1,0 +1,260 @@
+"""Rows of tokens times the packed matrices of their experts, with gradients with respect to the rows.
+
+A pair is a token and one of the experts it was sent to: pair p = token * top_k + slot. There are two ways:
+
+| way | pairs are in | what runs | waits for the GPU |
+|---|---|---|---|
+| fused | order of tokens | all pairs in one launch over the packed bytes | never forwards, as the loop backwards |
+| loop | order of expert | a product for each expert that has rows, on its numbers | once per layer and step |
+
+The loop cannot do without that wait: how many rows each expert has decides what the host launches.
+
+Weights are constants here, so a gradient needs no input that was kept: backward expands each expert again. The
+kernels have no product with the untransposed weight, so the gradient of a fused product runs as the loop does.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from bitplan.formats import Encoded
+from bitplan.kernels import decode
+from bitplan.runtime.packed.packed_weight import PackedWeight, State
+from bitplan.runtime.packed.strategy import LayerError, is_capturing
+from bitplan.runtime.packed.tile_cache import TileCache
+
+if TYPE_CHECKING:
+    from bitplan.kernels.matmul.fused_few_rows import ArrangedScales, Routing
+
+Numbers = Callable[[int, torch.dtype], Tensor]  # an expert's index -> its matrix [outputs, inputs]
+
+
+@dataclass(frozen=True)
+class Groups:
+    """Pairs sorted by expert: `order` gives the pair at each place, `place` the place of each pair.
+
+    `spans` holds (expert, start, stop) of the experts that have rows.
+    """
+
+    order: Tensor
+    place: Tensor
+    spans: tuple[tuple[int, int, int], ...]
+
+
+class Routes:
+    """Which expert each pair goes to, in the form either way wants it; each is made when first asked for."""
+
+    def __init__(self, expert_ids: Tensor, experts: int, where: str) -> None:
+        self.expert_ids = expert_ids.long()
+        self.experts = experts
+        self.where = where
+
+    @property
+    def pairs(self) -> int:
+        return self.expert_ids.numel()
+
+    @property
+    def top_k(self) -> int:
+        return self.expert_ids.shape[1]
+
+    @cached_property
+    def fused(self) -> Routing:
+        from bitplan.kernels.matmul.fused_few_rows import route
+
+        return route(self.expert_ids, self.experts)
+
+    @cached_property
+    def groups(self) -> Groups:
+        flat = self.expert_ids.reshape(-1)
+        order = torch.argsort(flat, stable=True)
+        place = torch.empty_like(order)
+        place[order] = torch.arange(order.shape[0], device=order.device)
+        slots = flat.clamp(-1, self.experts) + 1  # the first and the last are not experts
+        counts = torch.zeros(self.experts + 2, dtype=torch.int64, device=flat.device)
+        below, *of_expert, above = counts.scatter_add_(0, slots, torch.ones_like(slots)).tolist()  # waits for a GPU
+        if below or above:
+            raise LayerError(
+                f"{self.where}: expert_ids must lie in 0..{self.experts - 1}, "
+                f"got {below} below and {above} above of {flat.numel()}"
+            )
+        spans, start = [], 0
+        for expert, count in enumerate(of_expert):
+            if count:
+                spans.append((expert, start, start + count))
+            start += count
+        return Groups(order, place, tuple(spans))
+
+
+class ExpertMatrices:
+    """A PackedWeight [experts, outputs, inputs] seen as its experts; what is made from it is kept with the weight."""
+
+    def __init__(self, packed: PackedWeight) -> None:
+        self.packed = packed
+        self._state: object = None
+        self._encoded: Encoded | None = None
+
+    @property
+    def encoded(self) -> Encoded:
+        state = (self.packed.token, self.packed.state)
+        if self._encoded is None or self._state != state:  # making it checks every part: microseconds in a hot path
+            self._state, self._encoded = state, self.packed.encoded
+        return self._encoded
+
+    @property
+    def arranged(self) -> ArrangedScales:
+        """The scales in the fused kernel's order: about as many bytes again as the scales take."""
+        from bitplan.kernels.matmul.fused_few_rows import arrange_scales
+
+        # The kernel may keep counters in it, which two streams must not share.
+        device = self.packed.device
+        stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
+        make: Any = functools.partial(arrange_scales, self.encoded)
+        found: Any = self.packed.derived(("fused", stream), make, keep=not is_capturing(device))
+        return cast("ArrangedScales", found)
+
+    def expert(self, index: int) -> Encoded:
+        """One expert's matrix, still packed: views of the same bytes."""
+        weight = self.encoded
+        parts = {name: part[index] if part.dim() else part for name, part in weight.parts.items()}
+        return Encoded(weight.fmt, weight.shape[1:], **parts)
+
+    def decoded(self, index: int, dtype: torch.dtype) -> Tensor:
+        """One expert's numbers; the allocator hands the same memory to the next one."""
+        return decode(self.expert(index), dtype)
+
+    def expanded(self, index: int, dtype: torch.dtype) -> Tensor:
+        """One expert's numbers, of all that are expanded at the first call and kept."""
+        keep = not is_capturing(self.packed.device)
+        made = self.packed.derived(("expanded", dtype), functools.partial(decode, self.encoded, dtype), keep=keep)
+        assert made is not None
+        return made[index]
+
+    def cached(self, cache: TileCache, index: int, dtype: torch.dtype) -> Tensor:
+        """One expert's numbers, as a tile that the cache may keep."""
+        self.packed.tell(cache)
+        outputs = self.packed.shape[1]
+        stack: Any = _Stack(self.packed.token, self.packed.state, self.encoded)
+        return cache.tile(stack, dtype, slice(index * outputs, (index + 1) * outputs))
+
+
+class _Stack(NamedTuple):
+    """What a TileCache asks of a weight, which it sees as one matrix: the experts one below the other."""
+
+    token: int
+    state: State
+    experts: Encoded
+
+    @property
+    def encoded(self) -> Encoded:
+        count, outputs, inputs = self.experts.shape
+        parts = {name: part.flatten(0, 1) if part.dim() else part for name, part in self.experts.parts.items()}
+        return Encoded(self.experts.fmt, (count * outputs, inputs), **parts)
+
+
+# ---- the loop --------------------------------------------------------------------------------------------------------
+
+
+def looped_product(
+    rows: Tensor, bias: Tensor | None, routes: Routes, matrices: ExpertMatrices, numbers: Numbers
+) -> Tensor:
+    """Rows [pairs, inputs], sorted by expert, times each one's matrix, plus bias [experts, outputs].
+
+    `numbers` gives an expert's matrix, for the forward and again for the backward.
+    """
+    apply: Callable[..., Tensor] = _Looped.apply
+    return apply(rows, bias, routes, matrices, numbers)
+
+
+class _Looped(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, rows: Tensor, bias: Tensor | None, routes: Routes, matrices: ExpertMatrices, numbers: Numbers
+    ) -> Tensor:
+        ctx.gradient = _Gradient(routes, matrices, matrices.packed.state, numbers)
+        out = rows.new_empty((rows.shape[0], matrices.packed.shape[1]))
+        for expert, start, stop in routes.groups.spans:
+            matrix = numbers(expert, rows.dtype)
+            if bias is None:
+                torch.mm(rows[start:stop], matrix.T, out=out[start:stop])
+            else:
+                torch.addmm(bias[expert], rows[start:stop], matrix.T, out=out[start:stop])
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None]:
+        for_rows = ctx.gradient.of_rows(grad) if ctx.needs_input_grad[0] else None
+        for_bias = ctx.gradient.of_bias(grad) if ctx.needs_input_grad[1] else None
+        return for_rows, for_bias, None, None, None
+
+
+class _Gradient(NamedTuple):
+    """What a product leaves for its backward; gradients come and go sorted by expert."""
+
+    routes: Routes
+    matrices: ExpertMatrices
+    state: State
+    numbers: Numbers
+
+    def of_rows(self, grad: Tensor) -> Tensor:
+        if self.matrices.packed.state != self.state:
+            raise LayerError(
+                f"{self.routes.where}: a packed weight was moved, loaded or written between forward and backward; "
+                "run backward first, or the forward again"
+            )
+        found = grad.new_empty((grad.shape[0], self.matrices.packed.shape[2]))
+        for expert, start, stop in self.routes.groups.spans:
+            torch.mm(grad[start:stop], self.numbers(expert, grad.dtype), out=found[start:stop])
+        return found
+
+    def of_bias(self, grad: Tensor) -> Tensor:
+        found = grad.new_zeros((self.routes.experts, grad.shape[1]))
+        for expert, start, stop in self.routes.groups.spans:
+            found[expert] = grad[start:stop].sum(0)
+        return found
+
+
+# ---- the fused launch ------------------------------------------------------------------------------------------------
+
+
+def fused_product(
+    x: Tensor, bias: Tensor | None, routes: Routes, matrices: ExpertMatrices, *, per_pair: bool
+) -> Tensor:
+    """x [tokens, inputs], or [pairs, inputs] with `per_pair`, times each pair's own matrix: [pairs, outputs]."""
+    apply: Callable[..., Tensor] = _Fused.apply
+    return apply(x, bias, routes, matrices, per_pair)
+
+
+class _Fused(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, bias: Tensor | None, routes: Routes, matrices: ExpertMatrices, per_pair: bool
+    ) -> Tensor:
+        from bitplan.kernels.matmul.fused_few_rows import fused_experts
+
+        ctx.gradient = _Gradient(routes, matrices, matrices.packed.state, matrices.decoded)
+        ctx.per_pair = per_pair
+        if bias is not None and bias.dtype != torch.float32:
+            bias = bias.to(x.dtype)
+        weight, arranged = matrices.encoded, matrices.arranged
+        return fused_experts(x.contiguous(), weight, arranged, routes.fused, bias, per_pair=per_pair)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None]:
+        routes: Routes = ctx.gradient.routes
+        by_expert, for_x = grad[routes.groups.order], None
+        if ctx.needs_input_grad[0]:
+            for_x = ctx.gradient.of_rows(by_expert)[routes.groups.place]
+            if not ctx.per_pair:
+                for_x = for_x.unflatten(0, (-1, routes.top_k)).sum(1)
+        for_bias = ctx.gradient.of_bias(by_expert) if ctx.needs_input_grad[1] else None
+        return for_x, for_bias, None, None, None

@@ -1,0 +1,252 @@
+"""Loading a gpt-oss checkpoint that stays packed and runs: from file to device as bytes, checked before one is read.
+
+    model, report = load_packed("gpt-oss-20b", device="cuda")    # transformers' model, its experts packed
+
+The order is what makes it all or nothing: headers against the manifest, the checkpoint as a whole, the model it is
+for, room on the device; then every tensor into memory of its own; and only then is a model changed. An error on the
+way is one line that names file and tensor, and what was read is let go.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from bitplan.errors import FileFormatError, StoreError
+from bitplan.formats import Encoded
+from bitplan.plan import Header, require_clean
+from bitplan.runtime.packed.gpt_oss_model import (
+    GptOssPackedExperts,
+    check_filled,
+    check_fits,
+    empty_model,
+    experts_of,
+    fill_model,
+    require_transformers,
+)
+from bitplan.runtime.packed.gpt_oss_weights import load_experts, load_plain, model_shapes, plain_slots
+from bitplan.runtime.packed.quant_experts import QuantExperts
+from bitplan.runtime.packed.read_packed import ManifestLike, as_manifest, device_of, list_headers
+from bitplan.runtime.packed.strategy import INPUTS, check_strategy
+from bitplan.runtime.packed.tile_cache import TileCache
+from bitplan.store.checks.deep_check import deep_check
+from bitplan.store.files.open_files import GGUFTensors, TensorFile, open_tensors
+from bitplan.store.gpt_oss import GptOssFile
+from bitplan.store.gpt_oss.experts import DOWN, GATE_UP
+from bitplan.store.gpt_oss.layouts import GGUF_WIDE, Slot, list_slots
+
+_BIASES = ("gate_up_proj_bias", "down_proj_bias")
+CHECKS = ("quick", "deep")
+FLOAT_EXPERTS = (".experts.gate_up_proj", ".experts.down_proj")  # Hugging Face's names; packed ones end otherwise
+
+
+@dataclass(frozen=True)
+class LoadReport:
+    """What was loaded: bytes of the file and on the device, and the most that was allocated there on the way.
+
+    `peak_bytes` is what torch's allocator gave out above what it had before; None where there is no such count (CPU).
+    """
+
+    path: str
+    layout: str
+    device: str
+    file_bytes: int
+    device_bytes: int
+    packed_bytes: int
+    packed_tensors: int
+    plain_tensors: int
+    seconds: float
+    peak_bytes: int | None
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+class Loaded(NamedTuple):
+    """A model that runs, and what it took to load it."""
+
+    model: nn.Module
+    report: LoadReport
+
+
+def load_packed(
+    path: str | Path,
+    *,
+    manifest: ManifestLike = "gpt-oss",
+    device: torch.device | str = "cpu",
+    model: nn.Module | None = None,
+    strategy: str = "auto",
+    cache: TileCache | None = None,
+    dtype: torch.dtype | None = None,
+    check: Literal["quick", "deep"] = "quick",
+) -> Loaded:
+    """Load a gpt-oss checkpoint, in OpenAI's, Hugging Face's or GGUF's layout, and keep its experts in MXFP4.
+
+    manifest  what the file must hold: a shipped manifest, a file, or a Manifest
+    model     a GptOssForCausalLM to fill, on meta or not; None builds one from config.json, or from the file's sizes
+    strategy  how the experts run, with `cache` for "tile_cache"; see QuantExperts
+    dtype     of all weights but the experts. None: as the embedding is stored; where another tensor has numbers which
+              that type cannot hold, that is an error. A type given is rounded to (float32 is what a CPU runs fastest)
+    check     "quick" refuses scales and norms that are not numbers as they come by; "deep" reads every tensor first, as
+              `bitplan check --deep` does, and refuses what it finds
+    """
+    started, place = time.perf_counter(), device_of(device)
+    check_strategy(strategy, str(path))
+    if dtype is not None and dtype not in INPUTS:
+        known = ", ".join(str(one).removeprefix("torch.") for one in INPUTS)
+        raise StoreError(f"{path}: dtype must be a float type of torch ({known}), got {dtype!r}")
+    if check not in CHECKS:
+        raise StoreError(f"{path}: check must be {' or '.join(map(repr, CHECKS))}, got {check!r}")
+    require_transformers(str(path))
+    with _open_checked(Path(path), manifest, deep=check == "deep") as file:
+        kept = dtype or file.dtype("embed", None)
+        target = model if model is not None else empty_model(file, kept)
+        check_fits(target, model_shapes(file), file.where)
+        slots = plain_slots(file)
+        _check_room(file, slots, place, kept)
+        peak = _Peak(place)
+        plain: dict[str, Tensor] = {}
+        packed: dict[tuple[int, tuple[str, ...]], Encoded] = {}
+        experts: dict[int, QuantExperts] = {}
+        try:
+            for layer in range(file.shape.layers):
+                for parts in (GATE_UP, DOWN):
+                    packed[layer, parts] = load_experts(file, layer, parts, place)
+            for slot in slots:
+                plain[slot.name] = load_plain(file, slot, place, kept, round_to=dtype is not None)
+            options = {"strategy": strategy, "cache": cache}
+            for layer in range(file.shape.layers):
+                experts[layer] = _experts(target, layer, plain, packed, options)
+            experts[0].explain(1, kept)  # a strategy that cannot run is told now, not by the first token
+        except BaseException:  # the traceback keeps this frame, and would keep the memory
+            plain.clear()
+            packed.clear()
+            experts.clear()
+            raise
+        packed_bytes = sum(item.nbytes for item in packed.values())
+        plain_bytes = sum(item.nbytes for item in plain.values())
+        fill_model(target, {name: item for name, item in plain.items() if not name.endswith(_BIASES)}, experts, place)
+        check_filled(target, file.where)
+        report = LoadReport(
+            path=str(path),
+            layout=file.layout,
+            device=str(place),
+            file_bytes=sum(own.stat().st_size for own in file.files),
+            device_bytes=packed_bytes + plain_bytes,
+            packed_bytes=packed_bytes,
+            packed_tensors=len(packed),
+            plain_tensors=len(plain),
+            seconds=time.perf_counter() - started,
+            peak_bytes=peak.read(),
+        )
+    return Loaded(target, report)
+
+
+def _experts(
+    model: nn.Module,
+    layer: int,
+    plain: Mapping[str, Tensor],
+    packed: Mapping[tuple[int, tuple[str, ...]], Encoded],
+    options: Mapping[str, Any],
+) -> QuantExperts:
+    replaced: Any = experts_of(model, layer)
+    gate_up_bias, down_bias = (plain[f"model.layers.{layer}.mlp.experts.{name}"] for name in _BIASES)
+    return GptOssPackedExperts(
+        packed[layer, GATE_UP],
+        packed[layer, DOWN],
+        gate_up_bias=gate_up_bias,
+        down_bias=down_bias,
+        alpha=float(replaced.alpha),
+        limit=float(replaced.limit),
+        name=f"model.layers.{layer}.mlp.experts",
+        **options,
+    )
+
+
+# ---- before anything is read -----------------------------------------------------------------------------------------
+
+
+def _open_checked(path: Path, manifest: ManifestLike, *, deep: bool) -> GptOssFile:
+    """The file, after the manifest and all its headers were held against each other."""
+    rules = as_manifest(manifest)
+    with open_tensors(path) as headers:
+        is_gguf = isinstance(headers, GGUFTensors)
+        if not is_gguf:
+            _refuse_floats(headers)
+            require_clean(rules, list_headers(headers), checkpoint=str(path))
+        findings = deep_check(rules, headers) if deep else []
+        if findings:
+            first, more = findings[0], f" (and {len(findings) - 1} more findings)" if len(findings) > 1 else ""
+            raise FileFormatError(f"{path}: {first.where}: {first.message}{more}")
+    file = GptOssFile(path)
+    try:
+        if file.experts is not None:
+            raise _floats(path, file.expert_name(0, GATE_UP), file.experts)
+        if is_gguf:
+            require_clean(rules, _translated(file), checkpoint=str(path))
+    except BaseException:
+        file.close()
+        raise
+    return file
+
+
+def _refuse_floats(headers: TensorFile) -> None:
+    """Before the manifest, which knows packed experts only and would ask for a rule."""
+    for name, spec in headers.specs.items():
+        if name.endswith(FLOAT_EXPERTS) and spec.dtype.is_floating_point:
+            raise _floats(headers.path, name, spec.dtype)
+
+
+def _floats(path: Path, name: str, dtype: torch.dtype) -> FileFormatError:
+    return FileFormatError(
+        f"{path}: {name!r} is {dtype}: these experts are not packed, and are not loaded as floats; "
+        "pack them with `bitplan convert` first"
+    )
+
+
+def _translated(file: GptOssFile) -> dict[str, Header]:
+    """A GGUF file as the manifest would see it under Hugging Face's names; what GGUF widens counts as bfloat16."""
+    headers = {}
+    for slot in list_slots("hf", file.shape):
+        count = torch.Size(slot.shape).numel()
+        if slot.is_expert:
+            headers[slot.name] = Header("uint8", slot.shape, count)
+            continue
+        found = {file.dtype(part, slot.layer) for part in slot.parts}
+        is_wide = found == {torch.float32} and set(slot.parts) <= GGUF_WIDE
+        dtype = torch.bfloat16 if is_wide else found.pop()
+        headers[slot.name] = Header(str(dtype).removeprefix("torch."), slot.shape, count * dtype.itemsize)
+    return headers
+
+
+def _check_room(file: GptOssFile, slots: list[Slot], device: torch.device, dtype: torch.dtype) -> None:
+    if device.type != "cuda":
+        return
+    plain = sum(torch.Size(slot.shape).numel() * dtype.itemsize for slot in slots)
+    packed = sum(file.tensors[slot.name].nbytes for slot in file.slots if slot.is_expert)
+    free = torch.cuda.mem_get_info(device)[0]
+    free += torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    if plain + packed > free:
+        raise StoreError(f"{file.where}: takes {plain + packed} bytes, and {device} has {free} free; nothing was read")
+
+
+class _Peak:
+    """The most that was allocated on a GPU since; torch's own peak is reset for it."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._before = 0
+        if device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(device)
+            self._before = torch.cuda.memory_allocated(device)
+
+    def read(self) -> int | None:
+        if self._device.type != "cuda":
+            return None
+        return torch.cuda.max_memory_allocated(self._device) - self._before

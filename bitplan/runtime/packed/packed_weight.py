@@ -1,0 +1,225 @@
+"""PackedWeight: an Encoded weight as a module, so that it moves, saves and loads with the model that holds it.
+
+Its parts are buffers (`weight.data`, `weight.scales`, ...). Codes and scales are bytes with a meaning of their own:
+`model.half()` or `model.to(torch.bfloat16)` must not touch them, so `_apply` shows every function a byte view, which
+dtype casts leave alone and device moves carry along.
+
+What is made from a weight (an expanded matrix, scales in a kernel's order, tiles in a cache) must not outlive
+it: `state` changes with every move, load and in-place write, `derived` keeps things for one state only, and
+caches that asked to be told (`tell`) are told. None of it is saved or copied.
+
+In a `state_dict` the format and shape travel beside the parts, as JSON in a uint8 tensor (`weight._extra_state`), so
+that safetensors can hold them too. Loading compares them and every part before a byte is copied.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import weakref
+from collections.abc import Callable, Hashable, Mapping
+from typing import Any, Protocol, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from bitplan.documents import show
+from bitplan.errors import FileFormatError, StoreError
+from bitplan.formats import Encoded, Format
+from bitplan.records import parse_json
+
+_EXTRA = "_extra_state"
+_MAX_EXTRA_BYTES = 2**16
+_tokens = itertools.count(1)
+State = tuple[int, ...]
+Made = TypeVar("Made")
+
+
+class Listener(Protocol):
+    """Someone who keeps things made from weights."""
+
+    def drop(self, token: int) -> None:
+        """The weight of this token changed or is gone."""
+
+
+class PackedWeight(nn.Module):
+    """A weight [..., outputs, inputs] held in its format; `encoded` is the value, `data`, `scales`, ... its parts."""
+
+    def __init__(self, encoded: Encoded) -> None:
+        super().__init__()
+        self.fmt: Format = encoded.fmt
+        self.shape: tuple[int, ...] = encoded.shape
+        for name, part in encoded.parts.items():
+            self.register_buffer(name, part)
+        self._begin()
+
+    def _begin(self) -> None:
+        self.token = next(_tokens)  # never used again, unlike an id()
+        self._changes = 0
+        self._encoded: Encoded | None = None
+        self._derived: dict[Hashable, Any] = {}
+        self._derived_state: State = ()
+        self._listeners: weakref.WeakSet[Any] = weakref.WeakSet()
+
+    @property
+    def encoded(self) -> Encoded:
+        parts = {name: part for name, part in self._buffers.items() if part is not None}
+        kept = self._encoded
+        if kept is None or any(kept.parts[name] is not part for name, part in parts.items()):
+            kept = self._encoded = Encoded(self.fmt, self.shape, **parts)  # its checks are not for every forward
+        return kept
+
+    @property
+    def device(self) -> torch.device:
+        return next(iter(self.buffers())).device
+
+    @property
+    def nbytes(self) -> int:
+        return sum(part.nbytes for part in self.buffers())
+
+    @property
+    def derived_nbytes(self) -> int:
+        """Bytes held beside the weight by what was made from it; tiles are counted by their cache."""
+        return sum(getattr(made, "nbytes", 0) for made in self._derived.values())
+
+    def extra_repr(self) -> str:
+        return f"{self.fmt.name}, shape={self.shape}, nbytes={self.nbytes}"
+
+    # ---- what is made from it ---------------------------------------------------------------------------------------
+
+    @property
+    def state(self) -> State:
+        """Equal as long as the bytes are the same and lie in the same place."""
+        # Tensors made under inference_mode have no count of in-place writes.
+        writes = (0 if part is None or part.is_inference() else part._version for part in self._buffers.values())
+        return (self._changes, *writes)
+
+    def derived(self, key: Hashable, make: Callable[[], Made], *, keep: bool = True) -> Made:
+        """What `make` gave for this key, made at most once per state; with `keep` false it is made and not kept."""
+        state = self.state
+        if self._derived_state != state:
+            self._derived.clear()
+            self._derived_state = state
+        if key in self._derived:
+            found: Made = self._derived[key]
+            return found
+        made = make()
+        if keep:
+            self._derived[key] = made
+        return made
+
+    def forget(self) -> None:
+        """Drop everything that was made from this weight; it is made again when it is needed."""
+        self._changes += 1
+        self._derived.clear()
+        for listener in list(self._listeners):
+            listener.drop(self.token)
+
+    def tell(self, listener: Listener) -> None:
+        """Tell the listener when what it made from this weight is stale, or the weight is gone."""
+        if listener not in self._listeners:
+            self._listeners.add(listener)
+            weakref.finalize(self, _drop, weakref.ref(listener), self.token).atexit = False
+
+    def __getstate__(self) -> dict[str, Any]:
+        state = dict(self.__dict__)
+        for name in ("token", "_changes", "_encoded", "_derived", "_derived_state", "_listeners"):
+            del state[name]
+        return state
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        self._begin()
+
+    # ---- moving, saving, loading ------------------------------------------------------------------------------------
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> PackedWeight:
+        moved_any = False
+        for name, part in self._buffers.items():
+            if part is None:
+                continue
+            before = _as_bytes(part)
+            moved = fn(before)
+            if moved.dtype != torch.uint8 or moved.numel() != before.numel():
+                raise StoreError(
+                    f"packed {self.fmt.name} weights are bytes: they move between devices and cannot be cast to "
+                    f"{moved.dtype}; cast the float parameters only, with .to(dtype), .half() or .bfloat16()"
+                )
+            if moved.device != before.device or moved.data_ptr() != part.data_ptr():
+                moved_any = True
+                self._buffers[name] = moved.view(part.dtype).reshape(part.shape)
+        if moved_any:
+            self.forget()
+        return self
+
+    def get_extra_state(self) -> Tensor:
+        text = json.dumps({"format": self.fmt.name, "shape": list(self.shape)})
+        return torch.tensor(list(text.encode()), dtype=torch.uint8)
+
+    def set_extra_state(self, state: Any) -> None:
+        """Nothing to set: loading has compared it."""
+
+    def _load_from_state_dict(
+        self,
+        state_dict: Mapping[str, Any],
+        prefix: str,
+        local_metadata: Any,
+        strict: bool,
+        missing_keys: list[str],
+        unexpected_keys: list[str],
+        error_msgs: list[str],
+    ) -> None:
+        faults = self._faults(state_dict, prefix)
+        if faults:
+            error_msgs.extend(faults)
+            return
+        args = (state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs)
+        super()._load_from_state_dict(*args)
+        self.forget()
+
+    def _faults(self, state_dict: Mapping[str, Any], prefix: str) -> list[str]:
+        """Why this state is not one of this weight; nothing is copied when there is a reason."""
+        where = prefix.rstrip(".") or "packed weight"
+        given = {name: state_dict[prefix + name] for name in self._buffers if prefix + name in state_dict}
+        if prefix + _EXTRA not in state_dict:
+            told = f"{where}: the state has {', '.join(given)} but not {prefix + _EXTRA}, which says their format"
+            return [f"{told}; save it with state_dict()"] if given else []
+        try:
+            fmt, shape = _read_extra(state_dict[prefix + _EXTRA], where)
+        except FileFormatError as error:
+            return [str(error)]
+        if fmt != self.fmt.name or shape != list(self.shape):
+            return [
+                f"{where}: expected {self.fmt.name} of shape {list(self.shape)}, the state holds {fmt} of shape "
+                f"{shape}; apply the plan that the state was saved under, then load it"
+            ]
+        faults = [f"{where}: part {name!r} is missing" for name in self._buffers if name not in given]
+        for name, (dtype, size) in self.fmt.part_shapes(self.shape).items():
+            part = given.get(name)
+            if name in given and (
+                not isinstance(part, Tensor) or part.dtype != dtype or tuple(part.shape) != size or part.is_meta
+            ):
+                came = f"{part.dtype} {tuple(part.shape)} on {part.device}" if isinstance(part, Tensor) else type(part)
+                faults.append(f"{where}: part {name!r} of {self.fmt.name} must be {dtype} {size}, got {came}")
+        return faults
+
+
+def _read_extra(extra: Any, where: str) -> tuple[Any, Any]:
+    if not isinstance(extra, Tensor) or extra.dtype != torch.uint8 or extra.dim() != 1:
+        raise FileFormatError(f"{where}: {_EXTRA} must be JSON in a uint8 tensor, got {type(extra).__name__}")
+    if extra.numel() > _MAX_EXTRA_BYTES:
+        raise FileFormatError(f"{where}: {_EXTRA} of {extra.numel()} bytes is too long for a format and a shape")
+    document = parse_json(bytes(extra.tolist()), where=f"{where}: {_EXTRA}")
+    if not isinstance(document, dict) or document.keys() != {"format", "shape"}:
+        raise FileFormatError(f"{where}: {_EXTRA} must be an object with format and shape, got {show(document)}")
+    return document["format"], document["shape"]
+
+
+def _drop(listener: weakref.ref[Listener], token: int) -> None:
+    found = listener()
+    if found is not None:
+        found.drop(token)
+
+
+def _as_bytes(part: Tensor) -> Tensor:
+    return part.contiguous().reshape(-1).view(torch.uint8)

@@ -1,0 +1,275 @@
+"""QuantExperts: the experts of a mixture-of-experts layer, run on their packed weights.
+
+    y[t] = sum over slots s of weight[t, s] * down[e](gate(gate_up[e](x[t])))    with e = id[t, s]
+
+| strategy | what runs | memory beside the packed bytes |
+|---|---|---|
+| fused | two grouped launches that read packed bytes (CUDA, bfloat16) | the scales once more |
+| decode | one expert at a time, of those that have rows, expanded, used and forgotten | one matrix |
+| tile_cache | the same through a TileCache, which keeps what was used last; a tile is an expert | the cache's budget |
+| eager | all experts expanded at the first call, and kept | all numbers |
+| auto | fused where it can run and an expert has few rows, else decode; never the others | as these |
+
+A strategy asked for by name runs or raises. On a CPU numbers are float32 whatever comes in (float64 stays): without
+bfloat16 hardware such a product takes a hundred times as long. How rows are grouped, and when the host waits for the
+GPU, is in expert_products.py.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+from collections.abc import Callable
+from typing import Literal, get_args
+
+import torch
+from torch import Tensor, nn
+
+from bitplan.errors import did_you_mean
+from bitplan.formats import Encoded
+from bitplan.kernels.matmul.row_pieces import why_no_rows
+from bitplan.measure.speed.crossover import Pick
+from bitplan.runtime.packed.expert_products import ExpertMatrices, Numbers, Routes, fused_product, looped_product
+from bitplan.runtime.packed.packed_weight import PackedWeight
+from bitplan.runtime.packed.strategy import (
+    FUSED_ROWS_UNMEASURED,
+    INPUTS,
+    LayerError,
+    check_packed,
+    check_strategy,
+    compute_dtype,
+    is_capturing,
+)
+from bitplan.runtime.packed.tile_cache import TileCache
+
+Activation = Literal["gpt_oss", "swiglu"]
+ACTIVATIONS: tuple[Activation, ...] = get_args(Activation)
+ID_TYPES = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
+LEAST_INPUTS = 32  # formats take narrower stacks of matrices for convolution kernels
+
+
+class QuantExperts(nn.Module):
+    """All experts of a layer in packed form; `forward` takes tokens and the experts each is sent to.
+
+    gate_up           [experts, 2 x intermediate, hidden] in a format whose blocks lie within a row, such as mxfp4
+    down              [experts, hidden, intermediate]
+    *_bias            [experts, outputs], kept as Parameters; or None
+    activation        gpt_oss: gate in the even rows and up in the odd ones, both clamped at `limit`,
+                      gate * sigmoid(alpha * gate) * (up + 1); swiglu: all rows of gate before those of up,
+                      silu(gate) * up (Mixtral, Qwen)
+    strategy          see the table above; may be set later
+    cache             for strategy "tile_cache": a TileCache, the same one for all layers
+    most_fused_rows   for "auto": rows per expert up to which the fused kernel is taken
+    name              what messages call the layer
+
+    Gradients reach the tokens, the experts' weights in the sum, and the biases; packed weights are constants.
+    `last_pick` is how the last forward ran and why; `explain(rows)` is how one of so many rows would.
+    """
+
+    def __init__(
+        self,
+        gate_up: Encoded | PackedWeight,
+        down: Encoded | PackedWeight,
+        *,
+        gate_up_bias: Tensor | None = None,
+        down_bias: Tensor | None = None,
+        activation: Activation = "gpt_oss",
+        alpha: float = 1.702,
+        limit: float = 7.0,
+        strategy: str = "auto",
+        cache: TileCache | None = None,
+        most_fused_rows: int = FUSED_ROWS_UNMEASURED,
+        name: str = "QuantExperts",
+    ) -> None:
+        super().__init__()
+        if activation not in ACTIVATIONS:
+            hint = did_you_mean(str(activation), ACTIVATIONS)
+            raise LayerError(f"{name}: no activation {activation!r}; there are {', '.join(ACTIVATIONS)}{hint}")
+        _check_shapes(name, gate_up, down, gate_up_bias, down_bias)
+        self.name, self._strategy = name, check_strategy(strategy, name)
+        self.experts, self.hidden, self.intermediate = down.shape
+        self.activation, self.alpha, self.limit = activation, alpha, limit
+        self.cache, self.most_fused_rows = cache, most_fused_rows
+        self.gate_up = gate_up if isinstance(gate_up, PackedWeight) else PackedWeight(gate_up)
+        self.down = down if isinstance(down, PackedWeight) else PackedWeight(down)
+        self.gate_up_bias = None if gate_up_bias is None else nn.Parameter(gate_up_bias)
+        self.down_bias = None if down_bias is None else nn.Parameter(down_bias)
+        self._seen_as_experts: dict[str, ExpertMatrices] = {}
+        self.last_pick: Pick | None = None
+
+    @property
+    def strategy(self) -> str:
+        return self._strategy
+
+    @strategy.setter
+    def strategy(self, strategy: str) -> None:
+        self._strategy = check_strategy(strategy, self.name)
+
+    @property
+    def _matrices(self) -> dict[str, ExpertMatrices]:
+        """Both weights as their experts, made anew when somebody put another PackedWeight in their place."""
+        for name, weight in (("gate_up", self.gate_up), ("down", self.down)):
+            made = self._seen_as_experts.get(name)
+            if made is None or made.packed is not weight:
+                self._seen_as_experts[name] = ExpertMatrices(weight)
+        return self._seen_as_experts
+
+    @property
+    def packed_bytes(self) -> int:
+        return self.gate_up.nbytes + self.down.nbytes
+
+    @property
+    def derived_bytes(self) -> int:
+        """What is held beside the packed bytes: scales arranged for the kernel, or expanded numbers (eager)."""
+        return self.gate_up.derived_nbytes + self.down.derived_nbytes
+
+    def extra_repr(self) -> str:
+        return f"experts={self.experts}, {self.activation}, strategy={self.strategy}"
+
+    def forward(self, hidden: Tensor, expert_ids: Tensor, expert_weights: Tensor) -> Tensor:
+        """Tokens [tokens, hidden], and for each its experts and their weights [tokens, top_k]: [tokens, hidden].
+
+        Ids beyond the experts are an error where the host looks at them: in all strategies but "fused", which never
+        waits for the GPU and relies on them.
+        """
+        if torch.compiler.is_compiling():
+            run: Callable[..., Tensor] = torch.compiler.disable(self._forward)
+            return run(hidden, expert_ids, expert_weights)
+        return self._forward(hidden, expert_ids, expert_weights)
+
+    def explain(self, rows: int, dtype: torch.dtype | None = None) -> Pick:
+        """How a forward of so many rows (tokens x experts per token) would run, and why.
+
+        dtype   of the tokens; bfloat16 on CUDA and float32 elsewhere if it is not given
+        """
+        device = self.down.device
+        dtype = dtype or (torch.bfloat16 if device.type == "cuda" else torch.float32)
+        if self.strategy == "fused":
+            why_not = self._why_not_fused(dtype)
+            if why_not is not None:
+                raise LayerError(
+                    f"{self.name}: strategy 'fused' cannot run: {why_not}; set strategy='auto', which picks another "
+                    "way where this one cannot run, or 'decode'"
+                )
+        if self.strategy == "tile_cache":
+            self._check_cache()
+        if self.strategy != "auto":
+            return Pick(self.strategy, "asked for")
+        why_not = self._why_not_fused(dtype) if device.type == "cuda" else f"no grouped kernel for {device.type}"
+        if why_not is not None:
+            return Pick("decode", f"not fused: {why_not}")
+        each, most = rows / self.experts, self.most_fused_rows
+        told = f"{rows} rows over {self.experts} experts are {each:.1f} for each"
+        return Pick("fused", f"{told}, at most {most}") if each <= most else Pick("decode", f"{told}, above {most}")
+
+    # ---- the two ways ------------------------------------------------------------------------------------------------
+
+    def _forward(self, hidden: Tensor, expert_ids: Tensor, expert_weights: Tensor) -> Tensor:
+        self._check_inputs(hidden, expert_ids, expert_weights)
+        device, dtype = hidden.device, hidden.dtype
+        if torch.is_autocast_enabled(device.type) and dtype != torch.float64:
+            dtype = torch.get_autocast_dtype(device.type)
+        self.last_pick = picked = self.explain(expert_ids.numel(), dtype)
+        is_fused = picked.strategy == "fused"
+        wide = dtype if is_fused else compute_dtype(device, dtype)
+        with torch.autocast(device.type, enabled=False):  # it would cast what products are written into
+            x, routes = hidden.to(wide), Routes(expert_ids, self.experts, self.name)
+            pairs = self._run_fused(x, routes) if is_fused else self._run_loop(x, routes, picked.strategy)
+            pairs = pairs.unflatten(0, expert_ids.shape) * expert_weights.to(wide).unsqueeze(-1)
+            out: Tensor = pairs.sum(1).to(dtype)
+        return out
+
+    def _run_fused(self, x: Tensor, routes: Routes) -> Tensor:
+        up = fused_product(x, self.gate_up_bias, routes, self._matrices["gate_up"], per_pair=False)
+        return fused_product(self._activate(up), self.down_bias, routes, self._matrices["down"], per_pair=True)
+
+    def _run_loop(self, x: Tensor, routes: Routes, strategy: str) -> Tensor:
+        """Sorted by expert from the first gathering of rows to the last, so that an expert's rows are a slice."""
+        bias_1, bias_2 = (None if bias is None else bias.to(x.dtype) for bias in (self.gate_up_bias, self.down_bias))
+        first, second = (self._numbers(self._matrices[which], strategy) for which in ("gate_up", "down"))
+        rows = x[routes.groups.order // routes.top_k]
+        up = looped_product(rows, bias_1, routes, self._matrices["gate_up"], first)
+        down = looped_product(self._activate(up), bias_2, routes, self._matrices["down"], second)
+        return down[routes.groups.place]
+
+    def _numbers(self, matrices: ExpertMatrices, strategy: str) -> Numbers:
+        if strategy == "eager":
+            return matrices.expanded
+        if strategy == "tile_cache":
+            assert self.cache is not None
+            return functools.partial(matrices.cached, self.cache)
+        return matrices.decoded
+
+    def _activate(self, gate_up: Tensor) -> Tensor:
+        if self.activation == "swiglu":
+            gate, up = gate_up.chunk(2, dim=-1)
+            return nn.functional.silu(gate) * up
+        gate = gate_up[..., ::2].clamp(max=self.limit)
+        up = gate_up[..., 1::2].clamp(-self.limit, self.limit)
+        return (up + 1) * (gate * torch.sigmoid(gate * self.alpha))
+
+    # ---- checks ------------------------------------------------------------------------------------------------------
+
+    def _why_not_fused(self, dtype: torch.dtype) -> str | None:
+        if importlib.util.find_spec("triton") is None:
+            return "triton is not installed"
+        from bitplan.kernels.matmul.fused_few_rows import why_not_fused
+
+        found = (why_not_fused(matrices.encoded, dtype) for matrices in self._matrices.values())
+        return next((reason for reason in found if reason is not None), None)
+
+    def _check_cache(self) -> None:
+        if self.cache is None or not self.cache.budget_bytes:
+            raise LayerError(
+                f"{self.name}: strategy 'tile_cache' needs a cache with a budget, got {self.cache!r}; "
+                "pass cache=TileCache(budget_bytes), the same one to all layers"
+            )
+        if is_capturing(self.down.device):
+            raise LayerError(f"{self.name}: strategy 'tile_cache' cannot be recorded in a CUDA graph; set 'fused'")
+
+    def _check_inputs(self, hidden: Tensor, expert_ids: Tensor, expert_weights: Tensor) -> None:
+        if hidden.dim() != 2 or hidden.shape[1] != self.hidden or hidden.dtype not in INPUTS:
+            raise LayerError(
+                f"{self.name}: tokens must be floats [tokens, {self.hidden}], got {hidden.dtype} {tuple(hidden.shape)}"
+            )
+        fits = expert_ids.dim() == 2 and expert_ids.shape[0] == hidden.shape[0] and expert_ids.shape[1] > 0
+        if not fits or expert_ids.shape != expert_weights.shape:
+            raise LayerError(
+                f"{self.name}: expert_ids and expert_weights must both be [{hidden.shape[0]}, top_k], "
+                f"got {tuple(expert_ids.shape)} and {tuple(expert_weights.shape)}"
+            )
+        if expert_ids.dtype not in ID_TYPES:  # floats would be cut to integers without a word
+            raise LayerError(f"{self.name}: expert_ids must be integers, got {expert_ids.dtype}")
+        if hidden.device != self.down.device:
+            raise LayerError(f"{self.name}: tokens lie on {hidden.device}, the weights on {self.down.device}; move one")
+        for name, given in (("expert_ids", expert_ids), ("expert_weights", expert_weights)):
+            if given.device != hidden.device:
+                raise LayerError(f"{self.name}: {name} lie on {given.device}, tokens on {hidden.device}; move one")
+
+
+def _check_shapes(
+    where: str,
+    gate_up: Encoded | PackedWeight,
+    down: Encoded | PackedWeight,
+    gate_up_bias: Tensor | None,
+    down_bias: Tensor | None,
+) -> None:
+    for name, weight in (("gate_up", gate_up), ("down", down)):
+        check_packed(weight, f"{where}: {name}")
+        reason = why_no_rows(weight.fmt)
+        if reason is not None:
+            raise LayerError(f"{where}: {name}: {reason}; use a format such as mxfp4 or int8_row")
+        if len(weight.shape) != 3 or weight.shape[-1] < LEAST_INPUTS:
+            raise LayerError(
+                f"{where}: {name} must be [experts, outputs, inputs] with {LEAST_INPUTS} inputs or more, "
+                f"got {weight.shape}"
+            )
+    experts, hidden, intermediate = down.shape
+    if gate_up.shape != (experts, 2 * intermediate, hidden):
+        raise LayerError(
+            f"{where}: down is {down.shape}, so gate_up must be {(experts, 2 * intermediate, hidden)}, "
+            f"got {gate_up.shape}"
+        )
+    for name, bias, weight in (("gate_up_bias", gate_up_bias, gate_up), ("down_bias", down_bias, down)):
+        if bias is not None and tuple(bias.shape) != weight.shape[:2]:
+            raise LayerError(f"{where}: {name} must be {weight.shape[:2]}, got {tuple(bias.shape)}")

@@ -1,0 +1,160 @@
+"""How a product with a packed weight is run: the strategies, and which one `auto` picks.
+
+| strategy | what is done | memory beside the packed weight |
+|---|---|---|
+| eager | expanded once, at first use, and kept | the whole matrix in the compute type |
+| fused | one kernel reads packed bytes | scales in the kernel's order; on a CPU a second packed copy |
+| tile_cache | bands of rows are expanded and kept while they are used | the cache's budget, for all layers together |
+| decode | expanded for the call, kept nowhere | none that stays; on a CPU a band at a time |
+| auto | the fastest of fused, decode and tile_cache | as the one it picks; never eager |
+
+Only `auto` chooses: a strategy asked for by name runs or raises. Every pick says why.
+
+`auto` on CUDA goes by a measured record (bitplan.measure.speed.crossover). Where there is none and none can be made (under
+CUDA graph capture, out of memory), up to 32 rows are fused and more are decoded: on an H200 the fused kernel loses to
+the vendor's product on expanded weights from 64 rows on.
+
+`auto` on a CPU needs no record, for the order is the same at every row count measured (1 to 128; the figures are in
+`cpu_matmul`): torch's 4-bit kernel is 1.5 to 4 times as fast as expanded weights, and those 1.3 to 3 times as fast as
+decoding. So: the kernel for int4_g32, else a cached tile where a cache has room, else decode. q4_0_gguf can run on
+the kernel too, at twice its time, but only when asked (`fused`), for it keeps two more packed copies.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from bitplan.errors import BitplanError, did_you_mean
+from bitplan.formats import Encoded
+from bitplan.kernels.matmul.fused import FusedMatmul, fused_for
+from bitplan.measure.speed.crossover import Pick, pick
+from bitplan.measure.speed.crossover_files import crossovers_of
+from bitplan.runtime.packed.packed_weight import PackedWeight
+from bitplan.runtime.packed.tile_cache import TileCache
+
+INPUTS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+STRATEGIES = ("auto", "eager", "fused", "tile_cache", "decode")
+FUSED_ROWS_UNMEASURED = 32
+AUTO_ON_CPU = ("int4_g32",)  # formats whose fused product costs a CPU no more than one packed copy
+
+
+class LayerError(BitplanError, RuntimeError):
+    """A packed layer was asked for something it cannot do."""
+
+
+def check_strategy(strategy: str, where: str) -> str:
+    if strategy not in STRATEGIES:
+        hint = did_you_mean(str(strategy), STRATEGIES)
+        raise LayerError(f"{where}: no strategy {strategy!r}; there are {', '.join(STRATEGIES)}{hint}")
+    return strategy
+
+
+def check_packed(weight: object, where: str) -> None:
+    """Floats are not packed on the way: how to encode them is the caller's choice."""
+    if not isinstance(weight, Encoded | PackedWeight):
+        raise LayerError(
+            f"{where}: the weight must be an Encoded or a PackedWeight, got a {type(weight).__name__}; "
+            "pack it first with bitplan.encode(weight, format)"
+        )
+
+
+def compute_dtype(device: torch.device, dtype: torch.dtype) -> torch.dtype:
+    """The type a product is computed in: on a CPU never a 16-bit one, whatever the inputs are."""
+    return torch.promote_types(dtype, torch.float32) if device.type == "cpu" else dtype
+
+
+def is_capturing(device: torch.device) -> bool:
+    """Whether a CUDA graph is being recorded: nothing may be measured, and nothing made now may be kept."""
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+
+def choose(
+    weight: PackedWeight,
+    rows: int,
+    dtype: torch.dtype,
+    strategy: str,
+    cache: TileCache | None,
+    *,
+    where: str,
+    measure: bool = True,
+) -> Pick:
+    """The strategy for this many rows of this type, with its reason. Without `measure` nothing is measured for it."""
+    if strategy == "auto":
+        return _auto(weight, rows, dtype, cache, measure=measure)
+    if strategy == "fused":
+        return _asked_for_fused(weight, rows, dtype, where)
+    if strategy == "tile_cache":
+        _check_cache(weight, cache, where)
+    return Pick(strategy, "asked for")
+
+
+# ---- asked for by name -----------------------------------------------------------------------------------------------
+
+
+def _asked_for_fused(weight: PackedWeight, rows: int, dtype: torch.dtype, where: str) -> Pick:
+    fused = fused_for(weight.device.type)
+    reason = _why_not_fused(fused, weight, dtype)
+    launch = None
+    if reason is None and weight.device.type == "cuda":
+        record = crossovers_of(weight.device).find(weight.fmt.name, *weight.shape)
+        if record is not None:
+            reason, launch = record.refused, record.at(rows).launch
+    if reason is not None or fused is None:
+        raise LayerError(
+            f"{where}: strategy 'fused' cannot run for {weight.fmt.name} of shape {weight.shape} on {weight.device}: "
+            f"{reason}; set strategy='auto', which picks another way where this one cannot run, or 'decode'"
+        )
+    return Pick("fused", f"asked for: {fused.name}, which {fused.note(weight.encoded)}", launch)
+
+
+def _check_cache(weight: PackedWeight, cache: TileCache | None, where: str) -> None:
+    if cache is None or not cache.budget_bytes:
+        raise LayerError(
+            f"{where}: strategy 'tile_cache' needs a cache with a budget, got {cache!r}; "
+            "pass cache=TileCache(budget_bytes), the same one to all layers"
+        )
+    if is_capturing(weight.device):
+        raise LayerError(
+            f"{where}: strategy 'tile_cache' cannot be recorded in a CUDA graph, for a tile may be evicted before the "
+            "graph is replayed; set strategy='fused', 'decode' or 'eager'"
+        )
+
+
+# ---- auto ------------------------------------------------------------------------------------------------------------
+
+
+def _auto(weight: PackedWeight, rows: int, dtype: torch.dtype, cache: TileCache | None, *, measure: bool) -> Pick:
+    capturing = is_capturing(weight.device)
+    room = not capturing and cache is not None and cache.has_room(weight, compute_dtype(weight.device, dtype))
+    fused = fused_for(weight.device.type)
+    why_not = _why_not_fused(fused, weight, dtype)
+    if weight.device.type == "cpu" and why_not is None and fused is not None:
+        if weight.fmt.name in AUTO_ON_CPU:
+            return Pick("fused", f"{fused.name}: {fused.note(weight.encoded)}")
+        why_not = f"strategy='fused' would run {fused.name}, which {fused.note(weight.encoded)}"
+    if why_not is not None or fused is None:
+        return _unfused(room, f"not fused: {why_not}")
+    table = crossovers_of(weight.device)
+    if measure and not capturing:
+        record = table.find_or_measure(weight.encoded, fused)
+    else:
+        record = table.find(weight.fmt.name, *weight.shape)
+    if record is not None:
+        return pick(record, rows, room=room)
+    why_never = table.why_never(weight.fmt.name, *weight.shape)
+    why = why_never or ("a CUDA graph is being captured" if capturing else "not measured yet, which the first use does")
+    if rows <= FUSED_ROWS_UNMEASURED:
+        return Pick("fused", f"default for up to {FUSED_ROWS_UNMEASURED} rows: {why}")
+    return _unfused(room, f"default for more than {FUSED_ROWS_UNMEASURED} rows: {why}")
+
+
+def _unfused(room: bool, why: str) -> Pick:
+    if room:
+        return Pick("tile_cache", f"{why}; the tile cache has room, which saves the decoding")
+    return Pick("decode", f"{why}; no room in a tile cache")
+
+
+def _why_not_fused(fused: FusedMatmul | None, weight: PackedWeight, dtype: torch.dtype) -> str | None:
+    if fused is None:
+        return f"there is no fused kernel for {weight.device.type}"
+    return fused.why_not(weight.encoded, dtype)

@@ -1,0 +1,240 @@
+"""TileCache: the hottest parts of packed weights kept expanded, within a budget of bytes.
+
+A tile is a band of rows of one weight, expanded to the compute type. All layers of a model share one cache. A band is
+up to 256 MiB, so that a cached matrix is nearly always one product: on an H200 an 8192 x 8192 matrix in four bands took
+72 us for 64 rows where one product takes 38.
+
+A model runs its layers in turn, and where it does not fit the budget, pushing out the tile used longest ago would push
+out each just before its next use: no lookup would ever hit. So a tile takes the place of others only where it was asked
+for twice since they were used; else it is expanded for one use. The layers that came first stay, as many as fit, until
+another model runs more often. "auto" adds tiles only where there is room left (`has_room`). The budget is 0 unless
+somebody gives one.
+
+Tiles of a weight that was moved, loaded or freed are dropped at once (`PackedWeight.tell`). The lock is held for
+lookups only, never while a tile is made: two threads may make the same tile, and one of the two is kept. On CUDA a tile
+made on one stream and used on another waits for its maker.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Protocol, Self
+
+import torch
+from torch import Tensor
+
+from bitplan.errors import StoreError
+from bitplan.formats import Encoded
+from bitplan.kernels import decode
+from bitplan.kernels.matmul.row_pieces import Band, cut, rows_of
+from bitplan.runtime.packed.packed_weight import PackedWeight, State
+
+TILE_BYTES = 256 * 2**20
+UNCACHED_BYTES = 32 * 2**20  # of bands that no budget keeps: they are expanded for one use
+ROWS_WORTH_A_TILE = 64  # a budget that holds fewer rows than this holds no tile that is worth a product of its own
+_COUNTS = ("hits", "misses", "evictions", "bypassed", "refused", "dropped")
+Key = tuple[int, State, torch.dtype, int, int]  # token and state of the weight, type, first row, end
+
+
+class TiledWeight(Protocol):
+    """What a tile is made of and known by."""
+
+    @property
+    def token(self) -> int: ...
+
+    @property
+    def state(self) -> State: ...
+
+    @property
+    def encoded(self) -> Encoded: ...
+
+
+@dataclass(frozen=True)
+class CacheCounters:
+    """What happened since the cache was made or `reset_counters` was called, and what it holds now."""
+
+    hits: int
+    misses: int
+    evictions: int
+    bypassed: int  # misses that took no place: the tiles there were used since this one was last asked for
+    refused: int  # tiles larger than the whole budget
+    dropped: int  # tiles whose weight changed
+    tiles: int
+    nbytes: int
+    budget_bytes: int
+
+    @property
+    def hit_rate(self) -> float | None:
+        looked = self.hits + self.misses
+        return self.hits / looked if looked else None
+
+
+@dataclass(frozen=True)
+class _Tile:
+    values: Tensor
+    ready: Any  # the CUDA event after which it may be read; None on a CPU
+    stream: Any
+
+
+class TileCache:
+    """Expanded bands of rows, at most `budget_bytes` of them."""
+
+    def __init__(self, budget_bytes: int = 0, *, tile_bytes: int = TILE_BYTES) -> None:
+        sizes = (budget_bytes, tile_bytes)
+        if not all(isinstance(size, int) for size in sizes) or budget_bytes < 0 or tile_bytes < 1:
+            raise StoreError(
+                "a tile cache needs a budget of 0 bytes or more and tiles of 1 byte or more, as integers, "
+                f"got {budget_bytes!r} and {tile_bytes!r}"
+            )
+        self.budget_bytes, self.tile_bytes = budget_bytes, tile_bytes
+        self._tiles: OrderedDict[Key, _Tile] = OrderedDict()  # the one used longest ago first
+        self._asked: dict[Key, int] = {}  # when each was last looked up, in lookups; tiles that are not here too
+        self._lookups = 0
+        self._lock = threading.Lock()
+        self._nbytes = 0
+        self._counts = dict.fromkeys(_COUNTS, 0)
+
+    def __repr__(self) -> str:
+        return f"TileCache({self.counters})"
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        """A copied model shares the cache: its budget is the machine's memory, not the model's."""
+        return self
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Saved with a whole model, it comes back empty: tiles are made again, and a lock cannot be saved."""
+        return _new_cache, (self.budget_bytes, self.tile_bytes)
+
+    @property
+    def counters(self) -> CacheCounters:
+        with self._lock:
+            return CacheCounters(
+                **self._counts, tiles=len(self._tiles), nbytes=self._nbytes, budget_bytes=self.budget_bytes
+            )
+
+    def reset_counters(self) -> None:
+        with self._lock:
+            self._counts = dict.fromkeys(_COUNTS, 0)
+
+    # ---- tiles ------------------------------------------------------------------------------------------------------
+
+    def bands_of(self, weight: PackedWeight, dtype: torch.dtype) -> list[slice]:
+        """How a weight is cut into tiles."""
+        rows, cols = weight.shape
+        row_bytes = max(1, cols * dtype.itemsize)
+        fits = self.budget_bytes >= ROWS_WORTH_A_TILE * row_bytes
+        limit = min(self.tile_bytes, self.budget_bytes if fits else UNCACHED_BYTES)
+        return cut(rows, limit // row_bytes)
+
+    def bands(self, weight: PackedWeight, dtype: torch.dtype) -> Iterator[Band]:
+        """The weight's rows, expanded: from the cache, or made and kept where the budget allows."""
+        weight.tell(self)
+        for rows in self.bands_of(weight, dtype):
+            yield rows, self.tile(weight, dtype, rows)
+
+    def tile(self, weight: TiledWeight, dtype: torch.dtype, rows: slice) -> Tensor:
+        """Some rows of a weight, expanded."""
+        key = (weight.token, weight.state, dtype, rows.start, rows.stop)
+        with self._lock:
+            found, before = self._tiles.get(key), self._asked.get(key)
+            self._lookups += 1
+            self._asked[key] = self._lookups
+            if found is None:
+                self._counts["misses"] += 1
+            else:
+                self._tiles.move_to_end(key)
+                self._counts["hits"] += 1
+        if found is not None:
+            return _readable(found)
+        values = decode(rows_of(weight.encoded, rows), dtype)
+        self._keep(key, values, before)
+        return values
+
+    def has_room(self, weight: PackedWeight, dtype: torch.dtype) -> bool:
+        """Whether all of a weight is here, or fits beside what is here without pushing anything out."""
+        if not self.budget_bytes:
+            return False
+        row_bytes: int = weight.shape[1] * dtype.itemsize
+        state = weight.state
+        with self._lock:
+            needed = self._nbytes
+            for rows in self.bands_of(weight, dtype):
+                if (weight.token, state, dtype, rows.start, rows.stop) not in self._tiles:
+                    needed += (rows.stop - rows.start) * row_bytes
+            return needed <= self.budget_bytes
+
+    def drop(self, token: int) -> None:
+        """Forget the tiles of a weight."""
+        with self._lock:
+            self._forget([key for key in self._asked if key[0] == token])
+
+    def clear(self) -> None:
+        with self._lock:
+            self._counts["dropped"] += len(self._tiles)
+            self._tiles.clear()
+            self._asked.clear()
+            self._nbytes = 0
+
+    def _keep(self, key: Key, values: Tensor, asked_before: int | None) -> None:
+        with self._lock:
+            if values.nbytes > self.budget_bytes:
+                self._counts["refused"] += 1
+                return
+            if key in self._tiles:  # another thread was faster
+                return
+            # In-place writes change a state without telling anyone: a newer tile shows that older ones are stale.
+            self._forget([one for one in self._asked if one[0] == key[0] and one[1] != key[1]])
+            leaving = self._leaving(values.nbytes, asked_before)
+            if leaving is None:
+                self._counts["bypassed"] += 1
+                return
+            for one in leaving:
+                self._nbytes -= self._tiles.pop(one).values.nbytes
+                self._counts["evictions"] += 1
+            self._tiles[key] = _made(values)
+            self._nbytes += values.nbytes
+
+    def _leaving(self, nbytes: int, asked_before: int | None) -> list[Key] | None:
+        """The tiles that make room for so many bytes; None where one of them was used since this one was asked for."""
+        leaving: list[Key] = []
+        needed = self._nbytes + nbytes - self.budget_bytes
+        for key, tile in self._tiles.items():
+            if needed <= 0:
+                break
+            if asked_before is None or self._asked[key] > asked_before:
+                return None
+            leaving.append(key)
+            needed -= tile.values.nbytes
+        return leaving
+
+    def _forget(self, keys: list[Key]) -> None:
+        for key in keys:
+            self._asked.pop(key, None)
+            tile = self._tiles.pop(key, None)
+            if tile is not None:
+                self._nbytes -= tile.values.nbytes
+                self._counts["dropped"] += 1
+
+
+def _new_cache(budget_bytes: int, tile_bytes: int) -> TileCache:
+    return TileCache(budget_bytes, tile_bytes=tile_bytes)
+
+
+def _made(values: Tensor) -> _Tile:
+    if not values.is_cuda:
+        return _Tile(values, None, None)
+    stream = torch.cuda.current_stream(values.device)
+    return _Tile(values, stream.record_event(), stream)
+
+
+def _readable(tile: _Tile) -> Tensor:
+    """Safe to use on the current stream, also when the tile is evicted while the GPU still reads it."""
+    if tile.ready is not None:
+        stream = torch.cuda.current_stream(tile.values.device)
+        if stream != tile.stream:
+            stream.wait_event(tile.ready)
+            tile.values.record_stream(stream)
+    return tile.values

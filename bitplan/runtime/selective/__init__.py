@@ -1,0 +1,1 @@
+"""Selective precision: a policy that watches a stream and decides its formats."""

@@ -1,0 +1,214 @@
+"""LayerProbes: what the policy sees of a streamed model, by ordinary module hooks.
+
+    impact    on the steps before an update: <dL/dy, (W - W_hat) x> of layers in their turn, on frozen weights too
+    gradient  of streamed weights that are trained: they leave the device during backward, so they are measured there
+    backward  the first gradient that reaches the last block: the conductor's phase begins
+
+For an impact, x and W are needed when dL/dy arrives, and a streamed W is gone by then. So a hook on the layer's output
+keeps both as autograd keeps what it saves, by the saved-tensor hooks that are active there: a streamed weight becomes a
+place, which the stream brings back with its block (`runtime.streaming.blocks.saved_tensors`), and under checkpointing everything is recomputed
+as ever. Of x only a copy of the rows is kept that are measured. Nothing waits for the device, and the numbers of the
+step are the same with and without.
+
+What it costs is the product with the sampled rows and about six passes over the weight, so not every unit is measured
+before every update: before the first one all are, and from then on one in `impact_turns`. For the others the last
+figure stands while they are low, and nothing changes while they are bf16. A unit that is low on this step has W_hat on
+the device and W on the host only. W is then sent along, and because that costs a copy, of those it is one in eight. A
+unit with a weight whose product cannot be seen has no impact at all: a part of its damage would pass for all of it. Nor
+has it one in a step in which no gradient reached one of its layers, or one of them did not run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from bitplan.kernels.base.host_copy import to_device
+from bitplan.measure.gradients.row_sample import sample_rows
+from bitplan.measure.gradients.statistics import GradStatsCollector, impact_of
+from bitplan.measure.quality.weight_error import rounding_error
+from bitplan.runtime.selective.units import LinearPlace, PrecisionUnits, high_or_low
+from bitplan.runtime.streaming.blocks.saved_tensors import outer_hooks
+
+LOW_UNITS_IN_TURN = 8
+_Key = tuple[int, str]  # a module and the local name of its weight
+
+
+class LayerProbes:
+    """Hooks on the layers of a stream; they sleep until a step is `watch`ed."""
+
+    def __init__(self, units: PrecisionUnits, collector: GradStatsCollector, on_backward: Callable[[], None]) -> None:
+        self.units, self.collector, self.on_backward = units, collector, on_backward
+        self.unseen: dict[str, str] = {}  # weights whose impact cannot be measured, and why
+        self._blind: set[str] = set()  # their units
+        self._precisions: Mapping[str, str] | None = None  # of a watched step
+        self._lows: tuple[str, ...] = ()
+        self._due: frozenset[str] = frozenset()  # units whose turn it is
+        self._step = 0
+        self._places: dict[str, dict[_Key, str]] = {}  # unit -> where its weights are multiplied, and their names
+        self._measured: set[_Key] = set()  # of this step
+        self._pathless: set[_Key] = set()  # of this step: they ran, and no gradient will reach them
+        self._rows: dict[tuple[int, torch.device], Tensor | None] = {}  # of this step: which of so many
+        self._handles: list[RemovableHandle] = []
+
+    # ---- hooks -------------------------------------------------------------------------------------------------------
+
+    def hook_backward(self) -> None:
+        """Tell when backward has reached the last block."""
+        last = self.units.stream.blocks[-1].module
+        self._handles.append(last.register_forward_hook(self._after_last_block))
+
+    def hook_gradients(self) -> None:
+        """Measure the gradients of streamed weights that are trained."""
+        for unit, module, local in self.units.trained_places():
+            self._handles.append(module.register_forward_pre_hook(self._gradient_hook(unit, local)))
+
+    def hook_impacts(self) -> None:
+        """Measure impacts on watched steps."""
+        places, self.unseen = self.units.linear_places()
+        self._blind = {weight.unit for weight in self.units.weights if weight.full_name in self.unseen}
+        for place in places:
+            self._places.setdefault(place.weight.unit, {})[_key_of(place)] = place.weight.full_name
+            hook = self._impact_hook(place)
+            self._handles.append(place.module.register_forward_hook(hook, with_kwargs=True))
+
+    def close(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+
+    # ---- steps -------------------------------------------------------------------------------------------------------
+
+    def watch(self, precisions: Mapping[str, str], lows: tuple[str, ...], step: int, *, all_high: bool) -> None:
+        """Measure this step's gradients, and impacts of `lows`, the precisions a unit might get (none: not now).
+
+        all_high: of all units that are bf16, not only of those whose turn it is.
+        """
+        self._precisions, self._lows, self._step, self._rows = precisions, lows, step, {}
+        self._measured, self._pathless = set(), set()
+        config = self.units.config
+        turn, turns = step // config.update_interval_steps, {"bf16": 1 if all_high else config.impact_turns}
+        self._due = frozenset(
+            unit
+            for index, unit in enumerate(self.units.names)
+            if lows and (index - turn) % turns.get(precisions[unit], LOW_UNITS_IN_TURN) == 0
+        )
+
+    def sleep(self) -> None:
+        """Nothing is measured until the next `watch`: between steps, and while a probe batch runs."""
+        self._precisions = None
+
+    def finish_step(self) -> dict[str, str]:
+        """After backward: drop impacts of which a part is missing. Unit -> the first weight that was not measured."""
+        lacking = {}
+        for unit in self._due - self._blind:
+            places = self._places.get(unit, {})
+            missing = [name for key, name in places.items() if key not in self._measured or key in self._pathless]
+            if missing:
+                self.collector.drop_impacts(unit)
+                lacking[unit] = missing[0]
+        self._due = frozenset()
+        return lacking
+
+    # ---- what happens in a layer -------------------------------------------------------------------------------------
+
+    def _after_last_block(self, module: nn.Module, args: Any, output: Any) -> None:
+        first = first_tensor(output)
+        if self._precisions is not None and first is not None and first.requires_grad:
+            first.register_hook(lambda _: self.on_backward())
+
+    def _gradient_hook(self, unit: str, local: str) -> Callable[..., None]:
+        def before(module: nn.Module, _args: Any) -> None:
+            leaf = module._parameters[local]
+            if self._precisions is None or leaf is None or not leaf.requires_grad or not torch.is_grad_enabled():
+                return
+            if not leaf.is_leaf or hasattr(leaf, "_bitplan_measured"):  # a weight that two modules share comes twice
+                return
+            leaf._bitplan_measured = True  # type: ignore[attr-defined]
+            leaf.register_hook(lambda gradient: self.collector.add_gradient(unit, gradient))
+
+        return before
+
+    def _impact_hook(self, place: LinearPlace) -> Callable[..., None]:
+        unit, key = place.weight.unit, _key_of(place)
+
+        def after(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+            if self._precisions is None or unit not in self._due or unit in self._blind or not torch.is_grad_enabled():
+                return
+            inputs, weight = first_tensor([*args, *kwargs.values()]), module._parameters[place.local]
+            if isinstance(output, Tensor) and not output.requires_grad:
+                self._pathless.add(key)
+            if not (isinstance(output, Tensor) and output.requires_grad and inputs is not None and weight is not None):
+                return
+            if tuple(weight.shape) != (output.shape[-1], inputs.shape[-1]):
+                shapes = (
+                    f"{tuple(weight.shape)} with an input of {inputs.shape[-1]} and an output of {output.shape[-1]}"
+                )
+                self.unseen[place.weight.full_name] = f"it does not compute W x: {shapes}"
+                self._blind.add(unit)
+                return
+            flat = inputs.detach().reshape(-1, inputs.shape[-1])
+            rows = self._sample(len(flat), flat.device)
+            # A copy, also of all rows: the input may be changed in place later, which autograd would not mind here.
+            kept = _Kept(flat.clone() if rows is None else flat.index_select(0, rows), weight.detach())
+            measure = self._measure(place, self._precisions[unit] != "bf16", rows)
+            output.register_hook(lambda gradient: measure(gradient, kept))
+
+        return after
+
+    def _sample(self, count: int, device: torch.device) -> Tensor | None:
+        """Which of so many rows count in this step, the same ones for every layer; None: all of them."""
+        key = (count, device)
+        if key not in self._rows:
+            rows = sample_rows(count, self.units.config.impact_tokens, f"step {self._step}")
+            self._rows[key] = None if rows is None else to_device(torch.tensor(rows), device)
+        return self._rows[key]
+
+    def _measure(self, place: LinearPlace, is_low: bool, rows: Tensor | None) -> Callable[[Tensor, _Kept], None]:
+        config, lows, weight = self.units.config, self._lows, place.weight
+
+        def measure(gradient: Tensor, kept: _Kept) -> None:
+            inputs, on_device = kept.take()
+            if weight.unit in self._blind:  # known only now, from another of its layers
+                return
+            flat = gradient.reshape(-1, gradient.shape[-1])
+            scale = 1.0 if rows is None else len(flat) / len(rows)
+            flat = flat if rows is None else flat.index_select(0, rows)
+            true = to_device(self.units.truth(weight), on_device.device) if is_low else on_device
+            for precision in lows:
+                difference = rounding_error(true, high_or_low(config, precision, weight.dtype))
+                self.collector.add_impact(weight.unit, precision, impact_of(flat, inputs, difference), scale)
+            self._measured.add(_key_of(place))
+
+        return measure
+
+
+def _key_of(place: LinearPlace) -> _Key:
+    return id(place.module), place.local
+
+
+class _Kept:
+    """Tensors for a hook in backward, kept as autograd would keep them at this place, and let go when taken."""
+
+    def __init__(self, *tensors: Tensor) -> None:
+        self._hooks = outer_hooks()
+        self._kept: list[Any] = [one if self._hooks is None else self._hooks[0](one) for one in tensors]
+
+    def take(self) -> list[Tensor]:
+        kept, self._kept = self._kept, []
+        return [one if self._hooks is None else self._hooks[1](one) for one in kept]
+
+
+def first_tensor(found: Any) -> Tensor | None:
+    """The first tensor of what a module takes or gives."""
+    if isinstance(found, Tensor):
+        return found
+    if isinstance(found, Mapping):
+        found = list(found.values())
+    if isinstance(found, list | tuple):
+        return next((one for one in map(first_tensor, found) if one is not None), None)
+    return None

@@ -1,0 +1,282 @@
+"""Selective precision where people train: Hugging Face's Trainer, Lightning, TensorBoard.
+
+    Trainer(model, args, callbacks=[trainer_callback(policy)])
+    lightning.Trainer(callbacks=[lightning_callback(policy)])
+    trainer_callback(policy, scalars=TensorBoardScalars("runs/one"))
+
+Stream the model and make the policy first, then the trainer: streamed blocks stay where they are when a trainer moves
+the model to its device. The policy's state goes into each checkpoint, and comes back with it; so do masters and moments
+where the stream trains the weights (train="weights"), without which only the policy would go on.
+
+Where the config says `run_calibration`, the trainer's own data calibrate before the first step: the first batches of
+the dataset, unshuffled, so that neither the order of training nor its random numbers change.
+
+With train="weights" the trainer's learning rate, schedule included, is that of the streamed weights too, and its limit
+on the norm of gradients holds for all of them together, on the device and on the host.
+
+None of the libraries is imported until it is asked for.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from bitplan.optional import require
+from bitplan.plan.selective.config import SelectiveError
+from bitplan.runtime.selective.policy import SelectivePrecisionPolicy
+from bitplan.runtime.selective.run_calibration import Forward
+from bitplan.runtime.streaming.stream_blocks import BlockStream
+
+log = logging.getLogger("bitplan")
+STATE_FILE = "selective_precision.json"
+WEIGHTS_FILE = "streamed_weights.safetensors"
+WEIGHTS_KEY = "streamed_weights"  # in a Lightning checkpoint, beside the policy's keys
+EXTRA = "train"
+
+
+class TensorBoardScalars:
+    """Writes the policy's scalars (share of each precision, bytes saved, highest sensitivity) to a TensorBoard log.
+
+    target: a folder, or a SummaryWriter that you have
+    """
+
+    def __init__(self, target: Any) -> None:
+        if isinstance(target, str | Path):
+            require("tensorboard", purpose="TensorBoard scalars", extra=EXTRA)
+            from torch.utils.tensorboard import SummaryWriter
+
+            self.writer: Any = SummaryWriter(str(target))
+        else:
+            self.writer = target
+
+    def write(self, policy: SelectivePrecisionPolicy, step: int) -> None:
+        for name, value in policy.scalars().items():
+            self.writer.add_scalar(name, value, step)
+
+    def close(self) -> None:
+        self.writer.close()
+
+
+def trainer_callback(
+    policy: SelectivePrecisionPolicy,
+    *,
+    scalars: TensorBoardScalars | None = None,
+    resume_from: str | Path | None = None,
+) -> Any:
+    """A callback for transformers.Trainer.
+
+    The state is saved into each checkpoint. A resumed run reads it from `output_dir/checkpoint-STEP`, or from
+    `resume_from` where the checkpoint lies elsewhere.
+    """
+    base = require("transformers", purpose="a Trainer callback", extra=EXTRA).TrainerCallback
+    stream = policy.stream
+    trains, rate = stream.training is not None, _FollowedRate(stream)
+
+    class SelectivePrecisionCallback(base):  # type: ignore[misc, valid-type]
+        def __init__(self) -> None:
+            super().__init__()
+            self._max_norm = 0.0  # of the step under way
+
+        def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            if not state.global_step and policy.lacks_calibration:
+                policy.calibrate(_unshuffled(kwargs["train_dataloader"], args.train_batch_size), progress=False)
+            if state.global_step:
+                folder = Path(resume_from or Path(args.output_dir) / f"checkpoint-{state.global_step}")
+                weights = (lambda: stream.load(folder / WEIGHTS_FILE)) if trains else None
+                _restore(policy, lambda: policy.load(folder / STATE_FILE), weights)
+
+        def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            policy.begin_step(state.global_step)
+            if trains and args.max_grad_norm:
+                # The trainer would clip what is on the device by the norm of that alone: we clip, for this step.
+                self._max_norm, args.max_grad_norm = args.max_grad_norm, 0.0
+
+        def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            if self._max_norm:
+                stream.clip_gradients(self._max_norm, kwargs["model"].parameters())
+                self._max_norm, args.max_grad_norm = 0.0, self._max_norm
+            rate.follow(kwargs["optimizer"])
+            policy.collect_block_grad_stats()
+            policy.compute_hints(state.global_step)
+
+        def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            policy.end_step()
+            if scalars is not None:
+                scalars.write(policy, state.global_step)
+            self._make_current(control)
+
+        def on_epoch_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            self._make_current(control)
+
+        def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            folder = Path(args.output_dir) / f"checkpoint-{state.global_step}"
+            policy.save(folder / STATE_FILE)
+            if trains:
+                stream.save(folder / WEIGHTS_FILE)
+
+        def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            if trains:
+                stream.synchronize()
+
+        def _make_current(self, control: Any) -> None:
+            """Before the trainer saves the model: its Parameters become what the masters are."""
+            if trains and control.should_save:
+                stream.synchronize()
+
+    return SelectivePrecisionCallback()
+
+
+def lightning_callback(
+    policy: SelectivePrecisionPolicy,
+    *,
+    scalars: TensorBoardScalars | None = None,
+    calibration_forward: Forward | None = None,
+) -> Any:
+    """A callback for Lightning's Trainer; scalars also go to the logger that the trainer has.
+
+    calibration_forward   (module, batch) -> anything: how a batch of the training data is run to calibrate, for a
+                          LightningModule does not say. Without it nothing is calibrated here, and the log says so.
+    """
+    base = require("lightning.pytorch", purpose="a Lightning callback", extra=EXTRA).Callback
+    stream = policy.stream
+    trains, rate = stream.training is not None, _FollowedRate(stream)
+
+    class SelectivePrecisionCallback(base):  # type: ignore[misc, valid-type]
+        def __init__(self) -> None:
+            super().__init__()
+            self._opened: int | None = None
+
+        def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+            if calibration_forward is not None and not trainer.global_step and policy.lacks_calibration:
+                batches = _unshuffled(trainer.train_dataloader)
+                policy.calibrate(batches, forward=calibration_forward, progress=False)
+
+        def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+            if self._opened is None:  # not in the middle of an accumulation
+                self._opened = trainer.global_step
+                policy.begin_step(self._opened)
+
+        def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
+            assert self._opened is not None
+            if trains and trainer.gradient_clip_val:
+                if str(trainer.gradient_clip_algorithm or "norm") not in ("norm", "GradClipAlgorithmType.NORM"):
+                    raise SelectiveError(
+                        f"gradient_clip_algorithm={trainer.gradient_clip_algorithm!r}: the streamed weights' gradients "
+                        "are clipped by their norm; use 'norm', or gradient_clip_val=None"
+                    )
+                # Before the trainer does: what is left for it is within the limit.
+                parameters = (one for group in optimizer.param_groups for one in group["params"])
+                stream.clip_gradients(float(trainer.gradient_clip_val), parameters)
+            rate.follow(optimizer)
+            policy.collect_block_grad_stats()
+            policy.compute_hints(self._opened)
+
+        def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+            if trainer.global_step == self._opened:
+                return
+            self._opened = None
+            policy.end_step()
+            pl_module.log_dict(policy.scalars())
+            if scalars is not None:
+                scalars.write(policy, trainer.global_step)
+
+        def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+            if trains:
+                stream.synchronize()
+
+        def state_dict(self) -> dict[str, Any]:
+            # The stream's own makes the model's Parameters current; the checkpoint holds these by reference.
+            return {**policy.state_dict(), **({WEIGHTS_KEY: stream.state_dict()} if trains else {})}
+
+        def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+            found = dict(state_dict)
+            weights = found.pop(WEIGHTS_KEY, None)
+            if trains and weights is None:
+                raise SelectiveError(
+                    "the Lightning checkpoint has no streamed weights, and this stream trains them (train='weights'); "
+                    "resume from a checkpoint of such a run"
+                )
+            if not trains and weights is not None:
+                raise SelectiveError(
+                    f"the Lightning checkpoint has streamed weights, and with train={stream.train!r} none are trained"
+                )
+            _restore(
+                policy,
+                lambda: policy.load_state_dict(found, where="the Lightning checkpoint's selective precision state"),
+                (lambda: stream.load_state_dict(weights, where="the Lightning checkpoint's streamed weights"))
+                if trains
+                else None,
+            )
+
+    return SelectivePrecisionCallback()
+
+
+def _unshuffled(loader: Any, batch_size: int | None = None) -> Any:
+    """The data of a trainer's loader, from the beginning, by a loader of our own."""
+    from torch import Generator
+    from torch.utils.data import DataLoader
+
+    size = loader.batch_size or batch_size or 1
+    return DataLoader(loader.dataset, batch_size=size, collate_fn=loader.collate_fn, generator=Generator())
+
+
+class _FollowedRate:
+    """The rate that a trainer's optimizer has for the streamed weights, which the stream steps in its stead."""
+
+    def __init__(self, stream: BlockStream) -> None:
+        self._stream = stream
+        self._optimizer: Any = None
+        self._groups: list[int] = []
+
+    def follow(self, optimizer: Any) -> None:
+        """Before the optimizer steps."""
+        training = self._stream.training
+        if training is None:
+            return
+        if optimizer is not self._optimizer:
+            self._optimizer, self._groups = optimizer, self._groups_with_streamed(optimizer)
+        rates = {float(optimizer.param_groups[at]["lr"]) for at in self._groups}
+        if len(rates) > 1:
+            raise SelectiveError(
+                f"the trainer's optimizer has {len(rates)} learning rates for streamed weights ({sorted(rates)}), and "
+                "the stream has one for all; give them one"
+            )
+        training.lr = rates.pop() if rates else training.lr
+
+    def _groups_with_streamed(self, optimizer: Any) -> list[int]:
+        training = self._stream.training
+        assert training is not None
+        held = {
+            id(one.parameter)
+            for block in self._stream.blocks
+            for name, one in block.parameters.items()
+            if training.trains(block.name, name)
+        }
+        groups = optimizer.param_groups
+        found = [at for at, group in enumerate(groups) if any(id(one) in held for one in group["params"])]
+        if not found:
+            log.warning(
+                "bitplan: the trainer's optimizer holds none of the streamed weights, so its learning rate is not "
+                "theirs: they keep %g (stream.training.lr)",
+                training.lr,
+            )
+        return found
+
+
+def _restore(
+    policy: SelectivePrecisionPolicy, load_policy: Callable[[], None], load_weights: Callable[[], None] | None
+) -> None:
+    """Both or none: a policy that knows another training than the stream has would decide from what never was."""
+    if load_weights is None:
+        load_policy()
+        return
+    before = policy.state_dict()
+    load_policy()
+    try:
+        load_weights()
+    except BaseException:
+        policy.load_state_dict(before)
+        raise

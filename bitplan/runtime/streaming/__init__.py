@@ -1,0 +1,1 @@
+"""Models whose blocks wait on the host and cross to the device when they are needed."""

@@ -1,0 +1,154 @@
+"""BlockBytes: the bytes that wait on the host, and whether they are still those of the model's parameters.
+
+A block is encoded again when its formats or its parameters are no longer those it was encoded from. At every boundary
+each parameter is looked at, in a few microseconds, without reading a number of it:
+
+    which Parameter its module holds    module.weight = nn.Parameter(...), load_state_dict(assign=True)
+    torch's count of its writes         load_state_dict, and copy_, add_, ... under torch.no_grad()
+    where its numbers lie               parameter.data = other
+    whether it requires gradients       requires_grad_()
+
+Torch counts no writes through `.data` (`parameter.data.mul_(2)`) or through NumPy: `BlockStream.refresh` is for those.
+
+A block is struck off before its bytes are written, and entered when they are whole: what breaks off is done again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from bitplan.formats import Format
+from bitplan.runtime.streaming.block_encoding import put_block
+from bitplan.runtime.streaming.blocks.find import StreamedBlock, StreamedParameter, Train
+from bitplan.runtime.streaming.blocks.layout import BlockLayout
+from bitplan.runtime.streaming.errors import StreamError
+from bitplan.runtime.streaming.training.host_training import HostTraining
+from bitplan.runtime.streaming.transfer.host_memory import HostBlocks
+from bitplan.store.models.weight_changes import count_optimizer_steps
+
+REPLACED: tuple[Any, ...] = ()
+
+
+class BlockBytes:
+    """Encodes blocks into the host's buffers, and knows which ones have to be encoded again."""
+
+    def __init__(
+        self,
+        host: HostBlocks,
+        blocks: Sequence[StreamedBlock],
+        training: HostTraining | None,
+        train: Train,
+        device: torch.device,
+    ) -> None:
+        self._host, self._training, self._train, self._device = host, training, train, device
+        self._specs = {block.name: block.specs for block in blocks}
+        self._seen = {block.name: _look(block) for block in blocks}
+        self._written: dict[str, Mapping[str, Format]] = {}  # blocks whose bytes are whole, and their formats
+        self._unread: set[str] = set()  # blocks whose parameters count as changed, whatever is seen
+
+    def is_stale(self, block: StreamedBlock, formats: Mapping[str, Format]) -> bool:
+        """Whether a block must be `put` before it is sent in these formats."""
+        return self._written.get(block.name) != formats or bool(self.changed(block))
+
+    def changed(self, block: StreamedBlock) -> list[str]:
+        """The parameters that are not those which were read last."""
+        if block.name in self._unread:
+            return list(block.parameters)
+        now, seen = _look(block), self._seen[block.name]
+        return [] if now == seen else [name for name, one in now.items() if one != seen[name]]
+
+    def unread(self) -> None:
+        """Take no parameter for what it was."""
+        self._unread.update(self._seen)
+
+    def strike_off(self, block: str) -> None:
+        """Its bytes are not whole."""
+        self._written.pop(block, None)
+
+    def read(self, block: StreamedBlock, *, into_masters: bool = True) -> None:
+        """Take the parameters as the model has them now; refuses, by name, what cannot be streamed as it was.
+
+        into_masters: with train="weights", those that changed become what is trained.
+        """
+        changed = self.changed(block)
+        self.strike_off(block.name)
+        for name in changed:
+            one = block.parameters[name]
+            self._check(f"{block.name}.{name}", block, one, held := _held(f"{block.name}.{name}", one))
+            one.parameter = held
+            if into_masters and self._training is not None and self._training.trains(block.name, name):
+                self._training.take(block.name, name, held)
+        self.note(block)
+
+    def note(self, block: StreamedBlock) -> None:
+        """The parameters are known as they are now."""
+        self._seen[block.name] = _look(block)
+        self._unread.discard(block.name)
+
+    def put(self, block: StreamedBlock, layout: BlockLayout, formats: Mapping[str, Format]) -> None:
+        """Encode a block whose parameters were read."""
+        self.strike_off(block.name)
+        put_block(self._host, block, layout, self._training, self._device)
+        self.note(block)  # a parameter that is sent in its own type has become a view of the buffer
+        self._written[block.name] = dict(formats)
+
+    def put_updated(self, block: StreamedBlock, layout: BlockLayout) -> None:
+        """The same, on the optimizer's thread: nothing but the masters has changed."""
+        try:
+            put_block(self._host, block, layout, self._training, self._device)
+        except BaseException:
+            self.strike_off(block.name)
+            raise
+
+    def _check(self, full_name: str, block: StreamedBlock, one: StreamedParameter, held: nn.Parameter) -> None:
+        spec = self._specs[block.name][one.name]
+        if held.device.type != "cpu":
+            raise StreamError(
+                f"{full_name} is on {held.device} now: streamed parameters live on the host; put it on the CPU, or "
+                "close the stream first"
+            )
+        if (tuple(held.shape), held.dtype) != (spec.shape, spec.dtype):
+            now, was = (f"{tuple(one.shape)} {str(one.dtype).removeprefix('torch.')}" for one in (held, spec))
+            raise StreamError(f"{full_name} is {now} now and was streamed as {was}; close the stream and stream again")
+        trained = self._training is not None and self._training.trains(block.name, one.name)
+        if held.requires_grad and self._train != "nothing" and not trained:
+            raise StreamError(
+                f"{full_name} requires gradients now and is streamed as frozen, so it would never get one; call "
+                "requires_grad_(False) on it, or close the stream and stream again"
+            )
+
+
+def _held(full_name: str, one: StreamedParameter) -> nn.Parameter:
+    """The Parameter that all its places hold."""
+    found: dict[int, nn.Parameter] = {}
+    for module, local in one.places:
+        held = module._parameters.get(local)
+        if isinstance(held, Tensor) and not isinstance(held, nn.Parameter):
+            held = module._parameters[local] = one.parameter  # Ctrl-C kept a call from putting it back
+        if held is None:
+            raise StreamError(f"{full_name} is gone from its module; close the stream and stream again")
+        found[id(held)] = held
+    if len(found) > 1:
+        raise StreamError(
+            f"{full_name} has {len(one.places)} places in its block, and only some hold the new Parameter; replace it "
+            "in all of them"
+        )
+    return next(iter(found.values()))
+
+
+def _look(block: StreamedBlock) -> dict[str, tuple[Any, ...]]:
+    count_optimizer_steps()  # a fused optimizer of the user's own writes without torch's counting it
+    return {name: _look_at(one) for name, one in block.parameters.items()}
+
+
+def _look_at(one: StreamedParameter) -> tuple[Any, ...]:
+    parameter = one.parameter
+    for module, local in one.places:
+        if module._parameters.get(local) is not parameter:
+            return REPLACED
+    writes = -1 if parameter.is_inference() else parameter._version
+    return id(parameter), writes, parameter.data_ptr(), parameter.requires_grad

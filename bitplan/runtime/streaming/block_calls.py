@@ -1,0 +1,146 @@
+"""BlockCalls: what happens when a streamed block computes.
+
+Only the `forward` of each block is wrapped. For the time of the call its parameters are the streamed ones, and autograd
+keeps places instead of weights (`runtime.streaming.blocks.saved_tensors`).
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from bitplan.runtime.streaming.blocks.find import STREAMED, StreamedBlock, Train
+from bitplan.runtime.streaming.blocks.saved_tensors import save_weights_by_place
+from bitplan.runtime.streaming.errors import StreamError
+from bitplan.runtime.streaming.training.host_training import HostTraining
+from bitplan.runtime.streaming.transfer.finite_check import FiniteCheck
+from bitplan.runtime.streaming.weight_loader import WeightLoader
+
+
+class BlockCalls:
+    """The wrapped blocks of one stream."""
+
+    def __init__(
+        self,
+        loader: WeightLoader,
+        training: HostTraining | None,
+        finite: FiniteCheck | None,
+        train: Train,
+        before_outside: Callable[[StreamedBlock], None],
+    ) -> None:
+        """before_outside: called before a block computes outside a step."""
+        self._loader, self._training, self._finite, self._train = loader, training, finite, train
+        self._before_outside = before_outside
+        self._wrapped: list[tuple[StreamedBlock, Callable[..., Any] | None]] = []
+
+    def wrap(self, index: int, block: StreamedBlock) -> None:
+        """Put ourselves around a block's forward."""
+        forward = block.module.forward
+
+        @functools.wraps(forward)
+        def streamed(*args: Any, **kwargs: Any) -> Any:
+            try:
+                return self._run(index, block, forward, args, kwargs)
+            except Exception as error:
+                error.add_note(f"bitplan: in streamed block {self._loader.place(index)}")
+                raise
+
+        self._wrapped.append((block, block.module.__dict__.get("forward")))
+        block.module.forward = streamed
+        # `model.to(...)`, as every trainer calls it, passes a streamed block by: moved, it would not be streamed.
+        block.module._apply = lambda *_args, **_options: block.module  # type: ignore[method-assign]
+        setattr(block.module, STREAMED, True)
+
+    def unwrap(self) -> None:
+        for block, own_forward in self._wrapped:
+            for name in (STREAMED, "_apply", "forward"):
+                block.module.__dict__.pop(name, None)
+            if own_forward is not None:
+                block.module.forward = own_forward
+        self._wrapped = []
+
+    def _run(
+        self,
+        index: int,
+        block: StreamedBlock,
+        forward: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Any:
+        grad = torch.is_grad_enabled()
+        if self._loader.step is None:
+            if grad:
+                raise StreamError(
+                    f"{block.name}: computed with gradients outside a step; call begin_step(step), or use "
+                    "torch.no_grad()"
+                )
+            self._before_outside(block)
+        if grad and self._train == "nothing" and any(_needs_grad(value) for value in (*args, *kwargs.values())):
+            raise StreamError(
+                f"{block.name}: train='nothing', but an input requires gradients; stream with train='adapters' or "
+                "'weights', or run under torch.no_grad()"
+            )
+        if grad and self._loader.activations is not None:
+            return self._loader.activations.run(
+                index, lambda args, kwargs: self._compute(index, block, forward, args, kwargs), args, kwargs
+            )
+        return self._compute(index, block, forward, args, kwargs)
+
+    def _compute(
+        self,
+        index: int,
+        block: StreamedBlock,
+        forward: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Any:
+        grad = torch.is_grad_enabled()
+        weights = self._loader.weights(index, wraps=not block.module.training or self._train == "nothing")
+        if grad and self._training is not None:
+            weights = {name: self._leaf(block, name, weight) for name, weight in weights.items()}
+        with save_weights_by_place(self._loader) if grad else nullcontext(), _swapped(block, weights):
+            output = forward(*args, **kwargs)
+        if self._finite is not None:
+            self._finite.look_at(index, output)
+        return output
+
+    def _leaf(self, block: StreamedBlock, name: str, weight: Tensor) -> Tensor:
+        """A leaf of this call's graph, whose gradient goes to the host as soon as it is there."""
+        recorder, training = self._loader.recorder, self._training
+        assert recorder is not None
+        assert training is not None
+        if not (training.trains(block.name, name) and block.parameters[name].parameter.requires_grad):
+            return weight
+        gradients, leaf = training.gradients, weight.detach().requires_grad_()
+
+        def send(done: Tensor) -> None:
+            gradient, done.grad = done.grad, None
+            assert gradient is not None
+            training.receive(block.name, name, gradient, gradients, recorder)
+
+        leaf.register_post_accumulate_grad_hook(send)
+        return leaf
+
+
+@contextmanager
+def _swapped(block: StreamedBlock, weights: Mapping[str, Tensor]) -> Iterator[None]:
+    """The block's parameters are these tensors. Straight into the dicts: what is put there need not be a Parameter."""
+    parameters = block.parameters
+    try:
+        for name, one in parameters.items():
+            for module, local in one.places:
+                module._parameters[local] = weights[name]  # type: ignore[assignment]
+        yield
+    finally:
+        for one in parameters.values():
+            for module, local in one.places:
+                module._parameters[local] = one.parameter
+
+
+def _needs_grad(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.requires_grad

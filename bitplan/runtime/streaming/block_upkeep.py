@@ -1,0 +1,209 @@
+"""BlockUpkeep: at every boundary, what waits on the host and lies in slots is what formats and parameters ask for.
+
+Formats are chosen (`set_formats`); parameters are trained, or changed by others (`block_bytes` says how that is seen).
+Everything here may be broken off by Ctrl-C and goes on when it is called again: what is left to do is seen from what
+was done, not remembered beside it.
+
+With train="weights" a change must not meet an update of the same weights. So `load_state_dict` waits for updates first,
+`state_dict` too, whoever edits weights by hand calls `synchronize` before, and an edit that did not wait is refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+from torch.utils.hooks import RemovableHandle
+
+from bitplan.formats.codec import check_whole_blocks
+from bitplan.plan.plan import listed
+from bitplan.runtime.streaming.block_bytes import BlockBytes
+from bitplan.runtime.streaming.blocks.find import StreamedBlock
+from bitplan.runtime.streaming.blocks.formats import BlockFormats, BlockSpecs, Formats, resolve_formats
+from bitplan.runtime.streaming.blocks.layout import BlockLayout, lay_out
+from bitplan.runtime.streaming.errors import StreamError
+from bitplan.runtime.streaming.options import StreamOptions
+from bitplan.runtime.streaming.training.host_training import HostTraining
+from bitplan.runtime.streaming.transfer.host_memory import HostBlocks
+from bitplan.runtime.streaming.weight_loader import WeightLoader
+
+
+class BlockUpkeep:
+    """The formats, bytes and slots of one stream."""
+
+    def __init__(
+        self,
+        blocks: list[StreamedBlock],
+        specs: BlockSpecs,
+        formats: BlockFormats,
+        host: HostBlocks,
+        loader: WeightLoader,
+        training: HostTraining | None,
+        options: StreamOptions,
+    ) -> None:
+        self._blocks, self._specs, self._options = blocks, specs, options
+        self._host, self._loader, self._training = host, loader, training
+        self._by_name = {block.name: block for block in blocks}
+        self.formats = formats
+        self.pending: BlockFormats | None = None  # for the next step
+        self.bytes = BlockBytes(host, blocks, training, options.train, loader.device.torch_device)
+
+    @property
+    def chosen(self) -> BlockFormats:
+        """The formats of the next step."""
+        return self.formats if self.pending is None else self.pending
+
+    def fitting_formats(self, formats: Formats, current: BlockFormats) -> BlockFormats:
+        """Formats that blocks and slots can have; what is not named is as in `current`."""
+        chosen = resolve_formats(formats, self._specs, current)
+        layouts, slot_bytes = lay_out_all(self._specs, chosen), self._options.slot_bytes
+        for name, layout in zip(self._by_name, layouts, strict=True):
+            if slot_bytes is not None and layout.nbytes > slot_bytes:
+                raise StreamError(
+                    f"{name} would take {layout.nbytes} bytes and a slot has {slot_bytes}: it fits no slot; "
+                    "stream with larger slot_bytes, or choose smaller formats"
+                )
+        return chosen
+
+    # ---- boundaries --------------------------------------------------------------------------------------------------
+
+    def bring_up_to_date(self) -> None:
+        """Before a step: formats that were chosen and parameters that changed take effect."""
+        chosen, before = self.chosen, self.formats
+        stale = self._stale(self._blocks, chosen)
+        if stale or not self._loader.is_allocated:
+            self._prepare(stale)
+            try:
+                self.write(chosen, stale)
+            except Exception:
+                self.pending = None
+                if chosen != before:
+                    self.write(before, self._blocks)
+                raise
+        self.formats, self.pending = chosen, None
+
+    def bring_block_up_to_date(self, block: StreamedBlock) -> None:
+        """Before a block computes outside a step; formats that are chosen for the next step wait for it."""
+        self._loader.mend()
+        stale = self._stale([block], self.formats)
+        if stale or not self._loader.is_allocated:
+            self._prepare(stale)
+            self.write(self.formats, stale)
+
+    def replace_weights(self, formats: BlockFormats, restore: Callable[[], None]) -> None:
+        """Other formats and other masters, which `restore` fills; no update may be under way."""
+        self._wait_for_readers()
+        for block in self._blocks:
+            self.bytes.read(block, into_masters=False)
+        before, self.pending = self.formats, None
+        try:
+            self._allocate(formats, self._blocks)
+        except Exception:
+            self.write(before, self._blocks)
+            raise
+        restore()
+        self.write(formats, self._blocks)
+
+    def write(self, formats: BlockFormats, blocks: Iterable[StreamedBlock]) -> None:
+        """Encode blocks in these formats; what slots hold of them counts no more."""
+        blocks = list(blocks)
+        if self._loader.is_allocated and formats == self.formats:
+            self._loader.forget(self._places(blocks))
+        else:
+            self._allocate(formats, blocks)
+        for block in blocks:
+            self.bytes.put(block, self._layout_of(block), formats[block.name])
+            if self._training is not None:
+                self._training.unencoded.discard(block.name)
+
+    def put_updated(self, name: str) -> None:
+        """On the optimizer's thread: encode a block whose masters were stepped."""
+        block = self._by_name[name]
+        self.bytes.put_updated(block, self._layout_of(block))
+
+    def _stale(self, blocks: Iterable[StreamedBlock], formats: BlockFormats) -> list[StreamedBlock]:
+        lost = {*self._host.lost(), *(() if self._training is None else self._training.unencoded)}
+        return [block for block in blocks if block.name in lost or self.bytes.is_stale(block, formats[block.name])]
+
+    def _prepare(self, stale: list[StreamedBlock]) -> None:
+        """Before bytes are written: parameters are read, and nobody reads the old bytes any more."""
+        self._refuse_racing(stale)
+        if self._training is not None:
+            self._training.finish()
+        self._wait_for_readers()
+        for block in stale:
+            self.bytes.read(block)
+
+    def _wait_for_readers(self) -> None:
+        self._loader.mend()
+        self._loader.wait_for_copies(self._loader.transfers())
+
+    def _allocate(self, formats: BlockFormats, changed: Iterable[StreamedBlock]) -> None:
+        options, layouts = self._options, lay_out_all(self._specs, formats)
+        self._loader.is_allocated = False  # from here on the layouts are not those of `formats`
+        self.formats = formats
+        self._loader.allocate(layouts, options.slots, options.slot_bytes, options.vram_bytes, self._places(changed))
+
+    def _places(self, blocks: Iterable[StreamedBlock]) -> set[int]:
+        return {self._loader.names.index(block.name) for block in blocks}
+
+    def _layout_of(self, block: StreamedBlock) -> BlockLayout:
+        return self._loader.layouts[self._loader.names.index(block.name)]
+
+    # ---- weights that are trained ------------------------------------------------------------------------------------
+
+    def settle(self) -> None:
+        """Wait for updates, and make the model's Parameters the weights as they were trained."""
+        if self._training is not None:
+            self._refuse_racing(self._blocks)
+            self._training.settle(self._by_name)
+
+    def hook_state_dicts(self) -> list[RemovableHandle]:
+        """With train="weights": a state_dict holds what was trained, and what is loaded comes after all updates."""
+        if self._training is None:
+            return []
+        training, hooks = self._training, []
+        for block in self._blocks:
+            hooks.append(block.module.register_state_dict_pre_hook(lambda *_: self.settle()))
+            hooks.append(block.module.register_load_state_dict_pre_hook(lambda *_: training.settle(self._by_name)))
+        return hooks
+
+    def refuse_changes_within(self, step: int) -> None:
+        """The update at the end of a step is made from its gradients, which are of the weights that it began with."""
+        names = [f"{block.name}.{name}" for block in self._blocks for name in self._changed_masters(block)]
+        if names:
+            raise StreamError(
+                f"{listed(names)} changed within step {step}, whose gradients are of the weights before: begin_step "
+                "drops the step; change weights between synchronize() and begin_step"
+            )
+
+    def _refuse_racing(self, blocks: Iterable[StreamedBlock]) -> None:
+        """Changes of weights that were being trained at that time; raised once."""
+        training = self._training
+        if training is None or training.is_settled:
+            return
+        changed = {block.name: self._changed_masters(block) for block in blocks}
+        names = [f"{block}.{name}" for block, found in changed.items() for name in found]
+        if not names:
+            return
+        for block, found in changed.items():
+            if found:
+                self.bytes.read(self._by_name[block], into_masters=False)
+        training.settle(self._by_name)
+        raise StreamError(
+            f"{listed(names)} changed after end_step and before synchronize(), while the update of the step was under "
+            "way: which of the two is in it is not certain; call synchronize() before you change weights. Load the "
+            "weights again, or go on with what the model holds now"
+        )
+
+    def _changed_masters(self, block: StreamedBlock) -> list[str]:
+        training = self._training
+        changed = [] if training is None else self.bytes.changed(block)
+        return [name for name in changed if training is not None and training.trains(block.name, name)]
+
+
+def lay_out_all(specs: BlockSpecs, formats: BlockFormats) -> list[BlockLayout]:
+    """The layout of every block in these formats; formats that cannot hold a parameter are refused."""
+    for block, names in formats.items():
+        for name, fmt in names.items():
+            check_whole_blocks(fmt, specs[block][name].shape, None, f"{block}.{name}")
+    return [lay_out(specs[block], names) for block, names in formats.items()]

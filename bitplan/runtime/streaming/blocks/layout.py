@@ -1,0 +1,146 @@
+"""BlockLayout: one block's parameters, each in its format, in one flat byte buffer.
+
+A block crosses the bus in one copy, so all its tensors lie in one buffer, the same on the host and in a slot of the
+device. A layout is a pure function of shapes, types and formats:
+
+    | q.weight data | q.weight scales | k.weight data | ... | norm.weight data |      every offset a multiple of 256
+
+On the device a parameter is read in its own type. Where the format is that type, the parameter is a view of the slot
+and nothing is computed; else it is decoded into a scratch buffer, which has a layout of its own (only the decoded
+parameters). Both layouts are fixed between step boundaries: a byte offset names a number wherever the block lies.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from bitplan.formats import Encoded, Format
+from bitplan.kernels import decode
+from bitplan.kernels.codec.dispatch import explain_decode
+
+ALIGNMENT = 256  # of every part: what CUDA's allocator gives, and what vector loads need
+PADDING = "padding"
+
+
+@dataclass(frozen=True)
+class ParameterSpec:
+    """What a parameter is to the model."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+@dataclass(frozen=True)
+class Part:
+    """One part of an Encoded (codes, scales, ...) in the buffer."""
+
+    offset: int
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+    def view(self, buffer: Tensor) -> Tensor:
+        return buffer[self.offset : self.offset + self.nbytes].view(self.dtype).view(self.shape)
+
+
+@dataclass(frozen=True)
+class Piece:
+    """One parameter: its format on the wire, its parts, and where it is decoded to (None: used where it lies)."""
+
+    name: str
+    spec: ParameterSpec
+    fmt: Format
+    parts: Mapping[str, Part]
+    decoded: Part | None
+
+    @property
+    def nbytes(self) -> int:
+        return sum(part.nbytes for part in self.parts.values())
+
+    def encoded(self, buffer: Tensor) -> Encoded:
+        """The parameter as the buffer holds it; views."""
+        return Encoded(self.fmt, self.spec.shape, **{name: part.view(buffer) for name, part in self.parts.items()})
+
+    def write(self, buffer: Tensor, encoded: Encoded) -> None:
+        """Put an encoded parameter where it belongs."""
+        for name, tensor in encoded.parts.items():
+            self.parts[name].view(buffer).copy_(tensor)
+
+    def weight(self, slot: Tensor, scratch: Tensor) -> Tensor:
+        """The parameter in its own type: in the slot, or in the scratch, where `decode_into` has put it."""
+        return self.parts["data"].view(slot) if self.decoded is None else self.decoded.view(scratch)
+
+    def decode_into(self, slot: Tensor, scratch: Tensor) -> None:
+        """Expand the parameter into the scratch; on CUDA by Triton, on the current stream, without waiting."""
+        if self.decoded is None:
+            return
+        target = self.decoded.view(scratch)
+        if self.fmt.is_cast:
+            target.copy_(self.parts["data"].view(slot))
+            return
+        encoded = self.encoded(slot)
+        if slot.is_cuda and explain_decode(encoded, self.spec.dtype).implementation == "triton":
+            from bitplan.kernels.codec.triton_codec import DECODERS  # loads Triton
+
+            DECODERS[self.fmt.name](encoded, self.spec.dtype, out=target)
+        else:
+            target.copy_(decode(encoded, self.spec.dtype))
+
+
+@dataclass(frozen=True)
+class BlockLayout:
+    """Where everything of one block lies; `nbytes` is what a transfer of the block copies."""
+
+    pieces: Mapping[str, Piece]
+    nbytes: int
+    scratch_nbytes: int
+
+    @property
+    def bytes_by_format(self) -> dict[str, int]:
+        """Sums up to `nbytes`: what lies between the parts is padding."""
+        found: Counter[str] = Counter()
+        for piece in self.pieces.values():
+            found[piece.fmt.name] += piece.nbytes
+        found[PADDING] = self.nbytes - found.total()
+        return {name: nbytes for name, nbytes in found.items() if nbytes}
+
+    @property
+    def formats(self) -> dict[str, str]:
+        return {name: piece.fmt.name for name, piece in self.pieces.items()}
+
+    def decode_into(self, slot: Tensor, scratch: Tensor) -> None:
+        for piece in self.pieces.values():
+            piece.decode_into(slot, scratch)
+
+
+def lay_out(specs: Mapping[str, ParameterSpec], formats: Mapping[str, Format]) -> BlockLayout:
+    """The layout of parameters in these formats, in the order of `specs`."""
+    pieces, end, scratch_end = {}, 0, 0
+    for name, spec in specs.items():
+        fmt, parts = formats[name], {}
+        for part_name, (dtype, shape) in fmt.part_shapes(spec.shape).items():
+            parts[part_name] = Part(aligned(end), dtype, shape)
+            end = parts[part_name].offset + parts[part_name].nbytes
+        decoded = None
+        if not (fmt.is_cast and fmt.storage == spec.dtype):
+            decoded = Part(aligned(scratch_end), spec.dtype, spec.shape)
+            scratch_end = decoded.offset + decoded.nbytes
+        pieces[name] = Piece(name, spec, fmt, parts, decoded)
+    return BlockLayout(pieces, aligned(end), aligned(scratch_end))
+
+
+def aligned(offset: int) -> int:
+    return -(-offset // ALIGNMENT) * ALIGNMENT

@@ -1,0 +1,57 @@
+"""StreamOptions: what `stream_blocks` was asked for, checked as a whole before anything is allocated."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from pathlib import Path
+
+from bitplan.runtime.streaming.blocks.find import Train
+from bitplan.runtime.streaming.blocks.formats import Formats
+from bitplan.runtime.streaming.errors import StreamError
+from bitplan.runtime.streaming.training.host_training import AdamWSettings
+from bitplan.runtime.streaming.transfer.host_memory import HostKind
+from bitplan.runtime.streaming.weight_loader import Slots
+
+
+@dataclass(frozen=True)
+class StreamOptions:
+    """The options of `stream_blocks`, by the same names."""
+
+    formats: Formats
+    slots: Slots
+    host: HostKind
+    train: Train
+    optimizer: AdamWSettings | None
+    clip_grad_norm: float | None
+    slot_bytes: int | None
+    vram_bytes: int | None
+    host_folder: str | Path | None
+    telemetry: str | Path | None
+    check_finite: bool
+    offload_activations: bool
+    timeout_s: float
+
+    def check(self) -> None:
+        """Refuse what does not go together."""
+        train = self.train
+        if self.clip_grad_norm is not None:
+            if train != "weights":
+                raise StreamError(
+                    f"clip_grad_norm= clips gradients of streamed weights, but train={train!r}; those of adapters are "
+                    "on the device: torch.nn.utils.clip_grad_norm_ clips them"
+                )
+            check_norm("clip_grad_norm", self.clip_grad_norm)
+        if self.offload_activations and train == "nothing":
+            raise StreamError("offload_activations=True keeps inputs for a backward, and train='nothing' has none")
+        if self.optimizer is not None and train != "weights":
+            raise StreamError(f"optimizer= trains streamed weights, but train={train!r}; pass train='weights'")
+        if train == "weights" and self.host == "file":
+            raise StreamError(
+                "train='weights' keeps FP32 masters in RAM, so host='file' would save nothing; use 'pinned'"
+            )
+
+
+def check_norm(what: str, max_norm: float) -> None:
+    if not (math.isfinite(max_norm) and max_norm > 0):
+        raise StreamError(f"{what}: expected a norm above 0, got {max_norm!r}")

@@ -1,0 +1,437 @@
+"""stream_blocks: run and train a model whose blocks do not all fit the device.
+
+    with stream_blocks(model, "model.layers.*", device="cuda", formats="int8_row", slots=3) as stream:
+        for step, batch in enumerate(batches):
+            stream.begin_step(step)
+            loss = model(**batch).loss          # as ever, with or without checkpointing
+            loss.backward()
+            optimizer.step(); optimizer.zero_grad()
+            stream.end_step()
+
+Blocks wait on the host in their formats, cross the bus in these formats, and are decoded on the device. Weights and
+formats change at step boundaries only: those that the stream trains, and those that somebody else changed meanwhile
+(`model.load_state_dict`, an edit under torch.no_grad()), which are seen there and encoded again (`block_bytes`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, Self
+
+import torch
+from torch import Tensor, nn
+
+from bitplan.errors import FormatError
+from bitplan.plan.selective.conductor import Pressure, RuntimeLimitHints
+from bitplan.runtime.streaming.block_calls import BlockCalls
+from bitplan.runtime.streaming.block_upkeep import BlockUpkeep, lay_out_all
+from bitplan.runtime.streaming.blocks.find import StreamedBlock, Train, find_blocks, move_resident
+from bitplan.runtime.streaming.blocks.formats import BlockFormats, Formats, resolve_formats
+from bitplan.runtime.streaming.blocks.saved_tensors import check_torch
+from bitplan.runtime.streaming.errors import StreamError, StreamStateError
+from bitplan.runtime.streaming.options import StreamOptions, check_norm
+from bitplan.runtime.streaming.telemetry import StepRecorder, StreamStats, Telemetry
+from bitplan.runtime.streaming.training.host_training import AdamWSettings, HostTraining
+from bitplan.runtime.streaming.training.training_state import (
+    load_training,
+    read_training,
+    training_document,
+    write_training,
+)
+from bitplan.runtime.streaming.transfer.activation_offload import ActivationOffload
+from bitplan.runtime.streaming.transfer.copies import WAIT_TIMEOUT_S, Transfer
+from bitplan.runtime.streaming.transfer.devices import StreamDevice, open_device
+from bitplan.runtime.streaming.transfer.finite_check import FiniteCheck, SentFlags
+from bitplan.runtime.streaming.transfer.host_memory import HostKind, open_host
+from bitplan.runtime.streaming.weight_loader import Slots, WeightLoader
+
+
+def stream_blocks(
+    model: nn.Module,
+    blocks: str = "model.layers.*",
+    *,
+    device: StreamDevice | torch.device | str = "cuda",
+    formats: Formats = None,
+    slots: Slots = "auto",
+    host: HostKind = "pinned",
+    train: Train = "adapters",
+    optimizer: AdamWSettings | None = None,
+    clip_grad_norm: float | None = None,
+    slot_bytes: int | None = None,
+    vram_bytes: int | None = None,
+    host_folder: str | Path | None = None,
+    telemetry: str | Path | None = None,
+    check_finite: bool = True,
+    offload_activations: bool = False,
+    timeout_s: float = WAIT_TIMEOUT_S,
+) -> BlockStream:
+    """Stream the blocks of a model through a device; everything else of the model moves there and stays.
+
+    blocks        names of the blocks; `*` stands for one part of a name
+    device        "cuda", "cuda:1"; "cpu" is a simulated device, for tests and for trying it out
+    formats       None (each parameter's own type), a format, a mapping or a Plan; see `runtime.streaming.blocks.formats`
+    slots         ring slots on the device; "auto" fills spare memory, with resident blocks first
+    host          "pinned", "pageable", or "file" (in `host_folder`, or a temporary folder)
+    train         "adapters": parameters of blocks that require gradients stay on the device, yours to optimize;
+                  "weights": they are streamed, and trained on the host by AdamW (`optimizer`);
+                  "nothing": all is streamed, and nothing has gradients
+    clip_grad_norm    with train="weights": the most that the norm of all streamed gradients may be, as
+                  torch.nn.utils.clip_grad_norm_ has it; `clip_gradients` takes parameters outside of blocks in
+    slot_bytes    size of a slot; by default that of the largest block
+    vram_bytes    what slots="auto" may take, instead of what is spare
+    telemetry     a file that gets one JSON line a step
+    check_finite  look for NaN and infinity in what blocks give, without waiting for the device
+    offload_activations   checkpoint every block, and keep its input in pinned memory from its forward to its backward
+    timeout_s     how long any wait for a transfer may take before it is an error
+    """
+    options = StreamOptions(
+        formats=formats,
+        slots=slots,
+        host=host,
+        train=train,
+        optimizer=optimizer,
+        clip_grad_norm=clip_grad_norm,
+        slot_bytes=slot_bytes,
+        vram_bytes=vram_bytes,
+        host_folder=host_folder,
+        telemetry=telemetry,
+        check_finite=check_finite,
+        offload_activations=offload_activations,
+        timeout_s=timeout_s,
+    )
+    return BlockStream(model, find_blocks(model, blocks, train), open_device(device), options)
+
+
+class BlockStream:
+    """A model whose blocks are streamed, until `close`."""
+
+    def __init__(
+        self, model: nn.Module, blocks: list[StreamedBlock], device: StreamDevice, options: StreamOptions
+    ) -> None:
+        check_torch()
+        options.check()
+        self.model, self.blocks, self.device, self.train = model, blocks, device, options.train
+        self._options, self._by_name = options, {block.name: block for block in blocks}
+        specs = {block.name: block.specs for block in blocks}
+        formats = resolve_formats(options.formats, specs)
+        lay_out_all(specs, formats)  # refuses what cannot be, before anything is opened
+        self._telemetry = Telemetry(options.telemetry)
+        self._is_closed = False
+        self._step: int | None = None
+        self._host = open_host(options.host, device, options.host_folder)
+        self.training = self._open_training(options)
+        names = list(self._by_name)
+        self._loader = WeightLoader(device, self._host, names, self.training, options.timeout_s)
+        if options.offload_activations:
+            self._loader.activations = ActivationOffload(
+                device, len(blocks), self._loader.place, self._loader.room, options.timeout_s
+            )
+        self._upkeep = BlockUpkeep(blocks, specs, formats, self._host, self._loader, self.training, options)
+        try:
+            move_resident(model, blocks, device.torch_device)
+            self._finite = FiniteCheck(device, names) if options.check_finite else None
+            self._upkeep.write(formats, blocks)
+        except BaseException:
+            self._free()
+            raise
+        self._calls = BlockCalls(self._loader, self.training, self._finite, options.train, self._before_outside)
+        for index, block in enumerate(blocks):
+            self._calls.wrap(index, block)
+        self._hooks = self._upkeep.hook_state_dicts()
+
+    def _open_training(self, options: StreamOptions) -> HostTraining | None:
+        if options.train != "weights":
+            return None
+        settings = options.optimizer or AdamWSettings()
+        return HostTraining(self.blocks, settings, self.device, options.timeout_s, options.clip_grad_norm)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, error: object, *_: object) -> None:
+        failure = self._shut_down()
+        if failure is not None and error is None:
+            raise failure
+
+    def __repr__(self) -> str:
+        return f"BlockStream({len(self.blocks)} blocks to {self.device.torch_device}, {self.stats})"
+
+    # ---- steps -------------------------------------------------------------------------------------------------------
+
+    def begin_step(self, step: int) -> None:
+        """Open a step: new formats take effect, and the first blocks are on their way.
+
+        A step that was not ended is abandoned, and the gradients it gathered are dropped. What went wrong in an
+        earlier step on another thread is raised here, once; call it again to go on.
+        """
+        self._check_open()
+        if self._step is not None:
+            self._abandon()
+        self._raise_failures()
+        self._upkeep.bring_up_to_date()
+        self.device.reset_peak()
+        if self._finite is not None:
+            self._finite.start()
+        recorder = StepRecorder(self.device, step, self.device.mark())
+        if self.training is not None:
+            self.training.begin(step)
+        self._loader.start(step, recorder)
+        self._step = step
+        self._telemetry.flush()
+
+    def end_step(self) -> None:
+        """Close the step; with train="weights" its gradients are applied, beside what comes next."""
+        self._check_open()
+        if self._step is None:
+            raise StreamError("end_step: no step is open; call begin_step(step) first")
+        step, recorder = self._step, self._loader.recorder
+        if recorder is None:
+            raise StreamError(f"end_step: step {step} was broken off in its end_step; call begin_step(step)")
+        self._upkeep.refuse_changes_within(step)
+        flags = None if self._finite is None else self._finite.send(step)
+        transfers = self._loader.transfers()
+        self._loader.stop()
+        recorder.close()
+        if self.training is not None:
+            self._loader.forget()
+            self.training.update(
+                self._upkeep.put_updated, lambda: self._check_step(flags, transfers)
+            )  # now the step counts
+        elif self._finite is not None and flags is not None:
+            self._finite.keep(flags)
+        self._step = None
+        self._telemetry.add(recorder)
+        self._raise_failures()
+
+    def clip_gradients(self, max_norm: float, also: Iterable[Tensor] = ()) -> float:
+        """Clip by the norm of all gradients, those of streamed weights and of `also` (parameters on the device).
+
+        Call it after the last backward of the step, before your optimizer. Gives the norm before clipping, so it waits
+        until backward is done and its gradients are on the host: the price of one norm for both sides.
+        """
+        self._check_open()
+        if self._step is None or self.training is None:
+            state = "no step is open" if self.training is not None else f"train={self.train!r} streams no gradients"
+            raise StreamError(f"clip_gradients: {state}; it goes with train='weights', between backward and end_step")
+        check_norm("clip_gradients", max_norm)
+        return self.training.clip(max_norm, list(also))
+
+    def synchronize(self) -> None:
+        """Wait for updates that are under way, and raise what went wrong in them or in earlier steps.
+
+        The model's own Parameters are then the weights as they were trained: read them, or save the model.
+        """
+        if self.training is not None:
+            self.training.finish()
+        self._raise_failures(wait=True)
+        self._upkeep.settle()
+
+    def refresh(self) -> None:
+        """Read every parameter again at the next boundary: for changes that torch does not count, see `block_bytes`.
+
+        With train="weights" call `synchronize` before you write into parameters, and this afterwards.
+        """
+        self._check_open()
+        if self._step is not None:
+            raise StreamError(f"refresh: step {self._step} is open; change weights between end_step and begin_step")
+        if self.training is not None and not self.training.is_settled:
+            raise StreamError(
+                "refresh: the model's Parameters are older than the weights that are trained; call synchronize(), "
+                "then write into the Parameters, then call refresh()"
+            )
+        self._upkeep.bytes.unread()
+
+    def set_formats(self, formats: Formats) -> None:
+        """Other formats from the next begin_step on; what a mapping does not name stays as it is."""
+        self._check_open()
+        self._upkeep.pending = self._upkeep.fitting_formats(formats, self._upkeep.chosen)
+
+    def set_limits(self, hints: RuntimeLimitHints) -> None:
+        """Move no more, and no further ahead, than a conductor allows, from now until the next begin_step.
+
+        Holds at once for every copy that is not started yet; within a step limits only tighten. A block that is needed
+        is always loaded. `block_precision_map` is no limit and is not read: precisions go through `set_formats`.
+        """
+        self._check_open()
+        if not isinstance(hints, RuntimeLimitHints):
+            raise StreamError(
+                f"set_limits: expected RuntimeLimitHints (bitplan.plan.selective.conductor), got {hints!r}"
+            )
+        self._loader.tighten(hints)
+
+    def pressure(self) -> Pressure:
+        """How full the device is, for a conductor: from counters and events that are there, waiting for nothing."""
+        self._check_open()
+        return Pressure(self.device.used_bytes(), self.device.total_bytes(), self._loader.slots_full())
+
+    @property
+    def formats(self) -> dict[str, str]:
+        """The format of every streamed parameter, by full name."""
+        return _by_full_name(self._upkeep.formats)
+
+    @property
+    def stats(self) -> StreamStats:
+        """Totals, sizes, and the last step whose clocks have been read."""
+        self._telemetry.flush()
+        ring = self._loader._ring
+        return StreamStats(
+            steps=self._telemetry.steps,
+            bytes_h2d=self.device.bytes_in,
+            bytes_d2h=self.device.bytes_out,
+            vram_bytes=0 if ring is None else ring.nbytes,
+            pinned_bytes=self.device.pinned_bytes,
+            ring_slots=0 if ring is None else len(ring.slots),
+            slot_bytes=0 if ring is None else ring.slot_bytes,
+            resident_blocks=0 if ring is None else len(ring.resident),
+            last=self._telemetry.last,
+        )
+
+    # ---- checkpoints -------------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """With train="weights": masters, AdamW's moments and settings, formats; see `training_state`. Between steps.
+
+        The tensors are those in use, as in torch: save them, or copy them, before the next end_step.
+        """
+        training = self._require_training("state_dict")
+        if self._step is not None:
+            raise StreamError(f"state_dict: step {self._step} is open; save between end_step and begin_step")
+        self.synchronize()
+        return training_document(training, _by_full_name(self._upkeep.chosen))
+
+    def load_state_dict(
+        self,
+        document: Mapping[str, Any],
+        *,
+        accept_optimizer_change: bool = False,
+        where: str = "the state of the streamed weights",
+    ) -> None:
+        """Go on as the saved stream would have; a state of another model or optimizer is refused, and nothing changed.
+
+        accept_optimizer_change: keep the settings and the learning rate that this stream has. A step that was not ended
+        is abandoned.
+        """
+        self._restore(document, where, accept_optimizer_change=accept_optimizer_change, copies=True)
+
+    def save(self, path: str | Path) -> None:
+        """`state_dict` in a safetensors file, whole or not at all."""
+        write_training(path, self.state_dict())
+
+    def load(self, path: str | Path, *, accept_optimizer_change: bool = False) -> None:
+        """`load_state_dict` from a file that `save` wrote."""
+        self._require_training("load")
+        self._restore(load_training(path), str(path), accept_optimizer_change=accept_optimizer_change, copies=False)
+
+    def _restore(self, document: Any, where: str, *, accept_optimizer_change: bool, copies: bool) -> None:
+        training = self._require_training("load_state_dict")
+        state = read_training(
+            document, training, self.formats, where=where, accept_optimizer_change=accept_optimizer_change
+        )
+        try:
+            chosen = self._upkeep.fitting_formats(state.formats, self._upkeep.formats)
+        except (StreamError, FormatError) as error:
+            raise StreamStateError(f"{where}: {error}") from None
+        if self._step is not None:
+            self._abandon()
+        training.finish()
+        self._upkeep.replace_weights(chosen, lambda: training.restore(state.trained, state.lr, copies=copies))
+
+    def _require_training(self, call: str) -> HostTraining:
+        self._check_open()
+        if self.training is None:
+            raise StreamError(
+                f"{call}: train={self.train!r} trains nothing on the host; what is trained is in the model's own "
+                "state_dict and in your optimizer's"
+            )
+        return self.training
+
+    def close(self) -> None:
+        """Give all memory back; the model's blocks lie on the host again, with the weights they have now.
+
+        What went wrong in a step that had ended, and was not raised yet, is raised when all is given back.
+        """
+        failure = self._shut_down()
+        if failure is not None:
+            raise failure
+
+    def _shut_down(self) -> Exception | None:
+        if self._is_closed:
+            return None
+        self._is_closed = True
+        self._calls.unwrap()
+        for hook in self._hooks:
+            hook.remove()
+        try:
+            return self._finish()
+        finally:
+            self._free()
+
+    def _finish(self) -> Exception | None:
+        """Everything under way is done, and the model has its weights; what went wrong, if it was not raised yet."""
+        if self._step is not None:
+            self._abandon()
+        failure: Exception | None = None
+        if self.training is not None:
+            self.training.finish()
+            failure = self.training.failure
+            try:
+                self._upkeep.settle()
+            except StreamError as error:
+                failure = failure or error
+            if self.training.torn is not None:
+                failure = StreamError(self.training.torn)
+        elif self._finite is not None:
+            failure = self._finite.find(wait=True)
+        self.device.finish(self.device.mark())
+        self._telemetry.close()
+        return failure
+
+    # ---- what happens at a boundary ----------------------------------------------------------------------------------
+
+    def _abandon(self) -> None:
+        self._loader.stop()
+        if self.training is not None:
+            self.training.abandon()
+        self._step = None
+
+    def _raise_failures(self, *, wait: bool = False) -> None:
+        if self.training is not None:
+            failure = self.training.find_failure()
+            if failure is not None:
+                self.training.recover()
+                if self.training.torn is None:
+                    raise failure
+            if self.training.torn is not None:
+                raise StreamError(self.training.torn)
+        elif self._finite is not None:
+            found = self._finite.find(wait=wait)
+            if found is not None:
+                raise found
+
+    def _check_step(self, flags: SentFlags | None, transfers: list[Transfer]) -> None:
+        """On the optimizer's thread, before the first master changes."""
+        found = None if self._finite is None or flags is None else self._finite.read(flags)
+        if found is not None:
+            raise found
+        self._loader.wait_for_copies(transfers)
+
+    def _before_outside(self, block: StreamedBlock) -> None:
+        if self._step is not None:  # its end_step was broken off
+            self._abandon()
+        self._upkeep.bring_block_up_to_date(block)
+
+    def _check_open(self) -> None:
+        if self._is_closed:
+            raise StreamError("this stream is closed; call stream_blocks again")
+
+    def _free(self) -> None:
+        """Everything back to where it came from; safe to call in any state."""
+        self._loader.close()
+        if self.training is not None:
+            self.training.close()
+        self._host.close()
+
+
+def _by_full_name(formats: BlockFormats) -> dict[str, str]:
+    return {f"{block}.{name}": fmt.name for block, names in formats.items() for name, fmt in names.items()}

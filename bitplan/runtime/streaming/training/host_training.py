@@ -1,0 +1,440 @@
+"""Training streamed weights: FP32 masters on the host, gradients that come back, AdamW beside the next transfers.
+
+    backward, device   gradient of a weight is ready -> gradient thread: copy it out, add it to the step's (float32)
+    end_step           optimizer thread, block after block in forward order: AdamW on the masters, encode, mark fresh
+    next step          the transfer thread waits for a block to be fresh, and no one else waits for anything
+
+So the update of block 5 runs while block 0 crosses the bus. A step counts whole or not at all: a gradient that did not
+arrive, or is not finite, in any block, leaves every master as it was, and the next begin_step says so. That is why no
+update overlaps with the backward of its own step, and why clipping by the norm of all gradients (`clip_grad_norm`)
+takes no overlap away: it costs the optimizer thread a pass over all gradients before the first update, and another one,
+to scale them, in steps that are clipped. The first block of the next step comes later by that.
+
+One call puts the whole update into the optimizer's queue: before it the step does not count, after it it does, wherever
+Ctrl-C comes. Gradients belong to their step, so one that is dropped leaves none behind. If the optimizer itself breaks
+off between two blocks, the masters are of two steps, and every call says so until a state is loaded.
+
+The master is a bitplan WeightStore's: the version that is sent is derived from it, never the other way round.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple, cast
+
+import torch
+from torch import Tensor
+from torch.nn.utils import clip_grads_with_norm_, get_total_norm
+
+from bitplan.formats import Encoded, Format
+from bitplan.runtime.streaming.blocks.find import StreamedBlock
+from bitplan.runtime.streaming.errors import BlockNonFiniteError, StreamError, TransferError
+from bitplan.runtime.streaming.telemetry import StepRecorder
+from bitplan.runtime.streaming.transfer.copies import WAIT_TIMEOUT_S, Latch, Worker, wait_for
+from bitplan.runtime.streaming.transfer.devices import Mark, StreamDevice
+from bitplan.runtime.streaming.transfer.host_memory import exact_buffer
+from bitplan.store.models.weight_store import WeightStore
+
+GRADIENTS_WAITING = 12  # on the device, before backward is held back: a llama block has nine
+
+
+@dataclass(frozen=True)
+class AdamWSettings:
+    """What torch.optim.AdamW is given for the streamed weights."""
+
+    lr: float = 1e-5
+    betas: tuple[float, float] = (0.9, 0.999)
+    eps: float = 1e-8
+    weight_decay: float = 0.01
+
+
+class Trained(NamedTuple):
+    """One parameter's training: its master, AdamW's two moments (None before the first step), and how many steps."""
+
+    master: Tensor
+    moments: tuple[Tensor, Tensor] | None
+    steps: int
+
+
+@dataclass(eq=False)
+class StepGradients:
+    """The gradients of one step as they arrive, by block and parameter, in float32; None are left when it is over."""
+
+    step: int
+    sums: dict[tuple[str, str], Tensor] = field(default_factory=dict)
+    expected: int = 0
+    arrived: int = 0
+    failure: Exception | None = None
+
+
+@dataclass(eq=False)
+class _Update:
+    """One step's way into the masters: how many blocks were begun, stepped and encoded, and which are fresh."""
+
+    gradients: StepGradients
+    lr: float
+    fresh: Mapping[str, Latch]
+    begun: int = 0
+    stepped: int = 0
+    encoded: int = 0
+
+
+@dataclass
+class _Graded:
+    """What torch's clipping reads of a parameter."""
+
+    grad: Tensor
+
+
+class HostTraining:
+    """Masters, gradients and optimizer of the streamed weights that require gradients."""
+
+    def __init__(
+        self,
+        blocks: Sequence[StreamedBlock],
+        settings: AdamWSettings,
+        device: StreamDevice,
+        timeout_s: float = WAIT_TIMEOUT_S,
+        max_norm: float | None = None,
+    ) -> None:
+        self._device, self._timeout_s = device, timeout_s
+        self.settings, self.max_norm = settings, max_norm
+        self.lr = settings.lr  # of all blocks, from the next update on; for a schedule
+        self.gradient_norm: float | None = None  # before clipping, in the last step that was clipped or measured
+        self.stores: dict[str, dict[str, WeightStore]] = {}
+        self._masters: dict[str, dict[str, Tensor]] = {}
+        self._optimizers: dict[str, torch.optim.AdamW] = {}
+        largest = 0
+        for block in blocks:
+            masters = {
+                # `.data`: writes to the master must not count as writes to the model's Parameter, which are watched.
+                name: one.parameter.data.float()
+                for name, one in block.parameters.items()
+                if one.parameter.requires_grad
+            }
+            if not masters:
+                continue
+            self._masters[block.name] = masters
+            self.stores[block.name] = {
+                name: WeightStore(master, name=f"{block.name}.{name}") for name, master in masters.items()
+            }
+            # One optimizer a block, so that each can be stepped, and its block sent, before the others.
+            self._optimizers[block.name] = torch.optim.AdamW(
+                list(masters.values()),
+                lr=settings.lr,
+                betas=settings.betas,
+                eps=settings.eps,
+                weight_decay=settings.weight_decay,
+                fused=True,
+            )
+            largest = max(largest, *(block.parameters[name].parameter.nbytes for name in masters))
+        self._staging = exact_buffer(largest)
+        device.pin(self._staging)
+        self.failure: Exception | None = None
+        self.torn: str | None = None  # why the masters are of two steps
+        self.is_settled = True  # whether all updates were waited for, and the model's Parameters made current
+        self.unencoded: set[str] = set()  # blocks whose bytes are older than their masters, after a failure
+        self._open: StepGradients | None = None
+        self._update: _Update | None = None  # the last one
+        self._gradients = Worker("gradient", GRADIENTS_WAITING)
+        self._updates = Worker("optimizer")
+
+    def trains(self, block: str, name: str) -> bool:
+        return name in self._masters.get(block, {})
+
+    def encoded(self, block: str, name: str, fmt: Format) -> Encoded:
+        """The master's version in a format, made for sending: it is not kept, for the host holds the bytes."""
+        store = self.stores[block][name]
+        version = store.morph(fmt)
+        store.drop(fmt)
+        return version
+
+    def limit_gradients(self, in_flight: int | None) -> None:
+        """How many gradients may be on their way to the host before backward waits for them; None: the usual."""
+        self._gradients.max_unfinished = min(in_flight or GRADIENTS_WAITING, GRADIENTS_WAITING)
+
+    # ---- gradients ---------------------------------------------------------------------------------------------------
+
+    def begin(self, step: int) -> None:
+        """Open a step."""
+        if not self._gradients.is_alive:
+            self._replace_gradient_thread()
+        self._open = StepGradients(step)
+
+    @property
+    def gradients(self) -> StepGradients:
+        """Of the step that is open."""
+        assert self._open is not None
+        return self._open
+
+    def receive(
+        self, block: str, name: str, gradient: Tensor, gradients: StepGradients, recorder: StepRecorder
+    ) -> None:
+        """Take a gradient from the device; called in backward, comes back at once unless too many are waiting."""
+        gradient = gradient.contiguous()
+        recorder.expected_out += 1
+        gradients.expected += 1
+        after, what = self._device.mark(), f"{block}.{name}, step {gradients.step}: gradient"
+        self._gradients.submit(
+            lambda: self._add((block, name), gradient, gradients, after, what, recorder),
+            what,
+            timeout_s=self._timeout_s,
+        )
+
+    def _add(
+        self,
+        key: tuple[str, str],
+        gradient: Tensor,
+        gradients: StepGradients,
+        after: Mark,
+        what: str,
+        recorder: StepRecorder,
+    ) -> None:
+        try:
+            raw = self._staging[: gradient.nbytes]
+            copied = self._device.copy_out(raw, gradient.reshape(-1).view(torch.uint8), after)
+            self._device.finish(copied.end)
+            recorder.copied_out(str(gradient.dtype).removeprefix("torch."), gradient.nbytes, copied)
+            arrived = raw.view(gradient.dtype).view(gradient.shape).float()
+            if not bool(torch.isfinite(arrived.sum())):
+                raise BlockNonFiniteError(f"{what} holds NaN or infinity; the masters are as they were before the step")
+            with torch.no_grad():
+                if key in gradients.sums:
+                    gradients.sums[key].add_(arrived)
+                else:
+                    gradients.sums[key] = arrived.clone()
+            gradients.arrived += 1
+        except Exception as error:
+            gradients.failure = gradients.failure or _named(error, what)
+        except BaseException as error:
+            gradients.failure = TransferError(f"{what}: the thread was stopped ({error!r})")
+            raise
+
+    def clip(self, max_norm: float, also: Sequence[Tensor]) -> float:
+        """Wait for the gradients of the step, and scale them, with those of `also`, to a common norm of `max_norm`."""
+        self._await_gradients(self.gradients)
+        return self._scale(self.gradients, max_norm, also)
+
+    def _await_gradients(self, gradients: StepGradients) -> None:
+        self._gradients.drain(self._timeout_s)
+        if gradients.failure is not None:
+            raise gradients.failure
+        if gradients.arrived < gradients.expected:
+            raise TransferError(
+                f"step {gradients.step}: {gradients.arrived} of {gradients.expected} gradients arrived: the gradient "
+                "thread has died, or took too long; no master was changed"
+            )
+
+    def _scale(self, gradients: StepGradients, max_norm: float, also: Sequence[Tensor] = ()) -> float:
+        keys = [(block, name) for block, masters in self._masters.items() for name in masters]
+        found = [gradients.sums[key] for key in keys if key in gradients.sums]
+        found += [one.grad for one in also if one.grad is not None]
+        total = get_total_norm(found)
+        norm = float(total)
+        if not math.isfinite(norm):
+            raise BlockNonFiniteError(
+                f"step {gradients.step}: the norm of all gradients is {norm}; the masters are as before it"
+            )
+        if norm > max_norm:
+            clip_grads_with_norm_(cast(list[Tensor], [_Graded(one) for one in found]), max_norm, total)
+        self.gradient_norm = norm
+        return norm
+
+    def abandon(self) -> None:
+        """Forget a step that will not be ended; the update before it still counts, and so does its failure."""
+        self._open = None
+        self.finish()
+
+    # ---- updates -----------------------------------------------------------------------------------------------------
+
+    def update(self, encode_block: Callable[[str], None], check_step: Callable[[], None]) -> None:
+        """Queue the optimizer for every block. `check_step` raises if the step must not count."""
+        # The rate as it is now: the next step's may be set before the optimizer thread comes to this one.
+        update = _Update(self.gradients, self.lr, {name: Latch() for name in self._masters})
+        self.is_settled = False
+        self._updates.submit(lambda: self._apply(update, encode_block, check_step), f"step {update.gradients.step}")
+        self._update, self._open = update, None
+
+    def _apply(self, update: _Update, encode_block: Callable[[str], None], check_step: Callable[[], None]) -> None:
+        gradients = update.gradients
+        what = f"step {gradients.step}: update"
+        try:
+            if self.failure is None:
+                self._require_whole(gradients, check_step)
+                self._make_moments(gradients)
+                for block in self._masters:
+                    self._step_block(update, block)
+                    self._encode(update, block, encode_block)
+        except Exception as error:
+            self.failure = self.failure or _named(error, f"step {gradients.step}")
+        except BaseException as error:
+            self.failure = self.failure or TransferError(f"{what}: the thread was stopped ({error!r})")
+            raise
+        finally:
+            self.unencoded.update(list(self._masters)[update.encoded : update.begun])
+            if update.begun and update.stepped < len(self._masters):
+                self.torn = (
+                    f"{what} broke off after {update.stepped} of {len(self._masters)} blocks ({self.failure}): the "
+                    "weights are of two steps; load a state (stream.load or load_state_dict)"
+                )
+            gradients.sums.clear()
+            for fresh in update.fresh.values():
+                fresh.set()
+
+    def _require_whole(self, gradients: StepGradients, check_step: Callable[[], None]) -> None:
+        self._gradients.drain(self._timeout_s)
+        check_step()  # first: what is wrong in forward is wrong in every gradient after it
+        self._await_gradients(gradients)
+        if self.max_norm is not None:
+            self._scale(gradients, self.max_norm)
+
+    def _make_moments(self, gradients: StepGradients) -> None:
+        """As AdamW would in its first step: here, before any block is stepped, memory may still run out."""
+        for block, masters in self._masters.items():
+            state = self._optimizers[block].state
+            for name, master in masters.items():
+                if (block, name) in gradients.sums and not state[master]:
+                    first, second = torch.zeros_like(master), torch.zeros_like(master)
+                    state[master] = {"step": torch.zeros(()), "exp_avg": first, "exp_avg_sq": second}
+
+    def _step_block(self, update: _Update, block: str) -> None:
+        optimizer, masters = self._optimizers[block], self._masters[block]
+        for group in optimizer.param_groups:
+            group["lr"] = update.lr
+        for name, master in masters.items():
+            master.grad = update.gradients.sums.get((block, name))
+        update.begun += 1
+        try:
+            optimizer.step()
+            update.stepped += 1
+        finally:
+            for name, master in masters.items():
+                master.grad = None
+                update.gradients.sums.pop((block, name), None)
+
+    def _encode(self, update: _Update, block: str, encode_block: Callable[[str], None]) -> None:
+        """The block has its step whatever happens here; bytes that could not be made are made at the next boundary."""
+        try:
+            encode_block(block)
+        except Exception as error:
+            self.failure = self.failure or _named(error, f"{block}, step {update.gradients.step}: encoding")
+        update.encoded += 1
+        update.fresh[block].set()
+
+    def wait_fresh(self, block: str) -> None:
+        """Wait, on the transfer thread, until a block's bytes are those of its masters."""
+        fresh = None if self._update is None else self._update.fresh.get(block)
+        if fresh is not None:
+            wait_for(fresh, self._updates, self._timeout_s, f"{block}: its update")
+
+    def finish(self) -> None:
+        """Wait for all gradients and updates."""
+        if not self._gradients.drain(self._timeout_s):
+            self._replace_gradient_thread()
+        if not self._updates.drain(self._timeout_s):
+            self.failure = self.failure or TransferError("the optimizer thread has died, or took too long")
+            if not self._updates.is_alive:
+                self._updates = Worker("optimizer")  # so that its end is said once
+
+    def _replace_gradient_thread(self) -> None:
+        """The old one is dead, or hangs in a copy to the staging buffer, which it then keeps."""
+        if self._gradients.is_alive:
+            self._staging = exact_buffer(self._staging.nbytes)
+            self._device.pin(self._staging)
+        self._gradients = Worker("gradient", GRADIENTS_WAITING)
+
+    def find_failure(self) -> Exception | None:
+        """What went wrong in updates so far; waits for nothing."""
+        if not self._updates.is_alive:
+            self.finish()
+        return self.failure
+
+    def settle(self, blocks: Mapping[str, StreamedBlock]) -> None:
+        """Wait for all updates, and make the model's own Parameters what the masters are."""
+        self.finish()
+        if not self.is_settled:
+            self.write_back(blocks)
+            self.is_settled = True
+
+    def recover(self) -> None:
+        """Go on after a failure."""
+        self.finish()
+        self.failure = self._update = None
+
+    def write_back(self, blocks: Mapping[str, StreamedBlock]) -> None:
+        """Make the model's own Parameters what the masters are."""
+        with torch.no_grad():
+            for block, masters in self._masters.items():
+                for name, master in masters.items():
+                    parameter = blocks[block].parameters[name].parameter
+                    if parameter.data_ptr() != master.data_ptr():
+                        parameter.data.copy_(master)
+
+    def take(self, block: str, name: str, parameter: Tensor) -> None:
+        """Make a master what the model's Parameter is, where they differ; AdamW's moments stay."""
+        master, store = self._masters[block][name], self.stores[block][name]
+        if parameter.data_ptr() != master.data_ptr():
+            # Compared as the Parameter has it: a bfloat16 one that is as it was must not round its master.
+            if not torch.equal(parameter.detach(), master.to(parameter.dtype)):
+                store.update(parameter.detach())
+            if parameter.dtype == master.dtype:
+                parameter.data = master.data
+        store.invalidate()
+
+    # ---- checkpoints -------------------------------------------------------------------------------------------------
+
+    def trained(self) -> dict[str, Trained]:
+        """Every trained parameter by full name, as it is now; call `finish` first, for updates write these tensors."""
+        return {
+            f"{block}.{name}": self._trained(self._optimizers[block], master)
+            for block, masters in self._masters.items()
+            for name, master in masters.items()
+        }
+
+    def _trained(self, optimizer: torch.optim.AdamW, master: Tensor) -> Trained:
+        state = optimizer.state.get(master)
+        if not state:
+            return Trained(master.detach(), None, 0)
+        return Trained(master.detach(), (state["exp_avg"], state["exp_avg_sq"]), int(state["step"]))
+
+    def restore(self, trained: Mapping[str, Trained], lr: float, *, copies: bool) -> None:
+        """Be what was saved; nothing may be under way. copies: False where nobody else holds the moments."""
+        self._open = self._update = self.failure = None
+        self.torn = "loading a state broke off: some weights are of it and some are not; load it again"
+        self.lr, self.gradient_norm, self.is_settled = lr, None, False
+        for block, masters in self._masters.items():
+            state = self._optimizers[block].state
+            for name, master in masters.items():
+                saved = trained[f"{block}.{name}"]
+                self.stores[block][name].update(saved.master)
+                state.pop(master, None)
+                if saved.moments is not None:
+                    first, second = (_laid_out_as(master, moment, copies) for moment in saved.moments)
+                    steps = torch.tensor(float(saved.steps), dtype=torch.float32)  # as the fused AdamW counts
+                    state[master] = {"step": steps, "exp_avg": first, "exp_avg_sq": second}
+        self.torn = None
+
+    def close(self) -> None:
+        for worker in (self._gradients, self._updates):
+            worker.stop(self._timeout_s)
+        if self._staging.nbytes:
+            self._device.unpin(self._staging)
+            self._staging = exact_buffer(0)
+
+
+def _laid_out_as(master: Tensor, moment: Tensor, copies: bool) -> Tensor:
+    """The moment itself where it lies as its master does, which the fused AdamW needs; else a copy that does."""
+    if not copies and moment.device == master.device and moment.stride() == master.stride():
+        return moment.detach()
+    return torch.empty_like(master).copy_(moment.detach())
+
+
+def _named(error: Exception, what: str) -> Exception:
+    """The error itself where it says what it is about, else one that does."""
+    if isinstance(error, StreamError) and what.split(":")[0] in str(error):
+        return error
+    named = TransferError(f"{what}: {type(error).__name__}: {error}")
+    named.__cause__ = error
+    return named

@@ -1,0 +1,1 @@
+"""How blocks cross the bus: devices, host memory, slots, copies."""

@@ -1,0 +1,180 @@
+"""Transfers: one copy of one block to the device, and the thread that makes copies which would block the caller.
+
+A transfer has two waits. The host waits until the copy was handed to the device (`launched`): at once for pinned
+memory, after staging for pageable memory and files, after the optimizer for weights that are being updated. The device
+waits for the copy itself, by events. A job that fails leaves its error in the transfer, for whoever waits for it; a
+thread that dies is noticed by every wait. No wait is without end.
+
+Ctrl-C may come between any two lines. So nothing here is counted beside the queue itself, one call puts a job into it,
+and there is no lock of Python's that an interrupt could leave locked (threading.Event and Condition have one).
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from bitplan.runtime.streaming.errors import StreamError, TransferError
+from bitplan.runtime.streaming.transfer.devices import Copied, Mark
+
+POLL_S = 0.05
+WAIT_TIMEOUT_S = 300.0
+Job = Callable[[], None]
+
+
+class Latch:
+    """Set once, and waited for by any number of threads."""
+
+    def __init__(self) -> None:
+        self._is_set = False
+        self._wake: queue.SimpleQueue[None] = queue.SimpleQueue()
+
+    def set(self) -> None:
+        self._is_set = True
+        self._wake.put(None)
+
+    def is_set(self) -> bool:
+        return self._is_set
+
+    def wait(self, timeout_s: float) -> bool:
+        """Whether it is set, at the latest after so many seconds."""
+        if not self._is_set:
+            try:
+                self._wake.get(timeout=timeout_s)
+            except queue.Empty:
+                return self._is_set
+            self._wake.put(None)  # for whoever else waits; one who misses it looks again after his own timeout
+        return self._is_set
+
+
+@dataclass(eq=False)
+class Transfer:
+    """A copy under way, or done; `what` says which block, for messages; `after`: when its target was free."""
+
+    what: str
+    after: Mark | None = None
+    launched: Latch = field(default_factory=Latch)
+    copied: Copied | None = None
+    error: BaseException | None = None
+    # The computation waits for it: what is queued from now on comes after it, however far ahead the host is.
+    is_awaited: bool = False
+
+    def launch(self, copy: Callable[[], Copied]) -> None:
+        """Run the copy, here and now; an error is kept for the one who waits."""
+        try:
+            self.copied = copy()
+        except BaseException as error:
+            self.error = error
+            raise
+        finally:
+            self.launched.set()
+
+    def wait_launched(self, worker: Worker | None, timeout_s: float) -> Copied:
+        """Wait on the host until the device has the copy in its queue."""
+        wait_for(self.launched, worker, timeout_s, self.what)
+        if self.error is not None:
+            if not isinstance(self.error, Exception):
+                raise TransferError(f"{self.what}: the transfer thread was stopped ({self.error!r})") from self.error
+            raise TransferError(f"{self.what}: {type(self.error).__name__}: {self.error}") from self.error
+        assert self.copied is not None
+        return self.copied
+
+
+class Worker:
+    """A thread that runs jobs in order. A job's Exception is the job's own affair; anything else ends the thread."""
+
+    def __init__(self, name: str, max_unfinished: int | None = None) -> None:
+        self.name = name
+        self.max_unfinished = max_unfinished  # may change at any time
+        self._jobs: deque[Job] = deque()  # the first is under way, and leaves when it is done
+        self._wake: queue.SimpleQueue[None] = queue.SimpleQueue()
+        self._room = Latch()
+        self._is_stopping = self._has_died = False
+        self._thread = threading.Thread(target=self._run, name=f"bitplan-{name}", daemon=True)
+        self._thread.start()
+
+    @property
+    def is_alive(self) -> bool:
+        return self._thread.is_alive() and not self._has_died
+
+    @property
+    def unfinished(self) -> int:
+        return len(self._jobs)
+
+    def submit(self, job: Job, what: str, timeout_s: float = WAIT_TIMEOUT_S) -> None:
+        """Queue a job; waits while too many are unfinished, which holds a producer back to the thread's pace."""
+        deadline = time.monotonic() + timeout_s
+        while self.is_alive and self._is_full() and time.monotonic() <= deadline:
+            room = self._room = Latch()
+            if self._is_full():
+                self.nudge()
+                room.wait(POLL_S)
+        if not self.is_alive or self._is_full():
+            state = "took no job in time" if self.is_alive else "has died"
+            raise TransferError(f"{what}: the {self.name} thread {state}; begin_step starts afresh")
+        self._jobs.append(job)  # before this call there is no job, after it there is
+        self.nudge()
+
+    def nudge(self) -> None:
+        """Have the thread look at its queue; whoever waits for a job calls it, in case its submitter was stopped."""
+        self._wake.put(None)
+
+    def drain(self, timeout_s: float) -> bool:
+        """Wait until every job has run; False where the thread has died or time ran out."""
+        if self._jobs:
+            deadline, done = time.monotonic() + timeout_s, Latch()
+            self._jobs.append(done.set)
+            self.nudge()
+            while not done.wait(POLL_S):
+                if not self.is_alive or time.monotonic() > deadline:
+                    return False
+        return self.is_alive
+
+    def stop(self, timeout_s: float) -> None:
+        """End the thread after the jobs it has; one that hangs in a job is left: a daemon does not keep the process."""
+        if self.is_alive:
+            self._is_stopping = True
+            self.nudge()
+            self._thread.join(timeout_s)
+
+    def _is_full(self) -> bool:
+        return self.max_unfinished is not None and self.unfinished >= self.max_unfinished
+
+    def _run(self) -> None:
+        try:
+            while self._jobs or not self._is_stopping:
+                if self._jobs:
+                    self._run_first()
+                else:
+                    self._wake.get()
+        except BaseException:  # every wait looks whether the thread is there, and says which job it was for
+            self._has_died = True
+
+    def _run_first(self) -> None:
+        job = self._jobs[0]
+        try:
+            job()
+        except Exception:  # the job has kept it where its waiter looks
+            pass
+        except BaseException:
+            self._has_died = True  # said before waiters wake up, which the thread's own end would not be
+            raise
+        finally:
+            self._jobs.popleft()
+            self._room.set()
+
+
+def wait_for(event: Latch, worker: Worker | None, timeout_s: float, what: str) -> None:
+    """Wait for what a worker sets; a dead worker or a passed deadline is an error that names it."""
+    if worker is not None and not event.is_set():
+        worker.nudge()
+    deadline = time.monotonic() + timeout_s
+    while not event.wait(POLL_S):
+        if worker is not None and not worker.is_alive and not event.is_set():
+            raise TransferError(f"{what}: the {worker.name} thread has died; begin_step starts another and loads again")
+        if time.monotonic() > deadline:
+            raise StreamError(f"{what}: nothing came within {timeout_s:g} s; is the disk or the device stuck?")

@@ -1,0 +1,119 @@
+"""Which block to load next, and into which slot: pure decisions over small integers.
+
+A training step walks the blocks up and then down again; a forward alone walks up and starts over. So the blocks that
+come next follow from where the walk is and which way it goes, and what lies behind is used last:
+
+    forward, at 3   [ 2 | 3 | 4 | 5 ]   2 is behind: 6 takes its slot
+    turn, at 7      [ 4 | 5 | 6 | 7 ]   nothing follows: the tail stays, and backward starts on it
+    backward, at 6  [ 4 | 5 | 6 | 7 ]   7 is behind: 3 takes its slot
+    end, at 0       [ 0 | 1 | 2 | 3 ]   the head stays for the next step
+
+Each turn saves as many transfers as there are slots. A forward alone has no turn: it `wraps`, and the head is loaded
+while the tail computes. Resident blocks keep slots of their own and are never decided on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+from bitplan.plan.selective.conductor import RuntimeLimitHints
+
+RING_SLOTS = 3  # under slots="auto": one computes, one is being filled, one is ready; more only pays as residents
+
+
+class Load(NamedTuple):
+    """Copy a block into a slot; whatever the slot holds is dropped."""
+
+    slot: int
+    block: int
+
+
+@dataclass(frozen=True)
+class Walk:
+    """Where the computation is (None: nowhere yet), which way it goes, and over which blocks."""
+
+    count: int
+    resident: frozenset[int] = frozenset()
+    position: int | None = None
+    direction: int = 1
+    wraps: bool = False
+
+    def moved_to(self, block: int, *, wraps: bool) -> Walk:
+        """The walk after `block` was asked for. A jump from one end to the other is a new round, not a turn."""
+        direction = self.direction
+        if self.position is not None and block != self.position:
+            direction = 1 if block > self.position else -1
+        if block == 0 and self.position is not None and self.position > 1:
+            direction = 1
+        return Walk(self.count, self.resident, block, direction, wraps)
+
+    def upcoming(self, depth: int) -> list[int]:
+        """The next `depth` streamed blocks, nearest first, without the one that computes."""
+        if self.position is None:
+            ahead = list(range(self.count))
+        elif self.direction < 0:
+            # Past block 0 comes the next forward: blocks 1, 2, ..., which are the ones just behind.
+            ahead = [*range(self.position - 1, -1, -1)]
+        else:
+            ahead = [*range(self.position + 1, self.count)]
+            if self.wraps:
+                ahead += range(self.position)
+        return [block for block in ahead if block not in self.resident][:depth]
+
+
+def loads_ahead(walk: Walk, held: Sequence[int | None]) -> list[Load]:
+    """What to start loading now, given what each ring slot holds or is being filled with; nearest block first."""
+    wanted = walk.upcoming(len(held) - _computing(walk, held))
+    free = _free_slots(walk, held, wanted)
+    missing = [block for block in wanted if block not in held]
+    return [Load(slot, block) for slot, block in zip(free, missing, strict=False)]
+
+
+def allowed_loads(walk: Walk, loads: Sequence[Load], limits: RuntimeLimitHints, in_flight: int) -> list[Load]:
+    """Those of `loads_ahead` that limits leave; `in_flight`: copies started that the computation is yet to wait for.
+
+    Without speculation only the certain next block is loaded, and nothing of another round: whether there is one is
+    known when it begins. What a slot already holds is not given up.
+    """
+    if limits.suppress_speculative:
+        near = replace(walk, wraps=False).upcoming(1)
+    else:
+        near = walk.upcoming(limits.prefetch_window_cap)
+    within = [load for load in loads if load.block in near]
+    return within[: max(0, limits.max_inflight_h2d - in_flight)]
+
+
+def load_now(walk: Walk, held: Sequence[int | None], block: int) -> Load:
+    """Where to put a block that is needed at once and is not there; `walk` is already at it."""
+    free = _free_slots(walk, held, walk.upcoming(len(held) - 1))
+    return Load(free[0] if free else 0, block)
+
+
+def spread_residents(count: int, resident: int) -> frozenset[int]:
+    """Which blocks stay on the device: evenly spread, so that each gives the blocks around it time to arrive."""
+    if resident >= count:
+        return frozenset(range(count))
+    return frozenset((2 * index + 1) * count // (2 * resident) for index in range(resident))
+
+
+def share_slots(count: int, fitting: int) -> tuple[int, frozenset[int]]:
+    """slots="auto": how many ring slots, and which blocks are resident, where `fitting` slots fit the device."""
+    if fitting >= count:
+        return 0, frozenset(range(count))
+    ring = min(RING_SLOTS, fitting)
+    return ring, spread_residents(count, fitting - ring)
+
+
+def _computing(walk: Walk, held: Sequence[int | None]) -> int:
+    return 1 if walk.position is not None and walk.position in held else 0
+
+
+def _free_slots(walk: Walk, held: Sequence[int | None], wanted: Collection[int]) -> list[int]:
+    """Slots that may be overwritten: empty ones first, then those whose block is used last."""
+    kept = {*wanted, walk.position}
+    empty = [slot for slot, block in enumerate(held) if block is None]
+    passed = [slot for slot, block in enumerate(held) if block is not None and block not in kept]
+    passed.sort(key=lambda slot: -abs((held[slot] or 0) - (walk.position or 0)))
+    return empty + passed

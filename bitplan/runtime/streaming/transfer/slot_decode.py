@@ -1,0 +1,77 @@
+"""From a slot's bytes to a block's weights: views made once, and decoding recorded once.
+
+A block of seven matrices takes seven decoders, and each launch costs the host 50 to 100 us: at 1,000 tokens a step that
+is more than the GPU needs to compute the block. But the addresses repeat: there are a few slots, one scratch, and few
+distinct layouts. So for each pair of slot and layout the tensors are kept, and on CUDA the launches are recorded in a
+graph when the pair comes up for the second time (the first time compiles them), and from then on replayed by one call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from bitplan.runtime.streaming.blocks.layout import BlockLayout
+
+
+class SlotDecoder:
+    """The weights of blocks in slots. Everything kept here holds for one set of buffers: `forget` when they go."""
+
+    def __init__(self) -> None:
+        self._layouts: list[BlockLayout] = []
+        self._alike: list[int] = []  # the first block with the same layout
+        self._weights: dict[tuple[int, int], dict[str, Tensor]] = {}
+        self._graphs: dict[tuple[int, int], torch.cuda.CUDAGraph | None] = {}
+        self._stream: torch.cuda.Stream | None = None
+
+    def forget(self, layouts: Sequence[BlockLayout] = ()) -> None:
+        """The buffers or the layouts are others from now on."""
+        self._layouts = list(layouts)
+        self._alike = [self._layouts.index(layout) for layout in self._layouts]
+        self._weights.clear()
+        self._graphs.clear()
+
+    def weights(self, block: int, slot: Tensor, scratch: Tensor) -> dict[str, Tensor]:
+        """The block's parameters where they lie, or where `decode` has put them."""
+        key = (slot.data_ptr(), self._alike[block])
+        found = self._weights.get(key)
+        if found is None:
+            pieces = self._layouts[block].pieces
+            with torch.inference_mode(False), torch.no_grad():  # kept for those who take gradients too
+                found = {name: piece.weight(slot, scratch) for name, piece in pieces.items()}
+            self._weights[key] = found
+        return found
+
+    def decode(self, block: int, slot: Tensor, scratch: Tensor) -> None:
+        """Expand what is not sent in its own type into the scratch, on the current stream."""
+        layout = self._layouts[block]
+        if not layout.scratch_nbytes:
+            return
+        with torch.no_grad():
+            if not slot.is_cuda:
+                layout.decode_into(slot, scratch)
+                return
+            key = (slot.data_ptr(), self._alike[block])
+            if key not in self._graphs:
+                layout.decode_into(slot, scratch)
+                self._graphs[key] = None
+                return
+            graph = self._graphs[key]
+            if graph is None:
+                graph = self._graphs[key] = self._recorded(layout, slot, scratch)
+            graph.replay()
+
+    def _recorded(self, layout: BlockLayout, slot: Tensor, scratch: Tensor) -> torch.cuda.CUDAGraph:
+        """Not by `torch.cuda.graph`, which waits for the GPU and empties its cache: nothing is allocated here."""
+        if self._stream is None:
+            self._stream = torch.cuda.Stream(slot.device)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.stream(self._stream):
+            graph.capture_begin(capture_error_mode="thread_local")  # other threads copy meanwhile
+            try:
+                layout.decode_into(slot, scratch)
+            finally:
+                graph.capture_end()
+        return graph

@@ -1,0 +1,184 @@
+"""SlotRing: the device memory that blocks pass through, allocated once and filled again and again.
+
+A slot is a flat byte buffer that holds one block in whatever formats it has. Ring slots are all of the same size and
+change their block; a resident block has a slot of its own for good. Beside them lies one scratch buffer for
+decoded weights: computation is one stream, so by the time a block's decoding writes, all that read the one before was
+queued earlier.
+
+A slot may be overwritten after its `free_after` mark, which is taken when the computation moves on to another block.
+The copy stream waits for that mark; the host never does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from bitplan.runtime.streaming.transfer.copies import Transfer, Worker
+from bitplan.runtime.streaming.transfer.devices import Copied, Mark, StreamDevice
+from bitplan.runtime.streaming.transfer.host_memory import HostBlocks, exact_buffer
+
+Waiting = Callable[[], None]
+
+
+@dataclass(eq=False)
+class Slot:
+    """A buffer, the block it holds or is being filled with, and when it may be overwritten."""
+
+    buffer: Tensor
+    free_after: Mark
+    block: int | None = None
+    transfer: Transfer | None = None
+
+
+class SlotRing:
+    """All slots and the scratch of one device."""
+
+    def __init__(
+        self, device: StreamDevice, ring: int, slot_bytes: int, resident: Mapping[int, int], scratch_bytes: int
+    ) -> None:
+        """resident: bytes of each block that gets a slot of its own."""
+        self.device, self.slot_bytes = device, slot_bytes
+        self.scratch_bytes, self.resident_bytes = scratch_bytes, dict(resident)
+        self._buffers: list[Tensor] = []
+        try:
+            self.scratch = self._buffer(scratch_bytes, "the scratch for decoded weights")
+            self.slots = [
+                Slot(self._buffer(slot_bytes, f"slot {index} of {ring}"), device.mark()) for index in range(ring)
+            ]
+            self.resident = {
+                block: Slot(self._buffer(nbytes, f"resident block {block}"), device.mark())
+                for block, nbytes in resident.items()
+            }
+        except BaseException:
+            self.close()
+            raise
+        self._by_storage = {
+            slot.buffer.untyped_storage().data_ptr(): slot for slot in [*self.slots, *self.resident.values()]
+        }
+        self._scratch_storage = self.scratch.untyped_storage().data_ptr()
+
+    @property
+    def nbytes(self) -> int:
+        return sum(buffer.nbytes for buffer in self._buffers)
+
+    @property
+    def held(self) -> list[int | None]:
+        """The block of each ring slot."""
+        return [slot.block for slot in self.slots]
+
+    def find(self, block: int) -> Slot | None:
+        """The slot that holds a block, or is being filled with it."""
+        if block in self.resident:
+            slot = self.resident[block]
+            return slot if slot.block == block else None
+        return next((slot for slot in self.slots if slot.block == block), None)
+
+    def owner(self, storage: int) -> tuple[int, bool] | None:
+        """Which block's weights lie in a storage (by address), and whether it is the scratch (block -1 then)."""
+        if not storage:  # empty tensors have no address
+            return None
+        if storage == self._scratch_storage:
+            return -1, True
+        slot = self._by_storage.get(storage)
+        return None if slot is None or slot.block is None else (slot.block, False)
+
+    def forget(self, blocks: Collection[int] | None = None) -> None:
+        """Blocks (None: all) must be loaded again: the host's bytes changed, or a step broke off."""
+        for slot in [*self.slots, *self.resident.values()]:
+            if blocks is None or slot.block in blocks:
+                slot.block = slot.transfer = None
+
+    def resize_resident(self, block: int, nbytes: int) -> None:
+        """Another buffer for a resident block, empty; the copies into the old one are done or waited for."""
+        old = self.resident.pop(block)
+        self._release(old)
+        self._buffers = [buffer for buffer in self._buffers if buffer is not old.buffer]
+        self.device.give_back(old.buffer)
+        del self._by_storage[old.buffer.untyped_storage().data_ptr()]
+        del old  # before the new one: the two need not fit together
+        slot = Slot(self._buffer(nbytes, f"resident block {block}"), self.device.mark())
+        self.resident[block], self.resident_bytes[block] = slot, nbytes
+        self._by_storage[slot.buffer.untyped_storage().data_ptr()] = slot
+
+    def close(self) -> None:
+        """Give the memory back; whoever gets it next comes after the copies that still run."""
+        for slot in [*getattr(self, "slots", []), *getattr(self, "resident", {}).values()]:
+            self._release(slot)
+        for buffer in self._buffers:
+            self.device.give_back(buffer)
+        self._buffers = []
+        self.slots, self.resident = [], {}
+
+    def _release(self, slot: Slot) -> None:
+        if slot.transfer is not None and slot.transfer.copied is not None:
+            self.device.wait(slot.transfer.copied)
+
+    def _buffer(self, nbytes: int, what: str) -> Tensor:
+        buffer = self.device.allocate(nbytes, what)
+        self._buffers.append(buffer)
+        return buffer
+
+
+class Uploader:
+    """Starts transfers: at once where memory is pinned, else through staging buffers on the transfer thread."""
+
+    STAGING_BUFFERS = 2  # one is read from the host while the other crosses the bus
+
+    def __init__(self, device: StreamDevice, host: HostBlocks, worker: Worker) -> None:
+        self.device, self.host, self.worker = device, host, worker
+        self._staging: list[Tensor] = []
+        self._crossing: list[Mark | None] = []
+        self._turn = 0
+
+    def resize(self, slot_bytes: int) -> None:
+        """Make staging buffers for blocks of up to this size."""
+        if self.host.needs_staging and (not self._staging or self._staging[0].nbytes < slot_bytes):
+            self.close()
+            self._staging = [exact_buffer(slot_bytes) for _ in range(self.STAGING_BUFFERS)]
+            self._crossing = [None] * self.STAGING_BUFFERS
+            for buffer in self._staging:
+                self.device.pin(buffer)
+
+    def start(self, slot: Slot, block: int, name: str, nbytes: int, what: str, *, is_fresh: Waiting | None) -> Transfer:
+        """Fill a slot with a block. `is_fresh`: waits until the host's bytes are up to date, on the thread."""
+        after = slot.free_after
+        transfer = Transfer(what, after)
+        slot.block, slot.transfer = block, transfer
+        self.device.claim(slot.buffer)
+
+        def copy() -> None:
+            if slot.transfer is not transfer:  # the walk turned, and the slot went to another block
+                transfer.launched.set()
+                return
+            transfer.launch(lambda: self._copy(slot, name, nbytes, after, is_fresh))
+
+        if self.device.copies_in_background and not self.host.needs_staging and is_fresh is None:
+            copy()
+        else:
+            self.worker.submit(copy, what)
+        return transfer
+
+    def close(self) -> None:
+        for buffer, crossing in zip(self._staging, self._crossing, strict=True):
+            if crossing is not None:
+                self.device.finish(crossing)
+            self.device.unpin(buffer)
+        self._staging, self._crossing = [], []
+
+    def _copy(self, slot: Slot, name: str, nbytes: int, after: Mark, is_fresh: Waiting | None) -> Copied:
+        if is_fresh is not None:
+            is_fresh()
+        if not self.host.needs_staging:
+            return self.device.copy_in(slot.buffer[:nbytes], self.host.source(name, None), after)
+        turn = self._turn
+        self._turn = (turn + 1) % self.STAGING_BUFFERS
+        crossing = self._crossing[turn]
+        if crossing is not None:
+            self.device.finish(crossing)
+        source = self.host.source(name, self._staging[turn])
+        copied = self.device.copy_in(slot.buffer[:nbytes], source, after)
+        self._crossing[turn] = copied.end
+        return copied

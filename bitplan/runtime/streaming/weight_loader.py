@@ -1,0 +1,365 @@
+"""WeightLoader: brings the block that is asked for onto the device, and those that come next on their way.
+
+One block is current: the one whose weights are being computed with. Asking for another one ends the use of the first
+(a mark on the computing stream, after which its slot may be overwritten), makes the computation wait for the new
+block's copy, starts the copies that the walk calls for, and decodes into the scratch. Forward asks when a block
+runs; backward asks when autograd unpacks a saved weight; the two look the same here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+
+from torch import Tensor
+
+from bitplan.plan.selective.conductor import RuntimeLimitHints
+from bitplan.runtime.streaming.blocks.layout import BlockLayout
+from bitplan.runtime.streaming.errors import StreamError
+from bitplan.runtime.streaming.telemetry import StepRecorder
+from bitplan.runtime.streaming.training.host_training import HostTraining
+from bitplan.runtime.streaming.transfer.activation_offload import ActivationOffload
+from bitplan.runtime.streaming.transfer.copies import Transfer, Worker, wait_for
+from bitplan.runtime.streaming.transfer.devices import StreamDevice
+from bitplan.runtime.streaming.transfer.host_memory import HostBlocks
+from bitplan.runtime.streaming.transfer.schedule import Load, Walk, allowed_loads, load_now, loads_ahead, share_slots
+from bitplan.runtime.streaming.transfer.slot_decode import SlotDecoder
+from bitplan.runtime.streaming.transfer.slot_ring import Slot, SlotRing, Uploader
+
+Slots = int | str
+FEWEST_SLOTS = 2  # one computes while the other is filled
+
+
+class WeightLoader:
+    """The moving part of a stream; all decisions are in `runtime.streaming.transfer.schedule`."""
+
+    def __init__(
+        self,
+        device: StreamDevice,
+        host: HostBlocks,
+        names: Sequence[str],
+        training: HostTraining | None,
+        timeout_s: float,
+    ) -> None:
+        self.device, self.host, self.names = device, host, list(names)
+        self.training, self.timeout_s = training, timeout_s
+        self.layouts: list[BlockLayout] = []
+        self.recorder: StepRecorder | None = None
+        self.step: int | None = None
+        self.is_broken = False  # a wait was cut off: what the slots hold is not known
+        self.is_allocated = False  # memory is that of the last `allocate`, which was not cut off
+        self._ring: SlotRing | None = None
+        self._decoder = SlotDecoder()
+        self._worker = Worker("transfer")
+        self._uploader = Uploader(device, host, self._worker)
+        self._walk = Walk(len(names))
+        self._current: Slot | None = None
+        self._decoded: int | None = None
+        self._serial = 0
+        self._limits: RuntimeLimitHints | None = None
+        self.activations: ActivationOffload | None = None  # shares the bus, and the limits on it
+
+    # ---- memory ------------------------------------------------------------------------------------------------------
+
+    @property
+    def ring(self) -> SlotRing:
+        assert self._ring is not None
+        return self._ring
+
+    def allocate(
+        self,
+        layouts: Sequence[BlockLayout],
+        slots: Slots,
+        slot_bytes: int | None,
+        budget: int | None,
+        changed: Collection[int] | None = None,
+    ) -> None:
+        """Slots and scratch for these layouts; the old ones go first, unless they fit as they are.
+
+        changed: blocks whose bytes on the host are others now (None: all). Where slots stay, so do the other blocks.
+        """
+        largest = max(layout.nbytes for layout in layouts)
+        size = largest if slot_bytes is None else slot_bytes
+        scratch = max(layout.scratch_nbytes for layout in layouts)
+        self.is_allocated = False
+        self.layouts = list(layouts)
+        self._decoder.forget(layouts)
+        if self._fits(largest, scratch, is_auto=slots == "auto"):
+            self._leave()
+            self.ring.forget(changed)
+            self._resize_residents()
+            self.is_allocated = True
+            return
+        self.free()
+        count, resident = self._share(layouts, slots, size, scratch, budget)
+        own = {block: layouts[block].nbytes for block in resident}
+        self._ring = SlotRing(self.device, count, size, own, scratch)
+        self._walk = Walk(len(self.names), resident)
+        self._uploader.resize(max(size, largest))
+        self.is_allocated = True
+
+    def free(self) -> None:
+        """Give all device memory back."""
+        self._leave()
+        if self._ring is not None:
+            self._worker.drain(self.timeout_s)
+            self._decoder.forget(self.layouts)
+            self._ring.close()
+            self._ring = None
+
+    def close(self) -> None:
+        if self.activations is not None:
+            self.activations.close()
+        self.free()
+        self._worker.stop(self.timeout_s)
+        self._uploader.close()
+
+    def _fits(self, largest: int, scratch: int, *, is_auto: bool) -> bool:
+        """Whether the slots there are can stay; under "auto" another largest block shares memory out anew."""
+        if self._ring is None or self._ring.scratch_bytes < scratch:
+            return False
+        return self._ring.slot_bytes == largest if is_auto else self._ring.slot_bytes >= largest
+
+    def _resize_residents(self) -> None:
+        """Resident blocks of another size get other memory; each was counted with the size of the largest."""
+        try:
+            for block, nbytes in list(self.ring.resident_bytes.items()):
+                if self.layouts[block].nbytes != nbytes:
+                    self.ring.resize_resident(block, self.layouts[block].nbytes)
+        except BaseException:
+            self.free()  # one is missing: whoever comes next allocates all of it
+            raise
+
+    def _share(
+        self, layouts: Sequence[BlockLayout], slots: Slots, size: int, scratch: int, budget: int | None
+    ) -> tuple[int, frozenset[int]]:
+        for name, layout in zip(self.names, layouts, strict=True):
+            if layout.nbytes > size:
+                raise StreamError(
+                    f"{name} takes {layout.nbytes} bytes and a slot has {size}: it fits no slot; raise slot_bytes, "
+                    "or choose smaller formats"
+                )
+        if slots == "auto":
+            spare = self.device.spare_bytes() if budget is None else budget - self.device.allocated_bytes
+            fitting = max(0, spare - scratch) // max(1, size)
+            if fitting < min(FEWEST_SLOTS, len(layouts)):
+                raise StreamError(
+                    f"the largest block takes {size} bytes, its decoded weights {scratch}, and {spare} bytes are spare "
+                    f"on {self.device.torch_device}: it fits no slot; choose smaller formats or smaller blocks"
+                )
+            return share_slots(len(layouts), fitting)
+        if not isinstance(slots, int) or slots < FEWEST_SLOTS:
+            raise StreamError(f"slots={slots!r}: expected 'auto' or a number from {FEWEST_SLOTS} on")
+        return min(slots, len(layouts)), frozenset()
+
+    # ---- steps -------------------------------------------------------------------------------------------------------
+
+    def start(self, step: int | None, recorder: StepRecorder | None) -> None:
+        """A step begins: weights and formats may differ from those before."""
+        self._serial += 1
+        self.mend()
+        self.is_broken = True  # until the first copies are on their way
+        self.step, self.recorder = step, recorder
+        self._limit(None)
+        self._leave()
+        self._walk = Walk(len(self.names), self._walk.resident)
+        if self.activations is not None:
+            self.activations.start(recorder)
+        self._prefetch()
+        self.is_broken = False
+
+    def stop(self) -> None:
+        """The step is over: a backward that comes later is refused."""
+        self._serial += 1
+        self._leave()
+        if self.activations is not None:
+            self.activations.stop()
+        self.step = self.recorder = None
+
+    def tighten(self, limits: RuntimeLimitHints) -> None:
+        """Hold back what is not started yet; until the next step nothing is looser again."""
+        self._limit(limits if self._limits is None else self._limits.tightened(limits))
+
+    def _limit(self, limits: RuntimeLimitHints | None) -> None:
+        self._limits = limits
+        if self.recorder is not None:
+            self.recorder.limits = limits
+        if self.training is not None:
+            self.training.limit_gradients(None if limits is None else limits.max_inflight_d2h)
+        if self.activations is not None:
+            self.activations.max_out = None if limits is None else limits.max_inflight_d2h
+
+    def in_flight(self) -> int:
+        """Copies to the device that were started, are not done, and that the computation is yet to wait for."""
+        blocks = sum(not (one.is_awaited or self._is_done(one)) for one in self.transfers())
+        return blocks if self.activations is None else blocks + self.activations.in_flight()
+
+    def room(self) -> int | None:
+        """How many more copies to the device may be started now; None: as many as there are slots for."""
+        return None if self._limits is None else self._limits.max_inflight_h2d - self.in_flight()
+
+    def slots_full(self) -> bool:
+        """Whether the bus is behind: every slot but one, which may be computing, is free for a copy that is not done.
+
+        Copies of slots that are not free yet do not count: the host is ahead of the device, which says nothing of it.
+        """
+        if self._ring is None or not self._ring.slots:
+            return False
+        started = self.transfers() if self.recorder is None else [transfer for transfer, _ in self.recorder.loads]
+        behind = 0
+        for transfer in reversed(started):
+            if self._is_done(transfer):
+                break
+            behind += transfer.after is not None and self.device.has_passed(transfer.after)
+        return behind >= max(1, len(self._ring.slots) - 1)
+
+    def _is_done(self, transfer: Transfer) -> bool:
+        return transfer.launched.is_set() and (transfer.copied is None or self.device.has_passed(transfer.copied.end))
+
+    def forget(self, blocks: Collection[int] | None = None) -> None:
+        """The host's bytes of blocks (None: all) change: what the device has of them does not count any more."""
+        self._leave()
+        if self._ring is not None:
+            self._ring.forget(blocks)
+
+    def transfers(self) -> list[Transfer]:
+        """The last transfer into each slot: when these are done, nobody reads the host's buffers."""
+        slots = [] if self._ring is None else [*self._ring.slots, *self._ring.resident.values()]
+        return [slot.transfer for slot in slots if slot.transfer is not None]
+
+    def wait_for_copies(self, transfers: Sequence[Transfer]) -> None:
+        """Wait, on the host, until these copies are done; for those who are about to write the host's buffers."""
+        for transfer in transfers:
+            wait_for(transfer.launched, self._worker, self.timeout_s, transfer.what)
+            if transfer.copied is not None:
+                self.device.finish(transfer.copied.end)
+
+    def mend(self) -> None:
+        """After a wait that was cut off, or the end of the thread: whole threads, and slots that hold nothing."""
+        if self.is_broken or not self._worker.is_alive:
+            self._recover()
+
+    def _recover(self) -> None:
+        if not self._worker.drain(self.timeout_s):
+            if self._worker.is_alive:  # it would write into a slot some time later
+                raise StreamError(
+                    f"the transfer thread has been in one copy for over {self.timeout_s:g} s; begin_step goes on when "
+                    "that copy ends: look at the disk or the device"
+                )
+            self._worker = Worker("transfer")
+            self._uploader.worker = self._worker
+        for transfer in self.transfers():
+            transfer.launched.set()  # nobody will: telemetry waits for no copy that never was
+            if transfer.copied is not None:
+                self.device.finish(transfer.copied.end)
+        self.forget()
+        self.is_broken = False
+
+    # ---- weights -----------------------------------------------------------------------------------------------------
+
+    def weights(self, block: int, *, wraps: bool) -> dict[str, Tensor]:
+        """The parameters of a block, readable by what is computed from now on, until another block is asked for."""
+        slot = self._acquire(block, wraps=wraps)
+        return self._decoder.weights(block, slot.buffer, self.ring.scratch)
+
+    @property
+    def serial(self) -> int:
+        return self._serial
+
+    def owner_of(self, storage: int) -> tuple[int, bool] | None:
+        owner = self.ring.owner(storage)
+        if owner is not None and owner[1]:
+            return None if self._decoded is None else (self._decoded, True)
+        return owner
+
+    def buffer_with(self, block: int, *, in_scratch: bool, serial: int) -> Tensor:
+        if serial != self._serial:
+            raise StreamError(
+                f"{self.names[block]}: backward came after its step ended, and the weights may have changed since; "
+                "call backward between begin_step and end_step"
+            )
+        slot = self._acquire(block, wraps=False)
+        return self.ring.scratch if in_scratch else slot.buffer
+
+    def place(self, block: int) -> str:
+        """A block and the step, for messages."""
+        return f"{self.names[block]}, {'outside a step' if self.step is None else f'step {self.step}'}"
+
+    def _acquire(self, block: int, *, wraps: bool) -> Slot:
+        if self._current is not None and self._current.block == block:
+            return self._current
+        try:
+            return self._move_to(block, wraps=wraps)
+        except BaseException as error:
+            self.is_broken = True
+            if not isinstance(error, StreamError):  # Ctrl-C keeps its type and gets the place
+                error.add_note(f"bitplan: while waiting for {self.place(block)}")
+            raise
+
+    def _move_to(self, block: int, *, wraps: bool) -> Slot:
+        self._leave()
+        self._walk = self._walk.moved_to(block, wraps=wraps)
+        slot = self.ring.find(block)
+        if self.recorder is not None:
+            self.recorder.hits += slot is not None
+            self.recorder.misses += slot is None
+        if slot is None:
+            slot = self._load_at_once(block)
+        if slot.transfer is not None:
+            slot.transfer.is_awaited = True
+        self._prefetch()
+        self._await(slot, block)
+        self._current, self._decoded = slot, block
+        self._decoder.decode(block, slot.buffer, self.ring.scratch)
+        return slot
+
+    def _await(self, slot: Slot, block: int) -> None:
+        transfer = slot.transfer
+        if transfer is None:
+            return
+        before = self.device.mark()
+        self.device.wait(transfer.wait_launched(self._worker, self.timeout_s))
+        if self.recorder is not None:
+            self.recorder.waits.append((before, self.device.mark()))
+
+    def _leave(self) -> None:
+        """The computation goes on without the current block."""
+        if self._current is not None:
+            self._current.free_after = self.device.mark()
+        self._current = self._decoded = None
+
+    def _load_at_once(self, block: int) -> Slot:
+        if block in self._walk.resident:
+            slot = self.ring.resident[block]
+        else:
+            slot = self.ring.slots[load_now(self._walk, self.ring.held, block).slot]
+        self._load(slot, block)
+        return slot
+
+    def _prefetch(self) -> None:
+        for block, slot in self.ring.resident.items():
+            if slot.block is None:
+                self._load(slot, block)
+        for load in self._loads_ahead():
+            self._load(self.ring.slots[load.slot], load.block)
+
+    def _loads_ahead(self) -> list[Load]:
+        loads = loads_ahead(self._walk, self.ring.held)
+        if self._limits is None or not loads:
+            return loads
+        allowed = allowed_loads(self._walk, loads, self._limits, self.in_flight())
+        if self.recorder is not None:
+            self.recorder.held_back += len(loads) - len(allowed)
+        return allowed
+
+    def _load(self, slot: Slot, block: int) -> None:
+        name, layout, training = self.names[block], self.layouts[block], self.training
+        transfer = self._uploader.start(
+            slot,
+            block,
+            name,
+            layout.nbytes,
+            self.place(block),
+            is_fresh=None if training is None else lambda: training.wait_fresh(name),
+        )
+        if self.recorder is not None:
+            self.recorder.loads.append((transfer, layout.bytes_by_format))

@@ -1,0 +1,1 @@
+"""Are the numbers in a file sound, and how far are they from their master?"""

@@ -1,0 +1,186 @@
+"""Check a checkpoint's numbers: what `check_headers` cannot see, because it needs the data.
+
+| code | what it says |
+|---|---|
+| norm-not-finite | a norm's weights hold NaN or infinity: every output of the model is NaN |
+| not-finite | so does another tensor of floats, or a scale in a GGUF type that bitplan only decodes |
+| scale-base | a base factor that is not a finite number above zero |
+| scale-nan | scales that are NaN: E8M0 byte 255, E4M3's NaN, a float's |
+| scale-saturated | scales at the end of their range: E8M0 byte 254, infinity, or many E4M3 448 or uint8 255 that clip |
+| scale-underflow | scales that fell to zero, or nearly, under codes that are not zero |
+| undefined-code | codes that stand for no number: NaN in 8-bit floats, ternary's fourth pattern |
+| unwritten-code | -128 in GGUF's Q8_0, whose scale is max |x| / 127, so that its encoders never write it |
+
+One pass, in pieces of 16 MiB. What is counted of packed tensors, and when: scale_findings.py.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from bitplan.errors import BitplanError
+from bitplan.formats import get_format
+from bitplan.plan.check import Finding
+from bitplan.plan.manifest import Manifest, Tag
+from bitplan.plan.plan import natural_order
+from bitplan.plan.roles import guess_role
+from bitplan.store.checks.scale_findings import OnBytes, check_packed, index_of
+from bitplan.store.files.open_files import GGUFTensors, NativeTensors, TensorFile, TensorSpec
+from bitplan.store.files.packed_rows import (
+    PackedTensor,
+    base_fault,
+    base_name,
+    packed_pair,
+    packed_tensor,
+    plain_pieces,
+    scales_name,
+    spans,
+)
+
+# Where ggml's blocks hold float16 scales (and minimums), as byte offsets; ggml-common.h.
+_GGUF_SCALES = {
+    "Q4_1": (0, 2),
+    "Q5_0": (0,),
+    "Q5_1": (0, 2),
+    "Q2_K": (80, 82),
+    "Q3_K": (108,),
+    "Q4_K": (0, 2),
+    "Q5_K": (0, 2),
+    "Q6_K": (208,),
+}
+
+
+def deep_check(manifest: Manifest, file: TensorFile, *, on_bytes: OnBytes | None = None) -> list[Finding]:
+    """All findings about the numbers of an open checkpoint, in natural order of names.
+
+    The manifest says which tensors are norms, and which are codes and scales of a weight kept under two names.
+    `on_bytes(count, name)` is called as the pass goes on, with counts that add up to the file's tensors.
+    """
+    left = {name: spec.nbytes for name, spec in file.specs.items()}
+
+    def done(count: int, name: str) -> None:
+        count = min(count, left[name])  # the codes of a pair are read together with its scales, which have a name too
+        left[name] -= count
+        if on_bytes:
+            on_bytes(count, name)
+
+    findings = []
+    for name in natural_order(file.specs):
+        findings += _check_tensor(manifest, file, file.specs[name], done)
+        done(left[name], name)
+    return findings
+
+
+def _check_tensor(manifest: Manifest, file: TensorFile, spec: TensorSpec, done: OnBytes) -> list[Finding]:
+    tag = _tag(manifest, spec.name)
+    if spec.format.startswith("gguf:"):
+        return _check_gguf(file, spec, done)
+    if spec.encoded and not get_format(spec.format).is_cast:
+        return check_packed(packed_tensor(file, spec.name), done)
+    if tag is not None and tag.part == "data" and isinstance(file, NativeTensors):
+        pair = _pair(manifest, file, spec.name, tag)
+        return check_packed(pair, done) if isinstance(pair, PackedTensor) else pair
+    if tag is not None and tag.part == "scales":
+        return []  # looked at with their codes
+    if spec.encoded or spec.dtype.is_floating_point or spec.dtype.is_complex:
+        return _check_plain(manifest, file, spec, done)
+    return []
+
+
+# ---- plain numbers ---------------------------------------------------------------------------------------------------
+
+
+def _check_plain(manifest: Manifest, file: TensorFile, spec: TensorSpec, done: OnBytes) -> list[Finding]:
+    """aminmax carries NaN and infinity along and runs at the speed of memory; only what it finds is counted."""
+    if spec.dtype == torch.float4_e2m1fn_x2:
+        return []
+    nan = infinite = 0
+    first: tuple[int, float] | None = None
+    for offset, piece in plain_pieces(file, spec.name):
+        numbers = _comparable(piece).reshape(-1)
+        done(piece.nbytes, spec.name)
+        if not numbers.numel() or all(bool(bound.isfinite()) for bound in torch.aminmax(numbers)):
+            continue
+        nan += int(numbers.isnan().sum())
+        infinite += int(numbers.isinf().sum())
+        at = int((~numbers.isfinite()).int().argmax())
+        first = first or (offset + at * piece.numel() // numbers.numel(), float(numbers[at]))
+    if first is None:
+        return []
+    text = (
+        f"{nan} NaN and {infinite} infinite of {math.prod(spec.shape)} numbers, "
+        f"the first, {first[1]}, at {index_of(first[0], spec.shape)}"
+    )
+    if _role(manifest, spec.name) == "norm":
+        return [Finding("norm-not-finite", spec.name, f"{text}; a norm's scales must be finite: mend the checkpoint")]
+    return [Finding("not-finite", spec.name, f"{text}; mend the checkpoint, or download it again")]
+
+
+def _comparable(piece: Tensor) -> Tensor:
+    if piece.is_complex():
+        return torch.view_as_real(piece)
+    return piece.float() if piece.itemsize == 1 else piece
+
+
+def _check_gguf(file: TensorFile, spec: TensorSpec, done: OnBytes) -> list[Finding]:
+    """A type that bitplan only decodes: its float16 scales where they are known, else the decoded numbers."""
+    from gguf.constants import GGML_QUANT_SIZES
+
+    from bitplan.store.files.gguf import dequantize_rows
+
+    assert isinstance(file, GGUFTensors)
+    entry, bad, count, what = file.file.tensors[spec.name], 0, 0, "scales"
+    block_bytes = GGML_QUANT_SIZES[entry.type][1]
+    for start, stop in spans(math.prod(entry.raw_shape[:-1]), entry.nbytes):
+        raw = file.file.read_raw_rows(spec.name, start, stop)
+        done(raw.nbytes, spec.name)
+        if entry.type.name in _GGUF_SCALES:
+            blocks = raw.reshape(-1, block_bytes)
+            fields = [blocks[:, at : at + 2].contiguous().view(torch.float16) for at in _GGUF_SCALES[entry.type.name]]
+            numbers = torch.cat(fields)
+        else:
+            numbers, what = dequantize_rows(raw, entry.type), "decoded numbers"
+        bad += int((~numbers.isfinite()).sum())
+        count += numbers.numel()
+    if not bad:
+        return []
+    text = f"{bad} of {count} {what} of {entry.type.name} are NaN or infinite; convert or download the file again"
+    return [Finding("not-finite", spec.name, text)]
+
+
+# ---- what the manifest knows -----------------------------------------------------------------------------------------
+
+
+def _tag(manifest: Manifest, name: str) -> Tag | None:
+    found = manifest.match(name)
+    return None if found is None else manifest.tag(found.rule.format)
+
+
+def _role(manifest: Manifest, name: str) -> str:
+    """As a plan has it; the name alone tells where no rule matches."""
+    found = manifest.match(name)
+    if found is None:
+        return guess_role(name)
+    roles = manifest.tag(found.rule.format).roles
+    return found.rule.role or (roles[0] if len(roles) == 1 else guess_role(found.name))
+
+
+def _pair(manifest: Manifest, file: TensorFile, name: str, tag: Tag) -> PackedTensor | list[Finding]:
+    """The weight whose codes this tensor holds, or what is wrong with it; pairs that do not fit are header findings."""
+    fmt = get_format(tag.format)
+    base: float | str | None = None
+    if fmt.scales is not None and fmt.scales.needs_base:
+        base = base_name(file, name)
+        if manifest.scale_base != "tensor" and manifest.scale_base is not None:
+            base = float(manifest.scale_base)
+        if base is None:
+            return []  # the plain check says so
+        if isinstance(base, str) and (fault := base_fault(file, base)):
+            return [Finding("scale-base", name, f"{fault}; encode it again")]
+    try:
+        return packed_pair(file, name, scales_name(name), fmt, base)
+    except BitplanError:
+        return []

@@ -1,0 +1,1 @@
+"""Containers of tensors: one module for each kind of file, one view of them all."""

@@ -1,0 +1,17 @@
+"""gpt-oss checkpoints: opened and checked, converted between three layouts, made from drawn numbers."""
+
+from bitplan.store.gpt_oss.convert import ConvertReport, convert_gpt_oss
+from bitplan.store.gpt_oss.layouts import PRESETS, GptOssShape, checkpoint_bytes, make_shape
+from bitplan.store.gpt_oss.make import make_checkpoint
+from bitplan.store.gpt_oss.source import GptOssFile
+
+__all__ = [
+    "PRESETS",
+    "ConvertReport",
+    "GptOssFile",
+    "GptOssShape",
+    "checkpoint_bytes",
+    "convert_gpt_oss",
+    "make_checkpoint",
+    "make_shape",
+]

@@ -1,0 +1,227 @@
+"""Is this a gpt-oss checkpoint, whole and in one of its layouts? Answered from headers, before a weight is read.
+
+The checks, in order, each an error of one line that names file and tensor: layout and layers, names, halves of packed
+weights (by the shipped manifest), gate and up alternating, sizes, shapes, dtypes.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from bitplan.errors import FileFormatError, StoreError, did_you_mean
+from bitplan.formats.dtypes import dtype_name
+from bitplan.plan import Header, require_clean, shipped_manifest
+from bitplan.plan.plan import listed, natural_order
+from bitplan.store.files.gguf import GGUFFile, plain_dtype
+from bitplan.store.files.safetensors import Checkpoint
+from bitplan.store.gpt_oss.config import ARCHITECTURE
+from bitplan.store.gpt_oss.layouts import (
+    LAYER_PREFIX,
+    LAYOUT_TITLES,
+    GptOssShape,
+    Layout,
+    Slot,
+    list_slots,
+    slot_name,
+)
+
+FLOATS = (torch.bfloat16, torch.float16, torch.float32)
+_MOST_LAYERS = 10_000
+
+
+@dataclass(frozen=True)
+class TensorHeader:
+    """What a file says of a tensor: `kind` in words; `dtype` None is a GGUF type made of blocks."""
+
+    kind: str
+    dtype: torch.dtype | None
+    shape: tuple[int, ...]
+    nbytes: int
+    file: Path
+
+
+@dataclass(frozen=True)
+class Checked:
+    """What the headers told: `experts` is their float type, None where they are MXFP4."""
+
+    layout: Layout
+    shape: GptOssShape
+    slots: list[Slot]
+    experts: torch.dtype | None
+
+
+def read_headers(file: Checkpoint | GGUFFile) -> dict[str, TensorHeader]:
+    """The headers of either container in one form."""
+    found = {}
+    if isinstance(file, GGUFFile):
+        for name, item in file.tensors.items():
+            plain = plain_dtype(item.type)
+            kind = item.type.name if plain is None else dtype_name(plain)
+            found[name] = TensorHeader(kind, plain, item.shape, item.nbytes, file.path)
+        return found
+    for name, entry in file.tensors.items():
+        kind = dtype_name(entry.dtype)
+        found[name] = TensorHeader(kind, entry.dtype, entry.shape, entry.nbytes, file.weight_map[name])
+    return found
+
+
+def check_gpt_oss(where: str, file: Checkpoint | GGUFFile, tensors: Mapping[str, TensorHeader]) -> Checked:
+    """All checks; the first that fails is raised."""
+    layout = _layout(where, file, tensors)
+    layers = _count_layers(where, layout, tensors)
+    packed = _is_packed(layout, tensors)
+    expected = list_slots(layout, GptOssShape(layers=layers), packed=packed)
+    _check_names(where, layout, layers, [slot.name for slot in expected], tensors)
+    if packed and layout != "gguf":
+        require_clean(shipped_manifest("gpt-oss"), _as_published(tensors), checkpoint=where)
+    for slot in expected:
+        _check_alternating(slot, tensors)
+    shape = _derive_shape(where, layout, layers, tensors)
+    slots = list_slots(layout, shape, packed=packed)
+    for slot in slots:
+        if tensors[slot.name].shape != slot.shape:
+            raise _fault(tensors, slot.name, f"expected shape {slot.shape} in a model of {_sizes(shape)}")
+    return Checked(layout, shape, slots, _check_dtypes(layout, slots, tensors))
+
+
+def _fault(tensors: Mapping[str, TensorHeader], name: str, text: str) -> FileFormatError:
+    tensor = tensors[name]
+    return FileFormatError(f"{tensor.file}: tensor {name[:80]!r} is {tensor.kind} {tensor.shape}: {text}")
+
+
+def _layout(where: str, file: Checkpoint | GGUFFile, names: Mapping[str, object]) -> Layout:
+    if isinstance(file, GGUFFile):
+        kind = file.metadata.get("general.architecture")
+        if kind is None or kind.value != ARCHITECTURE:
+            came = "none" if kind is None else repr(str(kind.value)[:40])
+            raise FileFormatError(f"{where}: expected a GGUF file of architecture {ARCHITECTURE!r}, got {came}")
+        return "gguf"
+    if any(name.startswith(LAYER_PREFIX["openai"]) for name in names):
+        return "openai"
+    if any(name.startswith(LAYER_PREFIX["hf"]) for name in names):
+        return "hf"
+    raise FileFormatError(
+        f"{where}: expected gpt-oss's tensors under OpenAI's names (block.0. ...) or Hugging Face's "
+        f"(model.layers.0. ...), got {listed(natural_order(names), 3) or 'no tensors'}"
+    )
+
+
+def _count_layers(where: str, layout: Layout, names: Mapping[str, object]) -> int:
+    pattern = re.compile(re.escape(LAYER_PREFIX[layout]) + r"([0-9]+)\.")
+    found = {int(match[1][:9]) for name in names if (match := pattern.match(name))}
+    count = max(found, default=0) + 1
+    absent = [number for number in range(min(count, _MOST_LAYERS)) if number not in found]
+    if absent or count > _MOST_LAYERS:
+        shown = f"{', '.join(map(str, absent[:5]))}{', ...' if len(absent) > 5 else ''}"
+        raise FileFormatError(
+            f"{where}: has a layer {count - 1}, so layers 0 to {count - 1} must be there; missing: {shown}; "
+            "a shard may be absent"
+        )
+    return count
+
+
+def _is_packed(layout: Layout, names: Mapping[str, object]) -> bool:
+    """OpenAI's experts always are; GGUF's names do not tell, and its tensors are called the same either way."""
+    if layout != "hf":
+        return True
+    floats = any(name.endswith((".experts.gate_up_proj", ".experts.down_proj")) for name in names)
+    return not floats or any(name.endswith(("_proj_blocks", "_proj_scales")) for name in names)
+
+
+def _check_names(
+    where: str, layout: Layout, layers: int, expected: list[str], tensors: Mapping[str, TensorHeader]
+) -> None:
+    known = set(expected)
+    missing = [name for name in expected if name not in tensors]
+    extra = natural_order(set(tensors) - known)
+    title = f"{LAYOUT_TITLES[layout]} layout of gpt-oss with {layers} layer{'s' if layers > 1 else ''}"
+    if missing:
+        also = f"; unknown to it: {listed(extra, 3)}" if extra else ""
+        raise FileFormatError(
+            f"{where}: {title} has {len(expected)} tensors, missing: {listed(missing, 3)}{also}; "
+            "complete the checkpoint, or download it again"
+        )
+    if extra:
+        raise FileFormatError(
+            f"{where}: {title} has {len(expected)} tensors, unknown to it: {listed(extra, 3)}"
+            f"{did_you_mean(extra[0], known)}; write the checkpoint without"
+        )
+
+
+def _as_published(tensors: Mapping[str, TensorHeader]) -> dict[str, Header]:
+    """For the manifest, which knows gpt-oss as published: other float types of a fine-tuned model pass as bfloat16."""
+    found = {}
+    for name, tensor in tensors.items():
+        is_float = tensor.dtype in FLOATS
+        nbytes = 2 * math.prod(tensor.shape) if is_float else tensor.nbytes
+        found[name] = Header("bfloat16" if is_float else tensor.kind, tensor.shape, nbytes)
+    return found
+
+
+def _check_alternating(slot: Slot, tensors: Mapping[str, TensorHeader]) -> None:
+    came = tensors[slot.name].shape
+    if not slot.weaves or len(came) != len(slot.shape):
+        return
+    count = came[-1] if slot.kind in ("woven", "transposed") else came[1]
+    if count % 2:
+        raise _fault(tensors, slot.name, f"gate and up alternate in it, so they are an even number, got {count}")
+
+
+def _derive_shape(where: str, layout: Layout, layers: int, tensors: Mapping[str, TensorHeader]) -> GptOssShape:
+    """The model's sizes, each from one tensor of layer 0; the others must agree."""
+
+    def sizes_of(part: str, rank: int) -> tuple[int, ...]:
+        name = slot_name(layout, part)
+        if len(tensors[name].shape) != rank:
+            raise _fault(tensors, name, f"expected {rank} axes")
+        return tensors[name].shape
+
+    vocab, hidden = sizes_of("embed", 2)
+    (heads,) = sizes_of("sinks", 1)
+    q_rows = sizes_of("out", 2)[1]
+    kv_rows = sizes_of("k", 2)[0]
+    experts, intermediate = sizes_of("gate_bias", 2)
+    if layout == "openai":
+        kv_rows = (kv_rows - q_rows) // 2
+    if layout != "gguf":
+        intermediate //= 2
+    head_dim = q_rows // heads if heads else 0
+    kv_heads = kv_rows // head_dim if head_dim else 0
+    try:
+        return GptOssShape(layers, experts, hidden, intermediate, heads, kv_heads, head_dim, vocab)
+    except StoreError as error:
+        sources = [slot_name(layout, part) for part in ("embed", "sinks", "out", "k", "gate_bias")]
+        raise FileFormatError(f"{where}: the shapes of {listed(sources)} make no model: {error}") from None
+
+
+def _check_dtypes(layout: Layout, slots: list[Slot], tensors: Mapping[str, TensorHeader]) -> torch.dtype | None:
+    experts: dict[str, Slot] = {}
+    for slot in slots:
+        tensor = tensors[slot.name]
+        if slot.kind in ("blocks", "scales"):
+            allowed = ["uint8"]
+        else:
+            allowed = [dtype_name(dtype) for dtype in FLOATS] + ["MXFP4"] * (slot.kind == "matrix")
+        if tensor.kind not in allowed:
+            hint = f"; decode it first: bitplan quantize IN OUT.gguf --format bfloat16 --only {slot.name!r}"
+            raise _fault(tensors, slot.name, f"expected {' or '.join(allowed)}{hint if layout == 'gguf' else ''}")
+        if slot.is_expert:
+            experts.setdefault(tensor.kind, slot)
+    (_, first), *others = experts.items()
+    if others:
+        text = f"all experts must have one format, and {first.name!r} is {tensors[first.name].kind}"
+        raise _fault(tensors, others[0][1].name, text)
+    return None if first.kind in ("blocks", "scales") else tensors[first.name].dtype
+
+
+def _sizes(shape: GptOssShape) -> str:
+    return (
+        f"{shape.experts} experts, hidden {shape.hidden}, intermediate {shape.intermediate}, {shape.heads} heads, "
+        f"{shape.kv_heads} for keys, of {shape.head_dim}, vocabulary {shape.vocab}"
+    )

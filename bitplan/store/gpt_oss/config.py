@@ -1,0 +1,241 @@
+"""What a gpt-oss checkpoint says beside its tensors: config.json in two spellings, and GGUF's metadata.
+
+Sizes follow from the tensors; a config that contradicts them is refused. The rest (`Settings`) is carried from one
+spelling to the other, and where a source says nothing, the values that OpenAI published are written. The tokenizer is
+not carried into GGUF: its vocabulary is marked as absent (`tokenizer.ggml.model` is "none"), which llama.cpp loads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Any
+
+from gguf.constants import GGUFValueType
+
+from bitplan.documents import show
+from bitplan.errors import FileFormatError
+from bitplan.records import read_json
+from bitplan.store.files.gguf_values import GGUFValue
+from bitplan.store.gpt_oss.layouts import GptOssShape
+
+CONFIG = "config.json"
+LARGEST = 2**62  # of any setting; what is larger fits no tensor, and overflows on the way
+ARCHITECTURE = "gpt-oss"
+QUANTIZATION = {
+    "modules_to_not_convert": [
+        "model.layers.*.self_attn",
+        "model.layers.*.mlp.router",
+        "model.embed_tokens",
+        "lm_head",
+    ],
+    "quant_method": "mxfp4",
+}
+_END_OF_TEXT, _PAD = 200002, 199999  # of the published tokenizer
+_FILE_TYPE_BF16, _FILE_TYPE_MXFP4, _QUANTIZATION_VERSION = 32, 38, 2
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What no tensor tells; the defaults are the published models'."""
+
+    experts_per_token: int = 4
+    sliding_window: int = 128
+    initial_context: int = 4096
+    max_positions: int = 131072
+    rope_theta: float = 150000.0
+    rope_factor: float = 32.0
+    rope_beta_slow: float = 1.0
+    rope_beta_fast: float = 32.0
+    swiglu_limit: float = 7.0
+    norm_epsilon: float = 1e-5
+
+
+_SIZES_HF = {
+    "layers": "num_hidden_layers",
+    "experts": "num_local_experts",
+    "hidden": "hidden_size",
+    "intermediate": "intermediate_size",
+    "heads": "num_attention_heads",
+    "kv_heads": "num_key_value_heads",
+    "head_dim": "head_dim",
+    "vocab": "vocab_size",
+}
+_SIZES_OPENAI = {**_SIZES_HF, "experts": "num_experts"}
+_SETTINGS_HF = {
+    "experts_per_token": "num_experts_per_tok",
+    "sliding_window": "sliding_window",
+    "initial_context": "initial_context_length",
+    "max_positions": "max_position_embeddings",
+    "rope_theta": "rope_theta",
+    "swiglu_limit": "swiglu_limit",
+    "norm_epsilon": "rms_norm_eps",
+}
+_ROPE_HF = {
+    "rope_theta": "rope_theta",
+    "rope_factor": "factor",
+    "rope_beta_slow": "beta_slow",
+    "rope_beta_fast": "beta_fast",
+    "initial_context": "original_max_position_embeddings",
+}
+_SETTINGS_OPENAI = {
+    "experts_per_token": "experts_per_token",
+    "sliding_window": "sliding_window",
+    "initial_context": "initial_context_length",
+    "rope_theta": "rope_theta",
+    "rope_factor": "rope_scaling_factor",
+    "rope_beta_slow": "rope_ntk_alpha",
+    "rope_beta_fast": "rope_ntk_beta",
+    "swiglu_limit": "swiglu_limit",
+}
+_SIZES_GGUF = {
+    "layers": "block_count",
+    "experts": "expert_count",
+    "hidden": "embedding_length",
+    "intermediate": "expert_feed_forward_length",
+    "heads": "attention.head_count",
+    "kv_heads": "attention.head_count_kv",
+    "head_dim": "attention.key_length",
+    "vocab": "vocab_size",
+}
+_SETTINGS_GGUF = {
+    "experts_per_token": "expert_used_count",
+    "sliding_window": "attention.sliding_window",
+    "initial_context": "rope.scaling.original_context_length",
+    "max_positions": "context_length",
+    "rope_theta": "rope.freq_base",
+    "rope_factor": "rope.scaling.factor",
+    "norm_epsilon": "attention.layer_norm_rms_epsilon",
+}
+
+
+def read_config(path: Path, shape: GptOssShape) -> tuple[Settings, dict[str, Any] | None]:
+    """The settings of a config.json beside a checkpoint, and the document where it is in Hugging Face's spelling.
+
+    Its sizes must be those of the tensors.
+    """
+    document = read_json(path)
+    if not isinstance(document, dict):
+        raise FileFormatError(f"{path}: expected an object, got {type(document).__name__}")
+    kind = document.get("model_type", "gpt_oss")
+    if kind != "gpt_oss":
+        raise FileFormatError(f"{path}: is for model_type {str(kind)[:40]!r}, and the tensors are gpt-oss's")
+    if "num_experts" in document or "rope_scaling_factor" in document:
+        _check_sizes(path, _SIZES_OPENAI, document, shape)
+        found = _settings(path, _SETTINGS_OPENAI, document)
+        return replace(found, max_positions=round(found.initial_context * found.rope_factor)), None
+    _check_sizes(path, _SIZES_HF, document, shape)
+    found = _settings(path, _SETTINGS_HF, document)
+    for key in ("rope_scaling", "rope_parameters"):  # the names of transformers 4 and 5
+        if isinstance(document.get(key), dict):
+            found = _settings(path, _ROPE_HF, document[key], found)
+    return found, document
+
+
+def read_metadata(path: Path, metadata: Mapping[str, GGUFValue], shape: GptOssShape) -> Settings:
+    """The settings in a GGUF file's metadata; it must fit the tensors."""
+    start = f"{ARCHITECTURE}."
+    document = {key.removeprefix(start): item.value for key, item in metadata.items() if key.startswith(start)}
+    _check_sizes(path, _SIZES_GGUF, document, shape)
+    found = _settings(path, _SETTINGS_GGUF, document)
+    # Stored as float32: 1e-5 comes back as 9.999999747e-06, and should be written as it was.
+    return replace(found, norm_epsilon=float(f"{found.norm_epsilon:.7g}"))
+
+
+def _check_sizes(path: Path, names: Mapping[str, str], document: Mapping[str, Any], shape: GptOssShape) -> None:
+    for own, key in names.items():
+        if document.get(key) is not None and document[key] != getattr(shape, own):
+            raise FileFormatError(
+                f"{path}: {key} is {show(document[key])}, and the tensors give {getattr(shape, own)}; "
+                "the checkpoint is incomplete, or this is another model's"
+            )
+
+
+def _settings(
+    path: Path, names: Mapping[str, str], document: Mapping[str, Any], base: Settings | None = None
+) -> Settings:
+    found: dict[str, Any] = {}
+    types = {field.name: int if field.type == "int" else float for field in fields(Settings)}
+    for own, key in names.items():
+        value = document.get(key)
+        if value is None:
+            continue
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        if not is_number or not 0 < value < LARGEST or (types[own] is int and value != int(value)):
+            kind = "an integer" if types[own] is int else "a number"
+            raise FileFormatError(f"{path}: {key} must be {kind} above 0 and below 2^62, got {str(value)[:40]!r}")
+        found[own] = types[own](value)
+    return replace(base or Settings(), **found)
+
+
+def hf_config(shape: GptOssShape, settings: Settings, *, packed: bool) -> dict[str, Any]:
+    """config.json as transformers' GptOssConfig reads it."""
+    document: dict[str, Any] = {
+        "architectures": ["GptOssForCausalLM"],
+        "attention_bias": True,
+        "attention_dropout": 0.0,
+        "experts_per_token": settings.experts_per_token,
+        "hidden_act": "silu",
+        "initializer_range": 0.02,
+        "layer_types": ["full_attention" if layer % 2 else "sliding_attention" for layer in range(shape.layers)],
+        "model_type": "gpt_oss",
+        "output_router_logits": False,
+        "rope_scaling": {
+            "beta_fast": settings.rope_beta_fast,
+            "beta_slow": settings.rope_beta_slow,
+            "factor": settings.rope_factor,
+            "original_max_position_embeddings": settings.initial_context,
+            "rope_type": "yarn",
+            "truncate": False,
+        },
+        "router_aux_loss_coef": 0.9,
+        "tie_word_embeddings": False,
+        "torch_dtype": "bfloat16",
+        "use_cache": True,
+    }
+    document |= {key: getattr(shape, own) for own, key in _SIZES_HF.items()}
+    document |= {key: getattr(settings, own) for own, key in _SETTINGS_HF.items()}
+    if shape.vocab > _END_OF_TEXT:  # torch refuses a padding token beyond the vocabulary
+        document |= {"eos_token_id": _END_OF_TEXT, "pad_token_id": _PAD}
+    return dict(sorted(with_quantization(document, packed=packed).items()))
+
+
+def with_quantization(document: Mapping[str, Any], *, packed: bool) -> dict[str, Any]:
+    """The same config for experts in MXFP4 or in floats; what already says so stays as it is."""
+    found = dict(document)
+    given = found.get("quantization_config")
+    if not packed:
+        found.pop("quantization_config", None)
+    elif not isinstance(given, dict) or given.get("quant_method") != "mxfp4":
+        found["quantization_config"] = QUANTIZATION
+    else:  # `dequantize` would expand the experts again when the model is loaded
+        found["quantization_config"] = {key: value for key, value in given.items() if key != "dequantize"}
+    return found
+
+
+def openai_config(shape: GptOssShape, settings: Settings) -> dict[str, Any]:
+    """config.json as the openai/gpt-oss package reads it."""
+    sizes = {key: getattr(shape, own) for own, key in _SIZES_OPENAI.items()}
+    return sizes | {key: getattr(settings, own) for own, key in _SETTINGS_OPENAI.items()}
+
+
+def gguf_metadata(shape: GptOssShape, settings: Settings, *, packed: bool) -> dict[str, GGUFValue]:
+    """The keys llama.cpp needs to load the weights; the tokenizer is not among them."""
+    kinds = {int: GGUFValueType.UINT32, float: GGUFValueType.FLOAT32, str: GGUFValueType.STRING}
+    values: dict[str, int | float | str] = {
+        "general.architecture": ARCHITECTURE,
+        "general.file_type": _FILE_TYPE_MXFP4 if packed else _FILE_TYPE_BF16,
+        "general.quantization_version": _QUANTIZATION_VERSION,
+    }
+    own: dict[str, int | float | str] = {key: getattr(shape, name) for name, key in _SIZES_GGUF.items()}
+    own |= {key: getattr(settings, name) for name, key in _SETTINGS_GGUF.items()}
+    own |= {
+        "attention.value_length": shape.head_dim,
+        "feed_forward_length": shape.intermediate,
+        "rope.dimension_count": shape.head_dim,
+        "rope.scaling.type": "yarn",
+    }
+    values |= {f"{ARCHITECTURE}.{key}": value for key, value in own.items()}
+    values["tokenizer.ggml.model"] = "none"
+    return {key: GGUFValue(kinds[type(value)], value) for key, value in values.items()}

@@ -1,0 +1,129 @@
+"""Making gpt-oss checkpoints of any size, for tests and benchmarks: real packed bytes, realistic numbers.
+
+Weights are drawn from a normal distribution with the deviation of a fresh layer and go through the real encoder, so
+that codes and scales are spread as in a trained model. Each part has its own seed: the same seed gives the same
+numbers in every layout (and on every run, on the same kind of device).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from bitplan.kernels import encode
+from bitplan.store.devices import known_device
+from bitplan.store.gpt_oss.config import Settings
+from bitplan.store.gpt_oss.convert import ConvertReport, ExpertFormat, open_destination, save_gpt_oss
+from bitplan.store.gpt_oss.experts import MXFP4, Matrix
+from bitplan.store.gpt_oss.layouts import GptOssShape, Layout, Slot, make_shape, part_shape
+from bitplan.store.gpt_oss.write import OnBytes
+
+CHUNK_NUMBERS = 2**25
+
+
+def make_checkpoint(
+    path: str | Path,
+    *,
+    naming: Layout = "openai",
+    size: str = "tiny",
+    layers: int | None = None,
+    experts: int | None = None,
+    hidden: int | None = None,
+    intermediate: int | None = None,
+    heads: int | None = None,
+    kv_heads: int | None = None,
+    head_dim: int | None = None,
+    vocab: int | None = None,
+    expert_format: ExpertFormat = "mxfp4",
+    seed: int = 0,
+    device: str | torch.device = "cpu",
+    force: bool = False,
+    on_bytes: OnBytes = lambda _count, _name: None,
+) -> ConvertReport:
+    """Write a checkpoint with the tensors of gpt-oss and drawn numbers, and the config that fits it.
+
+    path           as `convert_gpt_oss` takes it: a .safetensors or .gguf file, or a folder to be made
+    naming         openai, hf or gguf
+    size           a preset (tiny, 20b, 120b); the sizes after it replace its own
+    expert_format  bfloat16 makes what a fine-tuned model looks like (hf and gguf)
+    device         where numbers are drawn and encoded; "cuda" for the large ones
+    """
+    shape = make_shape(
+        size,
+        layers=layers,
+        experts=experts,
+        hidden=hidden,
+        intermediate=intermediate,
+        heads=heads,
+        kv_heads=kv_heads,
+        head_dim=head_dim,
+        vocab=vocab,
+    )
+    source = DrawnCheckpoint(shape, packed=expert_format == "mxfp4", seed=seed, device=device)
+    with open_destination(path, naming, force=force) as weights:
+        report = save_gpt_oss(source, weights, naming, experts=expert_format, force=force, on_bytes=on_bytes)
+    report.output, report.from_layout = str(path), "drawn"
+    report.tensors = [replace(tensor, action="drawn") for tensor in report.tensors]
+    return report
+
+
+class DrawnCheckpoint:
+    """A `GptOssSource` without a file behind it."""
+
+    is_widened = False
+
+    def __init__(self, shape: GptOssShape, *, packed: bool, seed: int, device: str | torch.device) -> None:
+        self.where = f"seed {seed}"
+        self.shape = shape
+        self.settings = Settings(experts_per_token=min(Settings.experts_per_token, shape.experts))
+        self.experts = None if packed else torch.bfloat16
+        self._seed = seed
+        self._device = known_device(device, "draw on the CPU")
+
+    def dtype(self, part: str, layer: int | None) -> torch.dtype:
+        return torch.bfloat16
+
+    def rows(self, part: str, layer: int | None) -> Iterator[Tensor]:
+        shape = part_shape(part, self.shape)
+        inputs = math.prod(shape[1:])
+        step = max(1, CHUNK_NUMBERS // inputs)
+        for start in range(0, shape[0], step):
+            numbers = self._draw((min(step, shape[0] - start), *shape[1:]), part, layer, start)
+            yield _scaled(part, numbers, inputs).to(torch.bfloat16)
+
+    def expert(self, layer: int, parts: tuple[str, ...], index: int) -> Matrix:
+        outputs, inputs = self.shape.matrix(parts)
+        drawn = self._draw((outputs, inputs), "+".join(parts), layer, index)
+        numbers = drawn.div_(math.sqrt(inputs)).to(torch.bfloat16)
+        return numbers if self.experts is not None else encode(numbers, MXFP4)
+
+    def expert_name(self, layer: int, parts: tuple[str, ...]) -> str:
+        return f"{' and '.join(parts)} of layer {layer}"
+
+    def twin(self, slot: Slot) -> Slot | None:
+        return None
+
+    def raw(self, slot: Slot) -> Iterator[Tensor]:
+        raise NotImplementedError("drawn numbers lie in no file")
+
+    def _draw(self, shape: tuple[int, ...], part: str, layer: int | None, index: int) -> Tensor:
+        digest = hashlib.blake2b(f"{self._seed}/{part}/{layer}/{index}".encode(), digest_size=7).digest()
+        generator = torch.Generator(self._device).manual_seed(int.from_bytes(digest, "little"))
+        return torch.randn(shape, generator=generator, device=self._device)
+
+
+def _scaled(part: str, numbers: Tensor, inputs: int) -> Tensor:
+    """Numbers as a trained model has them, roughly: norms near one, small biases, weights by their inputs."""
+    if part.endswith("norm"):
+        return 1 + numbers / 8
+    if part.endswith("bias"):
+        return numbers / 32
+    if part in ("embed", "sinks"):
+        return numbers
+    return numbers / math.sqrt(inputs)

@@ -1,0 +1,1 @@
+"""Whole models: weights with their versions, saved and loaded."""

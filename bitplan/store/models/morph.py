@@ -1,0 +1,363 @@
+"""Whole models: every weight of a torch module in a format.
+
+`morph_model` gives each chosen Parameter a WeightStore and lets eval-mode forwards see the decoded version instead
+of the Parameter. The Parameters themselves, `state_dict()`, optimizers and training are untouched: quantization
+happens after training, not in it.
+How they see it: `eval_weights`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from fnmatch import fnmatchcase
+from typing import Any, Literal
+
+from torch import Tensor, nn
+
+from bitplan.errors import StoreError, did_you_mean
+from bitplan.formats import Encoded, Format, get_format
+from bitplan.formats.format import NARROW_KERNEL
+from bitplan.formats.scales.rules import ScaleRule
+from bitplan.store.models.eval_weights import Slot, set_slots, slots_of
+from bitplan.store.models.weight_store import ActivationObserver, Calibration, EncodeOptions, WeightStore
+
+Formats = Format | str | Mapping[str, Format | str | None]
+
+_LAYERS = (
+    nn.Linear,
+    nn.Bilinear,
+    nn.Embedding,
+    nn.EmbeddingBag,
+    nn.modules.conv._ConvNd,
+    nn.RNNBase,
+    nn.RNNCellBase,
+    nn.MultiheadAttention,
+)
+_WEIGHT = re.compile(r"weight|weight_(ih|hh|hr)(_l\d+(_reverse)?)?|(in|q|k|v)_proj_weight")
+_BEFORE = "morphed before"
+_NONE = "None in the mapping"
+
+
+# ---- which weight gets which format ----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class MorphChoice:
+    """What became of one Parameter, and why. `fmt` None: it was left alone."""
+
+    fmt: str | None
+    reason: str
+    calibration: Calibration | None = None
+
+
+@dataclass(frozen=True)
+class MorphReport:
+    """Every Parameter of the model by name, in the model's order."""
+
+    choices: Mapping[str, MorphChoice]
+
+    @property
+    def formats(self) -> dict[str, str]:
+        return {name: choice.fmt for name, choice in self.choices.items() if choice.fmt is not None}
+
+    @property
+    def left_alone(self) -> dict[str, str]:
+        return {name: choice.reason for name, choice in self.choices.items() if choice.fmt is None}
+
+    def to_dict(self) -> dict[str, Any]:
+        return {name: asdict(choice) for name, choice in self.choices.items()}
+
+
+@dataclass(frozen=True)
+class Place:
+    """A Parameter by one of its names."""
+
+    name: str
+    module: nn.Module
+    local: str
+    parameter: nn.Parameter
+
+    @property
+    def key(self) -> tuple[int, str]:
+        """The same for all names of one module's Parameter."""
+        return id(self.module), self.local
+
+    @property
+    def owner(self) -> str:
+        return self.name[: -len(self.local)].rstrip(".")
+
+    @property
+    def role(self) -> Literal["weight", "bias", "norm", "other"]:
+        if "bias" in self.local:
+            return "bias"
+        if "norm" in type(self.module).__name__.lower():
+            return "norm"
+        return "weight" if isinstance(self.module, _LAYERS) and _WEIGHT.fullmatch(self.local) else "other"
+
+    def matches(self, pattern: str) -> bool:
+        """Whether a pattern names the Parameter, or a module that it lies in."""
+        parts = self.name.split(".")
+        return any(fnmatchcase(".".join(parts[:end]), pattern) for end in range(1, len(parts) + 1))
+
+
+def places_of(model: nn.Module) -> list[Place]:
+    """Every Parameter under every name it has: modules used twice and tied weights appear twice."""
+    return [
+        Place(f"{path}.{local}".lstrip("."), module, local, parameter)
+        for path, module in model.named_modules(remove_duplicate=False)
+        for local, parameter in module._parameters.items()
+        if parameter is not None
+    ]
+
+
+def _choose(place: Place, formats: Formats, norms: bool) -> tuple[Format | None, str]:
+    """The format of one Parameter and the reason; None leaves it alone."""
+    refused = "not in the mapping"
+    for pattern, wanted in formats.items() if isinstance(formats, Mapping) else [(None, formats)]:
+        if pattern is None or place.matches(pattern):
+            if wanted is None:
+                return None, f"{pattern!r}: {_NONE}"
+            why_not = _why_not(place, pattern, norms)
+            if not why_not:
+                fmt = get_format(wanted)
+                return fmt, f"{fmt.name} for all weights" if pattern is None else f"{pattern!r} in the mapping"
+            refused = why_not
+    slot = slots_of(place.module).get(place.local)
+    return (slot.fmt, _BEFORE) if slot else (None, refused)
+
+
+def _why_not(place: Place, pattern: str | None, norms: bool) -> str:
+    """Biases, norms and parameters of unknown layers are morphed only where they are asked for by their own name."""
+    named = pattern is not None and pattern.rpartition(".")[2] == place.local
+    if not place.parameter.is_floating_point():
+        return f"{place.parameter.dtype}: left alone"
+    if place.role == "bias" and not named:
+        return "bias: left alone"
+    if place.role == "norm" and not norms and pattern not in (place.name, place.owner):
+        return "norm: left alone"
+    if place.role == "other" and not named:
+        return f"not a weight of a known layer ({type(place.module).__name__}): left alone unless named"
+    return ""
+
+
+def _check_patterns(patterns: Mapping[str, Any], places: list[Place], what: str) -> None:
+    unmatched = [pattern for pattern in patterns if not any(place.matches(pattern) for place in places)]
+    if unmatched:
+        known = {place.name for place in places} | {place.owner for place in places}
+        listed = ", ".join(f"{pattern!r}{did_you_mean(pattern, known)}" for pattern in unmatched)
+        raise StoreError(f"{what} names nothing in the model: {listed}")
+
+
+# ---- the public functions --------------------------------------------------------------------------------------------
+
+
+def morph_model(
+    model: nn.Module,
+    formats: Formats,
+    *,
+    norms: bool = False,
+    scale_rule: ScaleRule | None = None,
+    pad: Literal["zero"] | None = None,
+    observers: Mapping[str, ActivationObserver] | None = None,
+) -> MorphReport:
+    """Hold the model's weights in a format; from now on its eval-mode forwards use them.
+
+    formats    one format for the weights of all known layers, or a mapping: the name or a glob of a parameter or of a
+               module (then all in it) to a format, or to None (leave it alone). The first that matches wins; one
+               that matches nothing is an error. A parameter that none matches stays as it is; tied ones count as one.
+    norms      also the weights of normalization layers; biases only where a pattern ends in their own name
+    observers  from `observe_model`: choose the scales of these parameters by the inputs seen, not by `scale_rule`
+
+    Weights of modules in training mode are the FP32 Parameters, and so is what is read outside of any forward of the
+    model and its modules. Under torch.compile training is compiled and evaluation is not. If a weight cannot be
+    encoded, the error names it and the model is as it was.
+    """
+    if isinstance(model, nn.modules.linear.NonDynamicallyQuantizableLinear):
+        raise StoreError("an attention's out_proj runs inside the attention: morph the MultiheadAttention that owns it")
+    places, observers = places_of(model), observers or {}
+    _check_patterns(formats if isinstance(formats, Mapping) else {}, places, "the mapping")
+    _check_patterns(observers, places, "observers")
+    options = EncodeOptions(scale_rule=scale_rule, pad=pad)
+    store_of = _store_finder(model)
+    choices: dict[tuple[int, str], MorphChoice] = {}
+    slots: dict[tuple[int, str], Slot] = {}
+    for place in places:
+        if place.key in choices:  # the same module under a second name
+            continue
+        fmt, reason = _choose(place, formats, norms)
+        if fmt is None:
+            choices[place.key] = MorphChoice(None, reason)
+            continue
+        slots[place.key] = slot = Slot(store_of(place), fmt)
+        if reason == _BEFORE:
+            choices[place.key] = MorphChoice(fmt.name, reason)
+        else:
+            choices[place.key] = _morph(slot, reason, observers.get(place.name), options)
+    _morph_ties(places, choices, slots)
+    if not slots:
+        reasons = "; ".join(sorted({choice.reason for choice in choices.values()})) or "it has no parameters"
+        raise StoreError(f"nothing in this {type(model).__name__} was morphed: {reasons}")
+    _attach(model, slots)
+    return MorphReport({place.name: choices[place.key] for place in places})
+
+
+def attach_encoded(model: nn.Module, encoded: Mapping[str, Encoded]) -> None:
+    """Take versions as a file holds them: each is kept to the bit, and its Parameter becomes what it stands for.
+
+    A tied parameter may come under one of its names, or under each: the same bytes, or another format.
+    """
+    places = {place.name: place for place in places_of(model)}
+    groups: dict[int, dict[str, Encoded]] = {}
+    for name, version in encoded.items():
+        if name not in places:
+            raise StoreError(f"the model has no parameter {name!r}{did_you_mean(name, places)}")
+        parameter = places[name].parameter
+        if version.shape != tuple(parameter.shape):
+            raise StoreError(f"{name}: the parameter has shape {tuple(parameter.shape)}, its encoding {version.shape}")
+        first = groups.setdefault(id(parameter), {}).setdefault(version.fmt.name, version)
+        if first is not version and first.to_bytes() != version.to_bytes():
+            raise StoreError(f"{name}: another name of this tied parameter brings other {version.fmt.name} bytes")
+    store_of = _store_finder(model)
+    slots = {}
+    for name, place in places.items():
+        versions = groups.get(id(place.parameter))
+        if versions is not None:
+            fmt = encoded[name].fmt if name in encoded else next(iter(versions.values())).fmt
+            slots[place.key] = Slot(store_of(place), fmt)
+        elif place.local in slots_of(place.module):
+            slots[place.key] = slots_of(place.module)[place.local]
+    for place in places.values():
+        if versions := groups.pop(id(place.parameter), None):
+            store_of(place).adopt(*versions.values())
+    _attach(model, slots)
+
+
+def unmorph_model(model: nn.Module) -> None:
+    """Take everything back: the classes, the versions. The Parameters keep the numbers they have."""
+    _attach(model, {})
+
+
+def stores_of(model: nn.Module) -> dict[str, WeightStore]:
+    """The store of every morphed parameter; tied ones share theirs."""
+    return {place.name: slot.store for place in places_of(model) if (slot := slots_of(place.module).get(place.local))}
+
+
+def formats_of(model: nn.Module) -> dict[str, Format]:
+    """The format of every morphed parameter."""
+    return {place.name: slot.fmt for place in places_of(model) if (slot := slots_of(place.module).get(place.local))}
+
+
+@contextmanager
+def observe_model(model: nn.Module) -> Iterator[dict[str, ActivationObserver]]:
+    """Watch what reaches the weights: run representative batches inside, hand the result to `morph_model`.
+
+    Watched are the inputs of Linear, convolutions, attention's input projections and the first layer of recurrent ones;
+    no one can see those of an Embedding (indices), of a transposed convolution (rows) or inside a recurrence.
+    """
+    observers: dict[str, ActivationObserver] = {}
+    names = {place.key: place.name for place in reversed(places_of(model))}
+
+    def watch(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        for local, inputs, axis in _inputs_of(module, args, kwargs):
+            observers.setdefault(names[id(module), local], ActivationObserver(axis)).observe(inputs)
+
+    handles = [
+        module.register_forward_pre_hook(watch, with_kwargs=True)
+        for module in model.modules()
+        if isinstance(module, _LAYERS)
+    ]
+    try:
+        yield observers
+    finally:
+        for handle in handles:
+            handle.remove()
+    if not observers:
+        raise StoreError(
+            "no input reached a layer that can be observed; run batches through the model inside the `with`"
+        )
+
+
+def _inputs_of(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[tuple[str, Tensor, int]]:
+    """(parameter, the inputs it meets, the axis of features) for a call of a layer."""
+    first = ("query", "key", "value") if isinstance(module, nn.MultiheadAttention) else ("input",)
+    named = dict(zip(first, args, strict=False)) | kwargs
+    if isinstance(module, nn.MultiheadAttention):
+        whole = module._qkv_same_embed_dim
+        met = {
+            ("in_proj_weight" if whole else f"{role[0]}_proj_weight", id(named[role])): named[role] for role in first
+        }
+        yield from ((local, inputs, -1) for (local, _), inputs in met.items())
+        return
+    inputs = named.get("input")
+    inputs = inputs.data if isinstance(inputs, nn.utils.rnn.PackedSequence) else inputs
+    if not isinstance(inputs, Tensor):
+        return
+    if isinstance(module, nn.Linear | nn.RNNCellBase):
+        yield "weight" if isinstance(module, nn.Linear) else "weight_ih", inputs, -1
+    elif isinstance(module, nn.RNNBase):
+        yield "weight_ih_l0", inputs, -1
+        if module.bidirectional:
+            yield "weight_ih_l0_reverse", inputs, -1
+    elif isinstance(module, nn.Conv1d | nn.Conv2d | nn.Conv3d) and module.kernel_size[-1] < NARROW_KERNEL:
+        yield "weight", inputs, -1 - len(module.kernel_size)
+
+
+def _morph(slot: Slot, reason: str, observer: ActivationObserver | None, options: EncodeOptions) -> MorphChoice:
+    if observer is None or slot.fmt.is_cast:
+        slot.store.morph(slot.fmt, **options)
+        return MorphChoice(slot.fmt.name, reason + ("" if observer is None else "; a cast has no scales to calibrate"))
+    gain = slot.store.calibrate(slot.fmt, observer, pad=options["pad"])
+    told = f"{reason}; calibrated on {gain.rows_seen} inputs, error {gain.error_before:.3g} -> {gain.error_after:.3g}"
+    return MorphChoice(slot.fmt.name, told, gain)
+
+
+def _morph_ties(
+    places: list[Place], choices: dict[tuple[int, str], MorphChoice], slots: dict[tuple[int, str], Slot]
+) -> None:
+    """A tied weight is one weight: named under one of its names it is morphed under all, but for an explicit None."""
+    morphed = {id(place.parameter): place for place in reversed(places) if place.key in slots}
+    for place in places:
+        twin = morphed.get(id(place.parameter))
+        if twin is not None and place.key not in slots and not choices[place.key].reason.endswith(_NONE):
+            slots[place.key] = Slot(slots[twin.key].store, slots[twin.key].fmt)
+            choices[place.key] = MorphChoice(slots[twin.key].fmt.name, f"tied to {twin.name}")
+
+
+def _store_finder(model: nn.Module) -> Callable[[Place], WeightStore]:
+    """One store per Parameter: those the model has, and new ones."""
+    stores = {id(store._master): store for store in stores_of(model).values()}
+
+    def find(place: Place) -> WeightStore:
+        if id(place.parameter) not in stores:
+            stores[id(place.parameter)] = WeightStore(place.parameter, name=place.name)
+        return stores[id(place.parameter)]
+
+    return find
+
+
+def _attach(model: nn.Module, slots: Mapping[tuple[int, str], Slot]) -> None:
+    """Make these, and only these, the morphed Parameters of a model."""
+    modules = dict(model.named_modules(remove_duplicate=False))
+    owners = {owner for owner, _ in slots}
+    on_path = {
+        id(modules[".".join(parts[:end])])
+        for path, module in modules.items()
+        if id(module) in owners
+        for parts in [path.split(".")]
+        for end in range(len(parts))
+    }
+    for module in model.modules():
+        mine = {local: slots[id(module), local] for local in module._parameters if (id(module), local) in slots}
+        set_slots(module, mine, on_path=id(module) in on_path)
+        for handle, hook in list(module._forward_pre_hooks.items()):
+            if hook is _no_shortcut:
+                del module._forward_pre_hooks[handle]
+    if slots and not isinstance(model, nn.TransformerEncoderLayer):
+        model.register_forward_pre_hook(_no_shortcut)
+
+
+def _no_shortcut(*_: object) -> None:
+    """Does nothing; a TransformerEncoderLayer around the morphed module sees a hook, and calls its parts one by one."""

@@ -1,0 +1,1 @@
+"""One model from rows that lie in several processes."""

@@ -1,0 +1,163 @@
+"""The processes of torch.distributed as `Shards`: sums, maxima, arrays of all of them, and what happens if one stops.
+
+Every fit makes a gloo group of its own (histograms lie in main memory, whatever the default backend is) with its own
+time limit. A process that stops early, by an error, by Ctrl-C or because it was killed, closes its connections; that
+ends the step the others wait in, and they close theirs. Then all who are left call the roll in the store of the
+default group: a process that failed has left its message there, and one that died gives no answer. So every process
+says who stopped and in which step, at once if a process died, after the time limit if it hangs.
+
+Arrays are all that is sent; what is not one goes as JSON (`shards.gather_json`), never as a pickle.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from bitplan.errors import BitplanError
+from bitplan.trees.distributed.shards import Array
+from bitplan.trees.gradients import TreesError
+
+MAX_PART_BYTES = 2**36  # of one process in one step: more is a lie, and would be allocated
+ROLL_CALL_S = 5.0  # how long the others have to say that they are there
+
+
+class ProcessLostError(BitplanError, RuntimeError):
+    """Another process of a distributed fit failed, died or hangs; this one has stopped too."""
+
+
+class Ranks:
+    """All processes of the default group, for one fit; close it, or tell the others why not (`fail`)."""
+
+    def __init__(self, timeout_s: float) -> None:
+        if not (dist.is_available() and dist.is_initialized()):
+            raise TreesError(
+                "fit_distributed: torch.distributed has no process group; start the script with torchrun and call "
+                "torch.distributed.init_process_group('gloo') before, or use the estimator's own fit for one process"
+            )
+        from torch.distributed.distributed_c10d import _get_default_store  # not there where torch was built without
+
+        self.rank, self.count = dist.get_rank(), dist.get_world_size()
+        self.bytes_sent: dict[str, list[int]] = {}
+        self.steps = 0
+        self._bytes_since = 0
+        self._store = _get_default_store()
+        fits = self._store.add(f"bitplan.trees/fits of {self.rank}", 1)  # as many in every process
+        self._place = f"bitplan.trees/{fits}"
+        self._group: dist.ProcessGroup | None = None
+        limit = timedelta(seconds=timeout_s)
+        self._meet("meeting of all processes", lambda: self._join(limit), 0)
+
+    def add(self, integers: Array, what: str) -> Array:
+        """Sums, element by element."""
+        return self._all_reduce(integers, dist.ReduceOp.SUM, what)
+
+    def top(self, numbers: Array, what: str) -> Array:
+        """Maxima, element by element."""
+        return self._all_reduce(numbers, dist.ReduceOp.MAX, what)
+
+    def gather(self, part: Array, what: str) -> list[Array]:
+        """The flat arrays of all processes, of any lengths, in their order."""
+        own = np.zeros(self.count, np.int64)
+        own[self.rank] = len(part)
+        lengths = self.add(own, f"{what}: lengths").tolist()
+        if lengths[self.rank] != len(part) or min(lengths) < 0 or max(lengths) * part.itemsize > MAX_PART_BYTES:
+            raise TreesError(  # `fail` passes it on to the others
+                f"distributed fit, rank {self.rank} of {self.count}, in step {what!r}: expected lengths of arrays, "
+                f"{len(part)} for this rank, got {lengths!r:.80}; run the same version of bitplan everywhere"
+            )
+        padded = np.zeros(max(lengths), part.dtype)
+        padded[: len(part)] = part
+        parts = [torch.empty(len(padded), dtype=torch.from_numpy(padded).dtype) for _ in lengths]
+        self._meet(what, lambda: dist.all_gather(parts, torch.from_numpy(padded), group=self._group), padded.nbytes)
+        return [one.numpy()[:length] for one, length in zip(parts, lengths, strict=True)]
+
+    def sent_for(self, what: str) -> None:
+        """What this process put into steps since the last call was for `what`."""
+        self.bytes_sent.setdefault(what, []).append(self._bytes_since)
+        self._bytes_since = 0
+
+    def fail(self, error: BaseException) -> None:
+        """Leave a message for the others, and end the step they wait in."""
+        if not isinstance(error, ProcessLostError):
+            self._try_store(lambda: self._store.set(self._key("failed"), f"{type(error).__name__}: {error}"))
+        self.close()
+
+    def close(self) -> None:
+        """Close the connections of this fit."""
+        group, self._group = self._group, None
+        if group is not None:
+            dist.destroy_process_group(group)
+
+    def _join(self, limit: timedelta) -> None:
+        self._group = dist.new_group(backend="gloo", timeout=limit)
+
+    def _all_reduce(self, numbers: Array, how: Any, what: str) -> Array:
+        out = np.array(numbers)  # a copy: torch sums in place
+        self._meet(what, lambda: dist.all_reduce(torch.from_numpy(out), how, group=self._group), out.nbytes)
+        return out
+
+    def _meet(self, what: str, step: Callable[[], Any], payload_bytes: int) -> None:
+        self.steps += 1
+        self._bytes_since += payload_bytes
+        try:
+            step()
+        except RuntimeError as error:  # what gloo and the store raise when a connection ends or time is up
+            traceback.clear_frames(error.__traceback__)  # they hold the group, and what is held stays connected
+            self.close()
+            raise ProcessLostError(self._explain(what, error)) from error
+
+    def _explain(self, what: str, error: RuntimeError) -> str:
+        where = f"distributed fit, rank {self.rank} of {self.count}, in step {what!r}"
+        cause = re.sub(r"^\[\S+\] |\. This is typically.*", "", str(error).strip().splitlines()[0])  # gloo's own words
+        failed, silent, is_store_there = self._call_roll()
+        if not is_store_there:
+            host = "rank 0, or torchrun's own process"
+            return f"{where}: the store of the process group is gone too: what hosts it died, {host} ({cause})"
+        if failed:
+            return f"{where}: " + "; ".join(f"rank {rank} stopped with {failed[rank]}" for rank in sorted(failed))
+        if silent:
+            ranks = ", ".join(map(str, silent))
+            return f"{where}: no answer from rank {ranks}: it died, or hangs; look at its output ({cause})"
+        return (
+            f"{where}: every process answers, so the others stopped waiting for this one or a connection broke; raise "
+            f"timeout_s, or look at the network ({cause})"
+        )
+
+    def _call_roll(self) -> tuple[dict[int, str], list[int], bool]:
+        """Messages of ranks that failed, ranks that give no answer, and whether the store is there to ask."""
+        failed: dict[int, str] = {}
+        silent = [rank for rank in range(self.count) if rank != self.rank]
+        here = self._try_store(lambda: self._store.set(self._key("here"), "yes"))
+        until = time.monotonic() + ROLL_CALL_S
+        while here and silent and not failed and time.monotonic() < until:
+            here = self._try_store(lambda: self._hear(failed, silent))
+            time.sleep(0.05)
+        return failed, silent, here
+
+    def _hear(self, failed: dict[int, str], silent: list[int]) -> None:
+        for rank in list(silent):
+            if self._store.check([self._key("failed", rank)]):
+                failed[rank] = self._store.get(self._key("failed", rank)).decode(errors="replace")
+                silent.remove(rank)
+            elif self._store.check([self._key("here", rank)]):
+                silent.remove(rank)
+
+    def _key(self, what: str, rank: int | None = None) -> str:
+        return f"{self._place}/{what}/{self.rank if rank is None else rank}"
+
+    def _try_store(self, ask: Callable[[], Any]) -> bool:
+        """False: the store cannot be reached, which is an answer here and not an error."""
+        try:
+            ask()
+        except RuntimeError:
+            return False
+        return True

@@ -1,0 +1,171 @@
+"""Loops that make gradients, and loops that make them small.
+
+Stochastic rounding draws from a counter-based generator: the number for a row is a hash of the seed, the round and the
+row, so that the same seed gives the same codes in whatever order and on however many threads rows are rounded.
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+
+from bitplan.kernels.base.jit import compiled, inlined
+from bitplan.kernels.base.vectors import largest as largest_lane
+from bitplan.kernels.base.vectors import load, maximum, store, view
+
+LANES = 8
+ABSOLUTE = 0x7FFFFFFF  # all bits of a float32 but its sign
+INFINITE = 0x7F800000
+U = np.uint64
+I = np.int64  # noqa: E741  numba compiles a part once more for every literal it is given
+
+
+@inlined
+def _offsets(key, row, stochastic):  # type: ignore[no-untyped-def]
+    """What to add before rounding down: two numbers in [0, 1), or two halves.
+
+    The numbers are splitmix64's: every bit of the counter changes half the bits of the word.
+    """
+    if not stochastic:
+        return 0.5, 0.5
+    word = key + U(row) * U(0x9E3779B97F4A7C15)
+    word = (word ^ (word >> U(30))) * U(0xBF58476D1CE4E5B9)
+    word = (word ^ (word >> U(27))) * U(0x94D049BB133111EB)
+    word = word ^ (word >> U(31))
+    return np.float64(word >> U(32)) * 2.0**-32, np.float64(word & U(0xFFFFFFFF)) * 2.0**-32
+
+
+@compiled
+def largest(grads, hess):  # type: ignore[no-untyped-def]
+    """(largest |gradient|, largest hessian, first bad row): bad is NaN, infinite, or a hessian below zero; -1: none.
+
+    Read as integers, floats of one sign are in order, with infinity and NaN behind all others: eight at a time.
+    """
+    whole = grads.size // LANES * LANES
+    if whole:
+        top_grads, top_weights = _bits(grads, 0) & ABSOLUTE, _bits(hess, 0)
+        for i in range(LANES, whole, LANES):
+            top_grads = maximum(top_grads, _bits(grads, i) & ABSOLUTE)
+            top_weights = maximum(top_weights, _bits(hess, i))
+        if largest_lane(top_grads) >= INFINITE or largest_lane(top_weights) >= INFINITE:  # or minus zero: look closer
+            whole = 0
+    top_grad, top_hess = np.float32(0.0), np.float32(0.0)
+    if whole:
+        tops = np.empty(2 * LANES, np.float32)
+        store(tops, 0, view(top_grads, np.float32))
+        store(tops, LANES, view(top_weights, np.float32))
+        for i in range(LANES):
+            top_grad = tops[i] if tops[i] > top_grad else top_grad
+            top_hess = tops[LANES + i] if tops[LANES + i] > top_hess else top_hess
+    for i in range(whole, grads.size):
+        grad, weight = abs(grads[i]), hess[i]
+        if not (grad < np.inf and weight >= 0.0 and weight < np.inf):
+            return top_grad, top_hess, i
+        top_grad = grad if grad > top_grad else top_grad
+        top_hess = weight if weight > top_hess else top_hess
+    return top_grad, top_hess, -1
+
+
+@inlined
+def _bits(floats, at):  # type: ignore[no-untyped-def]
+    return view(load(floats, at, LANES), np.uint32)
+
+
+@inlined
+def _within(code, least, most):  # type: ignore[no-untyped-def]
+    """For integers: numba's min and max of floats look for NaN."""
+    return np.int64(least if code < least else most if code > most else code)
+
+
+@compiled
+def quantize_i16(grads, hess, first, per_grad, per_hess, key, stochastic, grad_codes, hess_codes):  # type: ignore[no-untyped-def]
+    """int8 gradients within -127..127, uint8 hessians within 0..255; `first` is the number of the first row."""
+    for i in range(grads.size):
+        for_grad, for_hess = _offsets(key, first + i, stochastic)
+        grad = np.int64(math.floor(np.float64(grads[i]) * per_grad + for_grad))
+        weight = np.int64(math.floor(np.float64(hess[i]) * per_hess + for_hess))
+        grad_codes[i] = _within(grad, I(-127), I(127))
+        hess_codes[i] = _within(weight, I(0), I(255))
+
+
+@compiled
+def quantize_i8(grads, hess, first, per_grad, per_hess, key, stochastic, grad_codes, hess_codes):  # type: ignore[no-untyped-def]
+    """Gradients within -7..7, hessians within 0..15; two rows share a byte, the even one has its low half."""
+    for i in range(grads.size):
+        for_grad, for_hess = _offsets(key, first + i, stochastic)
+        grad = np.int64(math.floor(np.float64(grads[i]) * per_grad + for_grad))
+        weight = np.int64(math.floor(np.float64(hess[i]) * per_hess + for_hess))
+        grad, weight = _within(grad, I(-7), I(7)) & 15, _within(weight, I(0), I(15))
+        if i & 1:
+            grad_codes[i >> 1] |= grad << 4
+            hess_codes[i >> 1] |= weight << 4
+        else:
+            grad_codes[i >> 1] = grad
+            hess_codes[i >> 1] = weight
+
+
+@compiled
+def sum_rows(rows, grads, hess, grad_unit, hess_unit):  # type: ignore[no-untyped-def]
+    """Sums of float32 gradients and hessians over rows, as multiples of the units: no order of rows matters."""
+    per_grad, per_hess = 1.0 / grad_unit, 1.0 / hess_unit
+    grad, weight = np.int64(0), np.int64(0)
+    for i in range(rows.size):
+        row = U(rows[U(i)])
+        grad += np.int64(np.rint(np.float64(grads[row]) * per_grad))
+        weight += np.int64(np.rint(np.float64(hess[row]) * per_hess))
+    return grad, weight
+
+
+# ---- objectives: y, raw scores, weights (or an empty array) -> grads, hess -------------------------------------------
+
+
+@compiled
+def squared_error(y, scores, weights, grads, hess):  # type: ignore[no-untyped-def]
+    for i in range(y.size):
+        weight = weights[i] if weights.size else 1.0
+        grads[i] = (scores[i] - y[i]) * weight
+        hess[i] = weight
+
+
+@compiled
+def absolute_error(y, scores, weights, grads, hess):  # type: ignore[no-untyped-def]
+    for i in range(y.size):
+        weight = weights[i] if weights.size else 1.0
+        grads[i] = np.sign(scores[i] - y[i]) * weight
+        hess[i] = weight
+
+
+@compiled
+def poisson(y, scores, weights, grads, hess, caution):  # type: ignore[no-untyped-def]
+    for i in range(y.size):
+        weight = weights[i] if weights.size else 1.0
+        mean = math.exp(scores[i])
+        grads[i] = (mean - y[i]) * weight
+        hess[i] = mean * caution * weight
+
+
+@compiled
+def binary(y, scores, weights, grads, hess):  # type: ignore[no-untyped-def]
+    for i in range(y.size):
+        weight = weights[i] if weights.size else 1.0
+        p = 1.0 / (1.0 + math.exp(-scores[i]))
+        grads[i] = (p - y[i]) * weight
+        hess[i] = p * (1.0 - p) * weight
+
+
+@compiled
+def softmax(y, scores, weights, grads, hess):  # type: ignore[no-untyped-def]
+    """scores (rows, classes); grads and hess (classes, rows), so that the tree of a class reads one array."""
+    classes = scores.shape[1]
+    factor = classes / (classes - 1.0)
+    for i in range(y.size):
+        weight = weights[i] if weights.size else 1.0
+        top = scores[i].max()
+        total = 0.0
+        for k in range(classes):
+            total += math.exp(scores[i, k] - top)
+        for k in range(classes):
+            p = math.exp(scores[i, k] - top) / total
+            grads[k, i] = (p - (1.0 if y[i] == k else 0.0)) * weight
+            hess[k, i] = factor * p * (1.0 - p) * weight

@@ -1,0 +1,195 @@
+"""`bitplan demo --fast` from the shell: every file, the page in a browser, the same figures again, and Ctrl-C."""
+
+from __future__ import annotations
+
+import json
+import shutil
+
+import pytest
+import torch
+from report.browser import Browser  # tests/ is where pytest begins
+
+from bitplan.cli import run
+from bitplan.cli.demo.quality import FORMATS, PLAN, REFERENCE
+from bitplan.cli.demo.run import RECORDS, prepare_folder
+from bitplan.cli.demo.run import training as demo_training
+from bitplan.plan import Manifest, Plan
+from bitplan.report.read import read_records
+from bitplan.store.files.open_files import open_tensors
+
+GPU_RECORDS = {"fp8-policy.json", "crossover.json"}
+SECTIONS = ["decisions", "quality", "training", "precision", "streaming", "errors", "benchmarks", "machine"]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("demo") / "new" / "out"
+
+
+@pytest.fixture(scope="module")
+def figures(folder):
+    """One fast demo, as the shell prints it."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.cuda, "is_available", lambda: False)
+        printed: list[str] = []
+        patch.setattr("bitplan.cli.verbs.demo.show_json", lambda document: printed.append(json.dumps(document)))
+        assert run(["demo", "--fast", "--json", "-o", str(folder)]) == 0
+    return json.loads(printed[0])
+
+
+def without_times(found):
+    """Figures that the seed decides: no seconds."""
+    if isinstance(found, dict):
+        timed = ("_s", "_s_samples", "seconds")
+        return {key: without_times(value) for key, value in found.items() if not key.endswith(timed)}
+    return [without_times(item) for item in found] if isinstance(found, list) else found
+
+
+def test_every_file_is_written_and_is_a_record(folder, figures):
+    expected = {*RECORDS} - GPU_RECORDS
+    assert set(figures["records"]) == expected
+    models = {f"model.{name}.safetensors" for name in (REFERENCE, PLAN, *FORMATS)}
+    assert {path.name for path in folder.iterdir()} == expected | models | {"manifest.json", "report.html"}
+    assert len(read_records(folder / name for name in figures["records"])) == len(expected)
+    kept = json.loads((folder / "demo.json").read_text())
+    assert kept == {key: value for key, value in figures.items() if key not in ("records", "report")}
+
+
+def test_training_learned_and_layers_moved_for_a_reason(figures):
+    found = figures["training"]
+    assert found["last_loss"] < found["first_loss"] - 0.5
+    assert found["moves"]
+    assert all(move["before"] != move["after"] and move["reason"].startswith("score ") for move in found["moves"])
+    assert sum(found["layers_by_precision"].values()) == found["layers"] == 24
+    assert found["layers_by_precision"]["int8"] > 0
+    assert found["bytes_not_sent"] > 0
+
+
+def test_telemetry_says_what_the_figures_say(folder, figures):
+    updates = [json.loads(line) for line in (folder / "precision.jsonl").read_text().splitlines()]
+    last = {name: row["precision"] for name, row in updates[-1]["block_details"].items()}
+    for move in figures["training"]["moves"]:
+        update = next(row for row in updates if row["step_id"] == move["step"])
+        assert update["block_details"][move["layer"]]["precision"] == move["after"]
+    assert sum(precision == "int8" for precision in last.values()) == updates[-1]["blocks_int8"]
+    streamed = [json.loads(line) for line in (folder / "stream.jsonl").read_text().splitlines()]
+    assert len(streamed) == figures["steps"]
+    assert streamed[-1]["bytes_h2d_by_format"]["int8_row"] > 0
+    assert "int8_row" not in streamed[0]["bytes_h2d_by_format"]
+
+
+def test_manifest_plan_and_packed_file_agree(folder, figures):
+    plan, manifest = Plan.load(folder / "plan.json"), Manifest.load(folder / "manifest.json")
+    with open_tensors(folder / "model.plan.safetensors") as file:
+        held = {name: spec.format for name, spec in file.specs.items()}
+        shapes = {name: spec.shape for name, spec in file.specs.items()}
+    resolved = manifest.resolve(shapes)
+    assert {name: choice.format for name, choice in plan.items()} == held == figures["plan"]["formats"]
+    assert {name: choice.format for name, choice in resolved.items()} == held
+    assert run(["check", str(folder / "manifest.json"), str(folder / "model.plan.safetensors")]) == 0
+    packed = {name for name, fmt in held.items() if fmt not in ("float32", "bfloat16")}
+    assert {row["name"] for row in figures["drift"]} == packed
+
+
+def test_the_plan_is_far_smaller_than_bf16_and_about_as_good(figures):
+    rows = {row["format"]: row for row in figures["formats"]}
+    assert rows[PLAN]["bytes"] < 0.5 * rows["bfloat16"]["bytes"]
+    assert abs(rows[PLAN]["perplexity"] / rows["bfloat16"]["perplexity"] - 1) < 0.02
+    assert rows["ternary_absmean"]["perplexity"] > rows[PLAN]["perplexity"]
+
+
+def test_formats_are_measured_and_their_files_are_as_large_as_told(folder, figures):
+    rows = {row["format"]: row for row in figures["formats"]}
+    assert rows["float32"]["sqnr_db"] is None
+    assert rows["int8_row"]["sqnr_db"] > rows["mxfp4"]["sqnr_db"] > rows["ternary_absmean"]["sqnr_db"]
+    assert rows["mxfp4"]["bytes"] < rows["float32"]["bytes"] / 7
+    assert all((folder / row["file"]).stat().st_size == row["bytes"] for row in rows.values())
+    assert abs(rows["bfloat16"]["perplexity"] / rows["float32"]["perplexity"] - 1) < 0.01
+
+
+def test_trees_and_what_a_gpu_would_add(figures):
+    runs = {row["contender"]: row for row in figures["trees"]}
+    assert set(runs) == {"bitplan_f32", "bitplan_i16"}
+    assert all(row["auc"] > 0.7 and row["train_s"] > 0 and row["compile_s"] > 0 for row in runs.values())
+    assert runs["bitplan_i16"]["gradient_bytes_a_row"] == 2
+    assert figures["gpu"]["measured"] is False
+    assert "no CUDA GPU" in figures["gpu"]["reason"]
+
+
+def test_the_page_renders_in_a_browser(folder, figures):
+    with Browser() as browser:
+        page = browser.open(folder / "report.html")
+        try:
+            found = page.run("[...document.querySelectorAll('main > section')].map((part) => part.id)")
+            assert found == ["summary", *SECTIONS]
+            assert page.run("document.querySelectorAll('.heatmap svg').length") == 1
+            rows = page.run("document.querySelectorAll('#decisions tbody tr').length")
+            assert rows == len(figures["plan"]["formats"])
+            assert page.problems == []
+            assert page.requests == [page.address]
+        finally:
+            page.close()
+
+
+def test_the_same_seed_gives_the_same_figures_over_old_files(figures, folder, tmp_path, capsys):
+    folder = shutil.copytree(folder, tmp_path / "again")
+    before = {name: (folder / name).read_bytes() for name in ("plan.json", "model.plan.safetensors", "training.jsonl")}
+    (folder / "notes.txt").write_text("mine")
+    assert run(["demo", "--fast", "-o", str(folder)]) == 0
+    told = capsys.readouterr().out
+    again = json.loads((folder / "demo.json").read_text())
+    assert without_times(again) == without_times({key: figures[key] for key in again})
+    assert before == {name: (folder / name).read_bytes() for name in before}
+    assert (folder / "notes.txt").read_text() == "mine"
+    for words in (
+        "perplexity",
+        "INT8 at the first decision",
+        "worst layers",
+        "times smaller than bfloat16",
+        "* plan",
+        "AUC",
+    ):
+        assert words in told
+    assert told.rstrip().endswith(f"report: {folder / 'report.html'}")
+
+
+def test_ctrl_c_leaves_whole_files(tmp_path, monkeypatch, capsys):
+    write = demo_training.TrainingLog.write
+
+    def stop_at_twelve(self, step, loss, **figures):
+        write(self, step, loss, **figures)
+        if step == 12:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(demo_training.TrainingLog, "write", stop_at_twelve)
+    assert run(["demo", "--fast", "-o", str(tmp_path)]) == 130
+    assert "interrupted" in capsys.readouterr().err
+    left = sorted(path.name for path in tmp_path.iterdir())
+    assert left == ["demo.json", "machine.json", "precision.jsonl", "stream.jsonl", "training.jsonl"]
+    left.remove("demo.json")  # not complete
+    records = {record.name: record for record in read_records(tmp_path / name for name in left)}
+    assert len(records["training.jsonl"].content) == 1 + 13
+    assert all(record.torn == 0 for record in records.values())
+
+
+def test_files_that_no_demo_wrote_stay(tmp_path, capsys):
+    (tmp_path / "plan.json").write_text("mine")
+    assert run(["demo", "--fast", "-o", str(tmp_path)]) == 2
+    assert "plan.json: exists already, and no demo wrote it; replace it with --force" in capsys.readouterr().err
+    assert (tmp_path / "plan.json").read_text() == "mine"
+    prepare_folder(tmp_path, force=True)
+    assert list(tmp_path.iterdir()) == []
+    (tmp_path / "plan.json").touch()
+    (tmp_path / "demo.json").write_text('{"seed": 0, "fast": true, "weights": 1}')
+    prepare_folder(tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_folder_that_cannot_be_used_is_told_before_any_work(tmp_path, capsys):
+    (tmp_path / "file").write_text("")
+    for folder, words in (("file", "is a file"), ("file/out", "cannot write there")):
+        assert run(["demo", "--fast", "-o", str(tmp_path / folder)]) == 2
+        captured = capsys.readouterr()
+        assert captured.out == ""
+        assert captured.err.count("\n") == 1
+        assert words in captured.err

@@ -1,0 +1,54 @@
+"""What a format takes from a weight: the difference, the relative output error, and the impact."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from bitplan import decode, encode
+from bitplan.measure.gradients.statistics import impact_of
+from bitplan.measure.quality.weight_error import relative_output_error, rounding_error
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("fmt", ["int8_row", "int8_g128", "fp8_e4m3_row", "q8_0_gguf"])
+def test_the_difference_is_exact(fmt, dtype):
+    torch.manual_seed(0)
+    weight = torch.randn(24, 256).to(dtype)
+    expected = weight - decode(encode(weight, fmt), dtype)
+    found = rounding_error(weight, fmt)
+    assert found.dtype == dtype
+    assert torch.equal(found, expected)
+    assert found.abs().max() > 0
+
+
+def test_the_relative_error_is_that_of_the_outputs():
+    torch.manual_seed(0)
+    weight, bias, x = torch.randn(16, 128), torch.randn(16), torch.randn(3, 5, 128)
+    y = torch.nn.functional.linear(x, weight, bias)
+    low = torch.nn.functional.linear(x, decode(encode(weight, "int8_row"), torch.float32), bias)
+    found = relative_output_error(x, rounding_error(weight, "int8_row"), y)
+    assert float(found) == pytest.approx(float((y - low).norm() / y.norm()), rel=1e-4)
+
+
+def test_the_impact_is_the_inner_product():
+    torch.manual_seed(0)
+    x, gradient, difference = torch.randn(4, 16, 8), torch.randn(4, 16, 4), torch.randn(4, 8)
+    whole = float((gradient * (x @ difference.t())).sum())
+    assert float(impact_of(gradient, x, difference)) == pytest.approx(whole, rel=1e-4)
+    assert float(impact_of(gradient.bfloat16(), x, difference)) == pytest.approx(whole, rel=1e-2)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("fmt", ["int8_row", "fp8_e4m3_row", "int8_g128"])
+def test_on_the_gpu_nothing_waits_and_the_difference_is_the_same(fmt):
+    torch.manual_seed(0)
+    weight = torch.randn(256, 512).bfloat16()
+    on_device = weight.cuda()
+    rounding_error(on_device, fmt)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        found = rounding_error(on_device, fmt)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert torch.equal(found.cpu(), rounding_error(weight, fmt))

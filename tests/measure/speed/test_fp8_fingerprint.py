@@ -1,0 +1,30 @@
+"""The fingerprint of this machine: an emulation is never taken for a GPU."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from bitplan.measure.speed.fp8_fingerprint import EMULATED, commit, fingerprint_of
+from bitplan.version import __version__
+
+
+def test_cpu_says_that_it_emulates():
+    found = fingerprint_of(torch.device("cpu"))
+    assert found.gpu == EMULATED
+    assert (found.torch, found.bitplan) == (torch.__version__, __version__)
+    assert not found.differences(fingerprint_of(torch.device("cpu")))
+
+
+def test_a_stated_commit_counts(monkeypatch):
+    commit.cache_clear()
+    monkeypatch.setenv("BITPLAN_COMMIT", "abc1234")
+    assert fingerprint_of(torch.device("cpu")).commit == "abc1234"
+    commit.cache_clear()
+
+
+@pytest.mark.gpu
+def test_gpu():
+    found = fingerprint_of(torch.device("cuda"))
+    assert found.gpu == torch.cuda.get_device_name()
+    assert found.driver

@@ -1,0 +1,101 @@
+"""Block layouts: every format in and out of one flat buffer, without overlap and aligned."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from bitplan import decode, encode, get_format
+from bitplan.errors import FormatError
+from bitplan.runtime.streaming.blocks.formats import resolve_formats
+from bitplan.runtime.streaming.blocks.layout import ALIGNMENT, ParameterSpec, lay_out
+
+SPECS = {
+    "q.weight": ParameterSpec((8, 256), torch.bfloat16),
+    "k.weight": ParameterSpec((3, 128), torch.bfloat16),
+    "norm.weight": ParameterSpec((7,), torch.float32),
+    "kernel": ParameterSpec((4, 2, 16), torch.float32),
+    "scalar": ParameterSpec((), torch.float32),
+}
+FORMATS = ["bfloat16", "float32", "int8_row", "int8_g128", "fp8_e4m3_row", "mxfp4", "nvfp4"]
+
+
+@pytest.mark.parametrize(("first", "second"), [*zip(FORMATS, FORMATS[1:] + FORMATS[:1], strict=True)])
+def test_every_format_lives_in_one_buffer(first, second):
+    names = {
+        "q.weight": first,
+        "k.weight": second,
+        "norm.weight": "float32",
+        "kernel": "int8_row",
+        "scalar": "bfloat16",
+    }
+    formats = {name: get_format(fmt) for name, fmt in names.items()}
+    layout = lay_out(SPECS, formats)
+    generator = torch.Generator().manual_seed(0)
+    values = {name: torch.randn(spec.shape, generator=generator).to(spec.dtype) for name, spec in SPECS.items()}
+    slot = torch.full((layout.nbytes,), 0xFF, dtype=torch.uint8)
+    scratch = torch.full((layout.scratch_nbytes,), 0xFF, dtype=torch.uint8)
+    for name, piece in layout.pieces.items():
+        piece.write(slot, encode(values[name], piece.fmt))
+    layout.decode_into(slot, scratch)
+    taken: set[int] = set()
+    for name, piece in layout.pieces.items():
+        weight = piece.weight(slot, scratch)
+        assert torch.equal(weight, decode(encode(values[name], piece.fmt), SPECS[name].dtype)), name
+        own = piece.fmt.is_cast and piece.fmt.storage == SPECS[name].dtype
+        assert (piece.decoded is None) == own
+        for part in piece.parts.values():
+            span = set(range(part.offset, part.offset + part.nbytes))
+            assert part.offset % ALIGNMENT == 0
+            assert not taken & span
+            taken |= span
+    assert layout.nbytes == sum(layout.bytes_by_format.values())
+    assert layout.nbytes % ALIGNMENT == 0
+    assert len(taken) == sum(formats[name].nbytes(spec.shape) for name, spec in SPECS.items())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("fmt", ["int8_row", "fp8_e4m3_row", "int8_g128", "mxfp4", "nvfp4", "fp8_e4m3_b128"])
+def test_triton_decodes_into_the_scratch(fmt, dtype):
+    """Triton's interpreter on a CPU, the kernel itself on a GPU."""
+    pytest.importorskip("triton")
+    from bitplan.kernels.codec.triton_codec import DECODERS
+
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    encoded = encode(torch.randn(3, 256, generator=torch.Generator().manual_seed(0)), fmt).to(device)
+    scratch = torch.full((5, 256), float("nan"), dtype=dtype, device=device)
+    assert DECODERS[fmt](encoded, dtype, out=scratch[1:4]).data_ptr() == scratch[1].data_ptr()
+    assert torch.equal(scratch[1:4], decode(encoded, dtype))
+    assert scratch[[0, 4]].isnan().all()
+    for other in (scratch, scratch[1:4].double(), scratch[1:4].t().contiguous().t()):
+        with pytest.raises(FormatError, match="the output must be contiguous"):
+            DECODERS[fmt](encoded, dtype, out=other)
+
+
+def test_int8_takes_at_most_0_52_of_bfloat16_for_a_llama_block():
+    shapes = {f"{name}.weight": (4096, 4096) for name in "qkvo"}
+    shapes |= {"up.weight": (11008, 4096), "gate.weight": (11008, 4096), "down.weight": (4096, 11008), "norm": (4096,)}
+    specs = {name: ParameterSpec(shape, torch.bfloat16) for name, shape in shapes.items()}
+    sizes = {
+        fmt: lay_out(specs, resolve_formats(fmt, {"block": specs})["block"]).nbytes
+        for fmt in ("bfloat16", "int8_row", "int8_g128")
+    }
+    assert sizes["int8_row"] <= 0.501 * sizes["bfloat16"]
+    assert sizes["int8_g128"] <= 0.52 * sizes["bfloat16"]
+
+
+def test_which_key_decides():
+    blocks = {"layers.0": SPECS, "layers.1": SPECS}
+    found = resolve_formats(
+        {"layers.0.norm.weight": "bfloat16", "layers.1": "mxfp4", "*.q.weight": "int8_row"},
+        {name: {key: specs[key] for key in ("q.weight", "k.weight", "norm.weight")} for name, specs in blocks.items()},
+    )
+    named = {f"{block}.{name}": fmt.name for block, own in found.items() for name, fmt in own.items()}
+    assert named == {
+        "layers.0.q.weight": "int8_row",
+        "layers.0.k.weight": "bfloat16",
+        "layers.0.norm.weight": "bfloat16",
+        "layers.1.q.weight": "mxfp4",
+        "layers.1.k.weight": "mxfp4",
+        "layers.1.norm.weight": "float32",
+    }

@@ -1,0 +1,125 @@
+"""A switch of formats sends the blocks that switch, and no more; blocks stay where they are streamed from."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+
+from bitplan.runtime.streaming.transfer.devices import SimulatedDevice
+from tests.runtime.streaming.stream_samples import (
+    COUNT,
+    assert_equal,
+    batch,
+    decoded_twin,
+    gradients,
+    make_stack,
+    streaming,
+)
+
+
+def run_step(model, stream, step) -> tuple[int, dict[str, torch.Tensor]]:
+    """Bytes to the device in a step, and its gradients."""
+    before = stream.device.bytes_in
+    stream.begin_step(step)
+    model(batch(step)).square().mean().backward()
+    found = gradients(model)
+    model.zero_grad()
+    stream.end_step()
+    return stream.device.bytes_in - before, found
+
+
+def block_bytes(stream, block: str) -> int:
+    return stream._loader.layouts[stream._loader.names.index(block)].nbytes
+
+
+@pytest.mark.parametrize("block", range(COUNT))
+def test_the_switch_of_one_block_sends_that_block_only(block):
+    model = make_stack(adapters=True)
+    source, name = copy.deepcopy(model), f"layers.{block}"
+    with streaming(model, formats="bfloat16", slots=3) as stream:
+        for step in range(2):
+            usual, _ = run_step(model, stream, step)
+        held = stream._loader.ring.held
+        high = block_bytes(stream, name)
+        stream.set_formats({name: "int8_row"})
+        sent, found = run_step(model, stream, 2)
+        low = block_bytes(stream, name)
+        assert low < high
+        # In a step every block crosses once: the tail in forward, and in backward the head, which then stays. Blocks
+        # of the head that keep their format are not sent again; one that switched is, before its forward.
+        assert sorted(held) == [0, 1, 2]
+        assert sent == usual - (high - low) + (low if block in held else 0)
+        assert run_step(model, stream, 3)[0] == usual - (high - low)
+        twin = decoded_twin(source, stream.formats)
+        twin(batch(2)).square().mean().backward()
+        assert_equal(found, gradients(twin))
+
+
+@pytest.mark.parametrize(("start", "then"), [("bfloat16", "int8_row"), ("int8_row", "bfloat16")])
+def test_resident_blocks_that_keep_their_format_stay(start, then):
+    model = make_stack(adapters=True)
+    source = copy.deepcopy(model)
+    # One block stays bf16 throughout, so that the largest block, and with it the share of memory, is the same.
+    formats = dict.fromkeys((f"layers.{index}" for index in range(COUNT)), start) | {"layers.0": "bfloat16"}
+    device = SimulatedDevice()
+    with streaming(model, device, formats=formats, slots="auto", vram_bytes=2**30) as stream:
+        assert stream.stats.resident_blocks == COUNT
+        run_step(model, stream, 0)
+        memory = device.allocated_bytes
+        assert run_step(model, stream, 1)[0] == 0
+        before = block_bytes(stream, "layers.4")
+        stream.set_formats({"layers.4": then})
+        sent, found = run_step(model, stream, 2)
+        after = block_bytes(stream, "layers.4")
+        assert sent == after != before
+        assert run_step(model, stream, 3)[0] == 0
+        assert device.allocated_bytes == memory + after - before
+        twin = decoded_twin(source, stream.formats)
+        twin(batch(2)).square().mean().backward()
+        assert_equal(found, gradients(twin))
+    assert device.allocated_bytes == 0
+
+
+def test_a_resident_block_that_finds_no_memory_leaves_everything_as_it_was():
+    model = make_stack(adapters=True)
+    formats = dict.fromkeys((f"layers.{index}" for index in range(1, COUNT)), "int8_row") | {"layers.0": "bfloat16"}
+    device = SimulatedDevice()
+    with streaming(model, device, formats=formats, slots="auto", vram_bytes=2**30) as stream:
+        _, expected = run_step(model, stream, 0)
+        device.capacity_bytes = device.allocated_bytes  # something else has taken the rest
+        before = stream.formats
+        stream.set_formats({"layers.4": "bfloat16"})
+        with pytest.raises(torch.OutOfMemoryError, match="resident block 4"):
+            stream.begin_step(1)
+        assert stream.formats == before
+        _, found = run_step(model, stream, 0)
+        assert_equal(found, expected)
+
+
+def test_where_all_blocks_switch_memory_is_shared_out_anew():
+    model = make_stack(adapters=True)
+    budget = 900_000
+    with streaming(model, formats="float32", slots="auto", vram_bytes=budget) as stream:
+        run_step(model, stream, 0)
+        before = stream.stats
+        stream.set_formats("int8_row")
+        run_step(model, stream, 1)
+        assert stream.stats.resident_blocks > before.resident_blocks
+        assert stream.stats.vram_bytes <= budget
+
+
+def test_streamed_blocks_stay_where_they_are():
+    model = make_stack(adapters=True)
+    with streaming(model) as stream:
+        address = model.layers[0].down.weight.data_ptr()
+        model.to(torch.float64)
+        assert model.head.weight.dtype == torch.float64
+        assert model.layers[0].down.weight.dtype == torch.float32
+        assert model.layers[0].down.weight.data_ptr() == address
+        model.to(torch.float32)
+        run_step(model, stream, 0)
+    assert "_apply" not in model.layers[0].__dict__
+    model.to(torch.float64)
+    assert model.layers[0].down.weight.dtype == torch.float64
