@@ -12,8 +12,8 @@ from bitplan.version import __version__
 if TYPE_CHECKING:
     from bitplan.errors import BitplanError
     from bitplan.formats.encoded import Encoded
-    from bitplan.formats.error_report import ErrorReport, error_report
     from bitplan.formats.format import Format
+    from bitplan.formats.quantization_error import ErrorReport, error_report
     from bitplan.formats.registry import get_format, list_formats
     from bitplan.formats.repacking import repack
     from bitplan.kernels.codec.dispatch import decode, encode
@@ -83,7 +83,7 @@ __getattr__, __dir__ = lazy_names(
         "formats.format": ("Format",),
         "formats.registry": ("get_format", "list_formats"),
         "formats.repacking": ("repack",),
-        "formats.error_report": ("ErrorReport", "error_report"),
+        "formats.quantization_error": ("ErrorReport", "error_report"),
         "kernels.codec.dispatch": ("decode", "encode"),
         "plan.manifest": ("Manifest",),
         "plan.plan": ("Choice", "Plan", "combine"),

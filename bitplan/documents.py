@@ -24,14 +24,6 @@ _SHOWN = 80
 _MESSAGE = 1000
 
 
-class PlanError(FileFormatError):
-    """A plan document, or the evidence for one, that does not hold together."""
-
-
-class ManifestError(PlanError):
-    """A manifest that cannot be read, or does not fit the tensors it is for."""
-
-
 @dataclass(frozen=True)
 class Kind:
     """What the value of a key must be, in words and as a test."""

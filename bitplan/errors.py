@@ -26,6 +26,14 @@ class FileFormatError(BitplanError, ValueError):
     """A file that is truncated, lies about itself, or is not what its name says."""
 
 
+class PlanError(FileFormatError):
+    """A plan document, or the evidence for one, that does not hold together."""
+
+
+class ManifestError(PlanError):
+    """A manifest that cannot be read, or does not fit the tensors it is for."""
+
+
 class MissingLibraryError(BitplanError, ImportError):
     """An optional library that is not installed, too old, or cannot be imported."""
 

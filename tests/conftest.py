@@ -8,7 +8,8 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from crosses import pytest_generate_tests  # noqa: F401  # tests/ is where pytest begins
+
+from tests.crosses import pytest_generate_tests  # noqa: F401
 
 os.environ.pop("COLUMNS", None)  # tables are as wide as a pipe has them, whoever runs this
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # started in a shell's background; tests of Ctrl-C need it

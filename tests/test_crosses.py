@@ -6,7 +6,8 @@ import itertools
 from collections import Counter
 
 import pytest
-from crosses import covering  # tests/ is where pytest begins
+
+from tests.crosses import covering
 
 
 @pytest.mark.parametrize("sizes", [(1,), (5,), (35, 13), (3, 3), (3, 11, 7), (2, 2, 3, 3), (12, 3, 2)], ids=str)

@@ -46,7 +46,7 @@ def test_a_hidden_library_is_one_line_with_the_command(hidden, use, library, ext
         use()
 
 
-@pytest.mark.parametrize("use", ["bitplan.trees.model_file", "bitplan.cli"])
+@pytest.mark.parametrize("use", ["bitplan.trees.files.load", "bitplan.cli"])
 def test_trees_and_demo_name_the_extra_before_they_begin(use, tmp_path) -> None:
     run = "; bitplan.cli.main(['demo'])" if use == "bitplan.cli" else ""
     done = without(("sklearn",), f"import {use}{run}", tmp_path)

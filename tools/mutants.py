@@ -59,7 +59,7 @@ EQUIVALENT = {
     "bitplan/runtime/streaming/weight_loader.py:158 self._serial += 1 -> self._serial += 2": "serial numbers are only compared for being equal",  # noqa: E501
     "bitplan/runtime/fp8/layers/stored_weight.py:45 cast = cast_layouts(layer.weight.detach(), recipe, eps=layer.recipe.eps.weight, is_weight=True, cols=False).rows -> cast = cast_layouts(layer.weight.detach(), recipe, eps=layer.recipe.eps.weight, is_weight=True, cols=True).rows": "the other layout is cast too and dropped: slower, the same result",  # noqa: E501
     "bitplan/store/models/weight_store.py:466 span = 1 + sum((size - 1) * stride for size, stride in zip(master.shape, master.stride(), strict=True)) -> span = 1 + sum((size - 1) * stride for size, stride in zip(master.shape, master.stride(), strict=False))": "a tensor's shape and strides are as long",  # noqa: E501
-    "bitplan/runtime/streaming/transfer/slot_ring.py:134 self._turn = 0 -> self._turn = 1": "the ring's first turn may begin at any slot",
+    "bitplan/runtime/streaming/transfer/slot_ring.py:134 self._turn = 0 -> self._turn = 1": "the ring's first turn may begin at any slot",  # noqa: E501
 }
 
 

@@ -17,7 +17,7 @@ from bitplan.measure.quality.noise_floor import round_activations, shared_twin
 from bitplan.measure.quality.perplexity import KeptLogits, MeasureError, Quality, measure_perplexity
 from bitplan.plan import Manifest, Plan, PlanError, Stored, choose_formats, shipped_manifest
 from bitplan.plan.choose import name_matches
-from bitplan.plan.plan import listed
+from bitplan.plan.names import listed
 from bitplan.runtime.causal_lm import CausalLM, logits_of
 from bitplan.store.models.morph import Formats, formats_of, morph_model, places_of
 

@@ -7,8 +7,8 @@ from bitplan.lazy_names import lazy_names
 if TYPE_CHECKING:
     from bitplan.formats.codec import decode, encode
     from bitplan.formats.encoded import Encoded
-    from bitplan.formats.error_report import ErrorReport, error_report
     from bitplan.formats.format import Format
+    from bitplan.formats.quantization_error import ErrorReport, error_report
     from bitplan.formats.registry import DTYPE_NAMES, get_format, list_formats
     from bitplan.formats.repacking import repack
     from bitplan.formats.scales.checks import scale_health
@@ -38,7 +38,7 @@ __getattr__, __dir__ = lazy_names(
         "format": ("Format",),
         "registry": ("DTYPE_NAMES", "get_format", "list_formats"),
         "repacking": ("repack",),
-        "error_report": ("ErrorReport", "error_report"),
+        "quantization_error": ("ErrorReport", "error_report"),
         "scales.checks": ("scale_health",),
     },
 )

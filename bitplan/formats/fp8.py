@@ -28,7 +28,7 @@ NaN codes are 0x7F.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -80,6 +80,13 @@ class ScaledFp8:
     @property
     def fp8(self) -> str:
         return FP8_NAMES[self.codes.dtype]
+
+
+class CastPair(NamedTuple):
+    """The layouts asked for; the others are None."""
+
+    rows: ScaledFp8 | None = None
+    cols: ScaledFp8 | None = None
 
 
 def scaling_of(recipe: str, *, is_weight: bool = False) -> Scaling:

@@ -31,7 +31,7 @@ from torch import Tensor
 from bitplan.documents import OBJECT, SIZE, Reader, is_number, load_document, one_of, short
 from bitplan.errors import FileFormatError
 from bitplan.formats import get_format
-from bitplan.plan.plan import listed, natural_order
+from bitplan.plan.names import listed, natural_order
 from bitplan.plan.selective.score import mean_of
 from bitplan.records import write_json
 from bitplan.version import __version__

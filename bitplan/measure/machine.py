@@ -359,7 +359,7 @@ def _missing(libraries: Sequence[Library]) -> list[tuple[str, str]]:
 def _numba_cache() -> Cache:
     """Where compiled CPU kernels are kept, and how many are there."""
     named = os.environ.get("NUMBA_CACHE_DIR")
-    folder = Path(named) if named else Path(__file__).parents[1] / "kernels" / "__pycache__"
+    folder = Path(named) if named else Path(__file__).parents[1]  # numba writes beside each module of loops
     kept = len(list(folder.rglob("*.nbc"))) if folder.is_dir() else 0
     writable = os.access(folder if folder.is_dir() else folder.parent, os.W_OK)
     detail = f"{kept} compiled kernels" if kept else "empty: the first use of a kernel compiles for some seconds"

@@ -2,10 +2,10 @@
 
 from typing import TYPE_CHECKING
 
+from bitplan.errors import ManifestError, PlanError
 from bitplan.lazy_names import lazy_names
 
 if TYPE_CHECKING:
-    from bitplan.documents import ManifestError, PlanError
     from bitplan.plan.aliases import Aliases
     from bitplan.plan.check import Finding, Header, check_headers, require_clean
     from bitplan.plan.choose import Stored, choose_formats
@@ -15,8 +15,8 @@ if TYPE_CHECKING:
     from bitplan.plan.fp8.model_parts import model_parts
     from bitplan.plan.fp8.policy import load_policy, should_use_fp8
     from bitplan.plan.fp8.report import Fingerprint, Report, Row
+    from bitplan.plan.json_schema import manifest_schema
     from bitplan.plan.manifest import Manifest, Rule, Tag, expand_raw_map
-    from bitplan.plan.manifest_schema import manifest_schema
     from bitplan.plan.plan import Choice, Plan, PlanDiff, Planned, SizeRow, TableRow, combine
     from bitplan.plan.selective.conductor import HeuristicPolicyBridge, Phase, Pressure, RuntimeLimitHints
     from bitplan.plan.selective.config import SelectivePrecisionConfig
@@ -82,7 +82,6 @@ __getattr__, __dir__ = lazy_names(
         "check": ("Finding", "Header", "check_headers", "require_clean"),
         "choose": ("Stored", "choose_formats"),
         "selective.conductor": ("HeuristicPolicyBridge", "Phase", "Pressure", "RuntimeLimitHints"),
-        "documents": ("ManifestError", "PlanError"),
         "fp8.environment": ("BenchOptions",),
         "fp8.layers": ("Parallel", "bench_cases", "local_layers"),
         "fp8.merge": ("merge_reports", "to_thresholds"),
@@ -91,7 +90,7 @@ __getattr__, __dir__ = lazy_names(
         "fp8.report": ("Fingerprint", "Report", "Row"),
         "manifest": ("Manifest", "Rule", "Tag", "expand_raw_map"),
         "plan": ("Choice", "Plan", "PlanDiff", "Planned", "SizeRow", "TableRow", "combine"),
-        "manifest_schema": ("manifest_schema",),
+        "json_schema": ("manifest_schema",),
         "selective.config": ("SelectivePrecisionConfig",),
         "selective.decide": ("compute_hints", "describe_changes"),
         "selective.state": ("PolicyState", "layout_of", "load_state", "observe", "save_state"),

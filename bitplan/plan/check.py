@@ -30,11 +30,13 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
-from bitplan.documents import ManifestError, short
+from bitplan.documents import short
+from bitplan.errors import ManifestError
 from bitplan.formats import Format, get_format
 from bitplan.formats.dtypes import ITEM_BYTES
 from bitplan.plan.manifest import Manifest, Tag, needs_base, rule_text
-from bitplan.plan.plan import Part, listed, natural_order, part_dtype
+from bitplan.plan.names import listed, natural_order
+from bitplan.plan.plan import Part, part_dtype
 
 CAST = "cast"
 _FLOATS = ("float64", "float32", "float16", "bfloat16")

@@ -19,21 +19,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Final, cast
 
-from bitplan.documents import (
-    FLAG,
-    NAME,
-    OBJECT,
-    TEXT,
-    Kind,
-    ManifestError,
-    Reader,
-    is_number,
-    is_text,
-    load_document,
-    one_of,
-    short,
-)
-from bitplan.errors import FormatError, did_you_mean
+from bitplan.documents import FLAG, NAME, OBJECT, TEXT, Kind, Reader, is_number, is_text, load_document, one_of, short
+from bitplan.errors import FormatError, ManifestError, did_you_mean
 from bitplan.formats import Format, get_format, list_formats
 from bitplan.formats.dtypes import ITEM_BYTES
 from bitplan.plan.aliases import AliasError, Aliases

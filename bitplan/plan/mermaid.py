@@ -7,14 +7,11 @@ run of equal layers has its own. The boxes within follow the flow of a decoder b
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from itertools import groupby
-from typing import TYPE_CHECKING
 
-from bitplan.plan.plan import number_ranges, split_layer
+from bitplan.plan.names import number_ranges, split_layer
 from bitplan.text import visible
-
-if TYPE_CHECKING:
-    from bitplan.plan.plan import Plan
 
 Boxes = dict[str, dict[str, list[str]]]  # box -> format -> parts
 
@@ -37,16 +34,16 @@ _LAST = re.compile(r"(unembed|lm_head|^output$)")
 _SUFFIX = re.compile(r"[._](weight|bias|blocks|scales|scale)$")
 
 
-def draw(plan: Plan) -> str:
-    """The chart's text."""
+def draw(tensors: Mapping[str, tuple[str, str]]) -> str:
+    """The chart's text, from (format, part of it or "") by tensor."""
     outer: Boxes = {}
     layers: dict[tuple[str, str], Boxes] = {}
-    for name, entry in plan.entries.items():
+    for name, (fmt, part) in tensors.items():
         before, number, after = split_layer(name)
         boxes = layers.setdefault((before, number), {}) if number else outer
-        parts = boxes.setdefault(_box(after[1:] if number else name), {}).setdefault(entry.choice.format, [])
-        if entry.part and entry.part not in parts:
-            parts.append(entry.part)
+        parts = boxes.setdefault(_box(after[1:] if number else name), {}).setdefault(fmt, [])
+        if part and part not in parts:
+            parts.append(part)
     chart = _Chart()
     for box in sorted(outer, key=_outer_rank):
         if _outer_rank(box) == 0:

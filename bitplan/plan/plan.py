@@ -23,18 +23,19 @@ from __future__ import annotations
 
 import json
 import math
-import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal, NamedTuple
 
-from bitplan.documents import EVIDENCE, NAME, OBJECT, SHAPE, SIZE, TEXT, PlanError, Reader, load_document, one_of
-from bitplan.errors import BitplanError, FormatError, did_you_mean
+from bitplan.documents import EVIDENCE, NAME, OBJECT, SHAPE, SIZE, TEXT, Reader, load_document, one_of
+from bitplan.errors import BitplanError, FormatError, PlanError, did_you_mean
 from bitplan.formats import Format, get_format
 from bitplan.formats.dtypes import ITEM_BYTES
+from bitplan.plan.mermaid import draw
+from bitplan.plan.names import listed, natural_order, number_ranges, split_layer
 from bitplan.records import write_json
 
 DOCUMENT = "bitplan-plan"
@@ -280,9 +281,7 @@ class Plan(Mapping[str, Choice]):
 
     def to_mermaid(self) -> str:
         """The plan as a mermaid flow chart: what comes before the layers, the layers, what comes after."""
-        from bitplan.plan.mermaid import draw
-
-        return draw(self)
+        return draw({name: (entry.choice.format, entry.part or "") for name, entry in self.entries.items()})
 
 
 def combine(
@@ -322,50 +321,9 @@ def combine(
     return Plan(planned, padding=rules.padding if isinstance(rules, Plan) else "none")
 
 
-# ---- names -----------------------------------------------------------------------------------------------------------
-
-
-def natural_order(names: Iterable[str]) -> list[str]:
-    """Sorted with numbers in names compared as numbers."""
-    return sorted(names, key=lambda name: (_natural_key(name), name))
-
-
-def _natural_key(name: str) -> list[tuple[int, int, str]]:
-    pieces = re.split(r"([0-9]+)", name)
-    # A number is ordered by its length, then its digits: no conversion that a long one could break.
-    return [
-        (1, len(piece.lstrip("0")), piece.lstrip("0")) if index % 2 else (0, 0, piece)
-        for index, piece in enumerate(pieces)
-    ]
-
-
-def listed(names: Iterable[str], limit: int = 10) -> str:
-    """Names for a message: all of them, or the first few and how many more."""
-    names = list(names)
-    shown = ", ".join(repr(name[:120]) for name in names[:limit])
-    return shown if len(names) <= limit else f"{shown} and {len(names) - limit} more"
-
-
-def split_layer(name: str) -> tuple[str, str, str]:
-    """What stands before the layer's number, the number, and what stands after; no number: the name, '', ''."""
-    found = re.fullmatch(r"((?:[^.]*\.)*?)([0-9]{1,9})(\..*)", name)
-    return (found[1], found[2], found[3]) if found else (name, "", "")
-
-
 def _run(names: list[str]) -> str:
     before, _, after = split_layer(names[0])
     return names[0] if len(names) == 1 else f"{before}[{number_ranges(split_layer(name)[1] for name in names)}]{after}"
-
-
-def number_ranges(numbers: Iterable[str]) -> str:
-    """Numbers in order, runs as `first..last`."""
-    runs: list[list[int]] = []
-    for number in map(int, numbers):
-        if runs and number == runs[-1][1] + 1:
-            runs[-1][1] = number
-        else:
-            runs.append([number, number])
-    return ",".join(str(low) if low == high else f"{low}..{high}" for low, high in runs)
 
 
 # ---- parts of a format -----------------------------------------------------------------------------------------------

@@ -5,8 +5,7 @@ from __future__ import annotations
 from importlib import resources
 from pathlib import Path
 
-from bitplan.documents import ManifestError
-from bitplan.errors import did_you_mean
+from bitplan.errors import ManifestError, did_you_mean
 from bitplan.plan.manifest import Manifest
 from bitplan.records import parse_json
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from bitplan.errors import StoreError
 from bitplan.formats import Encoded
-from bitplan.formats.error_report import Similarity, similarity
+from bitplan.formats.quantization_error import Similarity, similarity
 from bitplan.kernels import decode
 from bitplan.store.models.eval_weights import slots_of
 from bitplan.store.models.morph import places_of

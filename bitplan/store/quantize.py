@@ -16,7 +16,7 @@ from torch import Tensor
 from bitplan.errors import FormatError, StoreError
 from bitplan.formats import Encoded, Format, get_format
 from bitplan.formats.codec import NonFinite, finite, readable
-from bitplan.formats.error_report import ErrorReport, error_report, sample
+from bitplan.formats.quantization_error import ErrorReport, error_report, sample
 from bitplan.formats.scales.rules import ScaleRule
 from bitplan.kernels import encode
 from bitplan.plan import Plan

@@ -7,6 +7,7 @@ require("sklearn", purpose="bitplan.trees", extra="trees")  # before the modules
 from bitplan.trees.distributed.fit import DistributedFit, fit_distributed
 from bitplan.trees.distributed.ranks import ProcessLostError
 from bitplan.trees.estimators import BoostedTreesClassifier, BoostedTreesRegressor
+from bitplan.trees.files.load import load_trees
 from bitplan.trees.gradients import (
     GradientPrecision,
     Gradients,
@@ -15,7 +16,6 @@ from bitplan.trees.gradients import (
     GradientsI16,
     TreesError,
 )
-from bitplan.trees.model_file import load_trees
 from bitplan.trees.recommend import PrecisionAdvice, recommend_gradient_precision
 
 __all__ = [

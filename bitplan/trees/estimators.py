@@ -33,6 +33,8 @@ from bitplan.trees.checks import (
 )
 from bitplan.trees.distributed.agreement import agree, merge_classes
 from bitplan.trees.distributed.shards import ALONE, Shards, Span, gather_numbers
+from bitplan.trees.files.lightgbm_text import to_lightgbm_text
+from bitplan.trees.files.save import save_trees
 from bitplan.trees.gradients import Array, GradientPrecision, TreesError
 from bitplan.trees.grow import GrowthRules
 from bitplan.trees.objectives import OBJECTIVES, Binary, Custom, Multiclass, Objective
@@ -117,14 +119,10 @@ class _BoostedTrees(BaseEstimator):  # type: ignore[misc]
 
     def save(self, path: str | Path) -> None:
         """Write the model as JSON, atomically."""
-        from bitplan.trees.model_file import save_trees
-
         save_trees(self, path)
 
     def to_lightgbm(self) -> str:
         """The model in LightGBM's text format: `lightgbm.Booster(model_str=...)` predicts the same."""
-        from bitplan.trees.lightgbm_text import to_lightgbm_text
-
         check_is_fitted(self)
         return to_lightgbm_text(self)
 

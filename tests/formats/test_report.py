@@ -11,7 +11,7 @@ import torch
 from bitplan.errors import FormatError
 from bitplan.formats import decode, encode, error_report
 from bitplan.formats import error_report as report
-from bitplan.formats.error_report import Similarity, similarity
+from bitplan.formats.quantization_error import Similarity, similarity
 
 from .samples import ALL_FORMATS, SCALED_FORMATS, gaussian
 

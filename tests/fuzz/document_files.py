@@ -130,7 +130,7 @@ def read_drift_log(path: Path) -> None:
 
 def make_trees(folder: Path) -> list[Path]:
     from bitplan.trees import BoostedTreesClassifier, BoostedTreesRegressor
-    from tests.trees.test_model_file import fitted
+    from tests.trees.files.test_model_file import fitted
 
     for kind in (BoostedTreesRegressor, BoostedTreesClassifier):
         fitted(kind, n_estimators=1)[0].save(folder / f"{kind.__name__}.json")
@@ -163,7 +163,7 @@ def read_layer_state(path: Path) -> None:
     """What a packed layer saves beside its parts, as JSON in a tensor."""
     import torch
 
-    from bitplan.runtime.packed.packed_weight import _read_extra
+    from bitplan.runtime.packed_weight import _read_extra
 
     _read_extra(torch.tensor(list(path.read_bytes()), dtype=torch.uint8), "layer")
 

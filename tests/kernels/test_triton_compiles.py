@@ -19,7 +19,8 @@ import itertools, re, sys
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from bitplan.kernels import triton_matmul, triton_wide
+from bitplan.kernels.matmul import fused_few_rows as triton_matmul
+from bitplan.kernels.matmul import fused_many_rows as triton_wide
 
 FORMATS = {  # element, scale, type of scales, order, bytes a code, group
     "mxfp4": ("e2m1", "e8m0", "u8", "low_first", True, 32),

@@ -10,7 +10,7 @@ import pytest
 
 from bitplan.errors import FormatError
 from bitplan.plan import Choice, Plan, PlanError, Planned, combine
-from bitplan.plan.plan import natural_order, number_ranges, split_layer
+from bitplan.plan.names import natural_order, number_ranges, split_layer
 
 
 def plan() -> Plan:

@@ -15,10 +15,10 @@ from typing import Any
 
 import torch
 
+from bitplan.cli.demo import show
 from bitplan.cli.demo.gpu import MODEL, WITHOUT_GPU, GpuSizes, measure_fp8, measure_fused, plan_fp8
 from bitplan.cli.demo.plan import FOUR_BITS, calibrate, choose_formats, manifest_of, passes
 from bitplan.cli.demo.quality import FORMATS, PLAN, REFERENCE, Comparison, count_measured, pack_by_plan, save_reference
-from bitplan.cli.demo.run import show
 from bitplan.cli.demo.tiny_model import Corpus, TinyTransformer, shipped_text
 from bitplan.cli.demo.training import made_batches, train_streamed
 from bitplan.cli.demo.trees import boost_twice, count_fits

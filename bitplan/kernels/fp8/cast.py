@@ -13,14 +13,14 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from bitplan.errors import FormatError
 from bitplan.formats.fp8 import (
-    ScaledFp8,
+    CastPair,
     cast_reference,
     pad_rows,
     padded_tokens,
@@ -31,13 +31,6 @@ if TYPE_CHECKING:
     from bitplan.kernels.fp8.triton_cast import CastLaunch
 
 IMPLEMENTATIONS = ("auto", "reference", "triton")
-
-
-class CastPair(NamedTuple):
-    """The layouts asked for; the others are None."""
-
-    rows: ScaledFp8 | None = None
-    cols: ScaledFp8 | None = None
 
 
 def cast_layouts(

@@ -24,10 +24,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from bitplan.formats.fp8 import FP8_DTYPES, ScaledFp8
+from bitplan.formats.fp8 import FP8_DTYPES, CastPair, ScaledFp8
 from bitplan.kernels.base.launch import PreparedLaunch, launch_in_turn
 from bitplan.kernels.base.numbers import float_name, float_of_bits, magnitude_bits
-from bitplan.kernels.fp8.cast import CastPair
 from bitplan.kernels.fp8.fast_tile import (
     amax_of_tile,
     fits_pairs,

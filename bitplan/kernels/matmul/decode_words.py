@@ -8,7 +8,7 @@ block's scale times 2^126 makes it a weight. Two masks and a (full-rate) multipl
 
 WORDS says which assembly: "0123", right for any four codes that Triton puts into one register; "0213", an eighth fewer
 integer operations, right where those four are neighbours of one row and share a scale, which is how Triton feeds its
-`mma` instructions (`fused_few_rows` tries it out before it trusts it); or "none", plain Triton with float32 results, for
+`mma` instructions (`fused_few_rows` tries it before it trusts it); or "none", plain Triton with float32 results, for
 its interpreter and for other makers' GPUs.
 """
 

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import functools
 import math
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 import triton
@@ -42,6 +42,7 @@ from bitplan.kernels.matmul.decode_words import (
     words_of_bytes,
     words_of_nibbles,
 )
+from bitplan.kernels.matmul.expert_routing import WIDEST_TILE, Routing, tile_rows
 from bitplan.kernels.matmul.fused_many_rows import wide_candidates, wide_matmul
 from bitplan.kernels.matmul.fused_weights import (
     FUSED_FORMATS,
@@ -57,41 +58,22 @@ __all__ = [
     "FUSED_FORMATS",
     "ArrangedScales",
     "MatmulLaunch",
-    "Routing",
     "arrange_scales",
     "candidate_launches",
     "default_launch",
     "fused_experts",
     "fused_matmul",
-    "route",
     "why_not_fused",
 ]
 
 STEP = 128
-WIDEST_TILE = 32  # rows of x: the sums of 64 spill registers, and two tiles of 32 are faster
-
-
-@dataclass(frozen=True)
-class Routing:
-    """Which pairs (token, expert) each program takes: pairs in order of expert, cut into tiles of one expert each.
-
-    `tile_expert` is -1 for tiles that are not needed: their number depends on the data, and nobody waits for it. It is
-    the number of experts for pairs whose id no expert has. Few pairs are not sorted: tile t is pair t, `tile_expert`
-    the ids as they came, and there is no `order`.
-    """
-
-    tile_expert: Tensor
-    order: tuple[Tensor, Tensor, Tensor] | None  # pairs by expert; of each tile the first in it, and how many
-    pairs: int
-    top_k: int
-    rows: int
 
 
 def candidate_launches(weight: Encoded, rows: int) -> list[MatmulLaunch]:
     """Launches worth measuring for this many rows of x: those that came first somewhere on an H200."""
     if rows > WIDEST_TILE:
         return wide_candidates(weight, rows)
-    tile = _tile_rows(rows)
+    tile = tile_rows(rows)
     if rows <= 8:  # outputs, slices, split
         cuts = [(64, 1, 8), (64, 2, 4), (64, 2, 1), (32, 2, 2), (32, 2, 4), (32, 4, 1)]
     elif rows <= 16:
@@ -111,15 +93,11 @@ def default_launch(weight: Encoded, rows: int) -> MatmulLaunch:
     if rows > WIDEST_TILE:
         return wide_candidates(weight, rows)[0]
     outputs, slices = (32, 4) if rows <= 16 else (32, 2)
-    programs = triton.cdiv(weight.shape[-2], outputs) * triton.cdiv(rows, _tile_rows(rows))
+    programs = triton.cdiv(weight.shape[-2], outputs) * triton.cdiv(rows, tile_rows(rows))
     split = 1
     while programs * split < 256 and split < 4 and weight.shape[-1] >= 4 * split * slices * STEP:
         split *= 2
-    return MatmulLaunch(outputs, _tile_rows(rows), STEP, slices, split, slices, 3, overlap=1)
-
-
-def _tile_rows(rows: int) -> int:
-    return 8 if rows <= 8 else min(WIDEST_TILE, triton.next_power_of_2(rows))
+    return MatmulLaunch(outputs, tile_rows(rows), STEP, slices, split, slices, 3, overlap=1)
 
 
 def fused_matmul(
@@ -171,34 +149,6 @@ def fused_experts(
 def default_experts_launch(routing: Routing) -> MatmulLaunch:
     """Two slices, for an expert's matrix has few inputs, and a step of four would leave a loop of six steps."""
     return MatmulLaunch(64 if routing.rows <= 16 else 32, routing.rows, STEP, 2, 1, 2, 3, overlap=1)
-
-
-def route(expert_ids: Tensor, experts: int) -> Routing:
-    """Pairs (token, slot) in order of expert, cut into tiles; on the GPU, without waiting for it.
-
-    An id that no expert has gives NaN in its pair's row: an error would have to wait for the GPU. Tiles have room for
-    twice the pairs of an average expert, for an expert in two tiles is decoded twice.
-    """
-    top_k = expert_ids.shape[1]
-    flat = expert_ids.reshape(-1)
-    pairs = flat.shape[0]
-    if pairs <= 16:  # a tile for each pair: nothing to launch here, and experts met twice are still in the cache
-        return Routing(flat, None, pairs, top_k, 8)
-    rows = _tile_rows(2 * pairs // experts)
-    flat = torch.where((flat >= 0) & (flat < experts), flat, experts)
-    order = torch.argsort(flat, stable=True)
-    groups = experts + 1  # the last for ids that no expert has
-    count = torch.zeros(groups, dtype=torch.int64, device=flat.device).scatter_add_(0, flat, torch.ones_like(flat))
-    tiles_of = (count + rows - 1) // rows
-    ends = tiles_of.cumsum(0)
-    tile = torch.arange(min(pairs, groups + pairs // rows), device=flat.device)  # the most there can be
-    expert = torch.searchsorted(ends, tile, right=True)
-    known = expert.clamp(max=experts)
-    within = tile - (ends - tiles_of)[known]
-    first = (count.cumsum(0) - count)[known] + within * rows
-    left = (count[known] - within * rows).clamp(max=rows)
-    expert = torch.where(expert < groups, expert, -1)
-    return Routing(expert.int(), (order.int(), first.int(), left.int()), pairs, top_k, rows)
 
 
 def words_for(fmt: Format, launch: MatmulLaunch, device: torch.device) -> str:

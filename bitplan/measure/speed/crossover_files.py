@@ -160,7 +160,8 @@ def _version_of(package: str) -> str:
 def _source_hash() -> str:
     """Kernels that are edited are measured again, also between versions."""
     found = hashlib.sha256()
-    for source in sorted(Path(kernels.__file__).parent.glob("triton_*.py")):
+    folder = Path(kernels.__file__).parent
+    for source in sorted(each for room in ("base", "codec", "matmul") for each in (folder / room).glob("*.py")):
         found.update(source.name.encode() + source.read_bytes())
     return found.hexdigest()[:16]
 

@@ -14,7 +14,6 @@ from pathlib import Path
 
 import torch
 
-import bitplan
 from bitplan.measure.speed.crossover_files import gpu_fingerprint
 from bitplan.plan.fp8.report import Fingerprint
 from bitplan.version import __version__
@@ -44,7 +43,7 @@ def commit() -> str:
     """The commit of a checkout, `+changes` where files differ from it; BITPLAN_COMMIT says it where there is no git."""
     if stated := os.environ.get("BITPLAN_COMMIT"):
         return stated
-    root = Path(bitplan.__file__).parent.parent
+    root = Path(__file__).parents[3]
     if not (root / ".git").exists():
         return "none"
     head = _git(root, "rev-parse", "--short=12", "HEAD")

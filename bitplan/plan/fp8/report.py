@@ -6,7 +6,7 @@ One file, in either of two forms that hold the same:
     one document     {"document": "bitplan-fp8-report", "version": 1, "fingerprint": {...}, "recipe": "blockwise",
                       "model": "...", "settings": {...}, "rows": [ROW, ...]}
     lines            the same document without "rows" on the first line, one ROW per line, and {"end": ROWS} last. That
-                     is how a benchmark writes while it runs (`bitplan.measure.speed.fp8_report_log`): a killed one leaves
+                     is how a benchmark writes while it runs (`measure.speed.fp8_report_log`): a killed one leaves
                      whole lines and no end, and is resumed rather than merged
 
 A row is one precision of one layer at one logical token count:

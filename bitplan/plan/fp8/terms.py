@@ -13,7 +13,8 @@ The source is seed 001 ("Adaptive FP8 Training"). Everything else that is named 
 
 from __future__ import annotations
 
-from bitplan.documents import Kind, PlanError, one_of
+from bitplan.documents import Kind, one_of
+from bitplan.errors import PlanError
 
 DENSE_KINDS = ("layernorm_column", "column", "row", "duplicated")
 GROUPED_KINDS = ("column_grouped", "row_grouped")

@@ -15,7 +15,7 @@ import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from bitplan.plan.plan import natural_order
+from bitplan.plan.names import natural_order
 from bitplan.plan.selective.config import SelectiveError
 
 

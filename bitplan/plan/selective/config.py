@@ -16,10 +16,10 @@ from decimal import Decimal
 from pathlib import Path
 from typing import Any, Literal
 
-from bitplan.documents import FLAG, NAME, Kind, PlanError, Reader, is_number, is_text, load_document, one_of
-from bitplan.errors import FormatError, did_you_mean
+from bitplan.documents import FLAG, NAME, Kind, Reader, is_number, is_text, load_document, one_of
+from bitplan.errors import FormatError, PlanError, did_you_mean
 from bitplan.formats import get_format
-from bitplan.plan.plan import listed
+from bitplan.plan.names import listed
 
 Precision = Literal["bf16", "int8", "fp8"]
 PRECISIONS: tuple[Precision, ...] = ("bf16", "int8", "fp8")

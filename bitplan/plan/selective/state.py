@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from bitplan.documents import LIST, NAME, OBJECT, SIZE, TEXT, Kind, Reader, is_number, load_document, one_of, show
-from bitplan.plan.plan import listed, natural_order
+from bitplan.plan.names import listed, natural_order
 from bitplan.plan.selective.config import PRECISIONS, Precision, SelectiveError, SelectivePrecisionConfig
 from bitplan.plan.selective.score import EXCLUSIONS, BlockGradStats, StepStats
 from bitplan.records import write_json

@@ -6,9 +6,9 @@
 
 The decision falls once, here. Layers that win become FP8 layers; all others stay the modules that they are. Projections
 of one input (q, k and v; gate and up) are decided together and become one layer, since that is what was measured, and
-where a norm feeds nothing else, the layer does it too, in the cast (`fused_projections`, `sites`). State dicts keep their
-names. What is missing means BF16, and the summary says why: no rule, another recipe, hardware without FP8, a layer that
-cannot be replaced. A policy of another GPU is an error.
+where a norm feeds nothing else, the layer does it too, in the cast (`fused_projections`, `sites`). State dicts keep
+their names. What is missing means BF16, and the summary says why: no rule, another recipe, hardware without FP8, a
+layer that cannot be replaced. A policy of another GPU is an error.
 
     policy          a policy or its file; None puts FP8 wherever a layer's shape allows it, which may be slower
     tokens          sequence length x micro batch size of one step, for all parts or by part: {"llm": 8192, "vit": 1024}
@@ -36,7 +36,7 @@ import torch
 from torch import nn
 
 from bitplan.errors import did_you_mean
-from bitplan.kernels.fp8.experts.products import GROUPED_RECIPES
+from bitplan.kernels.fp8.experts.layout import GROUPED_RECIPES
 from bitplan.measure.speed.fp8_fingerprint import fingerprint_of
 from bitplan.measure.speed.paired_timing import Stopwatch
 from bitplan.plan.fp8.choice import Choice, choose_products
@@ -54,7 +54,7 @@ from bitplan.plan.fp8.terms import (
     shape_obstacle,
 )
 from bitplan.plan.fp8.token_ranges import BandPolicy
-from bitplan.plan.plan import listed
+from bitplan.plan.names import listed
 from bitplan.runtime.fp8.bench.confirm import Example, confirm_block, default_example, seen_inputs
 from bitplan.runtime.fp8.build import FP8_PARAM_NOTE, build_site, has_fp8, put_built
 from bitplan.runtime.fp8.layers.linear import cast_weights_together

@@ -1,8 +1,8 @@
 """The FP8 layer of one site, made beside the model: joined weights, the norm taken over, the names kept.
 
 One linear becomes an Fp8Linear over the same parameters. Several become one layer of joined weights inside the first of
-them (`fused_projections`). Where a norm feeds nothing else and is a plain RMS or layer norm (compared number by number on a
-random input, for classes that look alike differ), the layer is an Fp8NormLinear, which norms in its cast, and the
+them (`fused_projections`). Where a norm feeds nothing else and is a plain RMS or layer norm (compared number by number
+on a random input, for classes that look alike differ), the layer is an Fp8NormLinear, which norms in its cast, and the
 norm's place hands its input on. The experts of a block become two grouped products, each by its own choice
 (`experts`).
 """

@@ -26,12 +26,13 @@ from bitplan.formats import Format, get_format
 from bitplan.formats.scales.rules import ScaleRule
 from bitplan.kernels import encode
 from bitplan.kernels.matmul.row_pieces import why_no_rows
-from bitplan.plan.plan import Plan, listed
+from bitplan.plan.names import listed
+from bitplan.plan.plan import Plan
 from bitplan.runtime.packed.dtype_checks import meeting_faults
-from bitplan.runtime.packed.packed_weight import PackedWeight
 from bitplan.runtime.packed.quant_linear import QuantLinear
 from bitplan.runtime.packed.strategy import check_strategy
 from bitplan.runtime.packed.tile_cache import TileCache
+from bitplan.runtime.packed_weight import PackedWeight
 from bitplan.store.models.eval_weights import Morphed
 from bitplan.store.models.morph import Place, places_of
 

@@ -27,12 +27,13 @@ from torch.autograd.function import once_differentiable
 
 from bitplan.formats import Encoded
 from bitplan.kernels import decode
-from bitplan.runtime.packed.packed_weight import PackedWeight, State
 from bitplan.runtime.packed.strategy import LayerError, is_capturing
 from bitplan.runtime.packed.tile_cache import TileCache
+from bitplan.runtime.packed_weight import PackedWeight, State
 
 if TYPE_CHECKING:
-    from bitplan.kernels.matmul.fused_few_rows import ArrangedScales, Routing
+    from bitplan.kernels.matmul.expert_routing import Routing
+    from bitplan.kernels.matmul.fused_few_rows import ArrangedScales
 
 Numbers = Callable[[int, torch.dtype], Tensor]  # an expert's index -> its matrix [outputs, inputs]
 
@@ -67,7 +68,7 @@ class Routes:
 
     @cached_property
     def fused(self) -> Routing:
-        from bitplan.kernels.matmul.fused_few_rows import route
+        from bitplan.kernels.matmul.expert_routing import route
 
         return route(self.expert_ids, self.experts)
 

@@ -15,10 +15,10 @@ from torch import Tensor, nn
 
 from bitplan.errors import FileFormatError, StoreError
 from bitplan.optional import require
-from bitplan.plan.plan import listed, natural_order
+from bitplan.plan.names import listed, natural_order
 from bitplan.runtime.packed.apply import refuse_saving
-from bitplan.runtime.packed.packed_weight import PackedWeight
 from bitplan.runtime.packed.quant_experts import QuantExperts
+from bitplan.runtime.packed_weight import PackedWeight
 from bitplan.store.gpt_oss import GptOssFile
 from bitplan.store.gpt_oss.config import hf_config
 from bitplan.store.models.transformers_names import first_line

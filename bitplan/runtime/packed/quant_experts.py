@@ -30,7 +30,6 @@ from bitplan.formats import Encoded
 from bitplan.kernels.matmul.row_pieces import why_no_rows
 from bitplan.measure.speed.crossover import Pick
 from bitplan.runtime.packed.expert_products import ExpertMatrices, Numbers, Routes, fused_product, looped_product
-from bitplan.runtime.packed.packed_weight import PackedWeight
 from bitplan.runtime.packed.strategy import (
     FUSED_ROWS_UNMEASURED,
     INPUTS,
@@ -41,6 +40,7 @@ from bitplan.runtime.packed.strategy import (
     is_capturing,
 )
 from bitplan.runtime.packed.tile_cache import TileCache
+from bitplan.runtime.packed_weight import PackedWeight
 
 Activation = Literal["gpt_oss", "swiglu"]
 ACTIVATIONS: tuple[Activation, ...] = get_args(Activation)

@@ -27,7 +27,6 @@ from bitplan.kernels.matmul.cpu_matmul import band_rows
 from bitplan.kernels.matmul.fused import FusedMatmul, fused_for
 from bitplan.kernels.matmul.row_pieces import Band, decoded_bands, gradient_over_bands, linear_over_bands, why_no_rows
 from bitplan.measure.speed.crossover import Pick
-from bitplan.runtime.packed.packed_weight import PackedWeight, State
 from bitplan.runtime.packed.strategy import (
     INPUTS,
     LayerError,
@@ -38,6 +37,7 @@ from bitplan.runtime.packed.strategy import (
     is_capturing,
 )
 from bitplan.runtime.packed.tile_cache import TileCache
+from bitplan.runtime.packed_weight import PackedWeight, State
 
 _PICKS_KEPT = 64
 

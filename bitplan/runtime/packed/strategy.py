@@ -10,7 +10,7 @@
 
 Only `auto` chooses: a strategy asked for by name runs or raises. Every pick says why.
 
-`auto` on CUDA goes by a measured record (bitplan.measure.speed.crossover). Where there is none and none can be made (under
+`auto` on CUDA goes by a measured record (`measure.speed.crossover`). Where there is none and none can be made (under
 CUDA graph capture, out of memory), up to 32 rows are fused and more are decoded: on an H200 the fused kernel loses to
 the vendor's product on expanded weights from 64 rows on.
 
@@ -29,8 +29,8 @@ from bitplan.formats import Encoded
 from bitplan.kernels.matmul.fused import FusedMatmul, fused_for
 from bitplan.measure.speed.crossover import Pick, pick
 from bitplan.measure.speed.crossover_files import crossovers_of
-from bitplan.runtime.packed.packed_weight import PackedWeight
 from bitplan.runtime.packed.tile_cache import TileCache
+from bitplan.runtime.packed_weight import PackedWeight
 
 INPUTS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 STRATEGIES = ("auto", "eager", "fused", "tile_cache", "decode")

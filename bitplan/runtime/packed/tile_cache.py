@@ -30,7 +30,7 @@ from bitplan.errors import StoreError
 from bitplan.formats import Encoded
 from bitplan.kernels import decode
 from bitplan.kernels.matmul.row_pieces import Band, cut, rows_of
-from bitplan.runtime.packed.packed_weight import PackedWeight, State
+from bitplan.runtime.packed_weight import PackedWeight, State
 
 TILE_BYTES = 256 * 2**20
 UNCACHED_BYTES = 32 * 2**20  # of bands that no budget keeps: they are expanded for one use

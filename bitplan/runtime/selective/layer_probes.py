@@ -6,9 +6,9 @@
 
 For an impact, x and W are needed when dL/dy arrives, and a streamed W is gone by then. So a hook on the layer's output
 keeps both as autograd keeps what it saves, by the saved-tensor hooks that are active there: a streamed weight becomes a
-place, which the stream brings back with its block (`runtime.streaming.blocks.saved_tensors`), and under checkpointing everything is recomputed
-as ever. Of x only a copy of the rows is kept that are measured. Nothing waits for the device, and the numbers of the
-step are the same with and without.
+place, which the stream brings back with its block (`streaming.blocks.saved_tensors`), and under checkpointing
+everything is recomputed as ever. Of x only a copy of the rows is kept that are measured. Nothing waits for the device,
+and the numbers of the step are the same with and without.
 
 What it costs is the product with the sampled rows and about six passes over the weight, so not every unit is measured
 before every update: before the first one all are, and from then on one in `impact_turns`. For the others the last

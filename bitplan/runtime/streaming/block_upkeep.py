@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable
 from torch.utils.hooks import RemovableHandle
 
 from bitplan.formats.codec import check_whole_blocks
-from bitplan.plan.plan import listed
+from bitplan.plan.names import listed
 from bitplan.runtime.streaming.block_bytes import BlockBytes
 from bitplan.runtime.streaming.blocks.find import StreamedBlock
 from bitplan.runtime.streaming.blocks.formats import BlockFormats, BlockSpecs, Formats, resolve_formats

@@ -70,7 +70,7 @@ def stream_blocks(
 
     blocks        names of the blocks; `*` stands for one part of a name
     device        "cuda", "cuda:1"; "cpu" is a simulated device, for tests and for trying it out
-    formats       None (each parameter's own type), a format, a mapping or a Plan; see `runtime.streaming.blocks.formats`
+    formats       None (each parameter's own type), a format, a mapping or a Plan; see `blocks.formats`
     slots         ring slots on the device; "auto" fills spare memory, with resident blocks first
     host          "pinned", "pageable", or "file" (in `host_folder`, or a temporary folder)
     train         "adapters": parameters of blocks that require gradients stay on the device, yours to optimize;

@@ -25,7 +25,7 @@ from bitplan.errors import BitplanError
 from bitplan.formats import get_format
 from bitplan.plan.check import Finding
 from bitplan.plan.manifest import Manifest, Tag
-from bitplan.plan.plan import natural_order
+from bitplan.plan.names import natural_order
 from bitplan.plan.roles import guess_role
 from bitplan.store.checks.scale_findings import OnBytes, check_packed, index_of
 from bitplan.store.files.open_files import GGUFTensors, NativeTensors, TensorFile, TensorSpec

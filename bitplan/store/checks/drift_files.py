@@ -16,7 +16,7 @@ from torch import Tensor
 
 from bitplan.errors import BitplanError
 from bitplan.formats import get_format
-from bitplan.formats.error_report import Similarity, similarity
+from bitplan.formats.quantization_error import Similarity, similarity
 from bitplan.formats.scales.checks import scale_health
 from bitplan.kernels import decode
 from bitplan.store.checks.drift_log import DriftRow

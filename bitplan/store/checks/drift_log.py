@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from bitplan.documents import show
 from bitplan.errors import FileFormatError, StoreError
 from bitplan.formats import Encoded
-from bitplan.formats.error_report import Similarity, similarity
+from bitplan.formats.quantization_error import Similarity, similarity
 from bitplan.formats.scales.checks import ScaleHealth, scale_health
 from bitplan.formats.scales.drift import DriftCounts
 from bitplan.kernels import decode

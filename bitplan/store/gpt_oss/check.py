@@ -17,7 +17,7 @@ import torch
 from bitplan.errors import FileFormatError, StoreError, did_you_mean
 from bitplan.formats.dtypes import dtype_name
 from bitplan.plan import Header, require_clean, shipped_manifest
-from bitplan.plan.plan import listed, natural_order
+from bitplan.plan.names import listed, natural_order
 from bitplan.store.files.gguf import GGUFFile, plain_dtype
 from bitplan.store.files.safetensors import Checkpoint
 from bitplan.store.gpt_oss.config import ARCHITECTURE

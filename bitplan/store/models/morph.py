@@ -21,8 +21,10 @@ from bitplan.errors import StoreError, did_you_mean
 from bitplan.formats import Encoded, Format, get_format
 from bitplan.formats.format import NARROW_KERNEL
 from bitplan.formats.scales.rules import ScaleRule
+from bitplan.store.models.activations import ActivationObserver
+from bitplan.store.models.encode_options import EncodeOptions
 from bitplan.store.models.eval_weights import Slot, set_slots, slots_of
-from bitplan.store.models.weight_store import ActivationObserver, Calibration, EncodeOptions, WeightStore
+from bitplan.store.models.weight_store import Calibration, WeightStore
 
 Formats = Format | str | Mapping[str, Format | str | None]
 

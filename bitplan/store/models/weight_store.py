@@ -23,67 +23,21 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any, Literal, NoReturn, Self, TypedDict, Unpack, cast
+from typing import Any, NoReturn, Self, Unpack
 
 import torch
 from torch import Tensor, nn
 
-from bitplan.errors import NonFiniteError, StoreError
+from bitplan.errors import StoreError
 from bitplan.formats import Encoded, Format, get_format
 from bitplan.formats.format import NARROW_KERNEL
-from bitplan.formats.scales.rules import ScaleRule
 from bitplan.kernels import decode, encode
+from bitplan.store.models.activations import ActivationObserver, observe_inputs, weighted_error
+from bitplan.store.models.encode_options import EncodeOptions, merge_options, same_options
 from bitplan.store.models.weight_changes import count_optimizer_steps
 
 SAMPLES = 256
 State = tuple[object, ...]
-
-
-class EncodeOptions(TypedDict, total=False):
-    """What `encode` takes beside the tensor and the format."""
-
-    scale_rule: ScaleRule | None
-    percentile: float
-    importance: Tensor | None
-    scale: float | Tensor | None
-    zero_point: int | None
-    base: float | None
-    pad: Literal["zero"] | None
-    nonfinite: Literal["error", "replace"]
-
-
-class ActivationObserver:
-    """The mean square of every input feature, over all it has been shown.
-
-    Also a forward hook or pre-hook: `linear.register_forward_hook(observer)`. `axis` is where features lie: the last
-    for a Linear, -3 for a Conv2d.
-    """
-
-    def __init__(self, axis: int = -1) -> None:
-        self.axis = axis
-        self.count = 0
-        self._total: Tensor | None = None
-
-    def __call__(self, module: nn.Module, args: tuple[Any, ...], output: object = None) -> None:
-        self.observe(args[0])
-
-    def observe(self, inputs: Tensor) -> None:
-        features = inputs.detach().movedim(self.axis, -1)
-        total = features.reshape(-1, features.shape[-1]).float().square().sum(dim=0, dtype=torch.float64)
-        if self._total is not None and self._total.shape != total.shape:
-            raise StoreError(f"observer: inputs had {self._total.numel()} features before, and {total.numel()} now")
-        self._total = total if self._total is None else self._total + total.to(self._total.device)
-        self.count += inputs.numel() // max(1, features.shape[-1])
-
-    @property
-    def mean_square(self) -> Tensor:
-        """One float32 number per feature."""
-        if self._total is None or not self.count:
-            raise StoreError("observer: it has seen no input; run representative batches through the model first")
-        mean = (self._total / self.count).float()
-        if not bool(mean.isfinite().all()):
-            raise NonFiniteError("observer: the inputs it saw hold NaN or infinity; find the layer they come from")
-        return mean
 
 
 @dataclass(frozen=True)
@@ -225,7 +179,7 @@ class WeightStore:
 
     def _morph(self, fmt: Format, options: EncodeOptions, *, force: bool) -> Encoded:
         with self._lock:
-            recipe = _merged(self._recipes.get(fmt.name, {}), options)
+            recipe = merge_options(self._recipes.get(fmt.name, {}), options)
             found = None if force else self._find(fmt, recipe)
             turn = self._encode_locks.setdefault(fmt.name, threading.Lock())
         if found is not None:
@@ -236,7 +190,7 @@ class WeightStore:
     def _find(self, fmt: Format, recipe: EncodeOptions) -> Encoded | None:
         self._refresh()
         made_with = self._recipes.get(fmt.name, {})
-        return self._versions.get(fmt.name) if _same(made_with, recipe) else None
+        return self._versions.get(fmt.name) if same_options(made_with, recipe) else None
 
     def _make(self, fmt: Format, recipe: EncodeOptions, *, force: bool) -> Encoded:
         """Encode, first from the master itself, and if it changes meanwhile from a copy."""
@@ -364,13 +318,13 @@ class WeightStore:
         fmt = get_format(fmt)
         if fmt.is_cast:
             raise StoreError(f"{self.name}: {fmt.name} is a plain cast, with no scales to calibrate; morph it as it is")
-        observer = _observed(inputs)
+        observer = observe_inputs(inputs)
         importance = self._importance_of(observer.mean_square)
-        plain = _merged(_merged(self.recipe(fmt), options), {"scale_rule": fmt.default_rule})
+        plain = merge_options(merge_options(self.recipe(fmt), options), {"scale_rule": fmt.default_rule})
         master = self._need_master("calibrate").detach().clone()
         before = self._encode(master, fmt, plain)
-        after = self.morph(fmt, **_merged(options, {"scale_rule": "mse", "importance": importance}))
-        errors = (_weighted_error(master, decode(version), importance) for version in (before, after))
+        after = self.morph(fmt, **merge_options(options, {"scale_rule": "mse", "importance": importance}))
+        errors = (weighted_error(master, decode(version), importance) for version in (before, after))
         return Calibration(fmt.name, observer.count, *errors)
 
     def _importance_of(self, mean_square: Tensor) -> Tensor:
@@ -467,50 +421,6 @@ def _sample(master: Tensor) -> bytes:
     step = -(-span // SAMPLES)
     some = master.detach().as_strided((-(-span // step),), (step,), master.storage_offset())
     return some.contiguous().view(torch.uint8).numpy().tobytes()
-
-
-# ---- options ---------------------------------------------------------------------------------------------------------
-
-
-def _merged(recipe: EncodeOptions, options: EncodeOptions) -> EncodeOptions:
-    """Options given (not None) replace those remembered; a new rule lets go of what it would not use."""
-    given = {key: value for key, value in options.items() if value is not None}
-    kept: dict[str, object] = dict(recipe)
-    if "scale_rule" in given:
-        kept.pop("scale", None)
-        if given["scale_rule"] != "mse":
-            kept.pop("importance", None)
-    return cast(EncodeOptions, kept | given)
-
-
-def _same(one: EncodeOptions, two: EncodeOptions) -> bool:
-    def equal(key: str) -> bool:
-        left, right = one.get(key), two.get(key)
-        if isinstance(left, Tensor) and isinstance(right, Tensor):
-            return left is right or (left.shape == right.shape and torch.equal(left, right.to(left.device)))
-        return not isinstance(left, Tensor) and not isinstance(right, Tensor) and left == right
-
-    # `pad` decides whether a version can exist, not what it is.
-    return all(equal(key) for key in (one.keys() | two.keys()) - {"pad"})
-
-
-def _observed(inputs: Tensor | Iterable[Tensor] | ActivationObserver) -> ActivationObserver:
-    if isinstance(inputs, ActivationObserver):
-        return inputs
-    observer = ActivationObserver()
-    for batch in [inputs] if isinstance(inputs, Tensor) else inputs:
-        observer.observe(batch)
-    return observer
-
-
-def _weighted_error(master: Tensor, decoded: Tensor, importance: Tensor) -> float:
-    """The output's relative error for uncorrelated inputs: squares summed with the importance of their column."""
-    weights = importance.to(master.device, torch.float64)
-    error, signal = (
-        float((part.reshape(-1, weights.numel()).square().sum(dim=0, dtype=torch.float64) * weights).sum())
-        for part in (master.float() - decoded, master.float())
-    )
-    return (error / signal) ** 0.5 if signal else 0.0
 
 
 @contextmanager

@@ -7,15 +7,15 @@ import shutil
 
 import pytest
 import torch
-from report.browser import Browser  # tests/ is where pytest begins
 
 from bitplan.cli import run
+from bitplan.cli.demo import training as demo_training
 from bitplan.cli.demo.quality import FORMATS, PLAN, REFERENCE
 from bitplan.cli.demo.run import RECORDS, prepare_folder
-from bitplan.cli.demo.run import training as demo_training
 from bitplan.plan import Manifest, Plan
 from bitplan.report.read import read_records
 from bitplan.store.files.open_files import open_tensors
+from tests.report.browser import Browser
 
 GPU_RECORDS = {"fp8-policy.json", "crossover.json"}
 SECTIONS = ["decisions", "quality", "training", "precision", "streaming", "errors", "benchmarks", "machine"]

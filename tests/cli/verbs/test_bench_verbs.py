@@ -125,11 +125,13 @@ def test_shapes_that_the_recipe_cannot_cast_are_findings(capsys):
 def test_killed_and_resumed(capsys):
     arguments = ["config.json", *QUICK, "--no-products", "--report", "r.jsonl", "--policy", "p.json"]
     code = (
-        "import sys, torch\ntorch.set_num_threads(1)\nfrom bitplan.runtime import fp8_bench\nimport time\n"
+        "import sys, torch\ntorch.set_num_threads(1)\n"
+        "from bitplan.runtime.fp8.bench import layer_bench as fp8_bench\nimport time\n"
         "real = fp8_bench.time_in_turns\n"
         "def slow(*args, **more):\n    time.sleep(0.3)\n    return real(*args, **more)\n"
         "fp8_bench.time_in_turns = slow\n"
-        "import bitplan.cli.app\nfrom tests.cli.verbs.test_bench_verbs import own_app\nbitplan.cli.app.app = own_app()\n"
+        "import bitplan.cli.app\n"
+        "from tests.cli.verbs.test_bench_verbs import own_app\nbitplan.cli.app.app = own_app()\n"
         f"from bitplan.cli import run\nsys.exit(run({['bench-layers', *arguments]!r}))\n"
     )
     root = str(Path(bitplan.cli.app.__file__).parent.parent.parent)

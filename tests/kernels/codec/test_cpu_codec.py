@@ -232,7 +232,7 @@ def test_several_threads_may_encode_at_once():
 FORKING = """
 import os, torch
 from bitplan.formats import get_format
-from bitplan.kernels import cpu_codec
+from bitplan.kernels.codec import cpu_codec
 cpu_codec.SMALLEST_PIECE = 256
 torch.set_num_threads(2)
 encode = lambda: cpu_codec.ENCODERS["int8_row"](torch.ones(64, 96), get_format("int8_row"))

@@ -16,10 +16,7 @@ triton = pytest.importorskip("triton")
 if not (triton.knobs.runtime.interpret or torch.cuda.is_available()):
     pytest.skip("needs a GPU, or TRITON_INTERPRET=1", allow_module_level=True)
 
-from bitplan.kernels.codec import (
-    triton_decode,
-    triton_encode,
-)
+from bitplan.kernels.codec import triton_decode, triton_encode  # noqa: E402
 from bitplan.kernels.codec.triton_codec import DECODERS, ENCODERS, Launch  # noqa: E402
 
 # Under the interpreter numpy does the arithmetic, and warns where a GPU gives infinity, NaN or zero without a word.

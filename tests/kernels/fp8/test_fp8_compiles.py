@@ -24,9 +24,15 @@ import tempfile
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from bitplan.kernels import triton_fp8_guess as guess, triton_fp8_maxima as maxima, triton_fp8_norm as norm
-from bitplan.kernels import fp8_grouped_blocks as blocks, fp8_grouped_pairs as experts, fp8_grouped_rows as by_rows
-from bitplan.kernels import triton_fp8_pairs as pairs, triton_fp8_product as product, triton_fp8_tiles as tiles
+from bitplan.kernels.fp8 import guessed_cast as guess
+from bitplan.kernels.fp8 import maxima
+from bitplan.kernels.fp8 import triton_norm as norm
+from bitplan.kernels.fp8.experts import fast_blocks as blocks
+from bitplan.kernels.fp8.experts import fast_tile as experts
+from bitplan.kernels.fp8.experts import fast_rows as by_rows
+from bitplan.kernels.fp8 import fast_tile as pairs
+from bitplan.kernels.fp8 import triton_product as product
+from bitplan.kernels.fp8 import general_tile as tiles
 from bitplan.kernels.fp8.triton_cast import PAIR_LAUNCHES
 
 def some(*choices):

@@ -340,9 +340,11 @@ def test_a_measurement_that_failed_is_not_tried_again(tmp_path: Path) -> None:
 
 def test_the_kernels_source_is_part_of_the_fingerprint(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(crossover_files.kernels, "__file__", str(tmp_path / "__init__.py"))
-    (tmp_path / "triton_matmul.py").write_text("a")
+    kernel = tmp_path / "matmul" / "fused.py"
+    kernel.parent.mkdir()
+    kernel.write_text("a")
     before = crossover_files._source_hash()
-    (tmp_path / "triton_matmul.py").write_text("b")
+    kernel.write_text("b")
     assert crossover_files._source_hash() != before
 
 

@@ -11,10 +11,10 @@ from torch import nn
 import bitplan
 from bitplan.measure.speed.crossover import Pick
 from bitplan.runtime.packed import expert_products
-from bitplan.runtime.packed.packed_weight import PackedWeight
 from bitplan.runtime.packed.quant_experts import QuantExperts
 from bitplan.runtime.packed.strategy import LayerError
 from bitplan.runtime.packed.tile_cache import TileCache
+from bitplan.runtime.packed_weight import PackedWeight
 
 FORMATS = ("mxfp4", "fp4_u8_g128", "nvfp4", "int8_row", "int8_g128", "int4_g32", "q4_0_gguf", "fp8_e4m3_row")
 E, H, INNER = 5, 128, 128  # experts, hidden, intermediate

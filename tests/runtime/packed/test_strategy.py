@@ -20,10 +20,10 @@ from bitplan.measure.speed import crossover_files
 from bitplan.measure.speed.crossover import Crossover, Pick, Timing
 from bitplan.measure.speed.crossover_files import CrossoverTable
 from bitplan.runtime.packed import strategy
-from bitplan.runtime.packed.packed_weight import PackedWeight
 from bitplan.runtime.packed.quant_linear import QuantLinear
 from bitplan.runtime.packed.strategy import LayerError, choose, compute_dtype
 from bitplan.runtime.packed.tile_cache import TileCache
+from bitplan.runtime.packed_weight import PackedWeight
 from tests.runtime.packed.linear_samples import FORMATS, exact_linear, normal, packed
 
 needs_kernel = pytest.mark.skipif(cpu_matmul._why_not_here() is not None, reason=str(cpu_matmul._why_not_here()))

@@ -12,8 +12,8 @@ import torch
 
 from bitplan.errors import StoreError
 from bitplan.formats import decode
-from bitplan.runtime.packed.packed_weight import PackedWeight
 from bitplan.runtime.packed.tile_cache import TILE_BYTES, TileCache
+from bitplan.runtime.packed_weight import PackedWeight
 from tests.runtime.packed.linear_samples import packed
 
 ROWS, COLS = 8, 64

@@ -23,17 +23,17 @@ from torch.nn.functional import embedding, linear
 from bitplan.errors import FormatError, StoreError
 from bitplan.formats import Encoded, decode, encode, error_report, get_format, list_formats
 from bitplan.store.compare import compare_models
+from bitplan.store.models import eval_weights
+from bitplan.store.models import weight_store as weights
+from bitplan.store.models.activations import ActivationObserver
 from bitplan.store.models.morph import (
     attach_encoded,
-    eval_weights,
     formats_of,
     morph_model,
     observe_model,
     stores_of,
     unmorph_model,
 )
-from bitplan.store.models.morph import weight_store as weights
-from bitplan.store.models.weight_store import ActivationObserver
 
 FORMATS = [fmt.name for fmt in list_formats()]
 SPREAD = ["bfloat16", "int8", "uint4", "ternary", "q4_0_gguf", "mxfp4", "fp8_e4m3_b128"]

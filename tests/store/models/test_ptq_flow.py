@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from bitplan.store.compare import compare_models
+from bitplan.store.models.activations import ActivationObserver
 from bitplan.store.models.morph import morph_model, observe_model
 from bitplan.store.models.save_load import load_model, save_model
-from bitplan.store.models.weight_store import ActivationObserver
 
 TOKENS, LENGTH = 12, 8
 

@@ -19,8 +19,9 @@ from torch import Tensor, nn
 
 from bitplan.errors import FormatError, NonFiniteError, StoreError
 from bitplan.formats import Encoded, decode, encode, get_format, list_formats
-from bitplan.store.models.morph import weight_store as weights
-from bitplan.store.models.weight_store import ActivationObserver, WeightStore
+from bitplan.store.models import weight_store as weights
+from bitplan.store.models.activations import ActivationObserver
+from bitplan.store.models.weight_store import WeightStore
 
 FORMATS = [fmt.name for fmt in list_formats()]
 SCALED = [fmt.name for fmt in list_formats() if not fmt.is_cast]

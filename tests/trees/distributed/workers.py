@@ -73,7 +73,7 @@ def serve(pipe):
     import torch
     import torch.distributed as dist
 
-    from bitplan.trees.distributed.fit import ranks
+    from bitplan.trees.distributed import ranks
 
     torch.set_num_threads(1)
     ranks.ROLL_CALL_S = 2.0  # these tests wait for it

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from bitplan.kernels.base.launch import PreparedLaunch
 from bitplan.kernels.fp8.experts.fast_tile import Made, place_of_tile, span_of_expert
-from bitplan.kernels.fp8.experts.products import GroupLayout
+from bitplan.kernels.fp8.experts.layout import GroupLayout
 from bitplan.kernels.fp8.fast_tile import (
     amax_of_tile,
     least_scale,

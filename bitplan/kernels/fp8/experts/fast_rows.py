@@ -17,7 +17,7 @@ from torch import Tensor
 
 from bitplan.kernels.base.launch import PreparedLaunch
 from bitplan.kernels.fp8.experts.fast_tile import Made, place_of_tile, scale_empty_experts, span_of_expert
-from bitplan.kernels.fp8.experts.products import TILE_ROWS, GroupLayout
+from bitplan.kernels.fp8.experts.layout import TILE_ROWS, GroupLayout
 from bitplan.kernels.fp8.fast_tile import (
     largest_of_cols,
     largest_of_rows,

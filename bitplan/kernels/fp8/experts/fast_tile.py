@@ -10,7 +10,7 @@ A tensorwise scale is one for each expert, and costs a second read, or none:
                       casts the tiles of those experts again whose scale was another: 4 bytes a number, and 4 more of
                       those experts only
 
-As in `kernels.fp8.guessed_cast`, whose states these are with a column for each expert: results never depend on a guess, and a
+As in `fp8.guessed_cast`, whose states these are with a column for each expert: results never depend on a guess, and a
 state is used by one cast at a time. An expert without tokens is not cast: its guess stays, and nothing is counted.
 
 Codes and scales equal the definition in `bitplan.kernels.fp8.experts.products` bit for bit.
@@ -31,7 +31,7 @@ from torch import Tensor
 from bitplan.errors import FormatError
 from bitplan.kernels.base.launch import PreparedLaunch, launch_in_turn
 from bitplan.kernels.base.numbers import TINY
-from bitplan.kernels.fp8.experts.products import TILE_ROWS, GroupLayout
+from bitplan.kernels.fp8.experts.layout import TILE_ROWS, GroupLayout
 from bitplan.kernels.fp8.fast_tile import amax_of_tile, load_tile, store_by_one_scale
 from bitplan.kernels.fp8.guessed_cast import CASTS, CHECKING_WARPS, GUESS, LARGEST, SEEN, STATE_SIZE, WRONG
 from bitplan.kernels.fp8.numbers import power_of_two_of_bits, quick_inverse

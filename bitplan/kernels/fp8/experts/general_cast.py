@@ -12,7 +12,7 @@ bfloat16 that begins at 16 bytes is cast as words of two numbers (`fast_tile`, `
     blockwise   the tile is the block: one read
 
 A maximum of magnitudes does not depend on the order of the atomics. Codes and scales equal the definition in
-`bitplan.kernels.fp8.experts.products` bit for bit. A tensorwise scale is written once for each row and column, so that products
+`products` bit for bit. A tensorwise scale is written once for each row and column, so that products
 see two kinds of scales only ("vector", "block").
 
 Legend: T rows of tokens (or of all experts' matrices), C columns, E experts, R rows of a tile, P padded rows.
@@ -35,7 +35,7 @@ from bitplan.kernels.base.numbers import float_name, float_of_bits, magnitude_bi
 from bitplan.kernels.fp8.experts.fast_blocks import cast_matrices_in_blocks, cast_tokens_in_blocks
 from bitplan.kernels.fp8.experts.fast_rows import cast_matrices_by_rows, cast_tokens_by_rows
 from bitplan.kernels.fp8.experts.fast_tile import cast_matrices_in_pairs, cast_tokens_in_pairs
-from bitplan.kernels.fp8.experts.products import TILE_ROWS, GroupLayout
+from bitplan.kernels.fp8.experts.layout import TILE_ROWS, GroupLayout
 from bitplan.kernels.fp8.fast_tile import fits_pairs, is_aligned
 from bitplan.kernels.fp8.numbers import fp8_code, inverse_of, power_of_two_of_bits, scale_of_bits
 

@@ -30,7 +30,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -39,67 +38,18 @@ from torch import Tensor
 
 from bitplan.errors import FormatError
 from bitplan.formats.fp8 import BLOCK, FP8_DTYPES, cast_reference, pad_rows, scale_of_amax, scaling_of
+from bitplan.kernels.fp8.experts.layout import (
+    GLUON_COLS,
+    TILE_ROWS,
+    GroupedFp8,
+    GroupLayout,
+    scale_kind,
+)
 
 if TYPE_CHECKING:
     from bitplan.kernels.fp8.experts.triton_products import GroupedLaunch
 
-GROUPED_RECIPES = ("tensorwise", "rowwise", "blockwise")
 IMPLEMENTATIONS = ("auto", "reference", "triton", "gluon", "torch")
-TILE_ROWS = 128  # the rows that a program casts; products take them whole or in halves
-GLUON_COLS = 256  # the columns of a tile of the gluon products
-
-
-@dataclass(frozen=True)
-class GroupLayout:
-    """Which rows belong to which expert, as tables on the device; the sizes are known to the host.
-
-    `ends` and `padded_ends` [E] are where each expert's rows end, `by_size` [E] the experts from the most rows to the
-    fewest; `tile_expert`, `tile_row` and `tile_end` (of the expert) cut the rows into tiles that do not cross experts,
-    -1 where there is none; `tiles_used` [1] is how many there are.
-    """
-
-    ends: Tensor
-    padded_ends: Tensor
-    by_size: Tensor
-    tile_expert: Tensor
-    tile_row: Tensor
-    tile_end: Tensor
-    tiles_used: Tensor
-    rows: int
-    padded_rows: int
-    pad: int
-
-    @property
-    def tiles(self) -> int:
-        return self.tile_expert.shape[0]
-
-    @property
-    def experts(self) -> int:
-        return self.ends.shape[0]
-
-    def spans(self) -> list[tuple[int, int]]:
-        """First and end row of each expert, on the host: waits for a GPU."""
-        ends = self.ends.tolist()
-        return list(zip([0, *ends[:-1]], ends, strict=True))
-
-
-@dataclass(frozen=True)
-class GroupedFp8:
-    """Codes of tokens or matrices in one layout, with scales of one kind; see the module.
-
-    `uniform` promises that all scales of an expert are equal: products may then read one for all.
-    """
-
-    codes: Tensor
-    scale: Tensor
-    kind: str
-    uniform: bool = False
-
-
-def scale_kind(recipe: str) -> str:
-    if recipe not in GROUPED_RECIPES:
-        raise FormatError(f"experts are cast by {', '.join(GROUPED_RECIPES)}, got {recipe!r}")
-    return "block" if recipe == "blockwise" else "vector"
 
 
 def token_pad(recipe: str, impl: str) -> int:
@@ -259,7 +209,7 @@ def cast_tokens(
 ) -> tuple[GroupedFp8 | None, GroupedFp8 | None]:
     """Tokens in the layouts asked for: [T, K] in place, and [K, P] padded per expert.
 
-    `guess`: a state of `kernels.fp8.guessed_cast` for these experts, which saves a tensorwise cast of bfloat16 on the GPU its
+    `guess`: a state of `fp8.guessed_cast` for these experts, which saves a tensorwise cast of bfloat16 on the GPU its
     second read and changes no bit; any other cast leaves it alone.
     """
     kind = scale_kind(recipe)
@@ -395,9 +345,9 @@ def grouped_rows(
         rows_product(a_TK, b_ENK, layout, out, bias, fast_accum=fast_accum, launch=launch)
         return out
     if impl == "gluon":
-        from bitplan.kernels.fp8.experts import hopper_products as fp8_grouped_gluon
+        from bitplan.kernels.fp8.experts import hopper_products
 
-        fp8_grouped_gluon.rows_product(a_TK, b_ENK, layout, out, bias, fast_accum=fast_accum)
+        hopper_products.rows_product(a_TK, b_ENK, layout, out, bias, fast_accum=fast_accum)
         return out
     for expert, (start, end) in enumerate(layout.spans()):
         product = _decode_rows(a_TK, start, end) @ _decode_matrix(b_ENK, expert).t()
@@ -437,9 +387,9 @@ def grouped_sums(
         sums_product(a_NP, b_KP, layout, out, fast_accum=fast_accum, launch=launch)
         return out
     if impl == "gluon":
-        from bitplan.kernels.fp8.experts import hopper_products as fp8_grouped_gluon
+        from bitplan.kernels.fp8.experts import hopper_products
 
-        fp8_grouped_gluon.sums_product(a_NP, b_KP, layout, out, fast_accum=fast_accum)
+        hopper_products.sums_product(a_NP, b_KP, layout, out, fast_accum=fast_accum)
         return out
     ends = layout.padded_ends.tolist()
     for expert, (start, end) in enumerate(zip([0, *ends[:-1]], ends, strict=True)):

@@ -38,7 +38,7 @@ from bitplan.kernels.base.numbers import (
     float_of_e4m3_in_integers,
     narrow,
 )
-from bitplan.kernels.fp8.experts.products import TILE_ROWS, GroupedFp8, GroupLayout
+from bitplan.kernels.fp8.experts.layout import TILE_ROWS, GroupedFp8, GroupLayout
 
 STEP = 128  # numbers of one step of the contraction, which is also a block of scales
 

@@ -21,7 +21,8 @@ import torch
 from torch import Tensor, nn
 
 from bitplan.formats.fp8 import padded_tokens
-from bitplan.kernels.fp8.experts.products import GROUPED_RECIPES, pick_impl, token_pad
+from bitplan.kernels.fp8.experts.layout import GROUPED_RECIPES
+from bitplan.kernels.fp8.experts.products import pick_impl, token_pad
 from bitplan.measure.speed.paired_timing import Arm, Call
 from bitplan.plan.fp8.layers import Layer
 from bitplan.plan.fp8.terms import GROUPED_KINDS

@@ -27,9 +27,10 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from bitplan.kernels.fp8.cast import CastPair
+from bitplan.formats.fp8 import CastPair
 from bitplan.kernels.fp8.experts import products as kernels
-from bitplan.kernels.fp8.experts.products import GROUPED_RECIPES, GroupedFp8, GroupLayout, lay_out, pick_impl, token_pad
+from bitplan.kernels.fp8.experts.layout import GROUPED_RECIPES, GroupedFp8, GroupLayout
+from bitplan.kernels.fp8.experts.products import lay_out, pick_impl, token_pad
 from bitplan.runtime.fp8.layers import weight_casts as fp8_weight_casts
 from bitplan.runtime.fp8.layers.scale_guesses import GRAD, INPUT, WEIGHT, guess_for
 from bitplan.runtime.fp8.recipe import BF16, Fp8LayerError, Fp8Recipe, GemmChoice, check_shape, require_fp8
@@ -41,7 +42,7 @@ class GroupedLinear(nn.Module):
     """weight [experts, out_features, in_features]; `gemms` of None: all three products by the recipe's own name.
 
     `impl` chooses the FP8 products: "auto", "gluon", "torch", "triton" or "reference". What "auto" takes on a GPU
-    depends on shape and recipe (see `bitplan.kernels.fp8.experts.products`, whose `gluon_obstacle` says why not the fastest).
+    depends on shape and recipe (see `kernels.fp8.experts.products`, whose `gluon_obstacle` says why not the fastest).
     """
 
     misrouted: Tensor

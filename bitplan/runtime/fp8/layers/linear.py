@@ -32,10 +32,11 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from bitplan.formats.fp8 import FP8_DTYPES, ScaledFp8, empty_scale, padded_tokens, scaling_of
-from bitplan.kernels.fp8.cast import cast_layouts
 from bitplan.kernels.fp8.product import scaled_product
 from bitplan.runtime.fp8.layers import weight_casts as fp8_weight_casts
-from bitplan.runtime.fp8.layers.scale_guesses import GRAD, INPUT, guess_for
+from bitplan.runtime.fp8.layers.products import cast_for, plain_product, without_padding
+from bitplan.runtime.fp8.layers.scale_guesses import GRAD, INPUT
+from bitplan.runtime.fp8.layers.stored_weight import linear_of_fp8_param, store_in_fp8
 from bitplan.runtime.fp8.recipe import (
     BF16,
     AmaxEps,
@@ -176,38 +177,6 @@ def run_backward(
     return dx, dw
 
 
-def without_padding(made: Tensor, rows: int) -> Tensor:
-    return made if made.shape[0] == rows else made[:rows]
-
-
-def cast_for(
-    x: Tensor, rows_by: str, cols_by: str, fp8: str, eps: float, of: tuple[Tensor, str]
-) -> tuple[ScaledFp8 | None, ScaledFp8 | None]:
-    """A tensor for its two products: one cast where they go by one recipe, one each where they do not.
-
-    `of`: the weight it is multiplied with and what it is to that, for the guess of its scale.
-    """
-    if rows_by == cols_by:
-        if rows_by == BF16:
-            return None, None
-        pair = cast_layouts(x, rows_by, fp8, eps, guess=guess_for(rows_by, *of, fp8))
-        return pair.rows, pair.cols
-    rows = cols = None
-    if rows_by != BF16:
-        rows = cast_layouts(x, rows_by, fp8, eps, cols=False, guess=guess_for(rows_by, *of, fp8)).rows
-    if cols_by != BF16:
-        cols = cast_layouts(x, cols_by, fp8, eps, rows=False, guess=guess_for(cols_by, *of, fp8)).cols
-    return rows, cols
-
-
-def plain_product(a: Tensor, b: Tensor, bias: Tensor | None = None) -> Tensor:
-    """a times b in a's type; on a CPU in float32, where 16-bit products are slower by far, and rounded once."""
-    wide = torch.float32 if a.device.type == "cpu" else a.dtype
-    with torch.autocast(a.device.type, enabled=False):
-        out = a.to(wide) @ b.to(wide)
-    return (out if bias is None else out + bias.to(wide)).to(a.dtype)
-
-
 # ---- operators for compiled graphs ----------------------------------------------------------------------------------
 
 
@@ -314,8 +283,6 @@ class Fp8Linear(nn.Linear):
             require_fp8(self.weight.device, self.gemms.recipes)
         self._text = Fp8Settings(self.recipe, self.gemms).to_text()
         if fp8_param:
-            from bitplan.runtime.fp8.layers.stored_weight import store_in_fp8
-
             store_in_fp8(self)
 
     def _apply(self, fn: Any, recurse: bool = True) -> Self:
@@ -328,8 +295,6 @@ class Fp8Linear(nn.Linear):
 
     def forward(self, x: Tensor) -> Tensor:
         if self.fp8_param:
-            from bitplan.runtime.fp8.layers.stored_weight import linear_of_fp8_param
-
             stored: Tensor = linear_of_fp8_param(self, x)
             return stored
         return _linear_by_text(x, self.weight, self.bias, self._text, self.reuse_weight_cast)

@@ -21,14 +21,8 @@ from bitplan.formats.fp8 import FP8_DTYPES, empty_scale, padded_tokens, scaling_
 from bitplan.kernels.fp8.norm import NORMS, NormWeights, norm_and_cast, norm_gradient
 from bitplan.kernels.fp8.product import scaled_product
 from bitplan.runtime.fp8.layers import weight_casts as fp8_weight_casts
-from bitplan.runtime.fp8.layers.linear import (
-    Fp8Linear,
-    Fp8Settings,
-    define_operator,
-    plain_product,
-    run_backward,
-    without_padding,
-)
+from bitplan.runtime.fp8.layers.linear import Fp8Linear, Fp8Settings, define_operator, run_backward
+from bitplan.runtime.fp8.layers.products import plain_product, without_padding
 from bitplan.runtime.fp8.recipe import BF16, Fp8LayerError, Fp8Recipe, GemmChoice
 
 _INPUTS = (torch.bfloat16, torch.float16, torch.float32)

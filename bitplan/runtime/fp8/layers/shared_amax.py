@@ -17,11 +17,12 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from bitplan.formats.fp8 import ScaledFp8, cast_reference, pad_rows, padded_tokens, scaling_of
-from bitplan.kernels.fp8.cast import CastPair, cast_layouts
+from bitplan.formats.fp8 import CastPair, ScaledFp8, cast_reference, pad_rows, padded_tokens, scaling_of
+from bitplan.kernels.fp8.cast import cast_layouts
 from bitplan.kernels.fp8.product import scaled_product
 from bitplan.runtime.fp8.layers import weight_casts as fp8_weight_casts
-from bitplan.runtime.fp8.layers.linear import Fp8Linear, plain_product
+from bitplan.runtime.fp8.layers.linear import Fp8Linear
+from bitplan.runtime.fp8.layers.products import plain_product
 from bitplan.runtime.fp8.layers.scale_guesses import TENSORWISE
 from bitplan.runtime.fp8.recipe import BF16
 

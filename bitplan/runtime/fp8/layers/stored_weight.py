@@ -16,7 +16,7 @@ layouts apart and are refused. Under torch.compile the layer runs between graphs
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -25,12 +25,10 @@ from torch.autograd.function import once_differentiable
 from bitplan.formats.fp8 import ScaledFp8, decode_scaled, empty_scale, scaling_of
 from bitplan.kernels.fp8.cast import cast_layouts
 from bitplan.kernels.fp8.product import scaled_product
+from bitplan.runtime.fp8.layers.products import cast_for, plain_product
 from bitplan.runtime.fp8.layers.scale_guesses import GRAD, INPUT
 from bitplan.runtime.fp8.recipe import BF16, Fp8LayerError
 from bitplan.store.models.weight_changes import count_optimizer_steps
-
-if TYPE_CHECKING:
-    from bitplan.runtime.fp8.layers.linear import Fp8Linear
 
 STORABLE = ("tensorwise", "blockwise")
 
@@ -92,7 +90,7 @@ def _follow_master(layer: Any) -> None:
     layer._stored_state = state
 
 
-def storage_recipe(layer: Fp8Linear) -> str:
+def storage_recipe(layer: Any) -> str:
     """The recipe that the stored weight follows: that of the products that read it."""
     used = {name for name in (layer.gemms.fprop, layer.gemms.dgrad) if name != BF16} or {layer.recipe.name}
     if len(used) > 1 or not used <= set(STORABLE):
@@ -132,8 +130,6 @@ class _StoredProduct(torch.autograd.Function):
     def forward(
         ctx: Any, x_MK: Tensor, bias: Tensor | None, _master: Tensor | None, layer: Any, trains: bool
     ) -> Tensor:
-        from bitplan.runtime.fp8.layers.linear import cast_for, plain_product
-
         recipe, gemms = layer.recipe, layer.gemms
         x_rows, x_cols = cast_for(
             x_MK, gemms.fprop, gemms.wgrad if trains else BF16, "e4m3", recipe.eps.input, (layer.weight, INPUT)
@@ -152,8 +148,6 @@ class _StoredProduct(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy_MN: Tensor) -> tuple[Tensor | None, ...]:
-        from bitplan.runtime.fp8.layers.linear import cast_for, plain_product
-
         kept, kept_scale, _ = ctx.saved_tensors  # reading the weight here has torch refuse one that has changed
         layer, recipe, gemms = ctx.layer, ctx.layer.recipe, ctx.layer.gemms
         dgrad = gemms.dgrad if ctx.needs_input_grad[0] else BF16
@@ -199,5 +193,5 @@ def transposed(weight: ScaledFp8) -> ScaledFp8:
     return ScaledFp8(codes, scale.copy_(weight.scale.t()), weight.scaling)
 
 
-def _shape(layer: Fp8Linear) -> tuple[int, int]:
+def _shape(layer: Any) -> tuple[int, int]:
     return layer.weight.shape[0], layer.weight.shape[1]

@@ -31,8 +31,8 @@ import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from bitplan.formats.fp8 import ScaledFp8
-from bitplan.kernels.fp8.cast import CastPair, cast_layouts
+from bitplan.formats.fp8 import CastPair, ScaledFp8
+from bitplan.kernels.fp8.cast import cast_layouts
 from bitplan.plan.fp8.terms import RECIPES
 from bitplan.runtime.fp8.compiled_graphs import in_compiled_graphs
 from bitplan.runtime.fp8.layers.scale_guesses import WEIGHT, guess_for

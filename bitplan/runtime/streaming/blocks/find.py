@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from bitplan.errors import did_you_mean
-from bitplan.plan.plan import listed
-from bitplan.runtime.packed.packed_weight import PackedWeight
+from bitplan.plan.names import listed
+from bitplan.runtime.packed_weight import PackedWeight
 from bitplan.runtime.streaming.blocks.layout import ParameterSpec
 from bitplan.runtime.streaming.errors import StreamError
 

@@ -18,7 +18,8 @@ import torch
 
 from bitplan.errors import did_you_mean
 from bitplan.formats import Format, get_format
-from bitplan.plan.plan import Plan, listed
+from bitplan.plan.names import listed
+from bitplan.plan.plan import Plan
 from bitplan.runtime.streaming.blocks.layout import ParameterSpec
 from bitplan.runtime.streaming.errors import StreamError
 

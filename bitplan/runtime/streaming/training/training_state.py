@@ -26,7 +26,7 @@ from torch import Tensor
 
 from bitplan.documents import NAME, OBJECT, SIZE, Kind, Reader, is_number, one_of, show
 from bitplan.errors import FileFormatError
-from bitplan.plan.plan import listed
+from bitplan.plan.names import listed
 from bitplan.records import parse_json
 from bitplan.runtime.streaming.errors import StreamStateError
 from bitplan.runtime.streaming.training.host_training import HostTraining, Trained

@@ -13,7 +13,8 @@ from torch import Tensor
 
 from bitplan.errors import FormatError
 from bitplan.kernels.fp8.experts import products as fp8_grouped
-from bitplan.kernels.fp8.experts.products import GroupedFp8, GroupLayout, cast_experts, cast_tokens, lay_out
+from bitplan.kernels.fp8.experts.layout import GroupedFp8, GroupLayout
+from bitplan.kernels.fp8.experts.products import cast_experts, cast_tokens, lay_out
 
 pytest.importorskip("triton")
 
@@ -300,7 +301,8 @@ PROGRAM = """
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from bitplan.kernels import fp8_grouped_cast as cast, fp8_grouped_matmul as matmul
+from bitplan.kernels.fp8.experts import general_cast as cast
+from bitplan.kernels.fp8.experts import triton_products as matmul
 
 
 def build(kernel, arguments, constants, warps=8, stages=3):

@@ -14,9 +14,8 @@ from torch import Tensor
 
 from bitplan.errors import FormatError
 from bitplan.kernels.fp8.experts import products as fp8_grouped
+from bitplan.kernels.fp8.experts.layout import GroupedFp8, GroupLayout
 from bitplan.kernels.fp8.experts.products import (
-    GroupedFp8,
-    GroupLayout,
     cast_experts,
     cast_tokens,
     gluon_obstacle,
@@ -326,7 +325,7 @@ class Driver:
 
 triton.runtime.driver.set_active(Driver())
 torch.cuda.get_device_properties = lambda device: types.SimpleNamespace(multi_processor_count=132)
-from bitplan.kernels import fp8_grouped_gluon as gluon
+from bitplan.kernels.fp8.experts import hopper_products as gluon
 from bitplan.kernels.fp8.experts.products import GroupedFp8, lay_out
 
 COMPILED = []

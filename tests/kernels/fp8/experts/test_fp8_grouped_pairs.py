@@ -10,7 +10,8 @@ pytest.importorskip("triton")
 
 from bitplan.errors import FormatError
 from bitplan.kernels.fp8.experts import fast_tile as fp8_grouped_pairs
-from bitplan.kernels.fp8.experts.products import GroupedFp8, GroupLayout, cast_experts, cast_tokens, lay_out
+from bitplan.kernels.fp8.experts.layout import GroupedFp8, GroupLayout
+from bitplan.kernels.fp8.experts.products import cast_experts, cast_tokens, lay_out
 from bitplan.kernels.fp8.guessed_cast import counts_of, new_state
 
 # A guess for small numbers overflows on large ones, before it is found wrong; the interpreter's numpy would warn of it.

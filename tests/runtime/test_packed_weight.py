@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from bitplan.errors import StoreError
-from bitplan.runtime.packed.packed_weight import PackedWeight
+from bitplan.runtime.packed_weight import PackedWeight
 from tests.runtime.packed.linear_samples import FORMATS, packed
 
 

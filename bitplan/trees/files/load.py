@@ -1,4 +1,4 @@
-"""Models as JSON: readable, exact (floats survive the round trip), written atomically, read strictly; never a pickle.
+"""Models from JSON, read strictly.
 
 A file that was cut short or edited is refused with the place of the fault: unknown or missing keys, wrong types, arrays
 of different lengths, children that are no tree.
@@ -10,57 +10,21 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from sklearn.utils.validation import check_is_fitted  # type: ignore[import-untyped]
 
 from bitplan.errors import FileFormatError
-from bitplan.records import read_json, write_json
+from bitplan.records import read_json
 from bitplan.trees.boost import Booster
 from bitplan.trees.estimators import BoostedTreesClassifier, BoostedTreesRegressor
-from bitplan.trees.gradients import Array, GradientPrecision, TreesError
+from bitplan.trees.files.save import FORMAT, LEAF_FIELDS, MAX_FEATURES, NODE_FIELDS, VERSION, is_text
+from bitplan.trees.gradients import Array, TreesError
 from bitplan.trees.grow import FAR
 from bitplan.trees.objectives import OBJECTIVES
 from bitplan.trees.tree import Tree
 
-FORMAT, VERSION = "bitplan.trees", 1
-MAX_FEATURES = 2**24  # bounds what a reader allocates for a number in a file
 MAX_INTEGER = 2**62
 _KINDS = {"classifier": BoostedTreesClassifier, "regressor": BoostedTreesRegressor}
 _HEAD = ("format", "version", "kind", "parameters", "classes", "features", "feature_names", "start", "losses", "trees")
-_NODE_FIELDS = {
-    "feature": int,
-    "threshold": float,
-    "missing_left": bool,
-    "left": int,
-    "right": int,
-    "gain": float,
-    "node_value": float,
-    "node_weight": float,
-    "node_rows": int,
-}
-_LEAF_FIELDS = {"leaf_value": float, "leaf_weight": float, "leaf_rows": int}
 _DTYPES = {"feature": np.int32, "left": np.int32, "right": np.int32, "node_rows": np.int64, "leaf_rows": np.int64}
-
-
-def save_trees(model: BoostedTreesClassifier | BoostedTreesRegressor, path: str | Path) -> None:
-    """Write a fitted estimator; what `load_trees` would not read is refused here, by name."""
-    check_is_fitted(model)
-    booster, is_classifier = model.booster_, isinstance(model, BoostedTreesClassifier)
-    if booster.features > MAX_FEATURES:
-        raise TreesError(f"features: a model file holds at most {MAX_FEATURES}, this model has {booster.features}")
-    names = getattr(model, "feature_names_in_", None)
-    document = {
-        "format": FORMAT,
-        "version": VERSION,
-        "kind": "classifier" if is_classifier else "regressor",
-        "parameters": {name: _plain(name, value) for name, value in model.get_params().items()},
-        "classes": _plain("classes", model.classes_) if is_classifier else None,
-        "features": booster.features,
-        "feature_names": None if names is None else [_plain("feature_names", str(name)) for name in names],
-        "start": _plain("start", booster.start),
-        "losses": _plain("losses", booster.losses),
-        "trees": [_tree_document(tree) for tree in booster.trees],
-    }
-    write_json(path, document)
 
 
 def load_trees(path: str | Path) -> BoostedTreesClassifier | BoostedTreesRegressor:
@@ -111,7 +75,7 @@ def _estimator(where: str, document: dict[str, Any]) -> Any:
     model.n_features_in_ = features
     names = document["feature_names"]
     if names is not None:
-        if not isinstance(names, list) or len(names) != features or not all(map(_is_text, names)):
+        if not isinstance(names, list) or len(names) != features or not all(map(is_text, names)):
             raise FileFormatError(f"{where}: feature_names: expected {features} names, or null")
         model.feature_names_in_ = np.array(names, dtype=object)
     try:
@@ -132,7 +96,7 @@ def _classes(where: str, classes: Any) -> Array:
     if is_known and sorted(set(classes)) == classes:
         found: Array = np.array(classes, dtype=object if kinds == {str} else None)
         is_exact = found.dtype.kind in "biuf" and found.tolist() == classes and bool(np.isfinite(found).all())
-        if is_exact or all(map(_is_text, classes)):
+        if is_exact or all(map(is_text, classes)):
             return found
     raise FileFormatError(
         f"{where}: classes: expected two or more labels of one type, sorted, numbers finite and of 64 bits, "
@@ -148,18 +112,13 @@ def _expected_outputs(model: Any) -> int:
 # ---- trees -----------------------------------------------------------------------------------------------------------
 
 
-def _tree_document(tree: Tree) -> dict[str, Any]:
-    fields = {name: getattr(tree, name).tolist() for name in (*_NODE_FIELDS, *_LEAF_FIELDS)}
-    return fields | {"categories": [None if numbers is None else numbers.tolist() for numbers in tree.categories]}
-
-
 def _tree(where: str, document: Any, features: int) -> Tree:
-    _check_keys(where, document, (*_NODE_FIELDS, *_LEAF_FIELDS, "categories"))
-    arrays = {name: _numbers(where, document[name], name, kind) for name, kind in (_NODE_FIELDS | _LEAF_FIELDS).items()}
+    _check_keys(where, document, (*NODE_FIELDS, *LEAF_FIELDS, "categories"))
+    arrays = {name: _numbers(where, document[name], name, kind) for name, kind in (NODE_FIELDS | LEAF_FIELDS).items()}
     leaves = len(arrays["leaf_value"])
     sets = document["categories"]
-    wrong = [name for name in _NODE_FIELDS if len(arrays[name]) != leaves - 1]
-    wrong += [name for name in _LEAF_FIELDS if len(arrays[name]) != leaves]
+    wrong = [name for name in NODE_FIELDS if len(arrays[name]) != leaves - 1]
+    wrong += [name for name in LEAF_FIELDS if len(arrays[name]) != leaves]
     if wrong or leaves < 1 or not isinstance(sets, list) or len(sets) != leaves - 1:
         raise FileFormatError(f"{where}: {wrong or ['categories']}: expected {leaves - 1} nodes and {leaves} leaves")
     if leaves > 1 and not 0 <= arrays["feature"].min() <= arrays["feature"].max() < features:
@@ -207,38 +166,3 @@ def _numbers(where: str, values: Any, name: str, kind: type) -> Array:
     if kind is not bool and not np.all(np.abs(array) <= (MAX_INTEGER if kind is int else FAR)):
         raise FileFormatError(f"{where}: {name}: a number is out of range")
     return array
-
-
-def _is_text(value: Any) -> bool:
-    """Not half a surrogate pair: that has no bytes."""
-    return isinstance(value, str) and not any("\ud800" <= letter <= "\udfff" for letter in value)
-
-
-def _plain(name: str, value: Any) -> Any:
-    """What JSON can hold; anything else is refused by name."""
-    if isinstance(value, GradientPrecision):
-        return value.value
-    if isinstance(value, np.ndarray):
-        value = value.tolist()
-    if isinstance(value, np.generic):
-        value = value.item()
-    if isinstance(value, dict):
-        if not all(isinstance(key, str) for key in value):
-            raise TreesError(
-                f"{name}: in a model file features go by name, and a key of {value!r:.60} is none; give names, or a "
-                "list with an item for each feature"
-            )
-        return {_plain(name, key): _plain(name, item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_plain(name, item) for item in value]
-    if isinstance(value, str) and not _is_text(value):
-        raise TreesError(f"{name}: {value!r:.60} is no Unicode text, so no file can hold it; rename it")
-    if isinstance(value, (int, float)) and not abs(value) <= FAR:
-        raise TreesError(f"{name}: {value} cannot be written to a model file, which holds finite numbers")
-    if value is None or isinstance(value, (bool, int, float, str)):
-        return value
-    if name == "random_state":  # what it drew is in the trees
-        return None
-    raise TreesError(
-        f"{name}: a {type(value).__name__} cannot be written to a model file; export with to_lightgbm instead"
-    )

@@ -1,0 +1,66 @@
+"""Which rows belong to which expert, and codes with their scales: the data that casts and products of experts share."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from bitplan.errors import FormatError
+
+GROUPED_RECIPES = ("tensorwise", "rowwise", "blockwise")
+TILE_ROWS = 128  # the rows that a program casts; products take them whole or in halves
+GLUON_COLS = 256  # the columns of a tile of the gluon products
+
+
+@dataclass(frozen=True)
+class GroupLayout:
+    """Which rows belong to which expert, as tables on the device; the sizes are known to the host.
+
+    `ends` and `padded_ends` [E] are where each expert's rows end, `by_size` [E] the experts from the most rows to the
+    fewest; `tile_expert`, `tile_row` and `tile_end` (of the expert) cut the rows into tiles that do not cross experts,
+    -1 where there is none; `tiles_used` [1] is how many there are.
+    """
+
+    ends: Tensor
+    padded_ends: Tensor
+    by_size: Tensor
+    tile_expert: Tensor
+    tile_row: Tensor
+    tile_end: Tensor
+    tiles_used: Tensor
+    rows: int
+    padded_rows: int
+    pad: int
+
+    @property
+    def tiles(self) -> int:
+        return self.tile_expert.shape[0]
+
+    @property
+    def experts(self) -> int:
+        return self.ends.shape[0]
+
+    def spans(self) -> list[tuple[int, int]]:
+        """First and end row of each expert, on the host: waits for a GPU."""
+        ends = self.ends.tolist()
+        return list(zip([0, *ends[:-1]], ends, strict=True))
+
+
+@dataclass(frozen=True)
+class GroupedFp8:
+    """Codes of tokens or matrices in one layout, with scales of one kind; see the module.
+
+    `uniform` promises that all scales of an expert are equal: products may then read one for all.
+    """
+
+    codes: Tensor
+    scale: Tensor
+    kind: str
+    uniform: bool = False
+
+
+def scale_kind(recipe: str) -> str:
+    if recipe not in GROUPED_RECIPES:
+        raise FormatError(f"experts are cast by {', '.join(GROUPED_RECIPES)}, got {recipe!r}")
+    return "block" if recipe == "blockwise" else "vector"

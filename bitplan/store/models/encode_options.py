@@ -1,0 +1,45 @@
+"""What `encode` is asked for a weight, remembered from one version to the next."""
+
+from __future__ import annotations
+
+from typing import Literal, TypedDict, cast
+
+import torch
+from torch import Tensor
+
+from bitplan.formats.scales.rules import ScaleRule
+
+
+class EncodeOptions(TypedDict, total=False):
+    """What `encode` takes beside the tensor and the format."""
+
+    scale_rule: ScaleRule | None
+    percentile: float
+    importance: Tensor | None
+    scale: float | Tensor | None
+    zero_point: int | None
+    base: float | None
+    pad: Literal["zero"] | None
+    nonfinite: Literal["error", "replace"]
+
+
+def merge_options(recipe: EncodeOptions, options: EncodeOptions) -> EncodeOptions:
+    """Options given (not None) replace those remembered; a new rule lets go of what it would not use."""
+    given = {key: value for key, value in options.items() if value is not None}
+    kept: dict[str, object] = dict(recipe)
+    if "scale_rule" in given:
+        kept.pop("scale", None)
+        if given["scale_rule"] != "mse":
+            kept.pop("importance", None)
+    return cast(EncodeOptions, kept | given)
+
+
+def same_options(one: EncodeOptions, two: EncodeOptions) -> bool:
+    def equal(key: str) -> bool:
+        left, right = one.get(key), two.get(key)
+        if isinstance(left, Tensor) and isinstance(right, Tensor):
+            return left is right or (left.shape == right.shape and torch.equal(left, right.to(left.device)))
+        return not isinstance(left, Tensor) and not isinstance(right, Tensor) and left == right
+
+    # `pad` decides whether a version can exist, not what it is.
+    return all(equal(key) for key in (one.keys() | two.keys()) - {"pad"})

@@ -1,0 +1,1 @@
+"""Models of boosted trees in files: our JSON, and LightGBM's text."""
