@@ -65,7 +65,12 @@ def save_trees(model: BoostedTreesClassifier | BoostedTreesRegressor, path: str 
 
 def load_trees(path: str | Path) -> BoostedTreesClassifier | BoostedTreesRegressor:
     """Read an estimator that `save` wrote."""
-    document = read_json(path)
+    try:
+        document = read_json(path)
+    except OSError as error:
+        raise FileFormatError(
+            f"{path}: cannot be read: {error.strerror or error}; give the name of a file that save wrote"
+        ) from None
     try:
         return _model(str(path), document)
     except RecursionError:  # lists within lists, in a message about them
