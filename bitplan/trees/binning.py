@@ -86,13 +86,18 @@ def bin_rows(x: Array, bins: Bins) -> BinnedRows:
         panel.view(np.uint8).reshape(rows, 8 * words_a_row(width)) for panel, width in zip(panels, widths, strict=True)
     ]
 
+    limits = [
+        edges if is_category else np.pad(edges, (0, trees_rows.MISSING - len(edges)), constant_values=np.inf)
+        for edges, is_category in zip(bins.edges, bins.is_category, strict=True)
+    ]
+
     def work(piece: tuple[int, int]) -> None:
         first, start = piece
         stop = min(start + ROWS_AT_ONCE, rows)
         for feature in range(first, min(first + PANEL, features)):
             kernel = trees_rows.bin_categories if bins.is_category[feature] else trees_rows.bin_numbers
             panel, place = bytes_[feature // PANEL], feature % PANEL
-            kernel(x[start:stop, feature], bins.edges[feature], start, panel, columns[feature], place)
+            kernel(x[start:stop, feature], limits[feature], start, panel, columns[feature], place)
 
     on_threads(work, [(first, start) for start in range(0, rows, ROWS_AT_ONCE) for first in firsts])
     return BinnedRows(columns, panels, widths)

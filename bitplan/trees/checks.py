@@ -19,6 +19,30 @@ MAX_TARGET = 1e300
 MAX_COUNT = 2**53  # some settings become float64
 
 
+def refuse_text(x: Any) -> None:
+    """Text and pandas' categories are no numbers, even where they look like some: refused by column."""
+    if isinstance(x, np.ndarray) and x.dtype.kind not in "OSU":
+        return
+    if hasattr(x, "iloc") and hasattr(x, "columns"):
+        columns = [(repr(name), x.iloc[:, place]) for place, name in enumerate(x.columns)]
+    else:
+        table = x if isinstance(x, np.ndarray) else np.array(x, dtype=object)
+        columns = [(str(place), table[:, place]) for place in range(table.shape[1])] if table.ndim == 2 else []
+    for name, column in columns:
+        if str(column.dtype) == "category":
+            raise TreesError(
+                f"X: column {name:.80} has pandas' type category, expected numbers; replace it by its codes "
+                "(column.cat.codes) and name it in categorical_features"
+            )
+        values = np.asarray(column) if getattr(column.dtype, "kind", "O") in "OSU" else ()
+        row = next((row for row, value in enumerate(values) if isinstance(value, (str, bytes))), None)
+        if row is not None:
+            raise TreesError(
+                f"X: column {name:.80} has text, {values[row]!r:.60} in row {row}, expected numbers; give each text a "
+                "whole number from 0 to 255 (pandas.factorize) and name the column in categorical_features"
+            )
+
+
 def targets_of(y: Array) -> Array:
     """y as float64."""
     try:

@@ -23,6 +23,7 @@ from bitplan.trees.boost import Booster, BoostSettings, Rows, boost
 from bitplan.trees.checks import (
     number,
     one_of,
+    refuse_text,
     seed_of,
     split_rows,
     targets_of,
@@ -130,26 +131,30 @@ class _BoostedTrees(BaseEstimator):  # type: ignore[misc]
 
     def _read(self, x: Any, shards: Shards = ALONE) -> Array:
         """Features as at `fit`: the same number, with the same names."""
-        found: Array = validate_data(
-            self,
-            x,
-            dtype=[np.float64, np.float32],
-            ensure_all_finite="allow-nan",
-            ensure_min_samples=_fewest_rows(shards),
-            reset=False,
-        )
+        found: Array = self._validated(x, shards, reset=False)
         return found
 
     def _read_both(self, x: Any, y: Any, shards: Shards) -> tuple[Array, Array]:
-        found: tuple[Array, Array] = validate_data(
-            self,
-            x,
-            y,
-            dtype=[np.float64, np.float32],
-            ensure_all_finite="allow-nan",
-            ensure_min_samples=_fewest_rows(shards),
-        )
+        found: tuple[Array, Array] = self._validated(x, shards, y=y)
         return found
+
+    def _validated(self, x: Any, shards: Shards, **more: Any) -> Any:
+        has_types = hasattr(x, "dtype") or hasattr(x, "dtypes")
+        if has_types:  # text that spells a number would pass as one
+            refuse_text(x)
+        try:
+            return validate_data(
+                self,
+                x,
+                dtype=[np.float64, np.float32],
+                ensure_all_finite="allow-nan",
+                ensure_min_samples=_fewest_rows(shards),
+                **more,
+            )
+        except ValueError:
+            if not has_types:
+                refuse_text(x)
+            raise
 
     def _agree(self, x: Array, y: Array, sample_weight: Any, eval_set: Any, shards: Shards) -> Array:
         """x in the type that all processes have; refuses settings, features and targets that differ between them."""

@@ -160,16 +160,23 @@ def prepare(
 
 def largest(grads: Array, hess: Array, shards: Shards = ALONE) -> tuple[float, float]:
     """Largest |gradient| and hessian of all processes; refuses what has no scale."""
-    found = on_threads(lambda piece: trees_gradients.largest(grads[piece], hess[piece]), pieces(len(grads)))
-    for piece, (_, _, bad) in zip(pieces(len(grads)), found, strict=True):
-        if bad >= 0:
-            row = piece.start + bad
+    at = pieces(len(grads))
+
+    def ends(piece: slice) -> tuple[float, float, float]:
+        here, weights = grads[piece], hess[piece]
+        return max(here.max(), -here.min()), weights.max(), weights.min()  # NaN if one is
+
+    found = on_threads(ends, at)
+    for piece, (grad, most, least) in zip(at, found, strict=True):
+        if not (grad < np.inf and most < np.inf and least >= 0):
+            is_bad = ~(np.isfinite(grads[piece]) & np.isfinite(hess[piece]) & (hess[piece] >= 0))
+            row = piece.start + int(np.argmax(is_bad))
             raise TreesError(
                 f"gradients: row {row} has gradient {grads[row]} and hessian {hess[row]}, expected finite float32 and "
                 "a hessian of at least 0; look at the targets and weights of that row, at the learning rate, or at the "
                 "custom objective"
             )
-    here = [max((grad for grad, _, _ in found), default=0), max((hess for _, hess, _ in found), default=0)]
+    here = [max((grad for grad, _, _ in found), default=0), max((most for _, most, _ in found), default=0)]
     top_grad, top_hess = shards.top(np.array(here, np.float64), "largest gradient and hessian")
     return float(top_grad), float(top_hess)
 

@@ -38,9 +38,12 @@ class Histogram:
     def sums(self, feature: int) -> Array:
         """(256, 3): gradient, hessian and rows of each bin, as integers."""
         first = feature * BINS * self.words
-        wide = np.zeros(BINS * WIDE, np.int64)
-        kernels.add_wide(self.cells[first : first + BINS * self.words], self.words, wide)
-        return wide.reshape(BINS, WIDE)
+        *grads, last = self.cells[first : first + BINS * self.words].reshape(BINS, self.words).T
+        if self.words == WIDE:
+            return np.column_stack([*grads, last])
+        if self.words == 1:
+            grads, last = [last >> 40], last & (1 << 40) - 1
+        return np.column_stack([*grads, last >> 16, last & 0xFFFF])
 
 
 class HistogramBuilder:
@@ -98,14 +101,13 @@ class HistogramBuilder:
 
     def subtract(self, parent: Histogram, child: Histogram, rows: int) -> Histogram:
         """The histogram of the parent's other child, of `rows` rows; the parent's is used up."""
-        out = self.rest_of(parent, rows)
+        words = WIDE if rows > NARROW_ROWS else self._narrow
+        if words == parent.words == child.words:  # no field borrows: every one of the child is within its parent's
+            np.subtract(parent.cells, child.cells, out=parent.cells)
+            return parent
+        out = self._empty(rows)
         kernels.subtract_cells(parent.cells, parent.words, child.cells, child.words, out.cells, out.words)
         return out
-
-    def rest_of(self, parent: Histogram, rows: int) -> Histogram:
-        """Where to subtract from the parent, for a child of `rows` rows: the parent itself if it has that form."""
-        words = WIDE if rows > NARROW_ROWS else self._narrow
-        return parent if words == parent.words else self._empty(rows)
 
     def _empty(self, rows: int) -> Histogram:
         words = WIDE if rows > NARROW_ROWS else self._narrow
@@ -115,6 +117,7 @@ class HistogramBuilder:
         held = self._gradients
         more: tuple[object, ...] = ()
         if held.precision is GradientPrecision.F32:
-            more = entries.view(np.float32), held.hessians, held.grad_scale, held.hess_scale
+            pairs = np.empty(2 * kernels.CHUNK, np.int64)
+            more = entries.view(np.float32), held.hessians, held.grad_scale, held.hess_scale, pairs
         for panel, add, first in self._panels:
             add(panel, entries, *more, cells[first * self._narrow :] if first else cells)

@@ -316,14 +316,37 @@ def test_data_is_refused_clearly():
         small().fit(np.where(x > 1, np.inf, x), y)
     with pytest.raises(ValueError, match="0 sample"):
         small().fit(x[:0], y[:0])
-    with pytest.raises(ValueError, match="could not convert string"):
-        small().fit(pd.DataFrame({"a": ["x"] * 50}), y)
     with pytest.raises(TreesError, match="only one class"):
         small(BoostedTreesClassifier).fit(x, np.ones(50))
     with pytest.raises(TreesError, match=r"eval_set: label .* is not among the classes"):
         small(BoostedTreesClassifier).fit(x, y > 0, eval_set=(x, np.full(50, 3)))
     with pytest.raises(TreesError, match="leaves none to fit"):
         small(early_stopping_rounds=2).fit(x[:1], y[:1])
+
+
+FRAME = pd.DataFrame({"size": [1.0, 2.0], "city": ["Bonn", "Rome"]})
+TEXTS = [
+    (FRAME, "X: column 'city' has text, 'Bonn' in row 0, expected numbers; .*categorical_features"),
+    (FRAME.astype({"city": "string"}), "X: column 'city' has text, 'Bonn' in row 0"),
+    (
+        FRAME.astype({"city": "category"}),
+        r"X: column 'city' has pandas' type category.*cat\.codes.*categorical_features",
+    ),
+    (FRAME.assign(city=["1", "2"]).astype(object), "X: column 'city' has text, '1' in row 0"),  # not read as numbers
+    (np.array([["1.5", "2"], ["3", "4"]]), r"X: column 0 has text, .*'1\.5'.* in row 0"),
+    (np.array([[1.0, None], [2.0, "x"]], dtype=object), "X: column 1 has text, 'x' in row 1"),
+    ([[1.0, 2.0], [3.0, "x"]], "X: column 1 has text, 'x' in row 1"),
+]
+
+
+@pytest.mark.parametrize(("x", "message"), TEXTS)
+def test_text_and_categories_are_refused_by_column(x, message):
+    with pytest.raises(TreesError, match=message):
+        small().fit(x, [0.0, 1.0])
+    model = small().fit(FRAME[["size", "size"]].to_numpy(), [0.0, 1.0])
+    if not isinstance(x, pd.DataFrame):  # there the names differ, too
+        with pytest.raises(TreesError, match=message):
+            model.predict(x)
 
 
 def test_one_row_and_constant_features_give_the_mean():

@@ -6,7 +6,8 @@ ends the step the others wait in, and they close theirs. Then all who are left c
 default group: a process that failed has left its message there, and one that died gives no answer. So every process
 says who stopped and in which step, at once if a process died, after the time limit if it hangs.
 
-Arrays are all that is sent; what is not one goes as JSON (`shards.gather_json`), never as a pickle.
+Before a step all say how much they bring (for sums once a tree), so that sizes which differ are an error in each of
+them. Arrays are all that is sent; what is not one goes as JSON (`shards.gather_json`), never as a pickle.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from __future__ import annotations
 import re
 import time
 import traceback
+import zlib
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
@@ -23,6 +25,7 @@ import torch
 import torch.distributed as dist
 
 from bitplan.errors import BitplanError
+from bitplan.trees.distributed.agreement import SAME_VERSION
 from bitplan.trees.distributed.shards import Array
 from bitplan.trees.gradients import TreesError
 
@@ -49,6 +52,7 @@ class Ranks:
         self.bytes_sent: dict[str, list[int]] = {}
         self.steps = 0
         self._bytes_since = 0
+        self._agreed: set[str] = set()  # steps whose sizes were compared since the last `sent_for`
         self._store = _get_default_store()
         fits = self._store.add(f"bitplan.trees/fits of {self.rank}", 1)  # as many in every process
         self._place = f"bitplan.trees/{fits}"
@@ -66,14 +70,7 @@ class Ranks:
 
     def gather(self, part: Array, what: str) -> list[Array]:
         """The flat arrays of all processes, of any lengths, in their order."""
-        own = np.zeros(self.count, np.int64)
-        own[self.rank] = len(part)
-        lengths = self.add(own, f"{what}: lengths").tolist()
-        if lengths[self.rank] != len(part) or min(lengths) < 0 or max(lengths) * part.itemsize > MAX_PART_BYTES:
-            raise TreesError(  # `fail` passes it on to the others
-                f"distributed fit, rank {self.rank} of {self.count}, in step {what!r}: expected lengths of arrays, "
-                f"{len(part)} for this rank, got {lengths!r:.80}; run the same version of bitplan everywhere"
-            )
+        lengths = [size // part.itemsize for size in self._announce(part.nbytes, what)]
         padded = np.zeros(max(lengths), part.dtype)
         padded[: len(part)] = part
         parts = [torch.empty(len(padded), dtype=torch.from_numpy(padded).dtype) for _ in lengths]
@@ -84,6 +81,7 @@ class Ranks:
         """What this process put into steps since the last call was for `what`."""
         self.bytes_sent.setdefault(what, []).append(self._bytes_since)
         self._bytes_since = 0
+        self._agreed.clear()
 
     def fail(self, error: BaseException) -> None:
         """Leave a message for the others, and end the step they wait in."""
@@ -102,8 +100,33 @@ class Ranks:
 
     def _all_reduce(self, numbers: Array, how: Any, what: str) -> Array:
         out = np.array(numbers)  # a copy: torch sums in place
+        if what not in self._agreed:  # once a tree: sizes follow from settings and from sums, which all have
+            self._check_same_size(self._announce(out.nbytes, what), what)
+            self._agreed.add(what)
         self._meet(what, lambda: dist.all_reduce(torch.from_numpy(out), how, group=self._group), out.nbytes)
         return out
+
+    def _announce(self, size: int, what: str) -> list[int]:
+        """How many bytes each process brings to a step: gloo ends a process that gets more than it has room for."""
+        own = torch.tensor([zlib.crc32(what.encode()), size])
+        found = [torch.empty_like(own) for _ in range(self.count)]
+        self._meet(what, lambda: dist.all_gather(found, own, group=self._group), 16)
+        sizes = [int(size) for _, size in found]
+        for rank, (step, came) in enumerate(found):
+            if step != own[0] or not 0 <= came <= MAX_PART_BYTES:
+                raise TreesError(  # `fail` passes it on to the others
+                    f"distributed fit, in step {what!r}: expected from rank {rank} the size of an array for this step, "
+                    f"got {int(came)} bytes for {'this' if step == own[0] else 'another'} one; {SAME_VERSION}"
+                )
+        return sizes
+
+    def _check_same_size(self, sizes: list[int], what: str) -> None:
+        for rank, size in enumerate(sizes):
+            if size != sizes[0]:
+                raise TreesError(
+                    f"distributed fit, in step {what!r}: expected {sizes[0]} bytes from rank {rank}, as rank 0 has, "
+                    f"got {size}; {SAME_VERSION}, with the same columns"
+                )
 
     def _meet(self, what: str, step: Callable[[], Any], payload_bytes: int) -> None:
         self.steps += 1

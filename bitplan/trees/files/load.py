@@ -29,7 +29,12 @@ _DTYPES = {"feature": np.int32, "left": np.int32, "right": np.int32, "node_rows"
 
 def load_trees(path: str | Path) -> BoostedTreesClassifier | BoostedTreesRegressor:
     """Read an estimator that `save` wrote."""
-    document = read_json(path)
+    try:
+        document = read_json(path)
+    except OSError as error:
+        raise FileFormatError(
+            f"{path}: cannot be read: {error.strerror or error}; give the name of a file that save wrote"
+        ) from None
     try:
         return _model(str(path), document)
     except RecursionError:  # lists within lists, in a message about them

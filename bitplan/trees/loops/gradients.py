@@ -11,12 +11,7 @@ import math
 import numpy as np
 
 from bitplan.kernels.base.jit import compiled, inlined
-from bitplan.kernels.base.vectors import largest as largest_lane
-from bitplan.kernels.base.vectors import load, maximum, store, view
 
-LANES = 8
-ABSOLUTE = 0x7FFFFFFF  # all bits of a float32 but its sign
-INFINITE = 0x7F800000
 U = np.uint64
 I = np.int64  # noqa: E741  numba compiles a part once more for every literal it is given
 
@@ -34,42 +29,6 @@ def _offsets(key, row, stochastic):  # type: ignore[no-untyped-def]
     word = (word ^ (word >> U(27))) * U(0x94D049BB133111EB)
     word = word ^ (word >> U(31))
     return np.float64(word >> U(32)) * 2.0**-32, np.float64(word & U(0xFFFFFFFF)) * 2.0**-32
-
-
-@compiled
-def largest(grads, hess):  # type: ignore[no-untyped-def]
-    """(largest |gradient|, largest hessian, first bad row): bad is NaN, infinite, or a hessian below zero; -1: none.
-
-    Read as integers, floats of one sign are in order, with infinity and NaN behind all others: eight at a time.
-    """
-    whole = grads.size // LANES * LANES
-    if whole:
-        top_grads, top_weights = _bits(grads, 0) & ABSOLUTE, _bits(hess, 0)
-        for i in range(LANES, whole, LANES):
-            top_grads = maximum(top_grads, _bits(grads, i) & ABSOLUTE)
-            top_weights = maximum(top_weights, _bits(hess, i))
-        if largest_lane(top_grads) >= INFINITE or largest_lane(top_weights) >= INFINITE:  # or minus zero: look closer
-            whole = 0
-    top_grad, top_hess = np.float32(0.0), np.float32(0.0)
-    if whole:
-        tops = np.empty(2 * LANES, np.float32)
-        store(tops, 0, view(top_grads, np.float32))
-        store(tops, LANES, view(top_weights, np.float32))
-        for i in range(LANES):
-            top_grad = tops[i] if tops[i] > top_grad else top_grad
-            top_hess = tops[LANES + i] if tops[LANES + i] > top_hess else top_hess
-    for i in range(whole, grads.size):
-        grad, weight = abs(grads[i]), hess[i]
-        if not (grad < np.inf and weight >= 0.0 and weight < np.inf):
-            return top_grad, top_hess, i
-        top_grad = grad if grad > top_grad else top_grad
-        top_hess = weight if weight > top_hess else top_hess
-    return top_grad, top_hess, -1
-
-
-@inlined
-def _bits(floats, at):  # type: ignore[no-untyped-def]
-    return view(load(floats, at, LANES), np.uint32)
 
 
 @inlined

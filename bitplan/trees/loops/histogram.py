@@ -156,9 +156,11 @@ def _float_adder(groups: int) -> Any:
     full, half = groups // 2, groups % 2
 
     @compiled
-    def add_rows(panel, entries, grads, hess, grad_unit, hess_unit, cells):  # type: ignore[no-untyped-def]
-        """The same; `grads` are the entries read as float32. Eight features at a time: their cells stay in the L1."""
-        pairs = np.empty(2 * CHUNK, np.int64)
+    def add_rows(panel, entries, grads, hess, grad_unit, hess_unit, pairs, cells):  # type: ignore[no-untyped-def]
+        """The same; `grads` are the entries read as float32, `pairs` is space for a chunk.
+
+        Eight features at a time: their cells stay in the L1.
+        """
         for start in range(0, entries.size, CHUNK):
             chunk = entries[start : start + CHUNK]
             _make_pairs(chunk, grads[2 * start : 2 * (start + CHUNK)], hess, 1.0 / grad_unit, 1.0 / hess_unit, pairs)
@@ -212,13 +214,7 @@ def add_wide(cells, words, wide):  # type: ignore[no-untyped-def]
 
 @compiled
 def subtract_cells(parent, words, child, child_words, out, out_words):  # type: ignore[no-untyped-def]
-    """out = parent - child, in whatever form each has; out may be parent itself where their forms agree."""
-    if (
-        words == child_words == out_words
-    ):  # fields of a difference never borrow: every field of the child is within its parent's
-        for at in range(out.size):
-            out[at] = parent[at] - child[at]
-        return
+    """out = parent - child, whose forms differ."""
     for at in range(parent.size // words):
         grad, hess, rows = unpack_cell(parent, words, at)
         child_grad, child_hess, child_rows = unpack_cell(child, child_words, at)

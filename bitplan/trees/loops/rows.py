@@ -34,30 +34,35 @@ def _step(limits, low, step, number):  # type: ignore[no-untyped-def]
     return low + step if limits[U(low + step - 1)] < number else low
 
 
+@inlined
+def _put(column, panel, place, row, number, found):  # type: ignore[no-untyped-def]
+    bin_ = found if number == number else MISSING
+    column[U(row)] = bin_
+    panel[U(row), U(place)] = bin_
+
+
 @compiled
 def bin_numbers(numbers, limits, first_row, panel, column, place):  # type: ignore[no-untyped-def]
     """Write the bins of one feature, given as any strided float array, into its column and into its panel's bytes.
 
-    Four searches at a time, of eight steps each: a step waits for the one before it, other searches do not.
+    `limits` are as many as bins can be, filled up with infinity. Four searches at a time, of eight steps each: a step
+    waits for the one before it, other searches do not. Past the end the last number is done again.
     """
-    padded = np.empty(MISSING, np.float64)
-    for i in range(MISSING):  # numba would compile a text for slices of different lengths, in seconds
-        padded[i] = limits[i] if i < limits.size else np.inf
-    for start in range(0, numbers.size, 4):
-        last = numbers.size - 1
-        a, b = np.float64(numbers[start]), np.float64(numbers[start + 1 if start + 1 < last else last])
-        c = np.float64(numbers[start + 2 if start + 2 < last else last])
-        d = np.float64(numbers[start + 3 if start + 3 < last else last])
+    last = numbers.size - 1
+    for at in range(0, numbers.size, 4):
+        at_b, at_c, at_d = at + 1, at + 2, at + 3
+        if at_d > last:
+            at_b, at_c, at_d = at_b if at_b < last else last, at_c if at_c < last else last, last
+        a, b, c, d = numbers[at], numbers[at_b], numbers[at_c], numbers[at_d]
         in_a, in_b, in_c, in_d = np.int64(0), np.int64(0), np.int64(0), np.int64(0)
         for power in range(8):
             step = 128 >> power
-            in_a, in_b = _step(padded, in_a, step, a), _step(padded, in_b, step, b)
-            in_c, in_d = _step(padded, in_c, step, c), _step(padded, in_d, step, d)
-        for i, found, number in ((0, in_a, a), (1, in_b, b), (2, in_c, c), (3, in_d, d)):
-            if start + i <= last:
-                bin_ = MISSING if np.isnan(number) else found
-                column[first_row + start + i] = bin_
-                panel[first_row + start + i, place] = bin_
+            in_a, in_b = _step(limits, in_a, step, a), _step(limits, in_b, step, b)
+            in_c, in_d = _step(limits, in_c, step, c), _step(limits, in_d, step, d)
+        _put(column, panel, place, first_row + at, a, in_a)
+        _put(column, panel, place, first_row + at_b, b, in_b)
+        _put(column, panel, place, first_row + at_c, c, in_c)
+        _put(column, panel, place, first_row + at_d, d, in_d)
 
 
 @compiled

@@ -15,16 +15,14 @@ import numpy as np
 
 from bitplan.kernels.base.jit import called, compiled, inlined
 from bitplan.kernels.base.vectors import largest, load, multiply_add, narrow, to_float, view
-from bitplan.trees.loops.histogram import BINS, subtract_cells, unpack_cell
+from bitplan.trees.loops.histogram import BINS, unpack_cell
 
 MISSING = 255
 # Places in `rules`
-L1, L2, MIN_WEIGHT, MIN_ROWS, MIN_GAIN, CATEGORY_SMOOTHING, CATEGORY_L2, MAX_DEPTH = range(8)
-# Columns of `nodes` (integers): rows of this process, depth, sums, sums of the left child, the split, the left child
-# (the right one is next), how far it has come. ROWS are those of all processes: what decisions depend on.
-START, STOP, DEPTH, GRAD, HESS, ROWS, LEFT_GRAD, LEFT_HESS, LEFT_ROWS = range(9)
-FEATURE, BIN, MISSING_LEFT, CHILD, STATE = range(9, 14)
-NODE_COLUMNS = 14
+L1, L2, MIN_WEIGHT, MIN_ROWS, MIN_GAIN, CATEGORY_SMOOTHING, CATEGORY_L2 = range(7)
+# Columns of `nodes` (integers): sums, sums of the left child, the split. ROWS are those of all processes.
+GRAD, HESS, ROWS, LEFT_GRAD, LEFT_HESS, LEFT_ROWS, FEATURE, BIN, MISSING_LEFT = range(9)
+NODE_COLUMNS = 9
 # Columns of `reals`: a gain of zero says that the node stays a leaf.
 GAIN, LOW, HIGH = range(3)
 NOISE = 1e-12  # of the parent's own gain: what is below is rounding
@@ -70,45 +68,6 @@ def _first_from(rows, count, least):  # type: ignore[no-untyped-def]
     return low
 
 
-@called
-def _scan_plain(grads, hess, rows, count, total, scales, rules, l2, bar):  # type: ignore[no-untyped-def]
-    """(place, gain) of the best of `count` prefixes whose gain is above `bar`; no L1, nothing is bounded."""
-    total_grad, total_hess, total_rows = total
-    grad_scale, hess_scale = scales[0], scales[1]
-    least_rows, least_hess = np.int64(rules[MIN_ROWS]), rules[MIN_WEIGHT]
-    place, best = -1, -np.inf
-    # The test is done in units of the integers: gradients by their scale, hessians by theirs.
-    extra, unit = l2 / hess_scale, hess_scale / (grad_scale * grad_scale)
-    quick = total_hess < EXACT and extra < np.inf and unit > 0.0 and unit < np.inf
-    all_grad, all_hess, least = np.float64(total_grad), np.float64(total_hess), -bar * CAUTION * unit
-    # Prefixes only grow: where a side has too few rows is known, and in small nodes it is much of a feature.
-    stop = _first_from(rows, count, total_rows - least_rows + 1)
-    for start in range(_first_from(rows, count, least_rows) // LANES * LANES, stop, LANES):
-        if quick:
-            left, left_hess = (
-                to_float(load(grads, start, LANES), np.float64),
-                to_float(load(hess, start, LANES), np.float64),
-            )
-            right, right_hess = all_grad - left, all_hess - left_hess + extra
-            left_hess = left_hess + extra
-            both = multiply_add(left * left, right_hess, right * right * left_hess)
-            above = multiply_add(left_hess * right_hess, least, both)
-            if largest(narrow(view(above, np.int64) >> 32, np.int32)) < 0:  # the sign is in the upper half
-                continue
-        for i in range(start, start + LANES if start + LANES < stop else stop):
-            left, right = np.float64(grads[i]) * grad_scale, np.float64(total_grad - grads[i]) * grad_scale
-            left_hess, right_hess = np.float64(hess[i]) * hess_scale, np.float64(total_hess - hess[i]) * hess_scale
-            left_all, right_all = left_hess + l2, right_hess + l2  # over one denominator: divisions are the cost
-            gain = (left * left * right_all + right * right * left_all) / (left_all * right_all)
-            if gain > best and rows[i] >= least_rows and total_rows - rows[i] >= least_rows:
-                heavy = left_hess >= least_hess and right_hess >= least_hess
-                if heavy and left_all > 0.0 and right_all > 0.0:
-                    place, best = i, gain
-                    lower = -gain * CAUTION * unit
-                    least = lower if lower < least else least
-    return place, best
-
-
 @inlined
 def _first_packed_from(prefixes, more, count, least):  # type: ignore[no-untyped-def]
     """`_first_from` for the row counts of packed prefixes."""
@@ -120,53 +79,10 @@ def _first_packed_from(prefixes, more, count, least):  # type: ignore[no-untyped
 
 
 @called
-def _scan_packed(prefixes, more, count, total, scales, rules, bar):  # type: ignore[no-untyped-def]
-    """`_scan_plain` for prefix sums of one-word cells, `more` added to each: they are unpacked on the way."""
-    total_grad, total_hess, total_rows = total
-    grad_scale, hess_scale, l2 = scales[0], scales[1], rules[L2]
-    least_rows, least_hess = np.int64(rules[MIN_ROWS]), rules[MIN_WEIGHT]
-    place, best = -1, -np.inf
-    unit = hess_scale / (grad_scale * grad_scale)
-    extra = np.float32(l2 / hess_scale)
-    all_grad, all_hess, least = np.float32(total_grad), np.float32(total_hess), np.float32(-bar * QUICK_CAUTION * unit)
-    stop = _first_packed_from(prefixes, more, count, total_rows - least_rows + 1)
-    first = _first_packed_from(prefixes, more, count, least_rows) // QUICK_LANES * QUICK_LANES
-    for start in range(first, stop, QUICK_LANES):
-        packed = load(prefixes, start, QUICK_LANES) + more
-        left = to_float(narrow(packed >> 32, np.int32) >> 8, np.float32)
-        left_hess = to_float(narrow(packed >> 16, np.int32) & 0xFFFFFF, np.float32)
-        right, right_hess = all_grad - left, all_hess - left_hess + extra
-        left_hess = left_hess + extra
-        both = multiply_add(left * left, right_hess, right * right * left_hess)
-        above = multiply_add(left_hess * right_hess, least, both)
-        if largest(view(above, np.int32)) < 0:
-            continue
-        for i in range(start, start + QUICK_LANES if start + QUICK_LANES < stop else stop):
-            cell = prefixes[U(i)] + more
-            grad, weight, rows = cell >> 40, (cell >> 16) & 0xFFFFFF, cell & 0xFFFF
-            left_grad, right_grad = np.float64(grad) * grad_scale, np.float64(total_grad - grad) * grad_scale
-            left_weight, right_weight = np.float64(weight) * hess_scale, np.float64(total_hess - weight) * hess_scale
-            left_all, right_all = left_weight + l2, right_weight + l2
-            gain = (left_grad * left_grad * right_all + right_grad * right_grad * left_all) / (left_all * right_all)
-            if gain > best and rows >= least_rows and total_rows - rows >= least_rows:
-                heavy = left_weight >= least_hess and right_weight >= least_hess
-                if heavy and left_all > 0.0 and right_all > 0.0:
-                    place, best = i, gain
-                    lower = np.float32(-gain * QUICK_CAUTION * unit)
-                    least = lower if lower < least else least
-    return place, best
-
-
-@called
-def _scan(  # type: ignore[no-untyped-def]
-    grads, hess, rows, count, total, scales, rules, l2, bar, gains, l1, monotone, feature, bounds
+def _scan_bounded(  # type: ignore[no-untyped-def]
+    grads, hess, rows, count, total, scales, rules, l2, gains, monotone, feature, bounds
 ):
-    """(place, gain) of the best of `count` prefixes; place -1: none is allowed. None: no L1, nothing is bounded.
-
-    Gains up to `bar` are of no use to the caller, and need not be looked for.
-    """
-    if l1 is None and monotone is None:
-        return _scan_plain(grads, hess, rows, count, total, scales, rules, l2, bar)
+    """(place, gain) of the best of `count` prefixes, with L1 or bounds; place -1: none is allowed."""
     total_grad, total_hess, total_rows = total
     grad_scale, hess_scale = scales[0], scales[1]
     for i in range(count):
@@ -210,130 +126,173 @@ def _order_categories(cells, words, base, bins, scales, rules, ratio, order):  #
     return used
 
 
-@inlined
-def can_split(nodes, node, rules):  # type: ignore[no-untyped-def]
-    return nodes[node, ROWS] >= 2 and nodes[node, ROWS] >= 2 * rules[MIN_ROWS]
+@compiled
+def judge_packed(cells, node, reals, goes_left, features, bins, scales, rules, prefixes):  # type: ignore[no-untyped-def]
+    """The best split of a node of one-word cells, where no feature is a category and nothing is bounded, into its rows
+    of `nodes`, `reals` and `goes_left`; returns whether it has one. Prefix sums are unpacked on the way.
+
+    No field overflows: the sum is within that of the node. The caller has seen to it that `QUICK_L2` holds.
+    """
+    total_grad, total_hess, total_rows = node[GRAD], node[HESS], node[ROWS]
+    grad_scale, hess_scale, l2 = scales[0], scales[1], rules[L2]
+    least_rows, least_hess = np.int64(rules[MIN_ROWS]), rules[MIN_WEIGHT]
+    node_grad, node_hess = np.float64(total_grad) * grad_scale, np.float64(total_hess) * hess_scale
+    before = node_grad * node_grad / (node_hess + l2) if node_hess + l2 > 0.0 else 0.0
+    least_gain = rules[MIN_GAIN] if rules[MIN_GAIN] > NOISE * abs(before) else NOISE * abs(before)
+    unit, extra = hess_scale / (grad_scale * grad_scale), np.float32(l2 / hess_scale)
+    all_grad, all_hess = np.float32(total_grad), np.float32(total_hess)
+    best_gain, best_feature, best_bin, best_left, best_cell = 0.0, np.int64(0), np.int64(0), np.int64(0), np.int64(0)
+    for feature in features:
+        base, count = feature * BINS, bins[feature]
+        missing, cell = cells[U(base + MISSING)], np.int64(0)
+        for b in range(count):
+            cell += cells[U(base + b)]
+            prefixes[U(b)] = cell
+        has_missing = missing & 0xFFFF > 0
+        for missing_left in range(2 if has_missing else 1):
+            more = missing if missing_left else np.int64(0)
+            limits = count - missing_left if has_missing else count - 1
+            bar = before + (best_gain if best_gain > least_gain else least_gain)
+            least = np.float32(-bar * QUICK_CAUTION * unit)
+            place, best = np.int64(-1), -np.inf
+            stop = _first_packed_from(prefixes, more, limits, total_rows - least_rows + 1)
+            first = _first_packed_from(prefixes, more, limits, least_rows) // QUICK_LANES * QUICK_LANES
+            for start in range(first, stop, QUICK_LANES):
+                packed = load(prefixes, start, QUICK_LANES) + more
+                lefts = to_float(narrow(packed >> 32, np.int32) >> 8, np.float32)
+                left_weights = to_float(narrow(packed >> 16, np.int32) & 0xFFFFFF, np.float32)
+                rights, right_weights = all_grad - lefts, all_hess - left_weights + extra
+                left_weights = left_weights + extra
+                both = multiply_add(lefts * lefts, right_weights, rights * rights * left_weights)
+                above = multiply_add(left_weights * right_weights, least, both)
+                if largest(view(above, np.int32)) < 0:
+                    continue
+                for i in range(start, start + QUICK_LANES if start + QUICK_LANES < stop else stop):
+                    cell = prefixes[U(i)] + more
+                    grad, weight, rows = cell >> 40, (cell >> 16) & 0xFFFFFF, cell & 0xFFFF
+                    left, right = np.float64(grad) * grad_scale, np.float64(total_grad - grad) * grad_scale
+                    left_hess, right_hess = (
+                        np.float64(weight) * hess_scale,
+                        np.float64(total_hess - weight) * hess_scale,
+                    )
+                    left_all, right_all = (
+                        left_hess + l2,
+                        right_hess + l2,
+                    )  # over one denominator: divisions are the cost
+                    gain = (left * left * right_all + right * right * left_all) / (left_all * right_all)
+                    if gain > best and rows >= least_rows and total_rows - rows >= least_rows:
+                        heavy = left_hess >= least_hess and right_hess >= least_hess
+                        if heavy and left_all > 0.0 and right_all > 0.0:
+                            place, best = i, gain
+                            lower = np.float32(-gain * QUICK_CAUTION * unit)
+                            least = lower if lower < least else least
+            gain = best - before
+            if place >= 0 and gain > least_gain and gain > best_gain:
+                best_gain, best_feature, best_bin, best_cell = gain, feature, place, prefixes[U(place)] + more
+                best_left = missing_left if has_missing else np.int64(2 * (best_cell & 0xFFFF) >= total_rows)
+    node[LEFT_GRAD], node[LEFT_HESS] = best_cell >> 40, (best_cell >> 16) & 0xFFFFFF
+    node[LEFT_ROWS], node[FEATURE] = best_cell & 0xFFFF, best_feature
+    node[BIN], node[MISSING_LEFT], reals[GAIN] = best_bin, best_left, best_gain
+    for b in range(MISSING):
+        goes_left[U(b)] = b <= best_bin
+    goes_left[MISSING] = best_left
+    return best_gain > 0.0
 
 
 @compiled
 def judge(  # type: ignore[no-untyped-def]
-    parent,
-    words,
-    cells,
-    child_words,
-    rest,
-    rest_words,
-    small,
-    large,
-    goes_left,
-    nodes,
-    reals,
-    features,
-    bins,
-    is_category,
-    monotone,
-    l1,
-    scales,
-    rules,
+    cells, words, node, reals, goes_left, features, bins, is_category, monotone, l1, scales, rules, sums_by_bin, by_bin
 ):
-    """The best splits of two children, into their rows, from the cells of the smaller one and of their parent.
+    """The same for cells of any form, if it is better than what `node` and `reals` have.
 
-    Returns whether they have one. `large` below zero: only `small` is judged, which is how a tree begins. The bin of a
-    set of categories is -1. `is_category` and `monotone` are None or by feature, `l1` is None or a number: what None
-    excludes is not compiled. One function, because numba compiles a function again into each that calls it.
+    The bin of a set of categories is -1. `is_category` and `monotone` are None or by feature, `l1` is None or a number:
+    what None excludes is not compiled.
     """
-    if large >= 0:
-        subtract_cells(parent, words, cells, child_words, rest, rest_words)
-    sums_by_bin, reals_by_bin = np.empty((4, BINS), np.int64), np.empty((2, BINS), np.float64)
-    grads, hess, rows, gains = sums_by_bin[0], sums_by_bin[1], sums_by_bin[2], reals_by_bin[0]
-    small_splits, large_splits = False, False
-    for side in range(2 if large >= 0 else 1):
-        node, held, form = (small, cells, child_words) if side == 0 else (large, rest, rest_words)
-        if not can_split(nodes, node, rules):
-            continue
-        bounds, total, left_sums = reals[node, LOW:], nodes[node, GRAD:], nodes[node, LEFT_GRAD:]
-        sums = (total[0], total[1], total[2])
-        node_grad, node_hess = np.float64(total[0]) * scales[0], np.float64(total[1]) * scales[1]
-        quick = form == 1 and rules[L1] == 0.0 and scales[0] > 0.0 and scales[1] > 0.0
-        if monotone is None:
-            before = _gain(node_grad, node_hess, rules[L1], rules[L2]) if node_hess + rules[L2] > 0.0 else 0.0
-        else:
-            value = leaf_value(node_grad, node_hess, rules[L1], rules[L2], bounds[0], bounds[1])
-            before = _gain_of_value(node_grad, node_hess, rules[L1], rules[L2], value)
-            quick = False
-        extra, unit = rules[L2] / scales[1], scales[1] / (scales[0] * scales[0])
-        quick = quick and (extra == 0.0 or 1.0 / QUICK_L2 < extra < QUICK_L2) and 0.0 < unit < np.inf
-        best_gain, best_feature, best_bin, best_left = 0.0, np.int64(0), np.int64(0), np.int64(0)
-        least = rules[MIN_GAIN] if rules[MIN_GAIN] > NOISE * abs(before) else NOISE * abs(before)
-        for feature in features:
-            base = feature * BINS
-            if is_category is not None and is_category[feature]:
-                order = sums_by_bin[3]
-                used = _order_categories(held, form, base, bins[feature], scales, rules, reals_by_bin[1], order)
-                l2 = rules[L2] + rules[CATEGORY_L2]
-                for turn in range(2):  # from either end: missing and new categories go right
-                    grad, weight, count = np.int64(0), np.int64(0), np.int64(0)
-                    for i in range(used):
-                        b = order[i] if turn == 0 else order[used - 1 - i]
-                        more_grad, more_weight, more_count = unpack_cell(held, form, base + b)
-                        grad, weight, count = grad + more_grad, weight + more_weight, count + more_count
-                        grads[i], hess[i], rows[i] = grad, weight, count
-                    bar = before + (best_gain if best_gain > least else least)
-                    place, gain = _scan(
-                        grads, hess, rows, used, sums, scales, rules, l2, bar, gains, l1, monotone, feature, bounds
-                    )
-                    gain -= before
-                    if place >= 0 and gain > least and gain > best_gain:
-                        best_gain, best_feature, best_bin, best_left = gain, feature, np.int64(-1), np.int64(0)
-                        left_sums[0], left_sums[1], left_sums[2] = grads[place], hess[place], rows[place]
-                        goes_left[node] = 0
-                        for i in range(place + 1):
-                            goes_left[node, order[i] if turn == 0 else order[used - 1 - i]] = 1
-                continue
-            missing_grad, missing_hess, missing_rows = unpack_cell(held, form, base + MISSING)
-            grad, weight, count = np.int64(0), np.int64(0), np.int64(0)
-            if quick:  # no field overflows: the sum is within that of a node
-                for b in range(bins[feature]):
-                    grad += held[U(base + b)]
-                    grads[U(b)] = grad
-            else:
-                for b in range(bins[feature]):
-                    more_grad, more_weight, more_count = unpack_cell(held, form, base + b)
-                    grad, weight, count = grad + more_grad, weight + more_weight, count + more_count
-                    grads[U(b)], hess[U(b)], rows[U(b)] = grad, weight, count
-            for missing_left in range(2 if missing_rows > 0 else 1):
-                limits = bins[feature] - missing_left if missing_rows > 0 else bins[feature] - 1
-                bar = before + (best_gain if best_gain > least else least)
-                if quick:
-                    more = held[U(base + MISSING)] if missing_left else np.int64(0)
-                    place, gain = _scan_packed(grads, more, limits, sums, scales, rules, bar)
-                else:
-                    if missing_left:
-                        for b in range(limits):
-                            grads[b] += missing_grad
-                            hess[b] += missing_hess
-                            rows[b] += missing_rows
-                    l2 = rules[L2]
-                    place, gain = _scan(
-                        grads, hess, rows, limits, sums, scales, rules, l2, bar, gains, l1, monotone, feature, bounds
-                    )
-                gain -= before
-                if place >= 0 and gain > least and gain > best_gain:
+    grads, hess, rows, order, gains = sums_by_bin[0], sums_by_bin[1], sums_by_bin[2], sums_by_bin[3], by_bin[0]
+    bounds, sums = reals[LOW:], (node[GRAD], node[HESS], node[ROWS])
+    node_grad, node_hess = np.float64(sums[0]) * scales[0], np.float64(sums[1]) * scales[1]
+    if monotone is None:
+        before = _gain(node_grad, node_hess, rules[L1], rules[L2]) if node_hess + rules[L2] > 0.0 else 0.0
+    else:
+        value = leaf_value(node_grad, node_hess, rules[L1], rules[L2], bounds[0], bounds[1])
+        before = _gain_of_value(node_grad, node_hess, rules[L1], rules[L2], value)
+    best_gain, best_feature, best_bin, best_left = reals[GAIN], node[FEATURE], node[BIN], node[MISSING_LEFT]
+    least = rules[MIN_GAIN] if rules[MIN_GAIN] > NOISE * abs(before) else NOISE * abs(before)
+    # The quick test is done in units of the integers: gradients by their scale, hessians by theirs.
+    least_rows, unit = np.int64(rules[MIN_ROWS]), scales[1] / (scales[0] * scales[0])
+    all_grad, all_hess, most_l2 = np.float64(sums[0]), np.float64(sums[1]), rules[L2] + rules[CATEGORY_L2]
+    quick = sums[1] < EXACT and most_l2 / scales[1] < np.inf and unit > 0.0 and unit < np.inf
+    for feature in features:
+        base, count = feature * BINS, bins[feature]
+        l2, categories = rules[L2], False
+        missing_grad, missing_hess, missing_rows = unpack_cell(cells, words, base + MISSING)
+        turns = 2 if missing_rows > 0 else 1
+        if is_category is not None and is_category[feature]:
+            categories, l2, turns = True, l2 + rules[CATEGORY_L2], 2  # from either end: missing and new ones go right
+            count = _order_categories(cells, words, base, count, scales, rules, by_bin[1], order)
+        for turn in range(turns):
+            if turn == 0 or categories:
+                grad, weight, row_count = np.int64(0), np.int64(0), np.int64(0)
+                for i in range(count):
+                    b = i
+                    if is_category is not None and categories:
+                        b = order[i] if turn == 0 else order[count - 1 - i]
+                    more_grad, more_weight, more_rows = unpack_cell(cells, words, base + b)
+                    grad, weight, row_count = grad + more_grad, weight + more_weight, row_count + more_rows
+                    grads[U(i)], hess[U(i)], rows[U(i)] = grad, weight, row_count
+            limits = count if categories else count - turn if missing_rows > 0 else count - 1
+            if turn == 1 and not categories:
+                for i in range(limits):
+                    grads[U(i)] += missing_grad
+                    hess[U(i)] += missing_hess
+                    rows[U(i)] += missing_rows
+            bar = before + (best_gain if best_gain > least else least)
+            if l1 is None and monotone is None:
+                place, gain = np.int64(-1), -np.inf
+                least_bar, extra = -bar * CAUTION * unit, l2 / scales[1]
+                # Prefixes only grow: where a side has too few rows is known, in small nodes for much of a feature.
+                stop = _first_from(rows, limits, sums[2] - least_rows + 1)
+                for start in range(_first_from(rows, limits, least_rows) // LANES * LANES, stop, LANES):
                     if quick:
-                        cell = grads[U(place)] + (held[U(base + MISSING)] if missing_left else np.int64(0))
-                        left_sums[0], left_sums[1], left_sums[2] = cell >> 40, (cell >> 16) & 0xFFFFFF, cell & 0xFFFF
-                    else:
-                        left_sums[0], left_sums[1], left_sums[2] = grads[place], hess[place], rows[place]
-                    to_left = missing_left if missing_rows > 0 else 2 * left_sums[2] >= total[2]
-                    best_gain, best_feature, best_bin, best_left = gain, feature, np.int64(place), np.int64(to_left)
-        if best_gain > 0.0 and best_bin >= 0:
-            for b in range(MISSING):
-                goes_left[node, b] = b <= best_bin
-            goes_left[node, MISSING] = best_left
-        reals[node, GAIN] = best_gain
-        nodes[node, FEATURE], nodes[node, BIN], nodes[node, MISSING_LEFT] = best_feature, best_bin, best_left
-        if side == 0:
-            small_splits = best_gain > 0.0
-        else:
-            large_splits = best_gain > 0.0
-    return small_splits, large_splits
+                        lefts = to_float(load(grads, start, LANES), np.float64)
+                        left_weights = to_float(load(hess, start, LANES), np.float64)
+                        rights, right_weights = all_grad - lefts, all_hess - left_weights + extra
+                        left_weights = left_weights + extra
+                        both = multiply_add(lefts * lefts, right_weights, rights * rights * left_weights)
+                        above = multiply_add(left_weights * right_weights, least_bar, both)
+                        if largest(narrow(view(above, np.int64) >> 32, np.int32)) < 0:  # the sign is in the upper half
+                            continue
+                    for i in range(start, start + LANES if start + LANES < stop else stop):
+                        grad, weight, count_left = grads[U(i)], hess[U(i)], rows[U(i)]
+                        left, right = np.float64(grad) * scales[0], np.float64(sums[0] - grad) * scales[0]
+                        left_hess, right_hess = np.float64(weight) * scales[1], np.float64(sums[1] - weight) * scales[1]
+                        left_all, right_all = left_hess + l2, right_hess + l2  # over one denominator: divisions cost
+                        found = (left * left * right_all + right * right * left_all) / (left_all * right_all)
+                        if found > gain and count_left >= least_rows and sums[2] - count_left >= least_rows:
+                            heavy = left_hess >= rules[MIN_WEIGHT] and right_hess >= rules[MIN_WEIGHT]
+                            if heavy and left_all > 0.0 and right_all > 0.0:
+                                place, gain = i, found
+                                lower = -found * CAUTION * unit
+                                least_bar = lower if lower < least_bar else least_bar
+            else:
+                place, gain = _scan_bounded(
+                    grads, hess, rows, limits, sums, scales, rules, l2, gains, monotone, feature, bounds
+                )
+            gain -= before
+            if place >= 0 and gain > least and (gain > best_gain or (gain == best_gain and feature < best_feature)):
+                best_gain, best_feature = gain, feature
+                node[LEFT_GRAD], node[LEFT_HESS], node[LEFT_ROWS] = grads[place], hess[place], rows[place]
+                best_left = turn if missing_rows > 0 else np.int64(2 * rows[place] >= sums[2])
+                best_bin = np.int64(place)
+                if is_category is not None and categories:
+                    best_bin, best_left = np.int64(-1), np.int64(0)
+                    for b in range(BINS):
+                        goes_left[b] = 0
+                    for i in range(place + 1):
+                        goes_left[order[i] if turn == 0 else order[count - 1 - i]] = 1
+    if best_bin >= 0:
+        for b in range(MISSING):
+            goes_left[U(b)] = b <= best_bin
+        goes_left[MISSING] = best_left
+    reals[GAIN], node[FEATURE], node[BIN], node[MISSING_LEFT] = best_gain, best_feature, best_bin, best_left
+    return best_gain > 0.0

@@ -137,6 +137,7 @@ def test_bytes_of_a_tree_are_counted(pool):
     for place, tree in enumerate(model.booster_.trees):
         smaller = wire_form(GradientPrecision.I16, int(tree.leaf_rows.min())).bytes_per_cell
         expected = 2 * 8 + 8 + bins * (8 + smaller)  # scales, row count, root, smaller child
+        expected += 3 * 16  # the sizes of the three
         assert [answer["fit"].bytes_by_tree[place] for answer in answers] == [expected] * 2
     assert "3 trees" in str(answers[0]["fit"])
 
@@ -243,7 +244,10 @@ def test_an_error_in_one_process_is_told_by_all(pool):
 
 
 LIES = [
-    ("length of its array", "number of rows: lengths", "expected lengths of arrays"),
+    ("length of its array", "number of rows", "expected from rank 1 the size of an array"),
+    ("another step", "number of rows", "the size of an array for this step, got 8 bytes for another one"),
+    ("another size", "histograms of nodes", " bytes from rank 1, as rank 0 has, got "),
+    ("another size", "rows of a tree", "expected 8 bytes from rank 1, as rank 0 has, got 0; run the same version"),
     ("two numbers", "number of rows", "expected one number from rank 1, got 2"),
     ("fewer than no rows", "number of rows", "expected a number of rows from every process"),
     ("a document", "settings and features", "rank 1 sent"),

@@ -162,12 +162,15 @@ def fit_and_lie(rank, lie, step):
     from bitplan.trees.distributed.fit import fit_distributed
     from bitplan.trees.distributed.ranks import Ranks
 
-    add, gather = Ranks.add, Ranks.gather
+    add, gather, announce = Ranks.add, Ranks.gather, Ranks._announce
 
     def lying_add(self, integers, what):
-        if what == step and lie == "length of its array":
-            integers = integers + 2**60
-        return add(self, integers, what)
+        return add(self, integers[:-1] if what == step and lie == "another size" else integers, what)
+
+    def lying_announce(self, size, what):
+        if what == step:
+            size, what = {"length of its array": (2**60, what), "another step": (size, "lunch")}.get(lie, (size, what))
+        return announce(self, size, what)
 
     def lying_gather(self, part, what):
         if what == step:
@@ -175,16 +178,16 @@ def fit_and_lie(rank, lie, step):
                 "two numbers": lambda: np.repeat(part, 2),
                 "fewer than no rows": lambda: part * 0 - 5,
                 "a document": lambda: np.frombuffer(b'["surprise"]', np.uint8),
-            }[lie]()
+            }.get(lie, lambda: part)()
         return gather(self, part, what)
 
     if rank == 1:
-        Ranks.add, Ranks.gather = lying_add, lying_gather
+        Ranks.add, Ranks.gather, Ranks._announce = lying_add, lying_gather, lying_announce
     x = np.random.default_rng(rank).standard_normal((200, 3))
     try:
         fit_distributed(BoostedTreesRegressor(n_estimators=2), x, x[:, 0], timeout_s=5)
     finally:
-        Ranks.add, Ranks.gather = add, gather
+        Ranks.add, Ranks.gather, Ranks._announce = add, gather, announce
     return {}
 
 

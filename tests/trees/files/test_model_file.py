@@ -128,6 +128,18 @@ def test_a_file_cut_short_is_refused_everywhere(saved):
             load_trees(saved)
 
 
+def test_what_is_no_model_file_is_one_line(tmp_path):
+    (tmp_path / "empty.json").touch()
+    for name, message in (
+        ("none.json", "none.json: cannot be read: No such file"),
+        ("", "Is a directory"),
+        ("empty.json", "not valid JSON"),
+    ):
+        with pytest.raises(FileFormatError, match=message) as caught:
+            load_trees(tmp_path / name)
+        assert "\n" not in str(caught.value)
+
+
 EDITS = [
     ("version", lambda d: d.update(version=2)),
     ("kind", lambda d: d.update(kind="ranker")),
