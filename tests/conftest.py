@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import os
 import signal
@@ -40,6 +41,9 @@ def pytest_runtest_call() -> Iterator[None]:
     interpreter = sys.modules.get("triton.runtime.interpreter")
     if hasattr(interpreter, "_LangPatchScope") and not hasattr(interpreter._patch_lang, "__wrapped__"):
         interpreter._patch_lang = patch_once(interpreter)
+        # Without `debug` it finds out whether sums overflow and throws the answer away: another third of its time.
+        builder = interpreter.interpreter_builder
+        builder.options = dataclasses.replace(builder.options, sanitize_overflow=builder.options.debug)
     try:
         return (yield)
     except Exception as error:
