@@ -150,8 +150,8 @@ def test_rowwise_token_cast_of_every_type_in_one_layout(fp8, dtype, device) -> N
     assert torch.equal(cols.codes[:, :48].cpu().view(torch.uint8), expected.codes[:, :48].view(torch.uint8))
 
 
-@pytest.mark.parametrize("fp8", ["e4m3", "e5m2"])
-@pytest.mark.parametrize("asked", [{"rows": False}, {"cols": False}], ids=str)
+@pytest.mark.cross("fp8", ["e4m3", "e5m2"])
+@pytest.mark.cross("asked", [{"rows": False}, {"cols": False}], ids=str)
 def test_blocks_of_bfloat16_tokens_in_one_layout(fp8, asked, device) -> None:
     counts = [3, 0, 18]
     layout, reference = routed(counts, device, 128, "triton"), routed(counts, device, 128, "reference")
