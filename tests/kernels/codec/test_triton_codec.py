@@ -99,8 +99,8 @@ def test_rows_of_any_length(name: str, rows: int, cols: int, dtype: torch.dtype,
     assert_encodes(gaussian(rows, cols).to(dtype), name, device)
 
 
-@pytest.mark.parametrize("name", ENCODERS)
-@pytest.mark.parametrize("order", ["sorted", "shuffled"])
+@pytest.mark.cross("name", ENCODERS)
+@pytest.mark.cross("order", ["sorted", "shuffled"])
 def test_every_bfloat16(name: str, order: str, device: torch.device) -> None:
     """Sorted, each number lies near the top of its block; shuffled, beside numbers of every size."""
     x = torch.arange(2**16).to(torch.int32).to(torch.int16).view(torch.bfloat16)
@@ -239,8 +239,8 @@ def test_tiles_with_ragged_edges(shape: tuple[int, int], device: torch.device) -
     assert_decodes(Encoded(fmt, shape, data, scales), device)
 
 
-@pytest.mark.parametrize("name", ROW_FORMATS)
-@pytest.mark.parametrize(("rows", "cols"), [(1, 1), (129, 5), (3, 100), (2, 4096), (2, 9999)])
+@pytest.mark.cross("name", ROW_FORMATS)
+@pytest.mark.cross(("rows", "cols"), [(1, 1), (129, 5), (3, 100), (2, 4096), (2, 9999)])
 def test_decoded_rows_of_any_length(name: str, rows: int, cols: int, device: torch.device) -> None:
     assert_decodes(encode(gaussian(rows, cols), name), device)
 

@@ -181,8 +181,8 @@ def test_the_cache_keeps_experts_and_forgets_those_that_changed():
 # ---- gradients -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("fmt", ["mxfp4", "int8_row"])
-@pytest.mark.parametrize("activation", ["gpt_oss", "swiglu"])
+@pytest.mark.cross("fmt", ["mxfp4", "int8_row"])
+@pytest.mark.cross("activation", ["gpt_oss", "swiglu"])
 def test_gradients_are_those_through_decoded_weights(fmt, activation):
     experts = make(fmt, activation=activation)
     ids, given = routed(8, 3)

@@ -294,8 +294,8 @@ def measured_impacts(model, config, *, stream_options=None, steps=1):
         return policy.state.history[-1].impacts
 
 
-@pytest.mark.parametrize("checkpointing", CHECKPOINTING)
-@pytest.mark.parametrize("train", ["adapters", "weights"])
+@pytest.mark.cross("checkpointing", CHECKPOINTING)
+@pytest.mark.cross("train", ["adapters", "weights"])
 def test_impact_is_the_gradient_times_the_rounding_error(train, checkpointing):
     """Against a resident model whose weights have gradients: <dL/dW, W - W_hat>, layer by layer."""
     from bitplan import decode, encode
@@ -388,8 +388,8 @@ def test_a_unit_out_of_its_turn_keeps_its_precision_and_says_so():
         assert all(hint.sensitivity is not None for hint in hints.values())
 
 
-@pytest.mark.parametrize("checkpointing", CHECKPOINTING)
-@pytest.mark.parametrize("tokens", [0, 2])
+@pytest.mark.cross("checkpointing", CHECKPOINTING)
+@pytest.mark.cross("tokens", [0, 2])
 def test_measuring_is_not_seen_in_the_gradients(checkpointing, tokens):
     found = []
     for options in ({"mode": "off"}, {"scoring": "impact", "impact_tokens": tokens, "update_interval_steps": 1}):
@@ -410,7 +410,7 @@ def many_rows():
 
 def test_sampled_rows_estimate_the_impact_of_all_without_bias():
     """One model, one batch, many steps: only the rows that are drawn differ."""
-    model, draws = adapted(count=2), 240
+    model, draws = adapted(count=1), 160
     still = {"scoring": "impact", "granularity": "layer", "update_interval_steps": 1, "damage_budget": 1e-30}
     exact = None
     for tokens in (0, 48, 12):

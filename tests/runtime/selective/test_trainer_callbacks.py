@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import shutil
 import sys
 from contextlib import contextmanager, nullcontext
 from types import SimpleNamespace
@@ -87,35 +88,45 @@ def train_with_hugging_face(folder, steps, resume=None, train="adapters", seed=0
         return seen, policy.state_dict()
 
 
-def test_hugging_face_trainer_saves_and_resumes(tmp_path):
+@pytest.fixture(scope="module")
+def adapters_run(tmp_path_factory):
+    """(its folder with checkpoints 4 and 8, what `train_with_hugging_face` gave)"""
     pytest.importorskip("transformers")
-    whole, end = train_with_hugging_face(tmp_path / "whole", 8)
+    folder = tmp_path_factory.mktemp("adapters")
+    return folder, train_with_hugging_face(folder, 8)
+
+
+@pytest.fixture(scope="module")
+def weights_run(tmp_path_factory):
+    pytest.importorskip("transformers")
+    folder = tmp_path_factory.mktemp("weights")
+    return folder, train_with_hugging_face(folder, 8, train="weights")
+
+
+def test_hugging_face_trainer_saves_and_resumes(adapters_run, tmp_path):
+    """The resumed run begins with other random weights: it runs on the base of the checkpoint."""
+    folder, (whole, end) = adapters_run
     assert [step for step, _ in whole] == list(range(8))
     assert {precision for _, applied in whole for precision in applied.values()} == {"bf16", "int8"}
-    saved = json.loads((tmp_path / "whole" / "checkpoint-4" / STATE_FILE).read_text())
+    saved = json.loads((folder / "checkpoint-4" / STATE_FILE).read_text())
     assert saved["policy"]["state"]["last_step"] == 3
     assert all(row["int8"] > 0 for row in end["quant_errors"].values())  # run_calibration: on the trainer's data
-    resumed, resumed_end = train_with_hugging_face(
-        tmp_path / "whole", 8, resume=str(tmp_path / "whole" / "checkpoint-4")
-    )
-    assert resumed == whole[4:]
-    assert resumed_end == end
+    resumed = train_with_hugging_face(tmp_path, 8, resume=str(folder / "checkpoint-4"), seed=7)
+    assert resumed == (whole[4:], end)
 
 
-def test_hugging_face_trainer_resumes_weights_trained_on_the_host(tmp_path):
-    pytest.importorskip("transformers")
+def test_hugging_face_trainer_resumes_weights_trained_on_the_host(weights_run, tmp_path):
     from safetensors.torch import load_file
 
-    whole, end, weights, model = train_with_hugging_face(tmp_path / "whole", 8, train="weights")
+    folder, (whole, end, weights, model) = weights_run
     assert {precision for _, applied in whole for precision in applied.values()} == {"bf16", "int8"}
-    checkpoint = tmp_path / "whole" / "checkpoint-8"
-    assert_equal(load_file(checkpoint / WEIGHTS_FILE), weights["tensors"])
-    saved = load_file(checkpoint / "model.safetensors")  # as people would load it: the weights as they were trained
+    assert_equal(load_file(folder / "checkpoint-8" / WEIGHTS_FILE), weights["tensors"])
+    saved = load_file(folder / "checkpoint-8" / "model.safetensors")  # as people would load it: as they were trained
     assert_equal(saved, dict(model.state_dict()))
     name = "stack.layers.2.down.weight"
     assert torch.equal(saved[name], weights["tensors"][f"{name}.master"])
     resumed, resumed_end, resumed_weights, resumed_model = train_with_hugging_face(
-        tmp_path / "whole", 8, resume=str(tmp_path / "whole" / "checkpoint-4"), train="weights", seed=7
+        tmp_path, 8, resume=str(folder / "checkpoint-4"), train="weights", seed=7
     )
     assert resumed == whole[4:]
     assert resumed_end == end
@@ -123,9 +134,8 @@ def test_hugging_face_trainer_resumes_weights_trained_on_the_host(tmp_path):
     assert_equal(dict(resumed_model.named_parameters()), dict(model.named_parameters()))
 
 
-def test_hugging_face_resume_without_the_weights_is_refused_and_the_policy_is_as_it_was(tmp_path):
-    pytest.importorskip("transformers")
-    train_with_hugging_face(tmp_path, 4, train="weights")
+def test_hugging_face_resume_without_the_weights_is_refused_and_the_policy_is_as_it_was(weights_run, tmp_path):
+    shutil.copytree(weights_run[0] / "checkpoint-4", tmp_path / "checkpoint-4")
     (tmp_path / "checkpoint-4" / WEIGHTS_FILE).unlink()
     with pytest.raises(StreamStateError, match=r"checkpoint-4/streamed_weights\.safetensors: no such file"):
         train_with_hugging_face(tmp_path, 8, resume=str(tmp_path / "checkpoint-4"), train="weights")
@@ -138,9 +148,8 @@ def test_hugging_face_trainer_accumulates(tmp_path):
     assert end["policy"]["state"]["steps_collected"] == 4
 
 
-def test_hugging_face_resume_without_a_state_is_refused(tmp_path):
-    pytest.importorskip("transformers")
-    train_with_hugging_face(tmp_path, 4)
+def test_hugging_face_resume_without_a_state_is_refused(adapters_run, tmp_path):
+    shutil.copytree(adapters_run[0] / "checkpoint-4", tmp_path / "checkpoint-4")
     (tmp_path / "checkpoint-4" / STATE_FILE).unlink()
     with pytest.raises(SelectiveError, match=r"checkpoint-4/selective_precision\.json: cannot be read"):
         train_with_hugging_face(tmp_path, 8, resume=str(tmp_path / "checkpoint-4"))
@@ -256,13 +265,6 @@ def test_lightning_schedule_clipping_and_best_model_hold_for_streamed_weights(tm
     assert (score, found) == pytest.approx((expected_score, expected_found), rel=1e-3)
     for name, one in expected.items():
         torch.testing.assert_close(weights[name], one, rtol=1e-3, atol=1e-4, msg=name)
-
-
-def test_a_resumed_run_of_adapters_runs_on_the_base_of_the_checkpoint(tmp_path):
-    pytest.importorskip("transformers")
-    whole, end = train_with_hugging_face(tmp_path, 8)
-    resumed, resumed_end = train_with_hugging_face(tmp_path, 8, resume=str(tmp_path / "checkpoint-4"), seed=7)
-    assert (resumed, resumed_end) == (whole[4:], end)
 
 
 @pytest.mark.parametrize(

@@ -29,8 +29,8 @@ MIXED = {"layers.0": "int8_row", "layers.*.down.weight": "mxfp4", "layers.3": "i
 FORMATS = ["bfloat16", "int8_row", "int8_g128", "fp8_e4m3_row", "mxfp4", MIXED]
 
 
-@pytest.mark.parametrize("slots", [2, 4])
-@pytest.mark.parametrize("checkpointing", CHECKPOINTING)
+@pytest.mark.cross("slots", [2, 4])
+@pytest.mark.cross("checkpointing", CHECKPOINTING)
 def test_gradients_and_updates_equal_the_resident_model(checkpointing, slots):
     model = make_stack(adapters=True)
     model.checkpointing = checkpointing

@@ -31,8 +31,8 @@ def run_clipped(model, max_norm: float, steps: int, *, everything: bool) -> tupl
     return {name: one.detach() for name, one in model.named_parameters()}, norms
 
 
-@pytest.mark.parametrize("max_norm", [TIGHT, LOOSE])
-@pytest.mark.parametrize("checkpointing", CHECKPOINTING)
+@pytest.mark.cross("max_norm", [TIGHT, LOOSE])
+@pytest.mark.cross("checkpointing", CHECKPOINTING)
 def test_the_option_equals_torch_to_the_bit(checkpointing, max_norm):
     model = make_stack(adapters=False)
     model.checkpointing = checkpointing

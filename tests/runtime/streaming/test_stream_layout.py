@@ -54,8 +54,8 @@ def test_every_format_lives_in_one_buffer(first, second):
     assert len(taken) == sum(formats[name].nbytes(spec.shape) for name, spec in SPECS.items())
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("fmt", ["int8_row", "fp8_e4m3_row", "int8_g128", "mxfp4", "nvfp4", "fp8_e4m3_b128"])
+@pytest.mark.cross("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.cross("fmt", ["int8_row", "fp8_e4m3_row", "int8_g128", "mxfp4", "nvfp4", "fp8_e4m3_b128"])
 def test_triton_decodes_into_the_scratch(fmt, dtype):
     """Triton's interpreter on a CPU, the kernel itself on a GPU."""
     pytest.importorskip("triton")

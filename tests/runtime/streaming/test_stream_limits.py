@@ -65,10 +65,8 @@ def step_of(model, stream, step: int, hints: RuntimeLimitHints | None, *, before
     return gradients(model)
 
 
-@pytest.mark.parametrize("checkpointing", CHECKPOINTING)
-@pytest.mark.parametrize(
-    "hints", [limits(h2d=1), limits(window=1), limits(quiet=True), limits(1, 1, quiet=True, d2h=1)]
-)
+@pytest.mark.cross("checkpointing", CHECKPOINTING)
+@pytest.mark.cross("hints", [limits(h2d=1), limits(window=1), limits(quiet=True), limits(1, 1, quiet=True, d2h=1)])
 def test_gradients_do_not_change(hints, checkpointing):
     model = make_stack(adapters=True)
     model.checkpointing = checkpointing

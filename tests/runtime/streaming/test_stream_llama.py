@@ -41,10 +41,8 @@ def loss_of(model: nn.Module) -> torch.Tensor:
     return loss
 
 
-@pytest.mark.parametrize("checkpointing", [None, False, True], ids=["plain", "non-reentrant", "reentrant"])
-@pytest.mark.parametrize(
-    "formats", [None, {"model.layers.*": "int8_row", "model.layers.2.mlp.up_proj.weight": "mxfp4"}]
-)
+@pytest.mark.cross("checkpointing", [None, False, True], ids=["plain", "non-reentrant", "reentrant"])
+@pytest.mark.cross("formats", [None, {"model.layers.*": "int8_row", "model.layers.2.mlp.up_proj.weight": "mxfp4"}])
 def test_adapters_of_a_llama(checkpointing, formats):
     model = make_llama(adapters=True).train()
     if checkpointing is not None:

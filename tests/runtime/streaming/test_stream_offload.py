@@ -36,8 +36,8 @@ def offloading(model, device=None, **options):
     return streaming(model, device, offload_activations=True, **options)
 
 
-@pytest.mark.parametrize("slots", [2, 4])
-@pytest.mark.parametrize("formats", [None, "int8_row"])
+@pytest.mark.cross("slots", [2, 4])
+@pytest.mark.cross("formats", [None, "int8_row"])
 def test_gradients_equal_those_without_offloading(formats, slots):
     model = make_stack(adapters=True)
     plain = copy.deepcopy(model)

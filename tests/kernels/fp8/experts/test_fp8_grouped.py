@@ -20,8 +20,8 @@ pytest.importorskip("triton")
 
 # Empty experts, one token, all tokens to one expert, skew, counts that are no multiple of any padding, and no tokens.
 ROUTINGS = {
-    "skewed": [0, 1, 200, 0, 37],
-    "one expert takes all": [0, 0, 150, 0, 0],
+    "skewed": [0, 1, 131, 0, 5],
+    "one expert takes all": [0, 0, 130, 0],
     "only one expert": [131],
     "whole tiles": [128, 256],
     "nobody": [0, 0, 0],
@@ -120,7 +120,7 @@ CASES += [pytest.param(ROUTINGS["skewed"], torch.float32, id="skewed float32")]
 def test_token_cast_matches_the_definition(recipe, counts, dtype, device) -> None:
     pad = 128 if recipe == "blockwise" else 16
     layout, reference = routed(counts, device, pad, "triton"), routed(counts, device, pad, "reference")
-    x = tokens(counts, 256).to(dtype)
+    x = tokens(counts, 256 if recipe == "blockwise" else 144).to(dtype)
     rows, cols = cast_tokens(x.to(device), recipe, layout, eps=1e-3, impl="triton")
     expected_rows, expected_cols = cast_tokens(x, recipe, reference, eps=1e-3, impl="reference")
     same(rows, expected_rows)
@@ -151,8 +151,8 @@ def test_rowwise_token_cast_of_every_type_in_one_layout(fp8, dtype, device) -> N
     assert torch.equal(cols.codes[:, :48].cpu().view(torch.uint8), expected.codes[:, :48].view(torch.uint8))
 
 
-@pytest.mark.parametrize("fp8", ["e4m3", "e5m2"])
-@pytest.mark.parametrize("asked", [{"rows": False}, {"cols": False}], ids=str)
+@pytest.mark.cross("fp8", ["e4m3", "e5m2"])
+@pytest.mark.cross("asked", [{"rows": False}, {"cols": False}], ids=str)
 def test_blocks_of_bfloat16_tokens_in_one_layout(fp8, asked, device) -> None:
     counts = [3, 0, 18]
     layout, reference = routed(counts, device, 128, "triton"), routed(counts, device, 128, "reference")
@@ -183,7 +183,7 @@ def test_nan_stays_with_its_expert(recipe, device) -> None:
 @pytest.mark.cross("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.cross("recipe", RECIPES)
 def test_matrix_cast_matches_the_definition(recipe, dtype, device) -> None:
-    shape = (3, 256, 128) if recipe == "blockwise" else (3, 144, 80)
+    shape = (2, 256, 128) if recipe == "blockwise" else (2, 144, 80)
     w = torch.randn(shape, generator=torch.Generator().manual_seed(1)).to(dtype)
     w[1] = 0
     found = cast_experts(w.to(device), recipe, 1e-6, impl="triton")
@@ -225,13 +225,13 @@ def launches(kind: str) -> list[tuple[int, int, bool]]:
     return [(128, 128, True), (64, 128, False)] if kind == "block" else [(128, 256, True), (64, 64, False)]
 
 
-@pytest.mark.cross("counts", [[0, 1, 131, 0, 37], [70]], ids=["skewed", "one"])
+@pytest.mark.cross("counts", [[0, 1, 131, 0], [70]], ids=["skewed", "one"])
 @pytest.mark.cross("recipe", RECIPES)
 def test_products_match_float64_of_the_decoded_operands(recipe, counts, device) -> None:
     from bitplan.kernels.fp8.experts.triton_products import GroupedLaunch
 
     blocks = recipe == "blockwise"
-    outputs, inputs = (128, 256) if blocks else (80, 208)
+    outputs, inputs = (128, 256) if blocks else (80, 144)
     layout, reference = routed(counts, device, 128, "triton"), routed(counts, device, 128, "reference")
     x, dy = tokens(counts, inputs), tokens(counts, outputs, 1).float()
     w = torch.randn(len(counts), outputs, inputs, generator=torch.Generator().manual_seed(2)).bfloat16()

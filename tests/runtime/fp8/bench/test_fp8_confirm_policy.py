@@ -23,9 +23,9 @@ CPU = torch.device("cpu")
 LOSES = {64: 0.5, 128: 0.6}
 
 
-@pytest.fixture
-def small(tmp_path):
-    return plan_small_model(save(tmp_path, LLAMA))
+@pytest.fixture(scope="module")
+def small(tmp_path_factory):
+    return plan_small_model(save(tmp_path_factory.mktemp("llama"), LLAMA))
 
 
 @pytest.mark.parametrize(
@@ -99,7 +99,7 @@ def test_version_1_with_a_recipe_and_a_size(small, tmp_path, monkeypatch):
     (result,) = confirm_policy(policy, small, [128], CPU, Trial(recipe="tensorwise"), stopwatch=clock)
     assert {row.recipe for row in result.applied.rows} == {"tensorwise"}
     assert any("version 1 does not say on which GPU" in note for note in result.applied.notes)
-    shard = plan_small_model(tmp_path, tp=2)
+    shard = plan_small_model(save(tmp_path, LLAMA), tp=2)
     (result,) = confirm_policy(policy, shard, [128], CPU, Trial(recipe="tensorwise", tp=2), stopwatch=clock)
     assert result.blocks[0].planned == 0
     assert "no rule for layernorm_column, qkv, tp 2" in result.planned.rows[0].reason

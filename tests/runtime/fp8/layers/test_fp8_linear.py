@@ -44,8 +44,8 @@ def run(layer: nn.Module, tokens: int, dtype=torch.float32, device="cpu", seed: 
     return (y, x.grad, weight.grad), (exact_y, exact_g @ exact_w, exact_g.t() @ exact_x), g
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
-@pytest.mark.parametrize("tokens", [1, 5, 128, 513])
+@pytest.mark.cross("recipe", RECIPES)
+@pytest.mark.cross("tokens", [1, 5, 128, 513])
 def test_outputs_and_gradients_are_near_float64(recipe, tokens) -> None:
     torch.manual_seed(0)
     layer = Fp8Linear(K, N, recipe=Fp8Recipe(recipe))
@@ -67,8 +67,8 @@ def test_hybrid_gradients_are_e5m2(recipe) -> None:
     assert [each.dtype for each in found] == [torch.bfloat16] * 3
 
 
-@pytest.mark.parametrize("choice", list(itertools.product([True, False], repeat=3)))
-@pytest.mark.parametrize("recipe", ["tensorwise", "blockwise"])
+@pytest.mark.cross("choice", list(itertools.product([True, False], repeat=3)))
+@pytest.mark.cross("recipe", ["tensorwise", "blockwise"])
 def test_every_choice_sends_each_product_its_way(choice, recipe) -> None:
     torch.manual_seed(0)
     gemms = GemmChoice(*(recipe if fp8 else "bf16" for fp8 in choice))

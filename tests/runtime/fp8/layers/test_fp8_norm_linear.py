@@ -52,16 +52,16 @@ def errors(kind: str, recipe: str, gemms: GemmChoice | None, device: str = "cpu"
     return [float((a.double() - b).norm() / b.norm()) for a, b in zip(found, expected, strict=True)]
 
 
-@pytest.mark.parametrize("kind", ["rms", "layer"])
-@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "blockwise", "mxfp8"])
+@pytest.mark.cross("kind", ["rms", "layer"])
+@pytest.mark.cross("recipe", ["tensorwise", "rowwise", "blockwise", "mxfp8"])
 def test_outputs_and_gradients_are_near_float64(kind, recipe) -> None:
     found = errors(kind, recipe, None)
     assert max(found) < BOUND
     assert found[0] > 0.01
 
 
-@pytest.mark.parametrize("kind", ["rms", "layer"])
-@pytest.mark.parametrize(
+@pytest.mark.cross("kind", ["rms", "layer"])
+@pytest.mark.cross(
     "gemms",
     [GemmChoice.all("bf16"), GemmChoice("blockwise", "bf16", "bf16"), GemmChoice("bf16", "rowwise", "tensorwise")],
 )
@@ -95,8 +95,8 @@ def test_frozen_parts_get_no_gradient() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # dynamo's own doing
-@pytest.mark.parametrize("gemms", [GemmChoice.all("blockwise"), GemmChoice("tensorwise", "bf16", "bf16")])
-@pytest.mark.parametrize("kind", ["rms", "layer"])
+@pytest.mark.cross("gemms", [GemmChoice.all("blockwise"), GemmChoice("tensorwise", "bf16", "bf16")])
+@pytest.mark.cross("kind", ["rms", "layer"])
 def test_a_compiled_layer_is_one_graph_and_the_same(gemms, kind) -> None:
     torch._dynamo.reset()
     layer = Fp8NormLinear(K, N, norm=kind, recipe=Fp8Recipe("blockwise"), gemms=gemms)
