@@ -6,8 +6,6 @@ import json
 import os
 import socket
 import stat
-import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -15,6 +13,7 @@ import pytest
 
 from bitplan.errors import FileFormatError, StoreError
 from bitplan.records import atomic_file, atomic_folder, check_output, open_log, parse_json, read_json, write_json
+from tests.processes import Program
 
 
 def test_a_document_comes_back(tmp_path):
@@ -206,11 +205,11 @@ def test_leftovers_of_the_same_name_are_swept_and_those_of_the_living_stay(tmp_p
     assert {path.name for path in tmp_path.iterdir()} == {"a", "f", ".b.0123456789ab.partial"}
 
 
-def test_thirty_kills_leave_the_old_file_or_the_new_one():
-    command = [sys.executable, "-m", "tests.fuzz.kills", "30", "1"]
-    done = subprocess.run(command, cwd=Path(__file__).parents[1], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.startswith("30 kills: every file whole")
+def test_thirty_kills_leave_the_old_file_or_the_new_one(tmp_path):
+    code = "from pathlib import Path; from tests.fuzz.kills import kill_writers; kill_writers(30, '1', Path())"
+    program = Program(code, folder=tmp_path)
+    assert program.wait() == 0, program.errors
+    assert program.output.startswith("30 kills: every file whole")
 
 
 def test_a_lost_race_for_a_folder_is_one_error(tmp_path):

@@ -7,6 +7,7 @@ policy lets only this style and this script run, by their hashes: markup that sl
 from __future__ import annotations
 
 import base64
+import functools
 import hashlib
 from collections.abc import Callable, Iterable, Sequence
 from importlib import resources
@@ -121,6 +122,7 @@ def _part(section: Section) -> Markup:
     return tag("section", tag("h2", section.title), section.body, id=section.anchor)
 
 
+@functools.cache
 def _resource(name: str) -> str:
     return resources.files("bitplan.report").joinpath(name).read_text(encoding="utf-8").strip()
 

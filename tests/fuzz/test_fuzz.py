@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import random
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 from tests.fuzz.json_changes import change_json, spans
 from tests.fuzz.readers import READERS
+from tests.processes import Program
 
 
 def test_damaged_files_are_read_or_refused(tmp_path):
-    command = [sys.executable, "-m", "tests.fuzz", "--inputs", "20000", "--seed", "1", "--failures", str(tmp_path)]
-    done = subprocess.run(command, cwd=Path(__file__).parents[2], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
-    found = re.findall(r"^(.*): \d+ inputs: (\d+) read, (\d+) refused, 0 failed;", done.stdout, re.MULTILINE)
+    code = "import sys; from tests.fuzz.__main__ import main; sys.exit(main())"
+    arguments = ("--inputs", "20000", "--seed", "1", "--failures", str(tmp_path))
+    program = Program(code, *arguments, folder=Path(__file__).parents[2])
+    assert program.wait() == 0, program.output + program.errors
+    found = re.findall(r"^(.*): \d+ inputs: (\d+) read, (\d+) refused, 0 failed;", program.output, re.MULTILINE)
     assert [name for name, _, _ in found] == [reader.name for reader in READERS]
     assert [name for name, read, refused in found if not int(read) or not int(refused)] == []
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import signal
 import subprocess
 import sys
@@ -25,6 +24,7 @@ from bitplan.store.files.safetensors import write_safetensors
 from bitplan.store.files.writers import Promise, write_native, write_tensors
 from bitplan.store.models.save_load import load_model
 from bitplan.store.quantize import quantize_file
+from tests.processes import BITPLAN, Program
 
 MB = 2**20
 
@@ -354,8 +354,8 @@ NAMES = ["in.safetensors", "out.safetensors"]
 
 
 def large_file(path, count):
-    """`count` tensors of 64 MB."""
-    rows = 8192
+    """`count` tensors of 32 MB."""
+    rows = 4096
     weight = torch.randn(64, 4096, generator=torch.Generator().manual_seed(0)).to(torch.bfloat16)
     names = [f"layer.{number}.weight" for number in range(count)]
     with write_safetensors(path, [(name, torch.bfloat16, (rows, 4096)) for name in names]) as writer:
@@ -382,57 +382,38 @@ sys.exit(code)
 @pytest.mark.parametrize("fmt", ["int8_row", pytest.param("mxfp4", marks=pytest.mark.long)])
 def test_peak_memory_is_bounded_by_the_largest_tensor(fmt, tmp_path):
     large_file(tmp_path / "in.safetensors", 8)
-    command = [sys.executable, "-c", PEAK, "quantize", "in.safetensors", "out.safetensors", "-f", fmt, "--json"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True)
-    peak = int(done.stdout.splitlines()[-1])
-    assert (tmp_path / "in.safetensors").stat().st_size > 500 * MB
-    assert peak < 3 * 64 * MB + 150 * MB
+    program = Program(PEAK, "quantize", "in.safetensors", "out.safetensors", "-f", fmt, "--json", folder=tmp_path)
+    assert program.wait() == 0, program.errors
+    peak = int(program.output.splitlines()[-1])
+    print(peak / MB)
+    assert (tmp_path / "in.safetensors").stat().st_size > 250 * MB
+    assert peak < 3 * 32 * MB + 110 * MB
+
+
+def is_writing(folder):
+    """Whether an output that is not whole yet has bytes."""
+    return any(path.stat().st_blocks for path in folder.glob(".*.partial"))
 
 
 def test_a_kill_in_mid_write_leaves_the_old_file(tmp_path):
     large_file(tmp_path / "in.safetensors", 3)
     (tmp_path / "out.safetensors").write_bytes(b"old")
-    command = [
-        sys.executable,
-        "-m",
-        "bitplan",
-        "quantize",
-        "in.safetensors",
-        "out.safetensors",
-        "-f",
-        "int8",
-        "--force",
-    ]
-    process = subprocess.Popen(command, cwd=tmp_path)
-    partial = None
-    while partial is None and process.poll() is None:
-        partial = next((path for path in tmp_path.glob(".*.partial") if path.stat().st_blocks), None)
-        time.sleep(0.005)
-    assert partial is not None
-    os.kill(process.pid, signal.SIGKILL)
-    process.wait()
+    arguments = ("quantize", "in.safetensors", "out.safetensors", "-f", "int8", "--force")
+    program = Program(BITPLAN, *arguments, folder=tmp_path)
+    program.wait_until(lambda: is_writing(tmp_path))
+    assert program.signal(signal.SIGKILL) == -signal.SIGKILL
     assert (tmp_path / "out.safetensors").read_bytes() == b"old"
 
 
 def test_a_full_disk_is_one_line_and_leaves_the_old_file(source):
     (source.parent / "out.safetensors").write_bytes(b"old")
-    limit = "import resource, signal, sys; signal.signal(signal.SIGXFSZ, signal.SIG_IGN); "
-    limit += "resource.setrlimit(resource.RLIMIT_FSIZE, (2000, 2000)); from bitplan.cli import main; main()"
-    command = [
-        sys.executable,
-        "-c",
-        limit,
-        "quantize",
-        "in.safetensors",
-        "out.safetensors",
-        "-f",
-        "int8_row",
-        "--force",
-    ]
-    done = subprocess.run(command, cwd=source.parent, capture_output=True, text=True)
-    assert done.returncode == 2
-    assert done.stderr.count("\n") == 1
-    assert "File too large" in done.stderr
+    limit = "import resource, signal; signal.signal(signal.SIGXFSZ, signal.SIG_IGN); "
+    limit += f"resource.setrlimit(resource.RLIMIT_FSIZE, (2000, 2000)); {BITPLAN}"
+    arguments = ("quantize", "in.safetensors", "out.safetensors", "-f", "int8_row", "--force")
+    program = Program(limit, *arguments, folder=source.parent)
+    assert program.wait() == 2
+    assert program.errors.count("\n") == 1
+    assert "File too large" in program.errors
     assert sorted(path.name for path in source.parent.iterdir()) == ["in.safetensors", "out.safetensors"]
     assert (source.parent / "out.safetensors").read_bytes() == b"old"
 
@@ -491,19 +472,9 @@ def test_a_missing_folder_is_named(source, tmp_path):
 def test_ctrl_c_says_so_and_leaves_the_old_file(tmp_path):
     large_file(tmp_path / "in.safetensors", 3)
     (tmp_path / "out.safetensors").write_bytes(b"old")
-    command = [
-        sys.executable,
-        "-m",
-        "bitplan",
-        "quantize",
-        "in.safetensors",
-        "out.safetensors",
-        "-f",
-        "nvfp4",
-        "--force",
-    ]
-    process = subprocess.Popen(command, cwd=tmp_path, stderr=subprocess.PIPE, text=True)
-    while process.poll() is None and not any(path.stat().st_blocks for path in tmp_path.glob(".*.partial")):
+    command = [sys.executable, "-m", "bitplan", "quantize", "in.safetensors", "out.safetensors"]
+    process = subprocess.Popen([*command, "-f", "nvfp4", "--force"], cwd=tmp_path, stderr=subprocess.PIPE, text=True)
+    while process.poll() is None and not is_writing(tmp_path):
         time.sleep(0.005)
     process.send_signal(signal.SIGINT)
     _, told = process.communicate()

@@ -5,9 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
-import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -18,6 +15,7 @@ from bitplan.cli import run
 from bitplan.cli.verbs import bench as bench_verbs
 from bitplan.plan.fp8.policy import load_policy
 from bitplan.plan.fp8.report import Report
+from tests.processes import Program
 
 LLAMA = {
     "model_type": "llama",
@@ -134,15 +132,9 @@ def test_killed_and_resumed(capsys):
         "from tests.cli.verbs.test_bench_verbs import own_app\nbitplan.cli.app.app = own_app()\n"
         f"from bitplan.cli import run\nsys.exit(run({['bench-layers', *arguments]!r}))\n"
     )
-    root = str(Path(bitplan.cli.app.__file__).parent.parent.parent)
-    child = subprocess.Popen([sys.executable, "-c", code], env=os.environ | {"PYTHONPATH": root})
-    report = Path("r.jsonl")
-    waited = time.monotonic() + 120
-    while (not report.exists() or report.read_bytes().count(b"\n") < 4) and child.poll() is None:
-        assert time.monotonic() < waited
-        time.sleep(0.02)
-    os.kill(child.pid, signal.SIGKILL)
-    child.wait()
+    program, report = Program(code, folder=Path.cwd()), Path("r.jsonl")
+    program.wait_until(lambda: report.exists() and report.read_bytes().count(b"\n") >= 4)
+    assert program.signal(signal.SIGKILL) == -signal.SIGKILL
     lines = report.read_bytes().count(b"\n")
     assert 4 <= lines < 1 + 16 + 1
     assert not Path("p.json").exists()

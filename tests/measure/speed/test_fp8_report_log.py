@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import signal
-import subprocess
-import sys
-import time
 from dataclasses import replace
 
 import pytest
@@ -15,6 +11,7 @@ from bitplan.measure.speed.fp8_report_log import ReportLog
 from bitplan.plan.fp8.report import Report
 from bitplan.plan.fp8.terms import ReportError
 from tests.plan.fp8.fp8_samples import H200, series
+from tests.processes import Program
 
 ROWS = series({512: 0.8, 4096: 1.2})
 
@@ -106,19 +103,14 @@ def test_killed_in_the_middle(tmp_path):
     """A process that is killed while it writes leaves whole lines, and the next one goes on."""
     path = tmp_path / "r.jsonl"
     code = (
-        "import sys; sys.path.insert(0, '.')\n"
         "from tests.measure.speed.test_fp8_report_log import open_log\n"
         "from tests.plan.fp8.fp8_samples import series\n"
-        f"log = open_log({str(path)!r}); print('go', flush=True)\n"
+        f"log = open_log({str(path)!r})\n"
         "for row in series({tokens: 1.1 for tokens in range(1, 3000)}): log.append(row)\n"
     )
-    child = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE)
-    assert child.stdout.readline() == b"go\n"
-    while path.stat().st_size < 4096 and child.poll() is None:
-        time.sleep(0.01)
-    os.kill(child.pid, signal.SIGKILL)
-    child.wait()
-    child.stdout.close()
+    program = Program(code, folder=tmp_path)
+    program.wait_until(lambda: path.exists() and path.stat().st_size >= 4096)
+    assert program.signal(signal.SIGKILL) == -signal.SIGKILL
     with open_log(path) as log:
         assert log.rows
         log.finish()

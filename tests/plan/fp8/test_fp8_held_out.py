@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from bitplan.plan.fp8 import choice as fp8_choice
 from bitplan.plan.fp8.choice import choose_products
 from bitplan.plan.fp8.merge import merge_reports
 from bitplan.plan.fp8.policy import Question
@@ -26,6 +27,12 @@ BETWEEN = (600, 768, 1280, 1800, 3072, 5000, 12288)
 OUTSIDE = (256, 400, 500, 17000, 24000, 32768)
 ASKED = (512, 640, 768, 1024, 1536, 3072, 8192, 16384)
 TIMINGS = [("graph",), ("graph", "eager")]
+
+
+@pytest.fixture(autouse=True)
+def no_bounds(monkeypatch):
+    """Finding how far a choice holds asks thirty times what the choice itself does, and nothing here looks at it."""
+    monkeypatch.setattr(fp8_choice, "_bounded", lambda policy, question, choice, estimate, apart: choice)
 
 
 def share_of_the_better(gpu, policy, model, tokens, timing, **how):

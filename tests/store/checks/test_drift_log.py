@@ -7,8 +7,6 @@ import json
 import math
 import os
 import signal
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -21,6 +19,7 @@ from bitplan.formats.scales.drift import DriftCounts, requantize
 from bitplan.store.checks import drift_log
 from bitplan.store.checks.drift_log import DriftLog, log_drift, measure_drift, read_drift
 from bitplan.store.models.morph import morph_model
+from tests.processes import Program
 
 KEYS = [
     "step",
@@ -227,10 +226,9 @@ for step in range(10**6):
     if step == 2:
         print("going", flush=True)
 """
-    process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
-    assert process.stdout.readline() == "going\n"
-    process.send_signal(signal.SIGKILL)
-    process.communicate()
+    program = Program(code, folder=tmp_path)
+    program.wait_until(lambda: program.output == "going\n")
+    assert program.signal(signal.SIGKILL) == -signal.SIGKILL
     lines = read_drift(tmp_path / "d")
     assert len(lines) >= 150
     assert [line["name"] for line in lines[:50]] == [f"layer.{i}" for i in range(50)]

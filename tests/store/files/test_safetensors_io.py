@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
+import signal
 import sys
 from pathlib import Path
 
@@ -17,6 +17,7 @@ from bitplan.errors import FileFormatError, StoreError
 from bitplan.formats.dtypes import torch_dtype
 from bitplan.store.files import safetensors as safetensors_io
 from bitplan.store.files.safetensors import SafetensorsFile, open_checkpoint, write_safetensors
+from tests.processes import Program
 
 # The library's torch loader knows no F4 and E8M0 tag, although it writes them.
 DTYPES = {tag: torch_dtype(name) for tag, name in safetensors_io.DTYPES.items()}
@@ -413,33 +414,27 @@ for write in writes:
 """
 
 
-def interrupted_write(tmp_path: Path, how: str) -> tuple[subprocess.Popen[str], list[Path]]:
+def interrupted_write(tmp_path: Path, how: str) -> tuple[Program, list[Path]]:
     paths = [tmp_path / "a.safetensors", tmp_path / "a.gguf"]
     for path in paths:
         path.write_bytes(b"old content")
-    command = [sys.executable, "-c", INTERRUPTED, how, *map(str, paths)]
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
-    return subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment), paths
+    return Program(INTERRUPTED, how, *map(str, paths), folder=tmp_path), paths
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="needs POSIX signals")
 def test_killed_writer_leaves_the_old_files(tmp_path):
-    process, paths = interrupted_write(tmp_path, "killed")
-    with process:
-        try:
-            assert process.stdout is not None
-            assert process.stdout.readline() == "ready\n"
-            assert len(list(tmp_path.glob(".*.partial"))) == 2
-        finally:
-            process.kill()
+    program, paths = interrupted_write(tmp_path, "killed")
+    program.wait_until(lambda: program.output == "ready\n")
+    assert len(list(tmp_path.glob(".*.partial"))) == 2
+    assert program.signal(signal.SIGKILL) == -signal.SIGKILL
     assert [path.read_bytes() for path in paths] == [b"old content"] * 2
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="needs POSIX limits")
 def test_full_disk_leaves_the_old_files_and_nothing_else(tmp_path):
-    process, paths = interrupted_write(tmp_path, "full")
-    assert process.communicate() == ("EFBIG\nEFBIG\n", None)
-    assert process.returncode == 0
+    program, paths = interrupted_write(tmp_path, "full")
+    assert program.wait() == 0, program.errors
+    assert program.output == "EFBIG\nEFBIG\n"
     assert [path.read_bytes() for path in paths] == [b"old content"] * 2
     assert sorted(tmp_path.iterdir()) == sorted(paths)
 
