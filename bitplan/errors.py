@@ -34,6 +34,10 @@ class StoreError(BitplanError, RuntimeError):
     """A WeightStore or model asked for something its state does not allow."""
 
 
+class ArgumentError(BitplanError, TypeError):
+    """An argument of another type than a function takes, such as two that were swapped."""
+
+
 def did_you_mean(name: str, known: Iterable[str]) -> str:
     """A hint for an unknown name: the closest known ones, or nothing."""
     close = difflib.get_close_matches(name, list(known), n=3, cutoff=0.5)

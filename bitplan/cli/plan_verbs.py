@@ -93,7 +93,7 @@ def plan(
     from bitplan.plan import choose_formats, open_manifest
     from bitplan.plan.choose import keep_tensors
     from bitplan.records import check_output
-    from bitplan.store.file_names import check_patterns, stored_tensors
+    from bitplan.store.file_names import check_patterns, check_rows, stored_tensors
     from bitplan.store.tensor_files import open_tensors
 
     expected = 2 if fmt is None else 1
@@ -112,6 +112,7 @@ def plan(
         if rules is not None:
             resolved = rules.resolve({name: item.shape for name, item in tensors.items()})
             resolved = keep_tensors(resolved, tensors, keep=keep or ())
+            check_rows(file, resolved, how_to_fill='"padding": "zero" in the manifest')
         else:
             resolved = choose_formats(tensors, fmt or "", keep=keep or ())
     if output is not None:

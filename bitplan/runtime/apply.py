@@ -143,8 +143,8 @@ def refuse_saving(model: nn.Module) -> None:
 
 def _refuse_saving(*_args: Any, **_options: Any) -> None:
     raise StoreError(
-        "save_pretrained: weights of this model are packed, and transformers could not read them back; the checkpoint "
-        "it came from still holds them: save what you trained (adapters, biases) or model.state_dict()"
+        "save_pretrained: weights of this model are packed, and transformers could not read them back; "
+        "bitplan.save_model writes what `bitplan quantize` writes (experts of gpt-oss: `bitplan convert`)"
     )
 
 

@@ -18,7 +18,7 @@ from bitplan.formats import Encoded
 from bitplan.formats.report import Similarity, similarity
 from bitplan.kernels import decode
 from bitplan.store.eval_weights import slots_of
-from bitplan.store.models import places_of
+from bitplan.store.models import encoded_modules_of, places_of
 
 if TYPE_CHECKING:
     from bitplan.store.model_values import ModelValues, Values
@@ -126,6 +126,9 @@ def _effective(model: Weights) -> _Effective:
             weight = _Weight(weight.shape, slot.fmt.name, functools.partial(slot.store.simulate, slot.fmt))
         weights[place.name] = weight
         first_names.setdefault((id(place.parameter), weight.fmt), place.name)
+    for name, module in encoded_modules_of(model).items():  # what a plan packed
+        weights[name] = _weight(module.encoded)
+        first_names.setdefault((id(module), weights[name].fmt), name)
     buffers = frozenset(name for name, _ in model.named_buffers(remove_duplicate=False))
     return _Effective(weights, frozenset(first_names.values()), buffers, is_model=True)
 

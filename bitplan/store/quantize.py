@@ -22,7 +22,7 @@ from bitplan.kernels import encode
 from bitplan.plan import Plan
 from bitplan.plan.choose import choose_formats, keep_tensors
 from bitplan.records import atomic_folder, check_output, check_output_folder, write_json
-from bitplan.store.file_names import check_patterns, stored_tensors
+from bitplan.store.file_names import check_patterns, check_rows, stored_tensors
 from bitplan.store.safetensors_io import INDEX_SUFFIX
 from bitplan.store.tensor_files import (
     GGUFTensors,
@@ -155,6 +155,8 @@ def quantize_file(
         else:
             to_gguf = Path(output).suffix == ".gguf"
             plan = choose_formats(tensors, wanted, keep=keep, only=only, pad=pad is not None, gguf=to_gguf)
+        if pad is None:
+            check_rows(file, plan, how_to_fill="--pad zero")
         options = QuantizeOptions(plan, scale_rule, pad, nonfinite)
         if isinstance(file, NativeTensors) and len(file.shards) > 1 and Path(output).suffix not in SUFFIXES:
             check_output_folder(output, inputs=file.files)
@@ -290,12 +292,6 @@ def _promises(file: TensorFile, names: Sequence[str], options: QuantizeOptions) 
             file.require_numbers(spec)
         if fmt is None and spec.encoded:  # left alone means left packed
             fmt = get_format(spec.format)
-        cols = fmt.matrix_shape(spec.shape)[1] if fmt is not None else 0
-        if fmt and not _is_copied(spec, fmt) and options.pad is None and fmt.padded_cols(cols) != cols:
-            raise FormatError(
-                f"{file.path}: {name}: {fmt.name} has blocks of {fmt.block.cols}, and {cols} of shape {spec.shape} is "
-                f"not a multiple; --pad zero fills the last block, --keep {name!r} leaves the tensor as it is"
-            )
         promises.append(Promise(name, spec.shape, fmt, spec.dtype))
     return promises
 

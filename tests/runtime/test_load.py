@@ -31,6 +31,7 @@ from bitplan.store.deep_check import deep_check
 from bitplan.store.gguf_io import GGUFFile, write_gguf
 from bitplan.store.gpt_oss import GptOssFile, convert_gpt_oss, make_checkpoint
 from bitplan.store.gpt_oss_make import DrawnCheckpoint
+from bitplan.store.model_files import save_model
 from bitplan.store.tensor_files import open_tensors
 
 transformers = pytest.importorskip("transformers")
@@ -120,6 +121,10 @@ def test_it_stays_packed_and_as_the_file_has_it(made, layout, reads):
     assert report.device_bytes <= report.file_bytes
     assert report.seconds > 0
     assert json.loads(json.dumps(report.to_dict()))["layout"] == layout
+    with pytest.raises(
+        StoreError, match=r"'model.layers.0.mlp.experts' holds packed experts of gpt-oss, which save_model"
+    ):
+        save_model(model, "never.safetensors")
 
 
 def test_the_layouts_give_the_same_bytes(made):
