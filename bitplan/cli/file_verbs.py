@@ -232,6 +232,9 @@ def compare(
     if as_json:
         show_json(result.to_dict())
     else:
+        differing = len(result.differing_names)
+        sums = [(f"overall: the {differing} that differ", result.differing)] if differing else []
+        sums.append((f"overall: all {len(result.layers)}, equal ones too", result.overall))
         rows = [
             {
                 "tensor": name,
@@ -241,9 +244,15 @@ def compare(
                 "relative error": f"{layer.relative_error:.2e}",
                 "max error": f"{layer.max_error:.2e}",
             }
-            for name, layer in (*result.layers.items(), ("overall", result.overall))
+            for name, layer in (*result.layers.items(), *sums)
         ]
         table(f"{first} against {second}, worst first", rows)
+        if result.worst is not None:
+            worst = result.layers[result.worst].sqnr_db
+            say(
+                f"worst: {result.worst}, SQNR {worst:.2f} dB; all {differing} that differ: "
+                f"{result.differing.sqnr_db:.2f} dB; with those that are equal: {result.overall.sqnr_db:.2f} dB"
+            )
         for finding in result.findings:
             say(finding)
     raise typer.Exit(1 if result.findings else 0)
