@@ -34,6 +34,10 @@ class StoreError(BitplanError, RuntimeError):
     """A WeightStore or model asked for something its state does not allow."""
 
 
+class MeasureError(BitplanError, ValueError):
+    """Something that cannot be measured: no text, no tokenizer, logits that are not numbers."""
+
+
 class ArgumentError(BitplanError, TypeError):
     """An argument of another type than a function takes, such as two that were swapped."""
 

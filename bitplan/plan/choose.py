@@ -25,7 +25,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from bitplan.errors import FormatError
+from bitplan.errors import ArgumentError, FormatError
 from bitplan.formats import Format, get_format
 from bitplan.formats.format import NARROW_KERNEL
 from bitplan.plan.plan import Choice, Plan, Planned
@@ -77,6 +77,8 @@ def choose_formats(
     pad          the last block of a row may be filled, so that every format holds every row
     gguf         take formats that a GGUF file can hold
     """
+    if not isinstance(tensors, Mapping):
+        raise ArgumentError(f"tensors must map names to shapes, got a {type(tensors).__name__}")
     wanted = get_format(fmt)
     rules = _Rules(wanted, tuple(keep), tuple(only), pad, gguf or wanted.name in GGUF_FORMATS)
     entries = {name: rules.planned(name, _stored(item)) for name, item in tensors.items()}
@@ -171,7 +173,14 @@ class _Rules(NamedTuple):
 
 
 def _stored(item: Stored | tuple[int, ...]) -> Stored:
-    return item if isinstance(item, Stored) else Stored(tuple(item))
+    if isinstance(item, Stored):
+        return item
+    if not isinstance(item, tuple | list) or not all(isinstance(size, int) for size in item):
+        raise ArgumentError(
+            f"tensors must map names to shapes or Stored, got a {type(item).__name__}; of a state_dict it is "
+            "{name: tuple(tensor.shape) for name, tensor in state.items()}"
+        )
+    return Stored(tuple(item))
 
 
 def _why_kept(name: str, keep: Sequence[str], only: Sequence[str]) -> str | None:

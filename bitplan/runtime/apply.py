@@ -21,7 +21,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from bitplan.errors import BitplanError, StoreError, did_you_mean
+from bitplan.errors import ArgumentError, BitplanError, StoreError, did_you_mean
 from bitplan.formats import Format, get_format
 from bitplan.formats.scales import ScaleRule
 from bitplan.kernels import encode
@@ -116,6 +116,8 @@ def apply_plan(
             raise ApplyError(f"{option} must be {' or '.join(map(repr, known))}, got {value!r}")
     if not isinstance(plan, Plan):
         raise ApplyError(f"expected a Plan, such as Manifest.resolve gives, got a {type(plan).__name__}")
+    if not isinstance(model, nn.Module):
+        raise ArgumentError(f"apply_plan(model, plan): model must be a torch.nn.Module, got a {type(model).__name__}")
     if any(isinstance(module, Morphed) for module in model.modules()):
         raise ApplyError("the model is morphed: its weights are read in another way; call unmorph_model first")
     tensors = _Tensors(model)

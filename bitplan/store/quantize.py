@@ -22,7 +22,7 @@ from bitplan.kernels import encode
 from bitplan.plan import Plan
 from bitplan.plan.choose import choose_formats, keep_tensors
 from bitplan.records import atomic_folder, check_output, check_output_folder, write_json
-from bitplan.store.file_names import check_patterns, check_rows, stored_tensors
+from bitplan.store.file_names import SUFFIXES, check_patterns, check_rows, stored_tensors
 from bitplan.store.safetensors_io import INDEX_SUFFIX
 from bitplan.store.tensor_files import (
     GGUFTensors,
@@ -32,7 +32,7 @@ from bitplan.store.tensor_files import (
     open_tensors,
     part_name,
 )
-from bitplan.store.tensor_writers import SUFFIXES, Promise, Writer, write_tensors
+from bitplan.store.tensor_writers import Promise, Writer, write_tensors
 
 MOST_NAMES_SHOWN = 6
 # What a tensor lost is counted over this many of its numbers, spread evenly: within a tenth of the time of encoding it.

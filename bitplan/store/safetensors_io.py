@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 from bitplan.errors import FileFormatError, StoreError, did_you_mean
 from bitplan.formats.dtypes import ITEM_BYTES, dtype_name, torch_dtype
-from bitplan.records import atomic_file, parse_json, read_json
+from bitplan.records import atomic_file, check_input, parse_json, read_json
 from bitplan.store.container import ContainerFile, Payload, PayloadWriter
 from bitplan.text import visible
 
@@ -382,8 +382,7 @@ def _find_in_folder(folder: Path) -> Path:
 
 def _read_index(path: Path) -> dict[str, str]:
     """The weight map of an index: tensor name to the shard's name within the same folder."""
-    if not os.path.isfile(path):
-        raise FileFormatError(f"{path}: no such file")
+    check_input(path)
     document = read_json(path)
     weight_map = document.get("weight_map") if isinstance(document, dict) else None
     if not isinstance(weight_map, dict) or not weight_map:

@@ -147,6 +147,10 @@ def open_tensors(path: str | Path) -> TensorFile:
             raise FileFormatError(f"{source}: the file is empty")
         if head == b"GGUF":
             return GGUFTensors(source)
+        if source.suffix == ".gguf":
+            raise FileFormatError(
+                f"{source}: not a GGUF file, which begins with the letters GGUF; this one begins with {head!r}"
+            )
         if head[:1] == b"{" and not source.name.endswith(INDEX_SUFFIX):
             return PolyTensors(source)
     return NativeTensors(source)

@@ -37,7 +37,7 @@ def test_a_cast_that_quantize_makes_is_no_finding(llama, capsys):
     assert run(["check", "llama", "wide.safetensors"]) == 0
     told = capsys.readouterr().out
     assert "21 tensors, no findings under llama" in told
-    assert "5 tensors are float32, and their rules ask for another float type: `bitplan quantize` casts" in told
+    assert "5 tensors in float32: their rules ask for another float type, to which `bitplan quantize` casts" in told
     assert run(["check", "llama", "wide.safetensors", "--json"]) == 0
     assert json.loads(capsys.readouterr().out) == []
 
@@ -130,7 +130,8 @@ def test_plan_refuses_what_quantize_refuses_and_counts_the_bytes_it_writes(tmp_p
         told.append(capsys.readouterr().err.split(";")[0])
     assert told[0] == told[1]
     assert (
-        "odd.safetensors: a: mxfp4 has blocks of 32, and 33 of shape (4, 33) is not a multiple (and 1 more" in told[0]
+        "odd.safetensors: a: mxfp4 has blocks of 32, and 33 of shape (4, 33) is not a multiple (nor 1 other tensor)"
+        in told[0]
     )
     assert not Path("plan.json").exists()
     Path("rules.json").write_text(json.dumps({**rules, "padding": "zero"}))
