@@ -23,12 +23,12 @@ from typing import Any
 import harness
 import torch
 
-from bitplan.cli.measure_formats import FLOOR, QualityRow, QualityRun, read_text
+from bitplan.cli.measure_formats import FLOOR, QualityRow, QualityRun
 from bitplan.formats import get_format
 from bitplan.formats.scales.rules import ScaleRule
 from bitplan.kernels import decode, encode
 from bitplan.measure.quality.perplexity import spread_windows
-from bitplan.records import read_json
+from bitplan.records import read_json, read_text
 from bitplan.runtime.causal_lm import CausalLM, load_causal_lm
 from bitplan.store.models.morph import Formats
 

@@ -42,6 +42,14 @@ class StoreError(BitplanError, RuntimeError):
     """A WeightStore or model asked for something its state does not allow."""
 
 
+class MeasureError(BitplanError, ValueError):
+    """Something that cannot be measured: no text, no tokenizer, logits that are not numbers."""
+
+
+class ArgumentError(BitplanError, TypeError):
+    """An argument of another type than a function takes, such as two that were swapped."""
+
+
 def did_you_mean(name: str, known: Iterable[str]) -> str:
     """A hint for an unknown name: the closest known ones, or nothing."""
     close = difflib.get_close_matches(name, list(known), n=3, cutoff=0.5)

@@ -72,11 +72,21 @@ def check_output(path: str | Path, *, inputs: Iterable[str | Path] = (), force: 
     return target
 
 
+def check_input(path: str | Path) -> None:
+    """Refuse by name what is not there, and what is no regular file."""
+    status = _status(path)
+    if status is None:
+        raise FileFormatError(f"{path}: no such file")
+    if not stat.S_ISREG(status.st_mode):
+        kind = _KINDS.get(stat.S_IFMT(status.st_mode), "something else")
+        raise FileFormatError(f"{path}: is {kind}, and a regular file is expected")
+
+
 def _status(path: str | Path) -> os.stat_result | None:
     """What a path leads to; None where nothing is there."""
     try:
         return os.stat(path)
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return None
 
 
@@ -101,7 +111,8 @@ def atomic_file(path: str | Path) -> Iterator[BinaryIO]:
     target = check_output(path)
     before = _status(target)
     _sweep(target)
-    partial, file = _open_partial(target)
+    with _named_after(target):
+        partial, file = _open_partial(target)
     try:
         with file:
             if before is not None and sys.platform != "win32":
@@ -111,7 +122,8 @@ def atomic_file(path: str | Path) -> Iterator[BinaryIO]:
             os.fsync(file.fileno())
             if sys.platform == "win32":
                 file.close()  # an open file cannot be renamed there
-            os.replace(partial, target)  # before its lock goes with the closing, or another process would sweep it
+            with _named_after(target):
+                os.replace(partial, target)  # before its lock goes with the closing, or another process would sweep it
     except BaseException:
         partial.unlink(missing_ok=True)
         raise
@@ -123,7 +135,8 @@ def atomic_folder(path: str | Path) -> Iterator[Path]:
     """Yield a folder that becomes `path` when the block ends without an error; an empty one may be there already."""
     target = check_output_folder(path)
     _sweep(target)
-    partial, lock = _make_partial_folder(target)
+    with _named_after(target):
+        partial, lock = _make_partial_folder(target)
     try:
         yield partial
         _sync_folder(partial)
@@ -163,6 +176,15 @@ def check_output_folder(path: str | Path, *, inputs: Iterable[Path] = ()) -> Pat
 
 
 # ---- temporary names, which only a living process holds --------------------------------------------------------------
+
+
+@contextmanager
+def _named_after(target: Path) -> Iterator[None]:
+    """An error of the system names the file that was to be written, not a temporary one beside it."""
+    try:
+        yield
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, str(target)) from None
 
 
 def _partial_name(target: Path) -> Path:
@@ -300,6 +322,17 @@ def read_json(path: str | Path, *, max_bytes: int = MAX_JSON_BYTES) -> Any:
     if size > max_bytes:
         raise FileFormatError(f"{source}: {size} bytes is too large for a JSON document (limit {max_bytes})")
     return parse_json(source.read_bytes(), where=str(source))
+
+
+def read_text(path: str | Path) -> str:
+    """A text file, refused by name where it is none."""
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise FileFormatError(f"{path}: not UTF-8 text (byte {error.start}); give a plain text file") from None
+    if not text.strip():
+        raise FileFormatError(f"{path}: the text is empty; give a file of plain text")
+    return text
 
 
 def parse_json(text: bytes, *, where: str) -> Any:

@@ -3,6 +3,11 @@
 from __future__ import annotations
 
 
+def counted(number: int, thing: str) -> str:
+    """1 finding, 2 findings."""
+    return f"{number} {thing}{'' if number == 1 else 's'}"
+
+
 def visible(text: str) -> str:
     """Control characters, line ends, bidi overrides and all else that is not shown as itself, written as escapes."""
     if text.isprintable():

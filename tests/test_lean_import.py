@@ -24,7 +24,7 @@ def modules_after(statement: str, **environment: str) -> set[str]:
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=True, env=os.environ | environment
     )
-    return set(done.stderr.split())
+    return set(done.stderr.splitlines()[-1].split())
 
 
 def modules_after_command(*arguments: str, **environment: str) -> set[str]:
@@ -96,3 +96,28 @@ def test_headers_manifests_and_formats_are_read_without_torch(tmp_path: Path) ->
 
 def test_public_names_of_plans_need_no_torch() -> None:
     assert not modules_after("import bitplan.plan as p\nfor name in p.__all__: getattr(p, name)") & HEAVY
+
+
+def test_simple_refusals_load_no_torch(tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        with write_safetensors(tmp_path / f"{name}.safetensors", [("w", torch.float32, (2, 2))]) as writer:
+            writer.write("w", torch.ones(2, 2))
+    (tmp_path / "text.txt").write_text("some text")
+    refused = [
+        ["quantize", "missing.safetensors", "out.safetensors", "-f", "int8_row"],
+        ["quantize", "a.safetensors", "out.safetensors", "-f", "int9"],
+        ["quantize", "a.safetensors", "b.safetensors", "-f", "int8_row"],
+        ["quantize", "a.safetensors", "out.safetensors", "-f", "int8_row", "--keep", "nothing"],
+        ["compare", "missing.safetensors", "a.safetensors"],
+        ["compare", "a.safetensors", "missing.safetensors"],
+        ["drift", "a.safetensors", "missing.safetensors"],
+        ["convert", "missing", "out", "--to", "hf"],
+        ["formats", "--on", "a.safetensors:nothing"],
+        ["perplexity", "missing", "--text", "text.txt"],
+        ["perplexity", "a.safetensors", "--text", "text.txt"],
+        ["perplexity", "a.safetensors", "--text", "missing.txt"],
+        ["perplexity", "a.safetensors", "--text", "text.txt", "-f", "int9"],
+    ]
+    code = f"import os; os.chdir({str(tmp_path)!r})\nfrom bitplan.cli import run\n"
+    code += f"assert [run(each) for each in {refused}] == [2] * {len(refused)}"
+    assert not modules_after(code) & HEAVY

@@ -5,16 +5,15 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
-from bitplan.errors import FileFormatError, did_you_mean
+from bitplan.errors import MeasureError, did_you_mean
 from bitplan.formats.scales.rules import ScaleRule
 from bitplan.measure.quality.noise_floor import round_activations, shared_twin
-from bitplan.measure.quality.perplexity import KeptLogits, MeasureError, Quality, measure_perplexity
+from bitplan.measure.quality.perplexity import KeptLogits, Quality, measure_perplexity
 from bitplan.plan import Manifest, Plan, PlanError, Stored, choose_formats, shipped_manifest
 from bitplan.plan.choose import name_matches
 from bitplan.plan.names import listed
@@ -81,7 +80,7 @@ class QualityRun:
     ) -> QualityRow:
         """A model in these formats, None as it is; the candidate itself stays untouched."""
         twin = morphed_twin(candidate, formats, scale_rule=scale_rule, pad=pad)
-        bits = stored_bits(candidate) if formats is None else bits_per_weight(twin)
+        bits = stored_bits(candidate) if formats is None else bits_per_weight(twin, candidate.stored or {})
         return self._against(label, twin, bits, on_windows)
 
     def measure_in_float64(self, label: str, on_windows: OnWindows | None = None) -> QualityRow:
@@ -110,17 +109,6 @@ def morphed_twin(
     if formats is not None:
         morph_model(twin, formats, scale_rule=scale_rule, pad=pad)
     return twin
-
-
-def read_text(path: str | Path) -> str:
-    """A text file, refused by name where it is none."""
-    try:
-        text = Path(path).read_text(encoding="utf-8")
-    except UnicodeDecodeError as error:
-        raise FileFormatError(f"{path}: not UTF-8 text (byte {error.start}); give a plain text file") from None
-    if not text.strip():
-        raise MeasureError(f"{path}: the text is empty; give a file of plain text to measure on")
-    return text
 
 
 def require_same_tokens(first: CausalLM, second: CausalLM, text: str) -> None:
@@ -179,17 +167,21 @@ def plan_map(plan: Plan, model: nn.Module, *, where: str = "the plan") -> dict[s
 
 def stored_bits(lm: CausalLM) -> float:
     """Bits a weight of a model as its file holds it; of one that came from no file, as it is in memory."""
-    return lm.bits_per_weight or bits_per_weight(lm.model)
+    return lm.bits_per_weight or bits_per_weight(lm.model, {})
 
 
-def bits_per_weight(model: nn.Module) -> float:
-    """Bits of all parameters, scales included, over their number; tied ones count once, in their first format."""
+def bits_per_weight(model: nn.Module, stored: Mapping[str, int]) -> float:
+    """Bits of all parameters, scales included, over their number; tied ones count once, in their first format.
+
+    A parameter without a format counts as `stored` has it, the bytes by name in the model's file: a quantized file
+    holds it so, and the model in memory is float32 whatever the file was.
+    """
     formats = formats_of(model)
     sizes: Mapping[int, tuple[int, int]] = {
         id(place.parameter): (
             formats[place.name].nbytes(tuple(place.parameter.shape))
             if place.name in formats
-            else place.parameter.nbytes,
+            else stored.get(place.name, place.parameter.nbytes),
             place.parameter.numel(),
         )
         for place in reversed(places_of(model))

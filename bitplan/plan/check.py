@@ -37,6 +37,7 @@ from bitplan.formats.dtypes import ITEM_BYTES
 from bitplan.plan.manifest import Manifest, Tag, needs_base, rule_text
 from bitplan.plan.names import listed, natural_order
 from bitplan.plan.plan import Part, part_dtype
+from bitplan.text import counted
 
 CAST = "cast"
 _FLOATS = ("float64", "float32", "float16", "bfloat16")
@@ -101,7 +102,7 @@ def require_clean(
         first = findings[0]
         found = manifest.match(first.where) if first.where in headers else None
         rule = f" ({rule_text(found.index, found.rule)})" if found else ""
-        more = f"; {len(findings) - 1} more findings, all in `bitplan check`" if len(findings) > 1 else ""
+        more = f"; {counted(len(findings) - 1, 'more finding')}, all in `bitplan check`" if len(findings) > 1 else ""
         raise ManifestError(
             f"{manifest.where} does not fit {checkpoint}: {first.code}: "
             f"{short(first.where)}{rule}: {first.message}{more}"

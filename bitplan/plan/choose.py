@@ -25,13 +25,14 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from bitplan.errors import FormatError
+from bitplan.errors import ArgumentError, FormatError
 from bitplan.formats import Format, get_format
 from bitplan.formats.format import NARROW_KERNEL
 from bitplan.plan.plan import Choice, Plan, Planned
 from bitplan.plan.roles import guess_role
 
 SMALL_NUMBERS = 1024
+NOT_FLOATS = "not floats"
 FLOAT_TYPES = ("float64", "float32", "float16", "bfloat16")
 _NARROW_FLOATS = ("float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz", "float4_e2m1fn_x2")
 GGUF_FORMATS = ("q4_0_gguf", "q8_0_gguf", "mxfp4_gguf")
@@ -45,6 +46,10 @@ class Stored(NamedTuple):
     shape: tuple[int, ...]
     dtype: str = "float32"
     packed: bool = False
+
+    @property
+    def is_integer(self) -> bool:
+        return not self.packed and "float" not in self.dtype and "complex" not in self.dtype
 
 
 # Tensors that stay whatever their shape; then those that stay unless the wanted format is a plain float type.
@@ -72,6 +77,8 @@ def choose_formats(
     pad          the last block of a row may be filled, so that every format holds every row
     gguf         take formats that a GGUF file can hold
     """
+    if not isinstance(tensors, Mapping):
+        raise ArgumentError(f"tensors must map names to shapes, got a {type(tensors).__name__}")
     wanted = get_format(fmt)
     rules = _Rules(wanted, tuple(keep), tuple(only), pad, gguf or wanted.name in GGUF_FORMATS)
     entries = {name: rules.planned(name, _stored(item)) for name, item in tensors.items()}
@@ -81,12 +88,14 @@ def choose_formats(
 def keep_tensors(
     plan: Plan, tensors: Mapping[str, Stored | tuple[int, ...]], *, keep: Sequence[str] = (), only: Sequence[str] = ()
 ) -> Plan:
-    """The plan, but for tensors that `keep` names or `only` does not: those stay as they are."""
+    """The plan, but for tensors that `keep` names, `only` does not, or that are no floats: those stay as they are."""
     found = dict(plan.entries)
     for name, item in tensors.items():
-        reason = _why_kept(name, keep, only)
+        stored, reason = _stored(item), _why_kept(name, keep, only)
+        if reason is None and name in found and found[name].part is None and stored.is_integer:
+            reason = NOT_FLOATS
         if reason is not None and name in found:
-            found[name] = _stays(_stored(item), found[name].role, reason)
+            found[name] = _stays(stored, found[name].role, reason)
     return Plan(found, padding=plan.padding)
 
 
@@ -107,7 +116,7 @@ class _Rules(NamedTuple):
 
     def planned(self, name: str, tensor: Stored) -> Planned:
         if tensor.dtype not in (*FLOAT_TYPES, *_NARROW_FLOATS) and not tensor.packed:
-            return _stays(tensor, "other", "not floats")
+            return _stays(tensor, "other", NOT_FLOATS)
         kept = _why_kept(name, self.keep, self.only)
         if kept is not None:
             return _stays(tensor, guess_role(name), kept)
@@ -164,7 +173,14 @@ class _Rules(NamedTuple):
 
 
 def _stored(item: Stored | tuple[int, ...]) -> Stored:
-    return item if isinstance(item, Stored) else Stored(tuple(item))
+    if isinstance(item, Stored):
+        return item
+    if not isinstance(item, tuple | list) or not all(isinstance(size, int) for size in item):
+        raise ArgumentError(
+            f"tensors must map names to shapes or Stored, got a {type(item).__name__}; of a state_dict it is "
+            "{name: tuple(tensor.shape) for name, tensor in state.items()}"
+        )
+    return Stored(tuple(item))
 
 
 def _why_kept(name: str, keep: Sequence[str], only: Sequence[str]) -> str | None:

@@ -144,8 +144,10 @@ def _read(path: Path, name: str) -> Record:
 
 
 def _recognise(file: BinaryIO, path: Path, size: int) -> tuple[Kind, Any, int, str]:
-    first = file.readline(MAX_LINE_BYTES + 1)
-    if not first.strip():
+    first = b"\n"
+    while first and not first.strip():  # blank lines before the first are nothing
+        first = file.readline(MAX_LINE_BYTES + 1)
+    if not first:
         raise ReportError(f"{path}: empty; {_expected()}")
     start = _json_or_none(first)
     if isinstance(start, dict):

@@ -17,6 +17,7 @@ transformers fills tensors that are missing with random numbers; here such a mod
 from __future__ import annotations
 
 import functools
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,10 +25,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from bitplan.measure.quality.perplexity import MeasureError, windows_of
+from bitplan.errors import MeasureError
+from bitplan.measure.quality.perplexity import windows_of
 from bitplan.optional import require
+from bitplan.store.files.headers import check_model_source
 from bitplan.store.files.open_files import NativeTensors, TensorFile, open_tensors
-from bitplan.store.files.safetensors import INDEX_SUFFIX
 from bitplan.store.models.transformers_names import (
     REPORTED,
     first_line,
@@ -36,21 +38,18 @@ from bitplan.store.models.transformers_names import (
     require_complete,
 )
 
-_TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
-_WEIGHT_FILES = (".safetensors", INDEX_SUFFIX)
-
 
 @dataclass
 class CausalLM:
     """A model that maps token ids to logits, in eval mode, and the tokenizer that made it ids in training.
 
-    `file_bytes` is what its tensors take on disk.
+    `stored` has the bytes of each tensor on disk, under the file's names.
     """
 
     model: nn.Module
     tokenizer: Any
     where: str
-    file_bytes: int | None = None
+    stored: Mapping[str, int] | None = None
 
     def __call__(self, ids: Tensor) -> Tensor:
         return logits_of(self.model, ids)
@@ -64,9 +63,9 @@ class CausalLM:
     @property
     def bits_per_weight(self) -> float | None:
         """Bits of the file's tensors over the number of parameters, tied ones counted once."""
-        if self.file_bytes is None:
+        if self.stored is None:
             return None
-        return 8 * self.file_bytes / sum(parameter.numel() for parameter in self.model.parameters())
+        return 8 * sum(self.stored.values()) / sum(parameter.numel() for parameter in self.model.parameters())
 
     @property
     def positions(self) -> int | None:
@@ -122,14 +121,12 @@ def logits_of(model: nn.Module, ids: Tensor) -> Tensor:
 def load_causal_lm(path: str | Path, *, config: str | Path | None = None) -> CausalLM:
     """Read a model; `config` is a folder with config.json and tokenizer, for a file that holds weights alone."""
     source = Path(path)
-    if not source.exists():
-        raise MeasureError(f"{source}: no such file or folder; nothing is downloaded, so give a path on this machine")
+    folder = check_model_source(source, None if config is None else Path(config))
     is_gguf = source.suffix == ".gguf"
     for library in ("accelerate", "transformers") if is_gguf else ("transformers",):
         require(library, purpose=f"reading {source.name}", extra="models")
-    folder = _check_source(source, None if config is None else Path(config))
     with open_tensors(source) as file, quiet_transformers():
-        file_bytes = sum(spec.nbytes for spec in file.specs.values())
+        stored = {name: spec.nbytes for name, spec in file.specs.items()}
         if is_gguf and config is None:
             tokenizer, model = _read_gguf(source, file)
         else:
@@ -137,37 +134,9 @@ def load_causal_lm(path: str | Path, *, config: str | Path | None = None) -> Cau
             # A file that carries its own names is read by them; one of transformers may need its own decoding.
             ours = config is not None or source.is_file() or _is_packed(file)
             model = _model_of(file, folder, str(source)) if ours else _read_model(source, _place(folder))
-    lm = CausalLM(model.eval(), tokenizer, str(path), file_bytes)
+    lm = CausalLM(model.eval(), tokenizer, str(path), stored)
     _require_causal(lm)
     return lm
-
-
-def _check_source(source: Path, config: Path | None) -> Path:
-    """Where config.json and the tokenizer lie; that they do is checked for all but GGUF, which holds both."""
-    if source.is_file() and source.suffix != ".gguf" and not source.name.endswith(_WEIGHT_FILES):
-        raise MeasureError(
-            f"{source}: expected a folder with config.json, a .safetensors or a .gguf file, "
-            f"got a {source.suffix or 'nameless'} file"
-        )
-    folder = config or (source if source.is_dir() else source.parent)
-    if source.suffix == ".gguf" and config is None:
-        return folder
-    lone = source.is_file() or config is not None
-    if not (folder / "config.json").is_file():
-        hint = (
-            "give its folder as --config"
-            if lone
-            else "so not a Hugging Face model; a GGUF file is given by its own path"
-        )
-        raise MeasureError(f"{folder}: no config.json, {hint}")
-    if not lone and not any(source.glob("*.safetensors")) and not any(source.glob(f"*{INDEX_SUFFIX}")):
-        raise MeasureError(f"{source}: no .safetensors file; other weight files (pickles) are not opened")
-    if not any((folder / name).is_file() for name in _TOKENIZERS):
-        raise MeasureError(
-            f"{folder}: the model has no tokenizer ({', '.join(_TOKENIZERS)}); "
-            "copy that of the model it was made from into the folder"
-        )
-    return folder
 
 
 def _place(folder: Path) -> dict[str, Any]:

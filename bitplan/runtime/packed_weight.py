@@ -21,12 +21,13 @@ from collections.abc import Callable, Hashable, Mapping
 from typing import Any, Protocol, TypeVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from bitplan.documents import show
 from bitplan.errors import FileFormatError, StoreError
 from bitplan.formats import Encoded, Format
 from bitplan.records import parse_json
+from bitplan.store.models.morph import EncodedModule
 
 _EXTRA = "_extra_state"
 _MAX_EXTRA_BYTES = 2**16
@@ -42,13 +43,13 @@ class Listener(Protocol):
         """The weight of this token changed or is gone."""
 
 
-class PackedWeight(nn.Module):
+class PackedWeight(EncodedModule):
     """A weight [..., outputs, inputs] held in its format; `encoded` is the value, `data`, `scales`, ... its parts."""
 
     def __init__(self, encoded: Encoded) -> None:
         super().__init__()
         self.fmt: Format = encoded.fmt
-        self.shape: tuple[int, ...] = encoded.shape
+        self.shape = encoded.shape
         for name, part in encoded.parts.items():
             self.register_buffer(name, part)
         self._begin()
@@ -132,6 +133,16 @@ class PackedWeight(nn.Module):
         self._begin()
 
     # ---- moving, saving, loading ------------------------------------------------------------------------------------
+
+    def replace(self, encoded: Encoded) -> None:
+        """Take the bytes of another tensor of the same format and shape, as a file holds them."""
+        if encoded.fmt.name != self.fmt.name or encoded.shape != self.shape:
+            raise StoreError(
+                f"expected {self.fmt.name} of shape {self.shape}, got {encoded.fmt.name} of shape {encoded.shape}"
+            )
+        for name, part in encoded.parts.items():
+            self.get_buffer(name).copy_(part)
+        self.forget()
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> PackedWeight:
         moved_any = False

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -18,7 +18,7 @@ from bitplan.formats import Encoded
 from bitplan.formats.quantization_error import Similarity, similarity
 from bitplan.kernels import decode
 from bitplan.store.models.eval_weights import slots_of
-from bitplan.store.models.morph import places_of
+from bitplan.store.models.morph import encoded_modules_of, places_of
 
 if TYPE_CHECKING:
     from bitplan.store.models.values import ModelValues, Values
@@ -42,23 +42,65 @@ class Agreement:
     def of(cls, sums: Similarity, count: int, *formats: str | None) -> Self:
         return cls(count, sums.cosine, sums.sqnr_db, sums.relative_error, sums.max_error, *formats)
 
+    @property
+    def differs(self) -> bool:
+        """Whether a number differs; NaN differs from everything."""
+        return self.sqnr_db != math.inf
+
+    @property
+    def badness(self) -> tuple[bool, float]:
+        """Least where the two are furthest apart."""
+        return (False, 0.0) if math.isnan(self.sqnr_db) else (True, self.sqnr_db)
+
     def to_dict(self) -> dict[str, Any]:
         """For JSON, which has no infinity: the SQNR of equal tensors is null."""
         values = asdict(self)
         return {key: None if isinstance(v, float) and not math.isfinite(v) else v for key, v in values.items()}
 
 
+NOTHING = Agreement(0, math.nan, math.nan, math.nan, math.nan)
+
+
 @dataclass(frozen=True)
 class Comparison:
-    """Every tensor that both sides have, all of them together, and what could not be compared."""
+    """Every tensor that both sides have, and what could not be compared.
+
+    overall     all of them as one vector: large tensors that are equal make it look better than what was quantized
+    differing   the same of those whose numbers differ; count 0 where none does
+    worst       the tensor of the least SQNR, one with NaN first; None where none differs
+    """
 
     layers: Mapping[str, Agreement]
     overall: Agreement
+    differing: Agreement
     findings: tuple[str, ...] = ()
 
+    @property
+    def differing_names(self) -> list[str]:
+        return [name for name, layer in self.layers.items() if layer.differs]
+
+    @property
+    def worst(self) -> str | None:
+        return min(self.differing_names, key=lambda name: self.layers[name].badness, default=None)
+
     def to_dict(self) -> dict[str, Any]:
-        layers = {name: layer.to_dict() for name, layer in self.layers.items()}
-        return {"overall": self.overall.to_dict(), "layers": layers, "findings": list(self.findings)}
+        return {
+            "overall": self.overall.to_dict(),
+            "differing": {"tensors": len(self.differing_names), **self.differing.to_dict()},
+            "worst": self.worst,
+            "layers": {name: layer.to_dict() for name, layer in self.layers.items()},
+            "findings": list(self.findings),
+        }
+
+
+def _comparison(compared: Mapping[str, tuple[Similarity, Agreement]], findings: Sequence[str] = ()) -> Comparison:
+    layers = {name: layer for name, (_, layer) in compared.items()}
+    parts = []
+    for only_differing in (False, True):
+        some = [(sums, layer) for sums, layer in compared.values() if layer.differs or not only_differing]
+        total = sum((sums for sums, _ in some), Similarity())
+        parts.append(Agreement.of(total, sum(layer.count for _, layer in some)) if some else NOTHING)
+    return Comparison(layers, parts[0], parts[1], tuple(findings))
 
 
 def compare_models(a: Weights, b: Weights) -> Comparison:
@@ -77,14 +119,13 @@ def compare_models(a: Weights, b: Weights) -> Comparison:
     ]
     if missing:
         raise StoreError(f"the two cannot be compared: {', '.join(missing)}")
-    layers, total = {}, Similarity()
+    compared = {}
     for name in counted:
         one, two = ours.weights[name], theirs.weights[name]
         first = one.numbers()
         sums = similarity(first, two.numbers().to(first.device))
-        layers[name] = Agreement.of(sums, first.numel(), one.fmt, two.fmt)
-        total += sums
-    return Comparison(layers, Agreement.of(total, sum(layer.count for layer in layers.values())))
+        compared[name] = sums, Agreement.of(sums, first.numel(), one.fmt, two.fmt)
+    return _comparison(compared)
 
 
 @dataclass(frozen=True)
@@ -126,6 +167,9 @@ def _effective(model: Weights) -> _Effective:
             weight = _Weight(weight.shape, slot.fmt.name, functools.partial(slot.store.simulate, slot.fmt))
         weights[place.name] = weight
         first_names.setdefault((id(place.parameter), weight.fmt), place.name)
+    for name, module in encoded_modules_of(model).items():  # what a plan packed
+        weights[name] = _weight(module.encoded)
+        first_names.setdefault((id(module), weights[name].fmt), name)
     buffers = frozenset(name for name, _ in model.named_buffers(remove_duplicate=False))
     return _Effective(weights, frozenset(first_names.values()), buffers, is_model=True)
 
@@ -152,7 +196,7 @@ def compare_files(
 
     with ExitStack() as opened:
         one, two = open_values(first, second, opened)
-        layers, total = {}, Similarity()
+        compared: dict[str, tuple[Similarity, Agreement]] = {}
         findings = _missing(one, two) + _missing(two, one)
         for name, ours in one.values.items():
             theirs = two.values.get(name)
@@ -165,19 +209,15 @@ def compare_files(
                 findings += _compare_integers(name, ours, theirs)
             else:
                 sums = _compare_numbers(ours, theirs)
-                total += sums
-                layers[name] = Agreement.of(sums, math.prod(ours.shape), ours.format, theirs.format)
+                compared[name] = sums, Agreement.of(sums, math.prod(ours.shape), ours.format, theirs.format)
                 if not math.isfinite(sums.square_difference):
                     findings.append(f"{name}: NaN or infinity on one side, so its figures say nothing")
             on_numbers(math.prod(ours.shape), name)
-    if not layers:
-        nothing = Agreement(0, math.nan, math.nan, math.nan, math.nan)
-        notes = [side.note for side in (one, two) if side.note]
-        return Comparison({}, nothing, (*findings, *notes, f"{first} and {second} have no tensor in common"))
-    worst_first = dict(
-        sorted(layers.items(), key=lambda item: (not math.isnan(item[1].sqnr_db), item[1].sqnr_db, item[0]))
-    )
-    return Comparison(worst_first, Agreement.of(total, sum(one.count for one in layers.values())), tuple(findings))
+    if not compared:
+        findings += [side.note for side in (one, two) if side.note]
+        findings.append(f"{first} and {second} have no tensor in common")
+    worst_first = sorted(compared.items(), key=lambda item: (item[1][1].badness, item[0]))
+    return _comparison(dict(worst_first), findings)
 
 
 def _missing(one: ModelValues, two: ModelValues) -> list[str]:

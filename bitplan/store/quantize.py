@@ -22,17 +22,10 @@ from bitplan.kernels import encode
 from bitplan.plan import Plan
 from bitplan.plan.choose import choose_formats, keep_tensors
 from bitplan.records import atomic_folder, check_output, check_output_folder, write_json
-from bitplan.store.files.headers import check_patterns, stored_tensors
-from bitplan.store.files.open_files import (
-    GGUFTensors,
-    NativeTensors,
-    TensorFile,
-    TensorSpec,
-    open_tensors,
-    part_name,
-)
+from bitplan.store.files.headers import SUFFIXES, check_patterns, check_rows, stored_tensors
+from bitplan.store.files.open_files import GGUFTensors, NativeTensors, TensorFile, TensorSpec, open_tensors, part_name
 from bitplan.store.files.safetensors import INDEX_SUFFIX
-from bitplan.store.files.writers import SUFFIXES, Promise, Writer, write_tensors
+from bitplan.store.files.writers import Promise, Writer, write_tensors
 
 MOST_NAMES_SHOWN = 6
 # What a tensor lost is counted over this many of its numbers, spread evenly: within a tenth of the time of encoding it.
@@ -155,6 +148,8 @@ def quantize_file(
         else:
             to_gguf = Path(output).suffix == ".gguf"
             plan = choose_formats(tensors, wanted, keep=keep, only=only, pad=pad is not None, gguf=to_gguf)
+        if pad is None:
+            check_rows(file, plan, how_to_fill="--pad zero")
         options = QuantizeOptions(plan, scale_rule, pad, nonfinite)
         if isinstance(file, NativeTensors) and len(file.shards) > 1 and Path(output).suffix not in SUFFIXES:
             check_output_folder(output, inputs=file.files)
@@ -290,12 +285,6 @@ def _promises(file: TensorFile, names: Sequence[str], options: QuantizeOptions) 
             file.require_numbers(spec)
         if fmt is None and spec.encoded:  # left alone means left packed
             fmt = get_format(spec.format)
-        cols = fmt.matrix_shape(spec.shape)[1] if fmt is not None else 0
-        if fmt and not _is_copied(spec, fmt) and options.pad is None and fmt.padded_cols(cols) != cols:
-            raise FormatError(
-                f"{file.path}: {name}: {fmt.name} has blocks of {fmt.block.cols}, and {cols} of shape {spec.shape} is "
-                f"not a multiple; --pad zero fills the last block, --keep {name!r} leaves the tensor as it is"
-            )
         promises.append(Promise(name, spec.shape, fmt, spec.dtype))
     return promises
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import re
 import subprocess
 import sys
 
@@ -110,6 +112,46 @@ def test_errors_are_one_line_and_exit_2(arguments, message, capsys):
     assert captured.err.startswith("bitplan: ")
     assert captured.err.count("\n") == 1
     assert message in captured.err
+
+
+WRONG_FILES = {
+    "rand.gguf": (
+        b"\x07\x99" * 20,
+        r"rand.gguf: not a GGUF file, which begins with the letters GGUF; this one begins with",
+    ),
+    "short.gguf": (b"GGUF\x03", r"short.gguf: .*(cut short|ends)"),
+    "rand.safetensors": (b"\x07\x99" * 20, "rand.safetensors: not a safetensors file, or cut short: the header says"),
+    "config.json": (
+        b'{"model_type": "llama"}',
+        "config.json: is JSON without weights: .* a model is given by its folder",
+    ),
+    "/dev/null": (None, "/dev/null: is a device, and a regular file is expected"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG_FILES)
+def test_a_wrong_file_is_called_what_it_is(name, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    content, message = WRONG_FILES[name]
+    if content is not None:
+        (tmp_path / name).write_bytes(content)
+    assert run(["inspect", name]) == 2
+    told = capsys.readouterr().err
+    assert re.search(message, told), told
+    assert told.count("\n") == 1
+
+
+def test_scales_that_meet_a_tensor_of_their_name(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    safetensors.torch.save_file({"x": torch.ones(64, 64), "x.scales": torch.ones(4)}, "in.safetensors")
+    assert run(["quantize", "in.safetensors", "out.safetensors", "-f", "int8_row"]) == 2
+    assert "two tensors would be 'x.scales': the scales of 'x' in int8_row, and the one of" in capsys.readouterr().err
+
+
+@pytest.mark.skipif(not os.path.isdir("/proc/self"), reason="needs a folder that takes no files")
+def test_a_folder_that_takes_no_files_is_named_without_our_temporary_name(model, capsys):
+    assert run(["quantize", model, "/proc/x.safetensors", "-f", "int8_row"]) == 2
+    assert capsys.readouterr().err.startswith("bitplan: /proc/x.safetensors: ")
 
 
 @pytest.mark.parametrize("verb", ["formats", "inspect", "quantize", "compare", "demo"])

@@ -9,6 +9,7 @@ import shutil
 
 import pytest
 import typer
+from rich.text import Text
 
 from bitplan.cli import run
 from bitplan.cli.app import VERBS, app
@@ -123,3 +124,11 @@ def test_a_typo_gets_a_suggestion(capsys):
 def test_tab_completion_is_there(capsys):
     assert run(["--help"]) == 0
     assert "--install-completion" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("verb", ALL)
+def test_help_shows_brackets(verb):
+    """rich takes [ab] for markup and swallows it, where it is not escaped."""
+    texts = [ALL[verb].help, *(getattr(param, "help", None) for param in ALL[verb].params)]
+    for text in filter(None, texts):
+        assert Text.from_markup(text).plain == text.replace("\\[", "["), text

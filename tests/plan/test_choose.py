@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from bitplan.errors import ArgumentError
 from bitplan.plan import Plan, Stored, choose_formats
 from bitplan.plan.choose import keep_tensors
 
@@ -103,3 +104,10 @@ def test_packed_tensors_are_copied_or_encoded_again():
     plan = choose_formats(tensors, "mxfp4")
     assert (plan["w.weight"].format, plan["norm.weight"].format) == ("mxfp4", "int8")
     assert choose_formats(tensors, "int8_row")["w.weight"].format == "int8_row"
+
+
+def test_tensors_in_place_of_shapes_are_refused():
+    with pytest.raises(ArgumentError, match="must map names to shapes or Stored, got a float; of a state_dict it is"):
+        choose_formats({"w": 1.5}, "int8_row")
+    with pytest.raises(TypeError, match="must map names to shapes, got a list"):
+        choose_formats(["w"], "int8_row")

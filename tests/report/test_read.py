@@ -51,6 +51,7 @@ def test_what_the_writers_write_is_recognised(tmp_path, write, kinds):
 def test_names_of_files_do_not_matter(save):
     assert read_records([save(json.dumps(PLAN), "anything.txt")])[0].kind == "plan"
     assert read_records([save(json.dumps(PLAN, indent=2), "other.log")])[0].kind == "plan"
+    assert read_records([save("\n \n" + json.dumps(PLAN, indent=2), "blank.json")])[0].kind == "plan"
 
 
 @pytest.mark.parametrize("name", sorted(path.name for path in samples.RESULTS.glob("*.json")))

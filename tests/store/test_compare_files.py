@@ -54,6 +54,26 @@ def test_a_file_that_we_packed_beside_the_published_layout(made):
     assert 15 < found.overall.sqnr_db < 40
 
 
+def test_large_equal_tensors_do_not_hide_what_differs(tmp_path, capsys):
+    torch.manual_seed(0)
+    one = {"embed": torch.randn(1000, 64), "w": torch.randn(32, 64), "v": torch.randn(32, 64)}
+    safetensors.torch.save_file(one, tmp_path / "a.safetensors")
+    quantize_file(tmp_path / "a.safetensors", tmp_path / "b.safetensors", "mxfp4", keep=["embed"])
+    found = compare_files(tmp_path / "a.safetensors", tmp_path / "b.safetensors")
+    low, high = sorted(found.layers[name].sqnr_db for name in "vw")
+    assert low <= found.differing.sqnr_db <= high < found.overall.sqnr_db - 10
+    assert found.layers[found.worst].sqnr_db == low
+    document = found.to_dict()
+    assert (document["differing"]["tensors"], document["worst"]) == (2, found.worst)
+    assert run(["compare", str(tmp_path / "a.safetensors"), str(tmp_path / "b.safetensors")]) == 0
+    told = capsys.readouterr().out
+    assert "overall: the 2 that differ" in told
+    assert "overall: all 3, equal ones too" in told
+    assert f"worst: {found.worst}, SQNR {low:.2f} dB; all 2 that differ: {found.differing.sqnr_db:.2f} dB; with" in told
+    same = compare_files(tmp_path / "a.safetensors", tmp_path / "a.safetensors")
+    assert (same.worst, same.differing.count, same.overall.sqnr_db) == (None, 0, math.inf)
+
+
 def test_integers_are_compared_for_equality_and_count_in_no_figure(tmp_path, capsys):
     weight = torch.randn(32, 64)
     one = {"w": weight, "positions": torch.arange(50000)}

@@ -48,6 +48,10 @@ def convert(
 
     Example: bitplan convert gpt-oss-20b model.gguf --to gguf
     """
+    from bitplan.store.files.open_files import open_tensors
+
+    open_tensors(source).close()  # what cannot be read is refused before torch is imported
+
     from bitplan.store.gpt_oss import GptOssFile, checkpoint_bytes, convert_gpt_oss
 
     with GptOssFile(source) as file:

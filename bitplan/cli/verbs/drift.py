@@ -8,6 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from bitplan.cli.show import Json, human_bytes, progress, say, show_json, table
+from bitplan.text import counted
 
 
 def drift(
@@ -23,9 +24,13 @@ def drift(
 
     Example: bitplan drift model.safetensors model.mxfp4.safetensors --jsonl drift.jsonl
     """
+    from bitplan.store.files.open_files import open_tensors
+
+    for each in (master, packed):
+        open_tensors(each).close()  # what cannot be read is refused before torch is imported
+
     from bitplan.store.checks.drift_files import drift_files
     from bitplan.store.checks.drift_log import DriftLog
-    from bitplan.store.files.open_files import open_tensors
 
     log = None if jsonl is None else DriftLog(jsonl)  # a path that cannot be written is known before the work
     with open_tensors(packed) as file:
@@ -45,7 +50,7 @@ def drift(
         for finding in found.findings:
             say(finding)
         if jsonl is not None:
-            say(f"{len(found.rows)} lines appended to {jsonl}")
+            say(f"{counted(len(found.rows), 'line')} appended to {jsonl}")
     raise typer.Exit(1 if found.findings else 0)
 
 

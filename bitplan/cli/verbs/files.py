@@ -12,7 +12,7 @@ import typer
 
 from bitplan.cli.complete import format_names, manifest_names
 from bitplan.cli.show import Force, Json, human_bytes, progress, say, show_json, table
-from bitplan.text import visible
+from bitplan.text import counted, visible
 
 Rule = Literal["absmax", "absmean", "percentile", "mse"]
 
@@ -44,15 +44,18 @@ def formats(
 
 def _formats_on(on: str, scale_rule: Rule | None, as_json: bool) -> None:
     from bitplan.errors import FormatError
-    from bitplan.formats import error_report, list_formats
-    from bitplan.formats.codec import finite, readable
-    from bitplan.kernels import encode
     from bitplan.store.files.open_files import open_tensors
 
     path, separator, name = on.rpartition(":")
     if not separator:
         raise FormatError(f"--on takes FILE:TENSOR, got {on!r}; `bitplan inspect {on}` lists the tensors")
     with open_tensors(path) as file:
+        file.spec(name)  # refused before torch is imported
+
+        from bitplan.formats import error_report, list_formats
+        from bitplan.formats.codec import finite, readable
+        from bitplan.kernels import encode
+
         numbers = finite(readable(file.read_float(name), on), "error", on)
     known = list_formats()
     rows: list[dict[str, Any]] = []
@@ -112,7 +115,7 @@ def inspect(
         show_json({"file": str(file), "kind": kind, "bytes": total, "tensors": rows, "tied": tied})
         return
     shown = [{**row, "shape": "x".join(map(str, row["shape"])) or "scalar"} for row in rows]
-    table(f"{file}: {kind}, {len(rows)} tensors", shown)
+    table(f"{file}: {kind}, {counted(len(rows), 'tensor')}", shown)
     for name, size in by_format.most_common():
         say(f"{name:>16}  {human_bytes(size):>10}  {size / max(total, 1):6.1%}")
     say(f"{'all':>16}  {human_bytes(total):>10}")
@@ -135,7 +138,7 @@ def quantize(
     ] = None,
     plan: Annotated[Path | None, typer.Option(help="By a plan that `bitplan plan -o` wrote.")] = None,
     keep: Annotated[
-        list[str] | None, typer.Option(help="Leave tensors of this name or shell pattern (* ? [ab]).")
+        list[str] | None, typer.Option(help=r"Leave tensors of this name or shell pattern (* ? \[ab]).")
     ] = None,
     only: Annotated[list[str] | None, typer.Option(help="Quantize these and nothing else.")] = None,
     scale_rule: Annotated[Rule | None, typer.Option(help="How scales are chosen.")] = None,
@@ -150,25 +153,32 @@ def quantize(
 
     Example: bitplan quantize model.safetensors model.mxfp4.safetensors --format mxfp4 --keep '*embed*'
     """
+    from bitplan.formats import get_format
     from bitplan.plan import Plan, open_manifest
-    from bitplan.records import check_output
+    from bitplan.records import check_output, check_output_folder
+    from bitplan.store.files.headers import SUFFIXES, check_patterns
     from bitplan.store.files.open_files import open_tensors
-    from bitplan.store.files.writers import SUFFIXES
-    from bitplan.store.quantize import quantize_file
 
+    # What can be refused without torch is, for importing it takes seconds.
     if sum(given is not None for given in (fmt, manifest, plan)) != 1:
         raise typer.BadParameter("give one of --format, --manifest and --plan")
     with open_tensors(source) as file:
         total = sum(spec.nbytes for spec in file.specs.values())
         shapes = {name: file.spec(name).shape for name in (*file.specs, *file.tied)}
+        check_patterns(file, (*(keep or ()), *(only or ())))
         inputs = [*file.files, *(Path(given) for given in (manifest, plan) if given is not None)]
-    if output.suffix in SUFFIXES:  # else a folder, which is never replaced
+    if output.suffix in SUFFIXES:
         check_output(output, inputs=inputs, force=force)
-    wanted: str | Plan = fmt or ""
+    else:  # a folder, which is never replaced
+        check_output_folder(output)
+    wanted: str | Plan = "" if fmt is None else get_format(fmt).name
     if manifest is not None:
         wanted = open_manifest(manifest).resolve(shapes)
     elif plan is not None:
         wanted = Plan.load(plan)
+
+    from bitplan.store.quantize import quantize_file
+
     with progress("quantizing", total, amount=human_bytes) as advance:
         report = quantize_file(
             source,
@@ -222,16 +232,22 @@ def compare(
 
     Example: bitplan compare model.safetensors model.mxfp4.safetensors
     """
-    from bitplan.store.compare import compare_files
     from bitplan.store.files.open_files import open_tensors
 
     with open_tensors(first) as file:
         total = sum(math.prod(spec.shape) for spec in file.specs.values())
+    open_tensors(second).close()  # what cannot be read is refused before torch is imported
+
+    from bitplan.store.compare import compare_files
+
     with progress("comparing", total, amount="{:,} numbers".format) as advance:
         result = compare_files(first, second, on_numbers=advance)
     if as_json:
         show_json(result.to_dict())
     else:
+        differing = len(result.differing_names)
+        sums = [(f"overall: the {differing} that differ", result.differing)] if differing else []
+        sums.append((f"overall: all {len(result.layers)}, equal ones too", result.overall))
         rows = [
             {
                 "tensor": name,
@@ -241,9 +257,15 @@ def compare(
                 "relative error": f"{layer.relative_error:.2e}",
                 "max error": f"{layer.max_error:.2e}",
             }
-            for name, layer in (*result.layers.items(), ("overall", result.overall))
+            for name, layer in (*result.layers.items(), *sums)
         ]
         table(f"{first} against {second}, worst first", rows)
+        if result.worst is not None:
+            worst = result.layers[result.worst].sqnr_db
+            say(
+                f"worst: {result.worst}, SQNR {worst:.2f} dB; all {differing} that differ: "
+                f"{result.differing.sqnr_db:.2f} dB; with those that are equal: {result.overall.sqnr_db:.2f} dB"
+            )
         for finding in result.findings:
             say(finding)
     raise typer.Exit(1 if result.findings else 0)

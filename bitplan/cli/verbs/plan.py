@@ -12,6 +12,7 @@ import typer
 from bitplan.cli.complete import manifest_names, shipped_names
 from bitplan.cli.quick_parsing import QuickCommand, QuickGroup
 from bitplan.cli.show import Force, Json, human_bytes, progress, say, show_json, table
+from bitplan.text import counted
 
 manifest_app = typer.Typer(
     name="manifest", cls=QuickGroup, help="Show, expand or describe manifests.", no_args_is_help=True
@@ -59,13 +60,14 @@ def check(
     if as_json:
         show_json([finding._asdict() for finding in findings])
     elif findings:
-        table(f"{len(findings)} findings in {checkpoint} under {manifest}", [finding._asdict() for finding in findings])
+        title = f"{counted(len(findings), 'finding')} in {checkpoint} under {manifest}"
+        table(title, [finding._asdict() for finding in findings])
     else:
         checked = f", {human_bytes(total)} of data checked" if deep else ""
-        say(f"{checkpoint}: {len(headers)} tensors{checked}, no findings under {manifest}")
+        say(f"{checkpoint}: {counted(len(headers), 'tensor')}{checked}, no findings under {manifest}")
     if casts and not as_json:
-        counted = ", ".join(f"{count} tensors are {dtype}" for dtype, count in casts.items())
-        say(f"{counted}, and their rules ask for another float type: `bitplan quantize` casts them")
+        which = ", ".join(f"{counted(count, 'tensor')} in {dtype}" for dtype, count in casts.items())
+        say(f"{which}: their rules ask for another float type, to which `bitplan quantize` casts")
     raise typer.Exit(1 if findings else 0)
 
 
@@ -79,7 +81,7 @@ def plan(
         typer.Option("--format", "-f", help="Without a manifest: weights in this format, by built-in rules."),
     ] = None,
     keep: Annotated[
-        list[str] | None, typer.Option(help="Leave tensors of this name or shell pattern (* ? [ab]).")
+        list[str] | None, typer.Option(help=r"Leave tensors of this name or shell pattern (* ? \[ab]).")
     ] = None,
     output: Annotated[Path | None, typer.Option("--output", "-o", help="Write the plan as JSON here.")] = None,
     mermaid: Annotated[bool, typer.Option("--mermaid", help="Print a mermaid diagram instead of a table.")] = False,
@@ -93,7 +95,7 @@ def plan(
     from bitplan.plan import choose_formats, open_manifest
     from bitplan.plan.choose import keep_tensors
     from bitplan.records import check_output
-    from bitplan.store.files.headers import check_patterns, stored_tensors
+    from bitplan.store.files.headers import check_patterns, check_rows, stored_tensors
     from bitplan.store.files.open_files import open_tensors
 
     expected = 2 if fmt is None else 1
@@ -112,6 +114,7 @@ def plan(
         if rules is not None:
             resolved = rules.resolve({name: item.shape for name, item in tensors.items()})
             resolved = keep_tensors(resolved, tensors, keep=keep or ())
+            check_rows(file, resolved, how_to_fill='"padding": "zero" in the manifest')
         else:
             resolved = choose_formats(tensors, fmt or "", keep=keep or ())
     if output is not None:
@@ -161,7 +164,7 @@ def show(
 
 @manifest_app.command(cls=QuickCommand)
 def expand(
-    raw: Annotated[Path, typer.Argument(help="A raw map of names with [i] to formats, as JSON.")],
+    raw: Annotated[Path, typer.Argument(help=r"A raw map of names with \[i] to formats, as JSON.")],
     _as_json: AlwaysJson = False,
 ) -> None:
     r"""Turn a raw map (`block.\[i].mlp.weight` to a format) into a manifest of rules.

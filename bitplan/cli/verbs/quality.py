@@ -64,6 +64,24 @@ def perplexity(
 
     Example: bitplan perplexity llama --text text.txt --context 64 --format mxfp4 --format int8_row
     """
+    from bitplan.errors import MeasureError
+    from bitplan.formats import get_format
+    from bitplan.plan import Plan, open_manifest
+    from bitplan.records import read_text
+    from bitplan.store.files.headers import check_model_source
+    from bitplan.store.files.open_files import open_tensors
+
+    # Everything that can be refused is, before minutes are spent, and before torch is imported.
+    formats = [get_format(name) for name in fmt or ()]
+    if (keep or scale_rule) and not formats:
+        raise MeasureError("--keep and --scale-rule go with --format; a manifest or plan says itself what gets what")
+    manifests = [(f"manifest {name}", open_manifest(name)) for name in manifest or ()]
+    plans = [(f"plan {path}", Plan.load(path)) for path in plan or ()]
+    content = read_text(text)
+    for each, its_config in ((model, config), *([] if against is None else [(against, None)])):
+        check_model_source(each, its_config)
+        open_tensors(each).close()
+
     import torch
 
     from bitplan.cli.measure_formats import (
@@ -71,22 +89,12 @@ def perplexity(
         format_map,
         morphed_twin,
         plan_map,
-        read_text,
         require_same_tokens,
         resolved_for,
     )
-    from bitplan.formats import get_format
-    from bitplan.measure.quality.perplexity import MeasureError, spread_windows
-    from bitplan.plan import Plan, open_manifest
+    from bitplan.measure.quality.perplexity import spread_windows
     from bitplan.runtime.causal_lm import load_causal_lm
 
-    # Everything that can be refused is, before minutes are spent.
-    formats = [get_format(name) for name in fmt or ()]
-    if (keep or scale_rule) and not formats:
-        raise MeasureError("--keep and --scale-rule go with --format; a manifest or plan says itself what gets what")
-    manifests = [(f"manifest {name}", open_manifest(name)) for name in manifest or ()]
-    plans = [(f"plan {path}", Plan.load(path)) for path in plan or ()]
-    content = read_text(text)
     if threads is not None:
         torch.set_num_threads(threads)
     with progress("reading", 1):
@@ -101,9 +109,9 @@ def perplexity(
         require_same_tokens(candidate, reference, content)
     jobs: list[tuple[str, Any, Rule | None, Literal["zero"] | None]]
     jobs = [] if against is None else [(model.name, None, None, None)]
-    for each in formats:
-        choice = format_map(each.name, candidate.model, keep or (), pad=pad)
-        jobs.append((each.name, choice, None if each.is_cast else scale_rule, pad))
+    for wanted in formats:
+        choice = format_map(wanted.name, candidate.model, keep or (), pad=pad)
+        jobs.append((wanted.name, choice, None if wanted.is_cast else scale_rule, pad))
     plans = [(label, resolved_for(rules, candidate.model)) for label, rules in manifests] + plans
     jobs += [
         (label, plan_map(planned, candidate.model, where=label), None, pad or planned.pad) for label, planned in plans

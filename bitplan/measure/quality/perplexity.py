@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bitplan.errors import BitplanError
+from bitplan.errors import MeasureError
 from bitplan.measure.quality.estimates import Estimate, clustered_mean
 
 MOST_NATS = 709.0  # exp of more is beyond float64
@@ -32,10 +32,6 @@ ROWS_AT_ONCE = 128  # float64 log-probabilities of a large vocabulary: 50 MB at 
 
 # Token ids [windows, length] -> logits [windows, length, vocabulary], or an object that has them as `.logits`.
 LogitsOf = Callable[[Tensor], Any]
-
-
-class MeasureError(BitplanError, ValueError):
-    """Something that cannot be measured: no text, no tokenizer, logits that are not numbers."""
 
 
 # ---- windows ---------------------------------------------------------------------------------------------------------

@@ -21,7 +21,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from bitplan.errors import BitplanError, StoreError, did_you_mean
+from bitplan.errors import ArgumentError, BitplanError, StoreError, did_you_mean
 from bitplan.formats import Format, get_format
 from bitplan.formats.scales.rules import ScaleRule
 from bitplan.kernels import encode
@@ -117,6 +117,8 @@ def apply_plan(
             raise ApplyError(f"{option} must be {' or '.join(map(repr, known))}, got {value!r}")
     if not isinstance(plan, Plan):
         raise ApplyError(f"expected a Plan, such as Manifest.resolve gives, got a {type(plan).__name__}")
+    if not isinstance(model, nn.Module):
+        raise ArgumentError(f"apply_plan(model, plan): model must be a torch.nn.Module, got a {type(model).__name__}")
     if any(isinstance(module, Morphed) for module in model.modules()):
         raise ApplyError("the model is morphed: its weights are read in another way; call unmorph_model first")
     tensors = _Tensors(model)
@@ -144,8 +146,8 @@ def refuse_saving(model: nn.Module) -> None:
 
 def _refuse_saving(*_args: Any, **_options: Any) -> None:
     raise StoreError(
-        "save_pretrained: weights of this model are packed, and transformers could not read them back; the checkpoint "
-        "it came from still holds them: save what you trained (adapters, biases) or model.state_dict()"
+        "save_pretrained: weights of this model are packed, and transformers could not read them back; "
+        "bitplan.save_model writes what `bitplan quantize` writes (experts of gpt-oss: `bitplan convert`)"
     )
 
 

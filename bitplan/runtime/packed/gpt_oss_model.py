@@ -30,6 +30,12 @@ GENERATION = "generation_config.json"
 class GptOssPackedExperts(QuantExperts):
     """QuantExperts under the call of transformers' GptOssExperts."""
 
+    # transformers has these experts under other names, transposed; `save_model` gives this reason.
+    why_not_saved = (
+        "holds packed experts of gpt-oss, which save_model does not write; the checkpoint that the model came from "
+        "still holds them: `bitplan convert` brings it into another layout"
+    )
+
     def forward(self, hidden_states: Tensor, router_indices: Tensor, routing_weights: Tensor) -> Tensor:
         return super().forward(hidden_states, router_indices, routing_weights)
 

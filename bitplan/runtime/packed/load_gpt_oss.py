@@ -40,6 +40,7 @@ from bitplan.store.files.open_files import GGUFTensors, TensorFile, open_tensors
 from bitplan.store.gpt_oss import GptOssFile
 from bitplan.store.gpt_oss.experts import DOWN, GATE_UP
 from bitplan.store.gpt_oss.layouts import GGUF_WIDE, Slot, list_slots
+from bitplan.text import counted
 
 _BIASES = ("gate_up_proj_bias", "down_proj_bias")
 CHECKS = ("quick", "deep")
@@ -182,7 +183,10 @@ def _open_checked(path: Path, manifest: ManifestLike, *, deep: bool) -> GptOssFi
             require_clean(rules, list_headers(headers), checkpoint=str(path))
         findings = deep_check(rules, headers) if deep else []
         if findings:
-            first, more = findings[0], f" (and {len(findings) - 1} more findings)" if len(findings) > 1 else ""
+            first, more = (
+                findings[0],
+                f" (and {counted(len(findings) - 1, 'more finding')})" if len(findings) > 1 else "",
+            )
             raise FileFormatError(f"{path}: {first.where}: {first.message}{more}")
     file = GptOssFile(path)
     try:

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO, Generic, Self, TypeVar
 
 from bitplan.errors import FileFormatError, StoreError, did_you_mean
+from bitplan.records import check_input
 
 if TYPE_CHECKING:
     import torch
@@ -34,8 +35,7 @@ class ContainerFile(ABC, Generic[Entry]):
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
-        if not os.path.isfile(self.path):
-            raise FileFormatError(f"{self.path}: no such file")
+        check_input(self.path)
         self._file = self.path.open("rb")
         self._lock = threading.Lock()
         try:

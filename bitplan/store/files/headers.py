@@ -1,15 +1,25 @@
-"""What a file says of its tensors, for deciding about them: read from headers, without torch."""
+"""What a file says of its tensors, and what lies beside it: for refusing or deciding before torch is imported."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
 
-from bitplan.errors import StoreError
+from bitplan.errors import FormatError, MeasureError, StoreError
+from bitplan.formats import get_format
 from bitplan.plan.choose import Stored, name_matches
+from bitplan.store.files.safetensors import INDEX_SUFFIX
+from bitplan.text import counted
 
 if TYPE_CHECKING:
+    from bitplan.plan import Plan
     from bitplan.store.files.open_files import TensorFile, TensorSpec
+
+
+SUFFIXES = (".safetensors", ".gguf", ".json")  # of files that are written
+_TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
+_WEIGHT_FILES = (".safetensors", INDEX_SUFFIX)
 
 
 def stored_tensors(file: TensorFile) -> dict[str, Stored]:
@@ -28,3 +38,59 @@ def check_patterns(file: TensorFile, patterns: Sequence[str]) -> None:
             raise StoreError(
                 f"{file.path}: the pattern {pattern!r} matches no tensor; `bitplan inspect` lists the names"
             )
+
+
+def check_rows(file: TensorFile, plan: Plan, *, how_to_fill: str) -> None:
+    """Rows that are not whole blocks of their format are refused, where the plan does not fill them.
+
+    how_to_fill   what to do so that they are filled, for the message
+    """
+    if plan.pad is not None:
+        return
+    faults = []
+    for name, entry in plan.entries.items():
+        spec, fmt = file.spec(name), get_format(entry.choice.format)
+        if entry.stored is not None or entry.part is not None or (spec.encoded and spec.format == fmt.name):
+            continue
+        cols = fmt.matrix_shape(spec.shape)[1]
+        if fmt.padded_cols(cols) != cols:
+            faults.append((name, fmt, cols, spec.shape))
+    if faults:
+        name, fmt, cols, shape = faults[0]
+        more = f" (nor {counted(len(faults) - 1, 'other tensor')})" if len(faults) > 1 else ""
+        raise FormatError(
+            f"{file.path}: {name}: {fmt.name} has blocks of {fmt.block.cols}, and {cols} of shape {shape} is not a "
+            f"multiple{more}; {how_to_fill} fills the last block, --keep {name!r} leaves the tensor as it is"
+        )
+
+
+def check_model_source(source: Path, config: Path | None) -> Path:
+    """Where config.json and the tokenizer lie; that they do is checked for all but GGUF, which holds both."""
+    if not source.exists():
+        raise MeasureError(f"{source}: no such file or folder; nothing is downloaded, so give a path on this machine")
+    if source.is_file() and source.suffix != ".gguf" and not source.name.endswith(_WEIGHT_FILES):
+        raise MeasureError(
+            f"{source}: expected a folder with config.json, a .safetensors or a .gguf file, "
+            f"got a {source.suffix or 'nameless'} file"
+        )
+    folder = config or (source if source.is_dir() else source.parent)
+    if source.suffix == ".gguf" and config is None:
+        return folder
+    lone = source.is_file() or config is not None
+    where = f"{source}: in {folder.resolve()}" if source.is_file() and config is None else f"{folder}:"
+    if not (folder / "config.json").is_file():
+        hint = (
+            "give its folder as --config"
+            if lone
+            else "so not a Hugging Face model; a GGUF file is given by its own path"
+        )
+        raise MeasureError(f"{where} no config.json, {hint}")
+    if not lone and not any(source.glob("*.safetensors")) and not any(source.glob(f"*{INDEX_SUFFIX}")):
+        raise MeasureError(f"{source}: no .safetensors file; other weight files (pickles) are not opened")
+    if not any((folder / name).is_file() for name in _TOKENIZERS):
+        hint = ", or give the folder of that model as --config" if source.is_file() and config is None else ""
+        raise MeasureError(
+            f"{where} the model has no tokenizer ({', '.join(_TOKENIZERS)}); "
+            f"copy that of the model it was made from into the folder{hint}"
+        )
+    return folder

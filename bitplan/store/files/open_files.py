@@ -147,6 +147,10 @@ def open_tensors(path: str | Path) -> TensorFile:
             raise FileFormatError(f"{source}: the file is empty")
         if head == b"GGUF":
             return GGUFTensors(source)
+        if source.suffix == ".gguf":
+            raise FileFormatError(
+                f"{source}: not a GGUF file, which begins with the letters GGUF; this one begins with {head!r}"
+            )
         if head[:1] == b"{" and not source.name.endswith(INDEX_SUFFIX):
             return PolyTensors(source)
     return NativeTensors(source)
@@ -222,6 +226,12 @@ class NativeTensors(TensorFile):
                 hidden.add(entry.name)
         specs = {}
         for name, entry in entries.items():
+            owner = name.removesuffix("._extra_state")
+            if owner != name and f"{owner}.data" in entries:
+                raise FileFormatError(
+                    f"{self.path}: {owner!r} lies here as parts of a packed weight, as state_dict() of a model with a "
+                    "plan applied has it; load it by load_state_dict into such a model, and write it with save_model"
+                )
             if name in self.formats:
                 fmt, shape = self.formats[name]
                 specs[name] = TensorSpec(name, fmt.name, shape, fmt.nbytes(shape), "float32", encoded=True)

@@ -30,7 +30,6 @@ import base64
 import binascii
 import json
 import math
-import os
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -43,7 +42,7 @@ from torch import Tensor
 
 from bitplan.errors import FileFormatError, FormatError, StoreError, did_you_mean
 from bitplan.formats import DTYPE_NAMES, Encoded, Format, decode, encode, get_format
-from bitplan.records import atomic_file, read_json
+from bitplan.records import atomic_file, check_input, read_json
 
 CODEC = "bitplan-1"
 MAX_FILE_BYTES = 2**31
@@ -105,9 +104,13 @@ class PolyNetwork:
 
 def read_poly_json(path: str | Path) -> PolyNetwork:
     """Read a network file, the original's or ours; every weight is decoded and checked."""
-    if not os.path.isfile(path):
-        raise FileFormatError(f"{path}: no such file")
+    check_input(path)
     document = read_json(path, max_bytes=MAX_FILE_BYTES)
+    if isinstance(document, dict) and not document.keys() & {"id", "layers"}:
+        raise FileFormatError(
+            f"{path}: is JSON without weights: no network of the seed's, which has `id` and `layers`; a model is given "
+            "by its folder, its index (*.safetensors.index.json) or a file of weights"
+        )
     return PolyNetwork(document, _Reader(str(path), document).tensors())
 
 

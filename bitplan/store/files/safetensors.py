@@ -12,7 +12,9 @@ byte: the file counts elements, torch counts pairs, and `TensorEntry.shape` is t
 
 from __future__ import annotations
 
+import functools
 import json
+import logging
 import math
 import os
 from collections import Counter
@@ -24,12 +26,14 @@ from typing import TYPE_CHECKING, Any, Self
 
 from bitplan.errors import FileFormatError, StoreError, did_you_mean
 from bitplan.formats.dtypes import ITEM_BYTES, dtype_name, torch_dtype
-from bitplan.records import atomic_file, parse_json, read_json
+from bitplan.records import atomic_file, check_input, parse_json, read_json
 from bitplan.store.files.container import ContainerFile, Payload, PayloadWriter
+from bitplan.text import visible
 
 if TYPE_CHECKING:
     import torch
 
+log = logging.getLogger("bitplan")
 MAX_HEADER_BYTES = 100_000_000  # the library's own limit
 MAX_RANK = 64  # torch's own limit
 MAX_BYTES = 2**63 - 1
@@ -319,12 +323,18 @@ class Checkpoint:
 def open_checkpoint(path: str | Path) -> Checkpoint:
     """Open a .safetensors file, an index of shards, or the folder that holds one of them."""
     source = Path(path)
-    if source.is_dir():
-        source = _find_in_folder(source)
+    folder = source if source.is_dir() else None
+    if folder is not None:
+        source = _find_in_folder(folder)
     if source.name.endswith(".bin.index.json"):
         raise FileFormatError(f"{source}: names files of which each {_PICKLE}")
     weight_map = _read_index(source) if source.name.endswith(".json") else None
     shards = [source] if weight_map is None else sorted({source.parent / shard for shard in weight_map.values()})
+    if folder is not None:
+        taken = {source, *shards}
+        ignored = [name for name in _weight_files(folder) if folder / name not in taken]
+        if ignored:
+            _say_ignored(str(folder), source.name, ", ".join(ignored[:6]) + (", ..." if len(ignored) > 6 else ""))
     with ExitStack() as opened:
         files = [opened.enter_context(SafetensorsFile(shard)) for shard in shards]
         checkpoint = Checkpoint(files, None if weight_map is None else source)
@@ -334,18 +344,37 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
     return checkpoint
 
 
+def _weight_files(folder: Path) -> list[str]:
+    return sorted(
+        name
+        for name in os.listdir(folder)
+        if name.endswith((".safetensors", INDEX_SUFFIX)) and not name.startswith(".")
+    )
+
+
+@functools.cache
+def _say_ignored(folder: str, taken: str, ignored: str) -> None:
+    """Once, however often a command opens the folder."""
+    log.warning("%s: %s is read, as transformers does; ignored: %s", visible(folder), visible(taken), visible(ignored))
+
+
 def _find_in_folder(folder: Path) -> Path:
-    names = sorted(name for name in os.listdir(folder) if not name.startswith("."))
-    indexes = [name for name in names if name.endswith(INDEX_SUFFIX)]
-    candidates = indexes or [name for name in names if name.endswith(".safetensors")]
+    """As transformers: model.safetensors, else model's index; where there is neither, the only index or file."""
+    names = _weight_files(folder)
+    whole, index = "model.safetensors", f"model{INDEX_SUFFIX}"
+    if whole in names and not (index in names and whole in _read_index(folder / index).values()):
+        return folder / whole
+    if index in names:
+        return folder / index
+    candidates = [name for name in names if name.endswith(INDEX_SUFFIX)] or names
     if len(candidates) == 1:
         return folder / candidates[0]
     if candidates:
         raise FileFormatError(
-            f"{folder}: expected one index (*{INDEX_SUFFIX}) or one .safetensors file, found {len(candidates)}: "
+            f"{folder}: has neither {whole} nor {index}, and {len(candidates)} others: "
             f"{', '.join(candidates[:6])}; pass the one you mean"
         )
-    pickles = [name for name in names if name.endswith(_PICKLE_SUFFIXES)]
+    pickles = sorted(name for name in os.listdir(folder) if name.endswith(_PICKLE_SUFFIXES))
     if pickles:
         raise FileFormatError(f"{folder}: has no .safetensors file; {pickles[0]} {_PICKLE}")
     raise FileFormatError(f"{folder}: has neither a .safetensors file nor an index (*{INDEX_SUFFIX})")
@@ -353,8 +382,7 @@ def _find_in_folder(folder: Path) -> Path:
 
 def _read_index(path: Path) -> dict[str, str]:
     """The weight map of an index: tensor name to the shard's name within the same folder."""
-    if not os.path.isfile(path):
-        raise FileFormatError(f"{path}: no such file")
+    check_input(path)
     document = read_json(path)
     weight_map = document.get("weight_map") if isinstance(document, dict) else None
     if not isinstance(weight_map, dict) or not weight_map:

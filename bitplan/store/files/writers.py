@@ -18,10 +18,10 @@ from bitplan.errors import StoreError
 from bitplan.formats import Encoded, Format, repack
 from bitplan.formats.dtypes import dtype_name
 from bitplan.store.files.container import PayloadWriter
+from bitplan.store.files.headers import SUFFIXES
 from bitplan.store.files.open_files import GGUF_FORMATS, METADATA_KEY, format_metadata, part_name
 from bitplan.store.files.safetensors import write_safetensors
 
-SUFFIXES = (".safetensors", ".gguf", ".json")
 # The formats GGUF can hold; mxfp4 is repacked into GGUF's byte order, value for value.
 GGUF_TYPES = {ours: theirs for theirs, ours in GGUF_FORMATS.items()} | {
     "mxfp4": "MXFP4",
@@ -80,13 +80,20 @@ def write_native(
     """A safetensors file with packed payloads; tensors may come in any order."""
     entries: list[tuple[str, torch.dtype, tuple[int, ...]]] = []
     packed = {}
+    names = {promise.name for promise in promises}
     for promise in promises:
         if promise.fmt is None:
             entries.append((promise.name, promise.dtype, promise.shape))
             continue
         packed[promise.name] = (promise.fmt, promise.shape)
         for part, (dtype, shape) in promise.fmt.part_shapes(promise.shape).items():
-            entries.append((part_name(promise.name, part), dtype, shape))
+            own = part_name(promise.name, part)
+            if part != "data" and own in names:
+                raise StoreError(
+                    f"{path}: two tensors would be {own!r}: the {part} of {promise.name!r} in {promise.fmt.name}, and "
+                    f"the one of that name; leave {promise.name!r} as it is (--keep {promise.name!r}), or rename one"
+                )
+            entries.append((own, dtype, shape))
     extra = dict(metadata or {})
     if packed or tied:
         extra[METADATA_KEY] = format_metadata(packed, tied or {})

@@ -105,6 +105,26 @@ class Place:
         return any(fnmatchcase(".".join(parts[:end]), pattern) for end in range(1, len(parts) + 1))
 
 
+class EncodedModule(nn.Module):
+    """A module in the place of a Parameter, which it holds encoded; its name is the Parameter's."""
+
+    shape: tuple[int, ...]
+
+    @property
+    def encoded(self) -> Encoded:
+        raise NotImplementedError
+
+    def replace(self, encoded: Encoded) -> None:
+        """Take other bytes of the same format and shape."""
+        raise NotImplementedError
+
+
+def encoded_modules_of(model: nn.Module) -> dict[str, EncodedModule]:
+    """Every such module under every name it has."""
+    modules = model.named_modules(remove_duplicate=False)
+    return {name: module for name, module in modules if isinstance(module, EncodedModule)}
+
+
 def places_of(model: nn.Module) -> list[Place]:
     """Every Parameter under every name it has: modules used twice and tied weights appear twice."""
     return [

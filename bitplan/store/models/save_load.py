@@ -1,8 +1,8 @@
 """Saving and loading models: the packed bytes a model runs on are the bytes in the file.
 
-A parameter that was morphed is written as its active version; everything else as it is. Loading
-puts the version back untouched and restores the FP32 master from it, so that a loaded model can
-run, be saved again byte for byte, or train on.
+A parameter that was morphed is written as its active version, one that a plan packed as its packed bytes, under the
+parameter's own name; everything else as it is. Loading puts the version back untouched and restores the FP32 master
+from it, so that a loaded model can run, be saved again byte for byte, or train on.
 """
 
 from __future__ import annotations
@@ -15,19 +15,23 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from bitplan.errors import FileFormatError
+from bitplan.errors import ArgumentError, FileFormatError, StoreError
 from bitplan.formats import Encoded
 from bitplan.formats.dtypes import dtype_name
 from bitplan.kernels import decode
 from bitplan.store.files.open_files import NARROW_FLOATS, TensorFile, open_tensors
 from bitplan.store.files.writers import Promise, write_tensors
-from bitplan.store.models.morph import attach_encoded, formats_of, stores_of
+from bitplan.store.models.morph import EncodedModule, attach_encoded, encoded_modules_of, formats_of, stores_of
 from bitplan.store.models.transformers_names import listed_names, model_from_tensors
 
 
 def save_model(model: nn.Module, path: str | Path, *, metadata: Mapping[str, str] | None = None) -> None:
-    """Write a model's parameters and persistent buffers; the suffix chooses .safetensors, .gguf or .json."""
-    items, tied = _model_items(model)
+    """Write a model's parameters and persistent buffers; the suffix chooses .safetensors, .gguf or .json.
+
+    What `morph_model` or `apply_plan` packed is written packed, under the parameter's own name, as by `quantize_file`.
+    """
+    _check_arguments("save_model(model, path)", model, path)
+    items, tied = _model_items(model, path)
     if Path(path).suffix != ".safetensors":  # the other containers cannot say that two names are one tensor
         items |= {alias: items[name] for alias, name in tied.items()}
         tied = {}
@@ -48,9 +52,10 @@ def load_model(path: str | Path, model: nn.Module) -> nn.Module:
     Every name and shape is checked before the first value is changed. A tied parameter may come under any of its names;
     a model of transformers takes files under the names that its save_pretrained writes. A packed tensor fits a
     parameter of any float type: the version is what the file holds, and the parameter what it stands for, rounded to
-    its type.
+    its type. A parameter that a plan packed takes its own format alone.
     """
-    own = model.state_dict(keep_vars=True)
+    _check_arguments("load_model(path, model)", model, path)
+    own = _own_tensors(model)
     with open_tensors(path) as file:
         names = [*file.specs, *file.tied]
         unsaved = {name: item for name, item in model.named_buffers(remove_duplicate=False) if name not in own}
@@ -75,9 +80,15 @@ def load_model(path: str | Path, model: nn.Module) -> nn.Module:
     plain = {name: item for name, item in items.items() if not isinstance(item, Encoded)}
     _check_ties(path, plain, own)
     with torch.no_grad():
-        for name, item in plain.items():
-            own[name].copy_(item)
-    attach_encoded(model, {name: item for name, item in items.items() if isinstance(item, Encoded)})
+        for name, item in items.items():
+            place = own[name]
+            if isinstance(place, EncodedModule):
+                assert isinstance(item, Encoded)
+                place.replace(item)
+            elif not isinstance(item, Encoded):
+                place.copy_(item)
+    versions = {name: item for name, item in items.items() if isinstance(item, Encoded)}
+    attach_encoded(model, {name: item for name, item in versions.items() if isinstance(own[name], Tensor)})
     return model
 
 
@@ -128,13 +139,21 @@ def _under_the_models_names(path: str | Path, file: TensorFile, model: Any) -> d
     return found
 
 
-def _check_shape(path: str | Path, name: str, shape: tuple[int, ...], own: Tensor) -> None:
+def _check_shape(path: str | Path, name: str, shape: tuple[int, ...], own: Tensor | EncodedModule) -> None:
     if shape != tuple(own.shape):
         raise FileFormatError(f"{path}: {name!r} is {shape}, the model's is {tuple(own.shape)}")
 
 
-def _check_fits(path: str | Path, item: Tensor | Encoded, name: str, own: Tensor) -> None:
+def _check_fits(path: str | Path, item: Tensor | Encoded, name: str, own: Tensor | EncodedModule) -> None:
     _check_shape(path, name, tuple(item.shape), own)
+    if isinstance(own, EncodedModule):
+        came, packed = item.fmt.name if isinstance(item, Encoded) else str(item.dtype), own.encoded.fmt.name
+        if came != packed:
+            raise FileFormatError(
+                f"{path}: {name!r} is {came}, the model holds it packed as {packed}; load the file into the model "
+                "before the plan is applied"
+            )
+        return
     if isinstance(item, Encoded):
         holds, what = own.is_floating_point(), item.fmt.name
     else:
@@ -152,28 +171,55 @@ def _holds(own: torch.dtype, came: torch.dtype) -> bool:
     return came != torch.float4_e2m1fn_x2 and own.is_floating_point and own.itemsize > 1
 
 
-def _check_ties(path: str | Path, plain: Mapping[str, Tensor], own: Mapping[str, Tensor]) -> None:
+def _check_ties(path: str | Path, plain: Mapping[str, Tensor], own: Mapping[str, Tensor | EncodedModule]) -> None:
     """Names that are one parameter of the model must bring the same numbers."""
     first: dict[int, str] = {}
     for name, item in plain.items():
-        other = first.setdefault(id(own[name]), name)
-        kind = own[name].dtype
+        place = own[name]
+        assert isinstance(place, Tensor)
+        other = first.setdefault(id(place), name)
+        kind = place.dtype
         if other != name and not torch.equal(item.to(kind), plain[other].to(kind)):
             raise FileFormatError(f"{path}: the model ties {name!r} to {other!r}, and the file has different numbers")
 
 
-def _model_items(model: nn.Module) -> tuple[dict[str, Tensor | Encoded], dict[str, str]]:
+def _check_arguments(call: str, model: object, path: object) -> None:
+    if not isinstance(model, nn.Module) or not isinstance(path, str | Path):
+        came = {"model": type(model).__name__, "path": type(path).__name__}
+        raise ArgumentError(
+            f"{call}: model must be a torch.nn.Module and path a str or Path, got model: {came['model']} and "
+            f"path: {came['path']}"
+        )
+
+
+def _own_tensors(model: nn.Module) -> dict[str, Tensor | EncodedModule]:
+    """Everything a model saves, by its own names: a packed parameter is one thing, not its parts."""
+    packed = encoded_modules_of(model)
+    own: dict[str, Tensor | EncodedModule] = {}
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        owner = name.rpartition(".")[0]
+        own[owner if owner in packed else name] = packed.get(owner, tensor)
+    return own
+
+
+def _model_items(model: nn.Module, path: str | Path) -> tuple[dict[str, Tensor | Encoded], dict[str, str]]:
     """Everything a model saves, each tensor once, and the names that share one."""
     stores, formats = stores_of(model), formats_of(model)
     items: dict[str, Tensor | Encoded] = {}
     tied: dict[str, str] = {}
     first_name: dict[tuple[int, str | None], str] = {}
-    for name, tensor in model.state_dict(keep_vars=True).items():
-        if isinstance(tensor, nn.Parameter):  # tied only where the format is the same too
+    for name, module in model.named_modules():
+        if refusal := getattr(module, "why_not_saved", None):
+            raise StoreError(f"{path}: {name!r} {refusal}")
+    for name, tensor in _own_tensors(model).items():
+        if isinstance(tensor, nn.Parameter | EncodedModule):  # tied only where the format is the same too
             same = (id(tensor), formats[name].name if name in formats else None)
             if same in first_name:
                 tied[name] = first_name[same]
                 continue
             first_name[same] = name
-        items[name] = stores[name].morph(formats[name]) if name in stores else tensor.detach()
+        if isinstance(tensor, EncodedModule):
+            items[name] = tensor.encoded
+        else:
+            items[name] = stores[name].morph(formats[name]) if name in stores else tensor.detach()
     return items, tied

@@ -412,7 +412,7 @@ def test_without_transformers_the_way_to_get_it_is_told(capsys, monkeypatch):
 
 
 def test_text_errors_are_of_the_library_too(here):
-    from bitplan.cli.measure_formats import read_text
+    from bitplan.records import read_text
 
     (here / "latin.txt").write_bytes(b"caf\xe9")
     with pytest.raises(FileFormatError, match="not UTF-8"):

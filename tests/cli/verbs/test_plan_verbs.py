@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 import safetensors.torch
@@ -36,7 +37,7 @@ def test_a_cast_that_quantize_makes_is_no_finding(llama, capsys):
     assert run(["check", "llama", "wide.safetensors"]) == 0
     told = capsys.readouterr().out
     assert "21 tensors, no findings under llama" in told
-    assert "5 tensors are float32, and their rules ask for another float type: `bitplan quantize` casts" in told
+    assert "5 tensors in float32: their rules ask for another float type, to which `bitplan quantize` casts" in told
     assert run(["check", "llama", "wide.safetensors", "--json"]) == 0
     assert json.loads(capsys.readouterr().out) == []
 
@@ -111,3 +112,33 @@ def test_schema_and_expand(tmp_path, capsys):
     told = capsys.readouterr()
     assert "format 'FP9' is neither in `formats` nor one of bitplan's" in told.err
     assert told.out == ""
+
+
+def test_plan_refuses_what_quantize_refuses_and_counts_the_bytes_it_writes(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    tensors = {"a": torch.ones(4, 33), "b": torch.ones(4, 65), "steps": torch.ones(3, dtype=torch.int64)}
+    safetensors.torch.save_file(tensors, "odd.safetensors")
+    rules = {"version": 1, "patterns": [{"regex": ".*", "format": "mxfp4"}]}
+    Path("rules.json").write_text(json.dumps(rules))
+    told = []
+    for verb in (
+        ["plan", "rules.json", "odd.safetensors", "-o", "plan.json"],
+        ["quantize", "odd.safetensors", "small"],
+    ):
+        manifest = ["--manifest", "rules.json"] if verb[0] == "quantize" else []
+        assert run([*verb, *manifest]) == 2
+        told.append(capsys.readouterr().err.split(";")[0])
+    assert told[0] == told[1]
+    assert (
+        "odd.safetensors: a: mxfp4 has blocks of 32, and 33 of shape (4, 33) is not a multiple (nor 1 other tensor)"
+        in told[0]
+    )
+    assert not Path("plan.json").exists()
+    Path("rules.json").write_text(json.dumps({**rules, "padding": "zero"}))
+    assert run(["plan", "rules.json", "odd.safetensors", "-o", "plan.json"]) == 0
+    assert run(["quantize", "odd.safetensors", "small.safetensors", "--plan", "plan.json", "--json"]) == 0
+    written = json.loads(capsys.readouterr().out.partition("plan: plan.json\n")[2])
+    planned = json.loads(Path("plan.json").read_text())["tensors"]
+    assert {row["name"]: row["bytes_after"] for row in written["tensors"]} == {
+        name: entry["bytes"] for name, entry in planned.items()
+    }

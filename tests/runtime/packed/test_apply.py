@@ -3,20 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
+import safetensors.torch
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from bitplan.errors import FormatError, NonFiniteError, StoreError
+from bitplan.errors import FileFormatError, FormatError, NonFiniteError, StoreError
 from bitplan.formats import decode, encode
 from bitplan.plan import Choice, Manifest, Plan, Planned, choose_formats
 from bitplan.runtime.packed.apply import ApplyError, Skipped, apply_plan
 from bitplan.runtime.packed.quant_linear import QuantLinear
 from bitplan.runtime.packed.tile_cache import TileCache
+from bitplan.store.compare import compare_files, compare_models
+from bitplan.store.files.open_files import open_tensors
 from bitplan.store.models.morph import morph_model
+from bitplan.store.models.save_load import load_model, save_model
+from bitplan.store.quantize import quantize_file
 from tests.runtime.packed.linear_samples import FORMATS, normal
 
 HIDDEN, FFN, VOCAB = 64, 128, 96
@@ -468,3 +474,69 @@ def test_a_packed_model_of_transformers_is_not_saved_as_one():
     apply_plan(model, plan, unsupported="skip")
     with pytest.raises(StoreError, match="save_pretrained: weights of this model are packed"):
         model.save_pretrained("nowhere")
+
+
+# ---- saved ---------------------------------------------------------------------------------------------------------
+
+
+def tensors_in(path: Path) -> dict[str, tuple[str, bytes]]:
+    """Every tensor of a safetensors file as any reader sees it."""
+    with safetensors.safe_open(path, "pt") as file:
+        found = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (it is no dict)
+    return {
+        name: (str(item.dtype), item.reshape(-1).view(torch.uint8).numpy().tobytes()) for name, item in found.items()
+    }
+
+
+def test_save_model_writes_what_quantize_writes(tmp_path: Path) -> None:
+    paths = {name: tmp_path / f"{name}.safetensors" for name in ("plain", "quantized", "saved", "again")}
+    model = Llama()
+    plan = plan_of(model, (".*q_proj.*", "nvfp4"), (".*(_proj|lm_head).weight", "int8_row"), (".*bias", "bfloat16"))
+    save_model(model, paths["plain"])
+    quantize_file(paths["plain"], paths["quantized"], plan)
+    apply_plan(model, plan)
+    save_model(model, paths["saved"])
+    assert tensors_in(paths["saved"]) == tensors_in(paths["quantized"])
+    assert compare_files(paths["quantized"], paths["saved"]).overall.max_error == 0
+    assert compare_models(model, load_model(paths["quantized"], Llama())).overall.max_error == 0
+    expected = model(torch.arange(5))
+    for other in (Llama(), applied(Llama(), plan)):
+        nn.init.normal_(other.model["embed_tokens"].weight)
+        load_model(paths["saved"], other.eval())
+        torch.testing.assert_close(other(torch.arange(5)), expected, rtol=0.02, atol=0.02)
+    save_model(other, paths["again"])
+    assert tensors_in(paths["again"]) == tensors_in(paths["saved"])
+    mixed = applied(Llama(), plan_of(Llama(), (".*_proj.weight", "mxfp4")))
+    with pytest.raises(
+        FileFormatError, match=r"down_proj.weight' is int8_row, the model holds it packed as mxfp4; load"
+    ):
+        load_model(paths["saved"], mixed)
+
+
+def applied(model: nn.Module, plan: Plan) -> nn.Module:
+    apply_plan(model, plan)
+    return model
+
+
+def test_a_weight_that_linears_share_is_saved_once(tmp_path: Path) -> None:
+    def make() -> nn.Module:
+        model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
+        model[1].weight = model[0].weight
+        return model
+
+    model = make()
+    apply_plan(model, plan_of(model, (".*weight", "mxfp4")))
+    save_model(model, tmp_path / "a.safetensors")
+    assert set(tensors_in(tmp_path / "a.safetensors")) == {"0.weight", "0.weight.scales", "0.bias", "1.bias"}
+    loaded = load_model(tmp_path / "a.safetensors", make())
+    torch.testing.assert_close(loaded.eval()(torch.eye(64)), model(torch.eye(64)))
+
+
+def test_a_state_dict_of_packed_parts_is_no_file_of_weights(tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Linear(64, 64))
+    apply_plan(model, plan_of(model, (".*weight", "mxfp4")))
+    safetensors.torch.save_file(model.state_dict(), tmp_path / "parts.safetensors")
+    with pytest.raises(
+        FileFormatError, match=r"'0.weight' lies here as parts of a packed weight, as state_dict\(\) of"
+    ):
+        open_tensors(tmp_path / "parts.safetensors")

@@ -31,8 +31,8 @@ from bitplan.store.files.container import ContainerFile
 from bitplan.store.files.gguf import GGUFFile, write_gguf
 from bitplan.store.files.open_files import open_tensors
 from bitplan.store.gpt_oss import GptOssFile, convert_gpt_oss, make_checkpoint
-from bitplan.store.gpt_oss import source as gpt_oss_source
 from bitplan.store.gpt_oss.make import DrawnCheckpoint
+from bitplan.store.models.save_load import save_model
 
 transformers = pytest.importorskip("transformers")
 LAYOUTS = ("openai", "hf", "gguf")
@@ -121,6 +121,10 @@ def test_it_stays_packed_and_as_the_file_has_it(made, layout, reads):
     assert report.device_bytes <= report.file_bytes
     assert report.seconds > 0
     assert json.loads(json.dumps(report.to_dict()))["layout"] == layout
+    with pytest.raises(
+        StoreError, match=r"'model.layers.0.mlp.experts' holds packed experts of gpt-oss, which save_model"
+    ):
+        save_model(model, "never.safetensors")
 
 
 def test_the_layouts_give_the_same_bytes(made):

@@ -286,7 +286,7 @@ def test_header_limit_holds_even_if_the_file_is_large_enough(tmp_path):
 @pytest.mark.parametrize("name", ["missing.safetensors", "folder"])
 def test_no_such_file(name, tmp_path):
     (tmp_path / "folder").mkdir()
-    with pytest.raises(FileFormatError, match="no such file"):
+    with pytest.raises(FileFormatError, match=r"no such file|is a folder, and a regular file"):
         SafetensorsFile(tmp_path / name)
 
 
@@ -546,8 +546,36 @@ def test_folders_without_an_answer(tmp_path):
     ):
         open_checkpoint(tmp_path)
     sharded(tmp_path).unlink()
-    with pytest.raises(FileFormatError, match=f"found 2: {ONE}, {TWO}; pass the one you mean"):
+    with pytest.raises(FileFormatError, match=f"and 2 others: {ONE}, {TWO}; pass the one you mean"):
         open_checkpoint(tmp_path)
+
+
+def test_a_folder_is_read_as_transformers_reads_it(tmp_path, caplog):
+    def opened():
+        with open_checkpoint(tmp_path) as checkpoint:
+            return set(checkpoint.tensors)
+
+    index = sharded(tmp_path)
+    save(tmp_path / "adapter_model.safetensors", {"lora": torch.ones(1)})
+    save(tmp_path / "consolidated.safetensors", {"same": torch.ones(1)})
+    assert opened() == opened() == {"a", "b", "c"}
+    told = [record.getMessage() for record in caplog.records]
+    taken = f"{index.name} is read, as transformers does; ignored: adapter_model.safetensors, consolidated.safetensors"
+    assert told == [f"{tmp_path}: {taken}"]
+    save(tmp_path / "model.safetensors", {"whole": torch.ones(1)})
+    assert opened() == {"whole"}
+    assert "model.safetensors is read, as transformers does; ignored: adapter_model.safetensors, " in caplog.text
+    for name in (index.name, ONE, TWO):
+        (tmp_path / name).unlink()
+    assert opened() == {"whole"}
+
+
+def test_a_shard_named_as_a_whole_model_is_a_shard(tmp_path):
+    index = sharded(tmp_path)
+    (tmp_path / ONE).rename(tmp_path / "model.safetensors")
+    index.write_text(index.read_text().replace(ONE, "model.safetensors"))
+    with open_checkpoint(tmp_path) as checkpoint:
+        assert set(checkpoint.tensors) == {"a", "b", "c"}
 
 
 @pytest.mark.parametrize(

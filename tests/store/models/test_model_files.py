@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from bitplan.errors import FileFormatError, StoreError
+from bitplan.errors import ArgumentError, FileFormatError, StoreError
 from bitplan.formats import DTYPE_NAMES, list_formats
 from bitplan.store.files.writers import GGUF_TYPES
 from bitplan.store.models.morph import formats_of, morph_model, stores_of
@@ -160,3 +160,12 @@ def test_models_of_other_float_types_load_and_save_to_the_same_bytes(dtype, fmt,
     assert loaded.weight.dtype == dtype
     x = torch.randn(3, 64).to(dtype)
     assert torch.equal(loaded.eval()(x), model.eval()(x))
+
+
+def test_swapped_arguments_are_named(tmp_path):
+    with pytest.raises(
+        ArgumentError, match=r"load_model\(path, model\): model must be a torch.nn.Module .* got model: str"
+    ):
+        load_model(nn.Linear(2, 2), "a.safetensors")
+    with pytest.raises(ArgumentError, match=r"save_model\(model, path\): .* got model: .*Path and path: Linear"):
+        save_model(tmp_path, nn.Linear(2, 2))
