@@ -106,7 +106,8 @@ def build_tiles(scaling, fp8="e4m3", norm="none", source="bf16"):
 def casts():
     for scaling in some("tensor", "row", "1x128", "128x128", "1x32"):
         build_tiles(scaling)
-    for given in some(dict(scaling="tensor"), dict(scaling="tensor", fp8="e5m2"), dict(scaling="1x128", norm="layer"))[1:]:
+    norm = dict(scaling="1x128", norm="layer")
+    for given in some(dict(scaling="tensor"), dict(scaling="tensor", fp8="e5m2"), norm)[1:]:
         build_tiles(**given)
 
 

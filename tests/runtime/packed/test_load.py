@@ -31,6 +31,7 @@ from bitplan.store.files.container import ContainerFile
 from bitplan.store.files.gguf import GGUFFile, write_gguf
 from bitplan.store.files.open_files import open_tensors
 from bitplan.store.gpt_oss import GptOssFile, convert_gpt_oss, make_checkpoint
+from bitplan.store.gpt_oss import source as gpt_oss_source
 from bitplan.store.gpt_oss.make import DrawnCheckpoint
 from bitplan.store.models.save_load import save_model
 
