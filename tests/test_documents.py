@@ -80,7 +80,7 @@ def test_every_page_has_an_example_and_is_in_the_index():
 
 
 def test_every_document_of_the_package_has_a_page():
-    sources = [path.read_text() for path in Path(bitplan.__file__).parent.glob("*/*.py")]
+    sources = [path.read_text() for path in Path(bitplan.__file__).parent.rglob("*.py")]
     named = {found for source in sources for found in re.findall(r'^DOCUMENT(?:, VERSION)? = "([\w-]+)"', source, re.M)}
     assert len(named) > 8
     assert {name for name in named if not any(f"`{name}`" in page for page in PAGES.values())} == set()
@@ -186,7 +186,7 @@ def keys_written(name, tmp_path):
             return log_drift(log, 0, [("w", weight, bitplan.encode(weight, "mxfp4"))])[0].to_dict()
     if name == "trees-model":
         file = pytest.importorskip("bitplan.trees.files.save", exc_type=ImportError)
-        return [*file._HEAD, *file._NODE_FIELDS, *file._LEAF_FIELDS]
+        return [*file.HEAD, *file.NODE_FIELDS, *file.LEAF_FIELDS]
     known = {
         "manifest": manifest_schema()["properties"],
         "plan": plan._TENSOR_KEYS,

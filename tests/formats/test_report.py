@@ -10,7 +10,7 @@ import torch
 
 from bitplan.errors import FormatError
 from bitplan.formats import decode, encode, error_report
-from bitplan.formats import error_report as report
+from bitplan.formats import quantization_error as report
 from bitplan.formats.quantization_error import Similarity, similarity
 
 from .samples import ALL_FORMATS, SCALED_FORMATS, gaussian

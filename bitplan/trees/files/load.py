@@ -15,7 +15,7 @@ from bitplan.errors import FileFormatError
 from bitplan.records import read_json
 from bitplan.trees.boost import Booster
 from bitplan.trees.estimators import BoostedTreesClassifier, BoostedTreesRegressor
-from bitplan.trees.files.save import FORMAT, LEAF_FIELDS, MAX_FEATURES, NODE_FIELDS, VERSION, is_text
+from bitplan.trees.files.save import FORMAT, HEAD, LEAF_FIELDS, MAX_FEATURES, NODE_FIELDS, VERSION, is_text
 from bitplan.trees.gradients import Array, TreesError
 from bitplan.trees.grow import FAR
 from bitplan.trees.objectives import OBJECTIVES
@@ -23,7 +23,6 @@ from bitplan.trees.tree import Tree
 
 MAX_INTEGER = 2**62
 _KINDS = {"classifier": BoostedTreesClassifier, "regressor": BoostedTreesRegressor}
-_HEAD = ("format", "version", "kind", "parameters", "classes", "features", "feature_names", "start", "losses", "trees")
 _DTYPES = {"feature": np.int32, "left": np.int32, "right": np.int32, "node_rows": np.int64, "leaf_rows": np.int64}
 
 
@@ -42,7 +41,7 @@ def load_trees(path: str | Path) -> BoostedTreesClassifier | BoostedTreesRegress
 
 
 def _model(where: str, document: Any) -> BoostedTreesClassifier | BoostedTreesRegressor:
-    _check_keys(where, document, _HEAD)
+    _check_keys(where, document, HEAD)
     version = document["version"]
     if document["format"] != FORMAT or type(version) is not int or version != VERSION:
         raise FileFormatError(

@@ -15,6 +15,7 @@ from bitplan.trees.tree import Tree
 
 FORMAT, VERSION = "bitplan.trees", 1
 MAX_FEATURES = 2**24  # bounds what a reader allocates for a number in a file
+HEAD = ("format", "version", "kind", "parameters", "classes", "features", "feature_names", "start", "losses", "trees")
 NODE_FIELDS = {
     "feature": int,
     "threshold": float,

@@ -10,6 +10,7 @@ from torch import Tensor
 from bitplan.errors import FormatError
 from bitplan.formats import Encoded, decode, encode, get_format
 from bitplan.kernels.matmul import fused_few_rows as tm
+from bitplan.kernels.matmul.expert_routing import route
 from bitplan.kernels.matmul.fused_few_rows import MatmulLaunch
 
 FORMATS = sorted(tm.FUSED_FORMATS)
@@ -120,7 +121,7 @@ def test_experts(name: str, tokens: int, top_k: int, device: torch.device) -> No
     )
     x = torch.randn(tokens, inputs).bfloat16()
     on_device = weight.to(device)
-    arranged, routing = tm.arrange_scales(on_device), tm.route(ids.to(device), experts)
+    arranged, routing = tm.arrange_scales(on_device), route(ids.to(device), experts)
     got = tm.fused_experts(x.to(device), on_device, arranged, routing, bias.to(device))
     chosen = ids.reshape(-1)
     of_token = x.double().repeat_interleave(top_k, dim=0)
@@ -136,7 +137,7 @@ def test_experts(name: str, tokens: int, top_k: int, device: torch.device) -> No
 def test_all_tokens_on_one_expert(device: torch.device) -> None:
     weight = encode(torch.randn(4, 32, 128), "mxfp4").to(device)
     x = torch.randn(50, 128).bfloat16().to(device)
-    routing = tm.route(torch.full((50, 1), 2, device=device), 4)
+    routing = route(torch.full((50, 1), 2, device=device), 4)
     got = tm.fused_experts(x, weight, tm.arrange_scales(weight), routing)
     assert relative_error(got, x.double() @ decode(weight, torch.float64)[2].T) < 4e-3
 
@@ -147,7 +148,7 @@ def test_an_id_that_no_expert_has_gives_nan_in_its_row_alone(tokens: int, device
     x = torch.randn(tokens, 128).bfloat16().to(device)
     ids = torch.arange(tokens, device=device)[:, None] % 3
     ids[0], ids[tokens // 2] = 3, -1
-    got = tm.fused_experts(x, weight, tm.arrange_scales(weight), tm.route(ids, 3))
+    got = tm.fused_experts(x, weight, tm.arrange_scales(weight), route(ids, 3))
     bad = torch.zeros(tokens, dtype=torch.bool, device=device)
     bad[0] = bad[tokens // 2] = True
     assert torch.equal(got.isnan(), bad[:, None].expand_as(got))
@@ -170,7 +171,7 @@ def test_refusals_say_why(device: torch.device) -> None:
             x,
             encode(torch.randn(2, 32, 128), "mxfp4").to(device),
             arranged,
-            tm.route(torch.zeros(1, 2).long().to(device), 2),
+            route(torch.zeros(1, 2).long().to(device), 2),
         )
 
 

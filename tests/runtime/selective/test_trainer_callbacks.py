@@ -80,7 +80,7 @@ def train_with_hugging_face(folder, steps, resume=None, train="adapters", seed=0
             lr_scheduler_type="constant",
             **options,
         )
-        callback = trainer_callback(policy, scalars=options.pop("scalars", None))
+        callback = trainer_callback(policy, scalars=options.pop("scalars", None), resume_from=resume)
         trainer = Trainer(model, arguments, train_dataset=rows(), callbacks=[callback])
         trainer.train(resume_from_checkpoint=resume)
         if train == "weights":

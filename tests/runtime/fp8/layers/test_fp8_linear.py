@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from bitplan.runtime.fp8.layers import linear as fp8_linear
+from bitplan.runtime.fp8.layers import products
 from bitplan.runtime.fp8.layers import weight_casts as fp8_weight_casts
 from bitplan.runtime.fp8.layers.linear import Fp8Linear, Fp8Settings, hold_weight_casts
 from bitplan.runtime.fp8.layers.weight_casts import drop_casts, drop_weight_casts, kept_casts
@@ -93,13 +94,13 @@ def test_recipes_can_be_mixed(monkeypatch) -> None:
 
 def test_only_the_layouts_needed_are_cast(monkeypatch) -> None:
     made = []
-    real = fp8_linear.cast_layouts
+    real = products.cast_layouts
 
     def record(x, recipe, fp8, eps, *, rows=True, cols=True, **more):
         made.append((tuple(x.shape), rows, cols))
         return real(x, recipe, fp8, eps, rows=rows, cols=cols, **more)
 
-    monkeypatch.setattr(fp8_linear, "cast_layouts", record)
+    monkeypatch.setattr(products, "cast_layouts", record)
     layer = Fp8Linear(K, N, bias=False, recipe=Fp8Recipe("tensorwise"))
     layer.weight.requires_grad_(False)
     x = torch.randn(16, K, requires_grad=True)
