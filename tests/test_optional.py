@@ -38,6 +38,8 @@ def test_a_hidden_library_is_one_line_with_the_command(hidden, use, library, ext
     (tmp_path / "config.json").write_text(json.dumps(LLAMA))
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "config.json").write_text(json.dumps(LLAMA))
+    (tmp_path / "model" / "model.safetensors").touch()
+    (tmp_path / "model" / "tokenizer.json").touch()
     (tmp_path / "model.gguf").touch()
     for name in [name for name in sys.modules if name.partition(".")[0] == hidden]:
         monkeypatch.delitem(sys.modules, name)

@@ -92,7 +92,7 @@ def _follow_master(layer: Any) -> None:
 
 def storage_recipe(layer: Any) -> str:
     """The recipe that the stored weight follows: that of the products that read it."""
-    used = {name for name in (layer.gemms.fprop, layer.gemms.dgrad) if name != BF16} or {layer.recipe.name}
+    used: set[str] = {name for name in (layer.gemms.fprop, layer.gemms.dgrad) if name != BF16} or {layer.recipe.name}
     if len(used) > 1 or not used <= set(STORABLE):
         raise Fp8LayerError(
             f"fp8_param stores one weight for fprop and dgrad, by {' or '.join(STORABLE)}, "
