@@ -180,7 +180,8 @@ def _stored(item: Stored | tuple[int, ...]) -> Stored:
             f"tensors must map names to shapes or Stored, got a {type(item).__name__}; of a state_dict it is "
             "{name: tuple(tensor.shape) for name, tensor in state.items()}"
         )
-    return Stored(tuple(int(size) for size in item))
+    shape: tuple[int, ...] = tuple(item)  # type: ignore[arg-type]  # a Stored is a tuple too
+    return Stored(shape)
 
 
 def _why_kept(name: str, keep: Sequence[str], only: Sequence[str]) -> str | None:

@@ -71,6 +71,7 @@ class GrowthRules:
                 self.min_gain,
                 self.category_smoothing,
                 self.category_l2,
+                float(np.any(self.monotone)),
             ],
             np.float64,
         )
@@ -95,7 +96,7 @@ class TreeGrower:
     def __init__(self, data: BinnedRows, bins: Bins, rules: GrowthRules, shards: Shards = ALONE) -> None:
         self._data, self._bins, self._rules, self._shards = data, bins, rules, shards
         # None where there are none: then numba leaves out what is for them.
-        self._monotone = rules.monotone if np.any(rules.monotone) else None
+        self._bounding = rules.monotone if rules.l1 or np.any(rules.monotone) else None
         self._is_category = bins.is_category if np.any(bins.is_category) else None
         self._numbers = rules.numbers
         self._space, self._spare = np.empty(data.rows, np.uint64), np.empty(data.rows, np.uint64)
@@ -184,7 +185,7 @@ class TreeGrower:
             )
             features = self._categories
         if len(features):
-            special = self._is_category, self._monotone, self._rules.l1 or None
+            special = self._is_category, self._bounding
             space = np.empty((4, BINS), np.int64), np.empty((2, BINS))
             splits = kernels.judge(
                 histogram.cells, histogram.words, *tables, features, self._bins.counts, *special, *numbers, *space
@@ -195,7 +196,7 @@ class TreeGrower:
     def _can_pack(self) -> bool:
         """Whether one-word cells may be judged as they are: nothing is bounded, and float32 holds what it must."""
         grad_scale, hess_scale = self._scales
-        if self._rules.l1 or self._monotone is not None or not (grad_scale > 0 and hess_scale > 0):
+        if self._bounding is not None or not (grad_scale > 0 and hess_scale > 0):
             return False
         with np.errstate(all="ignore"):
             extra, unit = self._rules.l2 / hess_scale, hess_scale / (grad_scale * grad_scale)

@@ -102,7 +102,7 @@ def test_some_features_and_some_rows():
 @given(
     seed=st.integers(0, 2**31),
     precision=st.sampled_from(GradientPrecision),
-    features=st.integers(1, 20),
+    features=st.sampled_from([1, 2, 3, 5, 8, 18, 20]),  # few loops to compile
     rows=st.integers(2, 120),
     missing=st.sampled_from([0.0, 0.3]),
     l1=st.sampled_from([0.0, 0.5]),

@@ -19,7 +19,7 @@ from bitplan.trees.loops.histogram import BINS, unpack_cell
 
 MISSING = 255
 # Places in `rules`
-L1, L2, MIN_WEIGHT, MIN_ROWS, MIN_GAIN, CATEGORY_SMOOTHING, CATEGORY_L2 = range(7)
+L1, L2, MIN_WEIGHT, MIN_ROWS, MIN_GAIN, CATEGORY_SMOOTHING, CATEGORY_L2, IS_MONOTONE = range(8)
 # Columns of `nodes` (integers): sums, sums of the left child, the split. ROWS are those of all processes.
 GRAD, HESS, ROWS, LEFT_GRAD, LEFT_HESS, LEFT_ROWS, FEATURE, BIN, MISSING_LEFT = range(9)
 NODE_COLUMNS = 9
@@ -88,7 +88,7 @@ def _scan_bounded(  # type: ignore[no-untyped-def]
     for i in range(count):
         left, right = np.float64(grads[i]) * grad_scale, np.float64(total_grad - grads[i]) * grad_scale
         left_hess, right_hess = np.float64(hess[i]) * hess_scale, np.float64(total_hess - hess[i]) * hess_scale
-        if monotone is None:
+        if rules[IS_MONOTONE] == 0.0:
             gains[i] = _gain(left, left_hess, rules[L1], l2) + _gain(right, right_hess, rules[L1], l2)
         else:
             left_value = leaf_value(left, left_hess, rules[L1], l2, bounds[0], bounds[1])
@@ -201,17 +201,20 @@ def judge_packed(cells, node, reals, goes_left, features, bins, scales, rules, p
 
 @compiled
 def judge(  # type: ignore[no-untyped-def]
-    cells, words, node, reals, goes_left, features, bins, is_category, monotone, l1, scales, rules, sums_by_bin, by_bin
+    cells, words, node, reals, goes_left, features, bins, is_category, monotone, scales, rules, sums_by_bin, by_bin
 ):
     """The same for cells of any form, if it is better than what `node` and `reals` have.
 
-    The bin of a set of categories is -1. `is_category` and `monotone` are None or by feature, `l1` is None or a number:
-    what None excludes is not compiled.
+    The bin of a set of categories is -1. `is_category` is None or by feature; `monotone` is None, unless there is L1 or
+    a feature is monotone: what None excludes is not compiled.
     """
     grads, hess, rows, order, gains = sums_by_bin[0], sums_by_bin[1], sums_by_bin[2], sums_by_bin[3], by_bin[0]
     bounds, sums = reals[LOW:], (node[GRAD], node[HESS], node[ROWS])
     node_grad, node_hess = np.float64(sums[0]) * scales[0], np.float64(sums[1]) * scales[1]
+    before = 0.0
     if monotone is None:
+        before = node_grad * node_grad / (node_hess + rules[L2]) if node_hess + rules[L2] > 0.0 else 0.0
+    elif rules[IS_MONOTONE] == 0.0:
         before = _gain(node_grad, node_hess, rules[L1], rules[L2]) if node_hess + rules[L2] > 0.0 else 0.0
     else:
         value = leaf_value(node_grad, node_hess, rules[L1], rules[L2], bounds[0], bounds[1])
@@ -247,7 +250,7 @@ def judge(  # type: ignore[no-untyped-def]
                     hess[U(i)] += missing_hess
                     rows[U(i)] += missing_rows
             bar = before + (best_gain if best_gain > least else least)
-            if l1 is None and monotone is None:
+            if monotone is None:
                 place, gain = np.int64(-1), -np.inf
                 least_bar, extra = -bar * CAUTION * unit, l2 / scales[1]
                 # Prefixes only grow: where a side has too few rows is known, in small nodes for much of a feature.

@@ -14,7 +14,7 @@ from bitplan import trees
 from bitplan.trees.distributed.fit import fit_distributed
 from bitplan.trees.distributed.wire import wire_form
 from bitplan.trees.gradients import GradientPrecision, TreesError
-from tests.trees.distributed.workers import Pool, half_squared_error
+from tests.trees.distributed.workers import Pool, half_squared_error, run_together
 from tests.trees.samples import table
 
 ROOT = Path(__file__).parent.parent.parent.parent
@@ -24,7 +24,20 @@ SMALL = {"n_estimators": 3, "max_leaves": 12, "min_child_samples": 10}
 
 
 @pytest.fixture(scope="module")
-def pool(tmp_path_factory):
+def fitted_alone():
+    """By case and precision: what one process fits to all rows."""
+    found = {}
+    for case, precision in PAIRS:
+        kind, changes, data = case()
+        eval_set = (data["eval_x"], data["eval_y"]) if "eval_x" in data else None
+        model = getattr(trees, kind)(**settings_of(changes, precision))
+        found[case, precision] = model.fit(data["x"], data["y"], data.get("weights"), eval_set)
+    return found
+
+
+@pytest.fixture(scope="module")
+def pool(tmp_path_factory, fitted_alone):
+    """Processes that find compiled what `fitted_alone` needed: else each of them would compile it."""
     workers = Pool(tmp_path_factory.mktemp("stores"))
     yield workers
     workers.close()
@@ -103,11 +116,8 @@ def fitted_apart(pool, request):
 
 
 @pytest.mark.parametrize(("case", "precision"), PAIRS, ids=lambda part: getattr(part, "__name__", part))
-def test_trees_are_those_of_one_process(fitted_apart, case, precision):
-    kind, changes, data = case()
-    eval_set = (data["eval_x"], data["eval_y"]) if "eval_x" in data else None
-    alone = getattr(trees, kind)(**settings_of(changes, precision))
-    alone.fit(data["x"], data["y"], data.get("weights"), eval_set)
+def test_trees_are_those_of_one_process(fitted_apart, fitted_alone, case, precision):
+    alone = fitted_alone[case, precision]
     assert any(tree.leaves > 2 for tree in alone.booster_.trees)
     for answer in fitted_apart[case, precision]:
         assert answer["text"] == alone.to_lightgbm()
@@ -296,10 +306,20 @@ def test_a_killed_process_that_hosts_the_store(pool):
 # ---- torchrun --------------------------------------------------------------------------------------------------------
 
 
+EXAMPLE = ["examples/trees_distributed.py", "--rows", "2000", "--trees", "3", "--check"]
+
+
+@pytest.mark.usefixtures("fitted_alone")  # what it needs is compiled
+def test_example_in_two_processes(capfd):
+    """With the variables that torchrun sets, in processes that have torch already."""
+    run_together(2, EXAMPLE)
+    assert "the same as one process: yes" in capfd.readouterr().out
+
+
+@pytest.mark.long
 def test_example_under_torchrun():
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    command += ["examples/trees_distributed.py", "--rows", "2000", "--trees", "3", "--check"]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(command + EXAMPLE, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     assert "the same as one process: yes" in done.stdout

@@ -69,6 +69,34 @@ def free_port():
         return one.getsockname()[1]
 
 
+def run_together(count, command):
+    """Run a script, with arguments, in as many processes as one group has; all must succeed."""
+    port = free_port()
+    started = [SERVER.Process(target=run_script, args=(command, rank, count, port)) for rank in range(count)]
+    for process in started:
+        process.start()
+    for process in started:
+        process.join(120)
+    codes = [process.exitcode for process in started]
+    for process in started:
+        process.kill()
+    assert codes == [0] * count
+
+
+def run_script(command, rank, count, port):
+    """A script as torchrun starts it."""
+    import runpy
+    import sys
+
+    import torch
+
+    torch.set_num_threads(1)
+    place = {"RANK": rank, "WORLD_SIZE": count, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    os.environ.update({name: str(value) for name, value in place.items()})
+    sys.argv = command
+    runpy.run_path(command[0], run_name="__main__")
+
+
 def serve(pipe):
     import torch
     import torch.distributed as dist
