@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import gc
 import os
 import signal
 import sys
@@ -29,6 +30,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.get_closest_marker("gpu"):
             item.add_marker(pytest.mark.skip(reason="needs a CUDA GPU"))
+
+
+def pytest_collection_finish() -> None:
+    """What is imported by now stays: `gc.collect()`, which some tests call, need not look through it each time."""
+    gc.collect()
+    gc.freeze()
 
 
 # Triton 3.6 makes the bound of a loop an integer in a way that NumPy refuses since 2.5: such kernels run on a GPU only.
