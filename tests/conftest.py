@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import gc
 import os
 import signal
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -32,6 +33,16 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.skip(reason="needs a CUDA GPU"))
 
 
+def pytest_collection_finish() -> None:
+    """What is imported by now stays: `gc.collect()`, which some tests call, need not look through it each time."""
+    gc.collect()
+    gc.freeze()
+
+
+def pytest_unconfigure() -> None:
+    gc.unfreeze()
+
+
 # Triton 3.6 makes the bound of a loop an integer in a way that NumPy refuses since 2.5: such kernels run on a GPU only.
 BROKEN_LOOP = "TypeError('only 0-dimensional arrays can be converted to Python scalar"
 
@@ -39,12 +50,7 @@ BROKEN_LOOP = "TypeError('only 0-dimensional arrays can be converted to Python s
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_call() -> Iterator[None]:
     """A kernel that this machine's interpreter cannot run is skipped, with the reason."""
-    interpreter = sys.modules.get("triton.runtime.interpreter")
-    if hasattr(interpreter, "_LangPatchScope") and not hasattr(interpreter._patch_lang, "__wrapped__"):
-        interpreter._patch_lang = patch_once(interpreter)
-        # Without `debug` it finds out whether sums overflow and throws the answer away: another third of its time.
-        builder = interpreter.interpreter_builder
-        builder.options = dataclasses.replace(builder.options, sanitize_overflow=builder.options.debug)
+    hasten_the_interpreter()
     try:
         return (yield)
     except Exception as error:
@@ -53,26 +59,29 @@ def pytest_runtest_call() -> Iterator[None]:
         raise
 
 
-def patch_once(interpreter: Any) -> Callable[[Any], Any]:
-    """Replace the functions of Triton's language once for a launch.
+def hasten_the_interpreter() -> None:
+    """Leave out two thirds of the time of Triton's interpreter, in which it does nothing that anyone sees.
 
-    The interpreter does so again at every call of a function inside a kernel, which takes a third of its time.
+    At every call of a function inside a kernel it replaces the functions of the language, as it did for the launch. And
+    of every sum of integers it finds out whether it overflows, and throws the answer away unless `debug` is set.
     """
-    real, open_scopes = interpreter._patch_lang, []
-    everywhere = SimpleNamespace(__globals__={"tl": interpreter.tl, "core": interpreter.tl.core})
-
-    class Scope(interpreter._LangPatchScope):
-        def restore(self) -> None:
-            open_scopes.remove(self)
-            super().restore()
+    interpreter = sys.modules.get("triton.runtime.interpreter")
+    if interpreter is None or hasattr(interpreter._patch_lang, "__wrapped__"):
+        return
+    real, launches = interpreter._patch_lang, []
+    whole_language = SimpleNamespace(__globals__={"tl": interpreter.tl, "core": interpreter.tl.core})
 
     @functools.wraps(real)
     def patch_lang(_: Any) -> Any:
-        if open_scopes:
-            return interpreter._LangPatchScope()
-        scope = Scope()
-        scope._changes = real(everywhere)._changes
-        open_scopes.append(scope)
+        if launches:
+            return SimpleNamespace(restore=lambda: None)
+        scope = real(whole_language)
+        launches.append(scope)
+        if scope is not None:  # older versions replace them for good
+            restore = scope.restore
+            scope.restore = lambda: (launches.clear(), restore())
         return scope
 
-    return patch_lang
+    interpreter._patch_lang = patch_lang
+    builder = interpreter.interpreter_builder
+    builder.options = dataclasses.replace(builder.options, sanitize_overflow=builder.options.debug)

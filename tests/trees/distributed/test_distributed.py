@@ -36,7 +36,7 @@ def fitted_alone():
 
 
 @pytest.fixture(scope="module")
-def pool(tmp_path_factory, fitted_alone):
+def pool(tmp_path_factory, fitted_alone):  # noqa: ARG001
     """Processes that find compiled what `fitted_alone` needed: else each of them would compile it."""
     workers = Pool(tmp_path_factory.mktemp("stores"))
     yield workers
