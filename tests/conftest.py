@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import signal
 from collections.abc import Iterator
 
 import pytest
 import torch
+import typer.main
 from crosses import pytest_generate_tests  # noqa: F401  # tests/ is where pytest begins
 
 os.environ.pop("COLUMNS", None)  # tables are as wide as a pipe has them, whoever runs this
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # started in a shell's background; tests of Ctrl-C need it
     signal.signal(signal.SIGINT, signal.default_int_handler)
 torch.set_num_threads(1)  # the suite itself runs in several workers
+typer.main.get_command = functools.cache(typer.main.get_command)  # a tenth of a second, for each command a test runs
 if not torch.cuda.is_available():  # Triton reads this when it is first imported
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
