@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+import typer.main
 
 from tests.crosses import pytest_generate_tests  # noqa: F401
 
@@ -21,6 +22,7 @@ os.environ.pop("COLUMNS", None)  # tables are as wide as a pipe has them, whoeve
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # started in a shell's background; tests of Ctrl-C need it
     signal.signal(signal.SIGINT, signal.default_int_handler)
 torch.set_num_threads(1)  # the suite itself runs in several workers
+typer.main.get_command = functools.cache(typer.main.get_command)  # a tenth of a second, for each command a test runs
 if not torch.cuda.is_available():  # Triton reads this when it is first imported
     os.environ.setdefault("TRITON_INTERPRET", "1")
 

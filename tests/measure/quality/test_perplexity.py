@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import math
-import subprocess
-import sys
 from itertools import pairwise
 
 import pytest
@@ -14,6 +12,7 @@ from torch import nn
 from bitplan.measure.quality.estimates import clustered_mean, student_t_975
 from bitplan.measure.quality.noise_floor import round_activations, shared_twin
 from bitplan.measure.quality.perplexity import KeptLogits, MeasureError, measure_perplexity, spread_windows, windows_of
+from tests.processes import Program
 
 VOCABULARY = 7
 
@@ -237,8 +236,9 @@ def test_activations_are_rounded_but_for_what_is_kept():
     assert torch.equal(model(x), expected)
 
 
-def test_measuring_does_not_load_transformers():
+def test_measuring_does_not_load_transformers(tmp_path):
     code = (
         "import bitplan.runtime.causal_lm, bitplan.cli.measure_formats, sys; assert 'transformers' not in sys.modules"
     )
-    subprocess.run([sys.executable, "-c", code], check=True)
+    program = Program(code, folder=tmp_path)
+    assert program.wait() == 0, program.errors

@@ -72,7 +72,7 @@ def test_eager_samples_call_until_they_are_long(ms, calls):
     assert found["a"].samples_ms == pytest.approx((ms,) * 2, rel=1e-3, abs=1e-6)
 
 
-@pytest.mark.parametrize(
+@pytest.mark.cross(
     ("error", "status"),
     [
         (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20 GiB"), "oom"),
@@ -82,7 +82,7 @@ def test_eager_samples_call_until_they_are_long(ms, calls):
         (ValueError("no"), "error"),
     ],
 )
-@pytest.mark.parametrize("fail_at", [1, 2, 5])
+@pytest.mark.cross("fail_at", [1, 2, 5])
 def test_one_arm_fails_and_the_others_go_on(error, status, fail_at):
     bench = Bench()
     arms = {"good": bench.arm("g", 5.0), "bad": bench.arm("b", 5.0, fail_at=fail_at, error=error)}

@@ -32,7 +32,7 @@ TIMINGS = [("graph",), ("graph", "eager")]
 @pytest.fixture(autouse=True)
 def no_bounds(monkeypatch):
     """Finding how far a choice holds asks thirty times what the choice itself does, and nothing here looks at it."""
-    monkeypatch.setattr(fp8_choice, "_bounded", lambda _policy, _question, choice, *_more: choice)
+    monkeypatch.setattr(fp8_choice, "_bounded", lambda _policy, _question, choice, *_how: choice)
 
 
 def share_of_the_better(gpu, policy, model, tokens, timing, **how):
