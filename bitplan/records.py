@@ -29,10 +29,11 @@ if sys.platform != "win32":
     import fcntl
 
 MAX_JSON_BYTES = 256 * 2**20
-# What a document may take in memory: an empty list is two bytes of text and a hundred as an object.
+# What a document may take in memory beyond twice its bytes: an empty list is two bytes of text, and a hundred there.
 MAX_JSON_MEMORY = 128 * 2**20
 MAX_JSON_DEPTH = 200  # of lists and objects within each other; Python's own limit differs between versions
-_SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
+_SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
+_WIDE, _WIDER = re.compile(rb"[\xc4-\xff]"), re.compile(rb"[\xf0-\xff]")  # letters of 2 and of 4 bytes in a str
 _KINDS = {
     stat.S_IFDIR: "a folder",
     stat.S_IFIFO: "a named pipe",
@@ -338,18 +339,22 @@ def read_text(path: str | Path) -> str:
 def parse_json(text: bytes, *, where: str) -> Any:
     """Parse strict JSON: UTF-8, nothing infinite, no half of a surrogate pair, no duplicate keys, no absurd nesting, no
     tricks with memory."""
-    marks = text.count(b"[") + text.count(b"{"), text.count(b",") + text.count(b":")
-    memory = 100 * marks[0] + 50 * marks[1]  # a list or object, and a value with its place in one
+    marks = {mark: text.count(mark) for mark in (b"[", b"{", b",", b":")}
+    # A list or object; a value and its place; a key with the pair it comes in. One wide letter makes all of a str wide.
+    memory = 100 * (marks[b"["] + marks[b"{"]) + 60 * marks[b","] + 110 * marks[b":"]
+    memory += len(text) * (6 if _WIDER.search(text) else 2 if _WIDE.search(text) else 0)
     if memory > MAX_JSON_MEMORY:
         raise FileFormatError(
-            f"{where}: {sum(marks)} values in {len(text)} bytes of JSON may take {memory // 2**20} MiB of memory, "
-            f"and a document may take {MAX_JSON_MEMORY // 2**20}"
+            f"{where}: {sum(marks.values())} values in {len(text)} bytes of JSON may take {memory // 2**20} MiB of "
+            f"memory beside its text, and a document may take {MAX_JSON_MEMORY // 2**20}"
         )
     try:
         # Decoded here: json.loads would also take UTF-16, a byte order mark, and half surrogate pairs.
-        document = json.loads(text.decode(), object_pairs_hook=_unique_keys, parse_constant=_refuse_constant)
+        letters = text.decode()
+        del text  # the caller that keeps no reference has the text in memory once
+        document = json.loads(letters, object_pairs_hook=_unique_keys, parse_constant=_refuse_constant)
         _check_values(document)
-        if _SURROGATE.search(text):  # an escape can spell half of a pair, which no file and no message can hold
+        if _SURROGATE.search(letters):  # an escape can spell half of a pair, which no file and no message can hold
             json.dumps(document, ensure_ascii=False).encode()
         return document
     except UnicodeEncodeError:

@@ -157,7 +157,8 @@ def plan_map(plan: Plan, model: nn.Module, *, where: str = "the plan") -> dict[s
         if plan.entries[name].part is not None:
             raise PlanError(f"{where}: {name!r} is a part of a packed weight; plan the model's own parameters")
         ours = [name, *(aliases.to_ours(name) for aliases in families)]
-        found[next((each for each in ours if each in known), name)] = choice.format
+        stays = plan.entries[name].stored is not None
+        found[next((each for each in ours if each in known), name)] = None if stays else choice.format
     decided = {id(place.parameter) for place in places if place.name in found}  # tied: by any of its names
     missing = list(dict.fromkeys(place.name for place in places if id(place.parameter) not in decided))
     if missing:

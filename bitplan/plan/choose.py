@@ -175,13 +175,13 @@ class _Rules(NamedTuple):
 def _stored(item: Stored | tuple[int, ...]) -> Stored:
     if isinstance(item, Stored):
         return item
-    if not isinstance(item, tuple | list) or not all(isinstance(size, int) for size in item):
+    shape: object = item
+    if not isinstance(shape, tuple | list) or not all(isinstance(size, int) for size in shape):
         raise ArgumentError(
             f"tensors must map names to shapes or Stored, got a {type(item).__name__}; of a state_dict it is "
             "{name: tuple(tensor.shape) for name, tensor in state.items()}"
         )
-    shape: tuple[int, ...] = tuple(item)  # type: ignore[arg-type]  # a Stored is a tuple too
-    return Stored(shape)
+    return Stored(tuple(shape))
 
 
 def _why_kept(name: str, keep: Sequence[str], only: Sequence[str]) -> str | None:

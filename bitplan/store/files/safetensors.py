@@ -123,10 +123,7 @@ class SafetensorsFile(ContainerFile[TensorEntry]):
                 f"the header says it takes {length} bytes, the file has {self._size - 8} "
                 f"and the format allows {MAX_HEADER_BYTES}"
             )
-        header = self._read_bytes("the header", 8, length)
-        if header[:1] != b"{" or b"\0" in header:
-            raise self._not_safetensors("the header is not a UTF-8 JSON object")
-        document = parse_json(header, where=f"{self.path}: header")
+        document = parse_json(self._json_header(length), where=f"{self.path}: header")
         self.metadata = _check_metadata(document.pop("__metadata__", {}), where=str(self.path))
         entries = [self._parse_entry(name, fields, 8 + length) for name, fields in document.items()]
         entries.sort(key=lambda entry: (entry.start, entry.nbytes, entry.name))
@@ -144,6 +141,13 @@ class SafetensorsFile(ContainerFile[TensorEntry]):
                 "it is cut short or has bytes that belong to no tensor"
             )
         self.tensors = {entry.name: entry for entry in entries}
+
+    def _json_header(self, length: int) -> bytes:
+        """Returned and not kept: while it is parsed, its bytes and what they become are both in memory."""
+        header = self._read_bytes("the header", 8, length)
+        if header[:1] != b"{" or b"\0" in header:
+            raise self._not_safetensors("the header is not a UTF-8 JSON object")
+        return header
 
     def _parse_entry(self, name: str, fields: Any, payload_start: int) -> TensorEntry:
         where = f"{self.path}: tensor {name[:80]!r}"

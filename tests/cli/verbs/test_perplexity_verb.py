@@ -219,6 +219,17 @@ def test_packed_shards_and_files_of_save_model(capsys):
     assert 8 < rows[0]["bits_per_weight"] < 10
 
 
+def test_bits_a_weight_are_those_of_the_file_that_quantize_writes(capsys):
+    def to_bfloat16(weights):
+        weights |= {name: tensor.bfloat16() for name, tensor in weights.items()}
+
+    change_weights("half", to_bfloat16)
+    quantize_file("half", "half_packed.safetensors", "mxfp4")
+    row = measured("half", "--format", "mxfp4", "--no-floor", capsys=capsys)["rows"][0]
+    packed = measured("half_packed.safetensors", "--config", "half", "--no-floor", capsys=capsys)["reference_row"]
+    assert row["bits_per_weight"] == packed["bits_per_weight"]
+
+
 def change_weights(name, change):
     """A copy of the llama with other tensors."""
     shutil.copytree("llama", name)

@@ -6,6 +6,7 @@ import json
 import os
 import signal
 import sys
+import tracemalloc
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ import safetensors
 import safetensors.torch
 import torch
 
+from bitplan import records
 from bitplan.errors import FileFormatError, StoreError
 from bitplan.formats.dtypes import torch_dtype
 from bitplan.store.files import safetensors as safetensors_io
@@ -591,3 +593,32 @@ def test_pickles_are_refused(name, tmp_path):
 def test_no_such_checkpoint(name, tmp_path):
     with pytest.raises(FileFormatError, match=f"{name}: no such file"):
         open_checkpoint(tmp_path / name)
+
+
+HEADERS = {
+    "short names": lambda i: f'"{i}":{{"dtype":"U8","shape":[],"data_offsets":[{i},{i + 1}]}}',
+    "long names": lambda i: f'"layers.{i:0200}.w":{{"dtype":"U8","shape":[1,1],"data_offsets":[{i},{i + 1}]}}',
+    "wide letters": lambda i: f'"{i}\N{GRINNING FACE}":{{"dtype":"U8","shape":[],"data_offsets":[{i},{i + 1}]}}',
+}
+
+
+@pytest.mark.parametrize("kind", HEADERS)
+def test_a_header_takes_twice_its_bytes_and_a_constant(kind, tmp_path, monkeypatch):
+    """A fifth of a MiB in place of 128, so that the largest header that is read is a small one."""
+    limit = 2**20 // 5
+    monkeypatch.setattr(records, "MAX_JSON_MEMORY", limit)
+    path, low, high = tmp_path / "many.safetensors", 1, 1000
+    while low + 1 < high:  # the most tensors that are read
+        count = (low + high) // 2
+        header = ("{" + ",".join(map(HEADERS[kind], range(count))) + "}").encode()
+        path.write_bytes(len(header).to_bytes(8, "little") + header + bytes(count))
+        tracemalloc.start()
+        try:
+            SafetensorsFile(path).close()
+            low, peak, size = count, tracemalloc.get_traced_memory()[1], len(header)
+        except FileFormatError:
+            high = count
+        finally:
+            tracemalloc.stop()
+    assert 50 < low < 999
+    assert peak < 2 * size + limit + 20_000
