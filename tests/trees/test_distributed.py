@@ -36,7 +36,7 @@ def fitted_alone():
 
 
 @pytest.fixture(scope="module")
-def pool(tmp_path_factory, fitted_alone):
+def pool(tmp_path_factory, fitted_alone):  # noqa: ARG001
     """Processes that find compiled what `fitted_alone` needed: else each of them would compile it."""
     workers = Pool(tmp_path_factory.mktemp("stores"))
     yield workers
@@ -310,10 +310,10 @@ EXAMPLE = ["examples/trees_distributed.py", "--rows", "2000", "--trees", "3", "-
 
 
 @pytest.mark.usefixtures("fitted_alone")  # what it needs is compiled
-def test_example_in_two_processes(capfd):
+def test_example_in_two_processes(tmp_path):
     """With the variables that torchrun sets, in processes that have torch already."""
-    run_together(2, EXAMPLE)
-    assert "the same as one process: yes" in capfd.readouterr().out
+    first, _ = run_together(2, EXAMPLE, tmp_path)
+    assert "the same as one process: yes" in first
 
 
 @pytest.mark.long
