@@ -310,10 +310,10 @@ EXAMPLE = ["examples/trees_distributed.py", "--rows", "2000", "--trees", "3", "-
 
 
 @pytest.mark.usefixtures("fitted_alone")  # what it needs is compiled
-def test_example_in_two_processes(capfd):
+def test_example_in_two_processes(tmp_path):
     """With the variables that torchrun sets, in processes that have torch already."""
-    run_together(2, EXAMPLE)
-    assert "the same as one process: yes" in capfd.readouterr().out
+    first, _ = run_together(2, EXAMPLE, tmp_path)
+    assert "the same as one process: yes" in first
 
 
 @pytest.mark.long

@@ -69,10 +69,13 @@ def free_port():
         return one.getsockname()[1]
 
 
-def run_together(count, command):
-    """Run a script, with arguments, in as many processes as one group has; all must succeed."""
-    port = free_port()
-    started = [SERVER.Process(target=run_script, args=(command, rank, count, port)) for rank in range(count)]
+def run_together(count, command, folder):
+    """Run a script, with arguments, in as many processes as one group has; all must succeed. What each printed."""
+    port, outputs = free_port(), [folder / f"{rank}.txt" for rank in range(count)]
+    started = [
+        SERVER.Process(target=run_script, args=(command, rank, count, port, output))
+        for rank, output in enumerate(outputs)
+    ]
     for process in started:
         process.start()
     for process in started:
@@ -81,10 +84,12 @@ def run_together(count, command):
     for process in started:
         process.kill()
     assert codes == [0] * count
+    return [output.read_text() for output in outputs]
 
 
-def run_script(command, rank, count, port):
+def run_script(command, rank, count, port, output):
     """A script as torchrun starts it."""
+    import contextlib
     import runpy
     import sys
 
@@ -94,7 +99,8 @@ def run_script(command, rank, count, port):
     place = {"RANK": rank, "WORLD_SIZE": count, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     os.environ.update({name: str(value) for name, value in place.items()})
     sys.argv = command
-    runpy.run_path(command[0], run_name="__main__")
+    with output.open("w") as file, contextlib.redirect_stdout(file):
+        runpy.run_path(command[0], run_name="__main__")
 
 
 def serve(pipe):
