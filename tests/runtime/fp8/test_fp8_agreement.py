@@ -90,16 +90,20 @@ def measured_under(policy, name):
     return isinstance(policy, BandPolicy) and any(rule.name == name and rule.gemm in GEMMS for rule in policy.rules)
 
 
-@settings(max_examples=60, deadline=None)
-@given(POLICIES, TOKENS, RECIPES, st.booleans(), st.booleans())
-def test_explain_apply_and_adapters_agree(policy, tokens, recipe, estimate, extrapolate):
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder, "policy.json")
-        policy.save(path)
-        check(path, tokens, recipe, estimate, extrapolate)
+@pytest.mark.parametrize("examples", [20, pytest.param(200, marks=pytest.mark.long)])
+def test_explain_apply_and_adapters_agree(examples):
+    @settings(max_examples=examples, deadline=None)
+    @given(POLICIES, TOKENS, RECIPES, st.booleans(), st.booleans())
+    def agree(policy, tokens, recipe, estimate, extrapolate):
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(folder, "policy.json")
+            policy.save(path)
+            check(path, tokens, recipe, estimate, extrapolate)
+
+    agree()
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=10, deadline=None)
 @given(POLICIES, TOKENS, RECIPES)
 def test_they_agree_on_version_1(policy, tokens, recipe):
     rules = [rule for rule in policy.rules if rule.recipe == "tensorwise"]

@@ -111,7 +111,8 @@ def test_hugging_face_trainer_saves_and_resumes(adapters_run, tmp_path):
     saved = json.loads((folder / "checkpoint-4" / STATE_FILE).read_text())
     assert saved["policy"]["state"]["last_step"] == 3
     assert all(row["int8"] > 0 for row in end["quant_errors"].values())  # run_calibration: on the trainer's data
-    resumed = train_with_hugging_face(tmp_path, 8, resume=str(folder / "checkpoint-4"), seed=7)
+    shutil.copytree(folder / "checkpoint-4", tmp_path / "checkpoint-4")
+    resumed = train_with_hugging_face(tmp_path, 8, resume=str(tmp_path / "checkpoint-4"), seed=7)
     assert resumed == (whole[4:], end)
 
 
@@ -125,8 +126,9 @@ def test_hugging_face_trainer_resumes_weights_trained_on_the_host(weights_run, t
     assert_equal(saved, dict(model.state_dict()))
     name = "stack.layers.2.down.weight"
     assert torch.equal(saved[name], weights["tensors"][f"{name}.master"])
+    shutil.copytree(folder / "checkpoint-4", tmp_path / "checkpoint-4")
     resumed, resumed_end, resumed_weights, resumed_model = train_with_hugging_face(
-        tmp_path, 8, resume=str(folder / "checkpoint-4"), train="weights", seed=7
+        tmp_path, 8, resume=str(tmp_path / "checkpoint-4"), train="weights", seed=7
     )
     assert resumed == whole[4:]
     assert resumed_end == end

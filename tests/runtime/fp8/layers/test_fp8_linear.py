@@ -68,8 +68,8 @@ def test_hybrid_gradients_are_e5m2(recipe) -> None:
     assert [each.dtype for each in found] == [torch.bfloat16] * 3
 
 
-@pytest.mark.cross("choice", list(itertools.product([True, False], repeat=3)))
-@pytest.mark.cross("recipe", ["tensorwise", "blockwise"])
+@pytest.mark.parametrize("choice", list(itertools.product([True, False], repeat=3)))
+@pytest.mark.parametrize("recipe", ["tensorwise", "blockwise"])
 def test_every_choice_sends_each_product_its_way(choice, recipe) -> None:
     torch.manual_seed(0)
     gemms = GemmChoice(*(recipe if fp8 else "bf16" for fp8 in choice))
