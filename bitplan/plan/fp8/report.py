@@ -22,7 +22,6 @@ precision.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
@@ -30,6 +29,7 @@ from typing import Any
 
 from bitplan.documents import EVIDENCE, FLAG, LIST, NAME, OBJECT, SIZE, TEXT, Kind, Reader, is_number, one_of, show
 from bitplan.errors import FileFormatError
+from bitplan.logs import json_line
 from bitplan.plan.fp8.terms import (
     COUNT,
     GEMMS,
@@ -200,7 +200,7 @@ class Report:
     def to_lines(self) -> str:
         """The report as a benchmark leaves it: head, rows, end."""
         documents = [self.head(), *(row.to_document() for row in self.rows), {"end": len(self.rows)}]
-        return "".join(one_line(document) for document in documents)
+        return "".join(map(json_line, documents))
 
     def save(self, path: str | Path) -> None:
         """Write the one-document form, whole or not at all."""
@@ -215,10 +215,6 @@ class Report:
             return parse_report(Path(path).read_bytes(), where=str(path))
         except OSError as fault:
             raise ReportError(f"{path}: cannot be read: {fault.strerror or fault}") from None
-
-
-def one_line(document: Any) -> str:
-    return json.dumps(document, ensure_ascii=False, allow_nan=False) + "\n"
 
 
 def parse_report(data: bytes, *, where: str) -> Report:

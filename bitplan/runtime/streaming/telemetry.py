@@ -20,8 +20,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from bitplan.logs import JsonLog
 from bitplan.plan.selective.conductor import RuntimeLimitHints
-from bitplan.runtime.streaming.telemetry_file import TelemetryFile
 from bitplan.runtime.streaming.transfer.copies import Transfer
 from bitplan.runtime.streaming.transfer.devices import Copied, Mark, StreamDevice
 
@@ -183,9 +183,9 @@ class Telemetry:
     """Turns recorders into lines, in order, as soon as their clocks can be read."""
 
     def __init__(self, path: str | Path | None) -> None:
-        self._file = None if path is None else TelemetryFile(path, _BEGINS, what="streaming telemetry file")
-        if self._file is not None:  # a path that cannot be written is known before the first step
-            self._file.open()
+        self._log = None
+        if path is not None:
+            self._log = JsonLog(path, _BEGINS, what="streaming telemetry file", may_lose_lines=True)
         self._pending: list[StepRecorder] = []
         self.last: StepStats | None = None
         self.steps = 0
@@ -203,10 +203,10 @@ class Telemetry:
         for recorder in done:
             self.last = recorder.stats()
             self.steps += 1
-            if self._file is not None:
-                self._file.append(asdict(self.last))
+            if self._log is not None:
+                self._log.write_lines(asdict(self.last))
 
     def close(self) -> None:
         self.flush()
-        if self._file is not None:
-            self._file.close()
+        if self._log is not None:
+            self._log.close()
