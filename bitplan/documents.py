@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
-from bitplan.errors import FileFormatError, did_you_mean
+from bitplan.errors import BitplanError, FileFormatError, did_you_mean
 from bitplan.records import read_json
 
 MAX_DOCUMENT_BYTES = 64 * 2**20
@@ -90,7 +90,7 @@ class Reader:
     """Checks the parts of one document; `where` names the file in every error, `error` is their class."""
 
     where: str
-    error: type[FileFormatError]
+    error: type[BitplanError]
 
     def keys(self, path: str, value: Any, known: Mapping[str, Kind], required: tuple[str, ...]) -> dict[str, Any]:
         """The object at `path`, its keys known, present where required, and of the right kind."""
@@ -136,7 +136,7 @@ def show(value: Any) -> str:
     return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."
 
 
-def load_document(path: str | Path, error: type[FileFormatError]) -> Any:
+def load_document(path: str | Path, error: type[BitplanError]) -> Any:
     """The JSON in a file; whatever keeps it from being read is one `error` line that names the file."""
     try:
         return read_json(path, max_bytes=MAX_DOCUMENT_BYTES)

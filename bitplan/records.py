@@ -23,7 +23,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from bitplan.errors import FileFormatError, StoreError
+from bitplan.errors import FileFormatError, MissingFolderError, StoreError
 
 if sys.platform != "win32":
     import fcntl
@@ -56,7 +56,7 @@ def check_output(path: str | Path, *, inputs: Iterable[str | Path] = (), force: 
     if status is None:
         if not target.parent.is_dir():
             missing = target if os.path.islink(path) else Path(path)  # of a link it is the target's folder
-            raise FileNotFoundError(errno.ENOENT, "no such folder", str(missing.parent))
+            raise MissingFolderError(errno.ENOENT, "no such folder", str(missing.parent))
         return target
     if not stat.S_ISREG(status.st_mode):
         kind = _KINDS.get(stat.S_IFMT(status.st_mode), "something else")

@@ -13,7 +13,7 @@ from typing import Any
 from bitplan.documents import show
 from bitplan.logs import JsonLog
 from bitplan.plan.fp8.report import Fingerprint, Report, Row, describe_row, report_of, split_report
-from bitplan.plan.fp8.terms import ReportError
+from bitplan.plan.fp8.terms import BenchReportError
 
 _FIRST_BYTES = b'{"document": "bitplan-fp8-report"'
 
@@ -33,7 +33,7 @@ class ReportLog(JsonLog):
         empty = Report(fingerprint, recipe, (), model, settings, str(path))
         head = empty.head()
         report_of(head, [], where=str(path))  # a head that cannot be read back is known before the work
-        super().__init__(path, _FIRST_BYTES, what="report of the layer benchmark", head=head, error=ReportError)
+        super().__init__(path, _FIRST_BYTES, what="report of the layer benchmark", head=head, error=BenchReportError)
         try:
             self.rows, self.finished = self._resume(head)
         except BaseException:
@@ -44,9 +44,9 @@ class ReportLog(JsonLog):
     def append(self, row: Row) -> None:
         """Add one row; it is in the file when this returns."""
         if self.finished:
-            raise ReportError(f"{self.path}: finished; a new measurement needs a new file")
+            raise BenchReportError(f"{self.path}: finished; a new measurement needs a new file")
         if row.key in self.done:
-            raise ReportError(f"{self.path}: {describe_row(row)} is already there; skip what is in `done`")
+            raise BenchReportError(f"{self.path}: {describe_row(row)} is already there; skip what is in `done`")
         self.write_lines(row.to_document())
         self.rows.append(row)
         self.done.add(row.key)
@@ -63,7 +63,7 @@ class ReportLog(JsonLog):
         found = report_of(head, rows, where=str(self.path))
         for key, theirs in found.head().items():
             if theirs != mine[key]:
-                raise ReportError(
+                raise BenchReportError(
                     f"{self.path}: begun with {key} {show(theirs)}, this run has {show(mine[key])}; use another path"
                 )
         return list(found.rows), finished

@@ -32,7 +32,7 @@ LANE_LEFT, LANE_PITCH = 92, 34
 LANE_LEAST = 1.5  # a copy that takes no time to speak of is still seen
 
 
-class Piece(NamedTuple):
+class LanePiece(NamedTuple):
     """Something in a lane."""
 
     name: str
@@ -80,15 +80,15 @@ def _names() -> Markup:
     return legend([("k1", "copy to the device"), ("k2", "compute"), ("k3", "stall"), ("k4", "copy back")])
 
 
-def _totals(step: Fields) -> dict[str, list[Piece]]:
+def _totals(step: Fields) -> dict[str, list[LanePiece]]:
     compute, stall, copied = step.number("compute_ms"), step.number("stall_ms"), step.number("copy_ms")
     return {
-        "copies": [Piece("all copies", 0, copied, "k1", step.whole("bytes_h2d", None))],
-        "compute": [Piece("compute", 0, compute, "k2"), Piece("stall", compute, compute + stall, "k3")],
+        "copies": [LanePiece("all copies", 0, copied, "k1", step.whole("bytes_h2d", None))],
+        "compute": [LanePiece("compute", 0, compute, "k2"), LanePiece("stall", compute, compute + stall, "k3")],
     }
 
 
-def _pieces(step: Fields) -> dict[str, list[Piece]]:
+def _pieces(step: Fields) -> dict[str, list[LanePiece]]:
     timeline = step.fields("timeline")
     lanes = {"copies": [_piece(item, "k1") for item in timeline.each("copies", [])]}
     waits = [_piece(item, "k3", "stall") for item in timeline.each("waits", [])]
@@ -98,24 +98,24 @@ def _pieces(step: Fields) -> dict[str, list[Piece]]:
     return lanes | ({"copies back": out} if out else {})
 
 
-def _piece(item: Fields, kind: str, name: str = "") -> Piece:
+def _piece(item: Fields, kind: str, name: str = "") -> LanePiece:
     start, end = item.number("start_ms"), item.number("end_ms")
     if end < start:
         raise ReportError(f"{item.where}: end_ms {end} is before start_ms {start}")
-    return Piece(name or item.text("name"), start, end, kind, item.whole("bytes", None))
+    return LanePiece(name or item.text("name"), start, end, kind, item.whole("bytes", None))
 
 
-def _between(waits: Sequence[Piece], end_ms: float) -> list[Piece]:
+def _between(waits: Sequence[LanePiece], end_ms: float) -> list[LanePiece]:
     """The computation is what is not waiting."""
     found, at_ms = [], 0.0
     for wait in waits:
         if wait.start_ms > at_ms:
-            found.append(Piece("compute", at_ms, wait.start_ms, "k2"))
+            found.append(LanePiece("compute", at_ms, wait.start_ms, "k2"))
         at_ms = max(at_ms, wait.end_ms)
-    return [*found, Piece("compute", at_ms, end_ms, "k2")] if end_ms > at_ms else found
+    return [*found, LanePiece("compute", at_ms, end_ms, "k2")] if end_ms > at_ms else found
 
 
-def _lanes(lanes: dict[str, list[Piece]], step_ms: float) -> Markup:
+def _lanes(lanes: dict[str, list[LanePiece]], step_ms: float) -> Markup:
     ends = [piece.end_ms for pieces in lanes.values() for piece in pieces]
     x = linear_axis([0.0, step_ms, *ends], "ms", zero=True, goal=8)
     base = 8 + LANE_PITCH * len(lanes)

@@ -30,7 +30,7 @@ _BEGINS = b'{"step": 0, "step_ms": 0'
 
 
 @dataclass(frozen=True)
-class StepStats:
+class StreamStepStats:
     """One step. prefetch_hits: blocks that were on the device, or on their way, when they were needed."""
 
     step: int
@@ -66,7 +66,7 @@ class StreamStats:
     ring_slots: int
     slot_bytes: int
     resident_blocks: int
-    last: StepStats | None
+    last: StreamStepStats | None
 
 
 @dataclass(eq=False)
@@ -112,7 +112,7 @@ class StepRecorder:
             for transfer, _ in [*self.loads, *self.sent, *self.returned]
         )
 
-    def stats(self) -> StepStats:
+    def stats(self) -> StreamStepStats:
         """Read the clocks; `has_passed` must hold."""
         assert self.end is not None
         made = [(transfer.copied, sizes) for transfer, sizes in self.loads if transfer.copied is not None]
@@ -127,7 +127,7 @@ class StepRecorder:
             out = dict(self._out)
         if self.sent:
             out[ACTIVATIONS] = sum(nbytes for transfer, nbytes in self.sent if transfer.copied is not None)
-        return StepStats(
+        return StreamStepStats(
             step=self.step,
             step_ms=step_ms,
             compute_ms=step_ms - stall_ms,
@@ -187,7 +187,7 @@ class Telemetry:
         if path is not None:
             self._log = JsonLog(path, _BEGINS, what="streaming telemetry file", may_lose_lines=True)
         self._pending: list[StepRecorder] = []
-        self.last: StepStats | None = None
+        self.last: StreamStepStats | None = None
         self.steps = 0
 
     def add(self, recorder: StepRecorder) -> None:
