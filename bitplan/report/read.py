@@ -18,9 +18,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from bitplan.documents import show
 from bitplan.errors import FileFormatError
 from bitplan.records import parse_json
-from bitplan.report.fields import ReportError, shown
+from bitplan.report.fields import ReportError
 
 MAX_RECORD_BYTES = 64 * 2**20
 MAX_LINE_BYTES = 8 * 2**20
@@ -170,7 +171,7 @@ def _recognise(file: BinaryIO, path: Path, size: int) -> tuple[RecordKind, Any, 
             )
     _check_size(path, size)
     if first.lstrip()[:1] not in (b"{", b"["):
-        raise ReportError(f"{path}: neither JSON nor JSONL: it begins with {shown(first[:40].decode('latin-1'))}")
+        raise ReportError(f"{path}: neither JSON nor JSONL: it begins with {show(first[:40].decode('latin-1'))}")
     whole = parse_json(first + file.read(), where=str(path))
     if isinstance(whole, list) and all(isinstance(item, dict) and FINDINGS.matches(item) for item in whole):
         return FINDINGS, whole, 0, ""
@@ -190,15 +191,15 @@ def _kind_of(found: dict[str, Any], path: Path, *, lines: bool, quiet: bool) -> 
             if kind.document is not None and found.get("version") not in kind.versions:
                 known = " or ".join(map(str, kind.versions))
                 raise ReportError(
-                    f"{path}: version must be {known} for {kind.document}, got {shown(found.get('version'))}; "
+                    f"{path}: version must be {known} for {kind.document}, got {show(found.get('version'))}; "
                     "write the record again with this version of bitplan"
                 )
             return kind
     if quiet:
         return None
     if named is not None:
-        raise ReportError(f"{path}: the document {shown(named)} is none that a report shows; {_expected()}")
-    keys = ", ".join(shown(key) for key in list(found)[:6]) or "none"
+        raise ReportError(f"{path}: the document {show(named)} is none that a report shows; {_expected()}")
+    keys = ", ".join(show(key) for key in list(found)[:6]) or "none"
     raise ReportError(f"{path}: not recognised by its keys ({keys}); {_expected()}")
 
 

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from bitplan.report.chart import Axis, Frame, at, box, card, colour, format_colours, legend, line, linear_axis, log_axis
-from bitplan.report.fields import Fields, ReportError
+from bitplan.report.fields import RecordFields, ReportError
 from bitplan.report.figures import NONE, count, nbytes, percent, plural, significant
 from bitplan.report.markup import Markup, join, tag
 from bitplan.report.read import Record
@@ -29,7 +29,7 @@ class ErrorRow(NamedTuple):
     name: str
     format: str
     relative: float | None
-    fields: Fields | None = None
+    fields: RecordFields | None = None
 
     @property
     def badness(self) -> float:
@@ -55,9 +55,9 @@ def errors_section(records: Sequence[Record]) -> Section:
 
 def _drift(record: Record) -> list[ErrorRow]:
     if isinstance(record.content, dict):
-        rows = list(Fields(record.content, record.where).each("layers"))
+        rows = list(RecordFields(record.content, record.where).each("layers"))
     else:
-        rows = [Fields(item, f"{record.where}: line {number}") for number, item in enumerate(record.content, 1)]
+        rows = [RecordFields(item, f"{record.where}: line {number}") for number, item in enumerate(record.content, 1)]
     return [
         ErrorRow(row.whole("step"), row.text("name"), row.text("format"), row.number("relative_error", None), row)
         for row in rows
@@ -73,7 +73,7 @@ def _findings(record: Record) -> Markup:
 
 def _calibration(record: Record) -> list[ErrorRow]:
     """Of each block and layer in each format the mean over batches, as the calibration itself takes it."""
-    document = Fields(record.content, record.where)
+    document = RecordFields(record.content, record.where)
     found: dict[tuple[str, str], list[float | None]] = {}
     for _, layers in document.items("layers", {}):
         for name in layers.value:
@@ -88,7 +88,7 @@ def _calibration(record: Record) -> list[ErrorRow]:
     return [ErrorRow(0, name, fmt, _mean(errors)) for (name, fmt), errors in found.items()]
 
 
-def _gather(found: dict[tuple[str, str], list[float | None]], name: str, errors: Fields) -> None:
+def _gather(found: dict[tuple[str, str], list[float | None]], name: str, errors: RecordFields) -> None:
     for fmt in errors.value:
         found.setdefault((name, fmt), []).append(errors.number(fmt, None))
 

@@ -26,7 +26,7 @@ from bitplan.report.chart import (
     picture,
     text,
 )
-from bitplan.report.fields import Fields
+from bitplan.report.fields import RecordFields
 from bitplan.report.figures import TO, count, nbytes, percent, plural, significant
 from bitplan.report.markup import Markup, join, tag
 from bitplan.report.read import Record
@@ -83,7 +83,7 @@ def precision_section(records: Sequence[Record]) -> Section:
 def _read(record: Record) -> list[Update]:
     updates = []
     for number, item in enumerate(record.content, 1):
-        fields = Fields(item, f"{record.where}: line {number}")
+        fields = RecordFields(item, f"{record.where}: line {number}")
         blocks = {
             name: Seen(found.text("precision"), found.number("sensitivity", None), found.text("reason", ""))
             for name, found in fields.items("block_details")

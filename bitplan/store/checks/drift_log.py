@@ -22,7 +22,7 @@ from typing import Any, NamedTuple, Self
 
 from torch import Tensor, nn
 
-from bitplan.documents import show
+from bitplan.documents import STRING, Kind, Reader
 from bitplan.errors import FileFormatError, StoreError
 from bitplan.formats import Encoded
 from bitplan.formats.quantization_error import Similarity, similarity
@@ -34,6 +34,7 @@ from bitplan.records import parse_json
 from bitplan.store.models.morph import formats_of, stores_of
 
 _BEGINS = b'{"step": 0, "name": "'
+_READ_KEYS = {"step": Kind("an integer", lambda value: type(value) is int), "name": STRING}
 
 
 class DriftLayer(NamedTuple):
@@ -144,9 +145,9 @@ def _layers_of(model: nn.Module) -> Iterator[DriftLayer]:
 
 def read_drift(path: str | Path) -> list[dict[str, Any]]:
     """The lines of a log; a torn last one is left out, any other that is not JSON is an error with its number."""
-    lines = Path(path).read_bytes().split(b"\n")[:-1]
-    found = [parse_json(line, where=f"{path}: line {number}") for number, line in enumerate(lines, 1)]
-    for number, line in enumerate(found, 1):
-        if not isinstance(line, dict) or "step" not in line or "name" not in line:
-            raise FileFormatError(f"{path}: line {number}: expected an object with step and name, got {show(line)}")
+    found = []
+    for number, line in enumerate(Path(path).read_bytes().split(b"\n")[:-1], 1):
+        where = f"{path}: line {number}"
+        reader = Reader(where, FileFormatError, strict=False)
+        found.append(reader.keys("", parse_json(line, where=where), _READ_KEYS, _READ_KEYS))
     return found

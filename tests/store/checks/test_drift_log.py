@@ -190,5 +190,5 @@ def test_a_damaged_line_is_named(tmp_path):
     with pytest.raises(FileFormatError, match="line 2: not valid JSON"):
         read_drift(tmp_path / "d")
     (tmp_path / "d").write_text(json.dumps([1]) + "\n")
-    with pytest.raises(FileFormatError, match="line 1: expected an object with step and name"):
+    with pytest.raises(FileFormatError, match="line 1: the document must be an object"):
         read_drift(tmp_path / "d")
