@@ -51,7 +51,7 @@ from bitplan.plan.fp8.token_ranges import BandPolicy
 from bitplan.runtime.fp8.apply import apply_fp8
 from bitplan.runtime.fp8.bench.layer_bench import BenchPlan, run_bench
 from bitplan.runtime.fp8.bench.modules import ModuleBuilder
-from bitplan.runtime.fp8.bench.ranks import Groups
+from bitplan.runtime.fp8.bench.ranks import ParallelGroups
 from bitplan.runtime.fp8.experts import cast_dropper
 from bitplan.runtime.fp8.recipe import Fp8Recipe
 
@@ -98,7 +98,7 @@ def measure_policy(
     cases = tuple(bench_cases(layers.values(), sweep, recipe.name))
     plan = BenchPlan(cases, recipe, turns=options.turns, warmup=3, timings=tuple(options.timing))
     budget = Budget(options.seconds)
-    builder = ModuleBuilder(recipe, device, Groups())
+    builder = ModuleBuilder(recipe, device, ParallelGroups())
     settings = plan.settings() | {"sizes": [size.label for size in sizes], "tokens": list(options.policy_tokens)}
     started = time.monotonic()
     with ReportLog(options.report, fingerprint_of(device), recipe.name, model="llama layers", settings=settings) as log:

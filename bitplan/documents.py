@@ -1,4 +1,6 @@
-"""Strict reading of JSON documents: every error names the file, the key, what was expected and what came.
+"""Reading of JSON documents: every error names the file, the key, what was expected and what came.
+
+`Reader` checks an object against a table of its keys, `Fields` gives one key after another.
 
 Plain checks and no pydantic: `plan` loads on hosts without it, and a message here is one line in the words of
 the document (`patterns[3]: regex must be ...`), where pydantic's is a paragraph in its own.
@@ -8,12 +10,12 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, Self
 
-from bitplan.errors import FileFormatError, did_you_mean
+from bitplan.errors import BitplanError, FileFormatError, did_you_mean
 from bitplan.records import read_json
 
 MAX_DOCUMENT_BYTES = 64 * 2**20
@@ -22,6 +24,7 @@ MAX_NUMBERS = 2**48
 MAX_DEPTH = 32
 _SHOWN = 80
 _MESSAGE = 1000
+_REQUIRED: Any = object()
 
 
 @dataclass(frozen=True)
@@ -34,7 +37,12 @@ class Kind:
 
 def is_text(value: Any) -> bool:
     """A string that UTF-8 can hold; JSON escapes can spell half of a surrogate pair, which it cannot."""
-    return type(value) is str and not any("\ud800" <= letter <= "\udfff" for letter in value)
+    if type(value) is not str:
+        return False
+    try:
+        return value.isascii() or bool(value.encode())
+    except UnicodeEncodeError:
+        return False
 
 
 def is_size(value: Any) -> bool:
@@ -71,10 +79,12 @@ def is_json(value: Any, depth: int = 0) -> bool:
     return False
 
 
+STRING = Kind("a string", lambda value: type(value) is str)
 TEXT = Kind("a string of valid Unicode", is_text)
 NAME = Kind("a string that is not empty", lambda value: is_text(value) and value != "")
 FLAG = Kind("true or false", lambda value: type(value) is bool)
 LIST = Kind("a list", lambda value: type(value) is list)
+NUMBER = Kind("a finite number", is_number)
 OBJECT = Kind("an object", lambda value: type(value) is dict)
 SIZE = Kind("an integer from 0 to 2^63 - 1", is_size)
 SHAPE = Kind(f"a list of at most {MAX_RANK} sizes from 0, at most 2^48 numbers in all", is_shape)
@@ -85,26 +95,36 @@ def one_of(*values: str) -> Kind:
     return Kind(f"one of {', '.join(map(repr, values))}", lambda value: type(value) is str and value in values)
 
 
+def list_of(kind: Kind, text: str) -> Kind:
+    """A list of values of one kind, which `text` calls by name."""
+    return Kind(text, lambda value: type(value) is list and all(map(kind.holds, value)))
+
+
 @dataclass(frozen=True)
 class Reader:
-    """Checks the parts of one document; `where` names the file in every error, `error` is their class."""
+    """Checks the parts of one document; `where` names the file in every error, `error` is their class.
+
+    A strict one refuses keys that it does not know; one that is not leaves them alone, for another program's.
+    """
 
     where: str
-    error: type[FileFormatError]
+    error: type[BitplanError]
+    strict: bool = True
 
-    def keys(self, path: str, value: Any, known: Mapping[str, Kind], required: tuple[str, ...]) -> dict[str, Any]:
+    def keys(self, path: str, value: Any, known: Mapping[str, Kind], required: Iterable[str] = ()) -> dict[str, Any]:
         """The object at `path`, its keys known, present where required, and of the right kind."""
         prefix = f"{path}: " if path else ""
         if type(value) is not dict:
             self.fail(path or "the document", OBJECT.text, value)
         for key, item in value.items():
-            if key not in known:
+            if key in known:
+                if not known[key].holds(item):
+                    self.fail(prefix + key, known[key].text, item)
+            elif self.strict:
                 self.stop(f"{prefix}unknown key {key[:_SHOWN]!r}{did_you_mean(key[:_SHOWN], known)}")
-            if not known[key].holds(item):
-                self.fail(prefix + key, known[key].text, item)
         for key in required:
             if key not in value:
-                self.stop(f"{prefix}{key} is missing; it must be {known[key].text}")
+                self.miss(prefix + key, known[key].text)
         return value
 
     def version(self, document: Any, expected: int) -> None:
@@ -114,11 +134,82 @@ class Reader:
             if type(found) is not int or found != expected:
                 self.stop(f"version must be {expected}, which is what this bitplan reads, got {show(found)}")
 
+    def miss(self, what: str, expected: str) -> NoReturn:
+        self.stop(f"{what} is missing; it must be {expected}")
+
     def fail(self, what: str, expected: str, came: Any) -> NoReturn:
         self.stop(f"{what} must be {expected}, got {show(came)}")
 
     def stop(self, message: str) -> NoReturn:
         raise self.error(f"{self.where}: {short(message, _MESSAGE)}")
+
+
+class Fields:
+    """An object of a document that is read key by key: a method per type of value, with a default where the key may be
+    missing or null. Keys that nobody asks for are not looked at."""
+
+    error: type[BitplanError] = FileFormatError
+    number_kind = NUMBER
+
+    def __init__(self, value: Any, where: str) -> None:
+        self.where = where
+        if type(value) is not dict:
+            raise self.error(f"{where} must be {OBJECT.text}, got {show(value)}")
+        self.value: dict[str, Any] = value
+
+    def __contains__(self, key: str) -> bool:
+        return self.value.get(key) is not None
+
+    def get(self, key: str, kind: Kind, default: Any = _REQUIRED) -> Any:
+        found = self.value.get(key)
+        if found is None:
+            if default is _REQUIRED:
+                Reader(self.where, self.error).miss(_key(key), kind.text)
+            return default
+        if not kind.holds(found):
+            self.fail(key, kind.text, found)
+        return found
+
+    def text(self, key: str, default: Any = _REQUIRED) -> str:
+        return str(self.get(key, STRING, default))
+
+    def flag(self, key: str, default: Any = _REQUIRED) -> bool:
+        return bool(self.get(key, FLAG, default))
+
+    def number(self, key: str, default: Any = _REQUIRED) -> Any:
+        return self.get(key, self.number_kind, default)
+
+    def whole(self, key: str, default: Any = _REQUIRED) -> Any:
+        kind = Kind("a whole number", lambda value: type(value) is int and self.number_kind.holds(value))
+        return self.get(key, kind, default)
+
+    def numbers(self, key: str, default: Any = _REQUIRED) -> list[float]:
+        found: list[float] = self.get(key, list_of(self.number_kind, "a list of numbers"), default)
+        return found
+
+    def fields(self, key: str, default: Any = _REQUIRED) -> Self:
+        return type(self)(self.get(key, OBJECT, default), self._place(key))
+
+    def items(self, key: str, default: Any = _REQUIRED) -> Iterator[tuple[str, Self]]:
+        """The objects in an object, by name."""
+        for name, value in self.fields(key, default).value.items():
+            yield name, type(self)(value, f"{self._place(key)}[{name[:_SHOWN]!r}]")
+
+    def each(self, key: str, default: Any = _REQUIRED) -> Iterator[Self]:
+        """The objects in a list."""
+        for index, value in enumerate(self.get(key, LIST, default)):
+            yield type(self)(value, f"{self._place(key)}[{index}]")
+
+    def fail(self, key: str, expected: str, got: Any) -> NoReturn:
+        Reader(self.where, self.error).fail(_key(key), expected, got)
+
+    def _place(self, key: str) -> str:
+        return f"{self.where}: {_key(key)}"
+
+
+def _key(key: str) -> str:
+    """A key that a document may have made up, for a message."""
+    return key if key.isidentifier() and len(key) <= _SHOWN else show(key)
 
 
 def short(text: str, limit: int = 120) -> str:
@@ -136,10 +227,10 @@ def show(value: Any) -> str:
     return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."
 
 
-def load_document(path: str | Path, error: type[FileFormatError]) -> Any:
+def load_document(path: str | Path, error: type[BitplanError], *, max_bytes: int = MAX_DOCUMENT_BYTES) -> Any:
     """The JSON in a file; whatever keeps it from being read is one `error` line that names the file."""
     try:
-        return read_json(path, max_bytes=MAX_DOCUMENT_BYTES)
+        return read_json(path, max_bytes=max_bytes)
     except OSError as fault:
         raise error(f"{path}: cannot be read: {fault.strerror or fault}") from None
     except error:

@@ -26,11 +26,15 @@ class FileFormatError(BitplanError, ValueError):
     """A file that is truncated, lies about itself, or is not what its name says."""
 
 
-class PlanError(FileFormatError):
-    """A plan document, or the evidence for one, that does not hold together."""
+class PlanError(BitplanError, ValueError):
+    """A plan that does not hold together, or does not fit the tensors it is for."""
 
 
-class ManifestError(PlanError):
+class PlanFileError(PlanError, FileFormatError):
+    """A plan document that cannot be read."""
+
+
+class ManifestError(PlanFileError):
     """A manifest that cannot be read, or does not fit the tensors it is for."""
 
 
@@ -40,6 +44,10 @@ class MissingLibraryError(BitplanError, ImportError):
 
 class StoreError(BitplanError, RuntimeError):
     """A WeightStore or model asked for something its state does not allow."""
+
+
+class MissingFolderError(BitplanError, FileNotFoundError):
+    """A file was to be written into a folder that is not there."""
 
 
 class MeasureError(BitplanError, ValueError):

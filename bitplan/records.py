@@ -1,9 +1,9 @@
-"""Files that are written whole or not at all, logs that only grow by whole lines, and JSON that is read with limits.
+"""Files that are written whole or not at all, and JSON that is read with limits.
 
 `atomic_file` is the only way bitplan writes a file: the bytes go to a temporary file in the same folder, are flushed to
 disk, and take the final name in one step. A full disk or a killed process leaves the old file as it was, and what a
 killed process left behind goes with the next write to the same name. `atomic_folder` does the same for a folder of
-files, and `open_log` opens a file that lines are appended to. All of them refuse what is not a regular file.
+files. Both refuse what is not a regular file. Files that grow line by line are in `logs`.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from bitplan.errors import BitplanError, FileFormatError, StoreError
+from bitplan.errors import FileFormatError, MissingFolderError, StoreError
 
 if sys.platform != "win32":
     import fcntl
@@ -57,7 +57,7 @@ def check_output(path: str | Path, *, inputs: Iterable[str | Path] = (), force: 
     if status is None:
         if not target.parent.is_dir():
             missing = target if os.path.islink(path) else Path(path)  # of a link it is the target's folder
-            raise FileNotFoundError(errno.ENOENT, "no such folder", str(missing.parent))
+            raise MissingFolderError(errno.ENOENT, "no such folder", str(missing.parent))
         return target
     if not stat.S_ISREG(status.st_mode):
         kind = _KINDS.get(stat.S_IFMT(status.st_mode), "something else")
@@ -263,48 +263,6 @@ def _unlock(descriptor: int | None) -> None:
 def _is_at(descriptor: int, path: Path) -> bool:
     status = _status(path)
     return status is not None and os.path.samestat(os.fstat(descriptor), status)
-
-
-# ---- logs ------------------------------------------------------------------------------------------------------------
-
-
-def open_log(path: str | Path, begins: bytes, *, what: str, error: type[BitplanError] = StoreError) -> int:
-    """A descriptor for appending lines to a new or empty file, or to one that begins as logs of this kind do.
-
-    begins  how the first line of such a log begins; any number may stand for a number in it
-    what    the kind's name, for the error of a file that is something else
-
-    A last line that a crash tore is cut off, so that the next one stands alone.
-    """
-    try:
-        check_output(path)
-    except StoreError as refused:
-        raise error(str(refused)) from None
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o666)
-    try:
-        head, wanted = _without_numbers(os.pread(descriptor, 4 * len(begins), 0)), _without_numbers(begins)
-        if head[: len(wanted)] != wanted[: len(head)]:
-            raise error(f"{path}: exists and is not a {what}; nothing was appended to it: give another name")
-        _cut_torn_line(descriptor)
-    except BaseException:
-        os.close(descriptor)
-        raise
-    return descriptor
-
-
-def _cut_torn_line(descriptor: int) -> None:
-    size = start = os.fstat(descriptor).st_size
-    while start:
-        start = max(0, start - 2**16)
-        newline = os.pread(descriptor, 2**16, start).rfind(b"\n")
-        if newline >= 0 or start == 0:
-            if start + newline + 1 < size:
-                os.ftruncate(descriptor, start + newline + 1)
-            return
-
-
-def _without_numbers(head: bytes) -> bytes:
-    return re.sub(rb"-?[0-9]+|-$", b"0", head)
 
 
 # ---- JSON ------------------------------------------------------------------------------------------------------------

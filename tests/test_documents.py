@@ -30,7 +30,7 @@ from bitplan.report.read import read_records
 from bitplan.runtime.selective.policy import SelectivePrecisionPolicy
 from bitplan.runtime.selective.telemetry import PrecisionStepMetrics
 from bitplan.runtime.streaming.stream_blocks import stream_blocks
-from bitplan.runtime.streaming.telemetry import StepStats
+from bitplan.runtime.streaming.telemetry import StreamStepStats
 from bitplan.runtime.streaming.training import training_state
 from bitplan.runtime.streaming.training.host_training import AdamWSettings
 from bitplan.store.checks.drift_log import DriftLog, log_drift, read_drift
@@ -193,7 +193,7 @@ def keys_written(name, tmp_path):
         "selective-config": [field.name for field in fields(SelectivePrecisionConfig)],
         "selective-telemetry": [field.name for field in fields(PrecisionStepMetrics)],
         "stream-state": [*training_state._KEYS, training_state.METADATA],
-        "stream-telemetry": [field.name for field in fields(StepStats)],
+        "stream-telemetry": [field.name for field in fields(StreamStepStats)],
         "fp8-report": [*fp8_report._HEAD_KEYS, *fp8_report._ROW_KEYS, *fp8_report.FINGERPRINT_KEYS],
         "fp8-policy": [*fp8_bands._RULE_KEYS, *fp8_bands._POINT_KEYS],
         "crossover": [*crossover_files._WEIGHT_KEYS, *crossover_files._TIMING_KEYS, *crossover_files._WAYS],

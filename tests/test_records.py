@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 
 from bitplan.errors import FileFormatError, StoreError
-from bitplan.records import atomic_file, atomic_folder, check_output, open_log, parse_json, read_json, write_json
+from bitplan.logs import JsonLog
+from bitplan.records import atomic_file, atomic_folder, check_output, parse_json, read_json, write_json
 from tests.processes import Program
 
 
@@ -152,7 +153,7 @@ def test_only_a_regular_file_is_replaced(tmp_path, monkeypatch):
     listening.bind("socket")
     before = {path.name: os.lstat(path).st_mode for path in tmp_path.iterdir()}
     for name, kind in {"folder": "a folder", "pipe": "a named pipe", "socket": "a socket", "full": "a device"}.items():
-        for write in (write_json, lambda path, _: open_log(path, b"{", what="log")):
+        for write in (write_json, lambda path, _: JsonLog(path, b"{", what="log")):
             with pytest.raises(StoreError, match=f"{name}: is {kind}, and only a regular file can be written"):
                 write(tmp_path / name, {})
     with pytest.raises(OSError, match="symbolic links"):
@@ -225,32 +226,3 @@ def test_a_lost_race_for_a_folder_is_one_error(tmp_path):
     with pytest.raises(StoreError, match="out: something else was written there meanwhile; it was left as it is"):
         lose(other)
     assert [path.name for path in tmp_path.rglob("*")] == ["out", "theirs"]
-
-
-# ---- logs ------------------------------------------------------------------------------------------------------------
-
-
-def append(path, line):
-    log = open_log(path, b'{"step": 0, "name": "', what="drift log")
-    os.write(log, line)
-    os.close(log)
-
-
-def test_a_log_takes_lines_of_its_own_kind_only(tmp_path):
-    path = tmp_path / "log"
-    line = b'{"step": -12, "name": "w"}\n'
-    append(path, line)
-    append(path, line)
-    assert path.read_bytes() == 2 * line
-    for torn in range(1, len(line)):
-        path.write_bytes(line + line[:torn])
-        append(path, line)
-        assert path.read_bytes() == 2 * line
-        path.write_bytes(line[:torn])
-        append(path, line)
-        assert path.read_bytes() == line
-    for other in (b"\x88\0\0\0\0\0\0\0{}", b'{"step": 1, "step_ms": 2.5}\n', b"text", b"\n"):
-        path.write_bytes(other)
-        with pytest.raises(StoreError, match="log: exists and is not a drift log; nothing was appended"):
-            append(path, line)
-        assert path.read_bytes() == other

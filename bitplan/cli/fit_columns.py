@@ -18,7 +18,7 @@ _NUMBER = re.compile(r"[-+]?[0-9][0-9.,]*([eE][-+]?[0-9]+)?[%x]?")
 
 
 @dataclass(eq=False)
-class Column:
+class TextColumn:
     """A column's header and cells, the least width that divides no word, and the width that needs no second line."""
 
     key: str
@@ -36,19 +36,19 @@ class Column:
         self.least = max(least, min(self.natural, LEAST_TEXT)) if self.is_text else least
 
 
-def columns_of(rows: Sequence[Mapping[str, Any]]) -> list[Column]:
+def columns_of(rows: Sequence[Mapping[str, Any]]) -> list[TextColumn]:
     """The keys of the first row are the columns."""
-    return [Column(key, [str(row[key]) for row in rows]) for key in (rows[0] if rows else ())]
+    return [TextColumn(key, [str(row[key]) for row in rows]) for key in (rows[0] if rows else ())]
 
 
-def split_columns(columns: Sequence[Column], width: int) -> list[list[Column]]:
+def split_columns(columns: Sequence[TextColumn], width: int) -> list[list[TextColumn]]:
     """Tables of columns that fit the width side by side; each after the first begins with what tells the rows apart.
 
     Where one table does not hold them all, columns without a word are left out.
     """
     if _width_of(columns) > width:
         columns = [column for column in columns if any(column.cells)]
-    tables: list[list[Column]] = [[]]
+    tables: list[list[TextColumn]] = [[]]
     for column in columns:
         if tables[-1] and _width_of([*tables[-1], column]) > width:
             tables.append(_telling_apart(columns, width))
@@ -57,9 +57,9 @@ def split_columns(columns: Sequence[Column], width: int) -> list[list[Column]]:
     return tables
 
 
-def _telling_apart(columns: Sequence[Column], width: int) -> list[Column]:
+def _telling_apart(columns: Sequence[TextColumn], width: int) -> list[TextColumn]:
     """The first columns whose cells differ, until no two rows are alike; the first one where those are too wide."""
-    found: list[Column] = []
+    found: list[TextColumn] = []
     for column in columns:
         if len(set(column.cells)) > 1:
             found.append(column)
@@ -68,7 +68,7 @@ def _telling_apart(columns: Sequence[Column], width: int) -> list[Column]:
     return found if found and _width_of(found) <= width // 2 else [columns[0]]
 
 
-def share_width(columns: Sequence[Column], width: int) -> list[int]:
+def share_width(columns: Sequence[TextColumn], width: int) -> list[int]:
     """A width for each column: the least, then names and figures as they need, then sentences."""
     given = [column.least for column in columns]
     spare = width - _outer(len(columns)) - sum(given)
@@ -83,7 +83,7 @@ def _outer(columns: int) -> int:
     return 3 * columns + 1  # a line and two spaces for each, and the last line
 
 
-def _width_of(columns: Sequence[Column]) -> int:
+def _width_of(columns: Sequence[TextColumn]) -> int:
     return _outer(len(columns)) + sum(column.least for column in columns)
 
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from bitplan.cli.fit_columns import Column, columns_of, share_width, split_columns, wrap
+from bitplan.cli.fit_columns import TextColumn, columns_of, share_width, split_columns, wrap
 from bitplan.text import visible
 
 if TYPE_CHECKING:
@@ -49,7 +49,7 @@ def table(title: str, rows: Sequence[Mapping[str, Any]]) -> None:
         console.print(_drawn(columns, share_width(columns, width)), crop=False)
 
 
-def _drawn(columns: Sequence[Column], widths: Sequence[int]) -> Table:
+def _drawn(columns: Sequence[TextColumn], widths: Sequence[int]) -> Table:
     from rich.table import Table
     from rich.text import Text
 

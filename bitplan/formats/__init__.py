@@ -2,6 +2,7 @@
 
 from typing import TYPE_CHECKING
 
+from bitplan.errors import FormatError, NonFiniteError
 from bitplan.lazy_names import lazy_names
 
 if TYPE_CHECKING:
@@ -19,6 +20,8 @@ __all__ = [
     "Encoded",
     "ErrorReport",
     "Format",
+    "FormatError",
+    "NonFiniteError",
     "decode",
     "encode",
     "error_report",

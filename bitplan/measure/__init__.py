@@ -2,14 +2,19 @@
 
 from typing import TYPE_CHECKING
 
+from bitplan.errors import MeasureError
 from bitplan.lazy_names import lazy_names
 
 if TYPE_CHECKING:
-    from bitplan.measure.gradients.statistics import GradStatsCollector, collect_grad_stats
+    from bitplan.measure.calibration import CalibrationError
+    from bitplan.measure.gradients.statistics import GradStatsCollector, GradStatsError, collect_grad_stats
     from bitplan.measure.machine import examine_machine
 
 __all__ = [
+    "CalibrationError",
     "GradStatsCollector",
+    "GradStatsError",
+    "MeasureError",
     "collect_grad_stats",
     "examine_machine",
 ]
@@ -17,7 +22,8 @@ __all__ = [
 __getattr__, __dir__ = lazy_names(
     __name__,
     {
-        "gradients.statistics": ("GradStatsCollector", "collect_grad_stats"),
+        "calibration": ("CalibrationError",),
+        "gradients.statistics": ("GradStatsCollector", "GradStatsError", "collect_grad_stats"),
         "machine": ("examine_machine",),
     },
 )

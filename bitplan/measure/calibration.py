@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 
 from bitplan.documents import OBJECT, SIZE, Reader, is_number, load_document, one_of, short
-from bitplan.errors import FileFormatError
+from bitplan.errors import BitplanError, FileFormatError
 from bitplan.formats import get_format
 from bitplan.plan.names import listed, natural_order
 from bitplan.plan.selective.score import mean_of
@@ -49,11 +49,15 @@ _PARTS = {
 }
 
 
-class CalibrationError(FileFormatError):
-    """A calibration that cannot be made, or a cache that is not of this model."""
+class CalibrationError(BitplanError, ValueError):
+    """A calibration that cannot be made."""
 
 
-class StaleCalibrationError(CalibrationError):
+class CalibrationFileError(CalibrationError, FileFormatError):
+    """A cache that cannot be read."""
+
+
+class StaleCalibrationError(CalibrationFileError):
     """A cache of other weights, data, formats or versions."""
 
 
@@ -119,8 +123,8 @@ class Calibration:
 
 def load_calibration(path: str | Path, fingerprint: Fingerprint) -> Calibration:
     """A cache, whole or in part, if it is of this model, data and code."""
-    reader = Reader(str(path), CalibrationError)
-    document = load_document(path, CalibrationError)
+    reader = Reader(str(path), CalibrationFileError)
+    document = load_document(path, CalibrationFileError)
     reader.version(document, VERSION)
     known = {"document": one_of(DOCUMENT), "version": SIZE, "fingerprint": OBJECT, "layers": OBJECT, "blocks": OBJECT}
     item = reader.keys("", document, known, tuple(known))

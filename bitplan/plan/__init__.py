@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from bitplan.errors import ManifestError, PlanError
+from bitplan.errors import ManifestError, PlanError, PlanFileError
 from bitplan.lazy_names import lazy_names
 
 if TYPE_CHECKING:
@@ -15,11 +15,12 @@ if TYPE_CHECKING:
     from bitplan.plan.fp8.model_parts import model_parts
     from bitplan.plan.fp8.policy import load_policy, should_use_fp8
     from bitplan.plan.fp8.report import Fingerprint, Report, Row
+    from bitplan.plan.fp8.terms import Fp8Error
     from bitplan.plan.json_schema import manifest_schema
     from bitplan.plan.manifest import Manifest, Rule, Tag, expand_raw_map
     from bitplan.plan.plan import Choice, Plan, PlanDiff, Planned, SizeRow, TableRow, combine
     from bitplan.plan.selective.conductor import HeuristicPolicyBridge, Phase, Pressure, RuntimeLimitHints
-    from bitplan.plan.selective.config import SelectivePrecisionConfig
+    from bitplan.plan.selective.config import SelectiveError, SelectivePrecisionConfig
     from bitplan.plan.selective.decide import compute_hints, describe_changes
     from bitplan.plan.selective.state import PolicyState, layout_of, load_state, observe, save_state
     from bitplan.plan.shipped_manifests import SHIPPED, open_manifest, shipped_manifest
@@ -31,6 +32,7 @@ __all__ = [
     "Choice",
     "Finding",
     "Fingerprint",
+    "Fp8Error",
     "Header",
     "HeuristicPolicyBridge",
     "Manifest",
@@ -40,6 +42,7 @@ __all__ = [
     "Plan",
     "PlanDiff",
     "PlanError",
+    "PlanFileError",
     "Planned",
     "PolicyState",
     "Pressure",
@@ -47,6 +50,7 @@ __all__ = [
     "Row",
     "Rule",
     "RuntimeLimitHints",
+    "SelectiveError",
     "SelectivePrecisionConfig",
     "SizeRow",
     "Stored",
@@ -78,6 +82,7 @@ __all__ = [
 __getattr__, __dir__ = lazy_names(
     __name__,
     {
+        "fp8.terms": ("Fp8Error",),
         "aliases": ("Aliases",),
         "check": ("Finding", "Header", "check_headers", "require_clean"),
         "choose": ("Stored", "choose_formats"),
@@ -91,7 +96,7 @@ __getattr__, __dir__ = lazy_names(
         "manifest": ("Manifest", "Rule", "Tag", "expand_raw_map"),
         "plan": ("Choice", "Plan", "PlanDiff", "Planned", "SizeRow", "TableRow", "combine"),
         "json_schema": ("manifest_schema",),
-        "selective.config": ("SelectivePrecisionConfig",),
+        "selective.config": ("SelectiveError", "SelectivePrecisionConfig"),
         "selective.decide": ("compute_hints", "describe_changes"),
         "selective.state": ("PolicyState", "layout_of", "load_state", "observe", "save_state"),
         "shipped_manifests": ("SHIPPED", "open_manifest", "shipped_manifest"),

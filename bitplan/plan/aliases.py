@@ -11,11 +11,13 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from bitplan.errors import BitplanError
+
 _PLACEHOLDER = re.compile(r"\[([a-z])\]")
 _OPEN = "[]"
 
 
-class AliasError(ValueError):
+class AliasError(BitplanError, ValueError):
     """Why a map of aliases cannot be read both ways."""
 
 

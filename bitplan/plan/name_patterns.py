@@ -21,6 +21,8 @@ import warnings
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
+from bitplan.errors import BitplanError
+
 MAX_PATTERN_LETTERS = 500
 MAX_GROUPS = 50
 MAX_STATES = 1000  # of one pattern
@@ -46,7 +48,7 @@ Test = Callable[[str], bool]
 States = frozenset[int]
 
 
-class PatternError(ValueError):
+class PatternError(BitplanError, ValueError):
     """Why a pattern cannot be used, as the end of a sentence that begins with the pattern; `index` says which."""
 
     index: int | None = None

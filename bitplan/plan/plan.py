@@ -31,7 +31,7 @@ from types import MappingProxyType
 from typing import Any, Literal, NamedTuple
 
 from bitplan.documents import EVIDENCE, NAME, OBJECT, SHAPE, SIZE, TEXT, Reader, load_document, one_of
-from bitplan.errors import BitplanError, FormatError, PlanError, did_you_mean
+from bitplan.errors import BitplanError, FormatError, PlanError, PlanFileError, did_you_mean
 from bitplan.formats import Format, get_format
 from bitplan.formats.dtypes import ITEM_BYTES
 from bitplan.plan.mermaid import draw
@@ -218,11 +218,11 @@ class Plan(Mapping[str, Choice]):
 
     @classmethod
     def load(cls, path: str | Path) -> Plan:
-        return cls.from_document(load_document(path, PlanError), where=str(path))
+        return cls.from_document(load_document(path, PlanFileError), where=str(path))
 
     @classmethod
     def from_document(cls, document: Any, *, where: str = "plan") -> Plan:
-        reader = Reader(where, PlanError)
+        reader = Reader(where, PlanFileError)
         reader.version(document, VERSION)
         required = {"document": one_of(DOCUMENT), "version": SIZE, "tensors": OBJECT}
         found = reader.keys("", document, required | {"padding": one_of(*PADDINGS)}, tuple(required))

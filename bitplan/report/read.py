@@ -18,9 +18,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from bitplan.documents import show
 from bitplan.errors import FileFormatError
 from bitplan.records import parse_json
-from bitplan.report.fields import ReportError, shown
+from bitplan.report.fields import ReportError
 
 MAX_RECORD_BYTES = 64 * 2**20
 MAX_LINE_BYTES = 8 * 2**20
@@ -31,7 +32,7 @@ _STEP = re.compile(rb'"step(?:_id)?": ?(\d+)')
 
 
 @dataclass(frozen=True)
-class Kind:
+class RecordKind:
     """A sort of record: how it is told from the others, by its document or by its first line."""
 
     name: str
@@ -73,10 +74,10 @@ def _are_trees(found: dict[str, Any]) -> bool:
 
 
 KINDS = (
-    Kind("plan", "plan", _has("tensors"), document="bitplan-plan", versions=(1,)),
-    Kind("fp8_policy", "FP8 policy", _has("rules"), document="bitplan-fp8-policy", versions=(2,)),
-    Kind("fp8_report", "FP8 layer benchmark", _has("rows"), document="bitplan-fp8-report", versions=(1,)),
-    Kind(
+    RecordKind("plan", "plan", _has("tensors"), document="bitplan-plan", versions=(1,)),
+    RecordKind("fp8_policy", "FP8 policy", _has("rules"), document="bitplan-fp8-policy", versions=(2,)),
+    RecordKind("fp8_report", "FP8 layer benchmark", _has("rows"), document="bitplan-fp8-report", versions=(1,)),
+    RecordKind(
         "fp8_report",
         "FP8 layer benchmark",
         lambda found: "rows" not in found,
@@ -84,13 +85,13 @@ KINDS = (
         document="bitplan-fp8-report",
         versions=(1,),
     ),
-    Kind("crossover", "measured crossovers", _has("weights"), document="bitplan-crossover", versions=(1,)),
-    Kind("calibration", "calibration", _has("layers", "blocks"), document="bitplan-calibration", versions=(1,)),
-    Kind("machine", "machine", _has("machine", "versions"), document="bitplan-machine", versions=(1,)),
-    Kind(
+    RecordKind("crossover", "measured crossovers", _has("weights"), document="bitplan-crossover", versions=(1,)),
+    RecordKind("calibration", "calibration", _has("layers", "blocks"), document="bitplan-calibration", versions=(1,)),
+    RecordKind("machine", "machine", _has("machine", "versions"), document="bitplan-machine", versions=(1,)),
+    RecordKind(
         "training", "training log", _has("run"), lines=True, steps=True, document="bitplan-training-log", versions=(1,)
     ),
-    Kind(
+    RecordKind(
         "precision",
         "selective precision telemetry",
         _has("step_id", "block_details", "precision_changes"),
@@ -99,16 +100,20 @@ KINDS = (
         steps=True,
         unchanged=b'"precision_changes": 0,',
     ),
-    Kind("stream", "streaming telemetry", _has("step", "step_ms", "copy_ms", "stall_ms"), lines=True, steps=True),
-    Kind("drift", "drift log", _has("step", "name", "relative_error"), lines=True, steps=True),
-    Kind("drift", "drift of a checkpoint", _has("layers", "findings")),
-    Kind("quality", "perplexity", _has("reference_row", "rows")),
-    Kind("quality", "perplexity benchmark", lambda found: found.get("benchmark") == "quality" and "rows" in found),
-    Kind("trees", "trees benchmark", lambda found: _has("machine", "versions", "runs")(found) and _are_trees(found)),
-    Kind("demo", "demo figures", _has("train_seconds", "formats")),
-    Kind("benchmark", "benchmark", _has("benchmark", "machine", "versions")),
+    RecordKind("stream", "streaming telemetry", _has("step", "step_ms", "copy_ms", "stall_ms"), lines=True, steps=True),
+    RecordKind("drift", "drift log", _has("step", "name", "relative_error"), lines=True, steps=True),
+    RecordKind("drift", "drift of a checkpoint", _has("layers", "findings")),
+    RecordKind("quality", "perplexity", _has("reference_row", "rows")),
+    RecordKind(
+        "quality", "perplexity benchmark", lambda found: found.get("benchmark") == "quality" and "rows" in found
+    ),
+    RecordKind(
+        "trees", "trees benchmark", lambda found: _has("machine", "versions", "runs")(found) and _are_trees(found)
+    ),
+    RecordKind("demo", "demo figures", _has("train_seconds", "formats")),
+    RecordKind("benchmark", "benchmark", _has("benchmark", "machine", "versions")),
 )
-FINDINGS = Kind("findings", "findings of a check", _has("code", "where", "message"))
+FINDINGS = RecordKind("findings", "findings of a check", _has("code", "where", "message"))
 
 
 def read_records(paths: Iterable[str | Path]) -> list[Record]:
@@ -143,7 +148,7 @@ def _read(path: Path, name: str) -> Record:
     return Record(kind.name, name, kind.words, size, digest, content, torn, sampled)
 
 
-def _recognise(file: BinaryIO, path: Path, size: int) -> tuple[Kind, Any, int, str]:
+def _recognise(file: BinaryIO, path: Path, size: int) -> tuple[RecordKind, Any, int, str]:
     first = b"\n"
     while first and not first.strip():  # blank lines before the first are nothing
         first = file.readline(MAX_LINE_BYTES + 1)
@@ -166,7 +171,7 @@ def _recognise(file: BinaryIO, path: Path, size: int) -> tuple[Kind, Any, int, s
             )
     _check_size(path, size)
     if first.lstrip()[:1] not in (b"{", b"["):
-        raise ReportError(f"{path}: neither JSON nor JSONL: it begins with {shown(first[:40].decode('latin-1'))}")
+        raise ReportError(f"{path}: neither JSON nor JSONL: it begins with {show(first[:40].decode('latin-1'))}")
     whole = parse_json(first + file.read(), where=str(path))
     if isinstance(whole, list) and all(isinstance(item, dict) and FINDINGS.matches(item) for item in whole):
         return FINDINGS, whole, 0, ""
@@ -177,7 +182,7 @@ def _recognise(file: BinaryIO, path: Path, size: int) -> tuple[Kind, Any, int, s
     return kind, whole, 0, ""
 
 
-def _kind_of(found: dict[str, Any], path: Path, *, lines: bool, quiet: bool) -> Kind | None:
+def _kind_of(found: dict[str, Any], path: Path, *, lines: bool, quiet: bool) -> RecordKind | None:
     named = found.get("document")
     candidates = [kind for kind in KINDS if kind.lines == lines and (kind.document is None or kind.document == named)]
     for kind in candidates:
@@ -186,15 +191,15 @@ def _kind_of(found: dict[str, Any], path: Path, *, lines: bool, quiet: bool) -> 
             if kind.document is not None and found.get("version") not in kind.versions:
                 known = " or ".join(map(str, kind.versions))
                 raise ReportError(
-                    f"{path}: version must be {known} for {kind.document}, got {shown(found.get('version'))}; "
+                    f"{path}: version must be {known} for {kind.document}, got {show(found.get('version'))}; "
                     "write the record again with this version of bitplan"
                 )
             return kind
     if quiet:
         return None
     if named is not None:
-        raise ReportError(f"{path}: the document {shown(named)} is none that a report shows; {_expected()}")
-    keys = ", ".join(shown(key) for key in list(found)[:6]) or "none"
+        raise ReportError(f"{path}: the document {show(named)} is none that a report shows; {_expected()}")
+    keys = ", ".join(show(key) for key in list(found)[:6]) or "none"
     raise ReportError(f"{path}: not recognised by its keys ({keys}); {_expected()}")
 
 
@@ -219,7 +224,7 @@ class _Sample:
         return iter(self.lines)
 
 
-def _sample(file: BinaryIO, kind: Kind, path: Path, size: int) -> _Sample | None:
+def _sample(file: BinaryIO, kind: RecordKind, path: Path, size: int) -> _Sample | None:
     """Every n-th step of a log, the first and the last; None where all of it is little enough."""
     file.seek(0)
     total = sum(piece.count(b"\n") for piece in iter(lambda: file.read(2**20), b""))
@@ -251,7 +256,7 @@ def _sample(file: BinaryIO, kind: Kind, path: Path, size: int) -> _Sample | None
     return _Sample(total, kept + skipped)
 
 
-def _read_lines(numbered: Iterable[tuple[int, bytes]], kind: Kind, path: Path) -> tuple[list[Any], int]:
+def _read_lines(numbered: Iterable[tuple[int, bytes]], kind: RecordKind, path: Path) -> tuple[list[Any], int]:
     lines, torn, place, ahead = [], 0, 0, iter(numbered)
     at = next(ahead, None)
     while at is not None:

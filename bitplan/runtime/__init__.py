@@ -6,29 +6,41 @@ from bitplan.lazy_names import lazy_names
 
 if TYPE_CHECKING:
     from bitplan.runtime.fp8.apply import apply_fp8, apply_fp8_config
-    from bitplan.runtime.packed.apply import apply_plan
+    from bitplan.runtime.fp8.recipe import Fp8LayerError, Fp8UnavailableError
+    from bitplan.runtime.packed.apply import ApplyError, apply_plan
     from bitplan.runtime.packed.load_gpt_oss import load_packed
     from bitplan.runtime.packed.quant_experts import QuantExperts
     from bitplan.runtime.packed.quant_linear import QuantLinear
     from bitplan.runtime.packed.read_packed import read_packed
+    from bitplan.runtime.packed.strategy import LayerError
     from bitplan.runtime.packed.tile_cache import TileCache
     from bitplan.runtime.selective.policy import SelectivePrecisionPolicy
-    from bitplan.runtime.selective.telemetry import PrecisionTelemetry
+    from bitplan.runtime.selective.telemetry import PrecisionTelemetry, TelemetryError
     from bitplan.runtime.selective.trainer_callbacks import TensorBoardScalars, lightning_callback, trainer_callback
+    from bitplan.runtime.streaming.errors import BlockNonFiniteError, StreamError, StreamStateError, TransferError
     from bitplan.runtime.streaming.training.host_training import AdamWSettings
     from bitplan.runtime.streaming.transfer.devices import CudaDevice, SimulatedDevice, StreamDevice
 
 __all__ = [
     "AdamWSettings",
+    "ApplyError",
+    "BlockNonFiniteError",
     "CudaDevice",
+    "Fp8LayerError",
+    "Fp8UnavailableError",
+    "LayerError",
     "PrecisionTelemetry",
     "QuantExperts",
     "QuantLinear",
     "SelectivePrecisionPolicy",
     "SimulatedDevice",
     "StreamDevice",
+    "StreamError",
+    "StreamStateError",
+    "TelemetryError",
     "TensorBoardScalars",
     "TileCache",
+    "TransferError",
     "apply_fp8",
     "apply_fp8_config",
     "apply_plan",
@@ -41,13 +53,16 @@ __all__ = [
 __getattr__, __dir__ = lazy_names(
     __name__,
     {
-        "packed.apply": ("apply_plan",),
+        "streaming.errors": ("BlockNonFiniteError", "StreamError", "StreamStateError", "TransferError"),
+        "fp8.recipe": ("Fp8LayerError", "Fp8UnavailableError"),
+        "packed.strategy": ("LayerError",),
+        "packed.apply": ("ApplyError", "apply_plan"),
         "streaming.transfer.devices": ("CudaDevice", "SimulatedDevice", "StreamDevice"),
         "fp8.apply": ("apply_fp8", "apply_fp8_config"),
         "streaming.training.host_training": ("AdamWSettings",),
         "packed.load_gpt_oss": ("load_packed",),
         "packed.read_packed": ("read_packed",),
-        "selective.telemetry": ("PrecisionTelemetry",),
+        "selective.telemetry": ("PrecisionTelemetry", "TelemetryError"),
         "packed.quant_experts": ("QuantExperts",),
         "packed.quant_linear": ("QuantLinear",),
         "selective.policy": ("SelectivePrecisionPolicy",),

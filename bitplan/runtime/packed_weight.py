@@ -23,7 +23,7 @@ from typing import Any, Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from bitplan.documents import show
+from bitplan.documents import NAME, SHAPE, Reader
 from bitplan.errors import FileFormatError, StoreError
 from bitplan.formats import Encoded, Format
 from bitplan.records import parse_json
@@ -221,8 +221,7 @@ def _read_extra(extra: Any, where: str) -> tuple[Any, Any]:
     if extra.numel() > _MAX_EXTRA_BYTES:
         raise FileFormatError(f"{where}: {_EXTRA} of {extra.numel()} bytes is too long for a format and a shape")
     document = parse_json(bytes(extra.tolist()), where=f"{where}: {_EXTRA}")
-    if not isinstance(document, dict) or document.keys() != {"format", "shape"}:
-        raise FileFormatError(f"{where}: {_EXTRA} must be an object with format and shape, got {show(document)}")
+    Reader(where, FileFormatError).keys(_EXTRA, document, {"format": NAME, "shape": SHAPE}, ("format", "shape"))
     return document["format"], document["shape"]
 
 

@@ -2,6 +2,7 @@
 
 from typing import TYPE_CHECKING
 
+from bitplan.errors import FileFormatError, StoreError
 from bitplan.lazy_names import lazy_names
 
 if TYPE_CHECKING:
@@ -16,7 +17,9 @@ if TYPE_CHECKING:
 
 __all__ = [
     "DriftLog",
+    "FileFormatError",
     "GptOssFile",
+    "StoreError",
     "WeightStore",
     "compare_models",
     "convert_gpt_oss",

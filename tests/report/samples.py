@@ -27,7 +27,7 @@ from bitplan.plan.selective.decide import BlockPrecisionHint
 from bitplan.records import write_json
 from bitplan.report import TrainingLog
 from bitplan.runtime.selective.telemetry import PrecisionTelemetry
-from bitplan.runtime.streaming.telemetry import StepStats
+from bitplan.runtime.streaming.telemetry import StreamStepStats
 from bitplan.store.checks.drift_log import DriftLog, log_drift
 
 RESULTS = Path(__file__).parent.parent.parent / "benchmarks" / "results"
@@ -166,7 +166,7 @@ def write_stream(folder: Path, steps: int = 40, *, timeline: bool = True) -> lis
             "vram_peak_bytes": 7_400_000_000 + step * 1_000_000,
             "pinned_peak_bytes": 2_500_000_000,
         }
-        known = {each.name for each in dataclasses.fields(StepStats)}
+        known = {each.name for each in dataclasses.fields(StreamStepStats)}
         assert set(figures) <= known, "the telemetry's fields have changed"
         lines.append(
             figures | ({"timeline": {"copies": copies, "waits": waits, "copies_out": out}} if timeline else {})

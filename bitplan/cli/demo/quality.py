@@ -73,7 +73,7 @@ def pack_by_plan(output: Path, plan: Plan, manifest: Manifest, step: int) -> lis
         return log_drift(log, step, layers)
 
 
-class Comparison:
+class DemoComparison:
     """Every saved model against the trained one, on the same windows of text."""
 
     def __init__(self, model: TinyTransformer, vocabulary: int, windows: Tensor, output: Path) -> None:

@@ -18,7 +18,15 @@ import torch
 from bitplan.cli.demo import show
 from bitplan.cli.demo.gpu import MODEL, WITHOUT_GPU, GpuSizes, measure_fp8, measure_fused, plan_fp8
 from bitplan.cli.demo.plan import FOUR_BITS, calibrate, choose_formats, manifest_of, passes
-from bitplan.cli.demo.quality import FORMATS, PLAN, REFERENCE, Comparison, count_measured, pack_by_plan, save_reference
+from bitplan.cli.demo.quality import (
+    FORMATS,
+    PLAN,
+    REFERENCE,
+    DemoComparison,
+    count_measured,
+    pack_by_plan,
+    save_reference,
+)
 from bitplan.cli.demo.tiny_model import Corpus, TinyTransformer, shipped_text
 from bitplan.cli.demo.training import made_batches, train_streamed
 from bitplan.cli.demo.trees import boost_twice, count_fits
@@ -174,7 +182,7 @@ class _Demo:
     def _pack(self) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
         drift = pack_by_plan(self.output, self.plan, self.manifest, self.size.steps)
         windows = self.corpus.held_out_windows(self.size.windows)
-        comparison = Comparison(self.model, self.corpus.vocabulary, windows, self.output)
+        comparison = DemoComparison(self.model, self.corpus.vocabulary, windows, self.output)
         with progress("4/6 packing", count_measured()) as advance:
             rows = comparison.measure_all(advance)
         self._tell(show.show_formats, rows, windows[:, 1:].numel())  # the first of a window is given

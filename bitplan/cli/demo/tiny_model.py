@@ -27,7 +27,7 @@ class TinyTransformer(nn.Module):
         super().__init__()
         self.tokens = nn.Embedding(vocabulary, WIDTH)
         self.places = nn.Embedding(CONTEXT, WIDTH)
-        self.blocks = nn.ModuleList(Block() for _ in range(BLOCKS))
+        self.blocks = nn.ModuleList(DemoBlock() for _ in range(BLOCKS))
         self.norm = nn.LayerNorm(WIDTH)
         self.head = nn.Linear(WIDTH, vocabulary, bias=False)
 
@@ -39,7 +39,7 @@ class TinyTransformer(nn.Module):
         return logits
 
 
-class Block(nn.Module):
+class DemoBlock(nn.Module):
     """Causal attention, then a feed-forward layer, each with a residual path."""
 
     def __init__(self) -> None:

@@ -47,7 +47,7 @@ def confirm_policy(
     from bitplan.runtime.fp8.bench.confirm_model import plan_small_model
 
     rules = load_policy(policy)
-    trial = fp8_confirm_policy.Trial(timing, compiled, recipe, tp)
+    trial = fp8_confirm_policy.BlockTiming(timing, compiled, recipe, tp)
     place = fp8_confirm_policy.require_device(device, rules, recipe)
     small = plan_small_model(model, tp=tp)
     with progress("confirming", len(counts)) as advance:

@@ -39,8 +39,7 @@ def drift(
         found = drift_files(master, packed, step=step, on_bytes=advance)
     if log is not None:
         with log:
-            for row in found.rows:
-                log.write(row)
+            log.write(*found.rows)
     if as_json:
         show_json(found.to_dict())
     else:

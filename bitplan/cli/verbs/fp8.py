@@ -188,13 +188,13 @@ def _banded(path: Path) -> Any:
 
 
 def _shape(text: str | None) -> tuple[int, int] | None:
-    from bitplan.plan.fp8.terms import PolicyError
+    from bitplan.plan.fp8.terms import Fp8Error
 
     if text is None:
         return None
     found = re.fullmatch(r"([0-9]{1,9})[xX,]([0-9]{1,9})", text)
     if found is None:
-        raise PolicyError(f"--shape must be OUTxIN such as 4096x14336, got {text!r}")
+        raise Fp8Error(f"--shape must be OUTxIN such as 4096x14336, got {text!r}")
     return int(found[1]), int(found[2])
 
 

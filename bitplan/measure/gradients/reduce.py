@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from bitplan.kernels.base.host_copy import to_device
+from bitplan.kernels.codec.dispatch import Picked
 
 Blocks = Sequence[Sequence[Tensor]]
 KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -35,11 +36,6 @@ class Parts(NamedTuple):
     sizes: tuple[int, ...]
     tensors: tuple[int, ...]
     part: int = 0
-
-
-class Picked(NamedTuple):
-    implementation: str
-    reason: str
 
 
 @torch.no_grad()

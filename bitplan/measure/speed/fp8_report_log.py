@@ -1,28 +1,24 @@
 """The report while it is being measured: a line per row, each written whole, so that a killed benchmark can go on.
 
-A row is appended with one write and flushed to the disk before the next is measured. A process killed in between leaves
-whole lines; should a line be torn all the same (a full disk, a power cut), it is cut off when the log is opened again.
 What the file says (fingerprint, recipe, model, settings) must be what this run says: rows of two machines never share a
 file.
 """
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 from bitplan.documents import show
-from bitplan.plan.fp8.report import Fingerprint, Report, Row, describe_row, one_line, report_of, split_report
-from bitplan.plan.fp8.terms import ReportError
-from bitplan.records import open_log
+from bitplan.logs import JsonLog
+from bitplan.plan.fp8.report import Fingerprint, Report, Row, describe_row, report_of, split_report
+from bitplan.plan.fp8.terms import BenchReportError
 
 _FIRST_BYTES = b'{"document": "bitplan-fp8-report"'
 
 
-class ReportLog:
+class ReportLog(JsonLog):
     """Opens or resumes a report; `done` has the keys of the rows that are already there."""
 
     def __init__(
@@ -34,65 +30,40 @@ class ReportLog:
         model: str = "",
         settings: Mapping[str, Any] | None = None,
     ) -> None:
-        self.path = Path(path)
         empty = Report(fingerprint, recipe, (), model, settings, str(path))
-        report_of(empty.head(), [], where=str(path))  # a head that cannot be read back is known before the work
-        self.finished = False
-        self.rows: list[Row] = []
-        self._file = open_log(self.path, _FIRST_BYTES, what="report of the layer benchmark", error=ReportError)
+        head = empty.head()
+        report_of(head, [], where=str(path))  # a head that cannot be read back is known before the work
+        super().__init__(path, _FIRST_BYTES, what="report of the layer benchmark", head=head, error=BenchReportError)
         try:
-            data = self.path.read_bytes()
-            if data:
-                self._resume(data, empty)
-            else:
-                self._write(one_line(empty.head()))
+            self.rows, self.finished = self._resume(head)
         except BaseException:
-            os.close(self._file)
+            self.close()
             raise
         self.done = {row.key for row in self.rows}
 
     def append(self, row: Row) -> None:
-        """Add one row; it is on the disk when this returns."""
+        """Add one row; it is in the file when this returns."""
         if self.finished:
-            raise ReportError(f"{self.path}: finished; a new measurement needs a new file")
+            raise BenchReportError(f"{self.path}: finished; a new measurement needs a new file")
         if row.key in self.done:
-            raise ReportError(f"{self.path}: {describe_row(row)} is already there; skip what is in `done`")
-        self._write(one_line(row.to_document()))
+            raise BenchReportError(f"{self.path}: {describe_row(row)} is already there; skip what is in `done`")
+        self.write_lines(row.to_document())
         self.rows.append(row)
         self.done.add(row.key)
 
     def finish(self) -> None:
         """Write the end line; without it the report is not merged."""
         if not self.finished:
-            self._write(one_line({"end": len(self.rows)}))
+            self.write_lines({"end": len(self.rows)})
             self.finished = True
 
-    def close(self) -> None:
-        if self._file >= 0:
-            os.close(self._file)
-            self._file = -1
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
-
-    def _resume(self, data: bytes, empty: Report) -> None:
-        head, rows, self.finished = split_report(data, where=str(self.path))
+    def _resume(self, mine: Mapping[str, Any]) -> tuple[list[Row], bool]:
+        """The rows that are there, and whether the report is finished."""
+        head, rows, finished = split_report(self.path.read_bytes(), where=str(self.path))
         found = report_of(head, rows, where=str(self.path))
-        for key, mine in empty.head().items():
-            theirs = found.head()[key]
-            if theirs != mine:
-                raise ReportError(
-                    f"{self.path}: begun with {key} {show(theirs)}, this run has {show(mine)}; use another path"
+        for key, theirs in found.head().items():
+            if theirs != mine[key]:
+                raise BenchReportError(
+                    f"{self.path}: begun with {key} {show(theirs)}, this run has {show(mine[key])}; use another path"
                 )
-        self.rows = list(found.rows)
-
-    def _write(self, text: str) -> None:
-        data = text.encode()
-        while data:
-            data = data[os.write(self._file, data) :]
-        os.fsync(self._file)
+        return list(found.rows), finished

@@ -28,6 +28,8 @@ from typing import Any, Protocol
 
 import torch
 
+from bitplan.errors import MeasureError
+
 OK, OOM, ERROR = "ok", "oom", "error"
 FLUSH_BYTES = 512 * 2**20  # ten times the L2 of an H200
 EAGER_SAMPLE_MS = 4.0  # long beside the head start that the flush gives the host
@@ -98,7 +100,7 @@ def time_in_turns(
 ) -> dict[str, Timed]:
     """`turns` samples of every arm, in turns, after `warmup` calls of each; an arm that fails says how."""
     if turns < 1 or warmup < 0:
-        raise ValueError(f"turns must be from 1 and warmup from 0, got {turns} and {warmup}")
+        raise MeasureError(f"turns must be from 1 and warmup from 0, got {turns} and {warmup}")
     run = _Run(stopwatch, peers or Peers(), {}, {}, {})
     for name, arm in arms.items():
         run.make_ready(name, arm, max(warmup, 1), graph)

@@ -29,7 +29,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from bitplan.plan.fp8.estimate import REACH, estimate_speedup
-from bitplan.plan.fp8.policy import Decision, Policy, Question, alike_rules, decide, matching_rules
+from bitplan.plan.fp8.policy import Fp8Decision, Policy, Question, alike_rules, decide, matching_rules
 from bitplan.plan.fp8.terms import (
     DEFAULT_RECIPE,
     GEMMS,
@@ -55,7 +55,7 @@ _STEP = 2**0.125  # between the counts that are asked to find how far a choice h
 
 
 @dataclass(frozen=True)
-class Choice:
+class Fp8Choice:
     """Products in FP8 (none: BF16), the recipe, why, and from how many to how many tokens it holds (None: no end).
 
     `tokens` and both bounds count rows of the product: for experts after topk.
@@ -86,7 +86,7 @@ class Choice:
         return {"precision": self.precision} | asdict(self)
 
 
-def choose_products(policy: Policy, question: Question, *, estimate: bool = True, apart: bool = True) -> Choice:
+def choose_products(policy: Policy, question: Question, *, estimate: bool = True, apart: bool = True) -> Fp8Choice:
     """The products of one layer that run in FP8; of `question.recipe`, or of the recipe that the policy knows best.
 
     `apart=False` is for layers that run all three products in FP8 or none.
@@ -118,13 +118,13 @@ def _rules_of(policy: BandPolicy, question: Question) -> list[BandRule]:
     return [rule for gemm in GEMMS for rule in matching_rules(policy, replace(question, gemm=gemm))]
 
 
-def _none_of(found: list[Choice]) -> Choice:
+def _none_of(found: list[Fp8Choice]) -> Fp8Choice:
     first = next((each for each in found if each.answer in (UNDECIDED, LOSE)), found[0])
     told = "; ".join(f"{each.recipe}: {each.reason}" for each in found)
     return replace(first, recipe=None, reason=told)
 
 
-def _by_recipe(policy: Policy, question: Question, estimate: bool, apart: bool) -> Choice:
+def _by_recipe(policy: Policy, question: Question, estimate: bool, apart: bool) -> Fp8Choice:
     """The choice under one recipe, and how far it holds."""
     if isinstance(policy, ThresholdPolicy):
         return _by_threshold(policy, question)
@@ -138,17 +138,19 @@ def _by_recipe(policy: Policy, question: Question, estimate: bool, apart: bool) 
     return _bounded(policy, asked, choice, estimate, apart) if choice else choice
 
 
-def _by_threshold(policy: ThresholdPolicy, question: Question) -> Choice:
+def _by_threshold(policy: ThresholdPolicy, question: Question) -> Fp8Choice:
     whole = decide(policy, question)
     if not whole:
-        return Choice((), question.recipe, whole.answer, whole.reason, whole.tokens)
+        return Fp8Choice((), question.recipe, whole.answer, whole.reason, whole.tokens)
     size: dict[str, Any] = {key: getattr(question, key) for key in ("name", "tp", "etp", "num_gemms")}
     rule = policy.find(question.looked_up_kind, **size)
     assert rule is not None  # it was decided by one
-    return Choice(PRODUCTS, question.recipe, whole.answer, whole.reason, whole.tokens, whole.speedup, rule.min_tokens)
+    return Fp8Choice(
+        PRODUCTS, question.recipe, whole.answer, whole.reason, whole.tokens, whole.speedup, rule.min_tokens
+    )
 
 
-def _agreed(choices: list[Choice]) -> Choice:
+def _agreed(choices: list[Fp8Choice]) -> Fp8Choice:
     """One choice for all shapes under a key: FP8 only where every one of them has the same products in it."""
     first = next((each for each in choices if not each), choices[0])
     told = f"no shape was given and {len(choices)} were measured"
@@ -156,7 +158,7 @@ def _agreed(choices: list[Choice]) -> Choice:
         return replace(first, reason=f"{told}; one of them is against FP8: {first.reason}")
     if any(each.products != first.products for each in choices):
         reason = f"{told}, which differ in the products that win; give the shape"
-        return Choice((), first.recipe, UNDECIDED, reason, first.tokens)
+        return Fp8Choice((), first.recipe, UNDECIDED, reason, first.tokens)
     least = min(choices, key=lambda each: each.speedup or 0.0)
     highs = [each.holds_to for each in choices if each.holds_to is not None]
     return replace(
@@ -170,7 +172,7 @@ def _agreed(choices: list[Choice]) -> Choice:
 # ---- at one count ----------------------------------------------------------------------------------------------------
 
 
-def _at_count(policy: BandPolicy, question: Question, estimate: bool, apart: bool) -> Choice:
+def _at_count(policy: BandPolicy, question: Question, estimate: bool, apart: bool) -> Fp8Choice:
     """The whole module, some of its products, or BF16."""
     whole = decide(policy, question)
     if estimate and not whole and whole.answer == UNMEASURED:
@@ -180,20 +182,20 @@ def _at_count(policy: BandPolicy, question: Question, estimate: bool, apart: boo
     recipe = question.recipe or whole.recipe
     if some == PRODUCTS and not whole and whole.answer == UNMEASURED:  # nothing speaks against all three
         reason = f"{_told(alone)}; the whole module: {whole.reason}"
-        return Choice(PRODUCTS, recipe, alone[PRODUCTS[0]].answer, reason, whole.tokens, _promise(alone))
+        return Fp8Choice(PRODUCTS, recipe, alone[PRODUCTS[0]].answer, reason, whole.tokens, _promise(alone))
     promise = _promise(alone)
     needed = APART_MARGIN * max((whole.speedup or 0.0) if whole else policy.speedup_threshold, 1.0)
     if apart and some != PRODUCTS and promise >= needed:
         beside = "more than the whole module" if whole else "the whole module"
         reason = f"{_told(alone)}; {beside}: {whole.reason}"
-        return Choice(some, recipe, alone[some[0]].answer, reason, whole.tokens, promise)
+        return Fp8Choice(some, recipe, alone[some[0]].answer, reason, whole.tokens, promise)
     if whole:
-        return Choice(PRODUCTS, recipe, whole.answer, whole.reason, whole.tokens, whole.speedup)
+        return Fp8Choice(PRODUCTS, recipe, whole.answer, whole.reason, whole.tokens, whole.speedup)
     reason = _why_not(some, promise, needed, whole) if apart or some == PRODUCTS else whole.reason
-    return Choice((), recipe, whole.answer, reason, whole.tokens)
+    return Fp8Choice((), recipe, whole.answer, reason, whole.tokens)
 
 
-def _estimated(policy: BandPolicy, question: Question, whole: Decision) -> Decision:
+def _estimated(policy: BandPolicy, question: Question, whole: Fp8Decision) -> Fp8Decision:
     """The whole module by its estimate: what products gain apart is too little to be guessed at."""
     guess = estimate_speedup(policy, question)
     if guess is None:
@@ -208,24 +210,24 @@ def _estimated(policy: BandPolicy, question: Question, whole: Decision) -> Decis
     return replace(whole, use_fp8=True, reason=reason, speedup=guess.speedup)
 
 
-def _winning_alone(policy: BandPolicy, question: Question) -> dict[str, Decision]:
+def _winning_alone(policy: BandPolicy, question: Question) -> dict[str, Fp8Decision]:
     """The products that were measured apart and win."""
     asked = {gemm: replace(question, gemm=gemm) for gemm in PRODUCTS}
     found = {gemm: decide(policy, each) for gemm, each in asked.items() if matching_rules(policy, each)}
     return {gemm: decision for gemm, decision in found.items() if decision}
 
 
-def _promise(alone: dict[str, Decision]) -> float:
+def _promise(alone: dict[str, Fp8Decision]) -> float:
     """The speedup of products together: they save at least what each saves alone."""
     saved = sum(1 - 1 / max(each.speedup or 1.0, 1.0) for each in alone.values())
     return 1 / max(1 - saved, 1e-3)
 
 
-def _told(alone: dict[str, Decision]) -> str:
+def _told(alone: dict[str, Fp8Decision]) -> str:
     return "; ".join(f"{gemm} {decision.reason}" for gemm, decision in alone.items())
 
 
-def _why_not(some: tuple[str, ...], promise: float, needed: float, whole: Decision) -> str:
+def _why_not(some: tuple[str, ...], promise: float, needed: float, whole: Fp8Decision) -> str:
     if not some:
         return whole.reason
     if some == PRODUCTS:
@@ -237,7 +239,7 @@ def _why_not(some: tuple[str, ...], promise: float, needed: float, whole: Decisi
 # ---- how far it holds ------------------------------------------------------------------------------------------------
 
 
-def _bounded(policy: BandPolicy, question: Question, choice: Choice, estimate: bool, apart: bool) -> Choice:
+def _bounded(policy: BandPolicy, question: Question, choice: Fp8Choice, estimate: bool, apart: bool) -> Fp8Choice:
     """The choice with the counts between which it stays the same."""
     tokens = question.tokens or 1
     near = [rule for gemm in GEMMS for rule in alike_rules(policy, replace(question, gemm=gemm))]

@@ -36,7 +36,7 @@ REACH = 2
 
 
 @dataclass(frozen=True)
-class Estimate:
+class SpeedupEstimate:
     """A speedup that was not measured, its lower end, and from what it comes."""
 
     speedup: float
@@ -44,7 +44,7 @@ class Estimate:
     reason: str
 
 
-def estimate_speedup(policy: BandPolicy, question: Question) -> Estimate | None:
+def estimate_speedup(policy: BandPolicy, question: Question) -> SpeedupEstimate | None:
     """The estimate for a layer with a shape, or None where neighbours are missing."""
     tokens, shape = question.tokens, question.shape
     if tokens is None or shape is None:
@@ -66,8 +66,8 @@ def estimate_speedup(policy: BandPolicy, question: Question) -> Estimate | None:
         told = f"never measured itself; it has no less work and intensity than {told}"
     against = _easier_loss(policy, near)
     if against is not None and best.speedup >= policy.speedup_threshold:
-        return Estimate(against.speedup, against.low, f"{told}; but no more than {against.reason}")
-    return Estimate(best.speedup, best.low, told)
+        return SpeedupEstimate(against.speedup, against.low, f"{told}; but no more than {against.reason}")
+    return SpeedupEstimate(best.speedup, best.low, told)
 
 
 def _equal_counts(rule: BandRule, question: Question) -> tuple[float, float]:
@@ -85,7 +85,7 @@ def _equal_counts(rule: BandRule, question: Question) -> tuple[float, float]:
     return min(by_intensity, by_work), max(by_intensity, by_work)
 
 
-def _easier_loss(policy: BandPolicy, near: Iterable[tuple[BandRule, tuple[float, float]]]) -> Estimate | None:
+def _easier_loss(policy: BandPolicy, near: Iterable[tuple[BandRule, tuple[float, float]]]) -> SpeedupEstimate | None:
     """What a layer that has no less work and intensity is known to gain at most, where that is below the threshold."""
     found = [_at(rule, max(most, rule.points[0].tokens)) for rule, (_, most) in near if most <= rule.points[-1].tokens]
     lost = [each for each in found if each is not None and each.speedup < policy.speedup_threshold]
@@ -95,7 +95,7 @@ def _easier_loss(policy: BandPolicy, near: Iterable[tuple[BandRule, tuple[float,
 # ---- one measured shape at any count ---------------------------------------------------------------------------------
 
 
-def _at(rule: BandRule, tokens: float) -> Estimate | None:
+def _at(rule: BandRule, tokens: float) -> SpeedupEstimate | None:
     """What a rule's own shape gains at a count, at least; None beside a count that was tried and failed."""
     points = rule.points
     index = bisect_left([point.tokens for point in points], tokens)
@@ -116,7 +116,7 @@ def _at(rule: BandRule, tokens: float) -> Estimate | None:
     low = speedup * min((point.low or 0.0) / _speedup(point) for point in beside)
     where = f"{rule.shape[0]}x{rule.shape[1]} at {tokens:.0f} tokens"
     told = " and ".join(point.told() for point in beside)
-    return Estimate(speedup, low, f"{where}, about {speedup:.3f}x by {told}{by}")
+    return SpeedupEstimate(speedup, low, f"{where}, about {speedup:.3f}x by {told}{by}")
 
 
 def _after_the_last(points: Sequence[Point], tokens: float) -> float:

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from bitplan.documents import NAME, Kind, Reader, is_number, one_of
-from bitplan.plan.fp8.terms import COUNT, GROUPED_KINDS, KIND, PRECISIONS, MergeError, ReportError
+from bitplan.plan.fp8.terms import COUNT, GROUPED_KINDS, KIND, PRECISIONS, BenchReportError, MergeError
 from bitplan.plan.fp8.thresholds import Threshold, ThresholdPolicy
 from bitplan.records import read_json
 
@@ -52,7 +52,7 @@ def load_list_report(path: str | Path) -> list[ListRow] | None:
         return None  # lines, or no JSON at all: the reader of our own reports says what is wrong
     if not isinstance(document, list):
         return None
-    reader = Reader(str(path), ReportError)
+    reader = Reader(str(path), BenchReportError)
     return [_row(reader, f"[{index}]", item) for index, item in enumerate(document)]
 
 

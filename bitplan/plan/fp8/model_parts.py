@@ -16,10 +16,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from bitplan.documents import load_document, show
+from bitplan.documents import Reader, load_document, show
 from bitplan.errors import did_you_mean
 from bitplan.plan.fp8.layers import Attention, Experts, LatentAttention, ModelPart
-from bitplan.plan.fp8.terms import COUNT, ModelConfigError, is_count
+from bitplan.plan.fp8.terms import COUNT, ModelConfigError
 
 _TEXT = {
     "llama": "dense",
@@ -93,9 +93,11 @@ class ConfigObject:
         value: Any = self.values.get(key)
         if value is None and default is not None:
             return default
-        if not is_count(value):
-            got = f"got {show(value)}" if key in self.values else "and it is missing"
-            raise ModelConfigError(f"{self.where}: {self.prefix}{key} must be {COUNT.text}, {got}")
+        reader = Reader(self.where, ModelConfigError)
+        if key not in self.values:
+            reader.miss(self.prefix + key, COUNT.text)
+        if not COUNT.holds(value):
+            reader.fail(self.prefix + key, COUNT.text, value)
         return int(value)
 
     def blocks(self, key: str) -> int:

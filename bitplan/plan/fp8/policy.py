@@ -34,6 +34,7 @@ from bitplan.plan.fp8.terms import (
     UNDECIDED,
     UNMEASURED,
     WIN,
+    Fp8Error,
     PolicyError,
     PolicyVersionError,
     promote,
@@ -47,7 +48,7 @@ _READERS: dict[int, Callable[..., Policy]] = {1: ThresholdPolicy.from_document, 
 
 
 @dataclass(frozen=True)
-class Decision:
+class Fp8Decision:
     """FP8 or BF16 and why; true where FP8. `kind` and `tokens` are those that were looked up, after promotion."""
 
     use_fp8: bool
@@ -89,17 +90,17 @@ class Question:
     extrapolate: bool = False
 
     def __post_init__(self) -> None:
-        check_kind(self.kind, "the question")
+        check_kind(self.kind, "the question", Fp8Error)
         counts = ("num_tokens", "num_gemms", "moe_router_topk", "tp", "etp")
         for key in counts:
             value = getattr(self, key)
             if not COUNT.holds(value) and not (value is None and key in counts[:3]):
-                raise PolicyError(f"{key} must be {COUNT.text}, got {value!r}")
+                raise Fp8Error(f"{key} must be {COUNT.text}, got {value!r}")
         for key, known in (("gemm", GEMMS), ("part", PARTS), ("recipe", (None, *RECIPES))):
             if getattr(self, key) not in known:
-                raise PolicyError(f"{key} must be one of {', '.join(map(str, known))}, got {getattr(self, key)!r}")
+                raise Fp8Error(f"{key} must be one of {', '.join(map(str, known))}, got {getattr(self, key)!r}")
         if self.shape is not None and not LOCAL_SHAPE.holds(self.shape):
-            raise PolicyError(f"shape must be {LOCAL_SHAPE.text}, got {show(self.shape)}")
+            raise Fp8Error(f"shape must be {LOCAL_SHAPE.text}, got {show(self.shape)}")
 
     @property
     def looked_up_kind(self) -> str:
@@ -150,7 +151,7 @@ def should_use_fp8(
     gemm: str = MODULE,
     part: str = "llm",
     extrapolate: bool = False,
-) -> Decision:
+) -> Fp8Decision:
     """FP8 or BF16 for one layer, with the reason.
 
     `num_tokens` is sequence length x micro batch size; experts (a grouped kind, or `is_expert`) have it multiplied by
@@ -177,7 +178,7 @@ def should_use_fp8(
     return decide(policy, question)
 
 
-def decide(policy: Policy, question: Question) -> Decision:
+def decide(policy: Policy, question: Question) -> Fp8Decision:
     """`should_use_fp8` for a question that is already made."""
     missing = _missing(question)
     if missing:
@@ -232,15 +233,15 @@ def _missing(question: Question) -> str:
     return ""
 
 
-def _bf16(question: Question, answer: str, reason: str, **more: Any) -> Decision:
+def _bf16(question: Question, answer: str, reason: str, **more: Any) -> Fp8Decision:
     at = {"kind": question.looked_up_kind, "tokens": question.tokens, "gemm": question.gemm}
-    return Decision(False, answer, reason, **({"recipe": question.recipe} | at | more))
+    return Fp8Decision(False, answer, reason, **({"recipe": question.recipe} | at | more))
 
 
 # ---- version 1 -------------------------------------------------------------------------------------------------------
 
 
-def _by_threshold(policy: ThresholdPolicy, question: Question) -> Decision:
+def _by_threshold(policy: ThresholdPolicy, question: Question) -> Fp8Decision:
     kind, tokens = question.looked_up_kind, question.tokens or 0
     if question.gemm != MODULE:
         return _bf16(question, UNMEASURED, f"a version 1 policy knows whole modules, not {question.gemm}")
@@ -262,13 +263,13 @@ def _by_threshold(policy: ThresholdPolicy, question: Question) -> Decision:
         f"{tokens} tokens are at or above min_tokens {rule.min_tokens} of {rule.where} ({rule.measured_speedup}x there"
     )
     reason += ")" if tokens == rule.min_tokens else "; version 1 does not tell how far above was measured)"
-    return Decision(True, WIN, reason, kind, tokens, MODULE, question.recipe, rule.measured_speedup)
+    return Fp8Decision(True, WIN, reason, kind, tokens, MODULE, question.recipe, rule.measured_speedup)
 
 
 # ---- version 2 -------------------------------------------------------------------------------------------------------
 
 
-def _by_bands(policy: BandPolicy, question: Question) -> Decision:
+def _by_bands(policy: BandPolicy, question: Question) -> Fp8Decision:
     rules = matching_rules(policy, question)
     if not rules:
         return _bf16(question, UNMEASURED, _why_no_rule(policy, question))
@@ -287,7 +288,7 @@ def _by_bands(policy: BandPolicy, question: Question) -> Decision:
     return _bf16(question, answer, "; ".join(f"{each.recipe}: {each.reason}" for each in decisions))
 
 
-def _agreed(shapes: list[Decision]) -> Decision:
+def _agreed(shapes: list[Fp8Decision]) -> Fp8Decision:
     """One answer for all shapes under a key: FP8 only where every one of them is."""
     if len(shapes) == 1:
         return shapes[0]
@@ -297,7 +298,7 @@ def _agreed(shapes: list[Decision]) -> Decision:
     return replace(chosen, reason=f"no shape was given, {len(shapes)} were measured and {why}: {chosen.reason}")
 
 
-def _at(rule: BandRule, question: Question) -> Decision:
+def _at(rule: BandRule, question: Question) -> Fp8Decision:
     """What one rule says at these tokens."""
     tokens = question.tokens or 0
     at = bisect_left([point.tokens for point in rule.points], tokens)
@@ -314,7 +315,7 @@ def _at(rule: BandRule, question: Question) -> Decision:
     return _said(rule, question, False, UNMEASURED, f"{told}; only between two wins is FP8 assumed", None)
 
 
-def _outside(rule: BandRule, question: Question, nearest: Point | None) -> Decision:
+def _outside(rule: BandRule, question: Question, nearest: Point | None) -> Fp8Decision:
     assert nearest is not None  # a rule has a point
     beyond = nearest is rule.points[-1] and (question.tokens or 0) > nearest.tokens
     side = "above the largest" if beyond else "below the smallest"
@@ -326,8 +327,8 @@ def _outside(rule: BandRule, question: Question, nearest: Point | None) -> Decis
 
 def _said(
     rule: BandRule, question: Question, use_fp8: bool, answer: str, reason: str, speedup: float | None
-) -> Decision:
-    return Decision(use_fp8, answer, reason, rule.kind, question.tokens, rule.gemm, rule.recipe, speedup)
+) -> Fp8Decision:
+    return Fp8Decision(use_fp8, answer, reason, rule.kind, question.tokens, rule.gemm, rule.recipe, speedup)
 
 
 def _why_no_rule(policy: BandPolicy, question: Question) -> str:

@@ -22,7 +22,6 @@ precision.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
@@ -30,6 +29,7 @@ from typing import Any
 
 from bitplan.documents import EVIDENCE, FLAG, LIST, NAME, OBJECT, SIZE, TEXT, Kind, Reader, is_number, one_of, show
 from bitplan.errors import FileFormatError
+from bitplan.logs import json_line
 from bitplan.plan.fp8.terms import (
     COUNT,
     GEMMS,
@@ -39,7 +39,7 @@ from bitplan.plan.fp8.terms import (
     PARTS,
     PRECISIONS,
     RECIPES,
-    ReportError,
+    BenchReportError,
 )
 from bitplan.records import MAX_JSON_BYTES, parse_json, write_json
 
@@ -142,7 +142,7 @@ class Row:
     def __post_init__(self) -> None:
         object.__setattr__(self, "shape", tuple(self.shape))
         object.__setattr__(self, "samples_ms", tuple(self.samples_ms))
-        _check_row(Reader("a report row", ReportError), "", self.to_document())
+        _check_row(Reader("a report row", BenchReportError), "", self.to_document())
 
     @property
     def layer_key(self) -> tuple[Any, ...]:
@@ -181,7 +181,7 @@ class Report:
         seen = set()
         for row in self.rows:
             if row.key in seen:
-                raise ReportError(f"{self.where}: {describe_row(row)} is there twice; keep one of the two rows")
+                raise BenchReportError(f"{self.where}: {describe_row(row)} is there twice; keep one of the two rows")
             seen.add(row.key)
 
     def head(self) -> dict[str, Any]:
@@ -200,7 +200,7 @@ class Report:
     def to_lines(self) -> str:
         """The report as a benchmark leaves it: head, rows, end."""
         documents = [self.head(), *(row.to_document() for row in self.rows), {"end": len(self.rows)}]
-        return "".join(one_line(document) for document in documents)
+        return "".join(map(json_line, documents))
 
     def save(self, path: str | Path) -> None:
         """Write the one-document form, whole or not at all."""
@@ -211,49 +211,49 @@ class Report:
         try:
             size = Path(path).stat().st_size
             if size > MAX_JSON_BYTES:
-                raise ReportError(f"{path}: {size} bytes is too large for a report (limit {MAX_JSON_BYTES})")
+                raise BenchReportError(f"{path}: {size} bytes is too large for a report (limit {MAX_JSON_BYTES})")
             return parse_report(Path(path).read_bytes(), where=str(path))
         except OSError as fault:
-            raise ReportError(f"{path}: cannot be read: {fault.strerror or fault}") from None
-
-
-def one_line(document: Any) -> str:
-    return json.dumps(document, ensure_ascii=False, allow_nan=False) + "\n"
+            raise BenchReportError(f"{path}: cannot be read: {fault.strerror or fault}") from None
 
 
 def parse_report(data: bytes, *, where: str) -> Report:
     """A finished report in either form; one that was cut off is an error that says so."""
     head, rows, ended = split_report(data, where=where)
     if not ended:
-        raise ReportError(f"{where}: unfinished: {len(rows)} rows and no end line; {RESUME}")
+        raise BenchReportError(f"{where}: unfinished: {len(rows)} rows and no end line; {RESUME}")
     return report_of(head, rows, where=where)
 
 
 def split_report(data: bytes, *, where: str) -> tuple[dict[str, Any], list[Any], bool]:
     """The head, the raw rows, and whether the report is whole; a torn last line is an error."""
     if not data.strip():
-        raise ReportError(f"{where}: empty; a report begins with its document name, version and fingerprint; {RESUME}")
+        raise BenchReportError(
+            f"{where}: empty; a report begins with its document name, version and fingerprint; {RESUME}"
+        )
     first, _, rest = data.partition(b"\n")
     head = _json(first, where=where, quiet=True)
     if not isinstance(head, dict) or "rows" in head or "document" not in head:
         whole = _json(data, where=where)
-        Reader(where, ReportError).version(whole, VERSION)
-        Reader(where, ReportError).keys("", whole, _HEAD_KEYS | {"rows": LIST}, ("document", "version", "rows"))
+        Reader(where, BenchReportError).version(whole, VERSION)
+        Reader(where, BenchReportError).keys("", whole, _HEAD_KEYS | {"rows": LIST}, ("document", "version", "rows"))
         return {key: value for key, value in whole.items() if key != "rows"}, whole["rows"], True
     lines = rest.split(b"\n")
     if lines[-1]:
-        raise ReportError(f"{where}: cut off in line {len(lines) + 1}, which has no end; {RESUME}")
+        raise BenchReportError(f"{where}: cut off in line {len(lines) + 1}, which has no end; {RESUME}")
     rows = [_json(line, where=f"{where}: line {number}") for number, line in enumerate(lines[:-1], start=2)]
     ended = bool(rows) and isinstance(rows[-1], dict) and "end" in rows[-1]
     if ended:
         count = rows.pop()["end"]
         if count != len(rows):
-            raise ReportError(f"{where}: its end line says {show(count)} rows, {len(rows)} are there; run it again")
+            raise BenchReportError(
+                f"{where}: its end line says {show(count)} rows, {len(rows)} are there; run it again"
+            )
     return head, rows, ended
 
 
 def report_of(head: Any, rows: list[Any], *, where: str) -> Report:
-    reader = Reader(where, ReportError)
+    reader = Reader(where, BenchReportError)
     reader.version(head, VERSION)
     reader.keys("", head, _HEAD_KEYS, ("document", "version", "fingerprint", "recipe"))
     return Report(
@@ -313,4 +313,4 @@ def _json(text: bytes, *, where: str, quiet: bool = False) -> Any:
     except FileFormatError as fault:
         if quiet:
             return None
-        raise ReportError(f"{fault}; a report that was cut off in mid-write reads like this: {RESUME}") from None
+        raise BenchReportError(f"{fault}; a report that was cut off in mid-write reads like this: {RESUME}") from None

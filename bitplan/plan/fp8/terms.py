@@ -14,7 +14,7 @@ The source is seed 001 ("Adaptive FP8 Training"). Everything else that is named 
 from __future__ import annotations
 
 from bitplan.documents import Kind, one_of
-from bitplan.errors import PlanError
+from bitplan.errors import BitplanError, FileFormatError
 
 DENSE_KINDS = ("layernorm_column", "column", "row", "duplicated")
 GROUPED_KINDS = ("column_grouped", "row_grouped")
@@ -45,12 +45,12 @@ WIN, LOSE, UNDECIDED, UNMEASURED = "win", "lose", "undecided", "unmeasured"
 ANSWERS = (WIN, LOSE, UNDECIDED, UNMEASURED)
 
 
-class Fp8Error(PlanError):
-    """Anything of adaptive FP8 that does not hold together."""
+class Fp8Error(BitplanError, ValueError):
+    """Base of the errors of adaptive FP8: a question, an option, a layer or a file that does not hold together."""
 
 
-class PolicyError(Fp8Error):
-    """A policy that cannot be read, or a question it cannot be asked."""
+class PolicyError(Fp8Error, FileFormatError):
+    """A policy that cannot be read."""
 
 
 class PolicyVersionError(PolicyError):
@@ -58,14 +58,14 @@ class PolicyVersionError(PolicyError):
 
 
 class PolicyKindError(PolicyError):
-    """A policy or a question with a module kind that does not exist."""
+    """A policy with a module kind that does not exist."""
 
 
 class FingerprintError(Fp8Error):
     """Evidence from another machine or other software than it is used for or merged with."""
 
 
-class ReportError(Fp8Error):
+class BenchReportError(Fp8Error, FileFormatError):
     """A benchmark report that cannot be read, or was cut off."""
 
 
@@ -73,7 +73,7 @@ class MergeError(Fp8Error):
     """Reports that cannot become one policy."""
 
 
-class ModelConfigError(Fp8Error):
+class ModelConfigError(Fp8Error, FileFormatError):
     """A model configuration from which the layers cannot be told, or which cannot be divided as asked."""
 
 

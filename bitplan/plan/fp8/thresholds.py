@@ -25,6 +25,7 @@ from bitplan.plan.fp8.terms import (
     DENSE_KINDS,
     GROUPED_KINDS,
     KINDS,
+    Fp8Error,
     PolicyError,
     PolicyKindError,
     name_rank,
@@ -137,11 +138,11 @@ class ThresholdPolicy:
         return cls(rules, found["speedup_threshold"], where=where)
 
 
-def check_kind(kind: Any, where: str) -> None:
+def check_kind(kind: Any, where: str, error: type[Fp8Error] = PolicyKindError) -> None:
     if kind not in KINDS:
         hint = did_you_mean(kind[:80], KINDS) if isinstance(kind, str) else ""
         shown = repr(kind)[:80]
-        raise PolicyKindError(f"{where}: unknown module kind {shown}; the kinds are {', '.join(KINDS)}{hint}")
+        raise error(f"{where}: unknown module kind {shown}; the kinds are {', '.join(KINDS)}{hint}")
 
 
 def _dense_rules(reader: Reader, kind: str, value: Any) -> list[Threshold]:

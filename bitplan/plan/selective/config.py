@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from bitplan.documents import FLAG, NAME, Kind, Reader, is_number, is_text, load_document, one_of
-from bitplan.errors import FormatError, PlanError, did_you_mean
+from bitplan.errors import BitplanError, FileFormatError, FormatError, did_you_mean
 from bitplan.formats import get_format
 from bitplan.plan.names import listed
 
@@ -26,8 +26,12 @@ PRECISIONS: tuple[Precision, ...] = ("bf16", "int8", "fp8")
 NESTED_UNDER = ("memory", "stagehand", "selective_precision")
 
 
-class SelectiveError(PlanError):
-    """A selective-precision configuration, state or call that does not hold together."""
+class SelectiveError(BitplanError, ValueError):
+    """A selective-precision setting or call that does not hold together, or does not fit the model."""
+
+
+class SelectiveFileError(SelectiveError, FileFormatError):
+    """A selective-precision configuration or state that cannot be read, or is of another model; nothing was changed."""
 
 
 @dataclass(frozen=True)
@@ -119,12 +123,12 @@ class SelectivePrecisionConfig:
 
     @classmethod
     def load(cls, path: str | Path) -> SelectivePrecisionConfig:
-        return cls.from_document(load_document(path, SelectiveError), where=str(path))
+        return cls.from_document(load_document(path, SelectiveFileError), where=str(path))
 
     @classmethod
     def from_document(cls, document: Any, *, where: str = "the selective precision config") -> SelectivePrecisionConfig:
         """From the parameters, bare or nested; what is left out has its default."""
-        reader = Reader(where, SelectiveError)
+        reader = Reader(where, SelectiveFileError)
         path, section = _section(reader, document)
         known = {field.name: KINDS[field.name] for field in fields(cls)}
         item = reader.keys(path, section, known, ())
@@ -134,7 +138,7 @@ class SelectivePrecisionConfig:
         except SelectiveError as error:
             # The same checks as for a config built in Python, under the file's name.
             text = str(error).partition(": ")[2]
-            raise SelectiveError(f"{where}: {path + ': ' if path else ''}{text}") from None
+            raise SelectiveFileError(f"{where}: {path + ': ' if path else ''}{text}") from None
 
     def to_document(self) -> dict[str, Any]:
         """The bare parameters, all of them, in the seed's order."""

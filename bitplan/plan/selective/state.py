@@ -27,7 +27,13 @@ from typing import Any
 
 from bitplan.documents import LIST, NAME, OBJECT, SIZE, TEXT, Kind, Reader, is_number, load_document, one_of, show
 from bitplan.plan.names import listed, natural_order
-from bitplan.plan.selective.config import PRECISIONS, Precision, SelectiveError, SelectivePrecisionConfig
+from bitplan.plan.selective.config import (
+    PRECISIONS,
+    Precision,
+    SelectiveError,
+    SelectiveFileError,
+    SelectivePrecisionConfig,
+)
 from bitplan.plan.selective.score import EXCLUSIONS, BlockGradStats, StepStats
 from bitplan.records import write_json
 
@@ -162,7 +168,7 @@ def load_state(
     *,
     accept_config_change: bool = False,
 ) -> PolicyState:
-    document = load_document(path, SelectiveError)
+    document = load_document(path, SelectiveFileError)
     return state_from_document(document, layout, config, where=str(path), accept_config_change=accept_config_change)
 
 
@@ -175,7 +181,7 @@ def state_from_document(
     accept_config_change: bool = False,
 ) -> PolicyState:
     """The state, if it is of this model and this config."""
-    reader = Reader(where, SelectiveError)
+    reader = Reader(where, SelectiveFileError)
     reader.version(document, VERSION)
     known = {"document": one_of(DOCUMENT), "version": SIZE, "layout": OBJECT, "config": OBJECT, "state": OBJECT}
     item = reader.keys("", document, known, tuple(known))

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from bitplan.report.chart import bars, card, colour, legend
-from bitplan.report.fields import Fields, is_number
+from bitplan.report.fields import RecordFields, is_number
 from bitplan.report.figures import TIMES, count, nbytes, percent, shape, significant
 from bitplan.report.markup import Markup, join
 from bitplan.report.read import Record
@@ -20,7 +20,7 @@ def benchmark_section(records: Sequence[Record]) -> Section:
     draw = {"trees": _trees, "demo": _demo, "benchmark": _benchmark}
     bodies, told = [], []
     for record in records:
-        document = Fields(record.content, record.where)
+        document = RecordFields(record.content, record.where)
         name = document.text("benchmark", record.kind)
         bodies.append(
             join([heading(f"{name}: {record.name}"), source(record, _commit(document)), draw[record.kind](document)])
@@ -29,12 +29,12 @@ def benchmark_section(records: Sequence[Record]) -> Section:
     return Section("benchmarks", "Benchmarks", join(bodies), (f"Results of benchmarks: {', '.join(told)}.",))
 
 
-def _commit(document: Fields) -> str:
+def _commit(document: RecordFields) -> str:
     found = document.text("commit", "")
     return f"Commit {found}." if found else ""
 
 
-def _benchmark(document: Fields) -> Markup:
+def _benchmark(document: RecordFields) -> Markup:
     known = {"formats": _formats, "fused_matmul": _fused, "demo": _demo}
     return known.get(document.text("benchmark"), _rows)(document)
 
@@ -42,7 +42,7 @@ def _benchmark(document: Fields) -> Markup:
 # ---- trees -----------------------------------------------------------------------------------------------------------
 
 
-def _trees(document: Fields) -> Markup:
+def _trees(document: RecordFields) -> Markup:
     runs = sorted(document.each("runs"), key=lambda run: (run.whole("rows"), run.number("train_s")))
     drawn = []
     for rows in dict.fromkeys(run.whole("rows") for run in runs):
@@ -55,19 +55,19 @@ def _trees(document: Fields) -> Markup:
     return join([cards(drawn), fold("All runs", _list_table("runs", [run.value for run in runs]))])
 
 
-def _trees_words(run: Fields) -> str:
+def _trees_words(run: RecordFields) -> str:
     auc = f"  ·  AUC {run.number('auc'):.4f}" if "auc" in run else ""
     return f"{significant(run.number('train_s'))} s{auc}"
 
 
-def _contender(run: Fields) -> str:
+def _contender(run: RecordFields) -> str:
     return "k0" if run.text("contender").startswith("bitplan") else "plain"
 
 
 # ---- formats, fused products, demo -----------------------------------------------------------------------------------
 
 
-def _formats(document: Fields) -> Markup:
+def _formats(document: RecordFields) -> Markup:
     rows = list(document.each("rows"))
     top = document.number("copy_gb_per_s", None)
     drawn = []
@@ -87,12 +87,12 @@ def _formats(document: Fields) -> Markup:
     return join([cards(drawn), fold("All figures", _list_table("formats", [row.value for row in rows]))])
 
 
-def _rate_words(row: Fields) -> str:
+def _rate_words(row: RecordFields) -> str:
     share = row.number("share_of_copy", None)
     return f"{significant(row.number('gb_per_s'))} GB/s" + (f"  ·  {percent(share)} of a copy" if share else "")
 
 
-def _fused(document: Fields) -> Markup:
+def _fused(document: RecordFields) -> Markup:
     drawn = []
     for row in document.each("batch1", []):
         row.number("times_bf16")
@@ -113,7 +113,7 @@ def _fused(document: Fields) -> Markup:
     return join([cards(drawn), _rows(document)])
 
 
-def _demo(document: Fields) -> Markup:
+def _demo(document: RecordFields) -> Markup:
     rows = list(document.each("formats"))
     sizes = [(row.text("format"), float(row.whole("bytes")), nbytes(row.whole("bytes")), "k0") for row in rows]
     hard = [
@@ -129,7 +129,7 @@ def _demo(document: Fields) -> Markup:
 # ---- anything else ---------------------------------------------------------------------------------------------------
 
 
-def _rows(document: Fields) -> Markup:
+def _rows(document: RecordFields) -> Markup:
     """Every list of objects in the document as a table."""
     lists = {
         key: value

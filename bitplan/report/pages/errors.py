@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from bitplan.report.chart import Axis, Frame, at, box, card, colour, format_colours, legend, line, linear_axis, log_axis
-from bitplan.report.fields import Fields, ReportError
+from bitplan.report.fields import RecordFields, ReportError
 from bitplan.report.figures import NONE, count, nbytes, percent, plural, significant
 from bitplan.report.markup import Markup, join, tag
 from bitplan.report.read import Record
@@ -22,14 +22,14 @@ BINS_A_DECADE = 4
 WORST_LINES = 6
 
 
-class Error(NamedTuple):
+class ErrorRow(NamedTuple):
     """One relative error; None where it is not finite, which is worse than any number."""
 
     step: int
     name: str
     format: str
     relative: float | None
-    fields: Fields | None = None
+    fields: RecordFields | None = None
 
     @property
     def badness(self) -> float:
@@ -53,13 +53,13 @@ def errors_section(records: Sequence[Record]) -> Section:
 # ---- reading ---------------------------------------------------------------------------------------------------------
 
 
-def _drift(record: Record) -> list[Error]:
+def _drift(record: Record) -> list[ErrorRow]:
     if isinstance(record.content, dict):
-        rows = list(Fields(record.content, record.where).each("layers"))
+        rows = list(RecordFields(record.content, record.where).each("layers"))
     else:
-        rows = [Fields(item, f"{record.where}: line {number}") for number, item in enumerate(record.content, 1)]
+        rows = [RecordFields(item, f"{record.where}: line {number}") for number, item in enumerate(record.content, 1)]
     return [
-        Error(row.whole("step"), row.text("name"), row.text("format"), row.number("relative_error", None), row)
+        ErrorRow(row.whole("step"), row.text("name"), row.text("format"), row.number("relative_error", None), row)
         for row in rows
     ]
 
@@ -71,9 +71,9 @@ def _findings(record: Record) -> Markup:
     return tag("ul", *(tag("li", str(each)) for each in found), class_="findings") if found else Markup("")
 
 
-def _calibration(record: Record) -> list[Error]:
+def _calibration(record: Record) -> list[ErrorRow]:
     """Of each block and layer in each format the mean over batches, as the calibration itself takes it."""
-    document = Fields(record.content, record.where)
+    document = RecordFields(record.content, record.where)
     found: dict[tuple[str, str], list[float | None]] = {}
     for _, layers in document.items("layers", {}):
         for name in layers.value:
@@ -85,10 +85,10 @@ def _calibration(record: Record) -> list[Error]:
                 found.setdefault((f"block {name}", fmt), []).append(blocks.number(name, None))
     if not found:
         raise ReportError(f"{record.where}: nothing has been calibrated yet; let the calibration finish a pass")
-    return [Error(0, name, fmt, _mean(errors)) for (name, fmt), errors in found.items()]
+    return [ErrorRow(0, name, fmt, _mean(errors)) for (name, fmt), errors in found.items()]
 
 
-def _gather(found: dict[tuple[str, str], list[float | None]], name: str, errors: Fields) -> None:
+def _gather(found: dict[tuple[str, str], list[float | None]], name: str, errors: RecordFields) -> None:
     for fmt in errors.value:
         found.setdefault((name, fmt), []).append(errors.number(fmt, None))
 
@@ -98,9 +98,9 @@ def _mean(errors: Sequence[float | None]) -> float | None:
     return math.fsum(known) / len(known) if known else None
 
 
-def _last_step(errors: Sequence[Error]) -> list[Error]:
+def _last_step(errors: Sequence[ErrorRow]) -> list[ErrorRow]:
     """Of each name and format the latest, the worst first."""
-    latest: dict[tuple[str, str], Error] = {}
+    latest: dict[tuple[str, str], ErrorRow] = {}
     for error in errors:
         key = (error.name, error.format)
         if key not in latest or latest[key].step <= error.step:
@@ -111,11 +111,11 @@ def _last_step(errors: Sequence[Error]) -> list[Error]:
 # ---- charts ----------------------------------------------------------------------------------------------------------
 
 
-def _classes(errors: Sequence[Error]) -> dict[str, str]:
+def _classes(errors: Sequence[ErrorRow]) -> dict[str, str]:
     return format_colours(sorted({error.format for error in errors}))
 
 
-def _histogram(errors: Sequence[Error], kind: str) -> Markup | None:
+def _histogram(errors: Sequence[ErrorRow], kind: str) -> Markup | None:
     """How many tensors have an error of which size, a quarter of a decade to a bar, formats stacked."""
     sizes = [error for error in errors if error.relative and error.relative > 0]
     if not sizes:
@@ -154,7 +154,7 @@ def _power(value: float) -> str:
     return significant(value, 2) if value >= 1e-3 else f"{value:.0e}".replace("e-0", "e-")
 
 
-def _over_steps(errors: Sequence[Error]) -> Markup | None:
+def _over_steps(errors: Sequence[ErrorRow]) -> Markup | None:
     """The worst tensors over steps."""
     steps = sorted({error.step for error in errors})
     if len(steps) < 2:
@@ -176,7 +176,7 @@ def _over_steps(errors: Sequence[Error]) -> Markup | None:
     return card(f"The {len(curves)} worst over steps", frame.svg(), legend=names)
 
 
-def _by_format(errors: Sequence[Error]) -> Markup | None:
+def _by_format(errors: Sequence[ErrorRow]) -> Markup | None:
     """Every error as a tick, a row for each format: spread and outliers at a glance."""
     classes = _classes(errors)
     positive = [error.relative for error in errors if error.relative and error.relative > 0]
@@ -197,7 +197,7 @@ def _by_format(errors: Sequence[Error]) -> Markup | None:
 # ---- tables ----------------------------------------------------------------------------------------------------------
 
 
-def _drift_table(errors: Sequence[Error]) -> Markup:
+def _drift_table(errors: Sequence[ErrorRow]) -> Markup:
     columns = (
         Column("Tensor", mono=True),
         Column("Format", choose=True),
@@ -232,7 +232,7 @@ def _drift_table(errors: Sequence[Error]) -> Markup:
     return table("packed tensors, worst first", columns, rows)
 
 
-def _calibration_table(errors: Sequence[Error]) -> Markup:
+def _calibration_table(errors: Sequence[ErrorRow]) -> Markup:
     columns = (Column("Part", mono=True), Column("Format", choose=True), Column("Relative error", numeric=True))
     rows = [[Cell(error.name), Cell(error.format), _error_cell(error.relative)] for error in errors]
     return table("output errors, worst first", columns, rows)
@@ -242,7 +242,7 @@ def _error_cell(value: float | None) -> Cell:
     return Cell("not finite" if value is None else significant(value), 1e300 if value is None else value)
 
 
-def _told(record: Record, errors: Sequence[Error]) -> Markup:
+def _told(record: Record, errors: Sequence[ErrorRow]) -> Markup:
     if not errors:
         return join(["No error was recorded. (", tag("code", record.name), ")"])
     worst = errors[0]
@@ -252,7 +252,7 @@ def _told(record: Record, errors: Sequence[Error]) -> Markup:
     return join([text, tag("code", worst.name), f" in {worst.format}. (", tag("code", record.name), ")"])
 
 
-def _facts(errors: Sequence[Error]) -> list[Fact]:
+def _facts(errors: Sequence[ErrorRow]) -> list[Fact]:
     if not errors:
         return []
     worst = errors[0].relative

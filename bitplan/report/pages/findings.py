@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 
-from bitplan.report.fields import Fields
+from bitplan.report.fields import RecordFields
 from bitplan.report.figures import plural
 from bitplan.report.markup import Markup, join, tag
 from bitplan.report.read import Record
@@ -18,7 +18,7 @@ COLUMNS = (Column("Code", choose=True), Column("Where", mono=True), Column("Find
 def findings_section(records: Sequence[Record]) -> Section:
     bodies, told, total = [], [], 0
     for record in records:
-        found = [Fields(item, f"{record.where}: [{index}]") for index, item in enumerate(record.content)]
+        found = [RecordFields(item, f"{record.where}: [{index}]") for index, item in enumerate(record.content)]
         rows = [[Cell(item.text("code")), Cell(item.text("where")), Cell(item.text("message"))] for item in found]
         total += len(rows)
         clean = tag("p", tag("b", "No findings."), " The manifest and the checkpoint agree.")

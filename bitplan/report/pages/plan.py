@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from bitplan.report.chart import bars, card, format_colours
-from bitplan.report.fields import Fields
+from bitplan.report.fields import RecordFields
 from bitplan.report.figures import TIMES, count, nbytes, percent, plural, shape, significant
 from bitplan.report.markup import Markup, escape, join, tag
 from bitplan.report.read import Record
@@ -49,7 +49,7 @@ def plan_section(records: Sequence[Record]) -> Section:
 
 def read_plan(record: Record) -> list[Decided]:
     found = []
-    for name, item in Fields(record.content, record.where).items("tensors"):
+    for name, item in RecordFields(record.content, record.where).items("tensors"):
         sizes = item.numbers("shape", None)
         found.append(
             Decided(
@@ -66,7 +66,7 @@ def read_plan(record: Record) -> list[Decided]:
     return found
 
 
-def _evidence(item: Fields) -> str:
+def _evidence(item: RecordFields) -> str:
     """The figures behind a reason, on one line."""
     if "evidence" not in item:
         return ""

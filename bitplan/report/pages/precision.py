@@ -26,7 +26,7 @@ from bitplan.report.chart import (
     picture,
     text,
 )
-from bitplan.report.fields import Fields
+from bitplan.report.fields import RecordFields
 from bitplan.report.figures import TO, count, nbytes, percent, plural, significant
 from bitplan.report.markup import Markup, join, tag
 from bitplan.report.read import Record
@@ -57,7 +57,7 @@ class Update:
     counts: dict[str, int]
 
 
-class Change(NamedTuple):
+class PrecisionChange(NamedTuple):
     step: int
     column: int
     block: str
@@ -83,7 +83,7 @@ def precision_section(records: Sequence[Record]) -> Section:
 def _read(record: Record) -> list[Update]:
     updates = []
     for number, item in enumerate(record.content, 1):
-        fields = Fields(item, f"{record.where}: line {number}")
+        fields = RecordFields(item, f"{record.where}: line {number}")
         blocks = {
             name: Seen(found.text("precision"), found.number("sensitivity", None), found.text("reason", ""))
             for name, found in fields.items("block_details")
@@ -94,14 +94,14 @@ def _read(record: Record) -> list[Update]:
     return updates
 
 
-def _changes(updates: Sequence[Update]) -> list[Change]:
+def _changes(updates: Sequence[Update]) -> list[PrecisionChange]:
     """Where a block's precision differs from that of the update before."""
     found, current = [], dict[str, str]()
     for column, update in enumerate(updates):
         for name, seen in update.blocks.items():
             before = current.get(name)
             if before is not None and before != seen.precision:
-                found.append(Change(update.step, column, name, before, seen.precision, seen.reason))
+                found.append(PrecisionChange(update.step, column, name, before, seen.precision, seen.reason))
             current[name] = seen.precision
     return found
 
@@ -109,7 +109,7 @@ def _changes(updates: Sequence[Update]) -> list[Change]:
 # ---- the map ---------------------------------------------------------------------------------------------------------
 
 
-def _heat_card(updates: Sequence[Update], changes: Sequence[Change]) -> Markup:
+def _heat_card(updates: Sequence[Update], changes: Sequence[PrecisionChange]) -> Markup:
     blocks = list(dict.fromkeys(name for update in updates for name in update.blocks))
     every = max(1, math.ceil(len(updates) / MAX_COLUMNS))
     shown = list(updates[::every])
@@ -135,7 +135,7 @@ def _level(level: int, high: float) -> str:
 
 
 def _heat_map(
-    blocks: Sequence[str], shown: Sequence[Update], changes: Sequence[Change], every: int, high: float
+    blocks: Sequence[str], shown: Sequence[Update], changes: Sequence[PrecisionChange], every: int, high: float
 ) -> Markup:
     pitch = 16 if len(blocks) <= 40 else 10 if len(blocks) <= 120 else 6
     step = (WIDE - LEFT - 10) / max(len(shown), 1)
@@ -257,7 +257,7 @@ def _bytes_chart(updates: Sequence[Update]) -> Markup | None:
     return card("Bytes sent to the device", frame.svg(), legend=names)
 
 
-def _changes_table(changes: Sequence[Change]) -> Markup:
+def _changes_table(changes: Sequence[PrecisionChange]) -> Markup:
     if not changes:
         return tag("p", "No layer changed its precision.", class_="note")
     columns = (
@@ -281,7 +281,7 @@ def _changes_table(changes: Sequence[Change]) -> Markup:
     return fold(title, table(title, columns, rows))
 
 
-def _told(record: Record, updates: Sequence[Update], changes: Sequence[Change]) -> Markup:
+def _told(record: Record, updates: Sequence[Update], changes: Sequence[PrecisionChange]) -> Markup:
     last = updates[-1]
     low = sum(number for name, number in last.counts.items() if name != HIGH)
     text = (
@@ -299,7 +299,7 @@ def _saved(update: Update) -> str:
     return f"; at step {count(update.step)}, {share} of the bytes of an all-BF16 step were not sent"
 
 
-def _facts(updates: Sequence[Update], changes: Sequence[Change]) -> list[Fact]:
+def _facts(updates: Sequence[Update], changes: Sequence[PrecisionChange]) -> list[Fact]:
     last = updates[-1]
     low = sum(number for name, number in last.counts.items() if name != HIGH)
     whole = sum(last.counts.values())

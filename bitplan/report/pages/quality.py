@@ -17,7 +17,7 @@ from bitplan.report.chart import (
     text,
     whisker,
 )
-from bitplan.report.fields import Fields, ReportError
+from bitplan.report.fields import RecordFields, ReportError
 from bitplan.report.figures import NONE, TO, count, percent, significant
 from bitplan.report.markup import Markup, join, tag
 from bitplan.report.read import Record
@@ -39,7 +39,7 @@ COLUMNS = (
 def quality_section(records: Sequence[Record]) -> Section:
     bodies, told, facts = [], [], []
     for record in records:
-        document = Fields(record.content, record.where)
+        document = RecordFields(record.content, record.where)
         rows = _rows(document)
         head = [heading(record.name)] if len(records) > 1 else []
         drawn = [_perplexity_chart(rows), _kl_chart(rows)]
@@ -50,7 +50,7 @@ def quality_section(records: Sequence[Record]) -> Section:
     return Section("quality", "Quality", join(bodies), tuple(told), tuple(facts))
 
 
-def _rows(document: Fields) -> list[Fields]:
+def _rows(document: RecordFields) -> list[RecordFields]:
     first = [document.fields("reference_row")] if "reference_row" in document else []
     floor = [document.fields("noise_floor")] if "noise_floor" in document else []
     rows = [*first, *floor, *document.each("rows")]
@@ -63,35 +63,35 @@ def _rows(document: Fields) -> list[Fields]:
     return rows
 
 
-def _settings(document: Fields) -> str:
+def _settings(document: RecordFields) -> str:
     given = document.value.get("settings")
-    found = Fields(given if isinstance(given, dict) else document.value, document.where)
+    found = RecordFields(given if isinstance(given, dict) else document.value, document.where)
     names = {key: found.value[key] for key in ("model", "text", "context", "tokens") if key in found}
     return ", ".join(f"{key} {str(value).rpartition('/')[2]}" for key, value in names.items()) + "."
 
 
-def _interval(row: Fields) -> list[float] | None:
+def _interval(row: RecordFields) -> list[float] | None:
     found = row.numbers("perplexity_interval", None)
     return found if found and len(found) == 2 else None
 
 
-def _kl(row: Fields) -> tuple[float, float] | None:
+def _kl(row: RecordFields) -> tuple[float, float] | None:
     if "kl" not in row:
         return None
     found = row.fields("kl")
     return found.number("mean"), found.number("standard_error", 0.0)
 
 
-def _perplexity(row: Fields) -> str:
+def _perplexity(row: RecordFields) -> str:
     """Five digits everywhere: formats differ in the fourth and fifth."""
     return significant(row.number("perplexity"), 5)
 
 
-def _name(row: Fields) -> str:
+def _name(row: RecordFields) -> str:
     return row.text("format")
 
 
-def _perplexity_chart(rows: Sequence[Fields]) -> Markup | None:
+def _perplexity_chart(rows: Sequence[RecordFields]) -> Markup | None:
     """Perplexity against bits a weight: the trade that is made."""
     values = [row.number("perplexity") for row in rows]
     intervals = [_interval(row) for row in rows]
@@ -111,7 +111,7 @@ def _perplexity_chart(rows: Sequence[Fields]) -> Markup | None:
     return card("Perplexity against size", frame.svg(), note=note)
 
 
-def _kl_chart(rows: Sequence[Fields]) -> Markup | None:
+def _kl_chart(rows: Sequence[RecordFields]) -> Markup | None:
     """How far each format moved the model: the distance has little noise, where perplexity has much."""
     measured = [(row, found) for row in rows if (found := _kl(row)) and found[0] > 0]
     if len(measured) < 2:
@@ -139,7 +139,7 @@ def _kl_chart(rows: Sequence[Fields]) -> Markup | None:
     return card("Distance from the reference", frame.svg(), legend=names, note=note)
 
 
-def _cells(row: Fields) -> list[Cell]:
+def _cells(row: RecordFields) -> list[Cell]:
     bits, value, interval, kl = row.number("bits_per_weight"), row.number("perplexity"), _interval(row), _kl(row)
     same = row.fields("top1_agreement").number("mean") if "top1_agreement" in row else None
     between = f"{significant(interval[0], 4)} {TO} {significant(interval[1], 4)}" if interval else NONE
@@ -153,7 +153,7 @@ def _cells(row: Fields) -> list[Cell]:
     ]
 
 
-def _told(record: Record, rows: Sequence[Fields]) -> Markup:
+def _told(record: Record, rows: Sequence[RecordFields]) -> Markup:
     tokens = rows[0].whole("tokens", None)
     on = f" on {count(tokens)} tokens" if tokens else ""
     reference = _perplexity(rows[0])
@@ -167,12 +167,12 @@ def _told(record: Record, rows: Sequence[Fields]) -> Markup:
     return join([f"{text}. (", tag("code", record.name), ")"])
 
 
-def _plans(rows: Sequence[Fields]) -> list[Fields]:
+def _plans(rows: Sequence[RecordFields]) -> list[RecordFields]:
     """Rows of plans, as `bitplan demo` and `bitplan perplexity --plan` name them."""
     return [row for row in rows if _name(row).split(" ")[0] == "plan"]
 
 
-def _facts(rows: Sequence[Fields]) -> list[Fact]:
+def _facts(rows: Sequence[RecordFields]) -> list[Fact]:
     """The plan's perplexity, or that of the only format; of several formats none is the page's own."""
     others = [row for row in rows[1:] if not _name(row).startswith(FLOOR)]
     plans = _plans(others) or others

@@ -23,7 +23,7 @@ from bitplan.report.chart import (
     segment,
     whisker,
 )
-from bitplan.report.fields import Fields, ReportError, is_number
+from bitplan.report.fields import RecordFields, ReportError, is_number
 from bitplan.report.figures import NONE, TIMES, TO, count, milliseconds, percent, plural, significant
 from bitplan.report.markup import Markup, join, tag
 from bitplan.report.read import Record
@@ -56,7 +56,7 @@ def speed_section(records: Sequence[Record]) -> Section:
 
 
 def _policy(record: Record) -> tuple[Markup, Markup, list[Fact]]:
-    document = Fields(record.content, record.where)
+    document = RecordFields(record.content, record.where)
     threshold, confidence = document.number("speedup_threshold"), document.number("confidence")
     rules = list(document.each("rules"))
     drawn = [_rule_card(rule, threshold, confidence) for rule in rules[:MAX_CHARTS]]
@@ -72,7 +72,7 @@ def _policy(record: Record) -> tuple[Markup, Markup, list[Fact]]:
     return body, told, [Fact(f"{len(used)} / {len(rules)}", "layer products faster in FP8", "in their bands of tokens")]
 
 
-def _rule_name(rule: Fields) -> str:
+def _rule_name(rule: RecordFields) -> str:
     sizes = rule.numbers("shape")
     if len(sizes) != 2:
         rule.fail("shape", "two whole numbers", sizes)
@@ -83,7 +83,7 @@ def _rule_name(rule: Fields) -> str:
     return f"{rule.text('part')} {named} {int(sizes[0])}{TIMES}{int(sizes[1])}, {size}, {rule.text('gemm')}"
 
 
-def _bands(rule: Fields) -> list[tuple[float, float]]:
+def _bands(rule: RecordFields) -> list[tuple[float, float]]:
     found = rule.value.get("bands")
     if not isinstance(found, list) or not all(_is_pair(each) for each in found):
         rule.fail("bands", "a list of pairs of token counts", found)
@@ -94,7 +94,7 @@ def _is_pair(value: object) -> bool:
     return isinstance(value, list) and len(value) == 2 and all(map(is_number, value))
 
 
-def _rule_card(rule: Fields, threshold: float, confidence: float) -> Markup:
+def _rule_card(rule: RecordFields, threshold: float, confidence: float) -> Markup:
     points = list(rule.each("points"))
     if not points:
         raise ReportError(f"{rule.where}: points must have at least one point")
@@ -118,7 +118,7 @@ def _rule_card(rule: Fields, threshold: float, confidence: float) -> Markup:
     return card(_rule_name(rule), frame.svg(), note=_crossing(points, confidence))
 
 
-def _point(frame: Frame, point: Fields) -> list[Markup]:
+def _point(frame: Frame, point: RecordFields) -> list[Markup]:
     tokens, answer, speedup = float(point.whole("tokens")), point.text("answer"), point.number("speedup", None)
     shape, kind = SHAPES.get(answer, SHAPES["unmeasured"])
     if speedup is None:
@@ -131,7 +131,7 @@ def _point(frame: Frame, point: Fields) -> list[Markup]:
     return [marker((frame.px(tokens), frame.py(speedup)), kind, tip, shape, radius=3.5), *drawn]
 
 
-def _crossing(points: Sequence[Fields], confidence: float) -> str:
+def _crossing(points: Sequence[RecordFields], confidence: float) -> str:
     """Between which two measured token counts FP8 begins to win."""
     answers = [(point.whole("tokens"), point.text("answer")) for point in points]
     if all(answer == "win" for _, answer in answers):
@@ -144,7 +144,7 @@ def _crossing(points: Sequence[Fields], confidence: float) -> str:
     return f"No measured win up to {count(answers[-1][0])} tokens: BF16 stays."
 
 
-def _points_table(rules: Sequence[Fields]) -> Markup:
+def _points_table(rules: Sequence[RecordFields]) -> Markup:
     columns = (
         Column("Layer product", wide=True),
         Column("Tokens", numeric=True),
@@ -195,10 +195,10 @@ def _benchmark(record: Record) -> tuple[Markup, Markup, list[Fact]]:
     return body, join([f"{text}. (", tag("code", record.name), ")"]), []
 
 
-def _benchmark_rows(record: Record) -> list[Fields]:
+def _benchmark_rows(record: Record) -> list[RecordFields]:
     if isinstance(record.content, dict):
-        return list(Fields(record.content, record.where).each("rows"))
-    lines = [Fields(item, f"{record.where}: line {number}") for number, item in enumerate(record.content, 1)]
+        return list(RecordFields(record.content, record.where).each("rows"))
+    lines = [RecordFields(item, f"{record.where}: line {number}") for number, item in enumerate(record.content, 1)]
     return [each for each in lines[1:] if "end" not in each]
 
 
@@ -206,7 +206,7 @@ def _is_whole(record: Record) -> bool:
     return isinstance(record.content, dict) or (isinstance(record.content[-1], dict) and "end" in record.content[-1])
 
 
-def _failures(rows: Sequence[Fields]) -> Markup:
+def _failures(rows: Sequence[RecordFields]) -> Markup:
     if not rows:
         return Markup("")
     columns = (
@@ -228,7 +228,7 @@ def _failures(rows: Sequence[Fields]) -> Markup:
 
 
 def _crossovers(record: Record) -> tuple[Markup, Markup, list[Fact]]:
-    weights = list(Fields(record.content, record.where).each("weights"))
+    weights = list(RecordFields(record.content, record.where).each("weights"))
     drawn = []
     for weight in weights[:MAX_CHARTS]:
         series: Series = {}

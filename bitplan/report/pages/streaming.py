@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from bitplan.report.chart import WIDE, Frame, bars, box, card, legend, line, linear_axis, picture, segment, text
-from bitplan.report.fields import Fields, ReportError
+from bitplan.report.fields import RecordFields, ReportError
 from bitplan.report.figures import count, milliseconds, nbytes, percent, plural, significant
 from bitplan.report.markup import Markup, join, tag
 from bitplan.report.read import Record
@@ -32,7 +32,7 @@ LANE_LEFT, LANE_PITCH = 92, 34
 LANE_LEAST = 1.5  # a copy that takes no time to speak of is still seen
 
 
-class Piece(NamedTuple):
+class LanePiece(NamedTuple):
     """Something in a lane."""
 
     name: str
@@ -51,7 +51,7 @@ class Piece(NamedTuple):
 def stream_section(records: Sequence[Record]) -> Section:
     bodies, told, facts = [], [], []
     for record in records:
-        steps = [Fields(item, f"{record.where}: line {number}") for number, item in enumerate(record.content, 1)]
+        steps = [RecordFields(item, f"{record.where}: line {number}") for number, item in enumerate(record.content, 1)]
         head = [heading(record.name)] if len(records) > 1 else []
         drawn = [each for each in (_times_chart(steps), _bytes_chart(steps[-1]), _memory_chart(steps)) if each]
         bodies.append(join([*head, source(record), _timeline_card(steps), cards(drawn)]))
@@ -63,7 +63,7 @@ def stream_section(records: Sequence[Record]) -> Section:
 # ---- the lanes of a step ---------------------------------------------------------------------------------------------
 
 
-def _timeline_card(steps: Sequence[Fields]) -> Markup:
+def _timeline_card(steps: Sequence[RecordFields]) -> Markup:
     timed = [step for step in steps if "timeline" in step]
     if not timed:
         step = steps[-1]
@@ -80,15 +80,15 @@ def _names() -> Markup:
     return legend([("k1", "copy to the device"), ("k2", "compute"), ("k3", "stall"), ("k4", "copy back")])
 
 
-def _totals(step: Fields) -> dict[str, list[Piece]]:
+def _totals(step: RecordFields) -> dict[str, list[LanePiece]]:
     compute, stall, copied = step.number("compute_ms"), step.number("stall_ms"), step.number("copy_ms")
     return {
-        "copies": [Piece("all copies", 0, copied, "k1", step.whole("bytes_h2d", None))],
-        "compute": [Piece("compute", 0, compute, "k2"), Piece("stall", compute, compute + stall, "k3")],
+        "copies": [LanePiece("all copies", 0, copied, "k1", step.whole("bytes_h2d", None))],
+        "compute": [LanePiece("compute", 0, compute, "k2"), LanePiece("stall", compute, compute + stall, "k3")],
     }
 
 
-def _pieces(step: Fields) -> dict[str, list[Piece]]:
+def _pieces(step: RecordFields) -> dict[str, list[LanePiece]]:
     timeline = step.fields("timeline")
     lanes = {"copies": [_piece(item, "k1") for item in timeline.each("copies", [])]}
     waits = [_piece(item, "k3", "stall") for item in timeline.each("waits", [])]
@@ -98,24 +98,24 @@ def _pieces(step: Fields) -> dict[str, list[Piece]]:
     return lanes | ({"copies back": out} if out else {})
 
 
-def _piece(item: Fields, kind: str, name: str = "") -> Piece:
+def _piece(item: RecordFields, kind: str, name: str = "") -> LanePiece:
     start, end = item.number("start_ms"), item.number("end_ms")
     if end < start:
         raise ReportError(f"{item.where}: end_ms {end} is before start_ms {start}")
-    return Piece(name or item.text("name"), start, end, kind, item.whole("bytes", None))
+    return LanePiece(name or item.text("name"), start, end, kind, item.whole("bytes", None))
 
 
-def _between(waits: Sequence[Piece], end_ms: float) -> list[Piece]:
+def _between(waits: Sequence[LanePiece], end_ms: float) -> list[LanePiece]:
     """The computation is what is not waiting."""
     found, at_ms = [], 0.0
     for wait in waits:
         if wait.start_ms > at_ms:
-            found.append(Piece("compute", at_ms, wait.start_ms, "k2"))
+            found.append(LanePiece("compute", at_ms, wait.start_ms, "k2"))
         at_ms = max(at_ms, wait.end_ms)
-    return [*found, Piece("compute", at_ms, end_ms, "k2")] if end_ms > at_ms else found
+    return [*found, LanePiece("compute", at_ms, end_ms, "k2")] if end_ms > at_ms else found
 
 
-def _lanes(lanes: dict[str, list[Piece]], step_ms: float) -> Markup:
+def _lanes(lanes: dict[str, list[LanePiece]], step_ms: float) -> Markup:
     ends = [piece.end_ms for pieces in lanes.values() for piece in pieces]
     x = linear_axis([0.0, step_ms, *ends], "ms", zero=True, goal=8)
     base = 8 + LANE_PITCH * len(lanes)
@@ -138,7 +138,7 @@ def _lanes(lanes: dict[str, list[Piece]], step_ms: float) -> Markup:
 # ---- over steps ------------------------------------------------------------------------------------------------------
 
 
-def _times_chart(steps: Sequence[Fields]) -> Markup | None:
+def _times_chart(steps: Sequence[RecordFields]) -> Markup | None:
     if len(steps) < 2:
         return None
     series = [
@@ -152,7 +152,7 @@ def _times_chart(steps: Sequence[Fields]) -> Markup | None:
     return card("Time of a step", frame.svg(), legend=legend([(kind, label) for label, kind, _ in series]))
 
 
-def _bytes_chart(step: Fields) -> Markup | None:
+def _bytes_chart(step: RecordFields) -> Markup | None:
     rows = []
     for key, way, kind in (("bytes_h2d_by_format", "to the device", "k1"), ("bytes_d2h_by_format", "back", "k4")):
         moved = step.fields(key, {})
@@ -164,7 +164,7 @@ def _bytes_chart(step: Fields) -> Markup | None:
     return card(f"Bytes moved in step {count(step.number('step'))}", bars(rows, "Bytes moved, by format"))
 
 
-def _memory_chart(steps: Sequence[Fields]) -> Markup | None:
+def _memory_chart(steps: Sequence[RecordFields]) -> Markup | None:
     if len(steps) < 2 or not all("vram_peak_bytes" in step for step in steps):
         return None
     kinds = (("vram_peak_bytes", "device", "k0"), ("pinned_peak_bytes", "pinned on the host", "k1"))
@@ -180,7 +180,7 @@ def _memory_chart(steps: Sequence[Fields]) -> Markup | None:
     return card("Peak memory", frame.svg(), legend=legend([(kind, label) for label, kind, _ in series]))
 
 
-def _told(record: Record, steps: Sequence[Fields]) -> Markup:
+def _told(record: Record, steps: Sequence[RecordFields]) -> Markup:
     last = steps[-1]
     overlap = last.number("overlap", None)
     hidden = f", of which {percent(overlap)} was hidden behind computation" if overlap is not None else ""
@@ -192,7 +192,7 @@ def _told(record: Record, steps: Sequence[Fields]) -> Markup:
     return join([f"{text}{speed}{hidden}. (", tag("code", record.name), ")"])
 
 
-def _facts(steps: Sequence[Fields]) -> list[Fact]:
+def _facts(steps: Sequence[RecordFields]) -> list[Fact]:
     last = steps[-1]
     overlap = last.number("overlap", None)
     if overlap is None:

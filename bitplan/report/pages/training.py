@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from bitplan.report.chart import Frame, Point, card, colour, legend, line, linear_axis, marker
-from bitplan.report.fields import Fields, ReportError
+from bitplan.report.fields import RecordFields, ReportError
 from bitplan.report.figures import count, plural, significant
 from bitplan.report.markup import Markup, join, tag
 from bitplan.report.read import Record
@@ -37,7 +37,9 @@ def training_section(records: Sequence[Record]) -> Section:
 
 
 def _read(record: Record) -> Run:
-    head, *lines = [Fields(line, f"{record.where}: line {number}") for number, line in enumerate(record.content, 1)]
+    head, *lines = [
+        RecordFields(line, f"{record.where}: line {number}") for number, line in enumerate(record.content, 1)
+    ]
     curves: dict[str, list[Point]] = {}
     not_finite = 0
     for item in lines:

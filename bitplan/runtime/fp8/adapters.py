@@ -18,7 +18,7 @@ from typing import Any
 
 from torch import nn
 
-from bitplan.plan.fp8.choice import Choice, choose_products
+from bitplan.plan.fp8.choice import Fp8Choice, choose_products
 from bitplan.plan.fp8.policy import Policy, Question
 from bitplan.plan.fp8.terms import GROUPED_KINDS, KIND_OF_CLASS, Fp8Error, promote, shape_obstacle
 from bitplan.runtime.fp8.sites import find_sites
@@ -91,10 +91,10 @@ def transformer_engine_decision(
     part: str = "llm",
     extrapolate: bool = False,
     estimate: bool = True,
-) -> Callable[..., Choice | None]:
+) -> Callable[..., Fp8Choice | None]:
     """`decide(cls, ub_name, init_kwargs)`, to be asked when a module is made; None for classes that are not ours."""
 
-    def decide(cls: type, ub_name: str | None = None, init_kwargs: Mapping[str, Any] | None = None) -> Choice | None:
+    def decide(cls: type, ub_name: str | None = None, init_kwargs: Mapping[str, Any] | None = None) -> Fp8Choice | None:
         kwargs = init_kwargs or {}
         kind = transformer_engine_kind(cls, kwargs)
         if kind is None:

@@ -39,7 +39,7 @@ from bitplan.errors import did_you_mean
 from bitplan.kernels.fp8.experts.layout import GROUPED_RECIPES
 from bitplan.measure.speed.fp8_fingerprint import fingerprint_of
 from bitplan.measure.speed.paired_timing import Stopwatch
-from bitplan.plan.fp8.choice import Choice, choose_products
+from bitplan.plan.fp8.choice import Fp8Choice, choose_products
 from bitplan.plan.fp8.loongforge_yaml import Fp8Options
 from bitplan.plan.fp8.policy import Policy, Question, load_policy
 from bitplan.plan.fp8.report import TIMINGS
@@ -198,7 +198,7 @@ def _trial(
 @dataclass(frozen=True)
 class _Decided:
     site: Site
-    choice: Choice
+    choice: Fp8Choice
     recipe: Fp8Recipe
     fp8_param: bool
 
@@ -219,7 +219,7 @@ def _apply(model: nn.Module, plans: Mapping[str, PartPlan], trial: _Trial, emula
     lacking = _lacking(device, emulate)
     notes = [] if lacking else _notes(plans.values(), device)
     sites = find_sites(model)
-    asked: dict[Question, Choice] = {}
+    asked: dict[Question, Fp8Choice] = {}
     decided = [_decide(site, plans.get(site.part), lacking, device, asked) for site in sites.found]
     confirmed: tuple[Confirmed, ...] = ()
     if trial.wanted and lacking is None:
@@ -252,7 +252,7 @@ def _notes(plans: Iterable[PartPlan], device: torch.device) -> list[str]:
 
 
 def _decide(
-    site: Site, plan: PartPlan | None, lacking: str | None, device: torch.device, asked: dict[Question, Choice]
+    site: Site, plan: PartPlan | None, lacking: str | None, device: torch.device, asked: dict[Question, Fp8Choice]
 ) -> _Decided:
     if plan is None:
         return _Decided(site, _bf16(f"FP8 was not asked for in the part {site.part}"), Fp8Recipe(), False)
@@ -265,7 +265,7 @@ def _decide(
     return _Decided(site, choice, recipe, plan.fp8_param)
 
 
-def _choose(site: Site, plan: PartPlan, asked: dict[Question, Choice]) -> Choice:
+def _choose(site: Site, plan: PartPlan, asked: dict[Question, Fp8Choice]) -> Fp8Choice:
     """What the policy has for one layer; blocks are alike, so a question is `asked` once for all of them."""
     if plan.policy is None:
         name = plan.recipe or DEFAULT_RECIPE
@@ -274,7 +274,7 @@ def _choose(site: Site, plan: PartPlan, asked: dict[Question, Choice]) -> Choice
             obstacle = f"experts have the recipes {', '.join(GROUPED_RECIPES)}, not {name}"
         if obstacle is not None:
             return _bf16(obstacle)
-        return Choice(PRODUCTS, name, UNMEASURED, "FP8 everywhere was asked for, without a policy", plan.tokens)
+        return Fp8Choice(PRODUCTS, name, UNMEASURED, "FP8 everywhere was asked for, without a policy", plan.tokens)
     question = Question(
         site.kind,
         plan.tokens,
@@ -296,8 +296,8 @@ def _choose(site: Site, plan: PartPlan, asked: dict[Question, Choice]) -> Choice
     return choice
 
 
-def _bf16(reason: str) -> Choice:
-    return Choice((), None, UNMEASURED, reason, None)
+def _bf16(reason: str) -> Fp8Choice:
+    return Fp8Choice((), None, UNMEASURED, reason, None)
 
 
 # ---- confirming ------------------------------------------------------------------------------------------------------
@@ -395,7 +395,7 @@ def _moved(decided: _Decided, block: str) -> _Decided:
 def _build(model: nn.Module, decided: list[_Decided], *, watch: bool = True) -> list[str]:
     """Make every FP8 layer beside the model, block by block, and put each block's in when all of it is made."""
     notes: dict[str, None] = {}
-    watched: dict[str, tuple[str, list[Choice], Site]] = {}
+    watched: dict[str, tuple[str, list[Fp8Choice], Site]] = {}
     for each in decided:
         if not each.choice:
             continue
@@ -421,7 +421,7 @@ def _build(model: nn.Module, decided: list[_Decided], *, watch: bool = True) -> 
     return list(notes)
 
 
-def _watch(model: nn.Module, path: str, choices: list[Choice]) -> None:
+def _watch(model: nn.Module, path: str, choices: list[Fp8Choice]) -> None:
     """One watch for all dense FP8 layers of a part: they see the same tokens."""
     lows = [each.holds_from for each in choices if each.holds_from is not None]
     highs = [each.holds_to for each in choices if each.holds_to is not None]

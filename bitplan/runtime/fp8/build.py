@@ -17,7 +17,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from bitplan.plan.fp8.choice import Choice
+from bitplan.plan.fp8.choice import Fp8Choice
 from bitplan.plan.fp8.terms import PRODUCTS
 from bitplan.runtime.fp8.experts import Fp8Experts
 from bitplan.runtime.fp8.fused_projections import (
@@ -52,7 +52,7 @@ class Built:
 
 
 def build_site(
-    model: nn.Module, choices: Mapping[Site, Choice], recipe: Fp8Recipe, *, fp8_param: bool = False
+    model: nn.Module, choices: Mapping[Site, Fp8Choice], recipe: Fp8Recipe, *, fp8_param: bool = False
 ) -> Built:
     """The layer of one site; of experts the two sites of one module come together."""
     site, choice = next(iter(choices.items()))
@@ -83,7 +83,7 @@ def has_fp8(model: nn.Module) -> bool:
     return any(isinstance(module, Fp8Linear | Fp8Experts) for module in model.modules())
 
 
-def gemms_of(choice: Choice, recipe: Fp8Recipe) -> GemmChoice:
+def gemms_of(choice: Fp8Choice, recipe: Fp8Recipe) -> GemmChoice:
     name = choice.recipe or recipe.name
     return GemmChoice(*(name if product in choice.products else BF16 for product in PRODUCTS))
 
@@ -178,7 +178,7 @@ def _rest(site: Site) -> list[tuple[int, str]]:
 # ---- experts ---------------------------------------------------------------------------------------------------------
 
 
-def _build_experts(model: nn.Module, choices: Mapping[Site, Choice], recipe: Fp8Recipe) -> Built:
+def _build_experts(model: nn.Module, choices: Mapping[Site, Fp8Choice], recipe: Fp8Recipe) -> Built:
     path = next(iter(choices)).modules[0]
     experts = model.get_submodule(path)
     gemms = {site.name: gemms_of(choice, recipe) for site, choice in choices.items()}

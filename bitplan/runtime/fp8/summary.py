@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from bitplan.plan.fp8.choice import Choice
+from bitplan.plan.fp8.choice import Fp8Choice
 from bitplan.runtime.fp8.sites import Site
 
 _SHOWN_REASON = 100
@@ -30,7 +30,7 @@ class LayerRow:
     reason: str
 
     @classmethod
-    def of(cls, site: Site, choice: Choice) -> LayerRow:
+    def of(cls, site: Site, choice: Fp8Choice) -> LayerRow:
         return cls(
             site.path,
             site.part,

@@ -34,7 +34,7 @@ from bitplan.runtime.packed.strategy import check_strategy
 from bitplan.runtime.packed.tile_cache import TileCache
 from bitplan.runtime.packed_weight import PackedWeight
 from bitplan.store.models.eval_weights import Morphed
-from bitplan.store.models.morph import Place, places_of
+from bitplan.store.models.morph import ParameterPlace, places_of
 
 MAX_FAULTS_SHOWN = 10
 MATCHES = ("all", "common")
@@ -193,7 +193,7 @@ class _Tensors:
 class _PackDecision:
     """Linears that share a weight, to become QuantLinears that share a packed one."""
 
-    places: tuple[Place, ...]
+    places: tuple[ParameterPlace, ...]
     fmt: Format
     change: Change
 
@@ -352,7 +352,7 @@ def _decide_pack(plan: Plan, tensors: _Tensors, names: list[str], held: Tensor, 
     decided.packs.append(_PackDecision(tuple(everywhere), fmt, change))
 
 
-def _why_not_linear(place: Place, parents: Mapping[int, nn.Module]) -> str | None:
+def _why_not_linear(place: ParameterPlace, parents: Mapping[int, nn.Module]) -> str | None:
     """Why a parameter is not the weight of a Linear that can be replaced."""
     module = place.module
     if type(module) is not nn.Linear or place.local != "weight":

@@ -17,11 +17,11 @@ from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
 
 from bitplan.plan.plan import Plan
-from bitplan.store.models.morph import Place
+from bitplan.store.models.morph import ParameterPlace
 
 
 def meeting_faults(
-    places: Mapping[str, Place], casts: Mapping[int, torch.dtype], packed: set[int], plan: Plan
+    places: Mapping[str, ParameterPlace], casts: Mapping[int, torch.dtype], packed: set[int], plan: Plan
 ) -> list[str]:
     """What would fail in a forward after the plan: `casts` and `packed` are by the id of the parameter."""
 
@@ -52,7 +52,7 @@ def meeting_faults(
     return faults
 
 
-def _given(place: Place, after: Callable[[Tensor], torch.dtype], incoming: torch.dtype) -> torch.dtype | None:
+def _given(place: ParameterPlace, after: Callable[[Tensor], torch.dtype], incoming: torch.dtype) -> torch.dtype | None:
     """The type that a parameter's module hands on for this input; None where it has no say."""
     dtype = after(place.parameter)
     module = place.module

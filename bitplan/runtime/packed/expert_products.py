@@ -39,7 +39,7 @@ Numbers = Callable[[int, torch.dtype], Tensor]  # an expert's index -> its matri
 
 
 @dataclass(frozen=True)
-class Groups:
+class ExpertGroups:
     """Pairs sorted by expert: `order` gives the pair at each place, `place` the place of each pair.
 
     `spans` holds (expert, start, stop) of the experts that have rows.
@@ -73,7 +73,7 @@ class Routes:
         return route(self.expert_ids, self.experts)
 
     @cached_property
-    def groups(self) -> Groups:
+    def groups(self) -> ExpertGroups:
         flat = self.expert_ids.reshape(-1)
         order = torch.argsort(flat, stable=True)
         place = torch.empty_like(order)
@@ -91,7 +91,7 @@ class Routes:
             if count:
                 spans.append((expert, start, start + count))
             start += count
-        return Groups(order, place, tuple(spans))
+        return ExpertGroups(order, place, tuple(spans))
 
 
 class ExpertMatrices:

@@ -17,13 +17,13 @@ from bitplan.formats import Encoded, repack
 from bitplan.formats.scales.rules import E8M0_NAN
 from bitplan.store.gpt_oss import GptOssFile
 from bitplan.store.gpt_oss.experts import MXFP4, MXFP4_GGUF, group_experts
-from bitplan.store.gpt_oss.layouts import Slot, list_slots
+from bitplan.store.gpt_oss.layouts import LayoutTensor, list_slots
 
 NORMS = {"attn_norm", "mlp_norm", "final_norm"}
 GGUF_BLOCK_BYTES = 17  # the scale, then 32 nibbles
 
 
-def plain_slots(file: GptOssFile) -> list[Slot]:
+def plain_slots(file: GptOssFile) -> list[LayoutTensor]:
     """Every tensor of the model but the experts' matrices, as transformers names and shapes them."""
     return [slot for slot in list_slots("hf", file.shape) if not slot.is_expert]
 
@@ -33,7 +33,9 @@ def model_shapes(file: GptOssFile) -> dict[str, tuple[int, ...]]:
     return {slot.name: slot.shape for slot in list_slots("hf", file.shape, packed=False)}
 
 
-def load_plain(file: GptOssFile, slot: Slot, device: torch.device, dtype: torch.dtype, *, round_to: bool) -> Tensor:
+def load_plain(
+    file: GptOssFile, slot: LayoutTensor, device: torch.device, dtype: torch.dtype, *, round_to: bool
+) -> Tensor:
     """A tensor that is not an expert's matrix, in `dtype`; numbers that it cannot hold are an error, or rounded."""
     out = torch.empty(slot.shape, dtype=dtype, device=device)
     twin, at = file.twin(slot), 0
@@ -50,7 +52,7 @@ def load_plain(file: GptOssFile, slot: Slot, device: torch.device, dtype: torch.
     return out
 
 
-def _check_held(file: GptOssFile, slot: Slot, rows: Tensor, dtype: torch.dtype) -> None:
+def _check_held(file: GptOssFile, slot: LayoutTensor, rows: Tensor, dtype: torch.dtype) -> None:
     if torch.promote_types(rows.dtype, dtype) == dtype:
         return
     lost = int(((rows.to(dtype).to(rows.dtype) != rows) & ~rows.isnan()).sum())
@@ -61,7 +63,7 @@ def _check_held(file: GptOssFile, slot: Slot, rows: Tensor, dtype: torch.dtype) 
         )
 
 
-def _check_norm(file: GptOssFile, slot: Slot, rows: Tensor) -> None:
+def _check_norm(file: GptOssFile, slot: LayoutTensor, rows: Tensor) -> None:
     bad = int((~rows.isfinite()).sum())
     if bad:
         raise FileFormatError(
@@ -70,7 +72,7 @@ def _check_norm(file: GptOssFile, slot: Slot, rows: Tensor) -> None:
         )
 
 
-def _check_scales(file: GptOssFile, slot: Slot, rows: Tensor, first: int) -> None:
+def _check_scales(file: GptOssFile, slot: LayoutTensor, rows: Tensor, first: int) -> None:
     """Byte 255 of E8M0 is NaN by OCP MX; the scales are a sixteenth of the codes, so looking costs little."""
     bad = (rows == E8M0_NAN).flatten(1).sum(dim=1)
     if bad.any():
@@ -105,7 +107,7 @@ def load_experts(file: GptOssFile, layer: int, parts: tuple[str, ...], device: t
     return Encoded(MXFP4, shape, **made)
 
 
-def _in_our_order(file: GptOssFile, slot: Slot, index: int, raw: Tensor) -> Encoded:
+def _in_our_order(file: GptOssFile, slot: LayoutTensor, index: int, raw: Tensor) -> Encoded:
     """One expert's rows of GGUF blocks, each a scale and 16 bytes, with the nibbles as gpt-oss has them."""
     blocks = raw.unflatten(-1, (-1, GGUF_BLOCK_BYTES))
     packed = Encoded(MXFP4_GGUF, slot.shape[1:], blocks[..., 1:].flatten(-2), blocks[..., 0])

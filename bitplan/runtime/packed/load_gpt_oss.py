@@ -39,7 +39,7 @@ from bitplan.store.checks.deep_check import deep_check
 from bitplan.store.files.open_files import GGUFTensors, TensorFile, open_tensors
 from bitplan.store.gpt_oss import GptOssFile
 from bitplan.store.gpt_oss.experts import DOWN, GATE_UP
-from bitplan.store.gpt_oss.layouts import GGUF_WIDE, Slot, list_slots
+from bitplan.store.gpt_oss.layouts import GGUF_WIDE, LayoutTensor, list_slots
 from bitplan.text import counted
 
 _BIASES = ("gate_up_proj_bias", "down_proj_bias")
@@ -229,7 +229,7 @@ def _translated(file: GptOssFile) -> dict[str, Header]:
     return headers
 
 
-def _check_room(file: GptOssFile, slots: list[Slot], device: torch.device, dtype: torch.dtype) -> None:
+def _check_room(file: GptOssFile, slots: list[LayoutTensor], device: torch.device, dtype: torch.dtype) -> None:
     if device.type != "cuda":
         return
     plain = sum(torch.Size(slot.shape).numel() * dtype.itemsize for slot in slots)

@@ -34,7 +34,7 @@ from bitplan.measure.calibration import CalibrationResult
 from bitplan.measure.gradients.statistics import GradStatsCollector
 from bitplan.plan.selective.choice import TransferFacts
 from bitplan.plan.selective.conductor import HeuristicPolicyBridge, Phase
-from bitplan.plan.selective.config import PRECISIONS, SelectiveError, SelectivePrecisionConfig
+from bitplan.plan.selective.config import PRECISIONS, SelectiveError, SelectiveFileError, SelectivePrecisionConfig
 from bitplan.plan.selective.decide import (
     Evidence,
     Hints,
@@ -379,7 +379,7 @@ class SelectivePrecisionPolicy:
         where: str = "the selective precision state",
     ) -> None:
         """Go on as the saved policy would have; a state of another model or config is refused, and nothing changed."""
-        reader = Reader(where, SelectiveError)
+        reader = Reader(where, SelectiveFileError)
         reader.version(document, VERSION)
         item = reader.keys("", document, _KEYS, tuple(_KEYS))
         layout = self.units.layout()
@@ -409,7 +409,7 @@ class SelectivePrecisionPolicy:
         write_json(path, self.state_dict())
 
     def load(self, path: str | Path, *, accept_config_change: bool = False) -> None:
-        document = load_document(path, SelectiveError)
+        document = load_document(path, SelectiveFileError)
         self.load_state_dict(document, accept_config_change=accept_config_change, where=str(path))
 
 

@@ -12,7 +12,7 @@ different sizes, scales and vectors that stay bf16 make it wrong: `bytes_sent` a
 Sensitivities are null where no block has one. Bytes are null where the caller does not know them.
 
 The file is opened when training starts, so that a path that cannot be written is an error then and not after an hour.
-A write that fails later must not cost the training (`telemetry_file`).
+A write that fails later must not cost the training.
 """
 
 from __future__ import annotations
@@ -22,14 +22,13 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
-from bitplan.errors import BitplanError, StoreError
+from bitplan.errors import BitplanError
+from bitplan.logs import JsonLog
 from bitplan.plan.selective.config import SelectivePrecisionConfig
 from bitplan.plan.selective.decide import BlockPrecisionHint
 from bitplan.plan.selective.score import mean_of
-from bitplan.runtime.streaming.telemetry_file import TelemetryFile
 
 _BEGINS = b'{"step_id": 0, "timestamp": '
 
@@ -103,26 +102,16 @@ def _detail(hint: BlockPrecisionHint, excluded: Mapping[str, int]) -> dict[str, 
     }
 
 
-class PrecisionTelemetry:
-    """Appends lines to a file. `clock` gives the timestamps: seconds since 1970 unless told otherwise."""
+class PrecisionTelemetry(JsonLog):
+    """Appends lines to a file. `clock` gives the timestamps: seconds since 1970 unless another one is given."""
 
     def __init__(self, path: str | Path, *, clock: Callable[[], float] = time.time) -> None:
-        self.path = Path(path)
         self.clock = clock
-        self._file: TelemetryFile | None = TelemetryFile(path, _BEGINS, what="selective precision telemetry file")
         try:
-            self._file.open()
-        except StoreError as refused:
-            raise TelemetryError(f"{refused}; telemetry_file says where") from None
-        except OSError as error:
-            raise TelemetryError(
-                f"{self.path}: the telemetry file cannot be written: {error.strerror or error}; "
-                "set telemetry_file to a path that can be, or telemetry_enabled to false"
-            ) from None
-
-    @property
-    def lost_lines(self) -> int:
-        return 0 if self._file is None else self._file.lost_lines
+            what = "selective precision telemetry file"
+            super().__init__(path, _BEGINS, what=what, error=TelemetryError, may_lose_lines=True)
+        except TelemetryError as refused:
+            raise TelemetryError(f"{refused}; set telemetry_file to it, or telemetry_enabled to false") from None
 
     @classmethod
     def from_config(cls, config: SelectivePrecisionConfig, folder: str | Path = ".") -> PrecisionTelemetry | None:
@@ -146,17 +135,4 @@ class PrecisionTelemetry:
 
     def write(self, metrics: PrecisionStepMetrics) -> None:
         """Append one line, in one write."""
-        if self._file is None:
-            raise TelemetryError(f"{self.path}: the telemetry file is closed; open it again to write more")
-        self._file.append(asdict(metrics))
-
-    def close(self) -> None:
-        if self._file is not None:
-            self._file.close()
-            self._file = None
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        self.close()
+        self.write_lines(asdict(metrics))

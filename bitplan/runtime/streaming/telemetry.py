@@ -20,8 +20,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from bitplan.logs import JsonLog
 from bitplan.plan.selective.conductor import RuntimeLimitHints
-from bitplan.runtime.streaming.telemetry_file import TelemetryFile
 from bitplan.runtime.streaming.transfer.copies import Transfer
 from bitplan.runtime.streaming.transfer.devices import Copied, Mark, StreamDevice
 
@@ -30,7 +30,7 @@ _BEGINS = b'{"step": 0, "step_ms": 0'
 
 
 @dataclass(frozen=True)
-class StepStats:
+class StreamStepStats:
     """One step. prefetch_hits: blocks that were on the device, or on their way, when they were needed."""
 
     step: int
@@ -66,7 +66,7 @@ class StreamStats:
     ring_slots: int
     slot_bytes: int
     resident_blocks: int
-    last: StepStats | None
+    last: StreamStepStats | None
 
 
 @dataclass(eq=False)
@@ -112,7 +112,7 @@ class StepRecorder:
             for transfer, _ in [*self.loads, *self.sent, *self.returned]
         )
 
-    def stats(self) -> StepStats:
+    def stats(self) -> StreamStepStats:
         """Read the clocks; `has_passed` must hold."""
         assert self.end is not None
         made = [(transfer.copied, sizes) for transfer, sizes in self.loads if transfer.copied is not None]
@@ -127,7 +127,7 @@ class StepRecorder:
             out = dict(self._out)
         if self.sent:
             out[ACTIVATIONS] = sum(nbytes for transfer, nbytes in self.sent if transfer.copied is not None)
-        return StepStats(
+        return StreamStepStats(
             step=self.step,
             step_ms=step_ms,
             compute_ms=step_ms - stall_ms,
@@ -183,11 +183,11 @@ class Telemetry:
     """Turns recorders into lines, in order, as soon as their clocks can be read."""
 
     def __init__(self, path: str | Path | None) -> None:
-        self._file = None if path is None else TelemetryFile(path, _BEGINS, what="streaming telemetry file")
-        if self._file is not None:  # a path that cannot be written is known before the first step
-            self._file.open()
+        self._log = None
+        if path is not None:
+            self._log = JsonLog(path, _BEGINS, what="streaming telemetry file", may_lose_lines=True)
         self._pending: list[StepRecorder] = []
-        self.last: StepStats | None = None
+        self.last: StreamStepStats | None = None
         self.steps = 0
 
     def add(self, recorder: StepRecorder) -> None:
@@ -203,10 +203,10 @@ class Telemetry:
         for recorder in done:
             self.last = recorder.stats()
             self.steps += 1
-            if self._file is not None:
-                self._file.append(asdict(self.last))
+            if self._log is not None:
+                self._log.write_lines(asdict(self.last))
 
     def close(self) -> None:
         self.flush()
-        if self._file is not None:
-            self._file.close()
+        if self._log is not None:
+            self._log.close()

@@ -23,7 +23,7 @@ from bitplan.runtime.streaming.transfer.devices import StreamDevice
 from bitplan.runtime.streaming.transfer.host_memory import HostBlocks
 from bitplan.runtime.streaming.transfer.schedule import Load, Walk, allowed_loads, load_now, loads_ahead, share_slots
 from bitplan.runtime.streaming.transfer.slot_decode import SlotDecoder
-from bitplan.runtime.streaming.transfer.slot_ring import Slot, SlotRing, Uploader
+from bitplan.runtime.streaming.transfer.slot_ring import RingSlot, SlotRing, Uploader
 
 Slots = int | str
 FEWEST_SLOTS = 2  # one computes while the other is filled
@@ -52,7 +52,7 @@ class WeightLoader:
         self._worker = Worker("transfer")
         self._uploader = Uploader(device, host, self._worker)
         self._walk = Walk(len(names))
-        self._current: Slot | None = None
+        self._current: RingSlot | None = None
         self._decoded: int | None = None
         self._serial = 0
         self._limits: RuntimeLimitHints | None = None
@@ -284,7 +284,7 @@ class WeightLoader:
         """A block and the step, for messages."""
         return f"{self.names[block]}, {'outside a step' if self.step is None else f'step {self.step}'}"
 
-    def _acquire(self, block: int, *, wraps: bool) -> Slot:
+    def _acquire(self, block: int, *, wraps: bool) -> RingSlot:
         if self._current is not None and self._current.block == block:
             return self._current
         try:
@@ -295,7 +295,7 @@ class WeightLoader:
                 error.add_note(f"bitplan: while waiting for {self.place(block)}")
             raise
 
-    def _move_to(self, block: int, *, wraps: bool) -> Slot:
+    def _move_to(self, block: int, *, wraps: bool) -> RingSlot:
         self._leave()
         self._walk = self._walk.moved_to(block, wraps=wraps)
         slot = self.ring.find(block)
@@ -312,7 +312,7 @@ class WeightLoader:
         self._decoder.decode(block, slot.buffer, self.ring.scratch)
         return slot
 
-    def _await(self, slot: Slot, block: int) -> None:
+    def _await(self, slot: RingSlot, block: int) -> None:
         transfer = slot.transfer
         if transfer is None:
             return
@@ -327,7 +327,7 @@ class WeightLoader:
             self._current.free_after = self.device.mark()
         self._current = self._decoded = None
 
-    def _load_at_once(self, block: int) -> Slot:
+    def _load_at_once(self, block: int) -> RingSlot:
         if block in self._walk.resident:
             slot = self.ring.resident[block]
         else:
@@ -351,7 +351,7 @@ class WeightLoader:
             self.recorder.held_back += len(loads) - len(allowed)
         return allowed
 
-    def _load(self, slot: Slot, block: int) -> None:
+    def _load(self, slot: RingSlot, block: int) -> None:
         name, layout, training = self.names[block], self.layouts[block], self.training
         transfer = self._uploader.start(
             slot,

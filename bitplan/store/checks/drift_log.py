@@ -1,9 +1,8 @@
 """Drift telemetry: how far each packed weight is from its master, one line of JSON per layer and call.
 
 A person who fine-tunes over a packed base watches these lines: the largest error after decoding, and the counters that
-say why it grows. Lines are kept until a call is complete and then appended in one write, so a killed process
-leaves whole lines; should one be torn all the same (a full disk, a power cut), it is left out when the log is
-read and cut off when it is next opened.
+say why it grows. The lines of a call are appended in one write (`logs`). One that was torn is left out when the log
+is read.
 
     {"step": 12, "name": "up.weight", "format": "mxfp4", "count": 8192, "max_abs_error": 0.21, "relative_error": 0.11,
      "blocks": 256, "nan_scales": 0, "saturated_scales": 0, "clipped_scales": 0, "underflowed_scales": 0,
@@ -15,9 +14,7 @@ The last four are null where nothing was requantized, and so is an error that is
 
 from __future__ import annotations
 
-import json
 import math
-import os
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -25,18 +22,19 @@ from typing import Any, NamedTuple, Self
 
 from torch import Tensor, nn
 
-from bitplan.documents import show
+from bitplan.documents import STRING, Kind, Reader
 from bitplan.errors import FileFormatError, StoreError
 from bitplan.formats import Encoded
 from bitplan.formats.quantization_error import Similarity, similarity
 from bitplan.formats.scales.checks import ScaleHealth, scale_health
 from bitplan.formats.scales.drift import DriftCounts
 from bitplan.kernels import decode
-from bitplan.records import open_log, parse_json
+from bitplan.logs import JsonLog
+from bitplan.records import parse_json
 from bitplan.store.models.morph import formats_of, stores_of
 
-BUFFER_LINES = 1024
 _BEGINS = b'{"step": 0, "name": "'
+_READ_KEYS = {"step": Kind("an integer", lambda value: type(value) is int), "name": STRING}
 
 
 class DriftLayer(NamedTuple):
@@ -103,61 +101,15 @@ def _finite(number: float) -> float | None:
     return number if math.isfinite(number) else None
 
 
-class DriftLog:
-    """A JSONL file that lines are appended to; a context manager, or `close()` it.
-
-    Lines wait in memory until `flush()`, `close()` or 1024 of them. Opening makes the file, so a path that cannot be
-    written is known before the first step. One process writes a log: ranks of a distributed run need a file each.
-    """
+class DriftLog(JsonLog):
+    """A JSONL file that lines are appended to; a context manager, or `close()` it. Opening makes the file."""
 
     def __init__(self, path: str | Path) -> None:
-        self.path = Path(path)
-        self._lines: list[bytes] = []
-        try:
-            self._file = open_log(self.path, _BEGINS, what="drift log")
-        except OSError as error:
-            raise StoreError(
-                f"{self.path}: the drift log cannot be written ({error.strerror}); give a file in a folder that exists"
-            ) from None
-        self._open = True
+        super().__init__(path, _BEGINS, what="drift log")
 
-    def write(self, row: DriftRow) -> None:
-        """Take one line; it reaches the file with the next flush."""
-        if not self._open:
-            raise StoreError(f"{self.path}: the drift log is closed; open it again to write on")
-        self._lines.append(json.dumps(row.to_dict(), ensure_ascii=False, allow_nan=False).encode() + b"\n")
-        if len(self._lines) >= BUFFER_LINES:
-            self.flush()
-
-    def flush(self) -> None:
-        """Append all lines that wait, whole lines or none."""
-        if not self._lines:
-            return
-        text, self._lines = b"".join(self._lines), []
-        end = os.fstat(self._file).st_size
-        try:
-            done = 0
-            while done < len(text):
-                done += os.write(self._file, text[done:])
-        except OSError as error:
-            os.ftruncate(self._file, end)
-            raise StoreError(
-                f"{self.path}: {len(text)} bytes could not be appended ({error.strerror}); free some space"
-            ) from None
-
-    def close(self) -> None:
-        if self._open:
-            try:
-                self.flush()
-            finally:
-                self._open = False
-                os.close(self._file)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
+    def write(self, *rows: DriftRow) -> None:
+        """Append a line for each row; they are in the file when this returns."""
+        self.write_lines(*(row.to_dict() for row in rows))
 
 
 def log_drift(log: DriftLog | None, step: int, layers: Layers) -> list[DriftRow]:
@@ -167,13 +119,9 @@ def log_drift(log: DriftLog | None, step: int, layers: Layers) -> list[DriftRow]
     each parameter against its version. Log None measures and writes nothing.
     """
     named = _layers_of(layers) if isinstance(layers, nn.Module) else (DriftLayer(*layer) for layer in layers)
-    rows = []
-    for layer in named:
-        rows.append(measure_drift(step, *layer))
-        if log is not None:
-            log.write(rows[-1])
+    rows = [measure_drift(step, *layer) for layer in named]
     if log is not None:
-        log.flush()
+        log.write(*rows)
     return rows
 
 
@@ -197,9 +145,9 @@ def _layers_of(model: nn.Module) -> Iterator[DriftLayer]:
 
 def read_drift(path: str | Path) -> list[dict[str, Any]]:
     """The lines of a log; a torn last one is left out, any other that is not JSON is an error with its number."""
-    lines = Path(path).read_bytes().split(b"\n")[:-1]
-    found = [parse_json(line, where=f"{path}: line {number}") for number, line in enumerate(lines, 1)]
-    for number, line in enumerate(found, 1):
-        if not isinstance(line, dict) or "step" not in line or "name" not in line:
-            raise FileFormatError(f"{path}: line {number}: expected an object with step and name, got {show(line)}")
+    found = []
+    for number, line in enumerate(Path(path).read_bytes().split(b"\n")[:-1], 1):
+        where = f"{path}: line {number}"
+        reader = Reader(where, FileFormatError, strict=False)
+        found.append(reader.keys("", parse_json(line, where=where), _READ_KEYS, _READ_KEYS))
     return found

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
-from bitplan.documents import show
+from bitplan.documents import NAME, OBJECT, SIZE, Kind, Reader, list_of
 from bitplan.errors import BitplanError, FileFormatError, StoreError, did_you_mean
 from bitplan.formats import Format, get_format
 from bitplan.formats.dtypes import dtype_name, torch_dtype
@@ -331,6 +331,9 @@ class PolyTensors(TensorFile):
 # ---- bitplan's metadata in a safetensors header ----------------------------------------------------------------------
 
 
+_SIZES = list_of(Kind("a size", lambda value: type(value) is int and 0 <= value < 2**62), "a list of sizes")
+
+
 def part_name(name: str, part: str) -> str:
     """Under which name a safetensors file keeps a part of a packed tensor."""
     return name if part == "data" else f"{name}.{part}"
@@ -357,25 +360,17 @@ def read_metadata(file: SafetensorsFile) -> tuple[dict[str, tuple[Format, tuple[
     if text is None:
         return {}, {}
     where = f"{file.path}: metadata {METADATA_KEY!r}"
-    document = parse_json(text.encode(), where=where)
-    if not isinstance(document, dict) or document.get("version") != METADATA_VERSION:
-        version = document.get("version") if isinstance(document, dict) else document
-        raise FileFormatError(f"{where}: this bitplan reads version {METADATA_VERSION}, got {str(version)[:40]!r}")
-    if not set(document) <= {"version", "tensors", "tied"} or not isinstance(document.get("tensors"), dict):
-        raise FileFormatError(f"{where}: expected version, tensors and tied, got {sorted(document)}")
+    reader, document = Reader(where, FileFormatError), parse_json(text.encode(), where=where)
+    reader.version(document, METADATA_VERSION)
+    reader.keys("", document, {"version": SIZE, "tensors": OBJECT, "tied": OBJECT}, ("version", "tensors"))
     tied = document.get("tied", {})
-    if not isinstance(tied, dict) or not all(isinstance(name, str) for name in tied.values()):
-        raise FileFormatError(f"{where}: `tied` must map names to names")
-    return {name: _read_entry(entry, f"{where}: {name!r}") for name, entry in document["tensors"].items()}, tied
+    reader.keys("tied", tied, dict.fromkeys(tied, NAME))
+    return {name: _read_entry(reader, repr(name), entry) for name, entry in document["tensors"].items()}, tied
 
 
-def _read_entry(entry: Any, where: str) -> tuple[Format, tuple[int, ...]]:
-    if not isinstance(entry, dict) or set(entry) != {"format", "shape"}:
-        raise FileFormatError(f"{where}: expected format and shape, got {show(entry)}")
-    name, shape = entry["format"], entry["shape"]
-    if not isinstance(shape, list) or not all(type(size) is int and 0 <= size < 2**62 for size in shape):
-        raise FileFormatError(f"{where}: shape must be a list of sizes, got {show(shape)}")
+def _read_entry(reader: Reader, path: str, entry: Any) -> tuple[Format, tuple[int, ...]]:
+    reader.keys(path, entry, {"format": NAME, "shape": _SIZES}, ("format", "shape"))
     try:
-        return get_format(str(name)), tuple(shape)
+        return get_format(entry["format"]), tuple(entry["shape"])
     except BitplanError as error:
-        raise FileFormatError(f"{where}: {error}") from None
+        reader.stop(f"{path}: {error}")

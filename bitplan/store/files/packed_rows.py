@@ -27,7 +27,7 @@ from bitplan.store.files.open_files import GGUFTensors, NativeTensors, TensorFil
 PIECE_BYTES = 16 * 2**20
 
 
-class Stored(NamedTuple):
+class StoredScales(NamedTuple):
     """Scales as they are stored, and their base where the format has one."""
 
     scales: Tensor
@@ -48,7 +48,7 @@ class PackedTensor:
     nbytes: int
     steps: int
     read: Callable[[int, int], Encoded]
-    read_scales: Callable[[int, int], Stored] | None = None
+    read_scales: Callable[[int, int], StoredScales] | None = None
 
     def spans(self) -> Iterator[tuple[int, int]]:
         return spans(self.steps, self.nbytes)
@@ -147,8 +147,8 @@ def _two_tensors(
         found = checkpoint.read(name) if one_row else checkpoint.read_rows(name, start, stop)
         return found.view(dtype).reshape(rows // steps * (stop - start), width)
 
-    def read_scales(start: int, stop: int) -> Stored:
-        return Stored(take(names[1], start, stop, scale_dtype, across), base)
+    def read_scales(start: int, stop: int) -> StoredScales:
+        return StoredScales(take(names[1], start, stop, scale_dtype, across), base)
 
     def read(start: int, stop: int) -> Encoded:
         data = take(names[0], start, stop, fmt.storage, fmt.data_cols(cols))
@@ -162,10 +162,10 @@ def _interleaved(file: GGUFTensors, name: str, fmt: Format, shape: tuple[int, ..
     scale_dtype, entry = fmt.scales.dtype, file.file.tensors[name]
     cols, across = shape[-1], fmt.grid((1, shape[-1]))[1]
 
-    def read_scales(start: int, stop: int) -> Stored:
+    def read_scales(start: int, stop: int) -> StoredScales:
         blocks = file.file.read_raw_rows(name, start, stop).reshape((stop - start) * across, -1)
         scales = blocks[:, : scale_dtype.itemsize].contiguous().view(scale_dtype)
-        return Stored(scales.reshape(stop - start, across), None)
+        return StoredScales(scales.reshape(stop - start, across), None)
 
     def read(start: int, stop: int) -> Encoded:
         raw = file.file.read_raw_rows(name, start, stop)

@@ -30,16 +30,16 @@ import base64
 import binascii
 import json
 import math
-import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from bitplan.documents import FLAG, LIST, MAX_RANK, NUMBER, OBJECT, SHAPE, SIZE, STRING, TEXT, Kind, Reader, show
 from bitplan.errors import FileFormatError, FormatError, StoreError, did_you_mean
 from bitplan.formats import DTYPE_NAMES, Encoded, Format, decode, encode, get_format
 from bitplan.records import atomic_file, check_input, read_json
@@ -48,7 +48,6 @@ CODEC = "bitplan-1"
 MAX_FILE_BYTES = 2**31
 MAX_LAYER_DEPTH = 32
 MAX_JSON_DEPTH = 128
-MAX_RANK = 64  # torch's own limit
 MAX_NUMBERS = 2**40  # of a tensor, empty axes counted as 1; far beyond what fits the file
 
 # The file's dtype -> the format of the same numbers: only fp8 is spelled differently.
@@ -99,7 +98,7 @@ class PolyNetwork:
         ]
         cell = {"depth": 1, "rows": 1, "cols": 1, "layers_per_cell": len(layers)}
         document = {"codec": CODEC, "id": network_id, **cell, "layers": layers}
-        return cls(document, _Reader(f"network {network_id!r}", document).tensors())
+        return cls(document, _NetworkReader(f"network {network_id!r}", document).tensors())
 
 
 def read_poly_json(path: str | Path) -> PolyNetwork:
@@ -111,7 +110,7 @@ def read_poly_json(path: str | Path) -> PolyNetwork:
             f"{path}: is JSON without weights: no network of the seed's, which has `id` and `layers`; a model is given "
             "by its folder, its index (*.safetensors.index.json) or a file of weights"
         )
-    return PolyNetwork(document, _Reader(str(path), document).tensors())
+    return PolyNetwork(document, _NetworkReader(str(path), document).tensors())
 
 
 def write_poly_json(path: str | Path, network: PolyNetwork) -> None:
@@ -119,7 +118,7 @@ def write_poly_json(path: str | Path, network: PolyNetwork) -> None:
 
     The text is ASCII, indented by two, keys in the document's order: a file we wrote comes back byte for byte.
     """
-    _Reader(str(path), network.document).tensors()
+    _NetworkReader(str(path), network.document).tensors()
     with atomic_file(path) as file:
         for piece in json.JSONEncoder(indent=2, allow_nan=False).iterencode(network.document):
             file.write(piece.encode("ascii"))
@@ -172,72 +171,49 @@ def _layer_of(name: str, encoded: Encoded, index: int, layer_type: str) -> dict[
 # ---- reading ---------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class _Kind:
-    """What the value of a key must be, in words and as a test."""
-
-    text: str
-    holds: Callable[[Any], bool]
-
-
-def _is_unicode(value: Any) -> bool:
-    """A string that UTF-8 can hold; JSON escapes can spell half of a surrogate pair, which it cannot."""
-    return type(value) is str and not any("\ud800" <= letter <= "\udfff" for letter in value)
-
-
-def _is_shape(value: Any) -> bool:
-    if type(value) is not list or len(value) > MAX_RANK or not all(map(_SIZE.holds, value)):
-        return False
-    return bool(math.prod(max(size, 1) for size in value) <= MAX_NUMBERS)
-
-
-_SIZE = _Kind("an integer from 0 to 2^63 - 1", lambda value: type(value) is int and 0 <= value < 2**63)
-_NUMBER = _Kind("a finite number", lambda value: type(value) in (int, float) and abs(value) <= sys.float_info.max)
-_TEXT = _Kind("a string", lambda value: type(value) is str)
-_FLAG = _Kind("true or false", lambda value: type(value) is bool)
-_LIST = _Kind("a list", lambda value: type(value) is list)
-_OBJECT = _Kind("an object", lambda value: type(value) is dict)
-_NAME = _Kind("a string of valid Unicode", _is_unicode)
-_SHAPE = _Kind(f"a list of at most {MAX_RANK} sizes from 0, at most 2^40 numbers in all", _is_shape)
-_CODE = _Kind("an integer from 0 to 2^64 - 1", lambda value: type(value) is int and 0 <= value < 2**64)
+_SHAPE = Kind(
+    f"a list of at most {MAX_RANK} sizes from 0, at most 2^40 numbers in all",
+    lambda value: SHAPE.holds(value) and math.prod(max(size, 1) for size in value) <= MAX_NUMBERS,
+)
+_CODE = Kind("an integer from 0 to 2^64 - 1", lambda value: type(value) is int and 0 <= value < 2**64)
 
 _NETWORK_KEYS = {
-    "id": _TEXT,
-    **dict.fromkeys(("depth", "rows", "cols", "layers_per_cell"), _SIZE),
-    "layers": _LIST,
+    "id": STRING,
+    **dict.fromkeys(("depth", "rows", "cols", "layers_per_cell"), SIZE),
+    "layers": LIST,
 }
-_REQUIRED_KEYS = {**dict.fromkeys("zyxl", _SIZE), **dict.fromkeys(("type", "activation", "dtype"), _TEXT)}
+_REQUIRED_KEYS = {**dict.fromkeys("zyxl", SIZE), **dict.fromkeys(("type", "activation", "dtype"), STRING)}
 _PLANE_SIZES = ("input_height", "input_width", "input_depth", "output_height", "output_width", "output_depth")
 _CONV_SIZES = ("input_channels", "filters", "kernel_size", "stride", "padding", "output_padding")
 _ATTENTION_SIZES = ("num_heads", "num_kv_heads", "head_dim", "query_dim", "d_model", "seq_length")
 _OTHER_SIZES = ("vocab_size", "embedding_dim", "num_clusters", "softmax_rows", "softmax_cols", "tile_size")
 _LAYER_KEYS = {
     **_REQUIRED_KEYS,
-    **dict.fromkeys(_PLANE_SIZES + _CONV_SIZES + _ATTENTION_SIZES + _OTHER_SIZES, _SIZE),
-    **dict.fromkeys(("rope_freq_base", "kmeans_temperature", "temperature", "entmax_alpha", "scale"), _NUMBER),
-    **dict.fromkeys(("output_mode", "softmax_type", "combine_mode", "weights"), _TEXT),
-    **dict.fromkeys(("gumbel_noise", "use_tiling", "is_disabled", "native"), _FLAG),
-    **dict.fromkeys(("meta_rules", "parallel_branches", "sequential_layers"), _LIST),
-    "meta_observed_layer": _OBJECT,
+    **dict.fromkeys(_PLANE_SIZES + _CONV_SIZES + _ATTENTION_SIZES + _OTHER_SIZES, SIZE),
+    **dict.fromkeys(("rope_freq_base", "kmeans_temperature", "temperature", "entmax_alpha", "scale"), NUMBER),
+    **dict.fromkeys(("output_mode", "softmax_type", "combine_mode", "weights"), STRING),
+    **dict.fromkeys(("gumbel_noise", "use_tiling", "is_disabled", "native"), FLAG),
+    **dict.fromkeys(("meta_rules", "parallel_branches", "sequential_layers"), LIST),
+    "meta_observed_layer": OBJECT,
 }
-_OUR_LAYER_KEYS = {**_LAYER_KEYS, "name": _NAME, "shape": _SHAPE, "zero_point": _CODE}
+_OUR_LAYER_KEYS = {**_LAYER_KEYS, "name": TEXT, "shape": _SHAPE, "zero_point": _CODE}
 _OF_WEIGHTS = ("name", "shape", "weights", "native", "scale", "zero_point")
 
 
-class _Reader:
+class _NetworkReader:
     """One document being checked: `where` names the file in every error."""
 
     def __init__(self, where: str, document: Any) -> None:
-        self.where = where
         _check_values(where, document)
-        self.document = self._object(document, "the document")
-        self.ours = "codec" in self.document
-        if self.ours and self.document["codec"] != CODEC:
-            self._fail("codec", f"must be {CODEC!r}, or missing in a file of the original's", self.document["codec"])
+        self.ours = type(document) is dict and "codec" in document
+        self.reader = Reader(where, FileFormatError, strict=self.ours)
+        if self.ours and document["codec"] != CODEC:
+            self.reader.fail("codec", f"{CODEC!r}, or missing in a file of the original's", document["codec"])
+        self.document = document
 
     def tensors(self) -> Mapping[str, Weights]:
         """Name -> weights of every layer that has some, in file order."""
-        self._check_keys("", self.document, _NETWORK_KEYS | ({"codec": _TEXT} if self.ours else {}), _NETWORK_KEYS)
+        self.reader.keys("", self.document, _NETWORK_KEYS | ({"codec": STRING} if self.ours else {}), _NETWORK_KEYS)
         found: dict[str, Weights] = {}
         for path, layer in self._layers("layers", self.document["layers"], 1):
             if not self.ours:
@@ -247,7 +223,9 @@ class _Reader:
             elif any(key in layer for key in _OF_WEIGHTS):
                 exact = self._read_exact(path, layer)
                 if layer["name"] in found:
-                    self._fail(f"{path}: name", "must differ from those of the layers before", layer["name"])
+                    self.reader.stop(
+                        f"{path}: name must differ from those of the layers before, got {show(layer['name'])}"
+                    )
                 found[layer["name"]] = exact
         return MappingProxyType(found)
 
@@ -260,38 +238,13 @@ class _Reader:
     def _layer(self, path: str, value: Any, depth: int) -> Iterator[tuple[str, dict[str, Any]]]:
         """A layer and those within it, each with its path and its keys checked."""
         if depth > MAX_LAYER_DEPTH:
-            raise FileFormatError(f"{self.where}: {path}: layers lie within layers more than {MAX_LAYER_DEPTH} deep")
-        layer = self._object(value, path)
-        self._check_keys(path, layer, _OUR_LAYER_KEYS if self.ours else _LAYER_KEYS, _REQUIRED_KEYS)
+            self.reader.stop(f"{path}: layers lie within layers more than {MAX_LAYER_DEPTH} deep")
+        layer = self.reader.keys(path, value, _OUR_LAYER_KEYS if self.ours else _LAYER_KEYS, _REQUIRED_KEYS)
         yield path, layer
         for key in ("parallel_branches", "sequential_layers"):
             yield from self._layers(f"{path}.{key}", layer.get(key, []), depth + 1)
         if "meta_observed_layer" in layer:
             yield from self._layer(f"{path}.meta_observed_layer", layer["meta_observed_layer"], depth + 1)
-
-    def _check_keys(
-        self, path: str, found: dict[str, Any], known: Mapping[str, _Kind], required: Mapping[str, _Kind]
-    ) -> None:
-        prefix = f"{path}: " if path else ""
-        for key, value in found.items():
-            if key in known:
-                if not known[key].holds(value):
-                    self._fail(prefix + key, f"must be {known[key].text}", value)
-            elif self.ours:
-                raise FileFormatError(
-                    f"{self.where}: {prefix}{CODEC} has no key {key[:80]!r}{did_you_mean(key[:80], known)}"
-                )
-        for key, kind in required.items():
-            if key not in found:
-                raise FileFormatError(f"{self.where}: {prefix}{key} is missing; it must be {kind.text}")
-
-    def _object(self, value: Any, path: str) -> dict[str, Any]:
-        if not isinstance(value, dict):
-            self._fail(path, "must be an object", value)
-        return value
-
-    def _fail(self, what: str, expected: str, came: Any) -> NoReturn:
-        raise FileFormatError(f"{self.where}: {what} {expected}, got {_show(came)}")
 
     # -- weights --
 
@@ -301,34 +254,34 @@ class _Reader:
             return binascii.a2b_base64(text, strict_mode=True) if text else b""
         except ValueError as error:
             reason = str(error).lower()
-            self._fail(f"{path}: weights", f"must be base64 with padding ({reason})", text)
+            self.reader.fail(f"{path}: weights", f"base64 with padding ({reason})", text)
 
     def _scale(self, path: str, layer: dict[str, Any], dtype: torch.dtype) -> Tensor:
         """The scale as it is stored; JSON's numbers are doubles."""
         scale = torch.tensor(float(layer["scale"]), dtype=torch.float64).to(dtype)
         if not bool(torch.isfinite(scale)):
-            self._fail(f"{path}: scale", f"must be a finite {str(dtype).removeprefix('torch.')}", layer["scale"])
+            self.reader.fail(f"{path}: scale", f"a finite {str(dtype).removeprefix('torch.')}", layer["scale"])
         return scale
 
     def _read_exact(self, path: str, layer: dict[str, Any]) -> Encoded:
         """The weights of a layer of ours: every key that the dtype calls for, and no other."""
         if layer["dtype"] not in DTYPES:
-            self._fail(f"{path}: dtype", f"must be one of {', '.join(DTYPES)}", layer["dtype"])
+            self.reader.fail(f"{path}: dtype", f"one of {', '.join(DTYPES)}", layer["dtype"])
         fmt = get_format(DTYPES[layer["dtype"]])
         wanted = {"name": True, "shape": True, "scale": fmt.scales is not None, "zero_point": fmt.zero_point}
         for key, needed in (wanted | {"native": fmt.name != "float32"}).items():
             if (key in layer) != needed:
                 fault = f"must be {_OUR_LAYER_KEYS[key].text}, and is missing" if needed else "does not belong there"
-                raise FileFormatError(f"{self.where}: {path}: {key} of {layer['dtype']} weights {fault}")
+                self.reader.stop(f"{path}: {key} of {layer['dtype']} weights {fault}")
         if layer.get("native") is False:
-            self._fail(f"{path}: native", f"must be true for {layer['dtype']} weights", False)
+            self.reader.fail(f"{path}: native", f"true for {layer['dtype']} weights", False)
         shape, payload = tuple(layer["shape"]), self._payload(path, layer)
         self._true_count(path, layer, math.prod(shape))
         dtype, data_shape = fmt.part_shapes(shape)["data"]
         nbytes = math.prod(data_shape) * dtype.itemsize
         if len(payload) != nbytes:
-            expected = f"must be {nbytes} bytes for {layer['dtype']} of shape {_show(layer['shape'])}"
-            raise FileFormatError(f"{self.where}: {path}: weights {expected}, got {len(payload)}")
+            expected = f"must be {nbytes} bytes for {layer['dtype']} of shape {show(layer['shape'])}"
+            self.reader.stop(f"{path}: weights {expected}, got {len(payload)}")
         scale = None if fmt.scales is None else self._scale(path, layer, fmt.scales.dtype)
         zero_point = self._zero_point(path, layer, fmt) if fmt.zero_point else None
         encoded = _encoded(fmt, shape, payload, scale, zero_point)
@@ -338,8 +291,8 @@ class _Reader:
     def _zero_point(self, path: str, layer: dict[str, Any], fmt: Format) -> int:
         assert fmt.element is not None
         if layer["zero_point"] >> fmt.element.bits:
-            expected = f"must be one of the {layer['dtype']} codes 0..{2**fmt.element.bits - 1}"
-            self._fail(f"{path}: zero_point", expected, layer["zero_point"])
+            expected = f"one of the {layer['dtype']} codes 0..{2**fmt.element.bits - 1}"
+            self.reader.fail(f"{path}: zero_point", expected, layer["zero_point"])
         return int(layer["zero_point"])
 
     def _check_codes(self, path: str, layer: dict[str, Any], encoded: Encoded) -> None:
@@ -348,9 +301,9 @@ class _Reader:
             codes = _integers(encoded.codes())
             zero = 0 if encoded.zero_point is None else _integers(encoded.zero_point)
             if float(encoded.scales) < 0 or bool((codes != zero).any()):
-                self._fail(f"{path}: scale", "must be above zero unless every weight is zero", layer["scale"])
+                self.reader.fail(f"{path}: scale", "above zero unless every weight is zero", layer["scale"])
         if encoded.fmt.name == "ternary" and bool((encoded.codes() == -2).any()):
-            raise FileFormatError(f"{self.where}: {path}: weights must be the ternary codes 00, 01 and 11, got 10")
+            self.reader.stop(f"{path}: weights must be the ternary codes 00, 01 and 11, got 10")
 
     def _read_original(self, path: str, layer: dict[str, Any]) -> Tensor | None:
         """The weights of a layer of the original's, as float32 in one row; None where there are none."""
@@ -360,17 +313,17 @@ class _Reader:
         if not layer.get("native", False):
             dtype = "float32"
         if dtype not in DTYPES:
-            self._fail(f"{path}: dtype", f"of packed weights must be one of {', '.join(DTYPES)}", layer["dtype"])
+            self.reader.fail(f"{path}: dtype of packed weights", f"one of {', '.join(DTYPES)}", layer["dtype"])
         if dtype in _AMBIGUOUS:
-            raise FileFormatError(
-                f"{self.where}: {path}: packed {dtype} weights mean different numbers by the version of the program "
+            self.reader.stop(
+                f"{path}: packed {dtype} weights mean different numbers by the version of the program "
                 "that wrote them, and the file does not say which; save the network again as float32 or bfloat16"
             )
         fmt = get_format(DTYPES[dtype])
         whole, left = divmod(len(payload), fmt.storage.itemsize)
         if left:
             expected = f"must be whole {dtype} numbers of {fmt.storage.itemsize} bytes"
-            raise FileFormatError(f"{self.where}: {path}: weights {expected}, got {len(payload)} bytes")
+            self.reader.stop(f"{path}: weights {expected}, got {len(payload)} bytes")
         per_byte = 1 if fmt.packing is None else fmt.packing.per_byte
         count = self._true_count(path, layer, whole * per_byte, padding=per_byte - 1)
         scale = None
@@ -386,8 +339,8 @@ class _Reader:
         product = int(math.prod(sizes))
         if not product <= count <= product + padding:
             stated = " x ".join(map(str, sizes))
-            raise FileFormatError(
-                f"{self.where}: {path}: weights of a Dense layer with input_height x output_height = {stated} must be "
+            self.reader.stop(
+                f"{path}: weights of a Dense layer with input_height x output_height = {stated} must be "
                 f"{product} numbers, got {count}"
             )
         return product
@@ -405,28 +358,16 @@ def _encoded(
 def _check_values(where: str, value: Any, path: str = "", depth: int = 0) -> None:
     """What JSON writers and readers agree on: finite numbers, no absurd nesting."""
     if depth > MAX_JSON_DEPTH:
-        raise FileFormatError(f"{where}: {_show(path)} lies within more than {MAX_JSON_DEPTH} objects and lists")
+        raise FileFormatError(f"{where}: {show(path)} lies within more than {MAX_JSON_DEPTH} objects and lists")
     if isinstance(value, dict | list):
         for key, child in value.items() if isinstance(value, dict) else enumerate(value):
             if isinstance(child, dict | list | float):  # only these can be wrong: a path for each string would be slow
                 step = f".{key[:40]}" if isinstance(key, str) else f"[{key}]"
                 _check_values(where, child, path + step if path else step.lstrip("."), depth + 1)
     elif isinstance(value, float) and not math.isfinite(value):
-        raise FileFormatError(f"{where}: {_show(path)} must be a finite number, got {value}")
+        raise FileFormatError(f"{where}: {show(path)} must be a finite number, got {value}")
 
 
 def _integers(codes: Tensor) -> Tensor:
     """Codes as signed integers of the same bits: torch compares few of the other types."""
     return codes.view({1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[codes.itemsize])
-
-
-def _show(value: Any) -> str:
-    """A value of any size on one short line."""
-    if isinstance(value, str):
-        return repr(value[:60]) + ("..." if len(value) > 60 else "")
-    if isinstance(value, dict):
-        return f"an object of {len(value)} keys"
-    if isinstance(value, list):
-        value = value[:16]
-    text = repr(value)
-    return text if len(text) <= 80 else text[:80] + "..."

@@ -24,6 +24,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import TYPE_CHECKING, Any, Self
 
+from bitplan.documents import Kind, Reader, is_text
 from bitplan.errors import FileFormatError, StoreError, did_you_mean
 from bitplan.formats.dtypes import ITEM_BYTES, dtype_name, torch_dtype
 from bitplan.records import atomic_file, check_input, parse_json, read_json
@@ -37,6 +38,10 @@ log = logging.getLogger("bitplan")
 MAX_HEADER_BYTES = 100_000_000  # the library's own limit
 MAX_RANK = 64  # torch's own limit
 MAX_BYTES = 2**63 - 1
+_FILE_NAME = Kind("a file name", is_text)
+_INDEX_KEYS = {
+    "weight_map": Kind("an object of tensor names to file names", lambda value: type(value) is dict and value != {})
+}
 INDEX_SUFFIX = ".safetensors.index.json"
 
 # What the format calls a type, and torch's name for it.
@@ -151,7 +156,7 @@ class SafetensorsFile(ContainerFile[TensorEntry]):
 
     def _parse_entry(self, name: str, fields: Any, payload_start: int) -> TensorEntry:
         where = f"{self.path}: tensor {name[:80]!r}"
-        if not _is_text(name):
+        if not is_text(name):
             raise FileFormatError(f"{where}: the name is not valid Unicode")
         if not isinstance(fields, dict) or set(fields) != {"dtype", "shape", "data_offsets"}:
             came = sorted(fields) if isinstance(fields, dict) else type(fields).__name__
@@ -219,7 +224,7 @@ def _build_header(
     end = 0
     for name, dtype, sizes in sorted(entries, key=lambda entry: (-entry[1].itemsize, entry[0])):
         shape = tuple(sizes)
-        if name in document or name == "__metadata__" or not _is_text(name):
+        if name in document or name == "__metadata__" or not is_text(name):
             raise StoreError(f"{where}: the tensor name {name[:80]!r} is taken or not valid Unicode")
         if dtype_name(dtype) not in TAGS:
             raise StoreError(
@@ -244,18 +249,9 @@ def _check_metadata(metadata: Any, where: str) -> dict[str, str]:
     if not isinstance(metadata, dict):
         raise FileFormatError(f"{where}: __metadata__ must be an object of strings, got {type(metadata).__name__}")
     for key, value in metadata.items():
-        if not (isinstance(value, str) and _is_text(key) and _is_text(value)):
+        if not (is_text(key) and is_text(value)):
             raise FileFormatError(f"{where}: __metadata__ {key[:80]!r} must be a string, got {repr(value)[:80]}")
     return metadata
-
-
-def _is_text(text: str) -> bool:
-    """Whether UTF-8 can hold it; JSON escapes can spell half of a surrogate pair, which it cannot."""
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
 
 
 def _are_sizes(values: Any) -> bool:
@@ -387,13 +383,9 @@ def _find_in_folder(folder: Path) -> Path:
 def _read_index(path: Path) -> dict[str, str]:
     """The weight map of an index: tensor name to the shard's name within the same folder."""
     check_input(path)
-    document = read_json(path)
-    weight_map = document.get("weight_map") if isinstance(document, dict) else None
-    if not isinstance(weight_map, dict) or not weight_map:
-        raise FileFormatError(f"{path}: expected an object with a weight_map of tensor names to file names")
-    for name, shard in weight_map.items():
-        if not isinstance(shard, str) or not _is_text(shard):
-            raise FileFormatError(f"{path}: {name[:80]!r} must map to a file name, got {repr(shard)[:80]}")
+    reader = Reader(str(path), FileFormatError, strict=False)
+    weight_map: dict[str, str] = reader.keys("", read_json(path), _INDEX_KEYS, _INDEX_KEYS)["weight_map"]
+    reader.keys("weight_map", weight_map, dict.fromkeys(weight_map, _FILE_NAME))
     for shard in sorted(set(weight_map.values())):
         if PurePosixPath(shard).is_absolute() or PureWindowsPath(shard).anchor or ".." in PureWindowsPath(shard).parts:
             raise FileFormatError(f"{path}: {shard[:80]!r} leaves the index's folder; shards must lie within it")

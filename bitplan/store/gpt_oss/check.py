@@ -26,7 +26,7 @@ from bitplan.store.gpt_oss.layouts import (
     LAYOUT_TITLES,
     GptOssShape,
     Layout,
-    Slot,
+    LayoutTensor,
     list_slots,
     slot_name,
 )
@@ -52,7 +52,7 @@ class Checked:
 
     layout: Layout
     shape: GptOssShape
-    slots: list[Slot]
+    slots: list[LayoutTensor]
     experts: torch.dtype | None
 
 
@@ -164,7 +164,7 @@ def _as_published(tensors: Mapping[str, TensorHeader]) -> dict[str, Header]:
     return found
 
 
-def _check_alternating(slot: Slot, tensors: Mapping[str, TensorHeader]) -> None:
+def _check_alternating(slot: LayoutTensor, tensors: Mapping[str, TensorHeader]) -> None:
     came = tensors[slot.name].shape
     if not slot.weaves or len(came) != len(slot.shape):
         return
@@ -200,8 +200,8 @@ def _derive_shape(where: str, layout: Layout, layers: int, tensors: Mapping[str,
         raise FileFormatError(f"{where}: the shapes of {listed(sources)} make no model: {error}") from None
 
 
-def _check_dtypes(layout: Layout, slots: list[Slot], tensors: Mapping[str, TensorHeader]) -> torch.dtype | None:
-    experts: dict[str, Slot] = {}
+def _check_dtypes(layout: Layout, slots: list[LayoutTensor], tensors: Mapping[str, TensorHeader]) -> torch.dtype | None:
+    experts: dict[str, LayoutTensor] = {}
     for slot in slots:
         tensor = tensors[slot.name]
         if slot.kind in ("blocks", "scales"):

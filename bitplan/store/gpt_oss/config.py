@@ -14,7 +14,7 @@ from typing import Any
 
 from gguf.constants import GGUFValueType
 
-from bitplan.documents import show
+from bitplan.documents import Fields, Kind, is_number, show
 from bitplan.errors import FileFormatError
 from bitplan.records import read_json
 from bitplan.store.files.gguf_values import GGUFValue
@@ -110,14 +110,16 @@ _SETTINGS_GGUF = {
 }
 
 
+_FLOAT = Kind("a number above 0 and below 2^62", lambda value: is_number(value) and 0 < value < LARGEST)
+_INT = Kind("an integer above 0 and below 2^62", lambda value: _FLOAT.holds(value) and value == int(value))
+
+
 def read_config(path: Path, shape: GptOssShape) -> tuple[Settings, dict[str, Any] | None]:
     """The settings of a config.json beside a checkpoint, and the document where it is in Hugging Face's spelling.
 
     Its sizes must be those of the tensors.
     """
-    document = read_json(path)
-    if not isinstance(document, dict):
-        raise FileFormatError(f"{path}: expected an object, got {type(document).__name__}")
+    document = Fields(read_json(path), str(path)).value
     kind = document.get("model_type", "gpt_oss")
     if kind != "gpt_oss":
         raise FileFormatError(f"{path}: is for model_type {str(kind)[:40]!r}, and the tensors are gpt-oss's")
@@ -155,17 +157,12 @@ def _check_sizes(path: Path, names: Mapping[str, str], document: Mapping[str, An
 def _settings(
     path: Path, names: Mapping[str, str], document: Mapping[str, Any], base: Settings | None = None
 ) -> Settings:
+    given, whole = Fields(document, str(path)), {field.name for field in fields(Settings) if field.type == "int"}
     found: dict[str, Any] = {}
-    types = {field.name: int if field.type == "int" else float for field in fields(Settings)}
     for own, key in names.items():
-        value = document.get(key)
-        if value is None:
-            continue
-        is_number = isinstance(value, int | float) and not isinstance(value, bool)
-        if not is_number or not 0 < value < LARGEST or (types[own] is int and value != int(value)):
-            kind = "an integer" if types[own] is int else "a number"
-            raise FileFormatError(f"{path}: {key} must be {kind} above 0 and below 2^62, got {str(value)[:40]!r}")
-        found[own] = types[own](value)
+        value = given.get(key, _INT if own in whole else _FLOAT, None)
+        if value is not None:
+            found[own] = int(value) if own in whole else float(value)
     return replace(base or Settings(), **found)
 
 

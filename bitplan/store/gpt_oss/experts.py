@@ -13,23 +13,23 @@ import torch
 from torch import Tensor
 
 from bitplan.formats import Encoded, get_format, repack
-from bitplan.store.gpt_oss.layouts import Slot
+from bitplan.store.gpt_oss.layouts import LayoutTensor
 
 MXFP4, MXFP4_GGUF = get_format("mxfp4"), get_format("mxfp4_gguf")
 GATE_UP, DOWN = ("gate", "up"), ("down",)
 Matrix = Encoded | Tensor
 
 
-def group_experts(slots: Sequence[Slot]) -> dict[tuple[int, tuple[str, ...]], list[Slot]]:
+def group_experts(slots: Sequence[LayoutTensor]) -> dict[tuple[int, tuple[str, ...]], list[LayoutTensor]]:
     """The tensors that hold the experts, by layer and matrix: (0, ("gate", "up")) -> those with gate and up."""
-    groups: dict[tuple[int, tuple[str, ...]], list[Slot]] = {}
+    groups: dict[tuple[int, tuple[str, ...]], list[LayoutTensor]] = {}
     for slot in slots:
         if slot.is_expert and slot.layer is not None:
             groups.setdefault((slot.layer, DOWN if slot.parts == DOWN else GATE_UP), []).append(slot)
     return groups
 
 
-def join_expert(slots: Sequence[Slot], read: Callable[[Slot], Tensor]) -> Matrix:
+def join_expert(slots: Sequence[LayoutTensor], read: Callable[[LayoutTensor], Tensor]) -> Matrix:
     """One expert's matrix from what `read` gives of each tensor for this expert (uint8 where it is packed)."""
     kinds = {slot.kind: slot for slot in slots}
     if "blocks" in kinds:
@@ -42,7 +42,7 @@ def join_expert(slots: Sequence[Slot], read: Callable[[Slot], Tensor]) -> Matrix
     return found["down"] if "down" in found else _weave(found["gate"], found["up"])
 
 
-def split_expert(slots: Sequence[Slot], matrix: Matrix) -> Iterator[tuple[str, Tensor | bytes]]:
+def split_expert(slots: Sequence[LayoutTensor], matrix: Matrix) -> Iterator[tuple[str, Tensor | bytes]]:
     """What goes into each of the tensors for one expert."""
     for slot in slots:
         if slot.kind == "matrix":

@@ -7,7 +7,7 @@
 | gguf | GGUF | three tensors | two tensors | 17-byte blocks | [E, outputs, inputs] |
 
 To speak of all three at once, a model is cut into `parts`, the largest pieces that no layout cuts further (q, k, v,
-gate, up, ...). A `Slot` is one tensor of a file and the parts it holds. Sources: openai/gpt-oss's checkpoint.py,
+gate, up, ...). A `LayoutTensor` is one tensor of a file and the parts it holds. Sources: openai's checkpoint.py,
 transformers' GptOssExperts (floats lie transposed there), llama.cpp's gpt-oss architecture in gguf-py.
 """
 
@@ -89,7 +89,7 @@ def make_shape(preset: str, **sizes: int | None) -> GptOssShape:
 
 
 @dataclass(frozen=True)
-class Slot:
+class LayoutTensor:
     """One tensor of a file: where a layout keeps some parts of a layer (None: of the whole model)."""
 
     name: str
@@ -195,7 +195,7 @@ def part_shape(part: str, shape: GptOssShape) -> tuple[int, ...]:
     return _SHAPES[part](shape)
 
 
-def list_slots(layout: Layout, shape: GptOssShape, *, packed: bool = True) -> list[Slot]:
+def list_slots(layout: Layout, shape: GptOssShape, *, packed: bool = True) -> list[LayoutTensor]:
     """Every tensor of a checkpoint, in the model's order; `packed` says whether the experts are MXFP4."""
     if (layout, packed) not in _EXPERTS:
         raise StoreError(
@@ -230,27 +230,29 @@ def slot_name(layout: Layout, part: str) -> str:
     raise KeyError(part)
 
 
-def _plain_slots(layout: Layout, shape: GptOssShape, parts: tuple[_Part, ...], layer: int | None) -> Iterator[Slot]:
+def _plain_slots(
+    layout: Layout, shape: GptOssShape, parts: tuple[_Part, ...], layer: int | None
+) -> Iterator[LayoutTensor]:
     prefix = "" if layer is None else f"{LAYER_PREFIX[layout]}{layer}."
     for name, group in groupby(parts, key=lambda part: str(getattr(part, layout))):
         held = list(group)
         names, shapes = tuple(part.name for part in held), [part.shape(shape) for part in held]
         if names == ("gate_bias", "up_bias"):
-            yield Slot(prefix + name, "woven", names, (shape.experts, 2 * shape.intermediate), layer)
+            yield LayoutTensor(prefix + name, "woven", names, (shape.experts, 2 * shape.intermediate), layer)
         else:
             rows = sum(own[0] for own in shapes)
-            yield Slot(prefix + name, "plain", names, (rows, *shapes[0][1:]), layer)
+            yield LayoutTensor(prefix + name, "plain", names, (rows, *shapes[0][1:]), layer)
 
 
-def _expert_slots(layout: Layout, shape: GptOssShape, packed: bool, layer: int) -> Iterator[Slot]:
+def _expert_slots(layout: Layout, shape: GptOssShape, packed: bool, layer: int) -> Iterator[LayoutTensor]:
     for stem, parts in _EXPERTS[layout, packed].items():
         name = f"{LAYER_PREFIX[layout]}{layer}.{stem}"
         outputs, inputs = shape.matrix(parts)
         if layout == "gguf":
-            yield Slot(name, "matrix", parts, (shape.experts, outputs, inputs), layer)
+            yield LayoutTensor(name, "matrix", parts, (shape.experts, outputs, inputs), layer)
         elif packed:
             blocks = (shape.experts, outputs, inputs // BLOCK)
-            yield Slot(f"{name}blocks", "blocks", parts, (*blocks, BLOCK // 2), layer)
-            yield Slot(f"{name}scales", "scales", parts, blocks, layer)
+            yield LayoutTensor(f"{name}blocks", "blocks", parts, (*blocks, BLOCK // 2), layer)
+            yield LayoutTensor(f"{name}scales", "scales", parts, blocks, layer)
         else:
-            yield Slot(name, "transposed", parts, (shape.experts, inputs, outputs), layer)
+            yield LayoutTensor(name, "transposed", parts, (shape.experts, inputs, outputs), layer)

@@ -21,7 +21,7 @@ from bitplan.store.devices import known_device
 from bitplan.store.gpt_oss.config import Settings
 from bitplan.store.gpt_oss.convert import ConvertReport, ExpertFormat, open_destination, save_gpt_oss
 from bitplan.store.gpt_oss.experts import MXFP4, Matrix
-from bitplan.store.gpt_oss.layouts import GptOssShape, Layout, Slot, make_shape, part_shape
+from bitplan.store.gpt_oss.layouts import GptOssShape, Layout, LayoutTensor, make_shape, part_shape
 from bitplan.store.gpt_oss.write import OnBytes
 
 CHUNK_NUMBERS = 2**25
@@ -106,10 +106,10 @@ class DrawnCheckpoint:
     def expert_name(self, layer: int, parts: tuple[str, ...]) -> str:
         return f"{' and '.join(parts)} of layer {layer}"
 
-    def twin(self, slot: Slot) -> Slot | None:
+    def twin(self, slot: LayoutTensor) -> LayoutTensor | None:
         return None
 
-    def raw(self, slot: Slot) -> Iterator[Tensor]:
+    def raw(self, slot: LayoutTensor) -> Iterator[Tensor]:
         raise NotImplementedError("drawn numbers lie in no file")
 
     def _draw(self, shape: tuple[int, ...], part: str, layer: int | None, index: int) -> Tensor:

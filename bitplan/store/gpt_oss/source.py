@@ -20,7 +20,7 @@ from bitplan.store.files.safetensors import Checkpoint, open_checkpoint
 from bitplan.store.gpt_oss.check import check_gpt_oss, read_headers
 from bitplan.store.gpt_oss.config import CONFIG, Settings, read_config, read_metadata
 from bitplan.store.gpt_oss.experts import Matrix, group_experts, join_expert
-from bitplan.store.gpt_oss.layouts import GptOssShape, Slot
+from bitplan.store.gpt_oss.layouts import GptOssShape, LayoutTensor
 
 CHUNK_BYTES = 2**26
 
@@ -50,10 +50,10 @@ class GptOssSource(Protocol):
     def expert_name(self, layer: int, parts: tuple[str, ...]) -> str:
         """What errors call the tensor that holds such matrices."""
 
-    def twin(self, slot: Slot) -> Slot | None:
+    def twin(self, slot: LayoutTensor) -> LayoutTensor | None:
         """The source's tensor with the same parts in the same arrangement as a tensor of another layout."""
 
-    def raw(self, slot: Slot) -> Iterator[Tensor]:
+    def raw(self, slot: LayoutTensor) -> Iterator[Tensor]:
         """The bytes of one of the source's own tensors, some rows at a time."""
 
 
@@ -115,10 +115,10 @@ class GptOssFile:
     def expert_name(self, layer: int, parts: tuple[str, ...]) -> str:
         return self._groups[layer, parts][0].name
 
-    def twin(self, slot: Slot) -> Slot | None:
+    def twin(self, slot: LayoutTensor) -> LayoutTensor | None:
         return self._twins.get((slot.kind, slot.parts, slot.layer))
 
-    def raw(self, slot: Slot) -> Iterator[Tensor]:
+    def raw(self, slot: LayoutTensor) -> Iterator[Tensor]:
         return self._chunks(slot, 0, slot.shape[0])
 
     def close(self) -> None:
@@ -130,12 +130,12 @@ class GptOssFile:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _chunks(self, slot: Slot, start: int, stop: int) -> Iterator[Tensor]:
+    def _chunks(self, slot: LayoutTensor, start: int, stop: int) -> Iterator[Tensor]:
         step = max(1, CHUNK_BYTES * slot.shape[0] // max(1, self.tensors[slot.name].nbytes))
         for first in range(start, stop, step):
             yield self._read(slot, first, min(stop, first + step))
 
-    def _read(self, slot: Slot, start: int, stop: int) -> Tensor:
+    def _read(self, slot: LayoutTensor, start: int, stop: int) -> Tensor:
         """Items start..stop along the first axis; GGUF's MXFP4 comes as bytes."""
         if not isinstance(self._file, GGUFFile):
             return self._file.read_rows(slot.name, start, stop)
@@ -164,7 +164,7 @@ def _open(path: Path) -> Checkpoint | GGUFFile:
     return open_checkpoint(path)
 
 
-def _span(slot: Slot, part: str, shape: GptOssShape) -> tuple[int, int]:
+def _span(slot: LayoutTensor, part: str, shape: GptOssShape) -> tuple[int, int]:
     """Which rows of a tensor are a part's; the only tensor with several by rows is OpenAI's qkv."""
     if len(slot.parts) == 1:
         return 0, slot.shape[0]

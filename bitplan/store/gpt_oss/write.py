@@ -34,7 +34,7 @@ from bitplan.store.files.gguf import write_gguf
 from bitplan.store.files.gguf_values import GGUFValue
 from bitplan.store.files.safetensors import write_safetensors
 from bitplan.store.gpt_oss.experts import MXFP4, Matrix, group_experts, split_expert
-from bitplan.store.gpt_oss.layouts import GGUF_WIDE, Layout, Slot, list_slots
+from bitplan.store.gpt_oss.layouts import GGUF_WIDE, Layout, LayoutTensor, list_slots
 from bitplan.store.gpt_oss.source import GptOssSource
 
 Action = Literal["copied", "rearranged", "widened", "narrowed", "encoded", "expanded", "rounded", "drawn"]
@@ -107,7 +107,7 @@ def write_gpt_oss(
 # ---- what is written -------------------------------------------------------------------------------------------------
 
 
-def _dtype(source: GptOssSource, slot: Slot, layout: Layout, experts: torch.dtype | None) -> torch.dtype | None:
+def _dtype(source: GptOssSource, slot: LayoutTensor, layout: Layout, experts: torch.dtype | None) -> torch.dtype | None:
     """The type of a tensor in the new file; None is GGUF's MXFP4."""
     if slot.kind in ("blocks", "scales"):
         return torch.uint8
@@ -123,7 +123,7 @@ def _dtype(source: GptOssSource, slot: Slot, layout: Layout, experts: torch.dtyp
     return found
 
 
-def _format(slot: Slot, dtype: torch.dtype | None) -> str:
+def _format(slot: LayoutTensor, dtype: torch.dtype | None) -> str:
     return "mxfp4" if dtype is None or slot.kind in ("blocks", "scales") else str(dtype).removeprefix("torch.")
 
 
@@ -131,7 +131,7 @@ def _format(slot: Slot, dtype: torch.dtype | None) -> str:
 def _open_writer(
     path: str | Path,
     layout: Layout,
-    slots: Sequence[Slot],
+    slots: Sequence[LayoutTensor],
     dtypes: Mapping[str, torch.dtype | None],
     metadata: Mapping[str, GGUFValue] | None,
 ) -> Iterator[PayloadWriter]:
@@ -148,7 +148,7 @@ def _open_writer(
 # ---- all but the experts ---------------------------------------------------------------------------------------------
 
 
-def _plain_rows(source: GptOssSource, slot: Slot) -> Iterator[Tensor]:
+def _plain_rows(source: GptOssSource, slot: LayoutTensor) -> Iterator[Tensor]:
     if (twin := source.twin(slot)) is not None:
         yield from source.raw(twin)
     elif slot.kind == "woven":  # biases: small enough to be held whole
@@ -159,7 +159,7 @@ def _plain_rows(source: GptOssSource, slot: Slot) -> Iterator[Tensor]:
             yield from source.rows(part, slot.layer)
 
 
-def _plain_action(source: GptOssSource, slot: Slot, dtype: torch.dtype | None) -> Action:
+def _plain_action(source: GptOssSource, slot: LayoutTensor, dtype: torch.dtype | None) -> Action:
     dtypes = {source.dtype(part, slot.layer) for part in slot.parts}
     if source.twin(slot) is None and set(slot.parts) <= {"gate_bias", "up_bias"}:
         return "rearranged"
@@ -182,7 +182,7 @@ def _holds_bfloat16(rows: Tensor) -> bool:
 # ---- the experts -----------------------------------------------------------------------------------------------------
 
 
-def _expert_action(source: GptOssSource, group: Sequence[Slot], experts: torch.dtype | None) -> Action:
+def _expert_action(source: GptOssSource, group: Sequence[LayoutTensor], experts: torch.dtype | None) -> Action:
     if source.experts == experts:
         return "copied" if all(source.twin(slot) for slot in group) else "rearranged"
     if experts is None:
@@ -190,7 +190,7 @@ def _expert_action(source: GptOssSource, group: Sequence[Slot], experts: torch.d
     return "expanded" if source.experts is None else "rounded"
 
 
-def _copy(source: GptOssSource, group: Sequence[Slot], put: Callable[[str, Tensor], None]) -> None:
+def _copy(source: GptOssSource, group: Sequence[LayoutTensor], put: Callable[[str, Tensor], None]) -> None:
     for slot in group:
         twin = source.twin(slot)
         assert twin is not None

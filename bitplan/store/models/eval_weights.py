@@ -29,7 +29,7 @@ _SLOTS = "_bitplan_slots"
 
 
 @dataclass
-class Slot:
+class MorphedParameter:
     """A morphed Parameter of a module."""
 
     store: WeightStore
@@ -210,12 +210,12 @@ def _weight_property(name: str) -> property:
     return property(weight)
 
 
-def slots_of(module: nn.Module) -> dict[str, Slot]:
-    slots: dict[str, Slot] = module.__dict__.get(_SLOTS, {})
+def slots_of(module: nn.Module) -> dict[str, MorphedParameter]:
+    slots: dict[str, MorphedParameter] = module.__dict__.get(_SLOTS, {})
     return slots
 
 
-def set_slots(module: nn.Module, slots: dict[str, Slot], *, on_path: bool) -> None:
+def set_slots(module: nn.Module, slots: dict[str, MorphedParameter], *, on_path: bool) -> None:
     """Morph exactly these Parameters of a module; the class it had comes back when nothing is left to do."""
     base = module._bitplan_base if isinstance(module, Morphed) else type(module)
     module.__dict__.pop(_SLOTS, None)

@@ -23,8 +23,8 @@ from bitplan.formats.format import NARROW_KERNEL
 from bitplan.formats.scales.rules import ScaleRule
 from bitplan.store.models.activations import ActivationObserver
 from bitplan.store.models.encode_options import EncodeOptions
-from bitplan.store.models.eval_weights import Slot, set_slots, slots_of
-from bitplan.store.models.weight_store import Calibration, WeightStore
+from bitplan.store.models.eval_weights import MorphedParameter, set_slots, slots_of
+from bitplan.store.models.weight_store import CalibrationGain, WeightStore
 
 Formats = Format | str | Mapping[str, Format | str | None]
 
@@ -52,7 +52,7 @@ class MorphChoice:
 
     fmt: str | None
     reason: str
-    calibration: Calibration | None = None
+    calibration: CalibrationGain | None = None
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,7 @@ class MorphReport:
 
 
 @dataclass(frozen=True)
-class Place:
+class ParameterPlace:
     """A Parameter by one of its names."""
 
     name: str
@@ -125,17 +125,17 @@ def encoded_modules_of(model: nn.Module) -> dict[str, EncodedModule]:
     return {name: module for name, module in modules if isinstance(module, EncodedModule)}
 
 
-def places_of(model: nn.Module) -> list[Place]:
+def places_of(model: nn.Module) -> list[ParameterPlace]:
     """Every Parameter under every name it has: modules used twice and tied weights appear twice."""
     return [
-        Place(f"{path}.{local}".lstrip("."), module, local, parameter)
+        ParameterPlace(f"{path}.{local}".lstrip("."), module, local, parameter)
         for path, module in model.named_modules(remove_duplicate=False)
         for local, parameter in module._parameters.items()
         if parameter is not None
     ]
 
 
-def _choose(place: Place, formats: Formats, norms: bool) -> tuple[Format | None, str]:
+def _choose(place: ParameterPlace, formats: Formats, norms: bool) -> tuple[Format | None, str]:
     """The format of one Parameter and the reason; None leaves it alone."""
     refused = "not in the mapping"
     for pattern, wanted in formats.items() if isinstance(formats, Mapping) else [(None, formats)]:
@@ -151,7 +151,7 @@ def _choose(place: Place, formats: Formats, norms: bool) -> tuple[Format | None,
     return (slot.fmt, _BEFORE) if slot else (None, refused)
 
 
-def _why_not(place: Place, pattern: str | None, norms: bool) -> str:
+def _why_not(place: ParameterPlace, pattern: str | None, norms: bool) -> str:
     """Biases, norms and parameters of unknown layers are morphed only where they are asked for by their own name."""
     named = pattern is not None and pattern.rpartition(".")[2] == place.local
     if not place.parameter.is_floating_point():
@@ -165,7 +165,7 @@ def _why_not(place: Place, pattern: str | None, norms: bool) -> str:
     return ""
 
 
-def _check_patterns(patterns: Mapping[str, Any], places: list[Place], what: str) -> None:
+def _check_patterns(patterns: Mapping[str, Any], places: list[ParameterPlace], what: str) -> None:
     unmatched = [pattern for pattern in patterns if not any(place.matches(pattern) for place in places)]
     if unmatched:
         known = {place.name for place in places} | {place.owner for place in places}
@@ -205,7 +205,7 @@ def morph_model(
     options = EncodeOptions(scale_rule=scale_rule, pad=pad)
     store_of = _store_finder(model)
     choices: dict[tuple[int, str], MorphChoice] = {}
-    slots: dict[tuple[int, str], Slot] = {}
+    slots: dict[tuple[int, str], MorphedParameter] = {}
     for place in places:
         if place.key in choices:  # the same module under a second name
             continue
@@ -213,7 +213,7 @@ def morph_model(
         if fmt is None:
             choices[place.key] = MorphChoice(None, reason)
             continue
-        slots[place.key] = slot = Slot(store_of(place), fmt)
+        slots[place.key] = slot = MorphedParameter(store_of(place), fmt)
         if reason == _BEFORE:
             choices[place.key] = MorphChoice(fmt.name, reason)
         else:
@@ -248,7 +248,7 @@ def attach_encoded(model: nn.Module, encoded: Mapping[str, Encoded]) -> None:
         versions = groups.get(id(place.parameter))
         if versions is not None:
             fmt = encoded[name].fmt if name in encoded else next(iter(versions.values())).fmt
-            slots[place.key] = Slot(store_of(place), fmt)
+            slots[place.key] = MorphedParameter(store_of(place), fmt)
         elif place.local in slots_of(place.module):
             slots[place.key] = slots_of(place.module)[place.local]
     for place in places.values():
@@ -327,7 +327,9 @@ def _inputs_of(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any])
         yield "weight", inputs, -1 - len(module.kernel_size)
 
 
-def _morph(slot: Slot, reason: str, observer: ActivationObserver | None, options: EncodeOptions) -> MorphChoice:
+def _morph(
+    slot: MorphedParameter, reason: str, observer: ActivationObserver | None, options: EncodeOptions
+) -> MorphChoice:
     if observer is None or slot.fmt.is_cast:
         slot.store.morph(slot.fmt, **options)
         return MorphChoice(slot.fmt.name, reason + ("" if observer is None else "; a cast has no scales to calibrate"))
@@ -337,22 +339,24 @@ def _morph(slot: Slot, reason: str, observer: ActivationObserver | None, options
 
 
 def _morph_ties(
-    places: list[Place], choices: dict[tuple[int, str], MorphChoice], slots: dict[tuple[int, str], Slot]
+    places: list[ParameterPlace],
+    choices: dict[tuple[int, str], MorphChoice],
+    slots: dict[tuple[int, str], MorphedParameter],
 ) -> None:
     """A tied weight is one weight: named under one of its names it is morphed under all, but for an explicit None."""
     morphed = {id(place.parameter): place for place in reversed(places) if place.key in slots}
     for place in places:
         twin = morphed.get(id(place.parameter))
         if twin is not None and place.key not in slots and not choices[place.key].reason.endswith(_NONE):
-            slots[place.key] = Slot(slots[twin.key].store, slots[twin.key].fmt)
+            slots[place.key] = MorphedParameter(slots[twin.key].store, slots[twin.key].fmt)
             choices[place.key] = MorphChoice(slots[twin.key].fmt.name, f"tied to {twin.name}")
 
 
-def _store_finder(model: nn.Module) -> Callable[[Place], WeightStore]:
+def _store_finder(model: nn.Module) -> Callable[[ParameterPlace], WeightStore]:
     """One store per Parameter: those the model has, and new ones."""
     stores = {id(store._master): store for store in stores_of(model).values()}
 
-    def find(place: Place) -> WeightStore:
+    def find(place: ParameterPlace) -> WeightStore:
         if id(place.parameter) not in stores:
             stores[id(place.parameter)] = WeightStore(place.parameter, name=place.name)
         return stores[id(place.parameter)]
@@ -360,7 +364,7 @@ def _store_finder(model: nn.Module) -> Callable[[Place], WeightStore]:
     return find
 
 
-def _attach(model: nn.Module, slots: Mapping[tuple[int, str], Slot]) -> None:
+def _attach(model: nn.Module, slots: Mapping[tuple[int, str], MorphedParameter]) -> None:
     """Make these, and only these, the morphed Parameters of a model."""
     modules = dict(model.named_modules(remove_duplicate=False))
     owners = {owner for owner, _ in slots}

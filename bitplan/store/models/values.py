@@ -27,7 +27,7 @@ from bitplan.plan import shipped_manifest
 from bitplan.store.files.open_files import GGUFTensors, NativeTensors, TensorFile, open_tensors
 from bitplan.store.gpt_oss.config import ARCHITECTURE
 from bitplan.store.gpt_oss.experts import DOWN, GATE_UP
-from bitplan.store.gpt_oss.layouts import Slot, list_slots
+from bitplan.store.gpt_oss.layouts import LayoutTensor, list_slots
 from bitplan.store.gpt_oss.source import GptOssFile
 
 _GPT_OSS_CODES = (".mlp.mlp1_weight.blocks", ".mlp.experts.gate_up_proj_blocks")
@@ -128,7 +128,7 @@ def _gpt_oss(file: GptOssFile) -> dict[str, Values]:
     return {slot.name: _of_slot(file, slot) for slot in list_slots("hf", file.shape, packed=False)}
 
 
-def _of_slot(file: GptOssFile, slot: Slot) -> Values:
+def _of_slot(file: GptOssFile, slot: LayoutTensor) -> Values:
     if slot.is_expert:
         fmt = "mxfp4" if file.experts is None else dtype_name(file.experts)
         return Values(slot.shape, fmt, False, lambda: _experts(file, slot))
@@ -136,13 +136,13 @@ def _of_slot(file: GptOssFile, slot: Slot) -> Values:
     return Values(slot.shape, fmt, False, lambda: iter((_rows(file, slot),)))
 
 
-def _experts(file: GptOssFile, slot: Slot) -> Iterator[Tensor]:
+def _experts(file: GptOssFile, slot: LayoutTensor) -> Iterator[Tensor]:
     assert slot.layer is not None
     for index in range(file.shape.experts):
         matrix = file.expert(slot.layer, DOWN if slot.parts == DOWN else GATE_UP, index)
         yield (decode(matrix) if isinstance(matrix, Encoded) else matrix).T
 
 
-def _rows(file: GptOssFile, slot: Slot) -> Tensor:
+def _rows(file: GptOssFile, slot: LayoutTensor) -> Tensor:
     parts = [torch.cat(list(file.rows(part, slot.layer))) for part in slot.parts]
     return torch.stack(parts, dim=-1).flatten(-2) if slot.kind == "woven" else torch.cat(parts)

@@ -41,7 +41,7 @@ State = tuple[object, ...]
 
 
 @dataclass(frozen=True)
-class Calibration:
+class CalibrationGain:
     """What calibration gained: the error of the layer's output, relative, before (default scale rule) and after."""
 
     fmt: str
@@ -309,7 +309,7 @@ class WeightStore:
         fmt: Format | str,
         inputs: Tensor | Iterable[Tensor] | ActivationObserver,
         **options: Unpack[EncodeOptions],
-    ) -> Calibration:
+    ) -> CalibrationGain:
         """Choose this format's scales by what the layer's output loses on representative inputs, and morph.
 
         inputs  activations [*, in_features], several of them, or an observer. For a convolution one feature per
@@ -325,7 +325,7 @@ class WeightStore:
         before = self._encode(master, fmt, plain)
         after = self.morph(fmt, **merge_options(options, {"scale_rule": "mse", "importance": importance}))
         errors = (weighted_error(master, decode(version), importance) for version in (before, after))
-        return Calibration(fmt.name, observer.count, *errors)
+        return CalibrationGain(fmt.name, observer.count, *errors)
 
     def _importance_of(self, mean_square: Tensor) -> Tensor:
         """Mean squares per input feature -> one weight per column of this weight."""

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 from sklearn.utils.validation import check_is_fitted  # type: ignore[import-untyped]
 
+from bitplan.documents import is_text
 from bitplan.records import write_json
 from bitplan.trees.gradients import GradientPrecision, TreesError
 from bitplan.trees.grow import FAR
@@ -15,7 +16,6 @@ from bitplan.trees.tree import Tree
 
 FORMAT, VERSION = "bitplan.trees", 1
 MAX_FEATURES = 2**24  # bounds what a reader allocates for a number in a file
-HEAD = ("format", "version", "kind", "parameters", "classes", "features", "feature_names", "start", "losses", "trees")
 NODE_FIELDS = {
     "feature": int,
     "threshold": float,
@@ -57,11 +57,6 @@ def _tree_document(tree: Tree) -> dict[str, Any]:
     return fields | {"categories": [None if numbers is None else numbers.tolist() for numbers in tree.categories]}
 
 
-def is_text(value: Any) -> bool:
-    """Not half a surrogate pair: that has no bytes."""
-    return isinstance(value, str) and not any("\ud800" <= letter <= "\udfff" for letter in value)
-
-
 def _plain(name: str, value: Any) -> Any:
     """What JSON can hold; anything else is refused by name."""
     if isinstance(value, GradientPrecision):
@@ -79,7 +74,7 @@ def _plain(name: str, value: Any) -> Any:
         return {_plain(name, key): _plain(name, item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
         return [_plain(name, item) for item in value]
-    if isinstance(value, str) and not is_text(value):
+    if isinstance(value, str) and not is_text(str(value)):
         raise TreesError(f"{name}: {value!r:.60} is no Unicode text, so no file can hold it; rename it")
     if isinstance(value, (int, float)) and not abs(value) <= FAR:
         raise TreesError(f"{name}: {value} cannot be written to a model file, which holds finite numbers")

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from bitplan.kernels import Picked
 from bitplan.measure.gradients.reduce import explain_reduce, join, torch_parts, triton_parts
 from bitplan.measure.gradients.statistics import GradStatsCollector, GradStatsError, collect_grad_stats, loss_impact
 
@@ -269,7 +270,7 @@ def test_the_kernel_lets_no_broken_number_through(bad):
 
 
 def test_the_choice_says_why():
-    assert explain_reduce([[torch.ones(1)]]) == ("torch", "the kernel is for CUDA, these are on cpu")
+    assert explain_reduce([[torch.ones(1)]]) == Picked("torch", "the kernel is for CUDA, these are on cpu")
 
 
 @pytest.mark.gpu

@@ -9,7 +9,7 @@ import pytest
 
 from bitplan.measure.speed.fp8_report_log import ReportLog
 from bitplan.plan.fp8.report import Report
-from bitplan.plan.fp8.terms import ReportError
+from bitplan.plan.fp8.terms import BenchReportError
 from tests.plan.fp8.fp8_samples import H200, series
 from tests.processes import Program
 
@@ -26,7 +26,7 @@ def test_write_resume_finish(tmp_path):
     with open_log(path) as log:
         log.append(ROWS[0])
         log.append(ROWS[1])
-    with pytest.raises(ReportError, match="unfinished: 2 rows"):
+    with pytest.raises(BenchReportError, match="unfinished: 2 rows"):
         Report.load(path)
     with open_log(path) as log:
         assert log.rows == ROWS[:2]
@@ -38,7 +38,7 @@ def test_write_resume_finish(tmp_path):
     assert Report.load(path).rows == tuple(ROWS)
     with open_log(path) as log:
         assert log.finished
-        with pytest.raises(ReportError, match="finished; a new measurement needs a new file"):
+        with pytest.raises(BenchReportError, match="finished; a new measurement needs a new file"):
             log.append(ROWS[0])
 
 
@@ -61,7 +61,7 @@ def test_a_torn_line_is_cut_off_wherever_it_was_torn(tmp_path):
 def test_a_row_twice(tmp_path):
     with open_log(tmp_path / "r.jsonl") as log:
         log.append(ROWS[0])
-        with pytest.raises(ReportError, match="is already there; skip what is in `done`"):
+        with pytest.raises(BenchReportError, match="is already there; skip what is in `done`"):
             log.append(ROWS[0])
 
 
@@ -78,7 +78,7 @@ def test_another_run_is_refused_and_the_file_stays(tmp_path, change, message):
     path = tmp_path / "r.jsonl"
     open_log(path).close()
     before = path.read_bytes()
-    with pytest.raises(ReportError, match=message):
+    with pytest.raises(BenchReportError, match=message):
         open_log(path, **change)
     assert path.read_bytes() == before
 
@@ -87,13 +87,13 @@ def test_another_run_is_refused_and_the_file_stays(tmp_path, change, message):
 def test_a_file_that_is_not_a_report_is_left_as_it_is(tmp_path, text):
     path = tmp_path / "r.jsonl"
     path.write_bytes(text)
-    with pytest.raises(ReportError):
+    with pytest.raises(BenchReportError):
         open_log(path)
     assert path.read_bytes() == text
 
 
 def test_a_recipe_that_is_none_is_known_before_the_work(tmp_path):
-    with pytest.raises(ReportError, match="recipe must be one of"):
+    with pytest.raises(BenchReportError, match="recipe must be one of"):
         open_log(tmp_path / "r.jsonl", recipe="int8")
     assert list(tmp_path.iterdir()) == []
 

@@ -183,7 +183,7 @@ def test_older_vision_towers():
     llava = {"model_type": "llava", "text_config": LLAMA_8B, "vision_config": clip | {"num_hidden_layers": 24}}
     assert shapes(llava, "vit")[0] == ("layernorm_column", "qkv", (3072, 1024), 24, None)
     assert shapes(llava, "llm") == shapes(LLAMA_8B)
-    with pytest.raises(ModelConfigError, match=r"vision_config.num_hidden_layers must be an integer from 1, and it is"):
+    with pytest.raises(ModelConfigError, match=r"vision_config.num_hidden_layers is missing; it must be an integer"):
         model_parts(llava | {"vision_config": clip})
 
 
@@ -215,7 +215,7 @@ def test_what_cannot_be_divided_names_its_key(config, parallel, message):
         ([], "must be an object"),
         ({}, "model_type null is not known"),
         ({"model_type": "lama"}, "model_type \"lama\" is not known; known are .*did you mean 'llama'"),
-        ({"model_type": "llama"}, "num_hidden_layers must be an integer from 1, and it is missing"),
+        ({"model_type": "llama"}, "num_hidden_layers is missing; it must be an integer from 1"),
         (LLAMA_8B | {"hidden_size": "4096"}, 'hidden_size must be an integer from 1, got "4096"'),
         (LLAMA_8B | {"num_attention_heads": 0}, "num_attention_heads must be an integer from 1, got 0"),
         (LLAMA_8B | {"num_attention_heads": 30}, "hidden_size 4096 is not a multiple of the 30 heads"),

@@ -9,7 +9,7 @@ import pytest
 from bitplan.cli import run
 from bitplan.plan.fp8.loongforge_report import load_list_report, thresholds_of
 from bitplan.plan.fp8.policy import load_policy
-from bitplan.plan.fp8.terms import ReportError
+from bitplan.plan.fp8.terms import BenchReportError
 
 
 def result(case, precision, tokens, time_ms, kind="row", **more):
@@ -64,7 +64,7 @@ def test_bad_rows(change, message, tmp_path):
     if "JSON" in message:
         assert load_list_report(path) is None
     else:
-        with pytest.raises(ReportError, match=message):
+        with pytest.raises(BenchReportError, match=message):
             load_list_report(path)
 
 

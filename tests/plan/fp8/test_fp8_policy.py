@@ -474,14 +474,14 @@ def test_a_policy_of_another_gpu():
 @pytest.mark.parametrize(
     ("question", "error", "message"),
     [
-        ({"kind": "rows"}, PolicyKindError, "unknown module kind 'rows'"),
-        ({"num_tokens": 0}, PolicyError, "num_tokens must be an integer from 1, got 0"),
-        ({"num_tokens": 1.5}, PolicyError, "num_tokens"),
-        ({"tp": None}, PolicyError, "tp must be"),
-        ({"gemm": "bgrad"}, PolicyError, "gemm must be one of module, fprop"),
-        ({"part": "audio"}, PolicyError, "part must be one of llm, vit"),
-        ({"recipe": "int8"}, PolicyError, "recipe must be one of"),
-        ({"shape": (1,)}, PolicyError, "shape must be two sizes"),
+        ({"kind": "rows"}, Fp8Error, "unknown module kind 'rows'"),
+        ({"num_tokens": 0}, Fp8Error, "num_tokens must be an integer from 1, got 0"),
+        ({"num_tokens": 1.5}, Fp8Error, "num_tokens"),
+        ({"tp": None}, Fp8Error, "tp must be"),
+        ({"gemm": "bgrad"}, Fp8Error, "gemm must be one of module, fprop"),
+        ({"part": "audio"}, Fp8Error, "part must be one of llm, vit"),
+        ({"recipe": "int8"}, Fp8Error, "recipe must be one of"),
+        ({"shape": (1,)}, Fp8Error, "shape must be two sizes"),
     ],
 )
 def test_questions_that_make_no_sense(question, error, message):

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from bitplan.plan.fp8.report import Report, Row, parse_report
-from bitplan.plan.fp8.terms import ReportError
+from bitplan.plan.fp8.terms import BenchReportError
 from tests.plan.fp8.fp8_samples import H200, experts, pair, report, series
 
 ROWS = [
@@ -62,7 +62,7 @@ def test_padding_is_noted_and_is_no_key():
 @pytest.mark.parametrize("cut", range(1, len(lines()) - 1, 97))
 def test_a_report_cut_off_anywhere_says_so(cut):
     """Issue 6, point 6: a report cut off in mid-write."""
-    with pytest.raises(ReportError, match=r"^r: .*goes on from the last whole line$"):
+    with pytest.raises(BenchReportError, match=r"^r: .*goes on from the last whole line$"):
         parse_report(lines()[:cut], where="r")
 
 
@@ -71,19 +71,19 @@ def test_a_document_cut_off_says_so(tmp_path):
     report(ROWS).save(path)
     whole = path.read_bytes()
     for cut in range(1, len(whole) - 3, 211):
-        with pytest.raises(ReportError, match=r"not valid JSON.*cut off in mid-write"):
+        with pytest.raises(BenchReportError, match=r"not valid JSON.*cut off in mid-write"):
             parse_report(whole[:cut], where="r")
 
 
 def test_whole_lines_without_an_end_are_unfinished():
     text = b"".join(line + b"\n" for line in lines().splitlines()[:-1])
-    with pytest.raises(ReportError, match="unfinished: 8 rows and no end line; run the benchmark again"):
+    with pytest.raises(BenchReportError, match="unfinished: 8 rows and no end line; run the benchmark again"):
         parse_report(text, where="r")
 
 
 @pytest.mark.parametrize("text", [b"", b"\n", b"  \n"])
 def test_empty(text):
-    with pytest.raises(ReportError, match="r: empty"):
+    with pytest.raises(BenchReportError, match="r: empty"):
         parse_report(text, where="r")
 
 
@@ -121,19 +121,19 @@ def head(**change):
     ],
 )  # fmt: skip
 def test_wrong_documents(document, message):
-    with pytest.raises(ReportError, match=message):
+    with pytest.raises(BenchReportError, match=message):
         parse_report(json.dumps(document).encode(), where="r")
 
 
 def test_duplicate_keys_and_a_lying_end():
-    with pytest.raises(ReportError, match="key 'version' appears twice"):
+    with pytest.raises(BenchReportError, match="key 'version' appears twice"):
         parse_report(b'{"version": 1, "version": 1, "rows": []}', where="r")
-    with pytest.raises(ReportError, match="its end line says 9 rows, 8 are there"):
+    with pytest.raises(BenchReportError, match="its end line says 9 rows, 8 are there"):
         parse_report(lines().replace(b'{"end": 8}', b'{"end": 9}'), where="r")
 
 
 def test_a_file_that_is_not_there():
-    with pytest.raises(ReportError, match=r"none.json: cannot be read: No such file"):
+    with pytest.raises(BenchReportError, match=r"none.json: cannot be read: No such file"):
         Report.load("none.json")
 
 

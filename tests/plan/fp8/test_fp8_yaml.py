@@ -135,7 +135,7 @@ def test_an_image_encoder_alone():
 
 def test_what_stands_above_the_file():
     text = DEEPSEEK.replace("moe_router_topk: 8\n", "")
-    with pytest.raises(ModelConfigError, match="moe_router_topk must be an integer from 1, and it is missing"):
+    with pytest.raises(ModelConfigError, match="moe_router_topk is missing; it must be an integer from 1"):
         read_yaml_model(text)
     assert read_yaml_model(text, overrides={"moe_router_topk": 8}).parts == read_yaml_model(DEEPSEEK).parts
 

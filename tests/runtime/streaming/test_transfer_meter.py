@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from bitplan.plan.selective.choice import TransferFacts
-from bitplan.runtime.streaming.telemetry import StepStats
+from bitplan.runtime.streaming.telemetry import StreamStepStats
 from bitplan.runtime.streaming.transfer.transfer_meter import TransferMeter
 
 
 def step_of(step, compute_ms, nbytes, gb_per_s):
-    values = dict.fromkeys(StepStats.__dataclass_fields__, 0)
-    return StepStats(**values | {"step": step, "compute_ms": compute_ms, "bytes_h2d": nbytes, "h2d_gb_per_s": gb_per_s})
+    values = dict.fromkeys(StreamStepStats.__dataclass_fields__, 0)
+    return StreamStepStats(
+        **values | {"step": step, "compute_ms": compute_ms, "bytes_h2d": nbytes, "h2d_gb_per_s": gb_per_s}
+    )
 
 
 def test_the_median_is_settled_once():

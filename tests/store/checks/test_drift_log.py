@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import errno
 import json
 import math
-import os
 import signal
 
 import pytest
@@ -16,7 +14,6 @@ from bitplan.errors import FileFormatError, StoreError
 from bitplan.formats import encode, error_report, list_formats
 from bitplan.formats.scales.checks import scale_health
 from bitplan.formats.scales.drift import DriftCounts, requantize
-from bitplan.store.checks import drift_log
 from bitplan.store.checks.drift_log import DriftLog, log_drift, measure_drift, read_drift
 from bitplan.store.models.morph import morph_model
 from tests.processes import Program
@@ -122,25 +119,14 @@ def row(step=0, name="w", counts=None):
     return measure_drift(step, name, x, encode(x, "int8"), counts)
 
 
-def test_lines_wait_for_a_flush(tmp_path):
+def test_a_line_is_in_the_file_when_it_was_written(tmp_path):
     path = tmp_path / "d.jsonl"
     with DriftLog(path) as log:
         log.write(row())
-        assert path.read_bytes() == b""
-        log.flush()
         assert len(read_drift(path)) == 1
         log.write(row(counts=DriftCounts(5, 1, 2, 3, True)))
     line = read_drift(path)[1]
     assert [line[key] for key in KEYS[-4:]] == [1, 2, 3, True]
-
-
-def test_a_full_buffer_is_flushed(tmp_path, monkeypatch):
-    monkeypatch.setattr(drift_log, "BUFFER_LINES", 3)
-    with DriftLog(tmp_path / "d") as log:
-        for step, lines in ((0, 0), (1, 0), (2, 3), (3, 3)):
-            log.write(row(step))
-            assert len(read_drift(tmp_path / "d")) == lines
-    assert [line["step"] for line in read_drift(tmp_path / "d")] == [0, 1, 2, 3]
 
 
 def test_a_log_is_continued_and_a_torn_line_cut_off(tmp_path):
@@ -169,49 +155,10 @@ def test_another_file_is_not_appended_to(tmp_path):
 
 
 def test_a_path_that_cannot_be_written_is_named(tmp_path):
-    with pytest.raises(StoreError, match=r"no/such/drift\.jsonl: the drift log cannot be written \(no such folder"):
+    with pytest.raises(StoreError, match=r"no/such/drift\.jsonl: the drift log cannot be written: no such folder"):
         DriftLog(tmp_path / "no" / "such" / "drift.jsonl")
     with pytest.raises(StoreError, match="is a folder"):
         DriftLog(tmp_path)
-
-
-def test_a_closed_log_takes_no_lines(tmp_path):
-    log = DriftLog(tmp_path / "d")
-    log.close()
-    log.close()
-    with pytest.raises(StoreError, match="closed"):
-        log.write(row())
-
-
-def test_a_full_disk_leaves_whole_lines(tmp_path, monkeypatch):
-    path, real = tmp_path / "d", os.write
-    with DriftLog(path) as log:
-        log.write(row(1))
-        log.flush()
-        log.write(row(2))
-
-        def half_then_full(descriptor, text):
-            if len(text) < 200:
-                raise OSError(errno.ENOSPC, "No space left on device")
-            return real(descriptor, text[: len(text) - 100])
-
-        monkeypatch.setattr(os, "write", half_then_full)
-        with pytest.raises(StoreError, match=r"could not be appended \(No space left"):
-            log.flush()
-        monkeypatch.undo()
-        log.write(row(3))
-    assert [line["step"] for line in read_drift(path)] == [1, 3]
-    assert path.read_bytes().endswith(b"\n")
-
-
-def test_short_writes_are_continued(tmp_path, monkeypatch):
-    real = os.write
-    with DriftLog(tmp_path / "d") as log:
-        log.write(row(1))
-        monkeypatch.setattr(os, "write", lambda descriptor, text: real(descriptor, text[:7]))
-        log.flush()
-        monkeypatch.undo()
-    assert [line["step"] for line in read_drift(tmp_path / "d")] == [1]
 
 
 def test_a_killed_process_leaves_whole_lines(tmp_path):
@@ -243,5 +190,5 @@ def test_a_damaged_line_is_named(tmp_path):
     with pytest.raises(FileFormatError, match="line 2: not valid JSON"):
         read_drift(tmp_path / "d")
     (tmp_path / "d").write_text(json.dumps([1]) + "\n")
-    with pytest.raises(FileFormatError, match="line 1: expected an object with step and name"):
+    with pytest.raises(FileFormatError, match="line 1: the document must be an object"):
         read_drift(tmp_path / "d")

@@ -500,9 +500,9 @@ ONE, TWO = "model-1.safetensors", "model-2.safetensors"
 @pytest.mark.parametrize(
     ("weight_map", "message"),
     [
-        ([], "expected an object with a weight_map"),
-        ({}, "expected an object with a weight_map"),
-        ({"a": 1}, "'a' must map to a file name, got 1"),
+        ([], "weight_map must be an object of tensor names to file names"),
+        ({}, "weight_map must be an object of tensor names"),
+        ({"a": 1}, "weight_map: a must be a file name, got 1"),
         ({"a": "\ud800"}, "a string with half of a surrogate pair"),
         ({"a": "model-3.safetensors"}, "the shard 'model-3.safetensors' does not exist; download it again"),
         ({"a": "x" * 5000}, "does not exist"),
@@ -525,7 +525,7 @@ def test_index_that_lies(weight_map, message, tmp_path):
 def test_index_that_is_no_object(tmp_path):
     index = tmp_path / "model.safetensors.index.json"
     index.write_text("[]")
-    with pytest.raises(FileFormatError, match="expected an object with a weight_map"):
+    with pytest.raises(FileFormatError, match="the document must be an object"):
         open_checkpoint(index)
     index.write_text("{")
     with pytest.raises(FileFormatError, match="not valid JSON"):

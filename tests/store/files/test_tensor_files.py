@@ -101,13 +101,13 @@ LIES = {
     "negative shape": (lambda d: d["tensors"]["w"].update(shape=[-6, 128]), "shape must be a list of sizes"),
     "shape of strings": (lambda d: d["tensors"]["w"].update(shape=["6", "128"]), "shape must be a list of sizes"),
     "missing tensor": (lambda d: d["tensors"].update(v={"format": "int8", "shape": [1]}), "part 'data' is missing"),
-    "extra key": (lambda d: d["tensors"]["w"].update(extra=1), "expected format and shape"),
-    "no tensors": (lambda d: d.pop("tensors") and None, "expected version, tensors and tied"),
-    "newer version": (lambda d: d.update(version=2), "reads version 1, got '2'"),
-    "not an object": (lambda _: "[]", "reads version 1"),
+    "extra key": (lambda d: d["tensors"]["w"].update(extra=1), "unknown key 'extra'"),
+    "no tensors": (lambda d: d.pop("tensors") and None, "tensors is missing; it must be an object"),
+    "newer version": (lambda d: d.update(version=2), "version must be 1, .* got 2"),
+    "not an object": (lambda _: "[]", "the document must be an object"),
     "not JSON": (lambda _: "{", "not valid JSON"),
     "tied to nothing": (lambda d: d.update(tied={"x": "y"}), "ties 'x' to 'y'"),
-    "ties that are no names": (lambda d: d.update(tied={"x": 1}), "must map names to names"),
+    "ties that are no names": (lambda d: d.update(tied={"x": 1}), "tied: x must be a string"),
 }
 
 

@@ -29,8 +29,8 @@ from bitplan.documents import load_document, short
 from bitplan.measure.speed.paired_timing import is_out_of_memory
 from bitplan.optional import require
 from bitplan.plan.fp8.layers import Attention, ModelPart, Parallel, local_layers
-from bitplan.plan.fp8.model_parts import model_parts
-from bitplan.plan.fp8.terms import ModelConfigError, is_count
+from bitplan.plan.fp8.model_parts import ConfigObject, model_parts
+from bitplan.plan.fp8.terms import ModelConfigError
 from bitplan.runtime.fp8.bench.confirm import EXAMPLE_LENGTH, Example, example_shape
 from bitplan.runtime.fp8.sites import find_sites
 
@@ -90,9 +90,10 @@ def plan_small_model(path: str | Path, *, tp: int = 1) -> SmallModel:
     part = _read_part(document, where)
     require("transformers", purpose=f"{where}: building it", extra="models", least=5)
     config = {key: value for key, value in _shard(document, part, tp).items() if key not in _DROPPED}
+    sizes = ConfigObject(document, "", where)  # no layer's shape hangs on these two: a file may leave them out
     config |= _NO_TOKENS | {
-        "vocab_size": min(_size(document, "vocab_size", SMALL_VOCABULARY, where), SMALL_VOCABULARY),
-        "max_position_embeddings": _size(document, "max_position_embeddings", EXAMPLE_LENGTH, where),
+        "vocab_size": min(sizes.size("vocab_size", SMALL_VOCABULARY), SMALL_VOCABULARY),
+        "max_position_embeddings": sizes.size("max_position_embeddings", EXAMPLE_LENGTH),
     }
     whole = _build(where, config, torch.device("meta"), torch.bfloat16)
     blocks, reason = count_blocks(whole, where)
@@ -146,16 +147,6 @@ def _shard(document: Mapping[str, Any], part: ModelPart, tp: int) -> dict[str, A
         "head_dim": attention.head_dim,
         "intermediate_size": part.ffn // tp,
     }
-
-
-def _size(document: Mapping[str, Any], key: str, default: int, where: str) -> int:
-    """A size that no layer's shape hangs on, and which a file may leave out."""
-    value: Any = document.get(key)
-    if value is None:
-        return default
-    if not is_count(value):
-        raise ModelConfigError(f"{where}: {key} must be an integer from 1, got {short(repr(value), 40)}")
-    return int(value)
 
 
 def _cut(config: Mapping[str, Any], blocks: int) -> dict[str, Any]:

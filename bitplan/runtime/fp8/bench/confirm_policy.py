@@ -30,7 +30,7 @@ MOST_TOKENS = 2**24  # in one step of one GPU; more is a slip of the keyboard
 
 
 @dataclass(frozen=True)
-class Trial:
+class BlockTiming:
     """How blocks are timed: launched one by one or as CUDA graphs, compiled or not, and in which recipe, if one."""
 
     timing: str = "eager"
@@ -118,7 +118,7 @@ def confirm_policy(
     model: SmallModel,
     counts: Sequence[int],
     device: torch.device,
-    trial: Trial | None = None,
+    trial: BlockTiming | None = None,
     *,
     stopwatch: Stopwatch | None = None,
     on_count: Callable[[int], None] = lambda _: None,
@@ -132,13 +132,18 @@ def confirm_policy(
         )
     results = []
     for count in counts:
-        results.append(_confirm_count(policy, model, count, device, trial or Trial(), stopwatch))
+        results.append(_confirm_count(policy, model, count, device, trial or BlockTiming(), stopwatch))
         on_count(count)
     return results
 
 
 def _confirm_count(
-    policy: Policy, model: SmallModel, tokens: int, device: torch.device, trial: Trial, stopwatch: Stopwatch | None
+    policy: Policy,
+    model: SmallModel,
+    tokens: int,
+    device: torch.device,
+    trial: BlockTiming,
+    stopwatch: Stopwatch | None,
 ) -> CountResult:
     run_as = model.example_shape(tokens)
     asked: dict[str, Any] = {"tokens": tokens, "recipe": trial.recipe, "tp": trial.tp, "emulate": device.type == "cpu"}

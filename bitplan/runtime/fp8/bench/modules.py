@@ -27,7 +27,7 @@ from bitplan.measure.speed.paired_timing import Arm, Call
 from bitplan.plan.fp8.layers import Layer
 from bitplan.plan.fp8.terms import GROUPED_KINDS
 from bitplan.runtime.fp8.bench.layer_bench import Way
-from bitplan.runtime.fp8.bench.ranks import Groups
+from bitplan.runtime.fp8.bench.ranks import ParallelGroups
 from bitplan.runtime.fp8.bench.routing import route_tokens
 from bitplan.runtime.fp8.experts import cast_dropper
 from bitplan.runtime.fp8.layers.grouped_linear import GroupedLinear
@@ -43,7 +43,7 @@ class ModuleBuilder:
 
     recipe: Fp8Recipe
     device: torch.device
-    groups: Groups
+    groups: ParallelGroups
 
     @property
     def dtype(self) -> torch.dtype:

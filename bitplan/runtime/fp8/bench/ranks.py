@@ -22,7 +22,7 @@ _SEVERITY = (OK, OOM, ERROR)
 
 
 @dataclass(frozen=True)
-class Groups:
+class ParallelGroups:
     """The groups of this rank; None where it is alone in one."""
 
     tp: Any = None
@@ -31,11 +31,11 @@ class Groups:
 
 
 @dataclass(frozen=True)
-class Ranks:
+class BenchRanks:
     """Which rank this is to the others."""
 
     first: bool
-    groups: Groups
+    groups: ParallelGroups
     peers: Peers
     count: int = 1
 
@@ -66,10 +66,10 @@ class RankPeers(Peers):
 
 
 @contextmanager
-def join_ranks(count: int, parallel: Parallel, device: torch.device) -> Iterator[Ranks]:
+def join_ranks(count: int, parallel: Parallel, device: torch.device) -> Iterator[BenchRanks]:
     """The groups of this process for the length of a block; alone, there is nothing to join."""
     if count == 1:
-        yield Ranks(True, Groups(), Peers())
+        yield BenchRanks(True, ParallelGroups(), Peers())
         return
     if device.type == "cuda":
         torch.cuda.set_device(device)
@@ -87,7 +87,7 @@ def join_ranks(count: int, parallel: Parallel, device: torch.device) -> Iterator
             for lane in range(parallel.etp)
         ]
         ep = _own_group(count, across)
-        yield Ranks(dist.get_rank() == 0, Groups(tp, ep, etp), peers, count)
+        yield BenchRanks(dist.get_rank() == 0, ParallelGroups(tp, ep, etp), peers, count)
         dist.barrier(group=peers.group)
     finally:
         if own:

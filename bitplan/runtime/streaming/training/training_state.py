@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bitplan.documents import NAME, OBJECT, SIZE, Kind, Reader, is_number, one_of, show
+from bitplan.documents import NAME, OBJECT, SIZE, Fields, Kind, Reader, is_number, one_of, show
 from bitplan.errors import FileFormatError
 from bitplan.plan.names import listed
 from bitplan.records import parse_json
@@ -114,9 +114,8 @@ def load_training(path: str | Path) -> dict[str, Any]:
         with SafetensorsFile(path) as file:
             if METADATA not in file.metadata:
                 raise StreamStateError(f"{path}: no state of streamed weights: its metadata has no {METADATA}")
-            rest = parse_json(file.metadata[METADATA].encode(), where=f"{path}: {METADATA}")
-            if not isinstance(rest, dict):
-                raise StreamStateError(f"{path}: {METADATA} must be an object, got {show(rest)}")
+            where = f"{path}: {METADATA}"
+            rest = Fields(parse_json(file.metadata[METADATA].encode(), where=where), where).value
             return rest | {"tensors": {name: file.read(name) for name in file.tensors}}
     except StreamStateError:
         raise

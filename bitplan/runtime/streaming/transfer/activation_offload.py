@@ -38,7 +38,7 @@ Compute = Callable[[Args, Kwargs], Any]
 
 
 @dataclass(eq=False)
-class Place:
+class OffloadBuffer:
     """Pinned memory for one input, and the last copy that used it."""
 
     buffer: Tensor
@@ -65,7 +65,7 @@ class KeptInput:
         self.shape, self.dtype, self.requires_grad = [x.shape[axis] for axis in self.axes], x.dtype, x.requires_grad
         self.nbytes, self.order, self.serial = x.nbytes, 0, owner.serial
         self.tensor: Tensor | None = None  # kept on the device
-        self.place: Place | None = None
+        self.place: OffloadBuffer | None = None
         self.sent: Transfer | None = None
 
     def laid_out(self, flat: Tensor) -> Tensor:
@@ -102,8 +102,8 @@ class ActivationOffload:
         self._nbytes = 0
         self._outgoing: list[Landing] = []
         self._landings: list[Landing] = []
-        self._places: list[Place] = []
-        self._free: list[Place] = []
+        self._places: list[OffloadBuffer] = []
+        self._free: list[OffloadBuffer] = []
         self._order: list[weakref.ref[KeptInput]] = []
         self._token = torch.empty(0, device=device.torch_device)  # tells checkpoint whose random state to keep
 
@@ -157,7 +157,7 @@ class ActivationOffload:
 
         return checkpoint(region, self._token, use_reentrant=False)
 
-    def take_back(self, place: Place) -> None:
+    def take_back(self, place: OffloadBuffer) -> None:
         """From whichever thread drops the last reference."""
         self._free.append(place)
 
@@ -286,7 +286,7 @@ class ActivationOffload:
             (self._outgoing if index < BUFFERS else self._landings).append(Landing(buffer, self._device.mark()))
         self._nbytes = nbytes
 
-    def _take(self, nbytes: int) -> Place:
+    def _take(self, nbytes: int) -> OffloadBuffer:
         fitting = [place for place in self._free if place.buffer.nbytes >= nbytes]
         if fitting:
             place = min(fitting, key=lambda one: one.buffer.nbytes)
@@ -296,12 +296,12 @@ class ActivationOffload:
             small = self._free.pop()
             self._places.remove(small)
             self._unpin(small)
-        place = Place(exact_buffer(nbytes))
+        place = OffloadBuffer(exact_buffer(nbytes))
         self._device.pin(place.buffer)
         self._places.append(place)
         return place
 
-    def _unpin(self, place: Place) -> None:
+    def _unpin(self, place: OffloadBuffer) -> None:
         if place.last is not None and place.last.copied is not None:
             self._device.finish(place.last.copied.end)
         self._device.unpin(place.buffer)

@@ -24,7 +24,7 @@ Waiting = Callable[[], None]
 
 
 @dataclass(eq=False)
-class Slot:
+class RingSlot:
     """A buffer, the block it holds or is being filled with, and when it may be overwritten."""
 
     buffer: Tensor
@@ -46,10 +46,10 @@ class SlotRing:
         try:
             self.scratch = self._buffer(scratch_bytes, "the scratch for decoded weights")
             self.slots = [
-                Slot(self._buffer(slot_bytes, f"slot {index} of {ring}"), device.mark()) for index in range(ring)
+                RingSlot(self._buffer(slot_bytes, f"slot {index} of {ring}"), device.mark()) for index in range(ring)
             ]
             self.resident = {
-                block: Slot(self._buffer(nbytes, f"resident block {block}"), device.mark())
+                block: RingSlot(self._buffer(nbytes, f"resident block {block}"), device.mark())
                 for block, nbytes in resident.items()
             }
         except BaseException:
@@ -69,7 +69,7 @@ class SlotRing:
         """The block of each ring slot."""
         return [slot.block for slot in self.slots]
 
-    def find(self, block: int) -> Slot | None:
+    def find(self, block: int) -> RingSlot | None:
         """The slot that holds a block, or is being filled with it."""
         if block in self.resident:
             slot = self.resident[block]
@@ -99,7 +99,7 @@ class SlotRing:
         self.device.give_back(old.buffer)
         del self._by_storage[old.buffer.untyped_storage().data_ptr()]
         del old  # before the new one: the two need not fit together
-        slot = Slot(self._buffer(nbytes, f"resident block {block}"), self.device.mark())
+        slot = RingSlot(self._buffer(nbytes, f"resident block {block}"), self.device.mark())
         self.resident[block], self.resident_bytes[block] = slot, nbytes
         self._by_storage[slot.buffer.untyped_storage().data_ptr()] = slot
 
@@ -112,7 +112,7 @@ class SlotRing:
         self._buffers = []
         self.slots, self.resident = [], {}
 
-    def _release(self, slot: Slot) -> None:
+    def _release(self, slot: RingSlot) -> None:
         if slot.transfer is not None and slot.transfer.copied is not None:
             self.device.wait(slot.transfer.copied)
 
@@ -142,7 +142,9 @@ class Uploader:
             for buffer in self._staging:
                 self.device.pin(buffer)
 
-    def start(self, slot: Slot, block: int, name: str, nbytes: int, what: str, *, is_fresh: Waiting | None) -> Transfer:
+    def start(
+        self, slot: RingSlot, block: int, name: str, nbytes: int, what: str, *, is_fresh: Waiting | None
+    ) -> Transfer:
         """Fill a slot with a block. `is_fresh`: waits until the host's bytes are up to date, on the thread."""
         after = slot.free_after
         transfer = Transfer(what, after)
@@ -168,7 +170,7 @@ class Uploader:
             self.device.unpin(buffer)
         self._staging, self._crossing = [], []
 
-    def _copy(self, slot: Slot, name: str, nbytes: int, after: Mark, is_fresh: Waiting | None) -> Copied:
+    def _copy(self, slot: RingSlot, name: str, nbytes: int, after: Mark, is_fresh: Waiting | None) -> Copied:
         if is_fresh is not None:
             is_fresh()
         if not self.host.needs_staging:

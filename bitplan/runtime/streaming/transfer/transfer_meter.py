@@ -9,7 +9,7 @@ from __future__ import annotations
 import statistics
 
 from bitplan.plan.selective.choice import TransferFacts
-from bitplan.runtime.streaming.telemetry import StepStats
+from bitplan.runtime.streaming.telemetry import StreamStepStats
 
 KEYS = ("compute_ms", "bytes_per_ms", "crossings")
 
@@ -21,7 +21,7 @@ class TransferMeter:
         self.facts: TransferFacts | None = None
         self._seen: dict[int, TransferFacts] = {}
 
-    def note(self, last: StepStats | None, one_crossing_bytes: int) -> None:
+    def note(self, last: StreamStepStats | None, one_crossing_bytes: int) -> None:
         """A step whose clocks have been read, in which the blocks came to so many bytes."""
         if self.facts is not None or last is None or last.step in self._seen:
             return

@@ -10,7 +10,7 @@ from bitplan.measure.speed.paired_timing import stopwatch_of, time_in_turns
 from bitplan.plan.fp8.layers import Case, Layer, Parallel
 from bitplan.runtime.fp8.bench.layer_bench import BenchPlan, Way
 from bitplan.runtime.fp8.bench.modules import ModuleBuilder, step_of
-from bitplan.runtime.fp8.bench.ranks import Groups
+from bitplan.runtime.fp8.bench.ranks import ParallelGroups
 from bitplan.runtime.fp8.layers import weight_casts as fp8_weight_casts
 from bitplan.runtime.fp8.layers.grouped_linear import GroupedLinear
 from bitplan.runtime.fp8.layers.linear import Fp8Linear
@@ -40,7 +40,7 @@ def layer(kind):
     ],
 )
 def test_modules_and_their_gradients(kind, plain, fp8, monkeypatch):
-    builder = ModuleBuilder(RECIPE, CPU, Groups())
+    builder = ModuleBuilder(RECIPE, CPU, ParallelGroups())
     made = []
     monkeypatch.setattr(
         "bitplan.runtime.fp8.bench.modules.step_of", lambda module, *x: made.append((module, x)) or step_of(module, *x)
@@ -61,7 +61,7 @@ def test_weights_are_cast_once_in_every_step(monkeypatch):
     casts = []
     real = fp8_weight_casts.cast_layouts
     monkeypatch.setattr(fp8_weight_casts, "cast_layouts", lambda *args, **more: casts.append(1) or real(*args, **more))
-    step = ModuleBuilder(RECIPE, CPU, Groups())(Way(Case(layer("row"), 40), "eager"), FP8)()
+    step = ModuleBuilder(RECIPE, CPU, ParallelGroups())(Way(Case(layer("row"), 40), "eager"), FP8)()
     casts.clear()
     for count in (1, 2, 3):
         step()
@@ -69,16 +69,16 @@ def test_weights_are_cast_once_in_every_step(monkeypatch):
 
 
 def test_padded_tokens():
-    builder = ModuleBuilder(RECIPE, CPU, Groups())
+    builder = ModuleBuilder(RECIPE, CPU, ParallelGroups())
     assert builder.padded_tokens(Way(Case(layer("row"), 100), "eager")) == 128
     assert builder.padded_tokens(Way(Case(layer("row_grouped"), 130), "eager", "uniform")) == 4 * 128
     assert (
-        ModuleBuilder(Fp8Recipe("mxfp8"), CPU, Groups()).padded_tokens(
+        ModuleBuilder(Fp8Recipe("mxfp8"), CPU, ParallelGroups()).padded_tokens(
             Way(Case(layer("row_grouped"), 130), "eager", "uniform")
         )
         is None
     )
-    shared = ModuleBuilder(RECIPE, CPU, Groups(ep=object()))
+    shared = ModuleBuilder(RECIPE, CPU, ParallelGroups(ep=object()))
     assert shared.padded_tokens(Way(Case(layer("row_grouped"), 130), "eager", "uniform")) is None
 
 
@@ -87,7 +87,7 @@ def test_padded_tokens():
 @pytest.mark.parametrize("kind", ["layernorm_column", "row", "column_grouped"])
 def test_gpu_arms_run_eager_and_as_graphs(kind, graph):
     device = torch.device("cuda")
-    builder = ModuleBuilder(Fp8Recipe("tensorwise"), device, Groups())
+    builder = ModuleBuilder(Fp8Recipe("tensorwise"), device, ParallelGroups())
     way = Way(Case(layer(kind), 512), "graph" if graph else "eager", "zipf" if kind.endswith("grouped") else None)
     choices = BenchPlan((), Fp8Recipe("tensorwise")).choices()
     arms = {name: builder(way, gemms) for name, gemms in choices.items()}

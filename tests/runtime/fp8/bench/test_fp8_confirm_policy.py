@@ -13,7 +13,7 @@ from bitplan.plan.fp8.terms import FingerprintError, Fp8Error
 from bitplan.plan.fp8.token_ranges import BandPolicy
 from bitplan.runtime.fp8.bench import confirm_policy as fp8_confirm_policy
 from bitplan.runtime.fp8.bench.confirm_model import SmallModel, plan_small_model
-from bitplan.runtime.fp8.bench.confirm_policy import Trial, confirm_policy, require_device
+from bitplan.runtime.fp8.bench.confirm_policy import BlockTiming, confirm_policy, require_device
 from bitplan.runtime.fp8.recipe import Fp8LayerError, Fp8UnavailableError
 from tests.plan.fp8.fp8_samples import H200
 from tests.runtime.fp8.bench.test_fp8_confirm_model import FAMILIES, LLAMA, save
@@ -96,11 +96,11 @@ def test_a_block_that_cannot_be_fp8_is_said_too(tmp_path):
 def test_version_1_with_a_recipe_and_a_size(small, tmp_path, monkeypatch):
     policy = to_thresholds(policy_of(**ALL))
     clock = Told(8.0).watch(monkeypatch)
-    (result,) = confirm_policy(policy, small, [128], CPU, Trial(recipe="tensorwise"), stopwatch=clock)
+    (result,) = confirm_policy(policy, small, [128], CPU, BlockTiming(recipe="tensorwise"), stopwatch=clock)
     assert {row.recipe for row in result.applied.rows} == {"tensorwise"}
     assert any("version 1 does not say on which GPU" in note for note in result.applied.notes)
     shard = plan_small_model(save(tmp_path, LLAMA), tp=2)
-    (result,) = confirm_policy(policy, shard, [128], CPU, Trial(recipe="tensorwise", tp=2), stopwatch=clock)
+    (result,) = confirm_policy(policy, shard, [128], CPU, BlockTiming(recipe="tensorwise", tp=2), stopwatch=clock)
     assert result.blocks[0].planned == 0
     assert "no rule for layernorm_column, qkv, tp 2" in result.planned.rows[0].reason
 
@@ -113,7 +113,7 @@ def test_timed_as_it_will_run(timing, captured, small, monkeypatch):
     monkeypatch.setattr(torch.compiler, "reset", lambda: resets.append(1))
     compiled = []
     monkeypatch.setattr(torch, "compile", lambda call, mode: compiled.append(mode) or call)
-    confirm_policy(policy_of(**ALL), small, [64, 128], CPU, Trial(timing, compiled=True), stopwatch=clock)
+    confirm_policy(policy_of(**ALL), small, [64, 128], CPU, BlockTiming(timing, compiled=True), stopwatch=clock)
     assert len(graphs) == 2 * captured
     assert compiled == [None] * 4
     assert len(resets) == 2  # a graph of another count would make shapes dynamic
@@ -149,9 +149,9 @@ def test_bad_arguments(small):
         with pytest.raises(Fp8Error, match="token counts must be integers from 1"):
             confirm_policy(policy_of(**ALL), small, counts, CPU)
     with pytest.raises(Fp8LayerError, match="recipe must be one of tensorwise"):
-        Trial(recipe="int8")
+        BlockTiming(recipe="int8")
     with pytest.raises(Fp8Error, match="confirm_timing must be one of eager, graph, got 'cuda'"):
-        confirm_policy(policy_of(**ALL), small, [64], CPU, Trial("cuda"))
+        confirm_policy(policy_of(**ALL), small, [64], CPU, BlockTiming("cuda"))
 
 
 def test_the_device(monkeypatch):
@@ -184,7 +184,7 @@ def test_gpu_confirm_gives_intervals_and_leaves_no_memory(tmp_path):
     policy = BandPolicy(found.rules, fingerprint_of(device), found.speedup_threshold, found.confidence)
     small = plan_small_model(save(tmp_path, LLAMA))
     before = torch.cuda.memory_allocated(device)
-    for trial in (Trial(), Trial("graph"), Trial("graph", compiled=True)):
+    for trial in (BlockTiming(), BlockTiming("graph"), BlockTiming("graph", compiled=True)):
         for result in confirm_policy(policy, small, [64, 128], require_device("cuda", policy), trial):
             (block,) = result.blocks
             assert block.planned == 4

@@ -1,0 +1,58 @@
+"""Over all classes of the package, from their source: each name means one thing, and each error is a BitplanError."""
+
+from __future__ import annotations
+
+import ast
+import builtins
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+import bitplan
+from bitplan.errors import BitplanError, FileFormatError
+from bitplan.runtime.fp8.layers.linear import Fp8Linear
+from bitplan.runtime.fp8.recipe import Fp8Recipe
+
+
+def public_classes() -> Iterator[ast.ClassDef]:
+    """Those at the top of a module whose name has no underscore: no other module sees the rest."""
+    for path in Path(bitplan.__file__).parent.rglob("*.py"):
+        for node in ast.parse(path.read_text()).body:
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                yield node
+
+
+CLASSES = list(public_classes())
+BASES = {node.name: [ast.unparse(base) for base in node.bases] for node in CLASSES}
+
+
+def is_error(name: str) -> bool:
+    known = getattr(builtins, name, None)
+    if isinstance(known, type):
+        return issubclass(known, Exception)
+    return any(map(is_error, BASES.get(name, ())))
+
+
+def is_ours(name: str) -> bool:
+    return name == "BitplanError" or any(map(is_ours, BASES.get(name, ())))
+
+
+def test_a_class_name_means_one_thing() -> None:
+    assert [name for name, count in Counter(node.name for node in CLASSES).items() if count > 1] == []
+
+
+def test_every_error_is_a_bitplan_error() -> None:
+    errors = [name for name in BASES if is_error(name)]
+    assert len(errors) > 30
+    assert [name for name in errors if not is_ours(name)] == []
+
+
+def test_a_bad_shape_is_no_bad_file() -> None:
+    layer = Fp8Linear(32, 32, recipe=Fp8Recipe("tensorwise"))
+    with pytest.raises(BitplanError, match=r"a layer of 32 inputs .*got") as caught:
+        layer(torch.ones(2, 48))
+    assert not isinstance(caught.value, FileFormatError)
+    assert isinstance(caught.value, ValueError)
