@@ -20,9 +20,9 @@ from bitplan.formats.quantization_error import ErrorReport, error_report, sample
 from bitplan.formats.scales.rules import ScaleRule
 from bitplan.kernels import encode
 from bitplan.plan import Plan
-from bitplan.plan.choose import choose_formats, keep_tensors
+from bitplan.plan.choose import Wanted
 from bitplan.records import atomic_folder, check_output, check_output_folder, write_json
-from bitplan.store.files.headers import SUFFIXES, check_patterns, check_rows, stored_tensors
+from bitplan.store.files.headers import SUFFIXES, plan_for_file
 from bitplan.store.files.open_files import GGUFTensors, NativeTensors, TensorFile, TensorSpec, open_tensors, part_name
 from bitplan.store.files.safetensors import INDEX_SUFFIX
 from bitplan.store.files.writers import Promise, Writer, write_tensors
@@ -118,7 +118,7 @@ OnTensor = Callable[[TensorSpec], None]
 def quantize_file(
     source: str | Path,
     output: str | Path,
-    fmt: Format | str | Plan,
+    fmt: Wanted,
     *,
     keep: Sequence[str] = (),
     only: Sequence[str] = (),
@@ -129,27 +129,19 @@ def quantize_file(
 ) -> QuantizeReport:
     """Write `source` (safetensors, sharded or not, or GGUF, or the seed's JSON) to `output` in a format, or by a plan.
 
-    A format goes to the weights that can bear it, as `bitplan.plan.choose_formats` decides. A plan must name every
-    tensor of the file, and decides for each. `keep` and `only` are names or shell patterns, of tensors or of modules.
+    fmt          a format, a mapping of names to formats, a manifest or a plan, as `bitplan.choose_formats` takes it
+    keep, only   names or shell patterns, of tensors or of modules
 
     The suffix of `output` says what is written; .gguf is written of a GGUF source alone, whose names and metadata it
     keeps. A sharded source goes to a folder that does not exist yet.
     Peak memory: the largest tensor in its old and its new form, and some megabytes.
     """
-    wanted = fmt if isinstance(fmt, Plan) else get_format(fmt)
     report = QuantizeReport(str(source), str(output))
     with open_tensors(source) as file:
-        tensors = stored_tensors(file)
-        check_patterns(file, (*keep, *only))
-        if isinstance(wanted, Plan):
-            _check_plan(file, wanted)
-            plan = keep_tensors(wanted, tensors, keep=keep, only=only)
-            pad = pad or plan.pad
-        else:
-            to_gguf = Path(output).suffix == ".gguf"
-            plan = choose_formats(tensors, wanted, keep=keep, only=only, pad=pad is not None, gguf=to_gguf)
-        if pad is None:
-            check_rows(file, plan, how_to_fill="--pad zero")
+        to_gguf = Path(output).suffix == ".gguf"
+        plan = plan_for_file(file, fmt, keep=keep, only=only, pad=pad is not None, gguf=to_gguf)
+        plan.require_whole(str(source))
+        pad = plan.pad
         options = QuantizeOptions(plan, scale_rule, pad, nonfinite)
         if isinstance(file, NativeTensors) and len(file.shards) > 1 and Path(output).suffix not in SUFFIXES:
             check_output_folder(output, inputs=file.files)
@@ -287,28 +279,6 @@ def _promises(file: TensorFile, names: Sequence[str], options: QuantizeOptions) 
             fmt = get_format(spec.format)
         promises.append(Promise(name, spec.shape, fmt, spec.dtype))
     return promises
-
-
-def _check_plan(file: TensorFile, plan: Plan) -> None:
-    """The plan is for this file: the same names and shapes, and no part of a packed pair."""
-    names = {*file.specs, *file.tied}
-    for kind, missing in (("plan lacks", names - set(plan)), ("file lacks", set(plan) - names)):
-        if missing:
-            listed = ", ".join(sorted(missing)[:MOST_NAMES_SHOWN]) + (
-                ", ..." if len(missing) > MOST_NAMES_SHOWN else ""
-            )
-            raise StoreError(
-                f"{file.path}: the {kind} {len(missing)} tensors: {listed}; `bitplan plan` makes a plan for a file"
-            )
-    for name, entry in plan.entries.items():
-        shape = file.spec(name).shape
-        if entry.part is not None:
-            raise StoreError(
-                f"{file.path}: {name}: the plan has it as the {entry.part} of a packed tensor; such a file is packed "
-                "already: `bitplan convert` brings it into another layout"
-            )
-        if entry.shape is not None and tuple(entry.shape) != tuple(shape):
-            raise StoreError(f"{file.path}: {name}: the plan is for shape {entry.shape}, the file has {shape}")
 
 
 def _common_metadata(file: NativeTensors) -> dict[str, str]:
