@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 from torch import Tensor
 
-from bitplan.errors import FormatError, StoreError
+from bitplan.errors import FormatError
 from bitplan.formats import Encoded, Format, get_format
 from bitplan.formats.codec import NonFinite, finite, readable
 from bitplan.formats.quantization_error import ErrorReport, error_report, sample
@@ -21,11 +21,18 @@ from bitplan.formats.scales.rules import ScaleRule
 from bitplan.kernels import encode
 from bitplan.plan import Plan
 from bitplan.plan.choose import Wanted
-from bitplan.records import atomic_folder, check_output, check_output_folder, write_json
-from bitplan.store.files.headers import SUFFIXES, plan_for_file
-from bitplan.store.files.open_files import GGUFTensors, NativeTensors, TensorFile, TensorSpec, open_tensors, part_name
+from bitplan.records import atomic_folder, check_output_folder, write_json
+from bitplan.store.files.headers import plan_for_file
+from bitplan.store.files.native_tensors import NativeTensors, part_name
+from bitplan.store.files.open_files import (
+    container_for,
+    holds_gguf_formats,
+    open_tensors,
+    require_container,
+    write_tensors,
+)
 from bitplan.store.files.safetensors import INDEX_SUFFIX
-from bitplan.store.files.writers import Promise, Writer, write_tensors
+from bitplan.store.files.tensor_file import Promise, TensorFile, TensorSpec, Writer
 
 MOST_NAMES_SHOWN = 6
 # What a tensor lost is counted over this many of its numbers, spread evenly: within a tenth of the time of encoding it.
@@ -138,28 +145,20 @@ def quantize_file(
     """
     report = QuantizeReport(str(source), str(output))
     with open_tensors(source) as file:
-        to_gguf = Path(output).suffix == ".gguf"
-        plan = plan_for_file(file, fmt, keep=keep, only=only, pad=pad is not None, gguf=to_gguf)
+        plan = plan_for_file(file, fmt, keep=keep, only=only, pad=pad is not None, gguf=holds_gguf_formats(output))
         plan.require_whole(str(source))
-        pad = plan.pad
-        options = QuantizeOptions(plan, scale_rule, pad, nonfinite)
-        if isinstance(file, NativeTensors) and len(file.shards) > 1 and Path(output).suffix not in SUFFIXES:
+        options = QuantizeOptions(plan, scale_rule, plan.pad, nonfinite)
+        if isinstance(file, NativeTensors) and len(file.shards) > 1 and container_for(output) is None:
             check_output_folder(output, inputs=file.files)
             _quantize_shards(file, Path(output), options, report, on_tensor)
             return report
-        check_output(output, inputs=file.files)
-        if Path(output).suffix == ".gguf" and not isinstance(file, GGUFTensors):
-            raise StoreError(
-                f"{output}: GGUF is written from GGUF alone: {source} has neither llama.cpp's names nor its metadata; "
-                "convert it with llama.cpp's convert_hf_to_gguf.py first (gpt-oss: "
-                "`bitplan convert --to gguf`), or write .safetensors"
-            )
-        # Only safetensors can say that two names are one tensor; elsewhere it is written under both.
-        tied = file.tied if Path(output).suffix == ".safetensors" else {}
+        container = require_container(output)
+        container.check_output(output, inputs=file.files)
+        container.check_source(file, Path(output))
+        tied = file.tied if container.holds_ties else {}
         promises = _promises(file, [*file.specs, *(file.tied if not tied else ())], options)
-        metadata = _common_metadata(file) if isinstance(file, NativeTensors) else {}
-        gguf_metadata = file.file.metadata if isinstance(file, GGUFTensors) else None
-        with write_tensors(output, promises, metadata=metadata, tied=tied, gguf_metadata=gguf_metadata) as writer:
+        metadata = file.metadata if isinstance(file, container.file_type) else {}
+        with container.write(Path(output), promises, metadata, tied) as writer:
             _quantize_each(file, promises, writer, options, report, on_tensor)
     return report
 
@@ -279,9 +278,3 @@ def _promises(file: TensorFile, names: Sequence[str], options: QuantizeOptions) 
             fmt = get_format(spec.format)
         promises.append(Promise(name, spec.shape, fmt, spec.dtype))
     return promises
-
-
-def _common_metadata(file: NativeTensors) -> dict[str, str]:
-    """What all shards say alike."""
-    kept = [set(file.metadata_of(shard).items()) for shard in file.shards]
-    return dict(sorted(set.intersection(*kept)))

@@ -19,9 +19,9 @@ from bitplan.formats import encode, get_format, list_formats
 from bitplan.plan import Choice, Manifest, Plan
 from bitplan.plan.plan import Planned
 from bitplan.store.compare import compare_files
-from bitplan.store.files.open_files import open_tensors
+from bitplan.store.files.open_files import open_tensors, write_tensors
 from bitplan.store.files.safetensors import write_safetensors
-from bitplan.store.files.writers import Promise, write_native, write_tensors
+from bitplan.store.files.tensor_file import Promise
 from bitplan.store.models.save_load import load_model
 from bitplan.store.quantize import quantize_file
 from tests.processes import BITPLAN, Program
@@ -256,7 +256,7 @@ def test_shards_of_one_name_in_two_folders_stay_two(tmp_path):
 
 
 def test_a_tied_name_is_written_out_where_the_container_cannot_tie(tmp_path):
-    with write_native(tmp_path / "in.safetensors", [Promise("a", (2, 32))], tied={"b": "a"}) as writer:
+    with write_tensors(tmp_path / "in.safetensors", [Promise("a", (2, 32))], tied={"b": "a"}) as writer:
         writer.write("a", torch.randn(2, 32))
     quantize_file(tmp_path / "in.safetensors", tmp_path / "out.safetensors", "int8")
     quantize_file(tmp_path / "in.safetensors", tmp_path / "out.json", "int8")

@@ -154,9 +154,9 @@ def quantize(
     Example: bitplan quantize model.safetensors model.mxfp4.safetensors --format mxfp4 --keep '*embed*'
     """
     from bitplan.plan import Plan, open_manifest
-    from bitplan.records import check_output, check_output_folder
-    from bitplan.store.files.headers import SUFFIXES, plan_for_file
-    from bitplan.store.files.open_files import open_tensors
+    from bitplan.records import check_output_folder
+    from bitplan.store.files.headers import plan_for_file
+    from bitplan.store.files.open_files import container_for, holds_gguf_formats, open_tensors
 
     # What can be refused without torch is, for importing it takes seconds.
     if sum(given is not None for given in (fmt, manifest, plan)) != 1:
@@ -164,12 +164,12 @@ def quantize(
     with open_tensors(source) as file:
         total = sum(spec.nbytes for spec in file.specs.values())
         inputs = [*file.files, *(Path(given) for given in (manifest, plan) if given is not None)]
-        if output.suffix in SUFFIXES:
-            check_output(output, inputs=inputs, force=force)
-        else:  # a folder, which is never replaced
+        if container := container_for(output):
+            container.check_output(output, inputs=inputs, force=force)
+        else:  # a folder for shards
             check_output_folder(output)
         given = Plan.load(plan) if plan is not None else open_manifest(manifest) if manifest is not None else fmt or ""
-        to_gguf, may_pad = output.suffix == ".gguf", pad is not None
+        to_gguf, may_pad = holds_gguf_formats(output), pad is not None
         chosen = plan_for_file(file, given, keep=keep or (), only=only or (), pad=may_pad, gguf=to_gguf)
 
     from bitplan.store.quantize import quantize_file

@@ -15,10 +15,9 @@ from bitplan.text import counted
 
 if TYPE_CHECKING:
     from bitplan.plan import Plan
-    from bitplan.store.files.open_files import TensorFile, TensorSpec
+    from bitplan.store.files.tensor_file import TensorFile, TensorSpec
 
 
-SUFFIXES = (".safetensors", ".gguf", ".json")  # of files that are written
 _TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
 _WEIGHT_FILES = (".safetensors", INDEX_SUFFIX)
 

@@ -87,7 +87,7 @@ def test_nothing_to_stream_says_what_to_do():
 def test_formats():
     model = make_stack(adapters=True)
     refuse(
-        model, r"the pattern 'layers\.9' matches no tensor; did you mean 'layers.0'", formats={"layers.9": "int8_row"}
+        model, r"the pattern 'layers\.9' matches no tensor; did you mean 'layers\.5'", formats={"layers.9": "int8_row"}
     )
     refuse(model, "no format 'int9'", formats="int9")
     model.layers[0].odd = nn.Linear(48, 8).requires_grad_(False)
