@@ -1,37 +1,15 @@
 """choose_formats: whatever says which tensor gets which format becomes a plan, by names, shapes and types alone.
 
 This is the one place where formats are decided: `quantize_file`, `morph_model`, `apply_plan`, `stream_blocks` and the
-command line all ask it. What says so is one of
-
-| given | a tensor gets |
-|---|---|
-| a manifest | what the first of its rules has for it; one without a rule is an error |
-| a plan | what the plan has for it; names and shapes must be the same |
-| a mapping of names or shell patterns to formats | the format of the first that matches; None, or none: it stays |
-| a format | what the table below says |
-
-Which tensors get a format that is given alone; the first line that fits decides:
-
-| tensor | gets |
-|---|---|
-| integers, flags, powers of two (E8M0) | stays |
-| matches `keep`; or `only` is given and nothing of it matches | stays |
-| matches `only` | the wanted format, whatever it is |
-| one axis (norms, biases, scalars), stacked biases, norms of several axes | stays |
-| anything else, where the wanted format is a plain float type | the wanted format |
-| router, position table, rotary table, state matrix, single learned row, under 1024 numbers | stays |
-| convolution kernel | stays |
-| embedding, output head | an 8-bit format where the wanted one is smaller, else the wanted one |
-| linear layer, experts | the wanted format |
-
-Where a row is not whole blocks of the format, the nearest format that holds it is taken. Every choice has its reason.
+command line ask it, and below them there are only plans. docs/manifest.md ("Without a manifest") has what may be given,
+and the table of what a tensor gets from one format. Every choice has its reason.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from bitplan.errors import ArgumentError, FormatError, PlanError
 from bitplan.formats import Format, get_format
@@ -72,11 +50,8 @@ class Stored(NamedTuple):
     else_stays: str = ONE_AXIS
 
     @property
-    def is_integer(self) -> bool:
-        return not self.packed and "float" not in self.dtype and "complex" not in self.dtype
-
-    @property
     def is_float(self) -> bool:
+        """Numbers that a format can hold; powers of two (E8M0) are scales of others."""
         return self.packed or self.dtype in FLOAT_TYPES or self.dtype in _NARROW_FLOATS
 
     def is_named(self, name: str, pattern: str) -> bool:
@@ -125,15 +100,14 @@ def choose_formats(
     if not isinstance(tensors, Mapping):
         raise ArgumentError(f"tensors must map names to shapes, got a {type(tensors).__name__}")
     stored = {name: _stored(item) for name, item in tensors.items()}
-    given = formats if isinstance(formats, Mapping) and not isinstance(formats, Plan) else {}
-    ShellPatterns((*given, *keep, *only)).check(stored, where)
+    ShellPatterns((*keep, *only)).check(stored, where)
     if isinstance(formats, Plan):
         _check_fit(formats, stored, where)
         plan = formats
     elif isinstance(formats, Manifest):
         plan = formats.resolve({name: item.shape for name, item in stored.items()})
-    elif isinstance(formats, Mapping):
-        plan = _by_patterns(formats, stored, base)
+    elif not isinstance(formats, Format | str):
+        plan = _by_patterns(formats, stored, base, where)
     else:
         wanted = get_format(formats)
         rules = _Rules(wanted, _Kept(keep, only), pad, gguf or wanted.name in GGUF_FORMATS)
@@ -156,9 +130,16 @@ def _check_fit(plan: Plan, tensors: Mapping[str, Stored], where: str) -> None:
             raise PlanError(f"{begin}{name}: the plan is for shape {entry.shape}, here it is {tensors[name].shape}")
 
 
-def _by_patterns(formats: Mapping[str, Format | str | None], tensors: Mapping[str, Stored], base: Plan | None) -> Plan:
+def _by_patterns(
+    formats: Mapping[str, Format | str | None], tensors: Mapping[str, Stored], base: Plan | None, where: str
+) -> Plan:
+    if not isinstance(formats, Mapping):
+        raise ArgumentError(
+            f"formats must be a format, a mapping, a Manifest or a Plan, got a {type(formats).__name__}"
+        )
     chosen = {pattern: None if fmt is None else get_format(fmt).name for pattern, fmt in formats.items()}
     patterns = ShellPatterns(chosen)
+    patterns.check(tensors, where)
 
     def planned(name: str, tensor: Stored) -> Planned:
         reason, role = "not in the mapping", guess_role(name)
@@ -180,7 +161,8 @@ def _keep_tensors(plan: Plan, tensors: Mapping[str, Stored], kept: _Kept, pad: b
     found = dict(plan.entries)
     for name, entry in plan.entries.items():
         reason = kept.why(name)
-        if reason is None and entry.part is None and entry.stored is None and tensors[name].is_integer:
+        is_number = tensors[name].packed or "float" in tensors[name].dtype
+        if reason is None and entry.part is None and entry.stored is None and not is_number:
             reason = NOT_FLOATS
         if reason is not None:
             found[name] = _stays(tensors[name], entry.role, reason)
@@ -263,7 +245,7 @@ class _Rules(NamedTuple):
         return _stays(tensor, role, f"{why}; {text}")
 
 
-def _stored(item: Stored | tuple[int, ...]) -> Stored:
+def _stored(item: Any) -> Stored:
     if isinstance(item, Stored):
         return item
     if not isinstance(item, tuple | list) or not all(isinstance(size, int) for size in item):

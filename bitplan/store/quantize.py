@@ -24,13 +24,7 @@ from bitplan.plan.choose import Wanted
 from bitplan.records import atomic_folder, check_output_folder, write_json
 from bitplan.store.files.headers import plan_for_file
 from bitplan.store.files.native_tensors import NativeTensors, part_name
-from bitplan.store.files.open_files import (
-    container_for,
-    holds_gguf_formats,
-    open_tensors,
-    require_container,
-    write_tensors,
-)
+from bitplan.store.files.open_files import container_for, open_tensors, require_container, write_tensors
 from bitplan.store.files.safetensors import INDEX_SUFFIX
 from bitplan.store.files.tensor_file import Promise, TensorFile, TensorSpec, Writer
 
@@ -51,14 +45,11 @@ class QuantizeOptions:
     pad: Literal["zero"] | None = None
     nonfinite: NonFinite = "error"
 
-    def choose(self, spec: TensorSpec, name: str) -> tuple[Format | None, str]:
+    def choose(self, name: str) -> tuple[Format | None, str]:
         """The format a tensor gets, None to leave it as it is, and the reason."""
         entry = self.plan.entries[name]
-        if entry.stored is not None:
-            return None, entry.choice.reason
-        if not spec.dtype.is_floating_point:
-            return None, "not floats"
-        return get_format(entry.choice.format), entry.choice.reason
+        fmt = None if entry.stored is not None else get_format(entry.choice.format)
+        return fmt, entry.choice.reason
 
 
 @dataclass
@@ -145,7 +136,7 @@ def quantize_file(
     """
     report = QuantizeReport(str(source), str(output))
     with open_tensors(source) as file:
-        plan = plan_for_file(file, fmt, keep=keep, only=only, pad=pad is not None, gguf=holds_gguf_formats(output))
+        plan = plan_for_file(file, fmt, keep=keep, only=only, pad=pad is not None, output=output)
         plan.require_whole(str(source))
         options = QuantizeOptions(plan, scale_rule, plan.pad, nonfinite)
         if isinstance(file, NativeTensors) and len(file.shards) > 1 and container_for(output) is None:
@@ -197,7 +188,7 @@ def _quantize_each(
 ) -> None:
     for promise in promises:
         spec = file.spec(promise.name)
-        _, reason = options.choose(spec, promise.name)
+        _, reason = options.choose(promise.name)
         converted, lost = _converted(file, spec, promise, options)
         writer.write(promise.name, converted)
         del converted
@@ -271,7 +262,7 @@ def _promises(file: TensorFile, names: Sequence[str], options: QuantizeOptions) 
     promises = []
     for name in names:
         spec = file.spec(name)
-        fmt, _ = options.choose(spec, name)
+        fmt, _ = options.choose(name)
         if fmt is not None:
             file.require_numbers(spec)
         if fmt is None and spec.encoded:  # left alone means left packed

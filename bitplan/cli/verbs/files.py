@@ -156,7 +156,7 @@ def quantize(
     from bitplan.plan import Plan, open_manifest
     from bitplan.records import check_output_folder
     from bitplan.store.files.headers import plan_for_file
-    from bitplan.store.files.open_files import container_for, holds_gguf_formats, open_tensors
+    from bitplan.store.files.open_files import container_for, open_tensors
 
     # What can be refused without torch is, for importing it takes seconds.
     if sum(given is not None for given in (fmt, manifest, plan)) != 1:
@@ -169,8 +169,8 @@ def quantize(
         else:  # a folder for shards
             check_output_folder(output)
         given = Plan.load(plan) if plan is not None else open_manifest(manifest) if manifest is not None else fmt or ""
-        to_gguf, may_pad = holds_gguf_formats(output), pad is not None
-        chosen = plan_for_file(file, given, keep=keep or (), only=only or (), pad=may_pad, gguf=to_gguf)
+        may_pad = pad is not None
+        chosen = plan_for_file(file, given, keep=keep or (), only=only or (), pad=may_pad, output=output)
 
     from bitplan.store.quantize import quantize_file
 

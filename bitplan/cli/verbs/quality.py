@@ -66,7 +66,7 @@ def perplexity(
     """
     from bitplan.errors import MeasureError
     from bitplan.formats import get_format
-    from bitplan.plan import Plan, open_manifest
+    from bitplan.plan import Manifest, Plan, open_manifest
     from bitplan.records import read_text
     from bitplan.store.files.headers import check_model_source
     from bitplan.store.files.open_files import open_tensors
@@ -110,7 +110,8 @@ def perplexity(
     for wanted in formats:
         choice = plan_for_model(wanted, candidate.model, keep or (), pad=pad is not None, where=str(model))
         jobs.append((wanted.name, choice, None if wanted.is_cast else scale_rule, pad))
-    for label, given in (*manifests, *plans):
+    by_rules: list[tuple[str, Manifest | Plan]] = [*manifests, *plans]
+    for label, given in by_rules:
         choice = plan_for_model(given, candidate.model, where=label)
         jobs.append((label, choice, None, pad or choice.pad))
     for _, choice, rule, filled in jobs:

@@ -10,6 +10,7 @@ from bitplan.errors import FormatError, MeasureError
 from bitplan.formats import get_format
 from bitplan.plan.choose import Stored, Wanted, choose_formats
 from bitplan.plan.names import ShellPatterns
+from bitplan.store.files.open_files import container_for
 from bitplan.store.files.safetensors import INDEX_SUFFIX
 from bitplan.text import counted
 
@@ -20,11 +21,6 @@ if TYPE_CHECKING:
 
 _TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
 _WEIGHT_FILES = (".safetensors", INDEX_SUFFIX)
-
-
-def stored_tensors(file: TensorFile) -> dict[str, Stored]:
-    """What `choose_formats` takes, for every tensor of a file under every name it has."""
-    return {name: _stored(file.spec(name)) for name in (*file.specs, *file.tied)}
 
 
 def _stored(spec: TensorSpec) -> Stored:
@@ -38,12 +34,14 @@ def plan_for_file(
     keep: Sequence[str] = (),
     only: Sequence[str] = (),
     pad: bool = False,
-    gguf: bool = False,
+    output: str | Path | None = None,
     how_to_fill: str = "--pad zero",
 ) -> Plan:
-    """What `choose_formats` decides for a file; rows that their format cannot hold are refused."""
+    """What `choose_formats` decides for a file, to be written as `output`; rows that no format holds are refused."""
     ShellPatterns((*keep, *only)).check(file.specs, str(file.path))  # a tied name is decided by the one it shares
-    tensors = stored_tensors(file)
+    container = None if output is None else container_for(output)
+    gguf = container is not None and container.has_gguf_formats
+    tensors = {name: _stored(file.spec(name)) for name in (*file.specs, *file.tied)}
     plan = choose_formats(tensors, formats, keep=keep, only=only, pad=pad, gguf=gguf, where=str(file.path))
     _check_rows(file, plan, how_to_fill)
     return plan

@@ -51,12 +51,6 @@ def require_container(path: str | Path) -> Container:
     return container
 
 
-def holds_gguf_formats(path: str | Path) -> bool:
-    """Whether what is written under this name holds GGUF's formats alone."""
-    container = container_for(path)
-    return container is not None and container.has_gguf_formats
-
-
 def open_tensors(path: str | Path) -> TensorFile:
     """Open any file of weights; what it is is told by its first bytes, not trusted from its name."""
     source, head = Path(path), b""
