@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from bitplan.formats.registry import get_format, list_formats
     from bitplan.formats.repacking import repack
     from bitplan.kernels.codec.dispatch import decode, encode
+    from bitplan.plan.choose import choose_formats
     from bitplan.plan.manifest import Manifest
     from bitplan.plan.plan import Choice, Plan, combine
     from bitplan.plan.selective.config import SelectivePrecisionConfig
@@ -55,6 +56,7 @@ __all__ = [
     "apply_fp8",
     "apply_fp8_config",
     "apply_plan",
+    "choose_formats",
     "combine",
     "compare_models",
     "decode",
@@ -85,6 +87,7 @@ __getattr__, __dir__ = lazy_names(
         "formats.repacking": ("repack",),
         "formats.quantization_error": ("ErrorReport", "error_report"),
         "kernels.codec.dispatch": ("decode", "encode"),
+        "plan.choose": ("choose_formats",),
         "plan.manifest": ("Manifest",),
         "plan.plan": ("Choice", "Plan", "combine"),
         "plan.selective.config": ("SelectivePrecisionConfig",),

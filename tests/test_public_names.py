@@ -31,6 +31,7 @@ NAMES = {
     "apply_fp8",
     "apply_fp8_config",
     "apply_plan",
+    "choose_formats",
     "combine",
     "compare_models",
     "decode",

@@ -4,21 +4,21 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
-from bitplan.errors import MeasureError, did_you_mean
+from bitplan.errors import MeasureError
 from bitplan.formats.scales.rules import ScaleRule
 from bitplan.measure.quality.noise_floor import round_activations, shared_twin
 from bitplan.measure.quality.perplexity import KeptLogits, Quality, measure_perplexity
-from bitplan.plan import Manifest, Plan, PlanError, Stored, choose_formats, shipped_manifest
-from bitplan.plan.choose import name_matches
+from bitplan.plan import Manifest, Plan, PlanError, Planned, choose_formats, shipped_manifest
+from bitplan.plan.choose import Wanted
 from bitplan.plan.names import listed
 from bitplan.runtime.causal_lm import CausalLM, logits_of
-from bitplan.store.models.morph import Formats, formats_of, morph_model, places_of
+from bitplan.store.models.morph import formats_of, morph_model, places_of
 
 KEPT_LOGITS_BYTES = 4 * 2**30  # the reference's logits: 12,000 tokens of a vocabulary of 49,152 are 2.4 GB
 GGUF_FAMILIES = ("llama", "qwen", "gemma", "phi3")  # whose names in GGUF files are known
@@ -72,7 +72,7 @@ class QualityRun:
         self,
         label: str,
         candidate: CausalLM,
-        formats: Formats | None,
+        formats: Wanted | None,
         *,
         scale_rule: ScaleRule | None = None,
         pad: Literal["zero"] | None = None,
@@ -102,7 +102,7 @@ class QualityRun:
 
 
 def morphed_twin(
-    candidate: CausalLM, formats: Formats | None, *, scale_rule: ScaleRule | None, pad: Literal["zero"] | None
+    candidate: CausalLM, formats: Wanted | None, *, scale_rule: ScaleRule | None, pad: Literal["zero"] | None
 ) -> nn.Module:
     """A model over the candidate's Parameters that sees them in these formats."""
     twin = shared_twin(candidate.model)
@@ -128,42 +128,31 @@ def require_same_tokens(first: CausalLM, second: CausalLM, text: str) -> None:
 # ---- which weight gets which format ----------------------------------------------------------------------------------
 
 
-def format_map(
-    fmt: str, model: nn.Module, keep: Sequence[str] = (), *, pad: Literal["zero"] | None = None
-) -> dict[str, str | None]:
-    """One format for this model, as `bitplan quantize --format` gives it; what `keep` names stays."""
-    tensors = {
-        name: Stored(tuple(parameter.shape), str(parameter.dtype).removeprefix("torch."))
-        for name, parameter in model.named_parameters(remove_duplicate=False)
-    }
-    for pattern in keep:
-        if not any(name_matches(name, pattern) for name in tensors):
-            raise PlanError(f"--keep {pattern!r} names nothing in the model{did_you_mean(pattern, tensors)}")
-    return plan_map(choose_formats(tensors, fmt, keep=keep, pad=pad is not None), model)
+def plan_for_model(
+    formats: Wanted, model: nn.Module, keep: Sequence[str] = (), *, pad: bool = False, where: str = "the model"
+) -> Plan:
+    """One format for this model, as `bitplan quantize --format` gives it, a manifest's rules, or a plan.
 
-
-def resolved_for(manifest: Manifest, model: nn.Module) -> Plan:
-    """A manifest's rules, resolved for this model."""
-    return manifest.resolve({name: tuple(parameter.shape) for name, parameter in model.named_parameters()})
-
-
-def plan_map(plan: Plan, model: nn.Module, *, where: str = "the plan") -> dict[str, str | None]:
-    """A plan as `morph_model` takes it; GGUF's names are translated, and a parameter without an entry is an error."""
+    A plan may have GGUF's names, which are translated. A parameter without an entry is an error. What stays is of the
+    type that the plan has for it, and counts so in bits a weight.
+    """
     places = places_of(model)
+    if not isinstance(formats, Plan):
+        first_names = dict(model.named_parameters(remove_duplicate=isinstance(formats, Manifest)))
+        tensors = {place.name: place.stored() for place in places if place.name in first_names}
+        formats = choose_formats(tensors, formats, keep=keep, pad=pad, where=where)
+    formats.require_whole(where)
     known = {place.name for place in places}
     families = [shipped_manifest(name).aliases for name in GGUF_FAMILIES]
-    found: dict[str, str | None] = {}
-    for name, choice in plan.items():
-        if plan.entries[name].part is not None:
-            raise PlanError(f"{where}: {name!r} is a part of a packed weight; plan the model's own parameters")
+    found: dict[str, Planned] = {}
+    for name, entry in formats.entries.items():
         ours = [name, *(aliases.to_ours(name) for aliases in families)]
-        stays = plan.entries[name].stored is not None
-        found[next((each for each in ours if each in known), name)] = None if stays else choice.format
-    decided = {id(place.parameter) for place in places if place.name in found}  # tied: by any of its names
-    missing = list(dict.fromkeys(place.name for place in places if id(place.parameter) not in decided))
+        found[next((each for each in ours if each in known), name)] = replace(entry, stored=None)
+    by_parameter = {id(place.parameter): found[place.name] for place in places if place.name in found}
+    missing = list(dict.fromkeys(place.name for place in places if id(place.parameter) not in by_parameter))
     if missing:
         raise PlanError(f"{where}: nothing is said of {listed(missing)}; plan every parameter of the model")
-    return found
+    return Plan(found, padding=formats.padding)
 
 
 def stored_bits(lm: CausalLM) -> float:

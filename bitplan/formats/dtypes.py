@@ -28,6 +28,7 @@ ITEM_BYTES = {
     "uint64": 8,
     "float64": 8,
     "complex64": 8,
+    "complex128": 16,
 }
 
 

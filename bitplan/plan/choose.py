@@ -1,33 +1,21 @@
-"""choose_formats: a plan for any model from one wanted format, by names, shapes and types alone.
+"""choose_formats: whatever says which tensor gets which format becomes a plan, by names, shapes and types alone.
 
-`bitplan quantize --format`, `bitplan plan --format` and `bitplan perplexity --format` all ask this function. The first
-line that fits a tensor decides:
-
-| tensor | gets |
-|---|---|
-| integers, flags, powers of two (E8M0) | stays |
-| matches `keep`; or `only` is given and nothing of it matches | stays |
-| matches `only` | the wanted format, whatever it is |
-| one axis (norms, biases, scalars), stacked biases, norms of several axes | stays |
-| anything else, where the wanted format is a plain float type | the wanted format |
-| router, position table, rotary table, state matrix, single learned row, under 1024 numbers | stays |
-| convolution kernel | stays |
-| embedding, output head | an 8-bit format where the wanted one is smaller, else the wanted one |
-| linear layer, experts | the wanted format |
-
-Where a row is not whole blocks of the format, the nearest format that holds it is taken. Every choice has its reason.
+This is the one place where formats are decided: `quantize_file`, `morph_model`, `apply_plan`, `stream_blocks` and the
+command line ask it, and below them there are only plans. docs/manifest.md ("Without a manifest") has what may be given,
+and the table of what a tensor gets from one format. Every choice has its reason.
 """
 
 from __future__ import annotations
 
-import fnmatch
 import math
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, Literal, NamedTuple
 
-from bitplan.errors import ArgumentError, FormatError
+from bitplan.errors import ArgumentError, FormatError, PlanError
 from bitplan.formats import Format, get_format
 from bitplan.formats.format import NARROW_KERNEL
+from bitplan.plan.manifest import Manifest
+from bitplan.plan.names import ShellPatterns, listed
 from bitplan.plan.plan import Choice, Plan, Planned
 from bitplan.plan.roles import guess_role
 
@@ -37,19 +25,46 @@ FLOAT_TYPES = ("float64", "float32", "float16", "bfloat16")
 _NARROW_FLOATS = ("float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz", "float4_e2m1fn_x2")
 GGUF_FORMATS = ("q4_0_gguf", "q8_0_gguf", "mxfp4_gguf")
 # A tensor of another type stays as it is; the format named in its plan is the one whose codes have this type.
-_CODES = {"bool": "uint8", "float8_e8m0fnu": "uint8", "float8_e4m3fn": "fp8_e4m3", "float8_e5m2": "fp8_e5m2"}
+_CODES = {"float8_e4m3fn": "fp8_e4m3", "float8_e5m2": "fp8_e5m2", "complex64": "int64", "complex128": "int64"}
+_CODES |= dict.fromkeys(("bool", "float8_e8m0fnu", "float8_e4m3fnuz", "float8_e5m2fnuz", "float4_e2m1fn_x2"), "uint8")
+
+
+Wanted = Format | str | Plan | Manifest | Mapping[str, Format | str | None]
+NamedBy = Literal["any", "own name", "module", "whole name"]
+ONE_AXIS = "one axis: norms, biases and scalars stay"
+NONE = "None in the mapping"
 
 
 class Stored(NamedTuple):
-    """What a file or a model holds under a name: shape, torch dtype, or the format where it is `packed` already."""
+    """What a file or a model holds under a name: shape, torch dtype, or the format where it is `packed` already.
+
+    `named_by` says how closely a pattern of a mapping must name it: by "any" pattern that matches, by one that ends in
+    its "own name" (`*.bias`), by its whole name or that of its "module", or by its "whole name" alone. Else that is
+    "any" for two axes or more, and for one axis the "whole name". `else_stays` is the reason where no pattern does.
+    """
 
     shape: tuple[int, ...]
     dtype: str = "float32"
     packed: bool = False
+    named_by: NamedBy | None = None
+    else_stays: str = ONE_AXIS
 
     @property
-    def is_integer(self) -> bool:
-        return not self.packed and "float" not in self.dtype and "complex" not in self.dtype
+    def is_float(self) -> bool:
+        """Numbers that a format can hold; powers of two (E8M0) are scales of others."""
+        return self.packed or self.dtype in FLOAT_TYPES or self.dtype in _NARROW_FLOATS
+
+    def is_named(self, name: str, pattern: str) -> bool:
+        """Whether a pattern that matches names the tensor closely enough."""
+        module, _, own = name.rpartition(".")
+        match self.named_by or ("any" if len(self.shape) >= 2 else "whole name"):
+            case "any":
+                return True
+            case "own name":
+                return pattern.rpartition(".")[2] == own
+            case "module":
+                return pattern in (name, module)
+        return pattern == name
 
 
 # Tensors that stay whatever their shape; then those that stay unless the wanted format is a plain float type.
@@ -64,71 +79,129 @@ _SENSITIVE_ROLES = {
 
 def choose_formats(
     tensors: Mapping[str, Stored | tuple[int, ...]],
-    fmt: Format | str,
+    formats: Wanted,
     *,
     keep: Sequence[str] = (),
     only: Sequence[str] = (),
     pad: bool = False,
     gguf: bool = False,
+    base: Plan | None = None,
+    where: str = "",
 ) -> Plan:
     """A choice and its reason for every tensor; a bare shape stands for float32.
 
-    keep, only   names or shell patterns of tensors, or of modules that hold them (see the table above)
+    formats      a format, a mapping, a manifest or a plan (see above)
+    keep, only   names or shell patterns of tensors, or of modules that hold them; others than `only` stay, and `keep`
     pad          the last block of a row may be filled, so that every format holds every row
     gguf         take formats that a GGUF file can hold
+    base         what a tensor gets that no pattern of a mapping names, in place of staying
+    where        what messages begin with, such as a file's name
     """
     if not isinstance(tensors, Mapping):
         raise ArgumentError(f"tensors must map names to shapes, got a {type(tensors).__name__}")
-    wanted = get_format(fmt)
-    rules = _Rules(wanted, tuple(keep), tuple(only), pad, gguf or wanted.name in GGUF_FORMATS)
-    entries = {name: rules.planned(name, _stored(item)) for name, item in tensors.items()}
-    return Plan(entries, padding="zero" if pad else "none")
+    stored = {name: _stored(item) for name, item in tensors.items()}
+    ShellPatterns((*keep, *only)).check(stored, where)
+    if isinstance(formats, Plan):
+        _check_fit(formats, stored, where)
+        plan = formats
+    elif isinstance(formats, Manifest):
+        plan = formats.resolve({name: item.shape for name, item in stored.items()})
+    elif not isinstance(formats, Format | str):
+        plan = _by_patterns(formats, stored, base, where)
+    else:
+        wanted = get_format(formats)
+        rules = _Rules(wanted, _Kept(keep, only), pad, gguf or wanted.name in GGUF_FORMATS)
+        entries = {name: rules.planned(name, item) for name, item in stored.items()}
+        return Plan(entries, padding="zero" if pad else "none")
+    return _keep_tensors(plan, stored, _Kept(keep, only), pad)
 
 
-def keep_tensors(
-    plan: Plan, tensors: Mapping[str, Stored | tuple[int, ...]], *, keep: Sequence[str] = (), only: Sequence[str] = ()
+def _check_fit(plan: Plan, tensors: Mapping[str, Stored], where: str) -> None:
+    """The plan is for these tensors: the same names and shapes."""
+    begin = f"{where}: " if where else ""
+    for kind, names in (("lacks", tensors.keys() - plan.keys()), ("has beyond them", plan.keys() - tensors.keys())):
+        if names:
+            raise PlanError(
+                f"{begin}the plan is for other tensors: it {kind} {len(names)}: {listed(sorted(names))}; "
+                "`bitplan plan` makes one for a file"
+            )
+    for name, entry in plan.entries.items():
+        if entry.shape is not None and tuple(entry.shape) != tuple(tensors[name].shape):
+            raise PlanError(f"{begin}{name}: the plan is for shape {entry.shape}, here it is {tensors[name].shape}")
+
+
+def _by_patterns(
+    formats: Mapping[str, Format | str | None], tensors: Mapping[str, Stored], base: Plan | None, where: str
 ) -> Plan:
+    if not isinstance(formats, Mapping):
+        raise ArgumentError(
+            f"formats must be a format, a mapping, a Manifest or a Plan, got a {type(formats).__name__}"
+        )
+    chosen = {pattern: None if fmt is None else get_format(fmt).name for pattern, fmt in formats.items()}
+    patterns = ShellPatterns(chosen)
+    patterns.check(tensors, where)
+
+    def planned(name: str, tensor: Stored) -> Planned:
+        reason, role = "not in the mapping", guess_role(name)
+        for pattern in patterns.matching(name):
+            fmt = chosen[pattern]
+            if fmt is None:
+                return _stays(tensor, role, f"{pattern!r}: {NONE}")
+            if tensor.is_float and tensor.is_named(name, pattern):
+                why = f"{fmt} for all weights" if pattern == "*" else f"{pattern!r} in the mapping"
+                return Planned(Choice(fmt, why), tensor.shape, role)
+            reason = tensor.else_stays if tensor.is_float else NOT_FLOATS
+        return base.entries[name] if base is not None and name in base else _stays(tensor, role, reason)
+
+    return Plan({name: planned(name, tensor) for name, tensor in tensors.items()})
+
+
+def _keep_tensors(plan: Plan, tensors: Mapping[str, Stored], kept: _Kept, pad: bool) -> Plan:
     """The plan, but for tensors that `keep` names, `only` does not, or that are no floats: those stay as they are."""
     found = dict(plan.entries)
-    for name, item in tensors.items():
-        stored, reason = _stored(item), _why_kept(name, keep, only)
-        if reason is None and name in found and found[name].part is None and stored.is_integer:
+    for name, entry in plan.entries.items():
+        reason = kept.why(name)
+        is_number = tensors[name].packed or "float" in tensors[name].dtype
+        if reason is None and entry.part is None and entry.stored is None and not is_number:
             reason = NOT_FLOATS
-        if reason is not None and name in found:
-            found[name] = _stays(stored, found[name].role, reason)
-    return Plan(found, padding=plan.padding)
+        if reason is not None:
+            found[name] = _stays(tensors[name], entry.role, reason)
+    return Plan(found, padding="zero" if pad else plan.padding)
 
 
-def name_matches(name: str, pattern: str) -> bool:
-    """A name itself, which may hold brackets, or a shell pattern for it or for a module that holds it."""
-    if name == pattern:
-        return True
-    parts = name.split(".")
-    return any(fnmatch.fnmatchcase(".".join(parts[:end]), pattern) for end in range(1, len(parts) + 1))
+class _Kept:
+    """Which tensors stay, by name."""
+
+    def __init__(self, keep: Sequence[str], only: Sequence[str]) -> None:
+        self._keep, self.only = ShellPatterns(keep), ShellPatterns(only)
+        self.has_only = bool(only)
+
+    def why(self, name: str) -> str | None:
+        if kept := self._keep.matching(name):
+            return f"kept by {kept[0]!r}"
+        return "not among --only" if self.has_only and not self.only.matching(name) else None
 
 
 class _Rules(NamedTuple):
     wanted: Format
-    keep: tuple[str, ...]
-    only: tuple[str, ...]
+    kept: _Kept
     pad: bool
     gguf: bool
 
     def planned(self, name: str, tensor: Stored) -> Planned:
-        if tensor.dtype not in (*FLOAT_TYPES, *_NARROW_FLOATS) and not tensor.packed:
+        if not tensor.is_float:
             return _stays(tensor, "other", NOT_FLOATS)
-        kept = _why_kept(name, self.keep, self.only)
+        kept = self.kept.why(name)
         if kept is not None:
             return _stays(tensor, guess_role(name), kept)
-        if self.only:
-            pattern = next(pattern for pattern in self.only if name_matches(name, pattern))
-            return Planned(Choice(self.wanted.name, f"matches {pattern!r}"), tensor.shape, guess_role(name))
+        if asked := self.kept.only.matching(name):
+            return Planned(Choice(self.wanted.name, f"matches {asked[0]!r}"), tensor.shape, guess_role(name))
         return self._by_role(name, tensor)
 
     def _by_role(self, name: str, tensor: Stored) -> Planned:
         shape, role = tensor.shape, guess_role(name)
         if len(shape) < 2:
-            return _stays(tensor, role, "one axis: norms, biases and scalars stay")
+            return _stays(tensor, role, ONE_AXIS)
         if role in _SMALL_ROLES:
             return _stays(tensor, role, _SMALL_ROLES[role])
         if self.wanted.is_cast:
@@ -172,7 +245,7 @@ class _Rules(NamedTuple):
         return _stays(tensor, role, f"{why}; {text}")
 
 
-def _stored(item: Stored | tuple[int, ...]) -> Stored:
+def _stored(item: Any) -> Stored:
     if isinstance(item, Stored):
         return item
     shape: object = item
@@ -182,15 +255,6 @@ def _stored(item: Stored | tuple[int, ...]) -> Stored:
             "{name: tuple(tensor.shape) for name, tensor in state.items()}"
         )
     return Stored(tuple(shape))
-
-
-def _why_kept(name: str, keep: Sequence[str], only: Sequence[str]) -> str | None:
-    pattern = next((pattern for pattern in keep if name_matches(name, pattern)), None)
-    if pattern is not None:
-        return f"kept by {pattern!r}"
-    if only and not any(name_matches(name, pattern) for pattern in only):
-        return "not among --only"
-    return None
 
 
 def _stays(tensor: Stored, role: str, reason: str) -> Planned:

@@ -217,7 +217,9 @@ def _parse(regex: str) -> Any:
             warnings.simplefilter("error")  # a set that a later Python will read in another way
             parsed = _parser.parse(regex)
     except (re.error, OverflowError, Warning) as error:
-        raise PatternError(f"is not a valid regular expression: {error}") from None
+        shell = ".*".join(map(re.escape, regex.split("*"))) if regex[:1] == "*" else ""
+        hint = f"; the shell pattern would be {shell!r} here" if shell else ""
+        raise PatternError(f"is not a valid regular expression: {error}{hint}") from None
     if parsed.state.flags & ~re.UNICODE:
         _refuse("a flag is")
     return parsed

@@ -1,9 +1,69 @@
-"""Names of tensors: in natural order, cut at the layer's number, and listed in messages."""
+"""Names of tensors: matched by shell patterns, in natural order, cut at the layer's number, and listed in messages.
+
+Everything that takes names of tensors from a user (`keep`, `only`, a mapping of names to formats) takes the same: a
+name, the name of a module (then all in it), or a shell pattern (`*`, `?`, `[ab]`) of either. Manifests have regular
+expressions instead, for whole names (name_patterns.py).
+"""
 
 from __future__ import annotations
 
+import fnmatch
 import re
 from collections.abc import Iterable
+
+from bitplan.errors import PlanError, did_you_mean
+
+MOST_UNMATCHED_SHOWN = 6
+
+
+class ShellPatterns:
+    """Patterns in an order; each is translated once, however many names are asked for."""
+
+    def __init__(self, patterns: Iterable[str]) -> None:
+        self._order = {pattern: index for index, pattern in enumerate(dict.fromkeys(patterns))}
+        self._wild = [
+            (pattern, re.compile(fnmatch.translate(pattern)).match)
+            for pattern in self._order
+            if any(letter in pattern for letter in "*?[")
+        ]
+
+    def matching(self, name: str) -> list[str]:
+        """The patterns for a tensor or for a module that holds it, in their order; a name may itself hold brackets."""
+        prefixes = _prefixes(name)
+        found = {prefix for prefix in prefixes if prefix in self._order}
+        found |= {pattern for pattern, match in self._wild if any(map(match, prefixes))}
+        return sorted(found, key=self._order.__getitem__)
+
+    def check(self, names: Iterable[str], where: str = "") -> None:
+        """A pattern that matches no name is a spelling mistake, but for `*`."""
+        names = list(names)
+        matched = {pattern for name in names for pattern in self.matching(name)}
+        idle = [pattern for pattern in self._order if pattern not in matched and pattern != "*"]
+        if idle:
+            known = list(dict.fromkeys(prefix for name in names for prefix in _prefixes(name)))
+            faults = [
+                f"the pattern {pattern!r} matches no tensor{_as_shell_pattern(pattern) or did_you_mean(pattern, known)}"
+                for pattern in idle[:MOST_UNMATCHED_SHOWN]
+            ]
+            more = f"; nor do {len(idle) - len(faults)} more" if len(idle) > len(faults) else ""
+            raise PlanError(f"{where}{': ' if where else ''}{'; '.join(faults)}{more}")
+
+
+def _prefixes(name: str) -> list[str]:
+    """The modules that hold a tensor, outermost first, and its name."""
+    parts = name.split(".")
+    return [".".join(parts[:end]) for end in range(1, len(parts) + 1)]
+
+
+def _as_shell_pattern(pattern: str) -> str:
+    """How to write what looks like a regular expression."""
+    if not re.search(r"[\\^$()|+{}]|\.\*", pattern):
+        return ""
+    text = re.sub(r"\(?(\\d|\[0-9\])[+*]?\)?|\.[*+]", "*", pattern.removeprefix("^").removesuffix("$")).replace(
+        "\\.", "."
+    )
+    how = "give one for each, or a manifest" if re.search(r"[\\^$()|+{}]", text) else f"write {text!r}"
+    return f"; it is read as a shell pattern (* ? [ab]), not as a regular expression: {how}"
 
 
 def natural_order(names: Iterable[str]) -> list[str]:

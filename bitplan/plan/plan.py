@@ -234,6 +234,15 @@ class Plan(Mapping[str, Choice]):
         """The padding as `bitplan.encode` takes it."""
         return "zero" if self.padding == "zero" else None
 
+    def require_whole(self, where: str) -> None:
+        """Refuse a plan whose tensors are parts of packed ones, where whole tensors are to be encoded."""
+        for name, entry in self.entries.items():
+            if entry.part is not None:
+                raise PlanError(
+                    f"{where}: {name}: the plan has it as the {entry.part} of a packed tensor; what is packed "
+                    "already is brought into another layout by `bitplan convert`"
+                )
+
     # ---- views ----------------------------------------------------------------------------------------------------
 
     def diff(self, other: Plan) -> PlanDiff:

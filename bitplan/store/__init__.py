@@ -8,7 +8,8 @@ from bitplan.lazy_names import lazy_names
 if TYPE_CHECKING:
     from bitplan.store.checks.drift_log import DriftLog, log_drift, read_drift
     from bitplan.store.compare import compare_models
-    from bitplan.store.files.open_files import open_tensors
+    from bitplan.store.files.open_files import open_tensors, register_container
+    from bitplan.store.files.tensor_file import Container, Promise, TensorFile, TensorSpec
     from bitplan.store.gpt_oss import GptOssFile, convert_gpt_oss, make_checkpoint
     from bitplan.store.models.morph import morph_model, observe_model, unmorph_model
     from bitplan.store.models.save_load import load_model, save_model
@@ -16,10 +17,14 @@ if TYPE_CHECKING:
     from bitplan.store.quantize import quantize_file
 
 __all__ = [
+    "Container",
     "DriftLog",
     "FileFormatError",
     "GptOssFile",
+    "Promise",
     "StoreError",
+    "TensorFile",
+    "TensorSpec",
     "WeightStore",
     "compare_models",
     "convert_gpt_oss",
@@ -31,6 +36,7 @@ __all__ = [
     "open_tensors",
     "quantize_file",
     "read_drift",
+    "register_container",
     "save_model",
     "unmorph_model",
 ]
@@ -44,7 +50,8 @@ __getattr__, __dir__ = lazy_names(
         "models.save_load": ("load_model", "save_model"),
         "models.morph": ("morph_model", "observe_model", "unmorph_model"),
         "quantize": ("quantize_file",),
-        "files.open_files": ("open_tensors",),
+        "files.open_files": ("open_tensors", "register_container"),
+        "files.tensor_file": ("Container", "Promise", "TensorFile", "TensorSpec"),
         "models.weight_store": ("WeightStore",),
     },
 )

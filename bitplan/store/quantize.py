@@ -13,19 +13,20 @@ from typing import Any, Literal
 
 from torch import Tensor
 
-from bitplan.errors import FormatError, StoreError
+from bitplan.errors import FormatError
 from bitplan.formats import Encoded, Format, get_format
 from bitplan.formats.codec import NonFinite, finite, readable
 from bitplan.formats.quantization_error import ErrorReport, error_report, sample
 from bitplan.formats.scales.rules import ScaleRule
 from bitplan.kernels import encode
 from bitplan.plan import Plan
-from bitplan.plan.choose import choose_formats, keep_tensors
-from bitplan.records import atomic_folder, check_output, check_output_folder, write_json
-from bitplan.store.files.headers import SUFFIXES, check_patterns, check_rows, stored_tensors
-from bitplan.store.files.open_files import GGUFTensors, NativeTensors, TensorFile, TensorSpec, open_tensors, part_name
+from bitplan.plan.choose import Wanted
+from bitplan.records import atomic_folder, check_output_folder, write_json
+from bitplan.store.files.headers import plan_for_file
+from bitplan.store.files.native_tensors import NativeTensors, part_name
+from bitplan.store.files.open_files import container_for, open_tensors, require_container, write_tensors
 from bitplan.store.files.safetensors import INDEX_SUFFIX
-from bitplan.store.files.writers import Promise, Writer, write_tensors
+from bitplan.store.files.tensor_file import Promise, TensorFile, TensorSpec, Writer
 
 MOST_NAMES_SHOWN = 6
 # What a tensor lost is counted over this many of its numbers, spread evenly: within a tenth of the time of encoding it.
@@ -44,14 +45,11 @@ class QuantizeOptions:
     pad: Literal["zero"] | None = None
     nonfinite: NonFinite = "error"
 
-    def choose(self, spec: TensorSpec, name: str) -> tuple[Format | None, str]:
+    def choose(self, name: str) -> tuple[Format | None, str]:
         """The format a tensor gets, None to leave it as it is, and the reason."""
         entry = self.plan.entries[name]
-        if entry.stored is not None:
-            return None, entry.choice.reason
-        if not spec.dtype.is_floating_point:
-            return None, "not floats"
-        return get_format(entry.choice.format), entry.choice.reason
+        fmt = None if entry.stored is not None else get_format(entry.choice.format)
+        return fmt, entry.choice.reason
 
 
 @dataclass
@@ -118,7 +116,7 @@ OnTensor = Callable[[TensorSpec], None]
 def quantize_file(
     source: str | Path,
     output: str | Path,
-    fmt: Format | str | Plan,
+    fmt: Wanted,
     *,
     keep: Sequence[str] = (),
     only: Sequence[str] = (),
@@ -129,45 +127,29 @@ def quantize_file(
 ) -> QuantizeReport:
     """Write `source` (safetensors, sharded or not, or GGUF, or the seed's JSON) to `output` in a format, or by a plan.
 
-    A format goes to the weights that can bear it, as `bitplan.plan.choose_formats` decides. A plan must name every
-    tensor of the file, and decides for each. `keep` and `only` are names or shell patterns, of tensors or of modules.
+    fmt          a format, a mapping of names to formats, a manifest or a plan, as `bitplan.choose_formats` takes it
+    keep, only   names or shell patterns, of tensors or of modules
 
     The suffix of `output` says what is written; .gguf is written of a GGUF source alone, whose names and metadata it
     keeps. A sharded source goes to a folder that does not exist yet.
     Peak memory: the largest tensor in its old and its new form, and some megabytes.
     """
-    wanted = fmt if isinstance(fmt, Plan) else get_format(fmt)
     report = QuantizeReport(str(source), str(output))
     with open_tensors(source) as file:
-        tensors = stored_tensors(file)
-        check_patterns(file, (*keep, *only))
-        if isinstance(wanted, Plan):
-            _check_plan(file, wanted)
-            plan = keep_tensors(wanted, tensors, keep=keep, only=only)
-            pad = pad or plan.pad
-        else:
-            to_gguf = Path(output).suffix == ".gguf"
-            plan = choose_formats(tensors, wanted, keep=keep, only=only, pad=pad is not None, gguf=to_gguf)
-        if pad is None:
-            check_rows(file, plan, how_to_fill="--pad zero")
-        options = QuantizeOptions(plan, scale_rule, pad, nonfinite)
-        if isinstance(file, NativeTensors) and len(file.shards) > 1 and Path(output).suffix not in SUFFIXES:
+        plan = plan_for_file(file, fmt, keep=keep, only=only, pad=pad is not None, output=output)
+        plan.require_whole(str(source))
+        options = QuantizeOptions(plan, scale_rule, plan.pad, nonfinite)
+        if isinstance(file, NativeTensors) and len(file.shards) > 1 and container_for(output) is None:
             check_output_folder(output, inputs=file.files)
             _quantize_shards(file, Path(output), options, report, on_tensor)
             return report
-        check_output(output, inputs=file.files)
-        if Path(output).suffix == ".gguf" and not isinstance(file, GGUFTensors):
-            raise StoreError(
-                f"{output}: GGUF is written from GGUF alone: {source} has neither llama.cpp's names nor its metadata; "
-                "convert it with llama.cpp's convert_hf_to_gguf.py first (gpt-oss: "
-                "`bitplan convert --to gguf`), or write .safetensors"
-            )
-        # Only safetensors can say that two names are one tensor; elsewhere it is written under both.
-        tied = file.tied if Path(output).suffix == ".safetensors" else {}
+        container = require_container(output)
+        container.check_output(output, inputs=file.files)
+        container.check_source(file, Path(output))
+        tied = file.tied if container.holds_ties else {}
         promises = _promises(file, [*file.specs, *(file.tied if not tied else ())], options)
-        metadata = _common_metadata(file) if isinstance(file, NativeTensors) else {}
-        gguf_metadata = file.file.metadata if isinstance(file, GGUFTensors) else None
-        with write_tensors(output, promises, metadata=metadata, tied=tied, gguf_metadata=gguf_metadata) as writer:
+        metadata = file.metadata if isinstance(file, container.file_type) else {}
+        with container.write(Path(output), promises, metadata, tied) as writer:
             _quantize_each(file, promises, writer, options, report, on_tensor)
     return report
 
@@ -206,7 +188,7 @@ def _quantize_each(
 ) -> None:
     for promise in promises:
         spec = file.spec(promise.name)
-        _, reason = options.choose(spec, promise.name)
+        _, reason = options.choose(promise.name)
         converted, lost = _converted(file, spec, promise, options)
         writer.write(promise.name, converted)
         del converted
@@ -280,38 +262,10 @@ def _promises(file: TensorFile, names: Sequence[str], options: QuantizeOptions) 
     promises = []
     for name in names:
         spec = file.spec(name)
-        fmt, _ = options.choose(spec, name)
+        fmt, _ = options.choose(name)
         if fmt is not None:
             file.require_numbers(spec)
         if fmt is None and spec.encoded:  # left alone means left packed
             fmt = get_format(spec.format)
         promises.append(Promise(name, spec.shape, fmt, spec.dtype))
     return promises
-
-
-def _check_plan(file: TensorFile, plan: Plan) -> None:
-    """The plan is for this file: the same names and shapes, and no part of a packed pair."""
-    names = {*file.specs, *file.tied}
-    for kind, missing in (("plan lacks", names - set(plan)), ("file lacks", set(plan) - names)):
-        if missing:
-            listed = ", ".join(sorted(missing)[:MOST_NAMES_SHOWN]) + (
-                ", ..." if len(missing) > MOST_NAMES_SHOWN else ""
-            )
-            raise StoreError(
-                f"{file.path}: the {kind} {len(missing)} tensors: {listed}; `bitplan plan` makes a plan for a file"
-            )
-    for name, entry in plan.entries.items():
-        shape = file.spec(name).shape
-        if entry.part is not None:
-            raise StoreError(
-                f"{file.path}: {name}: the plan has it as the {entry.part} of a packed tensor; such a file is packed "
-                "already: `bitplan convert` brings it into another layout"
-            )
-        if entry.shape is not None and tuple(entry.shape) != tuple(shape):
-            raise StoreError(f"{file.path}: {name}: the plan is for shape {entry.shape}, the file has {shape}")
-
-
-def _common_metadata(file: NativeTensors) -> dict[str, str]:
-    """What all shards say alike."""
-    kept = [set(file.metadata_of(shard).items()) for shard in file.shards]
-    return dict(sorted(set.intersection(*kept)))

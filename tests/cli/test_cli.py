@@ -117,7 +117,7 @@ def test_errors_are_one_line_and_exit_2(arguments, message, capsys):
 WRONG_FILES = {
     "rand.gguf": (
         b"\x07\x99" * 20,
-        r"rand.gguf: not a GGUF file, which begins with the letters GGUF; this one begins with",
+        r"rand.gguf: not a GGUF file: it begins with .*, expected b'GGUF'",
     ),
     "short.gguf": (b"GGUF\x03", r"short.gguf: .*(cut short|ends)"),
     "rand.safetensors": (b"\x07\x99" * 20, "rand.safetensors: not a safetensors file, or cut short: the header says"),

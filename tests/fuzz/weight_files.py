@@ -161,7 +161,8 @@ def make_packed(folder: Path) -> list[Path]:
     import torch
 
     from bitplan.formats import encode
-    from bitplan.store.files.writers import Promise, write_tensors
+    from bitplan.store.files.open_files import write_tensors
+    from bitplan.store.files.tensor_file import Promise
 
     x = torch.linspace(-1, 1, 4 * 128).reshape(4, 128)
     packed = {fmt: encode(x, fmt) for fmt in ("mxfp4", "nvfp4", "int8_g128", "q4_0_poly")}

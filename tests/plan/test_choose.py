@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from bitplan.errors import ArgumentError
-from bitplan.plan import Plan, Stored, choose_formats
-from bitplan.plan.choose import keep_tensors
+from bitplan.errors import ArgumentError, PlanError
+from bitplan.plan import Choice, Manifest, Plan, Planned, Stored, choose_formats
 
 ROWS = [
     # name, shape, what --format mxfp4 gives it, a word of the reason
@@ -96,7 +95,7 @@ def test_keep_and_only_take_names_patterns_and_modules():
     asked = choose_formats(tensors, "mxfp4", only=["a.norm.weight", "lm_head"])
     assert [name for name, choice in asked.items() if choice.format == "mxfp4"] == ["a.norm.weight", "lm_head.weight"]
     whole = choose_formats(tensors, "mxfp4")
-    assert keep_tensors(whole, tensors, keep=["a.x", "lm_*"])["lm_head.weight"] == kept["lm_head.weight"]
+    assert choose_formats(tensors, whole, keep=["a.x", "lm_*"])["lm_head.weight"] == kept["lm_head.weight"]
 
 
 def test_packed_tensors_are_copied_or_encoded_again():
@@ -111,3 +110,81 @@ def test_tensors_in_place_of_shapes_are_refused():
         choose_formats({"w": 1.5}, "int8_row")
     with pytest.raises(TypeError, match="must map names to shapes, got a list"):
         choose_formats(["w"], "int8_row")
+
+
+# ---- a mapping, a manifest, a plan -----------------------------------------------------------------------------------
+
+MODEL = {
+    "layers.0.up.weight": (64, 64),
+    "layers.0.norm.weight": (64,),
+    "layers.1.up.weight": (64, 64),
+    "layers.1.up.bias": Stored((64,), "bfloat16"),
+    "steps": Stored((), "int64"),
+}
+
+
+def chosen(formats, **options):
+    return {name: choice.format for name, choice in choose_formats(MODEL, formats, **options).items()}
+
+
+@pytest.mark.parametrize(
+    ("mapping", "expected"),
+    [
+        ({"layers.0": "mxfp4"}, {"layers.0.up.weight": "mxfp4"}),  # a module: its matrices
+        ({"layers.*.up": "mxfp4"}, {"layers.0.up.weight": "mxfp4", "layers.1.up.weight": "mxfp4"}),
+        ({"layers.0": "int8", "*": "mxfp4"}, {"layers.0.up.weight": "int8", "layers.1.up.weight": "mxfp4"}),
+        ({"layers.0": None, "*": "mxfp4"}, {"layers.1.up.weight": "mxfp4"}),
+        ({"layers.0.norm.weight": "bfloat16"}, {"layers.0.norm.weight": "bfloat16"}),  # one axis: by its own name
+        ({"*.weight": "mxfp4", "steps": "int8"}, {"layers.0.up.weight": "mxfp4", "layers.1.up.weight": "mxfp4"}),
+    ],
+)
+def test_a_mapping(mapping, expected):
+    stays = {"layers.1.up.bias": "bfloat16", "steps": "int64"}
+    assert chosen(mapping) == dict.fromkeys(MODEL, "float32") | stays | expected
+
+
+def test_the_same_plan_by_a_mapping_a_manifest_or_a_plan():
+    rules = [{"regex": r"layers\.\d+\.up\.weight", "format": "mxfp4"}, {"regex": ".*", "format": "F32"}]
+    manifest = Manifest.from_document({"version": 1, "patterns": rules})
+    by_mapping = chosen({"layers.[01].up.weight": "mxfp4", "layers.1.up.bias": "float32"})
+    assert chosen(manifest) == by_mapping
+    assert chosen(choose_formats(MODEL, manifest)) == by_mapping
+    assert chosen(manifest, keep=["layers.0"]) == by_mapping | {"layers.0.up.weight": "float32"}
+    assert choose_formats(MODEL, manifest)["steps"].reason == "not floats"
+
+
+def test_what_no_pattern_names_is_as_the_base_has_it():
+    base = Plan({"layers.0.up.weight": Planned(Choice("int8", "before")), "steps": Planned(Choice("int8", "before"))})
+    plan = choose_formats(MODEL, {"layers.1": "mxfp4", "steps": None}, base=base)
+    assert (plan["layers.0.up.weight"].reason, plan["steps"].reason) == ("before", "'steps': None in the mapping")
+
+
+@pytest.mark.parametrize(
+    ("pattern", "hint"),
+    [
+        ("layers.0.upp", "; did you mean 'layers.0.up'"),
+        (r"^layers\.\d+\.up\.weight$", r"; it is read as a shell pattern .*: write 'layers.\*.up.weight'"),
+        (r"layers\.(0|1)\.up", "not as a regular expression: give one for each, or a manifest"),
+        (".*down.*", r"write '\*down\*'"),
+    ],
+)
+def test_a_pattern_that_matches_nothing_is_refused(pattern, hint):
+    for formats, keep in (({pattern: "mxfp4"}, ()), ("mxfp4", [pattern])):
+        with pytest.raises(PlanError, match=rf"^file: the pattern .* matches no tensor.*{hint}"):
+            choose_formats(MODEL, formats, keep=keep, where="file")
+
+
+def test_a_plan_for_other_tensors_is_refused():
+    plan = choose_formats(MODEL, "mxfp4")
+    fewer = Plan({name: entry for name, entry in plan.entries.items() if name != "steps"})
+    with pytest.raises(PlanError, match="for other tensors: it lacks 1: 'steps'; `bitplan plan` makes one"):
+        choose_formats(MODEL, fewer)
+    with pytest.raises(PlanError, match="for other tensors: it has beyond them 1: 'steps'"):
+        choose_formats({name: MODEL[name] for name in fewer}, plan)
+    with pytest.raises(PlanError, match=r"layers.0.up.weight: the plan is for shape \(64, 64\), here it is \(64, 32\)"):
+        choose_formats(MODEL | {"layers.0.up.weight": (64, 32)}, plan)
+
+
+def test_types_that_are_no_formats_stay():
+    for dtype in ("complex64", "complex128", "float8_e4m3fnuz", "float4_e2m1fn_x2"):
+        assert choose_formats({"w": Stored((64,), dtype)}, "mxfp4").entries["w"].stored == dtype

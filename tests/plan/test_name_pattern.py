@@ -116,6 +116,7 @@ def test_many_patterns_in_one_pass():
         (r"((a{99}){99}){99}", "too large"),
         (r"(?:){4000000000}", "too large"),
         ("(", "not a valid regular expression"),
+        ("*.weight", r"not a valid regular expression: .*; the shell pattern would be '\.\*\\\\.weight' here"),
         ("[[a]", "not a valid regular expression"),
         ("(" * 51 + ")" * 51, "more than 50 groups"),
         ("a" * (MAX_PATTERN_LETTERS + 1), "too long"),

@@ -12,7 +12,8 @@ import torch
 
 from bitplan.cli import run
 from bitplan.store.compare import compare_files
-from bitplan.store.files.writers import Promise, write_tensors
+from bitplan.store.files.open_files import write_tensors
+from bitplan.store.files.tensor_file import Promise
 from bitplan.store.gpt_oss import convert_gpt_oss, make_checkpoint
 from bitplan.store.quantize import quantize_file
 

@@ -14,14 +14,14 @@ import pytest
 import safetensors.torch
 import torch
 
-from bitplan.errors import FormatError, NonFiniteError, StoreError
+from bitplan.errors import FormatError, NonFiniteError, PlanError, StoreError
 from bitplan.formats import encode, get_format, list_formats
 from bitplan.plan import Choice, Manifest, Plan
 from bitplan.plan.plan import Planned
 from bitplan.store.compare import compare_files
-from bitplan.store.files.open_files import open_tensors
+from bitplan.store.files.open_files import open_tensors, write_tensors
 from bitplan.store.files.safetensors import write_safetensors
-from bitplan.store.files.writers import Promise, write_native, write_tensors
+from bitplan.store.files.tensor_file import Promise
 from bitplan.store.models.save_load import load_model
 from bitplan.store.quantize import quantize_file
 from tests.processes import BITPLAN, Program
@@ -108,23 +108,26 @@ def test_a_manifest_resolved_for_the_file_is_a_plan_for_it(source, tmp_path):
     rules = [{"regex": r"blocks\..*", "format": "mxfp4"}, {"regex": ".*", "format": "BF16"}]
     with open_tensors(source) as file:
         shapes = {name: spec.shape for name, spec in file.specs.items()}
-    plan = Manifest.from_document({"version": 1, "patterns": rules}).resolve(shapes)
+    manifest = Manifest.from_document({"version": 1, "patterns": rules})
+    plan = manifest.resolve(shapes)
     plan.save(tmp_path / "plan.json")
     quantize_file(source, tmp_path / "a.safetensors", plan)
     quantize_file(source, tmp_path / "b.safetensors", Plan.load(tmp_path / "plan.json"))
-    assert (tmp_path / "a.safetensors").read_bytes() == (tmp_path / "b.safetensors").read_bytes()
+    quantize_file(source, tmp_path / "c.safetensors", manifest)
+    quantize_file(source, tmp_path / "d.safetensors", {name: choice.format for name, choice in plan.items()})
+    assert len({(tmp_path / f"{letter}.safetensors").read_bytes() for letter in "abcd"}) == 1
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"norm.weight": None}, "the plan lacks 1 tensors: norm.weight; `bitplan plan` makes a plan"),
-        ({"other.weight": "mxfp4"}, "the file lacks 1 tensors: other.weight"),
+        ({"norm.weight": None}, "for other tensors: it lacks 1: 'norm.weight'; `bitplan plan` makes one"),
+        ({"other.weight": "mxfp4"}, "for other tensors: it has beyond them 1: 'other.weight'"),
     ],
 )
 def test_a_plan_for_another_file_is_refused(change, message, source, tmp_path):
     formats = {name: fmt for name, fmt in {**MIXED, **change}.items() if fmt is not None}
-    with pytest.raises(StoreError, match=message):
+    with pytest.raises(PlanError, match=message):
         quantize_file(source, tmp_path / "out.safetensors", plan_of(formats))
     assert not (tmp_path / "out.safetensors").exists()
 
@@ -132,12 +135,12 @@ def test_a_plan_for_another_file_is_refused(change, message, source, tmp_path):
 def test_a_plan_for_another_shape_or_for_packed_parts_is_refused(source, tmp_path):
     shapes = {"conv.weight": (4, 32, 3, 3)}
     with pytest.raises(
-        StoreError, match=r"conv.weight: the plan is for shape \(4, 32, 3, 3\), the file has \(4, 32, 2, 2\)"
+        PlanError, match=r"conv.weight: the plan is for shape \(4, 32, 3, 3\), here it is \(4, 32, 2, 2\)"
     ):
         quantize_file(source, tmp_path / "out.safetensors", plan_of(MIXED, shapes))
     packed = Plan({**plan_of(MIXED).entries, "conv.weight": Planned(Choice("mxfp4", "why"), part="scales")})
     with pytest.raises(
-        StoreError, match=r"conv.weight: the plan has it as the scales of a packed tensor.*bitplan convert"
+        PlanError, match=r"conv.weight: the plan has it as the scales of a packed tensor.*bitplan convert"
     ):
         quantize_file(source, tmp_path / "out.safetensors", packed)
 
@@ -153,7 +156,7 @@ def test_keep_and_only_choose_by_name(source, tmp_path):
     only = quantize_file(source, tmp_path / "b.safetensors", "int8_row", only=["blocks.0.*"])
     assert {row["name"]: row["to"] for row in kept.rows}["blocks.0.up.weight"] == "bfloat16"
     assert [row["name"] for row in only.rows if row["to"] == "int8_row"] == ["blocks.0.up.weight"]
-    with pytest.raises(StoreError, match=r"'blokcs.\*' matches no tensor"):
+    with pytest.raises(PlanError, match=r"'blokcs.\*' matches no tensor"):
         quantize_file(source, tmp_path / "c.safetensors", "int8_row", keep=["blokcs.*"])
 
 
@@ -253,7 +256,7 @@ def test_shards_of_one_name_in_two_folders_stay_two(tmp_path):
 
 
 def test_a_tied_name_is_written_out_where_the_container_cannot_tie(tmp_path):
-    with write_native(tmp_path / "in.safetensors", [Promise("a", (2, 32))], tied={"b": "a"}) as writer:
+    with write_tensors(tmp_path / "in.safetensors", [Promise("a", (2, 32))], tied={"b": "a"}) as writer:
         writer.write("a", torch.randn(2, 32))
     quantize_file(tmp_path / "in.safetensors", tmp_path / "out.safetensors", "int8")
     quantize_file(tmp_path / "in.safetensors", tmp_path / "out.json", "int8")

@@ -153,29 +153,24 @@ def quantize(
 
     Example: bitplan quantize model.safetensors model.mxfp4.safetensors --format mxfp4 --keep '*embed*'
     """
-    from bitplan.formats import get_format
     from bitplan.plan import Plan, open_manifest
-    from bitplan.records import check_output, check_output_folder
-    from bitplan.store.files.headers import SUFFIXES, check_patterns
-    from bitplan.store.files.open_files import open_tensors
+    from bitplan.records import check_output_folder
+    from bitplan.store.files.headers import plan_for_file
+    from bitplan.store.files.open_files import container_for, open_tensors
 
     # What can be refused without torch is, for importing it takes seconds.
     if sum(given is not None for given in (fmt, manifest, plan)) != 1:
         raise typer.BadParameter("give one of --format, --manifest and --plan")
     with open_tensors(source) as file:
         total = sum(spec.nbytes for spec in file.specs.values())
-        shapes = {name: file.spec(name).shape for name in (*file.specs, *file.tied)}
-        check_patterns(file, (*(keep or ()), *(only or ())))
         inputs = [*file.files, *(Path(given) for given in (manifest, plan) if given is not None)]
-    if output.suffix in SUFFIXES:
-        check_output(output, inputs=inputs, force=force)
-    else:  # a folder, which is never replaced
-        check_output_folder(output)
-    wanted: str | Plan = "" if fmt is None else get_format(fmt).name
-    if manifest is not None:
-        wanted = open_manifest(manifest).resolve(shapes)
-    elif plan is not None:
-        wanted = Plan.load(plan)
+        if container := container_for(output):
+            container.check_output(output, inputs=inputs, force=force)
+        else:  # a folder for shards
+            check_output_folder(output)
+        given = Plan.load(plan) if plan is not None else open_manifest(manifest) if manifest is not None else fmt or ""
+        may_pad = pad is not None
+        chosen = plan_for_file(file, given, keep=keep or (), only=only or (), pad=may_pad, output=output)
 
     from bitplan.store.quantize import quantize_file
 
@@ -183,11 +178,8 @@ def quantize(
         report = quantize_file(
             source,
             output,
-            wanted,
-            keep=keep or (),
-            only=only or (),
+            chosen,
             scale_rule=scale_rule,
-            pad=pad,
             nonfinite=nonfinite,
             on_tensor=lambda spec: advance(spec.nbytes, spec.name),
         )

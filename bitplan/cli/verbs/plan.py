@@ -92,10 +92,9 @@ def plan(
 
     Example: bitplan plan model.safetensors --format int8_row -o plan.json
     """
-    from bitplan.plan import choose_formats, open_manifest
-    from bitplan.plan.choose import keep_tensors
+    from bitplan.plan import open_manifest
     from bitplan.records import check_output
-    from bitplan.store.files.headers import check_patterns, check_rows, stored_tensors
+    from bitplan.store.files.headers import plan_for_file
     from bitplan.store.files.open_files import open_tensors
 
     expected = 2 if fmt is None else 1
@@ -109,14 +108,8 @@ def plan(
     with open_tensors(checkpoint) as file:
         if output is not None:
             check_output(output, inputs=[*manifest, *file.files], force=force)
-        tensors = stored_tensors(file)
-        check_patterns(file, keep or ())
-        if rules is not None:
-            resolved = rules.resolve({name: item.shape for name, item in tensors.items()})
-            resolved = keep_tensors(resolved, tensors, keep=keep or ())
-            check_rows(file, resolved, how_to_fill='"padding": "zero" in the manifest')
-        else:
-            resolved = choose_formats(tensors, fmt or "", keep=keep or ())
+        how_to_fill = '"padding": "zero" in the manifest'
+        resolved = plan_for_file(file, rules or fmt or "", keep=keep or (), how_to_fill=how_to_fill)
     if output is not None:
         resolved.save(output)
     if as_json:

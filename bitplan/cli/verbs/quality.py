@@ -66,7 +66,7 @@ def perplexity(
     """
     from bitplan.errors import MeasureError
     from bitplan.formats import get_format
-    from bitplan.plan import Plan, open_manifest
+    from bitplan.plan import Manifest, Plan, open_manifest
     from bitplan.records import read_text
     from bitplan.store.files.headers import check_model_source
     from bitplan.store.files.open_files import open_tensors
@@ -86,11 +86,9 @@ def perplexity(
 
     from bitplan.cli.measure_formats import (
         QualityRun,
-        format_map,
         morphed_twin,
-        plan_map,
+        plan_for_model,
         require_same_tokens,
-        resolved_for,
     )
     from bitplan.measure.quality.perplexity import spread_windows
     from bitplan.runtime.causal_lm import load_causal_lm
@@ -110,12 +108,12 @@ def perplexity(
     jobs: list[tuple[str, Any, Rule | None, Literal["zero"] | None]]
     jobs = [] if against is None else [(model.name, None, None, None)]
     for wanted in formats:
-        choice = format_map(wanted.name, candidate.model, keep or (), pad=pad)
+        choice = plan_for_model(wanted, candidate.model, keep or (), pad=pad is not None, where=str(model))
         jobs.append((wanted.name, choice, None if wanted.is_cast else scale_rule, pad))
-    plans = [(label, resolved_for(rules, candidate.model)) for label, rules in manifests] + plans
-    jobs += [
-        (label, plan_map(planned, candidate.model, where=label), None, pad or planned.pad) for label, planned in plans
-    ]
+    by_rules: list[tuple[str, Manifest | Plan]] = [*manifests, *plans]
+    for label, given in by_rules:
+        choice = plan_for_model(given, candidate.model, where=label)
+        jobs.append((label, choice, None, pad or choice.pad))
     for _, choice, rule, filled in jobs:
         morphed_twin(candidate, choice, scale_rule=rule, pad=filled)
     run = QualityRun(reference, windows, batch)

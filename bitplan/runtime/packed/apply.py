@@ -23,9 +23,11 @@ from torch import Tensor, nn
 
 from bitplan.errors import ArgumentError, BitplanError, StoreError, did_you_mean
 from bitplan.formats import Format, get_format
+from bitplan.formats.dtypes import dtype_name
 from bitplan.formats.scales.rules import ScaleRule
 from bitplan.kernels import encode
 from bitplan.kernels.matmul.row_pieces import why_no_rows
+from bitplan.plan.choose import Stored, Wanted, choose_formats
 from bitplan.plan.names import listed
 from bitplan.plan.plan import Plan
 from bitplan.runtime.packed.dtype_checks import meeting_faults
@@ -94,7 +96,7 @@ class AppliedPlan:
 
 def apply_plan(
     model: nn.Module,
-    plan: Plan,
+    plan: Wanted,
     *,
     strategy: str = "auto",
     cache: TileCache | None = None,
@@ -105,6 +107,7 @@ def apply_plan(
 ) -> AppliedPlan:
     """Give every tensor of a model the format that the plan has for it.
 
+    plan              or a format, a mapping or a manifest, of which `choose_formats` makes one for this model
     strategy, cache   of the QuantLinears that are made
     match             "all": plan and model must name the same tensors; "common": what only one of them has is skipped
     unsupported       "skip" leaves tensors as they are whose layer cannot hold the plan's format, and says so
@@ -115,13 +118,13 @@ def apply_plan(
     for option, value, known in (("match", match, MATCHES), ("unsupported", unsupported, UNSUPPORTED)):
         if value not in known:
             raise ApplyError(f"{option} must be {' or '.join(map(repr, known))}, got {value!r}")
-    if not isinstance(plan, Plan):
-        raise ApplyError(f"expected a Plan, such as Manifest.resolve gives, got a {type(plan).__name__}")
     if not isinstance(model, nn.Module):
         raise ArgumentError(f"apply_plan(model, plan): model must be a torch.nn.Module, got a {type(model).__name__}")
     if any(isinstance(module, Morphed) for module in model.modules()):
         raise ApplyError("the model is morphed: its weights are read in another way; call unmorph_model first")
     tensors = _Tensors(model)
+    if not isinstance(plan, Plan):
+        plan = choose_formats(tensors.stored(), plan, where="apply_plan")
     decided = _decide(plan, tensors, match, unsupported)
     _check_meetings(tensors, decided, plan)
     made = _pack(decided, strategy, cache, {"scale_rule": scale_rule, "pad": pad or plan.pad})
@@ -175,6 +178,16 @@ class _Tensors:
 
     def __iter__(self) -> Iterator[str]:
         yield from (*self.places, *self.packed, *self.buffers)
+
+    def stored(self) -> dict[str, Stored]:
+        """What `choose_formats` takes."""
+        held = {name: _held(self, name) for name in self}
+        return {
+            name: Stored(tuple(item.shape), item.fmt.name, packed=True)
+            if isinstance(item, PackedWeight)
+            else Stored(tuple(item.shape), dtype_name(item.dtype))
+            for name, item in held.items()
+        }
 
     def groups(self) -> list[list[str]]:
         """Names that stand for one and the same parameter or packed weight."""
@@ -312,7 +325,7 @@ def _held(tensors: _Tensors, name: str) -> Tensor | PackedWeight:
 
 
 def _decide_cast(plan: Plan, tensors: _Tensors, names: list[str], held: Tensor, fmt: Format, decided: _Decided) -> None:
-    name, before = names[0], _dtype_name(held.dtype)
+    name, before = names[0], dtype_name(held.dtype)
     if held.dtype == fmt.storage:
         decided.skipped.append(Skipped(name, f"already {fmt.name}"))
         return
@@ -342,7 +355,7 @@ def _decide_pack(plan: Plan, tensors: _Tensors, names: list[str], held: Tensor, 
             raise _RefusedError(f"{tied}{reason}, and cannot be {fmt.name}{next_step}", layer=True)
     change = Change(
         name,
-        f"Linear {_dtype_name(held.dtype)}",
+        f"Linear {dtype_name(held.dtype)}",
         f"QuantLinear {fmt.name}",
         fmt.name,
         held.nbytes,
@@ -431,10 +444,6 @@ def _buffer_cast(module: nn.Module, local: str, buffer: Tensor, dtype: torch.dty
         module._buffers[local] = buffer.to(dtype)
 
     return cast
-
-
-def _dtype_name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 def _article(name: str) -> str:

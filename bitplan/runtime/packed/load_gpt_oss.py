@@ -36,7 +36,9 @@ from bitplan.runtime.packed.read_packed import ManifestLike, as_manifest, device
 from bitplan.runtime.packed.strategy import INPUTS, check_strategy
 from bitplan.runtime.packed.tile_cache import TileCache
 from bitplan.store.checks.deep_check import deep_check
-from bitplan.store.files.open_files import GGUFTensors, TensorFile, open_tensors
+from bitplan.store.files.gguf_tensors import GGUFTensors
+from bitplan.store.files.open_files import open_tensors
+from bitplan.store.files.tensor_file import TensorFile
 from bitplan.store.gpt_oss import GptOssFile
 from bitplan.store.gpt_oss.experts import DOWN, GATE_UP
 from bitplan.store.gpt_oss.layouts import GGUF_WIDE, LayoutTensor, list_slots

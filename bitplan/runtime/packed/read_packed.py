@@ -15,8 +15,9 @@ from bitplan.formats import Encoded, get_format
 from bitplan.plan import Header, Manifest, Tag, open_manifest, require_clean
 from bitplan.plan.roles import guess_role
 from bitplan.store.devices import known_device
-from bitplan.store.files.open_files import TensorFile, open_tensors
+from bitplan.store.files.open_files import open_tensors
 from bitplan.store.files.packed_rows import base_name, packed_pair, scales_name
+from bitplan.store.files.tensor_file import TensorFile
 
 ManifestLike = Manifest | str | Path
 

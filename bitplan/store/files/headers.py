@@ -6,41 +6,48 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from bitplan.errors import FormatError, MeasureError, StoreError
+from bitplan.errors import FormatError, MeasureError
 from bitplan.formats import get_format
-from bitplan.plan.choose import Stored, name_matches
+from bitplan.plan.choose import Stored, Wanted, choose_formats
+from bitplan.plan.names import ShellPatterns
+from bitplan.store.files.open_files import container_for
 from bitplan.store.files.safetensors import INDEX_SUFFIX
 from bitplan.text import counted
 
 if TYPE_CHECKING:
     from bitplan.plan import Plan
-    from bitplan.store.files.open_files import TensorFile, TensorSpec
+    from bitplan.store.files.tensor_file import TensorFile, TensorSpec
 
 
-SUFFIXES = (".safetensors", ".gguf", ".json")  # of files that are written
 _TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
 _WEIGHT_FILES = (".safetensors", INDEX_SUFFIX)
-
-
-def stored_tensors(file: TensorFile) -> dict[str, Stored]:
-    """What `choose_formats` takes, for every tensor of a file under every name it has."""
-    return {name: _stored(file.spec(name)) for name in (*file.specs, *file.tied)}
 
 
 def _stored(spec: TensorSpec) -> Stored:
     return Stored(spec.shape, spec.format if spec.encoded else spec.dtype_name, spec.encoded)
 
 
-def check_patterns(file: TensorFile, patterns: Sequence[str]) -> None:
-    """A pattern that matches nothing is a spelling mistake."""
-    for pattern in patterns:
-        if not any(name_matches(name, pattern) for name in file.specs):
-            raise StoreError(
-                f"{file.path}: the pattern {pattern!r} matches no tensor; `bitplan inspect` lists the names"
-            )
+def plan_for_file(
+    file: TensorFile,
+    formats: Wanted,
+    *,
+    keep: Sequence[str] = (),
+    only: Sequence[str] = (),
+    pad: bool = False,
+    output: str | Path | None = None,
+    how_to_fill: str = "--pad zero",
+) -> Plan:
+    """What `choose_formats` decides for a file, to be written as `output`; rows that no format holds are refused."""
+    ShellPatterns((*keep, *only)).check(file.specs, str(file.path))  # a tied name is decided by the one it shares
+    container = None if output is None else container_for(output)
+    gguf = container is not None and container.has_gguf_formats
+    tensors = {name: _stored(file.spec(name)) for name in (*file.specs, *file.tied)}
+    plan = choose_formats(tensors, formats, keep=keep, only=only, pad=pad, gguf=gguf, where=str(file.path))
+    _check_rows(file, plan, how_to_fill)
+    return plan
 
 
-def check_rows(file: TensorFile, plan: Plan, *, how_to_fill: str) -> None:
+def _check_rows(file: TensorFile, plan: Plan, how_to_fill: str) -> None:
     """Rows that are not whole blocks of their format are refused, where the plan does not fill them.
 
     how_to_fill   what to do so that they are filled, for the message

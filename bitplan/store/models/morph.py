@@ -12,21 +12,24 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
-from fnmatch import fnmatchcase
 from typing import Any, Literal
 
 from torch import Tensor, nn
 
 from bitplan.errors import StoreError, did_you_mean
 from bitplan.formats import Encoded, Format, get_format
+from bitplan.formats.dtypes import dtype_name
 from bitplan.formats.format import NARROW_KERNEL
 from bitplan.formats.scales.rules import ScaleRule
+from bitplan.plan.choose import NONE, NamedBy, Stored, Wanted, choose_formats
+from bitplan.plan.names import ShellPatterns
+from bitplan.plan.plan import Choice, Plan, Planned
 from bitplan.store.models.activations import ActivationObserver
 from bitplan.store.models.encode_options import EncodeOptions
 from bitplan.store.models.eval_weights import MorphedParameter, set_slots, slots_of
 from bitplan.store.models.weight_store import CalibrationGain, WeightStore
 
-Formats = Format | str | Mapping[str, Format | str | None]
+Formats = Wanted
 
 _LAYERS = (
     nn.Linear,
@@ -40,7 +43,6 @@ _LAYERS = (
 )
 _WEIGHT = re.compile(r"weight|weight_(ih|hh|hr)(_l\d+(_reverse)?)?|(in|q|k|v)_proj_weight")
 _BEFORE = "morphed before"
-_NONE = "None in the mapping"
 
 
 # ---- which weight gets which format ----------------------------------------------------------------------------------
@@ -99,10 +101,17 @@ class ParameterPlace:
             return "norm"
         return "weight" if isinstance(self.module, _LAYERS) and _WEIGHT.fullmatch(self.local) else "other"
 
-    def matches(self, pattern: str) -> bool:
-        """Whether a pattern names the Parameter, or a module that it lies in."""
-        parts = self.name.split(".")
-        return any(fnmatchcase(".".join(parts[:end]), pattern) for end in range(1, len(parts) + 1))
+    def stored(self, norms: bool = False) -> Stored:
+        """What `choose_formats` takes: biases, norms and parameters of unknown layers must be asked for by name."""
+        named_by: dict[str, NamedBy] = {"weight": "any", "norm": "any" if norms else "module"}
+        unknown = f"not a weight of a known layer ({type(self.module).__name__}): left alone unless named"
+        shape = (0, 0) if nn.parameter.is_lazy(self.parameter) else tuple(self.parameter.shape)
+        return Stored(
+            shape,
+            dtype_name(self.parameter.dtype),
+            named_by=named_by.get(self.role, "own name"),
+            else_stays=unknown if self.role == "other" else f"{self.role}: left alone",
+        )
 
 
 class EncodedModule(nn.Module):
@@ -135,42 +144,21 @@ def places_of(model: nn.Module) -> list[ParameterPlace]:
     ]
 
 
-def _choose(place: ParameterPlace, formats: Formats, norms: bool) -> tuple[Format | None, str]:
-    """The format of one Parameter and the reason; None leaves it alone."""
-    refused = "not in the mapping"
-    for pattern, wanted in formats.items() if isinstance(formats, Mapping) else [(None, formats)]:
-        if pattern is None or place.matches(pattern):
-            if wanted is None:
-                return None, f"{pattern!r}: {_NONE}"
-            why_not = _why_not(place, pattern, norms)
-            if not why_not:
-                fmt = get_format(wanted)
-                return fmt, f"{fmt.name} for all weights" if pattern is None else f"{pattern!r} in the mapping"
-            refused = why_not
-    slot = slots_of(place.module).get(place.local)
-    return (slot.fmt, _BEFORE) if slot else (None, refused)
-
-
-def _why_not(place: ParameterPlace, pattern: str | None, norms: bool) -> str:
-    """Biases, norms and parameters of unknown layers are morphed only where they are asked for by their own name."""
-    named = pattern is not None and pattern.rpartition(".")[2] == place.local
-    if not place.parameter.is_floating_point():
-        return f"{place.parameter.dtype}: left alone"
-    if place.role == "bias" and not named:
-        return "bias: left alone"
-    if place.role == "norm" and not norms and pattern not in (place.name, place.owner):
-        return "norm: left alone"
-    if place.role == "other" and not named:
-        return f"not a weight of a known layer ({type(place.module).__name__}): left alone unless named"
-    return ""
-
-
-def _check_patterns(patterns: Mapping[str, Any], places: list[ParameterPlace], what: str) -> None:
-    unmatched = [pattern for pattern in patterns if not any(place.matches(pattern) for place in places)]
-    if unmatched:
-        known = {place.name for place in places} | {place.owner for place in places}
-        listed = ", ".join(f"{pattern!r}{did_you_mean(pattern, known)}" for pattern in unmatched)
-        raise StoreError(f"{what} names nothing in the model: {listed}")
+def _plan(places: list[ParameterPlace], formats: Formats, norms: bool) -> Plan:
+    """A format alone is for all weights; what a mapping does not name stays as it was morphed before."""
+    before = {
+        place.name: Planned(Choice(slot.fmt.name, _BEFORE))
+        for place in places
+        if (slot := slots_of(place.module).get(place.local))
+    }
+    if isinstance(formats, Plan):  # it may have one name of a tied parameter
+        named = {id(place.parameter) for place in places if place.name in formats}
+        places = [place for place in places if place.name in formats or id(place.parameter) not in named]
+    tensors = {place.name: place.stored(norms) for place in places}
+    wanted = {"*": formats} if isinstance(formats, Format | str) else formats
+    plan = choose_formats(tensors, wanted, base=Plan(before), where="morph_model")
+    plan.require_whole("morph_model")
+    return plan
 
 
 # ---- the public functions --------------------------------------------------------------------------------------------
@@ -187,9 +175,10 @@ def morph_model(
 ) -> MorphReport:
     """Hold the model's weights in a format; from now on its eval-mode forwards use them.
 
-    formats    one format for the weights of all known layers, or a mapping: the name or a glob of a parameter or of a
-               module (then all in it) to a format, or to None (leave it alone). The first that matches wins; one
-               that matches nothing is an error. A parameter that none matches stays as it is; tied ones count as one.
+    formats    one format for the weights of all known layers, or what `choose_formats` takes: a plan, a manifest, or a
+               mapping of names or shell patterns, of parameters or of modules (then all in them), to a format or to
+               None (leave it alone). The first that matches wins; one that matches nothing is an error. A parameter
+               that none matches stays as it is; tied ones count as one.
     norms      also the weights of normalization layers; biases only where a pattern ends in their own name
     observers  from `observe_model`: choose the scales of these parameters by the inputs seen, not by `scale_rule`
 
@@ -200,17 +189,21 @@ def morph_model(
     if isinstance(model, nn.modules.linear.NonDynamicallyQuantizableLinear):
         raise StoreError("an attention's out_proj runs inside the attention: morph the MultiheadAttention that owns it")
     places, observers = places_of(model), observers or {}
-    _check_patterns(formats if isinstance(formats, Mapping) else {}, places, "the mapping")
-    _check_patterns(observers, places, "observers")
-    options = EncodeOptions(scale_rule=scale_rule, pad=pad)
+    plan = _plan(places, formats, norms)
+    ShellPatterns(observers).check([place.name for place in places], "observers")
+    options = EncodeOptions(scale_rule=scale_rule, pad=pad or plan.pad)
     store_of = _store_finder(model)
     choices: dict[tuple[int, str], MorphChoice] = {}
     slots: dict[tuple[int, str], MorphedParameter] = {}
-    for place in places:
+    for place in sorted(places, key=lambda place: place.name not in plan):
         if place.key in choices:  # the same module under a second name
             continue
-        fmt, reason = _choose(place, formats, norms)
-        if fmt is None:
+        if place.name not in plan:
+            choices[place.key] = MorphChoice(None, "not in the plan")
+            continue
+        entry = plan.entries[place.name]
+        fmt, reason = get_format(entry.choice.format), entry.choice.reason
+        if entry.stored is not None:
             choices[place.key] = MorphChoice(None, reason)
             continue
         slots[place.key] = slot = MorphedParameter(store_of(place), fmt)
@@ -347,7 +340,7 @@ def _morph_ties(
     morphed = {id(place.parameter): place for place in reversed(places) if place.key in slots}
     for place in places:
         twin = morphed.get(id(place.parameter))
-        if twin is not None and place.key not in slots and not choices[place.key].reason.endswith(_NONE):
+        if twin is not None and place.key not in slots and not choices[place.key].reason.endswith(NONE):
             slots[place.key] = MorphedParameter(slots[twin.key].store, slots[twin.key].fmt)
             choices[place.key] = MorphChoice(slots[twin.key].fmt.name, f"tied to {twin.name}")
 

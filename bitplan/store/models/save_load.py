@@ -19,8 +19,8 @@ from bitplan.errors import ArgumentError, FileFormatError, StoreError
 from bitplan.formats import Encoded
 from bitplan.formats.dtypes import dtype_name
 from bitplan.kernels import decode
-from bitplan.store.files.open_files import NARROW_FLOATS, TensorFile, open_tensors
-from bitplan.store.files.writers import Promise, write_tensors
+from bitplan.store.files.open_files import open_tensors, require_container, write_tensors
+from bitplan.store.files.tensor_file import NARROW_FLOATS, Promise, TensorFile
 from bitplan.store.models.morph import EncodedModule, attach_encoded, encoded_modules_of, formats_of, stores_of
 from bitplan.store.models.transformers_names import listed_names, model_from_tensors
 
@@ -32,7 +32,7 @@ def save_model(model: nn.Module, path: str | Path, *, metadata: Mapping[str, str
     """
     _check_arguments("save_model(model, path)", model, path)
     items, tied = _model_items(model, path)
-    if Path(path).suffix != ".safetensors":  # the other containers cannot say that two names are one tensor
+    if not require_container(path).holds_ties:
         items |= {alias: items[name] for alias, name in tied.items()}
         tied = {}
     promises = [

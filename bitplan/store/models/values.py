@@ -24,7 +24,10 @@ from bitplan.formats import Encoded
 from bitplan.formats.dtypes import dtype_name
 from bitplan.kernels import decode
 from bitplan.plan import shipped_manifest
-from bitplan.store.files.open_files import GGUFTensors, NativeTensors, TensorFile, open_tensors
+from bitplan.store.files.gguf_tensors import GGUFTensors
+from bitplan.store.files.native_tensors import NativeTensors
+from bitplan.store.files.open_files import open_tensors
+from bitplan.store.files.tensor_file import TensorFile
 from bitplan.store.gpt_oss.config import ARCHITECTURE
 from bitplan.store.gpt_oss.experts import DOWN, GATE_UP
 from bitplan.store.gpt_oss.layouts import LayoutTensor, list_slots

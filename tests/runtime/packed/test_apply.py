@@ -396,10 +396,19 @@ def test_morphed_models_and_unknown_strategies_are_refused() -> None:
     ):
         with pytest.raises(ApplyError, match=said):
             apply_plan(model, plan_for("0.weight", "mxfp4"), **options)
-    with pytest.raises(ApplyError, match=r"expected a Plan, such as Manifest.resolve gives, got a dict"):
-        apply_plan(model, {"0.weight": "mxfp4"})
     morph_model(model, "mxfp4")
     refused(model, plan_for("0.weight", "mxfp4"), "unmorph_model first")
+
+
+@pytest.mark.parametrize("wanted", ["int8_row", {"0": "int8_row"}, [{"regex": "0.weight", "format": "int8_row"}]])
+def test_a_format_a_mapping_or_a_manifest_is_made_a_plan_for_the_model(wanted: Any) -> None:
+    model = nn.Sequential(nn.Linear(64, 64), nn.BatchNorm1d(64))
+    if isinstance(wanted, list):
+        rules = [*wanted, {"regex": ".*", "format": "F32"}]
+        wanted = Manifest.from_document({"version": 1, "patterns": rules})
+    applied = apply_plan(model, wanted)
+    assert [(change.name, change.format) for change in applied.changes] == [("0.weight", "int8_row")]
+    assert isinstance(model[0], QuantLinear)
 
 
 def test_many_faults_are_counted() -> None:

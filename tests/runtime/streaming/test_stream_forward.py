@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 
+from bitplan.errors import PlanError
 from bitplan.plan.plan import Choice, Plan, Planned
 from bitplan.runtime.streaming.errors import StreamError
 from bitplan.runtime.streaming.stream_blocks import stream_blocks
@@ -53,7 +54,7 @@ def test_a_plan_gives_formats_by_name():
         assert stream.formats["layers.3.up.weight"] == "int8_row"
         assert stream.formats["layers.3.up.bias"] == "float32"
     lacking = Plan({name: plan.entries[name] for name in names if name != "layers.2.norm.bias"})
-    with pytest.raises(StreamError, match=r"no format for 'layers\.2\.norm\.bias'"):
+    with pytest.raises(PlanError, match=r"stream_blocks: the plan .* lacks 1: 'layers\.2\.norm\.bias'"):
         stream_blocks(make_stack(adapters=False), "layers.*", device="cpu", formats=lacking, train="nothing")
 
 

@@ -19,8 +19,8 @@ from bitplan.store.checks.scale_findings import index_of
 from bitplan.store.files import packed_rows
 from bitplan.store.files.container import ContainerFile
 from bitplan.store.files.gguf import dequantize_rows, write_gguf
-from bitplan.store.files.open_files import open_tensors
-from bitplan.store.files.writers import Promise, write_tensors
+from bitplan.store.files.open_files import open_tensors, write_tensors
+from bitplan.store.files.tensor_file import Promise
 
 ANY = Manifest((Rule(".*", "bfloat16"),))
 PACKED = [pytest.param(fmt, id=fmt.name) for fmt in list_formats() if not fmt.is_cast]

@@ -13,7 +13,8 @@ from bitplan.formats.scales.checks import scale_health
 from bitplan.store.checks.drift_files import drift_files
 from bitplan.store.compare import compare_files
 from bitplan.store.files import packed_rows
-from bitplan.store.files.writers import Promise, write_tensors
+from bitplan.store.files.open_files import write_tensors
+from bitplan.store.files.tensor_file import Promise
 from bitplan.store.quantize import quantize_file
 
 FORMATS = [pytest.param(fmt, id=fmt.name) for fmt in list_formats()]

@@ -8,7 +8,7 @@ from torch import nn
 
 from bitplan.errors import ArgumentError, FileFormatError, StoreError
 from bitplan.formats import DTYPE_NAMES, list_formats
-from bitplan.store.files.writers import GGUF_TYPES
+from bitplan.store.files.gguf_tensors import GGUF_TYPES
 from bitplan.store.models.morph import formats_of, morph_model, stores_of
 from bitplan.store.models.save_load import load_model, save_model
 

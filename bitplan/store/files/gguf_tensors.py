@@ -1,0 +1,157 @@
+"""GGUF, llama.cpp's container: a file, or all parts of a split one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from bitplan.errors import StoreError
+from bitplan.formats.dtypes import dtype_name
+from bitplan.store.files.container import PayloadWriter
+from bitplan.store.files.tensor_file import Container, Promise, TensorFile, TensorSpec, Writer
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from bitplan.formats import Encoded
+
+GGUF_FORMATS = {
+    "Q4_0": "q4_0_gguf",
+    "Q8_0": "q8_0_gguf",
+    "MXFP4": "mxfp4_gguf",
+    "F16": "float16",
+    "BF16": "bfloat16",
+}
+# The formats GGUF can hold; mxfp4 is repacked into GGUF's byte order, value for value.
+GGUF_TYPES = {ours: theirs for theirs, ours in GGUF_FORMATS.items()} | {"mxfp4": "MXFP4", "float32": "F32"}
+_PLAIN_TYPES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16", "float64": "F64"}
+_PLAIN_TYPES |= {f"int{bits}": f"I{bits}" for bits in (8, 16, 32, 64)}
+DEQUANTIZE_NUMBERS = 2**20
+
+
+class GGUFTensors(TensorFile):
+    """A GGUF file, or all parts of a split one; every type that gguf-py can decode."""
+
+    kind = "gguf"
+
+    def __init__(self, path: Path) -> None:
+        from bitplan.store.files.gguf import plain_dtype_name
+        from bitplan.store.files.gguf_split import open_gguf
+
+        self.file = open_gguf(path)
+        self.path = path
+        self.metadata = self.file.metadata
+        self.specs = {}
+        for name, entry in self.file.tensors.items():
+            type_name = entry.type.name
+            plain = plain_dtype_name(entry.type)
+            ours = GGUF_FORMATS.get(type_name) or plain or f"gguf:{type_name}"
+            encoded = type_name in GGUF_FORMATS
+            self.specs[name] = TensorSpec(name, ours, entry.shape, entry.nbytes, plain or "float32", encoded)
+
+    def read(self, name: str) -> Tensor | Encoded:
+        spec, entry = self.spec(name), self.file.tensors[name]
+        if spec.encoded:
+            from bitplan.formats import Encoded
+
+            return Encoded.from_bytes(spec.format, spec.shape, self.file.read_raw(name).numpy().data.cast("B"))
+        if not spec.format.startswith("gguf:"):
+            return self.file.read_raw(name).reshape(-1).view(spec.dtype).reshape(spec.shape)
+        return self._dequantize(name, entry.raw_shape)
+
+    @property
+    def files(self) -> list[Path]:
+        return self.file.parts
+
+    def close(self) -> None:
+        self.file.close()
+
+    def _dequantize(self, name: str, raw_shape: tuple[int, ...]) -> Tensor:
+        """Decode some rows at a time: gguf-py's temporaries are many times the size of what they decode."""
+        import torch
+
+        from bitplan.store.files.gguf import dequantize_rows
+
+        shape = self.specs[name].shape
+        out = torch.empty(shape).reshape(-1, shape[-1])
+        step = max(1, DEQUANTIZE_NUMBERS // max(1, shape[-1]))
+        for start in range(0, out.shape[0], step):
+            stop = min(start + step, out.shape[0])
+            raw = self.file.read_raw_rows(name, start, stop)
+            try:
+                out[start:stop] = dequantize_rows(raw, self.file.tensors[name].type)
+            except StoreError as error:
+                raise StoreError(f"{self.path}: {name}: {error}") from None
+        return out.reshape(shape)
+
+
+class GGUF(Container):
+    """Its metadata are `GGUFValue`s, and go from one GGUF file to another."""
+
+    suffix = ".gguf"
+    file_type = GGUFTensors
+    has_gguf_formats = True
+
+    def recognises(self, path: Path, head: bytes) -> bool:
+        return head[:4] == b"GGUF" or (path.suffix == ".gguf" and bool(head))
+
+    @contextmanager
+    def write(
+        self, path: Path, promises: Sequence[Promise], metadata: Mapping[str, Any], tied: Mapping[str, str]
+    ) -> Iterator[Writer]:
+        from gguf import GGMLQuantizationType, GGUFValueType
+
+        from bitplan.store.files.gguf import write_gguf
+        from bitplan.store.files.gguf_values import GGUFValue
+
+        if texts := [key for key, value in metadata.items() if not isinstance(value, GGUFValue)]:
+            raise StoreError(f"{path}: GGUF takes metadata of GGUF files alone, got {texts[0]!r}; write .safetensors")
+        values = metadata or {"general.architecture": GGUFValue(GGUFValueType.STRING, "bitplan")}
+        entries = [(item.name, GGMLQuantizationType[_gguf_type(item, path)], item.shape) for item in promises]
+        with write_gguf(path, entries, values) as payloads:
+            yield _GGUFWriter(payloads)
+
+    def check_source(self, source: TensorFile, output: Path) -> None:
+        if not isinstance(source, GGUFTensors):
+            raise StoreError(
+                f"{output}: GGUF is written from GGUF alone: {source.path} has neither llama.cpp's names nor its "
+                "metadata; convert it with llama.cpp's convert_hf_to_gguf.py first (gpt-oss: "
+                "`bitplan convert --to gguf`), or write .safetensors"
+            )
+
+
+class _GGUFWriter:
+    def __init__(self, payloads: PayloadWriter) -> None:
+        self._payloads = payloads
+
+    def write(self, name: str, item: Tensor | Encoded) -> None:
+        from bitplan.formats import Encoded, repack
+
+        if isinstance(item, Encoded):
+            if item.fmt.name == "mxfp4":
+                item = repack(item, "mxfp4_gguf")
+            self._payloads.write(name, item.data if item.fmt.is_cast else item.to_bytes())
+        else:
+            self._payloads.write(name, item)
+
+
+def _gguf_type(promise: Promise, path: str | Path) -> str:
+    if promise.fmt is None:
+        kind = dtype_name(promise.dtype)
+        if kind not in _PLAIN_TYPES:
+            raise StoreError(f"{path}: GGUF has no {kind} ({promise.name!r}); write .safetensors")
+        return _PLAIN_TYPES[kind]
+    if promise.fmt.name not in GGUF_TYPES:
+        raise StoreError(
+            f"{path}: GGUF cannot hold {promise.fmt.name} ({promise.name!r}); "
+            f"it holds {', '.join(GGUF_TYPES)}; write .safetensors for the others"
+        )
+    row, block = promise.shape[-1] if promise.shape else 1, promise.fmt.block.cols or 1
+    if row % block:
+        raise StoreError(
+            f"{path}: GGUF's blocks of {block} lie along the last axis and are never filled, and {promise.name!r} has "
+            f"{row} there; leave it as it is (--keep {promise.name!r}), or write .safetensors"
+        )
+    return GGUF_TYPES[promise.fmt.name]

@@ -1,0 +1,194 @@
+"""What a container of tensors is: how its files are recognised, opened and written.
+
+A `TensorFile` is one file open for reading: names, formats, shapes, and one tensor at a time. A `Container` is a kind
+of file. Writing states first what will come, which fixes the header, so that nothing is kept in memory; then tensors
+come one at a time.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol, Self
+
+from bitplan.errors import StoreError, did_you_mean
+from bitplan.formats.dtypes import torch_dtype
+from bitplan.records import check_output, check_output_folder
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+    from bitplan.formats import Encoded, Format
+
+# Floats of which torch computes nothing; most stand for numbers, E8M0 for powers of two.
+NARROW_FLOATS = (
+    "float8_e4m3fn",
+    "float8_e4m3fnuz",
+    "float8_e5m2",
+    "float8_e5m2fnuz",
+    "float8_e8m0fnu",
+    "float4_e2m1fn_x2",
+)
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """What a file says of one tensor, before its bytes are read.
+
+    `format` is one of ours, or a torch dtype's name, or `gguf:TYPE` for types that come decoded.
+    """
+
+    name: str
+    format: str
+    shape: tuple[int, ...]
+    nbytes: int
+    dtype_name: str
+    encoded: bool
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The type of the numbers: of a packed tensor, float32."""
+        return torch_dtype(self.dtype_name)
+
+
+class TensorFile(ABC):
+    """A file of weights open for reading."""
+
+    kind: str
+    path: Path
+    specs: Mapping[str, TensorSpec]
+    # Names that share another name's tensor, as alias -> name.
+    tied: Mapping[str, str] = {}
+    # What else the file says, as its container's `write` takes it.
+    metadata: Mapping[str, Any] = {}
+
+    @abstractmethod
+    def __init__(self, path: Path) -> None:
+        """Open it; the header is checked."""
+
+    @abstractmethod
+    def read(self, name: str) -> Tensor | Encoded:
+        """One tensor, in its own memory."""
+
+    def read_float(self, name: str) -> Tensor:
+        """One tensor as numbers: an Encoded is decoded to float32, and 8-bit floats come as float32."""
+        from bitplan.formats import Encoded
+        from bitplan.kernels import decode
+
+        spec = self.spec(name)
+        self.require_numbers(spec)
+        found = self.read(name)
+        if isinstance(found, Encoded):
+            return decode(found)
+        return found.float() if spec.dtype_name in NARROW_FLOATS else found
+
+    def require_numbers(self, spec: TensorSpec) -> None:
+        """Refuse 4- and 8-bit floats that are codes, whose scales lie beside them under another name."""
+        if spec.encoded or spec.dtype_name not in NARROW_FLOATS:
+            return
+        if spec.dtype_name == "float4_e2m1fn_x2":
+            fault = "two to a byte, and safetensors does not say which comes first"
+        elif scales := next((name for name in _scale_names(spec.name) if name in self.specs), None):
+            fault = f"codes with scales beside them ({scales!r})"
+        else:
+            return
+        raise StoreError(
+            f"{self.path}: {spec.name!r} is {spec.format}: {fault}; bitplan does not decode it: "
+            "write the checkpoint in bfloat16 with the program that made it"
+        )
+
+    @abstractmethod
+    def close(self) -> None:
+        """Release the file; reading after this is an error."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    @property
+    def files(self) -> list[Path]:
+        """Every file that is read; none of them may be written to meanwhile."""
+        return [self.path]
+
+    def spec(self, name: str) -> TensorSpec:
+        """What the file says of a tensor; a tied name gives that of the tensor it shares."""
+        own = self.tied.get(name, name)
+        if own not in self.specs:
+            raise StoreError(f"{self.path}: no tensor {name!r}{did_you_mean(name, self.specs)}")
+        return self.specs[own]
+
+
+def _scale_names(name: str) -> Iterator[str]:
+    """Where FP8 checkpoints keep a weight's scales: NAME_scale_inv, NAME_scale, NAME.scale, with .weight or without."""
+    for stem in (name, name.removesuffix(".weight")):
+        yield from (f"{stem}{mark}{suffix}" for mark in "_." for suffix in ("scale_inv", "scale", "scales"))
+
+
+@dataclass(frozen=True)
+class Promise:
+    """A tensor that will come: in a format, or plain (fmt None) with its dtype."""
+
+    name: str
+    shape: tuple[int, ...]
+    fmt: Format | None = None
+    dtype: torch.dtype = field(default_factory=lambda: torch_dtype("float32"))
+
+    @property
+    def nbytes(self) -> int:
+        if self.fmt is not None:
+            return self.fmt.nbytes(self.shape)
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+class Writer(Protocol):
+    def write(self, name: str, item: Tensor | Encoded) -> None: ...
+
+
+class Container(ABC):
+    """A kind of file that holds tensors.
+
+    suffix            of what is written, with its dot
+    file_type         what reads it
+    is_folder         it is a folder of files
+    holds_ties        it can say that two names are one tensor; elsewhere that is written under both
+    has_gguf_formats  it holds GGUF's block formats alone, so that those are chosen
+    """
+
+    suffix: str
+    file_type: type[TensorFile]
+    is_folder = False
+    holds_ties = False
+    has_gguf_formats = False
+
+    @abstractmethod
+    def recognises(self, path: Path, head: bytes) -> bool:
+        """Whether a file with these first bytes (at most 16), or a folder (no bytes), is one of these."""
+
+    @abstractmethod
+    def write(
+        self, path: Path, promises: Sequence[Promise], metadata: Mapping[str, Any], tied: Mapping[str, str]
+    ) -> AbstractContextManager[Writer]:
+        """Takes every promised tensor, in any order; the file gets its name when all have come.
+
+        metadata   what a file of this kind said of itself, or nothing
+        tied       with `holds_ties`: alias -> name
+        """
+
+    def check_output(self, path: str | Path, *, inputs: Iterable[Path], force: bool = True) -> None:
+        """Refuse what cannot be written, or must not be; a folder is never replaced."""
+        if self.is_folder:
+            check_output_folder(path, inputs=inputs)
+        else:
+            check_output(path, inputs=inputs, force=force)
+
+    def check_source(  # noqa: B027 (most take any source)
+        self, source: TensorFile, output: Path
+    ) -> None:
+        """Refuse to be written from this file, where a user would get something of no use."""
