@@ -27,8 +27,9 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from bitplan.formats.fp8_recipes import RECIPES, expert_recipes
 from bitplan.kernels.fp8.experts import products as kernels
-from bitplan.kernels.fp8.experts.layout import GROUPED_RECIPES, GroupedFp8, GroupLayout
+from bitplan.kernels.fp8.experts.layout import GroupedFp8, GroupLayout
 from bitplan.kernels.fp8.experts.products import lay_out, pick_impl, token_pad
 from bitplan.runtime.fp8.layers.linear_function import INPUT_TYPES
 from bitplan.runtime.fp8.layers.scale_guesses import GRAD, INPUT, WEIGHT, guess_for
@@ -124,8 +125,8 @@ class GroupedLinear(nn.Module):
         if num_experts < 1:
             raise Fp8LayerError(f"a GroupedLinear has at least one expert, got {num_experts}")
         for recipe in self.gemms.recipes:
-            if recipe not in GROUPED_RECIPES:
-                raise Fp8LayerError(f"experts have {', '.join(GROUPED_RECIPES)} and bf16, got {recipe!r}")
+            if RECIPES[recipe].experts is None:
+                raise Fp8LayerError(f"experts have {', '.join(expert_recipes())} and bf16, got {recipe!r}")
         check_shape(self.gemms, (self.out_features, self.in_features), type(self).__name__)
 
     def _pad(self, device: torch.device) -> int:

@@ -19,11 +19,11 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from bitplan.formats.fp8_recipes import RECIPES
 from bitplan.runtime.fp8.compiled_graphs import allocate_outside
 from bitplan.store.models.weight_changes import KeptByStorage
 
 INPUT, WEIGHT, GRAD = "input", "weight", "grad"
-TENSORWISE = "tensorwise"
 
 
 @dataclass
@@ -42,7 +42,7 @@ _kept: KeptByStorage[_Kept] = KeptByStorage(64)
 
 def guess_for(recipe: str, weight: Tensor, role: str, fp8: str = "e4m3", experts: int = 1) -> Tensor | None:
     """The guess for a cast by a recipe, or the guesses for that many experts; None where there is none to be used."""
-    if recipe != TENSORWISE or not weight.is_cuda:
+    if not weight.is_cuda or not RECIPES[recipe].has_one_scale:
         return None
     key = (weight.untyped_storage()._cdata, weight.storage_offset(), role, fp8, experts)
     kept = _kept.get(key)

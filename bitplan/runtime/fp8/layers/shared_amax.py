@@ -16,9 +16,10 @@ import torch
 from torch import Tensor
 
 from bitplan.formats.fp8 import CastPair, ScaledFp8, cast_reference, pad_rows, padded_tokens
+from bitplan.formats.fp8_recipes import RECIPES
 from bitplan.runtime.fp8.layers.linear import Fp8Linear
 from bitplan.runtime.fp8.layers.linear_function import run_linear
-from bitplan.runtime.fp8.layers.scale_guesses import TENSORWISE, WEIGHT
+from bitplan.runtime.fp8.layers.scale_guesses import WEIGHT
 from bitplan.runtime.fp8.layers.weight_casts import derived_layouts
 from bitplan.runtime.fp8.layers.weight_source import WeightSource
 
@@ -37,12 +38,13 @@ def agreed_cast(
     eps: float,
     largest: Largest,
     *,
+    recipe: str = "tensorwise",
     is_weight: bool = False,
     rows: bool = True,
     cols: bool = True,
 ) -> CastPair:
     """A tensorwise cast by the group's maximum; both layouts have the one scale."""
-    padded = x_RC.shape[0] if is_weight else padded_tokens(TENSORWISE, x_RC.shape[0])
+    padded = x_RC.shape[0] if is_weight else padded_tokens(recipe, x_RC.shape[0])
     if not x_RC.is_cuda:
         bits = x_RC.float().abs().amax() if x_RC.numel() else x_RC.new_zeros((), dtype=torch.float32)
         amax = float(largest(bits.view(torch.int32).reshape(1)).view(torch.float32))
@@ -80,7 +82,7 @@ class SharedAmax(WeightSource):
     ) -> CastPair:
         if not self._agrees(recipe, role):
             return super().cast(x, recipe, fp8, eps, weight, role, rows=rows, cols=cols)
-        return agreed_cast(x, fp8, eps, self.largest, rows=rows, cols=cols)
+        return agreed_cast(x, fp8, eps, self.largest, recipe=recipe, rows=rows, cols=cols)
 
     def rows(self, weight: Tensor, recipe: str, eps: float, *, with_cols: bool) -> ScaledFp8:
         if not self._agrees(recipe, WEIGHT):
@@ -93,7 +95,7 @@ class SharedAmax(WeightSource):
         return self._weight(weight, recipe, eps)[1]
 
     def _agrees(self, recipe: str, role: str) -> bool:
-        return role in self.divided and recipe == TENSORWISE
+        return role in self.divided and RECIPES[recipe].has_one_scale
 
     def _weight(self, weight: Tensor, recipe: str, eps: float) -> tuple[ScaledFp8, ScaledFp8]:
         """Both layouts, kept while the weight does not change: all processes change it in the same step."""

@@ -33,8 +33,8 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from bitplan.formats.fp8 import CastPair, ScaledFp8
+from bitplan.formats.fp8_recipes import RECIPES
 from bitplan.kernels.fp8.cast import cast_layouts
-from bitplan.plan.fp8.terms import RECIPES
 from bitplan.runtime.fp8.compiled_graphs import in_compiled_graphs
 from bitplan.runtime.fp8.layers.scale_guesses import WEIGHT, guess_for
 from bitplan.store.models.weight_changes import UNCOUNTED, KeptByStorage, count_optimizer_steps, writes_of
