@@ -28,8 +28,9 @@ import harness
 import torch
 from torch import Tensor
 
+from bitplan.formats.fp8_recipes import expert_recipes
 from bitplan.kernels.fp8.experts import products as kernels
-from bitplan.kernels.fp8.experts.layout import GROUPED_RECIPES, TILE_ROWS, GroupLayout, scale_kind
+from bitplan.kernels.fp8.experts.layout import TILE_ROWS, GroupLayout, scale_kind
 from bitplan.runtime.fp8.bench.routing import route_tokens
 from bitplan.runtime.fp8.layers.grouped_linear import GroupedLinear, plain_rows, plain_sums
 from bitplan.runtime.fp8.layers.weight_casts import drop_casts
@@ -153,7 +154,7 @@ def products() -> list[dict[str, Any]]:
             ("bf16", "dgrad"): partial(plain_rows, dy, weight.transpose(1, 2), layout, None),
             ("bf16", "wgrad"): partial(plain_sums, dy, x, layout),
         }
-        for recipe in GROUPED_RECIPES:
+        for recipe in expert_recipes():
             calls |= product_calls(recipe, x, dy, weight, layout, routing == "uniform")
         refused = compile_together(calls)
         for (arm, gemm), why in refused.items():
@@ -226,7 +227,7 @@ def casts() -> list[dict[str, Any]]:
         counts = counts_of(count, routing)
         layout = kernels.lay_out(counts, TOKENS, 128)
         calls: dict[str, Call] = {"layout": lambda counts=counts: kernels.lay_out(counts, TOKENS, 128)}  # type: ignore[misc]
-        for recipe in GROUPED_RECIPES:
+        for recipe in expert_recipes():
             calls[f"tokens {recipe}"] = partial(kernels.cast_tokens, x, recipe, layout)
             calls[f"matrices {recipe}"] = partial(kernels.cast_experts, weight, recipe)
         calls |= {f"{name} guessed": call for name, call in guessed_casts(x, weight, layout).items()}

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from bitplan.cli.fit_columns import TextColumn, columns_of, share_width, split_columns, wrap
+from bitplan.formats.fp8_recipes import RECIPES
 from bitplan.text import visible
 
 if TYPE_CHECKING:
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
 
 Force = Annotated[bool, typer.Option("--force", help="Replace a file that exists.")]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
+Recipe = Annotated[str | None, typer.Option("--recipe", help=" or ".join(", ".join(RECIPES).rsplit(", ", 1)) + ".")]
 WIDE = 160  # where nobody says how wide: a pipe, a file
 LINE_EVERY_S = 10.0
 

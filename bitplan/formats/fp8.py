@@ -1,7 +1,7 @@
 """Scaled FP8 operands of a matrix product: scales, casts and what they stand for, in plain torch. The definition.
 
 An operand is a matrix [R, C] whose rows the product sums along: C is the contraction. `codes` are FP8, row-major, and
-`scale` says what they are worth, one number for
+`scale` says what they are worth, one number for (the table itself is in `fp8_recipes`)
 
     scaling     of the recipe                            shape of the scale              numbers that share one
     "tensor"    tensorwise                               ()                              all
@@ -33,26 +33,15 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from bitplan.errors import FormatError, did_you_mean
+from bitplan.errors import FormatError
+from bitplan.formats.fp8_recipes import SCALINGS, ScaleBlock, find_recipe
 from bitplan.formats.scales.rules import E8M0_NAN, SMALLEST_SCALE, PowerOfTwoScales
 
 Fp8Name = Literal["e4m3", "e5m2"]
-Scaling = Literal["tensor", "row", "1x128", "128x128", "1x32"]
 FP8_DTYPES = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
 FP8_NAMES = {dtype: name for name, dtype in FP8_DTYPES.items()}
 FP8_LIMITS = {"e4m3": 448.0, "e5m2": 57344.0}
 NAN_CODE = 0x7F
-BLOCK, MX_BLOCK = 128, 32
-SCALINGS: tuple[Scaling, ...] = ("tensor", "row", "1x128", "128x128", "1x32")
-_OF_RECIPE: dict[str, tuple[Scaling, Scaling]] = {  # of activations and gradients, of weights
-    "tensorwise": ("tensor", "tensor"),
-    "rowwise": ("row", "row"),
-    "blockwise": ("1x128", "128x128"),
-    "mxfp8": ("1x32", "1x32"),
-}
-# What the count of tokens is padded to, for it is the contraction of one product: 16 bytes for the tensor cores, or
-# the block of the recipe.
-TOKEN_MULTIPLES = {"tensorwise": 16, "rowwise": 16, "blockwise": BLOCK, "mxfp8": MX_BLOCK}
 _E8M0 = PowerOfTwoScales()
 
 
@@ -63,7 +52,7 @@ class ScaledFp8:
 
     codes: Tensor
     scale: Tensor
-    scaling: Scaling
+    scaling: str
     _turned: Tensor | None = field(default=None, init=False, repr=False)
 
     @property
@@ -89,18 +78,15 @@ class CastPair(NamedTuple):
     cols: ScaledFp8 | None = None
 
 
-def scaling_of(recipe: str, *, is_weight: bool = False) -> Scaling:
+def scaling_of(recipe: str, *, is_weight: bool = False) -> str:
     """How a recipe scales an operand."""
-    if recipe not in _OF_RECIPE:
-        raise FormatError(
-            f"recipe must be one of {', '.join(_OF_RECIPE)}, got {recipe!r}{did_you_mean(recipe, _OF_RECIPE)}"
-        )
-    return _OF_RECIPE[recipe][is_weight]
+    row = find_recipe(recipe)
+    return row.weights if is_weight else row.activations
 
 
 def padded_tokens(recipe: str, tokens: int) -> int:
     """How many rows a cast of this many tokens has."""
-    multiple = TOKEN_MULTIPLES[recipe]
+    multiple = find_recipe(recipe).multiple
     return -(-tokens // multiple) * multiple
 
 
@@ -110,17 +96,17 @@ def pad_rows(x_RC: Tensor, rows: int) -> Tensor:
     return torch.nn.functional.pad(x_RC, (0, 0, 0, missing)) if missing else x_RC
 
 
-def cast_reference(x_RC: Tensor, scaling: Scaling, fp8: str = "e4m3", eps: float = 0.0) -> ScaledFp8:
+def cast_reference(x_RC: Tensor, scaling: str, fp8: str = "e4m3", eps: float = 0.0) -> ScaledFp8:
     """Cast a matrix as an operand that is summed along its rows' length."""
     check_castable(x_RC, scaling, fp8)
+    block = SCALINGS[scaling]
     x = x_RC.float()
-    blocks = _in_blocks(x, scaling)
-    amax = _amax(blocks, scaling).clamp(min=eps)
-    if scaling == "1x32":
+    blocks = _in_blocks(x, block)
+    amax = _amax(blocks, block).clamp(min=eps)
+    if block.as_byte:
         stored, scale = _power_of_two_scale(amax, fp8)
     else:
-        scale = scale_of_amax(amax, fp8, power_of_two=scaling == "tensor")
-        stored = scale
+        stored = scale = scale_of_amax(amax, fp8, power_of_two=block.power_of_two)
     codes = round_to_fp8(blocks * (1.0 / scale), fp8)
     return ScaledFp8(_out_of_blocks(codes, x.shape), _arrange_scale(stored, x.shape, scaling), scaling)
 
@@ -144,13 +130,10 @@ def round_to_fp8(scaled: Tensor, fp8: str) -> Tensor:
 def decode_scaled(operand: ScaledFp8, dtype: torch.dtype = torch.float32) -> Tensor:
     """What the operand stands for, [R, C]; computed in float32, or in float64 where that is asked for."""
     wide = torch.float64 if dtype == torch.float64 else torch.float32
-    blocks = _in_blocks(operand.codes.to(wide), operand.scaling)
-    scale = operand.scale
-    if operand.scaling == "1x32":
-        scale = _E8M0.load(scale, None)[..., None]
-    elif operand.scaling == "1x128":
-        scale = scale[..., None]
-    elif operand.scaling == "128x128":
+    block = SCALINGS[operand.scaling]
+    blocks = _in_blocks(operand.codes.to(wide), block)
+    scale = _E8M0.load(operand.scale, None) if block.as_byte else operand.scale
+    if block.cols is not None:
         scale = scale[:, None, :, None]
     return _out_of_blocks(blocks * scale.to(wide), operand.shape).to(dtype)
 
@@ -163,49 +146,45 @@ def check_castable(x_RC: Tensor, scaling: str, fp8: str) -> None:
         raise FormatError(
             f"an FP8 cast takes a matrix of bfloat16, float16 or float32, got {x_RC.dtype} of shape {tuple(x_RC.shape)}"
         )
-    width = {"1x128": BLOCK, "128x128": BLOCK, "1x32": MX_BLOCK}.get(scaling, 1)
-    height = BLOCK if scaling == "128x128" else 1
+    height, width = SCALINGS[scaling].rows or 1, SCALINGS[scaling].cols or 1
     if x_RC.shape[0] % height or x_RC.shape[1] % width:
         raise FormatError(
             f"scaling {scaling} takes whole blocks of {height}x{width}, got {tuple(x_RC.shape)}; pad with zeros"
         )
 
 
-def empty_scale(shape: tuple[int, int], scaling: Scaling, device: torch.device) -> Tensor:
+def empty_scale(shape: tuple[int, int], scaling: str, device: torch.device) -> Tensor:
     """Room for the scale of an operand of this shape, in the layout that products take."""
-    rows, cols = shape
-    if scaling == "tensor":
-        return torch.empty((), dtype=torch.float32, device=device)
-    if scaling == "row":
-        return torch.empty((rows, 1), dtype=torch.float32, device=device)
-    if scaling == "1x128":
-        return torch.empty((cols // BLOCK, rows), dtype=torch.float32, device=device).t()
-    if scaling == "128x128":
-        across = cols // BLOCK
-        return torch.zeros((rows // BLOCK, -(-across // 4) * 4), dtype=torch.float32, device=device)[:, :across]
-    return torch.empty((rows, cols // MX_BLOCK), dtype=torch.uint8, device=device)
+    block = SCALINGS[scaling]
+    dtype = torch.uint8 if block.as_byte else torch.float32
+    if block.rows is None:
+        return torch.empty((), dtype=dtype, device=device)
+    down, across = shape[0] // block.rows, 1 if block.cols is None else shape[1] // block.cols
+    if block.layout == "columns":
+        return torch.empty((across, down), dtype=dtype, device=device).t()
+    if block.layout == "fours":
+        return torch.zeros((down, -(-across // 4) * 4), dtype=dtype, device=device)[:, :across]
+    return torch.empty((down, across), dtype=dtype, device=device)
 
 
-def _in_blocks(x_RC: Tensor, scaling: str) -> Tensor:
+def _in_blocks(x_RC: Tensor, block: ScaleBlock) -> Tensor:
+    """[blocks down, rows of one, blocks across, columns of one]; whole rows as they lie."""
+    if block.rows is None or block.cols is None:
+        return x_RC
     rows, cols = x_RC.shape
-    if scaling == "128x128":
-        return x_RC.reshape(rows // BLOCK, BLOCK, cols // BLOCK, BLOCK)
-    if scaling in ("1x128", "1x32"):
-        width = BLOCK if scaling == "1x128" else MX_BLOCK
-        return x_RC.reshape(rows, cols // width, width)
-    return x_RC
+    return x_RC.reshape(rows // block.rows, block.rows, cols // block.cols, block.cols)
 
 
 def _out_of_blocks(blocks: Tensor, shape: torch.Size | tuple[int, int]) -> Tensor:
     return blocks.reshape(shape).contiguous()
 
 
-def _amax(blocks: Tensor, scaling: str) -> Tensor:
+def _amax(blocks: Tensor, block: ScaleBlock) -> Tensor:
     """The largest magnitude of each group, in the shape that multiplies the blocks; NaN counts as the largest."""
     magnitude = blocks.abs()
-    if scaling == "tensor":
+    if block.rows is None:
         return magnitude.amax() if magnitude.numel() else magnitude.new_zeros(())
-    over = {"row": (1,), "1x128": (2,), "128x128": (1, 3), "1x32": (2,)}[scaling]
+    over = (1,) if block.cols is None else (1, 3)
     if not magnitude.numel():
         return magnitude.sum(dim=over, keepdim=True)
     return magnitude.amax(dim=over, keepdim=True)
@@ -219,12 +198,10 @@ def _power_of_two_scale(amax: Tensor, fp8: str) -> tuple[Tensor, Tensor]:
     return byte, _E8M0.load(byte, None)
 
 
-def _arrange_scale(stored: Tensor, shape: torch.Size | tuple[int, int], scaling: Scaling) -> Tensor:
-    if scaling in ("tensor", "row"):
+def _arrange_scale(stored: Tensor, shape: torch.Size, scaling: str) -> Tensor:
+    if stored.dim() < 4:  # of whole rows
         return stored
-    width = MX_BLOCK if scaling == "1x32" else BLOCK
-    flat = stored.reshape(stored.shape[0], shape[1] // width)
-    if scaling == "1x32":
+    flat = stored.reshape(stored.shape[0], stored.shape[2])
+    if SCALINGS[scaling].layout == "rows":
         return flat
-    arranged = empty_scale((shape[0], shape[1]), scaling, stored.device)
-    return arranged.copy_(flat)
+    return empty_scale((shape[0], shape[1]), scaling, flat.device).copy_(flat)

@@ -28,6 +28,7 @@ from bitplan.errors import FileFormatError, StoreError
 from bitplan.formats import Encoded, Format
 from bitplan.records import parse_json
 from bitplan.store.models.morph import EncodedModule
+from bitplan.store.models.weight_changes import UNCOUNTED, writes_of
 
 _EXTRA = "_extra_state"
 _MAX_EXTRA_BYTES = 2**16
@@ -91,9 +92,7 @@ class PackedWeight(EncodedModule):
     @property
     def state(self) -> State:
         """Equal as long as the bytes are the same and lie in the same place."""
-        # Tensors made under inference_mode have no count of in-place writes.
-        writes = (0 if part is None or part.is_inference() else part._version for part in self._buffers.values())
-        return (self._changes, *writes)
+        return (self._changes, *(UNCOUNTED if part is None else writes_of(part) for part in self._buffers.values()))
 
     def derived(self, key: Hashable, make: Callable[[], Made], *, keep: bool = True) -> Made:
         """What `make` gave for this key, made at most once per state; with `keep` false it is made and not kept."""

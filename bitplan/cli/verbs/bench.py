@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 
 import typer
 
-from bitplan.cli.show import Force, Json, progress, say, show_json, table
+from bitplan.cli.show import Force, Json, Recipe, progress, say, show_json, table
 
 
 def bench_layers(
@@ -24,7 +24,7 @@ def bench_layers(
     ep: Annotated[int | None, typer.Option("--ep", min=1, help="Expert parallel size.")] = None,
     etp: Annotated[int | None, typer.Option("--etp", min=1, help="Expert-tensor parallel size.")] = None,
     precisions: Annotated[str | None, typer.Option("--precisions", help="bf16,fp8 or one of the two.")] = None,
-    recipe: Annotated[str | None, typer.Option("--recipe", help="tensorwise, rowwise, blockwise or mxfp8.")] = None,
+    recipe: Recipe = None,
     fp8: Annotated[Literal["e4m3", "hybrid"], typer.Option("--fp8", help="hybrid: gradients in E5M2.")] = "e4m3",
     warmup: Annotated[int | None, typer.Option("--warmup", min=0, help="Calls before the first sample.")] = None,
     iters: Annotated[int | None, typer.Option("--iters", min=1, max=1000, help="Samples of each arm.")] = None,

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 import typer
 
-from bitplan.cli.show import Json, progress, say, show_json, table
+from bitplan.cli.show import Json, Recipe, progress, say, show_json, table
 
 EMULATED = "FP8 is emulated on the CPU: this shows that the command runs; no speed is shown by it"
 
@@ -25,7 +25,7 @@ def confirm_policy(
     compiled: Annotated[
         bool, typer.Option("--compile/--no-compile", help="Compile the blocks first: confirm as you will run.")
     ] = False,
-    recipe: Annotated[str | None, typer.Option("--recipe", help="tensorwise, rowwise, blockwise or mxfp8.")] = None,
+    recipe: Recipe = None,
     tp: Annotated[int, typer.Option("--tp", min=1, help="The share of one GPU of so many, without communication.")] = 1,
     device: Annotated[
         Literal["cuda", "cpu"], typer.Option("--device", help="cpu emulates FP8: to try the command, not to decide.")

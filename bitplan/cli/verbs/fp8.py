@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal, NoReturn
 
 import typer
 
-from bitplan.cli.show import Force, Json, say, show_json, table
+from bitplan.cli.show import Force, Json, Recipe, say, show_json, table
 
 Part = Literal["llm", "vit"]
 
@@ -124,7 +124,7 @@ def explain(
     topk: Annotated[int | None, typer.Option("--topk", help="Experts: moe_router_topk.")] = None,
     expert: Annotated[bool, typer.Option("--expert", help="A column or row layer that is inside an expert.")] = False,
     shape: Annotated[str | None, typer.Option("--shape", metavar="OUTxIN", help="Local shape of the weight.")] = None,
-    recipe: Annotated[str | None, typer.Option("--recipe", help="tensorwise, rowwise, blockwise or mxfp8.")] = None,
+    recipe: Recipe = None,
     gemm: Annotated[str, typer.Option("--gemm", help="module, or one product: fprop, dgrad or wgrad.")] = "module",
     part: Annotated[Part, typer.Option("--part", help="The part of a VLM.")] = "llm",
     extrapolate: Annotated[

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from bitplan.errors import FormatError
 from bitplan.formats.fp8 import ScaledFp8, padded_tokens, scaling_of
+from bitplan.formats.fp8_recipes import find_recipe
 from bitplan.kernels.fp8.cast import cast_layouts
 
 NORMS = ("rms", "layer")
@@ -72,7 +73,7 @@ def _by_triton(
     x: Tensor, norm: NormWeights, rows_by: str | None, cols_by: str | None, fp8: str, eps: float, plain: bool
 ) -> Normed:
     cast, norms = _kernels()
-    with_amax = rows_by == "tensorwise" or cols_by == "tensorwise"
+    with_amax = any(name is not None and find_recipe(name).has_one_scale for name in (rows_by, cols_by))
     stats = norms.row_stats(x, norm.kind, norm.weight, norm.bias, norm.eps, with_amax=with_amax)
     rows = cols = normed = None
     for recipe in (rows_by, cols_by) if rows_by != cols_by else (rows_by,):

@@ -22,10 +22,10 @@ import torch
 from torch import Tensor
 
 from bitplan.errors import FormatError
-from bitplan.formats.fp8 import BLOCK, MX_BLOCK, ScaledFp8, decode_scaled
+from bitplan.formats.fp8 import ScaledFp8, decode_scaled
+from bitplan.formats.fp8_recipes import BLOCK, MX_BLOCK, PRODUCT_PAIRS
 
 PRODUCT_IMPLEMENTATIONS = ("auto", "emulate", "cublas", "triton")
-_PAIRS = {("tensor", "tensor"), ("row", "row"), ("1x128", "128x128"), ("1x128", "1x128"), ("1x32", "1x32")}
 
 
 def scaled_product(
@@ -39,7 +39,7 @@ def scaled_product(
 ) -> Tensor:
     """a times b transposed, [M, N], plus bias [N]."""
     (rows, width), (cols, other_width) = a_MK.codes.shape, b_NK.codes.shape
-    if width != other_width or (a_MK.scaling, b_NK.scaling) not in _PAIRS or impl not in PRODUCT_IMPLEMENTATIONS:
+    if width != other_width or (a_MK.scaling, b_NK.scaling) not in PRODUCT_PAIRS or impl not in PRODUCT_IMPLEMENTATIONS:
         _refuse(a_MK, b_NK, impl)
     if not rows or not cols or not width:
         out = torch.zeros((rows, cols), dtype=out_dtype, device=a_MK.codes.device)
@@ -62,7 +62,7 @@ def _refuse(a_MK: ScaledFp8, b_NK: ScaledFp8, impl: str) -> NoReturn:
         raise FormatError(f"a product sums along the same length, got {a_MK.shape} and {b_NK.shape}")
     raise FormatError(
         f"no product of scalings {a_MK.scaling} and {b_NK.scaling}; there are "
-        f"{', '.join(' with '.join(pair) for pair in sorted(_PAIRS))}"
+        f"{', '.join(' with '.join(pair) for pair in sorted(PRODUCT_PAIRS))}"
     )
 
 

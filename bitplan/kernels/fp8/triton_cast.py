@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from bitplan.errors import FormatError
-from bitplan.formats.fp8 import FP8_DTYPES, ScaledFp8, Scaling, check_castable, empty_scale, scale_of_amax
+from bitplan.formats.fp8 import FP8_DTYPES, ScaledFp8, check_castable, empty_scale, scale_of_amax
 from bitplan.kernels.fp8.fast_tile import fits_pairs, is_aligned, prepare_pairs
 from bitplan.kernels.fp8.general_tile import prepare_tiles
 from bitplan.kernels.fp8.maxima import PIECES, RowScales, partial_amax, plan_amax
@@ -62,7 +62,7 @@ class CastLaunch:
 #     1x128    494  89% (812)   4 or 8 warps, 4 or 8 words a thread within 1 us; in groups of 8 rows 504, programs that
 #                               stay and load ahead 540, hints to L2 to drop what is read 517. Rows alone 330, 100%
 #     128x128  484  91% (657)   4 words a thread 488, 8 warps 485
-PAIR_LAUNCHES: dict[Scaling, CastLaunch] = {
+PAIR_LAUNCHES: dict[str, CastLaunch] = {
     "tensor": CastLaunch(256, 64, 8, vector=4),
     "row": CastLaunch(128, 128, 8, vector=4),
     "1x128": CastLaunch(128, 128, 4, vector=8),
@@ -72,13 +72,13 @@ PAIR_LAUNCHES: dict[Scaling, CastLaunch] = {
 TILE_LAUNCH = CastLaunch()
 
 
-def launch_of(scaling: Scaling, launch: CastLaunch | None, *, paired: bool) -> CastLaunch:
+def launch_of(scaling: str, launch: CastLaunch | None, *, paired: bool) -> CastLaunch:
     return launch or (PAIR_LAUNCHES[scaling] if paired else TILE_LAUNCH)
 
 
 def cast_tiles(
     x_RC: Tensor,
-    scaling: Scaling,
+    scaling: str,
     fp8: str,
     eps: float,
     padded: int,
@@ -110,7 +110,7 @@ def _plan_cast(
     shape: tuple[int, int],
     dtype: torch.dtype,
     aligned: bool,
-    scaling: Scaling,
+    scaling: str,
     fp8: str,
     eps: float,
     padded: int,
@@ -127,7 +127,7 @@ def _plan_cast(
 class Room:
     """Memory for a cast in one layout."""
 
-    def __init__(self, shape: tuple[int, int], scaling: Scaling, fp8: str) -> None:
+    def __init__(self, shape: tuple[int, int], scaling: str, fp8: str) -> None:
         self.shape, self.scaling, self.dtype = shape, scaling, FP8_DTYPES[fp8]
         scale = empty_scale(shape, scaling, torch.device("meta"))
         self.scale_shape, self.scale_stride, self.scale_dtype = scale.shape, scale.stride(), scale.dtype
@@ -151,7 +151,7 @@ class _CastPlan:
         shape: tuple[int, int],
         dtype: torch.dtype,
         aligned: bool,
-        scaling: Scaling,
+        scaling: str,
         fp8: str,
         eps: float,
         padded: int,

@@ -28,6 +28,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+from bitplan.formats.fp8_recipes import RECIPES
 from bitplan.plan.fp8.estimate import REACH, estimate_speedup
 from bitplan.plan.fp8.policy import Fp8Decision, Policy, Question, alike_rules, decide, matching_rules
 from bitplan.plan.fp8.terms import (
@@ -36,7 +37,6 @@ from bitplan.plan.fp8.terms import (
     LOSE,
     MODULE,
     PRODUCTS,
-    RECIPES,
     UNDECIDED,
     UNMEASURED,
     shape_obstacle,

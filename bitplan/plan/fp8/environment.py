@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from bitplan.errors import did_you_mean
-from bitplan.plan.fp8.terms import DEFAULT_RECIPE, DEFAULT_THRESHOLD, PRECISIONS, RECIPES, Fp8Error
+from bitplan.formats.fp8_recipes import RECIPES
+from bitplan.plan.fp8.terms import DEFAULT_RECIPE, DEFAULT_THRESHOLD, PRECISIONS, Fp8Error
 
 PREFIX = "TE_LAYER_PERF_"
 # The seed leaves its automatic sweep open: every doubling from where FP8 rarely pays to where it nearly always does.

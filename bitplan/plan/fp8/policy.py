@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from bitplan.documents import load_document, show
+from bitplan.formats.fp8_recipes import RECIPES
 from bitplan.plan.fp8.terms import (
     COUNT,
     GEMMS,
@@ -30,7 +31,6 @@ from bitplan.plan.fp8.terms import (
     LOSE,
     MODULE,
     PARTS,
-    RECIPES,
     UNDECIDED,
     UNMEASURED,
     WIN,

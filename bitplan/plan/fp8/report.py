@@ -29,6 +29,7 @@ from typing import Any
 
 from bitplan.documents import EVIDENCE, FLAG, LIST, NAME, OBJECT, SIZE, TEXT, Kind, Reader, is_number, one_of, show
 from bitplan.errors import FileFormatError
+from bitplan.formats.fp8_recipes import RECIPES
 from bitplan.logs import json_line
 from bitplan.plan.fp8.terms import (
     COUNT,
@@ -38,7 +39,6 @@ from bitplan.plan.fp8.terms import (
     LOCAL_SHAPE,
     PARTS,
     PRECISIONS,
-    RECIPES,
     BenchReportError,
 )
 from bitplan.records import MAX_JSON_BYTES, parse_json, write_json

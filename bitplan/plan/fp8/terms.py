@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from bitplan.documents import Kind, one_of
 from bitplan.errors import BitplanError, FileFormatError
+from bitplan.formats.fp8_recipes import RECIPES
 
 DENSE_KINDS = ("layernorm_column", "column", "row", "duplicated")
 GROUPED_KINDS = ("column_grouped", "row_grouped")
@@ -34,12 +35,9 @@ PARTS = ("llm", "vit")
 MODULE = "module"
 PRODUCTS = ("fprop", "dgrad", "wgrad")
 GEMMS = (MODULE, *PRODUCTS)
-RECIPES = ("tensorwise", "rowwise", "blockwise", "mxfp8")
 PRECISIONS = ("bf16", "fp8")
 DEFAULT_RECIPE = "blockwise"
 DEFAULT_THRESHOLD = 1.0
-# What both sizes of a weight must be a multiple of: 16 bytes for the tensor cores, or a block of the recipe.
-MULTIPLE_OF = {"tensorwise": 16, "rowwise": 16, "blockwise": 128, "mxfp8": 32}
 
 WIN, LOSE, UNDECIDED, UNMEASURED = "win", "lose", "undecided", "unmeasured"
 ANSWERS = (WIN, LOSE, UNDECIDED, UNMEASURED)
@@ -108,7 +106,7 @@ def count_tokens(seq_length: int, micro_batch_size: int, *, moe_router_topk: int
 
 def shape_obstacle(recipe: str, shape: tuple[int, int]) -> str | None:
     """Why a weight of this local shape cannot be cast by the recipe, or None where it can."""
-    multiple = MULTIPLE_OF[recipe]
+    multiple = RECIPES[recipe].multiple
     for what, size in zip(("out_features", "in_features"), shape, strict=True):
         if size % multiple:
             return f"{what} {size} is not a multiple of {multiple}, which {recipe} needs"

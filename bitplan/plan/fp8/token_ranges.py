@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from bitplan.documents import LIST, NAME, OBJECT, SIZE, TEXT, Kind, Reader, is_number, one_of, show
+from bitplan.formats.fp8_recipes import RECIPES
 from bitplan.plan.fp8.interval import answer_of
 from bitplan.plan.fp8.report import Fingerprint, read_fingerprint
 from bitplan.plan.fp8.terms import (
@@ -37,7 +38,6 @@ from bitplan.plan.fp8.terms import (
     KINDS,
     LOCAL_SHAPE,
     PARTS,
-    RECIPES,
     WIN,
     FingerprintError,
     PolicyError,
@@ -133,7 +133,7 @@ class BandRule:
     def _order(self) -> tuple[Any, ...]:
         size = (self.tp or 0, self.etp or 0, self.num_gemms or 0)
         layer = (PARTS.index(self.part), KINDS.index(self.kind), name_rank(self.name or ""), *size, self.shape)
-        return (*layer, RECIPES.index(self.recipe), GEMMS.index(self.gemm))
+        return (*layer, list(RECIPES).index(self.recipe), GEMMS.index(self.gemm))
 
     def to_document(self) -> dict[str, Any]:
         document = {key: getattr(self, key) for key in _RULE_KEYS if getattr(self, key) is not None}

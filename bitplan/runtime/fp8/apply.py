@@ -36,7 +36,7 @@ import torch
 from torch import nn
 
 from bitplan.errors import did_you_mean
-from bitplan.kernels.fp8.experts.layout import GROUPED_RECIPES
+from bitplan.formats.fp8_recipes import expert_recipes
 from bitplan.measure.speed.fp8_fingerprint import fingerprint_of
 from bitplan.measure.speed.paired_timing import Stopwatch
 from bitplan.plan.fp8.choice import Fp8Choice, choose_products
@@ -261,7 +261,7 @@ def _decide(
     obstacle = lacking or site.obstacle or (fp8_obstacle(device, (name,)) if choice else None)
     if obstacle is not None:
         choice = replace(choice, products=(), answer=UNMEASURED, reason=obstacle, speedup=None)
-    recipe = Fp8Recipe(name, plan.fp8, AmaxEps.from_environment(os.environ))  # type: ignore[arg-type]
+    recipe = Fp8Recipe(name, plan.fp8, AmaxEps.from_environment(os.environ))
     return _Decided(site, choice, recipe, plan.fp8_param)
 
 
@@ -270,8 +270,8 @@ def _choose(site: Site, plan: PartPlan, asked: dict[Question, Fp8Choice]) -> Fp8
     if plan.policy is None:
         name = plan.recipe or DEFAULT_RECIPE
         obstacle = shape_obstacle(name, site.shape)
-        if site.is_grouped and name not in GROUPED_RECIPES:
-            obstacle = f"experts have the recipes {', '.join(GROUPED_RECIPES)}, not {name}"
+        if site.is_grouped and name not in expert_recipes():
+            obstacle = f"experts have the recipes {', '.join(expert_recipes())}, not {name}"
         if obstacle is not None:
             return _bf16(obstacle)
         return Fp8Choice(PRODUCTS, name, UNMEASURED, "FP8 everywhere was asked for, without a policy", plan.tokens)
@@ -326,7 +326,7 @@ def _confirm(
 def _all_fp8(decided: _Decided, is_asked_for: bool) -> _Decided:
     """The same layer with all products in FP8, where it can be."""
     site, name = decided.site, decided.recipe.name
-    can = shape_obstacle(name, site.shape) is None and (not site.is_grouped or name in GROUPED_RECIPES)
+    can = shape_obstacle(name, site.shape) is None and (not site.is_grouped or name in expert_recipes())
     if not is_asked_for or site.obstacle is not None or not can or decided.choice.products == PRODUCTS:
         return decided
     return replace(decided, choice=replace(decided.choice, products=PRODUCTS, recipe=name, speedup=None))

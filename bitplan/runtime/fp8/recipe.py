@@ -30,11 +30,10 @@ from typing import Literal, Self
 import torch
 
 from bitplan.errors import MissingLibraryError, did_you_mean
+from bitplan.formats.fp8_recipes import BF16, RECIPES, find_recipe
 from bitplan.optional import require
-from bitplan.plan.fp8.terms import PRODUCTS, RECIPES, Fp8Error, shape_obstacle
+from bitplan.plan.fp8.terms import PRODUCTS, Fp8Error, shape_obstacle
 
-RecipeName = Literal["tensorwise", "rowwise", "blockwise", "mxfp8"]
-BF16 = "bf16"
 EPS_VARIABLES = {
     "input": "FP8_QUANT_FWD_INP_AMAX_EPS",
     "weight": "FP8_QUANT_FWD_WEIGHT_AMAX_EPS",
@@ -85,7 +84,7 @@ class AmaxEps:
 class Fp8Recipe:
     """How operands are scaled, which FP8 gradients take ("hybrid": E5M2), and which products accumulate fast."""
 
-    name: RecipeName = "tensorwise"
+    name: str = "tensorwise"
     fp8: Literal["e4m3", "hybrid"] = "e4m3"
     eps: AmaxEps = AmaxEps()
     fast_accum: tuple[str, ...] = ("fprop",)
@@ -155,10 +154,9 @@ def fp8_obstacle(device: torch.device, recipes: tuple[str, ...] = ()) -> str | N
     have = f"{name} has compute capability {capability[0]}.{capability[1]}"
     if capability < (8, 9):
         return f"FP8 products need compute capability 8.9 (Ada, Hopper, Blackwell), {have}; use BF16 there"
-    if "blockwise" in recipes and capability[0] == 8:
-        return f"the recipe blockwise was built for compute capability 9.0 and later, {have}; use tensorwise"
-    if "mxfp8" in recipes and capability[0] < 10:
-        return f"the recipe mxfp8 needs hardware with block scales (compute capability 10.0), {have}; use blockwise"
+    for recipe in map(find_recipe, recipes):
+        if recipe.capability is None or capability < recipe.capability:
+            return f"the recipe {recipe.name} {recipe.needs}, {have}; use {recipe.instead}"
     try:
         require("triton", purpose="FP8 on a GPU")
     except MissingLibraryError as error:

@@ -28,7 +28,7 @@ from bitplan.runtime.streaming.blocks.layout import BlockLayout
 from bitplan.runtime.streaming.errors import StreamError
 from bitplan.runtime.streaming.training.host_training import HostTraining
 from bitplan.runtime.streaming.transfer.host_memory import HostBlocks
-from bitplan.store.models.weight_changes import count_optimizer_steps
+from bitplan.store.models.weight_changes import count_optimizer_steps, state_of
 
 REPLACED: tuple[Any, ...] = ()
 
@@ -150,5 +150,4 @@ def _look_at(one: StreamedParameter) -> tuple[Any, ...]:
     for module, local in one.places:
         if module._parameters.get(local) is not parameter:
             return REPLACED
-    writes = -1 if parameter.is_inference() else parameter._version
-    return id(parameter), writes, parameter.data_ptr(), parameter.requires_grad
+    return id(parameter), *state_of(parameter), parameter.requires_grad

@@ -34,7 +34,7 @@ from bitplan.formats.format import NARROW_KERNEL
 from bitplan.kernels import decode, encode
 from bitplan.store.models.activations import ActivationObserver, observe_inputs, weighted_error
 from bitplan.store.models.encode_options import EncodeOptions, merge_options, same_options
-from bitplan.store.models.weight_changes import count_optimizer_steps
+from bitplan.store.models.weight_changes import count_optimizer_steps, state_of
 
 SAMPLES = 256
 State = tuple[object, ...]
@@ -347,8 +347,7 @@ class WeightStore:
         master = self._master
         if master is None:
             return (self._generation,)
-        writes = -1 if master.is_inference() else master._version
-        return (self._generation, writes, master.data_ptr(), master.dtype, master.device, _sample(master))
+        return (self._generation, *state_of(master), master.dtype, master.device, _sample(master))
 
     def _refresh(self) -> State:
         """Drop what the master has left behind; the state that holds now. Call it under the lock."""

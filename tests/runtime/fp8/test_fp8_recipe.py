@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 import torch
 
+from bitplan.errors import FormatError
+from bitplan.formats.fp8 import cast_reference, decode_scaled
+from bitplan.formats.fp8_recipes import PRODUCT_PAIRS, RECIPES, SCALINGS, Recipe, ScaleBlock, register_recipe
 from bitplan.runtime.fp8 import recipe as fp8_recipe
+from bitplan.runtime.fp8.layers.grouped_linear import GroupedLinear
+from bitplan.runtime.fp8.layers.linear import Fp8Linear
 from bitplan.runtime.fp8.recipe import (
     AmaxEps,
     Fp8LayerError,
@@ -74,6 +81,13 @@ def test_other_devices_are_refused() -> None:
         require_fp8("mps")
 
 
+def on_a_gpu(monkeypatch, capability: tuple[int, int]) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "a GPU")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
+    monkeypatch.setattr(torch.version, "hip", None)
+
+
 @pytest.mark.parametrize(
     ("capability", "recipes", "missing"),
     [
@@ -86,16 +100,65 @@ def test_other_devices_are_refused() -> None:
     ],
 )
 def test_what_a_gpu_lacks_is_named(monkeypatch, capability, recipes, missing) -> None:
-    fp8_recipe.fp8_obstacle.cache_clear()
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "a GPU")
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
-    monkeypatch.setattr(torch.version, "hip", None)
-    try:
-        found = fp8_recipe.fp8_obstacle(torch.device("cuda"), recipes)
-    finally:
-        fp8_recipe.fp8_obstacle.cache_clear()
+    on_a_gpu(monkeypatch, capability)
+    found = fp8_recipe.fp8_obstacle.__wrapped__(torch.device("cuda"), recipes)
     assert (found is None) == (missing is None)
     if missing is not None:
         assert missing in str(found)
         assert f"a GPU has compute capability {capability[0]}.{capability[1]}" in str(found)
+
+
+@pytest.fixture
+def blockwise64() -> Iterator[Recipe]:
+    recipe = Recipe("blockwise64", "1x64", "1x64", 64)
+    register_recipe(recipe, **{"1x64": ScaleBlock(1, 64)})
+    yield recipe
+    del RECIPES[recipe.name], SCALINGS["1x64"]
+    PRODUCT_PAIRS.remove(("1x64", "1x64"))
+
+
+def test_a_new_recipe_is_one_row(blockwise64, monkeypatch) -> None:
+    torch.manual_seed(0)
+    x = torch.randn(40, 128)
+    cast = cast_reference(x, "1x64")
+    expected = x.view(40, 2, 64).abs().amax(2) / 448
+    assert torch.equal(cast.scale, expected)
+    assert (decode_scaled(cast) - x).norm() / x.norm() < 0.03
+    layer = Fp8Linear(128, 64, recipe=Fp8Recipe(blockwise64.name))
+    optimizer = torch.optim.SGD(layer.parameters(), lr=5.0)
+    target = x @ torch.randn(128, 64) / 11
+    losses = []
+    for _ in range(8):
+        loss = (layer(x) - target).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert losses[-1] < 0.5 * losses[0]
+    with pytest.raises(Fp8LayerError, match="in_features 96 is not a multiple of 64, which blockwise64 needs"):
+        Fp8Linear(96, 64, recipe=Fp8Recipe(blockwise64.name))
+    with pytest.raises(Fp8LayerError, match="by tensorwise or blockwise, got blockwise64"):
+        Fp8Linear(128, 64, recipe=Fp8Recipe(blockwise64.name), fp8_param=True)
+    with pytest.raises(Fp8LayerError, match="experts have tensorwise, rowwise, blockwise and bf16, got 'blockwise64'"):
+        GroupedLinear(2, 128, 64, recipe=Fp8Recipe(blockwise64.name))
+    on_a_gpu(monkeypatch, (9, 0))
+    found = fp8_recipe.fp8_obstacle.__wrapped__(torch.device("cuda"), (blockwise64.name,))
+    assert "blockwise64 has no kernels for a GPU and runs on a CPU alone" in found
+
+
+@pytest.mark.parametrize(
+    ("recipe", "scalings", "why"),
+    [
+        (Recipe("rowwise", "row", "row", 16), {}, "there is a recipe 'rowwise' already"),
+        (Recipe("bf16", "row", "row", 16), {}, "there is a recipe 'bf16' already"),
+        (Recipe("new", "row", "rows", 16), {}, "scaling must be one of tensor, .* got 'rows'"),
+        (Recipe("new", "1x32", "1x32", 16), {}, "a multiple of 16 has no whole blocks of 1x32"),
+        (Recipe("new", "row", "row", 16), {"row": ScaleBlock(1, 16)}, "there is another scaling 'row' already"),
+        (Recipe("new", "row", "2", 16), {"2": ScaleBlock(2, None)}, "of whole rows one or all share a scale, got 2"),
+    ],
+)
+def test_rows_that_do_not_hold_together_are_refused(recipe, scalings, why) -> None:
+    with pytest.raises(FormatError, match=why):
+        register_recipe(recipe, **scalings)
+    assert list(RECIPES) == ["tensorwise", "rowwise", "blockwise", "mxfp8"]
+    assert "new" not in RECIPES

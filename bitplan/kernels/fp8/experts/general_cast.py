@@ -28,7 +28,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from bitplan.formats.fp8 import BLOCK, FP8_DTYPES
+from bitplan.formats.fp8 import FP8_DTYPES
+from bitplan.formats.fp8_recipes import BLOCK
 from bitplan.formats.scales.rules import SMALLEST_SCALE
 from bitplan.kernels.base.launch import PreparedLaunch
 from bitplan.kernels.base.numbers import float_name, float_of_bits, magnitude_bits

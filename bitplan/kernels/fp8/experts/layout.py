@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from bitplan.errors import FormatError
+from bitplan.formats.fp8_recipes import RECIPES, expert_recipes
 
-GROUPED_RECIPES = ("tensorwise", "rowwise", "blockwise")
 TILE_ROWS = 128  # the rows that a program casts; products take them whole or in halves
 GLUON_COLS = 256  # the columns of a tile of the gluon products
 
@@ -61,6 +61,8 @@ class GroupedFp8:
 
 
 def scale_kind(recipe: str) -> str:
-    if recipe not in GROUPED_RECIPES:
-        raise FormatError(f"experts are cast by {', '.join(GROUPED_RECIPES)}, got {recipe!r}")
-    return "block" if recipe == "blockwise" else "vector"
+    """Of a recipe: "vector", scales of rows and columns, or "block"."""
+    kind = RECIPES[recipe].experts if recipe in RECIPES else None
+    if kind is None:
+        raise FormatError(f"experts are cast by {', '.join(expert_recipes())}, got {recipe!r}")
+    return kind

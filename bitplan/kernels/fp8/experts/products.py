@@ -37,7 +37,8 @@ import torch
 from torch import Tensor
 
 from bitplan.errors import FormatError
-from bitplan.formats.fp8 import BLOCK, FP8_DTYPES, cast_reference, pad_rows, scale_of_amax, scaling_of
+from bitplan.formats.fp8 import FP8_DTYPES, cast_reference, pad_rows, scale_of_amax, scaling_of
+from bitplan.formats.fp8_recipes import BLOCK, RECIPES
 from bitplan.kernels.fp8.experts.layout import (
     GLUON_COLS,
     TILE_ROWS,
@@ -253,11 +254,11 @@ def cast_experts(
 
 
 def _wrap(made: tuple[Tensor, Tensor] | None, recipe: str) -> GroupedFp8 | None:
-    return None if made is None else GroupedFp8(*made, scale_kind(recipe), uniform=recipe == "tensorwise")
+    return None if made is None else GroupedFp8(*made, scale_kind(recipe), uniform=RECIPES[recipe].has_one_scale)
 
 
 def _check_width(size: int, recipe: str) -> None:
-    multiple = BLOCK if recipe == "blockwise" else 16
+    multiple = RECIPES[recipe].multiple
     if size % multiple:
         raise FormatError(f"{recipe} takes sizes that are multiples of {multiple}, got {size}")
 
@@ -274,7 +275,7 @@ def _token_rows_reference(x_TK: Tensor, recipe: str, layout: GroupLayout, fp8: s
             scale[:, start:end] = made.scale.t()
         else:
             scale[start:end] = made.scale.view(-1)
-    return GroupedFp8(codes, scale, kind, uniform=recipe == "tensorwise")
+    return GroupedFp8(codes, scale, kind, uniform=RECIPES[recipe].has_one_scale)
 
 
 def _token_cols_reference(x_TK: Tensor, recipe: str, layout: GroupLayout, fp8: str, eps: float) -> GroupedFp8:
@@ -295,7 +296,7 @@ def _token_cols_reference(x_TK: Tensor, recipe: str, layout: GroupLayout, fp8: s
             else:
                 scale[expert] = made.scale.view(-1)
         at += padded
-    return GroupedFp8(codes, scale, kind, uniform=recipe == "tensorwise")
+    return GroupedFp8(codes, scale, kind, uniform=RECIPES[recipe].has_one_scale)
 
 
 def _experts_reference(w_ENK: Tensor, recipe: str, eps: float) -> GroupedFp8:
@@ -305,7 +306,7 @@ def _experts_reference(w_ENK: Tensor, recipe: str, eps: float) -> GroupedFp8:
     if kind == "block":
         return GroupedFp8(codes, torch.stack([each.scale for each in made]).contiguous(), kind)
     scale = torch.stack([each.scale.view(-1).expand(w_ENK.shape[1]) for each in made])
-    return GroupedFp8(codes, scale, kind, uniform=recipe == "tensorwise")
+    return GroupedFp8(codes, scale, kind, uniform=RECIPES[recipe].has_one_scale)
 
 
 # ---- products --------------------------------------------------------------------------------------------------------

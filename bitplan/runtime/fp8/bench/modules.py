@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from bitplan.formats.fp8 import padded_tokens
-from bitplan.kernels.fp8.experts.layout import GROUPED_RECIPES
+from bitplan.formats.fp8_recipes import expert_recipes
 from bitplan.kernels.fp8.experts.products import pick_impl, token_pad
 from bitplan.measure.speed.paired_timing import Arm, Call
 from bitplan.plan.fp8.layers import Layer
@@ -58,7 +58,7 @@ class ModuleBuilder:
         recipe = self.recipe.name
         if layer.kind not in GROUPED_KINDS:
             return padded_tokens(recipe, way.case.tokens)
-        if recipe not in GROUPED_RECIPES or self.groups.ep is not None:
+        if recipe not in expert_recipes() or self.groups.ep is not None:
             return None
         pad = token_pad(recipe, pick_impl(recipe, self.device, self.recipe.grad_fp8, "auto", width=layer.shape[1]))
         counts = route_tokens(way.case.tokens, layer.num_gemms or 1, way.routing or "uniform")

@@ -27,15 +27,14 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from bitplan.formats.fp8 import CastPair
+from bitplan.formats.fp8_recipes import RECIPES, expert_recipes
 from bitplan.kernels.fp8.experts import products as kernels
-from bitplan.kernels.fp8.experts.layout import GROUPED_RECIPES, GroupedFp8, GroupLayout
+from bitplan.kernels.fp8.experts.layout import GroupedFp8, GroupLayout
 from bitplan.kernels.fp8.experts.products import lay_out, pick_impl, token_pad
-from bitplan.runtime.fp8.layers import weight_casts as fp8_weight_casts
+from bitplan.runtime.fp8.layers.linear_function import INPUT_TYPES
 from bitplan.runtime.fp8.layers.scale_guesses import GRAD, INPUT, WEIGHT, guess_for
+from bitplan.runtime.fp8.layers.weight_casts import derived_layouts
 from bitplan.runtime.fp8.recipe import BF16, Fp8LayerError, Fp8Recipe, GemmChoice, check_shape, require_fp8
-
-_INPUTS = (torch.bfloat16, torch.float16, torch.float32)
 
 
 class GroupedLinear(nn.Module):
@@ -90,7 +89,7 @@ class GroupedLinear(nn.Module):
         return self._forward(x, tokens_per_expert)
 
     def _forward(self, x: Tensor, tokens_per_expert: Tensor) -> Tensor:
-        if x.dim() != 2 or x.shape[1] != self.in_features or x.dtype not in _INPUTS:
+        if x.dim() != 2 or x.shape[1] != self.in_features or x.dtype not in INPUT_TYPES:
             raise Fp8LayerError(
                 f"GroupedLinear takes bfloat16, float16 or float32 rows [tokens, {self.in_features}] sorted by expert, "
                 f"got {x.dtype} of shape {tuple(x.shape)}"
@@ -126,8 +125,8 @@ class GroupedLinear(nn.Module):
         if num_experts < 1:
             raise Fp8LayerError(f"a GroupedLinear has at least one expert, got {num_experts}")
         for recipe in self.gemms.recipes:
-            if recipe not in GROUPED_RECIPES:
-                raise Fp8LayerError(f"experts have {', '.join(GROUPED_RECIPES)} and bf16, got {recipe!r}")
+            if RECIPES[recipe].experts is None:
+                raise Fp8LayerError(f"experts have {', '.join(expert_recipes())} and bf16, got {recipe!r}")
         check_shape(self.gemms, (self.out_features, self.in_features), type(self).__name__)
 
     def _pad(self, device: torch.device) -> int:
@@ -140,24 +139,14 @@ class GroupedLinear(nn.Module):
 
 def find_weight_casts(
     weight: Tensor, recipe: str, eps: float, *, rows: bool, cols: bool, reuse: bool
-) -> tuple[GroupedFp8 | None, GroupedFp8 | None]:
-    """The layouts asked for, as they lie and transposed; kept with the casts of all other weights.
+) -> tuple[GroupedFp8, GroupedFp8]:
+    """The layouts asked for, as they lie and transposed; kept with the casts of all other weights."""
 
-    So they are dropped where those are (`weight_casts.drop_casts`), and cast anew after each change. Inside a CUDA
-    graph nothing is kept or taken: its replays ask nobody.
-    """
-    capturing = weight.is_cuda and torch.cuda.is_current_stream_capturing()
-    how = ("grouped " + recipe, eps)
-    found = fp8_weight_casts._find(weight) if reuse and not capturing else None
-    old = (found.rows.get(how), found.cols.get(how)) if found is not None else (None, None)
-    missing = (rows and old[0] is None, cols and old[1] is None)
-    if not any(missing):
-        return old  # type: ignore[return-value]
-    guess = guess_for(recipe, weight, WEIGHT, experts=weight.shape[0])
-    made = kernels.cast_experts(weight.detach(), recipe, eps, rows=missing[0], cols=missing[1], guess=guess)
-    if reuse and not capturing:
-        fp8_weight_casts._keep(weight, how, CastPair(*made), captured=False)  # type: ignore[arg-type]
-    return made[0] or old[0], made[1] or old[1]  # type: ignore[return-value]
+    def make(rows: bool, cols: bool) -> tuple[GroupedFp8 | None, GroupedFp8 | None]:
+        guess = guess_for(recipe, weight, WEIGHT, experts=weight.shape[0])
+        return kernels.cast_experts(weight.detach(), recipe, eps, rows=rows, cols=cols, guess=guess)
+
+    return derived_layouts(weight, ("grouped " + recipe, eps), make, rows=rows, cols=cols, reuse=reuse)
 
 
 @dataclass(frozen=True)
@@ -172,15 +161,11 @@ class _Call:
 
     def weight_rows(self, weight: Tensor, *, with_cols: bool) -> GroupedFp8:
         eps, reuse = self.recipe.eps.weight, self.reuse
-        rows, _ = find_weight_casts(weight, self.gemms.fprop, eps, rows=True, cols=with_cols and reuse, reuse=reuse)
-        assert rows is not None
-        return rows
+        return find_weight_casts(weight, self.gemms.fprop, eps, rows=True, cols=with_cols and reuse, reuse=reuse)[0]
 
     def weight_cols(self, weight: Tensor) -> GroupedFp8:
         eps, reuse = self.recipe.eps.weight, self.reuse
-        _, cols = find_weight_casts(weight, self.gemms.dgrad, eps, rows=False, cols=True, reuse=reuse)
-        assert cols is not None
-        return cols
+        return find_weight_casts(weight, self.gemms.dgrad, eps, rows=False, cols=True, reuse=reuse)[1]
 
     def tokens(
         self, x: Tensor, rows_by: str, cols_by: str, fp8: str, eps: float, weight: Tensor, role: str

@@ -35,6 +35,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from bitplan.formats.fp8_recipes import RECIPES
 from bitplan.plan.fp8.terms import Fp8Error
 from bitplan.runtime.fp8.layers.grouped_linear import GroupedLinear
 from bitplan.runtime.fp8.layers.linear import Fp8Linear
@@ -74,7 +75,7 @@ class ColumnParallel(_Parallel):
 
     def __init__(self, local: nn.Module, group: Any = None, *, agree: bool = True) -> None:
         super().__init__(local, group)
-        self.agree = agree and _is_tensorwise(local)
+        self.agree = agree and _can_agree(local)
         for norm in _norm_parameters(local):  # their gradients run through the divided product, as that of x does
             norm.register_hook(lambda gradient: _sum(gradient, group, "gradients of a norm"))
 
@@ -99,7 +100,7 @@ class RowParallel(_Parallel):
             raise Fp8LayerError("RowParallel: every process would add the bias of its local layer; give it as `bias`")
         super().__init__(local, group)
         self.bias = bias
-        self.agree = agree and _is_tensorwise(local)
+        self.agree = agree and _can_agree(local)
 
     def forward(self, x: Tensor, *more: Tensor) -> Tensor:
         if self.agree:
@@ -252,10 +253,10 @@ sum_forward: Callable[..., Tensor] = _SumForward.apply
 exchange: Callable[..., Tensor] = _Exchange.apply
 
 
-def _is_tensorwise(local: nn.Module) -> bool:
+def _can_agree(local: nn.Module) -> bool:
     if not isinstance(local, Fp8Linear) or isinstance(local, Fp8NormLinear) or local.fp8_param:
         return False
-    return "tensorwise" in local.gemms.recipes
+    return any(RECIPES[name].has_one_scale for name in local.gemms.recipes)
 
 
 def _norm_parameters(local: nn.Module) -> list[Tensor]:

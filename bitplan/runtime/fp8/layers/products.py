@@ -1,38 +1,177 @@
-"""Casts of an operand for its two products, and the plain product where a product is not FP8."""
+"""The three products of an FP8 linear layer, each by its own recipe, or in BF16.
+
+    y  = x W^T + bias        fprop    x [M, K]   summed along K with W   [N, K]
+    dx = dy W                dgrad    dy [M, N]  summed along N with W^T [K, N]
+    dW = dy^T x              wgrad    dy^T [N, M] summed along M with x^T [K, M]
+
+Each tensor is used by two products, summed along another side in each, so a cast reads it once and writes the layouts
+that its two products need, and only those: no wgrad, no x^T; no input gradient, no W^T. Between forward and backward
+the layer keeps x^T in FP8 (half the bytes of x), or x where wgrad is BF16. Tokens are padded with zeros inside, so any
+count works. BF16 products are computed in the type of x; on a CPU all are computed in float32 of the decoded values.
+
+With a norm in front, x is normalised and cast in one; a BF16 product gets the normalised matrix in the type of x.
+"""
 
 from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from bitplan.formats.fp8 import ScaledFp8
-from bitplan.kernels.fp8.cast import cast_layouts
-from bitplan.runtime.fp8.layers.scale_guesses import guess_for
-from bitplan.runtime.fp8.recipe import BF16
+from bitplan.formats.fp8 import ScaledFp8, scaling_of
+from bitplan.kernels.fp8.norm import NormWeights, norm_and_cast, norm_gradient
+from bitplan.kernels.fp8.product import scaled_product
+from bitplan.runtime.fp8.layers.scale_guesses import GRAD, INPUT
+from bitplan.runtime.fp8.layers.weight_source import WeightSource
+from bitplan.runtime.fp8.recipe import BF16, AmaxEps, Fp8Recipe, GemmChoice
 
 
-def without_padding(made: Tensor, rows: int) -> Tensor:
+@dataclass(frozen=True)
+class Fp8Settings:
+    """Everything a product needs to know beside its tensors. `norm`: kind and epsilon of the norm in front."""
+
+    recipe: Fp8Recipe
+    gemms: GemmChoice
+    norm: tuple[str, float] | None = None
+
+    def to_text(self) -> str:
+        """One line: operators of torch take strings, and layers set alike share a compiled graph."""
+        eps, gemms = self.recipe.eps, self.gemms
+        words = (self.recipe.name, self.recipe.fp8, "+".join(self.recipe.fast_accum))
+        numbers = map(repr, (eps.input, eps.weight, eps.grad))
+        return "/".join((*words, gemms.fprop, gemms.dgrad, gemms.wgrad, *numbers, *map(str, self.norm or ())))
+
+    @staticmethod
+    @functools.lru_cache(maxsize=256)
+    def from_text(text: str) -> Fp8Settings:
+        name, fp8, fast, fprop, dgrad, wgrad, *eps = text.split("/")
+        recipe = Fp8Recipe(name, fp8, AmaxEps(*map(float, eps[:3])), tuple(filter(None, fast.split("+"))))  # type: ignore[arg-type]
+        return Fp8Settings(recipe, GemmChoice(fprop, dgrad, wgrad), (eps[3], float(eps[4])) if eps[3:] else None)
+
+
+def run_forward(
+    x_MK: Tensor, weight: Tensor, bias: Tensor | None, text: str, need_x: bool, need_w: bool, source: WeightSource
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """(y, what wgrad will read of x, its scale); the last two are None where wgrad is BF16 or not wanted."""
+    settings = Fp8Settings.from_text(text)
+    gemms = settings.gemms
+    wgrad = gemms.wgrad if need_w else BF16
+    x_rows, x_cols = source.cast_for(x_MK, gemms.fprop, wgrad, "e4m3", settings.recipe.eps.input, weight, INPUT)
+    y = _output(x_MK, x_rows, weight, bias, settings, need_x, source)
+    return (y, None, None) if x_cols is None else (y, x_cols.codes, x_cols.scale)
+
+
+def run_norm_forward(
+    x_MK: Tensor,
+    norm_weight: Tensor,
+    norm_bias: Tensor | None,
+    weight: Tensor,
+    bias: Tensor | None,
+    text: str,
+    need_x: bool,
+    need_w: bool,
+    source: WeightSource,
+) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor, Tensor | None]:
+    """(y, what wgrad will read, its scale, 1 / deviation, mean); None where there is nothing."""
+    settings = Fp8Settings.from_text(text)
+    gemms = settings.gemms
+    rows_by = gemms.fprop if gemms.fprop != BF16 else None
+    cols_by = gemms.wgrad if need_w and gemms.wgrad != BF16 else None
+    keep_plain = need_w and gemms.wgrad == BF16
+    norm = _norm(settings, norm_weight, norm_bias)
+    plain = keep_plain or rows_by is None
+    normed = norm_and_cast(x_MK, norm, rows_by, cols_by, "e4m3", settings.recipe.eps.input, plain=plain)
+    normed_MK = x_MK if normed.plain is None else normed.plain
+    y = _output(normed_MK, normed.rows, weight, bias, settings, need_x, source)
+    if normed.cols is not None:
+        return y, normed.cols.codes, normed.cols.scale, normed.rstd, normed.mean
+    return y, normed.plain if keep_plain else None, None, normed.rstd, normed.mean
+
+
+def _output(
+    x_MK: Tensor,
+    x_rows: ScaledFp8 | None,
+    weight: Tensor,
+    bias: Tensor | None,
+    settings: Fp8Settings,
+    need_x: bool,
+    source: WeightSource,
+) -> Tensor:
+    """y; of x only its type and its rows are read where its cast is there."""
+    recipe, gemms = settings.recipe, settings.gemms
+    if x_rows is None:
+        return plain_product(x_MK, source.plain(weight, x_MK.dtype).t(), bias)
+    with_cols = need_x and gemms.dgrad == gemms.fprop
+    w_rows = source.rows(weight, gemms.fprop, recipe.eps.weight, with_cols=with_cols)
+    y = scaled_product(x_rows, w_rows, x_MK.dtype, bias=bias, fast_accum="fprop" in recipe.fast_accum)
+    return _without_padding(y, x_MK.shape[0])
+
+
+def run_backward(
+    dy_MN: Tensor,
+    kept: Tensor,
+    kept_scale: Tensor | None,
+    weight: Tensor,
+    text: str,
+    need_x: bool,
+    need_w: bool,
+    source: WeightSource,
+) -> tuple[Tensor | None, Tensor | None]:
+    """(dx, dW); None for one that is not wanted."""
+    settings = Fp8Settings.from_text(text)
+    recipe, gemms = settings.recipe, settings.gemms
+    dgrad, wgrad = gemms.dgrad if need_x else BF16, gemms.wgrad if need_w else BF16
+    dy_rows, dy_cols = source.cast_for(dy_MN, dgrad, wgrad, recipe.grad_fp8, recipe.eps.grad, weight, GRAD)
+    grad_type = source.grad_type or weight.dtype
+    dx = dw = None
+    if dy_rows is not None:
+        w_cols = source.cols(weight, dgrad, recipe.eps.weight)
+        dx = scaled_product(dy_rows, w_cols, dy_MN.dtype, fast_accum="dgrad" in recipe.fast_accum)
+        dx = _without_padding(dx, dy_MN.shape[0])
+    elif need_x:
+        dx = plain_product(dy_MN, source.plain(weight, dy_MN.dtype))
+    if dy_cols is not None:
+        assert kept_scale is not None
+        x_cols = ScaledFp8(kept, kept_scale, scaling_of(wgrad))
+        dw = scaled_product(dy_cols, x_cols, grad_type, fast_accum="wgrad" in recipe.fast_accum)
+    elif need_w:
+        dw = plain_product(dy_MN.t(), kept).to(grad_type)
+    return dx, dw
+
+
+def run_norm_backward(
+    dy_MN: Tensor,
+    kept: Tensor,
+    kept_scale: Tensor | None,
+    weight: Tensor,
+    x_MK: Tensor,
+    norm_weight: Tensor,
+    norm_bias: Tensor | None,
+    rstd: Tensor,
+    mean: Tensor | None,
+    text: str,
+    need_x: bool,
+    need_w: bool,
+    source: WeightSource,
+) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
+    """(dx, the norm's weight gradient, its bias's, dW); None where not wanted."""
+    d_normed, dw = run_backward(dy_MN, kept, kept_scale, weight, text, need_x, need_w, source)
+    if d_normed is None:
+        return None, None, None, dw
+    norm = _norm(Fp8Settings.from_text(text), norm_weight, norm_bias)
+    dx, d_weight, d_bias = norm_gradient(d_normed, x_MK, norm, mean if norm.kind == "layer" else None, rstd)
+    return dx, d_weight.to(norm_weight.dtype), None if d_bias is None else d_bias.to(norm_weight.dtype), dw
+
+
+def _norm(settings: Fp8Settings, weight: Tensor, bias: Tensor | None) -> NormWeights:
+    assert settings.norm is not None
+    return NormWeights(settings.norm[0], weight, bias, settings.norm[1])
+
+
+def _without_padding(made: Tensor, rows: int) -> Tensor:
     return made if made.shape[0] == rows else made[:rows]
-
-
-def cast_for(
-    x: Tensor, rows_by: str, cols_by: str, fp8: str, eps: float, of: tuple[Tensor, str]
-) -> tuple[ScaledFp8 | None, ScaledFp8 | None]:
-    """A tensor for its two products: one cast where they go by one recipe, one each where they do not.
-
-    `of`: the weight it is multiplied with and what it is to that, for the guess of its scale.
-    """
-    if rows_by == cols_by:
-        if rows_by == BF16:
-            return None, None
-        pair = cast_layouts(x, rows_by, fp8, eps, guess=guess_for(rows_by, *of, fp8))
-        return pair.rows, pair.cols
-    rows = cols = None
-    if rows_by != BF16:
-        rows = cast_layouts(x, rows_by, fp8, eps, cols=False, guess=guess_for(rows_by, *of, fp8)).rows
-    if cols_by != BF16:
-        cols = cast_layouts(x, cols_by, fp8, eps, rows=False, guess=guess_for(cols_by, *of, fp8)).cols
-    return rows, cols
 
 
 def plain_product(a: Tensor, b: Tensor, bias: Tensor | None = None) -> Tensor:

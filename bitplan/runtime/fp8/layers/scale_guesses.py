@@ -19,15 +19,17 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from bitplan.formats.fp8_recipes import RECIPES
 from bitplan.runtime.fp8.compiled_graphs import allocate_outside
+from bitplan.store.models.weight_changes import KeptByStorage
 
 INPUT, WEIGHT, GRAD = "input", "weight", "grad"
-TENSORWISE = "tensorwise"
 
 
 @dataclass
 class _Kept:
     storage: StorageWeakRef
+    role: str
     state: Tensor
     stream: torch.cuda.Stream  # where it was last used
 
@@ -35,15 +37,13 @@ class _Kept:
 # Storage, offset in it, role, FP8 type (E5M2 has other scales than E4M3), experts. Not the address: FSDP gives the
 # memory of a storage back and gets other memory for it, and the guess is still right.
 _Key = tuple[int, int | torch.SymInt, str, str, int]
-_kept: dict[_Key, _Kept] = {}
-_swept_at = 0
+_kept: KeptByStorage[_Kept] = KeptByStorage(64)
 
 
 def guess_for(recipe: str, weight: Tensor, role: str, fp8: str = "e4m3", experts: int = 1) -> Tensor | None:
     """The guess for a cast by a recipe, or the guesses for that many experts; None where there is none to be used."""
-    if recipe != TENSORWISE or not weight.is_cuda:
+    if not weight.is_cuda or not RECIPES[recipe].has_one_scale:
         return None
-    # The weak reference in the entry keeps the storage's identity from being given to another: found, it is this one's.
     key = (weight.untyped_storage()._cdata, weight.storage_offset(), role, fp8, experts)
     kept = _kept.get(key)
     if kept is None:
@@ -63,24 +63,19 @@ def guess_counts() -> dict[str, tuple[int, int]]:
     from bitplan.kernels.fp8.guessed_cast import counts_of
 
     totals = dict.fromkeys((INPUT, WEIGHT, GRAD), (0, 0))
-    for (_, _, role, _, _), kept in _kept.items():
+    for kept in _kept.values():
         casts, wrong = counts_of(kept.state)
-        totals[role] = (totals[role][0] + casts, totals[role][1] + wrong)
+        totals[kept.role] = (totals[kept.role][0] + casts, totals[kept.role][1] + wrong)
     return totals
 
 
 def _new(key: _Key, weight: Tensor) -> Tensor:
-    global _swept_at
     from bitplan.kernels.fp8.guessed_cast import clear_state, empty_state
 
-    if len(_kept) >= 2 * _swept_at + 64:  # forget weights that are gone, each time the count has doubled
-        for each in [each for each, kept in _kept.items() if kept.storage.expired()]:
-            del _kept[each]
-        _swept_at = len(_kept)
     state = allocate_outside(lambda: empty_state(weight.device, key[-1]))
     stream = torch.cuda.current_stream(weight.device)
     stream.wait_stream(torch.cuda.default_stream(weight.device))  # its memory, which may still be written there
     state.record_stream(stream)
     clear_state(state)
-    _kept[key] = _Kept(StorageWeakRef(weight.untyped_storage()), state, stream)
+    _kept.add(key, _Kept(StorageWeakRef(weight.untyped_storage()), key[2], state, stream))
     return state

@@ -20,17 +20,15 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
 from bitplan.formats.fp8 import ScaledFp8, decode_scaled, empty_scale, scaling_of
+from bitplan.formats.fp8_recipes import RECIPES
 from bitplan.kernels.fp8.cast import cast_layouts
-from bitplan.kernels.fp8.product import scaled_product
-from bitplan.runtime.fp8.layers.products import cast_for, plain_product
-from bitplan.runtime.fp8.layers.scale_guesses import GRAD, INPUT
+from bitplan.runtime.fp8.layers.linear_function import run_linear
+from bitplan.runtime.fp8.layers.weight_casts import derived_layouts
+from bitplan.runtime.fp8.layers.weight_source import WeightSource
 from bitplan.runtime.fp8.recipe import BF16, Fp8LayerError
-from bitplan.store.models.weight_changes import count_optimizer_steps
-
-STORABLE = ("tensorwise", "blockwise")
+from bitplan.store.models.weight_changes import UNCOUNTED, count_optimizer_steps, state_of
 
 
 def store_in_fp8(layer: Any) -> None:
@@ -47,15 +45,9 @@ def store_in_fp8(layer: Any) -> None:
     layer.weight = nn.Parameter(codes, requires_grad=False)
     layer.register_buffer("weight_scale", scale)
     layer.register_parameter("weight_master", master)
-    layer._stored_state = None if master is None else _state(master)
+    layer._stored_state = None if master is None else state_of(master)
     count_optimizer_steps()
-    layer._transpose = None
     layer.register_load_state_dict_pre_hook(_start_master_from_weight)
-
-
-def _state(tensor: Tensor) -> tuple[int, int] | None:
-    """What is another after each change of a tensor that torch counts; None where it does not count."""
-    return None if tensor.is_inference() else (tensor._version, tensor.data_ptr())
 
 
 def _start_master_from_weight(layer: Any, state: dict[str, Any], prefix: str, *_more: Any) -> None:
@@ -79,8 +71,8 @@ def _follow_master(layer: Any) -> None:
     if master is None:
         return
     capturing = master.is_cuda and torch.cuda.is_current_stream_capturing()
-    state = _state(master)
-    if state is not None and state == layer._stored_state and not capturing:
+    state = state_of(master)
+    if state == layer._stored_state and state[0] != UNCOUNTED and not capturing:
         return
     recipe, eps = storage_recipe(layer), layer.recipe.eps.weight
     cast = cast_layouts(master.detach(), recipe, eps=eps, is_weight=True, cols=False).rows
@@ -93,9 +85,10 @@ def _follow_master(layer: Any) -> None:
 def storage_recipe(layer: Any) -> str:
     """The recipe that the stored weight follows: that of the products that read it."""
     used: set[str] = {name for name in (layer.gemms.fprop, layer.gemms.dgrad) if name != BF16} or {layer.recipe.name}
-    if len(used) > 1 or not used <= set(STORABLE):
+    if len(used) > 1 or not all(RECIPES[name].is_storable for name in used):
+        storable = (name for name, recipe in RECIPES.items() if recipe.is_storable)
         raise Fp8LayerError(
-            f"fp8_param stores one weight for fprop and dgrad, by {' or '.join(STORABLE)}, "
+            f"fp8_param stores one weight for fprop and dgrad, by {' or '.join(storable)}, "
             f"got {', '.join(sorted(used))}; use fp8_param=False"
         )
     return used.pop()
@@ -107,81 +100,40 @@ def stored_weight(layer: Any) -> ScaledFp8:
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def linear_of_fp8_param(layer: Any, x: Tensor) -> Tensor:
-    if torch.is_autocast_enabled(x.device.type):
-        x = x.to(torch.get_autocast_dtype(x.device.type))
     if layer.weight.dtype != torch.float8_e4m3fn:
         raise Fp8LayerError(
             f"a layer with fp8_param has a weight of {torch.float8_e4m3fn}, got {layer.weight.dtype}: .to(dtype) casts "
             "it as any other; move such a layer with .to(device), and build it again"
         )
-    if x.shape[-1] != layer.in_features:
-        raise Fp8LayerError(f"a layer of {layer.in_features} inputs got numbers of shape {tuple(x.shape)}")
     _follow_master(layer)
-    x_MK = x.reshape(-1, x.shape[-1])
-    trains = torch.is_grad_enabled() and layer.weight_master is not None and layer.weight_master.requires_grad
-    out: Tensor = _StoredProduct.apply(  # type: ignore[no-untyped-call]
-        x_MK, layer.bias, layer.weight_master, layer, trains
-    )
-    return out.view(*x.shape[:-1], layer.out_features)
+    source = StoredWeight(stored_weight(layer))
+    return run_linear(x, layer.weight, layer.bias, layer._text, source, layer.weight_master)
 
 
-class _StoredProduct(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, x_MK: Tensor, bias: Tensor | None, _master: Tensor | None, layer: Any, trains: bool
-    ) -> Tensor:
-        recipe, gemms = layer.recipe, layer.gemms
-        x_rows, x_cols = cast_for(
-            x_MK, gemms.fprop, gemms.wgrad if trains else BF16, "e4m3", recipe.eps.input, (layer.weight, INPUT)
-        )
-        weight = stored_weight(layer)
-        if x_rows is None:
-            y = plain_product(x_MK, decode_scaled(weight, x_MK.dtype).t(), bias)
-        else:
-            y = scaled_product(x_rows, weight, x_MK.dtype, bias=bias, fast_accum="fprop" in recipe.fast_accum)
-        none = x_MK.new_empty(0)
-        saved = (x_cols.codes, x_cols.scale) if x_cols is not None else (x_MK if trains else none, none)
-        ctx.save_for_backward(*saved, layer.weight)
-        ctx.layer, ctx.bias_dtype = layer, None if bias is None else bias.dtype
-        return y[: x_MK.shape[0]]
+class StoredWeight(WeightSource):
+    """The weight as it is stored; gradients are for its master, in float32."""
 
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, dy_MN: Tensor) -> tuple[Tensor | None, ...]:
-        kept, kept_scale, _ = ctx.saved_tensors  # reading the weight here has torch refuse one that has changed
-        layer, recipe, gemms = ctx.layer, ctx.layer.recipe, ctx.layer.gemms
-        dgrad = gemms.dgrad if ctx.needs_input_grad[0] else BF16
-        wgrad = gemms.wgrad if ctx.needs_input_grad[2] else BF16
-        dy_rows, dy_cols = cast_for(dy_MN, dgrad, wgrad, recipe.grad_fp8, recipe.eps.grad, (layer.weight, GRAD))
-        dw = None
-        if dy_cols is not None:
-            x_cols = ScaledFp8(kept, kept_scale, scaling_of(gemms.wgrad))
-            dw = scaled_product(dy_cols, x_cols, torch.float32, fast_accum="wgrad" in recipe.fast_accum)
-        elif ctx.needs_input_grad[2]:
-            dw = plain_product(dy_MN.t(), kept).float()
-        dx = None
-        if ctx.needs_input_grad[0]:
-            weight = stored_weight(layer)
-            if dy_rows is None:
-                dx = plain_product(dy_MN, decode_scaled(weight, dy_MN.dtype))
-            else:
-                w_cols = kept_transpose(layer)
-                dx = scaled_product(dy_rows, w_cols, dy_MN.dtype, fast_accum="dgrad" in recipe.fast_accum)
-            dx = dx[: dy_MN.shape[0]]
-        db = dy_MN.sum(0, dtype=torch.float32).to(ctx.bias_dtype) if ctx.needs_input_grad[1] else None
-        return dx, db, dw, None, None
+    grad_type = torch.float32
 
+    def __init__(self, stored: ScaledFp8) -> None:
+        super().__init__(reuse=True)
+        self.stored = stored
 
-def kept_transpose(layer: Any) -> ScaledFp8:
-    """The weight for dgrad, made once for each state of the weight; in a CUDA graph always (see fp8_weight_casts)."""
-    capturing = layer.weight.is_cuda and torch.cuda.is_current_stream_capturing()
-    state = None if capturing else _state(layer.weight)
-    if state is None:
-        return transposed(stored_weight(layer))
-    if layer._transpose is None or layer._transpose[0] != state:
-        layer._transpose = (state, transposed(stored_weight(layer)))
-    kept: ScaledFp8 = layer._transpose[1]
-    return kept
+    def rows(self, weight: Tensor, recipe: str, eps: float, *, with_cols: bool) -> ScaledFp8:
+        return self.stored
+
+    def cols(self, weight: Tensor, recipe: str, eps: float) -> ScaledFp8:
+        """The weight's transpose, made once for each state of the weight."""
+
+        def make(_rows: bool, _cols: bool) -> tuple[None, ScaledFp8]:
+            return None, transposed(self.stored)
+
+        how = ("stored " + recipe, eps)
+        found: ScaledFp8 = derived_layouts(weight, how, make, rows=False, cols=True, reuse=self.reuse)[1]
+        return found
+
+    def plain(self, weight: Tensor, dtype: torch.dtype) -> Tensor:
+        return decode_scaled(self.stored, dtype)
 
 
 def transposed(weight: ScaledFp8) -> ScaledFp8:

@@ -1,8 +1,8 @@
 """Casts of weights, kept as long as the weight does not change, so that micro-batches share one.
 
 A cast belongs to a weight's memory (storage, address, shape) and holds for one state of it: the version that torch
-counts at each in-place change. An optimizer's step raises the version (a fused one by `store.weight_changes`), so the
-next forward casts anew, in eager mode and in compiled graphs alike; reading both costs no wait for the GPU. A cast
+counts at each in-place change. An optimizer's step raises the version (a fused one by `weight_changes`), so the next
+forward casts anew, in eager mode and in compiled graphs alike; reading both costs no wait for the GPU. A cast
 keeps its two layouts, so a weight of N x K costs 2 N K bytes more while it is kept; `reuse_weight_cast=False` keeps
 none.
 
@@ -23,8 +23,9 @@ for each. `apply_fp8` does this for the layers it makes.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 from weakref import ref
 
 import torch
@@ -32,11 +33,11 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from bitplan.formats.fp8 import CastPair, ScaledFp8
+from bitplan.formats.fp8_recipes import RECIPES
 from bitplan.kernels.fp8.cast import cast_layouts
-from bitplan.plan.fp8.terms import RECIPES
 from bitplan.runtime.fp8.compiled_graphs import in_compiled_graphs
 from bitplan.runtime.fp8.layers.scale_guesses import WEIGHT, guess_for
-from bitplan.store.models.weight_changes import count_optimizer_steps
+from bitplan.store.models.weight_changes import UNCOUNTED, KeptByStorage, count_optimizer_steps, writes_of
 
 _Place = tuple[int, int, tuple[int, ...], tuple[int, ...]]
 _How = tuple[str, float]  # recipe, amax epsilon
@@ -98,9 +99,8 @@ class _Together:
         return [_cast(weight, recipe, eps) for weight, (recipe, eps) in zip(weights, self.hows, strict=True)]
 
 
-_kept: dict[_Place, _Kept] = {}
+_kept: KeptByStorage[_Kept] = KeptByStorage(16)
 _together: dict[_Place, _Together] = {}
-_swept_at = 0
 
 
 def weight_rows(weight: Tensor, recipe: str, eps: float, *, with_cols: bool, reuse: bool) -> ScaledFp8:
@@ -144,6 +144,25 @@ def _find_to_reuse(weight: Tensor, reuse: bool) -> tuple[_Kept | None, bool]:
     if reuse and (kept is None or not kept.held) and in_compiled_graphs(weight):
         return None, False
     return kept, reuse
+
+
+def derived_layouts(
+    weight: Tensor, how: _How, make: Callable[[bool, bool], tuple[Any, Any]], *, rows: bool, cols: bool, reuse: bool
+) -> tuple[Any, Any]:
+    """The layouts asked for of what `make(rows, cols)` makes of a weight, kept under a name that is no recipe's.
+
+    Inside a CUDA graph nothing is kept or taken: its replays ask nobody.
+    """
+    reuse = reuse and not _is_capturing(weight)
+    kept = _find(weight) if reuse else None
+    old = (kept.rows.get(how), kept.cols.get(how)) if kept is not None else (None, None)
+    missing = (rows and old[0] is None, cols and old[1] is None)
+    if not any(missing):
+        return old
+    made = make(*missing)
+    if reuse:
+        _keep(weight, how, CastPair(*made), captured=False)
+    return made[0] or old[0], made[1] or old[1]
 
 
 def cast_together(wanted: Iterable[Wanted]) -> None:
@@ -192,11 +211,9 @@ def _hold(weight: Tensor, how: _How) -> None:
 
 def drop_casts(weights: Iterable[Tensor] | None = None) -> None:
     """Forget the casts of these weights, held ones too, and give their memory back; of all if none are named."""
-    global _swept_at
     if weights is None:
         _kept.clear()
         _together.clear()
-        _swept_at = 0
         return
     for weight in weights:
         place = _place(weight)
@@ -226,19 +243,17 @@ def kept_casts(weight: Tensor) -> CastPair | None:
 
 
 def _keep(weight: Tensor, how: _How, pair: CastPair, *, captured: bool) -> None:
-    if weight.is_inference():  # torch counts no versions of it, and it may change at any time
+    version = writes_of(weight)
+    if version == UNCOUNTED:
         return
     count_optimizer_steps()
     place = _place(weight)
     kept = _find(weight, place)
     if kept is None or kept.captured or captured:
         last = _kept.get(place)
-        if last is None:
-            _sweep()
-            storage = StorageWeakRef(weight.untyped_storage())
-        else:
-            storage = last.storage
-        kept = _kept[place] = _Kept(storage, weight._version, captured=captured)
+        storage = StorageWeakRef(weight.untyped_storage()) if last is None else last.storage
+        kept = _Kept(storage, version, captured=captured)
+        _kept.add(place, kept)
     if pair.rows is not None:
         kept.rows[how] = pair.rows
     if pair.cols is not None:
@@ -246,10 +261,9 @@ def _keep(weight: Tensor, how: _How, pair: CastPair, *, captured: bool) -> None:
 
 
 def _find(weight: Tensor, place: _Place | None = None, *, any_version: bool = False) -> _Kept | None:
-    if weight.is_inference():
-        return None
-    kept = _kept.get(place or _place(weight))
-    if kept is None or kept.version == weight._version or any_version:
+    version = writes_of(weight)
+    kept = _kept.get(place or _place(weight)) if version != UNCOUNTED else None
+    if kept is None or kept.version == version or any_version:
         return kept
     if kept.held:
         _refresh(weight, kept)
@@ -260,7 +274,7 @@ def _find(weight: Tensor, place: _Place | None = None, *, any_version: bool = Fa
 def _refresh(weight: Tensor, kept: _Kept) -> None:
     """A held cast of a weight that has changed: cast again into the same memory."""
     for how in list(kept.rows):
-        if how[0] not in RECIPES:  # agreed on by ranks, or an expert's: their owners cast them again
+        if how[0] not in RECIPES:  # of `derived_layouts`: their owners make them again
             kept.rows.pop(how)
             kept.cols.pop(how, None)
             continue
@@ -276,18 +290,7 @@ def _write_over(kept: _Kept, how: _How, pair: CastPair) -> None:
 
 
 def _place(weight: Tensor) -> _Place:
-    # The weak reference in the entry keeps the storage's identity from being given to another: what is found under
-    # the place of a weight is of that weight.
     return weight.untyped_storage()._cdata, weight.data_ptr(), weight.shape, weight.stride()
-
-
-def _sweep() -> None:
-    """Forget weights that are gone, each time the count has doubled."""
-    global _swept_at
-    if len(_kept) >= 2 * _swept_at + 16:
-        for place in [place for place, kept in _kept.items() if kept.storage.expired()]:
-            del _kept[place]
-        _swept_at = len(_kept)
 
 
 def _is_capturing(weight: Tensor) -> bool:

@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import nn
 
-from bitplan.runtime.fp8.layers import linear as fp8_linear
-from bitplan.runtime.fp8.layers import products
+from bitplan.runtime.fp8.layers import products, weight_source
 from bitplan.runtime.fp8.layers import weight_casts as fp8_weight_casts
-from bitplan.runtime.fp8.layers.linear import Fp8Linear, Fp8Settings, hold_weight_casts
+from bitplan.runtime.fp8.layers.linear import Fp8Linear, hold_weight_casts
+from bitplan.runtime.fp8.layers.products import Fp8Settings
 from bitplan.runtime.fp8.layers.weight_casts import drop_casts, drop_weight_casts, kept_casts
 from bitplan.runtime.fp8.recipe import AmaxEps, Fp8LayerError, Fp8Recipe, GemmChoice
 
@@ -82,9 +82,9 @@ def test_every_choice_sends_each_product_its_way(choice, recipe) -> None:
 def test_recipes_can_be_mixed(monkeypatch) -> None:
     torch.manual_seed(0)
     seen = []
-    real = fp8_linear.scaled_product
+    real = products.scaled_product
     monkeypatch.setattr(
-        fp8_linear, "scaled_product", lambda a, b, *rest, **more: seen.append(a.scaling) or real(a, b, *rest, **more)
+        products, "scaled_product", lambda a, b, *rest, **more: seen.append(a.scaling) or real(a, b, *rest, **more)
     )
     gemms = GemmChoice("blockwise", "rowwise", "tensorwise")
     found, exact, _ = run(Fp8Linear(K, N, recipe=Fp8Recipe("blockwise"), gemms=gemms), 50)
@@ -94,13 +94,13 @@ def test_recipes_can_be_mixed(monkeypatch) -> None:
 
 def test_only_the_layouts_needed_are_cast(monkeypatch) -> None:
     made = []
-    real = products.cast_layouts
+    real = weight_source.cast_layouts
 
     def record(x, recipe, fp8, eps, *, rows=True, cols=True, **more):
         made.append((tuple(x.shape), rows, cols))
         return real(x, recipe, fp8, eps, rows=rows, cols=cols, **more)
 
-    monkeypatch.setattr(products, "cast_layouts", record)
+    monkeypatch.setattr(weight_source, "cast_layouts", record)
     layer = Fp8Linear(K, N, bias=False, recipe=Fp8Recipe("tensorwise"))
     layer.weight.requires_grad_(False)
     x = torch.randn(16, K, requires_grad=True)

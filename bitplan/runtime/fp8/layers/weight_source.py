@@ -1,0 +1,67 @@
+"""Where the products of an FP8 layer get their weight, and how the tensors beside it are cast."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from bitplan.formats.fp8 import CastPair, ScaledFp8
+from bitplan.kernels.fp8.cast import cast_layouts
+from bitplan.runtime.fp8.layers.scale_guesses import guess_for
+from bitplan.runtime.fp8.layers.weight_casts import weight_cols, weight_rows
+from bitplan.runtime.fp8.recipe import BF16
+
+
+class WeightSource:
+    """Where products get the weight, and how tensors are cast beside it. This one casts the weight itself.
+
+    `reuse`: micro-batches share that cast. `grad_type`: of the weight's gradient; None: the weight's own type.
+    """
+
+    grad_type: torch.dtype | None = None
+
+    def __init__(self, reuse: bool) -> None:
+        self.reuse = reuse
+
+    def rows(self, weight: Tensor, recipe: str, eps: float, *, with_cols: bool) -> ScaledFp8:
+        """The weight [N, K] for fprop. `with_cols`: dgrad will ask for the other layout of the same cast."""
+        return weight_rows(weight, recipe, eps, with_cols=with_cols, reuse=self.reuse)
+
+    def cols(self, weight: Tensor, recipe: str, eps: float) -> ScaledFp8:
+        """The weight transposed, [K, N], for dgrad."""
+        return weight_cols(weight, recipe, eps, reuse=self.reuse)
+
+    def plain(self, weight: Tensor, dtype: torch.dtype) -> Tensor:
+        """The weight for products that are not FP8."""
+        return weight
+
+    def cast(
+        self,
+        x: Tensor,
+        recipe: str,
+        fp8: str,
+        eps: float,
+        weight: Tensor,
+        role: str,
+        *,
+        rows: bool = True,
+        cols: bool = True,
+    ) -> CastPair:
+        """The input or the output's gradient, which `role` says, for its products with the weight or beside it."""
+        return cast_layouts(x, recipe, fp8, eps, rows=rows, cols=cols, guess=guess_for(recipe, weight, role, fp8))
+
+    def cast_for(
+        self, x: Tensor, rows_by: str, cols_by: str, fp8: str, eps: float, weight: Tensor, role: str
+    ) -> tuple[ScaledFp8 | None, ScaledFp8 | None]:
+        """A tensor for its two products: one cast where they go by one recipe, one each where they do not."""
+        if rows_by == cols_by:
+            return self.cast(x, rows_by, fp8, eps, weight, role) if rows_by != BF16 else (None, None)
+        rows = cols = None
+        if rows_by != BF16:
+            rows = self.cast(x, rows_by, fp8, eps, weight, role, cols=False).rows
+        if cols_by != BF16:
+            cols = self.cast(x, cols_by, fp8, eps, weight, role, rows=False).cols
+        return rows, cols
+
+
+CASTS = (WeightSource(reuse=False), WeightSource(reuse=True))  # by whether casts are reused
