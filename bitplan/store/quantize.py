@@ -127,7 +127,7 @@ def quantize_file(
     nonfinite: NonFinite = "error",
     on_tensor: OnTensor | None = None,
 ) -> QuantizeReport:
-    """Write `source` (safetensors, sharded or not, or GGUF, or the seed's JSON) to `output` in a format, or by a plan.
+    """Write `source` (safetensors, sharded or not, or GGUF, or poly's JSON) to `output` in a format, or by a plan.
 
     A format goes to the weights that can bear it, as `bitplan.plan.choose_formats` decides. A plan must name every
     tensor of the file, and decides for each. `keep` and `only` are names or shell patterns, of tensors or of modules.

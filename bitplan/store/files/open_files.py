@@ -4,7 +4,7 @@
 |---|---|---|
 | safetensors | one file, an index of shards, or their folder | Encoded where bitplan packed it, else a plain tensor |
 | gguf | llama.cpp's container | Encoded for Q4_0, Q8_0, MXFP4, F16, BF16; plain for F32 and integers; else decoded |
-| poly json | the seed's network file | Encoded, or float32 from files of the original |
+| poly json | poly's network file | Encoded, or float32 from files of the original |
 
 A bitplan safetensors file keeps a packed tensor's codes under its own name and its other parts beside it
 (`NAME.scales`, `NAME.base`, `NAME.zero_point`); the metadata key `bitplan` holds
@@ -301,7 +301,7 @@ class GGUFTensors(TensorFile):
 
 
 class PolyTensors(TensorFile):
-    """The seed's JSON network; small enough by nature to be read whole."""
+    """Poly's JSON network; small enough by nature to be read whole."""
 
     kind = "poly json"
 

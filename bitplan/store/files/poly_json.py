@@ -1,4 +1,4 @@
-"""The quantization seed's network JSON: read what the original wrote, and write files that say what they mean.
+"""Poly's network JSON: read what the original program wrote, and write files that say what they mean.
 
 A network is {id, depth, rows, cols, layers_per_cell, layers}. A layer has its cell (z, y, x, l), type,
 activation, dtype, sizes, and its weights in base64: packed in `dtype` where `native` is true, else a
@@ -108,7 +108,7 @@ def read_poly_json(path: str | Path) -> PolyNetwork:
     document = read_json(path, max_bytes=MAX_FILE_BYTES)
     if isinstance(document, dict) and not document.keys() & {"id", "layers"}:
         raise FileFormatError(
-            f"{path}: is JSON without weights: no network of the seed's, which has `id` and `layers`; a model is given "
+            f"{path}: is JSON without weights: no network of poly's, which has `id` and `layers`; a model is given "
             "by its folder, its index (*.safetensors.index.json) or a file of weights"
         )
     return PolyNetwork(document, _Reader(str(path), document).tensors())

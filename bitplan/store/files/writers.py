@@ -159,7 +159,7 @@ class _PolyWriter:
 
 @contextmanager
 def write_poly_tensors(path: str | Path, promises: Sequence[Promise]) -> Iterator[Writer]:
-    """The seed's JSON. A JSON document is written in one piece, so all tensors are held until the end."""
+    """Poly's JSON. A JSON document is written in one piece, so all tensors are held until the end."""
     from bitplan.store.files.poly_json import PolyNetwork, write_poly_json
 
     writer = _PolyWriter()
@@ -179,7 +179,7 @@ def write_tensors(
     tied: Mapping[str, str] | None = None,
     gguf_metadata: Mapping[str, Any] | None = None,
 ) -> Iterator[Writer]:
-    """The writer that the file's suffix asks for: .safetensors, .gguf or .json (the seed's)."""
+    """The writer that the file's suffix asks for: .safetensors, .gguf or .json (poly's)."""
     suffix = Path(path).suffix
     if suffix == ".safetensors":
         with write_native(path, promises, metadata=metadata, tied=tied) as writer:

@@ -3,7 +3,7 @@
     layer = GroupedLinear(8, 7168, 2048, recipe=Fp8Recipe("rowwise"), device="cuda", dtype=torch.bfloat16)
     y = layer(x_sorted, tokens_per_expert)      # x [T, K]; int tensor [E] on x's device: its first rows are expert 0's
 
-What the seed calls column_grouped (fc1 of the experts) and row_grouped (fc2): what divides them over processes is in
+Policies call them column_grouped (fc1 of the experts) and row_grouped (fc2): what divides them over processes is in
 `parallel`. Any routing works: experts without tokens (their weight gradient is zero), one expert with all of them,
 counts that are no multiple of anything. How many tokens an expert has stays on the device: grids and buffers have the
 size that the worst routing needs, and nothing waits for the host. So on a GPU counts that do not add up to the rows
