@@ -8,14 +8,14 @@
 Tasks  (a) lora  SmolLM2-135M (`--model`, a folder or a GGUF file), adapters on a frozen, streamed base
        (b) full  a small llama over bytes, trained from scratch on the text, then all its streamed weights fine-tuned
 Arms   bf16, int8_row, int8_groups (int8_g128; where a row is no multiple of 128, q8_0_gguf), fp8_row: all blocks alike
-       static          the half of the blocks that calibration finds worst bf16, the others int8_row
-       dynamic_seed    scores of seed 000 with calibration
-       dynamic_impact  impact on the loss, per layer, int8 or fp8, under a damage budget
+       static            the half of the blocks that calibration finds worst bf16, the others int8_row
+       dynamic_gradient  scores of gradients with calibration
+       dynamic_impact    impact on the loss, per layer, int8 or fp8, under a damage budget
 Per arm and seed: validation loss with the formats of the arm at its end, and with everything in bf16; bytes to the
 device a step; step time. Seeds change adapters and batches, not the model or the validation text.
 
 The text is cut in three: pretraining of (b), fine-tuning of both, validation. `--part cost` times steps of the
-streaming benchmark's model with the policy off, with the seed's statistics, and with impacts, in turns.
+streaming benchmark's model with the policy off, with the gradient score's statistics, and with impacts, in turns.
 
 With `--together` losses and bytes are those of arms that shared the GPU, and times are taken alone: after an interval
 of updates that is not counted, over whole intervals of the real run's length, so that what is done once an interval has
@@ -56,7 +56,7 @@ from bitplan.runtime.streaming.stream_blocks import BlockStream, stream_blocks
 from bitplan.runtime.streaming.training.host_training import AdamWSettings
 from bitplan.runtime.streaming.transfer.devices import CudaDevice, SimulatedDevice, StreamDevice
 
-ARMS = ("bf16", "int8_row", "int8_groups", "fp8_row", "static", "dynamic_seed", "dynamic_impact")
+ARMS = ("bf16", "int8_row", "int8_groups", "fp8_row", "static", "dynamic_gradient", "dynamic_impact")
 BLOCKS = "model.layers.*"
 Row = dict[str, Any]
 
@@ -313,7 +313,7 @@ def policy_config(arm: str, task: Task, calibration: CalibrationResult) -> Selec
         worst = sorted(errors, key=lambda name: -errors[name])[: len(errors) // 2]
         others = tuple(name for name in errors if name not in worst)
         return replace(base, mode="static", force_bf16_blocks=tuple(worst), force_int8_blocks=others)
-    if arm == "dynamic_seed":
+    if arm == "dynamic_gradient":
         return replace(base, **quick)  # type: ignore[arg-type]
     return replace(
         base,
@@ -470,7 +470,7 @@ def run_cost(sizes: Sizes, device: StreamDevice) -> Row:
     never = SelectivePrecisionConfig(telemetry_enabled=False, warmup_steps=2**30)
     configs = {
         "off": replace(never, mode="off"),
-        "seed": never,
+        "gradient": never,
         # Before its first update everything is measured, which is in the turn that is not counted.
         "impact": replace(never, scoring="impact", granularity="layer", warmup_steps=1, damage_budget=1e-30),
     }
@@ -485,12 +485,12 @@ def run_cost(sizes: Sizes, device: StreamDevice) -> Row:
                 elapsed_ms = _time_steps(policy, model, optimizer, x, turn * interval, interval)
                 if turn:  # the first turn compiles kernels
                     samples[name].append(elapsed_ms / interval)
-        direct_ms = _time_statistics(policies["seed"], model, x, (sizes.repeats + 1) * interval)
+        direct_ms = _time_statistics(policies["gradient"], model, x, (sizes.repeats + 1) * interval)
     off = statistics.median(samples["off"])
     return {
         "tokens": tokens,
         "step_ms": {name: {"median": statistics.median(found), "all": found} for name, found in samples.items()},
-        "share": {name: statistics.median(samples[name]) / off - 1 for name in ("seed", "impact")},
+        "share": {name: statistics.median(samples[name]) / off - 1 for name in ("gradient", "impact")},
         "statistics_ms": direct_ms,
         "statistics_share": direct_ms / off,
         "limit": 0.005,

@@ -1,6 +1,6 @@
 """Calibration: what each candidate format does to the output of each block and layer, and the file that keeps it.
 
-The figure is seed 000's: relative_error = ||out_bf16 - out_low|| / ||out_bf16||, on real activations, averaged over the
+The figure is relative_error = ||out_bf16 - out_low|| / ||out_bf16||, on real activations, averaged over the
 samples. `runtime.run_calibration` measures it; here are the result, its cache, and the question whether a cache is
 still true.
 

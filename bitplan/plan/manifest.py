@@ -1,6 +1,6 @@
 """Manifest: rules in a file that say which tensor gets which format.
 
-The document is the seed's JSON version 1 (seed 002, section 11), plus what it lacks to be decoded: `scale_base`,
+The document is the gpt-oss manifest, JSON version 1, plus what it lacks to be decoded: `scale_base`,
 `axis`, `nibble_order`, `padding`, `aliases`; docs/manifest.md has the whole. A rule's regex must match the whole
 name, the first rule that matches wins, and a tensor without a rule is an error. Patterns cannot run for ever: see
 name_pattern.py.
@@ -154,7 +154,7 @@ class Manifest:
     def from_document(cls, document: Any, *, where: str = "manifest") -> Manifest:
         return _read(Reader(where, ManifestError), expand_raw_map(document) if is_raw_map(document) else document)
 
-    # ---- matching -------------------------------------------------------------------------------------------------
+    # ---- matching ----------------------------------------------------------------------------------------------------
 
     @cached_property
     def patterns(self) -> NamePatterns:
@@ -212,11 +212,11 @@ def rule_text(index: int, rule: Rule) -> str:
     return f"patterns[{index}] {short(rule.pattern)}"
 
 
-# ---- the seed's raw map ----------------------------------------------------------------------------------------------
+# ---- raw maps: names to tags -----------------------------------------------------------------------------------------
 
 
 def is_raw_map(document: Any) -> bool:
-    """Names to tags and nothing else: the seed's section 1, where a manifest has its version."""
+    """Names to tags and nothing else, without the version that a manifest has."""
     return (
         type(document) is dict
         and bool(document)

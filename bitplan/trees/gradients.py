@@ -1,4 +1,4 @@
-"""How precise a gradient is while a tree looks for its splits: the seed's `GradientPrecision`.
+"""How precise a gradient is while a tree looks for its splits.
 
 | precision | a row | codes | cost of a split search |
 |---|---|---|---|

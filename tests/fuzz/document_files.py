@@ -173,10 +173,10 @@ def read_layer_state(path: Path) -> None:
 
 def make_fp8_policies(folder: Path) -> list[Path]:
     from bitplan.plan.fp8.merge import merge_reports
-    from tests.plan.fp8.fp8_samples import SEED_POLICY
+    from tests.plan.fp8.fp8_samples import VERSION_1
 
     merge_reports([small_report()]).policy.save(folder / "v2.json")
-    return [folder / "v2.json", written(folder / "v1.json", SEED_POLICY)]
+    return [folder / "v2.json", written(folder / "v1.json", VERSION_1)]
 
 
 def small_report() -> Any:

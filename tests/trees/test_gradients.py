@@ -53,7 +53,7 @@ def test_bytes_a_row():
         assert held.grads.nbytes + held.hessians.nbytes == 1000 * wanted
 
 
-def test_scales_are_the_seeds():
+def test_scales_are_the_largest_number_over_the_largest_code():
     held = GradientsI16.quantize(floats(-2, 1), floats(0.5, 3))
     assert (held.grad_scale, held.hess_scale) == (2 / 127, 3 / 255)
     assert held.grads.tolist() == [-127, 64]

@@ -1,6 +1,6 @@
 """Gradient statistics per block, gathered every step without stopping the GPU.
 
-After each backward pass the policy wants four figures per block (seed 000, "Gradient Collection"): the L2 norm over all
+After each backward pass the policy wants four figures per block: the L2 norm over all
 gradients of the block, the largest |g|, the variance, and the norm relative to the mean of all blocks. Reading a figure
 on the host waits for the GPU, so nothing is read here in a step: the reductions are enqueued, and `end_step` sends
 three numbers per block to pinned memory behind them. `drain(before=step)` reads the steps before this one, whose

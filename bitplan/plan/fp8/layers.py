@@ -1,7 +1,7 @@
 """The linear layers of a model as one GPU sees them: kind, name, local shape, and how many tokens reach them.
 
 A model is one or two parts (an LLM, and for a vision-language model a ViT), each a stack of blocks of few distinct
-shapes. The kinds follow Megatron's transformer blocks on TransformerEngine, where the seed's words come from:
+shapes. The kinds follow Megatron's transformer blocks on TransformerEngine, where the names come from:
 
     attention     qkv: layernorm_column [(heads + 2 kv_heads) head_dim, hidden], divided over TP by rows
                   proj: row [hidden, heads head_dim], divided over TP by columns
@@ -12,7 +12,7 @@ shapes. The kinds follow Megatron's transformer blocks on TransformerEngine, whe
     experts       fc1: column_grouped, fc2: row_grouped, divided over ETP; each GPU holds experts / EP of them
     shared        fc1: column (the router needs the norm too, so it is not fused), fc2: row; all tokens, divided over TP
 
-Not here, because the seed keeps them out of FP8: embeddings, the router, the output layer, a VLM's projector.
+Not here, because they stay out of FP8: embeddings, the router, the output layer, a VLM's projector.
 """
 
 from __future__ import annotations

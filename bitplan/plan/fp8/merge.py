@@ -1,6 +1,6 @@
 """From reports to a policy: pair BF16 with FP8, judge each token count, and keep what lost.
 
-Times are paired by layer and LOGICAL tokens. (The program that the seed describes paired by padded counts: the two
+Times are paired by layer and LOGICAL tokens. (LoongForge's program paired by padded counts: the two
 precisions pad differently, so no expert was ever paired.) Each pair gives an interval and an answer (`interval`);
 where a count was timed in several ways (eager and in a CUDA graph, uniform and skewed routing) the worst of them
 counts: FP8 must win in all. The points of a layer make its bands. No row is dropped in silence: what has no partner, or
@@ -113,8 +113,8 @@ def to_thresholds(policy: BandPolicy, *, part: str | None = None) -> ThresholdPo
     """The version 1 policy that never says FP8 below the largest measured count where version 2 does not.
 
     A rule needs an unbroken run of wins up to the largest measured count, for version 1 has no upper end. Version 1 has
-    no shapes either: of several under one key all must win, and the largest `min_tokens` stands. It has no parts (the
-    seed keeps a file per component, 2.3.2) and no recipes: a policy of several parts or recipes is refused.
+    no shapes either: of several under one key all must win, and the largest `min_tokens` stands. It has no parts
+    (LoongForge keeps a file per component) and no recipes: a policy of several parts or recipes is refused.
     """
     parts = sorted({rule.part for rule in policy.rules})
     if part is None and len(parts) > 1:

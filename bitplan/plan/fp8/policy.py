@@ -1,4 +1,4 @@
-"""should_use_fp8: FP8 or BF16 for one layer at one token count, and why. The seed's lookup (2.2, 3.3), pure.
+"""should_use_fp8: FP8 or BF16 for one layer at one token count, and why. Pure.
 
 The order of the questions: an expert's layer is promoted to its grouped kind and its tokens are multiplied by
 moe_router_topk; the rules of that kind, name (or expert count), parallel size, shape, recipe and product are found; the
@@ -130,7 +130,7 @@ def read_policy(document: Any, *, where: str = "policy") -> Policy:
     version = document.get("version")
     if type(version) is not int or version not in _READERS:
         got = show(version) if "version" in document else "none"
-        raise PolicyVersionError(f"{where}: version must be 1 (the seed's) or 2 ({DOCUMENT!r}), got {got}")
+        raise PolicyVersionError(f"{where}: version must be 1 (LoongForge's) or 2 ({DOCUMENT!r}), got {got}")
     return _READERS[version](document, where=where)
 
 

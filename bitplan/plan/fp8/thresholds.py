@@ -1,4 +1,4 @@
-"""Policy version 1, exactly as the seed has it (2.2): from so many tokens on, FP8.
+"""Policy version 1, exactly LoongForge's: from so many tokens on, FP8.
 
     {"version": 1, "speedup_threshold": 1.0, "rules": {
        "layernorm_column": {"qkv": [{"tp": 1, "min_tokens": 16384, "measured_speedup": 1.03}]},
@@ -55,7 +55,7 @@ class Threshold:
 
     @property
     def where(self) -> str:
-        """Its place, as the seed looks it up."""
+        """Its place in the lookup."""
         if self.kind in GROUPED_KINDS:
             return f"{self.kind}, etp {self.etp}, num_gemms {self.num_gemms}"
         return f"{self.kind}, {self.name}, tp {self.tp}"
@@ -91,7 +91,7 @@ class ThresholdPolicy:
     __hash__ = None  # type: ignore[assignment]
 
     def find(self, kind: str, *, name: str | None, tp: int, etp: int, num_gemms: int | None) -> Threshold | None:
-        """The seed's lookup: (kind, ub_name, tp) for dense kinds, (kind, etp, num_gemms) for experts."""
+        """Look up by (kind, ub_name, tp) for dense kinds, (kind, etp, num_gemms) for experts."""
         key = (kind, None, None, etp, num_gemms) if kind in GROUPED_KINDS else (kind, name, tp, None, None)
         return self._found.get(key)
 
@@ -105,7 +105,7 @@ class ThresholdPolicy:
         return {"version": VERSION, "speedup_threshold": self.speedup_threshold, "rules": rules}
 
     def to_json(self) -> str:
-        """The text as the seed prints it: a rule of a grouped kind and the rules of a name on one line each."""
+        """The text as LoongForge prints it: a rule of a grouped kind and the rules of a name on one line each."""
         kinds = []
         for kind, rules in self.to_document()["rules"].items():
             if kind in GROUPED_KINDS:

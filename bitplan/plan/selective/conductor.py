@@ -1,9 +1,8 @@
 """Conductor: how fast and how far ahead blocks may be moved, phase by phase, as pure decisions.
 
-Selective precision decides which block gets which precision; the conductor decides when and how fast they transfer
-(seed 000, "Relationship to Conductor"). It knows the phase of the step and the pressure on the GPU's memory, and
-answers with `RuntimeLimitHints`, which the streaming runtime obeys. The rules and their figures are those of the same
-project's conductor page:
+Selective precision decides which block gets which precision; the conductor decides when and how fast they transfer.
+It knows the phase of the step and the pressure on the GPU's memory, and
+answers with `RuntimeLimitHints`, which the streaming runtime obeys. The rules and their figures are Stagehand's:
 
     backward, memory above 80%      the prefetch window is 1, no speculation: activations and gradients need the room
     optimizer                       no speculation, one transfer at a time: blocks loaded now would be in its way

@@ -1,7 +1,7 @@
 """SelectivePrecisionConfig: every switch of selective precision, read from the training config people already have.
 
-The source is seed 000 ("Selective Precision"): the first group of fields are its parameters with its defaults, and with
-nothing else set the system is the seed's. The second group switches on what goes beyond it, one by one.
+The first group of fields are Stagehand's parameters with its defaults, and with nothing else set the system behaves as
+Stagehand's. Each field of the second group switches on something beyond it.
 
 A file may hold the parameters bare, under `selective_precision`, or under `memory.stagehand.selective_precision` of a
 whole training config; the neighbours there belong to others and are not judged. Inside, a key that is not known is a
@@ -10,6 +10,7 @@ spelling mistake, and refused: a misspelt threshold would otherwise train for da
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, fields
 from decimal import Decimal
@@ -32,7 +33,7 @@ class SelectiveError(PlanError):
 
 @dataclass(frozen=True)
 class SelectivePrecisionConfig:
-    """The seed's parameters and defaults, then ours; see docs/selective-precision.md for each."""
+    """Stagehand's parameters and defaults, then ours; see docs/selective-precision.md for each."""
 
     enabled: bool = True
     mode: str = "dynamic"
@@ -55,8 +56,8 @@ class SelectivePrecisionConfig:
     log_decisions: bool = True
     telemetry_enabled: bool = True
     telemetry_file: str = "selective_precision_telemetry.jsonl"
-    # Beyond the seed: each default leaves the seed as it is.
-    scoring: str = "seed"
+    # Beyond Stagehand: each default leaves its behaviour as it is.
+    scoring: str = "gradient"
     granularity: str = "block"
     damage_budget: float = 0.01
     impact_steps: int = 1
@@ -74,13 +75,13 @@ class SelectivePrecisionConfig:
     def __post_init__(self) -> None:
         _check(self, "the selective precision config")
 
-    # ---- what the numbers mean --------------------------------------------------------------------------------------
+    # ---- what the numbers mean ---------------------------------------------------------------------------------------
 
     @property
     def go_low_below(self) -> float:
         """What a bf16 block's score must stay below: `int8_threshold - hysteresis_margin`, as people subtract.
 
-        The seed says 0.2 for 0.3 - 0.1, and binary floats give one digit less: the decimals are subtracted.
+        0.3 - 0.1 is 0.2 to whoever wrote the config, and less than that in binary floats: the decimals are subtracted.
         """
         return float(Decimal(repr(self.int8_threshold)) - Decimal(repr(self.hysteresis_margin)))
 
@@ -115,7 +116,7 @@ class SelectivePrecisionConfig:
                         f"{where}: force_{precision}_blocks names {entry!r}, no block of the model{hint}"
                     )
 
-    # ---- documents --------------------------------------------------------------------------------------------------
+    # ---- documents ---------------------------------------------------------------------------------------------------
 
     @classmethod
     def load(cls, path: str | Path) -> SelectivePrecisionConfig:
@@ -137,7 +138,7 @@ class SelectivePrecisionConfig:
             raise SelectiveError(f"{where}: {path + ': ' if path else ''}{text}") from None
 
     def to_document(self) -> dict[str, Any]:
-        """The bare parameters, all of them, in the seed's order."""
+        """The bare parameters, all of them, in the order of the fields."""
         return {key: list(value) if type(value) is tuple else value for key, value in asdict(self).items()}
 
 
@@ -194,7 +195,7 @@ KINDS: Mapping[str, Kind] = {
     "log_decisions": FLAG,
     "telemetry_enabled": FLAG,
     "telemetry_file": NAME,
-    "scoring": one_of("seed", "impact"),
+    "scoring": Kind("one of 'gradient', 'impact'", lambda value: value in ("gradient", "impact", "seed")),
     "granularity": one_of("block", "layer"),
     "damage_budget": _POSITIVE,
     "impact_steps": _COUNT,
@@ -213,6 +214,11 @@ KINDS: Mapping[str, Kind] = {
 
 def _check(config: SelectivePrecisionConfig, where: str) -> None:
     reader = Reader(where, SelectiveError)
+    if config.scoring == "seed":
+        warnings.warn(
+            "scoring='seed' is called scoring='gradient' now; the next version refuses it", FutureWarning, stacklevel=4
+        )
+        object.__setattr__(config, "scoring", "gradient")
     for key, kind in KINDS.items():
         value = getattr(config, key)
         if not kind.holds(value):

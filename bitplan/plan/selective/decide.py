@@ -1,18 +1,16 @@
 """Which precision each block gets next: pure functions of (state, statistics, config), every answer with its reason.
 
 In order of precedence: the force lists; the mode (off and static leave all else bf16); an open trial, which freezes
-everything; warm-up and update interval; then the scores. With `scoring="seed"` (seed 000, "Hysteresis Decision"):
+everything; warm-up and update interval; then the scores. With `scoring="gradient"`:
 
     never assigned        score >= 0.6 -> bf16    score < 0.3 -> low    between -> ambiguous_default
     currently bf16        score < 0.2 -> low (int8_threshold - hysteresis_margin)
     currently low         score >= 0.6 -> bf16
     otherwise             no change, and none within min_steps_between_switches of the last one
 
-Where the seed says two things, the more exact one holds. "Above 0.6" in its table is ">= 0.6" in its rule. The margin,
-"before switching away from current precision" in the table, is on the way down only in the rule. Mode off is
-"equivalent to no Selective Precision", so the stream's formats stay as they are (the state says bf16), but overrides
-have "absolute priority in all modes". `ambiguous_default` applies only before a block's first
-assignment (facts.md, section 1); until then a block runs as bf16.
+The margin counts on the way down only. In mode off the stream's formats stay as they are (the state says bf16), but
+force lists hold in every mode. `ambiguous_default` applies only before a block's first assignment; until then a block
+runs as bf16.
 
 With `scoring="impact"` the units share one damage budget, in units of loss. Low is int8 or fp8, by hardware and error.
 """
@@ -73,7 +71,7 @@ def decide_with_hysteresis(
     steps_since_switch: int | None = None,
     low: Precision = "int8",
 ) -> Decision:
-    """The seed's rule for one block; `current` None is a block never assigned, `low` what it would become."""
+    """The hysteresis rule for one block; `current` None is a block never assigned, `low` what it would become."""
     told = f"score {sensitivity:.4g}"
     wanted: Precision
     if current is None:
@@ -115,7 +113,7 @@ def compute_hints(
     due = is_update_due(state, step, config)
     if due:
         _require_evidence(state, config, evidence)
-        decided = (_by_score if config.scoring == "seed" else _by_impact)(state, step, config, evidence)
+        decided = (_by_score if config.scoring == "gradient" else _by_impact)(state, step, config, evidence)
     state, hints = _assign(state, step, config, decided)
     return replace(state, last_update_step=step if due else state.last_update_step), hints
 
@@ -189,7 +187,7 @@ def _precedence(
     return decided or Decision(unit.precision, unit.reason)
 
 
-# ---- the seed's scores -----------------------------------------------------------------------------------------------
+# ---- gradient scores -------------------------------------------------------------------------------------------------
 
 
 def _by_score(

@@ -1,4 +1,4 @@
-"""QuantLinear: a linear layer over a packed weight (the seed's HybridLinear), and its gradients.
+"""QuantLinear: a linear layer over a packed weight, and its gradients.
 
     y = x @ decode(weight).T + bias
 

@@ -10,7 +10,7 @@
         optimizer.step(); optimizer.zero_grad()
         policy.end_step()
 
-The lifecycle is seed 000's; all decisions are pure functions of `bitplan.plan`, and this is where they meet the stream.
+All decisions are pure functions of `bitplan.plan`; here they meet the stream.
 
 Statistics are read one step late: at step s the decision sees the steps before s, whose numbers have reached the host
 while the device works on s, so its queue never runs dry. The delay is the same on every machine: a decision depends on

@@ -67,7 +67,7 @@ class Reminders:
     def lacks_calibration(self, quant_errors: Mapping[str, object]) -> bool:
         """Whether the config asks for errors that scores go by, and there are none."""
         config = self._config
-        by_errors = config.scoring == "seed" and config.error_weight > 0
+        by_errors = config.scoring == "gradient" and config.error_weight > 0
         return self._is_dynamic and config.run_calibration and by_errors and not quant_errors
 
     def step_begins(self, quant_errors: Mapping[str, object]) -> None:
@@ -112,7 +112,9 @@ class Reminders:
         """Units whose gradients could not be used."""
         for name, unit in state.units.items():
             # Impacts need no gradient of the unit itself: one without adapters lacks nothing then.
-            found = {why: n for why, n in unit.excluded.items() if why != "missing" or self._config.scoring == "seed"}
+            found = {
+                why: n for why, n in unit.excluded.items() if why != "missing" or self._config.scoring == "gradient"
+            }
             if found:
                 counts = ", ".join(f"{count} {why}" for why, count in found.items())
                 self.say_once(name, f"step {step}: gradients of {name} are left out, not taken for zero: {counts}")

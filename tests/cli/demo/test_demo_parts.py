@@ -89,7 +89,7 @@ def test_the_learning_rate_rises_and_falls():
     assert 0.1 * LEARNING_RATE <= rates[-1] < 0.11 * LEARNING_RATE
 
 
-def test_the_made_table_is_the_seeds():
+def test_the_made_table_depends_on_its_seed():
     (x, y), (again, _), (other, _) = made_table(500, 3), made_table(500, 3), made_table(500, 4)
     assert np.array_equal(x, again)
     assert not np.array_equal(x, other)

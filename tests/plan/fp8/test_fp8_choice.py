@@ -14,7 +14,7 @@ from bitplan.plan.fp8.policy import Question, decide, read_policy
 from bitplan.plan.fp8.terms import PRODUCTS
 from bitplan.records import parse_json
 from tests.plan.fp8.fp8_policies import POLICIES, TOKENS, random_policy
-from tests.plan.fp8.fp8_samples import SEED_POLICY, experts, report, series
+from tests.plan.fp8.fp8_samples import VERSION_1, experts, report, series
 
 FC2 = Question("row", 4096, name="fc2", shape=(4096, 14336), recipe="blockwise")
 STILL = (1.0,) * 10
@@ -149,10 +149,10 @@ def test_without_a_shape_all_that_were_measured_must_agree():
 
 
 def test_version_1_and_experts():
-    policy = read_policy(parse_json(SEED_POLICY.encode(), where="seed"))
+    policy = read_policy(parse_json(VERSION_1.encode(), where="version 1"))
     choice = choose_products(policy, replace(FC2, num_tokens=8192))
     assert (choice.products, choice.recipe, choice.holds_from, choice.holds_to) == (PRODUCTS, "blockwise", 8192, None)
-    assert choose_products(policy, replace(FC2, num_tokens=8192, recipe=None)) == choice  # the seed's recipe
+    assert choose_products(policy, replace(FC2, num_tokens=8192, recipe=None)) == choice  # version 1's recipe
     assert not choose_products(policy, replace(FC2, num_tokens=8191))  # version 1 is not estimated
     asked = Question("row", 53, is_expert=True, num_gemms=64, moe_router_topk=8)
     choice = choose_products(policy, asked)

@@ -61,7 +61,7 @@ def test_padding_is_noted_and_is_no_key():
 
 @pytest.mark.parametrize("cut", range(1, len(lines()) - 1, 97))
 def test_a_report_cut_off_anywhere_says_so(cut):
-    """Issue 6, point 6: a report cut off in mid-write."""
+    """A report cut off in mid-write."""
     with pytest.raises(ReportError, match=r"^r: .*goes on from the last whole line$"):
         parse_report(lines()[:cut], where="r")
 

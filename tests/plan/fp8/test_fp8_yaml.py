@@ -1,4 +1,4 @@
-"""The seed's YAML and its TE_LAYER_PERF_* variables."""
+"""LoongForge's YAML and its TE_LAYER_PERF_* variables."""
 
 from __future__ import annotations
 
@@ -114,14 +114,14 @@ def test_yaml_and_config_json_give_the_same_layers():
     assert layers(vlm.parts, ep=8) == layers(model_parts(QWEN3_VL_235B), ep=8)
 
 
-def test_the_seeds_standalone_example():
+def test_a_standalone_model():
     found = read_yaml_model(SELECTIVE, open_base=FILES.__getitem__)
     path = "configs/models/deepseek3/fp8_policy_deepseek_v3.json"
     assert found.options == {"llm": Fp8Options("e4m3", "blockwise", True, True, path)}
     assert found.parts == read_yaml_model(DEEPSEEK).parts
 
 
-def test_the_seeds_vlm_example():
+def test_a_vision_language_model():
     found = read_yaml_model(VLM, open_base=FILES.__getitem__)
     assert found.options["llm"].fp8_dynamic_num_tokens is None
     assert found.options["vit"].fp8_dynamic_num_tokens == 5184
@@ -205,7 +205,7 @@ def test_files_that_take_in_many():
 # ---- 2.1.4 Benchmark Environment Variable Reference ------------------------------------------------------------------
 
 
-def test_defaults_of_the_seed():
+def test_defaults_of_the_variables():
     found = BenchOptions.from_environment({"PATH": "/bin"})
     assert found == BenchOptions()
     assert (found.precisions, found.fp8_recipe, found.warmup, found.iters) == (("bf16", "fp8"), "blockwise", 10, 10)
@@ -214,7 +214,7 @@ def test_defaults_of_the_seed():
     assert (found.report_path, found.fp8_policy_path) == (None, None)
 
 
-def test_the_seeds_dense_command():
+def test_the_variables_of_a_dense_run():
     """2.1.1."""
     found = BenchOptions.from_environment(
         {

@@ -74,7 +74,6 @@ def test_hysteresis(score, current, since, expected):
     [(0.3, None, "int8"), (below(0.6), None, "int8"), (0.6, None, "bf16"), (0.3, "bf16", "bf16")],
 )
 def test_ambiguous_default_is_for_the_first_assignment_only(score, current, expected):
-    """facts.md, section 1: `ambiguous_default` only applies before a block's first assignment."""
     assert decide_with_hysteresis(score, current, replace(CONFIG, ambiguous_default="int8")).precision == expected
 
 
@@ -110,7 +109,7 @@ def precisions(all_hints, name):
     return [hints[name].precision for hints in all_hints]
 
 
-def test_warm_up_and_update_interval_with_the_seeds_defaults():
+def test_warm_up_and_update_interval_with_the_defaults():
     """Ten steps of collection before the first assignment, then every ten (seed, parameter table)."""
     state, found = run(CONFIG, [{"a": 0.0, "b": 4.0}] * 35)
     assert precisions(found, "a") == ["bf16"] * 9 + ["int8"] * 26
@@ -203,8 +202,8 @@ BOTH = replace(EAGER, low_precisions=("int8", "fp8"))
 LOW = [
     (("int8",), True, {"int8": 0.05, "fp8": 0.001}, "int8"),
     (("int8", "fp8"), False, {"int8": 0.05, "fp8": 0.001}, "int8"),
-    (("int8", "fp8"), True, {"int8": 0.0087, "fp8": 0.022}, "int8"),  # facts.md: Gaussian weights per row
-    (("int8", "fp8"), True, {"int8": 0.078, "fp8": 0.027}, "fp8"),  # facts.md: outlier columns
+    (("int8", "fp8"), True, {"int8": 0.0087, "fp8": 0.022}, "int8"),  # Gaussian weights per row
+    (("int8", "fp8"), True, {"int8": 0.078, "fp8": 0.027}, "fp8"),  # outlier columns
     (("int8", "fp8"), True, {"int8": 0.02, "fp8": 0.02}, "int8"),
     (("fp8", "int8"), True, {"int8": 0.02, "fp8": 0.02}, "fp8"),
     (("int8", "fp8"), True, {"fp8": 0.02}, "int8"),
@@ -374,7 +373,7 @@ configs = st.builds(
     force_int8_blocks=st.sampled_from([(), ("b.1",)]),
     force_fp8_blocks=st.sampled_from([(), ("b.2",)]),
     bandwidth_aware=st.booleans(),
-    scoring=st.sampled_from(["seed", "impact"]),
+    scoring=st.sampled_from(["gradient", "impact"]),
     damage_budget=st.sampled_from([0.5, 2.0]),
 )
 

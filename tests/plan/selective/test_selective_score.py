@@ -1,4 +1,4 @@
-"""The seed's score on its own figures, and the choice of a set: budget, and no more bytes than hiding takes."""
+"""The gradient score on worked figures, and the choice of a set: budget, and no more bytes than hiding takes."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def stats(relative, name="b"):
 ROWS = [
     (0.0, None, 0.0),
     (1.0, None, 0.35),
-    (2.0, None, 0.7),  # facts.md, section 1: without calibration the score cannot exceed 0.7
+    (2.0, None, 0.7),  # without calibration the score cannot exceed 0.7
     (1e9, None, 0.7),
     (2.0, 0.0, 0.7),
     (0.0, 0.05, 0.3),  # exactly at quant_error_threshold
@@ -67,14 +67,14 @@ PROBLEM = [
 
 
 @pytest.mark.parametrize(("relative", "error", "needs"), PROBLEM)
-def test_the_seeds_table_of_blocks(relative, error, needs):
+def test_the_table_of_blocks(relative, error, needs):
     score = compute_sensitivity_score(stats(relative), error, CONFIG)
     assert decide_with_hysteresis(score, None, CONFIG).precision == needs
 
 
 @pytest.mark.parametrize(("error", "precision"), [(0.033, "int8"), (0.0334, "bf16"), (0.05, "bf16"), (1.0, "bf16")])
 def test_a_calibration_error_alone_keeps_bf16(error, precision):
-    """facts.md, section 1: an error of 0.033 (0.2 * 0.05 / 0.3) and more keeps a bf16 block from int8 for ever."""
+    """An error of 0.033 (0.2 * 0.05 / 0.3) and more keeps a bf16 block from int8 for ever."""
     score = compute_sensitivity_score(stats(0.0), error, CONFIG)
     assert decide_with_hysteresis(score, "bf16", CONFIG).precision == precision
 

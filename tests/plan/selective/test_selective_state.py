@@ -73,7 +73,7 @@ numbers = st.lists(
 @settings(deadline=None, max_examples=25)
 @given(
     st.lists(numbers, min_size=1, max_size=12),
-    st.sampled_from(["seed", "impact"]),
+    st.sampled_from(["gradient", "impact"]),
     st.booleans(),
 )
 def test_a_run_restored_at_every_step_is_the_unbroken_run(steps, scoring, bandwidth_aware):

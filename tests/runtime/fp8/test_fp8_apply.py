@@ -502,7 +502,7 @@ def yaml_of(tmp_path, text):
     return path
 
 
-def test_the_seeds_keys(tmp_path):
+def test_loongforges_keys(tmp_path):
     policy_of(recipe="blockwise", **ALL).save(tmp_path / "policy.json")
     path = yaml_of(
         tmp_path,

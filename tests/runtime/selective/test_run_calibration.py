@@ -1,4 +1,4 @@
-"""Calibration on a stream: the seed's figure against resident models, the cache, a killed run, stale caches by name."""
+"""Calibration on a stream: relative errors against resident models, the cache, a killed run, stale caches by name."""
 
 from __future__ import annotations
 

@@ -40,7 +40,7 @@ def run_step(policy, model, step):
 
 
 @pytest.mark.parametrize("train", ["adapters", "weights"])
-@pytest.mark.parametrize("scoring", ["seed", "impact"])
+@pytest.mark.parametrize("scoring", ["gradient", "impact"])
 def test_no_host_synchronisation_in_a_step(scoring, train):
     model = adapted() if train == "adapters" else make_stack(adapters=False, dtype=torch.bfloat16)
     options = {"train": train, **({"optimizer": AdamWSettings(lr=1e-5)} if train == "weights" else {})}

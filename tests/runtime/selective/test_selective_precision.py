@@ -220,7 +220,7 @@ def test_gradients_of_trained_weights_are_measured_before_they_leave(checkpointi
         {"scoring": "impact", "damage_budget": 1e-3, "impact_tokens": 2, "impact_steps": 2, "impact_turns": 2},
         {"loss_feedback": True, "loss_tolerance": 1e-4, "backoff_steps": 3},
     ],
-    ids=["seed", "impact", "impact of sampled rows", "feedback"],
+    ids=["gradient", "impact", "impact of sampled rows", "feedback"],
 )
 def test_a_resumed_run_takes_the_same_decisions(options, tmp_path):
     config, cut, steps = config_of(**options), 5, 12

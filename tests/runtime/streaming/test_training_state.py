@@ -20,7 +20,7 @@ from tests.runtime.streaming.stream_samples import assert_equal, batch, make_sta
 SETTINGS = AdamWSettings(lr=1e-2, weight_decay=0.05)
 QUICK = {"telemetry_enabled": False, "warmup_steps": 2, "update_interval_steps": 2, "history_window": 3}
 # Thresholds and a budget that these gradients lie around, so that blocks move before and after the cut.
-SEED = SelectivePrecisionConfig(
+GRADIENT = SelectivePrecisionConfig(
     **QUICK, min_steps_between_switches=0, grad_weight=0.55, bf16_threshold=0.3, int8_threshold=0.27,
     hysteresis_margin=0.02,
 )  # fmt: skip
@@ -97,12 +97,12 @@ def through_safetensors(stream, folder):
 @pytest.mark.parametrize(
     ("dtype", "config", "carry"),
     [
-        (torch.float32, SEED, through_a_file),
+        (torch.float32, GRADIENT, through_a_file),
         (torch.bfloat16, IMPACT, through_torch),
         (torch.float32, None, through_safetensors),
         (torch.bfloat16, None, through_a_file),
     ],
-    ids=["seed", "impact, bfloat16", "no policy", "no policy, bfloat16"],
+    ids=["gradient", "impact, bfloat16", "no policy", "no policy, bfloat16"],
 )
 def test_a_resumed_run_is_the_unbroken_one_to_the_bit(dtype, config, carry, tmp_path):
     """The second process has other random weights: whatever it computes with comes from what was saved."""

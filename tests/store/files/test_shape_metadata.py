@@ -112,7 +112,7 @@ def test_gguf_dimensions(rows, tmp_path):
     refused(path, "the file at|belong to no tensor")
 
 
-def test_the_seeds_json(tmp_path):
+def test_network_json(tmp_path):
     from bitplan.store.files.poly_json import PolyNetwork, write_poly_json
 
     path = tmp_path / "a.json"
