@@ -20,7 +20,7 @@ def require(module: str, *, purpose: str, extra: str | None = None, least: int =
     name = _DISTRIBUTIONS.get(library, library)
     install = f"pip install 'bitplan[{extra}]'" if extra else f"pip install {name}"
     try:
-        found = importlib.import_module(module)
+        imported = importlib.import_module(module)
     except ImportError as error:
         if isinstance(error, ModuleNotFoundError) and (error.name or "").partition(".")[0] == library:
             raise MissingLibraryError(
@@ -32,7 +32,7 @@ def require(module: str, *, purpose: str, extra: str | None = None, least: int =
             f"pip install --force-reinstall {name}",
             name=library,
         ) from error
-    version = str(getattr(found, "__version__", "")) if least else ""
+    version = str(getattr(imported, "__version__", "")) if least else ""
     if least and int(version.partition(".")[0]) < least:
         raise MissingLibraryError(f"{purpose} needs {name} {least}, {version} is installed: {install}", name=library)
-    return found
+    return imported

@@ -152,17 +152,17 @@ def plan_map(plan: Plan, model: nn.Module, *, where: str = "the plan") -> dict[s
     places = places_of(model)
     known = {place.name for place in places}
     families = [shipped_manifest(name).aliases for name in GGUF_FAMILIES]
-    found: dict[str, str | None] = {}
+    result: dict[str, str | None] = {}
     for name, choice in plan.items():
         if plan.entries[name].part is not None:
             raise PlanError(f"{where}: {name!r} is a part of a packed weight; plan the model's own parameters")
         ours = [name, *(aliases.to_ours(name) for aliases in families)]
-        found[next((each for each in ours if each in known), name)] = choice.format
-    decided = {id(place.parameter) for place in places if place.name in found}  # tied: by any of its names
+        result[next((each for each in ours if each in known), name)] = choice.format
+    decided = {id(place.parameter) for place in places if place.name in result}  # tied: by any of its names
     missing = list(dict.fromkeys(place.name for place in places if id(place.parameter) not in decided))
     if missing:
         raise PlanError(f"{where}: nothing is said of {listed(missing)}; plan every parameter of the model")
-    return found
+    return result
 
 
 def stored_bits(lm: CausalLM) -> float:

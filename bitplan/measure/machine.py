@@ -131,14 +131,14 @@ def cpu_model() -> str:
 
 
 def _hardware() -> dict[str, Any]:
-    found: dict[str, Any] = {
+    hardware: dict[str, Any] = {
         "cpu": cpu_model(),
         "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
         "system": f"{platform.system()} {platform.machine()}",
     }
     if hasattr(os, "sysconf"):
-        found["memory_gib"] = round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1)
-    return found
+        hardware["memory_gib"] = round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1)
+    return hardware
 
 
 def _torch_hardware(has_gpu: bool) -> dict[str, Any]:
@@ -146,13 +146,13 @@ def _torch_hardware(has_gpu: bool) -> dict[str, Any]:
 
     from bitplan.measure.speed.crossover_files import gpu_fingerprint
 
-    found: dict[str, Any] = {
+    hardware: dict[str, Any] = {
         "threads": torch.get_num_threads(),
         "instructions": torch.backends.cpu.get_cpu_capability(),
     }
     if has_gpu:
         properties = torch.cuda.get_device_properties(0)
-        found |= {
+        hardware |= {
             "gpu": properties.name,
             "gpus": torch.cuda.device_count(),
             "gpu_memory_gib": round(properties.total_memory / 2**30, 1),
@@ -160,7 +160,7 @@ def _torch_hardware(has_gpu: bool) -> dict[str, Any]:
             "driver": gpu_fingerprint(properties.name)["driver"],
             "cuda": torch.version.cuda,
         }
-    return found
+    return hardware
 
 
 def _bandwidth(wanted: bool) -> tuple[dict[str, float] | None, list[str]]:
@@ -264,13 +264,13 @@ def find_libraries(requirements: Iterable[str], *, try_import: bool = True) -> l
     """What bitplan's metadata asks for: needed ones first, then those of extras, by name; needed ones are imported."""
     wanted: dict[str, tuple[str, set[str]]] = {}
     for requirement in requirements:
-        found = _REQUIREMENT.match(requirement)
-        assert found is not None, requirement
+        match = _REQUIREMENT.match(requirement)
+        assert match is not None, requirement
         extras = set(_EXTRA.findall(requirement))
         if extras and extras <= _UNUSED_EXTRAS:
             continue
-        version, known = wanted.get(found["name"], (found["wanted"].strip(), extras))
-        wanted[found["name"]] = (version, known | extras if known and extras else set())
+        version, known = wanted.get(match["name"], (match["wanted"].strip(), extras))
+        wanted[match["name"]] = (version, known | extras if known and extras else set())
     libraries = [
         _library(name, version, tuple(sorted(extras)), try_import) for name, (version, extras) in wanted.items()
     ]
@@ -319,23 +319,23 @@ def meets(installed: str, wanted: str) -> bool:
 
 
 def _numbers(version: str) -> list[int]:
-    found = re.match(r"[0-9]+(?:\.[0-9]+)*", version)
-    parts = [int(part) for part in found[0].split(".")] if found else [0]
+    match = re.match(r"[0-9]+(?:\.[0-9]+)*", version)
+    parts = [int(part) for part in match[0].split(".")] if match else [0]
     while parts and parts[-1] == 0:  # 1.0 is 1
         parts.pop()
     return parts
 
 
 def _versions(libraries: Iterable[Library]) -> dict[str, str]:
-    found = {"python": platform.python_version(), "bitplan": __version__}
-    found |= {library.name: library.installed for library in libraries if library.installed is not None}
+    versions = {"python": platform.python_version(), "bitplan": __version__}
+    versions |= {library.name: library.installed for library in libraries if library.installed is not None}
     triton = _installed("triton")
-    return found | ({"triton": triton} if triton else {})
+    return versions | ({"triton": triton} if triton else {})
 
 
 def _lacks(paths: Iterable[FastPath], libraries: Sequence[Library], has_gpu: bool) -> list[dict[str, Any]]:
     refused = {path.name: path.detail for path in paths if path.active is False}
-    found = find_lacks(
+    lacks = find_lacks(
         has_gpu=has_gpu,
         has_triton=_installed("triton") is not None,
         has_cuda_libraries=any(_installed(name) for name in _CUDA_LIBRARIES),
@@ -343,7 +343,7 @@ def _lacks(paths: Iterable[FastPath], libraries: Sequence[Library], has_gpu: boo
         missing=_missing(libraries),
         cpu_flags=cpu_flags(),
     )
-    return [asdict(lack) for lack in found]
+    return [asdict(lack) for lack in lacks]
 
 
 def _missing(libraries: Sequence[Library]) -> list[tuple[str, str]]:

@@ -114,4 +114,4 @@ def _flow_rank(box: str) -> tuple[int, str]:
 
 def _quote(text: str) -> str:
     """A mermaid string: what could end it or be read as markup is written as an entity code."""
-    return '"' + re.sub(r'["<>#`\\]', lambda found: f"#{ord(found[0])};", visible(text)) + '"'
+    return '"' + re.sub(r'["<>#`\\]', lambda match: f"#{ord(match[0])};", visible(text)) + '"'

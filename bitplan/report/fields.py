@@ -34,25 +34,25 @@ class Fields:
         return self.value.get(key) is not None
 
     def text(self, key: str, default: Any = _REQUIRED) -> str:
-        return str(self._get(key, "a string", lambda found: isinstance(found, str), default))
+        return str(self._get(key, "a string", lambda value: isinstance(value, str), default))
 
     def flag(self, key: str, default: Any = _REQUIRED) -> bool:
-        return bool(self._get(key, "true or false", lambda found: isinstance(found, bool), default))
+        return bool(self._get(key, "true or false", lambda value: isinstance(value, bool), default))
 
     def number(self, key: str, default: Any = _REQUIRED) -> Any:
         return self._get(key, "a number", is_number, default)
 
     def whole(self, key: str, default: Any = _REQUIRED) -> Any:
-        return self._get(key, "a whole number", lambda found: is_number(found) and isinstance(found, int), default)
+        return self._get(key, "a whole number", lambda value: is_number(value) and isinstance(value, int), default)
 
     def numbers(self, key: str, default: Any = _REQUIRED) -> list[float]:
-        found: list[float] = self._get(
-            key, "a list of numbers", lambda found: isinstance(found, list) and all(map(is_number, found)), default
+        result: list[float] = self._get(
+            key, "a list of numbers", lambda value: isinstance(value, list) and all(map(is_number, value)), default
         )
-        return found
+        return result
 
     def fields(self, key: str, default: Any = _REQUIRED) -> Fields:
-        return Fields(self._get(key, "an object", lambda found: isinstance(found, dict), default), self._place(key))
+        return Fields(self._get(key, "an object", lambda value: isinstance(value, dict), default), self._place(key))
 
     def items(self, key: str, default: Any = _REQUIRED) -> Iterator[tuple[str, Fields]]:
         """The objects in an object, by name."""
@@ -61,8 +61,8 @@ class Fields:
 
     def each(self, key: str, default: Any = _REQUIRED) -> Iterator[Fields]:
         """The objects in a list."""
-        found = self._get(key, "a list", lambda found: isinstance(found, list), default)
-        for index, value in enumerate(found):
+        result = self._get(key, "a list", lambda value: isinstance(value, list), default)
+        for index, value in enumerate(result):
             yield Fields(value, f"{self._place(key)}[{index}]")
 
     def fail(self, key: str, expected: str, got: Any) -> NoReturn:
@@ -73,14 +73,14 @@ class Fields:
         return f"{self.where}: {key if key.isidentifier() and len(key) <= _SHOWN else shown(key)}"
 
     def _get(self, key: str, expected: str, holds: Any, default: Any) -> Any:
-        found = self.value.get(key)
-        if found is None:
+        result = self.value.get(key)
+        if result is None:
             if default is _REQUIRED:
                 raise ReportError(f"{self._place(key)} is missing; it must be {expected}")
             return default
-        if not holds(found):
-            self.fail(key, expected, found)
-        return found
+        if not holds(result):
+            self.fail(key, expected, result)
+        return result
 
 
 def is_number(value: Any) -> bool:

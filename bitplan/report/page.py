@@ -47,8 +47,8 @@ def write_report(records: Iterable[str | Path], output: str | Path, *, title: st
     """Read records, write one HTML file, whole or not at all, and return its sections."""
     paths = list(records)
     check_output(output, inputs=paths)
-    found = read_records(paths)
-    sections = build_sections(found)
+    result = read_records(paths)
+    sections = build_sections(result)
     with atomic_file(output) as file:
         file.write(build_page(sections, title=title).encode())
     return sections

@@ -64,11 +64,11 @@ class Record:
 
 
 def _has(*keys: str) -> Callable[[dict[str, Any]], bool]:
-    return lambda found: all(key in found for key in keys)
+    return lambda document: all(key in document for key in keys)
 
 
-def _are_trees(found: dict[str, Any]) -> bool:
-    runs = found["runs"]
+def _are_trees(document: dict[str, Any]) -> bool:
+    runs = document["runs"]
     return isinstance(runs, list) and bool(runs) and isinstance(runs[0], dict) and "contender" in runs[0]
 
 
@@ -79,7 +79,7 @@ KINDS = (
     Kind(
         "fp8_report",
         "FP8 layer benchmark",
-        lambda found: "rows" not in found,
+        lambda document: "rows" not in document,
         lines=True,
         document="bitplan-fp8-report",
         versions=(1,),
@@ -103,8 +103,16 @@ KINDS = (
     Kind("drift", "drift log", _has("step", "name", "relative_error"), lines=True, steps=True),
     Kind("drift", "drift of a checkpoint", _has("layers", "findings")),
     Kind("quality", "perplexity", _has("reference_row", "rows")),
-    Kind("quality", "perplexity benchmark", lambda found: found.get("benchmark") == "quality" and "rows" in found),
-    Kind("trees", "trees benchmark", lambda found: _has("machine", "versions", "runs")(found) and _are_trees(found)),
+    Kind(
+        "quality",
+        "perplexity benchmark",
+        lambda document: document.get("benchmark") == "quality" and "rows" in document,
+    ),
+    Kind(
+        "trees",
+        "trees benchmark",
+        lambda document: _has("machine", "versions", "runs")(document) and _are_trees(document),
+    ),
     Kind("demo", "demo figures", _has("train_seconds", "formats")),
     Kind("benchmark", "benchmark", _has("benchmark", "machine", "versions")),
 )
@@ -177,16 +185,16 @@ def _recognise(file: BinaryIO, path: Path, size: int) -> tuple[Kind, Any, int, s
     return kind, whole, 0, ""
 
 
-def _kind_of(found: dict[str, Any], path: Path, *, lines: bool, quiet: bool) -> Kind | None:
-    named = found.get("document")
+def _kind_of(document: dict[str, Any], path: Path, *, lines: bool, quiet: bool) -> Kind | None:
+    named = document.get("document")
     candidates = [kind for kind in KINDS if kind.lines == lines and (kind.document is None or kind.document == named)]
     for kind in candidates:
         # A document says its name; what has none is told by its keys.
-        if (kind.document == named) and kind.matches(found):
-            if kind.document is not None and found.get("version") not in kind.versions:
+        if (kind.document == named) and kind.matches(document):
+            if kind.document is not None and document.get("version") not in kind.versions:
                 known = " or ".join(map(str, kind.versions))
                 raise ReportError(
-                    f"{path}: version must be {known} for {kind.document}, got {shown(found.get('version'))}; "
+                    f"{path}: version must be {known} for {kind.document}, got {shown(document.get('version'))}; "
                     "write the record again with this version of bitplan"
                 )
             return kind
@@ -194,7 +202,7 @@ def _kind_of(found: dict[str, Any], path: Path, *, lines: bool, quiet: bool) -> 
         return None
     if named is not None:
         raise ReportError(f"{path}: the document {shown(named)} is none that a report shows; {_expected()}")
-    keys = ", ".join(shown(key) for key in list(found)[:6]) or "none"
+    keys = ", ".join(shown(key) for key in list(document)[:6]) or "none"
     raise ReportError(f"{path}: not recognised by its keys ({keys}); {_expected()}")
 
 
@@ -231,9 +239,9 @@ def _sample(file: BinaryIO, kind: Kind, path: Path, size: int) -> _Sample | None
     skipped: list[tuple[int, bytes]] = []  # of the step at hand: it may be the last
     steps, step, changes, change_bytes, room = -1, None, 0, 0, 2 * MAX_RECORD_BYTES
     for number, line in enumerate(iter(lambda: file.readline(MAX_LINE_BYTES + 1), b""), 1):
-        found = _STEP.search(line)
-        if found is None or found[1] != step:
-            step, steps = found and found[1], steps + 1
+        match = _STEP.search(line)
+        if match is None or match[1] != step:
+            step, steps = match and match[1], steps + 1
             skipped.clear()
         if steps % nth == 0:
             kept.append((number, line))

@@ -57,8 +57,8 @@ class CausalLM:
     @property
     def head(self) -> nn.Module:
         """The layer that gives the logits."""
-        found: nn.Module = self.model.get_output_embeddings()  # type: ignore[operator]
-        return found
+        module: nn.Module = self.model.get_output_embeddings()  # type: ignore[operator]
+        return module
 
     @property
     def bits_per_weight(self) -> float | None:
@@ -70,8 +70,8 @@ class CausalLM:
     @property
     def positions(self) -> int | None:
         """The longest text it was made for; None where its config does not say."""
-        found: int | None = getattr(self.model.config, "max_position_embeddings", None)
-        return found
+        count: int | None = getattr(self.model.config, "max_position_embeddings", None)
+        return count
 
     def check_context(self, context: int) -> None:
         """Beyond the positions it was trained on a model's perplexity says nothing of its weights."""
@@ -108,8 +108,8 @@ class CausalLM:
         return windows_of(self.encode(text), context, prefix=self.prefix)
 
     def _tokens(self, text: str, *, special: bool) -> list[int]:
-        found: list[int] = self.tokenizer(text, verbose=False, add_special_tokens=special)["input_ids"]
-        return found
+        ids: list[int] = self.tokenizer(text, verbose=False, add_special_tokens=special)["input_ids"]
+        return ids
 
 
 def logits_of(model: nn.Module, ids: Tensor) -> Tensor:

@@ -102,8 +102,8 @@ class PackedWeight(EncodedModule):
             self._derived.clear()
             self._derived_state = state
         if key in self._derived:
-            found: Made = self._derived[key]
-            return found
+            result: Made = self._derived[key]
+            return result
         made = make()
         if keep:
             self._derived[key] = made
@@ -227,9 +227,9 @@ def _read_extra(extra: Any, where: str) -> tuple[Any, Any]:
 
 
 def _drop(listener: weakref.ref[Listener], token: int) -> None:
-    found = listener()
-    if found is not None:
-        found.drop(token)
+    owner = listener()
+    if owner is not None:
+        owner.drop(token)
 
 
 def _as_bytes(part: Tensor) -> Tensor:

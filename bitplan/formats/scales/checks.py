@@ -126,8 +126,8 @@ def scale_flags(fmt: Format, scales: Tensor, base: Tensor | None) -> ScaleFlags:
 def scales_at_an_end(fmt: Format, scales: Tensor, base: Tensor | None) -> Tensor:
     """Where `scale_flags` has any flag, by their bit patterns alone: many times faster, for scales of a whole file."""
     low, high, magnitudes = _edges(fmt, scales)
-    found = (magnitudes <= low) | (magnitudes >= high)
-    return found if base is None else found | ~(base.isfinite() & (base != 0))
+    at_an_end = (magnitudes <= low) | (magnitudes >= high)
+    return at_an_end if base is None else at_an_end | ~(base.isfinite() & (base != 0))
 
 
 def all_scales_inside(fmt: Format, scales: Tensor, base: Tensor | None) -> Tensor:

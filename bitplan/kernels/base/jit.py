@@ -64,12 +64,12 @@ def thread_count() -> int:
 
 def on_threads(work: Callable[[Piece], Found], pieces: Sequence[Piece]) -> list[Found]:
     """`work` on every piece, results in order, on `thread_count()` threads: this one and helpers."""
-    found: dict[int, Found] = {}
+    results: dict[int, Found] = {}
     left = iter(range(len(pieces)))  # shared: whoever is free takes the next
 
     def take_pieces() -> None:
         for place in left:
-            found[place] = work(pieces[place])
+            results[place] = work(pieces[place])
 
     threads = thread_count()
     helpers = min(threads, len(pieces)) - 1
@@ -83,7 +83,7 @@ def on_threads(work: Callable[[Piece], Found], pieces: Sequence[Piece]) -> list[
         for helper in running:
             if not helper.cancel():  # one that never started has nothing left to do
                 helper.result()
-    return [found[place] for place in range(len(pieces))]
+    return [results[place] for place in range(len(pieces))]
 
 
 @functools.lru_cache(maxsize=8)  # callers with different numbers of threads may take turns

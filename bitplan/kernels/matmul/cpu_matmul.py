@@ -157,10 +157,10 @@ def _why_not_here() -> str | None:
     weight = encode(w, "q4_0_gguf")
     decoded = next(decoded_bands(weight, torch.float32, 19))[1]
     try:
-        found = four_bit_linear(x, weight, pack_four_bit(weight))
+        product = four_bit_linear(x, weight, pack_four_bit(weight))
     except (RuntimeError, FormatError) as error:
         return f"torch's 4-bit kernel does not run on this machine: {str(error).splitlines()[0][:200]}"
-    beyond = (found - x @ decoded.T).abs() - four_bit_bound(x, decoded)
+    beyond = (product - x @ decoded.T).abs() - four_bit_bound(x, decoded)
     if not bool((beyond <= 1e-4).all()):
         return "torch's 4-bit kernel gives wrong results on this machine"
     return None

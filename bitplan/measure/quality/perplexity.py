@@ -103,8 +103,8 @@ class Quality:
     @property
     def interval(self) -> tuple[float, float] | None:
         """95% interval of the perplexity: what another text of the same kind might have given."""
-        found = self.nll.interval
-        return found and (_exp(found[0]), _exp(found[1]))
+        interval = self.nll.interval
+        return interval and (_exp(interval[0]), _exp(interval[1]))
 
     def to_dict(self) -> dict[str, Any]:
         return {

@@ -185,14 +185,14 @@ class _Bench:
         allowed = NUMBER_OF_RESULT * expected.abs() + NUMBER_OF_ROW * self.expanded.float().norm(dim=1)
         for launch in list(launches):
             try:
-                found = run(launch).float()
+                product = run(launch).float()
             except Exception as error:
                 if type(error).__name__ != "OutOfResources" or len(launches) == 1:
                     raise
                 log.info("bitplan: launch %s needs more than this GPU has: %s", launch, error)
                 launches.remove(launch)
                 continue
-            off = (found - expected).abs()
+            off = (product - expected).abs()
             relative = float(off.norm() / expected.norm().clamp(min=torch.finfo(torch.float32).tiny))
             beyond = int((~(off <= allowed)).sum())  # NaN is beyond
             if beyond or not relative <= NORM_TOLERANCE:

@@ -82,14 +82,14 @@ class ReportLog:
 
     def _resume(self, data: bytes, empty: Report) -> None:
         head, rows, self.finished = split_report(data, where=str(self.path))
-        found = report_of(head, rows, where=str(self.path))
+        report = report_of(head, rows, where=str(self.path))
         for key, mine in empty.head().items():
-            theirs = found.head()[key]
+            theirs = report.head()[key]
             if theirs != mine:
                 raise ReportError(
                     f"{self.path}: begun with {key} {show(theirs)}, this run has {show(mine)}; use another path"
                 )
-        self.rows = list(found.rows)
+        self.rows = list(report.rows)
 
     def _write(self, text: str) -> None:
         data = text.encode()

@@ -150,19 +150,19 @@ class _Run:
         """How often an eager sample calls, the same for all arms: as often as the fastest needs for a long sample."""
         fastest = math.inf
         for name in list(self.ready):
-            found: list[float] = []
-            self.attempt(name, partial(self._once_ms, name, found))
-            fastest = min([fastest, *found])
+            times_ms: list[float] = []
+            self.attempt(name, partial(self._once_ms, name, times_ms))
+            fastest = min([fastest, *times_ms])
         fastest = self.peers.slowest([fastest])[0]  # every process must call equally often
         if warmup == 0 or not math.isfinite(fastest):
             return 1
         return min(MAX_CALLS_PER_SAMPLE, max(1, math.ceil(EAGER_SAMPLE_MS / max(fastest, MIN_SAMPLE_MS))))
 
-    def _once_ms(self, name: str, found: list[float]) -> None:
+    def _once_ms(self, name: str, times_ms: list[float]) -> None:
         marks: list[tuple[Any, Any]] = []
         self.add_sample(name, 1, marks)
         self.stopwatch.wait()
-        found.append(self.stopwatch.elapsed_ms(*marks[0]))
+        times_ms.append(self.stopwatch.elapsed_ms(*marks[0]))
 
     def add_sample(self, name: str, calls: int, marks: list[tuple[Any, Any]]) -> None:
         call = self.ready[name]
@@ -177,16 +177,16 @@ class _Run:
         """Samples of the arms that came through, once the device is done."""
         for name in list(self.ready):
             self.attempt(name, self.stopwatch.wait)
-        found = {}
+        samples_ms = {}
         for name in arms:
             if name in self.failed:
                 status, message = self.failed[name]
-                found[name] = Timed(status, message=message)
+                samples_ms[name] = Timed(status, message=message)
                 continue
             times = [self.stopwatch.elapsed_ms(begin, end) / calls for begin, end in marks[name]]
             samples = [round(max(each, MIN_SAMPLE_MS), 6) for each in self.peers.slowest(times)]
-            found[name] = Timed(OK, tuple(samples), self.peaks[name], in_turns=len(self.ready) > 1)
-        return found
+            samples_ms[name] = Timed(OK, tuple(samples), self.peaks[name], in_turns=len(self.ready) > 1)
+        return samples_ms
 
 
 def is_out_of_memory(error: BaseException) -> bool:

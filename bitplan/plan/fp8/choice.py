@@ -92,15 +92,15 @@ def choose_products(policy: Policy, question: Question, *, estimate: bool = True
     `apart=False` is for layers that run all three products in FP8 or none.
     """
     question = replace(question, gemm=MODULE)
-    found = [
+    choices = [
         _by_recipe(policy, replace(question, recipe=recipe), estimate, apart)
         for recipe in _recipes(policy, question, estimate)
     ]
-    wins = [each for each in found if each]
+    wins = [each for each in choices if each]
     if not wins:
-        return found[0] if len(found) == 1 else _none_of(found)
+        return choices[0] if len(choices) == 1 else _none_of(choices)
     best = max(wins, key=lambda each: each.speedup or 0.0)  # the first of equals
-    others = f"; the best of {len(found)} recipes" if len(found) > 1 else ""
+    others = f"; the best of {len(choices)} recipes" if len(choices) > 1 else ""
     return replace(best, reason=best.reason + others)
 
 
@@ -109,8 +109,8 @@ def _recipes(policy: Policy, question: Question, estimate: bool) -> Sequence[str
         return (question.recipe,)
     if isinstance(policy, ThresholdPolicy):
         return (DEFAULT_RECIPE,)  # version 1 names none
-    found = {rule.recipe for rule in (policy.rules if estimate else _rules_of(policy, question))}
-    return [recipe for recipe in RECIPES if recipe in found] or (None,)
+    recipes = {rule.recipe for rule in (policy.rules if estimate else _rules_of(policy, question))}
+    return [recipe for recipe in RECIPES if recipe in recipes] or (None,)
 
 
 def _rules_of(policy: BandPolicy, question: Question) -> list[BandRule]:
@@ -118,9 +118,9 @@ def _rules_of(policy: BandPolicy, question: Question) -> list[BandRule]:
     return [rule for gemm in GEMMS for rule in matching_rules(policy, replace(question, gemm=gemm))]
 
 
-def _none_of(found: list[Choice]) -> Choice:
-    first = next((each for each in found if each.answer in (UNDECIDED, LOSE)), found[0])
-    told = "; ".join(f"{each.recipe}: {each.reason}" for each in found)
+def _none_of(choices: list[Choice]) -> Choice:
+    first = next((each for each in choices if each.answer in (UNDECIDED, LOSE)), choices[0])
+    told = "; ".join(f"{each.recipe}: {each.reason}" for each in choices)
     return replace(first, recipe=None, reason=told)
 
 
@@ -211,8 +211,8 @@ def _estimated(policy: BandPolicy, question: Question, whole: Decision) -> Decis
 def _winning_alone(policy: BandPolicy, question: Question) -> dict[str, Decision]:
     """The products that were measured apart and win."""
     asked = {gemm: replace(question, gemm=gemm) for gemm in PRODUCTS}
-    found = {gemm: decide(policy, each) for gemm, each in asked.items() if matching_rules(policy, each)}
-    return {gemm: decision for gemm, decision in found.items() if decision}
+    decisions = {gemm: decide(policy, each) for gemm, each in asked.items() if matching_rules(policy, each)}
+    return {gemm: decision for gemm, decision in decisions.items() if decision}
 
 
 def _promise(alone: dict[str, Decision]) -> float:

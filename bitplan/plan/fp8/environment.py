@@ -117,10 +117,10 @@ def _number(text: str, name: str) -> float:
 
 
 def _precisions(text: str, name: str) -> tuple[str, ...]:
-    found = tuple(item.strip().lower() for item in text.split(","))
-    if not set(found) <= set(PRECISIONS) or len(set(found)) != len(found):
+    named = tuple(item.strip().lower() for item in text.split(","))
+    if not set(named) <= set(PRECISIONS) or len(set(named)) != len(named):
         raise BenchOptionsError(f"{name} must be 'bf16,fp8' or one of the two, got {text!r}")
-    return tuple(precision for precision in PRECISIONS if precision in found)
+    return tuple(precision for precision in PRECISIONS if precision in named)
 
 
 def _recipe(text: str, name: str) -> str:

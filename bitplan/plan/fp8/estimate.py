@@ -56,8 +56,8 @@ def estimate_speedup(policy: BandPolicy, question: Question) -> Estimate | None:
             return here
     alike = [rule for rule in alike_rules(policy, question) if tokens <= REACH * rule.points[-1].tokens]
     near = [(rule, _equal_counts(rule, question)) for rule in alike]
-    found = [(rule, _at(rule, least)) for rule, (least, _) in near]
-    known = [(rule, estimate) for rule, estimate in found if estimate is not None]
+    estimates = [(rule, _at(rule, least)) for rule, (least, _) in near]
+    known = [(rule, estimate) for rule, estimate in estimates if estimate is not None]
     if not known:
         return None
     rule, best = max(known, key=lambda each: each[1].low)  # the first of equals
@@ -87,8 +87,10 @@ def _equal_counts(rule: BandRule, question: Question) -> tuple[float, float]:
 
 def _easier_loss(policy: BandPolicy, near: Iterable[tuple[BandRule, tuple[float, float]]]) -> Estimate | None:
     """What a layer that has no less work and intensity is known to gain at most, where that is below the threshold."""
-    found = [_at(rule, max(most, rule.points[0].tokens)) for rule, (_, most) in near if most <= rule.points[-1].tokens]
-    lost = [each for each in found if each is not None and each.speedup < policy.speedup_threshold]
+    estimates = [
+        _at(rule, max(most, rule.points[0].tokens)) for rule, (_, most) in near if most <= rule.points[-1].tokens
+    ]
+    lost = [each for each in estimates if each is not None and each.speedup < policy.speedup_threshold]
     return min(lost, key=lambda each: each.speedup, default=None)
 
 

@@ -144,24 +144,26 @@ def bench_cases(layers: Iterable[Layer], sweep: Sequence[tuple[int, int]], recip
 def _part_layers(part: ModelPart, parallel: Parallel) -> list[Layer]:
     tp = _Divider(part, "tp", parallel.tp)
     blocks = part.dense_blocks + part.moe_blocks
-    found: list[tuple[str, str, str, tuple[int, int], int]] = []
+    shapes: list[tuple[str, str, str, tuple[int, int], int]] = []
     attention = part.attention
     if isinstance(attention, LatentAttention):
-        found += [(kind, name, "attention", shape, blocks) for kind, name, shape in _latent(part.hidden, attention, tp)]
+        shapes += [
+            (kind, name, "attention", shape, blocks) for kind, name, shape in _latent(part.hidden, attention, tp)
+        ]
     else:
         heads, kv_heads = tp(attention.heads, "heads"), tp(attention.kv_heads, "kv_heads")
         qkv = ((heads + 2 * kv_heads) * attention.head_dim, part.hidden)
-        found.append(("layernorm_column", "qkv", "attention", qkv, blocks))
-        found.append(("row", "proj", "attention", (part.hidden, heads * attention.head_dim), blocks))
+        shapes.append(("layernorm_column", "qkv", "attention", qkv, blocks))
+        shapes.append(("row", "proj", "attention", (part.hidden, heads * attention.head_dim), blocks))
     if part.dense_blocks:
         ffn = tp(part.ffn, "ffn")
-        found.append(("layernorm_column", "fc1", "mlp", (_fc1(part, ffn), part.hidden), part.dense_blocks))
-        found.append(("row", "fc2", "mlp", (part.hidden, ffn), part.dense_blocks))
+        shapes.append(("layernorm_column", "fc1", "mlp", (_fc1(part, ffn), part.hidden), part.dense_blocks))
+        shapes.append(("row", "fc2", "mlp", (part.hidden, ffn), part.dense_blocks))
     if part.experts is not None and part.experts.shared_ffn:
         shared = tp(part.experts.shared_ffn, "shared_ffn")
-        found.append(("column", "fc1", "shared expert", (_fc1(part, shared), part.hidden), part.moe_blocks))
-        found.append(("row", "fc2", "shared expert", (part.hidden, shared), part.moe_blocks))
-    layers = [Layer(part.part, *each, parallel) for each in found]
+        shapes.append(("column", "fc1", "shared expert", (_fc1(part, shared), part.hidden), part.moe_blocks))
+        shapes.append(("row", "fc2", "shared expert", (part.hidden, shared), part.moe_blocks))
+    layers = [Layer(part.part, *each, parallel) for each in shapes]
     return layers + (_expert_layers(part, part.experts, parallel) if part.experts is not None else [])
 
 

@@ -129,9 +129,9 @@ def to_thresholds(policy: BandPolicy, *, part: str | None = None) -> ThresholdPo
     for rule in rules:
         by_key.setdefault((rule.kind, rule.name, rule.tp, rule.etp, rule.num_gemms), []).append(_threshold(rule))
     chosen = []
-    for found in by_key.values():
-        known = [each for each in found if each is not None]
-        if len(known) == len(found):
+    for group in by_key.values():
+        known = [each for each in group if each is not None]
+        if len(known) == len(group):
             chosen.append(max(known, key=lambda each: (each.min_tokens, -each.measured_speedup)))
     return ThresholdPolicy(chosen, policy.speedup_threshold)
 
@@ -170,20 +170,20 @@ def _check_one_recipe(reports: Sequence[Report]) -> None:
 def _rows(reports: Sequence[Report], findings: list[str]) -> list[tuple[str, Row]]:
     """All rows with their recipe, in one order. What several reports measured is pooled; a report that is given twice
     counts once."""
-    found: dict[tuple[Any, ...], list[Row]] = {}
+    by_key: dict[tuple[Any, ...], list[Row]] = {}
     different = {(report.recipe, report.rows): report for report in reports}
     for report in sorted(different.values(), key=Report.to_lines):
         for row in report.rows:
-            found.setdefault((report.recipe, *row.key), []).append(row)
-    counts = {key: [len(row.samples_ms) for row in rows] for key, rows in found.items()}
+            by_key.setdefault((report.recipe, *row.key), []).append(row)
+    counts = {key: [len(row.samples_ms) for row in rows] for key, rows in by_key.items()}
     pooled = []
-    for key in sorted(found, key=repr):
+    for key in sorted(by_key, key=repr):
         *layer, precision = key
         partner = (*layer, "fp8" if precision == "bf16" else "bf16")
-        row = _pooled(found[key], findings)
+        row = _pooled(by_key[key], findings)
         # Sample i lies next to sample i of the other precision only where both were pooled from the same reports.
         paired = row.in_turns and counts[key] == counts.get(partner)
-        pooled.append((key[0], row if paired or len(found[key]) == 1 else replace(row, in_turns=False)))
+        pooled.append((key[0], row if paired or len(by_key[key]) == 1 else replace(row, in_turns=False)))
     return pooled
 
 

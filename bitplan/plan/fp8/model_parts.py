@@ -100,10 +100,10 @@ class ConfigObject:
 
     def blocks(self, key: str) -> int:
         """How many blocks: a size, and not one that would keep us counting."""
-        found = self.size(key)
-        if found > MAX_BLOCKS:
-            raise self.fail(f"{self.prefix}{key} must be at most {MAX_BLOCKS}, got {found}")
-        return found
+        count = self.size(key)
+        if count > MAX_BLOCKS:
+            raise self.fail(f"{self.prefix}{key} must be at most {MAX_BLOCKS}, got {count}")
+        return count
 
     def optional(self, key: str) -> int | None:
         return None if self.values.get(key) in (None, 0) else self.size(key)

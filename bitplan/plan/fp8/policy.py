@@ -340,15 +340,15 @@ def _why_no_rule(policy: BandPolicy, question: Question) -> str:
     else:
         asked += [("name", question.name), ("tp", question.tp)]
     asked += [("shape", question.shape), ("recipe", question.recipe), ("gemm", question.gemm)]
-    found = list(policy.rules)
+    rules = list(policy.rules)
     for key, wanted in asked:
         if wanted is None:
             continue
         wanted = tuple(wanted) if key == "shape" else wanted
-        left = [rule for rule in found if getattr(rule, key) == wanted]
+        left = [rule for rule in rules if getattr(rule, key) == wanted]
         if not left:
-            there = sorted({getattr(rule, key) for rule in found}, key=str)
+            there = sorted({getattr(rule, key) for rule in rules}, key=str)
             told = f"; measured: {', '.join(map(str, there[:8]))}" if there else "; the policy has no rules"
             return f"never measured: no rule with {key} {wanted}{told}"
-        found = left
+        rules = left
     raise AssertionError("a condition that leaves nothing was found before")

@@ -129,12 +129,12 @@ class ThresholdPolicy:
     def from_document(cls, document: Any, *, where: str = "policy") -> ThresholdPolicy:
         reader = Reader(where, PolicyError)
         known = {"version": SIZE, "speedup_threshold": SPEEDUP, "rules": OBJECT}
-        found = reader.keys("", document, known, tuple(known))
+        values = reader.keys("", document, known, tuple(known))
         rules: list[Threshold] = []
-        for kind, value in found["rules"].items():
+        for kind, value in values["rules"].items():
             check_kind(kind, f"{where}: rules")
             rules += _dense_rules(reader, kind, value) if kind in DENSE_KINDS else _grouped_rules(reader, kind, value)
-        return cls(rules, found["speedup_threshold"], where=where)
+        return cls(rules, values["speedup_threshold"], where=where)
 
 
 def check_kind(kind: Any, where: str) -> None:

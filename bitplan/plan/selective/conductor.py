@@ -151,16 +151,16 @@ class HeuristicPolicyBridge:
         return ConductorState(hints, phase, state.step, full)
 
     def _limits(self, phase: Phase, pressure: Pressure, full: int, now: RuntimeLimitHints) -> list[RuntimeLimitHints]:
-        found = []
+        result = []
         if phase is Phase.BACKWARD and pressure.vram_share > self.vram_pressure_above:
             reason = f"backward: memory {pressure.vram_share:.1%} full, above {self.vram_pressure_above:.0%}"
-            found.append(self._limit(reason, window=self.pressure_window, quiet=True))
+            result.append(self._limit(reason, window=self.pressure_window, quiet=True))
         if phase is Phase.OPTIMIZER:
-            found.append(self._limit("optimizer: no speculation", h2d=self.optimizer_h2d, quiet=True))
+            result.append(self._limit("optimizer: no speculation", h2d=self.optimizer_h2d, quiet=True))
         if full > self.contention_after and now.prefetch_window_cap > 1:
             reason = f"copy slots full {full} times in a row: window {now.prefetch_window_cap - 1}"
-            found.append(self._limit(reason, window=now.prefetch_window_cap - 1))
-        return found
+            result.append(self._limit(reason, window=now.prefetch_window_cap - 1))
+        return result
 
     def _limit(
         self, reason: str, *, h2d: int | None = None, window: int | None = None, quiet: bool = False

@@ -91,12 +91,12 @@ class SelectivePrecisionConfig:
 
     def forced(self, name: str) -> tuple[Precision, str] | None:
         """The forced precision of a block, or of a layer by itself or its block (the longer name wins), and which."""
-        found: tuple[Precision, str] | None = None
+        longest: tuple[Precision, str] | None = None
         for precision in PRECISIONS:
             for entry in _forced_names(self, precision):
                 if name == entry or name.startswith(f"{entry}."):
-                    found = (precision, entry) if found is None or len(entry) > len(found[1]) else found
-        return found
+                    longest = (precision, entry) if longest is None or len(entry) > len(longest[1]) else longest
+        return longest
 
     def units(self, blocks: Mapping[str, Iterable[str]]) -> list[str]:
         """What is decided on: the blocks, or with granularity "layer" each layer of them, `block.layer`."""

@@ -129,17 +129,17 @@ def _assign(
     units, hints = {}, {}
     for name, unit in state.units.items():
         forced = config.forced(name) if config.enabled else None
-        found = _precedence(unit, decided.get(name), forced, config)
-        switched = (found.precision or "bf16") != unit.running
+        decision = _precedence(unit, decided.get(name), forced, config)
+        switched = (decision.precision or "bf16") != unit.running
         units[name] = replace(
             unit,
-            precision=found.precision,
-            reason=found.reason,
-            score=unit.score if found.score is None else found.score,
+            precision=decision.precision,
+            reason=decision.reason,
+            score=unit.score if decision.score is None else decision.score,
             last_switch_step=step if switched else unit.last_switch_step,
         )
         hints[name] = BlockPrecisionHint(
-            name, units[name].running, found.reason, step, units[name].score, switched, forced is not None
+            name, units[name].running, decision.reason, step, units[name].score, switched, forced is not None
         )
     return replace(state, units=units), hints
 
@@ -207,20 +207,20 @@ def _by_score(
             continue
         # A low precision that this hardware lacks (a run resumed elsewhere) becomes the one it has.
         current = unit.precision if unit.precision in (None, "bf16") else low
-        found = decide_with_hysteresis(score, current, config, steps_since_switch=_since(unit, step), low=low)
-        decided[name] = _hold_back(unit, found, step, why)
+        decision = decide_with_hysteresis(score, current, config, steps_since_switch=_since(unit, step), low=low)
+        decided[name] = _hold_back(unit, decision, step, why)
     if config.bandwidth_aware:
         decided |= _only_what_hides(state, step, config, evidence, decided)
     return decided
 
 
-def _hold_back(unit: UnitState, found: Decision, step: int, why: str) -> Decision:
+def _hold_back(unit: UnitState, decision: Decision, step: int, why: str) -> Decision:
     """A unit that once raised the loss waits for the end of its back-off; one that goes low says why in this format."""
-    if found.precision in (None, "bf16") or unit.running != "bf16":
-        return found
+    if decision.precision in (None, "bf16") or unit.running != "bf16":
+        return decision
     if _backing_off(unit, step):
-        return Decision("bf16", f"{found.reason}, but {_backoff_text(unit)}", found.score)
-    return found._replace(reason=f"{found.reason}; {why}" if why else found.reason)
+        return Decision("bf16", f"{decision.reason}, but {_backoff_text(unit)}", decision.score)
+    return decision._replace(reason=f"{decision.reason}; {why}" if why else decision.reason)
 
 
 def _only_what_hides(
@@ -245,11 +245,11 @@ def _only_what_hides(
     chosen = choose_low_set(candidates, bytes_to_save=_bytes_to_save(state, evidence))
     dropped = {}
     for candidate in candidates:
-        name, found = candidate.name, decided[candidate.name]
+        name, decision = candidate.name, decided[candidate.name]
         if name not in chosen.names:
             # One that was never assigned stays so: the plain thresholds still hold when the bus becomes the limit.
             high: Precision | None = None if state.units[name].precision is None else "bf16"
-            dropped[name] = Decision(high, f"{found.reason}; {chosen.reasons[name]}", found.score)
+            dropped[name] = Decision(high, f"{decision.reason}; {chosen.reasons[name]}", decision.score)
     return dropped
 
 
@@ -300,11 +300,11 @@ def _by_impact(
 
 def _damages(state: PolicyState, name: str) -> dict[str, float]:
     """Precision -> estimated damage, where the window has any."""
-    found: dict[str, list[float]] = {}
+    samples: dict[str, list[float]] = {}
     for step in state.history:
         for precision, impact in step.impacts.get(name, {}).items():
-            found.setdefault(precision, []).append(impact)
-    estimates = {precision: estimate_damage(impacts) for precision, impacts in found.items()}
+            samples.setdefault(precision, []).append(impact)
+    estimates = {precision: estimate_damage(impacts) for precision, impacts in samples.items()}
     return {precision: damage for precision, damage in estimates.items() if damage is not None}
 
 
@@ -390,4 +390,4 @@ def _require_evidence(state: PolicyState, config: SelectivePrecisionConfig, evid
 
 
 def _forced_precisions(names: Iterable[str], config: SelectivePrecisionConfig) -> set[str]:
-    return {found[0] for found in map(config.forced, names) if found}
+    return {forced[0] for forced in map(config.forced, names) if forced}

@@ -115,7 +115,7 @@ def average_stats(history: Sequence[StepStats]) -> dict[str, BlockGradStats]:
     for step in history:
         for name, stats in step.stats.items():
             rows.setdefault(name, []).append(stats)
-    return {name: _mean(name, found) for name, found in rows.items()}
+    return {name: _mean(name, window) for name, window in rows.items()}
 
 
 def _mean(name: str, rows: Sequence[BlockGradStats]) -> BlockGradStats:
@@ -127,11 +127,11 @@ def _mean(name: str, rows: Sequence[BlockGradStats]) -> BlockGradStats:
 
 def mean_of(values: Iterable[float]) -> float:
     """The mean, the same for any order of the values."""
-    found = list(values)
+    items = list(values)
     try:
-        return math.fsum(found) / len(found)
+        return math.fsum(items) / len(items)
     except OverflowError:  # a sum beyond float64 has a mean within it
-        return math.fsum(value / len(found) for value in found)
+        return math.fsum(value / len(items) for value in items)
 
 
 def compute_sensitivity_score(

@@ -80,10 +80,10 @@ class PolicyState:
     @classmethod
     def start(cls, names: Iterable[str]) -> PolicyState:
         """Nothing assigned, nothing seen."""
-        found = list(names)
-        if not found or len(set(found)) != len(found):
-            raise SelectiveError(f"a policy needs blocks with different names, got {listed(found)}")
-        return cls({name: UnitState() for name in natural_order(found)})
+        units = list(names)
+        if not units or len(set(units)) != len(units):
+            raise SelectiveError(f"a policy needs blocks with different names, got {listed(units)}")
+        return cls({name: UnitState() for name in natural_order(units)})
 
     def with_units(self, changed: Mapping[str, UnitState]) -> PolicyState:
         return replace(self, units={name: changed.get(name, unit) for name, unit in self.units.items()})
@@ -113,13 +113,13 @@ def observe(state: PolicyState, step: StepStats, config: SelectivePrecisionConfi
 
 def layout_of(blocks: Mapping[str, Sequence[tuple[str, Sequence[int], str]]]) -> dict[str, str]:
     """Fingerprints of blocks from their parameters: (name, shape, type), in any order."""
-    found = {}
+    layout = {}
     for block in natural_order(blocks):
         rows = sorted((name, tuple(shape), kind) for name, shape, kind in blocks[block])
         digest = hashlib.sha256(json.dumps(rows).encode()).hexdigest()[:16]
         numbers = sum(math.prod(shape) for _, shape, _ in rows)
-        found[block] = f"{len(rows)} parameters, {numbers} numbers, {digest}"
-    return found
+        layout[block] = f"{len(rows)} parameters, {numbers} numbers, {digest}"
+    return layout
 
 
 # ---- documents -------------------------------------------------------------------------------------------------------
@@ -271,9 +271,9 @@ def _read_state(reader: Reader, value: Any, names: list[str]) -> PolicyState:
     units = {}
     for name, unit in item["units"].items():
         path = f"state.units[{name[:80]!r}]"
-        found = reader.keys(path, unit, _UNIT_KEYS, tuple(_UNIT_KEYS))
-        reader.keys(f"{path}.excluded", found["excluded"], dict.fromkeys(EXCLUSIONS, SIZE), ())
-        units[name] = UnitState(**found)
+        values = reader.keys(path, unit, _UNIT_KEYS, tuple(_UNIT_KEYS))
+        reader.keys(f"{path}.excluded", values["excluded"], dict.fromkeys(EXCLUSIONS, SIZE), ())
+        units[name] = UnitState(**values)
     history = tuple(_read_step(reader, f"state.history[{at}]", step, units) for at, step in enumerate(item["history"]))
     trial = None if item["trial"] is None else _read_trial(reader, item["trial"], units)
     return PolicyState(units, item["last_step"], item["steps_collected"], item["last_update_step"], history, trial)

@@ -30,8 +30,8 @@ def benchmark_section(records: Sequence[Record]) -> Section:
 
 
 def _commit(document: Fields) -> str:
-    found = document.text("commit", "")
-    return f"Commit {found}." if found else ""
+    result = document.text("commit", "")
+    return f"Commit {result}." if result else ""
 
 
 def _benchmark(document: Fields) -> Markup:
@@ -72,7 +72,7 @@ def _formats(document: Fields) -> Markup:
     top = document.number("copy_gb_per_s", None)
     drawn = []
     for way in dict.fromkeys(row.text("way") for row in rows):
-        found = sorted((row for row in rows if row.text("way") == way), key=lambda row: -row.number("gb_per_s"))
+        sorted_rows = sorted((row for row in rows if row.text("way") == way), key=lambda row: -row.number("gb_per_s"))
         shown = [
             (
                 f"{row.text('format')}, {row.text('dtype', '')}",
@@ -80,7 +80,7 @@ def _formats(document: Fields) -> Markup:
                 _rate_words(row),
                 "k0" if way == "encode" else "k2",
             )
-            for row in found
+            for row in sorted_rows
         ]
         note = f"The same memory copied: {significant(top)} GB/s." if top else ""
         drawn.append(card(f"{way.capitalize()}, GB/s", bars(shown, f"{way} speed of each format"), note=note))
@@ -148,16 +148,16 @@ def _list_table(title: str, rows: Sequence[dict[str, Any]]) -> Markup:
 
 def _flatten(row: dict[str, Any], before: str = "", depth: int = 0) -> dict[str, Any]:
     """Figures of objects within, by their path; samples and other long lists stay in the file."""
-    found: dict[str, Any] = {}
+    result: dict[str, Any] = {}
     for key, value in row.items():
         if isinstance(value, dict) and depth < 3:
-            found |= _flatten(value, f"{before}{key} ", depth + 1)
+            result |= _flatten(value, f"{before}{key} ", depth + 1)
         elif isinstance(value, list):
             if len(value) <= 4 and not any(isinstance(item, dict | list) for item in value):
-                found[before + key] = shape(value)
+                result[before + key] = shape(value)
         else:
-            found[before + key] = value
-    return found
+            result[before + key] = value
+    return result
 
 
 def _cell(value: Any) -> Cell:

@@ -65,32 +65,32 @@ def _drift(record: Record) -> list[Error]:
 
 
 def _findings(record: Record) -> Markup:
-    found = record.content.get("findings", []) if isinstance(record.content, dict) else []
-    if not isinstance(found, list):
+    findings = record.content.get("findings", []) if isinstance(record.content, dict) else []
+    if not isinstance(findings, list):
         raise ReportError(f"{record.where}: findings must be a list")
-    return tag("ul", *(tag("li", str(each)) for each in found), class_="findings") if found else Markup("")
+    return tag("ul", *(tag("li", str(each)) for each in findings), class_="findings") if findings else Markup("")
 
 
 def _calibration(record: Record) -> list[Error]:
     """Of each block and layer in each format the mean over batches, as the calibration itself takes it."""
     document = Fields(record.content, record.where)
-    found: dict[tuple[str, str], list[float | None]] = {}
+    samples: dict[tuple[str, str], list[float | None]] = {}
     for _, layers in document.items("layers", {}):
         for name in layers.value:
-            _gather(found, f"layer {name}", layers.fields(name))
+            _gather(samples, f"layer {name}", layers.fields(name))
     for fmt, batches in document.items("blocks", {}):
         for batch in batches.value:
             blocks = batches.fields(batch)
             for name in blocks.value:
-                found.setdefault((f"block {name}", fmt), []).append(blocks.number(name, None))
-    if not found:
+                samples.setdefault((f"block {name}", fmt), []).append(blocks.number(name, None))
+    if not samples:
         raise ReportError(f"{record.where}: nothing has been calibrated yet; let the calibration finish a pass")
-    return [Error(0, name, fmt, _mean(errors)) for (name, fmt), errors in found.items()]
+    return [Error(0, name, fmt, _mean(errors)) for (name, fmt), errors in samples.items()]
 
 
-def _gather(found: dict[tuple[str, str], list[float | None]], name: str, errors: Fields) -> None:
+def _gather(samples: dict[tuple[str, str], list[float | None]], name: str, errors: Fields) -> None:
     for fmt in errors.value:
-        found.setdefault((name, fmt), []).append(errors.number(fmt, None))
+        samples.setdefault((name, fmt), []).append(errors.number(fmt, None))
 
 
 def _mean(errors: Sequence[float | None]) -> float | None:

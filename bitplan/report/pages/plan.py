@@ -48,10 +48,10 @@ def plan_section(records: Sequence[Record]) -> Section:
 
 
 def read_plan(record: Record) -> list[Decided]:
-    found = []
+    entries = []
     for name, item in Fields(record.content, record.where).items("tensors"):
         sizes = item.numbers("shape", None)
-        found.append(
+        entries.append(
             Decided(
                 name,
                 item.text("format"),
@@ -63,7 +63,7 @@ def read_plan(record: Record) -> list[Decided]:
                 _evidence(item),
             )
         )
-    return found
+    return entries
 
 
 def _evidence(item: Fields) -> str:

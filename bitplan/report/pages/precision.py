@@ -85,8 +85,8 @@ def _read(record: Record) -> list[Update]:
     for number, item in enumerate(record.content, 1):
         fields = Fields(item, f"{record.where}: line {number}")
         blocks = {
-            name: Seen(found.text("precision"), found.number("sensitivity", None), found.text("reason", ""))
-            for name, found in fields.items("block_details")
+            name: Seen(details.text("precision"), details.number("sensitivity", None), details.text("reason", ""))
+            for name, details in fields.items("block_details")
         }
         counts = {name: fields.whole(f"blocks_{name}", 0) for name in (HIGH, *STRIPS)}
         sent, kept = fields.whole("bytes_sent", None), fields.whole("bytes_not_sent", None)
@@ -96,14 +96,14 @@ def _read(record: Record) -> list[Update]:
 
 def _changes(updates: Sequence[Update]) -> list[Change]:
     """Where a block's precision differs from that of the update before."""
-    found, current = [], dict[str, str]()
+    changes, current = [], dict[str, str]()
     for column, update in enumerate(updates):
         for name, seen in update.blocks.items():
             before = current.get(name)
             if before is not None and before != seen.precision:
-                found.append(Change(update.step, column, name, before, seen.precision, seen.reason))
+                changes.append(Change(update.step, column, name, before, seen.precision, seen.reason))
             current[name] = seen.precision
-    return found
+    return changes
 
 
 # ---- the map ---------------------------------------------------------------------------------------------------------
@@ -194,7 +194,7 @@ def _cells(
 
 def _strips(blocks: Sequence[str], shown: Sequence[Update], step: float, pitch: int) -> list[Markup]:
     """A line under the cells of each run of updates in a low precision."""
-    found, thick = [], max(2, pitch // 5)
+    strips, thick = [], max(2, pitch // 5)
     for row, name in enumerate(blocks):
         start = 0
         kinds = [seen.precision if (seen := update.blocks.get(name)) else HIGH for update in shown]
@@ -203,9 +203,9 @@ def _strips(blocks: Sequence[str], shown: Sequence[Update], step: float, pitch: 
                 continue
             if kinds[start] != HIGH:
                 x, y = LEFT + step * start, TOP + pitch * (row + 1) - 1 - thick
-                found.append(box(x, y, step * (column - start), thick, f"bar {STRIPS.get(kinds[start], 'k3')}"))
+                strips.append(box(x, y, step * (column - start), thick, f"bar {STRIPS.get(kinds[start], 'k3')}"))
             start = column
-    return found
+    return strips
 
 
 def _step_labels(shown: Sequence[Update], step: float, base: float) -> list[Markup]:

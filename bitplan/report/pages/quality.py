@@ -65,21 +65,21 @@ def _rows(document: Fields) -> list[Fields]:
 
 def _settings(document: Fields) -> str:
     given = document.value.get("settings")
-    found = Fields(given if isinstance(given, dict) else document.value, document.where)
-    names = {key: found.value[key] for key in ("model", "text", "context", "tokens") if key in found}
+    settings = Fields(given if isinstance(given, dict) else document.value, document.where)
+    names = {key: settings.value[key] for key in ("model", "text", "context", "tokens") if key in settings}
     return ", ".join(f"{key} {str(value).rpartition('/')[2]}" for key, value in names.items()) + "."
 
 
 def _interval(row: Fields) -> list[float] | None:
-    found = row.numbers("perplexity_interval", None)
-    return found if found and len(found) == 2 else None
+    interval = row.numbers("perplexity_interval", None)
+    return interval if interval and len(interval) == 2 else None
 
 
 def _kl(row: Fields) -> tuple[float, float] | None:
     if "kl" not in row:
         return None
-    found = row.fields("kl")
-    return found.number("mean"), found.number("standard_error", 0.0)
+    kl = row.fields("kl")
+    return kl.number("mean"), kl.number("standard_error", 0.0)
 
 
 def _perplexity(row: Fields) -> str:
@@ -113,7 +113,7 @@ def _perplexity_chart(rows: Sequence[Fields]) -> Markup | None:
 
 def _kl_chart(rows: Sequence[Fields]) -> Markup | None:
     """How far each format moved the model: the distance has little noise, where perplexity has much."""
-    measured = [(row, found) for row in rows if (found := _kl(row)) and found[0] > 0]
+    measured = [(row, mean_and_error) for row in rows if (mean_and_error := _kl(row)) and mean_and_error[0] > 0]
     if len(measured) < 2:
         return None
     ordered = sorted(measured, key=lambda pair: pair[1][0])

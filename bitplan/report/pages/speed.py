@@ -84,10 +84,10 @@ def _rule_name(rule: Fields) -> str:
 
 
 def _bands(rule: Fields) -> list[tuple[float, float]]:
-    found = rule.value.get("bands")
-    if not isinstance(found, list) or not all(_is_pair(each) for each in found):
-        rule.fail("bands", "a list of pairs of token counts", found)
-    return [(float(low), float(high)) for low, high in found]
+    bands = rule.value.get("bands")
+    if not isinstance(bands, list) or not all(_is_pair(each) for each in bands):
+        rule.fail("bands", "a list of pairs of token counts", bands)
+    return [(float(low), float(high)) for low, high in bands]
 
 
 def _is_pair(value: object) -> bool:
@@ -249,8 +249,8 @@ def _crossovers(record: Record) -> tuple[Markup, Markup, list[Fact]]:
 
 def _times_card(record: Record, name: str, series: Series, across: str, note: str = "") -> Markup:
     tokens = [at for points in series.values() for at, _ in points]
-    lists = [found for points in series.values() for _, found in points]
-    samples = [sample for found in lists for sample in found]
+    lists = [times for points in series.values() for _, times in points]
+    samples = [sample for times in lists for sample in times]
     if not samples or not all(lists) or min(samples) <= 0:
         raise ReportError(f"{record.where}: {name}: samples_ms must be a list of numbers above 0")
     y = log_axis(samples, "time", told=milliseconds)
@@ -258,10 +258,10 @@ def _times_card(record: Record, name: str, series: Series, across: str, note: st
     middles: dict[str, list[Point]] = {}
     kinds = {way: WAYS.get(way, colour(index + 3)) for index, way in enumerate(series)}
     for way, points in series.items():
-        middles[way] = [(at, sorted(found)[len(found) // 2]) for at, found in sorted(points)]
+        middles[way] = [(at, sorted(times)[len(times) // 2]) for at, times in sorted(points)]
         frame.add(line(frame, middles[way], kinds[way]))
-        for at, found in sorted(points):
-            frame.add(_dots(frame, at, found, kinds[way]))
+        for at, times in sorted(points):
+            frame.add(_dots(frame, at, times, kinds[way]))
         frame.add(
             *(
                 marker((frame.px(at), frame.py(ms)), kinds[way], _told_time(way, at, across, ms), radius=3)
@@ -292,7 +292,7 @@ def _fastest(middles: dict[str, list[Point]], across: str) -> str:
     for way, points in middles.items():
         for at, ms in points:
             times.setdefault(at, {})[way] = ms
-    best = [(at, min(found, key=lambda way: found[way])) for at, found in sorted(times.items()) if len(found) > 1]
+    best = [(at, min(by_way, key=lambda way: by_way[way])) for at, by_way in sorted(times.items()) if len(by_way) > 1]
     turns = [(before, last, now, at) for (last, before), (at, now) in pairwise(best) if now != before]
     if not best:
         return ""

@@ -107,12 +107,12 @@ def _piece(item: Fields, kind: str, name: str = "") -> Piece:
 
 def _between(waits: Sequence[Piece], end_ms: float) -> list[Piece]:
     """The computation is what is not waiting."""
-    found, at_ms = [], 0.0
+    pieces, at_ms = [], 0.0
     for wait in waits:
         if wait.start_ms > at_ms:
-            found.append(Piece("compute", at_ms, wait.start_ms, "k2"))
+            pieces.append(Piece("compute", at_ms, wait.start_ms, "k2"))
         at_ms = max(at_ms, wait.end_ms)
-    return [*found, Piece("compute", at_ms, end_ms, "k2")] if end_ms > at_ms else found
+    return [*pieces, Piece("compute", at_ms, end_ms, "k2")] if end_ms > at_ms else pieces
 
 
 def _lanes(lanes: dict[str, list[Piece]], step_ms: float) -> Markup:

@@ -43,7 +43,7 @@ def torchao_filter(
     if recipe is not None and recipe not in TORCHAO_RECIPES:
         raise Fp8Error(f"torchao's float8 linears have the recipes {', '.join(TORCHAO_RECIPES)}, got {recipe!r}")
     chosen: set[str] = set()
-    for site in find_sites(model).found:
+    for site in find_sites(model).sites:
         if site.is_grouped or site.obstacle is not None:
             continue
         question = Question(
@@ -71,13 +71,13 @@ def transformer_engine_kind(cls: type, init_kwargs: Mapping[str, Any] | None = N
     """The kind of a TransformerEngine module class, Megatron's wrapper or its own; None for any other class."""
     kwargs = init_kwargs or {}
     for each in cls.__mro__:
-        found = KIND_OF_CLASS.get(each.__name__)
-        if found is None and each.__module__.split(".")[0] == "transformer_engine":
-            found = _OWN_CLASSES.get(each.__name__)
+        kind = KIND_OF_CLASS.get(each.__name__)
+        if kind is None and each.__module__.split(".")[0] == "transformer_engine":
+            kind = _OWN_CLASSES.get(each.__name__)
             if each.__name__ == "Linear":
-                found = _OWN_MODES.get(kwargs.get("parallel_mode"))
-        if found is not None:
-            return promote(found, bool(kwargs.get("is_expert")))
+                kind = _OWN_MODES.get(kwargs.get("parallel_mode"))
+        if kind is not None:
+            return promote(kind, bool(kwargs.get("is_expert")))
     return None
 
 

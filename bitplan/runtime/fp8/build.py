@@ -112,9 +112,9 @@ def is_plain_norm(norm: nn.Module) -> bool:
 
 
 def _linear(model: nn.Module, path: str) -> nn.Linear:
-    found = model.get_submodule(path)
-    assert isinstance(found, nn.Linear)
-    return found
+    layer = model.get_submodule(path)
+    assert isinstance(layer, nn.Linear)
+    return layer
 
 
 def _join(linears: Sequence[nn.Linear]) -> nn.Linear:

@@ -126,8 +126,8 @@ def keep_names(module: nn.Module, renamed: Sequence[Renamed]) -> None:
     def join(_module: nn.Module, state: dict[str, Any], prefix: str, *_more: Any) -> None:
         for new, parts in by_new.items():
             if all(prefix + part.old in state for part in parts):
-                found = [state.pop(prefix + part.old) for part in parts]
-                state[prefix + new] = found[0] if parts[0].rows is None else torch.cat(found)
+                tensors = [state.pop(prefix + part.old) for part in parts]
+                state[prefix + new] = tensors[0] if parts[0].rows is None else torch.cat(tensors)
 
     module.register_state_dict_post_hook(split)
     module.register_load_state_dict_pre_hook(join)

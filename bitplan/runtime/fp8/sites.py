@@ -91,7 +91,7 @@ class Site:
 class Sites:
     """The sites of a model in its own order, and the linears that are none."""
 
-    found: tuple[Site, ...]
+    sites: tuple[Site, ...]
     left: tuple[str, ...]
 
 
@@ -132,10 +132,10 @@ class _Seen:
                 yield self._dense(path, site, names)
                 done.update(names)
         for name in linears:
-            found = _LATENT.get(name) if latent else None
-            found = found or _NAME_OF.get(name)
-            if name not in done and found is not None and name not in _NEVER:
-                yield self._dense(path, found, (name,))
+            kind = _LATENT.get(name) if latent else None
+            kind = kind or _NAME_OF.get(name)
+            if name not in done and kind is not None and name not in _NEVER:
+                yield self._dense(path, kind, (name,))
 
     def _dense(self, path: str, name: str, children: tuple[str, ...]) -> Site:
         paths = tuple(f"{path}.{child}".lstrip(".") for child in children)
@@ -186,16 +186,16 @@ class _Seen:
         """The norm in front of a site, where nothing else reads it."""
         module = self.modules[path]
         if name in _LATENT_NORMS:
-            found = f"{path}.{_LATENT_NORMS[name]}"
+            norm = f"{path}.{_LATENT_NORMS[name]}"
             known = type(module).__name__.removesuffix("Attention") in _BLOCKS
-            return found if known and found in self.modules else None
+            return norm if known and norm in self.modules else None
         block_path, _, own = path.rpartition(".")
         block = self.modules.get(block_path)
         family = type(block).__name__.removesuffix("DecoderLayer")
         if family not in _BLOCKS or own not in _BLOCK_NORMS:
             return None
-        found = f"{block_path}.{_BLOCK_NORMS[own]}".lstrip(".")
-        return found if found in self.modules else None
+        norm = f"{block_path}.{_BLOCK_NORMS[own]}".lstrip(".")
+        return norm if norm in self.modules else None
 
 
 def is_experts(module: nn.Module) -> bool:
@@ -216,13 +216,13 @@ def _part(words: list[str]) -> str:
 def _topk(model: nn.Module) -> int | None:
     config = getattr(model, "config", None)
     for each in (config, getattr(config, "text_config", None)):
-        found = getattr(each, "num_experts_per_tok", None)
-        if type(found) is int and found >= 1:
-            return found
+        topk = getattr(each, "num_experts_per_tok", None)
+        if type(topk) is int and topk >= 1:
+            return topk
     return None
 
 
 def block_of(path: str) -> str:
     """The block that a layer is in: up to the last number in its path; empty where there is none."""
-    found = re.match(r"(?:.*\.)?[0-9]+(?=\.)", path)
-    return found[0] if found else ""
+    match = re.match(r"(?:.*\.)?[0-9]+(?=\.)", path)
+    return match[0] if match else ""

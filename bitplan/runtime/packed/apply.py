@@ -178,12 +178,12 @@ class _Tensors:
 
     def groups(self) -> list[list[str]]:
         """Names that stand for one and the same parameter or packed weight."""
-        found: dict[int, list[str]] = {}
+        by_id: dict[int, list[str]] = {}
         for name, place in self.places.items():
-            found.setdefault(id(place.parameter), []).append(name)
+            by_id.setdefault(id(place.parameter), []).append(name)
         for name, packed in self.packed.items():
-            found.setdefault(id(packed), []).append(name)
-        return list(found.values())
+            by_id.setdefault(id(packed), []).append(name)
+        return list(by_id.values())
 
 
 # ---- what is to be done ----------------------------------------------------------------------------------------------

@@ -222,9 +222,9 @@ def _translated(file: GptOssFile) -> dict[str, Header]:
         if slot.is_expert:
             headers[slot.name] = Header("uint8", slot.shape, count)
             continue
-        found = {file.dtype(part, slot.layer) for part in slot.parts}
-        is_wide = found == {torch.float32} and set(slot.parts) <= GGUF_WIDE
-        dtype = torch.bfloat16 if is_wide else found.pop()
+        dtypes = {file.dtype(part, slot.layer) for part in slot.parts}
+        is_wide = dtypes == {torch.float32} and set(slot.parts) <= GGUF_WIDE
+        dtype = torch.bfloat16 if is_wide else dtypes.pop()
         headers[slot.name] = Header(str(dtype).removeprefix("torch."), slot.shape, count * dtype.itemsize)
     return headers
 

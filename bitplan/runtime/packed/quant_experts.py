@@ -215,8 +215,8 @@ class QuantExperts(nn.Module):
             return "triton is not installed"
         from bitplan.kernels.matmul.fused_few_rows import why_not_fused
 
-        found = (why_not_fused(matrices.encoded, dtype) for matrices in self._matrices.values())
-        return next((reason for reason in found if reason is not None), None)
+        reasons = (why_not_fused(matrices.encoded, dtype) for matrices in self._matrices.values())
+        return next((reason for reason in reasons if reason is not None), None)
 
     def _check_cache(self) -> None:
         if self.cache is None or not self.cache.budget_bytes:

@@ -139,16 +139,16 @@ class TileCache:
         """Some rows of a weight, expanded."""
         key = (weight.token, weight.state, dtype, rows.start, rows.stop)
         with self._lock:
-            found, before = self._tiles.get(key), self._asked.get(key)
+            cached, before = self._tiles.get(key), self._asked.get(key)
             self._lookups += 1
             self._asked[key] = self._lookups
-            if found is None:
+            if cached is None:
                 self._counts["misses"] += 1
             else:
                 self._tiles.move_to_end(key)
                 self._counts["hits"] += 1
-        if found is not None:
-            return _readable(found)
+        if cached is not None:
+            return _readable(cached)
         values = decode(rows_of(weight.encoded, rows), dtype)
         self._keep(key, values, before)
         return values

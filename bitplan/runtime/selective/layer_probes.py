@@ -203,12 +203,12 @@ class _Kept:
         return [one if self._hooks is None else self._hooks[1](one) for one in kept]
 
 
-def first_tensor(found: Any) -> Tensor | None:
+def first_tensor(value: Any) -> Tensor | None:
     """The first tensor of what a module takes or gives."""
-    if isinstance(found, Tensor):
-        return found
-    if isinstance(found, Mapping):
-        found = list(found.values())
-    if isinstance(found, list | tuple):
-        return next((one for one in map(first_tensor, found) if one is not None), None)
+    if isinstance(value, Tensor):
+        return value
+    if isinstance(value, Mapping):
+        value = list(value.values())
+    if isinstance(value, list | tuple):
+        return next((one for one in map(first_tensor, value) if one is not None), None)
     return None

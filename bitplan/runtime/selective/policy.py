@@ -197,7 +197,7 @@ class SelectivePrecisionPolicy:
                 f"step {step}: no impact of {unit}: no gradient reached {weight}; where that stays so, it stays bf16",
             )
         if self._adapters:
-            self.collector.add({name: [one.grad for one in found] for name, found in self._adapters.items()})
+            self.collector.add({name: [one.grad for one in adapters] for name, adapters in self._adapters.items()})
         self.collector.end_step(step)
 
     def compute_hints(self, step: int) -> Hints:
@@ -344,11 +344,11 @@ class SelectivePrecisionPolicy:
         hints = current_hints(self.state, 0, self.config)
         metrics = step_metrics(0, hints, 0.0, unit_bytes=self.unit_bytes)
         counts = {"bf16": metrics.blocks_bf16, "int8": metrics.blocks_int8, "fp8": metrics.blocks_fp8}
-        found = {f"share_{name}": count / len(hints) for name, count in counts.items()}
-        found |= {"bytes_sent": float(metrics.bytes_sent or 0), "bytes_saved": float(metrics.bytes_not_sent or 0)}
+        shares = {f"share_{name}": count / len(hints) for name, count in counts.items()}
+        shares |= {"bytes_sent": float(metrics.bytes_sent or 0), "bytes_saved": float(metrics.bytes_not_sent or 0)}
         if metrics.max_sensitivity is not None:
-            found["max_sensitivity"] = metrics.max_sensitivity
-        return {f"selective_precision/{name}": value for name, value in found.items()}
+            shares["max_sensitivity"] = metrics.max_sensitivity
+        return {f"selective_precision/{name}": value for name, value in shares.items()}
 
     def _require_step(self, call: str) -> int:
         if self._step is None:

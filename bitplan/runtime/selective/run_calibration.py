@@ -257,10 +257,10 @@ def _weights(units: PrecisionUnits) -> dict[str, list[Tensor]]:
     step no cache would fit.
     """
     stream, inside = units.stream, set()
-    found: dict[str, list[Tensor]] = {}
+    weights: dict[str, list[Tensor]] = {}
     for block in stream.blocks:
         streamed = {id(one.parameter): name for name, one in block.parameters.items()}
-        found[block.name] = []
+        weights[block.name] = []
         for parameter in block.module.parameters():
             inside.add(id(parameter))
             name = streamed.get(id(parameter))
@@ -268,10 +268,10 @@ def _weights(units: PrecisionUnits) -> dict[str, list[Tensor]]:
                 continue
             is_master = name is not None and stream.training is not None and stream.training.trains(block.name, name)
             master = stream.training.stores[block.name][name].master if is_master else parameter  # type: ignore
-            found[block.name].append(master)
+            weights[block.name].append(master)
     rest = [one for one in stream.model.parameters() if id(one) not in inside]
-    found["rest"] = [one for one in rest if not (stream.train == "adapters" and one.requires_grad)]
-    return found
+    weights["rest"] = [one for one in rest if not (stream.train == "adapters" and one.requires_grad)]
+    return weights
 
 
 def _layout(stream: BlockStream) -> dict[str, str]:
@@ -286,21 +286,21 @@ def _layout(stream: BlockStream) -> dict[str, str]:
 
 
 def _output(block: str, output: Any) -> Tensor:
-    found = first_tensor(output)
-    if found is None:
+    tensor = first_tensor(output)
+    if tensor is None:
         raise CalibrationError(f"{block}: gave a {type(output).__name__} without a tensor; there is nothing to compare")
-    return found
+    return tensor
 
 
-def _moved(found: Any, device: torch.device) -> Any:
+def _moved(value: Any, device: torch.device) -> Any:
     """Lists and mappings of tensors on a device; what else is in them stays as it is."""
-    if isinstance(found, Tensor):
-        return found.to(device)
-    if isinstance(found, Mapping):
-        return {key: _moved(one, device) for key, one in found.items()}
-    if isinstance(found, tuple):
-        return tuple(_moved(one, device) for one in found)
-    return [_moved(one, device) for one in found] if isinstance(found, list) else found
+    if isinstance(value, Tensor):
+        return value.to(device)
+    if isinstance(value, Mapping):
+        return {key: _moved(one, device) for key, one in value.items()}
+    if isinstance(value, tuple):
+        return tuple(_moved(one, device) for one in value)
+    return [_moved(one, device) for one in value] if isinstance(value, list) else value
 
 
 def _merged(now: Any, kept: Any) -> Any:

@@ -182,11 +182,11 @@ class BlockUpkeep:
         if training is None or training.is_settled:
             return
         changed = {block.name: self._changed_masters(block) for block in blocks}
-        names = [f"{block}.{name}" for block, found in changed.items() for name in found]
+        names = [f"{block}.{name}" for block, tensors in changed.items() for name in tensors]
         if not names:
             return
-        for block, found in changed.items():
-            if found:
+        for block, tensors in changed.items():
+            if tensors:
                 self.bytes.read(self._by_name[block], into_masters=False)
         training.settle(self._by_name)
         raise StreamError(

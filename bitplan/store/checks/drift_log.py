@@ -198,8 +198,8 @@ def _layers_of(model: nn.Module) -> Iterator[DriftLayer]:
 def read_drift(path: str | Path) -> list[dict[str, Any]]:
     """The lines of a log; a torn last one is left out, any other that is not JSON is an error with its number."""
     lines = Path(path).read_bytes().split(b"\n")[:-1]
-    found = [parse_json(line, where=f"{path}: line {number}") for number, line in enumerate(lines, 1)]
-    for number, line in enumerate(found, 1):
+    entries = [parse_json(line, where=f"{path}: line {number}") for number, line in enumerate(lines, 1)]
+    for number, line in enumerate(entries, 1):
         if not isinstance(line, dict) or "step" not in line or "name" not in line:
             raise FileFormatError(f"{path}: line {number}: expected an object with step and name, got {show(line)}")
-    return found
+    return entries

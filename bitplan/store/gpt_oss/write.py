@@ -113,14 +113,14 @@ def _dtype(source: GptOssSource, slot: Slot, layout: Layout, experts: torch.dtyp
         return torch.uint8
     if slot.is_expert:
         return experts
-    found = functools.reduce(torch.promote_types, [source.dtype(part, slot.layer) for part in slot.parts])
+    dtype = functools.reduce(torch.promote_types, [source.dtype(part, slot.layer) for part in slot.parts])
     is_wide = set(slot.parts) <= GGUF_WIDE
     if layout == "gguf":
-        return torch.float32 if is_wide else found
-    if source.is_widened and is_wide and found == torch.float32:
+        return torch.float32 if is_wide else dtype
+    if source.is_widened and is_wide and dtype == torch.float32:
         held = (_holds_bfloat16(rows) for part in slot.parts for rows in source.rows(part, slot.layer))
-        return torch.bfloat16 if all(held) else found
-    return found
+        return torch.bfloat16 if all(held) else dtype
+    return dtype
 
 
 def _format(slot: Slot, dtype: torch.dtype | None) -> str:

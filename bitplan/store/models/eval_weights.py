@@ -71,17 +71,17 @@ def _run_eval(forward: Callable[..., Any], module: nn.Module, args: tuple[Any, .
 def _seen_by_forward(module: nn.Module, name: str) -> Tensor | None:
     """The decoded version of a morphed Parameter, decoded once per forward of its module."""
     frame = _frames.stack[-1]
-    found: Tensor | None = frame.weights.get((id(module), name))
-    if found is None:
+    weight: Tensor | None = frame.weights.get((id(module), name))
+    if weight is None:
         slot, parameter = slots_of(module)[name], module._parameters[name]
         if not isinstance(parameter, nn.Parameter):
             return parameter  # torch.func.functional_call put its own tensor here: that is what the caller wants to see
         # A Parameter put here for this call alone is quantized as well, and its version not kept.
         store = slot.store if slot.store.follows(parameter) else slot.store._for(parameter)
-        found = decode(store.morph(slot.fmt), parameter.dtype)
+        weight = decode(store.morph(slot.fmt), parameter.dtype)
         if frame.keeps(module):
-            frame.weights[id(module), name] = found
-    return found
+            frame.weights[id(module), name] = weight
+    return weight
 
 
 class Morphed(nn.Module):
@@ -140,8 +140,8 @@ class MorphedRNN(Morphed):
                 return flat
             frame.weights[key] = flat
             nn.RNNBase.flatten_parameters(self)  # type: ignore[arg-type]  # cuDNN wants one piece of memory
-        found: list[Tensor | None] = frame.weights[key]
-        return found
+        weights: list[Tensor | None] = frame.weights[key]
+        return weights
 
     @_flat_weights.setter
     def _flat_weights(self, weights: list[Tensor | None]) -> None:

@@ -43,9 +43,9 @@ def require_complete(info: Mapping[str, Any], where: str) -> None:
         for name, came, expected in sorted(info.get("mismatched_keys") or (), key=lambda item: str(item[0]))
     ]
     errors = [first_line(error) for error in info.get("error_msgs") or ()]
-    found = [("missing", missing), ("unknown to the model", unknown), ("of another shape", shapes), ("errors", errors)]
-    if any(names for _, names in found):
-        told = "; ".join(listed_names(what, names) for what, names in found if names)
+    faults = [("missing", missing), ("unknown to the model", unknown), ("of another shape", shapes), ("errors", errors)]
+    if any(names for _, names in faults):
+        told = "; ".join(listed_names(what, names) for what, names in faults if names)
         raise FileFormatError(f"{where}: the file does not fit the model of its config: {told}")
 
 

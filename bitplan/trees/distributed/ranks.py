@@ -109,10 +109,10 @@ class Ranks:
     def _announce(self, size: int, what: str) -> list[int]:
         """How many bytes each process brings to a step: gloo ends a process that gets more than it has room for."""
         own = torch.tensor([zlib.crc32(what.encode()), size])
-        found = [torch.empty_like(own) for _ in range(self.count)]
-        self._meet(what, lambda: dist.all_gather(found, own, group=self._group), 16)
-        sizes = [int(size) for _, size in found]
-        for rank, (step, came) in enumerate(found):
+        announced = [torch.empty_like(own) for _ in range(self.count)]
+        self._meet(what, lambda: dist.all_gather(announced, own, group=self._group), 16)
+        sizes = [int(size) for _, size in announced]
+        for rank, (step, came) in enumerate(announced):
             if step != own[0] or not 0 <= came <= MAX_PART_BYTES:
                 raise TreesError(  # `fail` passes it on to the others
                     f"distributed fit, in step {what!r}: expected from rank {rank} the size of an array for this step, "

@@ -49,10 +49,10 @@ class _SeenError(Exception):
 
 def seen_inputs(model: nn.Module, path: str, example: Example) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """What the model hands the block at `path` when it is given the example."""
-    found: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
+    calls: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
 
     def see(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        found.append((args, kwargs))
+        calls.append((args, kwargs))
         raise _SeenError
 
     handle = model.get_submodule(path).register_forward_pre_hook(see, with_kwargs=True)
@@ -60,7 +60,7 @@ def seen_inputs(model: nn.Module, path: str, example: Example) -> tuple[tuple[An
         with torch.no_grad():
             _call(model, example)
     except _SeenError:
-        return found[0]
+        return calls[0]
     finally:
         handle.remove()
     raise Fp8Error(f"the model never ran {path} on the example; give an example that reaches it")

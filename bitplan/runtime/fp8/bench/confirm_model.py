@@ -103,10 +103,10 @@ def plan_small_model(path: str | Path, *, tp: int = 1) -> SmallModel:
 def count_blocks(model: nn.Module, where: str = "the model") -> tuple[int, str]:
     """How many blocks from the first on show every make of block, and why; a make is its layers and their shapes."""
     makes: dict[int, list[tuple[object, ...]]] = {}
-    for site in find_sites(model).found:
-        found = re.search(r"(?:^|\.)([0-9]+)\.(.*)", site.path)
-        if found is not None:
-            makes.setdefault(int(found[1]), []).append((found[2], site.kind, site.shape))
+    for site in find_sites(model).sites:
+        match = re.search(r"(?:^|\.)([0-9]+)\.(.*)", site.path)
+        if match is not None:
+            makes.setdefault(int(match[1]), []).append((match[2], site.kind, site.shape))
     if not makes:
         raise ModelConfigError(f"{where}: transformers' {type(model).__name__} has no layers that a policy knows")
     first: dict[tuple[tuple[object, ...], ...], int] = {}

@@ -54,14 +54,14 @@ class BenchPlan:
 
     def ways(self) -> list[Way]:
         """Every way to time every case, in the order of the run; a layer that is there twice is timed once."""
-        found: dict[tuple[Any, ...], Way] = {}
+        ways: dict[tuple[Any, ...], Way] = {}
         for case in self.cases:
             routings = self.routings if case.layer.kind in GROUPED_KINDS else (None,)
             for routing in routings:
                 for timing in self.timings:
                     way = Way(case, timing, routing)
-                    found.setdefault(way.key, way)
-        return list(found.values())
+                    ways.setdefault(way.key, way)
+        return list(ways.values())
 
     def gemms(self) -> tuple[str, ...]:
         """Of what rows are written: the whole module, and each product where that was asked for."""
@@ -70,12 +70,12 @@ class BenchPlan:
 
     def choices(self) -> dict[str, GemmChoice]:
         """The arms of every way, by name."""
-        found = {"bf16": GemmChoice.all(BF16)} if "bf16" in self.precisions else {}
+        choices = {"bf16": GemmChoice.all(BF16)} if "bf16" in self.precisions else {}
         if "fp8" in self.precisions:
-            found["fp8"] = GemmChoice.all(self.recipe.name)
+            choices["fp8"] = GemmChoice.all(self.recipe.name)
             for product in self.gemms()[1:]:
-                found[product] = GemmChoice(**(dict.fromkeys(PRODUCTS, BF16) | {product: self.recipe.name}))
-        return found
+                choices[product] = GemmChoice(**(dict.fromkeys(PRODUCTS, BF16) | {product: self.recipe.name}))
+        return choices
 
     def settings(self) -> dict[str, Any]:
         """What a resumed run must agree on."""
@@ -207,8 +207,8 @@ def _time(plan: BenchPlan, way: Way, builder: Builder, stopwatch: Stopwatch, pee
 
 def count_failures(rows: Sequence[Row]) -> dict[str, int]:
     """How many rows ran out of memory or failed."""
-    found: dict[str, int] = {}
+    counts: dict[str, int] = {}
     for row in rows:
         if row.status != OK:
-            found[row.status] = found.get(row.status, 0) + 1
-    return found
+            counts[row.status] = counts.get(row.status, 0) + 1
+    return counts

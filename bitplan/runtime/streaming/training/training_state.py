@@ -169,7 +169,7 @@ def _read_tensors(
     reader: Reader, tensors: Mapping[str, Any], steps: Mapping[str, int], now: Mapping[str, Trained]
 ) -> dict[str, Trained]:
     parts = {name: (MASTER, *MOMENTS) if steps[name] else (MASTER,) for name in now}
-    wanted = {f"{name}.{part}": now[name].master for name, found in parts.items() for part in found}
+    wanted = {f"{name}.{part}": now[name].master for name, saved in parts.items() for part in saved}
     reader.keys("tensors", tensors, dict.fromkeys(wanted, _TENSOR), tuple(wanted))
     for key, master in wanted.items():
         _require_fitting(reader, key, tensors[key], tuple(master.shape))

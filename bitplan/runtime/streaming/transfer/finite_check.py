@@ -56,9 +56,9 @@ class FiniteCheck:
     def find(self, *, wait: bool = False) -> BlockNonFiniteError | None:
         """The first step that was not finite, among those whose flags have arrived (or all: `wait`); told once."""
         while self._pending and (wait or self._device.has_passed(self._pending[0].mark)):
-            found = self.read(self._pending.pop(0))
-            if found is not None:
-                return found
+            failure = self.read(self._pending.pop(0))
+            if failure is not None:
+                return failure
         return None
 
     def read(self, sent: SentFlags) -> BlockNonFiniteError | None:

@@ -36,13 +36,13 @@ class SlotDecoder:
     def weights(self, block: int, slot: Tensor, scratch: Tensor) -> dict[str, Tensor]:
         """The block's parameters where they lie, or where `decode` has put them."""
         key = (slot.data_ptr(), self._alike[block])
-        found = self._weights.get(key)
-        if found is None:
+        weights = self._weights.get(key)
+        if weights is None:
             pieces = self._layouts[block].pieces
             with torch.inference_mode(False), torch.no_grad():  # kept for those who take gradients too
-                found = {name: piece.weight(slot, scratch) for name, piece in pieces.items()}
-            self._weights[key] = found
-        return found
+                weights = {name: piece.weight(slot, scratch) for name, piece in pieces.items()}
+            self._weights[key] = weights
+        return weights
 
     def decode(self, block: int, slot: Tensor, scratch: Tensor) -> None:
         """Expand what is not sent in its own type into the scratch, on the current stream."""
