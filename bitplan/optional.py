@@ -26,9 +26,9 @@ def require(module: str, *, purpose: str, extra: str | None = None, least: int =
             raise MissingLibraryError(
                 f"{purpose} needs {name}, which is not installed: {install}", name=library
             ) from None
-        told = " ".join(str(error).split())[:200]
+        message = " ".join(str(error).split())[:200]
         raise MissingLibraryError(
-            f"{purpose} needs {name}, which is installed and cannot be imported: {told}; "
+            f"{purpose} needs {name}, which is installed and cannot be imported: {message}; "
             f"pip install --force-reinstall {name}",
             name=library,
         ) from error

@@ -138,7 +138,7 @@ def load_calibration(path: str | Path, fingerprint: Fingerprint) -> Calibration:
 def compare_fingerprints(saved: Any, now: Fingerprint) -> list[str]:
     """One text for each part that differs, with the names that do."""
     differences = []
-    for part, told in _PARTS.items():
+    for part, label in _PARTS.items():
         old = saved.get(part) if isinstance(saved, Mapping) else None
         old = old if isinstance(old, Mapping) else {}
         names = [name for name in natural_order({*old, *now[part]}) if old.get(name) != now[part].get(name)]
@@ -146,7 +146,7 @@ def compare_fingerprints(saved: Any, now: Fingerprint) -> list[str]:
             first = names[0]
             was, now_is = old.get(first, "not there"), now[part].get(first, "not there")
             differences.append(
-                f"{told} {listed(names, 3)} differ ({short(first)} was {short(str(was), 60)}, is {now_is})"
+                f"{label} {listed(names, 3)} differ ({short(first)} was {short(str(was), 60)}, is {now_is})"
             )
     return differences
 

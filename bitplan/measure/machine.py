@@ -250,10 +250,10 @@ def _gpu_paths(has_gpu: bool) -> list[FastPath]:
     capability = torch.cuda.get_device_capability(0)
     triton = _installed("triton")
     fp8 = capability >= FP8_CAPABILITY
-    told = f"compute capability {capability[0]}.{capability[1]}" + ("" if fp8 else ", and FP8 needs 8.9")
+    capability_text = f"compute capability {capability[0]}.{capability[1]}" + ("" if fp8 else ", and FP8 needs 8.9")
     return [
         FastPath(TRITON_PATH, triton is not None, triton or "Triton is not installed"),
-        FastPath(FP8_PATH, fp8, told),
+        FastPath(FP8_PATH, fp8, capability_text),
     ]
 
 
@@ -360,9 +360,9 @@ def _numba_cache() -> Cache:
     """Where compiled CPU kernels are kept, and how many are there."""
     named = os.environ.get("NUMBA_CACHE_DIR")
     folder = Path(named) if named else Path(__file__).parents[1]  # numba writes beside each module of loops
-    kept = len(list(folder.rglob("*.nbc"))) if folder.is_dir() else 0
+    count = len(list(folder.rglob("*.nbc"))) if folder.is_dir() else 0
     writable = os.access(folder if folder.is_dir() else folder.parent, os.W_OK)
-    detail = f"{kept} compiled kernels" if kept else "empty: the first use of a kernel compiles for some seconds"
+    detail = f"{count} compiled kernels" if count else "empty: the first use of a kernel compiles for some seconds"
     if not writable:
         detail += "; not writable, so numba keeps them in the user's cache folder: set NUMBA_CACHE_DIR to choose"
     return Cache("compiled CPU kernels", str(folder), detail)
@@ -370,9 +370,9 @@ def _numba_cache() -> Cache:
 
 def _crossover_cache() -> Cache:
     folder = cache_dir()
-    kept = sorted(folder.glob("crossover/*.json"))
+    files = sorted(folder.glob("crossover/*.json"))
     place = next(each for each in (folder, *folder.parents) if each.exists())
-    detail = f"{len(kept)} measured GPU models" if kept else "empty: crossovers are measured at first use on a GPU"
+    detail = f"{len(files)} measured GPU models" if files else "empty: crossovers are measured at first use on a GPU"
     if not os.access(place, os.W_OK):
         detail += "; not writable: set BITPLAN_CACHE_DIR to a folder that is"
     return Cache("measured crossovers", str(folder), detail)

@@ -107,12 +107,12 @@ def _summary(sections: Sequence[Section], title: str) -> Markup:
         tag("li", tag("b", fact.value), tag("span", fact.label), tag("small", fact.note) if fact.note else "")
         for fact in facts
     ]
-    told = [tag("li", line) for section in sections for line in section.told]
+    lines = [tag("li", line) for section in sections for line in section.summary]
     return tag(
         "section",
         tag("h1", title),
         tag("ul", *tiles, class_="facts") if tiles else "",
-        tag("ul", *told, class_="told"),
+        tag("ul", *lines, class_="summary-lines"),
         id="summary",
         aria_label="Summary",
     )

@@ -235,7 +235,7 @@ def _sample(file: BinaryIO, kind: Kind, path: Path, size: int) -> _Sample | None
     if nth <= 1 or (total <= WHOLE_LINES and size <= MAX_RECORD_BYTES):
         return None
     file.seek(0)
-    kept: list[tuple[int, bytes]] = []
+    sampled: list[tuple[int, bytes]] = []
     skipped: list[tuple[int, bytes]] = []  # of the step at hand: it may be the last
     steps, step, changes, change_bytes, room = -1, None, 0, 0, 2 * MAX_RECORD_BYTES
     for number, line in enumerate(iter(lambda: file.readline(MAX_LINE_BYTES + 1), b""), 1):
@@ -244,19 +244,19 @@ def _sample(file: BinaryIO, kind: Kind, path: Path, size: int) -> _Sample | None
             step, steps = match and match[1], steps + 1
             skipped.clear()
         if steps % nth == 0:
-            kept.append((number, line))
+            sampled.append((number, line))
             room -= len(line)
-            if len(kept) > MAX_LINES or room < 0:
+            if len(sampled) > MAX_LINES or room < 0:
                 raise ReportError(
                     f"{path}: line {number}: every {nth}th step is still more than {MAX_LINES} lines or "
                     f"{2 * MAX_RECORD_BYTES} bytes; give a part of the log"
                 )
         elif kind.unchanged and kind.unchanged not in line and changes < SAMPLED_LINES and change_bytes < 2**24:
-            kept.append((number, line))
+            sampled.append((number, line))
             changes, change_bytes = changes + 1, change_bytes + len(line)
         elif len(skipped) < SAMPLED_LINES:
             skipped.append((number, line))
-    return _Sample(total, kept + skipped)
+    return _Sample(total, sampled + skipped)
 
 
 def _read_lines(numbered: Iterable[tuple[int, bytes]], kind: Kind, path: Path) -> tuple[list[Any], int]:

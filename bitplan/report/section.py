@@ -20,12 +20,12 @@ class Fact:
 
 @dataclass(frozen=True)
 class Section:
-    """`anchor` is the link to it, `body` its HTML, `told` what the summary says of it in plain words."""
+    """`anchor` is the link to it, `body` its HTML, `summary` what the top of the page says of it in plain words."""
 
     anchor: str
     title: str
     body: Markup
-    told: tuple[object, ...] = ()
+    summary: tuple[object, ...] = ()
     facts: tuple[Fact, ...] = ()
 
 

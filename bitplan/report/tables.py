@@ -79,8 +79,8 @@ def _tools(title: str, columns: Sequence[Column], rows: Sequence[Row]) -> Markup
         tag("input", type="search", placeholder="Search: words in any column", autocomplete="off", spellcheck="false"),
     )
     lists = [_choices(index, column, rows) for index, column in enumerate(columns) if column.choose]
-    told = tag("output", plural(len(rows), "row"), aria_live="polite")
-    return tag("div", search, *lists, told, class_="tools", hidden=True)
+    count = tag("output", plural(len(rows), "row"), aria_live="polite")
+    return tag("div", search, *lists, count, class_="tools", hidden=True)
 
 
 def _choices(index: int, column: Column, rows: Sequence[Row]) -> Markup:

@@ -65,10 +65,10 @@ class PackedWeight(EncodedModule):
     @property
     def encoded(self) -> Encoded:
         parts = {name: part for name, part in self._buffers.items() if part is not None}
-        kept = self._encoded
-        if kept is None or any(kept.parts[name] is not part for name, part in parts.items()):
-            kept = self._encoded = Encoded(self.fmt, self.shape, **parts)  # its checks are not for every forward
-        return kept
+        cached = self._encoded
+        if cached is None or any(cached.parts[name] is not part for name, part in parts.items()):
+            cached = self._encoded = Encoded(self.fmt, self.shape, **parts)  # its checks are not for every forward
+        return cached
 
     @property
     def device(self) -> torch.device:
@@ -193,8 +193,8 @@ class PackedWeight(EncodedModule):
         where = prefix.rstrip(".") or "packed weight"
         given = {name: state_dict[prefix + name] for name in self._buffers if prefix + name in state_dict}
         if prefix + _EXTRA not in state_dict:
-            told = f"{where}: the state has {', '.join(given)} but not {prefix + _EXTRA}, which says their format"
-            return [f"{told}; save it with state_dict()"] if given else []
+            fault = f"{where}: the state has {', '.join(given)} but not {prefix + _EXTRA}, which says their format"
+            return [f"{fault}; save it with state_dict()"] if given else []
         try:
             fmt, shape = _read_extra(state_dict[prefix + _EXTRA], where)
         except FileFormatError as error:

@@ -150,5 +150,5 @@ def _count_categories(numbers: Array, feature: int) -> Array:
 
 def _categories(rows: Array, max_bins: int) -> Array:
     categories = np.flatnonzero(rows)
-    kept = np.sort(np.argsort(-rows[categories], kind="stable")[:max_bins])
-    return categories[kept].astype(np.float64)
+    largest = np.sort(np.argsort(-rows[categories], kind="stable")[:max_bins])
+    return categories[largest].astype(np.float64)

@@ -21,7 +21,7 @@ from bitplan.report.chart import Frame, format_colours, linear_axis, log_axis, t
         ([5], {"zero": True}, ["0", "1", "2", "3", "4", "5"]),
         ([0, 3], {"whole": True}, ["0", "1", "2", "3"]),
         ([0, 12], {"whole": True}, ["0", "5", "10", "15"]),
-        ([0, 8e9], {"told": figures.nbytes}, ["0\xa0B", "2\xa0GB", "4\xa0GB", "6\xa0GB", "8\xa0GB"]),
+        ([0, 8e9], {"formatter": figures.nbytes}, ["0\xa0B", "2\xa0GB", "4\xa0GB", "6\xa0GB", "8\xa0GB"]),
         ([-1e30, 1e30], {}, None),
         ([], {}, ["0.0", "0.2", "0.4", "0.6", "0.8", "1.0"]),
     ],
@@ -53,7 +53,9 @@ def test_log_axis(values, base, told):
 
 
 def test_labels_keep_their_distance_and_stay_within_the_picture():
-    frame = Frame(log_axis([256, 32768], "tokens", told=figures.count, base=2), linear_axis([0, 1], "y"), "a chart")
+    frame = Frame(
+        log_axis([256, 32768], "tokens", formatter=figures.count, base=2), linear_axis([0, 1], "y"), "a chart"
+    )
     svg = frame.svg()
     assert ">16,384<" in svg
     assert ">8,192<" not in svg

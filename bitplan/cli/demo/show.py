@@ -39,8 +39,8 @@ def show_training(figures: Mapping[str, Any]) -> None:
         f"{figures['ring_slots']} slots of {where}"
     )
     if first:
-        told = f"of {figures['layers']} layers {len(first)} went to INT8 at the first decision, step {first_step}"
-        say(told if later else f"{told}; none changed after that")
+        summary = f"of {figures['layers']} layers {len(first)} went to INT8 at the first decision, step {first_step}"
+        say(summary if later else f"{summary}; none changed after that")
     if later:
         table(f"{len(later)} changes after that{_more(later)}", [_move(move) for move in later[:MOVES_SHOWN]])
     say(

@@ -160,8 +160,8 @@ def explain(
         show_json(choice.to_dict() | layer | {"rules": [rule.to_document() for rule in rules_there]})
     else:
         at = " ".join(filter(None, (question.looked_up_kind, name, gemm if gemm != MODULE else None)))
-        told = precision.replace("bf16", "BF16").replace("fp8", "FP8")
-        say(f"{at} at {choice.tokens} tokens: {told} ({choice.answer}): {choice.reason}")
+        shown = precision.replace("bf16", "BF16").replace("fp8", "FP8")
+        say(f"{at} at {choice.tokens} tokens: {shown} ({choice.answer}): {choice.reason}")
         say("; ".join(f"{product} {choice.precision_of(product).upper()}" for product in PRODUCTS))
         if gemm != MODULE:
             by_itself = alone[gemm]

@@ -32,7 +32,7 @@ def round_activations(
         return _rounded(output, dtype)
 
     for module in model.modules():
-        if module is not model and not any(module is kept for kept in keep):
+        if module is not model and not any(module is exempt for exempt in keep):
             module.register_forward_hook(rounded)
 
 

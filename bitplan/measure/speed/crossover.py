@@ -104,8 +104,8 @@ def pick(record: Crossover, rows: int, *, room: bool) -> Pick:
     }
     measured = {way: time for way, time in times.items() if time is not None}
     best = min(measured, key=lambda way: measured[way])  # the first of equals
-    told = ", ".join(f"{way} {time:.4f} ms" for way, time in measured.items())
-    reason = f"measured for {timing.rows} rows: {told}"
+    shown = ", ".join(f"{way} {time:.4f} ms" for way, time in measured.items())
+    reason = f"measured for {timing.rows} rows: {shown}"
     if record.refused:
         reason += f"; fused is not used: {record.refused}"
     if not room:

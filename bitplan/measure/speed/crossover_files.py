@@ -193,8 +193,8 @@ def from_document(document: Any, fingerprint: Fingerprint, *, where: str) -> dic
     if parts["fingerprint"] != fingerprint:
         theirs = parts["fingerprint"]
         differing = [key for key in sorted({*theirs, *fingerprint}) if theirs.get(key) != fingerprint.get(key)]
-        told = ", ".join(f"{key} {theirs.get(key)!r}, now {fingerprint.get(key)!r}" for key in differing)
-        reader.stop(f"measured under other conditions ({told})")
+        differences = ", ".join(f"{key} {theirs.get(key)!r}, now {fingerprint.get(key)!r}" for key in differing)
+        reader.stop(f"measured under other conditions ({differences})")
     records = [_read_weight(reader, f"weights[{index}]", item) for index, item in enumerate(parts["weights"])]
     return {record.key: record for record in records}
 

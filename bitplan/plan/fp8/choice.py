@@ -120,8 +120,8 @@ def _rules_of(policy: BandPolicy, question: Question) -> list[BandRule]:
 
 def _none_of(choices: list[Choice]) -> Choice:
     first = next((each for each in choices if each.answer in (UNDECIDED, LOSE)), choices[0])
-    told = "; ".join(f"{each.recipe}: {each.reason}" for each in choices)
-    return replace(first, recipe=None, reason=told)
+    reasons = "; ".join(f"{each.recipe}: {each.reason}" for each in choices)
+    return replace(first, recipe=None, reason=reasons)
 
 
 def _by_recipe(policy: Policy, question: Question, estimate: bool, apart: bool) -> Choice:
@@ -151,17 +151,17 @@ def _by_threshold(policy: ThresholdPolicy, question: Question) -> Choice:
 def _agreed(choices: list[Choice]) -> Choice:
     """One choice for all shapes under a key: FP8 only where every one of them has the same products in it."""
     first = next((each for each in choices if not each), choices[0])
-    told = f"no shape was given and {len(choices)} were measured"
+    prefix = f"no shape was given and {len(choices)} were measured"
     if not first:
-        return replace(first, reason=f"{told}; one of them is against FP8: {first.reason}")
+        return replace(first, reason=f"{prefix}; one of them is against FP8: {first.reason}")
     if any(each.products != first.products for each in choices):
-        reason = f"{told}, which differ in the products that win; give the shape"
+        reason = f"{prefix}, which differ in the products that win; give the shape"
         return Choice((), first.recipe, UNDECIDED, reason, first.tokens)
     least = min(choices, key=lambda each: each.speedup or 0.0)
     highs = [each.holds_to for each in choices if each.holds_to is not None]
     return replace(
         least,
-        reason=f"{told}; all are for FP8: {least.reason}",
+        reason=f"{prefix}; all are for FP8: {least.reason}",
         holds_from=max(each.holds_from or 1 for each in choices),
         holds_to=min(highs, default=None),
     )
@@ -179,13 +179,13 @@ def _at_count(policy: BandPolicy, question: Question, estimate: bool, apart: boo
     some = tuple(alone)
     recipe = question.recipe or whole.recipe
     if some == PRODUCTS and not whole and whole.answer == UNMEASURED:  # nothing speaks against all three
-        reason = f"{_told(alone)}; the whole module: {whole.reason}"
+        reason = f"{_describe(alone)}; the whole module: {whole.reason}"
         return Choice(PRODUCTS, recipe, alone[PRODUCTS[0]].answer, reason, whole.tokens, _promise(alone))
     promise = _promise(alone)
     needed = APART_MARGIN * max((whole.speedup or 0.0) if whole else policy.speedup_threshold, 1.0)
     if apart and some != PRODUCTS and promise >= needed:
         beside = "more than the whole module" if whole else "the whole module"
-        reason = f"{_told(alone)}; {beside}: {whole.reason}"
+        reason = f"{_describe(alone)}; {beside}: {whole.reason}"
         return Choice(some, recipe, alone[some[0]].answer, reason, whole.tokens, promise)
     if whole:
         return Choice(PRODUCTS, recipe, whole.answer, whole.reason, whole.tokens, whole.speedup)
@@ -221,7 +221,7 @@ def _promise(alone: dict[str, Decision]) -> float:
     return 1 / max(1 - saved, 1e-3)
 
 
-def _told(alone: dict[str, Decision]) -> str:
+def _describe(alone: dict[str, Decision]) -> str:
     return "; ".join(f"{gemm} {decision.reason}" for gemm, decision in alone.items())
 
 

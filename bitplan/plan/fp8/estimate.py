@@ -61,13 +61,13 @@ def estimate_speedup(policy: BandPolicy, question: Question) -> Estimate | None:
     if not known:
         return None
     rule, best = max(known, key=lambda each: each[1].low)  # the first of equals
-    told = best.reason
+    reason = best.reason
     if rule is not own:
-        told = f"never measured itself; it has no less work and intensity than {told}"
+        reason = f"never measured itself; it has no less work and intensity than {reason}"
     against = _easier_loss(policy, near)
     if against is not None and best.speedup >= policy.speedup_threshold:
-        return Estimate(against.speedup, against.low, f"{told}; but no more than {against.reason}")
-    return Estimate(best.speedup, best.low, told)
+        return Estimate(against.speedup, against.low, f"{reason}; but no more than {against.reason}")
+    return Estimate(best.speedup, best.low, reason)
 
 
 def _equal_counts(rule: BandRule, question: Question) -> tuple[float, float]:
@@ -117,8 +117,8 @@ def _at(rule: BandRule, tokens: float) -> Estimate | None:
         by = ""
     low = speedup * min((point.low or 0.0) / _speedup(point) for point in beside)
     where = f"{rule.shape[0]}x{rule.shape[1]} at {tokens:.0f} tokens"
-    told = " and ".join(point.told() for point in beside)
-    return Estimate(speedup, low, f"{where}, about {speedup:.3f}x by {told}{by}")
+    neighbours = " and ".join(point.describe() for point in beside)
+    return Estimate(speedup, low, f"{where}, about {speedup:.3f}x by {neighbours}{by}")
 
 
 def _after_the_last(points: Sequence[Point], tokens: float) -> float:

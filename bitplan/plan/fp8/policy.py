@@ -304,24 +304,24 @@ def _at(rule: BandRule, question: Question) -> Decision:
     after = rule.points[at] if at < len(rule.points) else None
     before = rule.points[at - 1] if at else None
     if after is not None and after.tokens == tokens:
-        return _said(rule, question, after.answer == WIN, after.answer, f"measured: {after.told()}", after.speedup)
+        return _said(rule, question, after.answer == WIN, after.answer, f"measured: {after.describe()}", after.speedup)
     if before is None or after is None:
         return _outside(rule, question, before or after)
     if before.answer == after.answer == WIN:
-        told = f"between two measured wins: {before.told()}, {after.told()}"
-        return _said(rule, question, True, WIN, told, min(before.speedup or 0.0, after.speedup or 0.0))
-    told = f"{tokens} tokens were never measured, and lie between {before.told()} and {after.told()}"
-    return _said(rule, question, False, UNMEASURED, f"{told}; only between two wins is FP8 assumed", None)
+        reason = f"between two measured wins: {before.describe()}, {after.told()}"
+        return _said(rule, question, True, WIN, reason, min(before.speedup or 0.0, after.speedup or 0.0))
+    reason = f"{tokens} tokens were never measured, and lie between {before.describe()} and {after.told()}"
+    return _said(rule, question, False, UNMEASURED, f"{reason}; only between two wins is FP8 assumed", None)
 
 
 def _outside(rule: BandRule, question: Question, nearest: Point | None) -> Decision:
     assert nearest is not None  # a rule has a point
     beyond = nearest is rule.points[-1] and (question.tokens or 0) > nearest.tokens
     side = "above the largest" if beyond else "below the smallest"
-    told = f"{question.tokens} tokens were never measured: {side} measured count, {nearest.told()}"
+    reason = f"{question.tokens} tokens were never measured: {side} measured count, {nearest.describe()}"
     if beyond and nearest.answer == WIN and question.extrapolate:
-        return _said(rule, question, True, UNMEASURED, f"{told}; extrapolated, as was asked", nearest.speedup)
-    return _said(rule, question, False, UNMEASURED, f"{told}; not extrapolated", None)
+        return _said(rule, question, True, UNMEASURED, f"{reason}; extrapolated, as was asked", nearest.speedup)
+    return _said(rule, question, False, UNMEASURED, f"{reason}; not extrapolated", None)
 
 
 def _said(
@@ -348,7 +348,7 @@ def _why_no_rule(policy: BandPolicy, question: Question) -> str:
         left = [rule for rule in rules if getattr(rule, key) == wanted]
         if not left:
             there = sorted({getattr(rule, key) for rule in rules}, key=str)
-            told = f"; measured: {', '.join(map(str, there[:8]))}" if there else "; the policy has no rules"
-            return f"never measured: no rule with {key} {wanted}{told}"
+            measured = f"; measured: {', '.join(map(str, there[:8]))}" if there else "; the policy has no rules"
+            return f"never measured: no rule with {key} {wanted}{measured}"
         rules = left
     raise AssertionError("a condition that leaves nothing was found before")

@@ -160,10 +160,10 @@ class Row:
         order = {key: getattr(self, key) for key in _ROW_KEYS}
         order["shape"], order["samples_ms"] = list(self.shape), list(self.samples_ms)
         absent: tuple[Any, ...] = (None, "", [])
-        kept = {key: value for key, value in order.items() if value not in absent}
+        document = {key: value for key, value in order.items() if value not in absent}
         if self.status != OK and not self.in_turns:
-            del kept["in_turns"]
-        return kept
+            del document["in_turns"]
+        return document
 
 
 @dataclass(frozen=True)

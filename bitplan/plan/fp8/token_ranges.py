@@ -90,7 +90,7 @@ class Point:
     def to_document(self) -> dict[str, Any]:
         return {key: value for key, value in asdict(self).items() if value not in (None, "")}
 
-    def told(self) -> str:
+    def describe(self) -> str:
         """The point in words."""
         if self.speedup is None:
             return f"{self.answer} at {self.tokens} tokens ({self.note})"

@@ -72,23 +72,23 @@ def decide_with_hysteresis(
     low: Precision = "int8",
 ) -> Decision:
     """The hysteresis rule for one block; `current` None is a block never assigned, `low` what it would become."""
-    told = f"score {sensitivity:.4g}"
+    score = f"score {sensitivity:.4g}"
     wanted: Precision
     if current is None:
         if sensitivity >= config.bf16_threshold:
-            wanted, why = "bf16", f"{told} >= {config.bf16_threshold}"
+            wanted, why = "bf16", f"{score} >= {config.bf16_threshold}"
         elif sensitivity < config.int8_threshold:
-            wanted, why = low, f"{told} < {config.int8_threshold}"
+            wanted, why = low, f"{score} < {config.int8_threshold}"
         else:
             wanted = "bf16" if config.ambiguous_default == "bf16" else low
-            why = f"{told} between {config.int8_threshold} and {config.bf16_threshold}: ambiguous_default"
+            why = f"{score} between {config.int8_threshold} and {config.bf16_threshold}: ambiguous_default"
     elif current == "bf16" and sensitivity < config.go_low_below:
-        wanted, why = low, f"{told} < {config.go_low_below}"
+        wanted, why = low, f"{score} < {config.go_low_below}"
     elif current != "bf16" and sensitivity >= config.bf16_threshold:
-        wanted, why = "bf16", f"{told} >= {config.bf16_threshold}"
+        wanted, why = "bf16", f"{score} >= {config.bf16_threshold}"
     else:
         bound = f"not < {config.go_low_below}" if current == "bf16" else f"not >= {config.bf16_threshold}"
-        return Decision(current, f"{told} {bound}: stays {current}", sensitivity)
+        return Decision(current, f"{score} {bound}: stays {current}", sensitivity)
     if wanted != (current or "bf16") and _cooling(steps_since_switch, config):
         left = f"{steps_since_switch} of {config.min_steps_between_switches} steps since the last switch"
         return Decision(current, f"{why}, but cooling down: {left}", sensitivity)
@@ -182,8 +182,8 @@ def _precedence(
     if forced is not None:
         return Decision(forced[0], f"forced by force_{forced[0]}_blocks ({forced[1]!r})", decided and decided.score)
     if config.mode != "dynamic":
-        kept = "the stream's own format" if config.mode == "off" else "bf16"
-        return Decision("bf16", f"mode {config.mode}: {kept} unless forced")
+        default = "the stream's own format" if config.mode == "off" else "bf16"
+        return Decision("bf16", f"mode {config.mode}: {default} unless forced")
     return decided or Decision(unit.precision, unit.reason)
 
 
@@ -292,9 +292,9 @@ def _by_impact(
         why = chosen.reasons[name]
         if candidate.locked and not candidate.is_low and _backing_off(state.units[name], step):
             why = _backoff_text(state.units[name])
-        told = f"damage {known[name]:.3g} in loss" if name in known else "damage not known"
+        damage = f"damage {known[name]:.3g} in loss" if name in known else "damage not known"
         precision = picked[name] if name in chosen.names else "bf16"
-        decided[name] = Decision(precision, f"{told}: {why}", known.get(name))
+        decided[name] = Decision(precision, f"{damage}: {why}", known.get(name))
     return decided
 
 
@@ -326,8 +326,8 @@ def pick_low(
     if not all(name in errors for name in allowed):
         return allowed[0], f"{allowed[0]} first: not all errors are known"
     best = min(allowed, key=lambda name: errors[name])  # the first of equals
-    told = ", ".join(f"{name} {errors[name]:.3g}" for name in allowed)
-    return best, f"{best} has the smaller error ({told})"
+    shown = ", ".join(f"{name} {errors[name]:.3g}" for name in allowed)
+    return best, f"{best} has the smaller error ({shown})"
 
 
 # ---- small questions -------------------------------------------------------------------------------------------------
@@ -351,8 +351,8 @@ def _backoff_text(unit: UnitState) -> str:
 
 def _why_unscored(state: PolicyState, name: str) -> str:
     counts = Counter(step.excluded[name] for step in state.history if name in step.excluded)
-    told = ", ".join(f"{count} {why}" for why, count in sorted(counts.items())) or "none collected"
-    return f"no usable gradient in the last {len(state.history)} steps ({told}): no score, no change"
+    reasons = ", ".join(f"{count} {why}" for why, count in sorted(counts.items())) or "none collected"
+    return f"no usable gradient in the last {len(state.history)} steps ({reasons}): no score, no change"
 
 
 def _why_unmeasured(state: PolicyState, name: str) -> str:

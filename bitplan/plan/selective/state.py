@@ -189,27 +189,29 @@ def _require_same_layout(reader: Reader, saved: Mapping[str, Any], layout: Mappi
     gone = [name for name in natural_order(saved) if name not in layout]
     new = [name for name in natural_order(layout) if name not in saved]
     changed = [name for name in natural_order(layout) if name in saved and saved[name] != layout[name]]
-    told = [f"{what} {listed(names, 5)}" for what, names in (("no longer has", gone), ("now has", new)) if names]
+    differences = [f"{what} {listed(names, 5)}" for what, names in (("no longer has", gone), ("now has", new)) if names]
     if changed:
         first = changed[0]
-        told.append(f"changed {listed(changed, 5)} ({first!r} was {show(saved[first])}, is {show(layout[first])})")
-    if told:
+        differences.append(
+            f"changed {listed(changed, 5)} ({first!r} was {show(saved[first])}, is {show(layout[first])})"
+        )
+    if differences:
         reader.stop(
-            f"this state is of another model: the model {', '.join(told)}; "
+            f"this state is of another model: the model {', '.join(differences)}; "
             "resume with the model it was saved for, or start the policy anew without the file"
         )
 
 
 def _require_same_config(reader: Reader, saved: Mapping[str, Any], config: SelectivePrecisionConfig) -> None:
     now = config.to_document()
-    told = [
+    differences = [
         f"{key} was {show(saved.get(key))}, is {show(now.get(key))}"
         for key in dict.fromkeys((*now, *saved))
         if key not in NOT_DECIDING and saved.get(key) != now.get(key)
     ]
-    if told:
+    if differences:
         reader.stop(
-            f"this state was saved under another config: {'; '.join(told[:5])}; "
+            f"this state was saved under another config: {'; '.join(differences[:5])}; "
             "resume with the old values, or accept the change (accept_config_change=True)"
         )
 

@@ -18,15 +18,15 @@ MAX_COLUMNS = 14
 
 def benchmark_section(records: Sequence[Record]) -> Section:
     draw = {"trees": _trees, "demo": _demo, "benchmark": _benchmark}
-    bodies, told = [], []
+    bodies, names = [], []
     for record in records:
         document = Fields(record.content, record.where)
         name = document.text("benchmark", record.kind)
         bodies.append(
             join([heading(f"{name}: {record.name}"), source(record, _commit(document)), draw[record.kind](document)])
         )
-        told.append(name)
-    return Section("benchmarks", "Benchmarks", join(bodies), (f"Results of benchmarks: {', '.join(told)}.",))
+        names.append(name)
+    return Section("benchmarks", "Benchmarks", join(bodies), (f"Results of benchmarks: {', '.join(names)}.",))
 
 
 def _commit(document: Fields) -> str:

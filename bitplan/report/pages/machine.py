@@ -47,9 +47,9 @@ def fingerprint_of(record: Record) -> dict[str, str]:
 def machine_section(records: Sequence[Record]) -> Section:
     stated = {record.name: fingerprint for record in records if (fingerprint := fingerprint_of(record))}
     machines = sorted({_machine(fingerprint) for fingerprint in stated.values()} - {""})
-    told: tuple[object, ...] = ()
+    summary: tuple[object, ...] = ()
     if len(machines) > 1:
-        told = (
+        summary = (
             join(
                 [
                     "The records come from different machines: ",
@@ -59,9 +59,9 @@ def machine_section(records: Sequence[Record]) -> Section:
             ),
         )
     elif machines:
-        told = (f"Measured on {machines[0]}.",)
+        summary = (f"Measured on {machines[0]}.",)
     body = join([_fingerprints(stated), heading("Records"), _files(records)])
-    return Section("machine", "Machine and records", body, told)
+    return Section("machine", "Machine and records", body, summary)
 
 
 def _machine(fingerprint: dict[str, str]) -> str:

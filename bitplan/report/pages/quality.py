@@ -37,7 +37,7 @@ COLUMNS = (
 
 
 def quality_section(records: Sequence[Record]) -> Section:
-    bodies, told, facts = [], [], []
+    bodies, summary, facts = [], [], []
     for record in records:
         document = Fields(record.content, record.where)
         rows = _rows(document)
@@ -45,9 +45,9 @@ def quality_section(records: Sequence[Record]) -> Section:
         drawn = [_perplexity_chart(rows), _kl_chart(rows)]
         bodies.append(join([*head, source(record, _settings(document)), cards([each for each in drawn if each])]))
         bodies.append(table(f"perplexity by format, {record.name}", COLUMNS, [_cells(row) for row in rows]))
-        told.append(_told(record, rows))
+        summary.append(_summary(record, rows))
         facts += _facts(rows) if len(records) == 1 else []
-    return Section("quality", "Quality", join(bodies), tuple(told), tuple(facts))
+    return Section("quality", "Quality", join(bodies), tuple(summary), tuple(facts))
 
 
 def _rows(document: Fields) -> list[Fields]:
@@ -153,7 +153,7 @@ def _cells(row: Fields) -> list[Cell]:
     ]
 
 
-def _told(record: Record, rows: Sequence[Fields]) -> Markup:
+def _summary(record: Record, rows: Sequence[Fields]) -> Markup:
     tokens = rows[0].whole("tokens", None)
     on = f" on {count(tokens)} tokens" if tokens else ""
     reference = _perplexity(rows[0])
@@ -178,5 +178,5 @@ def _facts(rows: Sequence[Fields]) -> list[Fact]:
     plans = _plans(others) or others
     if len(plans) != 1:
         return []
-    told = [_perplexity(row) for row in (plans[0], rows[0])]
-    return [Fact(told[0], f"perplexity of {_name(plans[0])}", f"{told[1]} for {_name(rows[0])}")]
+    perplexities = [_perplexity(row) for row in (plans[0], rows[0])]
+    return [Fact(perplexities[0], f"perplexity of {_name(plans[0])}", f"{perplexities[1]} for {_name(rows[0])}")]

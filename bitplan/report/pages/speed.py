@@ -68,8 +68,12 @@ def _policy(record: Record) -> tuple[Markup, Markup, list[Fact]]:
     more = f" The first {MAX_CHARTS} of {len(rules)} rules are drawn." if len(rules) > MAX_CHARTS else ""
     body = join([source(record, note + more), names, cards(drawn), _points_table(rules)])
     text = f"FP8 pays for {len(used)} of {plural(len(rules), 'layer product')} at {percent(confidence)} confidence"
-    told = join([f"{text}. (", tag("code", record.name), ")"])
-    return body, told, [Fact(f"{len(used)} / {len(rules)}", "layer products faster in FP8", "in their bands of tokens")]
+    summary = join([f"{text}. (", tag("code", record.name), ")"])
+    return (
+        body,
+        summary,
+        [Fact(f"{len(used)} / {len(rules)}", "layer products faster in FP8", "in their bands of tokens")],
+    )
 
 
 def _rule_name(rule: Fields) -> str:
@@ -104,7 +108,7 @@ def _rule_card(rule: Fields, threshold: float, confidence: float) -> Markup:
     ]
     y = linear_axis(heights, "times as fast as BF16")
     frame = Frame(
-        log_axis(tokens, "tokens", told=count, base=2), y, f"Speedup of FP8 against tokens: {_rule_name(rule)}"
+        log_axis(tokens, "tokens", formatter=count, base=2), y, f"Speedup of FP8 against tokens: {_rule_name(rule)}"
     )
     for low, high in _bands(rule):
         left, right = frame.px(low), max(frame.px(high), frame.px(low) + 3)
@@ -253,8 +257,8 @@ def _times_card(record: Record, name: str, series: Series, across: str, note: st
     samples = [sample for times in lists for sample in times]
     if not samples or not all(lists) or min(samples) <= 0:
         raise ReportError(f"{record.where}: {name}: samples_ms must be a list of numbers above 0")
-    y = log_axis(samples, "time", told=milliseconds)
-    frame = Frame(log_axis(tokens, across, told=count, base=2), y, f"Times against {across}: {name}")
+    y = log_axis(samples, "time", formatter=milliseconds)
+    frame = Frame(log_axis(tokens, across, formatter=count, base=2), y, f"Times against {across}: {name}")
     middles: dict[str, list[Point]] = {}
     kinds = {way: WAYS.get(way, colour(index + 3)) for index, way in enumerate(series)}
     for way, points in series.items():
@@ -264,15 +268,15 @@ def _times_card(record: Record, name: str, series: Series, across: str, note: st
             frame.add(_dots(frame, at, times, kinds[way]))
         frame.add(
             *(
-                marker((frame.px(at), frame.py(ms)), kinds[way], _told_time(way, at, across, ms), radius=3)
+                marker((frame.px(at), frame.py(ms)), kinds[way], _time_text(way, at, across, ms), radius=3)
                 for at, ms in middles[way]
             )
         )
-    told = f"{note}{_fastest(middles, across)}"
-    return card(name, frame.svg(), legend=legend([(kind, way) for way, kind in kinds.items()]), note=told)
+    caption = f"{note}{_fastest(middles, across)}"
+    return card(name, frame.svg(), legend=legend([(kind, way) for way, kind in kinds.items()]), note=caption)
 
 
-def _told_time(way: str, at: float, across: str, ms: float) -> str:
+def _time_text(way: str, at: float, across: str, ms: float) -> str:
     return f"{way}, {count(at)} {across}: {milliseconds(ms)}"
 
 
@@ -298,6 +302,6 @@ def _fastest(middles: dict[str, list[Point]], across: str) -> str:
         return ""
     if not turns:
         return f"{best[0][1]} is fastest throughout, by the middle samples."
-    told = [f"{turns[0][0]} is fastest up to {count(turns[0][1])} {across}"]
-    told += [f"{now} from {count(at)}" for _, _, now, at in turns]
-    return f"{', '.join(told)}, by the middle samples."
+    parts = [f"{turns[0][0]} is fastest up to {count(turns[0][1])} {across}"]
+    parts += [f"{now} from {count(at)}" for _, _, now, at in turns]
+    return f"{', '.join(parts)}, by the middle samples."

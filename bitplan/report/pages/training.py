@@ -33,7 +33,7 @@ def training_section(records: Sequence[Record]) -> Section:
     body = join([*(source(run.record) for run in runs), cards(drawn)])
     last = runs[0].curves["loss"][-1][1]
     facts = (Fact(significant(last, 4), "final loss", runs[0].name),) if len(runs) == 1 else ()
-    return Section("training", "Training", body, tuple(_told(run) for run in runs), facts)
+    return Section("training", "Training", body, tuple(_summary(run) for run in runs), facts)
 
 
 def _read(record: Record) -> Run:
@@ -77,7 +77,7 @@ def _end(frame: Frame, curve: Sequence[Point], kind: str, tip: str) -> Markup:
     return marker((frame.px(step), frame.py(value)), kind, f"{tip} at step {count(step)}")
 
 
-def _told(run: Run) -> Markup:
+def _summary(run: Run) -> Markup:
     curve = run.curves["loss"]
     bad = f" In {plural(run.not_finite, 'step')} the loss was not a number." if run.not_finite else ""
     text = f"{run.name} ran {plural(run.steps, 'step')}: loss {significant(curve[0][1])} to {significant(curve[-1][1])}"

@@ -312,15 +312,15 @@ def _confirm(
         everything = _all_fp8(each, each.site.part in plans)
         blocks.setdefault(block_of(each.site.path), []).append((each, everything))
     results: dict[tuple[object, ...], Confirmed] = {}
-    kept = {each.site: each for each in decided}
+    by_site = {each.site: each for each in decided}
     for path, members in blocks.items():
         if not any(everything.choice for _, everything in members):
             continue
         make = tuple((_within(path, each.site.path), each.site.shape, each.choice.products) for each, _ in members)
         if make not in results:
             results[make] = _confirm_one(model, path, members, plans, trial)
-        kept |= {each.site: _after(each, everything, results[make]) for each, everything in members}
-    return [kept[each.site] for each in decided], tuple(results.values())
+        by_site |= {each.site: _after(each, everything, results[make]) for each, everything in members}
+    return [by_site[each.site] for each in decided], tuple(results.values())
 
 
 def _all_fp8(decided: _Decided, is_asked_for: bool) -> _Decided:

@@ -104,8 +104,8 @@ def check_filled(model: nn.Module, where: str) -> None:
             raise StoreError(f"{where}: {name!r} was not loaded: it is still on the meta device")
     for name, module in model.named_modules():
         if isinstance(module, QuantExperts):
-            kept = [part.dtype for part in (*module.gate_up.buffers(), *module.down.buffers())]
-            if any(dtype != torch.uint8 for dtype in kept) or not isinstance(module.down, PackedWeight):
-                raise StoreError(f"{where}: {name!r} did not stay packed: its parts are {kept}")
+            dtypes = [part.dtype for part in (*module.gate_up.buffers(), *module.down.buffers())]
+            if any(dtype != torch.uint8 for dtype in dtypes) or not isinstance(module.down, PackedWeight):
+                raise StoreError(f"{where}: {name!r} did not stay packed: its parts are {dtypes}")
         elif type(module).__name__ == "GptOssExperts":
             raise StoreError(f"{where}: {name!r} was not replaced, and would hold its experts as floats")

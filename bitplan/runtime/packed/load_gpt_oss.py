@@ -106,11 +106,11 @@ def load_packed(
         raise StoreError(f"{path}: check must be {' or '.join(map(repr, CHECKS))}, got {check!r}")
     require_transformers(str(path))
     with _open_checked(Path(path), manifest, deep=check == "deep") as file:
-        kept = dtype or file.dtype("embed", None)
-        target = model if model is not None else empty_model(file, kept)
+        compute_dtype = dtype or file.dtype("embed", None)
+        target = model if model is not None else empty_model(file, compute_dtype)
         check_fits(target, model_shapes(file), file.where)
         slots = plain_slots(file)
-        _check_room(file, slots, place, kept)
+        _check_room(file, slots, place, compute_dtype)
         peak = _Peak(place)
         plain: dict[str, Tensor] = {}
         packed: dict[tuple[int, tuple[str, ...]], Encoded] = {}
@@ -120,11 +120,11 @@ def load_packed(
                 for parts in (GATE_UP, DOWN):
                     packed[layer, parts] = load_experts(file, layer, parts, place)
             for slot in slots:
-                plain[slot.name] = load_plain(file, slot, place, kept, round_to=dtype is not None)
+                plain[slot.name] = load_plain(file, slot, place, compute_dtype, round_to=dtype is not None)
             options = {"strategy": strategy, "cache": cache}
             for layer in range(file.shape.layers):
                 experts[layer] = _experts(target, layer, plain, packed, options)
-            experts[0].explain(1, kept)  # a strategy that cannot run is told now, not by the first token
+            experts[0].explain(1, compute_dtype)  # a strategy that cannot run is told now, not by the first token
         except BaseException:  # the traceback keeps this frame, and would keep the memory
             plain.clear()
             packed.clear()

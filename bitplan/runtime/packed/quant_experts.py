@@ -159,8 +159,8 @@ class QuantExperts(nn.Module):
         if why_not is not None:
             return Pick("decode", f"not fused: {why_not}")
         each, most = rows / self.experts, self.most_fused_rows
-        told = f"{rows} rows over {self.experts} experts are {each:.1f} for each"
-        return Pick("fused", f"{told}, at most {most}") if each <= most else Pick("decode", f"{told}, above {most}")
+        load = f"{rows} rows over {self.experts} experts are {each:.1f} for each"
+        return Pick("fused", f"{load}, at most {most}") if each <= most else Pick("decode", f"{load}, above {most}")
 
     # ---- the two ways ------------------------------------------------------------------------------------------------
 

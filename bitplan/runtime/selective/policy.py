@@ -49,7 +49,7 @@ from bitplan.plan.selective.state import PolicyState, observe, state_from_docume
 from bitplan.records import write_json
 from bitplan.runtime.evaluation import quiet_model
 from bitplan.runtime.selective.layer_probes import LayerProbes
-from bitplan.runtime.selective.run_calibration import Forward, OnStale, Told, run_calibration
+from bitplan.runtime.selective.run_calibration import Forward, OnProgress, OnStale, run_calibration
 from bitplan.runtime.selective.setup_checks import Reminders, check_setup, decides_on, device_has_fp8, errors_of
 from bitplan.runtime.selective.telemetry import PrecisionStepMetrics, PrecisionTelemetry, step_metrics
 from bitplan.runtime.selective.units import PrecisionUnits
@@ -142,7 +142,7 @@ class SelectivePrecisionPolicy:
         cache: str | Path | None = None,
         on_stale: OnStale = "refuse",
         forward: Forward | None = None,
-        progress: bool | Told = True,
+        progress: bool | OnProgress = True,
     ) -> CalibrationResult | None:
         """Before the first step, measure what the config's formats do to each unit; None where it is turned off."""
         if not self.config.run_calibration:
@@ -328,11 +328,11 @@ class SelectivePrecisionPolicy:
 
     def _record(self, step: int, hints: Hints) -> None:
         excluded = {name: unit.excluded for name, unit in self.state.units.items()}
-        told = {"unit_bytes": self.unit_bytes, "excluded": excluded}
+        figures = {"unit_bytes": self.unit_bytes, "excluded": excluded}
         if self.telemetry is not None:
-            self.metrics = self.telemetry.record(step, hints, **told)  # type: ignore[arg-type]
+            self.metrics = self.telemetry.record(step, hints, **figures)  # type: ignore[arg-type]
         else:
-            self.metrics = step_metrics(step, hints, 0.0, **told)  # type: ignore[arg-type]
+            self.metrics = step_metrics(step, hints, 0.0, **figures)  # type: ignore[arg-type]
 
     def scalars(self) -> dict[str, float]:
         """For charts: the share of units in each precision, bytes per crossing sent and not sent, sensitivity.

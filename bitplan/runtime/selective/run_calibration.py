@@ -52,7 +52,7 @@ from bitplan.runtime.streaming.stream_blocks import BlockStream, stream_blocks
 
 FORMATS = ("int8_row", "fp8_e4m3_row")
 Forward = Callable[[nn.Module, Any], Any]
-Told = Callable[[int, int, str], None]
+OnProgress = Callable[[int, int, str], None]
 OnStale = Literal["refuse", "redo"]
 log = logging.getLogger("bitplan")
 
@@ -66,7 +66,7 @@ def run_calibration(
     cache: str | Path | None = None,
     on_stale: OnStale = "refuse",
     forward: Forward | None = None,
-    progress: bool | Told = True,
+    progress: bool | OnProgress = True,
     blocks: str = "model.layers.*",
     device: Any = "cuda",
 ) -> CalibrationResult:
@@ -92,8 +92,8 @@ def run_calibration(
         opened = model = stream_blocks(model, blocks, device=device, train="nothing", slots=3)
     try:
         run = _Run(model, used, names, forward or call_model, None if cache is None else Path(cache), on_stale)
-        with _bar(progress) as told:
-            return run.measure(told)
+        with _bar(progress) as report:
+            return run.measure(report)
     finally:
         if opened is not None:
             opened.close()
@@ -133,7 +133,7 @@ class _Run:
         # Block -> its (arguments, keywords, output) in bf16, on the host, by batch.
         self._kept: dict[tuple[int, str], tuple[Any, Any, Tensor]] = {}
 
-    def measure(self, told: Told) -> CalibrationResult:
+    def measure(self, report: OnProgress) -> CalibrationResult:
         open_batches = [at for at in range(len(self.batches)) if not self.done.is_done(at, self.formats)]
         if not open_batches:
             return self.done.result()
@@ -148,14 +148,14 @@ class _Run:
                 for at in open_batches:
                     self._reference_pass(at)
                     count += 1
-                    told(count, total, f"batch {at} in bf16")
+                    report(count, total, f"batch {at} in bf16")
                 for fmt, ats in missing.items():
                     if ats:
                         self._switch(fmt)
                     for at in ats:
                         self._format_pass(fmt, at)
                         count += 1
-                        told(count, total, f"batch {at} in {fmt}")
+                        report(count, total, f"batch {at} in {fmt}")
         finally:
             self.stream.set_formats(before)
         return self.done.result()
@@ -303,19 +303,19 @@ def _moved(value: Any, device: torch.device) -> Any:
     return [_moved(one, device) for one in value] if isinstance(value, list) else value
 
 
-def _merged(now: Any, kept: Any) -> Any:
+def _merged(now: Any, before: Any) -> Any:
     """The kept tensors, and everything else of this pass."""
-    if isinstance(kept, Tensor):
-        return kept
-    if isinstance(kept, Mapping) and isinstance(now, Mapping):
-        return {key: _merged(now[key], kept[key]) if key in kept else now[key] for key in now}
-    if isinstance(kept, tuple) and isinstance(now, tuple):
-        return tuple(_merged(one, two) for one, two in zip(now, kept, strict=True))
+    if isinstance(before, Tensor):
+        return before
+    if isinstance(before, Mapping) and isinstance(now, Mapping):
+        return {key: _merged(now[key], before[key]) if key in before else now[key] for key in now}
+    if isinstance(before, tuple) and isinstance(now, tuple):
+        return tuple(_merged(one, two) for one, two in zip(now, before, strict=True))
     return now
 
 
 @contextmanager
-def _bar(progress: bool | Told) -> Iterator[Told]:
+def _bar(progress: bool | OnProgress) -> Iterator[OnProgress]:
     if callable(progress):
         yield progress
         return
@@ -327,8 +327,8 @@ def _bar(progress: bool | Told) -> Iterator[Told]:
     with nullcontext() if hidden else Progress(console=console, transient=True) as bar:
         task = None if bar is None else bar.add_task("calibrating", total=1)
 
-        def told(done: int, total: int, what: str) -> None:
+        def report(done: int, total: int, what: str) -> None:
             if bar is not None and task is not None:
                 bar.update(task, completed=done, total=total, description=f"calibrating: {what}")
 
-        yield told
+        yield report

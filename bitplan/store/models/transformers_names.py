@@ -45,8 +45,8 @@ def require_complete(info: Mapping[str, Any], where: str) -> None:
     errors = [first_line(error) for error in info.get("error_msgs") or ()]
     faults = [("missing", missing), ("unknown to the model", unknown), ("of another shape", shapes), ("errors", errors)]
     if any(names for _, names in faults):
-        told = "; ".join(listed_names(what, names) for what, names in faults if names)
-        raise FileFormatError(f"{where}: the file does not fit the model of its config: {told}")
+        message = "; ".join(listed_names(what, names) for what, names in faults if names)
+        raise FileFormatError(f"{where}: the file does not fit the model of its config: {message}")
 
 
 def listed_names(what: str, names: Iterable[str]) -> str:

@@ -78,6 +78,6 @@ def _select(keys: Array, group: Array, weights: Array, wanted: Array, shards: Sh
         chosen = np.argmax(reached >= wanted[:, None], axis=1)
         below = np.where(chosen > 0, reached[np.arange(groups), chosen - 1], 0)
         wanted, begin = wanted - below, begin << np.uint64(8) | chosen.astype(np.uint64)
-        kept = byte == chosen[group]
-        keys, group, weights = keys[kept], group[kept], weights[kept]
+        within = byte == chosen[group]
+        keys, group, weights = keys[within], group[within], weights[within]
     return _number(begin)

@@ -124,8 +124,8 @@ def _read_part(document: Any, where: str) -> ModelPart:
         (part,) = model_parts(document, where=where)
     except ModelConfigError as fault:
         # Elsewhere a model may be a YAML; here it has to be built.
-        told = str(fault).replace("another architecture can be described by its YAML keys", IN_PYTHON)
-        raise ModelConfigError(told) from None
+        message = str(fault).replace("another architecture can be described by its YAML keys", IN_PYTHON)
+        raise ModelConfigError(message) from None
     return part
 
 
@@ -175,9 +175,9 @@ def _build(where: str, config: Mapping[str, Any], device: torch.device, dtype: t
         if is_out_of_memory(error):
             raise
         lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-        told = short(": ".join([type(error).__name__, *lines[:2]]), 200)
+        message = short(": ".join([type(error).__name__, *lines[:2]]), 200)
         raise ModelConfigError(
-            f"{where}: transformers cannot build a causal language model of it: {told}; "
+            f"{where}: transformers cannot build a causal language model of it: {message}; "
             "compare the file with the config.json that the model came with"
         ) from error
     return built
