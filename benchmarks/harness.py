@@ -29,31 +29,31 @@ PACKAGES = ("torch", "triton", "numba", "numpy", "gguf", "torchao", "lightgbm", 
 
 def machine(device: str) -> dict[str, Any]:
     """What measured: processor, cores, and the GPU with its driver if it is one."""
-    found: dict[str, Any] = {
+    result: dict[str, Any] = {
         "cpu": cpu_model(),
         "cores": torch.get_num_threads(),
         "system": f"{platform.system()} {platform.machine()}",
     }
     if device == "cuda":
         properties = torch.cuda.get_device_properties(0)
-        found |= {
+        result |= {
             "gpu": properties.name,
             "gpu_memory_gib": round(properties.total_memory / 2**30, 1),
             "multiprocessors": properties.multi_processor_count,
             "driver": _first_line("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"),
             "cuda": torch.version.cuda,
         }
-    return found
+    return result
 
 
 def versions() -> dict[str, str]:
-    found = {"python": platform.python_version(), "bitplan": __version__}
+    result = {"python": platform.python_version(), "bitplan": __version__}
     for package in PACKAGES:
         try:
-            found[package] = metadata.version(package)
+            result[package] = metadata.version(package)
         except metadata.PackageNotFoundError:
             continue
-    return found
+    return result
 
 
 def commit() -> str:

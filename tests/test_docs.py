@@ -147,8 +147,10 @@ def test_pages_quote_the_results_and_nothing_else():
 
 def test_the_layer_table_is_the_one_that_is_held():
     may_import = runpy.run_path(str(ROOT / "tests" / "test_layers.py"))["MAY_IMPORT"]
-    told = {0: "nothing", len(may_import) - 1: "everything"}
-    rows = [f"| {part} | {told.get(len(others)) or ', '.join(sorted(others))} |" for part, others in may_import.items()]
+    message = {0: "nothing", len(may_import) - 1: "everything"}
+    rows = [
+        f"| {part} | {message.get(len(others)) or ', '.join(sorted(others))} |" for part, others in may_import.items()
+    ]
     assert "|---|---|\n" + "\n".join(rows) + "\n" in (ROOT / "docs" / "architecture.md").read_text()
 
 

@@ -81,7 +81,9 @@ def test_every_page_has_an_example_and_is_in_the_index():
 
 def test_every_document_of_the_package_has_a_page():
     sources = [path.read_text() for path in Path(bitplan.__file__).parent.rglob("*.py")]
-    named = {found for source in sources for found in re.findall(r'^DOCUMENT(?:, VERSION)? = "([\w-]+)"', source, re.M)}
+    named = {
+        result for source in sources for result in re.findall(r'^DOCUMENT(?:, VERSION)? = "([\w-]+)"', source, re.M)
+    }
     assert len(named) > 8
     assert {name for name in named if not any(f"`{name}`" in page for page in PAGES.values())} == set()
 
@@ -108,8 +110,8 @@ def test_plan(example):
 
 
 def test_calibration(example):
-    found = load_calibration(example("calibration"), read_json(example("calibration"))["fingerprint"])
-    assert found.result().of("0", "int8_row") == pytest.approx(0.0046, rel=0.1)
+    result = load_calibration(example("calibration"), read_json(example("calibration"))["fingerprint"])
+    assert result.result().of("0", "int8_row") == pytest.approx(0.0046, rel=0.1)
 
 
 def test_selective_config(example):
@@ -143,11 +145,11 @@ def test_stream_state(example):
         nn.Sequential(layer), "*", device="cpu", train="weights", optimizer=optimizer, slots=2
     ) as stream:
         stream.load_state_dict({**document, "tensors": tensors})
-        found = stream.state_dict()
-    assert {key: torch.equal(one, tensors[key]) for key, one in found.pop("tensors").items()} == dict.fromkeys(
+        result = stream.state_dict()
+    assert {key: torch.equal(one, tensors[key]) for key, one in result.pop("tensors").items()} == dict.fromkeys(
         tensors, True
     )
-    assert found == document
+    assert result == document
 
 
 def test_drift(example):

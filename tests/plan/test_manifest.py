@@ -33,7 +33,7 @@ RAW = {
 
 def gpt_oss_rules(**change):
     """The gpt-oss manifest as published, its escapes corrected."""
-    found = {
+    result = {
         "version": 1,
         "formats": {
             "BF16": {"bits": 16, "role": ["norm", "embed", "attn", "bias"]},
@@ -52,7 +52,7 @@ def gpt_oss_rules(**change):
         "scale_base": 0.001,
         **change,
     }
-    return {key: value for key, value in found.items() if value is not None}
+    return {key: value for key, value in result.items() if value is not None}
 
 
 def schema_errors(document):

@@ -139,14 +139,14 @@ def test_diff_names_both_reasons():
     new = Plan(
         {"b": Planned(Choice("bfloat16", "r2")), "c": Planned(Choice("int8", "r3")), "d": Planned(Choice("int4", "r4"))}
     )
-    found = old.diff(new)
-    assert found.lines() == [
+    result = old.diff(new)
+    assert result.lines() == [
         "+ d: int4 (r4)",
         "- a: int8 (r1)",
         "~ b: int8 (r1) -> bfloat16 (r2)",
         "= c: int8 (r1) -> int8 (r3)",
     ]
-    assert found
+    assert result
     assert not old.diff(old)
     moved = Plan({**old.entries, "a": Planned(Choice("int8", "r1"), (2,))})
     assert list(old.diff(moved).changed) == ["a"]

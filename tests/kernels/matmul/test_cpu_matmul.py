@@ -79,15 +79,15 @@ def test_bands_give_the_product_within_the_stated_bound(name: str, cols: int, mo
     weight, x, bias = packed(name, 40, cols), normal(5, cols), normal(40, seed=2)
     assert band_rows(cols, torch.float32) == 7
     w = decode(weight).double()
-    found = chunked_linear(x, weight, bias)
+    result = chunked_linear(x, weight, bias)
     bound = (cols + 1) * UNIT * (x.double().abs() @ w.abs().T + bias.double().abs())
-    assert found.dtype == torch.float32
-    assert bool(((found - (x.double() @ w.T + bias.double())).abs() <= bound).all())
+    assert result.dtype == torch.float32
+    assert bool(((result - (x.double() @ w.T + bias.double())).abs() <= bound).all())
 
     grad = normal(5, 40, seed=3)
-    found = chunked_input_gradient(grad, weight)
+    result = chunked_input_gradient(grad, weight)
     bound = 41 * UNIT * (grad.double().abs() @ w.abs())
-    assert bool(((found - grad.double() @ w).abs() <= bound).all())
+    assert bool(((result - grad.double() @ w).abs() <= bound).all())
 
 
 def test_bands_never_expand_more_than_a_band(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -127,11 +127,11 @@ needs_kernel = pytest.mark.skipif(cpu_matmul._why_not_here() is not None, reason
 def test_four_bit_kernel_stays_within_its_bound(name: str, rows: int, cols: int, batch: int) -> None:
     weight, x, bias = packed(name, rows, cols), normal(batch, cols), normal(rows, seed=2)
     w = decode(weight)
-    found = four_bit_linear(x, weight, pack_four_bit(weight), bias)
-    off = (found - (x.double() @ w.double().T + bias.double())).abs()
+    result = four_bit_linear(x, weight, pack_four_bit(weight), bias)
+    off = (result - (x.double() @ w.double().T + bias.double())).abs()
     sums = (cols + 1) * UNIT * (x.abs() @ w.abs().T + bias.abs())
     assert bool((off <= four_bit_bound(x, w) + sums).all())
-    assert off.norm() / found.norm() < 0.02
+    assert off.norm() / result.norm() < 0.02
 
 
 @needs_kernel
@@ -152,8 +152,8 @@ def test_four_bit_kernel_changes_no_weight(name: str) -> None:
 def test_a_row_that_is_not_finite_gives_nan_and_no_other_row_does(bad: float) -> None:
     weight, x = packed("int4_g32", 8, 64), normal(3, 64)
     x[1, 5] = bad
-    found = four_bit_linear(x, weight, pack_four_bit(weight))
-    assert found.isnan().any(dim=1).tolist() == [False, True, False]
+    result = four_bit_linear(x, weight, pack_four_bit(weight))
+    assert result.isnan().any(dim=1).tolist() == [False, True, False]
 
 
 @needs_kernel

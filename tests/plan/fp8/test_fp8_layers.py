@@ -150,9 +150,9 @@ def test_deepseek_v3():
 
 
 def test_deepseek_v2_lite_has_no_query_rank():
-    found = shapes(DEEPSEEK_V2_LITE)
-    assert found[0] == ("column", "q_proj", (3072, 2048), 27, None)
-    assert ("column", "fc1", (5632, 2048), 26, None) in found  # two shared experts of 1408, gate and up
+    result = shapes(DEEPSEEK_V2_LITE)
+    assert result[0] == ("column", "q_proj", (3072, 2048), 27, None)
+    assert ("column", "fc1", (5632, 2048), 26, None) in result  # two shared experts of 1408, gate and up
 
 
 def test_vlm_gives_two_parts():

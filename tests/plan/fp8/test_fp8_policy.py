@@ -205,8 +205,8 @@ def test_shapes_that_a_recipe_cannot_cast():
     ],
 )
 def test_scenarios(scenario, answers, tokens, use):
-    found = policy(rule(answers)) if answers else policy()
-    assert should_use_fp8(found, "row", tokens, name="fc2").use_fp8 is use, scenario
+    result = policy(rule(answers)) if answers else policy()
+    assert should_use_fp8(result, "row", tokens, name="fc2").use_fp8 is use, scenario
 
 
 def test_vit_and_llm_decide_apart():
@@ -269,12 +269,12 @@ def test_reasons_of_version_2(tokens, reason):
 
 
 def test_extrapolation_is_asked_for_and_said():
-    found = policy(rule({1024: "win", 2048: "win"}))
-    assert not should_use_fp8(found, "row", 4096, name="fc2")
-    far = should_use_fp8(found, "row", 4096, name="fc2", extrapolate=True)
+    result = policy(rule({1024: "win", 2048: "win"}))
+    assert not should_use_fp8(result, "row", 4096, name="fc2")
+    far = should_use_fp8(result, "row", 4096, name="fc2", extrapolate=True)
     assert (far.use_fp8, far.answer) == (True, "unmeasured")
     assert far.reason.endswith("extrapolated, as was asked")
-    assert not should_use_fp8(found, "row", 512, name="fc2", extrapolate=True)  # never downwards
+    assert not should_use_fp8(result, "row", 512, name="fc2", extrapolate=True)  # never downwards
     lost = policy(rule({1024: "win", 2048: "lose"}))
     assert not should_use_fp8(lost, "row", 4096, name="fc2", extrapolate=True)
 
@@ -292,18 +292,18 @@ def test_extrapolation_is_asked_for_and_said():
     ],
 )
 def test_never_measured_names_the_nearest_thing_that_was(question, reason):
-    found = policy(rule({1024: "win"}), rule({1024: "win"}, tp=2))
-    decision = should_use_fp8(found, **({"kind": "row", "num_tokens": 1024, "name": "fc2"} | question))
+    result = policy(rule({1024: "win"}), rule({1024: "win"}, tp=2))
+    decision = should_use_fp8(result, **({"kind": "row", "num_tokens": 1024, "name": "fc2"} | question))
     assert (decision.use_fp8, decision.answer) == (False, "unmeasured")
     assert reason in decision.reason
 
 
 def test_shapes_under_one_key():
     """DeepSeek: the dense blocks' fc2 and the shared expert's share kind, name and tp, and nothing else."""
-    found = policy(rule({1024: "win"}), rule({1024: "lose"}, shape=(4096, 2048)))
-    assert should_use_fp8(found, "row", 1024, name="fc2", shape=(4096, 14336))
-    assert should_use_fp8(found, "row", 1024, name="fc2", shape=(4096, 2048)).answer == "lose"
-    open_shape = should_use_fp8(found, "row", 1024, name="fc2")
+    result = policy(rule({1024: "win"}), rule({1024: "lose"}, shape=(4096, 2048)))
+    assert should_use_fp8(result, "row", 1024, name="fc2", shape=(4096, 14336))
+    assert should_use_fp8(result, "row", 1024, name="fc2", shape=(4096, 2048)).answer == "lose"
+    open_shape = should_use_fp8(result, "row", 1024, name="fc2")
     assert not open_shape
     assert "2 were measured and one of them is against FP8" in open_shape.reason
     agreed = policy(rule({1024: "win"}), rule({1024: "win"}, shape=(4096, 2048)))
@@ -313,12 +313,12 @@ def test_shapes_under_one_key():
 def test_recipes_compete():
     fast = rule({1024: "win", 2048: "lose"}, recipe="tensorwise")
     fast = replace(fast, points=(point(1024, "win", 1.5), fast.points[1]))
-    found = policy(rule({1024: "win", 2048: "win"}), fast)
-    best = should_use_fp8(found, "row", 1024, name="fc2")
+    result = policy(rule({1024: "win", 2048: "win"}), fast)
+    best = should_use_fp8(result, "row", 1024, name="fc2")
     assert (best.recipe, best.speedup) == ("tensorwise", 1.5)
     assert best.reason.endswith("the best of 2 recipes")
-    assert should_use_fp8(found, "row", 2048, name="fc2").recipe == "blockwise"
-    assert should_use_fp8(found, "row", 2048, name="fc2", recipe="tensorwise").answer == "lose"
+    assert should_use_fp8(result, "row", 2048, name="fc2").recipe == "blockwise"
+    assert should_use_fp8(result, "row", 2048, name="fc2", recipe="tensorwise").answer == "lose"
     lost = policy(rule({1024: "lose"}), rule({1024: "undecided"}, recipe="rowwise"))
     both = should_use_fp8(lost, "row", 1024, name="fc2")
     assert both.answer == "undecided"
@@ -327,8 +327,8 @@ def test_recipes_compete():
 
 
 def test_matching_rules():
-    found = policy(rule({1024: "win"}), rule({1024: "win"}, tp=2))
-    assert matching_rules(found, Question("row", 5, "fc2", tp=2)) == [rule({1024: "win"}, tp=2)]
+    result = policy(rule({1024: "win"}), rule({1024: "win"}, tp=2))
+    assert matching_rules(result, Question("row", 5, "fc2", tp=2)) == [rule({1024: "win"}, tp=2)]
     assert (
         matching_rules(THRESHOLDS, Question("row", 5, "fc2"))
         == alike_rules(THRESHOLDS, Question("row", 5, "fc2"))
@@ -341,8 +341,8 @@ def test_alike_rules():
     alike = [rule({1024: "win"}), rule({1024: "win"}, name="proj", shape=(4096, 4096))]
     others = [rule({1024: "win"}, **change) for change in ({"tp": 2}, {"kind": "column"}, {"part": "vit"})]
     others += [rule({1024: "win"}, gemm="wgrad"), rule({1024: "win"}, recipe="rowwise")]
-    found = alike_rules(policy(*alike, *others), Question("row", 5, "fc9", shape=(64, 64), recipe="blockwise"))
-    assert {each.key for each in found} == {each.key for each in alike}
+    result = alike_rules(policy(*alike, *others), Question("row", 5, "fc9", shape=(64, 64), recipe="blockwise"))
+    assert {each.key for each in result} == {each.key for each in alike}
 
 
 # ---- version 2: the document -----------------------------------------------------------------------------------------
@@ -351,12 +351,12 @@ EXPERTS = {"kind": "row_grouped", "etp": 1, "num_gemms": 64}
 
 
 def test_version_2_round_trip_is_byte_stable(tmp_path):
-    found = policy(rule(NON_MONOTONE), rule({424: "win"}, **EXPERTS), rule({1: "lose"}, gemm="wgrad", part="vit"))
-    found.save(tmp_path / "p.json")
+    result = policy(rule(NON_MONOTONE), rule({424: "win"}, **EXPERTS), rule({1: "lose"}, gemm="wgrad", part="vit"))
+    result.save(tmp_path / "p.json")
     again = load_policy(tmp_path / "p.json")
-    assert again == found
-    assert again.to_json() == found.to_json() == policy(*reversed(found.rules)).to_json()
-    assert json.loads(found.to_json()) == found.to_document()
+    assert again == result
+    assert again.to_json() == result.to_json() == policy(*reversed(result.rules)).to_json()
+    assert json.loads(result.to_json()) == result.to_document()
     assert json.loads(policy().to_json())["rules"] == []
 
 
@@ -467,11 +467,11 @@ def test_duplicate_keys_and_bad_files(tmp_path):
 
 
 def test_a_policy_of_another_gpu():
-    found = policy(rule({1024: "win"}))
-    assert found.require_same_gpu(H200) == []
-    assert found.require_same_gpu(replace(H200, torch="2.12")) == ["torch: measured with '2.11.0', now '2.12'"]
+    result = policy(rule({1024: "win"}))
+    assert result.require_same_gpu(H200) == []
+    assert result.require_same_gpu(replace(H200, torch="2.12")) == ["torch: measured with '2.11.0', now '2.12'"]
     with pytest.raises(FingerprintError, match=r"measured on 'NVIDIA H200', this is 'NVIDIA B200'; run the benchmark"):
-        found.require_same_gpu(replace(H200, gpu="NVIDIA B200"))
+        result.require_same_gpu(replace(H200, gpu="NVIDIA B200"))
 
 
 @pytest.mark.parametrize(

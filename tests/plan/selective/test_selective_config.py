@@ -87,8 +87,8 @@ def test_bare_and_nested_documents(document):
 def test_a_file(tmp_path):
     path = tmp_path / "train.json"
     path.write_text(TRAINING_JSON.replace('"mode": "dynamic"', '"mode": "static", "force_int8_blocks": ["blocks.1"]'))
-    found = SelectivePrecisionConfig.load(path)
-    assert (found.mode, found.force_int8_blocks) == ("static", ("blocks.1",))
+    result = SelectivePrecisionConfig.load(path)
+    assert (result.mode, result.force_int8_blocks) == ("static", ("blocks.1",))
     with pytest.raises(SelectiveError, match=r"none\.json: cannot be read"):
         SelectivePrecisionConfig.load(tmp_path / "none.json")
 
@@ -210,8 +210,8 @@ def test_known_blocks_and_blocks_of_layers_pass():
     ],
 )
 def test_a_forced_block_forces_its_layers_and_the_longer_name_wins(name, expected):
-    found = config(force_bf16_blocks=["blocks.1"], force_int8_blocks=["blocks.1.mlp"]).forced(name)
-    assert found == expected
+    result = config(force_bf16_blocks=["blocks.1"], force_int8_blocks=["blocks.1.mlp"]).forced(name)
+    assert result == expected
 
 
 def test_units_follow_the_granularity():
@@ -221,8 +221,8 @@ def test_units_follow_the_granularity():
 
 
 def test_formats_of_precisions():
-    found = config(int8_format="int8_g128")
-    assert [found.format_of(name) for name in ("bf16", "int8", "fp8")] == ["bfloat16", "int8_g128", "fp8_e4m3_row"]
+    result = config(int8_format="int8_g128")
+    assert [result.format_of(name) for name in ("bf16", "int8", "fp8")] == ["bfloat16", "int8_g128", "fp8_e4m3_row"]
 
 
 def test_the_old_name_of_gradient_scoring_is_read_with_a_warning():

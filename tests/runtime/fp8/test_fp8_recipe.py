@@ -92,10 +92,10 @@ def test_what_a_gpu_lacks_is_named(monkeypatch, capability, recipes, missing) ->
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
     monkeypatch.setattr(torch.version, "hip", None)
     try:
-        found = fp8_recipe.fp8_obstacle(torch.device("cuda"), recipes)
+        result = fp8_recipe.fp8_obstacle(torch.device("cuda"), recipes)
     finally:
         fp8_recipe.fp8_obstacle.cache_clear()
-    assert (found is None) == (missing is None)
+    assert (result is None) == (missing is None)
     if missing is not None:
-        assert missing in str(found)
-        assert f"a GPU has compute capability {capability[0]}.{capability[1]}" in str(found)
+        assert missing in str(result)
+        assert f"a GPU has compute capability {capability[0]}.{capability[1]}" in str(result)

@@ -58,10 +58,12 @@ def test_the_model_has_the_layers_that_its_config_says(kind, more):
     model = built(kind, **more)
     sites = find_sites(model).sites
     measured = local_layers(model_parts(model.config.to_dict()), Parallel())
-    told = {(layer.kind, layer.name, layer.shape, layer.num_gemms, layer.moe_router_topk): layer for layer in measured}
-    found = {(site.kind, site.name, site.shape, site.num_gemms, site.moe_router_topk) for site in sites}
-    assert found == set(told)
-    for key, layer in told.items():
+    message = {
+        (layer.kind, layer.name, layer.shape, layer.num_gemms, layer.moe_router_topk): layer for layer in measured
+    }
+    result = {(site.kind, site.name, site.shape, site.num_gemms, site.moe_router_topk) for site in sites}
+    assert result == set(message)
+    for key, layer in message.items():
         assert layer.blocks == sum(
             (site.kind, site.name, site.shape, site.num_gemms, site.moe_router_topk) == key for site in sites
         )

@@ -29,11 +29,11 @@ def use(cache: TileCache, weight: PackedWeight, dtype: torch.dtype = torch.float
 
 
 def counted(cache: TileCache) -> dict[str, int]:
-    found = cache.counters
+    result = cache.counters
     return {
-        name: getattr(found, name)
+        name: getattr(result, name)
         for name in ("hits", "misses", "evictions", "bypassed", "refused", "dropped", "tiles", "nbytes")
-        if getattr(found, name)
+        if getattr(result, name)
     }
 
 
@@ -134,8 +134,8 @@ def test_types_are_tiles_of_their_own() -> None:
 )
 def test_how_a_weight_is_cut(budget: int, tile: int, bands: list[tuple[int, int]]) -> None:
     weight = PackedWeight(packed("mxfp4", 256, 64))  # 256 bytes a row in float32
-    found = TileCache(budget, tile_bytes=tile).bands_of(weight, torch.float32)
-    assert [(band.start, band.stop) for band in found] == bands
+    result = TileCache(budget, tile_bytes=tile).bands_of(weight, torch.float32)
+    assert [(band.start, band.stop) for band in result] == bands
 
 
 def test_a_typical_matrix_is_one_tile() -> None:
@@ -228,10 +228,10 @@ def test_threads_share_a_cache_without_losing_count() -> None:
         thread.start()
     for thread in threads:
         thread.join()
-    found = cache.counters
+    result = cache.counters
     assert wrong == []
-    assert found.hits + found.misses == 200
-    assert found.nbytes == found.tiles * WHOLE <= 2 * WHOLE
+    assert result.hits + result.misses == 200
+    assert result.nbytes == result.tiles * WHOLE <= 2 * WHOLE
 
 
 def test_a_saved_cache_comes_back_empty_and_shared() -> None:

@@ -416,6 +416,6 @@ def test_any_mix_of_options_gives_the_resident_gradients(seed):
         for layer in model.layers:
             layer.norm.register_forward_hook(limit)
         expected = train_steps(decoded_twin(source, stream.formats), 3, micro_batches=micro_batches)
-        found = train_steps(model, 3, stream=stream, micro_batches=micro_batches)
-        for got, wanted in zip(found, expected, strict=True):
+        result = train_steps(model, 3, stream=stream, micro_batches=micro_batches)
+        for got, wanted in zip(result, expected, strict=True):
             assert_equal(got, wanted)

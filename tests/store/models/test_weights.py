@@ -782,8 +782,8 @@ class Operations(RuleBasedStateMachine):
 
     @rule(fmt=formats)
     def morph(self, fmt: str) -> None:
-        kept = self.expected.setdefault(fmt, encode(self.parameter.detach(), fmt).to_bytes())
-        assert self.store.morph(fmt).to_bytes() == kept
+        stored = self.expected.setdefault(fmt, encode(self.parameter.detach(), fmt).to_bytes())
+        assert self.store.morph(fmt).to_bytes() == stored
 
     @rule(fmt=formats)
     def force_morph(self, fmt: str) -> None:

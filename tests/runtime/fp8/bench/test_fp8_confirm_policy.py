@@ -29,7 +29,7 @@ def small(tmp_path_factory):
 
 
 @pytest.mark.parametrize(
-    ("wins", "times", "taken", "planned", "kept", "turned_down"),
+    ("wins", "times", "taken", "planned", "stored", "turned_down"),
     [
         (LAYERS, {4: 8.0}, "plan", 4, 4, False),
         (LAYERS, {4: 12.0}, "bf16", 4, 0, True),
@@ -40,7 +40,7 @@ def small(tmp_path_factory):
         ((), {4: 12.0}, "bf16", 0, 0, False),  # BF16 was the plan
     ],
 )
-def test_what_is_taken(wins, times, taken, planned, kept, turned_down, small, monkeypatch):
+def test_what_is_taken(wins, times, taken, planned, stored, turned_down, small, monkeypatch):
     policy = policy_of(**{name: WINS if name in wins else LOSES for name in LAYERS})
     clock = Told(times).watch(monkeypatch)
     (result,) = confirm_policy(policy, small, [100], CPU, stopwatch=clock)
@@ -49,7 +49,7 @@ def test_what_is_taken(wins, times, taken, planned, kept, turned_down, small, mo
         "model.layers.0",
         taken,
         planned,
-        kept,
+        stored,
         4,
     )
     assert (block.turned_down, result.turned_down) == (turned_down, turned_down)
@@ -57,7 +57,7 @@ def test_what_is_taken(wins, times, taken, planned, kept, turned_down, small, mo
     document = json.loads(json.dumps(result.to_dict()))
     assert document["turned_down"] is turned_down
     assert sum(row["precision"] != "bf16" for row in document["planned"]) == planned
-    assert sum(row["precision"] != "bf16" for row in document["layers"]) == kept
+    assert sum(row["precision"] != "bf16" for row in document["layers"]) == stored
     if turned_down:
         assert any(row["reason"].startswith("turned down by confirming") for row in document["layers"])
 
@@ -180,8 +180,8 @@ def test_gpu_confirm_gives_intervals_and_leaves_no_memory(tmp_path):
     device = torch.device("cuda", torch.cuda.current_device())
     if fp8_obstacle(device) is not None:
         pytest.skip("this GPU has no FP8")
-    found = policy_of(**ALL)
-    policy = BandPolicy(found.rules, fingerprint_of(device), found.speedup_threshold, found.confidence)
+    results = policy_of(**ALL)
+    policy = BandPolicy(results.rules, fingerprint_of(device), results.speedup_threshold, results.confidence)
     small = plan_small_model(save(tmp_path, LLAMA))
     before = torch.cuda.memory_allocated(device)
     for trial in (Trial(), Trial("graph"), Trial("graph", compiled=True)):
