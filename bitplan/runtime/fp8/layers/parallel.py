@@ -39,7 +39,7 @@ from bitplan.plan.fp8.terms import Fp8Error
 from bitplan.runtime.fp8.layers.grouped_linear import GroupedLinear
 from bitplan.runtime.fp8.layers.linear import Fp8Linear
 from bitplan.runtime.fp8.layers.norm_linear import Fp8NormLinear
-from bitplan.runtime.fp8.layers.shared_amax import agreed_linear
+from bitplan.runtime.fp8.layers.shared_amax import shared_amax_linear
 from bitplan.runtime.fp8.recipe import Fp8LayerError
 
 
@@ -81,7 +81,7 @@ class ColumnParallel(_Parallel):
     def forward(self, x: Tensor, *more: Tensor) -> Tensor:
         x = sum_backward(x, self.group)
         if self.agree:
-            return agreed_linear(x, self.local, divided=("weight", "grad"), largest=self._largest)
+            return shared_amax_linear(x, self.local, divided=("weight", "grad"), largest=self._largest)
         y: Tensor = self.local(x, *more)
         return y
 
@@ -103,7 +103,7 @@ class RowParallel(_Parallel):
 
     def forward(self, x: Tensor, *more: Tensor) -> Tensor:
         if self.agree:
-            y = agreed_linear(x, self.local, divided=("input", "weight"), largest=self._largest)
+            y = shared_amax_linear(x, self.local, divided=("input", "weight"), largest=self._largest)
         else:
             y = self.local(x, *more)
         y = sum_forward(y, self.group)

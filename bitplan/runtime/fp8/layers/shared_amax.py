@@ -1,4 +1,4 @@
-"""A tensorwise FP8 linear whose scales are agreed on: the largest number of an operand that several processes share.
+"""A tensorwise FP8 linear whose processes share the scales: the largest number of an operand that several processes share.
 
 Tensor parallelism divides operands, and with them their maxima: an Fp8Linear of a share would scale each share by
 itself, and results would depend on how many shares there are. Here the maximum of a divided operand is replaced by the
@@ -29,14 +29,14 @@ from bitplan.runtime.fp8.recipe import BF16
 Largest = Callable[[Tensor], Tensor]  # int32 [1] of this process -> of the group
 
 
-def agreed_linear(x: Tensor, layer: Fp8Linear, *, divided: tuple[str, ...], largest: Largest) -> Tensor:
+def shared_amax_linear(x: Tensor, layer: Fp8Linear, *, divided: tuple[str, ...], largest: Largest) -> Tensor:
     """The layer's forward; operands in `divided` ("input", "weight", "grad") are scaled by the group's maximum."""
     x_MK = x.reshape(-1, x.shape[-1])
     apply: Callable[..., Tensor] = _Agreed.apply
     return apply(x_MK, layer.weight, layer.bias, layer, divided, largest).view(*x.shape[:-1], layer.out_features)
 
 
-def agreed_cast(
+def shared_amax_cast(
     x_RC: Tensor,
     fp8: str,
     eps: float,
@@ -127,7 +127,7 @@ def _cast_for(
             continue
         asked: dict[str, Any] = {"rows": rows_by == recipe, "cols": cols_by == recipe}
         if recipe == TENSORWISE and largest is not None:
-            pair = agreed_cast(x, fp8, eps, largest, **asked)
+            pair = shared_amax_cast(x, fp8, eps, largest, **asked)
         else:
             pair = cast_layouts(x, recipe, fp8, eps, **asked)
         rows, cols = pair.rows or rows, pair.cols or cols
@@ -144,7 +144,7 @@ def _weight_cast(weight: Tensor, recipe: str, layer: Fp8Linear, divided: tuple[s
     if found is not None and how in found.rows:
         return CastPair(found.rows[how], found.cols[how])
     if agrees:
-        pair = agreed_cast(weight, "e4m3", eps, largest, is_weight=True)
+        pair = shared_amax_cast(weight, "e4m3", eps, largest, is_weight=True)
     else:
         pair = cast_layouts(weight, recipe, "e4m3", eps, is_weight=True)
     if reuse:
