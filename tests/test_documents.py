@@ -17,7 +17,7 @@ from bitplan.measure.machine import examine_machine
 from bitplan.measure.speed import crossover_files
 from bitplan.plan import Manifest, Plan, expand_raw_map, manifest_schema, plan
 from bitplan.plan.fp8 import report as fp8_report
-from bitplan.plan.fp8 import token_ranges as fp8_bands
+from bitplan.plan.fp8 import token_ranges as fp8_token_ranges
 from bitplan.plan.fp8.policy import load_policy
 from bitplan.plan.fp8.report import Report
 from bitplan.plan.fp8.thresholds import ThresholdPolicy
@@ -197,7 +197,7 @@ def keys_written(name, tmp_path):
         "stream-state": [*training_state._KEYS, training_state.METADATA],
         "stream-telemetry": [field.name for field in fields(StepStats)],
         "fp8-report": [*fp8_report._HEAD_KEYS, *fp8_report._ROW_KEYS, *fp8_report.FINGERPRINT_KEYS],
-        "fp8-policy": [*fp8_bands._RULE_KEYS, *fp8_bands._POINT_KEYS],
+        "fp8-policy": [*fp8_token_ranges._RULE_KEYS, *fp8_token_ranges._POINT_KEYS],
         "crossover": [*crossover_files._WEIGHT_KEYS, *crossover_files._TIMING_KEYS, *crossover_files._WAYS],
         "machine": examine_machine(measure=False),
     }

@@ -35,7 +35,7 @@ class Kind:
     """A sort of record: how it is told from the others, by its document or by its first line."""
 
     name: str
-    words: str
+    label: str
     matches: Callable[[dict[str, Any]], bool]
     lines: bool = False
     torn_lines: bool = False  # whether a line in the middle may be torn
@@ -51,7 +51,7 @@ class Record:
 
     kind: str
     name: str
-    words: str
+    label: str
     nbytes: int
     sha256: str
     content: Any
@@ -148,7 +148,7 @@ def _read(path: Path, name: str) -> Record:
             digest = hashlib.file_digest(file, "sha256").hexdigest()
     except OSError as error:
         raise ReportError(f"{path}: cannot be read: {error.strerror or error}") from None
-    return Record(kind.name, name, kind.words, size, digest, content, torn, sampled)
+    return Record(kind.name, name, kind.label, size, digest, content, torn, sampled)
 
 
 def _recognise(file: BinaryIO, path: Path, size: int) -> tuple[Kind, Any, int, str]:
@@ -207,8 +207,8 @@ def _kind_of(document: dict[str, Any], path: Path, *, lines: bool, quiet: bool) 
 
 
 def _expected() -> str:
-    words = dict.fromkeys((*(kind.words for kind in KINDS), FINDINGS.words))
-    return f"expected a record of one of these kinds: {', '.join(words)}"
+    labels = dict.fromkeys((*(kind.label for kind in KINDS), FINDINGS.label))
+    return f"expected a record of one of these kinds: {', '.join(labels)}"
 
 
 def _check_size(path: Path, size: int) -> None:

@@ -34,7 +34,7 @@ def source(record: Record, more: object = "") -> Markup:
     torn = f"; {record.torn} torn line left out" if record.torn == 1 else ""
     torn = f"; {record.torn} torn lines left out" if record.torn > 1 else torn
     sampled = f"; {record.sampled}" if record.sampled else ""
-    return tag("p", "From ", tag("code", record.name), f" ({record.words}{torn}{sampled}). ", more, class_="from")
+    return tag("p", "From ", tag("code", record.name), f" ({record.label}{torn}{sampled}). ", more, class_="from")
 
 
 def heading(title: str) -> Markup:

@@ -34,8 +34,8 @@ from bitplan.store.models.transformers_names import (
     REPORTED,
     first_line,
     model_from_tensors,
-    quiet_transformers,
     require_complete,
+    silence_transformers,
 )
 
 
@@ -125,7 +125,7 @@ def load_causal_lm(path: str | Path, *, config: str | Path | None = None) -> Cau
     is_gguf = source.suffix == ".gguf"
     for library in ("accelerate", "transformers") if is_gguf else ("transformers",):
         require(library, purpose=f"reading {source.name}", extra="models")
-    with open_tensors(source) as file, quiet_transformers():
+    with open_tensors(source) as file, silence_transformers():
         stored = {name: spec.nbytes for name, spec in file.specs.items()}
         if is_gguf and config is None:
             tokenizer, model = _read_gguf(source, file)

@@ -190,11 +190,11 @@ class _Run:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """torch says so by a class of its own, cuBLAS and graph capture by words."""
-    words = ("out of memory", "alloc_failed", "can't allocate memory")
+    """torch says so by a class of its own, cuBLAS and graph capture by their text."""
+    texts = ("out of memory", "alloc_failed", "can't allocate memory")
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return True
-    return isinstance(error, RuntimeError) and any(each in str(error).lower() for each in words)
+    return isinstance(error, RuntimeError) and any(each in str(error).lower() for each in texts)
 
 
 def _one_line(error: BaseException) -> str:

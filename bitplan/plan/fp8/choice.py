@@ -132,7 +132,7 @@ def _by_recipe(policy: Policy, question: Question, estimate: bool, apart: bool) 
     if question.shape is None:  # what the key was measured at, by whatever recipe
         shapes = sorted({rule.shape for rule in _rules_of(policy, replace(question, recipe=None))})
     if len(shapes) > 1:
-        return _agreed([_by_recipe(policy, replace(question, shape=shape), estimate, apart) for shape in shapes])
+        return _of_all_shapes([_by_recipe(policy, replace(question, shape=shape), estimate, apart) for shape in shapes])
     asked = replace(question, shape=shapes[0]) if shapes else question
     choice = _at_count(policy, asked, estimate, apart)
     return _bounded(policy, asked, choice, estimate, apart) if choice else choice
@@ -148,7 +148,7 @@ def _by_threshold(policy: ThresholdPolicy, question: Question) -> Choice:
     return Choice(PRODUCTS, question.recipe, whole.answer, whole.reason, whole.tokens, whole.speedup, rule.min_tokens)
 
 
-def _agreed(choices: list[Choice]) -> Choice:
+def _of_all_shapes(choices: list[Choice]) -> Choice:
     """One choice for all shapes under a key: FP8 only where every one of them has the same products in it."""
     first = next((each for each in choices if not each), choices[0])
     prefix = f"no shape was given and {len(choices)} were measured"

@@ -84,10 +84,12 @@ def extend_policy(base: BandPolicy, more: BandPolicy) -> BandPolicy:
             f"{base.where} was measured with {key} {ours!r}, {more.where} with {theirs!r}; times of the two are not "
             "comparable: make a policy of each"
         )
-    for word in ("speedup_threshold", "confidence"):
-        ours, theirs = getattr(base, word), getattr(more, word)
+    for setting in ("speedup_threshold", "confidence"):
+        ours, theirs = getattr(base, setting), getattr(more, setting)
         if ours != theirs:
-            raise MergeError(f"{base.where} has the {word} {ours}, {more.where} {theirs}; give the first to the second")
+            raise MergeError(
+                f"{base.where} has the {setting} {ours}, {more.where} {theirs}; give the first to the second"
+            )
     rules = {rule.key: rule for rule in base.rules}
     for rule in more.rules:
         known = rules[rule.key].points if rule.key in rules else ()

@@ -275,7 +275,7 @@ def _by_bands(policy: BandPolicy, question: Question) -> Decision:
     decisions = []
     for recipe in [recipe for recipe in RECIPES if any(rule.recipe == recipe for rule in rules)]:
         shapes = [_at(rule, question) for rule in rules if rule.recipe == recipe]
-        decisions.append(_agreed(shapes))
+        decisions.append(_of_all_shapes(shapes))
     wins = [each for each in decisions if each]
     if wins:
         best = max(wins, key=lambda each: each.speedup or 0.0)  # the first of equals
@@ -287,7 +287,7 @@ def _by_bands(policy: BandPolicy, question: Question) -> Decision:
     return _bf16(question, answer, "; ".join(f"{each.recipe}: {each.reason}" for each in decisions))
 
 
-def _agreed(shapes: list[Decision]) -> Decision:
+def _of_all_shapes(shapes: list[Decision]) -> Decision:
     """One answer for all shapes under a key: FP8 only where every one of them is."""
     if len(shapes) == 1:
         return shapes[0]

@@ -47,7 +47,7 @@ def _trees(document: Fields) -> Markup:
     drawn = []
     for rows in dict.fromkeys(run.whole("rows") for run in runs):
         same = [run for run in runs if run.whole("rows") == rows]
-        shown = [(run.text("contender"), run.number("train_s"), _trees_words(run), _contender(run)) for run in same]
+        shown = [(run.text("contender"), run.number("train_s"), _trees_text(run), _contender(run)) for run in same]
         title = f"Training time, {count(rows)} rows"
         alone = all(_contender(run) == "k0" for run in same)
         names = legend([] if alone else [("k0", "bitplan"), ("plain", "others")])
@@ -55,7 +55,7 @@ def _trees(document: Fields) -> Markup:
     return join([cards(drawn), fold("All runs", _list_table("runs", [run.value for run in runs]))])
 
 
-def _trees_words(run: Fields) -> str:
+def _trees_text(run: Fields) -> str:
     auc = f"  ·  AUC {run.number('auc'):.4f}" if "auc" in run else ""
     return f"{significant(run.number('train_s'))} s{auc}"
 
@@ -77,7 +77,7 @@ def _formats(document: Fields) -> Markup:
             (
                 f"{row.text('format')}, {row.text('dtype', '')}",
                 row.number("gb_per_s"),
-                _rate_words(row),
+                _rate_text(row),
                 "k0" if way == "encode" else "k2",
             )
             for row in sorted_rows
@@ -87,7 +87,7 @@ def _formats(document: Fields) -> Markup:
     return join([cards(drawn), fold("All figures", _list_table("formats", [row.value for row in rows]))])
 
 
-def _rate_words(row: Fields) -> str:
+def _rate_text(row: Fields) -> str:
     share = row.number("share_of_copy", None)
     return f"{significant(row.number('gb_per_s'))} GB/s" + (f"  ·  {percent(share)} of a copy" if share else "")
 

@@ -93,7 +93,7 @@ def _files(records: Sequence[Record]) -> Markup:
     rows = [
         [
             Cell(record.name),
-            Cell(record.words),
+            Cell(record.label),
             Cell(nbytes(record.nbytes), float(record.nbytes)),
             Cell(tag("span", record.sha256[:16], title=record.sha256)),
         ]

@@ -45,7 +45,7 @@ def speed_section(records: Sequence[Record]) -> Section:
     draw = {"fp8_policy": _policy, "fp8_report": _benchmark, "crossover": _crossovers}
     parts = [draw[record.kind](record) for record in records]
     body = join(
-        join([heading(f"{record.words[0].upper()}{record.words[1:]}: {record.name}"), part[0]])
+        join([heading(f"{record.label[0].upper()}{record.label[1:]}: {record.name}"), part[0]])
         for record, part in zip(records, parts, strict=True)
     )
     facts = tuple(fact for part in parts for fact in part[2])

@@ -12,7 +12,7 @@ and plain PyTorch code often do. Nothing is guessed: a linear whose name is in n
              q_proj beside kv_a_proj_with_mqa                        column q_proj
     experts  a module with gate_up_proj and down_proj of rank 3      column_grouped fc1 and row_grouped fc2
 
-Projections that read the same input are ONE site, since one product of the joined weights is what was measured. A norm
+Projections that read the same input are ONE site, since one product of the fused weights is what was measured. A norm
 belongs to a site where nothing else reads what it gives: so much is known only of block classes that are listed here.
 """
 
@@ -25,7 +25,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-_JOINED = {
+_FUSED = {
     ("q_proj", "k_proj", "v_proj"): "qkv",
     ("wq", "wk", "wv"): "qkv",
     ("gate_proj", "up_proj"): "fc1",
@@ -118,8 +118,8 @@ class _Seen:
 
     def sites_under(self, path: str, module: nn.Module) -> Iterator[Site]:
         """The sites whose linears are children of one module, or the two products of its experts."""
-        words = path.split(".")
-        if any(word in _NEVER for word in words):
+        parts = path.split(".")
+        if any(part in _NEVER for part in parts):
             return
         if is_experts(module):
             yield from self._experts(path, module)
@@ -127,7 +127,7 @@ class _Seen:
         linears = {name: child for name, child in module.named_children() if isinstance(child, nn.Linear)}
         latent = "kv_a_proj_with_mqa" in linears
         done: set[str] = set()
-        for names, site in () if latent else _JOINED.items():
+        for names, site in () if latent else _FUSED.items():
             if all(name in linears for name in names):
                 yield self._dense(path, site, names)
                 done.update(names)
@@ -141,16 +141,16 @@ class _Seen:
         paths = tuple(f"{path}.{child}".lstrip(".") for child in children)
         linears = [self.modules[each] for each in paths]
         shape = (sum(_features(each)[0] for each in linears), _features(linears[0])[1])
-        words = path.split(".")
+        parts = path.split(".")
         kind = _KIND_OF[name]
-        if any(word in _SHARED for word in words) and kind == "layernorm_column":
+        if any(part in _SHARED for part in parts) and kind == "layernorm_column":
             kind = "column"  # the router reads the norm too
         obstacle = self._obstacle(paths)
         if re.search(r"(^|\.)experts\.[0-9]+(\.|$)", path):
             obstacle = "an expert of its own: experts were measured as one grouped product"
         norm = self._norm(path, name) if kind == "layernorm_column" else None
         label = paths[0] if len(paths) == 1 else f"{path}.{name}".lstrip(".")
-        return Site(label, _part(words), kind, name, shape, paths, norm, obstacle=obstacle)
+        return Site(label, _part(parts), kind, name, shape, paths, norm, obstacle=obstacle)
 
     def _experts(self, path: str, module: nn.Module) -> Iterator[Site]:
         for child, kind, name in (("gate_up_proj", "column_grouped", "fc1"), ("down_proj", "row_grouped", "fc2")):
@@ -209,8 +209,8 @@ def _features(linear: nn.Module) -> tuple[int, int]:
     return linear.out_features, linear.in_features
 
 
-def _part(words: list[str]) -> str:
-    return "vit" if any(word in _VISION for word in words) else "llm"
+def _part(parts: list[str]) -> str:
+    return "vit" if any(part in _VISION for part in parts) else "llm"
 
 
 def _topk(model: nn.Module) -> int | None:

@@ -47,7 +47,7 @@ from bitplan.plan.selective.decide import (
 from bitplan.plan.selective.feedback import begin_trial, judge_trial
 from bitplan.plan.selective.state import PolicyState, observe, state_from_document, state_to_document
 from bitplan.records import write_json
-from bitplan.runtime.evaluation import quiet_model
+from bitplan.runtime.evaluation import evaluating
 from bitplan.runtime.selective.layer_probes import LayerProbes
 from bitplan.runtime.selective.run_calibration import Forward, OnProgress, OnStale, run_calibration
 from bitplan.runtime.selective.setup_checks import Reminders, check_setup, decides_on, device_has_fp8, errors_of
@@ -289,7 +289,7 @@ class SelectivePrecisionPolicy:
 
     def _probe_loss(self) -> float:
         assert self.probe is not None
-        with quiet_model(self.stream.model):
+        with evaluating(self.stream.model):
             return float(self.probe())
 
     # ---- evidence ----------------------------------------------------------------------------------------------------

@@ -45,7 +45,7 @@ from bitplan.measure.calibration import (
 from bitplan.measure.quality.weight_error import relative_output_error, rounding_error
 from bitplan.plan.selective.config import SelectivePrecisionConfig
 from bitplan.plan.selective.state import layout_of
-from bitplan.runtime.evaluation import quiet_model
+from bitplan.runtime.evaluation import evaluating
 from bitplan.runtime.selective.layer_probes import first_tensor
 from bitplan.runtime.selective.units import PrecisionUnits, Weight
 from bitplan.runtime.streaming.stream_blocks import BlockStream, stream_blocks
@@ -143,7 +143,7 @@ class _Run:
         total, count = len(open_batches) + sum(map(len, missing.values())), 0
         before = self.stream.formats
         try:
-            with quiet_model(self.stream.model):
+            with evaluating(self.stream.model):
                 self._switch(None)
                 for at in open_batches:
                     self._reference_pass(at)

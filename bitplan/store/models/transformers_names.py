@@ -24,7 +24,7 @@ REPORTED = {"output_loading_info": True, "ignore_mismatched_sizes": True}
 
 def model_from_tensors(model_class: Any, config: Any, tensors: Mapping[str, Tensor], where: str, **options: Any) -> Any:
     """A model of this class that holds these tensors, all of them and nothing else."""
-    with quiet_transformers():
+    with silence_transformers():
         try:
             model, info = model_class.from_pretrained(
                 None, config=config, state_dict=dict(tensors), **REPORTED, **options
@@ -63,7 +63,7 @@ def first_line(error: object) -> str:
 
 
 @contextmanager
-def quiet_transformers() -> Iterator[None]:
+def silence_transformers() -> Iterator[None]:
     """Our callers show their own progress; the bar of GGUF's dequantization has no switch of its own."""
     from transformers.utils import logging as theirs
 

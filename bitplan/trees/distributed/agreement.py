@@ -24,7 +24,7 @@ def agree(always: dict[str, Any], of_rows: dict[str, Any], rows: int, shards: Sh
     document |= {name: describe(value) for name, value in of_rows.items()} if rows else {}
     documents = gather_json(document, "settings and features", shards)
     _refuse_other_keys(documents, {*always} | {*of_rows}, {*always})
-    agreed: dict[str, Any] = {}
+    common: dict[str, Any] = {}
     for name in (*always, *of_rows):
         values = {rank: facts[name] for rank, facts in enumerate(documents) if name in facts}
         if not values:
@@ -36,8 +36,8 @@ def agree(always: dict[str, Any], of_rows: dict[str, Any], rows: int, shards: Sh
                 f"distributed fit: {name} differs between processes: rank {first} has {values[first]!r:.80}, rank "
                 f"{others[0]} has {values[others[0]]!r:.80}; every process must fit the same model to the same columns"
             )
-        agreed[name] = values[first]
-    return agreed
+        common[name] = values[first]
+    return common
 
 
 def describe(value: Any) -> Any:

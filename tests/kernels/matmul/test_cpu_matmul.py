@@ -1,4 +1,4 @@
-"""Products with packed weights on a CPU: bands against float64, and torch's 4-bit kernel within its bound."""
+"""Products with packed weights on a CPU: pieces against float64, and torch's 4-bit kernel within its bound."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ from bitplan.formats import Encoded, decode, encode, get_format
 from bitplan.kernels.matmul import cpu_matmul
 from bitplan.kernels.matmul.cpu_matmul import (
     FOUR_BIT_FORMATS,
-    band_bytes,
-    band_rows,
     chunked_input_gradient,
     chunked_linear,
     four_bit_bound,
     four_bit_linear,
     pack_four_bit,
+    piece_bytes,
+    piece_rows,
     why_not_four_bit,
 )
 from bitplan.kernels.matmul.row_pieces import (
     cut,
-    decoded_bands,
-    gradient_over_bands,
-    linear_over_bands,
+    decoded_pieces,
+    gradient_over_pieces,
+    linear_over_pieces,
     rows_of,
     why_no_rows,
 )
@@ -41,7 +41,7 @@ def normal(*shape: int, seed: int = 1) -> torch.Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
-# ---- bands -----------------------------------------------------------------------------------------------------------
+# ---- pieces ----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -54,8 +54,8 @@ def normal(*shape: int, seed: int = 1) -> torch.Tensor:
         (3, 0, [(0, 1), (1, 2), (2, 3)]),
     ],
 )
-def test_cut_covers_all_rows_in_equal_bands(rows: int, step: int, expected: list[tuple[int, int]]) -> None:
-    assert [(band.start, band.stop) for band in cut(rows, step)] == expected
+def test_cut_covers_all_rows_in_equal_pieces(rows: int, step: int, expected: list[tuple[int, int]]) -> None:
+    assert [(piece.start, piece.stop) for piece in cut(rows, step)] == expected
 
 
 @pytest.mark.parametrize("name", FORMATS)
@@ -74,10 +74,10 @@ def test_formats_whose_blocks_span_rows_are_refused(name: str) -> None:
 
 @pytest.mark.parametrize("name", FORMATS)
 @pytest.mark.parametrize("cols", [256, 100])
-def test_bands_give_the_product_within_the_stated_bound(name: str, cols: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cpu_matmul, "band_bytes", lambda: 7 * 4 * cols)  # seven rows
+def test_pieces_give_the_product_within_the_stated_bound(name: str, cols: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cpu_matmul, "piece_bytes", lambda: 7 * 4 * cols)  # seven rows
     weight, x, bias = packed(name, 40, cols), normal(5, cols), normal(40, seed=2)
-    assert band_rows(cols, torch.float32) == 7
+    assert piece_rows(cols, torch.float32) == 7
     w = decode(weight).double()
     result = chunked_linear(x, weight, bias)
     bound = (cols + 1) * UNIT * (x.double().abs() @ w.abs().T + bias.double().abs())
@@ -90,29 +90,29 @@ def test_bands_give_the_product_within_the_stated_bound(name: str, cols: int, mo
     assert bool(((result - grad.double() @ w).abs() <= bound).all())
 
 
-def test_bands_never_expand_more_than_a_band(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cpu_matmul, "band_bytes", lambda: 4 * 4 * 64)
+def test_pieces_never_expand_more_than_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cpu_matmul, "piece_bytes", lambda: 4 * 4 * 64)
     sizes = [
-        tuple(w.shape) for _, w in decoded_bands(packed("mxfp4", 10, 64), torch.float32, band_rows(64, torch.float32))
+        tuple(w.shape) for _, w in decoded_pieces(packed("mxfp4", 10, 64), torch.float32, piece_rows(64, torch.float32))
     ]
     assert sizes == [(3, 64), (3, 64), (4, 64)]
 
 
 def test_a_band_follows_the_cache_and_stays_within_limits() -> None:
-    assert 2 * 2**20 <= band_bytes() <= 16 * 2**20
-    assert band_rows(2**30, torch.float32) == 1
-    assert band_rows(0, torch.float32) > 0
+    assert 2 * 2**20 <= piece_bytes() <= 16 * 2**20
+    assert piece_rows(2**30, torch.float32) == 1
+    assert piece_rows(0, torch.float32) > 0
 
 
-def test_products_over_no_bands_are_empty_or_zero() -> None:
-    assert linear_over_bands(torch.ones(3, 4), iter([]), 0).shape == (3, 0)
-    assert torch.equal(gradient_over_bands(torch.ones(3, 0), iter([]), 4), torch.zeros(3, 4))
+def test_products_over_no_pieces_are_empty_or_zero() -> None:
+    assert linear_over_pieces(torch.ones(3, 4), iter([]), 0).shape == (3, 0)
+    assert torch.equal(gradient_over_pieces(torch.ones(3, 0), iter([]), 4), torch.zeros(3, 4))
 
 
 def test_sixteen_bit_gradients_are_summed_in_float32() -> None:
-    bands = [(slice(row, row + 1), torch.full((1, 1), 1.0, dtype=torch.bfloat16)) for row in range(1000)]
+    pieces = [(slice(row, row + 1), torch.full((1, 1), 1.0, dtype=torch.bfloat16)) for row in range(1000)]
     grad = torch.ones(1, 1000, dtype=torch.bfloat16)
-    assert float(gradient_over_bands(grad, iter(bands), 1)) == 1000.0  # bfloat16 sums of ones stop at 256
+    assert float(gradient_over_pieces(grad, iter(pieces), 1)) == 1000.0  # bfloat16 sums of ones stop at 256
 
 
 # ---- torch's 4-bit kernel --------------------------------------------------------------------------------------------

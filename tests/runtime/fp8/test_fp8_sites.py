@@ -72,7 +72,7 @@ def test_the_model_has_the_layers_that_its_config_says(kind, more):
     assert "lm_head" in find_sites(model).left
 
 
-def test_joined_projections_and_their_norms():
+def test_fused_projections_and_their_norms():
     first = find_sites(built("Llama")).sites[0]
     assert first.path == "model.layers.0.self_attn.qkv"
     assert [path.rpartition(".")[2] for path in first.modules] == ["q_proj", "k_proj", "v_proj"]

@@ -26,9 +26,9 @@ needs_kernel = pytest.mark.skipif(cpu_matmul._why_not_here() is not None, reason
 
 
 @pytest.fixture(autouse=True)
-def _small_bands(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Several bands, also for the small matrices of tests."""
-    monkeypatch.setattr(cpu_matmul, "band_bytes", lambda: 20 * 256 * 4)
+def _small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Several pieces, also for the small matrices of tests."""
+    monkeypatch.setattr(cpu_matmul, "piece_bytes", lambda: 20 * 256 * 4)
 
 
 def layer(name: str, way: str, bias: Tensor | None = None, **shape: int) -> QuantLinear:
@@ -97,16 +97,16 @@ def test_inputs_need_not_be_contiguous() -> None:
         torch.testing.assert_close(result(x), result(x.contiguous()), rtol=1e-5, atol=1e-4)
 
 
-def test_bands_are_all_that_is_expanded(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pieces_are_all_that_is_expanded(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[tuple[int, ...]] = []
-    right = quant_linear.decoded_bands
+    right = quant_linear.decoded_pieces
 
     def watched(*args: object) -> object:
         for rows, values in right(*args):  # type: ignore[arg-type]
             seen.append(tuple(values.shape))
             yield rows, values
 
-    monkeypatch.setattr(quant_linear, "decoded_bands", watched)
+    monkeypatch.setattr(quant_linear, "decoded_pieces", watched)
     result, x = layer("mxfp4", "decode"), normal(5, 256).requires_grad_()
     result(x).sum().backward()
     assert seen == [(16, 256)] * 3 * 2

@@ -326,9 +326,9 @@ def test_tiles_made_on_one_stream_are_safe_on_another() -> None:
         cache.clear()
         first, second = torch.cuda.Stream(), torch.cuda.Stream()
         with torch.cuda.stream(first):
-            list(cache.bands(weight, torch.bfloat16))
+            list(cache.pieces(weight, torch.bfloat16))
         with torch.cuda.stream(second):
-            result = torch.cat([values for _, values in cache.bands(weight, torch.bfloat16)])
+            result = torch.cat([values for _, values in cache.pieces(weight, torch.bfloat16)])
         torch.cuda.synchronize()
         assert torch.equal(result, expected)
 

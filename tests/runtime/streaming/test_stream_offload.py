@@ -195,15 +195,15 @@ class Notebook(SimulatedDevice):
         super().__init__()
         self.copies: list[tuple[str, int, int, tuple, object]] = []
 
-    def copy_in(self, target, source, *after, lane="weights"):
-        copied = super().copy_in(target, source, *after, lane=lane)
-        if lane == "activations":
+    def copy_in(self, target, source, *after, queue="weights"):
+        copied = super().copy_in(target, source, *after, queue=queue)
+        if queue == "activations":
             self.copies.append(("in", source.data_ptr(), target.data_ptr(), after, copied))
         return copied
 
-    def copy_out(self, target, source, *after, lane="weights"):
-        copied = super().copy_out(target, source, *after, lane=lane)
-        if lane == "activations":
+    def copy_out(self, target, source, *after, queue="weights"):
+        copied = super().copy_out(target, source, *after, queue=queue)
+        if queue == "activations":
             self.copies.append(("out", source.data_ptr(), target.data_ptr(), after, copied))
         return copied
 

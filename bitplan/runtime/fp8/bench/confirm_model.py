@@ -101,21 +101,21 @@ def plan_small_model(path: str | Path, *, tp: int = 1) -> SmallModel:
 
 
 def count_blocks(model: nn.Module, where: str = "the model") -> tuple[int, str]:
-    """How many blocks from the first on show every make of block, and why; a make is its layers and their shapes."""
-    makes: dict[int, list[tuple[object, ...]]] = {}
+    """How many blocks from the first on show every kind of block, and why; a kind is its layers and their shapes."""
+    kinds: dict[int, list[tuple[object, ...]]] = {}
     for site in find_sites(model).sites:
         match = re.search(r"(?:^|\.)([0-9]+)\.(.*)", site.path)
         if match is not None:
-            makes.setdefault(int(match[1]), []).append((match[2], site.kind, site.shape))
-    if not makes:
+            kinds.setdefault(int(match[1]), []).append((match[2], site.kind, site.shape))
+    if not kinds:
         raise ModelConfigError(f"{where}: transformers' {type(model).__name__} has no layers that a policy knows")
     first: dict[tuple[tuple[object, ...], ...], int] = {}
-    for block in sorted(makes):
-        first.setdefault(tuple(makes[block]), block)
+    for block in sorted(kinds):
+        first.setdefault(tuple(kinds[block]), block)
     if len(first) == 1:
         return 1, "all blocks are alike"
     last = max(first.values())
-    return last + 1, f"{len(first)} makes of block, the last of them first in block {last}"
+    return last + 1, f"{len(first)} kinds of block, the last of them first in block {last}"
 
 
 def _read_part(document: Any, where: str) -> ModelPart:

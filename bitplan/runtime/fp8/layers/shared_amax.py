@@ -1,4 +1,4 @@
-"""A tensorwise FP8 linear whose processes share the scales: the largest number of an operand that several processes share.
+"""A tensorwise FP8 linear whose processes share the scale of an operand that is divided among them.
 
 Tensor parallelism divides operands, and with them their maxima: an Fp8Linear of a share would scale each share by
 itself, and results would depend on how many shares there are. Here the maximum of a divided operand is replaced by the

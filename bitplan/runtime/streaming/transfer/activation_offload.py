@@ -184,7 +184,7 @@ class ActivationOffload:
 
         def copy() -> Copied:  # must not hold `saved`, which gives the place back when it goes
             marks = [after] if before is None or before.copied is None else [after, before.copied.end]
-            return self._device.copy_out(place.buffer[:nbytes], out.buffer[:nbytes], *marks, lane="activations")
+            return self._device.copy_out(place.buffer[:nbytes], out.buffer[:nbytes], *marks, queue="activations")
 
         self._start(transfer, copy)
         if self.recorder is not None:
@@ -246,7 +246,7 @@ class ActivationOffload:
         def copy() -> Copied:
             arrived = sent.wait_launched(None, self._timeout_s)
             target, source = landing.buffer[:nbytes], place.buffer[:nbytes]
-            return self._device.copy_in(target, source, after, arrived.end, lane="activations")
+            return self._device.copy_in(target, source, after, arrived.end, queue="activations")
 
         self._start(transfer, copy)
         if self.recorder is not None:
