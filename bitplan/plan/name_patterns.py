@@ -1,4 +1,4 @@
-"""NamePatterns: which of many regular expressions match a whole name, in bounded time?
+"""NamePatterns: matches many regular expressions against a whole name, in bounded time.
 
 Patterns come from files that others wrote, and Python's `re` backtracks: `(a+)+$` takes for ever on 40 letters.
 A timer cannot stop `re` inside its own process, and a helper process would make a pure function start one. So

@@ -1,4 +1,4 @@
-"""What a part of the page is made of: its HTML, its line for the summary, and its key figures."""
+"""A section of the page: its HTML, its lines for the summary, and its key figures."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Running a model beside its training without leaving a trace: no gradients, no dropout, no random numbers used up."""
+"""Runs a model during its training without leaving a trace: no gradients, no dropout, no random numbers used up."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the estimators accept, and how they say no: settings by name, targets and weights by what is wrong with them."""
+"""Checks what the estimators are given: settings by name, targets and weights by what is wrong with them."""
 
 from __future__ import annotations
 

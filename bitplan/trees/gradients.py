@@ -1,4 +1,4 @@
-"""How precise a gradient is while a tree looks for its splits.
+"""Gradients in three precisions, as trees use them to look for splits.
 
 | precision | a row | codes | cost of a split search |
 |---|---|---|---|

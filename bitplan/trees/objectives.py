@@ -1,4 +1,4 @@
-"""What a model of boosted trees is fitted to: gradients, a starting score, a loss for early stopping.
+"""Objectives of boosted trees: gradients, a starting score, a loss for early stopping.
 
 A raw score is what trees add up to; `mean` turns it into what the user asked for. `renew` gives the leaf values of an
 objective whose best leaf is not a Newton step (the median of absolute errors). Starts, losses and renewed leaves are

@@ -1,4 +1,4 @@
-"""What the demo says on a terminal: a short table for each part, and one line of why."""
+"""Prints the demo's results: a short table for each part, and one line of why."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How the scales and codes of an encoding fare: which are at the end of their range, at zero, or without a meaning.
+"""Checks the scales and codes of an encoding: which are at the end of their range, at zero, or undefined.
 
 A format fails quietly at its edges. A scale that does not fit its narrow type is clamped, or becomes zero; codes pile
 up at the largest magnitude, or at zero; a damaged byte becomes a NaN. All of it can be seen in the bytes alone, without

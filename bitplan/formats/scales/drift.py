@@ -1,4 +1,4 @@
-"""Weights that move under scales that stay: encode again, and give a new scale only to the tiles that need one.
+"""Encodes changed weights again, with new scales only for the tiles that need one.
 
 Someone who fine-tunes over a packed base encodes the same weight after every step. Most blocks have hardly moved: a new
 scale for each would change every byte of the file for nothing. So a block (tile) keeps its scale while it fits:

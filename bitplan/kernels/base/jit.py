@@ -1,4 +1,4 @@
-"""How bitplan compiles its CPU loops: numba, without the interpreter lock, kept on disk.
+"""Compiles CPU loops with numba: without the interpreter lock, cached on disk.
 
 Nothing is compiled at import. The first call of a kernel takes one to a few seconds, once per machine: the
 machine code goes to `__pycache__` beside the source (or numba's own folder where that is read-only), and later

@@ -1,4 +1,4 @@
-"""The fused products there are, one for each kind of device, behind one face.
+"""Finds the fused product for a device: one interface over the CPU's and the GPU's.
 
 "Fused" is a kernel that reads packed weights and never writes an expanded one: a Triton kernel on CUDA, torch's 4-bit
 kernel on a CPU. Both want the weight, or its scales, in an order of their own, made once per weight (`prepare`); what

@@ -1,4 +1,4 @@
-"""Pieces: a packed matrix expanded a run of rows at a time, and products that need no more of it at once.
+"""Expands a packed matrix a piece of rows at a time, for products that need no more of it at once.
 
 y = x @ W.T has one column of y per row of W, so a piece of rows gives its columns of y and is then forgotten. The
 gradient x.grad = y.grad @ W is a sum over pieces. Every format whose blocks lie within a row can be cut anywhere.

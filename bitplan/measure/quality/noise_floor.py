@@ -1,4 +1,4 @@
-"""The reference's own noise floor: how far it is from itself when it is computed in another, equally valid, way.
+"""Measures the reference's own noise: how far it is from itself when it is computed in another, equally valid, way.
 
 A difference from the reference means little where the reference differs from itself as much. The other way here
 is the one in which such models are commonly run: the same weights, activations in bfloat16. It is simulated by

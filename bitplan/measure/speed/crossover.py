@@ -1,4 +1,4 @@
-"""From how many rows on a packed weight is better expanded: measured, for one weight shape on one GPU.
+"""Measures from how many rows on a packed weight is better expanded, for one weight shape on one GPU.
 
 A fused kernel reads a quarter of the bytes and wins while memory is the limit; with many rows the arithmetic is, and
 expanding the weight first for the vendor's product is faster. Where the two cross depends on format, shape and

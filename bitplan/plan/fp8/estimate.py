@@ -1,4 +1,4 @@
-"""What a layer would gain where it was never measured: at other token counts, and at other shapes.
+"""Estimates a layer's speedup where it was never measured: at other token counts, and at other shapes.
 
 A policy's own answer between a loss and a win is BF16, and for a shape that was not measured too. Both throw speed away
 where the neighbours leave little doubt: so there is an estimate, and every reason that rests on one says so.

@@ -1,4 +1,4 @@
-"""Is FP8 faster? Win, lose or undecided, by an interval for how many times faster, from raw times.
+"""Judges whether FP8 is faster: win, lose or undecided, by an interval for the speedup, from raw times.
 
 In plain words. A time on a GPU is the work plus noise that only ever adds, so means lie and single samples lie more.
 Two ways to an interval, neither of which assumes what the noise looks like, draws random numbers, or knows a clock:

@@ -1,4 +1,4 @@
-"""From reports to a policy: pair BF16 with FP8, judge each token count, and keep what lost.
+"""Merges reports into a policy: pairs BF16 with FP8, judges each token count, and keeps what lost.
 
 Times are paired by layer and LOGICAL tokens. (LoongForge's program paired by padded counts: the two
 precisions pad differently, so no expert was ever paired.) Each pair gives an interval and an answer (`interval`);

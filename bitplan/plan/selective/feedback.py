@@ -1,4 +1,4 @@
-"""Loss feedback: what a switch really did, who did it, and how long it may not do it again.
+"""Loss feedback: measures what a switch did to the loss, and takes it back where it did harm.
 
 A score predicts; a probe batch measures. Its loss is taken before a switch and after it, by the runtime; all the rest
 is here, as state transitions that can be saved between any two probes:

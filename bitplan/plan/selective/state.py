@@ -1,4 +1,4 @@
-"""What the policy remembers, and the file that carries it across a restart.
+"""The policy's state, and the file that carries it across a restart.
 
 Decisions are functions of (state, statistics, config), so a run that is stopped and resumed takes the same ones if
 and only if the state comes back bit for bit. The document holds all of it: precisions, cooldowns, back-offs, the window

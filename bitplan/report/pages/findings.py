@@ -1,4 +1,4 @@
-"""What a check found."""
+"""Section of findings: what checks reported."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where the figures come from: machines and versions of every record, and the files themselves."""
+"""Section of machines: where the figures come from, versions, and the files themselves."""
 
 from __future__ import annotations
 

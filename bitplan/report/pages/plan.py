@@ -1,4 +1,4 @@
-"""What was decided for every tensor, and why; and the bytes that come of it."""
+"""Section of decisions: each tensor's format and reason, and the bytes that come of it."""
 
 from __future__ import annotations
 

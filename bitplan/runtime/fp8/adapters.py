@@ -1,4 +1,4 @@
-"""Our policy, other people's FP8: a filter for torchao, and the decision for TransformerEngine's module classes.
+"""Hands a policy to other FP8 libraries: a filter for torchao, and decisions for TransformerEngine's module classes.
 
     from torchao.float8 import convert_to_float8_training
     convert_to_float8_training(model, module_filter_fn=torchao_filter(model, policy, tokens=8192), config=config)

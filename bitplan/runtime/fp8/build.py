@@ -1,4 +1,4 @@
-"""The FP8 layer of one site, made beside the model: fused weights, the norm taken over, the names kept.
+"""Builds the FP8 layer of one site beside the model: weights fused, norm taken over, names unchanged.
 
 One linear becomes an Fp8Linear over the same parameters. Several become one layer of fused weights inside the first of
 them (`fused_projections`). Where a norm feeds nothing else and is a plain RMS or layer norm (compared number by number

@@ -1,4 +1,4 @@
-"""Projections that read one input as one layer, inside a model that still calls them one by one.
+"""Fuses projections that read one input into one layer, in a model that still calls them one by one.
 
 A llama block calls q_proj, k_proj and v_proj on the same tensor. One product of the fused weights casts that tensor
 once, and is what was measured; so the three become one layer, which lies in the first. The model's code stays as it is:

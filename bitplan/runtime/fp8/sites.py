@@ -1,4 +1,4 @@
-"""Where in a model adaptive FP8 may go: its linear layers by the kinds and names that a policy is asked by.
+"""Finds where FP8 may go in a model: its linear layers, by the kinds and names of policies.
 
 Read from module names, as Hugging Face's llama, mistral, qwen, mixtral and deepseek classes have them and as Megatron
 and plain PyTorch code often do. Nothing is guessed: a linear whose name is in no table is left as it is, and listed.

@@ -1,4 +1,4 @@
-"""Which float types would meet in a model: a Linear takes inputs of its weight's own type, and no other.
+"""Refuses plans under which float types would clash: a Linear takes inputs of its weight's own type, and no other.
 
 A norm in float32 gives float32, whatever comes in, unless its forward casts back: so each norm that a plan changes is
 tried on its own, in its new type. Embeddings give their own type. Packed linears take any. A mixture that the model

@@ -1,4 +1,4 @@
-"""Any file of weights as a dict on a device: packed tensors stay packed, and nothing is expanded on the way.
+"""Reads any file of weights into a dict on a device; packed tensors stay packed.
 
 For models that are not gpt-oss's, and for those who bring their own modules: `bitplan quantize` writes such files.
 """

@@ -1,4 +1,4 @@
-"""What a policy checks before training, and what it reminds of: calls without which nothing would be decided."""
+"""Checks a policy before training, and reminds of calls without which nothing would be decided."""
 
 from __future__ import annotations
 

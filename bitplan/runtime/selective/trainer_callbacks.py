@@ -1,4 +1,4 @@
-"""Selective precision where people train: Hugging Face's Trainer, Lightning, TensorBoard.
+"""Callbacks of selective precision for Hugging Face's Trainer, Lightning and TensorBoard.
 
     Trainer(model, args, callbacks=[trainer_callback(policy)])
     lightning.Trainer(callbacks=[lightning_callback(policy)])

@@ -1,4 +1,4 @@
-"""BlockUpkeep: at every boundary, what waits on the host and lies in slots is what formats and parameters ask for.
+"""BlockUpkeep: before each step, encodes blocks again whose formats or parameters changed, on the host and in slots.
 
 Formats are chosen (`set_formats`); parameters are trained, or changed by others (`block_bytes` says how that is seen).
 Everything here may be broken off by Ctrl-C and goes on when it is called again: what is left to do is seen from what

@@ -1,4 +1,4 @@
-"""Check a checkpoint's numbers: what `check_headers` cannot see, because it needs the data.
+"""Checks a checkpoint's numbers: what `check_headers` cannot see, because it needs the data.
 
 | code | what it says |
 |---|---|

@@ -1,4 +1,4 @@
-"""Is this a gpt-oss checkpoint, whole and in one of its layouts? Answered from headers, before a weight is read.
+"""Checks from headers alone that a gpt-oss checkpoint is whole and in one of its layouts.
 
 The checks, in order, each an error of one line that names file and tensor: layout and layers, names, halves of packed
 weights (by the shipped manifest), gate and up alternating, sizes, shapes, dtypes.

@@ -1,4 +1,4 @@
-"""Writing a gpt-oss checkpoint in any layout from any source, with a word for what was done to each tensor.
+"""Writes a gpt-oss checkpoint in any layout from any source, and says what was done to each tensor.
 
 | action | what happened to the numbers | what happened to the bytes |
 |---|---|---|

@@ -1,4 +1,4 @@
-"""What `encode` is asked for a weight, remembered from one version to the next."""
+"""Remembers how a weight was encoded, from one version to the next."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What an eval-mode forward sees: the decoded version of a weight instead of the Parameter.
+"""Gives an eval-mode forward the decoded version of a weight in place of the Parameter.
 
 The class of each module with morphed weights becomes a subclass of itself in which `weight` is a property.
 While a forward of an eval-mode module runs on a thread, it gives the decoded version there; anywhere else the

@@ -1,4 +1,4 @@
-"""A file's tensors as the model's numbers, under one naming, whatever the layout: what two files are compared by.
+"""Reads a file's tensors as the model's numbers under one naming, so that files of any layout can be compared.
 
 | file | comes as |
 |---|---|

@@ -1,4 +1,4 @@
-"""Steps of optimizers that torch does not count.
+"""Counts the writes of optimizers, which torch's own counter misses.
 
 What is derived from a weight (a cast, a packed version, an encoded block) is kept while torch's count of in-place
 writes, `tensor._version`, stands still. torch's fused optimizers write without counting (2.11 and 2.13), and so do the

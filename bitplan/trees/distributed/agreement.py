@@ -1,4 +1,4 @@
-"""Before a distributed fit: do all processes fit the same model to the same kind of table? If not, who differs in what.
+"""Checks before a distributed fit that all processes fit the same model to the same kind of table.
 
 A process without rows still has to have the settings and features of the others, but its arrays may have any type.
 """

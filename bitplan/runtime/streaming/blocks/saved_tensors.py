@@ -1,4 +1,4 @@
-"""What autograd keeps of a streamed block: not the weights, but where they can be had again.
+"""Saves for autograd where a streamed block's weights can be had again, in place of the weights.
 
 Autograd saves the tensors that backward needs, weights among them. A streamed weight lies in a slot that soon holds
 another block, so a plain saved tensor would be silently wrong. Under these hooks a saved tensor that lies in a slot

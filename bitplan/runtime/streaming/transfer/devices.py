@@ -1,4 +1,4 @@
-"""Where blocks are computed: a CUDA device with copy streams, and a stand-in on the CPU that behaves the same.
+"""Devices that compute blocks: a CUDA device with copy streams, and a stand-in on the CPU that behaves the same.
 
 The scheduler sees this interface only:
 

@@ -1,4 +1,4 @@
-"""FiniteCheck: whether any block computed NaN or infinity, found without waiting for the device.
+"""FiniteCheck: detects NaN and infinity in what blocks compute, without waiting for the device.
 
 After each block one number a block on the device takes in 0 times the sum of what the block gave: NaN from then on if
 anything in it was not finite. At the end of the step the numbers are copied to the host beside the work, and read when

@@ -1,4 +1,4 @@
-"""From a slot's bytes to a block's weights: views made once, and decoding recorded once.
+"""Decodes a slot's bytes to a block's weights: views are made once, and decoding is recorded once.
 
 A block of seven matrices takes seven decoders, and each launch costs the host 50 to 100 us: at 1,000 tokens a step that
 is more than the GPU needs to compute the block. But the addresses repeat: there are a few slots, one scratch, and few
