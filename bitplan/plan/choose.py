@@ -89,14 +89,14 @@ def keep_tensors(
     plan: Plan, tensors: Mapping[str, Stored | tuple[int, ...]], *, keep: Sequence[str] = (), only: Sequence[str] = ()
 ) -> Plan:
     """The plan, but for tensors that `keep` names, `only` does not, or that are no floats: those stay as they are."""
-    found = dict(plan.entries)
+    entries = dict(plan.entries)
     for name, item in tensors.items():
         stored, reason = _stored(item), _why_kept(name, keep, only)
-        if reason is None and name in found and found[name].part is None and stored.is_integer:
+        if reason is None and name in entries and entries[name].part is None and stored.is_integer:
             reason = NOT_FLOATS
-        if reason is not None and name in found:
-            found[name] = _stays(stored, found[name].role, reason)
-    return Plan(found, padding=plan.padding)
+        if reason is not None and name in entries:
+            entries[name] = _stays(stored, entries[name].role, reason)
+    return Plan(entries, padding=plan.padding)
 
 
 def name_matches(name: str, pattern: str) -> bool:

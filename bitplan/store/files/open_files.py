@@ -94,10 +94,10 @@ class TensorFile(ABC):
 
         spec = self.spec(name)
         self.require_numbers(spec)
-        found = self.read(name)
-        if isinstance(found, Encoded):
-            return decode(found)
-        return found.float() if spec.dtype_name in NARROW_FLOATS else found
+        tensor = self.read(name)
+        if isinstance(tensor, Encoded):
+            return decode(tensor)
+        return tensor.float() if spec.dtype_name in NARROW_FLOATS else tensor
 
     def require_numbers(self, spec: TensorSpec) -> None:
         """Refuse 4- and 8-bit floats that are codes, whose scales lie beside them under another name."""

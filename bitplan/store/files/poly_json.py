@@ -238,18 +238,18 @@ class _Reader:
     def tensors(self) -> Mapping[str, Weights]:
         """Name -> weights of every layer that has some, in file order."""
         self._check_keys("", self.document, _NETWORK_KEYS | ({"codec": _TEXT} if self.ours else {}), _NETWORK_KEYS)
-        found: dict[str, Weights] = {}
+        tensors: dict[str, Weights] = {}
         for path, layer in self._layers("layers", self.document["layers"], 1):
             if not self.ours:
                 decoded = self._read_original(path, layer)
                 if decoded is not None:
-                    found[path] = decoded
+                    tensors[path] = decoded
             elif any(key in layer for key in _OF_WEIGHTS):
                 exact = self._read_exact(path, layer)
-                if layer["name"] in found:
+                if layer["name"] in tensors:
                     self._fail(f"{path}: name", "must differ from those of the layers before", layer["name"])
-                found[layer["name"]] = exact
-        return MappingProxyType(found)
+                tensors[layer["name"]] = exact
+        return MappingProxyType(tensors)
 
     # -- structure --
 
@@ -270,10 +270,10 @@ class _Reader:
             yield from self._layer(f"{path}.meta_observed_layer", layer["meta_observed_layer"], depth + 1)
 
     def _check_keys(
-        self, path: str, found: dict[str, Any], known: Mapping[str, _Kind], required: Mapping[str, _Kind]
+        self, path: str, item: dict[str, Any], known: Mapping[str, _Kind], required: Mapping[str, _Kind]
     ) -> None:
         prefix = f"{path}: " if path else ""
-        for key, value in found.items():
+        for key, value in item.items():
             if key in known:
                 if not known[key].holds(value):
                     self._fail(prefix + key, f"must be {known[key].text}", value)
@@ -282,7 +282,7 @@ class _Reader:
                     f"{self.where}: {prefix}{CODEC} has no key {key[:80]!r}{did_you_mean(key[:80], known)}"
                 )
         for key, kind in required.items():
-            if key not in found:
+            if key not in item:
                 raise FileFormatError(f"{self.where}: {prefix}{key} is missing; it must be {kind.text}")
 
     def _object(self, value: Any, path: str) -> dict[str, Any]:
