@@ -148,8 +148,8 @@ def find_weight_casts(
     """
     capturing = weight.is_cuda and torch.cuda.is_current_stream_capturing()
     how = ("grouped " + recipe, eps)
-    found = fp8_weight_casts._find(weight) if reuse and not capturing else None
-    old = (found.rows.get(how), found.cols.get(how)) if found is not None else (None, None)
+    cached = fp8_weight_casts._find(weight) if reuse and not capturing else None
+    old = (cached.rows.get(how), cached.cols.get(how)) if cached is not None else (None, None)
     missing = (rows and old[0] is None, cols and old[1] is None)
     if not any(missing):
         return old  # type: ignore[return-value]
@@ -192,10 +192,10 @@ class _Call:
         made: list[GroupedFp8 | None] = [None, None]
         for recipe in {rows_by, cols_by} - {BF16}:
             guess = guess_for(recipe, weight, role, fp8, self.layout.experts)
-            found = kernels.cast_tokens(
+            casts = kernels.cast_tokens(
                 x, recipe, self.layout, fp8, eps, rows=rows_by == recipe, cols=cols_by == recipe, guess=guess
             )
-            made = [new if new is not None else old for new, old in zip(found, made, strict=True)]
+            made = [new if new is not None else old for new, old in zip(casts, made, strict=True)]
         return made
 
     def options(self, product: str) -> dict[str, Any]:

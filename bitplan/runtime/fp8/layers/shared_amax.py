@@ -140,9 +140,9 @@ def _weight_cast(weight: Tensor, recipe: str, layer: Fp8Linear, divided: tuple[s
     agrees = recipe == TENSORWISE and "weight" in divided
     how = (f"agreed {recipe}", eps)
     reuse = layer.reuse_weight_cast and not (weight.is_cuda and torch.cuda.is_current_stream_capturing())
-    found = fp8_weight_casts._find(weight) if reuse else None
-    if found is not None and how in found.rows:
-        return CastPair(found.rows[how], found.cols[how])
+    cached = fp8_weight_casts._find(weight) if reuse else None
+    if cached is not None and how in cached.rows:
+        return CastPair(cached.rows[how], cached.cols[how])
     if agrees:
         pair = shared_amax_cast(weight, "e4m3", eps, largest, is_weight=True)
     else:
