@@ -13,7 +13,7 @@ _DISTRIBUTIONS = {"sklearn": "scikit-learn"}  # where pip's name is another than
 def require(module: str, *, purpose: str, extra: str | None = None, least: int = 0) -> Any:
     """The module, imported; `purpose` begins the line that says what needs it.
 
-    extra  the extra of bitplan that brings the library; None where the library has none, and its own name is told
+    extra  the extra of bitplan that brings the library; None where the library has none, and its own name is shown
     least  the smallest major version that will do
     """
     library = module.partition(".")[0]

@@ -184,7 +184,7 @@ def check_cast_options(
     base: float | None,
     name: str,
 ) -> None:
-    """A plain cast may be told how to choose scales, as all tensors of a model are, but not which they are."""
+    """A plain cast accepts how to choose scales, as all tensors of a model are, but not which they are."""
     if rule is not None and rule not in SCALE_RULES:
         raise FormatError(f"{name}: no scale rule {rule!r}; use one of {', '.join(SCALE_RULES)}")
     given = {"scale": scale, "zero_point": zero_point, "base": base}

@@ -307,7 +307,7 @@ def _installed(name: str) -> str | None:
 def _import_problem(name: str) -> str | None:
     try:
         importlib.import_module(name.replace("-", "_"))
-    except Exception as error:  # a library that is broken may raise anything; it is told, not hidden
+    except Exception as error:  # a library that is broken may raise anything; it is reported, not hidden
         return f"is installed and cannot be imported: {type(error).__name__}: {str(error).splitlines()[0][:200]}"
     return None
 

@@ -1,7 +1,7 @@
 """A plan as a mermaid flow chart: embedding, layers, final norm, unembedding.
 
 Layers that agree are drawn once, as one box with their numbers; where the plan changes from layer to layer, each
-run of equal layers has its own. The boxes within follow the flow of a decoder block, told from names.
+run of equal layers has its own. The boxes within follow the flow of a decoder block, as names show it.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ random names of parts unless it is salted. Here text stays text, the same record
 needs no further package.
 
 A chart is 460 units wide and is shown at 340 to 560 pixels, so letters of 12 units stay readable on a phone; a wide one
-(920) scrolls within its card. Classes `k0` to `k7` are the categories' colours (`currentColor`), told apart by people
+(920) scrolls within its card. Classes `k0` to `k7` are the categories' colours (`currentColor`), clear to people
 with colour-blindness; a second sign (shape of marker, dash, label) stands beside each of them.
 """
 

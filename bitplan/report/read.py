@@ -32,7 +32,7 @@ _STEP = re.compile(rb'"step(?:_id)?": ?(\d+)')
 
 @dataclass(frozen=True)
 class Kind:
-    """A sort of record: how it is told from the others, by its document or by its first line."""
+    """A sort of record: how it is recognised, by its document or by its first line."""
 
     name: str
     label: str
@@ -189,7 +189,7 @@ def _kind_of(document: dict[str, Any], path: Path, *, lines: bool, quiet: bool) 
     named = document.get("document")
     candidates = [kind for kind in KINDS if kind.lines == lines and (kind.document is None or kind.document == named)]
     for kind in candidates:
-        # A document says its name; what has none is told by its keys.
+        # A document says its name; what has none is recognised by its keys.
         if (kind.document == named) and kind.matches(document):
             if kind.document is not None and document.get("version") not in kind.versions:
                 known = " or ".join(map(str, kind.versions))

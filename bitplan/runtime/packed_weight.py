@@ -6,7 +6,7 @@ dtype casts leave alone and device moves carry along.
 
 What is made from a weight (an expanded matrix, scales in a kernel's order, tiles in a cache) must not outlive
 it: `state` changes with every move, load and in-place write, `derived` keeps things for one state only, and
-caches that asked to be told (`tell`) are told. None of it is saved or copied.
+caches that listen (`add_listener`) drop it too. None of it is saved or copied.
 
 In a `state_dict` the format and shape travel beside the parts, as JSON in a uint8 tensor (`weight._extra_state`), so
 that safetensors can hold them too. Loading compares them and every part before a byte is copied.
@@ -116,7 +116,7 @@ class PackedWeight(EncodedModule):
         for listener in list(self._listeners):
             listener.drop(self.token)
 
-    def tell(self, listener: Listener) -> None:
+    def add_listener(self, listener: Listener) -> None:
         """Tell the listener when what it made from this weight is stale, or the weight is gone."""
         if listener not in self._listeners:
             self._listeners.add(listener)

@@ -182,7 +182,7 @@ def every_code_is_defined(fmt: Format) -> bool:
 
 
 def any_undefined_code(encoded: Encoded) -> Tensor:
-    """Whether some code stands for no number: a flag on the device, told many times faster than by counting."""
+    """Whether some code stands for no number: a flag on the device, many times faster than counting."""
     data, fmt = encoded.data, encoded.fmt
     if every_code_is_defined(fmt) or not data.numel():
         return torch.zeros((), dtype=torch.bool, device=data.device)

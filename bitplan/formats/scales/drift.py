@@ -166,12 +166,12 @@ def _requantize_affine(encoded: Encoded, matrix: Tensor, step: Tensor, zero: Ten
     assert encoded.scales is not None
     assert encoded.zero_point is not None
     stored = fmt.scales.load(encoded.scales, None).reshape(1, 1).to(fmt.work)
-    fresh_code, kept_code = (element.value(code, fmt.work) for code in (zero, encoded.zero_point))
+    fresh_code, stored_code = (element.value(code, fmt.work) for code in (zero, encoded.zero_point))
     low, high = -fresh_code * step, (element.limit - fresh_code) * step
-    inside = (low >= (element.clip_low - kept_code) * stored) & (high <= (element.clip_high - kept_code) * stored)
+    inside = (low >= (element.clip_low - stored_code) * stored) & (high <= (element.clip_high - stored_code) * stored)
     saturated = ~inside
     underflowed = inside & (step * SHRINK < stored) & (step > 0)
-    same = (step == stored) & (fresh_code == kept_code)
+    same = (step == stored) & (fresh_code == stored_code)
     flags = torch.cat([saturated, underflowed, (saturated | underflowed) & ~same]).long().flatten().tolist()
     used, code = (step, zero) if flags[2] else (stored, encoded.zero_point)
     again = encode_with_scales(fmt, encoded.shape, matrix, used, None, code)

@@ -23,7 +23,7 @@ import numba
 import torch
 
 Piece = TypeVar("Piece")
-Found = TypeVar("Found")
+Result = TypeVar("Result")
 
 
 def compiled(function: Callable[..., Any]) -> Any:
@@ -62,9 +62,9 @@ def thread_count() -> int:
     return _chosen.get() or torch.get_num_threads()
 
 
-def on_threads(work: Callable[[Piece], Found], pieces: Sequence[Piece]) -> list[Found]:
+def on_threads(work: Callable[[Piece], Result], pieces: Sequence[Piece]) -> list[Result]:
     """`work` on every piece, results in order, on `thread_count()` threads: this one and helpers."""
-    results: dict[int, Found] = {}
+    results: dict[int, Result] = {}
     left = iter(range(len(pieces)))  # shared: whoever is free takes the next
 
     def take_pieces() -> None:

@@ -72,16 +72,16 @@ class CrossoverTable:
     def __init__(self, path: Path, fingerprint: Fingerprint, measure: Measure = measure_crossover) -> None:
         self.path, self.fingerprint = path, fingerprint
         self._measure = measure
-        self._found: dict[Key, Crossover] | None = None
+        self._crossovers: dict[Key, Crossover] | None = None
         self._failed: dict[Key, str] = {}
         self._lock = threading.RLock()
 
     def find(self, fmt: str, out_features: int, in_features: int) -> Crossover | None:
         """What is known, without measuring."""
         with self._lock:
-            if self._found is None:
-                self._found = read_crossovers(self.path, self.fingerprint)
-            return self._found.get((fmt, out_features, in_features))
+            if self._crossovers is None:
+                self._crossovers = read_crossovers(self.path, self.fingerprint)
+            return self._crossovers.get((fmt, out_features, in_features))
 
     def why_never(self, fmt: str, out_features: int, in_features: int) -> str | None:
         """Why a weight that was tried in this process could not be measured."""
@@ -105,11 +105,11 @@ class CrossoverTable:
             return crossover
 
     def _keep(self, record: Crossover) -> None:
-        assert self._found is not None
-        self._found[record.key] = record
+        assert self._crossovers is not None
+        self._crossovers[record.key] = record
         # Another process may have measured others meanwhile; of equal keys ours is newer.
-        merged = read_crossovers(self.path, self.fingerprint) | self._found
-        self._found = merged
+        merged = read_crossovers(self.path, self.fingerprint) | self._crossovers
+        self._crossovers = merged
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             write_json(self.path, to_document(merged, self.fingerprint))

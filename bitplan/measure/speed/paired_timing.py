@@ -11,7 +11,7 @@ next. A sample lies between two marks of a stopwatch:
     CPU     a monotonic clock. It is for tests: an emulated FP8 has no speed.
 
 An arm is a function that builds what is timed: memory that runs out in building is caught like memory that runs out in
-running, and told apart from every other error. One arm failing leaves the others; a device that no longer answers is
+running, and distinguished from every other error. One arm failing leaves the others; a device that no longer answers is
 raised, for whatever came next would be blamed on the wrong arm. With several processes (`Peers`) an arm fails when it
 fails on any of them, and the slowest of them counts.
 """

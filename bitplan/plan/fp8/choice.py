@@ -19,7 +19,7 @@ Where nothing was measured `estimate` is asked, unless `estimate=False`; the rea
 Without a shape, all shapes that were measured under the key must agree.
 
 A choice is made for one token count. Between `holds_from` and `holds_to` the policy chooses the same products under the
-same recipe; a model that is given other counts should be told.
+same recipe; a model that is given other counts should warn.
 """
 
 from __future__ import annotations

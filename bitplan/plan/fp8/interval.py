@@ -92,13 +92,13 @@ def rank_test_cut(first: int, second: int, confidence: float) -> int | None:
         cut = math.floor(first * second / 2 - 0.5 - statistics.NormalDist().inv_cdf(1 - tail) * spread)
         return cut if cut >= 0 else None
     counts = _rank_counts(first, second)
-    below, cut_found = 0, None
+    below, largest = 0, None
     for index in range(first * second // 2):
         below += counts[index]
         if below > tail * math.comb(first + second, first):
             break
-        cut_found = index
-    return cut_found
+        largest = index
+    return largest
 
 
 @lru_cache(maxsize=256)

@@ -101,7 +101,7 @@ class Layer:
         return count_tokens(seq_length, micro_batch_size, moe_router_topk=self.moe_router_topk or 1)
 
     def question(self) -> dict[str, Any]:
-        """What `should_use_fp8` and a report's row are told of this layer, besides tokens."""
+        """This layer as `should_use_fp8` and a report's row take it, besides tokens."""
         if self.kind in GROUPED_KINDS:
             size: dict[str, Any] = {"etp": self.parallel.etp, "num_gemms": self.num_gemms}
             return {"part": self.part, "kind": self.kind, "shape": self.shape} | size

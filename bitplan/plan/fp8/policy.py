@@ -308,9 +308,9 @@ def _at(rule: BandRule, question: Question) -> Decision:
     if before is None or after is None:
         return _outside(rule, question, before or after)
     if before.answer == after.answer == WIN:
-        reason = f"between two measured wins: {before.describe()}, {after.told()}"
+        reason = f"between two measured wins: {before.describe()}, {after.describe()}"
         return _said(rule, question, True, WIN, reason, min(before.speedup or 0.0, after.speedup or 0.0))
-    reason = f"{tokens} tokens were never measured, and lie between {before.describe()} and {after.told()}"
+    reason = f"{tokens} tokens were never measured, and lie between {before.describe()} and {after.describe()}"
     return _said(rule, question, False, UNMEASURED, f"{reason}; only between two wins is FP8 assumed", None)
 
 

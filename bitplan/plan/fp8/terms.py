@@ -74,7 +74,7 @@ class MergeError(Fp8Error):
 
 
 class ModelConfigError(Fp8Error):
-    """A model configuration from which the layers cannot be told, or which cannot be divided as asked."""
+    """A model configuration from which the layers do not follow, or which cannot be divided as asked."""
 
 
 def is_count(value: object) -> bool:

@@ -78,11 +78,11 @@ class ThresholdPolicy:
         self.rules = tuple(sorted(rules, key=lambda rule: rule._order))
         self.speedup_threshold = speedup_threshold
         self.where = where
-        self._found: dict[tuple[Any, ...], Threshold] = {}
+        self._by_key: dict[tuple[Any, ...], Threshold] = {}
         for rule in self.rules:
-            if rule.key in self._found:
+            if rule.key in self._by_key:
                 raise PolicyError(f"{where}: two rules for {rule.where}; keep one")
-            self._found[rule.key] = rule
+            self._by_key[rule.key] = rule
 
     def __eq__(self, other: object) -> bool:
         mine = (self.rules, self.speedup_threshold)
@@ -93,7 +93,7 @@ class ThresholdPolicy:
     def find(self, kind: str, *, name: str | None, tp: int, etp: int, num_gemms: int | None) -> Threshold | None:
         """Look up by (kind, ub_name, tp) for dense kinds, (kind, etp, num_gemms) for experts."""
         key = (kind, None, None, etp, num_gemms) if kind in GROUPED_KINDS else (kind, name, tp, None, None)
-        return self._found.get(key)
+        return self._by_key.get(key)
 
     def to_document(self) -> dict[str, Any]:
         rules: dict[str, Any] = {}

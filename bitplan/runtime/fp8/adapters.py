@@ -5,7 +5,7 @@
 
 A policy says where OUR layers win. Others cast apart from the norm and run q, k and v as three products, so their gain
 is smaller, and a narrow win of ours may be their loss: use a policy with a speedup threshold above 1 for them. They run
-all three products of a layer in FP8 or none, so they are told of whole modules; else it is the answer of `apply_fp8`.
+all three products of a layer in FP8 or none, so they get answers for whole modules, else those of `apply_fp8`.
 
 TransformerEngine is known by class names alone and nothing of it is imported. UNTESTED against the library itself: the
 tests have no TransformerEngine, only classes of its names.

@@ -68,7 +68,7 @@ class FusedProjections(nn.Module):
         return self.rows(0)
 
     def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"_input": None, "_kept": []}  # a copy of a model takes no activations along
+        return self.__dict__ | {"_input": None, "_waiting": []}  # a copy of a model takes no activations along
 
     def extra_repr(self) -> str:
         return f"sizes={self.sizes}"

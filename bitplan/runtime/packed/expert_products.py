@@ -140,7 +140,7 @@ class ExpertMatrices:
 
     def cached(self, cache: TileCache, index: int, dtype: torch.dtype) -> Tensor:
         """One expert's numbers, as a tile that the cache may keep."""
-        self.packed.tell(cache)
+        self.packed.add_listener(cache)
         outputs = self.packed.shape[1]
         stack: Any = _Stack(self.packed.token, self.packed.state, self.encoded)
         return cache.tile(stack, dtype, slice(index * outputs, (index + 1) * outputs))

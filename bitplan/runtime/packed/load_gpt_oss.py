@@ -124,7 +124,7 @@ def load_packed(
             options = {"strategy": strategy, "cache": cache}
             for layer in range(file.shape.layers):
                 experts[layer] = _experts(target, layer, plain, packed, options)
-            experts[0].explain(1, compute_dtype)  # a strategy that cannot run is told now, not by the first token
+            experts[0].explain(1, compute_dtype)  # refuse a strategy that cannot run now, not at the first token
         except BaseException:  # the traceback keeps this frame, and would keep the memory
             plain.clear()
             packed.clear()

@@ -131,7 +131,7 @@ class TileCache:
 
     def pieces(self, weight: PackedWeight, dtype: torch.dtype) -> Iterator[Piece]:
         """The weight's rows, expanded: from the cache, or made and kept where the budget allows."""
-        weight.tell(self)
+        weight.add_listener(self)
         for rows in self.pieces_of(weight, dtype):
             yield rows, self.tile(weight, dtype, rows)
 

@@ -317,7 +317,7 @@ class SelectivePrecisionPolicy:
             return ()
         return tuple(name for name in config.low_precisions if name != "fp8" or self.has_fp8)
 
-    # ---- what is told ------------------------------------------------------------------------------------------------
+    # ---- what is reported --------------------------------------------------------------------------------------------
 
     def _tell(self, step: int, hints: Hints) -> None:
         if self.config.log_decisions:

@@ -131,7 +131,7 @@ class _Run:
                     raise
                 log.info("bitplan: calibrating anew: %s", error)
         # Block -> its (arguments, keywords, output) in bf16, on the host, by batch.
-        self._kept: dict[tuple[int, str], tuple[Any, Any, Tensor]] = {}
+        self._inputs: dict[tuple[int, str], tuple[Any, Any, Tensor]] = {}
 
     def measure(self, report: OnProgress) -> CalibrationResult:
         open_batches = [at for at in range(len(self.batches)) if not self.done.is_done(at, self.formats)]
@@ -209,22 +209,22 @@ class _Run:
 
     def _keep(self, at: int, block: str) -> Callable[..., None]:
         def after(_module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-            self._kept[at, block] = _moved(args, CPU), _moved(kwargs, CPU), _output(block, output).cpu()
+            self._inputs[at, block] = _moved(args, CPU), _moved(kwargs, CPU), _output(block, output).cpu()
 
         return after
 
     def _same_input(self, at: int, block: str) -> Callable[..., Any]:
         def before(_module: nn.Module, args: Any, kwargs: Any) -> Any:
-            kept_args, kept_kwargs, _ = self._kept[at, block]
+            saved_args, saved_kwargs, _ = self._inputs[at, block]
             device = self.stream.device.torch_device
             # What is no tensor (a cache of keys and values, a mask object) is this pass's own.
-            return _merged(args, _moved(kept_args, device)), _merged(kwargs, _moved(kept_kwargs, device))
+            return _merged(args, _moved(saved_args, device)), _merged(kwargs, _moved(saved_kwargs, device))
 
         return before
 
     def _compare(self, at: int, block: str, row: dict[str, float | None]) -> Callable[..., None]:
         def after(_module: nn.Module, _args: Any, output: Any) -> None:
-            reference = self._kept[at, block][2]
+            reference = self._inputs[at, block][2]
             row[block] = relative_error(reference, _output(block, output).cpu())
 
         return after

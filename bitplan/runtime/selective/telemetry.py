@@ -104,7 +104,7 @@ def _detail(hint: BlockPrecisionHint, excluded: Mapping[str, int]) -> dict[str, 
 
 
 class PrecisionTelemetry:
-    """Appends lines to a file. `clock` gives the timestamps: seconds since 1970 unless told otherwise."""
+    """Appends lines to a file. `clock` gives the timestamps: seconds since 1970 by default."""
 
     def __init__(self, path: str | Path, *, clock: Callable[[], float] = time.time) -> None:
         self.path = Path(path)

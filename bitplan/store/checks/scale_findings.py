@@ -66,7 +66,7 @@ class _Counts:
 
 
 def check_packed(packed: PackedTensor, done: OnBytes) -> list[Finding]:
-    """Findings about one packed tensor; `done(bytes, name)` is told of every piece."""
+    """Findings about one packed tensor; `done(bytes, name)` is called for every piece."""
     fmt, counts, base = packed.fmt, _Counts(), None
     read_scales = packed.read_scales if every_code_is_defined(fmt) and fmt.name not in NEVER_WRITTEN else None
     blocks_per_step = math.prod(packed.grid) // max(packed.steps, 1)

@@ -48,7 +48,7 @@ class TensorHeader:
 
 @dataclass(frozen=True)
 class Checked:
-    """What the headers told: `experts` is their float type, None where they are MXFP4."""
+    """What the headers say: `experts` is their float type, None where they are MXFP4."""
 
     layout: Layout
     shape: GptOssShape

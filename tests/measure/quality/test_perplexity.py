@@ -13,7 +13,13 @@ from torch import nn
 
 from bitplan.measure.quality.estimates import clustered_mean, student_t_975
 from bitplan.measure.quality.noise_floor import round_activations, shared_twin
-from bitplan.measure.quality.perplexity import KeptLogits, MeasureError, measure_perplexity, spread_windows, windows_of
+from bitplan.measure.quality.perplexity import (
+    CachedLogits,
+    MeasureError,
+    measure_perplexity,
+    spread_windows,
+    windows_of,
+)
 
 VOCABULARY = 7
 
@@ -144,7 +150,7 @@ def test_kept_logits_are_computed_once_while_they_fit():
 
     windows = windows_of(some_ids(60), 10)
     one = 10 * VOCABULARY * 8
-    stored = KeptLogits(model, budget_bytes=4 * one)
+    stored = CachedLogits(model, budget_bytes=4 * one)
     first = measure_perplexity(bigram(table(2)), windows, reference=stored, batch=2)
     assert sum(asked) == 6
     again = measure_perplexity(bigram(table(2)), windows, reference=stored, batch=3)

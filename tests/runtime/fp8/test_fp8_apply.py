@@ -352,7 +352,7 @@ def run_trainer(model, ids, folder):
 # ---- confirming ------------------------------------------------------------------------------------------------------
 
 
-class Told(CpuStopwatch):
+class SetClock(CpuStopwatch):
     """A clock on which FP8 blocks take the time they are told, for any count of FP8 layers or by it."""
 
     def __init__(self, fp8_ms):
@@ -388,7 +388,7 @@ class Told(CpuStopwatch):
 )
 def test_confirm(fp8_ms, answer, layers, monkeypatch):
     model = llama()
-    clock = Told(fp8_ms).watch(monkeypatch)
+    clock = SetClock(fp8_ms).watch(monkeypatch)
     applied = apply_fp8(model, policy_of(**ALL), tokens=100, emulate=True, confirm=True, stopwatch=clock)
     (confirmed,) = applied.confirmed  # both blocks are of one make
     assert (confirmed.block, confirmed.answer) == ("model.layers.0", answer)
@@ -415,7 +415,7 @@ def test_confirm(fp8_ms, answer, layers, monkeypatch):
 )
 def test_confirm_takes_all_fp8_where_that_is_faster(wins, times, taken, layers, monkeypatch):
     model = llama()
-    clock = Told(times).watch(monkeypatch)
+    clock = SetClock(times).watch(monkeypatch)
     speedups = {name: WINS if name in wins else {64: 0.5, 128: 0.6} for name in LAYERS}
     applied = apply_fp8(model, policy_of(**speedups), tokens=100, emulate=True, confirm=True, stopwatch=clock)
     (confirmed,) = applied.confirmed
@@ -429,7 +429,7 @@ def test_confirm_takes_all_fp8_where_that_is_faster(wins, times, taken, layers, 
 
 @pytest.mark.parametrize(("timing", "captured"), [("eager", 0), ("graph", 2)])
 def test_confirm_times_as_it_is_told(timing, captured, monkeypatch):
-    clock = Told(8.0).watch(monkeypatch)
+    clock = SetClock(8.0).watch(monkeypatch)
     seen = []
     monkeypatch.setattr(clock, "capture", lambda call: seen.append(call) or call, raising=False)
     given = {"tokens": 100, "emulate": True, "confirm": True, "stopwatch": clock}
@@ -459,7 +459,7 @@ def test_confirm_refuses_modes_that_cannot_be(given, message):
 
 def test_confirm_compiles_every_block_or_says_that_it_could_not(monkeypatch):
     limits = []
-    clock = Told(8.0).watch(monkeypatch)
+    clock = SetClock(8.0).watch(monkeypatch)
     monkeypatch.setattr(torch, "compile", lambda call, **_mode: limits.append(dynamo_limits()) or call)
     apply_fp8(llama(), policy_of(**ALL), tokens=100, emulate=True, confirm=True, confirm_compiled=True, stopwatch=clock)
     assert limits == [{"recompile_limit": 256, "fail_on_recompile_limit_hit": True}] * 2

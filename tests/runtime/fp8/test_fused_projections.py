@@ -32,7 +32,7 @@ def test_one_product_for_all_parts():
     assert head.fused.calls == 1
     assert torch.equal(torch.cat(parts, -1), nn.functional.linear(x, head.fused.weight))
     assert head._input is None  # no activation outlives the forward
-    assert head._kept == []
+    assert head._waiting == []
 
 
 @pytest.mark.parametrize("order", [(1, 2), (2, 1), (1, 1), (2, 2)])

@@ -260,9 +260,9 @@ def fit_to_the_best(folder, *, is_streamed):
 def test_lightning_schedule_clipping_and_best_model_hold_for_streamed_weights(tmp_path):
     pytest.importorskip("lightning")
     score, result, weights = fit_to_the_best(tmp_path / "streamed", is_streamed=True)
-    expected_score, expected_found, expected = fit_to_the_best(tmp_path / "plain", is_streamed=False)
+    expected_score, expected_result, expected = fit_to_the_best(tmp_path / "plain", is_streamed=False)
     assert result == pytest.approx(score, rel=1e-6)
-    assert (score, result) == pytest.approx((expected_score, expected_found), rel=1e-3)
+    assert (score, result) == pytest.approx((expected_score, expected_result), rel=1e-3)
     for name, one in expected.items():
         torch.testing.assert_close(weights[name], one, rtol=1e-3, atol=1e-4, msg=name)
 

@@ -172,7 +172,7 @@ def run_bench(
     """Measure what is not in the log yet and finish it; how many ways were timed now comes back.
 
     `on_way` is called after each way. In a process that does not write (`log` is None, all but the first under
-    torchrun), `done` has the keys that the first one found in its log, for all of them must skip the same.
+    torchrun), `done` has the keys that the first one read in its log, for all of them must skip the same.
     """
     keys = {tuple(key) for key in done} if done is not None else (log.done if log is not None else set())
     timed_now = 0

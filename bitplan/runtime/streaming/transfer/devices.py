@@ -2,7 +2,7 @@
 
 The scheduler sees this interface only:
 
-    mark()                       a point in what the computation has been told to do so far
+    mark()                       a point in the work queued so far
     copy_in(to, from, *after)    host -> device on a copy stream, once `after` has passed; comes back with two marks
     copy_out(to, from, *after)   device -> host, in the same way
     wait(copied)                 the computation goes on when the copy is done; no host waits on CUDA

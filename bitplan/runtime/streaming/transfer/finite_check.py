@@ -54,7 +54,7 @@ class FiniteCheck:
         self._pending.append(sent)
 
     def find(self, *, wait: bool = False) -> BlockNonFiniteError | None:
-        """The first step that was not finite, among those whose flags have arrived (or all: `wait`); told once."""
+        """The first step that was not finite, among those whose flags have arrived (or all: `wait`); reported once."""
         while self._pending and (wait or self._device.has_passed(self._pending[0].mark)):
             failure = self.read(self._pending.pop(0))
             if failure is not None:
