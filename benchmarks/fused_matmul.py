@@ -34,6 +34,7 @@ from torch.nn import functional
 
 from bitplan import Encoded, decode, encode
 from bitplan.kernels.matmul import fused_few_rows as triton_matmul
+from bitplan.kernels.matmul.expert_routing import route
 from bitplan.kernels.matmul.fused import fused_for
 from bitplan.measure.speed.crossover_files import crossovers_of
 from bitplan.runtime.packed.quant_experts import QuantExperts
@@ -264,7 +265,7 @@ def experts(bandwidth: float, *, count: int = 32, hidden: int = 2880, top_k: int
 
 def grouped(x: Tensor, gate_up: Encoded, down: Encoded, arranged: Sequence[Any], ids: Tensor) -> Tensor:
     """Only the routing and the two grouped products: what the kernels themselves take."""
-    routing = triton_matmul.route(ids, gate_up.shape[0])
+    routing = route(ids, gate_up.shape[0])
     hidden = triton_matmul.fused_experts(x, gate_up, arranged[0], routing)
     return triton_matmul.fused_experts(hidden[:, ::2].contiguous(), down, arranged[1], routing, per_pair=True)
 

@@ -116,7 +116,7 @@ def save(name: str, document: Mapping[str, Any], output: Path | None) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
     head = {"benchmark": document["benchmark"], "command": command()} if "benchmark" in document else {}
     with atomic_file(path) as file:
-        file.write(format_rows(head | document).encode() + b"\n")
+        file.write(format_rows({**head, **document}).encode() + b"\n")
     return path
 
 
