@@ -44,9 +44,9 @@ def measure(device: str, values: int, repeats: int) -> dict[str, Any]:
     copies: dict[str, Any] = {}
     for dtype, x in inputs.items():
         for name in CPU_FORMATS if device == "cpu" else GPU_FORMATS:
-            found = measure_format(name, x, repeats)
-            rows += found["rows"]
-            copies[f"{dtype} beside {name}"] = found["copy"]
+            result = measure_format(name, x, repeats)
+            rows += result["rows"]
+            copies[f"{dtype} beside {name}"] = result["copy"]
     # The fastest copy of the run is the yardstick: how fast one runs depends on what was freed before it.
     yardstick = max(copy["gb_per_s"] for copy in copies.values())
     for row in rows:

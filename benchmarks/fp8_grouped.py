@@ -97,7 +97,7 @@ def step_of(layer: GroupedLinear, x: Tensor, counts: Tensor, dy: Tensor, reused:
 
 
 def experts(part: str) -> list[dict[str, Any]]:
-    found = []
+    result = []
     count = EXPERTS[part]
     for name, (outputs, inputs) in SHAPES[part].items():
         weight = torch.nn.Parameter(random(count, outputs, inputs) / inputs**0.5)
@@ -121,7 +121,7 @@ def experts(part: str) -> list[dict[str, Any]]:
             del exact, y
             samples = harness.time_in_turns(steps, REPEATS, cuda=True)
             plain = statistics.median(samples["bf16"])
-            found += [
+            result += [
                 {
                     "part": part,
                     "layer": name,
@@ -138,14 +138,14 @@ def experts(part: str) -> list[dict[str, Any]]:
                 }
                 for arm, times in samples.items()
             ]
-    return found
+    return result
 
 
 def products() -> list[dict[str, Any]]:
     """Each product alone, by every implementation and launch."""
     count, (outputs, inputs) = EXPERTS["dsv3"], SHAPES["dsv3"]["plain"]
     x, dy, weight = random(TOKENS, inputs), random(TOKENS, outputs), random(count, outputs, inputs)
-    found = []
+    result = []
     for routing in ROUTINGS:
         counts = counts_of(count, routing)
         layout = kernels.lay_out(counts, TOKENS, 128)
@@ -167,8 +167,8 @@ def products() -> list[dict[str, Any]]:
             row = {"part": "products", "layer": gemm, "routing": routing, "arm": arm, **harness.summary(times)}
             plain = statistics.median(samples[f"bf16|{gemm}"])
             tflops = 2 * TOKENS * outputs * inputs / median / 1e9
-            found.append(row | {"samples_ms": times, "times_bf16": plain / median, "tflops": tflops})
-    return found
+            result.append(row | {"samples_ms": times, "times_bf16": plain / median, "tflops": tflops})
+    return result
 
 
 def product_calls(
@@ -213,16 +213,16 @@ def compile_together(calls: dict[tuple[str, str], Call]) -> dict[tuple[str, str]
         return None
 
     with ThreadPoolExecutor(12) as pool:
-        found = dict(zip(calls, pool.map(attempt, calls.values()), strict=True))
+        result = dict(zip(calls, pool.map(attempt, calls.values()), strict=True))
     torch.cuda.synchronize()
-    return {key: why for key, why in found.items() if why is not None}
+    return {key: why for key, why in result.items() if why is not None}
 
 
 def casts() -> list[dict[str, Any]]:
     count, (outputs, inputs) = EXPERTS["dsv3"], SHAPES["dsv3"]["plain"]
     x, weight = random(TOKENS, inputs), random(count, outputs, inputs)
     copied = copy_rate(x)
-    found = []
+    result = []
     for routing in ROUTINGS:
         counts = counts_of(count, routing)
         layout = kernels.lay_out(counts, TOKENS, 128)
@@ -238,8 +238,8 @@ def casts() -> list[dict[str, Any]]:
             moved = read * by_name.get(name.split()[-1], 3)  # the others read twice
             rate = moved / statistics.median(times)
             row = {"part": "casts", "layer": name, "routing": routing, "arm": "cast", **harness.summary(times)}
-            found.append(row | {"samples_ms": times, "bytes_moved": moved, "share_of_copy": rate / copied})
-    return found
+            result.append(row | {"samples_ms": times, "bytes_moved": moved, "share_of_copy": rate / copied})
+    return result
 
 
 def guessed_casts(
@@ -268,7 +268,7 @@ def launches() -> list[dict[str, Any]]:
         setattr(pairs, constant, launch)
         call()
 
-    found = []
+    result = []
     ours = {"tokens": "TOKENS_LAUNCH", "matrices": "MATRICES_LAUNCH"}
     shipped = {constant: getattr(pairs, constant) for constant in ours.values()}
     for model, count in EXPERTS.items():
@@ -287,10 +287,10 @@ def launches() -> list[dict[str, Any]]:
             moved = 2 * (x if name.startswith("tokens") else weight).nbytes
             row: dict[str, Any] = {"part": "launches", "layer": f"{model} {name}", "routing": "uniform", "arm": "cast"}
             row |= {**harness.summary(times), "samples_ms": times, "bytes_moved": moved}
-            found.append(row | {"share_of_copy": moved / statistics.median(times) / copied})
+            result.append(row | {"share_of_copy": moved / statistics.median(times) / copied})
     for constant, launch in shipped.items():
         setattr(pairs, constant, launch)
-    return found
+    return result
 
 
 def copy_rate(x: Tensor) -> float:

@@ -114,12 +114,12 @@ def measure_policy(
     merged = merge_reports(reports, speedup_threshold=options.threshold)
     if options.policy is not None:
         merged.policy.save(options.policy)
-    told = {"measurements": timed, "seconds": time.monotonic() - started, "findings": list(merged.findings)}
+    message = {"measurements": timed, "seconds": time.monotonic() - started, "findings": list(merged.findings)}
     policies = {
         timing: merge_reports(reports, speedup_threshold=options.threshold, timing=timing).policy
         for timing in options.timing
     }
-    return policies, told | {"rules": {timing: summary(policy) for timing, policy in policies.items()}}
+    return policies, message | {"rules": {timing: summary(policy) for timing, policy in policies.items()}}
 
 
 def _stop_when(budget: Budget, what: str) -> None:
@@ -181,9 +181,9 @@ class Arms:
         if len(set(precisions)) == 1:
             arm = {"bf16": "bf16", "fp8": "full"}.get(precisions[0], arm)
         self.made.setdefault(arm, lambda: model)
-        told = {"arm": arm, "fp8_layers": applied.fp8_layers, "layers": layers}
+        message = {"arm": arm, "fp8_layers": applied.fp8_layers, "layers": layers}
         confirmed = [asdict(each) for each in applied.confirmed]
-        return told | ({"confirmed": confirmed, "seconds": seconds} if confirm else {})
+        return message | ({"confirmed": confirmed, "seconds": seconds} if confirm else {})
 
     def arms(self, chosen: Sequence[str], mode: str | None = None) -> dict[str, Arm]:
         names = dict.fromkeys(["bf16", "full", *chosen, *(self.extra if mode is None else ())])
@@ -246,13 +246,13 @@ def _time_run(
     arms: Arms, run: str, policy: BandPolicy, part: str, size: Size, tokens: int, turns: int
 ) -> dict[str, Any]:
     mode = REDUCED if run == REDUCED else None
-    told = {"adaptive": arms.add_adaptive(policy), "confirmed": arms.add_adaptive(policy, run)}
-    chosen = {name: each["arm"] for name, each in told.items()}
+    message = {"adaptive": arms.add_adaptive(policy), "confirmed": arms.add_adaptive(policy, run)}
+    chosen = {name: each["arm"] for name, each in message.items()}
     made = arms.arms(list(chosen.values()), mode)
-    found = time_in_turns(made, stopwatch_of(arms.x.device), turns=turns, warmup=3, graph=run == "graph")
-    timed = {name: each for name, each in found.items() if name in ("bf16", "full", *arms.extra)}
-    timed |= {name: found[arm] for name, arm in chosen.items()}
-    row: dict[str, Any] = {"part": part, "size": size.label, "tokens": tokens, "timing": run} | told
+    result = time_in_turns(made, stopwatch_of(arms.x.device), turns=turns, warmup=3, graph=run == "graph")
+    timed = {name: each for name, each in result.items() if name in ("bf16", "full", *arms.extra)}
+    timed |= {name: result[arm] for name, arm in chosen.items()}
+    row: dict[str, Any] = {"part": part, "size": size.label, "tokens": tokens, "timing": run} | message
     row |= {
         "arms": {name: _arm(each, timed["bf16"]) for name, each in timed.items()},
         "best": _against_best(timed, "adaptive"),
@@ -262,11 +262,15 @@ def _time_run(
     return row
 
 
-def _arm(found: Timed, bf16: Timed) -> dict[str, Any]:
-    if found.status != OK:
-        return {"status": found.status, "message": found.message}
-    told: dict[str, Any] = {"status": OK, **harness.summary(list(found.samples_ms)), "peak_bytes": found.peak_bytes}
-    return told | {"samples_ms": list(found.samples_ms), "ratio": _ratio(bf16, found)}
+def _arm(result: Timed, bf16: Timed) -> dict[str, Any]:
+    if result.status != OK:
+        return {"status": result.status, "message": result.message}
+    message: dict[str, Any] = {
+        "status": OK,
+        **harness.summary(list(result.samples_ms)),
+        "peak_bytes": result.peak_bytes,
+    }
+    return message | {"samples_ms": list(result.samples_ms), "ratio": _ratio(bf16, result)}
 
 
 def _ratio(slow: Timed, fast: Timed) -> dict[str, float] | None:
@@ -275,8 +279,8 @@ def _ratio(slow: Timed, fast: Timed) -> dict[str, float] | None:
         return None
     if slow is fast:
         return {"speedup": 1.0, "low": 1.0, "high": 1.0}
-    found = speedup_interval(slow.samples_ms, fast.samples_ms, in_turns=slow.in_turns and fast.in_turns)
-    return None if found is None else {"speedup": found.speedup, "low": found.low, "high": found.high}
+    result = speedup_interval(slow.samples_ms, fast.samples_ms, in_turns=slow.in_turns and fast.in_turns)
+    return None if result is None else {"speedup": result.speedup, "low": result.low, "high": result.high}
 
 
 def _against_best(timed: dict[str, Timed], chosen: str) -> dict[str, Any] | None:
@@ -288,18 +292,18 @@ def _against_best(timed: dict[str, Timed], chosen: str) -> dict[str, Any] | None
 
 
 def line_of(row: dict[str, Any]) -> str:
-    told = []
+    message = []
     for name, arm in row["arms"].items():
         ratio = arm.get("ratio")
         shown = arm["status"] if ratio is None else f"{ratio['speedup']:.3f}x ({ratio['low']:.3f}-{ratio['high']:.3f})"
-        told.append(f"{name} {shown}")
+        message.append(f"{name} {shown}")
     ratios = [row[key] and row[key]["ratio"] for key in ("best", "confirmed_best")]
     against = "  of the better " + ", ".join(f"{each['speedup']:.3f}" if each else "?" for each in ratios)
     median = row["arms"]["bf16"].get("median_ms")
     base = f"{median:.3f} ms" if median else "failed"
     return (
         f"{row['part']:9} {row['timing']:15} {row['size']:14} {row['tokens']:6}  BF16 {base}  "
-        + "  ".join(told[1:])
+        + "  ".join(message[1:])
         + against
     )
 
@@ -308,10 +312,10 @@ def run_layers(
     options: argparse.Namespace, device: torch.device, keep: Callable[[dict[str, Any]], Path]
 ) -> dict[str, Any]:
     sizes = [SIZES[name] for name in options.sizes.split(",")]
-    policies, told = measure_policy(options, sizes, device)
+    policies, message = measure_policy(options, sizes, device)
     rows: list[dict[str, Any]] = []
     left_out: list[str] = []
-    result = {"recipe": options.recipe, "policy": told, "rows": rows, "left_out": left_out}
+    result = {"recipe": options.recipe, "policy": message, "rows": rows, "left_out": left_out}
     keep(result)
     for part in options.parts.split(","):
         budget = Budget(options.seconds)

@@ -70,8 +70,8 @@ def timed(variants: dict[str, Step], repeats: int = 0) -> dict[str, dict[str, fl
     for run in variants.values():  # compile and warm up
         run()
     torch.cuda.synchronize()
-    found = harness.time_in_turns(variants, repeats or REPEATS, cuda=True)
-    return {name: harness.summary(samples) for name, samples in found.items()}
+    result = harness.time_in_turns(variants, repeats or REPEATS, cuda=True)
+    return {name: harness.summary(samples) for name, samples in result.items()}
 
 
 def each_case(part: str, cases: Iterable[tuple[str, int]], run: Callable[[str, int], list[Row]]) -> list[Row]:
@@ -133,8 +133,8 @@ def copy_bandwidth() -> float:
     """Bytes read and written per second by a large copy kernel."""
     source = torch.randn(2**28, device="cuda")
     target = torch.empty_like(source)
-    found = timed({"copy": lambda: torch.mul(source, 1.0, out=target)}, 25)["copy"]
-    return 2 * source.nbytes / (found["median_ms"] * 1e-3)
+    result = timed({"copy": lambda: torch.mul(source, 1.0, out=target)}, 25)["copy"]
+    return 2 * source.nbytes / (result["median_ms"] * 1e-3)
 
 
 # ---- casts -----------------------------------------------------------------------------------------------------------
@@ -159,12 +159,12 @@ def casts(bandwidth: float, launches: dict[str, CastLaunch]) -> list[Row]:
             variants[f"guessed {layouts}"] = partial(
                 cast_layouts, x, "tensorwise", is_weight=True, cols=layouts == "both", guess=state
             )
-        for variant, found in timed({variant: graphed(step) for variant, step in variants.items()}).items():
+        for variant, value in timed({variant: graphed(step) for variant, step in variants.items()}).items():
             recipe, layouts = variant.split()
             moved = x.numel() * ((2 if recipe in ("blockwise", "guessed") else 4) + (2 if layouts == "both" else 1))
-            share = moved / (found["median_ms"] * 1e-3) / bandwidth
+            share = moved / (value["median_ms"] * 1e-3) / bandwidth
             host = host_us(variants[variant])
-            row = {"tensor": name, "recipe": recipe, "layouts": layouts, "bytes": moved, **found, "share": share}
+            row = {"tensor": name, "recipe": recipe, "layouts": layouts, "bytes": moved, **value, "share": share}
             rows.append(row | {"host_us": host})
             print(cast_line(rows[-1]), flush=True)
     return rows
@@ -188,11 +188,11 @@ def tune_casts() -> dict[str, CastLaunch]:
                 str(place): graphed(partial(cast_layouts, x, recipe, is_weight=name.startswith("w"), launch=launch))
                 for place, launch in enumerate(launches)
             }
-            for place, found in timed(steps, 7).items():
+            for place, value in timed(steps, 7).items():
                 launch = launches[int(place)]
                 # Relative to the bytes, so that small tensors count as much as large ones.
-                totals[launch] = totals.get(launch, 0.0) + found["median_ms"] / x.numel()
-                print(f"tune {recipe:10} {name:15} {found['median_ms'] * 1e3:8.1f} us {launch}", flush=True)
+                totals[launch] = totals.get(launch, 0.0) + value["median_ms"] / x.numel()
+                print(f"tune {recipe:10} {name:15} {value['median_ms'] * 1e3:8.1f} us {launch}", flush=True)
         best[recipe] = min(totals, key=lambda launch: totals[launch])
         print(f"tune {recipe}: best {best[recipe]}", flush=True)
     return best
@@ -234,8 +234,8 @@ def product_rows(layer: str, tokens: int, product: str, variants: dict[str, Step
                 {"layer": layer, "tokens": tokens, "product": product, "variant": name, "error": str(error)[:200]}
             )
             del variants[name]
-    found = timed(variants, min(9, REPEATS))
-    for name, each in found.items():
+    result = timed(variants, min(9, REPEATS))
+    for name, each in result.items():
         speed = operations / each["median_ms"] * 1e-9
         rows.append({"layer": layer, "tokens": tokens, "product": product, "variant": name, **each, "tflops": speed})
         print(f"product {layer} {tokens:6} {product} {name:22} {each['median_ms'] * 1e3:8.1f} us {speed:6.0f} TFLOP/s")
@@ -300,25 +300,25 @@ def linears(name: str, tokens: int) -> list[Row]:
     row: Row = {"layer": name, "tokens": tokens, "best": vars(choice), "estimated_ms": tried, "errors": errors}
     row["eager"], row["graph"] = with_speedup(eager), with_speedup(graph)
     for how in ("eager", "graph"):
-        for variant, found in row[how].items():
-            print(f"linear {name} {tokens:6} {how:5} {variant:24} {found['median_ms']:8.3f} ms {found['speedup']:.2f}x")
+        for variant, value in row[how].items():
+            print(f"linear {name} {tokens:6} {how:5} {variant:24} {value['median_ms']:8.3f} ms {value['speedup']:.2f}x")
     return [row]
 
 
-def with_speedup(found: dict[str, dict[str, float]]) -> dict[str, dict[str, float]]:
+def with_speedup(result: dict[str, dict[str, float]]) -> dict[str, dict[str, float]]:
     """Against BF16, of two micro-batches where the variant is of two."""
-    base = {twice: found["bf16 x2" if twice else "bf16"]["median_ms"] for twice in (False, "bf16 x2" in found)}
-    return {name: {**each, "speedup": base[name.endswith("x2")] / each["median_ms"]} for name, each in found.items()}
+    base = {twice: result["bf16 x2" if twice else "bf16"]["median_ms"] for twice in (False, "bf16 x2" in result)}
+    return {name: {**each, "speedup": base[name.endswith("x2")] / each["median_ms"]} for name, each in result.items()}
 
 
 def relative_errors(steps: dict[str, Step], linear: nn.Linear, x: Tensor, g: Tensor) -> dict[str, list[float]]:
     """Of the gradients [dx, dW], against float32 products."""
     exact = (g.float() @ linear.weight.detach().float(), g.float().t() @ x.detach().float())
-    found = {}
+    result = {}
     for name, step in steps.items():
         made: Any = step()
-        found[name] = [float((a.float() - b).norm() / b.norm()) for a, b in zip(made, exact, strict=True)]
-    return found
+        result[name] = [float((a.float() - b).norm() / b.norm()) for a, b in zip(made, exact, strict=True)]
+    return result
 
 
 def best_choice(linear: nn.Linear, x: Tensor, g: Tensor) -> tuple[GemmChoice, dict[str, float]]:
@@ -359,8 +359,8 @@ def piece_costs(linear: nn.Linear, x: Tensor, g: Tensor) -> dict[tuple[str, ...]
             ("wgrad", made["g"].cols, made["x"].cols),
         ):
             pieces[product, recipe] = partial(scaled_product, a, b, torch.bfloat16, fast_accum=product == "fprop")
-    found = timed({"|".join(piece): graphed(step) for piece, step in pieces.items()}, 7)
-    return {piece: found["|".join(piece)]["median_ms"] for piece in pieces}
+    result = timed({"|".join(piece): graphed(step) for piece, step in pieces.items()}, 7)
+    return {piece: result["|".join(piece)]["median_ms"] for piece in pieces}
 
 
 # ---- norm and linear -------------------------------------------------------------------------------------------------
@@ -439,22 +439,24 @@ def print_table(document: Row) -> None:
         if "graph" not in row:
             continue
         target = TARGETS.get((row["layer"], row["tokens"]))
-        parts = [f"{variant} {found['speedup']:.2f}x" for variant, found in row["graph"].items() if variant != "bf16"]
+        parts = [f"{variant} {result['speedup']:.2f}x" for variant, result in row["graph"].items() if variant != "bf16"]
         # Held and shared casts are another question than the target's.
-        best = max(found["speedup"] for variant, found in row["graph"].items() if not variant.endswith(("held", "x2")))
+        best = max(
+            result["speedup"] for variant, result in row["graph"].items() if not variant.endswith(("held", "x2"))
+        )
         aim = f"  target {target:.2f}x {'met' if best >= target else 'MISSED'}" if target else ""
         print(f"{row['layer']} {row['tokens']:6} graph: {', '.join(parts)}{aim}")
-        parts = [f"{variant} {found['speedup']:.2f}x" for variant, found in row["eager"].items() if variant != "bf16"]
+        parts = [f"{variant} {result['speedup']:.2f}x" for variant, result in row["eager"].items() if variant != "bf16"]
         print(
             f"{row['layer']} {row['tokens']:6} eager: {', '.join(parts)}; best choice {'/'.join(row['best'].values())}"
         )
         if row["errors"]:
-            found = ", ".join(f"{name} {dx:.4f} {dw:.4f}" for name, (dx, dw) in row["errors"].items())
-            print(f"{row['layer']} {row['tokens']:6} errors of dx, dW: {found}")
+            result = ", ".join(f"{name} {dx:.4f} {dw:.4f}" for name, (dx, dw) in row["errors"].items())
+            print(f"{row['layer']} {row['tokens']:6} errors of dx, dW: {result}")
     for row in (*document.get("norms", []), *document.get("peers", [])):
         failed = [f"{key}: {value}" for key, value in row.items() if key.endswith(("error", "skipped"))]
         for how in ("graph", "eager"):
-            parts = [f"{variant} {found['speedup']:.2f}x" for variant, found in row.get(how, {}).items()]
+            parts = [f"{variant} {result['speedup']:.2f}x" for variant, result in row.get(how, {}).items()]
             name = f"{row.get('peer', 'norm')} {row['layer']} {row['tokens']:6} {how}"
             print(f"{name}: {', '.join(parts + failed)}")
 

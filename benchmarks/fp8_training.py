@@ -43,7 +43,7 @@ def run_training(options: argparse.Namespace, device: torch.device) -> dict[str,
     options.policy_tokens = (tokens,)
     with tempfile.TemporaryDirectory() as folder:
         options.policy = Path(folder) / "policy.json"
-        _, told = measure_policy(options, [size], device)
+        _, message = measure_policy(options, [size], device)
         running = {
             (arm, seed): subprocess.Popen([sys.executable, *sys.argv, "--one", f"{arm}:{seed}", "--keep", folder])
             for seed in range(options.seeds)
@@ -58,7 +58,7 @@ def run_training(options: argparse.Namespace, device: torch.device) -> dict[str,
         for key in ("held_out_loss", "last_loss")
     }
     model = {"size": size.label, "layers": count, "parameters": runs[0]["parameters"]}
-    return {"policy": told, "runs": runs, "losses": losses, "tokens_a_step": tokens, "steps": options.steps} | model
+    return {"policy": message, "runs": runs, "losses": losses, "tokens_a_step": tokens, "steps": options.steps} | model
 
 
 def _spread(values: list[float]) -> dict[str, float]:
@@ -185,8 +185,8 @@ def main() -> None:
     result = run_training(options, device)
     print(f"\n{harness.save(f'fp8_training_{gpu}', document | result, options.output)}")
     for key, arms in result["losses"].items():
-        for arm, found in arms.items():
-            print(f"{key:14} {arm:9} {found['mean']:.4f} ({found['low']:.4f} to {found['high']:.4f})")
+        for arm, value in arms.items():
+            print(f"{key:14} {arm:9} {value['mean']:.4f} ({value['low']:.4f} to {value['high']:.4f})")
 
 
 if __name__ == "__main__":

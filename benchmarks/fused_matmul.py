@@ -100,8 +100,8 @@ def copies(encoded: Encoded) -> list[Encoded]:
     ]
 
 
-def relative_error(found: Tensor, expected: Tensor) -> float:
-    return float((found.double() - expected.double()).norm() / expected.double().norm())
+def relative_error(result: Tensor, expected: Tensor) -> float:
+    return float((result.double() - expected.double()).norm() / expected.double().norm())
 
 
 # ---- one row ---------------------------------------------------------------------------------------------------------

@@ -6,10 +6,13 @@ disturbance hits them all; the median counts, the spread is kept.
 
 from __future__ import annotations
 
+import json
 import os
 import platform
+import shlex
 import statistics
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Mapping
 from importlib import metadata
@@ -19,41 +22,42 @@ from typing import Any
 import torch
 
 from bitplan.measure.machine import cpu_model
-from bitplan.records import write_json
+from bitplan.records import atomic_file
 from bitplan.version import __version__
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
+LONG_LINE = 200  # what is shorter than this stays on one line
 PACKAGES = ("torch", "triton", "numba", "numpy", "gguf", "torchao", "lightgbm", "scikit-learn", "transformers")
 
 
 def machine(device: str) -> dict[str, Any]:
     """What measured: processor, cores, and the GPU with its driver if it is one."""
-    found: dict[str, Any] = {
+    result: dict[str, Any] = {
         "cpu": cpu_model(),
         "cores": torch.get_num_threads(),
         "system": f"{platform.system()} {platform.machine()}",
     }
     if device == "cuda":
         properties = torch.cuda.get_device_properties(0)
-        found |= {
+        result |= {
             "gpu": properties.name,
             "gpu_memory_gib": round(properties.total_memory / 2**30, 1),
             "multiprocessors": properties.multi_processor_count,
             "driver": _first_line("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"),
             "cuda": torch.version.cuda,
         }
-    return found
+    return result
 
 
 def versions() -> dict[str, str]:
-    found = {"python": platform.python_version(), "bitplan": __version__}
+    result = {"python": platform.python_version(), "bitplan": __version__}
     for package in PACKAGES:
         try:
-            found[package] = metadata.version(package)
+            result[package] = metadata.version(package)
         except metadata.PackageNotFoundError:
             continue
-    return found
+    return result
 
 
 def commit() -> str:
@@ -99,12 +103,36 @@ def summary(samples: list[float]) -> dict[str, float]:
     }
 
 
+def command() -> str:
+    """The command line of this process, from the repository's root; files by name alone, wherever they lie."""
+    program, *arguments = sys.argv
+    named = [Path(each).name if "/" in each else each for each in arguments]
+    return shlex.join(["python", f"benchmarks/{Path(program).name}", *named])
+
+
 def save(name: str, document: Mapping[str, Any], output: Path | None) -> Path:
-    """Write a result where results live, or where the caller says."""
+    """Write a result where results live, or where the caller says, with the command that made it."""
     path = output or RESULTS / f"{name}.json"
     path.parent.mkdir(parents=True, exist_ok=True)
-    write_json(path, document)
+    head = {"benchmark": document["benchmark"], "command": command()} if "benchmark" in document else {}
+    with atomic_file(path) as file:
+        file.write(format_rows({**head, **document}).encode() + b"\n")
     return path
+
+
+def format_rows(value: Any, indent: str = "") -> str:
+    """JSON with a row to a line: an object or a list is divided only where it holds rows, so that diffs stay short."""
+    text = json.dumps(value, ensure_ascii=False, allow_nan=False)
+    inner = indent + " "
+    if isinstance(value, Mapping) and (not indent or (len(text) > LONG_LINE and len(indent) < 2)):
+        items = [
+            f"{inner}{json.dumps(key, ensure_ascii=False)}: {format_rows(each, inner)}" for key, each in value.items()
+        ]
+        return "{\n" + ",\n".join(items) + f"\n{indent}}}"
+    if isinstance(value, list) and any(isinstance(each, Mapping | list) for each in value) and len(text) > LONG_LINE:
+        rows = [inner + json.dumps(each, ensure_ascii=False, allow_nan=False) for each in value]
+        return "[\n" + ",\n".join(rows) + f"\n{indent}]"
+    return text
 
 
 def _wall_ms(run: Callable[[], object]) -> float:

@@ -141,13 +141,13 @@ class PlainOffload:
             del block.forward
 
     def _sources(self, block: nn.Module) -> list[tuple[Any, str, Any, Tensor]]:
-        found = []
+        result = []
         for module in block.modules():
             for name, one in module._parameters.items():
                 if one is not None and not one.requires_grad:
                     pin = self.ahead and self.device.type == "cuda"
-                    found.append((module, name, one, one.detach().pin_memory() if pin else one.detach()))
-        return found
+                    result.append((module, name, one, one.detach().pin_memory() if pin else one.detach()))
+        return result
 
     def _load(self, index: int) -> list[Tensor]:
         return [source.to(self.device, non_blocking=self.ahead, copy=True) for *_, source in self.sources[index]]

@@ -185,11 +185,11 @@ def _resumed(path: Path, settings: dict[str, Any]) -> dict[str, Any]:
     fresh: dict[str, Any] = {"benchmark": "quality", "settings": settings, "rows": []}
     if not path.exists():
         return fresh
-    found: dict[str, Any] = read_json(path)
-    differing = [key for key in settings if found["settings"].get(key) != settings[key]]
+    result: dict[str, Any] = read_json(path)
+    differing = [key for key in settings if result["settings"].get(key) != settings[key]]
     if differing:
         raise SystemExit(f"{path.name} was made with another {', '.join(differing)}: delete it, or give --output")
-    return found
+    return result
 
 
 def _arguments() -> argparse.Namespace:

@@ -8,14 +8,14 @@
 Tasks  (a) lora  SmolLM2-135M (`--model`, a folder or a GGUF file), adapters on a frozen, streamed base
        (b) full  a small llama over bytes, trained from scratch on the text, then all its streamed weights fine-tuned
 Arms   bf16, int8_row, int8_groups (int8_g128; where a row is no multiple of 128, q8_0_gguf), fp8_row: all blocks alike
-       static          the half of the blocks that calibration finds worst bf16, the others int8_row
-       dynamic_seed    scores of seed 000 with calibration
-       dynamic_impact  impact on the loss, per layer, int8 or fp8, under a damage budget
+       static            the half of the blocks that calibration finds worst bf16, the others int8_row
+       dynamic_gradient  scores of gradients with calibration
+       dynamic_impact    impact on the loss, per layer, int8 or fp8, under a damage budget
 Per arm and seed: validation loss with the formats of the arm at its end, and with everything in bf16; bytes to the
 device a step; step time. Seeds change adapters and batches, not the model or the validation text.
 
 The text is cut in three: pretraining of (b), fine-tuning of both, validation. `--part cost` times steps of the
-streaming benchmark's model with the policy off, with the seed's statistics, and with impacts, in turns.
+streaming benchmark's model with the policy off, with the gradient score's statistics, and with impacts, in turns.
 
 With `--together` losses and bytes are those of arms that shared the GPU, and times are taken alone: after an interval
 of updates that is not counted, over whole intervals of the real run's length, so that what is done once an interval has
@@ -56,7 +56,7 @@ from bitplan.runtime.streaming.stream_blocks import BlockStream, stream_blocks
 from bitplan.runtime.streaming.training.host_training import AdamWSettings
 from bitplan.runtime.streaming.transfer.devices import CudaDevice, SimulatedDevice, StreamDevice
 
-ARMS = ("bf16", "int8_row", "int8_groups", "fp8_row", "static", "dynamic_seed", "dynamic_impact")
+ARMS = ("bf16", "int8_row", "int8_groups", "fp8_row", "static", "dynamic_gradient", "dynamic_impact")
 BLOCKS = "model.layers.*"
 Row = dict[str, Any]
 
@@ -292,7 +292,7 @@ def pretrain(text: Text, sizes: Sizes, device: torch.device) -> dict[str, Tensor
 def plain_formats(arm: str, model: nn.Module) -> dict[str, str]:
     """The formats of an arm that treats all blocks alike, by parameter."""
     whole = {"bf16": "bfloat16", "int8_row": "int8_row", "fp8_row": "fp8_e4m3_row"}
-    found = {}
+    result = {}
     for name, one in model.named_parameters():
         if (
             name.startswith("model.layers.")
@@ -300,8 +300,8 @@ def plain_formats(arm: str, model: nn.Module) -> dict[str, str]:
             and ".up.weight" not in name
             and ".down.weight" not in name
         ):
-            found[name] = whole.get(arm) or ("int8_g128" if one.shape[1] % 128 == 0 else "q8_0_gguf")
-    return found
+            result[name] = whole.get(arm) or ("int8_g128" if one.shape[1] % 128 == 0 else "q8_0_gguf")
+    return result
 
 
 def policy_config(arm: str, task: Task, calibration: CalibrationResult) -> SelectivePrecisionConfig:
@@ -313,7 +313,7 @@ def policy_config(arm: str, task: Task, calibration: CalibrationResult) -> Selec
         worst = sorted(errors, key=lambda name: -errors[name])[: len(errors) // 2]
         others = tuple(name for name in errors if name not in worst)
         return replace(base, mode="static", force_bf16_blocks=tuple(worst), force_int8_blocks=others)
-    if arm == "dynamic_seed":
+    if arm == "dynamic_gradient":
         return replace(base, **quick)  # type: ignore[arg-type]
     return replace(
         base,
@@ -395,13 +395,13 @@ def train(
         optimizer.zero_grad()
         (policy or stream).end_step()
         losses.append(loss.detach())
-    found = torch.stack(losses).tolist()  # waits for the device
-    return found, time.perf_counter() - started
+    result = torch.stack(losses).tolist()  # waits for the device
+    return result, time.perf_counter() - started
 
 
-def run_experiment(tasks: list[Task], seeds: int, arms: Sequence[str], kept: Path | None = None) -> list[Row]:
-    """`kept`: a file of rows, one a line; what is in it is not run again, and each new row is added at once."""
-    rows = kept_rows(kept)
+def run_experiment(tasks: list[Task], seeds: int, arms: Sequence[str], stored: Path | None = None) -> list[Row]:
+    """`stored`: a file of rows, one a line; what is in it is not run again, and each new row is added at once."""
+    rows = stored_rows(stored)
     done = {(row["task"], row["arm"], row["seed"]) for row in rows}
     for task in tasks:
         wanted = [(arm, seed) for arm in arms for seed in range(seeds) if (task.name, arm, seed) not in done]
@@ -409,11 +409,11 @@ def run_experiment(tasks: list[Task], seeds: int, arms: Sequence[str], kept: Pat
         for arm, seed in wanted:
             if calibration is not None:
                 rows.append(run_arm(task, arm, seed, calibration))
-                if kept is not None:
-                    with kept.open("a", encoding="utf-8") as file:
+                if stored is not None:
+                    with stored.open("a", encoding="utf-8") as file:
                         file.write(json.dumps(rows[-1]) + "\n")
                 print(
-                    f"{task.name} {arm:<15} seed {seed}  loss {rows[-1]['validation_loss']:.4f}"
+                    f"{task.name} {arm:<16} seed {seed}  loss {rows[-1]['validation_loss']:.4f}"
                     f"  {rows[-1]['bytes_h2d_per_step'] / 1e6:.2f} MB a step  {rows[-1]['step_ms']:.1f} ms",
                     flush=True,
                 )
@@ -421,15 +421,15 @@ def run_experiment(tasks: list[Task], seeds: int, arms: Sequence[str], kept: Pat
     return rows
 
 
-def kept_rows(kept: Path | None) -> list[Row]:
-    if kept is None or not kept.exists():
+def stored_rows(stored: Path | None) -> list[Row]:
+    if stored is None or not stored.exists():
         return []
-    return [json.loads(line) for line in kept.read_text(encoding="utf-8").splitlines()]
+    return [json.loads(line) for line in stored.read_text(encoding="utf-8").splitlines()]
 
 
 def summarize(rows: list[Row]) -> list[Row]:
     """Per task and arm: mean and spread over seeds, and the loss against bf16, seed by seed."""
-    found = []
+    result = []
     for task in dict.fromkeys(row["task"] for row in rows):
         reference = {
             row["seed"]: row["validation_loss"] for row in rows if row["task"] == task and row["arm"] == "bf16"
@@ -438,7 +438,7 @@ def summarize(rows: list[Row]) -> list[Row]:
             mine = [row for row in rows if row["task"] == task and row["arm"] == arm]
             losses = [row["validation_loss"] for row in mine]
             apart = [row["validation_loss"] - reference[row["seed"]] for row in mine]
-            found.append(
+            result.append(
                 {
                     "task": task,
                     "arm": arm,
@@ -455,7 +455,7 @@ def summarize(rows: list[Row]) -> list[Row]:
                     "wall_ms_per_step": statistics.median(row["wall_ms_per_step"] for row in mine),
                 }
             )
-    return found
+    return result
 
 
 # ---- cost ------------------------------------------------------------------------------------------------------------
@@ -470,7 +470,7 @@ def run_cost(sizes: Sizes, device: StreamDevice) -> Row:
     never = SelectivePrecisionConfig(telemetry_enabled=False, warmup_steps=2**30)
     configs = {
         "off": replace(never, mode="off"),
-        "seed": never,
+        "gradient": never,
         # Before its first update everything is measured, which is in the turn that is not counted.
         "impact": replace(never, scoring="impact", granularity="layer", warmup_steps=1, damage_budget=1e-30),
     }
@@ -485,12 +485,12 @@ def run_cost(sizes: Sizes, device: StreamDevice) -> Row:
                 elapsed_ms = _time_steps(policy, model, optimizer, x, turn * interval, interval)
                 if turn:  # the first turn compiles kernels
                     samples[name].append(elapsed_ms / interval)
-        direct_ms = _time_statistics(policies["seed"], model, x, (sizes.repeats + 1) * interval)
+        direct_ms = _time_statistics(policies["gradient"], model, x, (sizes.repeats + 1) * interval)
     off = statistics.median(samples["off"])
     return {
         "tokens": tokens,
-        "step_ms": {name: {"median": statistics.median(found), "all": found} for name, found in samples.items()},
-        "share": {name: statistics.median(samples[name]) / off - 1 for name in ("seed", "impact")},
+        "step_ms": {name: {"median": statistics.median(result), "all": result} for name, result in samples.items()},
+        "share": {name: statistics.median(samples[name]) / off - 1 for name in ("gradient", "impact")},
         "statistics_ms": direct_ms,
         "statistics_share": direct_ms / off,
         "limit": 0.005,
@@ -526,7 +526,7 @@ def _time_statistics(
     policy.begin_step(at)
     model(x).float().square().mean().backward()
     adapters = policy.units.adapters()
-    gradients = {name: [one.grad for one in found] for name, found in adapters.items()}
+    gradients = {name: [one.grad for one in result] for name, result in adapters.items()}
 
     def collect() -> None:
         policy.collector.add(gradients)
@@ -535,11 +535,11 @@ def _time_statistics(
     collect()
     _wait(x)
     if x.is_cuda:
-        found = harness.time_in_turns({"collect": collect}, repeats, cuda=True)["collect"]
+        result = harness.time_in_turns({"collect": collect}, repeats, cuda=True)["collect"]
     else:
-        found = harness.time_in_turns({"collect": collect}, repeats)["collect"]
+        result = harness.time_in_turns({"collect": collect}, repeats)["collect"]
     policy.end_step()
-    return statistics.median(found)
+    return statistics.median(result)
 
 
 def _wait(x: Tensor) -> None:
@@ -576,8 +576,8 @@ def measure(options: argparse.Namespace, sizes: Sizes, device: StreamDevice) -> 
 def _experiment(options: argparse.Namespace, sizes: Sizes, device: StreamDevice, text: str, dtype: torch.dtype) -> Row:
     with _tasks(options, sizes, device, text, dtype) as (tasks, keep):
         if not options.together:
-            kept = keep / f"{'+'.join(options.arms)}.jsonl"
-            rows = run_experiment(tasks, options.seeds, options.arms, kept)
+            stored = keep / f"{'+'.join(options.arms)}.jsonl"
+            rows = run_experiment(tasks, options.seeds, options.arms, stored)
             return {"rows": rows, "arms": summarize(rows) if "bf16" in options.arms else []}
         rows = _together(options, keep)
         # Losses and bytes do not mind sharing the GPU; times do, and are taken alone.
@@ -615,10 +615,10 @@ def with_times(document: Row, times: Row) -> Row:
         row | {key: alone.get((row["task"], row["arm"]), row)[key] for key in ("step_ms", "wall_ms_per_step")}
         for row in document["rows"]
     ]
-    told = {key: value for key, value in times.items() if key != "rows"}
-    told["arms"] = sorted({row["arm"] for row in times["rows"]})
-    kept = {key: value for key, value in document.items() if key != "timed_steps"}
-    return kept | {"rows": rows, "arms": summarize(rows), "times": told}
+    message = {key: value for key, value in times.items() if key != "rows"}
+    message["arms"] = sorted({row["arm"] for row in times["rows"]})
+    stored = {key: value for key, value in document.items() if key != "timed_steps"}
+    return stored | {"rows": rows, "arms": summarize(rows), "times": message}
 
 
 def take_times(options: argparse.Namespace, device: StreamDevice, text: str, dtype: torch.dtype) -> Row:
@@ -627,10 +627,10 @@ def take_times(options: argparse.Namespace, device: StreamDevice, text: str, dty
     given = {key: value for key, value in document["sizes"].items() if key in vars(Sizes())}
     arms = [arm for arm in options.arms if any(row["arm"] == arm for row in document["rows"])]
     with _tasks(options, replace(SMALL if options.tiny else Sizes(), **given), device, text, dtype) as (tasks, _):
-        found = {row["task"] for row in document["rows"]}
-        if found - {task.name for task in tasks}:
-            raise SystemExit(f"{options.into} has the tasks {', '.join(sorted(found))}: --model names that of lora")
-        times = run_alone([task for task in tasks if task.name in found], arms, options.timed_steps)
+        result = {row["task"] for row in document["rows"]}
+        if result - {task.name for task in tasks}:
+            raise SystemExit(f"{options.into} has the tasks {', '.join(sorted(result))}: --model names that of lora")
+        times = run_alone([task for task in tasks if task.name in result], arms, options.timed_steps)
     return with_times(document, times | {"machine": harness.machine(device.torch_device.type)})
 
 
@@ -645,7 +645,7 @@ def _together(options: argparse.Namespace, keep: Path) -> list[Row]:
     for arm, process in running.items():
         if process.wait():
             raise SystemExit(f"arm {arm} failed with exit code {process.returncode}")
-        rows += kept_rows(keep / f"{arm}.jsonl")
+        rows += stored_rows(keep / f"{arm}.jsonl")
     return rows
 
 

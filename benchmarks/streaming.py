@@ -215,11 +215,11 @@ def run_offload(model: LlamaStack, size: Size, device: StreamDevice, slots: int,
     for name, offload in (("kept", False), ("offloaded", True)):
         model.checkpoints = not offload  # the stream does it then
         rows += run_streamed(name, model, batches, "int8_row", device, slots, repeats, offload=offload)
-    kept = {row["tokens"]: row for row in rows if row["variant"] == "kept"}
+    stored = {row["tokens"]: row for row in rows if row["variant"] == "kept"}
     rows.sort(key=lambda row: row["tokens"])
     for row in rows:
-        row["times_kept"] = row["median_ms"] / kept[row["tokens"]]["median_ms"]
-        row["saved_bytes"] = kept[row["tokens"]]["vram_peak_bytes"] - row["vram_peak_bytes"]
+        row["times_kept"] = row["median_ms"] / stored[row["tokens"]]["median_ms"]
+        row["saved_bytes"] = stored[row["tokens"]]["vram_peak_bytes"] - row["vram_peak_bytes"]
         text = f"{row['tokens']:>6} tokens  {row['variant']:<10} {row['median_ms']:9.2f} ms"
         text += f"  {row['times_kept']:.3f} x kept  peak {row['vram_peak_bytes'] / 1e9:.3f} GB"
         text += f" (saved {row['saved_bytes'] / 1e9:.3f})  out {row['bytes_d2h'] / 1e9:.3f} GB"
@@ -259,13 +259,13 @@ def h2d_share(row: Row) -> float:
 
 def criteria(rows: list[Row]) -> list[Row]:
     """Each demand with its figure; demands that this run has no case for are listed as such."""
-    found: list[Row] = []
+    result: list[Row] = []
     streamed = {(row["tokens"], row["variant"]): row for row in rows if "times_bound" in row}
     plain = {(row["tokens"], row["variant"]): row for row in rows}
 
     def demand(name: str, value: float, limit: float, *, at_least: bool) -> None:
         met = value >= limit if at_least else value <= limit
-        found.append({"demand": name, "value": value, "limit": limit, "at_least": at_least, "met": met})
+        result.append({"demand": name, "value": value, "limit": limit, "at_least": at_least, "met": met})
 
     for (tokens, variant), row in streamed.items():
         case = f"{variant}, {tokens} tokens"
@@ -288,8 +288,8 @@ def criteria(rows: list[Row]) -> list[Row]:
                 )
         for name in ("resident", "one-ahead", "pageable"):
             ratio = plain[tokens, name]["median_ms"] / bf16["median_ms"]
-            found.append({"ratio": f"{name} over streamed BF16, {tokens} tokens", "value": ratio})
-    return found
+            result.append({"ratio": f"{name} over streamed BF16, {tokens} tokens", "value": ratio})
+    return result
 
 
 def measure(size: Size, device: StreamDevice, slots: int, repeats: int) -> dict[str, Any]:

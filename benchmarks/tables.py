@@ -100,11 +100,11 @@ def auto_table() -> str:
     head = " | ".join(f"{name}, packed | times BF16 | with a cache | times BF16" for name in names)
     lines = [f"| rows | BF16, µs | {head} |", "|---|---|" + "---|---|---|---|" * len(names)]
     for count in dict.fromkeys(row["rows"] for row in rows):
-        found = {row["format"]: row for row in rows if row["rows"] == count}
-        cells = [str(count), f"{found[names[0]]['bf16_us']['median_us']:.1f}"]
+        result = {row["format"]: row for row in rows if row["rows"] == count}
+        cells = [str(count), f"{result[names[0]]['bf16_us']['median_us']:.1f}"]
         for name in names:
             for kind in ("packed", "cached"):
-                picked = found[name][kind]
+                picked = result[name][kind]
                 cells += [picked["strategy"].replace("_", " "), f"{picked['times_bf16']:.2f}"]
         lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines)
@@ -156,9 +156,9 @@ def fp8_linear_table() -> str:
         "|---|---|---|---|---|---|---|",
     ]
     for row in _read("fp8_linear_nvidia_h200")["linears"]:
-        found = row["graph"]
-        cells = [row["layer"], f"{row['tokens']:,}", f"{found['bf16']['median_ms']:.2f}"]
-        cells += [f"{found[name]['speedup']:.2f}x" for name in ("tensorwise", "tensorwise x2", "tensorwise held")]
+        result = row["graph"]
+        cells = [row["layer"], f"{row['tokens']:,}", f"{result['bf16']['median_ms']:.2f}"]
+        cells += [f"{result[name]['speedup']:.2f}x" for name in ("tensorwise", "tensorwise x2", "tensorwise held")]
         lines.append("| " + " | ".join([*cells, f"{row['eager']['tensorwise']['speedup']:.2f}x"]) + " |")
     return "\n".join(lines)
 

@@ -213,17 +213,17 @@ class _Bench:
         self._given = arguments
 
     def made(self) -> list[dict[str, Any]]:
-        found = []
+        result = []
         for rows in self._given.rows:
             for seed in self._given.seeds if rows <= SEVERAL_SEEDS_UP_TO_ROWS else self._given.seeds[:1]:
-                found += self._compare(["--make", str(rows), str(FEATURES)], seed, self._given.contenders)
-        return found
+                result += self._compare(["--make", str(rows), str(FEATURES)], seed, self._given.contenders)
+        return result
 
     def real(self) -> list[dict[str, Any]]:
-        found = []
+        result = []
         for seed in self._given.seeds:
-            found += self._compare(["--flights"], seed, self._given.contenders)
-        return found
+            result += self._compare(["--flights"], seed, self._given.contenders)
+        return result
 
     def growth(self) -> dict[str, Any]:
         names, most_rows = ("bitplan_i16", "lightgbm_quantized"), GROWTH_ROWS[-1]
@@ -248,18 +248,18 @@ class _Bench:
     ) -> list[dict[str, Any]]:
         with tempfile.TemporaryDirectory() as folder:
             self._child([*table, "--folder", folder, "--seeds", str(seed)], {})
-            found = []
+            result = []
             for name in names:  # in turns, so that a disturbance hits them all
                 options = ["--run", name, "--folder", folder, "--seeds", str(seed)]
                 run = json.loads(self._child(options, environment or {}).splitlines()[-1])
-                found.append(run)
+                result.append(run)
                 print(
                     f"{name:20} {run['rows']:9} x {run['features']:2}, seed {seed} {run['train_s']:7.2f} s "
                     f"(cpu {run['train_cpu_s']:.2f}), AUC {run['auc']:.4f}, {run['peak_mib']:.0f} MiB, "
                     f"{run['training_mib']:.0f} of them for training, {run['predict_us_per_row']:.2f} us a row",
                     flush=True,
                 )
-        return found
+        return result
 
     def _child(self, options: list[str], environment: dict[str, str]) -> str:
         given = self._given
@@ -274,7 +274,7 @@ class _Bench:
 
 def judge(runs: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """What was promised and what came out, for every number of rows."""
-    found = []
+    result = []
     for rows in sorted({run["rows"] for run in runs}):
         by_name: dict[str, list[dict[str, Any]]] = {}
         for run in runs:
@@ -306,20 +306,20 @@ def judge(runs: list[dict[str, Any]]) -> list[dict[str, Any]]:
             for name, limit in GRADIENT_BYTES.items()
             if name in by_name
         ]
-        found += [{"rows": rows, "what": what, "measured": got, "at_most": limit} for what, got, limit in checks]
-    return found
+        result += [{"rows": rows, "what": what, "measured": got, "at_most": limit} for what, got, limit in checks]
+    return result
 
 
 def judge_growth(growth: dict[str, list[dict[str, Any]]]) -> list[dict[str, Any]]:
     """From each size to the next: how much more time, over how much more data."""
-    found = []
+    result = []
     for field, part in (("rows", "by_rows"), ("features", "by_features")):
         ours = [run for run in growth[part] if run["contender"] == "bitplan_i16"]
         for small, large in itertools.pairwise(ours):
             ratio = large["train_s"] / small["train_s"] / (large[field] / small[field])
             what = f"time over {field}, from {small[field]} to {large[field]}"
-            found.append({"what": what, "measured": ratio, "at_most": 1.0})
-    return found
+            result.append({"what": what, "measured": ratio, "at_most": 1.0})
+    return result
 
 
 def main() -> None:

@@ -63,11 +63,11 @@ def flights(seed: int) -> Table:
     """80% to learn from, 20% held out; carrier, origin and destination are categories."""
     import pandas as pd  # type: ignore[import-untyped]
 
-    found = _read("flights.csv.zip").dropna(subset=["dep_delay"])
+    result = _read("flights.csv.zip").dropna(subset=["dep_delay"])
     hours = ["origin", "year", "month", "day", "hour"]
     weather = _read("weather.csv").drop(columns="time_hour").drop_duplicates(hours)
     planes = _read("planes.csv")[["tailnum", "year", "seats", "engines"]].rename(columns={"year": "built"})
-    joined = found.merge(weather, on=hours, how="left").merge(planes, on="tailnum", how="left")
+    joined = result.merge(weather, on=hours, how="left").merge(planes, on="tailnum", how="left")
     joined["weekday"] = pd.to_datetime(joined[["year", "month", "day"]]).dt.dayofweek
     y = (joined["dep_delay"] > LATE_MINUTES).to_numpy(np.float64)
     sets = ["carrier", "origin", "dest"]

@@ -130,9 +130,9 @@ class Reader:
     def version(self, document: Any, expected: int) -> None:
         """Checked before the other keys: those of another version are not ours to judge."""
         if type(document) is dict and "version" in document:
-            found = document["version"]
-            if type(found) is not int or found != expected:
-                self.stop(f"version must be {expected}, which is what this bitplan reads, got {show(found)}")
+            version = document["version"]
+            if type(version) is not int or version != expected:
+                self.stop(f"version must be {expected}, which is what this bitplan reads, got {show(version)}")
 
     def miss(self, what: str, expected: str) -> NoReturn:
         self.stop(f"{what} is missing; it must be {expected}")

@@ -13,26 +13,26 @@ _DISTRIBUTIONS = {"sklearn": "scikit-learn"}  # where pip's name is another than
 def require(module: str, *, purpose: str, extra: str | None = None, least: int = 0) -> Any:
     """The module, imported; `purpose` begins the line that says what needs it.
 
-    extra  the extra of bitplan that brings the library; None where the library has none, and its own name is told
+    extra  the extra of bitplan that brings the library; None where the library has none, and its own name is shown
     least  the smallest major version that will do
     """
     library = module.partition(".")[0]
     name = _DISTRIBUTIONS.get(library, library)
     install = f"pip install 'bitplan[{extra}]'" if extra else f"pip install {name}"
     try:
-        found = importlib.import_module(module)
+        imported = importlib.import_module(module)
     except ImportError as error:
         if isinstance(error, ModuleNotFoundError) and (error.name or "").partition(".")[0] == library:
             raise MissingLibraryError(
                 f"{purpose} needs {name}, which is not installed: {install}", name=library
             ) from None
-        told = " ".join(str(error).split())[:200]
+        message = " ".join(str(error).split())[:200]
         raise MissingLibraryError(
-            f"{purpose} needs {name}, which is installed and cannot be imported: {told}; "
+            f"{purpose} needs {name}, which is installed and cannot be imported: {message}; "
             f"pip install --force-reinstall {name}",
             name=library,
         ) from error
-    version = str(getattr(found, "__version__", "")) if least else ""
+    version = str(getattr(imported, "__version__", "")) if least else ""
     if least and int(version.partition(".")[0]) < least:
         raise MissingLibraryError(f"{purpose} needs {name} {least}, {version} is installed: {install}", name=library)
-    return found
+    return imported

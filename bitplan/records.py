@@ -63,8 +63,8 @@ def check_output(path: str | Path, *, inputs: Iterable[str | Path] = (), force: 
         kind = _KINDS.get(stat.S_IFMT(status.st_mode), "something else")
         raise StoreError(f"{path}: is {kind}, and only a regular file can be written; give the name of a file")
     for source in inputs:
-        found = _status(source)
-        if found is not None and os.path.samestat(status, found):
+        other = _status(source)
+        if other is not None and os.path.samestat(status, other):
             raise StoreError(f"{path}: is the input {source} itself; write to another file")
     if any(os.path.samestat(status, stream) for stream in _standard_streams()):
         raise StoreError(f"{path}: is where this command's own output goes; give the name of another file")
@@ -322,11 +322,11 @@ def parse_json(text: bytes, *, where: str) -> Any:
 
 
 def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) != len(pairs):
+    document = dict(pairs)
+    if len(document) != len(pairs):
         repeated = Counter(name for name, _ in pairs).most_common(1)[0][0]
         raise ValueError(f"key {repeated[:80]!r} appears twice in one object")
-    return found
+    return document
 
 
 def _check_values(document: Any) -> None:

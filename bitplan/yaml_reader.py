@@ -159,13 +159,13 @@ class _Reading:
 
     def merged(self, value: Any) -> dict[str, Any]:
         """The keys that `<<` takes in; of several mappings the first that has a key gives its value."""
-        found: dict[str, Any] = {}
+        merged: dict[str, Any] = {}
         for item in value if isinstance(value, list) else [value]:
             if not isinstance(item, dict):
                 self.stop(f"<< takes a mapping or a list of mappings, got {show(item)}")
             self.count(len(item))
-            found = {**item, **found}
-        return found
+            merged = {**item, **merged}
+        return merged
 
     # ---- scalars --------------------------------------------------------------------------------------------------
 

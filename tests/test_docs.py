@@ -8,6 +8,8 @@ what the commands before it print, but for its numbers. Commands that tests must
 from __future__ import annotations
 
 import io
+import json
+import pkgutil
 import re
 import runpy
 import shlex
@@ -147,9 +149,49 @@ def test_pages_quote_the_results_and_nothing_else():
 
 def test_the_layer_table_is_the_one_that_is_held():
     may_import = runpy.run_path(str(ROOT / "tests" / "test_layers.py"))["MAY_IMPORT"]
-    told = {0: "nothing", len(may_import) - 1: "everything"}
-    rows = [f"| {part} | {told.get(len(others)) or ', '.join(sorted(others))} |" for part, others in may_import.items()]
+    message = {0: "nothing", len(may_import) - 1: "everything"}
+    rows = [
+        f"| {part} | {message.get(len(others)) or ', '.join(sorted(others))} |" for part, others in may_import.items()
+    ]
     assert "|---|---|\n" + "\n".join(rows) + "\n" in (ROOT / "docs" / "architecture.md").read_text()
+
+
+def test_the_picture_of_the_folders_is_the_package():
+    shown, path = set(), []
+    for indent, name in re.findall(r"^((?:  )+)(\w+)/ ", (ROOT / "docs" / "architecture.md").read_text(), re.MULTILINE):
+        path = [*path[: len(indent) // 2 - 1], name]
+        shown.add("/".join(path))
+    package = Path(bitplan.__file__).parent
+    assert shown == {str(each.parent.relative_to(package)) for each in package.glob("*/**/__init__.py")}
+
+
+@pytest.mark.parametrize("page", [*PAGES, ROOT / "NOTES.md"], ids=lambda page: page.name)
+def test_modules_that_pages_name_exist(page):
+    text = page.read_text()
+    files = re.findall(r"\b(?:bitplan|tests|benchmarks|examples|tools)(?:/\w+)+\.py\b", text)
+    assert [file for file in files if not (ROOT / file).exists()] == []
+    names = set(re.findall(r"\bbitplan(?:\.[A-Za-z_]\w*)+(?![\w/])", text)) - {"bitplan.json"}
+    assert [name for name in sorted(names) if not resolves(name)] == []
+
+
+def resolves(name):
+    """Whether a dotted name is a module, or a name in one."""
+    try:
+        pkgutil.resolve_name(name)
+    except (ImportError, AttributeError):
+        return False
+    return True
+
+
+def test_results_have_a_row_to_a_line_and_the_command_that_makes_them(monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    format_rows = runpy.run_path(str(ROOT / "benchmarks" / "harness.py"))["format_rows"]
+    for path in (ROOT / "benchmarks" / "results").glob("*.json"):
+        document = json.loads(path.read_text())
+        program = re.match(r"python (benchmarks/\w+\.py)\b", document["command"])
+        assert program, path.name
+        assert (ROOT / program[1]).exists(), path.name
+        assert path.read_text() == format_rows(document) + "\n", path.name
 
 
 def test_every_format_is_in_its_page():

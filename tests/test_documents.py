@@ -17,7 +17,7 @@ from bitplan.measure.machine import examine_machine
 from bitplan.measure.speed import crossover_files
 from bitplan.plan import Manifest, Plan, expand_raw_map, manifest_schema, plan
 from bitplan.plan.fp8 import report as fp8_report
-from bitplan.plan.fp8 import token_ranges as fp8_bands
+from bitplan.plan.fp8 import token_ranges as fp8_token_ranges
 from bitplan.plan.fp8.policy import load_policy
 from bitplan.plan.fp8.report import Report
 from bitplan.plan.fp8.thresholds import ThresholdPolicy
@@ -81,7 +81,9 @@ def test_every_page_has_an_example_and_is_in_the_index():
 
 def test_every_document_of_the_package_has_a_page():
     sources = [path.read_text() for path in Path(bitplan.__file__).parent.rglob("*.py")]
-    named = {found for source in sources for found in re.findall(r'^DOCUMENT(?:, VERSION)? = "([\w-]+)"', source, re.M)}
+    named = {
+        result for source in sources for result in re.findall(r'^DOCUMENT(?:, VERSION)? = "([\w-]+)"', source, re.M)
+    }
     assert len(named) > 8
     assert {name for name in named if not any(f"`{name}`" in page for page in PAGES.values())} == set()
 
@@ -108,8 +110,8 @@ def test_plan(example):
 
 
 def test_calibration(example):
-    found = load_calibration(example("calibration"), read_json(example("calibration"))["fingerprint"])
-    assert found.result().of("0", "int8_row") == pytest.approx(0.0046, rel=0.1)
+    result = load_calibration(example("calibration"), read_json(example("calibration"))["fingerprint"])
+    assert result.result().of("0", "int8_row") == pytest.approx(0.0046, rel=0.1)
 
 
 def test_selective_config(example):
@@ -143,11 +145,11 @@ def test_stream_state(example):
         nn.Sequential(layer), "*", device="cpu", train="weights", optimizer=optimizer, slots=2
     ) as stream:
         stream.load_state_dict({**document, "tensors": tensors})
-        found = stream.state_dict()
-    assert {key: torch.equal(one, tensors[key]) for key, one in found.pop("tensors").items()} == dict.fromkeys(
+        result = stream.state_dict()
+    assert {key: torch.equal(one, tensors[key]) for key, one in result.pop("tensors").items()} == dict.fromkeys(
         tensors, True
     )
-    assert found == document
+    assert result == document
 
 
 def test_drift(example):
@@ -195,7 +197,7 @@ def keys_written(name, tmp_path):
         "stream-state": [*training_state._KEYS, training_state.METADATA],
         "stream-telemetry": [field.name for field in fields(StreamStepStats)],
         "fp8-report": [*fp8_report._HEAD_KEYS, *fp8_report._ROW_KEYS, *fp8_report.FINGERPRINT_KEYS],
-        "fp8-policy": [*fp8_bands._RULE_KEYS, *fp8_bands._POINT_KEYS],
+        "fp8-policy": [*fp8_token_ranges._RULE_KEYS, *fp8_token_ranges._POINT_KEYS],
         "crossover": [*crossover_files._WEIGHT_KEYS, *crossover_files._TIMING_KEYS, *crossover_files._WAYS],
         "machine": examine_machine(measure=False),
     }

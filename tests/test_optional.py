@@ -44,8 +44,8 @@ def test_a_hidden_library_is_one_line_with_the_command(hidden, use, library, ext
     for name in [name for name in sys.modules if name.partition(".")[0] == hidden]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, hidden, None)
-    told = rf"^[^\n]*needs {library}, which is not installed: pip install 'bitplan\[{extra}\]'$"
-    with pytest.raises(MissingLibraryError, match=told):
+    message = rf"^[^\n]*needs {library}, which is not installed: pip install 'bitplan\[{extra}\]'$"
+    with pytest.raises(MissingLibraryError, match=message):
         use()
 
 
@@ -53,12 +53,12 @@ def test_a_hidden_library_is_one_line_with_the_command(hidden, use, library, ext
 def test_trees_and_demo_name_the_extra_before_they_begin(use, tmp_path) -> None:
     run = "; bitplan.cli.main(['demo'])" if use == "bitplan.cli" else ""
     done = without(("sklearn",), f"import {use}{run}", tmp_path)
-    told = "bitplan.trees needs scikit-learn, which is not installed: pip install 'bitplan[trees]'"
+    message = "bitplan.trees needs scikit-learn, which is not installed: pip install 'bitplan[trees]'"
     if run:
-        assert (done.returncode, done.stdout, done.stderr) == (2, "", f"bitplan: {told}\n")
+        assert (done.returncode, done.stdout, done.stderr) == (2, "", f"bitplan: {message}\n")
         assert not list(tmp_path.iterdir())
     else:
-        assert done.stderr.splitlines()[-1] == f"bitplan.errors.MissingLibraryError: {told}"
+        assert done.stderr.splitlines()[-1] == f"bitplan.errors.MissingLibraryError: {message}"
 
 
 def test_what_needs_none_of_them_runs_without_them(tmp_path) -> None:

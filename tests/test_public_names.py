@@ -59,13 +59,13 @@ _IMPORT = re.compile(
 def deep_imports(text: str) -> list[str]:
     """The imports of a page or an example that are not of `bitplan`, or of one of its parts, or of no public name."""
     wrong = []
-    for found in _IMPORT.finditer(text):
-        module = found[1] or found[3]
+    for value in _IMPORT.finditer(text):
+        module = value[1] or value[3]
         if module.removeprefix("bitplan").lstrip(".") not in ("", *PARTS):
             wrong.append(f"{module} is no public module")
             continue
         public = {*importlib.import_module(module).__all__, *(PARTS if module == "bitplan" else ())}
-        names = re.findall(r"\w+(?:\s+as\s+\w+)?", found[2] or "")
+        names = re.findall(r"\w+(?:\s+as\s+\w+)?", value[2] or "")
         wrong += [f"{module} has no public {name}" for name in names if name.split()[0] not in public]
     return wrong
 

@@ -140,13 +140,13 @@ def is_none(node: ast.expr) -> bool:
 
 def sample(tests_of_line: dict[str, dict[int, list[str]]], count: int, seed: int) -> list[Mutant]:
     """`count` mutants of lines that a test runs, the same for the same code and seed."""
-    found = []
+    result = []
     for part in PARTS:
         for file in sorted((ROOT / "bitplan" / part).glob("**/*.py")):
             path = str(file.relative_to(ROOT))
             reached = tests_of_line.get(path, {})
-            found += [mutant for mutant in mutants_of(path, file.read_bytes()) if mutant.line in reached]
-    return random.Random(seed).sample(found, min(count, len(found)))
+            result += [mutant for mutant in mutants_of(path, file.read_bytes()) if mutant.line in reached]
+    return random.Random(seed).sample(result, min(count, len(result)))
 
 
 # ---- which tests notice ----------------------------------------------------------------------------------------------
@@ -158,16 +158,16 @@ def read_contexts(path: Path) -> dict[str, dict[int, list[str]]]:
 
     data = CoverageData(str(path))
     data.read()
-    found: dict[str, dict[int, list[str]]] = {}
+    result: dict[str, dict[int, list[str]]] = {}
     for file in data.measured_files():
         relative = "bitplan/" + file.split("/bitplan/")[-1]
         lines = data.contexts_by_lineno(file)
-        found[relative] = {
+        result[relative] = {
             line: sorted({context.rsplit("|", 1)[0] for context in contexts if "::" in context})
             for line, contexts in lines.items()
             if any("::" in context for context in contexts)
         }
-    return found
+    return result
 
 
 def tests_for(mutant: Mutant, tests: list[str], most: int) -> list[str]:
@@ -238,8 +238,8 @@ def run_tests(mutant: Mutant | None, tests: list[str], limit_s: float) -> tuple[
     os.close(writer)
     until, status = time.monotonic() + limit_s, None
     while status is None and time.monotonic() < until:
-        done, found = os.waitpid(child, os.WNOHANG)
-        status = found if done else None
+        done, result = os.waitpid(child, os.WNOHANG)
+        status = result if done else None
         time.sleep(0.02)
     if status is None:
         os.killpg(child, signal.SIGKILL)
@@ -257,12 +257,12 @@ def judge(mutant: Mutant, tests: list[str], limit_s: float) -> tuple[str, str]:
     """What became of a mutant, and by which test. A test that fails without the mutant too has noticed nothing."""
     left = list(tests)
     while left:
-        found, by = run_tests(mutant, left, limit_s)
-        if found == "passed":
+        result, by = run_tests(mutant, left, limit_s)
+        if result == "passed":
             break
         control = left if by in ("", "collection") else [by]
         if run_tests(None, control, limit_s)[0] == "passed":
-            return ("timeout" if found == "timeout" else "killed" if found == "failed" else "crashed"), by
+            return ("timeout" if result == "timeout" else "killed" if result == "failed" else "crashed"), by
         if control is left:
             return "broken", by
         left.remove(by)
@@ -319,11 +319,11 @@ def main() -> None:
         if options.list:
             print(f"{number} {mutant.kind} {len(tests)} tests: {shown}")
             continue
-        found, by = judge(mutant, tests, options.limit)
-        if found == "survived" and shown in EQUIVALENT:
-            found = "equivalent"
-        print(f"{number} {found}: {shown} [{by}]", flush=True)
-        rows.append({"number": number, "kind": mutant.kind, "shown": shown, "result": found, "by": by})
+        result, by = judge(mutant, tests, options.limit)
+        if result == "survived" and shown in EQUIVALENT:
+            result = "equivalent"
+        print(f"{number} {result}: {shown} [{by}]", flush=True)
+        rows.append({"number": number, "kind": mutant.kind, "shown": shown, "result": result, "by": by})
         document = {"seed": options.seed, "count": options.count, "mutants": rows}
         options.output.write_text(json.dumps(document, indent=1) + "\n")
     if rows:

@@ -32,7 +32,7 @@ def run(arguments: Sequence[str] | None = None) -> int:
     except (KeyboardInterrupt, typer.Abort):
         return _interrupted()
     except Exception as error:
-        # typer brings its own copy of click since 0.20; its usage errors are told by their method.
+        # typer brings its own copy of click since 0.20; its usage errors are recognised by their method.
         format_message = getattr(error, "format_message", None)
         if format_message is None:
             raise

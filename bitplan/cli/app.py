@@ -1,4 +1,4 @@
-"""The command line as one product: every verb under what it is for, in the order of the work.
+"""The command line: every verb under what it is for, in the order of the work.
 
 Measure, plan, apply, run; and look at any time. The verbs themselves live in the *_verbs modules: each does its work
 through one library function and shows the result as a table, or as JSON.

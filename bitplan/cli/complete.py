@@ -1,4 +1,4 @@
-"""What the shell offers when Tab is pressed: names of formats and of manifests, without importing torch."""
+"""Shell completion: names of formats and of manifests, without importing torch."""
 
 from __future__ import annotations
 

@@ -59,13 +59,13 @@ def split_columns(columns: Sequence[TextColumn], width: int) -> list[list[TextCo
 
 def _telling_apart(columns: Sequence[TextColumn], width: int) -> list[TextColumn]:
     """The first columns whose cells differ, until no two rows are alike; the first one where those are too wide."""
-    found: list[TextColumn] = []
+    chosen: list[TextColumn] = []
     for column in columns:
         if len(set(column.cells)) > 1:
-            found.append(column)
-            if len(set(zip(*(each.cells for each in found), strict=True))) == len(column.cells):
+            chosen.append(column)
+            if len(set(zip(*(each.cells for each in chosen), strict=True))) == len(column.cells):
                 break
-    return found if found and _width_of(found) <= width // 2 else [columns[0]]
+    return chosen if chosen and _width_of(chosen) <= width // 2 else [columns[0]]
 
 
 def share_width(columns: Sequence[TextColumn], width: int) -> list[int]:

@@ -13,14 +13,14 @@ from torch import Tensor, nn
 from bitplan.errors import MeasureError
 from bitplan.formats.scales.rules import ScaleRule
 from bitplan.measure.quality.noise_floor import round_activations, shared_twin
-from bitplan.measure.quality.perplexity import KeptLogits, Quality, measure_perplexity
+from bitplan.measure.quality.perplexity import CachedLogits, Quality, measure_perplexity
 from bitplan.plan import Manifest, Plan, PlanError, Planned, choose_formats, shipped_manifest
 from bitplan.plan.choose import Wanted
 from bitplan.plan.names import listed
 from bitplan.runtime.causal_lm import CausalLM, logits_of
 from bitplan.store.models.morph import formats_of, morph_model, places_of
 
-KEPT_LOGITS_BYTES = 4 * 2**30  # the reference's logits: 12,000 tokens of a vocabulary of 49,152 are 2.4 GB
+CACHED_LOGITS_BYTES = 4 * 2**30  # the reference's logits: 12,000 tokens of a vocabulary of 49,152 are 2.4 GB
 GGUF_FAMILIES = ("llama", "qwen", "gemma", "phi3")  # whose names in GGUF files are known
 FLOOR = "noise floor (bfloat16 activations)"
 OnWindows = Callable[[int], None]
@@ -47,12 +47,12 @@ class QualityRun:
     batch: int = 4
 
     def __post_init__(self) -> None:
-        self._kept = KeptLogits(self.reference, KEPT_LOGITS_BYTES)
+        self._cached = CachedLogits(self.reference, CACHED_LOGITS_BYTES)
         self._unscored = max(1, len(self.reference.prefix))
 
     def measure_reference(self, label: str = "reference", on_windows: OnWindows | None = None) -> QualityRow:
         quality = measure_perplexity(
-            self._kept,
+            self._cached,
             self.windows,
             batch=self.batch,
             unscored=self._unscored,
@@ -92,7 +92,7 @@ class QualityRun:
         quality = measure_perplexity(
             lambda ids: logits_of(model, ids),
             self.windows,
-            reference=self._kept,
+            reference=self._cached,
             batch=self.batch,
             unscored=self._unscored,
             name=label,

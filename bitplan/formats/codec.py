@@ -57,8 +57,8 @@ def encode(
         raise FormatError(f"{name}: `percentile` lies above 0 and up to 100, got {percentile}")
     if fmt.is_cast:
         check_cast_options(fmt, scale_rule, scale, zero_point, base, name)
-        kept = x if nonfinite == "error" else finite(x, nonfinite, name)
-        return Encoded(fmt, shape, torch.empty(shape, dtype=fmt.storage, device=x.device).copy_(kept))
+        numbers = x if nonfinite == "error" else finite(x, nonfinite, name)
+        return Encoded(fmt, shape, torch.empty(shape, dtype=fmt.storage, device=x.device).copy_(numbers))
     rule = check_options(fmt, scale_rule, importance, zero_point, base, shape, name)
     check_whole_blocks(fmt, shape, pad, name)
     matrix = finite(x, nonfinite, name).reshape(fmt.matrix_shape(shape))
@@ -97,8 +97,8 @@ def encode_with_scales(
         stored.copy_(fmt.scales.store(wanted, base))
     for tile in tiles(fmt, rows, cols):
         blocks = to_blocks(fmt, matrix[tile].to(fmt.work))
-        codes, kept = fmt.quantize(blocks, tile_of_grid(fmt, wanted, tile).reshape(-1), base, zero)
-        tile_of_grid(fmt, stored, tile).view(-1).copy_(kept)
+        codes, block_scales = fmt.quantize(blocks, tile_of_grid(fmt, wanted, tile).reshape(-1), base, zero)
+        tile_of_grid(fmt, stored, tile).view(-1).copy_(block_scales)
         height = matrix[tile].shape[0]
         if fmt.packing is None:
             done = from_blocks(fmt, codes, height, fmt.padded_cols(matrix[tile].shape[1]))
@@ -184,7 +184,7 @@ def check_cast_options(
     base: float | None,
     name: str,
 ) -> None:
-    """A plain cast may be told how to choose scales, as all tensors of a model are, but not which they are."""
+    """A plain cast accepts how to choose scales, as all tensors of a model are, but not which they are."""
     if rule is not None and rule not in SCALE_RULES:
         raise FormatError(f"{name}: no scale rule {rule!r}; use one of {', '.join(SCALE_RULES)}")
     given = {"scale": scale, "zero_point": zero_point, "base": base}

@@ -4,7 +4,7 @@ An element knows nothing of scales, blocks or packing. It rounds numbers that ar
 scaled to codes (one code per number: int8, uint8, a torch float8, or a wider integer) and gives
 the number each code stands for. Rounding is to nearest, ties to even, and out-of-range numbers
 saturate, unless the class says otherwise. Sources: OCP Microscaling v1.0 (E2M1, E4M3, E8M0),
-OCP FP8, the quantization seed (ternary, binary).
+OCP FP8, poly (ternary, binary).
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ class HalfAwayElement(IntegerElement):
 
 
 class BinaryElement(Element):
-    """+1 (code 1) for numbers above zero, else -1 (code 0), as the seed has it: zero becomes -1."""
+    """+1 (code 1) for numbers above zero, else -1 (code 0), as in poly: zero becomes -1."""
 
     def round(self, scaled: Tensor) -> Tensor:
         import torch

@@ -64,11 +64,11 @@ class Format:
     packing: Packing | None = None
     default_rule: ScaleRule = "absmax"
     zero_point: bool = False
-    # Stored interleaved, block by block (scale first), as GGUF and the seed's Q4_0 do.
+    # Stored interleaved, block by block (scale first), as GGUF and poly's Q4_0 do.
     interleaved: bool = False
     # Arithmetic of scales and rounding: float64 where float32 cannot hold the codes.
     work_name: str = "float32"
-    # x / scale, as the seed writes it; block formats multiply by the reciprocal, which is faster everywhere.
+    # x / scale, as poly computes it; block formats multiply by the reciprocal, which is faster everywhere.
     divides: bool = False
 
     @property

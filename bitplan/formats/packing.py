@@ -3,7 +3,7 @@
 | order | 4-bit byte holds | used by |
 |---|---|---|
 | low_first | code 2j in bits 3..0, code 2j+1 in bits 7..4 | gpt-oss, NVFP4, q4_0_poly |
-| high_first | first code in the highest bits | the seed's JSON files (4-, 2- and 1-bit) |
+| high_first | first code in the highest bits | poly's JSON files (4-, 2- and 1-bit) |
 | halves | code j low, code j + block/2 high | GGUF |
 
 A field is the code's low bits: two's complement, or `offset` added first (offset binary).

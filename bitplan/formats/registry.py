@@ -1,4 +1,4 @@
-"""The table of formats: 21 dtypes of the seed, and the block formats that files and kernels use."""
+"""The table of formats: 21 dtypes of at most one scale per tensor, and the block formats of files and kernels."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def _cast(name: str, dtype: str, text: str) -> Format:
 def _scaled(
     element: Element, name: str, text: str, packing: Packing | None = None, rule: ScaleRule = "absmax"
 ) -> Format:
-    """A dtype of the seed: one scale for the whole tensor, codes packed in the seed's bit order."""
+    """One scale for the whole tensor, codes packed in the bit order of poly's network JSON."""
     wide = element.bits >= 32 and "int" in element.name
     return Format(
         name,
@@ -85,7 +85,7 @@ _DTYPES = (
 _BLOCKS = (
     Format(
         "q4_0_poly",
-        "the seed's Q4_0: 20 bytes per 32, float32 scale max |x| / 7, two's complement nibbles, even index low, "
+        "poly's Q4_0: 20 bytes per 32, float32 scale max |x| / 7, two's complement nibbles, even index low, "
         "ties away from zero",
         "uint8",
         el.INT4_HALF_AWAY,
@@ -203,5 +203,5 @@ def get_format(name: Format | str) -> Format:
 
 
 def list_formats() -> list[Format]:
-    """Every format: the seed's 21 dtypes first, then the block formats."""
+    """Every format: the 21 dtypes first, then the block formats."""
     return list(_FORMATS.values())

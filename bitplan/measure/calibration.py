@@ -1,6 +1,6 @@
 """Calibration: what each candidate format does to the output of each block and layer, and the file that keeps it.
 
-The figure is seed 000's: relative_error = ||out_bf16 - out_low|| / ||out_bf16||, on real activations, averaged over the
+The figure is relative_error = ||out_bf16 - out_low|| / ||out_bf16||, on real activations, averaged over the
 samples. `runtime.run_calibration` measures it; here are the result, its cache, and the question whether a cache is
 still true.
 
@@ -104,7 +104,7 @@ class Calibration:
         excluded = {
             name: count
             for name, samples in {**blocks, **layers}.items()
-            if (count := sum(error is None for found in samples.values() for error in found))
+            if (count := sum(error is None for measured in samples.values() for error in measured))
         }
         return CalibrationResult(_means(blocks), _means(layers), excluded)
 
@@ -141,16 +141,18 @@ def load_calibration(path: str | Path, fingerprint: Fingerprint) -> Calibration:
 
 def compare_fingerprints(saved: Any, now: Fingerprint) -> list[str]:
     """One text for each part that differs, with the names that do."""
-    found = []
-    for part, told in _PARTS.items():
+    differences = []
+    for part, label in _PARTS.items():
         old = saved.get(part) if isinstance(saved, Mapping) else None
         old = old if isinstance(old, Mapping) else {}
         names = [name for name in natural_order({*old, *now[part]}) if old.get(name) != now[part].get(name)]
         if names:
             first = names[0]
             was, now_is = old.get(first, "not there"), now[part].get(first, "not there")
-            found.append(f"{told} {listed(names, 3)} differ ({short(first)} was {short(str(was), 60)}, is {now_is})")
-    return found
+            differences.append(
+                f"{label} {listed(names, 3)} differ ({short(first)} was {short(str(was), 60)}, is {now_is})"
+            )
+    return differences
 
 
 def fingerprint_of(
@@ -190,10 +192,10 @@ def tensors_of(batch: Any) -> list[Tensor]:
     )
 
 
-def relative_error(reference: Tensor, found: Tensor) -> float | None:
-    """||reference - found|| / ||reference||; None where that is no number."""
+def relative_error(reference: Tensor, output: Tensor) -> float | None:
+    """||reference - output|| / ||reference||; None where that is no number."""
     reference = reference.float()
-    error = float(torch.linalg.vector_norm(reference - found.float()) / torch.linalg.vector_norm(reference))
+    error = float(torch.linalg.vector_norm(reference - output.float()) / torch.linalg.vector_norm(reference))
     return finite_or_none(error)
 
 
@@ -207,11 +209,11 @@ def _quantizer(name: str) -> str:
 
 
 def _means(samples: Mapping[str, Mapping[str, Sequence[float | None]]]) -> Errors:
-    found: Errors = {}
+    means: Errors = {}
     for name in natural_order(samples):
         row = {fmt: [error for error in errors if error is not None] for fmt, errors in samples[name].items()}
-        found[name] = {fmt: mean_of(errors) for fmt, errors in row.items() if errors}
-    return found
+        means[name] = {fmt: mean_of(errors) for fmt, errors in row.items() if errors}
+    return means
 
 
 def _check_errors(reader: Reader, path: str, rows: Mapping[str, Any]) -> None:

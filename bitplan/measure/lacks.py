@@ -43,22 +43,22 @@ def find_lacks(
     missing             (library, extra that brings it)
     cpu_flags           None where the machine does not say
     """
-    found = []
+    lacks = []
     if not has_gpu:
         costs = "no Triton kernels; FP8 is emulated (the same numbers, no speed); streaming is simulated"
-        found.append(Lack("a GPU", costs, CPU_TORCH if has_cuda_libraries else None))
+        lacks.append(Lack("a GPU", costs, CPU_TORCH if has_cuda_libraries else None))
     elif not has_triton:
         costs = "packed layers decode whole matrices on the GPU, and FP8 layers are refused"
-        found.append(Lack("Triton", costs, "pip install triton"))
+        lacks.append(Lack("Triton", costs, "pip install triton"))
     if cpu_flags is not None and not _BF16_FLAGS & set(cpu_flags):
-        found.append(Lack("bfloat16 products in this CPU", "models in bfloat16 run slowly on it; load them as float32"))
+        lacks.append(Lack("bfloat16 products in this CPU", "models in bfloat16 run slowly on it; load them as float32"))
     if four_bit_refused is not None:
         costs = f"packed 4-bit layers decode their matrices on this CPU ({four_bit_refused})"
-        found.append(Lack("a 4-bit kernel of torch for this CPU", costs))
+        lacks.append(Lack("a 4-bit kernel of torch for this CPU", costs))
     for library, extra in missing:
         costs = _FOR_LIBRARY.get(library, f"what bitplan[{extra}] is for")
-        found.append(Lack(library, costs, f"pip install 'bitplan[{extra}]'"))
-    return found
+        lacks.append(Lack(library, costs, f"pip install 'bitplan[{extra}]'"))
+    return lacks
 
 
 def cpu_flags() -> set[str] | None:

@@ -131,14 +131,14 @@ def cpu_model() -> str:
 
 
 def _hardware() -> dict[str, Any]:
-    found: dict[str, Any] = {
+    hardware: dict[str, Any] = {
         "cpu": cpu_model(),
         "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
         "system": f"{platform.system()} {platform.machine()}",
     }
     if hasattr(os, "sysconf"):
-        found["memory_gib"] = round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1)
-    return found
+        hardware["memory_gib"] = round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1)
+    return hardware
 
 
 def _torch_hardware(has_gpu: bool) -> dict[str, Any]:
@@ -146,13 +146,13 @@ def _torch_hardware(has_gpu: bool) -> dict[str, Any]:
 
     from bitplan.measure.speed.crossover_files import gpu_fingerprint
 
-    found: dict[str, Any] = {
+    hardware: dict[str, Any] = {
         "threads": torch.get_num_threads(),
         "instructions": torch.backends.cpu.get_cpu_capability(),
     }
     if has_gpu:
         properties = torch.cuda.get_device_properties(0)
-        found |= {
+        hardware |= {
             "gpu": properties.name,
             "gpus": torch.cuda.device_count(),
             "gpu_memory_gib": round(properties.total_memory / 2**30, 1),
@@ -160,7 +160,7 @@ def _torch_hardware(has_gpu: bool) -> dict[str, Any]:
             "driver": gpu_fingerprint(properties.name)["driver"],
             "cuda": torch.version.cuda,
         }
-    return found
+    return hardware
 
 
 def _bandwidth(wanted: bool) -> tuple[dict[str, float] | None, list[str]]:
@@ -250,10 +250,10 @@ def _gpu_paths(has_gpu: bool) -> list[FastPath]:
     capability = torch.cuda.get_device_capability(0)
     triton = _installed("triton")
     fp8 = capability >= FP8_CAPABILITY
-    told = f"compute capability {capability[0]}.{capability[1]}" + ("" if fp8 else ", and FP8 needs 8.9")
+    capability_text = f"compute capability {capability[0]}.{capability[1]}" + ("" if fp8 else ", and FP8 needs 8.9")
     return [
         FastPath(TRITON_PATH, triton is not None, triton or "Triton is not installed"),
-        FastPath(FP8_PATH, fp8, told),
+        FastPath(FP8_PATH, fp8, capability_text),
     ]
 
 
@@ -264,13 +264,13 @@ def find_libraries(requirements: Iterable[str], *, try_import: bool = True) -> l
     """What bitplan's metadata asks for: needed ones first, then those of extras, by name; needed ones are imported."""
     wanted: dict[str, tuple[str, set[str]]] = {}
     for requirement in requirements:
-        found = _REQUIREMENT.match(requirement)
-        assert found is not None, requirement
+        match = _REQUIREMENT.match(requirement)
+        assert match is not None, requirement
         extras = set(_EXTRA.findall(requirement))
         if extras and extras <= _UNUSED_EXTRAS:
             continue
-        version, known = wanted.get(found["name"], (found["wanted"].strip(), extras))
-        wanted[found["name"]] = (version, known | extras if known and extras else set())
+        version, known = wanted.get(match["name"], (match["wanted"].strip(), extras))
+        wanted[match["name"]] = (version, known | extras if known and extras else set())
     libraries = [
         _library(name, version, tuple(sorted(extras)), try_import) for name, (version, extras) in wanted.items()
     ]
@@ -307,7 +307,7 @@ def _installed(name: str) -> str | None:
 def _import_problem(name: str) -> str | None:
     try:
         importlib.import_module(name.replace("-", "_"))
-    except Exception as error:  # a library that is broken may raise anything; it is told, not hidden
+    except Exception as error:  # a library that is broken may raise anything; it is reported, not hidden
         return f"is installed and cannot be imported: {type(error).__name__}: {str(error).splitlines()[0][:200]}"
     return None
 
@@ -319,23 +319,23 @@ def meets(installed: str, wanted: str) -> bool:
 
 
 def _numbers(version: str) -> list[int]:
-    found = re.match(r"[0-9]+(?:\.[0-9]+)*", version)
-    parts = [int(part) for part in found[0].split(".")] if found else [0]
+    match = re.match(r"[0-9]+(?:\.[0-9]+)*", version)
+    parts = [int(part) for part in match[0].split(".")] if match else [0]
     while parts and parts[-1] == 0:  # 1.0 is 1
         parts.pop()
     return parts
 
 
 def _versions(libraries: Iterable[Library]) -> dict[str, str]:
-    found = {"python": platform.python_version(), "bitplan": __version__}
-    found |= {library.name: library.installed for library in libraries if library.installed is not None}
+    versions = {"python": platform.python_version(), "bitplan": __version__}
+    versions |= {library.name: library.installed for library in libraries if library.installed is not None}
     triton = _installed("triton")
-    return found | ({"triton": triton} if triton else {})
+    return versions | ({"triton": triton} if triton else {})
 
 
 def _lacks(paths: Iterable[FastPath], libraries: Sequence[Library], has_gpu: bool) -> list[dict[str, Any]]:
     refused = {path.name: path.detail for path in paths if path.active is False}
-    found = find_lacks(
+    lacks = find_lacks(
         has_gpu=has_gpu,
         has_triton=_installed("triton") is not None,
         has_cuda_libraries=any(_installed(name) for name in _CUDA_LIBRARIES),
@@ -343,7 +343,7 @@ def _lacks(paths: Iterable[FastPath], libraries: Sequence[Library], has_gpu: boo
         missing=_missing(libraries),
         cpu_flags=cpu_flags(),
     )
-    return [asdict(lack) for lack in found]
+    return [asdict(lack) for lack in lacks]
 
 
 def _missing(libraries: Sequence[Library]) -> list[tuple[str, str]]:
@@ -360,9 +360,9 @@ def _numba_cache() -> Cache:
     """Where compiled CPU kernels are kept, and how many are there."""
     named = os.environ.get("NUMBA_CACHE_DIR")
     folder = Path(named) if named else Path(__file__).parents[1]  # numba writes beside each module of loops
-    kept = len(list(folder.rglob("*.nbc"))) if folder.is_dir() else 0
+    count = len(list(folder.rglob("*.nbc"))) if folder.is_dir() else 0
     writable = os.access(folder if folder.is_dir() else folder.parent, os.W_OK)
-    detail = f"{kept} compiled kernels" if kept else "empty: the first use of a kernel compiles for some seconds"
+    detail = f"{count} compiled kernels" if count else "empty: the first use of a kernel compiles for some seconds"
     if not writable:
         detail += "; not writable, so numba keeps them in the user's cache folder: set NUMBA_CACHE_DIR to choose"
     return Cache("compiled CPU kernels", str(folder), detail)
@@ -370,9 +370,9 @@ def _numba_cache() -> Cache:
 
 def _crossover_cache() -> Cache:
     folder = cache_dir()
-    kept = sorted(folder.glob("crossover/*.json"))
+    files = sorted(folder.glob("crossover/*.json"))
     place = next(each for each in (folder, *folder.parents) if each.exists())
-    detail = f"{len(kept)} measured GPU models" if kept else "empty: crossovers are measured at first use on a GPU"
+    detail = f"{len(files)} measured GPU models" if files else "empty: crossovers are measured at first use on a GPU"
     if not os.access(place, os.W_OK):
         detail += "; not writable: set BITPLAN_CACHE_DIR to a folder that is"
     return Cache("measured crossovers", str(folder), detail)

@@ -66,8 +66,8 @@ class Aliases:
 
     def template_of(self, name: str) -> str | None:
         """Our template for a name of the other naming; None where it is not an alias."""
-        found = self._others.get(_open(name)[0])
-        return found[1] if found else None
+        entry = self._others.get(_open(name)[0])
+        return entry[1] if entry else None
 
 
 def _letters(template: str) -> Sequence[str]:
@@ -89,4 +89,4 @@ def _open(name: str) -> tuple[tuple[str, ...], list[str]]:
 
 
 def _fill(template: str, values: Mapping[str, str]) -> str:
-    return _PLACEHOLDER.sub(lambda found: values[found[1]], template)
+    return _PLACEHOLDER.sub(lambda match: values[match[1]], template)

@@ -81,7 +81,7 @@ def check_headers(
             f"another model; the tensors begin with {listed(tensors, 3)}"
         )
         return [Finding("other-model", manifest.where, message)]
-    tags = {name: manifest.tag(manifest.rules[found[0]].format) for name, found in matches.items() if found}
+    tags = {name: manifest.tag(manifest.rules[indices[0]].format) for name, indices in matches.items() if indices}
     return [
         *_unmatched(tensors, matches),
         *_rule_findings(manifest, matches),
@@ -100,8 +100,8 @@ def require_clean(
     findings = check_headers(manifest, headers)
     if findings:
         first = findings[0]
-        found = manifest.match(first.where) if first.where in headers else None
-        rule = f" ({rule_text(found.index, found.rule)})" if found else ""
+        match = manifest.match(first.where) if first.where in headers else None
+        rule = f" ({rule_text(match.index, match.rule)})" if match else ""
         more = f"; {counted(len(findings) - 1, 'more finding')}, all in `bitplan check`" if len(findings) > 1 else ""
         raise ManifestError(
             f"{manifest.where} does not fit {checkpoint}: {first.code}: "
@@ -113,18 +113,18 @@ def require_clean(
 
 
 def _unmatched(tensors: Mapping[str, Header], matches: Mapping[str, Sequence[int]]) -> Iterator[Finding]:
-    for name, found in matches.items():
-        if not found:
+    for name, indices in matches.items():
+        if not indices:
             shape = tensors[name].shape
             yield Finding("unmatched", name, f"no rule matches (shape {shape}); add a rule, or a final '.*' rule")
 
 
 def _rule_findings(manifest: Manifest, matches: Mapping[str, Sequence[int]]) -> Iterator[Finding]:
-    winners = {found[0] for found in matches.values() if found}
+    winners = {indices[0] for indices in matches.values() if indices}
     takers: dict[int, list[int]] = {}  # rule -> for each tensor it matches the rule that takes it
-    for found in matches.values():
-        for index in found:
-            takers.setdefault(index, []).append(found[0])
+    for indices in matches.values():
+        for index in indices:
+            takers.setdefault(index, []).append(indices[0])
     for index, rule in enumerate(manifest.rules):
         if index in winners or _is_default(manifest, index):
             continue
@@ -148,10 +148,10 @@ def _overlaps(manifest: Manifest, matches: Mapping[str, Sequence[int]]) -> Itera
     tags = [manifest.tag(rule.format) for rule in manifest.rules]
     layouts = [(tag.format, tag.part) for tag in tags]
     last = len(tags) - 1 if _is_default(manifest, len(tags) - 1) else None
-    for name, found in matches.items():
-        for later in found[1:]:
-            if later != last and layouts[found[0]] != layouts[later]:
-                pairs.setdefault((found[0], later), []).append(name)
+    for name, indices in matches.items():
+        for later in indices[1:]:
+            if later != last and layouts[indices[0]] != layouts[later]:
+                pairs.setdefault((indices[0], later), []).append(name)
     for (winner, later), names in sorted(pairs.items()):
         one, two = manifest.rules[winner], manifest.rules[later]
         yield Finding(

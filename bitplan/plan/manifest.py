@@ -1,6 +1,6 @@
 """Manifest: rules in a file that say which tensor gets which format.
 
-The document is the seed's JSON version 1 (seed 002, section 11), plus what it lacks to be decoded: `scale_base`,
+The document is the gpt-oss manifest, JSON version 1, plus what it lacks to be decoded: `scale_base`,
 `axis`, `nibble_order`, `padding`, `aliases`; docs/manifest.md has the whole. A rule's regex must match the whole
 name, the first rule that matches wins, and a tensor without a rule is an error. Patterns cannot run for ever: see
 name_pattern.py.
@@ -154,7 +154,7 @@ class Manifest:
     def from_document(cls, document: Any, *, where: str = "manifest") -> Manifest:
         return _read(Reader(where, ManifestError), expand_raw_map(document) if is_raw_map(document) else document)
 
-    # ---- matching -------------------------------------------------------------------------------------------------
+    # ---- matching ----------------------------------------------------------------------------------------------------
 
     @cached_property
     def patterns(self) -> NamePatterns:
@@ -171,8 +171,8 @@ class Manifest:
 
     def match(self, name: str) -> Match | None:
         """The first rule for a name, in our naming or its alias."""
-        found = self.matches(name)
-        return Match(found[0], self.rules[found[0]], self.aliases.to_ours(name)) if found else None
+        indices = self.matches(name)
+        return Match(indices[0], self.rules[indices[0]], self.aliases.to_ours(name)) if indices else None
 
     def matches(self, name: str) -> tuple[int, ...]:
         """Every rule that would match a name, the one that wins first."""
@@ -185,11 +185,11 @@ class Manifest:
         """A format for every tensor; those without a rule are one error that lists them."""
         planned, missing = {}, []
         for name, shape in tensors.items():
-            found = self.match(name)
-            if found is None:
+            match = self.match(name)
+            if match is None:
                 missing.append(f"{name[:120]!r} (shape {tuple(shape)})")
             else:
-                planned[name] = self._planned(name, tuple(shape), found)
+                planned[name] = self._planned(name, tuple(shape), match)
         if missing:
             shown = ", ".join(missing[:MAX_UNMATCHED_SHOWN])
             more = f" and {len(missing) - MAX_UNMATCHED_SHOWN} more" if len(missing) > MAX_UNMATCHED_SHOWN else ""
@@ -199,11 +199,11 @@ class Manifest:
             )
         return Plan(planned, padding=self.padding)
 
-    def _planned(self, name: str, shape: tuple[int, ...], found: Match) -> Planned:
-        tag = self.tag(found.rule.format)
+    def _planned(self, name: str, shape: tuple[int, ...], match: Match) -> Planned:
+        tag = self.tag(match.rule.format)
         alias = self.aliases.template_of(name)
-        reason = f"{rule_text(found.index, found.rule)}{f', as {alias}' if alias else ''}"
-        role = found.rule.role or (tag.roles[0] if len(tag.roles) == 1 else guess_role(found.name))
+        reason = f"{rule_text(match.index, match.rule)}{f', as {alias}' if alias else ''}"
+        role = match.rule.role or (tag.roles[0] if len(tag.roles) == 1 else guess_role(match.name))
         return Planned(Choice(tag.format, reason), shape, role, tag.part)
 
 
@@ -212,11 +212,11 @@ def rule_text(index: int, rule: Rule) -> str:
     return f"patterns[{index}] {short(rule.pattern)}"
 
 
-# ---- the seed's raw map ----------------------------------------------------------------------------------------------
+# ---- raw maps: names to tags -----------------------------------------------------------------------------------------
 
 
 def is_raw_map(document: Any) -> bool:
-    """Names to tags and nothing else: the seed's section 1, where a manifest has its version."""
+    """Names to tags and nothing else, without the version that a manifest has."""
     return (
         type(document) is dict
         and bool(document)
@@ -261,21 +261,21 @@ def _read(reader: Reader, document: Any) -> Manifest:
     if document in ({}, [], None, ""):
         reader.stop("the manifest is empty; it must be an object with version, formats and patterns")
     reader.version(document, VERSION)
-    found = reader.keys("", document, _KEYS, ("version", "patterns"))
-    if found.get("scale_encoding") in BASED_ENCODINGS and "scale_base" not in found:
+    values = reader.keys("", document, _KEYS, ("version", "patterns"))
+    if values.get("scale_encoding") in BASED_ENCODINGS and "scale_base" not in values:
         reader.stop(
-            f"scale_encoding {found['scale_encoding']!r} has no meaning without scale_base (a scale is base * code); "
+            f"scale_encoding {values['scale_encoding']!r} has no meaning without scale_base (a scale is base * code); "
             f"add scale_base: {_BASE.text}"
         )
-    tags = {name: _read_tag(reader, name, item, found) for name, item in found.get("formats", {}).items()}
-    if "scale_base" in found and not any(tag.part and needs_base(tag.format) for tag in tags.values()):
+    tags = {name: _read_tag(reader, name, item, values) for name, item in values.get("formats", {}).items()}
+    if "scale_base" in values and not any(tag.part and needs_base(tag.format) for tag in tags.values()):
         reader.stop(
             "scale_base has no effect: it is the base of codes and scales that a file keeps apart, and no tag "
             "of `formats` is a part of such a format (nvfp4, fp4_u8_g128); leave it out, each tensor gets its own base"
         )
-    rules = tuple(_read_rule(reader, index, item) for index, item in enumerate(found["patterns"]))
-    options: dict[str, Any] = {key: found[key] for key in _OPTIONS if key in found}
-    aliases = _read_aliases(reader, found.get("aliases", {}))
+    rules = tuple(_read_rule(reader, index, item) for index, item in enumerate(values["patterns"]))
+    options: dict[str, Any] = {key: values[key] for key in _OPTIONS if key in values}
+    aliases = _read_aliases(reader, values.get("aliases", {}))
     return Manifest(rules, tags, reader.where, aliases=aliases, **options)
 
 
@@ -320,11 +320,11 @@ def _split_format(reader: Reader, path: str, document: Mapping[str, Any]) -> str
     for key in ("block_size", "scale_encoding"):
         if key not in document:
             reader.stop(f"{path}: needs {key}, which is missing; gpt-oss has block_size 32, scale_encoding 'e8m0'")
-    found = document["scale_encoding"], document["block_size"]
-    if found not in _SPLIT_FORMATS:
+    pair = document["scale_encoding"], document["block_size"]
+    if pair not in _SPLIT_FORMATS:
         known = ", ".join(f"{encoding} per {block} ({name})" for (encoding, block), name in _SPLIT_FORMATS.items())
-        reader.stop(f"{path}: no format has {found[0]} scales per {found[1]} numbers; there are {known}")
-    return _SPLIT_FORMATS[found]
+        reader.stop(f"{path}: no format has {pair[0]} scales per {pair[1]} numbers; there are {known}")
+    return _SPLIT_FORMATS[pair]
 
 
 def needs_base(name: str) -> bool:

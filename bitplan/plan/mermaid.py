@@ -1,7 +1,7 @@
-"""A plan as a mermaid flow chart, after the seed's section 13: embedding, layers, final norm, unembedding.
+"""A plan as a mermaid flow chart: embedding, layers, final norm, unembedding.
 
 Layers that agree are drawn once, as one box with their numbers; where the plan changes from layer to layer, each
-run of equal layers has its own. The boxes within follow the flow of a decoder block, told from names.
+run of equal layers has its own. The boxes within follow the flow of a decoder block, as names show it.
 """
 
 from __future__ import annotations
@@ -114,4 +114,4 @@ def _flow_rank(box: str) -> tuple[int, str]:
 
 def _quote(text: str) -> str:
     """A mermaid string: what could end it or be read as markup is written as an entity code."""
-    return '"' + re.sub(r'["<>#`\\]', lambda found: f"#{ord(found[0])};", visible(text)) + '"'
+    return '"' + re.sub(r'["<>#`\\]', lambda match: f"#{ord(match[0])};", visible(text)) + '"'

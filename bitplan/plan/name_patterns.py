@@ -1,4 +1,4 @@
-"""NamePatterns: which of many regular expressions match a whole name, in bounded time?
+"""NamePatterns: matches many regular expressions against a whole name, in bounded time.
 
 Patterns come from files that others wrote, and Python's `re` backtracks: `(a+)+$` takes for ever on 40 letters.
 A timer cannot stop `re` inside its own process, and a helper process would make a pure function start one. So
@@ -99,13 +99,13 @@ class NamePatterns:
     # ---- running --------------------------------------------------------------------------------------------------
 
     def _step(self, states: States, letter: str) -> States:
-        found = set()
+        reached = set()
         for state in states:
             way = self._letters[state]
             if way is not None and way[0](letter):
-                found.add(way[1])
+                reached.add(way[1])
         self._count(len(states))
-        return self._closure(found)
+        return self._closure(reached)
 
     def _closure(self, states: set[int], *, at_start: bool = False, at_end: bool = False) -> States:
         """All states reached without a letter."""
@@ -119,8 +119,8 @@ class NamePatterns:
                     reached.add(after)
                     waiting.append(after)
         self._count(len(reached))
-        found = frozenset(reached)
-        return self._sets.setdefault(found, found)  # one object for equal sets: the table then compares by identity
+        closed = frozenset(reached)
+        return self._sets.setdefault(closed, closed)  # one object for equal sets: the table then compares by identity
 
     def _count(self, states: int) -> None:
         self._work += states

@@ -89,8 +89,8 @@ def listed(names: Iterable[str], limit: int = 10) -> str:
 
 def split_layer(name: str) -> tuple[str, str, str]:
     """What stands before the layer's number, the number, and what stands after; no number: the name, '', ''."""
-    found = re.fullmatch(r"((?:[^.]*\.)*?)([0-9]{1,9})(\..*)", name)
-    return (found[1], found[2], found[3]) if found else (name, "", "")
+    match = re.fullmatch(r"((?:[^.]*\.)*?)([0-9]{1,9})(\..*)", name)
+    return (match[1], match[2], match[3]) if match else (name, "", "")
 
 
 def number_ranges(numbers: Iterable[str]) -> str:

@@ -225,9 +225,9 @@ class Plan(Mapping[str, Choice]):
         reader = Reader(where, PlanFileError)
         reader.version(document, VERSION)
         required = {"document": one_of(DOCUMENT), "version": SIZE, "tensors": OBJECT}
-        found = reader.keys("", document, required | {"padding": one_of(*PADDINGS)}, tuple(required))
-        entries = {name: _from_document(reader, name, item) for name, item in found["tensors"].items()}
-        return cls(entries, padding=found.get("padding", "none"))
+        values = reader.keys("", document, required | {"padding": one_of(*PADDINGS)}, tuple(required))
+        entries = {name: _from_document(reader, name, item) for name, item in values["tensors"].items()}
+        return cls(entries, padding=values.get("padding", "none"))
 
     @property
     def pad(self) -> Literal["zero"] | None:

@@ -1,4 +1,4 @@
-"""What a tensor is to its model, judged by its name: Hugging Face's, GGUF's, OpenAI's and torch's own naming."""
+"""Guesses a tensor's role from its name, in Hugging Face's, GGUF's, OpenAI's and torch's own naming."""
 
 from __future__ import annotations
 

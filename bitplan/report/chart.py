@@ -5,7 +5,7 @@ random names of parts unless it is salted. Here text stays text, the same record
 needs no further package.
 
 A chart is 460 units wide and is shown at 340 to 560 pixels, so letters of 12 units stay readable on a phone; a wide one
-(920) scrolls within its card. Classes `k0` to `k7` are the categories' colours (`currentColor`), told apart by people
+(920) scrolls within its card. Classes `k0` to `k7` are the categories' colours (`currentColor`), clear to people
 with colour-blindness; a second sign (shape of marker, dash, label) stands beside each of them.
 """
 
@@ -73,7 +73,7 @@ def linear_axis(
     values: Sequence[float],
     label: str,
     *,
-    told: Format | None = None,
+    formatter: Format | None = None,
     zero: bool = False,
     goal: int = 5,
     whole: bool = False,
@@ -90,13 +90,13 @@ def linear_axis(
     step = next(each * power for each in round_steps if each * power >= raw * 0.999)
     first, last = math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9)
     values = [index * step for index in range(first, last + 1)]
-    ticks = tuple((each, _trim(told(each)) if told else f"{each:,.{_decimals(step)}f}") for each in values)
+    ticks = tuple((each, _trim(formatter(each)) if formatter else f"{each:,.{_decimals(step)}f}") for each in values)
     return Axis(label, first * step, max(last, first + 1) * step, ticks)
 
 
-def _trim(told: str) -> str:
+def _trim(text: str) -> str:
     """A round number without the zeros after its point: `8.00 GB` is `8 GB`."""
-    return re.sub(r"\.0+(?!\d)|(\.\d*?[1-9])0+(?!\d)", r"\1", told)
+    return re.sub(r"\.0+(?!\d)|(\.\d*?[1-9])0+(?!\d)", r"\1", text)
 
 
 def _decimals(step: float) -> int:
@@ -104,10 +104,10 @@ def _decimals(step: float) -> int:
     return next((places for places in range(9) if abs(round(step, places) - step) < step * 1e-6), 9)
 
 
-def log_axis(values: Sequence[float], label: str, *, told: Format | None = None, base: int = 10) -> Axis:
+def log_axis(values: Sequence[float], label: str, *, formatter: Format | None = None, base: int = 10) -> Axis:
     """Powers of the base around the values; between powers of ten also 2 and 5, where the range is short."""
     wanted = [max(value, 1e-290) for value in values if value > 0] or [1.0]  # below lies what `share` takes for nought
-    written = told or (lambda value: f"{value:g}" if 1e-4 <= value < 1e6 else f"{value:.0e}".replace("e-0", "e-"))
+    written = formatter or (lambda value: f"{value:g}" if 1e-4 <= value < 1e6 else f"{value:.0e}".replace("e-0", "e-"))
     places = _log_places(min(wanted), max(wanted), base)
     powers = [value for value, is_power in places if is_power]
     every = max(1, math.ceil(len(powers) / 8))
@@ -142,7 +142,7 @@ class Frame:
     bottom: int = 44
 
     def __post_init__(self) -> None:
-        longest = max((len(told) for _, told in self.y.ticks), default=0)
+        longest = max((len(label) for _, label in self.y.ticks), default=0)
         self.left = self.left or round(34 + 7.6 * longest)
 
     def px(self, value: float) -> float:
@@ -158,12 +158,12 @@ class Frame:
     def svg(self) -> Markup:
         base, end = self.height - self.bottom, self.width - self.right
         parts = [segment((self.left, self.py(value)), (end, self.py(value)), "grid") for value, _ in self.y.ticks] + [
-            text((self.left - 7, self.py(value) + 4), told, "end") for value, told in self.y.ticks
+            text((self.left - 7, self.py(value) + 4), label, "end") for value, label in self.y.ticks
         ]
         parts += [segment((self.px(value), base), (self.px(value), base + 4), "axis") for value, _ in self.x.ticks]
-        for value, told in _roomy(self.x.ticks, self.px):
-            held = min(self.px(value), self.width - 4.2 * len(told))  # the last label stays within the picture
-            parts.append(text((held, base + 17), told, "middle"))
+        for value, label in _roomy(self.x.ticks, self.px):
+            held = min(self.px(value), self.width - 4.2 * len(label))  # the last label stays within the picture
+            parts.append(text((held, base + 17), label, "middle"))
         parts += [segment((self.left, base), (end, base), "axis"), *self.marks]
         parts += [text(((self.left + end) / 2, self.height - 7), self.x.label, "middle", "name")]
         middle = (self.top + base) / 2
@@ -181,9 +181,9 @@ def picture(parts: Sequence[Markup], width: float, height: float, label: str) ->
 def _roomy(ticks: Sequence[tuple[float, str]], px: Callable[[float], float]) -> Sequence[tuple[float, str]]:
     """Every tick, or every second or third, so that labels do not run into each other on a phone."""
     for every in range(1, len(ticks) + 1):
-        kept = ticks[::every]
-        if all(px(b[0]) - px(a[0]) > 4.1 * (len(a[1]) + len(b[1])) + 7 for a, b in pairwise(kept)):
-            return kept
+        shown = ticks[::every]
+        if all(px(b[0]) - px(a[0]) > 4.1 * (len(a[1]) + len(b[1])) + 7 for a, b in pairwise(shown)):
+            return shown
     return ticks[:1]
 
 
@@ -209,12 +209,12 @@ def thin(places: list[Point]) -> list[Point]:
     if len(places) <= MAX_POINTS:
         return places
     run = math.ceil(4 * len(places) / MAX_POINTS)
-    kept: list[Point] = []
+    points: list[Point] = []
     for start in range(0, len(places), run):
         part = range(start, min(start + run, len(places)))
         extremes = {part[0], part[-1], min(part, key=lambda i: places[i][1]), max(part, key=lambda i: places[i][1])}
-        kept += [places[index] for index in sorted(extremes)]
-    return kept
+        points += [places[index] for index in sorted(extremes)]
+    return points
 
 
 def marker(place: Point, kind: str, tip: str, shape: str = "circle", radius: float = 4) -> Markup:
@@ -278,13 +278,13 @@ def bars(
     """
     high = whole or max((value for _, value, _, _ in rows), default=0.0) or 1.0
     pitch, parts = 36, []
-    for index, (name, value, told, kind) in enumerate(rows):
+    for index, (name, value, shown, kind) in enumerate(rows):
         top = index * pitch
         parts += [
             text((0, top + 14), _cut(name, 34)),
-            text((width, top + 14), told, "end", "value"),
+            text((width, top + 14), shown, "end", "value"),
             box(0, top + 19, width, 9, "track"),
-            box(0, top + 19, value / high * width, 9, f"bar {kind}", f"{name}: {told}"),
+            box(0, top + 19, value / high * width, 9, f"bar {kind}", f"{name}: {shown}"),
         ]
     return picture(parts, width, max(len(rows), 1) * pitch, label)
 

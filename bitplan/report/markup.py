@@ -26,7 +26,7 @@ def escape(value: object) -> Markup:
     """Text as HTML shows it, with what a reader cannot see written out."""
     if isinstance(value, Markup):
         return value
-    seen = _UNSAFE.sub(lambda found: f"\\u{ord(found[0]):04x}", str(value))
+    seen = _UNSAFE.sub(lambda match: f"\\u{ord(match[0]):04x}", str(value))
     return Markup(html.escape(seen, quote=True))
 
 

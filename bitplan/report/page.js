@@ -68,7 +68,7 @@
       tools.hidden = false;
       const search = tools.querySelector("input");
       const lists = [...tools.querySelectorAll("select")];
-      const told = tools.querySelector("output");
+      const shownCount = tools.querySelector("output");
       const filter = () => {
         const words = search.value.toLowerCase().split(/\s+/).filter(Boolean);
         const wanted = lists.filter((list) => list.value).map((list) => [Number(list.dataset.column), list.value]);
@@ -76,7 +76,7 @@
           && wanted.every(([column, value]) => row.cells[column].textContent === value);
         const shown = show();
         const all = rows.length.toLocaleString("en");
-        told.textContent = shown === rows.length ? `${all} rows` : `${shown.toLocaleString("en")} of ${all} rows`;
+        shownCount.textContent = shown === rows.length ? `${all} rows` : `${shown.toLocaleString("en")} of ${all} rows`;
       };
       let waiting = 0;
       search.addEventListener("input", () => {

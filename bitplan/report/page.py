@@ -47,8 +47,8 @@ def write_report(records: Iterable[str | Path], output: str | Path, *, title: st
     """Read records, write one HTML file, whole or not at all, and return its sections."""
     paths = list(records)
     check_output(output, inputs=paths)
-    found = read_records(paths)
-    sections = build_sections(found)
+    result = read_records(paths)
+    sections = build_sections(result)
     with atomic_file(output) as file:
         file.write(build_page(sections, title=title).encode())
     return sections
@@ -107,12 +107,12 @@ def _summary(sections: Sequence[Section], title: str) -> Markup:
         tag("li", tag("b", fact.value), tag("span", fact.label), tag("small", fact.note) if fact.note else "")
         for fact in facts
     ]
-    told = [tag("li", line) for section in sections for line in section.told]
+    lines = [tag("li", line) for section in sections for line in section.summary]
     return tag(
         "section",
         tag("h1", title),
         tag("ul", *tiles, class_="facts") if tiles else "",
-        tag("ul", *told, class_="told"),
+        tag("ul", *lines, class_="summary-lines"),
         id="summary",
         aria_label="Summary",
     )

@@ -36,7 +36,7 @@ class RecordKind:
     """A sort of record: how it is told from the others, by its document or by its first line."""
 
     name: str
-    words: str
+    label: str
     matches: Callable[[dict[str, Any]], bool]
     lines: bool = False
     torn_lines: bool = False  # whether a line in the middle may be torn
@@ -52,7 +52,7 @@ class Record:
 
     kind: str
     name: str
-    words: str
+    label: str
     nbytes: int
     sha256: str
     content: Any
@@ -65,11 +65,11 @@ class Record:
 
 
 def _has(*keys: str) -> Callable[[dict[str, Any]], bool]:
-    return lambda found: all(key in found for key in keys)
+    return lambda document: all(key in document for key in keys)
 
 
-def _are_trees(found: dict[str, Any]) -> bool:
-    runs = found["runs"]
+def _are_trees(document: dict[str, Any]) -> bool:
+    runs = document["runs"]
     return isinstance(runs, list) and bool(runs) and isinstance(runs[0], dict) and "contender" in runs[0]
 
 
@@ -80,7 +80,7 @@ KINDS = (
     RecordKind(
         "fp8_report",
         "FP8 layer benchmark",
-        lambda found: "rows" not in found,
+        lambda document: "rows" not in document,
         lines=True,
         document="bitplan-fp8-report",
         versions=(1,),
@@ -145,7 +145,7 @@ def _read(path: Path, name: str) -> Record:
             digest = hashlib.file_digest(file, "sha256").hexdigest()
     except OSError as error:
         raise ReportError(f"{path}: cannot be read: {error.strerror or error}") from None
-    return Record(kind.name, name, kind.words, size, digest, content, torn, sampled)
+    return Record(kind.name, name, kind.label, size, digest, content, torn, sampled)
 
 
 def _recognise(file: BinaryIO, path: Path, size: int) -> tuple[RecordKind, Any, int, str]:
@@ -182,16 +182,16 @@ def _recognise(file: BinaryIO, path: Path, size: int) -> tuple[RecordKind, Any, 
     return kind, whole, 0, ""
 
 
-def _kind_of(found: dict[str, Any], path: Path, *, lines: bool, quiet: bool) -> RecordKind | None:
-    named = found.get("document")
+def _kind_of(document: dict[str, Any], path: Path, *, lines: bool, quiet: bool) -> RecordKind | None:
+    named = document.get("document")
     candidates = [kind for kind in KINDS if kind.lines == lines and (kind.document is None or kind.document == named)]
     for kind in candidates:
-        # A document says its name; what has none is told by its keys.
-        if (kind.document == named) and kind.matches(found):
-            if kind.document is not None and found.get("version") not in kind.versions:
+        # A document says its name; what has none is recognised by its keys.
+        if (kind.document == named) and kind.matches(document):
+            if kind.document is not None and document.get("version") not in kind.versions:
                 known = " or ".join(map(str, kind.versions))
                 raise ReportError(
-                    f"{path}: version must be {known} for {kind.document}, got {show(found.get('version'))}; "
+                    f"{path}: version must be {known} for {kind.document}, got {show(document.get('version'))}; "
                     "write the record again with this version of bitplan"
                 )
             return kind
@@ -199,13 +199,13 @@ def _kind_of(found: dict[str, Any], path: Path, *, lines: bool, quiet: bool) -> 
         return None
     if named is not None:
         raise ReportError(f"{path}: the document {show(named)} is none that a report shows; {_expected()}")
-    keys = ", ".join(show(key) for key in list(found)[:6]) or "none"
+    keys = ", ".join(show(key) for key in list(document)[:6]) or "none"
     raise ReportError(f"{path}: not recognised by its keys ({keys}); {_expected()}")
 
 
 def _expected() -> str:
-    words = dict.fromkeys((*(kind.words for kind in KINDS), FINDINGS.words))
-    return f"expected a record of one of these kinds: {', '.join(words)}"
+    labels = dict.fromkeys((*(kind.label for kind in KINDS), FINDINGS.label))
+    return f"expected a record of one of these kinds: {', '.join(labels)}"
 
 
 def _check_size(path: Path, size: int) -> None:
@@ -232,28 +232,28 @@ def _sample(file: BinaryIO, kind: RecordKind, path: Path, size: int) -> _Sample 
     if nth <= 1 or (total <= WHOLE_LINES and size <= MAX_RECORD_BYTES):
         return None
     file.seek(0)
-    kept: list[tuple[int, bytes]] = []
+    sampled: list[tuple[int, bytes]] = []
     skipped: list[tuple[int, bytes]] = []  # of the step at hand: it may be the last
     steps, step, changes, change_bytes, room = -1, None, 0, 0, 2 * MAX_RECORD_BYTES
     for number, line in enumerate(iter(lambda: file.readline(MAX_LINE_BYTES + 1), b""), 1):
-        found = _STEP.search(line)
-        if found is None or found[1] != step:
-            step, steps = found and found[1], steps + 1
+        match = _STEP.search(line)
+        if match is None or match[1] != step:
+            step, steps = match and match[1], steps + 1
             skipped.clear()
         if steps % nth == 0:
-            kept.append((number, line))
+            sampled.append((number, line))
             room -= len(line)
-            if len(kept) > MAX_LINES or room < 0:
+            if len(sampled) > MAX_LINES or room < 0:
                 raise ReportError(
                     f"{path}: line {number}: every {nth}th step is still more than {MAX_LINES} lines or "
                     f"{2 * MAX_RECORD_BYTES} bytes; give a part of the log"
                 )
         elif kind.unchanged and kind.unchanged not in line and changes < SAMPLED_LINES and change_bytes < 2**24:
-            kept.append((number, line))
+            sampled.append((number, line))
             changes, change_bytes = changes + 1, change_bytes + len(line)
         elif len(skipped) < SAMPLED_LINES:
             skipped.append((number, line))
-    return _Sample(total, kept + skipped)
+    return _Sample(total, sampled + skipped)
 
 
 def _read_lines(numbered: Iterable[tuple[int, bytes]], kind: RecordKind, path: Path) -> tuple[list[Any], int]:

@@ -1,4 +1,4 @@
-"""What a part of the page is made of: its HTML, its line for the summary, and its key figures."""
+"""A section of the page: its HTML, its lines for the summary, and its key figures."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ class Fact:
 
 @dataclass(frozen=True)
 class Section:
-    """`anchor` is the link to it, `body` its HTML, `told` what the summary says of it in plain words."""
+    """`anchor` is the link to it, `body` its HTML, `summary` what the top of the page says of it in plain words."""
 
     anchor: str
     title: str
     body: Markup
-    told: tuple[object, ...] = ()
+    summary: tuple[object, ...] = ()
     facts: tuple[Fact, ...] = ()
 
 
@@ -34,7 +34,7 @@ def source(record: Record, more: object = "") -> Markup:
     torn = f"; {record.torn} torn line left out" if record.torn == 1 else ""
     torn = f"; {record.torn} torn lines left out" if record.torn > 1 else torn
     sampled = f"; {record.sampled}" if record.sampled else ""
-    return tag("p", "From ", tag("code", record.name), f" ({record.words}{torn}{sampled}). ", more, class_="from")
+    return tag("p", "From ", tag("code", record.name), f" ({record.label}{torn}{sampled}). ", more, class_="from")
 
 
 def heading(title: str) -> Markup:

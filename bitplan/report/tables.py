@@ -55,11 +55,14 @@ def _heading(column: Column) -> Markup:
 
 
 def _cell(column: Column, cell: Cell | str) -> Markup:
-    found = cell if isinstance(cell, Cell) else Cell(cell)
+    shown_cell = cell if isinstance(cell, Cell) else Cell(cell)
     kinds = [name for name, on in (("n", column.numeric), ("long", column.wide), ("mono", column.mono)) if on]
-    number = None if found.number is None else repr(found.number)
+    number = None if shown_cell.number is None else repr(shown_cell.number)
     return tag(
-        "td", breakable(found.shown) if column.mono else found.shown, class_=" ".join(kinds) or None, data_v=number
+        "td",
+        breakable(shown_cell.shown) if column.mono else shown_cell.shown,
+        class_=" ".join(kinds) or None,
+        data_v=number,
     )
 
 
@@ -76,8 +79,8 @@ def _tools(title: str, columns: Sequence[Column], rows: Sequence[Row]) -> Markup
         tag("input", type="search", placeholder="Search: words in any column", autocomplete="off", spellcheck="false"),
     )
     lists = [_choices(index, column, rows) for index, column in enumerate(columns) if column.choose]
-    told = tag("output", plural(len(rows), "row"), aria_live="polite")
-    return tag("div", search, *lists, told, class_="tools", hidden=True)
+    count = tag("output", plural(len(rows), "row"), aria_live="polite")
+    return tag("div", search, *lists, count, class_="tools", hidden=True)
 
 
 def _choices(index: int, column: Column, rows: Sequence[Row]) -> Markup:

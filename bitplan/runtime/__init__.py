@@ -1,4 +1,4 @@
-"""Models that run on packed weights: linears, experts, loading, and rewriting a model to a plan."""
+"""Models that run: on packed weights, in FP8, streamed over the bus, or in precisions chosen while they train."""
 
 from typing import TYPE_CHECKING
 

@@ -36,8 +36,8 @@ from bitplan.store.models.transformers_names import (
     REPORTED,
     first_line,
     model_from_tensors,
-    quiet_transformers,
     require_complete,
+    silence_transformers,
 )
 
 
@@ -59,8 +59,8 @@ class CausalLM:
     @property
     def head(self) -> nn.Module:
         """The layer that gives the logits."""
-        found: nn.Module = self.model.get_output_embeddings()  # type: ignore[operator]
-        return found
+        module: nn.Module = self.model.get_output_embeddings()  # type: ignore[operator]
+        return module
 
     @property
     def bits_per_weight(self) -> float | None:
@@ -72,8 +72,8 @@ class CausalLM:
     @property
     def positions(self) -> int | None:
         """The longest text it was made for; None where its config does not say."""
-        found: int | None = getattr(self.model.config, "max_position_embeddings", None)
-        return found
+        count: int | None = getattr(self.model.config, "max_position_embeddings", None)
+        return count
 
     def check_context(self, context: int) -> None:
         """Beyond the positions it was trained on a model's perplexity says nothing of its weights."""
@@ -110,8 +110,8 @@ class CausalLM:
         return windows_of(self.encode(text), context, prefix=self.prefix)
 
     def _tokens(self, text: str, *, special: bool) -> list[int]:
-        found: list[int] = self.tokenizer(text, verbose=False, add_special_tokens=special)["input_ids"]
-        return found
+        ids: list[int] = self.tokenizer(text, verbose=False, add_special_tokens=special)["input_ids"]
+        return ids
 
 
 def logits_of(model: nn.Module, ids: Tensor) -> Tensor:
@@ -127,7 +127,7 @@ def load_causal_lm(path: str | Path, *, config: str | Path | None = None) -> Cau
     is_gguf = source.suffix == ".gguf"
     for library in ("accelerate", "transformers") if is_gguf else ("transformers",):
         require(library, purpose=f"reading {source.name}", extra="models")
-    with open_tensors(source) as file, quiet_transformers():
+    with open_tensors(source) as file, silence_transformers():
         stored = {name: spec.nbytes for name, spec in file.specs.items()}
         if is_gguf and config is None:
             tokenizer, model = _read_gguf(source, file)

@@ -1,4 +1,4 @@
-"""Running a model beside its training without leaving a trace: no gradients, no dropout, no random numbers used up."""
+"""Runs a model during its training without leaving a trace: no gradients, no dropout, no random numbers used up."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import nn
 
 
 @contextmanager
-def quiet_model(model: nn.Module) -> Iterator[None]:
+def evaluating(model: nn.Module) -> Iterator[None]:
     """Everything in eval mode under no_grad; modes and random number generators are as before afterwards."""
     modes = [(module, module.training) for module in model.modules()]
     devices = list(range(torch.cuda.device_count())) if torch.cuda.is_initialized() else []

@@ -6,7 +6,7 @@ dtype casts leave alone and device moves carry along.
 
 What is made from a weight (an expanded matrix, scales in a kernel's order, tiles in a cache) must not outlive
 it: `state` changes with every move, load and in-place write, `derived` keeps things for one state only, and
-caches that asked to be told (`tell`) are told. None of it is saved or copied.
+caches that listen (`add_listener`) drop it too. None of it is saved or copied.
 
 In a `state_dict` the format and shape travel beside the parts, as JSON in a uint8 tensor (`weight._extra_state`), so
 that safetensors can hold them too. Loading compares them and every part before a byte is copied.
@@ -66,10 +66,10 @@ class PackedWeight(EncodedModule):
     @property
     def encoded(self) -> Encoded:
         parts = {name: part for name, part in self._buffers.items() if part is not None}
-        kept = self._encoded
-        if kept is None or any(kept.parts[name] is not part for name, part in parts.items()):
-            kept = self._encoded = Encoded(self.fmt, self.shape, **parts)  # its checks are not for every forward
-        return kept
+        cached = self._encoded
+        if cached is None or any(cached.parts[name] is not part for name, part in parts.items()):
+            cached = self._encoded = Encoded(self.fmt, self.shape, **parts)  # its checks are not for every forward
+        return cached
 
     @property
     def device(self) -> torch.device:
@@ -101,8 +101,8 @@ class PackedWeight(EncodedModule):
             self._derived.clear()
             self._derived_state = state
         if key in self._derived:
-            found: Made = self._derived[key]
-            return found
+            result: Made = self._derived[key]
+            return result
         made = make()
         if keep:
             self._derived[key] = made
@@ -115,7 +115,7 @@ class PackedWeight(EncodedModule):
         for listener in list(self._listeners):
             listener.drop(self.token)
 
-    def tell(self, listener: Listener) -> None:
+    def add_listener(self, listener: Listener) -> None:
         """Tell the listener when what it made from this weight is stale, or the weight is gone."""
         if listener not in self._listeners:
             self._listeners.add(listener)
@@ -192,8 +192,8 @@ class PackedWeight(EncodedModule):
         where = prefix.rstrip(".") or "packed weight"
         given = {name: state_dict[prefix + name] for name in self._buffers if prefix + name in state_dict}
         if prefix + _EXTRA not in state_dict:
-            told = f"{where}: the state has {', '.join(given)} but not {prefix + _EXTRA}, which says their format"
-            return [f"{told}; save it with state_dict()"] if given else []
+            fault = f"{where}: the state has {', '.join(given)} but not {prefix + _EXTRA}, which says their format"
+            return [f"{fault}; save it with state_dict()"] if given else []
         try:
             fmt, shape = _read_extra(state_dict[prefix + _EXTRA], where)
         except FileFormatError as error:
@@ -225,9 +225,9 @@ def _read_extra(extra: Any, where: str) -> tuple[Any, Any]:
 
 
 def _drop(listener: weakref.ref[Listener], token: int) -> None:
-    found = listener()
-    if found is not None:
-        found.drop(token)
+    owner = listener()
+    if owner is not None:
+        owner.drop(token)
 
 
 def _as_bytes(part: Tensor) -> Tensor:

@@ -125,7 +125,7 @@ def quantize_file(
     nonfinite: NonFinite = "error",
     on_tensor: OnTensor | None = None,
 ) -> QuantizeReport:
-    """Write `source` (safetensors, sharded or not, or GGUF, or the seed's JSON) to `output` in a format, or by a plan.
+    """Write `source` (safetensors, sharded or not, or GGUF, or poly's JSON) to `output` in a format, or by a plan.
 
     fmt          a format, a mapping of names to formats, a manifest or a plan, as `bitplan.choose_formats` takes it
     keep, only   names or shell patterns, of tensors or of modules

@@ -136,19 +136,19 @@ def _from_all(sample: Array, block: list[int], shards: Shards) -> list[Array]:
 
 def _count_categories(numbers: Array, feature: int) -> Array:
     """Rows of each category."""
-    found, counts = np.unique(numbers[~np.isnan(numbers)], return_counts=True)
-    wrong = found[(found < 0) | (found > MAX_CATEGORY) | (found != np.floor(found))]
+    categories, counts = np.unique(numbers[~np.isnan(numbers)], return_counts=True)
+    wrong = categories[(categories < 0) | (categories > MAX_CATEGORY) | (categories != np.floor(categories))]
     if len(wrong):
         raise TreesError(
             f"X: feature {feature} is categorical, so its values must be whole numbers from 0 to {MAX_CATEGORY}, "
             f"got {wrong[0]:g}; encode it first (sklearn.preprocessing.OrdinalEncoder), or leave it numeric"
         )
     rows = np.zeros(MAX_CATEGORY + 1, np.int64)
-    rows[found.astype(np.int64)] = counts
+    rows[categories.astype(np.int64)] = counts
     return rows
 
 
 def _categories(rows: Array, max_bins: int) -> Array:
-    found = np.flatnonzero(rows)
-    kept = np.sort(np.argsort(-rows[found], kind="stable")[:max_bins])
-    return found[kept].astype(np.float64)
+    categories = np.flatnonzero(rows)
+    largest = np.sort(np.argsort(-rows[categories], kind="stable")[:max_bins])
+    return categories[largest].astype(np.float64)

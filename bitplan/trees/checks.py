@@ -1,4 +1,4 @@
-"""What the estimators accept, and how they say no: settings by name, targets and weights by what is wrong with them."""
+"""Checks what the estimators are given: settings by name, targets and weights by what is wrong with them."""
 
 from __future__ import annotations
 
@@ -87,8 +87,8 @@ def with_weight(rows: Rows) -> Rows:
     """Without the rows of weight zero: they must not count in bins or leaves either."""
     if not len(rows.weights) or rows.weights.all():
         return rows
-    kept = rows.weights > 0
-    return Rows(rows.x[kept], rows.y[kept], rows.weights[kept])
+    weighted = rows.weights > 0
+    return Rows(rows.x[weighted], rows.y[weighted], rows.weights[weighted])
 
 
 def split_rows(rows: Rows, share: float, seed: int, shards: Shards = ALONE) -> tuple[Rows, Rows]:

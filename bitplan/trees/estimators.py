@@ -131,12 +131,12 @@ class _BoostedTrees(BaseEstimator):  # type: ignore[misc]
 
     def _read(self, x: Any, shards: Shards = ALONE) -> Array:
         """Features as at `fit`: the same number, with the same names."""
-        found: Array = self._validated(x, shards, reset=False)
-        return found
+        table: Array = self._validated(x, shards, reset=False)
+        return table
 
     def _read_both(self, x: Any, y: Any, shards: Shards) -> tuple[Array, Array]:
-        found: tuple[Array, Array] = self._validated(x, shards, y=y)
-        return found
+        pair: tuple[Array, Array] = self._validated(x, shards, y=y)
+        return pair
 
     def _validated(self, x: Any, shards: Shards, **more: Any) -> Any:
         has_types = hasattr(x, "dtype") or hasattr(x, "dtypes")
@@ -344,8 +344,8 @@ class BoostedTreesClassifier(ClassifierMixin, _BoostedTrees):  # type: ignore[mi
     def predict(self, X: Any) -> Array:
         """The likeliest class of each row."""
         raw = self.decision_function(X)
-        found: Array = self.classes_[(raw > 0).astype(np.int64) if raw.ndim == 1 else raw.argmax(axis=1)]
-        return found
+        labels: Array = self.classes_[(raw > 0).astype(np.int64) if raw.ndim == 1 else raw.argmax(axis=1)]
+        return labels
 
 
 class BoostedTreesRegressor(RegressorMixin, _BoostedTrees):  # type: ignore[misc]

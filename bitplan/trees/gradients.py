@@ -1,4 +1,4 @@
-"""How precise a gradient is while a tree looks for its splits: the seed's `GradientPrecision`.
+"""Gradients in three precisions, as trees use them to look for splits.
 
 | precision | a row | codes | cost of a split search |
 |---|---|---|---|
@@ -166,8 +166,8 @@ def largest(grads: Array, hess: Array, shards: Shards = ALONE) -> tuple[float, f
         here, weights = grads[piece], hess[piece]
         return max(here.max(), -here.min()), weights.max(), weights.min()  # NaN if one is
 
-    found = on_threads(ends, at)
-    for piece, (grad, most, least) in zip(at, found, strict=True):
+    maxima = on_threads(ends, at)
+    for piece, (grad, most, least) in zip(at, maxima, strict=True):
         if not (grad < np.inf and most < np.inf and least >= 0):
             is_bad = ~(np.isfinite(grads[piece]) & np.isfinite(hess[piece]) & (hess[piece] >= 0))
             row = piece.start + int(np.argmax(is_bad))
@@ -176,7 +176,7 @@ def largest(grads: Array, hess: Array, shards: Shards = ALONE) -> tuple[float, f
                 "a hessian of at least 0; look at the targets and weights of that row, at the learning rate, or at the "
                 "custom objective"
             )
-    here = [max((grad for grad, _, _ in found), default=0), max((most for _, most, _ in found), default=0)]
+    here = [max((grad for grad, _, _ in maxima), default=0), max((most for _, most, _ in maxima), default=0)]
     top_grad, top_hess = shards.top(np.array(here, np.float64), "largest gradient and hessian")
     return float(top_grad), float(top_hess)
 

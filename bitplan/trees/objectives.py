@@ -1,4 +1,4 @@
-"""What a model of boosted trees is fitted to: gradients, a starting score, a loss for early stopping.
+"""Objectives of boosted trees: gradients, a starting score, a loss for early stopping.
 
 A raw score is what trees add up to; `mean` turns it into what the user asked for. `renew` gives the leaf values of an
 objective whose best leaf is not a Newton step (the median of absolute errors). Starts, losses and renewed leaves are
@@ -174,15 +174,18 @@ class Custom(_OneScore):
     def gradients(self, y: Array, scores: Array, weights: Array, grads: Array, hess: Array) -> None:
         if not len(y):  # a process without rows
             return
-        found = self._function(y, scores[:, 0].copy())
-        if not (isinstance(found, tuple) and len(found) == 2 and all(np.shape(part) == y.shape for part in found)):
+        returned = self._function(y, scores[:, 0].copy())
+        if not (
+            isinstance(returned, tuple) and len(returned) == 2 and all(np.shape(part) == y.shape for part in returned)
+        ):
             raise TreesError(
-                f"custom objective: expected (gradients, hessians), two arrays of {len(y)} numbers, got {found!r:.80}"
+                f"custom objective: expected (gradients, hessians), two arrays of {len(y)} numbers, "
+                f"got {returned!r:.80}"
             )
         factor = weights if len(weights) else 1.0
         with np.errstate(over="ignore"):  # what becomes infinite is refused by row, in `largest`
-            grads[0] = np.asarray(found[0]) * factor
-            hess[0] = np.asarray(found[1]) * factor
+            grads[0] = np.asarray(returned[0]) * factor
+            hess[0] = np.asarray(returned[1]) * factor
 
     def loss(self, y: Array, scores: Array, weights: Array, shards: Shards = ALONE) -> float:
         raise TreesError("early stopping: a custom objective has no loss to watch; set early_stopping_rounds=None")

@@ -1,4 +1,4 @@
-"""Is it worth it here? F32, I16 and I8 measured on a sample of your table, on this machine; nothing is switched on.
+"""Recommends a gradient precision: measures F32, I16 and I8 on a sample of your table; switches nothing on.
 
 Whether quantized gradients help depends on rows, features and caches more than on any rule of thumb, so this trains:
 the same few trees in each precision, in turns, and the loss of each on rows held out. A precision is recommended only

@@ -136,9 +136,9 @@ def test_a_wrong_file_is_called_what_it_is(name, tmp_path, monkeypatch, capsys):
     if content is not None:
         (tmp_path / name).write_bytes(content)
     assert run(["inspect", name]) == 2
-    told = capsys.readouterr().err
-    assert re.search(message, told), told
-    assert told.count("\n") == 1
+    text = capsys.readouterr().err
+    assert re.search(message, text), text
+    assert text.count("\n") == 1
 
 
 def test_scales_that_meet_a_tensor_of_their_name(tmp_path, monkeypatch, capsys):

@@ -59,27 +59,27 @@ def prepared(tmp_path_factory):
 def test_verbs_are_grouped_by_what_they_are_for(capsys):
     assert list(VERBS) == PANELS
     assert run(["--help"]) == 0
-    told = capsys.readouterr().out
-    assert re.findall(r"╭─ (\w+) ─", told)[1:] == PANELS
+    message = capsys.readouterr().out
+    assert re.findall(r"╭─ (\w+) ─", message)[1:] == PANELS
     for name in ALL:
-        assert f" {name.split()[0]} " in told
+        assert f" {name.split()[0]} " in message
 
 
 @pytest.mark.parametrize("name", sorted(set(ALL) - NOT_HERE))
 def test_the_example_works_as_typed(name, prepared, tmp_path, monkeypatch, capsys):
-    found = EXAMPLE.search(" ".join((ALL[name].help or "").split()))
-    assert found, f"{name}: its help has no example"
+    result = EXAMPLE.search(" ".join((ALL[name].help or "").split()))
+    assert result, f"{name}: its help has no example"
     shutil.copytree(prepared, tmp_path, dirs_exist_ok=True)
     monkeypatch.chdir(tmp_path)
-    words = shlex.split(found[1])
+    words = shlex.split(result[1])
     assert words[: len(name.split())] == name.split()
     for made in ("small", "model.gguf"):
         assert not (tmp_path / made).exists()
     if name in WRITES:
         (tmp_path / WRITES[name]).unlink()
     # The policy here is of another model.
-    told = ("Exit 1 when there are findings", "Exit 1 too when the policy knows none")
-    fine = (0, 1) if any(each in (ALL[name].help or "") for each in told) else (0,)
+    message = ("Exit 1 when there are findings", "Exit 1 too when the policy knows none")
+    fine = (0, 1) if any(each in (ALL[name].help or "") for each in message) else (0,)
     assert run(words) in fine, capsys.readouterr().err
 
 
@@ -93,17 +93,17 @@ def test_with_json_standard_output_is_one_document(name, prepared, tmp_path, mon
     assert run([*words, "--json"]) in (0, 1)
     json.loads(capsys.readouterr().out)
     assert run([name.split()[0], "--no-such-option", "--json"]) == 2
-    told = capsys.readouterr()
-    assert told.out == ""
-    assert told.err.startswith("bitplan: ")
+    message = capsys.readouterr()
+    assert message.out == ""
+    assert message.err.startswith("bitplan: ")
 
 
 def test_bare_bitplan_shows_the_help(capsys):
     for arguments in ([], ["manifest"]):
         assert run(arguments) in (0, 2)
-        told = capsys.readouterr()
-        assert "Usage: bitplan" in told.out
-        assert told.err == ""
+        message = capsys.readouterr()
+        assert "Usage: bitplan" in message.out
+        assert message.err == ""
 
 
 @pytest.mark.parametrize("name", sorted(ALL))

@@ -63,9 +63,9 @@ def here(files, monkeypatch):
 def test_a_name_cannot_act_on_the_terminal(case, capsys):
     for more in ([], ["--json"]):
         assert run([*({**VERBS, **BESIDE}[case]), *more]) in (0, 1, 2)
-        told = capsys.readouterr()
-        assert told.out or told.err
-        assert not NEVER.search(told.out + told.err)
+        message = capsys.readouterr()
+        assert message.out or message.err
+        assert not NEVER.search(message.out + message.err)
 
 
 def test_names_are_shown_literally_and_come_back_from_json(capsys):
@@ -120,12 +120,12 @@ def test_work_without_a_terminal_says_how_far_it_is(capsys, monkeypatch):
     with show.progress("packing", 4, amount=lambda count: f"{count} files") as advance:
         advance(1, HOSTILE)
         time.sleep(0.2)
-    told = capsys.readouterr()
-    assert told.out == ""
-    line = told.err.splitlines()[0]
+    message = capsys.readouterr()
+    assert message.out == ""
+    line = message.err.splitlines()[0]
     assert re.match(r"packing: 1 files of 4 files in 0 s, about \d+ s left: ", line)
     assert SHOWN in line
-    assert not NEVER.search(told.err)
+    assert not NEVER.search(message.err)
 
 
 def test_a_bar_shows_names_literally(capsys, monkeypatch):
@@ -133,9 +133,9 @@ def test_a_bar_shows_names_literally(capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "200")
     with show.progress("packing", 4) as advance:
         advance(1, HOSTILE)
-    told = capsys.readouterr().err
-    assert SHOWN[-40:] in told
-    assert "\x1b]0;" not in told
+    message = capsys.readouterr().err
+    assert SHOWN[-40:] in message
+    assert "\x1b]0;" not in message
 
 
 @pytest.mark.parametrize("seconds", [3, 75, 7500])

@@ -61,9 +61,9 @@ def test_inputs_survive_under_every_name(case, files, tmp_path, monkeypatch, cap
         (tmp_path / "soft.safetensors").symlink_to(files / name)
         for given in (name, str(tmp_path / "hard.safetensors"), str(tmp_path / "soft.safetensors")):
             assert write(case, given, "--force") == 2
-            told = capsys.readouterr()
-            assert f"{given}: is the input {name} itself; write to another file" in told.err.replace(f"{files}/", "")
-            assert told.err.count("\n") == 1
+            message = capsys.readouterr()
+            assert f"{given}: is the input {name} itself; write to another file" in message.err.replace(f"{files}/", "")
+            assert message.err.count("\n") == 1
             assert Path(name).read_bytes() == before
         for made in ("hard", "soft"):
             (tmp_path / f"{made}.safetensors").unlink()

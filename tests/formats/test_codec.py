@@ -102,7 +102,7 @@ def test_whole_numbers_at_scale_one_are_ml_dtypes_integers(name, numpy_type):
     assert np.array_equal(decode(encoded).numpy(), expected.astype(np.float32))
 
 
-def test_the_seeds_worked_example():
+def test_a_worked_example():
     """int8 with scale 0.01: 0.437 -> 44 -> 0.44."""
     encoded = encode(torch.tensor([0.437]), "int8", scale=0.01)
     assert encoded.data.tolist() == [44]

@@ -18,7 +18,7 @@ from .samples import ALL_FORMATS, SHAPE_PARAMS, gaussian, same
     [
         ("float32", 67_108_864),
         ("int4", 8_388_608 + 4),
-        ("q4_0_poly", 10_485_760),  # 10.49 MB, where the seed says 8.6
+        ("q4_0_poly", 10_485_760),  # 10.49 MB
         ("q4_0_gguf", 9_437_184),  # 9.44 MB
         ("q8_0_gguf", 17_825_792),
         ("mxfp4", 8_912_896),

@@ -54,9 +54,9 @@ def test_rounding_is_that_of_another_implementation(fp8) -> None:
 def test_beyond_the_limit_saturates_and_nan_is_one_code(fp8) -> None:
     limit = FP8_LIMITS[fp8]
     odd = torch.tensor([1e9, -1e9, torch.inf, torch.nan, -torch.nan, -0.0])
-    found = round_to_fp8(odd, fp8)
-    assert found.float()[:3].tolist() == [limit, -limit, limit]
-    assert found.view(torch.uint8)[3:].tolist() == [0x7F, 0x7F, 0x80]
+    result = round_to_fp8(odd, fp8)
+    assert result.float()[:3].tolist() == [limit, -limit, limit]
+    assert result.view(torch.uint8)[3:].tolist() == [0x7F, 0x7F, 0x80]
 
 
 def test_the_largest_number_takes_the_largest_code() -> None:
@@ -104,7 +104,7 @@ def test_epsilon_is_the_least_amax() -> None:
 def test_what_is_not_finite_makes_its_group_nan(scaling, bad) -> None:
     x = torch.ones(256, 256)
     x[130, 5] = bad
-    found = decode_scaled(cast_reference(x, scaling))
+    result = decode_scaled(cast_reference(x, scaling))
     groups = {
         "tensor": torch.ones(256, 256, dtype=torch.bool),
         "row": torch.zeros(256, 256, dtype=torch.bool).index_fill_(0, torch.tensor([130]), True),
@@ -116,8 +116,8 @@ def test_what_is_not_finite_makes_its_group_nan(scaling, bad) -> None:
         expected[128:, :128] = True
     elif scaling == "1x32":
         expected[130, :32] = True
-    assert torch.equal(found.isnan(), expected)
-    assert torch.equal(found[~expected], x[~expected])
+    assert torch.equal(result.isnan(), expected)
+    assert torch.equal(result[~expected], x[~expected])
 
 
 def test_subnormal_amax_does_not_overflow() -> None:

@@ -1,4 +1,4 @@
-"""q4_0_poly against the seed's text, written out again as loops over single numbers."""
+"""q4_0_poly against its definition, written out again as loops over single numbers."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def half_away(number: np.float32) -> int:
 
 
 def quantize_q4_0(weights: list[np.float32]) -> bytes:
-    """The seed: maxAbs, scale = maxAbs / 7, round(w / scale) in [-8, 7], byte[j] = q1 & 0xF | (q2 & 0xF) << 4."""
+    """maxAbs, scale = maxAbs / 7, round(w / scale) in [-8, 7], byte[j] = q1 & 0xF | (q2 & 0xF) << 4."""
     packed = b""
     for start in range(0, len(weights), 32):
         block = weights[start : start + 32]
@@ -62,14 +62,14 @@ SAMPLES = {
 
 
 @pytest.mark.parametrize("x", SAMPLES.values(), ids=SAMPLES.keys())
-def test_bytes_equal_the_seeds_loops(x):
+def test_bytes_equal_the_loops(x):
     packed = quantize_q4_0(list(x.numpy().reshape(-1)))
     encoded = encode(x, "q4_0_poly")
     assert encoded.to_bytes() == packed
     assert decode(encoded).reshape(-1).tolist() == [float(weight) for weight in dequantize_q4_0(packed)]
 
 
-def test_every_byte_decodes_as_the_seeds_loops():
+def test_every_byte_decodes_as_the_loops():
     packed = b"".join(
         struct.pack("<f", 0.1 * step - 0.5) + bytes(range(16 * step, 16 * step + 16)) for step in range(16)
     )

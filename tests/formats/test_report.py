@@ -21,15 +21,15 @@ INF, NAN = float("inf"), float("nan")
 def test_a_case_by_hand():
     """[3, 4] in int8 with a scale of 2.5 is [1, 2] * 2.5 = [2.5, 5]: the difference is [0.5, -1]."""
     x = torch.tensor([3.0, 4.0])
-    found = error_report(x, encode(x, "int8", scale=2.5))
-    assert found.fmt == "int8"
-    assert found.count == 2
-    assert found.cosine == pytest.approx((3 * 2.5 + 4 * 5) / (5 * math.hypot(2.5, 5)))
-    assert found.sqnr_db == pytest.approx(10 * math.log10(25 / 1.25))
-    assert found.relative_error == pytest.approx(math.sqrt(1.25 / 25))
-    assert found.max_error == 1.0
-    assert (found.saturated, found.underflowed) == (0, 0)
-    assert found.bytes_per_weight == (2 + 4) / 2
+    result = error_report(x, encode(x, "int8", scale=2.5))
+    assert result.fmt == "int8"
+    assert result.count == 2
+    assert result.cosine == pytest.approx((3 * 2.5 + 4 * 5) / (5 * math.hypot(2.5, 5)))
+    assert result.sqnr_db == pytest.approx(10 * math.log10(25 / 1.25))
+    assert result.relative_error == pytest.approx(math.sqrt(1.25 / 25))
+    assert result.max_error == 1.0
+    assert (result.saturated, result.underflowed) == (0, 0)
+    assert result.bytes_per_weight == (2 + 4) / 2
 
 
 @pytest.mark.parametrize(
@@ -57,8 +57,8 @@ def test_saturated_numbers_of_blocks_are_counted_against_their_own_scale():
     x = torch.ones(3, 64)
     x[1, 40:50] = 7.9  # under the OCP floor rule its scale is 1: beyond 7 saturates
     x[2, 0] = -100.0
-    found = error_report(x, encode(x, "mxfp4"))
-    assert found.saturated == 10
+    result = error_report(x, encode(x, "mxfp4"))
+    assert result.saturated == 10
 
 
 def test_clipping_rules_saturate_and_absmax_does_not():
@@ -88,9 +88,9 @@ def test_numbers_that_became_zero_are_counted(name, x, underflowed):
 @pytest.mark.parametrize("name", ["float32", "float64", "int8"])
 def test_an_exact_tensor_has_infinite_sqnr_and_null_in_json(name):
     x = torch.tensor([127.0, -64.0, 1.0])
-    found = error_report(x, encode(x, name))
-    assert (found.cosine, found.sqnr_db, found.relative_error, found.max_error) == (1.0, INF, 0.0, 0.0)
-    written = found.to_dict()
+    result = error_report(x, encode(x, name))
+    assert (result.cosine, result.sqnr_db, result.relative_error, result.max_error) == (1.0, INF, 0.0, 0.0)
+    written = result.to_dict()
     assert written["sqnr_db"] is None
     assert written["cosine"] == 1.0
     assert json.loads(json.dumps(written, allow_nan=False)) == written
@@ -101,26 +101,26 @@ def test_an_exact_tensor_has_infinite_sqnr_and_null_in_json(name):
 def test_every_format_and_shape_has_a_report(fmt, shape):
     x = gaussian(*shape)
     encoded = encode(x, fmt, pad="zero")
-    found = error_report(x, encoded)
-    assert found.count == x.numel()
-    assert found.bytes_per_weight == (encoded.nbytes / x.numel() if x.numel() else 0.0)
+    result = error_report(x, encoded)
+    assert result.count == x.numel()
+    assert result.bytes_per_weight == (encoded.nbytes / x.numel() if x.numel() else 0.0)
     difference = decode(encoded).double() - x.double()
-    assert found.max_error == (float(difference.abs().max()) if x.numel() else 0.0)
-    assert -1.0 <= found.cosine <= 1.0
-    json.dumps(found.to_dict(), allow_nan=False)
+    assert result.max_error == (float(difference.abs().max()) if x.numel() else 0.0)
+    assert -1.0 <= result.cosine <= 1.0
+    json.dumps(result.to_dict(), allow_nan=False)
 
 
 @pytest.mark.parametrize("fmt", SCALED_FORMATS)
 def test_zeros_are_exact(fmt):
     x = torch.zeros(2, 128)
-    found = error_report(x, encode(x, fmt))
-    assert (found.cosine, found.relative_error, found.saturated, found.underflowed) == (1.0, 0.0, 0, 0)
+    result = error_report(x, encode(x, fmt))
+    assert (result.cosine, result.relative_error, result.saturated, result.underflowed) == (1.0, 0.0, 0, 0)
 
 
 def test_everything_lost_is_said():
     x = torch.full((4,), 0.1)
-    found = error_report(x, encode(x, "int8", scale=1.0))
-    assert (found.cosine, found.relative_error, found.sqnr_db, found.underflowed) == (0.0, 1.0, 0.0, 4)
+    result = error_report(x, encode(x, "int8", scale=1.0))
+    assert (result.cosine, result.relative_error, result.sqnr_db, result.underflowed) == (0.0, 1.0, 0.0, 4)
 
 
 @pytest.mark.parametrize("place", [0, -1])
@@ -128,18 +128,18 @@ def test_a_nan_spoils_the_figures_instead_of_hiding(place, monkeypatch):
     monkeypatch.setattr(report, "PIECE", 4)  # in the first piece and in the last
     x = gaussian(10)
     x[place] = NAN
-    found = error_report(x, encode(x, "float16"))
-    assert math.isnan(found.cosine)
-    assert math.isnan(found.max_error)
-    assert math.isnan(found.sqnr_db)
-    assert found.to_dict()["cosine"] is None
+    result = error_report(x, encode(x, "float16"))
+    assert math.isnan(result.cosine)
+    assert math.isnan(result.max_error)
+    assert math.isnan(result.sqnr_db)
+    assert result.to_dict()["cosine"] is None
 
 
 def test_a_cast_that_overflows_has_a_report():
     x = torch.tensor([1.0, 1e6])
-    found = error_report(x, encode(x, "float16"))
-    assert (found.max_error, found.relative_error, found.sqnr_db, found.saturated) == (INF, INF, -INF, 1)
-    json.dumps(found.to_dict(), allow_nan=False)
+    result = error_report(x, encode(x, "float16"))
+    assert (result.max_error, result.relative_error, result.sqnr_db, result.saturated) == (INF, INF, -INF, 1)
+    json.dumps(result.to_dict(), allow_nan=False)
 
 
 def test_double_precision_is_seen():
@@ -175,9 +175,9 @@ def test_nothing_compared_with_nothing_is_the_same():
 
 
 def test_opposite_numbers():
-    found = similarity(torch.tensor([1.0, -2.0]), torch.tensor([-1.0, 2.0]))
-    assert found.cosine == pytest.approx(-1.0)
-    assert found.relative_error == 2.0
+    result = similarity(torch.tensor([1.0, -2.0]), torch.tensor([-1.0, 2.0]))
+    assert result.cosine == pytest.approx(-1.0)
+    assert result.relative_error == 2.0
 
 
 @pytest.mark.parametrize("fmt", ALL_FORMATS)

@@ -64,10 +64,10 @@ def test_an_explicit_zero_point_is_kept_and_stands_for_zero(name, zero_point):
     assert float((decoded - x).abs().max()) <= float(encoded.scales) * 0.5001 + 1e-6
 
 
-@pytest.mark.parametrize(("zero_point", "kept"), [(0, [2.0, 0.0]), (255, [0.0, -1.0])])
-def test_numbers_on_a_side_without_codes_become_zero(zero_point, kept):
+@pytest.mark.parametrize(("zero_point", "stored"), [(0, [2.0, 0.0]), (255, [0.0, -1.0])])
+def test_numbers_on_a_side_without_codes_become_zero(zero_point, stored):
     decoded = decode(encode(torch.tensor([2.0, -1.0]), "uint8", zero_point=zero_point))
-    assert decoded.tolist() == pytest.approx(kept)
+    assert decoded.tolist() == pytest.approx(stored)
 
 
 def test_zero_points_by_hand():

@@ -69,7 +69,7 @@ def _change_yaml(text: str, rng: Random) -> str:
     elif how == 4 and ":" in line:
         lines[at] = rng.choice(YAML_VALUES) + line[line.index(":") :]
     else:
-        lines[at] = re.sub(r"(:|-) .*", lambda found: f"{found[1]} {rng.choice(YAML_VALUES)}", line, count=1)
+        lines[at] = re.sub(r"(:|-) .*", lambda match: f"{match[1]} {rng.choice(YAML_VALUES)}", line, count=1)
     return "".join(lines)
 
 
@@ -82,8 +82,8 @@ def _change_safetensors(data: bytes, rng: Random) -> bytes:
     else:
         rest = rng.choice((rest[: rng.randrange(len(rest) + 1)], rest + rng.randbytes(rng.choice((1, 8, 1000)))))
     raw = header.encode("utf-8", "surrogatepass")
-    told = len(raw) if rng.random() < 0.9 else len(raw) + rng.choice((-9, -1, 1, 8, rng.choice(NUMBERS)))
-    return (told % 2**64).to_bytes(8, "little") + raw + rest
+    message = len(raw) if rng.random() < 0.9 else len(raw) + rng.choice((-9, -1, 1, 8, rng.choice(NUMBERS)))
+    return (message % 2**64).to_bytes(8, "little") + raw + rest
 
 
 # ---- bytes, whatever they mean ---------------------------------------------------------------------------------------

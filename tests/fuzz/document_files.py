@@ -116,9 +116,9 @@ def read_crossovers(path: Path) -> None:
 
     fingerprint = json.loads(example_text("crossover"))["fingerprint"]
     document = load_document(path, FileFormatError)
-    found = crossover_files.from_document(document, fingerprint, where=str(path))
-    json.dumps(crossover_files.to_document(found, fingerprint), allow_nan=False).encode()
-    for record in found.values():
+    result = crossover_files.from_document(document, fingerprint, where=str(path))
+    json.dumps(crossover_files.to_document(result, fingerprint), allow_nan=False).encode()
+    for record in result.values():
         pick(record, 8, room=True)
 
 
@@ -173,10 +173,10 @@ def read_layer_state(path: Path) -> None:
 
 def make_fp8_policies(folder: Path) -> list[Path]:
     from bitplan.plan.fp8.merge import merge_reports
-    from tests.plan.fp8.fp8_samples import SEED_POLICY
+    from tests.plan.fp8.fp8_samples import VERSION_1
 
     merge_reports([small_report()]).policy.save(folder / "v2.json")
-    return [folder / "v2.json", written(folder / "v1.json", SEED_POLICY)]
+    return [folder / "v2.json", written(folder / "v1.json", VERSION_1)]
 
 
 def small_report() -> Any:
@@ -235,9 +235,9 @@ def make_list_report(folder: Path) -> list[Path]:
 def read_list_report(path: Path) -> None:
     from bitplan.plan.fp8.loongforge_report import merge_lists
 
-    found = merge_lists([path], 1.0)
-    if found is not None:
-        found[0].to_json()
+    result = merge_lists([path], 1.0)
+    if result is not None:
+        result[0].to_json()
 
 
 def make_configs(folder: Path) -> list[Path]:

@@ -40,12 +40,12 @@ class Span:
 
 def spans(text: str, offset: int = 0) -> list[Span]:
     """Every value of a sound JSON text, the whole of it last."""
-    found: list[Span] = []
-    _scan(text, offset, 0, None, found)
-    return found
+    result: list[Span] = []
+    _scan(text, offset, 0, None, result)
+    return result
 
 
-def _scan(text: str, at: int, depth: int, key: tuple[int, int] | None, found: list[Span]) -> int:
+def _scan(text: str, at: int, depth: int, key: tuple[int, int] | None, result: list[Span]) -> int:
     token = _TOKEN.match(text, at)
     assert token, text[at : at + 40]
     start, end = token.span(1)
@@ -57,12 +57,12 @@ def _scan(text: str, at: int, depth: int, key: tuple[int, int] | None, found: li
             elif closing == "}":
                 colon = _TOKEN.match(text, following.end())
                 assert colon
-                end = _scan(text, colon.end(), depth + 1, following.span(1), found)
+                end = _scan(text, colon.end(), depth + 1, following.span(1), result)
             else:
-                end = _scan(text, end, depth + 1, None, found)
+                end = _scan(text, end, depth + 1, None, result)
         assert following, "not closed"
         end = following.end()
-    found.append(Span(start, end, depth, start if key is None else key[0], key))
+    result.append(Span(start, end, depth, start if key is None else key[0], key))
     return end
 
 

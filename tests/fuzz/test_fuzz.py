@@ -16,9 +16,9 @@ def test_damaged_files_are_read_or_refused(tmp_path):
     arguments = ("--inputs", "20000", "--seed", "1", "--failures", str(tmp_path))
     program = Program(code, *arguments, folder=Path(__file__).parents[2])
     assert program.wait() == 0, program.output + program.errors
-    found = re.findall(r"^(.*): \d+ inputs: (\d+) read, (\d+) refused, 0 failed;", program.output, re.MULTILINE)
-    assert [name for name, _, _ in found] == [reader.name for reader in READERS]
-    assert [name for name, read, refused in found if not int(read) or not int(refused)] == []
+    result = re.findall(r"^(.*): \d+ inputs: (\d+) read, (\d+) refused, 0 failed;", program.output, re.MULTILINE)
+    assert [name for name, _, _ in result] == [reader.name for reader in READERS]
+    assert [name for name, read, refused in result if not int(read) or not int(refused)] == []
 
 
 def test_a_change_depends_on_its_seed_alone_and_is_none_of_the_text_outside():

@@ -152,9 +152,9 @@ def make_networks(folder: Path) -> list[Path]:
 def read_network(path: Path) -> None:
     from bitplan.store.files.poly_json import read_poly_json, write_poly_json
 
-    found = read_poly_json(path)
-    write_poly_json(path.with_suffix(".again"), found)  # what can be read can be written, and is the same
-    assert read_poly_json(path.with_suffix(".again")).document == found.document
+    result = read_poly_json(path)
+    write_poly_json(path.with_suffix(".again"), result)  # what can be read can be written, and is the same
+    assert read_poly_json(path.with_suffix(".again")).document == result.document
 
 
 def make_packed(folder: Path) -> list[Path]:

@@ -130,9 +130,9 @@ def run(command: list[str], code: int = 0) -> subprocess.CompletedProcess[str]:
     return done
 
 
-def expect(holds: bool, told: str) -> None:
+def expect(holds: bool, message: str) -> None:
     if not holds:
-        sys.exit(told)
+        sys.exit(message)
 
 
 def say(what: str) -> None:

@@ -28,7 +28,7 @@ def sample_fingerprint(**changes):
 
 
 @pytest.mark.parametrize(
-    ("changes", "told"),
+    ("changes", "message"),
     [
         ({"weights": {"layers.0": [torch.ones(2, 2)], "layers.1": [torch.ones(2, 2)]}}, "the weights of 'layers.1'"),
         ({"formats": ["int8_row", "int8_g128"]}, "the quantizer settings of 'int8_g128'"),
@@ -36,9 +36,9 @@ def sample_fingerprint(**changes):
         ({"batches": [torch.arange(4), torch.arange(5).float()]}, "the data of 'batch 1'"),
     ],
 )
-def test_each_part_is_named(changes, told):
-    (found,) = compare_fingerprints(sample_fingerprint(), sample_fingerprint(**changes))
-    assert found.startswith(f"{told} differ (")
+def test_each_part_is_named(changes, message):
+    (result,) = compare_fingerprints(sample_fingerprint(), sample_fingerprint(**changes))
+    assert result.startswith(f"{message} differ (")
 
 
 def test_the_same_is_the_same_and_rubbish_is_not():

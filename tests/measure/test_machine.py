@@ -36,7 +36,7 @@ def test_meets(installed, wanted, holds):
 
 
 def test_libraries_and_the_extras_that_bring_them():
-    found = find_libraries(
+    result = find_libraries(
         [
             "torch>=2.11",
             "no-such-thing>=1; extra == 'trees'",
@@ -46,10 +46,10 @@ def test_libraries_and_the_extras_that_bring_them():
             "numpy>=1",  # needed, whatever an extra says
         ]
     )
-    told = {library.name: (library.extras, library.problem) for library in found}
-    assert told == {"torch": ((), None), "numpy": ((), None), "no-such-thing": (("bench", "trees"), None)}
-    assert [library.name for library in found] == ["numpy", "torch", "no-such-thing"]
-    assert found[-1].installed is None
+    message = {library.name: (library.extras, library.problem) for library in result}
+    assert message == {"torch": ((), None), "numpy": ((), None), "no-such-thing": (("bench", "trees"), None)}
+    assert [library.name for library in result] == ["numpy", "torch", "no-such-thing"]
+    assert result[-1].installed is None
 
 
 def test_a_needed_library_that_cannot_be_imported_is_told(monkeypatch):
@@ -64,9 +64,9 @@ def test_a_needed_library_that_cannot_be_imported_is_told(monkeypatch):
 def test_missing_extras_have_a_command(monkeypatch):
     wanted = ["no-such-thing>=1; extra == 'trees'"]
     monkeypatch.setattr(machine.importlib.metadata, "requires", lambda _: wanted)
-    found = examine_machine(measure=False)
-    assert found["problems"] == []
-    assert found["next"][0] == "pip install 'bitplan[trees]' for no-such-thing"
+    result = examine_machine(measure=False)
+    assert result["problems"] == []
+    assert result["next"][0] == "pip install 'bitplan[trees]' for no-such-thing"
     wanted += ["no-such-thing>=1; extra == 'bench'", "nor-this>=1; extra == 'bench'"]  # the smaller extra is named
     assert examine_machine(measure=False)["next"][:2] == [
         "pip install 'bitplan[bench]' for nor-this",
@@ -79,9 +79,9 @@ def test_from_a_checkout_that_is_not_installed(monkeypatch):
         raise machine.importlib.metadata.PackageNotFoundError("bitplan")
 
     monkeypatch.setattr(machine.importlib.metadata, "requires", missing)
-    found = examine_machine(measure=False)
-    assert (found["libraries"], found["problems"]) == ([], [])
-    assert found["next"][0] == machine.NOT_INSTALLED
+    result = examine_machine(measure=False)
+    assert (result["libraries"], result["problems"]) == ([], [])
+    assert result["next"][0] == machine.NOT_INSTALLED
 
 
 def test_a_full_gpu_is_told_and_not_fatal(monkeypatch):
@@ -97,19 +97,19 @@ def test_a_full_gpu_is_told_and_not_fatal(monkeypatch):
 
 
 def test_fast_paths_are_what_the_dispatcher_picks(monkeypatch):
-    found = paths()["CPU encode and decode (numba)"]
-    assert found["active"]
-    assert "mxfp4" in found["detail"].split(", ")
+    result = paths()["CPU encode and decode (numba)"]
+    assert result["active"]
+    assert "mxfp4" in result["detail"].split(", ")
     monkeypatch.setattr(dispatch, "_is_installed", lambda _: False)
-    found = paths()["CPU encode and decode (numba)"]
-    assert (found["active"], found["detail"]) == (False, "numba is not installed")
+    result = paths()["CPU encode and decode (numba)"]
+    assert (result["active"], result["detail"]) == (False, "numba is not installed")
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
 def test_without_a_gpu_fp8_is_said_to_be_emulated():
-    found = paths()
-    assert not found["GPU kernels (Triton)"]["active"]
-    assert "emulated" in found["FP8 tensor cores"]["detail"]
+    result = paths()
+    assert not result["GPU kernels (Triton)"]["active"]
+    assert "emulated" in result["FP8 tensor cores"]["detail"]
 
 
 FACTS = {
@@ -123,7 +123,7 @@ FACTS = {
 
 
 @pytest.mark.parametrize(
-    ("facts", "told"),
+    ("facts", "message"),
     [
         ({}, []),
         ({"cpu_flags": None}, []),  # nothing is claimed of a machine that does not say
@@ -135,10 +135,10 @@ FACTS = {
         ({"missing": [("scikit-learn", "trees")]}, [("scikit-learn", "no boosted", "pip install 'bitplan[trees]'")]),
     ],
 )
-def test_what_a_machine_lacks_and_what_that_costs(facts, told):
-    found = find_lacks(**FACTS | facts)
-    assert [(each.what, each.next) for each in found] == [(what, step) for what, _, step in told]
-    assert all(costs in each.costs for each, (_, costs, _) in zip(found, told, strict=True))
+def test_what_a_machine_lacks_and_what_that_costs(facts, message):
+    result = find_lacks(**FACTS | facts)
+    assert [(each.what, each.next) for each in result] == [(what, step) for what, _, step in message]
+    assert all(costs in each.costs for each, (_, costs, _) in zip(result, message, strict=True))
 
 
 def test_the_document_says_what_is_lacking(monkeypatch):
@@ -179,6 +179,6 @@ def test_quick_and_starts_no_gpu(tmp_path):
 
 @pytest.mark.gpu
 def test_bandwidth_is_of_the_right_size():
-    found = measure_bandwidth(torch.device("cuda"))
-    assert 1 < found["h2d_gb_per_s"] < 2000
-    assert found["h2d_gb_per_s"] < found["device_gb_per_s"] < 20_000
+    result = measure_bandwidth(torch.device("cuda"))
+    assert 1 < result["h2d_gb_per_s"] < 2000
+    assert result["h2d_gb_per_s"] < result["device_gb_per_s"] < 20_000

@@ -18,7 +18,7 @@ def shapes(headers: dict[str, Header]) -> dict[str, tuple[int, ...]]:
 
 
 def gpt_oss_openai(layers: int = 24, experts: int = 32, hidden: int = 2880, middle: int = 2880) -> dict[str, Header]:
-    found = {"embedding.weight": header((201088, hidden))}
+    result = {"embedding.weight": header((201088, hidden))}
     for layer in range(layers):
         own = {
             "attn.norm.scale": header((hidden,)),
@@ -37,12 +37,12 @@ def gpt_oss_openai(layers: int = 24, experts: int = 32, hidden: int = 2880, midd
             "mlp.mlp2_weight.scales": header((experts, hidden, middle // 32), "uint8"),
             "mlp.mlp2_bias": header((experts, hidden)),
         }
-        found |= {f"block.{layer}.{name}": item for name, item in own.items()}
-    return found | {"norm.scale": header((hidden,)), "unembedding.weight": header((201088, hidden))}
+        result |= {f"block.{layer}.{name}": item for name, item in own.items()}
+    return result | {"norm.scale": header((hidden,)), "unembedding.weight": header((201088, hidden))}
 
 
 def gpt_oss_hugging_face(layers: int = 24, experts: int = 32, hidden: int = 2880) -> dict[str, Header]:
-    found = {"model.embed_tokens.weight": header((201088, hidden))}
+    result = {"model.embed_tokens.weight": header((201088, hidden))}
     for layer in range(layers):
         own = {
             "input_layernorm.weight": header((hidden,)),
@@ -65,27 +65,27 @@ def gpt_oss_hugging_face(layers: int = 24, experts: int = 32, hidden: int = 2880
         }.items():
             own[f"self_attn.{part}_proj.weight"] = header((rows, cols))
             own[f"self_attn.{part}_proj.bias"] = header((rows,))
-        found |= {f"model.layers.{layer}.{name}": item for name, item in own.items()}
-    return found | {"model.norm.weight": header((hidden,)), "lm_head.weight": header((201088, hidden))}
+        result |= {f"model.layers.{layer}.{name}": item for name, item in own.items()}
+    return result | {"model.norm.weight": header((hidden,)), "lm_head.weight": header((201088, hidden))}
 
 
 def llama(layers: int = 2, hidden: int = 576, middle: int = 1536) -> dict[str, Header]:
-    found = {"model.embed_tokens.weight": header((512, hidden)), "model.norm.weight": header((hidden,))}
+    result = {"model.embed_tokens.weight": header((512, hidden)), "model.norm.weight": header((hidden,))}
     for layer in range(layers):
         own = {f"self_attn.{part}_proj.weight": header((hidden, hidden)) for part in "qkvo"}
         own |= {f"{norm}_layernorm.weight": header((hidden,)) for norm in ("input", "post_attention")}
         own |= {f"mlp.{part}_proj.weight": header((middle, hidden)) for part in ("gate", "up")}
         own["mlp.down_proj.weight"] = header((hidden, middle))
-        found |= {f"model.layers.{layer}.{name}": item for name, item in own.items()}
-    return found
+        result |= {f"model.layers.{layer}.{name}": item for name, item in own.items()}
+    return result
 
 
 def mixtral(layers: int = 2, experts: int = 8, hidden: int = 64, middle: int = 96) -> dict[str, Header]:
-    found = {name: item for name, item in llama(layers, hidden, middle).items() if ".mlp." not in name}
+    result = {name: item for name, item in llama(layers, hidden, middle).items() if ".mlp." not in name}
     for layer in range(layers):
         moe = f"model.layers.{layer}.block_sparse_moe"
-        found[f"{moe}.gate.weight"] = header((experts, hidden))
+        result[f"{moe}.gate.weight"] = header((experts, hidden))
         for expert in range(experts):
-            found |= {f"{moe}.experts.{expert}.{name}.weight": header((middle, hidden)) for name in ("w1", "w3")}
-            found[f"{moe}.experts.{expert}.w2.weight"] = header((hidden, middle))
-    return found | {"lm_head.weight": header((512, hidden))}
+            result |= {f"{moe}.experts.{expert}.{name}.weight": header((middle, hidden)) for name in ("w1", "w3")}
+            result[f"{moe}.experts.{expert}.w2.weight"] = header((hidden, middle))
+    return result | {"lm_head.weight": header((512, hidden))}

@@ -33,8 +33,8 @@ def manifest(*rules, **change):
 
 def small(**change):
     """A gpt-oss checkpoint of one layer with some headers replaced, or removed where None."""
-    found = {**gpt_oss_openai(1, 2, 64, 32), **change}
-    return {name: item for name, item in found.items() if item is not None}
+    result = {**gpt_oss_openai(1, 2, 64, 32), **change}
+    return {name: item for name, item in result.items() if item is not None}
 
 
 def check(headers):
@@ -76,12 +76,12 @@ def test_rules_unused_shadowed_and_optional():
 
 def test_rules_that_overlap_and_disagree():
     rules = manifest(("a.*", "int8"), ("ab", "int8"), (".b|c", "int4"), (".*", "bfloat16"))
-    found = check_headers(rules, {"ab": header((2, 2)), "aa": header((2, 2)), "c": header((2, 2)), "d": header((2,))})
-    assert codes(found) == [
+    result = check_headers(rules, {"ab": header((2, 2)), "aa": header((2, 2)), "c": header((2, 2)), "d": header((2,))})
+    assert codes(result) == [
         ("shadowed-rule", "patterns[1] ab"),
         ("overlap", "patterns[2] .b|c"),
     ]
-    assert "gives int4 to 'ab', but patterns[0] a.* comes first with int8" in found[1].message
+    assert "gives int4 to 'ab', but patterns[0] a.* comes first with int8" in result[1].message
 
 
 @pytest.mark.parametrize("pattern", [".*", "^.*$", ".+"])
@@ -90,8 +90,8 @@ def test_a_last_rule_for_everything_is_a_default_and_no_fault(pattern):
     assert check_headers(manifest(("a.*", "int8_row"), (pattern, "bfloat16")), {"ab": header((2, 2))}) == []
     both = {"ab": header((2, 2)), "c": header((2,))}
     assert check_headers(manifest(("a.*", "int8_row"), (pattern, "bfloat16")), both) == []
-    found = check_headers(manifest((pattern, "bfloat16"), ("a.*", "int8_row")), both)
-    assert [item.code for item in found] == ["shadowed-rule", "overlap"]
+    result = check_headers(manifest((pattern, "bfloat16"), ("a.*", "int8_row")), both)
+    assert [item.code for item in result] == ["shadowed-rule", "overlap"]
 
 
 @pytest.mark.parametrize(
@@ -169,8 +169,8 @@ def test_two_halves_of_one_format(rules, expected):
     tags = {"FP4": Tag("mxfp4", "data"), "UE8": Tag("mxfp4", "scales"), "other scales": Tag("nvfp4", "scales")}
     rules = manifest(*((f"w.({regex})" if "|" in regex else f"w.{regex}", *rest) for regex, *rest in rules), tags=tags)
     headers = {"w.blocks": header((4, 2, 16), "uint8"), "w.scales": header((4, 2), "uint8")}
-    found = [item for item in check_headers(rules, headers) if item.code not in ("dtype", "shadowed-rule")]
-    assert codes(found) == expected
+    result = [item for item in check_headers(rules, headers) if item.code not in ("dtype", "shadowed-rule")]
+    assert codes(result) == expected
 
 
 @pytest.mark.parametrize(
@@ -199,8 +199,8 @@ def test_layouts_that_are_right(change):
     ],
 )
 def test_rows_still_to_be_encoded(cols, name, padding, expected):
-    found = check_headers(manifest(("w", name), padding=padding), {"w": header((64, cols))})
-    assert [finding.code for finding in found] == expected
+    result = check_headers(manifest(("w", name), padding=padding), {"w": header((64, cols))})
+    assert [finding.code for finding in result] == expected
 
 
 @pytest.mark.parametrize(
@@ -214,8 +214,8 @@ def test_rows_still_to_be_encoded(cols, name, padding, expected):
     ],
 )
 def test_a_format_of_bitplans_in_the_header(dtype, nbytes, expected):
-    found = check_headers(manifest(("w", "mxfp4")), {"w": Header(dtype, (64, 32), nbytes)})
-    assert [finding.code for finding in found] == expected
+    result = check_headers(manifest(("w", "mxfp4")), {"w": Header(dtype, (64, 32), nbytes)})
+    assert [finding.code for finding in result] == expected
 
 
 @pytest.mark.parametrize(
@@ -237,8 +237,8 @@ def test_a_format_of_bitplans_in_the_header(dtype, nbytes, expected):
     ],
 )
 def test_fused_groups_with_different_formats(headers, odd, where, kind):
-    found = check_headers(manifest((odd, "int8_row"), (".*", "bfloat16", "", True)), headers)
-    (finding,) = [item for item in found if item.code == "fused-group"]
+    result = check_headers(manifest((odd, "int8_row"), (".*", "bfloat16", "", True)), headers)
+    (finding,) = [item for item in result if item.code == "fused-group"]
     assert finding.where == where
     assert finding.message.startswith(f"{kind} would get different formats")
     assert "int8_row" in finding.message
@@ -260,13 +260,13 @@ def test_fused_groups_with_different_formats(headers, odd, where, kind):
 )
 def test_what_runtimes_fuse(names, grouped):
     rules = manifest((names[0].replace(".", r"\."), "int8_row"), (names[1].replace(".", r"\."), "float32"))
-    found = check_headers(rules, dict.fromkeys(names, header((2, 2), "float32")))
-    assert [finding.code for finding in found] == ["fused-group"] * grouped
+    result = check_headers(rules, dict.fromkeys(names, header((2, 2), "float32")))
+    assert [finding.code for finding in result] == ["fused-group"] * grouped
 
 
 def test_one_layer_in_another_format_is_no_fused_group():
-    found = check_headers(manifest((r"model\.layers\.0\..*proj\.weight", "int8_row"), (".*", "bfloat16")), llama())
-    assert found == []
+    result = check_headers(manifest((r"model\.layers\.0\..*proj\.weight", "int8_row"), (".*", "bfloat16")), llama())
+    assert result == []
 
 
 def test_findings_do_not_depend_on_the_order_of_the_header():
@@ -328,5 +328,5 @@ def test_a_base_that_is_nowhere(base, name, codes):
     }
     headers = {"w.blocks": header((4, 2, 64), "uint8"), "w.scales": header((4, 2), "uint8")}
     headers |= {name: header((), "float32")} if name else {}
-    found = check_headers(Manifest.from_document(document), headers)
-    assert [finding.code for finding in found] == codes
+    result = check_headers(Manifest.from_document(document), headers)
+    assert [finding.code for finding in result] == codes

@@ -87,15 +87,15 @@ def test_tensors_that_are_no_floats_stay_and_keep_their_bytes(tmp_path):
 
 def test_keep_and_only_take_names_patterns_and_modules():
     tensors = {f"a.{part}.weight": (64, 64) for part in ("x", "y", "norm")} | {"lm_head.weight": (64, 64)}
-    kept = choose_formats(tensors, "mxfp4", keep=["a.x", "lm_*"])
-    assert {name: choice.format for name, choice in kept.items()} == {
+    stored = choose_formats(tensors, "mxfp4", keep=["a.x", "lm_*"])
+    assert {name: choice.format for name, choice in stored.items()} == {
         "a.x.weight": "float32", "a.y.weight": "mxfp4", "a.norm.weight": "float32", "lm_head.weight": "float32",
     }  # fmt: skip
-    assert kept["a.x.weight"].reason == "kept by 'a.x'"
+    assert stored["a.x.weight"].reason == "kept by 'a.x'"
     asked = choose_formats(tensors, "mxfp4", only=["a.norm.weight", "lm_head"])
     assert [name for name, choice in asked.items() if choice.format == "mxfp4"] == ["a.norm.weight", "lm_head.weight"]
     whole = choose_formats(tensors, "mxfp4")
-    assert choose_formats(tensors, whole, keep=["a.x", "lm_*"])["lm_head.weight"] == kept["lm_head.weight"]
+    assert choose_formats(tensors, whole, keep=["a.x", "lm_*"])["lm_head.weight"] == stored["lm_head.weight"]
 
 
 def test_packed_tensors_are_copied_or_encoded_again():

@@ -31,9 +31,9 @@ RAW = {
 }
 
 
-def seed(**change):
-    """The seed's section 11, its escapes corrected."""
-    found = {
+def gpt_oss_rules(**change):
+    """The gpt-oss manifest as published, its escapes corrected."""
+    result = {
         "version": 1,
         "formats": {
             "BF16": {"bits": 16, "role": ["norm", "embed", "attn", "bias"]},
@@ -52,7 +52,7 @@ def seed(**change):
         "scale_base": 0.001,
         **change,
     }
-    return {key: value for key, value in found.items() if value is not None}
+    return {key: value for key, value in result.items() if value is not None}
 
 
 def schema_errors(document):
@@ -65,8 +65,8 @@ def rules(*items, **change):
     return {"version": 1, "patterns": [{"regex": regex, "format": name} for regex, name in items], **change}
 
 
-def test_the_seed_reads_as_fp4_with_linear_scales():
-    manifest = Manifest.from_document(seed())
+def test_it_reads_as_fp4_with_linear_scales():
+    manifest = Manifest.from_document(gpt_oss_rules())
     assert manifest.tags["FP4"] == Tag("fp4_u8_g128", "data", ("mlp_weight",))
     assert manifest.tags["UE8"] == Tag("fp4_u8_g128", "scales", ("mlp_scale",))
     assert (manifest.block_size, manifest.scale_base) == (128, 0.001)
@@ -81,11 +81,11 @@ def test_the_seed_reads_as_fp4_with_linear_scales():
     [("e8m0", 32, None, "mxfp4"), ("linear_uint8", 128, 2, "fp4_u8_g128"), ("e4m3", 16, "tensor", "nvfp4")],
 )
 def test_fp4_and_ue8_make_a_format(encoding, block, base, name):
-    manifest = Manifest.from_document(seed(scale_encoding=encoding, block_size=block, scale_base=base))
+    manifest = Manifest.from_document(gpt_oss_rules(scale_encoding=encoding, block_size=block, scale_base=base))
     assert [manifest.tags[tag].format for tag in ("FP4", "UE8")] == [name, name]
 
 
-def test_the_seed_as_printed_is_refused_for_its_escapes(tmp_path):
+def test_the_manifest_as_published_is_refused_for_its_escapes(tmp_path):
     (tmp_path / "m.json").write_text(r'{"version": 1, "patterns": [{"regex": "^block\\\\.(\\\\d+)\\\.attn$"}]}')
     with pytest.raises(ManifestError, match=r"m\.json: not valid JSON: Invalid \\escape"):
         Manifest.load(tmp_path / "m.json")
@@ -98,39 +98,42 @@ BAD = [
     (3, "the document must be an object, got 3"),
     ({"patterns": []}, "patterns must be a list of 1 to 1000 rules"),
     ({"patterns": [{"regex": "a", "format": "int8"}]}, "version is missing; it must be 1"),
-    (seed(version=2), "version must be 1, .*got 2"),
-    (seed(version="1"), 'version must be 1, .*got "1"'),
-    (seed(version=True), "version must be 1, .*got true"),
-    (seed(patterns=[]), "patterns must be a list of 1 to 1000 rules, got \\[\\]"),
-    (seed(patterns=None), "patterns is missing"),
-    (seed(paterns=[]), "unknown key 'paterns'; did you mean 'patterns'"),
-    (seed(formats={"BF16": {"bit": 16}}), "formats\\['BF16'\\]: unknown key 'bit'; did you mean 'bits'"),
-    (seed(formats={"BF16": {"bits": 8}}), "formats\\['BF16'\\]: bits must be 16, as bfloat16 has, got 8"),
-    (seed(formats={"UE8": {"bits": 4}}), "formats\\['UE8'\\]: bits must be 8, as the scales of fp4_u8_g128 has"),
-    (seed(formats={"BF16": {"bits": "16"}}), 'bits must be an integer from 1 to 64, got "16"'),
-    (seed(formats={"BF61": {}}), "'BF61' is not a format of bitplan's; did you mean 'BF16'"),
-    (seed(formats={"X": {"format": "mxfp44"}}), "formats\\['X'\\]: format: 'mxfp44' .*did you mean 'mxfp4'"),
-    (seed(formats={"X": {"format": "bfloat16", "part": "scales"}}), "bfloat16 has no part 'scales'"),
-    (seed(formats={"X": {"format": "mxfp4", "part": "data"}}), "block_size must be 32, .*mxfp4, got 128"),
-    (seed(scale_base=None), "'linear_uint8' has no meaning without scale_base"),
-    (seed(scale_base=None, scale_encoding="e4m3", block_size=16), "'e4m3' has no meaning without scale_base"),
-    (seed(scale_base=0), "scale_base must be a number above 0"),
-    (seed(scale_base="x"), "scale_base must be"),
-    (seed(scale_base=True), "scale_base must be"),
-    (seed(block_size=64), "no format has linear_uint8 scales per 64 numbers; there are e8m0 per 32"),
-    (seed(block_size=127), "block_size must be an even integer"),
-    (seed(block_size=None), "formats\\['FP4'\\]: needs block_size"),
-    (seed(scale_encoding="log"), "scale_encoding must be one of"),
-    (seed(axis=0), "axis must be -1, .*got 0"),
-    (seed(nibble_order="high"), "nibble_order must be one of"),
-    (seed(nibble_order="halves"), "patterns\\[2\\] .*: nibble_order must be 'low_first', .*got 'halves'"),
-    (seed(padding="right"), "padding must be one of 'none', 'zero'"),
-    (seed(fused_dequant=1), "fused_dequant must be true, .*got 1"),
-    (seed(fused_dequant=False), "fused_dequant must be true, .*strategy=.*got false"),
+    (gpt_oss_rules(version=2), "version must be 1, .*got 2"),
+    (gpt_oss_rules(version="1"), 'version must be 1, .*got "1"'),
+    (gpt_oss_rules(version=True), "version must be 1, .*got true"),
+    (gpt_oss_rules(patterns=[]), "patterns must be a list of 1 to 1000 rules, got \\[\\]"),
+    (gpt_oss_rules(patterns=None), "patterns is missing"),
+    (gpt_oss_rules(paterns=[]), "unknown key 'paterns'; did you mean 'patterns'"),
+    (gpt_oss_rules(formats={"BF16": {"bit": 16}}), "formats\\['BF16'\\]: unknown key 'bit'; did you mean 'bits'"),
+    (gpt_oss_rules(formats={"BF16": {"bits": 8}}), "formats\\['BF16'\\]: bits must be 16, as bfloat16 has, got 8"),
+    (
+        gpt_oss_rules(formats={"UE8": {"bits": 4}}),
+        "formats\\['UE8'\\]: bits must be 8, as the scales of fp4_u8_g128 has",
+    ),
+    (gpt_oss_rules(formats={"BF16": {"bits": "16"}}), 'bits must be an integer from 1 to 64, got "16"'),
+    (gpt_oss_rules(formats={"BF61": {}}), "'BF61' is not a format of bitplan's; did you mean 'BF16'"),
+    (gpt_oss_rules(formats={"X": {"format": "mxfp44"}}), "formats\\['X'\\]: format: 'mxfp44' .*did you mean 'mxfp4'"),
+    (gpt_oss_rules(formats={"X": {"format": "bfloat16", "part": "scales"}}), "bfloat16 has no part 'scales'"),
+    (gpt_oss_rules(formats={"X": {"format": "mxfp4", "part": "data"}}), "block_size must be 32, .*mxfp4, got 128"),
+    (gpt_oss_rules(scale_base=None), "'linear_uint8' has no meaning without scale_base"),
+    (gpt_oss_rules(scale_base=None, scale_encoding="e4m3", block_size=16), "'e4m3' has no meaning without scale_base"),
+    (gpt_oss_rules(scale_base=0), "scale_base must be a number above 0"),
+    (gpt_oss_rules(scale_base="x"), "scale_base must be"),
+    (gpt_oss_rules(scale_base=True), "scale_base must be"),
+    (gpt_oss_rules(block_size=64), "no format has linear_uint8 scales per 64 numbers; there are e8m0 per 32"),
+    (gpt_oss_rules(block_size=127), "block_size must be an even integer"),
+    (gpt_oss_rules(block_size=None), "formats\\['FP4'\\]: needs block_size"),
+    (gpt_oss_rules(scale_encoding="log"), "scale_encoding must be one of"),
+    (gpt_oss_rules(axis=0), "axis must be -1, .*got 0"),
+    (gpt_oss_rules(nibble_order="high"), "nibble_order must be one of"),
+    (gpt_oss_rules(nibble_order="halves"), "patterns\\[2\\] .*: nibble_order must be 'low_first', .*got 'halves'"),
+    (gpt_oss_rules(padding="right"), "padding must be one of 'none', 'zero'"),
+    (gpt_oss_rules(fused_dequant=1), "fused_dequant must be true, .*got 1"),
+    (gpt_oss_rules(fused_dequant=False), "fused_dequant must be true, .*strategy=.*got false"),
     (rules(("w", "fp4_u8_g128"), scale_base=0.5), "scale_base has no effect"),
-    (seed(scale_encoding="e8m0", block_size=32, scale_base=0.5), "scale_base has no effect"),
-    (seed(aliases={"a.[i]": "b"}), "aliases: 'b' must have the placeholders of 'a.\\[i\\]'"),
-    (seed(aliases={"a": 3}), "aliases\\['a'\\] must be a name or a list of names, got 3"),
+    (gpt_oss_rules(scale_encoding="e8m0", block_size=32, scale_base=0.5), "scale_base has no effect"),
+    (gpt_oss_rules(aliases={"a.[i]": "b"}), "aliases: 'b' must have the placeholders of 'a.\\[i\\]'"),
+    (gpt_oss_rules(aliases={"a": 3}), "aliases\\['a'\\] must be a name or a list of names, got 3"),
     (rules(("a", "int9")), "patterns\\[0\\] a: format 'int9' is neither .*did you mean 'int"),
     (rules(("a", "int8"), ("(", "int8")), "patterns\\[1\\] \\( is not a valid regular expression"),
     (rules((r"(a)\1", "int8")), "patterns\\[0\\] .* cannot be matched in bounded time: a back reference"),
@@ -139,7 +142,7 @@ BAD = [
     (rules((3, "int8")), "patterns\\[0\\]: regex must be .*got 3"),
     ({"version": 1, "patterns": ["a"]}, 'patterns\\[0\\] must be an object, got "a"'),
     ({"version": 1, "patterns": [{"regex": "a"}]}, "patterns\\[0\\]: format is missing"),
-    (seed(aliases={"a.[i]": "b" * 9999}), "aliases: 'bbb"),
+    (gpt_oss_rules(aliases={"a.[i]": "b" * 9999}), "aliases: 'bbb"),
     (rules(("a\n(", "int8")), r"patterns\[0\] a\\n\( is not a valid"),
     (rules(("a", "x\n" * 999)), "neither in `formats`"),
     ({"a": "BF17"}, "patterns\\[0\\] \\^a\\$: format 'BF17' .*did you mean"),
@@ -285,7 +288,8 @@ def test_the_schema_has_the_readers_keys():
 
 
 @pytest.mark.parametrize(
-    "document", [seed(), rules(("a", "int8")), seed(aliases={"a.[i]": ["b.[i]", "c.[i]"]}, padding="zero")]
+    "document",
+    [gpt_oss_rules(), rules(("a", "int8")), gpt_oss_rules(aliases={"a.[i]": ["b.[i]", "c.[i]"]}, padding="zero")],
 )
 def test_what_the_reader_takes_the_schema_takes(document):
     Manifest.from_document(document)

@@ -9,7 +9,7 @@ from bitplan.plan import Choice, Plan, Planned, shipped_manifest
 from .samples import gpt_oss_openai, shapes
 
 
-def test_gpt_oss_follows_the_seed():
+def test_gpt_oss_as_a_chart():
     lines = shipped_manifest("gpt-oss").resolve(shapes(gpt_oss_openai())).to_mermaid().splitlines()
     assert lines[0] == "graph TD"
     boxes = re.findall(r'\["(.*?)"\]', "\n".join(lines))

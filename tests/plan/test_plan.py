@@ -139,14 +139,14 @@ def test_diff_names_both_reasons():
     new = Plan(
         {"b": Planned(Choice("bfloat16", "r2")), "c": Planned(Choice("int8", "r3")), "d": Planned(Choice("int4", "r4"))}
     )
-    found = old.diff(new)
-    assert found.lines() == [
+    result = old.diff(new)
+    assert result.lines() == [
         "+ d: int4 (r4)",
         "- a: int8 (r1)",
         "~ b: int8 (r1) -> bfloat16 (r2)",
         "= c: int8 (r1) -> int8 (r3)",
     ]
-    assert found
+    assert result
     assert not old.diff(old)
     moved = Plan({**old.entries, "a": Planned(Choice("int8", "r1"), (2,))})
     assert list(old.diff(moved).changed) == ["a"]
@@ -156,7 +156,7 @@ def test_diff_names_both_reasons():
     ("name", "ratio"), [("mxfp4", 3.7647), ("fp4_u8_g128", 3.9385), ("bfloat16", 1.0), ("float32", 0.5)]
 )
 def test_ratio_against_bf16(name, ratio):
-    # 2 / (0.5 + 1/32) = 3.76 and 2 / (0.5 + 1/128) = 3.94: the seed's 3.85 for 128 is a slip.
+    # 2 / (0.5 + 1/32) = 3.76 and 2 / (0.5 + 1/128) = 3.94.
     rows = Plan({"w": Planned(Choice(name, "r"), (4096, 4096), "mlp")}).bytes_by_role_and_format()
     assert [row[:2] for row in rows] == [("mlp", name), ("all", name), ("all", "all")]
     assert rows[-1].ratio == pytest.approx(ratio, abs=5e-5)

@@ -124,12 +124,14 @@ def tiny(family):
     for model, config, options in FAMILIES[family]:
         with torch.device("meta"):
             made = getattr(transformers, model)(getattr(transformers, config)(**options))
-        found = {name: tuple(tensor.shape) for name, tensor in made.state_dict().items()}
-        yield found
+        result = {name: tuple(tensor.shape) for name, tensor in made.state_dict().items()}
+        yield result
         if family in IN_FILES:
             block, parts = IN_FILES[family]
-            stacked = {name: name.replace(".mlp.gate.", f".{block}.gate.") for name in found if ".experts." not in name}
-            yield {other: found[name] for name, other in stacked.items()} | {
+            stacked = {
+                name: name.replace(".mlp.gate.", f".{block}.gate.") for name in result if ".experts." not in name
+            }
+            yield {other: result[name] for name, other in stacked.items()} | {
                 f"model.layers.0.{block}.experts.{expert}.{part}.weight": (64, 64)
                 for expert in range(2)
                 for part in parts

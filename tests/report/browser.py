@@ -44,17 +44,19 @@ QUIET_S = 0.3  # after the page has loaded: long enough for a request that it sh
 def program() -> str:
     """The browser. Where there is none, a test is skipped; with BITPLAN_NEEDS_BROWSER (`make test`) it fails."""
     named = os.environ.get("BITPLAN_CHROMIUM")
-    found = named or next(filter(None, map(shutil.which, PROGRAMS)), None)
+    result = named or next(filter(None, map(shutil.which, PROGRAMS)), None)
     try:
         import websocket  # noqa: F401
     except ModuleNotFoundError:
-        found = None
-    if found is None:
-        told = "needs chromium (apt-get install chromium, or BITPLAN_CHROMIUM=program) and pip install websocket-client"
+        result = None
+    if result is None:
+        message = (
+            "needs chromium (apt-get install chromium, or BITPLAN_CHROMIUM=program) and pip install websocket-client"
+        )
         if os.environ.get("BITPLAN_NEEDS_BROWSER"):
-            pytest.fail(told)
-        pytest.skip(told)
-    return found
+            pytest.fail(message)
+        pytest.skip(message)
+    return result
 
 
 class Browser:
@@ -140,10 +142,10 @@ class Page:
 
     def run(self, script: str) -> Any:
         """The value of an expression in the page."""
-        found = self.call("Runtime.evaluate", expression=script, returnByValue=True, awaitPromise=True)
-        if "exceptionDetails" in found:
-            raise RuntimeError(f"{script}: {found['exceptionDetails']}")
-        return found["result"].get("value")
+        result = self.call("Runtime.evaluate", expression=script, returnByValue=True, awaitPromise=True)
+        if "exceptionDetails" in result:
+            raise RuntimeError(f"{script}: {result['exceptionDetails']}")
+        return result["result"].get("value")
 
     def press(self, key: str, text: str = "") -> None:
         for kind in ("keyDown", "keyUp"):

@@ -90,12 +90,12 @@ def _by_error(rng: random.Random, shape: tuple[int, ...], role: str, scale: floa
 
 
 def write_findings(folder: Path) -> list[Path]:
-    found = [
+    result = [
         Finding("unused-rule", "patterns[4]", "regex 'model\\.rotary.*' matches no tensor"),
         Finding("norm-not-finite", "model.layers.7.input_layernorm.weight", "1 NaN and 0 infinite of 2048 numbers"),
     ]
     path = folder / "findings.json"
-    write_json(path, [finding._asdict() for finding in found])
+    write_json(path, [finding._asdict() for finding in result])
     return [path]
 
 
@@ -203,7 +203,7 @@ def _layer(kind: str, name: str, shape: tuple[int, int], best: float, middle: fl
 
 
 def write_crossover(folder: Path) -> list[Path]:
-    found = {}
+    result = {}
     for fmt, speed in (("mxfp4", 1.0), ("int8_g128", 1.7)):
         rng, timings = random.Random(fmt), []
         for rows in (2**power for power in range(14)):
@@ -215,9 +215,9 @@ def write_crossover(folder: Path) -> list[Path]:
             samples = {way: tuple(ms * rng.gauss(1, 0.03) for _ in range(15)) for way, ms in times.items()}
             timings.append(Timing(rows, samples, {"rows": 8}))
         record = Crossover(fmt, 8192, 8192, tuple(timings))
-        found[record.key] = record
+        result[record.key] = record
     path = folder / "nvidia_h200.json"
-    write_json(path, to_document(found, {"gpu": "NVIDIA H200", "driver": "580.82", "torch": "2.11.0"}))
+    write_json(path, to_document(result, {"gpu": "NVIDIA H200", "driver": "580.82", "torch": "2.11.0"}))
     return [path]
 
 

@@ -24,8 +24,8 @@ def test_a_missing_browser_fails_where_it_is_needed_and_skips_elsewhere(monkeypa
 
 @pytest.fixture(scope="module")
 def browser():
-    with Browser() as found:
-        yield found
+    with Browser() as result:
+        yield result
 
 
 @pytest.fixture(scope="module")
@@ -116,9 +116,9 @@ def test_marks_and_cells_say_what_they_are(look):
     page.point_at(*page.run(centre % ("#decisions rect[data-tip]", "5", "4")))
     assert page.run("document.getElementById('tip').textContent").startswith("mxfp4: 505")
     page.point_at(*page.run(centre % ("[data-heat] svg", "r.width - 18", "12")))
-    told = page.run("document.getElementById('tip').textContent")
-    assert told.startswith("block.0, step 2,950: sensitivity 0.")
-    assert told.endswith("bf16")
+    message = page.run("document.getElementById('tip').textContent")
+    assert message.startswith("block.0, step 2,950: sensitivity 0.")
+    assert message.endswith("bf16")
 
 
 @pytest.mark.parametrize(("width", "dark"), [(390, False), (390, True), (320, False)])

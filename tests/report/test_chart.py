@@ -12,7 +12,7 @@ from bitplan.report.chart import Frame, format_colours, linear_axis, log_axis, t
 
 
 @pytest.mark.parametrize(
-    ("values", "options", "told"),
+    ("values", "options", "message"),
     [
         ([0, 10], {}, ["0", "2", "4", "6", "8", "10"]),
         ([0.61, 1.18], {}, ["0.6", "0.8", "1.0", "1.2"]),
@@ -21,21 +21,21 @@ from bitplan.report.chart import Frame, format_colours, linear_axis, log_axis, t
         ([5], {"zero": True}, ["0", "1", "2", "3", "4", "5"]),
         ([0, 3], {"whole": True}, ["0", "1", "2", "3"]),
         ([0, 12], {"whole": True}, ["0", "5", "10", "15"]),
-        ([0, 8e9], {"told": figures.nbytes}, ["0\xa0B", "2\xa0GB", "4\xa0GB", "6\xa0GB", "8\xa0GB"]),
+        ([0, 8e9], {"formatter": figures.nbytes}, ["0\xa0B", "2\xa0GB", "4\xa0GB", "6\xa0GB", "8\xa0GB"]),
         ([-1e30, 1e30], {}, None),
         ([], {}, ["0.0", "0.2", "0.4", "0.6", "0.8", "1.0"]),
     ],
 )
-def test_linear_axis(values, options, told):
+def test_linear_axis(values, options, message):
     axis = linear_axis(values, "x", **options)
     assert all(axis.low - abs(value) * 1e-9 <= value <= axis.high + abs(value) * 1e-9 for value in values)
     assert axis.low < axis.high
-    if told is not None:
-        assert [text for _, text in axis.ticks] == told
+    if message is not None:
+        assert [text for _, text in axis.ticks] == message
 
 
 @pytest.mark.parametrize(
-    ("values", "base", "told"),
+    ("values", "base", "message"),
     [
         ([0.5, 8], 10, ["0.5", "1", "2", "5", "10"]),
         ([1e-6, 1], 10, ["1e-6", "1e-5", "0.0001", "0.001", "0.01", "0.1", "1"]),
@@ -45,15 +45,17 @@ def test_linear_axis(values, options, told):
         ([1e-30, 1e30], 10, None),
     ],
 )
-def test_log_axis(values, base, told):
+def test_log_axis(values, base, message):
     axis = log_axis(values, "x", base=base)
     assert all(axis.low <= value * (1 + 1e-9) and value <= axis.high * (1 + 1e-9) for value in values if value > 0)
-    if told is not None:
-        assert [text for _, text in axis.ticks] == told
+    if message is not None:
+        assert [text for _, text in axis.ticks] == message
 
 
 def test_labels_keep_their_distance_and_stay_within_the_picture():
-    frame = Frame(log_axis([256, 32768], "tokens", told=figures.count, base=2), linear_axis([0, 1], "y"), "a chart")
+    frame = Frame(
+        log_axis([256, 32768], "tokens", formatter=figures.count, base=2), linear_axis([0, 1], "y"), "a chart"
+    )
     svg = frame.svg()
     assert ">16,384<" in svg
     assert ">8,192<" not in svg
@@ -73,14 +75,14 @@ def test_thinning_keeps_every_peak():
 
 
 def test_a_format_has_one_colour_and_two_formats_have_two():
-    found = format_colours(["mxfp4", "nvfp4", "bfloat16", "int8_row"])
-    assert len(set(found.values())) == 4
-    assert found["mxfp4"] == format_colours(["int8_g128", "mxfp4"])["mxfp4"]
+    colours = format_colours(["mxfp4", "nvfp4", "bfloat16", "int8_row"])
+    assert len(set(colours.values())) == 4
+    assert colours["mxfp4"] == format_colours(["int8_g128", "mxfp4"])["mxfp4"]
     assert len(format_colours([f"f{index}" for index in range(20)])) == 20
 
 
 @pytest.mark.parametrize(
-    ("told", "expected"),
+    ("message", "expected"),
     [
         (figures.significant(0.0), "0"),
         (figures.significant(1234.6), "1,235"),
@@ -103,8 +105,8 @@ def test_a_format_has_one_colour_and_two_formats_have_two():
         (figures.significant(math.inf), "inf"),
     ],
 )
-def test_figures(told, expected):
-    assert told == expected
+def test_figures(message, expected):
+    assert message == expected
 
 
 def test_the_smallest_floats_have_a_place_on_a_logarithmic_axis():

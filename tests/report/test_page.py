@@ -21,13 +21,13 @@ class Elements(HTMLParser):
 
     def __init__(self, text):
         super().__init__()
-        self.found, self._open = [], []
+        self.elements, self._open = [], []
         self.feed(text)
         self.close()
         assert self._open == []
 
     def handle_starttag(self, tag, attrs):
-        self.found.append((tag, dict(attrs)))
+        self.elements.append((tag, dict(attrs)))
         if tag not in VOID:
             self._open.append(tag)
 
@@ -54,7 +54,7 @@ def test_same_records_same_bytes(everything, tmp_path):
 
 
 def test_well_formed_and_asks_for_nothing(everything, tmp_path):
-    elements = Elements(page(everything, tmp_path)).found
+    elements = Elements(page(everything, tmp_path)).elements
     assert {"html", "svg", "table", "h1"} <= {name for name, _ in elements}
     for name, attributes in elements:
         assert name not in ("img", "iframe", "object", "embed", "link", "video", "audio", "base", "form")
@@ -106,7 +106,7 @@ def test_text_of_records_cannot_act(tmp_path):
     add("c.json", {"document": "bitplan-calibration", "version": 1} | calibration)
     write_report(records, tmp_path / "r.html", title=EVIL + "\ud800")
     text = (tmp_path / "r.html").read_text(encoding="utf-8")
-    elements = Elements(text).found
+    elements = Elements(text).elements
     assert "img" not in {name for name, _ in elements}
     assert [name for name, _ in elements].count("script") == 1
     assert text.count(str(escape(EVIL))) > 25
@@ -164,19 +164,19 @@ def test_policy_says_the_crossover(tmp_path):
     }
     head = {"document": "bitplan-fp8-policy", "version": 2, "speedup_threshold": 1.0, "confidence": 0.95}
 
-    def told(points, bands):
+    def section_text(points, bands):
         path = tmp_path / "policy.json"
         path.write_text(json.dumps(head | {"rules": [rule | {"points": points, "bands": bands}]}))
         return page([path], tmp_path)
 
-    text = told([point, win], [[4096, 4096]])
+    text = section_text([point, win], [[4096, 4096]])
     assert "Crossover between 512 and 4,096 tokens at 95\xa0% confidence." in text
     assert "1.20\N{MULTIPLICATION SIGN} as fast, between 1.10 and 1.30" in text
     assert "FP8 is used from 4,096 to 4,096 tokens" in text
-    assert "No measured win up to 512 tokens: BF16 stays." in told([point], [])
-    assert "Wins from 4,096 tokens, the fewest measured." in told([win], [[4096, 4096]])
+    assert "No measured win up to 512 tokens: BF16 stays." in section_text([point], [])
+    assert "Wins from 4,096 tokens, the fewest measured." in section_text([win], [[4096, 4096]])
     unmeasured = {"tokens": 9000, "answer": "unmeasured", "note": "out of memory"}
-    assert "9,000 tokens: unmeasured; out of memory" in told([point, unmeasured], [])
+    assert "9,000 tokens: unmeasured; out of memory" in section_text([point, unmeasured], [])
 
 
 def test_crossovers_and_reports_say_where_the_order_changes(tmp_path):
@@ -191,10 +191,10 @@ def test_an_fp8_report_in_either_form_and_unfinished(tmp_path):
     head, *rows = [json.loads(line) for line in lines[:-1]]
     whole = tmp_path / "whole.json"
     whole.write_text(json.dumps(head | {"rows": rows}))
-    told = "The layer benchmark timed 4 layer products in 64 rows."
-    assert told in page([whole], tmp_path)
+    message = "The layer benchmark timed 4 layer products in 64 rows."
+    assert message in page([whole], tmp_path)
     text = page([log], tmp_path)
-    assert told in text
+    assert message in text
     assert "Unfinished" not in text
     log.write_text("\n".join(lines[:9]) + "\n")
     text = page([log], tmp_path)
@@ -203,7 +203,9 @@ def test_an_fp8_report_in_either_form_and_unfinished(tmp_path):
 
 
 def heat_of(text):
-    return json.loads(next(found["data-heat"] for _, found in Elements(text).found if "data-heat" in found))
+    return json.loads(
+        next(attributes["data-heat"] for _, attributes in Elements(text).elements if "data-heat" in attributes)
+    )
 
 
 def test_a_long_run_is_thinned_and_no_change_is_lost(tmp_path):

@@ -65,7 +65,7 @@ def test_empty_findings_are_findings(save):
 
 
 @pytest.mark.parametrize(
-    ("text", "told"),
+    ("text", "message"),
     [
         ("", "empty; expected a record of one of these kinds: plan, FP8 policy"),
         ("\n\n", "empty"),
@@ -82,15 +82,15 @@ def test_empty_findings_are_findings(save):
         ('{"a": 1, "a": 2}', "appears twice"),
     ],
 )
-def test_what_is_not_a_record(save, text, told):
+def test_what_is_not_a_record(save, text, message):
     path = save(text)
     with pytest.raises(ValueError, match=r"record\.json") as error:
         read_records([path])
-    assert told in str(error.value)
+    assert message in str(error.value)
 
 
 @pytest.mark.parametrize(
-    ("document", "told"),
+    ("document", "message"),
     [
         (PLAN | {"tensors": {"w": 3}}, "tensors['w'] must be an object, got 3"),
         (PLAN | {"tensors": {"w": {"format": "mxfp4"}}}, "tensors['w']: reason is missing; it must be a string"),
@@ -100,10 +100,10 @@ def test_what_is_not_a_record(save, text, told):
         ({"reference_row": {"perplexity": 1.0}, "rows": []}, "bits_per_weight is missing"),
     ],
 )
-def test_a_broken_record_names_file_place_and_key(save, tmp_path, document, told):
+def test_a_broken_record_names_file_place_and_key(save, tmp_path, document, message):
     with pytest.raises(ReportError, match=r"record\.json") as error:
         write_report([save(json.dumps(document))], tmp_path / "r.html")
-    assert told in str(error.value)
+    assert message in str(error.value)
     assert not (tmp_path / "r.html").exists()
 
 

@@ -14,7 +14,7 @@ from bitplan.runtime.packed_weight import PackedWeight
 from tests.runtime.packed.linear_samples import FORMATS, packed
 
 
-class Told:
+class Listener:
     def __init__(self) -> None:
         self.tokens: list[int] = []
 
@@ -41,14 +41,14 @@ def test_a_cast_that_would_change_bytes_is_refused() -> None:
 
 
 def test_moving_drops_what_was_made_and_tells() -> None:
-    weight, told = PackedWeight(packed("mxfp4")), Told()
-    weight.tell(told)
-    weight.tell(told)  # once is enough
+    weight, listener = PackedWeight(packed("mxfp4")), Listener()
+    weight.add_listener(listener)
+    weight.add_listener(listener)  # once is enough
     weight.derived("sum", lambda: torch.ones(3))
     assert weight.derived_nbytes == 12
     weight._apply(torch.clone)  # another place
     assert weight.derived_nbytes == 0
-    assert told.tokens == [weight.token]
+    assert listener.tokens == [weight.token]
 
 
 def test_derived_is_made_once_per_state() -> None:
@@ -77,36 +77,36 @@ def test_weights_made_in_inference_mode_work() -> None:
 
 
 def test_a_weight_that_is_gone_is_told() -> None:
-    weight, told = PackedWeight(packed("mxfp4")), Told()
-    weight.tell(told)
+    weight, listener = PackedWeight(packed("mxfp4")), Listener()
+    weight.add_listener(listener)
     token = weight.token
     del weight
     gc.collect()
-    assert told.tokens == [token]
+    assert listener.tokens == [token]
 
 
 def test_a_copy_is_a_weight_of_its_own() -> None:
-    weight, told = PackedWeight(packed("nvfp4")), Told()
-    weight.tell(told)
+    weight, listener = PackedWeight(packed("nvfp4")), Listener()
+    weight.add_listener(listener)
     weight.derived("a", lambda: torch.ones(1))
     twin = copy.deepcopy(weight)
     assert parts(twin) == parts(weight)
     assert twin.token != weight.token
     assert twin.derived_nbytes == 0
     twin._apply(torch.clone)
-    assert told.tokens == []
+    assert listener.tokens == []
 
 
 @pytest.mark.cross("name", FORMATS)
 @pytest.mark.cross("assign", [False, True])
 def test_state_round_trip(name: str, assign: bool) -> None:
-    source, target, told = PackedWeight(packed(name, seed=0)), PackedWeight(packed(name, seed=5)), Told()
-    target.tell(told)
+    source, target, listener = PackedWeight(packed(name, seed=0)), PackedWeight(packed(name, seed=5)), Listener()
+    target.add_listener(listener)
     before = target.state
     target.load_state_dict(source.state_dict(), assign=assign)
     assert parts(target) == parts(source)
     assert target.state != before
-    assert told.tokens == [target.token]
+    assert listener.tokens == [target.token]
 
 
 def test_every_entry_of_the_state_is_a_tensor_so_that_safetensors_can_hold_it() -> None:

@@ -32,27 +32,27 @@ def made(tmp_path_factory):
 
 @pytest.mark.parametrize("packed", ["hf", "openai", "oss.gguf"])
 def test_packed_experts_are_compared_by_their_values(made, packed):
-    found = compare_files(made / "floats", made / packed)
-    assert found.findings == ()
-    experts = {name: layer for name, layer in found.layers.items() if name.endswith("experts.down_proj")}
+    result = compare_files(made / "floats", made / packed)
+    assert result.findings == ()
+    experts = {name: layer for name, layer in result.layers.items() if name.endswith("experts.down_proj")}
     assert len(experts) == 2
     assert all(15 < layer.sqnr_db < 25 and layer.format_b == "mxfp4" for layer in experts.values())
-    others = [layer for name, layer in found.layers.items() if not name.endswith(("_proj", "down_proj"))]
+    others = [layer for name, layer in result.layers.items() if not name.endswith(("_proj", "down_proj"))]
     assert all(layer.sqnr_db == math.inf for layer in others)
 
 
 @pytest.mark.parametrize(("one", "two"), [("hf", "openai"), ("openai", "oss.gguf"), ("oss.gguf", "hf")])
 def test_layouts_of_one_model_agree(made, one, two):
-    found = compare_files(made / one, made / two)
-    assert found.findings == ()
-    assert found.overall.sqnr_db == math.inf
-    assert found.overall.count > 0
+    result = compare_files(made / one, made / two)
+    assert result.findings == ()
+    assert result.overall.sqnr_db == math.inf
+    assert result.overall.count > 0
 
 
 def test_a_file_that_we_packed_beside_the_published_layout(made):
-    found = compare_files(made / "hf", made / "ours.safetensors")
-    assert found.findings == ()
-    assert 15 < found.overall.sqnr_db < 40
+    result = compare_files(made / "hf", made / "ours.safetensors")
+    assert result.findings == ()
+    assert 15 < result.overall.sqnr_db < 40
 
 
 def test_large_equal_tensors_do_not_hide_what_differs(tmp_path, capsys):
@@ -60,17 +60,20 @@ def test_large_equal_tensors_do_not_hide_what_differs(tmp_path, capsys):
     one = {"embed": torch.randn(1000, 64), "w": torch.randn(32, 64), "v": torch.randn(32, 64)}
     safetensors.torch.save_file(one, tmp_path / "a.safetensors")
     quantize_file(tmp_path / "a.safetensors", tmp_path / "b.safetensors", "mxfp4", keep=["embed"])
-    found = compare_files(tmp_path / "a.safetensors", tmp_path / "b.safetensors")
-    low, high = sorted(found.layers[name].sqnr_db for name in "vw")
-    assert low <= found.differing.sqnr_db <= high < found.overall.sqnr_db - 10
-    assert found.layers[found.worst].sqnr_db == low
-    document = found.to_dict()
-    assert (document["differing"]["tensors"], document["worst"]) == (2, found.worst)
+    result = compare_files(tmp_path / "a.safetensors", tmp_path / "b.safetensors")
+    low, high = sorted(result.layers[name].sqnr_db for name in "vw")
+    assert low <= result.differing.sqnr_db <= high < result.overall.sqnr_db - 10
+    assert result.layers[result.worst].sqnr_db == low
+    document = result.to_dict()
+    assert (document["differing"]["tensors"], document["worst"]) == (2, result.worst)
     assert run(["compare", str(tmp_path / "a.safetensors"), str(tmp_path / "b.safetensors")]) == 0
-    told = capsys.readouterr().out
-    assert "overall: the 2 that differ" in told
-    assert "overall: all 3, equal ones too" in told
-    assert f"worst: {found.worst}, SQNR {low:.2f} dB; all 2 that differ: {found.differing.sqnr_db:.2f} dB; with" in told
+    message = capsys.readouterr().out
+    assert "overall: the 2 that differ" in message
+    assert "overall: all 3, equal ones too" in message
+    assert (
+        f"worst: {result.worst}, SQNR {low:.2f} dB; all 2 that differ: {result.differing.sqnr_db:.2f} dB; with"
+        in message
+    )
     same = compare_files(tmp_path / "a.safetensors", tmp_path / "a.safetensors")
     assert (same.worst, same.differing.count, same.overall.sqnr_db) == (None, 0, math.inf)
 
@@ -80,10 +83,10 @@ def test_integers_are_compared_for_equality_and_count_in_no_figure(tmp_path, cap
     one = {"w": weight, "positions": torch.arange(50000)}
     safetensors.torch.save_file(one, tmp_path / "a.safetensors")
     quantize_file(tmp_path / "a.safetensors", tmp_path / "b.safetensors", "int8_row")
-    found = compare_files(tmp_path / "a.safetensors", tmp_path / "b.safetensors")
-    assert list(found.layers) == ["w"]
-    assert found.overall.sqnr_db == found.layers["w"].sqnr_db < 60
-    assert found.overall.count == weight.numel()
+    result = compare_files(tmp_path / "a.safetensors", tmp_path / "b.safetensors")
+    assert list(result.layers) == ["w"]
+    assert result.overall.sqnr_db == result.layers["w"].sqnr_db < 60
+    assert result.overall.count == weight.numel()
     safetensors.torch.save_file(one | {"positions": torch.arange(1, 50001)}, tmp_path / "c.safetensors")
     assert compare_files(tmp_path / "a.safetensors", tmp_path / "c.safetensors").findings == (
         "positions: 50000 of 50000 integers differ",
@@ -110,8 +113,8 @@ def test_a_llama_under_ggufs_names_is_the_same_model(tmp_path):
         writer.write_kv_data_to_file()
         writer.write_tensors_to_file()
         writer.close()
-    found = compare_files(tmp_path / "a.safetensors", tmp_path / "a.gguf")
-    assert (found.findings, found.overall.sqnr_db, len(found.layers)) == ((), math.inf, 2)
+    result = compare_files(tmp_path / "a.safetensors", tmp_path / "a.gguf")
+    assert (result.findings, result.overall.sqnr_db, len(result.layers)) == ((), math.inf, 2)
     assert list(compare_files(tmp_path / "a.gguf", tmp_path / "a.gguf").layers) == [
         "blk.0.attn_q.weight",
         "blk.0.ffn_up.weight",
@@ -124,9 +127,9 @@ def test_a_gguf_file_and_what_was_quantized_from_it_share_their_names(tmp_path):
     with write_tensors(tmp_path / "a.gguf", [Promise("blk.0.ffn_up.weight", (32, 64), dtype=torch.float32)]) as writer:
         writer.write("blk.0.ffn_up.weight", torch.randn(32, 64))
     quantize_file(tmp_path / "a.gguf", tmp_path / "b.safetensors", "int8_row")
-    found = compare_files(tmp_path / "a.gguf", tmp_path / "b.safetensors")
-    assert list(found.layers) == ["blk.0.ffn_up.weight"]
-    assert found.findings == ()
+    result = compare_files(tmp_path / "a.gguf", tmp_path / "b.safetensors")
+    assert list(result.layers) == ["blk.0.ffn_up.weight"]
+    assert result.findings == ()
 
 
 def test_a_tensor_with_nan_comes_first(tmp_path):

@@ -152,9 +152,9 @@ def test_metadata_of_the_source_is_kept(source, tmp_path):
 
 
 def test_keep_and_only_choose_by_name(source, tmp_path):
-    kept = quantize_file(source, tmp_path / "a.safetensors", "int8_row", keep=["blocks.0.*"])
+    stored = quantize_file(source, tmp_path / "a.safetensors", "int8_row", keep=["blocks.0.*"])
     only = quantize_file(source, tmp_path / "b.safetensors", "int8_row", only=["blocks.0.*"])
-    assert {row["name"]: row["to"] for row in kept.rows}["blocks.0.up.weight"] == "bfloat16"
+    assert {row["name"]: row["to"] for row in stored.rows}["blocks.0.up.weight"] == "bfloat16"
     assert [row["name"] for row in only.rows if row["to"] == "int8_row"] == ["blocks.0.up.weight"]
     with pytest.raises(PlanError, match=r"'blokcs.\*' matches no tensor"):
         quantize_file(source, tmp_path / "c.safetensors", "int8_row", keep=["blokcs.*"])
@@ -233,11 +233,11 @@ def test_codes_in_8_and_4_bit_floats_are_refused_in_one_line(tmp_path):
     pairs = torch.zeros(4, 16, dtype=torch.uint8).view(torch.float4_e2m1fn_x2)
     with write_safetensors(tmp_path / "fp4.safetensors", [("a.weight", pairs.dtype, (4, 16))]) as writer:
         writer.write("a.weight", pairs)
-    for name, told in (("fp8", "codes with scales beside them .'a.weight_scale_inv'."), ("fp4", "two to a byte")):
+    for name, message in (("fp8", "codes with scales beside them .'a.weight_scale_inv'."), ("fp4", "two to a byte")):
         source = tmp_path / f"{name}.safetensors"
-        with pytest.raises(StoreError, match=f"'a.weight' is float{name[2:]}_.*: {told}"):
+        with pytest.raises(StoreError, match=f"'a.weight' is float{name[2:]}_.*: {message}"):
             quantize_file(source, tmp_path / "out.safetensors", "bfloat16")
-        with pytest.raises(StoreError, match=told):
+        with pytest.raises(StoreError, match=message):
             compare_files(source, source)
 
 
@@ -480,9 +480,9 @@ def test_ctrl_c_says_so_and_leaves_the_old_file(tmp_path):
     while process.poll() is None and not is_writing(tmp_path):
         time.sleep(0.005)
     process.send_signal(signal.SIGINT)
-    _, told = process.communicate()
+    _, message = process.communicate()
     assert process.returncode == 130
-    assert told == "bitplan: interrupted; a file that was being written is as it was before\n"
+    assert message == "bitplan: interrupted; a file that was being written is as it was before\n"
     assert sorted(path.name for path in tmp_path.iterdir()) == ["in.safetensors", "out.safetensors"]
     assert (tmp_path / "out.safetensors").read_bytes() == b"old"
 

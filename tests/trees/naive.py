@@ -29,10 +29,10 @@ def integer_gradients(gradients):
 
 def naive_histogram(column, grads, hess, rows):
     """(256, 3): gradient, hessian, rows."""
-    found = np.zeros((256, 3), np.int64)
+    result = np.zeros((256, 3), np.int64)
     for place, addend in enumerate((grads[rows], hess[rows], 1)):
-        np.add.at(found[:, place], column[rows], addend)
-    return found
+        np.add.at(result[:, place], column[rows], addend)
+    return result
 
 
 @dataclass(eq=False)

@@ -76,10 +76,10 @@ def test_poisson_predicts_means():
     x, y = table(2000)
     counts = np.random.default_rng(0).poisson(np.exp(0.5 * y))
     model = small(objective="poisson", n_estimators=60).fit(x, counts)
-    found = model.predict(x)
-    assert (found > 0).all()
-    assert np.corrcoef(found, np.exp(0.5 * y))[0, 1] > 0.85
-    np.testing.assert_allclose(found.mean(), counts.mean(), rtol=0.05)
+    result = model.predict(x)
+    assert (result > 0).all()
+    assert np.corrcoef(result, np.exp(0.5 * y))[0, 1] > 0.85
+    np.testing.assert_allclose(result.mean(), counts.mean(), rtol=0.05)
     with pytest.raises(TreesError, match="Poisson objective expects counts"):
         small(objective="poisson").fit(x, -counts)
 
@@ -107,12 +107,12 @@ def test_a_custom_objective_that_fails_is_named():
 @pytest.mark.parametrize("precision", PRECISIONS)
 def test_same_seed_same_trees_whatever_the_threads(precision):
     x, y = table(3000, 20)
-    found = []
+    result = []
     for n_jobs in (1, 2, 3):
         settings = {"subsample": 0.7, "colsample": 0.5, "renew_leaves": True, "n_jobs": n_jobs}
-        found.append(small(gradient_precision=precision, **settings).fit(x, y).predict(x))
-    np.testing.assert_array_equal(found[0], found[1])
-    np.testing.assert_array_equal(found[0], found[2])
+        result.append(small(gradient_precision=precision, **settings).fit(x, y).predict(x))
+    np.testing.assert_array_equal(result[0], result[1])
+    np.testing.assert_array_equal(result[0], result[2])
 
 
 def test_stochastic_rounding_follows_the_seed():
@@ -174,7 +174,7 @@ def test_weights_are_repetitions():
 
 
 @pytest.mark.parametrize(
-    ("weights", "told"),
+    ("weights", "message"),
     [
         (np.zeros(200), "every weight is zero"),
         (np.ones(199), r"each of 200 rows, got shape \(199,\)"),
@@ -184,9 +184,9 @@ def test_weights_are_repetitions():
         (["a"] * 200, "could not convert string"),
     ],
 )
-def test_weights_that_cannot_be_used(weights, told):
+def test_weights_that_cannot_be_used(weights, message):
     x, y = table(200)
-    with pytest.raises(ValueError, match=told):
+    with pytest.raises(ValueError, match=message):
         small().fit(x, y, sample_weight=weights)
 
 

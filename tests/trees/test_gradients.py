@@ -41,9 +41,9 @@ def test_nearest_is_within_half_a_step(kind):
     grads, hess = sample()
     held = kind.quantize(grads, hess)
     assert len(held) == 1001
-    found = np.array([[held.grad(i), held.hess(i)] for i in range(1001)])
-    assert np.abs(found[:, 0] - grads).max() <= 0.5001 * held.grad_scale
-    assert np.abs(found[:, 1] - hess).max() <= 0.5001 * held.hess_scale
+    result = np.array([[held.grad(i), held.hess(i)] for i in range(1001)])
+    assert np.abs(result[:, 0] - grads).max() <= 0.5001 * held.grad_scale
+    assert np.abs(result[:, 1] - hess).max() <= 0.5001 * held.hess_scale
 
 
 def test_bytes_a_row():
@@ -53,7 +53,7 @@ def test_bytes_a_row():
         assert held.grads.nbytes + held.hessians.nbytes == 1000 * wanted
 
 
-def test_scales_are_the_seeds():
+def test_scales_are_the_largest_number_over_the_largest_code():
     held = GradientsI16.quantize(floats(-2, 1), floats(0.5, 3))
     assert (held.grad_scale, held.hess_scale) == (2 / 127, 3 / 255)
     assert held.grads.tolist() == [-127, 64]
@@ -104,11 +104,11 @@ def test_stochastic_rounding_is_fair(kind):
 @pytest.mark.parametrize("kind", [GradientsI16, GradientsI8])
 def test_codes_depend_on_key_and_row_alone(kind):
     grads, hess = sample(200_001)
-    found = []
+    result = []
     for threads in (1, 3):
         with use_threads(threads):
-            found.append(kind.quantize(grads, hess, key=3))
-    np.testing.assert_array_equal(found[0].grads, found[1].grads)
-    np.testing.assert_array_equal(found[0].hessians, found[1].hessians)
+            result.append(kind.quantize(grads, hess, key=3))
+    np.testing.assert_array_equal(result[0].grads, result[1].grads)
+    np.testing.assert_array_equal(result[0].hessians, result[1].hessians)
     other = kind.quantize(grads, hess, key=4)
-    assert (other.grads != found[0].grads).mean() > 0.1
+    assert (other.grads != result[0].grads).mean() > 0.1

@@ -120,15 +120,15 @@ def test_threads_change_nothing(precision, monkeypatch):
     x, y = table(6000, 20, missing=0.05)
     data, bins = binned(x)
     gradients = prepare(y.astype(np.float32), np.ones(len(y), np.float32), precision, 3)
-    found = []
+    result = []
     for threads in (1, 2, 4):
         with use_threads(threads):
             grower = TreeGrower(data, bins, rules(20, max_leaves=63))
-            found.append(grower.grow(gradients, np.arange(len(x), dtype=np.uint32), np.arange(20)))
-    for other in found[1:]:
+            result.append(grower.grow(gradients, np.arange(len(x), dtype=np.uint32), np.arange(20)))
+    for other in result[1:]:
         for name in ("feature", "threshold", "left", "right", "gain", "leaf_value", "leaf_rows"):
-            np.testing.assert_array_equal(getattr(found[0].tree, name), getattr(other.tree, name))
-        for a, b in zip(found[0].leaf_rows, other.leaf_rows, strict=True):
+            np.testing.assert_array_equal(getattr(result[0].tree, name), getattr(other.tree, name))
+        for a, b in zip(result[0].leaf_rows, other.leaf_rows, strict=True):
             np.testing.assert_array_equal(np.sort(a), np.sort(b))
 
 

@@ -31,10 +31,10 @@ def test_every_width_equals_a_loop(precision, features):
     gradients = random_gradients(150, precision)
     rows = np.arange(0, 150, 2, dtype=np.uint32)
     builder = HistogramBuilder(data, gradients, np.arange(features))
-    found = builder.build(builder.enter(rows))
+    result = builder.build(builder.enter(rows))
     for feature in range(features):
         expected = naive_histogram(data.columns[feature], *integer_gradients(gradients), rows)
-        np.testing.assert_array_equal(found.sums(feature), expected)
+        np.testing.assert_array_equal(result.sums(feature), expected)
 
 
 def test_integer_gradients_give_the_same_sums_in_every_precision():
@@ -56,13 +56,13 @@ def test_integer_gradients_give_the_same_sums_in_every_precision():
         GradientsI16(grads.astype(np.int8), hess.astype(np.uint8), scale, scale),
         GradientsI8(*packed, scale, scale, 500),
     ]
-    found = []
+    result = []
     for gradients in kinds:
         builder = HistogramBuilder(data, gradients, np.arange(6))
         sums = builder.build(builder.enter(rows)).sums(2).astype(np.float64)
-        found.append(sums * [gradients.grad_scale, gradients.hess_scale, 1])
-    np.testing.assert_array_equal(found[0], found[1])
-    np.testing.assert_array_equal(found[0], found[2])
+        result.append(sums * [gradients.grad_scale, gradients.hess_scale, 1])
+    np.testing.assert_array_equal(result[0], result[1])
+    np.testing.assert_array_equal(result[0], result[2])
     quantized = GradientsI8.quantize(*floats)
     np.testing.assert_allclose(quantized.grad_scale, scale)
     np.testing.assert_array_equal(quantized.grads, packed[0])
@@ -80,8 +80,8 @@ def test_blocks_and_subtraction(precision, limit, monkeypatch):
     for size in (50, 150):
         parent, small, large = (builder.build(part) for part in (rows, rows[:size], rows[size:]))
         expected = large.sums(17)
-        found = builder.subtract(parent, small, 400 - size)
-        np.testing.assert_array_equal(found.sums(17), expected)
+        result = builder.subtract(parent, small, 400 - size)
+        np.testing.assert_array_equal(result.sums(17), expected)
     rest = builder.subtract(builder.build(rows), builder.build(rows[:370]), 30)
     np.testing.assert_array_equal(rest.sums(3), builder.build(rows[370:]).sums(3))
 
@@ -117,9 +117,9 @@ def test_wide_nodes_are_built_in_blocks():
     data = BinnedRows(np.zeros((1, rows), np.uint8), (panel.view(np.uint64).reshape(-1),), (1,))
     gradients = prepare(np.full(rows, -1, np.float32), np.ones(rows, np.float32), GradientPrecision.I16, None)
     builder = HistogramBuilder(data, gradients, np.arange(1))
-    found = builder.build(builder.enter(np.arange(rows, dtype=np.uint32)))
-    assert found.words == histogram.WIDE
-    assert found.sums(0)[0].tolist() == [-127 * rows, 255 * rows, rows]
+    result = builder.build(builder.enter(np.arange(rows, dtype=np.uint32)))
+    assert result.words == histogram.WIDE
+    assert result.sums(0)[0].tolist() == [-127 * rows, 255 * rows, rows]
 
 
 def _units(top, rows):

@@ -64,8 +64,8 @@ def test_affinity_limits_all_cores(monkeypatch):
 def test_a_joblib_worker_has_the_variables_that_limit_it():
     names = list(LIMITS)  # by value: the worker need not import this module
     with joblib.parallel_config(backend="loky", n_jobs=2, inner_max_num_threads=1):
-        found = joblib.Parallel()(joblib.delayed(lambda: [os.environ[name] for name in names])() for _ in range(2))
-    assert found == [["1", "1"]] * 2
+        result = joblib.Parallel()(joblib.delayed(lambda: [os.environ[name] for name in names])() for _ in range(2))
+    assert result == [["1", "1"]] * 2
 
 
 def test_fit_and_predict_use_n_jobs_and_not_torchs_threads(monkeypatch):

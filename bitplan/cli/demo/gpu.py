@@ -81,17 +81,17 @@ def measure_fused(
     timer: Timer | None = None,
 ) -> list[dict[str, Any]]:
     """Times of each way in crossover.json, and the fastest at each row count."""
-    found: dict[tuple[str, int, int], Crossover] = {}
+    crossovers: dict[tuple[str, int, int], Crossover] = {}
     generator = torch.Generator(device).manual_seed(0)
     for name in sizes.formats:
         numbers = torch.randn(sizes.side, sizes.side, generator=generator, device=device)
         record = measure_crossover(
             encode(numbers, name), fused_for(device), timer=timer, row_counts=sizes.rows, dtype=torch.bfloat16
         )
-        found[record.key] = record
-        write_json(output / "crossover.json", to_document(found, fingerprint))
+        crossovers[record.key] = record
+        write_json(output / "crossover.json", to_document(crossovers, fingerprint))
         advance(1, name)
-    return [_fastest(record, rows) for record in found.values() for rows in sizes.rows]
+    return [_fastest(record, rows) for record in crossovers.values() for rows in sizes.rows]
 
 
 def _fastest(record: Crossover, rows: int) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from bitplan.cli.demo.tiny_model import CONTEXT, TinyTransformer
 from bitplan.cli.demo.training import Advance
 from bitplan.errors import StoreError
 from bitplan.formats import Encoded, get_format
-from bitplan.measure.quality.perplexity import KeptLogits, Quality, measure_perplexity
+from bitplan.measure.quality.perplexity import CachedLogits, Quality, measure_perplexity
 from bitplan.plan import Header, Manifest, Plan, check_headers
 from bitplan.records import write_json
 from bitplan.store.checks.drift_log import DriftLog, DriftRow, log_drift
@@ -40,7 +40,7 @@ FORMATS = (
     "int4",
     "ternary_absmean",
 )
-KEPT_BYTES = 2**28
+CACHED_BYTES = 2**28
 BATCH = 32
 
 
@@ -79,7 +79,7 @@ class DemoComparison:
     def __init__(self, model: TinyTransformer, vocabulary: int, windows: Tensor, output: Path) -> None:
         self.model, self.vocabulary, self.output = model, vocabulary, output
         self.windows: Sequence[Tensor] = list(windows)
-        self._reference = KeptLogits(model, KEPT_BYTES)
+        self._reference = CachedLogits(model, CACHED_BYTES)
         self.rows: list[dict[str, Any]] = []
         self._measured: list[dict[str, Any]] = []
 

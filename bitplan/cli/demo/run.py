@@ -95,13 +95,13 @@ def prepare_folder(output: Path, *, force: bool = False) -> None:
         with tempfile.TemporaryFile(dir=output):
             pass
         models = [f"model.{name}.safetensors" for name in (REFERENCE, PLAN, *FORMATS)]
-        found = [output / name for name in (*RECORDS, *OTHERS, *models) if os.path.lexists(output / name)]
-        if found and not force and not _is_a_demos(output):
+        old_files = [output / name for name in (*RECORDS, *OTHERS, *models) if os.path.lexists(output / name)]
+        if old_files and not force and not _is_a_demos(output):
             raise StoreError(
-                f"{found[0]}: exists already, and no demo wrote it; replace it with --force, or give another folder "
-                "with --output"
+                f"{old_files[0]}: exists already, and no demo wrote it; replace it with --force, or give another "
+                "folder with --output"
             )
-        for path in found:
+        for path in old_files:
             path.unlink()
     except OSError as error:
         raise StoreError(
@@ -150,7 +150,7 @@ class _Demo:
     def _train(self) -> dict[str, Any]:
         self.batches = made_batches(self.corpus, self.size.steps, self.size.batch, self.seed)
         with progress("1/6 training", self.size.steps) as advance:
-            found = train_streamed(
+            figures = train_streamed(
                 self.model,
                 self.batches,
                 self.corpus.held_out_windows(VALIDATION_WINDOWS),
@@ -159,8 +159,8 @@ class _Demo:
                 log_head={key: self.machine[key] for key in ("machine", "versions")},
                 advance=advance,
             )
-        self._tell(show.show_training, found)
-        return found
+        self._tell(show.show_training, figures)
+        return figures
 
     def _plan(self) -> tuple[dict[str, Any], dict[str, Any]]:
         batches = [ids for ids, _ in self.batches[: self.size.calibration_batches]]

@@ -1,4 +1,4 @@
-"""What the demo says on a terminal: a short table for each part, and one line of why."""
+"""Prints the demo's results: a short table for each part, and one line of why."""
 
 from __future__ import annotations
 
@@ -26,20 +26,21 @@ def say_start(figures: Mapping[str, Any], output: Path) -> None:
     say(f"bitplan demo: {figures['weights']:,} weights, seed {figures['seed']}; files go to {output}/")
 
 
-def show_training(found: Mapping[str, Any]) -> None:
-    moves = found["moves"]
+def show_training(figures: Mapping[str, Any]) -> None:
+    moves = figures["moves"]
     first_step = moves[0]["step"] if moves else None
     first = [move for move in moves if move["step"] == first_step]
     later = [move for move in moves if move["step"] != first_step]
-    rule = found["thresholds"]
-    where = "a simulated device" if found["device"] == "cpu" else found["device"]
+    rule = figures["thresholds"]
+    where = "a simulated device" if figures["device"] == "cpu" else figures["device"]
     begin(
-        f"1. Trained {found['steps']} steps in {found['seconds']} s, loss {found['first_loss']:.2f} to "
-        f"{found['last_loss']:.2f}; {found['blocks']} blocks streamed through {found['ring_slots']} slots of {where}"
+        f"1. Trained {figures['steps']} steps in {figures['seconds']} s, loss {figures['first_loss']:.2f} to "
+        f"{figures['last_loss']:.2f}; {figures['blocks']} blocks streamed through "
+        f"{figures['ring_slots']} slots of {where}"
     )
     if first:
-        told = f"of {found['layers']} layers {len(first)} went to INT8 at the first decision, step {first_step}"
-        say(told if later else f"{told}; none changed after that")
+        summary = f"of {figures['layers']} layers {len(first)} went to INT8 at the first decision, step {first_step}"
+        say(summary if later else f"{summary}; none changed after that")
     if later:
         table(f"{len(later)} changes after that{_more(later)}", [_move(move) for move in later[:MOVES_SHOWN]])
     say(
@@ -47,9 +48,9 @@ def show_training(found: Mapping[str, Any]) -> None:
         f"layers', and by INT8's error; first score < {rule['first_int8_below']}: INT8; later BF16 -> INT8 "
         f"below {rule['later_int8_below']}, INT8 -> BF16 from {rule['bf16_from']} on (the policy's defaults)"
     )
-    whole = found["bytes_sent"] + found["bytes_not_sent"]
-    counts = ", ".join(f"{count} {name.upper()}" for name, count in sorted(found["layers_by_precision"].items()))
-    say(f"end: {counts}; {found['bytes_not_sent'] / whole:.0%} of the bytes of an all-BF16 run were not sent")
+    whole = figures["bytes_sent"] + figures["bytes_not_sent"]
+    counts = ", ".join(f"{count} {name.upper()}" for name, count in sorted(figures["layers_by_precision"].items()))
+    say(f"end: {counts}; {figures['bytes_not_sent'] / whole:.0%} of the bytes of an all-BF16 run were not sent")
 
 
 def _more(rows: Sequence[Any]) -> str:

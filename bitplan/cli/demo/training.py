@@ -86,9 +86,9 @@ def train_streamed(
             loss = run.step(step, ids, targets, len(batches))
             advance(1, f"step {step + 1}/{len(batches)}, loss {loss:.2f}, {run.low_count} layers in INT8")
         stream.synchronize()
-        found = run.figures()
+        figures = run.figures()
     model.to("cpu").eval()
-    return found | {"device": device, "seconds": round(time.perf_counter() - started, 1)}
+    return figures | {"device": device, "seconds": round(time.perf_counter() - started, 1)}
 
 
 class _Training:

@@ -89,7 +89,7 @@ def bench_layers(
 
 
 def _options(given: dict[str, tuple[str, Any]]) -> Any:
-    """The options over the variables; a fault in an option is told by the option's name."""
+    """The options over the variables; a fault in an option is reported under the option's name."""
     from bitplan.plan.fp8.environment import PREFIX, BenchOptions, BenchOptionsError
 
     options = BenchOptions.from_environment(os.environ)

@@ -31,17 +31,20 @@ def doctor(
     """
     from bitplan.measure.machine import examine_machine, has_gpu_driver
 
-    found = examine_machine(measure=measure, deep=has_gpu_driver() if deep is None else deep)
+    examined = examine_machine(measure=measure, deep=has_gpu_driver() if deep is None else deep)
     if as_json:
-        show_json(found)
+        show_json(examined)
     else:
-        _show(found)
-    raise typer.Exit(1 if found["problems"] else 0)
+        _show(examined)
+    raise typer.Exit(1 if examined["problems"] else 0)
 
 
-def _show(found: dict[str, Any]) -> None:
-    machine = found["machine"] | {"python": found["versions"]["python"], "bitplan": found["versions"]["bitplan"]}
-    bandwidth = found["bandwidth"] or {}
+def _show(examined: dict[str, Any]) -> None:
+    machine = examined["machine"] | {
+        "python": examined["versions"]["python"],
+        "bitplan": examined["versions"]["bitplan"],
+    }
+    bandwidth = examined["bandwidth"] or {}
     machine |= {
         label: f"{bandwidth[key]:,.1f} GB/s"
         for key, label in (("h2d_gb_per_s", "host to device"), ("device_gb_per_s", "device memory"))
@@ -52,18 +55,18 @@ def _show(found: dict[str, Any]) -> None:
         "fast paths",
         [
             {"path": each["name"], "active": _ACTIVE[each["active"]], "detail": each["detail"]}
-            for each in found["paths"]
+            for each in examined["paths"]
         ],
     )
-    table("libraries", [_library(each) for each in found["libraries"]])
-    for cache in found["caches"]:
+    table("libraries", [_library(each) for each in examined["libraries"]])
+    for cache in examined["caches"]:
         say(f"{cache['name']}: {cache['path']} ({cache['detail']})")
-    for lack in found["lacks"]:
+    for lack in examined["lacks"]:
         step = f" ({lack['next']})" if lack["next"] else ""
         say(f"lacks {lack['what']}: {lack['costs']}{step}")
-    for problem in found["problems"]:
+    for problem in examined["problems"]:
         say(f"broken: {problem}")
-    for step in found["next"]:
+    for step in examined["next"]:
         say(f"next: {step}")
 
 

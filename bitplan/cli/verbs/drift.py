@@ -36,21 +36,21 @@ def drift(
     with open_tensors(packed) as file:
         total = sum(spec.nbytes for spec in file.specs.values())
     with progress("comparing", total, amount=human_bytes) as advance:
-        found = drift_files(master, packed, step=step, on_bytes=advance)
+        report = drift_files(master, packed, step=step, on_bytes=advance)
     if log is not None:
         with log:
-            log.write(*found.rows)
+            log.write(*report.rows)
     if as_json:
-        show_json(found.to_dict())
+        show_json(report.to_dict())
     else:
-        if found.rows:
-            rows = [_shown(row) for row in found.rows]
+        if report.rows:
+            rows = [_shown(row) for row in report.rows]
             table(f"{packed} against {master}, largest relative error first", rows)
-        for finding in found.findings:
+        for finding in report.findings:
             say(finding)
         if jsonl is not None:
-            say(f"{counted(len(found.rows), 'line')} appended to {jsonl}")
-    raise typer.Exit(1 if found.findings else 0)
+            say(f"{counted(len(report.rows), 'line')} appended to {jsonl}")
+    raise typer.Exit(1 if report.findings else 0)
 
 
 def _shown(row: Any) -> dict[str, Any]:

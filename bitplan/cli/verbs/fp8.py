@@ -149,7 +149,7 @@ def explain(
     )
     choice = choose_products(rules, question, estimate=estimate)
     alone = {product: decide(rules, replace(question, gemm=product)) for product in PRODUCTS}
-    found = matching_rules(rules, question)
+    rules_there = matching_rules(rules, question)
     precision = choice.precision if gemm == MODULE else choice.precision_of(gemm)
     if as_json:
         products = {
@@ -157,11 +157,11 @@ def explain(
             for product, decision in alone.items()
         }
         layer = {"precision": precision, "kind": question.looked_up_kind, "gemms": products}
-        show_json(choice.to_dict() | layer | {"rules": [rule.to_document() for rule in found]})
+        show_json(choice.to_dict() | layer | {"rules": [rule.to_document() for rule in rules_there]})
     else:
         at = " ".join(filter(None, (question.looked_up_kind, name, gemm if gemm != MODULE else None)))
-        told = precision.replace("bf16", "BF16").replace("fp8", "FP8")
-        say(f"{at} at {choice.tokens} tokens: {told} ({choice.answer}): {choice.reason}")
+        shown = precision.replace("bf16", "BF16").replace("fp8", "FP8")
+        say(f"{at} at {choice.tokens} tokens: {shown} ({choice.answer}): {choice.reason}")
         say("; ".join(f"{product} {choice.precision_of(product).upper()}" for product in PRODUCTS))
         if gemm != MODULE:
             by_itself = alone[gemm]
@@ -169,7 +169,7 @@ def explain(
         if choice:
             to = "up" if choice.holds_to is None else f"to {choice.holds_to}"
             say(f"the same from {choice.holds_from} tokens {to}")
-        for rule in found:
+        for rule in rules_there:
             table(rule.where, [_shown(point) for point in rule.points])
     raise typer.Exit(0 if choice or choice.answer != UNMEASURED else 1)
 

@@ -48,9 +48,9 @@ def check(
     rules = open_manifest(manifest)
     with open_tensors(checkpoint) as file:
         headers = {name: Header(spec.format, spec.shape, spec.nbytes) for name, spec in file.specs.items()}
-        found = check_headers(rules, headers)
-        findings = [finding for finding in found if finding.code != CAST]
-        casts = Counter(headers[finding.where].dtype for finding in found if finding.code == CAST)
+        problems = check_headers(rules, headers)
+        findings = [finding for finding in problems if finding.code != CAST]
+        casts = Counter(headers[finding.where].dtype for finding in problems if finding.code == CAST)
         total = sum(header.nbytes for header in headers.values())
         if deep:
             from bitplan.store.checks.deep_check import deep_check
@@ -168,7 +168,7 @@ def expand(
     from bitplan.records import read_json
 
     expanded = expand_raw_map(read_json(raw), where=str(raw))
-    Manifest.from_document(expanded, where=str(raw))  # formats that do not exist are told now, not by the first use
+    Manifest.from_document(expanded, where=str(raw))  # refuse formats that do not exist now, not at the first use
     show_json(expanded)
 
 

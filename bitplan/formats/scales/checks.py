@@ -1,4 +1,4 @@
-"""How the scales and codes of an encoding fare: which are at the end of their range, at zero, or without a meaning.
+"""Checks the scales and codes of an encoding: which are at the end of their range, at zero, or undefined.
 
 A format fails quietly at its edges. A scale that does not fit its narrow type is clamped, or becomes zero; codes pile
 up at the largest magnitude, or at zero; a damaged byte becomes a NaN. All of it can be seen in the bytes alone, without
@@ -126,8 +126,8 @@ def scale_flags(fmt: Format, scales: Tensor, base: Tensor | None) -> ScaleFlags:
 def scales_at_an_end(fmt: Format, scales: Tensor, base: Tensor | None) -> Tensor:
     """Where `scale_flags` has any flag, by their bit patterns alone: many times faster, for scales of a whole file."""
     low, high, magnitudes = _edges(fmt, scales)
-    found = (magnitudes <= low) | (magnitudes >= high)
-    return found if base is None else found | ~(base.isfinite() & (base != 0))
+    at_an_end = (magnitudes <= low) | (magnitudes >= high)
+    return at_an_end if base is None else at_an_end | ~(base.isfinite() & (base != 0))
 
 
 def all_scales_inside(fmt: Format, scales: Tensor, base: Tensor | None) -> Tensor:
@@ -182,7 +182,7 @@ def every_code_is_defined(fmt: Format) -> bool:
 
 
 def any_undefined_code(encoded: Encoded) -> Tensor:
-    """Whether some code stands for no number: a flag on the device, told many times faster than by counting."""
+    """Whether some code stands for no number: a flag on the device, many times faster than counting."""
     data, fmt = encoded.data, encoded.fmt
     if every_code_is_defined(fmt) or not data.numel():
         return torch.zeros((), dtype=torch.bool, device=data.device)

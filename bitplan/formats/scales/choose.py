@@ -93,8 +93,8 @@ def _limits(fmt: Format, matrix: Tensor, rule: ScaleRule, percentile: float) -> 
         return fmt.limits(matrix, rule, percentile).to(fmt.work).reshape(1, 1)
     limits = torch.zeros(fmt.grid(tuple(matrix.shape)), dtype=fmt.work, device=matrix.device)
     for tile in tiles(fmt, *matrix.shape):
-        found = fmt.limits(to_blocks(fmt, matrix[tile].to(fmt.work)), rule, percentile)
-        tile_of_grid(fmt, limits, tile).view(-1).copy_(found)
+        part = fmt.limits(to_blocks(fmt, matrix[tile].to(fmt.work)), rule, percentile)
+        tile_of_grid(fmt, limits, tile).view(-1).copy_(part)
     width = fmt.block.cols or matrix.shape[1]
     if rule == "absmean" and (
         real := matrix.shape[1] % max(width, 1)

@@ -1,4 +1,4 @@
-"""Weights that move under scales that stay: encode again, and give a new scale only to the tiles that need one.
+"""Encodes changed weights again, with new scales only for the tiles that need one.
 
 Someone who fine-tunes over a packed base encodes the same weight after every step. Most blocks have hardly moved: a new
 scale for each would change every byte of the file for nothing. So a block (tile) keeps its scale while it fits:
@@ -107,8 +107,8 @@ def _requantize_blocks(
     assert fmt.scales is not None
     assert encoded.scales is not None
     held = encoded.scales.reshape(wanted.shape)
-    kept = fmt.scales.load(held, encoded.base).to(fmt.work)
-    saturated, underflowed = _misfits(fmt, wanted, kept)
+    stored = fmt.scales.load(held, encoded.base).to(fmt.work)
+    saturated, underflowed = _misfits(fmt, wanted, stored)
     base, moves = encoded.base, torch.zeros((), dtype=torch.bool, device=matrix.device)
     if isinstance(fmt.scales, BasedScales):
         assert fresh_base is not None
@@ -118,22 +118,22 @@ def _requantize_blocks(
     changed = _bits(fmt.scales.store(wanted, base)) != _bits(held)
     rebased = ((saturated | underflowed) & changed) | moves
     # Where the scale would be the same, take the fresh one before it is stored: GGUF's codes come from that.
-    used = torch.where(rebased | ~changed, wanted, kept)
+    used = torch.where(rebased | ~changed, wanted, stored)
     again = encode_with_scales(fmt, encoded.shape, matrix, used, base, None)
     counts = torch.stack([saturated.sum(), underflowed.sum(), rebased.sum(), moves.long()]).tolist()
     return again, DriftCounts(wanted.numel(), counts[0], counts[1], counts[2], bool(counts[3]))
 
 
-def _misfits(fmt: Format, wanted: Tensor, kept: Tensor) -> tuple[Tensor, Tensor]:
+def _misfits(fmt: Format, wanted: Tensor, stored: Tensor) -> tuple[Tensor, Tensor]:
     """Which kept scales the fresh ones leave behind: too small for the numbers, and too large. NaN is too small."""
     assert fmt.element is not None
     reach = _reach(fmt)
     room: Tensor | float = reach
     if fmt.element.clip_high < fmt.element.limit:  # Q4_0's extreme belongs on code -8; code 7 has less room
-        flipped = torch.signbit(wanted) != torch.signbit(kept)
+        flipped = torch.signbit(wanted) != torch.signbit(stored)
         room = torch.where(flipped, fmt.element.clip_high / fmt.element.limit, reach)
-    saturated = ~(wanted.abs() <= kept.abs() * room)
-    underflowed = wanted.abs() * SHRINK < kept.abs()
+    saturated = ~(wanted.abs() <= stored.abs() * room)
+    underflowed = wanted.abs() * SHRINK < stored.abs()
     if not isinstance(fmt.element, BinaryElement):
         underflowed &= wanted != 0
     return saturated, underflowed & ~saturated
@@ -165,15 +165,15 @@ def _requantize_affine(encoded: Encoded, matrix: Tensor, step: Tensor, zero: Ten
     assert fmt.scales is not None
     assert encoded.scales is not None
     assert encoded.zero_point is not None
-    kept = fmt.scales.load(encoded.scales, None).reshape(1, 1).to(fmt.work)
-    fresh_code, kept_code = (element.value(code, fmt.work) for code in (zero, encoded.zero_point))
+    stored = fmt.scales.load(encoded.scales, None).reshape(1, 1).to(fmt.work)
+    fresh_code, stored_code = (element.value(code, fmt.work) for code in (zero, encoded.zero_point))
     low, high = -fresh_code * step, (element.limit - fresh_code) * step
-    inside = (low >= (element.clip_low - kept_code) * kept) & (high <= (element.clip_high - kept_code) * kept)
+    inside = (low >= (element.clip_low - stored_code) * stored) & (high <= (element.clip_high - stored_code) * stored)
     saturated = ~inside
-    underflowed = inside & (step * SHRINK < kept) & (step > 0)
-    same = (step == kept) & (fresh_code == kept_code)
+    underflowed = inside & (step * SHRINK < stored) & (step > 0)
+    same = (step == stored) & (fresh_code == stored_code)
     flags = torch.cat([saturated, underflowed, (saturated | underflowed) & ~same]).long().flatten().tolist()
-    used, code = (step, zero) if flags[2] else (kept, encoded.zero_point)
+    used, code = (step, zero) if flags[2] else (stored, encoded.zero_point)
     again = encode_with_scales(fmt, encoded.shape, matrix, used, None, code)
     return again, DriftCounts(1, saturated=flags[0], underflowed=flags[1], rebased=flags[2])
 

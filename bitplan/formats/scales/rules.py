@@ -74,7 +74,7 @@ class PowerOfTwoScales(ScaleStorage):
 
 
 class BasedScales(ScaleStorage):
-    """Narrow scales times one float32 `base` per tensor: E4M3 (NVFP4) or linear uint8 (the manifest seed's)."""
+    """Narrow scales times one float32 `base` per tensor: E4M3 (NVFP4) or linear uint8 (the gpt-oss manifest's)."""
 
     needs_base = True
 

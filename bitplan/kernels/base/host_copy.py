@@ -1,4 +1,4 @@
-"""Small tables from the host to a device without waiting for what the device is doing."""
+"""Copies small tables from the host to a device without waiting for what the device is doing."""
 
 from __future__ import annotations
 

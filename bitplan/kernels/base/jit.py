@@ -1,4 +1,4 @@
-"""How bitplan compiles its CPU loops: numba, without the interpreter lock, kept on disk.
+"""Compiles CPU loops with numba: without the interpreter lock, cached on disk.
 
 Nothing is compiled at import. The first call of a kernel takes one to a few seconds, once per machine: the
 machine code goes to `__pycache__` beside the source (or numba's own folder where that is read-only), and later
@@ -23,7 +23,7 @@ import numba
 import torch
 
 Piece = TypeVar("Piece")
-Found = TypeVar("Found")
+Result = TypeVar("Result")
 
 
 def compiled(function: Callable[..., Any]) -> Any:
@@ -62,14 +62,14 @@ def thread_count() -> int:
     return _chosen.get() or torch.get_num_threads()
 
 
-def on_threads(work: Callable[[Piece], Found], pieces: Sequence[Piece]) -> list[Found]:
+def on_threads(work: Callable[[Piece], Result], pieces: Sequence[Piece]) -> list[Result]:
     """`work` on every piece, results in order, on `thread_count()` threads: this one and helpers."""
-    found: dict[int, Found] = {}
+    results: dict[int, Result] = {}
     left = iter(range(len(pieces)))  # shared: whoever is free takes the next
 
     def take_pieces() -> None:
         for place in left:
-            found[place] = work(pieces[place])
+            results[place] = work(pieces[place])
 
     threads = thread_count()
     helpers = min(threads, len(pieces)) - 1
@@ -83,7 +83,7 @@ def on_threads(work: Callable[[Piece], Found], pieces: Sequence[Piece]) -> list[
         for helper in running:
             if not helper.cancel():  # one that never started has nothing left to do
                 helper.result()
-    return [found[place] for place in range(len(pieces))]
+    return [results[place] for place in range(len(pieces))]
 
 
 @functools.lru_cache(maxsize=8)  # callers with different numbers of threads may take turns

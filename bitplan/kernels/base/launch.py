@@ -1,4 +1,4 @@
-"""Launches of Triton kernels with little work for the host: all but the tensors is settled beforehand.
+"""Launches Triton kernels with little work for the host: all but the tensors is settled beforehand.
 
     launch = PreparedLaunch(kernel, grid, numbers, constants, num_warps=4)
     launch(x, out, None)                # pointers only: tensors, or None for one that the kernel does not read

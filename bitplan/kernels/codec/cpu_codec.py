@@ -51,16 +51,17 @@ def _block_encoder(kernel: EncodeKernel) -> Encoder:
         data, scales = _empty_parts(matrix, fmt)
         if not matrix.numel():
             return data, scales.zero_()
-        numbers, codes, kept = matrix.reshape(-1), _array(data), _array(scales)
-        size, width = numbers.numel() // kept.size, codes.size // kept.size
+        numbers, codes, scale_array = matrix.reshape(-1), _array(data), _array(scales)
+        size, width = numbers.numel() // scale_array.size, codes.size // scale_array.size
         read = _reader(numbers, size)
 
         def work(piece: slice) -> int:
             return max(
-                kernel(words, codes[run.start * width : run.stop * width], kept[run]) for run, words in read(piece)
+                kernel(words, codes[run.start * width : run.stop * width], scale_array[run])
+                for run, words in read(piece)
             )
 
-        _check_finite(on_threads(work, _pieces(kept.size, size)), fmt)
+        _check_finite(on_threads(work, _pieces(scale_array.size, size)), fmt)
         return data, scales
 
     return encode
@@ -175,20 +176,20 @@ def _decoder(kernel: DecodeKernel) -> Decoder:
             return out
         assert encoded.scales is not None
         numbers, codes, table = out.view(-1), _array(encoded.data), _scale_table(encoded.fmt, encoded.base)
-        kept = _array(encoded.scales)
-        size, width = numbers.numel() // kept.size, codes.size // kept.size
+        scale_array = _array(encoded.scales)
+        size, width = numbers.numel() // scale_array.size, codes.size // scale_array.size
         if size >= LONG_ROW:
-            for row in range(kept.size):
+            for row in range(scale_array.size):
                 at = slice(row * size, (row + 1) * size)
-                _decode_long_row(kernel, codes[at], _load_scales(kept[row : row + 1], table), numbers[at])
+                _decode_long_row(kernel, codes[at], _load_scales(scale_array[row : row + 1], table), numbers[at])
             return out
         write = _writer(numbers, size)
 
         def work(piece: slice) -> None:
             for run, run_out in write(piece):
-                kernel(codes[run.start * width : run.stop * width], _load_scales(kept[run], table), run_out)
+                kernel(codes[run.start * width : run.stop * width], _load_scales(scale_array[run], table), run_out)
 
-        on_threads(work, _pieces(kept.size, size))
+        on_threads(work, _pieces(scale_array.size, size))
         return out
 
     return decode

@@ -142,16 +142,16 @@ def encode_q4_0_gguf(words, data, scales):
     highest, lowest, inverses = np.empty(STRIP, I32), np.empty(STRIP, U32), np.empty(STRIP, F32)
     worst = U32(0)
     for first in range(0, scales.size, STRIP):
-        kept = scales[first : first + STRIP]
-        for i in range(kept.size):
+        strip = scales[first : first + STRIP]
+        for i in range(strip.size):
             block = load(words, 32 * (first + i), 32)
             highest[i] = largest(view(block, I32))
             lowest[i] = largest(block)
-        top, ties = _q4_0_scales(highest, lowest, inverses, kept)
+        top, ties = _q4_0_scales(highest, lowest, inverses, strip)
         worst = max(worst, top)
         if ties:
-            _settle_q4_0_ties(words, first, highest, lowest, inverses, kept)
-        for i in range(kept.size):
+            _settle_q4_0_ties(words, first, highest, lowest, inverses, strip)
+        for i in range(strip.size):
             _prefetch_block(words, 32 * (first + i) + AHEAD)
             scaled = view(load(words, 32 * (first + i), 32), F32) * inverses[i] + HALF_AND_EIGHT
             rounded = minimum(narrow(view(scaled + FLOOR, U32), U8) >> 1, 15)
@@ -165,13 +165,13 @@ def encode_q8_0_gguf(words, data, scales):
     tops, inverses = np.empty(STRIP, U32), np.empty(STRIP, F32)
     worst = U32(0)
     for first in range(0, scales.size, STRIP):
-        kept = scales[first : first + STRIP]
-        worst = max(worst, _block_tops(words, first, tops[: kept.size]))
-        for i in range(kept.size):
+        strip = scales[first : first + STRIP]
+        worst = max(worst, _block_tops(words, first, tops[: strip.size]))
+        for i in range(strip.size):
             wanted = F32(_as_float(tops[i]) / F32(127))
-            kept[i] = _float16(_as_word(wanted))
+            strip[i] = _float16(_as_word(wanted))
             inverses[i] = _reciprocal(_flush_small(wanted))
-        for i in range(kept.size):
+        for i in range(strip.size):
             _prefetch_block(words, 32 * (first + i) + AHEAD)
             store(data, 32 * (first + i), _half_away(view(load(words, 32 * (first + i), 32), F32) * inverses[i]))
     return worst
@@ -183,13 +183,13 @@ def encode_q4_0_poly(words, data, scales):
     tops, divisors = np.empty(STRIP, U32), np.empty(STRIP, F32)
     worst = U32(0)
     for first in range(0, scales.size, STRIP):
-        kept = scales[first : first + STRIP]
-        worst = max(worst, _block_tops(words, first, tops[: kept.size]))
-        for i in range(kept.size):
+        strip = scales[first : first + STRIP]
+        worst = max(worst, _block_tops(words, first, tops[: strip.size]))
+        for i in range(strip.size):
             scale = _flush_small(_as_float(tops[i]) / F32(7))
-            kept[i] = scale
+            strip[i] = scale
             divisors[i] = scale if scale > ZERO else F32(np.inf)  # a zero scale: zero codes
-        for i in range(kept.size):
+        for i in range(strip.size):
             rounded = _half_away(view(load(words, 32 * (first + i), 32), F32) / divisors[i])
             store(data, 16 * (first + i), _pack_pairs(rounded))
     return worst
@@ -201,12 +201,12 @@ def encode_int4_g32(words, data, scales):
     tops, inverses = np.empty(STRIP, U32), np.empty(STRIP, F32)
     worst = U32(0)
     for first in range(0, scales.size, STRIP):
-        kept = scales[first : first + STRIP]
-        worst = max(worst, _block_tops(words, first, tops[: kept.size]))
-        for i in range(kept.size):
-            kept[i] = _bfloat16(_as_word(_flush_small(_as_float(tops[i]) / F32(7))))
-            inverses[i] = _reciprocal(_as_float(U32(kept[i]) << U32(16)))
-        for i in range(kept.size):
+        strip = scales[first : first + STRIP]
+        worst = max(worst, _block_tops(words, first, tops[: strip.size]))
+        for i in range(strip.size):
+            strip[i] = _bfloat16(_as_word(_flush_small(_as_float(tops[i]) / F32(7))))
+            inverses[i] = _reciprocal(_as_float(U32(strip[i]) << U32(16)))
+        for i in range(strip.size):
             _prefetch_block(words, 32 * (first + i) + AHEAD)
             sums = view(load(words, 32 * (first + i), 32), F32) * inverses[i] + NEAREST_AND_EIGHT
             store(data, 16 * (first + i), _pack_pairs(narrow(view(sums, U32), U8)))
@@ -219,15 +219,15 @@ def encode_mxfp4(words, data, scales):
     tops = np.empty(STRIP, U16)
     worst = U16(0)
     for first in range(0, scales.size, STRIP):
-        kept = scales[first : first + STRIP]
-        for i in range(kept.size):  # the upper half of a word holds its exponent
+        strip = scales[first : first + STRIP]
+        for i in range(strip.size):  # the upper half of a word holds its exponent
             tops[i] = largest(odds(view(load(words, 32 * (first + i), 32), U16)) & 0x7F80)
-        for i in range(kept.size):
+        for i in range(strip.size):
             worst = max(worst, tops[i])
-            kept[i] = U8(U16(max(tops[i], U16(2 << 7)) - U16(2 << 7)) >> U16(7))
-        for i in range(kept.size):
+            strip[i] = U8(U16(max(tops[i], U16(2 << 7)) - U16(2 << 7)) >> U16(7))
+        for i in range(strip.size):
             _prefetch_block(words, 32 * (first + i) + AHEAD)
-            store(data, 16 * (first + i), _pack_pairs(_e2m1(load(words, 32 * (first + i), 32), I32(kept[i]))))
+            store(data, 16 * (first + i), _pack_pairs(_e2m1(load(words, 32 * (first + i), 32), I32(strip[i]))))
     return U32(worst) << U32(16)
 
 
@@ -237,17 +237,17 @@ def encode_mxfp4_gguf(words, data, scales, rounds_up):
     tops = np.empty(STRIP, U32)
     worst = U32(0)
     for first in range(0, scales.size, STRIP):
-        kept = scales[first : first + STRIP]
-        worst = max(worst, _block_tops(words, first, tops[: kept.size]))
-        for i in range(kept.size):
+        strip = scales[first : first + STRIP]
+        worst = max(worst, _block_tops(words, first, tops[: strip.size]))
+        for i in range(strip.size):
             exponent = I32(tops[i] >> U32(23))
             exponent += I32(tops[i] >= rounds_up[exponent])
-            kept[i] = U8(max(exponent, I32(2)) - I32(2))
-        for i in range(kept.size):
+            strip[i] = U8(max(exponent, I32(2)) - I32(2))
+        for i in range(strip.size):
             block = load(words, 32 * (first + i), 32)
             # One step down, then odd: below a tie what lay on it, still above what lay above.
             off_ties = (maximum(block & MAGNITUDE, 1) - 1) | 1
-            rounded = _e2m1(off_ties, I32(kept[i]))
+            rounded = _e2m1(off_ties, I32(strip[i]))
             sign = (_sign_bytes(block) >> 4) & greater(rounded, 0) & 8
             store(data, 16 * (first + i), _pack_halves(rounded | sign))
     return worst

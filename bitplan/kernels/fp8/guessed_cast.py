@@ -63,8 +63,8 @@ def clear_state(state: Tensor) -> None:
 
 def counts_of(state: Tensor) -> tuple[int, int]:
     """(casts, wrong guesses) so far; waits for the device."""
-    found = state.sum(1).tolist()
-    return found[CASTS.value], found[WRONG.value]
+    counts = state.sum(1).tolist()
+    return counts[CASTS.value], counts[WRONG.value]
 
 
 class GuessPlan:

@@ -1,7 +1,7 @@
-"""Products with packed weights on a CPU: torch's 4-bit kernel where the layout allows, else bands in float32.
+"""Products with packed weights on a CPU: torch's 4-bit kernel where the layout allows, else pieces in float32.
 
-**Bands.** The matrix is expanded a few megabytes at a time (`bands`), in float32 whatever the inputs are: a CPU without
-bfloat16 hardware multiplies bfloat16 thirty times slower. A band is a quarter of the last-level cache: smaller ones
+**Pieces.** The matrix is expanded a few megabytes at a time (`pieces`), in float32 always: a CPU without
+bfloat16 hardware multiplies bfloat16 thirty times slower. A piece is a quarter of the last-level cache: smaller ones
 lose to the start of each product, larger ones to memory, and the whole matrix is never there.
 
 **torch's 4-bit kernel** (`_dyn_quant_matmul_4bit`, KleidiAI on Arm) multiplies integers: each row of x is rounded to
@@ -14,17 +14,17 @@ normally distributed inputs by 0.5 to 0.9 % in norm. Weights are taken as they a
 | q4_0_gguf | nibbles are paired anew. A float16 scale has 11 bits, a bfloat16 holds 8: rounding would change weights. |
 | | So it is split into the sum of two bfloat16, exactly, and the kernel runs twice: twice the time and copies |
 
-What the kernel cannot do is found out by asking it: a machine without it, or where it gives wrong numbers, uses bands.
+What the kernel cannot do is found out by asking it: a machine without it, or where it gives wrong numbers, uses pieces.
 
 Neoverse-N1, 2 cores that others used as well (idle, all times are about half), 4096 x 4096, ms at 1 / 16 / 128 rows:
 
 | | int4_g32 | q4_0_gguf | mxfp4 | int8_row |
 |---|---|---|---|---|
 | torch's 4-bit kernel | 1.5 / 14 / 90 | 2.9 / 27 / 178 | | |
-| bands of 8 MiB | 20 / 49 / 171 | 18 / 49 / 173 | 21 / 50 / 176 | 17 / 47 / 174 |
+| pieces of 8 MiB | 20 / 49 / 171 | 18 / 49 / 173 | 21 / 50 / 176 | 17 / 47 / 174 |
 | expanded before | 6.0 / 31 / 138 | 6.0 / 31 / 136 | 5.9 / 31 / 137 | 6.0 / 31 / 137 |
 
-float32 `nn.Linear` 4.7 / 29 / 133. q4_0_gguf by size of band: 1 MiB 33 / 139 / 260, 4 MiB 25 / 61 / 167, 8 MiB
+float32 `nn.Linear` 4.7 / 29 / 133. q4_0_gguf by size of piece: 1 MiB 33 / 139 / 260, 4 MiB 25 / 61 / 167, 8 MiB
 19 / 49 / 168, 16 MiB 15 / 42 / 149, all at once 12 / 36 / 142.
 """
 
@@ -39,7 +39,7 @@ from torch import Tensor
 from bitplan.errors import FormatError
 from bitplan.formats import Encoded, encode
 from bitplan.formats.packing import Packing
-from bitplan.kernels.matmul.row_pieces import decoded_bands, gradient_over_bands, linear_over_bands
+from bitplan.kernels.matmul.row_pieces import decoded_pieces, gradient_over_pieces, linear_over_pieces
 
 FOUR_BIT_FORMATS = ("int4_g32", "q4_0_gguf")
 GROUP = 32
@@ -49,11 +49,11 @@ _MIB = 2**20
 _SUFFIXES = {"K": 2**10, "M": 2**20, "G": 2**30}
 
 
-# ---- bands -----------------------------------------------------------------------------------------------------------
+# ---- pieces ----------------------------------------------------------------------------------------------------------
 
 
 @functools.cache
-def band_bytes() -> int:
+def piece_bytes() -> int:
     """A quarter of the last-level cache, within 2 and 16 MiB; 8 MiB where the machine does not say."""
     sizes = []
     for place in sorted(_CACHES.glob("index*/size")):
@@ -63,21 +63,21 @@ def band_bytes() -> int:
     return min(max(max(sizes, default=32 * _MIB) // 4, 2 * _MIB), 16 * _MIB)
 
 
-def band_rows(in_features: int, dtype: torch.dtype) -> int:
-    """How many rows of a matrix make a band."""
-    return max(1, band_bytes() // max(1, in_features * dtype.itemsize))
+def piece_rows(in_features: int, dtype: torch.dtype) -> int:
+    """How many rows of a matrix make a piece."""
+    return max(1, piece_bytes() // max(1, in_features * dtype.itemsize))
 
 
 def chunked_linear(x_MK: Tensor, weight: Encoded, bias: Tensor | None = None) -> Tensor:
-    """x @ W.T + bias in x's type (float32 or float64) without the whole of W; see `bands` for the bound."""
-    bands = decoded_bands(weight, x_MK.dtype, band_rows(weight.shape[1], x_MK.dtype))
-    return linear_over_bands(x_MK, bands, weight.shape[0], bias)
+    """x @ W.T + bias in x's type (float32 or float64) without the whole of W; see `pieces` for the bound."""
+    pieces = decoded_pieces(weight, x_MK.dtype, piece_rows(weight.shape[1], x_MK.dtype))
+    return linear_over_pieces(x_MK, pieces, weight.shape[0], bias)
 
 
 def chunked_input_gradient(g_MN: Tensor, weight: Encoded) -> Tensor:
     """g @ W in g's type (float32 or float64) without the whole of W."""
-    bands = decoded_bands(weight, g_MN.dtype, band_rows(weight.shape[1], g_MN.dtype))
-    return gradient_over_bands(g_MN, bands, weight.shape[1])
+    pieces = decoded_pieces(weight, g_MN.dtype, piece_rows(weight.shape[1], g_MN.dtype))
+    return gradient_over_pieces(g_MN, pieces, weight.shape[1])
 
 
 # ---- torch's 4-bit kernel --------------------------------------------------------------------------------------------
@@ -155,12 +155,12 @@ def _why_not_here() -> str | None:
     generator = torch.Generator().manual_seed(0)
     w, x = (torch.randn(rows, 96, generator=generator) for rows in (19, 3))
     weight = encode(w, "q4_0_gguf")
-    decoded = next(decoded_bands(weight, torch.float32, 19))[1]
+    decoded = next(decoded_pieces(weight, torch.float32, 19))[1]
     try:
-        found = four_bit_linear(x, weight, pack_four_bit(weight))
+        product = four_bit_linear(x, weight, pack_four_bit(weight))
     except (RuntimeError, FormatError) as error:
         return f"torch's 4-bit kernel does not run on this machine: {str(error).splitlines()[0][:200]}"
-    beyond = (found - x @ decoded.T).abs() - four_bit_bound(x, decoded)
+    beyond = (product - x @ decoded.T).abs() - four_bit_bound(x, decoded)
     if not bool((beyond <= 1e-4).all()):
         return "torch's 4-bit kernel gives wrong results on this machine"
     return None

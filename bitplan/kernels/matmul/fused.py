@@ -1,4 +1,4 @@
-"""The fused products there are, one for each kind of device, behind one face.
+"""Finds the fused product for a device: one interface over the CPU's and the GPU's.
 
 "Fused" is a kernel that reads packed weights and never writes an expanded one: a Triton kernel on CUDA, torch's 4-bit
 kernel on a CPU. Both want the weight, or its scales, in an order of their own, made once per weight (`prepare`); what
@@ -99,14 +99,14 @@ class TritonOnCuda:
         return "sums in float32"
 
 
-_found: dict[str, FusedMatmul | None] = {}
+_by_device: dict[str, FusedMatmul | None] = {}
 
 
 def fused_for(device_type: str) -> FusedMatmul | None:
     """The fused product of a kind of device; None where there is none."""
-    if device_type not in _found:
-        _found[device_type] = _find(device_type)
-    return _found[device_type]
+    if device_type not in _by_device:
+        _by_device[device_type] = _find(device_type)
+    return _by_device[device_type]
 
 
 def _find(device_type: str) -> FusedMatmul | None:

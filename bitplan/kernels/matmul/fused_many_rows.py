@@ -2,7 +2,7 @@
 
 With many rows the tensor cores are the limit, and they take their second operand from shared memory without help of the
 lanes (Hopper's wgmma); the lanes only decode. A weight is decoded once for a tile of up to 128 rows. It pays in the
-narrow band between the fused product for few rows and decoding the whole matrix: on an H200, 8192 x 8192, it took 42 us
+narrow gap between the fused product for few rows and decoding the whole matrix: on an H200, 8192 x 8192, it took 42 us
 at 64 rows and 66 us at 128 (BF16 39 and 40; decode, then multiply 84 and 87), and lost to decoding from 256 on. Its
 programs wait for their decoders: two groups of warps that take turns would be the next step. For codes of 4 bits x is
 split once, before the launch, into the inputs that low nibbles meet and those that high ones do.

@@ -1,9 +1,9 @@
-"""Bands: a packed matrix expanded a run of rows at a time, and products that need no more of it at once.
+"""Expands a packed matrix a piece of rows at a time, for products that need no more of it at once.
 
-y = x @ W.T has one column of y per row of W, so a band of rows gives its columns of y and is then forgotten. The
-gradient x.grad = y.grad @ W is a sum over bands. Every format whose blocks lie within a row can be cut anywhere.
+y = x @ W.T has one column of y per row of W, so a piece of rows gives its columns of y and is then forgotten. The
+gradient x.grad = y.grad @ W is a sum over pieces. Every format whose blocks lie within a row can be cut anywhere.
 
-Bands compute what the whole matrix would, up to the order of additions: with u the compute type's unit roundoff both
+Pieces compute what the whole matrix would, up to the order of additions: with u the compute type's unit roundoff both
 lie within K u sum_k |x_k w_nk| of the exact product (the gradient: N u sum_n |g_n w_nk|), so within twice that of
 each other.
 """
@@ -21,7 +21,7 @@ from bitplan.errors import FormatError
 from bitplan.formats import Encoded, Format
 from bitplan.kernels.codec.dispatch import decode
 
-Band = tuple[slice, Tensor]
+Piece = tuple[slice, Tensor]
 
 
 def why_no_rows(fmt: Format) -> str | None:
@@ -44,23 +44,23 @@ def rows_of(encoded: Encoded, rows: slice) -> Encoded:
 
 
 def cut(rows: int, step: int) -> list[slice]:
-    """Bands of at most `step` rows, as equal as they can be, so that none is a sliver."""
+    """Pieces of at most `step` rows, as equal as they can be, so that none is a sliver."""
     count = -(-rows // max(1, step))
     edges = [rows * index // count for index in range(count + 1)] if count else []
     return [slice(low, high) for low, high in itertools.pairwise(edges)]
 
 
-def decoded_bands(encoded: Encoded, dtype: torch.dtype, step: int) -> Iterator[Band]:
-    """Each band expanded when it is asked for, and kept by nobody here."""
+def decoded_pieces(encoded: Encoded, dtype: torch.dtype, step: int) -> Iterator[Piece]:
+    """Each piece expanded when it is asked for, and kept by nobody here."""
     for rows in cut(encoded.shape[0], step):
         whole = rows == slice(0, encoded.shape[0])
         yield rows, decode(encoded if whole else rows_of(encoded, rows), dtype)
 
 
-def linear_over_bands(x_MK: Tensor, bands: Iterator[Band], out_features: int, bias: Tensor | None = None) -> Tensor:
-    """x @ W.T + bias, in the type of x, which is that of the bands."""
+def linear_over_pieces(x_MK: Tensor, pieces: Iterator[Piece], out_features: int, bias: Tensor | None = None) -> Tensor:
+    """x @ W.T + bias, in the type of x, which is that of the pieces."""
     y_MN: Tensor | None = None
-    for rows, w_RK in bands:
+    for rows, w_RK in pieces:
         part_MR = functional.linear(x_MK, w_RK, None if bias is None else bias[rows])
         if part_MR.shape[1] == out_features:
             return part_MR
@@ -70,11 +70,11 @@ def linear_over_bands(x_MK: Tensor, bands: Iterator[Band], out_features: int, bi
     return x_MK.new_empty((x_MK.shape[0], out_features)) if y_MN is None else y_MN
 
 
-def gradient_over_bands(g_MN: Tensor, bands: Iterator[Band], in_features: int) -> Tensor:
-    """g @ W, summed over the bands; 16-bit types are summed in float32, as one product would."""
+def gradient_over_pieces(g_MN: Tensor, pieces: Iterator[Piece], in_features: int) -> Tensor:
+    """g @ W, summed over the pieces; 16-bit types are summed in float32, as one product would."""
     total_MK: Tensor | None = None
     wide = torch.promote_types(g_MN.dtype, torch.float32)
-    for rows, w_RK in bands:
+    for rows, w_RK in pieces:
         part_MK = g_MN[:, rows] @ w_RK
         if w_RK.shape[0] == g_MN.shape[1]:
             return part_MK

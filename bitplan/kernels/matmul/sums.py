@@ -1,4 +1,4 @@
-"""What the fused products do with their sums: add up the parts of a split, scale, add the bias."""
+"""Finishes the sums of the fused products: adds up the parts of a split, scales, adds the bias."""
 
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
 from __future__ import annotations

@@ -86,12 +86,12 @@ def triton_parts(blocks: Blocks) -> Parts:
 
 def gather_parts(blocks: Sequence[Sequence[Parts]]) -> Parts:
     """Blocks of parts that came one after another, as gradients do in backward."""
-    found = [one for parts in blocks for one in parts]
-    if len({one.part for one in found}) > 1:
+    pieces = [one for parts in blocks for one in parts]
+    if len({one.part for one in pieces}) > 1:
         raise ValueError("parts of the definition and of the kernel do not mix: gradients of a device are of one kind")
-    sizes = tuple(size for one in found for size in one.sizes)
+    sizes = tuple(size for one in pieces for size in one.sizes)
     tensors = tuple(sum(len(one.sizes) for one in parts) for parts in blocks)
-    return Parts(torch.cat([one.rows.double() for one in found]), sizes, tensors, found[0].part)
+    return Parts(torch.cat([one.rows.double() for one in pieces]), sizes, tensors, pieces[0].part)
 
 
 def join(parts: Parts) -> Tensor:

@@ -1,4 +1,4 @@
-"""Rows that stand for all rows: a sample that is unbiased, and the same on every machine and after a restart.
+"""Samples rows that stand for all rows: unbiased, and the same on every machine and after a restart.
 
 A sum over T rows (tokens), c_1 + ... + c_T, is estimated from n of them by T/n times their sum. The rows are cut into n
 stretches of the same length, T/n, and one row of each is drawn, all as likely: so each row is drawn n/T times on

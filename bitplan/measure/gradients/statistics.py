@@ -1,6 +1,6 @@
 """Gradient statistics per block, gathered every step without stopping the GPU.
 
-After each backward pass the policy wants four figures per block (seed 000, "Gradient Collection"): the L2 norm over all
+After each backward pass the policy wants four figures per block: the L2 norm over all
 gradients of the block, the largest |g|, the variance, and the norm relative to the mean of all blocks. Reading a figure
 on the host waits for the GPU, so nothing is read here in a step: the reductions are enqueued, and `end_step` sends
 three numbers per block to pinned memory behind them. `drain(before=step)` reads the steps before this one, whose
@@ -55,8 +55,8 @@ class _Step:
     def join_parts(self) -> None:
         """Blocks whose gradients came one by one; those of a device together."""
         groups: dict[torch.device, list[str]] = {}
-        for name, found in self.parts.items():
-            groups.setdefault(found[0].rows.device, []).append(name)
+        for name, parts in self.parts.items():
+            groups.setdefault(parts[0].rows.device, []).append(name)
         for names in groups.values():
             self.rows.append((names, join(gather_parts([self.parts[name] for name in names]))))
         self.parts = {}
@@ -125,13 +125,13 @@ class GradStatsCollector:
             self._require_known(name)
             if name in done:
                 raise GradStatsError(f"gradients of {name!r} came twice in one step; call end_step in between")
-            found = self._present(name, _gradients(source))
-            if not found:
+            gradients = self._present(name, _gradients(source))
+            if not gradients:
                 self._open.missing.append(name)
                 continue
-            if len({grad.device for grad in found}) > 1:
+            if len({grad.device for grad in gradients}) > 1:
                 raise GradStatsError(f"gradients of {name!r} lie on several devices; a block is measured on one")
-            groups.setdefault(found[0].device, {})[name] = found
+            groups.setdefault(gradients[0].device, {})[name] = gradients
         for grads in groups.values():
             self._open.rows.append((list(grads), reduce_blocks(list(grads.values()))))
 
@@ -181,7 +181,7 @@ class GradStatsCollector:
         return [sent.read(self.blocks) for sent in ready]
 
     def _present(self, name: str, grads: Iterable[Tensor | None]) -> list[Tensor]:
-        found = []
+        present = []
         for grad in grads:
             if grad is None:
                 self.missing_tensors[name] += 1
@@ -189,8 +189,8 @@ class GradStatsCollector:
                 kind = f"{grad.dtype}, {grad.layout}".replace("torch.", "")
                 raise GradStatsError(f"gradient of {name!r}: expected dense floating-point numbers, got {kind}")
             elif grad.numel():
-                found.append(grad)
-        return found
+                present.append(grad)
+        return present
 
     def _require_known(self, name: str) -> None:
         if name not in self._known:
@@ -250,12 +250,12 @@ def _send(tensors: list[Tensor]) -> list[_Copy]:
 
 def _arrived(copies: list[_Copy], count: int) -> list[list[float]]:
     """Every figure's numbers, in order."""
-    found: list[list[float]] = [[] for _ in range(count)]
+    rows: list[list[float]] = [[] for _ in range(count)]
     for copy in copies:
         if copy.event is not None:
             copy.event.synchronize()
         numbers, start = copy.numbers.tolist(), 0
         for at, length in zip(copy.places, copy.lengths, strict=True):
-            found[at] = numbers[start : start + length]
+            rows[at] = numbers[start : start + length]
             start += length
-    return found
+    return rows

@@ -1,4 +1,4 @@
-"""The reference's own noise floor: how far it is from itself when it is computed in another, equally valid, way.
+"""Measures the reference's own noise: how far it is from itself when it is computed in another, equally valid, way.
 
 A difference from the reference means little where the reference differs from itself as much. The other way here
 is the one in which such models are commonly run: the same weights, activations in bfloat16. It is simulated by
@@ -32,7 +32,7 @@ def round_activations(
         return _rounded(output, dtype)
 
     for module in model.modules():
-        if module is not model and not any(module is kept for kept in keep):
+        if module is not model and not any(module is exempt for exempt in keep):
             module.register_forward_hook(rounded)
 
 

@@ -103,8 +103,8 @@ class Quality:
     @property
     def interval(self) -> tuple[float, float] | None:
         """95% interval of the perplexity: what another text of the same kind might have given."""
-        found = self.nll.interval
-        return found and (_exp(found[0]), _exp(found[1]))
+        interval = self.nll.interval
+        return interval and (_exp(interval[0]), _exp(interval[1]))
 
     def to_dict(self) -> dict[str, Any]:
         return {
@@ -132,22 +132,22 @@ def _finite(value: float) -> float | None:
 
 
 @dataclass
-class KeptLogits:
+class CachedLogits:
     """A reference for several models: remembers its logits by window, as many as fit, and computes the rest again."""
 
     model: LogitsOf
     budget_bytes: int
-    _kept: dict[bytes, Tensor] = field(default_factory=dict, repr=False)
+    _cached: dict[bytes, Tensor] = field(default_factory=dict, repr=False)
 
     def __call__(self, ids: Tensor) -> Tensor:
         keys = [window.numpy(force=True).tobytes() for window in ids]
-        missing = [row for row, key in enumerate(keys) if key not in self._kept]
+        missing = [row for row, key in enumerate(keys) if key not in self._cached]
         computed = dict(zip(missing, _logits(self.model, ids[missing]), strict=True)) if missing else {}
         for row, logits in computed.items():
             if logits.nbytes <= self.budget_bytes:
                 self.budget_bytes -= logits.nbytes
-                self._kept[keys[row]] = logits.clone()  # a view would hold the whole batch
-        return torch.stack([computed[row] if row in computed else self._kept[key] for row, key in enumerate(keys)])
+                self._cached[keys[row]] = logits.clone()  # a view would hold the whole batch
+        return torch.stack([computed[row] if row in computed else self._cached[key] for row, key in enumerate(keys)])
 
 
 def measure_perplexity(

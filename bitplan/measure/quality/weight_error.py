@@ -1,4 +1,4 @@
-"""What a format takes from a weight, W - W_hat, computed where the weight lies and without waiting for the device.
+"""Computes what a format takes from a weight, W - W_hat, where the weight lies and without waiting for the device.
 
 `encode` looks whether every number was finite, which waits for a GPU; in a training step nothing may. So the Triton
 twins are called here without that look: a weight that is not finite gives a difference that is not finite, and whoever

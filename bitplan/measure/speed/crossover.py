@@ -1,4 +1,4 @@
-"""From how many rows on a packed weight is better expanded: measured, for one weight shape on one GPU.
+"""Measures from how many rows on a packed weight is better expanded, for one weight shape on one GPU.
 
 A fused kernel reads a quarter of the bytes and wins while memory is the limit; with many rows the arithmetic is, and
 expanding the weight first for the vendor's product is faster. Where the two cross depends on format, shape and
@@ -104,8 +104,8 @@ def pick(record: Crossover, rows: int, *, room: bool) -> Pick:
     }
     measured = {way: time for way, time in times.items() if time is not None}
     best = min(measured, key=lambda way: measured[way])  # the first of equals
-    told = ", ".join(f"{way} {time:.4f} ms" for way, time in measured.items())
-    reason = f"measured for {timing.rows} rows: {told}"
+    shown = ", ".join(f"{way} {time:.4f} ms" for way, time in measured.items())
+    reason = f"measured for {timing.rows} rows: {shown}"
     if record.refused:
         reason += f"; fused is not used: {record.refused}"
     if not room:
@@ -185,14 +185,14 @@ class _Bench:
         allowed = NUMBER_OF_RESULT * expected.abs() + NUMBER_OF_ROW * self.expanded.float().norm(dim=1)
         for launch in list(launches):
             try:
-                found = run(launch).float()
+                product = run(launch).float()
             except Exception as error:
                 if type(error).__name__ != "OutOfResources" or len(launches) == 1:
                     raise
                 log.info("bitplan: launch %s needs more than this GPU has: %s", launch, error)
                 launches.remove(launch)
                 continue
-            off = (found - expected).abs()
+            off = (product - expected).abs()
             relative = float(off.norm() / expected.norm().clamp(min=torch.finfo(torch.float32).tiny))
             beyond = int((~(off <= allowed)).sum())  # NaN is beyond
             if beyond or not relative <= NORM_TOLERANCE:

@@ -72,16 +72,16 @@ class CrossoverTable:
     def __init__(self, path: Path, fingerprint: Fingerprint, measure: Measure = measure_crossover) -> None:
         self.path, self.fingerprint = path, fingerprint
         self._measure = measure
-        self._found: dict[Key, Crossover] | None = None
+        self._crossovers: dict[Key, Crossover] | None = None
         self._failed: dict[Key, str] = {}
         self._lock = threading.RLock()
 
     def find(self, fmt: str, out_features: int, in_features: int) -> Crossover | None:
         """What is known, without measuring."""
         with self._lock:
-            if self._found is None:
-                self._found = read_crossovers(self.path, self.fingerprint)
-            return self._found.get((fmt, out_features, in_features))
+            if self._crossovers is None:
+                self._crossovers = read_crossovers(self.path, self.fingerprint)
+            return self._crossovers.get((fmt, out_features, in_features))
 
     def why_never(self, fmt: str, out_features: int, in_features: int) -> str | None:
         """Why a weight that was tried in this process could not be measured."""
@@ -91,25 +91,25 @@ class CrossoverTable:
         """What is known of weights like this one, measured now if nothing is; None if that failed."""
         key = (weight.fmt.name, weight.shape[0], weight.shape[1])
         with self._lock:
-            found = self.find(*key)
-            if found is not None or key in self._failed:
-                return found
+            crossover = self.find(*key)
+            if crossover is not None or key in self._failed:
+                return crossover
             log.info("bitplan: measuring %s of shape %s once on this GPU; kept in %s", key[0], key[1:], self.path)
             try:
-                found = self._measure(weight, fused)
+                crossover = self._measure(weight, fused)
             except torch.OutOfMemoryError as error:
                 self._failed[key] = f"out of memory while measuring: {str(error).splitlines()[0]}"
                 log.warning("bitplan: %s of shape %s: %s", key[0], key[1:], self._failed[key])
                 return None
-            self._keep(found)
-            return found
+            self._keep(crossover)
+            return crossover
 
     def _keep(self, record: Crossover) -> None:
-        assert self._found is not None
-        self._found[record.key] = record
+        assert self._crossovers is not None
+        self._crossovers[record.key] = record
         # Another process may have measured others meanwhile; of equal keys ours is newer.
-        merged = read_crossovers(self.path, self.fingerprint) | self._found
-        self._found = merged
+        merged = read_crossovers(self.path, self.fingerprint) | self._crossovers
+        self._crossovers = merged
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             write_json(self.path, to_document(merged, self.fingerprint))
@@ -159,18 +159,18 @@ def _version_of(package: str) -> str:
 
 def _source_hash() -> str:
     """Kernels that are edited are measured again, also between versions."""
-    found = hashlib.sha256()
+    digest = hashlib.sha256()
     folder = Path(kernels.__file__).parent
     for source in sorted(each for room in ("base", "codec", "matmul") for each in (folder / room).glob("*.py")):
-        found.update(source.name.encode() + source.read_bytes())
-    return found.hexdigest()[:16]
+        digest.update(source.name.encode() + source.read_bytes())
+    return digest.hexdigest()[:16]
 
 
 # ---- the document ----------------------------------------------------------------------------------------------------
 
 
-def to_document(found: dict[Key, Crossover], fingerprint: Fingerprint) -> dict[str, Any]:
-    weights = [_weight_document(found[key]) for key in sorted(found)]
+def to_document(crossovers: dict[Key, Crossover], fingerprint: Fingerprint) -> dict[str, Any]:
+    weights = [_weight_document(crossovers[key]) for key in sorted(crossovers)]
     return {"document": DOCUMENT, "version": VERSION, "fingerprint": fingerprint, "weights": weights}
 
 
@@ -193,8 +193,8 @@ def from_document(document: Any, fingerprint: Fingerprint, *, where: str) -> dic
     if parts["fingerprint"] != fingerprint:
         theirs = parts["fingerprint"]
         differing = [key for key in sorted({*theirs, *fingerprint}) if theirs.get(key) != fingerprint.get(key)]
-        told = ", ".join(f"{key} {theirs.get(key)!r}, now {fingerprint.get(key)!r}" for key in differing)
-        reader.stop(f"measured under other conditions ({told})")
+        differences = ", ".join(f"{key} {theirs.get(key)!r}, now {fingerprint.get(key)!r}" for key in differing)
+        reader.stop(f"measured under other conditions ({differences})")
     records = [_read_weight(reader, f"weights[{index}]", item) for index, item in enumerate(parts["weights"])]
     return {record.key: record for record in records}
 
@@ -223,11 +223,11 @@ def _read_weight(reader: Reader, path: str, value: Any) -> Crossover:
     timings: list[Timing] = []
     for index, timing in enumerate(item["timings"]):
         place = f"{path}.timings[{index}]"
-        found = reader.keys(place, timing, _TIMING_KEYS, tuple(_TIMING_KEYS))
-        ways = reader.keys(f"{place}.samples_ms", found["samples_ms"], _WAYS, ("decode", "expanded"))
-        if timings and found["rows"] <= timings[-1].rows:
-            reader.fail(f"{place}: rows", f"more than {timings[-1].rows}", found["rows"])
-        timings.append(Timing(found["rows"], {way: tuple(samples) for way, samples in ways.items()}, found["launch"]))
+        values = reader.keys(place, timing, _TIMING_KEYS, tuple(_TIMING_KEYS))
+        ways = reader.keys(f"{place}.samples_ms", values["samples_ms"], _WAYS, ("decode", "expanded"))
+        if timings and values["rows"] <= timings[-1].rows:
+            reader.fail(f"{place}: rows", f"more than {timings[-1].rows}", values["rows"])
+        timings.append(Timing(values["rows"], {way: tuple(samples) for way, samples in ways.items()}, values["launch"]))
     return Crossover(
         item["format"],
         item["out_features"],

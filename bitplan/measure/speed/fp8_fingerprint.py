@@ -24,8 +24,8 @@ EMULATED = "none: FP8 emulated on the CPU"
 def fingerprint_of(device: torch.device) -> Fingerprint:
     """What a time on this device depends on, but for the layer."""
     if device.type == "cuda":
-        found = gpu_fingerprint(torch.cuda.get_device_name(device))
-        gpu, driver, triton = found["gpu"], found["driver"], found["triton"]
+        stated = gpu_fingerprint(torch.cuda.get_device_name(device))
+        gpu, driver, triton = stated["gpu"], stated["driver"], stated["triton"]
     else:
         gpu, driver, triton = EMULATED, "none", _triton_version()
     return Fingerprint(gpu, driver, str(torch.__version__), triton, __version__, commit())

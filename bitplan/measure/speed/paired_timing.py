@@ -11,7 +11,7 @@ next. A sample lies between two marks of a stopwatch:
     CPU     a monotonic clock. It is for tests: an emulated FP8 has no speed.
 
 An arm is a function that builds what is timed: memory that runs out in building is caught like memory that runs out in
-running, and told apart from every other error. One arm failing leaves the others; a device that no longer answers is
+running, and distinguished from every other error. One arm failing leaves the others; a device that no longer answers is
 raised, for whatever came next would be blamed on the wrong arm. With several processes (`Peers`) an arm fails when it
 fails on any of them, and the slowest of them counts.
 """
@@ -152,19 +152,19 @@ class _Run:
         """How often an eager sample calls, the same for all arms: as often as the fastest needs for a long sample."""
         fastest = math.inf
         for name in list(self.ready):
-            found: list[float] = []
-            self.attempt(name, partial(self._once_ms, name, found))
-            fastest = min([fastest, *found])
+            times_ms: list[float] = []
+            self.attempt(name, partial(self._once_ms, name, times_ms))
+            fastest = min([fastest, *times_ms])
         fastest = self.peers.slowest([fastest])[0]  # every process must call equally often
         if warmup == 0 or not math.isfinite(fastest):
             return 1
         return min(MAX_CALLS_PER_SAMPLE, max(1, math.ceil(EAGER_SAMPLE_MS / max(fastest, MIN_SAMPLE_MS))))
 
-    def _once_ms(self, name: str, found: list[float]) -> None:
+    def _once_ms(self, name: str, times_ms: list[float]) -> None:
         marks: list[tuple[Any, Any]] = []
         self.add_sample(name, 1, marks)
         self.stopwatch.wait()
-        found.append(self.stopwatch.elapsed_ms(*marks[0]))
+        times_ms.append(self.stopwatch.elapsed_ms(*marks[0]))
 
     def add_sample(self, name: str, calls: int, marks: list[tuple[Any, Any]]) -> None:
         call = self.ready[name]
@@ -179,24 +179,24 @@ class _Run:
         """Samples of the arms that came through, once the device is done."""
         for name in list(self.ready):
             self.attempt(name, self.stopwatch.wait)
-        found = {}
+        samples_ms = {}
         for name in arms:
             if name in self.failed:
                 status, message = self.failed[name]
-                found[name] = Timed(status, message=message)
+                samples_ms[name] = Timed(status, message=message)
                 continue
             times = [self.stopwatch.elapsed_ms(begin, end) / calls for begin, end in marks[name]]
             samples = [round(max(each, MIN_SAMPLE_MS), 6) for each in self.peers.slowest(times)]
-            found[name] = Timed(OK, tuple(samples), self.peaks[name], in_turns=len(self.ready) > 1)
-        return found
+            samples_ms[name] = Timed(OK, tuple(samples), self.peaks[name], in_turns=len(self.ready) > 1)
+        return samples_ms
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """torch says so by a class of its own, cuBLAS and graph capture by words."""
-    words = ("out of memory", "alloc_failed", "can't allocate memory")
+    """torch says so by a class of its own, cuBLAS and graph capture by their text."""
+    texts = ("out of memory", "alloc_failed", "can't allocate memory")
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return True
-    return isinstance(error, RuntimeError) and any(each in str(error).lower() for each in words)
+    return isinstance(error, RuntimeError) and any(each in str(error).lower() for each in texts)
 
 
 def _one_line(error: BaseException) -> str:

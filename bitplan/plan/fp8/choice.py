@@ -19,7 +19,7 @@ Where nothing was measured `estimate` is asked, unless `estimate=False`; the rea
 Without a shape, all shapes that were measured under the key must agree.
 
 A choice is made for one token count. Between `holds_from` and `holds_to` the policy chooses the same products under the
-same recipe; a model that is given other counts should be told.
+same recipe; a model that is given other counts should warn.
 """
 
 from __future__ import annotations
@@ -92,15 +92,15 @@ def choose_products(policy: Policy, question: Question, *, estimate: bool = True
     `apart=False` is for layers that run all three products in FP8 or none.
     """
     question = replace(question, gemm=MODULE)
-    found = [
+    choices = [
         _by_recipe(policy, replace(question, recipe=recipe), estimate, apart)
         for recipe in _recipes(policy, question, estimate)
     ]
-    wins = [each for each in found if each]
+    wins = [each for each in choices if each]
     if not wins:
-        return found[0] if len(found) == 1 else _none_of(found)
+        return choices[0] if len(choices) == 1 else _none_of(choices)
     best = max(wins, key=lambda each: each.speedup or 0.0)  # the first of equals
-    others = f"; the best of {len(found)} recipes" if len(found) > 1 else ""
+    others = f"; the best of {len(choices)} recipes" if len(choices) > 1 else ""
     return replace(best, reason=best.reason + others)
 
 
@@ -109,8 +109,8 @@ def _recipes(policy: Policy, question: Question, estimate: bool) -> Sequence[str
         return (question.recipe,)
     if isinstance(policy, ThresholdPolicy):
         return (DEFAULT_RECIPE,)  # version 1 names none
-    found = {rule.recipe for rule in (policy.rules if estimate else _rules_of(policy, question))}
-    return [recipe for recipe in RECIPES if recipe in found] or (None,)
+    recipes = {rule.recipe for rule in (policy.rules if estimate else _rules_of(policy, question))}
+    return [recipe for recipe in RECIPES if recipe in recipes] or (None,)
 
 
 def _rules_of(policy: BandPolicy, question: Question) -> list[BandRule]:
@@ -118,10 +118,10 @@ def _rules_of(policy: BandPolicy, question: Question) -> list[BandRule]:
     return [rule for gemm in GEMMS for rule in matching_rules(policy, replace(question, gemm=gemm))]
 
 
-def _none_of(found: list[Fp8Choice]) -> Fp8Choice:
-    first = next((each for each in found if each.answer in (UNDECIDED, LOSE)), found[0])
-    told = "; ".join(f"{each.recipe}: {each.reason}" for each in found)
-    return replace(first, recipe=None, reason=told)
+def _none_of(choices: list[Fp8Choice]) -> Fp8Choice:
+    first = next((each for each in choices if each.answer in (UNDECIDED, LOSE)), choices[0])
+    reasons = "; ".join(f"{each.recipe}: {each.reason}" for each in choices)
+    return replace(first, recipe=None, reason=reasons)
 
 
 def _by_recipe(policy: Policy, question: Question, estimate: bool, apart: bool) -> Fp8Choice:
@@ -132,7 +132,7 @@ def _by_recipe(policy: Policy, question: Question, estimate: bool, apart: bool) 
     if question.shape is None:  # what the key was measured at, by whatever recipe
         shapes = sorted({rule.shape for rule in _rules_of(policy, replace(question, recipe=None))})
     if len(shapes) > 1:
-        return _agreed([_by_recipe(policy, replace(question, shape=shape), estimate, apart) for shape in shapes])
+        return _of_all_shapes([_by_recipe(policy, replace(question, shape=shape), estimate, apart) for shape in shapes])
     asked = replace(question, shape=shapes[0]) if shapes else question
     choice = _at_count(policy, asked, estimate, apart)
     return _bounded(policy, asked, choice, estimate, apart) if choice else choice
@@ -150,20 +150,20 @@ def _by_threshold(policy: ThresholdPolicy, question: Question) -> Fp8Choice:
     )
 
 
-def _agreed(choices: list[Fp8Choice]) -> Fp8Choice:
+def _of_all_shapes(choices: list[Fp8Choice]) -> Fp8Choice:
     """One choice for all shapes under a key: FP8 only where every one of them has the same products in it."""
     first = next((each for each in choices if not each), choices[0])
-    told = f"no shape was given and {len(choices)} were measured"
+    prefix = f"no shape was given and {len(choices)} were measured"
     if not first:
-        return replace(first, reason=f"{told}; one of them is against FP8: {first.reason}")
+        return replace(first, reason=f"{prefix}; one of them is against FP8: {first.reason}")
     if any(each.products != first.products for each in choices):
-        reason = f"{told}, which differ in the products that win; give the shape"
+        reason = f"{prefix}, which differ in the products that win; give the shape"
         return Fp8Choice((), first.recipe, UNDECIDED, reason, first.tokens)
     least = min(choices, key=lambda each: each.speedup or 0.0)
     highs = [each.holds_to for each in choices if each.holds_to is not None]
     return replace(
         least,
-        reason=f"{told}; all are for FP8: {least.reason}",
+        reason=f"{prefix}; all are for FP8: {least.reason}",
         holds_from=max(each.holds_from or 1 for each in choices),
         holds_to=min(highs, default=None),
     )
@@ -181,13 +181,13 @@ def _at_count(policy: BandPolicy, question: Question, estimate: bool, apart: boo
     some = tuple(alone)
     recipe = question.recipe or whole.recipe
     if some == PRODUCTS and not whole and whole.answer == UNMEASURED:  # nothing speaks against all three
-        reason = f"{_told(alone)}; the whole module: {whole.reason}"
+        reason = f"{_answers_text(alone)}; the whole module: {whole.reason}"
         return Fp8Choice(PRODUCTS, recipe, alone[PRODUCTS[0]].answer, reason, whole.tokens, _promise(alone))
     promise = _promise(alone)
     needed = APART_MARGIN * max((whole.speedup or 0.0) if whole else policy.speedup_threshold, 1.0)
     if apart and some != PRODUCTS and promise >= needed:
         beside = "more than the whole module" if whole else "the whole module"
-        reason = f"{_told(alone)}; {beside}: {whole.reason}"
+        reason = f"{_answers_text(alone)}; {beside}: {whole.reason}"
         return Fp8Choice(some, recipe, alone[some[0]].answer, reason, whole.tokens, promise)
     if whole:
         return Fp8Choice(PRODUCTS, recipe, whole.answer, whole.reason, whole.tokens, whole.speedup)
@@ -213,8 +213,8 @@ def _estimated(policy: BandPolicy, question: Question, whole: Fp8Decision) -> Fp
 def _winning_alone(policy: BandPolicy, question: Question) -> dict[str, Fp8Decision]:
     """The products that were measured apart and win."""
     asked = {gemm: replace(question, gemm=gemm) for gemm in PRODUCTS}
-    found = {gemm: decide(policy, each) for gemm, each in asked.items() if matching_rules(policy, each)}
-    return {gemm: decision for gemm, decision in found.items() if decision}
+    decisions = {gemm: decide(policy, each) for gemm, each in asked.items() if matching_rules(policy, each)}
+    return {gemm: decision for gemm, decision in decisions.items() if decision}
 
 
 def _promise(alone: dict[str, Fp8Decision]) -> float:
@@ -223,7 +223,7 @@ def _promise(alone: dict[str, Fp8Decision]) -> float:
     return 1 / max(1 - saved, 1e-3)
 
 
-def _told(alone: dict[str, Fp8Decision]) -> str:
+def _answers_text(alone: dict[str, Fp8Decision]) -> str:
     return "; ".join(f"{gemm} {decision.reason}" for gemm, decision in alone.items())
 
 

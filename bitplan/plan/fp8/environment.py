@@ -1,4 +1,4 @@
-"""What a layer benchmark is asked to do: the seed's TE_LAYER_PERF_* variables (2.1.4), with its defaults.
+"""What a layer benchmark is asked to do: LoongForge's TE_LAYER_PERF_* variables, with its defaults.
 
 The environment comes in as a mapping, so that a test needs none. A variable that begins like ours and is none of ours
 is refused: misspelt, it would have been measured with the default and nobody would know.
@@ -16,7 +16,7 @@ from bitplan.formats.fp8_recipes import RECIPES
 from bitplan.plan.fp8.terms import DEFAULT_RECIPE, DEFAULT_THRESHOLD, PRECISIONS, Fp8Error
 
 PREFIX = "TE_LAYER_PERF_"
-# The seed leaves its automatic sweep open: every doubling from where FP8 rarely pays to where it nearly always does.
+# LoongForge leaves its automatic sweep open: every doubling from where FP8 rarely pays to where it nearly always does.
 AUTO_SWEEP = tuple((length, 1) for length in (256, 512, 1024, 2048, 4096, 8192, 16384, 32768))
 
 
@@ -26,7 +26,7 @@ class BenchOptionsError(Fp8Error):
 
 @dataclass(frozen=True)
 class BenchOptions:
-    """The variables, in the seed's order. Sizes of None: the model's own."""
+    """The variables, in LoongForge's order. Sizes of None: the model's own."""
 
     omni_config_path: str | None = None
     tp_size: int | None = None
@@ -89,7 +89,7 @@ def _is_count(text: str) -> bool:
 
 
 def _size(text: str, name: str) -> int | None:
-    """A parallel size; 0 is the model's own, as in the seed's program."""
+    """A parallel size; 0 is the model's own, as in LoongForge."""
     return _whole(text, name, 0) or None
 
 
@@ -118,10 +118,10 @@ def _number(text: str, name: str) -> float:
 
 
 def _precisions(text: str, name: str) -> tuple[str, ...]:
-    found = tuple(item.strip().lower() for item in text.split(","))
-    if not set(found) <= set(PRECISIONS) or len(set(found)) != len(found):
+    named = tuple(item.strip().lower() for item in text.split(","))
+    if not set(named) <= set(PRECISIONS) or len(set(named)) != len(named):
         raise BenchOptionsError(f"{name} must be 'bf16,fp8' or one of the two, got {text!r}")
-    return tuple(precision for precision in PRECISIONS if precision in found)
+    return tuple(precision for precision in PRECISIONS if precision in named)
 
 
 def _recipe(text: str, name: str) -> str:

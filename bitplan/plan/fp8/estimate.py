@@ -1,4 +1,4 @@
-"""What a layer would gain where it was never measured: at other token counts, and at other shapes.
+"""Estimates a layer's speedup where it was never measured: at other token counts, and at other shapes.
 
 A policy's own answer between a loss and a win is BF16, and for a shape that was not measured too. Both throw speed away
 where the neighbours leave little doubt: so there is an estimate, and every reason that rests on one says so.
@@ -56,18 +56,18 @@ def estimate_speedup(policy: BandPolicy, question: Question) -> SpeedupEstimate 
             return here
     alike = [rule for rule in alike_rules(policy, question) if tokens <= REACH * rule.points[-1].tokens]
     near = [(rule, _equal_counts(rule, question)) for rule in alike]
-    found = [(rule, _at(rule, least)) for rule, (least, _) in near]
-    known = [(rule, estimate) for rule, estimate in found if estimate is not None]
+    estimates = [(rule, _at(rule, least)) for rule, (least, _) in near]
+    known = [(rule, estimate) for rule, estimate in estimates if estimate is not None]
     if not known:
         return None
     rule, best = max(known, key=lambda each: each[1].low)  # the first of equals
-    told = best.reason
+    reason = best.reason
     if rule is not own:
-        told = f"never measured itself; it has no less work and intensity than {told}"
+        reason = f"never measured itself; it has no less work and intensity than {reason}"
     against = _easier_loss(policy, near)
     if against is not None and best.speedup >= policy.speedup_threshold:
-        return SpeedupEstimate(against.speedup, against.low, f"{told}; but no more than {against.reason}")
-    return SpeedupEstimate(best.speedup, best.low, told)
+        return SpeedupEstimate(against.speedup, against.low, f"{reason}; but no more than {against.reason}")
+    return SpeedupEstimate(best.speedup, best.low, reason)
 
 
 def _equal_counts(rule: BandRule, question: Question) -> tuple[float, float]:
@@ -87,8 +87,10 @@ def _equal_counts(rule: BandRule, question: Question) -> tuple[float, float]:
 
 def _easier_loss(policy: BandPolicy, near: Iterable[tuple[BandRule, tuple[float, float]]]) -> SpeedupEstimate | None:
     """What a layer that has no less work and intensity is known to gain at most, where that is below the threshold."""
-    found = [_at(rule, max(most, rule.points[0].tokens)) for rule, (_, most) in near if most <= rule.points[-1].tokens]
-    lost = [each for each in found if each is not None and each.speedup < policy.speedup_threshold]
+    estimates = [
+        _at(rule, max(most, rule.points[0].tokens)) for rule, (_, most) in near if most <= rule.points[-1].tokens
+    ]
+    lost = [each for each in estimates if each is not None and each.speedup < policy.speedup_threshold]
     return min(lost, key=lambda each: each.speedup, default=None)
 
 
@@ -115,8 +117,8 @@ def _at(rule: BandRule, tokens: float) -> SpeedupEstimate | None:
         by = ""
     low = speedup * min((point.low or 0.0) / _speedup(point) for point in beside)
     where = f"{rule.shape[0]}x{rule.shape[1]} at {tokens:.0f} tokens"
-    told = " and ".join(point.told() for point in beside)
-    return SpeedupEstimate(speedup, low, f"{where}, about {speedup:.3f}x by {told}{by}")
+    known = " and ".join(point.describe() for point in beside)
+    return SpeedupEstimate(speedup, low, f"{where}, about {speedup:.3f}x by {known}{by}")
 
 
 def _after_the_last(points: Sequence[Point], tokens: float) -> float:

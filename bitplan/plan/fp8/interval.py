@@ -1,4 +1,4 @@
-"""Is FP8 faster? Win, lose or undecided, by an interval for how many times faster, from raw times.
+"""Judges whether FP8 is faster: win, lose or undecided, by an interval for the speedup, from raw times.
 
 In plain words. A time on a GPU is the work plus noise that only ever adds, so means lie and single samples lie more.
 Two ways to an interval, neither of which assumes what the noise looks like, draws random numbers, or knows a clock:
@@ -6,7 +6,7 @@ Two ways to an interval, neither of which assumes what the noise looks like, dra
     pairs      BF16 and FP8 were timed in turns, so that a GPU that gets warmer slows both. Each turn gives one ratio
                BF16 / FP8. Sorted, the true median ratio lies between the k-th from below and the k-th from above unless
                chance put fewer than k ratios on one side of it, and coin flips say how likely that is (the sign test).
-    crossed    too few turns for that (five, as in the seed's examples), or not taken in turns: every BF16 time is
+    crossed    too few turns for that (five, LoongForge's default), or not taken in turns: every BF16 time is
                divided by every FP8 time, and of the sorted ratios as many are cut off at both ends as a rank test (Mann
                and Whitney's) at the same confidence allows. Drift of the GPU stays in, and widens the interval.
 
@@ -42,7 +42,7 @@ class Interval:
 
 
 def answer_of(low: float, high: float, threshold: float) -> str:
-    """A threshold is the least speedup that counts (2.1.4), so an interval that begins on it wins."""
+    """A threshold is the least speedup that counts, so an interval that begins on it wins."""
     if low >= threshold:
         return WIN
     return LOSE if high < threshold else UNDECIDED
@@ -92,13 +92,13 @@ def rank_test_cut(first: int, second: int, confidence: float) -> int | None:
         cut = math.floor(first * second / 2 - 0.5 - statistics.NormalDist().inv_cdf(1 - tail) * spread)
         return cut if cut >= 0 else None
     counts = _rank_counts(first, second)
-    below, cut_found = 0, None
+    below, largest = 0, None
     for index in range(first * second // 2):
         below += counts[index]
         if below > tail * math.comb(first + second, first):
             break
-        cut_found = index
-    return cut_found
+        largest = index
+    return largest
 
 
 @lru_cache(maxsize=256)

@@ -1,7 +1,7 @@
 """The linear layers of a model as one GPU sees them: kind, name, local shape, and how many tokens reach them.
 
 A model is one or two parts (an LLM, and for a vision-language model a ViT), each a stack of blocks of few distinct
-shapes. The kinds follow Megatron's transformer blocks on TransformerEngine, where the seed's words come from:
+shapes. The kinds follow Megatron's transformer blocks on TransformerEngine, where the names come from:
 
     attention     qkv: layernorm_column [(heads + 2 kv_heads) head_dim, hidden], divided over TP by rows
                   proj: row [hidden, heads head_dim], divided over TP by columns
@@ -12,7 +12,7 @@ shapes. The kinds follow Megatron's transformer blocks on TransformerEngine, whe
     experts       fc1: column_grouped, fc2: row_grouped, divided over ETP; each GPU holds experts / EP of them
     shared        fc1: column (the router needs the norm too, so it is not fused), fc2: row; all tokens, divided over TP
 
-Not here, because the seed keeps them out of FP8: embeddings, the router, the output layer, a VLM's projector.
+Not here, because they stay out of FP8: embeddings, the router, the output layer, a VLM's projector.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ class Layer:
         return count_tokens(seq_length, micro_batch_size, moe_router_topk=self.moe_router_topk or 1)
 
     def question(self) -> dict[str, Any]:
-        """What `should_use_fp8` and a report's row are told of this layer, besides tokens."""
+        """This layer as `should_use_fp8` and a report's row take it, besides tokens."""
         if self.kind in GROUPED_KINDS:
             size: dict[str, Any] = {"etp": self.parallel.etp, "num_gemms": self.num_gemms}
             return {"part": self.part, "kind": self.kind, "shape": self.shape} | size
@@ -144,24 +144,26 @@ def bench_cases(layers: Iterable[Layer], sweep: Sequence[tuple[int, int]], recip
 def _part_layers(part: ModelPart, parallel: Parallel) -> list[Layer]:
     tp = _Divider(part, "tp", parallel.tp)
     blocks = part.dense_blocks + part.moe_blocks
-    found: list[tuple[str, str, str, tuple[int, int], int]] = []
+    shapes: list[tuple[str, str, str, tuple[int, int], int]] = []
     attention = part.attention
     if isinstance(attention, LatentAttention):
-        found += [(kind, name, "attention", shape, blocks) for kind, name, shape in _latent(part.hidden, attention, tp)]
+        shapes += [
+            (kind, name, "attention", shape, blocks) for kind, name, shape in _latent(part.hidden, attention, tp)
+        ]
     else:
         heads, kv_heads = tp(attention.heads, "heads"), tp(attention.kv_heads, "kv_heads")
         qkv = ((heads + 2 * kv_heads) * attention.head_dim, part.hidden)
-        found.append(("layernorm_column", "qkv", "attention", qkv, blocks))
-        found.append(("row", "proj", "attention", (part.hidden, heads * attention.head_dim), blocks))
+        shapes.append(("layernorm_column", "qkv", "attention", qkv, blocks))
+        shapes.append(("row", "proj", "attention", (part.hidden, heads * attention.head_dim), blocks))
     if part.dense_blocks:
         ffn = tp(part.ffn, "ffn")
-        found.append(("layernorm_column", "fc1", "mlp", (_fc1(part, ffn), part.hidden), part.dense_blocks))
-        found.append(("row", "fc2", "mlp", (part.hidden, ffn), part.dense_blocks))
+        shapes.append(("layernorm_column", "fc1", "mlp", (_fc1(part, ffn), part.hidden), part.dense_blocks))
+        shapes.append(("row", "fc2", "mlp", (part.hidden, ffn), part.dense_blocks))
     if part.experts is not None and part.experts.shared_ffn:
         shared = tp(part.experts.shared_ffn, "shared_ffn")
-        found.append(("column", "fc1", "shared expert", (_fc1(part, shared), part.hidden), part.moe_blocks))
-        found.append(("row", "fc2", "shared expert", (part.hidden, shared), part.moe_blocks))
-    layers = [Layer(part.part, *each, parallel) for each in found]
+        shapes.append(("column", "fc1", "shared expert", (_fc1(part, shared), part.hidden), part.moe_blocks))
+        shapes.append(("row", "fc2", "shared expert", (part.hidden, shared), part.moe_blocks))
+    layers = [Layer(part.part, *each, parallel) for each in shapes]
     return layers + (_expert_layers(part, part.experts, parallel) if part.experts is not None else [])
 
 

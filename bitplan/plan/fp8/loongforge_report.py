@@ -73,8 +73,8 @@ def thresholds_of(rows: Sequence[ListRow], speedup_threshold: float) -> tuple[Th
         counts = speedups.setdefault(rule, {})
         speedup = pair["bf16"].time_ms / pair["fp8"].time_ms
         counts[pair["bf16"].tokens] = min(speedup, counts.get(pair["bf16"].tokens, speedup))
-    found = (_threshold(rule, counts, speedup_threshold) for rule, counts in speedups.items())
-    policy = ThresholdPolicy([each for each in found if each is not None], speedup_threshold)
+    thresholds = (_threshold(rule, counts, speedup_threshold) for rule, counts in speedups.items())
+    policy = ThresholdPolicy([each for each in thresholds if each is not None], speedup_threshold)
     return policy, sorted(findings)
 
 
@@ -106,9 +106,9 @@ def _row(reader: Reader, path: str, item: Any) -> ListRow:
     grouped = isinstance(item, dict) and item.get("module_kind") in GROUPED_KINDS
     known = _KEYS | (_GROUPED if grouped else _DENSE)
     ours = {key: value for key, value in item.items() if key in known} if isinstance(item, dict) else item
-    found = reader.keys(path, ours, known, tuple(known))
-    sizes = (None, None, found["etp_size"], found["num_gemms"]) if grouped else (found["ub_name"], found["tp_size"])
-    rule = (found["module_kind"], *sizes, *(() if grouped else (None, None)))
+    values = reader.keys(path, ours, known, tuple(known))
+    sizes = (None, None, values["etp_size"], values["num_gemms"]) if grouped else (values["ub_name"], values["tp_size"])
+    rule = (values["module_kind"], *sizes, *(() if grouped else (None, None)))
     return ListRow(
-        rule, (found["model_name"], found["case_name"]), found["precision"], found["num_tokens"], found["total_ms"]
+        rule, (values["model_name"], values["case_name"]), values["precision"], values["num_tokens"], values["total_ms"]
     )

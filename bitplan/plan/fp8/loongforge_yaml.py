@@ -92,20 +92,20 @@ def read_yaml_model(
     document = _compose(text, where, open_base, depth=0, opened=[where])
     model = document.get("model")
     if isinstance(model, Mapping) and any(name in model for name in COMPONENTS):
-        found = {COMPONENTS[name]: (model[name], f"model.{name}.") for name in COMPONENTS if name in model}
+        components = {COMPONENTS[name]: (model[name], f"model.{name}.") for name in COMPONENTS if name in model}
     else:
-        found = {_single_part(document): (document, "")}
+        components = {_single_part(document): (document, "")}
     parts, options = [], {}
     sizes: dict[str, int | None] = {}
-    for part, (values, prefix) in found.items():
+    for part, (values, prefix) in components.items():
         config = ConfigObject(values, prefix, where)
-        if part == "llm" or len(found) == 1:
+        if part == "llm" or len(components) == 1:
             config = ConfigObject({**config.values, **(overrides or {})}, prefix, where)
         options[part] = _options(config)
         # To switch FP8 on its keys are enough.
         if options[part] == Fp8Options() or any(key in config.values for key in _SIZE_KEYS):
             parts.append(_part(config, part))
-        if part == "llm" or len(found) == 1:
+        if part == "llm" or len(components) == 1:
             sizes["tokens"] = _tokens(config) or _tokens(ConfigObject(document, "", where))
         for word, key in _PARALLEL_KEYS.items():
             sizes[word] = sizes.get(word) or config.optional(key)

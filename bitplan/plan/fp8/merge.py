@@ -1,6 +1,6 @@
-"""From reports to a policy: pair BF16 with FP8, judge each token count, and keep what lost.
+"""Merges reports into a policy: pairs BF16 with FP8, judges each token count, and keeps what lost.
 
-Times are paired by layer and LOGICAL tokens. (The program that the seed describes paired by padded counts: the two
+Times are paired by layer and LOGICAL tokens. (LoongForge's program paired by padded counts: the two
 precisions pad differently, so no expert was ever paired.) Each pair gives an interval and an answer (`interval`);
 where a count was timed in several ways (eager and in a CUDA graph, uniform and skewed routing) the worst of them
 counts: FP8 must win in all. The points of a layer make its bands. No row is dropped in silence: what has no partner, or
@@ -84,10 +84,12 @@ def extend_policy(base: BandPolicy, more: BandPolicy) -> BandPolicy:
             f"{base.where} was measured with {key} {ours!r}, {more.where} with {theirs!r}; times of the two are not "
             "comparable: make a policy of each"
         )
-    for word in ("speedup_threshold", "confidence"):
-        ours, theirs = getattr(base, word), getattr(more, word)
+    for setting in ("speedup_threshold", "confidence"):
+        ours, theirs = getattr(base, setting), getattr(more, setting)
         if ours != theirs:
-            raise MergeError(f"{base.where} has the {word} {ours}, {more.where} {theirs}; give the first to the second")
+            raise MergeError(
+                f"{base.where} has the {setting} {ours}, {more.where} {theirs}; give the first to the second"
+            )
     rules = {rule.key: rule for rule in base.rules}
     for rule in more.rules:
         known = rules[rule.key].points if rule.key in rules else ()
@@ -113,8 +115,8 @@ def to_thresholds(policy: BandPolicy, *, part: str | None = None) -> ThresholdPo
     """The version 1 policy that never says FP8 below the largest measured count where version 2 does not.
 
     A rule needs an unbroken run of wins up to the largest measured count, for version 1 has no upper end. Version 1 has
-    no shapes either: of several under one key all must win, and the largest `min_tokens` stands. It has no parts (the
-    seed keeps a file per component, 2.3.2) and no recipes: a policy of several parts or recipes is refused.
+    no shapes either: of several under one key all must win, and the largest `min_tokens` stands. It has no parts
+    (LoongForge keeps a file per component) and no recipes: a policy of several parts or recipes is refused.
     """
     parts = sorted({rule.part for rule in policy.rules})
     if part is None and len(parts) > 1:
@@ -129,9 +131,9 @@ def to_thresholds(policy: BandPolicy, *, part: str | None = None) -> ThresholdPo
     for rule in rules:
         by_key.setdefault((rule.kind, rule.name, rule.tp, rule.etp, rule.num_gemms), []).append(_threshold(rule))
     chosen = []
-    for found in by_key.values():
-        known = [each for each in found if each is not None]
-        if len(known) == len(found):
+    for group in by_key.values():
+        known = [each for each in group if each is not None]
+        if len(known) == len(group):
             chosen.append(max(known, key=lambda each: (each.min_tokens, -each.measured_speedup)))
     return ThresholdPolicy(chosen, policy.speedup_threshold)
 
@@ -170,20 +172,20 @@ def _check_one_recipe(reports: Sequence[Report]) -> None:
 def _rows(reports: Sequence[Report], findings: list[str]) -> list[tuple[str, Row]]:
     """All rows with their recipe, in one order. What several reports measured is pooled; a report that is given twice
     counts once."""
-    found: dict[tuple[Any, ...], list[Row]] = {}
+    by_key: dict[tuple[Any, ...], list[Row]] = {}
     different = {(report.recipe, report.rows): report for report in reports}
     for report in sorted(different.values(), key=Report.to_lines):
         for row in report.rows:
-            found.setdefault((report.recipe, *row.key), []).append(row)
-    counts = {key: [len(row.samples_ms) for row in rows] for key, rows in found.items()}
+            by_key.setdefault((report.recipe, *row.key), []).append(row)
+    counts = {key: [len(row.samples_ms) for row in rows] for key, rows in by_key.items()}
     pooled = []
-    for key in sorted(found, key=repr):
+    for key in sorted(by_key, key=repr):
         *layer, precision = key
         partner = (*layer, "fp8" if precision == "bf16" else "bf16")
-        row = _pooled(found[key], findings)
+        row = _pooled(by_key[key], findings)
         # Sample i lies next to sample i of the other precision only where both were pooled from the same reports.
         paired = row.in_turns and counts[key] == counts.get(partner)
-        pooled.append((key[0], row if paired or len(found[key]) == 1 else replace(row, in_turns=False)))
+        pooled.append((key[0], row if paired or len(by_key[key]) == 1 else replace(row, in_turns=False)))
     return pooled
 
 

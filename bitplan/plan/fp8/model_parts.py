@@ -102,10 +102,10 @@ class ConfigObject:
 
     def blocks(self, key: str) -> int:
         """How many blocks: a size, and not one that would keep us counting."""
-        found = self.size(key)
-        if found > MAX_BLOCKS:
-            raise self.fail(f"{self.prefix}{key} must be at most {MAX_BLOCKS}, got {found}")
-        return found
+        count = self.size(key)
+        if count > MAX_BLOCKS:
+            raise self.fail(f"{self.prefix}{key} must be at most {MAX_BLOCKS}, got {count}")
+        return count
 
     def optional(self, key: str) -> int | None:
         return None if self.values.get(key) in (None, 0) else self.size(key)
@@ -114,8 +114,8 @@ class ConfigObject:
         """The key that is there, or the first, which the error will then name."""
         return next((key for key in keys if self.values.get(key) is not None), keys[0])
 
-    def names(self, **words: str) -> dict[str, str]:
-        return {word: self.prefix + key for word, key in words.items()}
+    def names(self, **ours: str) -> dict[str, str]:
+        return {name: self.prefix + key for name, key in ours.items()}
 
     def fail(self, message: str) -> ModelConfigError:
         return ModelConfigError(f"{self.where}: {message}")
@@ -143,10 +143,10 @@ def _block_part(config: ConfigObject, experts: Experts | None, keys: dict[str, s
     hidden = config.size("hidden_size")
     head_dim = config.optional("head_dim") or whole(hidden, heads, config.where, config.prefix + "hidden_size")
     ffn = config.size("intermediate_size") if dense else config.optional("intermediate_size") or 0
-    words = {"heads": "num_attention_heads", "kv_heads": "num_key_value_heads", "ffn": "intermediate_size"}
+    own_keys = {"heads": "num_attention_heads", "kv_heads": "num_key_value_heads", "ffn": "intermediate_size"}
     attention = Attention(heads, kv_heads, head_dim)
     return ModelPart(
-        "llm", hidden, dense, moe, attention, ffn, True, experts, config.names(**words) | keys, config.where
+        "llm", hidden, dense, moe, attention, ffn, True, experts, config.names(**own_keys) | keys, config.where
     )
 
 
@@ -191,7 +191,7 @@ def _deepseek(config: ConfigObject) -> ModelPart:
         experts = Experts(config.size("n_routed_experts"), ffn, config.size("num_experts_per_tok"), shared)
         first, every = config.optional("first_k_dense_replace") or 0, config.size("moe_layer_freq", 1)
         moe = sum(block >= first and block % every == 0 for block in range(blocks))
-    words = config.names(
+    own_keys = config.names(
         heads="num_attention_heads",
         ffn="intermediate_size",
         experts="n_routed_experts",
@@ -200,7 +200,7 @@ def _deepseek(config: ConfigObject) -> ModelPart:
     )
     dense = blocks - moe
     ffn = config.size("intermediate_size") if dense else 0
-    return ModelPart("llm", hidden, dense, moe, attention, ffn, True, experts if moe else None, words, config.where)
+    return ModelPart("llm", hidden, dense, moe, attention, ffn, True, experts if moe else None, own_keys, config.where)
 
 
 def _vision_part(config: ConfigObject, model_type: Any) -> ModelPart:

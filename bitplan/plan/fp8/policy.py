@@ -1,4 +1,4 @@
-"""should_use_fp8: FP8 or BF16 for one layer at one token count, and why. The seed's lookup (2.2, 3.3), pure.
+"""should_use_fp8: FP8 or BF16 for one layer at one token count, and why. Pure.
 
 The order of the questions: an expert's layer is promoted to its grouped kind and its tokens are multiplied by
 moe_router_topk; the rules of that kind, name (or expert count), parallel size, shape, recipe and product are found; the
@@ -131,7 +131,7 @@ def read_policy(document: Any, *, where: str = "policy") -> Policy:
     version = document.get("version")
     if type(version) is not int or version not in _READERS:
         got = show(version) if "version" in document else "none"
-        raise PolicyVersionError(f"{where}: version must be 1 (the seed's) or 2 ({DOCUMENT!r}), got {got}")
+        raise PolicyVersionError(f"{where}: version must be 1 (LoongForge's) or 2 ({DOCUMENT!r}), got {got}")
     return _READERS[version](document, where=where)
 
 
@@ -276,7 +276,7 @@ def _by_bands(policy: BandPolicy, question: Question) -> Fp8Decision:
     decisions = []
     for recipe in [recipe for recipe in RECIPES if any(rule.recipe == recipe for rule in rules)]:
         shapes = [_at(rule, question) for rule in rules if rule.recipe == recipe]
-        decisions.append(_agreed(shapes))
+        decisions.append(_of_all_shapes(shapes))
     wins = [each for each in decisions if each]
     if wins:
         best = max(wins, key=lambda each: each.speedup or 0.0)  # the first of equals
@@ -288,7 +288,7 @@ def _by_bands(policy: BandPolicy, question: Question) -> Fp8Decision:
     return _bf16(question, answer, "; ".join(f"{each.recipe}: {each.reason}" for each in decisions))
 
 
-def _agreed(shapes: list[Fp8Decision]) -> Fp8Decision:
+def _of_all_shapes(shapes: list[Fp8Decision]) -> Fp8Decision:
     """One answer for all shapes under a key: FP8 only where every one of them is."""
     if len(shapes) == 1:
         return shapes[0]
@@ -305,24 +305,24 @@ def _at(rule: BandRule, question: Question) -> Fp8Decision:
     after = rule.points[at] if at < len(rule.points) else None
     before = rule.points[at - 1] if at else None
     if after is not None and after.tokens == tokens:
-        return _said(rule, question, after.answer == WIN, after.answer, f"measured: {after.told()}", after.speedup)
+        return _said(rule, question, after.answer == WIN, after.answer, f"measured: {after.describe()}", after.speedup)
     if before is None or after is None:
         return _outside(rule, question, before or after)
     if before.answer == after.answer == WIN:
-        told = f"between two measured wins: {before.told()}, {after.told()}"
-        return _said(rule, question, True, WIN, told, min(before.speedup or 0.0, after.speedup or 0.0))
-    told = f"{tokens} tokens were never measured, and lie between {before.told()} and {after.told()}"
-    return _said(rule, question, False, UNMEASURED, f"{told}; only between two wins is FP8 assumed", None)
+        reason = f"between two measured wins: {before.describe()}, {after.describe()}"
+        return _said(rule, question, True, WIN, reason, min(before.speedup or 0.0, after.speedup or 0.0))
+    reason = f"{tokens} tokens were never measured, and lie between {before.describe()} and {after.describe()}"
+    return _said(rule, question, False, UNMEASURED, f"{reason}; only between two wins is FP8 assumed", None)
 
 
 def _outside(rule: BandRule, question: Question, nearest: Point | None) -> Fp8Decision:
     assert nearest is not None  # a rule has a point
     beyond = nearest is rule.points[-1] and (question.tokens or 0) > nearest.tokens
     side = "above the largest" if beyond else "below the smallest"
-    told = f"{question.tokens} tokens were never measured: {side} measured count, {nearest.told()}"
+    reason = f"{question.tokens} tokens were never measured: {side} measured count, {nearest.describe()}"
     if beyond and nearest.answer == WIN and question.extrapolate:
-        return _said(rule, question, True, UNMEASURED, f"{told}; extrapolated, as was asked", nearest.speedup)
-    return _said(rule, question, False, UNMEASURED, f"{told}; not extrapolated", None)
+        return _said(rule, question, True, UNMEASURED, f"{reason}; extrapolated, as was asked", nearest.speedup)
+    return _said(rule, question, False, UNMEASURED, f"{reason}; not extrapolated", None)
 
 
 def _said(
@@ -341,15 +341,15 @@ def _why_no_rule(policy: BandPolicy, question: Question) -> str:
     else:
         asked += [("name", question.name), ("tp", question.tp)]
     asked += [("shape", question.shape), ("recipe", question.recipe), ("gemm", question.gemm)]
-    found = list(policy.rules)
+    rules = list(policy.rules)
     for key, wanted in asked:
         if wanted is None:
             continue
         wanted = tuple(wanted) if key == "shape" else wanted
-        left = [rule for rule in found if getattr(rule, key) == wanted]
+        left = [rule for rule in rules if getattr(rule, key) == wanted]
         if not left:
-            there = sorted({getattr(rule, key) for rule in found}, key=str)
-            told = f"; measured: {', '.join(map(str, there[:8]))}" if there else "; the policy has no rules"
-            return f"never measured: no rule with {key} {wanted}{told}"
-        found = left
+            there = sorted({getattr(rule, key) for rule in rules}, key=str)
+            measured = f"; measured: {', '.join(map(str, there[:8]))}" if there else "; the policy has no rules"
+            return f"never measured: no rule with {key} {wanted}{measured}"
+        rules = left
     raise AssertionError("a condition that leaves nothing was found before")

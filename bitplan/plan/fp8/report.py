@@ -160,10 +160,10 @@ class Row:
         order = {key: getattr(self, key) for key in _ROW_KEYS}
         order["shape"], order["samples_ms"] = list(self.shape), list(self.samples_ms)
         absent: tuple[Any, ...] = (None, "", [])
-        kept = {key: value for key, value in order.items() if value not in absent}
+        document = {key: value for key, value in order.items() if value not in absent}
         if self.status != OK and not self.in_turns:
-            del kept["in_turns"]
-        return kept
+            del document["in_turns"]
+        return document
 
 
 @dataclass(frozen=True)
@@ -268,10 +268,10 @@ def report_of(head: Any, rows: list[Any], *, where: str) -> Report:
 
 def read_fingerprint(reader: Reader, value: Any) -> Fingerprint:
     known = dict.fromkeys(FINGERPRINT_KEYS, TEXT)
-    found = reader.keys("fingerprint", value, known, FINGERPRINT_KEYS)
-    if not found["gpu"]:
+    values = reader.keys("fingerprint", value, known, FINGERPRINT_KEYS)
+    if not values["gpu"]:
         reader.fail("fingerprint: gpu", NAME.text, "")
-    return Fingerprint(**found)
+    return Fingerprint(**values)
 
 
 def describe_row(row: Row) -> str:
@@ -283,28 +283,28 @@ def describe_row(row: Row) -> str:
 
 
 def _read_row(reader: Reader, path: str, value: Any) -> Row:
-    found = _check_row(reader, path, value)
-    return Row(**found)
+    values = _check_row(reader, path, value)
+    return Row(**values)
 
 
 def _check_row(reader: Reader, path: str, value: Any) -> dict[str, Any]:
-    found = reader.keys(path, value, _ROW_KEYS, _ALWAYS)
+    values = reader.keys(path, value, _ROW_KEYS, _ALWAYS)
     at = f"{path}: " if path else ""
-    grouped = found["kind"] in GROUPED_KINDS
+    grouped = values["kind"] in GROUPED_KINDS
     needed = ("etp", "num_gemms") if grouped else ("tp", "name")
     for key in needed:
-        if key not in found:
-            reader.stop(f"{at}{key} is missing; {found['kind']} is looked up by it")
+        if key not in values:
+            reader.stop(f"{at}{key} is missing; {values['kind']} is looked up by it")
     for key in _DENSE_ONLY if grouped else _GROUPED_ONLY:
-        if key in found:
-            reader.stop(f"{at}{key} does not belong to {found['kind']}")
-    if found["status"] == OK and not found.get("samples_ms"):
+        if key in values:
+            reader.stop(f"{at}{key} does not belong to {values['kind']}")
+    if values["status"] == OK and not values.get("samples_ms"):
         reader.stop(f"{at}samples_ms must be {_SAMPLES.text}, at least one, where the status is ok")
-    if found["status"] != OK and ("samples_ms" in found or not found.get("message")):
-        reader.stop(f"{at}a row with the status {found['status']} has a message and no samples_ms")
-    if found.get("padded_tokens", found["tokens"]) < found["tokens"]:
-        reader.stop(f"{at}padded_tokens {found['padded_tokens']} is less than tokens {found['tokens']}")
-    return found
+    if values["status"] != OK and ("samples_ms" in values or not values.get("message")):
+        reader.stop(f"{at}a row with the status {values['status']} has a message and no samples_ms")
+    if values.get("padded_tokens", values["tokens"]) < values["tokens"]:
+        reader.stop(f"{at}padded_tokens {values['padded_tokens']} is less than tokens {values['tokens']}")
+    return values
 
 
 def _json(text: bytes, *, where: str, quiet: bool = False) -> Any:

@@ -1,10 +1,10 @@
-"""The words of adaptive FP8: module kinds, GEMMs, recipes, answers, and how tokens are counted.
+"""Terms of adaptive FP8: module kinds, GEMMs, recipes, answers, and how tokens are counted.
 
-The source is seed 001 ("Adaptive FP8 Training"). Everything else that is named fp8_* here speaks in these words:
+They are LoongForge's, and every module of adaptive FP8 uses them:
 
-    kind      what a linear layer is (3.2): dense kinds are looked up by tensor-parallel size; grouped kinds, the
+    kind      what a linear layer is: dense kinds are looked up by tensor-parallel size; grouped kinds, the
               experts of an MoE, by expert-tensor-parallel size and by how many experts a GPU holds
-    name      the buffer name of a dense module, `ub_name` in the seed: qkv, proj, fc1, ...
+    name      the buffer name of a dense module, `ub_name` in LoongForge: qkv, proj, fc1, ...
     part      "llm" or "vit": the two parts of a vision-language model see different token counts and never mix
     gemm      "module" is a whole linear forward and backward, casts included; fprop, dgrad and wgrad are its products
     tokens    logical rows of the product: sequence length x micro batch, times moe_router_topk where experts take
@@ -29,7 +29,7 @@ KIND_OF_CLASS = {
     "TERowParallelGroupedLinear": "row_grouped",
     "TELinear": "duplicated",
 }
-# The seed's order, which policies are written in; then those of MLA that the seed leaves out.
+# LoongForge's order, in which policies are written; then those of MLA that it leaves out.
 UB_NAMES = ("qkv", "proj", "fc1", "fc2", "q_down_proj", "kv_down_proj", "q_proj", "q_up_proj", "kv_up_proj")
 PARTS = ("llm", "vit")
 MODULE = "module"
@@ -88,12 +88,12 @@ LOCAL_SHAPE = Kind(
 
 
 def promote(kind: str, is_expert: bool) -> str:
-    """The kind that an expert's layer is looked up as (3.3); other layers and kinds stay what they are."""
+    """The kind that an expert's layer is looked up as; other layers and kinds stay what they are."""
     return PROMOTED.get(kind, kind) if is_expert else kind
 
 
 def count_tokens(seq_length: int, micro_batch_size: int, *, moe_router_topk: int = 1) -> int:
-    """The seed's count (2.2): sequence length x micro batch size, times the experts that each token is sent to."""
+    """Sequence length x micro batch size, times the experts that each token is sent to."""
     for what, value in (
         ("seq_length", seq_length),
         ("micro_batch_size", micro_batch_size),
@@ -114,5 +114,5 @@ def shape_obstacle(recipe: str, shape: tuple[int, int]) -> str | None:
 
 
 def name_rank(name: str) -> tuple[int, str]:
-    """The seed's names in the seed's order, then the others by letter."""
+    """The names of UB_NAMES in that order, then the others by letter."""
     return (UB_NAMES.index(name) if name in UB_NAMES else len(UB_NAMES), name)

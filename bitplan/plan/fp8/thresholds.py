@@ -1,4 +1,4 @@
-"""Policy version 1, exactly as the seed has it (2.2): from so many tokens on, FP8.
+"""Policy version 1, exactly LoongForge's: from so many tokens on, FP8.
 
     {"version": 1, "speedup_threshold": 1.0, "rules": {
        "layernorm_column": {"qkv": [{"tp": 1, "min_tokens": 16384, "measured_speedup": 1.03}]},
@@ -56,7 +56,7 @@ class Threshold:
 
     @property
     def where(self) -> str:
-        """Its place, as the seed looks it up."""
+        """Its place in the lookup."""
         if self.kind in GROUPED_KINDS:
             return f"{self.kind}, etp {self.etp}, num_gemms {self.num_gemms}"
         return f"{self.kind}, {self.name}, tp {self.tp}"
@@ -79,11 +79,11 @@ class ThresholdPolicy:
         self.rules = tuple(sorted(rules, key=lambda rule: rule._order))
         self.speedup_threshold = speedup_threshold
         self.where = where
-        self._found: dict[tuple[Any, ...], Threshold] = {}
+        self._by_key: dict[tuple[Any, ...], Threshold] = {}
         for rule in self.rules:
-            if rule.key in self._found:
+            if rule.key in self._by_key:
                 raise PolicyError(f"{where}: two rules for {rule.where}; keep one")
-            self._found[rule.key] = rule
+            self._by_key[rule.key] = rule
 
     def __eq__(self, other: object) -> bool:
         mine = (self.rules, self.speedup_threshold)
@@ -92,9 +92,9 @@ class ThresholdPolicy:
     __hash__ = None  # type: ignore[assignment]
 
     def find(self, kind: str, *, name: str | None, tp: int, etp: int, num_gemms: int | None) -> Threshold | None:
-        """The seed's lookup: (kind, ub_name, tp) for dense kinds, (kind, etp, num_gemms) for experts."""
+        """Look up by (kind, ub_name, tp) for dense kinds, (kind, etp, num_gemms) for experts."""
         key = (kind, None, None, etp, num_gemms) if kind in GROUPED_KINDS else (kind, name, tp, None, None)
-        return self._found.get(key)
+        return self._by_key.get(key)
 
     def to_document(self) -> dict[str, Any]:
         rules: dict[str, Any] = {}
@@ -106,7 +106,7 @@ class ThresholdPolicy:
         return {"version": VERSION, "speedup_threshold": self.speedup_threshold, "rules": rules}
 
     def to_json(self) -> str:
-        """The text as the seed prints it: a rule of a grouped kind and the rules of a name on one line each."""
+        """The text as LoongForge prints it: a rule of a grouped kind and the rules of a name on one line each."""
         kinds = []
         for kind, rules in self.to_document()["rules"].items():
             if kind in GROUPED_KINDS:
@@ -130,12 +130,12 @@ class ThresholdPolicy:
     def from_document(cls, document: Any, *, where: str = "policy") -> ThresholdPolicy:
         reader = Reader(where, PolicyError)
         known = {"version": SIZE, "speedup_threshold": SPEEDUP, "rules": OBJECT}
-        found = reader.keys("", document, known, tuple(known))
+        values = reader.keys("", document, known, tuple(known))
         rules: list[Threshold] = []
-        for kind, value in found["rules"].items():
+        for kind, value in values["rules"].items():
             check_kind(kind, f"{where}: rules")
             rules += _dense_rules(reader, kind, value) if kind in DENSE_KINDS else _grouped_rules(reader, kind, value)
-        return cls(rules, found["speedup_threshold"], where=where)
+        return cls(rules, values["speedup_threshold"], where=where)
 
 
 def check_kind(kind: Any, where: str, error: type[Fp8Error] = PolicyKindError) -> None:

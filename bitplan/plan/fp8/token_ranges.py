@@ -90,7 +90,7 @@ class Point:
     def to_document(self) -> dict[str, Any]:
         return {key: value for key, value in asdict(self).items() if value not in (None, "")}
 
-    def told(self) -> str:
+    def describe(self) -> str:
         """The point in words."""
         if self.speedup is None:
             return f"{self.answer} at {self.tokens} tokens ({self.note})"
@@ -218,11 +218,11 @@ class BandPolicy:
             "fingerprint": OBJECT,
             "rules": LIST,
         }
-        found = reader.keys("", document, known, tuple(known))
-        threshold = found["speedup_threshold"]
-        rules = [_read_rule(reader, f"rules[{index}]", rule, threshold) for index, rule in enumerate(found["rules"])]
-        fingerprint = read_fingerprint(reader, found["fingerprint"])
-        return cls(rules, fingerprint, threshold, found["confidence"], where=where)
+        values = reader.keys("", document, known, tuple(known))
+        threshold = values["speedup_threshold"]
+        rules = [_read_rule(reader, f"rules[{index}]", rule, threshold) for index, rule in enumerate(values["rules"])]
+        fingerprint = read_fingerprint(reader, values["fingerprint"])
+        return cls(rules, fingerprint, threshold, values["confidence"], where=where)
 
 
 def bands_of(points: Sequence[Point]) -> tuple[tuple[int, int], ...]:
@@ -245,17 +245,17 @@ def _rule_text(rule: dict[str, Any]) -> str:
 
 
 def _read_rule(reader: Reader, path: str, value: Any, threshold: float) -> BandRule:
-    found = dict(reader.keys(path, value, _RULE_KEYS, _RULE_ALWAYS))
-    check_kind(found["kind"], f"{reader.where}: {path}")
-    grouped = found["kind"] in GROUPED_KINDS
+    values = dict(reader.keys(path, value, _RULE_KEYS, _RULE_ALWAYS))
+    check_kind(values["kind"], f"{reader.where}: {path}")
+    grouped = values["kind"] in GROUPED_KINDS
     needed, others = (("etp", "num_gemms"), ("tp", "name")) if grouped else (("tp", "name"), ("etp", "num_gemms"))
     for key in needed:
-        if key not in found:
-            reader.stop(f"{path}: {key} is missing; {found['kind']} is looked up by it")
+        if key not in values:
+            reader.stop(f"{path}: {key} is missing; {values['kind']} is looked up by it")
     for key in others:
-        if key in found:
-            reader.stop(f"{path}: {key} does not belong to {found['kind']}")
-    bands, items = found.pop("bands"), found.pop("points")
+        if key in values:
+            reader.stop(f"{path}: {key} does not belong to {values['kind']}")
+    bands, items = values.pop("bands"), values.pop("points")
     if not items:
         reader.stop(f"{path}: points must have at least one point")
     points = tuple(_read_point(reader, f"{path}.points[{at}]", item, threshold) for at, item in enumerate(items))
@@ -265,7 +265,7 @@ def _read_rule(reader: Reader, path: str, value: Any, threshold: float) -> BandR
     expected = [list(band) for band in bands_of(points)]
     if bands != expected:
         reader.stop(f"{path}: bands must be {show(expected)}, which follows from the points, got {show(bands)}")
-    return BandRule(points=points, **(found | {"shape": tuple(found["shape"])}))
+    return BandRule(points=points, **(values | {"shape": tuple(values["shape"])}))
 
 
 def _read_point(reader: Reader, path: str, value: Any, threshold: float) -> Point:

@@ -1,7 +1,7 @@
-"""Which units go low together: a budget for the damage, and no more bytes than hiding the transfer takes.
+"""Chooses the set of units that go low: within a damage budget, and no more bytes than hide the transfer.
 
 A score per block cannot answer two questions that concern all of them. How much may they do to the loss together: the
-damage budget. And is it worth anything: INT8 saves time only while the transfer is exposed (facts.md, section 1), so
+damage budget. And is it worth anything: INT8 saves time only while the transfer is exposed, so
 where computing already hides it the right set is empty, and else the smallest that hides it.
 
 `choose_low_set` is greedy by damage per byte saved, then drops what turned out not to be needed. The result is

@@ -1,9 +1,8 @@
 """Conductor: how fast and how far ahead blocks may be moved, phase by phase, as pure decisions.
 
-Selective precision decides which block gets which precision; the conductor decides when and how fast they transfer
-(seed 000, "Relationship to Conductor"). It knows the phase of the step and the pressure on the GPU's memory, and
-answers with `RuntimeLimitHints`, which the streaming runtime obeys. The rules and their figures are those of the same
-project's conductor page:
+Selective precision decides which block gets which precision; the conductor decides when and how fast they transfer.
+It knows the phase of the step and the pressure on the GPU's memory, and
+answers with `RuntimeLimitHints`, which the streaming runtime obeys. The rules and their figures are Stagehand's:
 
     backward, memory above 80%      the prefetch window is 1, no speculation: activations and gradients need the room
     optimizer                       no speculation, one transfer at a time: blocks loaded now would be in its way
@@ -152,16 +151,16 @@ class HeuristicPolicyBridge:
         return ConductorState(hints, phase, state.step, full)
 
     def _limits(self, phase: Phase, pressure: Pressure, full: int, now: RuntimeLimitHints) -> list[RuntimeLimitHints]:
-        found = []
+        result = []
         if phase is Phase.BACKWARD and pressure.vram_share > self.vram_pressure_above:
             reason = f"backward: memory {pressure.vram_share:.1%} full, above {self.vram_pressure_above:.0%}"
-            found.append(self._limit(reason, window=self.pressure_window, quiet=True))
+            result.append(self._limit(reason, window=self.pressure_window, quiet=True))
         if phase is Phase.OPTIMIZER:
-            found.append(self._limit("optimizer: no speculation", h2d=self.optimizer_h2d, quiet=True))
+            result.append(self._limit("optimizer: no speculation", h2d=self.optimizer_h2d, quiet=True))
         if full > self.contention_after and now.prefetch_window_cap > 1:
             reason = f"copy slots full {full} times in a row: window {now.prefetch_window_cap - 1}"
-            found.append(self._limit(reason, window=now.prefetch_window_cap - 1))
-        return found
+            result.append(self._limit(reason, window=now.prefetch_window_cap - 1))
+        return result
 
     def _limit(
         self, reason: str, *, h2d: int | None = None, window: int | None = None, quiet: bool = False

@@ -1,7 +1,7 @@
 """SelectivePrecisionConfig: every switch of selective precision, read from the training config people already have.
 
-The source is seed 000 ("Selective Precision"): the first group of fields are its parameters with its defaults, and with
-nothing else set the system is the seed's. The second group switches on what goes beyond it, one by one.
+The first group of fields are Stagehand's parameters with its defaults, and with nothing else set the system behaves as
+Stagehand's. Each field of the second group switches on something beyond it.
 
 A file may hold the parameters bare, under `selective_precision`, or under `memory.stagehand.selective_precision` of a
 whole training config; the neighbours there belong to others and are not judged. Inside, a key that is not known is a
@@ -10,6 +10,7 @@ spelling mistake, and refused: a misspelt threshold would otherwise train for da
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, fields
 from decimal import Decimal
@@ -36,7 +37,7 @@ class SelectiveFileError(SelectiveError, FileFormatError):
 
 @dataclass(frozen=True)
 class SelectivePrecisionConfig:
-    """The seed's parameters and defaults, then ours; see docs/selective-precision.md for each."""
+    """Stagehand's parameters and defaults, then ours; see docs/selective-precision.md for each."""
 
     enabled: bool = True
     mode: str = "dynamic"
@@ -59,8 +60,8 @@ class SelectivePrecisionConfig:
     log_decisions: bool = True
     telemetry_enabled: bool = True
     telemetry_file: str = "selective_precision_telemetry.jsonl"
-    # Beyond the seed: each default leaves the seed as it is.
-    scoring: str = "seed"
+    # Beyond Stagehand: each default leaves its behaviour as it is.
+    scoring: str = "gradient"
     granularity: str = "block"
     damage_budget: float = 0.01
     impact_steps: int = 1
@@ -78,13 +79,13 @@ class SelectivePrecisionConfig:
     def __post_init__(self) -> None:
         _check(self, "the selective precision config")
 
-    # ---- what the numbers mean --------------------------------------------------------------------------------------
+    # ---- what the numbers mean ---------------------------------------------------------------------------------------
 
     @property
     def go_low_below(self) -> float:
         """What a bf16 block's score must stay below: `int8_threshold - hysteresis_margin`, as people subtract.
 
-        The seed says 0.2 for 0.3 - 0.1, and binary floats give one digit less: the decimals are subtracted.
+        0.3 - 0.1 is 0.2 to whoever wrote the config, and less than that in binary floats: the decimals are subtracted.
         """
         return float(Decimal(repr(self.int8_threshold)) - Decimal(repr(self.hysteresis_margin)))
 
@@ -94,12 +95,12 @@ class SelectivePrecisionConfig:
 
     def forced(self, name: str) -> tuple[Precision, str] | None:
         """The forced precision of a block, or of a layer by itself or its block (the longer name wins), and which."""
-        found: tuple[Precision, str] | None = None
+        longest: tuple[Precision, str] | None = None
         for precision in PRECISIONS:
             for entry in _forced_names(self, precision):
                 if name == entry or name.startswith(f"{entry}."):
-                    found = (precision, entry) if found is None or len(entry) > len(found[1]) else found
-        return found
+                    longest = (precision, entry) if longest is None or len(entry) > len(longest[1]) else longest
+        return longest
 
     def units(self, blocks: Mapping[str, Iterable[str]]) -> list[str]:
         """What is decided on: the blocks, or with granularity "layer" each layer of them, `block.layer`."""
@@ -119,7 +120,7 @@ class SelectivePrecisionConfig:
                         f"{where}: force_{precision}_blocks names {entry!r}, no block of the model{hint}"
                     )
 
-    # ---- documents --------------------------------------------------------------------------------------------------
+    # ---- documents ---------------------------------------------------------------------------------------------------
 
     @classmethod
     def load(cls, path: str | Path) -> SelectivePrecisionConfig:
@@ -141,7 +142,7 @@ class SelectivePrecisionConfig:
             raise SelectiveFileError(f"{where}: {path + ': ' if path else ''}{text}") from None
 
     def to_document(self) -> dict[str, Any]:
-        """The bare parameters, all of them, in the seed's order."""
+        """The bare parameters, all of them, in the order of the fields."""
         return {key: list(value) if type(value) is tuple else value for key, value in asdict(self).items()}
 
 
@@ -198,7 +199,7 @@ KINDS: Mapping[str, Kind] = {
     "log_decisions": FLAG,
     "telemetry_enabled": FLAG,
     "telemetry_file": NAME,
-    "scoring": one_of("seed", "impact"),
+    "scoring": Kind("one of 'gradient', 'impact'", lambda value: value in ("gradient", "impact", "seed")),
     "granularity": one_of("block", "layer"),
     "damage_budget": _POSITIVE,
     "impact_steps": _COUNT,
@@ -217,6 +218,11 @@ KINDS: Mapping[str, Kind] = {
 
 def _check(config: SelectivePrecisionConfig, where: str) -> None:
     reader = Reader(where, SelectiveError)
+    if config.scoring == "seed":
+        warnings.warn(
+            "scoring='seed' is called scoring='gradient' now; the next version refuses it", FutureWarning, stacklevel=4
+        )
+        object.__setattr__(config, "scoring", "gradient")
     for key, kind in KINDS.items():
         value = getattr(config, key)
         if not kind.holds(value):

@@ -1,18 +1,16 @@
 """Which precision each block gets next: pure functions of (state, statistics, config), every answer with its reason.
 
 In order of precedence: the force lists; the mode (off and static leave all else bf16); an open trial, which freezes
-everything; warm-up and update interval; then the scores. With `scoring="seed"` (seed 000, "Hysteresis Decision"):
+everything; warm-up and update interval; then the scores. With `scoring="gradient"`:
 
     never assigned        score >= 0.6 -> bf16    score < 0.3 -> low    between -> ambiguous_default
     currently bf16        score < 0.2 -> low (int8_threshold - hysteresis_margin)
     currently low         score >= 0.6 -> bf16
     otherwise             no change, and none within min_steps_between_switches of the last one
 
-Where the seed says two things, the more exact one holds. "Above 0.6" in its table is ">= 0.6" in its rule. The margin,
-"before switching away from current precision" in the table, is on the way down only in the rule. Mode off is
-"equivalent to no Selective Precision", so the stream's formats stay as they are (the state says bf16), but overrides
-have "absolute priority in all modes". `ambiguous_default` applies only before a block's first
-assignment (facts.md, section 1); until then a block runs as bf16.
+The margin counts on the way down only. In mode off the stream's formats stay as they are (the state says bf16), but
+force lists hold in every mode. `ambiguous_default` applies only before a block's first assignment; until then a block
+runs as bf16.
 
 With `scoring="impact"` the units share one damage budget, in units of loss. Low is int8 or fp8, by hardware and error.
 """
@@ -73,24 +71,24 @@ def decide_with_hysteresis(
     steps_since_switch: int | None = None,
     low: Precision = "int8",
 ) -> Decision:
-    """The seed's rule for one block; `current` None is a block never assigned, `low` what it would become."""
-    told = f"score {sensitivity:.4g}"
+    """The hysteresis rule for one block; `current` None is a block never assigned, `low` what it would become."""
+    score = f"score {sensitivity:.4g}"
     wanted: Precision
     if current is None:
         if sensitivity >= config.bf16_threshold:
-            wanted, why = "bf16", f"{told} >= {config.bf16_threshold}"
+            wanted, why = "bf16", f"{score} >= {config.bf16_threshold}"
         elif sensitivity < config.int8_threshold:
-            wanted, why = low, f"{told} < {config.int8_threshold}"
+            wanted, why = low, f"{score} < {config.int8_threshold}"
         else:
             wanted = "bf16" if config.ambiguous_default == "bf16" else low
-            why = f"{told} between {config.int8_threshold} and {config.bf16_threshold}: ambiguous_default"
+            why = f"{score} between {config.int8_threshold} and {config.bf16_threshold}: ambiguous_default"
     elif current == "bf16" and sensitivity < config.go_low_below:
-        wanted, why = low, f"{told} < {config.go_low_below}"
+        wanted, why = low, f"{score} < {config.go_low_below}"
     elif current != "bf16" and sensitivity >= config.bf16_threshold:
-        wanted, why = "bf16", f"{told} >= {config.bf16_threshold}"
+        wanted, why = "bf16", f"{score} >= {config.bf16_threshold}"
     else:
         bound = f"not < {config.go_low_below}" if current == "bf16" else f"not >= {config.bf16_threshold}"
-        return Decision(current, f"{told} {bound}: stays {current}", sensitivity)
+        return Decision(current, f"{score} {bound}: stays {current}", sensitivity)
     if wanted != (current or "bf16") and _cooling(steps_since_switch, config):
         left = f"{steps_since_switch} of {config.min_steps_between_switches} steps since the last switch"
         return Decision(current, f"{why}, but cooling down: {left}", sensitivity)
@@ -115,7 +113,7 @@ def compute_hints(
     due = is_update_due(state, step, config)
     if due:
         _require_evidence(state, config, evidence)
-        decided = (_by_score if config.scoring == "seed" else _by_impact)(state, step, config, evidence)
+        decided = (_by_score if config.scoring == "gradient" else _by_impact)(state, step, config, evidence)
     state, hints = _assign(state, step, config, decided)
     return replace(state, last_update_step=step if due else state.last_update_step), hints
 
@@ -131,17 +129,17 @@ def _assign(
     units, hints = {}, {}
     for name, unit in state.units.items():
         forced = config.forced(name) if config.enabled else None
-        found = _precedence(unit, decided.get(name), forced, config)
-        switched = (found.precision or "bf16") != unit.running
+        decision = _precedence(unit, decided.get(name), forced, config)
+        switched = (decision.precision or "bf16") != unit.running
         units[name] = replace(
             unit,
-            precision=found.precision,
-            reason=found.reason,
-            score=unit.score if found.score is None else found.score,
+            precision=decision.precision,
+            reason=decision.reason,
+            score=unit.score if decision.score is None else decision.score,
             last_switch_step=step if switched else unit.last_switch_step,
         )
         hints[name] = BlockPrecisionHint(
-            name, units[name].running, found.reason, step, units[name].score, switched, forced is not None
+            name, units[name].running, decision.reason, step, units[name].score, switched, forced is not None
         )
     return replace(state, units=units), hints
 
@@ -184,12 +182,12 @@ def _precedence(
     if forced is not None:
         return Decision(forced[0], f"forced by force_{forced[0]}_blocks ({forced[1]!r})", decided and decided.score)
     if config.mode != "dynamic":
-        kept = "the stream's own format" if config.mode == "off" else "bf16"
-        return Decision("bf16", f"mode {config.mode}: {kept} unless forced")
+        default = "the stream's own format" if config.mode == "off" else "bf16"
+        return Decision("bf16", f"mode {config.mode}: {default} unless forced")
     return decided or Decision(unit.precision, unit.reason)
 
 
-# ---- the seed's scores -----------------------------------------------------------------------------------------------
+# ---- gradient scores -------------------------------------------------------------------------------------------------
 
 
 def _by_score(
@@ -209,20 +207,20 @@ def _by_score(
             continue
         # A low precision that this hardware lacks (a run resumed elsewhere) becomes the one it has.
         current = unit.precision if unit.precision in (None, "bf16") else low
-        found = decide_with_hysteresis(score, current, config, steps_since_switch=_since(unit, step), low=low)
-        decided[name] = _hold_back(unit, found, step, why)
+        decision = decide_with_hysteresis(score, current, config, steps_since_switch=_since(unit, step), low=low)
+        decided[name] = _hold_back(unit, decision, step, why)
     if config.bandwidth_aware:
         decided |= _only_what_hides(state, step, config, evidence, decided)
     return decided
 
 
-def _hold_back(unit: UnitState, found: Decision, step: int, why: str) -> Decision:
+def _hold_back(unit: UnitState, decision: Decision, step: int, why: str) -> Decision:
     """A unit that once raised the loss waits for the end of its back-off; one that goes low says why in this format."""
-    if found.precision in (None, "bf16") or unit.running != "bf16":
-        return found
+    if decision.precision in (None, "bf16") or unit.running != "bf16":
+        return decision
     if _backing_off(unit, step):
-        return Decision("bf16", f"{found.reason}, but {_backoff_text(unit)}", found.score)
-    return found._replace(reason=f"{found.reason}; {why}" if why else found.reason)
+        return Decision("bf16", f"{decision.reason}, but {_backoff_text(unit)}", decision.score)
+    return decision._replace(reason=f"{decision.reason}; {why}" if why else decision.reason)
 
 
 def _only_what_hides(
@@ -247,11 +245,11 @@ def _only_what_hides(
     chosen = choose_low_set(candidates, bytes_to_save=_bytes_to_save(state, evidence))
     dropped = {}
     for candidate in candidates:
-        name, found = candidate.name, decided[candidate.name]
+        name, decision = candidate.name, decided[candidate.name]
         if name not in chosen.names:
             # One that was never assigned stays so: the plain thresholds still hold when the bus becomes the limit.
             high: Precision | None = None if state.units[name].precision is None else "bf16"
-            dropped[name] = Decision(high, f"{found.reason}; {chosen.reasons[name]}", found.score)
+            dropped[name] = Decision(high, f"{decision.reason}; {chosen.reasons[name]}", decision.score)
     return dropped
 
 
@@ -294,19 +292,19 @@ def _by_impact(
         why = chosen.reasons[name]
         if candidate.locked and not candidate.is_low and _backing_off(state.units[name], step):
             why = _backoff_text(state.units[name])
-        told = f"damage {known[name]:.3g} in loss" if name in known else "damage not known"
+        damage = f"damage {known[name]:.3g} in loss" if name in known else "damage not known"
         precision = picked[name] if name in chosen.names else "bf16"
-        decided[name] = Decision(precision, f"{told}: {why}", known.get(name))
+        decided[name] = Decision(precision, f"{damage}: {why}", known.get(name))
     return decided
 
 
 def _damages(state: PolicyState, name: str) -> dict[str, float]:
     """Precision -> estimated damage, where the window has any."""
-    found: dict[str, list[float]] = {}
+    samples: dict[str, list[float]] = {}
     for step in state.history:
         for precision, impact in step.impacts.get(name, {}).items():
-            found.setdefault(precision, []).append(impact)
-    estimates = {precision: estimate_damage(impacts) for precision, impacts in found.items()}
+            samples.setdefault(precision, []).append(impact)
+    estimates = {precision: estimate_damage(impacts) for precision, impacts in samples.items()}
     return {precision: damage for precision, damage in estimates.items() if damage is not None}
 
 
@@ -328,8 +326,8 @@ def pick_low(
     if not all(name in errors for name in allowed):
         return allowed[0], f"{allowed[0]} first: not all errors are known"
     best = min(allowed, key=lambda name: errors[name])  # the first of equals
-    told = ", ".join(f"{name} {errors[name]:.3g}" for name in allowed)
-    return best, f"{best} has the smaller error ({told})"
+    shown = ", ".join(f"{name} {errors[name]:.3g}" for name in allowed)
+    return best, f"{best} has the smaller error ({shown})"
 
 
 # ---- small questions -------------------------------------------------------------------------------------------------
@@ -353,8 +351,8 @@ def _backoff_text(unit: UnitState) -> str:
 
 def _why_unscored(state: PolicyState, name: str) -> str:
     counts = Counter(step.excluded[name] for step in state.history if name in step.excluded)
-    told = ", ".join(f"{count} {why}" for why, count in sorted(counts.items())) or "none collected"
-    return f"no usable gradient in the last {len(state.history)} steps ({told}): no score, no change"
+    reasons = ", ".join(f"{count} {why}" for why, count in sorted(counts.items())) or "none collected"
+    return f"no usable gradient in the last {len(state.history)} steps ({reasons}): no score, no change"
 
 
 def _why_unmeasured(state: PolicyState, name: str) -> str:
@@ -392,4 +390,4 @@ def _require_evidence(state: PolicyState, config: SelectivePrecisionConfig, evid
 
 
 def _forced_precisions(names: Iterable[str], config: SelectivePrecisionConfig) -> set[str]:
-    return {found[0] for found in map(config.forced, names) if found}
+    return {forced[0] for forced in map(config.forced, names) if forced}

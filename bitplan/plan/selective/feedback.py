@@ -1,4 +1,4 @@
-"""Loss feedback: what a switch really did, who did it, and how long it may not do it again.
+"""Loss feedback: measures what a switch did to the loss, and takes it back where it did harm.
 
 A score predicts; a probe batch measures. Its loss is taken before a switch and after it, by the runtime; all the rest
 is here, as state transitions that can be saved between any two probes:
@@ -65,19 +65,21 @@ def judge_trial(state: PolicyState, loss_after: float, config: SelectivePrecisio
     rise = loss_after - trial.loss_before
     is_worse = not rise <= config.loss_tolerance  # so that NaN is worse
     low = trial.probing[0] if len(trial.probing) == 1 else f"{len(trial.probing)} units"
-    told = f"probe loss {trial.loss_before:.6g} -> {loss_after:.6g} with {low} low, tolerance {config.loss_tolerance:g}"
+    reason = (
+        f"probe loss {trial.loss_before:.6g} -> {loss_after:.6g} with {low} low, tolerance {config.loss_tolerance:g}"
+    )
     if is_worse:
-        trial = replace(trial, raised=told)
+        trial = replace(trial, raised=reason)
     if not trial.suspects:
         if not is_worse:
-            return replace(state, trial=None), Verdict("accepted", told, dict(trial.switched))
+            return replace(state, trial=None), Verdict("accepted", reason, dict(trial.switched))
         suspects = tuple(trial.switched)
     else:
         cleared = set(trial.suspects) - set(trial.probing) if is_worse else set(trial.probing)
         suspects = tuple(name for name in trial.suspects if name not in cleared)
     if len(suspects) > 1:
         probing = suspects[: (len(suspects) + 1) // 2]
-        return _probe(state, replace(trial, suspects=suspects, probing=probing), f"{told}: which of {len(suspects)}")
+        return _probe(state, replace(trial, suspects=suspects, probing=probing), f"{reason}: which of {len(suspects)}")
     return _roll_back(state, trial, suspects[0], config)
 
 

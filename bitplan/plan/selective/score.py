@@ -1,11 +1,11 @@
-"""How sensitive a block is to low precision: the seed's score, and a score in units of loss.
+"""How sensitive a block is to low precision: a score from gradients, and one in units of loss.
 
-The seed (000, "Sensitivity Scoring") weighs two shares, each cut off at 1:
+`scoring="gradient"` weighs two shares, each cut off at 1:
 
     sensitivity = grad_weight * min(relative_magnitude / grad_sensitivity_threshold, 1)
                 + error_weight * min(quant_error / quant_error_threshold, 1)            cut to [0, 1]
 
-It is kept as written, with what follows from it (facts.md, section 1): without calibration no score exceeds 0.7, and
+Without calibration no such score exceeds 0.7, and
 being relative it never bounds the total damage. `scoring="impact"` does: the damage of a unit (a block or a layer) is
 the mean over the window of |<dL/dy, (W - W_hat) x>|, the first-order change of the loss if W_hat stood in for W.
 Absolute values are summed, so the sum over all low units bounds what they can do together; rounding errors often
@@ -115,7 +115,7 @@ def average_stats(history: Sequence[StepStats]) -> dict[str, BlockGradStats]:
     for step in history:
         for name, stats in step.stats.items():
             rows.setdefault(name, []).append(stats)
-    return {name: _mean(name, found) for name, found in rows.items()}
+    return {name: _mean(name, window) for name, window in rows.items()}
 
 
 def _mean(name: str, rows: Sequence[BlockGradStats]) -> BlockGradStats:
@@ -127,17 +127,17 @@ def _mean(name: str, rows: Sequence[BlockGradStats]) -> BlockGradStats:
 
 def mean_of(values: Iterable[float]) -> float:
     """The mean, the same for any order of the values."""
-    found = list(values)
+    items = list(values)
     try:
-        return math.fsum(found) / len(found)
+        return math.fsum(items) / len(items)
     except OverflowError:  # a sum beyond float64 has a mean within it
-        return math.fsum(value / len(found) for value in found)
+        return math.fsum(value / len(items) for value in items)
 
 
 def compute_sensitivity_score(
     stats: BlockGradStats, quant_error: float | None, config: SelectivePrecisionConfig
 ) -> float:
-    """The seed's score in [0, 1]: 0 is safe to quantize, 1 is keep bf16. Without a calibration error its part is 0."""
+    """A score in [0, 1]: 0 is safe to quantize, 1 is keep bf16. Without a calibration error its part is 0."""
     grad_score = min(stats.relative_magnitude / config.grad_sensitivity_threshold, 1.0)
     error_score = 0.0
     if quant_error is not None:

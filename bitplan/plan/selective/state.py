@@ -1,4 +1,4 @@
-"""What the policy remembers, and the file that carries it across a restart.
+"""The policy's state, and the file that carries it across a restart.
 
 Decisions are functions of (state, statistics, config), so a run that is stopped and resumed takes the same ones if
 and only if the state comes back bit for bit. The document holds all of it: precisions, cooldowns, back-offs, the window
@@ -86,10 +86,10 @@ class PolicyState:
     @classmethod
     def start(cls, names: Iterable[str]) -> PolicyState:
         """Nothing assigned, nothing seen."""
-        found = list(names)
-        if not found or len(set(found)) != len(found):
-            raise SelectiveError(f"a policy needs blocks with different names, got {listed(found)}")
-        return cls({name: UnitState() for name in natural_order(found)})
+        units = list(names)
+        if not units or len(set(units)) != len(units):
+            raise SelectiveError(f"a policy needs blocks with different names, got {listed(units)}")
+        return cls({name: UnitState() for name in natural_order(units)})
 
     def with_units(self, changed: Mapping[str, UnitState]) -> PolicyState:
         return replace(self, units={name: changed.get(name, unit) for name, unit in self.units.items()})
@@ -119,13 +119,13 @@ def observe(state: PolicyState, step: StepStats, config: SelectivePrecisionConfi
 
 def layout_of(blocks: Mapping[str, Sequence[tuple[str, Sequence[int], str]]]) -> dict[str, str]:
     """Fingerprints of blocks from their parameters: (name, shape, type), in any order."""
-    found = {}
+    layout = {}
     for block in natural_order(blocks):
         rows = sorted((name, tuple(shape), kind) for name, shape, kind in blocks[block])
         digest = hashlib.sha256(json.dumps(rows).encode()).hexdigest()[:16]
         numbers = sum(math.prod(shape) for _, shape, _ in rows)
-        found[block] = f"{len(rows)} parameters, {numbers} numbers, {digest}"
-    return found
+        layout[block] = f"{len(rows)} parameters, {numbers} numbers, {digest}"
+    return layout
 
 
 # ---- documents -------------------------------------------------------------------------------------------------------
@@ -195,27 +195,29 @@ def _require_same_layout(reader: Reader, saved: Mapping[str, Any], layout: Mappi
     gone = [name for name in natural_order(saved) if name not in layout]
     new = [name for name in natural_order(layout) if name not in saved]
     changed = [name for name in natural_order(layout) if name in saved and saved[name] != layout[name]]
-    told = [f"{what} {listed(names, 5)}" for what, names in (("no longer has", gone), ("now has", new)) if names]
+    differences = [f"{what} {listed(names, 5)}" for what, names in (("no longer has", gone), ("now has", new)) if names]
     if changed:
         first = changed[0]
-        told.append(f"changed {listed(changed, 5)} ({first!r} was {show(saved[first])}, is {show(layout[first])})")
-    if told:
+        differences.append(
+            f"changed {listed(changed, 5)} ({first!r} was {show(saved[first])}, is {show(layout[first])})"
+        )
+    if differences:
         reader.stop(
-            f"this state is of another model: the model {', '.join(told)}; "
+            f"this state is of another model: the model {', '.join(differences)}; "
             "resume with the model it was saved for, or start the policy anew without the file"
         )
 
 
 def _require_same_config(reader: Reader, saved: Mapping[str, Any], config: SelectivePrecisionConfig) -> None:
     now = config.to_document()
-    told = [
+    differences = [
         f"{key} was {show(saved.get(key))}, is {show(now.get(key))}"
         for key in dict.fromkeys((*now, *saved))
         if key not in NOT_DECIDING and saved.get(key) != now.get(key)
     ]
-    if told:
+    if differences:
         reader.stop(
-            f"this state was saved under another config: {'; '.join(told[:5])}; "
+            f"this state was saved under another config: {'; '.join(differences[:5])}; "
             "resume with the old values, or accept the change (accept_config_change=True)"
         )
 
@@ -277,9 +279,9 @@ def _read_state(reader: Reader, value: Any, names: list[str]) -> PolicyState:
     units = {}
     for name, unit in item["units"].items():
         path = f"state.units[{name[:80]!r}]"
-        found = reader.keys(path, unit, _UNIT_KEYS, tuple(_UNIT_KEYS))
-        reader.keys(f"{path}.excluded", found["excluded"], dict.fromkeys(EXCLUSIONS, SIZE), ())
-        units[name] = UnitState(**found)
+        values = reader.keys(path, unit, _UNIT_KEYS, tuple(_UNIT_KEYS))
+        reader.keys(f"{path}.excluded", values["excluded"], dict.fromkeys(EXCLUSIONS, SIZE), ())
+        units[name] = UnitState(**values)
     history = tuple(_read_step(reader, f"state.history[{at}]", step, units) for at, step in enumerate(item["history"]))
     trial = None if item["trial"] is None else _read_trial(reader, item["trial"], units)
     return PolicyState(units, item["last_step"], item["steps_collected"], item["last_update_step"], history, trial)

@@ -18,15 +18,15 @@ MAX_COLUMNS = 14
 
 def benchmark_section(records: Sequence[Record]) -> Section:
     draw = {"trees": _trees, "demo": _demo, "benchmark": _benchmark}
-    bodies, told = [], []
+    bodies, names = [], []
     for record in records:
         document = RecordFields(record.content, record.where)
         name = document.text("benchmark", record.kind)
         bodies.append(
             join([heading(f"{name}: {record.name}"), source(record, _commit(document)), draw[record.kind](document)])
         )
-        told.append(name)
-    return Section("benchmarks", "Benchmarks", join(bodies), (f"Results of benchmarks: {', '.join(told)}.",))
+        names.append(name)
+    return Section("benchmarks", "Benchmarks", join(bodies), (f"Results of benchmarks: {', '.join(names)}.",))
 
 
 def _commit(document: RecordFields) -> str:
@@ -47,7 +47,7 @@ def _trees(document: RecordFields) -> Markup:
     drawn = []
     for rows in dict.fromkeys(run.whole("rows") for run in runs):
         same = [run for run in runs if run.whole("rows") == rows]
-        shown = [(run.text("contender"), run.number("train_s"), _trees_words(run), _contender(run)) for run in same]
+        shown = [(run.text("contender"), run.number("train_s"), _trees_text(run), _contender(run)) for run in same]
         title = f"Training time, {count(rows)} rows"
         alone = all(_contender(run) == "k0" for run in same)
         names = legend([] if alone else [("k0", "bitplan"), ("plain", "others")])
@@ -55,7 +55,7 @@ def _trees(document: RecordFields) -> Markup:
     return join([cards(drawn), fold("All runs", _list_table("runs", [run.value for run in runs]))])
 
 
-def _trees_words(run: RecordFields) -> str:
+def _trees_text(run: RecordFields) -> str:
     auc = f"  ·  AUC {run.number('auc'):.4f}" if "auc" in run else ""
     return f"{significant(run.number('train_s'))} s{auc}"
 
@@ -72,22 +72,22 @@ def _formats(document: RecordFields) -> Markup:
     top = document.number("copy_gb_per_s", None)
     drawn = []
     for way in dict.fromkeys(row.text("way") for row in rows):
-        found = sorted((row for row in rows if row.text("way") == way), key=lambda row: -row.number("gb_per_s"))
+        sorted_rows = sorted((row for row in rows if row.text("way") == way), key=lambda row: -row.number("gb_per_s"))
         shown = [
             (
                 f"{row.text('format')}, {row.text('dtype', '')}",
                 row.number("gb_per_s"),
-                _rate_words(row),
+                _rate_text(row),
                 "k0" if way == "encode" else "k2",
             )
-            for row in found
+            for row in sorted_rows
         ]
         note = f"The same memory copied: {significant(top)} GB/s." if top else ""
         drawn.append(card(f"{way.capitalize()}, GB/s", bars(shown, f"{way} speed of each format"), note=note))
     return join([cards(drawn), fold("All figures", _list_table("formats", [row.value for row in rows]))])
 
 
-def _rate_words(row: RecordFields) -> str:
+def _rate_text(row: RecordFields) -> str:
     share = row.number("share_of_copy", None)
     return f"{significant(row.number('gb_per_s'))} GB/s" + (f"  ·  {percent(share)} of a copy" if share else "")
 
@@ -148,16 +148,16 @@ def _list_table(title: str, rows: Sequence[dict[str, Any]]) -> Markup:
 
 def _flatten(row: dict[str, Any], before: str = "", depth: int = 0) -> dict[str, Any]:
     """Figures of objects within, by their path; samples and other long lists stay in the file."""
-    found: dict[str, Any] = {}
+    result: dict[str, Any] = {}
     for key, value in row.items():
         if isinstance(value, dict) and depth < 3:
-            found |= _flatten(value, f"{before}{key} ", depth + 1)
+            result |= _flatten(value, f"{before}{key} ", depth + 1)
         elif isinstance(value, list):
             if len(value) <= 4 and not any(isinstance(item, dict | list) for item in value):
-                found[before + key] = shape(value)
+                result[before + key] = shape(value)
         else:
-            found[before + key] = value
-    return found
+            result[before + key] = value
+    return result
 
 
 def _cell(value: Any) -> Cell:

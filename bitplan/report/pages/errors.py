@@ -37,7 +37,7 @@ class ErrorRow(NamedTuple):
 
 
 def errors_section(records: Sequence[Record]) -> Section:
-    bodies, told, facts = [], [], []
+    bodies, summary, facts = [], [], []
     for record in records:
         errors = _calibration(record) if record.kind == "calibration" else _drift(record)
         head = [heading(record.name)] if len(records) > 1 else []
@@ -45,9 +45,9 @@ def errors_section(records: Sequence[Record]) -> Section:
         drawn = [_histogram(last, record.kind), _over_steps(errors), _by_format(last)]
         bodies.append(join([*head, source(record), _findings(record), cards([each for each in drawn if each])]))
         bodies.append(_calibration_table(last) if record.kind == "calibration" else _drift_table(last))
-        told.append(_told(record, last))
+        summary.append(_summary(record, last))
         facts += _facts(last) if len(records) == 1 else []
-    return Section("errors", "Errors", join(bodies), tuple(told), tuple(facts))
+    return Section("errors", "Errors", join(bodies), tuple(summary), tuple(facts))
 
 
 # ---- reading ---------------------------------------------------------------------------------------------------------
@@ -65,32 +65,32 @@ def _drift(record: Record) -> list[ErrorRow]:
 
 
 def _findings(record: Record) -> Markup:
-    found = record.content.get("findings", []) if isinstance(record.content, dict) else []
-    if not isinstance(found, list):
+    findings = record.content.get("findings", []) if isinstance(record.content, dict) else []
+    if not isinstance(findings, list):
         raise ReportError(f"{record.where}: findings must be a list")
-    return tag("ul", *(tag("li", str(each)) for each in found), class_="findings") if found else Markup("")
+    return tag("ul", *(tag("li", str(each)) for each in findings), class_="findings") if findings else Markup("")
 
 
 def _calibration(record: Record) -> list[ErrorRow]:
     """Of each block and layer in each format the mean over batches, as the calibration itself takes it."""
     document = RecordFields(record.content, record.where)
-    found: dict[tuple[str, str], list[float | None]] = {}
+    samples: dict[tuple[str, str], list[float | None]] = {}
     for _, layers in document.items("layers", {}):
         for name in layers.value:
-            _gather(found, f"layer {name}", layers.fields(name))
+            _gather(samples, f"layer {name}", layers.fields(name))
     for fmt, batches in document.items("blocks", {}):
         for batch in batches.value:
             blocks = batches.fields(batch)
             for name in blocks.value:
-                found.setdefault((f"block {name}", fmt), []).append(blocks.number(name, None))
-    if not found:
+                samples.setdefault((f"block {name}", fmt), []).append(blocks.number(name, None))
+    if not samples:
         raise ReportError(f"{record.where}: nothing has been calibrated yet; let the calibration finish a pass")
-    return [ErrorRow(0, name, fmt, _mean(errors)) for (name, fmt), errors in found.items()]
+    return [ErrorRow(0, name, fmt, _mean(errors)) for (name, fmt), errors in samples.items()]
 
 
-def _gather(found: dict[tuple[str, str], list[float | None]], name: str, errors: RecordFields) -> None:
+def _gather(samples: dict[tuple[str, str], list[float | None]], name: str, errors: RecordFields) -> None:
     for fmt in errors.value:
-        found.setdefault((name, fmt), []).append(errors.number(fmt, None))
+        samples.setdefault((name, fmt), []).append(errors.number(fmt, None))
 
 
 def _mean(errors: Sequence[float | None]) -> float | None:
@@ -128,7 +128,7 @@ def _histogram(errors: Sequence[ErrorRow], kind: str) -> Markup | None:
         bin_[error.format] = bin_.get(error.format, 0) + 1
     tall = max(sum(bin_.values()) for bin_ in counts.values())
     low, high = math.floor(min(counts) / BINS_A_DECADE), math.ceil((max(counts) + 1) / BINS_A_DECADE)
-    x = log_axis([10.0**low, 10.0**high], "relative error", told=_power)
+    x = log_axis([10.0**low, 10.0**high], "relative error", formatter=_power)
     unit = "outputs" if kind == "calibration" else "tensors"
     frame = Frame(x, linear_axis([0, tall], unit, zero=True, whole=True), "Histogram of relative errors by format")
     for place, bin_ in sorted(counts.items()):
@@ -182,7 +182,7 @@ def _by_format(errors: Sequence[ErrorRow]) -> Markup | None:
     positive = [error.relative for error in errors if error.relative and error.relative > 0]
     if len(classes) < 2 or not positive:
         return None
-    x = log_axis(positive, "relative error", told=_power)
+    x = log_axis(positive, "relative error", formatter=_power)
     pitch = 26
     frame = Frame(x, Axis("", 0, 1, ()), "Relative errors of each format", height=pitch * len(classes) + 54, left=118)
     for row, (name, kind) in enumerate(classes.items()):
@@ -242,7 +242,7 @@ def _error_cell(value: float | None) -> Cell:
     return Cell("not finite" if value is None else significant(value), 1e300 if value is None else value)
 
 
-def _told(record: Record, errors: Sequence[ErrorRow]) -> Markup:
+def _summary(record: Record, errors: Sequence[ErrorRow]) -> Markup:
     if not errors:
         return join(["No error was recorded. (", tag("code", record.name), ")"])
     worst = errors[0]

@@ -1,4 +1,4 @@
-"""What a check found."""
+"""Section of findings: what checks reported."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ COLUMNS = (Column("Code", choose=True), Column("Where", mono=True), Column("Find
 
 
 def findings_section(records: Sequence[Record]) -> Section:
-    bodies, told, total = [], [], 0
+    bodies, summary, total = [], [], 0
     for record in records:
-        found = [RecordFields(item, f"{record.where}: [{index}]") for index, item in enumerate(record.content)]
-        rows = [[Cell(item.text("code")), Cell(item.text("where")), Cell(item.text("message"))] for item in found]
+        items = [RecordFields(item, f"{record.where}: [{index}]") for index, item in enumerate(record.content)]
+        rows = [[Cell(item.text("code")), Cell(item.text("where")), Cell(item.text("message"))] for item in items]
         total += len(rows)
         clean = tag("p", tag("b", "No findings."), " The manifest and the checkpoint agree.")
         shown: Markup = table(f"findings of {record.name}", COLUMNS, rows) if rows else clean
         bodies.append(join([source(record), shown]))
-        told.append(_told(record, Counter(item.text("code") for item in found)))
-    return Section("findings", "Findings", join(bodies), tuple(told), (Fact(str(total), "findings of checks"),))
+        summary.append(_summary(record, Counter(item.text("code") for item in items)))
+    return Section("findings", "Findings", join(bodies), tuple(summary), (Fact(str(total), "findings of checks"),))
 
 
-def _told(record: Record, codes: Counter[str]) -> Markup:
+def _summary(record: Record, codes: Counter[str]) -> Markup:
     if not codes:
         return join(["The check found nothing. (", tag("code", record.name), ")"])
     kinds = ", ".join(f"{number} {code}" for code, number in sorted(codes.items()))
-    found = plural(codes.total(), "finding")
-    return join([f"The check has {found}: {kinds}. (", tag("code", record.name), ")"])
+    count = plural(codes.total(), "finding")
+    return join([f"The check has {count}: {kinds}. (", tag("code", record.name), ")"])

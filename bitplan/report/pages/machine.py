@@ -1,4 +1,4 @@
-"""Where the figures come from: machines and versions of every record, and the files themselves."""
+"""Section of machines: where the figures come from, versions, and the files themselves."""
 
 from __future__ import annotations
 
@@ -33,23 +33,23 @@ def fingerprint_of(record: Record) -> dict[str, str]:
     content = record.content[0] if isinstance(record.content, list) and record.content else record.content
     if not isinstance(content, dict):
         return {}
-    found: dict[str, Any] = {}
+    fingerprint: dict[str, Any] = {}
     for source in _SOURCES:
         if isinstance(content.get(source), dict):
-            found |= content[source]
-    if isinstance(found.get("versions"), dict):  # a calibration's fingerprint has them within
-        found |= found.pop("versions")
-    if found and isinstance(content.get("commit"), str):
-        found["commit"] = content["commit"]
-    return {str(key): str(value) for key, value in found.items() if isinstance(value, str | int | float)}
+            fingerprint |= content[source]
+    if isinstance(fingerprint.get("versions"), dict):  # a calibration's fingerprint has them within
+        fingerprint |= fingerprint.pop("versions")
+    if fingerprint and isinstance(content.get("commit"), str):
+        fingerprint["commit"] = content["commit"]
+    return {str(key): str(value) for key, value in fingerprint.items() if isinstance(value, str | int | float)}
 
 
 def machine_section(records: Sequence[Record]) -> Section:
-    stated = {record.name: found for record in records if (found := fingerprint_of(record))}
-    machines = sorted({_machine(found) for found in stated.values()} - {""})
-    told: tuple[object, ...] = ()
+    stated = {record.name: fingerprint for record in records if (fingerprint := fingerprint_of(record))}
+    machines = sorted({_machine(fingerprint) for fingerprint in stated.values()} - {""})
+    summary: tuple[object, ...] = ()
     if len(machines) > 1:
-        told = (
+        summary = (
             join(
                 [
                     "The records come from different machines: ",
@@ -59,13 +59,13 @@ def machine_section(records: Sequence[Record]) -> Section:
             ),
         )
     elif machines:
-        told = (f"Measured on {machines[0]}.",)
+        summary = (f"Measured on {machines[0]}.",)
     body = join([_fingerprints(stated), heading("Records"), _files(records)])
-    return Section("machine", "Machine and records", body, told)
+    return Section("machine", "Machine and records", body, summary)
 
 
-def _machine(found: dict[str, str]) -> str:
-    return found.get("gpu") or found.get("cpu") or ""
+def _machine(fingerprint: dict[str, str]) -> str:
+    return fingerprint.get("gpu") or fingerprint.get("cpu") or ""
 
 
 def _fingerprints(stated: dict[str, dict[str, str]]) -> Markup:
@@ -73,8 +73,8 @@ def _fingerprints(stated: dict[str, dict[str, str]]) -> Markup:
     if not stated:
         return tag("p", "No record states the machine it comes from.", class_="note")
     groups: dict[tuple[tuple[str, str], ...], list[str]] = {}
-    for name, found in stated.items():
-        groups.setdefault(tuple(sorted(found.items())), []).append(name)
+    for name, fingerprint in stated.items():
+        groups.setdefault(tuple(sorted(fingerprint.items())), []).append(name)
     keys = {key for group in groups for key, _ in group}
     ordered = [key for key in _ORDER if key in keys] + sorted(keys - set(_ORDER))
     columns = [Column("What"), *(Column(", ".join(names)) for names in groups.values())]
@@ -93,7 +93,7 @@ def _files(records: Sequence[Record]) -> Markup:
     rows = [
         [
             Cell(record.name),
-            Cell(record.words),
+            Cell(record.label),
             Cell(nbytes(record.nbytes), float(record.nbytes)),
             Cell(tag("span", record.sha256[:16], title=record.sha256)),
         ]

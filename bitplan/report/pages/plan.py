@@ -1,4 +1,4 @@
-"""What was decided for every tensor, and why; and the bytes that come of it."""
+"""Section of decisions: each tensor's format and reason, and the bytes that come of it."""
 
 from __future__ import annotations
 
@@ -38,20 +38,20 @@ class Decided:
 
 
 def plan_section(records: Sequence[Record]) -> Section:
-    bodies, told, facts = [], [], []
+    bodies, summary, facts = [], [], []
     for record in records:
         decided = read_plan(record)
         bodies.append(_body(record, decided, titled=len(records) > 1))
-        told.append(_told(record, decided))
+        summary.append(_summary(record, decided))
         facts += _facts(decided) if len(records) == 1 else []
-    return Section("decisions", "Decisions", join(bodies), tuple(told), tuple(facts))
+    return Section("decisions", "Decisions", join(bodies), tuple(summary), tuple(facts))
 
 
 def read_plan(record: Record) -> list[Decided]:
-    found = []
+    entries = []
     for name, item in RecordFields(record.content, record.where).items("tensors"):
         sizes = item.numbers("shape", None)
-        found.append(
+        entries.append(
             Decided(
                 name,
                 item.text("format"),
@@ -63,7 +63,7 @@ def read_plan(record: Record) -> list[Decided]:
                 _evidence(item),
             )
         )
-    return found
+    return entries
 
 
 def _evidence(item: RecordFields) -> str:
@@ -94,7 +94,7 @@ def _bf16_bytes(decided: Sequence[Decided]) -> int | None:
     return sum(BF16_BYTES * math.prod(item.shape or []) for item in decided)
 
 
-def _told(record: Record, decided: Sequence[Decided]) -> Markup:
+def _summary(record: Record, decided: Sequence[Decided]) -> Markup:
     sizes, whole = formats_by_bytes(decided), _bf16_bytes(decided)
     total = sum(sizes.values())
     smaller = f", {significant(whole / total)} times smaller than in bfloat16" if whole and total else ""

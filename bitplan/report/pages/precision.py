@@ -67,7 +67,7 @@ class PrecisionChange(NamedTuple):
 
 
 def precision_section(records: Sequence[Record]) -> Section:
-    bodies, told, facts = [], [], []
+    bodies, summary, facts = [], [], []
     for record in records:
         updates = _read(record)
         changes = _changes(updates)
@@ -75,9 +75,9 @@ def precision_section(records: Sequence[Record]) -> Section:
         drawn = [_counts_chart(updates), _bytes_chart(updates)]
         bodies.append(join([*head, source(record), _heat_card(updates, changes), cards([d for d in drawn if d])]))
         bodies.append(_changes_table(changes))
-        told.append(_told(record, updates, changes))
+        summary.append(_summary(record, updates, changes))
         facts += _facts(updates, changes) if len(records) == 1 else []
-    return Section("precision", "Precision over steps", join(bodies), tuple(told), tuple(facts))
+    return Section("precision", "Precision over steps", join(bodies), tuple(summary), tuple(facts))
 
 
 def _read(record: Record) -> list[Update]:
@@ -85,25 +85,25 @@ def _read(record: Record) -> list[Update]:
     for number, item in enumerate(record.content, 1):
         fields = RecordFields(item, f"{record.where}: line {number}")
         blocks = {
-            name: Seen(found.text("precision"), found.number("sensitivity", None), found.text("reason", ""))
-            for name, found in fields.items("block_details")
+            name: Seen(details.text("precision"), details.number("sensitivity", None), details.text("reason", ""))
+            for name, details in fields.items("block_details")
         }
         counts = {name: fields.whole(f"blocks_{name}", 0) for name in (HIGH, *STRIPS)}
-        sent, kept = fields.whole("bytes_sent", None), fields.whole("bytes_not_sent", None)
-        updates.append(Update(fields.whole("step_id"), blocks, sent, kept, counts))
+        sent, not_sent = fields.whole("bytes_sent", None), fields.whole("bytes_not_sent", None)
+        updates.append(Update(fields.whole("step_id"), blocks, sent, not_sent, counts))
     return updates
 
 
 def _changes(updates: Sequence[Update]) -> list[PrecisionChange]:
     """Where a block's precision differs from that of the update before."""
-    found, current = [], dict[str, str]()
+    changes, current = [], dict[str, str]()
     for column, update in enumerate(updates):
         for name, seen in update.blocks.items():
             before = current.get(name)
             if before is not None and before != seen.precision:
-                found.append(PrecisionChange(update.step, column, name, before, seen.precision, seen.reason))
+                changes.append(PrecisionChange(update.step, column, name, before, seen.precision, seen.reason))
             current[name] = seen.precision
-    return found
+    return changes
 
 
 # ---- the map ---------------------------------------------------------------------------------------------------------
@@ -194,7 +194,7 @@ def _cells(
 
 def _strips(blocks: Sequence[str], shown: Sequence[Update], step: float, pitch: int) -> list[Markup]:
     """A line under the cells of each run of updates in a low precision."""
-    found, thick = [], max(2, pitch // 5)
+    strips, thick = [], max(2, pitch // 5)
     for row, name in enumerate(blocks):
         start = 0
         kinds = [seen.precision if (seen := update.blocks.get(name)) else HIGH for update in shown]
@@ -203,9 +203,9 @@ def _strips(blocks: Sequence[str], shown: Sequence[Update], step: float, pitch: 
                 continue
             if kinds[start] != HIGH:
                 x, y = LEFT + step * start, TOP + pitch * (row + 1) - 1 - thick
-                found.append(box(x, y, step * (column - start), thick, f"bar {STRIPS.get(kinds[start], 'k3')}"))
+                strips.append(box(x, y, step * (column - start), thick, f"bar {STRIPS.get(kinds[start], 'k3')}"))
             start = column
-    return found
+    return strips
 
 
 def _step_labels(shown: Sequence[Update], step: float, base: float) -> list[Markup]:
@@ -245,13 +245,15 @@ def _bytes_chart(updates: Sequence[Update]) -> Markup | None:
     known = [(update.step, update.bytes_sent, update.bytes_not_sent) for update in updates]
     sent = [(float(step), float(value)) for step, value, _ in known if value is not None]
     whole = [
-        (float(step), float(value + kept)) for step, value, kept in known if value is not None and kept is not None
+        (float(step), float(value + not_sent))
+        for step, value, not_sent in known
+        if value is not None and not_sent is not None
     ]
     if len(sent) < 2:
         return None
     heights = [value for _, value in (*sent, *whole)]
     x = linear_axis([step for step, _ in sent], "step", whole=True)
-    frame = Frame(x, linear_axis(heights, "bytes a pass", told=nbytes, zero=True), "Bytes sent", left=74)
+    frame = Frame(x, linear_axis(heights, "bytes a pass", formatter=nbytes, zero=True), "Bytes sent", left=74)
     frame.add(line(frame, whole, "plain dashed"), line(frame, sent, colour(0)))
     names = legend([(colour(0), "sent"), ("plain dashed", "all in bfloat16")])
     return card("Bytes sent to the device", frame.svg(), legend=names)
@@ -281,7 +283,7 @@ def _changes_table(changes: Sequence[PrecisionChange]) -> Markup:
     return fold(title, table(title, columns, rows))
 
 
-def _told(record: Record, updates: Sequence[Update], changes: Sequence[PrecisionChange]) -> Markup:
+def _summary(record: Record, updates: Sequence[Update], changes: Sequence[PrecisionChange]) -> Markup:
     last = updates[-1]
     low = sum(number for name, number in last.counts.items() if name != HIGH)
     text = (
@@ -292,10 +294,10 @@ def _told(record: Record, updates: Sequence[Update], changes: Sequence[Precision
 
 
 def _saved(update: Update) -> str:
-    sent, kept = update.bytes_sent, update.bytes_not_sent
-    if sent is None or kept is None or not sent + kept:
+    sent, not_sent = update.bytes_sent, update.bytes_not_sent
+    if sent is None or not_sent is None or not sent + not_sent:
         return ""
-    share = percent(kept / (sent + kept))
+    share = percent(not_sent / (sent + not_sent))
     return f"; at step {count(update.step)}, {share} of the bytes of an all-BF16 step were not sent"
 
 

@@ -37,7 +37,7 @@ COLUMNS = (
 
 
 def quality_section(records: Sequence[Record]) -> Section:
-    bodies, told, facts = [], [], []
+    bodies, summary, facts = [], [], []
     for record in records:
         document = RecordFields(record.content, record.where)
         rows = _rows(document)
@@ -45,9 +45,9 @@ def quality_section(records: Sequence[Record]) -> Section:
         drawn = [_perplexity_chart(rows), _kl_chart(rows)]
         bodies.append(join([*head, source(record, _settings(document)), cards([each for each in drawn if each])]))
         bodies.append(table(f"perplexity by format, {record.name}", COLUMNS, [_cells(row) for row in rows]))
-        told.append(_told(record, rows))
+        summary.append(_summary(record, rows))
         facts += _facts(rows) if len(records) == 1 else []
-    return Section("quality", "Quality", join(bodies), tuple(told), tuple(facts))
+    return Section("quality", "Quality", join(bodies), tuple(summary), tuple(facts))
 
 
 def _rows(document: RecordFields) -> list[RecordFields]:
@@ -78,8 +78,8 @@ def _interval(row: RecordFields) -> list[float] | None:
 def _kl(row: RecordFields) -> tuple[float, float] | None:
     if "kl" not in row:
         return None
-    found = row.fields("kl")
-    return found.number("mean"), found.number("standard_error", 0.0)
+    kl = row.fields("kl")
+    return kl.number("mean"), kl.number("standard_error", 0.0)
 
 
 def _perplexity(row: RecordFields) -> str:
@@ -113,7 +113,7 @@ def _perplexity_chart(rows: Sequence[RecordFields]) -> Markup | None:
 
 def _kl_chart(rows: Sequence[RecordFields]) -> Markup | None:
     """How far each format moved the model: the distance has little noise, where perplexity has much."""
-    measured = [(row, found) for row in rows if (found := _kl(row)) and found[0] > 0]
+    measured = [(row, mean_and_error) for row in rows if (mean_and_error := _kl(row)) and mean_and_error[0] > 0]
     if len(measured) < 2:
         return None
     ordered = sorted(measured, key=lambda pair: pair[1][0])
@@ -153,7 +153,7 @@ def _cells(row: RecordFields) -> list[Cell]:
     ]
 
 
-def _told(record: Record, rows: Sequence[RecordFields]) -> Markup:
+def _summary(record: Record, rows: Sequence[RecordFields]) -> Markup:
     tokens = rows[0].whole("tokens", None)
     on = f" on {count(tokens)} tokens" if tokens else ""
     reference = _perplexity(rows[0])
@@ -178,5 +178,5 @@ def _facts(rows: Sequence[RecordFields]) -> list[Fact]:
     plans = _plans(others) or others
     if len(plans) != 1:
         return []
-    told = [_perplexity(row) for row in (plans[0], rows[0])]
-    return [Fact(told[0], f"perplexity of {_name(plans[0])}", f"{told[1]} for {_name(rows[0])}")]
+    perplexities = [_perplexity(row) for row in (plans[0], rows[0])]
+    return [Fact(perplexities[0], f"perplexity of {_name(plans[0])}", f"{perplexities[1]} for {_name(rows[0])}")]

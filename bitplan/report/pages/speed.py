@@ -45,7 +45,7 @@ def speed_section(records: Sequence[Record]) -> Section:
     draw = {"fp8_policy": _policy, "fp8_report": _benchmark, "crossover": _crossovers}
     parts = [draw[record.kind](record) for record in records]
     body = join(
-        join([heading(f"{record.words[0].upper()}{record.words[1:]}: {record.name}"), part[0]])
+        join([heading(f"{record.label[0].upper()}{record.label[1:]}: {record.name}"), part[0]])
         for record, part in zip(records, parts, strict=True)
     )
     facts = tuple(fact for part in parts for fact in part[2])
@@ -68,8 +68,12 @@ def _policy(record: Record) -> tuple[Markup, Markup, list[Fact]]:
     more = f" The first {MAX_CHARTS} of {len(rules)} rules are drawn." if len(rules) > MAX_CHARTS else ""
     body = join([source(record, note + more), names, cards(drawn), _points_table(rules)])
     text = f"FP8 pays for {len(used)} of {plural(len(rules), 'layer product')} at {percent(confidence)} confidence"
-    told = join([f"{text}. (", tag("code", record.name), ")"])
-    return body, told, [Fact(f"{len(used)} / {len(rules)}", "layer products faster in FP8", "in their bands of tokens")]
+    summary = join([f"{text}. (", tag("code", record.name), ")"])
+    return (
+        body,
+        summary,
+        [Fact(f"{len(used)} / {len(rules)}", "layer products faster in FP8", "in their bands of tokens")],
+    )
 
 
 def _rule_name(rule: RecordFields) -> str:
@@ -104,7 +108,7 @@ def _rule_card(rule: RecordFields, threshold: float, confidence: float) -> Marku
     ]
     y = linear_axis(heights, "times as fast as BF16")
     frame = Frame(
-        log_axis(tokens, "tokens", told=count, base=2), y, f"Speedup of FP8 against tokens: {_rule_name(rule)}"
+        log_axis(tokens, "tokens", formatter=count, base=2), y, f"Speedup of FP8 against tokens: {_rule_name(rule)}"
     )
     for low, high in _bands(rule):
         left, right = frame.px(low), max(frame.px(high), frame.px(low) + 3)
@@ -249,30 +253,30 @@ def _crossovers(record: Record) -> tuple[Markup, Markup, list[Fact]]:
 
 def _times_card(record: Record, name: str, series: Series, across: str, note: str = "") -> Markup:
     tokens = [at for points in series.values() for at, _ in points]
-    lists = [found for points in series.values() for _, found in points]
-    samples = [sample for found in lists for sample in found]
+    lists = [times for points in series.values() for _, times in points]
+    samples = [sample for times in lists for sample in times]
     if not samples or not all(lists) or min(samples) <= 0:
         raise ReportError(f"{record.where}: {name}: samples_ms must be a list of numbers above 0")
-    y = log_axis(samples, "time", told=milliseconds)
-    frame = Frame(log_axis(tokens, across, told=count, base=2), y, f"Times against {across}: {name}")
+    y = log_axis(samples, "time", formatter=milliseconds)
+    frame = Frame(log_axis(tokens, across, formatter=count, base=2), y, f"Times against {across}: {name}")
     middles: dict[str, list[Point]] = {}
     kinds = {way: WAYS.get(way, colour(index + 3)) for index, way in enumerate(series)}
     for way, points in series.items():
-        middles[way] = [(at, sorted(found)[len(found) // 2]) for at, found in sorted(points)]
+        middles[way] = [(at, sorted(times)[len(times) // 2]) for at, times in sorted(points)]
         frame.add(line(frame, middles[way], kinds[way]))
-        for at, found in sorted(points):
-            frame.add(_dots(frame, at, found, kinds[way]))
+        for at, times in sorted(points):
+            frame.add(_dots(frame, at, times, kinds[way]))
         frame.add(
             *(
-                marker((frame.px(at), frame.py(ms)), kinds[way], _told_time(way, at, across, ms), radius=3)
+                marker((frame.px(at), frame.py(ms)), kinds[way], _time_text(way, at, across, ms), radius=3)
                 for at, ms in middles[way]
             )
         )
-    told = f"{note}{_fastest(middles, across)}"
-    return card(name, frame.svg(), legend=legend([(kind, way) for way, kind in kinds.items()]), note=told)
+    caption = f"{note}{_fastest(middles, across)}"
+    return card(name, frame.svg(), legend=legend([(kind, way) for way, kind in kinds.items()]), note=caption)
 
 
-def _told_time(way: str, at: float, across: str, ms: float) -> str:
+def _time_text(way: str, at: float, across: str, ms: float) -> str:
     return f"{way}, {count(at)} {across}: {milliseconds(ms)}"
 
 
@@ -292,12 +296,12 @@ def _fastest(middles: dict[str, list[Point]], across: str) -> str:
     for way, points in middles.items():
         for at, ms in points:
             times.setdefault(at, {})[way] = ms
-    best = [(at, min(found, key=lambda way: found[way])) for at, found in sorted(times.items()) if len(found) > 1]
+    best = [(at, min(by_way, key=lambda way: by_way[way])) for at, by_way in sorted(times.items()) if len(by_way) > 1]
     turns = [(before, last, now, at) for (last, before), (at, now) in pairwise(best) if now != before]
     if not best:
         return ""
     if not turns:
         return f"{best[0][1]} is fastest throughout, by the middle samples."
-    told = [f"{turns[0][0]} is fastest up to {count(turns[0][1])} {across}"]
-    told += [f"{now} from {count(at)}" for _, _, now, at in turns]
-    return f"{', '.join(told)}, by the middle samples."
+    parts = [f"{turns[0][0]} is fastest up to {count(turns[0][1])} {across}"]
+    parts += [f"{now} from {count(at)}" for _, _, now, at in turns]
+    return f"{', '.join(parts)}, by the middle samples."

@@ -49,15 +49,15 @@ class LanePiece(NamedTuple):
 
 
 def stream_section(records: Sequence[Record]) -> Section:
-    bodies, told, facts = [], [], []
+    bodies, summary, facts = [], [], []
     for record in records:
         steps = [RecordFields(item, f"{record.where}: line {number}") for number, item in enumerate(record.content, 1)]
         head = [heading(record.name)] if len(records) > 1 else []
         drawn = [each for each in (_times_chart(steps), _bytes_chart(steps[-1]), _memory_chart(steps)) if each]
         bodies.append(join([*head, source(record), _timeline_card(steps), cards(drawn)]))
-        told.append(_told(record, steps))
+        summary.append(_summary(record, steps))
         facts += _facts(steps) if len(records) == 1 else []
-    return Section("streaming", "Streaming", join(bodies), tuple(told), tuple(facts))
+    return Section("streaming", "Streaming", join(bodies), tuple(summary), tuple(facts))
 
 
 # ---- the lanes of a step ---------------------------------------------------------------------------------------------
@@ -107,12 +107,12 @@ def _piece(item: RecordFields, kind: str, name: str = "") -> LanePiece:
 
 def _between(waits: Sequence[LanePiece], end_ms: float) -> list[LanePiece]:
     """The computation is what is not waiting."""
-    found, at_ms = [], 0.0
+    pieces, at_ms = [], 0.0
     for wait in waits:
         if wait.start_ms > at_ms:
-            found.append(LanePiece("compute", at_ms, wait.start_ms, "k2"))
+            pieces.append(LanePiece("compute", at_ms, wait.start_ms, "k2"))
         at_ms = max(at_ms, wait.end_ms)
-    return [*found, LanePiece("compute", at_ms, end_ms, "k2")] if end_ms > at_ms else found
+    return [*pieces, LanePiece("compute", at_ms, end_ms, "k2")] if end_ms > at_ms else pieces
 
 
 def _lanes(lanes: dict[str, list[LanePiece]], step_ms: float) -> Markup:
@@ -121,9 +121,9 @@ def _lanes(lanes: dict[str, list[LanePiece]], step_ms: float) -> Markup:
     base = 8 + LANE_PITCH * len(lanes)
     scale = (WIDE - LANE_LEFT - 16) / x.high
     parts = []
-    for value, told in x.ticks:
+    for value, label in x.ticks:
         place = LANE_LEFT + value * scale
-        parts += [segment((place, 4), (place, base), "grid"), text((place, base + 16), told, "middle")]
+        parts += [segment((place, 4), (place, base), "grid"), text((place, base + 16), label, "middle")]
     for row, (name, pieces) in enumerate(lanes.items()):
         top = 8 + LANE_PITCH * row
         parts.append(text((LANE_LEFT - 8, top + 17), name, "end"))
@@ -174,13 +174,15 @@ def _memory_chart(steps: Sequence[RecordFields]) -> Markup | None:
     ]
     heights = [value for _, _, points in series for _, value in points]
     x = linear_axis([step.number("step") for step in steps], "step", whole=True)
-    frame = Frame(x, linear_axis(heights, "peak memory", told=nbytes, zero=True), "Peak memory of each step", left=74)
+    frame = Frame(
+        x, linear_axis(heights, "peak memory", formatter=nbytes, zero=True), "Peak memory of each step", left=74
+    )
     for _, kind, points in series:
         frame.add(line(frame, points, kind))
     return card("Peak memory", frame.svg(), legend=legend([(kind, label) for label, kind, _ in series]))
 
 
-def _told(record: Record, steps: Sequence[RecordFields]) -> Markup:
+def _summary(record: Record, steps: Sequence[RecordFields]) -> Markup:
     last = steps[-1]
     overlap = last.number("overlap", None)
     hidden = f", of which {percent(overlap)} was hidden behind computation" if overlap is not None else ""

@@ -33,7 +33,7 @@ def training_section(records: Sequence[Record]) -> Section:
     body = join([*(source(run.record) for run in runs), cards(drawn)])
     last = runs[0].curves["loss"][-1][1]
     facts = (Fact(significant(last, 4), "final loss", runs[0].name),) if len(runs) == 1 else ()
-    return Section("training", "Training", body, tuple(_told(run) for run in runs), facts)
+    return Section("training", "Training", body, tuple(_summary(run) for run in runs), facts)
 
 
 def _read(record: Record) -> Run:
@@ -57,21 +57,21 @@ def _chart(runs: Sequence[Run], name: str) -> Markup:
     shown = [(run, run.curves[name]) for run in runs if name in run.curves]
     also = [(run, run.curves["validation_loss"]) for run in runs if name == "loss" and "validation_loss" in run.curves]
     points = [point for _, curve in (*shown, *also) for point in curve]
-    words = name.replace("_", " ")
-    x, y = linear_axis([x for x, _ in points], "step", whole=True), linear_axis([y for _, y in points], words)
-    frame = Frame(x, y, f"{words} over steps")
+    title = name.replace("_", " ")
+    x, y = linear_axis([x for x, _ in points], "step", whole=True), linear_axis([y for _, y in points], title)
+    frame = Frame(x, y, f"{title} over steps")
     names = []
     for run, curve in shown:
         index = runs.index(run)
         frame.add(line(frame, curve, colour(index)))
-        frame.add(_end(frame, curve, colour(index), f"{run.name}: {words} {significant(curve[-1][1], 4)}"))
+        frame.add(_end(frame, curve, colour(index), f"{run.name}: {title} {significant(curve[-1][1], 4)}"))
         names.append((colour(index), run.name))
     for run, curve in also:
         kind = f"{colour(runs.index(run))} dashed"
         frame.add(line(frame, curve, kind))
         frame.add(_end(frame, curve, kind, f"{run.name}: validation loss {significant(curve[-1][1], 4)}"))
         names.append((kind, f"{run.name}, validation"))
-    return card(words.capitalize(), frame.svg(), legend=legend(names))
+    return card(title.capitalize(), frame.svg(), legend=legend(names))
 
 
 def _end(frame: Frame, curve: Sequence[Point], kind: str, tip: str) -> Markup:
@@ -79,7 +79,7 @@ def _end(frame: Frame, curve: Sequence[Point], kind: str, tip: str) -> Markup:
     return marker((frame.px(step), frame.py(value)), kind, f"{tip} at step {count(step)}")
 
 
-def _told(run: Run) -> Markup:
+def _summary(run: Run) -> Markup:
     curve = run.curves["loss"]
     bad = f" In {plural(run.not_finite, 'step')} the loss was not a number." if run.not_finite else ""
     text = f"{run.name} ran {plural(run.steps, 'step')}: loss {significant(curve[0][1])} to {significant(curve[-1][1])}"

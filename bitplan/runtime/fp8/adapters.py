@@ -1,11 +1,11 @@
-"""Our policy, other people's FP8: a filter for torchao, and the decision for TransformerEngine's module classes.
+"""Hands a policy to other FP8 libraries: a filter for torchao, and decisions for TransformerEngine's module classes.
 
     from torchao.float8 import convert_to_float8_training
     convert_to_float8_training(model, module_filter_fn=torchao_filter(model, policy, tokens=8192), config=config)
 
 A policy says where OUR layers win. Others cast apart from the norm and run q, k and v as three products, so their gain
 is smaller, and a narrow win of ours may be their loss: use a policy with a speedup threshold above 1 for them. They run
-all three products of a layer in FP8 or none, so they are told of whole modules; else it is the answer of `apply_fp8`.
+all three products of a layer in FP8 or none, so they get answers for whole modules, else those of `apply_fp8`.
 
 TransformerEngine is known by class names alone and nothing of it is imported. UNTESTED against the library itself: the
 tests have no TransformerEngine, only classes of its names.
@@ -43,7 +43,7 @@ def torchao_filter(
     if recipe is not None and recipe not in TORCHAO_RECIPES:
         raise Fp8Error(f"torchao's float8 linears have the recipes {', '.join(TORCHAO_RECIPES)}, got {recipe!r}")
     chosen: set[str] = set()
-    for site in find_sites(model).found:
+    for site in find_sites(model).sites:
         if site.is_grouped or site.obstacle is not None:
             continue
         question = Question(
@@ -71,13 +71,13 @@ def transformer_engine_kind(cls: type, init_kwargs: Mapping[str, Any] | None = N
     """The kind of a TransformerEngine module class, Megatron's wrapper or its own; None for any other class."""
     kwargs = init_kwargs or {}
     for each in cls.__mro__:
-        found = KIND_OF_CLASS.get(each.__name__)
-        if found is None and each.__module__.split(".")[0] == "transformer_engine":
-            found = _OWN_CLASSES.get(each.__name__)
+        kind = KIND_OF_CLASS.get(each.__name__)
+        if kind is None and each.__module__.split(".")[0] == "transformer_engine":
+            kind = _OWN_CLASSES.get(each.__name__)
             if each.__name__ == "Linear":
-                found = _OWN_MODES.get(kwargs.get("parallel_mode"))
-        if found is not None:
-            return promote(found, bool(kwargs.get("is_expert")))
+                kind = _OWN_MODES.get(kwargs.get("parallel_mode"))
+        if kind is not None:
+            return promote(kind, bool(kwargs.get("is_expert")))
     return None
 
 

@@ -131,13 +131,13 @@ def apply_fp8_config(
 ) -> AppliedFp8:
     """`apply_fp8` by the FP8 keys of a model's YAML. Tokens are the part's fp8_dynamic_num_tokens, else `tokens`, else
     for the LLM its seq_length x micro_batch_size."""
-    found = open_yaml_model(path)
-    sizes = found.parallel()
-    _warn_of_unknown_parts(tokens, found.options)
+    described = open_yaml_model(path)
+    sizes = described.parallel()
+    _warn_of_unknown_parts(tokens, described.options)
     plans = {}
-    for part, options in found.options.items():
+    for part, options in described.options.items():
         if options.fp8 is not None:
-            by_length = found.tokens if part == "llm" or len(found.options) == 1 else None
+            by_length = described.tokens if part == "llm" or len(described.options) == 1 else None
             count = options.fp8_dynamic_num_tokens or _tokens_of(tokens, part) or by_length
             plans[part] = _plan_of(options, path, count, sizes.tp, sizes.etp)
     trial = _trial(confirm, confirm_compiled, confirm_timing, example, stopwatch)
@@ -166,10 +166,10 @@ def _warn_of_unknown_parts(tokens: Tokens | None, parts: Collection[str]) -> Non
 
 
 def _tokens_of(tokens: Tokens | None, part: str) -> int | None:
-    found = tokens.get(part) if isinstance(tokens, Mapping) else tokens
-    if found is not None and not is_count(found):
-        raise Fp8Error(f"tokens must be an integer from 1 (sequence length x micro batch size), got {found!r}")
-    return found
+    count = tokens.get(part) if isinstance(tokens, Mapping) else tokens
+    if count is not None and not is_count(count):
+        raise Fp8Error(f"tokens must be an integer from 1 (sequence length x micro batch size), got {count!r}")
+    return count
 
 
 def _trial(
@@ -220,7 +220,7 @@ def _apply(model: nn.Module, plans: Mapping[str, PartPlan], trial: _Trial, emula
     notes = [] if lacking else _notes(plans.values(), device)
     sites = find_sites(model)
     asked: dict[Question, Fp8Choice] = {}
-    decided = [_decide(site, plans.get(site.part), lacking, device, asked) for site in sites.found]
+    decided = [_decide(site, plans.get(site.part), lacking, device, asked) for site in sites.sites]
     confirmed: tuple[Confirmed, ...] = ()
     if trial.wanted and lacking is None:
         decided, confirmed = _confirm(model, decided, plans, trial)
@@ -232,23 +232,23 @@ def _apply(model: nn.Module, plans: Mapping[str, PartPlan], trial: _Trial, emula
 def _lacking(device: torch.device, emulate: bool) -> str | None:
     if device.type == "cpu" and not emulate:
         return "no FP8 hardware: the model is on the CPU; move it to the GPU first"
-    found = fp8_obstacle(device)
-    return None if found is None else f"no FP8 hardware: {found}"
+    obstacle = fp8_obstacle(device)
+    return None if obstacle is None else f"no FP8 hardware: {obstacle}"
 
 
 def _notes(plans: Iterable[PartPlan], device: torch.device) -> list[str]:
     """Refuse a policy of another GPU; say what else was different when it was measured."""
-    found: dict[str, None] = {}
+    notes: dict[str, None] = {}
     for plan in plans:
         if isinstance(plan.policy, BandPolicy):
             if device.type == "cpu":
-                found[f"emulated on the CPU; the policy is of {plan.policy.fingerprint.gpu}"] = None
+                notes[f"emulated on the CPU; the policy is of {plan.policy.fingerprint.gpu}"] = None
                 continue
             differences = plan.policy.require_same_gpu(fingerprint_of(device))
-            found |= dict.fromkeys(f"{plan.policy.where}: {each}" for each in differences)
+            notes |= dict.fromkeys(f"{plan.policy.where}: {each}" for each in differences)
         elif plan.policy is not None:
-            found[f"{plan.policy.where}: version 1 does not say on which GPU it was measured"] = None
-    return list(found)
+            notes[f"{plan.policy.where}: version 1 does not say on which GPU it was measured"] = None
+    return list(notes)
 
 
 def _decide(
@@ -312,15 +312,15 @@ def _confirm(
         everything = _all_fp8(each, each.site.part in plans)
         blocks.setdefault(block_of(each.site.path), []).append((each, everything))
     results: dict[tuple[object, ...], Confirmed] = {}
-    kept = {each.site: each for each in decided}
+    by_site = {each.site: each for each in decided}
     for path, members in blocks.items():
         if not any(everything.choice for _, everything in members):
             continue
         make = tuple((_within(path, each.site.path), each.site.shape, each.choice.products) for each, _ in members)
         if make not in results:
             results[make] = _confirm_one(model, path, members, plans, trial)
-        kept |= {each.site: _after(each, everything, results[make]) for each, everything in members}
-    return [kept[each.site] for each in decided], tuple(results.values())
+        by_site |= {each.site: _after(each, everything, results[make]) for each, everything in members}
+    return [by_site[each.site] for each in decided], tuple(results.values())
 
 
 def _all_fp8(decided: _Decided, is_asked_for: bool) -> _Decided:

@@ -1,6 +1,6 @@
-"""The FP8 layer of one site, made beside the model: joined weights, the norm taken over, the names kept.
+"""Builds the FP8 layer of one site beside the model: weights fused, norm taken over, names unchanged.
 
-One linear becomes an Fp8Linear over the same parameters. Several become one layer of joined weights inside the first of
+One linear becomes an Fp8Linear over the same parameters. Several become one layer of fused weights inside the first of
 them (`fused_projections`). Where a norm feeds nothing else and is a plain RMS or layer norm (compared number by number
 on a random input, for classes that look alike differ), the layer is an Fp8NormLinear, which norms in its cast, and the
 norm's place hands its input on. The experts of a block become two grouped products, each by its own choice
@@ -17,12 +17,13 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from bitplan.formats.fp8_recipes import BF16
 from bitplan.plan.fp8.choice import Fp8Choice
 from bitplan.plan.fp8.terms import PRODUCTS
 from bitplan.runtime.fp8.experts import Fp8Experts
 from bitplan.runtime.fp8.fused_projections import (
-    JoinedHead,
-    JoinedRest,
+    FusedPart,
+    FusedProjections,
     NormTakenOver,
     Renamed,
     join_rows,
@@ -31,7 +32,7 @@ from bitplan.runtime.fp8.fused_projections import (
 )
 from bitplan.runtime.fp8.layers.linear import Fp8Linear
 from bitplan.runtime.fp8.layers.norm_linear import Fp8NormLinear
-from bitplan.runtime.fp8.recipe import BF16, Fp8Recipe, GemmChoice
+from bitplan.runtime.fp8.recipe import Fp8Recipe, GemmChoice
 from bitplan.runtime.fp8.sites import Site
 
 FP8_PARAM_NOTE = (
@@ -60,12 +61,12 @@ def build_site(
         return _build_experts(model, choices, recipe)
     gemms = gemms_of(choice, recipe)
     linears = [_linear(model, path) for path in site.modules]
-    joined = _join(linears)
+    fused = _join(linears)
     norm = None if site.norm is None or fp8_param else model.get_submodule(site.norm)
     if norm is not None and is_plain_norm(norm):
-        layer: Fp8Linear = Fp8NormLinear.from_modules(norm, joined, recipe=recipe, gemms=gemms)
+        layer: Fp8Linear = Fp8NormLinear.from_modules(norm, fused, recipe=recipe, gemms=gemms)
         return _place(site, linears, layer, site.norm)
-    layer = Fp8Linear.from_linear(joined, recipe=recipe, gemms=gemms, fp8_param=fp8_param)
+    layer = Fp8Linear.from_linear(fused, recipe=recipe, gemms=gemms, fp8_param=fp8_param)
     built = _place(site, linears, layer, None)
     if norm is not None:
         built.notes = (f"{type(norm).__name__} is neither RMS nor layer norm as we know them: it stays apart",)
@@ -112,9 +113,9 @@ def is_plain_norm(norm: nn.Module) -> bool:
 
 
 def _linear(model: nn.Module, path: str) -> nn.Linear:
-    found = model.get_submodule(path)
-    assert isinstance(found, nn.Linear)
-    return found
+    layer = model.get_submodule(path)
+    assert isinstance(layer, nn.Linear)
+    return layer
 
 
 def _join(linears: Sequence[nn.Linear]) -> nn.Linear:
@@ -123,13 +124,13 @@ def _join(linears: Sequence[nn.Linear]) -> nn.Linear:
         return linears[0]
     first = linears[0]
     with torch.device("meta"):
-        joined = nn.Linear(first.in_features, sum(each.out_features for each in linears), first.bias is not None)
+        fused = nn.Linear(first.in_features, sum(each.out_features for each in linears), first.bias is not None)
     trained = first.weight.requires_grad
-    joined.weight = nn.Parameter(join_rows([each.weight for each in linears]), requires_grad=trained)
+    fused.weight = nn.Parameter(join_rows([each.weight for each in linears]), requires_grad=trained)
     biases = [each.bias for each in linears if each.bias is not None]
     if biases:
-        joined.bias = nn.Parameter(join_rows(biases), requires_grad=trained)
-    return joined.train(first.training)
+        fused.bias = nn.Parameter(join_rows(biases), requires_grad=trained)
+    return fused.train(first.training)
 
 
 def _place(site: Site, linears: Sequence[nn.Linear], layer: Fp8Linear, norm: str | None) -> Built:
@@ -139,10 +140,10 @@ def _place(site: Site, linears: Sequence[nn.Linear], layer: Fp8Linear, norm: str
     modules: dict[str, nn.Module] = {head_path: layer}
     inner = head_path
     if not single:
-        head = JoinedHead(layer, [each.out_features for each in linears]).train(layer.training)
+        head = FusedProjections(layer, [each.out_features for each in linears]).train(layer.training)
         modules = {head_path: head}
-        modules |= {path: JoinedRest(head, index).train(layer.training) for index, path in _rest(site)}
-        inner = f"{head_path}.joined"
+        modules |= {path: FusedPart(head, index).train(layer.training) for index, path in _rest(site)}
+        inner = f"{head_path}.fused"
     keeper = _common_parent([*site.modules, *([norm] if norm else [])])
     renamed: list[Renamed] = []
 

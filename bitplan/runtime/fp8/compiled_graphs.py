@@ -1,4 +1,4 @@
-"""Memory that outlives the CUDA graphs of torch.compile(mode="reduce-overhead").
+"""Allocates memory that outlives the CUDA graphs of torch.compile(mode="reduce-overhead").
 
 Those graphs share a pool of memory and must know everything in it: a tensor that stays and is no output of theirs is an
 error. While torch warms up to a graph or records it, whatever its thread allocates comes from that pool. So what FP8

@@ -36,8 +36,8 @@ class Fp8Experts(nn.Module):
         counts = counts.scatter_add(0, chosen, torch.ones_like(chosen))  # bincount would wait for the GPU
         token = order // top_k_index.shape[-1]
         gate, up = self.fc1(hidden_states[token], counts).chunk(2, dim=-1)
-        found = self.fc2(self.act_fn(gate) * up, counts)
-        weighed = found * top_k_weights.reshape(-1)[order].unsqueeze(-1)
+        output = self.fc2(self.act_fn(gate) * up, counts)
+        weighed = output * top_k_weights.reshape(-1)[order].unsqueeze(-1)
         return torch.zeros_like(hidden_states).index_add(0, token, weighed.to(hidden_states.dtype))
 
 

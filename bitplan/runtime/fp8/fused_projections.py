@@ -1,17 +1,17 @@
-"""Projections that read one input as one layer, inside a model that still calls them one by one.
+"""Fuses projections that read one input into one layer, in a model that still calls them one by one.
 
-A llama block calls q_proj, k_proj and v_proj on the same tensor. One product of the joined weights casts that tensor
+A llama block calls q_proj, k_proj and v_proj on the same tensor. One product of the fused weights casts that tensor
 once, and is what was measured; so the three become one layer, which lies in the first. The model's code stays as it is:
 
-    q_proj     JoinedHead: runs the layer, keeps the parts of the others and gives its own
-    k_proj     JoinedRest: gives the part that was kept for it, once
+    q_proj     FusedProjections: runs the layer, keeps the parts of the others and gives its own
+    k_proj     FusedPart: gives the part that was kept for it, once
     norm       NormTakenOver: hands its input on; the layer behind it does the norm, in the cast where it can
 
 A part is given only for the very tensor that the head was run on; asked for another the head is run again, which costs
 time and never a wrong number. Kept parts live from the first call to the last of one forward and no longer.
 
-Checkpoints keep their names: `state_dict` splits what is joined and `load_state_dict` joins it (`keep_names`), so a
-model with joined layers reads and writes the files of the model that it was. Parameters themselves are joined: make
+Checkpoints keep their names: `state_dict` splits what is fused and `load_state_dict` joins it (`keep_names`), so a
+model with fused layers reads and writes the files of the model that it was. Parameters themselves are fused: make
 the optimizer after, not before.
 """
 
@@ -25,41 +25,41 @@ import torch
 from torch import Tensor, nn
 
 
-class JoinedHead(nn.Module):
+class FusedProjections(nn.Module):
     """The first of several projections, with the layer of all of them inside."""
 
-    def __init__(self, joined: nn.Module, sizes: Sequence[int]) -> None:
+    def __init__(self, fused: nn.Module, sizes: Sequence[int]) -> None:
         super().__init__()
-        self.joined = joined
+        self.fused = fused
         self.sizes = tuple(sizes)
         self._input: Tensor | None = None
-        self._kept: list[Tensor | None] = []
+        self._waiting: list[Tensor | None] = []
 
     def forward(self, x: Tensor) -> Tensor:
         first, *rest = self._parts(x)
-        self._input, self._kept = x, list(rest)
+        self._input, self._waiting = x, list(rest)
         return first
 
     def _parts(self, x: Tensor) -> tuple[Tensor, ...]:
-        together: Tensor = self.joined(x)
+        together: Tensor = self.fused(x)
         parts: tuple[Tensor, ...] = together.split(self.sizes, dim=-1)
         return parts
 
     def take(self, index: int, x: Tensor) -> Tensor:
         """The part of projection `index`, from 1; the last taker clears what was kept."""
-        if self._input is not x or self._kept[index - 1] is None:
+        if self._input is not x or self._waiting[index - 1] is None:
             return self._parts(x)[index]
-        part = self._kept[index - 1]
-        self._kept[index - 1] = None
-        if all(each is None for each in self._kept):
-            self._input, self._kept = None, []
+        part = self._waiting[index - 1]
+        self._waiting[index - 1] = None
+        if all(each is None for each in self._waiting):
+            self._input, self._waiting = None, []
         assert part is not None
         return part
 
     def rows(self, index: int) -> Tensor:
-        """The rows of the joined weight that belong to a projection."""
+        """The rows of the fused weight that belong to a projection."""
         start = sum(self.sizes[:index])
-        weight: Tensor = self.joined.get_parameter("weight")
+        weight: Tensor = self.fused.get_parameter("weight")
         return weight[start : start + self.sizes[index]]
 
     @property
@@ -68,16 +68,16 @@ class JoinedHead(nn.Module):
         return self.rows(0)
 
     def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"_input": None, "_kept": []}  # a copy of a model takes no activations along
+        return self.__dict__ | {"_input": None, "_waiting": []}  # a copy of a model takes no activations along
 
     def extra_repr(self) -> str:
         return f"sizes={self.sizes}"
 
 
-class JoinedRest(nn.Module):
+class FusedPart(nn.Module):
     """A projection whose product is part of its head's."""
 
-    def __init__(self, head: JoinedHead, index: int) -> None:
+    def __init__(self, head: FusedProjections, index: int) -> None:
         super().__init__()
         self._head = (head,)  # in a tuple: the head is a child of the first projection, not of this one
         self.index = index
@@ -126,8 +126,8 @@ def keep_names(module: nn.Module, renamed: Sequence[Renamed]) -> None:
     def join(_module: nn.Module, state: dict[str, Any], prefix: str, *_more: Any) -> None:
         for new, parts in by_new.items():
             if all(prefix + part.old in state for part in parts):
-                found = [state.pop(prefix + part.old) for part in parts]
-                state[prefix + new] = found[0] if parts[0].rows is None else torch.cat(found)
+                tensors = [state.pop(prefix + part.old) for part in parts]
+                state[prefix + new] = tensors[0] if parts[0].rows is None else torch.cat(tensors)
 
     module.register_state_dict_post_hook(split)
     module.register_load_state_dict_pre_hook(join)

@@ -41,15 +41,15 @@ def open_yaml_model(path: str | Path) -> YamlModel:
         _check_name(source, name)
         for folder in folders:
             for suffix in _SUFFIXES:
-                found = (folder / f"{name}{suffix}").resolve()
-                if not found.is_file():
+                path = (folder / f"{name}{suffix}").resolve()
+                if not path.is_file():
                     continue
-                if not found.is_relative_to(root):
+                if not path.is_relative_to(root):
                     raise ModelConfigError(
                         f"{source}: defaults name {name[:120]!r}, which lies outside of {root}; "
                         f"put it there, or name that folder's root `configs`"
                     )
-                return _read(found)
+                return _read(path)
         tried = ", ".join(str(folder / f"{name}.yaml") for folder in folders[:2])
         raise ModelConfigError(f"{source}: defaults name {name!r}, and there is no such file (looked for {tried})")
 
@@ -69,10 +69,10 @@ def find_policy(written: str, beside: str | Path) -> Path:
     one of them), then from the current folder."""
     folder = Path(beside).resolve().parent
     tried = [above / written for above in (folder, *folder.parents)]
-    found = next((path for path in (*tried, Path(written)) if path.is_file()), None)
-    if found is None:
+    existing = next((path for path in (*tried, Path(written)) if path.is_file()), None)
+    if existing is None:
         raise ModelConfigError(f"{beside}: fp8_dynamic_policy_path names {written!r}, and there is no {tried[0]}")
-    return found
+    return existing
 
 
 def _read(path: Path) -> str:

@@ -65,7 +65,7 @@ class AmaxEps:
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str]) -> Self:
-        """The seed's three variables; one that is empty or missing means 0."""
+        """From the three FP8_QUANT_* variables; one that is empty or missing means 0."""
         given = {}
         for role, name in EPS_VARIABLES.items():
             text = environment.get(name, "").strip()

@@ -1,4 +1,4 @@
-"""Where in a model adaptive FP8 may go: its linear layers by the kinds and names that a policy is asked by.
+"""Finds where FP8 may go in a model: its linear layers, by the kinds and names of policies.
 
 Read from module names, as Hugging Face's llama, mistral, qwen, mixtral and deepseek classes have them and as Megatron
 and plain PyTorch code often do. Nothing is guessed: a linear whose name is in no table is left as it is, and listed.
@@ -12,7 +12,7 @@ and plain PyTorch code often do. Nothing is guessed: a linear whose name is in n
              q_proj beside kv_a_proj_with_mqa                        column q_proj
     experts  a module with gate_up_proj and down_proj of rank 3      column_grouped fc1 and row_grouped fc2
 
-Projections that read the same input are ONE site, since one product of the joined weights is what was measured. A norm
+Projections that read the same input are ONE site, since one product of the fused weights is what was measured. A norm
 belongs to a site where nothing else reads what it gives: so much is known only of block classes that are listed here.
 """
 
@@ -25,7 +25,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-_JOINED = {
+_FUSED = {
     ("q_proj", "k_proj", "v_proj"): "qkv",
     ("wq", "wk", "wv"): "qkv",
     ("gate_proj", "up_proj"): "fc1",
@@ -91,7 +91,7 @@ class Site:
 class Sites:
     """The sites of a model in its own order, and the linears that are none."""
 
-    found: tuple[Site, ...]
+    sites: tuple[Site, ...]
     left: tuple[str, ...]
 
 
@@ -118,8 +118,8 @@ class _Seen:
 
     def sites_under(self, path: str, module: nn.Module) -> Iterator[Site]:
         """The sites whose linears are children of one module, or the two products of its experts."""
-        words = path.split(".")
-        if any(word in _NEVER for word in words):
+        parts = path.split(".")
+        if any(part in _NEVER for part in parts):
             return
         if is_experts(module):
             yield from self._experts(path, module)
@@ -127,30 +127,30 @@ class _Seen:
         linears = {name: child for name, child in module.named_children() if isinstance(child, nn.Linear)}
         latent = "kv_a_proj_with_mqa" in linears
         done: set[str] = set()
-        for names, site in () if latent else _JOINED.items():
+        for names, site in () if latent else _FUSED.items():
             if all(name in linears for name in names):
                 yield self._dense(path, site, names)
                 done.update(names)
         for name in linears:
-            found = _LATENT.get(name) if latent else None
-            found = found or _NAME_OF.get(name)
-            if name not in done and found is not None and name not in _NEVER:
-                yield self._dense(path, found, (name,))
+            kind = _LATENT.get(name) if latent else None
+            kind = kind or _NAME_OF.get(name)
+            if name not in done and kind is not None and name not in _NEVER:
+                yield self._dense(path, kind, (name,))
 
     def _dense(self, path: str, name: str, children: tuple[str, ...]) -> Site:
         paths = tuple(f"{path}.{child}".lstrip(".") for child in children)
         linears = [self.modules[each] for each in paths]
         shape = (sum(_features(each)[0] for each in linears), _features(linears[0])[1])
-        words = path.split(".")
+        parts = path.split(".")
         kind = _KIND_OF[name]
-        if any(word in _SHARED for word in words) and kind == "layernorm_column":
+        if any(part in _SHARED for part in parts) and kind == "layernorm_column":
             kind = "column"  # the router reads the norm too
         obstacle = self._obstacle(paths)
         if re.search(r"(^|\.)experts\.[0-9]+(\.|$)", path):
             obstacle = "an expert of its own: experts were measured as one grouped product"
         norm = self._norm(path, name) if kind == "layernorm_column" else None
         label = paths[0] if len(paths) == 1 else f"{path}.{name}".lstrip(".")
-        return Site(label, _part(words), kind, name, shape, paths, norm, obstacle=obstacle)
+        return Site(label, _part(parts), kind, name, shape, paths, norm, obstacle=obstacle)
 
     def _experts(self, path: str, module: nn.Module) -> Iterator[Site]:
         for child, kind, name in (("gate_up_proj", "column_grouped", "fc1"), ("down_proj", "row_grouped", "fc2")):
@@ -186,16 +186,16 @@ class _Seen:
         """The norm in front of a site, where nothing else reads it."""
         module = self.modules[path]
         if name in _LATENT_NORMS:
-            found = f"{path}.{_LATENT_NORMS[name]}"
+            norm = f"{path}.{_LATENT_NORMS[name]}"
             known = type(module).__name__.removesuffix("Attention") in _BLOCKS
-            return found if known and found in self.modules else None
+            return norm if known and norm in self.modules else None
         block_path, _, own = path.rpartition(".")
         block = self.modules.get(block_path)
         family = type(block).__name__.removesuffix("DecoderLayer")
         if family not in _BLOCKS or own not in _BLOCK_NORMS:
             return None
-        found = f"{block_path}.{_BLOCK_NORMS[own]}".lstrip(".")
-        return found if found in self.modules else None
+        norm = f"{block_path}.{_BLOCK_NORMS[own]}".lstrip(".")
+        return norm if norm in self.modules else None
 
 
 def is_experts(module: nn.Module) -> bool:
@@ -209,20 +209,20 @@ def _features(linear: nn.Module) -> tuple[int, int]:
     return linear.out_features, linear.in_features
 
 
-def _part(words: list[str]) -> str:
-    return "vit" if any(word in _VISION for word in words) else "llm"
+def _part(parts: list[str]) -> str:
+    return "vit" if any(part in _VISION for part in parts) else "llm"
 
 
 def _topk(model: nn.Module) -> int | None:
     config = getattr(model, "config", None)
     for each in (config, getattr(config, "text_config", None)):
-        found = getattr(each, "num_experts_per_tok", None)
-        if type(found) is int and found >= 1:
-            return found
+        topk = getattr(each, "num_experts_per_tok", None)
+        if type(topk) is int and topk >= 1:
+            return topk
     return None
 
 
 def block_of(path: str) -> str:
     """The block that a layer is in: up to the last number in its path; empty where there is none."""
-    found = re.match(r"(?:.*\.)?[0-9]+(?=\.)", path)
-    return found[0] if found else ""
+    match = re.match(r"(?:.*\.)?[0-9]+(?=\.)", path)
+    return match[0] if match else ""

@@ -90,11 +90,11 @@ class AppliedFp8:
 
 def _grouped(rows: Sequence[LayerRow]) -> list[dict[str, str]]:
     """Rows that differ only in the number of their block share a line."""
-    found: dict[tuple[Any, ...], tuple[LayerRow, int]] = {}
+    groups: dict[tuple[Any, ...], tuple[LayerRow, int]] = {}
     for row in rows:
         key = (_unnumbered(row.path), row.shape, row.precision, row.recipe, row.reason)
-        first, count = found.get(key, (row, 0))
-        found[key] = (first, count + 1)
+        first, count = groups.get(key, (row, 0))
+        groups[key] = (first, count + 1)
     return [
         {
             "layer": _unnumbered(row.path) if count > 1 else row.path,
@@ -107,7 +107,7 @@ def _grouped(rows: Sequence[LayerRow]) -> list[dict[str, str]]:
             "speedup": "" if row.speedup is None else f"{row.speedup:.2f}x",
             "why": row.reason if len(row.reason) <= _SHOWN_REASON else row.reason[: _SHOWN_REASON - 3] + "...",
         }
-        for row, count in found.values()
+        for row, count in groups.values()
     ]
 
 

@@ -1,4 +1,4 @@
-"""Says once when a model is given token counts that its FP8 plan was not made for.
+"""Warns once when a model is given token counts that its FP8 plan was not made for.
 
 A plan is made for one token count and holds for the band around it. The watch sits on the first FP8 layer of a part and
 compares the rows of its input, which the host knows, with that band: no value of a tensor is read and the GPU is not

@@ -191,12 +191,12 @@ class _Tensors:
 
     def groups(self) -> list[list[str]]:
         """Names that stand for one and the same parameter or packed weight."""
-        found: dict[int, list[str]] = {}
+        by_id: dict[int, list[str]] = {}
         for name, place in self.places.items():
-            found.setdefault(id(place.parameter), []).append(name)
+            by_id.setdefault(id(place.parameter), []).append(name)
         for name, packed in self.packed.items():
-            found.setdefault(id(packed), []).append(name)
-        return list(found.values())
+            by_id.setdefault(id(packed), []).append(name)
+        return list(by_id.values())
 
 
 # ---- what is to be done ----------------------------------------------------------------------------------------------
@@ -265,17 +265,17 @@ def _match_names(plan: Plan, tensors: _Tensors, match: str, decided: _Decided) -
         decided.skipped += [Skipped(name, "the model has no tensor of this name") for name in lacking]
         decided.skipped += [Skipped(name, "not in the plan") for name in unplanned]
         return
-    told = []
+    differences = []
     if lacking:
         parts = any(plan.entries[name].part for name in lacking)
         hint = did_you_mean(lacking[0], list(tensors)) + (
             " (codes and scales of experts: load_packed)" if parts else ""
         )
-        told.append(f"the plan names {len(lacking)} tensors that the model lacks: {listed(lacking)}{hint}")
+        differences.append(f"the plan names {len(lacking)} tensors that the model lacks: {listed(lacking)}{hint}")
     if unplanned:
-        told.append(f"the model has {len(unplanned)} tensors that the plan lacks: {listed(unplanned)}")
-    if told:
-        raise ApplyError(f"{'; '.join(told)}; resolve the plan from this model's names, or pass match='common'")
+        differences.append(f"the model has {len(unplanned)} tensors that the plan lacks: {listed(unplanned)}")
+    if differences:
+        raise ApplyError(f"{'; '.join(differences)}; resolve the plan from this model's names, or pass match='common'")
 
 
 def _decide_group(plan: Plan, tensors: _Tensors, names: list[str], decided: _Decided) -> None:

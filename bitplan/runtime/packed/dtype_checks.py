@@ -1,4 +1,4 @@
-"""Which float types would meet in a model: a Linear takes inputs of its weight's own type, and no other.
+"""Refuses plans under which float types would clash: a Linear takes inputs of its weight's own type, and no other.
 
 A norm in float32 gives float32, whatever comes in, unless its forward casts back: so each norm that a plan changes is
 tried on its own, in its new type. Embeddings give their own type. Packed linears take any. A mixture that the model
@@ -29,10 +29,10 @@ def meeting_faults(
         return casts.get(id(tensor), tensor.dtype)
 
     replaced = {id(place.module) for place in places.values() if id(place.parameter) in packed}
-    kept = {name: place for name, place in places.items() if id(place.module) not in replaced}
+    unchanged = {name: place for name, place in places.items() if id(place.module) not in replaced}
     products = {
         name: place.parameter
-        for name, place in kept.items()
+        for name, place in unchanged.items()
         if isinstance(place.module, nn.Linear | _ConvNd) and place.local == "weight"
     }
     if not products or not casts:
@@ -40,7 +40,7 @@ def meeting_faults(
     wanted = Counter(after(weight) for weight in products.values()).most_common(1)[0][0]
     takes = next(name for name, weight in products.items() if after(weight) == wanted)
     faults = []
-    for name, place in kept.items():
+    for name, place in unchanged.items():
         given = _given(place, after, wanted)
         was = _given(place, lambda tensor: tensor.dtype, products[takes].dtype)
         if given is None or given == wanted or (was is not None and was != products[takes].dtype):

@@ -118,8 +118,8 @@ class ExpertMatrices:
         device = self.packed.device
         stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
         make: Any = functools.partial(arrange_scales, self.encoded)
-        found: Any = self.packed.derived(("fused", stream), make, keep=not is_capturing(device))
-        return cast("ArrangedScales", found)
+        result: Any = self.packed.derived(("fused", stream), make, keep=not is_capturing(device))
+        return cast("ArrangedScales", result)
 
     def expert(self, index: int) -> Encoded:
         """One expert's matrix, still packed: views of the same bytes."""
@@ -140,7 +140,7 @@ class ExpertMatrices:
 
     def cached(self, cache: TileCache, index: int, dtype: torch.dtype) -> Tensor:
         """One expert's numbers, as a tile that the cache may keep."""
-        self.packed.tell(cache)
+        self.packed.add_listener(cache)
         outputs = self.packed.shape[1]
         stack: Any = _Stack(self.packed.token, self.packed.state, self.encoded)
         return cache.tile(stack, dtype, slice(index * outputs, (index + 1) * outputs))
@@ -211,16 +211,16 @@ class _Gradient(NamedTuple):
                 f"{self.routes.where}: a packed weight was moved, loaded or written between forward and backward; "
                 "run backward first, or the forward again"
             )
-        found = grad.new_empty((grad.shape[0], self.matrices.packed.shape[2]))
+        gradient = grad.new_empty((grad.shape[0], self.matrices.packed.shape[2]))
         for expert, start, stop in self.routes.groups.spans:
-            torch.mm(grad[start:stop], self.numbers(expert, grad.dtype), out=found[start:stop])
-        return found
+            torch.mm(grad[start:stop], self.numbers(expert, grad.dtype), out=gradient[start:stop])
+        return gradient
 
     def of_bias(self, grad: Tensor) -> Tensor:
-        found = grad.new_zeros((self.routes.experts, grad.shape[1]))
+        gradient = grad.new_zeros((self.routes.experts, grad.shape[1]))
         for expert, start, stop in self.routes.groups.spans:
-            found[expert] = grad[start:stop].sum(0)
-        return found
+            gradient[expert] = grad[start:stop].sum(0)
+        return gradient
 
 
 # ---- the fused launch ------------------------------------------------------------------------------------------------

@@ -68,7 +68,7 @@ def check_fits(model: nn.Module, shapes: Mapping[str, tuple[int, ...]], where: s
     wrong = natural_order({name for name in own.keys() | shapes.keys() if own.get(name) != shapes.get(name)})
     if wrong:
         name = wrong[0]
-        sizes = [str(found[name]) if name in found else "missing" for found in (shapes, own)]
+        sizes = [str(sizes_of[name]) if name in sizes_of else "missing" for sizes_of in (shapes, own)]
         more = f"; so do {len(wrong) - 1} others: {listed(wrong[1:], 3)}" if len(wrong) > 1 else ""
         raise FileFormatError(
             f"{where}: does not fit this {type(model).__name__}: {name!r} differs: {sizes[0]} in the file, "
@@ -104,8 +104,8 @@ def check_filled(model: nn.Module, where: str) -> None:
             raise StoreError(f"{where}: {name!r} was not loaded: it is still on the meta device")
     for name, module in model.named_modules():
         if isinstance(module, QuantExperts):
-            kept = [part.dtype for part in (*module.gate_up.buffers(), *module.down.buffers())]
-            if any(dtype != torch.uint8 for dtype in kept) or not isinstance(module.down, PackedWeight):
-                raise StoreError(f"{where}: {name!r} did not stay packed: its parts are {kept}")
+            dtypes = [part.dtype for part in (*module.gate_up.buffers(), *module.down.buffers())]
+            if any(dtype != torch.uint8 for dtype in dtypes) or not isinstance(module.down, PackedWeight):
+                raise StoreError(f"{where}: {name!r} did not stay packed: its parts are {dtypes}")
         elif type(module).__name__ == "GptOssExperts":
             raise StoreError(f"{where}: {name!r} was not replaced, and would hold its experts as floats")

@@ -108,11 +108,11 @@ def load_packed(
         raise StoreError(f"{path}: check must be {' or '.join(map(repr, CHECKS))}, got {check!r}")
     require_transformers(str(path))
     with _open_checked(Path(path), manifest, deep=check == "deep") as file:
-        kept = dtype or file.dtype("embed", None)
-        target = model if model is not None else empty_model(file, kept)
+        compute_dtype = dtype or file.dtype("embed", None)
+        target = model if model is not None else empty_model(file, compute_dtype)
         check_fits(target, model_shapes(file), file.where)
         slots = plain_slots(file)
-        _check_room(file, slots, place, kept)
+        _check_room(file, slots, place, compute_dtype)
         peak = _Peak(place)
         plain: dict[str, Tensor] = {}
         packed: dict[tuple[int, tuple[str, ...]], Encoded] = {}
@@ -122,11 +122,11 @@ def load_packed(
                 for parts in (GATE_UP, DOWN):
                     packed[layer, parts] = load_experts(file, layer, parts, place)
             for slot in slots:
-                plain[slot.name] = load_plain(file, slot, place, kept, round_to=dtype is not None)
+                plain[slot.name] = load_plain(file, slot, place, compute_dtype, round_to=dtype is not None)
             options = {"strategy": strategy, "cache": cache}
             for layer in range(file.shape.layers):
                 experts[layer] = _experts(target, layer, plain, packed, options)
-            experts[0].explain(1, kept)  # a strategy that cannot run is told now, not by the first token
+            experts[0].explain(1, compute_dtype)  # refuse a strategy that cannot run now, not at the first token
         except BaseException:  # the traceback keeps this frame, and would keep the memory
             plain.clear()
             packed.clear()
@@ -224,9 +224,9 @@ def _translated(file: GptOssFile) -> dict[str, Header]:
         if slot.is_expert:
             headers[slot.name] = Header("uint8", slot.shape, count)
             continue
-        found = {file.dtype(part, slot.layer) for part in slot.parts}
-        is_wide = found == {torch.float32} and set(slot.parts) <= GGUF_WIDE
-        dtype = torch.bfloat16 if is_wide else found.pop()
+        dtypes = {file.dtype(part, slot.layer) for part in slot.parts}
+        is_wide = dtypes == {torch.float32} and set(slot.parts) <= GGUF_WIDE
+        dtype = torch.bfloat16 if is_wide else dtypes.pop()
         headers[slot.name] = Header(str(dtype).removeprefix("torch."), slot.shape, count * dtype.itemsize)
     return headers
 

@@ -159,8 +159,8 @@ class QuantExperts(nn.Module):
         if why_not is not None:
             return Pick("decode", f"not fused: {why_not}")
         each, most = rows / self.experts, self.most_fused_rows
-        told = f"{rows} rows over {self.experts} experts are {each:.1f} for each"
-        return Pick("fused", f"{told}, at most {most}") if each <= most else Pick("decode", f"{told}, above {most}")
+        load = f"{rows} rows over {self.experts} experts are {each:.1f} for each"
+        return Pick("fused", f"{load}, at most {most}") if each <= most else Pick("decode", f"{load}, above {most}")
 
     # ---- the two ways ------------------------------------------------------------------------------------------------
 
@@ -215,8 +215,8 @@ class QuantExperts(nn.Module):
             return "triton is not installed"
         from bitplan.kernels.matmul.fused_few_rows import why_not_fused
 
-        found = (why_not_fused(matrices.encoded, dtype) for matrices in self._matrices.values())
-        return next((reason for reason in found if reason is not None), None)
+        reasons = (why_not_fused(matrices.encoded, dtype) for matrices in self._matrices.values())
+        return next((reason for reason in reasons if reason is not None), None)
 
     def _check_cache(self) -> None:
         if self.cache is None or not self.cache.budget_bytes:

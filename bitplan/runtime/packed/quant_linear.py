@@ -1,10 +1,10 @@
-"""QuantLinear: a linear layer over a packed weight (the seed's HybridLinear), and its gradients.
+"""QuantLinear: a linear layer over a packed weight, and its gradients.
 
     y = x @ decode(weight).T + bias
 
 in one of the ways of `strategy`. The packed weight has no gradient: adapters and biases train over it, and gradients
 pass through it to what comes before. The backward expands the weight again, or reads the expanded one that the strategy
-keeps, in the same bands as the forward. It is itself differentiable, so second derivatives exist.
+keeps, in the same pieces as the forward. It is itself differentiable, so second derivatives exist.
 
 eager, decode and tile_cache give F.linear on decoded weights, computed in float32 on a CPU and rounded once to the
 input's type; fused states its own bound (cpu_matmul, triton_matmul). Under autocast the input is cast as F.linear's
@@ -23,9 +23,15 @@ from torch import Tensor, nn
 
 from bitplan.formats import Encoded, Format
 from bitplan.kernels import decode, encode
-from bitplan.kernels.matmul.cpu_matmul import band_rows
+from bitplan.kernels.matmul.cpu_matmul import piece_rows
 from bitplan.kernels.matmul.fused import FusedMatmul, fused_for
-from bitplan.kernels.matmul.row_pieces import Band, decoded_bands, gradient_over_bands, linear_over_bands, why_no_rows
+from bitplan.kernels.matmul.row_pieces import (
+    Piece,
+    decoded_pieces,
+    gradient_over_pieces,
+    linear_over_pieces,
+    why_no_rows,
+)
 from bitplan.measure.speed.crossover import Pick
 from bitplan.runtime.packed.strategy import (
     INPUTS,
@@ -63,7 +69,7 @@ class _Product:
                 return self._fused(x, bias)
             wide = compute_dtype(x.device, x.dtype)
             bias = None if bias is None else bias.to(wide)
-            return linear_over_bands(x.to(wide), self._bands(wide), self.weight.shape[0], bias).to(x.dtype)
+            return linear_over_pieces(x.to(wide), self._pieces(wide), self.weight.shape[0], bias).to(x.dtype)
 
     def input_gradient(self, grad: Tensor) -> Tensor:
         if self.weight.state != self.state:
@@ -73,7 +79,7 @@ class _Product:
             )
         with _no_autocast(grad.device):
             wide = compute_dtype(grad.device, grad.dtype)
-            return gradient_over_bands(grad.to(wide), self._bands(wide), self.weight.shape[1]).to(grad.dtype)
+            return gradient_over_pieces(grad.to(wide), self._pieces(wide), self.weight.shape[1]).to(grad.dtype)
 
     def _fused(self, x: Tensor, bias: Tensor | None) -> Tensor:
         fused = fused_for(x.device.type)
@@ -94,7 +100,7 @@ class _Product:
             key = "fused" if stream == first or not keep else ("fused", stream)
         return self.weight.derived(key, lambda: fused.prepare(encoded), keep=keep)
 
-    def _bands(self, dtype: torch.dtype) -> Iterator[Band]:
+    def _pieces(self, dtype: torch.dtype) -> Iterator[Piece]:
         encoded, device = self.weight.encoded, self.weight.device
         if self.pick.strategy == "eager":
             keep = not is_capturing(device)
@@ -102,9 +108,9 @@ class _Product:
             return iter([(slice(0, encoded.shape[0]), made)])
         if self.pick.strategy == "tile_cache":
             assert self.cache is not None
-            return self.cache.bands(self.weight, dtype)
-        step = band_rows(encoded.shape[1], dtype) if device.type == "cpu" else encoded.shape[0]
-        return decoded_bands(encoded, dtype, step)
+            return self.cache.pieces(self.weight, dtype)
+        step = piece_rows(encoded.shape[1], dtype) if device.type == "cpu" else encoded.shape[0]
+        return decoded_pieces(encoded, dtype, step)
 
 
 class _Linear(torch.autograd.Function):

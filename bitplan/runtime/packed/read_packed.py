@@ -1,4 +1,4 @@
-"""Any file of weights as a dict on a device: packed tensors stay packed, and nothing is expanded on the way.
+"""Reads any file of weights into a dict on a device; packed tensors stay packed.
 
 For models that are not gpt-oss's, and for those who bring their own modules: `bitplan quantize` writes such files.
 """
@@ -32,7 +32,7 @@ def read_packed(
     """
     place = device_of(device)
     rules = None if manifest is None else as_manifest(manifest)
-    found: dict[str, Tensor | Encoded] = {}
+    tensors: dict[str, Tensor | Encoded] = {}
     with open_tensors(path) as file:
         if rules is not None:
             require_clean(rules, list_headers(file), checkpoint=str(path))
@@ -44,11 +44,11 @@ def read_packed(
                 if tag is None or tag.part != "scales":  # those come with their codes
                     item = _read_item(file, name, tag, rules)
                     _check_numbers(file, name, item)
-                    found[name] = item.to(place)
+                    tensors[name] = item.to(place)
         except BaseException:  # the traceback keeps this frame, and would keep the memory
-            found.clear()
+            tensors.clear()
             raise
-        return found | {alias: found[name] for alias, name in file.tied.items()}
+        return tensors | {alias: tensors[name] for alias, name in file.tied.items()}
 
 
 def as_manifest(manifest: ManifestLike) -> Manifest:
@@ -105,8 +105,8 @@ def _check_numbers(file: TensorFile, name: str, item: Tensor | Encoded) -> None:
 
 def _read_item(file: TensorFile, name: str, tag: Tag | None, rules: Manifest | None) -> Tensor | Encoded:
     if rules is None or tag is None or tag.part is None:
-        found = file.read(name)
-        return found.data if isinstance(found, Encoded) and found.fmt.is_cast else found
+        item = file.read(name)
+        return item.data if isinstance(item, Encoded) and item.fmt.is_cast else item
     base = base_name(file, name) if rules.scale_base == "tensor" else rules.scale_base
     factor = float(base) if isinstance(base, int) else base
     pair = packed_pair(file, name, scales_name(name), get_format(tag.format), factor)

@@ -4,8 +4,8 @@
 |---|---|---|
 | eager | expanded once, at first use, and kept | the whole matrix in the compute type |
 | fused | one kernel reads packed bytes | scales in the kernel's order; on a CPU a second packed copy |
-| tile_cache | bands of rows are expanded and kept while they are used | the cache's budget, for all layers together |
-| decode | expanded for the call, kept nowhere | none that stays; on a CPU a band at a time |
+| tile_cache | pieces of rows are expanded and kept while they are used | the cache's budget, for all layers together |
+| decode | expanded for the call, kept nowhere | none that stays; on a CPU a piece at a time |
 | auto | the fastest of fused, decode and tile_cache | as the one it picks; never eager |
 
 Only `auto` chooses: a strategy asked for by name runs or raises. Every pick says why.

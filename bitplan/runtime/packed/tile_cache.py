@@ -1,7 +1,7 @@
 """TileCache: the hottest parts of packed weights kept expanded, within a budget of bytes.
 
-A tile is a band of rows of one weight, expanded to the compute type. All layers of a model share one cache. A band is
-up to 256 MiB, so that a cached matrix is nearly always one product: on an H200 an 8192 x 8192 matrix in four bands took
+A tile is a piece of rows of one weight, expanded to the compute type. All layers of a model share one cache. A piece is
+up to 256 MiB, so that a cached matrix is mostly one product: on an H200 an 8192 x 8192 matrix in four pieces took
 72 us for 64 rows where one product takes 38.
 
 A model runs its layers in turn, and where it does not fit the budget, pushing out the tile used longest ago would push
@@ -29,11 +29,11 @@ from torch import Tensor
 from bitplan.errors import StoreError
 from bitplan.formats import Encoded
 from bitplan.kernels import decode
-from bitplan.kernels.matmul.row_pieces import Band, cut, rows_of
+from bitplan.kernels.matmul.row_pieces import Piece, cut, rows_of
 from bitplan.runtime.packed_weight import PackedWeight, State
 
 TILE_BYTES = 256 * 2**20
-UNCACHED_BYTES = 32 * 2**20  # of bands that no budget keeps: they are expanded for one use
+UNCACHED_BYTES = 32 * 2**20  # of pieces that no budget keeps: they are expanded for one use
 ROWS_WORTH_A_TILE = 64  # a budget that holds fewer rows than this holds no tile that is worth a product of its own
 _COUNTS = ("hits", "misses", "evictions", "bypassed", "refused", "dropped")
 Key = tuple[int, State, torch.dtype, int, int]  # token and state of the weight, type, first row, end
@@ -80,7 +80,7 @@ class _Tile:
 
 
 class TileCache:
-    """Expanded bands of rows, at most `budget_bytes` of them."""
+    """Expanded pieces of rows, at most `budget_bytes` of them."""
 
     def __init__(self, budget_bytes: int = 0, *, tile_bytes: int = TILE_BYTES) -> None:
         sizes = (budget_bytes, tile_bytes)
@@ -121,7 +121,7 @@ class TileCache:
 
     # ---- tiles ------------------------------------------------------------------------------------------------------
 
-    def bands_of(self, weight: PackedWeight, dtype: torch.dtype) -> list[slice]:
+    def pieces_of(self, weight: PackedWeight, dtype: torch.dtype) -> list[slice]:
         """How a weight is cut into tiles."""
         rows, cols = weight.shape
         row_bytes = max(1, cols * dtype.itemsize)
@@ -129,26 +129,26 @@ class TileCache:
         limit = min(self.tile_bytes, self.budget_bytes if fits else UNCACHED_BYTES)
         return cut(rows, limit // row_bytes)
 
-    def bands(self, weight: PackedWeight, dtype: torch.dtype) -> Iterator[Band]:
+    def pieces(self, weight: PackedWeight, dtype: torch.dtype) -> Iterator[Piece]:
         """The weight's rows, expanded: from the cache, or made and kept where the budget allows."""
-        weight.tell(self)
-        for rows in self.bands_of(weight, dtype):
+        weight.add_listener(self)
+        for rows in self.pieces_of(weight, dtype):
             yield rows, self.tile(weight, dtype, rows)
 
     def tile(self, weight: TiledWeight, dtype: torch.dtype, rows: slice) -> Tensor:
         """Some rows of a weight, expanded."""
         key = (weight.token, weight.state, dtype, rows.start, rows.stop)
         with self._lock:
-            found, before = self._tiles.get(key), self._asked.get(key)
+            cached, before = self._tiles.get(key), self._asked.get(key)
             self._lookups += 1
             self._asked[key] = self._lookups
-            if found is None:
+            if cached is None:
                 self._counts["misses"] += 1
             else:
                 self._tiles.move_to_end(key)
                 self._counts["hits"] += 1
-        if found is not None:
-            return _readable(found)
+        if cached is not None:
+            return _readable(cached)
         values = decode(rows_of(weight.encoded, rows), dtype)
         self._keep(key, values, before)
         return values
@@ -161,7 +161,7 @@ class TileCache:
         state = weight.state
         with self._lock:
             needed = self._nbytes
-            for rows in self.bands_of(weight, dtype):
+            for rows in self.pieces_of(weight, dtype):
                 if (weight.token, state, dtype, rows.start, rows.stop) not in self._tiles:
                     needed += (rows.stop - rows.start) * row_bytes
             return needed <= self.budget_bytes

@@ -154,9 +154,9 @@ class LayerProbes:
             flat = inputs.detach().reshape(-1, inputs.shape[-1])
             rows = self._sample(len(flat), flat.device)
             # A copy, also of all rows: the input may be changed in place later, which autograd would not mind here.
-            kept = _Kept(flat.clone() if rows is None else flat.index_select(0, rows), weight.detach())
+            saved = _Saved(flat.clone() if rows is None else flat.index_select(0, rows), weight.detach())
             measure = self._measure(place, self._precisions[unit] != "bf16", rows)
-            output.register_hook(lambda gradient: measure(gradient, kept))
+            output.register_hook(lambda gradient: measure(gradient, saved))
 
         return after
 
@@ -168,11 +168,11 @@ class LayerProbes:
             self._rows[key] = None if rows is None else to_device(torch.tensor(rows), device)
         return self._rows[key]
 
-    def _measure(self, place: LinearPlace, is_low: bool, rows: Tensor | None) -> Callable[[Tensor, _Kept], None]:
+    def _measure(self, place: LinearPlace, is_low: bool, rows: Tensor | None) -> Callable[[Tensor, _Saved], None]:
         config, lows, weight = self.units.config, self._lows, place.weight
 
-        def measure(gradient: Tensor, kept: _Kept) -> None:
-            inputs, on_device = kept.take()
+        def measure(gradient: Tensor, saved: _Saved) -> None:
+            inputs, on_device = saved.take()
             if weight.unit in self._blind:  # known only now, from another of its layers
                 return
             flat = gradient.reshape(-1, gradient.shape[-1])
@@ -191,24 +191,24 @@ def _key_of(place: LinearPlace) -> _Key:
     return id(place.module), place.local
 
 
-class _Kept:
+class _Saved:
     """Tensors for a hook in backward, kept as autograd would keep them at this place, and let go when taken."""
 
     def __init__(self, *tensors: Tensor) -> None:
         self._hooks = outer_hooks()
-        self._kept: list[Any] = [one if self._hooks is None else self._hooks[0](one) for one in tensors]
+        self._pending: list[Any] = [one if self._hooks is None else self._hooks[0](one) for one in tensors]
 
     def take(self) -> list[Tensor]:
-        kept, self._kept = self._kept, []
-        return [one if self._hooks is None else self._hooks[1](one) for one in kept]
+        pending, self._pending = self._pending, []
+        return [one if self._hooks is None else self._hooks[1](one) for one in pending]
 
 
-def first_tensor(found: Any) -> Tensor | None:
+def first_tensor(value: Any) -> Tensor | None:
     """The first tensor of what a module takes or gives."""
-    if isinstance(found, Tensor):
-        return found
-    if isinstance(found, Mapping):
-        found = list(found.values())
-    if isinstance(found, list | tuple):
-        return next((one for one in map(first_tensor, found) if one is not None), None)
+    if isinstance(value, Tensor):
+        return value
+    if isinstance(value, Mapping):
+        value = list(value.values())
+    if isinstance(value, list | tuple):
+        return next((one for one in map(first_tensor, value) if one is not None), None)
     return None

@@ -10,7 +10,7 @@
         optimizer.step(); optimizer.zero_grad()
         policy.end_step()
 
-The lifecycle is seed 000's; all decisions are pure functions of `bitplan.plan`, and this is where they meet the stream.
+All decisions are pure functions of `bitplan.plan`; here they meet the stream.
 
 Statistics are read one step late: at step s the decision sees the steps before s, whose numbers have reached the host
 while the device works on s, so its queue never runs dry. The delay is the same on every machine: a decision depends on
@@ -47,9 +47,9 @@ from bitplan.plan.selective.decide import (
 from bitplan.plan.selective.feedback import begin_trial, judge_trial
 from bitplan.plan.selective.state import PolicyState, observe, state_from_document, state_to_document
 from bitplan.records import write_json
-from bitplan.runtime.evaluation import quiet_model
+from bitplan.runtime.evaluation import evaluating
 from bitplan.runtime.selective.layer_probes import LayerProbes
-from bitplan.runtime.selective.run_calibration import Forward, OnStale, Told, run_calibration
+from bitplan.runtime.selective.run_calibration import Forward, OnProgress, OnStale, run_calibration
 from bitplan.runtime.selective.setup_checks import Reminders, check_setup, decides_on, device_has_fp8, errors_of
 from bitplan.runtime.selective.telemetry import PrecisionStepMetrics, PrecisionTelemetry, step_metrics
 from bitplan.runtime.selective.units import PrecisionUnits
@@ -142,7 +142,7 @@ class SelectivePrecisionPolicy:
         cache: str | Path | None = None,
         on_stale: OnStale = "refuse",
         forward: Forward | None = None,
-        progress: bool | Told = True,
+        progress: bool | OnProgress = True,
     ) -> CalibrationResult | None:
         """Before the first step, measure what the config's formats do to each unit; None where it is turned off."""
         if not self.config.run_calibration:
@@ -197,7 +197,7 @@ class SelectivePrecisionPolicy:
                 f"step {step}: no impact of {unit}: no gradient reached {weight}; where that stays so, it stays bf16",
             )
         if self._adapters:
-            self.collector.add({name: [one.grad for one in found] for name, found in self._adapters.items()})
+            self.collector.add({name: [one.grad for one in adapters] for name, adapters in self._adapters.items()})
         self.collector.end_step(step)
 
     def compute_hints(self, step: int) -> Hints:
@@ -289,7 +289,7 @@ class SelectivePrecisionPolicy:
 
     def _probe_loss(self) -> float:
         assert self.probe is not None
-        with quiet_model(self.stream.model):
+        with evaluating(self.stream.model):
             return float(self.probe())
 
     # ---- evidence ----------------------------------------------------------------------------------------------------
@@ -317,7 +317,7 @@ class SelectivePrecisionPolicy:
             return ()
         return tuple(name for name in config.low_precisions if name != "fp8" or self.has_fp8)
 
-    # ---- what is told ------------------------------------------------------------------------------------------------
+    # ---- what is reported --------------------------------------------------------------------------------------------
 
     def _tell(self, step: int, hints: Hints) -> None:
         if self.config.log_decisions:
@@ -328,11 +328,11 @@ class SelectivePrecisionPolicy:
 
     def _record(self, step: int, hints: Hints) -> None:
         excluded = {name: unit.excluded for name, unit in self.state.units.items()}
-        told = {"unit_bytes": self.unit_bytes, "excluded": excluded}
+        figures = {"unit_bytes": self.unit_bytes, "excluded": excluded}
         if self.telemetry is not None:
-            self.metrics = self.telemetry.record(step, hints, **told)  # type: ignore[arg-type]
+            self.metrics = self.telemetry.record(step, hints, **figures)  # type: ignore[arg-type]
         else:
-            self.metrics = step_metrics(step, hints, 0.0, **told)  # type: ignore[arg-type]
+            self.metrics = step_metrics(step, hints, 0.0, **figures)  # type: ignore[arg-type]
 
     def scalars(self) -> dict[str, float]:
         """For charts: the share of units in each precision, bytes per crossing sent and not sent, sensitivity.
@@ -344,11 +344,11 @@ class SelectivePrecisionPolicy:
         hints = current_hints(self.state, 0, self.config)
         metrics = step_metrics(0, hints, 0.0, unit_bytes=self.unit_bytes)
         counts = {"bf16": metrics.blocks_bf16, "int8": metrics.blocks_int8, "fp8": metrics.blocks_fp8}
-        found = {f"share_{name}": count / len(hints) for name, count in counts.items()}
-        found |= {"bytes_sent": float(metrics.bytes_sent or 0), "bytes_saved": float(metrics.bytes_not_sent or 0)}
+        shares = {f"share_{name}": count / len(hints) for name, count in counts.items()}
+        shares |= {"bytes_sent": float(metrics.bytes_sent or 0), "bytes_saved": float(metrics.bytes_not_sent or 0)}
         if metrics.max_sensitivity is not None:
-            found["max_sensitivity"] = metrics.max_sensitivity
-        return {f"selective_precision/{name}": value for name, value in found.items()}
+            shares["max_sensitivity"] = metrics.max_sensitivity
+        return {f"selective_precision/{name}": value for name, value in shares.items()}
 
     def _require_step(self, call: str) -> int:
         if self._step is None:

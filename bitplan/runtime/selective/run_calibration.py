@@ -45,14 +45,14 @@ from bitplan.measure.calibration import (
 from bitplan.measure.quality.weight_error import relative_output_error, rounding_error
 from bitplan.plan.selective.config import SelectivePrecisionConfig
 from bitplan.plan.selective.state import layout_of
-from bitplan.runtime.evaluation import quiet_model
+from bitplan.runtime.evaluation import evaluating
 from bitplan.runtime.selective.layer_probes import first_tensor
 from bitplan.runtime.selective.units import PrecisionUnits, Weight
 from bitplan.runtime.streaming.stream_blocks import BlockStream, stream_blocks
 
 FORMATS = ("int8_row", "fp8_e4m3_row")
 Forward = Callable[[nn.Module, Any], Any]
-Told = Callable[[int, int, str], None]
+OnProgress = Callable[[int, int, str], None]
 OnStale = Literal["refuse", "redo"]
 log = logging.getLogger("bitplan")
 
@@ -66,7 +66,7 @@ def run_calibration(
     cache: str | Path | None = None,
     on_stale: OnStale = "refuse",
     forward: Forward | None = None,
-    progress: bool | Told = True,
+    progress: bool | OnProgress = True,
     blocks: str = "model.layers.*",
     device: Any = "cuda",
 ) -> CalibrationResult:
@@ -92,8 +92,8 @@ def run_calibration(
         opened = model = stream_blocks(model, blocks, device=device, train="nothing", slots=3)
     try:
         run = _Run(model, used, names, forward or call_model, None if cache is None else Path(cache), on_stale)
-        with _bar(progress) as told:
-            return run.measure(told)
+        with _bar(progress) as report:
+            return run.measure(report)
     finally:
         if opened is not None:
             opened.close()
@@ -131,9 +131,9 @@ class _Run:
                     raise
                 log.info("bitplan: calibrating anew: %s", error)
         # Block -> its (arguments, keywords, output) in bf16, on the host, by batch.
-        self._kept: dict[tuple[int, str], tuple[Any, Any, Tensor]] = {}
+        self._inputs: dict[tuple[int, str], tuple[Any, Any, Tensor]] = {}
 
-    def measure(self, told: Told) -> CalibrationResult:
+    def measure(self, report: OnProgress) -> CalibrationResult:
         open_batches = [at for at in range(len(self.batches)) if not self.done.is_done(at, self.formats)]
         if not open_batches:
             return self.done.result()
@@ -143,19 +143,19 @@ class _Run:
         total, count = len(open_batches) + sum(map(len, missing.values())), 0
         before = self.stream.formats
         try:
-            with quiet_model(self.stream.model):
+            with evaluating(self.stream.model):
                 self._switch(None)
                 for at in open_batches:
                     self._reference_pass(at)
                     count += 1
-                    told(count, total, f"batch {at} in bf16")
+                    report(count, total, f"batch {at} in bf16")
                 for fmt, ats in missing.items():
                     if ats:
                         self._switch(fmt)
                     for at in ats:
                         self._format_pass(fmt, at)
                         count += 1
-                        told(count, total, f"batch {at} in {fmt}")
+                        report(count, total, f"batch {at} in {fmt}")
         finally:
             self.stream.set_formats(before)
         return self.done.result()
@@ -209,22 +209,22 @@ class _Run:
 
     def _keep(self, at: int, block: str) -> Callable[..., None]:
         def after(_module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-            self._kept[at, block] = _moved(args, CPU), _moved(kwargs, CPU), _output(block, output).cpu()
+            self._inputs[at, block] = _moved(args, CPU), _moved(kwargs, CPU), _output(block, output).cpu()
 
         return after
 
     def _same_input(self, at: int, block: str) -> Callable[..., Any]:
         def before(_module: nn.Module, args: Any, kwargs: Any) -> Any:
-            kept_args, kept_kwargs, _ = self._kept[at, block]
+            saved_args, saved_kwargs, _ = self._inputs[at, block]
             device = self.stream.device.torch_device
             # What is no tensor (a cache of keys and values, a mask object) is this pass's own.
-            return _merged(args, _moved(kept_args, device)), _merged(kwargs, _moved(kept_kwargs, device))
+            return _merged(args, _moved(saved_args, device)), _merged(kwargs, _moved(saved_kwargs, device))
 
         return before
 
     def _compare(self, at: int, block: str, row: dict[str, float | None]) -> Callable[..., None]:
         def after(_module: nn.Module, _args: Any, output: Any) -> None:
-            reference = self._kept[at, block][2]
+            reference = self._inputs[at, block][2]
             row[block] = relative_error(reference, _output(block, output).cpu())
 
         return after
@@ -257,10 +257,10 @@ def _weights(units: PrecisionUnits) -> dict[str, list[Tensor]]:
     step no cache would fit.
     """
     stream, inside = units.stream, set()
-    found: dict[str, list[Tensor]] = {}
+    weights: dict[str, list[Tensor]] = {}
     for block in stream.blocks:
         streamed = {id(one.parameter): name for name, one in block.parameters.items()}
-        found[block.name] = []
+        weights[block.name] = []
         for parameter in block.module.parameters():
             inside.add(id(parameter))
             name = streamed.get(id(parameter))
@@ -268,10 +268,10 @@ def _weights(units: PrecisionUnits) -> dict[str, list[Tensor]]:
                 continue
             is_master = name is not None and stream.training is not None and stream.training.trains(block.name, name)
             master = stream.training.stores[block.name][name].master if is_master else parameter  # type: ignore
-            found[block.name].append(master)
+            weights[block.name].append(master)
     rest = [one for one in stream.model.parameters() if id(one) not in inside]
-    found["rest"] = [one for one in rest if not (stream.train == "adapters" and one.requires_grad)]
-    return found
+    weights["rest"] = [one for one in rest if not (stream.train == "adapters" and one.requires_grad)]
+    return weights
 
 
 def _layout(stream: BlockStream) -> dict[str, str]:
@@ -286,36 +286,36 @@ def _layout(stream: BlockStream) -> dict[str, str]:
 
 
 def _output(block: str, output: Any) -> Tensor:
-    found = first_tensor(output)
-    if found is None:
+    tensor = first_tensor(output)
+    if tensor is None:
         raise CalibrationError(f"{block}: gave a {type(output).__name__} without a tensor; there is nothing to compare")
-    return found
+    return tensor
 
 
-def _moved(found: Any, device: torch.device) -> Any:
+def _moved(value: Any, device: torch.device) -> Any:
     """Lists and mappings of tensors on a device; what else is in them stays as it is."""
-    if isinstance(found, Tensor):
-        return found.to(device)
-    if isinstance(found, Mapping):
-        return {key: _moved(one, device) for key, one in found.items()}
-    if isinstance(found, tuple):
-        return tuple(_moved(one, device) for one in found)
-    return [_moved(one, device) for one in found] if isinstance(found, list) else found
+    if isinstance(value, Tensor):
+        return value.to(device)
+    if isinstance(value, Mapping):
+        return {key: _moved(one, device) for key, one in value.items()}
+    if isinstance(value, tuple):
+        return tuple(_moved(one, device) for one in value)
+    return [_moved(one, device) for one in value] if isinstance(value, list) else value
 
 
-def _merged(now: Any, kept: Any) -> Any:
+def _merged(now: Any, before: Any) -> Any:
     """The kept tensors, and everything else of this pass."""
-    if isinstance(kept, Tensor):
-        return kept
-    if isinstance(kept, Mapping) and isinstance(now, Mapping):
-        return {key: _merged(now[key], kept[key]) if key in kept else now[key] for key in now}
-    if isinstance(kept, tuple) and isinstance(now, tuple):
-        return tuple(_merged(one, two) for one, two in zip(now, kept, strict=True))
+    if isinstance(before, Tensor):
+        return before
+    if isinstance(before, Mapping) and isinstance(now, Mapping):
+        return {key: _merged(now[key], before[key]) if key in before else now[key] for key in now}
+    if isinstance(before, tuple) and isinstance(now, tuple):
+        return tuple(_merged(one, two) for one, two in zip(now, before, strict=True))
     return now
 
 
 @contextmanager
-def _bar(progress: bool | Told) -> Iterator[Told]:
+def _bar(progress: bool | OnProgress) -> Iterator[OnProgress]:
     if callable(progress):
         yield progress
         return
@@ -327,8 +327,8 @@ def _bar(progress: bool | Told) -> Iterator[Told]:
     with nullcontext() if hidden else Progress(console=console, transient=True) as bar:
         task = None if bar is None else bar.add_task("calibrating", total=1)
 
-        def told(done: int, total: int, what: str) -> None:
+        def report(done: int, total: int, what: str) -> None:
             if bar is not None and task is not None:
                 bar.update(task, completed=done, total=total, description=f"calibrating: {what}")
 
-        yield told
+        yield report

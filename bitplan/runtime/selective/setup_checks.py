@@ -1,4 +1,4 @@
-"""What a policy checks before training, and what it reminds of: calls without which nothing would be decided."""
+"""Checks a policy before training, and reminds of calls without which nothing would be decided."""
 
 from __future__ import annotations
 
@@ -34,21 +34,21 @@ def decides_on(config: SelectivePrecisionConfig, unit: str) -> bool:
 
 def errors_of(units: PrecisionUnits, calibration: CalibrationResult | None) -> dict[str, dict[str, float]]:
     """Unit -> precision -> error, of the formats that this config would use."""
-    found: dict[str, dict[str, float]] = {}
+    errors: dict[str, dict[str, float]] = {}
     if calibration is None:
-        return found
+        return errors
     for name in units.names:
         row = {low: calibration.of(name, units.config.format_of(low)) for low in ("int8", "fp8")}
-        found[name] = {low: error for low, error in row.items() if error is not None}
+        errors[name] = {low: error for low, error in row.items() if error is not None}
     wanted = units.config.low_precisions
-    lacking = [name for name in units.names if not set(wanted) <= set(found[name])]
+    lacking = [name for name in units.names if not set(wanted) <= set(errors[name])]
     if lacking:
         needed = ", ".join(units.config.format_of(low) for low in wanted)
         raise SelectiveError(
             f"the calibration has no error of {lacking[0]!r} ({len(lacking)} units) in {needed}; calibrate this model "
             "with these formats, or leave calibration out"
         )
-    return found
+    return errors
 
 
 def device_has_fp8(device: torch.device) -> bool:
@@ -67,7 +67,7 @@ class Reminders:
     def lacks_calibration(self, quant_errors: Mapping[str, object]) -> bool:
         """Whether the config asks for errors that scores go by, and there are none."""
         config = self._config
-        by_errors = config.scoring == "seed" and config.error_weight > 0
+        by_errors = config.scoring == "gradient" and config.error_weight > 0
         return self._is_dynamic and config.run_calibration and by_errors and not quant_errors
 
     def step_begins(self, quant_errors: Mapping[str, object]) -> None:
@@ -112,9 +112,11 @@ class Reminders:
         """Units whose gradients could not be used."""
         for name, unit in state.units.items():
             # Impacts need no gradient of the unit itself: one without adapters lacks nothing then.
-            found = {why: n for why, n in unit.excluded.items() if why != "missing" or self._config.scoring == "seed"}
-            if found:
-                counts = ", ".join(f"{count} {why}" for why, count in found.items())
+            excluded = {
+                why: n for why, n in unit.excluded.items() if why != "missing" or self._config.scoring == "gradient"
+            }
+            if excluded:
+                counts = ", ".join(f"{count} {why}" for why, count in excluded.items())
                 self.say_once(name, f"step {step}: gradients of {name} are left out, not taken for zero: {counts}")
 
     def say_once(self, what: str, text: str) -> None:

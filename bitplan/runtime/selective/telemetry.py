@@ -1,7 +1,7 @@
-"""PrecisionTelemetry: one line of JSON per update, with the seed's fields, and the bytes that were really saved.
+"""PrecisionTelemetry: one line of JSON per update, with Stagehand's fields, and the bytes that were really saved.
 
-The seed (000, "Telemetry") gives the ten fields from `step_id` to `block_details`; tools that read its files read
-these. Its `estimated_bandwidth_saving_pct` counts blocks (each low one as half a bf16 one) and not bytes, so blocks of
+The ten fields from `step_id` to `block_details` are Stagehand's; tools that read its files read these.
+Its `estimated_bandwidth_saving_pct` counts blocks (each low one as half a bf16 one) and not bytes, so blocks of
 different sizes, scales and vectors that stay bf16 make it wrong: `bytes_sent` and `bytes_not_sent` stand beside it.
 
     {"step_id": 50, "timestamp": 1234567.89, "blocks_bf16": 19, "blocks_int8": 29, "mean_sensitivity": 0.34,
@@ -39,7 +39,7 @@ class TelemetryError(BitplanError, OSError):
 
 @dataclass(frozen=True)
 class PrecisionStepMetrics:
-    """One line: the seed's fields in its order, then ours."""
+    """One line: Stagehand's fields in their order, then ours."""
 
     step_id: int
     timestamp: float
@@ -89,7 +89,7 @@ def step_metrics(
 
 
 def estimate_saving_pct(low_blocks: int, blocks: int) -> float:
-    """The seed's rough estimate: a low block is half the bytes of a bf16 one, so 60% of the blocks save 30%."""
+    """A rough estimate: a low block is half the bytes of a bf16 one, so 60% of the blocks save 30%."""
     return round(50.0 * low_blocks / blocks, 1) if blocks else 0.0
 
 

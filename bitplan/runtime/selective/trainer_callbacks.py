@@ -1,4 +1,4 @@
-"""Selective precision where people train: Hugging Face's Trainer, Lightning, TensorBoard.
+"""Callbacks of selective precision for Hugging Face's Trainer, Lightning and TensorBoard.
 
     Trainer(model, args, callbacks=[trainer_callback(policy)])
     lightning.Trainer(callbacks=[lightning_callback(policy)])
@@ -192,8 +192,8 @@ def lightning_callback(
             return {**policy.state_dict(), **({WEIGHTS_KEY: stream.state_dict()} if trains else {})}
 
         def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-            found = dict(state_dict)
-            weights = found.pop(WEIGHTS_KEY, None)
+            state = dict(state_dict)
+            weights = state.pop(WEIGHTS_KEY, None)
             if trains and weights is None:
                 raise SelectiveError(
                     "the Lightning checkpoint has no streamed weights, and this stream trains them (train='weights'); "
@@ -205,7 +205,7 @@ def lightning_callback(
                 )
             _restore(
                 policy,
-                lambda: policy.load_state_dict(found, where="the Lightning checkpoint's selective precision state"),
+                lambda: policy.load_state_dict(state, where="the Lightning checkpoint's selective precision state"),
                 (lambda: stream.load_state_dict(weights, where="the Lightning checkpoint's streamed weights"))
                 if trains
                 else None,
@@ -256,14 +256,14 @@ class _FollowedRate:
             if training.trains(block.name, name)
         }
         groups = optimizer.param_groups
-        found = [at for at, group in enumerate(groups) if any(id(one) in held for one in group["params"])]
-        if not found:
+        places = [at for at, group in enumerate(groups) if any(id(one) in held for one in group["params"])]
+        if not places:
             log.warning(
                 "bitplan: the trainer's optimizer holds none of the streamed weights, so its learning rate is not "
                 "theirs: they keep %g (stream.training.lr)",
                 training.lr,
             )
-        return found
+        return places
 
 
 def _restore(

@@ -81,7 +81,7 @@ class PrecisionUnits:
 
     def unit_bytes(self) -> dict[str, dict[str, int]]:
         """Unit -> precision -> bytes that cross: of a block all of it, padding too; of a layer its own parts."""
-        found: dict[str, dict[str, int]] = {name: {} for name in self.names}
+        sizes: dict[str, dict[str, int]] = {name: {} for name in self.names}
         for precision in PRECISIONS:
             for block in self.stream.blocks:
                 layout = lay_out(block.specs, self._block_formats(block, precision))
@@ -89,8 +89,8 @@ class PrecisionUnits:
                     if weight.block is block:
                         whole = self.config.granularity == "block"
                         nbytes = layout.nbytes if whole else layout.pieces[weight.one.name].nbytes
-                        found[weight.unit][precision] = nbytes
-        return found
+                        sizes[weight.unit][precision] = nbytes
+        return sizes
 
     def layout(self) -> dict[str, str]:
         """A fingerprint of every unit, for its state file."""
@@ -101,25 +101,25 @@ class PrecisionUnits:
         return layout_of(rows)
 
     def _block_formats(self, block: StreamedBlock, precision: str) -> dict[str, Format]:
-        found = {}
+        formats = {}
         for name, one in block.parameters.items():
             own = str(one.parameter.dtype).removeprefix("torch.")
             is_matrix = one.parameter.ndim >= 2
-            found[name] = get_format(high_or_low(self.config, precision, one.parameter.dtype) if is_matrix else own)
-        return found
+            formats[name] = get_format(high_or_low(self.config, precision, one.parameter.dtype) if is_matrix else own)
+        return formats
 
     # ---- gradients ---------------------------------------------------------------------------------------------------
 
     def adapters(self) -> dict[str, list[nn.Parameter]]:
         """Unit -> parameters on the device that are trained in it."""
-        found: dict[str, list[nn.Parameter]] = {name: [] for name in self.names}
+        adapters: dict[str, list[nn.Parameter]] = {name: [] for name in self.names}
         for block in self.stream.blocks:
             streamed = {id(one.parameter) for one in block.parameters.values()}
             for path, parameter in block.module.named_parameters():
                 if parameter.requires_grad and id(parameter) not in streamed:
                     for unit in self._units_near(block, path):
-                        found[unit].append(parameter)
-        return found
+                        adapters[unit].append(parameter)
+        return adapters
 
     def _units_near(self, block: StreamedBlock, path: str) -> list[str]:
         mine = [weight for weight in self.weights if weight.block is block]

@@ -124,20 +124,20 @@ class BlockBytes:
 
 def _held(full_name: str, one: StreamedParameter) -> nn.Parameter:
     """The Parameter that all its places hold."""
-    found: dict[int, nn.Parameter] = {}
+    parameters: dict[int, nn.Parameter] = {}
     for module, local in one.places:
         held = module._parameters.get(local)
         if isinstance(held, Tensor) and not isinstance(held, nn.Parameter):
             held = module._parameters[local] = one.parameter  # Ctrl-C kept a call from putting it back
         if held is None:
             raise StreamError(f"{full_name} is gone from its module; close the stream and stream again")
-        found[id(held)] = held
-    if len(found) > 1:
+        parameters[id(held)] = held
+    if len(parameters) > 1:
         raise StreamError(
             f"{full_name} has {len(one.places)} places in its block, and only some hold the new Parameter; replace it "
             "in all of them"
         )
-    return next(iter(found.values()))
+    return next(iter(parameters.values()))
 
 
 def _look(block: StreamedBlock) -> dict[str, tuple[Any, ...]]:

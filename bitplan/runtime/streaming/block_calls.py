@@ -1,4 +1,4 @@
-"""BlockCalls: what happens when a streamed block computes.
+"""BlockCalls: loads a streamed block before it computes and frees it afterwards.
 
 Only the `forward` of each block is wrapped. For the time of the call its parameters are the streamed ones, and autograd
 keeps places instead of weights (`runtime.streaming.blocks.saved_tensors`).

@@ -1,4 +1,4 @@
-"""BlockUpkeep: at every boundary, what waits on the host and lies in slots is what formats and parameters ask for.
+"""BlockUpkeep: before each step, encodes blocks again whose formats or parameters changed, on the host and in slots.
 
 Formats are chosen (`set_formats`); parameters are trained, or changed by others (`block_bytes` says how that is seen).
 Everything here may be broken off by Ctrl-C and goes on when it is called again: what is left to do is seen from what
@@ -182,11 +182,11 @@ class BlockUpkeep:
         if training is None or training.is_settled:
             return
         changed = {block.name: self._changed_masters(block) for block in blocks}
-        names = [f"{block}.{name}" for block, found in changed.items() for name in found]
+        names = [f"{block}.{name}" for block, tensors in changed.items() for name in tensors]
         if not names:
             return
-        for block, found in changed.items():
-            if found:
+        for block, tensors in changed.items():
+            if tensors:
                 self.bytes.read(self._by_name[block], into_masters=False)
         training.settle(self._by_name)
         raise StreamError(

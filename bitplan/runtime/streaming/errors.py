@@ -1,4 +1,4 @@
-"""What streaming refuses, and what can break in the middle of a step.
+"""Errors of streaming: what it refuses, and what can break in the middle of a step.
 
 Every message names the block and, inside a step, the step: a stack of forty equal blocks gives no other clue. An error
 that a block's own forward raises keeps its type (callers catch torch.OutOfMemoryError) and gets the place as a note.

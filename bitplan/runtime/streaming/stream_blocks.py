@@ -405,15 +405,15 @@ class BlockStream:
             if self.training.torn is not None:
                 raise StreamError(self.training.torn)
         elif self._finite is not None:
-            found = self._finite.find(wait=wait)
-            if found is not None:
-                raise found
+            not_finite = self._finite.find(wait=wait)
+            if not_finite is not None:
+                raise not_finite
 
     def _check_step(self, flags: SentFlags | None, transfers: list[Transfer]) -> None:
         """On the optimizer's thread, before the first master changes."""
-        found = None if self._finite is None or flags is None else self._finite.read(flags)
-        if found is not None:
-            raise found
+        not_finite = None if self._finite is None or flags is None else self._finite.read(flags)
+        if not_finite is not None:
+            raise not_finite
         self._loader.wait_for_copies(transfers)
 
     def _before_outside(self, block: StreamedBlock) -> None:

@@ -1,4 +1,4 @@
-"""What a step moved and waited for, from the device's own clock; one JSON line a step.
+"""Telemetry of a stream: what a step moved and waited for, by the device's clock; one JSON line a step.
 
 bytes      those of copies that were made, by format; gradients by their type; what lies between parts is `padding`;
            block inputs that were offloaded, and came back, are `activations`

@@ -1,4 +1,4 @@
-"""WeightLoader: brings the block that is asked for onto the device, and those that come next on their way.
+"""WeightLoader: loads the block that is asked for, and prefetches those that come next.
 
 One block is current: the one whose weights are being computed with. Asking for another one ends the use of the first
 (a mark on the computing stream, after which its slot may be overwritten), makes the computation wait for the new

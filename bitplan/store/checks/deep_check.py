@@ -1,4 +1,4 @@
-"""Check a checkpoint's numbers: what `check_headers` cannot see, because it needs the data.
+"""Checks a checkpoint's numbers: what `check_headers` cannot see, because it needs the data.
 
 | code | what it says |
 |---|---|
@@ -157,17 +157,17 @@ def _check_gguf(file: TensorFile, spec: TensorSpec, done: OnBytes) -> list[Findi
 
 
 def _tag(manifest: Manifest, name: str) -> Tag | None:
-    found = manifest.match(name)
-    return None if found is None else manifest.tag(found.rule.format)
+    match = manifest.match(name)
+    return None if match is None else manifest.tag(match.rule.format)
 
 
 def _role(manifest: Manifest, name: str) -> str:
     """As a plan has it; the name alone tells where no rule matches."""
-    found = manifest.match(name)
-    if found is None:
+    match = manifest.match(name)
+    if match is None:
         return guess_role(name)
-    roles = manifest.tag(found.rule.format).roles
-    return found.rule.role or (roles[0] if len(roles) == 1 else guess_role(found.name))
+    roles = manifest.tag(match.rule.format).roles
+    return match.rule.role or (roles[0] if len(roles) == 1 else guess_role(match.name))
 
 
 def _pair(manifest: Manifest, file: TensorFile, name: str, tag: Tag) -> PackedTensor | list[Finding]:

@@ -44,10 +44,10 @@ class _Count:
 
     def add(self, flags: Tensor, places: Tensor) -> None:
         """Flags or counts of some blocks, which lie at these places among all."""
-        found = int(flags.sum())
-        if found and not self.count:
+        count = int(flags.sum())
+        if count and not self.count:
             self.first = int(places[(flags.reshape(-1) != 0).int().argmax()])
-        self.count += found
+        self.count += count
 
 
 @dataclass
@@ -66,7 +66,7 @@ class _Counts:
 
 
 def check_packed(packed: PackedTensor, done: OnBytes) -> list[Finding]:
-    """Findings about one packed tensor; `done(bytes, name)` is told of every piece."""
+    """Findings about one packed tensor; `done(bytes, name)` is called for every piece."""
     fmt, counts, base = packed.fmt, _Counts(), None
     read_scales = packed.read_scales if every_code_is_defined(fmt) and fmt.name not in NEVER_WRITTEN else None
     blocks_per_step = math.prod(packed.grid) // max(packed.steps, 1)
@@ -99,9 +99,9 @@ def _is_sound(encoded: Encoded) -> bool:
 def _suspects(encoded: Encoded) -> Tensor:
     """The blocks whose codes must be counted: by their scales, or all where some code stands for no number."""
     assert encoded.scales is not None
-    found = scales_at_an_end(encoded.fmt, encoded.scales.reshape(-1), encoded.base) | any_undefined_code(encoded)
+    flags = scales_at_an_end(encoded.fmt, encoded.scales.reshape(-1), encoded.base) | any_undefined_code(encoded)
     by_rows = encoded.fmt.block.rows == 1
-    return (found if by_rows else found.any().expand_as(found)).nonzero().flatten()
+    return (flags if by_rows else flags.any().expand_as(flags)).nonzero().flatten()
 
 
 def _take_blocks(encoded: Encoded, picked: Tensor) -> Encoded:
@@ -122,12 +122,12 @@ def _findings(packed: PackedTensor, counts: _Counts, base: Tensor | None) -> Ite
         yield Finding("scale-base", name, f"{text}: every weight is lost; encode it again")
         return
 
-    def scales(code: str, found: _Count, which: str, advice: str) -> Finding:
-        text = f"{found.count} of {counts.blocks} scales of {fmt.name} are {which}"
-        return Finding(code, name, f"{text}, the first at block {index_of(found.first, packed.grid)}; {advice}")
+    def scales(code: str, counted: _Count, which: str, advice: str) -> Finding:
+        text = f"{counted.count} of {counts.blocks} scales of {fmt.name} are {which}"
+        return Finding(code, name, f"{text}, the first at block {index_of(counted.first, packed.grid)}; {advice}")
 
-    def codes(code: str, found: _Count, which: str) -> Finding:
-        text = f"{found.count} codes of {fmt.name} {which}, the first in block {index_of(found.first, packed.grid)}"
+    def codes(code: str, counted: _Count, which: str) -> Finding:
+        text = f"{counted.count} codes of {fmt.name} {which}, the first in block {index_of(counted.first, packed.grid)}"
         return Finding(code, name, f"{text}; the bytes are damaged, or of another format")
 
     e8m0 = isinstance(fmt.scales, PowerOfTwoScales)

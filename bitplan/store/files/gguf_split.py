@@ -75,12 +75,12 @@ def open_gguf(path: str | Path) -> GGUFFile:
                 f"as NAME-00001-of-{count:05d}.gguf; name the file as it was published"
             )
         stem, own = named["stem"], int(named["number"])
-        found = [
+        files = [
             given if number == own else opened.enter_context(_open_part(given, stem, number, count))
             for number in range(1, count + 1)
         ]
-        split = SplitGGUF(found)
-        expected = _number(found[0], "tensors.count", default=len(split.tensors))
+        split = SplitGGUF(files)
+        expected = _number(files[0], "tensors.count", default=len(split.tensors))
         if len(split.tensors) != expected:
             raise FileFormatError(
                 f"{split.path}: split.tensors.count is {expected}, and the {count} parts hold {len(split.tensors)} "
@@ -107,8 +107,8 @@ def _open_part(given: GGUFFile, stem: str, number: int, count: int) -> GGUFFile:
 
 
 def _number(file: GGUFFile, key: str, default: int | None = None) -> int:
-    found = file.metadata.get(_SPLIT + key)
-    value: Any = default if found is None else found.value
+    entry = file.metadata.get(_SPLIT + key)
+    value: Any = default if entry is None else entry.value
     least = 1 if key == "count" else 0
     if type(value) is not int or not least <= value <= (MAX_PARTS if key != "tensors.count" else 2**31):
         raise FileFormatError(f"{file.path}: {_SPLIT}{key} must be a number from {least}, got {str(value)[:40]!r}")

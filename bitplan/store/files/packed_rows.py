@@ -98,11 +98,11 @@ def packed_pair(file: TensorFile, data: str, scales: str, fmt: Format, base: flo
         raise FormatError(
             f"{file.path}: {data!r}: a pair of codes and scales is read from safetensors, in block formats"
         )
-    codes, found = file.spec(data), file.spec(scales)
-    for spec, dtype in ((codes, fmt.storage), (found, fmt.scales.dtype)):
+    codes, scale_spec = file.spec(data), file.spec(scales)
+    for spec, dtype in ((codes, fmt.storage), (scale_spec, fmt.scales.dtype)):
         if spec.dtype.itemsize != dtype.itemsize or spec.encoded:
             raise FileFormatError(f"{file.path}: {spec.name!r} must be {dtype} in {fmt.name}, got {spec.format}")
-    grid, width = found.shape, fmt.data_cols(fmt.block.cols)
+    grid, width = scale_spec.shape, fmt.data_cols(fmt.block.cols)
     if not grid or codes.shape not in ((*grid, width), (*grid[:-1], grid[-1] * width)):
         raise FileFormatError(
             f"{file.path}: {data!r} is {codes.shape}, its scales {scales!r} are {grid}; "
@@ -146,8 +146,8 @@ def _two_tensors(
     nbytes = sum(checkpoint.tensors[name].nbytes for name in names) + (0 if base is None else base.nbytes)
 
     def take(name: str, start: int, stop: int, dtype: torch.dtype, width: int) -> Tensor:
-        found = checkpoint.read(name) if one_row else checkpoint.read_rows(name, start, stop)
-        return found.view(dtype).reshape(rows // steps * (stop - start), width)
+        rows_read = checkpoint.read(name) if one_row else checkpoint.read_rows(name, start, stop)
+        return rows_read.view(dtype).reshape(rows // steps * (stop - start), width)
 
     def read_scales(start: int, stop: int) -> StoredScales:
         return StoredScales(take(names[1], start, stop, scale_dtype, across), base)
@@ -179,9 +179,9 @@ def _interleaved(file: GGUFTensors, name: str, fmt: Format, shape: tuple[int, ..
 
 def _read_whole(file: TensorFile, name: str, start: int, stop: int) -> Encoded:
     assert (start, stop) == (0, 1)
-    found = file.read(name)
-    assert isinstance(found, Encoded)
-    return found
+    tensor = file.read(name)
+    assert isinstance(tensor, Encoded)
+    return tensor
 
 
 def plain_pieces(file: TensorFile, name: str) -> Iterator[tuple[int, Tensor]]:
@@ -196,5 +196,5 @@ def plain_pieces(file: TensorFile, name: str) -> Iterator[tuple[int, Tensor]]:
         for start, stop in spans(math.prod(spec.shape[:-1]), spec.nbytes):
             yield start * spec.shape[-1], file.file.read_raw_rows(name, start, stop).view(dtype)
     else:
-        found = file.read(name)
-        yield 0, found.data if isinstance(found, Encoded) else found
+        tensor = file.read(name)
+        yield 0, tensor.data if isinstance(tensor, Encoded) else tensor

@@ -1,4 +1,4 @@
-"""The quantization seed's network JSON: read what the original wrote, and write files that say what they mean.
+"""Poly's network JSON: read what the original program wrote, and write files that say what they mean.
 
 A network is {id, depth, rows, cols, layers_per_cell, layers}. A layer has its cell (z, y, x, l), type,
 activation, dtype, sizes, and its weights in base64: packed in `dtype` where `native` is true, else a
@@ -107,7 +107,7 @@ def read_poly_json(path: str | Path) -> PolyNetwork:
     document = read_json(path, max_bytes=MAX_FILE_BYTES)
     if isinstance(document, dict) and not document.keys() & {"id", "layers"}:
         raise FileFormatError(
-            f"{path}: is JSON without weights: no network of the seed's, which has `id` and `layers`; a model is given "
+            f"{path}: is JSON without weights: no network of poly's, which has `id` and `layers`; a model is given "
             "by its folder, its index (*.safetensors.index.json) or a file of weights"
         )
     return PolyNetwork(document, _NetworkReader(str(path), document).tensors())
@@ -214,20 +214,20 @@ class _NetworkReader:
     def tensors(self) -> Mapping[str, Weights]:
         """Name -> weights of every layer that has some, in file order."""
         self.reader.keys("", self.document, _NETWORK_KEYS | ({"codec": STRING} if self.ours else {}), _NETWORK_KEYS)
-        found: dict[str, Weights] = {}
+        tensors: dict[str, Weights] = {}
         for path, layer in self._layers("layers", self.document["layers"], 1):
             if not self.ours:
                 decoded = self._read_original(path, layer)
                 if decoded is not None:
-                    found[path] = decoded
+                    tensors[path] = decoded
             elif any(key in layer for key in _OF_WEIGHTS):
                 exact = self._read_exact(path, layer)
-                if layer["name"] in found:
+                if layer["name"] in tensors:
                     self.reader.stop(
                         f"{path}: name must differ from those of the layers before, got {show(layer['name'])}"
                     )
-                found[layer["name"]] = exact
-        return MappingProxyType(found)
+                tensors[layer["name"]] = exact
+        return MappingProxyType(tensors)
 
     # -- structure --
 

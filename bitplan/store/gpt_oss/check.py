@@ -1,4 +1,4 @@
-"""Is this a gpt-oss checkpoint, whole and in one of its layouts? Answered from headers, before a weight is read.
+"""Checks from headers alone that a gpt-oss checkpoint is whole and in one of its layouts.
 
 The checks, in order, each an error of one line that names file and tensor: layout and layers, names, halves of packed
 weights (by the shipped manifest), gate and up alternating, sizes, shapes, dtypes.
@@ -48,7 +48,7 @@ class TensorHeader:
 
 @dataclass(frozen=True)
 class Checked:
-    """What the headers told: `experts` is their float type, None where they are MXFP4."""
+    """What the headers say: `experts` is their float type, None where they are MXFP4."""
 
     layout: Layout
     shape: GptOssShape
@@ -58,17 +58,17 @@ class Checked:
 
 def read_headers(file: Checkpoint | GGUFFile) -> dict[str, TensorHeader]:
     """The headers of either container in one form."""
-    found = {}
+    headers = {}
     if isinstance(file, GGUFFile):
         for name, item in file.tensors.items():
             plain = plain_dtype(item.type)
             kind = item.type.name if plain is None else dtype_name(plain)
-            found[name] = TensorHeader(kind, plain, item.shape, item.nbytes, file.path)
-        return found
+            headers[name] = TensorHeader(kind, plain, item.shape, item.nbytes, file.path)
+        return headers
     for name, entry in file.tensors.items():
         kind = dtype_name(entry.dtype)
-        found[name] = TensorHeader(kind, entry.dtype, entry.shape, entry.nbytes, file.weight_map[name])
-    return found
+        headers[name] = TensorHeader(kind, entry.dtype, entry.shape, entry.nbytes, file.weight_map[name])
+    return headers
 
 
 def check_gpt_oss(where: str, file: Checkpoint | GGUFFile, tensors: Mapping[str, TensorHeader]) -> Checked:
@@ -114,9 +114,9 @@ def _layout(where: str, file: Checkpoint | GGUFFile, names: Mapping[str, object]
 
 def _count_layers(where: str, layout: Layout, names: Mapping[str, object]) -> int:
     pattern = re.compile(re.escape(LAYER_PREFIX[layout]) + r"([0-9]+)\.")
-    found = {int(match[1][:9]) for name in names if (match := pattern.match(name))}
-    count = max(found, default=0) + 1
-    absent = [number for number in range(min(count, _MOST_LAYERS)) if number not in found]
+    numbers = {int(match[1][:9]) for name in names if (match := pattern.match(name))}
+    count = max(numbers, default=0) + 1
+    absent = [number for number in range(min(count, _MOST_LAYERS)) if number not in numbers]
     if absent or count > _MOST_LAYERS:
         shown = f"{', '.join(map(str, absent[:5]))}{', ...' if len(absent) > 5 else ''}"
         raise FileFormatError(
@@ -156,12 +156,12 @@ def _check_names(
 
 def _as_published(tensors: Mapping[str, TensorHeader]) -> dict[str, Header]:
     """For the manifest, which knows gpt-oss as published: other float types of a fine-tuned model pass as bfloat16."""
-    found = {}
+    renamed = {}
     for name, tensor in tensors.items():
         is_float = tensor.dtype in FLOATS
         nbytes = 2 * math.prod(tensor.shape) if is_float else tensor.nbytes
-        found[name] = Header("bfloat16" if is_float else tensor.kind, tensor.shape, nbytes)
-    return found
+        renamed[name] = Header("bfloat16" if is_float else tensor.kind, tensor.shape, nbytes)
+    return renamed
 
 
 def _check_alternating(slot: LayoutTensor, tensors: Mapping[str, TensorHeader]) -> None:

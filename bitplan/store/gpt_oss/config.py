@@ -125,14 +125,14 @@ def read_config(path: Path, shape: GptOssShape) -> tuple[Settings, dict[str, Any
         raise FileFormatError(f"{path}: is for model_type {str(kind)[:40]!r}, and the tensors are gpt-oss's")
     if "num_experts" in document or "rope_scaling_factor" in document:
         _check_sizes(path, _SIZES_OPENAI, document, shape)
-        found = _settings(path, _SETTINGS_OPENAI, document)
-        return replace(found, max_positions=round(found.initial_context * found.rope_factor)), None
+        settings = _settings(path, _SETTINGS_OPENAI, document)
+        return replace(settings, max_positions=round(settings.initial_context * settings.rope_factor)), None
     _check_sizes(path, _SIZES_HF, document, shape)
-    found = _settings(path, _SETTINGS_HF, document)
+    settings = _settings(path, _SETTINGS_HF, document)
     for key in ("rope_scaling", "rope_parameters"):  # the names of transformers 4 and 5
         if isinstance(document.get(key), dict):
-            found = _settings(path, _ROPE_HF, document[key], found)
-    return found, document
+            settings = _settings(path, _ROPE_HF, document[key], settings)
+    return settings, document
 
 
 def read_metadata(path: Path, metadata: Mapping[str, GGUFValue], shape: GptOssShape) -> Settings:
@@ -140,9 +140,9 @@ def read_metadata(path: Path, metadata: Mapping[str, GGUFValue], shape: GptOssSh
     start = f"{ARCHITECTURE}."
     document = {key.removeprefix(start): item.value for key, item in metadata.items() if key.startswith(start)}
     _check_sizes(path, _SIZES_GGUF, document, shape)
-    found = _settings(path, _SETTINGS_GGUF, document)
+    settings = _settings(path, _SETTINGS_GGUF, document)
     # Stored as float32: 1e-5 comes back as 9.999999747e-06, and should be written as it was.
-    return replace(found, norm_epsilon=float(f"{found.norm_epsilon:.7g}"))
+    return replace(settings, norm_epsilon=float(f"{settings.norm_epsilon:.7g}"))
 
 
 def _check_sizes(path: Path, names: Mapping[str, str], document: Mapping[str, Any], shape: GptOssShape) -> None:
@@ -200,15 +200,15 @@ def hf_config(shape: GptOssShape, settings: Settings, *, packed: bool) -> dict[s
 
 def with_quantization(document: Mapping[str, Any], *, packed: bool) -> dict[str, Any]:
     """The same config for experts in MXFP4 or in floats; what already says so stays as it is."""
-    found = dict(document)
-    given = found.get("quantization_config")
+    config = dict(document)
+    given = config.get("quantization_config")
     if not packed:
-        found.pop("quantization_config", None)
+        config.pop("quantization_config", None)
     elif not isinstance(given, dict) or given.get("quant_method") != "mxfp4":
-        found["quantization_config"] = QUANTIZATION
+        config["quantization_config"] = QUANTIZATION
     else:  # `dequantize` would expand the experts again when the model is loaded
-        found["quantization_config"] = {key: value for key, value in given.items() if key != "dequantize"}
-    return found
+        config["quantization_config"] = {key: value for key, value in given.items() if key != "dequantize"}
+    return config
 
 
 def openai_config(shape: GptOssShape, settings: Settings) -> dict[str, Any]:

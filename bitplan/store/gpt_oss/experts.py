@@ -38,8 +38,8 @@ def join_expert(slots: Sequence[LayoutTensor], read: Callable[[LayoutTensor], Te
         return Encoded(MXFP4, (rows, across * 32), blocks.reshape(rows, across * 16), scales)
     if "transposed" in kinds:
         return read(kinds["transposed"]).T.contiguous()
-    found = {slot.parts[0]: _from_gguf(read(slot), slot.shape[-1]) for slot in slots}
-    return found["down"] if "down" in found else _weave(found["gate"], found["up"])
+    parts = {slot.parts[0]: _from_gguf(read(slot), slot.shape[-1]) for slot in slots}
+    return parts["down"] if "down" in parts else _weave(parts["gate"], parts["up"])
 
 
 def split_expert(slots: Sequence[LayoutTensor], matrix: Matrix) -> Iterator[tuple[str, Tensor | bytes]]:

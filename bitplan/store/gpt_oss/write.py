@@ -1,4 +1,4 @@
-"""Writing a gpt-oss checkpoint in any layout from any source, with a word for what was done to each tensor.
+"""Writes a gpt-oss checkpoint in any layout from any source, and says what was done to each tensor.
 
 | action | what happened to the numbers | what happened to the bytes |
 |---|---|---|
@@ -113,14 +113,14 @@ def _dtype(source: GptOssSource, slot: LayoutTensor, layout: Layout, experts: to
         return torch.uint8
     if slot.is_expert:
         return experts
-    found = functools.reduce(torch.promote_types, [source.dtype(part, slot.layer) for part in slot.parts])
+    dtype = functools.reduce(torch.promote_types, [source.dtype(part, slot.layer) for part in slot.parts])
     is_wide = set(slot.parts) <= GGUF_WIDE
     if layout == "gguf":
-        return torch.float32 if is_wide else found
-    if source.is_widened and is_wide and found == torch.float32:
+        return torch.float32 if is_wide else dtype
+    if source.is_widened and is_wide and dtype == torch.float32:
         held = (_holds_bfloat16(rows) for part in slot.parts for rows in source.rows(part, slot.layer))
-        return torch.bfloat16 if all(held) else found
-    return found
+        return torch.bfloat16 if all(held) else dtype
+    return dtype
 
 
 def _format(slot: LayoutTensor, dtype: torch.dtype | None) -> str:

@@ -1,4 +1,4 @@
-"""What the inputs of a layer say about its weight: how much each column matters."""
+"""Measures how much each column of a weight matters, from the inputs of its layer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `encode` is asked for a weight, remembered from one version to the next."""
+"""Remembers how a weight was encoded, from one version to the next."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ class EncodeOptions(TypedDict, total=False):
 def merge_options(recipe: EncodeOptions, options: EncodeOptions) -> EncodeOptions:
     """Options given (not None) replace those remembered; a new rule lets go of what it would not use."""
     given = {key: value for key, value in options.items() if value is not None}
-    kept: dict[str, object] = dict(recipe)
+    merged: dict[str, object] = dict(recipe)
     if "scale_rule" in given:
-        kept.pop("scale", None)
+        merged.pop("scale", None)
         if given["scale_rule"] != "mse":
-            kept.pop("importance", None)
-    return cast(EncodeOptions, kept | given)
+            merged.pop("importance", None)
+    return cast(EncodeOptions, merged | given)
 
 
 def same_options(one: EncodeOptions, two: EncodeOptions) -> bool:

@@ -1,4 +1,4 @@
-"""What an eval-mode forward sees: the decoded version of a weight instead of the Parameter.
+"""Gives an eval-mode forward the decoded version of a weight in place of the Parameter.
 
 The class of each module with morphed weights becomes a subclass of itself in which `weight` is a property.
 While a forward of an eval-mode module runs on a thread, it gives the decoded version there; anywhere else the
@@ -71,17 +71,17 @@ def _run_eval(forward: Callable[..., Any], module: nn.Module, args: tuple[Any, .
 def _seen_by_forward(module: nn.Module, name: str) -> Tensor | None:
     """The decoded version of a morphed Parameter, decoded once per forward of its module."""
     frame = _frames.stack[-1]
-    found: Tensor | None = frame.weights.get((id(module), name))
-    if found is None:
+    weight: Tensor | None = frame.weights.get((id(module), name))
+    if weight is None:
         slot, parameter = slots_of(module)[name], module._parameters[name]
         if not isinstance(parameter, nn.Parameter):
             return parameter  # torch.func.functional_call put its own tensor here: that is what the caller wants to see
         # A Parameter put here for this call alone is quantized as well, and its version not kept.
         store = slot.store if slot.store.follows(parameter) else slot.store._for(parameter)
-        found = decode(store.morph(slot.fmt), parameter.dtype)
+        weight = decode(store.morph(slot.fmt), parameter.dtype)
         if frame.keeps(module):
-            frame.weights[id(module), name] = found
-    return found
+            frame.weights[id(module), name] = weight
+    return weight
 
 
 class Morphed(nn.Module):
@@ -130,8 +130,8 @@ class MorphedRNN(Morphed):
     @property
     def _flat_weights(self) -> list[Tensor | None]:
         if self.training or not _frames.stack:
-            kept: list[Tensor | None] = self.__dict__["_flat_weights"]
-            return kept
+            own: list[Tensor | None] = self.__dict__["_flat_weights"]
+            return own
         frame = _frames.stack[-1]
         key = (id(self), "_flat_weights")
         if frame.module is not self or key not in frame.weights:
@@ -140,8 +140,8 @@ class MorphedRNN(Morphed):
                 return flat
             frame.weights[key] = flat
             nn.RNNBase.flatten_parameters(self)  # type: ignore[arg-type]  # cuDNN wants one piece of memory
-        found: list[Tensor | None] = frame.weights[key]
-        return found
+        weights: list[Tensor | None] = frame.weights[key]
+        return weights
 
     @_flat_weights.setter
     def _flat_weights(self, weights: list[Tensor | None]) -> None:

@@ -327,8 +327,10 @@ def _morph(
         slot.store.morph(slot.fmt, **options)
         return MorphChoice(slot.fmt.name, reason + ("" if observer is None else "; a cast has no scales to calibrate"))
     gain = slot.store.calibrate(slot.fmt, observer, pad=options["pad"])
-    told = f"{reason}; calibrated on {gain.rows_seen} inputs, error {gain.error_before:.3g} -> {gain.error_after:.3g}"
-    return MorphChoice(slot.fmt.name, told, gain)
+    explained = (
+        f"{reason}; calibrated on {gain.rows_seen} inputs, error {gain.error_before:.3g} -> {gain.error_after:.3g}"
+    )
+    return MorphChoice(slot.fmt.name, explained, gain)
 
 
 def _morph_ties(

@@ -129,14 +129,14 @@ def _under_the_models_names(path: str | Path, file: TensorFile, model: Any) -> d
     numbers |= {alias: numbers[name] for alias, name in file.tied.items()}
     loaded = model_from_tensors(type(model), model.config, numbers, str(path), dtype=torch.float32)
     packed = {numbers[name].data_ptr(): item for name, item in read.items() if isinstance(item, Encoded)}
-    found: dict[str, Tensor | Encoded] = {}
+    tensors: dict[str, Tensor | Encoded] = {}
     for name, tensor in loaded.state_dict().items():
         item = packed.get(tensor.data_ptr())
         if item is not None and item.shape == tuple(tensor.shape):
-            found[name] = item
+            tensors[name] = item
         else:
-            found[name] = tensor.to(model.dtype) if tensor.is_floating_point() else tensor
-    return found
+            tensors[name] = tensor.to(model.dtype) if tensor.is_floating_point() else tensor
+    return tensors
 
 
 def _check_shape(path: str | Path, name: str, shape: tuple[int, ...], own: Tensor | EncodedModule) -> None:

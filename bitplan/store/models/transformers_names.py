@@ -24,7 +24,7 @@ REPORTED = {"output_loading_info": True, "ignore_mismatched_sizes": True}
 
 def model_from_tensors(model_class: Any, config: Any, tensors: Mapping[str, Tensor], where: str, **options: Any) -> Any:
     """A model of this class that holds these tensors, all of them and nothing else."""
-    with quiet_transformers():
+    with silence_transformers():
         try:
             model, info = model_class.from_pretrained(
                 None, config=config, state_dict=dict(tensors), **REPORTED, **options
@@ -43,10 +43,10 @@ def require_complete(info: Mapping[str, Any], where: str) -> None:
         for name, came, expected in sorted(info.get("mismatched_keys") or (), key=lambda item: str(item[0]))
     ]
     errors = [first_line(error) for error in info.get("error_msgs") or ()]
-    found = [("missing", missing), ("unknown to the model", unknown), ("of another shape", shapes), ("errors", errors)]
-    if any(names for _, names in found):
-        told = "; ".join(listed_names(what, names) for what, names in found if names)
-        raise FileFormatError(f"{where}: the file does not fit the model of its config: {told}")
+    faults = [("missing", missing), ("unknown to the model", unknown), ("of another shape", shapes), ("errors", errors)]
+    if any(names for _, names in faults):
+        message = "; ".join(listed_names(what, names) for what, names in faults if names)
+        raise FileFormatError(f"{where}: the file does not fit the model of its config: {message}")
 
 
 def listed_names(what: str, names: Iterable[str]) -> str:
@@ -63,7 +63,7 @@ def first_line(error: object) -> str:
 
 
 @contextmanager
-def quiet_transformers() -> Iterator[None]:
+def silence_transformers() -> Iterator[None]:
     """Our callers show their own progress; the bar of GGUF's dequantization has no switch of its own."""
     from transformers.utils import logging as theirs
 

@@ -1,4 +1,4 @@
-"""A file's tensors as the model's numbers, under one naming, whatever the layout: what two files are compared by.
+"""Reads a file's tensors as the model's numbers under one naming, so that files of any layout can be compared.
 
 | file | comes as |
 |---|---|
@@ -79,13 +79,13 @@ def _values(file: TensorFile, opened: ExitStack, *, layouts: bool, translate: bo
         return ModelValues(file.path, own, note)
     assert isinstance(file, GGUFTensors)
     aliases = shipped_manifest("llama").aliases
-    found = {aliases.to_ours(name): item for name, item in own.items()}
+    tensors = {aliases.to_ours(name): item for name, item in own.items()}
     if _LLAMA_KIN[kind]:
         for part, key in (("q_proj", "head_count"), ("k_proj", "head_count_kv")):
             heads = file.file.metadata.get(f"{kind}.attention.{key}")
-            for name in [name for name in found if f".self_attn.{part}." in name]:
-                found[name] = _in_order(found[name], None if heads is None else heads.value, f"{file.path}: {name}")
-    return ModelValues(file.path, found)
+            for name in [name for name in tensors if f".self_attn.{part}." in name]:
+                tensors[name] = _in_order(tensors[name], None if heads is None else heads.value, f"{file.path}: {name}")
+    return ModelValues(file.path, tensors)
 
 
 def _has_codes(file: TensorFile) -> bool:
@@ -96,8 +96,8 @@ def _has_codes(file: TensorFile) -> bool:
 def _architecture(file: TensorFile) -> str | None:
     if not isinstance(file, GGUFTensors):
         return None
-    found = file.file.metadata.get("general.architecture")
-    return None if found is None else str(found.value)
+    field = file.file.metadata.get("general.architecture")
+    return None if field is None else str(field.value)
 
 
 def _plain(file: TensorFile, name: str) -> Values:

@@ -180,10 +180,10 @@ class WeightStore:
     def _morph(self, fmt: Format, options: EncodeOptions, *, force: bool) -> Encoded:
         with self._lock:
             recipe = merge_options(self._recipes.get(fmt.name, {}), options)
-            found = None if force else self._find(fmt, recipe)
+            existing = None if force else self._find(fmt, recipe)
             turn = self._encode_locks.setdefault(fmt.name, threading.Lock())
-        if found is not None:
-            return found
+        if existing is not None:
+            return existing
         with turn:
             return self._make(fmt, recipe, force=force)
 
@@ -196,9 +196,9 @@ class WeightStore:
         """Encode, first from the master itself, and if it changes meanwhile from a copy."""
         for from_copy in (False, True):
             with self._lock:
-                found = None if force else self._find(fmt, recipe)
-                if found is not None:
-                    return found
+                existing = None if force else self._find(fmt, recipe)
+                if existing is not None:
+                    return existing
                 state, master = self._refresh(), self._need_master(f"morph to {fmt.name}").detach()
                 master = master.clone() if from_copy else master
             encoded = self._encode(master, fmt, recipe)

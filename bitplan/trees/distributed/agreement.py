@@ -1,4 +1,4 @@
-"""Before a distributed fit: do all processes fit the same model to the same kind of table? If not, who differs in what.
+"""Checks before a distributed fit that all processes fit the same model to the same kind of table.
 
 A process without rows still has to have the settings and features of the others, but its arrays may have any type.
 """
@@ -22,11 +22,11 @@ def agree(always: dict[str, Any], of_rows: dict[str, Any], rows: int, shards: Sh
         return always | of_rows
     document = {name: describe(value) for name, value in always.items()}
     document |= {name: describe(value) for name, value in of_rows.items()} if rows else {}
-    found = gather_json(document, "settings and features", shards)
-    _refuse_other_keys(found, {*always} | {*of_rows}, {*always})
-    agreed: dict[str, Any] = {}
+    documents = gather_json(document, "settings and features", shards)
+    _refuse_other_keys(documents, {*always} | {*of_rows}, {*always})
+    common: dict[str, Any] = {}
     for name in (*always, *of_rows):
-        values = {rank: facts[name] for rank, facts in enumerate(found) if name in facts}
+        values = {rank: facts[name] for rank, facts in enumerate(documents) if name in facts}
         if not values:
             raise TreesError("X: no process has any rows; give at least one of them some")
         first = min(values)
@@ -36,8 +36,8 @@ def agree(always: dict[str, Any], of_rows: dict[str, Any], rows: int, shards: Sh
                 f"distributed fit: {name} differs between processes: rank {first} has {values[first]!r:.80}, rank "
                 f"{others[0]} has {values[others[0]]!r:.80}; every process must fit the same model to the same columns"
             )
-        agreed[name] = values[first]
-    return agreed
+        common[name] = values[first]
+    return common
 
 
 def describe(value: Any) -> Any:
@@ -67,9 +67,9 @@ def merge_classes(here: Array, shards: Shards) -> Array:
         raise TreesError(
             f"y: labels of type {here.dtype} cannot be sent to other processes; use numbers, truth values or text"
         )
-    found = gather_json({"type": here.dtype.str, "labels": labels}, "classes", shards)
-    _refuse_other_keys(found, {"type", "labels"}, {"type", "labels"})
-    parts = [_labels(part, rank) for rank, part in enumerate(found) if part["labels"]]
+    documents = gather_json({"type": here.dtype.str, "labels": labels}, "classes", shards)
+    _refuse_other_keys(documents, {"type", "labels"}, {"type", "labels"})
+    parts = [_labels(part, rank) for rank, part in enumerate(documents) if part["labels"]]
     if not parts:
         raise TreesError("y: no process has any labels; give at least one of them some rows")
     merged: Array = np.unique(np.concatenate(parts))
@@ -78,15 +78,15 @@ def merge_classes(here: Array, shards: Shards) -> Array:
 
 def _labels(part: dict[str, Any], rank: int) -> Array:
     try:
-        found: Array = np.array(part["labels"], dtype=part["type"])
+        labels: Array = np.array(part["labels"], dtype=part["type"])
     except (TypeError, ValueError, OverflowError):
-        found = np.empty((0, 0))
-    if found.ndim != 1 or found.dtype.kind not in LABEL_KINDS:
+        labels = np.empty((0, 0))
+    if labels.ndim != 1 or labels.dtype.kind not in LABEL_KINDS:
         raise TreesError(f"distributed fit: rank {rank} sent classes that are no labels, {part!r:.80}; {SAME_VERSION}")
-    return found
+    return labels
 
 
-def _refuse_other_keys(found: list[Any], known: set[str], required: set[str]) -> None:
-    for rank, part in enumerate(found):
+def _refuse_other_keys(documents: list[Any], known: set[str], required: set[str]) -> None:
+    for rank, part in enumerate(documents):
         if not isinstance(part, dict) or not required <= set(part) <= known:
             raise TreesError(f"distributed fit: rank {rank} sent {part!r:.80}, which is not expected; {SAME_VERSION}")

@@ -75,9 +75,9 @@ def _select(keys: Array, group: Array, weights: Array, wanted: Array, shards: Sh
         byte = (keys >> np.uint64(shift) & np.uint64(255)).astype(np.int64)
         np.add.at(table, group * 256 + byte, weights)
         reached = np.cumsum(shards.add(table, STEP).reshape(groups, 256), axis=1)
-        found = np.argmax(reached >= wanted[:, None], axis=1)
-        below = np.where(found > 0, reached[np.arange(groups), found - 1], 0)
-        wanted, begin = wanted - below, begin << np.uint64(8) | found.astype(np.uint64)
-        kept = byte == found[group]
-        keys, group, weights = keys[kept], group[kept], weights[kept]
+        chosen = np.argmax(reached >= wanted[:, None], axis=1)
+        below = np.where(chosen > 0, reached[np.arange(groups), chosen - 1], 0)
+        wanted, begin = wanted - below, begin << np.uint64(8) | chosen.astype(np.uint64)
+        within = byte == chosen[group]
+        keys, group, weights = keys[within], group[within], weights[within]
     return _number(begin)

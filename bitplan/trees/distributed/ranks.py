@@ -52,7 +52,7 @@ class Ranks:
         self.bytes_sent: dict[str, list[int]] = {}
         self.steps = 0
         self._bytes_since = 0
-        self._agreed: set[str] = set()  # steps whose sizes were compared since the last `sent_for`
+        self._compared: set[str] = set()  # steps whose sizes were compared since the last `sent_for`
         self._store = _get_default_store()
         fits = self._store.add(f"bitplan.trees/fits of {self.rank}", 1)  # as many in every process
         self._place = f"bitplan.trees/{fits}"
@@ -81,7 +81,7 @@ class Ranks:
         """What this process put into steps since the last call was for `what`."""
         self.bytes_sent.setdefault(what, []).append(self._bytes_since)
         self._bytes_since = 0
-        self._agreed.clear()
+        self._compared.clear()
 
     def fail(self, error: BaseException) -> None:
         """Leave a message for the others, and end the step they wait in."""
@@ -100,19 +100,19 @@ class Ranks:
 
     def _all_reduce(self, numbers: Array, how: Any, what: str) -> Array:
         out = np.array(numbers)  # a copy: torch sums in place
-        if what not in self._agreed:  # once a tree: sizes follow from settings and from sums, which all have
+        if what not in self._compared:  # once a tree: sizes follow from settings and from sums, which all have
             self._check_same_size(self._announce(out.nbytes, what), what)
-            self._agreed.add(what)
+            self._compared.add(what)
         self._meet(what, lambda: dist.all_reduce(torch.from_numpy(out), how, group=self._group), out.nbytes)
         return out
 
     def _announce(self, size: int, what: str) -> list[int]:
         """How many bytes each process brings to a step: gloo ends a process that gets more than it has room for."""
         own = torch.tensor([zlib.crc32(what.encode()), size])
-        found = [torch.empty_like(own) for _ in range(self.count)]
-        self._meet(what, lambda: dist.all_gather(found, own, group=self._group), 16)
-        sizes = [int(size) for _, size in found]
-        for rank, (step, came) in enumerate(found):
+        announced = [torch.empty_like(own) for _ in range(self.count)]
+        self._meet(what, lambda: dist.all_gather(announced, own, group=self._group), 16)
+        sizes = [int(size) for _, size in announced]
+        for rank, (step, came) in enumerate(announced):
             if step != own[0] or not 0 <= came <= MAX_PART_BYTES:
                 raise TreesError(  # `fail` passes it on to the others
                     f"distributed fit, in step {what!r}: expected from rank {rank} the size of an array for this step, "

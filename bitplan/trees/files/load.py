@@ -89,10 +89,10 @@ def _classes(reader: Reader, classes: Any) -> Array:
     kinds = {type(label) for label in classes} if isinstance(classes, list) else set()
     is_known = len(kinds) == 1 and kinds <= {bool, int, float, str} and len(classes) >= 2
     if is_known and sorted(set(classes)) == classes:
-        found: Array = np.array(classes, dtype=object if kinds == {str} else None)
-        is_exact = found.dtype.kind in "biuf" and found.tolist() == classes and bool(np.isfinite(found).all())
+        labels: Array = np.array(classes, dtype=object if kinds == {str} else None)
+        is_exact = labels.dtype.kind in "biuf" and labels.tolist() == classes and bool(np.isfinite(labels).all())
         if is_exact or all(map(is_text, classes)):
-            return found
+            return labels
     return reader.fail("classes", "two or more labels of one type, sorted, numbers finite and of 64 bits", classes)
 
 

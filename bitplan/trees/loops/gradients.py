@@ -1,4 +1,4 @@
-"""Loops that make gradients, and loops that make them small.
+"""Compiled loops that compute gradients, and that quantize them.
 
 Stochastic rounding draws from a counter-based generator: the number for a row is a hash of the seed, the round and the
 row, so that the same seed gives the same codes in whatever order and on however many threads rows are rounded.

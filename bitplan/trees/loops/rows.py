@@ -35,8 +35,8 @@ def _step(limits, low, step, number):  # type: ignore[no-untyped-def]
 
 
 @inlined
-def _put(column, panel, place, row, number, found):  # type: ignore[no-untyped-def]
-    bin_ = found if number == number else MISSING
+def _put(column, panel, place, row, number, bin_number):  # type: ignore[no-untyped-def]
+    bin_ = bin_number if number == number else MISSING
     column[U(row)] = bin_
     panel[U(row), U(place)] = bin_
 
@@ -70,13 +70,13 @@ def bin_categories(numbers, categories, first_row, panel, column, place):  # typ
     """The same for a categorical feature: its bin is the place in `categories`, sorted; unknown is missing."""
     for i in range(numbers.size):
         number = np.float64(numbers[i])
-        found = MISSING
+        bin_ = MISSING
         if not np.isnan(number):
             at = _find_bin(categories, number)
             if at < categories.size and categories[at] == number:
-                found = at
-        column[first_row + i] = found
-        panel[first_row + i, place] = found
+                bin_ = at
+        column[first_row + i] = bin_
+        panel[first_row + i, place] = bin_
 
 
 @compiled

@@ -270,12 +270,12 @@ def judge(  # type: ignore[no-untyped-def]
                         left, right = np.float64(grad) * scales[0], np.float64(sums[0] - grad) * scales[0]
                         left_hess, right_hess = np.float64(weight) * scales[1], np.float64(sums[1] - weight) * scales[1]
                         left_all, right_all = left_hess + l2, right_hess + l2  # over one denominator: divisions cost
-                        found = (left * left * right_all + right * right * left_all) / (left_all * right_all)
-                        if found > gain and count_left >= least_rows and sums[2] - count_left >= least_rows:
+                        candidate = (left * left * right_all + right * right * left_all) / (left_all * right_all)
+                        if candidate > gain and count_left >= least_rows and sums[2] - count_left >= least_rows:
                             heavy = left_hess >= rules[MIN_WEIGHT] and right_hess >= rules[MIN_WEIGHT]
                             if heavy and left_all > 0.0 and right_all > 0.0:
-                                place, gain = np.int64(i), found
-                                lower = -found * CAUTION * unit
+                                place, gain = np.int64(i), candidate
+                                lower = -candidate * CAUTION * unit
                                 least_bar = lower if lower < least_bar else least_bar
             else:
                 place, gain = _scan_bounded(

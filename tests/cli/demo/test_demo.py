@@ -37,12 +37,12 @@ def figures(folder):
     return json.loads(printed[0])
 
 
-def without_times(found):
+def without_times(result):
     """Figures that the seed decides: no seconds."""
-    if isinstance(found, dict):
+    if isinstance(result, dict):
         timed = ("_s", "_s_samples", "seconds")
-        return {key: without_times(value) for key, value in found.items() if not key.endswith(timed)}
-    return [without_times(item) for item in found] if isinstance(found, list) else found
+        return {key: without_times(value) for key, value in result.items() if not key.endswith(timed)}
+    return [without_times(item) for item in result] if isinstance(result, list) else result
 
 
 def test_every_file_is_written_and_is_a_record(folder, figures):
@@ -51,18 +51,18 @@ def test_every_file_is_written_and_is_a_record(folder, figures):
     models = {f"model.{name}.safetensors" for name in (REFERENCE, PLAN, *FORMATS)}
     assert {path.name for path in folder.iterdir()} == expected | models | {"manifest.json", "report.html"}
     assert len(read_records(folder / name for name in figures["records"])) == len(expected)
-    kept = json.loads((folder / "demo.json").read_text())
-    assert kept == {key: value for key, value in figures.items() if key not in ("records", "report")}
+    stored = json.loads((folder / "demo.json").read_text())
+    assert stored == {key: value for key, value in figures.items() if key not in ("records", "report")}
 
 
 def test_training_learned_and_layers_moved_for_a_reason(figures):
-    found = figures["training"]
-    assert found["last_loss"] < found["first_loss"] - 0.5
-    assert found["moves"]
-    assert all(move["before"] != move["after"] and move["reason"].startswith("score ") for move in found["moves"])
-    assert sum(found["layers_by_precision"].values()) == found["layers"] == 24
-    assert found["layers_by_precision"]["int8"] > 0
-    assert found["bytes_not_sent"] > 0
+    result = figures["training"]
+    assert result["last_loss"] < result["first_loss"] - 0.5
+    assert result["moves"]
+    assert all(move["before"] != move["after"] and move["reason"].startswith("score ") for move in result["moves"])
+    assert sum(result["layers_by_precision"].values()) == result["layers"] == 24
+    assert result["layers_by_precision"]["int8"] > 0
+    assert result["bytes_not_sent"] > 0
 
 
 def test_telemetry_says_what_the_figures_say(folder, figures):
@@ -120,8 +120,8 @@ def test_the_page_renders_in_a_browser(folder, figures):
     with Browser() as browser:
         page = browser.open(folder / "report.html")
         try:
-            found = page.run("[...document.querySelectorAll('main > section')].map((part) => part.id)")
-            assert found == ["summary", *SECTIONS]
+            result = page.run("[...document.querySelectorAll('main > section')].map((part) => part.id)")
+            assert result == ["summary", *SECTIONS]
             assert page.run("document.querySelectorAll('.heatmap svg').length") == 1
             rows = page.run("document.querySelectorAll('#decisions tbody tr').length")
             assert rows == len(figures["plan"]["formats"])
@@ -136,7 +136,7 @@ def test_the_same_seed_gives_the_same_figures_over_old_files(figures, folder, tm
     before = {name: (folder / name).read_bytes() for name in ("plan.json", "model.plan.safetensors", "training.jsonl")}
     (folder / "notes.txt").write_text("mine")
     assert run(["demo", "--fast", "-o", str(folder)]) == 0
-    told = capsys.readouterr().out
+    message = capsys.readouterr().out
     again = json.loads((folder / "demo.json").read_text())
     assert without_times(again) == without_times({key: figures[key] for key in again})
     assert before == {name: (folder / name).read_bytes() for name in before}
@@ -149,8 +149,8 @@ def test_the_same_seed_gives_the_same_figures_over_old_files(figures, folder, tm
         "* plan",
         "AUC",
     ):
-        assert words in told
-    assert told.rstrip().endswith(f"report: {folder / 'report.html'}")
+        assert words in message
+    assert message.rstrip().endswith(f"report: {folder / 'report.html'}")
 
 
 def test_ctrl_c_leaves_whole_files(tmp_path, monkeypatch, capsys):

@@ -65,9 +65,9 @@ def test_layers_go_to_four_bits_while_their_errors_fit_the_budget(up, down, expe
 
 
 def test_the_best_format_of_a_width_is_taken_by_its_error():
-    found = errors(0.001, 0.001)
-    found["blocks.0.up"] |= {"nvfp4": 0.0001}
-    assert choose_formats(found, SHAPES)["blocks.0.up.weight"].format == "nvfp4"
+    result = errors(0.001, 0.001)
+    result["blocks.0.up"] |= {"nvfp4": 0.0001}
+    assert choose_formats(result, SHAPES)["blocks.0.up.weight"].format == "nvfp4"
 
 
 def test_the_manifest_resolves_to_the_plan():
@@ -89,7 +89,7 @@ def test_the_learning_rate_rises_and_falls():
     assert 0.1 * LEARNING_RATE <= rates[-1] < 0.11 * LEARNING_RATE
 
 
-def test_the_made_table_is_the_seeds():
+def test_the_made_table_depends_on_its_seed():
     (x, y), (again, _), (other, _) = made_table(500, 3), made_table(500, 3), made_table(500, 4)
     assert np.array_equal(x, again)
     assert not np.array_equal(x, other)
@@ -99,9 +99,9 @@ def test_the_made_table_is_the_seeds():
 def test_fp8_is_measured_into_files_that_a_report_shows(tmp_path):
     sizes = GpuSizes(LLAMA, sweep=((32, 1),), iters=3, timings=("eager",))
     session = plan_fp8(tmp_path, sizes, "cpu")
-    told = []
-    rows = measure_fp8(session, lambda amount, label: told.append((amount, label)))
-    assert len(told) == len(session.plan.ways()) == 4
+    message = []
+    rows = measure_fp8(session, lambda amount, label: message.append((amount, label)))
+    assert len(message) == len(session.plan.ways()) == 4
     assert len(rows) == 4
     sections = write_report([tmp_path / "fp8-policy.json"], tmp_path / "report.html")
     assert sections[0].title == "Speed"

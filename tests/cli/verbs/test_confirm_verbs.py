@@ -13,7 +13,7 @@ from bitplan.runtime.fp8.bench import confirm as fp8_confirm
 from bitplan.runtime.fp8.bench import confirm_policy as fp8_confirm_policy
 from tests.plan.fp8.fp8_samples import H200
 from tests.runtime.fp8.bench.test_fp8_confirm_model import LLAMA
-from tests.runtime.fp8.test_fp8_apply import ALL, LAYERS, WINS, Told, policy_of
+from tests.runtime.fp8.test_fp8_apply import ALL, LAYERS, WINS, SetClock, policy_of
 
 LOSES = {64: 0.5, 128: 0.6}
 
@@ -31,7 +31,7 @@ def confirm(*arguments, policy="policy.json", model="config.json", tokens="64,12
 
 def tell(monkeypatch, fp8_ms):
     """The command has no clock to be told; the one that it finds for its device is."""
-    clock = Told(fp8_ms).watch(monkeypatch)
+    clock = SetClock(fp8_ms).watch(monkeypatch)
     monkeypatch.setattr(fp8_confirm, "stopwatch_of", lambda _: clock)
 
 

@@ -38,20 +38,20 @@ def shell(tmp_path, monkeypatch):
 def test_tables(capsys):
     assert run(["doctor", "--no-measure"]) == 0
     out = capsys.readouterr().out
-    for told in ("fast paths", "CPU encode and decode (numba)", "torch>=2", "measured crossovers", "next: "):
-        assert told in out
+    for message in ("fast paths", "CPU encode and decode (numba)", "torch>=2", "measured crossovers", "next: "):
+        assert message in out
 
 
 def test_json_is_a_record_that_a_report_shows(tmp_path, capsys):
     assert run(["doctor", "--json", "--no-measure"]) == 0
     text = capsys.readouterr().out
-    found = json.loads(text)
-    assert found["document"] == "bitplan-machine"
-    assert found["versions"]["torch"] == metadata.version("torch")  # a CUDA build adds to torch.__version__
-    assert found["bandwidth"] is None
+    result = json.loads(text)
+    assert result["document"] == "bitplan-machine"
+    assert result["versions"]["torch"] == metadata.version("torch")  # a CUDA build adds to torch.__version__
+    assert result["bandwidth"] is None
     (tmp_path / "machine.json").write_text(text)
     write_report(["machine.json"], "r.html")
-    assert found["machine"]["cpu"] in (tmp_path / "r.html").read_text()
+    assert result["machine"]["cpu"] in (tmp_path / "r.html").read_text()
 
 
 def test_exit_1_when_something_needed_is_broken(monkeypatch, capsys):

@@ -11,7 +11,7 @@ import pytest
 from bitplan.cli import run
 from bitplan.plan.fp8.policy import load_policy
 from bitplan.plan.fp8.report import Row
-from tests.plan.fp8.fp8_samples import H200, SEED_POLICY, experts, pair, report, series
+from tests.plan.fp8.fp8_samples import H200, VERSION_1, experts, pair, report, series
 
 
 @pytest.fixture(autouse=True)
@@ -33,12 +33,12 @@ def explain(*arguments, policy="p.json", kind="row", name="fc2", tokens="4096"):
     return run(["explain", policy, "--kind", kind, *named, "--tokens", tokens, *arguments])
 
 
-def seed():
-    Path("seed.json").write_text(SEED_POLICY)
-    return "seed.json"
+def version_1():
+    Path("thresholds.json").write_text(VERSION_1)
+    return "thresholds.json"
 
 
-def test_the_seeds_command(capsys):
+def test_merge_policy(capsys):
     """2.1.1, step 2: three reports after one --reports."""
     names = [save(f"report_tp{tp}.json", series({1024: 0.8, 4096: 1.4, 16384: 1.5}, tp=tp)) for tp in (1, 2, 4)]
     assert merge(*names, "--output", "p.json", "--speedup-threshold", "1.0") == 0
@@ -121,7 +121,7 @@ def test_into_a_policy(capsys):
     assert Path("p.json").read_bytes() == Path("both.json").read_bytes()
     capsys.readouterr()
     assert merge("a.json", "--into", "p.json") == 0  # the worse of two measurements of a point stays
-    assert merge("a.json", "--into", seed()) == 2
+    assert merge("a.json", "--into", version_1()) == 2
     assert "--into needs version 2" in capsys.readouterr().err
 
 
@@ -215,13 +215,13 @@ def test_explain_estimates_as_apply_does(capsys):
     assert "BF16 (unmeasured): 3000 tokens were never measured, and lie between" in capsys.readouterr().out
 
 
-def test_explain_the_seeds_policy(capsys):
+def test_explain_version_1(capsys):
     """2.2: fc2 from 8192 tokens on; experts 53 x 8 = 424 tokens."""
-    assert explain(policy=seed(), tokens="8192") == 0
+    assert explain(policy=version_1(), tokens="8192") == 0
     assert "FP8 (win): 8192 tokens are at or above min_tokens 8192" in capsys.readouterr().out
-    assert explain(policy="seed.json", tokens="8191") == 1
+    assert explain(policy="thresholds.json", tokens="8191") == 1
     expert = ["--expert", "--topk", "8", "--num-gemms", "64"]
-    assert explain(*expert, policy="seed.json", tokens="53", name="", kind="column") == 0
+    assert explain(*expert, policy="thresholds.json", tokens="53", name="", kind="column") == 0
     assert "column_grouped at 424 tokens: FP8" in capsys.readouterr().out
 
 
@@ -242,13 +242,13 @@ def test_explain_experts(capsys):
         ({"kind": "rows"}, "unknown module kind 'rows'; the kinds are layernorm_column"),
         ({"tokens": "0"}, "num_tokens must be an integer from 1, got 0"),
         ({"policy": "none.json"}, "none.json: cannot be read"),
-        ({"policy": "bad.json"}, "bad.json: version must be 1 (the seed's) or 2"),
+        ({"policy": "bad.json"}, "bad.json: version must be 1 (LoongForge's) or 2"),
     ],
 )
 def test_explain_errors(arguments, message, capsys):
-    seed()
+    version_1()
     Path("bad.json").write_text('{"version": 9}')
-    assert explain(**({"policy": "seed.json"} | arguments)) == 2
+    assert explain(**({"policy": "thresholds.json"} | arguments)) == 2
     captured = capsys.readouterr()
     assert message in captured.err
     assert captured.err.count("\n") == 1
@@ -260,5 +260,5 @@ def test_explain_bad_options(capsys):
         (["--recipe", "int8"], "recipe must be one of"),
         (["--gemm", "all"], "gemm must be one of"),
     ):
-        assert explain(*arguments, policy=seed()) == 2
+        assert explain(*arguments, policy=version_1()) == 2
         assert message in capsys.readouterr().err

@@ -91,28 +91,28 @@ def refused(*arguments, capsys) -> str:
 
 
 def test_perplexity_is_transformers_own(here, capsys):
-    found = measured("llama", "--no-floor", capsys=capsys)
+    result = measured("llama", "--no-floor", capsys=capsys)
     model = transformers.AutoModelForCausalLM.from_pretrained("llama").eval()
     ids = torch.tensor(
         transformers.AutoTokenizer.from_pretrained("llama")((here / "text.txt").read_text())["input_ids"]
     )
     losses = [(float(model(w[None], labels=w[None]).loss.detach()), len(w) - 1) for w in ids.split(16)]
-    row = found["reference_row"]
+    row = result["reference_row"]
     assert row["tokens"] == sum(count for _, count in losses) == len(ids) - row["windows"]
     assert row["nll"]["mean"] == pytest.approx(sum(loss * count for loss, count in losses) / row["tokens"], rel=1e-6)
-    assert found["noise_floor"] is None
-    assert found["rows"] == []
+    assert result["noise_floor"] is None
+    assert result["rows"] == []
 
 
 def test_a_row_per_format_on_one_reference(capsys):
-    found = measured("llama", "-f", "float32", "-f", "bfloat16", "-f", "int8_row", "-f", "mxfp4", capsys=capsys)
-    rows = {row["format"]: row for row in found["rows"]}
+    result = measured("llama", "-f", "float32", "-f", "bfloat16", "-f", "int8_row", "-f", "mxfp4", capsys=capsys)
+    rows = {row["format"]: row for row in result["rows"]}
     assert list(rows) == ["float32", "bfloat16", "int8_row", "mxfp4"]
     assert rows["float32"]["kl"] == {"mean": 0.0, "standard_error": 0.0}
     assert 0 < rows["bfloat16"]["kl"]["mean"] < rows["int8_row"]["kl"]["mean"] < rows["mxfp4"]["kl"]["mean"]
-    assert 0 < found["noise_floor"]["kl"]["mean"] < rows["mxfp4"]["kl"]["mean"]
+    assert 0 < result["noise_floor"]["kl"]["mean"] < rows["mxfp4"]["kl"]["mean"]
     for row in rows.values():
-        difference = row["nll"]["mean"] - found["reference_row"]["nll"]["mean"]
+        difference = row["nll"]["mean"] - result["reference_row"]["nll"]["mean"]
         assert row["nll_difference"]["mean"] == pytest.approx(difference, abs=1e-12)
         assert len(row["samples"]["kl"]) == row["windows"]
     assert (
@@ -133,23 +133,23 @@ def test_a_manifest_its_plan_and_a_format_agree(capsys):
 
 
 def test_keep_names_parameters_or_modules(capsys):
-    kept = ("--keep", "model.embed_tokens", "--keep", "lm_head.weight", "--keep", "*.self_attn")
+    stored = ("--keep", "model.embed_tokens", "--keep", "lm_head.weight", "--keep", "*.self_attn")
     options = ("-f", "mxfp4", "--no-floor")
-    (all_packed,), (some_kept,) = (measured("llama", *options, *more, capsys=capsys)["rows"] for more in ((), kept))
+    (all_packed,), (some_kept,) = (measured("llama", *options, *more, capsys=capsys)["rows"] for more in ((), stored))
     assert some_kept["bits_per_weight"] > all_packed["bits_per_weight"] + 5
-    told = refused(
+    message = refused(
         "llama", "--text", "text.txt", "--context", "16", *options, "--keep", "lm_heat.weight", capsys=capsys
     )
-    assert "the pattern 'lm_heat.weight' matches no tensor; did you mean 'lm_head.weight'" in told
+    assert "the pattern 'lm_heat.weight' matches no tensor; did you mean 'lm_head.weight'" in message
 
 
 def test_against_another_model(capsys):
     save_llama("other", seed=5)
-    found = measured("llama", "--against", "other", "-f", "bfloat16", capsys=capsys)
-    assert found["reference"] == "other"
-    as_it_is, cast = found["rows"]
+    result = measured("llama", "--against", "other", "-f", "bfloat16", capsys=capsys)
+    assert result["reference"] == "other"
+    as_it_is, cast = result["rows"]
     assert as_it_is["format"] == "llama"
-    assert as_it_is["kl"]["mean"] > 10 * found["noise_floor"]["kl"]["mean"]
+    assert as_it_is["kl"]["mean"] > 10 * result["noise_floor"]["kl"]["mean"]
     assert cast["kl"]["mean"] == pytest.approx(as_it_is["kl"]["mean"], rel=0.01)
 
 
@@ -158,15 +158,15 @@ def test_the_table_reads_well(capsys):
     assert run([*command, "--batch", "3", "--threads", "1"]) == 0
     out = capsys.readouterr().out
     assert "llama on text.txt: 90 tokens scored, 6 windows of 16" in out
-    for told in ("reference: llama", "noise floor", "int4_g32", "bits/weight", "KL / floor", "one standard error"):
-        assert told in out
+    for message in ("reference: llama", "noise floor", "int4_g32", "bits/weight", "KL / floor", "one standard error"):
+        assert message in out
 
 
 def test_a_gguf_file_is_the_same_model(capsys):
     write_gguf("llama", "tiny.gguf")
-    found = measured("tiny.gguf", "--against", "llama", "--no-floor", capsys=capsys)
-    assert found["rows"][0]["kl"]["mean"] < 1e-9
-    assert found["rows"][0]["top1_agreement"]["mean"] == 1.0
+    result = measured("tiny.gguf", "--against", "llama", "--no-floor", capsys=capsys)
+    assert result["rows"][0]["kl"]["mean"] < 1e-9
+    assert result["rows"][0]["top1_agreement"]["mean"] == 1.0
     with open_tensors("tiny.gguf") as file:  # a plan made from it has GGUF's names
         plan = shipped_manifest("llama").resolve({spec.name: tuple(spec.shape) for spec in file.specs.values()})
     plan.save("gguf_plan.json")
@@ -278,17 +278,17 @@ def test_an_encoder_is_no_language_model(capsys):
         transformers.BertForMaskedLM(config).save_pretrained("bert")
     with_config("bert")
     (Path("bert") / "config.json").write_text(config.to_json_string(use_diff=False))
-    told = refused("bert", "--text", "text.txt", "--context", "16", capsys=capsys)
-    assert "not a causal language model: what bert says of a token depends on later ones" in told
+    message = refused("bert", "--text", "text.txt", "--context", "16", capsys=capsys)
+    assert "not a causal language model: what bert says of a token depends on later ones" in message
 
 
 def test_bits_of_a_gguf_file_are_its_own(capsys):
     write_gguf("llama", "wide.gguf")
     quantize_file("wide.gguf", "narrow.gguf", "q8_0_gguf")
-    found = measured("narrow.gguf", "--against", "wide.gguf", "--no-floor", capsys=capsys)
-    assert found["reference_row"]["bits_per_weight"] == 32.0
-    assert found["rows"][0]["bits_per_weight"] == pytest.approx(8.5, abs=0.3)
-    assert found["rows"][0]["kl"]["mean"] > 0
+    result = measured("narrow.gguf", "--against", "wide.gguf", "--no-floor", capsys=capsys)
+    assert result["reference_row"]["bits_per_weight"] == 32.0
+    assert result["rows"][0]["bits_per_weight"] == pytest.approx(8.5, abs=0.3)
+    assert result["rows"][0]["kl"]["mean"] > 0
 
 
 def test_a_perplexity_beyond_any_number_is_shown_as_such(capsys):
@@ -349,13 +349,13 @@ def test_bad_options_are_refused_before_anything_is_read(here, capsys):
 
 def test_a_short_text_is_refused(here, capsys):
     (here / "short.txt").write_text("ab ab ab")
-    told = refused("llama", "--text", "short.txt", "--context", "32", capsys=capsys)
-    assert "the text has 6 tokens, and one window of context needs 32; take a longer text" in told
+    message = refused("llama", "--text", "short.txt", "--context", "32", capsys=capsys)
+    assert "the text has 6 tokens, and one window of context needs 32; take a longer text" in message
 
 
 def test_a_context_beyond_the_model_is_refused(capsys):
-    told = refused("llama", "--text", "text.txt", "--context", "512", capsys=capsys)
-    assert "llama: context must be 64 or less, as the model has, got 512" in told
+    message = refused("llama", "--text", "text.txt", "--context", "512", capsys=capsys)
+    assert "llama: context must be 64 or less, as the model has, got 512" in message
 
 
 def test_windows_are_as_long_as_the_model_allows(capsys):
@@ -374,37 +374,37 @@ def test_rows_that_a_format_does_not_hold(capsys):
 
 def test_another_vocabulary_is_refused(capsys):
     save_llama("fewer", merges=MERGES[:30])
-    told = refused("llama", "--text", "text.txt", "--context", "16", "--against", "fewer", capsys=capsys)
-    assert "llama and fewer cut the text into different tokens" in told
+    message = refused("llama", "--text", "text.txt", "--context", "16", "--against", "fewer", capsys=capsys)
+    assert "llama and fewer cut the text into different tokens" in message
 
 
 def test_a_plan_that_forgets_a_weight_is_refused(capsys):
     shipped_manifest("llama").resolve({"model.norm.weight": (64,)}).save("short.json")
-    told = refused("llama", "--text", "text.txt", "--context", "16", "--plan", "short.json", capsys=capsys)
-    assert "nothing is said of 'model.embed_tokens.weight'" in told
+    message = refused("llama", "--text", "text.txt", "--context", "16", "--plan", "short.json", capsys=capsys)
+    assert "nothing is said of 'model.embed_tokens.weight'" in message
 
 
 def test_what_is_not_a_model_is_refused(here, capsys):
     text = ("--text", "text.txt")
     assert "no such file or folder" in refused("gone", *text, capsys=capsys)
-    told = refused("text.txt", *text, capsys=capsys)
-    assert "expected a folder with config.json, a .safetensors or a .gguf file" in told
-    for name, missing, told in (
+    message = refused("text.txt", *text, capsys=capsys)
+    assert "expected a folder with config.json, a .safetensors or a .gguf file" in message
+    for name, missing, message in (
         ("headless", "config.json", "no config.json"),
         ("mute", "tokenizer.json", "the model has no tokenizer"),
         ("weightless", "model.safetensors", "no .safetensors file"),
     ):
         shutil.copytree("llama", name)
         (here / name / missing).unlink()
-        assert told in refused(name, *text, capsys=capsys)
+        assert message in refused(name, *text, capsys=capsys)
     (here / "broken.gguf").write_bytes(b"GGUF but no more")
     assert "broken.gguf: GGUF version" in refused("broken.gguf", *text, capsys=capsys)
 
 
 def test_a_gguf_file_without_a_tokenizer_is_told_apart(here, capsys):
     make_checkpoint(here / "bare.gguf", naming="gguf")  # as `bitplan convert --to gguf` writes it
-    told = refused("bare.gguf", "--text", "text.txt", capsys=capsys)
-    assert "if the file holds no tokenizer, give the Hugging Face folder" in told
+    message = refused("bare.gguf", "--text", "text.txt", capsys=capsys)
+    assert "if the file holds no tokenizer, give the Hugging Face folder" in message
 
 
 def test_nan_in_a_weight_is_named(capsys):
@@ -412,14 +412,14 @@ def test_nan_in_a_weight_is_named(capsys):
     weights = safetensors.torch.load_file("sick/model.safetensors")
     weights["model.norm.weight"][0] = float("nan")
     safetensors.torch.save_file(weights, "sick/model.safetensors", metadata={"format": "pt"})
-    told = refused("sick", "--text", "text.txt", "--context", "16", capsys=capsys)
-    assert "sick: logits that are not finite in window 0, from its token 0 on" in told
+    message = refused("sick", "--text", "text.txt", "--context", "16", capsys=capsys)
+    assert "sick: logits that are not finite in window 0, from its token 0 on" in message
 
 
 def test_without_transformers_the_way_to_get_it_is_told(capsys, monkeypatch):
     monkeypatch.setitem(sys.modules, "transformers", None)
-    told = refused("llama", "--text", "text.txt", capsys=capsys)
-    assert "needs transformers, which is not installed: pip install 'bitplan[models]'" in told
+    message = refused("llama", "--text", "text.txt", capsys=capsys)
+    assert "needs transformers, which is not installed: pip install 'bitplan[models]'" in message
 
 
 def test_text_errors_are_of_the_library_too(here):

@@ -35,9 +35,9 @@ def test_a_cast_that_quantize_makes_is_no_finding(llama, capsys):
     tensors = safetensors.torch.load_file(llama)
     safetensors.torch.save_file({name: tensor.float() for name, tensor in tensors.items()}, "wide.safetensors")
     assert run(["check", "llama", "wide.safetensors"]) == 0
-    told = capsys.readouterr().out
-    assert "21 tensors, no findings under llama" in told
-    assert "5 tensors in float32: their rules ask for another float type, to which `bitplan quantize` casts" in told
+    message = capsys.readouterr().out
+    assert "21 tensors, no findings under llama" in message
+    assert "5 tensors in float32: their rules ask for another float type, to which `bitplan quantize` casts" in message
     assert run(["check", "llama", "wide.safetensors", "--json"]) == 0
     assert json.loads(capsys.readouterr().out) == []
 
@@ -109,9 +109,9 @@ def test_schema_and_expand(tmp_path, capsys):
     assert "needs no expanding" in capsys.readouterr().err
     (tmp_path / "raw.json").write_text(json.dumps({"block.[i].mlp.weight": "FP9"}))
     assert run(["manifest", "expand", str(tmp_path / "raw.json")]) == 2
-    told = capsys.readouterr()
-    assert "format 'FP9' is neither in `formats` nor one of bitplan's" in told.err
-    assert told.out == ""
+    message = capsys.readouterr()
+    assert "format 'FP9' is neither in `formats` nor one of bitplan's" in message.err
+    assert message.out == ""
 
 
 def test_plan_refuses_what_quantize_refuses_and_counts_the_bytes_it_writes(tmp_path, monkeypatch, capsys):
@@ -120,18 +120,18 @@ def test_plan_refuses_what_quantize_refuses_and_counts_the_bytes_it_writes(tmp_p
     safetensors.torch.save_file(tensors, "odd.safetensors")
     rules = {"version": 1, "patterns": [{"regex": ".*", "format": "mxfp4"}]}
     Path("rules.json").write_text(json.dumps(rules))
-    told = []
+    message = []
     for verb in (
         ["plan", "rules.json", "odd.safetensors", "-o", "plan.json"],
         ["quantize", "odd.safetensors", "small"],
     ):
         manifest = ["--manifest", "rules.json"] if verb[0] == "quantize" else []
         assert run([*verb, *manifest]) == 2
-        told.append(capsys.readouterr().err.split(";")[0])
-    assert told[0] == told[1]
+        message.append(capsys.readouterr().err.split(";")[0])
+    assert message[0] == message[1]
     assert (
         "odd.safetensors: a: mxfp4 has blocks of 32, and 33 of shape (4, 33) is not a multiple (nor 1 other tensor)"
-        in told[0]
+        in message[0]
     )
     assert not Path("plan.json").exists()
     Path("rules.json").write_text(json.dumps({**rules, "padding": "zero"}))

@@ -25,17 +25,17 @@ def shell(tmp_path, monkeypatch):
 
 def test_makes_a_page(tmp_path, capsys):
     assert run(["report", "plan.json", "-o", "out.html"]) == 0
-    told = capsys.readouterr().out
-    assert told.startswith("out.html: ")
-    assert told.endswith("1 records: Decisions, Machine and records\n")
+    message = capsys.readouterr().out
+    assert message.startswith("out.html: ")
+    assert message.endswith("1 records: Decisions, Machine and records\n")
     assert "because" in (tmp_path / "out.html").read_text()
 
 
 def test_as_json_with_a_title_to_the_default_place(tmp_path, capsys):
     assert run(["report", "plan.json", "--title", "My model", "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
+    result = json.loads(capsys.readouterr().out)
     page = tmp_path / "report.html"
-    assert found == {
+    assert result == {
         "report": "report.html",
         "bytes": page.stat().st_size,
         "records": 1,
@@ -46,7 +46,7 @@ def test_as_json_with_a_title_to_the_default_place(tmp_path, capsys):
 
 def test_errors_are_one_line_and_exit_2(tmp_path, capsys):
     (tmp_path / "other.json").write_text('{"speed": 1}')
-    for arguments, told in (
+    for arguments, message in (
         (["none.json"], "none.json: cannot be read: No such file or directory"),
         (["other.json"], 'other.json: not recognised by its keys ("speed"); expected a record'),
         (["plan.json", "-o", "no/such/r.html"], "no/such: no such folder"),
@@ -54,6 +54,6 @@ def test_errors_are_one_line_and_exit_2(tmp_path, capsys):
     ):
         assert run(["report", *arguments]) == 2
         error = capsys.readouterr().err
-        assert told in error
+        assert message in error
         assert error.count("\n") == 1
     assert not (tmp_path / "report.html").exists()

@@ -169,9 +169,9 @@ def test_a_rebased_tile_is_that_of_a_fresh_encode_and_a_kept_one_has_its_old_sca
     encoded = encode(x, fmt)
     again, counts = requantize(encoded, moved)
     old, new, fresh = (loaded(one) for one in (encoded, again, encode(moved, fmt)))
-    kept = new == old
-    assert bool((kept | (new == fresh)).all())
-    assert int((~kept).sum()) == counts.rebased
+    stored = new == old
+    assert bool((stored | (new == fresh)).all())
+    assert int((~stored).sum()) == counts.rebased
 
 
 @pytest.mark.parametrize("fmt", SCALED_FORMATS)
@@ -248,9 +248,9 @@ def test_where_the_base_moves_uint8(limits, moves):
     ],
 )
 def test_where_the_base_moves_e4m3(limits, moves):
-    def row(*found):
+    def row(*sizes):
         x = torch.zeros(1, 32)
-        x[0, 0], x[0, 16] = 6 * found[0], 6 * found[1]
+        x[0, 0], x[0, 16] = 6 * sizes[0], 6 * sizes[1]
         return x
 
     encoded = encode(row(448.0, 448.0), "nvfp4", base=1.0)

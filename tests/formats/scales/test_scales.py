@@ -57,7 +57,7 @@ def test_every_linear_scale_byte(base):
 
 
 @pytest.mark.parametrize(
-    ("storage", "scale", "base", "kept"),
+    ("storage", "scale", "base", "stored"),
     [
         (LINEAR_SCALES, 255.0, 1.0, 255.0),
         (LINEAR_SCALES, 300.0, 1.0, 255.0),  # beyond the largest: saturates
@@ -73,9 +73,9 @@ def test_every_linear_scale_byte(base):
         (E4M3_SCALES, 0.5, 0.25, 0.5),
     ],
 )
-def test_based_scales_round_and_saturate(storage, scale, base, kept):
+def test_based_scales_round_and_saturate(storage, scale, base, stored):
     factor = torch.tensor(base)
-    assert storage.load(storage.store(torch.tensor([scale]), factor), factor).tolist() == [kept]
+    assert storage.load(storage.store(torch.tensor([scale]), factor), factor).tolist() == [stored]
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
@@ -86,7 +86,7 @@ def test_float_scales_are_casts(dtype):
 
 
 @pytest.mark.parametrize(
-    ("dtype", "scale", "kept"),
+    ("dtype", "scale", "stored"),
     [
         (torch.float32, 2.0**-126, 2.0**-126),
         (torch.float32, -(2.0**-126), -(2.0**-126)),
@@ -96,9 +96,9 @@ def test_float_scales_are_casts(dtype):
         (torch.float64, 2.0**-1023, 0.0),
     ],
 )
-def test_a_scale_whose_reciprocal_could_overflow_becomes_zero(dtype, scale, kept):
+def test_a_scale_whose_reciprocal_could_overflow_becomes_zero(dtype, scale, stored):
     flushed = flush_small(torch.tensor([scale], dtype=dtype))
-    assert flushed.tolist() == [kept]
+    assert flushed.tolist() == [stored]
     assert bool(reciprocal(flushed).isfinite())
 
 

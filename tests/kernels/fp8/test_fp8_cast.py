@@ -43,25 +43,25 @@ def for_kernel(x: torch.Tensor, kernel: str) -> torch.Tensor:
     return torch.empty(x.numel() + 1, dtype=x.dtype, device=x.device)[1:].view(x.shape).copy_(x)
 
 
-def assert_same(found: ScaledFp8 | None, expected: ScaledFp8 | None) -> None:
-    assert found is not None
+def assert_same(result: ScaledFp8 | None, expected: ScaledFp8 | None) -> None:
+    assert result is not None
     assert expected is not None
-    assert found.scaling == expected.scaling
-    assert torch.equal(found.codes.view(torch.uint8).cpu(), expected.codes.view(torch.uint8))
-    assert found.scale.shape == expected.scale.shape
-    assert found.scale.stride() == expected.scale.stride() or not found.scale.numel()
-    assert torch.equal(found.scale.cpu().nan_to_num(-1), expected.scale.nan_to_num(-1))
+    assert result.scaling == expected.scaling
+    assert torch.equal(result.codes.view(torch.uint8).cpu(), expected.codes.view(torch.uint8))
+    assert result.scale.shape == expected.scale.shape
+    assert result.scale.stride() == expected.scale.stride() or not result.scale.numel()
+    assert torch.equal(result.scale.cpu().nan_to_num(-1), expected.scale.nan_to_num(-1))
 
 
 def both(x: torch.Tensor, device: torch.device, recipe: str, kernel: str = "pairs", **arguments) -> None:
-    found = cast_layouts(for_kernel(x.to(device), kernel), recipe, impl="triton", **arguments)
+    result = cast_layouts(for_kernel(x.to(device), kernel), recipe, impl="triton", **arguments)
     arguments.pop("launch", None)
     expected = cast_layouts(x, recipe, impl="reference", **arguments)
     for name in ("rows", "cols"):
         if arguments.get(name, True):
-            assert_same(getattr(found, name), getattr(expected, name))
+            assert_same(getattr(result, name), getattr(expected, name))
         else:
-            assert getattr(found, name) is None
+            assert getattr(result, name) is None
 
 
 @pytest.mark.cross(("recipe", "kernel"), BY_KERNEL)
@@ -161,9 +161,9 @@ def test_maxima_of_pieces(dtype, bad, device) -> None:
         x = torch.randn(1, size, generator=torch.Generator().manual_seed(size)).to(dtype)
         if bad is not None:
             x[0, size - 1] = bad
-        found = partial_amax(x.to(device), 7, 256, 4)
-        assert 1 <= found.numel() <= 7
-        largest = found.max().cpu().view(torch.float32)
+        result = partial_amax(x.to(device), 7, 256, 4)
+        assert 1 <= result.numel() <= 7
+        largest = result.max().cpu().view(torch.float32)
         assert torch.equal(largest.nan_to_num(-1, posinf=-2), x.float().abs().max().nan_to_num(-1, posinf=-2))
 
 

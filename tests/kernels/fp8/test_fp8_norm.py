@@ -35,12 +35,12 @@ def test_what_is_cast_is_the_rounded_norm(kind, by, impl, device) -> None:
     expected = exact_norm(x.double(), norm)
     assert made.plain.dtype == x.dtype
     assert ((made.plain.double() - expected).norm() / expected.norm()) < 3e-3
-    for recipe, found, layout in ((by[0], made.rows, "rows"), (by[1], made.cols, "cols")):
-        assert (found is None) == (recipe is None)
+    for recipe, value, layout in ((by[0], made.rows, "rows"), (by[1], made.cols, "cols")):
+        assert (value is None) == (recipe is None)
         if recipe is not None:
             again = getattr(cast_layouts(made.plain.cpu(), recipe, impl="reference"), layout)
-            assert torch.equal(found.codes.view(torch.uint8).cpu(), again.codes.view(torch.uint8))
-            assert torch.equal(found.scale.cpu(), again.scale)
+            assert torch.equal(value.codes.view(torch.uint8).cpu(), again.codes.view(torch.uint8))
+            assert torch.equal(value.scale.cpu(), again.scale)
 
 
 @pytest.mark.parametrize("kind", ["rms", "layer"])
@@ -63,7 +63,7 @@ def test_the_gradient_is_near_float64(kind, impl, rows, device, monkeypatch) -> 
     monkeypatch.setattr(triton_fp8_norm, "MOST_PIECES", 4)
     x, norm, dy = sample(kind, device, rows=rows, cols=128, dtype=torch.float32)
     made = norm_and_cast(x, norm, "tensorwise", None, impl=impl)
-    found = norm_gradient(dy, x, norm, made.mean, made.rstd, impl=impl)
+    result = norm_gradient(dy, x, norm, made.mean, made.rstd, impl=impl)
     exact = [
         each.double().requires_grad_() for each in (x, norm.weight, *([norm.bias] if norm.bias is not None else []))
     ]
@@ -72,9 +72,9 @@ def test_the_gradient_is_near_float64(kind, impl, rows, device, monkeypatch) -> 
     else:
         y = torch.nn.functional.rms_norm(exact[0], (128,), exact[1], norm.eps)
     y.backward(dy.double())
-    for one, two in zip(found, exact, strict=False):
+    for one, two in zip(result, exact, strict=False):
         assert ((one.double() - two.grad).norm() / two.grad.norm()) < 1e-6
-    assert (found[2] is None) == (norm.bias is None)
+    assert (result[2] is None) == (norm.bias is None)
 
 
 def test_nan_and_no_rows(device) -> None:

@@ -25,11 +25,11 @@ def operands(recipe, device, rows=48, cols=256, width=384, fp8="e4m3", is_weight
     return a_cast, b_cast
 
 
-def relative_error(found, a, b, bias=None) -> float:
+def relative_error(result, a, b, bias=None) -> float:
     expected = decode_scaled(a, torch.float64) @ decode_scaled(b, torch.float64).t()
     if bias is not None:
         expected += bias.double()
-    return float((found.double() - expected).norm() / expected.norm())
+    return float((result.double() - expected).norm() / expected.norm())
 
 
 @pytest.mark.cross("recipe", ["tensorwise", "rowwise", "blockwise", "mxfp8"])
@@ -37,9 +37,9 @@ def relative_error(found, a, b, bias=None) -> float:
 def test_the_emulation_is_the_product_of_the_decoded(recipe, dtype, bound) -> None:
     a, b = operands(recipe, "cpu", fp8="e5m2")
     bias = torch.randn(b.shape[0], generator=torch.Generator().manual_seed(1))
-    found = scaled_product(a, b, dtype, bias=bias)
-    assert found.dtype == dtype
-    assert relative_error(found, a, b, bias) < bound
+    result = scaled_product(a, b, dtype, bias=bias)
+    assert result.dtype == dtype
+    assert relative_error(result, a, b, bias) < bound
 
 
 @pytest.mark.cross(("fp8", "is_weight"), [("e4m3", True), ("e4m3", False), ("e5m2", True), ("e5m2", False)])
@@ -63,9 +63,9 @@ def test_nan_is_seen(device) -> None:
     a = cast_layouts(x, "blockwise", cols=False).rows
     b = cast_layouts(torch.ones_like(x), "blockwise", is_weight=True, cols=False).rows
     for impl in ("auto", "triton"):
-        found = scaled_product(a, b, torch.float32, impl=impl)
-        assert found[3].isnan().all()
-        assert not found[:3].isnan().any()
+        result = scaled_product(a, b, torch.float32, impl=impl)
+        assert result[3].isnan().all()
+        assert not result[:3].isnan().any()
 
 
 def test_nothing_times_something_is_the_bias() -> None:

@@ -27,9 +27,9 @@ def cast_by_guess(x, state, fp8, eps, padded, *, rows, cols, launch=None):
 def check(x: torch.Tensor, state: torch.Tensor, padded: int, *, fp8="e4m3", eps=0.0, offset=0, **asked) -> None:
     asked = {"rows": True, "cols": True} | asked
     there = torch.empty(offset + x.numel(), dtype=x.dtype, device=state.device)[offset:].view(x.shape).copy_(x)
-    found = cast_by_guess(there, state, fp8, eps, padded, launch=SMALL, **asked)
+    result = cast_by_guess(there, state, fp8, eps, padded, launch=SMALL, **asked)
     whole = pad_rows(x, padded)
-    for made, want, source in zip(found, (asked["rows"], asked["cols"]), (whole, whole.t()), strict=True):
+    for made, want, source in zip(result, (asked["rows"], asked["cols"]), (whole, whole.t()), strict=True):
         if not want:
             assert made is None
             continue

@@ -47,9 +47,9 @@ def scales(bits: torch.Tensor, fp8: str, eps: float, device: torch.device) -> li
     return [each.cpu() for each in made]
 
 
-def assert_equal(found: torch.Tensor, expected: torch.Tensor) -> None:
-    assert torch.equal(found.isnan(), expected.isnan())
-    assert torch.equal(found.nan_to_num(0), expected.nan_to_num(0))
+def assert_equal(result: torch.Tensor, expected: torch.Tensor) -> None:
+    assert torch.equal(result.isnan(), expected.isnan())
+    assert torch.equal(result.nan_to_num(0), expected.nan_to_num(0))
 
 
 def check_every_magnitude(fp8: str, eps: float, device: torch.device) -> None:

@@ -1,4 +1,4 @@
-"""Products with packed weights on a CPU: bands against float64, and torch's 4-bit kernel within its bound."""
+"""Products with packed weights on a CPU: pieces against float64, and torch's 4-bit kernel within its bound."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ from bitplan.formats import Encoded, decode, encode, get_format
 from bitplan.kernels.matmul import cpu_matmul
 from bitplan.kernels.matmul.cpu_matmul import (
     FOUR_BIT_FORMATS,
-    band_bytes,
-    band_rows,
     chunked_input_gradient,
     chunked_linear,
     four_bit_bound,
     four_bit_linear,
     pack_four_bit,
+    piece_bytes,
+    piece_rows,
     why_not_four_bit,
 )
 from bitplan.kernels.matmul.row_pieces import (
     cut,
-    decoded_bands,
-    gradient_over_bands,
-    linear_over_bands,
+    decoded_pieces,
+    gradient_over_pieces,
+    linear_over_pieces,
     rows_of,
     why_no_rows,
 )
@@ -41,7 +41,7 @@ def normal(*shape: int, seed: int = 1) -> torch.Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
-# ---- bands -----------------------------------------------------------------------------------------------------------
+# ---- pieces ----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -54,8 +54,8 @@ def normal(*shape: int, seed: int = 1) -> torch.Tensor:
         (3, 0, [(0, 1), (1, 2), (2, 3)]),
     ],
 )
-def test_cut_covers_all_rows_in_equal_bands(rows: int, step: int, expected: list[tuple[int, int]]) -> None:
-    assert [(band.start, band.stop) for band in cut(rows, step)] == expected
+def test_cut_covers_all_rows_in_equal_pieces(rows: int, step: int, expected: list[tuple[int, int]]) -> None:
+    assert [(piece.start, piece.stop) for piece in cut(rows, step)] == expected
 
 
 @pytest.mark.parametrize("name", FORMATS)
@@ -74,45 +74,45 @@ def test_formats_whose_blocks_span_rows_are_refused(name: str) -> None:
 
 @pytest.mark.parametrize("name", FORMATS)
 @pytest.mark.parametrize("cols", [256, 100])
-def test_bands_give_the_product_within_the_stated_bound(name: str, cols: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cpu_matmul, "band_bytes", lambda: 7 * 4 * cols)  # seven rows
+def test_pieces_give_the_product_within_the_stated_bound(name: str, cols: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cpu_matmul, "piece_bytes", lambda: 7 * 4 * cols)  # seven rows
     weight, x, bias = packed(name, 40, cols), normal(5, cols), normal(40, seed=2)
-    assert band_rows(cols, torch.float32) == 7
+    assert piece_rows(cols, torch.float32) == 7
     w = decode(weight).double()
-    found = chunked_linear(x, weight, bias)
+    result = chunked_linear(x, weight, bias)
     bound = (cols + 1) * UNIT * (x.double().abs() @ w.abs().T + bias.double().abs())
-    assert found.dtype == torch.float32
-    assert bool(((found - (x.double() @ w.T + bias.double())).abs() <= bound).all())
+    assert result.dtype == torch.float32
+    assert bool(((result - (x.double() @ w.T + bias.double())).abs() <= bound).all())
 
     grad = normal(5, 40, seed=3)
-    found = chunked_input_gradient(grad, weight)
+    result = chunked_input_gradient(grad, weight)
     bound = 41 * UNIT * (grad.double().abs() @ w.abs())
-    assert bool(((found - grad.double() @ w).abs() <= bound).all())
+    assert bool(((result - grad.double() @ w).abs() <= bound).all())
 
 
-def test_bands_never_expand_more_than_a_band(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cpu_matmul, "band_bytes", lambda: 4 * 4 * 64)
+def test_pieces_never_expand_more_than_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cpu_matmul, "piece_bytes", lambda: 4 * 4 * 64)
     sizes = [
-        tuple(w.shape) for _, w in decoded_bands(packed("mxfp4", 10, 64), torch.float32, band_rows(64, torch.float32))
+        tuple(w.shape) for _, w in decoded_pieces(packed("mxfp4", 10, 64), torch.float32, piece_rows(64, torch.float32))
     ]
     assert sizes == [(3, 64), (3, 64), (4, 64)]
 
 
 def test_a_band_follows_the_cache_and_stays_within_limits() -> None:
-    assert 2 * 2**20 <= band_bytes() <= 16 * 2**20
-    assert band_rows(2**30, torch.float32) == 1
-    assert band_rows(0, torch.float32) > 0
+    assert 2 * 2**20 <= piece_bytes() <= 16 * 2**20
+    assert piece_rows(2**30, torch.float32) == 1
+    assert piece_rows(0, torch.float32) > 0
 
 
-def test_products_over_no_bands_are_empty_or_zero() -> None:
-    assert linear_over_bands(torch.ones(3, 4), iter([]), 0).shape == (3, 0)
-    assert torch.equal(gradient_over_bands(torch.ones(3, 0), iter([]), 4), torch.zeros(3, 4))
+def test_products_over_no_pieces_are_empty_or_zero() -> None:
+    assert linear_over_pieces(torch.ones(3, 4), iter([]), 0).shape == (3, 0)
+    assert torch.equal(gradient_over_pieces(torch.ones(3, 0), iter([]), 4), torch.zeros(3, 4))
 
 
 def test_sixteen_bit_gradients_are_summed_in_float32() -> None:
-    bands = [(slice(row, row + 1), torch.full((1, 1), 1.0, dtype=torch.bfloat16)) for row in range(1000)]
+    pieces = [(slice(row, row + 1), torch.full((1, 1), 1.0, dtype=torch.bfloat16)) for row in range(1000)]
     grad = torch.ones(1, 1000, dtype=torch.bfloat16)
-    assert float(gradient_over_bands(grad, iter(bands), 1)) == 1000.0  # bfloat16 sums of ones stop at 256
+    assert float(gradient_over_pieces(grad, iter(pieces), 1)) == 1000.0  # bfloat16 sums of ones stop at 256
 
 
 # ---- torch's 4-bit kernel --------------------------------------------------------------------------------------------
@@ -127,11 +127,11 @@ needs_kernel = pytest.mark.skipif(cpu_matmul._why_not_here() is not None, reason
 def test_four_bit_kernel_stays_within_its_bound(name: str, rows: int, cols: int, batch: int) -> None:
     weight, x, bias = packed(name, rows, cols), normal(batch, cols), normal(rows, seed=2)
     w = decode(weight)
-    found = four_bit_linear(x, weight, pack_four_bit(weight), bias)
-    off = (found - (x.double() @ w.double().T + bias.double())).abs()
+    result = four_bit_linear(x, weight, pack_four_bit(weight), bias)
+    off = (result - (x.double() @ w.double().T + bias.double())).abs()
     sums = (cols + 1) * UNIT * (x.abs() @ w.abs().T + bias.abs())
     assert bool((off <= four_bit_bound(x, w) + sums).all())
-    assert off.norm() / found.norm() < 0.02
+    assert off.norm() / result.norm() < 0.02
 
 
 @needs_kernel
@@ -152,8 +152,8 @@ def test_four_bit_kernel_changes_no_weight(name: str) -> None:
 def test_a_row_that_is_not_finite_gives_nan_and_no_other_row_does(bad: float) -> None:
     weight, x = packed("int4_g32", 8, 64), normal(3, 64)
     x[1, 5] = bad
-    found = four_bit_linear(x, weight, pack_four_bit(weight))
-    assert found.isnan().any(dim=1).tolist() == [False, True, False]
+    result = four_bit_linear(x, weight, pack_four_bit(weight))
+    assert result.isnan().any(dim=1).tolist() == [False, True, False]
 
 
 @needs_kernel

@@ -124,13 +124,13 @@ def test_when_it_is_drained_does_not_matter():
     steps = [{"a": grads_of(seed, (6,)), "b": grads_of(seed + 50, (4, 3))} for seed in range(7)]
     at_once = collected(*steps)
     one_by_one, late = GradStatsCollector(["a", "b"]), GradStatsCollector(["a", "b"])
-    found, found_late = [], []
+    result, found_late = [], []
     for number, blocks in enumerate(steps):
         collect_grad_stats(one_by_one, blocks, number)
-        found += one_by_one.drain()
+        result += one_by_one.drain()
         collect_grad_stats(late, blocks, number)
         found_late += late.drain(before=number)
-    assert found == at_once
+    assert result == at_once
     assert found_late == at_once[:-1]
     assert late.drain() == at_once[-1:]
     assert late.drain() == []
@@ -143,9 +143,9 @@ def test_one_by_one_is_the_same_as_all_at_once():
     for name, at in (("b", 0), ("a", 0), ("c", 0), ("a", 1)):
         collector.add_gradient(name, blocks[name][at])
     collector.end_step(0)
-    (found,) = collector.drain()
-    assert found.stats == collected(blocks)[0].stats
-    assert found.excluded == {"d": "missing"}
+    (result,) = collector.drain()
+    assert result.stats == collected(blocks)[0].stats
+    assert result.excluded == {"d": "missing"}
     collector.add({"a": blocks["a"]})
     with pytest.raises(GradStatsError, match=r"'a' came at once and one by one"):
         collector.add_gradient("a", blocks["a"][0])
@@ -249,9 +249,9 @@ def test_the_kernel_is_the_definition(dtype):
         [torch.zeros(5, dtype=dtype)],
     ]
     expected = join(torch_parts(blocks))
-    found = kernel_rows(blocks)
-    assert torch.allclose(found, expected, rtol=2e-6, atol=0)
-    assert torch.equal(found[:, 1], expected[:, 1])  # the largest number is exact
+    result = kernel_rows(blocks)
+    assert torch.allclose(result, expected, rtol=2e-6, atol=0)
+    assert torch.equal(result[:, 1], expected[:, 1])  # the largest number is exact
     exact = torch.cat([grad.double().reshape(-1) for grad in blocks[1]])
     assert float(expected[1, 2]) == pytest.approx(float(exact.var(correction=0)), rel=1e-5)
 

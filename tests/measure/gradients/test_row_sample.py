@@ -41,7 +41,7 @@ def test_every_row_is_drawn_as_often(count, most):
             counts[row] += 1
     expected = draws * most / count
     assert sum(counts) == draws * most
-    assert all(abs(found - expected) < 5 * expected**0.5 for found in counts)
+    assert all(abs(result - expected) < 5 * expected**0.5 for result in counts)
 
 
 def test_the_estimate_has_the_sum_for_its_mean_and_the_stated_variance():

@@ -11,7 +11,13 @@ from torch import nn
 
 from bitplan.measure.quality.estimates import clustered_mean, student_t_975
 from bitplan.measure.quality.noise_floor import round_activations, shared_twin
-from bitplan.measure.quality.perplexity import KeptLogits, MeasureError, measure_perplexity, spread_windows, windows_of
+from bitplan.measure.quality.perplexity import (
+    CachedLogits,
+    MeasureError,
+    measure_perplexity,
+    spread_windows,
+    windows_of,
+)
 from tests.processes import Program
 
 VOCABULARY = 7
@@ -56,7 +62,7 @@ def test_a_limit_takes_whole_windows_spread_over_the_text():
 
 
 @pytest.mark.parametrize(
-    ("ids", "context", "told"),
+    ("ids", "context", "message"),
     [
         (torch.arange(10), 512, "the text has 10 tokens, and one window of context needs 512"),
         (torch.arange(0), 8, "the text has 0 tokens"),
@@ -65,8 +71,8 @@ def test_a_limit_takes_whole_windows_spread_over_the_text():
         (torch.zeros(2, 10, dtype=torch.int64), 4, r"of shape \(2, 10\)"),
     ],
 )
-def test_what_cannot_be_cut_is_refused(ids, context, told):
-    with pytest.raises(MeasureError, match=told):
+def test_what_cannot_be_cut_is_refused(ids, context, message):
+    with pytest.raises(MeasureError, match=message):
         windows_of(ids, context)
 
 
@@ -81,14 +87,14 @@ def test_a_limit_below_one_window_is_refused():
 @pytest.mark.parametrize("batch", [1, 3, 100])
 def test_perplexity_is_that_of_the_table(batch):
     probabilities, windows = table(1), windows_of(some_ids(403), 20)
-    found = measure_perplexity(bigram(probabilities), windows, batch=batch)
+    result = measure_perplexity(bigram(probabilities), windows, batch=batch)
     expected = [-math.log(probabilities[a, b]) for a, b in pairs_of(windows)]
-    assert found.tokens == len(expected) == 20 * 19 + 2
-    assert found.windows == 21
-    assert found.nll.mean == pytest.approx(sum(expected) / len(expected), rel=1e-13)
-    assert found.perplexity == pytest.approx(math.exp(sum(expected) / len(expected)), rel=1e-13)
-    low, high = found.interval
-    assert low < found.perplexity < high
+    assert result.tokens == len(expected) == 20 * 19 + 2
+    assert result.windows == 21
+    assert result.nll.mean == pytest.approx(sum(expected) / len(expected), rel=1e-13)
+    assert result.perplexity == pytest.approx(math.exp(sum(expected) / len(expected)), rel=1e-13)
+    low, high = result.interval
+    assert low < result.perplexity < high
 
 
 def test_progress_is_told_window_by_window():
@@ -99,21 +105,21 @@ def test_progress_is_told_window_by_window():
 
 def test_distance_is_that_of_the_tables():
     ours, theirs, windows = table(1), table(2), windows_of(some_ids(600), 30)
-    found = measure_perplexity(bigram(ours), windows, reference=bigram(theirs)).against
+    result = measure_perplexity(bigram(ours), windows, reference=bigram(theirs)).against
     pairs = pairs_of(windows)
     kl = [sum(float(p * (p / q).log()) for p, q in zip(theirs[a], ours[a], strict=True)) for a, _ in pairs]
     difference = [math.log(theirs[a, b] / ours[a, b]) for a, b in pairs]
     agreed = [bool(ours[a].argmax() == theirs[a].argmax()) for a, _ in pairs]
-    assert found.kl.mean == pytest.approx(sum(kl) / len(kl), rel=1e-12)
-    assert found.nll_difference.mean == pytest.approx(sum(difference) / len(difference), rel=1e-11)
-    assert found.top1_agreement.mean == sum(agreed) / len(agreed)
+    assert result.kl.mean == pytest.approx(sum(kl) / len(kl), rel=1e-12)
+    assert result.nll_difference.mean == pytest.approx(sum(difference) / len(difference), rel=1e-11)
+    assert result.top1_agreement.mean == sum(agreed) / len(agreed)
 
 
 def test_a_reference_is_at_no_distance_from_itself():
     windows = windows_of(some_ids(300), 30)
-    found = measure_perplexity(bigram(table(1).float()), windows, reference=bigram(table(1).float())).against
-    assert (found.kl.mean, found.kl.standard_error) == (0.0, 0.0)
-    assert (found.nll_difference.mean, found.top1_agreement.mean) == (0.0, 1.0)
+    result = measure_perplexity(bigram(table(1).float()), windows, reference=bigram(table(1).float())).against
+    assert (result.kl.mean, result.kl.standard_error) == (0.0, 0.0)
+    assert (result.nll_difference.mean, result.top1_agreement.mean) == (0.0, 1.0)
 
 
 def test_pairing_is_far_tighter_than_two_perplexities():
@@ -143,10 +149,10 @@ def test_kept_logits_are_computed_once_while_they_fit():
 
     windows = windows_of(some_ids(60), 10)
     one = 10 * VOCABULARY * 8
-    kept = KeptLogits(model, budget_bytes=4 * one)
-    first = measure_perplexity(bigram(table(2)), windows, reference=kept, batch=2)
+    stored = CachedLogits(model, budget_bytes=4 * one)
+    first = measure_perplexity(bigram(table(2)), windows, reference=stored, batch=2)
     assert sum(asked) == 6
-    again = measure_perplexity(bigram(table(2)), windows, reference=kept, batch=3)
+    again = measure_perplexity(bigram(table(2)), windows, reference=stored, batch=3)
     assert sum(asked) == 8  # the two that did not fit
     assert first.to_dict() == again.to_dict()
 
@@ -198,11 +204,11 @@ def test_the_standard_error_is_that_of_a_population_of_windows():
     noise = torch.randn(texts, windows, tokens, generator=generator)
     inside = torch.arange(tokens) < counts.unsqueeze(-1)
     sums = ((3 + shift.unsqueeze(-1) + 2 * noise) * inside).sum(-1).double()
-    found = [clustered_mean(row.tolist(), count.tolist()) for row, count in zip(sums, counts, strict=True)]
-    means = torch.tensor([estimate.mean for estimate in found])
-    errors = torch.tensor([estimate.standard_error for estimate in found])
+    result = [clustered_mean(row.tolist(), count.tolist()) for row, count in zip(sums, counts, strict=True)]
+    means = torch.tensor([estimate.mean for estimate in result])
+    errors = torch.tensor([estimate.standard_error for estimate in result])
     assert float(errors.mean()) == pytest.approx(float(means.std()), rel=0.05)
-    covered = sum(low < 3 < high for low, high in (estimate.interval for estimate in found)) / texts
+    covered = sum(low < 3 < high for low, high in (estimate.interval for estimate in result)) / texts
     assert 0.93 < covered < 0.97
     as_if_independent = math.sqrt(5 / (windows * 0.75 * tokens))
     assert as_if_independent < 0.6 * float(errors.mean())

@@ -16,10 +16,10 @@ def test_the_difference_is_exact(fmt, dtype):
     torch.manual_seed(0)
     weight = torch.randn(24, 256).to(dtype)
     expected = weight - decode(encode(weight, fmt), dtype)
-    found = rounding_error(weight, fmt)
-    assert found.dtype == dtype
-    assert torch.equal(found, expected)
-    assert found.abs().max() > 0
+    result = rounding_error(weight, fmt)
+    assert result.dtype == dtype
+    assert torch.equal(result, expected)
+    assert result.abs().max() > 0
 
 
 def test_the_relative_error_is_that_of_the_outputs():
@@ -27,8 +27,8 @@ def test_the_relative_error_is_that_of_the_outputs():
     weight, bias, x = torch.randn(16, 128), torch.randn(16), torch.randn(3, 5, 128)
     y = torch.nn.functional.linear(x, weight, bias)
     low = torch.nn.functional.linear(x, decode(encode(weight, "int8_row"), torch.float32), bias)
-    found = relative_output_error(x, rounding_error(weight, "int8_row"), y)
-    assert float(found) == pytest.approx(float((y - low).norm() / y.norm()), rel=1e-4)
+    result = relative_output_error(x, rounding_error(weight, "int8_row"), y)
+    assert float(result) == pytest.approx(float((y - low).norm() / y.norm()), rel=1e-4)
 
 
 def test_the_impact_is_the_inner_product():
@@ -48,7 +48,7 @@ def test_on_the_gpu_nothing_waits_and_the_difference_is_the_same(fmt):
     rounding_error(on_device, fmt)
     torch.cuda.set_sync_debug_mode("error")
     try:
-        found = rounding_error(on_device, fmt)
+        result = rounding_error(on_device, fmt)
     finally:
         torch.cuda.set_sync_debug_mode("default")
-    assert torch.equal(found.cpu(), rounding_error(weight, fmt))
+    assert torch.equal(result.cpu(), rounding_error(weight, fmt))

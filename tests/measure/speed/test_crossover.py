@@ -67,13 +67,13 @@ RECORD = Crossover(
     ],
 )
 def test_the_pick_on_every_threshold(rows: int, room: bool, strategy: str, launch: Launch | None) -> None:
-    found = pick(RECORD, rows, room=room)
-    assert (found.strategy, found.launch) == (strategy, launch)
+    result = pick(RECORD, rows, room=room)
+    assert (result.strategy, result.launch) == (strategy, launch)
 
 
 def test_the_pick_says_what_was_measured() -> None:
-    found = pick(RECORD, 3, room=False)
-    assert found.reason == "measured for 4 rows: fused 3.0000 ms, decode 5.0000 ms; no room in a tile cache"
+    result = pick(RECORD, 3, room=False)
+    assert result.reason == "measured for 4 rows: fused 3.0000 ms, decode 5.0000 ms; no room in a tile cache"
     refused = Crossover("mxfp4", 64, 128, RECORD.timings, refused="it is wrong")
     assert pick(refused, 1, room=False).strategy == "decode"
     assert "fused is not used: it is wrong" in pick(refused, 1, room=True).reason
@@ -239,9 +239,9 @@ def test_running_out_of_memory_ends_the_measurement_with_what_there_is() -> None
 
 
 def test_a_document_comes_back_as_it_was() -> None:
-    found = {RECORD.key: RECORD}
-    document = json.loads(json.dumps(to_document(found, PRINT)))
-    assert from_document(document, PRINT, where="f") == found
+    result = {RECORD.key: RECORD}
+    document = json.loads(json.dumps(to_document(result, PRINT)))
+    assert from_document(document, PRINT, where="f") == result
 
 
 def test_cache_dir_follows_the_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

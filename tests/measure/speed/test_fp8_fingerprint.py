@@ -10,10 +10,10 @@ from bitplan.version import __version__
 
 
 def test_cpu_says_that_it_emulates():
-    found = fingerprint_of(torch.device("cpu"))
-    assert found.gpu == EMULATED
-    assert (found.torch, found.bitplan) == (torch.__version__, __version__)
-    assert not found.differences(fingerprint_of(torch.device("cpu")))
+    result = fingerprint_of(torch.device("cpu"))
+    assert result.gpu == EMULATED
+    assert (result.torch, result.bitplan) == (torch.__version__, __version__)
+    assert not result.differences(fingerprint_of(torch.device("cpu")))
 
 
 def test_a_stated_commit_counts(monkeypatch):
@@ -25,6 +25,6 @@ def test_a_stated_commit_counts(monkeypatch):
 
 @pytest.mark.gpu
 def test_gpu():
-    found = fingerprint_of(torch.device("cuda"))
-    assert found.gpu == torch.cuda.get_device_name()
-    assert found.driver
+    result = fingerprint_of(torch.device("cuda"))
+    assert result.gpu == torch.cuda.get_device_name()
+    assert result.driver

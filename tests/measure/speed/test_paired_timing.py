@@ -44,32 +44,34 @@ class Bench:
 
 def test_samples_are_what_the_calls_took_and_lie_in_turns():
     bench = Bench()
-    found = time_in_turns({"a": bench.arm("a", 2.0), "b": bench.arm("b", 3.0)}, bench.stopwatch, turns=4, warmup=0)
-    assert found["a"].samples_ms == (2.0,) * 4
-    assert found["b"].samples_ms == (3.0,) * 4
-    assert found["a"].status == "ok"
-    assert found["a"].in_turns
-    assert found["b"].in_turns
+    result = time_in_turns({"a": bench.arm("a", 2.0), "b": bench.arm("b", 3.0)}, bench.stopwatch, turns=4, warmup=0)
+    assert result["a"].samples_ms == (2.0,) * 4
+    assert result["b"].samples_ms == (3.0,) * 4
+    assert result["a"].status == "ok"
+    assert result["a"].in_turns
+    assert result["b"].in_turns
     assert bench.diary[-8:] == list("abbaabba")  # every other turn in the opposite order
 
 
 def test_warm_up_is_not_in_the_samples():
     bench = Bench()
     slow_start = [100.0] * 3 + [1.0] * 50
-    found = time_in_turns({"a": bench.arm("a", slow_start)}, bench.stopwatch, turns=3, warmup=3, graph=True)
-    assert found["a"].samples_ms == (1.0,) * 3
+    result = time_in_turns({"a": bench.arm("a", slow_start)}, bench.stopwatch, turns=3, warmup=3, graph=True)
+    assert result["a"].samples_ms == (1.0,) * 3
     assert len(bench.diary) == 3 + 1 + 3  # and one look at the memory
-    assert not found["a"].in_turns  # there was nobody to take turns with
+    assert not result["a"].in_turns  # there was nobody to take turns with
 
 
 @pytest.mark.parametrize(("ms", "calls"), [(1.0, 4), (3.0, 2), (100.0, 1), (1e-5, MAX_CALLS_PER_SAMPLE)])
 def test_eager_samples_call_until_they_are_long(ms, calls):
     assert EAGER_SAMPLE_MS == 4.0
     bench = Bench()
-    found = time_in_turns({"a": bench.arm("a", ms), "slow": bench.arm("s", ms * 5)}, bench.stopwatch, turns=2, warmup=1)
+    result = time_in_turns(
+        {"a": bench.arm("a", ms), "slow": bench.arm("s", ms * 5)}, bench.stopwatch, turns=2, warmup=1
+    )
     assert bench.diary.count("a") == 1 + 1 + 1 + 2 * calls  # warm-up, memory, the length of one, the samples
     assert bench.diary.count("s") == 3 + 2 * calls
-    assert found["a"].samples_ms == pytest.approx((ms,) * 2, rel=1e-3, abs=1e-6)
+    assert result["a"].samples_ms == pytest.approx((ms,) * 2, rel=1e-3, abs=1e-6)
 
 
 @pytest.mark.cross(
@@ -86,12 +88,12 @@ def test_eager_samples_call_until_they_are_long(ms, calls):
 def test_one_arm_fails_and_the_others_go_on(error, status, fail_at):
     bench = Bench()
     arms = {"good": bench.arm("g", 5.0), "bad": bench.arm("b", 5.0, fail_at=fail_at, error=error)}
-    found = time_in_turns(arms, bench.stopwatch, turns=4, warmup=1)
-    assert (found["bad"].status, found["bad"].samples_ms) == (status, ())
-    assert found["bad"].message
-    assert "\n" not in found["bad"].message
-    assert found["good"].samples_ms == (5.0,) * 4
-    assert not found["good"].in_turns
+    result = time_in_turns(arms, bench.stopwatch, turns=4, warmup=1)
+    assert (result["bad"].status, result["bad"].samples_ms) == (status, ())
+    assert result["bad"].message
+    assert "\n" not in result["bad"].message
+    assert result["good"].samples_ms == (5.0,) * 4
+    assert not result["good"].in_turns
 
 
 def test_building_may_run_out_of_memory():
@@ -99,9 +101,9 @@ def test_building_may_run_out_of_memory():
         raise torch.OutOfMemoryError("CUDA out of memory")
 
     bench = Bench()
-    found = time_in_turns({"a": build, "b": bench.arm("b", 1.0)}, bench.stopwatch, turns=1, warmup=1)
-    assert found["a"].status == "oom"
-    assert found["b"].status == "ok"
+    result = time_in_turns({"a": build, "b": bench.arm("b", 1.0)}, bench.stopwatch, turns=1, warmup=1)
+    assert result["a"].status == "oom"
+    assert result["b"].status == "ok"
 
 
 def test_a_lost_device_is_raised():
@@ -136,14 +138,14 @@ def test_peers_fail_together_and_the_slowest_counts():
 
     bench = Bench()
     arms = {"a": bench.arm("a", 1.0), "b": bench.arm("b", 2.0)}
-    found = time_in_turns(arms, bench.stopwatch, turns=2, warmup=0, peers=Two())
-    assert (found["a"].status, found["a"].message) == ("oom", "it failed in another process")
-    assert found["b"].samples_ms == (7.0, 7.0)
+    result = time_in_turns(arms, bench.stopwatch, turns=2, warmup=0, peers=Two())
+    assert (result["a"].status, result["a"].message) == ("oom", "it failed in another process")
+    assert result["b"].samples_ms == (7.0, 7.0)
 
 
 def test_a_clock_that_stands_still_gives_a_sample_above_zero():
-    found = time_in_turns({"a": lambda: lambda: None}, CpuStopwatch(lambda: 1.0), turns=2, warmup=1)
-    assert all(each > 0 for each in found["a"].samples_ms)
+    result = time_in_turns({"a": lambda: lambda: None}, CpuStopwatch(lambda: 1.0), turns=2, warmup=1)
+    assert all(each > 0 for each in result["a"].samples_ms)
 
 
 @pytest.mark.parametrize(("turns", "warmup"), [(0, 1), (1, -1)])
@@ -154,9 +156,9 @@ def test_bad_counts(turns, warmup):
 
 def test_real_clock_on_the_cpu():
     x = torch.randn(64, 64)
-    found = time_in_turns({"a": lambda: lambda: x @ x}, stopwatch_of(torch.device("cpu")), turns=3, warmup=1)
-    assert len(found["a"].samples_ms) == 3
-    assert found["a"].peak_bytes is None
+    result = time_in_turns({"a": lambda: lambda: x @ x}, stopwatch_of(torch.device("cpu")), turns=3, warmup=1)
+    assert len(result["a"].samples_ms) == 3
+    assert result["a"].peak_bytes is None
 
 
 def test_out_of_memory_is_told_by_class_or_words():
@@ -176,11 +178,11 @@ def test_gpu_times_and_memory(graph):
 
         return build
 
-    found = time_in_turns(
+    result = time_in_turns(
         {"small": product(1024), "large": product(8192)}, stopwatch_of(device), turns=5, warmup=2, graph=graph
     )
-    assert min(found["large"].samples_ms) > max(found["small"].samples_ms)
-    assert found["large"].peak_bytes >= 8192 * 8192 * 2
+    assert min(result["large"].samples_ms) > max(result["small"].samples_ms)
+    assert result["large"].peak_bytes >= 8192 * 8192 * 2
 
 
 @pytest.mark.gpu
@@ -192,6 +194,6 @@ def test_gpu_out_of_memory_is_caught_and_given_back():
         held = [torch.empty(free // 3, dtype=torch.uint8, device=device) for _ in range(6)]
         return lambda: held
 
-    found = time_in_turns({"huge": build}, stopwatch_of(device), turns=1, warmup=1)
-    assert found["huge"].status == "oom"
+    result = time_in_turns({"huge": build}, stopwatch_of(device), turns=1, warmup=1)
+    assert result["huge"].status == "oom"
     assert torch.cuda.mem_get_info(device)[0] > free // 2

@@ -1,4 +1,4 @@
-"""The seed's policy and small reports, for the tests of adaptive FP8."""
+"""A policy of version 1 and small reports, for the tests of adaptive FP8."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from bitplan.plan.fp8.report import Fingerprint, Report, Row
 
 H200 = Fingerprint("NVIDIA H200", "580.82", "2.11.0", "3.6.0", "0.1.0", "abc1234")
 
-# Seed 001, section 2.2, letter for letter.
-SEED_POLICY = """{
+# LoongForge's example, letter for letter.
+VERSION_1 = """{
   "version": 1,
   "speedup_threshold": 1.0,
   "rules": {

@@ -14,7 +14,7 @@ from bitplan.plan.fp8.policy import Question, decide, read_policy
 from bitplan.plan.fp8.terms import PRODUCTS
 from bitplan.records import parse_json
 from tests.plan.fp8.fp8_policies import POLICIES, TOKENS, random_policy
-from tests.plan.fp8.fp8_samples import SEED_POLICY, experts, report, series
+from tests.plan.fp8.fp8_samples import VERSION_1, experts, report, series
 
 FC2 = Question("row", 4096, name="fc2", shape=(4096, 14336), recipe="blockwise")
 STILL = (1.0,) * 10
@@ -80,8 +80,10 @@ def test_some_products_need_a_margin(module, wgrad, products):
     choice = choose_products(policy_of(module, 0.8, 0.8, wgrad), FC2)
     assert choice.products == products
     if not products:
-        told = f"products apart (wgrad) promise {wgrad:.3f}x, less than the {APART_MARGIN:.3f}x that casts and launches"
-        assert choice.reason.startswith(told)
+        message = (
+            f"products apart (wgrad) promise {wgrad:.3f}x, less than the {APART_MARGIN:.3f}x that casts and launches"
+        )
+        assert choice.reason.startswith(message)
         assert f"the whole module: measured: lose at 4096 tokens ({module:.3f}x" in choice.reason
         assert choice.answer == "lose"
 
@@ -149,10 +151,10 @@ def test_without_a_shape_all_that_were_measured_must_agree():
 
 
 def test_version_1_and_experts():
-    policy = read_policy(parse_json(SEED_POLICY.encode(), where="seed"))
+    policy = read_policy(parse_json(VERSION_1.encode(), where="version 1"))
     choice = choose_products(policy, replace(FC2, num_tokens=8192))
     assert (choice.products, choice.recipe, choice.holds_from, choice.holds_to) == (PRODUCTS, "blockwise", 8192, None)
-    assert choose_products(policy, replace(FC2, num_tokens=8192, recipe=None)) == choice  # the seed's recipe
+    assert choose_products(policy, replace(FC2, num_tokens=8192, recipe=None)) == choice  # version 1's recipe
     assert not choose_products(policy, replace(FC2, num_tokens=8191))  # version 1 is not estimated
     asked = Question("row", 53, is_expert=True, num_gemms=64, moe_router_topk=8)
     choice = choose_products(policy, asked)
@@ -179,8 +181,8 @@ def test_bounds_of_a_band():
     policy = merge_reports([report(series({512: 0.8, 2048: 1.2, 4096: 1.3, 8192: 0.9, 16384: 1.4}))]).policy
 
     def bounds(tokens, **more):
-        found = choose_products(policy, replace(FC2, num_tokens=tokens, **more), estimate=False)
-        return found.products == PRODUCTS and (found.holds_from, found.holds_to)
+        result = choose_products(policy, replace(FC2, num_tokens=tokens, **more), estimate=False)
+        return result.products == PRODUCTS and (result.holds_from, result.holds_to)
 
     assert bounds(3000) == (2048, 4096)
     assert bounds(3000, extrapolate=True) == (2048, 4096)  # what lies above the loss is another band
@@ -193,14 +195,14 @@ def test_bounds_of_a_band():
 def test_bounds_of_an_estimate_are_where_it_crosses_the_threshold():
     rows = series({512: 0.8, 2048: 1.2, 4096: 1.3, 8192: 0.9, 32768: 1.4}, noise=STILL)
     policy = merge_reports([report(rows)]).policy
-    found = choose_products(policy, replace(FC2, num_tokens=3000))
-    assert 900 < found.holds_from < 1100
-    assert 5500 < found.holds_to < 7500
+    result = choose_products(policy, replace(FC2, num_tokens=3000))
+    assert 900 < result.holds_from < 1100
+    assert 5500 < result.holds_to < 7500
     for tokens, products in (
-        (found.holds_from - 1, ()),
-        (found.holds_from, PRODUCTS),
-        (found.holds_to, PRODUCTS),
-        (found.holds_to + 1, ()),
+        (result.holds_from - 1, ()),
+        (result.holds_from, PRODUCTS),
+        (result.holds_to, PRODUCTS),
+        (result.holds_to + 1, ()),
     ):
         assert choose_products(policy, replace(FC2, num_tokens=tokens)).products == products
     last = choose_products(policy, replace(FC2, num_tokens=40000))
@@ -212,10 +214,10 @@ def test_bounds_of_some_products():
     rows = series({512: 0.7, 1024: 0.8, 2048: 0.9, 4096: 1.3, 8192: 1.4}, noise=STILL)
     rows += series({512: 1.2, 1024: 1.15, 2048: 1.12, 4096: 1.05, 8192: 1.1}, gemm="wgrad", noise=STILL)
     policy = merge_reports([report(rows)]).policy
-    found = choose_products(policy, replace(FC2, num_tokens=1024), estimate=False)
-    assert (found.products, found.holds_from, found.holds_to) == (("wgrad",), 512, 2048)
-    found = choose_products(policy, replace(FC2, num_tokens=4096), estimate=False)
-    assert (found.products, found.holds_from, found.holds_to) == (PRODUCTS, 4096, 8192)
+    result = choose_products(policy, replace(FC2, num_tokens=1024), estimate=False)
+    assert (result.products, result.holds_from, result.holds_to) == (("wgrad",), 512, 2048)
+    result = choose_products(policy, replace(FC2, num_tokens=4096), estimate=False)
+    assert (result.products, result.holds_from, result.holds_to) == (PRODUCTS, 4096, 8192)
 
 
 # The same examples every time: a choice that holds for less than 9% of a count may not be seen, and a random policy may

@@ -34,8 +34,8 @@ def near(value):
 
 
 def speedup_at(policy, tokens, shape=(4096, 14336), **more):
-    found = estimate_speedup(policy, replace(ASKED, num_tokens=tokens, shape=shape, **more))
-    return None if found is None else found.speedup
+    result = estimate_speedup(policy, replace(ASKED, num_tokens=tokens, shape=shape, **more))
+    return None if result is None else result.speedup
 
 
 ONE = policy_of(rows((4096, 14336), {512: 0.8, 2048: 1.4}))
@@ -87,12 +87,12 @@ def test_a_fall_towards_the_largest_count_goes_on():
 @given(st.lists(st.floats(0.3, 2.0), min_size=2, max_size=6), st.integers(512, 16384))
 def test_an_estimate_never_leaves_the_points_beside_it(speedups, tokens):
     counts = [512 * 2**index for index in range(len(speedups))]
-    found = speedup_at(policy_of(rows((4096, 14336), dict(zip(counts, speedups, strict=True)))), tokens)
+    result = speedup_at(policy_of(rows((4096, 14336), dict(zip(counts, speedups, strict=True)))), tokens)
     if tokens > counts[-1]:
         return
     at = max(index for index, count in enumerate(counts) if count <= tokens)
     ends = speedups[at : at + (1 if counts[at] == tokens else 2)]
-    assert min(ends) - 1e-9 <= found <= max(ends) + 1e-9
+    assert min(ends) - 1e-9 <= result <= max(ends) + 1e-9
 
 
 # ---- shapes ----------------------------------------------------------------------------------------------------------
@@ -118,10 +118,12 @@ def test_other_shapes(shape, tokens, speedup):
 
 def test_the_best_of_those_that_are_no_easier():
     policy = policy_of(rows((2048, 2048), {1024: 0.9}), rows((4096, 2048), {1024: 1.2}))
-    found = estimate_speedup(policy, replace(ASKED, shape=(4096, 4096)))
-    assert found.speedup == near(1.2)
-    told = "never measured itself; it has no less work and intensity than 4096x2048 at 1365 tokens, about 1.200x by win"
-    assert found.reason.startswith(told)
+    result = estimate_speedup(policy, replace(ASKED, shape=(4096, 4096)))
+    assert result.speedup == near(1.2)
+    message = (
+        "never measured itself; it has no less work and intensity than 4096x2048 at 1365 tokens, about 1.200x by win"
+    )
+    assert result.reason.startswith(message)
 
 
 def test_what_is_easier_and_lost_speaks_against():

@@ -36,7 +36,7 @@ def test_rank_cut_is_exact_by_counting_every_order(first, second):
         cut = rank_test_cut(first, second, confidence)
         orders = list(itertools.combinations(range(first + second), first))
         statistics = [sum(places) - first * (first - 1) // 2 for places in orders]
-        outside = lambda most, found=statistics: sum(each <= most for each in found) / len(found)
+        outside = lambda most, values=statistics: sum(each <= most for each in values) / len(values)
         if cut is not None:
             assert outside(cut) <= (1 - confidence) / 2
         assert outside(0 if cut is None else cut + 1) > (1 - confidence) / 2
@@ -50,7 +50,7 @@ def test_beyond_forty_samples_the_approximation_meets_the_exact_count():
 @pytest.mark.parametrize(
     ("low", "high", "answer"),
     [
-        (1.0, 1.2, "win"),  # 2.1.4: "Minimum speedup to consider FP8 beneficial", so the threshold itself counts
+        (1.0, 1.2, "win"),  # the least speedup that counts, so the threshold itself does
         (math.nextafter(1.0, 0), 1.2, "undecided"),
         (0.9, 1.0, "undecided"),
         (0.9, math.nextafter(1.0, 0), "lose"),
@@ -61,12 +61,12 @@ def test_answers_on_the_threshold(low, high, answer):
     assert answer_of(low, high, 1.0) == answer
 
 
-def test_five_turns_as_in_the_seed_decide_by_crossed_times():
+def test_five_turns_decide_by_crossed_times():
     """2.1.1: TE_LAYER_PERF_ITERS=5."""
-    found = speedup_interval([2.0, 2.01, 2.02, 1.99, 2.0], [1.0, 1.01, 1.02, 0.99, 1.0], in_turns=True)
-    assert found.method == "crossed"
-    assert found.answer(1.0) == "win"
-    assert found.low <= found.speedup <= found.high
+    result = speedup_interval([2.0, 2.01, 2.02, 1.99, 2.0], [1.0, 1.01, 1.02, 0.99, 1.0], in_turns=True)
+    assert result.method == "crossed"
+    assert result.answer(1.0) == "win"
+    assert result.low <= result.speedup <= result.high
     assert speedup_interval([2.0] * 3, [1.0] * 3, in_turns=True) is None
 
 

@@ -11,7 +11,7 @@ from bitplan.plan.fp8.model_parts import load_model_parts, model_parts
 from bitplan.plan.fp8.policy import should_use_fp8
 from bitplan.plan.fp8.report import Row
 from bitplan.plan.fp8.terms import ModelConfigError
-from tests.plan.fp8.test_fp8_policy import SEED
+from tests.plan.fp8.test_fp8_policy import THRESHOLDS
 
 LLAMA_8B = {
     "model_type": "llama", "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32,
@@ -150,9 +150,9 @@ def test_deepseek_v3():
 
 
 def test_deepseek_v2_lite_has_no_query_rank():
-    found = shapes(DEEPSEEK_V2_LITE)
-    assert found[0] == ("column", "q_proj", (3072, 2048), 27, None)
-    assert ("column", "fc1", (5632, 2048), 26, None) in found  # two shared experts of 1408, gate and up
+    result = shapes(DEEPSEEK_V2_LITE)
+    assert result[0] == ("column", "q_proj", (3072, 2048), 27, None)
+    assert ("column", "fc1", (5632, 2048), 26, None) in result  # two shared experts of 1408, gate and up
 
 
 def test_vlm_gives_two_parts():
@@ -257,8 +257,8 @@ def test_a_layer_is_a_question_and_a_row():
         assert isinstance(layer, Layer)
         asked = layer.question()
         more = {"moe_router_topk": layer.moe_router_topk} if layer.num_gemms else {}
-        in_seed = {("row", "proj"), ("row", "fc2"), ("layernorm_column", "fc1")}
-        expected = layer.num_gemms == 64 or (layer.kind, layer.name) in in_seed
-        assert should_use_fp8(SEED, num_tokens=10**6, **asked, **more).use_fp8 is expected
+        winners = {("row", "proj"), ("row", "fc2"), ("layernorm_column", "fc1")}
+        expected = layer.num_gemms == 64 or (layer.kind, layer.name) in winners
+        assert should_use_fp8(THRESHOLDS, num_tokens=10**6, **asked, **more).use_fp8 is expected
         how = {"gemm": "module", "timing": "graph", "precision": "fp8", "status": "ok", "samples_ms": (1.0,)}
         assert Row(tokens=layer.tokens(512, 1), **how, **asked).shape == layer.shape

@@ -22,8 +22,8 @@ def merged(*reports, **options):
     return merge_reports(list(reports), **options)
 
 
-def answers(found, index=0):
-    return {point.tokens: point.answer for point in found.policy.rules[index].points}
+def answers(result, index=0):
+    return {point.tokens: point.answer for point in result.policy.rules[index].points}
 
 
 def failed(tokens, precision, status, **change):
@@ -32,22 +32,22 @@ def failed(tokens, precision, status, **change):
 
 
 def test_wins_losses_and_open_points_with_their_intervals():
-    found = merged(report(series({512: 0.8, 1024: 1.0, 4096: 1.2, 16384: 1.5})))
-    assert answers(found) == {512: "lose", 1024: "undecided", 4096: "win", 16384: "win"}
-    assert found.findings == ()
-    rule = found.policy.rules[0]
+    result = merged(report(series({512: 0.8, 1024: 1.0, 4096: 1.2, 16384: 1.5})))
+    assert answers(result) == {512: "lose", 1024: "undecided", 4096: "win", 16384: "win"}
+    assert result.findings == ()
+    rule = result.policy.rules[0]
     assert rule.bands == ((4096, 16384),)
     assert rule.points[2].low <= 1.2 <= rule.points[2].high
     assert rule.points[2].samples == 10
-    assert (found.policy.fingerprint, found.policy.confidence, found.policy.speedup_threshold) == (H200, 0.95, 1.0)
-    assert read_policy(json.loads(found.policy.to_json())) == found.policy
+    assert (result.policy.fingerprint, result.policy.confidence, result.policy.speedup_threshold) == (H200, 0.95, 1.0)
+    assert read_policy(json.loads(result.policy.to_json())) == result.policy
 
 
 def test_a_noisy_win_among_losses_gives_a_band_and_no_threshold():
     """facts, 2: "One noisy win at 1024 tokens followed by losses gives min_tokens 1024"."""
-    found = merged(report(series({512: 0.8, 1024: 1.1, 2048: 0.9, 4096: 0.9, 8192: 1.3})))
-    assert found.policy.rules[0].bands == ((1024, 1024), (8192, 8192))
-    (rule,) = to_thresholds(found.policy).rules
+    result = merged(report(series({512: 0.8, 1024: 1.1, 2048: 0.9, 4096: 0.9, 8192: 1.3})))
+    assert result.policy.rules[0].bands == ((1024, 1024), (8192, 8192))
+    (rule,) = to_thresholds(result.policy).rules
     assert (rule.min_tokens, rule.measured_speedup) == (8192, pytest.approx(1.3, abs=0.02))
 
 
@@ -66,27 +66,27 @@ def test_on_the_threshold_exactly():
 def test_pairs_are_made_by_logical_tokens():
     """facts, 2: "BF16 and FP8 runs are paired by padded token count: 0 of 32 combinations pair"."""
     bf16, fp8 = pair(424, 1.3, **experts("column_grouped"))
-    found = merged(report([replace(bf16, padded_tokens=1024), replace(fp8, padded_tokens=8192)]))
-    assert found.findings == ()
-    rule = found.policy.rules[0]
+    result = merged(report([replace(bf16, padded_tokens=1024), replace(fp8, padded_tokens=8192)]))
+    assert result.findings == ()
+    rule = result.policy.rules[0]
     assert (rule.etp, rule.num_gemms, rule.name, rule.tp) == (1, 64, None, None)
-    decision = should_use_fp8(found.policy, "column", 53, is_expert=True, moe_router_topk=8, num_gemms=64)
+    decision = should_use_fp8(result.policy, "column", 53, is_expert=True, moe_router_topk=8, num_gemms=64)
     assert (decision.use_fp8, decision.tokens, decision.kind) == (True, 424, "column_grouped")
 
 
 def test_equal_padded_tokens_do_not_pair():
     bf16, fp8 = pair(424, 1.3, **experts("column_grouped"))
-    found = merged(report([replace(bf16, padded_tokens=1024), replace(fp8, tokens=512, padded_tokens=1024)]))
-    assert answers(found) == {424: "unmeasured", 512: "unmeasured"}
-    assert len(found.findings) == 2
-    assert "has no fp8 row to be compared with" in found.findings[0]
+    result = merged(report([replace(bf16, padded_tokens=1024), replace(fp8, tokens=512, padded_tokens=1024)]))
+    assert answers(result) == {424: "unmeasured", 512: "unmeasured"}
+    assert len(result.findings) == 2
+    assert "has no fp8 row to be compared with" in result.findings[0]
 
 
 def test_skewed_routing_counts_as_much_as_uniform():
     rows = pair(4096, 1.3, **experts("row_grouped")) + pair(4096, 0.9, **experts("row_grouped", routing="zipf"))
-    found = merged(report(rows))
-    assert answers(found) == {4096: "lose"}
-    assert found.policy.rules[0].points[0].note == "the worst of 2 ways of timing"
+    result = merged(report(rows))
+    assert answers(result) == {4096: "lose"}
+    assert result.policy.rules[0].points[0].note == "the worst of 2 ways of timing"
 
 
 def test_timings_both_win_or_one_is_chosen():
@@ -116,9 +116,9 @@ def test_out_of_memory_and_failures():
 
 
 def test_too_few_samples_are_undecided():
-    found = merged(report(pair(4096, 2.0, turns=3)))
-    assert answers(found) == {4096: "undecided"}
-    assert "3 samples are too few for a confidence of 0.95" in found.findings[0]
+    result = merged(report(pair(4096, 2.0, turns=3)))
+    assert answers(result) == {4096: "undecided"}
+    assert "3 samples are too few for a confidence of 0.95" in result.findings[0]
     assert answers(merged(report(pair(4096, 2.0, turns=5)))) == {4096: "win"}  # 2.1.1: TE_LAYER_PERF_ITERS=5
 
 
@@ -128,24 +128,24 @@ def test_reports_of_several_sizes_make_one_policy():
         report(series({4096: speedup}, tp=tp, shape=(8192, 29568 // tp)), where=f"report_tp{tp}.json")
         for tp, speedup in ((1, 1.4), (2, 1.2), (4, 0.9))
     ]
-    found = merged(*reports)
-    uses = [should_use_fp8(found.policy, "row", 4096, name="fc2", tp=tp).answer for tp in (1, 2, 4, 8)]
+    result = merged(*reports)
+    uses = [should_use_fp8(result.policy, "row", 4096, name="fc2", tp=tp).answer for tp in (1, 2, 4, 8)]
     assert uses == ["win", "win", "lose", "unmeasured"]
-    thresholds = to_thresholds(found.policy)
+    thresholds = to_thresholds(result.policy)
     assert [rule.tp for rule in thresholds.rules] == [1, 2]
     assert json.loads(thresholds.to_json())["rules"]["row"]["fc2"][0]["min_tokens"] == 4096
 
 
 def test_parts_are_kept_apart():
     """facts, 2: "ViT and LLM results merge into one rule"."""
-    found = merged(
+    result = merged(
         report(series({1024: 1.3}) + series({1024: 0.8}, part="vit", kind="row", name="fc2", shape=(4096, 14336), tp=1))
     )
-    assert [(rule.part, rule.points[0].answer) for rule in found.policy.rules] == [("llm", "win"), ("vit", "lose")]
+    assert [(rule.part, rule.points[0].answer) for rule in result.policy.rules] == [("llm", "win"), ("vit", "lose")]
     with pytest.raises(MergeError, match="version 1 has no parts and the policy has llm and vit"):
-        to_thresholds(found.policy)
-    assert len(to_thresholds(found.policy, part="llm").rules) == 1
-    assert to_thresholds(found.policy, part="vit").rules == ()
+        to_thresholds(result.policy)
+    assert len(to_thresholds(result.policy, part="llm").rules) == 1
+    assert to_thresholds(result.policy, part="vit").rules == ()
 
 
 def test_version_1_takes_the_most_careful_of_several_shapes():
@@ -171,25 +171,25 @@ def test_recipes_merge_only_when_asked():
     two = report(series({4096: 1.4}), recipe="tensorwise", where="b.json")
     with pytest.raises(MergeError, match=r"a\.json is of the recipe 'blockwise', b\.json of 'tensorwise'"):
         merged(one, two)
-    found = merged(one, two, across_recipes=True)
-    assert [rule.recipe for rule in found.policy.rules] == ["tensorwise", "blockwise"]
-    assert should_use_fp8(found.policy, "row", 4096, name="fc2").recipe == "tensorwise"
+    result = merged(one, two, across_recipes=True)
+    assert [rule.recipe for rule in result.policy.rules] == ["tensorwise", "blockwise"]
+    assert should_use_fp8(result.policy, "row", 4096, name="fc2").recipe == "tensorwise"
     with pytest.raises(MergeError, match="version 1 has no recipes and the policy has blockwise and tensorwise"):
-        to_thresholds(found.policy)
+        to_thresholds(result.policy)
 
 
 def test_what_two_reports_measured_is_pooled_and_the_rest_stays():
     """Experts of another EP size bring their dense layers along."""
     one = report([*pair(4096, 1.2), *pair(4096, 1.3, **experts("row_grouped"))], where="a.json")
     two = report([*pair(4096, 1.3), *pair(4096, 1.1, **experts("row_grouped", num_gemms=32))], where="b.json")
-    found = merged(one, two)
-    assert found.policy.to_json() == merged(two, one).policy.to_json()
-    dense, *rest = sorted(found.policy.rules, key=lambda rule: rule.kind != "row")
+    result = merged(one, two)
+    assert result.policy.to_json() == merged(two, one).policy.to_json()
+    dense, *rest = sorted(result.policy.rules, key=lambda rule: rule.kind != "row")
     assert dense.points[0].samples == 20
     point = dense.points[0]  # still in turns: apart, the GPU's drift would make the interval wide
     assert 1.19 < point.low < point.speedup < point.high < 1.31
     assert sorted(rule.num_gemms for rule in rest) == [32, 64]
-    assert found.findings == ()
+    assert result.findings == ()
 
 
 def test_a_report_that_is_given_twice_counts_once():
@@ -199,9 +199,9 @@ def test_a_report_that_is_given_twice_counts_once():
 
 def test_a_failure_in_one_of_two_reports_stands():
     bf16, _ = pair(4096, 1.2)
-    found = merged(report(pair(4096, 1.3)), report([bf16, failed(4096, "fp8", "oom")]))
-    assert answers(found) == {4096: "lose"}
-    assert "failed in one of 2 reports: torch.OutOfMemoryError" in found.findings[0]
+    result = merged(report(pair(4096, 1.3)), report([bf16, failed(4096, "fp8", "oom")]))
+    assert answers(result) == {4096: "lose"}
+    assert "failed in one of 2 reports: torch.OutOfMemoryError" in result.findings[0]
 
 
 @pytest.mark.parametrize(
@@ -231,11 +231,11 @@ def test_products_make_rules_of_their_own():
         for gemm, speedup in (("module", 1.2), ("fprop", 1.5), ("wgrad", 0.7))
         for row in pair(4096, speedup, gemm=gemm)
     ]
-    found = merged(report(rows))
-    assert [(rule.gemm, rule.points[0].answer) for rule in found.policy.rules] == [
+    result = merged(report(rows))
+    assert [(rule.gemm, rule.points[0].answer) for rule in result.policy.rules] == [
         ("module", "win"), ("fprop", "win"), ("wgrad", "lose"),
     ]  # fmt: skip
-    assert len(to_thresholds(found.policy).rules) == 1
+    assert len(to_thresholds(result.policy).rules) == 1
 
 
 def test_summary_counts_answers():
@@ -307,13 +307,13 @@ def test_same_evidence_same_bytes_in_any_order(drawn, draw, pieces):
 def test_a_win_has_won_in_every_way_it_was_timed(drawn, threshold):
     rows = rows_of(drawn)
     policy = merge_reports([report(rows)], speedup_threshold=threshold).policy
-    found = {row.key: row for row in rows}
+    result = {row.key: row for row in rows}
     for rule in policy.rules:
         for point in rule.points:
             here = [row for row in rows if row.layer_key == rows_key(rule) and row.tokens == point.tokens]
             verdicts = []
             for row in here:
-                bf16, fp8 = (found.get((*row.key[:-1], precision)) for precision in ("bf16", "fp8"))
+                bf16, fp8 = (result.get((*row.key[:-1], precision)) for precision in ("bf16", "fp8"))
                 if not (bf16 and fp8 and bf16.status == fp8.status == "ok"):
                     verdicts.append("none")
                     continue

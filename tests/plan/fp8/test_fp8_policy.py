@@ -1,4 +1,4 @@
-"""Policies: the seed's version 1 to the letter, version 2 and its refusals, tables on every threshold of the lookup."""
+"""Policies: LoongForge's version 1 to the letter, version 2 and its refusals, every threshold of the lookup."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ from bitplan.plan.fp8.terms import (
 )
 from bitplan.plan.fp8.thresholds import ThresholdPolicy
 from bitplan.plan.fp8.token_ranges import BandPolicy, BandRule, Point, bands_of
-from tests.plan.fp8.fp8_samples import H200, SEED_POLICY
+from tests.plan.fp8.fp8_samples import H200, VERSION_1
 
-SEED = read_policy(json.loads(SEED_POLICY))
+THRESHOLDS = read_policy(json.loads(VERSION_1))
 
 
 def point(tokens, answer, speedup=None):
@@ -65,18 +65,18 @@ NON_MONOTONE = {
 # ---- version 1 -------------------------------------------------------------------------------------------------------
 
 
-def test_the_seeds_example_is_read_and_written_in_its_own_order():
-    """2.2 Policy File Format; only the seed's aligning spaces go."""
-    assert SEED.to_json() == SEED_POLICY.replace(",  ", ", ").replace(":  ", ": ")
-    assert read_policy(json.loads(SEED.to_json())) == SEED
+def test_version_1_is_read_and_written_in_its_own_order():
+    """Only the example's aligning spaces go."""
+    assert THRESHOLDS.to_json() == VERSION_1.replace(",  ", ", ").replace(":  ", ": ")
+    assert read_policy(json.loads(THRESHOLDS.to_json())) == THRESHOLDS
 
 
 def test_version_1_file_round_trip(tmp_path):
-    SEED.save(tmp_path / "p.json")
+    THRESHOLDS.save(tmp_path / "p.json")
     again = load_policy(tmp_path / "p.json")
-    assert again == SEED
+    assert again == THRESHOLDS
     again.save(tmp_path / "q.json")
-    assert (tmp_path / "p.json").read_bytes() == (tmp_path / "q.json").read_bytes() == SEED.to_json().encode()
+    assert (tmp_path / "p.json").read_bytes() == (tmp_path / "q.json").read_bytes() == THRESHOLDS.to_json().encode()
 
 
 def test_an_empty_policy():
@@ -102,8 +102,8 @@ def test_an_empty_policy():
         ("row", "qkv", 10**6, False),
     ],
 )
-def test_dense_lookup_of_the_seeds_example(kind, name, tokens, use):
-    decision = should_use_fp8(SEED, kind, tokens, name=name, tp=1)
+def test_dense_lookup_of_version_1(kind, name, tokens, use):
+    decision = should_use_fp8(THRESHOLDS, kind, tokens, name=name, tp=1)
     assert (decision.use_fp8, bool(decision)) == (use, use)
     assert decision.reason
 
@@ -131,9 +131,9 @@ def test_dense_lookup_of_the_seeds_example(kind, name, tokens, use):
         ("duplicated", True, 10**6, 8, 1, 64, False),
     ],
 )
-def test_expert_lookup_of_the_seeds_example(kind, expert, num_tokens, topk, etp, gemms, use):
+def test_expert_lookup_of_version_1(kind, expert, num_tokens, topk, etp, gemms, use):
     decision = should_use_fp8(
-        SEED, kind, num_tokens, is_expert=expert, moe_router_topk=topk, etp=etp, num_gemms=gemms, tp=7
+        THRESHOLDS, kind, num_tokens, is_expert=expert, moe_router_topk=topk, etp=etp, num_gemms=gemms, tp=7
     )
     assert decision.use_fp8 is use
     if use:
@@ -161,11 +161,10 @@ def test_expert_lookup_of_the_seeds_example(kind, expert, num_tokens, topk, etp,
 )
 def test_each_answer_has_its_reason(question, reason):
     given = {"kind": "row", "num_tokens": 8192} | question
-    assert reason in should_use_fp8(SEED, given.pop("kind"), given.pop("num_tokens"), **given).reason
+    assert reason in should_use_fp8(THRESHOLDS, given.pop("kind"), given.pop("num_tokens"), **given).reason
 
 
-def test_modules_and_kinds_of_the_seed():
-    """3.2 Supported Module Types."""
+def test_modules_and_kinds():
     assert KIND_OF_CLASS["TELayerNormColumnParallelLinear"] == "layernorm_column"
     assert set(KIND_OF_CLASS.values()) == set(KINDS)
     assert [promote(kind, True) for kind in KINDS] == [
@@ -174,7 +173,7 @@ def test_modules_and_kinds_of_the_seed():
     assert [promote(kind, False) for kind in KINDS] == list(KINDS)
 
 
-def test_tokens_are_counted_as_the_seed_counts():
+def test_tokens_are_counted():
     assert count_tokens(4096, 2) == 8192
     assert count_tokens(4096, 2, moe_router_topk=8) == 65536
     with pytest.raises(Fp8Error, match="micro_batch_size must be an integer from 1, got 0"):
@@ -206,8 +205,8 @@ def test_shapes_that_a_recipe_cannot_cast():
     ],
 )
 def test_scenarios(scenario, answers, tokens, use):
-    found = policy(rule(answers)) if answers else policy()
-    assert should_use_fp8(found, "row", tokens, name="fc2").use_fp8 is use, scenario
+    result = policy(rule(answers)) if answers else policy()
+    assert should_use_fp8(result, "row", tokens, name="fc2").use_fp8 is use, scenario
 
 
 def test_vit_and_llm_decide_apart():
@@ -270,12 +269,12 @@ def test_reasons_of_version_2(tokens, reason):
 
 
 def test_extrapolation_is_asked_for_and_said():
-    found = policy(rule({1024: "win", 2048: "win"}))
-    assert not should_use_fp8(found, "row", 4096, name="fc2")
-    far = should_use_fp8(found, "row", 4096, name="fc2", extrapolate=True)
+    result = policy(rule({1024: "win", 2048: "win"}))
+    assert not should_use_fp8(result, "row", 4096, name="fc2")
+    far = should_use_fp8(result, "row", 4096, name="fc2", extrapolate=True)
     assert (far.use_fp8, far.answer) == (True, "unmeasured")
     assert far.reason.endswith("extrapolated, as was asked")
-    assert not should_use_fp8(found, "row", 512, name="fc2", extrapolate=True)  # never downwards
+    assert not should_use_fp8(result, "row", 512, name="fc2", extrapolate=True)  # never downwards
     lost = policy(rule({1024: "win", 2048: "lose"}))
     assert not should_use_fp8(lost, "row", 4096, name="fc2", extrapolate=True)
 
@@ -293,18 +292,18 @@ def test_extrapolation_is_asked_for_and_said():
     ],
 )
 def test_never_measured_names_the_nearest_thing_that_was(question, reason):
-    found = policy(rule({1024: "win"}), rule({1024: "win"}, tp=2))
-    decision = should_use_fp8(found, **({"kind": "row", "num_tokens": 1024, "name": "fc2"} | question))
+    result = policy(rule({1024: "win"}), rule({1024: "win"}, tp=2))
+    decision = should_use_fp8(result, **({"kind": "row", "num_tokens": 1024, "name": "fc2"} | question))
     assert (decision.use_fp8, decision.answer) == (False, "unmeasured")
     assert reason in decision.reason
 
 
 def test_shapes_under_one_key():
     """DeepSeek: the dense blocks' fc2 and the shared expert's share kind, name and tp, and nothing else."""
-    found = policy(rule({1024: "win"}), rule({1024: "lose"}, shape=(4096, 2048)))
-    assert should_use_fp8(found, "row", 1024, name="fc2", shape=(4096, 14336))
-    assert should_use_fp8(found, "row", 1024, name="fc2", shape=(4096, 2048)).answer == "lose"
-    open_shape = should_use_fp8(found, "row", 1024, name="fc2")
+    result = policy(rule({1024: "win"}), rule({1024: "lose"}, shape=(4096, 2048)))
+    assert should_use_fp8(result, "row", 1024, name="fc2", shape=(4096, 14336))
+    assert should_use_fp8(result, "row", 1024, name="fc2", shape=(4096, 2048)).answer == "lose"
+    open_shape = should_use_fp8(result, "row", 1024, name="fc2")
     assert not open_shape
     assert "2 were measured and one of them is against FP8" in open_shape.reason
     agreed = policy(rule({1024: "win"}), rule({1024: "win"}, shape=(4096, 2048)))
@@ -314,12 +313,12 @@ def test_shapes_under_one_key():
 def test_recipes_compete():
     fast = rule({1024: "win", 2048: "lose"}, recipe="tensorwise")
     fast = replace(fast, points=(point(1024, "win", 1.5), fast.points[1]))
-    found = policy(rule({1024: "win", 2048: "win"}), fast)
-    best = should_use_fp8(found, "row", 1024, name="fc2")
+    result = policy(rule({1024: "win", 2048: "win"}), fast)
+    best = should_use_fp8(result, "row", 1024, name="fc2")
     assert (best.recipe, best.speedup) == ("tensorwise", 1.5)
     assert best.reason.endswith("the best of 2 recipes")
-    assert should_use_fp8(found, "row", 2048, name="fc2").recipe == "blockwise"
-    assert should_use_fp8(found, "row", 2048, name="fc2", recipe="tensorwise").answer == "lose"
+    assert should_use_fp8(result, "row", 2048, name="fc2").recipe == "blockwise"
+    assert should_use_fp8(result, "row", 2048, name="fc2", recipe="tensorwise").answer == "lose"
     lost = policy(rule({1024: "lose"}), rule({1024: "undecided"}, recipe="rowwise"))
     both = should_use_fp8(lost, "row", 1024, name="fc2")
     assert both.answer == "undecided"
@@ -328,9 +327,13 @@ def test_recipes_compete():
 
 
 def test_matching_rules():
-    found = policy(rule({1024: "win"}), rule({1024: "win"}, tp=2))
-    assert matching_rules(found, Question("row", 5, "fc2", tp=2)) == [rule({1024: "win"}, tp=2)]
-    assert matching_rules(SEED, Question("row", 5, "fc2")) == alike_rules(SEED, Question("row", 5, "fc2")) == []
+    result = policy(rule({1024: "win"}), rule({1024: "win"}, tp=2))
+    assert matching_rules(result, Question("row", 5, "fc2", tp=2)) == [rule({1024: "win"}, tp=2)]
+    assert (
+        matching_rules(THRESHOLDS, Question("row", 5, "fc2"))
+        == alike_rules(THRESHOLDS, Question("row", 5, "fc2"))
+        == []
+    )
 
 
 def test_alike_rules():
@@ -338,8 +341,8 @@ def test_alike_rules():
     alike = [rule({1024: "win"}), rule({1024: "win"}, name="proj", shape=(4096, 4096))]
     others = [rule({1024: "win"}, **change) for change in ({"tp": 2}, {"kind": "column"}, {"part": "vit"})]
     others += [rule({1024: "win"}, gemm="wgrad"), rule({1024: "win"}, recipe="rowwise")]
-    found = alike_rules(policy(*alike, *others), Question("row", 5, "fc9", shape=(64, 64), recipe="blockwise"))
-    assert {each.key for each in found} == {each.key for each in alike}
+    result = alike_rules(policy(*alike, *others), Question("row", 5, "fc9", shape=(64, 64), recipe="blockwise"))
+    assert {each.key for each in result} == {each.key for each in alike}
 
 
 # ---- version 2: the document -----------------------------------------------------------------------------------------
@@ -348,12 +351,12 @@ EXPERTS = {"kind": "row_grouped", "etp": 1, "num_gemms": 64}
 
 
 def test_version_2_round_trip_is_byte_stable(tmp_path):
-    found = policy(rule(NON_MONOTONE), rule({424: "win"}, **EXPERTS), rule({1: "lose"}, gemm="wgrad", part="vit"))
-    found.save(tmp_path / "p.json")
+    result = policy(rule(NON_MONOTONE), rule({424: "win"}, **EXPERTS), rule({1: "lose"}, gemm="wgrad", part="vit"))
+    result.save(tmp_path / "p.json")
     again = load_policy(tmp_path / "p.json")
-    assert again == found
-    assert again.to_json() == found.to_json() == policy(*reversed(found.rules)).to_json()
-    assert json.loads(found.to_json()) == found.to_document()
+    assert again == result
+    assert again.to_json() == result.to_json() == policy(*reversed(result.rules)).to_json()
+    assert json.loads(result.to_json()) == result.to_document()
     assert json.loads(policy().to_json())["rules"] == []
 
 
@@ -377,7 +380,7 @@ def with_point(**change):
     ("bad", "error", "message"),
     [
         ([], PolicyError, "a policy must be an object"),
-        ({}, PolicyVersionError, r"version must be 1 \(the seed's\) or 2 .*, got none"),
+        ({}, PolicyVersionError, r"version must be 1 \(LoongForge's\) or 2 .*, got none"),
         ({"version": 3}, PolicyVersionError, "got 3"),
         ({"version": "1"}, PolicyVersionError, 'got "1"'),
         ({"version": True}, PolicyVersionError, "got true"),
@@ -406,15 +409,15 @@ def with_point(**change):
     ],
 )  # fmt: skip
 def test_wrong_policies(bad, error, message):
-    """Issue 6, point 6: wrong version, unknown kinds, wrong types."""
+    """Wrong version, unknown kinds, wrong types."""
     with pytest.raises(error, match=message) as caught:
         read_policy(bad, where="p.json")
     assert str(caught.value).startswith("p.json: ")
     assert "\n" not in str(caught.value)
 
 
-def seed_with(path, value):
-    changed = json.loads(SEED_POLICY)
+def with_value(path, value):
+    changed = json.loads(VERSION_1)
     *keys, last = path
     target = changed
     for key in keys:
@@ -429,21 +432,21 @@ RULE = {"tp": 1, "min_tokens": 1, "measured_speedup": 1.1}
 @pytest.mark.parametrize(
     ("bad", "error", "message"),
     [
-        (seed_with(["rules", "rows"], {}), PolicyKindError, "rules: unknown module kind 'rows'.*did you mean 'row'"),
-        (seed_with(["rules", "row"], []), PolicyError, r"rules.row must be an object of names .* got \[\]"),
-        (seed_with(["rules", "row_grouped"], {}), PolicyError, "rules.row_grouped must be a flat list"),
-        (seed_with(["rules", "row", "fc2"], {}), PolicyError, "rules.row.fc2 must be a list of rules"),
-        (seed_with(["rules", "row", "fc2"], [1]), PolicyError, r"rules.row.fc2\[0\] must be an object"),
-        (seed_with(["rules", "row", "fc2"], [RULE, RULE]), PolicyError, "two rules for row, fc2, tp 1"),
-        (seed_with(["rules", "row", "fc2"], [RULE | {"tp": "1"}]), PolicyError, 'tp must be an integer .*got "1"'),
-        (seed_with(["rules", "row", "fc2"], [RULE | {"etp": 1}]), PolicyError, "unknown key 'etp'; did you mean 'tp'"),
-        (seed_with(["rules", "row", "fc2"], [{"tp": 1}]), PolicyError, "min_tokens is missing"),
-        (seed_with(["rules", "row", "fc2", 0, "min_tokens"], -1), PolicyError, "min_tokens must be an integer"),
-        (seed_with(["rules", "row_grouped", 0, "num_gemms"], 0), PolicyError, "num_gemms must be an integer from 1"),
-        (seed_with(["rules", "row", ""], []), PolicyError, "a name must not be empty"),
-        (seed_with(["speedup_threshold"], "1"), PolicyError, "speedup_threshold must be a number above 0"),
-        (seed_with(["rules"], []), PolicyError, "rules must be an object"),
-        (seed_with(["more"], 1), PolicyError, "unknown key 'more'"),
+        (with_value(["rules", "rows"], {}), PolicyKindError, "rules: unknown module kind 'rows'.*did you mean 'row'"),
+        (with_value(["rules", "row"], []), PolicyError, r"rules.row must be an object of names .* got \[\]"),
+        (with_value(["rules", "row_grouped"], {}), PolicyError, "rules.row_grouped must be a flat list"),
+        (with_value(["rules", "row", "fc2"], {}), PolicyError, "rules.row.fc2 must be a list of rules"),
+        (with_value(["rules", "row", "fc2"], [1]), PolicyError, r"rules.row.fc2\[0\] must be an object"),
+        (with_value(["rules", "row", "fc2"], [RULE, RULE]), PolicyError, "two rules for row, fc2, tp 1"),
+        (with_value(["rules", "row", "fc2"], [RULE | {"tp": "1"}]), PolicyError, 'tp must be an integer .*got "1"'),
+        (with_value(["rules", "row", "fc2"], [RULE | {"etp": 1}]), PolicyError, "unknown key 'etp'; did you mean 'tp'"),
+        (with_value(["rules", "row", "fc2"], [{"tp": 1}]), PolicyError, "min_tokens is missing"),
+        (with_value(["rules", "row", "fc2", 0, "min_tokens"], -1), PolicyError, "min_tokens must be an integer"),
+        (with_value(["rules", "row_grouped", 0, "num_gemms"], 0), PolicyError, "num_gemms must be an integer from 1"),
+        (with_value(["rules", "row", ""], []), PolicyError, "a name must not be empty"),
+        (with_value(["speedup_threshold"], "1"), PolicyError, "speedup_threshold must be a number above 0"),
+        (with_value(["rules"], []), PolicyError, "rules must be an object"),
+        (with_value(["more"], 1), PolicyError, "unknown key 'more'"),
     ],
 )  # fmt: skip
 def test_wrong_version_1_policies(bad, error, message):
@@ -453,10 +456,10 @@ def test_wrong_version_1_policies(bad, error, message):
 
 def test_duplicate_keys_and_bad_files(tmp_path):
     path = tmp_path / "p.json"
-    path.write_text(SEED_POLICY.replace('"fc2":', '"proj":'))
+    path.write_text(VERSION_1.replace('"fc2":', '"proj":'))
     with pytest.raises(PolicyError, match="key 'proj' appears twice"):
         load_policy(path)
-    path.write_text(SEED_POLICY[:100])
+    path.write_text(VERSION_1[:100])
     with pytest.raises(PolicyError, match="not valid JSON"):
         load_policy(path)
     with pytest.raises(PolicyError, match="cannot be read"):
@@ -464,11 +467,11 @@ def test_duplicate_keys_and_bad_files(tmp_path):
 
 
 def test_a_policy_of_another_gpu():
-    found = policy(rule({1024: "win"}))
-    assert found.require_same_gpu(H200) == []
-    assert found.require_same_gpu(replace(H200, torch="2.12")) == ["torch: measured with '2.11.0', now '2.12'"]
+    result = policy(rule({1024: "win"}))
+    assert result.require_same_gpu(H200) == []
+    assert result.require_same_gpu(replace(H200, torch="2.12")) == ["torch: measured with '2.11.0', now '2.12'"]
     with pytest.raises(FingerprintError, match=r"measured on 'NVIDIA H200', this is 'NVIDIA B200'; run the benchmark"):
-        found.require_same_gpu(replace(H200, gpu="NVIDIA B200"))
+        result.require_same_gpu(replace(H200, gpu="NVIDIA B200"))
 
 
 @pytest.mark.parametrize(
@@ -486,7 +489,7 @@ def test_a_policy_of_another_gpu():
 )
 def test_questions_that_make_no_sense(question, error, message):
     with pytest.raises(error, match=message):
-        should_use_fp8(SEED, **({"kind": "row", "num_tokens": 1, "name": "fc2"} | question))
+        should_use_fp8(THRESHOLDS, **({"kind": "row", "num_tokens": 1, "name": "fc2"} | question))
 
 
 SERIES = st.dictionaries(st.integers(1, 50), st.sampled_from(ANSWERS), min_size=1, max_size=12)

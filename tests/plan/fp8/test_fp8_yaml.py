@@ -1,4 +1,4 @@
-"""The seed's YAML and its TE_LAYER_PERF_* variables."""
+"""LoongForge's YAML and its TE_LAYER_PERF_* variables."""
 
 from __future__ import annotations
 
@@ -103,8 +103,8 @@ FILES = {"deepseek_v3": DEEPSEEK, "../image_encoder/qwen3_vit": VIT, "../qwen3/q
 
 
 def layers(parts, **parallel):
-    found = local_layers(parts, Parallel(**parallel))
-    return [(each.part, each.kind, each.name, each.shape, each.blocks, each.num_gemms) for each in found]
+    result = local_layers(parts, Parallel(**parallel))
+    return [(each.part, each.kind, each.name, each.shape, each.blocks, each.num_gemms) for each in result]
 
 
 def test_yaml_and_config_json_give_the_same_layers():
@@ -114,18 +114,18 @@ def test_yaml_and_config_json_give_the_same_layers():
     assert layers(vlm.parts, ep=8) == layers(model_parts(QWEN3_VL_235B), ep=8)
 
 
-def test_the_seeds_standalone_example():
-    found = read_yaml_model(SELECTIVE, open_base=FILES.__getitem__)
+def test_a_standalone_model():
+    result = read_yaml_model(SELECTIVE, open_base=FILES.__getitem__)
     path = "configs/models/deepseek3/fp8_policy_deepseek_v3.json"
-    assert found.options == {"llm": Fp8Options("e4m3", "blockwise", True, True, path)}
-    assert found.parts == read_yaml_model(DEEPSEEK).parts
+    assert result.options == {"llm": Fp8Options("e4m3", "blockwise", True, True, path)}
+    assert result.parts == read_yaml_model(DEEPSEEK).parts
 
 
-def test_the_seeds_vlm_example():
-    found = read_yaml_model(VLM, open_base=FILES.__getitem__)
-    assert found.options["llm"].fp8_dynamic_num_tokens is None
-    assert found.options["vit"].fp8_dynamic_num_tokens == 5184
-    assert found.options["vit"].fp8_dynamic_policy_path.endswith("fp8_policy_qwen3_vit.json")
+def test_a_vision_language_model():
+    result = read_yaml_model(VLM, open_base=FILES.__getitem__)
+    assert result.options["llm"].fp8_dynamic_num_tokens is None
+    assert result.options["vit"].fp8_dynamic_num_tokens == 5184
+    assert result.options["vit"].fp8_dynamic_policy_path.endswith("fp8_policy_qwen3_vit.json")
 
 
 def test_an_image_encoder_alone():
@@ -205,18 +205,18 @@ def test_files_that_take_in_many():
 # ---- 2.1.4 Benchmark Environment Variable Reference ------------------------------------------------------------------
 
 
-def test_defaults_of_the_seed():
-    found = BenchOptions.from_environment({"PATH": "/bin"})
-    assert found == BenchOptions()
-    assert (found.precisions, found.fp8_recipe, found.warmup, found.iters) == (("bf16", "fp8"), "blockwise", 10, 10)
-    assert (found.speedup_threshold, found.shape_sweep) == (1.0, AUTO_SWEEP)
-    assert (found.omni_config_path, found.tp_size, found.ep_size, found.etp_size) == (None, None, None, None)
-    assert (found.report_path, found.fp8_policy_path) == (None, None)
+def test_defaults_of_the_variables():
+    result = BenchOptions.from_environment({"PATH": "/bin"})
+    assert result == BenchOptions()
+    assert (result.precisions, result.fp8_recipe, result.warmup, result.iters) == (("bf16", "fp8"), "blockwise", 10, 10)
+    assert (result.speedup_threshold, result.shape_sweep) == (1.0, AUTO_SWEEP)
+    assert (result.omni_config_path, result.tp_size, result.ep_size, result.etp_size) == (None, None, None, None)
+    assert (result.report_path, result.fp8_policy_path) == (None, None)
 
 
-def test_the_seeds_dense_command():
+def test_the_variables_of_a_dense_run():
     """2.1.1."""
-    found = BenchOptions.from_environment(
+    result = BenchOptions.from_environment(
         {
             "TE_LAYER_PERF_OMNI_CONFIG_PATH": "configs/models/qwen2.5/qwen2_5_72b.yaml",
             "TE_LAYER_PERF_TP_SIZE": "4",
@@ -227,11 +227,11 @@ def test_the_seeds_dense_command():
             "TE_LAYER_PERF_ITERS": "5",
         }
     )
-    assert (found.tp_size, found.warmup, found.iters, found.report_path) == (4, 5, 5, "outputs/report_tp4.json")
+    assert (result.tp_size, result.warmup, result.iters, result.report_path) == (4, 5, 5, "outputs/report_tp4.json")
 
 
 def test_the_other_variables():
-    found = BenchOptions.from_environment(
+    result = BenchOptions.from_environment(
         {
             "TE_LAYER_PERF_TP_SIZE": "0",
             "TE_LAYER_PERF_EP_SIZE": "4",
@@ -242,9 +242,9 @@ def test_the_other_variables():
             "TE_LAYER_PERF_PRECISIONS": "fp8",
         }
     )
-    assert (found.tp_size, found.ep_size, found.etp_size) == (None, 4, None)
-    assert (found.fp8_policy_path, found.speedup_threshold) == ("p.json", 1.05)
-    assert (found.shape_sweep, found.precisions) == (((1024, 1), (4096, 2)), ("fp8",))
+    assert (result.tp_size, result.ep_size, result.etp_size) == (None, 4, None)
+    assert (result.fp8_policy_path, result.speedup_threshold) == ("p.json", 1.05)
+    assert (result.shape_sweep, result.precisions) == (((1024, 1), (4096, 2)), ("fp8",))
     assert parse_sweep(" 8X2 ") == ((8, 2),)
 
 

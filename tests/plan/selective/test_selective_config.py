@@ -1,4 +1,4 @@
-"""The seed's parameters, read from the seed's own JSON, and every way to get them wrong."""
+"""The parameters, read from Stagehand's own JSON, and every way to get them wrong."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import pytest
 from bitplan.errors import BitplanError
 from bitplan.plan.selective.config import SelectiveError, SelectivePrecisionConfig
 
-# Seed 000, "Configuration": the JSON as it stands there.
-SEED_JSON = """{
+# Stagehand's JSON, with its defaults.
+STAGEHAND_JSON = """{
   "selective_precision": {
     "enabled": true,
     "mode": "dynamic",
@@ -62,18 +62,18 @@ def from_json(value):
     return SelectivePrecisionConfig.from_document(value, where="train.json")
 
 
-def test_the_defaults_are_the_seeds():
-    seed = json.loads(SEED_JSON)["selective_precision"]
+def test_the_defaults_are_stagehands():
+    theirs = json.loads(STAGEHAND_JSON)["selective_precision"]
     ours = config().to_document()
-    assert {key: ours[key] for key in seed} == seed
-    assert list(ours)[: len(seed)] == list(seed)
+    assert {key: ours[key] for key in theirs} == theirs
+    assert list(ours)[: len(theirs)] == list(theirs)
 
 
 @pytest.mark.parametrize(
     "document",
     [
-        json.loads(SEED_JSON),
-        json.loads(SEED_JSON)["selective_precision"],
+        json.loads(STAGEHAND_JSON),
+        json.loads(STAGEHAND_JSON)["selective_precision"],
         json.loads(TRAINING_JSON),
         {},
         {"memory": {"gpu": 1, "stagehand": {"x": 2, "selective_precision": {}}}, "optimizer": "adamw"},
@@ -87,8 +87,8 @@ def test_bare_and_nested_documents(document):
 def test_a_file(tmp_path):
     path = tmp_path / "train.json"
     path.write_text(TRAINING_JSON.replace('"mode": "dynamic"', '"mode": "static", "force_int8_blocks": ["blocks.1"]'))
-    found = SelectivePrecisionConfig.load(path)
-    assert (found.mode, found.force_int8_blocks) == ("static", ("blocks.1",))
+    result = SelectivePrecisionConfig.load(path)
+    assert (result.mode, result.force_int8_blocks) == ("static", ("blocks.1",))
     with pytest.raises(SelectiveError, match=r"none\.json: cannot be read"):
         SelectivePrecisionConfig.load(tmp_path / "none.json")
 
@@ -99,7 +99,7 @@ def test_the_document_round_trips():
     assert type(changed.bf16_threshold) is float
 
 
-def test_the_margin_is_subtracted_as_the_seed_does():
+def test_the_margin_is_subtracted_in_decimals():
     """Seed 000, "Hysteresis Decision": 0.2 is "threshold 0.3 - margin 0.1"; binary floats say 0.19999999999999998."""
     assert 0.3 - 0.1 != 0.2
     assert config().go_low_below == 0.2
@@ -137,7 +137,7 @@ WRONG = [
         "'b' is in force_bf16_blocks and in force_int8_blocks",
     ),
     ({"force_fp8_blocks": ["b"], "force_int8_blocks": ["b"]}, "'b' is in force_int8_blocks and in force_fp8_blocks"),
-    ({"scoring": "ours"}, "scoring must be one of 'seed', 'impact'"),
+    ({"scoring": "ours"}, "scoring must be one of 'gradient', 'impact'"),
     ({"low_precisions": []}, "low_precisions must be a list with at least one of 'int8', 'fp8', each once, got []"),
     ({"low_precisions": ["int4"]}, "low_precisions must be"),
     ({"int8_format": "int8_rwo"}, "int8_format: no format 'int8_rwo'"),
@@ -210,8 +210,8 @@ def test_known_blocks_and_blocks_of_layers_pass():
     ],
 )
 def test_a_forced_block_forces_its_layers_and_the_longer_name_wins(name, expected):
-    found = config(force_bf16_blocks=["blocks.1"], force_int8_blocks=["blocks.1.mlp"]).forced(name)
-    assert found == expected
+    result = config(force_bf16_blocks=["blocks.1"], force_int8_blocks=["blocks.1.mlp"]).forced(name)
+    assert result == expected
 
 
 def test_units_follow_the_granularity():
@@ -221,5 +221,12 @@ def test_units_follow_the_granularity():
 
 
 def test_formats_of_precisions():
-    found = config(int8_format="int8_g128")
-    assert [found.format_of(name) for name in ("bf16", "int8", "fp8")] == ["bfloat16", "int8_g128", "fp8_e4m3_row"]
+    result = config(int8_format="int8_g128")
+    assert [result.format_of(name) for name in ("bf16", "int8", "fp8")] == ["bfloat16", "int8_g128", "fp8_e4m3_row"]
+
+
+def test_the_old_name_of_gradient_scoring_is_read_with_a_warning():
+    with pytest.warns(FutureWarning, match="'seed' is called scoring='gradient' now"):
+        assert config(scoring="seed") == config(scoring="gradient")
+    with pytest.warns(FutureWarning, match="the next version refuses it"):
+        assert from_json({"scoring": "seed"}).to_document()["scoring"] == "gradient"

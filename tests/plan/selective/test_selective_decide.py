@@ -64,9 +64,9 @@ ROWS = [
 
 @pytest.mark.parametrize(("score", "current", "since", "expected"), ROWS)
 def test_hysteresis(score, current, since, expected):
-    found = decide_with_hysteresis(score, current, CONFIG, steps_since_switch=since)
-    assert found.precision == expected
-    assert found.reason.startswith("score ")
+    result = decide_with_hysteresis(score, current, CONFIG, steps_since_switch=since)
+    assert result.precision == expected
+    assert result.reason.startswith("score ")
 
 
 @pytest.mark.parametrize(
@@ -74,7 +74,6 @@ def test_hysteresis(score, current, since, expected):
     [(0.3, None, "int8"), (below(0.6), None, "int8"), (0.6, None, "bf16"), (0.3, "bf16", "bf16")],
 )
 def test_ambiguous_default_is_for_the_first_assignment_only(score, current, expected):
-    """facts.md, section 1: `ambiguous_default` only applies before a block's first assignment."""
     assert decide_with_hysteresis(score, current, replace(CONFIG, ambiguous_default="int8")).precision == expected
 
 
@@ -110,14 +109,14 @@ def precisions(all_hints, name):
     return [hints[name].precision for hints in all_hints]
 
 
-def test_warm_up_and_update_interval_with_the_seeds_defaults():
+def test_warm_up_and_update_interval_with_the_defaults():
     """Ten steps of collection before the first assignment, then every ten (seed, parameter table)."""
-    state, found = run(CONFIG, [{"a": 0.0, "b": 4.0}] * 35)
-    assert precisions(found, "a") == ["bf16"] * 9 + ["int8"] * 26
-    assert [number for number, hints in enumerate(found, 1) if hints["a"].changed] == [10]
+    state, result = run(CONFIG, [{"a": 0.0, "b": 4.0}] * 35)
+    assert precisions(result, "a") == ["bf16"] * 9 + ["int8"] * 26
+    assert [number for number, hints in enumerate(result, 1) if hints["a"].changed] == [10]
     assert state.last_update_step == 30
-    assert found[8]["a"].reason == "no assignment yet: bf16"
-    assert found[14]["a"].reason == "score 0 < 0.3"
+    assert result[8]["a"].reason == "no assignment yet: bf16"
+    assert result[14]["a"].reason == "score 0 < 0.3"
 
 
 @pytest.mark.parametrize(
@@ -132,29 +131,29 @@ def test_when_an_update_is_due(collected, step, due):
 
 def test_only_the_window_counts():
     config = replace(EAGER, update_interval_steps=6, history_window=5)
-    _, found = run(config, [{"a": 100.0}] + [{"a": 0.0}] * 5)
-    assert found[-1]["a"].sensitivity == 0.0  # the first step has left the window
-    _, found = run(replace(config, history_window=6), [{"a": 12.0}] + [{"a": 0.0}] * 5)
-    assert found[-1]["a"].sensitivity == pytest.approx(0.7)  # mean 2.0
+    _, result = run(config, [{"a": 100.0}] + [{"a": 0.0}] * 5)
+    assert result[-1]["a"].sensitivity == 0.0  # the first step has left the window
+    _, result = run(replace(config, history_window=6), [{"a": 12.0}] + [{"a": 0.0}] * 5)
+    assert result[-1]["a"].sensitivity == pytest.approx(0.7)  # mean 2.0
 
 
 def test_a_block_is_held_by_its_cooldown():
     config = replace(CONFIG, warmup_steps=1, update_interval_steps=1, history_window=1)
-    _, found = run(config, [{"a": 0.0}] + [{"a": 4.0}] * 25)
-    assert precisions(found, "a") == ["int8"] * 20 + ["bf16"] * 6  # switched at 1, free at 21
-    assert found[20]["a"].changed
+    _, result = run(config, [{"a": 0.0}] + [{"a": 4.0}] * 25)
+    assert precisions(result, "a") == ["int8"] * 20 + ["bf16"] * 6  # switched at 1, free at 21
+    assert result[20]["a"].changed
 
 
 def test_changes_are_told_once():
-    _, found = run(EAGER, [{"a": 0.0, "b": 4.0}] * 2)
-    assert describe_changes(found[0]) == ["step 1: a is now int8 (score 0 < 0.3)"]
-    assert describe_changes(found[1]) == []
+    _, result = run(EAGER, [{"a": 0.0, "b": 4.0}] * 2)
+    assert describe_changes(result[0]) == ["step 1: a is now int8 (score 0 < 0.3)"]
+    assert describe_changes(result[1]) == []
 
 
 def test_a_first_assignment_to_bf16_is_no_switch():
     config = replace(CONFIG, warmup_steps=1, update_interval_steps=1, history_window=1)
-    _, found = run(config, [{"a": 4.0}, {"a": 0.0}])
-    assert precisions(found, "a") == ["bf16", "int8"]
+    _, result = run(config, [{"a": 4.0}, {"a": 0.0}])
+    assert precisions(result, "a") == ["bf16", "int8"]
 
 
 # Seed, "Three Modes" and "Manual overrides ... take absolute priority in all modes".
@@ -168,32 +167,32 @@ MODES = [
 @pytest.mark.parametrize(("mode", "expected"), MODES)
 def test_modes_and_force_lists(mode, expected):
     config = replace(EAGER, mode=mode, force_bf16_blocks=("high",), force_int8_blocks=("low",))
-    _, found = run(config, [{"free": 0.0, "high": 0.0, "low": 9.0}])
-    assert {name: hint.precision for name, hint in found[0].items()} == expected
-    assert found[0]["low"].reason == "forced by force_int8_blocks ('low')"
+    _, result = run(config, [{"free": 0.0, "high": 0.0, "low": 9.0}])
+    assert {name: hint.precision for name, hint in result[0].items()} == expected
+    assert result[0]["low"].reason == "forced by force_int8_blocks ('low')"
 
 
 def test_not_enabled_is_bf16_everywhere():
     config = replace(EAGER, enabled=False, force_int8_blocks=("a",))
-    _, found = run(config, [{"a": 0.0}])
-    assert (found[0]["a"].precision, found[0]["a"].reason) == (
+    _, result = run(config, [{"a": 0.0}])
+    assert (result[0]["a"].precision, result[0]["a"].reason) == (
         "bf16",
         "selective precision is not enabled: the stream's own format",
     )
 
 
 def test_missing_gradients_are_no_score_and_change_nothing():
-    state, found = run(EAGER, [{"a": 0.0, "b": None}, {"a": None, "b": None}])
-    assert precisions(found, "a") == ["int8", "int8"]
-    assert found[1]["a"].reason == "no usable gradient in the last 1 steps (1 missing): no score, no change"
-    assert found[1]["b"].sensitivity is None
+    state, result = run(EAGER, [{"a": 0.0, "b": None}, {"a": None, "b": None}])
+    assert precisions(result, "a") == ["int8", "int8"]
+    assert result[1]["a"].reason == "no usable gradient in the last 1 steps (1 missing): no score, no change"
+    assert result[1]["b"].sensitivity is None
     assert state.units["b"].precision is None  # still never assigned, so plain thresholds when gradients come
     assert state.units["b"].excluded == {"missing": 2}
 
 
 def test_calibration_errors_enter_the_score():
-    _, found = run(EAGER, [{"a": 1.0}], Evidence(quant_errors={"a": {"int8": 0.05}}))
-    assert found[0]["a"].sensitivity == pytest.approx(0.65)
+    _, result = run(EAGER, [{"a": 1.0}], Evidence(quant_errors={"a": {"int8": 0.05}}))
+    assert result[0]["a"].sensitivity == pytest.approx(0.65)
 
 
 # ---- fp8 -------------------------------------------------------------------------------------------------------------
@@ -203,8 +202,8 @@ BOTH = replace(EAGER, low_precisions=("int8", "fp8"))
 LOW = [
     (("int8",), True, {"int8": 0.05, "fp8": 0.001}, "int8"),
     (("int8", "fp8"), False, {"int8": 0.05, "fp8": 0.001}, "int8"),
-    (("int8", "fp8"), True, {"int8": 0.0087, "fp8": 0.022}, "int8"),  # facts.md: Gaussian weights per row
-    (("int8", "fp8"), True, {"int8": 0.078, "fp8": 0.027}, "fp8"),  # facts.md: outlier columns
+    (("int8", "fp8"), True, {"int8": 0.0087, "fp8": 0.022}, "int8"),  # Gaussian weights per row
+    (("int8", "fp8"), True, {"int8": 0.078, "fp8": 0.027}, "fp8"),  # outlier columns
     (("int8", "fp8"), True, {"int8": 0.02, "fp8": 0.02}, "int8"),
     (("fp8", "int8"), True, {"int8": 0.02, "fp8": 0.02}, "fp8"),
     (("int8", "fp8"), True, {"fp8": 0.02}, "int8"),
@@ -225,9 +224,9 @@ def test_a_low_unit_keeps_its_format():
 
 def test_fp8_in_a_run_and_what_a_resumed_run_does_without_it():
     evidence = Evidence(quant_errors={"a": {"int8": 0.02, "fp8": 0.01}}, has_fp8=True)
-    state, found = run(BOTH, [{"a": 0.0}], evidence)
-    assert found[0]["a"].precision == "fp8"
-    assert "fp8 has the smaller error (int8 0.02, fp8 0.01)" in found[0]["a"].reason
+    state, result = run(BOTH, [{"a": 0.0}], evidence)
+    assert result[0]["a"].precision == "fp8"
+    assert "fp8 has the smaller error (int8 0.02, fp8 0.01)" in result[0]["a"].reason
     state = observe(state, step_of(2, {"a": 0.5}), BOTH)
     _, hints = compute_hints(state, 2, BOTH, replace(evidence, has_fp8=False))
     assert hints["a"].precision == "int8"
@@ -252,18 +251,18 @@ def test_only_as_many_blocks_as_hide_the_transfer(compute_ms, low):
     """4000 bytes at 1000 a ms; each int8 block saves 480. b.3 is too sensitive in any case."""
     config = replace(EAGER, bandwidth_aware=True)
     relatives = {"b.0": 0.0, "b.1": 0.1, "b.2": 0.2, "b.3": 4.0}
-    _, found = run(config, [relatives], with_transfer(compute_ms))
-    assert [name for name in NAMES if found[0][name].precision == "int8"] == low
+    _, result = run(config, [relatives], with_transfer(compute_ms))
+    assert [name for name in NAMES if result[0][name].precision == "int8"] == low
     if compute_ms == 4.0:
-        assert "computing already hides the transfer" in found[0]["b.0"].reason
+        assert "computing already hides the transfer" in result[0]["b.0"].reason
 
 
 def test_a_low_block_whose_gradient_goes_missing_is_not_the_safest():
     """b.0 keeps its last score, 0.07; b.1 with 0.035 is the one that stays low when one is enough."""
     config = replace(EAGER, bandwidth_aware=True)
     first = {"b.0": 0.2, "b.1": 0.1, "b.2": 4.0, "b.3": 4.0}
-    state, found = run(config, [first], with_transfer(3.2))
-    assert precisions(found, "b.0") == precisions(found, "b.1") == ["int8"]
+    state, result = run(config, [first], with_transfer(3.2))
+    assert precisions(result, "b.0") == precisions(result, "b.1") == ["int8"]
     state = observe(state, step_of(2, {**first, "b.0": None}), config)
     _, hints = compute_hints(state, 2, config, with_transfer(3.6))
     assert [hints[name].precision for name in NAMES] == ["bf16", "int8", "bf16", "bf16"]
@@ -271,8 +270,8 @@ def test_a_low_block_whose_gradient_goes_missing_is_not_the_safest():
 
 def test_a_forced_block_counts_towards_hiding():
     config = replace(EAGER, bandwidth_aware=True, force_int8_blocks=("b.3",))
-    _, found = run(config, [dict.fromkeys(NAMES, 0.0)], with_transfer(3.52))
-    assert [name for name in NAMES if found[0][name].precision == "int8"] == ["b.3"]
+    _, result = run(config, [dict.fromkeys(NAMES, 0.0)], with_transfer(3.52))
+    assert [name for name in NAMES if result[0][name].precision == "int8"] == ["b.3"]
 
 
 @pytest.mark.parametrize(
@@ -295,13 +294,13 @@ IMPACT = replace(EAGER, scoring="impact", damage_budget=1.0)
 
 def impact_run(config, steps, evidence=None):
     """steps: {unit: impact}; None is not measured."""
-    state, found = PolicyState.start(NAMES), []
+    state, result = PolicyState.start(NAMES), []
     for number, damages in enumerate(steps, 1):
         impacts = {name: {"int8": value, "fp8": value / 2} for name, value in damages.items() if value is not None}
         state = observe(state, StepStats(number, {}, {}, impacts), config)
         state, hints = compute_hints(state, number, config, evidence or Evidence(unit_bytes=BYTES))
-        found.append("".join("b" if hint.precision == "bf16" else hint.precision[0] for hint in hints.values()))
-    return state, found
+        result.append("".join("b" if hint.precision == "bf16" else hint.precision[0] for hint in hints.values()))
+    return state, result
 
 
 # damages of b.0 .. b.3 with a budget of 1.0, entered up to 0.9; i is int8.
@@ -319,35 +318,35 @@ IMPACTS = [
 
 @pytest.mark.parametrize(("damages", "expected"), IMPACTS)
 def test_one_budget_in_units_of_loss(damages, expected):
-    _, found = impact_run(IMPACT, [dict(zip(NAMES, damages, strict=True))])
-    assert found == [expected]
+    _, result = impact_run(IMPACT, [dict(zip(NAMES, damages, strict=True))])
+    assert result == [expected]
 
 
 def test_the_budget_has_a_margin_and_the_dearest_leave_first():
     steps = [(0.3, 0.3, 0.3, 9.0), (0.3, 0.3, 0.4, 9.0), (0.3, 0.3, 0.41, 9.0), (0.3, 0.3, 0.31, 9.0)]
-    _, found = impact_run(IMPACT, [dict(zip(NAMES, row, strict=True)) for row in steps])
-    assert found == ["iiib", "iiib", "iibb", "iibb"]  # 1.0 is within; 1.01 is not; 0.91 is above the entry
+    _, result = impact_run(IMPACT, [dict(zip(NAMES, row, strict=True)) for row in steps])
+    assert result == ["iiib", "iiib", "iibb", "iibb"]  # 1.0 is within; 1.01 is not; 0.91 is above the entry
 
 
 def test_a_low_unit_without_a_fresh_figure_keeps_its_last():
-    state, found = impact_run(IMPACT, [dict(zip(NAMES, (0.6, 0.6, 9, 9), strict=True)), {"b.1": 0.6}])
-    assert found == ["ibbb", "ibbb"]
+    state, result = impact_run(IMPACT, [dict(zip(NAMES, (0.6, 0.6, 9, 9), strict=True)), {"b.1": 0.6}])
+    assert result == ["ibbb", "ibbb"]
     assert state.units["b.0"].score == 0.6
 
 
 def test_fp8_by_its_smaller_damage_and_forced_units_use_the_budget():
     config = replace(IMPACT, low_precisions=("int8", "fp8"))
-    _, found = impact_run(config, [dict.fromkeys(NAMES, 0.5)], Evidence(unit_bytes=BYTES, has_fp8=True))
-    assert found == ["fffb"]  # 0.25 each
+    _, result = impact_run(config, [dict.fromkeys(NAMES, 0.5)], Evidence(unit_bytes=BYTES, has_fp8=True))
+    assert result == ["fffb"]  # 0.25 each
     config = replace(IMPACT, force_int8_blocks=("b.3",), force_bf16_blocks=("b.0",))
-    _, found = impact_run(config, [dict.fromkeys(NAMES, 0.4)])
-    assert found == ["bibi"]
+    _, result = impact_run(config, [dict.fromkeys(NAMES, 0.4)])
+    assert result == ["bibi"]
 
 
 def test_a_forced_unit_without_a_figure_has_no_score():
     config = replace(IMPACT, force_int8_blocks=("b.3",))
-    state, found = impact_run(config, [dict(zip(NAMES, (0.4, 0.4, 0.4, None), strict=True))])
-    assert found == ["iibi"]
+    state, result = impact_run(config, [dict(zip(NAMES, (0.4, 0.4, 0.4, None), strict=True))])
+    assert result == ["iibi"]
     assert state.units["b.3"].score is None
 
 
@@ -374,7 +373,7 @@ configs = st.builds(
     force_int8_blocks=st.sampled_from([(), ("b.1",)]),
     force_fp8_blocks=st.sampled_from([(), ("b.2",)]),
     bandwidth_aware=st.booleans(),
-    scoring=st.sampled_from(["seed", "impact"]),
+    scoring=st.sampled_from(["gradient", "impact"]),
     damage_budget=st.sampled_from([0.5, 2.0]),
 )
 
@@ -410,8 +409,8 @@ def test_force_lists_win_cooldowns_hold_and_inputs_stay_as_they_were(config, ste
 def test_inside_the_budgets_margin_nothing_moves(rows):
     """Three units enter at 0.9 of the budget; within the budget they stay, and the fourth finds no room."""
     steps = [(0.3, 0.3, 0.3, 1.0)] + [(*row, 1.0) for row in rows]
-    _, found = impact_run(IMPACT, [dict(zip(NAMES, row, strict=True)) for row in steps])
-    assert set(found) == {"iiib"}
+    _, result = impact_run(IMPACT, [dict(zip(NAMES, row, strict=True)) for row in steps])
+    assert set(result) == {"iiib"}
 
 
 @settings(deadline=None, max_examples=50)
@@ -430,10 +429,10 @@ def test_a_switch_back_needs_the_whole_gap(scores):
     """From one switch to the next the score has crossed from below 0.2 to 0.6 or above, or the other way."""
     current = "bf16"
     for score in scores:
-        found = decide_with_hysteresis(score, current, CONFIG).precision
-        if found != current:
-            assert score < 0.2 if found == "int8" else score >= 0.6
-        current = found
+        result = decide_with_hysteresis(score, current, CONFIG).precision
+        if result != current:
+            assert score < 0.2 if result == "int8" else score >= 0.6
+        current = result
 
 
 def test_steps_must_go_up():
@@ -463,7 +462,7 @@ def test_force_lists_hold_before_anything_is_scored():
 
 def test_current_hints_say_what_holds_and_what_changed():
     state, hints = run(EAGER, [{"b.0": 0.0, "b.1": 4.0}])
-    found = current_hints(state, 7, EAGER, {"b.0": "bf16", "b.1": "bf16"})
+    result = current_hints(state, 7, EAGER, {"b.0": "bf16", "b.1": "bf16"})
     for name, hint in hints[0].items():
-        assert found[name] == replace(hint, step_id=7, changed=hint.precision != "bf16")
+        assert result[name] == replace(hint, step_id=7, changed=hint.precision != "bf16")
     assert not any(hint.changed for hint in current_hints(state, 7, EAGER).values())

@@ -1,4 +1,4 @@
-"""The seed's score on its own figures, and the choice of a set: budget, and no more bytes than hiding takes."""
+"""The gradient score on worked figures, and the choice of a set: budget, and no more bytes than hiding takes."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def stats(relative, name="b"):
 ROWS = [
     (0.0, None, 0.0),
     (1.0, None, 0.35),
-    (2.0, None, 0.7),  # facts.md, section 1: without calibration the score cannot exceed 0.7
+    (2.0, None, 0.7),  # without calibration the score cannot exceed 0.7
     (1e9, None, 0.7),
     (2.0, 0.0, 0.7),
     (0.0, 0.05, 0.3),  # exactly at quant_error_threshold
@@ -67,14 +67,14 @@ PROBLEM = [
 
 
 @pytest.mark.parametrize(("relative", "error", "needs"), PROBLEM)
-def test_the_seeds_table_of_blocks(relative, error, needs):
+def test_the_table_of_blocks(relative, error, needs):
     score = compute_sensitivity_score(stats(relative), error, CONFIG)
     assert decide_with_hysteresis(score, None, CONFIG).precision == needs
 
 
 @pytest.mark.parametrize(("error", "precision"), [(0.033, "int8"), (0.0334, "bf16"), (0.05, "bf16"), (1.0, "bf16")])
 def test_a_calibration_error_alone_keeps_bf16(error, precision):
-    """facts.md, section 1: an error of 0.033 (0.2 * 0.05 / 0.3) and more keeps a bf16 block from int8 for ever."""
+    """An error of 0.033 (0.2 * 0.05 / 0.3) and more keeps a bf16 block from int8 for ever."""
     score = compute_sensitivity_score(stats(0.0), error, CONFIG)
     assert decide_with_hysteresis(score, "bf16", CONFIG).precision == precision
 
@@ -130,9 +130,9 @@ def test_averages_are_over_the_steps_that_count():
     def step(number, value):
         return compare_blocks(number, {"a": value, "b": RawGradStats(2.0, 4.0, 1.0)})
 
-    found = average_stats([step(0, RawGradStats(2.0, 1.0, 0.0)), step(1, None), step(2, RawGradStats(6.0, 3.0, 2.0))])
-    assert found["a"] == BlockGradStats("a", 4.0, 2.0, 1.0, 1.25)  # (1 + 1.5) / 2: a missing step is no zero
-    assert "c" not in found
+    result = average_stats([step(0, RawGradStats(2.0, 1.0, 0.0)), step(1, None), step(2, RawGradStats(6.0, 3.0, 2.0))])
+    assert result["a"] == BlockGradStats("a", 4.0, 2.0, 1.0, 1.25)  # (1 + 1.5) / 2: a missing step is no zero
+    assert "c" not in result
 
 
 def test_means_of_very_large_numbers_do_not_overflow():
@@ -185,21 +185,21 @@ SETS = [
 
 @pytest.mark.parametrize(("costs", "budget", "wanted", "expected"), SETS)
 def test_choice(costs, budget, wanted, expected):
-    found = choose_low_set(units(*costs), budget=budget, bytes_to_save=wanted)
-    assert found.names == {f"u.{index}" for index in expected}
-    assert set(found.reasons) == {f"u.{index}" for index in range(len(costs))}
+    result = choose_low_set(units(*costs), budget=budget, bytes_to_save=wanted)
+    assert result.names == {f"u.{index}" for index in expected}
+    assert set(result.reasons) == {f"u.{index}" for index in range(len(costs))}
 
 
 @pytest.mark.parametrize(("cost", "is_low", "expected"), [(0.9, False, True), (0.95, False, False), (0.95, True, True)])
 def test_a_unit_enters_within_a_share_of_the_budget_and_stays_within_all_of_it(cost, is_low, expected):
-    found = choose_low_set([Candidate("u", cost, 1, is_low=is_low)], budget=1.0, entry_share=0.9)
-    assert ("u" in found.names) is expected
+    result = choose_low_set([Candidate("u", cost, 1, is_low=is_low)], budget=1.0, entry_share=0.9)
+    assert ("u" in result.names) is expected
 
 
 def test_a_large_unit_makes_a_small_one_unneeded():
     """The small one is cheaper per byte and taken first; once the large one is there, it hides nothing more."""
-    found = choose_low_set([Candidate("small", 0.1, 10), Candidate("large", 2.0, 100)], bytes_to_save=95)
-    assert found.names == {"large"}
+    result = choose_low_set([Candidate("small", 0.1, 10), Candidate("large", 2.0, 100)], bytes_to_save=95)
+    assert result.names == {"large"}
 
 
 def test_what_saves_nothing_stays_high():
@@ -213,13 +213,13 @@ candidates = st.lists(
 
 @settings(deadline=None, max_examples=50)
 @given(candidates, st.floats(0, 30), st.integers(-100, 4000) | st.none())
-def test_a_choice_is_within_budget_minimal_and_repeatable(found, budget, wanted):
-    chosen = choose_low_set(found, budget=budget, bytes_to_save=wanted)
-    assert chosen == choose_low_set(list(reversed(found)), budget=budget, bytes_to_save=wanted)
-    by_name = {unit.name: unit for unit in found}
-    locked = {unit.name for unit in found if unit.locked and unit.is_low}
+def test_a_choice_is_within_budget_minimal_and_repeatable(result, budget, wanted):
+    chosen = choose_low_set(result, budget=budget, bytes_to_save=wanted)
+    assert chosen == choose_low_set(list(reversed(result)), budget=budget, bytes_to_save=wanted)
+    by_name = {unit.name: unit for unit in result}
+    locked = {unit.name for unit in result if unit.locked and unit.is_low}
     assert locked <= chosen.names
-    assert not {unit.name for unit in found if unit.locked and not unit.is_low} & chosen.names
+    assert not {unit.name for unit in result if unit.locked and not unit.is_low} & chosen.names
     assert chosen.cost <= budget or chosen.names == locked
     if wanted is not None and wanted > 0:
         for name in chosen.names - locked:
@@ -232,7 +232,7 @@ def test_equal_blocks_give_the_smallest_set_that_hides(count, saved, share):
     """Against all subsets: where blocks are equal in bytes the greedy choice is the best."""
     costs = [0.1 * (index * 7 % 5) for index in range(count)]
     wanted = math.ceil(share * saved)
-    found = choose_low_set([Candidate(f"u.{i}", cost, saved) for i, cost in enumerate(costs)], bytes_to_save=wanted)
+    result = choose_low_set([Candidate(f"u.{i}", cost, saved) for i, cost in enumerate(costs)], bytes_to_save=wanted)
     sets = [
         subset
         for size in range(count + 1)
@@ -240,8 +240,8 @@ def test_equal_blocks_give_the_smallest_set_that_hides(count, saved, share):
         if size * saved >= wanted
     ]
     if not sets:
-        assert len(found.names) == count
+        assert len(result.names) == count
         return
     smallest = min(map(len, sets))
-    assert len(found.names) == smallest
-    assert found.cost == pytest.approx(min(sum(costs[i] for i in s) for s in sets if len(s) == smallest))
+    assert len(result.names) == smallest
+    assert result.cost == pytest.approx(min(sum(costs[i] for i in s) for s in sets if len(s) == smallest))

@@ -62,7 +62,7 @@ def test_everything_wins_and_the_model_computes_nearly_the_same():
     plain = copy.deepcopy(model)
     applied = apply_fp8(model, policy_of(**ALL), tokens=100, emulate=True)
     assert applied.fp8_layers == len(applied.rows) == 8
-    assert isinstance(model.model.layers[0].self_attn.q_proj.joined, Fp8NormLinear)
+    assert isinstance(model.model.layers[0].self_attn.q_proj.fused, Fp8NormLinear)
     assert isinstance(model.model.layers[0].mlp.down_proj, Fp8Linear)
     ids = tokens_of(100)
     ours, theirs = model(input_ids=ids, labels=ids), plain(input_ids=ids, labels=ids)
@@ -70,12 +70,12 @@ def test_everything_wins_and_the_model_computes_nearly_the_same():
     ours.loss.backward()
     theirs.loss.backward()
     mine = model.model.layers[0]
-    joined = mine.self_attn.q_proj.joined
+    fused = mine.self_attn.q_proj.fused
     attention = plain.model.layers[0].self_attn
     expected = torch.cat([attention.q_proj.weight.grad, attention.k_proj.weight.grad, attention.v_proj.weight.grad])
-    assert float((joined.weight.grad - expected).norm() / expected.norm()) < 0.15
+    assert float((fused.weight.grad - expected).norm() / expected.norm()) < 0.15
     expected = plain.model.layers[0].input_layernorm.weight.grad
-    assert float((joined.norm.weight.grad - expected).norm() / expected.norm()) < 0.15
+    assert float((fused.norm.weight.grad - expected).norm() / expected.norm()) < 0.15
     assert mine.self_attn.q_proj._input is None  # nothing of the step is kept
 
 
@@ -123,7 +123,7 @@ def test_checkpoints_keep_their_names(tmp_path):
     other = {name: torch.randn_like(tensor) for name, tensor in state.items()}
     assert str(model.load_state_dict(other)) == "<All keys matched successfully>"
     assert torch.equal(
-        model.model.layers[0].self_attn.q_proj.joined.weight[:128], other["model.layers.0.self_attn.q_proj.weight"]
+        model.model.layers[0].self_attn.q_proj.fused.weight[:128], other["model.layers.0.self_attn.q_proj.weight"]
     )
     with pytest.raises(RuntimeError, match="Missing key"):
         model.load_state_dict({name: t for name, t in other.items() if "0.self_attn.k_proj.weight" not in name})
@@ -333,7 +333,7 @@ def test_norms_keep_out_of_weight_decay(tmp_path):
     before = Trainer(model, arguments).get_decay_parameter_names(model)
     assert not any("norm" in name for name in before)
     apply_fp8(model, policy_of(**ALL), tokens=100, emulate=True)
-    assert any(name.endswith("joined.norm.weight") for name, _ in model.named_parameters())
+    assert any(name.endswith("fused.norm.weight") for name, _ in model.named_parameters())
     after = Trainer(model, arguments).get_decay_parameter_names(model)
     assert not any("norm" in name for name in after)
 
@@ -352,7 +352,7 @@ def run_trainer(model, ids, folder):
 # ---- confirming ------------------------------------------------------------------------------------------------------
 
 
-class Told(CpuStopwatch):
+class SetClock(CpuStopwatch):
     """A clock on which FP8 blocks take the time they are told, for any count of FP8 layers or by it."""
 
     def __init__(self, fp8_ms):
@@ -388,7 +388,7 @@ class Told(CpuStopwatch):
 )
 def test_confirm(fp8_ms, answer, layers, monkeypatch):
     model = llama()
-    clock = Told(fp8_ms).watch(monkeypatch)
+    clock = SetClock(fp8_ms).watch(monkeypatch)
     applied = apply_fp8(model, policy_of(**ALL), tokens=100, emulate=True, confirm=True, stopwatch=clock)
     (confirmed,) = applied.confirmed  # both blocks are of one make
     assert (confirmed.block, confirmed.answer) == ("model.layers.0", answer)
@@ -415,7 +415,7 @@ def test_confirm(fp8_ms, answer, layers, monkeypatch):
 )
 def test_confirm_takes_all_fp8_where_that_is_faster(wins, times, taken, layers, monkeypatch):
     model = llama()
-    clock = Told(times).watch(monkeypatch)
+    clock = SetClock(times).watch(monkeypatch)
     speedups = {name: WINS if name in wins else {64: 0.5, 128: 0.6} for name in LAYERS}
     applied = apply_fp8(model, policy_of(**speedups), tokens=100, emulate=True, confirm=True, stopwatch=clock)
     (confirmed,) = applied.confirmed
@@ -429,7 +429,7 @@ def test_confirm_takes_all_fp8_where_that_is_faster(wins, times, taken, layers, 
 
 @pytest.mark.parametrize(("timing", "captured"), [("eager", 0), ("graph", 2)])
 def test_confirm_times_as_it_is_told(timing, captured, monkeypatch):
-    clock = Told(8.0).watch(monkeypatch)
+    clock = SetClock(8.0).watch(monkeypatch)
     seen = []
     monkeypatch.setattr(clock, "capture", lambda call: seen.append(call) or call, raising=False)
     given = {"tokens": 100, "emulate": True, "confirm": True, "stopwatch": clock}
@@ -459,7 +459,7 @@ def test_confirm_refuses_modes_that_cannot_be(given, message):
 
 def test_confirm_compiles_every_block_or_says_that_it_could_not(monkeypatch):
     limits = []
-    clock = Told(8.0).watch(monkeypatch)
+    clock = SetClock(8.0).watch(monkeypatch)
     monkeypatch.setattr(torch, "compile", lambda call, **_mode: limits.append(dynamo_limits()) or call)
     apply_fp8(llama(), policy_of(**ALL), tokens=100, emulate=True, confirm=True, confirm_compiled=True, stopwatch=clock)
     assert limits == [{"recompile_limit": 256, "fail_on_recompile_limit_hit": True}] * 2
@@ -502,7 +502,7 @@ def yaml_of(tmp_path, text):
     return path
 
 
-def test_the_seeds_keys(tmp_path):
+def test_loongforges_keys(tmp_path):
     policy_of(recipe="blockwise", **ALL).save(tmp_path / "policy.json")
     path = yaml_of(
         tmp_path,
@@ -636,7 +636,7 @@ def test_gpu_compiled_layers_agree_with_bf16():
         ours = run(input_ids=ids, labels=ids)
         assert abs(ours.loss.item() - theirs.loss.item()) < 0.05
         ours.loss.backward()
-    assert model.model.layers[0].self_attn.q_proj.joined.weight.grad.isfinite().all()
+    assert model.model.layers[0].self_attn.q_proj.fused.weight.grad.isfinite().all()
 
 
 @pytest.mark.gpu

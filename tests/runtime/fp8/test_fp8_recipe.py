@@ -24,7 +24,7 @@ from bitplan.runtime.fp8.recipe import (
 )
 
 
-def test_epsilons_come_from_the_seeds_variables() -> None:
+def test_epsilons_come_from_the_variables() -> None:
     environment = {
         "FP8_QUANT_FWD_INP_AMAX_EPS": "1e-12",
         "FP8_QUANT_FWD_WEIGHT_AMAX_EPS": " 2e-12 ",

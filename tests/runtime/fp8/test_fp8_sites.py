@@ -56,12 +56,14 @@ def built(kind, **more):
 def test_the_model_has_the_layers_that_its_config_says(kind, more):
     """The same kinds, names and shapes that the benchmark measures from config.json, so that every rule is found."""
     model = built(kind, **more)
-    sites = find_sites(model).found
+    sites = find_sites(model).sites
     measured = local_layers(model_parts(model.config.to_dict()), Parallel())
-    told = {(layer.kind, layer.name, layer.shape, layer.num_gemms, layer.moe_router_topk): layer for layer in measured}
-    found = {(site.kind, site.name, site.shape, site.num_gemms, site.moe_router_topk) for site in sites}
-    assert found == set(told)
-    for key, layer in told.items():
+    message = {
+        (layer.kind, layer.name, layer.shape, layer.num_gemms, layer.moe_router_topk): layer for layer in measured
+    }
+    result = {(site.kind, site.name, site.shape, site.num_gemms, site.moe_router_topk) for site in sites}
+    assert result == set(message)
+    for key, layer in message.items():
         assert layer.blocks == sum(
             (site.kind, site.name, site.shape, site.num_gemms, site.moe_router_topk) == key for site in sites
         )
@@ -70,8 +72,8 @@ def test_the_model_has_the_layers_that_its_config_says(kind, more):
     assert "lm_head" in find_sites(model).left
 
 
-def test_joined_projections_and_their_norms():
-    first = find_sites(built("Llama")).found[0]
+def test_fused_projections_and_their_norms():
+    first = find_sites(built("Llama")).sites[0]
     assert first.path == "model.layers.0.self_attn.qkv"
     assert [path.rpartition(".")[2] for path in first.modules] == ["q_proj", "k_proj", "v_proj"]
     assert first.norm == "model.layers.0.input_layernorm"
@@ -108,19 +110,19 @@ class OddLinear(nn.Linear):
     ],
 )
 def test_what_cannot_be_replaced_says_why(linears, reason):
-    (site,) = find_sites(Block(**linears)).found
+    (site,) = find_sites(Block(**linears)).sites
     assert reason in site.obstacle
 
 
 def test_tied_weights_are_not_replaced():
     one, other = linear(), linear()
     other.weight = one.weight
-    assert all("shared with another" in site.obstacle for site in find_sites(Block(fc1=one, down_proj=other)).found)
+    assert all("shared with another" in site.obstacle for site in find_sites(Block(fc1=one, down_proj=other)).sites)
 
 
 def test_a_norm_of_an_unknown_block_stays_apart():
     block = Block(self_attn=Block(q_proj=linear(), k_proj=linear(), v_proj=linear()), input_layernorm=nn.RMSNorm(64))
-    (site,) = find_sites(Block(layers=nn.ModuleList([block]))).found
+    (site,) = find_sites(Block(layers=nn.ModuleList([block]))).sites
     assert (site.kind, site.name, site.norm) == ("layernorm_column", "qkv", None)
 
 
@@ -132,6 +134,6 @@ def test_parts_experts_and_names_that_are_none():
         something=linear(),
     )
     sites = find_sites(model)
-    assert [(site.part, site.name) for site in sites.found[:3]] == [("vit", "qkv"), ("vit", "proj"), ("vit", "fc1")]
-    assert {site.obstacle[:20] for site in sites.found[3:]} == {"an expert of its own"}
+    assert [(site.part, site.name) for site in sites.sites[:3]] == [("vit", "qkv"), ("vit", "proj"), ("vit", "fc1")]
+    assert {site.obstacle[:20] for site in sites.sites[3:]} == {"an expert of its own"}
     assert set(sites.left) == {"projector.fc1", "something"}

@@ -326,8 +326,8 @@ def test_layers_that_cannot_be_packed_are_refused_or_skipped(
     model: Callable[[], nn.Module], name: str, said: str
 ) -> None:
     refused(model(), plan_for(name, "mxfp4"), said)
-    kept = model()
-    applied = apply_plan(kept, plan_for(name, "mxfp4"), unsupported="skip")
+    stored = model()
+    applied = apply_plan(stored, plan_for(name, "mxfp4"), unsupported="skip")
     assert applied.changes == ()
     assert said in applied.skipped[0].reason
 
@@ -445,10 +445,10 @@ def as_in_transformers() -> Llama:
 def test_a_norm_of_another_type_than_the_linear_it_feeds_is_refused_before_anything_changes():
     model = as_in_transformers()
     before = {name: tensor.dtype for name, tensor in model.state_dict().items()}
-    with pytest.raises(ApplyError, match=r"input_layernorm.weight would be float32 \(.*norm.*\) and meet") as told:
+    with pytest.raises(ApplyError, match=r"input_layernorm.weight would be float32 \(.*norm.*\) and meet") as message:
         apply_plan(model, rules_for(model, norm="F32"))
-    assert "bfloat16" in str(told.value)
-    assert "change one of the two rules" in str(told.value)
+    assert "bfloat16" in str(message.value)
+    assert "change one of the two rules" in str(message.value)
     assert {name: tensor.dtype for name, tensor in model.state_dict().items()} == before
     for word in ("embed", "bias", "up_proj"):
         with pytest.raises(ApplyError, match=f"{word}.* would be float32"):
@@ -491,9 +491,9 @@ def test_a_packed_model_of_transformers_is_not_saved_as_one():
 def tensors_in(path: Path) -> dict[str, tuple[str, bytes]]:
     """Every tensor of a safetensors file as any reader sees it."""
     with safetensors.safe_open(path, "pt") as file:
-        found = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (it is no dict)
+        result = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (it is no dict)
     return {
-        name: (str(item.dtype), item.reshape(-1).view(torch.uint8).numpy().tobytes()) for name, item in found.items()
+        name: (str(item.dtype), item.reshape(-1).view(torch.uint8).numpy().tobytes()) for name, item in result.items()
     }
 
 

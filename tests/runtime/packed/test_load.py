@@ -89,8 +89,8 @@ def expert_modules(model):
 def test_logits_are_those_of_the_expanded_model(made, expanded, layout):
     model, report = load_packed(made[layout], dtype=torch.float32)
     with torch.no_grad():
-        expected, found = expanded(IDS).logits, model(IDS).logits
-    assert (found - expected).abs().max() < 1e-5 * expected.abs().max()
+        expected, result = expanded(IDS).logits, model(IDS).logits
+    assert (result - expected).abs().max() < 1e-5 * expected.abs().max()
     assert report.layout == layout
     assert not model.training
 
@@ -144,16 +144,16 @@ def test_shards_and_a_single_file(made, tmp_path):
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": index}))
     expected = load_packed(made["hf"]).model.state_dict()
     for path in (tmp_path, made["hf"] / "model.safetensors"):
-        found = load_packed(path).model.state_dict()
-        assert all(torch.equal(found[name], expected[name]) for name in expected)
+        result = load_packed(path).model.state_dict()
+        assert all(torch.equal(result[name], expected[name]) for name in expected)
 
 
 def test_generate_runs(made, expanded):
     model = load_packed(made["openai"], dtype=torch.float32).model
     options = {"max_new_tokens": 4, "do_sample": False, "pad_token_id": 0}
     mask = torch.ones_like(IDS)
-    found = model.generate(IDS, attention_mask=mask, **options)
-    assert torch.equal(found, expanded.generate(IDS, attention_mask=mask, **options))
+    result = model.generate(IDS, attention_mask=mask, **options)
+    assert torch.equal(result, expanded.generate(IDS, attention_mask=mask, **options))
 
 
 def test_a_given_model_is_filled(made, expanded, reads):
@@ -229,9 +229,9 @@ def test_numbers_that_the_models_type_does_not_hold_are_an_error(made, tmp_path)
     ):
         load_packed(tmp_path / "third.gguf")
     name = "model.layers.1.self_attn.q_proj.bias"
-    kept = load_packed(tmp_path / "third.gguf", dtype=torch.float32).model.state_dict()[name][3]
+    stored = load_packed(tmp_path / "third.gguf", dtype=torch.float32).model.state_dict()[name][3]
     rounded = load_packed(tmp_path / "third.gguf", dtype=torch.bfloat16).model.state_dict()[name][3]
-    assert kept == torch.tensor(1 / 3)
+    assert stored == torch.tensor(1 / 3)
     assert rounded == torch.tensor(1 / 3).bfloat16()
 
 
@@ -363,8 +363,8 @@ def test_a_failure_on_the_way_leaves_nothing(made, monkeypatch):
     alive, whole = [], gpt_oss_weights.load_experts
 
     def watched(*args):
-        alive.append(weakref.ref(found := whole(*args)))
-        return found
+        alive.append(weakref.ref(result := whole(*args)))
+        return result
 
     def fail(file, slot, *args, **kwargs):
         if slot.name == "lm_head.weight":
@@ -503,8 +503,8 @@ def test_logits_on_a_gpu(made, expanded):
     for strategy in ("auto", "fused", "decode"):
         model = load_packed(made["hf"], device="cuda", strategy=strategy).model
         with torch.no_grad():
-            found = model(IDS.cuda()).logits.float().cpu()
-        assert torch.nn.functional.cosine_similarity(found.flatten(), expected.flatten(), dim=0) > 0.99
+            result = model(IDS.cuda()).logits.float().cpu()
+        assert torch.nn.functional.cosine_similarity(result.flatten(), expected.flatten(), dim=0) > 0.99
 
 
 @pytest.mark.gpu
@@ -546,11 +546,11 @@ def test_read_packed_gives_what_quantize_wrote(llama, reads):
     with bitplan.open_tensors(llama / "wide.safetensors") as wide:
         numbers = {name: wide.read_float(name) for name in wide.specs}
     for manifest in (None, "llama"):
-        found = read_packed(llama / "small.safetensors", manifest=manifest)
-        assert found.keys() == numbers.keys()
-        packed = {name for name, item in found.items() if isinstance(item, Encoded)}
+        result = read_packed(llama / "small.safetensors", manifest=manifest)
+        assert result.keys() == numbers.keys()
+        packed = {name for name, item in result.items() if isinstance(item, Encoded)}
         assert packed == {name for name in numbers if "norm" not in name}
-        for name, item in found.items():
+        for name, item in result.items():
             if name in packed:
                 assert item.fmt.name == "int8_row"
                 assert item.to_bytes() == bitplan.encode(numbers[name], "int8_row").to_bytes()
@@ -566,16 +566,16 @@ def test_read_packed_gives_what_quantize_wrote(llama, reads):
 
 
 def test_read_packed_joins_codes_and_scales_that_lie_apart(made):
-    found = read_packed(made["openai"], manifest="gpt-oss")
-    assert not any(name.endswith(".scales") for name in found)
-    weight = found[f"{MLP1}blocks"]
+    result = read_packed(made["openai"], manifest="gpt-oss")
+    assert not any(name.endswith(".scales") for name in result)
+    weight = result[f"{MLP1}blocks"]
     assert weight.shape == (8, 192, 64)
     with GptOssFile(made["openai"]) as file:
         one = file.expert(1, ("gate", "up"), 5)
     assert torch.equal(weight.data[5], one.data)
     assert torch.equal(weight.scales[5], one.scales)
-    assert found["norm.scale"].dtype == torch.bfloat16
-    experts = QuantExperts(weight, found["block.1.mlp.mlp2_weight.blocks"])
+    assert result["norm.scale"].dtype == torch.bfloat16
+    experts = QuantExperts(weight, result["block.1.mlp.mlp2_weight.blocks"])
     assert experts(torch.ones(1, 64), torch.tensor([[3]]), torch.ones(1, 1)).isfinite().all()
 
 
@@ -599,8 +599,8 @@ def test_read_packed_finds_the_base_that_the_deep_check_finds(tmp_path, base):
     rules = Manifest.from_document(document)
     with open_tensors(tmp_path / "w.safetensors") as file:
         assert deep_check(rules, file) == []
-    found = read_packed(tmp_path / "w.safetensors", manifest=rules)["w.blocks"]
-    assert torch.equal(bitplan.decode(found), bitplan.decode(packed))
+    result = read_packed(tmp_path / "w.safetensors", manifest=rules)["w.blocks"]
+    assert torch.equal(bitplan.decode(result), bitplan.decode(packed))
     safetensors.torch.save_file(parts | {base: torch.ones(2)}, tmp_path / "w.safetensors")
     with pytest.raises(FileFormatError, match=rf"the base of scales must be one float, and '{base}' is float32"):
         read_packed(tmp_path / "w.safetensors", manifest=rules)
@@ -609,9 +609,9 @@ def test_read_packed_finds_the_base_that_the_deep_check_finds(tmp_path, base):
 
 
 def test_read_packed_of_gguf(made, tmp_path):
-    found = read_packed(made["gguf"])
-    assert found["blk.0.ffn_down_exps.weight"].fmt.name == "mxfp4_gguf"
-    assert found["token_embd.weight"].dtype == torch.bfloat16  # a plain cast is a tensor
+    result = read_packed(made["gguf"])
+    assert result["blk.0.ffn_down_exps.weight"].fmt.name == "mxfp4_gguf"
+    assert result["token_embd.weight"].dtype == torch.bfloat16  # a plain cast is a tensor
     import gguf
 
     writer = gguf.GGUFWriter(tmp_path / "q4_1.gguf", "llama")

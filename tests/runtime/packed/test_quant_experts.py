@@ -113,10 +113,10 @@ def test_routing(ids, strategy):
     weights = drawn(*chosen.shape, seed=7).softmax(-1)
     x = drawn(len(ids), H, seed=6).to(torch.bfloat16)
     with torch.no_grad():
-        found = experts(x, chosen, weights.to(torch.bfloat16))
-    assert found.shape == (len(ids), H)
-    assert found.dtype == torch.bfloat16
-    close(found, reference(experts, x, chosen, weights.to(torch.bfloat16)), 2e-2 if strategy == "fused" else 4e-3)
+        result = experts(x, chosen, weights.to(torch.bfloat16))
+    assert result.shape == (len(ids), H)
+    assert result.dtype == torch.bfloat16
+    close(result, reference(experts, x, chosen, weights.to(torch.bfloat16)), 2e-2 if strategy == "fused" else 4e-3)
 
 
 def test_a_cpu_multiplies_in_float32(monkeypatch):
@@ -126,11 +126,11 @@ def test_a_cpu_multiplies_in_float32(monkeypatch):
     monkeypatch.setattr(torch, "addmm", lambda c, a, b, **rest: seen.add(a.dtype) or addmm(c, a, b, **rest))
     experts, x, (ids, weights) = make(), drawn(6, H, seed=6).bfloat16(), routed(6)
     x.requires_grad_()
-    found = experts(x, ids, weights)
-    assert torch.equal(found, experts(x.float(), ids, weights).bfloat16())
-    found.sum().backward()
+    result = experts(x, ids, weights)
+    assert torch.equal(result, experts(x.float(), ids, weights).bfloat16())
+    result.sum().backward()
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        assert torch.equal(experts(x, ids, weights), found)
+        assert torch.equal(experts(x, ids, weights), result)
     assert seen == {torch.float32}
 
 
@@ -193,8 +193,8 @@ def test_gradients_are_those_through_decoded_weights(fmt, activation):
         mine = [x.grad, weights.grad, experts.gate_up_bias.grad, experts.down_bias.grad]
         tensors.setdefault("all", []).append([tensor.clone() for tensor in mine])
         experts.zero_grad()
-    for found, expected in zip(*tensors["all"], strict=True):
-        close(found, expected.double(), 1e-5)
+    for value, expected in zip(*tensors["all"], strict=True):
+        close(value, expected.double(), 1e-5)
 
 
 def test_gradcheck_in_float64():
@@ -213,8 +213,8 @@ def test_gradients_of_the_fused_forward_are_those_of_decode():
         inputs = [x.clone().requires_grad_(), weights.bfloat16().requires_grad_()]
         experts(inputs[0], ids, inputs[1]).float().square().sum().backward()
         grads.append([*(item.grad for item in inputs), experts.gate_up_bias.grad, experts.down_bias.grad])
-    for found, expected in zip(*grads, strict=True):
-        close(found, expected.double(), 3e-2)
+    for value, expected in zip(*grads, strict=True):
+        close(value, expected.double(), 3e-2)
 
 
 def test_a_step_with_an_adapter_changes_only_the_adapter():
@@ -396,5 +396,5 @@ def test_gradients_on_a_gpu():
         experts(x, ids.to(device), weights).float().square().sum().backward()
         grads.append([x.grad, weights.grad])
     for row in grads[:2]:
-        for found, expected in zip(row, grads[2], strict=True):
-            close(found, expected.double(), 3e-2)
+        for value, expected in zip(row, grads[2], strict=True):
+            close(value, expected.double(), 3e-2)

@@ -26,9 +26,9 @@ needs_kernel = pytest.mark.skipif(cpu_matmul._why_not_here() is not None, reason
 
 
 @pytest.fixture(autouse=True)
-def _small_bands(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Several bands, also for the small matrices of tests."""
-    monkeypatch.setattr(cpu_matmul, "band_bytes", lambda: 20 * 256 * 4)
+def _small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Several pieces, also for the small matrices of tests."""
+    monkeypatch.setattr(cpu_matmul, "piece_bytes", lambda: 20 * 256 * 4)
 
 
 def layer(name: str, way: str, bias: Tensor | None = None, **shape: int) -> QuantLinear:
@@ -44,21 +44,21 @@ def layer(name: str, way: str, bias: Tensor | None = None, **shape: int) -> Quan
 @pytest.mark.cross("cols", [256, 100])
 def test_each_strategy_gives_the_product_of_the_decoded_weight(name: str, way: str, cols: int) -> None:
     one, x, bias = packed(name, cols=cols), normal(5, cols), normal(48, seed=2)
-    found = QuantLinear(one, bias, strategy=way, cache=TileCache(10**6, tile_bytes=20 * cols * 4))
+    result = QuantLinear(one, bias, strategy=way, cache=TileCache(10**6, tile_bytes=20 * cols * 4))
     expected, size = exact_linear(x, one, bias)
     for _ in range(2):  # the second time from what was kept
-        off = (found(x).double() - expected).abs()
+        off = (result(x).double() - expected).abs()
         assert bool((off <= (cols + 1) * 2.0**-24 * size).all())
-    assert found.last_pick is not None
-    assert found.last_pick.strategy == way
+    assert result.last_pick is not None
+    assert result.last_pick.strategy == way
 
 
 @pytest.mark.parametrize("way", EXACT)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
 def test_other_types_are_computed_wide_and_rounded_once(way: str, dtype: torch.dtype) -> None:
-    found, x = layer("int8_row", way, normal(48, seed=2)), normal(5, 256).to(dtype)
-    y = found(x)
-    expected, size = exact_linear(x, found.weight.encoded, found.bias)
+    result, x = layer("int8_row", way, normal(48, seed=2)), normal(5, 256).to(dtype)
+    y = result(x)
+    expected, size = exact_linear(x, result.weight.encoded, result.bias)
     assert y.dtype == dtype
     sums = 2.0**-53 if dtype == torch.float64 else 2.0**-24
     assert bool(((y.double() - expected).abs() <= ROUNDING[dtype] * expected.abs() + 257 * sums * size).all())
@@ -80,8 +80,8 @@ def test_fused_on_a_cpu_stays_within_its_bound(name: str, dtype: torch.dtype, co
 @pytest.mark.cross("shape", [(256,), (1, 256), (2, 3, 256), (2, 1, 3, 256), (0, 256), (2, 0, 256)])
 @pytest.mark.cross("way", ["auto", *EXACT])
 def test_any_leading_axes(shape: tuple[int, ...], way: str) -> None:
-    found, x = layer("mxfp4", way, normal(48, seed=2)), normal(*shape)
-    assert torch.allclose(found(x), functional.linear(x, decode(found.weight.encoded), found.bias), atol=1e-4)
+    result, x = layer("mxfp4", way, normal(48, seed=2)), normal(*shape)
+    assert torch.allclose(result(x), functional.linear(x, decode(result.weight.encoded), result.bias), atol=1e-4)
 
 
 @needs_kernel
@@ -92,34 +92,34 @@ def test_any_leading_axes_through_the_fused_kernel(shape: tuple[int, ...]) -> No
 
 def test_inputs_need_not_be_contiguous() -> None:
     """The same numbers up to the order of sums, which a BLAS may choose by strides."""
-    found = layer("int8_row", "decode")
+    result = layer("int8_row", "decode")
     for x in (normal(256, 6).T, normal(5, 512)[:, ::2]):
-        torch.testing.assert_close(found(x), found(x.contiguous()), rtol=1e-5, atol=1e-4)
+        torch.testing.assert_close(result(x), result(x.contiguous()), rtol=1e-5, atol=1e-4)
 
 
-def test_bands_are_all_that_is_expanded(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pieces_are_all_that_is_expanded(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[tuple[int, ...]] = []
-    right = quant_linear.decoded_bands
+    right = quant_linear.decoded_pieces
 
     def watched(*args: object) -> object:
         for rows, values in right(*args):  # type: ignore[arg-type]
             seen.append(tuple(values.shape))
             yield rows, values
 
-    monkeypatch.setattr(quant_linear, "decoded_bands", watched)
-    found, x = layer("mxfp4", "decode"), normal(5, 256).requires_grad_()
-    found(x).sum().backward()
+    monkeypatch.setattr(quant_linear, "decoded_pieces", watched)
+    result, x = layer("mxfp4", "decode"), normal(5, 256).requires_grad_()
+    result(x).sum().backward()
     assert seen == [(16, 256)] * 3 * 2
-    assert found.weight.derived_nbytes == 0
+    assert result.weight.derived_nbytes == 0
 
 
 def test_eager_expands_once_and_keeps_it() -> None:
-    found = layer("mxfp4", "eager")
-    found(normal(2, 256))
-    kept = found.weight._derived["expanded", torch.float32]
-    found(normal(2, 256).bfloat16())  # float32 as well, on a CPU
-    assert found.weight._derived == {("expanded", torch.float32): kept}
-    assert found.weight.derived_nbytes == 48 * 256 * 4
+    result = layer("mxfp4", "eager")
+    result(normal(2, 256))
+    stored = result.weight._derived["expanded", torch.float32]
+    result(normal(2, 256).bfloat16())  # float32 as well, on a CPU
+    assert result.weight._derived == {("expanded", torch.float32): stored}
+    assert result.weight.derived_nbytes == 48 * 256 * 4
 
 
 def test_tiles_are_shared_by_layers_and_counted() -> None:
@@ -137,59 +137,59 @@ def test_tiles_are_shared_by_layers_and_counted() -> None:
 @pytest.mark.cross("name", FORMATS)
 @pytest.mark.cross("way", EXACT)
 def test_gradients_are_those_through_the_decoded_weight(name: str, way: str) -> None:
-    found = layer(name, way, normal(48, seed=2))
+    result = layer(name, way, normal(48, seed=2))
     x = normal(3, 4, 256).double().requires_grad_()
-    weight, bias = decode(found.weight.encoded).double(), found.bias.detach().double().requires_grad_()
+    weight, bias = decode(result.weight.encoded).double(), result.bias.detach().double().requires_grad_()
     twin = x.detach().clone().requires_grad_()
     target = normal(3, 4, 48, seed=3).double()
-    (found(x) * target).sum().backward()
+    (result(x) * target).sum().backward()
     (functional.linear(twin, weight, bias) * target).sum().backward()
     assert torch.allclose(x.grad, twin.grad, rtol=1e-12, atol=1e-12)
-    assert found.bias.grad.dtype == torch.float32
-    assert torch.allclose(found.bias.grad.double(), bias.grad, rtol=1e-6, atol=1e-5)
+    assert result.bias.grad.dtype == torch.float32
+    assert torch.allclose(result.bias.grad.double(), bias.grad, rtol=1e-6, atol=1e-5)
 
 
 @pytest.mark.parametrize("way", EXACT)
 def test_gradcheck_first_and_second(way: str) -> None:
-    found = QuantLinear(
+    result = QuantLinear(
         packed("int8_row", 5, 8), normal(5).double(), strategy=way, cache=TileCache(10**6, tile_bytes=1)
     ).double()
     x = normal(3, 8).double().requires_grad_()
-    assert torch.autograd.gradcheck(lambda one: found(one).square(), (x,))
-    assert torch.autograd.gradgradcheck(lambda one: found(one).square(), (x,))
+    assert torch.autograd.gradcheck(lambda one: result(one).square(), (x,))
+    assert torch.autograd.gradgradcheck(lambda one: result(one).square(), (x,))
 
 
 @needs_kernel
 def test_the_gradient_of_the_fused_product_is_exact() -> None:
-    found, x = layer("int4_g32", "fused"), normal(3, 256).requires_grad_()
+    result, x = layer("int4_g32", "fused"), normal(3, 256).requires_grad_()
     grad = normal(3, 48, seed=3)
-    found(x).backward(grad)
-    expected = grad.double() @ decode(found.weight.encoded).double()
+    result(x).backward(grad)
+    expected = grad.double() @ decode(result.weight.encoded).double()
     assert torch.allclose(x.grad.double(), expected, rtol=1e-5, atol=1e-4)
 
 
 def test_gradients_of_sixteen_bit_inputs_have_their_type() -> None:
-    found, x = layer("mxfp4", "decode"), normal(3, 256).bfloat16().requires_grad_()
-    found(x).sum().backward()
-    expected = decode(found.weight.encoded).double().sum(dim=0).expand(3, -1)
+    result, x = layer("mxfp4", "decode"), normal(3, 256).bfloat16().requires_grad_()
+    result(x).sum().backward()
+    expected = decode(result.weight.encoded).double().sum(dim=0).expand(3, -1)
     assert x.grad.dtype == torch.bfloat16
     assert torch.allclose(x.grad.double(), expected, rtol=2.0**-8, atol=1e-2)
 
 
 def test_only_what_needs_a_gradient_gets_one() -> None:
-    found, x = layer("mxfp4", "decode", normal(48)), normal(3, 256)
-    assert not list(found.weight.parameters())
+    result, x = layer("mxfp4", "decode", normal(48)), normal(3, 256)
+    assert not list(result.weight.parameters())
     with torch.no_grad():
-        assert found(x).grad_fn is None
-    found.bias.requires_grad_(False)
-    assert found(x).grad_fn is None
+        assert result(x).grad_fn is None
+    result.bias.requires_grad_(False)
+    assert result(x).grad_fn is None
     assert layer("mxfp4", "decode")(x.requires_grad_()).grad_fn is not None
 
 
 def test_a_weight_that_changed_before_backward_is_an_error() -> None:
-    found, x = layer("mxfp4", "decode"), normal(3, 256).requires_grad_()
-    y = found(x).sum()
-    found.load_state_dict(layer("mxfp4", "decode").state_dict())
+    result, x = layer("mxfp4", "decode"), normal(3, 256).requires_grad_()
+    y = result(x).sum()
+    result.load_state_dict(layer("mxfp4", "decode").state_dict())
     with pytest.raises(LayerError, match="between forward and backward"):
         y.backward()
 
@@ -247,18 +247,18 @@ def test_adapters_train_over_a_packed_base(name: str) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_autocast_casts_as_linear_does_and_never_multiplies_in_sixteen_bits(dtype: torch.dtype) -> None:
-    found, x = layer("mxfp4", "decode", normal(48)), normal(5, 256).requires_grad_()
+    result, x = layer("mxfp4", "decode", normal(48)), normal(5, 256).requires_grad_()
     with torch.autocast("cpu", dtype=dtype):  # a bfloat16 product here would be a warning, which is an error
-        y = found(x)
+        y = result(x)
         y.float().sum().backward()
     assert y.dtype == dtype
     assert x.grad.dtype == torch.float32
     rounded = x.detach().to(dtype)
-    expected, size = exact_linear(rounded, found.weight.encoded, found.bias)
+    expected, size = exact_linear(rounded, result.weight.encoded, result.bias)
     off = (y.detach().double() - expected).abs()
     assert bool((off <= ROUNDING[dtype] * expected.abs() + 257 * 2.0**-24 * size).all())
     with torch.autocast("cpu", dtype=dtype):
-        assert found(x.detach().double()).dtype == torch.float64
+        assert result(x.detach().double()).dtype == torch.float64
 
 
 # ---- states and copies -----------------------------------------------------------------------------------------------
@@ -283,34 +283,34 @@ def test_states_of_other_layers_are_refused_by_name() -> None:
 
 
 def test_a_copy_is_independent_and_keeps_its_settings() -> None:
-    found = layer("mxfp4", "tile_cache", normal(48))
+    result = layer("mxfp4", "tile_cache", normal(48))
     x = normal(2, 256)
-    expected = found(x)
-    twin = copy.deepcopy(found)
-    assert twin.cache is found.cache
+    expected = result(x)
+    twin = copy.deepcopy(result)
+    assert twin.cache is result.cache
     assert twin.strategy == "tile_cache"
-    found.load_state_dict(QuantLinear(packed("mxfp4", seed=9), normal(48)).state_dict())
+    result.load_state_dict(QuantLinear(packed("mxfp4", seed=9), normal(48)).state_dict())
     assert torch.equal(twin(x), expected)
-    assert not torch.equal(found(x), expected)
+    assert not torch.equal(result(x), expected)
 
 
 def test_moving_a_layer_keeps_its_results() -> None:
-    found, x = layer("mxfp4", "eager", normal(48)), normal(2, 256)
-    expected = found(x)
-    found.weight._apply(torch.clone)
-    assert torch.equal(found(x), expected)
-    found.half()  # the bias is cast, codes and scales are not
-    assert found.bias.dtype == torch.float16
-    assert torch.allclose(found(x), expected, atol=1e-2)
+    result, x = layer("mxfp4", "eager", normal(48)), normal(2, 256)
+    expected = result(x)
+    result.weight._apply(torch.clone)
+    assert torch.equal(result(x), expected)
+    result.half()  # the bias is cast, codes and scales are not
+    assert result.bias.dtype == torch.float16
+    assert torch.allclose(result(x), expected, atol=1e-2)
 
 
 def test_from_linear_keeps_bias_mode_and_options() -> None:
     linear = nn.Linear(256, 48).eval()
-    found = QuantLinear.from_linear(linear, "mxfp4", scale_rule="mse", strategy="decode", name="up")
-    assert found.bias is linear.bias
-    assert not found.training
+    result = QuantLinear.from_linear(linear, "mxfp4", scale_rule="mse", strategy="decode", name="up")
+    assert result.bias is linear.bias
+    assert not result.training
     expected = encode(linear.weight, "mxfp4", scale_rule="mse")
-    assert found.weight.encoded.to_bytes() == expected.to_bytes()
+    assert result.weight.encoded.to_bytes() == expected.to_bytes()
     with pytest.raises(FormatError, match=r"up\.weight: mxfp4 has blocks of 32"):
         QuantLinear.from_linear(nn.Linear(100, 4), "mxfp4", name="up")
     assert QuantLinear.from_linear(nn.Linear(100, 4), "mxfp4", pad="zero")(normal(2, 100)).shape == (2, 4)
@@ -362,17 +362,17 @@ def test_inputs_that_do_not_fit_are_refused(x: Tensor, said: str) -> None:
 
 
 def test_a_strategy_that_cannot_run_is_an_error_and_not_another_strategy() -> None:
-    found = layer("mxfp4", "fused")
+    result = layer("mxfp4", "fused")
     with pytest.raises(LayerError, match=r"'fused' cannot run for mxfp4 .* set strategy='auto'"):
-        found(normal(2, 256))
-    found.strategy = "tile_cache"
+        result(normal(2, 256))
+    result.strategy = "tile_cache"
     with pytest.raises(LayerError, match=r"needs a cache with a budget.*TileCache\(budget_bytes\)"):
-        found(normal(2, 256))
-    found.cache = TileCache()
+        result(normal(2, 256))
+    result.cache = TileCache()
     with pytest.raises(LayerError, match="needs a cache with a budget"):
-        found(normal(2, 256))
+        result(normal(2, 256))
     with pytest.raises(LayerError, match="did you mean 'eager'"):
-        found.strategy = "eagre"
+        result.strategy = "eagre"
     with pytest.raises(LayerError, match="no strategy 'fast'"):
         QuantLinear(packed("mxfp4"), strategy="fast")
 
@@ -387,18 +387,18 @@ def test_the_triton_kernel_behind_the_same_layer(name: str, monkeypatch: pytest.
     for module in (strategy, quant_linear):
         monkeypatch.setattr(module, "fused_for", lambda _: kernel)
     one, x, bias = packed(name, 32, 128), normal(3, 128).bfloat16(), normal(32, seed=2).half()
-    found = QuantLinear(one, bias, strategy="fused")
+    result = QuantLinear(one, bias, strategy="fused")
     reason = kernel.why_not(one, torch.bfloat16)
     if reason is not None and "run on CUDA" in reason:
         pytest.skip(reason)
-    y = found(x.requires_grad_())
+    y = result(x.requires_grad_())
     expected, size = exact_linear(x, one, bias)
     # Decoded codes are rounded to bfloat16 in the kernel, as the result is.
     assert bool(((y.detach().double() - expected).abs() <= 2.0**-8 * expected.abs() + 2.0**-8 * size).all())
     assert (y.detach().double() - expected).norm() / expected.norm() < 2.0**-7
     y.sum().backward()
     assert x.grad is not None
-    assert found.weight.derived_nbytes > 0
+    assert result.weight.derived_nbytes > 0
 
 
 def test_the_cpu_kernel_is_the_default_on_a_cpu() -> None:
@@ -408,9 +408,9 @@ def test_the_cpu_kernel_is_the_default_on_a_cpu() -> None:
 
 @pytest.mark.parametrize("way", EXACT)
 def test_what_inference_mode_kept_serves_training(way: str) -> None:
-    found, x = layer("mxfp4", way, normal(48)), normal(3, 256).requires_grad_()
+    result, x = layer("mxfp4", way, normal(48)), normal(3, 256).requires_grad_()
     with torch.inference_mode():
-        expected = found(x)
-    found(x).sum().backward()
-    assert torch.equal(found(x), expected)
+        expected = result(x)
+    result(x).sum().backward()
+    assert torch.equal(result(x), expected)
     assert x.grad is not None

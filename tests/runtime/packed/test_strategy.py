@@ -34,13 +34,13 @@ needs_kernel = pytest.mark.skipif(cpu_matmul._why_not_here() is not None, reason
 
 @needs_kernel
 def test_auto_on_a_cpu_takes_the_four_bit_kernel_and_says_what_it_does_to_inputs() -> None:
-    found = QuantLinear(packed("int4_g32"))
+    result = QuantLinear(packed("int4_g32"))
     for rows in (1, 16, 4096):
-        picked = found.explain(rows)
+        picked = result.explain(rows)
         assert picked.strategy == "fused"
         assert "rounds each input row to 8-bit integers" in picked.reason
-    assert found.explain(1, torch.float64).strategy == "decode"
-    assert "float64" in found.explain(1, torch.float64).reason
+    assert result.explain(1, torch.float64).strategy == "decode"
+    assert "float64" in result.explain(1, torch.float64).reason
 
 
 @needs_kernel
@@ -53,14 +53,14 @@ def test_auto_never_spends_two_copies_on_q4_0_but_says_how_to_ask() -> None:
 
 @pytest.mark.parametrize("name", [name for name in FORMATS if name not in ("int4_g32", "q4_0_gguf")])
 def test_auto_on_a_cpu_decodes_the_rest_or_reads_tiles_where_there_is_room(name: str) -> None:
-    found = QuantLinear(packed(name))
-    assert found.explain(1).strategy == "decode"
-    assert f"not {name}" in found.explain(1).reason
-    found.cache = TileCache(48 * 256 * 4)
-    assert found.explain(1).strategy == "tile_cache"
-    found.cache = TileCache(48 * 256 * 4 - 1)
-    assert found.explain(1).strategy == "decode"
-    assert "no room" in found.explain(1).reason
+    result = QuantLinear(packed(name))
+    assert result.explain(1).strategy == "decode"
+    assert f"not {name}" in result.explain(1).reason
+    result.cache = TileCache(48 * 256 * 4)
+    assert result.explain(1).strategy == "tile_cache"
+    result.cache = TileCache(48 * 256 * 4 - 1)
+    assert result.explain(1).strategy == "decode"
+    assert "no room" in result.explain(1).reason
 
 
 def test_auto_fills_the_cache_and_leaves_those_that_came_first_in_it() -> None:
@@ -86,21 +86,21 @@ def test_a_pick_is_made_once_for_each_power_of_two(monkeypatch: pytest.MonkeyPat
         return choose(weight, rows, *args, **options)
 
     monkeypatch.setattr(quant_linear, "choose", counting)
-    found = QuantLinear(packed("mxfp4"))
+    result = QuantLinear(packed("mxfp4"))
     for rows in (1, 1, 2, 3, 4, 5, 8, 0):
-        found(torch.ones(rows, 256))
+        result(torch.ones(rows, 256))
     assert asked == [1, 2, 4, 8]
-    found.load_state_dict(found.state_dict())  # another state: decided anew
-    found(torch.ones(1, 256))
+    result.load_state_dict(result.state_dict())  # another state: decided anew
+    result(torch.ones(1, 256))
     assert asked == [1, 2, 4, 8, 1]
 
 
 def test_explaining_a_strategy_asked_for_says_so_or_why_not() -> None:
-    found = QuantLinear(packed("mxfp4"), strategy="eager")
-    assert found.explain(4) == Pick("eager", "asked for")
-    found.strategy = "fused"
+    result = QuantLinear(packed("mxfp4"), strategy="eager")
+    assert result.explain(4) == Pick("eager", "asked for")
+    result.strategy = "fused"
     with pytest.raises(LayerError, match="cannot run"):
-        found.explain(4)
+        result.explain(4)
 
 
 @pytest.mark.parametrize(
@@ -326,11 +326,11 @@ def test_tiles_made_on_one_stream_are_safe_on_another() -> None:
         cache.clear()
         first, second = torch.cuda.Stream(), torch.cuda.Stream()
         with torch.cuda.stream(first):
-            list(cache.bands(weight, torch.bfloat16))
+            list(cache.pieces(weight, torch.bfloat16))
         with torch.cuda.stream(second):
-            found = torch.cat([values for _, values in cache.bands(weight, torch.bfloat16)])
+            result = torch.cat([values for _, values in cache.pieces(weight, torch.bfloat16)])
         torch.cuda.synchronize()
-        assert torch.equal(found, expected)
+        assert torch.equal(result, expected)
 
 
 @pytest.mark.gpu

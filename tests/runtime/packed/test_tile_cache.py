@@ -25,15 +25,15 @@ def weights(count: int) -> list[PackedWeight]:
 
 
 def use(cache: TileCache, weight: PackedWeight, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    return torch.cat([values for _, values in cache.bands(weight, dtype)])
+    return torch.cat([values for _, values in cache.pieces(weight, dtype)])
 
 
 def counted(cache: TileCache) -> dict[str, int]:
-    found = cache.counters
+    result = cache.counters
     return {
-        name: getattr(found, name)
+        name: getattr(result, name)
         for name in ("hits", "misses", "evictions", "bypassed", "refused", "dropped", "tiles", "nbytes")
-        if getattr(found, name)
+        if getattr(result, name)
     }
 
 
@@ -85,8 +85,8 @@ def test_another_model_takes_the_cache_over_when_it_runs() -> None:
 def test_a_tile_is_the_decoded_weight_and_is_not_made_twice() -> None:
     cache, (a, _) = TileCache(2 * WHOLE), weights(2)
     assert torch.equal(use(cache, a), decode(a.encoded))
-    first = next(cache.bands(a, torch.float32))[1]
-    assert next(cache.bands(a, torch.float32))[1] is first
+    first = next(cache.pieces(a, torch.float32))[1]
+    assert next(cache.pieces(a, torch.float32))[1] is first
 
 
 def test_a_tile_larger_than_the_budget_is_never_stored() -> None:
@@ -123,7 +123,7 @@ def test_types_are_tiles_of_their_own() -> None:
 
 
 @pytest.mark.parametrize(
-    ("budget", "tile", "bands"),
+    ("budget", "tile", "pieces"),
     [
         (10**9, TILE_BYTES, [(0, 256)]),  # a matrix that fits a tile is one product
         (10**9, 64 * 256, [(0, 64), (64, 128), (128, 192), (192, 256)]),
@@ -132,19 +132,19 @@ def test_types_are_tiles_of_their_own() -> None:
         (0, TILE_BYTES, [(0, 256)]),
     ],
 )
-def test_how_a_weight_is_cut(budget: int, tile: int, bands: list[tuple[int, int]]) -> None:
+def test_how_a_weight_is_cut(budget: int, tile: int, pieces: list[tuple[int, int]]) -> None:
     weight = PackedWeight(packed("mxfp4", 256, 64))  # 256 bytes a row in float32
-    found = TileCache(budget, tile_bytes=tile).bands_of(weight, torch.float32)
-    assert [(band.start, band.stop) for band in found] == bands
+    result = TileCache(budget, tile_bytes=tile).pieces_of(weight, torch.float32)
+    assert [(piece.start, piece.stop) for piece in result] == pieces
 
 
 def test_a_typical_matrix_is_one_tile() -> None:
     class Shaped:
         shape = (8192, 8192)
 
-    assert len(TileCache(10**9).bands_of(Shaped(), torch.bfloat16)) == 1  # type: ignore[arg-type]
+    assert len(TileCache(10**9).pieces_of(Shaped(), torch.bfloat16)) == 1  # type: ignore[arg-type]
     Shaped.shape = (28672, 8192)
-    assert len(TileCache(10**9).bands_of(Shaped(), torch.bfloat16)) == 2  # type: ignore[arg-type]
+    assert len(TileCache(10**9).pieces_of(Shaped(), torch.bfloat16)) == 2  # type: ignore[arg-type]
 
 
 def test_a_loaded_weight_drops_its_tiles_and_no_others() -> None:
@@ -228,10 +228,10 @@ def test_threads_share_a_cache_without_losing_count() -> None:
         thread.start()
     for thread in threads:
         thread.join()
-    found = cache.counters
+    result = cache.counters
     assert wrong == []
-    assert found.hits + found.misses == 200
-    assert found.nbytes == found.tiles * WHOLE <= 2 * WHOLE
+    assert result.hits + result.misses == 200
+    assert result.nbytes == result.tiles * WHOLE <= 2 * WHOLE
 
 
 def test_a_saved_cache_comes_back_empty_and_shared() -> None:

@@ -1,4 +1,4 @@
-"""Telemetry: the seed's line, its worked numbers, and files that cannot be written."""
+"""Telemetry: Stagehand's line, its worked numbers, and files that cannot be written."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from bitplan.runtime.selective.telemetry import (
     step_metrics,
 )
 
-# Seed 000, "Telemetry": the line as it stands there.
-SEED_LINE = json.loads("""{
+# A line as Stagehand documents it.
+EXAMPLE_LINE = json.loads("""{
   "step_id": 50,
   "timestamp": 1234567.89,
   "blocks_bf16": 19,
@@ -35,8 +35,8 @@ def hint(name, precision, score=None, changed=False):
     return BlockPrecisionHint(name, precision, "because", 50, score, changed)
 
 
-def seed_hints():
-    """48 blocks, 29 of them int8, two just changed; scores with the seed's extremes and mean."""
+def example_hints():
+    """48 blocks, 29 of them int8, two just changed; scores with that line's extremes and mean."""
     scores = [0.04, 0.87, *[(0.34 * 48 - 0.91) / 46] * 46]
     return {
         f"b.{at}": hint(f"b.{at}", "int8" if at < 29 else "bf16", score, at in (3, 40))
@@ -44,9 +44,9 @@ def seed_hints():
     }
 
 
-def test_the_seeds_line():
-    line = step_metrics(50, seed_hints(), 1234567.89)
-    for key, value in SEED_LINE.items():
+def test_the_example_line():
+    line = step_metrics(50, example_hints(), 1234567.89)
+    for key, value in EXAMPLE_LINE.items():
         if key != "block_details":
             assert getattr(line, key) == pytest.approx(value), key
 
@@ -54,9 +54,9 @@ def test_the_seeds_line():
 def test_fields_and_their_order(tmp_path):
     path = tmp_path / "t.jsonl"
     with PrecisionTelemetry(path, clock=lambda: 1234567.89) as telemetry:
-        telemetry.record(50, seed_hints())
+        telemetry.record(50, example_hints())
     line = json.loads(path.read_text())
-    assert list(line) == [*SEED_LINE, "blocks_fp8", "bytes_sent", "bytes_not_sent"]
+    assert list(line) == [*EXAMPLE_LINE, "blocks_fp8", "bytes_sent", "bytes_not_sent"]
     assert line["timestamp"] == 1234567.89
     assert line["block_details"]["b.0"] == {
         "precision": "int8",
@@ -67,12 +67,12 @@ def test_fields_and_their_order(tmp_path):
     assert line["bytes_sent"] is line["bytes_not_sent"] is None
 
 
-# low blocks of all blocks, percent: "60% INT8 blocks ~ 30% bandwidth saving"; 29 of 48 is the seed's 30.2
+# low blocks of all blocks, percent: "60% INT8 blocks ~ 30% bandwidth saving"; 29 of 48 is that line's 30.2
 SAVINGS = [(29, 48, 30.2), (60, 100, 30.0), (0, 48, 0.0), (48, 48, 50.0), (0, 0, 0.0)]
 
 
 @pytest.mark.parametrize(("low", "blocks", "expected"), SAVINGS)
-def test_the_seeds_estimate_counts_blocks(low, blocks, expected):
+def test_the_estimate_counts_blocks(low, blocks, expected):
     assert estimate_saving_pct(low, blocks) == expected
 
 

@@ -1,4 +1,4 @@
-"""Calibration on a stream: the seed's figure against resident models, the cache, a killed run, stale caches by name."""
+"""Calibration on a stream: relative errors against resident models, the cache, a killed run, stale caches by name."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ def quiet(*_):
     """No bar."""
 
 
-def relative(reference, found):
-    return float((reference - found).norm() / reference.norm())
+def relative(reference, result):
+    return float((reference - result).norm() / reference.norm())
 
 
 def expected_errors(model):
@@ -74,10 +74,10 @@ def test_errors_are_those_of_a_resident_model():
         assert model.training
         stream.begin_step(0)
         assert stream.formats == formats
-    for found, expected in ((result.blocks, blocks), (result.layers, layers)):
-        assert set(found) == set(expected)
+    for value, expected in ((result.blocks, blocks), (result.layers, layers)):
+        assert set(value) == set(expected)
         for name, row in expected.items():
-            assert found[name] == pytest.approx(row, rel=2e-2), name
+            assert value[name] == pytest.approx(row, rel=2e-2), name
     assert 0 < result.blocks["layers.1"]["int8_row"] < result.blocks["layers.1"]["fp8_e4m3_row"]
     assert result.excluded == {}
     assert all(torch.equal(one, before[name]) for name, one in model.state_dict().items())
@@ -85,7 +85,7 @@ def test_errors_are_those_of_a_resident_model():
 
 def test_a_plain_model_is_streamed_for_it():
     model = make_stack(adapters=True)
-    told = []
+    message = []
     result = run_calibration(
         model,
         [(one,) for one in BATCHES],
@@ -93,11 +93,11 @@ def test_a_plain_model_is_streamed_for_it():
         formats=FORMATS,
         blocks="layers.*",
         device="cpu",
-        progress=lambda *row: told.append(row),
+        progress=lambda *row: message.append(row),
     )
     assert set(result.blocks) == {f"layers.{at}" for at in range(COUNT)}
     assert "layers.0.up.base" in result.layers
-    assert [row[:2] for row in told] == [(at, 6) for at in range(1, 7)]
+    assert [row[:2] for row in message] == [(at, 6) for at in range(1, 7)]
     model(BATCHES[0])  # it is itself again
 
 
@@ -181,9 +181,9 @@ def test_a_stale_cache_is_redone_when_asked_and_few_batches_are_said(tmp_path, c
         with torch.no_grad():
             model.layers[3].up.weight.mul_(1.5)
         options = {"formats": FORMATS[:1], "cache": cache, "progress": quiet}
-        found = run_calibration(stream, BATCHES[:1], on_stale="redo", **options)
+        result = run_calibration(stream, BATCHES[:1], on_stale="redo", **options)
         assert caplog.text.count("calibrating on 1 of 4 samples: no more batches came") == 1
-        assert found == run_calibration(stream, BATCHES[:1], samples=1, **options)  # and the file is of now
+        assert result == run_calibration(stream, BATCHES[:1], samples=1, **options)  # and the file is of now
         with pytest.raises(CalibrationError, match="on_stale='again': there are 'refuse', 'redo'"):
             run_calibration(stream, BATCHES, on_stale="again", **options)
 

@@ -220,18 +220,18 @@ def test_gradients_of_trained_weights_are_measured_before_they_leave(checkpointi
         {"scoring": "impact", "damage_budget": 1e-3, "impact_tokens": 2, "impact_steps": 2, "impact_turns": 2},
         {"loss_feedback": True, "loss_tolerance": 1e-4, "backoff_steps": 3},
     ],
-    ids=["seed", "impact", "impact of sampled rows", "feedback"],
+    ids=["gradient", "impact", "impact of sampled rows", "feedback"],
 )
 def test_a_resumed_run_takes_the_same_decisions(options, tmp_path):
     config, cut, steps = config_of(**options), 5, 12
     probe_of = lambda model: lambda: model(batch(999)).square().mean()
 
     def decisions(policy, model, optimizer, numbers):
-        found = []
+        result = []
         for step in numbers:
             hints, loss = run_step(policy, model, optimizer, step)
-            found.append((step, hints, policy.applied, float(loss)))
-        return found
+            result.append((step, hints, policy.applied, float(loss)))
+        return result
 
     whole = adapted()
     with policy_on(whole, config, probe=probe_of(whole)) as policy:
@@ -239,7 +239,7 @@ def test_a_resumed_run_takes_the_same_decisions(options, tmp_path):
         end = policy.state_dict()
     first = adapted()
     with policy_on(first, config, probe=probe_of(first)) as policy:
-        found = decisions(policy, first, sgd(first), range(cut))
+        result = decisions(policy, first, sgd(first), range(cut))
         policy.save(tmp_path / "policy.json")
         policy.save(tmp_path / "again.json")
     weights = {name: one.clone() for name, one in first.state_dict().items()}
@@ -247,9 +247,9 @@ def test_a_resumed_run_takes_the_same_decisions(options, tmp_path):
     second.load_state_dict(weights)
     with policy_on(second, config, probe=probe_of(second)) as policy:
         policy.load(tmp_path / "policy.json")
-        found += decisions(policy, second, sgd(second), range(cut, steps))
+        result += decisions(policy, second, sgd(second), range(cut, steps))
         assert policy.state_dict() == end
-    assert found == expected
+    assert result == expected
     assert len({json.dumps(one[2]) for one in expected}) > 1, "nothing moved: the test would prove nothing"
     assert (tmp_path / "policy.json").read_text() == (tmp_path / "again.json").read_text()
 
@@ -322,8 +322,8 @@ def test_impact_is_the_gradient_times_the_rounding_error(train, checkpointing):
     for name, one in streamed.items():
         for precision, fmt in (("int8", "int8_row"), ("fp8", "fp8_e4m3_row")):
             error = one.detach() - decode(encode(one.detach(), fmt), torch.float32)
-            found = impacts[name.removesuffix(".weight")][precision]
-            assert found == pytest.approx(float((one.grad * error).sum()), rel=1e-3, abs=1e-9)
+            result = impacts[name.removesuffix(".weight")][precision]
+            assert result == pytest.approx(float((one.grad * error).sum()), rel=1e-3, abs=1e-9)
 
 
 def test_a_block_has_the_sum_of_its_layers():
@@ -391,17 +391,17 @@ def test_a_unit_out_of_its_turn_keeps_its_precision_and_says_so():
 @pytest.mark.cross("checkpointing", CHECKPOINTING)
 @pytest.mark.cross("tokens", [0, 2])
 def test_measuring_is_not_seen_in_the_gradients(checkpointing, tokens):
-    found = []
+    result = []
     for options in ({"mode": "off"}, {"scoring": "impact", "impact_tokens": tokens, "update_interval_steps": 1}):
         model = adapted()
         model.checkpointing = checkpointing
         with policy_on(model, config_of(**options), stream_options={"formats": "bfloat16"}) as policy:
             run_step(policy, model, None, 0)
             policy.state_dict()
-        found.append({name: one.grad for name, one in model.named_parameters() if one.grad is not None})
+        result.append({name: one.grad for name, one in model.named_parameters() if one.grad is not None})
     assert policy.state.history[-1].impacts
-    assert found[0].keys() == found[1].keys()
-    assert all(torch.equal(found[0][name], found[1][name]) for name in found[0])
+    assert result[0].keys() == result[1].keys()
+    assert all(torch.equal(result[0][name], result[1][name]) for name in result[0])
 
 
 def many_rows():
@@ -420,14 +420,14 @@ def test_sampled_rows_estimate_the_impact_of_all_without_bias():
                 run_step(policy, model, None, step, data=many_rows())
                 model.zero_grad()
             policy.state_dict()
-            found = [stats.impacts for stats in policy.state.history]
+            result = [stats.impacts for stats in policy.state.history]
         if exact is None:
-            exact = found[0]
+            exact = result[0]
         elif tokens == 48:
-            assert found[0] == exact, "as many as there are: all of them, to the bit"
-    assert len(found) == draws
+            assert result[0] == exact, "as many as there are: all of them, to the bit"
+    assert len(result) == draws
     for name, row in exact.items():
-        estimates = torch.tensor([one[name]["int8"] for one in found], dtype=torch.float64)
+        estimates = torch.tensor([one[name]["int8"] for one in result], dtype=torch.float64)
         assert estimates.std() > 0.1 * abs(row["int8"]), "the rows drawn differ"
         assert abs(float(estimates.mean()) - row["int8"]) < 4 * float(estimates.std()) / draws**0.5
 
@@ -841,12 +841,12 @@ def test_scalars():
     model = adapted()
     with policy_on(model, config_of(mode="static", force_int8_blocks=("layers.0", "layers.1"))) as policy:
         policy.begin_step(0)
-        found = policy.scalars()
+        result = policy.scalars()
         policy.end_step()
-        assert found["selective_precision/share_int8"] == pytest.approx(2 / 6)
-        assert found["selective_precision/bytes_saved"] > 0
+        assert result["selective_precision/share_int8"] == pytest.approx(2 / 6)
+        assert result["selective_precision/bytes_saved"] > 0
         deadline = time.monotonic() + 30
         while policy.stream.stats.last is None and time.monotonic() < deadline:
             time.sleep(0.001)  # what was fetched ahead may still be on its way when a step without a forward ends
         sent = sum(policy.stream.stats.last.bytes_h2d_by_format.values())
-        assert found["selective_precision/bytes_sent"] >= sent
+        assert result["selective_precision/bytes_sent"] >= sent

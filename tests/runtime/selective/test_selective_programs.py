@@ -83,7 +83,7 @@ def test_timed_steps_are_whole_intervals_of_the_real_run(program, steps, timed, 
     task = program["Task"]("x", None, None, steps, 0.1, "weights", program["SMALL"], None, every)
     short = task.shortened(timed)
     assert (short.interval, short.untimed_steps, short.steps) == (interval, interval, whole)
-    for arm in ("dynamic_seed", "dynamic_impact"):
+    for arm in ("dynamic_gradient", "dynamic_impact"):
         config = program["policy_config"](arm, short, None)
         assert config == program["policy_config"](arm, replace(task, sizes=short.sizes), None)
         assert config.update_interval_steps == interval
@@ -91,8 +91,8 @@ def test_timed_steps_are_whole_intervals_of_the_real_run(program, steps, timed, 
 
 def test_the_cost_is_measured_in_small(program):
     cost = program["run_cost"](program["SMALL"], program["SimulatedDevice"]())
-    assert set(cost["step_ms"]) == {"off", "seed", "impact"}
-    assert set(cost["share"]) == {"seed", "impact"}
+    assert set(cost["step_ms"]) == {"off", "gradient", "impact"}
+    assert set(cost["share"]) == {"gradient", "impact"}
     assert 0 < cost["statistics_ms"] < cost["step_ms"]["off"]["median"]
     assert cost["statistics_share"] == cost["statistics_ms"] / cost["step_ms"]["off"]["median"]
 

@@ -254,17 +254,17 @@ def fit_to_the_best(folder, *, is_streamed):
         train = torch.utils.data.DataLoader(rows(12), batch_size=2)
         check = torch.utils.data.DataLoader(rows(4), batch_size=4)
         trainer.fit(module, train, check)
-        found = trainer.validate(module, check, ckpt_path="best", verbose=False)[0]["loss"]
+        result = trainer.validate(module, check, ckpt_path="best", verbose=False)[0]["loss"]
         score = float(best.best_model_score)
-    return score, found, dict(module.named_parameters())
+    return score, result, dict(module.named_parameters())
 
 
 def test_lightning_schedule_clipping_and_best_model_hold_for_streamed_weights(tmp_path):
     pytest.importorskip("lightning")
-    score, found, weights = fit_to_the_best(tmp_path / "streamed", is_streamed=True)
-    expected_score, expected_found, expected = fit_to_the_best(tmp_path / "plain", is_streamed=False)
-    assert found == pytest.approx(score, rel=1e-6)
-    assert (score, found) == pytest.approx((expected_score, expected_found), rel=1e-3)
+    score, result, weights = fit_to_the_best(tmp_path / "streamed", is_streamed=True)
+    expected_score, expected_result, expected = fit_to_the_best(tmp_path / "plain", is_streamed=False)
+    assert result == pytest.approx(score, rel=1e-6)
+    assert (score, result) == pytest.approx((expected_score, expected_result), rel=1e-3)
     for name, one in expected.items():
         torch.testing.assert_close(weights[name], one, rtol=1e-3, atol=1e-4, msg=name)
 

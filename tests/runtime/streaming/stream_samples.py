@@ -106,10 +106,10 @@ def gradients(model: nn.Module) -> dict[str, Tensor]:
     return {name: one.grad.clone() for name, one in model.named_parameters() if one.grad is not None}
 
 
-def assert_equal(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
-    assert found.keys() == expected.keys()
+def assert_equal(result: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    assert result.keys() == expected.keys()
     for name, tensor in expected.items():
-        assert torch.equal(found[name].cpu(), tensor.cpu()), name
+        assert torch.equal(result[name].cpu(), tensor.cpu()), name
 
 
 def train_steps(

@@ -37,8 +37,8 @@ def test_gradients_and_updates_equal_the_resident_model(checkpointing, slots):
     resident = copy.deepcopy(model)
     expected = train_steps(resident, 3, micro_batches=2)
     with streaming(model, slots=slots) as stream:
-        found = train_steps(model, 3, stream=stream, micro_batches=2)
-        for got, wanted in zip(found, expected, strict=True):
+        result = train_steps(model, 3, stream=stream, micro_batches=2)
+        for got, wanted in zip(result, expected, strict=True):
             assert_equal(got, wanted)
         assert stream.stats.bytes_d2h == 0
     assert_equal(dict(model.named_parameters()), dict(resident.named_parameters()))
@@ -81,7 +81,7 @@ def test_fifty_steps_with_format_switches():
                 stream.set_formats(switches[step])
                 assert stream.formats == before  # not before the boundary
 
-        found = train_steps(model, 50, stream=stream, before=switch)
+        result = train_steps(model, 50, stream=stream, before=switch)
         assert set(stream.formats.values()) == {"bfloat16", "float32"}
         assert sum(p.numel() for p in model.parameters()) == sum(p.numel() for p in source.parameters())
 
@@ -102,7 +102,7 @@ def test_fifty_steps_with_format_switches():
                         one.copy_(twin[name])
 
         expected = train_steps(resident, 50, before=decode_base)
-    for got, wanted in zip(found, expected, strict=True):
+    for got, wanted in zip(result, expected, strict=True):
         assert_equal(got, wanted)
     for name, one in model.named_parameters():  # the base itself never lost anything
         assert one.requires_grad or torch.equal(one, base[name]), name

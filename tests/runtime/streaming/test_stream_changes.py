@@ -234,7 +234,7 @@ def test_what_cannot_be_streamed_as_it_was_is_refused_by_name(change, says):
     model = make_stack(adapters=True, count=3)
     with streaming(model) as stream:
         run_step(model, stream, 0)
-        kept = model.layers[1].up.base.weight
+        stored = model.layers[1].up.base.weight
         change(model.layers[1])
         for _ in range(2):
             with pytest.raises(StreamError, match=rf"layers\.1\.up\.base\.weight {says}"):
@@ -242,7 +242,7 @@ def test_what_cannot_be_streamed_as_it_was_is_refused_by_name(change, says):
         with torch.no_grad(), pytest.raises(StreamError, match=r"layers\.1\.up\.base\.weight"):
             model(batch(0))
         model.layers[1].up.base.weight = None
-        model.layers[1].up.base.weight = nn.Parameter(kept.detach().float(), requires_grad=False)
+        model.layers[1].up.base.weight = nn.Parameter(stored.detach().float(), requires_grad=False)
         model.layers[1].up.base.bias.data = model.layers[1].up.base.bias.data.float()
         run_step(model, stream, 1)
 

@@ -49,17 +49,17 @@ def test_one_norm_for_blocks_and_what_is_outside_of_them():
     model = make_stack(adapters=False)
     expected, norms = run_clipped(copy.deepcopy(model), TIGHT, 3, everything=True)
     outside = [*model.first.parameters(), *model.head.parameters()]
-    optimizer, found = adamw(outside), []
+    optimizer, result = adamw(outside), []
     with streaming(model, train="weights", optimizer=SETTINGS) as stream:
         for step in range(3):
             stream.begin_step(step)
             for micro in range(2):
                 model(batch(10 * step + micro)).square().mean().backward()
-            found.append(stream.clip_gradients(TIGHT, outside))
+            result.append(stream.clip_gradients(TIGHT, outside))
             optimizer.step()
             optimizer.zero_grad()
             stream.end_step()
-    assert found == pytest.approx(norms, rel=1e-6)
+    assert result == pytest.approx(norms, rel=1e-6)
     for name, one in model.named_parameters():
         torch.testing.assert_close(one.detach(), expected[name], rtol=1e-4, atol=1e-6)
 

@@ -155,13 +155,13 @@ def test_nan_names_the_first_block(bad):
     with streaming(model) as stream:
         one_step(model, stream, 6)
         weight = model.layers[2].up.up.weight
-        kept = weight.detach().clone()
+        stored = weight.detach().clone()
         with torch.no_grad():
             weight[0, 0] = bad
         with pytest.raises(BlockNonFiniteError, match=r"layers\.2, step 7: its output holds NaN or infinity \(4 of 6"):
             one_step(model, stream, 7)
         with torch.no_grad():
-            weight.copy_(kept)
+            weight.copy_(stored)
         assert_equal(one_step(model, stream, 8), good)
 
 

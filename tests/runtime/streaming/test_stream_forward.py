@@ -140,6 +140,6 @@ def test_a_block_that_runs_twice():
         model(batch(0)).sum().backward()
         stream.end_step()
     for name, one in resident.named_parameters():
-        found = dict(model.named_parameters())[name]
-        assert (one.grad is None) == (found.grad is None)
-        assert one.grad is None or torch.equal(one.grad, found.grad), name
+        result = dict(model.named_parameters())[name]
+        assert (one.grad is None) == (result.grad is None)
+        assert one.grad is None or torch.equal(one.grad, result.grad), name

@@ -36,8 +36,8 @@ def test_adapters_equal_the_resident_model(dtype, formats, checkpointing):
     with streaming(model, "cuda", formats=formats, slots=2) as stream:
         twin = decoded_twin(source, stream.formats).cuda()
         expected = train_steps(twin, 5, micro_batches=2, dtype=dtype, device="cuda")
-        found = train_steps(model, 5, stream=stream, micro_batches=2, dtype=dtype, device="cuda")
-        for got, wanted in zip(found, expected, strict=True):
+        result = train_steps(model, 5, stream=stream, micro_batches=2, dtype=dtype, device="cuda")
+        for got, wanted in zip(result, expected, strict=True):
             assert_equal(got, wanted)
         torch.cuda.synchronize()
         last = stream.stats.last
@@ -51,11 +51,11 @@ def test_hosts_and_memory(host):
     resident = copy.deepcopy(model).cuda()
     expected = train_steps(resident, 3, dtype=torch.bfloat16, device="cuda")
     with streaming(model, device, host=host, slots=3) as stream:
-        found = train_steps(model, 3, stream=stream, dtype=torch.bfloat16, device="cuda")
-        for got, wanted in zip(found, expected, strict=True):
+        result = train_steps(model, 3, stream=stream, dtype=torch.bfloat16, device="cuda")
+        for got, wanted in zip(result, expected, strict=True):
             assert_equal(got, wanted)
     assert (device.allocated_bytes, device.pinned_bytes) == (0, 0)
-    del model, resident, found, expected, got, wanted
+    del model, resident, result, expected, got, wanted
     assert torch.cuda.memory_allocated() <= before + 2**20
 
 
@@ -78,8 +78,8 @@ def test_activations_leave_and_come_back(formats):
         expected = train_steps(plain, 5, stream=stream, micro_batches=2, dtype=torch.bfloat16, device="cuda")
     device = CudaDevice("cuda")
     with streaming(model, device, formats=formats, slots=2, offload_activations=True) as stream:
-        found = train_steps(model, 5, stream=stream, micro_batches=2, dtype=torch.bfloat16, device="cuda")
-        for got, wanted in zip(found, expected, strict=True):
+        result = train_steps(model, 5, stream=stream, micro_batches=2, dtype=torch.bfloat16, device="cuda")
+        for got, wanted in zip(result, expected, strict=True):
             assert_equal(got, wanted)
         torch.cuda.synchronize()
         last = stream.stats.last
@@ -89,7 +89,7 @@ def test_activations_leave_and_come_back(formats):
 
 def test_limits_and_clipping_change_nothing_but_time():
     model = make_stack(adapters=False, dtype=torch.bfloat16)
-    plain, found = copy.deepcopy(model), []
+    plain, result = copy.deepcopy(model), []
     for one, hints in ((plain, None), (model, RuntimeLimitHints(1, 1, 1, suppress_speculative=True))):
         options = {"train": "weights", "optimizer": SETTINGS, "clip_grad_norm": 0.05, "slots": 4}
         with streaming(one, "cuda", offload_activations=hints is not None, **options) as stream:
@@ -103,8 +103,8 @@ def test_limits_and_clipping_change_nothing_but_time():
             run_streamed(one, stream, 3, 2, torch.bfloat16)
             assert stream.training.gradient_norm > 0.05
             assert 0 < stream.pressure().vram_share < 1
-            found.append({name: master.clone() for name, master in masters_of(stream).items()})
-    assert_equal(found[1], found[0])
+            result.append({name: master.clone() for name, master in masters_of(stream).items()})
+    assert_equal(result[1], result[0])
 
 
 @pytest.mark.parametrize("offload", [False, True])

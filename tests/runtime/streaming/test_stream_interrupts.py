@@ -128,7 +128,7 @@ class Trial:
         return self.thread == "bitplan-optimizer" and "the weights are of two steps; load a state" in str(error)
 
     def check(self, lines) -> None:
-        wrong = [found for at in lines if (found := self.interrupt(at)) is not None]
+        wrong = [result for at in lines if (result := self.interrupt(at)) is not None]
         assert not wrong, "\n".join([f"{len(wrong)} of {len(list(lines))} lines:", *wrong])
 
 

@@ -86,11 +86,11 @@ def test_int8_takes_at_most_0_52_of_bfloat16_for_a_llama_block():
 
 def test_which_key_decides():
     blocks = {"layers.0": SPECS, "layers.1": SPECS}
-    found = resolve_formats(
+    result = resolve_formats(
         {"layers.0.norm.weight": "bfloat16", "layers.1": "mxfp4", "*.q.weight": "int8_row"},
         {name: {key: specs[key] for key in ("q.weight", "k.weight", "norm.weight")} for name, specs in blocks.items()},
     )
-    named = {f"{block}.{name}": fmt.name for block, own in found.items() for name, fmt in own.items()}
+    named = {f"{block}.{name}": fmt.name for block, own in result.items() for name, fmt in own.items()}
     assert named == {
         "layers.0.q.weight": "int8_row",
         "layers.0.k.weight": "bfloat16",

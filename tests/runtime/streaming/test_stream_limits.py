@@ -75,8 +75,8 @@ def test_gradients_do_not_change(hints, checkpointing):
         for step in range(3):
             resident.zero_grad()
             resident(batch(step)).square().mean().backward()
-            found = step_of(model, stream, step, hints, before=["forward", "backward", "forward"][step])
-            assert_equal(found, gradients(resident))
+            result = step_of(model, stream, step, hints, before=["forward", "backward", "forward"][step])
+            assert_equal(result, gradients(resident))
 
 
 @pytest.mark.parametrize(

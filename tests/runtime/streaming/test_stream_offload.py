@@ -196,15 +196,15 @@ class Notebook(SimulatedDevice):
         super().__init__()
         self.copies: list[tuple[str, int, int, tuple, object]] = []
 
-    def copy_in(self, target, source, *after, lane="weights"):
-        copied = super().copy_in(target, source, *after, lane=lane)
-        if lane == "activations":
+    def copy_in(self, target, source, *after, queue="weights"):
+        copied = super().copy_in(target, source, *after, queue=queue)
+        if queue == "activations":
             self.copies.append(("in", source.data_ptr(), target.data_ptr(), after, copied))
         return copied
 
-    def copy_out(self, target, source, *after, lane="weights"):
-        copied = super().copy_out(target, source, *after, lane=lane)
-        if lane == "activations":
+    def copy_out(self, target, source, *after, queue="weights"):
+        copied = super().copy_out(target, source, *after, queue=queue)
+        if queue == "activations":
             self.copies.append(("out", source.data_ptr(), target.data_ptr(), after, copied))
         return copied
 
@@ -417,6 +417,6 @@ def test_any_mix_of_options_gives_the_resident_gradients(seed):
         for layer in model.layers:
             layer.norm.register_forward_hook(limit)
         expected = train_steps(decoded_twin(source, stream.formats), 3, micro_batches=micro_batches)
-        found = train_steps(model, 3, stream=stream, micro_batches=micro_batches)
-        for got, wanted in zip(found, expected, strict=True):
+        result = train_steps(model, 3, stream=stream, micro_batches=micro_batches)
+        for got, wanted in zip(result, expected, strict=True):
             assert_equal(got, wanted)

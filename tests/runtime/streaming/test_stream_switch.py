@@ -24,10 +24,10 @@ def run_step(model, stream, step) -> tuple[int, dict[str, torch.Tensor]]:
     before = stream.device.bytes_in
     stream.begin_step(step)
     model(batch(step)).square().mean().backward()
-    found = gradients(model)
+    result = gradients(model)
     model.zero_grad()
     stream.end_step()
-    return stream.device.bytes_in - before, found
+    return stream.device.bytes_in - before, result
 
 
 def block_bytes(stream, block: str) -> int:
@@ -44,7 +44,7 @@ def test_the_switch_of_one_block_sends_that_block_only(block):
         held = stream._loader.ring.held
         high = block_bytes(stream, name)
         stream.set_formats({name: "int8_row"})
-        sent, found = run_step(model, stream, 2)
+        sent, result = run_step(model, stream, 2)
         low = block_bytes(stream, name)
         assert low < high
         # In a step every block crosses once: the tail in forward, and in backward the head, which then stays. Blocks
@@ -54,7 +54,7 @@ def test_the_switch_of_one_block_sends_that_block_only(block):
         assert run_step(model, stream, 3)[0] == usual - (high - low)
         twin = decoded_twin(source, stream.formats)
         twin(batch(2)).square().mean().backward()
-        assert_equal(found, gradients(twin))
+        assert_equal(result, gradients(twin))
 
 
 @pytest.mark.parametrize(("start", "then"), [("bfloat16", "int8_row"), ("int8_row", "bfloat16")])
@@ -71,14 +71,14 @@ def test_resident_blocks_that_keep_their_format_stay(start, then):
         assert run_step(model, stream, 1)[0] == 0
         before = block_bytes(stream, "layers.4")
         stream.set_formats({"layers.4": then})
-        sent, found = run_step(model, stream, 2)
+        sent, result = run_step(model, stream, 2)
         after = block_bytes(stream, "layers.4")
         assert sent == after != before
         assert run_step(model, stream, 3)[0] == 0
         assert device.allocated_bytes == memory + after - before
         twin = decoded_twin(source, stream.formats)
         twin(batch(2)).square().mean().backward()
-        assert_equal(found, gradients(twin))
+        assert_equal(result, gradients(twin))
     assert device.allocated_bytes == 0
 
 
@@ -94,8 +94,8 @@ def test_a_resident_block_that_finds_no_memory_leaves_everything_as_it_was():
         with pytest.raises(torch.OutOfMemoryError, match="resident block 4"):
             stream.begin_step(1)
         assert stream.formats == before
-        _, found = run_step(model, stream, 0)
-        assert_equal(found, expected)
+        _, result = run_step(model, stream, 0)
+        assert_equal(result, expected)
 
 
 def test_where_all_blocks_switch_memory_is_shared_out_anew():

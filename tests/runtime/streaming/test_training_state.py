@@ -20,7 +20,7 @@ from tests.runtime.streaming.stream_samples import assert_equal, batch, make_sta
 SETTINGS = AdamWSettings(lr=1e-2, weight_decay=0.05)
 QUICK = {"telemetry_enabled": False, "warmup_steps": 2, "update_interval_steps": 2, "history_window": 3}
 # Thresholds and a budget that these gradients lie around, so that blocks move before and after the cut.
-SEED = SelectivePrecisionConfig(
+GRADIENT = SelectivePrecisionConfig(
     **QUICK, min_steps_between_switches=0, grad_weight=0.55, bf16_threshold=0.3, int8_threshold=0.27,
     hysteresis_margin=0.02,
 )  # fmt: skip
@@ -46,7 +46,7 @@ class Run:
 
     def steps(self, numbers):
         """What could differ: losses, decisions, formats; and after the last step the masters."""
-        found, runner = [], self.policy or self.stream
+        result, runner = [], self.policy or self.stream
         for step in numbers:
             self.stream.training.lr = 1e-2 / (1 + step)
             runner.begin_step(step)
@@ -59,8 +59,8 @@ class Run:
             self.outside.step()
             self.outside.zero_grad()
             runner.end_step()
-            found.append((step, loss.item(), hints, self.stream.formats))
-        return found
+            result.append((step, loss.item(), hints, self.stream.formats))
+        return result
 
     def outside_state(self):
         """What a training script keeps anyway."""
@@ -97,12 +97,12 @@ def through_safetensors(stream, folder):
 @pytest.mark.parametrize(
     ("dtype", "config", "carry"),
     [
-        (torch.float32, SEED, through_a_file),
+        (torch.float32, GRADIENT, through_a_file),
         (torch.bfloat16, IMPACT, through_torch),
         (torch.float32, None, through_safetensors),
         (torch.bfloat16, None, through_a_file),
     ],
-    ids=["seed", "impact, bfloat16", "no policy", "no policy, bfloat16"],
+    ids=["gradient", "impact, bfloat16", "no policy", "no policy, bfloat16"],
 )
 def test_a_resumed_run_is_the_unbroken_one_to_the_bit(dtype, config, carry, tmp_path):
     """The second process has other random weights: whatever it computes with comes from what was saved."""
@@ -113,7 +113,7 @@ def test_a_resumed_run_is_the_unbroken_one_to_the_bit(dtype, config, carry, tmp_
         decided = whole.policy and whole.policy.state_dict()
     with ExitStack() as stack:
         first = Run(stack, config, dtype=dtype, formats="int8_row")
-        found = first.steps(range(CUT))
+        results = first.steps(range(CUT))
         load, outside = carry(first.stream, tmp_path), first.outside_state()
         policy_state = first.policy and json.loads(json.dumps(first.policy.state_dict()))
     with ExitStack() as stack:
@@ -122,12 +122,12 @@ def test_a_resumed_run_is_the_unbroken_one_to_the_bit(dtype, config, carry, tmp_
         load(second.stream)
         if second.policy is not None:
             second.policy.load_state_dict(policy_state)
-        found += second.steps(range(CUT, STEPS))
+        results += second.steps(range(CUT, STEPS))
         result = second.stream.state_dict()
         assert (second.policy and second.policy.state_dict()) == decided
         assert_equal(result["tensors"], end["tensors"])
         assert {**result, "tensors": 0} == {**end, "tensors": 0}
-    assert found == expected
+    assert results == expected
     assert_equal(dict(second.model.named_parameters()), dict(whole.model.named_parameters()))
     if config is not None:
         assert len({json.dumps(one[3]) for one in expected[CUT:]}) > 1, "nothing moved after the cut"
@@ -175,15 +175,15 @@ def test_a_loaded_state_is_a_copy_and_the_state_itself_is_live():
         first, second = Run(stack, None), Run(stack, None, seed=7)
         first.steps(range(2))
         state = first.stream.state_dict()
-        kept = copy.deepcopy(state)
+        stored = copy.deepcopy(state)
         second.load_outside(first.outside_state())
         second.stream.load_state_dict(state)
         second.steps(range(2, 4))
         second.stream.synchronize()
-        assert_equal(state["tensors"], kept["tensors"])
+        assert_equal(state["tensors"], stored["tensors"])
         first.steps(range(2, 3))
         first.stream.synchronize()
-        assert any(not torch.equal(state["tensors"][name], one) for name, one in kept["tensors"].items())
+        assert any(not torch.equal(state["tensors"][name], one) for name, one in stored["tensors"].items())
 
 
 def test_an_earlier_state_is_loaded_in_the_middle_of_a_step():

@@ -142,10 +142,10 @@ def test_e8m0_and_complex_tensors(tmp_path):
     with write_safetensors(tmp_path / "a.safetensors", [(k, v.dtype, v.shape) for k, v in entries.items()]) as writer:
         for name in writer.order:
             writer.write(name, entries[name])
-    found = findings(tmp_path / "a.safetensors")
-    assert [(f.code, f.where) for f in found] == [("not-finite", "c"), ("not-finite", "s")]
-    assert "the first, inf, at [1]" in found[0].message
-    assert "1 NaN and 0 infinite of 3 numbers, the first, nan, at [2]" in found[1].message
+    result = findings(tmp_path / "a.safetensors")
+    assert [(f.code, f.where) for f in result] == [("not-finite", "c"), ("not-finite", "s")]
+    assert "the first, inf, at [1]" in result[0].message
+    assert "1 NaN and 0 infinite of 3 numbers, the first, nan, at [2]" in result[1].message
 
 
 def test_norms_have_their_own_code_by_role_alias_and_name(tmp_path):
@@ -167,9 +167,9 @@ def test_gguf_casts_and_plain_types(tmp_path):
     bad = gaussian(40, 32)
     bad[33, 1] = math.nan
     items = {"a": bad, "b": encode(bad, "float16"), "c": encode(bad, "bfloat16")}
-    found = findings(write(tmp_path / "a.gguf", items))
-    assert [f.where for f in found] == ["a", "b", "c"]
-    assert all("at [33, 1]" in f.message for f in found)
+    result = findings(write(tmp_path / "a.gguf", items))
+    assert [f.where for f in result] == ["a", "b", "c"]
+    assert all("at [33, 1]" in f.message for f in result)
 
 
 def quant_bytes(kind, rows):
@@ -320,8 +320,8 @@ def test_int8_rows_may_hold_minus_128(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["nvfp4", "fp4_u8_g128"])
-@pytest.mark.parametrize(("blocks", "clipped", "found"), [(50, 1, 0), (50, 2, 1), (200, 2, 0), (200, 3, 1)])
-def test_clipped_scales_are_a_finding_from_two_blocks_and_one_percent_on(name, blocks, clipped, found, tmp_path):
+@pytest.mark.parametrize(("blocks", "clipped", "result"), [(50, 1, 0), (50, 2, 1), (200, 2, 0), (200, 3, 1)])
+def test_clipped_scales_are_a_finding_from_two_blocks_and_one_percent_on(name, blocks, clipped, result, tmp_path):
     fmt = get_format(name)
     width = fmt.block.cols
     x = torch.zeros(blocks, width)
@@ -329,8 +329,8 @@ def test_clipped_scales_are_a_finding_from_two_blocks_and_one_percent_on(name, b
     x[:clipped, : width // 2] = 6 * 448.0  # half of the block beyond what base 1 / 256 can reach
     encoded = encode(x, fmt, base=1 / 256)
     got = findings(write(tmp_path / "a.safetensors", {"w": encoded}))
-    assert [f.code for f in got] == ["scale-saturated"] * found
-    if found:
+    assert [f.code for f in got] == ["scale-saturated"] * result
+    if result:
         assert f"{clipped} of {blocks} scales of {name} are {fmt.scales.largest:.0f}, the largest" in got[0].message
 
 
@@ -346,19 +346,19 @@ def test_a_base_that_is_no_scale(base, tmp_path):
 def test_a_file_may_have_many_faults(tmp_path):
     encoded = damaged("mxfp4", "scales", (3, 2), 255)
     encoded.scales[5, 1], encoded.scales[5, 2], encoded.scales[6] = 255, 254, 0
-    found = findings(
+    result = findings(
         write(tmp_path / "a.safetensors", {"b": encoded, "a10": torch.tensor(math.nan), "a9": torch.tensor(math.inf)})
     )
-    assert [(f.code, f.where) for f in found] == [
+    assert [(f.code, f.where) for f in result] == [
         ("not-finite", "a9"),
         ("not-finite", "a10"),
         ("scale-nan", "b"),
         ("scale-saturated", "b"),
         ("scale-underflow", "b"),
     ]
-    assert "the first, inf, at []" in found[0].message
-    assert "2 of 512 scales of mxfp4 are byte 255, NaN by OCP MX, the first at block [3, 2]" in found[2].message
-    assert "8 of 512" in found[4].message
+    assert "the first, inf, at []" in result[0].message
+    assert "2 of 512 scales of mxfp4 are byte 255, NaN by OCP MX, the first at block [3, 2]" in result[2].message
+    assert "8 of 512" in result[4].message
 
 
 # ---- gpt-oss's pairs -------------------------------------------------------------------------------------------------
@@ -403,8 +403,8 @@ def test_shards(tmp_path):
 def test_pairs_that_do_not_fit_are_left_to_the_header_checks(tmp_path):
     tensors = pair(BLOCKS)
     for scales in (tensors[SCALES][:, :-1].contiguous(), None):
-        found = {BLOCKS: tensors[BLOCKS]} | ({} if scales is None else {SCALES: scales})
-        safetensors.torch.save_file(found, tmp_path / "a.safetensors")
+        result = {BLOCKS: tensors[BLOCKS]} | ({} if scales is None else {SCALES: scales})
+        safetensors.torch.save_file(result, tmp_path / "a.safetensors")
         assert findings(tmp_path / "a.safetensors", shipped_manifest("gpt-oss")) == []
 
 
@@ -483,13 +483,15 @@ def test_progress_adds_up_to_the_file(bad, tmp_path):
     if bad:
         tensors["norm.scale"][3], tensors[SCALES][0, 0, 0] = math.nan, 255
     safetensors.torch.save_file(tensors, tmp_path / "a.safetensors")
-    told = []
+    message = []
     findings(
-        tmp_path / "a.safetensors", shipped_manifest("gpt-oss"), on_bytes=lambda count, name: told.append((name, count))
+        tmp_path / "a.safetensors",
+        shipped_manifest("gpt-oss"),
+        on_bytes=lambda count, name: message.append((name, count)),
     )
-    by_name = {name: sum(count for other, count in told if other == name) for name in tensors}
+    by_name = {name: sum(count for other, count in message if other == name) for name in tensors}
     assert by_name == {name: tensor.nbytes for name, tensor in tensors.items()}
-    assert min(count for _, count in told) >= 0
+    assert min(count for _, count in message) >= 0
 
 
 @pytest.mark.parametrize(("offset", "shape", "index"), [(0, (), []), (5, (2, 3), [1, 2]), (7, (2, 2, 3), [1, 0, 1])])

@@ -79,8 +79,8 @@ def test_read_back_what_was_written(tmp_path):
         assert list(file.metadata) == list(EVERY_VALUE)
         assert list(file.tensors) == list(tensors)
         for name, (kind, shape, raw) in tensors.items():
-            found = file.tensors[name]
-            assert (found.type, found.shape, found.nbytes, found.start % 32) == (kind, shape, raw.numel(), 0)
+            result = file.tensors[name]
+            assert (result.type, result.shape, result.nbytes, result.start % 32) == (kind, shape, raw.numel(), 0)
             assert torch.equal(file.read_raw(name), raw)
 
 

@@ -191,15 +191,15 @@ def network(*layers: Json, **keys: Any) -> Json:
 
 
 def test_a_file_of_the_originals(tmp_path):
-    found = read_poly_json(save(tmp_path / "net.json", ORIGINAL))
-    assert found.codec is None
-    assert {name: tensor.tolist() for name, tensor in found.tensors.items()} == {
+    result = read_poly_json(save(tmp_path / "net.json", ORIGINAL))
+    assert result.codec is None
+    assert {name: tensor.tolist() for name, tensor in result.tensors.items()} == {
         "layers[0]": [0.25, -0.5, -2.0],  # nibbles 1 E 8; the 0 after them is padding
         "layers[2].parallel_branches[0]": [1.0, -2.5],
         "layers[2].parallel_branches[1].sequential_layers[0]": [3.0, -3.0, 3.0, -3.0, -3.0, -3.0, -3.0, -3.0],
         "layers[3].meta_observed_layer": [pytest.approx(0.1), pytest.approx(12.7), pytest.approx(-0.1)],
     }
-    assert all(tensor.dtype == torch.float32 for tensor in found.tensors.values())
+    assert all(tensor.dtype == torch.float32 for tensor in result.tensors.values())
 
 
 def test_a_file_of_the_originals_comes_back_with_the_same_values(tmp_path):
@@ -301,14 +301,14 @@ def test_ours_comes_back_bit_for_bit_and_byte_for_byte(dtype, tmp_path):
     tensors |= {"below": encode(torch.arange(3) - 2.0, DTYPES[dtype]), "one": encode(torch.ones(2, 1), DTYPES[dtype])}
     built = PolyNetwork.from_tensors(tensors)
     write_poly_json(tmp_path / "one.json", built)
-    found = read_poly_json(tmp_path / "one.json")
-    write_poly_json(tmp_path / "two.json", found)
+    result = read_poly_json(tmp_path / "one.json")
+    write_poly_json(tmp_path / "two.json", result)
     assert (tmp_path / "one.json").read_bytes() == (tmp_path / "two.json").read_bytes()
-    assert found.codec == "bitplan-1"
-    assert found.document == built.document
-    assert list(found.tensors) == list(built.tensors) == list(tensors)
+    assert result.codec == "bitplan-1"
+    assert result.document == built.document
+    assert list(result.tensors) == list(built.tensors) == list(tensors)
     for name, encoded in tensors.items():
-        assert same(found.tensors[name], encoded), name
+        assert same(result.tensors[name], encoded), name
         assert same(built.tensors[name], encoded), name
 
 
@@ -324,18 +324,18 @@ def codes_of(encoded: Encoded, dtype: str) -> list[Any]:
 def test_the_bytes_of_ours(dtype, tmp_path):
     encoded = encode(numbers((3, 5)), DTYPES[dtype])
     write_poly_json(tmp_path / "net.json", PolyNetwork.from_tensors({"w": encoded}))
-    (found,) = json.loads((tmp_path / "net.json").read_text())["layers"]
+    (result,) = json.loads((tmp_path / "net.json").read_text())["layers"]
     if dtype == "float16":
         raw = struct.pack("<15e", *encoded.data.flatten().tolist())
     else:
         raw = pack(dtype, codes_of(encoded, dtype))
-    assert found["weights"] == b64(raw)
-    assert found["dtype"] == dtype
-    assert found["shape"] == [3, 5]
-    assert (found["type"], found["output_height"], found["input_height"]) == ("Dense", 3, 5)
-    assert ("scale" in found) == ("float" not in dtype)
-    assert ("zero_point" in found) == dtype.startswith("uint")
-    assert found.get("native", False) == (dtype != "float32")
+    assert result["weights"] == b64(raw)
+    assert result["dtype"] == dtype
+    assert result["shape"] == [3, 5]
+    assert (result["type"], result["output_height"], result["input_height"]) == ("Dense", 3, 5)
+    assert ("scale" in result) == ("float" not in dtype)
+    assert ("zero_point" in result) == dtype.startswith("uint")
+    assert result.get("native", False) == (dtype != "float32")
 
 
 def test_the_text_of_ours(tmp_path):
@@ -416,11 +416,11 @@ def test_plain_tensors_are_cast_dtypes(tmp_path):
     tensors = {name: torch.nn.Parameter(numbers((4, 3)).to(dtype).T) for name, dtype in dtypes.items()}
     tensors["float32"].data[0, 0] = math.nan
     write_poly_json(tmp_path / "net.json", PolyNetwork.from_tensors(tensors, network_id="plain"))
-    found = read_poly_json(tmp_path / "net.json")
-    assert found.document["id"] == "plain"
+    result = read_poly_json(tmp_path / "net.json")
+    assert result.document["id"] == "plain"
     for name, tensor in tensors.items():
-        assert found.tensors[name].fmt.name == name
-        assert bits_of(found.tensors[name].data) == bits_of(tensor.detach())
+        assert result.tensors[name].fmt.name == name
+        assert bits_of(result.tensors[name].data) == bits_of(tensor.detach())
 
 
 @given(
@@ -435,11 +435,11 @@ def test_any_network_of_ours(tmp_path_factory, recipe):
     tensors = {name: encode(numbers(tuple(shape), seed), fmt) for name, (fmt, shape, seed) in recipe.items()}
     folder = tmp_path_factory.mktemp("any")
     write_poly_json(folder / "one", PolyNetwork.from_tensors(tensors))
-    found = read_poly_json(folder / "one")
-    write_poly_json(folder / "two", found)
+    result = read_poly_json(folder / "one")
+    write_poly_json(folder / "two", result)
     assert (folder / "one").read_bytes() == (folder / "two").read_bytes()
-    assert list(found.tensors) == list(tensors)
-    assert all(same(found.tensors[name], encoded) for name, encoded in tensors.items())
+    assert list(result.tensors) == list(tensors)
+    assert all(same(result.tensors[name], encoded) for name, encoded in tensors.items())
 
 
 @pytest.mark.parametrize(
@@ -447,15 +447,15 @@ def test_any_network_of_ours(tmp_path_factory, recipe):
     [((3, 5), 3, 5), ((7,), 1, 7), ((), 1, 1), ((2, 3, 4), 2, 12), ((0, 5), None, 5), ((5, 0), 5, None)],
 )
 def test_dense_sizes(shape, rows, cols):
-    (found,) = PolyNetwork.from_tensors({"w": torch.zeros(shape)}).document["layers"]
-    assert (found.get("output_height"), found.get("input_height")) == (rows, cols)
+    (result,) = PolyNetwork.from_tensors({"w": torch.zeros(shape)}).document["layers"]
+    assert (result.get("output_height"), result.get("input_height")) == (rows, cols)
 
 
 def test_layer_types_and_places():
     tensors = {"embed": numbers((4, 2)), "conv": numbers((2, 3, 3)), "out": numbers((2, 4))}
     built = PolyNetwork.from_tensors(tensors, layer_types={"embed": "Embedding", "conv": "CNN1"})
     layers = built.document["layers"]
-    assert [(found["type"], found["l"], "input_height" in found) for found in layers] == [
+    assert [(result["type"], result["l"], "input_height" in result) for result in layers] == [
         ("Embedding", 0, False),
         ("CNN1", 1, False),
         ("Dense", 2, True),
@@ -505,16 +505,16 @@ def named(name: str = "w", **keys: Any) -> Json:
 def test_nested_layers_of_ours(tmp_path):
     inner = layer(type="Sequential", sequential_layers=[named("b"), named("c", meta_observed_layer=named("d"))])
     path = save(tmp_path / "net.json", ours(named("a", parallel_branches=[inner], d_model=3, temperature=0.5)))
-    found = read_poly_json(path)
-    assert list(found.tensors) == ["a", "b", "c", "d"]
-    assert all(decode(encoded).tolist() == [0.5, -0.5] for encoded in found.tensors.values())
+    result = read_poly_json(path)
+    assert list(result.tensors) == ["a", "b", "c", "d"]
+    assert all(decode(encoded).tolist() == [0.5, -0.5] for encoded in result.tensors.values())
 
 
 def nest(depth: int, make: Any) -> Json:
-    found = make()
+    result = make()
     for _ in range(depth - 1):
-        found = layer(type="Parallel", parallel_branches=[found])
-    return found
+        result = layer(type="Parallel", parallel_branches=[result])
+    return result
 
 
 @pytest.mark.parametrize("top", [network, ours])
@@ -562,8 +562,8 @@ def test_no_such_file(name, tmp_path):
 # --- malformed files -------------------------------------------------------------------------
 
 
-def without(found: Json, *keys: str) -> Json:
-    return {key: value for key, value in found.items() if key not in keys}
+def without(result: Json, *keys: str) -> Json:
+    return {key: value for key, value in result.items() if key not in keys}
 
 
 def packed(**keys: Any) -> Json:

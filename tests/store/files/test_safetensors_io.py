@@ -79,9 +79,9 @@ def test_read_back_what_was_written(tmp_path):
         assert set(file.tensors) == set(tensors)
         for name, tensor in tensors.items():
             assert same(file.read(name), tensor), name
-            found = file.tensors[name]
-            assert (found.dtype, found.shape, found.nbytes) == (tensor.dtype, tuple(tensor.shape), tensor.nbytes)
-            assert found.start % max(tensor.itemsize, 1) == 0
+            result = file.tensors[name]
+            assert (result.dtype, result.shape, result.nbytes) == (tensor.dtype, tuple(tensor.shape), tensor.nbytes)
+            assert result.start % max(tensor.itemsize, 1) == 0
 
 
 def test_library_reads_ours(tmp_path):
@@ -97,8 +97,8 @@ def test_library_reads_ours(tmp_path):
 
 def test_library_parses_ours_with_four_bit_and_e8m0(tmp_path):
     path = save(tmp_path / "a.safetensors", {tag: sample(DTYPES[tag], 2, 3) for tag in ("F4", "F8_E8M0")})
-    found = {name: (info["dtype"], info["shape"]) for name, info in safetensors.deserialize(path.read_bytes())}
-    assert found == {"F4": ("F4", [2, 6]), "F8_E8M0": ("F8_E8M0", [2, 3])}
+    result = {name: (info["dtype"], info["shape"]) for name, info in safetensors.deserialize(path.read_bytes())}
+    assert result == {"F4": ("F4", [2, 6]), "F8_E8M0": ("F8_E8M0", [2, 3])}
 
 
 def test_we_read_the_librarys(tmp_path):
@@ -561,9 +561,9 @@ def test_a_folder_is_read_as_transformers_reads_it(tmp_path, caplog):
     save(tmp_path / "adapter_model.safetensors", {"lora": torch.ones(1)})
     save(tmp_path / "consolidated.safetensors", {"same": torch.ones(1)})
     assert opened() == opened() == {"a", "b", "c"}
-    told = [record.getMessage() for record in caplog.records]
+    message = [record.getMessage() for record in caplog.records]
     taken = f"{index.name} is read, as transformers does; ignored: adapter_model.safetensors, consolidated.safetensors"
-    assert told == [f"{tmp_path}: {taken}"]
+    assert message == [f"{tmp_path}: {taken}"]
     save(tmp_path / "model.safetensors", {"whole": torch.ones(1)})
     assert opened() == {"whole"}
     assert "model.safetensors is read, as transformers does; ignored: adapter_model.safetensors, " in caplog.text

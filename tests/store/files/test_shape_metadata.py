@@ -40,11 +40,11 @@ def refused(path, match):
         open_tensors(path).close()
 
 
-def native(path, fmt, shape, *, told=None, change=None):
+def native(path, fmt, shape, *, stated=None, change=None):
     """A packed tensor `w` of a shape, in a file whose metadata tell another, or with a part of another shape."""
     encoded = encode(torch.ones(shape), fmt)
     parts = encoded.parts | (change or {})
-    document = {"version": 1, "tensors": {"w": {"format": fmt.name, "shape": list(told or shape)}}}
+    document = {"version": 1, "tensors": {"w": {"format": fmt.name, "shape": list(stated or shape)}}}
     entries = [(part_name("w", part), tensor.dtype, tuple(tensor.shape)) for part, tensor in parts.items()]
     with write_safetensors(path, entries, {"bitplan": json.dumps(document)}) as writer:
         for part, tensor in parts.items():
@@ -53,13 +53,13 @@ def native(path, fmt, shape, *, told=None, change=None):
 
 
 @pytest.mark.cross("fmt", PACKED)
-@pytest.mark.cross("told", [(64, 256), (128, 384), (256, 128), (127, 256), (128, 256, 2), (0, 256)], ids=str)
-def test_native_metadata_that_do_not_fit_the_parts(fmt, told, tmp_path):
-    path = native(tmp_path / "a.safetensors", fmt, (128, 256), told=told)
-    same_parts = fmt.part_shapes(told) == fmt.part_shapes((128, 256))
+@pytest.mark.cross("stated", [(64, 256), (128, 384), (256, 128), (127, 256), (128, 256, 2), (0, 256)], ids=str)
+def test_native_metadata_that_do_not_fit_the_parts(fmt, stated, tmp_path):
+    path = native(tmp_path / "a.safetensors", fmt, (128, 256), stated=stated)
+    same_parts = fmt.part_shapes(stated) == fmt.part_shapes((128, 256))
     if same_parts:  # one scale and packed codes in one row: the bytes fit any shape of so many numbers
         assert fmt.block.is_tensor
-        assert torch.Size(told).numel() == 128 * 256
+        assert torch.Size(stated).numel() == 128 * 256
         open_tensors(path).close()
     else:
         refused(path, rf"'w' is {fmt.name} of shape .* must be")
@@ -113,7 +113,7 @@ def test_gguf_dimensions(rows, tmp_path):
     refused(path, "the file at|belong to no tensor")
 
 
-def test_the_seeds_json(tmp_path):
+def test_network_json(tmp_path):
     from bitplan.store.files.poly_json import PolyNetwork, write_poly_json
 
     path = tmp_path / "a.json"

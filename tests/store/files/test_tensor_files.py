@@ -36,10 +36,10 @@ def test_a_packed_tensor_comes_back_part_for_part(fmt, tmp_path):
     encoded = packed_file(tmp_path / "a.safetensors", fmt)
     with open_tensors(tmp_path / "a.safetensors") as file:
         assert set(file.specs) == {"w", "bias"}
-        spec, found = file.spec("w"), file.read("w")
+        spec, result = file.spec("w"), file.read("w")
         assert (spec.format, spec.shape, spec.nbytes) == (fmt, (6, 128), encoded.nbytes)
-        assert isinstance(found, Encoded)
-        assert found.to_bytes() == encoded.to_bytes()
+        assert isinstance(result, Encoded)
+        assert result.to_bytes() == encoded.to_bytes()
         assert torch.equal(file.read_float("w"), decode(encoded))
 
 
@@ -75,14 +75,14 @@ def test_every_gguf_type_that_gguf_py_decodes_is_read(kind, tmp_path):
     writer.write_tensors_to_file()
     writer.close()
     with open_tensors(tmp_path / "a.gguf") as file:
-        found = file.read_float("w")
+        result = file.read_float("w")
         assert file.spec("w").shape == (3, 2 * block)
     tensor = gguf.GGUFReader(tmp_path / "a.gguf").tensors[0]
-    if found.dtype in (torch.float32, torch.float16, torch.bfloat16):
-        theirs = torch.from_numpy(gguf.quants.dequantize(tensor.data, kind).copy()).reshape(found.shape)
-        assert torch.equal(found.float().nan_to_num(nan=7.0), theirs.float().nan_to_num(nan=7.0))
+    if result.dtype in (torch.float32, torch.float16, torch.bfloat16):
+        theirs = torch.from_numpy(gguf.quants.dequantize(tensor.data, kind).copy()).reshape(result.shape)
+        assert torch.equal(result.float().nan_to_num(nan=7.0), theirs.float().nan_to_num(nan=7.0))
     else:
-        assert found.flatten().view(torch.uint8).tolist() == raw.flatten().tolist()
+        assert result.flatten().view(torch.uint8).tolist() == raw.flatten().tolist()
 
 
 def rewrite_metadata(path, change):

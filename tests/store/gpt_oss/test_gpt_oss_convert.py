@@ -40,12 +40,12 @@ def load(path):
 def made(tmp_path_factory):
     """The same numbers in every layout, and experts in bfloat16."""
     folder = tmp_path_factory.mktemp("made")
-    found = {layout: path_in(folder, layout) for layout in LAYOUTS}
-    for layout, path in found.items():
+    result = {layout: path_in(folder, layout) for layout in LAYOUTS}
+    for layout, path in result.items():
         make_checkpoint(path, naming=layout)
-    found["tuned"] = folder / "tuned"
-    make_checkpoint(found["tuned"], naming="hf", expert_format="bfloat16")
-    return found
+    result["tuned"] = folder / "tuned"
+    make_checkpoint(result["tuned"], naming="hf", expert_format="bfloat16")
+    return result
 
 
 def numbers_of(blocks, scales):
@@ -118,10 +118,10 @@ def test_ggufs_own_reader_sees_the_same_values(made, tmp_path):
 
 def test_the_metadata_llama_cpp_needs_is_there(made):
     fields = gguf.GGUFReader(made["gguf"]).fields
-    found = {name: field.contents() for name, field in fields.items() if not name.startswith("GGUF.")}
-    assert found["general.architecture"] == "gpt-oss"
-    assert found["general.file_type"] == gguf.LlamaFileType.MOSTLY_MXFP4_MOE
-    assert found["tokenizer.ggml.model"] == "none"
+    result = {name: field.contents() for name, field in fields.items() if not name.startswith("GGUF.")}
+    assert result["general.architecture"] == "gpt-oss"
+    assert result["general.file_type"] == gguf.LlamaFileType.MOSTLY_MXFP4_MOE
+    assert result["tokenizer.ggml.model"] == "none"
     expected = {
         "block_count": 2,
         "context_length": 131072,
@@ -141,8 +141,8 @@ def test_the_metadata_llama_cpp_needs_is_there(made):
         "rope.scaling.original_context_length": 4096,
         "vocab_size": 128,
     }
-    assert {key: found[f"gpt-oss.{key}"] for key in expected} == expected
-    assert found["gpt-oss.attention.layer_norm_rms_epsilon"] == pytest.approx(1e-5)
+    assert {key: result[f"gpt-oss.{key}"] for key in expected} == expected
+    assert result["gpt-oss.attention.layer_norm_rms_epsilon"] == pytest.approx(1e-5)
 
 
 # ---- floats and back -------------------------------------------------------------------------------------------------

@@ -97,22 +97,22 @@ def test_settings_survive_every_spelling(layout, tmp_path):
     shape = make_shape("tiny", experts=8)
     settings = Settings(2, 64, 1024, 8192, 10000.0, 8.0, 2.0, 16.0, 5.0, 3e-6)
     if layout == "gguf":
-        found = read_metadata(tmp_path, gguf_metadata(shape, settings, packed=True), shape)
+        result = read_metadata(tmp_path, gguf_metadata(shape, settings, packed=True), shape)
         # What llama.cpp has no key for comes back as published.
         lost = {"rope_beta_slow": 1.0, "rope_beta_fast": 32.0, "swiglu_limit": 7.0}
     else:
         document = openai_config(shape, settings) if layout == "openai" else hf_config(shape, settings, packed=True)
         (tmp_path / "config.json").write_text(json.dumps(document))
-        found, _ = read_config(tmp_path / "config.json", shape)
+        result, _ = read_config(tmp_path / "config.json", shape)
         lost = {"norm_epsilon": 1e-5} if layout == "openai" else {}
-    assert found == Settings(**{**vars(settings), **lost})
+    assert result == Settings(**{**vars(settings), **lost})
 
 
 def test_the_rope_parameters_of_transformers_5_are_read(tmp_path):
     document = {"rope_parameters": {"rope_theta": 5.0, "factor": 4.0, "rope_type": "yarn"}}
     (tmp_path / "config.json").write_text(json.dumps(document))
-    found, _ = read_config(tmp_path / "config.json", GptOssShape())
-    assert (found.rope_theta, found.rope_factor) == (5.0, 4.0)
+    result, _ = read_config(tmp_path / "config.json", GptOssShape())
+    assert (result.rope_theta, result.rope_factor) == (5.0, 4.0)
 
 
 def test_a_small_vocabulary_gets_no_token_beyond_it():

@@ -25,16 +25,16 @@ MLP1, MLP2 = "block.1.mlp.mlp1_weight.", "block.1.mlp.mlp2_weight."
 def made(tmp_path_factory):
     """Tensors of every layout, by name."""
     folder = tmp_path_factory.mktemp("made")
-    found = {}
+    result = {}
     for name, options in {
         "openai": {"naming": "openai"},
         "hf": {"naming": "hf"},
         "tuned": {"naming": "hf", "expert_format": "bfloat16"},
     }.items():
         make_checkpoint(folder / name, **options)
-        found[name] = safetensors.torch.load_file(folder / name / "model.safetensors")
+        result[name] = safetensors.torch.load_file(folder / name / "model.safetensors")
     make_checkpoint(folder / "model.gguf", naming="gguf")
-    return found | {"gguf": folder / "model.gguf"}
+    return result | {"gguf": folder / "model.gguf"}
 
 
 def swap(tensors, one, two):

@@ -49,8 +49,8 @@ def test_a_quantized_file_loads_into_a_fresh_model(kind, tmp_path):
     if model.config.is_encoder_decoder:
         inputs["decoder_input_ids"] = inputs["input_ids"]
     with torch.no_grad():
-        expected, found = model(**inputs).logits, fresh(**inputs).logits
-    assert float((found - expected).norm() / expected.norm()) < 0.03
+        expected, result = model(**inputs).logits, fresh(**inputs).logits
+    assert float((result - expected).norm() / expected.norm()) < 0.03
     assert len(formats_of(fresh)) >= 9  # what transformers only renames stays packed
 
 

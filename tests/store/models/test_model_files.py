@@ -60,7 +60,7 @@ def test_gguf_round_trip_is_byte_identical(layer, fmt, tmp_path):
 
 @pytest.mark.cross("layer", LAYERS)
 @pytest.mark.cross("fmt", DTYPE_NAMES)
-def test_seed_json_round_trip_is_byte_identical(layer, fmt, tmp_path):
+def test_network_json_round_trip_is_byte_identical(layer, fmt, tmp_path):
     _, _, first, second = round_trip(layer, fmt, tmp_path, ".json")
     assert first.read_bytes() == second.read_bytes()
 

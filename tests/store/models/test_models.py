@@ -724,13 +724,13 @@ def test_moving_when_torch_makes_new_parameters() -> None:
     model = mlp().eval()
     morph_model(model, "int4", scale_rule="mse")
     wanted = model(sample(2, 32))
-    kept = stores_of(model)["0.weight"].morph("int4")
+    stored = stores_of(model)["0.weight"].morph("int4")
     torch.__future__.set_overwrite_module_params_on_conversion(True)
     try:
         model.double().float()
     finally:
         torch.__future__.set_overwrite_module_params_on_conversion(False)
-    assert stores_of(model)["0.weight"].morph("int4").to_bytes() == kept.to_bytes()
+    assert stores_of(model)["0.weight"].morph("int4").to_bytes() == stored.to_bytes()
     assert torch.equal(model(sample(2, 32)), wanted)
 
 

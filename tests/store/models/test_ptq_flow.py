@@ -1,4 +1,4 @@
-"""The seed's whole flow on a small model: train, calibrate, morph, save, load, infer, train on."""
+"""The whole flow on a small model: train, calibrate, morph, save, load, infer, train on."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ TOKENS, LENGTH = 12, 8
 
 
 class Tagger(nn.Module):
-    """Says for each place of a sequence whether its token was seen before; a layer of every kind the seed names."""
+    """Says for each place of a sequence whether its token was seen before; a layer of every kind."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -112,7 +112,7 @@ def test_options_are_remembered_and_a_change_of_them_makes_the_version_anew(enco
 
 
 def test_a_scale_given_by_hand_stays_until_a_rule_is_asked_for() -> None:
-    """The seed's tip: compute a scale yourself and put it in before Morph."""
+    """Compute a scale yourself and put it in before morph."""
     store = WeightStore(sample(8, 64))
     assert float(store.morph("int8", scale=0.5).scales) == 0.5  # type: ignore[arg-type]
     store.update(lambda w: w * 3)
@@ -782,8 +782,8 @@ class Operations(RuleBasedStateMachine):
 
     @rule(fmt=formats)
     def morph(self, fmt: str) -> None:
-        kept = self.expected.setdefault(fmt, encode(self.parameter.detach(), fmt).to_bytes())
-        assert self.store.morph(fmt).to_bytes() == kept
+        stored = self.expected.setdefault(fmt, encode(self.parameter.detach(), fmt).to_bytes())
+        assert self.store.morph(fmt).to_bytes() == stored
 
     @rule(fmt=formats)
     def force_morph(self, fmt: str) -> None:

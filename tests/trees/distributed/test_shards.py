@@ -33,11 +33,11 @@ class OtherProcessIsEmpty:
 
 @given(FLOATS, st.randoms())
 def test_sum_is_right_and_has_no_order(numbers, random):
-    (found,) = sum_exactly([np.array(numbers)], ALONE)
+    (result,) = sum_exactly([np.array(numbers)], ALONE)
     exact = float(sum(map(Fraction, numbers), Fraction(0)))
-    assert found == pytest.approx(exact, rel=1e-15, abs=1e-20 * max(map(abs, numbers), default=0))
+    assert result == pytest.approx(exact, rel=1e-15, abs=1e-20 * max(map(abs, numbers), default=0))
     random.shuffle(numbers)
-    assert sum_exactly([np.array(numbers)], ALONE) == [found]
+    assert sum_exactly([np.array(numbers)], ALONE) == [result]
 
 
 @pytest.mark.parametrize(
@@ -81,10 +81,10 @@ def test_median_byte_by_byte_is_the_sorted_one(numbers, is_weighted):
     weights = np.random.default_rng(0).integers(1, 5, len(numbers)) / 4 if is_weighted else np.empty(0)
     groups = [np.arange(len(numbers)), np.arange(0, len(numbers), 2)]
     shards = OtherProcessIsEmpty()
-    found = find_medians(numbers, weights, groups, shards)
-    np.testing.assert_array_equal(found, find_medians(numbers, weights, groups, ALONE))
+    result = find_medians(numbers, weights, groups, shards)
+    np.testing.assert_array_equal(result, find_medians(numbers, weights, groups, ALONE))
     if not is_weighted:
-        np.testing.assert_array_equal(found, [np.median(numbers[rows]) for rows in groups])
+        np.testing.assert_array_equal(result, [np.median(numbers[rows]) for rows in groups])
 
 
 def test_weighted_median_is_where_half_the_weight_is_reached():

@@ -30,20 +30,20 @@ class Pool:
             where = f"tcp://127.0.0.1:{free_port()}"
         for rank in range(count):
             self._worker(rank)[1].send((where, rank, count, job, arguments))
-        until, found = time.monotonic() + timeout_s, []
+        until, result = time.monotonic() + timeout_s, []
         for rank in range(count):
             process, pipe = self._workers[rank]
             try:
                 assert pipe.poll(max(0.0, until - time.monotonic())), f"rank {rank} took longer than {timeout_s} s"
-                found.append(pipe.recv())
+                result.append(pipe.recv())
             except EOFError:
                 process.join()
-                found.append(None)
+                result.append(None)
                 del self._workers[rank]
             except AssertionError:
                 self.close()
                 raise
-        return found
+        return result
 
     def close(self):
         for process, _ in self._workers.values():

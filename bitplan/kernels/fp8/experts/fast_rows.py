@@ -59,8 +59,8 @@ def _cast(
     find_maxima, cast = _plan(sizes, fp8, float(eps), (out is not None, out_t is not None), LAUNCH)
     of_rows = -(-x.shape[0] // 4) * 4 if out is not None else 0  # both begin at a multiple of 16 bytes
     of_cols = sizes[1] * x.shape[1] if out_t is not None else 0
-    found = torch.zeros(of_rows + of_cols, dtype=torch.int32, device=x.device)
-    maxima = found if of_rows else None, found[of_rows:] if of_cols else None
+    amax = torch.zeros(of_rows + of_cols, dtype=torch.int32, device=x.device)
+    maxima = amax if of_rows else None, amax[of_rows:] if of_cols else None
     find_maxima(x, *maxima, *tables)
     cast(x, *maxima, *(out or (None, None)), *(out_t or (None, None)), *tables)
 

@@ -153,8 +153,8 @@ def _cast(x, recipe, fp8, eps, made, tables, tiles, experts, cols_stride, *, gro
     if recipe != "blockwise":
         of_rows = experts if recipe == "tensorwise" else rows * wanted[0]
         of_cols = experts * width * (recipe == "rowwise" and wanted[1])
-        found = torch.zeros(of_rows + of_cols, dtype=torch.int32, device=x.device)
-        amax, amax_t = found, found[of_rows:] if of_cols else found
+        maxima = torch.zeros(of_rows + of_cols, dtype=torch.int32, device=x.device)
+        amax, amax_t = maxima, maxima[of_rows:] if of_cols else maxima
         find_maxima(x, amax, amax_t, *tables[:3])
     cast(x, amax, amax_t, *(out or (x, x)), *(out_t or (x, x)), *tables)
 

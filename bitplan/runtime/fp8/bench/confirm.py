@@ -49,10 +49,10 @@ class _SeenError(Exception):
 
 def seen_inputs(model: nn.Module, path: str, example: Example) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """What the model hands the block at `path` when it is given the example."""
-    found: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
+    calls: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
 
     def see(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        found.append((args, kwargs))
+        calls.append((args, kwargs))
         raise _SeenError
 
     handle = model.get_submodule(path).register_forward_pre_hook(see, with_kwargs=True)
@@ -60,7 +60,7 @@ def seen_inputs(model: nn.Module, path: str, example: Example) -> tuple[tuple[An
         with torch.no_grad():
             _call(model, example)
     except _SeenError:
-        return found[0]
+        return calls[0]
     finally:
         handle.remove()
     raise Fp8Error(f"the model never ran {path} on the example; give an example that reaches it")
@@ -148,16 +148,16 @@ def judge(path: str, bf16: Timed, fp8: Timed, threshold: float, which: str = "pl
     if fp8.status != OK or bf16.status != OK:
         failed, what = (fp8, name) if fp8.status != OK else (bf16, "BF16")
         answer = LOSE if fp8.status == OOM and bf16.status == OK else UNMEASURED
-        told = f"{what} could not be run ({failed.status}): {failed.message}; BF16 is kept"
-        return Confirmed(path, answer, told, "bf16")
+        reason = f"{what} could not be run ({failed.status}): {failed.message}; BF16 is kept"
+        return Confirmed(path, answer, reason, "bf16")
     interval = speedup_interval(bf16.samples_ms, fp8.samples_ms, in_turns=bf16.in_turns and fp8.in_turns)
     if interval is None:
         return Confirmed(path, UNDECIDED, f"{len(fp8.samples_ms)} samples are too few; BF16 is kept", "bf16")
     answer = interval.answer(threshold)
-    told = f"{interval.speedup:.3f}x BF16, between {interval.low:.3f}x and {interval.high:.3f}x"
-    kept = "" if answer == WIN else f"; {name} is turned down and BF16 is kept"
+    reason = f"{interval.speedup:.3f}x BF16, between {interval.low:.3f}x and {interval.high:.3f}x"
+    consequence = "" if answer == WIN else f"; {name} is turned down and BF16 is kept"
     taken = which if answer == WIN else "bf16"
-    return Confirmed(path, answer, told + kept, taken, interval.speedup, interval.low, interval.high)
+    return Confirmed(path, answer, reason + consequence, taken, interval.speedup, interval.low, interval.high)
 
 
 def _step(block: nn.Module, inputs: tuple[tuple[Any, ...], dict[str, Any]], compiled: bool | str) -> Call:

@@ -102,21 +102,21 @@ def plan_small_model(path: str | Path, *, tp: int = 1) -> SmallModel:
 
 
 def count_blocks(model: nn.Module, where: str = "the model") -> tuple[int, str]:
-    """How many blocks from the first on show every make of block, and why; a make is its layers and their shapes."""
-    makes: dict[int, list[tuple[object, ...]]] = {}
-    for site in find_sites(model).found:
-        found = re.search(r"(?:^|\.)([0-9]+)\.(.*)", site.path)
-        if found is not None:
-            makes.setdefault(int(found[1]), []).append((found[2], site.kind, site.shape))
-    if not makes:
+    """How many blocks from the first on show every kind of block, and why; a kind is its layers and their shapes."""
+    kinds: dict[int, list[tuple[object, ...]]] = {}
+    for site in find_sites(model).sites:
+        match = re.search(r"(?:^|\.)([0-9]+)\.(.*)", site.path)
+        if match is not None:
+            kinds.setdefault(int(match[1]), []).append((match[2], site.kind, site.shape))
+    if not kinds:
         raise ModelConfigError(f"{where}: transformers' {type(model).__name__} has no layers that a policy knows")
     first: dict[tuple[tuple[object, ...], ...], int] = {}
-    for block in sorted(makes):
-        first.setdefault(tuple(makes[block]), block)
+    for block in sorted(kinds):
+        first.setdefault(tuple(kinds[block]), block)
     if len(first) == 1:
         return 1, "all blocks are alike"
     last = max(first.values())
-    return last + 1, f"{len(first)} makes of block, the last of them first in block {last}"
+    return last + 1, f"{len(first)} kinds of block, the last of them first in block {last}"
 
 
 def _read_part(document: Any, where: str) -> ModelPart:
@@ -125,8 +125,8 @@ def _read_part(document: Any, where: str) -> ModelPart:
         (part,) = model_parts(document, where=where)
     except ModelConfigError as fault:
         # Elsewhere a model may be a YAML; here it has to be built.
-        told = str(fault).replace("another architecture can be described by its YAML keys", IN_PYTHON)
-        raise ModelConfigError(told) from None
+        message = str(fault).replace("another architecture can be described by its YAML keys", IN_PYTHON)
+        raise ModelConfigError(message) from None
     return part
 
 
@@ -166,9 +166,9 @@ def _build(where: str, config: Mapping[str, Any], device: torch.device, dtype: t
         if is_out_of_memory(error):
             raise
         lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-        told = short(": ".join([type(error).__name__, *lines[:2]]), 200)
+        message = short(": ".join([type(error).__name__, *lines[:2]]), 200)
         raise ModelConfigError(
-            f"{where}: transformers cannot build a causal language model of it: {told}; "
+            f"{where}: transformers cannot build a causal language model of it: {message}; "
             "compare the file with the config.json that the model came with"
         ) from error
     return built

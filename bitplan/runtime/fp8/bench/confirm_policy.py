@@ -95,8 +95,8 @@ class CountResult:
             "notes": list(self.applied.notes) if self.applied else [],
         }
         run_as = {"tokens": self.tokens, "sequences": self.sequences, "length": self.length}
-        found = {"turned_down": self.turned_down, "unknown": list(self.unknown), "failure": self.failure}
-        return run_as | found | {"blocks": [asdict(block) for block in self.blocks]} | rows
+        outcome = {"turned_down": self.turned_down, "unknown": list(self.unknown), "failure": self.failure}
+        return run_as | outcome | {"blocks": [asdict(block) for block in self.blocks]} | rows
 
 
 def require_device(name: str, policy: Policy, recipe: str | None = None) -> torch.device:
@@ -196,10 +196,10 @@ def _block_result(
 
 def _by_block(rows: Sequence[LayerRow]) -> dict[str, list[LayerRow]]:
     """Layers by their block, as confirming names it."""
-    found: dict[str, list[LayerRow]] = {}
+    blocks: dict[str, list[LayerRow]] = {}
     for row in rows:
-        found.setdefault(block_of(row.path) or "the model", []).append(row)
-    return found
+        blocks.setdefault(block_of(row.path) or "the model", []).append(row)
+    return blocks
 
 
 def _fp8_layers(rows: Sequence[LayerRow]) -> int:

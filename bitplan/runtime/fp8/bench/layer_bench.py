@@ -22,12 +22,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from bitplan.formats.fp8_recipes import BF16
 from bitplan.measure.speed.fp8_report_log import ReportLog
 from bitplan.measure.speed.paired_timing import ERROR, OK, Arm, Peers, Stopwatch, Timed, time_in_turns
 from bitplan.plan.fp8.layers import Case
 from bitplan.plan.fp8.report import ROUTINGS, TIMINGS, Row
 from bitplan.plan.fp8.terms import GROUPED_KINDS, MODULE, PRECISIONS, PRODUCTS
-from bitplan.runtime.fp8.recipe import BF16, Fp8Recipe, GemmChoice
+from bitplan.runtime.fp8.recipe import Fp8Recipe, GemmChoice
 
 # For the estimate of a dry run alone: rates that an H100 or H200 keeps up, what building and compiling a case takes.
 _FLOPS_PER_S = 4e14
@@ -54,14 +55,14 @@ class BenchPlan:
 
     def ways(self) -> list[Way]:
         """Every way to time every case, in the order of the run; a layer that is there twice is timed once."""
-        found: dict[tuple[Any, ...], Way] = {}
+        ways: dict[tuple[Any, ...], Way] = {}
         for case in self.cases:
             routings = self.routings if case.layer.kind in GROUPED_KINDS else (None,)
             for routing in routings:
                 for timing in self.timings:
                     way = Way(case, timing, routing)
-                    found.setdefault(way.key, way)
-        return list(found.values())
+                    ways.setdefault(way.key, way)
+        return list(ways.values())
 
     def gemms(self) -> tuple[str, ...]:
         """Of what rows are written: the whole module, and each product where that was asked for."""
@@ -70,12 +71,12 @@ class BenchPlan:
 
     def choices(self) -> dict[str, GemmChoice]:
         """The arms of every way, by name."""
-        found = {"bf16": GemmChoice.all(BF16)} if "bf16" in self.precisions else {}
+        choices = {"bf16": GemmChoice.all(BF16)} if "bf16" in self.precisions else {}
         if "fp8" in self.precisions:
-            found["fp8"] = GemmChoice.all(self.recipe.name)
+            choices["fp8"] = GemmChoice.all(self.recipe.name)
             for product in self.gemms()[1:]:
-                found[product] = GemmChoice(**(dict.fromkeys(PRODUCTS, BF16) | {product: self.recipe.name}))
-        return found
+                choices[product] = GemmChoice(**(dict.fromkeys(PRODUCTS, BF16) | {product: self.recipe.name}))
+        return choices
 
     def settings(self) -> dict[str, Any]:
         """What a resumed run must agree on."""
@@ -172,7 +173,7 @@ def run_bench(
     """Measure what is not in the log yet and finish it; how many ways were timed now comes back.
 
     `on_way` is called after each way. In a process that does not write (`log` is None, all but the first under
-    torchrun), `done` has the keys that the first one found in its log, for all of them must skip the same.
+    torchrun), `done` has the keys that the first one read in its log, for all of them must skip the same.
     """
     keys = {tuple(key) for key in done} if done is not None else (log.done if log is not None else set())
     timed_now = 0
@@ -207,8 +208,8 @@ def _time(plan: BenchPlan, way: Way, builder: Builder, stopwatch: Stopwatch, pee
 
 def count_failures(rows: Sequence[Row]) -> dict[str, int]:
     """How many rows ran out of memory or failed."""
-    found: dict[str, int] = {}
+    counts: dict[str, int] = {}
     for row in rows:
         if row.status != OK:
-            found[row.status] = found.get(row.status, 0) + 1
-    return found
+            counts[row.status] = counts.get(row.status, 0) + 1
+    return counts

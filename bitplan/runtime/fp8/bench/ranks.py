@@ -55,14 +55,14 @@ class RankPeers(Peers):
         self.group = group
 
     def worst(self, status: str) -> str:
-        found = torch.tensor([_SEVERITY.index(status)])
-        dist.all_reduce(found, op=dist.ReduceOp.MAX, group=self.group)
-        return _SEVERITY[int(found)]
+        severity = torch.tensor([_SEVERITY.index(status)])
+        dist.all_reduce(severity, op=dist.ReduceOp.MAX, group=self.group)
+        return _SEVERITY[int(severity)]
 
     def slowest(self, samples_ms: Sequence[float]) -> list[float]:
-        found = torch.tensor(list(samples_ms), dtype=torch.float64)
-        dist.all_reduce(found, op=dist.ReduceOp.MAX, group=self.group)
-        return [float(each) for each in found]
+        times_ms = torch.tensor(list(samples_ms), dtype=torch.float64)
+        dist.all_reduce(times_ms, op=dist.ReduceOp.MAX, group=self.group)
+        return [float(each) for each in times_ms]
 
 
 @contextmanager

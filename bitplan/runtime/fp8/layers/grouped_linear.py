@@ -3,7 +3,7 @@
     layer = GroupedLinear(8, 7168, 2048, recipe=Fp8Recipe("rowwise"), device="cuda", dtype=torch.bfloat16)
     y = layer(x_sorted, tokens_per_expert)      # x [T, K]; int tensor [E] on x's device: its first rows are expert 0's
 
-What the seed calls column_grouped (fc1 of the experts) and row_grouped (fc2): what divides them over processes is in
+Policies call them column_grouped (fc1 of the experts) and row_grouped (fc2): what divides them over processes is in
 `parallel`. Any routing works: experts without tokens (their weight gradient is zero), one expert with all of them,
 counts that are no multiple of anything. How many tokens an expert has stays on the device: grids and buffers have the
 size that the worst routing needs, and nothing waits for the host. So on a GPU counts that do not add up to the rows
@@ -27,14 +27,14 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from bitplan.formats.fp8_recipes import RECIPES, expert_recipes
+from bitplan.formats.fp8_recipes import BF16, RECIPES, expert_recipes
 from bitplan.kernels.fp8.experts import products as kernels
 from bitplan.kernels.fp8.experts.layout import GroupedFp8, GroupLayout
 from bitplan.kernels.fp8.experts.products import lay_out, pick_impl, token_pad
 from bitplan.runtime.fp8.layers.linear_function import INPUT_TYPES
 from bitplan.runtime.fp8.layers.scale_guesses import GRAD, INPUT, WEIGHT, guess_for
 from bitplan.runtime.fp8.layers.weight_casts import derived_layouts
-from bitplan.runtime.fp8.recipe import BF16, Fp8LayerError, Fp8Recipe, GemmChoice, check_shape, require_fp8
+from bitplan.runtime.fp8.recipe import Fp8LayerError, Fp8Recipe, GemmChoice, check_shape, require_fp8
 
 
 class GroupedLinear(nn.Module):
@@ -177,10 +177,10 @@ class _Call:
         made: list[GroupedFp8 | None] = [None, None]
         for recipe in {rows_by, cols_by} - {BF16}:
             guess = guess_for(recipe, weight, role, fp8, self.layout.experts)
-            found = kernels.cast_tokens(
+            casts = kernels.cast_tokens(
                 x, recipe, self.layout, fp8, eps, rows=rows_by == recipe, cols=cols_by == recipe, guess=guess
             )
-            made = [new if new is not None else old for new, old in zip(found, made, strict=True)]
+            made = [new if new is not None else old for new, old in zip(casts, made, strict=True)]
         return made
 
     def options(self, product: str) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Fp8NormLinear: RMSNorm or LayerNorm and the linear layer behind it, one module (`layernorm_column` in the seed).
+"""Fp8NormLinear: RMSNorm or LayerNorm and the linear layer behind it, one module (`layernorm_column` in policies).
 
 Where both fprop and wgrad are FP8, the normalised activations are never written: one pass finds what the norm needs of
 each row, a second normalises, rounds and casts, in both layouts. Only x, two numbers a row at most and x^T in FP8 stay

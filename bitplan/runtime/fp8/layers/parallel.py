@@ -40,7 +40,7 @@ from bitplan.plan.fp8.terms import Fp8Error
 from bitplan.runtime.fp8.layers.grouped_linear import GroupedLinear
 from bitplan.runtime.fp8.layers.linear import Fp8Linear
 from bitplan.runtime.fp8.layers.norm_linear import Fp8NormLinear
-from bitplan.runtime.fp8.layers.shared_amax import agreed_linear
+from bitplan.runtime.fp8.layers.shared_amax import shared_amax_linear
 from bitplan.runtime.fp8.recipe import Fp8LayerError
 
 
@@ -82,7 +82,7 @@ class ColumnParallel(_Parallel):
     def forward(self, x: Tensor, *more: Tensor) -> Tensor:
         x = sum_backward(x, self.group)
         if self.agree:
-            return agreed_linear(x, self.local, divided=("weight", "grad"), largest=self._largest)
+            return shared_amax_linear(x, self.local, divided=("weight", "grad"), largest=self._largest)
         y: Tensor = self.local(x, *more)
         return y
 
@@ -104,7 +104,7 @@ class RowParallel(_Parallel):
 
     def forward(self, x: Tensor, *more: Tensor) -> Tensor:
         if self.agree:
-            y = agreed_linear(x, self.local, divided=("input", "weight"), largest=self._largest)
+            y = shared_amax_linear(x, self.local, divided=("input", "weight"), largest=self._largest)
         else:
             y = self.local(x, *more)
         y = sum_forward(y, self.group)
@@ -150,8 +150,8 @@ class ExpertParallel(nn.Module):
         place = torch.empty_like(order)
         place[order] = torch.arange(order.shape[0], device=order.device)
         rows = exchange(x, to, of, self.group)[order]
-        found = self.experts(rows, received.sum(0))
-        return exchange(found[place], of, to, self.group)
+        outputs = self.experts(rows, received.sum(0))
+        return exchange(outputs[place], of, to, self.group)
 
 
 def _order_by_expert(received: Tensor, rows: int) -> Tensor:
@@ -167,13 +167,15 @@ def _order_by_expert(received: Tensor, rows: int) -> Tensor:
 def check_alike(description: dict[str, int], device: torch.device, group: Any = None) -> None:
     """Raise, in every process, where they do not describe the same layer."""
     own = torch.tensor(list(description.values()), device=device)
-    found = [torch.empty_like(own) for _ in range(dist.get_world_size(group))]
+    descriptions = [torch.empty_like(own) for _ in range(dist.get_world_size(group))]
     with _named("comparing layers", group):
-        dist.all_gather(found, own, group=group)
-    for name, values in zip(description, torch.stack(found).t().tolist(), strict=True):
+        dist.all_gather(descriptions, own, group=group)
+    for name, values in zip(description, torch.stack(descriptions).t().tolist(), strict=True):
         if len(set(values)) > 1:
-            told = f"got {values}" if "," not in name else f"processes {_odd_ones(values)} differ from process 0"
-            raise ParallelError(f"the processes of a group must make the same layer: {name} differs, {told} by rank")
+            values_text = f"got {values}" if "," not in name else f"processes {_odd_ones(values)} differ from process 0"
+            raise ParallelError(
+                f"the processes of a group must make the same layer: {name} differs, {values_text} by rank"
+            )
 
 
 def _odd_ones(values: list[int]) -> list[int]:
@@ -261,13 +263,13 @@ def _can_agree(local: nn.Module) -> bool:
 
 def _norm_parameters(local: nn.Module) -> list[Tensor]:
     """Parameters of norms in front of the product, fused with it or not: whole on every process."""
-    found: list[Any] = []
+    parameters: list[Any] = []
     for module in local.modules():
         if isinstance(module, Fp8NormLinear):
-            found += [module.norm.weight, module.norm.bias]
+            parameters += [module.norm.weight, module.norm.bias]
         elif isinstance(module, (nn.RMSNorm, nn.LayerNorm)):
-            found += module.parameters(recurse=False)
-    return [norm for norm in found if norm is not None and norm.requires_grad]
+            parameters += module.parameters(recurse=False)
+    return [norm for norm in parameters if norm is not None and norm.requires_grad]
 
 
 def _device(module: nn.Module) -> torch.device:

@@ -1,4 +1,4 @@
-"""A tensorwise FP8 linear whose scales are agreed on: the largest number of an operand that several processes share.
+"""A tensorwise FP8 linear whose processes share the scale of an operand that is divided among them.
 
 Tensor parallelism divides operands, and with them their maxima: an Fp8Linear of a share would scale each share by
 itself, and results would depend on how many shares there are. Here the maximum of a divided operand is replaced by the
@@ -26,13 +26,13 @@ from bitplan.runtime.fp8.layers.weight_source import WeightSource
 Largest = Callable[[Tensor], Tensor]  # int32 [1] of this process -> of the group
 
 
-def agreed_linear(x: Tensor, layer: Fp8Linear, *, divided: tuple[str, ...], largest: Largest) -> Tensor:
+def shared_amax_linear(x: Tensor, layer: Fp8Linear, *, divided: tuple[str, ...], largest: Largest) -> Tensor:
     """The layer's forward; operands in `divided` ("input", "weight", "grad") are scaled by the group's maximum."""
     source = SharedAmax(layer.reuse_weight_cast, divided, largest)
     return run_linear(x, layer.weight, layer.bias, layer._text, source)
 
 
-def agreed_cast(
+def shared_amax_cast(
     x_RC: Tensor,
     fp8: str,
     eps: float,
@@ -80,27 +80,27 @@ class SharedAmax(WeightSource):
         rows: bool = True,
         cols: bool = True,
     ) -> CastPair:
-        if not self._agrees(recipe, role):
+        if not self._shares(recipe, role):
             return super().cast(x, recipe, fp8, eps, weight, role, rows=rows, cols=cols)
-        return agreed_cast(x, fp8, eps, self.largest, recipe=recipe, rows=rows, cols=cols)
+        return shared_amax_cast(x, fp8, eps, self.largest, recipe=recipe, rows=rows, cols=cols)
 
     def rows(self, weight: Tensor, recipe: str, eps: float, *, with_cols: bool) -> ScaledFp8:
-        if not self._agrees(recipe, WEIGHT):
+        if not self._shares(recipe, WEIGHT):
             return super().rows(weight, recipe, eps, with_cols=with_cols)
         return self._weight(weight, recipe, eps)[0]
 
     def cols(self, weight: Tensor, recipe: str, eps: float) -> ScaledFp8:
-        if not self._agrees(recipe, WEIGHT):
+        if not self._shares(recipe, WEIGHT):
             return super().cols(weight, recipe, eps)
         return self._weight(weight, recipe, eps)[1]
 
-    def _agrees(self, recipe: str, role: str) -> bool:
+    def _shares(self, recipe: str, role: str) -> bool:
         return role in self.divided and RECIPES[recipe].has_one_scale
 
     def _weight(self, weight: Tensor, recipe: str, eps: float) -> tuple[ScaledFp8, ScaledFp8]:
         """Both layouts, kept while the weight does not change: all processes change it in the same step."""
 
         def make(_rows: bool, _cols: bool) -> CastPair:
-            return agreed_cast(weight, "e4m3", eps, self.largest, is_weight=True)
+            return shared_amax_cast(weight, "e4m3", eps, self.largest, is_weight=True)
 
-        return derived_layouts(weight, ("agreed " + recipe, eps), make, rows=True, cols=True, reuse=self.reuse)
+        return derived_layouts(weight, ("shared amax " + recipe, eps), make, rows=True, cols=True, reuse=self.reuse)

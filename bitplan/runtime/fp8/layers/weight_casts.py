@@ -125,10 +125,10 @@ def weight_cols(weight: Tensor, recipe: str, eps: float, *, reuse: bool) -> Scal
     kept, reuse = _find_to_reuse(weight, reuse)
     capturing = _is_capturing(weight)
     if kept is not None and how in kept.cols and (kept.held or kept.captured == capturing):
-        found = kept.cols[how]
+        cols = kept.cols[how]
         if kept.captured and not kept.held:  # of this graph and this micro-batch; the next casts its own
             del _kept[_place(weight)]
-        return found
+        return cols
     if reuse and not capturing and _refresh_together(weight, recipe, eps):
         return _kept[_place(weight)].cols[how]
     pair = _cast(weight, recipe, eps, rows=False)

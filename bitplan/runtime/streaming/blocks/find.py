@@ -115,8 +115,8 @@ def _streamed(block: nn.Module, train: Train) -> dict[str, StreamedParameter]:
                 places.setdefault(id(parameter), []).append((f"{path}.{local}".lstrip("."), module, local))
                 parameters[id(parameter)] = parameter
     return {
-        found[0][0]: StreamedParameter(found[0][0], parameters[key], tuple(place[1:] for place in found))
-        for key, found in places.items()
+        uses[0][0]: StreamedParameter(uses[0][0], parameters[key], tuple(place[1:] for place in uses))
+        for key, uses in places.items()
     }
 
 

@@ -111,11 +111,11 @@ class BlockLayout:
     @property
     def bytes_by_format(self) -> dict[str, int]:
         """Sums up to `nbytes`: what lies between the parts is padding."""
-        found: Counter[str] = Counter()
+        sizes: Counter[str] = Counter()
         for piece in self.pieces.values():
-            found[piece.fmt.name] += piece.nbytes
-        found[PADDING] = self.nbytes - found.total()
-        return {name: nbytes for name, nbytes in found.items() if nbytes}
+            sizes[piece.fmt.name] += piece.nbytes
+        sizes[PADDING] = self.nbytes - sizes.total()
+        return {name: nbytes for name, nbytes in sizes.items() if nbytes}
 
     @property
     def formats(self) -> dict[str, str]:

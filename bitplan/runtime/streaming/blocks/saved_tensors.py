@@ -1,4 +1,4 @@
-"""What autograd keeps of a streamed block: not the weights, but where they can be had again.
+"""Saves for autograd where a streamed block's weights can be had again, in place of the weights.
 
 Autograd saves the tensors that backward needs, weights among them. A streamed weight lies in a slot that soon holds
 another block, so a plain saved tensor would be silently wrong. Under these hooks a saved tensor that lies in a slot
@@ -62,7 +62,7 @@ class SavedWeight:
 class _Passed:
     """What the outer hook made of a tensor, and how it is undone."""
 
-    kept: Any
+    value: Any
     unpack: Callable[[Any], Tensor]
 
 
@@ -84,10 +84,10 @@ def save_weights_by_place(source: WeightSource) -> torch.autograd.graph.saved_te
             )
         return tensor if outer is None else _Passed(outer[0](tensor), outer[1])
 
-    def unpack(kept: Any) -> Tensor:
-        if isinstance(kept, SavedWeight):
-            return kept.restore(source)
-        tensor: Tensor = kept.unpack(kept.kept) if isinstance(kept, _Passed) else kept
+    def unpack(saved: Any) -> Tensor:
+        if isinstance(saved, SavedWeight):
+            return saved.restore(source)
+        tensor: Tensor = saved.unpack(saved.value) if isinstance(saved, _Passed) else saved
         return tensor
 
     return torch.autograd.graph.saved_tensors_hooks(pack, unpack)

@@ -229,16 +229,16 @@ class HostTraining:
 
     def _scale(self, gradients: StepGradients, max_norm: float, also: Sequence[Tensor] = ()) -> float:
         keys = [(block, name) for block, masters in self._masters.items() for name in masters]
-        found = [gradients.sums[key] for key in keys if key in gradients.sums]
-        found += [one.grad for one in also if one.grad is not None]
-        total = get_total_norm(found)
+        sums = [gradients.sums[key] for key in keys if key in gradients.sums]
+        sums += [one.grad for one in also if one.grad is not None]
+        total = get_total_norm(sums)
         norm = float(total)
         if not math.isfinite(norm):
             raise BlockNonFiniteError(
                 f"step {gradients.step}: the norm of all gradients is {norm}; the masters are as before it"
             )
         if norm > max_norm:
-            clip_grads_with_norm_(cast(list[Tensor], [_Graded(one) for one in found]), max_norm, total)
+            clip_grads_with_norm_(cast(list[Tensor], [_Graded(one) for one in sums]), max_norm, total)
         self.gradient_norm = norm
         return norm
 

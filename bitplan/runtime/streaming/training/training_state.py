@@ -143,24 +143,24 @@ def _require_same_names(reader: Reader, what: str, saved: Iterable[str], now: It
     saved, now = list(saved), list(now)
     gone = [name for name in saved if name not in now]
     new = [name for name in now if name not in saved]
-    told = [f"{verb} {listed(names, 5)}" for verb, names in (("no longer has", gone), ("now has", new)) if names]
-    if told:
+    differences = [f"{verb} {listed(names, 5)}" for verb, names in (("no longer has", gone), ("now has", new)) if names]
+    if differences:
         reader.stop(
-            f"this state is of another model: among its {what} parameters the model {', and '.join(told)}; resume with "
-            "the model it was saved for, streamed and trained alike"
+            f"this state is of another model: among its {what} parameters the model "
+            f"{', and '.join(differences)}; resume with the model it was saved for, streamed and trained alike"
         )
 
 
 def _require_same_optimizer(reader: Reader, saved: Mapping[str, Any], now: Mapping[str, Any]) -> None:
-    told = [
+    differences = [
         f"{key} was {show(saved.get(key))}, is {show(now.get(key))}"
         for key in dict.fromkeys((*now, *saved))
         if saved.get(key) != now.get(key)
     ]
-    if told:
+    if differences:
         reader.stop(
-            f"this state was saved under another optimizer: {'; '.join(told)}; resume with the old values, or accept "
-            "the change (accept_optimizer_change=True)"
+            f"this state was saved under another optimizer: {'; '.join(differences)}; resume with the old "
+            "values, or accept the change (accept_optimizer_change=True)"
         )
 
 
@@ -168,7 +168,7 @@ def _read_tensors(
     reader: Reader, tensors: Mapping[str, Any], steps: Mapping[str, int], now: Mapping[str, Trained]
 ) -> dict[str, Trained]:
     parts = {name: (MASTER, *MOMENTS) if steps[name] else (MASTER,) for name in now}
-    wanted = {f"{name}.{part}": now[name].master for name, found in parts.items() for part in found}
+    wanted = {f"{name}.{part}": now[name].master for name, saved in parts.items() for part in saved}
     reader.keys("tensors", tensors, dict.fromkeys(wanted, _TENSOR), tuple(wanted))
     for key, master in wanted.items():
         _require_fitting(reader, key, tensors[key], tuple(master.shape))

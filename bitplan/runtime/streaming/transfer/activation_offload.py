@@ -52,10 +52,10 @@ class Landing:
     buffer: Tensor
     free_after: Mark
     transfer: Transfer | None = None
-    kept: weakref.ref[KeptInput] | None = None
+    owner: weakref.ref[SavedInput] | None = None
 
 
-class KeptInput:
+class SavedInput:
     """One block's input, from its forward to its backward; gives its place back when autograd lets go of it."""
 
     def __init__(self, owner: ActivationOffload, block: int, what: str, x: Tensor) -> None:
@@ -104,7 +104,7 @@ class ActivationOffload:
         self._landings: list[Landing] = []
         self._places: list[OffloadBuffer] = []
         self._free: list[OffloadBuffer] = []
-        self._order: list[weakref.ref[KeptInput]] = []
+        self._order: list[weakref.ref[SavedInput]] = []
         self._token = torch.empty(0, device=device.torch_device)  # tells checkpoint whose random state to keep
 
     # ---- steps -------------------------------------------------------------------------------------------------------
@@ -118,7 +118,7 @@ class ActivationOffload:
                 raise StreamError(f"the activation thread has been in one copy for over {self._timeout_s:g} s")
             self._worker = Worker("activation")
         for landing in [*self._outgoing, *self._landings]:
-            landing.kept = None
+            landing.owner = None
             if landing.transfer is not None and landing.transfer.copied is None:
                 landing.transfer = None  # it failed, or its thread died before it
 
@@ -148,11 +148,11 @@ class ActivationOffload:
         _refuse_other_checkpointing(self._place_of(block))
         key, x = _find_input(args, kwargs, self._place_of(block))
         args, kwargs = _with_input(args, kwargs, key, None)  # what is kept must not hold the input
-        kept, first = self._keep(block, x), [x]
+        saved, first = self._keep(block, x), [x]
         del x
 
         def region(_: Tensor) -> Any:
-            value = first.pop() if first else self._restore(kept)
+            value = first.pop() if first else self._restore(saved)
             return compute(*_with_input(args, kwargs, key, value))
 
         return checkpoint(region, self._token, use_reentrant=False)
@@ -161,30 +161,30 @@ class ActivationOffload:
         """From whichever thread drops the last reference."""
         self._free.append(place)
 
-    def _keep(self, block: int, x: Tensor) -> KeptInput:
-        kept = KeptInput(self, block, f"{self._place_of(block)}: its input", x)
-        kept.order = len(self._order)
-        self._order.append(weakref.ref(kept))
+    def _keep(self, block: int, x: Tensor) -> SavedInput:
+        saved = SavedInput(self, block, f"{self._place_of(block)}: its input", x)
+        saved.order = len(self._order)
+        self._order.append(weakref.ref(saved))
         if block == self._count - 1 or not x.numel():
-            kept.tensor = x.detach()
+            saved.tensor = x.detach()
         else:
-            self._send(kept, x.detach())
-        return kept
+            self._send(saved, x.detach())
+        return saved
 
-    def _send(self, kept: KeptInput, x: Tensor) -> None:
+    def _send(self, saved: SavedInput, x: Tensor) -> None:
         nbytes = x.nbytes
         if nbytes > self._nbytes:
             self._resize(nbytes)
         out = self._outgoing_for_next()
-        kept.view(out.buffer).copy_(x)
+        saved.view(out.buffer).copy_(x)
         after, place = self._device.mark(), self._take(nbytes)
-        before, transfer = place.last, Transfer(kept.what, after)
-        out.transfer = kept.sent = place.last = transfer
-        kept.place = place
+        before, transfer = place.last, Transfer(saved.what, after)
+        out.transfer = saved.sent = place.last = transfer
+        saved.place = place
 
-        def copy() -> Copied:  # must not hold `kept`, which gives the place back when it goes
+        def copy() -> Copied:  # must not hold `saved`, which gives the place back when it goes
             marks = [after] if before is None or before.copied is None else [after, before.copied.end]
-            return self._device.copy_out(place.buffer[:nbytes], out.buffer[:nbytes], *marks, lane="activations")
+            return self._device.copy_out(place.buffer[:nbytes], out.buffer[:nbytes], *marks, queue="activations")
 
         self._start(transfer, copy)
         if self.recorder is not None:
@@ -200,61 +200,61 @@ class ActivationOffload:
                 self._await(one.transfer)
         return out
 
-    def _restore(self, kept: KeptInput) -> Tensor:
+    def _restore(self, saved: SavedInput) -> Tensor:
         """The input again, for the block that backward computes now."""
-        if kept.serial != self.serial:
+        if saved.serial != self.serial:
             raise StreamError(
-                f"{kept.what} is gone: backward came after its step ended; call backward between begin_step and "
+                f"{saved.what} is gone: backward came after its step ended; call backward between begin_step and "
                 "end_step"
             )
-        if kept.tensor is not None:
-            x = kept.tensor.detach()
+        if saved.tensor is not None:
+            x = saved.tensor.detach()
         else:
-            landing = self._landing_of(kept) or self._fetch(kept)
+            landing = self._landing_of(saved) or self._fetch(saved)
             assert landing.transfer is not None
             self._await(landing.transfer)
-            flat = torch.empty(math.prod(kept.shape), dtype=kept.dtype, device=self._device.torch_device)
-            x = kept.laid_out(flat).copy_(kept.view(landing.buffer))
-            landing.kept, landing.free_after = None, self._device.mark()
-        self._prefetch(kept.order)
-        return x.requires_grad_(kept.requires_grad)
+            flat = torch.empty(math.prod(saved.shape), dtype=saved.dtype, device=self._device.torch_device)
+            x = saved.laid_out(flat).copy_(saved.view(landing.buffer))
+            landing.owner, landing.free_after = None, self._device.mark()
+        self._prefetch(saved.order)
+        return x.requires_grad_(saved.requires_grad)
 
     def _prefetch(self, order: int) -> None:
         """Bring back the inputs that backward needs next, as many as there are free landings."""
         for reference in reversed(self._order[:order]):
-            kept = reference()
-            if kept is None or kept.tensor is not None or self._landing_of(kept) is not None:
+            saved = reference()
+            if saved is None or saved.tensor is not None or self._landing_of(saved) is not None:
                 continue
             room = self._room()
-            if all(landing.kept is not None for landing in self._landings):
+            if all(landing.owner is not None for landing in self._landings):
                 return
             if room is not None and room < 1:
                 if self.recorder is not None:
                     self.recorder.held_back += 1
                 return
-            self._fetch(kept)
+            self._fetch(saved)
 
-    def _fetch(self, kept: KeptInput) -> Landing:
-        place, sent, nbytes = kept.place, kept.sent, kept.nbytes
+    def _fetch(self, saved: SavedInput) -> Landing:
+        place, sent, nbytes = saved.place, saved.sent, saved.nbytes
         assert place is not None
         assert sent is not None
-        landing = next((one for one in self._landings if one.kept is None), self._landings[0])
-        after, transfer = landing.free_after, Transfer(kept.what)
-        landing.kept, landing.transfer, place.last = weakref.ref(kept), transfer, transfer
+        landing = next((one for one in self._landings if one.owner is None), self._landings[0])
+        after, transfer = landing.free_after, Transfer(saved.what)
+        landing.owner, landing.transfer, place.last = weakref.ref(saved), transfer, transfer
         self._device.claim(landing.buffer)
 
         def copy() -> Copied:
             arrived = sent.wait_launched(None, self._timeout_s)
             target, source = landing.buffer[:nbytes], place.buffer[:nbytes]
-            return self._device.copy_in(target, source, after, arrived.end, lane="activations")
+            return self._device.copy_in(target, source, after, arrived.end, queue="activations")
 
         self._start(transfer, copy)
         if self.recorder is not None:
             self.recorder.returned.append((transfer, nbytes))
         return landing
 
-    def _landing_of(self, kept: KeptInput) -> Landing | None:
-        return next((one for one in self._landings if one.kept is not None and one.kept() is kept), None)
+    def _landing_of(self, saved: SavedInput) -> Landing | None:
+        return next((one for one in self._landings if one.owner is not None and one.owner() is saved), None)
 
     def _start(self, transfer: Transfer, copy: Callable[[], Copied]) -> None:
         if self._device.copies_in_background:

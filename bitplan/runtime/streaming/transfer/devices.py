@@ -1,8 +1,8 @@
-"""Where blocks are computed: a CUDA device with copy streams, and a stand-in on the CPU that behaves the same.
+"""Devices that compute blocks: a CUDA device with copy streams, and a stand-in on the CPU that behaves the same.
 
 The scheduler sees this interface only:
 
-    mark()                       a point in what the computation has been told to do so far
+    mark()                       a point in the work queued so far
     copy_in(to, from, *after)    host -> device on a copy stream, once `after` has passed; comes back with two marks
     copy_out(to, from, *after)   device -> host, in the same way
     wait(copied)                 the computation goes on when the copy is done; no host waits on CUDA
@@ -28,7 +28,7 @@ from torch import Tensor
 
 from bitplan.runtime.streaming.errors import StreamError
 
-Lane = Literal["weights", "activations"]  # copies of a lane and a direction come one after another
+Queue = Literal["weights", "activations"]  # copies of a queue and a direction come one after another
 RESERVE_BYTES = 512 * 2**20  # slots="auto" leaves this for activations; vram_bytes= says it better
 
 
@@ -126,10 +126,10 @@ class StreamDevice(ABC):
     def claim(self, slot: Tensor) -> None: ...
 
     @abstractmethod
-    def copy_in(self, target: Tensor, source: Tensor, *after: Mark, lane: Lane = "weights") -> Copied: ...
+    def copy_in(self, target: Tensor, source: Tensor, *after: Mark, queue: Queue = "weights") -> Copied: ...
 
     @abstractmethod
-    def copy_out(self, target: Tensor, source: Tensor, *after: Mark, lane: Lane = "weights") -> Copied: ...
+    def copy_out(self, target: Tensor, source: Tensor, *after: Mark, queue: Queue = "weights") -> Copied: ...
 
     @abstractmethod
     def wait(self, copied: Copied) -> None: ...
@@ -198,12 +198,12 @@ class SimulatedDevice(StreamDevice):
     def claim(self, slot: Tensor) -> None:
         slot.fill_(0xFF)
 
-    def copy_in(self, target: Tensor, source: Tensor, *after: Mark, lane: Lane = "weights") -> Copied:
+    def copy_in(self, target: Tensor, source: Tensor, *after: Mark, queue: Queue = "weights") -> Copied:
         copied = self._copy(target, source)
         self.bytes_in += target.nbytes
         return copied
 
-    def copy_out(self, target: Tensor, source: Tensor, *after: Mark, lane: Lane = "weights") -> Copied:
+    def copy_out(self, target: Tensor, source: Tensor, *after: Mark, queue: Queue = "weights") -> Copied:
         copied = self._copy(target, source)
         self.bytes_out += target.nbytes
         return copied
@@ -231,7 +231,7 @@ class SimulatedDevice(StreamDevice):
 
 
 class CudaDevice(StreamDevice):
-    """A GPU: one stream for each lane and direction beside the one that computes, and events between them."""
+    """A GPU: one stream for each queue and direction beside the one that computes, and events between them."""
 
     copies_in_background = True
 
@@ -241,9 +241,9 @@ class CudaDevice(StreamDevice):
             raise StreamError(f"device {device}: torch sees no CUDA device; device='cpu' runs the simulated one")
         self.torch_device = torch.empty(0, device=device).device  # "cuda" becomes the current one, cuda:0
         self._memory_bytes = torch.cuda.get_device_properties(self.torch_device).total_memory
-        lanes: tuple[Lane, ...] = ("weights", "activations")
-        self._in = {lane: torch.cuda.Stream(self.torch_device) for lane in lanes}
-        self._out = {lane: torch.cuda.Stream(self.torch_device) for lane in lanes}
+        queues: tuple[Queue, ...] = ("weights", "activations")
+        self._in = {queue: torch.cuda.Stream(self.torch_device) for queue in queues}
+        self._out = {queue: torch.cuda.Stream(self.torch_device) for queue in queues}
 
     def _allocate(self, nbytes: int, what: str) -> Tensor:
         try:
@@ -285,13 +285,13 @@ class CudaDevice(StreamDevice):
     def claim(self, slot: Tensor) -> None:
         """Nothing to do: the copy stream waits for the mark after which the slot is free."""
 
-    def copy_in(self, target: Tensor, source: Tensor, *after: Mark, lane: Lane = "weights") -> Copied:
-        copied = self._copy(self._in[lane], target, source, after)
+    def copy_in(self, target: Tensor, source: Tensor, *after: Mark, queue: Queue = "weights") -> Copied:
+        copied = self._copy(self._in[queue], target, source, after)
         self.bytes_in += target.nbytes
         return copied
 
-    def copy_out(self, target: Tensor, source: Tensor, *after: Mark, lane: Lane = "weights") -> Copied:
-        copied = self._copy(self._out[lane], target, source, after)
+    def copy_out(self, target: Tensor, source: Tensor, *after: Mark, queue: Queue = "weights") -> Copied:
+        copied = self._copy(self._out[queue], target, source, after)
         self.bytes_out += target.nbytes
         return copied
 

@@ -1,4 +1,4 @@
-"""FiniteCheck: whether any block computed NaN or infinity, found without waiting for the device.
+"""FiniteCheck: detects NaN and infinity in what blocks compute, without waiting for the device.
 
 After each block one number a block on the device takes in 0 times the sum of what the block gave: NaN from then on if
 anything in it was not finite. At the end of the step the numbers are copied to the host beside the work, and read when
@@ -54,11 +54,11 @@ class FiniteCheck:
         self._pending.append(sent)
 
     def find(self, *, wait: bool = False) -> BlockNonFiniteError | None:
-        """The first step that was not finite, among those whose flags have arrived (or all: `wait`); told once."""
+        """The first step that was not finite, among those whose flags have arrived (or all: `wait`); reported once."""
         while self._pending and (wait or self._device.has_passed(self._pending[0].mark)):
-            found = self.read(self._pending.pop(0))
-            if found is not None:
-                return found
+            failure = self.read(self._pending.pop(0))
+            if failure is not None:
+                return failure
         return None
 
     def read(self, sent: SentFlags) -> BlockNonFiniteError | None:

@@ -1,4 +1,4 @@
-"""Where blocks wait: pinned memory, pageable memory, or files.
+"""Memory where blocks wait on the host: pinned, pageable, or files.
 
 pinned     one anonymous mapping a block, of exactly its size, registered with CUDA. torch's pin_memory() rounds up to a
            power of two: up to 1.8 times the RAM of a model.

@@ -112,8 +112,8 @@ def _computing(walk: Walk, held: Sequence[int | None]) -> int:
 
 def _free_slots(walk: Walk, held: Sequence[int | None], wanted: Collection[int]) -> list[int]:
     """Slots that may be overwritten: empty ones first, then those whose block is used last."""
-    kept = {*wanted, walk.position}
+    needed = {*wanted, walk.position}
     empty = [slot for slot, block in enumerate(held) if block is None]
-    passed = [slot for slot, block in enumerate(held) if block is not None and block not in kept]
+    passed = [slot for slot, block in enumerate(held) if block is not None and block not in needed]
     passed.sort(key=lambda slot: -abs((held[slot] or 0) - (walk.position or 0)))
     return empty + passed

@@ -1,4 +1,4 @@
-"""From a slot's bytes to a block's weights: views made once, and decoding recorded once.
+"""Decodes a slot's bytes to a block's weights: views are made once, and decoding is recorded once.
 
 A block of seven matrices takes seven decoders, and each launch costs the host 50 to 100 us: at 1,000 tokens a step that
 is more than the GPU needs to compute the block. But the addresses repeat: there are a few slots, one scratch, and few
@@ -36,13 +36,13 @@ class SlotDecoder:
     def weights(self, block: int, slot: Tensor, scratch: Tensor) -> dict[str, Tensor]:
         """The block's parameters where they lie, or where `decode` has put them."""
         key = (slot.data_ptr(), self._alike[block])
-        found = self._weights.get(key)
-        if found is None:
+        weights = self._weights.get(key)
+        if weights is None:
             pieces = self._layouts[block].pieces
             with torch.inference_mode(False), torch.no_grad():  # kept for those who take gradients too
-                found = {name: piece.weight(slot, scratch) for name, piece in pieces.items()}
-            self._weights[key] = found
-        return found
+                weights = {name: piece.weight(slot, scratch) for name, piece in pieces.items()}
+            self._weights[key] = weights
+        return weights
 
     def decode(self, block: int, slot: Tensor, scratch: Tensor) -> None:
         """Expand what is not sent in its own type into the scratch, on the current stream."""

@@ -39,12 +39,12 @@ def tokens(counts: list[int], width: int, seed: int = 0) -> Tensor:
     return (made * torch.exp2(torch.arange(len(made)) % 7 - 3.0)[:, None]).bfloat16()
 
 
-def same(found: GroupedFp8 | None, expected: GroupedFp8 | None) -> None:
-    assert found is not None
+def same(result: GroupedFp8 | None, expected: GroupedFp8 | None) -> None:
+    assert result is not None
     assert expected is not None
-    assert torch.equal(found.codes.cpu().view(torch.uint8), expected.codes.view(torch.uint8))
-    assert torch.equal(found.scale.cpu(), expected.scale)
-    assert found.kind == expected.kind
+    assert torch.equal(result.codes.cpu().view(torch.uint8), expected.codes.view(torch.uint8))
+    assert torch.equal(result.scale.cpu(), expected.scale)
+    assert result.kind == expected.kind
 
 
 # ---- layouts ---------------------------------------------------------------------------------------------------------
@@ -53,26 +53,26 @@ def same(found: GroupedFp8 | None, expected: GroupedFp8 | None) -> None:
 @pytest.mark.cross("counts", ROUTINGS.values(), ids=ROUTINGS)
 @pytest.mark.cross("pad", [16, 128])
 def test_layout_on_the_device_matches_the_definition(counts, pad, device) -> None:
-    found, expected = routed(counts, device, pad, "triton"), routed(counts, device, pad, "reference")
+    result, expected = routed(counts, device, pad, "triton"), routed(counts, device, pad, "reference")
     used = int((expected.tile_expert >= 0).sum())
     for field in dataclasses.fields(GroupLayout):
-        one, other = getattr(found, field.name), getattr(expected, field.name)
+        one, other = getattr(result, field.name), getattr(expected, field.name)
         if isinstance(one, Tensor):
             until = used if field.name in ("tile_row", "tile_end") else None
             assert torch.equal(one.cpu()[:until], other[:until]), field.name
         else:
             assert one == other
-    assert found.padded_ends[-1] <= found.padded_rows
+    assert result.padded_ends[-1] <= result.padded_rows
 
 
 def test_layout_of_many_experts(device) -> None:
     counts = [(7 * expert) % 61 for expert in range(200)]
-    found, expected = routed(counts, device, 16, "triton"), routed(counts, device, 16, "reference")
-    assert torch.equal(found.tile_expert.cpu(), expected.tile_expert)
-    assert torch.equal(found.by_size.cpu(), expected.by_size)
+    result, expected = routed(counts, device, 16, "triton"), routed(counts, device, 16, "reference")
+    assert torch.equal(result.tile_expert.cpu(), expected.tile_expert)
+    assert torch.equal(result.by_size.cpu(), expected.by_size)
     used = int(expected.tiles_used)
-    assert torch.equal(found.tile_end[:used].cpu(), expected.tile_end[:used])
-    assert torch.equal(found.tiles_used.cpu(), expected.tiles_used)
+    assert torch.equal(result.tile_end[:used].cpu(), expected.tile_end[:used])
+    assert torch.equal(result.tiles_used.cpu(), expected.tiles_used)
 
 
 @pytest.mark.parametrize("experts", [1, 3, 8])
@@ -158,8 +158,8 @@ def test_blocks_of_bfloat16_tokens_in_one_layout(fp8, asked, device) -> None:
     layout, reference = routed(counts, device, 128, "triton"), routed(counts, device, 128, "reference")
     x = tokens(counts, 256)
     x[4, 3] = float("inf")
-    found = cast_tokens(x.to(device), "blockwise", layout, fp8, impl="triton", **asked)
-    for one, other in zip(found, cast_tokens(x, "blockwise", reference, fp8, impl="reference", **asked), strict=True):
+    result = cast_tokens(x.to(device), "blockwise", layout, fp8, impl="triton", **asked)
+    for one, other in zip(result, cast_tokens(x, "blockwise", reference, fp8, impl="reference", **asked), strict=True):
         assert (one is None) == (other is None)
         if one is not None and other is not None:
             # Both layouts have 256 columns in 2 blocks that something reads.
@@ -186,8 +186,8 @@ def test_matrix_cast_matches_the_definition(recipe, dtype, device) -> None:
     shape = (2, 256, 128) if recipe == "blockwise" else (2, 144, 80)
     w = torch.randn(shape, generator=torch.Generator().manual_seed(1)).to(dtype)
     w[1] = 0
-    found = cast_experts(w.to(device), recipe, 1e-6, impl="triton")
-    for one, other in zip(found, cast_experts(w, recipe, 1e-6, impl="reference"), strict=True):
+    result = cast_experts(w.to(device), recipe, 1e-6, impl="triton")
+    for one, other in zip(result, cast_experts(w, recipe, 1e-6, impl="reference"), strict=True):
         same(one, other)
 
 
@@ -255,8 +255,8 @@ def test_products_match_float64_of_the_decoded_operands(recipe, counts, device) 
             fp8_grouped.grouped_sums(on(device, dy_cols), on(device, x_cols), layout, torch.float32, **options),
         )
         limit = 1e-3 if device.type == "cuda" else 1e-5  # the tensor cores add with 14 bits
-        for found, expected in zip(made, (y, dx, dw), strict=True):
-            assert (found.cpu().double() - expected).norm() <= limit * expected.norm()
+        for value, expected in zip(made, (y, dx, dw), strict=True):
+            assert (value.cpu().double() - expected).norm() <= limit * expected.norm()
         assert not made[2][torch.tensor(counts) == 0].any()
     emulated = fp8_grouped.grouped_rows(x_rows, w_rows, reference, torch.bfloat16, bias=bias)
     assert (emulated.double() - y).norm() <= 3e-3 * y.norm()
@@ -286,13 +286,13 @@ def test_torch_products_match_the_definition(recipe, device) -> None:
     x, dy = tokens(counts, inputs), tokens(counts, outputs, 1)
     w_rows, _ = cast_experts(torch.randn(len(counts), outputs, inputs).bfloat16(), recipe)
     (x_rows, x_cols), (_, dy_cols) = cast_tokens(x, recipe, reference), cast_tokens(dy, recipe, reference)
-    found = fp8_grouped.grouped_rows(on(device, x_rows), on(device, w_rows), layout, torch.bfloat16, impl="torch")
+    result = fp8_grouped.grouped_rows(on(device, x_rows), on(device, w_rows), layout, torch.bfloat16, impl="torch")
     expected = fp8_grouped.grouped_rows(x_rows, w_rows, reference, torch.float32)
-    assert (found.cpu() - expected).norm() <= 5e-3 * expected.norm()
-    found = fp8_grouped.grouped_sums(on(device, dy_cols), on(device, x_cols), layout, torch.bfloat16, impl="torch")
+    assert (result.cpu() - expected).norm() <= 5e-3 * expected.norm()
+    result = fp8_grouped.grouped_sums(on(device, dy_cols), on(device, x_cols), layout, torch.bfloat16, impl="torch")
     expected = fp8_grouped.grouped_sums(dy_cols, x_cols, reference, torch.float32)
-    assert (found.cpu() - expected).norm() <= 5e-3 * expected.norm()
-    assert not found[torch.tensor(counts) == 0].any()
+    assert (result.cpu() - expected).norm() <= 5e-3 * expected.norm()
+    assert not result[torch.tensor(counts) == 0].any()
 
 
 # ---- compiling -------------------------------------------------------------------------------------------------------

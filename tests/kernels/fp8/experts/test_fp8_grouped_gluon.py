@@ -150,10 +150,10 @@ class Operands:
         return GroupedFp8(cast.codes.cpu(), cast.scale.cpu(), cast.kind)
 
 
-def close(found: Tensor, expected: Tensor, limit: float) -> None:
-    assert found.shape == expected.shape
-    assert found.isfinite().all()
-    assert (found.double().cpu() - expected.double().cpu()).norm() <= limit * expected.double().norm()
+def close(result: Tensor, expected: Tensor, limit: float) -> None:
+    assert result.shape == expected.shape
+    assert result.isfinite().all()
+    assert (result.double().cpu() - expected.double().cpu()).norm() <= limit * expected.double().norm()
 
 
 needs_hopper = pytest.mark.skipif(
@@ -170,13 +170,13 @@ needs_hopper = pytest.mark.skipif(
 def test_products_match_the_definition_and_triton(counts, recipe, fast, grad) -> None:
     given = Operands(counts, 512, 768, recipe, grad)
     reference = lay_out(torch.tensor(counts), sum(counts), 128, impl="reference")
-    found = given.products(given.layout, torch.float32, "gluon", fast_accum=fast)
+    result = given.products(given.layout, torch.float32, "gluon", fast_accum=fast)
     exact = given.products(reference, torch.float32, "reference")
     triton = given.products(given.layout, torch.float32, "triton", fast_accum=fast)
-    for one, definition, other in zip(found, exact, triton, strict=True):
+    for one, definition, other in zip(result, exact, triton, strict=True):
         close(one, definition, 1e-3)  # the tensor cores add with 14 bits
         close(one, other, 1e-6)  # in the same order
-    assert not found[2][torch.tensor(counts) == 0].any()
+    assert not result[2][torch.tensor(counts) == 0].any()
 
 
 @pytest.mark.gpu
@@ -214,9 +214,9 @@ def test_many_tiles_for_every_program_and_both_rings() -> None:
     counts = [1000, 24, 0, 3072, 128, 4000]
     given = Operands(counts, 1024, 2048, "rowwise")
     for _ in range(3):
-        found = given.products(given.layout, torch.bfloat16, "gluon", fast_accum=False)
+        result = given.products(given.layout, torch.bfloat16, "gluon", fast_accum=False)
         for one, other in zip(
-            found, given.products(given.layout, torch.bfloat16, "triton", fast_accum=False), strict=True
+            result, given.products(given.layout, torch.bfloat16, "triton", fast_accum=False), strict=True
         ):
             close(one, other, 1e-4)
     short = Operands([100] * 64, 512, 512, "tensorwise")  # a ring of three stages
@@ -268,9 +268,9 @@ def test_a_cuda_graph_holds_them() -> None:
     expected = given.products(given.layout, torch.bfloat16, "gluon")
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        found = given.products(given.layout, torch.bfloat16, "gluon")
+        result = given.products(given.layout, torch.bfloat16, "gluon")
     graph.replay()
-    for one, other in zip(found, expected, strict=True):
+    for one, other in zip(result, expected, strict=True):
         assert torch.equal(one, other)
 
 
@@ -281,10 +281,10 @@ def test_auto_is_gluon_and_never_waits_for_the_host() -> None:
     auto = given.products(given.layout, torch.bfloat16, "auto")
     torch.cuda.set_sync_debug_mode("error")
     try:
-        found = given.products(given.layout, torch.bfloat16, "gluon")
+        result = given.products(given.layout, torch.bfloat16, "gluon")
     finally:
         torch.cuda.set_sync_debug_mode("default")
-    for one, other in zip(auto, found, strict=True):
+    for one, other in zip(auto, result, strict=True):
         assert torch.equal(one, other)
 
 

@@ -33,10 +33,10 @@ def sample(rows: int, cols: int, seed: int = 0) -> Tensor:
     return torch.randn(rows, cols, generator=torch.Generator().manual_seed(seed)).bfloat16()
 
 
-def same(found: Tensor, expected: Tensor) -> None:
+def same(result: Tensor, expected: Tensor) -> None:
     if expected.dtype != torch.float32:
-        found, expected = found.view(torch.uint8), expected.view(torch.uint8)
-    assert torch.equal(found.cpu().nan_to_num(-1), expected.nan_to_num(-1))
+        result, expected = result.view(torch.uint8), expected.view(torch.uint8)
+    assert torch.equal(result.cpu().nan_to_num(-1), expected.nan_to_num(-1))
 
 
 def check_tokens(
@@ -54,22 +54,22 @@ def check_tokens(
 ) -> None:
     layout, reference = routed(counts, pad, device)
     there = torch.empty(offset + x.numel(), dtype=x.dtype, device=device)[offset:].view(x.shape).copy_(x)
-    found = cast_tokens(there, recipe, layout, fp8, eps, impl="triton", guess=state, **asked)
+    result = cast_tokens(there, recipe, layout, fp8, eps, impl="triton", guess=state, **asked)
     expected = cast_tokens(x, recipe, reference, fp8, eps, impl="reference", **asked)
-    assert [each is None for each in found] == [each is None for each in expected]
-    if found[0] is not None and expected[0] is not None:
-        same(found[0].codes, expected[0].codes)
-        same(found[0].scale, expected[0].scale)
-    if found[1] is not None and expected[1] is not None:
+    assert [each is None for each in result] == [each is None for each in expected]
+    if result[0] is not None and expected[0] is not None:
+        same(result[0].codes, expected[0].codes)
+        same(result[0].scale, expected[0].scale)
+    if result[1] is not None and expected[1] is not None:
         used = int(reference.padded_ends[-1])  # behind it is memory that nothing reads
-        same(found[1].codes[:, :used].contiguous(), expected[1].codes[:, :used].contiguous())
+        same(result[1].codes[:, :used].contiguous(), expected[1].codes[:, :used].contiguous())
         by = used // 128 if recipe == "blockwise" else None
-        same(found[1].scale[:by], expected[1].scale[:by])
+        same(result[1].scale[:by], expected[1].scale[:by])
 
 
 def check_matrices(w: Tensor, state: Tensor | None, device: torch.device, eps: float = 0.0, **asked) -> None:
-    found = cast_experts(w.to(device), "tensorwise", eps, impl="triton", guess=state, **asked)
-    for one, other in zip(found, cast_experts(w, "tensorwise", eps, impl="reference", **asked), strict=True):
+    result = cast_experts(w.to(device), "tensorwise", eps, impl="triton", guess=state, **asked)
+    for one, other in zip(result, cast_experts(w, "tensorwise", eps, impl="reference", **asked), strict=True):
         assert (one is None) == (other is None)
         if one is not None and other is not None:
             same(one.codes, other.codes)
@@ -211,9 +211,9 @@ def test_the_check_casts_only_experts_again_whose_guess_was_wrong(device) -> Non
     codes.view(torch.uint8).fill_(0x55)
     check(*pointers, None, None)
     assert isinstance(expected, GroupedFp8)
-    found = codes.view(torch.uint8).cpu()
-    assert (found[[0, 2]] == 0x55).all()
-    assert torch.equal(found[1], expected.codes.view(torch.uint8)[1])
+    result = codes.view(torch.uint8).cpu()
+    assert (result[[0, 2]] == 0x55).all()
+    assert torch.equal(result[1], expected.codes.view(torch.uint8)[1])
     same(scale, expected.scale)
 
 

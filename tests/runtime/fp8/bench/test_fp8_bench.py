@@ -103,18 +103,18 @@ def test_a_killed_run_goes_on_and_mixed_rows_are_not_in_turns(tmp_path):
     plan = plan_of(Case(FC2, 512), Case(FC2, 1024))
     run(tmp_path / "whole.jsonl", plan, Clock())
     lines = (tmp_path / "whole.jsonl").read_bytes().splitlines(keepends=True)
-    for kept in range(1, len(lines)):
-        path = tmp_path / f"{kept}.jsonl"
-        path.write_bytes(b"".join(lines[:kept]) + lines[kept][: kept % 7])  # and now and then a torn line
+    for stored in range(1, len(lines)):
+        path = tmp_path / f"{stored}.jsonl"
+        path.write_bytes(b"".join(lines[:stored]) + lines[stored][: stored % 7])  # and now and then a torn line
         clock = Clock()
         timed = run(path, plan, clock)
         rows = Report.load(path).rows
         whole = Report.load(tmp_path / "whole.jsonl").rows
         assert [row.key for row in rows] == [row.key for row in whole]
         assert timed == len({label for label, _ in clock.built})
-        mixed = (kept - 1) % 8 != 0 and kept - 1 < 16
-        assert [row.in_turns for row in rows].count(False) == (8 - (kept - 1) % 8 if mixed else 0)
-        assert rows[: kept - 1] == whole[: kept - 1]
+        mixed = (stored - 1) % 8 != 0 and stored - 1 < 16
+        assert [row.in_turns for row in rows].count(False) == (8 - (stored - 1) % 8 if mixed else 0)
+        assert rows[: stored - 1] == whole[: stored - 1]
 
 
 def test_a_finished_report_is_not_measured_again(tmp_path):

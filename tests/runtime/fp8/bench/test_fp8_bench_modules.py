@@ -91,6 +91,6 @@ def test_gpu_arms_run_eager_and_as_graphs(kind, graph):
     way = Way(Case(layer(kind), 512), "graph" if graph else "eager", "zipf" if kind.endswith("grouped") else None)
     choices = BenchPlan((), Fp8Recipe("tensorwise")).choices()
     arms = {name: builder(way, gemms) for name, gemms in choices.items()}
-    found = time_in_turns(arms, stopwatch_of(device), turns=4, warmup=2, graph=graph)
-    assert {name: timed.message for name, timed in found.items() if timed.status != "ok"} == {}
-    assert all(timed.peak_bytes > 0 for timed in found.values())
+    result = time_in_turns(arms, stopwatch_of(device), turns=4, warmup=2, graph=graph)
+    assert {name: timed.message for name, timed in result.items() if timed.status != "ok"} == {}
+    assert all(timed.peak_bytes > 0 for timed in result.values())

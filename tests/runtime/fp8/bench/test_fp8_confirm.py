@@ -32,15 +32,15 @@ EIGHT = ok(*[10.0] * 8)
     ],
 )
 def test_judge(plan, threshold, answer):
-    found = judge("layers.0", EIGHT if len(plan.samples_ms) != 1 else ok(10.0), plan, threshold)
-    assert found.answer == answer
-    assert ("BF16 is kept" in found.reason) == (answer != "win")
+    result = judge("layers.0", EIGHT if len(plan.samples_ms) != 1 else ok(10.0), plan, threshold)
+    assert result.answer == answer
+    assert ("BF16 is kept" in result.reason) == (answer != "win")
 
 
 def test_bf16_that_cannot_run_confirms_nothing():
-    found = judge("layers.0", Timed("oom", message="memory"), ok(*[8.0] * 8), 1.0)
-    assert (found.answer, found.speedup) == ("unmeasured", None)
-    assert "BF16 could not be run (oom): memory" in found.reason
+    result = judge("layers.0", Timed("oom", message="memory"), ok(*[8.0] * 8), 1.0)
+    assert (result.answer, result.speedup) == ("unmeasured", None)
+    assert "BF16 could not be run (oom): memory" in result.reason
 
 
 class Model(nn.Module):

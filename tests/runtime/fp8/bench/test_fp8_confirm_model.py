@@ -40,7 +40,7 @@ def save(folder, document):
 
 
 def layers_of(model):
-    return {(site.kind, site.name, site.shape, site.num_gemms) for site in find_sites(model).found}
+    return {(site.kind, site.name, site.shape, site.num_gemms) for site in find_sites(model).sites}
 
 
 def measured(document, tp=1):
@@ -136,11 +136,11 @@ def test_it_runs_without_a_network(tmp_path, monkeypatch):
     ],
 )
 def test_refused_in_one_line(document, tp, message, tmp_path):
-    with pytest.raises(ModelConfigError, match=message) as found:
+    with pytest.raises(ModelConfigError, match=message) as result:
         plan_small_model(save(tmp_path, document), tp=tp)
-    assert str(found.value).startswith(str(tmp_path / "config.json"))
-    assert "\n" not in str(found.value)
-    assert len(str(found.value)) < 700
+    assert str(result.value).startswith(str(tmp_path / "config.json"))
+    assert "\n" not in str(result.value)
+    assert len(str(result.value)) < 700
 
 
 def test_refused_files(tmp_path):

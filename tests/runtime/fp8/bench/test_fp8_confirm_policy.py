@@ -17,7 +17,7 @@ from bitplan.runtime.fp8.bench.confirm_policy import BlockTiming, confirm_policy
 from bitplan.runtime.fp8.recipe import Fp8LayerError, Fp8UnavailableError
 from tests.plan.fp8.fp8_samples import H200
 from tests.runtime.fp8.bench.test_fp8_confirm_model import FAMILIES, LLAMA, save
-from tests.runtime.fp8.test_fp8_apply import ALL, LAYERS, WINS, Told, policy_of
+from tests.runtime.fp8.test_fp8_apply import ALL, LAYERS, WINS, SetClock, policy_of
 
 CPU = torch.device("cpu")
 LOSES = {64: 0.5, 128: 0.6}
@@ -29,7 +29,7 @@ def small(tmp_path_factory):
 
 
 @pytest.mark.parametrize(
-    ("wins", "times", "taken", "planned", "kept", "turned_down"),
+    ("wins", "times", "taken", "planned", "stored", "turned_down"),
     [
         (LAYERS, {4: 8.0}, "plan", 4, 4, False),
         (LAYERS, {4: 12.0}, "bf16", 4, 0, True),
@@ -40,16 +40,16 @@ def small(tmp_path_factory):
         ((), {4: 12.0}, "bf16", 0, 0, False),  # BF16 was the plan
     ],
 )
-def test_what_is_taken(wins, times, taken, planned, kept, turned_down, small, monkeypatch):
+def test_what_is_taken(wins, times, taken, planned, stored, turned_down, small, monkeypatch):
     policy = policy_of(**{name: WINS if name in wins else LOSES for name in LAYERS})
-    clock = Told(times).watch(monkeypatch)
+    clock = SetClock(times).watch(monkeypatch)
     (result,) = confirm_policy(policy, small, [100], CPU, stopwatch=clock)
     (block,) = result.blocks
     assert (block.block, block.taken, block.planned, block.fp8_layers, block.layers) == (
         "model.layers.0",
         taken,
         planned,
-        kept,
+        stored,
         4,
     )
     assert (block.turned_down, result.turned_down) == (turned_down, turned_down)
@@ -57,7 +57,7 @@ def test_what_is_taken(wins, times, taken, planned, kept, turned_down, small, mo
     document = json.loads(json.dumps(result.to_dict()))
     assert document["turned_down"] is turned_down
     assert sum(row["precision"] != "bf16" for row in document["planned"]) == planned
-    assert sum(row["precision"] != "bf16" for row in document["layers"]) == kept
+    assert sum(row["precision"] != "bf16" for row in document["layers"]) == stored
     if turned_down:
         assert any(row["reason"].startswith("turned down by confirming") for row in document["layers"])
 
@@ -67,7 +67,7 @@ def test_each_count_by_itself(small, monkeypatch):
     falling = {64: 1.3, 128: 0.7}
     policy = policy_of(**dict.fromkeys(LAYERS, falling))
     seen = []
-    clock = Told(12.0).watch(monkeypatch)
+    clock = SetClock(12.0).watch(monkeypatch)
     results = confirm_policy(policy, small, [64, 128], CPU, stopwatch=clock, on_count=seen.append)
     assert [(result.tokens, result.turned_down) for result in results] == [(64, True), (128, False)]
     assert [result.blocks[0].planned for result in results] == [4, 0]
@@ -76,7 +76,7 @@ def test_each_count_by_itself(small, monkeypatch):
 
 def test_every_make_of_block_has_a_result(tmp_path, monkeypatch):
     small = plan_small_model(save(tmp_path, FAMILIES["dense first"][0]))
-    clock = Told(8.0).watch(monkeypatch)
+    clock = SetClock(8.0).watch(monkeypatch)
     (result,) = confirm_policy(policy_of(fc1=WINS, fc2=WINS), small, [128], CPU, stopwatch=clock)
     assert [block.block for block in result.blocks] == ["model.layers.0", "model.layers.3"]
     assert [block.taken for block in result.blocks] == ["plan", "plan"]  # all FP8 takes as long
@@ -95,7 +95,7 @@ def test_a_block_that_cannot_be_fp8_is_said_too(tmp_path):
 
 def test_version_1_with_a_recipe_and_a_size(small, tmp_path, monkeypatch):
     policy = to_thresholds(policy_of(**ALL))
-    clock = Told(8.0).watch(monkeypatch)
+    clock = SetClock(8.0).watch(monkeypatch)
     (result,) = confirm_policy(policy, small, [128], CPU, BlockTiming(recipe="tensorwise"), stopwatch=clock)
     assert {row.recipe for row in result.applied.rows} == {"tensorwise"}
     assert any("version 1 does not say on which GPU" in note for note in result.applied.notes)
@@ -107,7 +107,7 @@ def test_version_1_with_a_recipe_and_a_size(small, tmp_path, monkeypatch):
 
 @pytest.mark.parametrize(("timing", "captured"), [("eager", 0), ("graph", 2)])
 def test_timed_as_it_will_run(timing, captured, small, monkeypatch):
-    clock = Told(8.0).watch(monkeypatch)
+    clock = SetClock(8.0).watch(monkeypatch)
     graphs, resets = [], []
     monkeypatch.setattr(clock, "capture", lambda call: graphs.append(call) or call, raising=False)
     monkeypatch.setattr(torch.compiler, "reset", lambda: resets.append(1))
@@ -120,7 +120,7 @@ def test_timed_as_it_will_run(timing, captured, small, monkeypatch):
 
 
 def test_memory_that_runs_out_ends_one_count(small, monkeypatch):
-    clock = Told(8.0).watch(monkeypatch)
+    clock = SetClock(8.0).watch(monkeypatch)
     real = SmallModel.example
 
     def example(self, tokens, device):
@@ -180,8 +180,8 @@ def test_gpu_confirm_gives_intervals_and_leaves_no_memory(tmp_path):
     device = torch.device("cuda", torch.cuda.current_device())
     if fp8_obstacle(device) is not None:
         pytest.skip("this GPU has no FP8")
-    found = policy_of(**ALL)
-    policy = BandPolicy(found.rules, fingerprint_of(device), found.speedup_threshold, found.confidence)
+    results = policy_of(**ALL)
+    policy = BandPolicy(results.rules, fingerprint_of(device), results.speedup_threshold, results.confidence)
     small = plan_small_model(save(tmp_path, LLAMA))
     before = torch.cuda.memory_allocated(device)
     for trial in (BlockTiming(), BlockTiming("graph"), BlockTiming("graph", compiled=True)):

@@ -56,10 +56,10 @@ def exact(layer: GroupedLinear, counts: list[int]) -> list[Tensor]:
     ]
 
 
-def close(found: Tensor | None, expected: Tensor, limit: float) -> None:
-    assert found is not None
-    assert found.shape == expected.shape
-    assert (found.double().cpu() - expected).norm() <= limit * expected.norm()
+def close(result: Tensor | None, expected: Tensor, limit: float) -> None:
+    assert result is not None
+    assert result.shape == expected.shape
+    assert (result.double().cpu() - expected).norm() <= limit * expected.norm()
 
 
 @pytest.mark.cross("counts", ROUTINGS.values(), ids=ROUTINGS)
@@ -68,21 +68,21 @@ def close(found: Tensor | None, expected: Tensor, limit: float) -> None:
 def test_results_are_close_to_float64(recipe, fp8, counts) -> None:
     layer = made(GemmChoice.all(recipe), fp8, bias=True)
     limit = 1e-6 if recipe == "bf16" else LIMITS[fp8]  # float32 in, and no 16-bit product on a CPU
-    found, expected = ran(layer, counts), exact(layer, counts)
-    for one, other in zip(found[:3], expected[:3], strict=True):
+    result, expected = ran(layer, counts), exact(layer, counts)
+    for one, other in zip(result[:3], expected[:3], strict=True):
         close(one, other, limit)
-    close(found[3], expected[3], 1e-6)
-    assert found[2] is not None
-    assert not found[2][torch.tensor(counts) == 0].any()
+    close(result[3], expected[3], 1e-6)
+    assert result[2] is not None
+    assert not result[2][torch.tensor(counts) == 0].any()
 
 
 def test_products_mix_recipes() -> None:
     layer = made(GemmChoice("rowwise", "bf16", "blockwise"))
-    found, expected = ran(layer, [20, 0, 90, 1]), exact(layer, [20, 0, 90, 1])
-    close(found[0], expected[0], 0.045)
-    close(found[1], expected[1], 1e-6)
-    close(found[2], expected[2], 0.045)
-    assert (found[2].double() - expected[2]).norm() > 1e-3 * expected[2].norm()  # it was FP8 indeed
+    result, expected = ran(layer, [20, 0, 90, 1]), exact(layer, [20, 0, 90, 1])
+    close(result[0], expected[0], 0.045)
+    close(result[1], expected[1], 1e-6)
+    close(result[2], expected[2], 0.045)
+    assert (result[2].double() - expected[2]).norm() > 1e-3 * expected[2].norm()  # it was FP8 indeed
 
 
 def test_an_experts_result_does_not_depend_on_the_others() -> None:
@@ -98,17 +98,17 @@ def test_an_experts_result_does_not_depend_on_the_others() -> None:
 @pytest.mark.parametrize("recipe", ["tensorwise", "blockwise"])
 def test_triton_products_under_the_interpreter(recipe) -> None:
     pytest.importorskip("triton")
-    found = ran(made(GemmChoice.all(recipe), "hybrid", impl="triton"), [1, 0, 20, 3])
+    result = ran(made(GemmChoice.all(recipe), "hybrid", impl="triton"), [1, 0, 20, 3])
     expected = ran(made(GemmChoice.all(recipe), "hybrid", impl="reference"), [1, 0, 20, 3])
-    for one, other in zip(found[:3], expected[:3], strict=True):
+    for one, other in zip(result[:3], expected[:3], strict=True):
         close(one, other.double(), 1e-5)
 
 
 def test_bfloat16_in_and_out() -> None:
     layer = made(GemmChoice.all("rowwise"), dtype=torch.bfloat16)
-    found, expected = ran(layer, [4, 9, 0, 2], torch.bfloat16), exact(layer, [4, 9, 0, 2])
-    assert [one.dtype for one in found[:3]] == [torch.bfloat16] * 3
-    for one, other in zip(found[:3], expected[:3], strict=True):
+    result, expected = ran(layer, [4, 9, 0, 2], torch.bfloat16), exact(layer, [4, 9, 0, 2])
+    assert [one.dtype for one in result[:3]] == [torch.bfloat16] * 3
+    for one, other in zip(result[:3], expected[:3], strict=True):
         close(one, other, 0.05)
 
 
@@ -145,9 +145,9 @@ def test_a_layer_made_on_meta_works_over_a_weight_that_is_there() -> None:
 def test_frozen_weights_and_inputs_ask_for_nothing() -> None:
     layer = made(GemmChoice.all("blockwise"))
     layer.weight.requires_grad_(False)
-    found = ran(layer, [5, 5, 0, 0])
-    assert found[2] is None
-    close(found[1], exact(layer, [5, 5, 0, 0])[1], 0.045)
+    result = ran(layer, [5, 5, 0, 0])
+    assert result[2] is None
+    close(result[1], exact(layer, [5, 5, 0, 0])[1], 0.045)
     with torch.no_grad():
         close(layer(torch.zeros(3, 128), torch.tensor([1, 1, 1, 0])), torch.zeros(3, 256), 0)
 
@@ -216,9 +216,9 @@ def test_check_routing_tells_what_the_device_saw() -> None:
 )
 def test_results_on_a_gpu_are_close_to_float64(recipe, fp8, impl, counts) -> None:
     layer = made(GemmChoice.all(recipe), fp8, bias=True, impl=impl, device="cuda", dtype=torch.bfloat16)
-    found, expected = ran(layer, counts, torch.bfloat16), exact(layer, counts)
+    result, expected = ran(layer, counts, torch.bfloat16), exact(layer, counts)
     limit = 0.02 if recipe == "bf16" else LIMITS[fp8] + 0.01
-    for one, other in zip(found[:3], expected[:3], strict=True):
+    for one, other in zip(result[:3], expected[:3], strict=True):
         close(one, other, limit)
     layer.check_routing()
 
@@ -232,12 +232,12 @@ def test_gluon_products_are_close_to_float64(recipe, fp8, counts) -> None:
     torch.manual_seed(0)
     of = {"recipe": Fp8Recipe(recipe, fp8=fp8, eps=AmaxEps(1e-12, 1e-12, 1e-12)), "dtype": torch.bfloat16}
     layer = GroupedLinear(4, 256, 512, bias=True, impl="gluon", device="cuda", **of)
-    found, expected = ran(layer, counts, torch.bfloat16), exact(layer, counts)
-    for one, other in zip(found[:3], expected[:3], strict=True):
+    result, expected = ran(layer, counts, torch.bfloat16), exact(layer, counts)
+    for one, other in zip(result[:3], expected[:3], strict=True):
         close(one, other, LIMITS[fp8] + 0.01)
     auto = GroupedLinear(4, 256, 512, bias=True, device="cuda", **of)
     auto.load_state_dict(layer.state_dict())
-    for one, other in zip(found[:3], ran(auto, counts, torch.bfloat16)[:3], strict=True):
+    for one, other in zip(result[:3], ran(auto, counts, torch.bfloat16)[:3], strict=True):
         assert torch.equal(one, other)
 
 

@@ -28,8 +28,8 @@ def _no_casts_left():
     drop_weight_casts()
 
 
-def error(found: torch.Tensor, expected: torch.Tensor) -> float:
-    return float((found.detach().double() - expected).norm() / expected.norm())
+def error(result: torch.Tensor, expected: torch.Tensor) -> float:
+    return float((result.detach().double() - expected).norm() / expected.norm())
 
 
 def run(layer: nn.Module, tokens: int, dtype=torch.float32, device="cpu", seed: int = 0):
@@ -50,9 +50,9 @@ def run(layer: nn.Module, tokens: int, dtype=torch.float32, device="cpu", seed: 
 def test_outputs_and_gradients_are_near_float64(recipe, tokens) -> None:
     torch.manual_seed(0)
     layer = Fp8Linear(K, N, recipe=Fp8Recipe(recipe))
-    found, exact, g = run(layer, tokens)
-    assert [error(a, b) < E4M3_BOUND for a, b in zip(found, exact, strict=True)] == [True] * 3
-    assert error(found[0], exact[0]) > 0.01  # it was FP8
+    result, exact, g = run(layer, tokens)
+    assert [error(a, b) < E4M3_BOUND for a, b in zip(result, exact, strict=True)] == [True] * 3
+    assert error(result[0], exact[0]) > 0.01  # it was FP8
     torch.testing.assert_close(layer.bias.grad, g.sum(0))
 
 
@@ -60,12 +60,12 @@ def test_outputs_and_gradients_are_near_float64(recipe, tokens) -> None:
 def test_hybrid_gradients_are_e5m2(recipe) -> None:
     torch.manual_seed(0)
     layer = Fp8Linear(K, N, bias=False, recipe=Fp8Recipe(recipe, "hybrid"), dtype=torch.bfloat16)
-    found, exact, _ = run(layer, 64, torch.bfloat16)
-    errors = [error(a, b) for a, b in zip(found, exact, strict=True)]
+    result, exact, _ = run(layer, 64, torch.bfloat16)
+    errors = [error(a, b) for a, b in zip(result, exact, strict=True)]
     assert errors[0] < E4M3_BOUND
     assert E4M3_BOUND < errors[1] < E5M2_BOUND
     assert E4M3_BOUND < errors[2] < E5M2_BOUND
-    assert [each.dtype for each in found] == [torch.bfloat16] * 3
+    assert [each.dtype for each in result] == [torch.bfloat16] * 3
 
 
 @pytest.mark.parametrize("choice", list(itertools.product([True, False], repeat=3)))
@@ -73,8 +73,8 @@ def test_hybrid_gradients_are_e5m2(recipe) -> None:
 def test_every_choice_sends_each_product_its_way(choice, recipe) -> None:
     torch.manual_seed(0)
     gemms = GemmChoice(*(recipe if fp8 else "bf16" for fp8 in choice))
-    found, exact, _ = run(Fp8Linear(K, N, recipe=Fp8Recipe(recipe), gemms=gemms), 50)
-    errors = [error(a, b) for a, b in zip(found, exact, strict=True)]
+    result, exact, _ = run(Fp8Linear(K, N, recipe=Fp8Recipe(recipe), gemms=gemms), 50)
+    errors = [error(a, b) for a, b in zip(result, exact, strict=True)]
     assert [each > 0.01 for each in errors] == list(choice)  # float32 of this CPU errs by 1e-7
     assert all(each < E4M3_BOUND for each in errors)
 
@@ -87,9 +87,9 @@ def test_recipes_can_be_mixed(monkeypatch) -> None:
         products, "scaled_product", lambda a, b, *rest, **more: seen.append(a.scaling) or real(a, b, *rest, **more)
     )
     gemms = GemmChoice("blockwise", "rowwise", "tensorwise")
-    found, exact, _ = run(Fp8Linear(K, N, recipe=Fp8Recipe("blockwise"), gemms=gemms), 50)
+    result, exact, _ = run(Fp8Linear(K, N, recipe=Fp8Recipe("blockwise"), gemms=gemms), 50)
     assert seen == ["1x128", "row", "tensor"]
-    assert all(error(a, b) < E4M3_BOUND for a, b in zip(found, exact, strict=True))
+    assert all(error(a, b) < E4M3_BOUND for a, b in zip(result, exact, strict=True))
 
 
 def test_only_the_layouts_needed_are_cast(monkeypatch) -> None:
@@ -185,10 +185,10 @@ def test_micro_batches_share_one_weight_cast_and_a_step_ends_it(monkeypatch) -> 
     assert made == [(True, True)]
     optimizer.step()
     x = torch.randn(8, K)
-    found = layer(x)
+    result = layer(x)
     assert len(made) == 2
     fresh = Fp8Linear.from_linear(layer, recipe=layer.recipe, reuse_weight_cast=False)
-    assert torch.equal(found, fresh(x))
+    assert torch.equal(result, fresh(x))
 
 
 def test_without_reuse_nothing_is_kept(monkeypatch) -> None:
@@ -222,9 +222,9 @@ def test_loading_a_state_dict_ends_a_cast() -> None:
 def test_casts_that_others_made_do_not_outlive_a_held_one() -> None:
     layer = Fp8Linear(K, N, recipe=Fp8Recipe("tensorwise"))
     hold_weight_casts(layer)
-    kept = fp8_weight_casts._find(layer.weight)
-    assert kept is not None
-    kept.rows["agreed tensorwise", 0.0] = next(iter(kept.rows.values()))
+    stored = fp8_weight_casts._find(layer.weight)
+    assert stored is not None
+    stored.rows["agreed tensorwise", 0.0] = next(iter(stored.rows.values()))
     with torch.no_grad():
         layer.weight.mul_(2)
     again = fp8_weight_casts._find(layer.weight)
@@ -353,9 +353,9 @@ def test_autocast_casts_the_input() -> None:
 def test_the_gpu_is_near_float64(recipe, fp8, tokens) -> None:
     torch.manual_seed(0)
     layer = Fp8Linear(K, N, recipe=Fp8Recipe(recipe, fp8), device="cuda", dtype=torch.bfloat16)
-    found, exact, _ = run(layer, tokens, torch.bfloat16, "cuda")
+    result, exact, _ = run(layer, tokens, torch.bfloat16, "cuda")
     bounds = [E4M3_BOUND, *([E5M2_BOUND if fp8 == "hybrid" else E4M3_BOUND] * 2)]
-    for a, b, bound in zip(found, exact, bounds, strict=True):
+    for a, b, bound in zip(result, exact, bounds, strict=True):
         assert error(a, b) < bound
 
 

@@ -45,19 +45,19 @@ def errors(kind: str, recipe: str, gemms: GemmChoice | None, device: str = "cpu"
     parameters = [*norm.parameters(), *linear.parameters()]
     assert {id(each) for each in layer.parameters()} == {id(each) for each in parameters}
     x, g = torch.randn(3, 7, K).to(device, dtype) * 2 + 1, torch.randn(3, 7, N).to(device, dtype)
-    found = gradients(layer, x, g, parameters)
+    result = gradients(layer, x, g, parameters)
     exact = nn.Sequential(norm, linear).double()
     expected = gradients(exact, x.double(), g.double(), list(exact.parameters()))
-    assert found[0].shape == (3, 7, N)
-    return [float((a.double() - b).norm() / b.norm()) for a, b in zip(found, expected, strict=True)]
+    assert result[0].shape == (3, 7, N)
+    return [float((a.double() - b).norm() / b.norm()) for a, b in zip(result, expected, strict=True)]
 
 
 @pytest.mark.cross("kind", ["rms", "layer"])
 @pytest.mark.cross("recipe", ["tensorwise", "rowwise", "blockwise", "mxfp8"])
 def test_outputs_and_gradients_are_near_float64(kind, recipe) -> None:
-    found = errors(kind, recipe, None)
-    assert max(found) < BOUND
-    assert found[0] > 0.01
+    result = errors(kind, recipe, None)
+    assert max(result) < BOUND
+    assert result[0] > 0.01
 
 
 @pytest.mark.cross("kind", ["rms", "layer"])
@@ -66,9 +66,9 @@ def test_outputs_and_gradients_are_near_float64(kind, recipe) -> None:
     [GemmChoice.all("bf16"), GemmChoice("blockwise", "bf16", "bf16"), GemmChoice("bf16", "rowwise", "tensorwise")],
 )
 def test_products_can_be_chosen(kind, gemms) -> None:
-    found = errors(kind, "tensorwise", gemms)
-    assert max(found) < BOUND
-    exact = [found[0] < 1e-5, found[1] < 1e-5, found[-2] < 1e-5]
+    result = errors(kind, "tensorwise", gemms)
+    assert max(result) < BOUND
+    exact = [result[0] < 1e-5, result[1] < 1e-5, result[-2] < 1e-5]
     assert exact == [value == "bf16" for value in (gemms.fprop, gemms.dgrad, gemms.wgrad)]
 
 
@@ -103,8 +103,8 @@ def test_a_compiled_layer_is_one_graph_and_the_same(gemms, kind) -> None:
     compiled = torch.compile(layer, backend="aot_eager", fullgraph=True)
     x, g = torch.randn(9, K), torch.randn(9, N)
     parameters = list(layer.parameters())
-    found, expected = (gradients(each, x, g, parameters) for each in (compiled, layer))
-    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+    result, expected = (gradients(each, x, g, parameters) for each in (compiled, layer))
+    assert all(torch.equal(a, b) for a, b in zip(result, expected, strict=True))
 
 
 def test_refusals() -> None:

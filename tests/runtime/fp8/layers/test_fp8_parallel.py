@@ -44,11 +44,11 @@ def _one_process(rank: int, work: Callable[[int], None], store: str) -> None:
     dist.destroy_process_group()
 
 
-def close(found: Tensor | None, expected: Tensor | None, limit: float) -> None:
-    assert found is not None
+def close(result: Tensor | None, expected: Tensor | None, limit: float) -> None:
+    assert result is not None
     assert expected is not None
-    assert found.shape == expected.shape
-    error, size = (found - expected).double().norm(), expected.double().norm()
+    assert result.shape == expected.shape
+    error, size = (result - expected).double().norm(), expected.double().norm()
     assert error <= limit * size, f"{error / size}"
 
 

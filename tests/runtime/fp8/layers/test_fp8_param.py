@@ -126,10 +126,10 @@ def test_a_state_dict_goes_there_and_back() -> None:
 @pytest.mark.parametrize("scaling", ["tensor", "128x128"])
 def test_the_transpose_of_codes_is_the_cast_of_the_transpose(scaling) -> None:
     w = torch.randn(256, 384)
-    found, expected = transposed(cast_reference(w, scaling)), cast_reference(w.t(), scaling)
-    assert torch.equal(found.codes.view(torch.uint8), expected.codes.view(torch.uint8))
-    assert torch.equal(found.scale, expected.scale)
-    assert found.scale.stride() == expected.scale.stride()
+    result, expected = transposed(cast_reference(w, scaling)), cast_reference(w.t(), scaling)
+    assert torch.equal(result.codes.view(torch.uint8), expected.codes.view(torch.uint8))
+    assert torch.equal(result.scale, expected.scale)
+    assert result.scale.stride() == expected.scale.stride()
 
 
 def test_refusals() -> None:

@@ -261,8 +261,8 @@ def test_compiled_graphs_follow_the_weights() -> None:
     x = torch.randn(64, SIZE, device="cuda", dtype=torch.bfloat16, requires_grad=True)
     for _ in range(5):  # the first warms up, the second records
         torch.compiler.cudagraph_mark_step_begin()
-        found = [each.clone() for each in gradients(run, x)]
-        for one, other in zip(found, gradients(fresh(model), x), strict=True):
+        result = [each.clone() for each in gradients(run, x)]
+        for one, other in zip(result, gradients(fresh(model), x), strict=True):
             assert torch.equal(one, other)
         with torch.no_grad():
             for weight in model.parameters():

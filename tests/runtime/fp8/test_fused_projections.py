@@ -1,4 +1,4 @@
-"""Projections joined into one layer: parts, once each, for the right input; names in state dicts."""
+"""Projections fused into one layer: parts, once each, for the right input; names in state dicts."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from bitplan.runtime.fp8.fused_projections import JoinedHead, JoinedRest, NormTakenOver, Renamed, keep_names, put
+from bitplan.runtime.fp8.fused_projections import FusedPart, FusedProjections, NormTakenOver, Renamed, keep_names, put
 
 
 class Counting(nn.Linear):
@@ -19,56 +19,56 @@ class Counting(nn.Linear):
         return super().forward(x)
 
 
-def joined():
+def fused():
     torch.manual_seed(0)
-    head = JoinedHead(Counting(4, 9, bias=False), (4, 3, 2))
-    return head, JoinedRest(head, 1), JoinedRest(head, 2)
+    head = FusedProjections(Counting(4, 9, bias=False), (4, 3, 2))
+    return head, FusedPart(head, 1), FusedPart(head, 2)
 
 
 def test_one_product_for_all_parts():
-    head, second, third = joined()
+    head, second, third = fused()
     x = torch.randn(5, 4)
     parts = head(x), second(x), third(x)
-    assert head.joined.calls == 1
-    assert torch.equal(torch.cat(parts, -1), nn.functional.linear(x, head.joined.weight))
+    assert head.fused.calls == 1
+    assert torch.equal(torch.cat(parts, -1), nn.functional.linear(x, head.fused.weight))
     assert head._input is None  # no activation outlives the forward
-    assert head._kept == []
+    assert head._waiting == []
 
 
 @pytest.mark.parametrize("order", [(1, 2), (2, 1), (1, 1), (2, 2)])
 def test_any_order_and_twice(order):
-    head, *rest = joined()
+    head, *rest = fused()
     x = torch.randn(5, 4)
-    expected = nn.functional.linear(x, head.joined.weight).split((4, 3, 2), -1)
+    expected = nn.functional.linear(x, head.fused.weight).split((4, 3, 2), -1)
     head(x)
     for index in order:
         assert torch.equal(rest[index - 1](x), expected[index])
-    assert head.joined.calls == (1 if order[0] != order[1] else 2)
+    assert head.fused.calls == (1 if order[0] != order[1] else 2)
 
 
 def test_another_input_is_never_given_the_kept_part():
-    head, second, _ = joined()
+    head, second, _ = fused()
     x, other = torch.randn(5, 4), torch.randn(5, 4)
     head(x)
-    assert torch.equal(second(other), nn.functional.linear(other, head.joined.weight)[:, 4:7])
-    assert torch.equal(second(x), nn.functional.linear(x, head.joined.weight)[:, 4:7])
+    assert torch.equal(second(other), nn.functional.linear(other, head.fused.weight)[:, 4:7])
+    assert torch.equal(second(x), nn.functional.linear(x, head.fused.weight)[:, 4:7])
 
 
 def test_without_the_head_being_called():
-    head, second, _ = joined()
+    head, second, _ = fused()
     x = torch.randn(5, 4)
-    assert torch.equal(second(x), nn.functional.linear(x, head.joined.weight)[:, 4:7])
+    assert torch.equal(second(x), nn.functional.linear(x, head.fused.weight)[:, 4:7])
 
 
 def test_weights_can_be_looked_at():
-    head, second, third = joined()
+    head, second, third = fused()
     assert [tuple(each.weight.shape) for each in (head, second, third)] == [(4, 4), (3, 4), (2, 4)]
-    assert torch.equal(third.weight, head.joined.weight[7:])
+    assert torch.equal(third.weight, head.fused.weight[7:])
     assert [name for name, _ in second.named_parameters()] == []
 
 
 def test_a_copy_has_its_own_head_and_no_activations():
-    model = nn.ModuleDict(dict(zip("abc", joined(), strict=True)))
+    model = nn.ModuleDict(dict(zip("abc", fused(), strict=True)))
     model["a"](torch.randn(5, 4))
     other = copy.deepcopy(model)
     assert other["b"]._head[0] is other["a"]
@@ -76,10 +76,10 @@ def test_a_copy_has_its_own_head_and_no_activations():
 
 
 def test_names_are_kept_with_rows_and_without():
-    head, second, third = joined()
+    head, second, third = fused()
     model = nn.ModuleDict({"a": head, "b": second, "c": third, "norm": NormTakenOver()})
-    names = [Renamed("a.weight", "a.joined.weight", (0, 4)), Renamed("b.weight", "a.joined.weight", (4, 7))]
-    keep_names(model, [*names, Renamed("c.weight", "a.joined.weight", (7, 9))])
+    names = [Renamed("a.weight", "a.fused.weight", (0, 4)), Renamed("b.weight", "a.fused.weight", (4, 7))]
+    keep_names(model, [*names, Renamed("c.weight", "a.fused.weight", (7, 9))])
     outer = nn.ModuleDict({"model": model})
     state = outer.state_dict()
     assert {name: tuple(tensor.shape) for name, tensor in state.items()} == {
@@ -89,9 +89,9 @@ def test_names_are_kept_with_rows_and_without():
     }
     new = {name: torch.randn_like(tensor) for name, tensor in state.items()}
     outer.load_state_dict(new)
-    assert torch.equal(head.joined.weight, torch.cat(list(new.values())))
+    assert torch.equal(head.fused.weight, torch.cat(list(new.values())))
     result = outer.load_state_dict({name: new[name] for name in list(new)[:2]}, strict=False)
-    assert result.missing_keys == ["model.a.joined.weight"]  # a part that is missing is not made up
+    assert result.missing_keys == ["model.a.fused.weight"]  # a part that is missing is not made up
 
 
 def test_put_by_path():

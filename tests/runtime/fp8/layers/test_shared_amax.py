@@ -8,7 +8,7 @@ import torch
 pytest.importorskip("triton")
 
 from bitplan.formats.fp8 import cast_reference, pad_rows
-from bitplan.runtime.fp8.layers.shared_amax import agreed_cast
+from bitplan.runtime.fp8.layers.shared_amax import shared_amax_cast
 
 HERE = pytest.param("cuda", marks=pytest.mark.gpu)
 DTYPES = [torch.bfloat16, torch.float32]
@@ -31,7 +31,7 @@ def with_other(other: float):
 @pytest.mark.parametrize("asked", [{}, {"rows": False}, {"cols": False}])
 def test_the_larger_of_both_decides(device, dtype, other, asked) -> None:
     x = torch.randn(21, 48, generator=torch.Generator().manual_seed(0)).to(dtype)
-    pair = agreed_cast(x.to(device), "e4m3", 0.0, with_other(other), **asked)
+    pair = shared_amax_cast(x.to(device), "e4m3", 0.0, with_other(other), **asked)
     whole = pad_rows(x, 32)
     for name, source, made in (("rows", whole, pair.rows), ("cols", whole.t(), pair.cols)):
         if not asked.get(name, True):
@@ -45,7 +45,7 @@ def test_the_larger_of_both_decides(device, dtype, other, asked) -> None:
 @pytest.mark.parametrize("device", ["cpu", HERE])
 @pytest.mark.parametrize("other", [torch.inf, torch.nan])
 def test_what_is_not_finite_elsewhere_shows_here(device, other) -> None:
-    pair = agreed_cast(torch.ones(16, 16, device=device).bfloat16(), "e4m3", 0.0, with_other(other))
+    pair = shared_amax_cast(torch.ones(16, 16, device=device).bfloat16(), "e4m3", 0.0, with_other(other))
     assert pair.rows is not None
     assert pair.rows.scale.isnan()
     assert (pair.rows.codes.view(torch.uint8) == 0x7F).all()
@@ -54,7 +54,7 @@ def test_what_is_not_finite_elsewhere_shows_here(device, other) -> None:
 @pytest.mark.parametrize("device", ["cpu", HERE])
 def test_a_share_without_rows_still_takes_part(device) -> None:
     asked = []
-    pair = agreed_cast(torch.ones(0, 16, device=device), "e4m3", 0.0, lambda bits: asked.append(bits) or bits)
+    pair = shared_amax_cast(torch.ones(0, 16, device=device), "e4m3", 0.0, lambda bits: asked.append(bits) or bits)
     assert len(asked) == 1
     assert pair.rows is not None
     assert pair.rows.shape == (0, 16)
