@@ -30,6 +30,7 @@ from torch import Tensor
 
 from bitplan.formats.fp8_recipes import expert_recipes
 from bitplan.kernels.fp8.experts import products as kernels
+from bitplan.kernels.fp8.experts.layout import TILE_ROWS, GroupLayout, scale_kind
 from bitplan.runtime.fp8.bench.routing import route_tokens
 from bitplan.runtime.fp8.layers.grouped_linear import GroupedLinear, plain_rows, plain_sums
 from bitplan.runtime.fp8.layers.weight_casts import drop_casts
@@ -171,7 +172,7 @@ def products() -> list[dict[str, Any]]:
 
 
 def product_calls(
-    recipe: str, x: Tensor, dy: Tensor, weight: Tensor, layout: kernels.GroupLayout, every_launch: bool
+    recipe: str, x: Tensor, dy: Tensor, weight: Tensor, layout: GroupLayout, every_launch: bool
 ) -> dict[tuple[str, str], Call]:
     from bitplan.kernels.fp8.experts.triton_products import candidate_launches
 
@@ -180,7 +181,7 @@ def product_calls(
     w_rows, w_cols = kernels.cast_experts(weight, recipe)
     operands: Any = ((x_rows, w_rows), (dy_rows, w_cols), (dy_cols, x_cols))
     ways: dict[str, dict[str, Any]] = {}
-    kind = kernels.scale_kind(recipe)
+    kind = scale_kind(recipe)
     # What torch and Triton have for rowwise is what they have for tensorwise.
     for impl in {"tensorwise": ("gluon",), "rowwise": ("gluon", "torch"), "blockwise": ()}[recipe]:
         ways[impl] = {"impl": impl}
@@ -242,7 +243,7 @@ def casts() -> list[dict[str, Any]]:
 
 
 def guessed_casts(
-    x: Tensor, weight: Tensor, layout: kernels.GroupLayout, *, wrong: bool = False
+    x: Tensor, weight: Tensor, layout: GroupLayout, *, wrong: bool = False
 ) -> dict[str, Callable[[], object]]:
     """Casts of the same numbers again and again, so that all guesses but the first are right; or all are `wrong`."""
     from bitplan.kernels.fp8.guessed_cast import new_state
@@ -279,7 +280,7 @@ def launches() -> list[dict[str, Any]]:
         for name, call in guessed_casts(x, weight, layout).items():
             kind = name.split()[0]
             for rows, cols, warps, vector in CAST_LAUNCHES:
-                if rows == kernels.TILE_ROWS or kind == "matrices":
+                if rows == TILE_ROWS or kind == "matrices":
                     launch = CastLaunch(rows, cols, warps, vector=vector)
                     calls[f"{kind} {rows}x{cols} {warps}w {vector}v"] = partial(run, ours[kind], launch, call)
         for name, times in harness.time_in_turns(calls, 15, cuda=True).items():

@@ -17,6 +17,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from bitplan.formats.fp8_recipes import BF16
 from bitplan.plan.fp8.choice import Choice
 from bitplan.plan.fp8.terms import PRODUCTS
 from bitplan.runtime.fp8.experts import Fp8Experts
@@ -31,7 +32,7 @@ from bitplan.runtime.fp8.fused_projections import (
 )
 from bitplan.runtime.fp8.layers.linear import Fp8Linear
 from bitplan.runtime.fp8.layers.norm_linear import Fp8NormLinear
-from bitplan.runtime.fp8.recipe import BF16, Fp8Recipe, GemmChoice
+from bitplan.runtime.fp8.recipe import Fp8Recipe, GemmChoice
 from bitplan.runtime.fp8.sites import Site
 
 FP8_PARAM_NOTE = (

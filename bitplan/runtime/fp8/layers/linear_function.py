@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from bitplan.formats.fp8 import FP8_DTYPES, empty_scale, padded_tokens, scaling_of
+from bitplan.formats.fp8_recipes import BF16
 from bitplan.runtime.fp8.layers.products import (
     Fp8Settings,
     run_backward,
@@ -26,7 +27,7 @@ from bitplan.runtime.fp8.layers.products import (
     run_norm_forward,
 )
 from bitplan.runtime.fp8.layers.weight_source import CASTS, WeightSource
-from bitplan.runtime.fp8.recipe import BF16, Fp8LayerError
+from bitplan.runtime.fp8.recipe import Fp8LayerError
 
 INPUT_TYPES = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -155,7 +156,7 @@ def _forward_shapes(x_MK, weight, bias, text, need_x, need_w, reuse):  # type: i
 
 def _norm_forward_shapes(x_MK, norm_weight, norm_bias, weight, bias, text, need_x, need_w, reuse):  # type: ignore[no-untyped-def]  # noqa: ARG001
     settings = Fp8Settings.from_text(text)
-    y, kept, scale = _forward_shapes(x_MK, weight, bias, text, need_x, need_w, reuse)
+    y, kept, scale = _forward_shapes(x_MK, weight, bias, text, need_x, need_w, reuse)  # type: ignore[no-untyped-call]
     if need_w and settings.gemms.wgrad == BF16:
         kept = x_MK.new_empty(x_MK.shape)
     rstd = x_MK.new_empty(x_MK.shape[0], dtype=torch.float32)

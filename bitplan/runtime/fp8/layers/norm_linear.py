@@ -26,6 +26,8 @@ from bitplan.runtime.fp8.recipe import Fp8LayerError, Fp8Recipe, GemmChoice
 class NormParameters(nn.Module):
     """The norm's numbers, in a module named `norm`: trainers leave weight decay off by that name."""
 
+    bias: nn.Parameter | None
+
     def __init__(self, weight: nn.Parameter, bias: nn.Parameter | None) -> None:
         super().__init__()
         self.weight = weight

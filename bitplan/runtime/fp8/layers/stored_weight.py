@@ -22,12 +22,12 @@ import torch
 from torch import Tensor, nn
 
 from bitplan.formats.fp8 import ScaledFp8, decode_scaled, empty_scale, scaling_of
-from bitplan.formats.fp8_recipes import RECIPES
+from bitplan.formats.fp8_recipes import BF16, RECIPES
 from bitplan.kernels.fp8.cast import cast_layouts
 from bitplan.runtime.fp8.layers.linear_function import run_linear
 from bitplan.runtime.fp8.layers.weight_casts import derived_layouts
 from bitplan.runtime.fp8.layers.weight_source import WeightSource
-from bitplan.runtime.fp8.recipe import BF16, Fp8LayerError
+from bitplan.runtime.fp8.recipe import Fp8LayerError
 from bitplan.store.models.weight_changes import UNCOUNTED, count_optimizer_steps, state_of
 
 
@@ -84,7 +84,7 @@ def _follow_master(layer: Any) -> None:
 
 def storage_recipe(layer: Any) -> str:
     """The recipe that the stored weight follows: that of the products that read it."""
-    used = {name for name in (layer.gemms.fprop, layer.gemms.dgrad) if name != BF16} or {layer.recipe.name}
+    used: set[str] = {name for name in (layer.gemms.fprop, layer.gemms.dgrad) if name != BF16} or {layer.recipe.name}
     if len(used) > 1 or not all(RECIPES[name].is_storable for name in used):
         storable = (name for name, recipe in RECIPES.items() if recipe.is_storable)
         raise Fp8LayerError(

@@ -6,10 +6,10 @@ import torch
 from torch import Tensor
 
 from bitplan.formats.fp8 import CastPair, ScaledFp8
+from bitplan.formats.fp8_recipes import BF16
 from bitplan.kernels.fp8.cast import cast_layouts
 from bitplan.runtime.fp8.layers.scale_guesses import guess_for
 from bitplan.runtime.fp8.layers.weight_casts import weight_cols, weight_rows
-from bitplan.runtime.fp8.recipe import BF16
 
 
 class WeightSource:
