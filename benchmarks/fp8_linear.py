@@ -259,7 +259,7 @@ def step_of(
 
 
 def fp8_variants(linear: nn.Linear) -> dict[str, Fp8Linear]:
-    made = {name: Fp8Linear.from_linear(linear, recipe=Fp8Recipe(name)) for name in RECIPES}  # type: ignore[arg-type]
+    made = {name: Fp8Linear.from_linear(linear, recipe=Fp8Recipe(name)) for name in RECIPES}
     fast = Fp8Recipe("tensorwise", fast_accum=("fprop", "dgrad", "wgrad"))
     made["tensorwise fast grads"] = Fp8Linear.from_linear(linear, recipe=fast)
     made["tensorwise hybrid"] = Fp8Linear.from_linear(linear, recipe=Fp8Recipe("tensorwise", "hybrid"))
@@ -377,7 +377,7 @@ def norms(name: str, tokens: int) -> list[Row]:
     apart = nn.Sequential(norm, Fp8Linear.from_linear(linear, recipe=Fp8Recipe("tensorwise")))
     steps["tensorwise apart"] = step_of(torch.compile(apart), parameters, x, g)
     for recipe in RECIPES:
-        fused = Fp8NormLinear.from_modules(norm, linear, recipe=Fp8Recipe(recipe))  # type: ignore[arg-type]
+        fused = Fp8NormLinear.from_modules(norm, linear, recipe=Fp8Recipe(recipe))
         steps[f"{recipe} fused"] = step_of(fused, parameters, x, g)
     row: Row = {"layer": name, "tokens": tokens, "eager": with_speedup(timed(steps))}
     row["graph"] = with_speedup(timed({variant: graphed(step) for variant, step in steps.items()}))

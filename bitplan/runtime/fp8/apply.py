@@ -261,7 +261,7 @@ def _decide(
     obstacle = lacking or site.obstacle or (fp8_obstacle(device, (name,)) if choice else None)
     if obstacle is not None:
         choice = replace(choice, products=(), answer=UNMEASURED, reason=obstacle, speedup=None)
-    recipe = Fp8Recipe(name, plan.fp8, AmaxEps.from_environment(os.environ))
+    recipe = Fp8Recipe(name, plan.fp8, AmaxEps.from_environment(os.environ))  # type: ignore[arg-type]
     return _Decided(site, choice, recipe, plan.fp8_param)
 
 

@@ -158,7 +158,10 @@ def test_killed_and_resumed(capsys):
         (["config.json", "--tp", "8", "--dry-run"], "which tp 8 does not divide"),
         (["config.json", "--ep", "2", "--dry-run"], "the model has no experts"),
         (["config.json", "--part", "vit", "--dry-run"], "has no part 'vit'; it has llm"),
-        (["config.json", *QUICK, "--report", "no/r.jsonl"], "no: no such folder"),
+        (
+            ["config.json", *QUICK, "--report", "no/r.jsonl"],
+            "no/r.jsonl: the report of the layer benchmark cannot be written: no such folder",
+        ),
         (
             ["config.json", *QUICK, "--report", "diary.txt"],
             "diary.txt: exists and is not a report",

@@ -40,7 +40,7 @@ class BlockTiming:
 
     def __post_init__(self) -> None:
         if self.recipe is not None:
-            Fp8Recipe(self.recipe)  # type: ignore[arg-type]  # says what is known
+            Fp8Recipe(self.recipe)  # says what is known
 
 
 @dataclass(frozen=True)

@@ -86,7 +86,7 @@ class Fp8Linear(nn.Linear):
         if self.fp8_param:
             stored: Tensor = linear_of_fp8_param(self, x)
             return stored
-        return run_linear(x, self.weight, self.bias, self._text, CASTS[self.reuse_weight_cast])
+        return run_linear(x, self.weight, self.bias, self._text, CASTS[int(self.reuse_weight_cast)])
 
     def extra_repr(self) -> str:
         products = f"fprop={self.gemms.fprop}, dgrad={self.gemms.dgrad}, wgrad={self.gemms.wgrad}"

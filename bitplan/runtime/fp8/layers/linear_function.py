@@ -156,7 +156,7 @@ def _forward_shapes(x_MK, weight, bias, text, need_x, need_w, reuse):  # type: i
 
 def _norm_forward_shapes(x_MK, norm_weight, norm_bias, weight, bias, text, need_x, need_w, reuse):  # type: ignore[no-untyped-def]  # noqa: ARG001
     settings = Fp8Settings.from_text(text)
-    y, kept, scale = _forward_shapes(x_MK, weight, bias, text, need_x, need_w, reuse)
+    y, kept, scale = _forward_shapes(x_MK, weight, bias, text, need_x, need_w, reuse)  # type: ignore[no-untyped-call]
     if need_w and settings.gemms.wgrad == BF16:
         kept = x_MK.new_empty(x_MK.shape)
     rstd = x_MK.new_empty(x_MK.shape[0], dtype=torch.float32)

@@ -26,6 +26,8 @@ from bitplan.runtime.fp8.recipe import Fp8LayerError, Fp8Recipe, GemmChoice
 class NormParameters(nn.Module):
     """The norm's numbers, in a module named `norm`: trainers leave weight decay off by that name."""
 
+    bias: nn.Parameter | None
+
     def __init__(self, weight: nn.Parameter, bias: nn.Parameter | None) -> None:
         super().__init__()
         self.weight = weight
@@ -102,7 +104,7 @@ class Fp8NormLinear(Fp8Linear):
         self._text = Fp8Settings(self.recipe, self.gemms, (kind, self.norm_eps)).to_text()
 
     def forward(self, x: Tensor) -> Tensor:
-        source, norm = CASTS[self.reuse_weight_cast], self.norm
+        source, norm = CASTS[int(self.reuse_weight_cast)], self.norm
         return run_linear(x, self.weight, self.bias, self._text, source, None, norm.weight, norm.bias)
 
     def extra_repr(self) -> str:
