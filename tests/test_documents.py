@@ -187,7 +187,7 @@ def keys_written(name, tmp_path):
         with DriftLog(tmp_path / "drift.jsonl") as log:
             return log_drift(log, 0, [("w", weight, bitplan.encode(weight, "mxfp4"))])[0].to_dict()
     if name == "trees-model":
-        file = pytest.importorskip("bitplan.trees.files.save", exc_type=ImportError)
+        file = pytest.importorskip("bitplan.trees.files.load", exc_type=ImportError)
         return [*file.HEAD, *file.NODE_FIELDS, *file.LEAF_FIELDS]
     known = {
         "manifest": manifest_schema()["properties"],

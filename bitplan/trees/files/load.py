@@ -26,7 +26,7 @@ MAX_INTEGER = 2**62
 _KINDS = {"classifier": BoostedTreesClassifier, "regressor": BoostedTreesRegressor}
 _DTYPES = {"feature": np.int32, "left": np.int32, "right": np.int32, "node_rows": np.int64, "leaf_rows": np.int64}
 _ANY = Kind("a value", lambda _: True)
-_HEAD = {
+HEAD = {
     "format": one_of(FORMAT),
     "version": SIZE,
     "kind": one_of(*_KINDS),
@@ -46,7 +46,7 @@ def load_trees(path: str | Path) -> BoostedTreesClassifier | BoostedTreesRegress
     document = load_document(path, FileFormatError, max_bytes=MAX_JSON_BYTES)
     reader = Reader(str(path), FileFormatError)
     reader.version(document, VERSION)
-    reader.keys("", document, _HEAD, _HEAD)
+    reader.keys("", document, HEAD, HEAD)
     model: BoostedTreesClassifier | BoostedTreesRegressor = _estimator(reader, document)
     trees, features = document["trees"], document["features"]
     start = _numbers(reader, "start", document["start"], float)
