@@ -71,7 +71,7 @@ def choose_formats(
     pad: bool = False,
     gguf: bool = False,
 ) -> Plan:
-    """A choice and its reason for every tensor; a bare shape stands for float32.
+    """Choose a format for every tensor, with the reason; a bare shape stands for float32.
 
     keep, only   names or shell patterns of tensors, or of modules that hold them (see the table above)
     pad          the last block of a row may be filled, so that every format holds every row

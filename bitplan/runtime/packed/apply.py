@@ -103,7 +103,7 @@ def apply_plan(
     scale_rule: ScaleRule | None = None,
     pad: Literal["zero"] | None = None,
 ) -> AppliedPlan:
-    """Give every tensor of a model the format that the plan has for it.
+    """Rewrite a model in place so that every tensor has the format of the plan.
 
     strategy, cache   of the QuantLinears that are made
     match             "all": plan and model must name the same tensors; "common": what only one of them has is skipped
