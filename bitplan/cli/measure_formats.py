@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
@@ -133,8 +133,8 @@ def plan_for_model(
 ) -> Plan:
     """One format for this model, as `bitplan quantize --format` gives it, a manifest's rules, or a plan.
 
-    A plan may have GGUF's names, which are translated. A parameter without an entry is an error. What stays is of the
-    type that the plan has for it, and counts so in bits a weight.
+    A plan may have GGUF's names, which are translated. A parameter without an entry is an error. What stays
+    counts in bits a weight as its file holds it.
     """
     places = places_of(model)
     if not isinstance(formats, Plan):
@@ -144,15 +144,15 @@ def plan_for_model(
     formats.require_whole(where)
     known = {place.name for place in places}
     families = [shipped_manifest(name).aliases for name in GGUF_FAMILIES]
-    found: dict[str, Planned] = {}
+    entries: dict[str, Planned] = {}
     for name, entry in formats.entries.items():
         ours = [name, *(aliases.to_ours(name) for aliases in families)]
-        found[next((each for each in ours if each in known), name)] = replace(entry, stored=None)
-    by_parameter = {id(place.parameter): found[place.name] for place in places if place.name in found}
+        entries[next((each for each in ours if each in known), name)] = entry
+    by_parameter = {id(place.parameter): entries[place.name] for place in places if place.name in entries}
     missing = list(dict.fromkeys(place.name for place in places if id(place.parameter) not in by_parameter))
     if missing:
         raise PlanError(f"{where}: nothing is said of {listed(missing)}; plan every parameter of the model")
-    return Plan(found, padding=formats.padding)
+    return Plan(entries, padding=formats.padding)
 
 
 def stored_bits(lm: CausalLM) -> float:

@@ -76,7 +76,7 @@ class Cache:
 
 
 def examine_machine(*, measure: bool = True, deep: bool = True) -> dict[str, Any]:
-    """The document. `measure`: time copies to and on a GPU, where there is one; a second.
+    """Describe this machine as a document. `measure` also times copies to and on a GPU, which takes a second.
 
     `deep`: import every library that is needed, and try the fast paths; seconds. Without it torch is not imported.
     """

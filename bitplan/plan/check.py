@@ -69,7 +69,7 @@ class Finding(NamedTuple):
 def check_headers(
     manifest: Manifest, headers: Mapping[str, Header | tuple[str, tuple[int, ...], int]]
 ) -> list[Finding]:
-    """All findings, in an order that depends on the content only; none means clean."""
+    """Return all findings, in an order that depends on the content only; none means clean."""
     tensors = {}
     for name in natural_order(headers):
         dtype, shape, nbytes = headers[name]
@@ -96,7 +96,7 @@ def check_headers(
 def require_clean(
     manifest: Manifest, headers: Mapping[str, Header | tuple[str, tuple[int, ...], int]], *, checkpoint: str
 ) -> None:
-    """For loaders: one line that names file, rule and tensor, before anything is loaded."""
+    """Raise one line that names file, rule and tensor if there are findings."""
     findings = check_headers(manifest, headers)
     if findings:
         first = findings[0]

@@ -88,7 +88,7 @@ def choose_formats(
     base: Plan | None = None,
     where: str = "",
 ) -> Plan:
-    """A choice and its reason for every tensor; a bare shape stands for float32.
+    """Choose a format for every tensor, with the reason; a bare shape stands for float32.
 
     formats      a format, a mapping, a manifest or a plan (see above)
     keep, only   names or shell patterns of tensors, or of modules that hold them; others than `only` stay, and `keep`

@@ -109,7 +109,7 @@ class Match:
 
 @dataclass(frozen=True)
 class Manifest:
-    """Rules, in order, and what the document says of the bytes. `where` names it in messages."""
+    """Rules from names to formats, tried in order; `where` names the document in messages."""
 
     rules: tuple[Rule, ...]
     tags: Mapping[str, Tag] = field(default_factory=dict)
@@ -233,7 +233,7 @@ def expand_raw_map(
     scale_base: float | str | None = None,
     where: str = "raw map",
 ) -> dict[str, Any]:
-    """A raw map as a manifest document: `[i]` becomes `(\\d+)`, all else is taken as it is written.
+    """Expand a raw map to a manifest document: `[i]` becomes `(\\d+)`, all else is taken as it is written.
 
     A raw map does not say how FP4 and UE8 go together; the defaults are what gpt-oss's files hold. Anything else than
     a map of names to tags is refused, with `where` in the message.

@@ -59,7 +59,7 @@ _TENSOR_KEYS = {
 
 @dataclass(frozen=True)
 class Choice:
-    """A format of bitplan's, the reason for it in words, and the figures behind the reason."""
+    """A format, the reason for it, and the figures behind the reason."""
 
     format: str
     reason: str
@@ -301,7 +301,7 @@ def combine(
     policy: Mapping[str, Choice] | None = None,
     default: Choice | None = None,
 ) -> Plan:
-    """One plan from all who have a say, the highest first: force list, manifest rules, policy, default.
+    """Make one plan from several sources. Precedence, highest first: force list, manifest rules, policy, default.
 
     `force` maps names to formats; a forced name's reason says what it overrides. `rules` may be a Plan, whose roles
     and parts are kept. A source that names no tensor of `tensors` is an error where it is a force list, for

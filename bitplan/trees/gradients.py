@@ -45,7 +45,7 @@ class GradientPrecision(Enum):
 
 
 class Gradients(Protocol):
-    """One round's gradients: what each row's are, and what histograms are made from."""
+    """One round's gradients of all rows, from which histograms are made."""
 
     precision: ClassVar[GradientPrecision]
 

@@ -39,7 +39,7 @@ class PrecisionSeen:
 
 @dataclass(frozen=True)
 class PrecisionAdvice:
-    """A precision, why, and everything that was seen."""
+    """A recommended precision, the reason, and all measurements."""
 
     precision: GradientPrecision
     reason: str

@@ -105,7 +105,7 @@ class _Copy:
 
 
 class GradStatsCollector:
-    """Collects the statistics of registered blocks, step by step; see the module's head for how."""
+    """Collects gradient statistics of registered blocks, step by step; the module's docstring says how."""
 
     def __init__(self, blocks: Iterable[str]) -> None:
         self.blocks = tuple(blocks)
@@ -198,7 +198,7 @@ class GradStatsCollector:
 
 
 def collect_grad_stats(collector: GradStatsCollector, blocks: Mapping[str, Gradients], step_id: int) -> None:
-    """After a backward pass: measure the gradients of all blocks, each a module or a list of gradients.
+    """Measure the gradients of all blocks after a backward pass; a block is a module or a list of gradients.
 
     Of a module those parameters count that are trained; of frozen ones nothing is expected.
     """

@@ -50,7 +50,7 @@ def merge_reports(
     timing: str | None = None,
     across_recipes: bool = False,
 ) -> Merged:
-    """One policy from reports of one machine. `timing` takes only rows timed that way ("eager" or "graph")."""
+    """Merge reports of one machine into a policy. `timing` takes only rows timed that way ("eager" or "graph")."""
     if not reports:
         raise MergeError("no reports to merge; give at least one")
     if not SPEEDUP.holds(speedup_threshold):
@@ -112,7 +112,7 @@ def _worse(one: Point | None, other: Point) -> Point:
 
 
 def to_thresholds(policy: BandPolicy, *, part: str | None = None) -> ThresholdPolicy:
-    """The version 1 policy that never says FP8 below the largest measured count where version 2 does not.
+    """Convert to a version 1 policy that never says FP8 where version 2 does not, up to the largest measured count.
 
     A rule needs an unbroken run of wins up to the largest measured count, for version 1 has no upper end. Version 1 has
     no shapes either: of several under one key all must win, and the largest `min_tokens` stands. It has no parts

@@ -80,7 +80,7 @@ class RuntimeLimitHints:
 
 @dataclass(frozen=True)
 class Pressure:
-    """One look at the machine: memory in use, and whether every copy slot was taken."""
+    """Pressure on the device at one moment: memory in use, and whether every copy slot was taken."""
 
     vram_used_bytes: int = 0
     vram_total_bytes: int = 1
@@ -108,7 +108,7 @@ class ConductorState:
 
 @dataclass(frozen=True)
 class HeuristicPolicyBridge:
-    """The three rules over the limits that a runtime has without them."""
+    """Applies the conductor's three rules to a runtime's own limits."""
 
     base: RuntimeLimitHints
     vram_pressure_above: float = 0.8

@@ -96,7 +96,7 @@ class PolicyState:
 
 
 def observe(state: PolicyState, step: StepStats, config: SelectivePrecisionConfig) -> PolicyState:
-    """The state after one more backward pass: the window moves on, and what was excluded is counted."""
+    """Return the state after one more backward pass: the window moves on, and exclusions are counted."""
     if state.last_step is not None and step.step_id <= state.last_step:
         raise SelectiveError(
             f"step {step.step_id} comes after step {state.last_step}: steps must go up; "
@@ -118,7 +118,7 @@ def observe(state: PolicyState, step: StepStats, config: SelectivePrecisionConfi
 
 
 def layout_of(blocks: Mapping[str, Sequence[tuple[str, Sequence[int], str]]]) -> dict[str, str]:
-    """Fingerprints of blocks from their parameters: (name, shape, type), in any order."""
+    """Compute fingerprints of blocks from their parameters: (name, shape, type), in any order."""
     layout = {}
     for block in natural_order(blocks):
         rows = sorted((name, tuple(shape), kind) for name, shape, kind in blocks[block])

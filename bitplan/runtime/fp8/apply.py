@@ -103,7 +103,7 @@ def apply_fp8(
     emulate: bool = False,
     stopwatch: Stopwatch | None = None,
 ) -> AppliedFp8:
-    """Change the layers of a model for which the policy has FP8; what was decided and why comes back."""
+    """Replace the layers of a model that the policy puts in FP8; return what was decided and why."""
     rules = load_policy(policy) if isinstance(policy, str | Path) else policy
     unknown = set(parts) - set(PARTS)
     if unknown or not parts:

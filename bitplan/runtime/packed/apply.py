@@ -105,7 +105,7 @@ def apply_plan(
     scale_rule: ScaleRule | None = None,
     pad: Literal["zero"] | None = None,
 ) -> AppliedPlan:
-    """Give every tensor of a model the format that the plan has for it.
+    """Rewrite a model in place so that every tensor has the format of the plan.
 
     plan              or a format, a mapping or a manifest, of which `choose_formats` makes one for this model
     strategy, cache   of the QuantLinears that are made

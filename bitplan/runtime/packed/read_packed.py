@@ -25,7 +25,7 @@ ManifestLike = Manifest | str | Path
 def read_packed(
     path: str | Path, *, manifest: ManifestLike | None = None, device: torch.device | str = "cpu"
 ) -> dict[str, Tensor | Encoded]:
-    """Every tensor of a file, packed ones as Encoded.
+    """Read every tensor of a file; packed ones come as Encoded.
 
     With a manifest, headers are checked first, codes and scales that it names apart (gpt-oss) come as one Encoded under
     the codes' name, and a tensor that it packs must be packed in the file. A tied name gives the same object.

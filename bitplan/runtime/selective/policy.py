@@ -63,7 +63,7 @@ DOCUMENT, VERSION = "bitplan-selective-policy", 1
 
 
 class SelectivePrecisionPolicy:
-    """Selective precision over one stream, until `close`; see the module's head for the lifecycle.
+    """Decides the precision of one stream's blocks until `close`; the module's docstring has the lifecycle.
 
     telemetry    where lines go; None: the file that the config names, in `folder`
     calibration  errors from `run_calibration`

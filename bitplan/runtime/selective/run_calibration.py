@@ -70,7 +70,7 @@ def run_calibration(
     blocks: str = "model.layers.*",
     device: Any = "cuda",
 ) -> CalibrationResult:
-    """The errors of every block and layer of a stream, or of a model (then `blocks` and `device` are for streaming it).
+    """Measure the error of every format on every block and layer of a stream, or of a model to be streamed.
 
     batches   the first `samples` are used: tensors, or lists and mappings of them, as the model takes them
     on_stale  a cache of other weights, data, formats or versions: "refuse" it by name, or calibrate anew ("redo")

@@ -52,7 +52,7 @@ def require_container(path: str | Path) -> Container:
 
 
 def open_tensors(path: str | Path) -> TensorFile:
-    """Open any file of weights; what it is is told by its first bytes, not trusted from its name."""
+    """Open any file of weights; its first bytes decide what it is, not its name."""
     source, head = Path(path), b""
     if source.is_file():
         with source.open("rb") as file:

@@ -173,7 +173,7 @@ def morph_model(
     pad: Literal["zero"] | None = None,
     observers: Mapping[str, ActivationObserver] | None = None,
 ) -> MorphReport:
-    """Hold the model's weights in a format; from now on its eval-mode forwards use them.
+    """Quantize the model's weights to a format; from now on its eval-mode forwards use them.
 
     formats    one format for the weights of all known layers, or what `choose_formats` takes: a plan, a manifest, or a
                mapping of names or shell patterns, of parameters or of modules (then all in them), to a format or to
@@ -251,7 +251,7 @@ def attach_encoded(model: nn.Module, encoded: Mapping[str, Encoded]) -> None:
 
 
 def unmorph_model(model: nn.Module) -> None:
-    """Take everything back: the classes, the versions. The Parameters keep the numbers they have."""
+    """Undo `morph_model`: drop the versions and restore the classes. Parameters keep their numbers."""
     _attach(model, {})
 
 
@@ -267,7 +267,7 @@ def formats_of(model: nn.Module) -> dict[str, Format]:
 
 @contextmanager
 def observe_model(model: nn.Module) -> Iterator[dict[str, ActivationObserver]]:
-    """Watch what reaches the weights: run representative batches inside, hand the result to `morph_model`.
+    """Record the inputs of weights: run representative batches inside, then give the result to `morph_model`.
 
     Watched are the inputs of Linear, convolutions, attention's input projections and the first layer of recurrent ones;
     no one can see those of an Embedding (indices), of a transposed convolution (rows) or inside a recurrence.

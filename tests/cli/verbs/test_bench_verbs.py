@@ -160,7 +160,7 @@ def test_killed_and_resumed(capsys):
         (["config.json", "--part", "vit", "--dry-run"], "has no part 'vit'; it has llm"),
         (
             ["config.json", *QUICK, "--report", "no/r.jsonl"],
-            "no/r.jsonl: the report of the layer benchmark cannot be written: no such folder",
+            "layer benchmark cannot be written: no such folder",
         ),
         (
             ["config.json", *QUICK, "--report", "diary.txt"],

@@ -42,7 +42,7 @@ GRADIENTS_WAITING = 12  # on the device, before backward is held back: a llama b
 
 @dataclass(frozen=True)
 class AdamWSettings:
-    """What torch.optim.AdamW is given for the streamed weights."""
+    """Settings of torch.optim.AdamW for the streamed weights."""
 
     lr: float = 1e-5
     betas: tuple[float, float] = (0.9, 0.999)
