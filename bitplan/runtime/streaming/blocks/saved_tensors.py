@@ -27,7 +27,7 @@ from torch import Tensor
 from bitplan.runtime.streaming.errors import StreamError
 
 
-class WeightSource(Protocol):
+class StreamedWeights(Protocol):
     """Who knows where streamed weights lie, and can bring them back."""
 
     @property
@@ -53,7 +53,7 @@ class SavedWeight:
     stride: tuple[int, ...]
     dtype: torch.dtype
 
-    def restore(self, source: WeightSource) -> Tensor:
+    def restore(self, source: StreamedWeights) -> Tensor:
         buffer = source.buffer_with(self.block, in_scratch=self.in_scratch, serial=self.serial)
         return buffer.view(self.dtype).as_strided(self.size, self.stride, self.offset)
 
@@ -66,7 +66,7 @@ class _Passed:
     unpack: Callable[[Any], Tensor]
 
 
-def save_weights_by_place(source: WeightSource) -> torch.autograd.graph.saved_tensors_hooks:
+def save_weights_by_place(source: StreamedWeights) -> torch.autograd.graph.saved_tensors_hooks:
     """The context in which a streamed block computes."""
     outer = outer_hooks()
 
