@@ -10,7 +10,6 @@ import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from bitplan.documents import LIST
 from bitplan.report.chart import Axis, Frame, at, box, card, colour, format_colours, legend, line, linear_axis, log_axis
 from bitplan.report.fields import RecordFields, ReportError
 from bitplan.report.figures import NONE, count, nbytes, percent, plural, significant
@@ -66,9 +65,9 @@ def _drift(record: Record) -> list[ErrorRow]:
 
 
 def _findings(record: Record) -> Markup:
-    found = []
-    if isinstance(record.content, dict):
-        found = RecordFields(record.content, record.where).get("findings", LIST, [])
+    found = record.content.get("findings", []) if isinstance(record.content, dict) else []
+    if not isinstance(found, list):
+        raise ReportError(f"{record.where}: findings must be a list")
     return tag("ul", *(tag("li", str(each)) for each in found), class_="findings") if found else Markup("")
 
 
