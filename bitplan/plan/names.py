@@ -41,8 +41,10 @@ class ShellPatterns:
         idle = [pattern for pattern in self._order if pattern not in matched and pattern != "*"]
         if idle:
             known = list(dict.fromkeys(prefix for name in names for prefix in _prefixes(name)))
+            lists = "; `bitplan inspect` lists those of a file"
             faults = [
-                f"the pattern {pattern!r} matches no tensor{_as_shell_pattern(pattern) or did_you_mean(pattern, known)}"
+                f"the pattern {pattern!r} matches no tensor"
+                f"{_as_shell_pattern(pattern) or did_you_mean(pattern, known) or lists}"
                 for pattern in idle[:MOST_UNMATCHED_SHOWN]
             ]
             more = f"; nor do {len(idle) - len(faults)} more" if len(idle) > len(faults) else ""

@@ -29,8 +29,6 @@ from bitplan.store.models.encode_options import EncodeOptions
 from bitplan.store.models.eval_weights import MorphedParameter, set_slots, slots_of
 from bitplan.store.models.weight_store import CalibrationGain, WeightStore
 
-Formats = Wanted
-
 _LAYERS = (
     nn.Linear,
     nn.Bilinear,
@@ -144,7 +142,7 @@ def places_of(model: nn.Module) -> list[ParameterPlace]:
     ]
 
 
-def _plan(places: list[ParameterPlace], formats: Formats, norms: bool) -> Plan:
+def _plan(places: list[ParameterPlace], formats: Wanted, norms: bool) -> Plan:
     """A format alone is for all weights; what a mapping does not name stays as it was morphed before."""
     before = {
         place.name: Planned(Choice(slot.fmt.name, _BEFORE))
@@ -166,7 +164,7 @@ def _plan(places: list[ParameterPlace], formats: Formats, norms: bool) -> Plan:
 
 def morph_model(
     model: nn.Module,
-    formats: Formats,
+    formats: Wanted,
     *,
     norms: bool = False,
     scale_rule: ScaleRule | None = None,

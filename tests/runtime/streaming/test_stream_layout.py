@@ -7,6 +7,7 @@ import torch
 
 from bitplan import decode, encode, get_format
 from bitplan.errors import FormatError
+from bitplan.plan import Manifest
 from bitplan.runtime.streaming.blocks.formats import resolve_formats
 from bitplan.runtime.streaming.blocks.layout import ALIGNMENT, ParameterSpec, lay_out
 
@@ -82,6 +83,19 @@ def test_int8_takes_at_most_0_52_of_bfloat16_for_a_llama_block():
     }
     assert sizes["int8_row"] <= 0.501 * sizes["bfloat16"]
     assert sizes["int8_g128"] <= 0.52 * sizes["bfloat16"]
+
+
+def test_a_manifest_or_none_decides_too():
+    blocks = {"layers.0": {key: SPECS[key] for key in ("q.weight", "norm.weight")}}
+    rules = [{"regex": ".*norm.*", "format": "F32"}, {"regex": ".*", "format": "mxfp4"}]
+    found = resolve_formats(Manifest.from_document({"version": 1, "patterns": rules}), blocks)
+    assert {name: fmt.name for name, fmt in found["layers.0"].items()} == {
+        "q.weight": "mxfp4",
+        "norm.weight": "float32",
+    }
+    again = resolve_formats({"layers.0.q": None}, blocks, found)
+    assert again["layers.0"]["q.weight"].name == "bfloat16"  # its own type, as before any format
+    assert resolve_formats({"layers.0.norm.weight": "bfloat16"}, blocks, found)["layers.0"]["q.weight"].name == "mxfp4"
 
 
 def test_which_key_decides():

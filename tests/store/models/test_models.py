@@ -22,6 +22,7 @@ from torch.nn.functional import embedding, linear
 
 from bitplan.errors import FormatError, PlanError, StoreError
 from bitplan.formats import Encoded, decode, encode, error_report, get_format, list_formats
+from bitplan.plan import Choice, Plan, Planned, choose_formats
 from bitplan.store.compare import compare_models
 from bitplan.store.models import eval_weights
 from bitplan.store.models import weight_store as weights
@@ -556,6 +557,17 @@ def test_a_module_used_twice_is_morphed_once(encodes: list[str]) -> None:
     assert report.formats == {"0.weight": "int4", "2.weight": "int4"}
     assert torch.equal(model(sample(4, 32)), wanted(sample(4, 32)))
     assert encodes == ["0.weight"]
+
+
+def test_a_plan_may_have_one_name_of_a_shared_weight() -> None:
+    shared = nn.Linear(32, 32, bias=False)
+    model = nn.Sequential(shared, nn.Tanh(), shared)
+    plan = Plan({"2.weight": Planned(Choice("int4", "a test"), (32, 32))})
+    report = morph_model(model, plan)
+    assert report.formats == {"0.weight": "int4", "2.weight": "int4"}
+    assert report.choices["2.weight"].reason == "a test"
+    with pytest.raises(PlanError, match=r"morph_model: the plan is for other tensors: it lacks 1: '0\.bias'"):
+        morph_model(nn.Sequential(nn.Linear(32, 32)), choose_formats({"0.weight": (32, 32)}, "int8"))
 
 
 def test_switching_formats_and_back(encodes: list[str]) -> None:
