@@ -25,6 +25,7 @@ import bitplan
 from bitplan.cli import run
 from bitplan.cli.demo.tiny_model import Corpus, TinyTransformer, shipped_text
 from bitplan.formats import list_formats
+from bitplan.formats.fp8_recipes import RECIPES
 from bitplan.plan import shipped_manifest
 from tests.processes import run_code
 
@@ -197,6 +198,15 @@ def test_results_have_a_row_to_a_line_and_the_command_that_makes_them(monkeypatc
 def test_every_format_is_in_its_page():
     text = (ROOT / "docs" / "formats.md").read_text()
     assert [fmt.name for fmt in list_formats() if not re.search(rf"\b{fmt.name}\b", text)] == []
+
+
+def test_every_fp8_recipe_is_in_its_page():
+    text = (ROOT / "docs" / "adaptive-fp8.md").read_text()
+    for each in RECIPES.values():
+        told = ["yes" if is_so else "no" for is_so in (each.experts, each.is_storable)]
+        capability = ".".join(map(str, each.capability or ()))
+        row = rf"^\| {each.name} \| .* \| {each.multiple} \| {told[0]} \| {told[1]} \| {capability} \|$"
+        assert re.search(row, text, re.MULTILINE), each.name
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)

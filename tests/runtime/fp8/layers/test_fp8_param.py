@@ -6,8 +6,10 @@ import pytest
 import torch
 
 from bitplan.formats.fp8 import cast_reference, decode_scaled
+from bitplan.runtime.fp8.layers import stored_weight as fp8_stored
 from bitplan.runtime.fp8.layers.linear import Fp8Linear
 from bitplan.runtime.fp8.layers.stored_weight import stored_weight, transposed
+from bitplan.runtime.fp8.layers.weight_casts import drop_weight_casts, kept_casts
 from bitplan.runtime.fp8.recipe import Fp8LayerError, Fp8Recipe, GemmChoice
 
 K, N = 256, 384
@@ -54,6 +56,23 @@ def test_micro_batches_add_up_in_float32() -> None:
     assert torch.equal(stored.weight_master.grad, 2 * once)
     with torch.no_grad():
         stored(x)
+
+
+def test_micro_batches_share_one_transpose_and_a_step_ends_it(monkeypatch) -> None:
+    made = []
+    monkeypatch.setattr(fp8_stored, "transposed", lambda weight: made.append(weight) or transposed(weight))
+    _, stored = pair("tensorwise")
+    x = torch.randn(4, K, requires_grad=True)
+    for _ in range(2):
+        stored(x).sum().backward()
+    assert len(made) == 1
+    with torch.no_grad():
+        stored.weight_master.mul_(2)
+    stored(x).sum().backward()
+    assert len(made) == 2
+    assert kept_casts(stored.weight) is not None
+    drop_weight_casts(stored)
+    assert kept_casts(stored.weight) is None
 
 
 @pytest.mark.parametrize("recipe", ["tensorwise", "blockwise"])
