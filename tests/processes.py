@@ -14,7 +14,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 SERVER = multiprocessing.get_context("forkserver")
-SERVER.set_forkserver_preload(["torch", "bitplan.trees.distributed.fit", "tests.trees.distributed.workers"])
+SERVER.set_forkserver_preload(
+    ["torch._dynamo", "bitplan.cli.app", "bitplan.trees.distributed.fit", "tests.trees.distributed.workers"]
+)
 
 BITPLAN = "from bitplan.cli import main; main()"  # the command line, whose words are the program's arguments
 
