@@ -14,7 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 SERVER = multiprocessing.get_context("forkserver")
-SERVER.set_forkserver_preload(["torch", "bitplan.trees.distributed.fit", "tests.trees.distributed.workers"])
+SERVER.set_forkserver_preload(["tests.preloaded", "tests.trees.distributed.workers"])
 
 BITPLAN = "from bitplan.cli import main; main()"  # the command line, whose words are the program's arguments
 

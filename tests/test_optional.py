@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from pathlib import Path
 from unittest.mock import Mock
@@ -16,6 +15,7 @@ from bitplan.runtime.causal_lm import load_causal_lm
 from bitplan.runtime.fp8.bench.confirm_model import plan_small_model
 from bitplan.runtime.packed.load_gpt_oss import load_packed
 from bitplan.runtime.selective import trainer_callbacks
+from tests.processes import Program
 
 LLAMA = {"model_type": "llama", "hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4}
 LLAMA |= {"num_hidden_layers": 2, "vocab_size": 100}
@@ -55,10 +55,10 @@ def test_trees_and_demo_name_the_extra_before_they_begin(use, tmp_path) -> None:
     done = without(("sklearn",), f"import {use}{run}", tmp_path)
     message = "bitplan.trees needs scikit-learn, which is not installed: pip install 'bitplan[trees]'"
     if run:
-        assert (done.returncode, done.stdout, done.stderr) == (2, "", f"bitplan: {message}\n")
+        assert (done.wait(), done.output, done.errors) == (2, "", f"bitplan: {message}\n")
         assert not list(tmp_path.iterdir())
     else:
-        assert done.stderr.splitlines()[-1] == f"bitplan.errors.MissingLibraryError: {message}"
+        assert done.errors.splitlines()[-1] == f"bitplan.errors.MissingLibraryError: {message}"
 
 
 def test_what_needs_none_of_them_runs_without_them(tmp_path) -> None:
@@ -73,7 +73,7 @@ def test_what_needs_none_of_them_runs_without_them(tmp_path) -> None:
         "bitplan.decode(bitplan.encode(torch.zeros(512, 512), 'mxfp4'))"
     )
     done = without((*hidden, "triton"), use, tmp_path)
-    assert done.returncode == 0, done.stderr
+    assert done.wait() == 0, done.errors
 
 
 def test_it_is_an_import_error_and_one_of_ours() -> None:
@@ -94,6 +94,14 @@ def test_a_library_that_is_broken_or_too_old(tmp_path: Path, monkeypatch: pytest
     assert require("old_one", purpose="this", least=4).__name__ == "old_one"
 
 
-def without(hidden: tuple[str, ...], use: str, folder: Path) -> subprocess.CompletedProcess[str]:
-    code = f"import sys; sys.modules |= dict.fromkeys({hidden!r})\n{use}"
-    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=folder)
+def without(hidden: tuple[str, ...], use: str, folder: Path) -> Program:
+    """A process that has none of these libraries, nor anything of bitplan yet; it has ended."""
+    code = (
+        f"import sys; hidden = {hidden!r}\n"
+        "for name in [name for name in sys.modules if name.partition('.')[0] in (*hidden, 'bitplan')]:\n"
+        "    del sys.modules[name]\n"
+        f"sys.modules |= dict.fromkeys(hidden)\n{use}"
+    )
+    program = Program(code, folder=folder)
+    program.wait()
+    return program

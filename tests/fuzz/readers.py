@@ -103,6 +103,6 @@ READERS = [
     Reader("fp8 list report", "fp8", make_list_report, read_list_report),
     Reader("fp8 model config", "fp8", make_configs, read_fp8_model),
     Reader("fp8 model yaml", "fp8", make_yaml, read_fp8_model, 0.5),
-    Reader("report: samples", "report", make_records, read_record),
-    *(Reader(f"report: {page}", "report", example(page), read_record) for page in RECORDS),
+    Reader("report: samples", "report", make_records, read_record, 0.4),
+    *(Reader(f"report: {page}", "report", example(page), read_record, 0.4) for page in RECORDS),
 ]

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 from bitplan.plan import Manifest
 
@@ -178,30 +178,34 @@ def make_packed(folder: Path) -> list[Path]:
     return [path]
 
 
+ANY_FORMAT = Manifest.from_document({"version": 1, "patterns": [{"regex": ".*", "format": "float32"}]})
+
+
 def read_packed_file(path: Path) -> None:
     """What `check --deep` and `load` do."""
     from bitplan.runtime.packed.read_packed import read_packed
     from bitplan.store import open_tensors
     from bitplan.store.checks.deep_check import deep_check
 
-    manifest = Manifest.from_document({"version": 1, "patterns": [{"regex": ".*", "format": "float32"}]})
     with open_tensors(path) as file:
-        deep_check(manifest, file)
+        deep_check(ANY_FORMAT, file)
     read_packed(path)
 
 
-PAIRS: dict[str, Any] = {
-    "version": 1,
-    "formats": {"FP4": {}, "UE8": {}},
-    "patterns": [
-        {"regex": ".*blocks", "format": "FP4"},
-        {"regex": ".*scales", "format": "UE8"},
-        {"regex": ".*", "format": "float32"},
-    ],
-    "block_size": 128,
-    "scale_encoding": "linear_uint8",
-    "scale_base": "tensor",
-}
+PAIRS = Manifest.from_document(
+    {
+        "version": 1,
+        "formats": {"FP4": {}, "UE8": {}},
+        "patterns": [
+            {"regex": ".*blocks", "format": "FP4"},
+            {"regex": ".*scales", "format": "UE8"},
+            {"regex": ".*", "format": "float32"},
+        ],
+        "block_size": 128,
+        "scale_encoding": "linear_uint8",
+        "scale_base": "tensor",
+    }
+)
 
 
 def make_pairs(folder: Path) -> list[Path]:
@@ -229,16 +233,17 @@ def read_pairs(path: Path) -> None:
     from bitplan.store import open_tensors
     from bitplan.store.checks.deep_check import deep_check
 
-    manifest = Manifest.from_document(PAIRS)
     with open_tensors(path) as file:
-        deep_check(manifest, file)
-    read_packed(path, manifest=manifest)
+        deep_check(PAIRS, file)
+    read_packed(path, manifest=PAIRS)
 
 
 def make_gpt_oss(naming: str, damaged: str) -> Callable[[Path], list[Path]]:
     def make(folder: Path) -> list[Path]:
-        from bitplan.store.gpt_oss import make_checkpoint
+        from bitplan.store.gpt_oss import check, make_checkpoint
 
+        # The package's own manifest takes longer to read than a damaged file, and is the same for each.
+        check.shipped_manifest = functools.cache(check.shipped_manifest)  # type: ignore[attr-defined]
         sizes = {"layers": 1, "experts": 2, "hidden": 64, "intermediate": 64, "heads": 2, "kv_heads": 1, "vocab": 8}
         path = folder / damaged if naming == "gguf" else folder / "model"
         make_checkpoint(path, naming=naming, head_dim=32, **sizes)  # type: ignore[arg-type]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import time
 from pathlib import Path
 
 import pytest
@@ -22,6 +21,7 @@ from bitplan.plan import (
 )
 from bitplan.plan.manifest import _KEYS, _RULE_KEYS, _TAG_KEYS
 from bitplan.plan.roles import guess_role
+from tests.limits import assert_quick
 
 RAW = {
     "embedding.weight": "BF16",
@@ -198,12 +198,13 @@ def test_resolve_does_not_depend_on_the_order_of_tensors():
 
 
 def test_a_rule_that_would_backtrack_for_ever_is_answered():
-    started = time.perf_counter()
-    manifest = Manifest.from_document(
-        rules(("(a+)+$", "int8"), ("(a|a)*b", "int8"), ("(.*)*x", "int8"), (".*", "int4"))
-    )
-    assert manifest.resolve({"a" * 5000 + "!": (2,)})["a" * 5000 + "!"].format == "int4"
-    assert time.perf_counter() - started < 2
+    def answer():
+        manifest = Manifest.from_document(
+            rules(("(a+)+$", "int8"), ("(a|a)*b", "int8"), ("(.*)*x", "int8"), (".*", "int4"))
+        )
+        assert manifest.resolve({"a" * 5000 + "!": (2,)})["a" * 5000 + "!"].format == "int4"
+
+    assert_quick(answer, seconds=2)
 
 
 def test_padding_goes_into_the_plan_and_its_document(tmp_path):
@@ -224,15 +225,17 @@ def test_a_hostile_manifest_of_20_kilobytes_is_answered_in_a_second(regex):
     count = min(1000, 20_000 // (len(regex) + 30))
     document = rules(*((regex.replace("{n}", str(n)), ("int8", "int4")[n % 2]) for n in range(count)))
     headers = {f"model.layers.{n}.mlp.down_proj.weight": ("bfloat16", (64, 64), 8192) for n in range(500)}
-    started = time.process_time()
-    try:
-        check_headers(Manifest.from_document(document), headers)
-    except ManifestError as error:
-        message = str(error)
-    else:
-        message = "answered"
-    assert "more than" in message or "too large" in message or message == "answered"
-    assert time.process_time() - started < 1
+
+    def answer():
+        try:
+            check_headers(Manifest.from_document(document), headers)
+        except ManifestError as error:
+            message = str(error)
+        else:
+            message = "answered"
+        assert "more than" in message or "too large" in message or message == "answered"
+
+    assert_quick(answer, seconds=1)
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ pytest.importorskip("triton")
 
 from bitplan.formats.fp8 import cast_reference, pad_rows
 from bitplan.runtime.fp8.layers.linear import Fp8Linear
-from bitplan.runtime.fp8.layers.shared_amax import agreed_linear, shared_amax_cast
+from bitplan.runtime.fp8.layers.shared_amax import shared_amax_cast, shared_amax_linear
 from bitplan.runtime.fp8.recipe import Fp8LayerError, Fp8Recipe
 
 HERE = pytest.param("cuda", marks=pytest.mark.gpu)
@@ -65,8 +65,8 @@ def test_a_share_without_rows_still_takes_part(device) -> None:
 def test_autocast_casts_the_input_as_in_a_whole_layer() -> None:
     layer, x = Fp8Linear(64, 32, recipe=Fp8Recipe("tensorwise")), torch.randn(5, 64)
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        found = agreed_linear(x, layer, divided=("weight", "grad"), largest=lambda bits: bits)
+        found = shared_amax_linear(x, layer, divided=("weight", "grad"), largest=lambda bits: bits)
         assert found.dtype == torch.bfloat16
         assert torch.equal(found, layer(x))
     with pytest.raises(Fp8LayerError, match="a layer of 64 inputs takes"):
-        agreed_linear(torch.randn(5, 32), layer, divided=("weight", "grad"), largest=lambda bits: bits)
+        shared_amax_linear(torch.randn(5, 32), layer, divided=("weight", "grad"), largest=lambda bits: bits)
