@@ -104,7 +104,7 @@ def is_update_due(state: PolicyState, step: int, config: SelectivePrecisionConfi
 def compute_hints(
     state: PolicyState, step: int, config: SelectivePrecisionConfig, evidence: Evidence = NO_EVIDENCE
 ) -> tuple[PolicyState, Hints]:
-    """Decide each precision after `step`; return it and the new state. Between updates nothing changes."""
+    """Decide every block's precision after `step`; return them with the new state. Between updates none changes."""
     if state.last_update_step is not None and step < state.last_update_step:
         raise SelectiveError(
             f"step {step} is before the last update at step {state.last_update_step}: steps must go up"
