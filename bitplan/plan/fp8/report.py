@@ -31,16 +31,7 @@ from typing import Any
 from bitplan.documents import EVIDENCE, FLAG, LIST, NAME, OBJECT, SIZE, TEXT, Kind, Reader, is_number, one_of, show
 from bitplan.errors import FileFormatError
 from bitplan.formats.fp8_recipes import RECIPES
-from bitplan.plan.fp8.terms import (
-    COUNT,
-    GEMMS,
-    GROUPED_KINDS,
-    KIND,
-    LOCAL_SHAPE,
-    PARTS,
-    PRECISIONS,
-    ReportError,
-)
+from bitplan.plan.fp8.terms import COUNT, GEMMS, GROUPED_KINDS, KIND, LOCAL_SHAPE, PARTS, PRECISIONS, ReportError
 from bitplan.records import MAX_JSON_BYTES, parse_json, write_json
 
 DOCUMENT = "bitplan-fp8-report"
