@@ -108,7 +108,7 @@ def cast_reference(x_RC: Tensor, scaling: str, fp8: str = "e4m3", eps: float = 0
     else:
         stored = scale = scale_of_amax(amax, fp8, power_of_two=block.power_of_two)
     codes = round_to_fp8(blocks * (1.0 / scale), fp8)
-    return ScaledFp8(_out_of_blocks(codes, x.shape), _arrange_scale(stored, x.shape, scaling), scaling)
+    return ScaledFp8(codes.reshape(x.shape).contiguous(), _arrange_scale(stored, x.shape, scaling), scaling)
 
 
 def scale_of_amax(amax: Tensor, fp8: str = "e4m3", *, power_of_two: bool = False) -> Tensor:
@@ -135,7 +135,7 @@ def decode_scaled(operand: ScaledFp8, dtype: torch.dtype = torch.float32) -> Ten
     scale = _E8M0.load(operand.scale, None) if block.as_byte else operand.scale
     if block.cols is not None:
         scale = scale[:, None, :, None]
-    return _out_of_blocks(blocks * scale.to(wide), operand.shape).to(dtype)
+    return (blocks * scale.to(wide)).reshape(operand.shape).contiguous().to(dtype)
 
 
 def check_castable(x_RC: Tensor, scaling: str, fp8: str) -> None:
@@ -173,10 +173,6 @@ def _in_blocks(x_RC: Tensor, block: ScaleBlock) -> Tensor:
         return x_RC
     rows, cols = x_RC.shape
     return x_RC.reshape(rows // block.rows, block.rows, cols // block.cols, block.cols)
-
-
-def _out_of_blocks(blocks: Tensor, shape: torch.Size | tuple[int, int]) -> Tensor:
-    return blocks.reshape(shape).contiguous()
 
 
 def _amax(blocks: Tensor, block: ScaleBlock) -> Tensor:

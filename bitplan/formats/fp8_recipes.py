@@ -110,18 +110,11 @@ def expert_recipes() -> tuple[str, ...]:
     return tuple(name for name, recipe in RECIPES.items() if recipe.experts is not None)
 
 
+_BLOCK_SCALES = "needs hardware with block scales (compute capability 10.0)"
 for _row in (
     Recipe("tensorwise", "tensor", "tensor", 16, "vector", (8, 9)),
     Recipe("rowwise", "row", "row", 16, "vector", (8, 9)),
     Recipe("blockwise", "1x128", "128x128", BLOCK, "block", (9, 0), "was built for compute capability 9.0 and later"),
-    Recipe(
-        "mxfp8",
-        "1x32",
-        "1x32",
-        MX_BLOCK,
-        capability=(10, 0),
-        needs="needs hardware with block scales (compute capability 10.0)",
-        instead="blockwise",
-    ),
+    Recipe("mxfp8", "1x32", "1x32", MX_BLOCK, None, (10, 0), _BLOCK_SCALES, "blockwise"),
 ):
     register_recipe(_row)

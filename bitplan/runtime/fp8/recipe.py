@@ -3,14 +3,9 @@
     recipe = Fp8Recipe("blockwise", fp8="hybrid", eps=AmaxEps.from_environment(os.environ))
     gemms = GemmChoice(fprop="blockwise", dgrad="tensorwise", wgrad="bf16")    # or GemmChoice.all("blockwise")
 
-tensorwise   one scale a tensor, of its present values (current scaling): a read for the maximum, then the cast
-rowwise      one scale a row of each operand, so a column for the transposed one
-blockwise    one scale for 1x128 numbers of activations and gradients, for 128x128 of weights: one read
-mxfp8        one power of two for 1x32 numbers; the hardware must have it (Blackwell), a CPU emulates it
-
-A recipe says how an operand is scaled; a `GemmChoice` names the recipe of each of the three products, or "bf16", so
-recipes can be mixed where they were measured to win. The recipe's own name is what `GemmChoice.all` is given where a
-layer gets none.
+A recipe says how an operand is scaled (`formats.fp8_recipes` has the table); a `GemmChoice` names the recipe of each of
+the three products, or "bf16", so recipes can be mixed where they were measured to win. The recipe's own name is what
+`GemmChoice.all` is given where a layer gets none.
 
 Fast accumulation: Hopper's tensor cores keep about 14 bits of a running FP8 sum, and only without "fast accumulation"
 move it to float32 every few steps. A product over k numbers then carries a relative error of up to about

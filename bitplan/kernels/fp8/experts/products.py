@@ -39,13 +39,7 @@ from torch import Tensor
 from bitplan.errors import FormatError
 from bitplan.formats.fp8 import FP8_DTYPES, cast_reference, pad_rows, scale_of_amax, scaling_of
 from bitplan.formats.fp8_recipes import BLOCK, RECIPES
-from bitplan.kernels.fp8.experts.layout import (
-    GLUON_COLS,
-    TILE_ROWS,
-    GroupedFp8,
-    GroupLayout,
-    scale_kind,
-)
+from bitplan.kernels.fp8.experts.layout import GLUON_COLS, TILE_ROWS, GroupedFp8, GroupLayout, scale_kind
 
 if TYPE_CHECKING:
     from bitplan.kernels.fp8.experts.triton_products import GroupedLaunch

@@ -138,15 +138,16 @@ class GroupedLinear(nn.Module):
 
 
 def find_weight_casts(
-    weight: Tensor, recipe: str, eps: float, *, rows: bool, cols: bool, reuse: bool
+    weight: Tensor, recipe: str, call: _Call, *, rows: bool, cols: bool
 ) -> tuple[GroupedFp8, GroupedFp8]:
     """The layouts asked for, as they lie and transposed; kept with the casts of all other weights."""
+    eps = call.recipe.eps.weight
 
     def make(rows: bool, cols: bool) -> tuple[GroupedFp8 | None, GroupedFp8 | None]:
         guess = guess_for(recipe, weight, WEIGHT, experts=weight.shape[0])
         return kernels.cast_experts(weight.detach(), recipe, eps, rows=rows, cols=cols, guess=guess)
 
-    return derived_layouts(weight, ("grouped " + recipe, eps), make, rows=rows, cols=cols, reuse=reuse)
+    return derived_layouts(weight, ("grouped " + recipe, eps), make, rows=rows, cols=cols, reuse=call.reuse)
 
 
 @dataclass(frozen=True)
@@ -160,12 +161,10 @@ class _Call:
     reuse: bool
 
     def weight_rows(self, weight: Tensor, *, with_cols: bool) -> GroupedFp8:
-        eps, reuse = self.recipe.eps.weight, self.reuse
-        return find_weight_casts(weight, self.gemms.fprop, eps, rows=True, cols=with_cols and reuse, reuse=reuse)[0]
+        return find_weight_casts(weight, self.gemms.fprop, self, rows=True, cols=with_cols and self.reuse)[0]
 
     def weight_cols(self, weight: Tensor) -> GroupedFp8:
-        eps, reuse = self.recipe.eps.weight, self.reuse
-        return find_weight_casts(weight, self.gemms.dgrad, eps, rows=False, cols=True, reuse=reuse)[1]
+        return find_weight_casts(weight, self.gemms.dgrad, self, rows=False, cols=True)[1]
 
     def tokens(
         self, x: Tensor, rows_by: str, cols_by: str, fp8: str, eps: float, weight: Tensor, role: str

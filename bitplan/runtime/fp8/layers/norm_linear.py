@@ -10,7 +10,7 @@ Parameters: `norm.weight`, `norm.bias` (LayerNorm with bias), `weight`, `bias`.
 
 from __future__ import annotations
 
-from typing import Self
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -52,23 +52,12 @@ class Fp8NormLinear(Fp8Linear):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        super().__init__(
-            in_features,
-            out_features,
-            bias,
-            recipe=recipe,
-            gemms=gemms,
-            reuse_weight_cast=reuse_weight_cast,
-            device=device,
-            dtype=dtype,
-        )
+        made: dict[str, Any] = {"device": device, "dtype": dtype}
+        how: dict[str, Any] = {"recipe": recipe, "gemms": gemms, "reuse_weight_cast": reuse_weight_cast}
+        super().__init__(in_features, out_features, bias, **how, **made)
         with_bias = norm == "layer" if norm_bias is None else norm_bias
-        self._set_norm(
-            norm,
-            norm_eps,
-            nn.Parameter(torch.ones(in_features, device=device, dtype=dtype)),
-            nn.Parameter(torch.zeros(in_features, device=device, dtype=dtype)) if with_bias else None,
-        )
+        weight = nn.Parameter(torch.ones(in_features, **made))
+        self._set_norm(norm, norm_eps, weight, nn.Parameter(torch.zeros(in_features, **made)) if with_bias else None)
 
     @classmethod
     def from_modules(

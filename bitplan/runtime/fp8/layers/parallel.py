@@ -29,6 +29,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -82,12 +83,11 @@ class ColumnParallel(_Parallel):
     def forward(self, x: Tensor, *more: Tensor) -> Tensor:
         x = sum_backward(x, self.group)
         if self.agree:
-            return shared_amax_linear(x, self.local, divided=("weight", "grad"), largest=self._largest)
+            return shared_amax_linear(
+                x, self.local, divided=("weight", "grad"), largest=partial(_largest, group=self.group)
+            )
         y: Tensor = self.local(x, *more)
         return y
-
-    def _largest(self, bits: Tensor) -> Tensor:
-        return _largest(bits, self.group)
 
 
 class RowParallel(_Parallel):
@@ -104,14 +104,13 @@ class RowParallel(_Parallel):
 
     def forward(self, x: Tensor, *more: Tensor) -> Tensor:
         if self.agree:
-            y = shared_amax_linear(x, self.local, divided=("input", "weight"), largest=self._largest)
+            y = shared_amax_linear(
+                x, self.local, divided=("input", "weight"), largest=partial(_largest, group=self.group)
+            )
         else:
             y = self.local(x, *more)
         y = sum_forward(y, self.group)
         return y if self.bias is None else y + self.bias.to(y.dtype)
-
-    def _largest(self, bits: Tensor) -> Tensor:
-        return _largest(bits, self.group)
 
 
 class ExpertParallel(nn.Module):

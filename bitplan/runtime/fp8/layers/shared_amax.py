@@ -69,16 +69,7 @@ class SharedAmax(WeightSource):
         self.divided, self.largest = divided, largest
 
     def cast(
-        self,
-        x: Tensor,
-        recipe: str,
-        fp8: str,
-        eps: float,
-        weight: Tensor,
-        role: str,
-        *,
-        rows: bool = True,
-        cols: bool = True,
+        self, x: Tensor, recipe: str, fp8: str, eps: float, weight: Tensor, role: str, *, rows: bool, cols: bool
     ) -> CastPair:
         if not self._shares(recipe, role):
             return super().cast(x, recipe, fp8, eps, weight, role, rows=rows, cols=cols)
@@ -99,8 +90,5 @@ class SharedAmax(WeightSource):
 
     def _weight(self, weight: Tensor, recipe: str, eps: float) -> tuple[ScaledFp8, ScaledFp8]:
         """Both layouts, kept while the weight does not change: all processes change it in the same step."""
-
-        def make(_rows: bool, _cols: bool) -> CastPair:
-            return shared_amax_cast(weight, "e4m3", eps, self.largest, is_weight=True)
-
+        make = lambda *_: shared_amax_cast(weight, "e4m3", eps, self.largest, is_weight=True)
         return derived_layouts(weight, ("shared amax " + recipe, eps), make, rows=True, cols=True, reuse=self.reuse)

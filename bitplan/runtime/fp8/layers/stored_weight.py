@@ -36,7 +36,7 @@ def store_in_fp8(layer: Any) -> None:
     recipe = storage_recipe(layer)
     if layer.weight.device.type == "meta":
         codes = layer.weight.new_empty(layer.weight.shape, dtype=torch.float8_e4m3fn)
-        scale = empty_scale(_shape(layer), scaling_of(recipe, is_weight=True), layer.weight.device)
+        scale = empty_scale(layer.weight.shape, scaling_of(recipe, is_weight=True), layer.weight.device)
     else:
         cast = cast_layouts(layer.weight.detach(), recipe, eps=layer.recipe.eps.weight, is_weight=True, cols=False).rows
         assert cast is not None
@@ -124,12 +124,8 @@ class StoredWeight(WeightSource):
 
     def cols(self, weight: Tensor, recipe: str, eps: float) -> ScaledFp8:
         """The weight's transpose, made once for each state of the weight."""
-
-        def make(_rows: bool, _cols: bool) -> tuple[None, ScaledFp8]:
-            return None, transposed(self.stored)
-
-        how = ("stored " + recipe, eps)
-        found: ScaledFp8 = derived_layouts(weight, how, make, rows=False, cols=True, reuse=self.reuse)[1]
+        how, make = ("stored " + recipe, eps), lambda *_: (None, transposed(self.stored))
+        found: ScaledFp8 = derived_layouts(weight, how, make, rows=False, cols=True, reuse=True)[1]
         return found
 
     def plain(self, weight: Tensor, dtype: torch.dtype) -> Tensor:
@@ -143,7 +139,3 @@ def transposed(weight: ScaledFp8) -> ScaledFp8:
         return ScaledFp8(codes, weight.scale, weight.scaling)
     scale = empty_scale((codes.shape[0], codes.shape[1]), weight.scaling, codes.device)
     return ScaledFp8(codes, scale.copy_(weight.scale.t()), weight.scaling)
-
-
-def _shape(layer: Any) -> tuple[int, int]:
-    return layer.weight.shape[0], layer.weight.shape[1]

@@ -36,16 +36,7 @@ class WeightSource:
         return weight
 
     def cast(
-        self,
-        x: Tensor,
-        recipe: str,
-        fp8: str,
-        eps: float,
-        weight: Tensor,
-        role: str,
-        *,
-        rows: bool = True,
-        cols: bool = True,
+        self, x: Tensor, recipe: str, fp8: str, eps: float, weight: Tensor, role: str, *, rows: bool, cols: bool
     ) -> CastPair:
         """The input or the output's gradient, which `role` says, for its products with the weight or beside it."""
         return cast_layouts(x, recipe, fp8, eps, rows=rows, cols=cols, guess=guess_for(recipe, weight, role, fp8))
@@ -55,12 +46,14 @@ class WeightSource:
     ) -> tuple[ScaledFp8 | None, ScaledFp8 | None]:
         """A tensor for its two products: one cast where they go by one recipe, one each where they do not."""
         if rows_by == cols_by:
-            return self.cast(x, rows_by, fp8, eps, weight, role) if rows_by != BF16 else (None, None)
+            if rows_by == BF16:
+                return None, None
+            return self.cast(x, rows_by, fp8, eps, weight, role, rows=True, cols=True)
         rows = cols = None
         if rows_by != BF16:
-            rows = self.cast(x, rows_by, fp8, eps, weight, role, cols=False).rows
+            rows = self.cast(x, rows_by, fp8, eps, weight, role, rows=True, cols=False).rows
         if cols_by != BF16:
-            cols = self.cast(x, cols_by, fp8, eps, weight, role, rows=False).cols
+            cols = self.cast(x, cols_by, fp8, eps, weight, role, rows=False, cols=True).cols
         return rows, cols
 
 
