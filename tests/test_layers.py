@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator, Mapping
+import functools
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
@@ -50,20 +50,24 @@ def name_of(path: Path) -> str:
 MODULES = {name_of(path): path for path in sorted(PACKAGE.rglob("*.py"))}
 
 
-def imported(source: str, modules: Mapping[str, object] = MODULES) -> Iterator[str]:
+@functools.cache
+def imported(source: str) -> tuple[str, ...]:
     """The modules of bitplan that a module imports, at the top, for its types, or inside a function."""
+    names: list[str] = []
     for node in ast.walk(ast.parse(source)):
-        names = []
         if isinstance(node, ast.Import):
-            names = [alias.name for alias in node.names]
+            names += [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom) and node.module:
-            names = [f"{node.module}.{alias.name}" for alias in node.names]
-        for name in names:
-            if name == "bitplan" or name.startswith("bitplan."):
-                inner = name.removeprefix("bitplan").lstrip(".")
-                while inner and inner not in modules:
-                    inner = inner.rpartition(".")[0]
-                yield inner
+            names += [f"{node.module}.{alias.name}" for alias in node.names]
+    return tuple(_module_of(name) for name in names if name == "bitplan" or name.startswith("bitplan."))
+
+
+def _module_of(name: str) -> str:
+    """store.files for bitplan.store.files.anything."""
+    inner = name.removeprefix("bitplan").lstrip(".")
+    while inner and inner not in MODULES:
+        inner = inner.rpartition(".")[0]
+    return inner
 
 
 def is_within(name: str, room: str) -> bool:

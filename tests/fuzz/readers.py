@@ -78,7 +78,7 @@ READERS = [
     Reader("safetensors index", "containers", make_index, read_all),
     Reader("gguf", "containers", make_gguf, read_gguf),
     Reader("split gguf", "containers", make_split_gguf, read_all),
-    Reader("network", "containers", make_networks, read_network),
+    Reader("network", "containers", make_networks, read_network, 0.5),
     Reader("packed model", "containers", make_packed, read_packed_file),
     Reader("codes and scales", "containers", make_pairs, read_pairs),
     Reader("gpt-oss config", "containers", make_gpt_oss("hf", "config.json"), read_gpt_oss, 0.2),
@@ -103,6 +103,6 @@ READERS = [
     Reader("fp8 list report", "fp8", make_list_report, read_list_report),
     Reader("fp8 model config", "fp8", make_configs, read_fp8_model),
     Reader("fp8 model yaml", "fp8", make_yaml, read_fp8_model, 0.5),
-    Reader("report: samples", "report", make_records, read_record, 0.4),
+    Reader("report: samples", "report", make_records, read_record, 0.2),
     *(Reader(f"report: {page}", "report", example(page), read_record, 0.4) for page in RECORDS),
 ]

@@ -210,7 +210,7 @@ json_values = st.recursive(
 )
 
 
-@settings(deadline=None, max_examples=150)
+@settings(deadline=None, max_examples=80)
 @given(st.data(), json_values)
 def test_whatever_is_in_the_file_the_answer_is_a_state_or_one_clear_error(data, value):
     """Some part of a good document replaced by anything: refused in one line, or read and fit to go on with."""
