@@ -183,13 +183,13 @@ def judge_packed(cells, node, reals, goes_left, features, bins, scales, rules, p
                     if gain > best and rows >= least_rows and total_rows - rows >= least_rows:
                         heavy = left_hess >= least_hess and right_hess >= least_hess
                         if heavy and left_all > 0.0 and right_all > 0.0:
-                            place, best = i, gain
+                            place, best = np.int64(i), gain
                             lower = np.float32(-gain * QUICK_CAUTION * unit)
                             least = lower if lower < least else least
             gain = best - before
             if place >= 0 and gain > least_gain and gain > best_gain:
                 best_gain, best_feature, best_bin, best_cell = gain, feature, place, prefixes[U(place)] + more
-                best_left = missing_left if has_missing else np.int64(2 * (best_cell & 0xFFFF) >= total_rows)
+                best_left = np.int64(missing_left) if has_missing else np.int64(2 * (best_cell & 0xFFFF) >= total_rows)
     node[LEFT_GRAD], node[LEFT_HESS] = best_cell >> 40, (best_cell >> 16) & 0xFFFFFF
     node[LEFT_ROWS], node[FEATURE] = best_cell & 0xFFFF, best_feature
     node[BIN], node[MISSING_LEFT], reals[GAIN] = best_bin, best_left, best_gain
@@ -271,7 +271,7 @@ def judge(  # type: ignore[no-untyped-def]
                         if candidate > gain and count_left >= least_rows and sums[2] - count_left >= least_rows:
                             heavy = left_hess >= rules[MIN_WEIGHT] and right_hess >= rules[MIN_WEIGHT]
                             if heavy and left_all > 0.0 and right_all > 0.0:
-                                place, gain = i, candidate
+                                place, gain = np.int64(i), candidate
                                 lower = -candidate * CAUTION * unit
                                 least_bar = lower if lower < least_bar else least_bar
             else:
