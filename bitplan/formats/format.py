@@ -23,6 +23,7 @@ from bitplan.formats.scales.rules import (
     ScaleRule,
     ScaleStorage,
     limit_of_blocks,
+    power_of_two_scale,
     reciprocal,
     scale_of_limit,
 )
@@ -108,13 +109,10 @@ class Format:
         return limit_of_blocks(blocks, rule, gauss=self.element.gauss, percentile=percentile)
 
     def scale_for(self, limit: Tensor) -> Tensor:
-        """The scale, before it is stored, that puts `limit` on the element's largest code."""
-        import torch
-
+        """The scale wanted for a block whose largest magnitude is `limit`, before it is stored."""
         assert self.element is not None
-        if self.power_of_two_scales:  # OCP: 2^(floor(log2 limit) - floor(log2 largest code))
-            exponent = torch.frexp(limit).exponent - math.frexp(self.element.limit)[1]
-            return torch.where(limit > 0, torch.ldexp(torch.ones_like(limit), exponent), 0.0)
+        if self.power_of_two_scales:
+            return power_of_two_scale(limit, self.element.limit)
         return scale_of_limit(limit, self.element.limit)
 
     def quantize(

@@ -29,8 +29,8 @@ from bitplan.errors import MeasureError
 from bitplan.measure.quality.perplexity import windows_of
 from bitplan.optional import require
 from bitplan.store.files.headers import check_model_source
-from bitplan.store.files.native_tensors import NativeTensors
 from bitplan.store.files.open_files import open_tensors
+from bitplan.store.files.safetensors_tensors import NativeTensors
 from bitplan.store.files.tensor_file import TensorFile
 from bitplan.store.models.transformers_names import (
     REPORTED,

@@ -1,5 +1,7 @@
 """PackedWeight: an Encoded weight as a module, so that it moves, saves and loads with the model that holds it.
 
+It lies beside `packed/`, because streaming has to know it too.
+
 Its parts are buffers (`weight.data`, `weight.scales`, ...). Codes and scales are bytes with a meaning of their own:
 `model.half()` or `model.to(torch.bfloat16)` must not touch them, so `_apply` shows every function a byte view, which
 dtype casts leave alone and device moves carry along.

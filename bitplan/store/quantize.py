@@ -23,9 +23,9 @@ from bitplan.plan import Plan
 from bitplan.plan.choose import Wanted
 from bitplan.records import atomic_folder, check_output_folder, write_json
 from bitplan.store.files.headers import plan_for_file
-from bitplan.store.files.native_tensors import NativeTensors, part_name
 from bitplan.store.files.open_files import container_for, open_tensors, require_container, write_tensors
 from bitplan.store.files.safetensors import INDEX_SUFFIX
+from bitplan.store.files.safetensors_tensors import NativeTensors, part_name
 from bitplan.store.files.tensor_file import Promise, TensorFile, TensorSpec, Writer
 
 MOST_NAMES_SHOWN = 6

@@ -19,7 +19,7 @@ from bitplan.formats import get_format
 from bitplan.measure.calibration import CalibrationResult
 from bitplan.plan import Manifest, Plan
 from bitplan.plan.plan import Choice, Planned, combine
-from bitplan.plan.selective.choice import Candidate, choose_low_set
+from bitplan.plan.selective.low_set import Candidate, choose_low_set
 from bitplan.runtime.selective.run_calibration import run_calibration
 
 EIGHT_BITS = ("int8_row", "fp8_e4m3_row")

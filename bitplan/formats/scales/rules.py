@@ -1,9 +1,11 @@
 """Scales: how a block's scale is stored, and the rules that choose it.
 
-A rule gives each block a `limit`, the magnitude that lands on the element's largest code; the scale is
-limit / element.limit, stored in the narrow type that the format names, and numbers are
-quantized against the scale *as stored*. A scale below the smallest normal number (2^-126, or 2^-1022 where scales
-are float64) is stored as zero and its block as zeros: the reciprocal of anything much smaller would overflow.
+A rule gives each block a `limit`, the magnitude that lands on the element's largest code. The scale is limit / largest
+code (`scale_of_limit`); where scales are powers of two (mxfp4, mxfp8) it is OCP's 2^(floor(log2 limit) - floor(log2
+largest code)) (`power_of_two_scale`), and the largest numbers of a block may saturate. It is stored in the narrow type
+that the format names, and numbers are quantized against the scale *as stored*. A scale below the smallest normal number
+(2^-126, or 2^-1022 where scales are float64) is stored as zero and its block as zeros: the reciprocal of anything much
+smaller would overflow.
 
 Rules: `absmax` the largest |x| (default) · `absmean` a fixed multiple of mean |x|, best for
 Gaussian numbers · `percentile` that quantile of |x| · `mse` the multiple of absmax with the smallest squared error,
@@ -104,6 +106,14 @@ def divided(x: Tensor, number: float) -> Tensor:
     import torch
 
     return x / torch.full((), number, dtype=x.dtype, device=x.device)
+
+
+def power_of_two_scale(limit: Tensor, largest_code: float) -> Tensor:
+    """OCP Microscaling's rule: 2^(floor(log2 limit) - floor(log2 largest code)); ggml's own is in `gguf_rules`."""
+    import torch
+
+    exponent = torch.frexp(limit).exponent - math.frexp(largest_code)[1]
+    return torch.where(limit > 0, torch.ldexp(torch.ones_like(limit), exponent), 0.0)
 
 
 def scale_of_limit(limit: Tensor, largest_code: float) -> Tensor:

@@ -1,5 +1,7 @@
 """Which precision each block gets next: pure functions of (state, statistics, config), every answer with its reason.
 
+`runtime.selective.policy` asks at each step. A unit is what is decided on: a block, or one layer of it.
+
 In order of precedence: the force lists; the mode (off and static leave all else bf16); an open trial, which freezes
 everything; warm-up and update interval; then the scores. With `scoring="gradient"`:
 
@@ -22,8 +24,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple, cast
 
-from bitplan.plan.selective.choice import Candidate, TransferFacts, choose_low_set
 from bitplan.plan.selective.config import Precision, SelectiveError, SelectivePrecisionConfig
+from bitplan.plan.selective.low_set import Candidate, TransferFacts, choose_low_set
 from bitplan.plan.selective.score import average_stats, compute_sensitivity_score, estimate_damage
 from bitplan.plan.selective.state import PolicyState, UnitState
 

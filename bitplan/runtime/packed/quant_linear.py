@@ -1,4 +1,4 @@
-"""QuantLinear: a linear layer over a packed weight, and its gradients.
+"""QuantLinear: a linear layer over a packed weight, and its gradients. `apply_plan` makes them.
 
     y = x @ decode(weight).T + bias
 
@@ -7,7 +7,7 @@ pass through it to what comes before. The backward expands the weight again, or 
 keeps, in the same pieces as the forward. It is itself differentiable, so second derivatives exist.
 
 eager, decode and tile_cache give F.linear on decoded weights, computed in float32 on a CPU and rounded once to the
-input's type; fused states its own bound (cpu_matmul, triton_matmul). Under autocast the input is cast as F.linear's
+input's type; fused states its own bound (`kernels.matmul`: cpu_matmul, fused_few_rows). Under autocast the input is cast as F.linear's
 would be. torch.compile runs the layer as it is, between graphs.
 """
 

@@ -32,7 +32,6 @@ from torch import Tensor
 from bitplan.documents import OBJECT, SIZE, Kind, Reader, is_number, load_document, one_of
 from bitplan.measure.calibration import CalibrationResult
 from bitplan.measure.gradients.statistics import GradStatsCollector
-from bitplan.plan.selective.choice import TransferFacts
 from bitplan.plan.selective.conductor import HeuristicPolicyBridge, Phase
 from bitplan.plan.selective.config import PRECISIONS, SelectiveError, SelectiveFileError, SelectivePrecisionConfig
 from bitplan.plan.selective.decide import (
@@ -45,6 +44,7 @@ from bitplan.plan.selective.decide import (
     is_update_due,
 )
 from bitplan.plan.selective.feedback import begin_trial, judge_trial
+from bitplan.plan.selective.low_set import TransferFacts
 from bitplan.plan.selective.state import PolicyState, observe, state_from_document, state_to_document
 from bitplan.records import write_json
 from bitplan.runtime.evaluation import evaluating

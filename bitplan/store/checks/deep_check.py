@@ -29,7 +29,6 @@ from bitplan.plan.names import natural_order
 from bitplan.plan.roles import guess_role
 from bitplan.store.checks.scale_findings import OnBytes, check_packed, index_of
 from bitplan.store.files.gguf_tensors import GGUFTensors
-from bitplan.store.files.native_tensors import NativeTensors
 from bitplan.store.files.packed_rows import (
     PackedTensor,
     base_fault,
@@ -40,6 +39,7 @@ from bitplan.store.files.packed_rows import (
     scales_name,
     spans,
 )
+from bitplan.store.files.safetensors_tensors import NativeTensors
 from bitplan.store.files.tensor_file import TensorFile, TensorSpec
 
 # Where ggml's blocks hold float16 scales (and minimums), as byte offsets; ggml-common.h.

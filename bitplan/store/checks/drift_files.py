@@ -20,9 +20,9 @@ from bitplan.formats.quantization_error import Similarity, similarity
 from bitplan.formats.scales.checks import scale_health
 from bitplan.kernels import decode
 from bitplan.store.checks.drift_log import DriftRow
-from bitplan.store.files.native_tensors import NativeTensors
 from bitplan.store.files.open_files import open_tensors
 from bitplan.store.files.packed_rows import PackedTensor, packed_pair, packed_tensor, scales_name
+from bitplan.store.files.safetensors_tensors import NativeTensors
 from bitplan.store.files.tensor_file import TensorFile
 
 OnBytes = Callable[[int, str], None]

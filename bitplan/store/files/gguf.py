@@ -28,8 +28,8 @@ from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFValueType
 from bitplan.errors import FileFormatError, StoreError
 from bitplan.formats.dtypes import torch_dtype
 from bitplan.records import atomic_file
-from bitplan.store.files.container import ContainerFile, Payload, PayloadWriter
 from bitplan.store.files.gguf_values import STRUCT_CODES, GGUFArray, GGUFValue
+from bitplan.store.files.payloads import ContainerFile, Payload, PayloadWriter
 
 if TYPE_CHECKING:
     import torch

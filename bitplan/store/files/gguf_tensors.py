@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from bitplan.errors import StoreError
 from bitplan.formats.dtypes import dtype_name
-from bitplan.store.files.container import PayloadWriter
+from bitplan.store.files.payloads import PayloadWriter
 from bitplan.store.files.tensor_file import Container, Promise, TensorFile, TensorSpec, Writer
 
 if TYPE_CHECKING:

@@ -16,8 +16,8 @@ from typing import Any
 
 from bitplan.errors import FileFormatError, StoreError
 from bitplan.store.files.gguf_tensors import GGUF
-from bitplan.store.files.native_tensors import Safetensors
 from bitplan.store.files.poly_tensors import PolyJson
+from bitplan.store.files.safetensors_tensors import Safetensors
 from bitplan.store.files.tensor_file import Container, Promise, TensorFile, Writer
 
 HEAD_BYTES = 16

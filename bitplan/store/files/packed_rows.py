@@ -23,7 +23,7 @@ from bitplan.errors import FileFormatError, FormatError
 from bitplan.formats import Encoded, Format, get_format
 from bitplan.plan.check import base_names
 from bitplan.store.files.gguf_tensors import GGUFTensors
-from bitplan.store.files.native_tensors import NativeTensors, part_name
+from bitplan.store.files.safetensors_tensors import NativeTensors, part_name
 from bitplan.store.files.tensor_file import TensorFile
 
 PIECE_BYTES = 16 * 2**20

@@ -29,9 +29,9 @@ from bitplan.errors import FormatError
 from bitplan.formats import Encoded
 from bitplan.formats.scales.rules import ScaleRule
 from bitplan.kernels import decode, encode
-from bitplan.store.files.container import PayloadWriter
 from bitplan.store.files.gguf import write_gguf
 from bitplan.store.files.gguf_values import GGUFValue
+from bitplan.store.files.payloads import PayloadWriter
 from bitplan.store.files.safetensors import write_safetensors
 from bitplan.store.gpt_oss.experts import MXFP4, Matrix, group_experts, split_expert
 from bitplan.store.gpt_oss.layouts import GGUF_WIDE, Layout, LayoutTensor, list_slots

@@ -25,8 +25,8 @@ from bitplan.formats.dtypes import dtype_name
 from bitplan.kernels import decode
 from bitplan.plan import shipped_manifest
 from bitplan.store.files.gguf_tensors import GGUFTensors
-from bitplan.store.files.native_tensors import NativeTensors
 from bitplan.store.files.open_files import open_tensors
+from bitplan.store.files.safetensors_tensors import NativeTensors
 from bitplan.store.files.tensor_file import TensorFile
 from bitplan.store.gpt_oss.config import ARCHITECTURE
 from bitplan.store.gpt_oss.experts import DOWN, GATE_UP

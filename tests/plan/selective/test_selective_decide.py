@@ -11,7 +11,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bitplan.plan.selective.choice import TransferFacts
 from bitplan.plan.selective.config import SelectiveError, SelectivePrecisionConfig
 from bitplan.plan.selective.decide import (
     Evidence,
@@ -23,6 +22,7 @@ from bitplan.plan.selective.decide import (
     is_update_due,
     pick_low,
 )
+from bitplan.plan.selective.low_set import TransferFacts
 from bitplan.plan.selective.score import BlockGradStats, StepStats
 from bitplan.plan.selective.state import PolicyState, UnitState, observe
 

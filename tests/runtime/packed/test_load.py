@@ -27,9 +27,9 @@ from bitplan.runtime.packed.read_packed import read_packed
 from bitplan.runtime.packed.strategy import LayerError
 from bitplan.runtime.packed.tile_cache import TileCache
 from bitplan.store.checks.deep_check import deep_check
-from bitplan.store.files.container import ContainerFile
 from bitplan.store.files.gguf import GGUFFile, write_gguf
 from bitplan.store.files.open_files import open_tensors
+from bitplan.store.files.payloads import ContainerFile
 from bitplan.store.gpt_oss import GptOssFile, convert_gpt_oss, make_checkpoint
 from bitplan.store.gpt_oss import source as gpt_oss_source
 from bitplan.store.gpt_oss.make import DrawnCheckpoint

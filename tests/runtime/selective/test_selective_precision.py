@@ -12,9 +12,9 @@ import torch
 from torch import nn
 
 from bitplan.measure.calibration import CalibrationResult
-from bitplan.plan.selective.choice import TransferFacts
 from bitplan.plan.selective.conductor import HeuristicPolicyBridge, Phase, RuntimeLimitHints
 from bitplan.plan.selective.config import SelectiveError, SelectivePrecisionConfig
+from bitplan.plan.selective.low_set import TransferFacts
 from bitplan.runtime.selective.policy import SelectivePrecisionPolicy
 from bitplan.runtime.selective.telemetry import TelemetryError
 from bitplan.runtime.streaming.training.host_training import AdamWSettings

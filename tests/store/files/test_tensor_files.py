@@ -14,8 +14,8 @@ from bitplan.errors import BitplanError, FileFormatError, StoreError
 from bitplan.formats import Encoded, decode, encode, list_formats
 from bitplan.store.files.gguf import dequantizable_types
 from bitplan.store.files.gguf_tensors import GGUF_TYPES
-from bitplan.store.files.native_tensors import METADATA_KEY
 from bitplan.store.files.open_files import open_tensors, write_tensors
+from bitplan.store.files.safetensors_tensors import METADATA_KEY
 from bitplan.store.files.tensor_file import Promise
 
 FORMATS = [fmt.name for fmt in list_formats()]
