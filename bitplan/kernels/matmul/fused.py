@@ -72,9 +72,9 @@ class TritonOnCuda:
     name = "the Triton kernel"
 
     def __init__(self) -> None:
-        from bitplan.kernels.matmul import fused_few_rows as triton_matmul
+        from bitplan.kernels.matmul import fused_few_rows
 
-        self._kernel: Any = triton_matmul
+        self._kernel: Any = fused_few_rows
 
     def why_not(self, weight: Encoded, dtype: torch.dtype) -> str | None:
         if weight.fmt.name not in self._kernel.FUSED_FORMATS:
