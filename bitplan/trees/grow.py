@@ -274,7 +274,7 @@ class TreeGrower:
 
 
 class _Growth:
-    """One tree so far: tables of its nodes (`trees_split`), histograms of leaves that could be split, its queue, its
+    """One tree so far: tables of its nodes (`loops.split`), histograms of leaves that could be split, its queue, its
     threads.
 
     Threads call `take` one at a time, and expand what it gave them without a lock: they then touch only that node's

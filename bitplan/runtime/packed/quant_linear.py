@@ -7,7 +7,8 @@ pass through it to what comes before. The backward expands the weight again, or 
 keeps, in the same pieces as the forward. It is itself differentiable, so second derivatives exist.
 
 eager, decode and tile_cache give F.linear on decoded weights, computed in float32 on a CPU and rounded once to the
-input's type; fused states its own bound (`kernels.matmul`). Under autocast the input is cast as F.linear's would be. torch.compile runs the layer as it is, between graphs.
+input's type; fused states its own bound (`kernels.matmul`). Under autocast the input is cast as F.linear's would be.
+torch.compile runs the layer as it is, between graphs.
 """
 
 from __future__ import annotations
