@@ -14,7 +14,6 @@ in the queue's order, and their histograms summed in one step.
 from __future__ import annotations
 
 import threading
-from bisect import insort
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -26,6 +25,7 @@ from bitplan.trees.distributed.shards import ALONE, Shards
 from bitplan.trees.distributed.wire import HistogramSum
 from bitplan.trees.gradients import Array, Gradients
 from bitplan.trees.histogram import Histogram, HistogramBuilder
+from bitplan.trees.loops import nodes as queue
 from bitplan.trees.loops import rows as trees_rows
 from bitplan.trees.loops import split as kernels
 from bitplan.trees.loops.histogram import BINS
@@ -35,8 +35,6 @@ SHARED_ROWS = 2**17  # from here on all threads work on one node
 THREADS_FROM_ROWS = 2**13  # below, starting threads takes longer than they save
 ALL_ROWS = 2**62  # no node is too large
 NODES_A_STEP = 8  # that several processes expand together
-COMPLETE, SHARED, WAIT = -1, -2, -3  # what `take` says instead of a node
-OPEN, TAKEN, EXPANDED = range(3)  # how far a node has come
 FAR = 1.7976931348623157e308  # the threshold that only missing values are beyond
 
 
@@ -56,9 +54,6 @@ class GrowthRules:
     category_smoothing: float = 10.0
     category_l2: float = 10.0
 
-    def may_split(self, rows: int) -> bool:
-        return rows >= 2 and rows >= 2 * self.min_child_rows
-
     @property
     def numbers(self) -> Array:
         """In the order of `trees.loops.split`."""
@@ -71,6 +66,7 @@ class GrowthRules:
                 self.min_gain,
                 self.category_smoothing,
                 self.category_l2,
+                self.max_depth,
                 float(np.any(self.monotone)),
             ],
             np.float64,
@@ -96,6 +92,7 @@ class TreeGrower:
     def __init__(self, data: BinnedRows, bins: Bins, rules: GrowthRules, shards: Shards = ALONE) -> None:
         self._data, self._bins, self._rules, self._shards = data, bins, rules, shards
         # None where there are none: then numba leaves out what is for them.
+        self._monotone = rules.monotone if np.any(rules.monotone) else None
         self._bounding = rules.monotone if rules.l1 or np.any(rules.monotone) else None
         self._is_category = bins.is_category if np.any(bins.is_category) else None
         self._numbers = rules.numbers
@@ -124,7 +121,8 @@ class TreeGrower:
             (histogram,) = self._sum([histogram], [total_rows])
         self._growth = growth = _Growth(min(self._rules.max_leaves, max(total_rows, 1)), self._rules.best_first)
         growth.set_root(len(rows), histogram.sums(int(features[0])).sum(axis=0))
-        self._judge(0, histogram)
+        self._judge(histogram, histogram, 0, -1)
+        growth.open_root()
         while self._shards.count > 1 and (nodes := growth.take_together(NODES_A_STEP)):
             self._expand_together(nodes)
         while (node := growth.work_ahead(self._expand)) is not None:
@@ -152,46 +150,43 @@ class TreeGrower:
     def _divide(self, node: int, threads: bool) -> tuple[int, Histogram | None]:
         """Partition a node's rows; its child of fewer rows, and that one's histogram. None: neither can be split."""
         growth = self._growth
-        start, stop = growth.spans[node]
-        small = growth.divide(
-            node, start + self._partition(node, 0 if threads else stop - start), self._rules, self._scales
-        )
+        left_size = self._partition(node) if threads else -1
+        space, tables = (self._entries, self._data.columns, self._spare), (growth.goes_left, growth.nodes, growth.reals)
+        small = queue.divide(*space, *tables, node, left_size, self._monotone, self._scales, self._numbers)
         if small < 0:
             return small, None
-        start, stop = growth.spans[small]
+        start, stop = growth.nodes[small, : kernels.STOP + 1].tolist()
         entries = self._entries[start:stop]
         return small, self._builder.build(entries, threads=threads and len(entries) >= THREADS_FROM_ROWS)
 
     def _judge_children(self, node: int, small: int, histogram: Histogram) -> None:
         """Find the best splits of a node's children, from the histogram of the smaller one."""
         growth = self._growth
-        large = 2 * growth.child[node] + 1 - small
-        rest = self._builder.subtract(growth.histograms.pop(node), histogram, growth.rows(large))
-        self._judge(small, histogram)
-        self._judge(large, rest)
+        large, parent = 2 * int(growth.nodes[node, kernels.CHILD]) + 1 - small, growth.histograms.pop(node)
+        rows = int(growth.nodes[large, kernels.ROWS])
+        if self._builder.agree(parent, histogram, rows):
+            self._judge(histogram, parent, small, large, subtract=True)
+        else:
+            self._judge(histogram, self._builder.subtract(parent, histogram, rows), small, large)
 
-    def _judge(self, node: int, histogram: Histogram) -> None:
-        """Find the best split of a node."""
-        growth, numbers = self._growth, (self._scales, self._numbers)
-        if not self._rules.may_split(growth.rows(node)):
-            return
-        tables = growth.nodes[node], growth.reals[node], growth.goes_left[node]
-        features, is_packed = self._features, self._packs and histogram.words == 1
-        splits = False
-        if is_packed and len(self._numeric):
-            prefixes = np.empty(BINS, np.int64)
-            splits = kernels.judge_packed(
-                histogram.cells, *tables, self._numeric, self._bins.counts, *numbers, prefixes
-            )
+    def _judge(self, histogram: Histogram, rest: Histogram, small: int, large: int, subtract: bool = False) -> None:
+        """Find the best splits of two nodes; `rest` is that of the larger, or `subtract` makes it so. -1: no node."""
+        growth = self._growth
+        at = small, large, growth.nodes, growth.reals, growth.goes_left
+        numbers, space = (self._bins.counts, self._scales, self._numbers), np.empty((4, BINS), np.int64)
+        features, splits = self._features, 0
+        if self._packs and histogram.words == rest.words == 1 and len(self._numeric):
+            cells = histogram.cells, rest.cells, subtract
+            splits, subtract = kernels.judge_packed(*cells, *at, self._numeric, *numbers, space), False
             features = self._categories
         if len(features):
+            cells_of = histogram.cells, histogram.words, rest.cells, rest.words, subtract
             special = self._is_category, self._bounding
-            space = np.empty((4, BINS), np.int64), np.empty((2, BINS))
-            splits = kernels.judge(
-                histogram.cells, histogram.words, *tables, features, self._bins.counts, *special, *numbers, *space
-            )
-        if splits:
-            growth.histograms[node] = histogram
+            splits = kernels.judge(*cells_of, *at, features, *numbers, *special, space, np.empty((2, BINS)))
+        if splits & 1:
+            growth.histograms[small] = histogram
+        if splits & 2:
+            growth.histograms[large] = rest
 
     def _can_pack(self) -> bool:
         """Whether one-word cells may be judged as they are: nothing is bounded, and float32 holds what it must."""
@@ -203,19 +198,19 @@ class TreeGrower:
         limit = kernels.QUICK_L2
         return bool((extra == 0 or 1 / limit < extra < limit) and 0 < unit < np.inf)
 
-    def _partition(self, node: int, share: int = 0) -> int:
-        """Move the rows of a node, `share` at a time on all threads (0: as many for each); how many went left."""
-        start, stop = self._growth.spans[node]
-        size, goes_left = stop - start, self._growth.goes_left[node]
-        column = self._data.columns[self._growth.nodes[node, kernels.FEATURE]]
-        entries, spare = self._entries[start:stop], self._spare[start:stop]
-        if share >= size:
-            left = int(trees_rows.part_rows(entries, column, goes_left, spare))
-            entries[left:] = spare[: size - left]
-            return left
-        share = share or -(-size // thread_count())
+    def _partition(self, node: int) -> int:
+        """By all threads; how many rows went left."""
+        growth = self._growth
+        start, stop, feature = growth.nodes[node, [kernels.START, kernels.STOP, kernels.FEATURE]].tolist()
+        size, entries, spare = stop - start, self._entries[start:stop], self._spare[start:stop]
+        share = max(-(-size // thread_count()), 1)
         cuts = [slice(first, min(first + share, size)) for first in range(0, size, share)]
-        lefts = on_threads(lambda cut: int(trees_rows.part_rows(entries[cut], column, goes_left, spare[cut])), cuts)
+
+        def part_rows(cut: slice) -> int:
+            which = self._data.columns, feature, growth.goes_left, node
+            return int(trees_rows.part_rows(entries, cut.start, cut.stop, *which, spare))
+
+        lefts = on_threads(part_rows, cuts)
         left = 0
         for cut, count in zip(cuts, lefts, strict=True):  # in order: each moves to what was read already
             entries[left : left + count] = entries[cut.start : cut.start + count]
@@ -231,8 +226,8 @@ class TreeGrower:
         return left
 
     def _finish(self, growth: _Growth) -> Grown:
-        at_splits, left, right = (np.array(part, np.int64) for part in (growth.splits, growth.left, growth.right))
-        at_leaves = np.array([node for node, _ in growth.leaves])
+        leaves, splits = growth.leaves[: growth.counts[queue.LEAVES]], growth.splits[: growth.counts[queue.SPLITS]]
+        at_leaves, at_splits = leaves[:, queue.NODE], splits[:, queue.NODE]
         nodes, left_bins = growth.nodes[at_splits], growth.goes_left[at_splits]
         feature, bin_ = nodes[:, kernels.FEATURE], nodes[:, kernels.BIN]
         node_value, node_weight = self._values(growth, at_splits)
@@ -241,8 +236,8 @@ class TreeGrower:
             feature=feature.astype(np.int32),
             threshold=np.where(bin_ < 0, 0.0, self._thresholds[feature, bin_]),
             missing_left=nodes[:, kernels.MISSING_LEFT].astype(np.bool_),
-            left=left.astype(np.int32),
-            right=right.astype(np.int32),
+            left=splits[:, queue.LEFT].astype(np.int32),
+            right=splits[:, queue.RIGHT].astype(np.int32),
             gain=growth.reals[at_splits, kernels.GAIN],
             node_value=node_value,
             node_weight=node_weight,
@@ -256,7 +251,7 @@ class TreeGrower:
             leaf_rows=growth.nodes[at_leaves, kernels.ROWS],
         )
         numbers = self._entries.view(np.uint32)[::2]  # the lower half of each entry
-        leaf_rows = [numbers[slice(*growth.spans[node])] for node, _ in growth.leaves]
+        leaf_rows = [numbers[start:stop] for start, stop in growth.nodes[at_leaves, : kernels.STOP + 1].tolist()]
         return Grown(tree, leaf_rows, growth.reals[at_leaves, kernels.LOW :], left_bins)
 
     def _values(self, growth: _Growth, nodes: Array) -> tuple[Array, Array]:
@@ -274,73 +269,35 @@ class TreeGrower:
 
 
 class _Growth:
-    """One tree so far: tables of its nodes (`loops.split`), histograms of leaves that could be split, its queue, its
-    threads.
-
-    Threads call `take` one at a time, and expand what it gave them without a lock: they then touch only that node's
-    children, which nobody looks at before it is `finish`ed.
-    """
+    """One tree so far: its tables (`trees.loops.nodes`), histograms of leaves that could be split, its threads."""
 
     def __init__(self, max_leaves: int, best_first: bool, places: int = 0) -> None:
         places = places or 4 * max_leaves + 2  # half of them for expansions that the tree will not need
-        self._max_leaves, self._best_first = max_leaves, best_first
         self.nodes, self.reals = np.zeros((places, kernels.NODE_COLUMNS), np.int64), np.zeros((places, 3))
         self.goes_left = np.empty((places, BINS), np.uint8)
-        self.state, self.depth, self.child, self.made = [OPEN] * places, [0] * places, [0] * places, 1
-        self.spans = [(0, 0)] * places  # rows of this process
-        self.leaves = [(0, -1)]  # the node, and where the tree points to it: 2 * split + side
-        self.splits: list[int] = []  # the node
-        self.left: list[int] = []  # its children, as `Tree` has them
-        self.right: list[int] = []
-        self._queue: list[tuple[float, int, int]] = []  # leaves in the order in which they are split
+        self.leaves, self.splits = np.zeros((max_leaves, 3), np.int64), np.zeros((max_leaves, 3), np.int64)
+        self.counts = np.array([1, 0, 1, 0])  # the root is a leaf, and has a place
         self.histograms: dict[int, Histogram] = {}
+        self._tables = self.nodes, self.reals, self.leaves, self.splits, self.counts, best_first
         self._changed = threading.Condition()
         self._failed = False
 
     def set_root(self, size: int, totals: Array) -> None:
-        self.spans[0] = 0, size
+        self.nodes[0, kernels.STOP], self.leaves[0, queue.LINK] = size, -1
         self.nodes[0, kernels.GRAD : kernels.ROWS + 1] = totals
         self.reals[0, kernels.LOW :] = -np.inf, np.inf
 
+    def open_root(self) -> None:
+        """Put the root into the queue, if it can be split."""
+        self.counts[queue.QUEUED] = self.reals[0, kernels.GAIN] > 0
+
     def size(self, node: int) -> int:
         """Rows of this process."""
-        start, stop = self.spans[node]
-        return stop - start
+        return int(self.nodes[node, kernels.STOP] - self.nodes[node, kernels.START])
 
-    def rows(self, node: int) -> int:
-        """Rows of all processes: what decisions depend on."""
-        return int(self.nodes[node, kernels.ROWS])
-
-    def divide(self, node: int, middle: int, rules: GrowthRules, scales: Array) -> int:
-        """Rows, sums and bounds of a node's children, of which the right one's rows begin at `middle`.
-
-        Returns the child of fewer rows, or -1 if neither can be split. Children of a monotone split may not cross the
-        middle between them, however they are split again.
-        """
-        (start, stop), left = self.spans[node], self.child[node]
-        grad, hess, rows, left_grad, left_hess, left_rows, feature, *_ = self.nodes[node].tolist()
-        sums = ((left_grad, left_hess, left_rows), (grad - left_grad, hess - left_hess, rows - left_rows))
-        self.nodes[left : left + 2] = 0
-        self.nodes[left : left + 2, : kernels.ROWS + 1] = sums
-        self.reals[left : left + 2] = self.reals[node]
-        self.reals[left : left + 2, kernels.GAIN] = 0.0
-        self.spans[left : left + 2] = (start, middle), (middle, stop)
-        self.depth[left : left + 2] = [self.depth[node] + 1] * 2
-        direction = rules.monotone[feature]
-        if direction:
-            children = self.nodes[left : left + 2] * 1.0
-            steps = newton_steps(
-                children[:, kernels.GRAD] * scales[0],
-                children[:, kernels.HESS] * scales[1],
-                rules,
-                self.reals[left : left + 2, kernels.LOW :],
-            )
-            upper, lower = (left, left + 1) if direction > 0 else (left + 1, left)
-            self.reals[upper, kernels.HIGH] = self.reals[lower, kernels.LOW] = (0.0 + steps[0] + steps[1]) / 2
-        fewer, more = sorted((left_rows, rows - left_rows))
-        if self.depth[left] == rules.max_depth or not rules.may_split(more):
-            return -1
-        return left if left_rows == fewer else left + 1
+    def take(self, shared_rows: int, most: int, done: int = -1) -> int:
+        """`trees.loops.nodes.take`."""
+        return int(queue.take(*self._tables, shared_rows, most, done))
 
     def take_together(self, most: int) -> list[int]:
         """The leaves at the head of the queue, as many as the tree has room for and not more than `most`."""
@@ -349,83 +306,30 @@ class _Growth:
             taken.append(node)
         return taken
 
-    def take(self, shared_rows: int, ahead: int) -> int:
-        """The first leaf of the queue that nobody has taken and one thread can expand, of the first `ahead`.
-
-        Or COMPLETE: the tree is; SHARED: the next leaf is one for all threads; WAIT: all that are next are taken.
-        """
-        self._move_into_tree()
-        room = self._max_leaves - len(self.leaves)
-        if not room or not self._queue:
-            return COMPLETE
-        node = self.leaves[self._queue[0][2]][0]
-        if self.size(node) >= shared_rows:
-            return SHARED
-        if self.state[node] != OPEN:
-            node = WAIT
-            if self.made + 2 + 2 * room <= len(self.nodes):  # there are places for what the tree may still need
-                behind = (self.leaves[leaf][0] for _, _, leaf in self._queue[: min(room, ahead)])
-                is_free = (at for at in behind if self.state[at] == OPEN and self.size(at) < shared_rows)
-                node = next(is_free, WAIT)
-        if node >= 0:  # its children get their places
-            self.state[node], self.child[node] = TAKEN, self.made
-            self.made += 2
-        return node
-
-    def _move_into_tree(self) -> None:
-        """Split leaves that are expanded, first in the queue first, as far as expansions have come."""
-        if not self.splits and not self._queue:
-            self._push(0, 0)
-        while len(self.leaves) < self._max_leaves and self._queue:
-            leaf = self._queue[0][2]
-            node, link = self.leaves[leaf]
-            if self.state[node] != EXPANDED:
-                return
-            del self._queue[0]
-            at, new = len(self.splits), len(self.leaves)
-            self.splits.append(node)
-            self.left.append(~leaf)
-            self.right.append(~new)
-            if link >= 0:
-                (self.right if link & 1 else self.left)[link >> 1] = at
-            child = self.child[node]
-            self.leaves[leaf] = child, 2 * at
-            self.leaves.append((child + 1, 2 * at + 1))
-            self._push(leaf, 2 * at + 1)
-            self._push(new, 2 * at + 2)
-
-    def _push(self, leaf: int, pushed: int) -> None:
-        """Into the queue: a leaf of equal rank comes after those that were there before."""
-        node = self.leaves[leaf][0]
-        gain = float(self.reals[node, kernels.GAIN])
-        if gain > 0:
-            insort(self._queue, (-gain if self._best_first else self.depth[node], pushed, leaf))
-
     def finish(self, node: int) -> None:
         """The node is expanded."""
-        self.state[node] = EXPANDED
+        self.nodes[node, kernels.STATE] = queue.EXPANDED
 
     def work_ahead(self, expand: Callable[[int], None]) -> int | None:
         """Expand leaves on all threads, until the next one needs all of them, and take that; None: it was the last."""
         on_threads(lambda _: self._work(expand), range(thread_count()))
         node = self.take(ALL_ROWS, NODES_A_STEP)
-        return None if node == COMPLETE else node
+        return None if node == queue.COMPLETE else node
 
     def _work(self, expand: Callable[[int], None]) -> None:
         """What each thread does: take the best leaf that nobody has taken."""
-        done, ahead = -1, 2 * thread_count()
+        node, most = -1, 2 * thread_count()
         try:
             while True:
                 with self._changed:
-                    if done >= 0:
-                        self.finish(done)
-                        self._changed.notify_all()
-                    while (node := self.take(SHARED_ROWS, ahead)) == WAIT and not self._failed:
+                    node = self.take(SHARED_ROWS, most, node)
+                    self._changed.notify_all()
+                    while node == queue.WAIT and not self._failed:
                         self._changed.wait()
+                        node = self.take(SHARED_ROWS, most)
                 if node < 0 or self._failed:
                     return
                 expand(node)
-                done = node
         except BaseException:
             self._failed = True  # so that no thread waits for what this one had taken
             raise

@@ -99,18 +99,27 @@ class HistogramBuilder:
                 work(start)
         return out
 
+    def agree(self, parent: Histogram, child: Histogram, rows: int) -> bool:
+        """Whether cells have one form, that of the parent's other child, of `rows` rows, too.
+
+        Then parent - child needs no unpacking: no field borrows, since every one of the child is within its parent's.
+        """
+        return parent.words == child.words == self._words(rows)
+
     def subtract(self, parent: Histogram, child: Histogram, rows: int) -> Histogram:
         """The histogram of the parent's other child, of `rows` rows; the parent's is used up."""
-        words = WIDE if rows > NARROW_ROWS else self._narrow
-        if words == parent.words == child.words:  # no field borrows: every one of the child is within its parent's
+        if self.agree(parent, child, rows):
             np.subtract(parent.cells, child.cells, out=parent.cells)
             return parent
         out = self._empty(rows)
         kernels.subtract_cells(parent.cells, parent.words, child.cells, child.words, out.cells, out.words)
         return out
 
+    def _words(self, rows: int) -> int:
+        return WIDE if rows > NARROW_ROWS else self._narrow
+
     def _empty(self, rows: int) -> Histogram:
-        words = WIDE if rows > NARROW_ROWS else self._narrow
+        words = self._words(rows)
         return Histogram(np.zeros(self._features * BINS * words, np.int64), words)
 
     def _add_rows(self, entries: Array, cells: Array) -> None:

@@ -80,21 +80,22 @@ def bin_categories(numbers, categories, first_row, panel, column, place):  # typ
 
 
 @compiled
-def part_rows(entries, column, goes_left, spare):  # type: ignore[no-untyped-def]
-    """Entries that go left first, in their order; the others go to `spare`, in theirs. Returns how many went left.
+def part_rows(entries, start, stop, columns, feature, goes_left, node, spare):  # type: ignore[no-untyped-def]
+    """Of entries start..stop those that go left first, in their order; the others go to `spare`, from `start` on.
 
-    Every entry is written to both sides, and one of the two places is written again: no branch to guess.
+    `goes_left[node]` says which bins of `columns[feature]` do. Returns how many went left. Every entry is written to
+    both sides, and one of the two places is written again: no branch to guess.
     """
-    left, right, last = U(0), U(0), entries.size - 1
-    for i in range(entries.size):
+    column, left, right, last = columns[U(feature)], U(start), U(start), stop - 1
+    for i in range(start, stop):
         prefetch(column, np.int64(entries[U(i + AHEAD if i + AHEAD < last else last)] & ROW))
         entry = entries[U(i)]
-        is_left = U(goes_left[U(column[entry & ROW])])
+        is_left = U(goes_left[U(node), U(column[entry & ROW])])
         entries[left] = entry  # never past i
         spare[right] = entry
         left += is_left
         right += U(1) - is_left
-    return np.int64(left)
+    return np.int64(left) - start
 
 
 @compiled

@@ -19,10 +19,12 @@ from bitplan.trees.loops.histogram import BINS, unpack_cell
 
 MISSING = 255
 # Places in `rules`
-L1, L2, MIN_WEIGHT, MIN_ROWS, MIN_GAIN, CATEGORY_SMOOTHING, CATEGORY_L2, IS_MONOTONE = range(8)
-# Columns of `nodes` (integers): sums, sums of the left child, the split. ROWS are those of all processes.
-GRAD, HESS, ROWS, LEFT_GRAD, LEFT_HESS, LEFT_ROWS, FEATURE, BIN, MISSING_LEFT = range(9)
-NODE_COLUMNS = 9
+L1, L2, MIN_WEIGHT, MIN_ROWS, MIN_GAIN, CATEGORY_SMOOTHING, CATEGORY_L2, MAX_DEPTH, IS_MONOTONE = range(9)
+# Columns of `nodes` (integers): rows of this process, depth, sums, sums of the left child, the split, the left child
+# (the right one is next), how far it has come. ROWS are those of all processes: what decisions depend on.
+START, STOP, DEPTH, GRAD, HESS, ROWS, LEFT_GRAD, LEFT_HESS, LEFT_ROWS = range(9)
+FEATURE, BIN, MISSING_LEFT, CHILD, STATE = range(9, 14)
+NODE_COLUMNS = 14
 # Columns of `reals`: a gain of zero says that the node stays a leaf.
 GAIN, LOW, HIGH = range(3)
 NOISE = 1e-12  # of the parent's own gain: what is below is rounding
@@ -80,10 +82,10 @@ def _first_packed_from(prefixes, more, count, least):  # type: ignore[no-untyped
 
 @called
 def _scan_bounded(  # type: ignore[no-untyped-def]
-    grads, hess, rows, count, total, scales, rules, l2, gains, monotone, feature, bounds
+    grads, hess, rows, count, node, reals, scales, rules, l2, gains, direction
 ):
     """(place, gain) of the best of `count` prefixes, with L1 or bounds; place -1: none is allowed."""
-    total_grad, total_hess, total_rows = total
+    total_grad, total_hess, total_rows = node[GRAD], node[HESS], node[ROWS]
     grad_scale, hess_scale = scales[0], scales[1]
     for i in range(count):
         left, right = np.float64(grads[i]) * grad_scale, np.float64(total_grad - grads[i]) * grad_scale
@@ -91,11 +93,11 @@ def _scan_bounded(  # type: ignore[no-untyped-def]
         if rules[IS_MONOTONE] == 0.0:
             gains[i] = _gain(left, left_hess, rules[L1], l2) + _gain(right, right_hess, rules[L1], l2)
         else:
-            left_value = leaf_value(left, left_hess, rules[L1], l2, bounds[0], bounds[1])
-            right_value = leaf_value(right, right_hess, rules[L1], l2, bounds[0], bounds[1])
+            left_value = leaf_value(left, left_hess, rules[L1], l2, reals[LOW], reals[HIGH])
+            right_value = leaf_value(right, right_hess, rules[L1], l2, reals[LOW], reals[HIGH])
             gains[i] = _gain_of_value(left, left_hess, rules[L1], l2, left_value)
             gains[i] += _gain_of_value(right, right_hess, rules[L1], l2, right_value)
-            if (right_value - left_value) * monotone[feature] < 0.0:  # 0 for categories
+            if (right_value - left_value) * direction < 0.0:  # 0 for categories
                 gains[i] = -np.inf
     least_rows, least_hess = np.int64(rules[MIN_ROWS]), rules[MIN_WEIGHT]
     place, best = -1, -np.inf
@@ -127,175 +129,244 @@ def _order_categories(cells, words, base, bins, scales, rules, ratio, order):  #
 
 
 @compiled
-def judge_packed(cells, node, reals, goes_left, features, bins, scales, rules, prefixes):  # type: ignore[no-untyped-def]
-    """The best split of a node of one-word cells, where no feature is a category and nothing is bounded, into its rows
-    of `nodes`, `reals` and `goes_left`; returns whether it has one. Prefix sums are unpacked on the way.
+def judge_packed(  # type: ignore[no-untyped-def]
+    cells, rest, subtract, small, large, nodes, all_reals, all_left, features, bins, scales, rules, space
+):
+    """The best splits of two children of one-word cells, where no feature is a category and nothing is bounded, into
+    their rows of the tables; returns whether they have one: 1 for the smaller, 2 for the larger. Prefix sums are
+    unpacked on the way.
+
+    `rest` are the cells of the larger child; with `subtract` those of the parent, from which the smaller child's are
+    still to be taken. `large` below zero: there is no other child, which is how a tree begins.
 
     No field overflows: the sum is within that of the node. The caller has seen to it that `QUICK_L2` holds.
     """
-    total_grad, total_hess, total_rows = node[GRAD], node[HESS], node[ROWS]
+    if subtract:
+        for at in range(rest.size):
+            rest[U(at)] -= cells[U(at)]
     grad_scale, hess_scale, l2 = scales[0], scales[1], rules[L2]
     least_rows, least_hess = np.int64(rules[MIN_ROWS]), rules[MIN_WEIGHT]
-    node_grad, node_hess = np.float64(total_grad) * grad_scale, np.float64(total_hess) * hess_scale
-    before = node_grad * node_grad / (node_hess + l2) if node_hess + l2 > 0.0 else 0.0
-    least_gain = rules[MIN_GAIN] if rules[MIN_GAIN] > NOISE * abs(before) else NOISE * abs(before)
-    unit, extra = hess_scale / (grad_scale * grad_scale), np.float32(l2 / hess_scale)
-    all_grad, all_hess = np.float32(total_grad), np.float32(total_hess)
-    best_gain, best_feature, best_bin, best_left, best_cell = 0.0, np.int64(0), np.int64(0), np.int64(0), np.int64(0)
-    for feature in features:
-        base, count = feature * BINS, bins[feature]
-        missing, cell = cells[U(base + MISSING)], np.int64(0)
-        for b in range(count):
-            cell += cells[U(base + b)]
-            prefixes[U(b)] = cell
-        has_missing = missing & 0xFFFF > 0
-        for missing_left in range(2 if has_missing else 1):
-            more = missing if missing_left else np.int64(0)
-            limits = count - missing_left if has_missing else count - 1
-            bar = before + (best_gain if best_gain > least_gain else least_gain)
-            least = np.float32(-bar * QUICK_CAUTION * unit)
-            place, best = np.int64(-1), -np.inf
-            stop = _first_packed_from(prefixes, more, limits, total_rows - least_rows + 1)
-            first = _first_packed_from(prefixes, more, limits, least_rows) // QUICK_LANES * QUICK_LANES
-            for start in range(first, stop, QUICK_LANES):
-                packed = load(prefixes, start, QUICK_LANES) + more
-                lefts = to_float(narrow(packed >> 32, np.int32) >> 8, np.float32)
-                left_weights = to_float(narrow(packed >> 16, np.int32) & 0xFFFFFF, np.float32)
-                rights, right_weights = all_grad - lefts, all_hess - left_weights + extra
-                left_weights = left_weights + extra
-                both = multiply_add(lefts * lefts, right_weights, rights * rights * left_weights)
-                above = multiply_add(left_weights * right_weights, least, both)
-                if largest(view(above, np.int32)) < 0:
-                    continue
-                for i in range(start, start + QUICK_LANES if start + QUICK_LANES < stop else stop):
-                    cell = prefixes[U(i)] + more
-                    grad, weight, rows = cell >> 40, (cell >> 16) & 0xFFFFFF, cell & 0xFFFF
-                    left, right = np.float64(grad) * grad_scale, np.float64(total_grad - grad) * grad_scale
-                    left_hess, right_hess = (
-                        np.float64(weight) * hess_scale,
-                        np.float64(total_hess - weight) * hess_scale,
-                    )
-                    left_all, right_all = (
-                        left_hess + l2,
-                        right_hess + l2,
-                    )  # over one denominator: divisions are the cost
-                    gain = (left * left * right_all + right * right * left_all) / (left_all * right_all)
-                    if gain > best and rows >= least_rows and total_rows - rows >= least_rows:
-                        heavy = left_hess >= least_hess and right_hess >= least_hess
-                        if heavy and left_all > 0.0 and right_all > 0.0:
-                            place, best = np.int64(i), gain
-                            lower = np.float32(-gain * QUICK_CAUTION * unit)
-                            least = lower if lower < least else least
-            gain = best - before
-            if place >= 0 and gain > least_gain and gain > best_gain:
-                best_gain, best_feature, best_bin, best_cell = gain, feature, place, prefixes[U(place)] + more
-                best_left = np.int64(missing_left if has_missing else 2 * (best_cell & 0xFFFF) >= total_rows)
-    node[LEFT_GRAD], node[LEFT_HESS] = best_cell >> 40, (best_cell >> 16) & 0xFFFFFF
-    node[LEFT_ROWS], node[FEATURE] = best_cell & 0xFFFF, best_feature
-    node[BIN], node[MISSING_LEFT], reals[GAIN] = best_bin, best_left, best_gain
-    for b in range(MISSING):
-        goes_left[U(b)] = b <= best_bin
-    goes_left[MISSING] = best_left
-    return best_gain > 0.0
+    prefixes, splits = space[0], np.int64(0)
+    for side in range(2 if large >= 0 else 1):
+        if side:
+            small, cells = large, rest
+        node, reals, goes_left = nodes[U(small)], all_reals[U(small)], all_left[U(small)]
+        if node[ROWS] < 2 or node[ROWS] < 2 * least_rows:
+            continue
+        total_grad, total_hess, total_rows = node[GRAD], node[HESS], node[ROWS]
+        node_grad, node_hess = np.float64(total_grad) * grad_scale, np.float64(total_hess) * hess_scale
+        before = node_grad * node_grad / (node_hess + l2) if node_hess + l2 > 0.0 else 0.0
+        least_gain = rules[MIN_GAIN] if rules[MIN_GAIN] > NOISE * abs(before) else NOISE * abs(before)
+        unit, extra = hess_scale / (grad_scale * grad_scale), np.float32(l2 / hess_scale)
+        all_grad, all_hess = np.float32(total_grad), np.float32(total_hess)
+        best_gain, best_feature, best_bin, best_left, best_cell = (
+            0.0,
+            np.int64(0),
+            np.int64(0),
+            np.int64(0),
+            np.int64(0),
+        )
+        for feature in features:
+            base, count = feature * BINS, bins[feature]
+            missing, cell = cells[U(base + MISSING)], np.int64(0)
+            for b in range(count):
+                cell += cells[U(base + b)]
+                prefixes[U(b)] = cell
+            has_missing = missing & 0xFFFF > 0
+            for missing_left in range(2 if has_missing else 1):
+                more = missing if missing_left else np.int64(0)
+                limits = count - missing_left if has_missing else count - 1
+                bar = before + (best_gain if best_gain > least_gain else least_gain)
+                least = np.float32(-bar * QUICK_CAUTION * unit)
+                place, best = np.int64(-1), -np.inf
+                stop = _first_packed_from(prefixes, more, limits, total_rows - least_rows + 1)
+                first = _first_packed_from(prefixes, more, limits, least_rows) // QUICK_LANES * QUICK_LANES
+                for start in range(first, stop, QUICK_LANES):
+                    packed = load(prefixes, start, QUICK_LANES) + more
+                    lefts = to_float(narrow(packed >> 32, np.int32) >> 8, np.float32)
+                    left_weights = to_float(narrow(packed >> 16, np.int32) & 0xFFFFFF, np.float32)
+                    rights, right_weights = all_grad - lefts, all_hess - left_weights + extra
+                    left_weights = left_weights + extra
+                    both = multiply_add(lefts * lefts, right_weights, rights * rights * left_weights)
+                    above = multiply_add(left_weights * right_weights, least, both)
+                    if largest(view(above, np.int32)) < 0:
+                        continue
+                    for i in range(start, start + QUICK_LANES if start + QUICK_LANES < stop else stop):
+                        cell = prefixes[U(i)] + more
+                        grad, weight, rows = cell >> 40, (cell >> 16) & 0xFFFFFF, cell & 0xFFFF
+                        left, right = np.float64(grad) * grad_scale, np.float64(total_grad - grad) * grad_scale
+                        left_hess, right_hess = (
+                            np.float64(weight) * hess_scale,
+                            np.float64(total_hess - weight) * hess_scale,
+                        )
+                        left_all, right_all = (
+                            left_hess + l2,
+                            right_hess + l2,
+                        )  # over one denominator: divisions are the cost
+                        gain = (left * left * right_all + right * right * left_all) / (left_all * right_all)
+                        if gain > best and rows >= least_rows and total_rows - rows >= least_rows:
+                            heavy = left_hess >= least_hess and right_hess >= least_hess
+                            if heavy and left_all > 0.0 and right_all > 0.0:
+                                place, best = np.int64(i), gain
+                                lower = np.float32(-gain * QUICK_CAUTION * unit)
+                                least = lower if lower < least else least
+                gain = best - before
+                if place >= 0 and gain > least_gain and gain > best_gain:
+                    best_gain, best_feature, best_bin, best_cell = gain, feature, place, prefixes[U(place)] + more
+                    best_left = np.int64(missing_left if has_missing else 2 * (best_cell & 0xFFFF) >= total_rows)
+        node[LEFT_GRAD], node[LEFT_HESS] = best_cell >> 40, (best_cell >> 16) & 0xFFFFFF
+        node[LEFT_ROWS], node[FEATURE] = best_cell & 0xFFFF, best_feature
+        node[BIN], node[MISSING_LEFT], reals[GAIN] = best_bin, best_left, best_gain
+        for b in range(MISSING):
+            goes_left[U(b)] = b <= best_bin
+        goes_left[MISSING] = best_left
+        splits += (best_gain > 0.0) << side
+    return splits
 
 
 @compiled
 def judge(  # type: ignore[no-untyped-def]
-    cells, words, node, reals, goes_left, features, bins, is_category, monotone, scales, rules, sums_by_bin, by_bin
+    cells,
+    words,
+    rest,
+    rest_words,
+    subtract,
+    small,
+    large,
+    nodes,
+    all_reals,
+    all_left,
+    features,
+    bins,
+    scales,
+    rules,
+    is_category,
+    monotone,
+    sums_by_bin,
+    by_bin,
 ):
-    """The same for cells of any form, if it is better than what `node` and `reals` have.
+    """The same for cells of any form, if it is better than what the tables have.
 
     The bin of a set of categories is -1. `is_category` is None or by feature; `monotone` is None, unless there is L1 or
     a feature is monotone: what None excludes is not compiled.
     """
+    if subtract:
+        for at in range(rest.size):
+            rest[U(at)] -= cells[U(at)]
     grads, hess, rows, order, gains = sums_by_bin[0], sums_by_bin[1], sums_by_bin[2], sums_by_bin[3], by_bin[0]
-    bounds, sums = reals[LOW:], (node[GRAD], node[HESS], node[ROWS])
-    node_grad, node_hess = np.float64(sums[0]) * scales[0], np.float64(sums[1]) * scales[1]
-    before = 0.0
-    if monotone is None:
-        before = node_grad * node_grad / (node_hess + rules[L2]) if node_hess + rules[L2] > 0.0 else 0.0
-    elif rules[IS_MONOTONE] == 0.0:
-        before = _gain(node_grad, node_hess, rules[L1], rules[L2]) if node_hess + rules[L2] > 0.0 else 0.0
-    else:
-        value = leaf_value(node_grad, node_hess, rules[L1], rules[L2], bounds[0], bounds[1])
-        before = _gain_of_value(node_grad, node_hess, rules[L1], rules[L2], value)
-    best_gain, best_feature, best_bin, best_left = reals[GAIN], node[FEATURE], node[BIN], node[MISSING_LEFT]
-    least = rules[MIN_GAIN] if rules[MIN_GAIN] > NOISE * abs(before) else NOISE * abs(before)
-    # The quick test is done in units of the integers: gradients by their scale, hessians by theirs.
-    least_rows, unit = np.int64(rules[MIN_ROWS]), scales[1] / (scales[0] * scales[0])
-    all_grad, all_hess, most_l2 = np.float64(sums[0]), np.float64(sums[1]), rules[L2] + rules[CATEGORY_L2]
-    quick = sums[1] < EXACT and most_l2 / scales[1] < np.inf and unit > 0.0 and unit < np.inf
-    for feature in features:
-        base, count = feature * BINS, bins[feature]
-        l2, categories = rules[L2], False
-        missing_grad, missing_hess, missing_rows = unpack_cell(cells, words, base + MISSING)
-        turns = 2 if missing_rows > 0 else 1
-        if is_category is not None and is_category[feature]:
-            categories, l2, turns = True, l2 + rules[CATEGORY_L2], 2  # from either end: missing and new ones go right
-            count = _order_categories(cells, words, base, count, scales, rules, by_bin[1], order)
-        for turn in range(turns):
-            if turn == 0 or categories:
-                grad, weight, row_count = np.int64(0), np.int64(0), np.int64(0)
-                for i in range(count):
-                    b = i
+    grad_scale, hess_scale, splits = scales[0], scales[1], np.int64(0)
+    least_rows, least_weight = np.int64(rules[MIN_ROWS]), rules[MIN_WEIGHT]
+    for side in range(2 if large >= 0 else 1):
+        if side:
+            small, cells, words = large, rest, rest_words
+        node, reals, goes_left = nodes[U(small)], all_reals[U(small)], all_left[U(small)]
+        if node[ROWS] < 2 or node[ROWS] < 2 * least_rows:
+            continue
+        total_grad, total_hess, total_rows = node[GRAD], node[HESS], node[ROWS]
+        all_grad, all_hess = np.float64(total_grad), np.float64(total_hess)
+        node_grad, node_hess = all_grad * grad_scale, all_hess * hess_scale
+        before = 0.0
+        if monotone is None:
+            before = node_grad * node_grad / (node_hess + rules[L2]) if node_hess + rules[L2] > 0.0 else 0.0
+        elif rules[IS_MONOTONE] == 0.0:
+            before = _gain(node_grad, node_hess, rules[L1], rules[L2]) if node_hess + rules[L2] > 0.0 else 0.0
+        else:
+            value = leaf_value(node_grad, node_hess, rules[L1], rules[L2], reals[LOW], reals[HIGH])
+            before = _gain_of_value(node_grad, node_hess, rules[L1], rules[L2], value)
+        best_gain, best_feature, best_bin, best_left = reals[GAIN], node[FEATURE], node[BIN], node[MISSING_LEFT]
+        least = rules[MIN_GAIN] if rules[MIN_GAIN] > NOISE * abs(before) else NOISE * abs(before)
+        # The quick test is done in units of the integers: gradients by their scale, hessians by theirs.
+        unit = hess_scale / (grad_scale * grad_scale)
+        quick = (
+            total_hess < EXACT
+            and (rules[L2] + rules[CATEGORY_L2]) / hess_scale < np.inf
+            and unit > 0.0
+            and unit < np.inf
+        )
+        for feature in features:
+            base, count = feature * BINS, bins[feature]
+            l2, categories = rules[L2], False
+            missing_grad, missing_hess, missing_rows = unpack_cell(cells, words, base + MISSING)
+            turns = 2 if missing_rows > 0 else 1
+            if is_category is not None and is_category[feature]:
+                categories, l2, turns = (
+                    True,
+                    l2 + rules[CATEGORY_L2],
+                    2,
+                )  # from either end: missing and new ones go right
+                count = _order_categories(cells, words, base, count, scales, rules, by_bin[1], order)
+            for turn in range(turns):
+                if turn == 0 or categories:
+                    grad, weight, row_count = np.int64(0), np.int64(0), np.int64(0)
+                    for i in range(count):
+                        b = i
+                        if is_category is not None and categories:
+                            b = order[i] if turn == 0 else order[count - 1 - i]
+                        more_grad, more_weight, more_rows = unpack_cell(cells, words, base + b)
+                        grad, weight, row_count = grad + more_grad, weight + more_weight, row_count + more_rows
+                        grads[U(i)], hess[U(i)], rows[U(i)] = grad, weight, row_count
+                limits = count if categories else count - turn if missing_rows > 0 else count - 1
+                if turn == 1 and not categories:
+                    for i in range(limits):
+                        grads[U(i)] += missing_grad
+                        hess[U(i)] += missing_hess
+                        rows[U(i)] += missing_rows
+                bar = before + (best_gain if best_gain > least else least)
+                if monotone is None:
+                    place, gain = np.int64(-1), -np.inf
+                    least_bar, extra = -bar * CAUTION * unit, l2 / hess_scale
+                    # Prefixes only grow: where a side has too few rows is known, in small nodes for much of a feature.
+                    stop = _first_from(rows, limits, total_rows - least_rows + 1)
+                    for start in range(_first_from(rows, limits, least_rows) // LANES * LANES, stop, LANES):
+                        if quick:
+                            lefts = to_float(load(grads, start, LANES), np.float64)
+                            left_weights = to_float(load(hess, start, LANES), np.float64)
+                            rights, right_weights = all_grad - lefts, all_hess - left_weights + extra
+                            left_weights = left_weights + extra
+                            both = multiply_add(lefts * lefts, right_weights, rights * rights * left_weights)
+                            above = multiply_add(left_weights * right_weights, least_bar, both)
+                            if (
+                                largest(narrow(view(above, np.int64) >> 32, np.int32)) < 0
+                            ):  # the sign is in the upper half
+                                continue
+                        for i in range(start, start + LANES if start + LANES < stop else stop):
+                            grad, weight, count_left = grads[U(i)], hess[U(i)], rows[U(i)]
+                            left, right = np.float64(grad) * grad_scale, np.float64(total_grad - grad) * grad_scale
+                            left_hess, right_hess = (
+                                np.float64(weight) * hess_scale,
+                                np.float64(total_hess - weight) * hess_scale,
+                            )
+                            left_all, right_all = (
+                                left_hess + l2,
+                                right_hess + l2,
+                            )  # over one denominator: divisions cost
+                            candidate = (left * left * right_all + right * right * left_all) / (left_all * right_all)
+                            if candidate > gain and count_left >= least_rows and total_rows - count_left >= least_rows:
+                                heavy = left_hess >= least_weight and right_hess >= least_weight
+                                if heavy and left_all > 0.0 and right_all > 0.0:
+                                    place, gain = np.int64(i), candidate
+                                    lower = -candidate * CAUTION * unit
+                                    least_bar = lower if lower < least_bar else least_bar
+                else:
+                    place, gain = _scan_bounded(
+                        grads, hess, rows, limits, node, reals, scales, rules, l2, gains, monotone[feature]
+                    )
+                gain -= before
+                if place >= 0 and gain > least and (gain > best_gain or (gain == best_gain and feature < best_feature)):
+                    best_gain, best_feature = gain, feature
+                    node[LEFT_GRAD], node[LEFT_HESS], node[LEFT_ROWS] = grads[place], hess[place], rows[place]
+                    best_left = turn if missing_rows > 0 else np.int64(2 * rows[place] >= total_rows)
+                    best_bin = np.int64(place)
                     if is_category is not None and categories:
-                        b = order[i] if turn == 0 else order[count - 1 - i]
-                    more_grad, more_weight, more_rows = unpack_cell(cells, words, base + b)
-                    grad, weight, row_count = grad + more_grad, weight + more_weight, row_count + more_rows
-                    grads[U(i)], hess[U(i)], rows[U(i)] = grad, weight, row_count
-            limits = count if categories else count - turn if missing_rows > 0 else count - 1
-            if turn == 1 and not categories:
-                for i in range(limits):
-                    grads[U(i)] += missing_grad
-                    hess[U(i)] += missing_hess
-                    rows[U(i)] += missing_rows
-            bar = before + (best_gain if best_gain > least else least)
-            if monotone is None:
-                place, gain = np.int64(-1), -np.inf
-                least_bar, extra = -bar * CAUTION * unit, l2 / scales[1]
-                # Prefixes only grow: where a side has too few rows is known, in small nodes for much of a feature.
-                stop = _first_from(rows, limits, sums[2] - least_rows + 1)
-                for start in range(_first_from(rows, limits, least_rows) // LANES * LANES, stop, LANES):
-                    if quick:
-                        lefts = to_float(load(grads, start, LANES), np.float64)
-                        left_weights = to_float(load(hess, start, LANES), np.float64)
-                        rights, right_weights = all_grad - lefts, all_hess - left_weights + extra
-                        left_weights = left_weights + extra
-                        both = multiply_add(lefts * lefts, right_weights, rights * rights * left_weights)
-                        above = multiply_add(left_weights * right_weights, least_bar, both)
-                        if largest(narrow(view(above, np.int64) >> 32, np.int32)) < 0:  # the sign is in the upper half
-                            continue
-                    for i in range(start, start + LANES if start + LANES < stop else stop):
-                        grad, weight, count_left = grads[U(i)], hess[U(i)], rows[U(i)]
-                        left, right = np.float64(grad) * scales[0], np.float64(sums[0] - grad) * scales[0]
-                        left_hess, right_hess = np.float64(weight) * scales[1], np.float64(sums[1] - weight) * scales[1]
-                        left_all, right_all = left_hess + l2, right_hess + l2  # over one denominator: divisions cost
-                        candidate = (left * left * right_all + right * right * left_all) / (left_all * right_all)
-                        if candidate > gain and count_left >= least_rows and sums[2] - count_left >= least_rows:
-                            heavy = left_hess >= rules[MIN_WEIGHT] and right_hess >= rules[MIN_WEIGHT]
-                            if heavy and left_all > 0.0 and right_all > 0.0:
-                                place, gain = np.int64(i), candidate
-                                lower = -candidate * CAUTION * unit
-                                least_bar = lower if lower < least_bar else least_bar
-            else:
-                place, gain = _scan_bounded(
-                    grads, hess, rows, limits, sums, scales, rules, l2, gains, monotone, feature, bounds
-                )
-            gain -= before
-            if place >= 0 and gain > least and (gain > best_gain or (gain == best_gain and feature < best_feature)):
-                best_gain, best_feature = gain, feature
-                node[LEFT_GRAD], node[LEFT_HESS], node[LEFT_ROWS] = grads[place], hess[place], rows[place]
-                best_left = turn if missing_rows > 0 else np.int64(2 * rows[place] >= sums[2])
-                best_bin = np.int64(place)
-                if is_category is not None and categories:
-                    best_bin, best_left = np.int64(-1), np.int64(0)
-                    for b in range(BINS):
-                        goes_left[b] = 0
-                    for i in range(place + 1):
-                        goes_left[order[i] if turn == 0 else order[count - 1 - i]] = 1
-    if best_bin >= 0:
-        for b in range(MISSING):
-            goes_left[U(b)] = b <= best_bin
-        goes_left[MISSING] = best_left
-    reals[GAIN], node[FEATURE], node[BIN], node[MISSING_LEFT] = best_gain, best_feature, best_bin, best_left
-    return best_gain > 0.0
+                        best_bin, best_left = np.int64(-1), np.int64(0)
+                        for b in range(BINS):
+                            goes_left[b] = 0
+                        for i in range(place + 1):
+                            goes_left[order[i] if turn == 0 else order[count - 1 - i]] = 1
+        if best_bin >= 0:
+            for b in range(MISSING):
+                goes_left[U(b)] = b <= best_bin
+            goes_left[MISSING] = best_left
+        reals[GAIN], node[FEATURE], node[BIN], node[MISSING_LEFT] = best_gain, best_feature, best_bin, best_left
+        splits += (best_gain > 0.0) << side
+    return splits
