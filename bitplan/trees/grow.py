@@ -110,8 +110,11 @@ class TreeGrower:
         """One tree from `rows` and the features it may use."""
         self._scales = np.array([gradients.grad_scale, gradients.hess_scale])
         is_category = self._bins.is_category[features]
-        self._features, self._numeric, self._categories = features, features[~is_category], features[is_category]
-        self._packs = self._can_pack()
+        packs, numbers = self._can_pack() and not np.all(is_category), (self._bins.counts, self._scales, self._numbers)
+        self._packed = (features[~is_category], *numbers) if packs else None
+        self._judging = features, *numbers, self._is_category, self._bounding
+        # After `judge_packed` only categories are left.
+        self._after_packed = (features[is_category], *self._judging[1:]) if np.any(is_category) else None
         self._builder = HistogramBuilder(self._data, gradients, features)
         self._entries = self._builder.enter(rows, self._space)  # reordered leaf by leaf
         histogram, total_rows = self._builder.build(self._entries, threads=len(rows) >= THREADS_FROM_ROWS), len(rows)
@@ -171,18 +174,16 @@ class TreeGrower:
 
     def _judge(self, histogram: Histogram, rest: Histogram, small: int, large: int, subtract: bool = False) -> None:
         """Find the best splits of two nodes; `rest` is that of the larger, or `subtract` makes it so. -1: no node."""
-        growth = self._growth
+        growth, space = self._growth, np.empty((4, BINS), np.int64)
         at = small, large, growth.nodes, growth.reals, growth.goes_left
-        numbers, space = (self._bins.counts, self._scales, self._numbers), np.empty((4, BINS), np.int64)
-        features, splits = self._features, 0
-        if self._packs and histogram.words == rest.words == 1 and len(self._numeric):
-            cells = histogram.cells, rest.cells, subtract
-            splits, subtract = kernels.judge_packed(*cells, *at, self._numeric, *numbers, space), False
-            features = self._categories
-        if len(features):
-            cells_of = histogram.cells, histogram.words, rest.cells, rest.words, subtract
-            special = self._is_category, self._bounding
-            splits = kernels.judge(*cells_of, *at, features, *numbers, *special, space, np.empty((2, BINS)))
+        judging: tuple[object, ...] | None = self._judging
+        splits = 0
+        if self._packed and histogram.words == rest.words == 1:
+            splits = kernels.judge_packed(histogram.cells, rest.cells, subtract, *at, *self._packed, space)
+            judging, subtract = self._after_packed, False
+        if judging:
+            cells = histogram.cells, histogram.words, rest.cells, rest.words, subtract
+            splits = kernels.judge(*cells, *at, *judging, space, np.empty((2, BINS)))
         if splits & 1:
             growth.histograms[small] = histogram
         if splits & 2:
