@@ -4,7 +4,7 @@
 |---|---|---|
 | safetensors | one file, an index of shards, or their folder | Encoded where bitplan packed it, else a plain tensor |
 | gguf | llama.cpp's container | Encoded for Q4_0, Q8_0, MXFP4, F16, BF16; plain for F32 and integers; else decoded |
-| poly json | the seed's network file | Encoded, or float32 from files of the original |
+| poly json | poly's network file | Encoded, or float32 from files of the original |
 """
 
 from __future__ import annotations

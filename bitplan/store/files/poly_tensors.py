@@ -1,4 +1,4 @@
-"""The quantization seed's network JSON (poly_json.py) as a container."""
+"""Poly's network JSON (poly_json.py) as a container."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class PolyTensors(TensorFile):
-    """The seed's JSON network; small enough by nature to be read whole."""
+    """Poly's JSON network; small enough by nature to be read whole."""
 
     kind = "poly json"
 

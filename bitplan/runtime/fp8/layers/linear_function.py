@@ -45,6 +45,8 @@ def run_linear(
     """x [..., K], normalised if there is a norm, times weight [N, K] plus bias; differentiable."""
     if torch.is_autocast_enabled(x.device.type):
         x = x.to(torch.get_autocast_dtype(x.device.type))
+    if torch.compiler.is_compiling() and type(source) is not WeightSource:
+        raise Fp8LayerError(f"{type(source).__name__} has no operator in compiled graphs; call it outside of them")
     shape = x.shape
     if shape[-1] != weight.shape[1] or x.dtype not in INPUT_TYPES:
         raise Fp8LayerError(

@@ -26,6 +26,7 @@ from bitplan.runtime.fp8.layers.weight_source import WeightSource
 Largest = Callable[[Tensor], Tensor]  # int32 [1] of this process -> of the group
 
 
+@torch.compiler.disable  # type: ignore[untyped-decorator]  # the operators of graphs cast by a maximum of their own
 def shared_amax_linear(x: Tensor, layer: Fp8Linear, *, divided: tuple[str, ...], largest: Largest) -> Tensor:
     """The layer's forward; operands in `divided` ("input", "weight", "grad") are scaled by the group's maximum."""
     source = SharedAmax(layer.reuse_weight_cast, divided, largest)

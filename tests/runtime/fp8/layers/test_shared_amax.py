@@ -70,3 +70,17 @@ def test_autocast_casts_the_input_as_in_a_whole_layer() -> None:
         assert torch.equal(found, layer(x))
     with pytest.raises(Fp8LayerError, match="a layer of 64 inputs takes"):
         shared_amax_linear(torch.randn(5, 32), layer, divided=("weight", "grad"), largest=lambda bits: bits)
+
+
+def test_a_compiled_model_shares_the_maximum_too() -> None:
+    """The operators of compiled graphs cast by a maximum of their own: this layer runs between graphs."""
+    layer = Fp8Linear(32, 32, bias=False, recipe=Fp8Recipe("tensorwise"))
+    x = torch.randn(16, 32, generator=torch.Generator().manual_seed(0))
+
+    def run(x: torch.Tensor) -> torch.Tensor:
+        return shared_amax_linear(x, layer, divided=("input", "weight", "grad"), largest=with_other(1e6)) + 1
+
+    with torch.no_grad():  # dynamo asks a result between graphs for its .grad, of which torch warns
+        expected = run(x)
+        assert not torch.equal(expected, layer(x) + 1)
+        assert torch.equal(torch.compile(run, backend="aot_eager")(x), expected)
