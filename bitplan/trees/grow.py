@@ -23,12 +23,13 @@ from bitplan.kernels.base.jit import on_threads, thread_count
 from bitplan.trees.binning import BinnedRows, Bins
 from bitplan.trees.distributed.shards import ALONE, Shards
 from bitplan.trees.distributed.wire import HistogramSum
-from bitplan.trees.gradients import Array, Gradients
+from bitplan.trees.gradients import Array, GradientPrecision, Gradients
 from bitplan.trees.histogram import Histogram, HistogramBuilder
 from bitplan.trees.loops import nodes as queue
 from bitplan.trees.loops import rows as trees_rows
 from bitplan.trees.loops import split as kernels
 from bitplan.trees.loops.histogram import BINS
+from bitplan.trees.team_space import TeamSpace
 from bitplan.trees.tree import Tree
 
 SHARED_ROWS = 2**17  # from here on all threads work on one node
@@ -96,6 +97,7 @@ class TreeGrower:
         self._bounding = rules.monotone if rules.l1 or np.any(rules.monotone) else None
         self._is_category = bins.is_category if np.any(bins.is_category) else None
         self._numbers = rules.numbers
+        self._team: TeamSpace | None = None
         self._space, self._spare = np.empty(data.rows, np.uint64), np.empty(data.rows, np.uint64)
         self._thresholds = np.full((len(bins.edges), 256), FAR)
         for feature, edges in enumerate(bins.edges):
@@ -117,6 +119,8 @@ class TreeGrower:
         self._after_packed = (features[is_category], *self._judging[1:]) if np.any(is_category) else None
         self._builder = HistogramBuilder(self._data, gradients, features)
         self._entries = self._builder.enter(rows, self._space)  # reordered leaf by leaf
+        if self._shards.count == 1:
+            return self._grow_alone(gradients, len(rows), features)
         histogram, total_rows = self._builder.build(self._entries, threads=len(rows) >= THREADS_FROM_ROWS), len(rows)
         if self._shards.count > 1:
             self._sum = HistogramSum(self._shards, gradients.precision, self._builder, features, self._bins.counts)
@@ -131,6 +135,26 @@ class TreeGrower:
         while (node := growth.work_ahead(self._expand)) is not None:
             self._expand(node, threads=True)
             growth.finish(node)
+        return self._finish(growth)
+
+    def _grow_alone(self, gradients: Gradients, rows: int, features: Array) -> Grown:
+        """By a team of threads, in compiled code from the root to the last leaf."""
+        precise = gradients.precision is GradientPrecision.F32
+        growth = _Growth(min(self._rules.max_leaves, max(rows, 1)), self._rules.best_first)
+        growth.set_root(rows, np.zeros(3, np.int64))
+        if self._team is None or self._team.size != thread_count():
+            self._team = TeamSpace(self._data, thread_count())
+        is_category = self._bins.is_category[features]
+        numeric, categories = (features[~is_category], features[is_category]) if self._packed else (features, features)
+        packs = self._packed is not None and not precise
+        self._team.grow(
+            growth,
+            (self._entries, self._spare, self._data.columns),
+            gradients,
+            (numeric, categories, features),
+            (self._bins.counts, self._scales, self._numbers, self._is_category, self._bounding, packs),
+            self._monotone,
+        )
         return self._finish(growth)
 
     def _expand(self, node: int, threads: bool = False) -> None:
@@ -277,7 +301,8 @@ class _Growth:
         self.nodes, self.reals = np.zeros((places, kernels.NODE_COLUMNS), np.int64), np.zeros((places, 3))
         self.goes_left = np.empty((places, BINS), np.uint8)
         self.leaves, self.splits = np.zeros((max_leaves, 3), np.int64), np.zeros((max_leaves, 3), np.int64)
-        self.counts = np.array([1, 0, 1, 0])  # the root is a leaf, and has a place
+        self.counts = np.array([1, 0, 1, 0, 0, 0])  # the root is a leaf, and has a place
+        self.best_first = best_first
         self.histograms: dict[int, Histogram] = {}
         self._tables = self.nodes, self.reals, self.leaves, self.splits, self.counts, best_first
         self._changed = threading.Condition()
