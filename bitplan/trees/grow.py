@@ -2,19 +2,17 @@
 
 Expanding a node means: partition its rows, build the histogram of the smaller child, subtract for the larger one, find
 the best split of both. None of it depends on any other leaf, so threads expand *ahead*: while one works on the leaf
-that is next, the others take the leaves behind it in the queue. Which splits enter the tree is decided afterwards, in
-the order of the queue alone; an expansion that the tree did not need is dropped. Nodes too large for one thread are
-expanded one at a time, by all of them.
+that is next, the others take those that the tree will probably need after it. Which splits enter the tree is decided
+afterwards, in the order of the queue alone; an expansion that the tree did not need is dropped. In one process all of
+it is compiled (`trees.loops.team`).
 
 With rows in several processes every process grows the same tree: histograms are summed over all of them, and decisions
-depend on sums alone. Waiting for each other is the cost, so the leaves at the head of the queue are expanded together,
-in the queue's order, and their histograms summed in one step.
+depend on sums alone. Waiting for each other is the cost, so several leaves are expanded together, and their histograms
+summed in one step.
 """
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -32,7 +30,6 @@ from bitplan.trees.loops.histogram import BINS
 from bitplan.trees.team_space import TeamSpace
 from bitplan.trees.tree import Tree
 
-SHARED_ROWS = 2**17  # from here on all threads work on one node
 THREADS_FROM_ROWS = 2**13  # below, starting threads takes longer than they save
 ALL_ROWS = 2**62  # no node is too large
 NODES_A_STEP = 8  # that several processes expand together
@@ -122,19 +119,15 @@ class TreeGrower:
         if self._shards.count == 1:
             return self._grow_alone(gradients, len(rows), features)
         histogram, total_rows = self._builder.build(self._entries, threads=len(rows) >= THREADS_FROM_ROWS), len(rows)
-        if self._shards.count > 1:
-            self._sum = HistogramSum(self._shards, gradients.precision, self._builder, features, self._bins.counts)
-            total_rows = int(self._shards.add(np.array([len(rows)], np.int64), "rows of a tree")[0])
-            (histogram,) = self._sum([histogram], [total_rows])
+        self._sum = HistogramSum(self._shards, gradients.precision, self._builder, features, self._bins.counts)
+        total_rows = int(self._shards.add(np.array([len(rows)], np.int64), "rows of a tree")[0])
+        (histogram,) = self._sum([histogram], [total_rows])
         self._growth = growth = _Growth(min(self._rules.max_leaves, max(total_rows, 1)), self._rules.best_first)
         growth.set_root(len(rows), histogram.sums(int(features[0])).sum(axis=0))
         self._judge(histogram, histogram, 0, -1)
         growth.open_root()
-        while self._shards.count > 1 and (nodes := growth.take_together(NODES_A_STEP)):
+        while nodes := growth.take_together(NODES_A_STEP):
             self._expand_together(nodes)
-        while (node := growth.work_ahead(self._expand)) is not None:
-            self._expand(node, threads=True)
-            growth.finish(node)
         return self._finish(growth)
 
     def _grow_alone(self, gradients: Gradients, rows: int, features: Array) -> Grown:
@@ -156,11 +149,6 @@ class TreeGrower:
             self._monotone,
         )
         return self._finish(growth)
-
-    def _expand(self, node: int, threads: bool = False) -> None:
-        small, histogram = self._divide(node, threads)
-        if histogram is not None:
-            self._judge_children(node, small, histogram)
 
     def _expand_together(self, nodes: list[int]) -> None:
         """The same for several nodes and processes: one step for the sums of all."""
@@ -294,19 +282,18 @@ class TreeGrower:
 
 
 class _Growth:
-    """One tree so far: its tables (`trees.loops.nodes`), histograms of leaves that could be split, its threads."""
+    """One tree so far: its tables (`trees.loops.nodes`); between processes, histograms of leaves to be split."""
 
     def __init__(self, max_leaves: int, best_first: bool, places: int = 0) -> None:
         places = places or 4 * max_leaves + 2  # half of them for expansions that the tree will not need
         self.nodes, self.reals = np.zeros((places, kernels.NODE_COLUMNS), np.int64), np.zeros((places, 3))
         self.goes_left = np.empty((places, BINS), np.uint8)
         self.leaves, self.splits = np.zeros((max_leaves, 3), np.int64), np.zeros((max_leaves, 3), np.int64)
-        self.counts = np.array([1, 0, 1, 0, 0, 0])  # the root is a leaf, and has a place
+        self.counts = np.array([1, 0, 1, 0, 0, 0, 0])  # the root is a leaf, and has a place
         self.best_first = best_first
         self.histograms: dict[int, Histogram] = {}
-        self._tables = self.nodes, self.reals, self.leaves, self.splits, self.counts, best_first
-        self._changed = threading.Condition()
-        self._failed = False
+        self.ready = np.empty(places, np.int64)
+        self._tables = self.nodes, self.reals, self.leaves, self.splits, self.counts, self.ready, best_first
 
     def set_root(self, size: int, totals: Array) -> None:
         self.nodes[0, kernels.STOP], self.leaves[0, queue.LINK] = size, -1
@@ -321,47 +308,25 @@ class _Growth:
         """Rows of this process."""
         return int(self.nodes[node, kernels.STOP] - self.nodes[node, kernels.START])
 
-    def take(self, shared_rows: int, most: int, done: int = -1) -> int:
-        """`trees.loops.nodes.take`."""
-        return int(queue.take(*self._tables, shared_rows, most, done))
-
     def take_together(self, most: int) -> list[int]:
-        """The leaves at the head of the queue, as many as the tree has room for and not more than `most`."""
+        """The leaf at the head of the queue and those that the tree will probably need next, not more than `most`."""
         taken: list[int] = []
-        while len(taken) < most and (node := self.take(ALL_ROWS, most)) >= 0:
+        while len(taken) < most and (node := self.take()) >= 0:
             taken.append(node)
         return taken
 
+    def take(self, shared_rows: int = ALL_ROWS, done: int = -1) -> int:
+        """`trees.loops.nodes.take`."""
+        return int(queue.take(*self._tables, shared_rows, done))
+
     def finish(self, node: int) -> None:
-        """The node is expanded."""
+        """The node is expanded: its children may be taken, even before it enters the tree."""
         self.nodes[node, kernels.STATE] = queue.EXPANDED
-
-    def work_ahead(self, expand: Callable[[int], None]) -> int | None:
-        """Expand leaves on all threads, until the next one needs all of them, and take that; None: it was the last."""
-        on_threads(lambda _: self._work(expand), range(thread_count()))
-        node = self.take(ALL_ROWS, NODES_A_STEP)
-        return None if node == queue.COMPLETE else node
-
-    def _work(self, expand: Callable[[int], None]) -> None:
-        """What each thread does: take the best leaf that nobody has taken."""
-        node, most = -1, 2 * thread_count()
-        try:
-            while True:
-                with self._changed:
-                    node = self.take(SHARED_ROWS, most, node)
-                    self._changed.notify_all()
-                    while node == queue.WAIT and not self._failed:
-                        self._changed.wait()
-                        node = self.take(SHARED_ROWS, most)
-                if node < 0 or self._failed:
-                    return
-                expand(node)
-        except BaseException:
-            self._failed = True  # so that no thread waits for what this one had taken
-            raise
-        finally:
-            with self._changed:
-                self._changed.notify_all()
+        first = int(self.nodes[node, kernels.CHILD])
+        for child in (first, first + 1):
+            if self.reals[child, kernels.GAIN] > 0:
+                self.ready[self.counts[queue.READY]] = child
+                self.counts[queue.READY] += 1
 
 
 def newton_steps(grads: Array, hess: Array, rules: GrowthRules, bounds: Array) -> Array:

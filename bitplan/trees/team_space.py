@@ -11,10 +11,10 @@ from bitplan.kernels.base.jit import address_of
 from bitplan.trees import histogram
 from bitplan.trees.binning import BinnedRows
 from bitplan.trees.gradients import Array, GradientPrecision, Gradients
-from bitplan.trees.loops import team as loops
-from bitplan.trees.loops.histogram import BINS, CHUNK, GROUP, PANEL
 from bitplan.trees.loops import nodes as nodes_loops
 from bitplan.trees.loops import split
+from bitplan.trees.loops import team as loops
+from bitplan.trees.loops.histogram import BINS, CHUNK, GROUP, PANEL
 
 if TYPE_CHECKING:
     from bitplan.trees.grow import _Growth
@@ -62,7 +62,7 @@ class TeamSpace:
         free[1, :wide_places] = wide_from + np.arange(wide_places)[::-1] * (self._cells * histogram.WIDE)
         growth.counts[loops.FREE :] = places, wide_places
         shared = min(SHARED_ROWS, most + 1)
-        sizes = np.array([narrow, most, shared, 2 * team, self._cells, wide_from], np.int64)
+        sizes = np.array([narrow, most, shared, self._cells, wide_from], np.int64)
         if self._parts is None or self._parts[0].shape[1] != self._cells * narrow:
             wide = self._cells * histogram.WIDE if self._data.rows > most * team else 0
             self._parts = (
@@ -73,27 +73,38 @@ class TeamSpace:
         used = np.unique(features[2] // PANEL)
         data = self._data.words, self._data.firsts, used, gradients.hessians
         tables = growth.nodes, growth.reals, growth.goes_left
-        order = growth.leaves, growth.splits, growth.counts
+        order = growth.leaves, growth.splits, growth.counts, growth.ready
         kernels = self._kernels(gradients, rows, tables, order, growth.best_first, features, options, monotone)
         self._sync[:] = 0
 
         def run(me: int) -> None:
-            loops.grow_tree(
-                me, team, self._sync, sizes, kernels, tables, order, growth.best_first, rows, data, monotone,
-                self._pool, free, self._parts, features, options, self._own,
-            )  # fmt: skip
+            try:
+                loops.grow_tree(
+                    me, team, self._sync, sizes, kernels, tables, order, growth.best_first, rows, data, monotone,
+                    self._pool, free, self._parts, features, options, self._own,
+                )  # fmt: skip
+            except BaseException:
+                self._sync[loops.CALLED_OFF] = 1
+                raise
 
-        running = [self._helpers.submit(run, me) for me in range(1, team)] if self._helpers else []
-        run(0)
-        for helper in running:
-            helper.result()
+        running = []
+        try:
+            if self._helpers:
+                running = [self._helpers.submit(run, me) for me in range(1, team)]
+            run(0)
+        except BaseException:  # before the team has met: afterwards there is no Python to raise
+            self._sync[loops.CALLED_OFF] = 1
+            raise
+        finally:
+            for helper in running:
+                helper.result()
 
     def _kernels(
         self,
         gradients: Gradients,
         rows: tuple[Array, Array, Array],
         tables: tuple[Array, Array, Array],
-        order: tuple[Array, Array, Array],
+        order: tuple[Array, Array, Array, Array],
         best_first: bool,
         features: tuple[Array, Array, Array],
         options: tuple[Any, ...],
@@ -116,9 +127,20 @@ class TeamSpace:
         adding = self._data.words, entries, gradients.hessians, 1.0, 1.0, self._parts[2][0], cells
         return np.array(
             [
-                address_of(nodes_loops.take, nodes, reals, *order, best_first, 0, 0, 0),
+                address_of(nodes_loops.take, nodes, reals, *order, best_first, 0, 0),
                 address_of(
-                    nodes_loops.divide, entries, columns, spare, goes_left, nodes, reals, 0, 0, monotone, scales, numbers
+                    nodes_loops.divide,
+                    entries,
+                    columns,
+                    spare,
+                    goes_left,
+                    nodes,
+                    reals,
+                    0,
+                    0,
+                    monotone,
+                    scales,
+                    numbers,
                 ),
                 packed,
                 general,

@@ -113,3 +113,20 @@ def meet(places, place, team):  # type: ignore[no-untyped-def]
         fetch_add(places, place + LINE, 1)
     else:
         wait_for_change(places, place + LINE, turn)
+
+
+@inlined
+def join(places, place, team, called_off):  # type: ignore[no-untyped-def]
+    """`meet` for the first time; False where places[called_off] is set, since then somebody will not come."""
+    turn, spins = read(places, place + LINE), 0
+    if fetch_add(places, place, 1) == team - 1:
+        write(places, place, 0)
+        fetch_add(places, place + LINE, 1)
+        return True
+    while read(places, place + LINE) == turn:
+        if read(places, called_off) != 0:
+            return False
+        spins += 1
+        if spins > SPINS:
+            give_way()
+    return True

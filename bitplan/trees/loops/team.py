@@ -12,11 +12,11 @@ from __future__ import annotations
 
 import numpy as np
 
-from bitplan.kernels.base.atomics import LINE, fetch_add, lock, meet, read, unlock, wait_for_change
+from bitplan.kernels.base.atomics import LINE, fetch_add, join, lock, meet, read, unlock, wait_for_change
 from bitplan.kernels.base.jit import call_at, called, compiled, inlined, run_at
 from bitplan.kernels.base.vectors import prefetch
 from bitplan.trees.loops.histogram import BINS, PANEL, ROW, unpack_cell
-from bitplan.trees.loops.nodes import EXPANDED, QUEUED, WAIT
+from bitplan.trees.loops.nodes import QUEUED, WAIT
 from bitplan.trees.loops.rows import AHEAD
 from bitplan.trees.loops.split import (
     CHILD,
@@ -29,18 +29,19 @@ from bitplan.trees.loops.split import (
     ROWS,
     SLOT,
     START,
-    STATE,
     STOP,
 )
 
 # Places in `sync`, a LINE apart; the last is the first of a line for each thread.
-LOCK, MEETING, _TURN, CHANGES, CHOSEN, SMALL, SMALL_SLOT, LARGE_SLOT, LEFTS = (LINE * place for place in range(9))
+LOCK, CALLED_OFF, MEETING, _TURN, CHANGES, CHOSEN, SMALL, SMALL_SLOT, LARGE_SLOT, LEFTS = (
+    LINE * place for place in range(10)
+)
 # Places in `sizes`: what a tree's loops are told.
-NARROW, NARROW_ROWS, SHARED_ROWS, MOST, CELLS, WIDE_FROM = range(6)
+NARROW, NARROW_ROWS, SHARED_ROWS, CELLS, WIDE_FROM = range(5)
 # Places in `kernels`, addresses of what is compiled apart; from the last on, the loop that adds rows to each panel.
 TAKE, DIVIDE, JUDGE_PACKED, JUDGE, ADDERS = range(5)
-# Places in `counts`, behind those of `nodes`: free slots for narrow cells, and for wide ones.
-FREE, FREE_WIDE = 4, 5
+# Places in `counts`, behind those of `nodes`: free slots for narrow cells; the next, for wide ones.
+FREE = 5
 WIDE = 3  # words
 LEAST_ROWS = 2048  # of a thread's part of a histogram
 ALL_ROWS = 2**62
@@ -63,7 +64,7 @@ def _add_part(entries, first, last, data, kernels, scales, pairs, cells, words):
 
 @called
 def _part_apart(entries, start, stop, columns, feature, goes_left, node, spare):  # type: ignore[no-untyped-def]
-    """Copy entries to the same part of `spare`: those that go left from its start, the others from its end backwards."""
+    """Copy entries to the same part of `spare`: those that go left from its start on, the others from its end back."""
     column, left, right, last = columns[U(feature)], U(start), U(stop - 1), stop - 1
     for i in range(start, stop):
         prefetch(column, np.int64(entries[U(i + AHEAD if i + AHEAD < last else last)] & ROW))
@@ -83,9 +84,7 @@ def _partition(me, team, sync, entries, spare, columns, goes_left, nodes, node):
     share = (stop - start + team - 1) // team
     first = min(start + me * share, stop)
     last = min(first + share, stop)
-    sync[LEFTS + me * LINE] = _part_apart(
-        entries, first, last, columns, nodes[node, FEATURE], goes_left, node, spare
-    )
+    sync[LEFTS + me * LINE] = _part_apart(entries, first, last, columns, nodes[node, FEATURE], goes_left, node, spare)
     meet(sync, MEETING, team)
     here, before, total = sync[LEFTS + me * LINE], np.int64(0), np.int64(0)
     for other in range(team):
@@ -102,11 +101,12 @@ def _partition(me, team, sync, entries, spare, columns, goes_left, nodes, node):
 
 
 @called
-def _sum_part(me, team, start, stop, sizes, entries, data, kernels, scales, pairs, own, own_wide):  # type: ignore[no-untyped-def]
+def _sum_part(me, team, start, stop, sizes, entries, data, kernels, scales, spaces):  # type: ignore[no-untyped-def]
     """This thread's part of a histogram, into its own cells; returns how many threads have one, and their words.
 
     A part of more rows than narrow cells hold is summed into the thread's own wide ones, block by block.
     """
+    pairs, own, own_wide = spaces
     narrow, most, count = sizes[NARROW], sizes[NARROW_ROWS], stop - start
     workers = min(max(count // LEAST_ROWS, 1), team)
     share = (count + workers - 1) // workers
@@ -278,11 +278,32 @@ def _expand(node, slot, work, data, kernels, tables, sizes, pool, features, opti
 
 @compiled
 def grow_tree(  # type: ignore[no-untyped-def]
-    me, team, sync, sizes, kernels, tables, order, best_first, work, data, monotone, pool, free, parts, features, options, own
+    me,
+    team,
+    sync,
+    sizes,
+    kernels,
+    tables,
+    order,
+    best_first,
+    work,
+    data,
+    monotone,
+    pool,
+    free,
+    parts,
+    features,
+    options,
+    own,
 ):
-    """What each of `team` threads calls, `me` from 0; the tree is in `tables` and `order` when all are back."""
+    """What each of `team` threads calls, `me` from 0; the tree is in `tables` and `order` when all are back.
+
+    Nothing is done unless all come: see CALLED_OFF.
+    """
+    if not join(sync, MEETING, team, CALLED_OFF):
+        return
     nodes, reals, goes_left = tables
-    leaves, splits, counts = order
+    leaves, splits, counts, ready = order
     entries, spare, columns = work
     narrow_parts, wide_parts, pairs = parts
     scales, rules = options[1], options[2]
@@ -311,9 +332,8 @@ def grow_tree(  # type: ignore[no-untyped-def]
             large = 2 * nodes[chosen, CHILD] + 1 - small
         if small >= 0:
             first, last = nodes[small, START], nodes[small, STOP]
-            workers, part_words = _sum_part(
-                me, team, first, last, sizes, entries, data, kernels, scales, pairs[me], narrow_parts[me], wide_parts[me]
-            )
+            spaces = pairs[me], narrow_parts[me], wide_parts[me]
+            workers, part_words = _sum_part(me, team, first, last, sizes, entries, data, kernels, scales, spaces)
             meet(sync, MEETING, team)
             cells, words = _cells(pool, sync[SMALL_SLOT], sizes)
             rest, rest_words, parent, parent_words = pool[0:0], words, cells, words
@@ -321,9 +341,7 @@ def grow_tree(  # type: ignore[no-untyped-def]
                 rest, rest_words = _cells(pool, sync[LARGE_SLOT], sizes)
                 parent, parent_words = _cells(pool, nodes[chosen, SLOT], sizes)
             all_parts = wide_parts if part_words == WIDE else narrow_parts
-            _add_up(
-                me, team, all_parts, part_words, workers, cells, words, parent, parent_words, rest, rest_words
-            )
+            _add_up(me, team, all_parts, part_words, workers, cells, words, parent, parent_words, rest, rest_words)
             meet(sync, MEETING, team)
             if is_root:  # its sums are those of any feature
                 if me == 0:
@@ -345,13 +363,14 @@ def grow_tree(  # type: ignore[no-untyped-def]
                     nodes[node, SLOT] = sync[LARGE_SLOT if side else SMALL_SLOT]
                     if not _merge_parts(team, node, side, tables, own):
                         _free(counts, free, nodes[node, SLOT], sizes)
-            nodes[chosen, STATE] = np.int64(0) if is_root else np.int64(EXPANDED)
             if is_root:
                 counts[QUEUED] = np.int64(reals[0, GAIN] > 0.0)
         meet(sync, MEETING, team)
-        is_root = False
-        # Ahead of the queue, a leaf for each thread, until the next one is for all.
+        # A leaf for each thread, until the next one is for all. The first has just expanded one, with the others.
         node, slot, unused = np.int64(-1), np.int64(-1), np.int64(0)
+        if me == 0 and not is_root:
+            node = chosen
+        is_root = False
         while True:
             lock(sync, LOCK)
             if node >= 0:
@@ -360,8 +379,8 @@ def grow_tree(  # type: ignore[no-untyped-def]
                 if unused & 2:
                     _free(counts, free, nodes[node, SLOT], sizes)
                 fetch_add(sync, CHANGES, 1)
-            queue = nodes, reals, leaves, splits, counts, best_first
-            node = call_at(kernels[TAKE], (*queue, sizes[SHARED_ROWS], sizes[MOST], node))
+            queue = nodes, reals, leaves, splits, counts, ready, best_first
+            node = call_at(kernels[TAKE], (*queue, sizes[SHARED_ROWS], node))
             if node >= 0:
                 slot = _slot_for(counts, free, np.int64(0), sizes)
             seen = read(sync, CHANGES)
@@ -377,8 +396,8 @@ def grow_tree(  # type: ignore[no-untyped-def]
             )  # fmt: skip
         meet(sync, MEETING, team)
         if me == 0:
-            queue = nodes, reals, leaves, splits, counts, best_first
-            sync[CHOSEN] = call_at(kernels[TAKE], (*queue, np.int64(ALL_ROWS), sizes[MOST], np.int64(-1)))
+            queue = nodes, reals, leaves, splits, counts, ready, best_first
+            sync[CHOSEN] = call_at(kernels[TAKE], (*queue, np.int64(ALL_ROWS), np.int64(-1)))
         meet(sync, MEETING, team)
         chosen = sync[CHOSEN]
         if chosen < 0:
