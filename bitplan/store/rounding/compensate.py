@@ -17,7 +17,7 @@ from torch import Tensor
 
 from bitplan.errors import FormatError
 from bitplan.store.rounding.layout import Layout
-from bitplan.store.rounding.pieces import cost_of_scales, round_piece, sweep_piece
+from bitplan.store.rounding.loops import loops_for
 from bitplan.store.rounding.scale_ladder import ScaleLadder
 from bitplan.store.rounding.scale_search import block_slices, candidates_of, least_of, search_scales
 
@@ -89,7 +89,7 @@ def compensate(
     matrix: Tensor, factor: Tensor, plain: Tensor, layout: Layout, ladder: ScaleLadder, blocks: list[int], at: Tensor
 ) -> Codes:
     """Round [R, filled] numbers; `at` are their columns in order, `factor` is in that order."""
-    left = matrix[:, at].contiguous()
+    left, loops = matrix[:, at].contiguous(), loops_for(matrix)
     codes, scales = torch.empty_like(left), plain.clone()
     tries = layout.width <= BATCH
     if not tries:
@@ -105,11 +105,11 @@ def compensate(
             piece, own = left[:, first:last], factor[first:last, first:last]
             if tries:
                 tried = candidates_of(piece, plain[:, block], layout, ladder)
-                cost = layout.sum_of_strips(cost_of_scales(piece, own, layout.to_rows(tried), ladder.grid))
+                cost = layout.sum_of_strips(loops.cost_of_scales(piece, own, layout.to_rows(tried), ladder.grid))
                 scales[:, block] = tried.gather(1, least_of(cost)[1]).squeeze(1)
             steps = layout.to_rows(scales[:, block]).unsqueeze(-1)
             parts = torch.zeros(last - first, dtype=torch.int64)
-            codes[:, first:last], own_errors = round_piece(piece, own, steps, none, parts, ladder.grid)
+            codes[:, first:last], own_errors = loops.round_piece(piece, own, steps, none, parts, ladder.grid)
             errors[:, first - start : last - start] = own_errors
             left[:, last:stop] -= own_errors @ factor[first:last, last:stop]
         left[:, stop:] -= errors @ factor[start:stop, stop:]
@@ -128,26 +128,35 @@ def _batches(cols: int, width: int) -> list[tuple[int, int, list[tuple[int, tupl
 
 def sweep(matrix: Tensor, hessian: Tensor, found: Codes, layout: Layout, ladder: ScaleLadder, sweeps: int) -> Codes:
     """Codes and scales that are each the best while all others stay; the error never grows."""
-    codes, scales = found.codes.clone(), found.scales.clone()
+    codes, scales, loops = found.codes.clone(), found.scales.clone(), loops_for(matrix)
+    narrow = layout.width <= BATCH
+    gradient = (matrix - found.values(layout)) @ hessian
     for _ in range(sweeps):
-        gradient = (matrix - Codes(codes, scales).values(layout)) @ hessian
-        for block, at in enumerate(block_slices(layout)):
-            move = _better_scales(codes[:, at], gradient[:, at], hessian[at, at], scales[:, block], layout, ladder)
-            scales[:, block] += move
-            changes = layout.to_rows(move).unsqueeze(-1) * codes[:, at]  # of values; the gradient knows them not yet
-            if layout.width > BATCH:
-                gradient -= changes @ hessian
-                changes.zero_()
-            steps = layout.to_rows(scales[:, block]).unsqueeze(-1)
-            for first in range(at.start, at.stop, BATCH):
-                cols = slice(first, min(first + BATCH, at.stop))
-                inside = slice(first - at.start, cols.stop - at.start)
-                near = gradient[:, cols] - changes[:, inside] @ hessian[cols, cols]
-                parts = torch.zeros(cols.stop - first, dtype=torch.int64)
-                codes[:, cols], changed = sweep_piece(
-                    near, codes[:, cols], hessian[cols, cols], steps, parts, ladder.grid
+        if not narrow:
+            for block, at in enumerate(block_slices(layout)):
+                move = _better_scales(codes[:, at], gradient[:, at], hessian[at, at], scales[:, block], layout, ladder)
+                scales[:, block] += move
+                gradient -= (layout.to_rows(move).unsqueeze(-1) * codes[:, at]) @ hessian[at]
+        for start, stop, pieces in _batches(layout.filled, layout.width if narrow else BATCH):
+            near, changes = gradient[:, start:stop].clone(), torch.zeros_like(codes[:, start:stop])
+            for _, (first, last) in pieces:
+                block, own, here = (
+                    first // layout.width,
+                    hessian[first:last, first:last],
+                    slice(first - start, last - start),
                 )
-                gradient -= (changed + changes[:, inside]) @ hessian[cols]
+                if narrow:
+                    move = _better_scales(codes[:, first:last], near[:, here], own, scales[:, block], layout, ladder)
+                    scales[:, block] += move
+                    changes[:, here] = layout.to_rows(move).unsqueeze(-1) * codes[:, first:last]
+                    near[:, here] -= changes[:, here] @ own
+                steps = layout.to_rows(scales[:, block]).unsqueeze(-1)
+                parts = torch.zeros(last - first, dtype=torch.int64)
+                better, changed = loops.sweep_piece(near[:, here], codes[:, first:last], own, steps, parts, ladder.grid)
+                codes[:, first:last] = better
+                changes[:, here] += changed
+                near[:, here.stop :] -= changes[:, here] @ hessian[first:last, last:stop]
+            gradient -= changes @ hessian[start:stop]
     return Codes(codes, scales)
 
 

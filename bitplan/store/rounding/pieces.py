@@ -59,7 +59,7 @@ def sweep_piece(
 ) -> tuple[Tensor, Tensor]:
     """Better codes [R, g] one column at a time, all others fixed, and by how much the values changed [R, g].
 
-    `gradient` [R, g] is (weight - value) @ hessian of the piece's columns; it is brought up to date on the way.
+    `gradient` [R, g] is (weight - value) @ hessian of the piece's columns; the definition brings it up to date on the way.
     """
     codes, changes = codes.clone(), torch.empty_like(codes)
     inverses = reciprocal(steps)

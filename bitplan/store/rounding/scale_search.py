@@ -6,12 +6,14 @@ is fitted to its codes by least squares, and the codes to it, for as long as tha
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from bitplan.formats.scales.rules import reciprocal
 from bitplan.store.rounding.layout import Layout
-from bitplan.store.rounding.pieces import weighted_cost
+from bitplan.store.rounding.loops import loops_for
 from bitplan.store.rounding.scale_ladder import ScaleLadder
 
 FITS = 3
@@ -19,8 +21,9 @@ FITS = 3
 
 def search_scales(matrix: Tensor, weights: Tensor, plain: Tensor, layout: Layout, ladder: ScaleLadder) -> Tensor:
     """[R, filled] numbers and [filled] weights -> [strips, across] scales, none worse than those of `plain`."""
+    loops = loops_for(matrix)
     best = [
-        _search(matrix[:, at], weights[at], plain[:, block], layout, ladder)
+        _search(loops, matrix[:, at], weights[at], plain[:, block], layout, ladder)
         for block, at in enumerate(block_slices(layout))
     ]
     return torch.stack(best, dim=1) if best else plain
@@ -30,9 +33,9 @@ def block_slices(layout: Layout) -> list[slice]:
     return [slice(start, min(start + layout.width, layout.filled)) for start in range(0, layout.filled, layout.width)]
 
 
-def _search(piece: Tensor, weights: Tensor, plain: Tensor, layout: Layout, ladder: ScaleLadder) -> Tensor:
+def _search(loops: Any, piece: Tensor, weights: Tensor, plain: Tensor, layout: Layout, ladder: ScaleLadder) -> Tensor:
     tried = candidates_of(piece, plain, layout, ladder)
-    cost = layout.sum_of_strips(weighted_cost(piece, weights, layout.to_rows(tried), ladder.grid))
+    cost = layout.sum_of_strips(loops.weighted_cost(piece, weights, layout.to_rows(tried), ladder.grid))
     least, place = least_of(cost)
     scale = tried.gather(1, place).squeeze(1)
     for _ in range(FITS):
@@ -41,7 +44,9 @@ def _search(piece: Tensor, weights: Tensor, plain: Tensor, layout: Layout, ladde
         above = layout.sum_of_strips((weights * codes * piece).sum(1))
         below = layout.sum_of_strips((weights * codes * codes).sum(1))
         fitted = ladder.as_stored(torch.where(below > 0, above / below, scale))
-        cost = layout.sum_of_strips(weighted_cost(piece, weights, layout.to_rows(fitted.unsqueeze(-1)), ladder.grid))
+        cost = layout.sum_of_strips(
+            loops.weighted_cost(piece, weights, layout.to_rows(fitted.unsqueeze(-1)), ladder.grid)
+        )
         better = cost[:, 0] < least
         scale, least = torch.where(better, fitted, scale), torch.where(better, cost[:, 0], least)
     return scale
