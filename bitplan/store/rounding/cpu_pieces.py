@@ -43,7 +43,7 @@ def cost_of_scales(piece: Tensor, factor: Tensor, scales: Tensor, grid: Grid) ->
 def sweep_piece(
     gradient: Tensor, codes: Tensor, hessian: Tensor, steps: Tensor, parts: Tensor, grid: Grid
 ) -> tuple[Tensor, Tensor]:
-    """As `pieces.sweep_piece`, but that `gradient` stays as it is."""
+    """As `pieces.sweep_piece`."""
     better, changes = codes.clone(memory_format=torch.contiguous_format), torch.empty(codes.shape)
     _by_rows(_sweep_rows, gradient, (0, 2, 4), (better, hessian, steps, parts, changes), grid)
     return better, changes

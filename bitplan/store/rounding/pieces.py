@@ -59,9 +59,9 @@ def sweep_piece(
 ) -> tuple[Tensor, Tensor]:
     """Better codes [R, g] one column at a time, all others fixed, and by how much the values changed [R, g].
 
-    `gradient` [R, g] is (weight - value) @ hessian of the piece's columns; the definition brings it up to date on the way.
+    `gradient` [R, g] is (weight - value) @ hessian of the piece's columns.
     """
-    codes, changes = codes.clone(), torch.empty_like(codes)
+    codes, changes, gradient = codes.clone(), torch.empty_like(codes), gradient.clone()
     inverses = reciprocal(steps)
     for j, part in enumerate(parts.tolist()):
         step = steps[:, part]
