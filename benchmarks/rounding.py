@@ -10,25 +10,15 @@ stopped. `--rows` measures some rows only.
 
 from __future__ import annotations
 
-import argparse
 import copy
-import fnmatch
-import hashlib
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
-import harness
 import torch
 from torch import Tensor, nn
 
-from bitplan.formats import get_format
 from bitplan.kernels import decode
-from bitplan.measure.quality.perplexity import CachedLogits, measure_perplexity, spread_windows
-from bitplan.records import read_json, read_text
-from bitplan.runtime.causal_lm import CausalLM, load_causal_lm, logits_of
 from bitplan.store import round_weight
 
 FORMATS = ("q4_0_gguf", "int4_g32", "mxfp4", "nvfp4")
@@ -128,7 +118,9 @@ def round_model(model: nn.Module, batches: list[Tensor], settings: Settings) -> 
                 modules[name].weight.data = settings.encode(modules[name].weight.data, statistics)
         states = [_output(layer, state, arguments) for state, arguments in zip(states, kwargs, strict=True)]
         if settings.exact_targets:
-            exact_states = [_output(exact_layer, s, arguments) for s, arguments in zip(exact_states, kwargs, strict=True)]
+            exact_states = [
+                _output(exact_layer, s, arguments) for s, arguments in zip(exact_states, kwargs, strict=True)
+            ]
     return rounded
 
 
