@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from bitplan.errors import StoreError
 from bitplan.formats.dtypes import dtype_name
+from bitplan.formats.gguf.layouts import LAYOUTS
 from bitplan.store.files.payloads import PayloadWriter
 from bitplan.store.files.tensor_file import Container, Promise, TensorFile, TensorSpec, Writer
 
@@ -23,7 +24,7 @@ GGUF_FORMATS = {
     "MXFP4": "mxfp4_gguf",
     "F16": "float16",
     "BF16": "bfloat16",
-}
+} | {layout.ggml_type: name for name, layout in LAYOUTS.items()}
 # The formats GGUF can hold; mxfp4 is repacked into GGUF's byte order, value for value.
 GGUF_TYPES = {ours: theirs for theirs, ours in GGUF_FORMATS.items()} | {"mxfp4": "MXFP4", "float32": "F32"}
 _PLAIN_TYPES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16", "float64": "F64"}
