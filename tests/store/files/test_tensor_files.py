@@ -59,7 +59,7 @@ def test_the_gguf_library_decodes_our_files(fmt, tmp_path):
     tensor = next(tensor for tensor in gguf.GGUFReader(tmp_path / "a.gguf").tensors if tensor.name == "w")
     assert tensor.tensor_type.name == GGUF_TYPES[fmt]
     theirs = torch.from_numpy(gguf.quants.dequantize(tensor.data, tensor.tensor_type).copy())
-    assert torch.equal(theirs.reshape(6, 128), decode(encoded))
+    assert torch.equal(theirs.reshape(6, 256), decode(encoded))
     with open_tensors(tmp_path / "a.gguf") as file:
         assert torch.equal(file.read_float("w").float(), decode(encoded))
 
