@@ -15,7 +15,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from bitplan.formats.gguf.layouts import BlockParts, Layout
-from bitplan.formats.scales.rules import reciprocal
+from bitplan.formats.scales.rules import flush_small, reciprocal
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -128,7 +128,7 @@ class TorchSums:
 
 def _codes(x: Tensor, scale: Tensor, low: Tensor, layout: Layout) -> Tensor:
     """The nearest codes as floats: what they stand for, or places in the table."""
-    scaled = (x - low.unsqueeze(-1)) * reciprocal(scale).unsqueeze(-1)
+    scaled = (x - low.unsqueeze(-1)) * reciprocal(flush_small(scale)).unsqueeze(-1)
     if layout.table is None:
         return scaled.round().clamp(layout.low, layout.high)
     places = scaled.new_zeros(scaled.shape)
