@@ -35,7 +35,13 @@ ROOMS = {
     "runtime": {"fp8": set(), "packed": set(), "selective": {"streaming"}, "streaming": set()},
     "runtime.fp8": {"bench": {"layers"}, "layers": set()},
     "runtime.streaming": {"blocks": set(), "training": {"blocks", "transfer"}, "transfer": {"blocks"}},
-    "store": {"checks": {"files", "models"}, "files": set(), "gpt_oss": {"files"}, "models": {"files", "gpt_oss"}},
+    "store": {
+        "checks": {"files", "models"},
+        "export": {"files", "gpt_oss"},
+        "files": set(),
+        "gpt_oss": {"files"},
+        "models": {"files", "gpt_oss"},
+    },
     "trees": {"distributed": {"loops"}, "files": set(), "loops": set()},
 }
 MOST_FILES, MOST_LINES = 15, 450
