@@ -26,7 +26,7 @@ MAY_IMPORT = {
 # room -> the rooms beside it that it may import; the modules of the folder that holds it are open to it
 ROOMS = {
     "cli": {"demo": set(), "verbs": {"demo"}},
-    "formats": {"scales": set()},
+    "formats": {"gguf": {"scales"}, "scales": {"gguf"}},
     "kernels": {"base": set(), "codec": {"base"}, "fp8": {"base"}, "matmul": {"base", "codec"}},
     "kernels.fp8": {"experts": set()},
     "measure": {"gradients": {"quality"}, "quality": set(), "speed": set()},
@@ -41,6 +41,7 @@ ROOMS = {
         "gpt_oss": {"files"},
         "models": {"files", "gpt_oss"},
         "rounding": {"files"},
+        "export": {"files", "gpt_oss"},
     },
     "trees": {"distributed": {"loops"}, "files": set(), "loops": set()},
 }
