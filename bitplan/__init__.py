@@ -24,7 +24,9 @@ if TYPE_CHECKING:
     from bitplan.report.page import write_report
     from bitplan.runtime.fp8.apply import apply_fp8, apply_fp8_config
     from bitplan.runtime.packed.apply import apply_plan
-    from bitplan.runtime.packed.load_gpt_oss import load_packed
+    from bitplan.runtime.packed.checkpoints.load import load_packed
+    from bitplan.runtime.packed.checkpoints.save import save_packed
+    from bitplan.runtime.packed.quant_embedding import QuantEmbedding
     from bitplan.runtime.packed.quant_experts import QuantExperts
     from bitplan.runtime.packed.quant_linear import QuantLinear
     from bitplan.runtime.packed.tile_cache import TileCache
@@ -46,6 +48,7 @@ __all__ = [
     "Format",
     "Manifest",
     "Plan",
+    "QuantEmbedding",
     "QuantExperts",
     "QuantLinear",
     "SelectivePrecisionConfig",
@@ -72,6 +75,7 @@ __all__ = [
     "repack",
     "run_calibration",
     "save_model",
+    "save_packed",
     "stream_blocks",
     "unmorph_model",
     "write_report",
@@ -94,7 +98,9 @@ __getattr__, __dir__ = lazy_names(
         "report.page": ("write_report",),
         "runtime.packed.apply": ("apply_plan",),
         "runtime.fp8.apply": ("apply_fp8", "apply_fp8_config"),
-        "runtime.packed.load_gpt_oss": ("load_packed",),
+        "runtime.packed.checkpoints.load": ("load_packed",),
+        "runtime.packed.checkpoints.save": ("save_packed",),
+        "runtime.packed.quant_embedding": ("QuantEmbedding",),
         "runtime.packed.quant_experts": ("QuantExperts",),
         "runtime.packed.quant_linear": ("QuantLinear",),
         "runtime.selective.run_calibration": ("run_calibration",),
