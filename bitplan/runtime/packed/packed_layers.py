@@ -3,10 +3,10 @@
 | layer | becomes |
 |---|---|
 | nn.Linear | QuantLinear |
-| nn.Embedding | QuantEmbedding |
+| nn.Embedding, and transformers' that multiplies its rows | QuantEmbedding |
 | experts of transformers, stacked as `gate_up_proj` and `down_proj` [experts, outputs, inputs] | StackedExperts |
 
-Layers whose weight somebody else reads cannot: subclasses of Linear and Embedding, attention's out_proj,
+Layers whose weight somebody else reads cannot: other subclasses of Linear and Embedding, attention's out_proj,
 TransformerEncoderLayer, and transformers' Conv1D, whose matrix is transposed: blocks along its last axis would mix
 outputs.
 """
@@ -50,9 +50,24 @@ def packed_kind(module: nn.Module, local: str) -> str | None:
     """The packed layer that holds this parameter of this layer; None where there is none."""
     if local == "weight" and type(module) is nn.Linear:
         return "QuantLinear"
-    if local == "weight" and type(module) is nn.Embedding and module.max_norm is None:
+    if local == "weight" and isinstance(module, nn.Embedding) and _embedding_scale(module) is not None:
         return "QuantEmbedding"
     return "StackedExperts" if local in EXPERTS and _why_not_experts(module) is None else None
+
+
+def _embedding_scale(module: nn.Embedding) -> float | Tensor | None:
+    """What an embedding multiplies its rows by; None where it does something else as well."""
+    said: Any = module
+    if module.max_norm is not None:
+        return None
+    if type(module) is nn.Embedding:
+        return 1.0
+    if not type(module).__name__.endswith("ScaledWordEmbedding"):
+        return None
+    scale = getattr(said, "scalar_embed_scale", None)  # transformers keeps it as a float too where it is a buffer
+    if scale is not None:
+        return torch.tensor(float(scale), device="cpu")
+    return float(said.embed_scale) if isinstance(said.embed_scale, float | int) else None
 
 
 def why_not_packed(module: nn.Module, local: str, parent: nn.Module | None) -> str | None:
@@ -123,7 +138,9 @@ def packed_layer(
     """
     made: nn.Module
     if isinstance(module, nn.Embedding):
-        made = QuantEmbedding(weights["weight"], dtype=dtype, padding_idx=module.padding_idx, name=name)
+        scale = _embedding_scale(module)
+        assert scale is not None
+        made = QuantEmbedding(weights["weight"], dtype=dtype, padding_idx=module.padding_idx, scale=scale, name=name)
     elif isinstance(module, nn.Linear):
         made = QuantLinear(weights["weight"], bias, strategy=strategy, cache=cache, name=name)
     else:

@@ -37,6 +37,7 @@ class QuantEmbedding(nn.Module):
 
     dtype         of what it gives; `model.to(dtype)` changes it as it does that of other layers
     padding_idx   kept for those who read it: the row is looked up like any other
+    scale         rows come multiplied by it, a tensor in their own type (Gemma)
     """
 
     def __init__(
@@ -45,6 +46,7 @@ class QuantEmbedding(nn.Module):
         *,
         dtype: torch.dtype = torch.float32,
         padding_idx: int | None = None,
+        scale: float | Tensor = 1.0,
         name: str = "QuantEmbedding",
     ) -> None:
         super().__init__()
@@ -54,7 +56,7 @@ class QuantEmbedding(nn.Module):
             raise LayerError(f"{name}: {reason or f'a table has two axes, got {weight.shape}'}; use int8_row or mxfp4")
         self.weight = weight if isinstance(weight, PackedWeight) else PackedWeight(weight)
         self.num_embeddings, self.embedding_dim = self.weight.shape
-        self.padding_idx, self.name = padding_idx, name
+        self.padding_idx, self.scale, self.name = padding_idx, scale, name
         # An empty tensor moves and casts with the model, and so says in which type rows are wanted.
         self.register_buffer("_like", torch.empty(0, dtype=dtype, device=self.weight.device), persistent=False)
 
@@ -70,4 +72,6 @@ class QuantEmbedding(nn.Module):
         rows: Tensor = embedding_rows(
             ids, parts["data"], parts["scales"], parts.get("base"), self.weight.fmt.name, self.embedding_dim, self.dtype
         )
-        return rows
+        if isinstance(self.scale, Tensor):
+            return rows * self.scale.to(rows)
+        return rows if self.scale == 1.0 else rows * self.scale

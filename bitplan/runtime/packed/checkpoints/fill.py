@@ -5,7 +5,7 @@ All of them are read before the model is touched, so that an error on the way le
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor, nn
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from bitplan.errors import FileFormatError, StoreError
 from bitplan.formats import Encoded, get_format
 from bitplan.plan.names import listed
-from bitplan.runtime.packed.checkpoints.recipes import Assignment, TensorRecipe, convert_plain
+from bitplan.runtime.packed.checkpoints.recipes import Assignment, TensorRecipe, convert_plain, shortened
 from bitplan.runtime.packed.packed_layers import format_fault, lacking, packed_layer, why_not_packed
 from bitplan.runtime.packed.read_packed import check_numbers
 from bitplan.runtime.packed.tile_cache import TileCache
@@ -46,7 +46,7 @@ def check_layers(model: nn.Module, assignment: Assignment, file: TensorFile, whe
             faults.append(f"{owner}: {listed(missing)} is not packed and {listed(sorted(locals_))} is")
     if faults:
         raise FileFormatError(
-            f"{where}: {len(faults)} packed tensors have no packed layer: {listed(faults, 4)}; "
+            f"{where}: {len(faults)} packed tensors have no packed layer: {shortened(faults)}; "
             "quantize the model again and leave them as they are (--keep NAME)"
         )
 
@@ -161,7 +161,7 @@ def _check_held(file: TensorFile, name: str, tensor: Tensor, dtype: torch.dtype,
 
 
 def make_layers(
-    model: nn.Module,
+    layer_of: Callable[[str], nn.Module],
     values: Mapping[str, Value],
     parameters: Mapping[str, nn.Parameter],
     *,
@@ -169,7 +169,10 @@ def make_layers(
     cache: TileCache | None,
     dtypes: Dtypes,
 ) -> dict[str, nn.Module]:
-    """The packed layers, by the names of those whose places they take. A strategy that cannot run is an error here."""
+    """The packed layers, by the names of those whose places they take. A strategy that cannot run is an error here.
+
+    layer_of   the layer of a name whose place is taken
+    """
     packed: dict[str, dict[str, PackedWeight]] = {}
     for name, value in values.items():
         if isinstance(value, PackedWeight):
@@ -179,7 +182,7 @@ def make_layers(
     for owner, weights in packed.items():
         dtype = dtypes[f"{owner}.{next(iter(weights))}"]
         layers[owner] = made = packed_layer(
-            model.get_submodule(owner),
+            layer_of(owner),
             weights,
             bias=parameters.get(f"{owner}.bias"),
             dtype=dtype,

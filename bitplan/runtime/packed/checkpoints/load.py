@@ -91,7 +91,7 @@ def load_packed(
         peak = PeakMemory(place)
         values = read_values(target, assignment, file, place, dtypes, may_round=dtype is not None)
         parameters = make_parameters(target, values)
-        layers = make_layers(target, values, parameters, strategy=strategy, cache=cache, dtypes=dtypes)
+        layers = make_layers(target.get_submodule, values, parameters, strategy=strategy, cache=cache, dtypes=dtypes)
         place_all(target, values, parameters, layers)
         check_filled(target, str(path))
         target.to(place)  # buffers that a model of the user's computes itself

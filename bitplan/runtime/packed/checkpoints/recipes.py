@@ -21,7 +21,7 @@ from torch import nn
 
 from bitplan.errors import FileFormatError
 from bitplan.formats import get_format
-from bitplan.plan.names import listed, natural_order
+from bitplan.plan.names import natural_order
 from bitplan.store.files.tensor_file import TensorFile, TensorSpec
 
 MOST_SHOWN = 8
@@ -73,10 +73,22 @@ class Assignment:
 def assign(model: nn.Module, file: TensorFile, where: str) -> Assignment:
     """A recipe for every tensor of a model on a file's headers, or one error that lists all that does not fit."""
     own = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
-    names = [*file.specs, *file.tied]
-    recipes, unknown = _recipes(model, own, names, file)
+    targets, converters = _targets(model, own, [*file.specs, *file.tied])
+    grouped: dict[str, dict[str, list[str]]] = {}
+    for name in targets:
+        target, pattern = targets[name]
+        if target in own and name in file.specs:
+            grouped.setdefault(target, {}).setdefault(pattern or name, []).append(name)
+    unknown = [name for name, (target, _) in targets.items() if target not in own]
+    recipes = []
+    for target, sources in grouped.items():
+        converter = converters.get(next(iter(sources)))
+        if converter is None:
+            unknown += sorted(sources)[1:]  # two names of the file for one tensor
+        recipes.append(_recipe(target, sources, converter, file))
     made = {target for recipe in recipes for target in recipe.targets}
-    half_made = [pair for pair in _ties_of(model).items() if len(made.intersection(pair)) == 1]
+    pairs = _ties_of(model) | {targets[alias][0]: targets[name][0] for alias, name in file.tied.items()}
+    half_made = [pair for pair in pairs.items() if len(made.intersection(pair)) == 1]
     ties = dict((one, other) if other in made else (other, one) for one, other in half_made)
     missing = [name for name in own if name not in made and name not in ties]
     unread = [name for name in unknown if _is_computed(model, name)]
@@ -89,47 +101,39 @@ def assign(model: nn.Module, file: TensorFile, where: str) -> Assignment:
         ("of another shape", shapes),
         ("not loadable", mixed),
     )
-    faults = [f"{len(found)} {kind}: {listed(natural_order(found), MOST_SHOWN)}" for kind, found in kinds if found]
+    faults = [f"{len(found)} {kind}: {shortened(natural_order(found))}" for kind, found in kinds if found]
     if faults:
         raise FileFormatError(f"{where}: does not fit this {type(model).__name__}: {'; '.join(faults)}")
     return Assignment(tuple(recipes), ties, tuple(unread))
 
 
+def shortened(faults: Sequence[str]) -> str:
+    """The first of many, and how many more there are."""
+    more = f" and {len(faults) - MOST_SHOWN} more" if len(faults) > MOST_SHOWN else ""
+    return ", ".join(faults[:MOST_SHOWN]) + more
+
+
 # ---- names -----------------------------------------------------------------------------------------------------------
 
 
-def _recipes(
-    model: nn.Module, own: Mapping[str, tuple[int, ...]], names: Sequence[str], file: TensorFile
-) -> tuple[list[TensorRecipe], list[str]]:
+def _targets(
+    model: nn.Module, own: Mapping[str, tuple[int, ...]], names: Sequence[str]
+) -> tuple[dict[str, tuple[str, str | None]], dict[str, Any]]:
+    """The model's name for each of the file's, and the pattern of the converter that takes it; converters by pattern."""
     if not hasattr(model, "base_model_prefix"):
-        return [TensorRecipe((name,), (FilePiece(name, file.spec(name).shape),)) for name in names if name in own], [
-            name for name in names if name not in own
-        ]
+        return {name: (name, None) for name in names}, {}
     from transformers import core_model_loading as theirs
     from transformers.conversion_mapping import get_model_conversion_mapping
 
     table = get_model_conversion_mapping(model)  # type: ignore[arg-type]
     renamings = [entry for entry in table if isinstance(entry, theirs.WeightRenaming)]
     converters = [entry for entry in table if isinstance(entry, theirs.WeightConverter)]
-    by_pattern = {pattern: entry for entry in converters for pattern in entry.source_patterns}
     prefix: Any = model.base_model_prefix
-    grouped: dict[str, dict[str, list[str]]] = {}
-    unknown = []
+    targets: dict[str, tuple[str, str | None]] = {}
     for name in sorted(names, key=theirs.dot_natural_key):
-        target, pattern = theirs.rename_source_key(name, renamings, converters, prefix, own)  # type: ignore[arg-type]
-        if target not in own and name in own:
-            target, pattern = name, None
-        if target in own:
-            grouped.setdefault(target, {}).setdefault(pattern or name, []).append(name)
-        else:
-            unknown.append(name)
-    recipes = []
-    for target, sources in grouped.items():
-        converter = by_pattern.get(next(iter(sources)))
-        if converter is None and any(len(found) > 1 for found in sources.values()):
-            unknown += [name for found in sources.values() for name in found[1:]]
-        recipes.append(_recipe(target, sources, converter, file))
-    return recipes, unknown
+        renamed = theirs.rename_source_key(name, renamings, converters, prefix, own)  # type: ignore[arg-type]
+        targets[name] = (name, None) if renamed[0] not in own and name in own else renamed
+    return targets, {pattern: entry for entry in converters for pattern in entry.source_patterns}
 
 
 def _recipe(target: str, sources: Mapping[str, list[str]], converter: Any, file: TensorFile) -> TensorRecipe:
@@ -152,10 +156,7 @@ def _recipe(target: str, sources: Mapping[str, list[str]], converter: Any, file:
 
 
 def _side_by_side(
-    steps: Sequence[str],
-    operations: Sequence[Any],
-    sources: Mapping[str, list[str]],
-    shapes: Mapping[str, tuple[int, ...]],
+    operations: Sequence[Any], sources: Mapping[str, list[str]], shapes: Mapping[str, tuple[int, ...]]
 ) -> tuple[FilePiece, ...] | None:
     """Where each source's rows lie in the result; None where a step does something else than put rows side by side."""
     steps = [type(operation).__name__ for operation in operations]
