@@ -4,6 +4,7 @@
 are `bitplan.formats.encode` and `bitplan.formats.decode`. A name is imported when it is first used.
 """
 
+import sys
 from typing import TYPE_CHECKING
 
 from bitplan.lazy_names import lazy_names
@@ -116,3 +117,6 @@ __getattr__, __dir__ = lazy_names(
     },
     parts=("formats", "kernels", "measure", "plan", "report", "runtime", "store", "trees"),
 )
+
+if "transformers.quantizers.auto" in sys.modules:  # already imported: its from_pretrained knows packed folders at once
+    import bitplan.transformers  # noqa: F401

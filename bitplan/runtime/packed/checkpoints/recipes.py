@@ -119,7 +119,7 @@ def shortened(faults: Sequence[str]) -> str:
 def _targets(
     model: nn.Module, own: Mapping[str, tuple[int, ...]], names: Sequence[str]
 ) -> tuple[dict[str, tuple[str, str | None]], dict[str, Any]]:
-    """The model's name for each of the file's, and the pattern of the converter that takes it; converters by pattern."""
+    """The model's name for each of the file's, and the pattern of its converter; the converters by pattern."""
     if not hasattr(model, "base_model_prefix"):
         return {name: (name, None) for name in names}, {}
     from transformers import core_model_loading as theirs
