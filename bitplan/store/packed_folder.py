@@ -21,13 +21,15 @@ from typing import Any
 
 from bitplan.documents import NAME, SIZE, Kind, Reader
 from bitplan.errors import FileFormatError, StoreError
+from bitplan.formats import get_format
+from bitplan.plan.check import Finding
 from bitplan.plan.names import natural_order
 from bitplan.plan.plan import Plan
 from bitplan.records import atomic_folder, check_output_folder, read_json, write_json
 from bitplan.store.files.open_files import write_tensors
 from bitplan.store.files.safetensors import INDEX_SUFFIX
 from bitplan.store.files.safetensors_tensors import part_name
-from bitplan.store.files.tensor_file import Promise, Writer
+from bitplan.store.files.tensor_file import Promise, TensorFile, Writer
 
 CONFIG = "config.json"
 WHOLE = "model.safetensors"
@@ -84,12 +86,21 @@ def is_packed_config(config: Mapping[str, Any]) -> bool:
 
 def read_packed_plan(folder: Path, config: Mapping[str, Any]) -> Plan:
     """The plan by which a folder was packed, after the config's word for it was checked."""
+    return Plan.load(plan_path(folder, config))
+
+
+def plan_path(folder: Path, config: Mapping[str, Any] | None = None) -> Path:
+    """Where the plan of a packed folder lies; the digest in the config must be its own."""
+    config = read_config(folder) if config is None else config
     where = f"{folder / CONFIG}: quantization_config"
     if not is_packed_config(config):
         said = config.get("quantization_config")
-        method = said.get("quant_method") if isinstance(said, dict) else None
-        came = f"quant_method {method!r}, which bitplan does not load packed" if method else "no quant_method"
-        raise FileFormatError(f"{where}: {came}; `bitplan quantize` writes a folder that it does")
+        if not isinstance(said, dict) or said.get("quant_method") is None:
+            raise FileFormatError(f"{folder}: is not packed; `bitplan quantize` packs it")
+        raise FileFormatError(
+            f"{where}: quant_method {said['quant_method']!r}, which bitplan does not load; `bitplan quantize` packs "
+            "the folder of the model in bfloat16 or float32"
+        )
     reader = Reader(where, FileFormatError, strict=False)  # transformers may add keys of its own
     said = config["quantization_config"]
     version = said.get("version")
@@ -108,7 +119,23 @@ def read_packed_plan(folder: Path, config: Mapping[str, Any]) -> Plan:
             f"{path}: is not the plan by which this folder was packed (its sha256 differs from {CONFIG}'s); "
             "copy or quantize the folder again"
         )
-    return Plan.load(path)
+    return path
+
+
+def plan_findings(plan: Plan, file: TensorFile) -> list[Finding]:
+    """Tensors of which the plan and the files of a folder say different things."""
+    names = {*file.specs, *file.tied}
+    findings = [Finding("plan", name, "is in the plan, and not in the files") for name in plan if name not in names]
+    findings += [Finding("plan", name, "is in the files, and not in the plan") for name in names if name not in plan]
+    for name in names & set(plan):
+        spec, entry = file.spec(name), plan.entries[name]
+        wanted = entry.stored or entry.choice.format
+        held = spec.format if spec.encoded else spec.dtype_name
+        if entry.shape is not None and tuple(entry.shape) != spec.shape:
+            findings.append(Finding("plan", name, f"the plan has shape {entry.shape}, the file {spec.shape}"))
+        elif (spec.encoded or not get_format(entry.choice.format).is_cast) and wanted != held:
+            findings.append(Finding("plan", name, f"the plan has {wanted}, the file {held}"))
+    return sorted(findings, key=lambda finding: finding.where)
 
 
 def plan_digest(plan: Plan) -> str:

@@ -22,9 +22,7 @@ def generate(
     folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="What `quantize` wrote, or a Hugging Face folder.")],
     prompt: Annotated[str, typer.Argument(metavar="PROMPT", help="The text to continue.")],
     most_tokens: Annotated[int, typer.Option("--max-tokens", min=1, help="Stop after so many tokens.")] = 128,
-    temperature: Annotated[
-        float, typer.Option(min=0.0, help="0: the likeliest token; above, tokens are drawn.")
-    ] = 0.0,
+    temperature: Annotated[float, typer.Option(min=0.0, help="0: the likeliest token; above, tokens are drawn.")] = 0.0,
     seed: Annotated[int, typer.Option(help="With --temperature: the same seed, the same text.")] = 0,
     chat: Annotated[bool, typer.Option("--chat", help="Put the prompt into the model's chat template.")] = False,
     device: Device = None,

@@ -22,8 +22,6 @@ from bitplan.store.files.tensor_file import TensorFile
 from bitplan.text import counted
 
 ManifestLike = Manifest | str | Path
-# A packed file says itself what is packed; names alone tell which tensors are norms.
-_ANY_NAMES = {"version": 1, "patterns": [{"regex": ".*", "format": "F32"}]}
 
 
 def read_packed(
@@ -84,7 +82,7 @@ def check_room(where: str, needed: int, device: torch.device) -> None:
 
 def refuse_bad_numbers(file: TensorFile, rules: Manifest | None = None) -> None:
     """The deep check of `bitplan check --deep`: one line with the first finding and how many more there are."""
-    findings = deep_check(rules or Manifest.from_document(_ANY_NAMES), file)
+    findings = deep_check(rules, file)
     if findings:
         first = findings[0]
         more = f" (and {counted(len(findings) - 1, 'more finding')})" if len(findings) > 1 else ""

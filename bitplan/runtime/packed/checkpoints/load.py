@@ -40,7 +40,8 @@ from bitplan.runtime.packed.tile_cache import TileCache
 from bitplan.runtime.packed_weight import PackedWeight
 from bitplan.store.files.open_files import open_tensors
 from bitplan.store.files.tensor_file import TensorFile
-from bitplan.store.packed_folder import CONFIG, read_config, read_packed_plan
+from bitplan.store.packed_folder import CONFIG, plan_findings, read_config, read_packed_plan
+from bitplan.text import counted
 
 
 def load_packed(
@@ -160,15 +161,9 @@ def _remember_gpt_oss(model: nn.Module, source: Path) -> None:
 
 def _check_plan(plan: Plan, file: TensorFile) -> None:
     """The plan must be of these tensors: a folder whose parts were mixed up is not loaded."""
-    names = {*file.specs, *file.tied}
-    wrong = sorted(names ^ set(plan))
-    for name in () if wrong else plan:
-        spec = file.spec(name)
-        entry = plan.entries[name]
-        if (spec.encoded and spec.format != entry.choice.format) or tuple(entry.shape or spec.shape) != spec.shape:
-            wrong.append(name)
-    if wrong:
+    if findings := plan_findings(plan, file):
+        first = findings[0]
         raise FileFormatError(
-            f"{file.path}: its plan is of another model: {len(wrong)} tensors differ from it, such as {wrong[0]!r}; "
-            "copy or quantize the folder again"
+            f"{file.path}: its plan is of another model: {first.where}: {first.message} "
+            f"({counted(len(findings), 'finding')}); copy or quantize the folder again"
         )
