@@ -274,12 +274,14 @@ def test_shards_can_become_one_file(tmp_path):
     assert not compare_files(tmp_path / "in", tmp_path / "one.safetensors").findings
 
 
-def test_a_folder_is_never_overwritten_and_a_failure_leaves_none(tmp_path):
+def test_only_a_models_folder_is_replaced_and_a_failure_leaves_none(tmp_path):
     write_shards(tmp_path / "in")
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "kept").touch()
-    with pytest.raises(StoreError, match="out: is not empty; a folder is never overwritten"):
+    with pytest.raises(StoreError, match="out: exists already; replace it with --force"):
         quantize_file(tmp_path / "in", tmp_path / "out", "int8")
+    with pytest.raises(StoreError, match=r"out: is not empty and has no config.json.* --force does not replace it"):
+        quantize_file(tmp_path / "in", tmp_path / "out", "int8", force=True)
     bad = tensors()["blocks.0.up.weight"]
     bad[0, 0] = torch.nan
     safetensors.torch.save_file({"blocks.0.up.weight": bad}, tmp_path / "in" / "model-0.safetensors")
