@@ -51,7 +51,7 @@ _NATS = Kind("a number from 0", lambda value: is_number(value) and value >= 0)
 _TIMES = Kind(
     "an object of row counts to microseconds",
     lambda value: (
-        type(value) is dict and all(key.isdecimal() and is_number(us) and us > 0 for key, us in value.items())
+        type(value) is dict and all(key.isdecimal() and is_number(us) and us >= 0 for key, us in value.items())
     ),
 )
 _KEYS = {

@@ -176,6 +176,7 @@ def search(
         folder=folder,
         unscored=unscored,
         near_bits=_near_bits(wanted, subject.numbers),
+        rows=wanted.rows if wanted.faster is not None else None,
         stage=stage,
     )
     solution, corrections = solve_and_correct(evidence, wanted, meter, stage)

@@ -21,16 +21,16 @@ class Target:
 
 
 _GGUF = (
-    "q2_k",
-    "q3_k",
-    "iq4_nl",
+    "q2_k_gguf",
+    "q3_k_gguf",
+    "iq4_nl_gguf",
     "q4_0_gguf",
-    "q4_k",
-    "q4_1",
-    "q5_0",
-    "q5_k",
-    "q5_1",
-    "q6_k",
+    "q4_k_gguf",
+    "q4_1_gguf",
+    "q5_0_gguf",
+    "q5_k_gguf",
+    "q5_1_gguf",
+    "q6_k_gguf",
     "q8_0_gguf",
     "bfloat16",
 )

@@ -11,7 +11,7 @@ import transformers
 
 import bitplan
 from bitplan.plan import Plan
-from bitplan.searching import EvidenceFileError, Goal, SearchError, SearchEvidence
+from bitplan.searching import EvidenceFileError, Goal, GoalError, SearchError, SearchEvidence
 from bitplan.searching import run as runner
 from bitplan.searching.gather.collect import EVIDENCE, STATISTICS
 
@@ -147,3 +147,13 @@ def test_a_model_that_gives_nan_is_refused():
         model.model.norm.weight[0] = math.nan
     with pytest.raises(SearchError, match="NaN or infinity in window 0"):
         bitplan.search(model, tokens(4), goal={"bits": 7.0}, formats=("int8_row",))
+
+
+def test_a_speed_goal_is_met_by_measured_times():
+    """A tiny layer is not faster packed: what no plan reaches is refused with the fastest one."""
+    options = {"formats": ("int8_row", "bfloat16")}
+    with pytest.raises(GoalError, match="no plan is 1000 times as fast as BF16 at 2 rows; the fastest is"):
+        bitplan.search(tiny_llama(), tokens(4), goal=Goal(faster=1000.0, rows=2), **options)
+    result = bitplan.search(tiny_llama(), tokens(4), goal=Goal(faster=0.001, rows=2), **options)
+    assert result.solution.us is not None
+    assert "us at 2 rows" in result.plan["model.layers.0.mlp.down_proj.weight"].reason

@@ -19,10 +19,11 @@ from bitplan.formats import get_format
 from bitplan.measure.calibration import hash_tensors
 from bitplan.searching.errors import EvidenceFileError, SearchError
 from bitplan.searching.evidence import FormatCost, SearchEvidence, TensorGroup
-from bitplan.searching.gather.damage import RoundedWeights, formats_that_hold, predicted_damage
+from bitplan.searching.gather.damage import RoundedWeights, formats_that_hold
 from bitplan.searching.gather.plan_meter import PlanMeter
 from bitplan.searching.gather.statistics import InputStatistics, gather_statistics
 from bitplan.searching.gather.subject import SearchSubject
+from bitplan.searching.gather.timing import time_groups
 from bitplan.searching.groups import group_tensors, place_of
 from bitplan.version import __version__
 
@@ -85,6 +86,7 @@ def collect_evidence(
     folder: Path | None = None,
     unscored: int = 1,
     near_bits: float | None = None,
+    rows: int | None = None,
     stage: Stage = no_stage,
 ) -> tuple[SearchEvidence, PlanMeter]:
     """Everything that a plan is solved from; and the meter on the windows for checks, for corrections.
@@ -92,6 +94,7 @@ def collect_evidence(
     windows     text for the statistics
     checks      other windows of it, on which each projection is measured in one format, in all layers at once
     near_bits   the size that is wanted: groups are measured in the format nearest to it
+    rows        also time every format at so many rows
     """
     kept = EvidenceFolder(folder)
     fingerprint = fingerprint_of_search(subject, windows, checks)
@@ -131,6 +134,9 @@ def collect_evidence(
                 _check_part(evidence, names, meter, near_bits or USUAL_BITS, part)
                 advance(1, part)
                 kept.save(evidence)
+    if rows is not None:
+        with stage("timing", len(wanted)) as advance:
+            time_groups(subject, evidence, rows, formats, advance)
     evidence.complete = True
     kept.save(evidence)
     evidence.groups = {name: _only(evidence.groups[name], wanted[name]) for name in wanted}
@@ -241,7 +247,7 @@ def _cost(rounded: RoundedWeights, group: TensorGroup, fmt: str) -> FormatCost:
     nats, nbytes = 0.0, 0
     for name in group.tensors:
         site = rounded.subject.sites[name]
-        nats += predicted_damage(site, rounded.decoded(name, fmt), rounded.statistics)
+        nats += rounded.predicted(name, fmt)
         nbytes += get_format(fmt).nbytes(site.shape)
     return FormatCost(nbytes, nats)
 
