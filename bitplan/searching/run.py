@@ -14,10 +14,10 @@ from bitplan.plan.plan import Plan
 from bitplan.records import write_json
 from bitplan.searching.decide.explain import explain_plan
 from bitplan.searching.decide.rivals import RivalPlan, rivals_of, uniform_plans
-from bitplan.searching.decide.solve import Solution, front, solve
-from bitplan.searching.errors import SearchError
+from bitplan.searching.decide.solve import Solution, front, size_out_of_reach, solve
+from bitplan.searching.errors import GoalError, SearchError
 from bitplan.searching.evidence import SearchEvidence
-from bitplan.searching.gather.collect import EVIDENCE, Stage, check_group, collect_evidence, no_stage
+from bitplan.searching.gather.collect import EVIDENCE, Stage, check_group, collect_evidence, no_stage, smallest_bytes
 from bitplan.searching.gather.plan_meter import MeasuredPlan, PlanMeter, paired_difference, summary_of
 from bitplan.searching.gather.subject import SearchSubject, subject_of
 from bitplan.searching.goal import Goal
@@ -166,6 +166,7 @@ def search(
     subject.fused = runtime.fused
     if device is not None:
         subject.model.to(device)
+    _require_size(subject, wanted, names)
     statistics, checks, proof = _split_windows(calibration, proof, windows)
     folder = None if out is None else Path(out)
     evidence, meter = collect_evidence(
@@ -186,6 +187,13 @@ def search(
     if folder is not None:
         result.save(folder)
     return result
+
+
+def _require_size(subject: SearchSubject, goal: Goal, formats: Sequence[str]) -> None:
+    """A size that no plan has is refused before minutes are spent."""
+    most, least = goal.most_bytes(subject.numbers), smallest_bytes(subject, formats)
+    if most is not None and least > most:
+        raise GoalError(size_out_of_reach(most, least, subject.numbers))
 
 
 def solve_and_correct(
@@ -212,8 +220,10 @@ def solve_and_correct(
             apart = sum(evidence.groups[name].nats(fmt) for name, fmt in solution.choice.items())
             evidence.together = measured / apart if apart > 0 and measured > 0 else 1.0
     best = min(tried, key=lambda pair: pair[0])[1]
-    final = replace(best, nats=evidence.predict(best.choice))
-    return final, len(tried) - 1
+    nats, bound = evidence.predict(best.choice), solve(evidence, goal).bound  # by the evidence as it is now
+    if goal.max_kl is not None and goal.most_bytes(evidence.numbers) is None and goal.faster is None:
+        return replace(best, nats=nats), len(tried) - 1  # what was minimised is bytes
+    return replace(best, nats=nats, bound=bound, gap=max(0.0, 1 - bound / nats) if nats > 0 else 0.0), len(tried) - 1
 
 
 def _check_largest(evidence: SearchEvidence, solution: Solution, meter: PlanMeter) -> None:

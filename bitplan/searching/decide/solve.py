@@ -137,15 +137,22 @@ def _size(evidence: SearchEvidence, nbytes: int) -> str:
     return f"{nbytes:,} bytes ({evidence.bits(nbytes):.3f} bits a weight)"
 
 
+def size_out_of_reach(limit: int, smallest: int, numbers: int) -> str:
+    def size(nbytes: int) -> str:
+        return f"{nbytes:,} bytes ({8 * nbytes / numbers:.3f} bits a weight)"
+
+    return (
+        f"no plan has {size(limit)} or less; the smallest has {size(smallest)}; raise the limit, or allow smaller "
+        "formats with --formats"
+    )
+
+
 def _nearest(evidence: SearchEvidence, problem: _Problem, goal: Goal, limits: Mapping[What, float]) -> str:
     """Which goal could be reached, where this one cannot."""
     smallest = problem.best("bytes", {}, GAP)
     assert smallest is not None
     if "bytes" in limits and smallest.nbytes > limits["bytes"]:
-        return (
-            f"no plan has {_size(evidence, int(limits['bytes']))} or less; the smallest has "
-            f"{_size(evidence, smallest.nbytes)}; raise the limit, or allow smaller formats with --formats"
-        )
+        return size_out_of_reach(int(limits["bytes"]), smallest.nbytes, evidence.numbers)
     if "us" in limits:
         within: dict[What, float] = {"bytes": limits["bytes"]} if "bytes" in limits else {}
         fastest = problem.best("us", within, GAP)

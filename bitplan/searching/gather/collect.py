@@ -111,7 +111,7 @@ def collect_evidence(
     evidence = _begin(subject, fingerprint, before, windows, checks)
     rounded = RoundedWeights(subject, statistics)
     meter = PlanMeter(rounded, checks, unscored=unscored)
-    wanted = _groups(subject, formats)
+    wanted = groups_with_formats(subject, formats)
     missing = {
         name: [fmt for fmt in held if name not in evidence.groups or fmt not in evidence.groups[name].formats]
         for name, held in wanted.items()
@@ -221,7 +221,16 @@ def _begin(
     )
 
 
-def _groups(subject: SearchSubject, formats: Sequence[str]) -> dict[str, list[str]]:
+def smallest_bytes(subject: SearchSubject, formats: Sequence[str]) -> int:
+    """The bytes of the smallest plan: known before a number is read."""
+    tensors = group_tensors(subject.sites, fused=subject.fused)
+    return sum(tensor.nbytes for tensor in subject.stays.values()) + sum(
+        min(sum(get_format(fmt).nbytes(subject.sites[name].shape) for name in tensors[group]) for fmt in held)
+        for group, held in groups_with_formats(subject, formats).items()
+    )
+
+
+def groups_with_formats(subject: SearchSubject, formats: Sequence[str]) -> dict[str, list[str]]:
     """Every group with the formats that hold all of its tensors."""
     found = {}
     for name, tensors in group_tensors(subject.sites, fused=subject.fused).items():
