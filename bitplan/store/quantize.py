@@ -26,9 +26,6 @@ from bitplan.store.files.headers import plan_for_file
 from bitplan.store.files.open_files import container_for, open_tensors, require_container
 from bitplan.store.files.safetensors_tensors import NativeTensors
 from bitplan.store.files.tensor_file import Promise, TensorFile, TensorSpec, Writer
-from bitplan.store.rounding.evidence import EvidenceFile
-from bitplan.store.rounding.open_evidence import open_evidence
-from bitplan.store.rounding.round_weight import round_with_report
 from bitplan.store.packed_folder import (
     SHARD_BYTES,
     FolderContents,
@@ -42,6 +39,9 @@ from bitplan.store.packed_folder import (
     side_files,
     write_packed_folder,
 )
+from bitplan.store.rounding.evidence import EvidenceFile
+from bitplan.store.rounding.open_evidence import open_evidence
+from bitplan.store.rounding.round_weight import round_with_report
 
 MOST_NAMES_SHOWN = 6
 # What a tensor lost is counted over this many of its numbers, spread evenly: within a tenth of the time of encoding it.
