@@ -34,6 +34,7 @@ ROOMS = {
     "report": {"pages": set()},
     "runtime": {"fp8": set(), "packed": set(), "selective": {"streaming"}, "streaming": set()},
     "runtime.fp8": {"bench": {"layers"}, "layers": set()},
+    "runtime.packed": {"operators": set()},
     "runtime.streaming": {"blocks": set(), "training": {"blocks", "transfer"}, "transfer": {"blocks"}},
     "store": {"checks": {"files", "models"}, "files": set(), "gpt_oss": {"files"}, "models": {"files", "gpt_oss"}},
     "trees": {"distributed": {"loops"}, "files": set(), "loops": set()},

@@ -21,6 +21,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from bitplan.kernels.matmul import fused_few_rows as triton_matmul
 from bitplan.kernels.matmul import fused_many_rows as triton_wide
+from bitplan.kernels.matmul.few_rows_kernel import few_rows_kernel
 
 FORMATS = {  # element, scale, type of scales, order, bytes a code, group
     "mxfp4": ("e2m1", "e8m0", "u8", "low_first", True, 32),
@@ -50,13 +51,13 @@ for name in sys.argv[2:]:
         out_ptr="*i16", partial_ptr="*fp32", data_ptr="*i8" if element == "int8" else "*u8", scales_ptr="*" + scales,
         factor_ptr="*fp32", bias_ptr="*i16", counters_ptr="*i32",
     )
-    fixed = dict(N=512, K=1024, ELEMENT=element, SCALE=scale, NIBBLES=nibbles, GROUP=group, FACTORS=False, BIAS="bf16", BK=128)
-    fixed |= dict(STAGES=3, SPLIT=2)
+    fixed = dict(N=512, K=1024, ELEMENT=element, SCALE=scale, NIBBLES=nibbles, GROUP=group, FACTORS=False)
+    fixed |= dict(BIAS="bf16", BK=128, STAGES=3, SPLIT=2)
     tables = dict.fromkeys(("tile_expert_ptr", "pairs_ptr", "tile_first_ptr", "tile_count_ptr"), "*i32")
     skinny = dict(x_ptr="*i32" if order == "low_first" else "*i16") | common | tables | {"rows": "i32"}
     for words, grouped in ways if sys.argv[1] == "all" else ways[:1]:
         cut = dict(QUADS_OF_ROW=64, SLICES=2, BN=32, BM=8, WORDS=words)
-        ptx = build(triton_matmul._fused, skinny, fixed | cut | dict(
+        ptx = build(few_rows_kernel, skinny, fixed | cut | dict(
             ORDER=order, GROUPED=grouped, PAIRS_A_ROW=2, EXPERTS=4, OVERLAP=int(grouped == "no"), AHEAD=512,
         ), 2)
         assert "mma.sync" in ptx, name
