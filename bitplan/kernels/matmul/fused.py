@@ -32,6 +32,9 @@ class FusedMatmul(Protocol):
     def prepare(self, weight: Encoded) -> Prepared:
         """What it reads beside the weight, or instead of it."""
 
+    def join(self, parts: Sequence[Prepared]) -> Prepared | None:
+        """What it reads beside weights whose rows lie one below the other in one matrix; None where it cannot."""
+
     def launches(self, weight: Encoded, rows: int) -> Sequence[Launch]:
         """Ways to run it that are worth measuring; empty where there is only one."""
 
@@ -62,6 +65,9 @@ class FourBitOnCpu:
 
     def prepare(self, weight: Encoded) -> Prepared:
         return (cpu_matmul.pack_four_bit(weight),)
+
+    def join(self, parts: Sequence[Prepared]) -> Prepared | None:
+        return None
 
     def launches(self, weight: Encoded, rows: int) -> Sequence[Launch]:
         return ()
@@ -102,6 +108,10 @@ class TritonOnCuda:
     def prepare(self, weight: Encoded) -> Prepared:
         prepared: Prepared = self._kernel.arrange_scales(weight)
         return prepared
+
+    def join(self, parts: Sequence[Prepared]) -> Prepared | None:
+        joined: Prepared | None = self._kernel.join_scales([self._kernel.ArrangedScales(*part) for part in parts])
+        return joined
 
     def launches(self, weight: Encoded, rows: int) -> Sequence[Launch]:
         return [launch.to_dict() for launch in self._kernel.candidate_launches(weight, rows)]

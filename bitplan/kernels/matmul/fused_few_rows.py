@@ -44,6 +44,7 @@ from bitplan.kernels.matmul.fused_weights import (
     ArrangedScales,
     MatmulLaunch,
     arrange_scales,
+    join_scales,
     why_not_fused,
 )
 
@@ -57,6 +58,7 @@ __all__ = [
     "default_launch",
     "fused_experts",
     "fused_matmul",
+    "join_scales",
     "why_not_fused",
 ]
 

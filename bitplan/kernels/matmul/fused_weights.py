@@ -6,6 +6,7 @@ a sector of memory is not fetched for four bytes of it.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import NamedTuple
 
@@ -97,7 +98,7 @@ def why_not_fused(weight: Encoded, dtype: torch.dtype) -> str | None:
 
 
 def arrange_scales(weight: Encoded) -> ArrangedScales:
-    """The scales in the kernel's order: [E, ceil(G / 4), N, 4], or [E, G, N] for groups of 128; once per weight."""
+    """The scales in the kernel's order: [E, ceil(G / 4), N, 4], [E, G, N] for groups of 128, [E, N] for rows."""
     fmt, scales = weight.fmt, weight.scales
     assert scales is not None
     outputs = weight.shape[-2]
@@ -118,8 +119,24 @@ def arrange_scales(weight: Encoded) -> ArrangedScales:
         groups, whole = scales.shape[-1], WIDEST_STEP // fmt.block.cols  # a step may read past the last group
         padded = torch.nn.functional.pad(scales, (0, -groups % whole))
         scales = padded.unflatten(-1, (-1, QUAD)).transpose(1, 2).contiguous()
-    counters = torch.zeros(8 * triton.cdiv(outputs, 16), dtype=torch.int32, device=weight.device)
-    return ArrangedScales(scales.contiguous(), factor, counters)
+    else:
+        scales = scales.squeeze(-1)
+    return ArrangedScales(scales.contiguous(), factor, _counters(outputs, weight.device))
+
+
+def join_scales(parts: Sequence[ArrangedScales]) -> ArrangedScales | None:
+    """Of weights that lie one below the other; None where they are stored in different ways."""
+    scales = [part.scales for part in parts]
+    if any(each.dtype != scales[0].dtype for each in scales):
+        return None
+    axis = 1 if scales[0].dim() == 2 else 2
+    factors = [part.factor.expand(part.scales.shape[axis]) for part in parts]
+    joined = torch.cat(scales, dim=axis)
+    return ArrangedScales(joined, torch.cat(factors), _counters(joined.shape[axis], joined.device))
+
+
+def _counters(outputs: int, device: torch.device) -> Tensor:
+    return torch.zeros(8 * triton.cdiv(outputs, 16), dtype=torch.int32, device=device)
 
 
 def _within_multiplier(scales: Tensor, factor: Tensor) -> tuple[Tensor, Tensor]:

@@ -90,6 +90,8 @@ class QuantLinear(nn.Module):
         self.weight = weight if isinstance(weight, PackedWeight) else PackedWeight(weight)
         self.register_parameter("bias", bias if bias is None or isinstance(bias, nn.Parameter) else nn.Parameter(bias))
         self.graph = GraphWeight()
+        self.joint: Any = None  # a JointProjection, where the layer runs together with others
+        self.joint_at = 0
         self._picks: dict[Any, Pick] = {}
         self._bound: dict[Any, _BoundCall] = {}
         self._strategy, self._cache = check_strategy(strategy, name), cache
@@ -144,6 +146,10 @@ class QuantLinear(nn.Module):
         return choose(self.weight, rows, dtype or usual, self.strategy, self.cache, where=self.name, measure=False)
 
     def forward(self, x: Tensor) -> Tensor:
+        if self.joint is not None:
+            part: Tensor | None = self.joint.part(self, x)
+            if part is not None:
+                return part
         if torch.compiler.is_compiling():
             return self._in_graph(x)
         bound = self._bound.get((x.shape, x.dtype))
@@ -290,14 +296,17 @@ class QuantLinear(nn.Module):
         While a graph is captured the first stream's is taken, if there is one: what is made now lives in the graph's
         own memory, and would be made again with every replay.
         """
-        encoded, device = self.weight.encoded, self.weight.device
-        keep, key = not is_capturing(device), "fused"
-        stream_key: Hashable = key
+        device = self.weight.device
+        keep = not is_capturing(device)
+        stream_key: Hashable = "fused"
         if device.type == "cuda":
             stream = torch.cuda.current_stream(device).cuda_stream
             first = self.weight.derived("first stream", lambda: stream, keep=keep)
-            stream_key = key if stream == first or not keep else (key, stream)
-        return self.weight.derived(stream_key, lambda: fused.prepare(encoded), keep=keep)
+            stream_key = "fused" if stream == first or not keep else ("fused", stream)
+        return self.weight.derived(stream_key, lambda: self._prepare(fused), keep=keep)
+
+    def _prepare(self, fused: FusedMatmul) -> Prepared:
+        return fused.prepare(self.weight.encoded)
 
     def _bind(self, x: Tensor, prepared: Prepared, picked: Pick) -> None:
         """Keep the call for more inputs of this shape."""
@@ -314,6 +323,8 @@ class QuantLinear(nn.Module):
     def _forget_picks(self) -> None:
         self._picks.clear()
         self._bound.clear()
+        if self.joint is not None:
+            self.joint.drop(0)
 
     def _check_input(self, x: Tensor) -> None:
         if x.dim() < 1 or x.shape[-1] != self.in_features:

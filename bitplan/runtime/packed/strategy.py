@@ -136,7 +136,7 @@ def _auto(weight: PackedWeight, rows: int, dtype: torch.dtype, cache: TileCache 
         return _unfused(room, f"not fused: {why_not}")
     table = crossovers_of(weight.device)
     if measure and not capturing:
-        record = table.find_or_measure(weight.encoded, fused)
+        record = table.find_or_measure(weight.encoded, fused, rows)
     else:
         record = table.find(weight.fmt.name, *weight.shape)
     if record is not None:
