@@ -15,7 +15,14 @@ from bitplan.runtime.packed import joint, quant_linear, strategy
 from bitplan.runtime.packed.joint import JointLinear, fuse_projections
 from bitplan.runtime.packed.operators import linear as operator
 from bitplan.runtime.packed.quant_linear import QuantLinear
-from tests.runtime.packed.linear_samples import normal, packed
+from tests.runtime.packed import linear_samples
+from tests.runtime.packed.linear_samples import packed
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def normal(*shape: int) -> Tensor:
+    return linear_samples.normal(*shape).to(DEVICE)
 
 
 @pytest.fixture(autouse=True)
@@ -41,7 +48,7 @@ class Attention(nn.Module):
 def test_joined_projections_give_the_numbers_and_the_state_of_separate_ones(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model, x = nn.ModuleList([Attention(name)]), normal(1, 3, 128).bfloat16()
+    model, x = nn.ModuleList([Attention(name)]).to(DEVICE), normal(1, 3, 128).bfloat16()
     expected, state = model[0](x), {key: part.clone() for key, part in model.state_dict().items()}
     assert fuse_projections(model) == ["0.q_proj+k_proj+v_proj"]
     assert fuse_projections(model) == []  # they are joined already
@@ -62,9 +69,9 @@ def test_joined_projections_give_the_numbers_and_the_state_of_separate_ones(
 
 
 def test_what_changes_is_seen_and_a_gradient_runs_each_layer_alone() -> None:
-    model, x = Attention("mxfp4"), normal(2, 128).bfloat16()
+    model, x = Attention("mxfp4").to(DEVICE), normal(2, 128).bfloat16()
     fuse_projections(model)
-    other = Attention("mxfp4")
+    other = Attention("mxfp4").to(DEVICE)
     other.load_state_dict(
         {key: part.flip(0) if key.endswith("data") else part for key, part in model.state_dict().items()}
     )
