@@ -1,7 +1,7 @@
 """Workers of pytest-xdist that are forked: imports, and reading the test files, are done once for all of them.
 
 The server of tests/processes.py has torch and the package. One process forked from it imports the test files, as pytest
-does, and forks again for each worker. Coverage counts what imports run, so under `--cov` every worker imports by itself.
+does, and forks again for each worker. Coverage counts what imports run: under `--cov` every worker imports by itself.
 """
 
 from __future__ import annotations
