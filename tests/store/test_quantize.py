@@ -5,9 +5,6 @@ from __future__ import annotations
 import json
 import math
 import signal
-import subprocess
-import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -479,14 +476,11 @@ def test_a_missing_folder_is_named(source, tmp_path):
 def test_ctrl_c_says_so_and_leaves_the_old_file(tmp_path):
     large_file(tmp_path / "in.safetensors", 3)
     (tmp_path / "out.safetensors").write_bytes(b"old")
-    command = [sys.executable, "-m", "bitplan", "quantize", "in.safetensors", "out.safetensors"]
-    process = subprocess.Popen([*command, "-f", "nvfp4", "--force"], cwd=tmp_path, stderr=subprocess.PIPE, text=True)
-    while process.poll() is None and not is_writing(tmp_path):
-        time.sleep(0.005)
-    process.send_signal(signal.SIGINT)
-    _, message = process.communicate()
-    assert process.returncode == 130
-    assert message == "bitplan: interrupted; a file that was being written is as it was before\n"
+    arguments = ("quantize", "in.safetensors", "out.safetensors", "-f", "nvfp4", "--force")
+    program = Program(BITPLAN, *arguments, folder=tmp_path)
+    program.wait_until(lambda: is_writing(tmp_path))
+    assert program.signal(signal.SIGINT) == 130
+    assert program.errors == "bitplan: interrupted; a file that was being written is as it was before\n"
     assert sorted(path.name for path in tmp_path.iterdir()) == ["in.safetensors", "out.safetensors"]
     assert (tmp_path / "out.safetensors").read_bytes() == b"old"
 
