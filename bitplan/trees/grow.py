@@ -4,7 +4,7 @@ Expanding a node means: partition its rows, build the histogram of the smaller c
 the best split of both. None of it depends on any other leaf, so threads expand *ahead*: while one works on the leaf
 that is next, the others take those that the tree will probably need after it. Which splits enter the tree is decided
 afterwards, in the order of the queue alone; an expansion that the tree did not need is dropped. In one process all of
-it is compiled (`trees.loops.team`).
+it is compiled (`trees.loops.team`), but for small tables, which one thread grows node by node.
 
 With rows in several processes every process grows the same tree: histograms are summed over all of them, and decisions
 depend on sums alone. Waiting for each other is the cost, so several leaves are expanded together, and their histograms
@@ -18,10 +18,12 @@ from dataclasses import dataclass
 import numpy as np
 
 from bitplan.kernels.base.jit import on_threads, thread_count
+from bitplan.trees import team_space
 from bitplan.trees.binning import BinnedRows, Bins
 from bitplan.trees.distributed.shards import ALONE, Shards
 from bitplan.trees.distributed.wire import HistogramSum
 from bitplan.trees.gradients import Array, GradientPrecision, Gradients
+from bitplan.trees.growth import Growth
 from bitplan.trees.histogram import Histogram, HistogramBuilder
 from bitplan.trees.loops import nodes as queue
 from bitplan.trees.loops import rows as trees_rows
@@ -31,7 +33,6 @@ from bitplan.trees.team_space import TeamSpace
 from bitplan.trees.tree import Tree
 
 THREADS_FROM_ROWS = 2**13  # below, starting threads takes longer than they save
-ALL_ROWS = 2**62  # no node is too large
 NODES_A_STEP = 8  # that several processes expand together
 FAR = 1.7976931348623157e308  # the threshold that only missing values are beyond
 
@@ -116,24 +117,24 @@ class TreeGrower:
         self._after_packed = (features[is_category], *self._judging[1:]) if np.any(is_category) else None
         self._builder = HistogramBuilder(self._data, gradients, features)
         self._entries = self._builder.enter(rows, self._space)  # reordered leaf by leaf
-        if self._shards.count == 1:
-            return self._grow_alone(gradients, len(rows), features)
+        if self._shards.count == 1 and len(rows) >= team_space.TEAM_ROWS:
+            return self._grow_by_team(gradients, len(rows), features)
         histogram, total_rows = self._builder.build(self._entries, threads=len(rows) >= THREADS_FROM_ROWS), len(rows)
         self._sum = HistogramSum(self._shards, gradients.precision, self._builder, features, self._bins.counts)
         total_rows = int(self._shards.add(np.array([len(rows)], np.int64), "rows of a tree")[0])
         (histogram,) = self._sum([histogram], [total_rows])
-        self._growth = growth = _Growth(min(self._rules.max_leaves, max(total_rows, 1)), self._rules.best_first)
+        self._growth = growth = Growth(min(self._rules.max_leaves, max(total_rows, 1)), self._rules.best_first)
         growth.set_root(len(rows), histogram.sums(int(features[0])).sum(axis=0))
         self._judge(histogram, histogram, 0, -1)
         growth.open_root()
-        while nodes := growth.take_together(NODES_A_STEP):
+        while nodes := growth.take_together(1 if self._shards.count == 1 else NODES_A_STEP):
             self._expand_together(nodes)
         return self._finish(growth)
 
-    def _grow_alone(self, gradients: Gradients, rows: int, features: Array) -> Grown:
+    def _grow_by_team(self, gradients: Gradients, rows: int, features: Array) -> Grown:
         """By a team of threads, in compiled code from the root to the last leaf."""
         precise = gradients.precision is GradientPrecision.F32
-        growth = _Growth(min(self._rules.max_leaves, max(rows, 1)), self._rules.best_first)
+        growth = Growth(min(self._rules.max_leaves, max(rows, 1)), self._rules.best_first)
         growth.set_root(rows, np.zeros(3, np.int64))
         if self._team is None or self._team.size != thread_count():
             self._team = TeamSpace(self._data, thread_count())
@@ -238,7 +239,7 @@ class TreeGrower:
         on_threads(bring_back, list(zip(cuts, rights, ends, strict=True)))
         return left
 
-    def _finish(self, growth: _Growth) -> Grown:
+    def _finish(self, growth: Growth) -> Grown:
         leaves, splits = growth.leaves[: growth.counts[queue.LEAVES]], growth.splits[: growth.counts[queue.SPLITS]]
         at_leaves, at_splits = leaves[:, queue.NODE], splits[:, queue.NODE]
         nodes, left_bins = growth.nodes[at_splits], growth.goes_left[at_splits]
@@ -267,7 +268,7 @@ class TreeGrower:
         leaf_rows = [numbers[start:stop] for start, stop in growth.nodes[at_leaves, : kernels.STOP + 1].tolist()]
         return Grown(tree, leaf_rows, growth.reals[at_leaves, kernels.LOW :], left_bins)
 
-    def _values(self, growth: _Growth, nodes: Array) -> tuple[Array, Array]:
+    def _values(self, growth: Growth, nodes: Array) -> tuple[Array, Array]:
         """What each node's step would be, and its hessian."""
         grads, hess = (
             growth.nodes[nodes, kernels.GRAD] * self._scales[0],
@@ -279,54 +280,6 @@ class TreeGrower:
         known = self._bins.edges[feature]
         chosen: Array = known[goes_left[: len(known)].astype(np.bool_)]
         return chosen
-
-
-class _Growth:
-    """One tree so far: its tables (`trees.loops.nodes`); between processes, histograms of leaves to be split."""
-
-    def __init__(self, max_leaves: int, best_first: bool, places: int = 0) -> None:
-        places = places or 4 * max_leaves + 2  # half of them for expansions that the tree will not need
-        self.nodes, self.reals = np.zeros((places, kernels.NODE_COLUMNS), np.int64), np.zeros((places, 3))
-        self.goes_left = np.empty((places, BINS), np.uint8)
-        self.leaves, self.splits = np.zeros((max_leaves, 3), np.int64), np.zeros((max_leaves, 3), np.int64)
-        self.counts = np.array([1, 0, 1, 0, 0, 0, 0])  # the root is a leaf, and has a place
-        self.best_first = best_first
-        self.histograms: dict[int, Histogram] = {}
-        self.ready = np.empty(places, np.int64)
-        self._tables = self.nodes, self.reals, self.leaves, self.splits, self.counts, self.ready, best_first
-
-    def set_root(self, size: int, totals: Array) -> None:
-        self.nodes[0, kernels.STOP], self.leaves[0, queue.LINK] = size, -1
-        self.nodes[0, kernels.GRAD : kernels.ROWS + 1] = totals
-        self.reals[0, kernels.LOW :] = -np.inf, np.inf
-
-    def open_root(self) -> None:
-        """Put the root into the queue, if it can be split."""
-        self.counts[queue.QUEUED] = self.reals[0, kernels.GAIN] > 0
-
-    def size(self, node: int) -> int:
-        """Rows of this process."""
-        return int(self.nodes[node, kernels.STOP] - self.nodes[node, kernels.START])
-
-    def take_together(self, most: int) -> list[int]:
-        """The leaf at the head of the queue and those that the tree will probably need next, not more than `most`."""
-        taken: list[int] = []
-        while len(taken) < most and (node := self.take()) >= 0:
-            taken.append(node)
-        return taken
-
-    def take(self, shared_rows: int = ALL_ROWS, done: int = -1) -> int:
-        """`trees.loops.nodes.take`."""
-        return int(queue.take(*self._tables, shared_rows, done))
-
-    def finish(self, node: int) -> None:
-        """The node is expanded: its children may be taken, even before it enters the tree."""
-        self.nodes[node, kernels.STATE] = queue.EXPANDED
-        first = int(self.nodes[node, kernels.CHILD])
-        for child in (first, first + 1):
-            if self.reals[child, kernels.GAIN] > 0:
-                self.ready[self.counts[queue.READY]] = child
-                self.counts[queue.READY] += 1
 
 
 def newton_steps(grads: Array, hess: Array, rules: GrowthRules, bounds: Array) -> Array:

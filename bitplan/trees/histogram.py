@@ -125,6 +125,6 @@ class HistogramBuilder:
     def _add_rows(self, entries: Array, cells: Array) -> None:
         held = self._gradients
         pairs = np.empty(2 * kernels.CHUNK if held.precision is GradientPrecision.F32 else 0, np.int64)
-        more = held.hessians, held.grad_scale, held.hess_scale, pairs
+        more = held.hessians.view(np.uint8), held.grad_scale, held.hess_scale, pairs
         for panel, add, first in self._panels:
             add(panel, entries, *more, cells[first * self._narrow :] if first else cells)

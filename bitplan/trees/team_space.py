@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -11,15 +11,14 @@ from bitplan.kernels.base.jit import address_of
 from bitplan.trees import histogram
 from bitplan.trees.binning import BinnedRows
 from bitplan.trees.gradients import Array, GradientPrecision, Gradients
+from bitplan.trees.growth import Growth
 from bitplan.trees.loops import nodes as nodes_loops
 from bitplan.trees.loops import split
 from bitplan.trees.loops import team as loops
 from bitplan.trees.loops.histogram import BINS, CHUNK, GROUP, PANEL
 
-if TYPE_CHECKING:
-    from bitplan.trees.grow import _Growth
-
-SHARED_ROWS = 2**15  # from here on all threads work on one node
+TEAM_ROWS = 2**15  # smaller tables are not worth a team, nor compiling its loops
+SHARED_ROWS = 2**16  # from here on all threads work on one node
 
 
 class TeamSpace:
@@ -43,7 +42,7 @@ class TeamSpace:
 
     def grow(
         self,
-        growth: _Growth,
+        growth: Growth,
         rows: tuple[Array, Array, Array],
         gradients: Gradients,
         features: tuple[Array, Array, Array],
@@ -71,7 +70,7 @@ class TeamSpace:
                 np.empty((team, 2 * CHUNK if precise else 0), np.int64),
             )
         used = np.unique(features[2] // PANEL)
-        data = self._data.words, self._data.firsts, used, gradients.hessians
+        data = self._data.words, self._data.firsts, used, gradients.hessians.view(np.uint8)
         tables = growth.nodes, growth.reals, growth.goes_left
         order = growth.leaves, growth.splits, growth.counts, growth.ready
         kernels = self._kernels(gradients, rows, tables, order, growth.best_first, features, options, monotone)
@@ -124,7 +123,7 @@ class TeamSpace:
         precise = gradients.precision is GradientPrecision.F32
         adders = histogram.kernels.add_floats if precise else histogram.kernels.add_quantized
         assert self._parts is not None
-        adding = self._data.words, entries, gradients.hessians, 1.0, 1.0, self._parts[2][0], cells
+        adding = self._data.words, entries, gradients.hessians.view(np.uint8), 1.0, 1.0, self._parts[2][0], cells
         return np.array(
             [
                 address_of(nodes_loops.take, nodes, reals, *order, best_first, 0, 0),

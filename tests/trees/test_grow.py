@@ -15,6 +15,11 @@ from tests.trees.naive import NaiveGrower
 from tests.trees.samples import binned, rules, table
 
 
+@pytest.fixture(autouse=True)
+def by_a_team(monkeypatch):
+    monkeypatch.setattr(team_space, "TEAM_ROWS", 0)
+
+
 def assert_same_tree(grown, splits, leaves):
     tree = grown.tree
     assert len(splits) == len(tree.feature)
@@ -112,6 +117,14 @@ def test_any_table_equals_naive(seed, precision, features, rows, missing, l1, be
     x, y = table(rows, features, seed, missing)
     changes = {"min_child_rows": 2, "max_leaves": 6, "l1": l1, "best_first": best_first}
     both(x, y, precision, rules(features, **changes))
+
+
+@pytest.mark.parametrize("precision", GradientPrecision)
+@pytest.mark.parametrize("changes", [{}, {"best_first": False}, {"monotone": np.array([1, -1, 0, 0, 1])}], ids=str)
+def test_small_tables_equal_naive(precision, changes, monkeypatch):
+    monkeypatch.setattr(team_space, "TEAM_ROWS", 2**62)
+    x, y = table(missing=0.1)
+    both(x, y, precision, rules(**changes))
 
 
 @pytest.mark.parametrize("precision", GradientPrecision)

@@ -157,11 +157,14 @@ def _float_adder(groups: int) -> Any:
 
     @compiled
     def add_rows(panel, entries, hess, grad_unit, hess_unit, pairs, cells):  # type: ignore[no-untyped-def]
-        """The same; `pairs` is space for a chunk. Eight features at a time: their cells stay in the L1."""
-        grads = entries.view(np.float32)
+        """The same; `hess` are the bytes of float32, `pairs` is space for a chunk.
+
+        Eight features at a time: their cells stay in the L1.
+        """
+        grads, weights = entries.view(np.float32), hess.view(np.float32)
         for start in range(0, entries.size, CHUNK):
             chunk = entries[start : start + CHUNK]
-            _make_pairs(chunk, grads[2 * start : 2 * (start + CHUNK)], hess, 1.0 / grad_unit, 1.0 / hess_unit, pairs)
+            _make_pairs(chunk, grads[2 * start : 2 * (start + CHUNK)], weights, 1.0 / grad_unit, 1.0 / hess_unit, pairs)
             last = chunk.size - 1
             for part in range(full):
                 base = U(part * 8 * BINS * 2)

@@ -5,12 +5,12 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from bitplan.trees.grow import _Growth
+from bitplan.trees.growth import Growth
 from bitplan.trees.loops import nodes as kernels
 from bitplan.trees.loops.split import CHILD, DEPTH, GAIN, STATE, STOP
 
 
-class Queue(_Growth):
+class Queue(Growth):
     """Tables whose root is a leaf; `expand` gives a node's children their gains."""
 
     def __init__(self, max_leaves, best_first=True, places=0):
