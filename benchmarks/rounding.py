@@ -16,7 +16,7 @@ import fnmatch
 import hashlib
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from bitplan.formats import get_format
-from bitplan.kernels import decode
+from bitplan.kernels import decode, encode
 from bitplan.measure.quality.perplexity import CachedLogits, measure_perplexity, spread_windows
 from bitplan.records import read_json, read_text
 from bitplan.runtime.causal_lm import CausalLM, load_causal_lm, logits_of
@@ -68,13 +68,12 @@ class Settings:
     method: str
     damping: float = 0.01
     options: dict[str, Any] = field(default_factory=dict)
-    sequential: bool = True
     exact_targets: bool = False
+    embedding_damping: float = 0.1
+    embedding: str | None = None
 
     def encode(self, weight: Tensor, statistics: Statistics) -> Tensor:
         if self.method == "nearest":
-            from bitplan.kernels import encode
-
             return decode(encode(weight, self.fmt))
         hessian = statistics.hessian
         assert hessian is not None
@@ -83,6 +82,11 @@ class Settings:
         if statistics.cross is not None:
             weight = towards_exact(weight, statistics, self.damping)
         return decode(round_weight(weight, self.fmt, hessian=hessian, damping=self.damping, **self.options))
+
+    @property
+    def of_embedding(self) -> Settings:
+        """A row is also what a token starts as, where every column counts alike: more damping."""
+        return replace(self, fmt=self.embedding or self.fmt, damping=self.embedding_damping, exact_targets=False)
 
 
 def towards_exact(weight: Tensor, statistics: Statistics, damping: float) -> Tensor:
@@ -103,9 +107,9 @@ def round_model(model: nn.Module, batches: list[Tensor], settings: Settings) -> 
     if settings.method != "nearest":
         for ids in batches:
             head.add(exact(input_ids=ids, use_cache=False).last_hidden_state)
-    inner.embed_tokens.weight.data = settings.encode(inner.embed_tokens.weight.data, head)
+    inner.embed_tokens.weight.data = settings.of_embedding.encode(inner.embed_tokens.weight.data, head)
     if settings.method == "nearest":
-        for name, module in inner.named_modules():
+        for module in inner.modules():
             if isinstance(module, nn.Linear):
                 module.weight.data = settings.encode(module.weight.data, head)
         return rounded
