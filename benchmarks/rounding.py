@@ -132,7 +132,9 @@ def round_model(model: nn.Module, batches: list[Tensor], settings: Settings) -> 
                 modules[name].weight.data = settings.encode(modules[name].weight.data, statistics)
         states = [_output(layer, state, arguments) for state, arguments in zip(states, kwargs, strict=True)]
         if settings.exact_targets:
-            exact_states = [_output(exact_layer, s, arguments) for s, arguments in zip(exact_states, kwargs, strict=True)]
+            exact_states = [
+                _output(exact_layer, s, arguments) for s, arguments in zip(exact_states, kwargs, strict=True)
+            ]
     return rounded
 
 
