@@ -207,7 +207,7 @@ def towards_exact(weight: Tensor, statistics: Statistics, damping: float) -> Ten
     assert statistics.cross is not None
     hessian = statistics.hessian.double()
     ridge = damping * hessian.diagonal().mean() * torch.eye(len(hessian), dtype=torch.float64)
-    change = torch.linalg.solve(hessian + ridge, (statistics.cross.double() - hessian).T, left=True)
+    change: Tensor = torch.linalg.solve(hessian + ridge, (statistics.cross.double() - hessian).T)
     return (weight.double() + weight.double() @ change.T).float()
 
 
@@ -217,17 +217,19 @@ class Passes:
 
     bfloat16: bool
 
-    def logits(self, model: nn.Module, ids: Tensor) -> Tensor:
+    def logits(self, model: Any, ids: Tensor) -> Tensor:
         with self._computing():
             return logits_of(model, ids).float()
 
-    def hidden(self, inner: nn.Module, ids: Tensor) -> Tensor:
+    def hidden(self, inner: Any, ids: Tensor) -> Tensor:
         with self._computing():
-            return inner(input_ids=ids, use_cache=False).last_hidden_state
+            state: Tensor = inner(input_ids=ids, use_cache=False).last_hidden_state
+        return state
 
-    def first_calls(self, inner: nn.Module, batches: list[Tensor]) -> list[LayerCall]:
+    def first_calls(self, inner: Any, batches: list[Tensor]) -> list[LayerCall]:
         """What the first layer is called with."""
-        return [LayerCall(*self._call_of(inner.layers[0], lambda ids=ids: self.hidden(inner, ids))) for ids in batches]
+        runs = [functools.partial(self.hidden, inner, ids) for ids in batches]
+        return [LayerCall(*self._call_of(inner.layers[0], run)) for run in runs]
 
     def inputs(self, layer: nn.Module, module: nn.Module, call: LayerCall) -> Tensor:
         """What a module of a layer is called with; what comes after it is not computed."""
@@ -236,7 +238,8 @@ class Passes:
     def output(self, layer: nn.Module, call: LayerCall) -> Tensor:
         with self._computing():
             out = layer(call.state, **call.keywords)
-        return out if isinstance(out, Tensor) else out[0]
+        state: Tensor = out if isinstance(out, Tensor) else out[0]
+        return state
 
     def _computing(self) -> AbstractContextManager[object]:
         return torch.autocast("cpu", torch.bfloat16, enabled=self.bfloat16)
@@ -256,7 +259,7 @@ class Passes:
         return caught[0]
 
 
-def round_model(model: nn.Module, batches: list[Tensor], settings: Settings, passes: Passes) -> nn.Module:
+def round_model(model: Any, batches: list[Tensor], settings: Settings, passes: Passes) -> Any:
     """A copy with every linear and the embedding rounded, layer by layer."""
     rounded = copy.deepcopy(model)
     inner, exact = rounded.model, model.model

@@ -47,27 +47,32 @@ def damped(hessian: Tensor, damping: float) -> Tensor:
     return wide / mean + damping * torch.eye(len(wide), dtype=wide.dtype, device=wide.device)
 
 
-def inverse_factor(hessian: Tensor) -> Tensor:
-    """The upper triangular U with U^T U = H^-1, by one factorisation of H from its last column to its first."""
-    backwards = torch.linalg.cholesky(hessian.flip((0, 1)))
-    upper = backwards.flip((0, 1))
+def inverse_factor(hessian: Tensor) -> Tensor | None:
+    """The upper triangular U with U^T U = H^-1, by one factorisation of H from its last column to its first.
+
+    None where H is not positive definite.
+    """
+    backwards, fault = torch.linalg.cholesky_ex(hessian.flip((0, 1)))
+    if int(fault):
+        return None
     eye = torch.eye(len(hessian), dtype=hessian.dtype, device=hessian.device)
-    return torch.linalg.solve_triangular(upper, eye, upper=True)
+    upper: Tensor = torch.linalg.solve_triangular(backwards.flip((0, 1)), eye, upper=True)
+    return upper
 
 
 def factor_of(hessian: Tensor, damping: float, columns: Tensor, name: str) -> tuple[Tensor, Tensor, float]:
     """(damped H, its inverse's factor in the order of `columns`, the damping it took)."""
     while True:
         heavy = damped(hessian, damping)
-        try:
-            return heavy.float(), inverse_factor(heavy[columns][:, columns]).float(), damping
-        except torch.linalg.LinAlgError:
-            if damping >= MOST_DAMPING:
-                raise FormatError(
-                    f"{name}: the Hessian is not positive definite, even with damping {damping}; "
-                    "it must be X^T X of the layer's inputs"
-                ) from None
-            damping = max(damping, 1e-4) * GREATER_DAMPING
+        factor = inverse_factor(heavy[columns][:, columns])
+        if factor is not None:
+            return heavy.float(), factor.float(), damping
+        if damping >= MOST_DAMPING:
+            raise FormatError(
+                f"{name}: the Hessian is not positive definite, even with damping {damping}; "
+                "it must be X^T X of the layer's inputs"
+            )
+        damping = max(damping, 1e-4) * GREATER_DAMPING
 
 
 def columns_in_order(hessian: Tensor, layout: ScaledBlocks, order: Order) -> tuple[list[int], Tensor]:
