@@ -55,7 +55,7 @@ class Engine:
 
     def perplexity(self, model: Path, text: Path, chunks: int, context: int = CONTEXT) -> float:
         options = {"-m": model, "-f": text, "-c": context, "-b": context, "--chunks": chunks + 1, "-t": self.threads}
-        options |= {"-ctk": "f32", "-ctv": "f32"}  # its default of float16 sends tokens to other experts at random
+        options |= {"-fa": "off", "-ctk": "f32", "-ctv": "f32"}  # in float16, its default, tokens go to other experts
         command = [self.bin / "llama-perplexity", *(word for option in options.items() for word in option)]
         done = subprocess.run([*map(str, command)], capture_output=True, text=True, check=False)
         found = dict(RUNNING.findall(done.stdout)).get(str(chunks))
