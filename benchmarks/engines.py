@@ -2,7 +2,7 @@
 
 For llama.cpp: each export runs in `llama-perplexity`, and the same tokens are scored here by reading the file back with
 transformers in float32. llama-perplexity scores the second half of each window of a text, so that is scored here, too.
-With `--quantizer`, llama-quantize's files of the same types beside ours. `--families` exports a tiny model of every
+Beside it, the squared error of the weights over that of llama-quantize's file of the same type. `--families` exports a tiny model of every
 family in float32 and scores it against transformers' own, on letters in random order.
 
 python benchmarks/engines.py --bin llama.cpp/build/bin --model FOLDER --text TEXT [--gguf FILE]
@@ -16,6 +16,7 @@ import re
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -102,6 +103,16 @@ def ours(model: Path, text: str, chunks: int, context: int = CONTEXT) -> float:
     return float(torch.tensor(total / count, dtype=torch.float64).exp())
 
 
+def lost(plain: Path, packed: Path) -> float:
+    """The squared error of all weights of two axes, but for embeddings."""
+    total = 0.0
+    with open_tensors(plain) as one, open_tensors(packed) as two:
+        for name, spec in one.specs.items():
+            if len(spec.shape) == 2 and not name.startswith("token_embd"):
+                total += float((one.read_float(name).double() - two.read_float(name).double()).square().sum())
+    return total
+
+
 def wanted(source: Path, fmt: str) -> Any:
     if fmt != "mixed":
         return fmt
@@ -113,9 +124,7 @@ def _matches(pattern: str, name: str) -> bool:
     return re.fullmatch(pattern.replace(".", r"\.").replace("*", ".*"), name) is not None
 
 
-def run(
-    engine: Engine, source: Path, text: Path, chunks: int, formats: tuple[str, ...], quantizer: bool
-) -> list[dict[str, Any]]:
+def run(engine: Engine, source: Path, text: Path, chunks: int, formats: Sequence[str]) -> list[dict[str, Any]]:
     rows = []
     with tempfile.TemporaryDirectory() as folder:
         plain = Path(folder) / "float16.gguf"
@@ -135,19 +144,10 @@ def run(
                 "bitplan": round(own, 4),
                 "difference": round(theirs / own - 1, 6),
             }
-            if quantizer and plain.exists() and fmt not in ("float16", "mixed"):
+            if plain.exists() and fmt not in ("float16", "mixed"):
                 other = Path(folder) / f"theirs-{fmt}.gguf"
-                engine.quantize(
-                    plain,
-                    other,
-                    fmt.removesuffix("_gguf")
-                    .upper()
-                    .replace("Q4_K", "Q4_K_S")
-                    .replace("Q5_K", "Q5_K_S")
-                    .replace("Q3_K", "Q3_K_S"),
-                )
-                row["llama_quantize"] = engine.perplexity(other, text, chunks)
-                row["llama_quantize_bytes"] = other.stat().st_size
+                engine.quantize(plain, other, THEIR_NAMES.get(fmt) or fmt.removesuffix("_gguf").upper())
+                row["squared_error_of_llama_quantize"] = round(lost(plain, output) / lost(plain, other), 4)
                 other.unlink()
             rows.append(row)
             print(json.dumps(row), flush=True)
@@ -192,8 +192,8 @@ def main() -> None:
     parser.add_argument("--text", type=Path)
     parser.add_argument("--chunks", type=int, default=8)
     parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--formats", nargs="*", default=[*FORMATS, "mixed"])
-    parser.add_argument("--quantizer", action="store_true", help="llama-quantize's files beside ours")
+    parser.add_argument("--formats", nargs="*", default=[*FORMATS, "mixed"], help="for --model")
+    parser.add_argument("--gguf-formats", nargs="*", default=["q4_k_gguf", "mixed"], help="for --gguf")
     parser.add_argument("--most", type=float, default=0.005, help="the largest difference that passes")
     parser.add_argument("--output", type=Path)
     given = parser.parse_args()
@@ -202,8 +202,9 @@ def main() -> None:
     engine = Engine(given.bin, given.threads)
     models: dict[str, list[dict[str, Any]]] = {}
     families = run_families(engine) if given.families else []
-    for source in filter(None, (given.model, given.gguf)):
-        models[source.stem] = run(engine, source, given.text, given.chunks, tuple(given.formats), given.quantizer)
+    for source, formats in ((given.model, given.formats), (given.gguf, given.gguf_formats)):
+        if source is not None:
+            models[source.stem] = run(engine, source, given.text, given.chunks, formats)
     document = {
         "benchmark": "engines",
         "machine": machine("cpu"),

@@ -218,6 +218,7 @@ def test_what_llama_cpp_could_not_load_is_refused_before_anything_is_written(fol
         ({"num_hidden_layers": 1}, "has no tensor for 'model.layers.1."),
         ({"hidden_size": None}, "no hidden_size, which llama.cpp needs"),
         ({"vocab_size": 20}, "the tokenizer has 33 tokens, the model 20"),
+        ({"hidden_act": "gelu"}, "activation 'gelu'; llama.cpp's llama computes 'silu'"),
         ({"rope_parameters": {"rope_type": "longrope", "rope_theta": 1.0}}, "rotary positions of type 'longrope'"),
     ],
 )
