@@ -2,8 +2,8 @@
 
 For llama.cpp: each export runs in `llama-perplexity`, and the same tokens are scored here by reading the file back with
 transformers in float32. llama-perplexity scores the second half of each window of a text, so that is scored here, too.
-Beside it, the squared error of the weights over that of llama-quantize's file of the same type. `--families` exports a tiny model of every
-family in float32 and scores it against transformers' own, on letters in random order.
+Beside it, the squared error of the weights over that of llama-quantize's file of the same type. `--families` exports a
+tiny model of every family in float32 and scores it against transformers' own, on letters in random order.
 
 python benchmarks/engines.py --bin llama.cpp/build/bin --model FOLDER --text TEXT [--gguf FILE]
 """
