@@ -19,9 +19,10 @@ MAY_IMPORT = {
     "store": {"formats", "kernels", "plan"},
     "measure": {"formats", "kernels", "plan"},
     "runtime": {"formats", "kernels", "plan", "store", "measure"},
+    "searching": {"formats", "kernels", "plan", "store", "measure", "runtime"},
     "trees": {"formats", "kernels.base"},
     "report": set(),
-    "cli": {"formats", "kernels", "plan", "store", "measure", "runtime", "trees", "report"},
+    "cli": {"formats", "kernels", "plan", "store", "measure", "runtime", "searching", "trees", "report"},
 }
 # room -> the rooms beside it that it may import; the modules of the folder that holds it are open to it
 ROOMS = {
@@ -34,13 +35,16 @@ ROOMS = {
     "report": {"pages": set()},
     "runtime": {"fp8": set(), "packed": set(), "selective": {"streaming"}, "streaming": set()},
     "runtime.fp8": {"bench": {"layers"}, "layers": set()},
+    "runtime.packed": {"checkpoints": {"gpt_oss"}, "gpt_oss": set(), "operators": set()},
     "runtime.streaming": {"blocks": set(), "training": {"blocks", "transfer"}, "transfer": {"blocks"}},
+    "searching": {"decide": set(), "gather": {"decide"}},
     "store": {
         "checks": {"files", "models"},
-        "export": {"files", "gpt_oss"},
         "files": set(),
         "gpt_oss": {"files"},
         "models": {"files", "gpt_oss"},
+        "rounding": {"files"},
+        "export": {"files", "gpt_oss"},
     },
     "trees": {"distributed": {"loops"}, "files": set(), "loops": set()},
 }
