@@ -59,6 +59,9 @@ class FusedOnCpu:
             return (cpu_matmul.pack_four_bit(weight),)
         return (_constants(weight),)
 
+    def join(self, parts: Sequence[tuple[Tensor, ...]]) -> tuple[Tensor, ...] | None:
+        return None
+
     def launches(self, weight: Encoded, rows: int) -> Sequence[Mapping[str, int]]:
         return ()
 

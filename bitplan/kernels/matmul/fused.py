@@ -7,7 +7,7 @@ its own; what that is, only the kernel knows.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -17,6 +17,8 @@ from bitplan.formats import Encoded
 from bitplan.kernels.matmul.cpu_fused import FusedOnCpu
 
 Launch = Mapping[str, int]
+Prepared = tuple[Tensor, ...]  # what a kernel made of a weight for itself; at most three tensors
+Bound = Callable[[Tensor, Sequence[int]], Tensor | None]  # x, the result's shape -> the result; None: it does not fit
 
 
 class FusedMatmul(Protocol):
@@ -27,14 +29,27 @@ class FusedMatmul(Protocol):
     def why_not(self, weight: Encoded, dtype: torch.dtype) -> str | None:
         """Why it cannot run for inputs of this type; None if it can."""
 
-    def prepare(self, weight: Encoded) -> Any:
+    def prepare(self, weight: Encoded) -> Prepared:
         """What it reads beside the weight, or instead of it."""
+
+    def join(self, parts: Sequence[Prepared]) -> Prepared | None:
+        """What it reads beside weights whose rows lie one below the other in one matrix; None where it cannot."""
 
     def launches(self, weight: Encoded, rows: int) -> Sequence[Launch]:
         """Ways to run it that are worth measuring; empty where there is only one."""
 
-    def run(self, x_MK: Tensor, weight: Encoded, prepared: Any, bias: Tensor | None, launch: Launch | None) -> Tensor:
+    def run(
+        self, x_MK: Tensor, weight: Encoded, prepared: Prepared, bias: Tensor | None, launch: Launch | None
+    ) -> Tensor:
         """The product, in the type of x."""
+
+    def bind(
+        self, x_MK: Tensor, weight: Encoded, prepared: Prepared, bias: Tensor | None, launch: Launch | None
+    ) -> Bound | None:
+        """The same for other x of this shape, by a call that checks nothing anew; None where there is none.
+
+        It is right as long as the weight and the bias lie where they lie, on the stream of now.
+        """
 
     def note(self, weight: Encoded) -> str:
         """What a user should know of its results and memory."""
@@ -56,21 +71,67 @@ class TritonOnCuda:
         reason: str | None = self._kernel.why_not_fused(weight, dtype)
         return reason
 
-    def prepare(self, weight: Encoded) -> Any:
-        return self._kernel.arrange_scales(weight)
+    def prepare(self, weight: Encoded) -> Prepared:
+        prepared: Prepared = self._kernel.arrange_scales(weight)
+        return prepared
+
+    def join(self, parts: Sequence[Prepared]) -> Prepared | None:
+        joined: Prepared | None = self._kernel.join_scales([self._kernel.ArrangedScales(*part) for part in parts])
+        return joined
 
     def launches(self, weight: Encoded, rows: int) -> Sequence[Launch]:
         return [launch.to_dict() for launch in self._kernel.candidate_launches(weight, rows)]
 
-    def run(self, x_MK: Tensor, weight: Encoded, prepared: Any, bias: Tensor | None, launch: Launch | None) -> Tensor:
+    def run(
+        self, x_MK: Tensor, weight: Encoded, prepared: Prepared, bias: Tensor | None, launch: Launch | None
+    ) -> Tensor:
         if bias is not None and bias.dtype not in (torch.bfloat16, torch.float32):
             bias = bias.float()
-        how = None if launch is None else self._kernel.MatmulLaunch.from_dict(dict(launch))
-        y: Tensor = self._kernel.fused_matmul(x_MK.contiguous(), weight, prepared, bias, launch=how)
+        how = self._launch(weight, x_MK.shape[0], launch)
+        arranged = self._kernel.ArrangedScales(*prepared)
+        y: Tensor = self._kernel.fused_matmul(x_MK.contiguous(), weight, arranged, bias, launch=how)
         return y
+
+    def bind(
+        self, x_MK: Tensor, weight: Encoded, prepared: Prepared, bias: Tensor | None, launch: Launch | None
+    ) -> Bound | None:
+        if not x_MK.is_cuda or (bias is not None and bias.dtype not in (torch.bfloat16, torch.float32)):
+            return None
+        how = self._launch(weight, x_MK.shape[0], launch)
+        arranged = self._kernel.ArrangedScales(*prepared)
+        bound = self._kernel.bind_matmul(x_MK, weight, arranged, bias, how)
+        return None if bound is None else _bound_call(x_MK, weight.shape[0], *bound)
+
+    def _launch(self, weight: Encoded, rows: int, launch: Launch | None) -> Any:
+        if launch is None:
+            return self._kernel.default_launch(weight, rows) if rows else None
+        return self._kernel.MatmulLaunch.from_dict(dict(launch))
 
     def note(self, weight: Encoded) -> str:
         return "sums in float32"
+
+
+def _bound_call(x_MK: Tensor, outputs: int, launch: Callable[..., None], split: int) -> Bound:
+    """A launch with its tensors: the result, and room for the parts of a split."""
+    device, index = x_MK.device, x_MK.get_device()
+    stream: int = torch.cuda.current_stream(device).cuda_stream
+    part_shape = (split, x_MK.shape[0], outputs)
+    current_stream: Any = torch._C._cuda_getCurrentRawStream
+    current_device: Any = torch._C._cuda_getDevice
+    empty, dtype, parts = torch.empty, torch.bfloat16, torch.float32
+
+    def run(x: Tensor, shape: Sequence[int]) -> Tensor | None:
+        address = x.data_ptr()
+        if address & 15 or not x.is_contiguous() or current_stream(index) != stream or current_device() != index:
+            return None
+        out = empty(shape, dtype=dtype, device=device)
+        if split == 1:
+            launch(stream, address, out.data_ptr(), 0)
+        else:
+            launch(stream, address, out.data_ptr(), empty(part_shape, dtype=parts, device=device).data_ptr())
+        return out
+
+    return run
 
 
 _by_device: dict[str, FusedMatmul | None] = {}

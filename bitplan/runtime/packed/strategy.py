@@ -27,7 +27,7 @@ import torch
 from bitplan.errors import BitplanError, did_you_mean
 from bitplan.formats import Encoded
 from bitplan.kernels.matmul.fused import FusedMatmul, fused_for
-from bitplan.measure.speed.crossover import Pick, pick
+from bitplan.measure.speed.crossover import Pick, bucket_of, pick
 from bitplan.measure.speed.crossover_files import crossovers_of
 from bitplan.runtime.packed.tile_cache import TileCache
 from bitplan.runtime.packed_weight import PackedWeight
@@ -97,7 +97,8 @@ def _asked_for_fused(weight: PackedWeight, rows: int, dtype: torch.dtype, where:
     if reason is None and weight.device.type == "cuda":
         record = crossovers_of(weight.device).find(weight.fmt.name, *weight.shape)
         if record is not None:
-            reason, launch = record.refused, record.at(rows).launch
+            timing = record.at(rows)
+            reason, launch = record.refused, timing.launch if timing.rows >= rows else None
     if reason is not None or fused is None:
         raise LayerError(
             f"{where}: strategy 'fused' cannot run for {weight.fmt.name} of shape {weight.shape} on {weight.device}: "
@@ -133,10 +134,10 @@ def _auto(weight: PackedWeight, rows: int, dtype: torch.dtype, cache: TileCache 
         return _unfused(room, f"not fused: {why_not}")
     table = crossovers_of(weight.device)
     if measure and not capturing:
-        record = table.find_or_measure(weight.encoded, fused)
+        record = table.find_or_measure(weight.encoded, fused, rows)
     else:
         record = table.find(weight.fmt.name, *weight.shape)
-    if record is not None:
+    if record is not None and (record.refused or record.stopped or record.timings[-1].rows >= bucket_of(rows)):
         return pick(record, rows, room=room)
     why_never = table.why_never(weight.fmt.name, *weight.shape)
     why = why_never or ("a CUDA graph is being captured" if capturing else "not measured yet, which the first use does")

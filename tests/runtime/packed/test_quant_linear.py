@@ -17,6 +17,7 @@ from bitplan.kernels.matmul.cpu_fused import FusedOnCpu
 from bitplan.kernels.matmul.cpu_matmul import four_bit_bound
 from bitplan.kernels.matmul.fused import TritonOnCuda
 from bitplan.runtime.packed import quant_linear, strategy
+from bitplan.runtime.packed.operators import linear as operator
 from bitplan.runtime.packed.quant_linear import QuantLinear
 from bitplan.runtime.packed.strategy import LayerError
 from bitplan.runtime.packed.tile_cache import TileCache
@@ -98,14 +99,14 @@ def test_inputs_need_not_be_contiguous() -> None:
 
 def test_pieces_are_all_that_is_expanded(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[tuple[int, ...]] = []
-    right = quant_linear.decoded_pieces
+    right = operator.decoded_pieces
 
     def watched(*args: object) -> object:
         for rows, values in right(*args):  # type: ignore[arg-type]
             seen.append(tuple(values.shape))
             yield rows, values
 
-    monkeypatch.setattr(quant_linear, "decoded_pieces", watched)
+    monkeypatch.setattr(operator, "decoded_pieces", watched)
     result, x = layer("mxfp4", "decode"), normal(5, 256).requires_grad_()
     result(x).sum().backward()
     assert seen == [(16, 256)] * 3 * 2
@@ -383,7 +384,7 @@ def test_a_strategy_that_cannot_run_is_an_error_and_not_another_strategy() -> No
 def test_the_triton_kernel_behind_the_same_layer(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("triton")
     kernel = TritonOnCuda()
-    for module in (strategy, quant_linear):
+    for module in (strategy, quant_linear, operator):
         monkeypatch.setattr(module, "fused_for", lambda _: kernel)
     one, x, bias = packed(name, 32, 128), normal(3, 128).bfloat16(), normal(32, seed=2).half()
     result = QuantLinear(one, bias, strategy="fused")
