@@ -17,11 +17,10 @@ import torch
 from torch import Tensor, nn
 
 from bitplan.errors import MeasureError
-from bitplan.optional import require
 from bitplan.runtime.causal_lm import CausalLM
 from bitplan.runtime.packed.checkpoints.load import load_packed
 from bitplan.runtime.packed.gpt_oss.load import is_gpt_oss
-from bitplan.runtime.packed.read_packed import device_of
+from bitplan.runtime.packed.read_packed import device_of, require_transformers
 from bitplan.store.models.transformers_names import REPORTED, first_line, require_complete, silence_transformers
 from bitplan.store.packed_folder import is_packed_config, read_config
 
@@ -34,7 +33,7 @@ def load_for_running(
     dtype   of weights that are not packed: float32 on a CPU, else as the folder has them
     """
     place, source = device_of(device), Path(folder)
-    require("transformers", purpose=f"{folder}: running it", extra="models", least=5)
+    require_transformers(str(folder))
     wanted = dtype or (torch.float32 if place.type == "cpu" else None)
     config = read_config(source)
     if is_packed_config(config) or is_gpt_oss(source):

@@ -110,7 +110,7 @@ def plan_path(folder: Path, config: Mapping[str, Any] | None = None) -> Path:
             "install a newer bitplan"
         )
     reader.keys("", said, _KEYS, tuple(_KEYS))
-    name = said["plan"]
+    name: str = said["plan"]
     path = folder / name
     if Path(name).name != name or not path.is_file():
         raise FileFormatError(f"{where}: the plan {name[:80]!r} is not in the folder; copy or quantize it again")

@@ -38,11 +38,11 @@ from bitplan.store.files.open_files import open_tensors
 from bitplan.store.packed_folder import PLAN, QUANT_METHOD, VERSION, read_config, read_packed_plan
 
 
-class BitplanConfig(QuantizationConfigMixin):
+class BitplanConfig(QuantizationConfigMixin):  # type: ignore[misc]
     """`quantization_config` of a folder that bitplan packed."""
 
     def __init__(self, version: int = VERSION, plan: str = PLAN, plan_sha256: str = "", **_theirs: Any) -> None:
-        self.quant_method = QUANT_METHOD  # type: ignore[assignment]
+        self.quant_method = QUANT_METHOD
         self.version, self.plan, self.plan_sha256 = version, plan, plan_sha256
 
 
