@@ -34,6 +34,8 @@ if TYPE_CHECKING:
     from bitplan.runtime.selective.policy import SelectivePrecisionPolicy
     from bitplan.runtime.selective.run_calibration import run_calibration
     from bitplan.runtime.streaming.stream_blocks import stream_blocks
+    from bitplan.searching.goal import Goal
+    from bitplan.searching.run import search
     from bitplan.store.compare import compare_models
     from bitplan.store.files.open_files import open_tensors
     from bitplan.store.models.morph import morph_model, unmorph_model
@@ -47,6 +49,7 @@ __all__ = [
     "Encoded",
     "ErrorReport",
     "Format",
+    "Goal",
     "Manifest",
     "Plan",
     "QuantEmbedding",
@@ -77,6 +80,7 @@ __all__ = [
     "run_calibration",
     "save_model",
     "save_packed",
+    "search",
     "stream_blocks",
     "unmorph_model",
     "write_report",
@@ -108,6 +112,8 @@ __getattr__, __dir__ = lazy_names(
         "runtime.selective.policy": ("SelectivePrecisionPolicy",),
         "runtime.streaming.stream_blocks": ("stream_blocks",),
         "runtime.packed.tile_cache": ("TileCache",),
+        "searching.goal": ("Goal",),
+        "searching.run": ("search",),
         "store.compare": ("compare_models",),
         "store.models.save_load": ("load_model", "save_model"),
         "store.models.morph": ("morph_model", "unmorph_model"),
@@ -115,7 +121,7 @@ __getattr__, __dir__ = lazy_names(
         "store.files.open_files": ("open_tensors",),
         "store.models.weight_store": ("WeightStore",),
     },
-    parts=("formats", "kernels", "measure", "plan", "report", "runtime", "store", "trees"),
+    parts=("formats", "kernels", "measure", "plan", "report", "runtime", "searching", "store", "trees"),
 )
 
 if "transformers.quantizers.auto" in sys.modules:  # already imported: its from_pretrained knows packed folders at once
