@@ -17,17 +17,17 @@ from bitplan.runtime.packed_weight import PackedWeight
 
 @torch.library.custom_op("bitplan::embedding_rows", mutates_args=())
 def embedding_rows(
-    ids: Tensor, data: Tensor, scales: Tensor, base: Tensor | None, fmt: str, cols: int, dtype: torch.dtype
+    ids: Tensor, data: Tensor, scales: Tensor | None, base: Tensor | None, fmt: str, cols: int, dtype: torch.dtype
 ) -> Tensor:
     """The rows of a packed matrix [rows, cols] that `ids` [...] name, as numbers [..., cols]."""
     flat = ids.reshape(-1)
-    rows = Encoded(get_format(fmt), (flat.numel(), cols), data[flat], scales[flat], base)
+    rows = Encoded(get_format(fmt), (flat.numel(), cols), data[flat], None if scales is None else scales[flat], base)
     return decode(rows, dtype).reshape(*ids.shape, cols)
 
 
 @embedding_rows.register_fake
 def _(
-    ids: Tensor, data: Tensor, _scales: Tensor, _base: Tensor | None, _fmt: str, cols: int, dtype: torch.dtype
+    ids: Tensor, data: Tensor, _scales: Tensor | None, _base: Tensor | None, _fmt: str, cols: int, dtype: torch.dtype
 ) -> Tensor:
     return data.new_empty((*ids.shape, cols), dtype=dtype)
 
@@ -70,7 +70,13 @@ class QuantEmbedding(nn.Module):
     def forward(self, ids: Tensor) -> Tensor:
         parts = self.weight.encoded.parts
         rows: Tensor = embedding_rows(
-            ids, parts["data"], parts["scales"], parts.get("base"), self.weight.fmt.name, self.embedding_dim, self.dtype
+            ids,
+            parts["data"],
+            parts.get("scales"),
+            parts.get("base"),
+            self.weight.fmt.name,
+            self.embedding_dim,
+            self.dtype,
         )
         if isinstance(self.scale, Tensor):
             return rows * self.scale.to(rows)

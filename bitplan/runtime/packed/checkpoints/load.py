@@ -33,6 +33,7 @@ from bitplan.runtime.packed.checkpoints.recipes import assign
 from bitplan.runtime.packed.checkpoints.save import let_transformers_save
 from bitplan.runtime.packed.checkpoints.source import loaded_from, remember
 from bitplan.runtime.packed.gpt_oss.load import is_gpt_oss, load_gpt_oss
+from bitplan.runtime.packed.joint import fuse_projections
 from bitplan.runtime.packed.load_report import CHECKS, Loaded, LoadReport, PeakMemory
 from bitplan.runtime.packed.read_packed import (
     ManifestLike,
@@ -104,6 +105,8 @@ def load_packed(
         place_all(target, values, parameters, layers)
         check_filled(target, str(path))
         target.to(place)  # buffers that a model of the user's computes itself
+        if place.type == "cuda":
+            fuse_projections(target)
         remember(
             target,
             loaded_from(

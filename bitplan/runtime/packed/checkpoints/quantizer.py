@@ -33,6 +33,7 @@ from bitplan.runtime.packed.checkpoints.fill import (
 from bitplan.runtime.packed.checkpoints.recipes import Assignment, assign
 from bitplan.runtime.packed.checkpoints.save import let_transformers_save
 from bitplan.runtime.packed.checkpoints.source import loaded_from, remember
+from bitplan.runtime.packed.joint import fuse_projections
 from bitplan.runtime.packed.read_packed import check_room, device_of
 from bitplan.store.files.open_files import open_tensors
 from bitplan.store.packed_folder import PLAN, QUANT_METHOD, VERSION, read_config, read_packed_plan
@@ -121,6 +122,8 @@ class BitplanQuantizer(HfQuantizer):  # type: ignore[misc]
             )
             place_all(model, values, {}, layers)
             check_filled(model, str(self._folder))
+            if self._device.type == "cuda":
+                fuse_projections(model)
             config = read_config(self._folder)
             has_plan = (self._folder / str(config["quantization_config"].get("plan"))).is_file()
             plan = read_packed_plan(self._folder, config) if has_plan else None  # a download may leave it behind

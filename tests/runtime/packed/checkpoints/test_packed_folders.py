@@ -170,6 +170,15 @@ def test_a_model_of_the_users_own(tmp_path):
     assert torch.equal(again["up"].weight.data, model["up"].weight.data)
 
 
+def test_a_format_that_keeps_its_scales_among_its_codes_runs():
+    model = nn.Sequential(nn.Embedding(8, 256), nn.Linear(256, 32))
+    table, weight = (bitplan.encode(layer.weight, "q4_k_gguf") for layer in model)
+    bias = model[1].bias
+    bitplan.apply_plan(model, {"*": "q4_k_gguf"})
+    expected = nn.functional.linear(bitplan.decode(table)[:4], bitplan.decode(weight), bias)
+    torch.testing.assert_close(model(torch.arange(4)), expected, atol=1e-4, rtol=1e-4)
+
+
 # ---- what does not fit -----------------------------------------------------------------------------------------------
 
 
