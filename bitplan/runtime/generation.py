@@ -104,7 +104,7 @@ def generate_text(
         raise MeasureError("a prompt of at least one letter, 1 token or more and a temperature from 0 are needed")
     device = lm.device
     ids = _prompt_ids(lm, prompt, chat).to(device)
-    ends = _end_tokens(lm)
+    ends, size = _end_tokens(lm), weight_bytes(lm.model)
     draw = torch.Generator(device=device).manual_seed(seed)
     cache: Any = None
     made: list[int] = []
@@ -133,7 +133,7 @@ def generate_text(
         tokens=len(made),
         prefill_s=first - started,
         tokens_per_second=(len(made) - 1) / seconds if len(made) > 1 else None,
-        weight_bytes=weight_bytes(lm.model),
+        weight_bytes=size,
         peak_bytes=peak_bytes(device),
         device=str(device),
     )

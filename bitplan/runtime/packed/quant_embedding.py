@@ -37,7 +37,7 @@ class QuantEmbedding(nn.Module):
 
     dtype         of what it gives; `model.to(dtype)` changes it as it does that of other layers
     padding_idx   kept for those who read it: the row is looked up like any other
-    scale         rows come multiplied by it, a tensor in their own type (Gemma)
+    scale         rows come multiplied by it, rounded to their type
     """
 
     def __init__(
@@ -46,7 +46,7 @@ class QuantEmbedding(nn.Module):
         *,
         dtype: torch.dtype = torch.float32,
         padding_idx: int | None = None,
-        scale: float | Tensor = 1.0,
+        scale: float | None = None,
         name: str = "QuantEmbedding",
     ) -> None:
         super().__init__()
@@ -56,9 +56,12 @@ class QuantEmbedding(nn.Module):
             raise LayerError(f"{name}: {reason or f'a table has two axes, got {weight.shape}'}; use int8_row or mxfp4")
         self.weight = weight if isinstance(weight, PackedWeight) else PackedWeight(weight)
         self.num_embeddings, self.embedding_dim = self.weight.shape
-        self.padding_idx, self.scale, self.name = padding_idx, scale, name
+        self.padding_idx, self.name = padding_idx, name
         # An empty tensor moves and casts with the model, and so says in which type rows are wanted.
-        self.register_buffer("_like", torch.empty(0, dtype=dtype, device=self.weight.device), persistent=False)
+        place = self.weight.device
+        self.register_buffer("_like", torch.empty(0, dtype=dtype, device=place), persistent=False)
+        factor = None if scale is None else torch.tensor(scale, dtype=torch.float32, device=place)
+        self.register_buffer("scale", factor, persistent=False)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -78,6 +81,5 @@ class QuantEmbedding(nn.Module):
             self.embedding_dim,
             self.dtype,
         )
-        if isinstance(self.scale, Tensor):
-            return rows * self.scale.to(rows)
-        return rows if self.scale == 1.0 else rows * self.scale
+        factor = self._buffers["scale"]
+        return rows if factor is None else rows * factor.to(rows.dtype)

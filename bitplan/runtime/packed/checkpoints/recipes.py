@@ -103,7 +103,8 @@ def assign(model: nn.Module, file: TensorFile, where: str) -> Assignment:
     )
     faults = [f"{len(found)} {kind}: {shortened(natural_order(found))}" for kind, found in kinds if found]
     if faults:
-        raise FileFormatError(f"{where}: does not fit this {type(model).__name__}: {'; '.join(faults)}")
+        hint = "; a model that has them all can be given as model=" if unknown and not missing else ""
+        raise FileFormatError(f"{where}: does not fit this {type(model).__name__}: {'; '.join(faults)}{hint}")
     return Assignment(tuple(recipes), ties, tuple(unread))
 
 
