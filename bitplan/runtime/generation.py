@@ -40,8 +40,9 @@ def load_for_running(
         model = load_packed(source, device=place, dtype=wanted).model
     else:
         model = _load_plain(source, place, wanted)
-    if not hasattr(model, "generate") or not model.can_generate():  # type: ignore[operator]
-        raise MeasureError(f"{folder}: {type(model).__name__} is no causal language model, and generates no text")
+    is_pair = bool(getattr(getattr(model, "config", None), "is_encoder_decoder", False))
+    if is_pair or not model.can_generate():  # type: ignore[operator]
+        raise MeasureError(f"{folder}: {type(model).__name__} is no causal language model, and continues no text")
     return CausalLM(model.eval(), _tokenizer(source), str(folder))
 
 

@@ -40,6 +40,9 @@ class QuantEmbedding(nn.Module):
     scale         rows come multiplied by it, rounded to their type
     """
 
+    _like: Tensor
+    scale: Tensor | None
+
     def __init__(
         self,
         weight: Encoded | PackedWeight,
@@ -65,21 +68,21 @@ class QuantEmbedding(nn.Module):
 
     @property
     def dtype(self) -> torch.dtype:
-        return self.get_buffer("_like").dtype
+        return self._like.dtype
 
     def extra_repr(self) -> str:
         return f"{self.num_embeddings}, {self.embedding_dim}, format={self.weight.fmt.name}"
 
     def forward(self, ids: Tensor) -> Tensor:
-        parts = self.weight.encoded.parts
+        weight = self.weight
+        held = weight._buffers
         rows: Tensor = embedding_rows(
             ids,
-            parts["data"],
-            parts.get("scales"),
-            parts.get("base"),
-            self.weight.fmt.name,
+            weight.data,
+            weight.scales if "scales" in held else None,
+            weight.base if "base" in held else None,
+            weight.fmt.name,
             self.embedding_dim,
-            self.dtype,
+            self._like.dtype,
         )
-        factor = self._buffers["scale"]
-        return rows if factor is None else rows * factor.to(rows.dtype)
+        return rows if self.scale is None else rows * self.scale.to(rows.dtype)

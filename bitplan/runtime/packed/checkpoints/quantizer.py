@@ -88,7 +88,9 @@ class BitplanQuantizer(HfQuantizer):  # type: ignore[misc]
         return True
 
     def update_device_map(self, device_map: Any) -> Any:
-        if isinstance(device_map, str):  # "auto" and its kin spread a model over devices; a packed one goes to the first
+        if isinstance(
+            device_map, str
+        ):  # "auto" and its kin spread a model over devices; a packed one goes to the first
             device_map = {"": "cuda" if torch.cuda.is_available() else "cpu"}
         places = {"cpu"} if device_map is None else set(device_map.values())
         if len(places) > 1 or "disk" in places:
