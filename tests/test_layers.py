@@ -27,7 +27,7 @@ MAY_IMPORT = {
 # room -> the rooms beside it that it may import; the modules of the folder that holds it are open to it
 ROOMS = {
     "cli": {"demo": set(), "verbs": {"demo"}},
-    "formats": {"scales": set()},
+    "formats": {"gguf": {"scales"}, "scales": {"gguf"}},
     "kernels": {"base": set(), "codec": {"base"}, "fp8": {"base"}, "matmul": {"base", "codec"}},
     "kernels.fp8": {"experts": set()},
     "measure": {"gradients": {"quality"}, "quality": set(), "speed": set()},
@@ -37,7 +37,14 @@ ROOMS = {
     "runtime.fp8": {"bench": {"layers"}, "layers": set()},
     "runtime.streaming": {"blocks": set(), "training": {"blocks", "transfer"}, "transfer": {"blocks"}},
     "searching": {"decide": set(), "gather": {"decide"}},
-    "store": {"checks": {"files", "models"}, "files": set(), "gpt_oss": {"files"}, "models": {"files", "gpt_oss"}},
+    "store": {
+        "checks": {"files", "models"},
+        "files": set(),
+        "gpt_oss": {"files"},
+        "models": {"files", "gpt_oss"},
+        "rounding": {"files"},
+        "export": {"files", "gpt_oss"},
+    },
     "trees": {"distributed": {"loops"}, "files": set(), "loops": set()},
 }
 MOST_FILES, MOST_LINES = 15, 450

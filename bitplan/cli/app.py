@@ -18,6 +18,7 @@ from bitplan.cli.verbs import convert as convert_verbs
 from bitplan.cli.verbs import demo as demo_verbs
 from bitplan.cli.verbs import doctor as doctor_verbs
 from bitplan.cli.verbs import drift as drift_verbs
+from bitplan.cli.verbs import export as export_verbs
 from bitplan.cli.verbs import files as file_verbs
 from bitplan.cli.verbs import fp8 as fp8_verbs
 from bitplan.cli.verbs import plan as plan_verbs
@@ -46,7 +47,7 @@ VERBS: dict[str, tuple[Callable[..., Any] | typer.Typer, ...]] = {
         fp8_verbs.explain,
         confirm_verbs.confirm_policy,
     ),
-    "Apply": (file_verbs.quantize, convert_verbs.convert, convert_verbs.make_checkpoint),
+    "Apply": (file_verbs.quantize, export_verbs.export, convert_verbs.convert, convert_verbs.make_checkpoint),
     "Run": (demo_verbs.demo,),
     "Look": (doctor_verbs.doctor, file_verbs.formats, file_verbs.inspect, report_verbs.report),
 }

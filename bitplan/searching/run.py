@@ -166,8 +166,8 @@ def search(
     subject.fused = runtime.fused
     if device is not None:
         subject.model.to(device)
-    _require_size(subject, wanted, names)
     statistics, checks, proof = _split_windows(calibration, proof, windows)
+    _require_size(subject, wanted, names)
     folder = None if out is None else Path(out)
     evidence, meter = collect_evidence(
         subject,

@@ -15,7 +15,7 @@ import safetensors.torch
 import torch
 
 from bitplan.errors import FormatError, NonFiniteError, PlanError, StoreError
-from bitplan.formats import encode, get_format, list_formats
+from bitplan.formats import encode, get_format
 from bitplan.plan import Choice, Manifest, Plan
 from bitplan.plan.plan import Planned
 from bitplan.store.compare import compare_files
@@ -24,6 +24,7 @@ from bitplan.store.files.safetensors import write_safetensors
 from bitplan.store.files.tensor_file import Promise
 from bitplan.store.models.save_load import load_model
 from bitplan.store.quantize import quantize_file
+from tests.formats.samples import SMALL_BLOCKS
 from tests.processes import BITPLAN, Program
 
 MB = 2**20
@@ -46,7 +47,7 @@ def source(tmp_path):
     return tmp_path / "in.safetensors"
 
 
-@pytest.mark.parametrize("fmt", [fmt.name for fmt in list_formats()])
+@pytest.mark.parametrize("fmt", [fmt.name for fmt in SMALL_BLOCKS])
 def test_every_format(fmt, source, tmp_path):
     report = quantize_file(source, tmp_path / "out.safetensors", fmt)
     with open_tensors(tmp_path / "out.safetensors") as file:
@@ -371,6 +372,7 @@ def large_file(path, count):
 PEAK = """
 import re, sys
 from bitplan.cli import run
+from tests.formats.samples import SMALL_BLOCKS
 import torch, bitplan.store.quantize, bitplan.kernels.codec.cpu_codec  # what they take is none of the file's
 def memory(word):
     return 1024 * int(re.search(word + r":\\s+(\\d+) kB", open("/proc/self/status").read())[1])

@@ -142,6 +142,10 @@ def quantize(
     ] = None,
     only: Annotated[list[str] | None, typer.Option(help="Quantize these and nothing else.")] = None,
     scale_rule: Annotated[Rule | None, typer.Option(help="How scales are chosen.")] = None,
+    evidence: Annotated[
+        Path | None,
+        typer.Option(help="Better numbers in the same bytes, from statistics: evidence.safetensors, imatrix.gguf."),
+    ] = None,
     pad: Annotated[Literal["zero"] | None, typer.Option(help="Fill a last block that is not whole.")] = None,
     nonfinite: Annotated[
         Literal["error", "replace"], typer.Option(help="NaN and infinity: stop, or replace by 0 and the largest.")
@@ -161,9 +165,11 @@ def quantize(
     # What can be refused without torch is, for importing it takes seconds.
     if sum(given is not None for given in (fmt, manifest, plan)) != 1:
         raise typer.BadParameter("give one of --format, --manifest and --plan")
+    if evidence is not None and scale_rule is not None:
+        raise typer.BadParameter("give one of --evidence and --scale-rule: each chooses the scales")
     with open_tensors(source) as file:
         total = sum(spec.nbytes for spec in file.specs.values())
-        inputs = [*file.files, *(Path(given) for given in (manifest, plan) if given is not None)]
+        inputs = [*file.files, *(Path(given) for given in (manifest, plan, evidence) if given is not None)]
         if container := container_for(output):
             container.check_output(output, inputs=inputs, force=force)
         else:  # a folder for shards
@@ -181,6 +187,7 @@ def quantize(
             chosen,
             scale_rule=scale_rule,
             nonfinite=nonfinite,
+            evidence=evidence,
             on_tensor=lambda spec: advance(spec.nbytes, spec.name),
         )
     for warning in report.warnings:

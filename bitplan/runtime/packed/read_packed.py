@@ -12,6 +12,7 @@ from torch import Tensor
 
 from bitplan.errors import FileFormatError
 from bitplan.formats import Encoded, get_format
+from bitplan.formats.gguf.blocks import GgufBlocks
 from bitplan.plan import Header, Manifest, Tag, open_manifest, require_clean
 from bitplan.plan.roles import guess_role
 from bitplan.store.devices import known_device
@@ -91,6 +92,8 @@ def _check_numbers(file: TensorFile, name: str, item: Tensor | Encoded) -> None:
     """Scales and norms must be numbers: they are few, and one that is not spoils all that it multiplies."""
     if isinstance(item, Encoded) and item.fmt.scales is not None and item.scales is not None:
         numbers, what = item.fmt.scales.load(item.scales, item.base), f"scales of {item.fmt.name}"
+    elif isinstance(item, Encoded) and isinstance(item.fmt, GgufBlocks):
+        numbers, what = item.fmt.stored_scales(item.data), f"scales of {item.fmt.name}"
     elif isinstance(item, Tensor) and item.is_floating_point() and guess_role(name) == "norm":
         numbers, what = (item.float() if item.itemsize == 1 else item), "numbers of a norm"
     else:
