@@ -51,6 +51,7 @@ def prepared(tmp_path_factory):
     packed = f"{at}/model.mxfp4.safetensors"
     assert run(["quantize", f"{at}/model.safetensors", packed, "--format", "mxfp4", "--keep", "*norm*"]) == 0
     assert run(["plan", "llama", f"{at}/model.safetensors", "-o", f"{at}/plan.json"]) == 0
+    assert run(["plan", f"{at}/model.safetensors", "--format", "int8_row", "-o", f"{at}/other.json"]) == 0
     assert run(["drift", f"{at}/model.safetensors", packed, "--jsonl", f"{at}/drift.jsonl"]) == 0
     assert run(["merge-policy", "--reports", f"{at}/tp1.json", f"{at}/tp2.json", "--output", f"{at}/policy.json"]) == 0
     return folder

@@ -11,7 +11,7 @@ from bitplan.cli.show import Force, Json, human_bytes, progress, say, show_json,
 
 if TYPE_CHECKING:
     from bitplan.plan import Plan
-    from bitplan.searching.run import SearchResult
+    from bitplan.searching.result import SearchResult
 
 Bits = Annotated[float | None, typer.Option("--bits", help="At most this many bits a weight, scales included.")]
 Bytes = Annotated[str | None, typer.Option("--bytes", metavar="SIZE", help="At most this size: 6GB, 900MB.")]
