@@ -73,11 +73,6 @@ class ArrangedScales(NamedTuple):
         return "u8" if fmt.name == "fp4_u8_g128" else scale_name(fmt)
 
     @property
-    def readable(self) -> Tensor:
-        """The scales as the type a kernel reads."""
-        return self.scales.view(torch.uint8) if self.scales.dtype == torch.int8 else self.scales
-
-    @property
     def nbytes(self) -> int:
         return self.scales.nbytes + self.factor.nbytes + self.counters.nbytes
 
