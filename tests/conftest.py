@@ -9,7 +9,7 @@ import logging
 import os
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -80,10 +80,11 @@ def pytest_runtest_call() -> Iterator[None]:
 
 
 def hasten_the_interpreter() -> None:
-    """Leave out two thirds of the time of Triton's interpreter, in which it does nothing that anyone sees.
+    """Leave out most of the time of Triton's interpreter, in which it does nothing that anyone sees.
 
-    At every call of a function inside a kernel it replaces the functions of the language, as it did for the launch. And
-    of every sum of integers it finds out whether it overflows, and throws the answer away unless `debug` is set.
+    At every call of a function inside a kernel it replaces the functions of the language, as it did for the launch.
+    Of every sum of integers it finds out whether it overflows, and throws the answer away unless `debug` is set.
+    For every number it makes the same types and shapes again.
     """
     interpreter = sys.modules.get("triton.runtime.interpreter")
     if interpreter is None or hasattr(interpreter._patch_lang, "__wrapped__"):
@@ -105,3 +106,37 @@ def hasten_the_interpreter() -> None:
     interpreter._patch_lang = patch_lang
     builder = interpreter.interpreter_builder
     builder.options = dataclasses.replace(builder.options, sanitize_overflow=builder.options.debug)
+    remember(interpreter, "_get_np_dtype", lambda kind: kind.name)
+    remember(type(builder), "get_block_ty", lambda _, kind, shape: (kind.name, *shape))
+    remember(interpreter.tl.block_type, "with_element_ty", lambda block, kind: (block.name, kind.name))
+    remember_shapes(interpreter.tl.tensor)
+
+
+def remember(owner: Any, name: str, key: Callable[..., Any]) -> None:
+    """Let a function return what it returned for arguments of the same key."""
+    real, known = getattr(owner, name), {}
+
+    @functools.wraps(real)
+    def remembered(*arguments: Any) -> Any:
+        of = key(*arguments)
+        if of not in known:
+            known[of] = real(*arguments)
+        return known[of]
+
+    setattr(owner, name, remembered)
+
+
+def remember_shapes(tensor: Any) -> None:
+    """Let tensors of the language share what follows from their type."""
+    real, known = tensor.__init__, {}
+
+    def init(self: Any, handle: Any, kind: Any) -> None:
+        if kind.name not in known:
+            real(self, handle, kind)
+            own = {"handle", "type", "dtype"}
+            known[kind.name] = {name: value for name, value in vars(self).items() if name not in own}
+        else:
+            vars(self).update(known[kind.name])
+            self.handle, self.type, self.dtype = handle, kind, kind.scalar
+
+    tensor.__init__ = init
