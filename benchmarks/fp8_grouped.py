@@ -264,13 +264,13 @@ def launches() -> list[dict[str, Any]]:
     from bitplan.kernels.fp8.experts import fast_tile as pairs
     from bitplan.kernels.fp8.triton_cast import CastLaunch
 
-    def run(constant: str, launch: CastLaunch, call: Call) -> None:
-        setattr(pairs, constant, launch)
+    def run(kind: str, launch: CastLaunch, call: Call) -> None:
+        ours[kind]["tensor"] = launch
         call()
 
     result = []
-    ours = {"tokens": "TOKENS_LAUNCH", "matrices": "MATRICES_LAUNCH"}
-    shipped = {constant: getattr(pairs, constant) for constant in ours.values()}
+    ours = {"tokens": pairs.TOKENS_LAUNCHES, "matrices": pairs.MATRICES_LAUNCHES}
+    shipped = {kind: launches["tensor"] for kind, launches in ours.items()}
     for model, count in EXPERTS.items():
         outputs, inputs = SHAPES[model]["fc1"]
         x, weight = random(TOKENS, inputs), random(count, outputs, inputs)
@@ -282,14 +282,14 @@ def launches() -> list[dict[str, Any]]:
             for rows, cols, warps, vector in CAST_LAUNCHES:
                 if rows == TILE_ROWS or kind == "matrices":
                     launch = CastLaunch(rows, cols, warps, vector=vector)
-                    calls[f"{kind} {rows}x{cols} {warps}w {vector}v"] = partial(run, ours[kind], launch, call)
+                    calls[f"{kind} {rows}x{cols} {warps}w {vector}v"] = partial(run, kind, launch, call)
         for name, times in harness.time_in_turns(calls, 15, cuda=True).items():
             moved = 2 * (x if name.startswith("tokens") else weight).nbytes
             row: dict[str, Any] = {"part": "launches", "layer": f"{model} {name}", "routing": "uniform", "arm": "cast"}
             row |= {**harness.summary(times), "samples_ms": times, "bytes_moved": moved}
             result.append(row | {"share_of_copy": moved / statistics.median(times) / copied})
-    for constant, launch in shipped.items():
-        setattr(pairs, constant, launch)
+    for kind, launch in shipped.items():
+        ours[kind]["tensor"] = launch
     return result
 
 

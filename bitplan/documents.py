@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import MISSING, dataclass, field, fields
 from pathlib import Path
 from typing import Any, NoReturn, Self
 
@@ -98,6 +98,20 @@ def one_of(*values: str) -> Kind:
 def list_of(kind: Kind, text: str) -> Kind:
     """A list of values of one kind, which `text` calls by name."""
     return Kind(text, lambda value: type(value) is list and all(map(kind.holds, value)))
+
+
+def or_null(kind: Kind) -> Kind:
+    return Kind(f"{kind.text}, or null", lambda value: value is None or kind.holds(value))
+
+
+def document_key(kind: Kind, default: Any = MISSING, *, factory: Any = MISSING) -> Any:
+    """A field of a dataclass that documents hold as well: what it must be there, and its default or what makes it."""
+    return field(default=default, default_factory=factory, metadata={"kind": kind})
+
+
+def keys_of(dataclass_type: type) -> dict[str, Kind]:
+    """The fields of a dataclass that were made by `document_key`, as `Reader.keys` takes them."""
+    return {each.name: each.metadata["kind"] for each in fields(dataclass_type) if "kind" in each.metadata}
 
 
 @dataclass(frozen=True)

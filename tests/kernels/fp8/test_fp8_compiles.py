@@ -25,9 +25,7 @@ from triton.compiler import ASTSource
 from bitplan.kernels.fp8 import guessed_cast as guess
 from bitplan.kernels.fp8 import maxima
 from bitplan.kernels.fp8 import triton_norm as norm
-from bitplan.kernels.fp8.experts import fast_blocks as blocks
 from bitplan.kernels.fp8.experts import fast_tile as experts
-from bitplan.kernels.fp8.experts import fast_rows as by_rows
 from bitplan.kernels.fp8 import fast_tile as pairs
 from bitplan.kernels.fp8 import triton_product as product
 from bitplan.kernels.fp8 import general_tile as tiles
@@ -148,16 +146,15 @@ def pair_casts():
 
 def guesses():
     arguments = pointers("x_ptr", "*i16") | pointers("out_ptr out_t_ptr", "*u8") | pointers("state_ptr", "*i32")
-    scale = pointers("scale_ptr", "*fp32")
+    sizes, scale = pointers("rows cols padded", "i32"), pointers("scale_ptr", "*fp32")
     launch = PAIR_LAUNCHES["tensor"]
-    constants = dict(FP8="e4m3", TO_ROWS=True, TO_COLS=True, BR=launch.rows, BC=launch.cols, V=launch.vector)
-    sizes = pointers("rows cols16 rows16", "i32")
-    check_pairs(guess._cast_pairs, arguments | sizes, constants, launch.warps, "cast")
-    check_pairs(guess._check_pairs, arguments | scale | sizes | {"eps": "fp32"}, constants, launch.warps, "check")
-    sizes = pointers("rows cols padded", "i32")
+    constants = dict(FP8="e4m3", TO_ROWS=True, TO_COLS=True, BR=launch.rows, BC=launch.cols, SOURCE="bf16")
+    constants |= dict(V=launch.vector)
+    check_pairs(guess._cast, arguments | sizes, constants, launch.warps, "cast")
+    check_pairs(guess._check, arguments | scale | sizes | {"eps": "fp32"}, constants, launch.warps, "check")
     for source in some("bf16", "f32"):
         arguments["x_ptr"] = TYPES[source]
-        constants = dict(FP8="e4m3", TO_ROWS=True, TO_COLS=True, BR=128, BC=64, SOURCE=source)
+        constants |= dict(BR=128, BC=64, SOURCE=source, V=0)
         made = compile(guess._cast, arguments | sizes, constants, 4, enable_fp_fusion=False)
         assert "ld.global.v4" in made.asm["ptx"] and made.asm["ptx"].count("st.global.v4.b32") >= 2
         check_defined(machine_code(made)[0], source)
@@ -165,67 +162,39 @@ def guesses():
         check_defined(machine_code(made)[0], source)
 
 
-def expert_casts():
-    made = pointers("x_ptr", "*i16") | pointers("state_ptr", "*i32")
-    made |= dict(out_ptr="*u8", scale_ptr="*fp32", out_t_ptr="*u8", scale_t_ptr="*fp32")
-    tables = pointers("tile_expert_ptr tile_row_ptr ends_ptr padded_ends_ptr", "*i32")
-    sizes = pointers("experts group16 stride16 cols16", "i32") | {"eps": "fp32"}
-    for tokens, launch in some((True, experts.TOKENS_LAUNCH), (False, experts.MATRICES_LAUNCH)):
-        place = dict(TOKENS=tokens, BR=launch.rows, BC=launch.cols)
-        given = tables if tokens else {}
-        if not tokens:
-            place |= dict.fromkeys(tables)
-        checked = {name: kind for name, kind in given.items() if "tile" not in name}
-        arguments = pointers("x_ptr", "*i16") | pointers("amax_ptr", "*i32") | given
-        largest = compile(experts._amax_pairs, arguments | pointers("group16 cols16", "i32"), place, launch.warps)
-        assert largest.asm["ptx"].count("ld.global.v4.b32") >= 8 and machine_code(largest)[1] == 0
-        for rows, cols in some((True, True), (True, False), (False, True)):
-            name = (tokens, rows, cols)
-            constants = place | dict(FP8="e4m3", TO_ROWS=rows, TO_COLS=cols, V=launch.vector)
-            arguments = dict(made)
-            for unused in ([] if rows else ["out_ptr", "scale_ptr"]) + ([] if cols else ["out_t_ptr", "scale_t_ptr"]):
-                del arguments[unused]
-                constants[unused] = None
-            ways = [(experts._cast_pairs, dict(GUESSED=True), given)]
-            ways += [(experts._check_pairs, dict(EXPERTS=128), checked)]
-            for kernel, more, by in ways + [(experts._cast_pairs, dict(GUESSED=False), given)] * (rows and cols):
-                known = {name: value for name, value in (constants | more).items() if name in kernel.arg_names}
-                check_pairs(kernel, arguments | by | sizes, known, launch.warps, (name, more), rows, cols)
-
-
-def expert_rows():
-    made = dict(x_ptr="*i16", amax_ptr="*i32", amax_t_ptr="*i32")
-    made |= dict(out_ptr="*u8", scale_ptr="*fp32", out_t_ptr="*u8", scale_t_ptr="*fp32")
-    tables = pointers("tile_expert_ptr tile_row_ptr ends_ptr padded_ends_ptr", "*i32")
-    sizes = pointers("experts group16 stride16 cols16", "i32") | {"least": "fp32"}
-    launch = by_rows.LAUNCH
-    for tokens in some(True, False):
+def expert_casts(*scalings):
+    made = dict(x_ptr="*i16", state_ptr="*i32", out_ptr="*u8", scale_ptr="*fp32", out_t_ptr="*u8", scale_t_ptr="*fp32")
+    tables = pointers("ends_ptr padded_ends_ptr tile_expert_ptr tile_row_ptr", "*i32")
+    made |= tables | pointers("amax_ptr amax_t_ptr", "*i32")
+    made |= pointers("experts group16 stride16 cols16 tokens", "i32") | pointers("eps least", "fp32")
+    for tokens, scaling in some((True, scalings[0]), (False, scalings[-1])):
+        launch = (experts.TOKENS_LAUNCHES if tokens else experts.MATRICES_LAUNCHES)[scaling]
         for rows, cols in some((True, True), (True, False), (False, True)):
             constants = dict(TOKENS=tokens, BR=launch.rows, BC=launch.cols, TO_ROWS=rows, TO_COLS=cols)
-            constants |= dict(V=launch.vector, FP8="e4m3") | dict.fromkeys({} if tokens else tables)
-            constants |= dict.fromkeys([] if rows else ["amax_ptr", "out_ptr", "scale_ptr"])
-            constants |= dict.fromkeys([] if cols else ["amax_t_ptr", "out_t_ptr", "scale_t_ptr"])
-            arguments = {name: kind for name, kind in (made | tables | sizes).items() if name not in constants}
-            check_pairs(by_rows._cast_rows, arguments, constants, launch.warps, (tokens, rows, cols), rows, cols)
-            known = by_rows._amax_rows.arg_names
-            arguments, constants = [{name: of[name] for name in of if name in known} for of in (arguments, constants)]
-            largest = compile(by_rows._amax_rows, arguments, constants, launch.warps)
-            assert largest.asm["ptx"].count("ld.global.v4.b32") >= 8 and machine_code(largest)[1] == 0
+            constants |= dict(V=launch.vector, FP8="e4m3", SCALING=scaling, GUESSED=False, EXPERTS=128)
+            constants |= dict.fromkeys({} if tokens else tables)
+            constants |= dict.fromkeys([] if rows else ["out_ptr", "scale_ptr"])
+            constants |= dict.fromkeys([] if cols else ["out_t_ptr", "scale_t_ptr"])
+            constants |= dict.fromkeys([] if scaling == "row" and cols else ["amax_t_ptr"])
+            if scaling != "tensor" and not (scaling == "row" and rows):
+                constants |= dict.fromkeys(["state_ptr", "amax_ptr"])
+            if scaling in ("tensor", "row"):
+                largest = compile(experts._amax_tiles, *of(experts._amax_tiles, made, constants), launch.warps)
+                assert largest.asm["ptx"].count("ld.global.v4.b32") >= 8 and machine_code(largest)[1] == 0
+            ways = [(experts._cast_tiles, False)]
+            if scaling == "tensor":
+                ways = [(experts._cast_tiles, True), (experts._check_tiles, True)] + ways * (rows and cols)
+            for kernel, guessed in ways:
+                name = (kernel.__name__, scaling, tokens, rows, cols, guessed)
+                given = of(kernel, made, constants | dict(GUESSED=guessed))
+                check_pairs(kernel, *given, launch.warps, name, rows, cols)
 
 
-def expert_blocks():
-    made = dict(x_ptr="*i16", out_ptr="*u8", scale_ptr="*fp32", out_t_ptr="*u8", scale_t_ptr="*fp32")
-    tables = pointers("tile_expert_ptr tile_row_ptr ends_ptr padded_ends_ptr", "*i32")
-    sizes = pointers("group16 stride16 cols16 tokens", "i32") | {"least": "fp32"}
-    for tokens, launch in some((True, blocks.TOKENS_LAUNCH), (False, blocks.MATRICES_LAUNCH)):
-        for rows, cols in some((True, True), (True, False), (False, True)):
-            constants = dict(TOKENS=tokens, BR=128, BC=128, FP8="e4m3", TO_ROWS=rows, TO_COLS=cols, V=launch.vector)
-            absent = list({} if tokens else tables)
-            absent += [] if rows else ["out_ptr", "scale_ptr"]
-            absent += [] if cols else ["out_t_ptr", "scale_t_ptr"]
-            arguments = {name: kind for name, kind in (made | tables | sizes).items() if name not in absent}
-            constants |= dict.fromkeys(absent)
-            check_pairs(blocks._cast_blocks, arguments, constants, launch.warps, (tokens, rows, cols), rows, cols)
+def of(kernel, arguments, constants):
+    # Those that a kernel has.
+    constants = {name: value for name, value in constants.items() if name in kernel.arg_names}
+    known = (name for name in kernel.arg_names if name in arguments and name not in constants)
+    return {name: arguments[name] for name in known}, constants
 
 
 def build_maxima():
@@ -271,7 +240,8 @@ def products():
 
 
 parts = dict(casts=casts, other_types=other_types, pair_casts=pair_casts, guesses=guesses, maxima=build_maxima)
-parts |= dict(expert_casts=expert_casts, expert_blocks=expert_blocks, expert_rows=expert_rows)
+parts |= dict(expert_casts=lambda: expert_casts("tensor"), expert_rows=lambda: expert_casts("row"))
+parts |= dict(expert_blocks=lambda: expert_casts("1x128", "128x128"))
 parts |= dict(norms=norms, products=products)
 for part in sys.argv[2:]:
     parts[part]()

@@ -312,17 +312,18 @@ def build(kernel, arguments, constants, warps=8, stages=3):
 
 
 tables = dict.fromkeys(("tile_expert_ptr", "tile_row_ptr", "ends_ptr"), "*i32")
+cast_tables = dict.fromkeys(("ends_ptr", "padded_ends_ptr", "tile_expert_ptr", "tile_row_ptr"), "*i32")
 numbers = dict(rows="i32", experts="i32", tiles="i32")
 build(cast._lay_out, dict(counts_ptr="*i64", out_ptr="*i32", misrouted_ptr="*i32") | numbers,
       dict(EXPERTS=128, PAD=16, TILE=128, CHUNK=64))
-for recipe, group in [("rowwise", 0), ("tensorwise", 0), ("blockwise", 0), ("blockwise", 256)]:
-    fixed = dict(C=512, GROUP=group, SOURCE="bf16", RECIPE=recipe, BR=128, BC=128, TO_ROWS=True, TO_COLS=True)
-    if recipe != "blockwise":
-        build(cast._amax_tiles, dict(x_ptr="*i16", amax_ptr="*i32", amax_t_ptr="*i32") | tables, fixed)
-    pointers = dict(x_ptr="*i16", amax_ptr="*i32", amax_t_ptr="*i32", out_ptr="*u8", scale_ptr="*fp32")
-    pointers |= dict(out_t_ptr="*u8", scale_t_ptr="*fp32") | tables
-    ptx = build(cast._cast_tiles, pointers | dict(padded_ends_ptr="*i32", rows="i32", cols_stride="i32", eps="fp32"),
-                fixed | dict(FP8="e5m2" if recipe == "rowwise" else "e4m3"))
+for scaling, group in [("row", 0), ("tensor", 0), ("1x128", 0), ("128x128", 256)]:
+    fixed = dict(C=512, GROUP=group, SOURCE="bf16", SCALING=scaling, BR=128, BC=128, TO_ROWS=True, TO_COLS=True)
+    if scaling in ("row", "tensor"):
+        build(cast._amax_tiles, dict(x_ptr="*i16", amax_ptr="*i32", amax_t_ptr="*i32") | cast_tables, fixed)
+    pointers = dict(x_ptr="*i16", amax_ptr="*i32", out_ptr="*u8", scale_ptr="*fp32")
+    pointers |= dict(out_t_ptr="*u8", scale_t_ptr="*fp32") | cast_tables | dict(amax_t_ptr="*i32")
+    ptx = build(cast._cast_tiles, pointers | dict(tokens="i32", cols_stride="i32", eps="fp32"),
+                fixed | dict(FP8="e5m2" if scaling == "row" else "e4m3"))
     assert "cvt.rn.satfinite.e" in ptx
 kinds = {"e4m3": "fp8e4nv", "e5m2": "fp8e5"}
 for scales, fast, a, tma in [("block", True, "e5m2", True), ("vector", True, "e4m3", True),

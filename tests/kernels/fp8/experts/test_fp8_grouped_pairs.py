@@ -9,8 +9,8 @@ from torch import Tensor
 pytest.importorskip("triton")
 
 from bitplan.errors import FormatError
-from bitplan.kernels.fp8.experts import fast_tile as fp8_grouped_pairs
-from bitplan.kernels.fp8.experts.layout import GroupedFp8, GroupLayout
+from bitplan.kernels.fp8.experts.fast_tile import plan_pairs
+from bitplan.kernels.fp8.experts.layout import GroupedFp8, GroupLayout, GroupSizes
 from bitplan.kernels.fp8.experts.products import cast_experts, cast_tokens, lay_out
 from bitplan.kernels.fp8.guessed_cast import counts_of, new_state
 
@@ -204,12 +204,13 @@ def test_the_check_casts_only_experts_again_whose_guess_was_wrong(device) -> Non
     flat = w.view(-1, 80).to(device)
     codes = torch.empty((3, 48, 80), dtype=torch.float8_e4m3fn, device=device)
     scale = torch.empty((3, 48), device=device)
-    launch = fp8_grouped_pairs.MATRICES_LAUNCH
-    cast, check = fp8_grouped_pairs._plan((3, 3, 48, 48, 80), "e4m3", 0.0, (True, False), True, launch)
-    pointers = (flat, state, codes, scale, None, None)
-    cast(*pointers, None, None, None, None)
+    sizes = GroupSizes(3, 80, 48, matrix_rows=48)
+    _, cast, check = plan_pairs(sizes, "tensor", "e4m3", 0.0, (True, False), True)
+    assert check is not None
+    pointers = (flat, state, codes, scale, *(None,) * 7)
+    cast(*pointers)
     codes.view(torch.uint8).fill_(0x55)
-    check(*pointers, None, None)
+    check(*pointers)
     assert isinstance(expected, GroupedFp8)
     result = codes.view(torch.uint8).cpu()
     assert (result[[0, 2]] == 0x55).all()
