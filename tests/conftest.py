@@ -29,20 +29,22 @@ if not torch.cuda.is_available():  # Triton reads this when it is first imported
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 
-# Where a test takes seconds, or many together more than five. They begin first: a worker has no work left while the
-# other one is at its last file.
-LONGEST = (
-    *("test_fuzz.py", "test_fp8_bench_ranks.py", "test_grow.py", "test_fp8_grouped_pairs.py", "test_demo.py"),
-    *("test_trainer_callbacks.py", "test_selective_precision.py", "test_training_state.py", "test_estimators.py"),
-    *("test_distributed.py", "test_docs.py", "test_cpu_codec.py", "test_perplexity_verb.py", "test_bench_verbs.py"),
-    *("test_fp8_grouped.py", "test_fp8_apply.py", "test_fp8_cast.py", "test_fp8_grouped_gluon.py"),
-    *("test_lean_import.py", "test_fp8_parallel.py", "test_fp8_compiles.py", "test_triton_compiles.py"),
-    *("test_browser.py", "test_stream_offload.py", "test_fp8_confirm_policy.py", "test_models.py"),
-)
+# Files of more than five seconds. They begin first: else one worker is at its last file while the other has no work.
+LONGEST = {
+    *("tests/fuzz/test_fuzz.py", "tests/cli/demo/test_demo.py", "tests/test_docs.py", "tests/test_lean_import.py"),
+    *(f"tests/trees/{name}.py" for name in ("test_grow", "test_estimators", "distributed/test_distributed")),
+    *(f"tests/cli/verbs/{name}.py" for name in ("test_perplexity_verb", "test_bench_verbs")),
+    *(f"tests/kernels/fp8/experts/{name}.py" for name in ("test_fast_tile", "test_products", "test_hopper_products")),
+    *(f"tests/kernels/{name}.py" for name in ("fp8/test_cast", "fp8/test_compiles", "test_triton_compiles")),
+    *(f"tests/runtime/selective/{name}.py" for name in ("test_policy", "test_trainer_callbacks")),
+    *(f"tests/runtime/streaming/{name}.py" for name in ("test_training_state", "test_offload")),
+    *("tests/runtime/fp8/test_apply.py", "tests/runtime/fp8/bench/test_confirm_policy.py"),
+    *("tests/kernels/codec/test_cpu_codec.py", "tests/store/models/test_models.py", "tests/report/test_browser.py"),
+}
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    items.sort(key=lambda item: item.path.name not in LONGEST)
+    items.sort(key=lambda item: item.nodeid.partition("::")[0] not in LONGEST)
     if torch.cuda.is_available():
         return
     for item in items:
