@@ -18,7 +18,6 @@ import torch
 import typer.main
 
 from tests.crosses import pytest_generate_tests  # noqa: F401
-from tests.forked_workers import pytest_configure  # noqa: F401
 
 os.environ.pop("COLUMNS", None)  # tables are as wide as a pipe has them, whoever runs this
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # started in a shell's background; tests of Ctrl-C need it
@@ -41,6 +40,13 @@ LONGEST = {
     *("tests/runtime/fp8/test_apply.py", "tests/runtime/fp8/bench/test_confirm_policy.py"),
     *("tests/kernels/codec/test_cpu_codec.py", "tests/store/models/test_models.py", "tests/report/test_browser.py"),
 }
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if config.pluginmanager.hasplugin("xdist"):
+        from tests.forked_workers import fork_workers
+
+        fork_workers(config)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
