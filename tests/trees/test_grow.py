@@ -48,15 +48,15 @@ def both(x, y, precision, tree_rules, categorical=(), features=None, key=7, rows
     return grown
 
 
-@pytest.mark.parametrize("precision", GradientPrecision)
-@pytest.mark.parametrize(
+@pytest.mark.cross("precision", GradientPrecision)
+@pytest.mark.cross(
     "changes",
     [
         {},
         {"best_first": False},
         {"max_depth": 3, "l2": 1.0},
         {"l1": 3.0, "min_child_weight": 8.0},
-        {"min_gain": 2.0, "min_child_rows": 1, "max_leaves": 100},
+        {"min_gain": 2.0, "min_child_rows": 1, "max_leaves": 40},
         {"monotone": np.array([1, -1, 0, 0, 1])},
         {"max_leaves": 1},
     ],

@@ -20,7 +20,7 @@ from tests.runtime.streaming.stream_samples import (
     streaming,
     train_steps,
 )
-from tests.runtime.streaming.test_stream_weights import SETTINGS, masters_of, run_resident, run_streamed
+from tests.runtime.streaming.test_weights import SETTINGS, masters_of, run_resident, run_streamed
 
 pytestmark = pytest.mark.gpu
 FORMATS = [None, "bfloat16", "int8_row", "int8_g128", "fp8_e4m3_row", "mxfp4", {"layers.1": "mxfp4", "*": "int8_row"}]

@@ -19,7 +19,7 @@ from bitplan.runtime.fp8.apply import apply_fp8, apply_fp8_config
 from bitplan.runtime.fp8.layers.linear import Fp8Linear
 from bitplan.runtime.fp8.layers.norm_linear import Fp8NormLinear
 from tests.plan.fp8.fp8_samples import H200, report, series
-from tests.runtime.fp8.test_fp8_sites import DEEPSEEK, MOE, SMALL
+from tests.runtime.fp8.test_sites import DEEPSEEK, MOE, SMALL
 
 LAYERS = {
     "qkv": ("layernorm_column", (256, 128)),

@@ -11,7 +11,7 @@ from torch.nn.utils import clip_grad_norm_
 from bitplan.runtime.streaming.errors import BlockNonFiniteError, StreamError
 from bitplan.runtime.streaming.stream_blocks import stream_blocks
 from tests.runtime.streaming.stream_samples import CHECKPOINTING, assert_equal, batch, make_stack, streaming
-from tests.runtime.streaming.test_stream_weights import SETTINGS, adamw, masters_of, run_streamed
+from tests.runtime.streaming.test_weights import SETTINGS, adamw, masters_of, run_streamed
 
 TIGHT, LOOSE = 0.05, 1e6
 

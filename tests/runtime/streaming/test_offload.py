@@ -27,7 +27,7 @@ from tests.runtime.streaming.stream_samples import (
     streaming,
     train_steps,
 )
-from tests.runtime.streaming.test_stream_weights import SETTINGS, masters_of, run_streamed
+from tests.runtime.streaming.test_weights import SETTINGS, masters_of, run_streamed
 
 INPUT_BYTES = 5 * WIDTH * 4  # of a block, one micro-batch
 

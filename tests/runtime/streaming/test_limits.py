@@ -15,7 +15,7 @@ from bitplan.runtime.streaming.errors import StreamError
 from bitplan.runtime.streaming.transfer.devices import SimulatedDevice
 from bitplan.runtime.streaming.transfer.schedule import Load, Walk, allowed_loads
 from tests.runtime.streaming.stream_samples import CHECKPOINTING, assert_equal, batch, gradients, make_stack, streaming
-from tests.runtime.streaming.test_stream_weights import SETTINGS, masters_of, run_streamed
+from tests.runtime.streaming.test_weights import SETTINGS, masters_of, run_streamed
 
 WIDE = RuntimeLimitHints(max_inflight_h2d=8, max_inflight_d2h=8, prefetch_window_cap=8)
 

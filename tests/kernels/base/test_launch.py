@@ -149,7 +149,7 @@ class Driver:
     get_current_target = staticmethod(lambda: GPUTarget("cuda", 90, 32))
 
 triton.runtime.driver.set_active(Driver())
-from tests.kernels.base.test_triton_launch import _copy, _scale, launch_of
+from tests.kernels.base.test_launch import _copy, _scale, launch_of
 from bitplan.kernels.base.launch import PreparedLaunch, launch_in_turn
 
 ordinary = []

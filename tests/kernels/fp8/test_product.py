@@ -47,7 +47,8 @@ def test_the_emulation_is_the_product_of_the_decoded(recipe, dtype, bound) -> No
 def test_the_block_kernel_is_the_product_of_the_decoded(fp8, is_weight, rows, cols, device) -> None:
     a, b = operands("blockwise", device, rows, cols, fp8=fp8, is_weight=is_weight)
     bias = torch.randn(b.shape[0], generator=torch.Generator().manual_seed(1)).to(device, torch.bfloat16)
-    for dtype, bound in ((torch.float32, 1e-6 if device.type == "cpu" else 2e-3), (torch.bfloat16, 4e-3)):
+    bounds = {torch.float32: 1e-6 if device.type == "cpu" else 2e-3, torch.bfloat16: 4e-3}
+    for dtype, bound in list(bounds.items())[: 1 if rows > 5 else 2]:  # an interpreter takes long
         assert relative_error(scaled_product(a, b, dtype, bias=bias, impl="triton"), a, b, bias) < bound
 
 

@@ -16,8 +16,8 @@ from bitplan.runtime.fp8.bench.confirm_model import SmallModel, plan_small_model
 from bitplan.runtime.fp8.bench.confirm_policy import BlockTiming, confirm_policy, require_device
 from bitplan.runtime.fp8.recipe import Fp8LayerError, Fp8UnavailableError
 from tests.plan.fp8.fp8_samples import H200
-from tests.runtime.fp8.bench.test_fp8_confirm_model import FAMILIES, LLAMA, save
-from tests.runtime.fp8.test_fp8_apply import ALL, LAYERS, WINS, SetClock, policy_of
+from tests.runtime.fp8.bench.test_confirm_model import FAMILIES, LLAMA, save
+from tests.runtime.fp8.test_apply import ALL, LAYERS, WINS, SetClock, policy_of
 
 CPU = torch.device("cpu")
 LOSES = {64: 0.5, 128: 0.6}

@@ -11,7 +11,7 @@ from torch import nn
 
 from bitplan.runtime.streaming.errors import StreamError
 from tests.runtime.streaming.stream_samples import assert_equal, batch, decoded_twin, make_stack, streaming
-from tests.runtime.streaming.test_stream_weights import SETTINGS, adamw, masters_of, run_streamed
+from tests.runtime.streaming.test_weights import SETTINGS, adamw, masters_of, run_streamed
 
 MIXED = {"layers.0": "int8_row", "layers.1": "bfloat16", "layers.2.up.*": "mxfp4"}  # the rest in its own type
 

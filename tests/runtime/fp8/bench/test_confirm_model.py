@@ -15,7 +15,7 @@ from bitplan.plan.fp8.model_parts import model_parts
 from bitplan.plan.fp8.terms import ModelConfigError
 from bitplan.runtime.fp8.bench.confirm_model import count_blocks, plan_small_model
 from bitplan.runtime.fp8.sites import find_sites
-from tests.runtime.fp8.test_fp8_sites import DEEPSEEK, MOE, SMALL
+from tests.runtime.fp8.test_sites import DEEPSEEK, MOE, SMALL
 
 CPU, META = torch.device("cpu"), torch.device("meta")
 LLAMA = SMALL | {"model_type": "llama", "num_hidden_layers": 5}

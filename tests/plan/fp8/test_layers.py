@@ -11,7 +11,7 @@ from bitplan.plan.fp8.model_parts import load_model_parts, model_parts
 from bitplan.plan.fp8.policy import should_use_fp8
 from bitplan.plan.fp8.report import Row
 from bitplan.plan.fp8.terms import ModelConfigError
-from tests.plan.fp8.test_fp8_policy import THRESHOLDS
+from tests.plan.fp8.test_policy import THRESHOLDS
 
 LLAMA_8B = {
     "model_type": "llama", "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32,

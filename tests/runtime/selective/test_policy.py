@@ -410,7 +410,7 @@ def many_rows():
 
 def test_sampled_rows_estimate_the_impact_of_all_without_bias():
     """One model, one batch, many steps: only the rows that are drawn differ."""
-    model, draws = adapted(count=1), 160
+    model, draws = adapted(count=1), 80
     still = {"scoring": "impact", "granularity": "layer", "update_interval_steps": 1, "damage_budget": 1e-30}
     exact = None
     for tokens in (0, 48, 12):
