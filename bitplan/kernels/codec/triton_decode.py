@@ -12,6 +12,8 @@ else read and write every one of them once more: from int8 to bfloat16, four byt
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -76,57 +78,51 @@ def decode_byte_groups(
     encoded: Encoded, dtype: torch.dtype, launch: Launch | None = None, out: Tensor | None = None
 ) -> Tensor:
     """int8_g128, mxfp8_e4m3, q8_0_gguf."""
-    launch, fmt, scales = launch or BYTE_GROUPS, encoded.fmt, encoded.scales
-    assert scales is not None
-    whole_groups(fmt, fmt.matrix_shape(encoded.shape)[1])
-    out = _out(encoded, dtype, out)
-    group, groups = fmt.block.cols or 0, scales.numel()
-    if groups:
-        tile = max(1, launch.numbers // group)
-        with device_of(out):
-            _decode_byte_groups[(triton.cdiv(groups, tile),)](
-                as_bits(encoded.data.contiguous()),
-                as_bits(scales.contiguous()),
-                as_bits(out),
-                groups,
-                ELEMENT=element_name(fmt, encoded.device),
-                SCALE=scale_name(fmt),
-                OUT=float_name(dtype),
-                TILE=tile,
-                GROUP=group,
-                VECTOR=_vector(launch, dtype),
-                num_warps=launch.warps,
-                enable_fp_fusion=False,
-            )
-    return out
+    launch = launch or BYTE_GROUPS
+    constants = {"GROUP": encoded.fmt.block.cols, "VECTOR": _vector(launch, dtype)}
+    return _decode_groups(_decode_byte_groups, encoded, dtype, launch, out, constants)
 
 
 def decode_nibble_groups(
     encoded: Encoded, dtype: torch.dtype, launch: Launch | None = None, out: Tensor | None = None
 ) -> Tensor:
     """mxfp4, nvfp4, int4_g32, q4_0_gguf."""
-    launch, fmt, scales = launch or NIBBLE_GROUPS, encoded.fmt, encoded.scales
-    assert scales is not None
+    launch, fmt = launch or NIBBLE_GROUPS, encoded.fmt
     assert fmt.packing is not None
+    constants = {"ORDER": fmt.packing.order, "HALF": (fmt.block.cols or 0) // 2}
+    constants["VECTOR"] = max(1, _vector(launch, dtype) // 2)
+    base = encoded.scales if encoded.base is None else encoded.base
+    return _decode_groups(_decode_nibble_groups, encoded, dtype, launch, out, constants, base)
+
+
+def _decode_groups(
+    kernel: Any,
+    encoded: Encoded,
+    dtype: torch.dtype,
+    launch: Launch,
+    out: Tensor | None,
+    constants: dict[str, Any],
+    *base: Tensor | None,
+) -> Tensor:
+    """Launch a kernel over all groups of an encoding; `base`: of its scales, for kernels that read one."""
+    fmt, scales = encoded.fmt, encoded.scales
+    assert scales is not None
     whole_groups(fmt, fmt.matrix_shape(encoded.shape)[1])
     out = _out(encoded, dtype, out)
-    group, groups = fmt.block.cols or 0, scales.numel()
+    groups, tile = scales.numel(), max(1, launch.numbers // (fmt.block.cols or 1))
     if groups:
-        tile = max(1, launch.numbers // group)
         with device_of(out):
-            _decode_nibble_groups[(triton.cdiv(groups, tile),)](
-                encoded.data.contiguous(),
+            kernel[(triton.cdiv(groups, tile),)](
+                as_bits(encoded.data.contiguous()),
                 as_bits(scales.contiguous()),
-                scales if encoded.base is None else encoded.base,
+                *base,
                 as_bits(out),
                 groups,
+                **constants,
                 ELEMENT=element_name(fmt, encoded.device),
                 SCALE=scale_name(fmt),
-                ORDER=fmt.packing.order,
                 OUT=float_name(dtype),
                 TILE=tile,
-                HALF=group // 2,
-                VECTOR=max(1, _vector(launch, dtype) // 2),
                 num_warps=launch.warps,
                 enable_fp_fusion=False,
             )

@@ -56,16 +56,8 @@ TOKENS_LAUNCHES = PAIR_LAUNCHES | {"tensor": CastLaunch(TILE_ROWS, 128, 8, vecto
 _SIZES = ["experts", "group16", "stride16", "cols16", "tokens"]
 
 
-def plan_pairs(
-    sizes: GroupSizes, scaling: str, fp8: str, eps: float, wanted: tuple[bool, bool], guessed: bool
-) -> tuple[PreparedLaunch | None, PreparedLaunch, PreparedLaunch | None]:
-    """(maxima, cast, check of guesses), as `general_cast` launches them."""
-    launches = MATRICES_LAUNCHES if sizes.matrix_rows else TOKENS_LAUNCHES
-    return _plan(sizes, scaling, fp8, eps, wanted, guessed, launches[scaling])
-
-
 @functools.lru_cache(maxsize=1024)
-def _plan(
+def plan_pairs(
     sizes: GroupSizes,
     scaling: str,
     fp8: str,
@@ -74,6 +66,7 @@ def _plan(
     guessed: bool,
     launch: CastLaunch,
 ) -> tuple[PreparedLaunch | None, PreparedLaunch, PreparedLaunch | None]:
+    """(maxima, cast, check of guesses), as `general_cast` launches them."""
     tiles = sizes.tiles_down(launch.rows) * triton.cdiv(sizes.cols, launch.cols)
     shape = (sizes.matrix_rows // 16, sizes.cols // 16)
     numbers = (sizes.experts, shape[0], sizes.stride // 16, shape[1])

@@ -34,7 +34,7 @@ from bitplan.formats.fp8_recipes import BLOCK
 from bitplan.formats.scales.rules import SMALLEST_SCALE
 from bitplan.kernels.base.launch import PreparedLaunch, launch_in_turn
 from bitplan.kernels.base.numbers import float_name, magnitude_bits
-from bitplan.kernels.fp8.experts.fast_tile import plan_pairs
+from bitplan.kernels.fp8.experts.fast_tile import MATRICES_LAUNCHES, TOKENS_LAUNCHES, plan_pairs
 from bitplan.kernels.fp8.experts.layout import TILE_ROWS, GroupLayout, GroupSizes, scale_kind
 from bitplan.kernels.fp8.fast_tile import fits_pairs, is_aligned
 from bitplan.kernels.fp8.general_tile import read_numbers
@@ -150,7 +150,8 @@ def _cast(
         expected = (STATE_SIZE, sizes.experts)
         raise FormatError(f"guesses of {sizes.experts} experts have shape {expected}, got {tuple(guess.shape)}")
     if paired:
-        find_maxima, cast, check = plan_pairs(sizes, scaling, fp8, float(eps), wanted, guess is not None)
+        launch = (MATRICES_LAUNCHES if sizes.matrix_rows else TOKENS_LAUNCHES)[scaling]
+        find_maxima, cast, check = plan_pairs(sizes, scaling, fp8, float(eps), wanted, guess is not None, launch)
     else:
         find_maxima, cast, check = *_plan_numbers(x.dtype, sizes, scaling, fp8, eps, wanted), None
     amax = amax_t = None
