@@ -4,12 +4,20 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
+# A file stays with one worker, so that what its tests share is made once; the longest files come first.
+PYTEST := BITPLAN_NEEDS_BROWSER=1 $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
+
+unexport PYTHONDONTWRITEBYTECODE  # tests start many processes: the package is compiled once, not in each
+
 .PHONY: demo test test-all fuzz lint types unit browser test-demo test-install test-gpu mutants bench bench-quality clean
 
 demo: $(VENV)/.installed
 	$(BIN)/bitplan demo
 
-test: lint types unit
+# Types are checked beside the tests, and what is said of them is shown last.
+test: lint browser
+	@$(BIN)/mypy >$(VENV)/types 2>&1 & types=$$!; \
+	  $(PYTEST); tests=$$?; wait $$types; types=$$?; cat $(VENV)/types; exit $$((tests + types))
 
 lint: $(VENV)/.installed-dev
 	$(BIN)/ruff check .
@@ -18,13 +26,12 @@ lint: $(VENV)/.installed-dev
 types: $(VENV)/.installed-dev
 	$(BIN)/mypy
 
-# A file stays with one worker, so that what its tests share is made once.
 unit: $(VENV)/.installed-dev browser
-	BITPLAN_NEEDS_BROWSER=1 $(BIN)/python -m pytest -n 2 --dist loadfile
+	$(PYTEST)
 
 # Also the tests marked `long`: every combination of parameters of which `make test` takes a part.
 test-all: lint types browser
-	BITPLAN_NEEDS_BROWSER=1 $(BIN)/python -m pytest -n 2 --dist loadfile -m ""
+	$(PYTEST) -m ""
 
 # Which tests reach which line, then 200 small faults, each tested for by the tests of its line.
 mutants: $(VENV)/.installed-dev

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import gc
+import logging
 import os
 import signal
 import sys
@@ -17,6 +18,7 @@ import torch
 import typer.main
 
 from tests.crosses import pytest_generate_tests  # noqa: F401
+from tests.forked_workers import pytest_configure  # noqa: F401
 
 os.environ.pop("COLUMNS", None)  # tables are as wide as a pipe has them, whoever runs this
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # started in a shell's background; tests of Ctrl-C need it
@@ -27,7 +29,20 @@ if not torch.cuda.is_available():  # Triton reads this when it is first imported
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 
+# Where a test takes seconds, or many together more than five. They begin first: a worker has no work left while the
+# other one is at its last file.
+LONGEST = (
+    *("test_fuzz.py", "test_fp8_bench_ranks.py", "test_grow.py", "test_fp8_grouped_pairs.py", "test_demo.py"),
+    *("test_trainer_callbacks.py", "test_selective_precision.py", "test_training_state.py", "test_estimators.py"),
+    *("test_distributed.py", "test_docs.py", "test_cpu_codec.py", "test_perplexity_verb.py", "test_bench_verbs.py"),
+    *("test_fp8_grouped.py", "test_fp8_apply.py", "test_fp8_cast.py", "test_fp8_grouped_gluon.py"),
+    *("test_lean_import.py", "test_fp8_parallel.py", "test_fp8_compiles.py", "test_triton_compiles.py"),
+    *("test_browser.py", "test_stream_offload.py", "test_fp8_confirm_policy.py", "test_models.py"),
+)
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    items.sort(key=lambda item: item.path.name not in LONGEST)
     if torch.cuda.is_available():
         return
     for item in items:
@@ -39,6 +54,9 @@ def pytest_collection_finish() -> None:
     """What is imported by now stays: `gc.collect()`, which some tests call, need not look through it each time."""
     gc.collect()
     gc.freeze()
+    for logger in logging.Logger.manager.loggerDict.values():  # else pytest visits each of torch's, six times a test
+        if isinstance(logger, logging.Logger):
+            logger.propagate = True
 
 
 def pytest_unconfigure() -> None:

@@ -32,14 +32,14 @@ def find_lacks(
     has_gpu: bool,
     has_triton: bool,
     has_cuda_libraries: bool,
-    four_bit_refused: str | None,
+    packed_refused: str | None,
     missing: Collection[tuple[str, str]],
     cpu_flags: Collection[str] | None,
 ) -> list[Lack]:
     """The hardware first, then libraries.
 
     has_cuda_libraries  gigabytes that torch's CUDA build brings along
-    four_bit_refused    why torch's 4-bit kernel does not run here
+    packed_refused    why the CPU's products with packed weights do not run here
     missing             (library, extra that brings it)
     cpu_flags           None where the machine does not say
     """
@@ -52,9 +52,9 @@ def find_lacks(
         lacks.append(Lack("Triton", costs, "pip install triton"))
     if cpu_flags is not None and not _BF16_FLAGS & set(cpu_flags):
         lacks.append(Lack("bfloat16 products in this CPU", "models in bfloat16 run slowly on it; load them as float32"))
-    if four_bit_refused is not None:
-        costs = f"packed 4-bit layers decode their matrices on this CPU ({four_bit_refused})"
-        lacks.append(Lack("a 4-bit kernel of torch for this CPU", costs))
+    if packed_refused is not None:
+        costs = f"packed layers decode their matrices on this CPU ({packed_refused})"
+        lacks.append(Lack("products with packed weights on this CPU", costs))
     for library, extra in missing:
         costs = _FOR_LIBRARY.get(library, f"what bitplan[{extra}] is for")
         lacks.append(Lack(library, costs, f"pip install 'bitplan[{extra}]'"))

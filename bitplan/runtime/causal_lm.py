@@ -63,6 +63,17 @@ class CausalLM:
         return module
 
     @property
+    def device(self) -> torch.device:
+        """Where tokens go in."""
+        place: torch.device = self.model.get_input_embeddings().weight.device  # type: ignore[operator]
+        return place
+
+    @property
+    def vocabulary(self) -> int:
+        """Rows of the embedding."""
+        return int(self.model.get_input_embeddings().weight.shape[0])  # type: ignore[operator]
+
+    @property
     def bits_per_weight(self) -> float | None:
         """Bits of the file's tensors over the number of parameters, tied ones counted once."""
         if self.stored is None:
@@ -87,7 +98,7 @@ class CausalLM:
         if not text.strip():
             raise MeasureError("the text is empty; give a file of plain text to measure on")
         ids = torch.tensor(self._tokens(text, special=False), dtype=torch.int64)
-        rows = self.model.get_input_embeddings().weight.shape[0]  # type: ignore[operator]
+        rows = self.vocabulary
         if len(ids) and int(ids.max()) >= rows:
             raise MeasureError(
                 f"{self.where}: the tokenizer gives token {int(ids.max())}, the model's vocabulary has {rows}; "
@@ -206,8 +217,7 @@ def _read(reader: str, source: Path, what: str, options: dict[str, Any]) -> Any:
 
 def _require_causal(lm: CausalLM) -> None:
     """A model that sees the tokens to come predicts nothing: its logits must not change with a later token."""
-    model: Any = lm.model
-    rows = model.get_input_embeddings().weight.shape[0]
+    rows = lm.vocabulary
     ids = torch.arange(1, 9).remainder(rows)[None].repeat(2, 1)
     ids[1, -1] = (ids[0, -1] + 1) % rows
     with torch.no_grad():

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from bitplan.store.models.save_load import load_model, save_model
     from bitplan.store.models.weight_store import WeightStore
     from bitplan.store.quantize import quantize_file
+    from bitplan.store.rounding.round_weight import round_weight, round_with_report
 
 __all__ = [
     "Container",
@@ -37,6 +38,8 @@ __all__ = [
     "quantize_file",
     "read_drift",
     "register_container",
+    "round_weight",
+    "round_with_report",
     "save_model",
     "unmorph_model",
 ]
@@ -50,6 +53,7 @@ __getattr__, __dir__ = lazy_names(
         "models.save_load": ("load_model", "save_model"),
         "models.morph": ("morph_model", "observe_model", "unmorph_model"),
         "quantize": ("quantize_file",),
+        "rounding.round_weight": ("round_weight", "round_with_report"),
         "files.open_files": ("open_tensors", "register_container"),
         "files.tensor_file": ("Container", "Promise", "TensorFile", "TensorSpec"),
         "models.weight_store": ("WeightStore",),

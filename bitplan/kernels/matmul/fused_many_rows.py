@@ -24,7 +24,7 @@ from torch import Tensor
 
 from bitplan.formats.encoded import Encoded
 from bitplan.formats.format import Format
-from bitplan.kernels.base.numbers import INTERPRETED, as_bits, device_of, narrow, scale_name
+from bitplan.kernels.base.numbers import INTERPRETED, as_bits, device_of, narrow
 from bitplan.kernels.matmul.decode_words import (
     floats_of_bytes,
     floats_of_nibbles,
@@ -68,20 +68,21 @@ def wide_matmul(
     with device_of(x):
         _wide[(blocks * tiles, split)](
             as_bits(planes) if words == "none" else planes,
-            as_bits(weight.data),
-            arranged.scales,
-            arranged.factor,
-            as_bits(bias.contiguous()) if bias is not None else out.view(torch.int16),
             out.view(torch.int16),
             partial,
+            as_bits(weight.data),
+            arranged.readable,
+            arranged.factor,
+            as_bits(bias.contiguous()) if bias is not None else arranged.counters,
             arranged.counters,
             x.shape[0],
             N=outputs,
             K=inputs,
             ELEMENT=fmt.element.name,
-            SCALE="u8" if fmt.name == "fp4_u8_g128" else scale_name(fmt),
+            SCALE=arranged.kind(fmt),
             NIBBLES=fmt.packing is not None,
             GROUP=fmt.block.cols or 0,
+            FACTORS=arranged.factor.dim() == 1,
             BIAS="none" if bias is None else {torch.bfloat16: "bf16", torch.float32: "f32"}[bias.dtype],
             BN=launch.outputs,
             BM=launch.rows,
@@ -106,12 +107,12 @@ def split_inputs(x: Tensor, fmt: Format) -> Tensor:
 @triton.jit(do_not_specialize=["rows"])
 def _wide(
     x_ptr,
+    out_ptr,
+    partial_ptr,
     data_ptr,
     scales_ptr,
     factor_ptr,
     bias_ptr,
-    out_ptr,
-    partial_ptr,
     counters_ptr,
     rows,
     N: tl.constexpr,
@@ -120,6 +121,7 @@ def _wide(
     SCALE: tl.constexpr,
     NIBBLES: tl.constexpr,
     GROUP: tl.constexpr,
+    FACTORS: tl.constexpr,
     BIAS: tl.constexpr,
     BN: tl.constexpr,
     BM: tl.constexpr,
@@ -201,7 +203,7 @@ def _wide(
         if not is_last_of_split(acc_NM, partial_ptr, counter_ptr, split, size, at_NM, ok_NM, SPLIT):
             return
         acc_NM = sum_of_split(partial_ptr, size, at_NM, ok_NM, SPLIT)
-    acc_NM = scaled_with_bias(acc_NM, scales_ptr, factor_ptr, bias_ptr, row_N, GROUP, BIAS)
+    acc_NM = scaled_with_bias(acc_NM, scales_ptr, factor_ptr, bias_ptr, row_N, GROUP, FACTORS, BIAS)
     tl.store(out_ptr + at_NM, narrow(acc_NM, "bf16"), mask=ok_NM)
 
 

@@ -8,14 +8,15 @@ from typing import TYPE_CHECKING
 
 from bitplan.errors import FormatError, MeasureError
 from bitplan.formats import get_format
+from bitplan.formats.gguf.layouts import SMALLER_BLOCKS
 from bitplan.plan.choose import Stored, Wanted, choose_formats
 from bitplan.plan.names import ShellPatterns
+from bitplan.plan.plan import Choice, Plan, Planned
 from bitplan.store.files.open_files import container_for
 from bitplan.store.files.safetensors import INDEX_SUFFIX
 from bitplan.text import counted
 
 if TYPE_CHECKING:
-    from bitplan.plan import Plan
     from bitplan.store.files.tensor_file import TensorFile, TensorSpec
 
 
@@ -43,8 +44,21 @@ def plan_for_file(
     gguf = container is not None and container.has_gguf_formats
     tensors = {name: _stored(file.spec(name)) for name in (*file.specs, *file.tied)}
     plan = choose_formats(tensors, formats, keep=keep, only=only, pad=pad, gguf=gguf, where=str(file.path))
+    if gguf:
+        plan = _wide_norms(plan)
     _check_rows(file, plan, how_to_fill)
     return plan
+
+
+def _wide_norms(plan: Plan) -> Plan:
+    """Tensors of one axis in float32, for llama.cpp takes norms and biases in nothing else."""
+    changed = dict(plan.entries)
+    for name, entry in plan.entries.items():
+        held = entry.stored or entry.choice.format
+        if entry.shape is not None and len(entry.shape) == 1 and held in ("float16", "bfloat16"):
+            choice = Choice("float32", f"{entry.choice.reason}; one axis is float32 in GGUF")
+            changed[name] = Planned(choice, entry.shape, entry.role, entry.part)
+    return Plan(changed, padding=plan.padding)
 
 
 def _check_rows(file: TensorFile, plan: Plan, how_to_fill: str) -> None:
@@ -65,9 +79,11 @@ def _check_rows(file: TensorFile, plan: Plan, how_to_fill: str) -> None:
     if faults:
         name, fmt, cols, shape = faults[0]
         more = f" (nor {counted(len(faults) - 1, 'other tensor')})" if len(faults) > 1 else ""
+        smaller = SMALLER_BLOCKS.get(fmt.name)
+        instead = f", {smaller} holds it" if smaller is not None and cols % 32 == 0 else ""
         raise FormatError(
             f"{file.path}: {name}: {fmt.name} has blocks of {fmt.block.cols}, and {cols} of shape {shape} is not a "
-            f"multiple{more}; {how_to_fill} fills the last block, --keep {name!r} leaves the tensor as it is"
+            f"multiple{more}; {how_to_fill} fills the last block, --keep {name!r} leaves the tensor as it is{instead}"
         )
 
 

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import os
-import subprocess
-import sys
 from types import SimpleNamespace
 
 import pytest
@@ -18,6 +15,7 @@ import triton.language as tl
 
 from bitplan.kernels.base import launch as triton_launch
 from bitplan.kernels.base.launch import PreparedLaunch, launch_in_turn
+from tests.processes import compile_with_triton
 
 
 @triton.jit
@@ -151,7 +149,7 @@ class Driver:
     get_current_target = staticmethod(lambda: GPUTarget("cuda", 90, 32))
 
 triton.runtime.driver.set_active(Driver())
-from test_triton_launch import _copy, _scale, launch_of
+from tests.kernels.base.test_triton_launch import _copy, _scale, launch_of
 from bitplan.kernels.base.launch import PreparedLaunch, launch_in_turn
 
 ordinary = []
@@ -196,11 +194,4 @@ print("recorded")
 
 
 def test_what_the_launcher_gets(tmp_path) -> None:
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    folders = [os.path.dirname(__file__), os.getcwd(), environment.get("PYTHONPATH", "")]
-    environment |= {"TRITON_CACHE_DIR": str(tmp_path), "PYTHONPATH": os.pathsep.join(folders)}
-    done = subprocess.run(
-        [sys.executable, "-c", PROGRAM], env=environment, capture_output=True, text=True, timeout=300, cwd=tmp_path
-    )
-    assert done.returncode == 0, done.stdout[-500:] + done.stderr[-3000:]
-    assert done.stdout.split() == ["recorded"]
+    assert compile_with_triton(PROGRAM, folder=tmp_path) == "recorded\n"

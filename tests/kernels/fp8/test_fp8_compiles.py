@@ -7,11 +7,9 @@ correctly rounded, no registers that spill to memory, none that is read before i
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-
 import pytest
+
+from tests.processes import compile_with_triton
 
 pytest.importorskip("triton")
 
@@ -259,12 +257,4 @@ RUNS += [pytest.param("all", (part,), id=f"all {part}", marks=pytest.mark.long) 
 
 @pytest.mark.parametrize(("variants", "parts"), RUNS)
 def test_fp8_kernels_compile_for_hopper(variants: str, parts: tuple[str, ...], tmp_path) -> None:
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    environment["TRITON_CACHE_DIR"] = str(tmp_path)
-    program = tmp_path / "compile_for_hopper.py"
-    program.write_text(PROGRAM)
-    done = subprocess.run(
-        [sys.executable, str(program), variants, *parts], env=environment, capture_output=True, text=True, timeout=600
-    )
-    assert done.returncode == 0, done.stdout[-500:] + done.stderr[-3000:]
-    assert done.stdout.split() == ["compiled"]
+    assert compile_with_triton(PROGRAM, variants, *parts, folder=tmp_path) == "compiled\n"

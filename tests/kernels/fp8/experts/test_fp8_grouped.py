@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import os
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -15,6 +12,7 @@ from bitplan.errors import FormatError
 from bitplan.kernels.fp8.experts import products as fp8_grouped
 from bitplan.kernels.fp8.experts.layout import GroupedFp8, GroupLayout
 from bitplan.kernels.fp8.experts.products import cast_experts, cast_tokens, lay_out
+from tests.processes import compile_with_triton
 
 pytest.importorskip("triton")
 
@@ -347,10 +345,4 @@ print("compiled")
 
 @pytest.mark.long
 def test_kernels_compile_for_hopper(tmp_path) -> None:
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    environment["TRITON_CACHE_DIR"] = str(tmp_path)
-    program = tmp_path / "compile_for_hopper.py"
-    program.write_text(PROGRAM)
-    done = subprocess.run([sys.executable, str(program)], env=environment, capture_output=True, text=True, timeout=600)
-    assert done.returncode == 0, done.stdout[-500:] + done.stderr[-3000:]
-    assert done.stdout.split() == ["compiled"]
+    assert compile_with_triton(PROGRAM, folder=tmp_path) == "compiled\n"

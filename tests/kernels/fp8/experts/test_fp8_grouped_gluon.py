@@ -4,8 +4,6 @@ they compile for Hopper and are launched with the same arguments the second time
 
 from __future__ import annotations
 
-import os
-import subprocess
 import sys
 
 import pytest
@@ -25,6 +23,7 @@ from bitplan.kernels.fp8.experts.products import (
     pick_impl,
     token_pad,
 )
+from tests.processes import compile_with_triton
 
 pytest.importorskip("triton")
 
@@ -393,16 +392,4 @@ print("compiled")
     [("rows", 1), *(pytest.param(part, 2, marks=pytest.mark.long) for part in ("rows", "sums"))],
 )
 def test_kernels_compile_for_hopper_and_are_launched_the_same_again(part, variants, tmp_path) -> None:
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    folders = [os.getcwd(), environment.get("PYTHONPATH", "")]
-    environment |= {"TRITON_CACHE_DIR": str(tmp_path), "PYTHONPATH": os.pathsep.join(filter(None, folders))}
-    done = subprocess.run(
-        [sys.executable, "-c", PROGRAM, part, str(variants)],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=600,
-        cwd=tmp_path,
-    )
-    assert done.returncode == 0, done.stdout[-500:] + done.stderr[-3000:]
-    assert done.stdout.split() == ["compiled"]
+    assert compile_with_triton(PROGRAM, part, str(variants), folder=tmp_path) == "compiled\n"

@@ -1,4 +1,4 @@
-"""The benchmark under torchrun, two processes on the CPU: real groups, one report."""
+"""The benchmark in two processes on the CPU, as torchrun starts them: real groups, one report."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from bitplan.plan.fp8.report import Report
+from tests.trees.distributed.workers import run_together
 
 ROOT = Path(__file__).parent.parent.parent.parent.parent
 CONFIG = {
@@ -27,6 +28,7 @@ CONFIG = {
 }
 PROGRAM = """
 import os, pathlib, torch
+os.chdir(pathlib.Path(__file__).parent)
 torch.set_num_threads(1)
 from bitplan.plan.fp8.environment import BenchOptions
 from bitplan.runtime.fp8.bench.session import Request, plan_session, run_session
@@ -38,14 +40,19 @@ pathlib.Path(f"rank{os.environ['RANK']}").write_text("first" if result is not No
 """
 
 
+def run_under_torchrun(count, command, folder):
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(count)]
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(torchrun + command, cwd=folder, env=environment, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stderr[-3000:]
+
+
 @pytest.mark.skipif(not torch.distributed.is_available(), reason="needs torch.distributed")
-def test_two_processes_share_the_layers(tmp_path):
+@pytest.mark.parametrize("start", [run_together, pytest.param(run_under_torchrun, marks=pytest.mark.long)])
+def test_two_processes_share_the_layers(start, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(CONFIG))
     (tmp_path / "program.py").write_text(PROGRAM)
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", "program.py"]
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=240)
-    assert done.returncode == 0, done.stderr[-3000:]
+    start(2, [str(tmp_path / "program.py")], tmp_path)
     assert [(tmp_path / f"rank{rank}").read_text() for rank in (0, 1)] == ["first", "other"]
     report = Report.load(tmp_path / "r.jsonl")
     assert report.settings["ranks"] == 2

@@ -31,7 +31,8 @@ INPUTS, OUTPUTS, TOKENS = 256, 512, 24
 
 def in_processes(work: Callable[[int], None], folder: Path) -> None:
     """Run `work(rank)` in two processes; an error in one is an error here."""
-    multiprocessing.spawn(_one_process, args=(work, str(folder / "store")), nprocs=PROCESSES)
+    arguments = (work, str(folder / "store"))
+    multiprocessing.start_processes(_one_process, arguments, nprocs=PROCESSES, start_method="forkserver")
 
 
 def _one_process(rank: int, work: Callable[[int], None], store: str) -> None:

@@ -11,17 +11,17 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
-from bitplan.errors import FileFormatError, StoreError
+from bitplan.errors import FileFormatError
 from bitplan.formats import Encoded
 from bitplan.plan import Header, require_clean
-from bitplan.runtime.packed.gpt_oss_model import (
+from bitplan.records import read_json
+from bitplan.runtime.packed.gpt_oss.model import (
     GptOssPackedExperts,
     check_filled,
     check_fits,
@@ -30,55 +30,51 @@ from bitplan.runtime.packed.gpt_oss_model import (
     fill_model,
     require_transformers,
 )
-from bitplan.runtime.packed.gpt_oss_weights import load_experts, load_plain, model_shapes, plain_slots
+from bitplan.runtime.packed.gpt_oss.weights import load_experts, load_plain, model_shapes, plain_slots
+from bitplan.runtime.packed.load_report import Loaded, LoadReport, PeakMemory
 from bitplan.runtime.packed.quant_experts import QuantExperts
-from bitplan.runtime.packed.read_packed import ManifestLike, as_manifest, device_of, list_headers
-from bitplan.runtime.packed.strategy import INPUTS, check_strategy
+from bitplan.runtime.packed.read_packed import (
+    ManifestLike,
+    as_manifest,
+    check_room,
+    device_of,
+    list_headers,
+    refuse_bad_numbers,
+)
 from bitplan.runtime.packed.tile_cache import TileCache
-from bitplan.store.checks.deep_check import deep_check
 from bitplan.store.files.gguf_tensors import GGUFTensors
 from bitplan.store.files.open_files import open_tensors
 from bitplan.store.files.tensor_file import TensorFile
 from bitplan.store.gpt_oss import GptOssFile
+from bitplan.store.gpt_oss.config import ARCHITECTURE
 from bitplan.store.gpt_oss.experts import DOWN, GATE_UP
 from bitplan.store.gpt_oss.layouts import GGUF_WIDE, LayoutTensor, list_slots
-from bitplan.text import counted
+from bitplan.store.packed_folder import QUANT_METHOD
 
+CONFIG = "config.json"
 _BIASES = ("gate_up_proj_bias", "down_proj_bias")
-CHECKS = ("quick", "deep")
+PACKED_EXPERTS = (".mlp1_weight.blocks", ".experts.gate_up_proj_blocks")
 FLOAT_EXPERTS = (".experts.gate_up_proj", ".experts.down_proj")  # Hugging Face's names; packed ones end otherwise
 
 
-@dataclass(frozen=True)
-class LoadReport:
-    """What was loaded: bytes of the file and on the device, and the most that was allocated there on the way.
-
-    `peak_bytes` is what torch's allocator gave out above what it had before; None where there is no such count (CPU).
-    """
-
-    path: str
-    layout: str
-    device: str
-    file_bytes: int
-    device_bytes: int
-    packed_bytes: int
-    packed_tensors: int
-    plain_tensors: int
-    seconds: float
-    peak_bytes: int | None
-
-    def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
+def is_gpt_oss(path: Path) -> bool:
+    """Whether a file or folder is a gpt-oss checkpoint in one of its own layouts; `bitplan quantize` writes another."""
+    if path.is_dir() and (path / CONFIG).is_file():
+        config = read_json(path / CONFIG)
+        said = isinstance(config, dict) and config.get("quantization_config")
+        is_ours = isinstance(said, dict) and said.get("quant_method") == QUANT_METHOD
+        if not isinstance(config, dict) or is_ours:
+            return False
+        if config.get("model_type") is not None:
+            return bool(config["model_type"] == "gpt_oss")
+    with open_tensors(path) as file:
+        if isinstance(file, GGUFTensors):
+            kind = file.file.metadata.get("general.architecture")
+            return kind is not None and kind.value == ARCHITECTURE
+        return any(name.endswith(PACKED_EXPERTS + FLOAT_EXPERTS) for name in file.specs)
 
 
-class Loaded(NamedTuple):
-    """A model that runs, and what it took to load it."""
-
-    model: nn.Module
-    report: LoadReport
-
-
-def load_packed(
+def load_gpt_oss(
     path: str | Path,
     *,
     manifest: ManifestLike = "gpt-oss",
@@ -87,33 +83,26 @@ def load_packed(
     strategy: str = "auto",
     cache: TileCache | None = None,
     dtype: torch.dtype | None = None,
-    check: Literal["quick", "deep"] = "quick",
+    check: Literal["headers", "deep"] = "headers",
 ) -> Loaded:
-    """Load a gpt-oss checkpoint, in OpenAI's, Hugging Face's or GGUF's layout, and keep its experts in MXFP4.
+    """`load_packed` of a gpt-oss checkpoint in OpenAI's, Hugging Face's or GGUF's layout; its experts stay in MXFP4.
 
     manifest  what the file must hold: a shipped manifest, a file, or a Manifest
     model     a GptOssForCausalLM to fill, on meta or not; None builds one from config.json, or from the file's sizes
     strategy  how the experts run, with `cache` for "tile_cache"; see QuantExperts
     dtype     of all weights but the experts. None: as the embedding is stored; where another tensor has numbers which
               that type cannot hold, that is an error. A type given is rounded to (float32 is what a CPU runs fastest)
-    check     "quick" refuses scales and norms that are not numbers as they come by; "deep" reads every tensor first, as
-              `bitplan check --deep` does, and refuses what it finds
+    check     "headers" refuses scales and norms that are not numbers as they come by; "deep" reads every tensor first
     """
     started, place = time.perf_counter(), device_of(device)
-    check_strategy(strategy, str(path))
-    if dtype is not None and dtype not in INPUTS:
-        known = ", ".join(str(one).removeprefix("torch.") for one in INPUTS)
-        raise StoreError(f"{path}: dtype must be a float type of torch ({known}), got {dtype!r}")
-    if check not in CHECKS:
-        raise StoreError(f"{path}: check must be {' or '.join(map(repr, CHECKS))}, got {check!r}")
     require_transformers(str(path))
     with _open_checked(Path(path), manifest, deep=check == "deep") as file:
         compute_dtype = dtype or file.dtype("embed", None)
         target = model if model is not None else empty_model(file, compute_dtype)
         check_fits(target, model_shapes(file), file.where)
         slots = plain_slots(file)
-        _check_room(file, slots, place, compute_dtype)
-        peak = _Peak(place)
+        check_room(file.where, _needed_bytes(file, slots, compute_dtype), place)
+        peak = PeakMemory(place)
         plain: dict[str, Tensor] = {}
         packed: dict[tuple[int, tuple[str, ...]], Encoded] = {}
         experts: dict[int, QuantExperts] = {}
@@ -183,13 +172,8 @@ def _open_checked(path: Path, manifest: ManifestLike, *, deep: bool) -> GptOssFi
         if not is_gguf:
             _refuse_floats(headers)
             require_clean(rules, list_headers(headers), checkpoint=str(path))
-        findings = deep_check(rules, headers) if deep else []
-        if findings:
-            first, more = (
-                findings[0],
-                f" (and {counted(len(findings) - 1, 'more finding')})" if len(findings) > 1 else "",
-            )
-            raise FileFormatError(f"{path}: {first.where}: {first.message}{more}")
+        if deep:
+            refuse_bad_numbers(headers, rules)
     file = GptOssFile(path)
     try:
         if file.experts is not None:
@@ -231,28 +215,6 @@ def _translated(file: GptOssFile) -> dict[str, Header]:
     return headers
 
 
-def _check_room(file: GptOssFile, slots: list[LayoutTensor], device: torch.device, dtype: torch.dtype) -> None:
-    if device.type != "cuda":
-        return
+def _needed_bytes(file: GptOssFile, slots: list[LayoutTensor], dtype: torch.dtype) -> int:
     plain = sum(torch.Size(slot.shape).numel() * dtype.itemsize for slot in slots)
-    packed = sum(file.tensors[slot.name].nbytes for slot in file.slots if slot.is_expert)
-    free = torch.cuda.mem_get_info(device)[0]
-    free += torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    if plain + packed > free:
-        raise StoreError(f"{file.where}: takes {plain + packed} bytes, and {device} has {free} free; nothing was read")
-
-
-class _Peak:
-    """The most that was allocated on a GPU since; torch's own peak is reset for it."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._before = 0
-        if device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats(device)
-            self._before = torch.cuda.memory_allocated(device)
-
-    def read(self) -> int | None:
-        if self._device.type != "cuda":
-            return None
-        return torch.cuda.max_memory_allocated(self._device) - self._before
+    return plain + sum(file.tensors[slot.name].nbytes for slot in file.slots if slot.is_expert)

@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from bitplan.errors import FileFormatError, StoreError
 from bitplan.optional import require
 from bitplan.plan.names import listed, natural_order
-from bitplan.runtime.packed.apply import refuse_saving
 from bitplan.runtime.packed.quant_experts import QuantExperts
 from bitplan.runtime.packed_weight import PackedWeight
 from bitplan.store.gpt_oss import GptOssFile
@@ -32,8 +31,8 @@ class GptOssPackedExperts(QuantExperts):
 
     # transformers has these experts under other names, transposed; `save_model` gives this reason.
     why_not_saved = (
-        "holds packed experts of gpt-oss, which save_model does not write; the checkpoint that the model came from "
-        "still holds them: `bitplan convert` brings it into another layout"
+        "holds packed experts of gpt-oss, which save_model does not write; save_packed writes the whole model to a "
+        "folder, and `bitplan convert` brings a checkpoint into another layout"
     )
 
     def forward(self, hidden_states: Tensor, router_indices: Tensor, routing_weights: Tensor) -> Tensor:
@@ -93,7 +92,6 @@ def fill_model(
     if any(buffer.is_meta for buffer in inner.rotary_emb.buffers()):  # computed, and in no file
         inner.rotary_emb = type(inner.rotary_emb)(config=inner.config)
     inner.rotary_emb.to(device)
-    refuse_saving(model)
     model.train(False)
 
 
