@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from bitplan.plan.fp8.model_parts import model_parts
     from bitplan.plan.fp8.policy import load_policy, should_use_fp8
     from bitplan.plan.fp8.report import Fingerprint, Report, Row
-    from bitplan.plan.fp8.terms import Fp8Error
+    from bitplan.plan.fp8.vocabulary import Fp8Error
     from bitplan.plan.json_schema import manifest_schema
     from bitplan.plan.manifest import Manifest, Rule, Tag, expand_raw_map
     from bitplan.plan.plan import Choice, Plan, PlanDiff, Planned, SizeRow, TableRow, combine
@@ -82,7 +82,7 @@ __all__ = [
 __getattr__, __dir__ = lazy_names(
     __name__,
     {
-        "fp8.terms": ("Fp8Error",),
+        "fp8.vocabulary": ("Fp8Error",),
         "aliases": ("Aliases",),
         "check": ("Finding", "Header", "check_headers", "require_clean"),
         "choose": ("Stored", "choose_formats"),

@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from bitplan.documents import NAME, Kind, Reader, is_number, one_of
-from bitplan.plan.fp8.terms import COUNT, GROUPED_KINDS, KIND, PRECISIONS, BenchReportError, MergeError
 from bitplan.plan.fp8.thresholds import Threshold, ThresholdPolicy
+from bitplan.plan.fp8.vocabulary import COUNT, GROUPED_KINDS, KIND, PRECISIONS, BenchReportError, MergeError
 from bitplan.records import read_json
 
 _TIME = Kind("a time from 1e-6 to 1e9 milliseconds", lambda value: is_number(value) and 1e-6 <= value <= 1e9)

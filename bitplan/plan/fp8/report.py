@@ -46,7 +46,16 @@ from bitplan.documents import (
 from bitplan.errors import FileFormatError
 from bitplan.formats.fp8_recipes import RECIPES
 from bitplan.logs import json_line
-from bitplan.plan.fp8.terms import COUNT, GEMMS, GROUPED_KINDS, KIND, LOCAL_SHAPE, PARTS, PRECISIONS, BenchReportError
+from bitplan.plan.fp8.vocabulary import (
+    COUNT,
+    GEMMS,
+    GROUPED_KINDS,
+    KIND,
+    LOCAL_SHAPE,
+    PARTS,
+    PRECISIONS,
+    BenchReportError,
+)
 from bitplan.records import MAX_JSON_BYTES, parse_json, write_json
 
 DOCUMENT = "bitplan-fp8-report"

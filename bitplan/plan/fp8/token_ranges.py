@@ -41,9 +41,10 @@ from bitplan.documents import (
     show,
 )
 from bitplan.formats.fp8_recipes import RECIPES
-from bitplan.plan.fp8.interval import answer_of
 from bitplan.plan.fp8.report import Fingerprint, check_size_keys, read_fingerprint
-from bitplan.plan.fp8.terms import (
+from bitplan.plan.fp8.speedup_interval import answer_of
+from bitplan.plan.fp8.thresholds import SPEEDUP, check_kind
+from bitplan.plan.fp8.vocabulary import (
     ANSWERS,
     COUNT,
     GEMMS,
@@ -56,7 +57,6 @@ from bitplan.plan.fp8.terms import (
     PolicyError,
     name_rank,
 )
-from bitplan.plan.fp8.thresholds import SPEEDUP, check_kind
 from bitplan.records import atomic_file
 
 DOCUMENT = "bitplan-fp8-policy"

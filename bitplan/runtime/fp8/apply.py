@@ -43,7 +43,8 @@ from bitplan.plan.fp8.choice import Fp8Choice, choose_products
 from bitplan.plan.fp8.loongforge_yaml import Fp8Options
 from bitplan.plan.fp8.policy import Policy, Question, load_policy
 from bitplan.plan.fp8.report import TIMINGS
-from bitplan.plan.fp8.terms import (
+from bitplan.plan.fp8.token_ranges import BandPolicy
+from bitplan.plan.fp8.vocabulary import (
     DEFAULT_RECIPE,
     GROUPED_KINDS,
     PARTS,
@@ -53,7 +54,6 @@ from bitplan.plan.fp8.terms import (
     is_count,
     shape_obstacle,
 )
-from bitplan.plan.fp8.token_ranges import BandPolicy
 from bitplan.plan.names import listed
 from bitplan.runtime.fp8.bench.confirm import Example, confirm_block, default_example, seen_inputs
 from bitplan.runtime.fp8.build import FP8_PARAM_NOTE, build_site, has_fp8, put_built

@@ -1,4 +1,4 @@
-"""Terms of adaptive FP8: module kinds, GEMMs, recipes, answers, and how tokens are counted.
+"""The vocabulary of adaptive FP8: module kinds, GEMMs, recipes, answers, and how tokens are counted.
 
 They are LoongForge's, and every module of adaptive FP8 uses them:
 
