@@ -188,7 +188,7 @@ def small_report() -> Any:
 def read_fp8_policy(path: Path) -> None:
     from bitplan.plan.fp8.choice import choose_products
     from bitplan.plan.fp8.policy import Question, decide, load_policy, read_policy
-    from bitplan.plan.fp8.vocabulary import KINDS
+    from bitplan.plan.fp8.kinds import KINDS
 
     policy = load_policy(path)
     for kind in KINDS:

@@ -19,6 +19,7 @@ the matrix by itself would read and write it in 440.
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import torch
 import triton
@@ -93,7 +94,7 @@ class RowScales:
             self.strips = PreparedLaunch(_strips_of_pairs, (across, down), numbers, {"BR": at_once}, num_warps=4)
         else:
             constants = {"SOURCE": float_name(dtype), **norm_constants(norm), "BR": at_once, "BC": width}
-            options = {"num_warps": 8, "enable_fp_fusion": False}
+            options: dict[str, Any] = {"num_warps": 8, "enable_fp_fusion": False}
             self.strips = PreparedLaunch(_strips, (across, down), (*shape, length), constants, **options)
         row_programs = triton.cdiv(padded, FINISH_WIDTH) if rows else 0
         col_programs = triton.cdiv(shape[1], FINISH_WIDTH) if cols else 0

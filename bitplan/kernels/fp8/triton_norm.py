@@ -12,7 +12,7 @@ tensorwise cast then reads 4 more; here it is 4 in all. Rows of up to `LONGEST_R
 from __future__ import annotations
 
 import functools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -111,7 +111,7 @@ def _plan(
     if norm_eps is None:
         numbers = (rows, cols, programs)
         return programs, PreparedLaunch(_norm_gradient, (programs,), numbers, constants, num_warps=warps)
-    options = {"num_warps": warps, "enable_fp_fusion": False}
+    options: dict[str, Any] = {"num_warps": warps, "enable_fp_fusion": False}
     return programs, PreparedLaunch(_row_stats, (programs,), (rows, cols, norm_eps), constants, **options)
 
 

@@ -44,7 +44,7 @@ from bitplan.plan.fp8.loongforge_yaml import Fp8Options
 from bitplan.plan.fp8.policy import Policy, Question, load_policy
 from bitplan.plan.fp8.report import TIMINGS
 from bitplan.plan.fp8.token_ranges import BandPolicy
-from bitplan.plan.fp8.vocabulary import (
+from bitplan.plan.fp8.kinds import (
     DEFAULT_RECIPE,
     GROUPED_KINDS,
     PARTS,

@@ -25,6 +25,7 @@ Legend: E experts, R rows, C columns of a tile; x_4QW as in `kernels.fp8.fast_ti
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import triton
 import triton.language as tl
@@ -72,7 +73,7 @@ def plan_pairs(
     numbers = (sizes.experts, shape[0], sizes.stride // 16, shape[1])
     place = {"TOKENS": not sizes.matrix_rows, "BR": launch.rows, "BC": launch.cols}
     to = {"TO_ROWS": wanted[0], "TO_COLS": wanted[1], "V": launch.vector}
-    options = {"num_warps": launch.warps, "enable_fp_fusion": False}
+    options: dict[str, Any] = {"num_warps": launch.warps, "enable_fp_fusion": False}
     cast = PreparedLaunch(
         _cast_tiles,
         (tiles,),

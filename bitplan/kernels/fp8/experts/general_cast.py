@@ -22,6 +22,7 @@ Legend: T rows of tokens (or of all experts' matrices), C columns, E experts, R 
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import torch
 import triton
@@ -183,7 +184,7 @@ def _plan_numbers(
         "TO_ROWS": wanted[0],
         "TO_COLS": wanted[1],
     }
-    options = {"num_warps": WARPS, "enable_fp_fusion": False}
+    options: dict[str, Any] = {"num_warps": WARPS, "enable_fp_fusion": False}
     needs_maxima = scaling in ("tensor", "row")
     return (
         PreparedLaunch(_amax_tiles, grid, (), fixed, **options) if needs_maxima else None,

@@ -25,7 +25,7 @@ from bitplan.formats.fp8_recipes import expert_recipes
 from bitplan.kernels.fp8.experts.products import pick_impl, token_pad
 from bitplan.measure.speed.paired_timing import Arm, Call
 from bitplan.plan.fp8.layers import Layer
-from bitplan.plan.fp8.vocabulary import GROUPED_KINDS
+from bitplan.plan.fp8.kinds import GROUPED_KINDS
 from bitplan.runtime.fp8.bench.layer_bench import Way
 from bitplan.runtime.fp8.bench.ranks import ParallelGroups
 from bitplan.runtime.fp8.bench.routing import route_tokens

@@ -14,7 +14,7 @@ import math
 from collections.abc import Sequence
 
 from bitplan.plan.fp8.report import ROUTINGS
-from bitplan.plan.fp8.vocabulary import Fp8Error, is_count
+from bitplan.plan.fp8.kinds import Fp8Error, is_count
 
 
 def route_tokens(tokens: int, experts: int, routing: str) -> tuple[int, ...]:
