@@ -40,10 +40,6 @@ from bitplan.formats.fp8_recipes import expert_recipes
 from bitplan.measure.speed.fp8_fingerprint import fingerprint_of
 from bitplan.measure.speed.paired_timing import Stopwatch
 from bitplan.plan.fp8.choice import Fp8Choice, choose_products
-from bitplan.plan.fp8.loongforge_yaml import Fp8Options
-from bitplan.plan.fp8.policy import Policy, Question, load_policy
-from bitplan.plan.fp8.report import TIMINGS
-from bitplan.plan.fp8.token_ranges import BandPolicy
 from bitplan.plan.fp8.kinds import (
     DEFAULT_RECIPE,
     GROUPED_KINDS,
@@ -54,6 +50,10 @@ from bitplan.plan.fp8.kinds import (
     is_count,
     shape_obstacle,
 )
+from bitplan.plan.fp8.loongforge_yaml import Fp8Options
+from bitplan.plan.fp8.policy import Policy, Question, load_policy
+from bitplan.plan.fp8.report import TIMINGS
+from bitplan.plan.fp8.token_ranges import BandPolicy
 from bitplan.plan.names import listed
 from bitplan.runtime.fp8.bench.confirm import Example, confirm_block, default_example, seen_inputs
 from bitplan.runtime.fp8.build import FP8_PARAM_NOTE, build_site, has_fp8, put_built

@@ -21,7 +21,7 @@ Legend: T rows of tokens, E experts, N outputs, K inputs, P padded rows, M rows 
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import triton
@@ -50,21 +50,10 @@ class GroupedLaunch:
     tma: bool = True
     together: int = 8
 
-    def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
-
 
 # The shapes that dense FP8 products favour on Hopper. On an H200, with 8 experts of 2048x7168, "vector" by 128x128 with
 # 4 warps is 1 to 8% faster with `fast_accum`; without, which is how layers take gradients, it was not measured.
 DEFAULT_LAUNCHES = {"vector": GroupedLaunch(128, 256, 8, 3), "block": GroupedLaunch(128, 128, 8, 4)}
-
-
-def candidate_launches(scales: str) -> list[GroupedLaunch]:
-    """Launches worth measuring, the default first."""
-    cuts = [(128, 256, 8, 3), (128, 256, 8, 4), (128, 128, 8, 4), (128, 128, 4, 3), (64, 256, 4, 4), (64, 128, 4, 5)]
-    first = DEFAULT_LAUNCHES[scales]
-    launches = [GroupedLaunch(*cut, tma=tma) for tma in (True, False) for cut in cuts]
-    return [first, *(launch for launch in launches if launch != first)]
 
 
 def rows_product(

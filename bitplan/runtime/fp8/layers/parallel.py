@@ -83,10 +83,10 @@ class ColumnParallel(_Parallel):
     def forward(self, x: Tensor, *more: Tensor) -> Tensor:
         x = sum_backward(x, self.group)
         if self.agree:
-            return shared_amax_linear(
-                x, self.local, divided=("weight", "grad"), largest=partial(_largest, group=self.group)
-            )
-        y: Tensor = self.local(x, *more)
+            largest = partial(_largest, group=self.group)
+            y: Tensor = shared_amax_linear(x, self.local, divided=("weight", "grad"), largest=largest)
+        else:
+            y = self.local(x, *more)
         return y
 
 
