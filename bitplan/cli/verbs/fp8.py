@@ -46,10 +46,10 @@ def merge_policy(
 
     Example: bitplan merge-policy --reports tp1.json tp2.json --output policy.json --speedup-threshold 1.0
     """
+    from bitplan.plan.fp8.kinds import MergeError
     from bitplan.plan.fp8.loongforge_report import merge_lists
     from bitplan.plan.fp8.merge import extend_policy, merge_reports, summary, to_thresholds
     from bitplan.plan.fp8.report import Report
-    from bitplan.plan.fp8.kinds import MergeError
     from bitplan.records import check_output
 
     paths = [*(reports or []), *(more or [])]
@@ -140,8 +140,8 @@ def explain(
     Example: bitplan explain policy.json --kind row --name fc2 --tokens 4096
     """
     from bitplan.plan.fp8.choice import choose_products
-    from bitplan.plan.fp8.policy import Question, decide, load_policy, matching_rules
     from bitplan.plan.fp8.kinds import MODULE, PRODUCTS, UNMEASURED
+    from bitplan.plan.fp8.policy import Question, decide, load_policy, matching_rules
 
     rules = load_policy(policy)
     question = Question(
@@ -175,9 +175,9 @@ def explain(
 
 
 def _banded(path: Path) -> Any:
+    from bitplan.plan.fp8.kinds import PolicyVersionError
     from bitplan.plan.fp8.policy import load_policy
     from bitplan.plan.fp8.token_ranges import BandPolicy
-    from bitplan.plan.fp8.kinds import PolicyVersionError
 
     policy = load_policy(path)
     if not isinstance(policy, BandPolicy):

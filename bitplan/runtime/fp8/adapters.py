@@ -46,16 +46,7 @@ def torchao_filter(
     for site in find_sites(model).sites:
         if site.is_grouped or site.obstacle is not None:
             continue
-        question = Question(
-            site.kind,
-            tokens,
-            name=site.name,
-            tp=tp,
-            shape=site.shape,
-            recipe=recipe,
-            part=site.part,
-            extrapolate=extrapolate,
-        )
+        question = site.question(tokens, tp=tp, recipe=recipe, extrapolate=extrapolate)
         if choose_products(policy, question, estimate=estimate, apart=False):
             chosen.update(site.modules)
 

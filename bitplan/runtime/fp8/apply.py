@@ -275,19 +275,7 @@ def _choose(site: Site, plan: PartPlan, asked: dict[Question, Fp8Choice]) -> Fp8
         if obstacle is not None:
             return _bf16(obstacle)
         return Fp8Choice(PRODUCTS, name, UNMEASURED, "FP8 everywhere was asked for, without a policy", plan.tokens)
-    question = Question(
-        site.kind,
-        plan.tokens,
-        name=site.name,
-        tp=plan.tp,
-        etp=plan.etp,
-        num_gemms=site.num_gemms,
-        moe_router_topk=site.moe_router_topk,
-        shape=site.shape,
-        recipe=plan.recipe,
-        part=site.part,
-        extrapolate=plan.extrapolate,
-    )
+    question = site.question(plan.tokens, tp=plan.tp, etp=plan.etp, recipe=plan.recipe, extrapolate=plan.extrapolate)
     if question not in asked:
         asked[question] = choose_products(plan.policy, question, estimate=plan.estimate)
     choice = asked[question]
