@@ -11,8 +11,8 @@ written. What is settled once for all casts of a shape is a plan: which kernel, 
 
 Codes and scales equal `bitplan.formats.fp8` bit for bit.
 
-    triton_fp8_numbers   codes and scales           triton_fp8_pairs   the cast of bfloat16 as words of two numbers
-    triton_fp8_maxima    what scales come from      triton_fp8_tiles   the cast of everything else
+    numbers   codes and scales           fast_tile      the cast of bfloat16 as words of two numbers
+    maxima    what scales come from      general_tile   the cast of everything else
 
 Legend: R rows, C columns of the matrix cast; "cols" is the layout of the transpose, [C, R].
 """
