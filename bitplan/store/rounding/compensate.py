@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from bitplan.errors import FormatError
-from bitplan.store.rounding.layout import Layout
+from bitplan.store.rounding.layout import CodeLayout
 from bitplan.store.rounding.loops import loops_for
 from bitplan.store.rounding.scale_ladder import ScaleLadder
 from bitplan.store.rounding.scale_search import block_slices, candidates_of, least_of, search_scales
@@ -35,7 +35,7 @@ class Codes:
     codes: Tensor
     scales: Tensor
 
-    def values(self, layout: Layout) -> Tensor:
+    def values(self, layout: CodeLayout) -> Tensor:
         steps = layout.to_rows(self.scales).repeat_interleave(layout.width, 1)[:, : layout.filled]
         return self.codes * steps
 
@@ -70,7 +70,7 @@ def factor_of(hessian: Tensor, damping: float, columns: Tensor, name: str) -> tu
             damping = max(damping, 1e-4) * GREATER_DAMPING
 
 
-def columns_in_order(hessian: Tensor, layout: Layout, order: Order) -> tuple[list[int], Tensor]:
+def columns_in_order(hessian: Tensor, layout: CodeLayout, order: Order) -> tuple[list[int], Tensor]:
     """Blocks in the order they are rounded, and their columns [filled] likewise: those that matter most come first.
 
     A column never leaves its block, so the bytes need no permutation.
@@ -86,7 +86,13 @@ def columns_in_order(hessian: Tensor, layout: Layout, order: Order) -> tuple[lis
 
 
 def compensate(
-    matrix: Tensor, factor: Tensor, plain: Tensor, layout: Layout, ladder: ScaleLadder, blocks: list[int], at: Tensor
+    matrix: Tensor,
+    factor: Tensor,
+    plain: Tensor,
+    layout: CodeLayout,
+    ladder: ScaleLadder,
+    blocks: list[int],
+    at: Tensor,
 ) -> Codes:
     """Round [R, filled] numbers; `at` are their columns in order, `factor` is in that order."""
     left, loops = matrix[:, at].contiguous(), loops_for(matrix)
@@ -126,7 +132,7 @@ def _batches(cols: int, width: int) -> list[tuple[int, int, list[tuple[int, tupl
     return [(group[0][1][0], group[-1][1][1], group) for group in groups]
 
 
-def sweep(matrix: Tensor, hessian: Tensor, found: Codes, layout: Layout, ladder: ScaleLadder, sweeps: int) -> Codes:
+def sweep(matrix: Tensor, hessian: Tensor, found: Codes, layout: CodeLayout, ladder: ScaleLadder, sweeps: int) -> Codes:
     """Codes and scales that are each the best while all others stay; the error never grows."""
     codes, scales, loops = found.codes.clone(), found.scales.clone(), loops_for(matrix)
     narrow = layout.width <= BATCH
@@ -161,7 +167,7 @@ def sweep(matrix: Tensor, hessian: Tensor, found: Codes, layout: Layout, ladder:
 
 
 def _better_scales(
-    codes: Tensor, gradient: Tensor, hessian: Tensor, scales: Tensor, layout: Layout, ladder: ScaleLadder
+    codes: Tensor, gradient: Tensor, hessian: Tensor, scales: Tensor, layout: CodeLayout, ladder: ScaleLadder
 ) -> Tensor:
     """[strips]: how far the scales of one block should move, by least squares with the codes as they are."""
     slope = layout.sum_of_strips((codes * gradient).sum(1))

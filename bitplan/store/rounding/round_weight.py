@@ -14,7 +14,7 @@ from bitplan.formats.scales.rules import reciprocal
 from bitplan.kernels import decode, encode
 from bitplan.store.rounding.compensate import Codes, Order, columns_in_order, compensate, factor_of, sweep
 from bitplan.store.rounding.grids import grid_of
-from bitplan.store.rounding.layout import Layout, assemble, layout_of, scales_of, with_rows_of
+from bitplan.store.rounding.layout import CodeLayout, assemble, layout_of, scales_of, with_rows_of
 from bitplan.store.rounding.scale_ladder import ScaleLadder
 from bitplan.store.rounding.scale_search import search_scales
 
@@ -139,16 +139,16 @@ def _errors(matrix: Tensor, values: Tensor, cost: Tensor) -> Tensor:
     return (error.double() * weighted.double()).sum(1)
 
 
-def _filled_values(encoded: Encoded, layout: Layout) -> Tensor:
+def _filled_values(encoded: Encoded, layout: CodeLayout) -> Tensor:
     return _filled(decode(encoded).reshape(layout.rows, layout.cols), layout)
 
 
-def _filled(matrix: Tensor, layout: Layout) -> Tensor:
+def _filled(matrix: Tensor, layout: CodeLayout) -> Tensor:
     """Columns of zeros up to whole blocks."""
     return torch.nn.functional.pad(matrix, (0, layout.filled - layout.cols)).contiguous()
 
 
-def _column_weights(moments: Tensor | None, layout: Layout, device: torch.device, name: str) -> Tensor:
+def _column_weights(moments: Tensor | None, layout: CodeLayout, device: torch.device, name: str) -> Tensor:
     if moments is None:
         weights = torch.ones(layout.cols, device=device)
     else:
@@ -160,7 +160,7 @@ def _column_weights(moments: Tensor | None, layout: Layout, device: torch.device
     return torch.nn.functional.pad(weights, (0, layout.filled - layout.cols))
 
 
-def _checked_hessian(hessian: Tensor, layout: Layout, device: torch.device, name: str) -> Tensor:
+def _checked_hessian(hessian: Tensor, layout: CodeLayout, device: torch.device, name: str) -> Tensor:
     _check_statistics(hessian, (layout.cols, layout.cols), "hessian", name)
     if not float(hessian.diagonal().sum()) > 0:
         raise FormatError(f"{name}: the diagonal of `hessian` adds up to zero: no input was seen; leave it out")
