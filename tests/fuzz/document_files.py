@@ -195,8 +195,8 @@ def small_report() -> Any:
 
 def read_fp8_policy(path: Path) -> None:
     from bitplan.plan.fp8.choice import choose_products
+    from bitplan.plan.fp8.kinds import KINDS
     from bitplan.plan.fp8.policy import Question, decide, load_policy, read_policy
-    from bitplan.plan.fp8.terms import KINDS
 
     policy = load_policy(path)
     for kind in KINDS:
