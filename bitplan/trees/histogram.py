@@ -16,9 +16,10 @@ from bitplan.kernels.base.jit import on_threads, thread_count
 from bitplan.trees.binning import BinnedRows
 from bitplan.trees.gradients import Array, GradientPrecision, Gradients
 from bitplan.trees.loops import histogram as kernels
-from bitplan.trees.loops.histogram import BINS, GROUP, NARROW_ROWS, PANEL
+from bitplan.trees.loops.histogram import BINS, GROUP, PANEL
 
 WIDE = 3  # words: gradient, hessian, rows
+NARROW_ROWS = kernels.NARROW_ROWS  # that narrow cells hold
 ENTER_ROWS = 2**16
 # By precision: how entries are made, the loops that add them, words of a narrow cell.
 _WAYS = {
@@ -124,9 +125,7 @@ class HistogramBuilder:
 
     def _add_rows(self, entries: Array, cells: Array) -> None:
         held = self._gradients
-        more: tuple[object, ...] = ()
-        if held.precision is GradientPrecision.F32:
-            pairs = np.empty(2 * kernels.CHUNK, np.int64)
-            more = entries.view(np.float32), held.hessians, held.grad_scale, held.hess_scale, pairs
+        pairs = np.empty(2 * kernels.CHUNK if held.precision is GradientPrecision.F32 else 0, np.int64)
+        more = held.hessians.view(np.uint8), held.grad_scale, held.hess_scale, pairs
         for panel, add, first in self._panels:
             add(panel, entries, *more, cells[first * self._narrow :] if first else cells)

@@ -12,6 +12,8 @@ from typing import Any
 from bitplan.plan import Manifest, Plan, check_headers, expand_raw_map
 from bitplan.plan.check import Header
 from bitplan.records import read_json
+from bitplan.searching import SearchEvidence
+from bitplan.searching.decide.solve import front
 from tests.fuzz.weight_files import written
 
 DOCUMENTS = Path(__file__).parents[2] / "docs" / "documents"
@@ -29,6 +31,12 @@ def example_text(page: str, number: int = 0) -> str:
 @functools.cache
 def _examples(page: str) -> list[tuple[str, str]]:
     return re.findall(r"^```(jsonl?)\n(.*?)^```$", (DOCUMENTS / f"{page}.md").read_text(), re.DOTALL | re.MULTILINE)
+
+
+def read_evidence(path: Path) -> None:
+    evidence = SearchEvidence.load(path)
+    assert front(evidence, points=3)
+    assert SearchEvidence.from_document(json.loads(json.dumps(evidence.to_document()))).to_document()
 
 
 def read_plan(path: Path) -> None:
@@ -187,8 +195,8 @@ def small_report() -> Any:
 
 def read_fp8_policy(path: Path) -> None:
     from bitplan.plan.fp8.choice import choose_products
+    from bitplan.plan.fp8.kinds import KINDS
     from bitplan.plan.fp8.policy import Question, decide, load_policy, read_policy
-    from bitplan.plan.fp8.terms import KINDS
 
     policy = load_policy(path)
     for kind in KINDS:

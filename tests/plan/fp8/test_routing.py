@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from bitplan.plan.fp8.terms import Fp8Error
-from bitplan.runtime.fp8.bench.routing import route_tokens
+from bitplan.plan.fp8.kinds import Fp8Error
+from bitplan.runtime.fp8.bench.modules import route_tokens
 
 
 @pytest.mark.parametrize("routing", ["uniform", "zipf"])

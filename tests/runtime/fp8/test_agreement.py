@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 from torch import nn
 
 from bitplan.cli.verbs.fp8 import explain
+from bitplan.plan.fp8.kinds import GEMMS, PRODUCTS
 from bitplan.plan.fp8.merge import to_thresholds
 from bitplan.plan.fp8.policy import load_policy
-from bitplan.plan.fp8.terms import GEMMS, PRODUCTS
 from bitplan.plan.fp8.token_ranges import BandPolicy
 from bitplan.runtime.fp8.adapters import torchao_filter, transformer_engine_decision
 from bitplan.runtime.fp8.apply import apply_fp8

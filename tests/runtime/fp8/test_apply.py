@@ -12,8 +12,8 @@ import transformers
 from torch import nn
 
 from bitplan.measure.speed.paired_timing import CpuStopwatch
+from bitplan.plan.fp8.kinds import FingerprintError, Fp8Error, PolicyError, PolicyKindError, PolicyVersionError
 from bitplan.plan.fp8.merge import merge_reports, to_thresholds
-from bitplan.plan.fp8.terms import FingerprintError, Fp8Error, PolicyError, PolicyKindError, PolicyVersionError
 from bitplan.runtime.fp8 import apply as fp8_apply
 from bitplan.runtime.fp8.apply import apply_fp8, apply_fp8_config
 from bitplan.runtime.fp8.layers.linear import Fp8Linear

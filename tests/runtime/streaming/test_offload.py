@@ -299,11 +299,11 @@ class FailOnce:
         self.act, self.armed, self.copy = act, False, device._copy
         device._copy = self
 
-    def __call__(self, target, source):
+    def __call__(self, direction, queue, target, source, after):
         if self.armed and target.nbytes == INPUT_BYTES:
             self.armed = False
             self.act()
-        return self.copy(target, source)
+        return self.copy(direction, queue, target, source, after)
 
 
 def stop_thread() -> None:

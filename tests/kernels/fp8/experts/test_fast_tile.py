@@ -9,7 +9,7 @@ from torch import Tensor
 pytest.importorskip("triton")
 
 from bitplan.errors import FormatError
-from bitplan.kernels.fp8.experts.fast_tile import plan_pairs
+from bitplan.kernels.fp8.experts.fast_tile import MATRICES_LAUNCHES, plan_pairs
 from bitplan.kernels.fp8.experts.layout import GroupedFp8, GroupLayout, GroupSizes
 from bitplan.kernels.fp8.experts.products import cast_experts, cast_tokens, lay_out
 from bitplan.kernels.fp8.guessed_cast import counts_of, new_state
@@ -205,7 +205,7 @@ def test_the_check_casts_only_experts_again_whose_guess_was_wrong(device) -> Non
     codes = torch.empty((3, 48, 80), dtype=torch.float8_e4m3fn, device=device)
     scale = torch.empty((3, 48), device=device)
     sizes = GroupSizes(3, 80, 48, matrix_rows=48)
-    _, cast, check = plan_pairs(sizes, "tensor", "e4m3", 0.0, (True, False), True)
+    _, cast, check = plan_pairs(sizes, "tensor", "e4m3", 0.0, (True, False), True, MATRICES_LAUNCHES["tensor"])
     assert check is not None
     pointers = (flat, state, codes, scale, *(None,) * 7)
     cast(*pointers)

@@ -8,8 +8,8 @@ from dataclasses import replace
 import pytest
 import torch
 
+from bitplan.plan.fp8.kinds import FingerprintError, Fp8Error
 from bitplan.plan.fp8.merge import to_thresholds
-from bitplan.plan.fp8.terms import FingerprintError, Fp8Error
 from bitplan.plan.fp8.token_ranges import BandPolicy
 from bitplan.runtime.fp8.bench import confirm_policy as fp8_confirm_policy
 from bitplan.runtime.fp8.bench.confirm_model import SmallModel, plan_small_model

@@ -1,4 +1,4 @@
-"""Terms of adaptive FP8: module kinds, GEMMs, recipes, answers, and how tokens are counted.
+"""The kinds that adaptive FP8 knows: of modules, GEMMs, recipes, answers, and how tokens are counted.
 
 They are LoongForge's, and every module of adaptive FP8 uses them:
 
@@ -13,7 +13,7 @@ They are LoongForge's, and every module of adaptive FP8 uses them:
 
 from __future__ import annotations
 
-from bitplan.documents import Kind, one_of
+from bitplan.documents import Kind, is_number, one_of
 from bitplan.errors import BitplanError, FileFormatError
 from bitplan.formats.fp8_recipes import RECIPES
 
@@ -41,6 +41,9 @@ DEFAULT_THRESHOLD = 1.0
 
 WIN, LOSE, UNDECIDED, UNMEASURED = "win", "lose", "undecided", "unmeasured"
 ANSWERS = (WIN, LOSE, UNDECIDED, UNMEASURED)
+
+
+TIME_MS = Kind("a time from 1e-6 to 1e9 milliseconds", lambda value: is_number(value) and 1e-6 <= value <= 1e9)
 
 
 class Fp8Error(BitplanError, ValueError):
