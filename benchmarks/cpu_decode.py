@@ -219,8 +219,11 @@ def main() -> None:
             model = AutoModelForCausalLM.from_pretrained(
                 options.model.parent, gguf_file=options.model.name, dtype=torch.float32
             )
-            model.save_pretrained(folder)
-            del model
+            del model.config.quantization_config  # transformers would not save what came from GGUF
+            plain = AutoModelForCausalLM.from_config(model.config, dtype=torch.float32)
+            plain.load_state_dict(model.state_dict())
+            plain.save_pretrained(folder)
+            del model, plain
             document["model"] = options.model.name
             document["model_rows"] = model_rows(folder, list(MODEL_FORMATS), max(2, options.repeats // 3))
             document["memory"] = memory_rows(folder, options.threads)
