@@ -75,8 +75,9 @@ def prepare(request: ExportRequest) -> GGUFExport:
         inputs = [*file.files, *([request.importance] if request.importance else [])]
         check_gguf_output(request.output, request.part_bytes, inputs=inputs, force=request.force)
         plan = plan_for_file(file, request.formats, keep=request.keep, only=request.only, output="out.gguf")
+        left_out: dict[str, str] = {}
         if isinstance(file, GGUFTensors):
-            outgoing, metadata, left_out = list(_same_names(file, plan)), dict(file.metadata), {}
+            outgoing, metadata = list(_same_names(file, plan)), dict(file.metadata)
         else:
             outgoing, metadata, left_out = _from_folder(file, plan, request)
         for item in outgoing:
