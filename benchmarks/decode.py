@@ -1,6 +1,6 @@
 """Whole models on packed weights, the way people run them, against BF16 in the same run.
 
-    python benchmarks/decode.py [--sizes 1b,8b] [--formats mxfp4,...] [--batches 1,4,16,64] [--output FILE]
+    python benchmarks/decode.py [--models "8b:bfloat16:1,4 8b:mxfp4:1,4"] [--parts decode,host] [--output FILE]
 
 A llama of 1B's or 8B's shape with 16 layers and random weights; all linear layers and the output are packed, q/k/v and
 gate/up joined. Milliseconds for one token of each sequence, 512 tokens in a static cache, in three modes:
@@ -10,8 +10,9 @@ gate/up joined. Milliseconds for one token of each sequence, 512 tokens in a sta
     graph       compiled, and the whole step captured in a CUDA graph
 
 and of a prefill of 2048 tokens, compiled. The floor of a row is what must be read (weights and cache) over the
-bandwidth of a device copy, and the kernels of a step times what a kernel costs in a graph that does nothing. `cached` has a
-TileCache of the whole model, which `auto` uses where it is faster; its bytes are in `memory_gib`.
+bandwidth of a device copy, and the kernels of a step times what a kernel costs in a graph that does nothing. "+cache"
+has a TileCache for the whole model, which `auto` uses where it is faster; its bytes are in `memory_gib`. `off` is how
+far the logits of a mode lie from those of eager, relative to their norm.
 
 generate   transformers' own `generate` of 32 tokens, eager, BF16 and mxfp4
 peers      torchao's weight-only int4 and int8 in the same model, where it is installed
@@ -28,20 +29,25 @@ import statistics
 import time
 import traceback
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import harness
 import torch
 from llama_decode import SHAPES, VOCABULARY, DecodingLlama
-from torch import nn
+from torch import Tensor, nn
 
 from bitplan.runtime.packed.joint import fuse_projections
 from bitplan.runtime.packed.quant_linear import QuantLinear
 from bitplan.runtime.packed.tile_cache import TileCache
+from bitplan.runtime.packed.warm_up import warm_up
 
-FORMATS = ("mxfp4", "int4_g32", "nvfp4", "int8_g128", "fp8_e4m3_row")
-BATCHES = (1, 4, 16, 64)
+MODELS = (
+    "8b:bfloat16:1,4,16,64 8b:mxfp4:1,4,16,64 8b:int8_g128:1,4,16,64 8b:mxfp4+cache:4,16,64 8b:int4_g32:1,64 "
+    "8b:nvfp4:1,64 8b:fp8_e4m3_row:1,64 1b:bfloat16:1,64 1b:mxfp4:1,64 1b:int8_g128:1,64 8b:int8_g128+cache:16,64 "
+    "1b:int4_g32:1 1b:nvfp4:1 1b:fp8_e4m3_row:1"
+)
 CONTEXT, PREFILL, STEPS = 512, 2048, 8
 REPEATS = 7
 Row = dict[str, Any]
@@ -89,16 +95,17 @@ def model_bytes(model: nn.Module) -> int:
 
 
 def step_of(model: DecodingLlama, batch: int, device: str) -> Step:
+    torch.manual_seed(batch)  # the same cache and tokens each time
     model.prepare(batch)
     ids = torch.randint(0, VOCABULARY, (batch, 1), device=device)
     position = torch.tensor([CONTEXT - 1], device=device)
     return lambda: model.step(ids, position)
 
 
-def wall_ms(run: Step) -> list[float]:
+def wall_ms(run: Step, repeats: int = REPEATS) -> list[float]:
     """Milliseconds a step, the host's time included, by batches of steps that nobody waits for in between."""
     samples = []
-    for _ in range(REPEATS):
+    for _ in range(repeats):
         _synchronize()
         started = time.perf_counter()
         for _ in range(STEPS):
@@ -160,37 +167,46 @@ def measure(size: str, fmt: str, batches: tuple[int, ...], device: str, floor: R
     cache = TileCache(weights + 2**30) if cached else None
     before = torch.cuda.memory_allocated() if device == "cuda" else 0
     model = build(size, fmt, device, cache)
+    name = fmt + ("+cache" if cached else "")
     started = time.perf_counter()
     with torch.no_grad():
-        for batch in batches:
-            step_of(model, batch, device)()  # measures and prepares
+        warm_up(model, batches)
         _synchronize()
         first_use = time.perf_counter() - started
-        if not cached:
-            yield {
-                "size": size,
-                "format": fmt,
-                "batch": 1,
-                "mode": "eager",
-                "first_use_s": round(first_use, 2),
-                **_times(wall_ms(step_of(model, 1, device))),
-            }
+        expected = {}
+        for batch in batches:
+            run = step_of(model, batch, device)
+            expected[batch] = run()
+            if batch == 1:
+                gc.collect()
+                gc.freeze()  # what compilers left behind would be looked through again and again
+                samples = wall_ms(run, 2 * REPEATS)
+                yield {
+                    "size": size,
+                    "format": name,
+                    "batch": 1,
+                    "mode": "eager",
+                    "first_use_s": round(first_use, 2),
+                    **_times(samples),
+                }
         torch._dynamo.reset()
         compile_layers(model)
         for batch in batches:
-            with guarded(f"{size} {fmt} {batch}"):
+            with guarded(f"{size} {name} {batch}"):
                 started = time.perf_counter()
                 run = step_of(model, batch, device)
-                run()
-                _synchronize()
+                off = _off(run(), expected.pop(batch))
                 row = {
                     "size": size,
-                    "format": fmt + ("+cache" if cached else ""),
+                    "format": name,
                     "batch": batch,
                     "compile_s": round(time.perf_counter() - started, 1),
+                    "off": off,
                     "picks": picks(model),
                 }
-                if batch == 1 and not cached:
+                gc.collect()
+                gc.freeze()
+                if batch == 1:
                     yield row | {"mode": "compiled"} | _times(wall_ms(run))
                 if device != "cuda":
                     continue
@@ -210,20 +226,25 @@ def measure(size: str, fmt: str, batches: tuple[int, ...], device: str, floor: R
                     **({"top": top} if batch == 1 else {}),
                 }
                 del graph
-        if PREFILL and device == "cuda":
-            with guarded(f"{size} {fmt} prefill"):
+        if device == "cuda" and (size == "8b" or fmt == "bfloat16"):
+            with guarded(f"{size} {name} prefill"):
                 ids = torch.randint(0, VOCABULARY, (1, PREFILL), device=device)
-                run = lambda: model.prefill(ids)
-                run()
-                samples = wall_ms(run)
+                warm_up(model, (PREFILL,))
+                model.prefill(ids)
+                samples = wall_ms(lambda: model.prefill(ids))
                 yield {
                     "size": size,
-                    "format": fmt + ("+cache" if cached else ""),
+                    "format": name,
                     "batch": 1,
                     "mode": "prefill",
+                    "memory_gib": round((torch.cuda.memory_allocated() - before) / 2**30, 2),
                     "picks": picks(model),
                     **_times(samples),
                 }
+
+
+def _off(logits: Tensor, expected: Tensor) -> float:
+    return round(float((logits.float() - expected.float()).norm() / expected.float().norm()), 4)
 
 
 def kv_bytes(size: str, batch: int) -> int:
@@ -288,6 +309,7 @@ def generate(device: str) -> list[Row]:
             pack(model, fmt, None)
             fuse_projections(model)
         samples = []
+        gc.freeze()
         for _ in range(4):
             _synchronize()
             started = time.perf_counter()
@@ -333,17 +355,14 @@ def guarded(what: str) -> Iterator[None]:
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--sizes", default="1b,8b")
-    parser.add_argument("--formats", default=",".join(FORMATS))
-    parser.add_argument("--cached", default="mxfp4")
-    parser.add_argument("--batches", default=",".join(map(str, BATCHES)))
+    parser.add_argument("--models", default=MODELS, help="SIZE:FORMAT[+cache]:BATCH,BATCH... with spaces between")
     parser.add_argument("--parts", default="decode,host,generate,peers")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--seconds", type=float, default=1e9, help="begin no new model after so many")
     parser.add_argument("--output", type=Path)
     args = parser.parse_args()
     began = time.perf_counter()
-    batches, parts = tuple(map(int, args.batches.split(","))), args.parts.split(",")
+    parts = args.parts.split(",")
     on_gpu = args.device == "cuda"
     floor: Row = {"copy_bytes_per_s": 1e11, "kernel_us": 0.0}
     if on_gpu:
@@ -378,25 +397,21 @@ def main() -> None:
         with guarded("host"):
             document["host_us"] = host_us(args.device)
             print("host us", document["host_us"], flush=True)
-    for size in args.sizes.split(",") if "decode" in parts else ():
-        models = [
-            ("bfloat16", False),
-            *((fmt, False) for fmt in args.formats.split(",") if fmt),
-            *((fmt, True) for fmt in args.cached.split(",") if fmt),
-        ]
-        for fmt, cached in models:
-            if time.perf_counter() - began < args.seconds:
-                with guarded(f"{size} {fmt}"):
-                    chosen = tuple(each for each in batches if each >= 16) if cached else batches
-                    add(measure(size, fmt, chosen, args.device, floor, cached=cached))
-            else:
-                faults.append(f"{size} {fmt}: no time was left")
-    if "generate" in parts and time.perf_counter() - began < args.seconds:
-        with guarded("generate"):
-            add(generate(args.device))
-    if "peers" in parts and time.perf_counter() - began < args.seconds:
-        with guarded("peers"):
-            add(peers("8b", batches[:1], args.device))
+    models = args.models.split() if "decode" in parts else []
+    jobs: list[tuple[str, Callable[[], Iterator[Row] | list[Row]]]] = []
+    for each in models:
+        size, name, batches = each.split(":")
+        counts, fmt = tuple(map(int, batches.split(","))), name.removesuffix("+cache")
+        cached = name != fmt
+        jobs.append((each, partial(measure, size, fmt, counts, args.device, floor, cached=cached)))
+    later = [("generate", partial(generate, args.device)), ("peers", partial(peers, "8b", (1,), args.device))]
+    jobs[4:4] = [job for job in later if job[0] in parts]
+    for what, job in jobs:
+        if time.perf_counter() - began > args.seconds:
+            faults.append(f"{what}: no time was left")
+            continue
+        with guarded(what):
+            add(job())
     save()
 
 

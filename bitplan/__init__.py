@@ -124,5 +124,6 @@ __getattr__, __dir__ = lazy_names(
     parts=("formats", "kernels", "measure", "plan", "report", "runtime", "searching", "store", "trees"),
 )
 
-if "transformers.quantizers.auto" in sys.modules:  # already imported: its from_pretrained knows packed folders at once
-    import bitplan.transformers  # noqa: F401
+_theirs = sys.modules.get("transformers")
+if int(str(getattr(_theirs, "__version__", "0")).partition(".")[0]) >= 5:
+    import bitplan.transformers  # noqa: F401 (imported already: its from_pretrained knows packed folders at once)

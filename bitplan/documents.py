@@ -110,7 +110,7 @@ def document_key(kind: Kind, default: Any = MISSING, *, factory: Any = MISSING) 
 
 
 def keys_of(dataclass_type: type) -> dict[str, Kind]:
-    """The fields of a dataclass that were made by `document_key`, as `Reader.keys` takes them."""
+    """The fields of a dataclass that were made by `document_key`, and what each must be."""
     return {each.name: each.metadata["kind"] for each in fields(dataclass_type) if "kind" in each.metadata}
 
 
@@ -140,6 +140,13 @@ class Reader:
             if key not in value:
                 self.miss(prefix + key, known[key].text)
         return value
+
+    def fields_of(self, dataclass_type: type, path: str, value: Any, *, every: bool = False) -> dict[str, Any]:
+        """The object at `path`, by the fields of a dataclass that `document_key` made; those without a default must be
+        there, or `every` one."""
+        known = keys_of(dataclass_type)
+        bare = (each for each in fields(dataclass_type) if each.default is each.default_factory is MISSING)
+        return self.keys(path, value, known, known if every else [each.name for each in bare])
 
     def version(self, document: Any, expected: int) -> None:
         """Checked before the other keys: those of another version are not ours to judge."""

@@ -25,7 +25,8 @@ from execnet.gateway_base import ExecModel, Popen2IO
 from tests.processes import SERVER
 
 
-def pytest_configure(config: pytest.Config) -> None:
+def fork_workers(config: pytest.Config) -> None:
+    """Have pytest-xdist fork its workers, if there are to be any and this is not one of them."""
     count = len(getattr(config.option, "tx", None) or [])
     if not count or hasattr(config, "workerinput") or getattr(config.option, "cov_source", None):
         return
@@ -49,7 +50,10 @@ class _ForkedWorker(Popen2IO):
     """The controller's side of a worker, as execnet wants it."""
 
     def __init__(self, process: BaseProcess, requests: Connection, answers: Connection, model: ExecModel) -> None:
-        self._process, self._pid = process, answers.recv()
+        try:
+            self._process, self._pid = process, answers.recv()
+        except EOFError:
+            raise pytest.UsageError("the process that imports the test files ended: pytest -n 0 shows why") from None
         super().__init__(os.fdopen(os.dup(requests.fileno()), "wb"), os.fdopen(os.dup(answers.fileno()), "rb"), model)
         requests.close()
         answers.close()
@@ -64,7 +68,8 @@ class _ForkedWorker(Popen2IO):
 
 def _read_and_fork(files: list[str], pipes: list[tuple[Connection, Connection]]) -> None:
     """Import the test files once, become the parent of the workers, and wait for them."""
-    forkserver._forkserver.ensure_running = lambda: None  # type: ignore[attr-defined]  # workers use this one's server
+    if not hasattr(forkserver._forkserver, "_forkserver_authkey"):  # which Python 3.14 keeps from the server's children
+        forkserver._forkserver.ensure_running = lambda: None  # workers use the server that this process comes from
     with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere):
         pytest.main(["--collect-only", "-p", "no:randomly", "--capture=no", *files])
     gc.freeze()  # what is in memory by now is shared by the workers, unless their collectors write to it

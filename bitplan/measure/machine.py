@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from bitplan.measure.cache_folder import cache_dir
-from bitplan.measure.lacks import cpu_flags, find_lacks
+from bitplan.measure.missing_features import cpu_flags, find_lacks
 from bitplan.version import __version__
 
 if TYPE_CHECKING:

@@ -52,7 +52,7 @@ def bench_models(
         raise MeasureError("batches, prompt tokens and repeats must be 1 or more, and tokens 2 or more")
     for lm in models:
         lm.check_context(prompt_tokens + tokens)
-    rows = []
+    rows, sizes = [], [weight_bytes(lm.model) for lm in models]
     for batch in batches:
         prefills: list[list[float]] = [[] for _ in models]
         steps: list[list[float]] = [[] for _ in models]
@@ -76,7 +76,7 @@ def bench_models(
                     prefill_tokens_per_second=batch * prompt_tokens / prefill_s,
                     decode_ms=1000 * each,
                     decode_tokens_per_second=batch / each,
-                    weight_bytes=weight_bytes(lm.model),
+                    weight_bytes=sizes[index],
                     speedup=reference / each if index + 1 < len(models) else None,
                 )
             )

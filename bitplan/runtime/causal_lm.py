@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from bitplan.errors import MeasureError
 from bitplan.measure.quality.perplexity import windows_of
 from bitplan.optional import require
-from bitplan.store.files.headers import check_model_source
+from bitplan.store.files.headers import check_model_source, is_gguf
 from bitplan.store.files.open_files import open_tensors
 from bitplan.store.files.safetensors_tensors import NativeTensors
 from bitplan.store.files.tensor_file import TensorFile
@@ -135,12 +135,11 @@ def load_causal_lm(path: str | Path, *, config: str | Path | None = None) -> Cau
     """Read a model; `config` is a folder with config.json and tokenizer, for a file that holds weights alone."""
     source = Path(path)
     folder = check_model_source(source, None if config is None else Path(config))
-    is_gguf = source.suffix == ".gguf"
-    for library in ("accelerate", "transformers") if is_gguf else ("transformers",):
+    for library in ("accelerate", "transformers") if is_gguf(source) else ("transformers",):
         require(library, purpose=f"reading {source.name}", extra="models")
     with open_tensors(source) as file, silence_transformers():
         stored = {name: spec.nbytes for name, spec in file.specs.items()}
-        if is_gguf and config is None:
+        if is_gguf(source) and config is None:
             tokenizer, model = _read_gguf(source, file)
         else:
             tokenizer = _read("AutoTokenizer", source, "the tokenizer", _place(folder))

@@ -17,11 +17,10 @@ import torch
 from torch import Tensor, nn
 
 from bitplan.errors import MeasureError
-from bitplan.optional import require
 from bitplan.runtime.causal_lm import CausalLM
 from bitplan.runtime.packed.checkpoints.load import load_packed
 from bitplan.runtime.packed.gpt_oss.load import is_gpt_oss
-from bitplan.runtime.packed.read_packed import device_of
+from bitplan.runtime.packed.read_packed import device_of, require_transformers
 from bitplan.store.models.transformers_names import REPORTED, first_line, require_complete, silence_transformers
 from bitplan.store.packed_folder import is_packed_config, read_config
 
@@ -34,15 +33,16 @@ def load_for_running(
     dtype   of weights that are not packed: float32 on a CPU, else as the folder has them
     """
     place, source = device_of(device), Path(folder)
-    require("transformers", purpose=f"{folder}: running it", extra="models", least=5)
+    require_transformers(str(folder))
     wanted = dtype or (torch.float32 if place.type == "cpu" else None)
     config = read_config(source)
     if is_packed_config(config) or is_gpt_oss(source):
         model = load_packed(source, device=place, dtype=wanted).model
     else:
         model = _load_plain(source, place, wanted)
-    if not hasattr(model, "generate") or not model.can_generate():  # type: ignore[operator]
-        raise MeasureError(f"{folder}: {type(model).__name__} is no causal language model, and generates no text")
+    is_pair = bool(getattr(getattr(model, "config", None), "is_encoder_decoder", False))
+    if is_pair or not model.can_generate():  # type: ignore[operator]
+        raise MeasureError(f"{folder}: {type(model).__name__} is no causal language model, and continues no text")
     return CausalLM(model.eval(), _tokenizer(source), str(folder))
 
 
@@ -105,7 +105,7 @@ def generate_text(
         raise MeasureError("a prompt of at least one letter, 1 token or more and a temperature from 0 are needed")
     device = lm.device
     ids = _prompt_ids(lm, prompt, chat).to(device)
-    ends = _end_tokens(lm)
+    ends, size = _end_tokens(lm), weight_bytes(lm.model)
     draw = torch.Generator(device=device).manual_seed(seed)
     cache: Any = None
     made: list[int] = []
@@ -134,7 +134,7 @@ def generate_text(
         tokens=len(made),
         prefill_s=first - started,
         tokens_per_second=(len(made) - 1) / seconds if len(made) > 1 else None,
-        weight_bytes=weight_bytes(lm.model),
+        weight_bytes=size,
         peak_bytes=peak_bytes(device),
         device=str(device),
     )

@@ -10,7 +10,8 @@ if TYPE_CHECKING:
     from bitplan.searching.errors import EvidenceFileError, GoalError, SearchError
     from bitplan.searching.evidence import FormatCost, SearchEvidence, TensorGroup
     from bitplan.searching.goal import Goal
-    from bitplan.searching.run import SearchResult, search
+    from bitplan.searching.result import SearchResult
+    from bitplan.searching.run import Searcher, search
 
 __all__ = [
     "EvidenceFileError",
@@ -20,6 +21,7 @@ __all__ = [
     "SearchError",
     "SearchEvidence",
     "SearchResult",
+    "Searcher",
     "Solution",
     "TensorGroup",
     "explain_plan",
@@ -34,7 +36,8 @@ __getattr__, __dir__ = lazy_names(
         "evidence": ("FormatCost", "SearchEvidence", "TensorGroup"),
         "decide.explain": ("explain_plan",),
         "goal": ("Goal",),
-        "run": ("SearchResult", "search"),
+        "result": ("SearchResult",),
+        "run": ("Searcher", "search"),
         "decide.solve": ("Solution", "solve"),
     },
 )

@@ -43,6 +43,11 @@ class Goal:
         limits += [self.nbytes] if self.nbytes is not None else []
         return min(limits) if limits else None
 
+    @property
+    def asks_for_fewest_bytes(self) -> bool:
+        """Whether nothing but a distance is given."""
+        return self.bits is None and self.nbytes is None and self.faster is None
+
     def to_dict(self) -> dict[str, Any]:
         given = {"bits": self.bits, "bytes": self.nbytes, "max_kl": self.max_kl, "faster": self.faster}
         found: dict[str, Any] = {key: value for key, value in given.items() if value is not None}

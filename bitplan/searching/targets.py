@@ -20,25 +20,12 @@ class Target:
     loads_others: bool = False  # whether formats beyond the usual candidates may be asked for
 
 
-_GGUF = (
-    "q2_k_gguf",
-    "q3_k_gguf",
-    "iq4_nl_gguf",
-    "q4_0_gguf",
-    "q4_k_gguf",
-    "q4_1_gguf",
-    "q5_0_gguf",
-    "q5_k_gguf",
-    "q5_1_gguf",
-    "q6_k_gguf",
-    "q8_0_gguf",
-    "bfloat16",
-)
+_GGUF = ("q2_k_gguf", "q3_k_gguf", "iq4_nl_gguf", "q4_k_gguf", "q5_k_gguf", "q6_k_gguf", "q8_0_gguf")
 TARGETS = {
     target.name: target
     for target in (
-        Target("bitplan", (*_GGUF[:-1], "mxfp4", "nvfp4", "int4_g32", "int8_row", "bfloat16"), True, True),
-        Target("llama.cpp", (*_GGUF[:-1], "mxfp4_gguf", "bfloat16"), fused=False),
+        Target("bitplan", (*_GGUF, "mxfp4", "nvfp4", "int4_g32", "int8_row", "bfloat16"), True, True),
+        Target("llama.cpp", (*_GGUF, "q4_0_gguf", "q4_1_gguf", "q5_0_gguf", "q5_1_gguf", "bfloat16"), fused=False),
         Target("vllm", ("mxfp4", "nvfp4", "int4_g32", "int8_row", "fp8_e4m3_row", "bfloat16"), fused=True),
         Target("mlx", ("mxfp4", "nvfp4", "mxfp8_e4m3", "bfloat16"), fused=False),
     )

@@ -89,20 +89,19 @@ def read_packed_plan(folder: Path, config: Mapping[str, Any]) -> Plan:
     return Plan.load(plan_path(folder, config))
 
 
-def plan_path(folder: Path, config: Mapping[str, Any] | None = None) -> Path:
-    """Where the plan of a packed folder lies; the digest in the config must be its own."""
-    config = read_config(folder) if config is None else config
+def check_packed_config(folder: Path, config: Mapping[str, Any]) -> dict[str, Any]:
+    """A config's `quantization_config`; one line where it is not bitplan's, or of a version to come."""
     where = f"{folder / CONFIG}: quantization_config"
     if not is_packed_config(config):
-        said = config.get("quantization_config")
-        if not isinstance(said, dict) or said.get("quant_method") is None:
+        other = config.get("quantization_config")
+        if not isinstance(other, dict) or other.get("quant_method") is None:
             raise FileFormatError(f"{folder}: is not packed; `bitplan quantize` packs it")
         raise FileFormatError(
-            f"{where}: quant_method {said['quant_method']!r}, which bitplan does not load; `bitplan quantize` packs "
+            f"{where}: quant_method {other['quant_method']!r}, which bitplan does not load; `bitplan quantize` packs "
             "the folder of the model in bfloat16 or float32"
         )
     reader = Reader(where, FileFormatError, strict=False)  # transformers may add keys of its own
-    said = config["quantization_config"]
+    said: dict[str, Any] = config["quantization_config"]
     version = said.get("version")
     if type(version) is int and version > VERSION:
         raise FileFormatError(
@@ -110,7 +109,14 @@ def plan_path(folder: Path, config: Mapping[str, Any] | None = None) -> Path:
             "install a newer bitplan"
         )
     reader.keys("", said, _KEYS, tuple(_KEYS))
-    name = said["plan"]
+    return said
+
+
+def plan_path(folder: Path, config: Mapping[str, Any] | None = None) -> Path:
+    """Where the plan of a packed folder lies; the digest in the config must be its own."""
+    said = check_packed_config(folder, read_config(folder) if config is None else config)
+    where = f"{folder / CONFIG}: quantization_config"
+    name: str = said["plan"]
     path = folder / name
     if Path(name).name != name or not path.is_file():
         raise FileFormatError(f"{where}: the plan {name[:80]!r} is not in the folder; copy or quantize it again")

@@ -52,6 +52,7 @@ def prepared(tmp_path_factory):
     assert run(["quantize", f"{at}/model.safetensors", packed, "--format", "mxfp4", "--keep", "*norm*"]) == 0
     assert run(["plan", "llama", f"{at}/model.safetensors", "-o", f"{at}/plan.json"]) == 0
     assert run(["quantize", f"{at}/llama", f"{at}/packed", "--format", "int8_row"]) == 0
+    assert run(["plan", f"{at}/model.safetensors", "--format", "int8_row", "-o", f"{at}/other.json"]) == 0
     assert run(["drift", f"{at}/model.safetensors", packed, "--jsonl", f"{at}/drift.jsonl"]) == 0
     assert run(["merge-policy", "--reports", f"{at}/tp1.json", f"{at}/tp2.json", "--output", f"{at}/policy.json"]) == 0
     return folder

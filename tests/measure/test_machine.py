@@ -8,8 +8,8 @@ import torch
 from bitplan.kernels.codec import dispatch
 from bitplan.kernels.matmul import cpu_fused
 from bitplan.measure import machine
-from bitplan.measure.lacks import CPU_TORCH, find_lacks
 from bitplan.measure.machine import examine_machine, find_libraries, measure_bandwidth, meets
+from bitplan.measure.missing_features import CPU_TORCH, find_lacks
 from tests.processes import Program
 
 

@@ -11,7 +11,7 @@ from bitplan.cli.show import Force, Json, human_bytes, progress, say, show_json,
 
 if TYPE_CHECKING:
     from bitplan.plan import Plan
-    from bitplan.searching.run import SearchResult
+    from bitplan.searching.result import SearchResult
 
 Bits = Annotated[float | None, typer.Option("--bits", help="At most this many bits a weight, scales included.")]
 Bytes = Annotated[str | None, typer.Option("--bytes", metavar="SIZE", help="At most this size: 6GB, 900MB.")]
@@ -100,11 +100,9 @@ def search(
 
 def _prepare_folder(out: Path, force: bool) -> None:
     """The folder is made; with --force, what an earlier search left is begun again."""
-    from bitplan.searching.gather.collect import EVIDENCE, STATISTICS
-
     out.mkdir(parents=True, exist_ok=True)
     if force:
-        for name in (EVIDENCE, STATISTICS):
+        for name in ("evidence.json", "evidence.safetensors", "statistics.safetensors"):
             (out / name).unlink(missing_ok=True)
 
 
@@ -132,7 +130,10 @@ def _show(result: SearchResult, out: Path) -> None:
     )
     if result.lost:
         say(f"the search lost: {result.winner.label} is better and within the goal, so plan.json is that")
-    say(f"plan: {out / 'plan.json'}; bitplan quantize {evidence.model} OUT --plan {out / 'plan.json'}")
+    say(
+        f"apply it: bitplan quantize {evidence.model} OUT --plan {out / 'plan.json'} "
+        f"--evidence {out / 'evidence.safetensors'}"
+    )
 
 
 def diff(
@@ -143,7 +144,7 @@ def diff(
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """What two plans do differently, and what it costs in bytes, and with evidence in nats. Exit 1 where they differ.
+    """What two plans do differently, and what that costs in bytes and, where it is known, in nats.
 
     Example: bitplan diff plan.json other.json
     """
@@ -157,7 +158,6 @@ def diff(
         show_json(compared.to_dict())
     else:
         _show_difference(compared.to_dict(), first, second, old, new)
-    raise typer.Exit(1 if compared.rows else 0)
 
 
 def _show_difference(found: dict[str, Any], first: Path, second: Path, old: Plan, new: Plan) -> None:

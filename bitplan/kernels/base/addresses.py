@@ -60,10 +60,6 @@ def _sum(writer: VectorWriter, vector: Any) -> Any:
     return writer.builder.call(function, [ir.Constant(lane, 0.0), vector], fastmath=("reassoc",))
 
 
-def _zeros(writer: VectorWriter, _lane: Any, _width: Any) -> Any:
-    return ir.Constant(writer.llvm(VectorType(writer.kinds[0].dtype, writer.kinds[1].literal_value)), None)
-
-
 def _picked(places: Callable[[int, int], list[int]]) -> Any:
     """A function of a vector and a literal: lanes at `places(width, literal)`."""
 
@@ -87,7 +83,6 @@ def _half(writer: VectorWriter, bits: Any) -> Any:
 
 fused_multiply_add = lanewise(_fused, arity=3)  # a * b + c, rounded once
 sum_of_lanes = define(1, lambda vector: vector.lane, _sum)  # float32, in any order
-zeros = define(2, lambda lane, width: VectorType(lane.dtype, width.literal_value), _zeros)
 repeat_each = _picked(lambda width, times: [lane // times for lane in range(width * times)])
 # Nibble j of 32-bit lane i holds number 8 i + j of a row: every eighth number, from the j-th on.
 every_eighth = _picked(lambda width, first: list(range(first, width, 8)))

@@ -19,6 +19,8 @@ Legend: R rows, C columns of the matrix cast, T rows of a tile; "cols" is the la
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -87,7 +89,7 @@ class GuessPlan:
         constants = {"FP8": fp8, "TO_ROWS": rows, "TO_COLS": cols, "BR": launch.rows, "BC": launch.cols}
         constants |= {"SOURCE": float_name(dtype), "V": launch.vector if paired else 0}
         numbers = (*shape, padded)
-        options = {"num_warps": launch.warps, "enable_fp_fusion": False}
+        options: dict[str, Any] = {"num_warps": launch.warps, "enable_fp_fusion": False}
         checkers = min(tiles, CHECKING_WARPS // launch.warps)
         self.launches = (
             PreparedLaunch(_cast, (tiles,), numbers, constants, **options),

@@ -18,7 +18,24 @@ from bitplan.kernels.base.cpu_features import features
 from bitplan.kernels.base.jit import inlined
 from bitplan.kernels.base.team import c_function
 from bitplan.kernels.base.vectors import greater, maximum, to_float, view, widen
-from bitplan.kernels.matmul.cpu_rows import LANES, byte_products, nibble_products
+from bitplan.kernels.matmul.cpu_rows import (
+    CODES,
+    CODES_STRIDE,
+    LANES,
+    SCALES,
+    STEP,
+    TABLE,
+    arrange_bytes,
+    arrange_nibbles,
+    arranged_inputs,
+    byte_products,
+    decode_bytes,
+    decode_nibbles,
+    decoded_rows,
+    field,
+    nibble_products,
+    row_of,
+)
 
 F32, U8, U16, U32, I8, I32 = np.float32, np.uint8, np.uint16, np.uint32, np.int8, np.int32
 LOOKS_UP = "avx512f" in features()
@@ -139,51 +156,181 @@ def _e4m3_codes(address):
 # ---- a function for each format -------------------------------------------------------------------------------------
 
 
+@inlined
+def _arrange_in_pairs(job, x, width, buffer, to):
+    arrange_nibbles(x, width, 2 * field(job, CODES_STRIDE), buffer, to, False)
+
+
+@inlined
+def _arrange_in_halves(job, x, width, buffer, to):
+    arrange_nibbles(x, width, 2 * field(job, CODES_STRIDE), buffer, to, True)
+
+
+@inlined
+def _arrange_bytes(job, x, width, buffer, to):  # noqa: ARG001
+    arrange_bytes(x, width, field(job, CODES_STRIDE), to)
+
+
+def _inputs_in_pairs(job):
+    arranged_inputs(job, _arrange_in_pairs, STEP)
+
+
+def _inputs_in_halves(job):
+    arranged_inputs(job, _arrange_in_halves, STEP)
+
+
+def _inputs_of_bytes(job):
+    arranged_inputs(job, _arrange_bytes, LANES)
+
+
 def _int4_g32(job):
     nibble_products(job, integers_opened, low, high, _bfloat16, 16, False)
+
+
+@inlined
+def _decode_int4_g32(job, row, first, count, to):
+    table = load_from(field(job, TABLE), F32, 16)
+    codes, at = row_of(job, CODES, row), row_of(job, SCALES, row)
+    decode_nibbles(
+        integers_opened, low, high, _bfloat16, table, codes, at, field(job, CODES_STRIDE), 16, first, count, to
+    )
+
+
+def _int4_g32_decoded(job):
+    decoded_rows(job, _decode_int4_g32, STEP)
 
 
 def _q4_0_gguf(job):
     nibble_products(job, integers_opened, low, high, _float16, 16, True)
 
 
+@inlined
+def _decode_q4_0_gguf(job, row, first, count, to):
+    table = load_from(field(job, TABLE), F32, 16)
+    codes, at = row_of(job, CODES, row), row_of(job, SCALES, row)
+    decode_nibbles(
+        integers_opened, low, high, _float16, table, codes, at, field(job, CODES_STRIDE), 16, first, count, to
+    )
+
+
+def _q4_0_gguf_decoded(job):
+    decoded_rows(job, _decode_q4_0_gguf, STEP)
+
+
 def _mxfp4(job):
     nibble_products(job, e2m1_opened, low, high, _e8m0, 16, False)
+
+
+@inlined
+def _decode_mxfp4(job, row, first, count, to):
+    table = load_from(field(job, TABLE), F32, 16)
+    codes, at = row_of(job, CODES, row), row_of(job, SCALES, row)
+    decode_nibbles(e2m1_opened, low, high, _e8m0, table, codes, at, field(job, CODES_STRIDE), 16, first, count, to)
+
+
+def _mxfp4_decoded(job):
+    decoded_rows(job, _decode_mxfp4, STEP)
 
 
 def _nvfp4(job):
     nibble_products(job, e2m1_opened, low, high, _e4m3, 8, False)
 
 
+@inlined
+def _decode_nvfp4(job, row, first, count, to):
+    table = load_from(field(job, TABLE), F32, 16)
+    codes, at = row_of(job, CODES, row), row_of(job, SCALES, row)
+    decode_nibbles(e2m1_opened, low, high, _e4m3, table, codes, at, field(job, CODES_STRIDE), 8, first, count, to)
+
+
+def _nvfp4_decoded(job):
+    decoded_rows(job, _decode_nvfp4, STEP)
+
+
 def _int8_row(job):
     byte_products(job, _int8, _float32_of_all, 1 << 40)
+
+
+@inlined
+def _decode_int8_row(job, row, first, count, to):
+    codes, at = row_of(job, CODES, row), row_of(job, SCALES, row)
+    decode_bytes(_int8, _float32_of_all, codes, at, field(job, CODES_STRIDE), 1 << 40, first, count, to)
+
+
+def _int8_row_decoded(job):
+    decoded_rows(job, _decode_int8_row, LANES)
 
 
 def _int8_g128(job):
     byte_products(job, _int8, _float32_of_all, 128)
 
 
+@inlined
+def _decode_int8_g128(job, row, first, count, to):
+    codes, at = row_of(job, CODES, row), row_of(job, SCALES, row)
+    decode_bytes(_int8, _float32_of_all, codes, at, field(job, CODES_STRIDE), 128, first, count, to)
+
+
+def _int8_g128_decoded(job):
+    decoded_rows(job, _decode_int8_g128, LANES)
+
+
 def _q8_0_gguf(job):
     byte_products(job, _int8, _float16_of_all, 32)
+
+
+@inlined
+def _decode_q8_0_gguf(job, row, first, count, to):
+    codes, at = row_of(job, CODES, row), row_of(job, SCALES, row)
+    decode_bytes(_int8, _float16_of_all, codes, at, field(job, CODES_STRIDE), 32, first, count, to)
+
+
+def _q8_0_gguf_decoded(job):
+    decoded_rows(job, _decode_q8_0_gguf, LANES)
 
 
 def _fp8_e4m3_row(job):
     byte_products(job, _e4m3_codes, _float32_of_all, 1 << 40)
 
 
+@inlined
+def _decode_fp8_e4m3_row(job, row, first, count, to):
+    codes, at = row_of(job, CODES, row), row_of(job, SCALES, row)
+    decode_bytes(_e4m3_codes, _float32_of_all, codes, at, field(job, CODES_STRIDE), 1 << 40, first, count, to)
+
+
+def _fp8_e4m3_row_decoded(job):
+    decoded_rows(job, _decode_fp8_e4m3_row, LANES)
+
+
 _FUNCTIONS = {
-    "int4_g32": _int4_g32,
-    "q4_0_gguf": _q4_0_gguf,
-    "mxfp4": _mxfp4,
-    "nvfp4": _nvfp4,
-    "int8_row": _int8_row,
-    "int8_g128": _int8_g128,
-    "q8_0_gguf": _q8_0_gguf,
-    "fp8_e4m3_row": _fp8_e4m3_row,
+    "int4_g32": (_int4_g32, _int4_g32_decoded),
+    "q4_0_gguf": (_q4_0_gguf, _q4_0_gguf_decoded),
+    "mxfp4": (_mxfp4, _mxfp4_decoded),
+    "nvfp4": (_nvfp4, _nvfp4_decoded),
+    "int8_row": (_int8_row, _int8_row_decoded),
+    "int8_g128": (_int8_g128, _int8_g128_decoded),
+    "q8_0_gguf": (_q8_0_gguf, _q8_0_gguf_decoded),
+    "fp8_e4m3_row": (_fp8_e4m3_row, _fp8_e4m3_row_decoded),
 }
 
 
+_ARRANGED = {"pairs": _inputs_in_pairs, "halves": _inputs_in_halves, "bytes": _inputs_of_bytes}
+
+
 @functools.cache
-def function_of(format_name: str) -> Any:
-    """The C function of a format, compiled at first use and cached on disk."""
-    return c_function(_FUNCTIONS[format_name])
+def products_of(format_name: str) -> Any:
+    """The C function that multiplies by a format's weights, compiled at first use and cached on disk."""
+    return c_function(_FUNCTIONS[format_name][0])
+
+
+@functools.cache
+def decoder_of(format_name: str) -> Any:
+    """The C function that decodes a part of the weight's rows, in the order of registers."""
+    return c_function(_FUNCTIONS[format_name][1])
+
+
+@functools.cache
+def arranger_of(order: str) -> Any:
+    """The C function that puts inputs into the same order: "pairs" or "halves" for 4-bit codes, "bytes" for others."""
+    return c_function(_ARRANGED[order])

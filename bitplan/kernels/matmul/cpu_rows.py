@@ -57,15 +57,17 @@ JOB = (
     "piece",  # rows taken at a time
     "next_row",
     "next_thread",
+    "first",  # where decoding begins in a row, in units: registers of 4-bit codes, LANES numbers of 8 bits
+    "count",  # how many of them
 )
 
 
 X, INPUTS, WIDTH, CODES, CODES_STRIDE, SCALES, SCALES_STRIDE, Y, ROWS, BIAS, SCRATCH, SCRATCH_STRIDE = range(12)
-TABLE, FACTOR, PIECE, NEXT_ROW, NEXT_THREAD = range(12, len(JOB))
+TABLE, FACTOR, PIECE, NEXT_ROW, NEXT_THREAD, FIRST, COUNT = range(12, len(JOB))
 
 
 @inlined
-def _field(job, place):
+def field(job, place):
     return read(job + 8 * place, I64)
 
 
@@ -81,7 +83,7 @@ def _copy_with_zeros(x, width, first, start, to, count):
 
 
 @inlined
-def _arrange_nibbles(x, width, padded, buffer, arranged, halves):
+def arrange_nibbles(x, width, padded, buffer, arranged, halves):
     steps = -(-padded // STEP)
     for step in range(steps):
         start = step * STEP
@@ -113,7 +115,7 @@ def _arrange_nibbles(x, width, padded, buffer, arranged, halves):
 
 
 @inlined
-def _arrange_bytes(x, width, padded, mine):
+def arrange_bytes(x, width, padded, mine):
     for chunk in range(-(-padded // LANES)):
         start = chunk * LANES
         first, to = min(start, padded - LANES), mine + 4 * start
@@ -213,16 +215,16 @@ def nibble_products(job, opened, low, high, scales, per_scale, halves):
     scales              (address, block) -> the scales of all lanes
     per_scale           bytes of codes to a scale
     """
-    inputs, padded, rows = _field(job, INPUTS), 2 * _field(job, CODES_STRIDE), _field(job, ROWS)
+    inputs, padded, rows = field(job, INPUTS), 2 * field(job, CODES_STRIDE), field(job, ROWS)
     thread = take(job + 8 * NEXT_THREAD, 1)
-    mine = _field(job, SCRATCH) + thread * _field(job, SCRATCH_STRIDE)
+    mine = field(job, SCRATCH) + thread * field(job, SCRATCH_STRIDE)
     stride = 4 * STEP * (-(-padded // STEP))
     tiled = inputs if inputs == 1 else 4 * (-(-inputs // 4))
     for row in range(tiled):
-        width = _field(job, WIDTH) if row < inputs else 0
-        _arrange_nibbles(_field(job, X) + 4 * row * width, width, padded, mine, mine + 4 * STEP + row * stride, halves)
-    x, table = mine + 4 * STEP, load_from(_field(job, TABLE), F32, 16)
-    row_bytes, piece = _field(job, CODES_STRIDE), _field(job, PIECE)
+        width = field(job, WIDTH) if row < inputs else 0
+        arrange_nibbles(field(job, X) + 4 * row * width, width, padded, mine, mine + 4 * STEP + row * stride, halves)
+    x, table = mine + 4 * STEP, load_from(field(job, TABLE), F32, 16)
+    row_bytes, piece = field(job, CODES_STRIDE), field(job, PIECE)
     first = take(job + 8 * NEXT_ROW, piece)
     while first < rows:
         stop = min(first + piece, rows)
@@ -241,6 +243,22 @@ def nibble_products(job, opened, low, high, scales, per_scale, halves):
                     )
                     _write_2x4(job, n, m, sums8)
         first = take(job + 8 * NEXT_ROW, piece)
+
+
+@inlined
+def decode_nibbles(opened, low, high, scales, table, codes, scales_at, row_bytes, per_scale, first, count, to):
+    """Registers first .. first + count of a row of codes -> STEP numbers each."""
+    for step in range(count):
+        at = min((first + step) * REGISTER, row_bytes - REGISTER)
+        c, s, here = opened(load_from(codes + at, U32, LANES)), scales(scales_at, at // per_scale), to + 4 * STEP * step
+        write(here, low(table, c, 0) * s)
+        write(here + REGISTER, high(table, c, 0) * s)
+        write(here + 2 * REGISTER, low(table, c, 1) * s)
+        write(here + 3 * REGISTER, high(table, c, 1) * s)
+        write(here + 4 * REGISTER, low(table, c, 2) * s)
+        write(here + 5 * REGISTER, high(table, c, 2) * s)
+        write(here + 6 * REGISTER, low(table, c, 3) * s)
+        write(here + 7 * REGISTER, high(table, c, 3) * s)
 
 
 # ---- 8-bit codes ----------------------------------------------------------------------------------------------------
@@ -283,16 +301,16 @@ def _bytes_2x4(number, scale, codes, scales_at, x, stride, width, block):
 
 @inlined
 def byte_products(job, number, scale, block):
-    """The job of an 8-bit format: `number(address)` gives LANES numbers, `scale(address, block)` a scale on all lanes."""
-    inputs, padded, rows = _field(job, INPUTS), _field(job, CODES_STRIDE), _field(job, ROWS)
+    """The job of an 8-bit format: `number(address)` gives LANES numbers, `scale(address, block)` one on all lanes."""
+    inputs, padded, rows = field(job, INPUTS), field(job, CODES_STRIDE), field(job, ROWS)
     thread = take(job + 8 * NEXT_THREAD, 1)
-    x = _field(job, SCRATCH) + thread * _field(job, SCRATCH_STRIDE)
+    x = field(job, SCRATCH) + thread * field(job, SCRATCH_STRIDE)
     stride = 4 * LANES * (-(-padded // LANES))
     tiled = inputs if inputs == 1 else 4 * (-(-inputs // 4))
     for row in range(tiled):
-        width = _field(job, WIDTH) if row < inputs else 0
-        _arrange_bytes(_field(job, X) + 4 * row * width, width, padded, x + row * stride)
-    piece = _field(job, PIECE)
+        width = field(job, WIDTH) if row < inputs else 0
+        arrange_bytes(field(job, X) + 4 * row * width, width, padded, x + row * stride)
+    piece = field(job, PIECE)
     first = take(job + 8 * NEXT_ROW, piece)
     while first < rows:
         stop = min(first + piece, rows)
@@ -309,32 +327,65 @@ def byte_products(job, number, scale, block):
         first = take(job + 8 * NEXT_ROW, piece)
 
 
+@inlined
+def decode_bytes(number, scale, codes, scales_at, width, block, first, count, to):
+    """Chunks of LANES numbers, first .. first + count, of a row; `first` begins a block."""
+    for chunk in range(first, first + count):
+        at = min(chunk * LANES, width - LANES)
+        write(to + 4 * LANES * (chunk - first), number(codes + at) * scale(scales_at, chunk * LANES // block))
+
+
+# ---- many inputs: a BLAS multiplies ---------------------------------------------------------------------------------
+
+
+@inlined
+def decoded_rows(job, decode, unit):
+    """Units first .. first + count of every row, for `y`; decode(job, row, first, count, to)."""
+    rows, piece, first, count = field(job, ROWS), field(job, PIECE), field(job, FIRST), field(job, COUNT)
+    row = take(job + 8 * NEXT_ROW, piece)
+    while row < rows:
+        for n in range(row, min(row + piece, rows)):
+            decode(job, n, first, count, field(job, Y) + 4 * n * count * unit)
+        row = take(job + 8 * NEXT_ROW, piece)
+
+
+@inlined
+def arranged_inputs(job, arrange, unit):
+    """x for `y`, in the order of decoded rows; arrange(job, x, width, buffer, to)."""
+    width, inputs, stride = field(job, WIDTH), field(job, INPUTS), 4 * unit * field(job, COUNT)
+    buffer = field(job, SCRATCH) + take(job + 8 * NEXT_THREAD, 1) * field(job, SCRATCH_STRIDE)
+    row = take(job + 8 * NEXT_ROW, 1)
+    while row < inputs:
+        arrange(job, field(job, X) + 4 * row * width, width, buffer, field(job, Y) + row * stride)
+        row = take(job + 8 * NEXT_ROW, 1)
+
+
 # ---- rows and results -----------------------------------------------------------------------------------------------
 
 
 @inlined
-def _row(job, part, n):
+def row_of(job, part, n):
     """The address of a row's codes or scales; a row past the end is the last one again."""
-    return _field(job, part) + min(n, _field(job, ROWS) - 1) * _field(job, part + 1)
+    return field(job, part) + min(n, field(job, ROWS) - 1) * field(job, part + 1)
 
 
 @inlined
 def _four_rows(job, part, n):
-    return _row(job, part, n), _row(job, part, n + 1), _row(job, part, n + 2), _row(job, part, n + 3)
+    return row_of(job, part, n), row_of(job, part, n + 1), row_of(job, part, n + 2), row_of(job, part, n + 3)
 
 
 @inlined
 def _two_rows(job, part, n):
-    return _row(job, part, n), _row(job, part, n + 1)
+    return row_of(job, part, n), row_of(job, part, n + 1)
 
 
 @inlined
 def _write(job, n, m, total):
-    rows = _field(job, ROWS)
-    if n < rows and m < _field(job, INPUTS):
-        bias = _field(job, BIAS)
-        result = total * read(_field(job, FACTOR), F32)
-        write(_field(job, Y) + 4 * (m * rows + n), result + read(bias + 4 * n, F32) if bias else result)
+    rows = field(job, ROWS)
+    if n < rows and m < field(job, INPUTS):
+        bias = field(job, BIAS)
+        result = total * read(field(job, FACTOR), F32)
+        write(field(job, Y) + 4 * (m * rows + n), result + read(bias + 4 * n, F32) if bias else result)
 
 
 @inlined

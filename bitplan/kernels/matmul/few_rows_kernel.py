@@ -18,7 +18,7 @@ from bitplan.kernels.matmul.decode_words import (
     words_of_bytes,
     words_of_nibbles,
 )
-from bitplan.kernels.matmul.sums import bring_to_cache, is_last_of_split, scaled_with_bias, sum_of_split
+from bitplan.kernels.matmul.sums import is_last_of_split, scaled_with_bias, sum_of_split
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -57,28 +57,14 @@ def few_rows_kernel(
     STAGES: tl.constexpr,
     WORDS: tl.constexpr,
     OVERLAP: tl.constexpr,
-    AHEAD: tl.constexpr,
 ):
     block, tile, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     lane_M = tl.arange(0, BM)
-    if OVERLAP == 2:
-        tl.extra.cuda.gdc_launch_dependents()
     PER_BYTE: tl.constexpr = 2 if NIBBLES else 1
     BYTES: tl.constexpr = BK // PER_BYTE
     STEPS: tl.constexpr = (K + BK * SLICES - 1) // (BK * SLICES)
     EACH: tl.constexpr = (STEPS + SPLIT - 1) // SPLIT
     WHOLE: tl.constexpr = K % (BK * SLICES) == 0
-    if AHEAD > 0 and GROUPED == "no":  # weights are not written by the kernel before: they may come while it runs
-        OWN: tl.constexpr = EACH * SLICES * BYTES
-        WIDTH: tl.constexpr = K // PER_BYTE
-        LEAST: tl.constexpr = OWN if OWN < WIDTH else WIDTH
-        bring_to_cache(
-            data_ptr,
-            tl.minimum(block * BN + tl.arange(0, BN), N - 1),
-            split * OWN,
-            WIDTH,
-            AHEAD if AHEAD < LEAST else LEAST,
-        )
     if OVERLAP:
         tl.extra.cuda.gdc_wait()  # before anything is read that the kernel before may write
     if GROUPED != "no":
@@ -187,7 +173,7 @@ def few_rows_kernel(
                 acc_LNM += tl.dot(w_LNB, x_LBM, input_precision="ieee") * scale_LN[:, :, None]
             else:
                 acc_LNM = tl.dot(w_LNB, x_LBM, acc_LNM, input_precision="ieee")
-    if OVERLAP == 1:
+    if OVERLAP:
         # Not earlier: programs of the next launch would take the places of programs that still have weights to read.
         tl.extra.cuda.gdc_launch_dependents()
     acc_NM = tl.sum(acc_LNM, axis=0)

@@ -17,16 +17,17 @@ def candidate_launches(weight: Encoded, rows: int) -> list[MatmulLaunch]:
     if rows > WIDEST_TILE:
         return wide_candidates(weight, rows)
     tile = tile_rows(rows)
-    if rows <= 8:  # outputs, slices, split
-        cuts = [(64, 1, 8), (64, 2, 4), (64, 2, 1), (32, 2, 2), (32, 2, 4), (32, 4, 1)]
-    elif rows <= 16:
-        cuts = [(64, 4, 1), (32, 4, 1), (32, 2, 2)]
+    if rows > 8:  # outputs, slices, split
+        cuts = [(64, 4, 1), (32, 4, 1), (32, 2, 2)] if rows <= 16 else [(32, 4, 1), (32, 2, 2)]
+    elif weight.fmt.packing is None:
+        cuts = [(16, 4, 1), (32, 4, 1), (32, 2, 2), (64, 2, 1)]
+    elif weight.fmt.packing.order == "low_first":
+        cuts = [(32, 2, 4), (32, 2, 2), (64, 2, 1), (64, 2, 4)]
     else:
-        cuts = [(32, 4, 1), (32, 2, 2)]
+        cuts = [(64, 1, 8), (64, 2, 1), (32, 2, 2), (64, 2, 4)]
     return [
-        MatmulLaunch(outputs, tile, STEP, slices, split, slices, 3, overlap)
+        MatmulLaunch(outputs, tile, STEP, slices, split, slices, 3, overlap=1)
         for outputs, slices, split in cuts
-        for overlap in (0, 1)
         if split == 1 or weight.shape[-1] >= 2 * split * slices * STEP
     ]
 

@@ -120,7 +120,7 @@ def words_for(fmt: Format, launch: MatmulLaunch, device: torch.device) -> str:
         return "none"
     if fmt.name not in ("mxfp4", "nvfp4", "fp4_u8_g128", "int4_g32"):
         return "0123"
-    key = (fmt.name, replace(launch, split=1, overlap=0, ahead=0), device)
+    key = (fmt.name, replace(launch, split=1, overlap=0), device)
     if key not in _order_holds:
         if torch.cuda.is_current_stream_capturing():  # nothing can be tried out in here
             return "0123"
@@ -243,7 +243,6 @@ def _prepare(
         arranged.factor.dim() == 1,
         words or words_for(weight.fmt, launch, device),
         _can_overlap(device),
-        weight.data.data_ptr() % 16 == 0,
         device,
     )
 
@@ -265,7 +264,6 @@ def _prepared(
     factors: bool,
     words: str,
     can_overlap: bool,
-    aligned: bool,
     device: torch.device,  # noqa: ARG001 (as above)
 ) -> PreparedLaunch:
     fmt, (outputs, inputs) = get_format(format_name), shape
@@ -274,7 +272,7 @@ def _prepared(
     group = fmt.block.cols or 0
     if launch.step % STEP or launch.step * launch.slices > WIDEST_STEP or (group == 128 and launch.step != 128):
         raise FormatError(f"{fmt.name}: {launch.slices} slices of {launch.step} inputs do not fit blocks of {group}")
-    overlap = launch.overlap if can_overlap else 0
+    overlap = launch.overlap == 1 and can_overlap
     constants = {
         "N": outputs,
         "K": inputs,
@@ -297,7 +295,6 @@ def _prepared(
         "STAGES": launch.stages,
         "WORDS": words,
         "OVERLAP": overlap,
-        "AHEAD": launch.ahead if can_overlap and aligned else 0,
     }
     options = {"num_warps": launch.warps, **({"launch_pdl": True} if overlap else {})}
     types = {0: torch.int32} if order == "low_first" else {}

@@ -33,10 +33,9 @@ class MatmulLaunch:
     """How a product is cut up.
 
     A program takes `outputs` x `rows`, in steps of `slices` x `step` inputs, each slice summed by its own warps;
-    `split` programs share one tile; `stages` steps are in flight. With `overlap` a launch comes to the GPU while the
+    `split` programs share one tile; `stages` steps are in flight. With `overlap` 1 a launch comes to the GPU while the
     kernel before it still runs, and waits there for its end, which saves 1 to 2 us (from Hopper on; elsewhere it is an
-    ordinary launch): 1 lets the next launch come when the sums are made, 2 at once. Of each row `ahead` bytes are
-    asked for before that wait.
+    ordinary launch).
     """
 
     outputs: int
@@ -47,7 +46,6 @@ class MatmulLaunch:
     warps: int
     stages: int
     overlap: int = 0
-    ahead: int = 0
 
     def to_dict(self) -> dict[str, int]:
         return asdict(self)
@@ -73,11 +71,6 @@ class ArrangedScales(NamedTuple):
         if fmt.name == "nvfp4" and self.scales.dtype == torch.int8:
             return "e5m3"
         return "u8" if fmt.name == "fp4_u8_g128" else scale_name(fmt)
-
-    @property
-    def readable(self) -> Tensor:
-        """The scales as the type a kernel reads."""
-        return self.scales.view(torch.uint8) if self.scales.dtype == torch.int8 else self.scales
 
     @property
     def nbytes(self) -> int:

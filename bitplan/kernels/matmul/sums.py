@@ -1,4 +1,4 @@
-"""Begins and ends the fused products: fetches weights early; adds up the parts of a split, scales, adds the bias."""
+"""Finishes the sums of the fused products: adds up the parts of a split, scales, adds the bias."""
 
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
 from __future__ import annotations
@@ -51,20 +51,3 @@ def scaled_with_bias(
             bias = (bias.to(tl.int32) << 16).to(tl.float32, bitcast=True)
         acc += bias[:, None]
     return acc
-
-
-@triton.jit
-def bring_to_cache(data_ptr, row, first, WIDTH: tl.constexpr, SIZE: tl.constexpr):
-    """Ask for SIZE bytes of each row, of WIDTH bytes, to be brought to the L2 cache; nobody waits for them.
-
-    Addresses and sizes are multiples of 16.
-    """
-    address = (data_ptr + row.to(tl.int64) * WIDTH + tl.minimum(first, WIDTH - SIZE)).to(tl.int64)
-    tl.inline_asm_elementwise(
-        "{ cp.async.bulk.prefetch.L2.global [$1], $2; mov.b32 $0, 0; }",
-        "=r,l,r",
-        [address, tl.full(address.shape, SIZE, tl.int32)],
-        tl.int32,
-        is_pure=False,
-        pack=1,
-    )

@@ -49,7 +49,6 @@ SHIPPED = Path(kernels.__file__).parent.parent / "data"
 SHIPPED_KEYS = ("gpu", "kernels")
 GPU_SOURCES = (
     "base/numbers.py",
-    "codec/triton_decode.py",
     "matmul/decode_words.py",
     "matmul/expert_routing.py",
     "matmul/few_rows_kernel.py",

@@ -27,26 +27,21 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from bitplan.documents import (
-    EVIDENCE,
-    FLAG,
-    LIST,
-    NAME,
-    OBJECT,
-    SIZE,
-    TEXT,
-    Kind,
-    Reader,
-    document_key,
-    is_number,
-    keys_of,
-    one_of,
-    show,
-)
+from bitplan.documents import EVIDENCE, FLAG, LIST, NAME, OBJECT, SIZE, TEXT, Kind, Reader, document_key, one_of, show
 from bitplan.errors import FileFormatError
 from bitplan.formats.fp8_recipes import RECIPES
 from bitplan.logs import json_line
-from bitplan.plan.fp8.terms import COUNT, GEMMS, GROUPED_KINDS, KIND, LOCAL_SHAPE, PARTS, PRECISIONS, BenchReportError
+from bitplan.plan.fp8.kinds import (
+    COUNT,
+    GEMMS,
+    GROUPED_KINDS,
+    KIND,
+    LOCAL_SHAPE,
+    PARTS,
+    PRECISIONS,
+    TIME_MS,
+    BenchReportError,
+)
 from bitplan.records import MAX_JSON_BYTES, parse_json, write_json
 
 DOCUMENT = "bitplan-fp8-report"
@@ -59,18 +54,13 @@ RESUME = "run the benchmark again on the same path and it goes on from the last 
 MAX_SAMPLES = 1000  # of a row: where times are not paired, every one is divided by every other
 _SAMPLES = Kind(
     f"a list of at most {MAX_SAMPLES} times from 1e-6 to 1e9 milliseconds",
-    lambda value: (
-        type(value) in (list, tuple)
-        and len(value) <= MAX_SAMPLES
-        and all(is_number(item) and 1e-6 <= item <= 1e9 for item in value)
-    ),
+    lambda value: type(value) in (list, tuple) and len(value) <= MAX_SAMPLES and all(map(TIME_MS.holds, value)),
 )
-# Of a row: the order of the document, and what is always there.
+# Of a row, in the document.
 _ROW_ORDER = (
     *("part", "kind", "name", "shape", "tp", "ep", "etp", "num_gemms", "topk", "tokens", "padded_tokens"),
     *("gemm", "routing", "timing", "precision", "status", "samples_ms", "in_turns", "peak_bytes", "message"),
 )
-_ALWAYS = ("part", "kind", "shape", "tokens", "gemm", "timing", "precision", "status")
 _DENSE_ONLY = ("tp",)
 _GROUPED_ONLY = ("etp", "num_gemms", "ep", "topk", "routing")
 _HEAD_KEYS = {
@@ -272,7 +262,7 @@ def describe_row(row: Row) -> str:
 
 
 def _check_row(reader: Reader, path: str, value: Any) -> dict[str, Any]:
-    values = reader.keys(path, value, keys_of(Row), _ALWAYS)
+    values = reader.fields_of(Row, path, value)
     at = f"{path}: " if path else ""
     grouped = values["kind"] in GROUPED_KINDS
     needed = ("etp", "num_gemms") if grouped else ("tp", "name")

@@ -26,24 +26,9 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from bitplan.documents import (
-    LIST,
-    NAME,
-    OBJECT,
-    SIZE,
-    TEXT,
-    Kind,
-    Reader,
-    document_key,
-    is_number,
-    keys_of,
-    one_of,
-    show,
-)
+from bitplan.documents import LIST, NAME, OBJECT, SIZE, TEXT, Kind, Reader, document_key, is_number, one_of, show
 from bitplan.formats.fp8_recipes import RECIPES
-from bitplan.plan.fp8.interval import answer_of
-from bitplan.plan.fp8.report import Fingerprint, check_size_keys, read_fingerprint
-from bitplan.plan.fp8.terms import (
+from bitplan.plan.fp8.kinds import (
     ANSWERS,
     COUNT,
     GEMMS,
@@ -56,6 +41,8 @@ from bitplan.plan.fp8.terms import (
     PolicyError,
     name_rank,
 )
+from bitplan.plan.fp8.report import Fingerprint, check_size_keys, read_fingerprint
+from bitplan.plan.fp8.speedup_interval import answer_of
 from bitplan.plan.fp8.thresholds import SPEEDUP, check_kind
 from bitplan.records import atomic_file
 
@@ -268,7 +255,7 @@ def _read_rule(reader: Reader, path: str, value: Any, threshold: float) -> BandR
 
 
 def _read_point(reader: Reader, path: str, value: Any, threshold: float) -> Point:
-    point = Point(**reader.keys(path, value, keys_of(Point), ("tokens", "answer")))
+    point = Point(**reader.fields_of(Point, path, value))
     figures = (point.speedup, point.low, point.high, point.samples)
     if point.low is None or point.high is None or None in figures:
         if figures != (None,) * 4:

@@ -162,7 +162,7 @@ class SelectivePrecisionConfig:
         """From the parameters, bare or nested; what is left out has its default."""
         reader = Reader(where, SelectiveFileError)
         path, section = _section(reader, document)
-        item = reader.keys(path, section, keys_of(cls), ())
+        item = reader.fields_of(cls, path, section)
         values: dict[str, Any] = {name: tuple(value) if type(value) is list else value for name, value in item.items()}
         try:
             return cls(**values)

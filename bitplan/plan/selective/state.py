@@ -283,7 +283,7 @@ def _read_state(reader: Reader, value: Any, names: list[str]) -> PolicyState:
     units = {}
     for name, unit in item["units"].items():
         path = f"state.units[{name[:80]!r}]"
-        values = reader.keys(path, unit, keys_of(UnitState), keys_of(UnitState))
+        values = reader.fields_of(UnitState, path, unit, every=True)
         reader.keys(f"{path}.excluded", values["excluded"], dict.fromkeys(EXCLUSIONS, SIZE), ())
         units[name] = UnitState(**values)
     history = tuple(_read_step(reader, f"state.history[{at}]", step, units) for at, step in enumerate(item["history"]))
@@ -310,8 +310,7 @@ def _read_step(reader: Reader, path: str, value: Any, units: Mapping[str, UnitSt
 
 
 def _read_trial(reader: Reader, value: Any, units: Mapping[str, UnitState]) -> Trial:
-    known = keys_of(Trial)
-    item = reader.keys("state.trial", value, known, [name for name in known if name != "raised"])
+    item = reader.fields_of(Trial, "state.trial", value)
     low = one_of(*(name for name in PRECISIONS if name != "bf16"))
     switched = reader.keys("state.trial.switched", item["switched"], dict.fromkeys(units, low), ())
     suspects, probing = item["suspects"], item["probing"]

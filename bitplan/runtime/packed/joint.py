@@ -101,23 +101,23 @@ class JointProjection:
         key = (x.shape, x.dtype)
         runs = self._runs.get(key)
         if runs is None:
-            runs = self._runs[key] = self._decide(math.prod(x.shape[:-1]), x.dtype)
+            runs = self._runs[key] = self.decide(math.prod(x.shape[:-1]), x.dtype)
         return runs
 
     def _settle_for(self, x: Tensor) -> bool:
         from torch.fx.experimental.symbolic_shapes import has_static_value
 
         rows = math.prod(x.shape[:-1])
-        return self._decide(rows, x.dtype) if has_static_value(rows) else False
+        return self.decide(rows, x.dtype) if has_static_value(rows) else False
 
-    def _decide(self, rows: int, dtype: torch.dtype) -> bool:
+    def decide(self, rows: int, dtype: torch.dtype) -> bool:
         """Whether so many rows are one product. It runs when a graph is traced, and is no part of it."""
-        made = self._made()
+        made = self.made()
         return made is not None and made.picks_fused(rows, dtype)
 
-    _decide._dynamo_marked_constant = True  # type: ignore[attr-defined]  # see QuantLinear._settle
+    decide._dynamo_marked_constant = True  # type: ignore[attr-defined]  # see QuantLinear.settle
 
-    def _made(self) -> JointLinear | None:
+    def made(self) -> JointLinear | None:
         """The layer of all projections together; None where there is no fused kernel that can join them."""
         if self.layer is not None:
             return self.layer

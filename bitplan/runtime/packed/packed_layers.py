@@ -50,24 +50,22 @@ def packed_kind(module: nn.Module, local: str) -> str | None:
     """The packed layer that holds this parameter of this layer; None where there is none."""
     if local == "weight" and type(module) is nn.Linear:
         return "QuantLinear"
-    if local == "weight" and isinstance(module, nn.Embedding) and _embedding_scale(module) is not None:
+    if local == "weight" and _is_table(module):
         return "QuantEmbedding"
     return "StackedExperts" if local in EXPERTS and _why_not_experts(module) is None else None
 
 
-def _embedding_scale(module: nn.Embedding) -> float | Tensor | None:
-    """What an embedding multiplies its rows by; None where it does something else as well."""
-    said: Any = module
-    if module.max_norm is not None:
-        return None
-    if type(module) is nn.Embedding:
-        return 1.0
-    if not type(module).__name__.endswith("ScaledWordEmbedding"):
-        return None
-    scale = getattr(said, "scalar_embed_scale", None)  # transformers keeps it as a float too where it is a buffer
-    if scale is not None:
-        return torch.tensor(float(scale), device="cpu")
-    return float(said.embed_scale) if isinstance(said.embed_scale, float | int) else None
+def _is_table(module: nn.Module) -> bool:
+    """An embedding that looks rows up, and at most multiplies them by one factor."""
+    if not isinstance(module, nn.Embedding) or module.max_norm is not None:
+        return False
+    return type(module) is nn.Embedding or type(module).__name__.endswith("ScaledWordEmbedding")
+
+
+def _embedding_scale(module: Any) -> float | None:
+    """The factor of transformers' scaled embeddings; where it is a buffer (on meta), it is kept as a float as well."""
+    scale = getattr(module, "scalar_embed_scale", getattr(module, "embed_scale", None))
+    return None if scale is None else float(scale)
 
 
 def why_not_packed(module: nn.Module, local: str, parent: nn.Module | None) -> str | None:
@@ -139,7 +137,6 @@ def packed_layer(
     made: nn.Module
     if isinstance(module, nn.Embedding):
         scale = _embedding_scale(module)
-        assert scale is not None
         made = QuantEmbedding(weights["weight"], dtype=dtype, padding_idx=module.padding_idx, scale=scale, name=name)
     elif isinstance(module, nn.Linear):
         made = QuantLinear(weights["weight"], bias, strategy=strategy, cache=cache, name=name)

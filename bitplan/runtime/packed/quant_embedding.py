@@ -17,17 +17,17 @@ from bitplan.runtime.packed_weight import PackedWeight
 
 @torch.library.custom_op("bitplan::embedding_rows", mutates_args=())
 def embedding_rows(
-    ids: Tensor, data: Tensor, scales: Tensor, base: Tensor | None, fmt: str, cols: int, dtype: torch.dtype
+    ids: Tensor, data: Tensor, scales: Tensor | None, base: Tensor | None, fmt: str, cols: int, dtype: torch.dtype
 ) -> Tensor:
     """The rows of a packed matrix [rows, cols] that `ids` [...] name, as numbers [..., cols]."""
     flat = ids.reshape(-1)
-    rows = Encoded(get_format(fmt), (flat.numel(), cols), data[flat], scales[flat], base)
+    rows = Encoded(get_format(fmt), (flat.numel(), cols), data[flat], None if scales is None else scales[flat], base)
     return decode(rows, dtype).reshape(*ids.shape, cols)
 
 
 @embedding_rows.register_fake
 def _(
-    ids: Tensor, data: Tensor, _scales: Tensor, _base: Tensor | None, _fmt: str, cols: int, dtype: torch.dtype
+    ids: Tensor, data: Tensor, _scales: Tensor | None, _base: Tensor | None, _fmt: str, cols: int, dtype: torch.dtype
 ) -> Tensor:
     return data.new_empty((*ids.shape, cols), dtype=dtype)
 
@@ -37,8 +37,11 @@ class QuantEmbedding(nn.Module):
 
     dtype         of what it gives; `model.to(dtype)` changes it as it does that of other layers
     padding_idx   kept for those who read it: the row is looked up like any other
-    scale         rows come multiplied by it, a tensor in their own type (Gemma)
+    scale         rows come multiplied by it, rounded to their type
     """
+
+    _like: Tensor
+    scale: Tensor | None
 
     def __init__(
         self,
@@ -46,7 +49,7 @@ class QuantEmbedding(nn.Module):
         *,
         dtype: torch.dtype = torch.float32,
         padding_idx: int | None = None,
-        scale: float | Tensor = 1.0,
+        scale: float | None = None,
         name: str = "QuantEmbedding",
     ) -> None:
         super().__init__()
@@ -56,22 +59,30 @@ class QuantEmbedding(nn.Module):
             raise LayerError(f"{name}: {reason or f'a table has two axes, got {weight.shape}'}; use int8_row or mxfp4")
         self.weight = weight if isinstance(weight, PackedWeight) else PackedWeight(weight)
         self.num_embeddings, self.embedding_dim = self.weight.shape
-        self.padding_idx, self.scale, self.name = padding_idx, scale, name
+        self.padding_idx, self.name = padding_idx, name
         # An empty tensor moves and casts with the model, and so says in which type rows are wanted.
-        self.register_buffer("_like", torch.empty(0, dtype=dtype, device=self.weight.device), persistent=False)
+        place = self.weight.device
+        self.register_buffer("_like", torch.empty(0, dtype=dtype, device=place), persistent=False)
+        factor = None if scale is None else torch.tensor(scale, dtype=torch.float32, device=place)
+        self.register_buffer("scale", factor, persistent=False)
 
     @property
     def dtype(self) -> torch.dtype:
-        return self.get_buffer("_like").dtype
+        return self._like.dtype
 
     def extra_repr(self) -> str:
         return f"{self.num_embeddings}, {self.embedding_dim}, format={self.weight.fmt.name}"
 
     def forward(self, ids: Tensor) -> Tensor:
-        parts = self.weight.encoded.parts
+        weight = self.weight
+        held = weight._buffers
         rows: Tensor = embedding_rows(
-            ids, parts["data"], parts["scales"], parts.get("base"), self.weight.fmt.name, self.embedding_dim, self.dtype
+            ids,
+            weight.data,
+            weight.scales if "scales" in held else None,
+            weight.base if "base" in held else None,
+            weight.fmt.name,
+            self.embedding_dim,
+            self._like.dtype,
         )
-        if isinstance(self.scale, Tensor):
-            return rows * self.scale.to(rows)
-        return rows if self.scale == 1.0 else rows * self.scale
+        return rows if self.scale is None else rows * self.scale.to(rows.dtype)

@@ -180,13 +180,13 @@ class QuantLinear(nn.Module):
         dtype = self._input_type(x)
         flat = _flat(x.to(dtype))
         rows = flat.shape[0]
-        ways = self._settle(rows if has_static_value(rows) else None, dtype)
+        ways = self.settle(rows if has_static_value(rows) else None, dtype)
         weight, graph = self.weight, self.graph
         made: Tensor = torch.ops.bitplan.packed_linear(
             flat,
             self.bias,
             weight.data,
-            weight.scales,
+            weight.scales if "scales" in weight._buffers else None,
             weight.base if "base" in weight._buffers else None,
             graph.arranged,
             graph.factor,
@@ -200,7 +200,7 @@ class QuantLinear(nn.Module):
         )
         return made.reshape(*x.shape[:-1], self.out_features)
 
-    def _settle(self, rows: int | None, dtype: torch.dtype) -> str:
+    def settle(self, rows: int | None, dtype: torch.dtype) -> str:
         """The ways of a graph, with all that they read in `self.graph`; for any number of rows if it is None.
 
         It runs when a graph is traced, and is no part of it.
@@ -225,14 +225,14 @@ class QuantLinear(nn.Module):
         return text_of(picks)
 
     # What torch.compiler.assume_constant_result does, which would import the compiler: seconds.
-    _settle._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    settle._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
     def _fill_graph(self, strategies: set[str], dtype: torch.dtype) -> None:
         weight, wide = self.weight, compute_dtype(self.weight.device, dtype)
         if "fused" in strategies:
             fused = fused_for(weight.device.type)
             assert fused is not None
-            self.graph.hold_prepared(weight, self._prepared(fused))
+            self.graph.hold_prepared(weight, self.prepared(fused))
         if "eager" in strategies:
             self.graph.hold_expanded(weight, self._expanded(wide))
         elif "tile_cache" in strategies:
@@ -272,7 +272,7 @@ class QuantLinear(nn.Module):
         if picked.strategy == "fused":
             fused = fused_for(weight.device.type)
             assert fused is not None
-            prepared = self._prepared(fused)
+            prepared = self.prepared(fused)
             self.graph.hold_prepared(weight, prepared)
         elif picked.strategy == "eager":
             expanded = self._expanded(compute_dtype(weight.device, dtype))
@@ -282,7 +282,6 @@ class QuantLinear(nn.Module):
             remember(weight, self.cache)
             tokens = (weight.token, self.cache.token)
         encoded = weight.encoded
-        assert encoded.scales is not None
         shape = (self.out_features, self.in_features)
         return Matrix(encoded.data, encoded.scales, encoded.base, prepared, expanded, encoded.fmt.name, shape, *tokens)
 
@@ -290,7 +289,7 @@ class QuantLinear(nn.Module):
         encoded, keep = self.weight.encoded, not is_capturing(self.weight.device)
         return self.weight.derived(("expanded", dtype), lambda: decode(encoded, dtype), keep=keep)
 
-    def _prepared(self, fused: FusedMatmul) -> Prepared:
+    def prepared(self, fused: FusedMatmul) -> Prepared:
         """What the kernel wants beside the weight: one for each stream, for a kernel may keep counters in it.
 
         While a graph is captured the first stream's is taken, if there is one: what is made now lives in the graph's

@@ -13,6 +13,7 @@ from torch import Tensor
 from bitplan.errors import FileFormatError, StoreError
 from bitplan.formats import Encoded, get_format
 from bitplan.formats.gguf.blocks import GgufBlocks
+from bitplan.optional import require
 from bitplan.plan import Header, Manifest, Tag, open_manifest, require_clean
 from bitplan.plan.roles import guess_role
 from bitplan.store.checks.deep_check import deep_check
@@ -69,6 +70,11 @@ def device_of(device: torch.device | str) -> torch.device:
     if place.type == "cuda" and place.index is None:
         return torch.device("cuda", torch.cuda.current_device())
     return place
+
+
+def require_transformers(where: str) -> None:
+    """One line where the package is missing or too old; `read_packed` gives the tensors without it."""
+    require("transformers", purpose=f"{where}: running it", extra="models", least=5)
 
 
 def check_room(where: str, needed: int, device: torch.device) -> None:

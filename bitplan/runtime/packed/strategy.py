@@ -26,7 +26,6 @@ import torch
 
 from bitplan.errors import BitplanError, did_you_mean
 from bitplan.formats import Encoded
-from bitplan.kernels.matmul.cpu_fused import FusedOnCpu
 from bitplan.kernels.matmul.fused import FusedMatmul, fused_for
 from bitplan.measure.speed.crossover import Pick, bucket_of, pick
 from bitplan.measure.speed.crossover_files import crossovers_of
@@ -129,11 +128,8 @@ def _auto(weight: PackedWeight, rows: int, dtype: torch.dtype, cache: TileCache 
     room = not capturing and cache is not None and cache.has_room(weight, compute_dtype(weight.device, dtype))
     fused = fused_for(weight.device.type)
     why_not = _why_not_fused(fused, weight, dtype)
-    if weight.device.type == "cpu" and why_not is None and isinstance(fused, FusedOnCpu):
-        most = fused.most_rows(weight.encoded)
-        if most is None or rows <= most:
-            return Pick("fused", f"{fused.name}, which {fused.note(weight.encoded)}")
-        why_not = f"for more than {most} rows decoded pieces and F.linear are faster on a CPU"
+    if weight.device.type == "cpu" and why_not is None and fused is not None:
+        return Pick("fused", f"{fused.name}, which {fused.note(weight.encoded)}")
     if why_not is not None or fused is None:
         return _unfused(room, f"not fused: {why_not}")
     table = crossovers_of(weight.device)

@@ -77,6 +77,18 @@ def solve(
     return found
 
 
+def within(evidence: SearchEvidence, goal: Goal, choice: Mapping[str, str], kl: float) -> bool:
+    """Whether a plan with this measured KL is within the goal."""
+    most = goal.most_bytes(evidence.numbers)
+    if most is not None and evidence.nbytes(choice) > most:
+        return False
+    if goal.faster is not None:
+        us = evidence.microseconds(choice, goal.rows)
+        if us is None or us > _reference_time(evidence, goal.rows) / goal.faster:
+            return False
+    return goal.max_kl is None or kl <= goal.max_kl
+
+
 def front(evidence: SearchEvidence, *, points: int = FRONT_POINTS) -> list[Solution]:
     """Plans for which no other has both fewer bytes and less damage, from the smallest to the least harmful.
 

@@ -1,8 +1,8 @@
 """Collects the evidence of a model, and goes on where a stopped search was.
 
-In a folder: evidence.safetensors has the statistics of inputs and gradients, evidence.json what each format costs each
-group. Both are written as the work goes, under a fingerprint of weights, text and versions; what is of another model or
-text is refused by name.
+In a folder: evidence.safetensors and statistics.safetensors have the statistics of inputs and of gradients, and
+evidence.json what each format costs each group. All are written as the work goes, under a fingerprint of weights, text
+and versions; what is of another model or text is refused by name.
 """
 
 from __future__ import annotations
@@ -21,13 +21,14 @@ from bitplan.searching.errors import EvidenceFileError, SearchError
 from bitplan.searching.evidence import FormatCost, SearchEvidence, TensorGroup
 from bitplan.searching.gather.damage import RoundedWeights, formats_that_hold
 from bitplan.searching.gather.plan_meter import PlanMeter
-from bitplan.searching.gather.statistics import InputStatistics, gather_statistics
+from bitplan.searching.gather.statistics import STATISTICS, InputStatistics, gather_statistics
 from bitplan.searching.gather.subject import SearchSubject
 from bitplan.searching.gather.timing import time_groups
 from bitplan.searching.groups import group_tensors, place_of
 from bitplan.version import __version__
 
-EVIDENCE, STATISTICS = "evidence.json", "evidence.safetensors"
+EVIDENCE = "evidence.json"
+
 USUAL_BITS = 4.5
 Advance = Callable[[int, str], None]
 # What shows progress: called with what is done and how many steps it has, gives what to call for each.
@@ -48,11 +49,11 @@ class EvidenceFolder:
     def statistics(self, fingerprint: Mapping[str, str]) -> InputStatistics:
         if self.folder is None or not (self.folder / STATISTICS).exists():
             return InputStatistics()
-        return InputStatistics.load(self.folder / STATISTICS, fingerprint)
+        return InputStatistics.load(self.folder, fingerprint)
 
     def save_statistics(self, statistics: InputStatistics, fingerprint: Mapping[str, str]) -> None:
         if self.folder is not None:
-            statistics.save(self.folder / STATISTICS, fingerprint)
+            statistics.save(self.folder, fingerprint)
 
     def evidence(self) -> SearchEvidence | None:
         if self.folder is None or not (self.folder / EVIDENCE).exists():

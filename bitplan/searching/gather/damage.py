@@ -11,11 +11,15 @@ from torch import Tensor
 
 from bitplan.formats import Encoded, get_format
 from bitplan.kernels import decode, encode
+from bitplan.plan.names import natural_order
 from bitplan.searching.gather.statistics import COUNTS, GRADIENT, INPUTS, LOOKUP, InputStatistics
 from bitplan.searching.gather.subject import SearchSubject, WeightSite
+from bitplan.searching.groups import group_name, place_of
+from bitplan.store.rounding.round_weight import round_weight
 
 CACHE_BYTES = 4 * 2**30
-SAMPLED_ROWS = 64  # of a weight, for what compensated rounding gains
+SAMPLED_ROWS, SAMPLED_SHARE = 128, 32  # at least so many rows of a weight are rounded to predict, or one in so many
+QUICK_FORMATS = ("q4_0_gguf", "nvfp4", "int8_row")  # the last holds rows of any length
 UNSEEN = 0.5  # how often a token that the text did not have counts as seen
 
 
@@ -28,6 +32,8 @@ class RoundedWeights:
     budget: int = CACHE_BYTES
     _kept: OrderedDict[tuple[str, str], Encoded] = field(default_factory=OrderedDict, repr=False)
     _bytes: int = 0
+    _quick: dict[str, Tensor] = field(default_factory=dict, repr=False)
+    _gains: dict[tuple[str, str], float] = field(default_factory=dict, repr=False)
 
     def encoded(self, name: str, fmt: str) -> Encoded:
         key = name, fmt
@@ -52,24 +58,69 @@ class RoundedWeights:
     def predicted(self, name: str, fmt: str) -> float:
         """Nats a token that the format costs this weight alone.
 
-        Rounding that compensates errors takes time, and its rows are independent: some rows say how much better it is
-        than plain rounding, which is done for all.
+        Rows are rounded independently, so some rows say how many times worse the format is than a quick one that all
+        rows were rounded to. What compensated rounding gains over that is taken from two layers of each projection.
         """
         site = self.subject.sites[name]
         weight = site.parameter.detach().float()
-        plain = damage_of_rows(site, weight - decode(encode(weight, fmt, name=name), torch.float32), self.statistics)
-        total = float(plain.sum())
-        if get_format(fmt).is_cast or total <= 0:
-            return max(0.0, total)
-        rows = torch.arange(0, len(weight), max(1, len(weight) // SAMPLED_ROWS), device=weight.device)
-        rounded = decode(self._round(site, fmt, rows), torch.float32)
-        sampled = damage_of_rows(site, weight[rows] - rounded, self.statistics, rows)
-        before = float(plain[rows].sum())
-        return total * float(sampled.sum()) / before if before > 0 else total
+        if get_format(fmt).is_cast:
+            change = weight - decode(encode(weight, fmt, name=name), torch.float32)
+            return float(damage_of_rows(site, change, self.statistics).sum())
+        quick, rows = self._quick_damage(site, weight), _sampled_rows(weight)
+        sampled, before = self._plain_damage(site, fmt), float(quick[rows].sum())
+        whole = float(quick.sum()) * sampled / before if before > 0 else sampled * len(weight) / len(rows)
+        return whole * self._gain(_projection(name), fmt)
+
+    def _gain(self, projection: str, fmt: str) -> float:
+        """What is left of the damage of plain rounding after compensated rounding, on some rows of two layers."""
+        key = projection, fmt
+        if key not in self._gains:
+            names = natural_order(name for name in self.subject.sites if _projection(name) == projection)
+            names = list(dict.fromkeys((names[len(names) // 3], names[2 * len(names) // 3])))
+            plain = after = 0.0
+            for name in names:
+                site = self.subject.sites[name]
+                weight = site.parameter.detach().float()
+                rows = _sampled_rows(weight)
+                change = weight[rows] - decode(self._round(site, fmt, rows), torch.float32)
+                after += float(damage_of_rows(site, change, self.statistics, rows).sum())
+                plain += self._plain_damage(site, fmt)
+            self._gains[key] = after / plain if plain > 0 else 1.0
+        return self._gains[key]
+
+    def _plain_damage(self, site: WeightSite, fmt: str) -> float:
+        """The damage of plain rounding on some rows."""
+        weight = site.parameter.detach().float()
+        rows = _sampled_rows(weight)
+        change = weight[rows] - decode(encode(weight[rows], fmt, name=site.name), torch.float32)
+        return float(damage_of_rows(site, change, self.statistics, rows).sum())
+
+    def _quick_damage(self, site: WeightSite, weight: Tensor) -> Tensor:
+        """The damage of each row in a format that is encoded in no time."""
+        if site.name not in self._quick:
+            fmt = formats_that_hold(site.shape, QUICK_FORMATS)[0]
+            change = weight - decode(encode(weight, fmt, name=site.name), torch.float32)
+            self._quick[site.name] = damage_of_rows(site, change, self.statistics)
+        return self._quick[site.name]
 
     def _round(self, site: WeightSite, fmt: str, rows: Tensor | None = None) -> Encoded:
         weight = site.parameter.detach().float()
-        return encode(weight if rows is None else weight[rows], fmt, name=site.name)
+        return round_weight(
+            weight if rows is None else weight[rows],
+            fmt,
+            moments=self.statistics.moments(site.name),
+            hessian=self.statistics.hessian(site.name),
+            name=site.name,
+        )
+
+
+def _projection(name: str) -> str:
+    return place_of(group_name(name, fused=False))[1]
+
+
+def _sampled_rows(weight: Tensor) -> Tensor:
+    count = max(SAMPLED_ROWS, len(weight) // SAMPLED_SHARE)
+    return torch.arange(0, len(weight), max(1, len(weight) // count), device=weight.device)
 
 
 def damage_of_rows(site: WeightSite, change: Tensor, statistics: InputStatistics, rows: Tensor | None = None) -> Tensor:
@@ -92,18 +143,6 @@ def damage_of_rows(site: WeightSite, change: Tensor, statistics: InputStatistics
         share = (counts + UNSEEN) / (statistics.tokens + UNSEEN * len(counts))
         nats += chosen(share).double() * (change.square() @ lookup.to(change.device)).double() / 2
     return nats
-
-
-def input_hessian(site: WeightSite, statistics: InputStatistics) -> Tensor | None:
-    """[K, K]: what rounding a weight minimises, for all of its uses together; None where nothing was seen."""
-    inputs, gradient = statistics.mean(site.name, INPUTS), statistics.mean(site.name, GRADIENT)
-    counts, lookup = statistics.sums.get(f"{site.name}.{COUNTS}"), statistics.mean(site.name, LOOKUP)
-    if lookup is None or counts is None:
-        return inputs
-    by_lookup = torch.diag(lookup) / len(counts)
-    if inputs is None or gradient is None:
-        return by_lookup
-    return inputs * float(gradient.mean()) + by_lookup.to(inputs.device)
 
 
 def formats_that_hold(shape: Sequence[int], formats: Sequence[str]) -> list[str]:

@@ -26,7 +26,9 @@ from bitplan.searching.errors import EvidenceFileError, SearchError
 from bitplan.searching.gather.subject import SearchSubject, WeightSite
 from bitplan.store.files.open_files import open_tensors, write_tensors
 from bitplan.store.files.tensor_file import Promise
+from bitplan.store.rounding.evidence import HESSIAN, MOMENTS, SHARED, EvidenceFile, write_evidence
 
+EVIDENCE, STATISTICS = "evidence.safetensors", "statistics.safetensors"
 INPUTS, GRADIENT, COUNTS, LOOKUP = "inputs", "gradient", "counts", "lookup_gradient"
 SEED = 0
 
@@ -49,35 +51,66 @@ class InputStatistics:
         total = self.sums.get(f"{owner}.{what}")
         return None if total is None or not self.tokens else total / self.tokens
 
-    def save(self, path: str | Path, fingerprint: Mapping[str, str]) -> None:
-        parts = dict(sorted(self.sums.items()))
-        promises = [Promise(name, tuple(part.shape), None, part.dtype) for name, part in parts.items()]
-        metadata = {
-            "bitplan_statistics": "1",
-            "tokens": str(self.tokens),
-            "windows": str(self.windows),
-            **{f"shared.{name}": owner for name, owner in sorted(self.shared.items())},
-            **{f"fingerprint.{name}": value for name, value in sorted(fingerprint.items())},
-        }
-        with write_tensors(path, promises, metadata=metadata) as writer:
-            for name, part in parts.items():
-                writer.write(name, part.cpu())
+    def hessian(self, name: str) -> Tensor | None:
+        """[K, K], in any unit: what rounding minimises, for all uses of a weight together; None if no layer uses it."""
+        owner = self.shared.get(name, name)
+        inputs, gradient = self.sums.get(f"{owner}.{INPUTS}"), self.sums.get(f"{name}.{GRADIENT}")
+        lookup, counts = self.sums.get(f"{name}.{LOOKUP}"), self.sums.get(f"{name}.{COUNTS}")
+        if inputs is None or gradient is None or lookup is None or counts is None:
+            return inputs
+        # Tied: a row counts by the gradient of its logit, and by how often it is looked up; of both, the mean row.
+        return inputs * float(gradient.mean()) + torch.diag(lookup) * (self.tokens / len(counts))
+
+    def moments(self, name: str) -> Tensor | None:
+        """[K], in any unit: how much each column of what is looked up counts; None for weights of layers."""
+        return None if self.hessian(name) is not None else self.sums.get(f"{name}.{LOOKUP}")
+
+    def save(self, folder: Path, fingerprint: Mapping[str, str]) -> None:
+        """evidence.safetensors, with which `quantize --evidence` rounds; and statistics.safetensors, the rest."""
+        facts = {"tokens": str(self.tokens), "windows": str(self.windows)}
+        facts |= {f"fingerprint.{name}": value for name, value in sorted(fingerprint.items())}
+        names = sorted({key.rpartition(".")[0] for key in self.sums})
+        own = [name for name in names if name not in self.shared]
+        parts = {f"{name}{HESSIAN}": part for name in own if (part := self.hessian(name)) is not None}
+        parts |= {f"{name}{MOMENTS}": part for name in own if (part := self.moments(name)) is not None}
+        shapes = {key: tuple(part.shape) for key, part in parts.items()}
+        shared = {f"{SHARED}{name}": owner for name, owner in sorted(self.shared.items())}
+        with write_evidence(folder / EVIDENCE, shapes, facts | shared) as evidence:
+            for key, part in parts.items():
+                evidence.write(key, part.float().cpu())
+        rest = {key: part for key, part in sorted(self.sums.items()) if not self._is_in_evidence(key)}
+        promises = [Promise(key, tuple(part.shape), None, part.dtype) for key, part in rest.items()]
+        with write_tensors(folder / STATISTICS, promises, metadata=facts) as writer:
+            for key, part in rest.items():
+                writer.write(key, part.cpu())
+
+    def _is_in_evidence(self, key: str) -> bool:
+        """Whether a sum is in evidence.safetensors as it is: inputs of a weight that is not looked up too."""
+        name, _, what = key.rpartition(".")
+        return what == INPUTS and f"{name}.{COUNTS}" not in self.sums
 
     @classmethod
-    def load(cls, path: str | Path, fingerprint: Mapping[str, str] | None = None) -> InputStatistics:
-        """Read statistics; with a fingerprint, those of another model or text are refused by the part that differs."""
-        with open_tensors(path) as file:
-            metadata: dict[str, str] = dict(file.metadata)  # type: ignore[attr-defined]
-            if "bitplan_statistics" not in metadata:
-                raise EvidenceFileError(f"{path}: no statistics of a search; `bitplan search` writes them")
-            for part, value in (fingerprint or {}).items():
-                if metadata.get(f"fingerprint.{part}") != value:
+    def load(cls, folder: Path, fingerprint: Mapping[str, str]) -> InputStatistics:
+        """Read statistics; those of another model, text or version are refused by what differs."""
+        with EvidenceFile(folder / EVIDENCE) as evidence, open_tensors(folder / STATISTICS) as rest:
+            facts: Mapping[str, str] = rest.metadata
+            for part, value in fingerprint.items():
+                if facts.get(f"fingerprint.{part}") != value:
                     raise EvidenceFileError(
-                        f"{path}: these statistics are of another {part}; give --out another folder, or --force"
+                        f"{folder}: its statistics are of another model or run: {part} differs; give another folder, "
+                        "or --force to begin again"
                     )
-            sums = {name: file.read_float(name) for name in file.specs}
-        shared = {key.removeprefix("shared."): owner for key, owner in metadata.items() if key.startswith("shared.")}
-        return cls(sums, shared, int(metadata["tokens"]), int(metadata["windows"]))
+            if any(evidence.metadata.get(key) != value for key, value in facts.items()):
+                raise EvidenceFileError(f"{folder}: {EVIDENCE} and {STATISTICS} are of two runs; --force begins again")
+            sums = {name: rest.read_float(name) for name in rest.specs}
+            shared = {
+                key.removeprefix(SHARED): owner for key, owner in evidence.metadata.items() if key.startswith(SHARED)
+            }
+            for name in evidence.names - shared.keys():
+                inputs = evidence.hessian(name)
+                if inputs is not None and f"{name}.{COUNTS}" not in sums:
+                    sums[f"{name}.{INPUTS}"] = inputs
+        return cls(sums, shared, int(facts["tokens"]), int(facts["windows"]))
 
 
 def gather_statistics(

@@ -53,6 +53,11 @@ def time_groups(
         advance(1, name)
 
 
+def is_timed(evidence: SearchEvidence, rows: int) -> bool:
+    """Whether the evidence has times at so many rows."""
+    return all(rows in group.reference_us for group in evidence.groups.values())
+
+
 def _time_shape(weight: Tensor, formats: Sequence[str], rows: int) -> Times:
     generator = torch.Generator(weight.device).manual_seed(0)
     x = torch.randn(rows, weight.shape[1], generator=generator, device=weight.device).to(torch.bfloat16)

@@ -68,6 +68,17 @@ def test_a_last_block_that_is_not_whole_counts_as_far_as_it_goes(name: str) -> N
     check(run(x, weight), x, weight)
 
 
+@pytest.mark.parametrize("name", FORMATS)
+def test_many_inputs_multiply_by_decoded_parts(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cpu_fused, "MOST_INPUTS", 4)
+    monkeypatch.setattr(cpu_fused, "BUFFER_ROWS", 16)
+    for rows, cols, threads in ((37, 512, 2), (5, 419, 1)):
+        weight = encode(normal(rows, cols), name, pad="zero")
+        x, bias = normal(5, cols, seed=1), normal(rows, seed=2)
+        with jit.use_threads(threads):
+            check(run(x, weight, bias), x, weight, bias)
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_16_bit_inputs_are_rounded_once(dtype: torch.dtype) -> None:
     weight, x = encode(normal(8, 128), "int8_row"), normal(3, 128, seed=1).to(dtype)

@@ -634,15 +634,15 @@ def test_read_packed_of_gguf(made, tmp_path):
     assert result["token_embd.weight"].dtype == torch.bfloat16  # a plain cast is a tensor
     import gguf
 
-    writer = gguf.GGUFWriter(tmp_path / "q4_1.gguf", "llama")
-    raw = gguf.quants.quantize(torch.ones(4, 64).numpy(), gguf.GGMLQuantizationType.Q4_1)
-    writer.add_tensor("blk.0.ffn_up.weight", raw, raw_dtype=gguf.GGMLQuantizationType.Q4_1)
+    writer = gguf.GGUFWriter(tmp_path / "tq2_0.gguf", "llama")
+    raw = gguf.quants.quantize(torch.ones(4, 256).numpy(), gguf.GGMLQuantizationType.TQ2_0)
+    writer.add_tensor("blk.0.ffn_up.weight", raw, raw_dtype=gguf.GGMLQuantizationType.TQ2_0)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    with pytest.raises(FileFormatError, match=r"'blk.0.ffn_up.weight' is Q4_1, which bitplan does not hold packed"):
-        read_packed(tmp_path / "q4_1.gguf")
+    with pytest.raises(FileFormatError, match=r"'blk.0.ffn_up.weight' is TQ2_0, which bitplan does not hold packed"):
+        read_packed(tmp_path / "tq2_0.gguf")
 
 
 def test_a_failed_read_packed_is_a_bitplan_error(tmp_path):

@@ -44,28 +44,24 @@ def test_auto_on_a_cpu_takes_the_four_bit_kernel_and_says_what_it_does_to_inputs
 
 
 @pytest.mark.parametrize("name", cpu_fused.FORMATS)
-def test_auto_on_a_cpu_fuses_few_rows_and_decodes_many_or_reads_tiles(
-    name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_auto_on_a_cpu_reads_packed_bytes(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cpu_fused, "_takes_torch", lambda *_: False)
-    result = QuantLinear(packed(name))
-    picked = result.explain(1)
-    assert picked.strategy == "fused"
-    assert "keeps no copy" in picked.reason
-    many = result.explain(cpu_fused.MOST_ROWS + 1)
-    assert many.strategy == "decode"
-    assert "no room" in many.reason
-    result.cache = TileCache(48 * 256 * 4)
-    assert result.explain(1).strategy == "fused"
-    assert result.explain(1024).strategy == "tile_cache"
-    result.cache = TileCache(48 * 256 * 4 - 1)
-    assert result.explain(1024).strategy == "decode"
+    result = QuantLinear(packed(name), cache=TileCache(10**6))
+    for rows in (1, 4096):
+        assert result.explain(rows).strategy == "fused"
+        assert "keeps no copy" in result.explain(rows).reason
+    assert "float64" in result.explain(1, torch.float64).reason
 
 
 def test_auto_on_a_cpu_decodes_formats_without_a_kernel() -> None:
-    picked = QuantLinear(packed("fp4_u8_g128")).explain(1)
-    assert picked.strategy == "decode"
-    assert "no fp4_u8_g128" in picked.reason
+    result = QuantLinear(packed("fp4_u8_g128"))
+    assert result.explain(1).strategy == "decode"
+    assert "no fp4_u8_g128" in result.explain(1).reason
+    result.cache = TileCache(48 * 256 * 4)
+    assert result.explain(1).strategy == "tile_cache"
+    result.cache = TileCache(48 * 256 * 4 - 1)
+    assert result.explain(1).strategy == "decode"
+    assert "no room" in result.explain(1).reason
 
 
 def test_auto_fills_the_cache_and_leaves_those_that_came_first_in_it() -> None:

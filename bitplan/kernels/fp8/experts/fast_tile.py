@@ -25,6 +25,7 @@ Legend: E experts, R rows, C columns of a tile; x_4QW as in `kernels.fp8.fast_ti
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import triton
 import triton.language as tl
@@ -56,16 +57,8 @@ TOKENS_LAUNCHES = PAIR_LAUNCHES | {"tensor": CastLaunch(TILE_ROWS, 128, 8, vecto
 _SIZES = ["experts", "group16", "stride16", "cols16", "tokens"]
 
 
-def plan_pairs(
-    sizes: GroupSizes, scaling: str, fp8: str, eps: float, wanted: tuple[bool, bool], guessed: bool
-) -> tuple[PreparedLaunch | None, PreparedLaunch, PreparedLaunch | None]:
-    """(maxima, cast, check of guesses), as `general_cast` launches them."""
-    launches = MATRICES_LAUNCHES if sizes.matrix_rows else TOKENS_LAUNCHES
-    return _plan(sizes, scaling, fp8, eps, wanted, guessed, launches[scaling])
-
-
 @functools.lru_cache(maxsize=1024)
-def _plan(
+def plan_pairs(
     sizes: GroupSizes,
     scaling: str,
     fp8: str,
@@ -74,12 +67,13 @@ def _plan(
     guessed: bool,
     launch: CastLaunch,
 ) -> tuple[PreparedLaunch | None, PreparedLaunch, PreparedLaunch | None]:
+    """(maxima, cast, check of guesses), as `general_cast` launches them."""
     tiles = sizes.tiles_down(launch.rows) * triton.cdiv(sizes.cols, launch.cols)
     shape = (sizes.matrix_rows // 16, sizes.cols // 16)
     numbers = (sizes.experts, shape[0], sizes.stride // 16, shape[1])
     place = {"TOKENS": not sizes.matrix_rows, "BR": launch.rows, "BC": launch.cols}
     to = {"TO_ROWS": wanted[0], "TO_COLS": wanted[1], "V": launch.vector}
-    options = {"num_warps": launch.warps, "enable_fp_fusion": False}
+    options: dict[str, Any] = {"num_warps": launch.warps, "enable_fp_fusion": False}
     cast = PreparedLaunch(
         _cast_tiles,
         (tiles,),

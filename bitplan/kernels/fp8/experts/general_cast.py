@@ -22,6 +22,7 @@ Legend: T rows of tokens (or of all experts' matrices), C columns, E experts, R 
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import torch
 import triton
@@ -34,7 +35,7 @@ from bitplan.formats.fp8_recipes import BLOCK
 from bitplan.formats.scales.rules import SMALLEST_SCALE
 from bitplan.kernels.base.launch import PreparedLaunch, launch_in_turn
 from bitplan.kernels.base.numbers import float_name, magnitude_bits
-from bitplan.kernels.fp8.experts.fast_tile import plan_pairs
+from bitplan.kernels.fp8.experts.fast_tile import MATRICES_LAUNCHES, TOKENS_LAUNCHES, plan_pairs
 from bitplan.kernels.fp8.experts.layout import TILE_ROWS, GroupLayout, GroupSizes, scale_kind
 from bitplan.kernels.fp8.fast_tile import fits_pairs, is_aligned
 from bitplan.kernels.fp8.general_tile import read_numbers
@@ -150,7 +151,8 @@ def _cast(
         expected = (STATE_SIZE, sizes.experts)
         raise FormatError(f"guesses of {sizes.experts} experts have shape {expected}, got {tuple(guess.shape)}")
     if paired:
-        find_maxima, cast, check = plan_pairs(sizes, scaling, fp8, float(eps), wanted, guess is not None)
+        launch = (MATRICES_LAUNCHES if sizes.matrix_rows else TOKENS_LAUNCHES)[scaling]
+        find_maxima, cast, check = plan_pairs(sizes, scaling, fp8, float(eps), wanted, guess is not None, launch)
     else:
         find_maxima, cast, check = *_plan_numbers(x.dtype, sizes, scaling, fp8, eps, wanted), None
     amax = amax_t = None
@@ -182,7 +184,7 @@ def _plan_numbers(
         "TO_ROWS": wanted[0],
         "TO_COLS": wanted[1],
     }
-    options = {"num_warps": WARPS, "enable_fp_fusion": False}
+    options: dict[str, Any] = {"num_warps": WARPS, "enable_fp_fusion": False}
     needs_maxima = scaling in ("tensor", "row")
     return (
         PreparedLaunch(_amax_tiles, grid, (), fixed, **options) if needs_maxima else None,

@@ -16,17 +16,14 @@ from torch import nn
 
 from bitplan.errors import FileFormatError
 from bitplan.formats.dtypes import torch_dtype
-from bitplan.optional import require
 from bitplan.store.models.transformers_names import first_line, silence_transformers
 from bitplan.store.packed_folder import CONFIG
 
 GENERATION = "generation_config.json"
-LEAST_TRANSFORMERS = 5
 
 
 def empty_model(folder: Path, config: Mapping[str, Any], dtype: torch.dtype | None, device: torch.device) -> nn.Module:
     """The model of a folder's config; its parameters lie on meta, its computed buffers on the device."""
-    require("transformers", purpose=f"{folder}: building its model", extra="models", least=LEAST_TRANSFORMERS)
     import transformers
     from transformers import initialization
 

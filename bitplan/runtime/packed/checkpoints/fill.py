@@ -222,7 +222,9 @@ def place_all(
             modules[owner]._parameters[local] = parameters[name]
         elif isinstance(value, Tensor):
             modules[owner]._buffers[local] = value
-    same = {id(modules[owner]): layer for owner, layer in reversed(layers.items())}
+    same: dict[int, nn.Module] = {}  # a module in two places becomes one layer in both
+    for owner, layer in layers.items():
+        same.setdefault(id(modules[owner]), layer)
     for owner in layers:
         model.set_submodule(owner, same[id(modules[owner])])
 

@@ -33,8 +33,15 @@ from bitplan.runtime.packed.checkpoints.recipes import assign
 from bitplan.runtime.packed.checkpoints.save import let_transformers_save
 from bitplan.runtime.packed.checkpoints.source import loaded_from, remember
 from bitplan.runtime.packed.gpt_oss.load import is_gpt_oss, load_gpt_oss
+from bitplan.runtime.packed.joint import fuse_projections
 from bitplan.runtime.packed.load_report import CHECKS, Loaded, LoadReport, PeakMemory
-from bitplan.runtime.packed.read_packed import ManifestLike, check_room, device_of, refuse_bad_numbers
+from bitplan.runtime.packed.read_packed import (
+    ManifestLike,
+    check_room,
+    device_of,
+    refuse_bad_numbers,
+    require_transformers,
+)
 from bitplan.runtime.packed.strategy import INPUTS, check_strategy
 from bitplan.runtime.packed.tile_cache import TileCache
 from bitplan.runtime.packed_weight import PackedWeight
@@ -70,6 +77,8 @@ def load_packed(
     check_strategy(strategy, str(path))
     _check_arguments(path, model, dtype, check)
     source = Path(path)
+    if model is None:
+        require_transformers(str(path))
     if is_gpt_oss(source):
         options: dict[str, Any] = {"strategy": strategy, "cache": cache, "manifest": manifest}
         loaded = load_gpt_oss(source, model=model, device=place, dtype=dtype, check=check, **options)
@@ -96,6 +105,8 @@ def load_packed(
         place_all(target, values, parameters, layers)
         check_filled(target, str(path))
         target.to(place)  # buffers that a model of the user's computes itself
+        if place.type == "cuda":
+            fuse_projections(target)
         remember(
             target,
             loaded_from(

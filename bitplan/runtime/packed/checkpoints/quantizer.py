@@ -21,6 +21,7 @@ from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from bitplan.errors import StoreError
+from bitplan.plan.plan import Plan
 from bitplan.runtime.packed.checkpoints.build import plain_types
 from bitplan.runtime.packed.checkpoints.fill import (
     check_filled,
@@ -33,16 +34,24 @@ from bitplan.runtime.packed.checkpoints.fill import (
 from bitplan.runtime.packed.checkpoints.recipes import Assignment, assign
 from bitplan.runtime.packed.checkpoints.save import let_transformers_save
 from bitplan.runtime.packed.checkpoints.source import loaded_from, remember
+from bitplan.runtime.packed.joint import fuse_projections
 from bitplan.runtime.packed.read_packed import check_room, device_of
 from bitplan.store.files.open_files import open_tensors
-from bitplan.store.packed_folder import PLAN, QUANT_METHOD, VERSION, read_config, read_packed_plan
+from bitplan.store.packed_folder import (
+    PLAN,
+    QUANT_METHOD,
+    VERSION,
+    check_packed_config,
+    read_config,
+    read_packed_plan,
+)
 
 
-class BitplanConfig(QuantizationConfigMixin):
+class BitplanConfig(QuantizationConfigMixin):  # type: ignore[misc]
     """`quantization_config` of a folder that bitplan packed."""
 
     def __init__(self, version: int = VERSION, plan: str = PLAN, plan_sha256: str = "", **_theirs: Any) -> None:
-        self.quant_method = QUANT_METHOD  # type: ignore[assignment]
+        self.quant_method = QUANT_METHOD
         self.version, self.plan, self.plan_sha256 = version, plan, plan_sha256
 
 
@@ -66,6 +75,8 @@ class BitplanQuantizer(HfQuantizer):  # type: ignore[misc]
         self._all = Assignment(())
         self._dtypes: dict[str, torch.dtype] = {}
         self._folder = Path()
+        self._config: dict[str, Any] = {}
+        self._plan: Plan | None = None
         self._device = torch.device("cpu")
 
     def is_serializable(self) -> bool:
@@ -77,6 +88,10 @@ class BitplanQuantizer(HfQuantizer):  # type: ignore[misc]
         return True
 
     def update_device_map(self, device_map: Any) -> Any:
+        if isinstance(
+            device_map, str
+        ):  # "auto" and its kin spread a model over devices; a packed one goes to the first
+            device_map = {"": "cuda" if torch.cuda.is_available() else "cpu"}
         places = {"cpu"} if device_map is None else set(device_map.values())
         if len(places) > 1 or "disk" in places:
             raise StoreError(
@@ -93,6 +108,9 @@ class BitplanQuantizer(HfQuantizer):  # type: ignore[misc]
             raise StoreError("from_pretrained: a packed model is loaded from the folder that holds it")
         self._folder = Path(checkpoint_files[0]).parent
         where = str(self._folder)
+        self._config = read_config(self._folder)
+        has_plan = (self._folder / check_packed_config(self._folder, self._config)["plan"]).is_file()
+        self._plan = read_packed_plan(self._folder, self._config) if has_plan else None  # a download may leave it out
         with torch.device("cpu"), open_tensors(self._folder) as file:
             self._all = assign(model, file, where)
             check_layers(model, self._all, file, where)
@@ -121,12 +139,13 @@ class BitplanQuantizer(HfQuantizer):  # type: ignore[misc]
             )
             place_all(model, values, {}, layers)
             check_filled(model, str(self._folder))
-            config = read_config(self._folder)
-            has_plan = (self._folder / str(config["quantization_config"].get("plan"))).is_file()
-            plan = read_packed_plan(self._folder, config) if has_plan else None  # a download may leave it behind
+            if self._device.type == "cuda":
+                fuse_projections(model)
             remember(
                 model,
-                loaded_from(file, self._all.recipes, folder=self._folder, config=config, plan=plan, model=model),
+                loaded_from(
+                    file, self._all.recipes, folder=self._folder, config=self._config, plan=self._plan, model=model
+                ),
             )
         let_transformers_save(model)
         self._layers.clear()

@@ -103,7 +103,8 @@ def assign(model: nn.Module, file: TensorFile, where: str) -> Assignment:
     )
     faults = [f"{len(found)} {kind}: {shortened(natural_order(found))}" for kind, found in kinds if found]
     if faults:
-        raise FileFormatError(f"{where}: does not fit this {type(model).__name__}: {'; '.join(faults)}")
+        hint = "; a model that has them all can be given as model=" if unknown and not missing else ""
+        raise FileFormatError(f"{where}: does not fit this {type(model).__name__}: {'; '.join(faults)}{hint}")
     return Assignment(tuple(recipes), ties, tuple(unread))
 
 
@@ -125,13 +126,13 @@ def _targets(
     from transformers import core_model_loading as theirs
     from transformers.conversion_mapping import get_model_conversion_mapping
 
-    table = get_model_conversion_mapping(model)  # type: ignore[arg-type]
+    table = get_model_conversion_mapping(model)
     renamings = [entry for entry in table if isinstance(entry, theirs.WeightRenaming)]
     converters = [entry for entry in table if isinstance(entry, theirs.WeightConverter)]
     prefix: Any = model.base_model_prefix
     targets: dict[str, tuple[str, str | None]] = {}
     for name in sorted(names, key=theirs.dot_natural_key):
-        renamed = theirs.rename_source_key(name, renamings, converters, prefix, own)  # type: ignore[arg-type]
+        renamed = theirs.rename_source_key(name, renamings, converters, prefix, own)
         targets[name] = (name, None) if renamed[0] not in own and name in own else renamed
     return targets, {pattern: entry for entry in converters for pattern in entry.source_patterns}
 

@@ -48,7 +48,7 @@ def save_packed(model: nn.Module, path: str | Path, *, force: bool = False, shar
     force        a model's folder that exists is replaced
     shard_bytes  the most that a file of weights may hold; a model that was loaded keeps its files
 
-    Tokenizer and generation config are copied from the folder that the model was loaded from, where there was one.
+    Tokenizer and generation config are copied from the folder that the model was loaded from, where there is one.
     """
     if not isinstance(model, nn.Module) or not isinstance(path, str | Path):
         raise ArgumentError(
@@ -73,7 +73,7 @@ def save_packed(model: nn.Module, path: str | Path, *, force: bool = False, shar
         shards,
         None if config is None else packed_config(config, plan),
         plan,
-        {} if source is None or source.folder is None else side_files(source.folder),
+        _beside(model, source),
     )
 
     def write(writer: Any, promises: Any) -> None:
@@ -224,10 +224,18 @@ def _shards(items: _Items, source: LoadedFrom | None, shard_bytes: int) -> list[
     ]
 
 
+def _beside(model: nn.Module, source: LoadedFrom | None) -> dict[str, Path]:
+    """Tokenizer and the like, from the folder that bitplan or transformers loaded the model from."""
+    if source is not None and source.folder is not None:
+        return side_files(source.folder)
+    name = getattr(model, "name_or_path", None)
+    return side_files(Path(name)) if isinstance(name, str) and name and Path(name).is_dir() else {}
+
+
 def _config(model: nn.Module, source: LoadedFrom | None) -> Mapping[str, Any] | None:
     """The config's own document while the model's is as it was loaded; else the model's."""
     now = config_of(model)
-    if source is not None and now == source.config_then:
+    if source is not None and source.config is not None and now == source.config_then:
         return source.config
     if now is None:
         return None

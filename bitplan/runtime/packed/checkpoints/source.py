@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import nn
@@ -31,6 +31,18 @@ class LoadedFrom:
     shards: Mapping[str, tuple[str, ...]]  # file -> its tensors
     metadata: Mapping[str, Mapping[str, str]]  # file -> what it says of itself
     tied: Mapping[str, str]
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        """It never changes, so a copied model shares it."""
+        return self
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """A model that is pickled whole forgets it: then it is saved under its own names."""
+        return _nothing, ()
+
+
+def _nothing() -> None:
+    return None
 
 
 def remember(model: nn.Module, source: LoadedFrom) -> None:

@@ -28,7 +28,6 @@ from bitplan.runtime.packed.gpt_oss.model import (
     empty_model,
     experts_of,
     fill_model,
-    require_transformers,
 )
 from bitplan.runtime.packed.gpt_oss.weights import load_experts, load_plain, model_shapes, plain_slots
 from bitplan.runtime.packed.load_report import Loaded, LoadReport, PeakMemory
@@ -40,6 +39,7 @@ from bitplan.runtime.packed.read_packed import (
     device_of,
     list_headers,
     refuse_bad_numbers,
+    require_transformers,
 )
 from bitplan.runtime.packed.tile_cache import TileCache
 from bitplan.store.files.gguf_tensors import GGUFTensors

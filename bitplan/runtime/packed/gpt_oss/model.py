@@ -14,7 +14,6 @@ import torch
 from torch import Tensor, nn
 
 from bitplan.errors import FileFormatError, StoreError
-from bitplan.optional import require
 from bitplan.plan.names import listed, natural_order
 from bitplan.runtime.packed.quant_experts import QuantExperts
 from bitplan.runtime.packed_weight import PackedWeight
@@ -37,11 +36,6 @@ class GptOssPackedExperts(QuantExperts):
 
     def forward(self, hidden_states: Tensor, router_indices: Tensor, routing_weights: Tensor) -> Tensor:
         return super().forward(hidden_states, router_indices, routing_weights)
-
-
-def require_transformers(where: str) -> None:
-    """One line where the package is missing or too old; `read_packed` gives the tensors without it."""
-    require("transformers", purpose=f"{where}: running it", extra="models", least=5)
 
 
 def empty_model(file: GptOssFile, dtype: torch.dtype) -> nn.Module:

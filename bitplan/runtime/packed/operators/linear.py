@@ -23,7 +23,7 @@ from torch import Tensor
 
 from bitplan.formats import Encoded, get_format
 from bitplan.kernels.matmul.cpu_matmul import piece_rows
-from bitplan.kernels.matmul.fused import Prepared, fused_for
+from bitplan.kernels.matmul.fused import Bound, Prepared, fused_for
 from bitplan.kernels.matmul.row_pieces import (
     Piece,
     decoded_pieces,
@@ -31,16 +31,18 @@ from bitplan.kernels.matmul.row_pieces import (
     linear_over_pieces,
 )
 from bitplan.runtime.packed.operators.ways import ProductWay, way_at
-from bitplan.runtime.packed.strategy import LayerError, compute_dtype
+from bitplan.runtime.packed.strategy import LayerError, compute_dtype, is_capturing
 from bitplan.runtime.packed.tile_cache import TileCache
 from bitplan.runtime.packed_weight import PackedWeight
 from bitplan.store.models.weight_changes import writes_of
 
 _WEIGHT = (
-    "Tensor data, Tensor scales, Tensor? base, Tensor? arranged, Tensor? factor, Tensor? counters, Tensor? expanded, "
+    "Tensor data, Tensor? scales, Tensor? base, Tensor? arranged, Tensor? factor, Tensor? counters, Tensor? expanded, "
     "str format, int {width}, str ways, int weight, int cache"
 )
 _CHANGED = "a packed weight was written between forward and backward; run backward first, or the forward again"
+_MOST_BOUND = 16384
+_bound: dict[tuple[Any, ...], Bound] = {}
 _weights: WeakValueDictionary[int, PackedWeight] = WeakValueDictionary()
 _caches: WeakValueDictionary[int, TileCache] = WeakValueDictionary()
 
@@ -55,7 +57,7 @@ class Matrix(NamedTuple):
     """A packed matrix as an operator gets it; the order of its fields is that of the operator's arguments."""
 
     data: Tensor
-    scales: Tensor
+    scales: Tensor | None
     base: Tensor | None
     prepared: Prepared
     expanded: Tensor | None
@@ -115,7 +117,26 @@ def _no_autocast(device: torch.device) -> AbstractContextManager[Any]:
 
 def _packed_linear(x: Tensor, bias: Tensor | None, *weight: Any) -> Tensor:
     matrix, ways = _matrix(weight, width="outputs", other=x.shape[1])
-    return multiply(x, bias, matrix, way_at(ways, x.shape[0]))
+    if len(matrix.prepared) < 3 or not x.is_cuda:
+        return multiply(x, bias, matrix, way_at(ways, x.shape[0]))
+    # A compiled graph calls this often: a call is bound to addresses, and found by all of them.
+    addresses = [part.data_ptr() for part in (matrix.data, *matrix.prepared)]
+    key = (*addresses, 0 if bias is None else bias.data_ptr(), x.shape, x.dtype, matrix.format, matrix.shape, ways)
+    bound = _bound.get(key)
+    if bound is not None:
+        y = bound(x, (x.shape[0], matrix.shape[0]))
+        if y is not None:
+            return y
+    way = way_at(ways, x.shape[0])
+    y = multiply(x, bias, matrix, way)
+    fused = fused_for(x.device.type)
+    if way.strategy == "fused" and fused is not None and x.shape[0] and not is_capturing(x.device):
+        bound = fused.bind(x, matrix.encoded, matrix.prepared, bias, way.launch)
+        if bound is not None:
+            if len(_bound) >= _MOST_BOUND:
+                _bound.clear()
+            _bound[key] = bound
+    return y
 
 
 def _packed_input_gradient(grad: Tensor, *weight: Any) -> Tensor:

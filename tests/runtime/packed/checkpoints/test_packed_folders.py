@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import io
 import json
 import shutil
@@ -146,6 +147,33 @@ def test_transformers_loads_generates_and_saves_it(packed, tmp_path):
     assert torch.equal(model.generate(IDS, **options), ours.generate(IDS, **options))
     model.save_pretrained(tmp_path / "again")
     assert contents(tmp_path / "again") == contents(packed)
+    newer = shutil.copytree(packed, tmp_path / "newer")
+    (newer / "config.json").write_text((newer / "config.json").read_text().replace('"version": 1', '"version": 7'))
+    with pytest.raises(FileFormatError, match="version 7 of quant_method 'bitplan', and this bitplan reads up to 1"):
+        transformers.AutoModelForCausalLM.from_pretrained(newer)
+
+
+def test_a_model_packed_in_memory_is_saved_and_loaded_under_its_own_names(tmp_path):
+    torch.manual_seed(0)
+    model = mixtral()
+    bitplan.apply_plan(model, "int8_row")
+    bitplan.save_packed(copy.deepcopy(model), tmp_path / "packed")
+    again = bitplan.load_packed(tmp_path / "packed").model
+    assert torch.equal(logits(again), logits(model))
+    bitplan.save_packed(copy.deepcopy(again), tmp_path / "again")
+    assert contents(tmp_path / "again") == contents(tmp_path / "packed")
+
+
+@pytest.mark.gpu
+def test_on_a_gpu(packed):
+    model, report = bitplan.load_packed(packed, device="cuda", dtype=torch.bfloat16)
+    assert report.peak_bytes < 1.1 * report.device_bytes + 2**20
+    expected = logits(bitplan.load_packed(packed).model)
+    result = logits(model, IDS.cuda()).float().cpu()
+    assert torch.nn.functional.cosine_similarity(result.flatten(), expected.flatten(), dim=0) > 0.99
+    table = model.model.embed_tokens
+    assert torch.equal(table(IDS.cuda()), bitplan.decode(table.weight.encoded, torch.bfloat16)[IDS.cuda()])
+    assert model.generate(IDS.cuda(), max_new_tokens=3, do_sample=False, pad_token_id=0).shape == (1, 15)
 
 
 def test_a_model_of_the_users_own(tmp_path):
@@ -168,6 +196,15 @@ def test_a_model_of_the_users_own(tmp_path):
     bitplan.save_packed(model, tmp_path / "folder")
     again = bitplan.load_packed(tmp_path / "folder", model=own()).model
     assert torch.equal(again["up"].weight.data, model["up"].weight.data)
+
+
+def test_a_format_that_keeps_its_scales_among_its_codes_runs():
+    model = nn.Sequential(nn.Embedding(8, 256), nn.Linear(256, 32))
+    table, weight = (bitplan.encode(layer.weight, "q4_k_gguf") for layer in model)
+    bias = model[1].bias
+    bitplan.apply_plan(model, {"*": "q4_k_gguf"})
+    expected = nn.functional.linear(bitplan.decode(table)[:4], bitplan.decode(weight), bias)
+    torch.testing.assert_close(model(torch.arange(4)), expected, atol=1e-4, rtol=1e-4)
 
 
 # ---- what does not fit -----------------------------------------------------------------------------------------------
