@@ -180,9 +180,9 @@ def auto(shape: tuple[int, int]) -> list[dict[str, Any]]:
                 products.append(partial(triton_matmul.fused_matmul, x, weights[0], arranged, launch=launch))
         compile_together(products)
         started = time.perf_counter()
-        record = crossovers_of(torch.device("cuda", torch.cuda.current_device())).find_or_measure(
-            weights[0], fused_for("cuda")
-        )
+        table = crossovers_of(torch.device("cuda", torch.cuda.current_device()))
+        for count in ROWS:
+            record = table.find_or_measure(weights[0], fused_for("cuda"), count)
         measured_s = time.perf_counter() - started
         if record is None or record.refused:
             raise SystemExit(f"{name}: the fused kernel was refused: {record and record.refused}")
@@ -274,7 +274,7 @@ def grouped(x: Tensor, gate_up: Encoded, down: Encoded, arranged: Sequence[Any],
 
 
 def load(layers: int | None) -> dict[str, Any]:
-    from bitplan.runtime.packed.load_gpt_oss import load_packed
+    from bitplan.runtime.packed.checkpoints.load import load_packed
     from bitplan.store.gpt_oss import make_checkpoint
 
     with tempfile.TemporaryDirectory() as folder:

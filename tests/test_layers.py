@@ -35,6 +35,7 @@ ROOMS = {
     "report": {"pages": set()},
     "runtime": {"fp8": set(), "packed": set(), "selective": {"streaming"}, "streaming": set()},
     "runtime.fp8": {"bench": {"layers"}, "layers": set()},
+    "runtime.packed": {"checkpoints": {"gpt_oss"}, "gpt_oss": set(), "operators": set()},
     "runtime.streaming": {"blocks": set(), "training": {"blocks", "transfer"}, "transfer": {"blocks"}},
     "searching": {"decide": set(), "gather": {"decide"}},
     "store": {

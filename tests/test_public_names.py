@@ -22,6 +22,7 @@ NAMES = {
     "Goal",
     "Manifest",
     "Plan",
+    "QuantEmbedding",
     "QuantExperts",
     "QuantLinear",
     "SelectivePrecisionConfig",
@@ -48,6 +49,7 @@ NAMES = {
     "repack",
     "run_calibration",
     "save_model",
+    "save_packed",
     "search",
     "stream_blocks",
     "unmorph_model",
@@ -63,7 +65,7 @@ def deep_imports(text: str) -> list[str]:
     wrong = []
     for value in _IMPORT.finditer(text):
         module = value[1] or value[3]
-        if module.removeprefix("bitplan").lstrip(".") not in ("", *PARTS):
+        if module.removeprefix("bitplan").lstrip(".") not in ("", "transformers", *PARTS):
             wrong.append(f"{module} is no public module")
             continue
         public = {*importlib.import_module(module).__all__, *(PARTS if module == "bitplan" else ())}

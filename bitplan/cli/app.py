@@ -24,6 +24,7 @@ from bitplan.cli.verbs import fp8 as fp8_verbs
 from bitplan.cli.verbs import plan as plan_verbs
 from bitplan.cli.verbs import quality as quality_verbs
 from bitplan.cli.verbs import report as report_verbs
+from bitplan.cli.verbs import run_model as run_verbs
 from bitplan.cli.verbs import search as search_verbs
 from bitplan.version import __version__
 
@@ -48,7 +49,7 @@ VERBS: dict[str, tuple[Callable[..., Any] | typer.Typer, ...]] = {
         confirm_verbs.confirm_policy,
     ),
     "Apply": (file_verbs.quantize, export_verbs.export, convert_verbs.convert, convert_verbs.make_checkpoint),
-    "Run": (demo_verbs.demo,),
+    "Run": (run_verbs.generate, run_verbs.bench, demo_verbs.demo),
     "Look": (doctor_verbs.doctor, file_verbs.formats, file_verbs.inspect, report_verbs.report),
 }
 

@@ -8,6 +8,7 @@ from bitplan.lazy_names import lazy_names
 if TYPE_CHECKING:
     from bitplan.store.checks.drift_log import DriftLog, log_drift, read_drift
     from bitplan.store.compare import compare_models
+    from bitplan.store.export.targets import export_model
     from bitplan.store.files.open_files import open_tensors, register_container
     from bitplan.store.files.tensor_file import Container, Promise, TensorFile, TensorSpec
     from bitplan.store.gpt_oss import GptOssFile, convert_gpt_oss, make_checkpoint
@@ -29,6 +30,7 @@ __all__ = [
     "WeightStore",
     "compare_models",
     "convert_gpt_oss",
+    "export_model",
     "load_model",
     "log_drift",
     "make_checkpoint",
@@ -49,6 +51,7 @@ __getattr__, __dir__ = lazy_names(
     {
         "compare": ("compare_models",),
         "checks.drift_log": ("DriftLog", "log_drift", "read_drift"),
+        "export.targets": ("export_model",),
         "gpt_oss": ("GptOssFile", "convert_gpt_oss", "make_checkpoint"),
         "models.save_load": ("load_model", "save_model"),
         "models.morph": ("morph_model", "observe_model", "unmorph_model"),

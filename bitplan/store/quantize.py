@@ -22,12 +22,23 @@ from bitplan.formats.scales.rules import ScaleRule
 from bitplan.kernels import encode
 from bitplan.plan import Plan
 from bitplan.plan.choose import Wanted
-from bitplan.records import atomic_folder, check_output_folder, write_json
 from bitplan.store.files.headers import plan_for_file
-from bitplan.store.files.open_files import container_for, open_tensors, require_container, write_tensors
-from bitplan.store.files.safetensors import INDEX_SUFFIX
-from bitplan.store.files.safetensors_tensors import NativeTensors, part_name
+from bitplan.store.files.open_files import container_for, open_tensors, require_container
+from bitplan.store.files.safetensors_tensors import NativeTensors
 from bitplan.store.files.tensor_file import Promise, TensorFile, TensorSpec, Writer
+from bitplan.store.packed_folder import (
+    SHARD_BYTES,
+    FolderContents,
+    Shard,
+    check_packed_output,
+    cut_shards,
+    is_model_folder,
+    is_packed_config,
+    packed_config,
+    read_config,
+    side_files,
+    write_packed_folder,
+)
 from bitplan.store.rounding.evidence import EvidenceFile
 from bitplan.store.rounding.open_evidence import open_evidence
 from bitplan.store.rounding.round_weight import round_with_report
@@ -141,6 +152,8 @@ def quantize_file(
     pad: Literal["zero"] | None = None,
     nonfinite: NonFinite = "error",
     evidence: str | Path | None = None,
+    force: bool = False,
+    shard_bytes: int = SHARD_BYTES,
     on_tensor: OnTensor | None = None,
 ) -> QuantizeReport:
     """Write `source` (safetensors, sharded or not, or GGUF, or poly's JSON) to `output` in a format, or by a plan.
@@ -148,9 +161,12 @@ def quantize_file(
     fmt          a format, a mapping of names to formats, a manifest or a plan, as `bitplan.choose_formats` takes it
     keep, only   names or shell patterns, of tensors or of modules
     evidence     statistics of the inputs: evidence.safetensors or imatrix.gguf; the same bytes, better numbers
+    force        a folder that exists is replaced
+    shard_bytes  of a Hugging Face folder: the most that a file of weights may hold
 
     The suffix of `output` says what is written; .gguf is written of a GGUF source alone, whose names and metadata it
-    keeps. A sharded source goes to a folder that does not exist yet.
+    keeps. Without a suffix it is a folder that does not exist yet: of a Hugging Face folder (one with config.json) a
+    whole packed model, which `bitplan.load_packed` loads; of other sharded sources the same shards.
     Peak memory: the largest tensor in its old and its new form, and some megabytes.
     """
     if evidence is not None and scale_rule is not None:
@@ -164,9 +180,15 @@ def quantize_file(
         options = QuantizeOptions(plan, scale_rule, plan.pad, nonfinite, statistics)
         _check_evidence(file, options)
         inputs = [*file.files, *([] if statistics is None else [statistics.path])]
-        if isinstance(file, NativeTensors) and len(file.shards) > 1 and container_for(output) is None:
-            check_output_folder(output, inputs=inputs)
-            _quantize_shards(file, Path(output), options, report, on_tensor)
+        folder = None if container_for(output) else _folder_contents(file, options, shard_bytes)
+        if folder is not None:
+            check_packed_output(output, inputs=inputs, force=force)
+            write_packed_folder(
+                output,
+                folder,
+                lambda writer, promises: _quantize_each(file, promises, writer, options, report, on_tensor),
+                force=force,
+            )
             return report
         container = require_container(output)
         container.check_output(output, inputs=inputs)
@@ -200,28 +222,34 @@ def _statistics_name(file: TensorFile, name: str, evidence: EvidenceFile) -> str
     return next((each for each in (own, *shared) if each in evidence.names), None)
 
 
-def _quantize_shards(
-    file: NativeTensors, output: Path, options: QuantizeOptions, report: QuantizeReport, on_tensor: OnTensor | None
-) -> None:
-    """Shard for shard into a new folder, with the index written last."""
-    weight_map: dict[str, str] = {}
-    total = 0
-    with atomic_folder(output) as folder:
-        for shard in file.shards:
-            names = [name for name in file.specs if file.shard_of(name) == shard]
-            promises = _promises(file, names, options)
-            tied = {alias: name for alias, name in file.tied.items() if file.shard_of(name) == shard}
-            metadata = file.metadata_of(shard)
-            place = file.shard_name(shard)
-            (folder / place).parent.mkdir(parents=True, exist_ok=True)
-            with write_tensors(folder / place, promises, metadata=metadata, tied=tied) as writer:
-                _quantize_each(file, promises, writer, options, report, on_tensor)
-            for promise in promises:
-                parts = promise.fmt.part_shapes(promise.shape) if promise.fmt else ("data",)
-                weight_map |= {part_name(promise.name, part): place.as_posix() for part in parts}
-                total += promise.nbytes
-        index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
-        write_json(folder / f"model{INDEX_SUFFIX}", index)
+def _folder_contents(file: TensorFile, options: QuantizeOptions, shard_bytes: int) -> FolderContents | None:
+    """What goes into a folder of this source; None where it is a single file, which becomes one."""
+    if not isinstance(file, NativeTensors):
+        return None
+    if file.path.is_dir() and is_model_folder(file.path):
+        config = read_config(file.path)
+        if config.get("quantization_config") is not None and not is_packed_config(config):
+            method = (config["quantization_config"] or {}).get("quant_method")
+            raise StoreError(
+                f"{file.path}: is quantized already ({method!r}), and its tensors are not plain numbers; "
+                "give the folder of the model in bfloat16 or float32"
+            )
+        shards = cut_shards(_promises(file, list(file.specs), options), file.tied, shard_bytes)
+        return FolderContents(shards, packed_config(config, options.plan), options.plan, side_files(file.path))
+    return FolderContents(_same_shards(file, options)) if len(file.shards) > 1 else None
+
+
+def _same_shards(file: NativeTensors, options: QuantizeOptions) -> list[Shard]:
+    """Shard for shard as the source has them."""
+    return [
+        Shard(
+            file.shard_name(shard).as_posix(),
+            tuple(_promises(file, [name for name in file.specs if file.shard_of(name) == shard], options)),
+            {alias: name for alias, name in file.tied.items() if file.shard_of(name) == shard},
+            file.metadata_of(shard),
+        )
+        for shard in file.shards
+    ]
 
 
 def _quantize_each(

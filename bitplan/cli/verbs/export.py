@@ -52,7 +52,7 @@ def export(
 ) -> None:
     """Write a model so that another engine runs it, tensor by tensor, in bounded memory.
 
-    Example: bitplan export model-folder model.gguf --to gguf --format q4_k_gguf
+    Example: bitplan export llama llama.gguf --to gguf --format q4_k_gguf
     """
     from bitplan.plan import Plan, open_manifest
     from bitplan.store.export.targets import ExportRequest, prepare_export

@@ -123,7 +123,7 @@ def inspect(
 
 def quantize(
     source: Annotated[Path, typer.Argument(metavar="IN", help="What `inspect` opens.")],
-    output: Annotated[Path, typer.Argument(metavar="OUT", help=".safetensors, .gguf, .json, or a folder for shards.")],
+    output: Annotated[Path, typer.Argument(metavar="OUT", help=".safetensors, .gguf, .json, or a folder.")],
     fmt: Annotated[
         str | None,
         typer.Option(
@@ -158,9 +158,9 @@ def quantize(
     Example: bitplan quantize model.safetensors model.mxfp4.safetensors --format mxfp4 --keep '*embed*'
     """
     from bitplan.plan import Plan, open_manifest
-    from bitplan.records import check_output_folder
     from bitplan.store.files.headers import plan_for_file
     from bitplan.store.files.open_files import container_for, open_tensors
+    from bitplan.store.packed_folder import check_packed_output
 
     # What can be refused without torch is, for importing it takes seconds.
     if sum(given is not None for given in (fmt, manifest, plan)) != 1:
@@ -172,8 +172,8 @@ def quantize(
         inputs = [*file.files, *(Path(given) for given in (manifest, plan, evidence) if given is not None)]
         if container := container_for(output):
             container.check_output(output, inputs=inputs, force=force)
-        else:  # a folder for shards
-            check_output_folder(output)
+        else:  # a folder
+            check_packed_output(output, inputs=inputs, force=force)
         given = Plan.load(plan) if plan is not None else open_manifest(manifest) if manifest is not None else fmt or ""
         may_pad = pad is not None
         chosen = plan_for_file(file, given, keep=keep or (), only=only or (), pad=may_pad, output=output)
@@ -188,6 +188,7 @@ def quantize(
             scale_rule=scale_rule,
             nonfinite=nonfinite,
             evidence=evidence,
+            force=force,
             on_tensor=lambda spec: advance(spec.nbytes, spec.name),
         )
     for warning in report.warnings:

@@ -33,27 +33,48 @@ Checkpoint = Annotated[Path, typer.Argument(metavar="CHECKPOINT", help="What `bi
 
 
 def check(
-    manifest: ManifestName,
-    checkpoint: Checkpoint,
+    arguments: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="[MANIFEST] CHECKPOINT",
+            help="Rules (not of a folder that `quantize` wrote: its own plan), and what `inspect` opens.",
+            autocompletion=manifest_names,
+        ),
+    ],
     deep: Annotated[
         bool, typer.Option("--deep", help="Read the data too: NaN, infinity, scales at the end of their range.")
     ] = False,
     as_json: Json = False,
 ) -> None:
-    """Check a manifest against a checkpoint's headers, and with --deep its numbers. Exit 1 when there are findings.
+    """Check a checkpoint's headers against a manifest, and with --deep its numbers. Exit 1 when there are findings.
 
-    A float tensor of another dtype than its format's is none: `bitplan quantize` casts it.
+    A folder that `bitplan quantize` wrote is held against its own config and plan. Under a manifest, a float tensor of
+    another dtype than its format's is no finding: `bitplan quantize` casts it.
 
     Example: bitplan check llama model.safetensors --deep
     """
     from bitplan.plan import Header, check_headers, open_manifest
     from bitplan.plan.check import CAST
     from bitplan.store.files.open_files import open_tensors
+    from bitplan.store.packed_folder import plan_findings, read_config, read_packed_plan
 
-    rules = open_manifest(manifest)
+    if len(arguments) > 2:
+        raise typer.BadParameter("give MANIFEST and CHECKPOINT, or a folder that `bitplan quantize` wrote")
+    *given, checkpoint = arguments
+    manifest = given[0] if given else "its own plan"
+    rules = open_manifest(manifest) if given else None
+    packed = None
+    if rules is None:
+        if not Path(checkpoint).is_dir():
+            raise typer.BadParameter(
+                f"{checkpoint} alone says nothing to check; give MANIFEST and CHECKPOINT (`bitplan manifest show` has "
+                "the manifests), or a folder that `bitplan quantize` wrote"
+            )
+        packed = read_packed_plan(Path(checkpoint), read_config(Path(checkpoint)))
     with open_tensors(checkpoint) as file:
         headers = {name: Header(spec.format, spec.shape, spec.nbytes) for name, spec in file.specs.items()}
-        problems = check_headers(rules, headers)
+        problems = check_headers(rules, headers) if rules is not None else []
+        problems += [] if packed is None else plan_findings(packed, file)
         findings = [finding for finding in problems if finding.code != CAST]
         casts = Counter(headers[finding.where].dtype for finding in problems if finding.code == CAST)
         total = sum(header.nbytes for header in headers.values())

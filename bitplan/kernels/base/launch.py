@@ -10,6 +10,7 @@ keeps the compiled kernel that came of it, and from then on hands addresses to t
 
 The class is what Triton compiles for: the device, and for each pointer whether it is a multiple of 16 bytes. Numbers
 and constants belong to the object, and types of tensors must too: one object always gets tensors of the same types.
+`types` says as what a kernel reads some of them, by place, where it is not their own type.
 Pointers come first in a kernel's signature, then numbers, then constants.
 
 The first launch of a class is an ordinary one. All are under Triton's interpreter, which compiles nothing, and while
@@ -20,6 +21,7 @@ from __future__ import annotations
 
 import functools
 import operator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -33,13 +35,14 @@ _AS_INTEGERS = {
     torch.bfloat16: torch.int16,
     torch.float8_e4m3fn: torch.uint8,
     torch.float8_e5m2: torch.uint8,
+    torch.float8_e8m0fnu: torch.uint8,
 }
 
 
 class PreparedLaunch:
     """One kernel, its grid, numbers and constants; called with its tensors, the first of which is never None."""
 
-    __slots__ = ("_compiled", "_constants", "_count", "_grid", "_kernel", "_numbers", "_options", "_tail")
+    __slots__ = ("_compiled", "_constants", "_count", "_grid", "_kernel", "_numbers", "_options", "_tail", "_types")
 
     def __init__(
         self,
@@ -47,23 +50,55 @@ class PreparedLaunch:
         grid: tuple[int, ...],
         numbers: tuple[int | float, ...],
         constants: dict[str, Any],
+        *,
+        types: dict[int, torch.dtype] | None = None,
         **options: Any,
     ) -> None:
         if tuple(constants) != tuple(kernel.arg_names[-len(constants) :]):
             raise ValueError(f"{kernel.__name__} ends in {kernel.arg_names[-len(constants) :]}, got {list(constants)}")
-        self._kernel, self._grid = kernel, (*grid, 1, 1)[:3]
-        self._numbers, self._constants, self._options = numbers, constants, options
+        self._kernel, self._grid = kernel, _three(grid)
+        self._numbers, self._constants, self._options, self._types = numbers, constants, options, types or {}
         # The launcher of a compiled kernel counts constants among its arguments, and does not read them.
         self._tail = (*numbers, *constants.values())
         self._count = len(kernel.arg_names) - len(self._tail)
         self._compiled: dict[object, tuple[Any, tuple[Any, ...], Any]] = {}  # by class of pointers
 
+    @property
+    def grid(self) -> tuple[int, int, int]:
+        return self._grid
+
     def __call__(self, *pointers: Tensor | None) -> None:
         launch_in_turn((self,), pointers)
 
+    def bind(self, device: int, *pointers: Tensor) -> Callable[..., None] | None:
+        """What launches it with these last pointers; it takes the stream and the addresses of those before.
+
+        Only for addresses that are multiples of 16, which the caller sees to, and only after such a launch: None where
+        nothing is compiled. It does not look for launch hooks, and the caller holds the tensors.
+        """
+        last = tuple(each.data_ptr() for each in pointers)
+        compiled = self._compiled.get(device)
+        if compiled is None or any(address & 15 for address in last):
+            return None
+        run, fixed, _ = compiled
+        grid, tail = self._grid, (*last, *self._tail)
+
+        def launch(stream: int, *first: int) -> None:
+            run(*grid, stream, *fixed, *first, *tail)
+
+        return launch
+
     def _launch_ordinarily(self, pointers: tuple[Tensor | None, ...]) -> Any:
-        given = [None if each is None else each.view(_AS_INTEGERS.get(each.dtype, each.dtype)) for each in pointers]
+        given = [
+            None if each is None else each.view(self._types.get(index) or _AS_INTEGERS.get(each.dtype, each.dtype))
+            for index, each in enumerate(pointers)
+        ]
         return self._kernel[self._grid](*given, *self._numbers, **self._constants, **self._options)
+
+
+def _three(grid: tuple[int, ...]) -> tuple[int, int, int]:
+    x, y, z = (*grid, 1, 1)[:3]
+    return x, y, z
 
 
 def launch_in_turn(launches: tuple[PreparedLaunch, ...], pointers: tuple[Tensor | None, ...]) -> None:

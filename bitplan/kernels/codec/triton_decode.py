@@ -12,6 +12,9 @@ else read and write every one of them once more: from int8 to bfloat16, four byt
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
 from __future__ import annotations
 
+import functools
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -19,10 +22,9 @@ from torch import Tensor
 
 from bitplan.errors import FormatError
 from bitplan.formats.encoded import Encoded
+from bitplan.kernels.base.launch import PreparedLaunch
 from bitplan.kernels.base.numbers import (
     Launch,
-    as_bits,
-    device_of,
     element_name,
     float_name,
     float_of_e2m1,
@@ -52,23 +54,19 @@ def decode_tiles(
         tall = max(1, launch.numbers // wide)
         tall = min(tall, down) if down > 1 else tall  # a program's rows share a tile's scale
         across = triton.cdiv(cols, wide)
-        with device_of(out):
-            _decode_tiles[(triton.cdiv(rows, tall) * across,)](
-                as_bits(encoded.data.contiguous()),
-                encoded.scales.contiguous(),
-                as_bits(out),
-                rows,
-                cols,
-                across,
-                ELEMENT=element_name(fmt, encoded.device),
-                OUT=float_name(dtype),
-                DOWN=down,
-                TALL=tall,
-                WIDE=wide,
-                VECTOR=min(_vector(launch, dtype), wide),
-                num_warps=launch.warps,
-                enable_fp_fusion=False,
-            )
+        run = _prepared(
+            _decode_tiles,
+            triton.cdiv(rows, tall) * across,
+            (rows, cols, across),
+            launch.warps,
+            ELEMENT=element_name(fmt, encoded.device),
+            OUT=float_name(dtype),
+            DOWN=down,
+            TALL=tall,
+            WIDE=wide,
+            VECTOR=min(_vector(launch, dtype), wide),
+        )
+        run(encoded.data.contiguous(), encoded.scales.contiguous(), out)
     return out
 
 
@@ -76,61 +74,58 @@ def decode_byte_groups(
     encoded: Encoded, dtype: torch.dtype, launch: Launch | None = None, out: Tensor | None = None
 ) -> Tensor:
     """int8_g128, mxfp8_e4m3, q8_0_gguf."""
-    launch, fmt, scales = launch or BYTE_GROUPS, encoded.fmt, encoded.scales
-    assert scales is not None
-    whole_groups(fmt, fmt.matrix_shape(encoded.shape)[1])
-    out = _out(encoded, dtype, out)
-    group, groups = fmt.block.cols or 0, scales.numel()
-    if groups:
-        tile = max(1, launch.numbers // group)
-        with device_of(out):
-            _decode_byte_groups[(triton.cdiv(groups, tile),)](
-                as_bits(encoded.data.contiguous()),
-                as_bits(scales.contiguous()),
-                as_bits(out),
-                groups,
-                ELEMENT=element_name(fmt, encoded.device),
-                SCALE=scale_name(fmt),
-                OUT=float_name(dtype),
-                TILE=tile,
-                GROUP=group,
-                VECTOR=_vector(launch, dtype),
-                num_warps=launch.warps,
-                enable_fp_fusion=False,
-            )
-    return out
+    launch = launch or BYTE_GROUPS
+    constants = {"GROUP": encoded.fmt.block.cols, "VECTOR": _vector(launch, dtype)}
+    return _decode_groups(_decode_byte_groups, encoded, dtype, launch, out, constants)
 
 
 def decode_nibble_groups(
     encoded: Encoded, dtype: torch.dtype, launch: Launch | None = None, out: Tensor | None = None
 ) -> Tensor:
     """mxfp4, nvfp4, int4_g32, q4_0_gguf."""
-    launch, fmt, scales = launch or NIBBLE_GROUPS, encoded.fmt, encoded.scales
-    assert scales is not None
+    launch, fmt = launch or NIBBLE_GROUPS, encoded.fmt
     assert fmt.packing is not None
+    constants = {"ORDER": fmt.packing.order, "HALF": (fmt.block.cols or 0) // 2}
+    constants["VECTOR"] = max(1, _vector(launch, dtype) // 2)
+    base = encoded.scales if encoded.base is None else encoded.base
+    return _decode_groups(_decode_nibble_groups, encoded, dtype, launch, out, constants, base)
+
+
+def _decode_groups(
+    kernel: Any,
+    encoded: Encoded,
+    dtype: torch.dtype,
+    launch: Launch,
+    out: Tensor | None,
+    constants: dict[str, Any],
+    *base: Tensor | None,
+) -> Tensor:
+    """Launch a kernel over all groups of an encoding; `base`: of its scales, for kernels that read one."""
+    fmt, scales = encoded.fmt, encoded.scales
+    assert scales is not None
     whole_groups(fmt, fmt.matrix_shape(encoded.shape)[1])
     out = _out(encoded, dtype, out)
-    group, groups = fmt.block.cols or 0, scales.numel()
+    groups, tile = scales.numel(), max(1, launch.numbers // (fmt.block.cols or 1))
     if groups:
-        tile = max(1, launch.numbers // group)
-        with device_of(out):
-            _decode_nibble_groups[(triton.cdiv(groups, tile),)](
-                encoded.data.contiguous(),
-                as_bits(scales.contiguous()),
-                scales if encoded.base is None else encoded.base,
-                as_bits(out),
-                groups,
-                ELEMENT=element_name(fmt, encoded.device),
-                SCALE=scale_name(fmt),
-                ORDER=fmt.packing.order,
-                OUT=float_name(dtype),
-                TILE=tile,
-                HALF=group // 2,
-                VECTOR=max(1, _vector(launch, dtype) // 2),
-                num_warps=launch.warps,
-                enable_fp_fusion=False,
-            )
+        run = _prepared(
+            kernel,
+            triton.cdiv(groups, tile),
+            (groups,),
+            launch.warps,
+            **constants,
+            ELEMENT=element_name(fmt, encoded.device),
+            SCALE=scale_name(fmt),
+            OUT=float_name(dtype),
+            TILE=tile,
+        )
+        run(encoded.data.contiguous(), scales.contiguous(), *base, out)
     return out
+
+
+@functools.lru_cache(4096)
+def _prepared(kernel: Any, programs: int, numbers: tuple[int, ...], warps: int, **constants: Any) -> PreparedLaunch:
+    """A launch but for its tensors: little for the host to do, for a model decodes a weight in every layer."""
+    return PreparedLaunch(kernel, (programs,), numbers, constants, num_warps=warps, enable_fp_fusion=False)
 
 
 @triton.jit(do_not_specialize=["rows", "across"])

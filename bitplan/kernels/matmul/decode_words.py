@@ -169,6 +169,24 @@ cvt.rn.bf16x2.f32 $0, b, a;
 cvt.rn.bf16x2.f32 $1, d, c;
 }
 """)
+# A byte at the upper end of each half, its seven lower bits moved to the lowest of the exponent and the top of the
+# mantissa: the value times 2^-120, subnormals included. NaN is not among them (`arrange_scales` sees to it).
+_E4M3 = tl.constexpr("""
+{
+.reg .b32 t, u, v, w, k;
+mov.b32 k, 0x7B807B80;
+prmt.b32 t, $2, 0, 0x1404;
+prmt.b32 u, $2, 0, 0x3424;
+shr.b32 v, t, 4;
+shr.b32 w, u, 4;
+and.b32 v, v, 0x07F007F0;
+and.b32 w, w, 0x07F007F0;
+lop3.b32 v, t, 0x80008000, v, 0xEA;
+lop3.b32 w, u, 0x80008000, w, 0xEA;
+mul.bf16x2 $0, v, k;
+mul.bf16x2 $1, w, k;
+}
+""")
 _SPLIT = tl.constexpr("""
 prmt.b32 $0, $4, $5, 0x5410;
 prmt.b32 $1, $6, $7, 0x5410;
@@ -197,6 +215,12 @@ def multiplier_of_scale(stored, SCALE: tl.constexpr, WORDS: tl.constexpr):
             byte = stored.to(tl.int32)
             bits = tl.where(byte == 0, 0x00400000, byte << 23)
             first = tl.where(byte == 129, 0x7F800000, bits)
+        second = first
+    elif SCALE == "e5m3":
+        if WORDS != "none":
+            first = stored.to(tl.int32) * 0x00100010 + 0x70007000  # 2^117 more
+        else:
+            first = (stored.to(tl.int32) << 20) + (98 << 23)  # 2^-9 of it
         second = first
     elif SCALE == "e4m3":
         if WORDS != "none":
@@ -269,7 +293,7 @@ def words_of_bytes(byte, ELEMENT: tl.constexpr):
     if ELEMENT == "int8":
         w = tl.inline_asm_elementwise(_INT8, "=r,=r,r", [byte], tl.bfloat16, is_pure=True, pack=4)
     else:
-        w = byte.to(tl.float8e4nv, bitcast=True).to(tl.bfloat16)
+        w = tl.inline_asm_elementwise(_E4M3, "=r,=r,r", [byte], tl.bfloat16, is_pure=True, pack=4)
     return w
 
 

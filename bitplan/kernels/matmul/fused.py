@@ -1,22 +1,24 @@
 """Finds the fused product for a device: one interface over the CPU's and the GPU's.
 
-"Fused" is a kernel that reads packed weights and never writes an expanded one: a Triton kernel on CUDA, torch's 4-bit
-kernel on a CPU. Both want the weight, or its scales, in an order of their own, made once per weight (`prepare`); what
-that is, only the kernel knows.
+"Fused" is a kernel that reads packed weights and never writes an expanded one: a Triton kernel on CUDA, numba's or
+torch's on a CPU (`cpu_fused`). Each may want something made once per weight (`prepare`), such as scales in an order of
+its own; what that is, only the kernel knows.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from bitplan.formats import Encoded
-from bitplan.kernels.matmul import cpu_matmul
+from bitplan.kernels.matmul.cpu_fused import FusedOnCpu
 
 Launch = Mapping[str, int]
+Prepared = tuple[Tensor, ...]  # what a kernel made of a weight for itself; at most three tensors
+Bound = Callable[[Tensor, Sequence[int]], Tensor | None]  # x, the result's shape -> the result; None: it does not fit
 
 
 class FusedMatmul(Protocol):
@@ -27,43 +29,30 @@ class FusedMatmul(Protocol):
     def why_not(self, weight: Encoded, dtype: torch.dtype) -> str | None:
         """Why it cannot run for inputs of this type; None if it can."""
 
-    def prepare(self, weight: Encoded) -> Any:
+    def prepare(self, weight: Encoded) -> Prepared:
         """What it reads beside the weight, or instead of it."""
+
+    def join(self, parts: Sequence[Prepared]) -> Prepared | None:
+        """What it reads beside weights whose rows lie one below the other in one matrix; None where it cannot."""
 
     def launches(self, weight: Encoded, rows: int) -> Sequence[Launch]:
         """Ways to run it that are worth measuring; empty where there is only one."""
 
-    def run(self, x_MK: Tensor, weight: Encoded, prepared: Any, bias: Tensor | None, launch: Launch | None) -> Tensor:
+    def run(
+        self, x_MK: Tensor, weight: Encoded, prepared: Prepared, bias: Tensor | None, launch: Launch | None
+    ) -> Tensor:
         """The product, in the type of x."""
+
+    def bind(
+        self, x_MK: Tensor, weight: Encoded, prepared: Prepared, bias: Tensor | None, launch: Launch | None
+    ) -> Bound | None:
+        """The same for other x of this shape, by a call that checks nothing anew; None where there is none.
+
+        It is right as long as the weight and the bias lie where they lie, on the stream of now.
+        """
 
     def note(self, weight: Encoded) -> str:
         """What a user should know of its results and memory."""
-
-
-class FourBitOnCpu:
-    """torch's 4-bit kernel; see `cpu_matmul`."""
-
-    name = "torch's 4-bit kernel"
-
-    def why_not(self, weight: Encoded, dtype: torch.dtype) -> str | None:
-        return cpu_matmul.why_not_four_bit(weight, dtype)
-
-    def prepare(self, weight: Encoded) -> Any:
-        return cpu_matmul.pack_four_bit(weight)
-
-    def launches(self, weight: Encoded, rows: int) -> Sequence[Launch]:
-        return ()
-
-    def run(self, x_MK: Tensor, weight: Encoded, prepared: Any, bias: Tensor | None, launch: Launch | None) -> Tensor:
-        wide = None if bias is None else bias.float()
-        return cpu_matmul.four_bit_linear(x_MK, weight, prepared, wide).to(x_MK.dtype)
-
-    def note(self, weight: Encoded) -> str:
-        copies = "two copies" if weight.fmt.name == "q4_0_gguf" else "a copy"
-        return (
-            "rounds each input row to 8-bit integers (error at most step * sum |w|, typically 0.5 to 0.9 %) and keeps "
-            f"{copies} of the packed weight in its own order"
-        )
 
 
 class TritonOnCuda:
@@ -82,21 +71,67 @@ class TritonOnCuda:
         reason: str | None = self._kernel.why_not_fused(weight, dtype)
         return reason
 
-    def prepare(self, weight: Encoded) -> Any:
-        return self._kernel.arrange_scales(weight)
+    def prepare(self, weight: Encoded) -> Prepared:
+        prepared: Prepared = self._kernel.arrange_scales(weight)
+        return prepared
+
+    def join(self, parts: Sequence[Prepared]) -> Prepared | None:
+        joined: Prepared | None = self._kernel.join_scales([self._kernel.ArrangedScales(*part) for part in parts])
+        return joined
 
     def launches(self, weight: Encoded, rows: int) -> Sequence[Launch]:
         return [launch.to_dict() for launch in self._kernel.candidate_launches(weight, rows)]
 
-    def run(self, x_MK: Tensor, weight: Encoded, prepared: Any, bias: Tensor | None, launch: Launch | None) -> Tensor:
+    def run(
+        self, x_MK: Tensor, weight: Encoded, prepared: Prepared, bias: Tensor | None, launch: Launch | None
+    ) -> Tensor:
         if bias is not None and bias.dtype not in (torch.bfloat16, torch.float32):
             bias = bias.float()
-        how = None if launch is None else self._kernel.MatmulLaunch.from_dict(dict(launch))
-        y: Tensor = self._kernel.fused_matmul(x_MK.contiguous(), weight, prepared, bias, launch=how)
+        how = self._launch(weight, x_MK.shape[0], launch)
+        arranged = self._kernel.ArrangedScales(*prepared)
+        y: Tensor = self._kernel.fused_matmul(x_MK.contiguous(), weight, arranged, bias, launch=how)
         return y
+
+    def bind(
+        self, x_MK: Tensor, weight: Encoded, prepared: Prepared, bias: Tensor | None, launch: Launch | None
+    ) -> Bound | None:
+        if not x_MK.is_cuda or (bias is not None and bias.dtype not in (torch.bfloat16, torch.float32)):
+            return None
+        how = self._launch(weight, x_MK.shape[0], launch)
+        arranged = self._kernel.ArrangedScales(*prepared)
+        bound = self._kernel.bind_matmul(x_MK, weight, arranged, bias, how)
+        return None if bound is None else _bound_call(x_MK, weight.shape[0], *bound)
+
+    def _launch(self, weight: Encoded, rows: int, launch: Launch | None) -> Any:
+        if launch is None:
+            return self._kernel.default_launch(weight, rows) if rows else None
+        return self._kernel.MatmulLaunch.from_dict(dict(launch))
 
     def note(self, weight: Encoded) -> str:
         return "sums in float32"
+
+
+def _bound_call(x_MK: Tensor, outputs: int, launch: Callable[..., None], split: int) -> Bound:
+    """A launch with its tensors: the result, and room for the parts of a split."""
+    device, index = x_MK.device, x_MK.get_device()
+    stream: int = torch.cuda.current_stream(device).cuda_stream
+    part_shape = (split, x_MK.shape[0], outputs)
+    current_stream: Any = torch._C._cuda_getCurrentRawStream
+    current_device: Any = torch._C._cuda_getDevice
+    empty, dtype, parts = torch.empty, torch.bfloat16, torch.float32
+
+    def run(x: Tensor, shape: Sequence[int]) -> Tensor | None:
+        address = x.data_ptr()
+        if address & 15 or not x.is_contiguous() or current_stream(index) != stream or current_device() != index:
+            return None
+        out = empty(shape, dtype=dtype, device=device)
+        if split == 1:
+            launch(stream, address, out.data_ptr(), 0)
+        else:
+            launch(stream, address, out.data_ptr(), empty(part_shape, dtype=parts, device=device).data_ptr())
+        return out
+
+    return run
 
 
 _by_device: dict[str, FusedMatmul | None] = {}
@@ -111,7 +146,7 @@ def fused_for(device_type: str) -> FusedMatmul | None:
 
 def _find(device_type: str) -> FusedMatmul | None:
     if device_type == "cpu":
-        return FourBitOnCpu()
+        return FusedOnCpu()
     if device_type != "cuda":
         return None
     try:

@@ -11,21 +11,20 @@ float32 after the sum over a block, which rounds less than `decode` does.
 The floor, and how it is approached (H200, mxfp4, M = 1): 0.53 bytes a weight over 4.2 TB/s leave 4.2 lane slots of the
 integer pipe (64 lanes an SM) a weight at full speed. The decoder of `decode_words` takes 1.25; tensor cores keep
 multiplications off the lanes. Split-K gives enough programs, and the last to finish adds up the others. More than 32
-rows go to `fused_many_rows`.
+rows go to `fused_many_rows`. The kernel is in `few_rows_kernel`.
 
-Legend: N outputs, K inputs, M rows of x, B bytes of a step, S scales of a step, E experts, P pairs.
+Legend: N outputs, K inputs, M rows of x, E experts, P pairs.
 """
 
-# mypy: disable-error-code="no-untyped-def, untyped-decorator"
 from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Callable
 from dataclasses import replace
 
 import torch
 import triton
-import triton.language as tl
 from torch import Tensor
 
 from bitplan.errors import FormatError
@@ -33,71 +32,35 @@ from bitplan.formats.codec import decode, encode
 from bitplan.formats.encoded import Encoded
 from bitplan.formats.format import Format
 from bitplan.formats.registry import get_format
-from bitplan.kernels.base.numbers import INTERPRETED, as_bits, device_of, narrow, scale_name
-from bitplan.kernels.matmul.decode_words import (
-    floats_of_bytes,
-    floats_of_nibbles,
-    multiplier_of_scale,
-    split_pairs,
-    words_of_bytes,
-    words_of_nibbles,
-)
-from bitplan.kernels.matmul.expert_routing import WIDEST_TILE, Routing, tile_rows
-from bitplan.kernels.matmul.fused_many_rows import wide_candidates, wide_matmul
+from bitplan.kernels.base.launch import PreparedLaunch
+from bitplan.kernels.base.numbers import INTERPRETED
+from bitplan.kernels.matmul.expert_routing import WIDEST_TILE, Routing
+from bitplan.kernels.matmul.few_rows_kernel import few_rows_kernel
+from bitplan.kernels.matmul.fused_choices import STEP, candidate_launches, default_launch
+from bitplan.kernels.matmul.fused_many_rows import wide_matmul
 from bitplan.kernels.matmul.fused_weights import (
     FUSED_FORMATS,
     WIDEST_STEP,
     ArrangedScales,
     MatmulLaunch,
     arrange_scales,
+    join_scales,
     why_not_fused,
 )
-from bitplan.kernels.matmul.sums import is_last_of_split, scaled_with_bias, sum_of_split
 
 __all__ = [
     "FUSED_FORMATS",
     "ArrangedScales",
     "MatmulLaunch",
     "arrange_scales",
+    "bind_matmul",
     "candidate_launches",
     "default_launch",
     "fused_experts",
     "fused_matmul",
+    "join_scales",
     "why_not_fused",
 ]
-
-STEP = 128
-
-
-def candidate_launches(weight: Encoded, rows: int) -> list[MatmulLaunch]:
-    """Launches worth measuring for this many rows of x: those that came first somewhere on an H200."""
-    if rows > WIDEST_TILE:
-        return wide_candidates(weight, rows)
-    tile = tile_rows(rows)
-    if rows <= 8:  # outputs, slices, split
-        cuts = [(64, 1, 8), (64, 2, 4), (64, 2, 1), (32, 2, 2), (32, 2, 4), (32, 4, 1)]
-    elif rows <= 16:
-        cuts = [(64, 4, 1), (32, 4, 1), (32, 2, 2)]
-    else:
-        cuts = [(32, 4, 1), (32, 2, 2)]
-    return [
-        MatmulLaunch(outputs, tile, STEP, slices, split, slices, 3, overlap)
-        for outputs, slices, split in cuts
-        for overlap in (0, 1)
-        if split == 1 or weight.shape[-1] >= 2 * split * slices * STEP
-    ]
-
-
-def default_launch(weight: Encoded, rows: int) -> MatmulLaunch:
-    """A launch that is never far off: enough programs to fill the GPU, found on an H200."""
-    if rows > WIDEST_TILE:
-        return wide_candidates(weight, rows)[0]
-    outputs, slices = (32, 4) if rows <= 16 else (32, 2)
-    programs = triton.cdiv(weight.shape[-2], outputs) * triton.cdiv(rows, tile_rows(rows))
-    split = 1
-    while programs * split < 256 and split < 4 and weight.shape[-1] >= 4 * split * slices * STEP:
-        split *= 2
-    return MatmulLaunch(outputs, tile_rows(rows), STEP, slices, split, slices, 3, overlap=1)
 
 
 def fused_matmul(
@@ -205,57 +168,139 @@ def _launch(
     per_pair: bool,
     words: str | None = None,
 ) -> None:
-    fmt, (outputs, inputs) = weight.fmt, weight.shape[-2:]
-    words = words or words_for(fmt, launch, x.device)
-    assert fmt.element is not None
-    nibbles = fmt.packing is not None
-    order = fmt.packing.order if fmt.packing is not None else "bytes"
-    blocks = triton.cdiv(outputs, launch.outputs)
+    kind = _name_of(bias)
+    how = _prepare(
+        x.device, weight, arranged, kind, out.shape[0], launch, tiles, routing, per_pair=per_pair, words=words
+    )
+    split = how.grid[2]
+    shape = (split, out.shape[0], weight.shape[-2])
+    partial = torch.empty(shape, dtype=torch.float32, device=x.device) if split > 1 else arranged.counters
+    how(x, out, partial, *_weight_pointers(weight, arranged, bias), *_routing_pointers(arranged, routing))
+
+
+def bind_matmul(
+    x: Tensor, weight: Encoded, arranged: ArrangedScales, bias: Tensor | None, launch: MatmulLaunch
+) -> tuple[Callable[..., None], int] | None:
+    """What launches this product for other x of this shape, and its split; None where it was not launched before.
+
+    It takes the stream and the addresses of x, of the result and, where the split is not 1, of room for the parts.
+    """
+    if launch.rows > WIDEST_TILE or INTERPRETED:
+        return None
+    rows = x.shape[0]
+    tiles = triton.cdiv(rows, launch.rows)
+    how = _prepare(x.device, weight, arranged, _name_of(bias), rows, launch, tiles, None, per_pair=True)
+    bound = how.bind(x.get_device(), *_weight_pointers(weight, arranged, bias), *_routing_pointers(arranged, None))
+    return None if bound is None else (bound, how.grid[2])
+
+
+def _weight_pointers(weight: Encoded, arranged: ArrangedScales, bias: Tensor | None) -> tuple[Tensor, ...]:
+    unread = arranged.counters  # a pointer that is not read
+    given = unread if bias is None else bias.contiguous()
+    return weight.data, arranged.scales, arranged.factor, given, arranged.counters
+
+
+def _routing_pointers(arranged: ArrangedScales, routing: Routing | None) -> tuple[Tensor, ...]:
+    unread = (arranged.counters,) * 3
+    if routing is None:
+        return (arranged.counters, *unread)
+    return (routing.tile_expert, *(routing.order or unread))
+
+
+def _name_of(bias: Tensor | None) -> str:
+    return "none" if bias is None else {torch.bfloat16: "bf16", torch.float32: "f32"}[bias.dtype]
+
+
+def _prepare(
+    device: torch.device,
+    weight: Encoded,
+    arranged: ArrangedScales,
+    bias: str,
+    rows: int,
+    launch: MatmulLaunch,
+    tiles: int,
+    routing: Routing | None,
+    *,
+    per_pair: bool,
+    words: str | None = None,
+) -> PreparedLaunch:
+    """All of a launch but its pointers."""
+    blocks = triton.cdiv(weight.shape[-2], launch.outputs)
     split = launch.split if blocks * tiles <= arranged.counters.shape[0] else 1
+    return _prepared(
+        weight.fmt.name,
+        weight.shape[-2:],
+        launch,
+        (blocks, tiles, split),
+        rows,
+        bias,
+        "no" if routing is None else "as they come" if routing.order is None else "sorted",
+        None if routing is None else routing.tile_expert.dtype,
+        1 if per_pair or routing is None else routing.top_k,
+        weight.shape[0] if routing is not None else 1,
+        arranged.scales.shape[1] if arranged.scales.dim() == 4 else 0,
+        arranged.kind(weight.fmt),
+        arranged.factor.dim() == 1,
+        words or words_for(weight.fmt, launch, device),
+        _can_overlap(device),
+        device,
+    )
+
+
+@functools.lru_cache(4096)
+def _prepared(
+    format_name: str,
+    shape: tuple[int, int],
+    launch: MatmulLaunch,
+    grid: tuple[int, int, int],
+    rows: int,
+    bias: str,
+    grouped: str,
+    of_experts: torch.dtype | None,  # noqa: ARG001 (a launch is for tensors of one type, on one device)
+    pairs_a_row: int,
+    experts: int,
+    quads: int,
+    scale: str,
+    factors: bool,
+    words: str,
+    can_overlap: bool,
+    device: torch.device,  # noqa: ARG001 (as above)
+) -> PreparedLaunch:
+    fmt, (outputs, inputs) = get_format(format_name), shape
+    assert fmt.element is not None
+    order = fmt.packing.order if fmt.packing is not None else "bytes"
     group = fmt.block.cols or 0
     if launch.step % STEP or launch.step * launch.slices > WIDEST_STEP or (group == 128 and launch.step != 128):
         raise FormatError(f"{fmt.name}: {launch.slices} slices of {launch.step} inputs do not fit blocks of {group}")
-    partial = torch.empty((split, out.shape[0], outputs), dtype=torch.float32, device=x.device) if split > 1 else out
-    nothing = arranged.counters  # a pointer that is not read
-    overlap = launch.overlap == 1 and _can_overlap(x.device)
-    tile_expert = routing.tile_expert if routing is not None else nothing
-    tables = routing.order if routing is not None and routing.order is not None else (nothing,) * 3
-    with device_of(x):
-        _fused[(blocks, tiles, split)](
-            x.view(torch.int32) if order == "low_first" else as_bits(x),
-            as_bits(weight.data),
-            arranged.scales,
-            arranged.factor,
-            as_bits(bias.contiguous()) if bias is not None else out.view(torch.int16),
-            out.view(torch.int16),
-            partial,
-            arranged.counters,
-            tile_expert,
-            *tables,
-            out.shape[0],
-            N=outputs,
-            K=inputs,
-            ELEMENT=fmt.element.name,
-            SCALE="u8" if fmt.name == "fp4_u8_g128" else scale_name(fmt),
-            ORDER=order,
-            NIBBLES=nibbles,
-            GROUP=group,
-            BIAS="none" if bias is None else {torch.bfloat16: "bf16", torch.float32: "f32"}[bias.dtype],
-            GROUPED="no" if routing is None else "as they come" if routing.order is None else "sorted",
-            PAIRS_A_ROW=1 if per_pair or routing is None else routing.top_k,
-            EXPERTS=weight.shape[0] if routing is not None else 1,
-            QUADS_OF_ROW=arranged.scales.shape[1] if arranged.scales.dim() == 4 else 0,
-            SLICES=launch.slices,
-            BN=launch.outputs,
-            BM=launch.rows,
-            BK=launch.step,
-            SPLIT=split,
-            STAGES=launch.stages,
-            WORDS=words,
-            OVERLAP=overlap,
-            num_warps=launch.warps,
-            **({"launch_pdl": True} if overlap else {}),
-        )
+    overlap = launch.overlap == 1 and can_overlap
+    constants = {
+        "N": outputs,
+        "K": inputs,
+        "ELEMENT": fmt.element.name,
+        "SCALE": scale,
+        "ORDER": order,
+        "NIBBLES": fmt.packing is not None,
+        "GROUP": group,
+        "FACTORS": factors,
+        "BIAS": bias,
+        "GROUPED": grouped,
+        "PAIRS_A_ROW": pairs_a_row,
+        "EXPERTS": experts,
+        "QUADS_OF_ROW": quads,
+        "SLICES": launch.slices,
+        "BN": launch.outputs,
+        "BM": launch.rows,
+        "BK": launch.step,
+        "SPLIT": grid[2],
+        "STAGES": launch.stages,
+        "WORDS": words,
+        "OVERLAP": overlap,
+    }
+    options = {"num_warps": launch.warps, **({"launch_pdl": True} if overlap else {})}
+    types = {0: torch.int32} if order == "low_first" else {}
+    if scale == "e5m3":
+        types[4] = torch.uint8
+    return PreparedLaunch(few_rows_kernel, grid, (rows,), constants, types=types, **options)
 
 
 @functools.cache
@@ -263,182 +308,3 @@ def _can_overlap(device: torch.device) -> bool:
     if INTERPRETED or device.type != "cuda" or torch.version.hip is not None:
         return False
     return torch.cuda.get_device_capability(device) >= (9, 0)
-
-
-@triton.jit(do_not_specialize=["rows"])
-def _fused(
-    x_ptr,
-    data_ptr,
-    scales_ptr,
-    factor_ptr,
-    bias_ptr,
-    out_ptr,
-    partial_ptr,
-    counters_ptr,
-    tile_expert_ptr,
-    pairs_ptr,
-    tile_first_ptr,
-    tile_count_ptr,
-    rows,
-    N: tl.constexpr,
-    K: tl.constexpr,
-    ELEMENT: tl.constexpr,
-    SCALE: tl.constexpr,
-    ORDER: tl.constexpr,
-    NIBBLES: tl.constexpr,
-    GROUP: tl.constexpr,
-    BIAS: tl.constexpr,
-    GROUPED: tl.constexpr,
-    PAIRS_A_ROW: tl.constexpr,
-    EXPERTS: tl.constexpr,
-    QUADS_OF_ROW: tl.constexpr,
-    SLICES: tl.constexpr,
-    BN: tl.constexpr,
-    BM: tl.constexpr,
-    BK: tl.constexpr,
-    SPLIT: tl.constexpr,
-    STAGES: tl.constexpr,
-    WORDS: tl.constexpr,
-    OVERLAP: tl.constexpr,
-):
-    block, tile, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    lane_M = tl.arange(0, BM)
-    if OVERLAP:
-        tl.extra.cuda.gdc_wait()  # before anything is read that the kernel before may write
-    if GROUPED != "no":
-        expert = tl.load(tile_expert_ptr + tile)
-        if GROUPED == "sorted":
-            if expert < 0:
-                return
-            ok_M = lane_M < tl.load(tile_count_ptr + tile)
-            out_M = tl.load(pairs_ptr + tl.load(tile_first_ptr + tile) + lane_M, mask=ok_M, other=0)
-        else:
-            ok_M = lane_M == 0
-            out_M = tile + lane_M
-        x_M = out_M // PAIRS_A_ROW
-        if (expert < 0) | (expert >= EXPERTS):
-            n_N = block * BN + tl.arange(0, BN)
-            at_NM = out_M[None, :].to(tl.int64) * N + n_N[:, None]
-            tl.store(out_ptr + at_NM, tl.full([BN, BM], 0x7FC0, tl.int16), mask=(n_N < N)[:, None] & ok_M[None, :])
-            return
-    else:
-        expert = 0
-        out_M = tile * BM + lane_M
-        ok_M = out_M < rows
-        x_M = out_M
-    n_N = block * BN + tl.arange(0, BN)
-    row_N = tl.minimum(n_N, N - 1) if N % BN != 0 else n_N
-
-    PER_BYTE: tl.constexpr = 2 if NIBBLES else 1
-    BYTES: tl.constexpr = BK // PER_BYTE
-    STEPS: tl.constexpr = (K + BK * SLICES - 1) // (BK * SLICES)
-    EACH: tl.constexpr = (STEPS + SPLIT - 1) // SPLIT
-    WHOLE: tl.constexpr = K % (BK * SLICES) == 0
-    # A step covers SLICES neighbouring pieces of K, one for each group of warps: no program waits for another's sum.
-    slice_L = tl.arange(0, SLICES)
-    byte_LB = slice_L[:, None] * BYTES + tl.arange(0, BYTES)[None, :]
-    data_ptr += expert.to(tl.int64) * (N * (K // PER_BYTE)) if GROUPED != "no" else 0
-    at_LNB = row_N[None, :, None].to(tl.int64) * (K // PER_BYTE) + byte_LB[:, None, :]
-    # "halves": byte j of a block holds inputs j and j + 16
-    input_LB = byte_LB // 16 * 32 + byte_LB % 16 if ORDER == "halves" else byte_LB
-    X_WIDTH: tl.constexpr = K // 2 if ORDER == "low_first" else K
-    X_STEP: tl.constexpr = SLICES * BK // 2 if ORDER == "low_first" else SLICES * BK
-    at_LBM = x_M[None, None, :].to(tl.int64) * X_WIDTH + input_LB[:, :, None]
-    IS_PRE: tl.constexpr = GROUP != 0 and GROUP < 128
-    IS_POST: tl.constexpr = GROUP == 128
-    S: tl.constexpr = BK // GROUP if IS_PRE else 1
-    PER_SCALE: tl.constexpr = BYTES // S
-    QUADS: tl.constexpr = QUADS_OF_ROW
-    if IS_PRE:
-        scales_ptr += expert.to(tl.int64) * (QUADS * N * 4) if GROUPED != "no" else 0
-        scale_LS = slice_L[:, None] * S + tl.arange(0, S)[None, :]
-        at_LNS = row_N[None, :, None] * 4 + (scale_LS // 4 * (N * 4) + scale_LS % 4)[:, None, :]
-    elif IS_POST:
-        scales_ptr += expert.to(tl.int64) * ((K // 128) * N) if GROUPED != "no" else 0
-        at_LN = slice_L[:, None] * N + row_N[None, :]
-    else:
-        scales_ptr += expert.to(tl.int64) * N if GROUPED != "no" else 0
-
-    acc_LNM = tl.zeros([SLICES, BN, BM], tl.float32)
-    for step in tl.range(split * EACH, tl.minimum(split * EACH + EACH, STEPS), num_stages=STAGES):
-        ok_LBM = ok_M[None, None, :]
-        if WHOLE:
-            byte_LNB = tl.load(data_ptr + step * (SLICES * BYTES) + at_LNB)
-        else:
-            ok_LB = step * (SLICES * BYTES) + byte_LB < K // PER_BYTE
-            ok_LBM = ok_LBM & ok_LB[:, :, None]
-            byte_LNB = tl.load(data_ptr + step * (SLICES * BYTES) + at_LNB, mask=ok_LB[:, None, :], other=0)
-        if IS_POST:
-            if WHOLE:
-                scale_LN = tl.load(scales_ptr + step * (SLICES * N) + at_LN).to(tl.float32)
-            else:
-                ok_L1 = (step * SLICES + slice_L < K // 128)[:, None]
-                scale_LN = tl.load(scales_ptr + step * (SLICES * N) + at_LN, mask=ok_L1, other=0).to(tl.float32)
-        if NIBBLES:
-            if IS_PRE:
-                stored_LNS = tl.load(scales_ptr + step * (SLICES * S * N) + at_LNS)
-                first_LNS, second_LNS = multiplier_of_scale(stored_LNS, SCALE, WORDS)
-                first = tl.reshape(
-                    tl.broadcast_to(first_LNS[:, :, :, None], [SLICES, BN, S, PER_SCALE]), [SLICES, BN, BYTES]
-                )
-                if SCALE == "f16":
-                    second = tl.reshape(
-                        tl.broadcast_to(second_LNS[:, :, :, None], [SLICES, BN, S, PER_SCALE]), [SLICES, BN, BYTES]
-                    )
-                else:
-                    second = first
-            else:
-                first = tl.full(
-                    [SLICES, BN, BYTES], 0x7E807E80 if WORDS != "none" else 0x3F800000, tl.int32
-                )  # 2^126, or 1.0
-                second = first
-            if WORDS != "none":
-                low_LNB, high_LNB = words_of_nibbles(byte_LNB, first, second, ELEMENT, SCALE, WORDS)
-            else:
-                low_LNB, high_LNB = floats_of_nibbles(byte_LNB, first, ELEMENT)
-            if ORDER == "low_first":
-                pair_LBM = tl.load(x_ptr + step * X_STEP + at_LBM, mask=ok_LBM, other=0)
-                xlow_LBM, xhigh_LBM = split_pairs(pair_LBM, WORDS)
-            else:
-                xlow_LBM = _wide(tl.load(x_ptr + step * X_STEP + at_LBM, mask=ok_LBM, other=0), WORDS)
-                xhigh_LBM = _wide(tl.load(x_ptr + step * X_STEP + at_LBM + 16, mask=ok_LBM, other=0), WORDS)
-            if IS_POST:
-                sum_LNM = tl.dot(low_LNB, xlow_LBM, input_precision="ieee")
-                sum_LNM = tl.dot(high_LNB, xhigh_LBM, sum_LNM, input_precision="ieee")
-                acc_LNM += sum_LNM * scale_LN[:, :, None]
-            else:
-                acc_LNM = tl.dot(low_LNB, xlow_LBM, acc_LNM, input_precision="ieee")
-                acc_LNM = tl.dot(high_LNB, xhigh_LBM, acc_LNM, input_precision="ieee")
-        else:
-            w_LNB = words_of_bytes(byte_LNB, ELEMENT) if WORDS != "none" else floats_of_bytes(byte_LNB, ELEMENT)
-            x_LBM = _wide(tl.load(x_ptr + step * X_STEP + at_LBM, mask=ok_LBM, other=0), WORDS)
-            if IS_POST:
-                acc_LNM += tl.dot(w_LNB, x_LBM, input_precision="ieee") * scale_LN[:, :, None]
-            else:
-                acc_LNM = tl.dot(w_LNB, x_LBM, acc_LNM, input_precision="ieee")
-    if OVERLAP:
-        # Not earlier: programs of the next launch would take the places of programs that still have weights to read.
-        tl.extra.cuda.gdc_launch_dependents()
-    acc_NM = tl.sum(acc_LNM, axis=0)
-
-    ok_NM = (n_N < N)[:, None] & ok_M[None, :]
-    at_NM = out_M[None, :].to(tl.int64) * N + n_N[:, None]
-    if SPLIT > 1:
-        size = rows.to(tl.int64) * N
-        counter_ptr = counters_ptr + tile * tl.num_programs(0) + block
-        if not is_last_of_split(acc_NM, partial_ptr, counter_ptr, split, size, at_NM, ok_NM, SPLIT):
-            return
-        acc_NM = sum_of_split(partial_ptr, size, at_NM, ok_NM, SPLIT)
-    bias_ptr += expert * N if GROUPED != "no" else 0
-    acc_NM = scaled_with_bias(acc_NM, scales_ptr, factor_ptr, bias_ptr, row_N, GROUP, BIAS)
-    tl.store(out_ptr + at_NM, narrow(acc_NM, "bf16"), mask=ok_NM)
-
-
-@triton.jit
-def _wide(bits, WORDS: tl.constexpr):
-    """bfloat16 bits as the type the product is taken in."""
-    if WORDS != "none":
-        x = bits.to(tl.bfloat16, bitcast=True)
-    else:
-        x = (bits.to(tl.int32) << 16).to(tl.float32, bitcast=True)
-    return x

@@ -15,6 +15,7 @@ Legend: N outputs, K inputs, M rows of x, B bytes of a step, S scales of a step.
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
 from __future__ import annotations
 
+import functools
 import math
 
 import torch
@@ -24,7 +25,9 @@ from torch import Tensor
 
 from bitplan.formats.encoded import Encoded
 from bitplan.formats.format import Format
-from bitplan.kernels.base.numbers import INTERPRETED, as_bits, device_of, narrow, scale_name
+from bitplan.formats.registry import get_format
+from bitplan.kernels.base.launch import PreparedLaunch
+from bitplan.kernels.base.numbers import INTERPRETED, narrow
 from bitplan.kernels.matmul.decode_words import (
     floats_of_bytes,
     floats_of_nibbles,
@@ -59,38 +62,71 @@ def wide_matmul(
 ) -> None:
     """Fill out [M, N] with x [M, K] times weight [N, K], plus bias [N]."""
     fmt, (outputs, inputs) = weight.fmt, weight.shape
-    assert fmt.element is not None
     blocks, tiles = triton.cdiv(outputs, launch.outputs), triton.cdiv(x.shape[0], launch.rows)
     split = launch.split if blocks * tiles <= arranged.counters.shape[0] else 1
-    partial = torch.empty((split, *out.shape), dtype=torch.float32, device=x.device) if split > 1 else out
+    partial = arranged.counters
+    if split > 1:
+        partial = torch.empty((split, *out.shape), dtype=torch.float32, device=x.device)
+    bias_name = "none" if bias is None else {torch.bfloat16: "bf16", torch.float32: "f32"}[bias.dtype]
+    run = _prepared(
+        fmt.name,
+        (outputs, inputs),
+        launch,
+        (blocks * tiles, split),
+        x.shape[0],
+        bias_name,
+        arranged.kind(fmt),
+        arranged.factor.dim() == 1,
+        x.device,
+    )
+    unread = arranged.counters
+    run(
+        split_inputs(x, fmt),
+        out,
+        partial,
+        weight.data,
+        arranged.scales,
+        arranged.factor,
+        unread if bias is None else bias.contiguous(),
+        arranged.counters,
+    )
+
+
+@functools.lru_cache(4096)
+def _prepared(
+    format_name: str,
+    shape: tuple[int, int],
+    launch: MatmulLaunch,
+    grid: tuple[int, int],
+    rows: int,
+    bias: str,
+    scale: str,
+    factors: bool,
+    device: torch.device,  # noqa: ARG001 (a launch is for one)
+) -> PreparedLaunch:
+    fmt = get_format(format_name)
+    assert fmt.element is not None
     words = "none" if INTERPRETED or torch.version.hip is not None else "0123"
-    planes = split_inputs(x, fmt)
-    with device_of(x):
-        _wide[(blocks * tiles, split)](
-            as_bits(planes) if words == "none" else planes,
-            as_bits(weight.data),
-            arranged.scales,
-            arranged.factor,
-            as_bits(bias.contiguous()) if bias is not None else out.view(torch.int16),
-            out.view(torch.int16),
-            partial,
-            arranged.counters,
-            x.shape[0],
-            N=outputs,
-            K=inputs,
-            ELEMENT=fmt.element.name,
-            SCALE="u8" if fmt.name == "fp4_u8_g128" else scale_name(fmt),
-            NIBBLES=fmt.packing is not None,
-            GROUP=fmt.block.cols or 0,
-            BIAS="none" if bias is None else {torch.bfloat16: "bf16", torch.float32: "f32"}[bias.dtype],
-            BN=launch.outputs,
-            BM=launch.rows,
-            BK=launch.step,
-            SPLIT=split,
-            STAGES=launch.stages,
-            WORDS=words,
-            num_warps=launch.warps,
-        )
+    constants = {
+        "N": shape[0],
+        "K": shape[1],
+        "ELEMENT": fmt.element.name,
+        "SCALE": scale,
+        "NIBBLES": fmt.packing is not None,
+        "GROUP": fmt.block.cols or 0,
+        "FACTORS": factors,
+        "BIAS": bias,
+        "BN": launch.outputs,
+        "BM": launch.rows,
+        "BK": launch.step,
+        "SPLIT": grid[1],
+        "STAGES": launch.stages,
+        "WORDS": words,
+    }
+    types = {} if words == "none" else {0: torch.bfloat16}
+    if scale == "e5m3":
+        types[4] = torch.uint8
+    return PreparedLaunch(_wide, grid, (rows,), constants, types=types, num_warps=launch.warps)
 
 
 def split_inputs(x: Tensor, fmt: Format) -> Tensor:
@@ -106,12 +142,12 @@ def split_inputs(x: Tensor, fmt: Format) -> Tensor:
 @triton.jit(do_not_specialize=["rows"])
 def _wide(
     x_ptr,
+    out_ptr,
+    partial_ptr,
     data_ptr,
     scales_ptr,
     factor_ptr,
     bias_ptr,
-    out_ptr,
-    partial_ptr,
     counters_ptr,
     rows,
     N: tl.constexpr,
@@ -120,6 +156,7 @@ def _wide(
     SCALE: tl.constexpr,
     NIBBLES: tl.constexpr,
     GROUP: tl.constexpr,
+    FACTORS: tl.constexpr,
     BIAS: tl.constexpr,
     BN: tl.constexpr,
     BM: tl.constexpr,
@@ -201,7 +238,7 @@ def _wide(
         if not is_last_of_split(acc_NM, partial_ptr, counter_ptr, split, size, at_NM, ok_NM, SPLIT):
             return
         acc_NM = sum_of_split(partial_ptr, size, at_NM, ok_NM, SPLIT)
-    acc_NM = scaled_with_bias(acc_NM, scales_ptr, factor_ptr, bias_ptr, row_N, GROUP, BIAS)
+    acc_NM = scaled_with_bias(acc_NM, scales_ptr, factor_ptr, bias_ptr, row_N, GROUP, FACTORS, BIAS)
     tl.store(out_ptr + at_NM, narrow(acc_NM, "bf16"), mask=ok_NM)
 
 

@@ -6,14 +6,17 @@ a sector of memory is not fetched for four bytes of it.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from typing import NamedTuple
 
 import torch
 import triton
 from torch import Tensor
 
 from bitplan.formats.encoded import Encoded
-from bitplan.kernels.base.numbers import INTERPRETED, as_bits
+from bitplan.formats.format import Format
+from bitplan.kernels.base.numbers import INTERPRETED, as_bits, scale_name
 
 FUSED_FORMATS = frozenset(
     ("mxfp4", "nvfp4", "fp4_u8_g128", "int4_g32", "q4_0_gguf", "int8_row", "int8_g128", "fp8_e4m3_row")
@@ -52,16 +55,22 @@ class MatmulLaunch:
         return cls(**fields)
 
 
-@dataclass(frozen=True)
-class ArrangedScales:
-    """What the kernel reads beside the codes: scales in its order, one factor, and zeroed counters for split-K.
+class ArrangedScales(NamedTuple):
+    """What the kernel reads beside the codes: scales in its order, one factor (or one a row), and counters for split-K.
 
-    The counters make two concurrent products on one weight (two streams) unsafe; one stream is always safe.
+    The counters are zeros, and make two concurrent products on one weight (two streams) unsafe; one stream is always
+    safe.
     """
 
     scales: Tensor
     factor: Tensor
     counters: Tensor
+
+    def kind(self, fmt: Format) -> str:
+        """How the kernel reads a scale."""
+        if fmt.name == "nvfp4" and self.scales.dtype == torch.int8:
+            return "e5m3"
+        return "u8" if fmt.name == "fp4_u8_g128" else scale_name(fmt)
 
     @property
     def nbytes(self) -> int:
@@ -82,12 +91,17 @@ def why_not_fused(weight: Encoded, dtype: torch.dtype) -> str | None:
 
 
 def arrange_scales(weight: Encoded) -> ArrangedScales:
-    """The scales in the kernel's order: [E, ceil(G / 4), N, 4], or [E, G, N] for groups of 128; once per weight."""
+    """The scales in the kernel's order: [E, ceil(G / 4), N, 4], [E, G, N] for groups of 128, [E, N] for rows."""
     fmt, scales = weight.fmt, weight.scales
     assert scales is not None
     outputs = weight.shape[-2]
     factor = torch.ones((), dtype=torch.float32, device=weight.device)
     scales = as_bits(scales).reshape(-1, outputs, scales.shape[-1])
+    if fmt.name == "nvfp4":
+        scales = _without_subnormals(scales, weight.data)
+    if fmt.name == "fp8_e4m3_row":
+        holds_nan = (weight.data.view(torch.uint8) & 0x7F == 0x7F).any(-1)
+        scales = torch.where(holds_nan.reshape(scales.shape), torch.nan, scales)  # the decoder knows no NaN
     if fmt.power_of_two_scales:
         scales, factor = _within_multiplier(scales, factor)
     if weight.base is not None:
@@ -98,8 +112,24 @@ def arrange_scales(weight: Encoded) -> ArrangedScales:
         groups, whole = scales.shape[-1], WIDEST_STEP // fmt.block.cols  # a step may read past the last group
         padded = torch.nn.functional.pad(scales, (0, -groups % whole))
         scales = padded.unflatten(-1, (-1, QUAD)).transpose(1, 2).contiguous()
-    counters = torch.zeros(8 * triton.cdiv(outputs, 16), dtype=torch.int32, device=weight.device)
-    return ArrangedScales(scales.contiguous(), factor, counters)
+    else:
+        scales = scales.squeeze(-1)
+    return ArrangedScales(scales.contiguous(), factor, _counters(outputs, weight.device))
+
+
+def join_scales(parts: Sequence[ArrangedScales]) -> ArrangedScales | None:
+    """Of weights that lie one below the other; None where they are stored in different ways."""
+    scales = [part.scales for part in parts]
+    if any(each.dtype != scales[0].dtype for each in scales):
+        return None
+    axis = 1 if scales[0].dim() == 2 else 2
+    factors = [part.factor.expand(part.scales.shape[axis]) for part in parts]
+    joined = torch.cat(scales, dim=axis)
+    return ArrangedScales(joined, torch.cat(factors), _counters(joined.shape[axis], joined.device))
+
+
+def _counters(outputs: int, device: torch.device) -> Tensor:
+    return torch.zeros(8 * triton.cdiv(outputs, 16), dtype=torch.int32, device=device)
 
 
 def _within_multiplier(scales: Tensor, factor: Tensor) -> tuple[Tensor, Tensor]:
@@ -112,3 +142,24 @@ def _within_multiplier(scales: Tensor, factor: Tensor) -> tuple[Tensor, Tensor]:
     shift = (largest - LARGEST_E8M0).clamp(min=0)
     shifted = torch.where(is_nan, LARGEST_E8M0 + 1, (scales.int() - shift).clamp(min=0)).to(torch.uint8)
     return shifted, torch.ldexp(factor, shift.to(factor.device))
+
+
+def _without_subnormals(scales: Tensor, data: Tensor) -> Tensor:
+    """E4M3 bytes as 5 bits of exponent and 3 of mantissa (int8), which the kernel decodes by one multiplication.
+
+    They stay as they are (uint8) where one is NaN or negative, where a block of scale 0 has codes that are not 0, and
+    while a CUDA graph is recorded, in which nobody may look.
+    """
+    if scales.is_cuda and torch.cuda.is_current_stream_capturing():
+        return scales
+    blocks = data.reshape(*scales.shape, -1)
+    odd = (scales >= 0x7F) | ((scales == 0) & ((blocks & 0x77) != 0).any(-1))
+    if bool(odd.any()):
+        return scales
+    table = torch.arange(256, dtype=torch.int32)
+    table += 13 << 3
+    for mantissa in range(1, 8):
+        power = mantissa.bit_length() - 1
+        table[mantissa] = (11 + power) << 3 | (mantissa - (1 << power)) << (3 - power)
+    table[0] = 0
+    return table.to(torch.uint8).to(scales.device)[scales.int()].view(torch.int8)

@@ -28,10 +28,21 @@ def sum_of_split(partial_ptr, size, at, ok, SPLIT: tl.constexpr):
 
 
 @triton.jit
-def scaled_with_bias(acc, scales_ptr, factor_ptr, bias_ptr, row, GROUP: tl.constexpr, BIAS: tl.constexpr):
-    """[outputs, rows] sums times their row's scale (or the tensor's factor), plus their output's bias."""
+def scaled_with_bias(
+    acc,
+    scales_ptr,
+    factor_ptr,
+    bias_ptr,
+    row,
+    GROUP: tl.constexpr,
+    FACTORS: tl.constexpr,
+    BIAS: tl.constexpr,
+):
+    """[outputs, rows] sums times their row's scale (or a factor, the tensor's or the row's), plus their bias."""
     if GROUP == 0:
         acc *= tl.load(scales_ptr + row)[:, None]
+    elif FACTORS:
+        acc *= tl.load(factor_ptr + row)[:, None]
     else:
         acc *= tl.load(factor_ptr)
     if BIAS != "none":

@@ -2,7 +2,7 @@
 
 A fused kernel reads a quarter of the bytes and wins while memory is the limit; with many rows the arithmetic is, and
 expanding the weight first for the vendor's product is faster. Where the two cross depends on format, shape and
-GPU, so it is measured: at 1, 2, 4, ... 8192 rows the time of
+GPU, so it is measured, for the row counts that are met, each rounded up to a power of two up to 8192: the time of
 
     fused      the kernel on packed bytes, by the best of its candidate launches
     decode     expand the weight, then F.linear: every call pays for the expansion
@@ -18,10 +18,12 @@ decode and F.linear: a kernel that is wrong here is not used, and the log says s
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import statistics
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -31,13 +33,15 @@ from torch.nn import functional
 from bitplan.formats import Encoded
 from bitplan.kernels import decode
 from bitplan.kernels.matmul.fused import FusedMatmul, Launch
+from bitplan.measure.speed.paired_timing import CudaStopwatch
 
 log = logging.getLogger("bitplan")
 
 ROW_COUNTS = tuple(2**power for power in range(14))
 REPEATS = 15
 REPEATS_PER_CANDIDATE = 5
-FLUSH_BYTES = 512 * 2**20  # ten times the L2 of an H200, and a tenth of a millisecond for the host to get ahead
+MOST_FUSED_ROWS = 256  # beyond them the fused kernels never came first, and are not compiled to see it again
+COMPILERS = 16
 # Of the fused result against decode and F.linear, all in bfloat16 (unit roundoff 2^-8): the norm of the difference, and
 # of each number |difference| <= NUMBER_OF_RESULT * |result| + NUMBER_OF_ROW * ||w_n|| for x of unit variance.
 NORM_TOLERANCE = 2.0**-6
@@ -90,6 +94,25 @@ class Crossover:
         """The timing at the next row count that was measured; beyond the last, the last."""
         return next((timing for timing in self.timings if timing.rows >= rows), self.timings[-1])
 
+    def has(self, rows: int) -> bool:
+        """Whether this row count was measured, or was not for want of memory."""
+        return any(timing.rows == rows for timing in self.timings) or (
+            self.stopped is not None and rows > self.timings[-1].rows
+        )
+
+    def joined(self, other: Crossover) -> Crossover:
+        """With what was measured at other row counts; of equal ones the other's counts."""
+        by_rows = {timing.rows: timing for timing in (*self.timings, *other.timings)}
+        timings = tuple(by_rows[rows] for rows in sorted(by_rows))
+        return replace(
+            self, timings=timings, refused=other.refused or self.refused, stopped=other.stopped or self.stopped
+        )
+
+
+def bucket_of(rows: int) -> int:
+    """The row count that is measured for so many rows."""
+    return min(1 << max(0, rows - 1).bit_length(), ROW_COUNTS[-1])
+
 
 def pick(record: Crossover, rows: int, *, room: bool) -> Pick:
     """The fastest way for this many rows: a pure function of the record.
@@ -138,12 +161,13 @@ def measure_crossover(
         for rows in row_counts:
             try:
                 x = torch.randn((rows, weight.shape[1]), generator=generator, device=device).to(dtype)
-                if fused is None or refused:
+                if fused is None or refused or rows > MOST_FUSED_ROWS:
                     timings.append(bench.time(x))
                     continue
                 run = _runner(fused, weight, prepared, x)
                 launches: list[Launch | None] = [*fused.launches(weight, rows)]
                 launches = launches or [None]
+                compile_together(device, [_call(run, launch) for launch in launches])
                 refused = bench.why_wrong(x, run, launches)
                 if refused:
                     log.error("bitplan: %s is wrong and will not be used: %s", fused.name, refused)
@@ -155,6 +179,21 @@ def measure_crossover(
     if not timings:
         raise torch.OutOfMemoryError(f"measuring {weight!r}: {stopped}")
     return Crossover(weight.fmt.name, weight.shape[0], weight.shape[1], tuple(timings), refused, stopped)
+
+
+def compile_together(device: torch.device, calls: Sequence[Call]) -> None:
+    """Run every call once, several at a time, so that their kernels are compiled side by side. Errors come later."""
+    if device.type != "cuda" or len(calls) < 2:
+        return
+
+    def run(call: Call) -> None:
+        with torch.cuda.device(device), torch.no_grad(), contextlib.suppress(Exception):
+            call()
+
+    torch.cuda.synchronize(device)
+    with ThreadPoolExecutor(min(COMPILERS, len(calls))) as pool:
+        list(pool.map(run, calls))
+    torch.cuda.synchronize(device)
 
 
 def _runner(fused: FusedMatmul, weight: Encoded, prepared: Any, x: Tensor) -> Run:
@@ -209,8 +248,7 @@ def _call(run: Run, launch: Launch | None) -> Call:
 
 def cuda_timer(device: torch.device) -> Timer:
     """Times calls by events, each after the L2 cache was overwritten."""
-    free, _ = torch.cuda.mem_get_info(device)
-    flush = torch.empty(min(FLUSH_BYTES, free // 4), dtype=torch.uint8, device=device)
+    stopwatch = CudaStopwatch(device)
 
     def time(call: Call, repeats: int) -> Sequence[float]:
         with torch.cuda.device(device):
@@ -218,13 +256,11 @@ def cuda_timer(device: torch.device) -> Timer:
                 call()
             pairs: list[tuple[Any, Any]] = []
             for _ in range(repeats):
-                flush.zero_()
-                begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-                begin.record()
+                stopwatch.prepare()
+                begin = stopwatch.mark()
                 call()
-                end.record()
-                pairs.append((begin, end))
-            torch.cuda.synchronize(device)
-        return [round(begin.elapsed_time(end), 5) for begin, end in pairs]
+                pairs.append((begin, stopwatch.mark()))
+            stopwatch.wait()
+        return [round(stopwatch.elapsed_ms(*pair), 5) for pair in pairs]
 
     return time

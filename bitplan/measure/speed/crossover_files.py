@@ -9,6 +9,10 @@
 A file counts only under the fingerprint it was measured under: GPU, driver, torch, Triton, bitplan, and the source of
 the kernels. Else everything is measured anew and the file replaced, and the log says what differs; the same goes for
 a file that cannot be read.
+
+Records of some GPUs come with the package (`bitplan/data/crossover_*.json`). Such a record counts where the GPU and the
+source of the kernels are those it was measured with, whatever the driver and the libraries are: it spares the first use
+of common shapes the measuring, and what was measured here goes before it.
 """
 
 from __future__ import annotations
@@ -18,6 +22,7 @@ import hashlib
 import importlib.metadata
 import logging
 import re
+import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -31,7 +36,7 @@ from bitplan.errors import FileFormatError
 from bitplan.formats import Encoded
 from bitplan.kernels.matmul.fused import FusedMatmul
 from bitplan.measure.cache_folder import cache_dir
-from bitplan.measure.speed.crossover import Crossover, Timing, measure_crossover
+from bitplan.measure.speed.crossover import Crossover, Timing, bucket_of, measure_crossover
 from bitplan.records import write_json
 from bitplan.version import __version__
 
@@ -40,8 +45,21 @@ log = logging.getLogger("bitplan")
 DOCUMENT = "bitplan-crossover"
 VERSION = 1
 Fingerprint = dict[str, str]
+SHIPPED = Path(kernels.__file__).parent.parent / "data"
+SHIPPED_KEYS = ("gpu", "kernels")
+GPU_SOURCES = (
+    "base/numbers.py",
+    "matmul/decode_words.py",
+    "matmul/expert_routing.py",
+    "matmul/few_rows_kernel.py",
+    "matmul/fused_choices.py",
+    "matmul/fused_few_rows.py",
+    "matmul/fused_many_rows.py",
+    "matmul/fused_weights.py",
+    "matmul/sums.py",
+)
 Key = tuple[str, int, int]
-Measure = Callable[[Encoded, FusedMatmul | None], Crossover]
+Measure = Callable[..., Crossover]  # as measure_crossover
 
 _TEXT_OR_NULL = Kind("a string or null", lambda value: value is None or type(value) is str)
 _POSITIVE = Kind("an integer from 1", lambda value: type(value) is int and 1 <= value < 2**63)
@@ -69,8 +87,14 @@ _WAYS = {"fused": _SAMPLES, "decode": _SAMPLES, "expanded": _SAMPLES}
 class CrossoverTable:
     """The crossovers of one GPU model: read when first asked for, measured where there are none, kept on disk."""
 
-    def __init__(self, path: Path, fingerprint: Fingerprint, measure: Measure = measure_crossover) -> None:
-        self.path, self.fingerprint = path, fingerprint
+    def __init__(
+        self,
+        path: Path,
+        fingerprint: Fingerprint,
+        measure: Measure = measure_crossover,
+        shipped: Path | None = None,
+    ) -> None:
+        self.path, self.fingerprint, self.shipped = path, fingerprint, shipped
         self._measure = measure
         self._crossovers: dict[Key, Crossover] | None = None
         self._failed: dict[Key, str] = {}
@@ -80,47 +104,67 @@ class CrossoverTable:
         """What is known, without measuring."""
         with self._lock:
             if self._crossovers is None:
-                self._crossovers = read_crossovers(self.path, self.fingerprint)
+                shipped = {} if self.shipped is None else read_shipped(self.shipped, self.fingerprint)
+                self._crossovers = _joined(shipped, read_crossovers(self.path, self.fingerprint))
             return self._crossovers.get((fmt, out_features, in_features))
 
     def why_never(self, fmt: str, out_features: int, in_features: int) -> str | None:
         """Why a weight that was tried in this process could not be measured."""
         return self._failed.get((fmt, out_features, in_features))
 
-    def find_or_measure(self, weight: Encoded, fused: FusedMatmul | None) -> Crossover | None:
-        """What is known of weights like this one, measured now if nothing is; None if that failed."""
-        key = (weight.fmt.name, weight.shape[0], weight.shape[1])
+    def find_or_measure(self, weight: Encoded, fused: FusedMatmul | None, rows: int) -> Crossover | None:
+        """What is known of weights like this one, measured now if nothing is of so many rows; None if that failed."""
+        key, bucket = (weight.fmt.name, weight.shape[0], weight.shape[1]), bucket_of(rows)
         with self._lock:
-            crossover = self.find(*key)
-            if crossover is not None or key in self._failed:
-                return crossover
-            log.info("bitplan: measuring %s of shape %s once on this GPU; kept in %s", key[0], key[1:], self.path)
+            known = self.find(*key)
+            if key in self._failed or (known is not None and (known.refused or known.has(bucket))):
+                return known
+            say_progress(
+                f"bitplan: measuring {key[0]} of {key[1]} x {key[2]} at {bucket} rows, once on this GPU; "
+                f"kept in {self.path}"
+            )
             try:
-                crossover = self._measure(weight, fused)
+                measured = self._measure(weight, fused, row_counts=(bucket,))
             except torch.OutOfMemoryError as error:
                 self._failed[key] = f"out of memory while measuring: {str(error).splitlines()[0]}"
                 log.warning("bitplan: %s of shape %s: %s", key[0], key[1:], self._failed[key])
-                return None
-            self._keep(crossover)
-            return crossover
+                return known
+            finally:
+                say_progress("")
+            return self._keep(measured if known is None else known.joined(measured))
 
-    def _keep(self, record: Crossover) -> None:
+    def _keep(self, record: Crossover) -> Crossover:
         assert self._crossovers is not None
         self._crossovers[record.key] = record
-        # Another process may have measured others meanwhile; of equal keys ours is newer.
-        merged = read_crossovers(self.path, self.fingerprint) | self._crossovers
+        # Another process may have measured others meanwhile; of equal ones ours are newer.
+        merged = _joined(read_crossovers(self.path, self.fingerprint), self._crossovers)
         self._crossovers = merged
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             write_json(self.path, to_document(merged, self.fingerprint))
         except OSError as error:
             log.warning("bitplan: %s cannot be written, so it is measured again next time: %s", self.path, error)
+        return merged[record.key]
+
+
+def _joined(first: dict[Key, Crossover], second: dict[Key, Crossover]) -> dict[Key, Crossover]:
+    """Both, and of what both have the row counts of both."""
+    return first | {key: first[key].joined(record) if key in first else record for key, record in second.items()}
+
+
+def say_progress(text: str) -> None:
+    """One line on a terminal, written over by the next; elsewhere a message of the log."""
+    if sys.stderr.isatty():
+        print(f"\r\033[K{text}", end="", file=sys.stderr, flush=True)
+    elif text:
+        log.info("%s", text)
 
 
 @functools.cache
 def _table_of(gpu: str) -> CrossoverTable:
     slug = re.sub(r"[^a-z0-9]+", "_", gpu.lower()).strip("_")
-    return CrossoverTable(cache_dir() / "crossover" / f"{slug}.json", gpu_fingerprint(gpu))
+    path = cache_dir() / "crossover" / f"{slug}.json"
+    return CrossoverTable(path, gpu_fingerprint(gpu), shipped=SHIPPED / f"crossover_{slug}.json")
 
 
 def crossovers_of(device: torch.device) -> CrossoverTable:
@@ -158,11 +202,13 @@ def _version_of(package: str) -> str:
 
 
 def _source_hash() -> str:
-    """Kernels that are edited are measured again, also between versions."""
+    """Of what runs on a GPU, without comments: kernels that are edited are measured again, also between versions."""
     digest = hashlib.sha256()
     folder = Path(kernels.__file__).parent
-    for source in sorted(each for room in ("base", "codec", "matmul") for each in (folder / room).glob("*.py")):
-        digest.update(source.name.encode() + source.read_bytes())
+    for name in GPU_SOURCES:
+        for line in (folder / name).read_text(encoding="utf-8").splitlines():
+            if line.strip() and not line.lstrip().startswith("#"):
+                digest.update(line.encode() + b"\n")
     return digest.hexdigest()[:16]
 
 
@@ -183,6 +229,18 @@ def read_crossovers(path: Path, fingerprint: Fingerprint) -> dict[Key, Crossover
     except FileFormatError as error:
         log.warning("bitplan: %s; everything is measured again", error)
         return {}
+
+
+def read_shipped(path: Path, fingerprint: Fingerprint) -> dict[Key, Crossover]:
+    """The records that came with the package, where GPU and kernels are theirs."""
+    if not path.exists():
+        return {}
+    document = load_document(path, FileFormatError)
+    theirs = document.get("fingerprint", {}) if isinstance(document, dict) else {}
+    if any(theirs.get(key) != fingerprint[key] for key in SHIPPED_KEYS):
+        log.info("bitplan: %s was measured with other kernels, and is not used", path)
+        return {}
+    return from_document(document, theirs, where=str(path))
 
 
 def from_document(document: Any, fingerprint: Fingerprint, *, where: str) -> dict[Key, Crossover]:

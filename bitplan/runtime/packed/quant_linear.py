@@ -3,19 +3,26 @@
     y = x @ decode(weight).T + bias
 
 in one of the ways of `strategy`. The packed weight has no gradient: adapters and biases train over it, and gradients
-pass through it to what comes before. The backward expands the weight again, or reads the expanded one that the strategy
-keeps, in the same pieces as the forward. It is itself differentiable, so second derivatives exist.
+pass through it to what comes before (`operators.linear`).
 
 eager, decode and tile_cache give F.linear on decoded weights, computed in float32 on a CPU and rounded once to the
 input's type; fused states its own bound (`kernels.matmul`). Under autocast the input is cast as F.linear's would be.
-torch.compile runs the layer as it is, between graphs.
+
+A call takes one of three paths, which give the same numbers:
+
+| path | when | what it costs the host |
+|---|---|---|
+| bound | fused on a GPU, no gradient, the same shape as a call before | a launch, and a few comparisons |
+| direct | no gradient | choosing, once for every power of two of rows |
+| operator | gradients, autocast, torch.compile, torch.export, other kinds of tensors | torch's dispatch as well |
+
+A graph holds the operator. How it runs is chosen when the graph is traced, and is a constant of it: by the number of
+rows where that is fixed, else by a table of row counts, for which nothing is measured.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, Mapping
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from collections.abc import Callable, Hashable, Mapping
 from typing import Any, Self
 
 import torch
@@ -23,16 +30,12 @@ from torch import Tensor, nn
 
 from bitplan.formats import Encoded, Format
 from bitplan.kernels import decode, encode
-from bitplan.kernels.matmul.cpu_matmul import piece_rows
-from bitplan.kernels.matmul.fused import FusedMatmul, fused_for
-from bitplan.kernels.matmul.row_pieces import (
-    Piece,
-    decoded_pieces,
-    gradient_over_pieces,
-    linear_over_pieces,
-    why_no_rows,
-)
-from bitplan.measure.speed.crossover import Pick
+from bitplan.kernels.matmul.fused import Bound, FusedMatmul, Prepared, fused_for
+from bitplan.kernels.matmul.row_pieces import why_no_rows
+from bitplan.measure.speed.crossover import ROW_COUNTS, Pick
+from bitplan.runtime.packed.operators.graph_weight import GraphWeight
+from bitplan.runtime.packed.operators.linear import Matrix, multiply, remember
+from bitplan.runtime.packed.operators.ways import ProductWay, text_of
 from bitplan.runtime.packed.strategy import (
     INPUTS,
     LayerError,
@@ -43,111 +46,9 @@ from bitplan.runtime.packed.strategy import (
     is_capturing,
 )
 from bitplan.runtime.packed.tile_cache import TileCache
-from bitplan.runtime.packed_weight import PackedWeight, State
+from bitplan.runtime.packed_weight import PackedWeight
 
 _PICKS_KEPT = 64
-
-
-# ---- the product and its gradient ------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class _Product:
-    """One call's way to multiply, for its forward and its backward."""
-
-    weight: PackedWeight
-    state: State
-    pick: Pick
-    cache: TileCache | None
-    where: str
-
-    def linear(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        with _no_autocast(x.device):
-            if not x.shape[0]:
-                return x.new_empty((0, self.weight.shape[0]))
-            if self.pick.strategy == "fused":
-                return self._fused(x, bias)
-            wide = compute_dtype(x.device, x.dtype)
-            bias = None if bias is None else bias.to(wide)
-            return linear_over_pieces(x.to(wide), self._pieces(wide), self.weight.shape[0], bias).to(x.dtype)
-
-    def input_gradient(self, grad: Tensor) -> Tensor:
-        if self.weight.state != self.state:
-            raise LayerError(
-                f"{self.where}: the packed weight was moved, loaded or written between forward and backward; "
-                "run backward first, or the forward again"
-            )
-        with _no_autocast(grad.device):
-            wide = compute_dtype(grad.device, grad.dtype)
-            return gradient_over_pieces(grad.to(wide), self._pieces(wide), self.weight.shape[1]).to(grad.dtype)
-
-    def _fused(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        fused = fused_for(x.device.type)
-        assert fused is not None
-        return fused.run(x, self.weight.encoded, self._prepared(fused, x.device), bias, self.pick.launch)
-
-    def _prepared(self, fused: FusedMatmul, device: torch.device) -> Any:
-        """What the kernel wants beside the weight: one for each stream, for a kernel may keep counters in it.
-
-        While a graph is captured the first stream's is taken, if there is one: what is made now lives in the graph's
-        own memory, and would be made again with every replay.
-        """
-        encoded, keep = self.weight.encoded, not is_capturing(device)
-        key: Hashable = "fused"
-        if device.type == "cuda":
-            stream = torch.cuda.current_stream(device).cuda_stream
-            first = self.weight.derived("first stream", lambda: stream, keep=keep)
-            key = "fused" if stream == first or not keep else ("fused", stream)
-        return self.weight.derived(key, lambda: fused.prepare(encoded), keep=keep)
-
-    def _pieces(self, dtype: torch.dtype) -> Iterator[Piece]:
-        encoded, device = self.weight.encoded, self.weight.device
-        if self.pick.strategy == "eager":
-            keep = not is_capturing(device)
-            made = self.weight.derived(("expanded", dtype), lambda: decode(encoded, dtype), keep=keep)
-            return iter([(slice(0, encoded.shape[0]), made)])
-        if self.pick.strategy == "tile_cache":
-            assert self.cache is not None
-            return self.cache.pieces(self.weight, dtype)
-        step = piece_rows(encoded.shape[1], dtype) if device.type == "cpu" else encoded.shape[0]
-        return decoded_pieces(encoded, dtype, step)
-
-
-class _Linear(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, bias: Tensor | None, product: _Product) -> Tensor:
-        ctx.product, ctx.bias_dtype = product, None if bias is None else bias.dtype
-        return product.linear(x, bias)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
-        through: Callable[..., Tensor] = _InputGradient.apply
-        x_grad = through(grad, ctx.product) if ctx.needs_input_grad[0] else None
-        bias_grad = None
-        if ctx.needs_input_grad[1]:
-            bias_grad = grad.sum(dim=0, dtype=torch.promote_types(grad.dtype, torch.float32)).to(ctx.bias_dtype)
-        return x_grad, bias_grad, None
-
-
-class _InputGradient(torch.autograd.Function):
-    """g -> g @ W, whose own gradient is `_Linear` again."""
-
-    @staticmethod
-    def forward(ctx: Any, grad: Tensor, product: _Product) -> Tensor:
-        ctx.product = product
-        return product.input_gradient(grad)
-
-    @staticmethod
-    def backward(ctx: Any, grad_of_grad: Tensor) -> tuple[Tensor | None, None]:
-        through: Callable[..., Tensor] = _Linear.apply
-        return through(grad_of_grad, None, ctx.product), None
-
-
-def _no_autocast(device: torch.device) -> AbstractContextManager[Any]:
-    """Inputs have their type: autocast would compute in another, on a CPU in a slow one."""
-    if torch.is_autocast_enabled(device.type):
-        return torch.autocast(device.type, enabled=False)
-    return nullcontext()
 
 
 # ---- the layer -------------------------------------------------------------------------------------------------------
@@ -188,7 +89,11 @@ class QuantLinear(nn.Module):
         self.name = name
         self.weight = weight if isinstance(weight, PackedWeight) else PackedWeight(weight)
         self.register_parameter("bias", bias if bias is None or isinstance(bias, nn.Parameter) else nn.Parameter(bias))
+        self.graph = GraphWeight()
+        self.joint: Any = None  # a JointProjection, where the layer runs together with others
+        self.joint_at = 0
         self._picks: dict[Any, Pick] = {}
+        self._bound: dict[Any, _BoundCall] = {}
         self._strategy, self._cache = check_strategy(strategy, name), cache
         self.last_pick: Pick | None = None
 
@@ -215,7 +120,7 @@ class QuantLinear(nn.Module):
     @strategy.setter
     def strategy(self, strategy: str) -> None:
         self._strategy = check_strategy(strategy, self.name)
-        self._picks.clear()
+        self._forget_picks()
 
     @property
     def cache(self) -> TileCache | None:
@@ -224,7 +129,7 @@ class QuantLinear(nn.Module):
     @cache.setter
     def cache(self, cache: TileCache | None) -> None:
         self._cache = cache
-        self._picks.clear()
+        self._forget_picks()
 
     def extra_repr(self) -> str:
         return (
@@ -241,21 +146,184 @@ class QuantLinear(nn.Module):
         return choose(self.weight, rows, dtype or usual, self.strategy, self.cache, where=self.name, measure=False)
 
     def forward(self, x: Tensor) -> Tensor:
+        if self.joint is not None:
+            part: Tensor | None = self.joint.part(self, x)
+            if part is not None:
+                return part
         if torch.compiler.is_compiling():
-            run: Callable[[Tensor], Tensor] = torch.compiler.disable(self._forward)
-            return run(x)
+            return self._in_graph(x)
+        bound = self._bound.get((x.shape, x.dtype))
+        if bound is not None:
+            y = bound(x, self)
+            if y is not None:
+                return y
         return self._forward(x)
 
     def _forward(self, x: Tensor) -> Tensor:
         self._check_input(x)
-        dtype = x.dtype
-        if torch.is_autocast_enabled(x.device.type) and dtype != torch.float64:
-            dtype = torch.get_autocast_dtype(x.device.type)
-        flat = x.to(dtype).reshape(-1 if x.numel() else x.shape[:-1].numel(), self.in_features)
+        dtype = self._input_type(x)
+        flat = _flat(x.to(dtype))
         self.last_pick = picked = self._pick(flat.shape[0], dtype)
-        product = _Product(self.weight, self.weight.state, picked, self.cache, self.name)
-        linear: Callable[..., Tensor] = _Linear.apply
-        return linear(flat, self.bias, product).reshape(*x.shape[:-1], self.out_features)
+        matrix = self._matrix(picked, dtype)
+        if _is_plain(x) and not (torch.is_grad_enabled() and (x.requires_grad or _learns(self.bias))):
+            y = multiply(flat, self.bias, matrix, ProductWay(picked.strategy, picked.launch))
+            if picked.strategy == "fused" and dtype == x.dtype:
+                self._bind(x, matrix.prepared, picked)
+        else:
+            y = self._operator(flat, matrix, text_of([(None, picked)]))
+        return y.reshape(*x.shape[:-1], self.out_features)
+
+    def _in_graph(self, x: Tensor) -> Tensor:
+        from torch.fx.experimental.symbolic_shapes import has_static_value
+
+        self._check_input(x)
+        dtype = self._input_type(x)
+        flat = _flat(x.to(dtype))
+        rows = flat.shape[0]
+        ways = self.settle(rows if has_static_value(rows) else None, dtype)
+        weight, graph = self.weight, self.graph
+        made: Tensor = torch.ops.bitplan.packed_linear(
+            flat,
+            self.bias,
+            weight.data,
+            weight.scales if "scales" in weight._buffers else None,
+            weight.base if "base" in weight._buffers else None,
+            graph.arranged,
+            graph.factor,
+            graph.counters,
+            graph.expanded,
+            weight.fmt.name,
+            self.out_features,
+            ways,
+            0,
+            0,
+        )
+        return made.reshape(*x.shape[:-1], self.out_features)
+
+    def settle(self, rows: int | None, dtype: torch.dtype) -> str:
+        """The ways of a graph, with all that they read in `self.graph`; for any number of rows if it is None.
+
+        It runs when a graph is traced, and is no part of it.
+        """
+        is_real = type(self.weight.data) is Tensor
+        if rows is not None:
+            picks: list[tuple[int | None, Pick]] = [(None, self._pick(rows, dtype, measure=is_real))]
+        else:
+            picks = [(count, self._pick(count, dtype, measure=False)) for count in ROW_COUNTS]
+            picks.append((None, picks[-1][1]))
+        self.last_pick = picks[-1][1]
+        strategies = {pick.strategy for _, pick in picks}
+        if is_real:
+            self._fill_graph(strategies, dtype)
+        elif ("fused" in strategies and not self.graph.is_prepared) or (
+            strategies & {"eager", "tile_cache"} and self.graph.expanded is None
+        ):
+            raise LayerError(
+                f"{self.name}: torch.export sees no numbers, and {' and '.join(sorted(strategies))} needs what is made "
+                "from them; run the model once with such an input, then export it"
+            )
+        return text_of(picks)
+
+    # What torch.compiler.assume_constant_result does, which would import the compiler: seconds.
+    settle._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+    def _fill_graph(self, strategies: set[str], dtype: torch.dtype) -> None:
+        weight, wide = self.weight, compute_dtype(self.weight.device, dtype)
+        if "fused" in strategies:
+            fused = fused_for(weight.device.type)
+            assert fused is not None
+            self.graph.hold_prepared(weight, self.prepared(fused))
+        if "eager" in strategies:
+            self.graph.hold_expanded(weight, self._expanded(wide))
+        elif "tile_cache" in strategies:
+            assert self.cache is not None
+            pinned = self.cache.pin(weight, wide)
+            if pinned is None:
+                raise LayerError(
+                    f"{self.name}: strategy 'tile_cache' in a graph keeps the whole weight, and {self.cache!r} has no "
+                    "room for it; give the cache a larger budget, or set strategy='auto'"
+                )
+            self.graph.hold_expanded(weight, pinned)
+
+    def _operator(self, flat: Tensor, matrix: Matrix, ways: str) -> Tensor:
+        prepared = (*matrix.prepared, None, None, None)[:3]
+        y: Tensor = torch.ops.bitplan.packed_linear(
+            flat,
+            self.bias,
+            *matrix[:3],
+            *prepared,
+            matrix.expanded,
+            matrix.format,
+            self.out_features,
+            ways,
+            matrix.weight,
+            matrix.cache,
+        )
+        return y
+
+    def _input_type(self, x: Tensor) -> torch.dtype:
+        if torch.is_autocast_enabled(x.device.type) and x.dtype != torch.float64:
+            return torch.get_autocast_dtype(x.device.type)
+        return x.dtype
+
+    def _matrix(self, picked: Pick, dtype: torch.dtype) -> Matrix:
+        """The weight, with what this pick reads of it."""
+        weight, prepared, expanded, tokens = self.weight, (), None, (0, 0)
+        if picked.strategy == "fused":
+            fused = fused_for(weight.device.type)
+            assert fused is not None
+            prepared = self.prepared(fused)
+            self.graph.hold_prepared(weight, prepared)
+        elif picked.strategy == "eager":
+            expanded = self._expanded(compute_dtype(weight.device, dtype))
+            self.graph.hold_expanded(weight, expanded)
+        elif picked.strategy == "tile_cache":
+            assert self.cache is not None
+            remember(weight, self.cache)
+            tokens = (weight.token, self.cache.token)
+        encoded = weight.encoded
+        shape = (self.out_features, self.in_features)
+        return Matrix(encoded.data, encoded.scales, encoded.base, prepared, expanded, encoded.fmt.name, shape, *tokens)
+
+    def _expanded(self, dtype: torch.dtype) -> Tensor:
+        encoded, keep = self.weight.encoded, not is_capturing(self.weight.device)
+        return self.weight.derived(("expanded", dtype), lambda: decode(encoded, dtype), keep=keep)
+
+    def prepared(self, fused: FusedMatmul) -> Prepared:
+        """What the kernel wants beside the weight: one for each stream, for a kernel may keep counters in it.
+
+        While a graph is captured the first stream's is taken, if there is one: what is made now lives in the graph's
+        own memory, and would be made again with every replay.
+        """
+        device = self.weight.device
+        keep = not is_capturing(device)
+        stream_key: Hashable = "fused"
+        if device.type == "cuda":
+            stream = torch.cuda.current_stream(device).cuda_stream
+            first = self.weight.derived("first stream", lambda: stream, keep=keep)
+            stream_key = "fused" if stream == first or not keep else ("fused", stream)
+        return self.weight.derived(stream_key, lambda: self._prepare(fused), keep=keep)
+
+    def _prepare(self, fused: FusedMatmul) -> Prepared:
+        return fused.prepare(self.weight.encoded)
+
+    def _bind(self, x: Tensor, prepared: Prepared, picked: Pick) -> None:
+        """Keep the call for more inputs of this shape."""
+        fused = fused_for(x.device.type)
+        if fused is None or is_capturing(x.device) or not x.numel():
+            return
+        bound = fused.bind(_flat(x), self.weight.encoded, prepared, self.bias, picked.launch)
+        if bound is not None:
+            if len(self._bound) >= _PICKS_KEPT:
+                self._bound.clear()
+            shape = (*x.shape[:-1], self.out_features)
+            self._bound[x.shape, x.dtype] = _BoundCall(bound, shape, self, picked)
+
+    def _forget_picks(self) -> None:
+        self._picks.clear()
+        self._bound.clear()
+        if self.joint is not None:
+            self.joint.drop(0)
 
     def _check_input(self, x: Tensor) -> None:
         if x.dim() < 1 or x.shape[-1] != self.in_features:
@@ -266,15 +334,17 @@ class QuantLinear(nn.Module):
             raise LayerError(
                 f"{self.name}: inputs are bfloat16, float16, float32 or float64, got {x.dtype}; cast first"
             )
-        if x.device != self.weight.device:
-            raise LayerError(f"{self.name}: the input lies on {x.device}, the weight on {self.weight.device}; move one")
+        if x.device != self.weight.data.device:
+            raise LayerError(
+                f"{self.name}: the input lies on {x.device}, the weight on {self.weight.data.device}; move one"
+            )
 
-    def _pick(self, rows: int, dtype: torch.dtype) -> Pick:
+    def _pick(self, rows: int, dtype: torch.dtype, *, measure: bool = True) -> Pick:
         """As `choose`, decided once for every power of two of rows, as it is measured."""
         weight, cache, strategy = self.weight, self.cache, self.strategy
         bucket = 1 << max(0, rows - 1).bit_length()
-        if strategy not in ("auto", "fused") or is_capturing(weight.device):
-            return choose(weight, bucket, dtype, strategy, cache, where=self.name)
+        if strategy not in ("auto", "fused") or is_capturing(weight.device) or not measure:
+            return choose(weight, bucket, dtype, strategy, cache, where=self.name, measure=measure)
         room = cache is not None and cache.has_room(weight, compute_dtype(weight.device, dtype))
         key = (bucket, dtype, room, weight.token, weight.state)
         if key not in self._picks:
@@ -291,3 +361,57 @@ class QuantLinear(nn.Module):
                 "load the state before the plan is applied, or a state that was saved after it"
             )
         super()._load_from_state_dict(state_dict, prefix, *args)
+
+
+class _BoundCall:
+    """A call that is settled but for its input, as long as the layer is what it was."""
+
+    __slots__ = ("_bias", "_buffers", "_call", "_changes", "_parts", "_picked", "_shape", "_weight")
+
+    def __init__(self, call: Bound, shape: tuple[int, ...], layer: QuantLinear, picked: Pick) -> None:
+        weight, bias = layer.weight, layer.bias
+        self._call, self._shape, self._picked = call, shape, picked
+        self._weight, self._changes, self._buffers = weight, weight._changes, weight._buffers
+        self._parts = [(name, part, _version(part)) for name, part in weight._buffers.items() if part is not None]
+        self._bias = (bias, 0 if bias is None else bias.data_ptr())
+
+    def __call__(self, x: Tensor, layer: QuantLinear) -> Tensor | None:
+        """None where something is not as it was: then the call takes another path, and is bound anew."""
+        bias, address = self._bias
+        weight = self._weight
+        modules, parameters = layer._modules, layer._parameters
+        if modules["weight"] is not weight or weight._changes != self._changes or parameters["bias"] is not bias:
+            return None
+        for name, part, version in self._parts:
+            if self._buffers[name] is not part or (version is not None and part._version != version):
+                return None
+        if bias is not None and bias.data_ptr() != address:
+            return None
+        if not _is_plain(x) or x.device != self._parts[0][1].device or torch.is_autocast_enabled(x.device.type):
+            return None
+        if torch.is_grad_enabled() and (x.requires_grad or _learns(bias)):
+            return None
+        y = self._call(x, self._shape)
+        layer.last_pick = self._picked
+        return y
+
+
+def _version(part: Tensor) -> int | None:
+    return None if part.is_inference() else part._version
+
+
+def _flat(x: Tensor) -> Tensor:
+    return x.flatten(0, -2) if x.dim() > 1 else x.unsqueeze(0)
+
+
+def _is_plain(x: Tensor) -> bool:
+    """Whether nobody but the layer looks at what happens: no subclass, no mode."""
+    return type(x) in _PLAIN and not _modes()
+
+
+_PLAIN = (Tensor, nn.Parameter)
+_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
+
+
+def _learns(bias: Tensor | None) -> bool:
+    return bias is not None and bias.requires_grad

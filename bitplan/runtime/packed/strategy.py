@@ -27,7 +27,7 @@ import torch
 from bitplan.errors import BitplanError, did_you_mean
 from bitplan.formats import Encoded
 from bitplan.kernels.matmul.fused import FusedMatmul, fused_for
-from bitplan.measure.speed.crossover import Pick, pick
+from bitplan.measure.speed.crossover import Pick, bucket_of, pick
 from bitplan.measure.speed.crossover_files import crossovers_of
 from bitplan.runtime.packed.tile_cache import TileCache
 from bitplan.runtime.packed_weight import PackedWeight
@@ -35,7 +35,6 @@ from bitplan.runtime.packed_weight import PackedWeight
 INPUTS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 STRATEGIES = ("auto", "eager", "fused", "tile_cache", "decode")
 FUSED_ROWS_UNMEASURED = 32
-AUTO_ON_CPU = ("int4_g32",)  # formats whose fused product costs a CPU no more than one packed copy
 
 
 class LayerError(BitplanError, RuntimeError):
@@ -98,7 +97,8 @@ def _asked_for_fused(weight: PackedWeight, rows: int, dtype: torch.dtype, where:
     if reason is None and weight.device.type == "cuda":
         record = crossovers_of(weight.device).find(weight.fmt.name, *weight.shape)
         if record is not None:
-            reason, launch = record.refused, record.at(rows).launch
+            timing = record.at(rows)
+            reason, launch = record.refused, timing.launch if timing.rows >= rows else None
     if reason is not None or fused is None:
         raise LayerError(
             f"{where}: strategy 'fused' cannot run for {weight.fmt.name} of shape {weight.shape} on {weight.device}: "
@@ -129,17 +129,15 @@ def _auto(weight: PackedWeight, rows: int, dtype: torch.dtype, cache: TileCache 
     fused = fused_for(weight.device.type)
     why_not = _why_not_fused(fused, weight, dtype)
     if weight.device.type == "cpu" and why_not is None and fused is not None:
-        if weight.fmt.name in AUTO_ON_CPU:
-            return Pick("fused", f"{fused.name}: {fused.note(weight.encoded)}")
-        why_not = f"strategy='fused' would run {fused.name}, which {fused.note(weight.encoded)}"
+        return Pick("fused", f"{fused.name}, which {fused.note(weight.encoded)}")
     if why_not is not None or fused is None:
         return _unfused(room, f"not fused: {why_not}")
     table = crossovers_of(weight.device)
     if measure and not capturing:
-        record = table.find_or_measure(weight.encoded, fused)
+        record = table.find_or_measure(weight.encoded, fused, rows)
     else:
         record = table.find(weight.fmt.name, *weight.shape)
-    if record is not None:
+    if record is not None and (record.refused or record.stopped or record.timings[-1].rows >= bucket_of(rows)):
         return pick(record, rows, room=room)
     why_never = table.why_never(weight.fmt.name, *weight.shape)
     why = why_never or ("a CUDA graph is being captured" if capturing else "not measured yet, which the first use does")

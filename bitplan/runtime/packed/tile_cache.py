@@ -10,6 +10,9 @@ for twice since they were used; else it is expanded for one use. The layers that
 another model runs more often. "auto" adds tiles only where there is room left (`has_room`). The budget is 0 unless
 somebody gives one.
 
+A compiled or captured graph reads memory that must stay where it is: `pin` gives a whole matrix that is never pushed
+out. It counts as long as its weight lives.
+
 Tiles of a weight that was moved, loaded or freed are dropped at once (`PackedWeight.tell`). The lock is held for
 lookups only, never while a tile is made: two threads may make the same tile, and one of the two is kept. On CUDA a tile
 made on one stream and used on another waits for its maker.
@@ -17,6 +20,7 @@ made on one stream and used on another waits for its maker.
 
 from __future__ import annotations
 
+import itertools
 import threading
 from collections import OrderedDict
 from collections.abc import Iterator
@@ -36,6 +40,7 @@ TILE_BYTES = 256 * 2**20
 UNCACHED_BYTES = 32 * 2**20  # of pieces that no budget keeps: they are expanded for one use
 ROWS_WORTH_A_TILE = 64  # a budget that holds fewer rows than this holds no tile that is worth a product of its own
 _COUNTS = ("hits", "misses", "evictions", "bypassed", "refused", "dropped")
+_tokens = itertools.count(1)
 Key = tuple[int, State, torch.dtype, int, int]  # token and state of the weight, type, first row, end
 
 
@@ -89,8 +94,10 @@ class TileCache:
                 "a tile cache needs a budget of 0 bytes or more and tiles of 1 byte or more, as integers, "
                 f"got {budget_bytes!r} and {tile_bytes!r}"
             )
+        self.token = next(_tokens)  # never used again, unlike an id()
         self.budget_bytes, self.tile_bytes = budget_bytes, tile_bytes
         self._tiles: OrderedDict[Key, _Tile] = OrderedDict()  # the one used longest ago first
+        self._pinned: dict[Key, Tensor] = {}
         self._asked: dict[Key, int] = {}  # when each was last looked up, in lookups; tiles that are not here too
         self._lookups = 0
         self._lock = threading.Lock()
@@ -137,6 +144,9 @@ class TileCache:
 
     def tile(self, weight: TiledWeight, dtype: torch.dtype, rows: slice) -> Tensor:
         """Some rows of a weight, expanded."""
+        for (token, state, kind, _, _), values in self._pinned.items():
+            if (token, state, kind) == (weight.token, weight.state, dtype):
+                return values[rows]
         key = (weight.token, weight.state, dtype, rows.start, rows.stop)
         with self._lock:
             cached, before = self._tiles.get(key), self._asked.get(key)
@@ -153,12 +163,28 @@ class TileCache:
         self._keep(key, values, before)
         return values
 
+    def pin(self, weight: PackedWeight, dtype: torch.dtype) -> Tensor | None:
+        """All of a weight, expanded, and kept until the weight changes; None where the budget has no room for it."""
+        key = (weight.token, weight.state, dtype, 0, weight.shape[0])
+        pinned = self._pinned.get(key)
+        if pinned is not None or not self.has_room(weight, dtype):
+            return pinned
+        weight.add_listener(self)
+        values = decode(weight.encoded, dtype)
+        with self._lock:
+            self._forget([one for one in self._asked if one[0] == weight.token])
+            self._pinned[key] = values
+            self._nbytes += values.nbytes
+        return values
+
     def has_room(self, weight: PackedWeight, dtype: torch.dtype) -> bool:
         """Whether all of a weight is here, or fits beside what is here without pushing anything out."""
         if not self.budget_bytes:
             return False
         row_bytes: int = weight.shape[1] * dtype.itemsize
         state = weight.state
+        if (weight.token, state, dtype, 0, weight.shape[0]) in self._pinned:
+            return True
         with self._lock:
             needed = self._nbytes
             for rows in self.pieces_of(weight, dtype):
@@ -169,14 +195,14 @@ class TileCache:
     def drop(self, token: int) -> None:
         """Forget the tiles of a weight."""
         with self._lock:
-            self._forget([key for key in self._asked if key[0] == token])
+            self._forget([key for key in (*self._asked, *self._pinned) if key[0] == token])
 
     def clear(self) -> None:
         with self._lock:
             self._counts["dropped"] += len(self._tiles)
             self._tiles.clear()
             self._asked.clear()
-            self._nbytes = 0
+            self._nbytes = sum(values.nbytes for values in self._pinned.values())  # graphs read them
 
     def _keep(self, key: Key, values: Tensor, asked_before: int | None) -> None:
         with self._lock:
@@ -213,6 +239,9 @@ class TileCache:
     def _forget(self, keys: list[Key]) -> None:
         for key in keys:
             self._asked.pop(key, None)
+            pinned = self._pinned.pop(key, None)
+            if pinned is not None:
+                self._nbytes -= pinned.nbytes
             tile = self._tiles.pop(key, None)
             if tile is not None:
                 self._nbytes -= tile.values.nbytes

@@ -44,10 +44,11 @@ from bitplan.store.files.safetensors_tensors import NativeTensors
 from bitplan.store.files.tensor_file import TensorFile, TensorSpec
 
 
-def deep_check(manifest: Manifest, file: TensorFile, *, on_bytes: OnBytes | None = None) -> list[Finding]:
+def deep_check(manifest: Manifest | None, file: TensorFile, *, on_bytes: OnBytes | None = None) -> list[Finding]:
     """All findings about the numbers of an open checkpoint, in natural order of names.
 
-    The manifest says which tensors are norms, and which are codes and scales of a weight kept under two names.
+    The manifest says which tensors are norms, and which are codes and scales of a weight kept under two names; without
+    one, names alone tell the norms.
     `on_bytes(count, name)` is called as the pass goes on, with counts that add up to the file's tensors.
     """
     left = {name: spec.nbytes for name, spec in file.specs.items()}
@@ -65,7 +66,7 @@ def deep_check(manifest: Manifest, file: TensorFile, *, on_bytes: OnBytes | None
     return findings
 
 
-def _check_tensor(manifest: Manifest, file: TensorFile, spec: TensorSpec, done: OnBytes) -> list[Finding]:
+def _check_tensor(manifest: Manifest | None, file: TensorFile, spec: TensorSpec, done: OnBytes) -> list[Finding]:
     tag = _tag(manifest, spec.name)
     if spec.format.startswith("gguf:"):
         return _check_gguf(file, spec, done)
@@ -74,7 +75,7 @@ def _check_tensor(manifest: Manifest, file: TensorFile, spec: TensorSpec, done: 
         return _check_blocks(packed_tensor(file, spec.name), fmt, done)
     if fmt is not None and not fmt.is_cast:
         return check_packed(packed_tensor(file, spec.name), done)
-    if tag is not None and tag.part == "data" and isinstance(file, NativeTensors):
+    if manifest is not None and tag is not None and tag.part == "data" and isinstance(file, NativeTensors):
         pair = _pair(manifest, file, spec.name, tag)
         return check_packed(pair, done) if isinstance(pair, PackedTensor) else pair
     if tag is not None and tag.part == "scales":
@@ -87,7 +88,7 @@ def _check_tensor(manifest: Manifest, file: TensorFile, spec: TensorSpec, done: 
 # ---- plain numbers ---------------------------------------------------------------------------------------------------
 
 
-def _check_plain(manifest: Manifest, file: TensorFile, spec: TensorSpec, done: OnBytes) -> list[Finding]:
+def _check_plain(manifest: Manifest | None, file: TensorFile, spec: TensorSpec, done: OnBytes) -> list[Finding]:
     """aminmax carries NaN and infinity along and runs at the speed of memory; only what it finds is counted."""
     if spec.dtype == torch.float4_e2m1fn_x2:
         return []
@@ -153,15 +154,15 @@ def _not_finite(name: str, bad: int, of_what: str) -> list[Finding]:
 # ---- what the manifest knows -----------------------------------------------------------------------------------------
 
 
-def _tag(manifest: Manifest, name: str) -> Tag | None:
-    match = manifest.match(name)
-    return None if match is None else manifest.tag(match.rule.format)
+def _tag(manifest: Manifest | None, name: str) -> Tag | None:
+    match = None if manifest is None else manifest.match(name)
+    return None if manifest is None or match is None else manifest.tag(match.rule.format)
 
 
-def _role(manifest: Manifest, name: str) -> str:
+def _role(manifest: Manifest | None, name: str) -> str:
     """As a plan has it; the name alone tells where no rule matches."""
-    match = manifest.match(name)
-    if match is None:
+    match = None if manifest is None else manifest.match(name)
+    if manifest is None or match is None:
         return guess_role(name)
     roles = manifest.tag(match.rule.format).roles
     return match.rule.role or (roles[0] if len(roles) == 1 else guess_role(match.name))

@@ -21,11 +21,12 @@ from bitplan.store.files.gguf_values import GGUFValue
 
 @dataclass(frozen=True)
 class Family:
-    """`architecture` is llama.cpp's name."""
+    """`architecture` is llama.cpp's name; it computes with one activation, whatever a config says."""
 
     architecture: str
     permutes: bool = False
     norms_plus_one: bool = False
+    activation: str = "silu"
 
 
 FAMILIES = {
@@ -35,8 +36,8 @@ FAMILIES = {
     "qwen2": Family("qwen2"),
     "qwen3": Family("qwen3"),
     "qwen3_moe": Family("qwen3moe"),
-    "gemma3": Family("gemma3", norms_plus_one=True),
-    "gemma3_text": Family("gemma3", norms_plus_one=True),
+    "gemma3": Family("gemma3", norms_plus_one=True, activation="gelu_pytorch_tanh"),
+    "gemma3_text": Family("gemma3", norms_plus_one=True, activation="gelu_pytorch_tanh"),
 }
 
 
@@ -132,9 +133,26 @@ class ModelConfig:
         return {"rope_theta": self.get("rope_theta", 10000.0), **found, **scaling}
 
 
+def _check_computation(config: ModelConfig) -> None:
+    """Refuse what llama.cpp would compute otherwise without a word."""
+    family = config.family
+    act = config.get("hidden_act") or config.get("hidden_activation") or family.activation
+    if act not in (family.activation, {"silu": "swish"}.get(family.activation)):
+        raise StoreError(
+            f"{config.path}: activation {act!r}; llama.cpp's {family.architecture} computes {family.activation!r}"
+        )
+    if family.architecture == "qwen3moe" and not config.get("norm_topk_prob", False):
+        raise StoreError(f"{config.path}: norm_topk_prob is false; llama.cpp's qwen3moe always divides by the sum")
+    if family.architecture == "qwen3moe" and (
+        config.get("mlp_only_layers") or config.get("decoder_sparse_step", 1) != 1
+    ):
+        raise StoreError(f"{config.path}: some layers are dense; llama.cpp's qwen3moe has experts in every layer")
+
+
 def model_metadata(config: ModelConfig, name: str) -> dict[str, GGUFValue]:
     """Architecture, sizes and constants, in llama.cpp's keys."""
     family = config.family
+    _check_computation(config)
     own = {
         "block_count": whole(config.layers),
         "context_length": whole(config.number("max_position_embeddings")),

@@ -50,7 +50,7 @@ _SPECIAL_KEYS = {
 _ADD_KEYS = {"bos": Keys.Tokenizer.ADD_BOS, "eos": Keys.Tokenizer.ADD_EOS}
 
 
-class Piece(NamedTuple):
+class TokenPiece(NamedTuple):
     text: str
     score: float
     kind: TokenType
@@ -135,9 +135,9 @@ def _adds_space(document: dict[str, Any] | None) -> bool:
 # ---- pieces --------------------------------------------------------------------------------------------------------
 
 
-def _byte_level(document: dict[str, Any], vocabulary: int) -> list[Piece]:
+def _byte_level(document: dict[str, Any], vocabulary: int) -> list[TokenPiece]:
     return _filled(
-        {number: Piece(word, 0.0, TokenType.NORMAL) for word, number in _words(document)}, document, vocabulary
+        {number: TokenPiece(word, 0.0, TokenType.NORMAL) for word, number in _words(document)}, document, vocabulary
     )
 
 
@@ -148,16 +148,16 @@ def _words(document: dict[str, Any]) -> list[tuple[str, int]]:
     return list(words.items())
 
 
-def _filled(found: dict[int, Piece], document: dict[str, Any] | None, vocabulary: int) -> list[Piece]:
+def _filled(found: dict[int, TokenPiece], document: dict[str, Any] | None, vocabulary: int) -> list[TokenPiece]:
     """All tokens in order; added ones take their place, and numbers without a token are unused."""
     for token in [] if document is None else document.get("added_tokens", []):
         kind = TokenType.CONTROL if token.get("special") else TokenType.USER_DEFINED
-        found[token["id"]] = Piece(token["content"], 0.0, kind)
+        found[token["id"]] = TokenPiece(token["content"], 0.0, kind)
     count = max([vocabulary, *(number + 1 for number in found)])
-    return [found.get(number, Piece(f"[PAD{number}]", 0.0, TokenType.UNUSED)) for number in range(count)]
+    return [found.get(number, TokenPiece(f"[PAD{number}]", 0.0, TokenType.UNUSED)) for number in range(count)]
 
 
-def _sentencepiece(folder: Path, document: dict[str, Any] | None, vocabulary: int) -> list[Piece]:
+def _sentencepiece(folder: Path, document: dict[str, Any] | None, vocabulary: int) -> list[TokenPiece]:
     path = folder / "tokenizer.model"
     if path.is_file():
         return _filled(dict(enumerate(read_pieces(path))), document, vocabulary)
@@ -169,16 +169,16 @@ def _sentencepiece(folder: Path, document: dict[str, Any] | None, vocabulary: in
         ranks.setdefault(left + right, rank)
     unknown = document["model"].get("unk_token")
 
-    def piece(word: str) -> Piece:
+    def piece(word: str) -> TokenPiece:
         if _BYTE.fullmatch(word):
-            return Piece(word, 0.0, TokenType.BYTE)
+            return TokenPiece(word, 0.0, TokenType.BYTE)
         kind = TokenType.UNKNOWN if word == unknown else TokenType.NORMAL
-        return Piece(word, -float(ranks.get(word, len(ranks))), kind)
+        return TokenPiece(word, -float(ranks.get(word, len(ranks))), kind)
 
     return _filled({number: piece(word) for word, number in _words(document)}, document, vocabulary)
 
 
-def read_pieces(path: Path) -> list[Piece]:
+def read_pieces(path: Path) -> list[TokenPiece]:
     """The pieces of a SentencePiece model: field 1 of the message, each with its text, score and kind."""
     raw = path.read_bytes()
     pieces = []
@@ -187,7 +187,7 @@ def read_pieces(path: Path) -> list[Piece]:
             if field == 1 and isinstance(value, bytes):
                 inner = dict(_fields(value))
                 (score,) = struct.unpack("<f", inner.get(2, bytes(4)))
-                pieces.append(Piece(inner[1].decode(), score, TokenType(inner.get(3, 1))))
+                pieces.append(TokenPiece(inner[1].decode(), score, TokenType(inner.get(3, 1))))
     except (IndexError, KeyError, ValueError, struct.error, AttributeError) as error:
         raise StoreError(f"{path}: not a SentencePiece model ({error}); download it again") from None
     if not pieces:

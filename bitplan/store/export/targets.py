@@ -1,8 +1,8 @@
 """export_model: a model in the files of another engine, by a format or a plan; a table says what became of each tensor.
 
-A target is a module with `prepare(request) -> Prepared`: it reads headers and configs, refuses what the engine could not
-load, and knows every name, format and size before a weight is read. `Prepared.write` then does the work, whole or not
-at all. To add one: a module in this folder, and its line in TARGETS.
+A target is a module with `prepare(request) -> Prepared`: it reads headers and configs, refuses what the engine could
+not load, and knows every name, format and size before a weight is read. `Prepared.write` then does the work, whole or
+not at all. To add one: a module in this folder, and its line in TARGETS.
 """
 
 from __future__ import annotations

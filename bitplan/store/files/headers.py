@@ -28,6 +28,12 @@ def _stored(spec: TensorSpec) -> Stored:
     return Stored(spec.shape, spec.format if spec.encoded else spec.dtype_name, spec.encoded)
 
 
+def is_gguf(path: str | Path) -> bool:
+    """Whether a file of this name is of the container that holds GGUF's formats, with config and tokenizer."""
+    container = container_for(path)
+    return container is not None and container.has_gguf_formats
+
+
 def plan_for_file(
     file: TensorFile,
     formats: Wanted,
@@ -40,8 +46,7 @@ def plan_for_file(
 ) -> Plan:
     """What `choose_formats` decides for a file, to be written as `output`; rows that no format holds are refused."""
     ShellPatterns((*keep, *only)).check(file.specs, str(file.path))  # a tied name is decided by the one it shares
-    container = None if output is None else container_for(output)
-    gguf = container is not None and container.has_gguf_formats
+    gguf = output is not None and is_gguf(output)
     tensors = {name: _stored(file.spec(name)) for name in (*file.specs, *file.tied)}
     plan = choose_formats(tensors, formats, keep=keep, only=only, pad=pad, gguf=gguf, where=str(file.path))
     if gguf:
@@ -91,13 +96,13 @@ def check_model_source(source: Path, config: Path | None) -> Path:
     """Where config.json and the tokenizer lie; that they do is checked for all but GGUF, which holds both."""
     if not source.exists():
         raise MeasureError(f"{source}: no such file or folder; nothing is downloaded, so give a path on this machine")
-    if source.is_file() and source.suffix != ".gguf" and not source.name.endswith(_WEIGHT_FILES):
+    if source.is_file() and not is_gguf(source) and not source.name.endswith(_WEIGHT_FILES):
         raise MeasureError(
             f"{source}: expected a folder with config.json, a .safetensors or a .gguf file, "
             f"got a {source.suffix or 'nameless'} file"
         )
     folder = config or (source if source.is_dir() else source.parent)
-    if source.suffix == ".gguf" and config is None:
+    if is_gguf(source) and config is None:
         return folder
     lone = source.is_file() or config is not None
     where = f"{source}: in {folder.resolve()}" if source.is_file() and config is None else f"{folder}:"

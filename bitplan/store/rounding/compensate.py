@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from bitplan.errors import FormatError
-from bitplan.store.rounding.layout import Layout
+from bitplan.store.rounding.layout import ScaledBlocks
 from bitplan.store.rounding.loops import loops_for
 from bitplan.store.rounding.scale_ladder import ScaleLadder
 from bitplan.store.rounding.scale_search import block_slices, candidates_of, least_of, search_scales
@@ -35,7 +35,7 @@ class Codes:
     codes: Tensor
     scales: Tensor
 
-    def values(self, layout: Layout) -> Tensor:
+    def values(self, layout: ScaledBlocks) -> Tensor:
         steps = layout.to_rows(self.scales).repeat_interleave(layout.width, 1)[:, : layout.filled]
         return self.codes * steps
 
@@ -47,30 +47,35 @@ def damped(hessian: Tensor, damping: float) -> Tensor:
     return wide / mean + damping * torch.eye(len(wide), dtype=wide.dtype, device=wide.device)
 
 
-def inverse_factor(hessian: Tensor) -> Tensor:
-    """The upper triangular U with U^T U = H^-1, by one factorisation of H from its last column to its first."""
-    backwards = torch.linalg.cholesky(hessian.flip((0, 1)))
-    upper = backwards.flip((0, 1))
+def inverse_factor(hessian: Tensor) -> Tensor | None:
+    """The upper triangular U with U^T U = H^-1, by one factorisation of H from its last column to its first.
+
+    None where H is not positive definite.
+    """
+    backwards, fault = torch.linalg.cholesky_ex(hessian.flip((0, 1)))
+    if int(fault):
+        return None
     eye = torch.eye(len(hessian), dtype=hessian.dtype, device=hessian.device)
-    return torch.linalg.solve_triangular(upper, eye, upper=True)
+    upper: Tensor = torch.linalg.solve_triangular(backwards.flip((0, 1)), eye, upper=True)
+    return upper
 
 
 def factor_of(hessian: Tensor, damping: float, columns: Tensor, name: str) -> tuple[Tensor, Tensor, float]:
     """(damped H, its inverse's factor in the order of `columns`, the damping it took)."""
     while True:
         heavy = damped(hessian, damping)
-        try:
-            return heavy.float(), inverse_factor(heavy[columns][:, columns]).float(), damping
-        except torch.linalg.LinAlgError:
-            if damping >= MOST_DAMPING:
-                raise FormatError(
-                    f"{name}: the Hessian is not positive definite, even with damping {damping}; "
-                    "it must be X^T X of the layer's inputs"
-                ) from None
-            damping = max(damping, 1e-4) * GREATER_DAMPING
+        factor = inverse_factor(heavy[columns][:, columns])
+        if factor is not None:
+            return heavy.float(), factor.float(), damping
+        if damping >= MOST_DAMPING:
+            raise FormatError(
+                f"{name}: the Hessian is not positive definite, even with damping {damping}; "
+                "it must be X^T X of the layer's inputs"
+            )
+        damping = max(damping, 1e-4) * GREATER_DAMPING
 
 
-def columns_in_order(hessian: Tensor, layout: Layout, order: Order) -> tuple[list[int], Tensor]:
+def columns_in_order(hessian: Tensor, layout: ScaledBlocks, order: Order) -> tuple[list[int], Tensor]:
     """Blocks in the order they are rounded, and their columns [filled] likewise: those that matter most come first.
 
     A column never leaves its block, so the bytes need no permutation.
@@ -86,7 +91,13 @@ def columns_in_order(hessian: Tensor, layout: Layout, order: Order) -> tuple[lis
 
 
 def compensate(
-    matrix: Tensor, factor: Tensor, plain: Tensor, layout: Layout, ladder: ScaleLadder, blocks: list[int], at: Tensor
+    matrix: Tensor,
+    factor: Tensor,
+    plain: Tensor,
+    layout: ScaledBlocks,
+    ladder: ScaleLadder,
+    blocks: list[int],
+    at: Tensor,
 ) -> Codes:
     """Round [R, filled] numbers; `at` are their columns in order, `factor` is in that order."""
     left, loops = matrix[:, at].contiguous(), loops_for(matrix)
@@ -126,7 +137,9 @@ def _batches(cols: int, width: int) -> list[tuple[int, int, list[tuple[int, tupl
     return [(group[0][1][0], group[-1][1][1], group) for group in groups]
 
 
-def sweep(matrix: Tensor, hessian: Tensor, found: Codes, layout: Layout, ladder: ScaleLadder, sweeps: int) -> Codes:
+def sweep(
+    matrix: Tensor, hessian: Tensor, found: Codes, layout: ScaledBlocks, ladder: ScaleLadder, sweeps: int
+) -> Codes:
     """Codes and scales that are each the best while all others stay; the error never grows."""
     codes, scales, loops = found.codes.clone(), found.scales.clone(), loops_for(matrix)
     narrow = layout.width <= BATCH
@@ -161,7 +174,7 @@ def sweep(matrix: Tensor, hessian: Tensor, found: Codes, layout: Layout, ladder:
 
 
 def _better_scales(
-    codes: Tensor, gradient: Tensor, hessian: Tensor, scales: Tensor, layout: Layout, ladder: ScaleLadder
+    codes: Tensor, gradient: Tensor, hessian: Tensor, scales: Tensor, layout: ScaledBlocks, ladder: ScaleLadder
 ) -> Tensor:
     """[strips]: how far the scales of one block should move, by least squares with the codes as they are."""
     slope = layout.sum_of_strips((codes * gradient).sum(1))

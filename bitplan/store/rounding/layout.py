@@ -13,7 +13,7 @@ from bitplan.formats.tiles import to_blocks
 
 
 @dataclass(frozen=True)
-class Layout:
+class ScaledBlocks:
     """Blocks of `height` rows and `width` columns on `rows` x `cols` numbers, of which `filled` columns are stored."""
 
     rows: int
@@ -50,17 +50,17 @@ class Layout:
         return per_strip if self.height == 1 else per_strip.repeat_interleave(self.height, 0)[: self.rows]
 
 
-def layout_of(fmt: Format, shape: tuple[int, ...]) -> Layout:
+def layout_of(fmt: Format, shape: tuple[int, ...]) -> ScaledBlocks:
     """A block that is the whole tensor is seen as the matrix's, not as one long row."""
     if fmt.block.is_tensor:
         rows, cols = math.prod(shape[:-1]), shape[-1]
-        return Layout(rows, cols, cols, max(rows, 1), max(cols, 1))
+        return ScaledBlocks(rows, cols, cols, max(rows, 1), max(cols, 1))
     rows, cols = fmt.matrix_shape(shape)
     filled = fmt.padded_cols(cols)
-    return Layout(rows, cols, filled, fmt.block.rows or 1, fmt.block.cols or max(filled, 1))
+    return ScaledBlocks(rows, cols, filled, fmt.block.rows or 1, fmt.block.cols or max(filled, 1))
 
 
-def scales_of(encoded: Encoded, layout: Layout) -> Tensor:
+def scales_of(encoded: Encoded, layout: ScaledBlocks) -> Tensor:
     """[strips, across] scales as loaded, float32."""
     assert encoded.scales is not None
     assert encoded.fmt.scales is not None
@@ -78,7 +78,7 @@ def assemble(fmt: Format, shape: tuple[int, ...], codes: Tensor, stored: Tensor,
     return Encoded(fmt, shape, packed.reshape(parts["data"][1]), stored.reshape(parts["scales"][1]), base)
 
 
-def with_rows_of(encoded: Encoded, other: Encoded, layout: Layout, strips: Tensor) -> Encoded:
+def with_rows_of(encoded: Encoded, other: Encoded, layout: ScaledBlocks, strips: Tensor) -> Encoded:
     """`encoded`, with the rows of these strips (a mask) as `other` has them."""
     if not bool(strips.any()):
         return encoded
@@ -86,7 +86,9 @@ def with_rows_of(encoded: Encoded, other: Encoded, layout: Layout, strips: Tenso
         return other
     rows, chosen = layout.to_rows(strips), {}
     for part, which in (("data", rows), ("scales", strips)):
+        if part not in encoded.parts:
+            continue
         ours, theirs = (each.parts[part].reshape(len(which), -1).view(torch.uint8) for each in (encoded, other))
         mixed = torch.where(which.unsqueeze(-1), theirs, ours)
         chosen[part] = mixed.view(encoded.parts[part].dtype).reshape(encoded.parts[part].shape)
-    return Encoded(encoded.fmt, encoded.shape, chosen["data"], chosen["scales"], encoded.base)
+    return Encoded(encoded.fmt, encoded.shape, chosen["data"], chosen.get("scales"), encoded.base)

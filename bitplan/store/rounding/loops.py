@@ -16,8 +16,11 @@ SMALLEST_FOR_CPU = 2**16
 
 def loops_for(matrix: Tensor) -> Any:
     """The module with `round_piece`, `cost_of_scales`, `sweep_piece` and `weighted_cost` for this matrix."""
-    compiles = matrix.device.type == "cpu" and matrix.numel() >= SMALLEST_FOR_CPU and _has_numba()
-    return _module("cpu_pieces" if compiles else "pieces")
+    return _module("cpu_pieces" if is_compiled(matrix) else "pieces")
+
+
+def is_compiled(matrix: Tensor) -> bool:
+    return matrix.device.type == "cpu" and matrix.numel() >= SMALLEST_FOR_CPU and _has_numba()
 
 
 @functools.cache

@@ -10,11 +10,13 @@ from torch import Tensor
 
 from bitplan.errors import FormatError
 from bitplan.formats import Encoded, Format, get_format
+from bitplan.formats.gguf.blocks import GgufBlocks
 from bitplan.formats.scales.rules import reciprocal
 from bitplan.kernels import decode, encode
-from bitplan.store.rounding.compensate import Codes, Order, columns_in_order, compensate, factor_of, sweep
+from bitplan.store.rounding.compensate import Order, columns_in_order, compensate, factor_of, sweep
 from bitplan.store.rounding.grids import grid_of
-from bitplan.store.rounding.layout import Layout, assemble, layout_of, scales_of, with_rows_of
+from bitplan.store.rounding.group_blocks import grid_of_groups, round_groups
+from bitplan.store.rounding.layout import ScaledBlocks, assemble, layout_of, scales_of, with_rows_of
 from bitplan.store.rounding.scale_ladder import ScaleLadder
 from bitplan.store.rounding.scale_search import search_scales
 
@@ -88,35 +90,30 @@ def round_with_report(
     device    where to compute; the result lies there
 
     Without statistics, scales are searched by plain squared error. Where `encode` is better by the measure, rows are as
-    `encode` has them. Formats with nothing to choose (casts, 16 bits and more, zero points, signs) are plain `encode`.
+    `encode` has them. Formats with nothing to choose (casts, 16 bits and more, zero points, signs) are plain `encode`;
+    those whose codes are places in a table (iq4_nl) take a Hessian's diagonal as moments.
     """
     fmt = get_format(fmt)
     if device is not None:
         weight = weight.to(device)
     plain = encode(weight, fmt, pad=pad, name=name)
-    grid = grid_of(fmt.element)
+    if isinstance(fmt, GgufBlocks) and hessian is not None and grid_of_groups(fmt) is None:
+        moments, hessian = hessian.diagonal(), None
     measure: Measure = "hessian" if hessian is not None else "moments" if moments is not None else "squared error"
-    if grid is None or fmt.zero_point or not weight.numel():
+    if not _can_round(fmt) or not weight.numel():
         return plain, Rounding(measure, 0.0, 0.0, 0, 0)
     if weight.dim() < 2:
         raise FormatError(f"{name}: expected a matrix, [outputs, inputs], got shape {tuple(weight.shape)}")
-    layout = layout_of(fmt, tuple(weight.shape))
-    ladder = ScaleLadder(fmt, grid, plain.base)
+    layout, used = layout_of(fmt, tuple(weight.shape)), None
     matrix = _filled(weight.detach().float().reshape(layout.rows, layout.cols), layout)
-    plain_scales = scales_of(plain, layout)
-    shape, used = tuple(weight.shape), None
     if hessian is None:
         cost = _column_weights(moments, layout, matrix.device, name)
-        scales = search_scales(matrix, cost, plain_scales, layout, ladder)
-        steps = layout.to_rows(scales).repeat_interleave(layout.width, 1)[:, : layout.filled]
-        found = Codes(grid.nearest(matrix * reciprocal(steps)), scales)
+        rounded = _by_columns(matrix, cost, plain, layout)
     else:
         seen = _checked_hessian(hessian, layout, matrix.device, name)
         blocks, at = columns_in_order(seen, layout, order)
         cost, factor, used = factor_of(seen, damping, at, name)
-        found = compensate(matrix, factor, plain_scales, layout, ladder, blocks, at)
-        found = sweep(matrix, cost, found, layout, ladder, sweeps)
-    rounded = assemble(fmt, shape, found.codes, ladder.store(found.scales), plain.base)
+        rounded = _by_hessian(matrix, cost, factor, plain, layout, blocks, at, sweeps)
     before, after = (_errors(matrix, _filled_values(each, layout), cost) for each in (plain, rounded))
     before, after = layout.sum_of_strips(before), layout.sum_of_strips(after)
     worse = ~(after <= before)
@@ -132,6 +129,50 @@ def round_with_report(
     return with_rows_of(rounded, plain, layout, worse), report
 
 
+def _can_round(fmt: Format) -> bool:
+    return isinstance(fmt, GgufBlocks) or (grid_of(fmt.element) is not None and not fmt.zero_point)
+
+
+def _by_columns(matrix: Tensor, weights: Tensor, plain: Encoded, layout: ScaledBlocks) -> Encoded:
+    """Scales by search, each column with its weight; codes to nearest."""
+    fmt, shape = plain.fmt, plain.shape
+    if isinstance(fmt, GgufBlocks):
+        filled = encode(matrix, fmt, importance=weights.clamp(min=UNSEEN))
+        return Encoded(fmt, shape, filled.data.reshape(plain.data.shape))
+    ladder = _ladder(plain)
+    scales = search_scales(matrix, weights, scales_of(plain, layout), layout, ladder)
+    steps = layout.to_rows(scales).repeat_interleave(layout.width, 1)[:, : layout.filled]
+    codes = ladder.grid.nearest(matrix * reciprocal(steps))
+    return assemble(fmt, shape, codes, ladder.store(scales), plain.base)
+
+
+def _by_hessian(
+    matrix: Tensor,
+    cost: Tensor,
+    factor: Tensor,
+    plain: Encoded,
+    layout: ScaledBlocks,
+    blocks: list[int],
+    at: Tensor,
+    sweeps: int,
+) -> Encoded:
+    """Codes that make up for each other's errors."""
+    fmt, shape = plain.fmt, plain.shape
+    if isinstance(fmt, GgufBlocks):
+        rows = round_groups(matrix, cost, factor, fmt, blocks, at, sweeps)
+        return Encoded(fmt, shape, rows.reshape(plain.data.shape))
+    ladder = _ladder(plain)
+    found = compensate(matrix, factor, scales_of(plain, layout), layout, ladder, blocks, at)
+    found = sweep(matrix, cost, found, layout, ladder, sweeps)
+    return assemble(fmt, shape, found.codes, ladder.store(found.scales), plain.base)
+
+
+def _ladder(plain: Encoded) -> ScaleLadder:
+    grid = grid_of(plain.fmt.element)
+    assert grid is not None
+    return ScaleLadder(plain.fmt, grid, plain.base)
+
+
 def _errors(matrix: Tensor, values: Tensor, cost: Tensor) -> Tensor:
     """[R] float64: the squared error of each row, weighted by columns [K] or by the Hessian [K, K]."""
     error = matrix - values
@@ -139,16 +180,16 @@ def _errors(matrix: Tensor, values: Tensor, cost: Tensor) -> Tensor:
     return (error.double() * weighted.double()).sum(1)
 
 
-def _filled_values(encoded: Encoded, layout: Layout) -> Tensor:
+def _filled_values(encoded: Encoded, layout: ScaledBlocks) -> Tensor:
     return _filled(decode(encoded).reshape(layout.rows, layout.cols), layout)
 
 
-def _filled(matrix: Tensor, layout: Layout) -> Tensor:
+def _filled(matrix: Tensor, layout: ScaledBlocks) -> Tensor:
     """Columns of zeros up to whole blocks."""
     return torch.nn.functional.pad(matrix, (0, layout.filled - layout.cols)).contiguous()
 
 
-def _column_weights(moments: Tensor | None, layout: Layout, device: torch.device, name: str) -> Tensor:
+def _column_weights(moments: Tensor | None, layout: ScaledBlocks, device: torch.device, name: str) -> Tensor:
     if moments is None:
         weights = torch.ones(layout.cols, device=device)
     else:
@@ -160,7 +201,7 @@ def _column_weights(moments: Tensor | None, layout: Layout, device: torch.device
     return torch.nn.functional.pad(weights, (0, layout.filled - layout.cols))
 
 
-def _checked_hessian(hessian: Tensor, layout: Layout, device: torch.device, name: str) -> Tensor:
+def _checked_hessian(hessian: Tensor, layout: ScaledBlocks, device: torch.device, name: str) -> Tensor:
     _check_statistics(hessian, (layout.cols, layout.cols), "hessian", name)
     if not float(hessian.diagonal().sum()) > 0:
         raise FormatError(f"{name}: the diagonal of `hessian` adds up to zero: no input was seen; leave it out")

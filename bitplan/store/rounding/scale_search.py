@@ -12,14 +12,14 @@ import torch
 from torch import Tensor
 
 from bitplan.formats.scales.rules import reciprocal
-from bitplan.store.rounding.layout import Layout
+from bitplan.store.rounding.layout import ScaledBlocks
 from bitplan.store.rounding.loops import loops_for
 from bitplan.store.rounding.scale_ladder import ScaleLadder
 
 FITS = 3
 
 
-def search_scales(matrix: Tensor, weights: Tensor, plain: Tensor, layout: Layout, ladder: ScaleLadder) -> Tensor:
+def search_scales(matrix: Tensor, weights: Tensor, plain: Tensor, layout: ScaledBlocks, ladder: ScaleLadder) -> Tensor:
     """[R, filled] numbers and [filled] weights -> [strips, across] scales, none worse than those of `plain`."""
     loops = loops_for(matrix)
     best = [
@@ -29,11 +29,13 @@ def search_scales(matrix: Tensor, weights: Tensor, plain: Tensor, layout: Layout
     return torch.stack(best, dim=1) if best else plain
 
 
-def block_slices(layout: Layout) -> list[slice]:
+def block_slices(layout: ScaledBlocks) -> list[slice]:
     return [slice(start, min(start + layout.width, layout.filled)) for start in range(0, layout.filled, layout.width)]
 
 
-def _search(loops: Any, piece: Tensor, weights: Tensor, plain: Tensor, layout: Layout, ladder: ScaleLadder) -> Tensor:
+def _search(
+    loops: Any, piece: Tensor, weights: Tensor, plain: Tensor, layout: ScaledBlocks, ladder: ScaleLadder
+) -> Tensor:
     tried = candidates_of(piece, plain, layout, ladder)
     cost = layout.sum_of_strips(loops.weighted_cost(piece, weights, layout.to_rows(tried), ladder.grid))
     least, place = least_of(cost)
@@ -52,7 +54,7 @@ def _search(loops: Any, piece: Tensor, weights: Tensor, plain: Tensor, layout: L
     return scale
 
 
-def candidates_of(piece: Tensor, plain: Tensor, layout: Layout, ladder: ScaleLadder) -> Tensor:
+def candidates_of(piece: Tensor, plain: Tensor, layout: ScaledBlocks, ladder: ScaleLadder) -> Tensor:
     """[strips, C]: what is tried for the blocks of a piece, the plain encoder's scale first."""
     largest = layout.largest_of_strips(piece.abs().amax(1))
     return torch.cat([plain.unsqueeze(-1), ladder.candidates(largest)], dim=1)

@@ -44,6 +44,10 @@ RECORD = Crossover(
 )
 
 
+def faked(one: Encoded, _: object, row_counts: Sequence[int]) -> Crossover:
+    return Crossover(one.fmt.name, *one.shape, tuple(timing(rows, 1.0, 2.0, 3.0) for rows in row_counts))
+
+
 # ---- pick ------------------------------------------------------------------------------------------------------------
 
 
@@ -256,23 +260,48 @@ def test_cache_dir_follows_the_environment(monkeypatch: pytest.MonkeyPatch, tmp_
 
 
 def test_a_weight_is_measured_once_and_found_by_the_next_process(tmp_path: Path) -> None:
-    measured: list[str] = []
+    measured: list[tuple[Any, ...]] = []
 
-    def measure(one: Encoded, _: object) -> Crossover:
-        measured.append(one.fmt.name)
-        return Crossover(one.fmt.name, *one.shape, RECORD.timings)
+    def measure(one: Encoded, _: object, row_counts: Sequence[int]) -> Crossover:
+        measured.append((one.fmt.name, *row_counts))
+        return Crossover(one.fmt.name, *one.shape, tuple(timing(rows, 1.0, 2.0, 3.0) for rows in row_counts))
 
     path = tmp_path / "new" / "gpu.json"
     table = CrossoverTable(path, PRINT, measure)
-    first = table.find_or_measure(weight(), None)
-    assert table.find_or_measure(weight(), None) is first
-    CrossoverTable(path, PRINT, measure).find_or_measure(weight("int8_row"), None)
-    assert measured == ["mxfp4", "int8_row"]
+    first = table.find_or_measure(weight(), None, 1)
+    assert table.find_or_measure(weight(), None, 1) is first
+    CrossoverTable(path, PRINT, measure).find_or_measure(weight("int8_row"), None, 10**6)
+    assert measured == [("mxfp4", 1), ("int8_row", 8192)]
     assert CrossoverTable(path, PRINT, measure).find("mxfp4", 48, 256) == first
     assert CrossoverTable(path, PRINT, measure).find("mxfp4", 48, 255) is None
     # What the second process added is not lost when the first writes again.
-    table.find_or_measure(weight("nvfp4"), None)
-    assert len(read_crossovers(path, PRINT)) == 3
+    record = table.find_or_measure(weight(), None, 3)
+    assert record is not None
+    assert [one.rows for one in record.timings] == [1, 4]
+    assert len(read_crossovers(path, PRINT)) == 2
+
+
+def test_a_record_of_the_package_counts_where_gpu_and_kernels_are_its_own(tmp_path: Path) -> None:
+    here = PRINT | {"kernels": "k"}
+    shipped = tmp_path / "shipped.json"
+    shipped.write_text(json.dumps(to_document({RECORD.key: RECORD}, here)))
+    moved = here | {"driver": "2"}
+    table = CrossoverTable(tmp_path / "gpu.json", moved, faked, shipped)
+    assert table.find(*RECORD.key) == RECORD
+    table.find_or_measure(encode(torch.ones(64, 128), "mxfp4"), None, 32)
+    again = CrossoverTable(tmp_path / "gpu.json", moved, faked, shipped).find(*RECORD.key)
+    assert again is not None
+    assert [one.rows for one in again.timings] == [1, 2, 4, 8, 16, 32]
+    for other in ({"gpu": "B"}, {"kernels": "l"}):
+        assert CrossoverTable(tmp_path / "other.json", here | other, faked, shipped).find(*RECORD.key) is None
+
+
+def test_the_records_of_the_package_are_of_the_kernels_as_they_are() -> None:
+    for path in crossover_files.SHIPPED.glob("crossover_*.json"):
+        document = json.loads(path.read_text())
+        assert from_document(document, document["fingerprint"], where=path.name)
+        kernels = document["fingerprint"]["kernels"]
+        assert kernels == crossover_files._source_hash(), f"{path.name}: measure again with benchmarks/decode.py"
 
 
 def test_another_fingerprint_is_measured_again_and_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -282,8 +311,7 @@ def test_another_fingerprint_is_measured_again_and_said(tmp_path: Path, caplog: 
     with caplog.at_level(logging.WARNING, logger="bitplan"):
         assert CrossoverTable(path, other).find(*RECORD.key) is None
     assert "driver '1', now '2'" in caplog.text
-    table = CrossoverTable(path, other, lambda one, _: Crossover(one.fmt.name, *one.shape, RECORD.timings))
-    table.find_or_measure(weight(), None)
+    CrossoverTable(path, other, faked).find_or_measure(weight(), None, 1)
     assert json.loads(path.read_text())["fingerprint"] == other
 
 
@@ -315,11 +343,9 @@ def test_a_file_that_lies_is_not_used(
 
 def test_a_folder_that_cannot_be_written_is_said_and_no_error(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     (tmp_path / "file").write_text("")
-    table = CrossoverTable(
-        tmp_path / "file" / "gpu.json", PRINT, lambda one, _: Crossover(one.fmt.name, *one.shape, RECORD.timings)
-    )
+    table = CrossoverTable(tmp_path / "file" / "gpu.json", PRINT, faked)
     with caplog.at_level(logging.WARNING, logger="bitplan"):
-        assert table.find_or_measure(weight(), None) is not None
+        assert table.find_or_measure(weight(), None, 1) is not None
     assert "cannot be written" in caplog.text
     assert table.find("mxfp4", 48, 256) is not None
 
@@ -327,23 +353,25 @@ def test_a_folder_that_cannot_be_written_is_said_and_no_error(tmp_path: Path, ca
 def test_a_measurement_that_failed_is_not_tried_again(tmp_path: Path) -> None:
     tries: list[int] = []
 
-    def measure(*_: object) -> Crossover:
+    def measure(*_: object, **_options: object) -> Crossover:
         tries.append(1)
         raise torch.OutOfMemoryError("no room")
 
     table = CrossoverTable(tmp_path / "gpu.json", PRINT, measure)
-    assert table.find_or_measure(weight(), None) is None
-    assert table.find_or_measure(weight(), None) is None
+    assert table.find_or_measure(weight(), None, 1) is None
+    assert table.find_or_measure(weight(), None, 1) is None
     assert tries == [1]
     assert "no room" in str(table.why_never("mxfp4", 48, 256))
 
 
 def test_the_kernels_source_is_part_of_the_fingerprint(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(crossover_files.kernels, "__file__", str(tmp_path / "__init__.py"))
-    kernel = tmp_path / "matmul" / "fused.py"
-    kernel.parent.mkdir()
+    monkeypatch.setattr(crossover_files, "GPU_SOURCES", ("kernel.py",))
+    kernel = tmp_path / "kernel.py"
     kernel.write_text("a")
     before = crossover_files._source_hash()
+    kernel.write_text("# a comment\n\na")
+    assert crossover_files._source_hash() == before
     kernel.write_text("b")
     assert crossover_files._source_hash() != before
 
@@ -358,10 +386,11 @@ def test_measuring_on_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     try:
         on_gpu = encode(torch.randn(1024, 2048), "mxfp4").to("cuda")
         table = crossover_files.crossovers_of(on_gpu.device)
-        record = table.find_or_measure(on_gpu, fused_for("cuda"))
+        for rows in (1, 60):
+            record = table.find_or_measure(on_gpu, fused_for("cuda"), rows)
         assert record is not None
         assert record.refused is None, record.refused
-        assert [one.rows for one in record.timings] == list(ROW_COUNTS)
+        assert [one.rows for one in record.timings] == [1, 64]
         assert all(
             len(samples) == 15 and min(samples) > 0 for one in record.timings for samples in one.samples_ms.values()
         )

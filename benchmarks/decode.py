@@ -1,0 +1,431 @@
+"""Whole models on packed weights, the way people run them, against BF16 in the same run.
+
+    python benchmarks/decode.py [--models "8b:bfloat16:1,4 8b:mxfp4:1,4"] [--parts decode,host] [--output FILE]
+
+A llama of 1B's or 8B's shape with 16 layers and random weights; all linear layers and the output are packed, q/k/v and
+gate/up joined. Milliseconds for one token of each sequence, 512 tokens in a static cache, in three modes:
+
+    eager       as a user writes it, one launch after another
+    compiled    torch.compile of the layers, fullgraph
+    graph       compiled, and the whole step captured in a CUDA graph
+
+and of a prefill of 2048 tokens, compiled. The floor of a row is what must be read (weights and cache) over the
+bandwidth of a device copy, and the kernels of a step times what a kernel costs in a graph that does nothing. "+cache"
+has a TileCache for the whole model, which `auto` uses where it is faster; its bytes are in `memory_gib`. `off` is how
+far the logits of a mode lie from those of eager, relative to their norm.
+
+generate   transformers' own `generate` of 32 tokens, eager, BF16 and mxfp4
+peers      torchao's weight-only int4 and int8 in the same model, where it is installed
+host       microseconds of the host for a call of a layer
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import gc
+import importlib
+import statistics
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import harness
+import torch
+from llama_decode import SHAPES, VOCABULARY, DecodingLlama
+from torch import Tensor, nn
+
+from bitplan.runtime.packed.joint import fuse_projections
+from bitplan.runtime.packed.quant_linear import QuantLinear
+from bitplan.runtime.packed.tile_cache import TileCache
+from bitplan.runtime.packed.warm_up import warm_up
+
+MODELS = (
+    "8b:bfloat16:1,4,16,64 8b:mxfp4:1,4,16,64 8b:int8_g128:1,4,16,64 8b:mxfp4+cache:4,16,64 8b:int4_g32:1,64 "
+    "8b:nvfp4:1,64 8b:fp8_e4m3_row:1,64 1b:bfloat16:1,64 1b:mxfp4:1,64 1b:int8_g128:1,64 8b:int8_g128+cache:16,64 "
+    "1b:int4_g32:1 1b:nvfp4:1 1b:fp8_e4m3_row:1"
+)
+CONTEXT, PREFILL, STEPS = 512, 2048, 8
+REPEATS = 7
+Row = dict[str, Any]
+Step = Callable[[], object]
+
+
+def build(size: str, fmt: str, device: str, cache: TileCache | None = None) -> DecodingLlama:
+    """The model in a format; its projections joined."""
+    torch.manual_seed(0)
+    default = torch.get_default_dtype()
+    torch.set_default_dtype(torch.bfloat16)
+    with torch.device(device):
+        model = DecodingLlama(SHAPES[size], CONTEXT).eval()
+    torch.set_default_dtype(default)
+    if fmt != "bfloat16":
+        pack(model, fmt, cache)
+        fuse_projections(model)
+    return model
+
+
+def pack(model: nn.Module, fmt: str, cache: TileCache | None) -> None:
+    for path, module in list(model.named_modules()):
+        for name, child in list(module.named_children()):
+            if type(child) is nn.Linear:
+                made = QuantLinear.from_linear(child, fmt, cache=cache, name=f"{path}.{name}".lstrip("."))
+                setattr(module, name, made)
+
+
+def compile_layers(model: DecodingLlama) -> None:
+    for layer in model.layers:
+        layer.compile(fullgraph=True, dynamic=False)
+
+
+def model_bytes(model: nn.Module) -> int:
+    """What a step reads of the weights: all but the embedding."""
+    skipped = {id(parameter) for parameter in model.embed_tokens.parameters()}
+    held = [
+        *model.parameters(),
+        *(part for module in model.modules() if isinstance(module, QuantLinear) for part in module.weight.buffers()),
+    ]
+    return sum(part.nbytes for part in held if id(part) not in skipped)
+
+
+# ---- timing ----------------------------------------------------------------------------------------------------------
+
+
+def step_of(model: DecodingLlama, batch: int, device: str) -> Step:
+    torch.manual_seed(batch)  # the same cache and tokens each time
+    model.prepare(batch)
+    ids = torch.randint(0, VOCABULARY, (batch, 1), device=device)
+    position = torch.tensor([CONTEXT - 1], device=device)
+    return lambda: model.step(ids, position)
+
+
+def wall_ms(run: Step, repeats: int = REPEATS) -> list[float]:
+    """Milliseconds a step, the host's time included, by batches of steps that nobody waits for in between."""
+    samples = []
+    for _ in range(repeats):
+        _synchronize()
+        started = time.perf_counter()
+        for _ in range(STEPS):
+            run()
+        _synchronize()
+        samples.append((time.perf_counter() - started) * 1e3 / STEPS)
+    return samples
+
+
+def captured(run: Step) -> Any:
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(2):
+            run()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        run()
+    return graph
+
+
+def _synchronize() -> None:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
+def kernels_of(graph: Any) -> tuple[int, list[list[Any]]]:
+    """How many kernels a replay runs, and the names that take most of it with count and microseconds."""
+    from torch.profiler import ProfilerActivity, profile
+
+    with profile(activities=[ProfilerActivity.CUDA]) as profiled:
+        graph.replay()
+        torch.cuda.synchronize()
+    events = [event for event in profiled.key_averages() if event.self_device_time_total > 0]
+    events.sort(key=lambda event: -event.self_device_time_total)
+    top = [[event.key[:60], event.count, round(event.self_device_time_total, 1)] for event in events[:14]]
+    return sum(event.count for event in events), top
+
+
+def empty_kernel_us() -> float:
+    """What a kernel costs in a graph of many that do next to nothing."""
+    x = torch.zeros(32, device="cuda")
+    graph = captured(lambda: [x.add_(1) for _ in range(200)])
+    return statistics.median(wall_ms(graph.replay)) * 1e3 / 200
+
+
+# ---- parts -----------------------------------------------------------------------------------------------------------
+
+
+def measure(size: str, fmt: str, batches: tuple[int, ...], device: str, floor: Row, *, cached: bool) -> Iterator[Row]:
+    shape = SHAPES[size]
+    weights = (
+        2
+        * shape.layers
+        * (shape.hidden * (2 * shape.heads + 2 * shape.kv_heads) * shape.head_dim + 3 * shape.hidden * shape.ffn)
+        + 2 * VOCABULARY * shape.hidden
+    )
+    cache = TileCache(weights + 2**30) if cached else None
+    before = torch.cuda.memory_allocated() if device == "cuda" else 0
+    model = build(size, fmt, device, cache)
+    name = fmt + ("+cache" if cached else "")
+    started = time.perf_counter()
+    with torch.no_grad():
+        warm_up(model, batches)
+        _synchronize()
+        first_use = time.perf_counter() - started
+        expected = {}
+        for batch in batches:
+            run = step_of(model, batch, device)
+            expected[batch] = run()
+            if batch == 1:
+                gc.collect()
+                gc.freeze()  # what compilers left behind would be looked through again and again
+                samples = wall_ms(run, 2 * REPEATS)
+                yield {
+                    "size": size,
+                    "format": name,
+                    "batch": 1,
+                    "mode": "eager",
+                    "first_use_s": round(first_use, 2),
+                    **_times(samples),
+                }
+        torch._dynamo.reset()
+        compile_layers(model)
+        for batch in batches:
+            with guarded(f"{size} {name} {batch}"):
+                started = time.perf_counter()
+                run = step_of(model, batch, device)
+                off = _off(run(), expected.pop(batch))
+                row = {
+                    "size": size,
+                    "format": name,
+                    "batch": batch,
+                    "compile_s": round(time.perf_counter() - started, 1),
+                    "off": off,
+                    "picks": picks(model),
+                }
+                gc.collect()
+                gc.freeze()
+                if batch == 1:
+                    yield row | {"mode": "compiled"} | _times(wall_ms(run))
+                if device != "cuda":
+                    continue
+                graph = captured(run)
+                samples = wall_ms(graph.replay)
+                count, top = kernels_of(graph)
+                nbytes = model_bytes(model) + kv_bytes(size, batch)
+                least = nbytes / floor["copy_bytes_per_s"] * 1e3 + count * floor["kernel_us"] / 1e3
+                memory = (torch.cuda.memory_allocated() - before) / 2**30
+                yield row | {
+                    "mode": "graph",
+                    "floor_ms": round(least, 3),
+                    "read_gib": round(nbytes / 2**30, 3),
+                    "kernels": count,
+                    "memory_gib": round(memory, 2),
+                    **_times(samples),
+                    **({"top": top} if batch == 1 else {}),
+                }
+                del graph
+        if device == "cuda" and (size == "8b" or fmt == "bfloat16"):
+            with guarded(f"{size} {name} prefill"):
+                ids = torch.randint(0, VOCABULARY, (1, PREFILL), device=device)
+                warm_up(model, (PREFILL,))
+                model.prefill(ids)
+                samples = wall_ms(lambda: model.prefill(ids))
+                yield {
+                    "size": size,
+                    "format": name,
+                    "batch": 1,
+                    "mode": "prefill",
+                    "memory_gib": round((torch.cuda.memory_allocated() - before) / 2**30, 2),
+                    "picks": picks(model),
+                    **_times(samples),
+                }
+
+
+def _off(logits: Tensor, expected: Tensor) -> float:
+    return round(float((logits.float() - expected.float()).norm() / expected.float().norm()), 4)
+
+
+def kv_bytes(size: str, batch: int) -> int:
+    shape = SHAPES[size]
+    return 2 * 2 * shape.layers * batch * CONTEXT * shape.kv_heads * shape.head_dim
+
+
+def picks(model: DecodingLlama) -> dict[str, str]:
+    """How the layers ran last, of the first layer and the output."""
+    found = {}
+    for _, module in (*model.layers[0].named_modules(), ("lm_head", model.lm_head)):
+        if isinstance(module, QuantLinear):
+            joint = module.joint.layer if module.joint is not None else None
+            pick = (joint or module).last_pick
+            found[(joint or module).name.split(".")[-1]] = pick.strategy if pick else "-"
+    return found
+
+
+def _times(samples: list[float]) -> Row:
+    return {"ms": statistics.median(samples), "samples_ms": [round(each, 4) for each in samples]}
+
+
+def host_us(device: str) -> Row:
+    """Host microseconds of a call, with nothing to wait for."""
+    linear = nn.Linear(4096, 4096, bias=False, device=device, dtype=torch.bfloat16)
+    layers = {"F.linear": linear, **{fmt: QuantLinear.from_linear(linear, fmt) for fmt in ("mxfp4", "int8_g128")}}
+    x = torch.randn(1, 1, 4096, device=device, dtype=torch.bfloat16)
+    samples: dict[str, list[float]] = {name: [] for name in layers}
+    with torch.no_grad():
+        for layer in layers.values():
+            for _ in range(5):
+                layer(x)
+        for _ in range(21):
+            for name, layer in layers.items():
+                _synchronize()
+                started = time.perf_counter()
+                for _ in range(100):
+                    layer(x)
+                samples[name].append((time.perf_counter() - started) * 1e4)
+    return {name: round(statistics.median(each), 2) for name, each in samples.items()}
+
+
+def generate(device: str) -> list[Row]:
+    """Tokens by transformers' generate, eager."""
+    transformers = importlib.import_module("transformers")
+    shape, rows = SHAPES["8b"], []
+    config = transformers.LlamaConfig(
+        hidden_size=shape.hidden,
+        intermediate_size=shape.ffn,
+        num_hidden_layers=shape.layers,
+        num_attention_heads=shape.heads,
+        num_key_value_heads=shape.kv_heads,
+        vocab_size=VOCABULARY,
+    )
+    torch.set_default_dtype(torch.bfloat16)
+    with torch.device(device):
+        model = transformers.LlamaForCausalLM(config).eval()
+    torch.set_default_dtype(torch.float32)
+    ids = torch.randint(0, VOCABULARY, (1, 64), device=device)
+    for fmt in ("bfloat16", "mxfp4"):
+        if fmt != "bfloat16":
+            pack(model, fmt, None)
+            fuse_projections(model)
+        samples = []
+        gc.freeze()
+        for _ in range(4):
+            _synchronize()
+            started = time.perf_counter()
+            model.generate(ids, max_new_tokens=32, min_new_tokens=32, do_sample=False, pad_token_id=0)
+            _synchronize()
+            samples.append((time.perf_counter() - started) * 1e3 / 32)
+        rows.append({"format": fmt, "mode": "generate", "ms": statistics.median(samples[1:]), "samples_ms": samples})
+    return rows
+
+
+def peers(size: str, batches: tuple[int, ...], device: str) -> Iterator[Row]:
+    api = importlib.import_module("torchao.quantization")
+    ways = {
+        "torchao int4": lambda: api.Int4WeightOnlyConfig(group_size=32, int4_packing_format="tile_packed_to_4d"),
+        "torchao int8": lambda: api.Int8WeightOnlyConfig(),
+    }
+    for name, config in ways.items():
+        with guarded(name), torch.no_grad():
+            model = build(size, "bfloat16", device)
+            api.quantize_(model, config())
+            torch._dynamo.reset()
+            compile_layers(model)
+            for batch in batches:
+                run = step_of(model, batch, device)
+                run()
+                graph = captured(run)
+                yield {"size": size, "format": name, "batch": batch, "mode": "graph", **_times(wall_ms(graph.replay))}
+        gc.collect()
+
+
+faults: list[str] = []
+
+
+@contextlib.contextmanager
+def guarded(what: str) -> Iterator[None]:
+    """A part that fails is written down, and the others run."""
+    try:
+        yield
+    except Exception as error:
+        faults.append(f"{what}: {type(error).__name__}: {str(error)[:300]}")
+        print(f"FAILED {faults[-1]}\n{traceback.format_exc()[-1500:]}", flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--models", default=MODELS, help="SIZE:FORMAT[+cache]:BATCH,BATCH... with spaces between")
+    parser.add_argument("--parts", default="decode,host,generate,peers")
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--seconds", type=float, default=1e9, help="begin no new model after so many")
+    parser.add_argument("--output", type=Path)
+    args = parser.parse_args()
+    began = time.perf_counter()
+    parts = args.parts.split(",")
+    on_gpu = args.device == "cuda"
+    floor: Row = {"copy_bytes_per_s": 1e11, "kernel_us": 0.0}
+    if on_gpu:
+        from fused_matmul import copy_bandwidth
+
+        floor = {"copy_bytes_per_s": copy_bandwidth(), "kernel_us": empty_kernel_us()}
+    document: Row = {
+        "benchmark": "decode",
+        "machine": harness.machine(args.device),
+        "versions": harness.versions(),
+        "commit": harness.commit(),
+        "context": CONTEXT,
+        "prefill": PREFILL,
+        **floor,
+        "rows": [],
+    }
+
+    def save() -> None:
+        document["faults"] = faults
+        harness.save("decode", document, args.output)
+
+    def add(rows: Iterator[Row] | list[Row]) -> None:
+        for row in rows:
+            document["rows"].append(row)
+            print(f"{time.perf_counter() - began:6.1f}s {line_of(row)}", flush=True)
+            save()
+        gc.collect()
+        if on_gpu:
+            torch.cuda.empty_cache()
+
+    if "host" in parts:
+        with guarded("host"):
+            document["host_us"] = host_us(args.device)
+            print("host us", document["host_us"], flush=True)
+    models = args.models.split() if "decode" in parts else []
+    jobs: list[tuple[str, Callable[[], Iterator[Row] | list[Row]]]] = []
+    for each in models:
+        size, name, batches = each.split(":")
+        counts, fmt = tuple(map(int, batches.split(","))), name.removesuffix("+cache")
+        cached = name != fmt
+        jobs.append((each, partial(measure, size, fmt, counts, args.device, floor, cached=cached)))
+    later = [("generate", partial(generate, args.device)), ("peers", partial(peers, "8b", (1,), args.device))]
+    jobs[4:4] = [job for job in later if job[0] in parts]
+    for what, job in jobs:
+        if time.perf_counter() - began > args.seconds:
+            faults.append(f"{what}: no time was left")
+            continue
+        with guarded(what):
+            add(job())
+    save()
+
+
+def line_of(row: Row) -> str:
+    text = (
+        f"{row.get('size', ''):4} {row['format']:18} batch {row.get('batch', 1):3} {row['mode']:9} {row['ms']:8.3f} ms"
+    )
+    extra = [
+        f"{key} {row[key]}"
+        for key in ("floor_ms", "kernels", "memory_gib", "first_use_s", "compile_s", "picks")
+        if key in row
+    ]
+    return f"{text}  {'  '.join(extra)}"
+
+
+if __name__ == "__main__":
+    main()

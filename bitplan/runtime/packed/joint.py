@@ -1,0 +1,178 @@
+"""Projections of one input as one product: q, k and v of an attention, gate and up of an MLP.
+
+    fuse_projections(model)         # after the model is where it runs; says which were joined
+
+The layers stay where they are, under their names: their packed bytes become views of one matrix, so that a state
+holds what it held before, in the same memory. The first of them to be called with an input runs the product of all,
+and the others take their part of it when they are called with the same tensor. That is one launch instead of three,
+and a matrix that fills the GPU.
+
+It is for the fused kernel alone, and for inference: where another strategy is faster (many rows), where a gradient is
+needed, and on a CPU, each layer runs by itself. Layers with a bias stay alone. An input that is written in place
+between the calls is seen outside of compiled graphs only.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from bitplan.formats import Encoded
+from bitplan.kernels.matmul.fused import FusedMatmul, Prepared, fused_for
+from bitplan.runtime.packed.quant_linear import QuantLinear
+from bitplan.runtime.packed_weight import PackedWeight
+
+PROJECTIONS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
+
+
+def fuse_projections(model: nn.Module, projections: Iterable[Sequence[str]] = PROJECTIONS) -> list[str]:
+    """Join the packed layers of these names wherever a module has all of them; gives their names, joined by +."""
+    joined = []
+    for path, parent in model.named_modules():
+        for names in projections:
+            layers = [getattr(parent, name, None) for name in names]
+            if all(isinstance(layer, QuantLinear) for layer in layers) and why_not_joined(layers) is None:
+                JointProjection(layers, f"{path}.{'+'.join(names)}".lstrip("."))
+                joined.append(f"{path}.{'+'.join(names)}".lstrip("."))
+    return joined
+
+
+def why_not_joined(layers: Sequence[Any]) -> str | None:
+    """Why these layers cannot be one product; None if they can."""
+    first = layers[0]
+    if any(layer.bias is not None for layer in layers):
+        return "a layer has a bias"
+    if any(
+        layer.in_features != first.in_features or layer.weight.fmt.name != first.weight.fmt.name for layer in layers
+    ):
+        return "they differ in inputs or format"
+    if any(layer.strategy != first.strategy or layer.cache is not first.cache for layer in layers):
+        return "they differ in strategy or cache"
+    if len({id(layer.weight) for layer in layers}) < len(layers) or any(layer.joint is not None for layer in layers):
+        return "they share a weight, or are joined already"
+    return None
+
+
+class JointProjection:
+    """What joined layers share; each has it as `joint`. When a weight of theirs changes, it begins anew."""
+
+    def __init__(self, layers: Sequence[QuantLinear], name: str) -> None:
+        self.layers, self.name = list(layers), name
+        self.outputs = 0
+        for layer in layers:
+            layer.joint, layer.joint_at = self, self.outputs
+            self.outputs += layer.out_features
+        self._begin()
+
+    def _begin(self) -> None:
+        self.layer: JointLinear | None = None
+        self._runs: dict[Any, bool] = {}
+        self._x: Tensor | None = None
+        self._y: Tensor | None = None
+        self._version = 0
+
+    def drop(self, token: int) -> None:
+        """A weight changed, or a layer's settings: everything is made anew at the next call."""
+        self._begin()
+
+    def part(self, layer: QuantLinear, x: Tensor) -> Tensor | None:
+        """This layer's product with x; None where it has to run by itself."""
+        if torch.is_grad_enabled() and x.requires_grad:
+            return None
+        compiling = torch.compiler.is_compiling()
+        version = 0 if compiling or x.is_inference() else x._version
+        y = self._y
+        if y is None or self._x is not x or self._version != version:
+            if not (self._settle_for(x) if compiling else self._runs_for(x)):
+                return None
+            assert self.layer is not None
+            y = self.layer(x)
+            self._x, self._y, self._version = x, y, version
+        if layer.joint_at + layer.out_features == self.outputs:  # the last one
+            self._x = self._y = None
+        return y.narrow(-1, layer.joint_at, layer.out_features)
+
+    def _runs_for(self, x: Tensor) -> bool:
+        key = (x.shape, x.dtype)
+        runs = self._runs.get(key)
+        if runs is None:
+            runs = self._runs[key] = self.decide(math.prod(x.shape[:-1]), x.dtype)
+        return runs
+
+    def _settle_for(self, x: Tensor) -> bool:
+        from torch.fx.experimental.symbolic_shapes import has_static_value
+
+        rows = math.prod(x.shape[:-1])
+        return self.decide(rows, x.dtype) if has_static_value(rows) else False
+
+    def decide(self, rows: int, dtype: torch.dtype) -> bool:
+        """Whether so many rows are one product. It runs when a graph is traced, and is no part of it."""
+        made = self.made()
+        return made is not None and made.picks_fused(rows, dtype)
+
+    decide._dynamo_marked_constant = True  # type: ignore[attr-defined]  # see QuantLinear.settle
+
+    def made(self) -> JointLinear | None:
+        """The layer of all projections together; None where there is no fused kernel that can join them."""
+        if self.layer is not None:
+            return self.layer
+        first = self.layers[0]
+        fused = fused_for(first.weight.device.type)
+        if fused is None or type(first.weight.data) is not Tensor or first.strategy not in ("auto", "fused"):
+            return None
+        if any(layer.strategy != first.strategy or layer.cache is not first.cache for layer in self.layers):
+            return None
+        if fused.why_not(first.weight.encoded, torch.bfloat16) is not None:
+            return None
+        prepared = fused.join([fused.prepare(layer.weight.encoded) for layer in self.layers])
+        if prepared is None:
+            return None
+        weights = [layer.weight for layer in self.layers]
+        self.layer = JointLinear(_joined(weights), prepared, first, self.name)
+        for weight in weights:
+            weight.add_listener(self)
+        return self.layer
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> JointProjection:
+        memo[id(self)] = twin = JointProjection.__new__(JointProjection)
+        twin.__setstate__(copy.deepcopy(self.__getstate__(), memo))
+        return twin
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"layers": self.layers, "name": self.name, "outputs": self.outputs}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._begin()
+
+
+def _joined(weights: Sequence[PackedWeight]) -> Encoded:
+    """One matrix of all rows; the weights become views of it. Its base is the first one's: kernels get all of them."""
+    first = weights[0]
+    parts = {name: torch.cat([weight.get_buffer(name) for weight in weights]) for name in ("data", "scales")}
+    start = 0
+    for weight in weights:
+        for name, part in parts.items():
+            weight._buffers[name] = part[start : start + weight.shape[0]]
+        weight._derived.clear()
+        start += weight.shape[0]
+    return Encoded(first.fmt, (start, first.shape[1]), **parts, base=first.encoded.base)
+
+
+class JointLinear(QuantLinear):
+    """A layer of rows of several weights, by the fused kernel alone."""
+
+    def __init__(self, weight: Encoded, prepared: Prepared, like: QuantLinear, name: str) -> None:
+        super().__init__(weight, strategy=like.strategy, cache=like.cache, name=name)
+        self._own = prepared
+
+    def picks_fused(self, rows: int, dtype: torch.dtype) -> bool:
+        return dtype == torch.bfloat16 and self._pick(rows, dtype).strategy == "fused"
+
+    def _prepare(self, fused: FusedMatmul) -> Prepared:
+        return fused.join([self._own])  # counters of its own for each stream

@@ -1,0 +1,1 @@
+"""Packed products as operators that torch.compile and torch.export know."""

@@ -1,0 +1,215 @@
+"""bitplan::packed_linear and its gradient: products with a packed matrix, as torch.compile and torch.export see them.
+
+    y = torch.ops.bitplan.packed_linear(x, bias, data, scales, base, arranged, factor, counters, expanded, ...)
+
+The weight comes as plain tensors: its parts; what the fused kernel reads beside them (`arranged`, `factor`,
+`counters`: as `FusedMatmul.prepare` gives it); and, where it is kept expanded, its numbers. Format, outputs and `ways`
+(`ways.py`) are constants. `weight` and `cache` name a PackedWeight and a TileCache of this process, for tiles; a
+graph has 0 there, for its tiles are pinned and come as `expanded`.
+
+The gradient of the input is the other operator, whose own gradient is the first one again, so second derivatives
+exist. It expands the weight again, or reads the expanded one, and refuses a weight that was written since.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, NamedTuple
+from weakref import WeakValueDictionary
+
+import torch
+from torch import Tensor
+
+from bitplan.formats import Encoded, get_format
+from bitplan.kernels.matmul.cpu_matmul import piece_rows
+from bitplan.kernels.matmul.fused import Bound, Prepared, fused_for
+from bitplan.kernels.matmul.row_pieces import (
+    Piece,
+    decoded_pieces,
+    gradient_over_pieces,
+    linear_over_pieces,
+)
+from bitplan.runtime.packed.operators.ways import ProductWay, way_at
+from bitplan.runtime.packed.strategy import LayerError, compute_dtype, is_capturing
+from bitplan.runtime.packed.tile_cache import TileCache
+from bitplan.runtime.packed_weight import PackedWeight
+from bitplan.store.models.weight_changes import writes_of
+
+_WEIGHT = (
+    "Tensor data, Tensor? scales, Tensor? base, Tensor? arranged, Tensor? factor, Tensor? counters, Tensor? expanded, "
+    "str format, int {width}, str ways, int weight, int cache"
+)
+_CHANGED = "a packed weight was written between forward and backward; run backward first, or the forward again"
+_MOST_BOUND = 16384
+_bound: dict[tuple[Any, ...], Bound] = {}
+_weights: WeakValueDictionary[int, PackedWeight] = WeakValueDictionary()
+_caches: WeakValueDictionary[int, TileCache] = WeakValueDictionary()
+
+
+def remember(weight: PackedWeight, cache: TileCache) -> None:
+    """Let operators find a weight and a cache by their tokens."""
+    _weights[weight.token] = weight
+    _caches[cache.token] = cache
+
+
+class Matrix(NamedTuple):
+    """A packed matrix as an operator gets it; the order of its fields is that of the operator's arguments."""
+
+    data: Tensor
+    scales: Tensor | None
+    base: Tensor | None
+    prepared: Prepared
+    expanded: Tensor | None
+    format: str
+    shape: tuple[int, int]
+    weight: int = 0
+    cache: int = 0
+
+    @property
+    def encoded(self) -> Encoded:
+        return Encoded(get_format(self.format), self.shape, self.data, self.scales, self.base)
+
+    def pieces(self, way: ProductWay, dtype: torch.dtype) -> Iterator[Piece]:
+        """The numbers, a piece of rows after the other."""
+        if way.strategy in ("eager", "tile_cache") and self.expanded is not None:
+            return iter([(slice(0, self.shape[0]), self.expanded)])
+        if way.strategy == "tile_cache":
+            cache, weight = _caches.get(self.cache), _weights.get(self.weight)
+            if cache is None or weight is None:
+                raise LayerError("strategy 'tile_cache': the layer that this product belongs to is gone; run it again")
+            return cache.pieces(weight, dtype)
+        encoded, on_cpu = self.encoded, self.data.device.type == "cpu"
+        return decoded_pieces(encoded, dtype, piece_rows(self.shape[1], dtype) if on_cpu else self.shape[0])
+
+
+def multiply(x: Tensor, bias: Tensor | None, matrix: Matrix, way: ProductWay) -> Tensor:
+    """x [rows, inputs] @ W.T + bias, one way; no gradient."""
+    with _no_autocast(x.device):
+        if not x.shape[0]:
+            return x.new_empty((0, matrix.shape[0]))
+        if way.strategy == "fused":
+            fused = fused_for(x.device.type)
+            if fused is None:
+                raise LayerError(f"strategy 'fused': there is no fused kernel for {x.device.type}")
+            return fused.run(x, matrix.encoded, matrix.prepared, bias, way.launch)
+        wide = compute_dtype(x.device, x.dtype)
+        bias = None if bias is None else bias.to(wide)
+        return linear_over_pieces(x.to(wide), matrix.pieces(way, wide), matrix.shape[0], bias).to(x.dtype)
+
+
+def input_gradient(grad: Tensor, matrix: Matrix, way: ProductWay) -> Tensor:
+    """grad [rows, outputs] @ W; no gradient of its own."""
+    with _no_autocast(grad.device):
+        wide = compute_dtype(grad.device, grad.dtype)
+        return gradient_over_pieces(grad.to(wide), matrix.pieces(way, wide), matrix.shape[1]).to(grad.dtype)
+
+
+def _no_autocast(device: torch.device) -> AbstractContextManager[Any]:
+    """Inputs have their type: autocast would compute in another, on a CPU in a slow one."""
+    if torch.is_autocast_enabled(device.type):
+        return torch.autocast(device.type, enabled=False)
+    return nullcontext()
+
+
+# ---- the operators ---------------------------------------------------------------------------------------------------
+
+
+def _packed_linear(x: Tensor, bias: Tensor | None, *weight: Any) -> Tensor:
+    matrix, ways = _matrix(weight, width="outputs", other=x.shape[1])
+    if len(matrix.prepared) < 3 or not x.is_cuda:
+        return multiply(x, bias, matrix, way_at(ways, x.shape[0]))
+    # A compiled graph calls this often: a call is bound to addresses, and found by all of them.
+    addresses = [part.data_ptr() for part in (matrix.data, *matrix.prepared)]
+    key = (*addresses, 0 if bias is None else bias.data_ptr(), x.shape, x.dtype, matrix.format, matrix.shape, ways)
+    bound = _bound.get(key)
+    if bound is not None:
+        y = bound(x, (x.shape[0], matrix.shape[0]))
+        if y is not None:
+            return y
+    way = way_at(ways, x.shape[0])
+    y = multiply(x, bias, matrix, way)
+    fused = fused_for(x.device.type)
+    if way.strategy == "fused" and fused is not None and x.shape[0] and not is_capturing(x.device):
+        bound = fused.bind(x, matrix.encoded, matrix.prepared, bias, way.launch)
+        if bound is not None:
+            if len(_bound) >= _MOST_BOUND:
+                _bound.clear()
+            _bound[key] = bound
+    return y
+
+
+def _packed_input_gradient(grad: Tensor, *weight: Any) -> Tensor:
+    matrix, ways = _matrix(weight, width="inputs", other=grad.shape[1])
+    return input_gradient(grad, matrix, way_at(ways, grad.shape[0]))
+
+
+def _matrix(arguments: tuple[Any, ...], *, width: str, other: int) -> tuple[Matrix, str]:
+    data, scales, base, arranged, factor, counters, expanded, name, size, ways, weight, cache = arguments
+    prepared = tuple(part for part in (arranged, factor, counters) if part is not None)
+    shape = (size, other) if width == "outputs" else (other, size)
+    return Matrix(data, scales, base, prepared, expanded, name, shape, weight, cache), ways
+
+
+def _fake_linear(x: Tensor, bias: Tensor | None, *weight: Any) -> Tensor:  # noqa: ARG001
+    return x.new_empty((x.shape[0], weight[8]))
+
+
+def _fake_gradient(grad: Tensor, *weight: Any) -> Tensor:
+    return grad.new_empty((grad.shape[0], weight[8]))
+
+
+def _save(ctx: Any, weight: tuple[Any, ...], width: int) -> None:
+    """Weights are constants: kept as they are, for torch would not save those that were made in inference mode."""
+    ctx.tensors, ctx.constants, ctx.width = weight[:7], (weight[7], weight[9:]), width
+    ctx.versions = _versions(ctx.tensors)
+
+
+def _saved(ctx: Any) -> tuple[Any, ...]:
+    """The arguments of the other operator from its third, or second, on."""
+    if _versions(ctx.tensors) != ctx.versions:
+        raise LayerError(_CHANGED)
+    name, rest = ctx.constants
+    return (*ctx.tensors, name, ctx.width, *rest)
+
+
+def _versions(tensors: tuple[Tensor | None, ...]) -> list[int]:
+    """Of the weight's own parts; what is being traced has none."""
+    return [writes_of(part) for part in tensors[:3] if type(part) is Tensor]
+
+
+def _save_linear(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:  # noqa: ARG001
+    x, bias, *weight = inputs
+    ctx.bias_dtype = None if bias is None else bias.dtype
+    _save(ctx, tuple(weight), x.shape[1])
+
+
+def _linear_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    needs_x, needs_bias = ctx.needs_input_grad[:2]
+    for_x = torch.ops.bitplan.packed_input_gradient(grad, *_saved(ctx)) if needs_x else None
+    for_bias = None
+    if needs_bias:
+        for_bias = grad.sum(dim=0, dtype=torch.promote_types(grad.dtype, torch.float32)).to(ctx.bias_dtype)
+    return for_x, for_bias, *(None,) * 12
+
+
+def _save_gradient(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:  # noqa: ARG001
+    grad, *weight = inputs
+    _save(ctx, tuple(weight), grad.shape[1])
+
+
+def _gradient_backward(ctx: Any, grad_of_grad: Tensor) -> tuple[Tensor | None, ...]:
+    return torch.ops.bitplan.packed_linear(grad_of_grad, None, *_saved(ctx)), *(None,) * 12
+
+
+_library = torch.library.Library("bitplan", "FRAGMENT")
+_library.define(f"packed_linear(Tensor x, Tensor? bias, {_WEIGHT.format(width='outputs')}) -> Tensor")
+_library.define(f"packed_input_gradient(Tensor grad, {_WEIGHT.format(width='inputs')}) -> Tensor")
+_library.impl("packed_linear", _packed_linear, "CompositeExplicitAutograd")
+_library.impl("packed_input_gradient", _packed_input_gradient, "CompositeExplicitAutograd")
+torch.library.register_fake("bitplan::packed_linear", _fake_linear, lib=_library)
+torch.library.register_fake("bitplan::packed_input_gradient", _fake_gradient, lib=_library)
+torch.library.register_autograd("bitplan::packed_linear", _linear_backward, setup_context=_save_linear, lib=_library)
+torch.library.register_autograd(
+    "bitplan::packed_input_gradient", _gradient_backward, setup_context=_save_gradient, lib=_library
+)
