@@ -54,7 +54,7 @@ def plain_rounding():
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory, plain_rounding):
+def found(tmp_path_factory):
     folder = tmp_path_factory.mktemp("search")
     model = tiny_llama()
     result = bitplan.search(model, tokens(), goal={"bits": 7.0}, formats=FORMATS, out=folder)
