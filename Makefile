@@ -4,12 +4,20 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: demo test test-all fuzz lint types unit browser test-demo test-install test-gpu mutants bench bench-quality clean
+# A file stays with one worker, so that what its tests share is made once; the longest files come first.
+PYTEST := BITPLAN_NEEDS_BROWSER=1 $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
+
+unexport PYTHONDONTWRITEBYTECODE  # tests start many processes: the package is compiled once, not in each
+
+.PHONY: demo test test-all fuzz lint types unit browser test-demo test-install test-gpu test-engines mutants bench bench-quality clean
 
 demo: $(VENV)/.installed
 	$(BIN)/bitplan demo
 
-test: lint types unit
+# Types are checked beside the tests, and what is said of them is shown last.
+test: lint browser
+	@$(BIN)/mypy >$(VENV)/types 2>&1 & types=$$!; \
+	  $(PYTEST); tests=$$?; wait $$types; types=$$?; cat $(VENV)/types; exit $$((tests + types))
 
 lint: $(VENV)/.installed-dev
 	$(BIN)/ruff check .
@@ -18,13 +26,12 @@ lint: $(VENV)/.installed-dev
 types: $(VENV)/.installed-dev
 	$(BIN)/mypy
 
-# A file stays with one worker, so that what its tests share is made once.
 unit: $(VENV)/.installed-dev browser
-	BITPLAN_NEEDS_BROWSER=1 $(BIN)/python -m pytest -n 2 --dist loadfile
+	$(PYTEST)
 
 # Also the tests marked `long`: every combination of parameters of which `make test` takes a part.
 test-all: lint types browser
-	BITPLAN_NEEDS_BROWSER=1 $(BIN)/python -m pytest -n 2 --dist loadfile -m ""
+	$(PYTEST) -m ""
 
 # Which tests reach which line, then 200 small faults, each tested for by the tests of its line.
 mutants: $(VENV)/.installed-dev
@@ -55,6 +62,26 @@ test-install:
 # On a machine with CUDA, with the packages of that machine's own Python.
 test-gpu:
 	$(PYTHON) -m pytest -m gpu
+
+# Exported files in the engines they are for. llama.cpp is built from the source package that carries it, about 15 minutes
+# on two cores. make test-engines MODEL=folder TEXT=text.txt GGUF=file runs real models, too.
+ENGINES := build/engines
+LLAMA_CPP := llama_cpp_python-0.3.36
+LLAMA_TARGETS := llama-perplexity llama-quantize llama-imatrix
+test-engines: $(VENV)/.installed-dev $(ENGINES)/.built
+	$(BIN)/python benchmarks/engines.py --bin $(ENGINES)/$(LLAMA_CPP)/vendor/llama.cpp/build/bin --families \
+	  $(if $(MODEL),--model $(MODEL)) $(if $(GGUF),--gguf $(GGUF)) $(if $(TEXT),--text $(TEXT))
+
+$(ENGINES)/.built:
+	mkdir -p $(ENGINES)
+	$(PIP) cmake ninja
+	$(BIN)/python -m pip download --quiet --no-deps --no-binary llama-cpp-python -d $(ENGINES) llama-cpp-python==0.3.36
+	tar -xzf $(ENGINES)/$(LLAMA_CPP).tar.gz -C $(ENGINES)
+	cd $(ENGINES)/$(LLAMA_CPP)/vendor/llama.cpp && PATH="$(abspath $(BIN)):$$PATH" cmake -B build -G Ninja -DCMAKE_BUILD_TYPE=Release \
+	  -DLLAMA_CURL=OFF -DLLAMA_BUILD_TESTS=OFF -DLLAMA_BUILD_EXAMPLES=OFF -DLLAMA_BUILD_SERVER=OFF -DGGML_NATIVE=OFF \
+	  $(if $(filter x86_64,$(shell uname -m)),-DGGML_AVX2=ON -DGGML_FMA=ON -DGGML_F16C=ON)
+	PATH="$(abspath $(BIN)):$$PATH" cmake --build $(ENGINES)/$(LLAMA_CPP)/vendor/llama.cpp/build --target $(LLAMA_TARGETS)
+	touch $@
 
 bench: $(VENV)/.installed-dev
 	$(BIN)/python benchmarks/formats.py --device cpu

@@ -31,7 +31,7 @@ from torch import Tensor
 from bitplan.formats.fp8_recipes import expert_recipes
 from bitplan.kernels.fp8.experts import products as kernels
 from bitplan.kernels.fp8.experts.layout import TILE_ROWS, GroupLayout, scale_kind
-from bitplan.runtime.fp8.bench.routing import route_tokens
+from bitplan.runtime.fp8.bench.modules import route_tokens
 from bitplan.runtime.fp8.layers.grouped_linear import GroupedLinear, plain_rows, plain_sums
 from bitplan.runtime.fp8.layers.weight_casts import drop_casts
 from bitplan.runtime.fp8.recipe import Fp8Recipe, GemmChoice
@@ -171,11 +171,19 @@ def products() -> list[dict[str, Any]]:
     return result
 
 
+def candidate_launches(scales: str) -> list[Any]:
+    """Launches of Triton's product worth measuring, the default first."""
+    from bitplan.kernels.fp8.experts.triton_products import DEFAULT_LAUNCHES, GroupedLaunch
+
+    cuts = [(128, 256, 8, 3), (128, 256, 8, 4), (128, 128, 8, 4), (128, 128, 4, 3), (64, 256, 4, 4), (64, 128, 4, 5)]
+    first = DEFAULT_LAUNCHES[scales]
+    launches = [GroupedLaunch(*cut, tma=tma) for tma in (True, False) for cut in cuts]
+    return [first, *(launch for launch in launches if launch != first)]
+
+
 def product_calls(
     recipe: str, x: Tensor, dy: Tensor, weight: Tensor, layout: GroupLayout, every_launch: bool
 ) -> dict[tuple[str, str], Call]:
-    from bitplan.kernels.fp8.experts.triton_products import candidate_launches
-
     x_rows, x_cols = kernels.cast_tokens(x, recipe, layout)
     dy_rows, dy_cols = kernels.cast_tokens(dy, recipe, layout)
     w_rows, w_cols = kernels.cast_experts(weight, recipe)
@@ -264,13 +272,13 @@ def launches() -> list[dict[str, Any]]:
     from bitplan.kernels.fp8.experts import fast_tile as pairs
     from bitplan.kernels.fp8.triton_cast import CastLaunch
 
-    def run(constant: str, launch: CastLaunch, call: Call) -> None:
-        setattr(pairs, constant, launch)
+    def run(kind: str, launch: CastLaunch, call: Call) -> None:
+        ours[kind]["tensor"] = launch
         call()
 
     result = []
-    ours = {"tokens": "TOKENS_LAUNCH", "matrices": "MATRICES_LAUNCH"}
-    shipped = {constant: getattr(pairs, constant) for constant in ours.values()}
+    ours = {"tokens": pairs.TOKENS_LAUNCHES, "matrices": pairs.MATRICES_LAUNCHES}
+    shipped = {kind: launches["tensor"] for kind, launches in ours.items()}
     for model, count in EXPERTS.items():
         outputs, inputs = SHAPES[model]["fc1"]
         x, weight = random(TOKENS, inputs), random(count, outputs, inputs)
@@ -282,14 +290,14 @@ def launches() -> list[dict[str, Any]]:
             for rows, cols, warps, vector in CAST_LAUNCHES:
                 if rows == TILE_ROWS or kind == "matrices":
                     launch = CastLaunch(rows, cols, warps, vector=vector)
-                    calls[f"{kind} {rows}x{cols} {warps}w {vector}v"] = partial(run, ours[kind], launch, call)
+                    calls[f"{kind} {rows}x{cols} {warps}w {vector}v"] = partial(run, kind, launch, call)
         for name, times in harness.time_in_turns(calls, 15, cuda=True).items():
             moved = 2 * (x if name.startswith("tokens") else weight).nbytes
             row: dict[str, Any] = {"part": "launches", "layer": f"{model} {name}", "routing": "uniform", "arm": "cast"}
             row |= {**harness.summary(times), "samples_ms": times, "bytes_moved": moved}
             result.append(row | {"share_of_copy": moved / statistics.median(times) / copied})
-    for constant, launch in shipped.items():
-        setattr(pairs, constant, launch)
+    for kind, launch in shipped.items():
+        ours[kind]["tensor"] = launch
     return result
 
 

@@ -42,11 +42,11 @@ from torch import Tensor, nn
 from bitplan.measure.speed.fp8_fingerprint import fingerprint_of
 from bitplan.measure.speed.fp8_report_log import ReportLog
 from bitplan.measure.speed.paired_timing import OK, Arm, Call, Timed, stopwatch_of, time_in_turns
-from bitplan.plan.fp8.interval import speedup_interval
 from bitplan.plan.fp8.layers import Layer, Parallel, bench_cases, local_layers
 from bitplan.plan.fp8.merge import merge_reports, summary
 from bitplan.plan.fp8.model_parts import model_parts
 from bitplan.plan.fp8.report import Report
+from bitplan.plan.fp8.speedup_interval import speedup_interval
 from bitplan.plan.fp8.token_ranges import BandPolicy
 from bitplan.runtime.fp8.apply import apply_fp8
 from bitplan.runtime.fp8.bench.layer_bench import BenchPlan, run_bench

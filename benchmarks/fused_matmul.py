@@ -274,7 +274,7 @@ def grouped(x: Tensor, gate_up: Encoded, down: Encoded, arranged: Sequence[Any],
 
 
 def load(layers: int | None) -> dict[str, Any]:
-    from bitplan.runtime.packed.load_gpt_oss import load_packed
+    from bitplan.runtime.packed.checkpoints.load import load_packed
     from bitplan.store.gpt_oss import make_checkpoint
 
     with tempfile.TemporaryDirectory() as folder:

@@ -291,6 +291,37 @@ def _against_gguf(document: dict[str, Any], name: str) -> str:
     return " / ".join(f"{value:.0f}x" for value in times if value)
 
 
+def engines_table() -> str:
+    """Perplexities of exported files in llama.cpp, and of the same tokens here."""
+    lines = [
+        "| exported as | file | llama.cpp | bitplan | difference | squared error / llama-quantize's |",
+        "|---|---|---|---|---|---|",
+    ]
+    for model, rows in _read("engines")["models"].items():
+        for row in rows:
+            error = row.get("squared_error_of_llama_quantize")
+            cells = [
+                f"{model}: {row['format']}",
+                f"{row['bytes'] / 1e6:.1f} MB",
+                f"{row['llama_cpp']:.3f}",
+                f"{row['bitplan']:.3f}",
+                f"{row['difference']:+.2%}",
+                "" if error is None else f"{error:.3f}",
+            ]
+            lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def families_table() -> str:
+    """Tiny models of every family in llama.cpp and in transformers."""
+    lines = ["| family | llama.cpp | transformers | difference |", "|---|---|---|---|"]
+    for row in _read("engines")["families"]:
+        lines.append(
+            f"| {row['family']} | {row['llama_cpp']:.3f} | {row['transformers']:.3f} | {row['difference']:+.4%} |"
+        )
+    return "\n".join(lines)
+
+
 PLACES = {  # page: its tables
     "README.md": (demo_table, speed_table),
     "docs/quality.md": (quality_table, small_quality_table, grid_table),
@@ -306,6 +337,7 @@ PLACES = {  # page: its tables
         fp8_grouped_table,
     ),
     "docs/trees.md": (trees_table,),
+    # "docs/engines.md"
 }
 
 

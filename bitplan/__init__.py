@@ -4,6 +4,7 @@
 are `bitplan.formats.encode` and `bitplan.formats.decode`. A name is imported when it is first used.
 """
 
+import sys
 from typing import TYPE_CHECKING
 
 from bitplan.lazy_names import lazy_names
@@ -24,13 +25,17 @@ if TYPE_CHECKING:
     from bitplan.report.page import write_report
     from bitplan.runtime.fp8.apply import apply_fp8, apply_fp8_config
     from bitplan.runtime.packed.apply import apply_plan
-    from bitplan.runtime.packed.load_gpt_oss import load_packed
+    from bitplan.runtime.packed.checkpoints.load import load_packed
+    from bitplan.runtime.packed.checkpoints.save import save_packed
+    from bitplan.runtime.packed.quant_embedding import QuantEmbedding
     from bitplan.runtime.packed.quant_experts import QuantExperts
     from bitplan.runtime.packed.quant_linear import QuantLinear
     from bitplan.runtime.packed.tile_cache import TileCache
     from bitplan.runtime.selective.policy import SelectivePrecisionPolicy
     from bitplan.runtime.selective.run_calibration import run_calibration
     from bitplan.runtime.streaming.stream_blocks import stream_blocks
+    from bitplan.searching.goal import Goal
+    from bitplan.searching.run import search
     from bitplan.store.compare import compare_models
     from bitplan.store.files.open_files import open_tensors
     from bitplan.store.models.morph import morph_model, unmorph_model
@@ -44,8 +49,10 @@ __all__ = [
     "Encoded",
     "ErrorReport",
     "Format",
+    "Goal",
     "Manifest",
     "Plan",
+    "QuantEmbedding",
     "QuantExperts",
     "QuantLinear",
     "SelectivePrecisionConfig",
@@ -72,6 +79,8 @@ __all__ = [
     "repack",
     "run_calibration",
     "save_model",
+    "save_packed",
+    "search",
     "stream_blocks",
     "unmorph_model",
     "write_report",
@@ -94,13 +103,17 @@ __getattr__, __dir__ = lazy_names(
         "report.page": ("write_report",),
         "runtime.packed.apply": ("apply_plan",),
         "runtime.fp8.apply": ("apply_fp8", "apply_fp8_config"),
-        "runtime.packed.load_gpt_oss": ("load_packed",),
+        "runtime.packed.checkpoints.load": ("load_packed",),
+        "runtime.packed.checkpoints.save": ("save_packed",),
+        "runtime.packed.quant_embedding": ("QuantEmbedding",),
         "runtime.packed.quant_experts": ("QuantExperts",),
         "runtime.packed.quant_linear": ("QuantLinear",),
         "runtime.selective.run_calibration": ("run_calibration",),
         "runtime.selective.policy": ("SelectivePrecisionPolicy",),
         "runtime.streaming.stream_blocks": ("stream_blocks",),
         "runtime.packed.tile_cache": ("TileCache",),
+        "searching.goal": ("Goal",),
+        "searching.run": ("search",),
         "store.compare": ("compare_models",),
         "store.models.save_load": ("load_model", "save_model"),
         "store.models.morph": ("morph_model", "unmorph_model"),
@@ -108,5 +121,9 @@ __getattr__, __dir__ = lazy_names(
         "store.files.open_files": ("open_tensors",),
         "store.models.weight_store": ("WeightStore",),
     },
-    parts=("formats", "kernels", "measure", "plan", "report", "runtime", "store", "trees"),
+    parts=("formats", "kernels", "measure", "plan", "report", "runtime", "searching", "store", "trees"),
 )
+
+_theirs = sys.modules.get("transformers")
+if int(str(getattr(_theirs, "__version__", "0")).partition(".")[0]) >= 5:
+    import bitplan.transformers  # noqa: F401 (imported already: its from_pretrained knows packed folders at once)

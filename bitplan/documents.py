@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import MISSING, dataclass, field, fields
 from pathlib import Path
 from typing import Any, NoReturn, Self
 
@@ -100,6 +100,20 @@ def list_of(kind: Kind, text: str) -> Kind:
     return Kind(text, lambda value: type(value) is list and all(map(kind.holds, value)))
 
 
+def or_null(kind: Kind) -> Kind:
+    return Kind(f"{kind.text}, or null", lambda value: value is None or kind.holds(value))
+
+
+def document_key(kind: Kind, default: Any = MISSING, *, factory: Any = MISSING) -> Any:
+    """A field of a dataclass that documents hold as well: what it must be there, and its default or what makes it."""
+    return field(default=default, default_factory=factory, metadata={"kind": kind})
+
+
+def keys_of(dataclass_type: type) -> dict[str, Kind]:
+    """The fields of a dataclass that were made by `document_key`, and what each must be."""
+    return {each.name: each.metadata["kind"] for each in fields(dataclass_type) if "kind" in each.metadata}
+
+
 @dataclass(frozen=True)
 class Reader:
     """Checks the parts of one document; `where` names the file in every error, `error` is their class.
@@ -126,6 +140,13 @@ class Reader:
             if key not in value:
                 self.miss(prefix + key, known[key].text)
         return value
+
+    def fields_of(self, dataclass_type: type, path: str, value: Any, *, every: bool = False) -> dict[str, Any]:
+        """The object at `path`, by the fields of a dataclass that `document_key` made; those without a default must be
+        there, or `every` one."""
+        known = keys_of(dataclass_type)
+        bare = (each for each in fields(dataclass_type) if each.default is each.default_factory is MISSING)
+        return self.keys(path, value, known, known if every else [each.name for each in bare])
 
     def version(self, document: Any, expected: int) -> None:
         """Checked before the other keys: those of another version are not ours to judge."""

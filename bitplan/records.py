@@ -132,24 +132,22 @@ def atomic_file(path: str | Path) -> Iterator[BinaryIO]:
 
 
 @contextmanager
-def atomic_folder(path: str | Path) -> Iterator[Path]:
-    """Yield a folder that becomes `path` when the block ends without an error; an empty one may be there already."""
-    target = check_output_folder(path)
+def atomic_folder(path: str | Path, *, replace: bool = False) -> Iterator[Path]:
+    """Yield a folder that becomes `path` when the block ends without an error; an empty one may be there already.
+
+    replace   a folder that is not empty goes as well, once the new one is complete
+    """
+    target = check_output_folder(path, replace=replace)
     _sweep(target)
     with _named_after(target):
         partial, lock = _make_partial_folder(target)
     try:
         yield partial
         _sync_folder(partial)
-        try:
-            os.replace(partial, target)
-        except OSError as error:
-            if error.errno not in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR):
-                raise
-            raise StoreError(
-                f"{path}: something else was written there meanwhile; it was left as it is, and nothing of this run "
-                "was written: choose another name"
-            ) from None
+        if replace and target.exists():
+            _swap_folders(partial, target)
+        else:
+            _place_folder(partial, target, path)
     except BaseException:
         shutil.rmtree(partial, ignore_errors=True)
         raise
@@ -158,7 +156,31 @@ def atomic_folder(path: str | Path) -> Iterator[Path]:
     _sync_folder(target.parent)
 
 
-def check_output_folder(path: str | Path, *, inputs: Iterable[Path] = ()) -> Path:
+def _place_folder(partial: Path, target: Path, path: str | Path) -> None:
+    try:
+        os.replace(partial, target)
+    except OSError as error:
+        if error.errno not in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR):
+            raise
+        raise StoreError(
+            f"{path}: something else was written there meanwhile; it was left as it is, and nothing of this run "
+            "was written: choose another name"
+        ) from None
+
+
+def _swap_folders(partial: Path, target: Path) -> None:
+    """The old folder steps aside first, for no folder can be renamed onto one that is not empty."""
+    old = target.with_name(f".{target.name}.{secrets.token_hex(6)}.replaced")
+    os.rename(target, old)
+    try:
+        os.rename(partial, target)
+    except BaseException:
+        os.rename(old, target)
+        raise
+    shutil.rmtree(old)
+
+
+def check_output_folder(path: str | Path, *, inputs: Iterable[Path] = (), replace: bool = False) -> Path:
     """The folder that `atomic_folder` makes of `path`, links followed; an error where it cannot, or holds an input."""
     target = Path(os.path.realpath(path))
     status = _status(path)
@@ -171,7 +193,7 @@ def check_output_folder(path: str | Path, *, inputs: Iterable[Path] = ()) -> Pat
     elif not stat.S_ISDIR(status.st_mode):
         kind = _KINDS.get(stat.S_IFMT(status.st_mode), "a file")
         raise StoreError(f"{path}: is {kind}, and a folder was to be written; remove it or choose another name")
-    elif any(target.iterdir()):
+    elif not replace and any(target.iterdir()):
         raise StoreError(f"{path}: is not empty; a folder is never overwritten: remove it or choose another name")
     return target
 

@@ -5,10 +5,11 @@ from __future__ import annotations
 import dataclasses
 import functools
 import gc
+import logging
 import os
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -27,7 +28,29 @@ if not torch.cuda.is_available():  # Triton reads this when it is first imported
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 
+# Files of more than five seconds. They begin first: else one worker is at its last file while the other has no work.
+LONGEST = {
+    *("tests/fuzz/test_fuzz.py", "tests/cli/demo/test_demo.py", "tests/test_docs.py", "tests/test_lean_import.py"),
+    *(f"tests/trees/{name}.py" for name in ("test_grow", "test_estimators", "distributed/test_distributed")),
+    *(f"tests/cli/verbs/{name}.py" for name in ("test_perplexity_verb", "test_bench_verbs")),
+    *(f"tests/kernels/fp8/experts/{name}.py" for name in ("test_fast_tile", "test_products", "test_hopper_products")),
+    *(f"tests/kernels/{name}.py" for name in ("fp8/test_cast", "fp8/test_compiles", "test_triton_compiles")),
+    *(f"tests/runtime/selective/{name}.py" for name in ("test_policy", "test_trainer_callbacks")),
+    *(f"tests/runtime/streaming/{name}.py" for name in ("test_training_state", "test_offload")),
+    *("tests/runtime/fp8/test_apply.py", "tests/runtime/fp8/bench/test_confirm_policy.py"),
+    *("tests/kernels/codec/test_cpu_codec.py", "tests/store/models/test_models.py", "tests/report/test_browser.py"),
+}
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if config.pluginmanager.hasplugin("xdist"):
+        from tests.forked_workers import fork_workers
+
+        fork_workers(config)
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    items.sort(key=lambda item: item.nodeid.partition("::")[0] not in LONGEST)
     if torch.cuda.is_available():
         return
     for item in items:
@@ -39,6 +62,9 @@ def pytest_collection_finish() -> None:
     """What is imported by now stays: `gc.collect()`, which some tests call, need not look through it each time."""
     gc.collect()
     gc.freeze()
+    for logger in logging.Logger.manager.loggerDict.values():  # else pytest visits each of torch's, six times a test
+        if isinstance(logger, logging.Logger):
+            logger.propagate = True
 
 
 def pytest_unconfigure() -> None:
@@ -62,10 +88,11 @@ def pytest_runtest_call() -> Iterator[None]:
 
 
 def hasten_the_interpreter() -> None:
-    """Leave out two thirds of the time of Triton's interpreter, in which it does nothing that anyone sees.
+    """Leave out most of the time of Triton's interpreter, in which it does nothing that anyone sees.
 
-    At every call of a function inside a kernel it replaces the functions of the language, as it did for the launch. And
-    of every sum of integers it finds out whether it overflows, and throws the answer away unless `debug` is set.
+    At every call of a function inside a kernel it replaces the functions of the language, as it did for the launch.
+    Of every sum of integers it finds out whether it overflows, and throws the answer away unless `debug` is set.
+    For every number it makes the same types and shapes again.
     """
     interpreter = sys.modules.get("triton.runtime.interpreter")
     if interpreter is None or hasattr(interpreter._patch_lang, "__wrapped__"):
@@ -87,3 +114,37 @@ def hasten_the_interpreter() -> None:
     interpreter._patch_lang = patch_lang
     builder = interpreter.interpreter_builder
     builder.options = dataclasses.replace(builder.options, sanitize_overflow=builder.options.debug)
+    remember(interpreter, "_get_np_dtype", lambda kind: kind.name)
+    remember(type(builder), "get_block_ty", lambda _, kind, shape: (kind.name, *shape))
+    remember(interpreter.tl.block_type, "with_element_ty", lambda block, kind: (block.name, kind.name))
+    remember_shapes(interpreter.tl.tensor)
+
+
+def remember(owner: Any, name: str, key: Callable[..., Any]) -> None:
+    """Let a function return what it returned for arguments of the same key."""
+    real, known = getattr(owner, name), {}
+
+    @functools.wraps(real)
+    def remembered(*arguments: Any) -> Any:
+        of = key(*arguments)
+        if of not in known:
+            known[of] = real(*arguments)
+        return known[of]
+
+    setattr(owner, name, remembered)
+
+
+def remember_shapes(tensor: Any) -> None:
+    """Let tensors of the language share what follows from their type."""
+    real, known = tensor.__init__, {}
+
+    def init(self: Any, handle: Any, kind: Any) -> None:
+        if kind.name not in known:
+            real(self, handle, kind)
+            own = {"handle", "type", "dtype"}
+            known[kind.name] = {name: value for name, value in vars(self).items() if name not in own}
+        else:
+            vars(self).update(known[kind.name])
+            self.handle, self.type, self.dtype = handle, kind, kind.scalar
+
+    tensor.__init__ = init

@@ -62,6 +62,22 @@ class Program:
         return self.wait()
 
 
+COMPILING = """
+import os, sys
+os.environ.pop("TRITON_INTERPRET", None)
+os.environ["TRITON_CACHE_DIR"] = os.getcwd()
+for name in [name for name in sys.modules if name.startswith("triton") and not name.startswith("triton._C")]:
+    del sys.modules[name]
+"""
+
+
+def compile_with_triton(code: str, *arguments: str, folder: Path) -> str:
+    """Run a program whose Triton compiles, where that of this process interprets; what it printed."""
+    program = Program(COMPILING + code, *arguments, folder=folder)
+    assert program.wait() == 0, program.output[-500:] + program.errors[-3000:]
+    return program.output
+
+
 def run_code(code: str, folder: Path) -> str:
     """Run a program in a folder, warnings as errors, and return what it wrote as errors; "" if it succeeded."""
     program = Program(code, folder=folder, strict=True)

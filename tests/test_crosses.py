@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
+from pathlib import Path
 
 import pytest
 
+from tests.conftest import LONGEST
 from tests.crosses import covering
 
 
@@ -26,3 +28,8 @@ def test_every_value_is_there_and_pairs_are_spread(sizes):
 def test_a_cross_names_its_tests_as_parametrize_does(letter, digit, sign, request):
     shown = f"{digit}-{sign}" if digit == 1 else "two"
     assert request.node.name.endswith(f"[{shown}-{letter}]")
+
+
+def test_files_that_are_to_begin_first_exist():
+    missing = [name for name in LONGEST if not (Path(__file__).parents[1] / name).is_file()]
+    assert missing == []

@@ -33,6 +33,7 @@ from bitplan.runtime.streaming.stream_blocks import stream_blocks
 from bitplan.runtime.streaming.telemetry import StreamStepStats
 from bitplan.runtime.streaming.training import training_state
 from bitplan.runtime.streaming.training.host_training import AdamWSettings
+from bitplan.searching import SearchEvidence
 from bitplan.store.checks.drift_log import DriftLog, log_drift, read_drift
 
 FOLDER = Path(__file__).parent.parent / "docs" / "documents"
@@ -40,6 +41,7 @@ PAGES = {page.stem: page.read_text() for page in sorted(FOLDER.glob("*.md"))}
 # What a report shows, and as which kind of record.
 RECORDS = {
     "plan": "plan",
+    "front": "search",
     "findings": "findings",
     "calibration": "calibration",
     "selective-telemetry": "precision",
@@ -107,6 +109,10 @@ def test_manifest(example):
 
 def test_plan(example):
     assert Plan.load(example("plan")).to_json() == json.dumps(read_json(example("plan")), indent=2) + "\n"
+
+
+def test_evidence(example):
+    assert SearchEvidence.load(example("evidence")).to_document() == read_json(example("evidence"))
 
 
 def test_calibration(example):

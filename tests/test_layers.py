@@ -19,14 +19,15 @@ MAY_IMPORT = {
     "store": {"formats", "kernels", "plan"},
     "measure": {"formats", "kernels", "plan"},
     "runtime": {"formats", "kernels", "plan", "store", "measure"},
+    "searching": {"formats", "kernels", "plan", "store", "measure", "runtime"},
     "trees": {"formats", "kernels.base"},
     "report": set(),
-    "cli": {"formats", "kernels", "plan", "store", "measure", "runtime", "trees", "report"},
+    "cli": {"formats", "kernels", "plan", "store", "measure", "runtime", "searching", "trees", "report"},
 }
 # room -> the rooms beside it that it may import; the modules of the folder that holds it are open to it
 ROOMS = {
     "cli": {"demo": set(), "verbs": {"demo"}},
-    "formats": {"scales": set()},
+    "formats": {"gguf": {"scales"}, "scales": {"gguf"}},
     "kernels": {"base": set(), "codec": {"base"}, "fp8": {"base"}, "matmul": {"base", "codec"}},
     "kernels.fp8": {"experts": set()},
     "measure": {"gradients": {"quality"}, "quality": set(), "speed": set()},
@@ -34,9 +35,17 @@ ROOMS = {
     "report": {"pages": set()},
     "runtime": {"fp8": set(), "packed": set(), "selective": {"streaming"}, "streaming": set()},
     "runtime.fp8": {"bench": {"layers"}, "layers": set()},
-    "runtime.packed": {"operators": set()},
+    "runtime.packed": {"checkpoints": {"gpt_oss"}, "gpt_oss": set(), "operators": set()},
     "runtime.streaming": {"blocks": set(), "training": {"blocks", "transfer"}, "transfer": {"blocks"}},
-    "store": {"checks": {"files", "models"}, "files": set(), "gpt_oss": {"files"}, "models": {"files", "gpt_oss"}},
+    "searching": {"decide": set(), "gather": {"decide"}},
+    "store": {
+        "checks": {"files", "models"},
+        "files": set(),
+        "gpt_oss": {"files"},
+        "models": {"files", "gpt_oss"},
+        "rounding": {"files"},
+        "export": {"files", "gpt_oss"},
+    },
     "trees": {"distributed": {"loops"}, "files": set(), "loops": set()},
 }
 MOST_FILES, MOST_LINES = 15, 450

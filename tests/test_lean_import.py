@@ -10,7 +10,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
 import torch
 
 from bitplan.plan import SHIPPED
@@ -27,10 +26,6 @@ def modules_after(statement: str, **environment: str) -> set[str]:
     return set(done.stderr.splitlines()[-1].split())
 
 
-def modules_after_command(*arguments: str, **environment: str) -> set[str]:
-    return modules_after(f"from bitplan.cli import run\nassert run({list(arguments)}) == 0", **environment)
-
-
 def test_import_loads_no_heavy_library_and_no_command_line() -> None:
     loaded = modules_after("import bitplan")
     assert not loaded & (HEAVY | {"typer", "rich", "pydantic"})
@@ -38,42 +33,37 @@ def test_import_loads_no_heavy_library_and_no_command_line() -> None:
 
 
 def test_a_name_loads_what_it_needs_and_starts_no_gpu() -> None:
-    code = "from bitplan import encode; import sys, torch; assert not torch.cuda.is_initialized()"
-    assert not modules_after(code) & (HEAVY - {"torch", "numpy"})
+    """Nor does a module of kernels load a compiler, nor that of the callbacks a trainer."""
+    code = "from bitplan import encode; import bitplan.kernels, sys, torch; assert not torch.cuda.is_initialized()\n"
+    code += f"assert not set(sys.modules) & {HEAVY - {'torch', 'numpy'}}\n"
+    code += "import bitplan.runtime.selective.trainer_callbacks"
+    assert not modules_after(code) & {"transformers", "lightning", "tensorboard", "triton"}
 
 
-@pytest.mark.parametrize(
-    "arguments", [("--version",), ("--help",), ("quantize", "--help"), ("manifest", "show", "--help")]
-)
-def test_help_loads_no_heavy_library(arguments: tuple[str, ...]) -> None:
-    assert not modules_after_command(*arguments) & (HEAVY | {"pydantic"})
+def test_help_loads_no_heavy_library() -> None:
+    commands = [["--version"], ["--help"], ["quantize", "--help"], ["manifest", "show", "--help"]]
+    code = f"from bitplan.cli import run\nfor command in {commands}: assert run(command) == 0"
+    assert not modules_after(code) & (HEAVY | {"pydantic"})
 
 
-@pytest.mark.parametrize(
-    ("words", "offered"),
-    [
-        (("quantize", "a", "b", "--format", "mxf"), {"mxfp4", "mxfp4_gguf", "mxfp8_e4m3"}),
-        (("perplexity", "a", "--format", "int8_"), {"int8_row", "int8_g128"}),
-        (("check", "ll"), {"llama"}),
-        (("manifest", "show", ""), set(SHIPPED)),
-        (("inspec",), {"inspect"}),
-    ],
-)
-def test_completion_offers_names_and_loads_no_heavy_library(words: tuple[str, ...], offered: set[str]) -> None:
+def test_completion_offers_names_and_loads_no_heavy_library() -> None:
+    offered = {
+        ("quantize", "a", "b", "--format", "mxf"): {"mxfp4", "mxfp4_gguf", "mxfp8_e4m3"},
+        ("perplexity", "a", "--format", "int8_"): {"int8_row", "int8_g128"},
+        ("check", "ll"): {"llama"},
+        ("manifest", "show", ""): set(SHIPPED),
+        ("inspec",): {"inspect"},
+    }
     code = (
-        "import sys\nfrom bitplan.cli import run\n"
-        "try: run([])\nexcept SystemExit: pass\n"
+        "import os, sys\nfrom bitplan.cli import run\n"
+        f"for words in {list(offered)}:\n"
+        "    os.environ |= {'COMP_WORDS': ' '.join(('bitplan', *words)), 'COMP_CWORD': str(len(words))}\n"
+        "    try: run([])\n    except SystemExit: print(end=';', flush=True)\n"
         f"assert not set(sys.modules) & {HEAVY | {'pydantic'}}, set(sys.modules) & {HEAVY | {'pydantic'}}"
     )
-    environment = {
-        "_BITPLAN_COMPLETE": "complete_bash",
-        "COMP_WORDS": " ".join(("bitplan", *words)),
-        "COMP_CWORD": str(len(words)),
-    }
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=True, env=os.environ | environment
-    )
-    assert set(done.stdout.split()) == offered
+    environment = os.environ | {"_BITPLAN_COMPLETE": "complete_bash"}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=environment)
+    assert [set(names.split()) for names in done.stdout.split(";")] == [*offered.values(), set()]
 
 
 def test_headers_manifests_and_formats_are_read_without_torch(tmp_path: Path) -> None:
@@ -113,6 +103,9 @@ def test_simple_refusals_load_no_torch(tmp_path: Path) -> None:
         ["drift", "a.safetensors", "missing.safetensors"],
         ["convert", "missing", "out", "--to", "hf"],
         ["formats", "--on", "a.safetensors:nothing"],
+        ["generate", "missing", "text"],
+        ["bench", "."],
+        ["check", "a.safetensors"],
         ["perplexity", "missing", "--text", "text.txt"],
         ["perplexity", "a.safetensors", "--text", "text.txt"],
         ["perplexity", "a.safetensors", "--text", "missing.txt"],

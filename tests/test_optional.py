@@ -13,7 +13,7 @@ from bitplan.errors import BitplanError, MissingLibraryError
 from bitplan.optional import require
 from bitplan.runtime.causal_lm import load_causal_lm
 from bitplan.runtime.fp8.bench.confirm_model import plan_small_model
-from bitplan.runtime.packed.load_gpt_oss import load_packed
+from bitplan.runtime.packed.checkpoints.load import load_packed
 from bitplan.runtime.selective import trainer_callbacks
 from tests.processes import Program
 

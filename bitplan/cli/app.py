@@ -18,11 +18,14 @@ from bitplan.cli.verbs import convert as convert_verbs
 from bitplan.cli.verbs import demo as demo_verbs
 from bitplan.cli.verbs import doctor as doctor_verbs
 from bitplan.cli.verbs import drift as drift_verbs
+from bitplan.cli.verbs import export as export_verbs
 from bitplan.cli.verbs import files as file_verbs
 from bitplan.cli.verbs import fp8 as fp8_verbs
 from bitplan.cli.verbs import plan as plan_verbs
 from bitplan.cli.verbs import quality as quality_verbs
 from bitplan.cli.verbs import report as report_verbs
+from bitplan.cli.verbs import run_model as run_verbs
+from bitplan.cli.verbs import search as search_verbs
 from bitplan.version import __version__
 
 app = typer.Typer(
@@ -36,15 +39,17 @@ app = typer.Typer(
 VERBS: dict[str, tuple[Callable[..., Any] | typer.Typer, ...]] = {
     "Measure": (bench_verbs.bench_layers, quality_verbs.perplexity, drift_verbs.drift, file_verbs.compare),
     "Plan": (
+        search_verbs.search,
         plan_verbs.check,
         plan_verbs.plan,
+        search_verbs.diff,
         plan_verbs.manifest_app,
         fp8_verbs.merge_policy,
         fp8_verbs.explain,
         confirm_verbs.confirm_policy,
     ),
-    "Apply": (file_verbs.quantize, convert_verbs.convert, convert_verbs.make_checkpoint),
-    "Run": (demo_verbs.demo,),
+    "Apply": (file_verbs.quantize, export_verbs.export, convert_verbs.convert, convert_verbs.make_checkpoint),
+    "Run": (run_verbs.generate, run_verbs.bench, demo_verbs.demo),
     "Look": (doctor_verbs.doctor, file_verbs.formats, file_verbs.inspect, report_verbs.report),
 }
 

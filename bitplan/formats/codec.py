@@ -11,10 +11,14 @@ from typing import Literal
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from bitplan.errors import FormatError, NonFiniteError
 from bitplan.formats.encoded import Encoded
 from bitplan.formats.format import Format
+from bitplan.formats.gguf.blocks import GgufBlocks
+from bitplan.formats.gguf.layouts import SMALLER_BLOCKS
+from bitplan.formats.gguf.search import GroupSums
 from bitplan.formats.registry import get_format
 from bitplan.formats.scales.choose import choose_affine, choose_scales
 from bitplan.formats.scales.rules import SCALE_RULES, ScaleRule
@@ -63,6 +67,10 @@ def encode(
     check_whole_blocks(fmt, shape, pad, name)
     matrix = finite(x, nonfinite, name).reshape(fmt.matrix_shape(shape))
     check_magnitude(fmt, matrix, name)
+    if isinstance(fmt, GgufBlocks):
+        if scale is not None:
+            raise FormatError(f"{name}: {fmt.name} searches its scales, and takes no `scale`")
+        return encode_opaque(fmt, shape, matrix, importance, name)
     zero = base_part = None
     if fmt.zero_point:
         wanted, zero = choose_affine(fmt, matrix, rule, percentile, importance, scale, zero_point)
@@ -110,16 +118,41 @@ def encode_with_scales(
     return Encoded(fmt, shape, data.reshape(parts["data"][1]), stored.reshape(parts["scales"][1]), base, zero)
 
 
+def encode_opaque(
+    fmt: GgufBlocks,
+    shape: tuple[int, ...],
+    matrix: Tensor,
+    importance: Tensor | None,
+    name: str,
+    math: GroupSums | None = None,
+) -> Encoded:
+    """Blocks of bytes, tile by tile; `math` may be a compiled twin."""
+    fmt.check_range(matrix, name)
+    rows, cols = matrix.shape
+    data = torch.empty((rows, fmt.data_cols(cols)), dtype=fmt.storage, device=matrix.device)
+    if importance is not None:
+        importance = functional.pad(importance.detach().reshape(-1), (0, fmt.padded_cols(cols) - cols))
+    for rows_at, _ in tiles(fmt, rows, cols):
+        piece = functional.pad(matrix[rows_at].to(fmt.work), (0, fmt.padded_cols(cols) - cols))
+        data[rows_at] = fmt.encode_rows(piece, importance, math)
+    return Encoded(fmt, shape, data.reshape(fmt.part_shapes(shape)["data"][1]))
+
+
 def decode(encoded: Encoded, dtype: torch.dtype = torch.float32) -> Tensor:
     """The numbers an Encoded stands for, as a float `dtype`, on the device where it lies."""
     check_decodable(encoded, dtype)
     fmt = encoded.fmt
     if fmt.is_cast:
         return encoded.data.to(dtype, copy=True)
-    assert encoded.scales is not None
-    assert fmt.scales is not None
     rows, cols = fmt.matrix_shape(encoded.shape)
     out = torch.empty((rows, cols), dtype=dtype, device=encoded.device)
+    if isinstance(fmt, GgufBlocks):
+        raw = encoded.data.reshape(rows, fmt.data_cols(cols))
+        for rows_at, _ in tiles(fmt, rows, cols):
+            out[rows_at] = fmt.decode_rows(raw[rows_at])[:, :cols].to(dtype)
+        return out.reshape(encoded.shape)
+    assert encoded.scales is not None
+    assert fmt.scales is not None
     scales = fmt.scales.load(encoded.scales, encoded.base).reshape(fmt.grid(encoded.shape))
     data = encoded.data.reshape(rows, fmt.data_cols(cols))
     for tile in tiles(fmt, rows, cols):
@@ -245,9 +278,16 @@ def check_whole_blocks(fmt: Format, shape: tuple[int, ...], pad: str | None, nam
     if pad is None and fmt.padded_cols(cols) != cols:
         raise FormatError(
             f"{name}: {fmt.name} has blocks of {fmt.block.cols} along the last axis, and {cols} of shape {shape} is "
-            f"not a multiple; pad='zero' (--pad zero) fills it to {fmt.padded_cols(cols)}, "
-            "or choose a row format such as int8_row"
+            f"not a multiple; pad='zero' (--pad zero) fills it to {fmt.padded_cols(cols)}, " + _instead(fmt, cols)
         )
+
+
+def _instead(fmt: Format, cols: int) -> str:
+    """The nearest format that holds such rows."""
+    smaller = SMALLER_BLOCKS.get(fmt.name)
+    if smaller is not None and cols % 32 == 0:
+        return f"{smaller} holds rows of {cols}"
+    return "or choose a row format such as int8_row"
 
 
 def finite(x: Tensor, nonfinite: NonFinite, name: str) -> Tensor:

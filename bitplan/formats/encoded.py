@@ -66,6 +66,8 @@ class Encoded:
 
         [blocks, numbers per block] where codes are packed; else `data` as it is.
         """
+        if self.fmt.is_opaque:
+            raise FormatError(f"{self.fmt.name}: codes and scales share its blocks; decode() has the numbers")
         if self.fmt.packing is None:
             return self.data
         cols = self.fmt.padded_cols(self.fmt.matrix_shape(self.shape)[1])

@@ -85,6 +85,11 @@ class Format:
         return self.element is None
 
     @property
+    def is_opaque(self) -> bool:
+        """Whether blocks are bytes with their scales among the codes, so that `data` is the only part."""
+        return False
+
+    @property
     def rules(self) -> tuple[ScaleRule, ...]:
         if self.element is None:
             return ()

@@ -160,6 +160,8 @@ def _saturated(x: Tensor, encoded: Encoded) -> int:
     fmt = encoded.fmt
     if fmt.element is None:
         return int((x.isfinite() & ~encoded.data.to(torch.float64).isfinite()).sum())
+    if fmt.is_opaque:  # a search chose the scales: what lies at the ends of the codes was put there
+        return 0
     assert encoded.scales is not None
     assert fmt.scales is not None
     matrix = x.reshape(fmt.matrix_shape(encoded.shape))

@@ -6,6 +6,7 @@ from bitplan.errors import FormatError, did_you_mean
 from bitplan.formats import elements as el
 from bitplan.formats.elements import Element
 from bitplan.formats.format import ROW, TENSOR, Block, Format
+from bitplan.formats.gguf.blocks import gguf_blocks
 from bitplan.formats.gguf_rules import GgufMxfp4, GgufPowerOfTwoScales, GgufQ40, GgufQ80
 from bitplan.formats.packing import Packing
 from bitplan.formats.scales.rules import BasedScales, PowerOfTwoScales, ScaleRule, ScaleStorage
@@ -187,6 +188,15 @@ _BLOCKS = (
         _high_first(2, signed=True),
         "absmean",
     ),
+    gguf_blocks("q4_1_gguf", "codes 0..15 times a float16 scale plus a float16 minimum"),
+    gguf_blocks("q5_0_gguf", "codes -16..15 times a float16 scale"),
+    gguf_blocks("q5_1_gguf", "codes 0..31 times a float16 scale plus a float16 minimum"),
+    gguf_blocks("iq4_nl_gguf", "16 levels, dense about zero, times a float16 scale"),
+    gguf_blocks("q2_k_gguf", "groups of 16 with 4-bit scales and minima of two float16 numbers, codes 0..3"),
+    gguf_blocks("q3_k_gguf", "groups of 16 with 6-bit scales of a float16 number, codes -4..3"),
+    gguf_blocks("q4_k_gguf", "groups of 32 with 6-bit scales and minima of two float16 numbers, codes 0..15"),
+    gguf_blocks("q5_k_gguf", "groups of 32 with 6-bit scales and minima of two float16 numbers, codes 0..31"),
+    gguf_blocks("q6_k_gguf", "groups of 16 with 8-bit scales of a float16 number, codes -32..31"),
 )
 
 _FORMATS = {fmt.name: fmt for fmt in _DTYPES + _BLOCKS}

@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from bitplan.measure.cache_folder import cache_dir
-from bitplan.measure.lacks import cpu_flags, find_lacks
+from bitplan.measure.missing_features import cpu_flags, find_lacks
 from bitplan.version import __version__
 
 if TYPE_CHECKING:
@@ -38,7 +38,7 @@ DOCUMENT = "bitplan-machine"
 VERSION = 1
 FP8_CAPABILITY = (8, 9)
 H2D_BYTES, DEVICE_BYTES, REPEATS = 256 * 2**20, 256 * 2**20, 5
-NUMBA_PATH, FOUR_BIT_PATH = "CPU encode and decode (numba)", "CPU 4-bit products (torch)"
+NUMBA_PATH, PACKED_PATH = "CPU encode and decode (numba)", "CPU products with packed weights"
 TRITON_PATH, FP8_PATH = "GPU kernels (Triton)", "FP8 tensor cores"
 GO_DEEP = "bitplan doctor --deep to import every library and to try the fast paths"
 NOT_INSTALLED = "pip install -e . in the checkout: bitplan runs from its source, so what it needs is not known here"
@@ -211,7 +211,7 @@ def _paths_not_tried() -> list[FastPath]:
     gpu = None if has_gpu_driver() else False
     return [
         FastPath(NUMBA_PATH, None if numba else False, f"numba {numba}" if numba else "numba is not installed"),
-        FastPath(FOUR_BIT_PATH, None, "int4_g32, q4_0_gguf where torch has the kernel"),
+        FastPath(PACKED_PATH, None if numba else False, "tried with --deep" if numba else "numba is not installed"),
         FastPath(TRITON_PATH, gpu, why),
         FastPath(FP8_PATH, gpu, why),
     ]
@@ -223,6 +223,7 @@ def _cpu_paths() -> list[FastPath]:
     from bitplan.formats import encode, list_formats
     from bitplan.kernels import explain_encode
     from bitplan.kernels.codec.dispatch import SMALLEST_FOR_CPU
+    from bitplan.kernels.matmul.cpu_fused import FORMATS as FUSED_ON_CPU
     from bitplan.kernels.matmul.fused import fused_for
 
     side = 512
@@ -233,9 +234,8 @@ def _cpu_paths() -> list[FastPath]:
     reason = next((pick.reason for pick in picked.values() if "installed" in pick.reason), "no format has one")
     numba = FastPath(NUMBA_PATH, bool(twins), ", ".join(twins) or reason)
     fused = fused_for("cpu")
-    refused = None if fused is None else fused.why_not(encode(torch.zeros(64, 64), "int4_g32"), torch.float32)
-    four_bit = FastPath(FOUR_BIT_PATH, refused is None, refused or "int4_g32, q4_0_gguf")
-    return [numba, four_bit]
+    refused = None if fused is None else fused.why_not(encode(torch.zeros(64, 128), "mxfp4"), torch.float32)
+    return [numba, FastPath(PACKED_PATH, refused is None, refused or ", ".join(FUSED_ON_CPU))]
 
 
 def _gpu_paths(has_gpu: bool) -> list[FastPath]:
@@ -339,7 +339,7 @@ def _lacks(paths: Iterable[FastPath], libraries: Sequence[Library], has_gpu: boo
         has_gpu=has_gpu,
         has_triton=_installed("triton") is not None,
         has_cuda_libraries=any(_installed(name) for name in _CUDA_LIBRARIES),
-        four_bit_refused=refused.get(FOUR_BIT_PATH),
+        packed_refused=refused.get(PACKED_PATH),
         missing=_missing(libraries),
         cpu_flags=cpu_flags(),
     )

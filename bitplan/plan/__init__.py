@@ -10,12 +10,12 @@ if TYPE_CHECKING:
     from bitplan.plan.check import Finding, Header, check_headers, require_clean
     from bitplan.plan.choose import Stored, choose_formats
     from bitplan.plan.fp8.environment import BenchOptions
+    from bitplan.plan.fp8.kinds import Fp8Error
     from bitplan.plan.fp8.layers import Parallel, bench_cases, local_layers
     from bitplan.plan.fp8.merge import merge_reports, to_thresholds
     from bitplan.plan.fp8.model_parts import model_parts
     from bitplan.plan.fp8.policy import load_policy, should_use_fp8
     from bitplan.plan.fp8.report import Fingerprint, Report, Row
-    from bitplan.plan.fp8.terms import Fp8Error
     from bitplan.plan.json_schema import manifest_schema
     from bitplan.plan.manifest import Manifest, Rule, Tag, expand_raw_map
     from bitplan.plan.plan import Choice, Plan, PlanDiff, Planned, SizeRow, TableRow, combine
@@ -82,7 +82,7 @@ __all__ = [
 __getattr__, __dir__ = lazy_names(
     __name__,
     {
-        "fp8.terms": ("Fp8Error",),
+        "fp8.kinds": ("Fp8Error",),
         "aliases": ("Aliases",),
         "check": ("Finding", "Header", "check_headers", "require_clean"),
         "choose": ("Stored", "choose_formats"),

@@ -14,6 +14,7 @@ from typing import Any, Literal, NamedTuple
 from bitplan.errors import ArgumentError, FormatError, PlanError
 from bitplan.formats import Format, get_format
 from bitplan.formats.format import NARROW_KERNEL
+from bitplan.formats.gguf.layouts import LAYOUTS, SMALLER_BLOCKS
 from bitplan.plan.manifest import Manifest
 from bitplan.plan.names import ShellPatterns, listed
 from bitplan.plan.plan import Choice, Plan, Planned
@@ -23,7 +24,7 @@ SMALL_NUMBERS = 1024
 NOT_FLOATS = "not floats"
 FLOAT_TYPES = ("float64", "float32", "float16", "bfloat16")
 _NARROW_FLOATS = ("float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz", "float4_e2m1fn_x2")
-GGUF_FORMATS = ("q4_0_gguf", "q8_0_gguf", "mxfp4_gguf")
+GGUF_FORMATS = ("q4_0_gguf", "q8_0_gguf", "mxfp4_gguf", *LAYOUTS)
 # A tensor of another type stays as it is; the format named in its plan is the one whose codes have this type.
 _CODES = {"float8_e4m3fn": "fp8_e4m3", "float8_e5m2": "fp8_e5m2", "complex64": "int64", "complex128": "int64"}
 _CODES |= dict.fromkeys(("bool", "float8_e8m0fnu", "float8_e4m3fnuz", "float8_e5m2fnuz", "float4_e2m1fn_x2"), "uint8")
@@ -228,7 +229,7 @@ class _Rules(NamedTuple):
     def _nearest(self) -> list[str]:
         """What to take where the wanted format does not hold the rows: as many bits or more, with smaller blocks."""
         if self.gguf:
-            return []  # GGUF's own have blocks of 32, all of them
+            return [SMALLER_BLOCKS[self.wanted.name]] if self.wanted.name in SMALLER_BLOCKS else []
         return ["nvfp4", "int8_row"] if _bits(self.wanted) < 8 else ["int8_row"]
 
     def _fitting(self, tensor: Stored, role: str, names: list[str], why: str) -> Planned:

@@ -10,6 +10,7 @@ import base64
 import functools
 import hashlib
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from importlib import resources
 from pathlib import Path
 
@@ -22,6 +23,7 @@ from bitplan.report.pages.machine import machine_section
 from bitplan.report.pages.plan import plan_section
 from bitplan.report.pages.precision import precision_section
 from bitplan.report.pages.quality import quality_section
+from bitplan.report.pages.search import search_section
 from bitplan.report.pages.speed import speed_section
 from bitplan.report.pages.streaming import stream_section
 from bitplan.report.pages.training import training_section
@@ -31,6 +33,7 @@ from bitplan.version import __version__
 
 # In the order of the page: which kinds of record go into which section.
 SECTIONS: tuple[tuple[tuple[str, ...], Callable[[Sequence[Record]], Section]], ...] = (
+    (("search",), search_section),
     (("plan",), plan_section),
     (("findings",), findings_section),
     (("quality",), quality_section),
@@ -61,6 +64,8 @@ def build_sections(records: Sequence[Record]) -> list[Section]:
         chosen = [record for record in records if record.kind in kinds]
         if chosen:
             sections.append(draw(chosen))
+    if any(section.anchor == "search" for section in sections):  # a search says these of its plan, and more
+        sections = [replace(each, facts=()) if each.anchor == "decisions" else each for each in sections]
     return [*sections, machine_section(records)]
 
 

@@ -8,7 +8,9 @@ if TYPE_CHECKING:
     from bitplan.runtime.fp8.apply import apply_fp8, apply_fp8_config
     from bitplan.runtime.fp8.recipe import Fp8LayerError, Fp8UnavailableError
     from bitplan.runtime.packed.apply import ApplyError, apply_plan
-    from bitplan.runtime.packed.load_gpt_oss import load_packed
+    from bitplan.runtime.packed.checkpoints.load import load_packed
+    from bitplan.runtime.packed.checkpoints.save import save_packed
+    from bitplan.runtime.packed.quant_embedding import QuantEmbedding
     from bitplan.runtime.packed.quant_experts import QuantExperts
     from bitplan.runtime.packed.quant_linear import QuantLinear
     from bitplan.runtime.packed.read_packed import read_packed
@@ -30,6 +32,7 @@ __all__ = [
     "Fp8UnavailableError",
     "LayerError",
     "PrecisionTelemetry",
+    "QuantEmbedding",
     "QuantExperts",
     "QuantLinear",
     "SelectivePrecisionPolicy",
@@ -47,6 +50,7 @@ __all__ = [
     "lightning_callback",
     "load_packed",
     "read_packed",
+    "save_packed",
     "trainer_callback",
 ]
 
@@ -60,9 +64,11 @@ __getattr__, __dir__ = lazy_names(
         "streaming.transfer.devices": ("CudaDevice", "SimulatedDevice", "StreamDevice"),
         "fp8.apply": ("apply_fp8", "apply_fp8_config"),
         "streaming.training.host_training": ("AdamWSettings",),
-        "packed.load_gpt_oss": ("load_packed",),
+        "packed.checkpoints.load": ("load_packed",),
+        "packed.checkpoints.save": ("save_packed",),
         "packed.read_packed": ("read_packed",),
         "selective.telemetry": ("PrecisionTelemetry", "TelemetryError"),
+        "packed.quant_embedding": ("QuantEmbedding",),
         "packed.quant_experts": ("QuantExperts",),
         "packed.quant_linear": ("QuantLinear",),
         "selective.policy": ("SelectivePrecisionPolicy",),

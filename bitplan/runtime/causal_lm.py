@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from bitplan.errors import MeasureError
 from bitplan.measure.quality.perplexity import windows_of
 from bitplan.optional import require
-from bitplan.store.files.headers import check_model_source
+from bitplan.store.files.headers import check_model_source, is_gguf
 from bitplan.store.files.open_files import open_tensors
 from bitplan.store.files.safetensors_tensors import NativeTensors
 from bitplan.store.files.tensor_file import TensorFile
@@ -63,6 +63,17 @@ class CausalLM:
         return module
 
     @property
+    def device(self) -> torch.device:
+        """Where tokens go in."""
+        place: torch.device = self.model.get_input_embeddings().weight.device  # type: ignore[operator]
+        return place
+
+    @property
+    def vocabulary(self) -> int:
+        """Rows of the embedding."""
+        return int(self.model.get_input_embeddings().weight.shape[0])  # type: ignore[operator]
+
+    @property
     def bits_per_weight(self) -> float | None:
         """Bits of the file's tensors over the number of parameters, tied ones counted once."""
         if self.stored is None:
@@ -87,7 +98,7 @@ class CausalLM:
         if not text.strip():
             raise MeasureError("the text is empty; give a file of plain text to measure on")
         ids = torch.tensor(self._tokens(text, special=False), dtype=torch.int64)
-        rows = self.model.get_input_embeddings().weight.shape[0]  # type: ignore[operator]
+        rows = self.vocabulary
         if len(ids) and int(ids.max()) >= rows:
             raise MeasureError(
                 f"{self.where}: the tokenizer gives token {int(ids.max())}, the model's vocabulary has {rows}; "
@@ -124,12 +135,11 @@ def load_causal_lm(path: str | Path, *, config: str | Path | None = None) -> Cau
     """Read a model; `config` is a folder with config.json and tokenizer, for a file that holds weights alone."""
     source = Path(path)
     folder = check_model_source(source, None if config is None else Path(config))
-    is_gguf = source.suffix == ".gguf"
-    for library in ("accelerate", "transformers") if is_gguf else ("transformers",):
+    for library in ("accelerate", "transformers") if is_gguf(source) else ("transformers",):
         require(library, purpose=f"reading {source.name}", extra="models")
     with open_tensors(source) as file, silence_transformers():
         stored = {name: spec.nbytes for name, spec in file.specs.items()}
-        if is_gguf and config is None:
+        if is_gguf(source) and config is None:
             tokenizer, model = _read_gguf(source, file)
         else:
             tokenizer = _read("AutoTokenizer", source, "the tokenizer", _place(folder))
@@ -206,8 +216,7 @@ def _read(reader: str, source: Path, what: str, options: dict[str, Any]) -> Any:
 
 def _require_causal(lm: CausalLM) -> None:
     """A model that sees the tokens to come predicts nothing: its logits must not change with a later token."""
-    model: Any = lm.model
-    rows = model.get_input_embeddings().weight.shape[0]
+    rows = lm.vocabulary
     ids = torch.arange(1, 9).remainder(rows)[None].repeat(2, 1)
     ids[1, -1] = (ids[0, -1] + 1) % rows
     with torch.no_grad():

@@ -7,13 +7,14 @@ output takes its final name only when it is complete.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
 from torch import Tensor
 
-from bitplan.errors import FormatError
+from bitplan.errors import FormatError, StoreError
 from bitplan.formats import Encoded, Format, get_format
 from bitplan.formats.codec import NonFinite, finite, readable
 from bitplan.formats.quantization_error import ErrorReport, error_report, sample
@@ -21,12 +22,26 @@ from bitplan.formats.scales.rules import ScaleRule
 from bitplan.kernels import encode
 from bitplan.plan import Plan
 from bitplan.plan.choose import Wanted
-from bitplan.records import atomic_folder, check_output_folder, write_json
 from bitplan.store.files.headers import plan_for_file
-from bitplan.store.files.open_files import container_for, open_tensors, require_container, write_tensors
-from bitplan.store.files.safetensors import INDEX_SUFFIX
-from bitplan.store.files.safetensors_tensors import NativeTensors, part_name
+from bitplan.store.files.open_files import container_for, open_tensors, require_container
+from bitplan.store.files.safetensors_tensors import NativeTensors
 from bitplan.store.files.tensor_file import Promise, TensorFile, TensorSpec, Writer
+from bitplan.store.packed_folder import (
+    SHARD_BYTES,
+    FolderContents,
+    Shard,
+    check_packed_output,
+    cut_shards,
+    is_model_folder,
+    is_packed_config,
+    packed_config,
+    read_config,
+    side_files,
+    write_packed_folder,
+)
+from bitplan.store.rounding.evidence import EvidenceFile
+from bitplan.store.rounding.open_evidence import open_evidence
+from bitplan.store.rounding.round_weight import round_with_report
 
 MOST_NAMES_SHOWN = 6
 # What a tensor lost is counted over this many of its numbers, spread evenly: within a tenth of the time of encoding it.
@@ -34,6 +49,7 @@ MOST_COUNTED = 2**18
 # Absmax saturates nothing, the floor rule of mxfp4 about 0.7% of Gaussian weights. 4-bit formats reach 15 dB or more.
 WARN_SATURATED_SHARE = 0.05
 WARN_SQNR_DB = 10.0
+NO_STATISTICS = "no statistics"
 
 
 @dataclass(frozen=True)
@@ -44,6 +60,7 @@ class QuantizeOptions:
     scale_rule: ScaleRule | None = None
     pad: Literal["zero"] | None = None
     nonfinite: NonFinite = "error"
+    evidence: EvidenceFile | None = None
 
     def choose(self, name: str) -> tuple[Format | None, str]:
         """The format a tensor gets, None to leave it as it is, and the reason."""
@@ -57,12 +74,18 @@ class QuantizeReport:
     """What happened to every tensor.
 
     The row of a tensor that was encoded has `sqnr_db` (None: exact), and of the numbers that were `counted`, the shares
-    that saturated and that became zero; the rows of others have None there.
+    that saturated and that became zero; the rows of others have None there. With evidence, `rounding` says what was
+    minimised, and the error before and after.
     """
 
     source: str
     output: str
     rows: list[dict[str, Any]] = field(default_factory=list)
+
+    @property
+    def unseen(self) -> list[str]:
+        """Tensors that were encoded without statistics, where evidence was given."""
+        return [row["name"] for row in self.rows if row.get("rounding") == NO_STATISTICS]
 
     @property
     def bytes_before(self) -> int:
@@ -80,6 +103,11 @@ class QuantizeReport:
             if row["counted"]:
                 encoded.setdefault(row["to"], []).append(row)
         lost = [_warning(fmt, rows, lossy) for fmt, rows in encoded.items() if (lossy := [*filter(_is_lossy, rows)])]
+        if self.unseen:
+            listed = ", ".join(self.unseen[:MOST_NAMES_SHOWN]) + (
+                ", ..." if len(self.unseen) > MOST_NAMES_SHOWN else ""
+            )
+            lost.append(f"{len(self.unseen)} tensors have no statistics in the evidence, and are as without: {listed}")
         if all(row["from"] == row["to"] for row in self.rows):
             lost.append("every tensor is as it was: none was put into another format; `bitplan inspect` shows them")
         return lost
@@ -123,28 +151,47 @@ def quantize_file(
     scale_rule: ScaleRule | None = None,
     pad: Literal["zero"] | None = None,
     nonfinite: NonFinite = "error",
+    evidence: str | Path | None = None,
+    force: bool = False,
+    shard_bytes: int = SHARD_BYTES,
     on_tensor: OnTensor | None = None,
 ) -> QuantizeReport:
     """Write `source` (safetensors, sharded or not, or GGUF, or poly's JSON) to `output` in a format, or by a plan.
 
     fmt          a format, a mapping of names to formats, a manifest or a plan, as `bitplan.choose_formats` takes it
     keep, only   names or shell patterns, of tensors or of modules
+    evidence     statistics of the inputs: evidence.safetensors or imatrix.gguf; the same bytes, better numbers
+    force        a folder that exists is replaced
+    shard_bytes  of a Hugging Face folder: the most that a file of weights may hold
 
     The suffix of `output` says what is written; .gguf is written of a GGUF source alone, whose names and metadata it
-    keeps. A sharded source goes to a folder that does not exist yet.
+    keeps. Without a suffix it is a folder that does not exist yet: of a Hugging Face folder (one with config.json) a
+    whole packed model, which `bitplan.load_packed` loads; of other sharded sources the same shards.
     Peak memory: the largest tensor in its old and its new form, and some megabytes.
     """
+    if evidence is not None and scale_rule is not None:
+        raise StoreError(f"{evidence}: evidence chooses the scales, and so does scale_rule={scale_rule!r}; give one")
     report = QuantizeReport(str(source), str(output))
-    with open_tensors(source) as file:
+    with ExitStack() as opened:
+        file = opened.enter_context(open_tensors(source))
+        statistics = None if evidence is None else opened.enter_context(open_evidence(evidence))
         plan = plan_for_file(file, fmt, keep=keep, only=only, pad=pad is not None, output=output)
         plan.require_whole(str(source))
-        options = QuantizeOptions(plan, scale_rule, plan.pad, nonfinite)
-        if isinstance(file, NativeTensors) and len(file.shards) > 1 and container_for(output) is None:
-            check_output_folder(output, inputs=file.files)
-            _quantize_shards(file, Path(output), options, report, on_tensor)
+        options = QuantizeOptions(plan, scale_rule, plan.pad, nonfinite, statistics)
+        _check_evidence(file, options)
+        inputs = [*file.files, *([] if statistics is None else [statistics.path])]
+        folder = None if container_for(output) else _folder_contents(file, options, shard_bytes)
+        if folder is not None:
+            check_packed_output(output, inputs=inputs, force=force)
+            write_packed_folder(
+                output,
+                folder,
+                lambda writer, promises: _quantize_each(file, promises, writer, options, report, on_tensor),
+                force=force,
+            )
             return report
         container = require_container(output)
-        container.check_output(output, inputs=file.files)
+        container.check_output(output, inputs=inputs)
         container.check_source(file, Path(output))
         tied = file.tied if container.holds_ties else {}
         promises = _promises(file, [*file.specs, *(file.tied if not tied else ())], options)
@@ -154,28 +201,55 @@ def quantize_file(
     return report
 
 
-def _quantize_shards(
-    file: NativeTensors, output: Path, options: QuantizeOptions, report: QuantizeReport, on_tensor: OnTensor | None
-) -> None:
-    """Shard for shard into a new folder, with the index written last."""
-    weight_map: dict[str, str] = {}
-    total = 0
-    with atomic_folder(output) as folder:
-        for shard in file.shards:
-            names = [name for name in file.specs if file.shard_of(name) == shard]
-            promises = _promises(file, names, options)
-            tied = {alias: name for alias, name in file.tied.items() if file.shard_of(name) == shard}
-            metadata = file.metadata_of(shard)
-            place = file.shard_name(shard)
-            (folder / place).parent.mkdir(parents=True, exist_ok=True)
-            with write_tensors(folder / place, promises, metadata=metadata, tied=tied) as writer:
-                _quantize_each(file, promises, writer, options, report, on_tensor)
-            for promise in promises:
-                parts = promise.fmt.part_shapes(promise.shape) if promise.fmt else ("data",)
-                weight_map |= {part_name(promise.name, part): place.as_posix() for part in parts}
-                total += promise.nbytes
-        index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
-        write_json(folder / f"model{INDEX_SUFFIX}", index)
+def _check_evidence(file: TensorFile, options: QuantizeOptions) -> None:
+    """Refuse statistics of which no tensor has any: they are another model's, or of other names."""
+    if options.evidence is None:
+        return
+    names = [name for name in file.specs if _statistics_name(file, name, options.evidence) is not None]
+    if not names:
+        theirs = min(options.evidence.names, default="nothing")
+        ours = min((name for name in file.specs if name.endswith("weight")), default="")
+        raise StoreError(
+            f"{options.evidence.path}: statistics of other tensors than {file.path} has: {theirs!r} there, {ours!r} "
+            "here; statistics of GGUF's names are for GGUF files"
+        )
+
+
+def _statistics_name(file: TensorFile, name: str, evidence: EvidenceFile) -> str | None:
+    """The name under which a tensor has statistics: its own, or one that shares it."""
+    own = file.tied.get(name, name)
+    shared = [alias for alias, target in file.tied.items() if target == own]
+    return next((each for each in (own, *shared) if each in evidence.names), None)
+
+
+def _folder_contents(file: TensorFile, options: QuantizeOptions, shard_bytes: int) -> FolderContents | None:
+    """What goes into a folder of this source; None where it is a single file, which becomes one."""
+    if not isinstance(file, NativeTensors):
+        return None
+    if file.path.is_dir() and is_model_folder(file.path):
+        config = read_config(file.path)
+        if config.get("quantization_config") is not None and not is_packed_config(config):
+            method = (config["quantization_config"] or {}).get("quant_method")
+            raise StoreError(
+                f"{file.path}: is quantized already ({method!r}), and its tensors are not plain numbers; "
+                "give the folder of the model in bfloat16 or float32"
+            )
+        shards = cut_shards(_promises(file, list(file.specs), options), file.tied, shard_bytes)
+        return FolderContents(shards, packed_config(config, options.plan), options.plan, side_files(file.path))
+    return FolderContents(_same_shards(file, options)) if len(file.shards) > 1 else None
+
+
+def _same_shards(file: NativeTensors, options: QuantizeOptions) -> list[Shard]:
+    """Shard for shard as the source has them."""
+    return [
+        Shard(
+            file.shard_name(shard).as_posix(),
+            tuple(_promises(file, [name for name in file.specs if file.shard_of(name) == shard], options)),
+            {alias: name for alias, name in file.tied.items() if file.shard_of(name) == shard},
+            file.metadata_of(shard),
+        )
+        for shard in file.shards
+    ]
 
 
 def _quantize_each(
@@ -216,8 +290,19 @@ def _converted(
         return file.read(promise.name), _lost(None)
     where = f"{file.path}: {spec.name}"
     numbers = file.read_float(spec.name)
+    said: dict[str, Any] = {}
     if promise.fmt.is_cast:
         encoded = _cast(finite(numbers, options.nonfinite, where), promise.fmt, where)
+    elif options.evidence is not None and (named := _statistics_name(file, spec.name, options.evidence)) is not None:
+        encoded, rounding = round_with_report(
+            finite(numbers, options.nonfinite, where),
+            promise.fmt,
+            moments=options.evidence.moments(named),
+            hessian=options.evidence.hessian(named),
+            pad=options.pad,
+            name=where,
+        )
+        said = {"rounding": rounding.to_dict()}
     else:
         encoded = encode(
             numbers,
@@ -227,8 +312,9 @@ def _converted(
             nonfinite=options.nonfinite,
             name=where,
         )
+        said = {} if options.evidence is None else {"rounding": NO_STATISTICS}
     some, part = sample(numbers, encoded, MOST_COUNTED)
-    return encoded, _lost(error_report(finite(readable(some, where), options.nonfinite, where), part))
+    return encoded, _lost(error_report(finite(readable(some, where), options.nonfinite, where), part)) | said
 
 
 def _lost(errors: ErrorReport | None) -> dict[str, Any]:

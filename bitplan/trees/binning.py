@@ -42,12 +42,19 @@ class BinnedRows:
     """The same bins twice: columns (features, rows) for partitions, panels of up to 32 features for histograms."""
 
     columns: Array
-    panels: tuple[Array, ...]  # uint64, `words_a_row` of them a row
+    words: Array  # uint64, all panels, one after the other
+    firsts: Array  # where each panel begins
     widths: tuple[int, ...]  # features in each panel
 
     @property
     def rows(self) -> int:
         return int(self.columns.shape[1])
+
+    @property
+    def panels(self) -> tuple[Array, ...]:
+        """`words_a_row` of them a row."""
+        sizes = [self.rows * words_a_row(width) for width in self.widths]
+        return tuple(self.words[first : first + size] for first, size in zip(self.firsts, sizes, strict=True))
 
 
 def find_bins(x: Array, categorical: Array, max_bins: int, seed: int, span: Span | None = None) -> Bins:
@@ -81,9 +88,12 @@ def bin_rows(x: Array, bins: Bins) -> BinnedRows:
     columns = np.empty((features, rows), np.uint8)
     firsts = range(0, features, PANEL)
     widths = tuple(min(PANEL, features - first) for first in firsts)
-    panels = tuple(_aligned(rows, words_a_row(width)) for width in widths)
+    lines = [-(-rows * words_a_row(width) * 8 // CACHE_LINE) for width in widths]
+    begins = np.cumsum([0, *lines[:-1]]) * (CACHE_LINE // 8)
+    made = BinnedRows(columns, _aligned(sum(lines)), begins, widths)
     bytes_ = [
-        panel.view(np.uint8).reshape(rows, 8 * words_a_row(width)) for panel, width in zip(panels, widths, strict=True)
+        panel.view(np.uint8).reshape(rows, 8 * words_a_row(width))
+        for panel, width in zip(made.panels, widths, strict=True)
     ]
 
     limits = [
@@ -100,15 +110,15 @@ def bin_rows(x: Array, bins: Bins) -> BinnedRows:
             kernel(x[start:stop, feature], limits[feature], start, panel, columns[feature], place)
 
     on_threads(work, [(first, start) for start in range(0, rows, ROWS_AT_ONCE) for first in firsts])
-    return BinnedRows(columns, panels, widths)
+    return made
 
 
-def _aligned(rows: int, words: int) -> Array:
+def _aligned(lines: int) -> Array:
     """Zeros that begin with a cache line: then no row lies in two."""
     spare = CACHE_LINE // 8
-    space = np.zeros(rows * words + spare, np.uint64)
+    space = np.zeros((lines + 1) * spare, np.uint64)
     first = -space.ctypes.data % CACHE_LINE // 8
-    return space[first : first + rows * words]
+    return space[first : first + lines * spare]
 
 
 def _limits(numbers: Array, max_bins: int) -> Array:

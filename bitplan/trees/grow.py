@@ -2,38 +2,37 @@
 
 Expanding a node means: partition its rows, build the histogram of the smaller child, subtract for the larger one, find
 the best split of both. None of it depends on any other leaf, so threads expand *ahead*: while one works on the leaf
-that is next, the others take the leaves behind it in the queue. Which splits enter the tree is decided afterwards, in
-the order of the queue alone; an expansion that the tree did not need is dropped. Nodes too large for one thread are
-expanded one at a time, by all of them.
+that is next, the others take those that the tree will probably need after it. Which splits enter the tree is decided
+afterwards, in the order of the queue alone; an expansion that the tree did not need is dropped. In one process all of
+it is compiled (`trees.loops.team`), but for small tables, which one thread grows node by node.
 
 With rows in several processes every process grows the same tree: histograms are summed over all of them, and decisions
-depend on sums alone. Waiting for each other is the cost, so the leaves at the head of the queue are expanded together,
-in the queue's order, and their histograms summed in one step.
+depend on sums alone. Waiting for each other is the cost, so several leaves are expanded together, and their histograms
+summed in one step.
 """
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
 
 from bitplan.kernels.base.jit import on_threads, thread_count
+from bitplan.trees import team_space
 from bitplan.trees.binning import BinnedRows, Bins
 from bitplan.trees.distributed.shards import ALONE, Shards
 from bitplan.trees.distributed.wire import HistogramSum
-from bitplan.trees.gradients import Array, Gradients
+from bitplan.trees.gradients import Array, GradientPrecision, Gradients
+from bitplan.trees.growth import Growth
 from bitplan.trees.histogram import Histogram, HistogramBuilder
 from bitplan.trees.loops import nodes as queue
 from bitplan.trees.loops import rows as trees_rows
 from bitplan.trees.loops import split as kernels
 from bitplan.trees.loops.histogram import BINS
+from bitplan.trees.team_space import TeamSpace
 from bitplan.trees.tree import Tree
 
-SHARED_ROWS = 2**17  # from here on all threads work on one node
 THREADS_FROM_ROWS = 2**13  # below, starting threads takes longer than they save
-ALL_ROWS = 2**62  # no node is too large
 NODES_A_STEP = 8  # that several processes expand together
 FAR = 1.7976931348623157e308  # the threshold that only missing values are beyond
 
@@ -96,6 +95,7 @@ class TreeGrower:
         self._bounding = rules.monotone if rules.l1 or np.any(rules.monotone) else None
         self._is_category = bins.is_category if np.any(bins.is_category) else None
         self._numbers = rules.numbers
+        self._team: TeamSpace | None = None
         self._space, self._spare = np.empty(data.rows, np.uint64), np.empty(data.rows, np.uint64)
         self._thresholds = np.full((len(bins.edges), 256), FAR)
         for feature, edges in enumerate(bins.edges):
@@ -117,26 +117,39 @@ class TreeGrower:
         self._after_packed = (features[is_category], *self._judging[1:]) if np.any(is_category) else None
         self._builder = HistogramBuilder(self._data, gradients, features)
         self._entries = self._builder.enter(rows, self._space)  # reordered leaf by leaf
+        if self._shards.count == 1 and len(rows) >= team_space.TEAM_ROWS:
+            return self._grow_by_team(gradients, len(rows), features)
         histogram, total_rows = self._builder.build(self._entries, threads=len(rows) >= THREADS_FROM_ROWS), len(rows)
-        if self._shards.count > 1:
-            self._sum = HistogramSum(self._shards, gradients.precision, self._builder, features, self._bins.counts)
-            total_rows = int(self._shards.add(np.array([len(rows)], np.int64), "rows of a tree")[0])
-            (histogram,) = self._sum([histogram], [total_rows])
-        self._growth = growth = _Growth(min(self._rules.max_leaves, max(total_rows, 1)), self._rules.best_first)
+        self._sum = HistogramSum(self._shards, gradients.precision, self._builder, features, self._bins.counts)
+        total_rows = int(self._shards.add(np.array([len(rows)], np.int64), "rows of a tree")[0])
+        (histogram,) = self._sum([histogram], [total_rows])
+        self._growth = growth = Growth(min(self._rules.max_leaves, max(total_rows, 1)), self._rules.best_first)
         growth.set_root(len(rows), histogram.sums(int(features[0])).sum(axis=0))
         self._judge(histogram, histogram, 0, -1)
         growth.open_root()
-        while self._shards.count > 1 and (nodes := growth.take_together(NODES_A_STEP)):
+        while nodes := growth.take_together(1 if self._shards.count == 1 else NODES_A_STEP):
             self._expand_together(nodes)
-        while (node := growth.work_ahead(self._expand)) is not None:
-            self._expand(node, threads=True)
-            growth.finish(node)
         return self._finish(growth)
 
-    def _expand(self, node: int, threads: bool = False) -> None:
-        small, histogram = self._divide(node, threads)
-        if histogram is not None:
-            self._judge_children(node, small, histogram)
+    def _grow_by_team(self, gradients: Gradients, rows: int, features: Array) -> Grown:
+        """By a team of threads, in compiled code from the root to the last leaf."""
+        precise = gradients.precision is GradientPrecision.F32
+        growth = Growth(min(self._rules.max_leaves, max(rows, 1)), self._rules.best_first)
+        growth.set_root(rows, np.zeros(3, np.int64))
+        if self._team is None or self._team.size != thread_count():
+            self._team = TeamSpace(self._data, thread_count())
+        is_category = self._bins.is_category[features]
+        numeric, categories = (features[~is_category], features[is_category]) if self._packed else (features, features)
+        packs = self._packed is not None and not precise
+        self._team.grow(
+            growth,
+            (self._entries, self._spare, self._data.columns),
+            gradients,
+            (numeric, categories, features),
+            (self._bins.counts, self._scales, self._numbers, self._is_category, self._bounding, packs),
+            self._monotone,
+        )
+        return self._finish(growth)
 
     def _expand_together(self, nodes: list[int]) -> None:
         """The same for several nodes and processes: one step for the sums of all."""
@@ -226,7 +239,7 @@ class TreeGrower:
         on_threads(bring_back, list(zip(cuts, rights, ends, strict=True)))
         return left
 
-    def _finish(self, growth: _Growth) -> Grown:
+    def _finish(self, growth: Growth) -> Grown:
         leaves, splits = growth.leaves[: growth.counts[queue.LEAVES]], growth.splits[: growth.counts[queue.SPLITS]]
         at_leaves, at_splits = leaves[:, queue.NODE], splits[:, queue.NODE]
         nodes, left_bins = growth.nodes[at_splits], growth.goes_left[at_splits]
@@ -255,7 +268,7 @@ class TreeGrower:
         leaf_rows = [numbers[start:stop] for start, stop in growth.nodes[at_leaves, : kernels.STOP + 1].tolist()]
         return Grown(tree, leaf_rows, growth.reals[at_leaves, kernels.LOW :], left_bins)
 
-    def _values(self, growth: _Growth, nodes: Array) -> tuple[Array, Array]:
+    def _values(self, growth: Growth, nodes: Array) -> tuple[Array, Array]:
         """What each node's step would be, and its hessian."""
         grads, hess = (
             growth.nodes[nodes, kernels.GRAD] * self._scales[0],
@@ -267,76 +280,6 @@ class TreeGrower:
         known = self._bins.edges[feature]
         chosen: Array = known[goes_left[: len(known)].astype(np.bool_)]
         return chosen
-
-
-class _Growth:
-    """One tree so far: its tables (`trees.loops.nodes`), histograms of leaves that could be split, its threads."""
-
-    def __init__(self, max_leaves: int, best_first: bool, places: int = 0) -> None:
-        places = places or 4 * max_leaves + 2  # half of them for expansions that the tree will not need
-        self.nodes, self.reals = np.zeros((places, kernels.NODE_COLUMNS), np.int64), np.zeros((places, 3))
-        self.goes_left = np.empty((places, BINS), np.uint8)
-        self.leaves, self.splits = np.zeros((max_leaves, 3), np.int64), np.zeros((max_leaves, 3), np.int64)
-        self.counts = np.array([1, 0, 1, 0])  # the root is a leaf, and has a place
-        self.histograms: dict[int, Histogram] = {}
-        self._tables = self.nodes, self.reals, self.leaves, self.splits, self.counts, best_first
-        self._changed = threading.Condition()
-        self._failed = False
-
-    def set_root(self, size: int, totals: Array) -> None:
-        self.nodes[0, kernels.STOP], self.leaves[0, queue.LINK] = size, -1
-        self.nodes[0, kernels.GRAD : kernels.ROWS + 1] = totals
-        self.reals[0, kernels.LOW :] = -np.inf, np.inf
-
-    def open_root(self) -> None:
-        """Put the root into the queue, if it can be split."""
-        self.counts[queue.QUEUED] = self.reals[0, kernels.GAIN] > 0
-
-    def size(self, node: int) -> int:
-        """Rows of this process."""
-        return int(self.nodes[node, kernels.STOP] - self.nodes[node, kernels.START])
-
-    def take(self, shared_rows: int, most: int, done: int = -1) -> int:
-        """`trees.loops.nodes.take`."""
-        return int(queue.take(*self._tables, shared_rows, most, done))
-
-    def take_together(self, most: int) -> list[int]:
-        """The leaves at the head of the queue, as many as the tree has room for and not more than `most`."""
-        taken: list[int] = []
-        while len(taken) < most and (node := self.take(ALL_ROWS, most)) >= 0:
-            taken.append(node)
-        return taken
-
-    def finish(self, node: int) -> None:
-        """The node is expanded."""
-        self.nodes[node, kernels.STATE] = queue.EXPANDED
-
-    def work_ahead(self, expand: Callable[[int], None]) -> int | None:
-        """Expand leaves on all threads, until the next one needs all of them, and take that; None: it was the last."""
-        on_threads(lambda _: self._work(expand), range(thread_count()))
-        node = self.take(ALL_ROWS, NODES_A_STEP)
-        return None if node == queue.COMPLETE else node
-
-    def _work(self, expand: Callable[[int], None]) -> None:
-        """What each thread does: take the best leaf that nobody has taken."""
-        node, most = -1, 2 * thread_count()
-        try:
-            while True:
-                with self._changed:
-                    node = self.take(SHARED_ROWS, most, node)
-                    self._changed.notify_all()
-                    while node == queue.WAIT and not self._failed:
-                        self._changed.wait()
-                        node = self.take(SHARED_ROWS, most)
-                if node < 0 or self._failed:
-                    return
-                expand(node)
-        except BaseException:
-            self._failed = True  # so that no thread waits for what this one had taken
-            raise
-        finally:
-            with self._changed:
-                self._changed.notify_all()
 
 
 def newton_steps(grads: Array, hess: Array, rules: GrowthRules, bounds: Array) -> Array:

@@ -124,9 +124,7 @@ class HistogramBuilder:
 
     def _add_rows(self, entries: Array, cells: Array) -> None:
         held = self._gradients
-        more: tuple[object, ...] = ()
-        if held.precision is GradientPrecision.F32:
-            pairs = np.empty(2 * kernels.CHUNK, np.int64)
-            more = entries.view(np.float32), held.hessians, held.grad_scale, held.hess_scale, pairs
+        pairs = np.empty(2 * kernels.CHUNK if held.precision is GradientPrecision.F32 else 0, np.int64)
+        more = held.hessians.view(np.uint8), held.grad_scale, held.hess_scale, pairs
         for panel, add, first in self._panels:
             add(panel, entries, *more, cells[first * self._narrow :] if first else cells)

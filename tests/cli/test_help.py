@@ -51,6 +51,8 @@ def prepared(tmp_path_factory):
     packed = f"{at}/model.mxfp4.safetensors"
     assert run(["quantize", f"{at}/model.safetensors", packed, "--format", "mxfp4", "--keep", "*norm*"]) == 0
     assert run(["plan", "llama", f"{at}/model.safetensors", "-o", f"{at}/plan.json"]) == 0
+    assert run(["quantize", f"{at}/llama", f"{at}/packed", "--format", "int8_row"]) == 0
+    assert run(["plan", f"{at}/model.safetensors", "--format", "int8_row", "-o", f"{at}/other.json"]) == 0
     assert run(["drift", f"{at}/model.safetensors", packed, "--jsonl", f"{at}/drift.jsonl"]) == 0
     assert run(["merge-policy", "--reports", f"{at}/tp1.json", f"{at}/tp2.json", "--output", f"{at}/policy.json"]) == 0
     return folder
@@ -83,7 +85,9 @@ def test_the_example_works_as_typed(name, prepared, tmp_path, monkeypatch, capsy
     assert run(words) in fine, capsys.readouterr().err
 
 
-@pytest.mark.parametrize("name", sorted(set(ALL) - NOT_HERE - {"confirm-policy", "perplexity"}))  # test it themselves
+@pytest.mark.parametrize(
+    "name", sorted(set(ALL) - NOT_HERE - {"bench", "confirm-policy", "perplexity"})
+)  # test it themselves
 def test_with_json_standard_output_is_one_document(name, prepared, tmp_path, monkeypatch, capsys):
     shutil.copytree(prepared, tmp_path, dirs_exist_ok=True)
     monkeypatch.chdir(tmp_path)

@@ -12,6 +12,8 @@ from typing import Any
 from bitplan.plan import Manifest, Plan, check_headers, expand_raw_map
 from bitplan.plan.check import Header
 from bitplan.records import read_json
+from bitplan.searching import SearchEvidence
+from bitplan.searching.decide.solve import front
 from tests.fuzz.weight_files import written
 
 DOCUMENTS = Path(__file__).parents[2] / "docs" / "documents"
@@ -29,6 +31,12 @@ def example_text(page: str, number: int = 0) -> str:
 @functools.cache
 def _examples(page: str) -> list[tuple[str, str]]:
     return re.findall(r"^```(jsonl?)\n(.*?)^```$", (DOCUMENTS / f"{page}.md").read_text(), re.DOTALL | re.MULTILINE)
+
+
+def read_evidence(path: Path) -> None:
+    evidence = SearchEvidence.load(path)
+    assert front(evidence, points=3)
+    assert SearchEvidence.from_document(json.loads(json.dumps(evidence.to_document()))).to_document()
 
 
 def read_plan(path: Path) -> None:
@@ -187,8 +195,8 @@ def small_report() -> Any:
 
 def read_fp8_policy(path: Path) -> None:
     from bitplan.plan.fp8.choice import choose_products
+    from bitplan.plan.fp8.kinds import KINDS
     from bitplan.plan.fp8.policy import Question, decide, load_policy, read_policy
-    from bitplan.plan.fp8.terms import KINDS
 
     policy = load_policy(path)
     for kind in KINDS:
@@ -226,7 +234,7 @@ def read_fp8_log(path: Path) -> None:
 
 
 def make_list_report(folder: Path) -> list[Path]:
-    from tests.plan.fp8.test_fp8_list_report import case
+    from tests.plan.fp8.test_loongforge_report import case
 
     rows = [*case(4096, 1.2), *case(512, 0.9), *case(424, 1.1, kind="row_grouped", num_gemms=64)]
     return [written(folder / "list.json", json.dumps(rows))]
@@ -241,14 +249,14 @@ def read_list_report(path: Path) -> None:
 
 
 def make_configs(folder: Path) -> list[Path]:
-    from tests.plan.fp8.test_fp8_layers import DEEPSEEK_V3, QWEN3_30B, QWEN3_VL_235B
+    from tests.plan.fp8.test_layers import DEEPSEEK_V3, QWEN3_30B, QWEN3_VL_235B
 
     configs = (DEEPSEEK_V3, QWEN3_30B, QWEN3_VL_235B)
     return [written(folder / f"{number}.json", json.dumps(config)) for number, config in enumerate(configs)]
 
 
 def make_yaml(folder: Path) -> list[Path]:
-    from tests.plan.fp8.test_fp8_yaml import DEEPSEEK, QWEN, SELECTIVE
+    from tests.plan.fp8.test_loongforge_yaml import DEEPSEEK, QWEN, SELECTIVE
 
     written(folder / "deepseek_v3.yaml", DEEPSEEK)
     return [written(folder / f"{name}.yaml", text) for name, text in (("a", DEEPSEEK), ("b", QWEN), ("c", SELECTIVE))]

@@ -25,6 +25,7 @@ from tests.fuzz.document_files import (
     read_calibration,
     read_crossovers,
     read_drift_log,
+    read_evidence,
     read_fp8_log,
     read_fp8_model,
     read_fp8_policy,
@@ -69,8 +70,8 @@ class Reader(NamedTuple):
 
 
 RECORDS = (
-    "plan", "findings", "calibration", "selective-telemetry", "stream-telemetry", "drift", "quality", "fp8-report",
-    "fp8-policy", "crossover", "training-log", "machine", "benchmark-results",
+    "plan", "front", "findings", "calibration", "selective-telemetry", "stream-telemetry", "drift", "quality",
+    "fp8-report", "fp8-policy", "crossover", "training-log", "machine", "benchmark-results",
 )  # fmt: skip
 
 READERS = [
@@ -86,6 +87,7 @@ READERS = [
     Reader("gpt-oss safetensors", "containers", make_gpt_oss("hf", "model.safetensors"), read_gpt_oss),
     Reader("gpt-oss gguf", "containers", make_gpt_oss("gguf", "model.gguf"), read_gpt_oss),
     Reader("plan", "documents", example("plan"), read_plan),
+    Reader("evidence", "documents", example("evidence"), read_evidence),
     Reader("manifest", "documents", example("manifest"), read_manifest),
     Reader("raw map", "documents", example("manifest", 1), read_raw_map),
     Reader("calibration", "documents", example("calibration"), read_calibration),

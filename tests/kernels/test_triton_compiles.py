@@ -6,11 +6,9 @@ suite has Triton interpret.
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-
 import pytest
+
+from tests.processes import compile_with_triton
 
 pytest.importorskip("triton")
 
@@ -80,12 +78,5 @@ REST = [
     ("variants", "names"), [*OFTEN, *(pytest.param(*given, marks=pytest.mark.long) for given in REST)], ids=str
 )
 def test_every_format_compiles_for_hopper(variants: str, names: tuple[str, ...], tmp_path) -> None:
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    environment["TRITON_CACHE_DIR"] = str(tmp_path)
-    program = tmp_path / "compile_for_hopper.py"
-    program.write_text(PROGRAM)
-    done = subprocess.run(
-        [sys.executable, str(program), variants, *names], env=environment, capture_output=True, text=True, timeout=600
-    )
-    assert done.returncode == 0, done.stdout[-500:] + done.stderr[-3000:]
-    assert done.stdout.split() == [word for name in names for word in ("compiled", name)]
+    printed = compile_with_triton(PROGRAM, variants, *names, folder=tmp_path)
+    assert printed.split() == [word for name in names for word in ("compiled", name)]

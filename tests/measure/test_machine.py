@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from bitplan.kernels.codec import dispatch
-from bitplan.kernels.matmul import cpu_matmul
+from bitplan.kernels.matmul import cpu_fused
 from bitplan.measure import machine
-from bitplan.measure.lacks import CPU_TORCH, find_lacks
 from bitplan.measure.machine import examine_machine, find_libraries, measure_bandwidth, meets
+from bitplan.measure.missing_features import CPU_TORCH, find_lacks
 from tests.processes import Program
 
 
@@ -116,7 +116,7 @@ FACTS = {
     "has_gpu": True,
     "has_triton": True,
     "has_cuda_libraries": True,
-    "four_bit_refused": None,
+    "packed_refused": None,
     "missing": [],
     "cpu_flags": {"bf16"},
 }
@@ -131,7 +131,7 @@ FACTS = {
         ({"has_triton": False}, [("Triton", "FP8 layers are refused", "pip install triton")]),
         ({"has_gpu": False}, [("a GPU", "FP8 is emulated", CPU_TORCH)]),
         ({"has_gpu": False, "has_cuda_libraries": False, "has_triton": False}, [("a GPU", "FP8 is emulated", None)]),
-        ({"four_bit_refused": "why"}, [("a 4-bit kernel of torch for this CPU", "decode their matrices", None)]),
+        ({"packed_refused": "why"}, [("products with packed weights on this CPU", "decode their matrices", None)]),
         ({"missing": [("scikit-learn", "trees")]}, [("scikit-learn", "no boosted", "pip install 'bitplan[trees]'")]),
     ],
 )
@@ -142,11 +142,11 @@ def test_what_a_machine_lacks_and_what_that_costs(facts, message):
 
 
 def test_the_document_says_what_is_lacking(monkeypatch):
-    monkeypatch.setattr(cpu_matmul, "_why_not_here", lambda: "no kernel")
+    monkeypatch.setattr(cpu_fused, "_why_not_here", lambda: "no kernel")
     monkeypatch.setattr(machine, "cpu_flags", lambda: {"avx2"})
     lacks = {each["what"]: each["costs"] for each in examine_machine(measure=False)["lacks"]}
     assert "bfloat16 products in this CPU" in lacks
-    assert lacks["a 4-bit kernel of torch for this CPU"].endswith("(no kernel)")
+    assert lacks["products with packed weights on this CPU"].endswith("(no kernel)")
     assert ("a GPU" in lacks) == (not torch.cuda.is_available())
 
 

@@ -5,9 +5,6 @@ from __future__ import annotations
 import json
 import math
 import signal
-import subprocess
-import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -15,7 +12,7 @@ import safetensors.torch
 import torch
 
 from bitplan.errors import FormatError, NonFiniteError, PlanError, StoreError
-from bitplan.formats import encode, get_format, list_formats
+from bitplan.formats import encode, get_format
 from bitplan.plan import Choice, Manifest, Plan
 from bitplan.plan.plan import Planned
 from bitplan.store.compare import compare_files
@@ -24,6 +21,7 @@ from bitplan.store.files.safetensors import write_safetensors
 from bitplan.store.files.tensor_file import Promise
 from bitplan.store.models.save_load import load_model
 from bitplan.store.quantize import quantize_file
+from tests.formats.samples import SMALL_BLOCKS
 from tests.processes import BITPLAN, Program
 
 MB = 2**20
@@ -46,7 +44,7 @@ def source(tmp_path):
     return tmp_path / "in.safetensors"
 
 
-@pytest.mark.parametrize("fmt", [fmt.name for fmt in list_formats()])
+@pytest.mark.parametrize("fmt", [fmt.name for fmt in SMALL_BLOCKS])
 def test_every_format(fmt, source, tmp_path):
     report = quantize_file(source, tmp_path / "out.safetensors", fmt)
     with open_tensors(tmp_path / "out.safetensors") as file:
@@ -168,7 +166,7 @@ def write_as_gguf(weights, path):
 
 def test_gguf_is_written_from_gguf_alone(source, tmp_path):
     """Other files have neither llama.cpp's names nor its metadata."""
-    with pytest.raises(StoreError, match=r"out.gguf: GGUF is written from GGUF alone: .*convert_hf_to_gguf.py first"):
+    with pytest.raises(StoreError, match=r"out.gguf: GGUF is written from GGUF alone: .*bitplan export --to gguf"):
         quantize_file(source, tmp_path / "out.gguf", "q8_0_gguf")
     assert not (tmp_path / "out.gguf").exists()
 
@@ -273,12 +271,14 @@ def test_shards_can_become_one_file(tmp_path):
     assert not compare_files(tmp_path / "in", tmp_path / "one.safetensors").findings
 
 
-def test_a_folder_is_never_overwritten_and_a_failure_leaves_none(tmp_path):
+def test_only_a_models_folder_is_replaced_and_a_failure_leaves_none(tmp_path):
     write_shards(tmp_path / "in")
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "kept").touch()
-    with pytest.raises(StoreError, match="out: is not empty; a folder is never overwritten"):
+    with pytest.raises(StoreError, match="out: exists already; replace it with --force"):
         quantize_file(tmp_path / "in", tmp_path / "out", "int8")
+    with pytest.raises(StoreError, match=r"out: is not empty and has no config.json.* --force does not replace it"):
+        quantize_file(tmp_path / "in", tmp_path / "out", "int8", force=True)
     bad = tensors()["blocks.0.up.weight"]
     bad[0, 0] = torch.nan
     safetensors.torch.save_file({"blocks.0.up.weight": bad}, tmp_path / "in" / "model-0.safetensors")
@@ -371,6 +371,7 @@ def large_file(path, count):
 PEAK = """
 import re, sys
 from bitplan.cli import run
+from tests.formats.samples import SMALL_BLOCKS
 import torch, bitplan.store.quantize, bitplan.kernels.codec.cpu_codec  # what they take is none of the file's
 def memory(word):
     return 1024 * int(re.search(word + r":\\s+(\\d+) kB", open("/proc/self/status").read())[1])
@@ -475,14 +476,11 @@ def test_a_missing_folder_is_named(source, tmp_path):
 def test_ctrl_c_says_so_and_leaves_the_old_file(tmp_path):
     large_file(tmp_path / "in.safetensors", 3)
     (tmp_path / "out.safetensors").write_bytes(b"old")
-    command = [sys.executable, "-m", "bitplan", "quantize", "in.safetensors", "out.safetensors"]
-    process = subprocess.Popen([*command, "-f", "nvfp4", "--force"], cwd=tmp_path, stderr=subprocess.PIPE, text=True)
-    while process.poll() is None and not is_writing(tmp_path):
-        time.sleep(0.005)
-    process.send_signal(signal.SIGINT)
-    _, message = process.communicate()
-    assert process.returncode == 130
-    assert message == "bitplan: interrupted; a file that was being written is as it was before\n"
+    arguments = ("quantize", "in.safetensors", "out.safetensors", "-f", "nvfp4", "--force")
+    program = Program(BITPLAN, *arguments, folder=tmp_path)
+    program.wait_until(lambda: is_writing(tmp_path))
+    assert program.signal(signal.SIGINT) == 130
+    assert program.errors == "bitplan: interrupted; a file that was being written is as it was before\n"
     assert sorted(path.name for path in tmp_path.iterdir()) == ["in.safetensors", "out.safetensors"]
     assert (tmp_path / "out.safetensors").read_bytes() == b"old"
 

@@ -8,11 +8,16 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from bitplan.kernels.base.jit import use_threads
-from bitplan.trees import grow, histogram
+from bitplan.trees import histogram, team_space
 from bitplan.trees.gradients import GradientPrecision, prepare
 from bitplan.trees.grow import TreeGrower
 from tests.trees.naive import NaiveGrower
 from tests.trees.samples import binned, rules, table
+
+
+@pytest.fixture(autouse=True)
+def by_a_team(monkeypatch):
+    monkeypatch.setattr(team_space, "TEAM_ROWS", 0)
 
 
 def assert_same_tree(grown, splits, leaves):
@@ -43,15 +48,15 @@ def both(x, y, precision, tree_rules, categorical=(), features=None, key=7, rows
     return grown
 
 
-@pytest.mark.parametrize("precision", GradientPrecision)
-@pytest.mark.parametrize(
+@pytest.mark.cross("precision", GradientPrecision)
+@pytest.mark.cross(
     "changes",
     [
         {},
         {"best_first": False},
         {"max_depth": 3, "l2": 1.0},
         {"l1": 3.0, "min_child_weight": 8.0},
-        {"min_gain": 2.0, "min_child_rows": 1, "max_leaves": 100},
+        {"min_gain": 2.0, "min_child_rows": 1, "max_leaves": 40},
         {"monotone": np.array([1, -1, 0, 0, 1])},
         {"max_leaves": 1},
     ],
@@ -115,8 +120,16 @@ def test_any_table_equals_naive(seed, precision, features, rows, missing, l1, be
 
 
 @pytest.mark.parametrize("precision", GradientPrecision)
+@pytest.mark.parametrize("changes", [{}, {"best_first": False}, {"monotone": np.array([1, -1, 0, 0, 1])}], ids=str)
+def test_small_tables_equal_naive(precision, changes, monkeypatch):
+    monkeypatch.setattr(team_space, "TEAM_ROWS", 2**62)
+    x, y = table(missing=0.1)
+    both(x, y, precision, rules(**changes))
+
+
+@pytest.mark.parametrize("precision", GradientPrecision)
 def test_threads_change_nothing(precision, monkeypatch):
-    monkeypatch.setattr(grow, "SHARED_ROWS", 2000)  # so that this table has nodes of both kinds
+    monkeypatch.setattr(team_space, "SHARED_ROWS", 2000)  # so that this table has nodes of both kinds
     x, y = table(6000, 20, missing=0.05)
     data, bins = binned(x)
     gradients = prepare(y.astype(np.float32), np.ones(len(y), np.float32), precision, 3)
@@ -132,14 +145,20 @@ def test_threads_change_nothing(precision, monkeypatch):
             np.testing.assert_array_equal(np.sort(a), np.sort(b))
 
 
-def test_an_error_in_one_thread_ends_all(monkeypatch):
-    def broken(_self, _node):
-        raise RuntimeError("broken on purpose")
+@pytest.mark.parametrize("who", [0, 1])
+def test_an_error_in_one_thread_ends_all(monkeypatch, who):
+    """A team whose member fails to come does not wait for it."""
+    grow_tree = team_space.loops.grow_tree
+
+    def broken(me, *arguments):
+        if me == who:
+            raise RuntimeError("broken on purpose")
+        grow_tree(me, *arguments)
 
     x, y = table(3000, 4)
     data, bins = binned(x)
     gradients = prepare(y.astype(np.float32), np.ones(len(y), np.float32), GradientPrecision.I16, 3)
     grower = TreeGrower(data, bins, rules(4))
-    monkeypatch.setattr(TreeGrower, "_expand", broken)
-    with use_threads(2), pytest.raises(RuntimeError, match="on purpose"):
+    monkeypatch.setattr(team_space.loops, "grow_tree", broken)
+    with use_threads(3), pytest.raises(RuntimeError, match="on purpose"):
         grower.grow(gradients, np.arange(len(x), dtype=np.uint32), np.arange(4))

@@ -123,7 +123,7 @@ def inspect(
 
 def quantize(
     source: Annotated[Path, typer.Argument(metavar="IN", help="What `inspect` opens.")],
-    output: Annotated[Path, typer.Argument(metavar="OUT", help=".safetensors, .gguf, .json, or a folder for shards.")],
+    output: Annotated[Path, typer.Argument(metavar="OUT", help=".safetensors, .gguf, .json, or a folder.")],
     fmt: Annotated[
         str | None,
         typer.Option(
@@ -142,6 +142,10 @@ def quantize(
     ] = None,
     only: Annotated[list[str] | None, typer.Option(help="Quantize these and nothing else.")] = None,
     scale_rule: Annotated[Rule | None, typer.Option(help="How scales are chosen.")] = None,
+    evidence: Annotated[
+        Path | None,
+        typer.Option(help="Better numbers in the same bytes, from statistics: evidence.safetensors, imatrix.gguf."),
+    ] = None,
     pad: Annotated[Literal["zero"] | None, typer.Option(help="Fill a last block that is not whole.")] = None,
     nonfinite: Annotated[
         Literal["error", "replace"], typer.Option(help="NaN and infinity: stop, or replace by 0 and the largest.")
@@ -154,20 +158,22 @@ def quantize(
     Example: bitplan quantize model.safetensors model.mxfp4.safetensors --format mxfp4 --keep '*embed*'
     """
     from bitplan.plan import Plan, open_manifest
-    from bitplan.records import check_output_folder
     from bitplan.store.files.headers import plan_for_file
     from bitplan.store.files.open_files import container_for, open_tensors
+    from bitplan.store.packed_folder import check_packed_output
 
     # What can be refused without torch is, for importing it takes seconds.
     if sum(given is not None for given in (fmt, manifest, plan)) != 1:
         raise typer.BadParameter("give one of --format, --manifest and --plan")
+    if evidence is not None and scale_rule is not None:
+        raise typer.BadParameter("give one of --evidence and --scale-rule: each chooses the scales")
     with open_tensors(source) as file:
         total = sum(spec.nbytes for spec in file.specs.values())
-        inputs = [*file.files, *(Path(given) for given in (manifest, plan) if given is not None)]
+        inputs = [*file.files, *(Path(given) for given in (manifest, plan, evidence) if given is not None)]
         if container := container_for(output):
             container.check_output(output, inputs=inputs, force=force)
-        else:  # a folder for shards
-            check_output_folder(output)
+        else:  # a folder
+            check_packed_output(output, inputs=inputs, force=force)
         given = Plan.load(plan) if plan is not None else open_manifest(manifest) if manifest is not None else fmt or ""
         may_pad = pad is not None
         chosen = plan_for_file(file, given, keep=keep or (), only=only or (), pad=may_pad, output=output)
@@ -181,6 +187,8 @@ def quantize(
             chosen,
             scale_rule=scale_rule,
             nonfinite=nonfinite,
+            evidence=evidence,
+            force=force,
             on_tensor=lambda spec: advance(spec.nbytes, spec.name),
         )
     for warning in report.warnings:

@@ -5,14 +5,19 @@ from __future__ import annotations
 import sys
 from collections import Counter
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from bitplan.cli.complete import manifest_names, shipped_names
 from bitplan.cli.quick_parsing import QuickCommand, QuickGroup
 from bitplan.cli.show import Force, Json, human_bytes, progress, say, show_json, table
+from bitplan.cli.verbs.search import Bits, Bytes, Faster, MaxKl, Rows
 from bitplan.text import counted
+
+if TYPE_CHECKING:
+    from bitplan.plan import Plan
+    from bitplan.searching.goal import Goal
 
 manifest_app = typer.Typer(
     name="manifest", cls=QuickGroup, help="Show, expand or describe manifests.", no_args_is_help=True
@@ -28,27 +33,48 @@ Checkpoint = Annotated[Path, typer.Argument(metavar="CHECKPOINT", help="What `bi
 
 
 def check(
-    manifest: ManifestName,
-    checkpoint: Checkpoint,
+    arguments: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="[MANIFEST] CHECKPOINT",
+            help="Rules (not of a folder that `quantize` wrote: its own plan), and what `inspect` opens.",
+            autocompletion=manifest_names,
+        ),
+    ],
     deep: Annotated[
         bool, typer.Option("--deep", help="Read the data too: NaN, infinity, scales at the end of their range.")
     ] = False,
     as_json: Json = False,
 ) -> None:
-    """Check a manifest against a checkpoint's headers, and with --deep its numbers. Exit 1 when there are findings.
+    """Check a checkpoint's headers against a manifest, and with --deep its numbers. Exit 1 when there are findings.
 
-    A float tensor of another dtype than its format's is none: `bitplan quantize` casts it.
+    A folder that `bitplan quantize` wrote is held against its own config and plan. Under a manifest, a float tensor of
+    another dtype than its format's is no finding: `bitplan quantize` casts it.
 
     Example: bitplan check llama model.safetensors --deep
     """
     from bitplan.plan import Header, check_headers, open_manifest
     from bitplan.plan.check import CAST
     from bitplan.store.files.open_files import open_tensors
+    from bitplan.store.packed_folder import plan_findings, read_config, read_packed_plan
 
-    rules = open_manifest(manifest)
+    if len(arguments) > 2:
+        raise typer.BadParameter("give MANIFEST and CHECKPOINT, or a folder that `bitplan quantize` wrote")
+    *given, checkpoint = arguments
+    manifest = given[0] if given else "its own plan"
+    rules = open_manifest(manifest) if given else None
+    packed = None
+    if rules is None:
+        if not Path(checkpoint).is_dir():
+            raise typer.BadParameter(
+                f"{checkpoint} alone says nothing to check; give MANIFEST and CHECKPOINT (`bitplan manifest show` has "
+                "the manifests), or a folder that `bitplan quantize` wrote"
+            )
+        packed = read_packed_plan(Path(checkpoint), read_config(Path(checkpoint)))
     with open_tensors(checkpoint) as file:
         headers = {name: Header(spec.format, spec.shape, spec.nbytes) for name, spec in file.specs.items()}
-        problems = check_headers(rules, headers)
+        problems = check_headers(rules, headers) if rules is not None else []
+        problems += [] if packed is None else plan_findings(packed, file)
         findings = [finding for finding in problems if finding.code != CAST]
         casts = Counter(headers[finding.where].dtype for finding in problems if finding.code == CAST)
         total = sum(header.nbytes for header in headers.values())
@@ -73,9 +99,9 @@ def check(
 
 def plan(
     arguments: Annotated[
-        list[str],
+        list[str] | None,
         typer.Argument(metavar="[MANIFEST] MODEL", help="Rules (not with --format), and what `inspect` opens."),
-    ],
+    ] = None,
     fmt: Annotated[
         str | None,
         typer.Option("--format", "-f", help="Without a manifest: weights in this format, by built-in rules."),
@@ -83,12 +109,23 @@ def plan(
     keep: Annotated[
         list[str] | None, typer.Option(help=r"Leave tensors of this name or shell pattern (* ? \[ab]).")
     ] = None,
+    source: Annotated[
+        Path | None,
+        typer.Option(
+            "--from", metavar="EVIDENCE", help="Solve again from evidence.json of `bitplan search`: no model."
+        ),
+    ] = None,
+    bits: Bits = None,
+    size: Bytes = None,
+    max_kl: MaxKl = None,
+    faster: Faster = None,
+    rows: Rows = 1,
     output: Annotated[Path | None, typer.Option("--output", "-o", help="Write the plan as JSON here.")] = None,
     mermaid: Annotated[bool, typer.Option("--mermaid", help="Print a mermaid diagram instead of a table.")] = False,
     force: Force = False,
     as_json: Json = False,
 ) -> None:
-    """The format of every tensor of a checkpoint, the rule that says so, and the bytes: by a manifest, or by --format.
+    """The format of every tensor of a checkpoint, why, and the bytes: by a manifest, by --format, or --from evidence.
 
     Example: bitplan plan model.safetensors --format int8_row -o plan.json
     """
@@ -97,11 +134,19 @@ def plan(
     from bitplan.store.files.headers import plan_for_file
     from bitplan.store.files.open_files import open_tensors
 
+    if source is not None:
+        if arguments or fmt or keep:
+            raise typer.BadParameter("--from has the model's tensors: give a goal (--bits 4) and no MODEL or --format")
+        resolved = _solved(source, _goal(bits, size, max_kl, faster, rows), output, force)
+        _show_plan(resolved, f"{source}", output, mermaid=mermaid, as_json=as_json)
+        return
+    if any(given is not None for given in (bits, size, max_kl, faster)):
+        raise typer.BadParameter("a goal (--bits, --bytes, --max-kl, --faster) goes with --from EVIDENCE")
     expected = 2 if fmt is None else 1
-    if len(arguments) != expected:
+    if arguments is None or len(arguments) != expected:
         raise typer.BadParameter(
             "give MODEL with --format F (such as int8_row), or MANIFEST and MODEL "
-            "(`bitplan manifest show` has the manifests)"
+            "(`bitplan manifest show` has the manifests), or --from EVIDENCE with a goal"
         )
     *manifest, checkpoint = arguments
     rules = open_manifest(manifest[0]) if manifest else None
@@ -110,6 +155,32 @@ def plan(
             check_output(output, inputs=[*manifest, *file.files], force=force)
         how_to_fill = '"padding": "zero" in the manifest'
         resolved = plan_for_file(file, rules or fmt or "", keep=keep or (), how_to_fill=how_to_fill)
+    _show_plan(
+        resolved, f"{checkpoint} under {manifest[0] if manifest else fmt}", output, mermaid=mermaid, as_json=as_json
+    )
+
+
+def _goal(bits: float | None, size: str | None, max_kl: float | None, faster: float | None, rows: int) -> Goal:
+    from bitplan.searching.goal import Goal, parse_bytes
+
+    return Goal(bits, None if size is None else parse_bytes(size), max_kl, faster, rows)
+
+
+def _solved(source: Path, goal: Goal, output: Path | None, force: bool) -> Plan:
+    """The best plan for a goal, from evidence alone."""
+    from bitplan.records import check_output
+    from bitplan.searching.decide.explain import explain_plan
+    from bitplan.searching.decide.solve import solve
+    from bitplan.searching.evidence import SearchEvidence
+
+    if output is not None:
+        check_output(output, inputs=[source], force=force)
+    evidence = SearchEvidence.load(source)
+    solution = solve(evidence, goal)
+    return explain_plan(evidence, solution.choice, rows=goal.rows if goal.faster is not None else None)
+
+
+def _show_plan(resolved: Plan, title: str, output: Path | None, *, mermaid: bool, as_json: bool) -> None:
     if output is not None:
         resolved.save(output)
     if as_json:
@@ -122,7 +193,7 @@ def plan(
     for row in rows:
         row["nbytes"] = human_bytes(row["nbytes"])
         row["shape"] = "x".join(map(str, row["shape"] or ()))
-    table(f"{checkpoint} under {manifest[0] if manifest else fmt}", rows)
+    table(title, rows)
     sizes = [
         {
             **row._asdict(),

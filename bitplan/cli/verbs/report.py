@@ -13,7 +13,7 @@ from bitplan.cli.show import Force, human_bytes, say, show_json
 def report(
     records: Annotated[
         list[Path],
-        typer.Argument(metavar="RECORDS...", help="JSON and JSONL files, of any kind and in any number."),
+        typer.Argument(metavar="RECORDS...", help="JSON and JSONL files, and folders that `quantize` wrote."),
     ],
     output: Annotated[Path, typer.Option("--output", "-o", help="The page: one HTML file.")] = Path("report.html"),
     title: Annotated[str, typer.Option(help="The heading of the page.")] = "bitplan report",
@@ -28,7 +28,9 @@ def report(
     """
     from bitplan.records import check_output
     from bitplan.report import write_report
+    from bitplan.store.packed_folder import plan_path
 
+    records = [plan_path(each) if each.is_dir() else each for each in records]
     check_output(output, inputs=records, force=force)
     sections = write_report(records, output, title=title)
     size = output.stat().st_size

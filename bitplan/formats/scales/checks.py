@@ -27,6 +27,7 @@ from bitplan.formats.codec import _codes_of_tile
 from bitplan.formats.elements import BinaryElement, E2M1Element, IntegerElement, TorchFloat8Element
 from bitplan.formats.encoded import Encoded
 from bitplan.formats.format import Format
+from bitplan.formats.gguf.blocks import GgufBlocks
 from bitplan.formats.scales.rules import E8M0_NAN, BasedScales, PowerOfTwoScales
 from bitplan.formats.tiles import tile_of_grid, tiles, to_blocks
 
@@ -156,8 +157,10 @@ def _edges(fmt: Format, scales: Tensor) -> tuple[int, int, Tensor]:
 def block_flags(encoded: Encoded) -> BlockFlags:
     """Flags and counts per block of an encoding that has blocks, on its device."""
     fmt = encoded.fmt
-    assert encoded.scales is not None
     grid = fmt.grid(encoded.shape)
+    if isinstance(fmt, GgufBlocks):
+        return _flags_of_blocks(fmt, encoded, grid)
+    assert encoded.scales is not None
     zeros, at_end, undefined, numbers = _count_codes(encoded, grid)
     scales = scale_flags(fmt, encoded.scales.reshape(grid), encoded.base)
     crowded = (2 * at_end >= numbers) & (numbers > 0) if isinstance(fmt.scales, BasedScales) else scales.top
@@ -171,6 +174,14 @@ def block_flags(encoded: Encoded) -> BlockFlags:
         undefined=undefined,
         numbers=numbers,
     )
+
+
+def _flags_of_blocks(fmt: GgufBlocks, encoded: Encoded, grid: tuple[int, int]) -> BlockFlags:
+    """Of blocks that hold their own scales: which have float16 numbers that are not finite; codes are not counted."""
+    halves = fmt.stored_scales(encoded.data)
+    nan, infinite = halves.isnan().any(dim=1).reshape(grid), halves.isinf().any(dim=1).reshape(grid)
+    none, counts = torch.zeros_like(nan), torch.zeros(grid, dtype=torch.int32, device=encoded.device)
+    return BlockFlags(nan, infinite, infinite, none, counts, counts, counts, counts + fmt.layout.numbers)
 
 
 def every_code_is_defined(fmt: Format) -> bool:

@@ -87,6 +87,10 @@ def requantize(
         )
     if fmt.is_cast:
         return encode(x, fmt, scale_rule=scale_rule, name=name), DriftCounts()
+    if fmt.is_opaque:
+        return _encode_again(
+            encoded, encode(x, fmt, scale_rule=scale_rule, importance=importance, pad="zero", name=name)
+        )
     rule = check_options(fmt, scale_rule, importance, None, None, encoded.shape, name)
     matrix = finite(x, "error", name).reshape(fmt.matrix_shape(encoded.shape))
     check_magnitude(fmt, matrix, name)
@@ -98,6 +102,13 @@ def requantize(
         again, counts = _requantize_blocks(encoded, matrix, wanted, base)
     check_scales(again, name)
     return again, counts
+
+
+def _encode_again(old: Encoded, new: Encoded) -> tuple[Encoded, DriftCounts]:
+    """Blocks that hold their own scales are searched anew: those whose bytes changed count as rebased."""
+    blocks = math.prod(old.fmt.grid(old.shape))
+    one, two = (each.data.reshape(blocks, -1) if blocks else each.data for each in (old, new))
+    return new, DriftCounts(blocks, rebased=int((one != two).any(dim=-1).sum()) if blocks else 0)
 
 
 def _requantize_blocks(

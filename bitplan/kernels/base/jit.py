@@ -21,6 +21,9 @@ from typing import Any, TypeVar
 
 import numba
 import torch
+from llvmlite import ir  # type: ignore[import-untyped]
+from numba.core import cgutils, types
+from numba.extending import intrinsic
 
 Piece = TypeVar("Piece")
 Result = TypeVar("Result")
@@ -42,6 +45,35 @@ def inlined(function: Callable[..., Any]) -> Any:
 def called(function: Callable[..., Any]) -> Any:
     """The same for a large part, which kernels call."""
     return numba.njit(function, error_model="numpy", no_cpython_wrapper=True, no_cfunc_wrapper=True)
+
+
+def address_of(kernel: Any, *examples: Any) -> int:
+    """Where the machine code of a `compiled` kernel lies for arguments of these types, for `call_at` in other kernels.
+
+    A kernel that is called by name is compiled into its caller, and again into that one's; by address it is not.
+    """
+    kinds = tuple(map(numba.typeof, examples))
+    kernel.compile(kinds)
+    made = kernel.overloads[kinds]
+    return int(made.library.get_pointer_to_function(made.fndesc.llvm_func_name))
+
+
+def _caller(result: Any) -> Any:
+    def build(_typing: Any, address: Any, arguments: Any) -> Any:
+        def generate(context: Any, builder: Any, _signature: Any, values: Any) -> Any:
+            kind = context.call_conv.get_function_type(result, arguments.types)
+            function = builder.inttoptr(values[0], ir.PointerType(kind))
+            parts = cgutils.unpack_tuple(builder, values[1], len(arguments.types))
+            _, made = context.call_conv.call_function(builder, function, result, arguments.types, parts)
+            return context.get_dummy_value() if result is types.void else made
+
+        return result(address, arguments), generate
+
+    return intrinsic(build)
+
+
+# call_at(address, (argument, ...)) of a kernel that returns an int64; run_at of one that returns nothing.
+call_at, run_at = _caller(types.int64), _caller(types.void)
 
 
 _chosen: contextvars.ContextVar[int | None] = contextvars.ContextVar("threads", default=None)

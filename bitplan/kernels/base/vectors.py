@@ -46,7 +46,7 @@ class _VectorModel(models.PrimitiveModel):  # type: ignore[misc]
         super().__init__(manager, vector, ir.VectorType(manager.lookup(vector.lane).get_value_type(), vector.width))
 
 
-class _Writer:
+class VectorWriter:
     """What it takes to write one operation in LLVM: numba's context and builder, and the types of the arguments."""
 
     def __init__(self, context: Any, builder: Any, kinds: Sequence[Any]) -> None:
@@ -82,12 +82,12 @@ class _Writer:
         return self.builder.call(cgutils.get_or_insert_function(self.builder.module, kind, name), values)
 
 
-def _define(arity: int, result: Callable[..., Any], emit: Callable[..., Any]) -> Any:
+def define(arity: int, result: Callable[..., Any], emit: Callable[..., Any]) -> Any:
     """A function for kernels: `result(*types)` is its type, `emit(writer, *values)` its code."""
 
     def build(*kinds: Any) -> Any:
         def generate(context: Any, builder: Any, _signature: Any, values: Any) -> Any:
-            return emit(_Writer(context, builder, kinds), *values)
+            return emit(VectorWriter(context, builder, kinds), *values)
 
         return result(*kinds)(*kinds), generate
 
@@ -102,9 +102,9 @@ def _define(arity: int, result: Callable[..., Any], emit: Callable[..., Any]) ->
 # ---- arithmetic, lane by lane -------------------------------------------------------------------------------------
 
 
-def _lanewise(emit: Callable[..., Any], arity: int = 2) -> Any:
+def lanewise(emit: Callable[..., Any], arity: int = 2) -> Any:
     """A function of vectors and scalars; `emit(writer, *vectors)` writes the instruction."""
-    return _define(
+    return define(
         arity,
         lambda *kinds: next(kind for kind in kinds if isinstance(kind, VectorType)),
         lambda writer, *values: emit(writer, *writer.operands(values)),
@@ -115,41 +115,41 @@ def _instruction(integer: str, floating: str = "") -> Callable[..., Any]:
     return lambda writer, a, b: getattr(writer.builder, floating if writer.vector.is_float else integer)(a, b)
 
 
-def _shift_right(writer: _Writer, a: Any, b: Any) -> Any:
+def _shift_right(writer: VectorWriter, a: Any, b: Any) -> Any:
     return writer.builder.ashr(a, b) if writer.vector.lane.signed else writer.builder.lshr(a, b)
 
 
 def _better(sign: str) -> Callable[..., Any]:
-    def emit(writer: _Writer, a: Any, b: Any) -> Any:
+    def emit(writer: VectorWriter, a: Any, b: Any) -> Any:
         compare = writer.builder.icmp_signed if writer.vector.lane.signed else writer.builder.icmp_unsigned
         return writer.builder.select(compare(sign, a, b), a, b)
 
     return emit
 
 
-def _greater(writer: _Writer, a: Any, b: Any) -> Any:
+def _greater(writer: VectorWriter, a: Any, b: Any) -> Any:
     compare = writer.builder.icmp_signed if writer.vector.lane.signed else writer.builder.icmp_unsigned
     return writer.builder.sext(compare(">", a, b), a.type)
 
 
-def _multiply_add(writer: _Writer, a: Any, b: Any, c: Any) -> Any:
+def _multiply_add(writer: VectorWriter, a: Any, b: Any, c: Any) -> Any:
     product = writer.builder.fmul(a, b, flags=("contract",))
     return writer.builder.fadd(product, c, flags=("contract",))
 
 
-def _largest(writer: _Writer, value: Any) -> Any:
+def _largest(writer: VectorWriter, value: Any) -> Any:
     lane = writer.vector.lane
     name = f"llvm.vector.reduce.{'s' if lane.signed else 'u'}max.v{writer.vector.width}i{lane.bitwidth}"
     return writer.call(name, writer.llvm(lane), [value])
 
 
-minimum = _lanewise(_better("<"))  # integers
-maximum = _lanewise(_better(">"))
-greater = _lanewise(_greater)  # all ones where a > b, else zero; integers
-copysign = _lanewise(lambda writer, a, b: writer.call(f"llvm.copysign.v{writer.vector.width}f32", a.type, [a, b]))
+minimum = lanewise(_better("<"))  # integers
+maximum = lanewise(_better(">"))
+greater = lanewise(_greater)  # all ones where a > b, else zero; integers
+copysign = lanewise(lambda writer, a, b: writer.call(f"llvm.copysign.v{writer.vector.width}f32", a.type, [a, b]))
 # a * b + c, in one instruction where the CPU has it: only for products that are exact, so that it does not matter.
-multiply_add = _lanewise(_multiply_add, arity=3)
-largest = _define(1, lambda vector: vector.lane, _largest)  # the largest lane, integers
+multiply_add = lanewise(_multiply_add, arity=3)
+largest = define(1, lambda vector: vector.lane, _largest)  # the largest lane, integers
 
 _OPERATORS = {
     operator.add: _instruction("add", "fadd"),
@@ -174,7 +174,7 @@ def _teach(symbol: Any, emit: Callable[..., Any]) -> None:
             return None if vector is None else signature(vector, *map(unliteral, args))
 
     def generate(context: Any, builder: Any, signature: Any, values: Any) -> Any:
-        writer = _Writer(context, builder, signature.args)
+        writer = VectorWriter(context, builder, signature.args)
         return emit(writer, *writer.operands(values))
 
     for kinds in ((VectorType, VectorType), (VectorType, types.Number), (types.Number, VectorType)):
@@ -188,41 +188,41 @@ for _symbol, _emit in _OPERATORS.items():
 # ---- memory -------------------------------------------------------------------------------------------------------
 
 
-def _load(writer: _Writer, array: Any, index: Any, _width: Any) -> Any:
+def _load(writer: VectorWriter, array: Any, index: Any, _width: Any) -> Any:
     kind, _, width = writer.kinds
     pointed = ir.VectorType(writer.llvm(kind.dtype), width.literal_value)
     return writer.builder.load(writer.pointer(array, index, pointed), align=kind.dtype.bitwidth // 8)
 
 
-def _store(writer: _Writer, array: Any, index: Any, vector: Any) -> Any:
+def _store(writer: VectorWriter, array: Any, index: Any, vector: Any) -> Any:
     writer.builder.store(vector, writer.pointer(array, index, vector.type), align=writer.vector.lane.bitwidth // 8)
     return writer.context.get_dummy_value()
 
 
-def _prefetch(writer: _Writer, array: Any, index: Any) -> Any:
+def _prefetch(writer: VectorWriter, array: Any, index: Any) -> Any:
     hints = [ir.Constant(INT32, hint) for hint in (0, 0, 1)]  # for reading, soon and not again, data
     writer.call("llvm.prefetch.p0", ir.VoidType(), [writer.pointer(array, index, ir.IntType(8)), *hints])
     return writer.context.get_dummy_value()
 
 
 # load(array, index, width), width a literal; store(array, index, vector): contiguous arrays.
-load = _define(3, lambda array, _index, width: VectorType(array.dtype, width.literal_value), _load)
-store = _define(3, lambda _array, _index, _vector: types.void, _store)
+load = define(3, lambda array, _index, width: VectorType(array.dtype, width.literal_value), _load)
+store = define(3, lambda _array, _index, _vector: types.void, _store)
 # Ask for the cache line at array[index], which may lie past the end: a hint, never a fault.
-prefetch = _define(2, lambda _array, _index: types.void, _prefetch)
+prefetch = define(2, lambda _array, _index: types.void, _prefetch)
 
 
 # ---- other lane types: f(vector, numpy type) ----------------------------------------------------------------------
 
 
 def _convert(emit: Callable[..., Any]) -> Any:
-    def write(writer: _Writer, value: Any, _lane: Any) -> Any:
+    def write(writer: VectorWriter, value: Any, _lane: Any) -> Any:
         return emit(writer, value, writer.llvm(VectorType(writer.kinds[1].dtype, writer.vector.width)))
 
-    return _define(2, lambda vector, lane: VectorType(lane.dtype, vector.width), write)
+    return define(2, lambda vector, lane: VectorType(lane.dtype, vector.width), write)
 
 
-def _widen(writer: _Writer, value: Any, result: Any) -> Any:
+def _widen(writer: VectorWriter, value: Any, result: Any) -> Any:
     return writer.builder.sext(value, result) if writer.vector.lane.signed else writer.builder.zext(value, result)
 
 
@@ -234,7 +234,7 @@ narrow = _convert(lambda writer, value, result: writer.builder.trunc(value, resu
 widen = _convert(_widen)
 to_float = _convert(lambda writer, value, result: writer.builder.sitofp(value, result))  # from signed lanes
 # The same bits as lanes of another type; a wide lane's low bits come first.
-view = _define(
+view = define(
     2, _same_bits, lambda writer, value, _lane: writer.builder.bitcast(value, writer.llvm(_same_bits(*writer.kinds)))
 )
 
@@ -243,7 +243,7 @@ view = _define(
 
 
 def _part(places: Callable[[int], Sequence[int]]) -> Any:
-    return _define(
+    return define(
         1,
         lambda vector: VectorType(vector.lane, vector.width // 2),
         lambda writer, value: writer.shuffle(value, value, places(writer.vector.width)),
@@ -251,7 +251,7 @@ def _part(places: Callable[[int], Sequence[int]]) -> Any:
 
 
 def _merge(places: Callable[[int], Sequence[int]]) -> Any:
-    return _define(
+    return define(
         2,
         lambda a, _b: VectorType(a.lane, 2 * a.width),
         lambda writer, a, b: writer.shuffle(a, b, places(writer.vector.width)),

@@ -24,7 +24,9 @@ from bitplan.formats.registry import get_format
 from bitplan.formats.scales.rules import reciprocal
 from bitplan.kernels.base.jit import on_threads
 from bitplan.kernels.codec import cpu_decode, cpu_encode
+from bitplan.kernels.codec.gguf_search import NumbaSums
 
+GROUP_SUMS = NumbaSums()  # of GGUF's blocks, whose scales are searched
 Array = np.ndarray[Any, Any]
 Encoder = Callable[[Tensor, Format], tuple[Tensor, Tensor | None]]
 Decoder = Callable[[Encoded, torch.dtype], Tensor]

@@ -20,7 +20,8 @@ from torch import Tensor
 from bitplan import formats
 from bitplan.errors import NonFiniteError
 from bitplan.formats import Encoded, Format, get_format
-from bitplan.formats.codec import check_decodable, readable
+from bitplan.formats.codec import NonFinite, check_decodable, check_importance, encode_opaque, finite, readable
+from bitplan.formats.gguf.blocks import GgufBlocks
 
 TWIN_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 # Below this a CPU twin gains less than a millisecond, and its first use may cost seconds of compiling.
@@ -45,6 +46,8 @@ def encode(x: Tensor, fmt: Format | str, **options: Any) -> Encoded:
     readable(x, options.get("name", "tensor"))
     if explain_encode(x, fmt, **options).implementation == "torch":
         return formats.encode(x, fmt, **options)
+    if isinstance(fmt, GgufBlocks):
+        return _encode_blocks(x, fmt, **options)
     shape = tuple(x.shape)
     matrix = x.detach().reshape(fmt.matrix_shape(shape)).contiguous()
     try:
@@ -57,6 +60,23 @@ def encode(x: Tensor, fmt: Format | str, **options: Any) -> Encoded:
         return formats.encode(x, fmt, **options)
     parts = fmt.part_shapes(shape)
     return Encoded(fmt, shape, data.reshape(parts["data"][1]), scales.reshape(parts["scales"][1]))
+
+
+def _encode_blocks(
+    x: Tensor,
+    fmt: GgufBlocks,
+    *,
+    importance: Tensor | None = None,
+    nonfinite: NonFinite = "error",
+    name: str = "tensor",
+    **_: Any,
+) -> Encoded:
+    """The definition's own way, with compiled sums."""
+    shape = tuple(x.shape)
+    if importance is not None:
+        check_importance(fmt, importance, "mse", shape, name)
+    matrix = finite(x.detach(), nonfinite, name).reshape(fmt.matrix_shape(shape))
+    return encode_opaque(fmt, shape, matrix, importance, name, _twins("cpu").GROUP_SUMS)
 
 
 def decode(encoded: Encoded, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -73,9 +93,9 @@ def explain_encode(x: Tensor, fmt: Format | str, **options: Any) -> Picked:
     fmt = get_format(fmt)
     same = {"scale_rule": fmt.default_rule, "pad": "zero"}  # no change: the default, and rows of whole blocks
     for option, value in options.items():
-        if isinstance(value, Tensor):
+        if isinstance(value, Tensor) and not (option == "importance" and fmt.is_opaque):
             return Picked("torch", f"{option} has no twin")
-        if option not in ("name", "nonfinite") and value is not None and same.get(option) != value:
+        if option not in ("name", "nonfinite", "importance") and value is not None and same.get(option) != value:
             return Picked("torch", f"{option}={value!r} has no twin")
     if not x.is_floating_point() or (fmt.is_cast and options.get("nonfinite") == "replace"):
         return Picked("torch", "the definition checks this input")
@@ -102,9 +122,14 @@ def _explain(table: str, fmt: Format, device: torch.device, shape: tuple[int, ..
         return Picked("torch", f"small: {count} numbers")
     if not _is_installed(library):
         return Picked("torch", f"{library} is not installed")
-    if fmt.name not in getattr(_twins(device.type), table):
+    if fmt.name not in getattr(_twins(device.type), table) and not (table == "ENCODERS" and _has_sums(fmt, device)):
         return Picked("torch", f"{fmt.name} has no {library} twin")
     return Picked(library, f"{fmt.name}, whole blocks, default scale rule, {count} numbers on {device.type}")
+
+
+def _has_sums(fmt: Format, device: torch.device) -> bool:
+    """Whether the search of a format's scales has compiled sums."""
+    return fmt.is_opaque and device.type == "cpu"
 
 
 @functools.cache

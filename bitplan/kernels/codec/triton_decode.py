@@ -74,55 +74,51 @@ def decode_byte_groups(
     encoded: Encoded, dtype: torch.dtype, launch: Launch | None = None, out: Tensor | None = None
 ) -> Tensor:
     """int8_g128, mxfp8_e4m3, q8_0_gguf."""
-    launch, fmt, scales = launch or BYTE_GROUPS, encoded.fmt, encoded.scales
-    assert scales is not None
-    whole_groups(fmt, fmt.matrix_shape(encoded.shape)[1])
-    out = _out(encoded, dtype, out)
-    group, groups = fmt.block.cols or 0, scales.numel()
-    if groups:
-        tile = max(1, launch.numbers // group)
-        run = _prepared(
-            _decode_byte_groups,
-            triton.cdiv(groups, tile),
-            (groups,),
-            launch.warps,
-            ELEMENT=element_name(fmt, encoded.device),
-            SCALE=scale_name(fmt),
-            OUT=float_name(dtype),
-            TILE=tile,
-            GROUP=group,
-            VECTOR=_vector(launch, dtype),
-        )
-        run(encoded.data.contiguous(), scales.contiguous(), out)
-    return out
+    launch = launch or BYTE_GROUPS
+    constants = {"GROUP": encoded.fmt.block.cols, "VECTOR": _vector(launch, dtype)}
+    return _decode_groups(_decode_byte_groups, encoded, dtype, launch, out, constants)
 
 
 def decode_nibble_groups(
     encoded: Encoded, dtype: torch.dtype, launch: Launch | None = None, out: Tensor | None = None
 ) -> Tensor:
     """mxfp4, nvfp4, int4_g32, q4_0_gguf."""
-    launch, fmt, scales = launch or NIBBLE_GROUPS, encoded.fmt, encoded.scales
-    assert scales is not None
+    launch, fmt = launch or NIBBLE_GROUPS, encoded.fmt
     assert fmt.packing is not None
+    constants = {"ORDER": fmt.packing.order, "HALF": (fmt.block.cols or 0) // 2}
+    constants["VECTOR"] = max(1, _vector(launch, dtype) // 2)
+    base = encoded.scales if encoded.base is None else encoded.base
+    return _decode_groups(_decode_nibble_groups, encoded, dtype, launch, out, constants, base)
+
+
+def _decode_groups(
+    kernel: Any,
+    encoded: Encoded,
+    dtype: torch.dtype,
+    launch: Launch,
+    out: Tensor | None,
+    constants: dict[str, Any],
+    *base: Tensor | None,
+) -> Tensor:
+    """Launch a kernel over all groups of an encoding; `base`: of its scales, for kernels that read one."""
+    fmt, scales = encoded.fmt, encoded.scales
+    assert scales is not None
     whole_groups(fmt, fmt.matrix_shape(encoded.shape)[1])
     out = _out(encoded, dtype, out)
-    group, groups = fmt.block.cols or 0, scales.numel()
+    groups, tile = scales.numel(), max(1, launch.numbers // (fmt.block.cols or 1))
     if groups:
-        tile = max(1, launch.numbers // group)
         run = _prepared(
-            _decode_nibble_groups,
+            kernel,
             triton.cdiv(groups, tile),
             (groups,),
             launch.warps,
+            **constants,
             ELEMENT=element_name(fmt, encoded.device),
             SCALE=scale_name(fmt),
-            ORDER=fmt.packing.order,
             OUT=float_name(dtype),
             TILE=tile,
-            HALF=group // 2,
-            VECTOR=max(1, _vector(launch, dtype) // 2),
         )
-        run(encoded.data.contiguous(), scales.contiguous(), scales if encoded.base is None else encoded.base, out)
+        run(encoded.data.contiguous(), scales.contiguous(), *base, out)
     return out
 
 

@@ -11,6 +11,8 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Callable
+from typing import Any
 
 import torch
 import triton
@@ -83,68 +85,52 @@ def encode_rows(matrix_RC: Tensor, fmt: Format, launch: Launch | None = None) ->
 
 def encode_byte_groups(matrix_RC: Tensor, fmt: Format, launch: Launch | None = None) -> tuple[Tensor, Tensor]:
     """One byte per number, scales per group: int8_g128, mxfp8_e4m3, q8_0_gguf."""
-    data, scales = _empty_parts(matrix_RC, fmt)
-    launch, group, groups = launch or BYTE_GROUPS, fmt.block.cols or 0, scales.numel()
-    if groups:
-        tile = max(1, launch.numbers // group)
-        with device_of(matrix_RC):
-            _encode_byte_groups[(triton.cdiv(groups, tile),)](
-                as_bits(matrix_RC),
-                as_bits(data),
-                scales,
-                groups,
-                LARGEST=_largest(fmt),
-                LARGEST_SCALE=_largest_scale(fmt),
-                LARGEST_EXPONENT=_largest_exponent(fmt),
-                ELEMENT=element_name(fmt, matrix_RC.device),
-                SCALE=scale_name(fmt),
-                SOURCE=float_name(matrix_RC.dtype),
-                TILE=tile,
-                GROUP=group,
-                VECTOR=launch.vector or 16,
-                num_warps=launch.warps,
-                enable_fp_fusion=False,
-            )
-    return data, scales
+    launch = launch or BYTE_GROUPS
+    constants = _constants(matrix_RC, fmt) | {"SCALE": scale_name(fmt), "GROUP": fmt.block.cols}
+    constants["VECTOR"] = launch.vector or 16
+    return _encode_groups(_encode_byte_groups, matrix_RC, fmt, launch, constants)
 
 
 def encode_nibble_groups(matrix_RC: Tensor, fmt: Format, launch: Launch | None = None) -> tuple[Tensor, Tensor]:
     """Two neighbours per byte, the even one low, in groups of 32: mxfp4, int4_g32."""
-    data, scales = _empty_parts(matrix_RC, fmt)
-    launch, groups = launch or NIBBLE_GROUPS, scales.numel()
-    if groups:
-        tile = max(1, launch.numbers // 32)
-        with device_of(matrix_RC):
-            _encode_nibble_groups[(triton.cdiv(groups, tile),)](
-                _as_pairs(matrix_RC),
-                data,
-                as_bits(scales),
-                groups,
-                LARGEST=_largest(fmt),
-                LARGEST_SCALE=_largest_scale(fmt),
-                LARGEST_EXPONENT=_largest_exponent(fmt),
-                ELEMENT=element_name(fmt, matrix_RC.device),
-                SOURCE=float_name(matrix_RC.dtype),
-                TILE=tile,
-                VECTOR=(launch.vector or 32) // 2,
-                num_warps=launch.warps,
-                enable_fp_fusion=False,
-            )
-    return data, scales
+    launch = launch or NIBBLE_GROUPS
+    constants = _constants(matrix_RC, fmt) | {"VECTOR": (launch.vector or 32) // 2}
+    return _encode_groups(_encode_nibble_groups, matrix_RC, fmt, launch, constants, read_as=_as_pairs)
 
 
 def encode_q4_0(matrix_RC: Tensor, fmt: Format, launch: Launch | None = None) -> tuple[Tensor, Tensor]:
     """q4_0_gguf: numbers j and j + 16 of a group of 32 share a byte; the extreme, with its sign, is code -8."""
+    return _encode_groups(_encode_q4_0, matrix_RC, fmt, launch or BYTE_GROUPS, {})
+
+
+def _constants(matrix_RC: Tensor, fmt: Format) -> dict[str, Any]:
+    return {
+        "LARGEST": _largest(fmt),
+        "LARGEST_SCALE": _largest_scale(fmt),
+        "LARGEST_EXPONENT": math.frexp(_largest(fmt))[1] - 1,  # floor(log2)
+        "ELEMENT": element_name(fmt, matrix_RC.device),
+    }
+
+
+def _encode_groups(
+    kernel: Any,
+    matrix_RC: Tensor,
+    fmt: Format,
+    launch: Launch,
+    constants: dict[str, Any],
+    read_as: Callable[[Tensor], Tensor] = as_bits,
+) -> tuple[Tensor, Tensor]:
+    """Launch a kernel over all groups of a format."""
     data, scales = _empty_parts(matrix_RC, fmt)
-    launch, groups = launch or BYTE_GROUPS, scales.numel()
+    groups, tile = scales.numel(), max(1, launch.numbers // (fmt.block.cols or 1))
     if groups:
-        tile = max(1, launch.numbers // 32)
         with device_of(matrix_RC):
-            _encode_q4_0[(triton.cdiv(groups, tile),)](
-                as_bits(matrix_RC),
-                data,
-                scales,
+            kernel[(triton.cdiv(groups, tile),)](
+                read_as(matrix_RC),
+                as_bits(data),
+                as_bits(scales),
                 groups,
+                **constants,
                 SOURCE=float_name(matrix_RC.dtype),
                 TILE=tile,
                 num_warps=launch.warps,
@@ -362,11 +348,6 @@ def _largest(fmt: Format) -> float:
 def _largest_scale(fmt: Format) -> float:
     """The scale of the largest float32, by the definition."""
     return float(fmt.scale_for(torch.tensor(torch.finfo(torch.float32).max)))
-
-
-def _largest_exponent(fmt: Format) -> int:
-    """floor(log2 of the element's largest value)."""
-    return math.frexp(_largest(fmt))[1] - 1
 
 
 def _warps_for(numbers: int, launch: Launch) -> int:

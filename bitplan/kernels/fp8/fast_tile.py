@@ -10,7 +10,8 @@ written in words of 4, so columns and padded rows are multiples of 16 (which a p
 16 bytes; a norm in front needs its numbers in float32, one by one; mxfp8 has blocks of 32. Those are cast by
 `general_tile`.
 
-Legend: Q groups of four rows, W words (two columns) of a tile, R rows, C columns.
+Legend: Q groups of four rows, W words (two columns) of a tile, R rows, C columns; x_4QW is a tile, a tuple of the words
+of rows 0, 1, 2 and 3 of each four.
 """
 
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
@@ -114,7 +115,7 @@ def _load_words(x_ptr, r_Q, left, words, w_W, ok_W):
 
 @triton.jit
 def load_tile(x_ptr, down, across, rows, cols16, BR: tl.constexpr, BC: tl.constexpr):
-    """[Q, W] words of rows 0, 1, 2, 3 of each four; zeros where there are none."""
+    """x_4QW; zeros where there are no rows or columns."""
     r_Q, w_W = tl.arange(0, BR // 4) * 4, tl.arange(0, BC // 2)
     words = cols16 * 8
     row, word = down * BR, across * (BC // 2)
@@ -128,10 +129,14 @@ def load_tile(x_ptr, down, across, rows, cols16, BR: tl.constexpr, BC: tl.conste
 
 
 @triton.jit
-def amax_of_tile(a_QW, b_QW, c_QW, d_QW):
+def _largest_of_fours(x_4QW):
+    return pair_max(pair_max(x_4QW[0], x_4QW[1]), pair_max(x_4QW[2], x_4QW[3]))
+
+
+@triton.jit
+def amax_of_tile(x_4QW):
     """Bits of the largest magnitude, as float32."""
-    largest_QW = pair_max(pair_max(a_QW, b_QW), pair_max(c_QW, d_QW))
-    return largest_bits(reduce_pairs(reduce_pairs(largest_QW, 1), 0))
+    return largest_bits(reduce_pairs(reduce_pairs(_largest_of_fours(x_4QW), 1), 0))
 
 
 @triton.jit
@@ -148,14 +153,8 @@ def store_tile(
     across,
     rows,
     cols16,
-    a_QW,
-    b_QW,
-    c_QW,
-    d_QW,
-    inverse_a_Q,
-    inverse_b_Q,
-    inverse_c_Q,
-    inverse_d_Q,
+    x_4QW,
+    inverse_4Q,
     FP8: tl.constexpr,
     BR: tl.constexpr,
     BC: tl.constexpr,
@@ -170,10 +169,10 @@ def store_tile(
     left, ok_W = rows - row, word + w_W < words
     STEP: tl.constexpr = 1 if BY_ROW else 0
     out_ptr = out_ptr.to(tl.pointer_type(tl.int16), bitcast=True) + (row.to(tl.int64) * words + word)
-    _store_codes(out_ptr, r_Q, r_Q < left, words, w_W, ok_W, a_QW, inverse_a_Q, FP8, V)
-    _store_codes(out_ptr, r_Q + 1, r_Q + STEP < left, words, w_W, ok_W, b_QW, inverse_b_Q, FP8, V)
-    _store_codes(out_ptr, r_Q + 2, r_Q + 2 * STEP < left, words, w_W, ok_W, c_QW, inverse_c_Q, FP8, V)
-    _store_codes(out_ptr, r_Q + 3, r_Q + 3 * STEP < left, words, w_W, ok_W, d_QW, inverse_d_Q, FP8, V)
+    _store_codes(out_ptr, r_Q, r_Q < left, words, w_W, ok_W, x_4QW[0], inverse_4Q[0], FP8, V)
+    _store_codes(out_ptr, r_Q + 1, r_Q + STEP < left, words, w_W, ok_W, x_4QW[1], inverse_4Q[1], FP8, V)
+    _store_codes(out_ptr, r_Q + 2, r_Q + 2 * STEP < left, words, w_W, ok_W, x_4QW[2], inverse_4Q[2], FP8, V)
+    _store_codes(out_ptr, r_Q + 3, r_Q + 3 * STEP < left, words, w_W, ok_W, x_4QW[3], inverse_4Q[3], FP8, V)
 
 
 @triton.jit
@@ -184,10 +183,7 @@ def store_transposed_tile(
     rows16,
     stride16,
     cols16,
-    a_QW,
-    b_QW,
-    c_QW,
-    d_QW,
+    x_4QW,
     inverse_even_W,
     inverse_odd_W,
     FP8: tl.constexpr,
@@ -198,6 +194,7 @@ def store_transposed_tile(
     q_Q, c_C = tl.arange(0, BR // 4), tl.arange(0, BC)
     quads = stride16 * 4
     quad, col = down * (BR // 4), across * BC
+    a_QW, b_QW, c_QW, d_QW = x_4QW
     even_QW = four_codes(a_QW, b_QW, c_QW, d_QW, inverse_even_W[None, :], False, FP8)
     odd_QW = four_codes(a_QW, b_QW, c_QW, d_QW, inverse_odd_W[None, :], True, FP8)
     codes_CQ = tl.trans(tl.reshape(tl.join(even_QW, odd_QW), [BR // 4, BC]))
@@ -216,10 +213,7 @@ def store_by_one_scale(
     rows16,
     stride16,
     cols16,
-    a_QW,
-    b_QW,
-    c_QW,
-    d_QW,
+    x_4QW,
     inverse,
     FP8: tl.constexpr,
     TO_ROWS: tl.constexpr,
@@ -232,14 +226,11 @@ def store_by_one_scale(
     """Both layouts, each where asked for."""
     if TO_ROWS:
         by_Q = tl.zeros([BR // 4], tl.float32) + inverse
-        store_tile(
-            out_ptr, down, across, rows, cols16, a_QW, b_QW, c_QW, d_QW, by_Q, by_Q, by_Q, by_Q, FP8, BR, BC, V, BY_ROW
-        )
+        by_4Q = (by_Q, by_Q, by_Q, by_Q)
+        store_tile(out_ptr, down, across, rows, cols16, x_4QW, by_4Q, FP8, BR, BC, V, BY_ROW)
     if TO_COLS:
         by_W = tl.zeros([BC // 2], tl.float32) + inverse
-        store_transposed_tile(
-            out_t_ptr, down, across, rows16, stride16, cols16, a_QW, b_QW, c_QW, d_QW, by_W, by_W, FP8, BR, BC
-        )
+        store_transposed_tile(out_t_ptr, down, across, rows16, stride16, cols16, x_4QW, by_W, by_W, FP8, BR, BC)
 
 
 @triton.jit
@@ -251,9 +242,9 @@ def largest_of_rows(a_QW, b_QW, Q: tl.constexpr, W: tl.constexpr, V: tl.constexp
 
 
 @triton.jit
-def largest_of_cols(a_QW, b_QW, c_QW, d_QW):
+def largest_of_cols(x_4QW):
     """[W] pairs of the columns' maxima."""
-    return reduce_pairs(pair_max(pair_max(a_QW, b_QW), pair_max(c_QW, d_QW)), 0) & PAIR_OF_MAGNITUDES
+    return reduce_pairs(_largest_of_fours(x_4QW), 0) & PAIR_OF_MAGNITUDES
 
 
 @triton.jit
@@ -270,10 +261,7 @@ def store_by_blocks_of_rows(
     rows,
     scale_stride,
     cols16,
-    a_QW,
-    b_QW,
-    c_QW,
-    d_QW,
+    x_4QW,
     least,
     FP8: tl.constexpr,
     BR: tl.constexpr,
@@ -284,18 +272,15 @@ def store_by_blocks_of_rows(
     """Codes of the rows as they lie, a scale for each row of the tile, `scale_stride` from one tile to the next."""
     Q: tl.constexpr = BR // 4
     W: tl.constexpr = BC // 2
-    ab_Q, cd_Q = largest_of_rows(a_QW, b_QW, Q, W, V), largest_of_rows(c_QW, d_QW, Q, W, V)
+    ab_Q = largest_of_rows(x_4QW[0], x_4QW[1], Q, W, V)
+    cd_Q = largest_of_rows(x_4QW[2], x_4QW[3], Q, W, V)
     scale_a_Q, scale_b_Q = quick_scale(low_float(ab_Q), least, FP8), quick_scale(high_float(ab_Q), least, FP8)
     scale_c_Q, scale_d_Q = quick_scale(low_float(cd_Q), least, FP8), quick_scale(high_float(cd_Q), least, FP8)
-    inverse_a_Q, inverse_b_Q = quick_inverse(scale_a_Q), quick_inverse(scale_b_Q)
-    inverse_c_Q, inverse_d_Q = quick_inverse(scale_c_Q), quick_inverse(scale_d_Q)
+    by_4Q = quick_inverse(scale_a_Q), quick_inverse(scale_b_Q), quick_inverse(scale_c_Q), quick_inverse(scale_d_Q)
     r_R = down * BR + tl.arange(0, BR)
     at_R = scale_ptr + across.to(tl.int64) * scale_stride + r_R
     tl.store(at_R, _interleave(scale_a_Q, scale_b_Q, scale_c_Q, scale_d_Q, BR), mask=r_R < rows)
-    store_tile(
-        out_ptr, down, across, rows, cols16, a_QW, b_QW, c_QW, d_QW,
-        inverse_a_Q, inverse_b_Q, inverse_c_Q, inverse_d_Q, FP8, BR, BC, V, BY_ROW,
-    )  # fmt: skip
+    store_tile(out_ptr, down, across, rows, cols16, x_4QW, by_4Q, FP8, BR, BC, V, BY_ROW)
 
 
 @triton.jit
@@ -307,29 +292,29 @@ def store_by_blocks_of_cols(
     rows16,
     stride16,
     cols16,
-    a_QW,
-    b_QW,
-    c_QW,
-    d_QW,
+    x_4QW,
     least,
     FP8: tl.constexpr,
     BR: tl.constexpr,
     BC: tl.constexpr,
 ):
     """Codes of the columns, a scale for each column of the tile."""
-    largest_W = largest_of_cols(a_QW, b_QW, c_QW, d_QW)
+    largest_W = largest_of_cols(x_4QW)
     even_W = quick_scale(low_float(largest_W), least, FP8)
     odd_W = quick_scale(high_float(largest_W), least, FP8)
     c_C = across * BC + tl.arange(0, BC)
     at_C = scale_t_ptr + down.to(tl.int64) * (cols16 * 16) + c_C
     tl.store(at_C, tl.reshape(tl.join(even_W, odd_W), [BC]), mask=c_C < cols16 * 16)
-    store_transposed_tile(
-        out_t_ptr, down, across, rows16, stride16, cols16, a_QW, b_QW, c_QW, d_QW,
-        quick_inverse(even_W), quick_inverse(odd_W), FP8, BR, BC,
-    )  # fmt: skip
+    by_even_W, by_odd_W = quick_inverse(even_W), quick_inverse(odd_W)
+    store_transposed_tile(out_t_ptr, down, across, rows16, stride16, cols16, x_4QW, by_even_W, by_odd_W, FP8, BR, BC)
 
 
 # ---- the cast --------------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def _load_inverse(scale_ptr, at, ok):
+    return quick_inverse(tl.load(scale_ptr + at, mask=ok, other=1.0))
 
 
 @triton.jit(do_not_specialize=_SIZES)
@@ -361,7 +346,8 @@ def _cast_pairs(
     if SCALING == "tensor" or SCALING == "row":
         tile = tl.num_programs(0) - 1 - tile  # from the end: what the maximum read last is still in L2
     down, across = place_of(tile, cols16, BC)
-    a_QW, b_QW, c_QW, d_QW = load_tile(x_ptr, down, across, rows, cols16, BR, BC)
+    padded = rows16 * 16
+    x_4QW = load_tile(x_ptr, down, across, rows, cols16, BR, BC)
     if SCALING == "tensor" or SCALING == "128x128":
         if SCALING == "tensor":
             piece = tl.arange(0, PIECES)
@@ -370,45 +356,39 @@ def _cast_pairs(
             if tl.program_id(0) == 0:
                 tl.store(scale_ptr, scale)
         else:
-            amax = amax_of_tile(a_QW, b_QW, c_QW, d_QW)
-            scale = quick_scale(amax.to(tl.float32, bitcast=True), least, FP8)
+            scale = quick_scale(amax_of_tile(x_4QW).to(tl.float32, bitcast=True), least, FP8)
             if TO_ROWS:
                 tl.store(scale_ptr + down * scale_stride + across, scale)
             if TO_COLS:
                 tl.store(scale_t_ptr + across * scale_t_stride + down, scale)
         store_by_one_scale(
-            out_ptr, out_t_ptr, down, across, rows16 * 16, rows16, rows16, cols16, a_QW, b_QW, c_QW, d_QW,
-            quick_inverse(scale), FP8, TO_ROWS, TO_COLS, BR, BC, V,
+            out_ptr, out_t_ptr, down, across, padded, rows16, rows16, cols16, x_4QW, quick_inverse(scale),
+            FP8, TO_ROWS, TO_COLS, BR, BC, V,
         )  # fmt: skip
     # Rows are finished before columns are begun, so that the scales of one layout only are in registers.
     elif SCALING == "1x128":
         if TO_ROWS:
             store_by_blocks_of_rows(
-                out_ptr, scale_ptr, down, across, rows16 * 16, rows16 * 16, cols16, a_QW, b_QW, c_QW, d_QW, least,
-                FP8, BR, BC, V,
-            )  # fmt: skip
+                out_ptr, scale_ptr, down, across, padded, padded, cols16, x_4QW, least, FP8, BR, BC, V
+            )
         if TO_COLS:
             store_by_blocks_of_cols(
-                out_t_ptr, scale_t_ptr, down, across, rows16, rows16, cols16, a_QW, b_QW, c_QW, d_QW, least,
-                FP8, BR, BC,
-            )  # fmt: skip
+                out_t_ptr, scale_t_ptr, down, across, rows16, rows16, cols16, x_4QW, least, FP8, BR, BC
+            )
     else:
         if TO_ROWS:
             r_Q = down * BR + tl.arange(0, BR // 4) * 4
-            room_Q = r_Q < rows16 * 16
-            inverse_a_Q = quick_inverse(tl.load(scale_ptr + r_Q, mask=room_Q, other=1.0))
-            inverse_b_Q = quick_inverse(tl.load(scale_ptr + r_Q + 1, mask=room_Q, other=1.0))
-            inverse_c_Q = quick_inverse(tl.load(scale_ptr + r_Q + 2, mask=room_Q, other=1.0))
-            inverse_d_Q = quick_inverse(tl.load(scale_ptr + r_Q + 3, mask=room_Q, other=1.0))
-            store_tile(
-                out_ptr, down, across, rows16 * 16, cols16, a_QW, b_QW, c_QW, d_QW,
-                inverse_a_Q, inverse_b_Q, inverse_c_Q, inverse_d_Q, FP8, BR, BC, V,
-            )  # fmt: skip
+            by_4Q = (
+                _load_inverse(scale_ptr, r_Q, r_Q < padded),
+                _load_inverse(scale_ptr, r_Q + 1, r_Q < padded),
+                _load_inverse(scale_ptr, r_Q + 2, r_Q < padded),
+                _load_inverse(scale_ptr, r_Q + 3, r_Q < padded),
+            )
+            store_tile(out_ptr, down, across, padded, cols16, x_4QW, by_4Q, FP8, BR, BC, V)
         if TO_COLS:
             c_W = across * BC + tl.arange(0, BC // 2) * 2
-            inverse_even_W = quick_inverse(tl.load(scale_t_ptr + c_W, mask=c_W < cols16 * 16, other=1.0))
-            inverse_odd_W = quick_inverse(tl.load(scale_t_ptr + c_W + 1, mask=c_W < cols16 * 16, other=1.0))
+            by_even_W = _load_inverse(scale_t_ptr, c_W, c_W < cols16 * 16)
+            by_odd_W = _load_inverse(scale_t_ptr, c_W + 1, c_W < cols16 * 16)
             store_transposed_tile(
-                out_t_ptr, down, across, rows16, rows16, cols16, a_QW, b_QW, c_QW, d_QW,
-                inverse_even_W, inverse_odd_W, FP8, BR, BC,
-            )  # fmt: skip
+                out_t_ptr, down, across, rows16, rows16, cols16, x_4QW, by_even_W, by_odd_W, FP8, BR, BC
+            )

@@ -64,6 +64,26 @@ def prepare_tiles(
     )
 
 
+@triton.jit
+def read_numbers(x_ptr, r_T, c_C, rows, cols, SOURCE: tl.constexpr):
+    """A tile as float32; zeros where there are no rows or columns."""
+    at_TC = r_T[:, None].to(tl.int64) * cols + c_C[None, :]
+    bits_TC = tl.load(x_ptr + at_TC, mask=(r_T < rows)[:, None] & (c_C < cols)[None, :], other=0)
+    return float_of_bits(bits_TC, SOURCE)
+
+
+@triton.jit
+def write_codes(out_ptr, out_t_ptr, r_T, c_C, byte_TC, cols, padded, TO_ROWS: tl.constexpr, TO_COLS: tl.constexpr):
+    """A tile of codes in both layouts, each where asked for."""
+    ok_T, ok_C = r_T < padded, c_C < cols
+    if TO_ROWS:
+        at_TC = r_T[:, None].to(tl.int64) * cols + c_C[None, :]
+        tl.store(out_ptr + at_TC, byte_TC, mask=ok_T[:, None] & ok_C[None, :])
+    if TO_COLS:
+        at_CT = c_C[:, None].to(tl.int64) * padded + r_T[None, :]
+        tl.store(out_t_ptr + at_CT, tl.trans(byte_TC), mask=ok_C[:, None] & ok_T[None, :])
+
+
 @triton.jit(do_not_specialize=["rows", "pieces"])
 def _cast_tiles(
     x_ptr,
@@ -106,16 +126,13 @@ def _cast_tiles(
     c_C = across_block * BC + tl.arange(0, BC)
     ok_T, ok_C = r_T < rows, c_C < cols
     room_T = r_T < padded
-    at_TC = r_T[:, None].to(tl.int64) * cols + c_C[None, :]
-    x_TC = float_of_bits(tl.load(x_ptr + at_TC, mask=ok_T[:, None] & ok_C[None, :], other=0), SOURCE)
+    x_TC = read_numbers(x_ptr, r_T, c_C, rows, cols, SOURCE)
     x_TC = normalise(
         x_TC, r_T, c_C, ok_T, ok_C, rstd_ptr, mean_ptr, weight_ptr, bias_ptr, NORM, WEIGHT, SOURCE, HAS_BIAS
     )
     if TO_PLAIN:
+        at_TC = r_T[:, None].to(tl.int64) * cols + c_C[None, :]
         tl.store(plain_ptr + at_TC, narrow(x_TC, SOURCE), mask=ok_T[:, None] & ok_C[None, :])
-    room_TC = room_T[:, None] & ok_C[None, :]
-    at_CT = c_C[:, None].to(tl.int64) * padded + r_T[None, :]
-    room_CT = ok_C[:, None] & room_T[None, :]
 
     if SCALING == "tensor" or SCALING == "128x128":
         if SCALING == "tensor":
@@ -125,10 +142,7 @@ def _cast_tiles(
         else:
             scale = scale_of_bits(tl.max(tl.max(magnitude_bits(x_TC), axis=1), axis=0), eps, FP8)
         byte_TC = fp8_code(x_TC * inverse_of(scale), FP8)
-        if TO_ROWS:
-            tl.store(out_ptr + at_TC, byte_TC, mask=room_TC)
-        if TO_COLS:
-            tl.store(out_t_ptr + at_CT, tl.trans(byte_TC), mask=room_CT)
+        write_codes(out_ptr, out_t_ptr, r_T, c_C, byte_TC, cols, padded, TO_ROWS, TO_COLS)
         if SCALING == "tensor":
             if tl.program_id(0) == 0:
                 tl.store(scale_ptr, scale)
@@ -143,7 +157,7 @@ def _cast_tiles(
             amax_TG = tl.max(tl.reshape(magnitude_TC, [BR, BC // 32, 32]), axis=2)
             byte_TG, inverse_TG = e8m0_of_bits(amax_TG, eps, FP8)
             wide = tl.reshape(tl.broadcast_to(inverse_TG[:, :, None], [BR, BC // 32, 32]), [BR, BC])
-            tl.store(out_ptr + at_TC, fp8_code(x_TC * wide, FP8), mask=room_TC)
+            write_codes(out_ptr, out_t_ptr, r_T, c_C, fp8_code(x_TC * wide, FP8), cols, padded, True, False)
             g_G = across_block * (BC // 32) + tl.arange(0, BC // 32)
             at_TG = r_T[:, None].to(tl.int64) * (cols // 32) + g_G[None, :]
             tl.store(scale_ptr + at_TG, byte_TG.to(tl.uint8), mask=room_T[:, None] & (g_G < cols // 32)[None, :])
@@ -151,7 +165,7 @@ def _cast_tiles(
             amax_GC = tl.max(tl.reshape(magnitude_TC, [BR // 32, 32, BC]), axis=1)
             byte_GC, inverse_GC = e8m0_of_bits(amax_GC, eps, FP8)
             wide = tl.reshape(tl.broadcast_to(inverse_GC[:, None, :], [BR // 32, 32, BC]), [BR, BC])
-            tl.store(out_t_ptr + at_CT, tl.trans(fp8_code(x_TC * wide, FP8)), mask=room_CT)
+            write_codes(out_ptr, out_t_ptr, r_T, c_C, fp8_code(x_TC * wide, FP8), cols, padded, False, True)
             h_G = down_block * (BR // 32) + tl.arange(0, BR // 32)
             at_GC = c_C[None, :].to(tl.int64) * (padded // 32) + h_G[:, None]
             tl.store(scale_t_ptr + at_GC, byte_GC.to(tl.uint8), mask=ok_C[None, :] & (h_G < padded // 32)[:, None])
@@ -162,11 +176,13 @@ def _cast_tiles(
             else:
                 scale_T = scale_of_bits(tl.max(magnitude_bits(x_TC), axis=1), eps, FP8)
                 tl.store(scale_ptr + across_block.to(tl.int64) * padded + r_T, scale_T, mask=room_T)
-            tl.store(out_ptr + at_TC, fp8_code(x_TC * inverse_of(scale_T)[:, None], FP8), mask=room_TC)
+            byte_TC = fp8_code(x_TC * inverse_of(scale_T)[:, None], FP8)
+            write_codes(out_ptr, out_t_ptr, r_T, c_C, byte_TC, cols, padded, True, False)
         if TO_COLS:
             if SCALING == "row":
                 scale_C = tl.load(scale_t_ptr + c_C, mask=ok_C, other=1.0)
             else:
                 scale_C = scale_of_bits(tl.max(magnitude_bits(x_TC), axis=0), eps, FP8)
                 tl.store(scale_t_ptr + down_block.to(tl.int64) * cols + c_C, scale_C, mask=ok_C)
-            tl.store(out_t_ptr + at_CT, tl.trans(fp8_code(x_TC * inverse_of(scale_C)[None, :], FP8)), mask=room_CT)
+            byte_TC = fp8_code(x_TC * inverse_of(scale_C)[None, :], FP8)
+            write_codes(out_ptr, out_t_ptr, r_T, c_C, byte_TC, cols, padded, False, True)

@@ -19,6 +19,8 @@ Legend: R rows, C columns of the matrix cast, T rows of a tile; "cols" is the la
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -26,14 +28,9 @@ from torch import Tensor
 
 from bitplan.formats.fp8 import FP8_DTYPES, CastPair, ScaledFp8
 from bitplan.kernels.base.launch import PreparedLaunch, launch_in_turn
-from bitplan.kernels.base.numbers import float_name, float_of_bits, magnitude_bits
-from bitplan.kernels.fp8.fast_tile import (
-    amax_of_tile,
-    fits_pairs,
-    load_tile,
-    place_of,
-    store_by_one_scale,
-)
+from bitplan.kernels.base.numbers import float_name, magnitude_bits
+from bitplan.kernels.fp8.fast_tile import amax_of_tile, fits_pairs, load_tile, place_of, store_by_one_scale
+from bitplan.kernels.fp8.general_tile import read_numbers, write_codes
 from bitplan.kernels.fp8.numbers import fp8_code, inverse_of, power_of_two_of_bits, quick_inverse
 from bitplan.kernels.fp8.triton_cast import CastLaunch, launch_of
 
@@ -90,19 +87,13 @@ class GuessPlan:
         launch = launch_of("tensor", launch, paired=paired)
         tiles = triton.cdiv(padded, launch.rows) * triton.cdiv(shape[1], launch.cols)
         constants = {"FP8": fp8, "TO_ROWS": rows, "TO_COLS": cols, "BR": launch.rows, "BC": launch.cols}
-        if paired:
-            cast, check = _cast_pairs, _check_pairs
-            numbers = (shape[0], shape[1] // 16, padded // 16)
-            constants |= {"V": launch.vector}
-        else:
-            cast, check = _cast, _check
-            numbers = (*shape, padded)
-            constants |= {"SOURCE": float_name(dtype)}
-        options = {"num_warps": launch.warps, "enable_fp_fusion": False}
+        constants |= {"SOURCE": float_name(dtype), "V": launch.vector if paired else 0}
+        numbers = (*shape, padded)
+        options: dict[str, Any] = {"num_warps": launch.warps, "enable_fp_fusion": False}
         checkers = min(tiles, CHECKING_WARPS // launch.warps)
         self.launches = (
-            PreparedLaunch(cast, (tiles,), numbers, constants, **options),
-            PreparedLaunch(check, (checkers,), (*numbers, float(eps)), constants, **options),
+            PreparedLaunch(_cast, (tiles,), numbers, constants, **options),
+            PreparedLaunch(_check, (checkers,), (*numbers, float(eps)), constants, **options),
         )
 
     def run(self, x: Tensor, state: Tensor) -> CastPair:
@@ -123,14 +114,6 @@ class GuessPlan:
 
 
 @triton.jit
-def _note_guess(state_ptr, guess, amax):
-    """Of one program of the cast: its largest magnitude, and what it went by."""
-    tl.atomic_max(state_ptr + LARGEST, amax)
-    if tl.program_id(0) == 0:
-        tl.store(state_ptr + USED, guess)
-
-
-@triton.jit
 def _settle(state_ptr, scale_ptr, eps, FP8: tl.constexpr):
     """(the right scale, was the guess wrong); writes the scale, and leaves the state for the next cast."""
     used = tl.load(state_ptr + USED)
@@ -148,89 +131,46 @@ def _settle(state_ptr, scale_ptr, eps, FP8: tl.constexpr):
     return scale, right != used
 
 
-# ---- bfloat16, as words of two numbers -------------------------------------------------------------------------------
+# ---- kernels ---------------------------------------------------------------------------------------------------------
 
 
-@triton.jit(do_not_specialize=["rows", "cols16", "rows16"])
-def _cast_pairs(
+@triton.jit
+def _cast_tile(
     x_ptr,
     out_ptr,
     out_t_ptr,
-    state_ptr,
+    tile,
     rows,
-    cols16,
-    rows16,
+    cols,
+    padded,
+    scale,
     FP8: tl.constexpr,
     TO_ROWS: tl.constexpr,
     TO_COLS: tl.constexpr,
     BR: tl.constexpr,
     BC: tl.constexpr,
+    SOURCE: tl.constexpr,
     V: tl.constexpr,
 ):
-    guess = tl.load(state_ptr + GUESS)
-    down, across = place_of(tl.program_id(0), cols16, BC)
-    a_QW, b_QW, c_QW, d_QW = load_tile(x_ptr, down, across, rows, cols16, BR, BC)
-    inverse = quick_inverse(guess.to(tl.float32, bitcast=True))
-    store_by_one_scale(
-        out_ptr, out_t_ptr, down, across, rows16 * 16, rows16, rows16, cols16, a_QW, b_QW, c_QW, d_QW, inverse,
-        FP8, TO_ROWS, TO_COLS, BR, BC, V,
-    )  # fmt: skip
-    _note_guess(state_ptr, guess, amax_of_tile(a_QW, b_QW, c_QW, d_QW))
-
-
-@triton.jit(do_not_specialize=["rows", "cols16", "rows16"])
-def _check_pairs(
-    x_ptr,
-    out_ptr,
-    out_t_ptr,
-    state_ptr,
-    scale_ptr,
-    rows,
-    cols16,
-    rows16,
-    eps,
-    FP8: tl.constexpr,
-    TO_ROWS: tl.constexpr,
-    TO_COLS: tl.constexpr,
-    BR: tl.constexpr,
-    BC: tl.constexpr,
-    V: tl.constexpr,
-):
-    scale, is_wrong = _settle(state_ptr, scale_ptr, eps, FP8)
-    if is_wrong:
-        inverse = quick_inverse(scale)
-        tiles = ((rows16 * 16 + BR - 1) // BR) * ((cols16 * 16 + BC - 1) // BC)
-        for tile in range(tl.program_id(0), tiles, tl.num_programs(0)):
-            down, across = place_of(tile, cols16, BC)
-            a_QW, b_QW, c_QW, d_QW = load_tile(x_ptr, down, across, rows, cols16, BR, BC)
-            store_by_one_scale(
-                out_ptr, out_t_ptr, down, across, rows16 * 16, rows16, rows16, cols16, a_QW, b_QW, c_QW, d_QW, inverse,
-                FP8, TO_ROWS, TO_COLS, BR, BC, V,
-            )  # fmt: skip
-
-
-# ---- everything else, one number at a time ---------------------------------------------------------------------------
-
-
-@triton.jit
-def _read_tile(x_ptr, tile, rows, cols, SOURCE: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr):
-    across = (cols + BC - 1) // BC
-    r_T = tile // across * BR + tl.arange(0, BR)
-    c_C = tile % across * BC + tl.arange(0, BC)
-    at_TC = r_T[:, None].to(tl.int64) * cols + c_C[None, :]
-    bits_TC = tl.load(x_ptr + at_TC, mask=(r_T < rows)[:, None] & (c_C < cols)[None, :], other=0)
-    return r_T, c_C, float_of_bits(bits_TC, SOURCE)
-
-
-@triton.jit
-def _write_tile(r_T, c_C, byte_TC, out_ptr, out_t_ptr, cols, padded, TO_ROWS: tl.constexpr, TO_COLS: tl.constexpr):
-    ok_T, ok_C = r_T < padded, c_C < cols
-    if TO_ROWS:
-        at_TC = r_T[:, None].to(tl.int64) * cols + c_C[None, :]
-        tl.store(out_ptr + at_TC, byte_TC, mask=ok_T[:, None] & ok_C[None, :])
-    if TO_COLS:
-        at_CT = c_C[:, None].to(tl.int64) * padded + r_T[None, :]
-        tl.store(out_t_ptr + at_CT, tl.trans(byte_TC), mask=ok_C[:, None] & ok_T[None, :])
+    """Write a tile by this scale -> bits of its largest magnitude. V of 0: one number at a time."""
+    if V > 0:
+        cols16, rows16 = cols // 16, padded // 16
+        down, across = place_of(tile, cols16, BC)
+        x_4QW = load_tile(x_ptr, down, across, rows, cols16, BR, BC)
+        store_by_one_scale(
+            out_ptr, out_t_ptr, down, across, rows16 * 16, rows16, rows16, cols16, x_4QW, quick_inverse(scale),
+            FP8, TO_ROWS, TO_COLS, BR, BC, V,
+        )  # fmt: skip
+        amax = amax_of_tile(x_4QW)
+    else:
+        across = (cols + BC - 1) // BC
+        r_T = tile // across * BR + tl.arange(0, BR)
+        c_C = tile % across * BC + tl.arange(0, BC)
+        x_TC = read_numbers(x_ptr, r_T, c_C, rows, cols, SOURCE)
+        amax = tl.max(tl.max(magnitude_bits(x_TC), axis=1), axis=0)
+        byte_TC = fp8_code(x_TC * inverse_of(scale), FP8)
+        write_codes(out_ptr, out_t_ptr, r_T, c_C, byte_TC, cols, padded, TO_ROWS, TO_COLS)
+    return amax
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -248,12 +188,16 @@ def _cast(
     BR: tl.constexpr,
     BC: tl.constexpr,
     SOURCE: tl.constexpr,
+    V: tl.constexpr,
 ):
     guess = tl.load(state_ptr + GUESS)
-    r_T, c_C, x_TC = _read_tile(x_ptr, tl.program_id(0), rows, cols, SOURCE, BR, BC)
-    _note_guess(state_ptr, guess, tl.max(tl.max(magnitude_bits(x_TC), axis=1), axis=0))
-    byte_TC = fp8_code(x_TC * inverse_of(guess.to(tl.float32, bitcast=True)), FP8)
-    _write_tile(r_T, c_C, byte_TC, out_ptr, out_t_ptr, cols, padded, TO_ROWS, TO_COLS)
+    scale = guess.to(tl.float32, bitcast=True)
+    amax = _cast_tile(
+        x_ptr, out_ptr, out_t_ptr, tl.program_id(0), rows, cols, padded, scale, FP8, TO_ROWS, TO_COLS, BR, BC, SOURCE, V
+    )
+    tl.atomic_max(state_ptr + LARGEST, amax)
+    if tl.program_id(0) == 0:
+        tl.store(state_ptr + USED, guess)
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -273,12 +217,12 @@ def _check(
     BR: tl.constexpr,
     BC: tl.constexpr,
     SOURCE: tl.constexpr,
+    V: tl.constexpr,
 ):
     scale, is_wrong = _settle(state_ptr, scale_ptr, eps, FP8)
     if is_wrong:
-        inverse = inverse_of(scale)
         tiles = ((padded + BR - 1) // BR) * ((cols + BC - 1) // BC)
         for tile in range(tl.program_id(0), tiles, tl.num_programs(0)):
-            r_T, c_C, x_TC = _read_tile(x_ptr, tile, rows, cols, SOURCE, BR, BC)
-            byte_TC = fp8_code(x_TC * inverse, FP8)
-            _write_tile(r_T, c_C, byte_TC, out_ptr, out_t_ptr, cols, padded, TO_ROWS, TO_COLS)
+            _cast_tile(
+                x_ptr, out_ptr, out_t_ptr, tile, rows, cols, padded, scale, FP8, TO_ROWS, TO_COLS, BR, BC, SOURCE, V
+            )

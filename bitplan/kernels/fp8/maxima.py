@@ -19,6 +19,7 @@ the matrix by itself would read and write it in 440.
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import torch
 import triton
@@ -26,7 +27,7 @@ import triton.language as tl
 from torch import Tensor
 
 from bitplan.kernels.base.launch import PreparedLaunch
-from bitplan.kernels.base.numbers import MAGNITUDE, float_name, float_of_bits, magnitude_bits
+from bitplan.kernels.base.numbers import float_name, float_of_bits, magnitude_bits
 from bitplan.kernels.fp8.fast_tile import is_aligned, words_of
 from bitplan.kernels.fp8.numbers import largest_bits, pair_max, reduce_pairs, scale_of_bits
 from bitplan.kernels.fp8.triton_norm import NormKey, norm_constants, normalise
@@ -93,7 +94,7 @@ class RowScales:
             self.strips = PreparedLaunch(_strips_of_pairs, (across, down), numbers, {"BR": at_once}, num_warps=4)
         else:
             constants = {"SOURCE": float_name(dtype), **norm_constants(norm), "BR": at_once, "BC": width}
-            options = {"num_warps": 8, "enable_fp_fusion": False}
+            options: dict[str, Any] = {"num_warps": 8, "enable_fp_fusion": False}
             self.strips = PreparedLaunch(_strips, (across, down), (*shape, length), constants, **options)
         row_programs = triton.cdiv(padded, FINISH_WIDTH) if rows else 0
         col_programs = triton.cdiv(shape[1], FINISH_WIDTH) if cols else 0
@@ -142,30 +143,8 @@ def _amax_of_pieces(x_ptr, partial_ptr, size, SOURCE: tl.constexpr, NUMBERS: tl.
     largest = tl.zeros([NUMBERS], tl.int32)
     for start in range(piece.to(tl.int64) * NUMBERS, size, step):
         bits = tl.load(x_ptr + start + at, mask=start + at < size, other=0)
-        largest = tl.maximum(largest, _magnitude_of(bits, SOURCE))
-    tl.store(partial_ptr + piece, _float_bits(tl.max(largest, axis=0), SOURCE))
-
-
-@triton.jit
-def _magnitude_of(bits, SOURCE: tl.constexpr):
-    """|x| as an integer that orders as |x| does, in its own width: one operation a number, and NaN is the largest."""
-    if SOURCE == "f32":
-        magnitude = bits.to(tl.int32, bitcast=True) & MAGNITUDE
-    else:
-        magnitude = bits.to(tl.int16, bitcast=True).to(tl.int32) & 0x7FFF
-    return magnitude
-
-
-@triton.jit
-def _float_bits(magnitude, SOURCE: tl.constexpr):
-    """Such an integer -> the bits of the float32 that it stands for."""
-    if SOURCE == "bf16":
-        bits = magnitude << 16
-    elif SOURCE == "f16":
-        bits = magnitude.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32).to(tl.int32, bitcast=True)
-    else:
-        bits = magnitude
-    return bits & MAGNITUDE
+        largest = tl.maximum(largest, magnitude_bits(float_of_bits(bits, SOURCE)))
+    tl.store(partial_ptr + piece, tl.max(largest, axis=0))
 
 
 # ---- of rows and columns ---------------------------------------------------------------------------------------------

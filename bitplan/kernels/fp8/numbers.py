@@ -15,10 +15,12 @@ widening alone takes one of them and twice the registers. So numbers stay as the
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
-from bitplan.kernels.base.numbers import INTERPRETED, TINY
+from bitplan.kernels.base.numbers import INTERPRETED, TINY, float_of_e4m3_in_integers
 
 INFINITY_BITS = tl.constexpr(0x7F800000)
 PAIR_OF_MAGNITUDES = tl.constexpr(0x7FFF7FFF)
@@ -151,6 +153,24 @@ def e8m0_of_bits(amax_bits, eps, FP8: tl.constexpr):
     byte = (tl.div_rn(amax, LIMIT).to(tl.int32, bitcast=True) + 0x7FFFFF) >> 23
     inverse = ((254 - byte) << 23).to(tl.float32, bitcast=True)
     return tl.where(is_finite, byte, 255), tl.where(is_finite, inverse, float("nan"))
+
+
+def operand_of(codes: Tensor) -> Tensor:
+    """FP8 as a product takes it: it goes from memory to the tensor cores untouched; the interpreter gets its bits."""
+    return codes.view(torch.uint8) if INTERPRETED.value else codes
+
+
+@triton.jit
+def operand_values(codes, FP8: tl.constexpr):
+    """What the tensor cores take; for the interpreter, which converts FP8 wrongly, bytes become float32 here."""
+    if INTERPRETED:
+        if FP8 == "e4m3":
+            values = float_of_e4m3_in_integers(codes)
+        else:  # E5M2 is the upper half of a float16
+            values = (codes.to(tl.int16) << 8).to(tl.float16, bitcast=True).to(tl.float32)
+    else:
+        values = codes
+    return values
 
 
 # ---- two bfloat16 numbers in a word ----------------------------------------------------------------------------------

@@ -11,8 +11,8 @@ written. What is settled once for all casts of a shape is a plan: which kernel, 
 
 Codes and scales equal `bitplan.formats.fp8` bit for bit.
 
-    triton_fp8_numbers   codes and scales           triton_fp8_pairs   the cast of bfloat16 as words of two numbers
-    triton_fp8_maxima    what scales come from      triton_fp8_tiles   the cast of everything else
+    numbers   codes and scales           fast_tile      the cast of bfloat16 as words of two numbers
+    maxima    what scales come from      general_tile   the cast of everything else
 
 Legend: R rows, C columns of the matrix cast; "cols" is the layout of the transpose, [C, R].
 """
@@ -100,28 +100,8 @@ def cast_tiles(
     kind = norm.key if norm is not None else None
     count = pieces.shape[0] if pieces is not None else None
     x = x_RC if x_RC.is_contiguous() else x_RC.contiguous()
-    aligned = is_aligned(x)
-    plan = _plan_cast(x.shape, x.dtype, aligned, scaling, fp8, eps, padded, rows, cols, plain, launch, kind, count)
-    return plan.run(x, norm, pieces)
-
-
-@functools.lru_cache(maxsize=4096)
-def _plan_cast(
-    shape: tuple[int, int],
-    dtype: torch.dtype,
-    aligned: bool,
-    scaling: str,
-    fp8: str,
-    eps: float,
-    padded: int,
-    rows: bool,
-    cols: bool,
-    plain: bool,
-    launch: CastLaunch | None,
-    norm: NormKey | None,
-    pieces: int | None,
-) -> _CastPlan:
-    return _CastPlan(shape, dtype, aligned, scaling, fp8, float(eps), padded, rows, cols, plain, launch, norm, pieces)
+    how = (scaling, fp8, float(eps), padded, rows, cols, plain, launch, kind, count)
+    return _plan_cast(x.shape, x.dtype, is_aligned(x), *how).run(x, norm, pieces)
 
 
 class Room:
@@ -211,31 +191,18 @@ class _CastPlan:
                 if each is not None and each.numel():  # of a matrix without numbers, as one of zeros
                     each.copy_(scale_of_amax(torch.tensor(self.eps), self.fp8, power_of_two=self.scaling == "tensor"))
         elif not self.is_idle:
-            self._launch(x, codes, codes_t, scale, scale_t, pieces, normed, norm)
+            of_norm = norm.pointers if norm is not None else NO_NORM
+            if self.scaling == "tensor":
+                pieces = pieces if pieces is not None else partial_amax(x, *self.amax)
+            elif self.row_scales is not None:
+                self.row_scales.find(x, scale, scale_t, of_norm)
+            first = scale_t if self.scaling == "tensor" and scale is None else scale  # a tensor has one
+            self.cast(x, codes, codes_t, first, scale_t, pieces, *(() if self.paired else (normed, *of_norm)))
         return (
             None if codes is None or scale is None else ScaledFp8(codes, scale, self.scaling),
             None if codes_t is None or scale_t is None else ScaledFp8(codes_t, scale_t, self.scaling),
             normed,
         )
 
-    def _launch(
-        self,
-        x: Tensor,
-        codes: Tensor | None,
-        codes_t: Tensor | None,
-        scale: Tensor | None,
-        scale_t: Tensor | None,
-        pieces: Tensor | None,
-        normed: Tensor | None,
-        norm: Norm | None,
-    ) -> None:
-        of_norm = norm.pointers if norm is not None else NO_NORM
-        if self.scaling == "tensor":
-            pieces = pieces if pieces is not None else partial_amax(x, *self.amax)
-            scale = scale if scale is not None else scale_t  # there is one
-        elif self.row_scales is not None:
-            self.row_scales.find(x, scale, scale_t, of_norm)
-        if self.paired:
-            self.cast(x, codes, codes_t, scale, scale_t, pieces)
-        else:
-            self.cast(x, codes, codes_t, scale, scale_t, pieces, normed, *of_norm)
+
+_plan_cast = functools.lru_cache(maxsize=4096)(_CastPlan)

@@ -12,7 +12,7 @@ tensorwise cast then reads 4 more; here it is 4 in all. Rows of up to `LONGEST_R
 from __future__ import annotations
 
 import functools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -60,8 +60,9 @@ def row_stats(
     x_RC: Tensor, kind: str, weight_C: Tensor, bias_C: Tensor | None, norm_eps: float, *, with_amax: bool
 ) -> Norm:
     """What the norm needs of each row, and with `with_amax` the largest normalised magnitudes by strips of rows."""
-    types = (x_RC.dtype, weight_C.dtype, bias_C is not None)
-    programs, find = _plan_stats(x_RC.shape, kind, norm_eps, with_amax, *types)
+    types = (("SOURCE", x_RC.dtype), ("WEIGHT", weight_C.dtype))
+    flags = (("HAS_BIAS", bias_C is not None), ("AMAX", with_amax))
+    programs, find = _plan(x_RC.shape, kind, types, flags, float(norm_eps))
     rows, device = x_RC.shape[0], x_RC.device
     rstd = torch.empty(rows, dtype=torch.float32, device=device)
     mean = torch.empty(rows, dtype=torch.float32, device=device) if kind == "layer" else None
@@ -73,43 +74,11 @@ def row_stats(
     return Norm(kind, mean, rstd, weight_C, bias_C, partial)
 
 
-@functools.lru_cache(maxsize=1024)
-def _plan_stats(
-    shape: tuple[int, int],
-    kind: str,
-    norm_eps: float,
-    with_amax: bool,
-    dtype: torch.dtype,
-    weight_dtype: torch.dtype,
-    has_bias: bool,
-) -> tuple[int, PreparedLaunch | None]:
-    """(programs, how to launch them)."""
-    rows, cols = shape
-    _check_length(cols)
-    each = max(1, triton.cdiv(rows, MOST_PIECES))
-    programs, block = triton.cdiv(rows, each), triton.next_power_of_2(cols)
-    if not rows:
-        return 0, None
-    constants = {
-        "EACH": each,
-        "SOURCE": float_name(dtype),
-        "WEIGHT": float_name(weight_dtype),
-        "NORM": kind,
-        "HAS_BIAS": has_bias,
-        "AMAX": with_amax,
-        "BC": block,
-    }
-    numbers = (rows, cols, float(norm_eps))
-    return programs, PreparedLaunch(
-        _row_stats, (programs,), numbers, constants, num_warps=_warps(block), enable_fp_fusion=False
-    )
-
-
 def norm_gradient(dy_RC: Tensor, x_RC: Tensor, norm: Norm) -> tuple[Tensor, Tensor, Tensor | None]:
     """(dx, the weight's gradient, the bias's), the last two in float32."""
     has_bias = norm.bias is not None
-    types = (x_RC.dtype, dy_RC.dtype, norm.weight.dtype)
-    programs, find = _plan_gradient(x_RC.shape, norm.kind, has_bias, *types)
+    types = (("SOURCE", x_RC.dtype), ("GRAD", dy_RC.dtype), ("WEIGHT", norm.weight.dtype))
+    programs, find = _plan(x_RC.shape, norm.kind, types, (("HAS_BIAS", has_bias),))
     dx = torch.empty_like(x_RC)
     shape = (2, programs, x_RC.shape[1]) if has_bias else (programs, x_RC.shape[1])
     sums = torch.empty(*shape, dtype=torch.float32, device=x_RC.device)
@@ -121,42 +90,29 @@ def norm_gradient(dy_RC: Tensor, x_RC: Tensor, norm: Norm) -> tuple[Tensor, Tens
 
 
 @functools.lru_cache(maxsize=1024)
-def _plan_gradient(
+def _plan(
     shape: tuple[int, int],
     kind: str,
-    has_bias: bool,
-    dtype: torch.dtype,
-    grad_dtype: torch.dtype,
-    weight_dtype: torch.dtype,
+    types: tuple[tuple[str, torch.dtype], ...],
+    flags: tuple[tuple[str, bool], ...],
+    norm_eps: float | None = None,
 ) -> tuple[int, PreparedLaunch | None]:
-    """(programs, how to launch them)."""
+    """(programs, how to launch them), of `_row_stats` with an epsilon, else of `_norm_gradient`."""
     rows, cols = shape
-    _check_length(cols)
-    each = max(1, triton.cdiv(rows, GRADIENT_PROGRAMS))
+    if cols > LONGEST_ROW:
+        raise FormatError(f"the fused norm holds rows of up to {LONGEST_ROW} numbers, got {cols}")
+    each = max(1, triton.cdiv(rows, GRADIENT_PROGRAMS if norm_eps is None else MOST_PIECES))
     programs, block = triton.cdiv(rows, each), triton.next_power_of_2(cols)
     if not rows:
         return 0, None
-    constants = {
-        "EACH": each,
-        "SOURCE": float_name(dtype),
-        "GRAD": float_name(grad_dtype),
-        "WEIGHT": float_name(weight_dtype),
-        "NORM": kind,
-        "HAS_BIAS": has_bias,
-        "BC": block,
-    }
-    return programs, PreparedLaunch(
-        _norm_gradient, (programs,), (rows, cols, programs), constants, num_warps=_warps(block)
-    )
-
-
-def _warps(block: int) -> int:
-    return 4 if block <= 2048 else 8 if block <= 8192 else 16
-
-
-def _check_length(cols: int) -> None:
-    if cols > LONGEST_ROW:
-        raise FormatError(f"the fused norm holds rows of up to {LONGEST_ROW} numbers, got {cols}")
+    constants = {"EACH": each, **{name: float_name(dtype) for name, dtype in types}, "NORM": kind, **dict(flags)}
+    constants |= {"BC": block}
+    warps = 4 if block <= 2048 else 8 if block <= 8192 else 16
+    if norm_eps is None:
+        numbers = (rows, cols, programs)
+        return programs, PreparedLaunch(_norm_gradient, (programs,), numbers, constants, num_warps=warps)
+    options: dict[str, Any] = {"num_warps": warps, "enable_fp_fusion": False}
+    return programs, PreparedLaunch(_row_stats, (programs,), (rows, cols, norm_eps), constants, **options)
 
 
 @triton.jit(do_not_specialize=["rows"])

@@ -19,7 +19,8 @@ from torch import Tensor
 
 from bitplan.errors import FormatError
 from bitplan.formats.fp8 import ScaledFp8
-from bitplan.kernels.base.numbers import INTERPRETED, as_bits, device_of, float_name, float_of_bits, narrow
+from bitplan.kernels.base.numbers import as_bits, device_of, float_name, float_of_bits, narrow
+from bitplan.kernels.fp8.numbers import operand_of, operand_values
 
 
 @dataclass(frozen=True)
@@ -55,8 +56,8 @@ def block_scaled_product(
     square = b_NK.scaling == "128x128"
     with device_of(out):
         _block_scaled[(triton.cdiv(rows, launch.rows) * triton.cdiv(cols, launch.cols),)](
-            _operand_of(a_MK.codes),
-            _operand_of(b_NK.codes),
+            operand_of(a_MK.codes),
+            operand_of(b_NK.codes),
             a_MK.scale,
             b_NK.scale,
             as_bits(bias.contiguous()) if bias is not None else as_bits(out),
@@ -77,32 +78,6 @@ def block_scaled_product(
             num_warps=launch.warps,
         )
     return out
-
-
-def _operand_of(codes: Tensor) -> Tensor:
-    """FP8 goes from memory to the tensor cores untouched; the interpreter gets its bits."""
-    return codes.view(torch.uint8) if INTERPRETED.value else codes
-
-
-@triton.jit
-def _dot(a, b, A: tl.constexpr, B: tl.constexpr):
-    if INTERPRETED:
-        a, b = _value(a, A), _value(b, B)
-    return tl.dot(a, b, input_precision="ieee")
-
-
-@triton.jit
-def _value(byte, FP8: tl.constexpr):
-    """For the interpreter: FP8 bits -> float32, exactly. The bits lack a factor where their fields sit in a float32."""
-    wide = byte.to(tl.int32)
-    magnitude = wide & 0x7F
-    if FP8 == "e4m3":
-        value = (magnitude << 20).to(tl.float32, bitcast=True) * 1.329227995784916e36  # 2^120
-        value = tl.where(magnitude == 0x7F, float("nan"), value)
-    else:
-        value = (magnitude << 21).to(tl.float32, bitcast=True) * 5.192296858534828e33  # 2^112
-        value = tl.where(magnitude > 0x7C, float("nan"), tl.where(magnitude == 0x7C, float("inf"), value))
-    return tl.where((wide & 0x80) != 0, -value, value)
 
 
 @triton.jit
@@ -150,7 +125,7 @@ def _block_scaled(
     for step in tl.range(0, width // 128, num_stages=STAGES):
         a = tl.load(a_MK + step * 128, mask=ok_M[:, None], other=0.0)
         b = tl.load(b_KN + step * 128, mask=ok_N[None, :], other=0.0)
-        sum_MN = _dot(a, b, A, B)
+        sum_MN = tl.dot(operand_values(a, A), operand_values(b, B), input_precision="ieee")
         scale_M = tl.load(a_scale_ptr + step * rows + m_M, mask=ok_M, other=0.0)
         scale_N = tl.load(b_scale_N + step * b_step, mask=ok_N, other=0.0)
         acc_MN += sum_MN * scale_M[:, None] * scale_N[None, :]

@@ -1,4 +1,4 @@
-"""Products with packed weights on a CPU: torch's 4-bit kernel where the layout allows, else pieces in float32.
+"""Products with packed weights on a CPU beside our own (`cpu_fused`): torch's 4-bit kernel, and pieces in float32.
 
 **Pieces.** The matrix is expanded a few megabytes at a time (`pieces`), in float32 always: a CPU without
 bfloat16 hardware multiplies bfloat16 thirty times slower. A piece is a quarter of the last-level cache: smaller ones
@@ -6,13 +6,8 @@ lose to the start of each product, larger ones to memory, and the whole matrix i
 
 **torch's 4-bit kernel** (`_dyn_quant_matmul_4bit`, KleidiAI on Arm) multiplies integers: each row of x is rounded to
 8-bit integers with a step of (max(x, 0) - min(x, 0)) / 255, so a result is off by at most step * sum_k |w_nk|; for
-normally distributed inputs by 0.5 to 0.9 % in norm. Weights are taken as they are, from a copy in its own order.
-
-| format | how it fits |
-|---|---|
-| int4_g32 | as it is: bfloat16 scales (float32 ones run 150 times slower), codes q + 8, even index low |
-| q4_0_gguf | nibbles are paired anew. A float16 scale has 11 bits, a bfloat16 holds 8: rounding would change weights. |
-| | So it is split into the sum of two bfloat16, exactly, and the kernel runs twice: twice the time and copies |
+normally distributed inputs by 0.5 to 0.9 % in norm. It holds int4_g32 as it is: bfloat16 scales (float32 ones run 150
+times slower), codes q + 8, even index low; in a copy in its own order.
 
 What the kernel cannot do is found out by asking it: a machine without it, or where it gives wrong numbers, uses pieces.
 
@@ -20,7 +15,7 @@ Neoverse-N1, 2 cores that others used as well (idle, all times are about half), 
 
 | | int4_g32 | q4_0_gguf | mxfp4 | int8_row |
 |---|---|---|---|---|
-| torch's 4-bit kernel | 1.5 / 14 / 90 | 2.9 / 27 / 178 | | |
+| torch's 4-bit kernel | 1.5 / 14 / 90 | | | |
 | pieces of 8 MiB | 20 / 49 / 171 | 18 / 49 / 173 | 21 / 50 / 176 | 17 / 47 / 174 |
 | expanded before | 6.0 / 31 / 138 | 6.0 / 31 / 136 | 5.9 / 31 / 137 | 6.0 / 31 / 137 |
 
@@ -38,12 +33,10 @@ from torch import Tensor
 
 from bitplan.errors import FormatError
 from bitplan.formats import Encoded, encode
-from bitplan.formats.packing import Packing
 from bitplan.kernels.matmul.row_pieces import decoded_pieces, gradient_over_pieces, linear_over_pieces
 
-FOUR_BIT_FORMATS = ("int4_g32", "q4_0_gguf")
+FOUR_BIT_FORMAT = "int4_g32"
 GROUP = 32
-NIBBLES = Packing(4, "low_first", signed=True, offset=8)
 _CACHES = Path("/sys/devices/system/cpu/cpu0/cache")
 _MIB = 2**20
 _SUFFIXES = {"K": 2**10, "M": 2**20, "G": 2**30}
@@ -85,8 +78,8 @@ def chunked_input_gradient(g_MN: Tensor, weight: Encoded) -> Tensor:
 
 def why_not_four_bit(weight: Encoded, dtype: torch.dtype) -> str | None:
     """Why torch's 4-bit kernel cannot run this product; None if it can."""
-    if weight.fmt.name not in FOUR_BIT_FORMATS:
-        return f"torch's 4-bit kernel holds {' and '.join(FOUR_BIT_FORMATS)}, not {weight.fmt.name}"
+    if weight.fmt.name != FOUR_BIT_FORMAT:
+        return f"torch's 4-bit kernel holds {FOUR_BIT_FORMAT}, not {weight.fmt.name}"
     if dtype not in (torch.float32, torch.bfloat16, torch.float16):
         return f"torch's 4-bit kernel computes in float32, the input is {dtype}"
     if weight.fmt.padded_cols(weight.shape[1]) <= GROUP or not weight.shape[0]:
@@ -95,13 +88,10 @@ def why_not_four_bit(weight: Encoded, dtype: torch.dtype) -> str | None:
 
 
 def pack_four_bit(weight: Encoded) -> Tensor:
-    """The weight in the kernel's own order, [copies, bytes]: one copy, or two whose scales add up to the weight's."""
+    """The weight in the kernel's own order, bytes."""
     assert weight.scales is not None
     rows, cols = weight.shape[0], weight.fmt.padded_cols(weight.shape[1])
-    data = weight.data
-    if weight.fmt.name == "q4_0_gguf":
-        data = NIBBLES.pack(weight.codes()).reshape(rows, cols // 2)
-    return torch.stack([_pack(data, scales, rows, cols) for scales in _split(weight.scales)])
+    return _pack(weight.data, weight.scales, rows, cols)
 
 
 def four_bit_linear(x_MK: Tensor, weight: Encoded, packed: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -110,9 +100,7 @@ def four_bit_linear(x_MK: Tensor, weight: Encoded, packed: Tensor, bias: Tensor 
     x = torch.nn.functional.pad(x_MK.float(), (0, cols - weight.shape[1])).contiguous()
     if not x.shape[0]:
         return x.new_empty((0, rows))
-    y = _multiply(x, packed[0], rows, cols)
-    for copy in packed[1:]:
-        y += _multiply(x, copy, rows, cols)
+    y = _multiply(x, packed, rows, cols)
     # The kernel looks for extremes by comparing, and a comparison does not see NaN.
     y += (x * 0).sum(dim=1, keepdim=True)
     return y if bias is None else y.add_(bias)
@@ -122,15 +110,6 @@ def four_bit_bound(x_MK: Tensor, w_NK: Tensor) -> Tensor:
     """[M, N]: how far a result may lie from the exact product, for rounding x to 8-bit integers."""
     step = (x_MK.amax(dim=1).clamp(min=0) - x_MK.amin(dim=1).clamp(max=0)) / 255
     return step.unsqueeze(1) * w_NK.abs().sum(dim=1)
-
-
-def _split(scales: Tensor) -> list[Tensor]:
-    """Scales as a sum of bfloat16: themselves, or for float16 the upper 8 of their 11 bits and the rest."""
-    if scales.dtype == torch.bfloat16:
-        return [scales]
-    high = scales.to(torch.bfloat16)
-    low = scales.float() - high.float()  # exact: at most 4 bits are left
-    return [high, low.to(torch.bfloat16)]
 
 
 def _pack(data: Tensor, scales: Tensor, rows: int, cols: int) -> Tensor:
@@ -149,12 +128,12 @@ def _multiply(x: Tensor, packed: Tensor, rows: int, cols: int) -> Tensor:
 
 @functools.cache
 def _why_not_here() -> str | None:
-    """Try the kernel once on this machine, on weights with negative scales and rows that fill no tile."""
+    """Try the kernel once on this machine, on rows that fill no tile."""
     if not hasattr(torch.ops.aten, "_dyn_quant_matmul_4bit"):
         return f"torch {torch.__version__} has no 4-bit kernel"
     generator = torch.Generator().manual_seed(0)
     w, x = (torch.randn(rows, 96, generator=generator) for rows in (19, 3))
-    weight = encode(w, "q4_0_gguf")
+    weight = encode(w, FOUR_BIT_FORMAT)
     decoded = next(decoded_pieces(weight, torch.float32, 19))[1]
     try:
         product = four_bit_linear(x, weight, pack_four_bit(weight))

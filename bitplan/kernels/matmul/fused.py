@@ -1,8 +1,8 @@
 """Finds the fused product for a device: one interface over the CPU's and the GPU's.
 
-"Fused" is a kernel that reads packed weights and never writes an expanded one: a Triton kernel on CUDA, torch's 4-bit
-kernel on a CPU. Both want the weight, or its scales, in an order of their own, made once per weight (`prepare`); what
-that is, only the kernel knows.
+"Fused" is a kernel that reads packed weights and never writes an expanded one: a Triton kernel on CUDA, numba's or
+torch's on a CPU (`cpu_fused`). Each may want something made once per weight (`prepare`), such as scales in an order of
+its own; what that is, only the kernel knows.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from bitplan.formats import Encoded
-from bitplan.kernels.matmul import cpu_matmul
+from bitplan.kernels.matmul.cpu_fused import FusedOnCpu
 
 Launch = Mapping[str, int]
 Prepared = tuple[Tensor, ...]  # what a kernel made of a weight for itself; at most three tensors
@@ -53,40 +53,6 @@ class FusedMatmul(Protocol):
 
     def note(self, weight: Encoded) -> str:
         """What a user should know of its results and memory."""
-
-
-class FourBitOnCpu:
-    """torch's 4-bit kernel; see `cpu_matmul`."""
-
-    name = "torch's 4-bit kernel"
-
-    def why_not(self, weight: Encoded, dtype: torch.dtype) -> str | None:
-        return cpu_matmul.why_not_four_bit(weight, dtype)
-
-    def prepare(self, weight: Encoded) -> Prepared:
-        return (cpu_matmul.pack_four_bit(weight),)
-
-    def join(self, parts: Sequence[Prepared]) -> Prepared | None:
-        return None
-
-    def launches(self, weight: Encoded, rows: int) -> Sequence[Launch]:
-        return ()
-
-    def run(
-        self, x_MK: Tensor, weight: Encoded, prepared: Prepared, bias: Tensor | None, launch: Launch | None
-    ) -> Tensor:
-        wide = None if bias is None else bias.float()
-        return cpu_matmul.four_bit_linear(x_MK, weight, prepared[0], wide).to(x_MK.dtype)
-
-    def bind(self, *_: Any) -> Bound | None:
-        return None
-
-    def note(self, weight: Encoded) -> str:
-        copies = "two copies" if weight.fmt.name == "q4_0_gguf" else "a copy"
-        return (
-            "rounds each input row to 8-bit integers (error at most step * sum |w|, typically 0.5 to 0.9 %) and keeps "
-            f"{copies} of the packed weight in its own order"
-        )
 
 
 class TritonOnCuda:
@@ -180,7 +146,7 @@ def fused_for(device_type: str) -> FusedMatmul | None:
 
 def _find(device_type: str) -> FusedMatmul | None:
     if device_type == "cpu":
-        return FourBitOnCpu()
+        return FusedOnCpu()
     if device_type != "cuda":
         return None
     try:

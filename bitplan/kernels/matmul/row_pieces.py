@@ -38,9 +38,9 @@ def rows_of(encoded: Encoded, rows: slice) -> Encoded:
     reason = why_no_rows(encoded.fmt)
     if reason is not None or len(encoded.shape) != 2:
         raise FormatError(f"rows of {encoded.fmt.name} of shape {encoded.shape}: {reason or 'not a matrix'}")
-    assert encoded.scales is not None
     shape = (len(range(*rows.indices(encoded.shape[0]))), encoded.shape[1])
-    return Encoded(encoded.fmt, shape, encoded.data[rows], encoded.scales[rows], encoded.base)
+    scales = None if encoded.scales is None else encoded.scales[rows]
+    return Encoded(encoded.fmt, shape, encoded.data[rows], scales, encoded.base)
 
 
 def cut(rows: int, step: int) -> list[slice]:

@@ -14,7 +14,7 @@ A gradient that is missing is not zero. A block with none is excluded for the st
 one, the others are left out of the figures and counted in `missing_tensors`. A block with NaN or infinity is
 excluded, because its norm is not known.
 
-`loss_impact` is the other signal: what replacing a weight would do to the loss, from what backward has at hand.
+`impact_of` is the other signal: what replacing a weight would do to the loss, from what backward has at hand.
 """
 
 from __future__ import annotations
@@ -148,7 +148,7 @@ class GradStatsCollector:
             self._open.parts.setdefault(block, []).append(reduce_parts([[grad]]))
 
     def add_impact(self, block: str, precision: str, impact: Tensor, scale: float = 1.0) -> None:
-        """Add `scale` times a tensor of one number, as `loss_impact` gives, to a unit's loss impact in this step.
+        """Add `scale` times a tensor of one number, as `impact_of` gives, to a unit's loss impact in this step.
 
         The numbers are added up on the host, when they are read: a kernel for each sum would cost more than it.
         """
@@ -207,19 +207,13 @@ def collect_grad_stats(collector: GradStatsCollector, blocks: Mapping[str, Gradi
 
 
 @torch.no_grad()
-def loss_impact(grad_output: Tensor, inputs: Tensor, weight: Tensor, weight_hat: Tensor) -> Tensor:
+def impact_of(grad_output: Tensor, inputs: Tensor, difference: Tensor) -> Tensor:
     """<dL/dy, (W - W_hat) x> of a linear layer y = W x, a tensor of one number in units of loss.
 
     The first-order rise of the loss if W_hat stands in for W is minus this. It needs no gradient of the weight, so it
-    holds for frozen weights too; where there is one, it equals <dL/dW, W - W_hat>.
+    holds for frozen weights too; where there is one, it equals <dL/dW, W - W_hat>. The product is made in the type of
+    the inputs, and summed in float32.
     """
-    difference = (weight.to(torch.float32) - weight_hat.to(torch.float32)).to(inputs.device)
-    return impact_of(grad_output, inputs, difference)
-
-
-@torch.no_grad()
-def impact_of(grad_output: Tensor, inputs: Tensor, difference: Tensor) -> Tensor:
-    """<dL/dy, difference x>; the product is made in the type of the inputs, and summed in float32."""
     inputs = inputs.detach().reshape(-1, inputs.shape[-1])
     moved = linear_in_fast_type(inputs, difference)
     return (grad_output.reshape(inputs.shape[0], -1).float() * moved).sum()

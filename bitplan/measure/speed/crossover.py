@@ -33,6 +33,7 @@ from torch.nn import functional
 from bitplan.formats import Encoded
 from bitplan.kernels import decode
 from bitplan.kernels.matmul.fused import FusedMatmul, Launch
+from bitplan.measure.speed.paired_timing import CudaStopwatch
 
 log = logging.getLogger("bitplan")
 
@@ -41,7 +42,6 @@ REPEATS = 15
 REPEATS_PER_CANDIDATE = 5
 MOST_FUSED_ROWS = 256  # beyond them the fused kernels never came first, and are not compiled to see it again
 COMPILERS = 16
-FLUSH_BYTES = 512 * 2**20  # ten times the L2 of an H200, and a tenth of a millisecond for the host to get ahead
 # Of the fused result against decode and F.linear, all in bfloat16 (unit roundoff 2^-8): the norm of the difference, and
 # of each number |difference| <= NUMBER_OF_RESULT * |result| + NUMBER_OF_ROW * ||w_n|| for x of unit variance.
 NORM_TOLERANCE = 2.0**-6
@@ -248,8 +248,7 @@ def _call(run: Run, launch: Launch | None) -> Call:
 
 def cuda_timer(device: torch.device) -> Timer:
     """Times calls by events, each after the L2 cache was overwritten."""
-    free, _ = torch.cuda.mem_get_info(device)
-    flush = torch.empty(min(FLUSH_BYTES, free // 4), dtype=torch.uint8, device=device)
+    stopwatch = CudaStopwatch(device)
 
     def time(call: Call, repeats: int) -> Sequence[float]:
         with torch.cuda.device(device):
@@ -257,13 +256,11 @@ def cuda_timer(device: torch.device) -> Timer:
                 call()
             pairs: list[tuple[Any, Any]] = []
             for _ in range(repeats):
-                flush.zero_()
-                begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-                begin.record()
+                stopwatch.prepare()
+                begin = stopwatch.mark()
                 call()
-                end.record()
-                pairs.append((begin, end))
-            torch.cuda.synchronize(device)
-        return [round(begin.elapsed_time(end), 5) for begin, end in pairs]
+                pairs.append((begin, stopwatch.mark()))
+            stopwatch.wait()
+        return [round(stopwatch.elapsed_ms(*pair), 5) for pair in pairs]
 
     return time

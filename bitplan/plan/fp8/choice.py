@@ -30,8 +30,8 @@ from typing import Any
 
 from bitplan.formats.fp8_recipes import RECIPES
 from bitplan.plan.fp8.estimate import REACH, estimate_speedup
+from bitplan.plan.fp8.kinds import DEFAULT_RECIPE, GEMMS, LOSE, MODULE, PRODUCTS, UNDECIDED, UNMEASURED, shape_obstacle
 from bitplan.plan.fp8.policy import Fp8Decision, Policy, Question, alike_rules, decide, matching_rules
-from bitplan.plan.fp8.terms import DEFAULT_RECIPE, GEMMS, LOSE, MODULE, PRODUCTS, UNDECIDED, UNMEASURED, shape_obstacle
 from bitplan.plan.fp8.thresholds import ThresholdPolicy
 from bitplan.plan.fp8.token_ranges import BandPolicy, BandRule
 

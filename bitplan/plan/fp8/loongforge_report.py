@@ -15,19 +15,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from bitplan.documents import NAME, Kind, Reader, is_number, one_of
-from bitplan.plan.fp8.terms import COUNT, GROUPED_KINDS, KIND, PRECISIONS, BenchReportError, MergeError
+from bitplan.documents import NAME, Kind, Reader, one_of
+from bitplan.plan.fp8.kinds import COUNT, GROUPED_KINDS, KIND, PRECISIONS, TIME_MS, BenchReportError, MergeError
 from bitplan.plan.fp8.thresholds import Threshold, ThresholdPolicy
 from bitplan.records import read_json
 
-_TIME = Kind("a time from 1e-6 to 1e9 milliseconds", lambda value: is_number(value) and 1e-6 <= value <= 1e9)
 _KEYS: dict[str, Kind] = {
     "case_name": NAME,
     "model_name": NAME,
     "module_kind": KIND,
     "precision": one_of(*PRECISIONS),
     "num_tokens": COUNT,
-    "total_ms": _TIME,
+    "total_ms": TIME_MS,
 }
 _DENSE: dict[str, Kind] = {"ub_name": NAME, "tp_size": COUNT}
 _GROUPED: dict[str, Kind] = {"etp_size": COUNT, "num_gemms": COUNT}

@@ -17,15 +17,15 @@ Keys of others are not judged, but one that begins like ours and is none of ours
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
-from bitplan.documents import FLAG, NAME, Kind, one_of, show
+from bitplan.documents import FLAG, NAME, document_key, keys_of, one_of, show
 from bitplan.errors import did_you_mean
 from bitplan.formats.fp8_recipes import RECIPES
+from bitplan.plan.fp8.kinds import COUNT, DEFAULT_RECIPE, ModelConfigError
 from bitplan.plan.fp8.layers import Attention, Experts, LatentAttention, ModelPart, Parallel
 from bitplan.plan.fp8.model_parts import MAX_BLOCKS, ConfigObject, whole
-from bitplan.plan.fp8.terms import COUNT, DEFAULT_RECIPE, ModelConfigError
 from bitplan.yaml_reader import load_yaml
 
 MAX_FILES = 32
@@ -39,12 +39,12 @@ OpenBase = Callable[[str], str]  # the name of another file, as `defaults` has i
 class Fp8Options:
     """What the YAML asks of FP8 in one part of a model."""
 
-    fp8: str | None = None
-    fp8_recipe: str = DEFAULT_RECIPE
-    fp8_param: bool = False
-    selective_fp8: bool = False
-    fp8_dynamic_policy_path: str | None = None
-    fp8_dynamic_num_tokens: int | None = None
+    fp8: str | None = document_key(one_of("e4m3", "hybrid"), None)
+    fp8_recipe: str = document_key(one_of(*RECIPES), DEFAULT_RECIPE)
+    fp8_param: bool = document_key(FLAG, False)
+    selective_fp8: bool = document_key(FLAG, False)
+    fp8_dynamic_policy_path: str | None = document_key(NAME, None)
+    fp8_dynamic_num_tokens: int | None = document_key(COUNT, None)
 
 
 @dataclass(frozen=True)
@@ -65,14 +65,6 @@ class YamlModel:
         return Parallel(chosen, ep or self.ep or 1, etp or self.etp or follows)
 
 
-_OPTION_KINDS: dict[str, Kind] = {
-    "fp8": one_of("e4m3", "hybrid"),
-    "fp8_recipe": one_of(*RECIPES),
-    "fp8_param": FLAG,
-    "selective_fp8": FLAG,
-    "fp8_dynamic_policy_path": NAME,
-    "fp8_dynamic_num_tokens": COUNT,
-}
 _SIZE_KEYS = ("num_layers", "hidden_size", "num_attention_heads", "ffn_hidden_size")
 _PARALLEL_KEYS = {
     "tp": "tensor_model_parallel_size",
@@ -175,14 +167,14 @@ def _single_part(document: Mapping[str, Any]) -> str:
 
 
 def _options(config: ConfigObject) -> Fp8Options:
-    known = {field.name for field in fields(Fp8Options)}
-    for key in config.values:
-        if str(key).startswith(("fp8", "selective_fp8")) and key not in known:
-            raise config.fail(f"unknown key {config.prefix}{key}{did_you_mean(key, known)}")
-    given = {key: value for key, value in config.values.items() if key in known and value is not None}
-    for key, value in given.items():
-        if not _OPTION_KINDS[key].holds(value):
-            raise config.fail(f"{config.prefix}{key} must be {_OPTION_KINDS[key].text}, got {show(value)}")
+    known = keys_of(Fp8Options)
+    for name in config.values:
+        if str(name).startswith(("fp8", "selective_fp8")) and name not in known:
+            raise config.fail(f"unknown key {config.prefix}{name}{did_you_mean(name, known)}")
+    given = {name: value for name, value in config.values.items() if name in known and value is not None}
+    for name, value in given.items():
+        if not known[name].holds(value):
+            raise config.fail(f"{config.prefix}{name} must be {known[name].text}, got {show(value)}")
     options = Fp8Options(**given)
     if options.selective_fp8 and options.fp8 is None:
         raise config.fail(

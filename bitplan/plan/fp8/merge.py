@@ -1,9 +1,9 @@
 """Merges reports into a policy: pairs BF16 with FP8, judges each token count, and keeps what lost.
 
-Times are paired by layer and LOGICAL tokens. (LoongForge's program paired by padded counts: the two
-precisions pad differently, so no expert was ever paired.) Each pair gives an interval and an answer (`interval`);
-where a count was timed in several ways (eager and in a CUDA graph, uniform and skewed routing) the worst of them
-counts: FP8 must win in all. The points of a layer make its bands. No row is dropped in silence: what has no partner, or
+Times are paired by layer and LOGICAL tokens. (LoongForge's program paired by padded counts: the two precisions pad
+differently, so no expert was ever paired.) Each pair gives an interval and an answer (`speedup_interval`); where a
+count was timed in several ways (eager and in a CUDA graph, uniform and skewed routing) the worst of them counts: FP8
+must win in all. The points of a layer make its bands. No row is dropped in silence: what has no partner, or
 failed, is a finding, and a point that says so ends a band.
 
 Only reports of one fingerprint and one recipe merge; recipes may be put side by side when that is asked for. The order
@@ -17,9 +17,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from bitplan.documents import show
-from bitplan.plan.fp8.interval import DEFAULT_CONFIDENCE, answer_of, check_confidence, speedup_interval
-from bitplan.plan.fp8.report import MAX_SAMPLES, OK, OOM, TIMINGS, Report, Row, describe_row
-from bitplan.plan.fp8.terms import (
+from bitplan.plan.fp8.kinds import (
     DEFAULT_THRESHOLD,
     GROUPED_KINDS,
     LOSE,
@@ -30,6 +28,8 @@ from bitplan.plan.fp8.terms import (
     FingerprintError,
     MergeError,
 )
+from bitplan.plan.fp8.report import MAX_SAMPLES, OK, OOM, TIMINGS, Report, Row, describe_row
+from bitplan.plan.fp8.speedup_interval import DEFAULT_CONFIDENCE, answer_of, check_confidence, speedup_interval
 from bitplan.plan.fp8.thresholds import SPEEDUP, Threshold, ThresholdPolicy
 from bitplan.plan.fp8.token_ranges import BandPolicy, BandRule, Point
 

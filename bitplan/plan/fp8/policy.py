@@ -23,7 +23,7 @@ from typing import Any
 
 from bitplan.documents import load_document, show
 from bitplan.formats.fp8_recipes import RECIPES
-from bitplan.plan.fp8.terms import (
+from bitplan.plan.fp8.kinds import (
     COUNT,
     GEMMS,
     GROUPED_KINDS,

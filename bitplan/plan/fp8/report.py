@@ -22,16 +22,26 @@ precision.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from bitplan.documents import EVIDENCE, FLAG, LIST, NAME, OBJECT, SIZE, TEXT, Kind, Reader, is_number, one_of, show
+from bitplan.documents import EVIDENCE, FLAG, LIST, NAME, OBJECT, SIZE, TEXT, Kind, Reader, document_key, one_of, show
 from bitplan.errors import FileFormatError
 from bitplan.formats.fp8_recipes import RECIPES
 from bitplan.logs import json_line
-from bitplan.plan.fp8.terms import COUNT, GEMMS, GROUPED_KINDS, KIND, LOCAL_SHAPE, PARTS, PRECISIONS, BenchReportError
+from bitplan.plan.fp8.kinds import (
+    COUNT,
+    GEMMS,
+    GROUPED_KINDS,
+    KIND,
+    LOCAL_SHAPE,
+    PARTS,
+    PRECISIONS,
+    TIME_MS,
+    BenchReportError,
+)
 from bitplan.records import MAX_JSON_BYTES, parse_json, write_json
 
 DOCUMENT = "bitplan-fp8-report"
@@ -44,35 +54,13 @@ RESUME = "run the benchmark again on the same path and it goes on from the last 
 MAX_SAMPLES = 1000  # of a row: where times are not paired, every one is divided by every other
 _SAMPLES = Kind(
     f"a list of at most {MAX_SAMPLES} times from 1e-6 to 1e9 milliseconds",
-    lambda value: (
-        type(value) in (list, tuple)
-        and len(value) <= MAX_SAMPLES
-        and all(is_number(item) and 1e-6 <= item <= 1e9 for item in value)
-    ),
+    lambda value: type(value) in (list, tuple) and len(value) <= MAX_SAMPLES and all(map(TIME_MS.holds, value)),
 )
-_ROW_KEYS: dict[str, Kind] = {
-    "part": one_of(*PARTS),
-    "kind": KIND,
-    "name": NAME,
-    "shape": LOCAL_SHAPE,
-    "tp": COUNT,
-    "ep": COUNT,
-    "etp": COUNT,
-    "num_gemms": COUNT,
-    "topk": COUNT,
-    "tokens": COUNT,
-    "padded_tokens": COUNT,
-    "gemm": one_of(*GEMMS),
-    "routing": one_of(*ROUTINGS),
-    "timing": one_of(*TIMINGS),
-    "precision": one_of(*PRECISIONS),
-    "status": one_of(OK, OOM, ERROR),
-    "samples_ms": _SAMPLES,
-    "in_turns": FLAG,
-    "peak_bytes": SIZE,
-    "message": TEXT,
-}
-_ALWAYS = ("part", "kind", "shape", "tokens", "gemm", "timing", "precision", "status")
+# Of a row, in the document.
+_ROW_ORDER = (
+    *("part", "kind", "name", "shape", "tp", "ep", "etp", "num_gemms", "topk", "tokens", "padded_tokens"),
+    *("gemm", "routing", "timing", "precision", "status", "samples_ms", "in_turns", "peak_bytes", "message"),
+)
 _DENSE_ONLY = ("tp",)
 _GROUPED_ONLY = ("etp", "num_gemms", "ep", "topk", "routing")
 _HEAD_KEYS = {
@@ -99,7 +87,7 @@ class Fingerprint:
     def differences(self, other: Fingerprint) -> dict[str, tuple[str, str]]:
         """What differs, ours and theirs."""
         mine, theirs = asdict(self), asdict(other)
-        return {key: (mine[key], theirs[key]) for key in mine if mine[key] != theirs[key]}
+        return {name: (mine[name], theirs[name]) for name in mine if mine[name] != theirs[name]}
 
 
 FINGERPRINT_KEYS = tuple(each.name for each in fields(Fingerprint))
@@ -109,26 +97,26 @@ FINGERPRINT_KEYS = tuple(each.name for each in fields(Fingerprint))
 class Row:
     """One precision of one layer at one logical token count; see the module for what each field says."""
 
-    part: str
-    kind: str
-    shape: tuple[int, int]
-    tokens: int
-    gemm: str
-    timing: str
-    precision: str
-    status: str
-    name: str | None = None
-    tp: int | None = None
-    ep: int | None = None
-    etp: int | None = None
-    num_gemms: int | None = None
-    topk: int | None = None
-    padded_tokens: int | None = None
-    routing: str | None = None
-    samples_ms: tuple[float, ...] = ()
-    in_turns: bool = False
-    peak_bytes: int | None = None
-    message: str = ""
+    part: str = document_key(one_of(*PARTS))
+    kind: str = document_key(KIND)
+    shape: tuple[int, int] = document_key(LOCAL_SHAPE)
+    tokens: int = document_key(COUNT)
+    gemm: str = document_key(one_of(*GEMMS))
+    timing: str = document_key(one_of(*TIMINGS))
+    precision: str = document_key(one_of(*PRECISIONS))
+    status: str = document_key(one_of(OK, OOM, ERROR))
+    name: str | None = document_key(NAME, None)
+    tp: int | None = document_key(COUNT, None)
+    ep: int | None = document_key(COUNT, None)
+    etp: int | None = document_key(COUNT, None)
+    num_gemms: int | None = document_key(COUNT, None)
+    topk: int | None = document_key(COUNT, None)
+    padded_tokens: int | None = document_key(COUNT, None)
+    routing: str | None = document_key(one_of(*ROUTINGS), None)
+    samples_ms: tuple[float, ...] = document_key(_SAMPLES, ())
+    in_turns: bool = document_key(FLAG, False)
+    peak_bytes: int | None = document_key(SIZE, None)
+    message: str = document_key(TEXT, "")
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "shape", tuple(self.shape))
@@ -148,10 +136,10 @@ class Row:
         return (*self.layer_key, self.tokens, self.routing, self.timing, self.precision)
 
     def to_document(self) -> dict[str, Any]:
-        order = {key: getattr(self, key) for key in _ROW_KEYS}
+        order = {name: getattr(self, name) for name in _ROW_ORDER}
         order["shape"], order["samples_ms"] = list(self.shape), list(self.samples_ms)
         absent: tuple[Any, ...] = (None, "", [])
-        document = {key: value for key, value in order.items() if value not in absent}
+        document = {name: value for name, value in order.items() if value not in absent}
         if self.status != OK and not self.in_turns:
             del document["in_turns"]
         return document
@@ -228,7 +216,7 @@ def split_report(data: bytes, *, where: str) -> tuple[dict[str, Any], list[Any],
         whole = _json(data, where=where)
         Reader(where, BenchReportError).version(whole, VERSION)
         Reader(where, BenchReportError).keys("", whole, _HEAD_KEYS | {"rows": LIST}, ("document", "version", "rows"))
-        return {key: value for key, value in whole.items() if key != "rows"}, whole["rows"], True
+        return {name: value for name, value in whole.items() if name != "rows"}, whole["rows"], True
     lines = rest.split(b"\n")
     if lines[-1]:
         raise BenchReportError(f"{where}: cut off in line {len(lines) + 1}, which has no end; {RESUME}")
@@ -250,7 +238,7 @@ def report_of(head: Any, rows: list[Any], *, where: str) -> Report:
     return Report(
         read_fingerprint(reader, head["fingerprint"]),
         head["recipe"],
-        tuple(_read_row(reader, f"rows[{index}]", row) for index, row in enumerate(rows)),
+        tuple(Row(**_check_row(reader, f"rows[{index}]", row)) for index, row in enumerate(rows)),
         head.get("model", ""),
         head.get("settings"),
         where,
@@ -273,22 +261,12 @@ def describe_row(row: Row) -> str:
     return f"{row.part} {named} {row.shape[0]}x{row.shape[1]} ({size}) at {row.tokens} tokens ({how})"
 
 
-def _read_row(reader: Reader, path: str, value: Any) -> Row:
-    values = _check_row(reader, path, value)
-    return Row(**values)
-
-
 def _check_row(reader: Reader, path: str, value: Any) -> dict[str, Any]:
-    values = reader.keys(path, value, _ROW_KEYS, _ALWAYS)
+    values = reader.fields_of(Row, path, value)
     at = f"{path}: " if path else ""
     grouped = values["kind"] in GROUPED_KINDS
     needed = ("etp", "num_gemms") if grouped else ("tp", "name")
-    for key in needed:
-        if key not in values:
-            reader.stop(f"{at}{key} is missing; {values['kind']} is looked up by it")
-    for key in _DENSE_ONLY if grouped else _GROUPED_ONLY:
-        if key in values:
-            reader.stop(f"{at}{key} does not belong to {values['kind']}")
+    check_size_keys(reader, at, values, needed, _DENSE_ONLY if grouped else _GROUPED_ONLY)
     if values["status"] == OK and not values.get("samples_ms"):
         reader.stop(f"{at}samples_ms must be {_SAMPLES.text}, at least one, where the status is ok")
     if values["status"] != OK and ("samples_ms" in values or not values.get("message")):
@@ -296,6 +274,18 @@ def _check_row(reader: Reader, path: str, value: Any) -> dict[str, Any]:
     if values.get("padded_tokens", values["tokens"]) < values["tokens"]:
         reader.stop(f"{at}padded_tokens {values['padded_tokens']} is less than tokens {values['tokens']}")
     return values
+
+
+def check_size_keys(
+    reader: Reader, at: str, values: Mapping[str, Any], needed: Iterable[str], others: Iterable[str]
+) -> None:
+    """A kind of layer is looked up by some keys; those of other kinds are refused."""
+    for name in needed:
+        if name not in values:
+            reader.stop(f"{at}{name} is missing; {values['kind']} is looked up by it")
+    for name in others:
+        if name in values:
+            reader.stop(f"{at}{name} does not belong to {values['kind']}")
 
 
 def _json(text: bytes, *, where: str, quiet: bool = False) -> Any:

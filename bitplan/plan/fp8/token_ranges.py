@@ -26,11 +26,9 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from bitplan.documents import LIST, NAME, OBJECT, SIZE, TEXT, Kind, Reader, is_number, one_of, show
+from bitplan.documents import LIST, NAME, OBJECT, SIZE, TEXT, Kind, Reader, document_key, is_number, one_of, show
 from bitplan.formats.fp8_recipes import RECIPES
-from bitplan.plan.fp8.interval import answer_of
-from bitplan.plan.fp8.report import Fingerprint, read_fingerprint
-from bitplan.plan.fp8.terms import (
+from bitplan.plan.fp8.kinds import (
     ANSWERS,
     COUNT,
     GEMMS,
@@ -43,6 +41,8 @@ from bitplan.plan.fp8.terms import (
     PolicyError,
     name_rank,
 )
+from bitplan.plan.fp8.report import Fingerprint, check_size_keys, read_fingerprint
+from bitplan.plan.fp8.speedup_interval import answer_of
 from bitplan.plan.fp8.thresholds import SPEEDUP, check_kind
 from bitplan.records import atomic_file
 
@@ -50,15 +50,6 @@ DOCUMENT = "bitplan-fp8-policy"
 VERSION = 2
 
 _CONFIDENCE = Kind("a number from 0.5 up to, and not with, 1", lambda value: is_number(value) and 0.5 <= value < 1)
-_POINT_KEYS = {
-    "tokens": COUNT,
-    "answer": one_of(*ANSWERS),
-    "speedup": SPEEDUP,
-    "low": SPEEDUP,
-    "high": SPEEDUP,
-    "samples": COUNT,
-    "note": NAME,
-}
 _RULE_KEYS = {
     "part": one_of(*PARTS),
     "kind": TEXT,
@@ -79,16 +70,16 @@ _RULE_ALWAYS = ("part", "kind", "shape", "recipe", "gemm", "points", "bands")
 class Point:
     """One measured token count: the answer, the interval behind it, or the note that says why there is none."""
 
-    tokens: int
-    answer: str
-    speedup: float | None = None
-    low: float | None = None
-    high: float | None = None
-    samples: int | None = None  # times of the precision that has fewer
-    note: str = ""
+    tokens: int = document_key(COUNT)
+    answer: str = document_key(one_of(*ANSWERS))
+    speedup: float | None = document_key(SPEEDUP, None)
+    low: float | None = document_key(SPEEDUP, None)
+    high: float | None = document_key(SPEEDUP, None)
+    samples: int | None = document_key(COUNT, None)  # times of the precision that has fewer
+    note: str = document_key(NAME, "")
 
     def to_document(self) -> dict[str, Any]:
-        return {key: value for key, value in asdict(self).items() if value not in (None, "")}
+        return {name: value for name, value in asdict(self).items() if value not in (None, "")}
 
     def describe(self) -> str:
         """The point in words."""
@@ -136,7 +127,7 @@ class BandRule:
         return (*layer, list(RECIPES).index(self.recipe), GEMMS.index(self.gemm))
 
     def to_document(self) -> dict[str, Any]:
-        document = {key: getattr(self, key) for key in _RULE_KEYS if getattr(self, key) is not None}
+        document = {name: getattr(self, name) for name in _RULE_KEYS if getattr(self, name) is not None}
         document["shape"] = list(self.shape)
         document["points"] = [point.to_document() for point in self.points]
         document["bands"] = [list(band) for band in self.bands]
@@ -182,7 +173,7 @@ class BandPolicy:
                 f"{self.where}: measured on {theirs!r}, this is {mine!r}; "
                 "run the benchmark on this GPU and merge its report into a policy of its own"
             )
-        return [f"{key}: measured with {theirs!r}, now {mine!r}" for key, (theirs, mine) in differences.items()]
+        return [f"{name}: measured with {theirs!r}, now {mine!r}" for name, (theirs, mine) in differences.items()]
 
     def to_document(self) -> dict[str, Any]:
         return {
@@ -239,7 +230,7 @@ def bands_of(points: Sequence[Point]) -> tuple[tuple[int, int], ...]:
 
 def _rule_text(rule: dict[str, Any]) -> str:
     points = ",".join(f"\n        {json.dumps(point, ensure_ascii=False, allow_nan=False)}" for point in rule["points"])
-    keys = [f'"{key}": {json.dumps(value, ensure_ascii=False)}' for key, value in rule.items() if key != "points"]
+    keys = [f'"{name}": {json.dumps(value, ensure_ascii=False)}' for name, value in rule.items() if name != "points"]
     lines = [*keys[:-1], f'"points": [{points}\n      ]', keys[-1]]
     return "\n    {\n" + ",\n".join(f"      {line}" for line in lines) + "\n    }"
 
@@ -249,12 +240,7 @@ def _read_rule(reader: Reader, path: str, value: Any, threshold: float) -> BandR
     check_kind(values["kind"], f"{reader.where}: {path}")
     grouped = values["kind"] in GROUPED_KINDS
     needed, others = (("etp", "num_gemms"), ("tp", "name")) if grouped else (("tp", "name"), ("etp", "num_gemms"))
-    for key in needed:
-        if key not in values:
-            reader.stop(f"{path}: {key} is missing; {values['kind']} is looked up by it")
-    for key in others:
-        if key in values:
-            reader.stop(f"{path}: {key} does not belong to {values['kind']}")
+    check_size_keys(reader, f"{path}: ", values, needed, others)
     bands, items = values.pop("bands"), values.pop("points")
     if not items:
         reader.stop(f"{path}: points must have at least one point")
@@ -269,7 +255,7 @@ def _read_rule(reader: Reader, path: str, value: Any, threshold: float) -> BandR
 
 
 def _read_point(reader: Reader, path: str, value: Any, threshold: float) -> Point:
-    point = Point(**reader.keys(path, value, _POINT_KEYS, ("tokens", "answer")))
+    point = Point(**reader.fields_of(Point, path, value))
     figures = (point.speedup, point.low, point.high, point.samples)
     if point.low is None or point.high is None or None in figures:
         if figures != (None,) * 4:

@@ -12,12 +12,12 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from decimal import Decimal
 from pathlib import Path
 from typing import Any, Literal
 
-from bitplan.documents import FLAG, NAME, Kind, Reader, is_number, is_text, load_document, one_of
+from bitplan.documents import FLAG, NAME, Kind, Reader, document_key, is_number, is_text, keys_of, load_document, one_of
 from bitplan.errors import BitplanError, FileFormatError, FormatError, did_you_mean
 from bitplan.formats import get_format
 from bitplan.plan.names import listed
@@ -35,46 +35,77 @@ class SelectiveFileError(SelectiveError, FileFormatError):
     """A selective-precision configuration or state that cannot be read, or is of another model; nothing was changed."""
 
 
+def _names(value: Any) -> bool:
+    return type(value) in (list, tuple) and all(is_text(item) and item != "" for item in value)
+
+
+def _share(value: Any) -> bool:
+    return is_number(value) and 0 <= value <= 1
+
+
+def _positive(value: Any) -> bool:
+    return is_number(value) and value > 0
+
+
+def _not_negative(value: Any) -> bool:
+    return is_number(value) and value >= 0
+
+
+def _formats(*allowed: str) -> Kind:
+    text = f"a list with at least one of {', '.join(map(repr, allowed))}, each once"
+    return Kind(text, lambda value: _names(value) and 0 < len(value) == len(set(value)) and set(value) <= set(allowed))
+
+
+_COUNT = Kind("an integer from 1", lambda value: type(value) is int and 1 <= value < 2**31)
+_STEPS = Kind("an integer from 0", lambda value: type(value) is int and 0 <= value < 2**31)
+_SHARE = Kind("a number from 0 to 1", _share)
+_WEIGHT = Kind("a number from 0", _not_negative)
+_POSITIVE = Kind("a number above 0", _positive)
+_BLOCKS = Kind("a list of block names (strings)", _names)
+
+
 @dataclass(frozen=True)
 class SelectivePrecisionConfig:
     """Stagehand's parameters and defaults, then ours; see docs/selective-precision.md for each."""
 
-    enabled: bool = True
-    mode: str = "dynamic"
-    bf16_threshold: float = 0.6
-    int8_threshold: float = 0.3
-    ambiguous_default: str = "bf16"
-    hysteresis_margin: float = 0.1
-    grad_weight: float = 0.7
-    error_weight: float = 0.3
-    grad_sensitivity_threshold: float = 2.0
-    run_calibration: bool = True
-    calibration_samples: int = 4
-    quant_error_threshold: float = 0.05
-    warmup_steps: int = 10
-    history_window: int = 5
-    update_interval_steps: int = 10
-    min_steps_between_switches: int = 20
-    force_bf16_blocks: tuple[str, ...] = ()
-    force_int8_blocks: tuple[str, ...] = ()
-    log_decisions: bool = True
-    telemetry_enabled: bool = True
-    telemetry_file: str = "selective_precision_telemetry.jsonl"
+    enabled: bool = document_key(FLAG, True)
+    mode: str = document_key(one_of("off", "static", "dynamic"), "dynamic")
+    bf16_threshold: float = document_key(_SHARE, 0.6)
+    int8_threshold: float = document_key(_SHARE, 0.3)
+    ambiguous_default: str = document_key(one_of("bf16", "int8"), "bf16")
+    hysteresis_margin: float = document_key(_SHARE, 0.1)
+    grad_weight: float = document_key(_WEIGHT, 0.7)
+    error_weight: float = document_key(_WEIGHT, 0.3)
+    grad_sensitivity_threshold: float = document_key(_POSITIVE, 2.0)
+    run_calibration: bool = document_key(FLAG, True)
+    calibration_samples: int = document_key(_COUNT, 4)
+    quant_error_threshold: float = document_key(_POSITIVE, 0.05)
+    warmup_steps: int = document_key(_STEPS, 10)
+    history_window: int = document_key(_COUNT, 5)
+    update_interval_steps: int = document_key(_COUNT, 10)
+    min_steps_between_switches: int = document_key(_STEPS, 20)
+    force_bf16_blocks: tuple[str, ...] = document_key(_BLOCKS, ())
+    force_int8_blocks: tuple[str, ...] = document_key(_BLOCKS, ())
+    log_decisions: bool = document_key(FLAG, True)
+    telemetry_enabled: bool = document_key(FLAG, True)
+    telemetry_file: str = document_key(NAME, "selective_precision_telemetry.jsonl")
     # Beyond Stagehand: each default leaves its behaviour as it is.
-    scoring: str = "gradient"
-    granularity: str = "block"
-    damage_budget: float = 0.01
-    impact_steps: int = 1
-    impact_tokens: int = 1024
-    impact_turns: int = 4
-    low_precisions: tuple[str, ...] = ("int8",)
-    int8_format: str = "int8_row"
-    fp8_format: str = "fp8_e4m3_row"
-    force_fp8_blocks: tuple[str, ...] = ()
-    bandwidth_aware: bool = False
-    loss_feedback: bool = False
-    loss_tolerance: float = 0.01
-    backoff_steps: int = 100
+    scoring: str = document_key(
+        Kind("one of 'gradient', 'impact'", lambda value: value in ("gradient", "impact", "seed")), "gradient"
+    )
+    granularity: str = document_key(one_of("block", "layer"), "block")
+    damage_budget: float = document_key(_POSITIVE, 0.01)
+    impact_steps: int = document_key(_COUNT, 1)
+    impact_tokens: int = document_key(_STEPS, 1024)
+    impact_turns: int = document_key(_COUNT, 4)
+    low_precisions: tuple[str, ...] = document_key(_formats("int8", "fp8"), ("int8",))
+    int8_format: str = document_key(NAME, "int8_row")
+    fp8_format: str = document_key(NAME, "fp8_e4m3_row")
+    force_fp8_blocks: tuple[str, ...] = document_key(_BLOCKS, ())
+    bandwidth_aware: bool = document_key(FLAG, False)
+    loss_feedback: bool = document_key(FLAG, False)
+    loss_tolerance: float = document_key(_WEIGHT, 0.01)
+    backoff_steps: int = document_key(_COUNT, 100)
 
     def __post_init__(self) -> None:
         _check(self, "the selective precision config")
@@ -131,9 +162,8 @@ class SelectivePrecisionConfig:
         """From the parameters, bare or nested; what is left out has its default."""
         reader = Reader(where, SelectiveFileError)
         path, section = _section(reader, document)
-        known = {field.name: KINDS[field.name] for field in fields(cls)}
-        item = reader.keys(path, section, known, ())
-        values: dict[str, Any] = {key: tuple(value) if type(value) is list else value for key, value in item.items()}
+        item = reader.fields_of(cls, path, section)
+        values: dict[str, Any] = {name: tuple(value) if type(value) is list else value for name, value in item.items()}
         try:
             return cls(**values)
         except SelectiveError as error:
@@ -143,77 +173,10 @@ class SelectivePrecisionConfig:
 
     def to_document(self) -> dict[str, Any]:
         """The bare parameters, all of them, in the order of the fields."""
-        return {key: list(value) if type(value) is tuple else value for key, value in asdict(self).items()}
+        return {name: list(value) if type(value) is tuple else value for name, value in asdict(self).items()}
 
 
-# ---- kinds and ranges ------------------------------------------------------------------------------------------------
-
-
-def _names(value: Any) -> bool:
-    return type(value) in (list, tuple) and all(is_text(item) and item != "" for item in value)
-
-
-def _share(value: Any) -> bool:
-    return is_number(value) and 0 <= value <= 1
-
-
-def _positive(value: Any) -> bool:
-    return is_number(value) and value > 0
-
-
-def _not_negative(value: Any) -> bool:
-    return is_number(value) and value >= 0
-
-
-def _formats(*allowed: str) -> Kind:
-    text = f"a list with at least one of {', '.join(map(repr, allowed))}, each once"
-    return Kind(text, lambda value: _names(value) and 0 < len(value) == len(set(value)) and set(value) <= set(allowed))
-
-
-_COUNT = Kind("an integer from 1", lambda value: type(value) is int and 1 <= value < 2**31)
-_STEPS = Kind("an integer from 0", lambda value: type(value) is int and 0 <= value < 2**31)
-_SHARE = Kind("a number from 0 to 1", _share)
-_WEIGHT = Kind("a number from 0", _not_negative)
-_POSITIVE = Kind("a number above 0", _positive)
-_BLOCKS = Kind("a list of block names (strings)", _names)
-
-KINDS: Mapping[str, Kind] = {
-    "enabled": FLAG,
-    "mode": one_of("off", "static", "dynamic"),
-    "bf16_threshold": _SHARE,
-    "int8_threshold": _SHARE,
-    "ambiguous_default": one_of("bf16", "int8"),
-    "hysteresis_margin": _SHARE,
-    "grad_weight": _WEIGHT,
-    "error_weight": _WEIGHT,
-    "grad_sensitivity_threshold": _POSITIVE,
-    "run_calibration": FLAG,
-    "calibration_samples": _COUNT,
-    "quant_error_threshold": _POSITIVE,
-    "warmup_steps": _STEPS,
-    "history_window": _COUNT,
-    "update_interval_steps": _COUNT,
-    "min_steps_between_switches": _STEPS,
-    "force_bf16_blocks": _BLOCKS,
-    "force_int8_blocks": _BLOCKS,
-    "log_decisions": FLAG,
-    "telemetry_enabled": FLAG,
-    "telemetry_file": NAME,
-    "scoring": Kind("one of 'gradient', 'impact'", lambda value: value in ("gradient", "impact", "seed")),
-    "granularity": one_of("block", "layer"),
-    "damage_budget": _POSITIVE,
-    "impact_steps": _COUNT,
-    "impact_tokens": _STEPS,
-    "impact_turns": _COUNT,
-    "low_precisions": _formats("int8", "fp8"),
-    "int8_format": NAME,
-    "fp8_format": NAME,
-    "force_fp8_blocks": _BLOCKS,
-    "bandwidth_aware": FLAG,
-    "loss_feedback": FLAG,
-    "loss_tolerance": _WEIGHT,
-    "backoff_steps": _COUNT,
-}
+# ---- checks ----------------------------------------------------------------------------------------------------------
 
 
 def _check(config: SelectivePrecisionConfig, where: str) -> None:
@@ -223,14 +186,14 @@ def _check(config: SelectivePrecisionConfig, where: str) -> None:
             "scoring='seed' is called scoring='gradient' now; the next version refuses it", FutureWarning, stacklevel=4
         )
         object.__setattr__(config, "scoring", "gradient")
-    for key, kind in KINDS.items():
-        value = getattr(config, key)
+    for name, kind in keys_of(SelectivePrecisionConfig).items():
+        value = getattr(config, name)
         if not kind.holds(value):
-            reader.fail(key, kind.text, value)
+            reader.fail(name, kind.text, value)
         if type(value) is list:
-            object.__setattr__(config, key, tuple(value))
-        elif type(value) is int and type(getattr(SelectivePrecisionConfig, key)) is float:
-            object.__setattr__(config, key, float(value))  # `1` in a file is the number 1.0
+            object.__setattr__(config, name, tuple(value))
+        elif type(value) is int and type(getattr(SelectivePrecisionConfig, name)) is float:
+            object.__setattr__(config, name, float(value))  # `1` in a file is the number 1.0
     low, high, margin = config.int8_threshold, config.bf16_threshold, config.hysteresis_margin
     if not low < high:
         reader.stop(
@@ -245,23 +208,25 @@ def _check(config: SelectivePrecisionConfig, where: str) -> None:
     if config.grad_weight == config.error_weight == 0:
         reader.stop("grad_weight and error_weight are both 0: every score would be 0; raise one of them")
     _check_force_lists(reader, config)
-    for key in ("int8_format", "fp8_format"):
+    for name in ("int8_format", "fp8_format"):
         try:
-            get_format(getattr(config, key))
+            get_format(getattr(config, name))
         except FormatError as error:
-            reader.stop(f"{key}: {error}")
+            reader.stop(f"{name}: {error}")
 
 
 def _check_force_lists(reader: Reader, config: SelectivePrecisionConfig) -> None:
     seen: dict[str, str] = {}
     for precision in PRECISIONS:
-        key = f"force_{precision}_blocks"
+        here = f"force_{precision}_blocks"
         for name in _forced_names(config, precision):
-            if seen.get(name) == key:
-                reader.stop(f"{key} names {name!r} twice; keep one")
+            if seen.get(name) == here:
+                reader.stop(f"{here} names {name!r} twice; keep one")
             if name in seen:
-                reader.stop(f"{name!r} is in {seen[name]} and in {key}; a block has one precision: keep one of the two")
-            seen[name] = key
+                reader.stop(
+                    f"{name!r} is in {seen[name]} and in {here}; a block has one precision: keep one of the two"
+                )
+            seen[name] = here
 
 
 def _forced_names(config: SelectivePrecisionConfig, precision: str) -> tuple[str, ...]:

@@ -21,11 +21,27 @@ import hashlib
 import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from bitplan.documents import LIST, NAME, OBJECT, SIZE, TEXT, Kind, Reader, is_number, load_document, one_of, show
+from bitplan.documents import (
+    LIST,
+    NAME,
+    OBJECT,
+    SIZE,
+    TEXT,
+    Kind,
+    Reader,
+    document_key,
+    is_number,
+    keys_of,
+    list_of,
+    load_document,
+    one_of,
+    or_null,
+    show,
+)
 from bitplan.plan.names import listed, natural_order
 from bitplan.plan.selective.config import (
     PRECISIONS,
@@ -41,19 +57,25 @@ DOCUMENT = "bitplan-selective-state"
 VERSION = 1
 # What is only printed or written decides nothing, and may differ between a run and its continuation.
 NOT_DECIDING = ("log_decisions", "telemetry_enabled", "telemetry_file", "run_calibration", "calibration_samples")
+_FLOAT = Kind("a number", is_number)
+_NAMES = list_of(NAME, "a list of names")
 
 
 @dataclass(frozen=True)
 class UnitState:
-    """One block or layer. `precision` None: never assigned, which runs as bf16."""
+    """One block or layer. `precision` None: never assigned, which runs as bf16.
 
-    precision: Precision | None = None
-    reason: str = "no assignment yet: bf16"
-    score: float | None = None  # the last one: a sensitivity, or a damage in units of loss
-    last_switch_step: int | None = None
-    rollbacks: int = 0
-    backoff_until: int | None = None
-    excluded: Mapping[str, int] = field(default_factory=dict)  # why -> in how many steps
+    score      the last one: a sensitivity, or a damage in units of loss
+    excluded   why -> in how many steps
+    """
+
+    precision: Precision | None = document_key(or_null(one_of(*PRECISIONS)), None)  # noqa: RUF009  a field
+    reason: str = document_key(TEXT, "no assignment yet: bf16")
+    score: float | None = document_key(or_null(_FLOAT), None)
+    last_switch_step: int | None = document_key(or_null(SIZE), None)
+    rollbacks: int = document_key(SIZE, 0)
+    backoff_until: int | None = document_key(or_null(SIZE), None)
+    excluded: Mapping[str, int] = document_key(OBJECT, factory=dict)
 
     @property
     def running(self) -> Precision:
@@ -62,14 +84,20 @@ class UnitState:
 
 @dataclass(frozen=True)
 class Trial:
-    """A switch whose effect on the loss is being looked at: see `feedback`."""
+    """A switch whose effect on the loss is being looked at: see `feedback`.
 
-    step: int
-    loss_before: float
-    switched: Mapping[str, Precision]  # the precisions on trial
-    suspects: tuple[str, ...]  # one of these raised the loss, once a probe has shown that one did
-    probing: tuple[str, ...]  # the suspects that are low in the probe under way; the others are bf16
-    raised: str = ""  # the last probe that was above the tolerance, in words; every suspect was low in it
+    switched   the precisions on trial
+    suspects   one of these raised the loss, once a probe has shown that one did
+    probing    the suspects that are low in the probe under way; the others are bf16
+    raised     the last probe that was above the tolerance, in words; every suspect was low in it
+    """
+
+    step: int = document_key(SIZE)
+    loss_before: float = document_key(_FLOAT)
+    switched: Mapping[str, Precision] = document_key(OBJECT)
+    suspects: tuple[str, ...] = document_key(_NAMES)
+    probing: tuple[str, ...] = document_key(_NAMES)
+    raised: str = document_key(TEXT, "")
 
 
 @dataclass(frozen=True)
@@ -211,9 +239,9 @@ def _require_same_layout(reader: Reader, saved: Mapping[str, Any], layout: Mappi
 def _require_same_config(reader: Reader, saved: Mapping[str, Any], config: SelectivePrecisionConfig) -> None:
     now = config.to_document()
     differences = [
-        f"{key} was {show(saved.get(key))}, is {show(now.get(key))}"
-        for key in dict.fromkeys((*now, *saved))
-        if key not in NOT_DECIDING and saved.get(key) != now.get(key)
+        f"{name} was {show(saved.get(name))}, is {show(now.get(name))}"
+        for name in dict.fromkeys((*now, *saved))
+        if name not in NOT_DECIDING and saved.get(name) != now.get(name)
     ]
     if differences:
         reader.stop(
@@ -225,50 +253,26 @@ def _require_same_config(reader: Reader, saved: Mapping[str, Any], config: Selec
 # ---- parts of the document -------------------------------------------------------------------------------------------
 
 
-def _or_null(kind: Kind) -> Kind:
-    return Kind(f"{kind.text}, or null", lambda value: value is None or kind.holds(value))
-
-
-_FLOAT = Kind("a number", is_number)
-_PRECISION = one_of(*PRECISIONS)
-_UNIT_KEYS = {
-    "precision": _or_null(_PRECISION),
-    "reason": TEXT,
-    "score": _or_null(_FLOAT),
-    "last_switch_step": _or_null(SIZE),
-    "rollbacks": SIZE,
-    "backoff_until": _or_null(SIZE),
-    "excluded": OBJECT,
-}
 _STATE_KEYS = {
-    "last_step": _or_null(SIZE),
+    "last_step": or_null(SIZE),
     "steps_collected": SIZE,
-    "last_update_step": _or_null(SIZE),
+    "last_update_step": or_null(SIZE),
     "units": OBJECT,
     "history": LIST,
-    "trial": _or_null(OBJECT),
+    "trial": or_null(OBJECT),
 }
 _STAT_KEYS = dict.fromkeys(("l2_norm", "max_abs", "variance", "relative_magnitude"), _FLOAT)
 _STEP_KEYS = {"step_id": SIZE, "stats": OBJECT, "excluded": OBJECT, "impacts": OBJECT}
-_NAMES = Kind("a list of names", lambda value: type(value) is list and all(map(NAME.holds, value)))
-_TRIAL_KEYS = {
-    "step": SIZE,
-    "loss_before": _FLOAT,
-    "switched": OBJECT,
-    "suspects": _NAMES,
-    "probing": _NAMES,
-    "raised": TEXT,
-}
 
 
 def _step_to_document(step: StepStats) -> dict[str, Any]:
-    stats = {name: {key: getattr(row, key) for key in _STAT_KEYS} for name, row in step.stats.items()}
+    stats = {name: {stat: getattr(row, stat) for stat in _STAT_KEYS} for name, row in step.stats.items()}
     impacts = {name: dict(row) for name, row in step.impacts.items()}
     return {"step_id": step.step_id, "stats": stats, "excluded": dict(step.excluded), "impacts": impacts}
 
 
 def _trial_to_document(trial: Trial) -> dict[str, Any]:
-    item = {key: getattr(trial, key) for key in _TRIAL_KEYS}
+    item = {name: getattr(trial, name) for name in keys_of(Trial)}
     return {**item, "switched": dict(trial.switched), "suspects": [*trial.suspects], "probing": [*trial.probing]}
 
 
@@ -279,7 +283,7 @@ def _read_state(reader: Reader, value: Any, names: list[str]) -> PolicyState:
     units = {}
     for name, unit in item["units"].items():
         path = f"state.units[{name[:80]!r}]"
-        values = reader.keys(path, unit, _UNIT_KEYS, tuple(_UNIT_KEYS))
+        values = reader.fields_of(UnitState, path, unit, every=True)
         reader.keys(f"{path}.excluded", values["excluded"], dict.fromkeys(EXCLUSIONS, SIZE), ())
         units[name] = UnitState(**values)
     history = tuple(_read_step(reader, f"state.history[{at}]", step, units) for at, step in enumerate(item["history"]))
@@ -306,14 +310,14 @@ def _read_step(reader: Reader, path: str, value: Any, units: Mapping[str, UnitSt
 
 
 def _read_trial(reader: Reader, value: Any, units: Mapping[str, UnitState]) -> Trial:
-    item = reader.keys("state.trial", value, _TRIAL_KEYS, tuple(key for key in _TRIAL_KEYS if key != "raised"))
+    item = reader.fields_of(Trial, "state.trial", value)
     low = one_of(*(name for name in PRECISIONS if name != "bf16"))
     switched = reader.keys("state.trial.switched", item["switched"], dict.fromkeys(units, low), ())
     suspects, probing = item["suspects"], item["probing"]
-    for key in ("suspects", "probing"):
-        for name in item[key]:
+    for each in ("suspects", "probing"):
+        for name in item[each]:
             if name not in switched:
-                reader.stop(f"state.trial.{key} names {name!r}, which is not on trial")
+                reader.stop(f"state.trial.{each} names {name!r}, which is not on trial")
     # Without suspects everything on trial is low; with suspects, some of them are.
     whole = not suspects and probing == list(switched)
     if not switched or not (whole or (set(probing) < set(suspects) and probing)):

@@ -19,8 +19,8 @@ from typing import Any
 from torch import nn
 
 from bitplan.plan.fp8.choice import Fp8Choice, choose_products
+from bitplan.plan.fp8.kinds import GROUPED_KINDS, KIND_OF_CLASS, Fp8Error, promote, shape_obstacle
 from bitplan.plan.fp8.policy import Policy, Question
-from bitplan.plan.fp8.terms import GROUPED_KINDS, KIND_OF_CLASS, Fp8Error, promote, shape_obstacle
 from bitplan.runtime.fp8.sites import find_sites
 
 TORCHAO_RECIPES = ("tensorwise", "rowwise")
@@ -46,16 +46,7 @@ def torchao_filter(
     for site in find_sites(model).sites:
         if site.is_grouped or site.obstacle is not None:
             continue
-        question = Question(
-            site.kind,
-            tokens,
-            name=site.name,
-            tp=tp,
-            shape=site.shape,
-            recipe=recipe,
-            part=site.part,
-            extrapolate=extrapolate,
-        )
+        question = site.question(tokens, tp=tp, recipe=recipe, extrapolate=extrapolate)
         if choose_products(policy, question, estimate=estimate, apart=False):
             chosen.update(site.modules)
 

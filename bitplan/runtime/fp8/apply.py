@@ -40,10 +40,7 @@ from bitplan.formats.fp8_recipes import expert_recipes
 from bitplan.measure.speed.fp8_fingerprint import fingerprint_of
 from bitplan.measure.speed.paired_timing import Stopwatch
 from bitplan.plan.fp8.choice import Fp8Choice, choose_products
-from bitplan.plan.fp8.loongforge_yaml import Fp8Options
-from bitplan.plan.fp8.policy import Policy, Question, load_policy
-from bitplan.plan.fp8.report import TIMINGS
-from bitplan.plan.fp8.terms import (
+from bitplan.plan.fp8.kinds import (
     DEFAULT_RECIPE,
     GROUPED_KINDS,
     PARTS,
@@ -53,6 +50,9 @@ from bitplan.plan.fp8.terms import (
     is_count,
     shape_obstacle,
 )
+from bitplan.plan.fp8.loongforge_yaml import Fp8Options
+from bitplan.plan.fp8.policy import Policy, Question, load_policy
+from bitplan.plan.fp8.report import TIMINGS
 from bitplan.plan.fp8.token_ranges import BandPolicy
 from bitplan.plan.names import listed
 from bitplan.runtime.fp8.bench.confirm import Example, confirm_block, default_example, seen_inputs
@@ -275,19 +275,7 @@ def _choose(site: Site, plan: PartPlan, asked: dict[Question, Fp8Choice]) -> Fp8
         if obstacle is not None:
             return _bf16(obstacle)
         return Fp8Choice(PRODUCTS, name, UNMEASURED, "FP8 everywhere was asked for, without a policy", plan.tokens)
-    question = Question(
-        site.kind,
-        plan.tokens,
-        name=site.name,
-        tp=plan.tp,
-        etp=plan.etp,
-        num_gemms=site.num_gemms,
-        moe_router_topk=site.moe_router_topk,
-        shape=site.shape,
-        recipe=plan.recipe,
-        part=site.part,
-        extrapolate=plan.extrapolate,
-    )
+    question = site.question(plan.tokens, tp=plan.tp, etp=plan.etp, recipe=plan.recipe, extrapolate=plan.extrapolate)
     if question not in asked:
         asked[question] = choose_products(plan.policy, question, estimate=plan.estimate)
     choice = asked[question]

@@ -19,7 +19,7 @@ from torch.nn import functional
 
 from bitplan.formats.fp8_recipes import BF16
 from bitplan.plan.fp8.choice import Fp8Choice
-from bitplan.plan.fp8.terms import PRODUCTS
+from bitplan.plan.fp8.kinds import PRODUCTS
 from bitplan.runtime.fp8.experts import Fp8Experts
 from bitplan.runtime.fp8.fused_projections import (
     FusedPart,

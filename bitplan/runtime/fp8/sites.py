@@ -21,9 +21,12 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+from bitplan.plan.fp8.policy import Question
 
 _FUSED = {
     ("q_proj", "k_proj", "v_proj"): "qkv",
@@ -85,6 +88,11 @@ class Site:
     @property
     def is_grouped(self) -> bool:
         return self.num_gemms is not None
+
+    def question(self, tokens: int | None, **more: Any) -> Question:
+        """The layer as a policy is asked about it."""
+        own: dict[str, Any] = {"name": self.name, "num_gemms": self.num_gemms, "moe_router_topk": self.moe_router_topk}
+        return Question(self.kind, tokens, shape=self.shape, part=self.part, **own, **more)
 
 
 @dataclass(frozen=True)

@@ -4,12 +4,10 @@ Decide on the description, then build: every name, shape, tie and layer is looke
 error. Then every weight is packed beside the model, and only when all of them are done does the model change. A
 failure (numbers that are not finite, memory) leaves it as it was.
 
-Names are those of parameters: `model.layers.0.mlp.up_proj.weight`. A packed format turns the nn.Linear that owns the
-weight into a QuantLinear; float32, bfloat16, float16 and float64 cast the parameter or buffer where it is. A weight
-that several Linears share is packed once and stays shared; one that an Embedding shares as well is refused, for an
-Embedding reads rows of floats. So are layers whose weight somebody else reads: subclasses of Linear, attention's
-out_proj, TransformerEncoderLayer, and transformers' Conv1D, whose matrix is transposed: blocks along its last axis
-would mix outputs.
+Names are those of parameters: `model.layers.0.mlp.up_proj.weight`. A packed format turns the layer that owns the weight
+into a packed one (`packed_layers` says which layers can be); float32, bfloat16, float16 and float64 cast the parameter
+or buffer where it is. A weight that several layers share, such as an embedding and the head, is packed once and stays
+shared.
 """
 
 from __future__ import annotations
@@ -21,17 +19,17 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from bitplan.errors import ArgumentError, BitplanError, StoreError, did_you_mean
+from bitplan.errors import ArgumentError, BitplanError, did_you_mean
 from bitplan.formats import Format, get_format
 from bitplan.formats.dtypes import dtype_name
 from bitplan.formats.scales.rules import ScaleRule
 from bitplan.kernels import encode
-from bitplan.kernels.matmul.row_pieces import why_no_rows
 from bitplan.plan.choose import Stored, Wanted, choose_formats
 from bitplan.plan.names import listed
 from bitplan.plan.plan import Plan
+from bitplan.runtime.packed.checkpoints.save import let_transformers_save
 from bitplan.runtime.packed.dtype_checks import meeting_faults
-from bitplan.runtime.packed.quant_linear import QuantLinear
+from bitplan.runtime.packed.packed_layers import format_fault, lacking, packed_kind, packed_layer, why_not_packed
 from bitplan.runtime.packed.strategy import check_strategy
 from bitplan.runtime.packed.tile_cache import TileCache
 from bitplan.runtime.packed_weight import PackedWeight
@@ -42,7 +40,6 @@ MAX_FAULTS_SHOWN = 10
 MATCHES = ("all", "common")
 SKIP_HINT = 'or unsupported="skip" leaves such layers as they are'
 UNSUPPORTED = ("error", "skip")
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
 class ApplyError(BitplanError, ValueError):
@@ -108,7 +105,7 @@ def apply_plan(
     """Rewrite a model in place so that every tensor has the format of the plan.
 
     plan              or a format, a mapping or a manifest, of which `choose_formats` makes one for this model
-    strategy, cache   of the QuantLinears that are made
+    strategy, cache   of the packed layers that are made
     match             "all": plan and model must name the same tensors; "common": what only one of them has is skipped
     unsupported       "skip" leaves tensors as they are whose layer cannot hold the plan's format, and says so
     scale_rule, pad   as `bitplan.encode` takes them; pad="zero" fills rows that are not whole blocks,
@@ -131,8 +128,8 @@ def apply_plan(
     for decision in decided.casts:
         _check_range(decision)
     _swap(model, made)
-    if made and hasattr(model, "save_pretrained"):
-        refuse_saving(model)
+    if made:
+        let_transformers_save(model)
     for decision in decided.casts:
         decision.cast()
     order = {name: index for index, name in enumerate(plan)}
@@ -140,18 +137,6 @@ def apply_plan(
     changes.sort(key=lambda change: order[change.name])
     skipped = sorted(decided.skipped, key=lambda one: order.get(one.name, len(order)))
     return AppliedPlan(tuple(changes), tuple(skipped))
-
-
-def refuse_saving(model: nn.Module) -> None:
-    """transformers would write packed parts under names that neither it nor bitplan reads again."""
-    setattr(model, "save_pretrained", _refuse_saving)  # noqa: B010 (on the instance; a module's attributes are tensors)
-
-
-def _refuse_saving(*_args: Any, **_options: Any) -> None:
-    raise StoreError(
-        "save_pretrained: weights of this model are packed, and transformers could not read them back; "
-        "bitplan.save_model writes what `bitplan quantize` writes (experts of gpt-oss: `bitplan convert`)"
-    )
 
 
 # ---- what there is ---------------------------------------------------------------------------------------------------
@@ -204,7 +189,7 @@ class _Tensors:
 
 @dataclass(frozen=True)
 class _PackDecision:
-    """Linears that share a weight, to become QuantLinears that share a packed one."""
+    """Layers that share a weight, to become packed layers that share a packed one."""
 
     places: tuple[ParameterPlace, ...]
     fmt: Format
@@ -251,11 +236,25 @@ def _decide(plan: Plan, tensors: _Tensors, match: str, unsupported: str) -> _Dec
             else:
                 may_skip |= fault.layer
                 faults.append(f"{names[0]}: {fault}")
+    faults += _half_packed(decided)
     if faults:
         more = f"; and {len(faults) - MAX_FAULTS_SHOWN} more" if len(faults) > MAX_FAULTS_SHOWN else ""
         skip = f"; {SKIP_HINT}" if may_skip else ""
         raise ApplyError(f"the plan cannot be applied: {'; '.join(faults[:MAX_FAULTS_SHOWN])}{more}{skip}")
     return decided
+
+
+def _half_packed(decided: _Decided) -> list[str]:
+    """Layers of which a plan packs some weights and not others that go with them."""
+    packed: dict[int, set[str]] = {}
+    places = [place for decision in decided.packs for place in decision.places]
+    for place in places:
+        packed.setdefault(id(place.module), set()).add(place.local)
+    return [
+        f"{place.name}: is packed by the plan and {listed(missing)} of the same layer is not; pack both or neither"
+        for place in places
+        if (missing := lacking(packed[id(place.module)]))
+    ]
 
 
 def _match_names(plan: Plan, tensors: _Tensors, match: str, decided: _Decided) -> None:
@@ -341,45 +340,28 @@ def _decide_cast(plan: Plan, tensors: _Tensors, names: list[str], held: Tensor, 
 
 def _decide_pack(plan: Plan, tensors: _Tensors, names: list[str], held: Tensor, fmt: Format, decided: _Decided) -> None:
     name = names[0]
-    no_rows = why_no_rows(fmt)
-    if no_rows is not None:
-        raise _RefusedError(f"{no_rows}; a packed linear needs another format, such as mxfp4 or int8_row")
+    fault = format_fault(fmt)
+    if fault is not None:
+        raise _RefusedError(fault)
     if name in tensors.buffers:
         raise _RefusedError(f"a buffer, which cannot be {fmt.name}", layer=True)
     everywhere = [place for place in tensors.places.values() if place.parameter is held]
     for place in everywhere:
-        reason = _why_not_linear(place, tensors.parents)
+        reason = why_not_packed(place.module, place.local, tensors.parents.get(id(place.module)))
         if reason is not None:
             tied = "" if place.name == name else f"tied to {place.name}, which is "
             next_step = "; untie them, or plan a float format for it" if tied else "; plan a float format for it"
             raise _RefusedError(f"{tied}{reason}, and cannot be {fmt.name}{next_step}", layer=True)
     change = Change(
         name,
-        f"Linear {dtype_name(held.dtype)}",
-        f"QuantLinear {fmt.name}",
+        f"{type(everywhere[0].module).__name__} {dtype_name(held.dtype)}",
+        f"{packed_kind(everywhere[0].module, everywhere[0].local)} {fmt.name}",
         fmt.name,
         held.nbytes,
         fmt.nbytes(tuple(held.shape)),
         plan[name].reason,
     )
     decided.packs.append(_PackDecision(tuple(everywhere), fmt, change))
-
-
-def _why_not_linear(place: ParameterPlace, parents: Mapping[int, nn.Module]) -> str | None:
-    """Why a parameter is not the weight of a Linear that can be replaced."""
-    module = place.module
-    if type(module) is not nn.Linear or place.local != "weight":
-        what = f"the {place.local} of {_article(type(module).__name__)}"
-        known = isinstance(module, nn.Linear) and place.local == "weight"
-        return f"{what}, whose forward is not Linear's own" if known else what
-    parent = parents.get(id(module))
-    if parent is None:
-        return "the model itself, which has no parent to replace it in (wrap it in nn.Sequential)"
-    if isinstance(parent, nn.TransformerEncoderLayer):
-        return "read by a TransformerEncoderLayer directly"
-    if "forward" in module.__dict__ or any(getattr(module, hooks, None) for hooks in _HOOKS):
-        return "the weight of a Linear with hooks, which would be lost (remove them first)"
-    return None
 
 
 def _check_meetings(tensors: _Tensors, decided: _Decided, plan: Plan) -> None:
@@ -396,21 +378,31 @@ def _check_meetings(tensors: _Tensors, decided: _Decided, plan: Plan) -> None:
 
 def _pack(
     decided: _Decided, strategy: str, cache: TileCache | None, options: Mapping[str, Any]
-) -> dict[int, QuantLinear]:
-    """The layers that take the place of Linears, by the id of the Linear; the model is not touched."""
-    made: dict[int, QuantLinear] = {}
+) -> dict[int, nn.Module]:
+    """The layers that take the place of others, by the id of the other; the model is not touched."""
+    weights: dict[int, dict[str, PackedWeight]] = {}
+    places: dict[int, ParameterPlace] = {}
     for decision in decided.packs:
         encoded = encode(decision.places[0].parameter, decision.fmt, name=decision.places[0].name, **options)
         weight = PackedWeight(encoded)
         for place in decision.places:
-            linear = place.module
-            assert isinstance(linear, nn.Linear)
-            layer = QuantLinear(weight, linear.bias, strategy=strategy, cache=cache, name=place.owner)
-            made[id(linear)] = layer.train(linear.training)
-    return made
+            weights.setdefault(id(place.module), {})[place.local] = weight
+            places[id(place.module)] = place
+    return {
+        key: packed_layer(
+            place.module,
+            weights[key],
+            bias=place.module._parameters.get("bias"),
+            dtype=place.parameter.dtype,
+            name=place.owner,
+            strategy=strategy,
+            cache=cache,
+        )
+        for key, place in places.items()
+    }
 
 
-def _swap(model: nn.Module, made: Mapping[int, QuantLinear]) -> None:
+def _swap(model: nn.Module, made: Mapping[int, nn.Module]) -> None:
     for parent in list(model.modules()):
         for name, child in list(parent._modules.items()):
             if id(child) in made:
@@ -444,7 +436,3 @@ def _buffer_cast(module: nn.Module, local: str, buffer: Tensor, dtype: torch.dty
         module._buffers[local] = buffer.to(dtype)
 
     return cast
-
-
-def _article(name: str) -> str:
-    return f"{'an' if name[:1] in 'AEIOU' else 'a'} {name}"

@@ -186,7 +186,7 @@ class QuantLinear(nn.Module):
             flat,
             self.bias,
             weight.data,
-            weight.scales,
+            weight.scales if "scales" in weight._buffers else None,
             weight.base if "base" in weight._buffers else None,
             graph.arranged,
             graph.factor,
@@ -282,7 +282,6 @@ class QuantLinear(nn.Module):
             remember(weight, self.cache)
             tokens = (weight.token, self.cache.token)
         encoded = weight.encoded
-        assert encoded.scales is not None
         shape = (self.out_features, self.in_features)
         return Matrix(encoded.data, encoded.scales, encoded.base, prepared, expanded, encoded.fmt.name, shape, *tokens)
 

@@ -10,14 +10,18 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from bitplan.errors import FileFormatError
+from bitplan.errors import FileFormatError, StoreError
 from bitplan.formats import Encoded, get_format
+from bitplan.formats.gguf.blocks import GgufBlocks
+from bitplan.optional import require
 from bitplan.plan import Header, Manifest, Tag, open_manifest, require_clean
 from bitplan.plan.roles import guess_role
+from bitplan.store.checks.deep_check import deep_check
 from bitplan.store.devices import known_device
 from bitplan.store.files.open_files import open_tensors
 from bitplan.store.files.packed_rows import base_name, packed_pair, scales_name
 from bitplan.store.files.tensor_file import TensorFile
+from bitplan.text import counted
 
 ManifestLike = Manifest | str | Path
 
@@ -43,7 +47,7 @@ def read_packed(
             for name, tag in tags.items():
                 if tag is None or tag.part != "scales":  # those come with their codes
                     item = _read_item(file, name, tag, rules)
-                    _check_numbers(file, name, item)
+                    check_numbers(file, name, item)
                     tensors[name] = item.to(place)
         except BaseException:  # the traceback keeps this frame, and would keep the memory
             tensors.clear()
@@ -68,6 +72,30 @@ def device_of(device: torch.device | str) -> torch.device:
     return place
 
 
+def require_transformers(where: str) -> None:
+    """One line where the package is missing or too old; `read_packed` gives the tensors without it."""
+    require("transformers", purpose=f"{where}: running it", extra="models", least=5)
+
+
+def check_room(where: str, needed: int, device: torch.device) -> None:
+    """Refuse what a GPU has no memory for, before anything is read."""
+    if device.type != "cuda":
+        return
+    free = torch.cuda.mem_get_info(device)[0]
+    free += torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    if needed > free:
+        raise StoreError(f"{where}: takes {needed} bytes, and {device} has {free} free; nothing was read")
+
+
+def refuse_bad_numbers(file: TensorFile, rules: Manifest | None = None) -> None:
+    """The deep check of `bitplan check --deep`: one line with the first finding and how many more there are."""
+    findings = deep_check(rules, file)
+    if findings:
+        first = findings[0]
+        more = f" (and {counted(len(findings) - 1, 'more finding')})" if len(findings) > 1 else ""
+        raise FileFormatError(f"{file.path}: {first.where}: {first.message}{more}")
+
+
 def _tag(rules: Manifest | None, name: str) -> Tag | None:
     match = None if rules is None else rules.match(name)
     return None if rules is None or match is None else rules.tag(match.rule.format)
@@ -87,10 +115,12 @@ def _refuse_expansion(file: TensorFile, name: str, tag: Tag | None) -> None:
         )
 
 
-def _check_numbers(file: TensorFile, name: str, item: Tensor | Encoded) -> None:
+def check_numbers(file: TensorFile, name: str, item: Tensor | Encoded) -> None:
     """Scales and norms must be numbers: they are few, and one that is not spoils all that it multiplies."""
     if isinstance(item, Encoded) and item.fmt.scales is not None and item.scales is not None:
         numbers, what = item.fmt.scales.load(item.scales, item.base), f"scales of {item.fmt.name}"
+    elif isinstance(item, Encoded) and isinstance(item.fmt, GgufBlocks):
+        numbers, what = item.fmt.stored_scales(item.data), f"scales of {item.fmt.name}"
     elif isinstance(item, Tensor) and item.is_floating_point() and guess_role(name) == "norm":
         numbers, what = (item.float() if item.itemsize == 1 else item), "numbers of a norm"
     else:

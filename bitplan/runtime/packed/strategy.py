@@ -35,7 +35,6 @@ from bitplan.runtime.packed_weight import PackedWeight
 INPUTS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 STRATEGIES = ("auto", "eager", "fused", "tile_cache", "decode")
 FUSED_ROWS_UNMEASURED = 32
-AUTO_ON_CPU = ("int4_g32",)  # formats whose fused product costs a CPU no more than one packed copy
 
 
 class LayerError(BitplanError, RuntimeError):
@@ -130,9 +129,7 @@ def _auto(weight: PackedWeight, rows: int, dtype: torch.dtype, cache: TileCache 
     fused = fused_for(weight.device.type)
     why_not = _why_not_fused(fused, weight, dtype)
     if weight.device.type == "cpu" and why_not is None and fused is not None:
-        if weight.fmt.name in AUTO_ON_CPU:
-            return Pick("fused", f"{fused.name}: {fused.note(weight.encoded)}")
-        why_not = f"strategy='fused' would run {fused.name}, which {fused.note(weight.encoded)}"
+        return Pick("fused", f"{fused.name}, which {fused.note(weight.encoded)}")
     if why_not is not None or fused is None:
         return _unfused(room, f"not fused: {why_not}")
     table = crossovers_of(weight.device)

@@ -47,9 +47,8 @@ from bitplan.plan.selective.feedback import begin_trial, judge_trial
 from bitplan.plan.selective.low_set import TransferFacts
 from bitplan.plan.selective.state import PolicyState, observe, state_from_document, state_to_document
 from bitplan.records import write_json
-from bitplan.runtime.evaluation import evaluating
 from bitplan.runtime.selective.layer_probes import LayerProbes
-from bitplan.runtime.selective.run_calibration import Forward, OnProgress, OnStale, run_calibration
+from bitplan.runtime.selective.run_calibration import Forward, OnProgress, OnStale, evaluating, run_calibration
 from bitplan.runtime.selective.setup_checks import Reminders, check_setup, decides_on, device_has_fp8, errors_of
 from bitplan.runtime.selective.telemetry import PrecisionStepMetrics, PrecisionTelemetry, step_metrics
 from bitplan.runtime.selective.units import PrecisionUnits

@@ -45,7 +45,6 @@ from bitplan.measure.calibration import (
 from bitplan.measure.quality.weight_error import relative_output_error, rounding_error
 from bitplan.plan.selective.config import SelectivePrecisionConfig
 from bitplan.plan.selective.state import layout_of
-from bitplan.runtime.evaluation import evaluating
 from bitplan.runtime.selective.layer_probes import first_tensor
 from bitplan.runtime.selective.units import PrecisionUnits, Weight
 from bitplan.runtime.streaming.stream_blocks import BlockStream, stream_blocks
@@ -104,6 +103,21 @@ def call_model(model: nn.Module, batch: Any) -> Any:
     if isinstance(batch, Mapping):
         return model(**batch)
     return model(*batch) if isinstance(batch, list | tuple) else model(batch)
+
+
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Run a model during its training without a trace: in eval mode, under no_grad; modes and random number generators
+    are as before afterwards."""
+    modes = [(module, module.training) for module in model.modules()]
+    devices = list(range(torch.cuda.device_count())) if torch.cuda.is_initialized() else []
+    try:
+        with torch.no_grad(), torch.random.fork_rng(devices=devices):
+            model.eval()
+            yield
+    finally:
+        for module, training in modes:
+            module.training = training
 
 
 class _Run:

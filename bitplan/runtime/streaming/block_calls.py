@@ -18,6 +18,7 @@ from bitplan.runtime.streaming.blocks.find import STREAMED, StreamedBlock, Train
 from bitplan.runtime.streaming.blocks.saved_tensors import save_weights_by_place
 from bitplan.runtime.streaming.errors import StreamError
 from bitplan.runtime.streaming.training.host_training import HostTraining
+from bitplan.runtime.streaming.transfer.activation_offload import Compute
 from bitplan.runtime.streaming.transfer.finite_check import FiniteCheck
 from bitplan.runtime.streaming.weight_loader import WeightLoader
 
@@ -45,7 +46,7 @@ class BlockCalls:
         @functools.wraps(forward)
         def streamed(*args: Any, **kwargs: Any) -> Any:
             try:
-                return self._run(index, block, forward, args, kwargs)
+                return self._run(functools.partial(self._compute, index, block, forward), index, block, args, kwargs)
             except Exception as error:
                 error.add_note(f"bitplan: in streamed block {self._loader.place(index)}")
                 raise
@@ -65,12 +66,7 @@ class BlockCalls:
         self._wrapped = []
 
     def _run(
-        self,
-        index: int,
-        block: StreamedBlock,
-        forward: Callable[..., Any],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
+        self, compute: Compute, index: int, block: StreamedBlock, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         grad = torch.is_grad_enabled()
         if self._loader.step is None:
@@ -86,10 +82,8 @@ class BlockCalls:
                 "'weights', or run under torch.no_grad()"
             )
         if grad and self._loader.activations is not None:
-            return self._loader.activations.run(
-                index, lambda args, kwargs: self._compute(index, block, forward, args, kwargs), args, kwargs
-            )
-        return self._compute(index, block, forward, args, kwargs)
+            return self._loader.activations.run(index, compute, args, kwargs)
+        return compute(args, kwargs)
 
     def _compute(
         self,

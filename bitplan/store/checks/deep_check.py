@@ -3,7 +3,7 @@
 | code | what it says |
 |---|---|
 | norm-not-finite | a norm's weights hold NaN or infinity: every output of the model is NaN |
-| not-finite | so does another tensor of floats, or a scale in a GGUF type that bitplan only decodes |
+| not-finite | so does another tensor of floats, or a scale among the bytes of a GGUF block |
 | scale-base | a base factor that is not a finite number above zero |
 | scale-nan | scales that are NaN: E8M0 byte 255, E4M3's NaN, a float's |
 | scale-saturated | scales at the end of their range: E8M0 byte 254, infinity, or many E4M3 448 or uint8 255 that clip |
@@ -23,6 +23,7 @@ from torch import Tensor
 
 from bitplan.errors import BitplanError
 from bitplan.formats import get_format
+from bitplan.formats.gguf.blocks import GgufBlocks
 from bitplan.plan.check import Finding
 from bitplan.plan.manifest import Manifest, Tag
 from bitplan.plan.names import natural_order
@@ -42,23 +43,12 @@ from bitplan.store.files.packed_rows import (
 from bitplan.store.files.safetensors_tensors import NativeTensors
 from bitplan.store.files.tensor_file import TensorFile, TensorSpec
 
-# Where ggml's blocks hold float16 scales (and minimums), as byte offsets; ggml-common.h.
-_GGUF_SCALES = {
-    "Q4_1": (0, 2),
-    "Q5_0": (0,),
-    "Q5_1": (0, 2),
-    "Q2_K": (80, 82),
-    "Q3_K": (108,),
-    "Q4_K": (0, 2),
-    "Q5_K": (0, 2),
-    "Q6_K": (208,),
-}
 
-
-def deep_check(manifest: Manifest, file: TensorFile, *, on_bytes: OnBytes | None = None) -> list[Finding]:
+def deep_check(manifest: Manifest | None, file: TensorFile, *, on_bytes: OnBytes | None = None) -> list[Finding]:
     """All findings about the numbers of an open checkpoint, in natural order of names.
 
-    The manifest says which tensors are norms, and which are codes and scales of a weight kept under two names.
+    The manifest says which tensors are norms, and which are codes and scales of a weight kept under two names; without
+    one, names alone tell the norms.
     `on_bytes(count, name)` is called as the pass goes on, with counts that add up to the file's tensors.
     """
     left = {name: spec.nbytes for name, spec in file.specs.items()}
@@ -76,13 +66,16 @@ def deep_check(manifest: Manifest, file: TensorFile, *, on_bytes: OnBytes | None
     return findings
 
 
-def _check_tensor(manifest: Manifest, file: TensorFile, spec: TensorSpec, done: OnBytes) -> list[Finding]:
+def _check_tensor(manifest: Manifest | None, file: TensorFile, spec: TensorSpec, done: OnBytes) -> list[Finding]:
     tag = _tag(manifest, spec.name)
     if spec.format.startswith("gguf:"):
         return _check_gguf(file, spec, done)
-    if spec.encoded and not get_format(spec.format).is_cast:
+    fmt = get_format(spec.format) if spec.encoded else None
+    if isinstance(fmt, GgufBlocks):
+        return _check_blocks(packed_tensor(file, spec.name), fmt, done)
+    if fmt is not None and not fmt.is_cast:
         return check_packed(packed_tensor(file, spec.name), done)
-    if tag is not None and tag.part == "data" and isinstance(file, NativeTensors):
+    if manifest is not None and tag is not None and tag.part == "data" and isinstance(file, NativeTensors):
         pair = _pair(manifest, file, spec.name, tag)
         return check_packed(pair, done) if isinstance(pair, PackedTensor) else pair
     if tag is not None and tag.part == "scales":
@@ -95,7 +88,7 @@ def _check_tensor(manifest: Manifest, file: TensorFile, spec: TensorSpec, done: 
 # ---- plain numbers ---------------------------------------------------------------------------------------------------
 
 
-def _check_plain(manifest: Manifest, file: TensorFile, spec: TensorSpec, done: OnBytes) -> list[Finding]:
+def _check_plain(manifest: Manifest | None, file: TensorFile, spec: TensorSpec, done: OnBytes) -> list[Finding]:
     """aminmax carries NaN and infinity along and runs at the speed of memory; only what it finds is counted."""
     if spec.dtype == torch.float4_e2m1fn_x2:
         return []
@@ -127,44 +120,49 @@ def _comparable(piece: Tensor) -> Tensor:
     return piece.float() if piece.itemsize == 1 else piece
 
 
-def _check_gguf(file: TensorFile, spec: TensorSpec, done: OnBytes) -> list[Finding]:
-    """A type that bitplan only decodes: its float16 scales where they are known, else the decoded numbers."""
-    from gguf.constants import GGML_QUANT_SIZES
+def _check_blocks(packed: PackedTensor, fmt: GgufBlocks, done: OnBytes) -> list[Finding]:
+    """Blocks that hold their own scales: the float16 numbers among their bytes."""
+    bad = count = 0
+    for start, stop in packed.spans():
+        numbers = fmt.stored_scales(packed.read(start, stop).data)
+        done((stop - start) * packed.nbytes // packed.steps, packed.name)
+        bad += int((~numbers.isfinite()).sum())
+        count += numbers.numel()
+    return _not_finite(packed.name, bad, f"{count} scales of {fmt.name}")
 
+
+def _check_gguf(file: TensorFile, spec: TensorSpec, done: OnBytes) -> list[Finding]:
+    """A type that bitplan only decodes: its decoded numbers."""
     from bitplan.store.files.gguf import dequantize_rows
 
     assert isinstance(file, GGUFTensors)
-    entry, bad, count, what = file.file.tensors[spec.name], 0, 0, "scales"
-    block_bytes = GGML_QUANT_SIZES[entry.type][1]
+    entry, bad = file.file.tensors[spec.name], 0
     for start, stop in spans(math.prod(entry.raw_shape[:-1]), entry.nbytes):
         raw = file.file.read_raw_rows(spec.name, start, stop)
         done(raw.nbytes, spec.name)
-        if entry.type.name in _GGUF_SCALES:
-            blocks = raw.reshape(-1, block_bytes)
-            fields = [blocks[:, at : at + 2].contiguous().view(torch.float16) for at in _GGUF_SCALES[entry.type.name]]
-            numbers = torch.cat(fields)
-        else:
-            numbers, what = dequantize_rows(raw, entry.type), "decoded numbers"
-        bad += int((~numbers.isfinite()).sum())
-        count += numbers.numel()
+        bad += int((~dequantize_rows(raw, entry.type).isfinite()).sum())
+    return _not_finite(spec.name, bad, f"{math.prod(spec.shape)} decoded numbers of {entry.type.name}")
+
+
+def _not_finite(name: str, bad: int, of_what: str) -> list[Finding]:
     if not bad:
         return []
-    text = f"{bad} of {count} {what} of {entry.type.name} are NaN or infinite; convert or download the file again"
-    return [Finding("not-finite", spec.name, text)]
+    text = f"{bad} of {of_what} are NaN or infinite; convert or download the file again"
+    return [Finding("not-finite", name, text)]
 
 
 # ---- what the manifest knows -----------------------------------------------------------------------------------------
 
 
-def _tag(manifest: Manifest, name: str) -> Tag | None:
-    match = manifest.match(name)
-    return None if match is None else manifest.tag(match.rule.format)
+def _tag(manifest: Manifest | None, name: str) -> Tag | None:
+    match = None if manifest is None else manifest.match(name)
+    return None if manifest is None or match is None else manifest.tag(match.rule.format)
 
 
-def _role(manifest: Manifest, name: str) -> str:
+def _role(manifest: Manifest | None, name: str) -> str:
     """As a plan has it; the name alone tells where no rule matches."""
-    match = manifest.match(name)
-    if match is None:
+    match = None if manifest is None else manifest.match(name)
+    if manifest is None or match is None:
         return guess_role(name)
     roles = manifest.tag(match.rule.format).roles
     return match.rule.role or (roles[0] if len(roles) == 1 else guess_role(match.name))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from bitplan.errors import StoreError
 from bitplan.formats.dtypes import dtype_name
+from bitplan.formats.gguf.layouts import LAYOUTS
 from bitplan.store.files.payloads import PayloadWriter
 from bitplan.store.files.tensor_file import Container, Promise, TensorFile, TensorSpec, Writer
 
@@ -16,6 +18,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from bitplan.formats import Encoded
+    from bitplan.store.files.gguf_values import GGUFValue
 
 GGUF_FORMATS = {
     "Q4_0": "q4_0_gguf",
@@ -23,9 +26,11 @@ GGUF_FORMATS = {
     "MXFP4": "mxfp4_gguf",
     "F16": "float16",
     "BF16": "bfloat16",
-}
+} | {layout.ggml_type: name for name, layout in LAYOUTS.items()}
 # The formats GGUF can hold; mxfp4 is repacked into GGUF's byte order, value for value.
 GGUF_TYPES = {ours: theirs for theirs, ours in GGUF_FORMATS.items()} | {"mxfp4": "MXFP4", "float32": "F32"}
+_NEAREST = dict.fromkeys(("int8", "int8_row", "int8_g128", "fp8_e4m3", "fp8_e4m3_row", "fp8_e4m3_b128"), "q8_0_gguf")
+_NEAREST |= {"int4_g32": "q4_0_gguf", "q4_0_poly": "q4_0_gguf", "nvfp4": "mxfp4_gguf", "fp4_u8_g128": "mxfp4_gguf"}
 _PLAIN_TYPES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16", "float64": "F64"}
 _PLAIN_TYPES |= {f"int{bits}": f"I{bits}" for bits in (8, 16, 32, 64)}
 DEQUANTIZE_NUMBERS = 2**20
@@ -108,21 +113,53 @@ class GGUF(Container):
 
         if texts := [key for key, value in metadata.items() if not isinstance(value, GGUFValue)]:
             raise StoreError(f"{path}: GGUF takes metadata of GGUF files alone, got {texts[0]!r}; write .safetensors")
-        values = metadata or {"general.architecture": GGUFValue(GGUFValueType.STRING, "bitplan")}
-        entries = [(item.name, GGMLQuantizationType[_gguf_type(item, path)], item.shape) for item in promises]
+        values = dict(metadata) or {"general.architecture": GGUFValue(GGUFValueType.STRING, "bitplan")}
+        if "general.file_type" in values:
+            values = file_metadata(values, promises)
+        entries = [(item.name, GGMLQuantizationType[gguf_type(item, path)], item.shape) for item in promises]
         with write_gguf(path, entries, values) as payloads:
-            yield _GGUFWriter(payloads)
+            yield GGUFTensorWriter(payloads)
 
     def check_source(self, source: TensorFile, output: Path) -> None:
         if not isinstance(source, GGUFTensors):
             raise StoreError(
                 f"{output}: GGUF is written from GGUF alone: {source.path} has neither llama.cpp's names nor its "
-                "metadata; convert it with llama.cpp's convert_hf_to_gguf.py first (gpt-oss: "
-                "`bitplan convert --to gguf`), or write .safetensors"
+                "metadata; `bitplan export --to gguf` takes a model's folder (gpt-oss: `bitplan convert --to gguf`), "
+                "or write .safetensors"
             )
 
 
-class _GGUFWriter:
+# llama.cpp's number for a file whose weights are mostly of a type, and where some K-quants are larger ones.
+_FILE_TYPES = {"F32": 0, "F16": 1, "Q4_0": 2, "Q4_1": 3, "Q8_0": 7, "Q5_0": 8, "Q5_1": 9, "Q2_K": 10, "Q3_K": 11}
+_FILE_TYPES |= {"Q4_K": 14, "Q5_K": 16, "Q6_K": 18, "IQ4_NL": 25, "BF16": 32, "MXFP4": 38}
+_MIXED_FILE_TYPES = {"Q3_K": 12, "Q4_K": 15, "Q5_K": 17}
+QUANTIZATION_VERSION = 2
+
+
+def file_metadata(metadata: Mapping[str, GGUFValue], promises: Sequence[Promise]) -> dict[str, GGUFValue]:
+    """The metadata with what llama.cpp shows as the file's type, and the version of ggml's blocks."""
+    from gguf import GGUFValueType
+
+    from bitplan.store.files.gguf_values import GGUFValue
+
+    numbers: dict[str, int] = {}
+    for promise in promises:
+        if len(promise.shape) > 1:
+            kind = gguf_type(promise, "GGUF")
+            numbers[kind] = numbers.get(kind, 0) + math.prod(promise.shape)
+    most = max(numbers, key=lambda kind: numbers[kind], default="F32")
+    mixed = len(numbers.keys() - {"F32"}) > 1
+    number = _MIXED_FILE_TYPES.get(most) if mixed else None
+    values = {
+        **metadata,
+        "general.file_type": GGUFValue(GGUFValueType.UINT32, number or _FILE_TYPES.get(most, 0)),
+    }
+    if numbers.keys() - {"F32", "F16", "BF16"}:
+        values["general.quantization_version"] = GGUFValue(GGUFValueType.UINT32, QUANTIZATION_VERSION)
+    return values
+
+
+class GGUFTensorWriter:
     def __init__(self, payloads: PayloadWriter) -> None:
         self._payloads = payloads
 
@@ -137,16 +174,18 @@ class _GGUFWriter:
             self._payloads.write(name, item)
 
 
-def _gguf_type(promise: Promise, path: str | Path) -> str:
+def gguf_type(promise: Promise, path: str | Path) -> str:
     if promise.fmt is None:
         kind = dtype_name(promise.dtype)
         if kind not in _PLAIN_TYPES:
             raise StoreError(f"{path}: GGUF has no {kind} ({promise.name!r}); write .safetensors")
         return _PLAIN_TYPES[kind]
     if promise.fmt.name not in GGUF_TYPES:
+        nearest = _NEAREST.get(promise.fmt.name)
         raise StoreError(
             f"{path}: GGUF cannot hold {promise.fmt.name} ({promise.name!r}); "
-            f"it holds {', '.join(GGUF_TYPES)}; write .safetensors for the others"
+            f"it holds {', '.join(GGUF_TYPES)}{f', of which {nearest} is the nearest' if nearest else ''}; "
+            "write .safetensors for the others"
         )
     row, block = promise.shape[-1] if promise.shape else 1, promise.fmt.block.cols or 1
     if row % block:

@@ -8,14 +8,15 @@ from typing import TYPE_CHECKING
 
 from bitplan.errors import FormatError, MeasureError
 from bitplan.formats import get_format
+from bitplan.formats.gguf.layouts import SMALLER_BLOCKS
 from bitplan.plan.choose import Stored, Wanted, choose_formats
 from bitplan.plan.names import ShellPatterns
+from bitplan.plan.plan import Choice, Plan, Planned
 from bitplan.store.files.open_files import container_for
 from bitplan.store.files.safetensors import INDEX_SUFFIX
 from bitplan.text import counted
 
 if TYPE_CHECKING:
-    from bitplan.plan import Plan
     from bitplan.store.files.tensor_file import TensorFile, TensorSpec
 
 
@@ -25,6 +26,12 @@ _WEIGHT_FILES = (".safetensors", INDEX_SUFFIX)
 
 def _stored(spec: TensorSpec) -> Stored:
     return Stored(spec.shape, spec.format if spec.encoded else spec.dtype_name, spec.encoded)
+
+
+def is_gguf(path: str | Path) -> bool:
+    """Whether a file of this name is of the container that holds GGUF's formats, with config and tokenizer."""
+    container = container_for(path)
+    return container is not None and container.has_gguf_formats
 
 
 def plan_for_file(
@@ -39,12 +46,24 @@ def plan_for_file(
 ) -> Plan:
     """What `choose_formats` decides for a file, to be written as `output`; rows that no format holds are refused."""
     ShellPatterns((*keep, *only)).check(file.specs, str(file.path))  # a tied name is decided by the one it shares
-    container = None if output is None else container_for(output)
-    gguf = container is not None and container.has_gguf_formats
+    gguf = output is not None and is_gguf(output)
     tensors = {name: _stored(file.spec(name)) for name in (*file.specs, *file.tied)}
     plan = choose_formats(tensors, formats, keep=keep, only=only, pad=pad, gguf=gguf, where=str(file.path))
+    if gguf:
+        plan = _wide_norms(plan)
     _check_rows(file, plan, how_to_fill)
     return plan
+
+
+def _wide_norms(plan: Plan) -> Plan:
+    """Tensors of one axis in float32, for llama.cpp takes norms and biases in nothing else."""
+    changed = dict(plan.entries)
+    for name, entry in plan.entries.items():
+        held = entry.stored or entry.choice.format
+        if entry.shape is not None and len(entry.shape) == 1 and held in ("float16", "bfloat16"):
+            choice = Choice("float32", f"{entry.choice.reason}; one axis is float32 in GGUF")
+            changed[name] = Planned(choice, entry.shape, entry.role, entry.part)
+    return Plan(changed, padding=plan.padding)
 
 
 def _check_rows(file: TensorFile, plan: Plan, how_to_fill: str) -> None:
@@ -65,9 +84,11 @@ def _check_rows(file: TensorFile, plan: Plan, how_to_fill: str) -> None:
     if faults:
         name, fmt, cols, shape = faults[0]
         more = f" (nor {counted(len(faults) - 1, 'other tensor')})" if len(faults) > 1 else ""
+        smaller = SMALLER_BLOCKS.get(fmt.name)
+        instead = f", {smaller} holds it" if smaller is not None and cols % 32 == 0 else ""
         raise FormatError(
             f"{file.path}: {name}: {fmt.name} has blocks of {fmt.block.cols}, and {cols} of shape {shape} is not a "
-            f"multiple{more}; {how_to_fill} fills the last block, --keep {name!r} leaves the tensor as it is"
+            f"multiple{more}; {how_to_fill} fills the last block, --keep {name!r} leaves the tensor as it is{instead}"
         )
 
 
@@ -75,13 +96,13 @@ def check_model_source(source: Path, config: Path | None) -> Path:
     """Where config.json and the tokenizer lie; that they do is checked for all but GGUF, which holds both."""
     if not source.exists():
         raise MeasureError(f"{source}: no such file or folder; nothing is downloaded, so give a path on this machine")
-    if source.is_file() and source.suffix != ".gguf" and not source.name.endswith(_WEIGHT_FILES):
+    if source.is_file() and not is_gguf(source) and not source.name.endswith(_WEIGHT_FILES):
         raise MeasureError(
             f"{source}: expected a folder with config.json, a .safetensors or a .gguf file, "
             f"got a {source.suffix or 'nameless'} file"
         )
     folder = config or (source if source.is_dir() else source.parent)
-    if source.suffix == ".gguf" and config is None:
+    if is_gguf(source) and config is None:
         return folder
     lone = source.is_file() or config is not None
     where = f"{source}: in {folder.resolve()}" if source.is_file() and config is None else f"{folder}:"

@@ -68,6 +68,8 @@ def packed_tensor(file: TensorFile, name: str) -> PackedTensor:
     spec = file.spec(name)
     fmt, shape = get_format(spec.format), spec.shape
     by_rows = fmt.block.rows == 1 and len(shape) > 1
+    if by_rows and fmt.is_opaque and isinstance(file, GGUFTensors | NativeTensors):
+        return _opaque(file, name, fmt, shape)
     if by_rows and isinstance(file, GGUFTensors):
         return _interleaved(file, name, fmt, shape)
     parts = fmt.part_shapes(shape)
@@ -175,6 +177,23 @@ def _interleaved(file: GGUFTensors, name: str, fmt: Format, shape: tuple[int, ..
 
     rows, grid = math.prod(shape[:-1]), (*shape[:-1], across)
     return PackedTensor(name, fmt, shape, grid, entry.nbytes, rows, read, read_scales)
+
+
+def _opaque(file: GGUFTensors | NativeTensors, name: str, fmt: Format, shape: tuple[int, ...]) -> PackedTensor:
+    """Blocks that hold their own scales: bytes of some rows, in either container."""
+    cols = fmt.matrix_shape(shape)[1]
+
+    def read(start: int, stop: int) -> Encoded:
+        if isinstance(file, GGUFTensors):
+            raw = file.file.read_raw_rows(name, start, stop)
+        else:
+            raw = file._checkpoint.read_rows(part_name(name, "data"), start, stop)
+        data = raw.reshape(-1, fmt.data_cols(cols))
+        return Encoded(fmt, (data.shape[0], cols), data)
+
+    steps = math.prod(shape[:-1]) if isinstance(file, GGUFTensors) else shape[0]
+    grid = (*fmt.part_shapes(shape)["data"][1][:-1], fmt.grid(shape)[1])
+    return PackedTensor(name, fmt, shape, grid, fmt.nbytes(shape), steps if math.prod(shape) else 0, read)
 
 
 def _read_whole(file: TensorFile, name: str, start: int, stop: int) -> Encoded:

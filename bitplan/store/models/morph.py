@@ -9,6 +9,7 @@ How they see it: `eval_weights`.
 from __future__ import annotations
 
 import re
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -112,18 +113,18 @@ class ParameterPlace:
         )
 
 
-class EncodedModule(nn.Module):
+class EncodedModule(nn.Module, ABC):
     """A module in the place of a Parameter, which it holds encoded; its name is the Parameter's."""
 
     shape: tuple[int, ...]
 
     @property
-    def encoded(self) -> Encoded:
-        raise NotImplementedError
+    @abstractmethod
+    def encoded(self) -> Encoded: ...
 
+    @abstractmethod
     def replace(self, encoded: Encoded) -> None:
         """Take other bytes of the same format and shape."""
-        raise NotImplementedError
 
 
 def encoded_modules_of(model: nn.Module) -> dict[str, EncodedModule]:

@@ -55,7 +55,7 @@ def load_model(path: str | Path, model: nn.Module) -> nn.Module:
     its type. A parameter that a plan packed takes its own format alone.
     """
     _check_arguments("load_model(path, model)", model, path)
-    own = _own_tensors(model)
+    own = own_tensors(model)
     with open_tensors(path) as file:
         names = [*file.specs, *file.tied]
         unsaved = {name: item for name, item in model.named_buffers(remove_duplicate=False) if name not in own}
@@ -192,7 +192,7 @@ def _check_arguments(call: str, model: object, path: object) -> None:
         )
 
 
-def _own_tensors(model: nn.Module) -> dict[str, Tensor | EncodedModule]:
+def own_tensors(model: nn.Module) -> dict[str, Tensor | EncodedModule]:
     """Everything a model saves, by its own names: a packed parameter is one thing, not its parts."""
     packed = encoded_modules_of(model)
     own: dict[str, Tensor | EncodedModule] = {}
@@ -211,7 +211,7 @@ def _model_items(model: nn.Module, path: str | Path) -> tuple[dict[str, Tensor |
     for name, module in model.named_modules():
         if refusal := getattr(module, "why_not_saved", None):
             raise StoreError(f"{path}: {name!r} {refusal}")
-    for name, tensor in _own_tensors(model).items():
+    for name, tensor in own_tensors(model).items():
         if isinstance(tensor, nn.Parameter | EncodedModule):  # tied only where the format is the same too
             same = (id(tensor), formats[name].name if name in formats else None)
             if same in first_name:

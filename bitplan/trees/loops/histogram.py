@@ -112,7 +112,7 @@ def _quantized_adder(groups: int) -> Any:
     words = U(words_a_row(groups * GROUP))
 
     @compiled
-    def add_rows(panel, entries, cells):  # type: ignore[no-untyped-def]
+    def add_rows(panel, entries, _hess, _grad_unit, _hess_unit, _pairs, cells):  # type: ignore[no-untyped-def]
         """Add at most NARROW_ROWS rows to the cells of one panel."""
         near = entries.size - AHEAD if entries.size > AHEAD else 0
         for i in range(near):
@@ -156,14 +156,15 @@ def _float_adder(groups: int) -> Any:
     full, half = groups // 2, groups % 2
 
     @compiled
-    def add_rows(panel, entries, grads, hess, grad_unit, hess_unit, pairs, cells):  # type: ignore[no-untyped-def]
-        """The same; `grads` are the entries read as float32, `pairs` is space for a chunk.
+    def add_rows(panel, entries, hess, grad_unit, hess_unit, pairs, cells):  # type: ignore[no-untyped-def]
+        """The same; `hess` are the bytes of float32, `pairs` is space for a chunk.
 
         Eight features at a time: their cells stay in the L1.
         """
+        grads, weights = entries.view(np.float32), hess.view(np.float32)
         for start in range(0, entries.size, CHUNK):
             chunk = entries[start : start + CHUNK]
-            _make_pairs(chunk, grads[2 * start : 2 * (start + CHUNK)], hess, 1.0 / grad_unit, 1.0 / hess_unit, pairs)
+            _make_pairs(chunk, grads[2 * start : 2 * (start + CHUNK)], weights, 1.0 / grad_unit, 1.0 / hess_unit, pairs)
             last = chunk.size - 1
             for part in range(full):
                 base = U(part * 8 * BINS * 2)
@@ -182,7 +183,7 @@ def _float_adder(groups: int) -> Any:
     return add_rows
 
 
-# By the number of groups: add_quantized[groups](panel, entries, cells), and so on. Compiled when first called.
+# By the number of groups, each with the same arguments. Compiled when first called.
 add_quantized = {groups: _quantized_adder(groups) for groups in range(1, PANEL // GROUP + 1)}
 add_floats = {groups: _float_adder(groups) for groups in range(1, PANEL // GROUP + 1)}
 

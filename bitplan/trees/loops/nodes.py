@@ -41,21 +41,26 @@ NODE, LINK, QUEUE = range(3)
 # Columns of `splits`: the node, and its children, as `Tree` has them.
 LEFT, RIGHT = 1, 2
 # Places in `counts`
-LEAVES, SPLITS, MADE, QUEUED = range(4)
+LEAVES, SPLITS, MADE, QUEUED, READY = range(5)
 # What `take` says instead of a node
 COMPLETE, SHARED, WAIT = -1, -2, -3
 U = np.uint64
 
 
 @compiled
-def take(nodes, reals, leaves, splits, counts, best_first, shared_rows, most, done):  # type: ignore[no-untyped-def]
-    """The first leaf of the queue that nobody has taken and one thread can expand, of the first `most`.
+def take(nodes, reals, leaves, splits, counts, ready, best_first, shared_rows, done):  # type: ignore[no-untyped-def]
+    """The leaf at the head of the queue, or one of `ready` that the tree will probably need after it.
 
-    Or COMPLETE: the tree is; SHARED: the next leaf is one for all threads; WAIT: all that are next are taken. `done` is
-    what the caller has expanded, or below zero. Leaves that are expanded move into the tree, first in the queue first.
+    Or COMPLETE: the tree is; SHARED: the head is for all threads; WAIT: there is nothing to do ahead of the head, which
+    somebody has taken. `done` is what the caller has expanded, or below zero. Leaves that are expanded move into the
+    tree, first in the queue first; the children of one that waits for its turn are ready before that.
     """
     if done >= 0:
         nodes[done, STATE] = EXPANDED
+        for node in range(nodes[done, CHILD], nodes[done, CHILD] + 2):
+            if reals[node, GAIN] > 0.0:
+                ready[counts[READY]] = node
+                counts[READY] += 1
     queued, new, all_leaves = counts[QUEUED], counts[LEAVES], leaves.shape[0]
     node = np.int64(COMPLETE)
     while new < all_leaves and queued > 0:
@@ -87,17 +92,35 @@ def take(nodes, reals, leaves, splits, counts, best_first, shared_rows, most, do
     made, room = counts[MADE], all_leaves - new
     if room == 0 or queued == 0:
         return np.int64(COMPLETE)
-    if nodes[node, STOP] - nodes[node, START] >= shared_rows:
+    if nodes[node, STATE] != OPEN:
+        # Ahead of the head: not unless the tables have places for what the tree may still need, and not what is behind
+        # as many leaves of the queue as the tree has room for.
+        if made + 2 + 2 * room > nodes.shape[0]:
+            return np.int64(WAIT)
+        least = reals[leaves[leaves[queued - room, QUEUE], NODE], GAIN] if best_first and queued >= room else 0.0
+        node, gain, at = np.int64(WAIT), least, counts[READY]
+        place = np.int64(0)
+        while place < at:
+            other = ready[place]
+            if nodes[other, STATE] != OPEN:  # it was the head
+                at -= 1
+                ready[place] = ready[at]
+                continue
+            if nodes[other, STOP] - nodes[other, START] < shared_rows:
+                if best_first:
+                    if reals[other, GAIN] > gain or (node < 0 and reals[other, GAIN] == gain):
+                        node, gain = other, reals[other, GAIN]
+                elif node < 0 or other < node:  # made before
+                    node = other
+            place += 1
+        counts[READY] = at
+        if node < 0:
+            return np.int64(WAIT)
+    elif nodes[node, STOP] - nodes[node, START] >= shared_rows:
         return np.int64(SHARED)
-    # Nothing is taken ahead unless the tables have places for what the tree may still need.
-    last = queued - (most if most < room else room) if made + 2 + 2 * room <= nodes.shape[0] else queued - 1
-    for place in range(queued - 1, last - 1 if last > 0 else -1, -1):
-        node = leaves[leaves[place, QUEUE], NODE]
-        if nodes[node, STATE] == OPEN and nodes[node, STOP] - nodes[node, START] < shared_rows:
-            nodes[node, STATE], nodes[node, CHILD] = TAKEN, made  # its children get their places
-            counts[MADE] = made + 2
-            return node
-    return np.int64(WAIT)
+    nodes[node, STATE], nodes[node, CHILD] = TAKEN, made  # its children get their places
+    counts[MADE] = made + 2
+    return node
 
 
 @compiled

@@ -21,10 +21,11 @@ MISSING = 255
 # Places in `rules`
 L1, L2, MIN_WEIGHT, MIN_ROWS, MIN_GAIN, CATEGORY_SMOOTHING, CATEGORY_L2, MAX_DEPTH, IS_MONOTONE = range(9)
 # Columns of `nodes` (integers): rows of this process, depth, sums, sums of the left child, the split, the left child
-# (the right one is next), how far it has come. ROWS are those of all processes: what decisions depend on.
+# (the right one is next), how far it has come, where its histogram lies. ROWS are those of all processes: decisions
+# depend on them.
 START, STOP, DEPTH, GRAD, HESS, ROWS, LEFT_GRAD, LEFT_HESS, LEFT_ROWS = range(9)
-FEATURE, BIN, MISSING_LEFT, CHILD, STATE = range(9, 14)
-NODE_COLUMNS = 14
+FEATURE, BIN, MISSING_LEFT, CHILD, STATE, SLOT = range(9, 15)
+NODE_COLUMNS = 15
 # Columns of `reals`: a gain of zero says that the node stays a leaf.
 GAIN, LOW, HIGH = range(3)
 NOISE = 1e-12  # of the parent's own gain: what is below is rounding

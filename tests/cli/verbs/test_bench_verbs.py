@@ -26,7 +26,8 @@ LLAMA = {
     "num_key_value_heads": 1,
 }
 MIXTRAL = LLAMA | {"model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2}
-QUICK = ["--device", "cpu", "--sweep", "32x1,48x1", "--iters", "4", "--warmup", "1", "--timing", "eager"]
+ONCE = ["--device", "cpu", "--sweep", "32x1", "--iters", "4", "--warmup", "1", "--timing", "eager"]
+QUICK = [*ONCE, "--sweep", "32x1,48x1"]
 
 
 def own_app():
@@ -82,11 +83,11 @@ def test_dry_run_says_that_one_process_is_a_shard(capsys):
 
 
 def test_a_run_on_the_cpu_goes_to_report_and_policy(capsys):
-    arguments = ["config.json", *QUICK, "--report", "r.jsonl", "--policy", "p.json"]
+    arguments = ["config.json", *ONCE, "--report", "r.jsonl", "--policy", "p.json"]
     assert bench(*arguments) == 0
     out = capsys.readouterr().out
     assert "FP8 emulated on the CPU" in out
-    assert "64 rows; 8 measurements in this run" in out
+    assert "32 rows; 4 measurements in this run" in out
     report = Report.load("r.jsonl")
     assert {row.gemm for row in report.rows} == {"module", "fprop", "dgrad", "wgrad"}
     assert all(row.status == "ok" and row.in_turns for row in report.rows)
@@ -97,17 +98,15 @@ def test_a_run_on_the_cpu_goes_to_report_and_policy(capsys):
     assert "p.json: exists already; replace it with --force" in capsys.readouterr().err
     assert bench(*arguments, "--force", "--json") == 0  # again: nothing to do
     document = json.loads(capsys.readouterr().out)
-    assert (document["timed_now"], document["rows"]) == (0, 64)
+    assert (document["timed_now"], document["rows"]) == (0, 32)
     assert Path("r.jsonl").read_bytes() == before
 
 
 def test_experts_on_the_cpu(capsys):
-    arguments = ["moe.json", *QUICK, "--no-products", "--recipe", "rowwise", "--report", "r.jsonl"]
+    arguments = ["moe.json", *ONCE, "--no-products", "--recipe", "rowwise", "--report", "r.jsonl"]
     assert bench(*arguments) == 0
     rows = [row for row in Report.load("r.jsonl").rows if row.kind.endswith("grouped")]
-    assert {(row.routing, row.tokens) for row in rows} == {
-        (routing, tokens) for routing in ("uniform", "zipf") for tokens in (64, 96)
-    }
+    assert {(row.routing, row.tokens) for row in rows} == {("uniform", 64), ("zipf", 64)}
     assert all(row.status == "ok" for row in rows)
     assert all(row.padded_tokens >= row.tokens for row in rows if row.precision == "fp8")
     capsys.readouterr()
@@ -115,7 +114,7 @@ def test_experts_on_the_cpu(capsys):
 
 def test_shapes_that_the_recipe_cannot_cast_are_findings(capsys):
     Path("odd.json").write_text(json.dumps(LLAMA | {"intermediate_size": 200}))
-    assert bench("odd.json", *QUICK, "--no-products", "--report", "r.jsonl") == 1
+    assert bench("odd.json", *ONCE, "--no-products", "--report", "r.jsonl") == 1
     assert "is not a multiple of 128, which blockwise needs" in capsys.readouterr().out
 
 

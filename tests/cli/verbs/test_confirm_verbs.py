@@ -12,8 +12,8 @@ from bitplan.cli import run
 from bitplan.runtime.fp8.bench import confirm as fp8_confirm
 from bitplan.runtime.fp8.bench import confirm_policy as fp8_confirm_policy
 from tests.plan.fp8.fp8_samples import H200
-from tests.runtime.fp8.bench.test_fp8_confirm_model import LLAMA
-from tests.runtime.fp8.test_fp8_apply import ALL, LAYERS, WINS, SetClock, policy_of
+from tests.runtime.fp8.bench.test_confirm_model import LLAMA
+from tests.runtime.fp8.test_apply import ALL, LAYERS, WINS, SetClock, policy_of
 
 LOSES = {64: 0.5, 128: 0.6}
 

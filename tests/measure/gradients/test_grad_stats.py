@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from bitplan.kernels import Picked
 from bitplan.measure.gradients.reduce import explain_reduce, join, torch_parts, triton_parts
-from bitplan.measure.gradients.statistics import GradStatsCollector, GradStatsError, collect_grad_stats, loss_impact
+from bitplan.measure.gradients.statistics import GradStatsCollector, GradStatsError, collect_grad_stats, impact_of
 
 
 def grads_of(seed, *shapes, dtype=torch.float32, scale=1.0):
@@ -194,7 +194,7 @@ def test_impacts_add_up_within_a_step():
     assert second.impacts == {}
 
 
-def test_loss_impact_predicts_the_loss():
+def test_impact_predicts_the_loss():
     """Against the loss itself, and against <dL/dW, W - W_hat>, on a weight that is frozen in the first place."""
     torch.manual_seed(0)
     x, target, weight = torch.randn(2, 8, 6), torch.randn(2, 8, 5), torch.randn(5, 6)
@@ -205,7 +205,7 @@ def test_loss_impact_predicts_the_loss():
 
     y = nn.functional.linear(x, weight).requires_grad_()
     (y - target).square().mean().backward()
-    impact = float(loss_impact(y.grad, x, weight, weight_hat))
+    impact = float(impact_of(y.grad, x, weight - weight_hat))
     assert float(loss_of(weight_hat) - loss_of(weight)) == pytest.approx(-impact, rel=2e-2)
     trained = weight.clone().requires_grad_()
     loss_of(trained).backward()

@@ -6,7 +6,7 @@ import random
 
 from hypothesis import strategies as st
 
-from bitplan.plan.fp8.interval import answer_of
+from bitplan.plan.fp8.speedup_interval import answer_of
 from bitplan.plan.fp8.token_ranges import BandPolicy, BandRule, Point
 from tests.plan.fp8.fp8_samples import H200
 

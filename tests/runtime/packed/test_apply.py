@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,10 +13,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+import bitplan
 from bitplan.errors import FileFormatError, FormatError, NonFiniteError, StoreError
 from bitplan.formats import decode, encode
-from bitplan.plan import Choice, Manifest, Plan, Planned, choose_formats
+from bitplan.plan import Choice, Manifest, Plan, Planned
 from bitplan.runtime.packed.apply import ApplyError, Skipped, apply_plan
+from bitplan.runtime.packed.quant_embedding import QuantEmbedding
 from bitplan.runtime.packed.quant_linear import QuantLinear
 from bitplan.runtime.packed.tile_cache import TileCache
 from bitplan.store.compare import compare_files, compare_models
@@ -216,15 +219,16 @@ def test_a_file_that_holds_a_tied_weight_once_is_enough() -> None:
 RULES = {"version": 1, "patterns": [{"regex": ".*", "format": "BF16"}]}
 
 
-def test_a_weight_tied_to_an_embedding_cannot_be_packed() -> None:
+def test_an_embedding_and_the_head_share_the_packed_weight() -> None:
     model = Llama(tied=True)
-    plan = plan_of(model, (r"(lm_head|model\.embed_tokens)\.weight", "mxfp4"))
-    with pytest.raises(ApplyError, match=r"embed_tokens\.weight.*an Embedding, and cannot be mxfp4"):
-        apply_plan(model, plan)
-    names = {name: shape for name, shape in shapes_of(model).items() if name != "model.embed_tokens.weight"}
-    rules = [{"regex": "lm_head.weight", "format": "mxfp4"}, {"regex": ".*", "format": "F32"}]
-    with pytest.raises(ApplyError, match=r"lm_head\.weight: tied to model\.embed_tokens\.weight.*untie them"):
-        apply_plan(model, Manifest.from_document({"version": 1, "patterns": rules}).resolve(names))
+    expected = copy.deepcopy(model)
+    plan = plan_of(model, (r"(lm_head|model\.embed_tokens)\.weight", "int8_row"))
+    table = model.lm_head.weight
+    expected.lm_head.weight.data = bitplan.decode(bitplan.encode(table, "int8_row"))
+    apply_plan(model, plan)
+    assert isinstance(model.model["embed_tokens"], QuantEmbedding)
+    assert model.lm_head.weight is model.model["embed_tokens"].weight
+    torch.testing.assert_close(model(IDS), expected(IDS))
 
 
 def test_linears_that_share_a_weight_share_the_packed_one() -> None:
@@ -314,7 +318,7 @@ def replaced_forward() -> nn.Module:
 @pytest.mark.parametrize(
     ("model", "name", "said"),
     [
-        (lambda: nn.Sequential(nn.Embedding(64, 64)), "0.weight", "the weight of an Embedding"),
+        (lambda: nn.Sequential(nn.Embedding(64, 64, max_norm=1.0)), "0.weight", "forward is not Embedding's own"),
         (lambda: nn.Sequential(Own(64, 64, bias=False)), "0.weight", "forward is not Linear's own"),
         (lambda: nn.Sequential(Conv1D()), "0.weight", "the weight of a Conv1D"),
         (lambda: nn.Sequential(hooked()), "0.weight", "hooks, which would be lost"),
@@ -412,7 +416,7 @@ def test_a_format_a_mapping_or_a_manifest_is_made_a_plan_for_the_model(wanted: A
 
 
 def test_many_faults_are_counted() -> None:
-    model = nn.Sequential(*(nn.Embedding(4, 64) for _ in range(12)))
+    model = nn.Sequential(*(nn.Bilinear(4, 4, 64, bias=False) for _ in range(12)))
     refused(model, plan_of(model, default="mxfp4"), "and 2 more")
 
 
@@ -471,18 +475,19 @@ def test_a_norm_that_casts_back_may_have_its_own_type():
     assert model(torch.ones(2, 8, dtype=torch.bfloat16)).dtype == torch.bfloat16
 
 
-def test_a_packed_model_of_transformers_is_not_saved_as_one():
+def test_a_packed_model_of_transformers_is_saved_as_a_packed_folder(tmp_path: Path) -> None:
     import transformers
 
     shape = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "num_key_value_heads": 4}
-    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(num_hidden_layers=1, vocab_size=64, **shape))
-    tensors = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
-    plan = choose_formats(tensors, "int8_row")
-    with pytest.raises(ApplyError, match='or unsupported="skip" leaves such layers as they are'):
-        apply_plan(model, plan)
-    apply_plan(model, plan, unsupported="skip")
-    with pytest.raises(StoreError, match="save_pretrained: weights of this model are packed"):
-        model.save_pretrained("nowhere")
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(num_hidden_layers=1, vocab_size=64, **shape)).eval()
+    apply_plan(model, "int8_row")
+    model.save_pretrained(tmp_path / "packed")
+    again = bitplan.load_packed(tmp_path / "packed").model
+    ids = torch.arange(8)[None]
+    with torch.no_grad():
+        assert torch.equal(again(ids).logits, model(ids).logits)
+    with pytest.raises(StoreError, match=r"save_packed writes a packed model, and takes no .*push_to_hub"):
+        model.save_pretrained(tmp_path / "hub", push_to_hub=True)
 
 
 # ---- saved ---------------------------------------------------------------------------------------------------------

@@ -19,9 +19,8 @@ import bitplan
 from bitplan.errors import BitplanError, FileFormatError, MissingLibraryError, StoreError
 from bitplan.formats import Encoded
 from bitplan.plan import Manifest, ManifestError, shipped_manifest
-from bitplan.runtime.packed import gpt_oss_weights
-from bitplan.runtime.packed import load_gpt_oss as load
-from bitplan.runtime.packed.load_gpt_oss import load_packed
+from bitplan.runtime.packed.checkpoints.load import load_packed
+from bitplan.runtime.packed.gpt_oss import load, weights
 from bitplan.runtime.packed.quant_experts import QuantExperts
 from bitplan.runtime.packed.read_packed import read_packed
 from bitplan.runtime.packed.strategy import LayerError
@@ -360,7 +359,7 @@ def test_a_failure_on_the_way_leaves_nothing(made, monkeypatch):
     config = transformers.GptOssConfig.from_pretrained(made["wide"])
     with torch.device("meta"):
         own = transformers.GptOssForCausalLM(config)
-    alive, whole = [], gpt_oss_weights.load_experts
+    alive, whole = [], weights.load_experts
 
     def watched(*args):
         alive.append(weakref.ref(result := whole(*args)))
@@ -425,7 +424,7 @@ def test_a_deep_check_reads_every_tensor_first(made, tmp_path):
     with pytest.raises(FileFormatError, match=f"embed: {name}: 0 NaN and 128 infinite"):
         load_packed(bad, check="deep")
     load_packed(made["hf"], check="deep")
-    with pytest.raises(StoreError, match="check must be 'quick' or 'deep', got 'thorough'"):
+    with pytest.raises(StoreError, match="check must be 'headers' or 'deep', got 'thorough'"):
         load_packed(made["hf"], check="thorough")
 
 
@@ -455,7 +454,7 @@ def test_no_read_is_larger_than_a_chunk_or_an_expert(made, reads, monkeypatch, l
 # Not ru_maxrss: across fork and exec it keeps the parent's peak.
 PEAK = """
 import re, sys
-from bitplan.runtime.packed.load_gpt_oss import load_packed
+from bitplan.runtime.packed.checkpoints.load import load_packed
 from transformers import GptOssForCausalLM  # before the count begins
 def status(key): return 1024 * int(re.search(key + r":\\s+(\\d+) kB", open("/proc/self/status").read())[1])
 before = status("VmRSS")
@@ -515,11 +514,32 @@ def test_no_room_is_told_before_anything_is_read(made, reads, monkeypatch):
     refused(made["hf"], reads, "bytes, and cuda:0 has 1000 free; nothing was read", StoreError, device="cuda")
 
 
-def test_saving_by_transformers_is_refused(made, tmp_path):
-    model = load_packed(made["hf"], dtype=torch.float32).model
-    with pytest.raises(StoreError, match="weights of this model are packed"):
-        model.save_pretrained(tmp_path / "saved")
-    assert not (tmp_path / "saved").exists()
+@pytest.mark.parametrize("shards", [False, True])
+def test_saving_gives_the_same_bytes(made, tmp_path, shards):
+    source = made["hf"]
+    if shards:
+        tensors = safetensors.torch.load_file(source / "model.safetensors")
+        folder = source = tmp_path / "shards"
+        folder.mkdir()
+        shutil.copy(made["hf"] / "config.json", folder)
+        halves = {"model-1.safetensors": list(tensors)[::2], "model-2.safetensors": list(tensors)[1::2]}
+        for name, half in halves.items():
+            safetensors.torch.save_file({one: tensors[one] for one in half}, folder / name, {"format": "pt"})
+        weight_map = {one: name for name, half in halves.items() for one in half}
+        (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    load_packed(source).model.save_pretrained(tmp_path / "again")
+    for path in source.iterdir():
+        if not path.name.endswith(".index.json"):
+            assert (tmp_path / "again" / path.name).read_bytes() == path.read_bytes(), path.name
+    assert {path.name for path in source.iterdir()} == {path.name for path in (tmp_path / "again").iterdir()}
+
+
+def test_other_layouts_are_saved_as_hugging_faces(made, tmp_path):
+    model = load_packed(made["gguf"], dtype=torch.float32).model
+    bitplan.save_packed(model, tmp_path / "hf")
+    again = load_packed(tmp_path / "hf", dtype=torch.float32).model
+    with torch.no_grad():
+        assert torch.equal(again(IDS).logits, model(IDS).logits)
 
 
 # ---- any file, as a dict ---------------------------------------------------------------------------------------------
@@ -614,15 +634,15 @@ def test_read_packed_of_gguf(made, tmp_path):
     assert result["token_embd.weight"].dtype == torch.bfloat16  # a plain cast is a tensor
     import gguf
 
-    writer = gguf.GGUFWriter(tmp_path / "q4_1.gguf", "llama")
-    raw = gguf.quants.quantize(torch.ones(4, 64).numpy(), gguf.GGMLQuantizationType.Q4_1)
-    writer.add_tensor("blk.0.ffn_up.weight", raw, raw_dtype=gguf.GGMLQuantizationType.Q4_1)
+    writer = gguf.GGUFWriter(tmp_path / "tq2_0.gguf", "llama")
+    raw = gguf.quants.quantize(torch.ones(4, 256).numpy(), gguf.GGMLQuantizationType.TQ2_0)
+    writer.add_tensor("blk.0.ffn_up.weight", raw, raw_dtype=gguf.GGMLQuantizationType.TQ2_0)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    with pytest.raises(FileFormatError, match=r"'blk.0.ffn_up.weight' is Q4_1, which bitplan does not hold packed"):
-        read_packed(tmp_path / "q4_1.gguf")
+    with pytest.raises(FileFormatError, match=r"'blk.0.ffn_up.weight' is TQ2_0, which bitplan does not hold packed"):
+        read_packed(tmp_path / "tq2_0.gguf")
 
 
 def test_a_failed_read_packed_is_a_bitplan_error(tmp_path):

@@ -14,7 +14,7 @@ from torch.nn import functional
 
 from bitplan.formats import Encoded, decode
 from bitplan.kernels import decode as fast_decode
-from bitplan.kernels.matmul import cpu_matmul
+from bitplan.kernels.matmul import cpu_fused, cpu_matmul
 from bitplan.kernels.matmul.fused import Launch, fused_for
 from bitplan.measure.speed import crossover_files
 from bitplan.measure.speed.crossover import Crossover, Pick, Timing
@@ -43,19 +43,20 @@ def test_auto_on_a_cpu_takes_the_four_bit_kernel_and_says_what_it_does_to_inputs
     assert "float64" in result.explain(1, torch.float64).reason
 
 
-@needs_kernel
-def test_auto_never_spends_two_copies_on_q4_0_but_says_how_to_ask() -> None:
-    picked = QuantLinear(packed("q4_0_gguf")).explain(1)
-    assert picked.strategy == "decode"
-    assert "strategy='fused' would run torch's 4-bit kernel" in picked.reason
-    assert "two copies" in picked.reason
+@pytest.mark.parametrize("name", cpu_fused.FORMATS)
+def test_auto_on_a_cpu_reads_packed_bytes(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cpu_fused, "_takes_torch", lambda *_: False)
+    result = QuantLinear(packed(name), cache=TileCache(10**6))
+    for rows in (1, 4096):
+        assert result.explain(rows).strategy == "fused"
+        assert "keeps no copy" in result.explain(rows).reason
+    assert "float64" in result.explain(1, torch.float64).reason
 
 
-@pytest.mark.parametrize("name", [name for name in FORMATS if name not in ("int4_g32", "q4_0_gguf")])
-def test_auto_on_a_cpu_decodes_the_rest_or_reads_tiles_where_there_is_room(name: str) -> None:
-    result = QuantLinear(packed(name))
+def test_auto_on_a_cpu_decodes_formats_without_a_kernel() -> None:
+    result = QuantLinear(packed("fp4_u8_g128"))
     assert result.explain(1).strategy == "decode"
-    assert f"not {name}" in result.explain(1).reason
+    assert "no fp4_u8_g128" in result.explain(1).reason
     result.cache = TileCache(48 * 256 * 4)
     assert result.explain(1).strategy == "tile_cache"
     result.cache = TileCache(48 * 256 * 4 - 1)
@@ -65,7 +66,7 @@ def test_auto_on_a_cpu_decodes_the_rest_or_reads_tiles_where_there_is_room(name:
 
 def test_auto_fills_the_cache_and_leaves_those_that_came_first_in_it() -> None:
     cache = TileCache(48 * 256 * 4)
-    first, second = (QuantLinear(packed("mxfp4", seed=seed), cache=cache) for seed in (0, 1))
+    first, second = (QuantLinear(packed("fp4_u8_g128", seed=seed), cache=cache) for seed in (0, 1))
     x = normal(2, 256)
     for _ in range(3):
         first(x)
@@ -96,7 +97,7 @@ def test_a_pick_is_made_once_for_each_power_of_two(monkeypatch: pytest.MonkeyPat
 
 
 def test_explaining_a_strategy_asked_for_says_so_or_why_not() -> None:
-    result = QuantLinear(packed("mxfp4"), strategy="eager")
+    result = QuantLinear(packed("fp4_u8_g128"), strategy="eager")
     assert result.explain(4) == Pick("eager", "asked for")
     result.strategy = "fused"
     with pytest.raises(LayerError, match="cannot run"):

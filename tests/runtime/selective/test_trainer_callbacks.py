@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import json
 import shutil
-import sys
 from contextlib import contextmanager, nullcontext
 from types import SimpleNamespace
 
@@ -420,13 +419,3 @@ def test_tensorboard_scalars_are_in_the_file(tmp_path):
         assert events.Scalars(name)[-1].value == pytest.approx(value, rel=1e-6)
         assert events.Scalars(name)[-1].step == 3
     assert {"share_int8", "bytes_saved", "max_sensitivity"} <= {name.split("/")[1] for name in expected}
-
-
-def test_importing_the_callbacks_loads_no_trainer():
-    import subprocess
-
-    code = "import bitplan.runtime.selective.trainer_callbacks, sys; print(' '.join(sys.modules))"
-    loaded = set(
-        subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
-    )
-    assert not loaded & {"transformers", "lightning", "tensorboard", "triton"}

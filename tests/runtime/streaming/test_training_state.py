@@ -27,7 +27,6 @@ GRADIENT = SelectivePrecisionConfig(
 IMPACT = SelectivePrecisionConfig(
     **QUICK, min_steps_between_switches=0, scoring="impact", damage_budget=1e-3, impact_tokens=3, impact_turns=1
 )
-CUT, STEPS = 5, 10
 
 
 # ---- a run, whole or in two ------------------------------------------------------------------------------------------
@@ -95,25 +94,25 @@ def through_safetensors(stream, folder):
 
 
 @pytest.mark.parametrize(
-    ("dtype", "config", "carry"),
+    ("dtype", "config", "carry", "cut", "last"),
     [
-        (torch.float32, GRADIENT, through_a_file),
-        (torch.bfloat16, IMPACT, through_torch),
-        (torch.float32, None, through_safetensors),
-        (torch.bfloat16, None, through_a_file),
+        (torch.float32, GRADIENT, through_a_file, 5, 10),
+        (torch.bfloat16, IMPACT, through_torch, 5, 10),
+        (torch.float32, None, through_safetensors, 2, 4),
+        (torch.bfloat16, None, through_a_file, 2, 4),
     ],
     ids=["gradient", "impact, bfloat16", "no policy", "no policy, bfloat16"],
 )
-def test_a_resumed_run_is_the_unbroken_one_to_the_bit(dtype, config, carry, tmp_path):
+def test_a_resumed_run_is_the_unbroken_one_to_the_bit(dtype, config, carry, cut, last, tmp_path):
     """The second process has other random weights: whatever it computes with comes from what was saved."""
     with ExitStack() as stack:
         whole = Run(stack, config, dtype=dtype, formats="int8_row")
-        expected = whole.steps(range(STEPS))
+        expected = whole.steps(range(last))
         end = copy.deepcopy(whole.stream.state_dict())
         decided = whole.policy and whole.policy.state_dict()
     with ExitStack() as stack:
         first = Run(stack, config, dtype=dtype, formats="int8_row")
-        results = first.steps(range(CUT))
+        results = first.steps(range(cut))
         load, outside = carry(first.stream, tmp_path), first.outside_state()
         policy_state = first.policy and json.loads(json.dumps(first.policy.state_dict()))
     with ExitStack() as stack:
@@ -122,7 +121,7 @@ def test_a_resumed_run_is_the_unbroken_one_to_the_bit(dtype, config, carry, tmp_
         load(second.stream)
         if second.policy is not None:
             second.policy.load_state_dict(policy_state)
-        results += second.steps(range(CUT, STEPS))
+        results += second.steps(range(cut, last))
         result = second.stream.state_dict()
         assert (second.policy and second.policy.state_dict()) == decided
         assert_equal(result["tensors"], end["tensors"])
@@ -130,7 +129,7 @@ def test_a_resumed_run_is_the_unbroken_one_to_the_bit(dtype, config, carry, tmp_
     assert results == expected
     assert_equal(dict(second.model.named_parameters()), dict(whole.model.named_parameters()))
     if config is not None:
-        assert len({json.dumps(one[3]) for one in expected[CUT:]}) > 1, "nothing moved after the cut"
+        assert len({json.dumps(one[3]) for one in expected[cut:]}) > 1, "nothing moved after the cut"
 
 
 def test_formats_that_wait_for_the_next_step_are_saved_too(tmp_path):

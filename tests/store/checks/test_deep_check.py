@@ -14,7 +14,7 @@ from gguf import GGMLQuantizationType as Type
 
 from bitplan.formats import Encoded, encode, get_format, list_formats
 from bitplan.plan import Manifest, Rule, shipped_manifest
-from bitplan.store.checks.deep_check import _GGUF_SCALES, deep_check
+from bitplan.store.checks.deep_check import deep_check
 from bitplan.store.checks.scale_findings import index_of
 from bitplan.store.files import packed_rows
 from bitplan.store.files.gguf import dequantize_rows, write_gguf
@@ -25,6 +25,19 @@ from bitplan.store.files.tensor_file import Promise
 ANY = Manifest((Rule(".*", "bfloat16"),))
 PACKED = [pytest.param(fmt, id=fmt.name) for fmt in list_formats() if not fmt.is_cast]
 GGUF_PACKED = ["q4_0_gguf", "q8_0_gguf", "mxfp4_gguf"]
+# Where blocks hold float16 numbers, as byte offsets; ggml-common.h.
+HALVES = {
+    "Q4_1": (0, 2),
+    "Q5_0": (0,),
+    "Q5_1": (0, 2),
+    "Q2_K": (80, 82),
+    "Q3_K": (108,),
+    "Q4_K": (0, 2),
+    "Q5_K": (0, 2),
+    "Q6_K": (208,),
+    "IQ4_NL": (0,),
+    "IQ4_XS": (0,),
+}
 BLOCKS, SCALES = "block.0.mlp.mlp1_weight.blocks", "block.0.mlp.mlp1_weight.scales"
 HF_BLOCKS = "model.layers.0.mlp.experts.gate_up_proj_blocks"
 
@@ -74,7 +87,7 @@ def small_pieces(monkeypatch):
 @pytest.mark.cross("numbers", ["gaussian", "uniform", "zero"])
 def test_packed_tensors_of_every_format_are_clean(fmt, numbers, tmp_path):
     """Uniform numbers put up to half of the blocks at the largest scale that shares a base: no finding."""
-    x = {"gaussian": with_zero_blocks(64, 512), "uniform": torch.rand(64, 512) * 2 - 1, "zero": torch.zeros(4, 128)}
+    x = {"gaussian": with_zero_blocks(64, 512), "uniform": torch.rand(64, 512) * 2 - 1, "zero": torch.zeros(4, 256)}
     items = {"w": encode(x[numbers], fmt), "b": gaussian(8), "empty": torch.zeros(0, 4), "scalar": torch.ones(())}
     assert findings(write(tmp_path / "a.safetensors", items)) == []
 
@@ -98,7 +111,7 @@ def test_padded_rows_convolutions_and_json_are_clean(tmp_path):
 
 @pytest.mark.parametrize("fmt", PACKED)
 def test_empty_tensors_are_clean(fmt, tmp_path):
-    items = {str(shape): encode(torch.zeros(shape), fmt) for shape in ((0,), (0, 128), (5, 0), (2, 0, 128))}
+    items = {str(shape): encode(torch.zeros(shape), fmt) for shape in ((0,), (0, 256), (5, 0), (2, 0, 256))}
     assert findings(write(tmp_path / "a.safetensors", items)) == []
 
 
@@ -176,14 +189,14 @@ def quant_bytes(kind, rows):
     """Random codes with sound float16 scales, as uint8 [rows, bytes of two blocks]."""
     block_bytes = gguf.GGML_QUANT_SIZES[kind][1]
     raw = torch.randint(0, 256, (rows * 2, block_bytes), dtype=torch.uint8)
-    for at in _GGUF_SCALES.get(kind.name, (0,)):
+    for at in HALVES[kind.name]:
         raw[:, at : at + 2] = torch.tensor([0.5]).half().view(torch.uint8)
     return raw.reshape(rows, -1)
 
 
 @pytest.mark.usefixtures("small_pieces")
-@pytest.mark.parametrize("name", [*_GGUF_SCALES, "IQ4_NL"])
-def test_scales_of_types_that_are_only_decoded(name, tmp_path):
+@pytest.mark.parametrize("name", HALVES)
+def test_scales_among_the_bytes_of_blocks(name, tmp_path):
     """Each offset is proved by gguf-py: an infinity there makes the decoded numbers infinite or NaN."""
     kind = Type[name]
     raw, block_bytes = quant_bytes(kind, 8), gguf.GGML_QUANT_SIZES[kind][1]
@@ -196,13 +209,14 @@ def test_scales_of_types_that_are_only_decoded(name, tmp_path):
 
     assert check(raw) == []
     assert bool(dequantize_rows(raw, kind).isfinite().all())
-    for at in _GGUF_SCALES.get(name, (0,)):
+    for at in HALVES[name]:
         bad = raw.clone()
         bad[5, block_bytes + at : block_bytes + at + 2] = torch.tensor([math.inf]).half().view(torch.uint8)
         assert not bool(dequantize_rows(bad, kind)[5].isfinite().all())
         (finding,) = check(bad)
         assert finding.code == "not-finite"
-        assert f" of {name} are NaN or infinite" in finding.message
+        ours = name if name == "IQ4_XS" else f"{name.lower()}_gguf"
+        assert f" of {ours} are NaN or infinite" in finding.message
 
 
 # ---- scales and codes ------------------------------------------------------------------------------------------------

@@ -11,11 +11,12 @@ import torch
 from torch import nn
 
 from bitplan.errors import FileFormatError, StoreError
-from bitplan.formats import encode, error_report, list_formats
+from bitplan.formats import encode, error_report
 from bitplan.formats.scales.checks import scale_health
 from bitplan.formats.scales.drift import DriftCounts, requantize
 from bitplan.store.checks.drift_log import DriftLog, log_drift, measure_drift, read_drift
 from bitplan.store.models.morph import morph_model
+from tests.formats.samples import SMALL_BLOCKS
 from tests.processes import Program
 
 KEYS = [
@@ -45,7 +46,7 @@ def gaussian(*shape, seed=0):
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
-@pytest.mark.parametrize("fmt", [pytest.param(fmt, id=fmt.name) for fmt in list_formats()])
+@pytest.mark.parametrize("fmt", [pytest.param(fmt, id=fmt.name) for fmt in SMALL_BLOCKS])
 def test_a_line_has_the_figures_of_the_report(fmt, tmp_path):
     x = gaussian(128, 128)
     encoded = encode(x, fmt)
@@ -166,6 +167,7 @@ def test_a_killed_process_leaves_whole_lines(tmp_path):
 import torch
 from bitplan.formats import encode
 from bitplan.store.checks.drift_log import DriftLog, log_drift
+from tests.formats.samples import SMALL_BLOCKS
 log, x = DriftLog({str(tmp_path / "d")!r}), torch.ones(4)
 layers = [(f"layer.{{i}}", x, encode(x, "int8")) for i in range(50)]
 for step in range(10**6):

@@ -21,7 +21,7 @@ from bitplan.store.files.tensor_file import Promise
 FORMATS = [fmt.name for fmt in list_formats()]
 
 
-def packed_file(path, fmt, *, shape=(6, 128)):
+def packed_file(path, fmt, *, shape=(6, 256)):
     weight = torch.randn(shape, generator=torch.Generator().manual_seed(0))
     encoded = encode(weight, fmt)
     promises = [Promise("w", shape, encoded.fmt), Promise("bias", (3,), dtype=torch.float16)]
@@ -37,7 +37,7 @@ def test_a_packed_tensor_comes_back_part_for_part(fmt, tmp_path):
     with open_tensors(tmp_path / "a.safetensors") as file:
         assert set(file.specs) == {"w", "bias"}
         spec, result = file.spec("w"), file.read("w")
-        assert (spec.format, spec.shape, spec.nbytes) == (fmt, (6, 128), encoded.nbytes)
+        assert (spec.format, spec.shape, spec.nbytes) == (fmt, (6, 256), encoded.nbytes)
         assert isinstance(result, Encoded)
         assert result.to_bytes() == encoded.to_bytes()
         assert torch.equal(file.read_float("w"), decode(encoded))
@@ -59,7 +59,7 @@ def test_the_gguf_library_decodes_our_files(fmt, tmp_path):
     tensor = next(tensor for tensor in gguf.GGUFReader(tmp_path / "a.gguf").tensors if tensor.name == "w")
     assert tensor.tensor_type.name == GGUF_TYPES[fmt]
     theirs = torch.from_numpy(gguf.quants.dequantize(tensor.data, tensor.tensor_type).copy())
-    assert torch.equal(theirs.reshape(6, 128), decode(encoded))
+    assert torch.equal(theirs.reshape(6, 256), decode(encoded))
     with open_tensors(tmp_path / "a.gguf") as file:
         assert torch.equal(file.read_float("w").float(), decode(encoded))
 

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.nn.functional import embedding, linear
 
 from bitplan.errors import FormatError, PlanError, StoreError
-from bitplan.formats import Encoded, decode, encode, error_report, get_format, list_formats
+from bitplan.formats import Encoded, decode, encode, error_report, get_format
 from bitplan.plan import Choice, Plan, Planned, choose_formats
 from bitplan.store.compare import compare_models
 from bitplan.store.models import eval_weights
@@ -35,8 +35,9 @@ from bitplan.store.models.morph import (
     stores_of,
     unmorph_model,
 )
+from tests.formats.samples import SMALL_BLOCKS
 
-FORMATS = [fmt.name for fmt in list_formats()]
+FORMATS = [fmt.name for fmt in SMALL_BLOCKS]
 SPREAD = ["bfloat16", "int8", "uint4", "ternary", "q4_0_gguf", "mxfp4", "fp8_e4m3_b128"]
 Change = Callable[[nn.Module], None]
 

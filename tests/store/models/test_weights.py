@@ -18,13 +18,14 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from torch import Tensor, nn
 
 from bitplan.errors import FormatError, NonFiniteError, StoreError
-from bitplan.formats import Encoded, decode, encode, get_format, list_formats
+from bitplan.formats import Encoded, decode, encode, get_format
 from bitplan.store.models import weight_store as weights
 from bitplan.store.models.activations import ActivationObserver
 from bitplan.store.models.weight_store import WeightStore
+from tests.formats.samples import SMALL_BLOCKS
 
-FORMATS = [fmt.name for fmt in list_formats()]
-SCALED = [fmt.name for fmt in list_formats() if not fmt.is_cast]
+FORMATS = [fmt.name for fmt in SMALL_BLOCKS]
+SCALED = [fmt.name for fmt in SMALL_BLOCKS if not fmt.is_cast]
 
 
 def sample(*shape: int, seed: int = 0) -> Tensor:

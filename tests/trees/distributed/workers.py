@@ -96,7 +96,7 @@ def run_script(command, rank, count, port, output):
     import torch
 
     torch.set_num_threads(1)
-    place = {"RANK": rank, "WORLD_SIZE": count, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": count, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     os.environ.update({name: str(value) for name, value in place.items()})
     sys.argv = command
     with output.open("w") as file, contextlib.redirect_stdout(file):

@@ -5,12 +5,12 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from bitplan.trees.grow import _Growth
+from bitplan.trees.growth import Growth
 from bitplan.trees.loops import nodes as kernels
 from bitplan.trees.loops.split import CHILD, DEPTH, GAIN, STATE, STOP
 
 
-class Queue(_Growth):
+class Queue(Growth):
     """Tables whose root is a leaf; `expand` gives a node's children their gains."""
 
     def __init__(self, max_leaves, best_first=True, places=0):
@@ -19,8 +19,8 @@ class Queue(_Growth):
         self.reals[0, GAIN] = 1.0
         self.open_root()
 
-    def next(self, ahead=4, done=-1, shared_rows=100):
-        return self.take(shared_rows, ahead, done)
+    def next(self, done=-1, shared_rows=100):
+        return self.take(shared_rows, done)
 
     def expand(self, node, gains, sizes=(10, 10)):
         child = self.nodes[node, CHILD]
@@ -60,13 +60,22 @@ def test_what_is_taken_ahead_enters_the_tree_only_in_its_turn():
     second = queue.next()
     assert queue.reals[[first, second], GAIN].tolist() == [5.0, 4.0]
     assert queue.next() == kernels.WAIT  # nothing is left to take ahead
-    queue.expand(second, [9.0, 9.0])
-    assert queue.next(done=second) == kernels.WAIT  # and the second may not overtake the first
+    queue.expand(second, [9.0, 0.0])
+    ahead = queue.next(done=second)  # its child is ready before it is in the tree,
+    assert ahead == queue.nodes[second, CHILD]
+    assert queue.counts[kernels.SPLITS] == 1  # which it may not enter before the first
     queue.expand(first, [7.0, 1.0])
     third = queue.next(done=first)
     assert third == queue.nodes[first, CHILD]
     assert queue.next(done=third) == kernels.COMPLETE
-    assert queue.splits[:3, kernels.NODE].tolist() == [0, first, third]  # the expansion ahead is dropped
+    assert queue.splits[:3, kernels.NODE].tolist() == [0, first, third]  # the expansions ahead are dropped
+
+
+def test_what_the_tree_has_no_room_for_is_not_taken_ahead():
+    queue = Queue(3)
+    queue.expand(queue.next(), [5.0, 4.0])
+    assert queue.next(done=0) == 1
+    assert queue.next() == kernels.WAIT  # one more split, and that is the first's
 
 
 def test_no_more_is_expanded_ahead_than_the_tables_have_room_for():
@@ -85,6 +94,6 @@ def test_a_leaf_for_all_threads_is_left_to_them():
     queue = Queue(5)
     queue.expand(queue.next(), [2.0, 1.0], sizes=(100, 10))
     assert queue.next(done=0) == kernels.SHARED
+    assert queue.nodes[2, STATE] == kernels.OPEN  # though one thread could take it
     assert queue.next(shared_rows=101) == 1
-    assert queue.next() == kernels.SHARED  # taken or not
-    assert queue.nodes[2, STATE] == kernels.OPEN
+    assert queue.next() == 2

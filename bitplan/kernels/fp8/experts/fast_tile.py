@@ -3,127 +3,98 @@
 A tile does not cross experts. Its pointers are moved to the expert's first row, and what is cast from there is a matrix
 like any other, with as many rows as the expert has, and as many as its stretch of the transposed layout is padded to.
 
-A tensorwise scale is one for each expert, and costs a second read, or none:
+    tensorwise   a scale for each expert. Without guesses: maxima of experts, by atomics; then the cast: 6 bytes a
+                 number. By guesses: the cast goes by the expert's last scale and finds its maximum on the way; then a
+                 check, which casts the tiles of those experts again whose scale was another: 4 bytes a number, and 4
+                 more of those experts only
+    rowwise      a row's scale and that of an expert's column reach across tiles, so there are two reads: maxima of both
+                 by atomics, then the cast, each program of which makes the few scales it needs from the maxima
+    blockwise    one launch and one read: the tile is the block. An expert's tokens have a scale for each row and each
+                 column of a tile, its matrix one for the whole tile, as the dense casts have
 
-    without guesses   maxima of experts, by atomics; then the cast: 6 bytes a number
-    by guesses        the cast goes by the expert's last scale and finds its maximum on the way; then a check, which
-                      casts the tiles of those experts again whose scale was another: 4 bytes a number, and 4 more of
-                      those experts only
-
-As in `fp8.guessed_cast`, whose states these are with a column for each expert: results never depend on a guess, and a
-state is used by one cast at a time. An expert without tokens is not cast: its guess stays, and nothing is counted.
+Guesses are those of `fp8.guessed_cast`, whose states these are with a column for each expert: results never depend on a
+guess, and a state is used by one cast at a time. An expert without tokens is not cast: its guess stays, and nothing is
+counted.
 
 Codes and scales equal the definition in `bitplan.kernels.fp8.experts.products` bit for bit.
 
-Legend: E experts, R rows, C columns of a tile; Q, W as in `kernels.fp8.fast_tile`.
+Legend: E experts, R rows, C columns of a tile; x_4QW as in `kernels.fp8.fast_tile`.
 """
 
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
 from __future__ import annotations
 
 import functools
+from typing import Any
 
-import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
-from bitplan.errors import FormatError
-from bitplan.kernels.base.launch import PreparedLaunch, launch_in_turn
+from bitplan.kernels.base.launch import PreparedLaunch
 from bitplan.kernels.base.numbers import TINY
-from bitplan.kernels.fp8.experts.layout import TILE_ROWS, GroupLayout
-from bitplan.kernels.fp8.fast_tile import amax_of_tile, load_tile, store_by_one_scale
-from bitplan.kernels.fp8.guessed_cast import CASTS, CHECKING_WARPS, GUESS, LARGEST, SEEN, STATE_SIZE, WRONG
-from bitplan.kernels.fp8.numbers import power_of_two_of_bits, quick_inverse
+from bitplan.kernels.fp8.experts.layout import TILE_ROWS, GroupSizes
+from bitplan.kernels.fp8.fast_tile import (
+    amax_of_tile,
+    largest_of_cols,
+    largest_of_rows,
+    least_scale,
+    load_tile,
+    store_by_blocks_of_cols,
+    store_by_blocks_of_rows,
+    store_by_one_scale,
+    store_tile,
+    store_transposed_tile,
+)
+from bitplan.kernels.fp8.guessed_cast import CASTS, CHECKING_WARPS, GUESS, LARGEST, SEEN, WRONG
+from bitplan.kernels.fp8.numbers import power_of_two_of_bits, quick_inverse, quick_scale
 from bitplan.kernels.fp8.triton_cast import PAIR_LAUNCHES, CastLaunch
 
-# Of one layout: codes and scales.
-Made = tuple[Tensor, Tensor] | None
-
-# Tokens come in the tiles of their layout's tables; the rows of a matrix are cut as those of a dense one. On an H200,
-# by guesses, 32768 tokens of 7168 numbers: 248 us, 89% of a copy; tiles of 128x64 252 to 258. Matrices, 8 of 4096x7168:
-# 242 us, 92%; tiles of 128x64 and 128x128 the same within 2 us.
-TOKENS_LAUNCH = CastLaunch(TILE_ROWS, 128, 8, vector=4)
-MATRICES_LAUNCH = PAIR_LAUNCHES["tensor"]
-_SIZES = ["experts", "group16", "stride16", "cols16"]
-
-
-def cast_tokens_in_pairs(
-    x_TC: Tensor, layout: GroupLayout, fp8: str, eps: float, out: Made, out_t: Made, guess: Tensor | None
-) -> None:
-    tables = (layout.ends, layout.padded_ends, layout.tile_expert, layout.tile_row)
-    sizes = (layout.tiles, layout.experts, 0, layout.padded_rows, x_TC.shape[1])
-    _cast(x_TC, tables, sizes, fp8, eps, out, out_t, guess, TOKENS_LAUNCH)
-
-
-def cast_matrices_in_pairs(
-    x_RC: Tensor, experts: int, fp8: str, eps: float, out: Made, out_t: Made, guess: Tensor | None
-) -> None:
-    """x: all experts' matrices, one below the other."""
-    rows = x_RC.shape[0] // experts
-    sizes = (experts * triton.cdiv(rows, MATRICES_LAUNCH.rows), experts, rows, rows, x_RC.shape[1])
-    _cast(x_RC, (None,) * 4, sizes, fp8, eps, out, out_t, guess, MATRICES_LAUNCH)
-
-
-def _cast(
-    x: Tensor,
-    tables: tuple[Tensor | None, ...],
-    sizes: tuple[int, int, int, int, int],
-    fp8: str,
-    eps: float,
-    out: Made,
-    out_t: Made,
-    guess: Tensor | None,
-    launch: CastLaunch,
-) -> None:
-    experts = sizes[1]
-    if guess is not None and guess.shape != (STATE_SIZE, experts):
-        raise FormatError(f"guesses of {experts} experts have shape {(STATE_SIZE, experts)}, got {tuple(guess.shape)}")
-    wanted = (out is not None, out_t is not None)
-    plan = _plan(sizes, fp8, float(eps), wanted, guess is not None, launch)
-    made = (*(out or (None, None)), *(out_t or (None, None)))
-    if guess is not None:
-        launch_in_turn(plan, (x, guess, *made, *tables))
-        return
-    amax = torch.zeros(experts, dtype=torch.int32, device=x.device)
-    plan[0](x, amax, *tables)
-    plan[1](x, amax, *made, *tables)
+# Of matrices, whose rows are cut as those of a dense one, and of tokens, which come in the tiles of their layout's
+# tables. On an H200, tensorwise by guesses, 32768 tokens of 7168 numbers: 248 us, 89% of a copy; tiles of 128x64 252 to
+# 258. Matrices, 8 of 4096x7168: 242 us, 92%; tiles of 128x64 and 128x128 the same within 2 us.
+MATRICES_LAUNCHES = dict(PAIR_LAUNCHES)
+TOKENS_LAUNCHES = PAIR_LAUNCHES | {"tensor": CastLaunch(TILE_ROWS, 128, 8, vector=4)}
+_SIZES = ["experts", "group16", "stride16", "cols16", "tokens"]
 
 
 @functools.lru_cache(maxsize=1024)
-def _plan(
-    sizes: tuple[int, int, int, int, int],
+def plan_pairs(
+    sizes: GroupSizes,
+    scaling: str,
     fp8: str,
     eps: float,
     wanted: tuple[bool, bool],
     guessed: bool,
     launch: CastLaunch,
-) -> tuple[PreparedLaunch, PreparedLaunch]:
-    """(cast, check) by guesses, else (maxima, cast).
-
-    `sizes`: tiles from top to bottom, experts, rows of a matrix (0: of tokens, by tables), codes from one column to the
-    next in the transposed layout, columns.
-    """
-    down, experts, rows, stride, cols = sizes
-    tiles = down * triton.cdiv(cols, launch.cols)
-    shape = (rows // 16, cols // 16)
-    numbers = (experts, rows // 16, stride // 16, cols // 16, eps)
-    place = {"TOKENS": not rows, "BR": launch.rows, "BC": launch.cols}
-    how = {"FP8": fp8, "TO_ROWS": wanted[0], "TO_COLS": wanted[1], "V": launch.vector}
-    options = {"num_warps": launch.warps, "enable_fp_fusion": False}
-    cast = PreparedLaunch(_cast_pairs, (tiles,), numbers, place | how | {"GUESSED": guessed}, **options)
-    if not guessed:
-        return PreparedLaunch(_amax_pairs, (tiles,), shape, place, **options), cast
-    checkers = (min(tiles, CHECKING_WARPS // launch.warps),)
-    room = {"EXPERTS": max(2, triton.next_power_of_2(experts))}
-    return cast, PreparedLaunch(_check_pairs, checkers, numbers, place | how | room, **options)
+) -> tuple[PreparedLaunch | None, PreparedLaunch, PreparedLaunch | None]:
+    """(maxima, cast, check of guesses), as `general_cast` launches them."""
+    tiles = sizes.tiles_down(launch.rows) * triton.cdiv(sizes.cols, launch.cols)
+    shape = (sizes.matrix_rows // 16, sizes.cols // 16)
+    numbers = (sizes.experts, shape[0], sizes.stride // 16, shape[1])
+    place = {"TOKENS": not sizes.matrix_rows, "BR": launch.rows, "BC": launch.cols}
+    to = {"TO_ROWS": wanted[0], "TO_COLS": wanted[1], "V": launch.vector}
+    options: dict[str, Any] = {"num_warps": launch.warps, "enable_fp_fusion": False}
+    cast = PreparedLaunch(
+        _cast_tiles,
+        (tiles,),
+        (*numbers, sizes.tokens, eps, least_scale(eps, fp8)),
+        place | to | {"FP8": fp8, "SCALING": scaling, "GUESSED": guessed},
+        **options,
+    )
+    if guessed:
+        checkers = (min(tiles, CHECKING_WARPS // launch.warps),)
+        room = {"FP8": fp8, "EXPERTS": max(2, triton.next_power_of_2(sizes.experts))}
+        return None, cast, PreparedLaunch(_check_tiles, checkers, (*numbers, eps), place | to | room, **options)
+    if scaling not in ("tensor", "row"):
+        return None, cast, None
+    return PreparedLaunch(_amax_tiles, (tiles,), shape, place | to | {"SCALING": scaling}, **options), cast, None
 
 
 # ---- where a tile lies -----------------------------------------------------------------------------------------------
 
 
 @triton.jit
-def place_of_tile(
+def _place_of_tile(
     tile, tile_expert_ptr, tile_row_ptr, ends_ptr, group16, cols16, TOKENS: tl.constexpr, BR: tl.constexpr,
     BC: tl.constexpr,
 ):  # fmt: skip
@@ -140,7 +111,7 @@ def place_of_tile(
 
 
 @triton.jit
-def span_of_expert(expert, ends_ptr, padded_ends_ptr, group16, cols16, TOKENS: tl.constexpr):
+def _span_of_expert(expert, ends_ptr, padded_ends_ptr, group16, cols16, TOKENS: tl.constexpr):
     """(first row, rows, where its codes begin in the transposed layout, rows / 16 that it has there)."""
     if TOKENS:
         start = tl.load(ends_ptr + expert - 1, mask=expert > 0, other=0)
@@ -161,7 +132,7 @@ def span_of_expert(expert, ends_ptr, padded_ends_ptr, group16, cols16, TOKENS: t
 
 
 @triton.jit
-def _store_expert_tile(
+def _store_by_expert_scale(
     out_ptr,
     scale_ptr,
     out_t_ptr,
@@ -169,26 +140,21 @@ def _store_expert_tile(
     expert,
     down,
     across,
-    start,
-    rows,
-    first,
-    rows16,
+    span,
     stride16,
     cols16,
-    a_QW,
-    b_QW,
-    c_QW,
-    d_QW,
+    x_4QW,
     scale,
+    TOKENS: tl.constexpr,
     BR: tl.constexpr,
     BC: tl.constexpr,
-    FP8: tl.constexpr,
     TO_ROWS: tl.constexpr,
     TO_COLS: tl.constexpr,
     V: tl.constexpr,
-    TOKENS: tl.constexpr,
+    FP8: tl.constexpr,
 ):
     """Codes, and the scale once for each of the expert's rows and columns: by the tiles at its left, and at its top."""
+    start, rows, first, rows16 = span
     if TO_ROWS:
         out_ptr += start.to(tl.int64) * (cols16 * 16)
         if across == 0:
@@ -201,13 +167,13 @@ def _store_expert_tile(
             at_C = scale_t_ptr + expert * (cols16 * 16) + c_C
             tl.store(at_C, tl.zeros([BC], tl.float32) + scale, mask=c_C < cols16 * 16)
     store_by_one_scale(
-        out_ptr, out_t_ptr, down, across, rows, rows16, stride16, cols16, a_QW, b_QW, c_QW, d_QW, quick_inverse(scale),
+        out_ptr, out_t_ptr, down, across, rows, rows16, stride16, cols16, x_4QW, quick_inverse(scale),
         FP8, TO_ROWS, TO_COLS, BR, BC, V, TOKENS,
     )  # fmt: skip
 
 
 @triton.jit
-def scale_empty_experts(scale_t_ptr, ends_ptr, experts, cols16):
+def _scale_empty_experts(scale_t_ptr, ends_ptr, experts, cols16):
     """The scales of experts without tokens, to whom no tile belongs: those of zeros."""
     cols = cols16 * 16
     for expert in range(tl.program_id(0), experts, tl.num_programs(0)):
@@ -217,13 +183,23 @@ def scale_empty_experts(scale_t_ptr, ends_ptr, experts, cols16):
                 tl.store(scale_t_ptr + expert * cols + c_C, tl.zeros([1024], tl.float32) + TINY, mask=c_C < cols)
 
 
+@triton.jit
+def _inverse_from(amax_ptr, scale_ptr, at, ok, is_writer, least, FP8: tl.constexpr):
+    """1 / scales of maxima; one tile of those that need them writes the scales."""
+    scale = quick_scale(tl.load(amax_ptr + at, mask=ok, other=0).to(tl.float32, bitcast=True), least, FP8)
+    if is_writer:
+        tl.store(scale_ptr + at, scale, mask=ok)
+    return quick_inverse(scale)
+
+
 # ---- kernels ---------------------------------------------------------------------------------------------------------
 
 
 @triton.jit(do_not_specialize=_SIZES)
-def _amax_pairs(
+def _amax_tiles(
     x_ptr,
-    amax_ptr,
+    amax_ptr,  # of experts, or of rows
+    amax_t_ptr,  # of each expert's columns
     ends_ptr,
     padded_ends_ptr,
     tile_expert_ptr,
@@ -233,22 +209,42 @@ def _amax_pairs(
     TOKENS: tl.constexpr,
     BR: tl.constexpr,
     BC: tl.constexpr,
+    TO_ROWS: tl.constexpr,
+    TO_COLS: tl.constexpr,
+    V: tl.constexpr,
+    SCALING: tl.constexpr,
 ):
-    expert, down, across = place_of_tile(
+    expert, down, across = _place_of_tile(
         tl.program_id(0), tile_expert_ptr, tile_row_ptr, ends_ptr, group16, cols16, TOKENS, BR, BC
     )
     if expert < 0:
         return
-    start, rows, _, _ = span_of_expert(expert, ends_ptr, padded_ends_ptr, group16, cols16, TOKENS)
-    first_ptr = x_ptr + start.to(tl.int64) * (cols16 * 16)
-    a_QW, b_QW, c_QW, d_QW = load_tile(first_ptr, down, across, rows, cols16, BR, BC)
-    tl.atomic_max(amax_ptr + expert, amax_of_tile(a_QW, b_QW, c_QW, d_QW))
+    start, rows, _, _ = _span_of_expert(expert, ends_ptr, padded_ends_ptr, group16, cols16, TOKENS)
+    x_4QW = load_tile(x_ptr + start.to(tl.int64) * (cols16 * 16), down, across, rows, cols16, BR, BC)
+    if SCALING == "tensor":
+        tl.atomic_max(amax_ptr + expert, amax_of_tile(x_4QW))
+    else:
+        if TO_ROWS:
+            ab_Q = largest_of_rows(x_4QW[0], x_4QW[1], BR // 4, BC // 2, V)
+            cd_Q = largest_of_rows(x_4QW[2], x_4QW[3], BR // 4, BC // 2, V)
+            r_Q = down * BR + tl.arange(0, BR // 4) * 4
+            at_Q = amax_ptr + start + r_Q
+            tl.atomic_max(at_Q, ab_Q << 16, mask=r_Q < rows)
+            tl.atomic_max(at_Q + 1, ab_Q & -65536, mask=r_Q + 1 < rows)
+            tl.atomic_max(at_Q + 2, cd_Q << 16, mask=r_Q + 2 < rows)
+            tl.atomic_max(at_Q + 3, cd_Q & -65536, mask=r_Q + 3 < rows)
+        if TO_COLS:
+            pair_W = largest_of_cols(x_4QW)
+            c_W = across * BC + tl.arange(0, BC // 2) * 2
+            at_W = amax_t_ptr + expert * (cols16 * 16) + c_W
+            tl.atomic_max(at_W, pair_W << 16, mask=c_W < cols16 * 16)
+            tl.atomic_max(at_W + 1, pair_W & -65536, mask=c_W < cols16 * 16)
 
 
 @triton.jit(do_not_specialize=_SIZES)
-def _cast_pairs(
+def _cast_tiles(
     x_ptr,
-    state_ptr,  # of the guesses; without guesses, the experts' maxima
+    state_ptr,  # of the guesses; without guesses, the maxima of experts or of rows
     out_ptr,
     scale_ptr,
     out_t_ptr,
@@ -257,41 +253,93 @@ def _cast_pairs(
     padded_ends_ptr,
     tile_expert_ptr,
     tile_row_ptr,
+    amax_t_ptr,  # of each expert's columns
     experts,
     group16,  # rows of a matrix / 16
     stride16,  # codes from one column to the next in the transposed layout / 16
     cols16,  # columns / 16
+    tokens,
     eps,
+    least,  # the smallest scale, that of eps
     TOKENS: tl.constexpr,
     BR: tl.constexpr,
     BC: tl.constexpr,
-    FP8: tl.constexpr,
     TO_ROWS: tl.constexpr,
     TO_COLS: tl.constexpr,
     V: tl.constexpr,
+    FP8: tl.constexpr,
+    SCALING: tl.constexpr,
     GUESSED: tl.constexpr,
 ):
-    if TOKENS and TO_COLS:
-        scale_empty_experts(scale_t_ptr, ends_ptr, experts, cols16)
+    if TOKENS and TO_COLS and SCALING != "1x128":
+        _scale_empty_experts(scale_t_ptr, ends_ptr, experts, cols16)
     tile = tl.program_id(0)
-    if not GUESSED:
+    if SCALING == "row" or (SCALING == "tensor" and not GUESSED):
         tile = tl.num_programs(0) - 1 - tile  # from the end: what the maximum read last is still in L2
-    expert, down, across = place_of_tile(tile, tile_expert_ptr, tile_row_ptr, ends_ptr, group16, cols16, TOKENS, BR, BC)
+    expert, down, across = _place_of_tile(
+        tile, tile_expert_ptr, tile_row_ptr, ends_ptr, group16, cols16, TOKENS, BR, BC
+    )
     if expert < 0:
         return
-    if GUESSED:
-        scale = tl.load(state_ptr + GUESS * experts + expert).to(tl.float32, bitcast=True)
+    if SCALING == "tensor":
+        if GUESSED:
+            scale = tl.load(state_ptr + GUESS * experts + expert).to(tl.float32, bitcast=True)
+        else:
+            scale = power_of_two_of_bits(tl.load(state_ptr + expert), eps, FP8)
+    span = _span_of_expert(expert, ends_ptr, padded_ends_ptr, group16, cols16, TOKENS)
+    start, rows, first, rows16 = span
+    begin = start.to(tl.int64) * (cols16 * 16)
+    x_4QW = load_tile(x_ptr + begin, down, across, rows, cols16, BR, BC)
+    if SCALING == "tensor":
+        _store_by_expert_scale(
+            out_ptr, scale_ptr, out_t_ptr, scale_t_ptr, expert, down, across, span, stride16, cols16, x_4QW, scale,
+            TOKENS, BR, BC, TO_ROWS, TO_COLS, V, FP8,
+        )  # fmt: skip
+        if GUESSED:
+            tl.atomic_max(state_ptr + LARGEST * experts + expert, amax_of_tile(x_4QW))
+    elif SCALING == "row":
+        if TO_ROWS:
+            r_Q = down * BR + tl.arange(0, BR // 4) * 4
+            at_Q = start + r_Q
+            by_4Q = (
+                _inverse_from(state_ptr, scale_ptr, at_Q, r_Q < rows, across == 0, least, FP8),
+                _inverse_from(state_ptr, scale_ptr, at_Q + 1, r_Q + 1 < rows, across == 0, least, FP8),
+                _inverse_from(state_ptr, scale_ptr, at_Q + 2, r_Q + 2 < rows, across == 0, least, FP8),
+                _inverse_from(state_ptr, scale_ptr, at_Q + 3, r_Q + 3 < rows, across == 0, least, FP8),
+            )
+            store_tile(out_ptr + begin, down, across, rows, cols16, x_4QW, by_4Q, FP8, BR, BC, V, TOKENS)
+        if TO_COLS:
+            c_W = across * BC + tl.arange(0, BC // 2) * 2
+            ok_W, at_W = c_W < cols16 * 16, expert * (cols16 * 16) + c_W
+            by_even_W = _inverse_from(amax_t_ptr, scale_t_ptr, at_W, ok_W, down == 0, least, FP8)
+            by_odd_W = _inverse_from(amax_t_ptr, scale_t_ptr, at_W + 1, ok_W, down == 0, least, FP8)
+            store_transposed_tile(
+                out_t_ptr + first, down, across, rows16, stride16, cols16, x_4QW, by_even_W, by_odd_W, FP8, BR, BC
+            )
+    elif SCALING == "1x128":
+        if TO_ROWS:
+            store_by_blocks_of_rows(
+                out_ptr + begin, scale_ptr + start, down, across, rows, tokens, cols16, x_4QW, least,
+                FP8, BR, BC, V, True,
+            )  # fmt: skip
+        if TO_COLS:
+            scale_t_ptr += first // BR * (cols16 * 16)
+            store_by_blocks_of_cols(
+                out_t_ptr + first, scale_t_ptr, down, across, rows16, stride16, cols16, x_4QW, least, FP8, BR, BC
+            )
     else:
-        scale = power_of_two_of_bits(tl.load(state_ptr + expert), eps, FP8)
-    start, rows, first, rows16 = span_of_expert(expert, ends_ptr, padded_ends_ptr, group16, cols16, TOKENS)
-    first_ptr = x_ptr + start.to(tl.int64) * (cols16 * 16)
-    a_QW, b_QW, c_QW, d_QW = load_tile(first_ptr, down, across, rows, cols16, BR, BC)
-    _store_expert_tile(
-        out_ptr, scale_ptr, out_t_ptr, scale_t_ptr, expert, down, across, start, rows, first, rows16, stride16, cols16,
-        a_QW, b_QW, c_QW, d_QW, scale, BR, BC, FP8, TO_ROWS, TO_COLS, V, TOKENS,
-    )  # fmt: skip
-    if GUESSED:
-        tl.atomic_max(state_ptr + LARGEST * experts + expert, amax_of_tile(a_QW, b_QW, c_QW, d_QW))
+        scale = quick_scale(amax_of_tile(x_4QW).to(tl.float32, bitcast=True), least, FP8)
+        high, wide = group16 // (BR // 16), cols16 // (BC // 16)
+        if TO_ROWS:
+            out_ptr += begin
+            tl.store(scale_ptr + (expert * high + down) * wide + across, scale)
+        if TO_COLS:
+            out_t_ptr += first
+            tl.store(scale_t_ptr + (expert * wide + across) * high + down, scale)
+        store_by_one_scale(
+            out_ptr, out_t_ptr, down, across, rows, rows16, stride16, cols16, x_4QW, quick_inverse(scale),
+            FP8, TO_ROWS, TO_COLS, BR, BC, V,
+        )  # fmt: skip
 
 
 @triton.jit
@@ -315,7 +363,7 @@ def _settle(state_ptr, is_cast_E, e_E, experts, eps, FP8: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=_SIZES)
-def _check_pairs(
+def _check_tiles(
     x_ptr,
     state_ptr,
     out_ptr,
@@ -332,10 +380,10 @@ def _check_pairs(
     TOKENS: tl.constexpr,
     BR: tl.constexpr,
     BC: tl.constexpr,
-    FP8: tl.constexpr,
     TO_ROWS: tl.constexpr,
     TO_COLS: tl.constexpr,
     V: tl.constexpr,
+    FP8: tl.constexpr,
     EXPERTS: tl.constexpr,
 ):
     e_E = tl.arange(0, EXPERTS)
@@ -358,10 +406,9 @@ def _check_pairs(
             inside = tile - tl.max(tl.where(done_E, end_E, 0), 0)
             scale = tl.max(tl.where(e_E == expert, right_E, 0), 0).to(tl.float32, bitcast=True)
             down, across = inside // wide, inside % wide
-            start, rows, first, rows16 = span_of_expert(expert, ends_ptr, padded_ends_ptr, group16, cols16, TOKENS)
-            first_ptr = x_ptr + start.to(tl.int64) * (cols16 * 16)
-            a_QW, b_QW, c_QW, d_QW = load_tile(first_ptr, down, across, rows, cols16, BR, BC)
-            _store_expert_tile(
-                out_ptr, scale_ptr, out_t_ptr, scale_t_ptr, expert, down, across, start, rows, first, rows16, stride16,
-                cols16, a_QW, b_QW, c_QW, d_QW, scale, BR, BC, FP8, TO_ROWS, TO_COLS, V, TOKENS,
+            span = _span_of_expert(expert, ends_ptr, padded_ends_ptr, group16, cols16, TOKENS)
+            x_4QW = load_tile(x_ptr + span[0].to(tl.int64) * (cols16 * 16), down, across, span[1], cols16, BR, BC)
+            _store_by_expert_scale(
+                out_ptr, scale_ptr, out_t_ptr, scale_t_ptr, expert, down, across, span, stride16, cols16, x_4QW, scale,
+                TOKENS, BR, BC, TO_ROWS, TO_COLS, V, FP8,
             )  # fmt: skip

@@ -4,8 +4,8 @@ A layout on the device says which expert each tile of TILE_ROWS rows belongs to,
 the routing. A program reads a tile once and writes it as it lies and transposed. The transposed layout contracts over
 tokens: there each expert's stretch starts at a multiple of `pad` and is filled up with zeros.
 
-bfloat16 that begins at 16 bytes is cast as words of two numbers (`fast_tile`, `fast_rows`,
-`fast_blocks`), everything else here, one number at a time:
+bfloat16 that begins at 16 bytes is cast as words of two numbers (`fast_tile`), everything else here, one number at a
+time:
 
     tensorwise  maxima of experts, by atomics; then the cast: two reads
     rowwise     maxima of rows and of each expert's columns, by atomics; then the cast: two reads
@@ -22,22 +22,24 @@ Legend: T rows of tokens (or of all experts' matrices), C columns, E experts, R 
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from bitplan.formats.fp8 import FP8_DTYPES
+from bitplan.errors import FormatError
+from bitplan.formats.fp8 import FP8_DTYPES, scaling_of
 from bitplan.formats.fp8_recipes import BLOCK
 from bitplan.formats.scales.rules import SMALLEST_SCALE
-from bitplan.kernels.base.launch import PreparedLaunch
-from bitplan.kernels.base.numbers import float_name, float_of_bits, magnitude_bits
-from bitplan.kernels.fp8.experts.fast_blocks import cast_matrices_in_blocks, cast_tokens_in_blocks
-from bitplan.kernels.fp8.experts.fast_rows import cast_matrices_by_rows, cast_tokens_by_rows
-from bitplan.kernels.fp8.experts.fast_tile import cast_matrices_in_pairs, cast_tokens_in_pairs
-from bitplan.kernels.fp8.experts.layout import TILE_ROWS, GroupLayout
+from bitplan.kernels.base.launch import PreparedLaunch, launch_in_turn
+from bitplan.kernels.base.numbers import float_name, magnitude_bits
+from bitplan.kernels.fp8.experts.fast_tile import MATRICES_LAUNCHES, TOKENS_LAUNCHES, plan_pairs
+from bitplan.kernels.fp8.experts.layout import TILE_ROWS, GroupLayout, GroupSizes, scale_kind
 from bitplan.kernels.fp8.fast_tile import fits_pairs, is_aligned
+from bitplan.kernels.fp8.general_tile import read_numbers
+from bitplan.kernels.fp8.guessed_cast import STATE_SIZE
 from bitplan.kernels.fp8.numbers import fp8_code, inverse_of, power_of_two_of_bits, scale_of_bits
 
 WARPS = 8
@@ -80,27 +82,21 @@ def cast_token_tiles(
     guess: Tensor | None = None,
 ) -> Pair:
     """((codes [T, C], scales), (codes [C, P], scales)), each where asked for. `guess`: see `fast_tile`."""
-    count, width = x_TC.shape
-    experts = layout.ends.shape[0]
-    row_scales = (width // BLOCK, count) if recipe == "blockwise" else (count,)
-    col_scales = (layout.padded_rows // BLOCK, width) if recipe == "blockwise" else (experts, width)
+    (count, width), experts = x_TC.shape, layout.experts
+    blocks = scale_kind(recipe) == "block"
+    row_scales = (width // BLOCK, count) if blocks else (count,)
+    col_scales = (layout.padded_rows // BLOCK, width) if blocks else (experts, width)
     made = (
         _room((count, width), row_scales, fp8, x_TC, rows),
         _room((width, layout.padded_rows), col_scales, fp8, x_TC, cols),
     )
     x_TC = x_TC.contiguous()
-    if x_TC.numel() and any(made) and _fits_pairs(x_TC, layout.pad):
-        if recipe == "tensorwise":
-            cast_tokens_in_pairs(x_TC, layout, fp8, eps, *made, guess)
-        else:
-            cast = cast_tokens_in_blocks if recipe == "blockwise" else cast_tokens_by_rows
-            cast(x_TC, layout, fp8, eps, *made)
-        return made
-    if made[1] is not None and recipe != "blockwise":
+    paired = x_TC.numel() > 0 and _fits_pairs(x_TC, layout.pad)
+    if made[1] is not None and not blocks and not paired:
         made[1][1].fill_(SMALLEST_SCALE)  # what an expert without tokens has
-    if x_TC.numel():
-        tables = (layout.tile_expert, layout.tile_row, layout.ends, layout.padded_ends)
-        _cast(x_TC, recipe, fp8, eps, made, tables, layout.tiles, experts, layout.padded_rows, group_rows=0)
+    sizes = GroupSizes(experts, width, layout.padded_rows, tokens=count if blocks else 0, tiles=layout.tiles)
+    tables = (layout.ends, layout.padded_ends, layout.tile_expert, layout.tile_row)
+    _cast(x_TC, scaling_of(recipe), sizes, tables, fp8, eps, made, guess, paired=paired)
     return made
 
 
@@ -110,22 +106,16 @@ def cast_expert_tiles(
     """((codes [E, N, K], scales), (codes [E, K, N], scales)), each where asked for; blocks share one scale."""
     experts, outputs, inputs = w_ENK.shape
     flat = w_ENK.reshape(experts * outputs, inputs).contiguous()
-    blocks = recipe == "blockwise"
+    blocks = scale_kind(recipe) == "block"
     row_scales = (experts, outputs // BLOCK, inputs // BLOCK) if blocks else (experts, outputs)
     col_scales = (experts, inputs // BLOCK, outputs // BLOCK) if blocks else (experts, inputs)
     made = (
         _room(tuple(w_ENK.shape), row_scales, "e4m3", flat, rows),
         _room((experts, inputs, outputs), col_scales, "e4m3", flat, cols),
     )
-    if any(made) and _fits_pairs(flat, outputs):
-        if recipe == "tensorwise":
-            cast_matrices_in_pairs(flat, experts, "e4m3", eps, *made, guess)
-        else:
-            cast = cast_matrices_in_blocks if blocks else cast_matrices_by_rows
-            cast(flat, experts, "e4m3", eps, *made)
-        return made
-    tiles = experts * triton.cdiv(outputs, TILE_ROWS)
-    _cast(flat, recipe, "e4m3", eps, made, (flat,) * 4, tiles, experts, outputs, group_rows=outputs)
+    sizes, paired = GroupSizes(experts, inputs, outputs, matrix_rows=outputs), _fits_pairs(flat, outputs)
+    scaling = scaling_of(recipe, is_weight=True)
+    _cast(flat, scaling, sizes, (None,) * 4, "e4m3", eps, made, guess, paired=paired)
     return made
 
 
@@ -141,45 +131,64 @@ def _room(shape, scale_shape, fp8: str, like: Tensor, wanted: bool) -> tuple[Ten
     return codes, torch.empty(scale_shape, dtype=torch.float32, device=like.device)
 
 
-def _cast(x, recipe, fp8, eps, made, tables, tiles, experts, cols_stride, *, group_rows) -> None:
-    out, out_t = made
-    if out is None and out_t is None:
+def _cast(
+    x: Tensor,
+    scaling: str,
+    sizes: GroupSizes,
+    tables: tuple[Tensor | None, ...],
+    fp8: str,
+    eps: float,
+    made: Pair,
+    guess: Tensor | None,
+    *,
+    paired: bool,
+) -> None:
+    wanted = (made[0] is not None, made[1] is not None)
+    if not any(wanted) or not x.numel():
         return
-    rows, width = x.shape
-    wanted = (out is not None, out_t is not None)
-    shape = (rows, width, tiles, cols_stride, group_rows)
-    find_maxima, cast = _cast_launches(x.dtype, recipe, fp8, eps, shape, wanted)
-    amax, amax_t = x, x
-    if recipe != "blockwise":
-        of_rows = experts if recipe == "tensorwise" else rows * wanted[0]
-        of_cols = experts * width * (recipe == "rowwise" and wanted[1])
+    guess = guess if paired and scaling == "tensor" else None
+    if guess is not None and guess.shape != (STATE_SIZE, sizes.experts):
+        expected = (STATE_SIZE, sizes.experts)
+        raise FormatError(f"guesses of {sizes.experts} experts have shape {expected}, got {tuple(guess.shape)}")
+    if paired:
+        launch = (MATRICES_LAUNCHES if sizes.matrix_rows else TOKENS_LAUNCHES)[scaling]
+        find_maxima, cast, check = plan_pairs(sizes, scaling, fp8, float(eps), wanted, guess is not None, launch)
+    else:
+        find_maxima, cast, check = *_plan_numbers(x.dtype, sizes, scaling, fp8, eps, wanted), None
+    amax = amax_t = None
+    if find_maxima is not None:
+        of_rows = sizes.experts if scaling == "tensor" else -(-x.shape[0] // 4) * 4 * wanted[0]
+        of_cols = sizes.experts * sizes.cols * (scaling == "row" and wanted[1])
         maxima = torch.zeros(of_rows + of_cols, dtype=torch.int32, device=x.device)
-        amax, amax_t = maxima, maxima[of_rows:] if of_cols else maxima
-        find_maxima(x, amax, amax_t, *tables[:3])
-    cast(x, amax, amax_t, *(out or (x, x)), *(out_t or (x, x)), *tables)
+        # Both begin at a multiple of 16 bytes.
+        amax, amax_t = maxima if of_rows else None, maxima[of_rows:] if of_cols else None
+        find_maxima(x, amax, amax_t, *tables)
+    codes_and_scales = (*(made[0] or (None, None)), *(made[1] or (None, None)))
+    pointers = (x, amax if guess is None else guess, *codes_and_scales, *tables, amax_t)
+    launch_in_turn((cast,) if check is None else (cast, check), pointers)
 
 
 @functools.lru_cache(maxsize=1024)
-def _cast_launches(
-    source: torch.dtype, recipe: str, fp8: str, eps: float, shape: tuple[int, ...], wanted: tuple[bool, bool]
-) -> tuple[PreparedLaunch, PreparedLaunch]:
-    """(of maxima, of the cast); `shape`: rows, width, tiles, stride of the transposed codes, rows of a group."""
-    rows, width, tiles, cols_stride, group_rows = shape
-    grid = (tiles, triton.cdiv(width, BLOCK))
+def _plan_numbers(
+    source: torch.dtype, sizes: GroupSizes, scaling: str, fp8: str, eps: float, wanted: tuple[bool, bool]
+) -> tuple[PreparedLaunch | None, PreparedLaunch]:
+    """(maxima, cast), one number at a time."""
+    grid = (sizes.tiles_down(TILE_ROWS), triton.cdiv(sizes.cols, BLOCK))
     fixed = {
-        "C": width,
-        "GROUP": group_rows,
+        "C": sizes.cols,
+        "GROUP": sizes.matrix_rows,
         "SOURCE": float_name(source),
-        "RECIPE": recipe,
+        "SCALING": scaling,
         "BR": TILE_ROWS,
         "BC": BLOCK,
         "TO_ROWS": wanted[0],
         "TO_COLS": wanted[1],
     }
-    options = {"num_warps": WARPS, "enable_fp_fusion": False}
+    options: dict[str, Any] = {"num_warps": WARPS, "enable_fp_fusion": False}
+    needs_maxima = scaling in ("tensor", "row")
     return (
-        PreparedLaunch(_amax_tiles, grid, (), fixed, **options),
-        PreparedLaunch(_cast_tiles, grid, (rows, cols_stride, eps), fixed | {"FP8": fp8}, **options),
+        PreparedLaunch(_amax_tiles, grid, (), fixed, **options) if needs_maxima else None,
+        PreparedLaunch(_cast_tiles, grid, (sizes.tokens, sizes.stride, eps), fixed | {"FP8": fp8}, **options),
     )
 
 
@@ -253,15 +262,16 @@ def _place_of_tile(tile, tile_expert_ptr, tile_row_ptr, ends_ptr, GROUP: tl.cons
 @triton.jit
 def _amax_tiles(
     x_ptr,
-    amax_ptr,
-    amax_t_ptr,
+    amax_ptr,  # of experts, or of rows
+    amax_t_ptr,  # of each expert's columns
+    ends_ptr,
+    padded_ends_ptr,  # noqa: ARG001  tables come together
     tile_expert_ptr,
     tile_row_ptr,
-    ends_ptr,
     C: tl.constexpr,
     GROUP: tl.constexpr,
     SOURCE: tl.constexpr,
-    RECIPE: tl.constexpr,
+    SCALING: tl.constexpr,
     BR: tl.constexpr,
     BC: tl.constexpr,
     TO_ROWS: tl.constexpr,
@@ -272,10 +282,8 @@ def _amax_tiles(
         return
     r_R, c_C = row + tl.arange(0, BR), tl.program_id(1) * BC + tl.arange(0, BC)
     ok_R, ok_C = r_R < end, c_C < C
-    at_RC = r_R[:, None].to(tl.int64) * C + c_C[None, :]
-    x_RC = float_of_bits(tl.load(x_ptr + at_RC, mask=ok_R[:, None] & ok_C[None, :], other=0), SOURCE)
-    size_RC = magnitude_bits(x_RC)
-    if RECIPE == "tensorwise":
+    size_RC = magnitude_bits(read_numbers(x_ptr, r_R, c_C, end, C, SOURCE))
+    if SCALING == "tensor":
         tl.atomic_max(amax_ptr + expert, tl.max(tl.max(size_RC, axis=1), axis=0))
     else:
         if TO_ROWS:
@@ -284,26 +292,26 @@ def _amax_tiles(
             tl.atomic_max(amax_t_ptr + expert * C + c_C, tl.max(size_RC, axis=0), mask=ok_C)
 
 
-@triton.jit(do_not_specialize=["rows"])
+@triton.jit(do_not_specialize=["tokens"])
 def _cast_tiles(
     x_ptr,
     amax_ptr,
-    amax_t_ptr,
     out_ptr,
     scale_ptr,
     out_t_ptr,
     scale_t_ptr,
-    tile_expert_ptr,
-    tile_row_ptr,
     ends_ptr,
     padded_ends_ptr,
-    rows,
+    tile_expert_ptr,
+    tile_row_ptr,
+    amax_t_ptr,
+    tokens,
     cols_stride,
     eps,
     C: tl.constexpr,
     GROUP: tl.constexpr,
     SOURCE: tl.constexpr,
-    RECIPE: tl.constexpr,
+    SCALING: tl.constexpr,
     BR: tl.constexpr,
     BC: tl.constexpr,
     TO_ROWS: tl.constexpr,
@@ -318,7 +326,7 @@ def _cast_tiles(
     ok_R, ok_C = r_R < end, c_C < C
     at_RC = r_R[:, None].to(tl.int64) * C + c_C[None, :]
     ok_RC = ok_R[:, None] & ok_C[None, :]
-    x_RC = float_of_bits(tl.load(x_ptr + at_RC, mask=ok_RC, other=0), SOURCE)
+    x_RC = read_numbers(x_ptr, r_R, c_C, end, C, SOURCE)
 
     # Where the tile lies transposed: rows that are not there are zeros, which fill the expert's stretch up.
     if GROUP > 0:
@@ -332,8 +340,8 @@ def _cast_tiles(
     at_CR = first + c_C[:, None].to(tl.int64) * cols_stride + tl.arange(0, BR)[None, :]
     room_CR = ok_C[:, None] & room_R[None, :]
 
-    if RECIPE == "tensorwise" or (RECIPE == "blockwise" and GROUP > 0):
-        if RECIPE == "tensorwise":
+    if SCALING == "tensor" or SCALING == "128x128":
+        if SCALING == "tensor":
             scale = power_of_two_of_bits(tl.load(amax_ptr + expert), eps, FP8)
         else:
             scale = scale_of_bits(tl.max(tl.max(magnitude_bits(x_RC), axis=1), axis=0), eps, FP8)
@@ -342,7 +350,7 @@ def _cast_tiles(
             tl.store(out_ptr + at_RC, byte_RC, mask=ok_RC)
         if TO_COLS:
             tl.store(out_t_ptr + at_CR, tl.trans(byte_RC), mask=room_CR)
-        if RECIPE == "tensorwise":
+        if SCALING == "tensor":
             if TO_ROWS and across == 0:
                 tl.store(scale_ptr + r_R, tl.zeros([BR], tl.float32) + scale, mask=ok_R)
             if TO_COLS and row == start:
@@ -355,16 +363,16 @@ def _cast_tiles(
                 tl.store(scale_t_ptr + (expert * (C // BC) + across) * (GROUP // BR) + down, scale)
     else:
         if TO_ROWS:
-            if RECIPE == "rowwise":
+            if SCALING == "row":
                 scale_R = scale_of_bits(tl.load(amax_ptr + r_R, mask=ok_R, other=0), eps, FP8)
                 if across == 0:
                     tl.store(scale_ptr + r_R, scale_R, mask=ok_R)
             else:
                 scale_R = scale_of_bits(tl.max(magnitude_bits(x_RC), axis=1), eps, FP8)
-                tl.store(scale_ptr + across * rows.to(tl.int64) + r_R, scale_R, mask=ok_R)
+                tl.store(scale_ptr + across * tokens.to(tl.int64) + r_R, scale_R, mask=ok_R)
             tl.store(out_ptr + at_RC, fp8_code(x_RC * inverse_of(scale_R)[:, None], FP8), mask=ok_RC)
         if TO_COLS:
-            if RECIPE == "rowwise":
+            if SCALING == "row":
                 scale_C = scale_of_bits(tl.load(amax_t_ptr + expert * C + c_C, mask=ok_C, other=0), eps, FP8)
                 if row == start:
                     tl.store(scale_t_ptr + expert * C + c_C, scale_C, mask=ok_C)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from torch import Tensor
 
@@ -45,6 +46,27 @@ class GroupLayout:
         """First and end row of each expert, on the host: waits for a GPU."""
         ends = self.ends.tolist()
         return list(zip([0, *ends[:-1]], ends, strict=True))
+
+
+class GroupSizes(NamedTuple):
+    """Of what is cast: tokens, in the tiles of their layout's tables, or all experts' matrices, one below the other.
+
+    stride        codes from one column to the next in the transposed layout
+    tokens        where scales lie that far apart, else 0: what differs in tokens alone is then cast by one plan
+    tiles         of tokens, as the tables have them
+    matrix_rows   of each matrix; 0: these are tokens
+    """
+
+    experts: int
+    cols: int
+    stride: int
+    tokens: int = 0
+    tiles: int = 0
+    matrix_rows: int = 0
+
+    def tiles_down(self, rows: int) -> int:
+        """Tiles of so many rows, from top to bottom."""
+        return self.experts * -(-self.matrix_rows // rows) if self.matrix_rows else self.tiles
 
 
 @dataclass(frozen=True)

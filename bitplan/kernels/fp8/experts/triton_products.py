@@ -21,24 +21,17 @@ Legend: T rows of tokens, E experts, N outputs, K inputs, P padded rows, M rows 
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from bitplan.formats.fp8 import FP8_NAMES
-from bitplan.kernels.base.numbers import (
-    INTERPRETED,
-    as_bits,
-    device_of,
-    float_name,
-    float_of_e4m3_in_integers,
-    narrow,
-)
+from bitplan.kernels.base.numbers import as_bits, device_of, float_name, narrow
 from bitplan.kernels.fp8.experts.layout import TILE_ROWS, GroupedFp8, GroupLayout
+from bitplan.kernels.fp8.numbers import operand_of, operand_values
 
 STEP = 128  # numbers of one step of the contraction, which is also a block of scales
 
@@ -57,21 +50,10 @@ class GroupedLaunch:
     tma: bool = True
     together: int = 8
 
-    def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
-
 
 # The shapes that dense FP8 products favour on Hopper. On an H200, with 8 experts of 2048x7168, "vector" by 128x128 with
 # 4 warps is 1 to 8% faster with `fast_accum`; without, which is how layers take gradients, it was not measured.
 DEFAULT_LAUNCHES = {"vector": GroupedLaunch(128, 256, 8, 3), "block": GroupedLaunch(128, 128, 8, 4)}
-
-
-def candidate_launches(scales: str) -> list[GroupedLaunch]:
-    """Launches worth measuring, the default first."""
-    cuts = [(128, 256, 8, 3), (128, 256, 8, 4), (128, 128, 8, 4), (128, 128, 4, 3), (64, 256, 4, 4), (64, 128, 4, 5)]
-    first = DEFAULT_LAUNCHES[scales]
-    launches = [GroupedLaunch(*cut, tma=tma) for tma in (True, False) for cut in cuts]
-    return [first, *(launch for launch in launches if launch != first)]
 
 
 def rows_product(
@@ -163,8 +145,8 @@ def sums_product(
 
 
 def _operand(codes: Tensor, rows: int, tma: bool) -> Any:
-    """Codes as a kernel takes them; the interpreter decodes bytes itself, for it converts FP8 wrongly."""
-    codes = codes.view(torch.uint8) if INTERPRETED.value else codes
+    """Codes as a kernel takes them."""
+    codes = operand_of(codes)
     if not tma:
         return codes
     from triton.tools.tensor_descriptor import TensorDescriptor
@@ -232,7 +214,7 @@ def _rows_product(
             a_MK = tl.load(a_ptr + at_MK + step * BK, mask=ok_M[:, None] & ok_K[None, :], other=0.0)
             b_NK = tl.load(b_ptr + at_NK + step * BK, mask=ok_N[:, None] & ok_K[None, :], other=0.0)
         if SCALES == "block":
-            part_MN = tl.dot(_values(a_MK, A), tl.trans(_values(b_NK, B)), input_precision="ieee")
+            part_MN = tl.dot(operand_values(a_MK, A), tl.trans(operand_values(b_NK, B)), input_precision="ieee")
             scale_M = tl.load(a_scales_ptr + step * rows.to(tl.int64) + m_M, mask=ok_M, other=0.0)
             if BN == BK:
                 scale_M *= tl.load(b_scales_ptr + block * STEPS + step)
@@ -241,7 +223,7 @@ def _rows_product(
                 scale_N = tl.load(b_scales_ptr + n_N // BK * STEPS + step, mask=ok_N, other=0.0)
                 acc_MN += part_MN * (scale_M[:, None] * scale_N[None, :])
         else:
-            acc_MN = _add_product(_values(a_MK, A), tl.trans(_values(b_NK, B)), acc_MN, FAST)
+            acc_MN = _add_product(operand_values(a_MK, A), tl.trans(operand_values(b_NK, B)), acc_MN, FAST)
     if SCALES == "vector":
         scale_M = tl.load(a_scales_ptr + m_M, mask=ok_M, other=0.0)
         scale_N = tl.load(b_scales_ptr + n_N, mask=ok_N, other=0.0)
@@ -296,12 +278,12 @@ def _sums_product(
             a_NP = tl.load(a_ptr + at_NP + at, mask=ok_N[:, None], other=0.0)
             b_KP = tl.load(b_ptr + at_KP + at, mask=ok_K[:, None], other=0.0)
         if SCALES == "block":
-            part_NK = tl.dot(_values(a_NP, A), tl.trans(_values(b_KP, B)), input_precision="ieee")
+            part_NK = tl.dot(operand_values(a_NP, A), tl.trans(operand_values(b_KP, B)), input_precision="ieee")
             scale_N = tl.load(a_scales_ptr + (at // BP) * N + n_N, mask=ok_N, other=0.0)
             scale_K = tl.load(b_scales_ptr + (at // BP) * K + k_K, mask=ok_K, other=0.0)
             acc_NK += part_NK * (scale_N[:, None] * scale_K[None, :])
         else:
-            acc_NK = _add_product(_values(a_NP, A), tl.trans(_values(b_KP, B)), acc_NK, FAST)
+            acc_NK = _add_product(operand_values(a_NP, A), tl.trans(operand_values(b_KP, B)), acc_NK, FAST)
     if SCALES == "vector":
         scale_N = tl.load(a_scales_ptr + expert * N + n_N, mask=ok_N, other=0.0)
         scale_K = tl.load(b_scales_ptr + expert * K + k_K, mask=ok_K, other=0.0)
@@ -327,16 +309,3 @@ def _add_product(a, b, acc, FAST: tl.constexpr):
     else:
         acc = tl.dot(a, b, acc, input_precision="ieee", max_num_imprecise_acc=a.shape[1])
     return acc
-
-
-@triton.jit
-def _values(codes, KIND: tl.constexpr):
-    """What the tensor cores take; for the interpreter bytes become float32 here."""
-    if INTERPRETED:
-        if KIND == "e4m3":
-            values = float_of_e4m3_in_integers(codes)
-        else:  # E5M2 is the upper half of a float16
-            values = (codes.to(tl.int16) << 8).to(tl.float16, bitcast=True).to(tl.float32)
-    else:
-        values = codes
-    return values

@@ -28,9 +28,9 @@ from torch import nn
 from bitplan.documents import load_document, short
 from bitplan.measure.speed.paired_timing import is_out_of_memory
 from bitplan.optional import require
+from bitplan.plan.fp8.kinds import ModelConfigError
 from bitplan.plan.fp8.layers import Attention, ModelPart, Parallel, local_layers
 from bitplan.plan.fp8.model_parts import ConfigObject, model_parts
-from bitplan.plan.fp8.terms import ModelConfigError
 from bitplan.runtime.fp8.bench.confirm import EXAMPLE_LENGTH, Example, example_shape
 from bitplan.runtime.fp8.sites import find_sites
 

@@ -17,8 +17,8 @@ import torch
 from bitplan.documents import short
 from bitplan.measure.speed.fp8_fingerprint import fingerprint_of
 from bitplan.measure.speed.paired_timing import Stopwatch, is_out_of_memory
+from bitplan.plan.fp8.kinds import UNMEASURED, Fp8Error, is_count
 from bitplan.plan.fp8.policy import Policy
-from bitplan.plan.fp8.terms import UNMEASURED, Fp8Error, is_count
 from bitplan.plan.fp8.token_ranges import BandPolicy
 from bitplan.runtime.fp8.apply import apply_fp8
 from bitplan.runtime.fp8.bench.confirm_model import SmallModel

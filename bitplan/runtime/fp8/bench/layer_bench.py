@@ -25,9 +25,9 @@ from typing import Any
 from bitplan.formats.fp8_recipes import BF16
 from bitplan.measure.speed.fp8_report_log import ReportLog
 from bitplan.measure.speed.paired_timing import ERROR, OK, Arm, Peers, Stopwatch, Timed, time_in_turns
+from bitplan.plan.fp8.kinds import GROUPED_KINDS, MODULE, PRECISIONS, PRODUCTS
 from bitplan.plan.fp8.layers import Case
 from bitplan.plan.fp8.report import ROUTINGS, TIMINGS, Row
-from bitplan.plan.fp8.terms import GROUPED_KINDS, MODULE, PRECISIONS, PRODUCTS
 from bitplan.runtime.fp8.recipe import Fp8Recipe, GemmChoice
 
 # For the estimate of a dry run alone: rates that an H100 or H200 keeps up, what building and compiling a case takes.

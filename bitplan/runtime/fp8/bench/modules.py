@@ -9,11 +9,20 @@
 A step is a forward and a backward with a random gradient, for the input and every parameter; weights are cast in each
 step, and once in it. In one process layers are the shard of one GPU. With groups (torchrun), dense layers divided over
 more than one GPU are ColumnParallel and RowParallel and experts over more than one are ExpertParallel, in both
-precisions: the communication is in both times. Each rank then routes its own tokens over all experts.
+precisions: the communication is in both times. Each rank then routes its own tokens over all experts:
+
+    uniform    every expert the same, but for the remainder: what the balancing losses of training aim at
+    zipf       the r-th busiest expert gets a share in proportion to 1 / r: a few experts do most of the work and many
+               get less than a kernel's block. It is the normal case, and where padding costs most
+
+Both give every token away and no random number is drawn, so that a report can be repeated. The busiest experts are not
+neighbours: the order of experts in a checkpoint says nothing about how busy they are.
 """
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,11 +33,11 @@ from bitplan.formats.fp8 import padded_tokens
 from bitplan.formats.fp8_recipes import expert_recipes
 from bitplan.kernels.fp8.experts.products import pick_impl, token_pad
 from bitplan.measure.speed.paired_timing import Arm, Call
+from bitplan.plan.fp8.kinds import GROUPED_KINDS, Fp8Error, is_count
 from bitplan.plan.fp8.layers import Layer
-from bitplan.plan.fp8.terms import GROUPED_KINDS
+from bitplan.plan.fp8.report import ROUTINGS
 from bitplan.runtime.fp8.bench.layer_bench import Way
 from bitplan.runtime.fp8.bench.ranks import ParallelGroups
-from bitplan.runtime.fp8.bench.routing import route_tokens
 from bitplan.runtime.fp8.experts import cast_dropper
 from bitplan.runtime.fp8.layers.grouped_linear import GroupedLinear
 from bitplan.runtime.fp8.layers.linear import Fp8Linear, cast_weights_together
@@ -117,3 +126,29 @@ def step_of(module: nn.Module, x: Tensor, *more: Tensor) -> Call:
         return torch.autograd.grad(module(x, *more), wanted, gradient)
 
     return step
+
+
+def route_tokens(tokens: int, experts: int, routing: str) -> tuple[int, ...]:
+    """Tokens of each expert; they add up to `tokens`."""
+    if not (is_count(tokens) and is_count(experts)):
+        raise Fp8Error(f"tokens and experts must be integers from 1, got {tokens!r} and {experts!r}")
+    if routing not in ROUTINGS:
+        raise Fp8Error(f"routing must be one of {', '.join(ROUTINGS)}, got {routing!r}")
+    shares = [1.0] * experts if routing == "uniform" else [1 / (rank + 1) for rank in _ranks(experts)]
+    return _whole(tokens, shares)
+
+
+def _ranks(experts: int) -> list[int]:
+    """A fixed shuffle: steps of about 0.618 of the count, the nearest that shares no factor with it."""
+    step = next(each for each in range(max(1, round(experts * 0.618)), 2 * experts + 1) if math.gcd(each, experts) == 1)
+    return [index * step % experts for index in range(experts)]
+
+
+def _whole(total: int, shares: Sequence[float]) -> tuple[int, ...]:
+    """Whole numbers in proportion to the shares that add up to the total: the largest remainders are rounded up."""
+    exact = [total * share / math.fsum(shares) for share in shares]
+    counts = [math.floor(each) for each in exact]
+    order = sorted(range(len(shares)), key=lambda index: (counts[index] - exact[index], index))
+    for index in order[: total - sum(counts)]:
+        counts[index] += 1
+    return tuple(counts)

@@ -37,7 +37,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from bitplan.formats.fp8_recipes import RECIPES
-from bitplan.plan.fp8.terms import Fp8Error
+from bitplan.plan.fp8.kinds import Fp8Error
 from bitplan.runtime.fp8.layers.grouped_linear import GroupedLinear
 from bitplan.runtime.fp8.layers.linear import Fp8Linear
 from bitplan.runtime.fp8.layers.norm_linear import Fp8NormLinear
@@ -83,10 +83,10 @@ class ColumnParallel(_Parallel):
     def forward(self, x: Tensor, *more: Tensor) -> Tensor:
         x = sum_backward(x, self.group)
         if self.agree:
-            return shared_amax_linear(
-                x, self.local, divided=("weight", "grad"), largest=partial(_largest, group=self.group)
-            )
-        y: Tensor = self.local(x, *more)
+            largest = partial(_largest, group=self.group)
+            y: Tensor = shared_amax_linear(x, self.local, divided=("weight", "grad"), largest=largest)
+        else:
+            y = self.local(x, *more)
         return y
 
 

@@ -37,7 +37,7 @@ from bitplan.runtime.packed_weight import PackedWeight
 from bitplan.store.models.weight_changes import writes_of
 
 _WEIGHT = (
-    "Tensor data, Tensor scales, Tensor? base, Tensor? arranged, Tensor? factor, Tensor? counters, Tensor? expanded, "
+    "Tensor data, Tensor? scales, Tensor? base, Tensor? arranged, Tensor? factor, Tensor? counters, Tensor? expanded, "
     "str format, int {width}, str ways, int weight, int cache"
 )
 _CHANGED = "a packed weight was written between forward and backward; run backward first, or the forward again"
@@ -57,7 +57,7 @@ class Matrix(NamedTuple):
     """A packed matrix as an operator gets it; the order of its fields is that of the operator's arguments."""
 
     data: Tensor
-    scales: Tensor
+    scales: Tensor | None
     base: Tensor | None
     prepared: Prepared
     expanded: Tensor | None

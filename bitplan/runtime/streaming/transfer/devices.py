@@ -16,12 +16,13 @@ down or made to fail: that is how ordering, eviction and faults are tested witho
 
 from __future__ import annotations
 
+import itertools
 import time
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor
@@ -29,6 +30,7 @@ from torch import Tensor
 from bitplan.runtime.streaming.errors import StreamError
 
 Queue = Literal["weights", "activations"]  # copies of a queue and a direction come one after another
+Direction = Literal["in", "out"]
 RESERVE_BYTES = 512 * 2**20  # slots="auto" leaves this for activations; vram_bytes= says it better
 
 
@@ -125,11 +127,20 @@ class StreamDevice(ABC):
     @abstractmethod
     def claim(self, slot: Tensor) -> None: ...
 
-    @abstractmethod
-    def copy_in(self, target: Tensor, source: Tensor, *after: Mark, queue: Queue = "weights") -> Copied: ...
+    def copy_in(self, target: Tensor, source: Tensor, *after: Mark, queue: Queue = "weights") -> Copied:
+        copied = self._copy("in", queue, target, source, after)
+        self.bytes_in += target.nbytes
+        return copied
+
+    def copy_out(self, target: Tensor, source: Tensor, *after: Mark, queue: Queue = "weights") -> Copied:
+        copied = self._copy("out", queue, target, source, after)
+        self.bytes_out += target.nbytes
+        return copied
 
     @abstractmethod
-    def copy_out(self, target: Tensor, source: Tensor, *after: Mark, queue: Queue = "weights") -> Copied: ...
+    def _copy(
+        self, direction: Direction, queue: Queue, target: Tensor, source: Tensor, after: tuple[Mark, ...]
+    ) -> Copied: ...
 
     @abstractmethod
     def wait(self, copied: Copied) -> None: ...
@@ -198,17 +209,9 @@ class SimulatedDevice(StreamDevice):
     def claim(self, slot: Tensor) -> None:
         slot.fill_(0xFF)
 
-    def copy_in(self, target: Tensor, source: Tensor, *after: Mark, queue: Queue = "weights") -> Copied:
-        copied = self._copy(target, source)
-        self.bytes_in += target.nbytes
-        return copied
-
-    def copy_out(self, target: Tensor, source: Tensor, *after: Mark, queue: Queue = "weights") -> Copied:
-        copied = self._copy(target, source)
-        self.bytes_out += target.nbytes
-        return copied
-
-    def _copy(self, target: Tensor, source: Tensor) -> Copied:
+    def _copy(
+        self, direction: Direction, queue: Queue, target: Tensor, source: Tensor, after: tuple[Mark, ...]
+    ) -> Copied:
         start = self.mark()
         if self.before_copy is not None:
             self.before_copy()
@@ -241,9 +244,8 @@ class CudaDevice(StreamDevice):
             raise StreamError(f"device {device}: torch sees no CUDA device; device='cpu' runs the simulated one")
         self.torch_device = torch.empty(0, device=device).device  # "cuda" becomes the current one, cuda:0
         self._memory_bytes = torch.cuda.get_device_properties(self.torch_device).total_memory
-        queues: tuple[Queue, ...] = ("weights", "activations")
-        self._in = {queue: torch.cuda.Stream(self.torch_device) for queue in queues}
-        self._out = {queue: torch.cuda.Stream(self.torch_device) for queue in queues}
+        lanes = itertools.product(get_args(Direction), get_args(Queue))
+        self._streams = {lane: torch.cuda.Stream(self.torch_device) for lane in lanes}
 
     def _allocate(self, nbytes: int, what: str) -> Tensor:
         try:
@@ -285,17 +287,10 @@ class CudaDevice(StreamDevice):
     def claim(self, slot: Tensor) -> None:
         """Nothing to do: the copy stream waits for the mark after which the slot is free."""
 
-    def copy_in(self, target: Tensor, source: Tensor, *after: Mark, queue: Queue = "weights") -> Copied:
-        copied = self._copy(self._in[queue], target, source, after)
-        self.bytes_in += target.nbytes
-        return copied
-
-    def copy_out(self, target: Tensor, source: Tensor, *after: Mark, queue: Queue = "weights") -> Copied:
-        copied = self._copy(self._out[queue], target, source, after)
-        self.bytes_out += target.nbytes
-        return copied
-
-    def _copy(self, stream: torch.cuda.Stream, target: Tensor, source: Tensor, after: tuple[Mark, ...]) -> Copied:
+    def _copy(
+        self, direction: Direction, queue: Queue, target: Tensor, source: Tensor, after: tuple[Mark, ...]
+    ) -> Copied:
+        stream = self._streams[direction, queue]
         with torch.cuda.device(self.torch_device), torch.cuda.stream(stream):
             for mark in after:
                 stream.wait_event(mark.event)

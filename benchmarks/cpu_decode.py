@@ -1,0 +1,236 @@
+"""Packed weights on a CPU: single products and a whole model, against float32 in the same run.
+
+    python benchmarks/cpu_decode.py [--model MODEL.gguf] [--llama-bench PROGRAM --gguf q4_0=FILE ...] [--threads 2]
+
+products   QuantLinear under `auto` against F.linear in float32, in turns; the floor is the packed bytes over the speed
+           of a copy (which reads and writes: half of what it moves counts)
+model      a language model that transformers reads from a GGUF file, float32 and packed by `apply_plan` (embedding and
+           head too): one token at a time after a short prompt, in turns; resident memory beyond the libraries, of a
+           process that has this model alone and has made some tokens
+llama.cpp  `llama-bench` on files of the same model in its own formats, after the others
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import gc
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import harness
+import torch
+from torch import nn
+from torch.nn import functional
+
+import bitplan
+from bitplan.kernels import encode
+from bitplan.runtime.packed.quant_linear import QuantLinear
+
+SHAPES = ((4096, 4096), (11008, 4096))
+FORMATS = ("int8_row", "int8_g128", "q8_0_gguf", "fp8_e4m3_row", "q4_0_gguf", "int4_g32", "mxfp4", "nvfp4")
+BATCHES = (1, 4, 16, 32, 64, 128)
+MODEL_FORMATS = ("int8_row", "q8_0_gguf", "int4_g32", "q4_0_gguf", "mxfp4")
+MEMORY_FORMATS = ("float32", "int8_row", "int4_g32")
+PROMPT = (1, 504, 3575, 282, 4649, 314)
+TOKENS = 16
+Row = dict[str, Any]
+
+
+# ---- products --------------------------------------------------------------------------------------------------------
+
+
+def copy_gb_per_s(repeats: int) -> float:
+    """Bytes read by a copy that no cache holds, a second."""
+    source, target = torch.ones(2**28, dtype=torch.uint8), torch.ones(2**28, dtype=torch.uint8)
+    times = harness.time_in_turns({"copy": lambda: target.copy_(source)}, repeats)["copy"]
+    return source.nbytes / min(times) / 1e6
+
+
+def product_rows(
+    shape: tuple[int, int], batches: list[int], formats: list[str], repeats: int, speed: float
+) -> list[Row]:
+    weight = torch.randn(*shape) / shape[1] ** 0.5
+    layers = {name: QuantLinear(encode(weight, name)) for name in formats}
+    rows = []
+    for batch in batches:
+        x = torch.randn(batch, shape[1])
+        variants: dict[str, Any] = {"float32": lambda x=x: functional.linear(x, weight)}
+        variants |= {name: lambda x=x, layer=layer: layer(x) for name, layer in layers.items()}
+        with torch.inference_mode():
+            samples = harness.time_in_turns(variants, repeats)
+        base = samples.pop("float32")
+        for name, times in samples.items():
+            row = {"shape": list(shape), "batch": batch, "format": name, **harness.summary(times)}
+            row["float32_ms"], row["float32_min_ms"] = statistics.median(base), min(base)
+            row["speedup"] = statistics.median(ours / theirs for ours, theirs in zip(base, times, strict=True))
+            row["speedup_of_minima"] = min(base) / min(times)
+            row["floor_ms"] = layers[name].weight.nbytes / speed / 1e6
+            rows.append(row)
+            print(
+                f"{shape} {batch:4} {name:13} {row['median_ms']:8.2f} ms  float32 {row['float32_ms']:8.2f}  "
+                f"x{row['speedup']:.2f} (minima x{row['speedup_of_minima']:.2f})",
+                flush=True,
+            )
+    return rows
+
+
+# ---- a model ---------------------------------------------------------------------------------------------------------
+
+
+def load(folder: Path, fmt: str) -> nn.Module:
+    from transformers import AutoModelForCausalLM
+
+    model: nn.Module = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    if fmt != "float32":
+        bitplan.apply_plan(model, fmt, pad="zero")
+    return model
+
+
+@torch.inference_mode()
+def token_times(model: Any, count: int) -> list[float]:
+    """Milliseconds of each token after the prompt."""
+    out = model(torch.tensor([PROMPT]), use_cache=True)
+    times = []
+    for _ in range(count):
+        token = out.logits[:, -1:].argmax(-1)
+        started = time.perf_counter()
+        out = model(token, past_key_values=out.past_key_values, use_cache=True)
+        times.append((time.perf_counter() - started) * 1e3)
+    return times
+
+
+def model_rows(folder: Path, formats: list[str], repeats: int) -> list[Row]:
+    models = {name: load(folder, name) for name in ("float32", *formats)}
+    first = {}
+    for name, model in models.items():
+        started = time.perf_counter()
+        token_times(model, 1)
+        first[name] = time.perf_counter() - started
+    samples: dict[str, list[float]] = {name: [] for name in models}
+    for _ in range(repeats):
+        for name, model in models.items():
+            samples[name] += token_times(model, TOKENS)[2:]
+    base = harness.summary(samples["float32"])
+    rows = []
+    for name, times in samples.items():
+        row: Row = {"format": name, **harness.summary(times), "first_use_s": first[name]}
+        row["tokens_per_s"], row["best_tokens_per_s"] = 1e3 / row["median_ms"], 1e3 / row["min_ms"]
+        row["speedup"] = base["median_ms"] / row["median_ms"]
+        row["speedup_of_minima"] = base["min_ms"] / row["min_ms"]
+        held = {part.data_ptr(): part.nbytes for part in (*models[name].parameters(), *models[name].buffers())}
+        row["weights_mb"] = sum(held.values()) / 1e6
+        rows.append(row)
+        print(
+            f"{name:13} {row['tokens_per_s']:6.1f} tokens/s (best {row['best_tokens_per_s']:.1f})  "
+            f"x{row['speedup']:.2f} (minima x{row['speedup_of_minima']:.2f})  {row['weights_mb']:.0f} MB",
+            flush=True,
+        )
+    return rows
+
+
+def resident_mb() -> float:
+    gc.collect()
+    if sys.platform == "linux":
+        ctypes.CDLL(None).malloc_trim(0)
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith("VmRSS:")) * 1024 / 1e6
+
+
+def print_memory(folder: Path, fmt: str) -> None:
+    """In a process of its own: what one model adds to the resident memory."""
+    from transformers import AutoModelForCausalLM, LlamaForCausalLM  # noqa: F401 (imported before the first reading)
+
+    torch.ones(512, 512) @ torch.ones(512, 512)
+    before = resident_mb()
+    model = load(folder, fmt)
+    token_times(model, 4)
+    print(json.dumps({"format": fmt, "resident_mb": resident_mb() - before}))
+
+
+def memory_rows(folder: Path, threads: int) -> list[Row]:
+    rows = []
+    for fmt in MEMORY_FORMATS:
+        command = [sys.executable, __file__, "--memory-of", fmt, "--model", str(folder), "--threads", str(threads)]
+        done = subprocess.run(command, check=True, capture_output=True, text=True, env=os.environ)
+        rows.append(json.loads(done.stdout.splitlines()[-1]))
+        rows[-1]["of_float32"] = rows[-1]["resident_mb"] / rows[0]["resident_mb"]
+        print(rows[-1], flush=True)
+    return rows
+
+
+def llama_rows(program: str, files: list[str], threads: int) -> list[Row]:
+    rows = []
+    for each in files:
+        name, _, path = each.partition("=")
+        command = [program, "-m", path, "-t", str(threads), "-p", "0", "-n", "32", "-r", "5", "-o", "json"]
+        done = subprocess.run(command, check=True, capture_output=True, text=True)
+        result = json.loads(done.stdout)[0]
+        rows.append({"format": name, "tokens_per_s": result["avg_ts"], "best_tokens_per_s": max(result["samples_ts"])})
+        print("llama.cpp", rows[-1], flush=True)
+    return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", type=Path, help="a GGUF file that transformers reads")
+    parser.add_argument("--llama-bench", help="llama.cpp's program")
+    parser.add_argument("--gguf", nargs="*", default=[], help="NAME=FILE for it")
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--batches", default=",".join(map(str, BATCHES)))
+    parser.add_argument("--formats", default=",".join(FORMATS))
+    parser.add_argument("--repeats", type=int, default=15)
+    parser.add_argument("--tiny", action="store_true", help="small shapes, to try the program")
+    parser.add_argument("--memory-of", help=argparse.SUPPRESS)
+    parser.add_argument("--output", type=Path)
+    options = parser.parse_args()
+    torch.set_num_threads(options.threads)
+    if options.memory_of:
+        print_memory(options.model, options.memory_of)
+        return
+    speed = copy_gb_per_s(3 if options.tiny else 10)
+    print(f"copy: {speed:.1f} GB/s read")
+    document: dict[str, Any] = {
+        "benchmark": "packed weights on a CPU",
+        "machine": harness.machine("cpu"),
+        "versions": harness.versions(),
+        "commit": harness.commit(),
+        "threads": options.threads,
+        "repeats": options.repeats,
+        "load_average_at_start": os.getloadavg(),
+        "copy_gb_per_s": speed,
+        "products": [],
+    }
+    batches, formats = [int(each) for each in options.batches.split(",")], options.formats.split(",")
+    for shape in ((128, 256),) if options.tiny else SHAPES:
+        document["products"] += product_rows(shape, batches, formats, options.repeats, speed)
+    if options.model is not None:
+        from transformers import AutoModelForCausalLM
+
+        with tempfile.TemporaryDirectory() as kept:
+            folder = Path(kept)
+            model = AutoModelForCausalLM.from_pretrained(
+                options.model.parent, gguf_file=options.model.name, dtype=torch.float32
+            )
+            model.save_pretrained(folder)
+            del model
+            document["model"] = options.model.name
+            document["model_rows"] = model_rows(folder, list(MODEL_FORMATS), max(2, options.repeats // 3))
+            document["memory"] = memory_rows(folder, options.threads)
+    if options.llama_bench:
+        document["llama_cpp"] = llama_rows(options.llama_bench, options.gguf, options.threads)
+    document["load_average_at_end"] = os.getloadavg()
+    cpu = harness.cpu_model().lower()
+    name = "".join(letter if letter.isalnum() else " " for letter in cpu).replace(" r ", " ").split()
+    print(harness.save(f"packed_cpu_{'_'.join(name)}", document, options.output))
+
+
+if __name__ == "__main__":
+    main()

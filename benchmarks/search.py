@@ -1,0 +1,127 @@
+"""What a search gains on a real language model: KL of searched plans beside uniform ones and heuristics, on one text.
+
+python benchmarks/search.py --model FOLDER --text FILE --out FOLDER
+
+Evidence is gathered once, into --out, where a stopped run goes on; each size is then solved and proven. `--plans 30`
+also measures so many random plans: how well are they predicted? Rows are kept in the result file; the same command
+goes on.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import harness
+import torch
+
+from bitplan.kernels import decode, encode
+from bitplan.measure.quality.perplexity import measure_perplexity
+from bitplan.records import read_json, read_text
+from bitplan.searching import Goal, Searcher
+from bitplan.searching.decide.rivals import uniform_plans
+from bitplan.searching.evidence import SearchEvidence
+from bitplan.searching.gather.plan_meter import PlanMeter, summary_of
+from bitplan.searching.prepare import prepare
+from bitplan.searching.targets import candidates, target_of
+
+BITS = (3.5, 4.0, 4.5, 5.0, 6.0)
+
+
+def spearman(first: list[float], second: list[float]) -> float:
+    """Rank correlation; ties get their order's rank, which random plans do not have."""
+
+    def ranks(values: list[float]) -> torch.Tensor:
+        order = sorted(range(len(values)), key=values.__getitem__)
+        found = torch.empty(len(values), dtype=torch.float64)
+        found[torch.tensor(order)] = torch.arange(len(values), dtype=torch.float64)
+        return found
+
+    return float(torch.corrcoef(torch.stack((ranks(first), ranks(second))))[0, 1])
+
+
+def random_plan(evidence: SearchEvidence, generator: random.Random) -> dict[str, str]:
+    """Formats drawn for every group, from a random part of the list, so that plans differ in size as well."""
+    formats = [fmt for fmt in evidence.formats if fmt != "bfloat16"]
+    low = generator.randrange(len(formats))
+    high = generator.randrange(low, len(formats)) + 1
+    return {
+        name: generator.choice([fmt for fmt in formats[low:high] if fmt in group.formats] or list(group.formats))
+        for name, group in evidence.groups.items()
+    }
+
+
+def nearest_rounding(meter: PlanMeter, evidence: SearchEvidence, choice: Mapping[str, str]) -> dict[str, Any]:
+    """A plan with every weight rounded to nearest, as `encode` does."""
+    subject = meter.rounded.subject
+    weights = {
+        name: decode(encode(subject.sites[name].parameter.detach().float(), fmt), torch.float32)
+        for group, fmt in choice.items()
+        for name in evidence.groups[group].tensors
+    }
+    return summary_of(
+        measure_perplexity(lambda ids: subject.logits(ids, weights), meter.windows, reference=subject.logits)
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", type=Path, required=True)
+    parser.add_argument("--text", type=Path, required=True)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--target", default="bitplan")
+    parser.add_argument("--formats", default=None)
+    parser.add_argument("--bits", type=float, nargs="*", default=BITS)
+    parser.add_argument("--windows", type=int, default=24)
+    parser.add_argument("--plans", type=int, default=0)
+    parser.add_argument("--nearest", action="store_true", help="also uniform plans rounded to nearest")
+    parser.add_argument("--result", type=Path, required=True)
+    options = parser.parse_args()
+    options.out.mkdir(parents=True, exist_ok=True)
+    found = read_json(options.result) if options.result.exists() else {}
+    found |= {"benchmark": "search", "model": options.model.name, "text": options.text.name}
+    found |= {"machine": harness.machine("cpu"), "versions": harness.versions()}
+    text = read_text(options.text)
+    runtime = target_of(options.target)
+    subject, cut = prepare(options.model, None, text, None, windows=options.windows)
+    subject.fused = runtime.fused
+    names = candidates(runtime, options.formats.split(",") if options.formats else None)
+    searcher = Searcher(subject, cut, names, options.out)
+    for bits in options.bits:
+        if str(bits) in found.get("searches", {}):
+            continue
+        started, used = time.perf_counter(), time.process_time()
+        document = searcher.find(Goal(bits=bits)).to_document()
+        row = {
+            key: document[key] for key in ("reference", "noise_floor", "solution", "corrections", "lost", "measured")
+        }
+        row |= {"seconds": time.perf_counter() - started, "cpu_seconds": time.process_time() - used}
+        found.setdefault("searches", {})[str(bits)] = row
+        harness.save("search", found, options.result)
+        print(f"{bits}: KL {document['plan']['kl']:.5f} at {document['plan']['bits']:.3f} bits", flush=True)
+    evidence, _ = searcher.collect(Goal(bits=options.bits[0]))
+    if options.nearest:
+        rows = found.setdefault("nearest", {})
+        for rival in uniform_plans(evidence):
+            if rival.label not in rows and rival.label != "bfloat16":
+                nbytes = evidence.nbytes(rival.choice)
+                rows[rival.label] = {"bytes": nbytes, "bits": evidence.bits(nbytes)}
+                rows[rival.label] |= nearest_rounding(searcher.judge, evidence, rival.choice)
+                harness.save("search", found, options.result)
+    generator = random.Random(0)
+    pairs: list[list[float]] = []
+    for index in range(options.plans):
+        choice = random_plan(evidence, generator)
+        pairs.append([evidence.predict(choice), searcher.judge.kl(evidence, choice, f"random plan {index}")])
+        found["random_plans"] = {"pairs": pairs}
+        if len(pairs) > 2:
+            found["random_plans"]["spearman"] = spearman([each[0] for each in pairs], [each[1] for each in pairs])
+        harness.save("search", found, options.result)
+
+
+if __name__ == "__main__":
+    main()

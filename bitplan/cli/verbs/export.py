@@ -1,0 +1,113 @@
+"""The verb that writes a model for another engine."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from bitplan.cli.complete import format_names, manifest_names
+from bitplan.cli.show import Force, Json, human_bytes, progress, say, show_json, table
+from bitplan.cli.verbs.files import Rule
+
+_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMG]?)B?", re.IGNORECASE)
+_UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9}
+
+
+def export(
+    source: Annotated[Path, typer.Argument(metavar="IN", help="A model's folder (Hugging Face's), or a .gguf file.")],
+    output: Annotated[Path, typer.Argument(metavar="OUT", help="What to write: for gguf, a name that ends in .gguf.")],
+    to: Annotated[str, typer.Option(help="For which engine: gguf (llama.cpp).")],
+    fmt: Annotated[
+        str | None,
+        typer.Option(
+            "--format", "-f", help="For every weight: a name from `bitplan formats`.", autocompletion=format_names
+        ),
+    ] = None,
+    manifest: Annotated[
+        str | None,
+        typer.Option(
+            help="By rules on names instead: a file, or the name of a shipped manifest.", autocompletion=manifest_names
+        ),
+    ] = None,
+    plan: Annotated[Path | None, typer.Option(help="By a plan that `bitplan plan -o` wrote.")] = None,
+    keep: Annotated[list[str] | None, typer.Option(help="Leave tensors of this name or shell pattern.")] = None,
+    only: Annotated[list[str] | None, typer.Option(help="Quantize these and nothing else.")] = None,
+    scale_rule: Annotated[Rule | None, typer.Option(help="How scales are chosen.")] = None,
+    importance: Annotated[
+        Path | None, typer.Option(help="A file of llama-imatrix: weighs columns by their inputs.")
+    ] = None,
+    pretokenizer: Annotated[
+        str | None, typer.Option(help="llama.cpp's name of how the tokenizer splits text, where it is not known.")
+    ] = None,
+    split: Annotated[
+        str | None, typer.Option(metavar="SIZE", help="In parts of at most this size, such as 4GB.")
+    ] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would be written, and write nothing.")] = False,
+    force: Force = False,
+    as_json: Json = False,
+) -> None:
+    """Write a model so that another engine runs it, tensor by tensor, in bounded memory.
+
+    Example: bitplan export llama llama.gguf --to gguf --format q4_k_gguf
+    """
+    from bitplan.plan import Plan, open_manifest
+    from bitplan.store.export.targets import ExportRequest, prepare_export
+
+    if sum(given is not None for given in (fmt, manifest, plan)) != 1:
+        raise typer.BadParameter("give one of --format, --manifest and --plan")
+    given = Plan.load(plan) if plan is not None else open_manifest(manifest) if manifest is not None else fmt or ""
+    prepared = prepare_export(
+        ExportRequest(
+            source,
+            output,
+            given,
+            keep or (),
+            only or (),
+            scale_rule,
+            importance=importance,
+            pretokenizer=pretokenizer,
+            part_bytes=None if split is None else _bytes(split),
+            force=force,
+        ),
+        to,
+    )
+    report = prepared.report
+    try:
+        if not dry_run:
+            with progress("exporting", report.nbytes, amount=human_bytes) as advance:
+                prepared.write(lambda count, name: advance(count, name))
+    finally:
+        prepared.close()
+    if as_json:
+        show_json(report.to_dict())
+        return
+    kinds = Counter((row.format, row.reason) for row in report.rows)
+    sizes: Counter[tuple[str, str]] = Counter()
+    for row in report.rows:
+        sizes[row.format, row.reason] += row.nbytes
+    if dry_run:
+        rows = [
+            {"tensor": row.name, "from": row.source, "as": row.format, "bytes": row.nbytes, "why": row.reason}
+            for row in report.rows
+        ]
+        table(f"{source} -> {output} (nothing is written)", rows)
+    else:
+        grouped = [
+            {"tensors": count, "as": kind, "bytes": human_bytes(sizes[kind, why]), "why": why}
+            for (kind, why), count in kinds.most_common()
+        ]
+        table(f"{source} -> {', '.join(report.files)}", grouped)
+    for name, why in report.left_out.items():
+        say(f"left out: {name}: {why}")
+    say(f"{len(report.rows)} tensors, {human_bytes(report.nbytes)}")
+
+
+def _bytes(size: str) -> int:
+    found = _SIZE.fullmatch(size.strip())
+    if not found:
+        raise typer.BadParameter(f"a size is a number with K, M or G, such as 4GB; got {size!r}")
+    return int(float(found[1]) * _UNITS[found[2].upper()])

@@ -1,0 +1,141 @@
+"""Verbs that run a language model: `generate` a text, `bench` its speed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+import typer
+
+from bitplan.cli.show import Json, human_bytes, progress, say, show_json, table
+from bitplan.text import visible
+
+Device = Annotated[str | None, typer.Option(help="cpu, cuda or cuda:N; a GPU where there is one.")]
+Threads = Annotated[int | None, typer.Option(min=1, help="CPU threads.")]
+Type = Annotated[
+    Literal["float32", "bfloat16", "float16"] | None,
+    typer.Option("--dtype", help="Of weights that are not packed: float32 on a CPU, else as stored."),
+]
+
+
+def generate(
+    folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="What `quantize` wrote, or a Hugging Face folder.")],
+    prompt: Annotated[str, typer.Argument(metavar="PROMPT", help="The text to continue.")],
+    most_tokens: Annotated[int, typer.Option("--max-tokens", min=1, help="Stop after so many tokens.")] = 128,
+    temperature: Annotated[float, typer.Option(min=0.0, help="0: the likeliest token; above, tokens are drawn.")] = 0.0,
+    seed: Annotated[int, typer.Option(help="With --temperature: the same seed, the same text.")] = 0,
+    chat: Annotated[bool, typer.Option("--chat", help="Put the prompt into the model's chat template.")] = False,
+    device: Device = None,
+    dtype: Type = None,
+    threads: Threads = None,
+    as_json: Json = False,
+) -> None:
+    """Continue a text with a packed model, word by word, and say how fast it was and what memory it took.
+
+    Example: bitplan generate packed "Once upon a time" --max-tokens 16
+    """
+    _check_folder(folder)
+    import torch
+
+    from bitplan.runtime.generation import generate_text, load_for_running
+
+    if threads is not None:
+        torch.set_num_threads(threads)
+    with progress("loading", 1):
+        lm = load_for_running(folder, device=device or _device(), dtype=getattr(torch, dtype) if dtype else None)
+    shown = (lambda _text: None) if as_json else _show_text
+    result = generate_text(
+        lm, prompt, most_tokens=most_tokens, temperature=temperature, seed=seed, chat=chat, on_text=shown
+    )
+    if as_json:
+        show_json({"folder": str(folder), "prompt": prompt, **result.to_dict()})
+        return
+    print()
+    rate = "" if result.tokens_per_second is None else f", then {result.tokens_per_second:.1f} tokens a second"
+    memory = "" if result.peak_bytes is None else f", peak {human_bytes(result.peak_bytes)}"
+    say(
+        f"{result.prompt_tokens} tokens read in {result.prefill_s:.2f} s{rate}; {result.tokens} tokens; "
+        f"weights {human_bytes(result.weight_bytes)}{memory} on {result.device}"
+    )
+
+
+def _show_text(text: str) -> None:
+    """What a model says may hold anything; line ends stay line ends."""
+    print("\n".join(map(visible, text.split("\n"))), end="", flush=True)
+
+
+def bench(
+    folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="What `quantize` wrote, or a Hugging Face folder.")],
+    against: Annotated[Path | None, typer.Option(metavar="FOLDER", help="Measure this model too, in turns.")] = None,
+    batch: Annotated[list[int] | None, typer.Option(min=1, help="Sequences at once; give several.")] = None,
+    prompt_tokens: Annotated[int, typer.Option(min=1, help="Tokens of the prompt.")] = 128,
+    tokens: Annotated[int, typer.Option(min=2, help="Tokens made in each turn.")] = 32,
+    repeats: Annotated[int, typer.Option(min=1, help="Turns that count.")] = 3,
+    device: Device = None,
+    dtype: Type = None,
+    threads: Threads = None,
+    as_json: Json = False,
+) -> None:
+    """Time a model's prompts and tokens at a few batch sizes, alone or against the unpacked model.
+
+    Example: bitplan bench packed --against llama --batch 1 --prompt-tokens 16 --tokens 4 --repeats 1
+    """
+    for each in (folder, *([] if against is None else [against])):
+        _check_folder(each)
+    import torch
+
+    from bitplan.runtime.bench_model import bench_models
+    from bitplan.runtime.generation import load_for_running
+
+    if threads is not None:
+        torch.set_num_threads(threads)
+    place, kind = device or _device(), getattr(torch, dtype) if dtype else None
+    with progress("loading", 1):
+        models = [load_for_running(folder, device=place, dtype=kind)]
+        models += [] if against is None else [load_for_running(against, device=place, dtype=kind)]
+    batches = batch or [1, 4, 16]
+    with progress("timing", len(models) * len(batches) * (repeats + 1)) as advance:
+        rows = bench_models(
+            models,
+            batches=batches,
+            prompt_tokens=prompt_tokens,
+            tokens=tokens,
+            repeats=repeats,
+            on_turn=lambda label: advance(1, label),
+        )
+    if as_json:
+        show_json({"device": place, "threads": torch.get_num_threads(), "rows": [row.to_dict() for row in rows]})
+        return
+    shown = [
+        {
+            "model": Path(row.model).name,
+            "batch": row.batch,
+            "prompt, tokens/s": f"{row.prefill_tokens_per_second:.1f}",
+            "step, ms": f"{row.decode_ms:.2f}",
+            "tokens/s": f"{row.decode_tokens_per_second:.1f}",
+            "weights": human_bytes(row.weight_bytes),
+            "times as fast": "" if row.speedup is None else f"{row.speedup:.2f}",
+        }
+        for row in rows
+    ]
+    table(f"{folder.name}: prompts of {prompt_tokens} tokens, then {tokens} tokens, on {place}", shown)
+
+
+def _check_folder(folder: Path) -> None:
+    """What can be refused without torch is, for importing it takes seconds."""
+    from bitplan.errors import FileFormatError
+    from bitplan.store.files.headers import check_model_source
+    from bitplan.store.packed_folder import is_packed_config, read_config, read_packed_plan
+
+    if not folder.is_dir():
+        raise FileFormatError(f"{folder}: no such folder; nothing is downloaded, so give a path on this machine")
+    config = read_config(folder)
+    check_model_source(folder, None)
+    if is_packed_config(config):
+        read_packed_plan(folder, config)
+
+
+def _device() -> str:
+    import torch
+
+    return "cuda" if torch.cuda.is_available() else "cpu"

@@ -1,0 +1,179 @@
+"""`bitplan search` finds a plan and proves it; `bitplan diff` says what two plans do differently, and what it costs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import typer
+
+from bitplan.cli.show import Force, Json, human_bytes, progress, say, show_json, table
+
+if TYPE_CHECKING:
+    from bitplan.plan import Plan
+    from bitplan.searching.result import SearchResult
+
+Bits = Annotated[float | None, typer.Option("--bits", help="At most this many bits a weight, scales included.")]
+Bytes = Annotated[str | None, typer.Option("--bytes", metavar="SIZE", help="At most this size: 6GB, 900MB.")]
+MaxKl = Annotated[
+    float | None,
+    typer.Option("--max-kl", help="At most this far from the model, in nats a token; alone: fewest bytes."),
+]
+Faster = Annotated[
+    float | None, typer.Option("--faster", help="At least this many times BF16's speed, by measured times.")
+]
+Rows = Annotated[int, typer.Option("--rows", help="With --faster: at how many rows (tokens at once).")]
+
+
+def search(
+    model: Annotated[Path, typer.Argument(metavar="MODEL", help="A Hugging Face folder or a GGUF file.")],
+    text: Annotated[Path, typer.Option(metavar="FILE", help="Plain text of the kind the model is for.")],
+    bits: Bits = None,
+    size: Bytes = None,
+    max_kl: MaxKl = None,
+    faster: Faster = None,
+    rows: Rows = 1,
+    held_out: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Text for the proof; else the last quarter of --text.")
+    ] = None,
+    formats: Annotated[
+        str | None, typer.Option(metavar="A,B,C", help="Candidates; all that the target loads unless given.")
+    ] = None,
+    target: Annotated[
+        Literal["bitplan", "llama.cpp", "vllm", "mlx"],
+        typer.Option("--for", help="Only formats and groupings that this runtime loads."),
+    ] = "bitplan",
+    keep: Annotated[
+        list[str] | None, typer.Option(help=r"Leave tensors of this name or shell pattern (* ? \[ab]).")
+    ] = None,
+    only: Annotated[list[str] | None, typer.Option(help="Search these and leave all others.")] = None,
+    device: Annotated[str | None, typer.Option(help="Where to compute, such as cuda.")] = None,
+    context: Annotated[int | None, typer.Option(help="Tokens in a window; 512, or what the model has.")] = None,
+    windows: Annotated[int, typer.Option(min=1, help="Windows of text for the statistics.")] = 32,
+    out: Annotated[Path, typer.Option("--out", "-o", metavar="FOLDER", help="Where the files go.")] = Path("search"),
+    force: Force = False,
+    as_json: Json = False,
+) -> None:
+    """Find the best format for every tensor within a goal, and prove the plan on text that was not used to find it.
+
+    Writes evidence.json, plan.json and front.json into the folder. A search that was stopped goes on there.
+
+    Example: bitplan search llama --text text.txt --context 16 --bits 6 --formats mxfp4,nvfp4,int8_row --out found
+    """
+    from bitplan.records import read_text
+    from bitplan.searching.goal import Goal, parse_bytes
+    from bitplan.searching.targets import candidates, target_of
+    from bitplan.store.files.headers import check_model_source
+    from bitplan.store.files.open_files import open_tensors
+
+    # Everything that can be refused is, before torch is imported and minutes are spent.
+    goal = Goal(bits, None if size is None else parse_bytes(size), max_kl, faster, rows)
+    names = candidates(target_of(target), None if formats is None else [name.strip() for name in formats.split(",")])
+    content = read_text(text)
+    proof = None if held_out is None else read_text(held_out)
+    check_model_source(model, None)
+    open_tensors(model).close()
+    _prepare_folder(out, force)
+
+    from bitplan.searching.run import search as run_search
+
+    result = run_search(
+        model,
+        goal=goal,
+        text=content,
+        held_out=proof,
+        formats=names,
+        target=target,
+        keep=keep or (),
+        only=only or (),
+        device=device,
+        context=context,
+        windows=windows,
+        out=out,
+        stage=progress,
+    )
+    if as_json:
+        show_json(result.to_document())
+        return
+    _show(result, out)
+
+
+def _prepare_folder(out: Path, force: bool) -> None:
+    """The folder is made; with --force, what an earlier search left is begun again."""
+    out.mkdir(parents=True, exist_ok=True)
+    if force:
+        for name in ("evidence.json", "evidence.safetensors", "statistics.safetensors"):
+            (out / name).unlink(missing_ok=True)
+
+
+def _show(result: SearchResult, out: Path) -> None:
+    evidence = result.evidence
+    floor = result.noise_floor.against
+    rows = [
+        {
+            "plan": each.label,
+            "size": human_bytes(each.nbytes),
+            "bits/weight": f"{evidence.bits(each.nbytes):.3f}",
+            "predicted KL": f"{each.predicted:.5f}",
+            "KL": f"{each.kl.mean:.5f}" + (f" +- {each.kl.standard_error:.5f}" if each.kl.standard_error else ""),
+            "perplexity": f"{each.quality.perplexity:.3f}",
+        }
+        for each in result.rivals
+    ]
+    table(f"{evidence.model}: {result.goal}; measured on {result.reference.tokens} tokens that were held out", rows)
+    if floor is not None:
+        say(f"perplexity of the model: {result.reference.perplexity:.3f}; noise floor of KL: {floor.kl.mean:.2g}")
+    gap = result.solution.gap
+    say(
+        f"solved to within {gap:.2g} of the best possible, {result.corrections} corrections; front.json has "
+        f"{len(result.front)} sizes"
+    )
+    if result.lost:
+        say(f"the search lost: {result.winner.label} is better and within the goal, so plan.json is that")
+    say(
+        f"apply it: bitplan quantize {evidence.model} OUT --plan {out / 'plan.json'} "
+        f"--evidence {out / 'evidence.safetensors'}"
+    )
+
+
+def diff(
+    first: Annotated[Path, typer.Argument(metavar="A", help="A plan.")],
+    second: Annotated[Path, typer.Argument(metavar="B", help="Another plan for the same tensors.")],
+    evidence: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="evidence.json: what each difference costs in nats.")
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """What two plans do differently, and what that costs in bytes and, where it is known, in nats.
+
+    Example: bitplan diff plan.json other.json
+    """
+    from bitplan.plan import Plan
+    from bitplan.searching.decide.compare_plans import compare_plans
+    from bitplan.searching.evidence import SearchEvidence
+
+    old, new = Plan.load(first), Plan.load(second)
+    compared = compare_plans(old, new, None if evidence is None else SearchEvidence.load(evidence))
+    if as_json:
+        show_json(compared.to_dict())
+    else:
+        _show_difference(compared.to_dict(), first, second, old, new)
+
+
+def _show_difference(found: dict[str, Any], first: Path, second: Path, old: Plan, new: Plan) -> None:
+    if not found["rows"]:
+        say(f"{first} and {second}: the same format for each of {len(old)} tensors")
+        return
+    rows = [
+        {
+            "tensor": row["name"],
+            first.stem: row["from"] or "(absent)",
+            second.stem: row["to"] or "(absent)",
+            "bytes": f"{row['bytes']:+,}",
+            **({} if row["nats"] is None else {"nats": f"{row['nats']:+.2g}"}),
+        }
+        for row in found["rows"]
+    ]
+    table(f"{first} -> {second}: {len(rows)} of {len(old.keys() | new.keys())} tensors differ", rows)
+    nats = "" if found["nats"] is None else f", predicted KL {found['nats']:+.3g} nats"
+    say(f"together: {human_bytes(old.nbytes)} -> {human_bytes(new.nbytes)} ({found['bytes']:+,} bytes){nats}")

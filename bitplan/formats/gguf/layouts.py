@@ -1,0 +1,264 @@
+"""The bytes of GGUF's blocks: codes in planes of bits, scales of groups, and the float16 numbers they multiply.
+
+A block is a row of parts, in the order of the file. A plane holds some bits of every code: `run` codes lie side by
+side, one to a byte, and the next runs go into the higher bits of the same bytes. Where a block has groups, a group's
+scale is d x a small integer, and its minimum dmin x another; Q3_K, Q4_K and Q5_K pack those integers six bits each.
+Checked to the bit against gguf-py. Source: ggml's ggml-common.h.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+IQ4_NL_VALUES = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
+
+
+class Plane(NamedTuple):
+    """`bits` of every code, `run` codes side by side."""
+
+    bits: int
+    run: int
+
+    def pack(self, fields: Tensor) -> Tensor:
+        """[B, n] fields of `bits` bits -> [B, n x bits / 8] bytes."""
+        lanes = fields.reshape(fields.shape[0], -1, 8 // self.bits, self.run)
+        packed = lanes[:, :, 0].clone()
+        for lane in range(1, 8 // self.bits):
+            packed |= lanes[:, :, lane] << (self.bits * lane)
+        return packed.flatten(1)
+
+    def unpack(self, packed: Tensor) -> Tensor:
+        import torch
+
+        runs = packed.reshape(packed.shape[0], -1, self.run)
+        fields = [runs >> (self.bits * lane) & (2**self.bits - 1) for lane in range(8 // self.bits)]
+        return torch.stack(fields, dim=2).flatten(1)
+
+
+class BlockParts(NamedTuple):
+    """What blocks hold: codes [B, n] uint8; d and dmin [B] float16; scales and minima of groups [B, G] int8."""
+
+    codes: Tensor
+    d: Tensor
+    dmin: Tensor | None = None
+    scales: Tensor | None = None
+    mins: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class Layout:
+    """One block type. `parts` are in file order; planes count from the lowest bits of a code.
+
+    numbers, group    in a block, and in a group of it
+    low, high         the numbers that codes stand for, code 0 first; with `table` its places
+    scale_low, _high  the integers that a group's scale may be; both None where d itself is the scale
+    has_min           a group has a minimum: with scales of groups dmin x integer, taken away; else the float16 itself
+    """
+
+    ggml_type: str
+    numbers: int
+    group: int
+    low: int
+    high: int
+    parts: tuple[tuple[str, int], ...]
+    planes: tuple[Plane, ...]
+    scale_low: int | None = None
+    scale_high: int | None = None
+    has_min: bool = False
+    table: tuple[int, ...] | None = None
+
+    @property
+    def block_bytes(self) -> int:
+        return sum(size for _, size in self.parts)
+
+    @property
+    def has_groups(self) -> bool:
+        return self.scale_high is not None
+
+    @property
+    def group_count(self) -> int:
+        return self.numbers // self.group
+
+    # ---- bytes ---------------------------------------------------------------------------------------------------
+
+    def pack(self, blocks: BlockParts) -> Tensor:
+        """-> [B, block_bytes] uint8."""
+        import torch
+
+        found = {"d": _float_bytes(blocks.d)}
+        if blocks.dmin is not None:
+            found["dmin"] = _float_bytes(blocks.dmin)
+        shift = 0
+        for place, plane in enumerate(self.planes):
+            found[f"plane{place}"] = plane.pack(blocks.codes >> shift & (2**plane.bits - 1))
+            shift += plane.bits
+        if blocks.scales is not None:
+            found["scales"] = self._pack_scales(blocks.scales, blocks.mins)
+        return torch.cat([found[name] for name, _ in self.parts], dim=1)
+
+    def unpack(self, raw: Tensor) -> BlockParts:
+        """[B, block_bytes] uint8 -> what the blocks hold."""
+        import torch
+
+        found = self._split(raw)
+        codes = torch.zeros((raw.shape[0], self.numbers), dtype=torch.uint8, device=raw.device)
+        shift = 0
+        for place, plane in enumerate(self.planes):
+            codes |= plane.unpack(found[f"plane{place}"]) << shift
+            shift += plane.bits
+        dmin = _floats(found["dmin"]) if "dmin" in found else None
+        scales, mins = self._unpack_scales(found["scales"]) if self.has_groups else (None, None)
+        return BlockParts(codes, _floats(found["d"]), dmin, scales, mins)
+
+    def halves(self, raw: Tensor) -> Tensor:
+        """[B, block_bytes] uint8 -> [B, 1 or 2]: the float16 numbers of each block."""
+        import torch
+
+        parts = self._split(raw)
+        return torch.stack([_floats(parts[name]) for name in ("d", "dmin") if name in parts], dim=1)
+
+    def decode(self, raw: Tensor) -> Tensor:
+        """[B, block_bytes] uint8 -> [B, numbers] float32, each product and sum rounded once, as gguf-py does."""
+        parts = self.unpack(raw)
+        scale, low = self.group_scales(parts)
+        values = self.code_values(parts.codes).reshape(raw.shape[0], -1, self.group) * scale.unsqueeze(-1)
+        if low is not None:
+            values = values + low.unsqueeze(-1)
+        return values.flatten(1)
+
+    def code_values(self, codes: Tensor) -> Tensor:
+        """What codes stand for before scales, in float32."""
+        import torch
+
+        if self.table is not None:
+            return torch.tensor(self.table, dtype=torch.float32, device=codes.device)[codes.int()]
+        return codes.float() + self.low
+
+    def group_scales(self, parts: BlockParts) -> tuple[Tensor, Tensor | None]:
+        """[B, G] scales and what is added to a group, in float32."""
+        d = parts.d.float().unsqueeze(-1)
+        dmin = None if parts.dmin is None else parts.dmin.float().unsqueeze(-1)
+        if parts.scales is None:
+            return d, dmin
+        scale = d * parts.scales.float()
+        return scale, None if dmin is None or parts.mins is None else -(dmin * parts.mins.float())
+
+    def _split(self, raw: Tensor) -> dict[str, Tensor]:
+        names, sizes = [name for name, _ in self.parts], [size for _, size in self.parts]
+        return dict(zip(names, raw.split(sizes, dim=1), strict=True))
+
+    def _pack_scales(self, scales: Tensor, mins: Tensor | None) -> Tensor:
+        import torch
+
+        if self.scale_low == -128:
+            return scales.view(torch.uint8)
+        if mins is None:  # Q3_K
+            fields = (scales + 32).view(torch.uint8)
+            return torch.cat([Plane(4, 8).pack(fields & 15), Plane(2, 4).pack(fields >> 4)], dim=1)
+        scale, low = scales.view(torch.uint8), mins.view(torch.uint8)
+        if self.scale_high == 15:  # Q2_K
+            return scale | low << 4
+        first = torch.cat([scale[:, :4] | scale[:, 4:] >> 4 << 6, low[:, :4] | low[:, 4:] >> 4 << 6], dim=1)
+        return torch.cat([first, scale[:, 4:] & 15 | (low[:, 4:] & 15) << 4], dim=1)
+
+    def _unpack_scales(self, raw: Tensor) -> tuple[Tensor, Tensor | None]:
+        import torch
+
+        if self.scale_low == -128:
+            return raw.contiguous().view(torch.int8), None
+        if not self.has_min:
+            fields = Plane(4, 8).unpack(raw[:, :8]) | Plane(2, 4).unpack(raw[:, 8:]) << 4
+            return fields.view(torch.int8) - 32, None
+        if self.scale_high == 15:
+            return (raw & 15).view(torch.int8), (raw >> 4).view(torch.int8)
+        scale, low, both = raw.split(4, dim=1)
+        scales = torch.cat([scale & 63, both & 15 | scale >> 6 << 4], dim=1)
+        mins = torch.cat([low & 63, both >> 4 | low >> 6 << 4], dim=1)
+        return scales.view(torch.int8), mins.view(torch.int8)
+
+
+def _floats(raw: Tensor) -> Tensor:
+    import torch
+
+    half: torch.dtype = torch.float16
+    return raw.contiguous().view(half).reshape(-1)
+
+
+def _float_bytes(numbers: Tensor) -> Tensor:
+    import torch
+
+    return numbers.to(torch.float16).reshape(-1, 1).view(torch.uint8)
+
+
+_D, _DMIN = ("d", 2), ("dmin", 2)
+_NIBBLES_16, _NIBBLES_32, _BITS_32, _PAIRS_32 = Plane(4, 16), Plane(4, 32), Plane(1, 32), Plane(2, 32)
+
+LAYOUTS = {
+    "q4_1_gguf": Layout("Q4_1", 32, 32, 0, 15, (_D, _DMIN, ("plane0", 16)), (_NIBBLES_16,), has_min=True),
+    "q5_0_gguf": Layout("Q5_0", 32, 32, -16, 15, (_D, ("plane1", 4), ("plane0", 16)), (_NIBBLES_16, Plane(1, 1))),
+    "q5_1_gguf": Layout(
+        "Q5_1",
+        32,
+        32,
+        0,
+        31,
+        (_D, _DMIN, ("plane1", 4), ("plane0", 16)),
+        (_NIBBLES_16, Plane(1, 1)),
+        has_min=True,
+    ),
+    "iq4_nl_gguf": Layout("IQ4_NL", 32, 32, 0, 15, (_D, ("plane0", 16)), (_NIBBLES_16,), table=IQ4_NL_VALUES),
+    "q2_k_gguf": Layout(
+        "Q2_K", 256, 16, 0, 3, (("scales", 16), ("plane0", 64), _D, _DMIN), (_PAIRS_32,), 0, 15, has_min=True
+    ),
+    "q3_k_gguf": Layout(
+        "Q3_K",
+        256,
+        16,
+        -4,
+        3,
+        (("plane1", 32), ("plane0", 64), ("scales", 12), _D),
+        (_PAIRS_32, _BITS_32),
+        -32,
+        31,
+    ),
+    "q4_k_gguf": Layout(
+        "Q4_K", 256, 32, 0, 15, (_D, _DMIN, ("scales", 12), ("plane0", 128)), (_NIBBLES_32,), 0, 63, has_min=True
+    ),
+    "q5_k_gguf": Layout(
+        "Q5_K",
+        256,
+        32,
+        0,
+        31,
+        (_D, _DMIN, ("scales", 12), ("plane1", 32), ("plane0", 128)),
+        (_NIBBLES_32, _BITS_32),
+        0,
+        63,
+        has_min=True,
+    ),
+    "q6_k_gguf": Layout(
+        "Q6_K",
+        256,
+        16,
+        -32,
+        31,
+        (("plane0", 128), ("plane1", 64), ("scales", 16), _D),
+        (Plane(4, 64), _PAIRS_32),
+        -128,
+        127,
+    ),
+}
+
+# What holds rows that are multiples of 32 and not of 256: as many bits or more, as llama.cpp takes them too.
+SMALLER_BLOCKS = {
+    "q2_k_gguf": "iq4_nl_gguf",
+    "q3_k_gguf": "iq4_nl_gguf",
+    "q4_k_gguf": "q5_0_gguf",
+    "q5_k_gguf": "q5_1_gguf",
+    "q6_k_gguf": "q8_0_gguf",
+}

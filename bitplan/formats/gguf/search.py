@@ -1,0 +1,329 @@
+"""Scales of GGUF's blocks: a search for the least squared error, weighted where inputs were observed.
+
+A group of numbers x is held as scale x code + low, with low of zero where a layout has no minimum. For given scales
+codes are the nearest ones, and for given codes the best scales are a least-squares fit: the search starts from several
+ranges, and fits and rounds in turn. Where a group's scale is d x an integer, d is fitted to the groups' scales, the
+integers are tried one up and one down, and d is fitted again. A step is taken only where the measured error, with
+float16 numbers as they will be stored, became smaller.
+
+Sums go by halves, [0, n/2) + [n/2, n), so that each has one order of additions: a CPU, a GPU and the compiled twin of
+`GroupSums` give the same bits.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple, Protocol
+
+from bitplan.formats.gguf.layouts import BlockParts, Layout
+from bitplan.formats.scales.rules import flush_small, reciprocal
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+FLOAT16_MAX = 65504.0
+FIT_STEPS = 2  # fits of the best start
+REFINEMENTS = 2  # of d, after the integers of all groups were tried
+
+
+class Start(NamedTuple):
+    """Where the search begins: the whole range (or the extreme) times `width`; `clip` of what is cut lies below."""
+
+    width: float
+    clip: float = 0.0
+
+
+class Sums(NamedTuple):
+    """Of each group, with v what its nearest codes stand for: sum w (x - value)^2, w v v, w v, w x v."""
+
+    error: Tensor
+    vv: Tensor
+    v: Tensor
+    xv: Tensor
+
+
+class GroupSums(Protocol):
+    """What costs time, for all groups at once: the definition below, or a compiled twin."""
+
+    def best_scales(self, x: Tensor, w: Tensor, layout: Layout) -> tuple[Tensor, Tensor]: ...
+
+    def sums(self, x: Tensor, w: Tensor, scale: Tensor, low: Tensor, layout: Layout) -> Sums: ...
+
+    def codes(self, x: Tensor, scale: Tensor, low: Tensor, layout: Layout) -> Tensor: ...
+
+
+def starts(layout: Layout) -> tuple[Start, ...]:
+    """Few codes clip deep; many hardly."""
+    count = layout.high - layout.low + 1
+    if layout.has_min:
+        few, some, many = (1.0, 0.9, 0.8, 0.7, 0.6), (1.0, 0.95, 0.9, 0.85, 0.8), (1.0, 0.97, 0.94, 0.9, 0.85)
+        widths = {4: few, 16: some, 32: many}[count]
+        return tuple(Start(width, clip) for width in widths for clip in ((0.5,) if width == 1.0 else (0.0, 0.5, 1.0)))
+    if layout.table is not None:
+        return tuple(Start(sign * (1.05 - 0.05 * step)) for sign in (1.0, -127 / 113) for step in range(9))
+    if count == 8:
+        return tuple(Start(sign * (1.1 - 0.075 * step)) for sign in (1.0, -4 / 3) for step in range(9))
+    step = 0.02 if count == 32 else 0.015
+    return tuple(Start(1.04 - step * place) for place in range(14 if count == 32 else 9))
+
+
+# ---- the definition of GroupSums -----------------------------------------------------------------------------------
+
+
+class TorchSums:
+    """Plain torch. x [R, P, g]; w [P, g], or [1, g]; scale and low [R, P]; all float32."""
+
+    def best_scales(self, x: Tensor, w: Tensor, layout: Layout) -> tuple[Tensor, Tensor]:
+        """The scale and the low end with the least error over all starts, each fitted once, and the best again."""
+        import torch
+
+        best = best_low = least = None
+        for scale, low in self._starting(x, layout):
+            found = self.sums(x, w, scale, low, layout)
+            scale, low = fitted(x, w, found, scale, low, layout)
+            error = self.sums(x, w, scale, low, layout).error
+            if best is None or best_low is None or least is None:
+                best, best_low, least = scale, low, error
+            else:
+                better = error < least
+                best, best_low = torch.where(better, scale, best), torch.where(better, low, best_low)
+                least = torch.where(better, error, least)
+        assert best is not None
+        assert best_low is not None
+        assert least is not None
+        for _ in range(FIT_STEPS):
+            scale, low = fitted(x, w, self.sums(x, w, best, best_low, layout), best, best_low, layout)
+            error = self.sums(x, w, scale, low, layout).error
+            better = error < least
+            best, best_low = torch.where(better, scale, best), torch.where(better, low, best_low)
+            least = torch.where(better, error, least)
+        return best, best_low
+
+    def sums(self, x: Tensor, w: Tensor, scale: Tensor, low: Tensor, layout: Layout) -> Sums:
+        v = _values(_codes(x, scale, low, layout), layout)
+        error = x - (v * scale.unsqueeze(-1) + low.unsqueeze(-1))
+        return Sums(by_halves(w * (error * error)), by_halves(w * (v * v)), by_halves(w * v), by_halves(w * (x * v)))
+
+    def codes(self, x: Tensor, scale: Tensor, low: Tensor, layout: Layout) -> Tensor:
+        """[R, P, g] uint8: the nearest codes."""
+        import torch
+
+        return (_codes(x, scale, low, layout) - (0 if layout.table else layout.low)).to(torch.uint8)
+
+    def _starting(self, x: Tensor, layout: Layout) -> list[tuple[Tensor, Tensor]]:
+        import torch
+
+        bottom, top = torch.aminmax(x, dim=-1)
+        if not layout.has_min:
+            extreme = torch.where(top > -bottom, top, bottom)
+            end = float(layout.table[0] if layout.table else layout.low)
+            return [(extreme * (start.width / end), torch.zeros_like(top)) for start in starts(layout)]
+        if layout.has_groups:  # a minimum is taken away, never added
+            bottom = bottom.clamp(max=0.0)
+        width = top - bottom
+        return [
+            (width * (start.width / layout.high), bottom + width * ((1.0 - start.width) * start.clip))
+            for start in starts(layout)
+        ]
+
+
+def _codes(x: Tensor, scale: Tensor, low: Tensor, layout: Layout) -> Tensor:
+    """The nearest codes as floats: what they stand for, or places in the table."""
+    scaled = (x - low.unsqueeze(-1)) * reciprocal(flush_small(scale)).unsqueeze(-1)
+    if layout.table is None:
+        return scaled.round().clamp(layout.low, layout.high)
+    places = scaled.new_zeros(scaled.shape)
+    for one, two in zip(layout.table, layout.table[1:], strict=False):
+        places += scaled > (one + two) / 2
+    return places
+
+
+def _values(codes: Tensor, layout: Layout) -> Tensor:
+    import torch
+
+    if layout.table is None:
+        return codes
+    return torch.tensor(layout.table, dtype=torch.float32, device=codes.device)[codes.int()]
+
+
+def by_halves(numbers: Tensor) -> Tensor:
+    """The sum over the last axis, a power of two long, always in the same order."""
+    while numbers.shape[-1] > 1:
+        half = numbers.shape[-1] // 2
+        numbers = numbers[..., :half] + numbers[..., half:]
+    return numbers[..., 0]
+
+
+def fitted(x: Tensor, w: Tensor, found: Sums, scale: Tensor, low: Tensor, layout: Layout) -> tuple[Tensor, Tensor]:
+    """The scale and low end that fit the codes best; as they were where codes do not tell."""
+    import torch
+
+    alone = torch.where(found.vv > 0, found.xv / found.vv, scale)
+    if not layout.has_min:
+        return alone, low
+    weight, x_sum = by_halves(w), by_halves(w * x)
+    spread = weight * found.vv - found.v * found.v
+    new = torch.where(spread > 0, (weight * found.xv - x_sum * found.v) / spread, scale)
+    new_low = torch.where(spread > 0, (x_sum - new * found.v) / weight, low)
+    if not layout.has_groups:
+        return new, new_low
+    above = new_low > 0
+    return torch.where(above, alone, new), torch.where(above, 0.0, new_low)
+
+
+# ---- whole blocks --------------------------------------------------------------------------------------------------
+
+
+def search_blocks(matrix: Tensor, importance: Tensor | None, layout: Layout, math: GroupSums) -> BlockParts:
+    """[R, C] float32 numbers, rows of whole blocks, and a weight for each column -> blocks, row by row."""
+    x = matrix.reshape(matrix.shape[0], -1, layout.group)
+    w = _weights(matrix, importance, layout)
+    scale, low = math.best_scales(x, w, layout)
+    if layout.has_groups:
+        parts = _Blocks(x, w, layout, math).parts(scale, low)
+    else:
+        parts = _single(x, w, scale, low, layout, math)
+    stored, added = layout.group_scales(parts)
+    shape = x.shape[:2]
+    added = stored.new_zeros(shape) if added is None else added.reshape(shape)
+    codes = math.codes(x, stored.reshape(shape), added, layout)
+    return parts._replace(codes=codes.reshape(-1, layout.numbers))
+
+
+def _weights(matrix: Tensor, importance: Tensor | None, layout: Layout) -> Tensor:
+    """[P, g] weights about 1, none of them zero: what no input reached still decides where nothing else does."""
+    import torch
+
+    if importance is None:
+        return matrix.new_ones((1, layout.group))
+    given = importance.to(matrix.device, torch.float64).reshape(-1)
+    weights = (given / given.mean().clamp(min=1e-300)).clamp(1e-6, 1e6).float()
+    return weights.repeat(matrix.shape[1] // given.numel()).reshape(-1, layout.group)
+
+
+def _half(numbers: Tensor) -> Tensor:
+    """As float16 holds it, in float32."""
+    import torch
+
+    return numbers.clamp(-FLOAT16_MAX, FLOAT16_MAX).to(torch.float16).float()
+
+
+def _single(x: Tensor, w: Tensor, scale: Tensor, low: Tensor, layout: Layout, math: GroupSums) -> BlockParts:
+    """Blocks of one group: the scale and the low end are float16 numbers themselves."""
+    import torch
+
+    scale, low = _half(scale), _half(low)
+    found = math.sums(x, w, scale, low, layout)
+    for _ in range(REFINEMENTS):
+        new, new_low = fitted(x, w, found, scale, low, layout)
+        new = _half(new)
+        if layout.has_min:  # the low end that suits the rounded scale
+            new_low = _half((by_halves(w * x) - new * found.v) / by_halves(w))
+        tried = math.sums(x, w, new, new_low, layout)
+        better = tried.error < found.error
+        scale, low = torch.where(better, new, scale), torch.where(better, new_low, low)
+        found = Sums(*(torch.where(better, one, two) for one, two in zip(tried, found, strict=True)))
+    halves = scale.reshape(-1).half(), low.reshape(-1).half()
+    return BlockParts(scale, halves[0], halves[1] if layout.has_min else None)
+
+
+class _Blocks:
+    """Blocks of groups: d, dmin, and the integers that a group's scale and minimum are of them."""
+
+    def __init__(self, x: Tensor, w: Tensor, layout: Layout, math: GroupSums) -> None:
+        self.x, self.w, self.layout, self.math = x, w, layout, math
+        self.grid = (x.shape[0], -1, layout.group_count)
+
+    def parts(self, scale: Tensor, low: Tensor) -> BlockParts:
+        import torch
+
+        layout = self.layout
+        assert layout.scale_low is not None
+        assert layout.scale_high is not None
+        found = self.math.sums(self.x, self.w, scale, low, layout)
+        curve = by_halves(self.w).expand(scale.shape)
+        d, scales = self._integers(scale, found.vv, layout.scale_low, layout.scale_high)
+        dmin, mins = self._integers(-low, curve, 0, layout.scale_high if layout.has_min else 0)
+        for _ in range(REFINEMENTS):
+            scales, mins = self._neighbours(d, dmin, scales, mins)
+            d, dmin = self._fitted(d, dmin, scales, mins)
+        scales, mins = self._neighbours(d, dmin, scales, mins)
+        flat = [part.reshape(-1, layout.group_count).to(torch.int8) for part in (scales, mins)]
+        halves = [part.reshape(-1).half() for part in (d, dmin)]
+        if not layout.has_min:
+            return BlockParts(scale, halves[0], None, flat[0])
+        return BlockParts(scale, halves[0], halves[1], flat[0], flat[1])
+
+    def _integers(self, numbers: Tensor, weights: Tensor, least: int, most: int) -> tuple[Tensor, Tensor]:
+        """[R, Q] steps as float16 holds them, and [R, Q, G] integers whose products are near the numbers."""
+        import torch
+
+        numbers, weights = numbers.reshape(self.grid), weights.reshape(self.grid)
+        if not most:
+            return numbers.new_zeros(numbers.shape[:2]), torch.zeros_like(numbers)
+        bottom, top = torch.aminmax(numbers, dim=-1)
+        ends = [top / most]
+        if least < 0:
+            extreme = torch.where(top > -bottom, top, bottom)
+            ends = [extreme / least, extreme / most]
+        best = integers = error = None
+        for end in ends:
+            for multiple in (1.0, 0.985, 1.015, 0.97, 1.03):
+                step = _half(end * multiple)
+                tried = (numbers * reciprocal(step).unsqueeze(-1)).round().clamp(least, most)
+                difference = numbers - tried * step.unsqueeze(-1)
+                lost = by_halves(weights * (difference * difference))
+                if best is None or integers is None or error is None:
+                    best, integers, error = step, tried, lost
+                    continue
+                better = lost < error
+                best, error = torch.where(better, step, best), torch.where(better, lost, error)
+                integers = torch.where(better.unsqueeze(-1), tried, integers)
+        assert best is not None
+        assert integers is not None
+        return best, integers
+
+    def _sums(self, d: Tensor, dmin: Tensor, scales: Tensor, mins: Tensor) -> Sums:
+        scale = (d.unsqueeze(-1) * scales).reshape(self.x.shape[:2])
+        low = -(dmin.unsqueeze(-1) * mins).reshape(self.x.shape[:2])
+        return self.math.sums(self.x, self.w, scale, low, self.layout)
+
+    def _neighbours(self, d: Tensor, dmin: Tensor, scales: Tensor, mins: Tensor) -> tuple[Tensor, Tensor]:
+        """Each group's integers, or those next to them, whichever leave the least error."""
+        import torch
+
+        layout = self.layout
+        best, best_min = scales, mins
+        least = self._sums(d, dmin, scales, mins).error.reshape(self.grid)
+        for up in (-1.0, 0.0, 1.0):
+            for up_min in (-1.0, 0.0, 1.0) if layout.has_min else (0.0,):
+                if not up and not up_min:
+                    continue
+                tried = (scales + up).clamp(layout.scale_low, layout.scale_high)
+                tried_min = (mins + up_min).clamp(0, layout.scale_high)
+                error = self._sums(d, dmin, tried, tried_min).error.reshape(self.grid)
+                better = error < least
+                best, best_min = torch.where(better, tried, best), torch.where(better, tried_min, best_min)
+                least = torch.where(better, error, least)
+        return best, best_min
+
+    def _fitted(self, d: Tensor, dmin: Tensor, scales: Tensor, mins: Tensor) -> tuple[Tensor, Tensor]:
+        """d and dmin by least squares for the codes and integers there are, where the error becomes smaller."""
+        import torch
+
+        found = Sums(*(part.reshape(self.grid) for part in self._sums(d, dmin, scales, mins)))
+        weight = by_halves(self.w).expand(self.x.shape[:2]).reshape(self.grid)
+        x_sum = by_halves(self.w * self.x).reshape(self.grid)
+        aa, ax = by_halves(found.vv * (scales * scales)), by_halves(found.xv * scales)
+        new = torch.where(aa > 0, ax / aa, d)
+        new_min = dmin
+        if self.layout.has_min:
+            ab = by_halves(found.v * (scales * mins))
+            bb, bx = by_halves(weight * (mins * mins)), by_halves(x_sum * mins)
+            spread = aa * bb - ab * ab
+            both = spread > aa * bb * 1e-6
+            new = torch.where(both, (ax * bb - bx * ab) / spread, new)
+            new_min = torch.where(both, (ax * ab - bx * aa) / spread, dmin)
+        new, new_min = _half(new), _half(new_min)
+        error = by_halves(self._sums(new, new_min, scales, mins).error.reshape(self.grid))
+        better = error < by_halves(found.error)
+        return torch.where(better, new, d), torch.where(better, new_min, dmin)

@@ -1,0 +1,152 @@
+"""Vectors from memory that is known by its address alone, and what sums of products need beside `vectors`.
+
+A C function that another library's threads call gets one address and no arrays. Addresses are int64; nothing is
+checked, and nothing has to be aligned.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from llvmlite import ir  # type: ignore[import-untyped]
+from numba.core import cgutils, types
+
+from bitplan.kernels.base.vectors import VectorType, VectorWriter, define, lanewise
+
+INT64 = ir.IntType(64)
+
+
+def _pointer(writer: VectorWriter, address: Any, pointed: Any) -> Any:
+    return writer.builder.inttoptr(address, ir.PointerType(pointed))
+
+
+# ---- memory -------------------------------------------------------------------------------------------------------
+
+
+def _load(writer: VectorWriter, address: Any, _lane: Any, _width: Any) -> Any:
+    kind = VectorType(writer.kinds[1].dtype, writer.kinds[2].literal_value)
+    return writer.builder.load(_pointer(writer, address, writer.llvm(kind)), align=1)
+
+
+def _read(writer: VectorWriter, address: Any, _kind: Any) -> Any:
+    return writer.builder.load(_pointer(writer, address, writer.llvm(writer.kinds[1].dtype)), align=1)
+
+
+def _write(writer: VectorWriter, address: Any, value: Any) -> Any:
+    writer.builder.store(value, _pointer(writer, address, value.type), align=1)
+    return writer.context.get_dummy_value()
+
+
+def _take(writer: VectorWriter, address: Any, count: Any) -> Any:
+    return writer.builder.atomic_rmw("add", _pointer(writer, address, INT64), count, "monotonic")
+
+
+load_from = define(3, lambda _a, lane, width: VectorType(lane.dtype, width.literal_value), _load)
+read = define(2, lambda _address, kind: kind.dtype, _read)  # one number
+write = define(2, lambda _address, _value: types.void, _write)  # a number or a vector
+# Adds to the int64 there and gives what it was before, whoever else does the same.
+take = define(2, lambda _address, _count: types.int64, _take)
+
+
+# ---- lanes --------------------------------------------------------------------------------------------------------
+
+
+def _sum(writer: VectorWriter, vector: Any) -> Any:
+    lane = writer.llvm(writer.vector.lane)
+    kind = ir.FunctionType(lane, [lane, vector.type])
+    name = f"llvm.vector.reduce.fadd.v{writer.vector.width}f32"
+    function = cgutils.get_or_insert_function(writer.builder.module, kind, name)
+    return writer.builder.call(function, [ir.Constant(lane, 0.0), vector], fastmath=("reassoc",))
+
+
+def _picked(places: Callable[[int, int], list[int]]) -> Any:
+    """A function of a vector and a literal: lanes at `places(width, literal)`."""
+
+    def emit(writer: VectorWriter, vector: Any, _number: Any) -> Any:
+        return writer.shuffle(vector, vector, places(writer.vector.width, writer.kinds[1].literal_value))
+
+    def result(vector: Any, number: Any) -> Any:
+        return VectorType(vector.lane, len(places(vector.width, number.literal_value)))
+
+    return define(2, result, emit)
+
+
+def _fused(writer: VectorWriter, a: Any, b: Any, c: Any) -> Any:
+    return writer.call(f"llvm.fma.v{writer.vector.width}f32", a.type, [a, b, c])
+
+
+def _half(writer: VectorWriter, bits: Any) -> Any:
+    halves = writer.builder.bitcast(bits, ir.VectorType(ir.HalfType(), writer.vector.width))
+    return writer.builder.fpext(halves, ir.VectorType(ir.FloatType(), writer.vector.width))
+
+
+fused_multiply_add = lanewise(_fused, arity=3)  # a * b + c, rounded once
+sum_of_lanes = define(1, lambda vector: vector.lane, _sum)  # float32, in any order
+repeat_each = _picked(lambda width, times: [lane // times for lane in range(width * times)])
+# Nibble j of 32-bit lane i holds number 8 i + j of a row: every eighth number, from the j-th on.
+every_eighth = _picked(lambda width, first: list(range(first, width, 8)))
+# The same for GGUF, where a byte holds numbers j and j + 16 of 32.
+every_fourth_of_halves = _picked(
+    lambda width, first: [
+        32 * block + 4 * lane + first // 2 + 16 * (first % 2) for block in range(width // 32) for lane in range(4)
+    ]
+)
+float_of_half = define(1, lambda vector: VectorType(types.float32, vector.width), _half)  # uint16 bits of float16
+
+
+# ---- instructions of some CPUs --------------------------------------------------------------------------------------
+
+
+def _lookup(writer: VectorWriter, table: Any, places: Any) -> Any:
+    return writer.call("llvm.x86.avx512.permvar.sf.512", table.type, [table, places])
+
+
+# AVX-512: 16 float32 picked from 16 others, by the low four bits of each lane of an int32 vector.
+look_up_16 = define(2, lambda table, _places: table, _lookup)
+
+
+# ---- tiles: several rows of a weight times several inputs -----------------------------------------------------------
+
+
+def _tuple(writer: VectorWriter, made: list[Any]) -> Any:
+    return cgutils.pack_array(writer.builder, made)
+
+
+def _multiply_in(writer: VectorWriter, parts: Any, weights: Any, inputs: Any) -> Any:
+    kinds = writer.kinds
+    made = []
+    for row in range(kinds[1].count):
+        for column in range(kinds[2].count):
+            values = [
+                writer.builder.extract_value(group, place)
+                for group, place in ((weights, row), (inputs, column), (parts, row * kinds[2].count + column))
+            ]
+            made.append(writer.call(f"llvm.fma.v{kinds[0].dtype.width}f32", values[0].type, values))
+    return _tuple(writer, made)
+
+
+def _scale_in(writer: VectorWriter, sums: Any, scales: Any, parts: Any) -> Any:
+    kinds = writer.kinds
+    columns = kinds[0].count // kinds[1].count
+    made = []
+    for place in range(kinds[0].count):
+        groups = ((scales, place // columns), (parts, place), (sums, place))
+        values = [writer.builder.extract_value(group, index) for group, index in groups]
+        made.append(writer.call(f"llvm.fma.v{kinds[0].dtype.width}f32", values[0].type, values))
+    return _tuple(writer, made)
+
+
+def _zero_tile(writer: VectorWriter, _count: Any, _width: Any) -> Any:
+    count, width = (kind.literal_value for kind in writer.kinds)
+    return _tuple(writer, [ir.Constant(writer.llvm(VectorType(types.float32, width)), None)] * count)
+
+
+# Tuples of float32 vectors: parts[r, c] + weights[r] * inputs[c], and sums[r, c] + scales[r] * parts[r, c].
+multiply_in = define(3, lambda parts, _weights, _inputs: parts, _multiply_in)
+scale_in = define(3, lambda sums, _scales, _parts: sums, _scale_in)
+zero_tile = define(
+    2,
+    lambda count, width: types.UniTuple(VectorType(types.float32, width.literal_value), count.literal_value),
+    _zero_tile,
+)

@@ -1,0 +1,132 @@
+"""Atomics inside numba, and what threads of a team need to wait for each other without the interpreter.
+
+All work on places of an int64 array that the threads share; use places of their own cache lines (`LINE` apart).
+Waiting spins for a moment and then gives the core away between looks: a team may have more threads than cores.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from llvmlite import ir  # type: ignore[import-untyped]
+from numba.core import cgutils, types
+from numba.extending import intrinsic
+
+from bitplan.kernels.base.jit import inlined
+
+LINE = 16  # int64 between places: two cache lines, for processors fetch them in pairs
+SPINS = 256
+INT32, INT64 = ir.IntType(32), ir.IntType(64)
+
+
+def _pointer(context: Any, builder: Any, kind: Any, array: Any, index: Any) -> Any:
+    return builder.gep(context.make_array(kind)(context, builder, array).data, [index])
+
+
+@intrinsic
+def fetch_add(_typing: Any, array: Any, index: Any, value: Any) -> Any:
+    """array[index] += value; returns what was there before."""
+
+    def generate(context: Any, builder: Any, _signature: Any, values: Any) -> Any:
+        at = _pointer(context, builder, array, values[0], values[1])
+        return builder.atomic_rmw("add", at, context.cast(builder, values[2], value, types.int64), "acq_rel")
+
+    return types.int64(array, index, value), generate
+
+
+@intrinsic
+def exchange(_typing: Any, array: Any, index: Any, value: Any) -> Any:
+    """array[index] = value; returns what was there before."""
+
+    def generate(context: Any, builder: Any, _signature: Any, values: Any) -> Any:
+        at = _pointer(context, builder, array, values[0], values[1])
+        return builder.atomic_rmw("xchg", at, context.cast(builder, values[2], value, types.int64), "acq_rel")
+
+    return types.int64(array, index, value), generate
+
+
+@intrinsic
+def read(_typing: Any, array: Any, index: Any) -> Any:
+    """array[index]; what was written before it was is seen too."""
+
+    def generate(context: Any, builder: Any, _signature: Any, values: Any) -> Any:
+        return builder.load_atomic(_pointer(context, builder, array, values[0], values[1]), "acquire", 8)
+
+    return types.int64(array, index), generate
+
+
+@intrinsic
+def write(_typing: Any, array: Any, index: Any, value: Any) -> Any:
+    """array[index] = value, after all that was written before."""
+
+    def generate(context: Any, builder: Any, _signature: Any, values: Any) -> Any:
+        number = context.cast(builder, values[2], value, types.int64)
+        builder.store_atomic(number, _pointer(context, builder, array, values[0], values[1]), "release", 8)
+        return context.get_dummy_value()
+
+    return types.void(array, index, value), generate
+
+
+@intrinsic
+def give_way(_typing: Any) -> Any:
+    """Let another thread have this core."""
+
+    def generate(context: Any, builder: Any, _signature: Any, _values: Any) -> Any:
+        function = cgutils.get_or_insert_function(builder.module, ir.FunctionType(INT32, []), "sched_yield")
+        builder.call(function, [])
+        return context.get_dummy_value()
+
+    return types.void(), generate
+
+
+@inlined
+def wait_for_change(places, place, seen):  # type: ignore[no-untyped-def]
+    """Until places[place] is not `seen`."""
+    spins = 0
+    while read(places, place) == seen:
+        spins += 1
+        if spins > SPINS:
+            give_way()
+
+
+@inlined
+def lock(places, place):  # type: ignore[no-untyped-def]
+    spins = 0
+    while exchange(places, place, 1) != 0:
+        while read(places, place) != 0:
+            spins += 1
+            if spins > SPINS:
+                give_way()
+
+
+@inlined
+def unlock(places, place):  # type: ignore[no-untyped-def]
+    write(places, place, 0)
+
+
+@inlined
+def meet(places, place, team):  # type: ignore[no-untyped-def]
+    """Wait until all of a team are here. Uses `place` and the one a LINE behind it."""
+    turn = read(places, place + LINE)
+    if fetch_add(places, place, 1) == team - 1:
+        write(places, place, 0)
+        fetch_add(places, place + LINE, 1)
+    else:
+        wait_for_change(places, place + LINE, turn)
+
+
+@inlined
+def join(places, place, team, called_off):  # type: ignore[no-untyped-def]
+    """`meet` for the first time; False where places[called_off] is set, since then somebody will not come."""
+    turn, spins = read(places, place + LINE), 0
+    if fetch_add(places, place, 1) == team - 1:
+        write(places, place, 0)
+        fetch_add(places, place + LINE, 1)
+        return True
+    while read(places, place + LINE) == turn:
+        if read(places, called_off) != 0:
+            return False
+        spins += 1
+        if spins > SPINS:
+            give_way()
+    return True

@@ -1,0 +1,75 @@
+"""Runs a compiled loop on torch's own threads.
+
+torch's CPU build on Linux carries GNU OpenMP, whose threads wait for the next piece of work by spinning: handing them
+work takes a few microseconds, where threads of Python's take fifty. `GOMP_parallel` is the function that every
+program compiled with OpenMP calls; asked for through torch's library, it is the one torch uses, with the same threads.
+Where torch has another OpenMP, and in a process that was forked (whose pool has no threads), Python's threads run it.
+
+A loop is a C function of one address, that of its job. It is called once on every thread, and all calls together
+do the work: each takes pieces until none is left (`addresses.take`).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numba
+import torch
+
+from bitplan.kernels.base.jit import on_threads, use_threads
+
+_forked = False
+
+
+def c_function(function: Callable[..., Any]) -> Any:
+    """Compiles f(address) for C, cached on disk; Python may call the result with an address, without the lock."""
+    options = {"error_model": "numpy"}
+    try:
+        made = numba.cfunc("void(int64)", cache=True, **options)(function)
+    except RuntimeError:  # numba found no folder it may write to: compile in every process
+        made = numba.cfunc("void(int64)", **options)(function)
+    called = ctypes.CFUNCTYPE(None, ctypes.c_int64)(made.address)
+    called.keeps, called.address = made, made.address
+    return called
+
+
+def run(function: Any, job: int, threads: int) -> None:
+    """Call a `c_function` with the address of a job on so many threads, this one included, and wait."""
+    if threads == 1:
+        function(job)
+        return
+    start = None if _forked else _openmp()
+    if start is not None:
+        start(function.address, job, threads, 0)
+        return
+    with use_threads(threads):
+        on_threads(lambda _: function(job), range(threads))
+
+
+@functools.cache
+def _openmp() -> Any | None:
+    """GNU OpenMP's start of a parallel region, as torch's library finds it; None where it has another."""
+    places = sorted((Path(torch.__file__).parent / "lib").glob("libtorch_cpu.so"))
+    if not places or "OpenMP" not in torch.__config__.parallel_info():
+        return None
+    try:
+        start = ctypes.CDLL(str(places[0])).GOMP_parallel
+    except (OSError, AttributeError):  # built without it, or with LLVM's
+        return None
+    start.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint]
+    start.restype = None
+    return start
+
+
+def _has_no_threads() -> None:
+    global _forked
+    _forked = True
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_has_no_threads)

@@ -1,0 +1,255 @@
+"""The CPU's fused product: which kernel multiplies by a packed weight, and how a call reaches it.
+
+| kernel | formats | inputs | memory beside the weight |
+|---|---|---|---|
+| ours (`cpu_rows`) | `FORMATS` | as they are: weights are decoded in registers, sums are float32 | none |
+| torch's 4-bit one (`cpu_matmul`) | int4_g32, on CPUs that have it (Arm) | rounded to 8-bit integers | a packed copy |
+
+Ours is a float32 product of the decoded weights, up to the order of additions: with u = 2^-24 it lies within
+(K + 4) u sum_k |x_k w_nk| of the exact one. 16-bit inputs are computed in float32, and the result rounded once.
+
+Up to `MOST_INPUTS` rows of x, codes become numbers in registers. For more, a BLAS is faster: parts of the weight are
+decoded into a buffer that stays in the cache, and torch.addmm multiplies by it.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import platform
+from array import array
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from bitplan.formats import Encoded
+from bitplan.formats.elements import E2M1_MAGNITUDES
+from bitplan.kernels.matmul import cpu_matmul
+
+NIBBLES = ("int4_g32", "q4_0_gguf", "mxfp4", "nvfp4")
+BYTES = ("int8_row", "int8_g128", "q8_0_gguf", "fp8_e4m3_row")
+FORMATS = NIBBLES + BYTES
+INPUTS = (torch.float32, torch.bfloat16, torch.float16)
+LEAST_FOR_THREADS = 2**18  # weights times inputs: below, a second thread costs more than it brings
+PIECES_PER_THREAD = 8  # a thread that falls behind leaves rows to the others
+MOST_INPUTS = 32
+BUFFER_ROWS, BUFFER_COLUMNS = 512, 256  # of decoded weights, for more inputs
+_E8_OF_E4M3 = 256.0  # E4M3's bits in a float16 stand for 2^-8 of the number
+
+Call = Callable[[Tensor, Sequence[int]], Tensor]
+
+
+class FusedOnCpu:
+    """Reads packed bytes with numba's or torch's kernel; see the table above."""
+
+    name = "the CPU's fused kernel"
+
+    def why_not(self, weight: Encoded, dtype: torch.dtype) -> str | None:
+        if dtype not in INPUTS:
+            return f"{self.name} computes in float32, the input is {dtype}"
+        if _takes_torch(weight, dtype):
+            return None
+        return why_not_ours(weight)
+
+    def prepare(self, weight: Encoded) -> tuple[Tensor, ...]:
+        """torch's copy, or 17 numbers: those of the 16 codes, and a factor of all."""
+        if _takes_torch(weight, torch.float32):
+            return (cpu_matmul.pack_four_bit(weight),)
+        return (_constants(weight),)
+
+    def join(self, parts: Sequence[tuple[Tensor, ...]]) -> tuple[Tensor, ...] | None:
+        return None
+
+    def launches(self, weight: Encoded, rows: int) -> Sequence[Mapping[str, int]]:
+        return ()
+
+    def run(
+        self,
+        x_MK: Tensor,
+        weight: Encoded,
+        prepared: tuple[Tensor, ...],
+        bias: Tensor | None,
+        launch: Mapping[str, int] | None,
+    ) -> Tensor:
+        inputs = x_MK.shape[0]
+        wide = None if bias is None else bias.detach().float().contiguous()
+        if not inputs:
+            return x_MK.new_empty((0, weight.shape[0]))
+        if prepared[0].dtype == torch.uint8:
+            return cpu_matmul.four_bit_linear(x_MK, weight, prepared[0], wide).to(x_MK.dtype)
+        if inputs > MOST_INPUTS:
+            return _over_a_buffer(x_MK.detach().float().contiguous(), weight, prepared[0], wide).to(x_MK.dtype)
+        return _bound(inputs, weight, prepared[0], wide)(x_MK, (inputs, weight.shape[0]))
+
+    def bind(
+        self,
+        x_MK: Tensor,
+        weight: Encoded,
+        prepared: tuple[Tensor, ...],
+        bias: Tensor | None,
+        launch: Mapping[str, int] | None,
+    ) -> Call | None:
+        """The product for more inputs of this many rows, as long as weight and bias lie where they lie."""
+        is_other = prepared[0].dtype == torch.uint8 or not 0 < x_MK.shape[0] <= MOST_INPUTS
+        if is_other or (bias is not None and not (bias.dtype == torch.float32 and bias.is_contiguous())):
+            return None
+        return _bound(x_MK.shape[0], weight, prepared[0], None if bias is None else bias.detach())
+
+    def note(self, weight: Encoded) -> str:
+        if _takes_torch(weight, torch.float32):
+            return (
+                "is torch's 4-bit one, rounds each input row to 8-bit integers (error at most step * sum |w|, "
+                "typically 0.5 to 0.9 %) and keeps a copy of the packed weight in its own order"
+            )
+        return "decodes weights in registers or in a buffer, sums in float32 and keeps no copy"
+
+
+def why_not_ours(weight: Encoded) -> str | None:
+    """Why our kernel cannot run this product; None if it can."""
+    if weight.fmt.name not in FORMATS:
+        return f"the CPU's fused kernel has no {weight.fmt.name}, but {', '.join(FORMATS)}"
+    reason = _why_not_here()
+    if reason is not None:
+        return reason
+    from bitplan.kernels.matmul.cpu_rows import LANES, STEP
+
+    shortest = STEP if weight.fmt.name in NIBBLES else LANES
+    if not weight.shape[0] or weight.fmt.padded_cols(weight.shape[1]) < shortest:
+        return f"the CPU's fused kernel needs rows of at least {shortest} weights here, got shape {weight.shape}"
+    return None
+
+
+def _takes_torch(weight: Encoded, dtype: torch.dtype) -> bool:
+    return weight.fmt.name == "int4_g32" and cpu_matmul.why_not_four_bit(weight, dtype) is None
+
+
+@functools.cache
+def _why_not_here() -> str | None:
+    if importlib.util.find_spec("numba") is None:
+        return "the CPU's fused kernel needs numba, which is not installed; pip install numba"
+    from bitplan.kernels.base.cpu_features import features
+
+    if _on_x86() and not {"avx2", "fma", "f16c"} <= features():
+        return "the CPU's fused kernel needs AVX2, FMA and F16C on x86"
+    if not _on_x86() and platform.machine().lower() not in ("aarch64", "arm64"):
+        return f"the CPU's fused kernel is for x86 and 64-bit Arm, this is {platform.machine()}"
+    return None
+
+
+def _on_x86() -> bool:
+    return platform.machine().lower() in ("x86_64", "amd64")
+
+
+# ---- few inputs ------------------------------------------------------------------------------------------------------
+
+
+def _constants(weight: Encoded) -> Tensor:
+    from bitplan.kernels.matmul.cpu_codes import LOOKS_UP
+
+    e2m1 = weight.fmt.name in ("mxfp4", "nvfp4")
+    numbers = [*E2M1_MAGNITUDES, *(-each for each in E2M1_MAGNITUDES)] if e2m1 else list(range(-8, 8))
+    factor = 0.5 if e2m1 and not LOOKS_UP else 1.0
+    if weight.fmt.name in ("nvfp4", "fp8_e4m3_row"):
+        factor *= _E8_OF_E4M3
+    constants = torch.tensor([*numbers, factor], dtype=torch.float32)
+    if weight.base is not None:
+        constants[16] *= weight.base.reshape(())
+    return constants
+
+
+def _bound(inputs: int, weight: Encoded, constants: Tensor, bias: Tensor | None) -> Call:
+    """A call for this many inputs: its job is settled but for where x, the result and the scratch lie."""
+    from bitplan.kernels.base.jit import thread_count
+    from bitplan.kernels.base.team import run
+    from bitplan.kernels.matmul import cpu_rows
+    from bitplan.kernels.matmul.cpu_codes import products_of
+
+    rows, width = weight.shape
+    unit = cpu_rows.STEP if weight.fmt.name in NIBBLES else cpu_rows.LANES
+    units = -(-weight.fmt.padded_cols(width) // unit)
+    tiled = inputs if inputs == 1 else 4 * -(-inputs // 4)
+    stride = 4 * unit * (1 + units * tiled) + 64  # threads share no line of the cache
+    template, holds = _job(weight, constants, inputs=inputs, scratch_stride=stride)
+    template[cpu_rows.BIAS] = 0 if bias is None else bias.data_ptr()
+    x_at, y_at, scratch_at, piece_at = cpu_rows.X, cpu_rows.Y, cpu_rows.SCRATCH, cpu_rows.PIECE
+    function, is_small = products_of(weight.fmt.name), rows * width * inputs < LEAST_FOR_THREADS
+    empty, float32, uint8 = torch.empty, torch.float32, torch.uint8
+
+    def call(x: Tensor, shape: Sequence[int], _holds: Any = (holds, bias)) -> Tensor:
+        threads = 1 if is_small else thread_count()
+        wide = x if x.dtype == float32 and x.is_contiguous() else x.to(float32).contiguous()
+        y, scratch = empty(shape, dtype=float32), empty(threads * stride, dtype=uint8)
+        job = template[:]
+        job[x_at], job[y_at], job[scratch_at] = wide.data_ptr(), y.data_ptr(), scratch.data_ptr()
+        job[piece_at] = _piece(rows, threads)
+        run(function, job.buffer_info()[0], threads)
+        return y if x.dtype == float32 else y.to(x.dtype)
+
+    return call
+
+
+def _job(weight: Encoded, constants: Tensor, **fields: int) -> tuple[array[int], Any]:
+    """A job for all rows of the weight, and what has to live as long: it knows addresses only."""
+    from bitplan.kernels.matmul.cpu_rows import JOB
+
+    assert weight.scales is not None
+    rows, width = weight.shape
+    data, scales = weight.data.contiguous(), weight.scales.contiguous()
+    fields |= {
+        "width": width,
+        "codes": data.data_ptr(),
+        "codes_stride": data.nbytes // rows,
+        "scales": scales.data_ptr(),
+        "scales_stride": scales.nbytes // rows,
+        "rows": rows,
+        "table": constants.data_ptr(),
+        "factor": constants.data_ptr() + 64,
+    }
+    return array("q", [fields.get(name, 0) for name in JOB]), (data, scales, constants)
+
+
+def _piece(rows: int, threads: int) -> int:
+    return max(4, rows // (threads * PIECES_PER_THREAD) // 4 * 4)
+
+
+# ---- many inputs -----------------------------------------------------------------------------------------------------
+
+
+def _over_a_buffer(x_MK: Tensor, weight: Encoded, constants: Tensor, bias: Tensor | None) -> Tensor:
+    from bitplan.kernels.base.jit import thread_count
+    from bitplan.kernels.base.team import run
+    from bitplan.kernels.matmul import cpu_rows
+    from bitplan.kernels.matmul.cpu_codes import arranger_of, decoder_of
+
+    (inputs, width), rows, threads = x_MK.shape, weight.shape[0], thread_count()
+    unit = cpu_rows.STEP if weight.fmt.name in NIBBLES else cpu_rows.LANES
+    units = -(-weight.fmt.padded_cols(width) // unit)
+    job, _holds = _job(weight, constants, inputs=inputs, count=units, scratch_stride=8 * unit)
+    x, factor = x_MK, float(constants[16])
+    if unit != cpu_rows.LANES or units * unit != width:
+        x, scratch = x_MK.new_empty((inputs, units * unit)), torch.empty(threads * 2 * unit)
+        arranging = job[:]
+        arranging[cpu_rows.X], arranging[cpu_rows.Y] = x_MK.data_ptr(), x.data_ptr()
+        arranging[cpu_rows.SCRATCH] = scratch.data_ptr()
+        order = "bytes" if unit == cpu_rows.LANES else "halves" if weight.fmt.name == "q4_0_gguf" else "pairs"
+        run(arranger_of(order), arranging.buffer_info()[0], threads)
+    y, decoder = x.new_empty((inputs, rows)), decoder_of(weight.fmt.name)
+    step = max(1, BUFFER_COLUMNS // unit)
+    buffer = torch.empty(min(rows, BUFFER_ROWS) * step * unit)
+    job[cpu_rows.Y], codes, scales = buffer.data_ptr(), job[cpu_rows.CODES], job[cpu_rows.SCALES]
+    for first in range(0, rows, BUFFER_ROWS):
+        count = min(BUFFER_ROWS, rows - first)
+        job[cpu_rows.CODES] = codes + first * job[cpu_rows.CODES_STRIDE]
+        job[cpu_rows.SCALES] = scales + first * job[cpu_rows.SCALES_STRIDE]
+        job[cpu_rows.ROWS], job[cpu_rows.PIECE] = count, _piece(count, threads)
+        part = y[:, first : first + count]
+        for low in range(0, units, step):
+            many = min(step, units - low)
+            job[cpu_rows.FIRST], job[cpu_rows.COUNT], job[cpu_rows.NEXT_ROW] = low, many, 0
+            run(decoder, job.buffer_info()[0], threads)
+            decoded = buffer[: count * many * unit].view(count, many * unit)
+            used = x[:, low * unit : (low + many) * unit]
+            torch.addmm(part, used, decoded.T, alpha=factor, beta=float(low > 0), out=part)
+    return y if bias is None else y.add_(bias)

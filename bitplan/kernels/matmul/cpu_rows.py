@@ -1,0 +1,408 @@
+"""Loops of the CPU's fused products: weights are decoded in registers, times x, summed in float32.
+
+A job is an array of int64 (`JOB` names them). Every thread that runs it arranges the inputs for itself, then takes a
+few rows of the weight at a time until none are left. A tile is 4 rows of the weight times one input, or 2 times 4.
+
+**4-bit codes.** A register is loaded as 32-bit lanes, 8 codes in each. Number j of every lane comes by a shift, so
+inputs are arranged to match: all first numbers of the lanes, then all second ones. The lanes of a block stay apart
+from those of the next, so one multiplication scales the sums of a whole register's codes. With AVX-512 the 16
+numbers of a format lie in one register, and a code is looked up in it by its low four bits: no masks, no conversion.
+Elsewhere bytes become small integers, twice the number for E2M1, and those are converted (`cpu_codes`).
+
+**8-bit codes** are widened and converted, 4 to 16 at a time.
+
+The last register of a row that is not a whole one begins earlier: it holds codes that were taken before, whose inputs
+are zero this time. So a row must be at least one register long.
+"""
+
+# mypy: disable-error-code="no-untyped-def"
+from __future__ import annotations
+
+import numpy as np
+
+from bitplan.kernels.base.addresses import (
+    every_eighth,
+    every_fourth_of_halves,
+    load_from,
+    multiply_in,
+    read,
+    scale_in,
+    sum_of_lanes,
+    take,
+    write,
+    zero_tile,
+)
+from bitplan.kernels.base.cpu_features import float_lanes
+from bitplan.kernels.base.jit import inlined
+
+F32, U32, I64 = np.float32, np.uint32, np.int64
+LANES = float_lanes()
+REGISTER = 4 * LANES  # bytes
+STEP = 2 * REGISTER  # 4-bit codes in a register
+JOB = (
+    "x",  # float32 [inputs, width], contiguous
+    "inputs",
+    "width",  # numbers in a row of the weight that count
+    "codes",
+    "codes_stride",  # bytes from row to row
+    "scales",
+    "scales_stride",
+    "y",  # float32 [inputs, rows], contiguous
+    "rows",
+    "bias",  # float32 [rows], or 0
+    "scratch",
+    "scratch_stride",  # bytes for each thread
+    "table",  # 16 float32
+    "factor",  # address of a float32 that multiplies all
+    "piece",  # rows taken at a time
+    "next_row",
+    "next_thread",
+    "first",  # where decoding begins in a row, in units: registers of 4-bit codes, LANES numbers of 8 bits
+    "count",  # how many of them
+)
+
+
+X, INPUTS, WIDTH, CODES, CODES_STRIDE, SCALES, SCALES_STRIDE, Y, ROWS, BIAS, SCRATCH, SCRATCH_STRIDE = range(12)
+TABLE, FACTOR, PIECE, NEXT_ROW, NEXT_THREAD, FIRST, COUNT = range(12, len(JOB))
+
+
+@inlined
+def field(job, place):
+    return read(job + 8 * place, I64)
+
+
+# ---- inputs, arranged -----------------------------------------------------------------------------------------------
+
+
+@inlined
+def _copy_with_zeros(x, width, first, start, to, count):
+    """Numbers first .. first + count of x; zero outside start .. width."""
+    for i in range(count):
+        k = first + i
+        write(to + 4 * i, read(x + 4 * k, F32) if start <= k < width else F32(0))
+
+
+@inlined
+def arrange_nibbles(x, width, padded, buffer, arranged, halves):
+    steps = -(-padded // STEP)
+    for step in range(steps):
+        start = step * STEP
+        first = min(start, padded - STEP)
+        whole = first == start and start + STEP <= width
+        source = x + 4 * first
+        if not whole:
+            _copy_with_zeros(x, width, first, start, buffer, STEP)
+            source = buffer
+        numbers, to = load_from(source, F32, STEP), arranged + 4 * STEP * step
+        if halves:
+            write(to, every_fourth_of_halves(numbers, 0))
+            write(to + REGISTER, every_fourth_of_halves(numbers, 1))
+            write(to + 2 * REGISTER, every_fourth_of_halves(numbers, 2))
+            write(to + 3 * REGISTER, every_fourth_of_halves(numbers, 3))
+            write(to + 4 * REGISTER, every_fourth_of_halves(numbers, 4))
+            write(to + 5 * REGISTER, every_fourth_of_halves(numbers, 5))
+            write(to + 6 * REGISTER, every_fourth_of_halves(numbers, 6))
+            write(to + 7 * REGISTER, every_fourth_of_halves(numbers, 7))
+        else:
+            write(to, every_eighth(numbers, 0))
+            write(to + REGISTER, every_eighth(numbers, 1))
+            write(to + 2 * REGISTER, every_eighth(numbers, 2))
+            write(to + 3 * REGISTER, every_eighth(numbers, 3))
+            write(to + 4 * REGISTER, every_eighth(numbers, 4))
+            write(to + 5 * REGISTER, every_eighth(numbers, 5))
+            write(to + 6 * REGISTER, every_eighth(numbers, 6))
+            write(to + 7 * REGISTER, every_eighth(numbers, 7))
+
+
+@inlined
+def arrange_bytes(x, width, padded, mine):
+    for chunk in range(-(-padded // LANES)):
+        start = chunk * LANES
+        first, to = min(start, padded - LANES), mine + 4 * start
+        if first == start and start + LANES <= width:
+            write(to, load_from(x + 4 * first, F32, LANES))
+        else:
+            _copy_with_zeros(x, width, first, start, to, LANES)
+
+
+# ---- 4-bit codes ----------------------------------------------------------------------------------------------------
+
+
+@inlined
+def _four(number, table, codes, byte):
+    return (
+        number(table, codes[0], byte),
+        number(table, codes[1], byte),
+        number(table, codes[2], byte),
+        number(table, codes[3], byte),
+    )
+
+
+@inlined
+def _two(number, table, codes, byte):
+    return number(table, codes[0], byte), number(table, codes[1], byte)
+
+
+@inlined
+def _one_input(x):
+    return (load_from(x, F32, LANES),)
+
+
+@inlined
+def _four_inputs(x, stride):
+    return (
+        load_from(x, F32, LANES),
+        load_from(x + stride, F32, LANES),
+        load_from(x + 2 * stride, F32, LANES),
+        load_from(x + 3 * stride, F32, LANES),
+    )
+
+
+@inlined
+def _nibbles_4x1(opened, low, high, scales, table, codes, scales_at, x, row_bytes, per_scale):
+    sums = zero_tile(4, LANES)
+    for step in range(-(-row_bytes // REGISTER)):
+        at = min(step * REGISTER, row_bytes - REGISTER)
+        place, at_x = at // per_scale, x + 4 * STEP * step
+        c = (
+            opened(load_from(codes[0] + at, U32, LANES)),
+            opened(load_from(codes[1] + at, U32, LANES)),
+            opened(load_from(codes[2] + at, U32, LANES)),
+            opened(load_from(codes[3] + at, U32, LANES)),
+        )
+        parts = multiply_in(zero_tile(4, LANES), _four(low, table, c, 0), _one_input(at_x))
+        parts = multiply_in(parts, _four(high, table, c, 0), _one_input(at_x + REGISTER))
+        parts = multiply_in(parts, _four(low, table, c, 1), _one_input(at_x + 2 * REGISTER))
+        parts = multiply_in(parts, _four(high, table, c, 1), _one_input(at_x + 3 * REGISTER))
+        parts = multiply_in(parts, _four(low, table, c, 2), _one_input(at_x + 4 * REGISTER))
+        parts = multiply_in(parts, _four(high, table, c, 2), _one_input(at_x + 5 * REGISTER))
+        parts = multiply_in(parts, _four(low, table, c, 3), _one_input(at_x + 6 * REGISTER))
+        parts = multiply_in(parts, _four(high, table, c, 3), _one_input(at_x + 7 * REGISTER))
+        of_rows = (
+            scales(scales_at[0], place),
+            scales(scales_at[1], place),
+            scales(scales_at[2], place),
+            scales(scales_at[3], place),
+        )
+        sums = scale_in(sums, of_rows, parts)
+    return sums
+
+
+@inlined
+def _nibbles_2x4(opened, low, high, scales, table, codes, scales_at, x, stride, row_bytes, per_scale):
+    sums = zero_tile(8, LANES)
+    for step in range(-(-row_bytes // REGISTER)):
+        at = min(step * REGISTER, row_bytes - REGISTER)
+        place, at_x = at // per_scale, x + 4 * STEP * step
+        c = (opened(load_from(codes[0] + at, U32, LANES)), opened(load_from(codes[1] + at, U32, LANES)))
+        parts = multiply_in(zero_tile(8, LANES), _two(low, table, c, 0), _four_inputs(at_x, stride))
+        parts = multiply_in(parts, _two(high, table, c, 0), _four_inputs(at_x + REGISTER, stride))
+        parts = multiply_in(parts, _two(low, table, c, 1), _four_inputs(at_x + 2 * REGISTER, stride))
+        parts = multiply_in(parts, _two(high, table, c, 1), _four_inputs(at_x + 3 * REGISTER, stride))
+        parts = multiply_in(parts, _two(low, table, c, 2), _four_inputs(at_x + 4 * REGISTER, stride))
+        parts = multiply_in(parts, _two(high, table, c, 2), _four_inputs(at_x + 5 * REGISTER, stride))
+        parts = multiply_in(parts, _two(low, table, c, 3), _four_inputs(at_x + 6 * REGISTER, stride))
+        parts = multiply_in(parts, _two(high, table, c, 3), _four_inputs(at_x + 7 * REGISTER, stride))
+        sums = scale_in(sums, (scales(scales_at[0], place), scales(scales_at[1], place)), parts)
+    return sums
+
+
+@inlined
+def nibble_products(job, opened, low, high, scales, per_scale, halves):
+    """The job of a 4-bit format.
+
+    opened, low, high   codes of a register -> what `low` and `high` turn into numbers, of the nibbles of byte 0 to 3
+    scales              (address, block) -> the scales of all lanes
+    per_scale           bytes of codes to a scale
+    """
+    inputs, padded, rows = field(job, INPUTS), 2 * field(job, CODES_STRIDE), field(job, ROWS)
+    thread = take(job + 8 * NEXT_THREAD, 1)
+    mine = field(job, SCRATCH) + thread * field(job, SCRATCH_STRIDE)
+    stride = 4 * STEP * (-(-padded // STEP))
+    tiled = inputs if inputs == 1 else 4 * (-(-inputs // 4))
+    for row in range(tiled):
+        width = field(job, WIDTH) if row < inputs else 0
+        arrange_nibbles(field(job, X) + 4 * row * width, width, padded, mine, mine + 4 * STEP + row * stride, halves)
+    x, table = mine + 4 * STEP, load_from(field(job, TABLE), F32, 16)
+    row_bytes, piece = field(job, CODES_STRIDE), field(job, PIECE)
+    first = take(job + 8 * NEXT_ROW, piece)
+    while first < rows:
+        stop = min(first + piece, rows)
+        if inputs == 1:
+            for n in range(first, stop, 4):
+                codes, at = _four_rows(job, CODES, n), _four_rows(job, SCALES, n)
+                sums = _nibbles_4x1(opened, low, high, scales, table, codes, at, x, row_bytes, per_scale)
+                _write_4x1(job, n, sums)
+        else:
+            for n in range(first, stop, 2):
+                codes2, at2 = _two_rows(job, CODES, n), _two_rows(job, SCALES, n)
+                for m in range(0, inputs, 4):
+                    at_x = x + m * stride
+                    sums8 = _nibbles_2x4(
+                        opened, low, high, scales, table, codes2, at2, at_x, stride, row_bytes, per_scale
+                    )
+                    _write_2x4(job, n, m, sums8)
+        first = take(job + 8 * NEXT_ROW, piece)
+
+
+@inlined
+def decode_nibbles(opened, low, high, scales, table, codes, scales_at, row_bytes, per_scale, first, count, to):
+    """Registers first .. first + count of a row of codes -> STEP numbers each."""
+    for step in range(count):
+        at = min((first + step) * REGISTER, row_bytes - REGISTER)
+        c, s, here = opened(load_from(codes + at, U32, LANES)), scales(scales_at, at // per_scale), to + 4 * STEP * step
+        write(here, low(table, c, 0) * s)
+        write(here + REGISTER, high(table, c, 0) * s)
+        write(here + 2 * REGISTER, low(table, c, 1) * s)
+        write(here + 3 * REGISTER, high(table, c, 1) * s)
+        write(here + 4 * REGISTER, low(table, c, 2) * s)
+        write(here + 5 * REGISTER, high(table, c, 2) * s)
+        write(here + 6 * REGISTER, low(table, c, 3) * s)
+        write(here + 7 * REGISTER, high(table, c, 3) * s)
+
+
+# ---- 8-bit codes ----------------------------------------------------------------------------------------------------
+
+
+@inlined
+def _bytes_4x1(number, scale, codes, scales_at, x, width, block):
+    sums, last = zero_tile(4, LANES), width - LANES
+    for place in range(-(-width // block)):
+        parts = zero_tile(4, LANES)
+        for chunk in range(-(-min(block, width - place * block) // LANES)):
+            start = place * block + chunk * LANES
+            at = min(start, last)
+            numbers = (number(codes[0] + at), number(codes[1] + at), number(codes[2] + at), number(codes[3] + at))
+            parts = multiply_in(parts, numbers, _one_input(x + 4 * start))
+        of_rows = (
+            scale(scales_at[0], place),
+            scale(scales_at[1], place),
+            scale(scales_at[2], place),
+            scale(scales_at[3], place),
+        )
+        sums = scale_in(sums, of_rows, parts)
+    return sums
+
+
+@inlined
+def _bytes_2x4(number, scale, codes, scales_at, x, stride, width, block):
+    sums, last = zero_tile(8, LANES), width - LANES
+    for place in range(-(-width // block)):
+        parts = zero_tile(8, LANES)
+        for chunk in range(-(-min(block, width - place * block) // LANES)):
+            start = place * block + chunk * LANES
+            at = min(start, last)
+            parts = multiply_in(
+                parts, (number(codes[0] + at), number(codes[1] + at)), _four_inputs(x + 4 * start, stride)
+            )
+        sums = scale_in(sums, (scale(scales_at[0], place), scale(scales_at[1], place)), parts)
+    return sums
+
+
+@inlined
+def byte_products(job, number, scale, block):
+    """The job of an 8-bit format: `number(address)` gives LANES numbers, `scale(address, block)` one on all lanes."""
+    inputs, padded, rows = field(job, INPUTS), field(job, CODES_STRIDE), field(job, ROWS)
+    thread = take(job + 8 * NEXT_THREAD, 1)
+    x = field(job, SCRATCH) + thread * field(job, SCRATCH_STRIDE)
+    stride = 4 * LANES * (-(-padded // LANES))
+    tiled = inputs if inputs == 1 else 4 * (-(-inputs // 4))
+    for row in range(tiled):
+        width = field(job, WIDTH) if row < inputs else 0
+        arrange_bytes(field(job, X) + 4 * row * width, width, padded, x + row * stride)
+    piece = field(job, PIECE)
+    first = take(job + 8 * NEXT_ROW, piece)
+    while first < rows:
+        stop = min(first + piece, rows)
+        if inputs == 1:
+            for n in range(first, stop, 4):
+                codes, at = _four_rows(job, CODES, n), _four_rows(job, SCALES, n)
+                _write_4x1(job, n, _bytes_4x1(number, scale, codes, at, x, padded, block))
+        else:
+            for n in range(first, stop, 2):
+                codes2, at2 = _two_rows(job, CODES, n), _two_rows(job, SCALES, n)
+                for m in range(0, inputs, 4):
+                    sums8 = _bytes_2x4(number, scale, codes2, at2, x + m * stride, stride, padded, block)
+                    _write_2x4(job, n, m, sums8)
+        first = take(job + 8 * NEXT_ROW, piece)
+
+
+@inlined
+def decode_bytes(number, scale, codes, scales_at, width, block, first, count, to):
+    """Chunks of LANES numbers, first .. first + count, of a row; `first` begins a block."""
+    for chunk in range(first, first + count):
+        at = min(chunk * LANES, width - LANES)
+        write(to + 4 * LANES * (chunk - first), number(codes + at) * scale(scales_at, chunk * LANES // block))
+
+
+# ---- many inputs: a BLAS multiplies ---------------------------------------------------------------------------------
+
+
+@inlined
+def decoded_rows(job, decode, unit):
+    """Units first .. first + count of every row, for `y`; decode(job, row, first, count, to)."""
+    rows, piece, first, count = field(job, ROWS), field(job, PIECE), field(job, FIRST), field(job, COUNT)
+    row = take(job + 8 * NEXT_ROW, piece)
+    while row < rows:
+        for n in range(row, min(row + piece, rows)):
+            decode(job, n, first, count, field(job, Y) + 4 * n * count * unit)
+        row = take(job + 8 * NEXT_ROW, piece)
+
+
+@inlined
+def arranged_inputs(job, arrange, unit):
+    """x for `y`, in the order of decoded rows; arrange(job, x, width, buffer, to)."""
+    width, inputs, stride = field(job, WIDTH), field(job, INPUTS), 4 * unit * field(job, COUNT)
+    buffer = field(job, SCRATCH) + take(job + 8 * NEXT_THREAD, 1) * field(job, SCRATCH_STRIDE)
+    row = take(job + 8 * NEXT_ROW, 1)
+    while row < inputs:
+        arrange(job, field(job, X) + 4 * row * width, width, buffer, field(job, Y) + row * stride)
+        row = take(job + 8 * NEXT_ROW, 1)
+
+
+# ---- rows and results -----------------------------------------------------------------------------------------------
+
+
+@inlined
+def row_of(job, part, n):
+    """The address of a row's codes or scales; a row past the end is the last one again."""
+    return field(job, part) + min(n, field(job, ROWS) - 1) * field(job, part + 1)
+
+
+@inlined
+def _four_rows(job, part, n):
+    return row_of(job, part, n), row_of(job, part, n + 1), row_of(job, part, n + 2), row_of(job, part, n + 3)
+
+
+@inlined
+def _two_rows(job, part, n):
+    return row_of(job, part, n), row_of(job, part, n + 1)
+
+
+@inlined
+def _write(job, n, m, total):
+    rows = field(job, ROWS)
+    if n < rows and m < field(job, INPUTS):
+        bias = field(job, BIAS)
+        result = total * read(field(job, FACTOR), F32)
+        write(field(job, Y) + 4 * (m * rows + n), result + read(bias + 4 * n, F32) if bias else result)
+
+
+@inlined
+def _write_4x1(job, n, sums):
+    _write(job, n, 0, sum_of_lanes(sums[0]))
+    _write(job, n + 1, 0, sum_of_lanes(sums[1]))
+    _write(job, n + 2, 0, sum_of_lanes(sums[2]))
+    _write(job, n + 3, 0, sum_of_lanes(sums[3]))
+
+
+@inlined
+def _write_2x4(job, n, m, sums):
+    _write(job, n, m, sum_of_lanes(sums[0]))
+    _write(job, n, m + 1, sum_of_lanes(sums[1]))
+    _write(job, n, m + 2, sum_of_lanes(sums[2]))
+    _write(job, n, m + 3, sum_of_lanes(sums[3]))
+    _write(job, n + 1, m, sum_of_lanes(sums[4]))
+    _write(job, n + 1, m + 1, sum_of_lanes(sums[5]))
+    _write(job, n + 1, m + 2, sum_of_lanes(sums[6]))
+    _write(job, n + 1, m + 3, sum_of_lanes(sums[7]))

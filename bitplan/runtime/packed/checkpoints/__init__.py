@@ -1,0 +1,1 @@
+"""Packed checkpoints of any architecture: loaded, saved, and known to transformers."""

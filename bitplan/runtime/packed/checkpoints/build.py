@@ -1,0 +1,94 @@
+"""transformers' model of a config, without memory behind its parameters, and ready but for them.
+
+What a model computes and does not save (rotary frequencies, position ids) is computed while all parameters are still
+on the meta device: transformers' initialisation then has nothing real that it could fill with random numbers.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from bitplan.errors import FileFormatError
+from bitplan.formats.dtypes import torch_dtype
+from bitplan.store.models.transformers_names import first_line, silence_transformers
+from bitplan.store.packed_folder import CONFIG
+
+GENERATION = "generation_config.json"
+
+
+def empty_model(folder: Path, config: Mapping[str, Any], dtype: torch.dtype | None, device: torch.device) -> nn.Module:
+    """The model of a folder's config; its parameters lie on meta, its computed buffers on the device."""
+    import transformers
+    from transformers import initialization
+
+    with silence_transformers():
+        try:
+            loaded = transformers.AutoConfig.from_pretrained(str(folder), local_files_only=True)
+            if hasattr(loaded, "quantization_config"):
+                del loaded.quantization_config  # bitplan loads it, not a quantizer of transformers
+            model_class = _model_class(folder, loaded)
+            wanted = dtype or _stored_type(config)
+            with torch.device("meta"), initialization.no_tie_weights():
+                model: nn.Module = model_class._from_config(loaded, dtype=wanted)
+            _compute_buffers(model, device)
+        except FileFormatError:
+            raise
+        except Exception as error:  # of a config that transformers does not take, it raises whatever it stumbles over
+            raise FileFormatError(f"{folder / CONFIG}: no model can be made of it: {first_line(error)}") from error
+        if (folder / GENERATION).is_file() and model.can_generate():  # type: ignore[operator]
+            model.generation_config = transformers.GenerationConfig.from_pretrained(str(folder))
+    return model.eval()
+
+
+def _model_class(folder: Path, config: Any) -> Any:
+    """The class that the config names; else the one that transformers has for its type."""
+    import transformers
+
+    for name in config.architectures or ():
+        named = getattr(transformers, name, None)
+        if named is not None and isinstance(named, type):
+            return named
+    if config.architectures:
+        raise FileFormatError(
+            f"{folder / CONFIG}: the architecture {config.architectures[0]!r} is not one of transformers "
+            f"{transformers.__version__}; code that comes with a model is not run"
+        )
+    for auto in (transformers.AutoModelForCausalLM, transformers.AutoModel):
+        known = auto._model_mapping.get(type(config), None)
+        if known is not None:
+            return known[0] if isinstance(known, tuple | list) else known
+    raise FileFormatError(f"{folder / CONFIG}: transformers has no model of type {config.model_type!r}")
+
+
+def _stored_type(config: Mapping[str, Any]) -> torch.dtype:
+    """The type that a config says the model was saved in; float32 where it says nothing."""
+    said = config.get("dtype") or config.get("torch_dtype") or "float32"
+    return torch_dtype(str(said).removeprefix("torch."))
+
+
+def _compute_buffers(model: Any, device: torch.device) -> None:
+    for name, buffer in list(model.named_non_persistent_buffers()):
+        owner, _, local = name.rpartition(".")
+        model.get_submodule(owner)._buffers[local] = torch.empty_like(buffer, device="cpu")
+    model.initialize_weights()
+    for name, buffer in list(model.named_non_persistent_buffers()):
+        owner, _, local = name.rpartition(".")
+        model.get_submodule(owner)._buffers[local] = buffer.to(device)
+
+
+def plain_types(model: nn.Module, dtype: torch.dtype | None) -> dict[str, torch.dtype]:
+    """The type of each tensor of a model where it is not packed: its own, or float32 where transformers insists."""
+    own = {name: tensor.dtype for name, tensor in model.state_dict().items()}
+    if not hasattr(model, "_get_dtype_plan"):
+        return {name: dtype or kind if kind.is_floating_point else kind for name, kind in own.items()}
+    wide: Mapping[str, torch.dtype] = model._get_dtype_plan(model.dtype)  # type: ignore[operator]
+    for name, kind in own.items():
+        found = next((type_ for pattern, type_ in wide.items() if re.search(pattern, name)), None)
+        own[name] = found if found is not None and kind.is_floating_point else kind
+    return own

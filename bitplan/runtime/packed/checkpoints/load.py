@@ -1,0 +1,180 @@
+"""load_packed: a packed checkpoint as a model that runs, checked before a number is read.
+
+    model, report = load_packed("packed", device="cuda")        # any transformers model that `bitplan quantize` packed
+    load_packed("small.safetensors", model=mine)                # into a model of your own
+    load_packed("gpt-oss-20b", device="cuda")                   # gpt-oss in OpenAI's, Hugging Face's or GGUF's layout
+
+The order is what makes it all or nothing: config and plan, headers against the model, room on the device; then every
+tensor into memory of its own; and only then is a model changed.
+"""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+from bitplan.errors import ArgumentError, FileFormatError, StoreError
+from bitplan.plan.plan import Plan
+from bitplan.runtime.packed.checkpoints.build import empty_model, plain_types
+from bitplan.runtime.packed.checkpoints.fill import (
+    check_filled,
+    check_layers,
+    make_layers,
+    make_parameters,
+    needed_bytes,
+    place_all,
+    read_values,
+)
+from bitplan.runtime.packed.checkpoints.recipes import assign
+from bitplan.runtime.packed.checkpoints.save import let_transformers_save
+from bitplan.runtime.packed.checkpoints.source import loaded_from, remember
+from bitplan.runtime.packed.gpt_oss.load import is_gpt_oss, load_gpt_oss
+from bitplan.runtime.packed.joint import fuse_projections
+from bitplan.runtime.packed.load_report import CHECKS, Loaded, LoadReport, PeakMemory
+from bitplan.runtime.packed.read_packed import (
+    ManifestLike,
+    check_room,
+    device_of,
+    refuse_bad_numbers,
+    require_transformers,
+)
+from bitplan.runtime.packed.strategy import INPUTS, check_strategy
+from bitplan.runtime.packed.tile_cache import TileCache
+from bitplan.runtime.packed_weight import PackedWeight
+from bitplan.store.files.open_files import open_tensors
+from bitplan.store.files.tensor_file import TensorFile
+from bitplan.store.packed_folder import CONFIG, plan_findings, read_config, read_packed_plan
+from bitplan.text import counted
+
+
+def load_packed(
+    path: str | Path,
+    *,
+    model: nn.Module | None = None,
+    device: torch.device | str = "cpu",
+    dtype: torch.dtype | None = None,
+    check: Literal["headers", "deep"] = "headers",
+    strategy: str = "auto",
+    cache: TileCache | None = None,
+    manifest: ManifestLike = "gpt-oss",
+) -> Loaded:
+    """Load a folder that `bitplan quantize` wrote, a file of packed weights, or a gpt-oss checkpoint.
+
+    model     of your own, to fill, on meta or not; None builds transformers' model of the folder's config
+    dtype     of the weights that are not packed. None: that of the config or of your model; where another tensor has
+              numbers which that type cannot hold, that is an error. A type given is rounded to (on a CPU float32 is
+              what most machines run fastest)
+    check     "headers": names, shapes and formats, and scales and norms as they come by; "deep" reads every tensor
+              first, as `bitplan check --deep` does, and refuses what it finds
+    strategy  how packed layers run, with `cache` for "tile_cache"; see QuantLinear
+    manifest  of a gpt-oss checkpoint: what it must hold
+    """
+    place = device_of(device)
+    check_strategy(strategy, str(path))
+    _check_arguments(path, model, dtype, check)
+    source = Path(path)
+    if model is None:
+        require_transformers(str(path))
+    if is_gpt_oss(source):
+        options: dict[str, Any] = {"strategy": strategy, "cache": cache, "manifest": manifest}
+        loaded = load_gpt_oss(source, model=model, device=place, dtype=dtype, check=check, **options)
+        _remember_gpt_oss(loaded.model, source)
+        return loaded
+    started = time.perf_counter()
+    is_bare = model is not None and not (source / CONFIG).is_file()  # weights alone, and the user brings the model
+    config, plan = (None, None) if is_bare else _read_folder(source)
+    with open_tensors(source) as file:
+        if plan is not None:
+            _check_plan(plan, file)
+        target = model if model is not None else empty_model(source, config or {}, dtype, place)
+        assignment = assign(target, file, str(path))
+        check_layers(target, assignment, file, str(path))
+        dtypes = plain_types(target, dtype)
+        needed = needed_bytes(target, assignment, file, dtypes)
+        check_room(str(path), needed, place)
+        if check == "deep":
+            refuse_bad_numbers(file)
+        peak = PeakMemory(place)
+        values = read_values(target, assignment, file, place, dtypes, may_round=dtype is not None)
+        parameters = make_parameters(target, values)
+        layers = make_layers(target.get_submodule, values, parameters, strategy=strategy, cache=cache, dtypes=dtypes)
+        place_all(target, values, parameters, layers)
+        check_filled(target, str(path))
+        target.to(place)  # buffers that a model of the user's computes itself
+        if place.type == "cuda":
+            fuse_projections(target)
+        remember(
+            target,
+            loaded_from(
+                file,
+                assignment.recipes,
+                folder=source if source.is_dir() else None,
+                config=config,
+                plan=plan,
+                model=target,
+            ),
+        )
+        let_transformers_save(target)
+        distinct = list({id(value): value for value in values.values()}.values())
+        packed = [value for value in distinct if isinstance(value, PackedWeight)]
+        report = LoadReport(
+            path=str(path),
+            layout="bitplan",
+            device=str(place),
+            file_bytes=sum(own.stat().st_size for own in file.files),
+            device_bytes=sum(value.nbytes for value in distinct),
+            packed_bytes=sum(value.nbytes for value in packed),
+            packed_tensors=len(packed),
+            plain_tensors=len(distinct) - len(packed),
+            seconds=time.perf_counter() - started,
+            peak_bytes=peak.read(),
+        )
+    return Loaded(target, report)
+
+
+def _check_arguments(path: object, model: object, dtype: object, check: object) -> None:
+    if not isinstance(path, str | Path) or (model is not None and not isinstance(model, nn.Module)):
+        raise ArgumentError(
+            "load_packed(path, model=...): path must be a str or Path and model a torch.nn.Module, "
+            f"got a {type(path).__name__} and a {type(model).__name__}"
+        )
+    if dtype is not None and dtype not in INPUTS:
+        known = ", ".join(str(one).removeprefix("torch.") for one in INPUTS)
+        raise StoreError(f"{path}: dtype must be a float type of torch ({known}), got {dtype!r}")
+    if check not in CHECKS:
+        raise StoreError(f"{path}: check must be {' or '.join(map(repr, CHECKS))}, got {check!r}")
+    if not Path(path).exists():
+        raise FileFormatError(f"{path}: no such file or folder; nothing is downloaded")
+
+
+def _read_folder(source: Path) -> tuple[dict[str, Any], Plan]:
+    if not source.is_dir():
+        raise FileFormatError(
+            f"{source}: is a file of weights, which does not say what model they are of; give the folder that "
+            "`bitplan quantize` wrote, or your own model as model=..."
+        )
+    config = read_config(source)
+    return config, read_packed_plan(source, config)
+
+
+def _remember_gpt_oss(model: nn.Module, source: Path) -> None:
+    with open_tensors(source) as file:
+        has_config = source.is_dir() and (source / CONFIG).is_file()
+        config = read_config(source) if has_config and "model_type" in read_config(source) else None
+        folder = source if source.is_dir() else None
+        remember(model, loaded_from(file, (), folder=folder, config=config, plan=None, model=model))
+    let_transformers_save(model)
+
+
+def _check_plan(plan: Plan, file: TensorFile) -> None:
+    """The plan must be of these tensors: a folder whose parts were mixed up is not loaded."""
+    if findings := plan_findings(plan, file):
+        first = findings[0]
+        raise FileFormatError(
+            f"{file.path}: its plan is of another model: {first.where}: {first.message} "
+            f"({counted(len(findings), 'finding')}); copy or quantize the folder again"
+        )

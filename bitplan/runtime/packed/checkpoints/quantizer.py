@@ -1,0 +1,159 @@
+"""transformers' registry: `AutoModelForCausalLM.from_pretrained(folder)` loads what `bitplan quantize` wrote.
+
+transformers loads the plain tensors; layers that are packed are out of its sight until it is done, and are then filled
+as `load_packed` fills them. Everything is checked before: transformers itself fills what is missing with random
+numbers, and says so in a warning.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers.quantizers.auto import (
+    AUTO_QUANTIZER_MAPPING,
+    register_quantization_config,
+    register_quantizer,
+)
+from transformers.quantizers.base import HfQuantizer
+from transformers.utils.quantization_config import QuantizationConfigMixin
+
+from bitplan.errors import StoreError
+from bitplan.plan.plan import Plan
+from bitplan.runtime.packed.checkpoints.build import plain_types
+from bitplan.runtime.packed.checkpoints.fill import (
+    check_filled,
+    check_layers,
+    make_layers,
+    needed_bytes,
+    place_all,
+    read_values,
+)
+from bitplan.runtime.packed.checkpoints.recipes import Assignment, assign
+from bitplan.runtime.packed.checkpoints.save import let_transformers_save
+from bitplan.runtime.packed.checkpoints.source import loaded_from, remember
+from bitplan.runtime.packed.joint import fuse_projections
+from bitplan.runtime.packed.read_packed import check_room, device_of
+from bitplan.store.files.open_files import open_tensors
+from bitplan.store.packed_folder import (
+    PLAN,
+    QUANT_METHOD,
+    VERSION,
+    check_packed_config,
+    read_config,
+    read_packed_plan,
+)
+
+
+class BitplanConfig(QuantizationConfigMixin):  # type: ignore[misc]
+    """`quantization_config` of a folder that bitplan packed."""
+
+    def __init__(self, version: int = VERSION, plan: str = PLAN, plan_sha256: str = "", **_theirs: Any) -> None:
+        self.quant_method = QUANT_METHOD
+        self.version, self.plan, self.plan_sha256 = version, plan, plan_sha256
+
+
+class _Unfilled(nn.Module):
+    """Where a packed layer will be; only its bias is there for transformers to load."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.register_parameter("bias", module._parameters.get("bias"))
+
+
+class BitplanQuantizer(HfQuantizer):  # type: ignore[misc]
+    """Loads packed folders; it does not pack a model that is not (`bitplan quantize` does)."""
+
+    requires_calibration = True
+
+    def __init__(self, quantization_config: QuantizationConfigMixin, **options: Any) -> None:
+        super().__init__(quantization_config, **options)
+        self._layers: dict[str, nn.Module] = {}
+        self._packed = Assignment(())
+        self._all = Assignment(())
+        self._dtypes: dict[str, torch.dtype] = {}
+        self._folder = Path()
+        self._config: dict[str, Any] = {}
+        self._plan: Plan | None = None
+        self._device = torch.device("cpu")
+
+    def is_serializable(self) -> bool:
+        return True
+
+    @property
+    def is_trainable(self) -> bool:
+        """Adapters train over packed layers; the packed weights are constants."""
+        return True
+
+    def update_device_map(self, device_map: Any) -> Any:
+        if isinstance(
+            device_map, str
+        ):  # "auto" and its kin spread a model over devices; a packed one goes to the first
+            device_map = {"": "cuda" if torch.cuda.is_available() else "cpu"}
+        places = {"cpu"} if device_map is None else set(device_map.values())
+        if len(places) > 1 or "disk" in places:
+            raise StoreError(
+                f"from_pretrained: a packed model goes to one device, and device_map names {sorted(map(str, places))}; "
+                "give one, such as device_map='cuda'"
+            )
+        self._device = device_of(next(iter(places)))
+        return {"": self._device}
+
+    def _process_model_before_weight_loading(
+        self, model: Any, *, checkpoint_files: list[str] | None = None, **_theirs: Any
+    ) -> Any:
+        if not checkpoint_files:
+            raise StoreError("from_pretrained: a packed model is loaded from the folder that holds it")
+        self._folder = Path(checkpoint_files[0]).parent
+        where = str(self._folder)
+        self._config = read_config(self._folder)
+        has_plan = (self._folder / check_packed_config(self._folder, self._config)["plan"]).is_file()
+        self._plan = read_packed_plan(self._folder, self._config) if has_plan else None  # a download may leave it out
+        with torch.device("cpu"), open_tensors(self._folder) as file:
+            self._all = assign(model, file, where)
+            check_layers(model, self._all, file, where)
+            self._dtypes = plain_types(model, None)
+            check_room(where, needed_bytes(model, self._all, file, self._dtypes), self._device)
+            recipes = tuple(recipe for recipe in self._all.recipes if recipe.format_in(file) is not None)
+        made = {recipe.targets[0] for recipe in recipes}
+        ties = {target: source for target, source in self._all.ties.items() if source in made}
+        self._packed = Assignment(recipes, ties)
+        for owner in sorted({target.rpartition(".")[0] for target in (*made, *ties)}):
+            self._layers[owner] = model.get_submodule(owner)
+            model.set_submodule(owner, _Unfilled(self._layers[owner]))
+        model.all_tied_weights_keys = {
+            target: source for target, source in model.all_tied_weights_keys.items() if source not in {*made, *ties}
+        }
+        model._keys_to_ignore_on_load_unexpected = {".*"}  # `assign` has found all that is too much
+        return model
+
+    def _process_model_after_weight_loading(self, model: Any, **_theirs: Any) -> Any:
+        unfilled = {owner: model.get_submodule(owner)._parameters["bias"] for owner in self._layers}
+        biases = {f"{owner}.bias": bias for owner, bias in unfilled.items() if bias is not None}
+        with open_tensors(self._folder) as file:
+            values = read_values(model, self._packed, file, self._device, self._dtypes, may_round=True)
+            layers = make_layers(
+                self._layers.__getitem__, values, biases, strategy="auto", cache=None, dtypes=self._dtypes
+            )
+            place_all(model, values, {}, layers)
+            check_filled(model, str(self._folder))
+            if self._device.type == "cuda":
+                fuse_projections(model)
+            remember(
+                model,
+                loaded_from(
+                    file, self._all.recipes, folder=self._folder, config=self._config, plan=self._plan, model=model
+                ),
+            )
+        let_transformers_save(model)
+        self._layers.clear()
+        return model
+
+
+def register() -> None:
+    """Make bitplan's folders known to transformers; more than once does nothing."""
+    if QUANT_METHOD not in AUTO_QUANTIZER_MAPPING:
+        register_quantization_config(QUANT_METHOD)(BitplanConfig)
+        register_quantizer(QUANT_METHOD)(BitplanQuantizer)

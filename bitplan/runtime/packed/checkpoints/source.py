@@ -1,0 +1,90 @@
+"""What a loaded model remembers of its checkpoint, so that it can be saved as the same bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Self
+
+import torch
+from torch import nn
+
+from bitplan.plan.plan import Plan
+from bitplan.runtime.packed.checkpoints.recipes import TensorRecipe
+from bitplan.store.files.safetensors_tensors import NativeTensors
+from bitplan.store.files.tensor_file import TensorFile
+
+_ATTRIBUTE = "_bitplan_checkpoint"
+
+
+@dataclass(frozen=True)
+class LoadedFrom:
+    """Names, files and types of a checkpoint; `config` is its document, `config_then` the model's as it was loaded."""
+
+    folder: Path | None
+    config: Mapping[str, Any] | None
+    config_then: Mapping[str, Any] | None
+    plan: Plan | None
+    recipes: tuple[TensorRecipe, ...]
+    dtypes: Mapping[str, torch.dtype]  # of the plain tensors in the file
+    shards: Mapping[str, tuple[str, ...]]  # file -> its tensors
+    metadata: Mapping[str, Mapping[str, str]]  # file -> what it says of itself
+    tied: Mapping[str, str]
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        """It never changes, so a copied model shares it."""
+        return self
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """A model that is pickled whole forgets it: then it is saved under its own names."""
+        return _nothing, ()
+
+
+def _nothing() -> None:
+    return None
+
+
+def remember(model: nn.Module, source: LoadedFrom) -> None:
+    setattr(model, _ATTRIBUTE, source)
+
+
+def remembered(model: nn.Module) -> LoadedFrom | None:
+    found: LoadedFrom | None = getattr(model, _ATTRIBUTE, None)
+    return found
+
+
+def loaded_from(
+    file: TensorFile,
+    recipes: tuple[TensorRecipe, ...],
+    *,
+    folder: Path | None,
+    config: Mapping[str, Any] | None,
+    plan: Plan | None,
+    model: nn.Module,
+) -> LoadedFrom:
+    """What to remember of an open file."""
+    shards: dict[str, tuple[str, ...]] = {}
+    metadata: dict[str, Mapping[str, str]] = {}
+    if isinstance(file, NativeTensors):
+        for shard in file.shards:
+            place = file.shard_name(shard).as_posix()
+            shards[place] = tuple(name for name in file.specs if file.shard_of(name) == shard)
+            metadata[place] = file.metadata_of(shard)
+    return LoadedFrom(
+        folder=folder,
+        config=config,
+        config_then=config_of(model),
+        plan=plan,
+        recipes=recipes,
+        dtypes={name: spec.dtype for name, spec in file.specs.items() if not spec.encoded},
+        shards=shards,
+        metadata=metadata,
+        tied=dict(file.tied),
+    )
+
+
+def config_of(model: nn.Module) -> dict[str, Any] | None:
+    """A model's config as a document; None where it has none."""
+    config: Any = getattr(model, "config", None)
+    return config.to_dict() if hasattr(config, "to_dict") else None

@@ -1,0 +1,1 @@
+"""gpt-oss checkpoints, in three layouts, as packed models."""

@@ -1,0 +1,56 @@
+"""What loading a packed checkpoint gives: the model, and what it took to load it."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+CHECKS = ("headers", "deep")
+
+
+@dataclass(frozen=True)
+class LoadReport:
+    """What was loaded: bytes of the file and on the device, and the most that was allocated there on the way.
+
+    `peak_bytes` is what torch's allocator gave out above what it had before; None where there is no such count (CPU).
+    """
+
+    path: str
+    layout: str
+    device: str
+    file_bytes: int
+    device_bytes: int
+    packed_bytes: int
+    packed_tensors: int
+    plain_tensors: int
+    seconds: float
+    peak_bytes: int | None
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+class Loaded(NamedTuple):
+    """A model that runs, and what it took to load it."""
+
+    model: nn.Module
+    report: LoadReport
+
+
+class PeakMemory:
+    """The most that was allocated on a GPU since; torch's own peak is reset for it."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._before = 0
+        if device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(device)
+            self._before = torch.cuda.memory_allocated(device)
+
+    def read(self) -> int | None:
+        if self._device.type != "cuda":
+            return None
+        return torch.cuda.max_memory_allocated(self._device) - self._before

@@ -1,0 +1,88 @@
+"""QuantEmbedding: a table of packed rows, of which only those that are asked for are decoded.
+
+A language model's head may share the table: a QuantLinear over the same PackedWeight.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from bitplan.formats import Encoded, get_format
+from bitplan.kernels import decode
+from bitplan.kernels.matmul.row_pieces import why_no_rows
+from bitplan.runtime.packed.strategy import LayerError, check_packed
+from bitplan.runtime.packed_weight import PackedWeight
+
+
+@torch.library.custom_op("bitplan::embedding_rows", mutates_args=())
+def embedding_rows(
+    ids: Tensor, data: Tensor, scales: Tensor | None, base: Tensor | None, fmt: str, cols: int, dtype: torch.dtype
+) -> Tensor:
+    """The rows of a packed matrix [rows, cols] that `ids` [...] name, as numbers [..., cols]."""
+    flat = ids.reshape(-1)
+    rows = Encoded(get_format(fmt), (flat.numel(), cols), data[flat], None if scales is None else scales[flat], base)
+    return decode(rows, dtype).reshape(*ids.shape, cols)
+
+
+@embedding_rows.register_fake
+def _(
+    ids: Tensor, data: Tensor, _scales: Tensor | None, _base: Tensor | None, _fmt: str, cols: int, dtype: torch.dtype
+) -> Tensor:
+    return data.new_empty((*ids.shape, cols), dtype=dtype)
+
+
+class QuantEmbedding(nn.Module):
+    """nn.Embedding over a packed table [rows, features], without gradients for it.
+
+    dtype         of what it gives; `model.to(dtype)` changes it as it does that of other layers
+    padding_idx   kept for those who read it: the row is looked up like any other
+    scale         rows come multiplied by it, rounded to their type
+    """
+
+    _like: Tensor
+    scale: Tensor | None
+
+    def __init__(
+        self,
+        weight: Encoded | PackedWeight,
+        *,
+        dtype: torch.dtype = torch.float32,
+        padding_idx: int | None = None,
+        scale: float | None = None,
+        name: str = "QuantEmbedding",
+    ) -> None:
+        super().__init__()
+        check_packed(weight, name)
+        reason = why_no_rows(weight.fmt)
+        if reason is not None or len(weight.shape) != 2:
+            raise LayerError(f"{name}: {reason or f'a table has two axes, got {weight.shape}'}; use int8_row or mxfp4")
+        self.weight = weight if isinstance(weight, PackedWeight) else PackedWeight(weight)
+        self.num_embeddings, self.embedding_dim = self.weight.shape
+        self.padding_idx, self.name = padding_idx, name
+        # An empty tensor moves and casts with the model, and so says in which type rows are wanted.
+        place = self.weight.device
+        self.register_buffer("_like", torch.empty(0, dtype=dtype, device=place), persistent=False)
+        factor = None if scale is None else torch.tensor(scale, dtype=torch.float32, device=place)
+        self.register_buffer("scale", factor, persistent=False)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self._like.dtype
+
+    def extra_repr(self) -> str:
+        return f"{self.num_embeddings}, {self.embedding_dim}, format={self.weight.fmt.name}"
+
+    def forward(self, ids: Tensor) -> Tensor:
+        weight = self.weight
+        held = weight._buffers
+        rows: Tensor = embedding_rows(
+            ids,
+            weight.data,
+            weight.scales if "scales" in held else None,
+            weight.base if "base" in held else None,
+            weight.fmt.name,
+            self.embedding_dim,
+            self._like.dtype,
+        )
+        return rows if self.scale is None else rows * self.scale.to(rows.dtype)

@@ -1,0 +1,1 @@
+"""Choosing by evidence alone: no torch, no model."""

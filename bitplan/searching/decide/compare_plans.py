@@ -1,0 +1,58 @@
+"""What two plans do differently, and what that costs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from bitplan.plan.names import natural_order
+from bitplan.plan.plan import Plan
+from bitplan.searching.evidence import SearchEvidence
+
+
+@dataclass(frozen=True)
+class PlanComparison:
+    """A row for each tensor whose format differs: from, to, bytes, and nats where a plan or the evidence has them."""
+
+    rows: list[dict[str, Any]]
+
+    def to_dict(self) -> dict[str, Any]:
+        known = [row["nats"] for row in self.rows if row["nats"] is not None]
+        return {
+            "rows": self.rows,
+            "bytes": sum(row["bytes"] for row in self.rows),
+            "nats": sum(known) if known else None,
+        }
+
+
+def compare_plans(first: Plan, second: Plan, evidence: SearchEvidence | None = None) -> PlanComparison:
+    """What the second changes. Tensors of one group are counted once: its nats stand at its first tensor."""
+    rows = []
+    seen: set[str] = set()
+    for name in natural_order({*first, *second}):
+        old, new = first.entries.get(name), second.entries.get(name)
+        before, after = old and (old.stored or old.choice.format), new and (new.stored or new.choice.format)
+        if before == after:
+            continue
+        nats = _nats(first, second, name, evidence, seen)
+        nbytes = (new.nbytes if new else 0) - (old.nbytes if old else 0)
+        rows.append({"name": name, "from": before, "to": after, "bytes": nbytes, "nats": nats})
+    return PlanComparison(rows)
+
+
+def _nats(first: Plan, second: Plan, name: str, evidence: SearchEvidence | None, seen: set[str]) -> float | None:
+    """What the change costs: by the evidence, or by the figures that both plans carry."""
+    if name not in first or name not in second:
+        return None
+    if evidence is not None:
+        group = next((key for key, each in evidence.groups.items() if name in each.tensors), None)
+        formats = first[name].format, second[name].format
+        if group is None or group in seen or not all(fmt in evidence.groups[group].formats for fmt in formats):
+            return None
+        seen.add(group)
+        return evidence.nats(group, formats[1]) - evidence.nats(group, formats[0])
+    old, new = first[name].evidence or {}, second[name].evidence or {}
+    if "nats" not in old or "nats" not in new or old.get("group") != new.get("group") or old["group"] in seen:
+        return None
+    seen.add(old["group"])
+    return float(new["nats"]) - float(old["nats"])

@@ -1,0 +1,104 @@
+"""The plans that people make without a search: one format for all, or more bits for layers that are said to need it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+from bitplan.searching.evidence import SearchEvidence
+from bitplan.searching.groups import place_of
+
+WITHIN = 1.03  # of rivals in this range of bytes the one with the least predicted damage is taken, else the smallest
+MOST_UNIFORM = 2
+Kind = Literal["plan", "uniform", "heuristic"]
+
+
+@dataclass(frozen=True)
+class RivalPlan:
+    """A label, and a format for every group."""
+
+    label: str
+    kind: Kind
+    choice: Mapping[str, str]
+
+
+def uniform_plans(evidence: SearchEvidence) -> list[RivalPlan]:
+    """Each format for all groups; where one cannot hold it, the next larger that can."""
+    return [RivalPlan(fmt, "uniform", _uniform(evidence, fmt)) for fmt in evidence.formats if _is_common(evidence, fmt)]
+
+
+def rivals_of(evidence: SearchEvidence, nbytes: int) -> list[RivalPlan]:
+    """Uniform plans and heuristics with no fewer bytes than a plan, the nearest ones."""
+    uniform = sorted(uniform_plans(evidence), key=lambda rival: evidence.nbytes(rival.choice))
+    above = [rival for rival in uniform if evidence.nbytes(rival.choice) >= nbytes]
+    close = [rival for rival in above if evidence.nbytes(rival.choice) <= WITHIN * nbytes]
+    found = [*(close or above[:1])]
+    for label, is_high in HEURISTICS.items():
+        rival = _nearest(evidence, nbytes, _two_formats(evidence, label, is_high))
+        if rival is not None:
+            found.append(rival)
+    unique: dict[tuple[tuple[str, str], ...], RivalPlan] = {}
+    for rival in found:
+        unique.setdefault(tuple(sorted(rival.choice.items())), rival)
+    return list(unique.values())
+
+
+def _is_common(evidence: SearchEvidence, fmt: str) -> bool:
+    """Whether most of the weights can have the format: else a plan of it is a plan of another."""
+    held = sum(group.numbers for group in evidence.groups.values() if fmt in group.formats)
+    return 2 * held > sum(group.numbers for group in evidence.groups.values())
+
+
+def _uniform(evidence: SearchEvidence, fmt: str) -> dict[str, str]:
+    order = evidence.formats
+    choice = {}
+    for name, group in evidence.groups.items():
+        larger = [each for each in order[order.index(fmt) :] if each in group.formats]
+        choice[name] = larger[0] if larger else max(group.formats, key=lambda each: group.formats[each].nbytes)
+    return choice
+
+
+def _two_formats(
+    evidence: SearchEvidence, label: str, is_high: Callable[[SearchEvidence, str], bool]
+) -> Iterable[RivalPlan]:
+    formats = [fmt for fmt in evidence.formats if _is_common(evidence, fmt)]
+    high = {name for name in evidence.groups if is_high(evidence, name)}
+    if not high or len(high) == len(evidence.groups):
+        return
+    for at, low_format in enumerate(formats):
+        for high_format in formats[at + 1 :]:
+            low, more = _uniform(evidence, low_format), _uniform(evidence, high_format)
+            choice = {name: more[name] if name in high else low[name] for name in evidence.groups}
+            yield RivalPlan(f"{label} in {high_format}, others in {low_format}", "heuristic", choice)
+
+
+def _nearest(evidence: SearchEvidence, nbytes: int, rivals: Iterable[RivalPlan]) -> RivalPlan | None:
+    """Of those close above the size the one that is predicted best, else the smallest above it."""
+    above = [rival for rival in rivals if evidence.nbytes(rival.choice) >= nbytes]
+    close = [rival for rival in above if evidence.nbytes(rival.choice) <= WITHIN * nbytes]
+    if close:
+        return min(close, key=lambda rival: (evidence.predict(rival.choice), rival.label))
+    return min(above, key=lambda rival: (evidence.nbytes(rival.choice), rival.label), default=None)
+
+
+def _is_outer(evidence: SearchEvidence, name: str) -> bool:
+    """The first and the last layer, and what lies outside of them."""
+    layers = sorted({int(layer) for group in evidence.groups if (layer := place_of(group)[0])})
+    layer = place_of(name)[0]
+    return not layer or int(layer) in (layers[0], layers[-1])
+
+
+def _is_attention(evidence: SearchEvidence, name: str) -> bool:
+    return any(role == "attn" for _, role in evidence.groups[name].tensors.values())
+
+
+def _is_embedding(evidence: SearchEvidence, name: str) -> bool:
+    return any(role == "embed" for _, role in evidence.groups[name].tensors.values())
+
+
+HEURISTICS: dict[str, Callable[[SearchEvidence, str], bool]] = {
+    "first and last layers": _is_outer,
+    "attention": _is_attention,
+    "embeddings": _is_embedding,
+}

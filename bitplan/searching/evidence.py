@@ -1,0 +1,276 @@
+"""SearchEvidence: what each format costs each group of tensors, in nats, bytes and microseconds; and its file.
+
+Damage is predicted from the really quantized weight (gather/damage.py). In one format, `checked`, the distance was also
+measured, with the same projection of all layers quantized or with the group alone; the ratio is the group's `factor`,
+by which its predictions are multiplied. A format that was measured with the group alone has `measured`, which then
+counts. `together` is the same ratio for whole plans: what many small changes do together, over the sum of what each
+does alone.
+
+The document, version 1. It needs no torch and no model to solve again for another goal:
+
+    {"document": "bitplan-evidence", "version": 1,
+     "model": NAME, "numbers": N, "fingerprint": {"weights": HASH, "text": HASH, "settings": TEXT, "versions": {...}},
+     "text": {"windows": N, "context": N, "checks": N}, "together": RATIO, "reference_bytes": N,
+     "complete": true or false, where the search was stopped,
+     "stays": {NAME: {"format": F, "shape": [...], "role": R, "stored": DTYPE, "bytes": N, "reason": R}},
+     "groups": {GROUP: {"tensors": {NAME: {"shape": [...], "role": R}}, "factor": RATIO, "checked": F,
+                        "reference_us": {ROWS: T},
+                        "formats": {F: {"bytes": N, "predicted": NATS, "measured": NATS, "us": {ROWS: T}}}}}}
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from bitplan.documents import (
+    FLAG,
+    NAME,
+    NUMBER,
+    OBJECT,
+    SHAPE,
+    SIZE,
+    TEXT,
+    Kind,
+    Reader,
+    is_number,
+    load_document,
+    one_of,
+)
+from bitplan.formats import get_format
+from bitplan.plan.names import natural_order
+from bitplan.records import write_json
+from bitplan.searching.errors import EvidenceFileError
+
+DOCUMENT = "bitplan-evidence"
+VERSION = 1
+BF16 = "bfloat16"
+_NATS = Kind("a number from 0", lambda value: is_number(value) and value >= 0)
+_TIMES = Kind(
+    "an object of row counts to microseconds",
+    lambda value: (
+        type(value) is dict and all(key.isdecimal() and is_number(us) and us >= 0 for key, us in value.items())
+    ),
+)
+_KEYS = {
+    "document": one_of(DOCUMENT),
+    "version": SIZE,
+    "model": TEXT,
+    "numbers": SIZE,
+    "fingerprint": OBJECT,
+    "text": OBJECT,
+    "together": NUMBER,
+    "reference_bytes": SIZE,
+    "complete": FLAG,
+    "stays": OBJECT,
+    "groups": OBJECT,
+}
+_STAYS = {"format": NAME, "shape": SHAPE, "role": TEXT, "stored": NAME, "bytes": SIZE, "reason": NAME}
+_GROUP = {"tensors": OBJECT, "formats": OBJECT, "factor": _NATS, "checked": TEXT, "reference_us": _TIMES}
+_TENSOR = {"shape": SHAPE, "role": TEXT}
+_FORMAT = {"bytes": SIZE, "predicted": _NATS, "measured": _NATS, "us": _TIMES}
+
+
+@dataclass(frozen=True)
+class StayingTensor:
+    """A tensor that no format is searched for."""
+
+    format: str
+    shape: tuple[int, ...]
+    role: str
+    stored: str | None  # the type it is stored in; None where it is packed already
+    nbytes: int
+    reason: str
+
+
+@dataclass(frozen=True)
+class FormatCost:
+    """What a format costs a group: bytes, nats a token, and where it was timed microseconds by rows."""
+
+    nbytes: int
+    predicted: float
+    measured: float | None = None
+    us: Mapping[int, float] = field(default_factory=dict)
+
+
+@dataclass
+class TensorGroup:
+    """Tensors that get one format, and what each candidate costs them."""
+
+    tensors: dict[str, tuple[tuple[int, ...], str]]  # shape, role
+    formats: dict[str, FormatCost] = field(default_factory=dict)
+    factor: float = 1.0
+    checked: str = ""
+    reference_us: Mapping[int, float] = field(default_factory=dict)  # unquantized, in BF16
+
+    def nats(self, fmt: str) -> float:
+        """What the format is believed to cost, alone."""
+        cost = self.formats[fmt]
+        return cost.predicted * self.factor if cost.measured is None else cost.measured
+
+    @property
+    def numbers(self) -> int:
+        total = 0
+        for shape, _ in self.tensors.values():
+            count = 1
+            for size in shape:
+                count *= size
+            total += count
+        return total
+
+
+@dataclass
+class SearchEvidence:
+    """All groups of a model, what stays, and what it was measured on."""
+
+    model: str
+    numbers: int
+    fingerprint: dict[str, Any]
+    text: dict[str, Any]
+    stays: dict[str, StayingTensor]
+    groups: dict[str, TensorGroup]
+    reference_bytes: int
+    together: float = 1.0
+    complete: bool = True
+
+    def nats(self, group: str, fmt: str) -> float:
+        """The damage of a group in a format as part of a whole plan."""
+        return self.groups[group].nats(fmt) * self.together
+
+    def predict(self, choice: Mapping[str, str]) -> float:
+        """The KL expected of a choice for every group."""
+        return sum(self.nats(group, fmt) for group, fmt in choice.items())
+
+    def nbytes(self, choice: Mapping[str, str]) -> int:
+        """Bytes of the whole model under a choice, what stays included."""
+        return self.staying_bytes + sum(self.groups[group].formats[fmt].nbytes for group, fmt in choice.items())
+
+    def microseconds(self, choice: Mapping[str, str], rows: int) -> float | None:
+        """Time of all groups at `rows` rows; None where a format was not timed there."""
+        times = [self.groups[group].formats[fmt].us.get(rows) for group, fmt in choice.items()]
+        return None if None in times else sum(time for time in times if time is not None)
+
+    @property
+    def staying_bytes(self) -> int:
+        return sum(tensor.nbytes for tensor in self.stays.values())
+
+    @property
+    def formats(self) -> list[str]:
+        """Every candidate of some group, the smallest first."""
+        names = {name for group in self.groups.values() for name in group.formats}
+        return sorted(names, key=lambda name: (get_format(name).bits_per_weight((4096, 4096)), name))
+
+    def bits(self, nbytes: int) -> float:
+        return 8 * nbytes / self.numbers
+
+    # ---- the document ------------------------------------------------------------------------------------------------
+
+    def to_document(self) -> dict[str, Any]:
+        return {
+            "document": DOCUMENT,
+            "version": VERSION,
+            "model": self.model,
+            "numbers": self.numbers,
+            "fingerprint": self.fingerprint,
+            "text": self.text,
+            "together": self.together,
+            "reference_bytes": self.reference_bytes,
+            "complete": self.complete,
+            "stays": {name: _stays_document(self.stays[name]) for name in natural_order(self.stays)},
+            "groups": {name: _group_document(self.groups[name]) for name in natural_order(self.groups)},
+        }
+
+    def save(self, path: str | Path) -> None:
+        write_json(path, self.to_document())
+
+    @classmethod
+    def load(cls, path: str | Path, *, partly: bool = False) -> SearchEvidence:
+        """Read evidence; that of a search that was stopped only where it is to go on."""
+        evidence = cls.from_document(load_document(path, EvidenceFileError), where=str(path))
+        if not evidence.complete and not partly:
+            raise EvidenceFileError(f"{path}: the search that wrote it was stopped; start `bitplan search` again")
+        return evidence
+
+    @classmethod
+    def from_document(cls, document: Any, *, where: str = "evidence") -> SearchEvidence:
+        reader = Reader(where, EvidenceFileError)
+        reader.version(document, VERSION)
+        item = reader.keys("", document, _KEYS, tuple(_KEYS))
+        stays = {}
+        for name, value in item["stays"].items():
+            row = reader.keys(f"stays[{name[:80]!r}]", value, _STAYS, tuple(key for key in _STAYS if key != "stored"))
+            stays[name] = StayingTensor(
+                row["format"], tuple(row["shape"]), row["role"], row.get("stored"), row["bytes"], row["reason"]
+            )
+        groups = {name: _read_group(reader, name, value) for name, value in item["groups"].items()}
+        if not groups and item["complete"]:
+            reader.stop("it has no group of tensors; search the model again")
+        return cls(
+            item["model"],
+            item["numbers"],
+            item["fingerprint"],
+            item["text"],
+            stays,
+            groups,
+            item["reference_bytes"],
+            item["together"],
+            item["complete"],
+        )
+
+
+def _stays_document(tensor: StayingTensor) -> dict[str, Any]:
+    return {
+        "format": tensor.format,
+        "shape": list(tensor.shape),
+        "role": tensor.role,
+        **({} if tensor.stored is None else {"stored": tensor.stored}),
+        "bytes": tensor.nbytes,
+        "reason": tensor.reason,
+    }
+
+
+def _group_document(group: TensorGroup) -> dict[str, Any]:
+    return {
+        "tensors": {name: {"shape": list(shape), "role": role} for name, (shape, role) in group.tensors.items()},
+        "factor": group.factor,
+        "checked": group.checked,
+        **({"reference_us": _times_document(group.reference_us)} if group.reference_us else {}),
+        "formats": {
+            name: {
+                "bytes": cost.nbytes,
+                "predicted": cost.predicted,
+                **({} if cost.measured is None else {"measured": cost.measured}),
+                **({"us": _times_document(cost.us)} if cost.us else {}),
+            }
+            for name, cost in group.formats.items()
+        },
+    }
+
+
+def _times_document(times: Mapping[int, float]) -> dict[str, float]:
+    return {str(rows): times[rows] for rows in sorted(times)}
+
+
+def _read_times(item: Mapping[str, Any], key: str) -> dict[int, float]:
+    return {int(rows): us for rows, us in item.get(key, {}).items()}
+
+
+def _read_group(reader: Reader, name: str, value: Any) -> TensorGroup:
+    where = f"groups[{name[:80]!r}]"
+    item = reader.keys(where, value, _GROUP, ("tensors", "formats", "factor", "checked"))
+    tensors = {}
+    for tensor, row in item["tensors"].items():
+        known = reader.keys(f"{where}.tensors[{tensor[:80]!r}]", row, _TENSOR, tuple(_TENSOR))
+        tensors[tensor] = (tuple(known["shape"]), known["role"])
+    formats = {}
+    for fmt, row in item["formats"].items():
+        get_format(fmt)
+        cost = reader.keys(f"{where}.formats[{fmt[:80]!r}]", row, _FORMAT, ("bytes", "predicted"))
+        formats[fmt] = FormatCost(cost["bytes"], cost["predicted"], cost.get("measured"), _read_times(cost, "us"))
+    if not tensors or not formats:
+        reader.stop(
+            f"{where}: a group has tensors and formats; the search that wrote it did not finish: start it again"
+        )
+    return TensorGroup(tensors, formats, item["factor"], item["checked"], _read_times(item, "reference_us"))

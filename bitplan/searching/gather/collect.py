@@ -1,0 +1,267 @@
+"""Collects the evidence of a model, and goes on where a stopped search was.
+
+In a folder: evidence.safetensors and statistics.safetensors have the statistics of inputs and of gradients, and
+evidence.json what each format costs each group. All are written as the work goes, under a fingerprint of weights, text
+and versions; what is of another model or text is refused by name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from bitplan.formats import get_format
+from bitplan.measure.calibration import hash_tensors
+from bitplan.searching.errors import EvidenceFileError, SearchError
+from bitplan.searching.evidence import FormatCost, SearchEvidence, TensorGroup
+from bitplan.searching.gather.damage import RoundedWeights, formats_that_hold
+from bitplan.searching.gather.plan_meter import PlanMeter
+from bitplan.searching.gather.statistics import STATISTICS, InputStatistics, gather_statistics
+from bitplan.searching.gather.subject import SearchSubject
+from bitplan.searching.gather.timing import time_groups
+from bitplan.searching.groups import group_tensors, place_of
+from bitplan.version import __version__
+
+EVIDENCE = "evidence.json"
+
+USUAL_BITS = 4.5
+Advance = Callable[[int, str], None]
+# What shows progress: called with what is done and how many steps it has, gives what to call for each.
+Stage = Callable[[str, int], AbstractContextManager[Advance]]
+
+
+@contextmanager
+def no_stage(_what: str, _total: int) -> Iterator[Advance]:
+    yield lambda _count, _label: None
+
+
+@dataclass
+class EvidenceFolder:
+    """Where evidence is kept; None keeps it in memory alone."""
+
+    folder: Path | None
+
+    def statistics(self, fingerprint: Mapping[str, str]) -> InputStatistics:
+        if self.folder is None or not (self.folder / STATISTICS).exists():
+            return InputStatistics()
+        return InputStatistics.load(self.folder, fingerprint)
+
+    def save_statistics(self, statistics: InputStatistics, fingerprint: Mapping[str, str]) -> None:
+        if self.folder is not None:
+            statistics.save(self.folder, fingerprint)
+
+    def evidence(self) -> SearchEvidence | None:
+        if self.folder is None or not (self.folder / EVIDENCE).exists():
+            return None
+        return SearchEvidence.load(self.folder / EVIDENCE, partly=True)
+
+    def save(self, evidence: SearchEvidence) -> None:
+        if self.folder is not None:
+            evidence.save(self.folder / EVIDENCE)
+
+
+def fingerprint_of_search(
+    subject: SearchSubject, windows: Sequence[Tensor], checks: Sequence[Tensor]
+) -> dict[str, str]:
+    """What evidence depends on, by content."""
+    return {
+        "weights": subject.fingerprint(),
+        "text": hash_tensors([*windows, *checks]),
+        "grouping": "fused" if subject.fused else "single",
+        "bitplan": __version__,
+        "torch": torch.__version__.partition("+")[0],
+    }
+
+
+def collect_evidence(
+    subject: SearchSubject,
+    windows: Sequence[Tensor],
+    checks: Sequence[Tensor],
+    formats: Sequence[str],
+    *,
+    folder: Path | None = None,
+    unscored: int = 1,
+    near_bits: float | None = None,
+    rows: int | None = None,
+    stage: Stage = no_stage,
+) -> tuple[SearchEvidence, PlanMeter]:
+    """Everything that a plan is solved from; and the meter on the windows for checks, for corrections.
+
+    windows     text for the statistics
+    checks      other windows of it, on which each projection is measured in one format, in all layers at once
+    near_bits   the size that is wanted: groups are measured in the format nearest to it
+    rows        also time every format at so many rows
+    """
+    kept = EvidenceFolder(folder)
+    fingerprint = fingerprint_of_search(subject, windows, checks)
+    before = kept.evidence()
+    if before is not None:
+        require_same(before, fingerprint, str(folder))
+    statistics = kept.statistics(fingerprint)
+    if statistics.windows < len(windows):
+        with stage("statistics", len(windows) - statistics.windows) as advance:
+            try:
+                gather_statistics(subject, windows, into=statistics, on_window=lambda n: advance(n, "windows"))
+            finally:  # also when it is interrupted: the windows so far are good
+                kept.save_statistics(statistics, fingerprint)
+    evidence = _begin(subject, fingerprint, before, windows, checks)
+    rounded = RoundedWeights(subject, statistics)
+    meter = PlanMeter(rounded, checks, unscored=unscored)
+    wanted = groups_with_formats(subject, formats)
+    missing = {
+        name: [fmt for fmt in held if name not in evidence.groups or fmt not in evidence.groups[name].formats]
+        for name, held in wanted.items()
+    }
+    total = sum(map(len, missing.values()))
+    if total:
+        with stage("rounding", total) as advance:
+            for name, absent in missing.items():
+                group = evidence.groups.get(name) or TensorGroup(_tensors(subject, name))
+                for fmt in absent:
+                    group.formats[fmt] = _cost(rounded, group, fmt)
+                    advance(1, f"{name} in {fmt}")
+                if absent:
+                    evidence.groups[name] = group
+                    kept.save(evidence)
+    parts = _unchecked_parts(evidence, wanted)
+    if parts:
+        with stage("checking", len(parts)) as advance:
+            for part, names in parts.items():
+                _check_part(evidence, names, meter, near_bits or USUAL_BITS, part)
+                advance(1, part)
+                kept.save(evidence)
+    if rows is not None:
+        with stage("timing", len(wanted)) as advance:
+            time_groups(subject, evidence, rows, formats, advance)
+    evidence.complete = True
+    kept.save(evidence)
+    evidence.groups = {name: _only(evidence.groups[name], wanted[name]) for name in wanted}
+    return evidence, meter
+
+
+def _unchecked_parts(evidence: SearchEvidence, names: Iterable[str]) -> dict[str, list[str]]:
+    """Groups by projection, over all layers; only projections of which some group was not checked."""
+    parts: dict[str, list[str]] = {}
+    for name in names:
+        parts.setdefault(place_of(name)[1], []).append(name)
+    return {part: groups for part, groups in parts.items() if any(not evidence.groups[each].checked for each in groups)}
+
+
+def _check_part(evidence: SearchEvidence, names: Sequence[str], meter: PlanMeter, bits: float, part: str) -> None:
+    """Measure one projection in all layers at once, and scale its predictions by what was found.
+
+    What the prediction leaves out, correlations between outputs and between positions, differs more between projections
+    than between layers of one; and many small changes together are measured with less noise than one.
+    """
+    choice = {name: nearest_format(evidence.groups[name], bits) for name in names}
+    measured = meter.kl(evidence, choice, f"{part} of all layers")
+    predicted = sum(evidence.groups[name].formats[fmt].predicted for name, fmt in choice.items())
+    for name, fmt in choice.items():
+        if predicted > 0 and measured > 0:
+            evidence.groups[name].factor = measured / predicted
+        evidence.groups[name].checked = fmt
+
+
+def check_group(evidence: SearchEvidence, name: str, meter: PlanMeter, fmt: str) -> None:
+    """Measure one group alone in one format, and scale its predictions by what was found."""
+    group = evidence.groups[name]
+    measured = meter.kl(evidence, {name: fmt}, f"{name} in {fmt}")
+    cost = group.formats[fmt]
+    group.formats[fmt] = replace(cost, measured=measured)
+    if cost.predicted > 0 and measured > 0:
+        group.factor = measured / cost.predicted
+        group.checked = fmt
+
+
+def nearest_format(group: TensorGroup, bits: float) -> str:
+    """The format of a group whose size is nearest to some bits a weight; of equals the first."""
+    return min(group.formats, key=lambda fmt: abs(8 * group.formats[fmt].nbytes / group.numbers - bits))
+
+
+def require_same(evidence: SearchEvidence, fingerprint: Mapping[str, str], where: str) -> None:
+    """Evidence of other weights, text or versions is refused by what differs."""
+    for part, value in fingerprint.items():
+        if evidence.fingerprint.get(part) != value:
+            raise EvidenceFileError(
+                f"{where}: its evidence is of another model or run: {part} was "
+                f"{str(evidence.fingerprint.get(part))[:40]!r}, is {value[:40]!r}; "
+                "give another folder, or --force to begin again"
+            )
+
+
+def _begin(
+    subject: SearchSubject,
+    fingerprint: dict[str, str],
+    before: SearchEvidence | None,
+    windows: Sequence[Tensor],
+    checks: Sequence[Tensor],
+) -> SearchEvidence:
+    text = {
+        "windows": len(windows),
+        "context": max(len(window) for window in windows),
+        "checks": len(checks),
+        "tokens": sum(len(window) for window in windows),
+    }
+    groups = {} if before is None else before.groups
+    together = 1.0 if before is None else before.together
+    return SearchEvidence(
+        subject.where,
+        subject.numbers,
+        dict(fingerprint),
+        text,
+        subject.stays,
+        groups,
+        subject.stored_bytes,
+        together,
+        complete=False,
+    )
+
+
+def smallest_bytes(subject: SearchSubject, formats: Sequence[str]) -> int:
+    """The bytes of the smallest plan: known before a number is read."""
+    tensors = group_tensors(subject.sites, fused=subject.fused)
+    return sum(tensor.nbytes for tensor in subject.stays.values()) + sum(
+        min(sum(get_format(fmt).nbytes(subject.sites[name].shape) for name in tensors[group]) for fmt in held)
+        for group, held in groups_with_formats(subject, formats).items()
+    )
+
+
+def groups_with_formats(subject: SearchSubject, formats: Sequence[str]) -> dict[str, list[str]]:
+    """Every group with the formats that hold all of its tensors."""
+    found = {}
+    for name, tensors in group_tensors(subject.sites, fused=subject.fused).items():
+        held = list(formats)
+        for tensor in tensors:
+            shape = subject.sites[tensor].shape
+            held = formats_that_hold(shape, held)
+            if not held:
+                raise SearchError(
+                    f"{subject.where}: {tensor}: rows of {shape[-1]} are not whole blocks of any of "
+                    f"{', '.join(formats)}; add a format with smaller blocks to --formats, or --keep {tensor!r}"
+                )
+        found[name] = held
+    return found
+
+
+def _tensors(subject: SearchSubject, group: str) -> dict[str, tuple[tuple[int, ...], str]]:
+    names = group_tensors(subject.sites, fused=subject.fused)[group]
+    return {name: (subject.sites[name].shape, subject.sites[name].role) for name in names}
+
+
+def _cost(rounded: RoundedWeights, group: TensorGroup, fmt: str) -> FormatCost:
+    nats, nbytes = 0.0, 0
+    for name in group.tensors:
+        site = rounded.subject.sites[name]
+        nats += rounded.predicted(name, fmt)
+        nbytes += get_format(fmt).nbytes(site.shape)
+    return FormatCost(nbytes, nats)
+
+
+def _only(group: TensorGroup, formats: Sequence[str]) -> TensorGroup:
+    """The group with these candidates; the file keeps all that were ever asked for."""
+    return replace(group, formats={fmt: group.formats[fmt] for fmt in formats})

@@ -1,0 +1,156 @@
+"""What a format takes from a model, in nats, predicted from the really quantized weight."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from bitplan.formats import Encoded, get_format
+from bitplan.kernels import decode, encode
+from bitplan.plan.names import natural_order
+from bitplan.searching.gather.statistics import COUNTS, GRADIENT, INPUTS, LOOKUP, InputStatistics
+from bitplan.searching.gather.subject import SearchSubject, WeightSite
+from bitplan.searching.groups import group_name, place_of
+from bitplan.store.rounding.round_weight import round_weight
+
+CACHE_BYTES = 4 * 2**30
+SAMPLED_ROWS, SAMPLED_SHARE = 128, 32  # at least so many rows of a weight are rounded to predict, or one in so many
+QUICK_FORMATS = ("q4_0_gguf", "nvfp4", "int8_row")  # the last holds rows of any length
+UNSEEN = 0.5  # how often a token that the text did not have counts as seen
+
+
+@dataclass
+class RoundedWeights:
+    """Weights in formats, each rounded once; what does not fit into `budget` bytes is rounded again when asked for."""
+
+    subject: SearchSubject
+    statistics: InputStatistics
+    budget: int = CACHE_BYTES
+    _kept: OrderedDict[tuple[str, str], Encoded] = field(default_factory=OrderedDict, repr=False)
+    _bytes: int = 0
+    _quick: dict[str, Tensor] = field(default_factory=dict, repr=False)
+    _gains: dict[tuple[str, str], float] = field(default_factory=dict, repr=False)
+
+    def encoded(self, name: str, fmt: str) -> Encoded:
+        key = name, fmt
+        if key in self._kept:
+            self._kept.move_to_end(key)
+            return self._kept[key]
+        site = self.subject.sites[name]
+        self._kept[key] = made = self._round(site, fmt)
+        self._bytes += get_format(fmt).nbytes(site.shape)
+        while self._bytes > self.budget and len(self._kept) > 1:
+            (old, old_format), _ = self._kept.popitem(last=False)
+            self._bytes -= get_format(old_format).nbytes(self.subject.sites[old].shape)
+        return made
+
+    def decoded(self, name: str, fmt: str) -> Tensor:
+        return decode(self.encoded(name, fmt), torch.float32)
+
+    def weights(self, tensors: Mapping[str, str]) -> dict[str, Tensor]:
+        """Tensors with their formats -> the numbers a runtime would compute with."""
+        return {name: self.decoded(name, fmt) for name, fmt in tensors.items()}
+
+    def predicted(self, name: str, fmt: str) -> float:
+        """Nats a token that the format costs this weight alone.
+
+        Rows are rounded independently, so some rows say how many times worse the format is than a quick one that all
+        rows were rounded to. What compensated rounding gains over that is taken from two layers of each projection.
+        """
+        site = self.subject.sites[name]
+        weight = site.parameter.detach().float()
+        if get_format(fmt).is_cast:
+            change = weight - decode(encode(weight, fmt, name=name), torch.float32)
+            return float(damage_of_rows(site, change, self.statistics).sum())
+        quick, rows = self._quick_damage(site, weight), _sampled_rows(weight)
+        sampled, before = self._plain_damage(site, fmt), float(quick[rows].sum())
+        whole = float(quick.sum()) * sampled / before if before > 0 else sampled * len(weight) / len(rows)
+        return whole * self._gain(_projection(name), fmt)
+
+    def _gain(self, projection: str, fmt: str) -> float:
+        """What is left of the damage of plain rounding after compensated rounding, on some rows of two layers."""
+        key = projection, fmt
+        if key not in self._gains:
+            names = natural_order(name for name in self.subject.sites if _projection(name) == projection)
+            names = list(dict.fromkeys((names[len(names) // 3], names[2 * len(names) // 3])))
+            plain = after = 0.0
+            for name in names:
+                site = self.subject.sites[name]
+                weight = site.parameter.detach().float()
+                rows = _sampled_rows(weight)
+                change = weight[rows] - decode(self._round(site, fmt, rows), torch.float32)
+                after += float(damage_of_rows(site, change, self.statistics, rows).sum())
+                plain += self._plain_damage(site, fmt)
+            self._gains[key] = after / plain if plain > 0 else 1.0
+        return self._gains[key]
+
+    def _plain_damage(self, site: WeightSite, fmt: str) -> float:
+        """The damage of plain rounding on some rows."""
+        weight = site.parameter.detach().float()
+        rows = _sampled_rows(weight)
+        change = weight[rows] - decode(encode(weight[rows], fmt, name=site.name), torch.float32)
+        return float(damage_of_rows(site, change, self.statistics, rows).sum())
+
+    def _quick_damage(self, site: WeightSite, weight: Tensor) -> Tensor:
+        """The damage of each row in a format that is encoded in no time."""
+        if site.name not in self._quick:
+            fmt = formats_that_hold(site.shape, QUICK_FORMATS)[0]
+            change = weight - decode(encode(weight, fmt, name=site.name), torch.float32)
+            self._quick[site.name] = damage_of_rows(site, change, self.statistics)
+        return self._quick[site.name]
+
+    def _round(self, site: WeightSite, fmt: str, rows: Tensor | None = None) -> Encoded:
+        weight = site.parameter.detach().float()
+        return round_weight(
+            weight if rows is None else weight[rows],
+            fmt,
+            moments=self.statistics.moments(site.name),
+            hessian=self.statistics.hessian(site.name),
+            name=site.name,
+        )
+
+
+def _projection(name: str) -> str:
+    return place_of(group_name(name, fused=False))[1]
+
+
+def _sampled_rows(weight: Tensor) -> Tensor:
+    count = max(SAMPLED_ROWS, len(weight) // SAMPLED_SHARE)
+    return torch.arange(0, len(weight), max(1, len(weight) // count), device=weight.device)
+
+
+def damage_of_rows(site: WeightSite, change: Tensor, statistics: InputStatistics, rows: Tensor | None = None) -> Tensor:
+    """Nats a token for each row of a change dW, or of some rows of one: their sum is the damage.
+
+    1/2 gradient_r dW_r A dW_r^T, and for an embedding the same of what it looks up.
+    """
+
+    def chosen(part: Tensor) -> Tensor:
+        part = part.to(change.device)
+        return part if rows is None else part[rows]
+
+    nats = torch.zeros(len(change), dtype=torch.float64, device=change.device)
+    inputs, gradient = statistics.mean(site.name, INPUTS), statistics.mean(site.name, GRADIENT)
+    if inputs is not None and gradient is not None:
+        moved = ((change @ inputs.to(change.device)) * change).sum(1).clamp_min(0)
+        nats += chosen(gradient).double() * moved.double() / 2
+    counts, lookup = statistics.sums.get(f"{site.name}.{COUNTS}"), statistics.mean(site.name, LOOKUP)
+    if counts is not None and lookup is not None:
+        share = (counts + UNSEEN) / (statistics.tokens + UNSEEN * len(counts))
+        nats += chosen(share).double() * (change.square() @ lookup.to(change.device)).double() / 2
+    return nats
+
+
+def formats_that_hold(shape: Sequence[int], formats: Sequence[str]) -> list[str]:
+    """The formats whose blocks divide the rows of a tensor."""
+    held = []
+    for name in formats:
+        fmt = get_format(name)
+        cols = fmt.matrix_shape(tuple(shape))[1]
+        if fmt.padded_cols(cols) == cols:
+            held.append(name)
+    return held

@@ -1,0 +1,137 @@
+"""Measures plans end to end: KL and NLL against the model itself, paired window by window."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from bitplan.measure.quality.estimates import Estimate, clustered_mean
+from bitplan.measure.quality.noise_floor import round_activations, shared_twin
+from bitplan.measure.quality.perplexity import CachedLogits, Quality, measure_perplexity
+from bitplan.searching.decide.rivals import Kind, RivalPlan
+from bitplan.searching.evidence import SearchEvidence
+from bitplan.searching.gather.damage import RoundedWeights
+
+CACHED_LOGITS_BYTES = 4 * 2**30
+OnWindows = Callable[[int], None]
+
+
+@dataclass(frozen=True)
+class MeasuredPlan:
+    """A plan and what was measured of it on held-out text."""
+
+    label: str
+    kind: Kind
+    choice: Mapping[str, str]
+    nbytes: int
+    predicted: float
+    quality: Quality
+
+    @property
+    def kl(self) -> Estimate:
+        assert self.quality.against is not None
+        return self.quality.against.kl
+
+    def to_dict(self, evidence: SearchEvidence) -> dict[str, Any]:
+        return {
+            "label": self.label,
+            "kind": self.kind,
+            "bytes": self.nbytes,
+            "bits": evidence.bits(self.nbytes),
+            "predicted": self.predicted,
+            **summary_of(self.quality),
+            "choice": dict(self.choice),
+        }
+
+
+def summary_of(quality: Quality) -> dict[str, Any]:
+    """The figures of a measurement that a page shows, with their 95% intervals."""
+    assert quality.against is not None
+    kl, difference = quality.against.kl, quality.against.nll_difference
+    return {
+        "kl": kl.mean,
+        "kl_interval": kl.interval and list(kl.interval),
+        "nll_difference": difference.mean,
+        "nll_difference_interval": difference.interval and list(difference.interval),
+        "perplexity": quality.perplexity if math.isfinite(quality.perplexity) else None,
+        "top1_agreement": quality.against.top1_agreement.mean,
+        "tokens": quality.tokens,
+        "windows": quality.windows,
+    }
+
+
+class PlanMeter:
+    """A reference, windows of text, and weights in formats: the distance of any plan."""
+
+    def __init__(
+        self, rounded: RoundedWeights, windows: Sequence[Tensor], *, unscored: int = 1, batch: int = 4
+    ) -> None:
+        self.rounded, self.windows = rounded, windows
+        self._unscored, self._batch = max(1, unscored), batch
+        self._cached = CachedLogits(rounded.subject.logits, CACHED_LOGITS_BYTES)
+
+    def reference(self, on_windows: OnWindows | None = None) -> Quality:
+        """The model itself; its logits are remembered."""
+        return measure_perplexity(
+            self._cached,
+            self.windows,
+            batch=self._batch,
+            unscored=self._unscored,
+            name=self.rounded.subject.where,
+            on_windows=on_windows,
+        )
+
+    def noise_floor(self, on_windows: OnWindows | None = None) -> Quality:
+        """The model against itself with its activations rounded to bfloat16."""
+        subject = self.rounded.subject
+        twin = shared_twin(subject.model)
+        heads = [twin.get_output_embeddings()] if hasattr(twin, "get_output_embeddings") else []  # type: ignore[operator]
+        round_activations(twin, torch.bfloat16, keep=[head for head in heads if head is not None])
+        return self._measure("noise floor", lambda ids: subject.logits_of(twin, ids), on_windows)
+
+    def measure(
+        self, evidence: SearchEvidence, choice: Mapping[str, str], label: str, on_windows: OnWindows | None = None
+    ) -> Quality:
+        """The model with groups in formats; groups that `choice` does not name stay as they are."""
+        tensors = {name: fmt for group, fmt in choice.items() for name in evidence.groups[group].tensors}
+        weights = self.rounded.weights(tensors)
+        return self._measure(label, lambda ids: self.rounded.subject.logits(ids, weights), on_windows)
+
+    def kl(self, evidence: SearchEvidence, choice: Mapping[str, str], label: str) -> float:
+        quality = self.measure(evidence, choice, label)
+        assert quality.against is not None
+        return max(0.0, quality.against.kl.mean)
+
+    def measured(self, evidence: SearchEvidence, rival: RivalPlan, on_windows: OnWindows | None = None) -> MeasuredPlan:
+        quality = self.measure(evidence, rival.choice, rival.label, on_windows)
+        return MeasuredPlan(
+            rival.label,
+            rival.kind,
+            rival.choice,
+            evidence.nbytes(rival.choice),
+            evidence.predict(rival.choice),
+            quality,
+        )
+
+    def _measure(self, label: str, model: Callable[[Tensor], Tensor], on_windows: OnWindows | None = None) -> Quality:
+        return measure_perplexity(
+            model,
+            self.windows,
+            reference=self._cached,
+            batch=self._batch,
+            unscored=self._unscored,
+            name=label,
+            on_windows=on_windows,
+        )
+
+
+def paired_difference(first: MeasuredPlan, second: MeasuredPlan) -> Estimate:
+    """KL of the first minus that of the second on the same windows: what the text itself adds drops out."""
+    counts = [int(count) for count in first.quality.samples["tokens"]]
+    pairs = zip(first.quality.samples["kl"], second.quality.samples["kl"], strict=True)
+    return clustered_mean([one - two for one, two in pairs], counts)

@@ -1,0 +1,86 @@
+"""Times of linear layers in formats, as the packed runtime runs them, beside BF16 and in turns with it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+from torch.nn.functional import linear
+
+from bitplan.formats import get_format
+from bitplan.kernels import encode
+from bitplan.measure.speed.paired_timing import OK, Arm, stopwatch_of, time_in_turns
+from bitplan.runtime.packed.quant_linear import QuantLinear
+from bitplan.searching.evidence import SearchEvidence
+from bitplan.searching.gather.subject import SearchSubject
+
+REFERENCE = "BF16"
+TURNS, WARMUP = 7, 2
+Times = dict[str, float]  # microseconds by format
+
+
+def time_groups(
+    subject: SearchSubject,
+    evidence: SearchEvidence,
+    rows: int,
+    formats: Sequence[str],
+    advance: Callable[[int, str], None],
+) -> None:
+    """Put times at `rows` rows into the evidence; each shape is timed once, tensors of one group add up.
+
+    A weight that is only looked up takes no time here. A format that the runtime has no product for gets none.
+    """
+    by_shape: dict[tuple[int, ...], Times] = {}
+    for name, group in evidence.groups.items():
+        wanted = [fmt for fmt in formats if fmt in group.formats and rows not in group.formats[fmt].us]
+        if not wanted:
+            continue
+        sites = [subject.sites[tensor] for tensor in group.tensors if subject.sites[tensor].linears]
+        for site in sites:
+            known = by_shape.setdefault(site.shape, {})
+            missing = [fmt for fmt in wanted if fmt not in known]
+            if missing or REFERENCE not in known:
+                known |= _time_shape(site.parameter.detach(), missing, rows)
+        group.reference_us = {**group.reference_us, rows: sum(by_shape[site.shape][REFERENCE] for site in sites)}
+        for fmt in wanted:
+            times = [by_shape[site.shape].get(fmt) for site in sites]
+            if None not in times:
+                total = sum(time for time in times if time is not None)
+                cost = group.formats[fmt]
+                group.formats[fmt] = replace(cost, us={**cost.us, rows: total})
+        advance(1, name)
+
+
+def is_timed(evidence: SearchEvidence, rows: int) -> bool:
+    """Whether the evidence has times at so many rows."""
+    return all(rows in group.reference_us for group in evidence.groups.values())
+
+
+def _time_shape(weight: Tensor, formats: Sequence[str], rows: int) -> Times:
+    generator = torch.Generator(weight.device).manual_seed(0)
+    x = torch.randn(rows, weight.shape[1], generator=generator, device=weight.device).to(torch.bfloat16)
+    half = weight.to(torch.bfloat16)
+    arms: dict[str, Arm] = {REFERENCE: lambda: lambda: linear(x, half)}
+    for name in formats:
+        if get_format(name).is_cast:
+            cast = weight.to(get_format(name).storage)
+            arms[name] = _cast_arm(x.to(cast.dtype), cast)
+        else:
+            arms[name] = _packed_arm(weight, name, x)
+    with torch.no_grad():
+        timed = time_in_turns(arms, stopwatch_of(weight.device), turns=TURNS, warmup=WARMUP)
+    return {name: 1000 * min(each.samples_ms) for name, each in timed.items() if each.status == OK}
+
+
+def _cast_arm(x: Tensor, weight: Tensor) -> Arm:
+    return lambda: lambda: linear(x, weight)
+
+
+def _packed_arm(weight: Tensor, fmt: str, x: Tensor) -> Arm:
+    def build() -> Callable[[], object]:
+        layer = QuantLinear(encode(weight.float(), fmt), name=fmt)
+        return lambda: layer(x)
+
+    return build

@@ -1,0 +1,71 @@
+"""What a plan is to reach: a size, a distance from the model, a speed, or several of them at once."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Any
+
+from bitplan.searching.errors import GoalError
+
+_UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
+
+
+@dataclass(frozen=True)
+class Goal:
+    """Every limit that is given holds; the plan is the least harmful of those within them.
+
+    bits      bits a weight, over all tensors of the model, scales included
+    nbytes    bytes of all tensors
+    max_kl    nats a token from the model; alone it asks for the fewest bytes
+    faster    times BF16's speed, by times measured at `rows` rows
+    """
+
+    bits: float | None = None
+    nbytes: int | None = None
+    max_kl: float | None = None
+    faster: float | None = None
+    rows: int = 1
+
+    def __post_init__(self) -> None:
+        given = {"bits": self.bits, "bytes": self.nbytes, "max-kl": self.max_kl, "faster": self.faster}
+        if all(value is None for value in given.values()):
+            raise GoalError("a search needs a goal: --bits 4.5, --bytes 6GB, --max-kl 0.01, --faster 1.5, or several")
+        for name, value in given.items():
+            if value is not None and not value > 0:
+                raise GoalError(f"--{name} must be above 0, got {value}")
+        if self.rows < 1:
+            raise GoalError(f"--rows must be 1 or more, got {self.rows}")
+
+    def most_bytes(self, numbers: int) -> int | None:
+        """The tighter of the two limits of size; `numbers` are the weights of the model."""
+        limits = [int(self.bits * numbers / 8)] if self.bits is not None else []
+        limits += [self.nbytes] if self.nbytes is not None else []
+        return min(limits) if limits else None
+
+    @property
+    def asks_for_fewest_bytes(self) -> bool:
+        """Whether nothing but a distance is given."""
+        return self.bits is None and self.nbytes is None and self.faster is None
+
+    def to_dict(self) -> dict[str, Any]:
+        given = {"bits": self.bits, "bytes": self.nbytes, "max_kl": self.max_kl, "faster": self.faster}
+        found: dict[str, Any] = {key: value for key, value in given.items() if value is not None}
+        return found | ({"rows": self.rows} if self.faster is not None else {})
+
+    def __str__(self) -> str:
+        words = [
+            f"{self.bits:g} bits a weight" if self.bits is not None else "",
+            f"{self.nbytes:,} bytes" if self.nbytes is not None else "",
+            f"KL of at most {self.max_kl:g} nats" if self.max_kl is not None else "",
+            f"{self.faster:g} times BF16's speed at {self.rows} rows" if self.faster is not None else "",
+        ]
+        return ", ".join(filter(None, words))
+
+
+def parse_bytes(text: str) -> int:
+    """6GB, 900 MB, 1.5GiB or a plain number of bytes."""
+    match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)\s*", text)
+    if match is None or match[2].upper() not in _UNITS:
+        raise GoalError(f"--bytes must be a size such as 6GB, 900MB or 1.5GiB, got {text[:40]!r}")
+    return int(float(match[1]) * _UNITS[match[2].upper()])

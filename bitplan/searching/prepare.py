@@ -1,0 +1,87 @@
+"""What a search works on: the model with its weights, and windows of text for statistics, checks and the proof."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from torch import Tensor, nn
+
+from bitplan.measure.quality.perplexity import spread_windows
+from bitplan.runtime.causal_lm import load_causal_lm
+from bitplan.searching.errors import SearchError
+from bitplan.searching.gather.subject import SearchSubject, subject_of
+
+WINDOWS, CHECKS, HELD_OUT = 24, 4, 12
+LEAST_WINDOWS = 4
+
+
+@dataclass(frozen=True)
+class SearchText:
+    """Windows of token ids: no window serves twice. `unscored` tokens at the head of each are context only."""
+
+    statistics: list[Tensor]
+    checks: list[Tensor]
+    proof: list[Tensor]
+    unscored: int
+
+
+def prepare(
+    model: nn.Module | str | Path,
+    batches: Sequence[Tensor] | None,
+    text: str | None,
+    held_out: Sequence[Tensor] | str | None,
+    *,
+    keep: Sequence[str] = (),
+    only: Sequence[str] = (),
+    context: int | None = None,
+    windows: int = WINDOWS,
+) -> tuple[SearchSubject, SearchText]:
+    """Read the model where it is a path, cut the text, and keep some of it for the proof."""
+    if isinstance(model, nn.Module):
+        if batches is None or isinstance(held_out, str):
+            raise SearchError("a model in memory has no tokenizer: batches and held_out must be token ids")
+        proof = None if held_out is None else _windows_of_batches(held_out)
+        return subject_of(model, keep=keep, only=only), _split(_windows_of_batches(batches), proof, windows, 1)
+    if batches is None and text is None:
+        raise SearchError("a search needs text: --text FILE, or batches of token ids")
+    lm = load_causal_lm(model)
+    subject = subject_of(lm, path=model, keep=keep, only=only)
+    length = min(512, lm.positions or 512) if context is None else context
+    lm.check_context(length)
+    calibration = _whole(lm.windows(text, length)) if text is not None else _windows_of_batches(batches or ())
+    if isinstance(held_out, str):
+        proof = _whole(lm.windows(held_out, length))
+    else:
+        proof = None if held_out is None else _windows_of_batches(held_out)
+    return subject, _split(calibration, proof, windows, len(lm.prefix))
+
+
+def _whole(windows: Sequence[Tensor]) -> list[Tensor]:
+    return [window for window in windows if len(window) == len(windows[0])]
+
+
+def _windows_of_batches(batches: Sequence[Tensor]) -> list[Tensor]:
+    return [row for batch in batches for row in (batch if batch.dim() == 2 else batch[None])]
+
+
+def _split(calibration: Sequence[Tensor], proof: Sequence[Tensor] | None, windows: int, unscored: int) -> SearchText:
+    if len(calibration) < LEAST_WINDOWS:
+        raise SearchError(
+            f"the text has {len(calibration)} windows, and a search needs {LEAST_WINDOWS} or more, of which some are "
+            "kept for the proof; give a longer text, or a shorter --context"
+        )
+    if proof is None:
+        cut = max(LEAST_WINDOWS - 1, len(calibration) * 3 // 4)
+        calibration, proof = calibration[:cut], calibration[cut:]
+    checks = max(1, min(CHECKS, len(calibration) // 4))
+    chosen = _spread(calibration, windows + checks)
+    every = max(1, len(chosen) // checks)
+    check_at = {index * every for index in range(checks)}
+    statistics = [window for index, window in enumerate(chosen) if index not in check_at]
+    return SearchText(statistics, [chosen[index] for index in sorted(check_at)], _spread(proof, HELD_OUT), unscored)
+
+
+def _spread(windows: Sequence[Tensor], count: int) -> list[Tensor]:
+    return list(windows) if len(windows) <= count else spread_windows(windows, count * len(windows[0]))

@@ -1,0 +1,121 @@
+"""What a search hands over, and its document front.json."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from bitplan.measure.quality.perplexity import Quality
+from bitplan.plan.plan import Plan
+from bitplan.records import write_json
+from bitplan.searching.decide.rivals import uniform_plans
+from bitplan.searching.decide.solve import Solution
+from bitplan.searching.evidence import SearchEvidence
+from bitplan.searching.gather.plan_meter import MeasuredPlan, paired_difference, summary_of
+from bitplan.searching.goal import Goal
+from bitplan.searching.groups import place_of
+
+PLAN, FRONT = "plan.json", "front.json"
+DOCUMENT = "bitplan-front"
+VERSION = 1
+
+
+@dataclass
+class SearchResult:
+    """The plan that is handed over, and everything that it rests on."""
+
+    plan: Plan
+    evidence: SearchEvidence
+    goal: Goal
+    solution: Solution
+    front: list[Solution]
+    winner: MeasuredPlan
+    rivals: list[MeasuredPlan]
+    reference: Quality
+    noise_floor: Quality
+    corrections: int
+
+    @property
+    def lost(self) -> bool:
+        """Whether a plan that needs no search was better, and is handed over instead."""
+        return self.winner.kind != "plan"
+
+    @property
+    def best_rival(self) -> MeasuredPlan | None:
+        """The best of the plans that need no search."""
+        return min((each for each in self.rivals if each.kind != "plan"), key=lambda each: each.kl.mean, default=None)
+
+    def to_document(self) -> dict[str, Any]:
+        """front.json."""
+        evidence = self.evidence
+        best = self.best_rival
+        return {
+            "document": DOCUMENT,
+            "version": VERSION,
+            "model": evidence.model,
+            "goal": self.goal.to_dict(),
+            "reference": {
+                "bytes": evidence.reference_bytes,
+                "bits": evidence.bits(evidence.reference_bytes),
+                "perplexity": self.reference.perplexity,
+                "tokens": self.reference.tokens,
+                "windows": self.reference.windows,
+            },
+            "noise_floor": summary_of(self.noise_floor),
+            "solution": self.solution.to_dict(evidence),
+            "corrections": self.corrections,
+            "plan": self.winner.to_dict(evidence),
+            "lost": self.lost,
+            "against_best_rival": None if best is None else _against(self.winner, best),
+            "measured": [each.to_dict(evidence) for each in self.rivals],
+            "front": [{k: v for k, v in each.to_dict(evidence).items() if k != "choice"} for each in self.front],
+            "uniform": [
+                {
+                    "label": each.label,
+                    "bytes": evidence.nbytes(each.choice),
+                    "bits": evidence.bits(evidence.nbytes(each.choice)),
+                    "nats": evidence.predict(each.choice),
+                }
+                for each in uniform_plans(evidence)
+            ],
+            "heat": _heat(evidence, self.winner.choice),
+        }
+
+    def save(self, folder: Path) -> None:
+        """plan.json and front.json; the evidence is there already."""
+        self.plan.save(folder / PLAN)
+        write_json(folder / FRONT, self.to_document())
+
+
+def _against(winner: MeasuredPlan, rival: MeasuredPlan) -> dict[str, Any]:
+    difference = paired_difference(winner, rival)
+    return {
+        "label": rival.label,
+        "kl_difference": difference.mean,
+        "interval": difference.interval and list(difference.interval),
+    }
+
+
+def _heat(evidence: SearchEvidence, choice: Mapping[str, str]) -> list[dict[str, Any]]:
+    """A cell for every group: where it lies, what it got, what that costs, and what the smallest format would cost."""
+    cells = []
+    for name, fmt in choice.items():
+        layer, part = place_of(name)
+        group = evidence.groups[name]
+        smallest = min(group.formats, key=lambda each: group.formats[each].nbytes)
+        cells.append(
+            {
+                "group": name,
+                "layer": layer,
+                "part": part,
+                "format": fmt,
+                "nats": evidence.nats(name, fmt),
+                "bytes": group.formats[fmt].nbytes,
+                "bits": 8 * group.formats[fmt].nbytes / group.numbers,
+                "nats_in_smallest": evidence.nats(name, smallest),
+                "smallest": smallest,
+            }
+        )
+    return cells

@@ -1,0 +1,211 @@
+"""search: evidence, the best plan for a goal, and the proof that it is one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor, nn
+
+from bitplan.measure.quality.perplexity import Quality
+from bitplan.searching.decide.explain import explain_plan
+from bitplan.searching.decide.rivals import RivalPlan, rivals_of
+from bitplan.searching.decide.solve import Solution, front, size_out_of_reach, solve, within
+from bitplan.searching.errors import GoalError
+from bitplan.searching.evidence import SearchEvidence
+from bitplan.searching.gather.collect import EVIDENCE, Stage, check_group, collect_evidence, no_stage, smallest_bytes
+from bitplan.searching.gather.plan_meter import MeasuredPlan, PlanMeter
+from bitplan.searching.gather.subject import SearchSubject
+from bitplan.searching.gather.timing import is_timed
+from bitplan.searching.goal import Goal
+from bitplan.searching.prepare import WINDOWS, SearchText, prepare
+from bitplan.searching.result import SearchResult
+from bitplan.searching.targets import candidates, target_of
+
+MOST_CORRECTIONS = 3
+AGREES = 0.1  # predicted and measured within a tenth: nothing to correct
+MOST_CHECKED = 6  # groups measured alone in a correction
+
+
+def search(
+    model: nn.Module | str | Path,
+    batches: Sequence[Tensor] | None = None,
+    *,
+    goal: Goal | Mapping[str, Any],
+    text: str | None = None,
+    held_out: Sequence[Tensor] | str | None = None,
+    formats: Sequence[str] | None = None,
+    target: str = "bitplan",
+    keep: Sequence[str] = (),
+    only: Sequence[str] = (),
+    device: str | None = None,
+    context: int | None = None,
+    windows: int = WINDOWS,
+    out: str | Path | None = None,
+    stage: Stage = no_stage,
+) -> SearchResult:
+    """Find the best plan for a model within a goal, and prove it on text that was not used to find it.
+
+    model      an nn.Module that maps token ids [windows, length] to logits, or a path: a Hugging Face folder or GGUF
+    batches    token ids, [length] or [windows, length]; or `text`, plain, where the model is a path
+    goal       Goal(bits=4.5), or a mapping of its fields; several limits hold together
+    held_out   other text, for the proof; without it the last quarter of the text is kept for that
+    formats    candidates; all that `target` loads unless given
+    windows    how many windows of text the statistics are of
+    out        a folder for evidence.json, plan.json and front.json; a stopped search goes on there
+    stage      shows progress: called with a name and a number of steps, gives a context of what to call for each
+    """
+    wanted = goal if isinstance(goal, Goal) else Goal(**goal)
+    runtime = target_of(target)
+    names = candidates(runtime, formats)
+    subject, cut = prepare(model, batches, text, held_out, keep=keep, only=only, context=context, windows=windows)
+    subject.fused = runtime.fused
+    if device is not None:
+        subject.model.to(device)
+    return Searcher(subject, cut, names, None if out is None else Path(out), stage).find(wanted)
+
+
+@dataclass
+class Searcher:
+    """A model and its text: plans for one goal after another, of evidence that is gathered once."""
+
+    subject: SearchSubject
+    text: SearchText
+    formats: Sequence[str]
+    folder: Path | None = None
+    stage: Stage = no_stage
+    _collected: tuple[SearchEvidence, PlanMeter] | None = None
+
+    def find(self, goal: Goal) -> SearchResult:
+        """The best plan within the goal, proven; written where there is a folder."""
+        self._require_size(goal)
+        evidence, meter = self.collect(goal)
+        solution, corrections = solve_and_correct(evidence, goal, meter, self.stage)
+        self._save_corrected(evidence)
+        result = self._prove(evidence, goal, solution, corrections)
+        if self.folder is not None:
+            result.save(self.folder)
+        return result
+
+    def collect(self, goal: Goal) -> tuple[SearchEvidence, PlanMeter]:
+        """The evidence, gathered at the first goal, and what measures on the windows for checks."""
+        rows = goal.rows if goal.faster is not None else None
+        if self._collected is None or (rows is not None and not is_timed(self._collected[0], rows)):
+            most = goal.most_bytes(self.subject.numbers)
+            self._collected = collect_evidence(
+                self.subject,
+                self.text.statistics,
+                self.text.checks,
+                self.formats,
+                folder=self.folder,
+                unscored=self.text.unscored,
+                near_bits=None if most is None else 8 * most / self.subject.numbers,
+                rows=rows,
+                stage=self.stage,
+            )
+        return self._collected
+
+    @cached_property
+    def judge(self) -> PlanMeter:
+        """What measures on the windows that were held out."""
+        assert self._collected is not None
+        return PlanMeter(self._collected[1].rounded, self.text.proof, unscored=self.text.unscored)
+
+    @cached_property
+    def _reference(self) -> tuple[Quality, Quality]:
+        """The model itself, and its noise floor."""
+        with self.stage("measuring the model", 2 * len(self.text.proof)) as advance:
+            reference = self.judge.reference(lambda count: advance(count, "the model itself"))
+            return reference, self.judge.noise_floor(lambda count: advance(count, "noise floor"))
+
+    def _prove(self, evidence: SearchEvidence, goal: Goal, solution: Solution, corrections: int) -> SearchResult:
+        """Measure the plan and its rivals on held-out text; hand over the best that is within the goal."""
+        reference, floor = self._reference
+        rivals = rivals_of(evidence, solution.nbytes)
+        with self.stage("proving", len(self.text.proof) * (1 + len(rivals))) as advance:
+
+            def measured(rival: RivalPlan) -> MeasuredPlan:
+                return self.judge.measured(evidence, rival, lambda count: advance(count, rival.label))
+
+            plan = measured(RivalPlan("searched plan", "plan", solution.choice))
+            others = [measured(rival) for rival in rivals]
+        allowed = [other for other in others if within(evidence, goal, other.choice, other.kl.mean)]
+        winner = min([plan, *allowed], key=_is_better(goal))
+        return SearchResult(
+            explain_plan(evidence, winner.choice, rows=goal.rows if goal.faster is not None else None),
+            evidence,
+            goal,
+            solution,
+            front(evidence),
+            winner,
+            [plan, *others],
+            reference,
+            floor,
+            corrections,
+        )
+
+    def _require_size(self, goal: Goal) -> None:
+        """A size that no plan has is refused before minutes are spent."""
+        most, least = goal.most_bytes(self.subject.numbers), smallest_bytes(self.subject, self.formats)
+        if most is not None and least > most:
+            raise GoalError(size_out_of_reach(most, least, self.subject.numbers))
+
+    def _save_corrected(self, evidence: SearchEvidence) -> None:
+        """Corrections into the file, which may know formats that this search did not ask for."""
+        if self.folder is None:
+            return
+        known = SearchEvidence.load(self.folder / EVIDENCE)
+        for name, group in evidence.groups.items():
+            before = known.groups[name]
+            known.groups[name] = replace(group, formats={**before.formats, **group.formats})
+        known.together = evidence.together
+        known.save(self.folder / EVIDENCE)
+
+
+def _is_better(goal: Goal) -> Callable[[MeasuredPlan], tuple[float, float]]:
+    """Plans are ordered by what the goal leaves open: by bytes where only a distance is given, else by distance."""
+    if goal.asks_for_fewest_bytes:
+        return lambda plan: (plan.nbytes, plan.kl.mean)
+    return lambda plan: (plan.kl.mean, plan.nbytes)
+
+
+def solve_and_correct(
+    evidence: SearchEvidence, goal: Goal, meter: PlanMeter, stage: Stage = no_stage
+) -> tuple[Solution, int]:
+    """Solve; where the plan's measured KL is not what was predicted, measure more groups alone and solve again.
+
+    The text for this is that of the checks. Of all plans that were solved the best by measurement is given.
+    """
+    tried: list[tuple[float, Solution]] = []
+    with stage("correcting", MOST_CORRECTIONS + 1) as advance:
+        for done in range(MOST_CORRECTIONS + 1):
+            solution = solve(evidence, goal)
+            if any(solution.choice == other.choice for _, other in tried):
+                break
+            measured = meter.kl(evidence, solution.choice, "the plan")
+            tried.append((measured, solution))
+            advance(1, "the plan")
+            predicted = evidence.predict(solution.choice)
+            if done == MOST_CORRECTIONS or abs(measured - predicted) <= AGREES * predicted:
+                break
+            _check_largest(evidence, solution, meter)
+            apart = evidence.predict(solution.choice) / evidence.together
+            evidence.together = measured / apart if apart > 0 and measured > 0 else 1.0
+    if goal.asks_for_fewest_bytes:
+        reached = [solution for measured, solution in tried if measured <= (goal.max_kl or 0.0)]
+        best = min(reached, key=lambda solution: solution.nbytes) if reached else tried[-1][1]
+        return replace(best, nats=evidence.predict(best.choice)), len(tried) - 1
+    best = min(tried, key=lambda pair: pair[0])[1]
+    nats, bound = evidence.predict(best.choice), solve(evidence, goal).bound  # by the evidence as it is now
+    return replace(best, nats=nats, bound=bound, gap=max(0.0, 1 - bound / nats) if nats > 0 else 0.0), len(tried) - 1
+
+
+def _check_largest(evidence: SearchEvidence, solution: Solution, meter: PlanMeter) -> None:
+    """Measure alone those groups of the plan whose damage is large and only predicted."""
+    guessed = [name for name, fmt in solution.choice.items() if evidence.groups[name].formats[fmt].measured is None]
+    guessed.sort(key=lambda name: -evidence.nats(name, solution.choice[name]))
+    for name in guessed[:MOST_CHECKED]:
+        check_group(evidence, name, meter, solution.choice[name])

@@ -1,0 +1,1 @@
+"""Models written for other engines: a table of targets, one module for each."""

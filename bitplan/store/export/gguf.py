@@ -1,0 +1,303 @@
+"""To GGUF, so that llama.cpp runs it: from a Hugging Face folder, or from GGUF itself.
+
+From a folder, names go through gguf-py's table, rows of q and k are put in llama.cpp's order, experts of a layer become
+one tensor, and config and tokenizer become metadata. From GGUF everything but the formats stays. Norms, biases and
+routers are float32, which is what llama.cpp computes them in.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
+
+import torch
+from gguf import MODEL_ARCH, MODEL_ARCH_NAMES, get_tensor_name_map
+from torch import Tensor
+
+from bitplan.errors import StoreError
+from bitplan.formats import Encoded, Format, get_format
+from bitplan.formats.codec import finite, readable
+from bitplan.formats.dtypes import dtype_name
+from bitplan.kernels import encode
+from bitplan.plan import Plan
+from bitplan.store.export.gguf_metadata import Family, ModelConfig, model_metadata, rope_factors
+from bitplan.store.export.gguf_tokenizer import tokenizer_metadata
+from bitplan.store.export.imatrix import ImportanceMatrix
+from bitplan.store.export.targets import ExportReport, ExportRequest, ExportRow, OnBytes
+from bitplan.store.files.gguf_parts import check_gguf_output, write_parts
+from bitplan.store.files.gguf_tensors import GGUFTensors, file_metadata, gguf_type
+from bitplan.store.files.gguf_values import GGUFValue
+from bitplan.store.files.headers import plan_for_file
+from bitplan.store.files.open_files import open_tensors
+from bitplan.store.files.tensor_file import Promise, TensorFile
+
+FLOAT32 = get_format("float32")
+_EXPERT = re.compile(r"(?P<before>.*\.experts)\.(?P<number>\d+)\.(?P<after>.*)")
+# Parts of a model that reads pictures, which llama.cpp keeps in a file of their own, and tables it computes itself.
+_LEFT_OUT = re.compile(r"^(model\.)?(vision_tower|multi_modal_projector|visual)\.|rotary_emb\.inv_freq$|masked_bias$")
+_ROUTER = re.compile(r"\.ffn_gate_inp\.weight$")
+
+
+@dataclass(frozen=True)
+class Outgoing:
+    """One tensor of the output: of one tensor of the source, of many experts', or computed here.
+
+    heads     rows are reordered within so many heads
+    plus_one  norms of Gemma, which its checkpoints hold one less
+    """
+
+    name: str
+    sources: tuple[str, ...]
+    shape: tuple[int, ...]
+    fmt: Format
+    reason: str
+    heads: int | None = None
+    plus_one: bool = False
+    made: Tensor | None = None
+
+    @property
+    def promise(self) -> Promise:
+        if self.fmt.is_cast:
+            return Promise(self.name, self.shape, None, self.fmt.storage)
+        return Promise(self.name, self.shape, self.fmt)
+
+
+def prepare(request: ExportRequest) -> GGUFExport:
+    """Everything that can be refused is, before a weight is read."""
+    with ExitStack() as opened:
+        file = opened.enter_context(open_tensors(request.source))
+        matrix = None
+        if request.importance is not None:
+            matrix = ImportanceMatrix(request.importance)
+            opened.callback(matrix.close)
+        inputs = [*file.files, *([request.importance] if request.importance else [])]
+        check_gguf_output(request.output, request.part_bytes, inputs=inputs, force=request.force)
+        plan = plan_for_file(file, request.formats, keep=request.keep, only=request.only, output="out.gguf")
+        if isinstance(file, GGUFTensors):
+            outgoing, metadata, left_out = list(_same_names(file, plan)), dict(file.metadata), {}
+        else:
+            outgoing, metadata, left_out = _from_folder(file, plan, request)
+        for item in outgoing:
+            gguf_type(item.promise, request.output)
+        promises = [item.promise for item in outgoing]
+        check_gguf_output(request.output, request.part_bytes, inputs=inputs, force=request.force, promises=promises)
+        metadata = file_metadata(metadata, promises)
+        if matrix is not None:
+            metadata |= matrix.keys
+        opened.pop_all()
+        return GGUFExport(request, file, matrix, outgoing, metadata, left_out)
+
+
+def _same_names(file: TensorFile, plan: Plan) -> Iterator[Outgoing]:
+    for name, spec in file.specs.items():
+        fmt, reason = _format(plan, name)
+        yield Outgoing(name, (name,), spec.shape, fmt, reason)
+
+
+def _format(plan: Plan, name: str) -> tuple[Format, str]:
+    entry = plan.entries[name]
+    return get_format(entry.stored or entry.choice.format), entry.choice.reason
+
+
+# ---- from a Hugging Face folder --------------------------------------------------------------------------------------
+
+
+def _from_folder(
+    file: TensorFile, plan: Plan, request: ExportRequest
+) -> tuple[list[Outgoing], dict[str, GGUFValue], dict[str, str]]:
+    folder = request.source if request.source.is_dir() else request.source.parent
+    config = ModelConfig(folder)
+    metadata = model_metadata(config, folder.resolve().name)
+    metadata |= tokenizer_metadata(folder, config.vocabulary, request.pretokenizer)
+    names = _Names(config, str(file.path))
+    grouped: dict[str, list[str]] = {}
+    left_out: dict[str, str] = {}
+    for name in file.specs:
+        if _LEFT_OUT.search(name):
+            left_out[name] = "llama.cpp has no place for it in a language model's file"
+        else:
+            grouped.setdefault(names.of(name), []).append(name)
+    left_out |= {alias: f"is {name!r}, which llama.cpp uses in its place" for alias, name in file.tied.items()}
+    outgoing = [_outgoing(file, plan, config, new, sources) for new, sources in grouped.items()]
+    factors = rope_factors(config)
+    if factors is not None:
+        made = torch.tensor(factors, dtype=torch.float32)
+        outgoing.append(Outgoing("rope_freqs.weight", (), tuple(made.shape), FLOAT32, "llama 3's rotations", made=made))
+    names.check_whole({item.name for item in outgoing})
+    return outgoing, metadata, left_out
+
+
+class _Names:
+    """gguf-py's table for an architecture, with what it does not know."""
+
+    def __init__(self, config: ModelConfig, where: str) -> None:
+        architecture = config.family.architecture
+        kind = next(kind for kind, name in MODEL_ARCH_NAMES.items() if name == architecture)
+        self._table = get_tensor_name_map(MODEL_ARCH(kind), config.layers)
+        self._config, self._where = config, where
+
+    def of(self, name: str) -> str:
+        own = name.replace("language_model.model.", "model.").replace("model.language_model.", "model.")
+        own = own.replace("language_model.lm_head.", "lm_head.")
+        if found := _EXPERT.fullmatch(own):
+            own = f"{found['before']}.{found['after']}"
+        new = self._table.get_name(own, try_suffixes=(".weight", ".bias"))
+        if new is None:
+            raise StoreError(
+                f"{self._where}: llama.cpp's {self._config.family.architecture} has no tensor for {name!r}; "
+                "the checkpoint holds more than the model that config.json names"
+            )
+        return str(new)
+
+    def check_whole(self, found: set[str]) -> None:
+        """A model by half loads in no engine: say so here."""
+        wanted = {"token_embd.weight", "output_norm.weight"}
+        wanted |= {f"blk.{layer}.attn_norm.weight" for layer in range(self._config.layers)}
+        if missing := sorted(wanted - found):
+            raise StoreError(
+                f"{self._where}: no tensor becomes {missing[0]!r}; the checkpoint lacks a part of the model"
+            )
+
+
+def _outgoing(file: TensorFile, plan: Plan, config: ModelConfig, new: str, sources: list[str]) -> Outgoing:
+    family, first = config.family, sources[0]
+    shape = file.spec(first).shape
+    if len(sources) > 1 or _EXPERT.fullmatch(first):
+        sources = _in_order(file, new, sources)
+        shape = (len(sources), *shape)
+    chosen = {_format(plan, name)[0].name for name in sources}
+    if len(chosen) > 1:
+        raise StoreError(
+            f"{file.path}: the {len(sources)} experts of {new!r} are one tensor in GGUF and need one format, "
+            f"the plan gives {', '.join(sorted(chosen))}"
+        )
+    fmt, reason = _format(plan, first)
+    if len(shape) < 2 or _ROUTER.search(new):
+        fmt, reason = FLOAT32, "norms, biases and routers: llama.cpp computes them in float32"
+    return Outgoing(new, tuple(sources), shape, fmt, reason, _heads(family, config, new), _is_plus_one(family, new))
+
+
+def _in_order(file: TensorFile, new: str, sources: list[str]) -> list[str]:
+    """The experts by number, all of one shape and none missing."""
+    numbers = {int(found["number"]): name for name in sources if (found := _EXPERT.fullmatch(name))}
+    if sorted(numbers) != list(range(len(sources))):
+        raise StoreError(
+            f"{file.path}: the experts that become {new!r} are not 0 to {len(sources) - 1}: {len(numbers)} found"
+        )
+    ordered = [numbers[number] for number in range(len(sources))]
+    if len({file.spec(name).shape for name in ordered}) > 1:
+        raise StoreError(f"{file.path}: the experts that become {new!r} differ in shape")
+    return ordered
+
+
+def _heads(family: Family, config: ModelConfig, new: str) -> int | None:
+    if not family.permutes:
+        return None
+    if ".attn_q." in new:
+        return config.heads
+    return config.kv_heads if ".attn_k." in new else None
+
+
+def _is_plus_one(family: Family, new: str) -> bool:
+    return family.norms_plus_one and new.endswith("norm.weight")
+
+
+# ---- writing ---------------------------------------------------------------------------------------------------------
+
+
+class GGUFExport:
+    """A prepared export; see `bitplan.store.export.targets`."""
+
+    def __init__(
+        self,
+        request: ExportRequest,
+        file: TensorFile,
+        matrix: ImportanceMatrix | None,
+        outgoing: list[Outgoing],
+        metadata: Mapping[str, GGUFValue],
+        left_out: dict[str, str],
+    ) -> None:
+        self._request, self._file, self._matrix = request, file, matrix
+        self._outgoing, self._metadata = outgoing, metadata
+        rows = [self._row(item) for item in outgoing]
+        self.report = ExportReport(str(request.source), str(request.output), "gguf", rows, left_out)
+
+    def _row(self, item: Outgoing) -> ExportRow:
+        source = item.sources[0] if item.sources else ""
+        more = f" and {len(item.sources) - 1} more" if len(item.sources) > 1 else ""
+        before = self._file.spec(source).format if source else "computed"
+        return ExportRow(item.name, source + more, item.shape, before, item.fmt.name, item.reason, item.promise.nbytes)
+
+    def write(self, on_bytes: OnBytes | None = None) -> None:
+        promises = [item.promise for item in self._outgoing]
+        with write_parts(self._request.output, promises, self._metadata, self._request.part_bytes) as writer:
+            for item in self._outgoing:
+                writer.write(item.name, self._read(item))
+                if on_bytes:
+                    on_bytes(item.promise.nbytes, item.name)
+        self.report.files = [str(path) for path in writer.paths]
+
+    def close(self) -> None:
+        self._file.close()
+        if self._matrix is not None:
+            self._matrix.close()
+
+    def _read(self, item: Outgoing) -> Tensor | Encoded:
+        if item.made is not None:
+            return item.made
+        weights = None
+        if self._matrix is not None and not item.fmt.is_cast:
+            weights = self._matrix.of(item.name, item.shape[-1])
+        pieces = [
+            self._piece(item, source, None if weights is None else weights[min(place, len(weights) - 1)])
+            for place, source in enumerate(item.sources)
+        ]
+        if len(item.shape) == len(self._file.spec(item.sources[0]).shape):
+            return pieces[0]
+        return _stacked(pieces, item)
+
+    def _piece(self, item: Outgoing, source: str, weights: Tensor | None) -> Tensor | Encoded:
+        spec, where = self._file.spec(source), f"{self._file.path}: {source}"
+        if spec.encoded and spec.format == item.fmt.name and not item.fmt.is_cast:
+            kept = self._file.read(source)
+            assert isinstance(kept, Encoded)
+            return kept if item.heads is None else _permuted_rows(kept, item.heads)
+        numbers = self._file.read_float(source)
+        if item.fmt.is_cast and not numbers.is_floating_point():
+            return numbers
+        numbers = finite(readable(numbers, where), self._request.nonfinite, where)
+        if item.heads is not None:
+            numbers = numbers[_order(numbers.shape[0], item.heads)]
+        if item.plus_one:
+            numbers = numbers.float() + 1
+        if item.fmt.is_cast:
+            narrow = numbers.to(item.fmt.storage)
+            finite(narrow, "error", f"{where} as {dtype_name(item.fmt.storage)}")
+            return narrow
+        rule = self._request.scale_rule if "absmax" in item.fmt.rules else None
+        if weights is not None:
+            rule = "mse"
+        return encode(numbers, item.fmt, scale_rule=rule, importance=weights, name=where)
+
+
+def _order(rows: int, heads: int) -> Tensor:
+    """Where llama.cpp's rows of q and k lie in transformers': halves of a head, dealt out in turns."""
+    return torch.arange(rows).reshape(heads, 2, rows // heads // 2).transpose(1, 2).reshape(-1)
+
+
+def _permuted_rows(encoded: Encoded, heads: int) -> Encoded:
+    """Rows of packed bytes in another order: no number changes, for blocks lie along rows."""
+    order = _order(encoded.shape[0], heads)
+    parts = {name: part[order] if part.dim() else part for name, part in encoded.parts.items()}
+    return Encoded(encoded.fmt, encoded.shape, **parts)
+
+
+def _stacked(pieces: list[Tensor | Encoded], item: Outgoing) -> Tensor | Encoded:
+    first = pieces[0]
+    if not isinstance(first, Encoded):
+        return torch.stack([piece for piece in pieces if isinstance(piece, Tensor)])
+    packed = [piece for piece in pieces if isinstance(piece, Encoded)]
+    parts = {name: torch.stack([piece.parts[name] for piece in packed]) for name in first.parts}
+    return Encoded(first.fmt, item.shape, **parts)

@@ -1,0 +1,215 @@
+"""What a GGUF file must say of a model for llama.cpp to run it, from a Hugging Face config.json.
+
+Each family says what its architecture is called there, whether the rows of q and k are reordered (llama.cpp rotates
+neighbours where transformers rotates halves), and whether norms are stored one less than they are (Gemma).
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from gguf.constants import GGUFValueType
+
+from bitplan.errors import StoreError
+from bitplan.store.files.gguf_values import GGUFValue
+
+
+@dataclass(frozen=True)
+class Family:
+    """`architecture` is llama.cpp's name; it computes with one activation, whatever a config says."""
+
+    architecture: str
+    permutes: bool = False
+    norms_plus_one: bool = False
+    activation: str = "silu"
+
+
+FAMILIES = {
+    "llama": Family("llama", permutes=True),
+    "mistral": Family("llama", permutes=True),
+    "mixtral": Family("llama", permutes=True),
+    "qwen2": Family("qwen2"),
+    "qwen3": Family("qwen3"),
+    "qwen3_moe": Family("qwen3moe"),
+    "gemma3": Family("gemma3", norms_plus_one=True, activation="gelu_pytorch_tanh"),
+    "gemma3_text": Family("gemma3", norms_plus_one=True, activation="gelu_pytorch_tanh"),
+}
+
+
+def text(value: str) -> GGUFValue:
+    return GGUFValue(GGUFValueType.STRING, value)
+
+
+def whole(value: int) -> GGUFValue:
+    return GGUFValue(GGUFValueType.UINT32, int(value))
+
+
+def real(value: float) -> GGUFValue:
+    return GGUFValue(GGUFValueType.FLOAT32, float(value))
+
+
+def flag(value: bool) -> GGUFValue:
+    return GGUFValue(GGUFValueType.BOOL, bool(value))
+
+
+def array(kind: GGUFValueType, items: Sequence[Any]) -> GGUFValue:
+    return GGUFValue(GGUFValueType.ARRAY, items, kind)
+
+
+class ModelConfig:
+    """A config.json, with errors that name the key."""
+
+    def __init__(self, folder: Path) -> None:
+        self.path = folder / "config.json"
+        try:
+            whole_config = json.loads(self.path.read_text(encoding="utf-8"))
+        except FileNotFoundError:
+            raise StoreError(f"{folder}: no config.json, so not a Hugging Face model") from None
+        except (OSError, ValueError) as error:
+            raise StoreError(f"{self.path}: cannot be read as JSON: {error}") from None
+        if not isinstance(whole_config, dict):
+            raise StoreError(f"{self.path}: expected a JSON object, got a {type(whole_config).__name__}")
+        self.model_type = str(whole_config.get("model_type"))
+        inner = whole_config.get("text_config")
+        self._values: Mapping[str, Any] = {**whole_config, **inner} if isinstance(inner, dict) else whole_config
+
+    @property
+    def family(self) -> Family:
+        if self.model_type not in FAMILIES:
+            hint = "; `bitplan convert --to gguf` converts gpt-oss" if self.model_type == "gpt_oss" else ""
+            raise StoreError(
+                f"{self.path}: model_type {self.model_type!r} is none that is exported to GGUF "
+                f"({', '.join(FAMILIES)}){hint}"
+            )
+        return FAMILIES[self.model_type]
+
+    def get(self, key: str, default: Any = None) -> Any:
+        value = self._values.get(key)
+        return default if value is None else value
+
+    def number(self, *keys: str) -> int:
+        """A count above zero, under the first of these keys that is there."""
+        for key in keys:
+            value = self.get(key)
+            if value is not None:
+                if type(value) is not int or not 0 < value < 2**31:
+                    raise StoreError(f"{self.path}: {key} must be a whole number above zero, got {value!r}")
+                return value
+        raise StoreError(f"{self.path}: no {' or '.join(keys)}, which llama.cpp needs")
+
+    @property
+    def layers(self) -> int:
+        return self.number("num_hidden_layers")
+
+    @property
+    def heads(self) -> int:
+        return self.number("num_attention_heads")
+
+    @property
+    def kv_heads(self) -> int:
+        return self.number("num_key_value_heads", "num_attention_heads")
+
+    @property
+    def head_size(self) -> int:
+        return self.number("head_dim") if self.get("head_dim") else self.number("hidden_size") // self.heads
+
+    @property
+    def vocabulary(self) -> int:
+        return self.number("vocab_size")
+
+    @property
+    def rope(self) -> Mapping[str, Any]:
+        """Rotary settings as transformers 5 writes them; those of older configs in the same form."""
+        found = dict(self.get("rope_parameters", {}))
+        if "full_attention" in found:
+            found = dict(found["full_attention"])
+        scaling = dict(self.get("rope_scaling", {}))
+        scaling.setdefault("rope_type", scaling.pop("type", found.get("rope_type", "default")))
+        return {"rope_theta": self.get("rope_theta", 10000.0), **found, **scaling}
+
+
+def _check_computation(config: ModelConfig) -> None:
+    """Refuse what llama.cpp would compute otherwise without a word."""
+    family = config.family
+    act = config.get("hidden_act") or config.get("hidden_activation") or family.activation
+    if act not in (family.activation, {"silu": "swish"}.get(family.activation)):
+        raise StoreError(
+            f"{config.path}: activation {act!r}; llama.cpp's {family.architecture} computes {family.activation!r}"
+        )
+    if family.architecture == "qwen3moe" and not config.get("norm_topk_prob", False):
+        raise StoreError(f"{config.path}: norm_topk_prob is false; llama.cpp's qwen3moe always divides by the sum")
+    if family.architecture == "qwen3moe" and (
+        config.get("mlp_only_layers") or config.get("decoder_sparse_step", 1) != 1
+    ):
+        raise StoreError(f"{config.path}: some layers are dense; llama.cpp's qwen3moe has experts in every layer")
+
+
+def model_metadata(config: ModelConfig, name: str) -> dict[str, GGUFValue]:
+    """Architecture, sizes and constants, in llama.cpp's keys."""
+    family = config.family
+    _check_computation(config)
+    own = {
+        "block_count": whole(config.layers),
+        "context_length": whole(config.number("max_position_embeddings")),
+        "embedding_length": whole(config.number("hidden_size")),
+        "feed_forward_length": whole(config.number("intermediate_size")),
+        "attention.head_count": whole(config.heads),
+        "attention.head_count_kv": whole(config.kv_heads),
+        "attention.key_length": whole(config.head_size),
+        "attention.value_length": whole(config.head_size),
+        "attention.layer_norm_rms_epsilon": real(config.get("rms_norm_eps", 1e-6)),
+        "rope.dimension_count": whole(config.head_size),
+        "vocab_size": whole(config.vocabulary),
+        **_rope(config),
+    }
+    experts = config.get("num_local_experts") or config.get("num_experts")
+    if experts:
+        own["expert_count"] = whole(experts)
+        own["expert_used_count"] = whole(config.number("num_experts_per_tok"))
+        if config.get("moe_intermediate_size"):
+            own["expert_feed_forward_length"] = whole(config.number("moe_intermediate_size"))
+    if family.architecture == "gemma3" and config.get("sliding_window"):
+        own["attention.sliding_window"] = whole(config.number("sliding_window"))
+    return {
+        "general.architecture": text(family.architecture),
+        "general.type": text("model"),
+        "general.name": text(name),
+        **{f"{family.architecture}.{key}": value for key, value in own.items()},
+    }
+
+
+def _rope(config: ModelConfig) -> dict[str, GGUFValue]:
+    rope = config.rope
+    keys = {"rope.freq_base": real(rope["rope_theta"])}
+    kind = rope["rope_type"]
+    if kind in ("linear", "yarn"):
+        keys |= {"rope.scaling.type": text(kind), "rope.scaling.factor": real(rope["factor"])}
+        if kind == "yarn" and rope.get("original_max_position_embeddings"):
+            keys["rope.scaling.original_context_length"] = whole(rope["original_max_position_embeddings"])
+    elif kind not in ("default", "llama3"):
+        raise StoreError(f"{config.path}: rotary positions of type {kind!r} are not exported; GGUF's are none of them")
+    return keys
+
+
+def rope_factors(config: ModelConfig) -> list[float] | None:
+    """Llama 3's stretching of slow rotations, one divisor for each frequency; None where there is none.
+
+    A rotation that turns at least high_freq_factor times within the original context stays, one that turns less than
+    low_freq_factor times slows down by `factor`, and between them it goes from one to the other linearly in its rate.
+    """
+    rope = config.rope
+    if rope["rope_type"] != "llama3":
+        return None
+    factor, low, high = (float(rope[key]) for key in ("factor", "low_freq_factor", "high_freq_factor"))
+    context, size = float(rope["original_max_position_embeddings"]), config.head_size
+    divisors = []
+    for pair in range(size // 2):
+        turns = context / (2 * math.pi * rope["rope_theta"] ** (2 * pair / size))
+        share = min(max((turns - low) / (high - low), 0.0), 1.0)
+        divisors.append(1 / ((1 - share) / factor + share))
+    return divisors

@@ -1,0 +1,243 @@
+"""A Hugging Face tokenizer in GGUF's keys: byte-level BPE and SentencePiece, special tokens, chat template.
+
+llama.cpp splits text before BPE by rules it knows by name (`tokenizer.ggml.pre`); here the name is found from the rules
+of tokenizer.json themselves. A tokenizer whose rules are none of these is refused: with wrong ones a model still
+talks, but worse. SentencePiece pieces come from tokenizer.model, or with ranks of merges as scores from tokenizer.json.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import struct
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from gguf.constants import GGUFValueType, Keys, TokenType
+from gguf.vocab import SpecialVocab
+
+from bitplan.errors import StoreError
+from bitplan.store.export.gguf_metadata import array, flag, text, whole
+from bitplan.store.files.gguf_values import GGUFValue
+
+_WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|"
+_REST = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+_UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+_END = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+_O200K = (
+    rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+{_END}|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*{_END}"
+    r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+_GPT2 = "byte-level regex"
+# How text is split, step by step -> llama.cpp's name for it.
+PRETOKENIZERS = {
+    (_GPT2,): "gpt-2",
+    ("digits", _GPT2): "smollm",
+    (_WORDS + r"\p{N}{1,3}" + _REST,): "llama-bpe",
+    (_WORDS + r"\p{N}" + _REST,): "qwen2",
+    (_O200K,): "gpt-4o",
+}
+_BYTE = re.compile(r"<0x[0-9A-F]{2}>")
+_SPECIAL_KEYS = {
+    "bos": Keys.Tokenizer.BOS_ID,
+    "eos": Keys.Tokenizer.EOS_ID,
+    "unk": Keys.Tokenizer.UNK_ID,
+    "sep": Keys.Tokenizer.SEP_ID,
+    "pad": Keys.Tokenizer.PAD_ID,
+    "mask": Keys.Tokenizer.MASK_ID,
+}
+_ADD_KEYS = {"bos": Keys.Tokenizer.ADD_BOS, "eos": Keys.Tokenizer.ADD_EOS}
+
+
+class TokenPiece(NamedTuple):
+    text: str
+    score: float
+    kind: TokenType
+
+
+def tokenizer_metadata(folder: Path, vocabulary: int, pretokenizer: str | None = None) -> dict[str, GGUFValue]:
+    """GGUF's keys of the tokenizer in a folder, for a model of so many tokens."""
+    document = _read_json(folder / "tokenizer.json")
+    model = {} if document is None else document.get("model", {})
+    if document is not None and model.get("type") != "BPE":
+        raise StoreError(f"{folder}: a tokenizer of type {model.get('type')!r}; exported are BPE and SentencePiece's")
+    if document is not None and not model.get("byte_fallback"):
+        name = pretokenizer or _pretokenizer(folder, document)
+        pieces, keys = _byte_level(document, vocabulary), {"tokenizer.ggml.model": text("gpt2"), **_pre(name)}
+    else:
+        pieces = _sentencepiece(folder, document, vocabulary)
+        keys = {"tokenizer.ggml.model": text("llama"), **_pre(pretokenizer or "default")}
+        keys[Keys.Tokenizer.SCORES] = array(GGUFValueType.FLOAT32, [piece.score for piece in pieces])
+        keys[Keys.Tokenizer.ADD_PREFIX] = flag(_adds_space(document))
+    if len(pieces) > vocabulary:
+        raise StoreError(
+            f"{folder}: the tokenizer has {len(pieces)} tokens, the model {vocabulary}; they do not belong together"
+        )
+    keys[Keys.Tokenizer.LIST] = array(GGUFValueType.STRING, [piece.text for piece in pieces])
+    keys[Keys.Tokenizer.TOKEN_TYPE] = array(GGUFValueType.INT32, [int(piece.kind) for piece in pieces])
+    return keys | _special(folder, vocabulary, with_merges="gpt2" in str(keys["tokenizer.ggml.model"].value))
+
+
+def _pre(name: str) -> dict[str, GGUFValue]:
+    return {Keys.Tokenizer.PRE: text(name)}
+
+
+def _read_json(path: Path) -> dict[str, Any] | None:
+    if not path.is_file():
+        return None
+    try:
+        document = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise StoreError(f"{path}: cannot be read as JSON: {error}") from None
+    if not isinstance(document, dict):
+        raise StoreError(f"{path}: expected a JSON object, got a {type(document).__name__}")
+    return document
+
+
+# ---- how text is split ---------------------------------------------------------------------------------------------
+
+
+def _pretokenizer(folder: Path, document: dict[str, Any]) -> str:
+    steps = tuple(_steps(document.get("pre_tokenizer") or {}))
+    if steps not in PRETOKENIZERS:
+        raise StoreError(
+            f"{folder}: tokenizer.json splits text by rules that are none of {', '.join(PRETOKENIZERS.values())}; "
+            "name those that llama.cpp has for it (--pretokenizer), such as 'tekken' or 'deepseek-v3'"
+        )
+    return PRETOKENIZERS[steps]
+
+
+def _steps(rules: dict[str, Any]) -> Iterator[str]:
+    kind = rules.get("type")
+    if kind == "Sequence":
+        for inner in rules.get("pretokenizers", []):
+            yield from _steps(inner)
+    elif kind == "ByteLevel":
+        if rules.get("use_regex", True):
+            yield _GPT2
+    elif kind == "Digits" and rules.get("individual_digits"):
+        yield "digits"
+    elif kind == "Split" and rules.get("behavior") == "Isolated" and not rules.get("invert"):
+        yield str(rules.get("pattern", {}).get("Regex"))
+    else:
+        yield f"{kind} of another kind"
+
+
+def _adds_space(document: dict[str, Any] | None) -> bool:
+    """Whether a space is put before the text, as SentencePiece does unless told otherwise."""
+    if document is None:
+        return True
+    before = json.dumps([document.get("normalizer"), document.get("pre_tokenizer")])
+    return '"Prepend"' in before or '"prepend_scheme": "first"' in before or '"prepend_scheme": "always"' in before
+
+
+# ---- pieces --------------------------------------------------------------------------------------------------------
+
+
+def _byte_level(document: dict[str, Any], vocabulary: int) -> list[TokenPiece]:
+    return _filled(
+        {number: TokenPiece(word, 0.0, TokenType.NORMAL) for word, number in _words(document)}, document, vocabulary
+    )
+
+
+def _words(document: dict[str, Any]) -> list[tuple[str, int]]:
+    words = document["model"].get("vocab")
+    if not isinstance(words, dict) or not all(type(number) is int and number >= 0 for number in words.values()):
+        raise StoreError("tokenizer.json: model.vocab must map tokens to their numbers")
+    return list(words.items())
+
+
+def _filled(found: dict[int, TokenPiece], document: dict[str, Any] | None, vocabulary: int) -> list[TokenPiece]:
+    """All tokens in order; added ones take their place, and numbers without a token are unused."""
+    for token in [] if document is None else document.get("added_tokens", []):
+        kind = TokenType.CONTROL if token.get("special") else TokenType.USER_DEFINED
+        found[token["id"]] = TokenPiece(token["content"], 0.0, kind)
+    count = max([vocabulary, *(number + 1 for number in found)])
+    return [found.get(number, TokenPiece(f"[PAD{number}]", 0.0, TokenType.UNUSED)) for number in range(count)]
+
+
+def _sentencepiece(folder: Path, document: dict[str, Any] | None, vocabulary: int) -> list[TokenPiece]:
+    path = folder / "tokenizer.model"
+    if path.is_file():
+        return _filled(dict(enumerate(read_pieces(path))), document, vocabulary)
+    if document is None:
+        raise StoreError(f"{folder}: no tokenizer.json and no tokenizer.model; copy those of the model into the folder")
+    ranks: dict[str, int] = {}
+    for rank, merge in enumerate(document["model"].get("merges", [])):
+        left, _, right = merge.partition(" ") if isinstance(merge, str) else (merge[0], " ", merge[1])
+        ranks.setdefault(left + right, rank)
+    unknown = document["model"].get("unk_token")
+
+    def piece(word: str) -> TokenPiece:
+        if _BYTE.fullmatch(word):
+            return TokenPiece(word, 0.0, TokenType.BYTE)
+        kind = TokenType.UNKNOWN if word == unknown else TokenType.NORMAL
+        return TokenPiece(word, -float(ranks.get(word, len(ranks))), kind)
+
+    return _filled({number: piece(word) for word, number in _words(document)}, document, vocabulary)
+
+
+def read_pieces(path: Path) -> list[TokenPiece]:
+    """The pieces of a SentencePiece model: field 1 of the message, each with its text, score and kind."""
+    raw = path.read_bytes()
+    pieces = []
+    try:
+        for field, value in _fields(raw):
+            if field == 1 and isinstance(value, bytes):
+                inner = dict(_fields(value))
+                (score,) = struct.unpack("<f", inner.get(2, bytes(4)))
+                pieces.append(TokenPiece(inner[1].decode(), score, TokenType(inner.get(3, 1))))
+    except (IndexError, KeyError, ValueError, struct.error, AttributeError) as error:
+        raise StoreError(f"{path}: not a SentencePiece model ({error}); download it again") from None
+    if not pieces:
+        raise StoreError(f"{path}: a SentencePiece model without pieces; download it again")
+    return pieces
+
+
+def _fields(raw: bytes) -> Iterator[tuple[int, Any]]:
+    """Fields of a protobuf message: numbers, and bytes of fixed or given length."""
+    at = 0
+    while at < len(raw):
+        tag, at = _number(raw, at)
+        kind = tag & 7
+        if kind == 0:
+            value, at = _number(raw, at)
+            yield tag >> 3, value
+            continue
+        length, at = _number(raw, at) if kind == 2 else ({1: 8, 5: 4}[kind], at)
+        if at + length > len(raw):
+            raise ValueError(f"a field at byte {at} is cut short")
+        yield tag >> 3, raw[at : at + length]
+        at += length
+
+
+def _number(raw: bytes, at: int) -> tuple[int, int]:
+    value = shift = 0
+    while True:
+        byte = raw[at]
+        value |= (byte & 127) << shift
+        at, shift = at + 1, shift + 7
+        if byte < 128:
+            return value, at
+
+
+# ---- special tokens --------------------------------------------------------------------------------------------------
+
+
+def _special(folder: Path, vocabulary: int, *, with_merges: bool) -> dict[str, GGUFValue]:
+    found = SpecialVocab(folder, load_merges=with_merges, n_vocab=vocabulary)
+    keys: dict[str, GGUFValue] = {}
+    if with_merges:
+        keys[Keys.Tokenizer.MERGES] = array(GGUFValueType.STRING, found.merges)
+    keys |= {
+        _SPECIAL_KEYS[kind]: whole(number) for kind, number in found.special_token_ids.items() if kind in _SPECIAL_KEYS
+    }
+    keys |= {_ADD_KEYS[kind]: flag(value) for kind, value in found.add_special_token.items() if kind in _ADD_KEYS}
+    if isinstance(found.chat_template, str):
+        keys[Keys.Tokenizer.CHAT_TEMPLATE] = text(found.chat_template)
+    elif found.chat_template:
+        default = next((each["template"] for each in found.chat_template if each.get("name") == "default"), None)
+        if default is not None:
+            keys[Keys.Tokenizer.CHAT_TEMPLATE] = text(default)
+    return keys

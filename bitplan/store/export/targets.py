@@ -1,0 +1,117 @@
+"""export_model: a model in the files of another engine, by a format or a plan; a table says what became of each tensor.
+
+A target is a module with `prepare(request) -> Prepared`: it reads headers and configs, refuses what the engine could
+not load, and knows every name, format and size before a weight is read. `Prepared.write` then does the work, whole or
+not at all. To add one: a module in this folder, and its line in TARGETS.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+from bitplan.errors import StoreError, did_you_mean
+from bitplan.formats.codec import NonFinite
+from bitplan.formats.scales.rules import ScaleRule
+from bitplan.plan.choose import Wanted
+
+TARGETS = {"gguf": "bitplan.store.export.gguf"}
+OnBytes = Callable[[int, str], None]
+
+
+@dataclass(frozen=True)
+class ExportRequest:
+    """What is wanted.
+
+    formats      a format for all weights, or a plan or manifest over the source's names
+    keep, only   names or shell patterns of tensors that stay, or that alone change
+    importance   a file of llama-imatrix: the mean square of every layer's inputs, which weighs the search of scales
+    pretokenizer GGUF's name of how the tokenizer splits text, where its rules are none that are known
+    part_bytes   GGUF: split into files of at most so many bytes of tensors
+    """
+
+    source: Path
+    output: Path
+    formats: Wanted
+    keep: Sequence[str] = ()
+    only: Sequence[str] = ()
+    scale_rule: ScaleRule | None = None
+    nonfinite: NonFinite = "error"
+    importance: Path | None = None
+    pretokenizer: str | None = None
+    part_bytes: int | None = None
+    force: bool = False
+
+
+@dataclass(frozen=True)
+class ExportRow:
+    """One tensor of the output: its name there, whence it came, how it was held and is held, why, and its bytes."""
+
+    name: str
+    source: str
+    shape: tuple[int, ...]
+    before: str
+    format: str
+    reason: str
+    nbytes: int
+
+
+@dataclass
+class ExportReport:
+    """Every tensor of the output, what of the source was left out, and what a reader should know."""
+
+    source: str
+    output: str
+    target: str
+    rows: list[ExportRow] = field(default_factory=list)
+    left_out: dict[str, str] = field(default_factory=dict)
+    files: list[str] = field(default_factory=list)
+
+    @property
+    def nbytes(self) -> int:
+        return sum(row.nbytes for row in self.rows)
+
+    def to_dict(self) -> dict[str, Any]:
+        return {**asdict(self), "nbytes": self.nbytes}
+
+
+class Prepared(Protocol):
+    """An export that can be done: nothing of the output exists yet."""
+
+    report: ExportReport
+
+    def write(self, on_bytes: OnBytes | None = None) -> None: ...
+
+    def close(self) -> None: ...
+
+
+def prepare_export(request: ExportRequest, to: str) -> Prepared:
+    """Refuse what cannot be done, and say what would be: see `Prepared`."""
+    if to not in TARGETS:
+        raise StoreError(f"no target {to!r}; there are {', '.join(TARGETS)}{did_you_mean(to, TARGETS)}")
+    prepared: Prepared = importlib.import_module(TARGETS[to]).prepare(request)
+    return prepared
+
+
+def export_model(
+    source: str | Path,
+    output: str | Path,
+    to: str,
+    formats: Wanted,
+    *,
+    on_bytes: OnBytes | None = None,
+    **options: Any,
+) -> ExportReport:
+    """Write a model (a Hugging Face folder, or a file of weights that has all it needs) as `to` asks.
+
+    The options are those of `ExportRequest`. Peak memory: the largest tensor in its old and its new form.
+    """
+    prepared = prepare_export(ExportRequest(Path(source), Path(output), formats, **options), to)
+    try:
+        prepared.write(on_bytes)
+        return prepared.report
+    finally:
+        prepared.close()

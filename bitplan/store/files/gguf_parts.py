@@ -1,0 +1,91 @@
+"""Writes a GGUF model, in one file or in parts, as llama.cpp's gguf-split names and marks them.
+
+Parts get their names last to first, so that the first, which engines open, appears when all others are there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from gguf.constants import GGMLQuantizationType, GGUFValueType
+
+from bitplan.errors import StoreError
+from bitplan.records import check_output
+from bitplan.store.files.gguf import write_gguf
+from bitplan.store.files.gguf_tensors import GGUFTensorWriter, gguf_type
+from bitplan.store.files.gguf_values import GGUFValue
+from bitplan.store.files.tensor_file import Promise
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from bitplan.formats import Encoded
+
+
+class PartWriter:
+    """Takes every promised tensor, in any order, and puts it into its part."""
+
+    def __init__(self, paths: list[Path], writers: Mapping[str, GGUFTensorWriter]) -> None:
+        self.paths, self._writers = paths, writers
+
+    def write(self, name: str, item: Tensor | Encoded) -> None:
+        self._writers[name].write(name, item)
+
+
+def check_gguf_output(
+    output: Path, part_bytes: int | None, *, inputs: Iterable[Path], force: bool, promises: Sequence[Promise] = ()
+) -> None:
+    """Refuse names that cannot be written, or must not be."""
+    if output.suffix != ".gguf":
+        raise StoreError(f"{output}: GGUF files end in .gguf, got {output.suffix!r}")
+    if part_bytes is not None and part_bytes < 2**20:
+        raise StoreError(f"{output}: parts of {part_bytes} bytes; at least {2**20} (1 MiB) make sense")
+    inputs = list(inputs)
+    for path in _paths(output, len(_grouped(promises, part_bytes)), part_bytes):
+        check_output(path, inputs=inputs, force=force)
+
+
+def _paths(output: Path, count: int, part_bytes: int | None) -> list[Path]:
+    if part_bytes is None:
+        return [output]
+    return [output.with_name(f"{output.stem}-{part:05d}-of-{count:05d}.gguf") for part in range(1, count + 1)]
+
+
+def _grouped(promises: Sequence[Promise], part_bytes: int | None) -> list[list[Promise]]:
+    """Runs of tensors of at most so many bytes; one that is larger has a part of its own."""
+    if part_bytes is None:
+        return [list(promises)]
+    groups: list[list[Promise]] = [[]]
+    size = 0
+    for promise in promises:
+        if groups[-1] and size + promise.nbytes > part_bytes:
+            groups.append([])
+            size = 0
+        groups[-1].append(promise)
+        size += promise.nbytes
+    return groups
+
+
+@contextmanager
+def write_parts(
+    output: Path, promises: Sequence[Promise], metadata: Mapping[str, GGUFValue], part_bytes: int | None
+) -> Iterator[PartWriter]:
+    """One file, or parts of at most `part_bytes` bytes of tensors; the first part has the metadata."""
+    groups = _grouped(promises, part_bytes)
+    paths, writers = _paths(output, len(groups), part_bytes), {}
+    with ExitStack() as opened:
+        for place, (path, group) in enumerate(zip(paths, groups, strict=True)):
+            own = dict(metadata) if place == 0 else {}
+            if part_bytes is not None:
+                own |= {
+                    "split.no": GGUFValue(GGUFValueType.UINT16, place),
+                    "split.count": GGUFValue(GGUFValueType.UINT16, len(groups)),
+                    "split.tensors.count": GGUFValue(GGUFValueType.INT32, len(promises)),
+                }
+            entries = [(item.name, GGMLQuantizationType[gguf_type(item, path)], item.shape) for item in group]
+            payloads = opened.enter_context(write_gguf(path, entries, own))
+            writers |= {item.name: GGUFTensorWriter(payloads) for item in group}
+        yield PartWriter(paths, writers)

@@ -1,0 +1,262 @@
+"""A packed Hugging Face folder: complete for loading, and the same bytes for the same model.
+
+| file | what |
+|---|---|
+| config.json | the model's own, with `quantization_config` |
+| model.safetensors, or model-N-of-M.safetensors and an index | bitplan's safetensors, of `SHARD_BYTES` at most |
+| bitplan_plan.json | the plan: the format of every tensor, and why |
+| the rest | generation config, tokenizer, chat templates, licence: as the model's own folder has them |
+
+`quantization_config` is {"quant_method": "bitplan", "version": 1, "plan": FILE, "plan_sha256": DIGEST}.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import shutil
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from bitplan.documents import NAME, SIZE, Kind, Reader
+from bitplan.errors import FileFormatError, StoreError
+from bitplan.formats import get_format
+from bitplan.plan.check import Finding
+from bitplan.plan.names import natural_order
+from bitplan.plan.plan import Plan
+from bitplan.records import atomic_folder, check_output_folder, read_json, write_json
+from bitplan.store.files.open_files import write_tensors
+from bitplan.store.files.safetensors import INDEX_SUFFIX
+from bitplan.store.files.safetensors_tensors import part_name
+from bitplan.store.files.tensor_file import Promise, TensorFile, Writer
+
+CONFIG = "config.json"
+WHOLE = "model.safetensors"
+PLAN = "bitplan_plan.json"
+QUANT_METHOD = "bitplan"
+VERSION = 1
+SHARD_BYTES = 5 * 10**9
+METADATA = {"format": "pt"}  # transformers asks which library wrote a file
+# What belongs to a model beside its weights and config; code that comes with a model is not taken along.
+SIDE_FILES = (
+    "generation_config.json",
+    "tokenizer*",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "vocab.txt",
+    "merges.txt",
+    "*.model",
+    "*.tiktoken",
+    "chat_template*",
+    "additional_chat_templates",
+    "preprocessor_config.json",
+    "processor_config.json",
+    "LICENSE*",
+    "NOTICE*",
+)
+_DIGEST = Kind("64 hexadecimal digits", lambda value: type(value) is str and len(value) == 64)
+_KEYS = {"quant_method": NAME, "version": SIZE, "plan": NAME, "plan_sha256": _DIGEST}
+WriteShard = Callable[[Writer, Sequence[Promise]], None]
+
+
+# ---- what a folder says ----------------------------------------------------------------------------------------------
+
+
+def is_model_folder(path: str | Path) -> bool:
+    return Path(path, CONFIG).is_file()
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """A model's config; one line where there is none."""
+    path = folder / CONFIG
+    if not path.is_file():
+        raise FileFormatError(
+            f"{folder}: no {CONFIG}, so not a model's folder; copy that of the model the weights came from into it"
+        )
+    document: dict[str, Any] = Reader(str(path), FileFormatError, strict=False).keys("", read_json(path), {}, ())
+    return document
+
+
+def is_packed_config(config: Mapping[str, Any]) -> bool:
+    said = config.get("quantization_config")
+    return isinstance(said, dict) and said.get("quant_method") == QUANT_METHOD
+
+
+def read_packed_plan(folder: Path, config: Mapping[str, Any]) -> Plan:
+    """The plan by which a folder was packed, after the config's word for it was checked."""
+    return Plan.load(plan_path(folder, config))
+
+
+def check_packed_config(folder: Path, config: Mapping[str, Any]) -> dict[str, Any]:
+    """A config's `quantization_config`; one line where it is not bitplan's, or of a version to come."""
+    where = f"{folder / CONFIG}: quantization_config"
+    if not is_packed_config(config):
+        other = config.get("quantization_config")
+        if not isinstance(other, dict) or other.get("quant_method") is None:
+            raise FileFormatError(f"{folder}: is not packed; `bitplan quantize` packs it")
+        raise FileFormatError(
+            f"{where}: quant_method {other['quant_method']!r}, which bitplan does not load; `bitplan quantize` packs "
+            "the folder of the model in bfloat16 or float32"
+        )
+    reader = Reader(where, FileFormatError, strict=False)  # transformers may add keys of its own
+    said: dict[str, Any] = config["quantization_config"]
+    version = said.get("version")
+    if type(version) is int and version > VERSION:
+        raise FileFormatError(
+            f"{where}: version {version} of quant_method {QUANT_METHOD!r}, and this bitplan reads up to {VERSION}; "
+            "install a newer bitplan"
+        )
+    reader.keys("", said, _KEYS, tuple(_KEYS))
+    return said
+
+
+def plan_path(folder: Path, config: Mapping[str, Any] | None = None) -> Path:
+    """Where the plan of a packed folder lies; the digest in the config must be its own."""
+    said = check_packed_config(folder, read_config(folder) if config is None else config)
+    where = f"{folder / CONFIG}: quantization_config"
+    name: str = said["plan"]
+    path = folder / name
+    if Path(name).name != name or not path.is_file():
+        raise FileFormatError(f"{where}: the plan {name[:80]!r} is not in the folder; copy or quantize it again")
+    if hashlib.sha256(path.read_bytes()).hexdigest() != said["plan_sha256"]:
+        raise FileFormatError(
+            f"{path}: is not the plan by which this folder was packed (its sha256 differs from {CONFIG}'s); "
+            "copy or quantize the folder again"
+        )
+    return path
+
+
+def plan_findings(plan: Plan, file: TensorFile) -> list[Finding]:
+    """Tensors of which the plan and the files of a folder say different things."""
+    names = {*file.specs, *file.tied}
+    findings = [Finding("plan", name, "is in the plan, and not in the files") for name in plan if name not in names]
+    findings += [Finding("plan", name, "is in the files, and not in the plan") for name in names if name not in plan]
+    for name in names & set(plan):
+        spec, entry = file.spec(name), plan.entries[name]
+        wanted = entry.stored or entry.choice.format
+        held = spec.format if spec.encoded else spec.dtype_name
+        if entry.shape is not None and tuple(entry.shape) != spec.shape:
+            findings.append(Finding("plan", name, f"the plan has shape {entry.shape}, the file {spec.shape}"))
+        elif (spec.encoded or not get_format(entry.choice.format).is_cast) and wanted != held:
+            findings.append(Finding("plan", name, f"the plan has {wanted}, the file {held}"))
+    return sorted(findings, key=lambda finding: finding.where)
+
+
+def plan_digest(plan: Plan) -> str:
+    return hashlib.sha256(plan.to_json().encode()).hexdigest()
+
+
+def packed_config(config: Mapping[str, Any], plan: Plan) -> dict[str, Any]:
+    """A model's config for the folder that holds it packed."""
+    said = {"quant_method": QUANT_METHOD, "version": VERSION, "plan": PLAN, "plan_sha256": plan_digest(plan)}
+    return {
+        **{key: value for key, value in config.items() if key != "quantization_config"},
+        "quantization_config": said,
+    }
+
+
+def side_files(folder: Path) -> dict[str, Path]:
+    """What is copied beside weights and config."""
+    found = {path.name: path for pattern in SIDE_FILES for path in folder.glob(pattern)}
+    return dict(sorted(found.items()))
+
+
+# ---- shards ----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Shard:
+    """One file of weights, as it will be written."""
+
+    name: str
+    promises: tuple[Promise, ...]
+    tied: Mapping[str, str] = field(default_factory=dict)
+    metadata: Mapping[str, str] = field(default_factory=lambda: METADATA)
+
+
+def cut_shards(promises: Iterable[Promise], tied: Mapping[str, str], limit: int = SHARD_BYTES) -> list[Shard]:
+    """Tensors in natural order of names, in files of at most `limit` bytes; a larger tensor has a file of its own."""
+    by_name = {promise.name: promise for promise in promises}
+    groups: list[list[Promise]] = []
+    room = 0
+    for name in natural_order(by_name):
+        promise = by_name[name]
+        if not groups or promise.nbytes > room:
+            groups.append([])
+            room = limit
+        groups[-1].append(promise)
+        room -= promise.nbytes
+    count = len(groups)
+    names = [f"model-{at:05}-of-{count:05}.safetensors" for at in range(1, count + 1)] if count > 1 else []
+    return [
+        Shard(
+            name,
+            tuple(group),
+            {alias: own for alias, own in tied.items() if own in {promise.name for promise in group}},
+        )
+        for name, group in zip(names or [WHOLE], groups, strict=True)
+    ]
+
+
+def index_of(shards: Sequence[Shard]) -> dict[str, Any]:
+    """The document that says which file holds which tensor."""
+    weight_map: dict[str, str] = {}
+    total = 0
+    for shard in shards:
+        for promise in shard.promises:
+            parts = promise.fmt.part_shapes(promise.shape) if promise.fmt else ("data",)
+            weight_map |= {part_name(promise.name, part): shard.name for part in parts}
+            total += promise.nbytes
+    return {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
+
+
+# ---- writing ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class FolderContents:
+    """All of a folder but the numbers; without config and plan, weights alone."""
+
+    shards: Sequence[Shard]
+    config: Mapping[str, Any] | None = None
+    plan: Plan | None = None
+    beside: Mapping[str, Path] = field(default_factory=dict)
+
+
+def check_packed_output(output: str | Path, *, inputs: Iterable[Path] = (), force: bool = False) -> None:
+    """Refuse a folder that exists, unless `force` may replace it: a model's folder that is none of the inputs."""
+    target = check_output_folder(output, inputs=inputs, replace=True)
+    if not target.is_dir() or not any(target.iterdir()):
+        return
+    if not force:
+        raise StoreError(f"{output}: exists already; replace it with --force, or choose another name")
+    if not is_model_folder(target):
+        raise StoreError(
+            f"{output}: is not empty and has no {CONFIG}, so it is no model's folder and --force does not replace it; "
+            "remove it or choose another name"
+        )
+
+
+def write_packed_folder(
+    output: str | Path, contents: FolderContents, write_shard: WriteShard, *, force: bool = False
+) -> None:
+    """Write a folder beside its name, and give it the name when it is complete."""
+    with atomic_folder(output, replace=force) as folder:
+        for shard in contents.shards:
+            place = folder / shard.name
+            place.parent.mkdir(parents=True, exist_ok=True)
+            with write_tensors(place, shard.promises, metadata=shard.metadata, tied=shard.tied) as writer:
+                write_shard(writer, shard.promises)
+        if [shard.name for shard in contents.shards] != [WHOLE]:
+            write_json(folder / f"model{INDEX_SUFFIX}", index_of(contents.shards))
+        for name, path in contents.beside.items():
+            if path.is_dir():
+                shutil.copytree(path, folder / name)
+            else:
+                shutil.copyfile(path, folder / name)
+        if contents.plan is not None:
+            contents.plan.save(folder / PLAN)
+        if contents.config is not None:
+            write_json(folder / CONFIG, contents.config)

@@ -1,0 +1,184 @@
+"""Error-compensated rounding: codes chosen so that what one column loses the others make up for.
+
+The error that counts is that of the layer's outputs, sum over rows of e H e^T with e = weight - value and H = X^T X of
+its inputs. Columns are rounded one after another, and the error of each is spread over the columns not yet rounded, in
+the proportions that the Cholesky factor of H's inverse gives (GPTQ's method). A block's scale is chosen just before its
+columns are rounded, from the weights as they are then, by rounding the block with each candidate. Afterwards sweeps go
+over all columns again: each code and each scale moves to its best place while all others stay.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from bitplan.errors import FormatError
+from bitplan.store.rounding.layout import ScaledBlocks
+from bitplan.store.rounding.loops import loops_for
+from bitplan.store.rounding.scale_ladder import ScaleLadder
+from bitplan.store.rounding.scale_search import block_slices, candidates_of, least_of, search_scales
+
+Order = Literal["activation", "given"]
+# Columns whose errors go to the rest at once. A scale of more columns is searched once, before the first is rounded.
+BATCH = 128
+MOST_DAMPING = 1.0
+GREATER_DAMPING = 10.0
+
+
+@dataclass(frozen=True)
+class Codes:
+    """[R, filled] codes, as the numbers they stand for, and [strips, across] scales."""
+
+    codes: Tensor
+    scales: Tensor
+
+    def values(self, layout: ScaledBlocks) -> Tensor:
+        steps = layout.to_rows(self.scales).repeat_interleave(layout.width, 1)[:, : layout.filled]
+        return self.codes * steps
+
+
+def damped(hessian: Tensor, damping: float) -> Tensor:
+    """H / mean of its diagonal, plus `damping` on the diagonal: float64."""
+    wide = hessian.double()
+    mean = wide.diagonal().mean()
+    return wide / mean + damping * torch.eye(len(wide), dtype=wide.dtype, device=wide.device)
+
+
+def inverse_factor(hessian: Tensor) -> Tensor | None:
+    """The upper triangular U with U^T U = H^-1, by one factorisation of H from its last column to its first.
+
+    None where H is not positive definite.
+    """
+    backwards, fault = torch.linalg.cholesky_ex(hessian.flip((0, 1)))
+    if int(fault):
+        return None
+    eye = torch.eye(len(hessian), dtype=hessian.dtype, device=hessian.device)
+    upper: Tensor = torch.linalg.solve_triangular(backwards.flip((0, 1)), eye, upper=True)
+    return upper
+
+
+def factor_of(hessian: Tensor, damping: float, columns: Tensor, name: str) -> tuple[Tensor, Tensor, float]:
+    """(damped H, its inverse's factor in the order of `columns`, the damping it took)."""
+    while True:
+        heavy = damped(hessian, damping)
+        factor = inverse_factor(heavy[columns][:, columns])
+        if factor is not None:
+            return heavy.float(), factor.float(), damping
+        if damping >= MOST_DAMPING:
+            raise FormatError(
+                f"{name}: the Hessian is not positive definite, even with damping {damping}; "
+                "it must be X^T X of the layer's inputs"
+            )
+        damping = max(damping, 1e-4) * GREATER_DAMPING
+
+
+def columns_in_order(hessian: Tensor, layout: ScaledBlocks, order: Order) -> tuple[list[int], Tensor]:
+    """Blocks in the order they are rounded, and their columns [filled] likewise: those that matter most come first.
+
+    A column never leaves its block, so the bytes need no permutation.
+    """
+    slices = block_slices(layout)
+    if order == "given":
+        return list(range(len(slices))), torch.arange(layout.filled, device=hessian.device)
+    weight = hessian.diagonal().double()
+    means = torch.stack([weight[at].mean() for at in slices])
+    blocks = means.argsort(descending=True, stable=True).tolist()
+    inside = [weight[slices[block]].argsort(descending=True, stable=True) + slices[block].start for block in blocks]
+    return blocks, torch.cat(inside)
+
+
+def compensate(
+    matrix: Tensor,
+    factor: Tensor,
+    plain: Tensor,
+    layout: ScaledBlocks,
+    ladder: ScaleLadder,
+    blocks: list[int],
+    at: Tensor,
+) -> Codes:
+    """Round [R, filled] numbers; `at` are their columns in order, `factor` is in that order."""
+    left, loops = matrix[:, at].contiguous(), loops_for(matrix)
+    codes, scales = torch.empty_like(left), plain.clone()
+    tries = layout.width <= BATCH
+    if not tries:
+        weights = torch.empty_like(matrix[0])
+        weights[at] = factor.diagonal().square().reciprocal()
+        scales = search_scales(matrix, weights, plain, layout, ladder)
+    width = layout.width if tries else BATCH
+    none = torch.zeros(layout.rows, 1, device=matrix.device)
+    for start, stop, pieces in _batches(layout.filled, width):
+        errors = torch.empty_like(left[:, start:stop])
+        for place, (first, last) in pieces:
+            block = blocks[place] if tries else 0
+            piece, own = left[:, first:last], factor[first:last, first:last]
+            if tries:
+                tried = candidates_of(piece, plain[:, block], layout, ladder)
+                cost = layout.sum_of_strips(loops.cost_of_scales(piece, own, layout.to_rows(tried), ladder.grid))
+                scales[:, block] = tried.gather(1, least_of(cost)[1]).squeeze(1)
+            steps = layout.to_rows(scales[:, block]).unsqueeze(-1)
+            parts = torch.zeros(last - first, dtype=torch.int64)
+            codes[:, first:last], own_errors = loops.round_piece(piece, own, steps, none, parts, ladder.grid)
+            errors[:, first - start : last - start] = own_errors
+            left[:, last:stop] -= own_errors @ factor[first:last, last:stop]
+        left[:, stop:] -= errors @ factor[start:stop, stop:]
+    unordered = torch.empty_like(codes)
+    unordered[:, at] = codes
+    return Codes(unordered, scales)
+
+
+def _batches(cols: int, width: int) -> list[tuple[int, int, list[tuple[int, tuple[int, int]]]]]:
+    """(start, stop, its pieces: number and columns) of every batch."""
+    ends = [(place, (first, min(first + width, cols))) for place, first in enumerate(range(0, cols, width))]
+    each = max(1, BATCH // width)
+    groups = [ends[at : at + each] for at in range(0, len(ends), each)]
+    return [(group[0][1][0], group[-1][1][1], group) for group in groups]
+
+
+def sweep(
+    matrix: Tensor, hessian: Tensor, found: Codes, layout: ScaledBlocks, ladder: ScaleLadder, sweeps: int
+) -> Codes:
+    """Codes and scales that are each the best while all others stay; the error never grows."""
+    codes, scales, loops = found.codes.clone(), found.scales.clone(), loops_for(matrix)
+    narrow = layout.width <= BATCH
+    gradient = (matrix - found.values(layout)) @ hessian
+    for _ in range(sweeps):
+        if not narrow:
+            for block, at in enumerate(block_slices(layout)):
+                move = _better_scales(codes[:, at], gradient[:, at], hessian[at, at], scales[:, block], layout, ladder)
+                scales[:, block] += move
+                gradient -= (layout.to_rows(move).unsqueeze(-1) * codes[:, at]) @ hessian[at]
+        for start, stop, pieces in _batches(layout.filled, layout.width if narrow else BATCH):
+            near, changes = gradient[:, start:stop].clone(), torch.zeros_like(codes[:, start:stop])
+            for _, (first, last) in pieces:
+                block, own, here = (
+                    first // layout.width,
+                    hessian[first:last, first:last],
+                    slice(first - start, last - start),
+                )
+                if narrow:
+                    move = _better_scales(codes[:, first:last], near[:, here], own, scales[:, block], layout, ladder)
+                    scales[:, block] += move
+                    changes[:, here] = layout.to_rows(move).unsqueeze(-1) * codes[:, first:last]
+                    near[:, here] -= changes[:, here] @ own
+                steps = layout.to_rows(scales[:, block]).unsqueeze(-1)
+                parts = torch.zeros(last - first, dtype=torch.int64)
+                better, changed = loops.sweep_piece(near[:, here], codes[:, first:last], own, steps, parts, ladder.grid)
+                codes[:, first:last] = better
+                changes[:, here] += changed
+                near[:, here.stop :] -= changes[:, here] @ hessian[first:last, last:stop]
+            gradient -= changes @ hessian[start:stop]
+    return Codes(codes, scales)
+
+
+def _better_scales(
+    codes: Tensor, gradient: Tensor, hessian: Tensor, scales: Tensor, layout: ScaledBlocks, ladder: ScaleLadder
+) -> Tensor:
+    """[strips]: how far the scales of one block should move, by least squares with the codes as they are."""
+    slope = layout.sum_of_strips((codes * gradient).sum(1))
+    curve = layout.sum_of_strips((codes * (codes @ hessian)).sum(1))
+    wanted = ladder.as_stored(scales + torch.where(curve > 0, slope / curve, 0.0))
+    move = torch.where(wanted.isfinite(), wanted - scales, 0.0)
+    return torch.where(2 * move * slope > move.square() * curve, move, 0.0)

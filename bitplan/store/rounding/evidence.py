@@ -1,0 +1,101 @@
+"""Files of statistics of the inputs that weights meet: what `quantize --evidence` and a search round with.
+
+evidence.safetensors has, in float32, for a weight NAME of K columns
+
+    NAME.moments    [K]     mean squares of its inputs
+    NAME.hessian    [K, K]  X^T X of its inputs, in any unit
+
+and the metadata {"bitplan": "evidence", "version": "1"}, further keys as the writer likes: a fingerprint of what was
+measured. `shared.NAME` names the weight whose statistics NAME has: layers that read one input. llama.cpp's imatrix.gguf
+is read as well: it has moments alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Self
+
+from bitplan.errors import FileFormatError
+from bitplan.store.files.safetensors import SafetensorsFile, write_safetensors
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from bitplan.store.files.payloads import PayloadWriter
+
+KIND, VERSION = "evidence", "1"
+MOMENTS, HESSIAN, SHARED = ".moments", ".hessian", "shared."
+
+
+class EvidenceFile:
+    """Statistics open for reading, one weight's at a time."""
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path)
+        self._file = SafetensorsFile(self.path)
+        try:
+            self.metadata = self._file.metadata
+            self._check()
+        except BaseException:
+            self._file.close()
+            raise
+
+    @property
+    def names(self) -> set[str]:
+        """The weights that have statistics."""
+        owners = {key.removesuffix(MOMENTS).removesuffix(HESSIAN) for key in self._file.tensors}
+        return owners | self._shared.keys()
+
+    def moments(self, name: str) -> Tensor | None:
+        return self._read(name, MOMENTS)
+
+    def hessian(self, name: str) -> Tensor | None:
+        return self._read(name, HESSIAN)
+
+    def close(self) -> None:
+        self._file.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _read(self, name: str, what: str) -> Tensor | None:
+        key = self._shared.get(name, name) + what
+        return self._file.read(key) if key in self._file.tensors else None
+
+    def _check(self) -> None:
+        kind, version = self.metadata.get("bitplan"), self.metadata.get("version")
+        if (kind, version) != (KIND, VERSION):
+            raise FileFormatError(
+                f"{self.path}: expected statistics, a file with the metadata bitplan={KIND!r} and version={VERSION!r}, "
+                f"got {kind!r:.80} and {version!r:.80}; `bitplan search` writes one"
+            )
+        for key, entry in self._file.tensors.items():
+            square = key.endswith(HESSIAN) and len(entry.shape) == 2 and entry.shape[0] == entry.shape[1]
+            if not (square or (key.endswith(MOMENTS) and len(entry.shape) == 1)) or entry.dtype_name != "float32":
+                raise FileFormatError(
+                    f"{self.path}: {key!r}: expected NAME{MOMENTS} of shape [K] or NAME{HESSIAN} of shape [K, K] in "
+                    f"float32, got {entry.dtype_name} {entry.shape}"
+                )
+        self._shared = {
+            key.removeprefix(SHARED): owner for key, owner in self.metadata.items() if key.startswith(SHARED)
+        }
+        owners = {key.removesuffix(MOMENTS).removesuffix(HESSIAN) for key in self._file.tensors}
+        if lost := sorted(set(self._shared.values()) - owners):
+            raise FileFormatError(f"{self.path}: {SHARED}NAME refers to {lost[0]!r}, which has no statistics there")
+
+
+@contextmanager
+def write_evidence(
+    path: str | Path, shapes: Mapping[str, tuple[int, ...]], metadata: Mapping[str, str] | None = None
+) -> Iterator[PayloadWriter]:
+    """Write statistics, one tensor at a time: `shapes` has every NAME.moments and NAME.hessian that will come."""
+    import torch
+
+    entries = [(key, torch.float32, shape) for key, shape in shapes.items()]
+    with write_safetensors(path, entries, {**(metadata or {}), "bitplan": KIND, "version": VERSION}) as writer:
+        yield writer

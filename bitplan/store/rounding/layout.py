@@ -1,0 +1,94 @@
+"""How a format's blocks lie on a matrix [R, K], and how codes and scales become an Encoded."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from bitplan.formats import Encoded, Format
+from bitplan.formats.tiles import to_blocks
+
+
+@dataclass(frozen=True)
+class ScaledBlocks:
+    """Blocks of `height` rows and `width` columns on `rows` x `cols` numbers, of which `filled` columns are stored."""
+
+    rows: int
+    cols: int
+    filled: int
+    height: int
+    width: int
+
+    @property
+    def across(self) -> int:
+        return -(-self.filled // self.width)
+
+    @property
+    def strips(self) -> int:
+        return -(-self.rows // self.height)
+
+    def sum_of_strips(self, per_row: Tensor) -> Tensor:
+        """[R, ...] -> [strips, ...]: the rows that share scales, added."""
+        if self.height == 1:
+            return per_row
+        missing = self.strips * self.height - self.rows
+        whole = torch.cat([per_row, per_row.new_zeros((missing, *per_row.shape[1:]))]) if missing else per_row
+        return whole.reshape(self.strips, self.height, *per_row.shape[1:]).sum(1)
+
+    def largest_of_strips(self, per_row: Tensor) -> Tensor:
+        if self.height == 1:
+            return per_row
+        missing = self.strips * self.height - self.rows
+        whole = torch.cat([per_row, per_row.new_zeros(missing)]) if missing else per_row
+        return whole.reshape(self.strips, self.height).amax(1)
+
+    def to_rows(self, per_strip: Tensor) -> Tensor:
+        """[strips, ...] -> [R, ...]."""
+        return per_strip if self.height == 1 else per_strip.repeat_interleave(self.height, 0)[: self.rows]
+
+
+def layout_of(fmt: Format, shape: tuple[int, ...]) -> ScaledBlocks:
+    """A block that is the whole tensor is seen as the matrix's, not as one long row."""
+    if fmt.block.is_tensor:
+        rows, cols = math.prod(shape[:-1]), shape[-1]
+        return ScaledBlocks(rows, cols, cols, max(rows, 1), max(cols, 1))
+    rows, cols = fmt.matrix_shape(shape)
+    filled = fmt.padded_cols(cols)
+    return ScaledBlocks(rows, cols, filled, fmt.block.rows or 1, fmt.block.cols or max(filled, 1))
+
+
+def scales_of(encoded: Encoded, layout: ScaledBlocks) -> Tensor:
+    """[strips, across] scales as loaded, float32."""
+    assert encoded.scales is not None
+    assert encoded.fmt.scales is not None
+    return encoded.fmt.scales.load(encoded.scales, encoded.base).float().reshape(layout.strips, layout.across)
+
+
+def assemble(fmt: Format, shape: tuple[int, ...], codes: Tensor, stored: Tensor, base: Tensor | None) -> Encoded:
+    """Codes [R, filled], as the numbers they stand for, and stored scales [strips, across]."""
+    assert fmt.element is not None
+    parts = fmt.part_shapes(shape)
+    packed = fmt.element.round(codes + 0.0)  # + 0.0: no code for -0
+    if fmt.packing is not None:
+        blocks = packed.reshape(1, -1) if fmt.block.is_tensor else to_blocks(fmt, packed)
+        packed = fmt.packing.pack(blocks)
+    return Encoded(fmt, shape, packed.reshape(parts["data"][1]), stored.reshape(parts["scales"][1]), base)
+
+
+def with_rows_of(encoded: Encoded, other: Encoded, layout: ScaledBlocks, strips: Tensor) -> Encoded:
+    """`encoded`, with the rows of these strips (a mask) as `other` has them."""
+    if not bool(strips.any()):
+        return encoded
+    if layout.strips == 1:
+        return other
+    rows, chosen = layout.to_rows(strips), {}
+    for part, which in (("data", rows), ("scales", strips)):
+        if part not in encoded.parts:
+            continue
+        ours, theirs = (each.parts[part].reshape(len(which), -1).view(torch.uint8) for each in (encoded, other))
+        mixed = torch.where(which.unsqueeze(-1), theirs, ours)
+        chosen[part] = mixed.view(encoded.parts[part].dtype).reshape(encoded.parts[part].shape)
+    return Encoded(encoded.fmt, encoded.shape, chosen["data"], chosen.get("scales"), encoded.base)

@@ -1,0 +1,33 @@
+"""Which loops round a piece: compiled ones on CPUs where numba is installed, plain torch elsewhere."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import importlib.util
+from types import ModuleType
+from typing import Any
+
+from torch import Tensor
+
+# Below this, compiling for the first time takes longer than plain torch.
+SMALLEST_FOR_CPU = 2**16
+
+
+def loops_for(matrix: Tensor) -> Any:
+    """The module with `round_piece`, `cost_of_scales`, `sweep_piece` and `weighted_cost` for this matrix."""
+    return _module("cpu_pieces" if is_compiled(matrix) else "pieces")
+
+
+def is_compiled(matrix: Tensor) -> bool:
+    return matrix.device.type == "cpu" and matrix.numel() >= SMALLEST_FOR_CPU and _has_numba()
+
+
+@functools.cache
+def _has_numba() -> bool:
+    return importlib.util.find_spec("numba") is not None
+
+
+@functools.cache
+def _module(name: str) -> ModuleType:
+    return importlib.import_module(f"bitplan.store.rounding.{name}")

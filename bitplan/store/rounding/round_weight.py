@@ -1,0 +1,216 @@
+"""round_weight: the same bytes as `encode`, better numbers."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any, Literal, TypedDict, Unpack
+
+import torch
+from torch import Tensor
+
+from bitplan.errors import FormatError
+from bitplan.formats import Encoded, Format, get_format
+from bitplan.formats.gguf.blocks import GgufBlocks
+from bitplan.formats.scales.rules import reciprocal
+from bitplan.kernels import decode, encode
+from bitplan.store.rounding.compensate import Order, columns_in_order, compensate, factor_of, sweep
+from bitplan.store.rounding.grids import grid_of
+from bitplan.store.rounding.group_blocks import grid_of_groups, round_groups
+from bitplan.store.rounding.layout import ScaledBlocks, assemble, layout_of, scales_of, with_rows_of
+from bitplan.store.rounding.scale_ladder import ScaleLadder
+from bitplan.store.rounding.scale_search import search_scales
+
+Measure = Literal["squared error", "moments", "hessian"]
+SWEEPS = 4
+# Columns whose input was never seen count a little, so that their scales are not arbitrary.
+UNSEEN = 1e-6
+
+
+@dataclass(frozen=True)
+class Rounding:
+    """What was gained.
+
+    measure    what was minimised: the squared error of the weights, weighted by second moments of the inputs, or the
+               squared error of the outputs
+    before     that error with plain `encode`, over the same of the weights themselves
+    after      the same now
+    strips     groups of rows that share no scale with others, and how many of them `encode` rounds better: `plain`
+    damping    what was really added to the Hessian's diagonal, in units of its mean
+    """
+
+    measure: Measure
+    before: float
+    after: float
+    strips: int
+    plain: int
+    damping: float | None = None
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+class RoundingOptions(TypedDict, total=False):
+    """The options of `round_with_report`, which explains them."""
+
+    moments: Tensor | None
+    hessian: Tensor | None
+    damping: float
+    order: Order
+    sweeps: int
+    pad: Literal["zero"] | None
+    device: torch.device | str | None
+    name: str
+
+
+def round_weight(weight: Tensor, fmt: Format | str, **options: Unpack[RoundingOptions]) -> Encoded:
+    """`round_with_report` without its report."""
+    return round_with_report(weight, fmt, **options)[0]
+
+
+def round_with_report(
+    weight: Tensor,
+    fmt: Format | str,
+    *,
+    moments: Tensor | None = None,
+    hessian: Tensor | None = None,
+    damping: float = 0.01,
+    order: Order = "activation",
+    sweeps: int = SWEEPS,
+    pad: Literal["zero"] | None = None,
+    device: torch.device | str | None = None,
+    name: str = "tensor",
+) -> tuple[Encoded, Rounding]:
+    """Hold a weight [N, K] in a format, as `encode` does, with numbers chosen for the inputs it meets.
+
+    moments   [K] mean squares of the inputs: scales by weighted search, codes to nearest
+    hessian   [K, K] X^T X of the inputs, in any unit: error-compensated rounding
+    damping   added to the Hessian's diagonal, in units of its mean: more trusts the inputs seen less
+    order     "activation" rounds blocks, and columns in them, by the size of their inputs; "given" from left to right
+    sweeps    how often codes and scales are gone over again after compensated rounding
+    device    where to compute; the result lies there
+
+    Without statistics, scales are searched by plain squared error. Where `encode` is better by the measure, rows are as
+    `encode` has them. Formats with nothing to choose (casts, 16 bits and more, zero points, signs) are plain `encode`;
+    those whose codes are places in a table (iq4_nl) take a Hessian's diagonal as moments.
+    """
+    fmt = get_format(fmt)
+    if device is not None:
+        weight = weight.to(device)
+    plain = encode(weight, fmt, pad=pad, name=name)
+    if isinstance(fmt, GgufBlocks) and hessian is not None and grid_of_groups(fmt) is None:
+        moments, hessian = hessian.diagonal(), None
+    measure: Measure = "hessian" if hessian is not None else "moments" if moments is not None else "squared error"
+    if not _can_round(fmt) or not weight.numel():
+        return plain, Rounding(measure, 0.0, 0.0, 0, 0)
+    if weight.dim() < 2:
+        raise FormatError(f"{name}: expected a matrix, [outputs, inputs], got shape {tuple(weight.shape)}")
+    layout, used = layout_of(fmt, tuple(weight.shape)), None
+    matrix = _filled(weight.detach().float().reshape(layout.rows, layout.cols), layout)
+    if hessian is None:
+        cost = _column_weights(moments, layout, matrix.device, name)
+        rounded = _by_columns(matrix, cost, plain, layout)
+    else:
+        seen = _checked_hessian(hessian, layout, matrix.device, name)
+        blocks, at = columns_in_order(seen, layout, order)
+        cost, factor, used = factor_of(seen, damping, at, name)
+        rounded = _by_hessian(matrix, cost, factor, plain, layout, blocks, at, sweeps)
+    before, after = (_errors(matrix, _filled_values(each, layout), cost) for each in (plain, rounded))
+    before, after = layout.sum_of_strips(before), layout.sum_of_strips(after)
+    worse = ~(after <= before)
+    whole = float(_errors(matrix, torch.zeros_like(matrix), cost).sum()) or 1.0
+    report = Rounding(
+        measure,
+        float(before.sum()) / whole,
+        float(torch.minimum(after.nan_to_num(torch.inf), before).sum()) / whole,
+        layout.strips,
+        int(worse.sum()),
+        used,
+    )
+    return with_rows_of(rounded, plain, layout, worse), report
+
+
+def _can_round(fmt: Format) -> bool:
+    return isinstance(fmt, GgufBlocks) or (grid_of(fmt.element) is not None and not fmt.zero_point)
+
+
+def _by_columns(matrix: Tensor, weights: Tensor, plain: Encoded, layout: ScaledBlocks) -> Encoded:
+    """Scales by search, each column with its weight; codes to nearest."""
+    fmt, shape = plain.fmt, plain.shape
+    if isinstance(fmt, GgufBlocks):
+        filled = encode(matrix, fmt, importance=weights.clamp(min=UNSEEN))
+        return Encoded(fmt, shape, filled.data.reshape(plain.data.shape))
+    ladder = _ladder(plain)
+    scales = search_scales(matrix, weights, scales_of(plain, layout), layout, ladder)
+    steps = layout.to_rows(scales).repeat_interleave(layout.width, 1)[:, : layout.filled]
+    codes = ladder.grid.nearest(matrix * reciprocal(steps))
+    return assemble(fmt, shape, codes, ladder.store(scales), plain.base)
+
+
+def _by_hessian(
+    matrix: Tensor,
+    cost: Tensor,
+    factor: Tensor,
+    plain: Encoded,
+    layout: ScaledBlocks,
+    blocks: list[int],
+    at: Tensor,
+    sweeps: int,
+) -> Encoded:
+    """Codes that make up for each other's errors."""
+    fmt, shape = plain.fmt, plain.shape
+    if isinstance(fmt, GgufBlocks):
+        rows = round_groups(matrix, cost, factor, fmt, blocks, at, sweeps)
+        return Encoded(fmt, shape, rows.reshape(plain.data.shape))
+    ladder = _ladder(plain)
+    found = compensate(matrix, factor, scales_of(plain, layout), layout, ladder, blocks, at)
+    found = sweep(matrix, cost, found, layout, ladder, sweeps)
+    return assemble(fmt, shape, found.codes, ladder.store(found.scales), plain.base)
+
+
+def _ladder(plain: Encoded) -> ScaleLadder:
+    grid = grid_of(plain.fmt.element)
+    assert grid is not None
+    return ScaleLadder(plain.fmt, grid, plain.base)
+
+
+def _errors(matrix: Tensor, values: Tensor, cost: Tensor) -> Tensor:
+    """[R] float64: the squared error of each row, weighted by columns [K] or by the Hessian [K, K]."""
+    error = matrix - values
+    weighted = error * cost if cost.dim() == 1 else error @ cost
+    return (error.double() * weighted.double()).sum(1)
+
+
+def _filled_values(encoded: Encoded, layout: ScaledBlocks) -> Tensor:
+    return _filled(decode(encoded).reshape(layout.rows, layout.cols), layout)
+
+
+def _filled(matrix: Tensor, layout: ScaledBlocks) -> Tensor:
+    """Columns of zeros up to whole blocks."""
+    return torch.nn.functional.pad(matrix, (0, layout.filled - layout.cols)).contiguous()
+
+
+def _column_weights(moments: Tensor | None, layout: ScaledBlocks, device: torch.device, name: str) -> Tensor:
+    if moments is None:
+        weights = torch.ones(layout.cols, device=device)
+    else:
+        _check_statistics(moments, (layout.cols,), "moments", name)
+        if bool((moments < 0).any()):
+            raise FormatError(f"{name}: `moments` are mean squares, and {int((moments < 0).sum())} are below zero")
+        weights = moments.to(device, torch.float64)
+        weights = (weights / weights.mean()).nan_to_num(1.0).float() + UNSEEN
+    return torch.nn.functional.pad(weights, (0, layout.filled - layout.cols))
+
+
+def _checked_hessian(hessian: Tensor, layout: ScaledBlocks, device: torch.device, name: str) -> Tensor:
+    _check_statistics(hessian, (layout.cols, layout.cols), "hessian", name)
+    if not float(hessian.diagonal().sum()) > 0:
+        raise FormatError(f"{name}: the diagonal of `hessian` adds up to zero: no input was seen; leave it out")
+    empty = layout.filled - layout.cols
+    return torch.nn.functional.pad(hessian.to(device, torch.float64), (0, empty, 0, empty))
+
+
+def _check_statistics(given: Tensor, shape: tuple[int, ...], what: str, name: str) -> None:
+    if tuple(given.shape) != shape:
+        raise FormatError(f"{name}: `{what}` of its inputs must have shape {shape}, got {tuple(given.shape)}")
+    if not bool(given.isfinite().all()):
+        raise FormatError(f"{name}: `{what}` holds NaN or infinity; collect it again from inputs that are finite")

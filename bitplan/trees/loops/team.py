@@ -1,0 +1,404 @@
+"""A tree grown by a team of threads that never ask for the interpreter: each calls `grow_tree` once for a tree.
+
+Leaves of fewer than `shared_rows` rows are expanded by one thread each, ahead of the queue (`nodes.take`); a larger one
+is expanded by all of them: its rows are divided, each thread sums a histogram of its own part, then each adds up a part
+of the cells and judges a part of the features. Integers may be added in any order, and of equal gains the lowest
+feature wins, so the tree is the same for any number of threads.
+
+Histograms lie in one pool, a slot for each leaf that could be split; slots are used again from tree to tree.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from bitplan.kernels.base.atomics import LINE, fetch_add, join, lock, meet, read, unlock, wait_for_change
+from bitplan.kernels.base.jit import call_at, called, compiled, inlined, run_at
+from bitplan.kernels.base.vectors import prefetch
+from bitplan.trees.loops.histogram import BINS, PANEL, ROW, unpack_cell
+from bitplan.trees.loops.nodes import QUEUED, WAIT
+from bitplan.trees.loops.rows import AHEAD
+from bitplan.trees.loops.split import (
+    CHILD,
+    FEATURE,
+    GAIN,
+    GRAD,
+    HIGH,
+    LEFT_GRAD,
+    LOW,
+    ROWS,
+    SLOT,
+    START,
+    STOP,
+)
+
+# Places in `sync`, a LINE apart; the last is the first of a line for each thread.
+LOCK, CALLED_OFF, MEETING, _TURN, CHANGES, CHOSEN, SMALL, SMALL_SLOT, LARGE_SLOT, LEFTS = (
+    LINE * place for place in range(10)
+)
+# Places in `sizes`: what a tree's loops are told.
+NARROW, NARROW_ROWS, SHARED_ROWS, CELLS, WIDE_FROM = range(5)
+# Places in `kernels`, addresses of what is compiled apart; from the last on, the loop that adds rows to each panel.
+TAKE, DIVIDE, JUDGE_PACKED, JUDGE, ADDERS = range(5)
+# Places in `counts`, behind those of `nodes`: free slots for narrow cells; the next, for wide ones.
+FREE = 5
+WIDE = 3  # words
+LEAST_ROWS = 2048  # of a thread's part of a histogram
+ALL_ROWS = 2**62
+U = np.uint64
+
+
+@inlined
+def _add_part(entries, first, last, data, kernels, scales, pairs, cells, words):  # type: ignore[no-untyped-def]
+    """Add entries first..last to narrow cells."""
+    panels, firsts, used, hess = data
+    rows = entries[first:last]
+    for at in range(used.size):
+        panel = used[at]
+        here = cells[panel * PANEL * BINS * words :]
+        run_at(kernels[ADDERS + panel], (panels[firsts[panel] :], rows, hess, scales[0], scales[1], pairs, here))
+
+
+# ---- one node, all threads -------------------------------------------------------------------------------------------
+
+
+@called
+def _part_apart(entries, start, stop, columns, feature, goes_left, node, spare):  # type: ignore[no-untyped-def]
+    """Copy entries to the same part of `spare`: those that go left from its start on, the others from its end back."""
+    column, left, right, last = columns[U(feature)], U(start), U(stop - 1), stop - 1
+    for i in range(start, stop):
+        prefetch(column, np.int64(entries[U(i + AHEAD if i + AHEAD < last else last)] & ROW))
+        entry = entries[U(i)]
+        is_left = U(goes_left[U(node), U(column[entry & ROW])])
+        spare[left] = entry
+        spare[right] = entry  # of the last one both places are the same
+        left += is_left
+        right -= U(1) - is_left
+    return np.int64(left) - start
+
+
+@called
+def _partition(me, team, sync, entries, spare, columns, goes_left, nodes, node):  # type: ignore[no-untyped-def]
+    """Rows that go left first, in their order; returns how many."""
+    start, stop = nodes[node, START], nodes[node, STOP]
+    share = (stop - start + team - 1) // team
+    first = min(start + me * share, stop)
+    last = min(first + share, stop)
+    sync[LEFTS + me * LINE] = _part_apart(entries, first, last, columns, nodes[node, FEATURE], goes_left, node, spare)
+    meet(sync, MEETING, team)
+    here, before, total = sync[LEFTS + me * LINE], np.int64(0), np.int64(0)
+    for other in range(team):
+        before += sync[LEFTS + other * LINE] if other < me else 0
+        total += sync[LEFTS + other * LINE]
+    to = start + before
+    for i in range(here):
+        entries[U(to + i)] = spare[U(first + i)]
+    to = start + total + (first - start - before)
+    for i in range(last - first - here):
+        entries[U(to + i)] = spare[U(last - 1 - i)]
+    meet(sync, MEETING, team)
+    return total
+
+
+@called
+def _sum_part(me, team, start, stop, sizes, entries, data, kernels, scales, spaces):  # type: ignore[no-untyped-def]
+    """This thread's part of a histogram, into its own cells; returns how many threads have one, and their words.
+
+    A part of more rows than narrow cells hold is summed into the thread's own wide ones, block by block.
+    """
+    pairs, own, own_wide = spaces
+    narrow, most, count = sizes[NARROW], sizes[NARROW_ROWS], stop - start
+    workers = min(max(count // LEAST_ROWS, 1), team)
+    share = (count + workers - 1) // workers
+    if me >= workers:
+        return workers, WIDE if share > most else narrow
+    first = min(start + me * share, stop)
+    last = min(first + share, stop)
+    if share > most:
+        own_wide[:] = 0
+    block = first
+    while True:
+        end = min(block + most, last)
+        own[:] = 0
+        _add_part(entries, block, end, data, kernels, scales, pairs, own, narrow)
+        if share <= most:
+            return workers, narrow
+        for at in range(sizes[CELLS]):
+            grad, weight, rows = unpack_cell(own, narrow, at)
+            own_wide[U(3 * at)] += grad
+            own_wide[U(3 * at + 1)] += weight
+            own_wide[U(3 * at + 2)] += rows
+        block = end
+        if block >= last:
+            return workers, WIDE
+
+
+@inlined
+def _pack_cell(cells, words, at, grad, hess, rows):  # type: ignore[no-untyped-def]
+    if words == 1:
+        cells[U(at)] = (grad << 40) + (hess << 16) + rows
+    elif words == 2:
+        cells[U(2 * at)] = grad
+        cells[U(2 * at + 1)] = (hess << 16) + rows
+    else:
+        cells[U(3 * at)] = grad
+        cells[U(3 * at + 1)] = hess
+        cells[U(3 * at + 2)] = rows
+
+
+@called
+def _add_up(me, team, parts, part_words, workers, out, out_words, parent, parent_words, rest, rest_words):  # type: ignore[no-untyped-def]
+    """This thread's part of the cells: out = the sum of all parts, rest = parent - out (unless rest is empty)."""
+    count = out.size // out_words
+    first, last = count * me // team, count * (me + 1) // team
+    if out_words == part_words and (rest.size == 0 or parent_words == rest_words == out_words):
+        for at in range(first * out_words, last * out_words):
+            total = parts[0, U(at)]
+            for worker in range(1, workers):
+                total += parts[U(worker), U(at)]
+            out[U(at)] = total
+        if rest.size:
+            for at in range(first * out_words, last * out_words):
+                rest[U(at)] = parent[U(at)] - out[U(at)]
+        return
+    for at in range(first, last):
+        grad, hess, rows = np.int64(0), np.int64(0), np.int64(0)
+        for worker in range(workers):
+            more_grad, more_hess, more_rows = unpack_cell(parts[worker], part_words, at)
+            grad, hess, rows = grad + more_grad, hess + more_hess, rows + more_rows
+        _pack_cell(out, out_words, at, grad, hess, rows)
+        if rest.size:
+            all_grad, all_hess, all_rows = unpack_cell(parent, parent_words, at)
+            _pack_cell(rest, rest_words, at, all_grad - grad, all_hess - hess, all_rows - rows)
+
+
+@inlined
+def _cells(pool, slot, sizes):  # type: ignore[no-untyped-def]
+    """The cells of a slot, and their words."""
+    words = WIDE if slot >= sizes[WIDE_FROM] else sizes[NARROW]
+    return pool[slot : slot + sizes[CELLS] * words], words
+
+
+@inlined
+def _free(counts, free, slot, sizes):  # type: ignore[no-untyped-def]
+    kind = np.int64(slot >= sizes[WIDE_FROM])
+    free[kind, counts[FREE + kind]] = slot
+    counts[FREE + kind] += 1
+
+
+@inlined
+def _slot_for(counts, free, rows, sizes):  # type: ignore[no-untyped-def]
+    kind = np.int64(rows > sizes[NARROW_ROWS])
+    counts[FREE + kind] -= 1
+    return free[kind, counts[FREE + kind]]
+
+
+@called
+def _judge_part(me, team, cells, words, rest, rest_words, small, large, tables, own, features, options, kernels):  # type: ignore[no-untyped-def]
+    """The best splits of two nodes by this thread's part of the features, into its own rows of the tables."""
+    nodes, reals = tables[0], tables[1]
+    own_nodes, own_reals, own_left, space, by_bin = own
+    numeric, categories, every = features
+    bins, scales, rules, is_category, bounding, packs = options
+    for side in range(2):
+        node = large if side else small
+        if node >= 0:
+            at = 2 * me + side
+            for column in range(nodes.shape[1]):
+                own_nodes[at, column] = nodes[node, column]
+            own_reals[at, GAIN], own_reals[at, LOW], own_reals[at, HIGH] = 0.0, reals[node, LOW], reals[node, HIGH]
+    second = 2 * me + 1 if large >= 0 else -1
+    if packs and words == 1 and rest_words == 1:
+        part = numeric[numeric.size * me // team : numeric.size * (me + 1) // team]
+        packed = part, bins, scales, rules, space[me]
+        call_at(kernels[JUDGE_PACKED], (cells, rest, False, 2 * me, second, own_nodes, own_reals, own_left, *packed))
+        part = categories[categories.size * me // team : categories.size * (me + 1) // team]
+    else:
+        part = every[every.size * me // team : every.size * (me + 1) // team]
+    if part.size:
+        where = 2 * me, second, own_nodes, own_reals, own_left
+        more = part, bins, scales, rules, is_category, bounding, space[me], by_bin[me]
+        call_at(kernels[JUDGE], (cells, words, rest, rest_words, False, *where, *more))
+
+
+@called
+def _merge_parts(team, node, side, tables, own):  # type: ignore[no-untyped-def]
+    """The best of what the threads found for a node; of equal gains the lowest feature. Returns whether it has one."""
+    nodes, reals, goes_left = tables
+    own_nodes, own_reals, own_left = own[0], own[1], own[2]
+    best, gain = np.int64(-1), 0.0
+    for thread in range(team):
+        at = 2 * thread + side
+        here = own_reals[at, GAIN]
+        if here > gain or (here > 0.0 and here == gain and own_nodes[at, FEATURE] < own_nodes[best, FEATURE]):
+            best, gain = at, here
+    reals[node, GAIN] = gain
+    if best < 0:
+        return False
+    for column in range(LEFT_GRAD, CHILD):
+        nodes[node, column] = own_nodes[best, column]
+    for bin_ in range(BINS):
+        goes_left[node, bin_] = own_left[best, bin_]
+    return True
+
+
+# ---- the tree --------------------------------------------------------------------------------------------------------
+
+
+@called
+def _expand(node, slot, work, data, kernels, tables, sizes, pool, features, options, space, by_bin, monotone, pairs):  # type: ignore[no-untyped-def]
+    """Expand a node whose cells are narrow; returns which of its two slots are free now: 1 the new one, 2 its own."""
+    entries, spare, columns = work
+    nodes, reals, goes_left = tables
+    numeric, categories, every = features
+    bins, scales, rules, is_category, bounding, packs = options
+    left_size = np.int64(-1)
+    more = nodes, reals, node, left_size, monotone, scales, rules
+    small = call_at(kernels[DIVIDE], (entries, columns, spare, goes_left, *more))
+    if small < 0:
+        return 3
+    words, parent, large = sizes[NARROW], nodes[node, SLOT], 2 * nodes[node, CHILD] + 1 - small
+    size = sizes[CELLS] * words
+    cells, rest = pool[slot : slot + size], pool[parent : parent + size]
+    cells[:] = 0
+    first, last = nodes[small, START], nodes[small, STOP]
+    _add_part(entries, first, last, data, kernels, scales, pairs, cells, words)
+    subtract, splits, left_over = True, np.int64(0), every
+    if packs:
+        packed = numeric, bins, scales, rules, space
+        splits = call_at(kernels[JUDGE_PACKED], (cells, rest, subtract, small, large, nodes, reals, goes_left, *packed))
+        subtract, left_over = False, categories
+    if left_over.size:
+        at = small, large, nodes, reals, goes_left
+        general = left_over, bins, scales, rules, is_category, bounding, space, by_bin
+        splits = call_at(kernels[JUDGE], (cells, words, rest, words, subtract, *at, *general))
+    nodes[small, SLOT], nodes[large, SLOT] = slot, parent
+    return 3 ^ splits
+
+
+@compiled
+def grow_tree(  # type: ignore[no-untyped-def]
+    me,
+    team,
+    sync,
+    sizes,
+    kernels,
+    tables,
+    order,
+    best_first,
+    work,
+    data,
+    monotone,
+    pool,
+    free,
+    parts,
+    features,
+    options,
+    own,
+):
+    """What each of `team` threads calls, `me` from 0; the tree is in `tables` and `order` when all are back.
+
+    Nothing is done unless all come: see CALLED_OFF.
+    """
+    if not join(sync, MEETING, team, CALLED_OFF):
+        return
+    nodes, reals, goes_left = tables
+    leaves, splits, counts, ready = order
+    entries, spare, columns = work
+    narrow_parts, wide_parts, pairs = parts
+    scales, rules = options[1], options[2]
+    chosen, is_root = np.int64(0), True
+    while True:
+        small, large = np.int64(0), np.int64(-1)
+        if is_root:
+            if me == 0:
+                sync[SMALL_SLOT] = _slot_for(counts, free, nodes[0, STOP], sizes)
+        else:
+            left_size = _partition(me, team, sync, entries, spare, columns, goes_left, nodes, chosen)
+            if me == 0:
+                more = nodes, reals, chosen, left_size, monotone, scales, rules
+                small = call_at(kernels[DIVIDE], (entries, columns, spare, goes_left, *more))
+                sync[SMALL] = small
+                if small >= 0:
+                    large = 2 * nodes[chosen, CHILD] + 1 - small
+                    sync[SMALL_SLOT] = _slot_for(counts, free, nodes[small, ROWS], sizes)
+                    is_wide = nodes[chosen, SLOT] >= sizes[WIDE_FROM]
+                    sync[LARGE_SLOT] = nodes[chosen, SLOT]
+                    if is_wide and nodes[large, ROWS] <= sizes[NARROW_ROWS]:
+                        sync[LARGE_SLOT] = _slot_for(counts, free, nodes[large, ROWS], sizes)
+        meet(sync, MEETING, team)
+        if not is_root:
+            small = sync[SMALL]
+            large = 2 * nodes[chosen, CHILD] + 1 - small
+        if small >= 0:
+            first, last = nodes[small, START], nodes[small, STOP]
+            spaces = pairs[me], narrow_parts[me], wide_parts[me]
+            workers, part_words = _sum_part(me, team, first, last, sizes, entries, data, kernels, scales, spaces)
+            meet(sync, MEETING, team)
+            cells, words = _cells(pool, sync[SMALL_SLOT], sizes)
+            rest, rest_words, parent, parent_words = pool[0:0], words, cells, words
+            if large >= 0:
+                rest, rest_words = _cells(pool, sync[LARGE_SLOT], sizes)
+                parent, parent_words = _cells(pool, nodes[chosen, SLOT], sizes)
+            all_parts = wide_parts if part_words == WIDE else narrow_parts
+            _add_up(me, team, all_parts, part_words, workers, cells, words, parent, parent_words, rest, rest_words)
+            meet(sync, MEETING, team)
+            if is_root:  # its sums are those of any feature
+                if me == 0:
+                    first = features[2][0] * BINS
+                    for bin_ in range(BINS):
+                        grad, weight, rows = unpack_cell(cells, words, first + bin_)
+                        nodes[0, GRAD] += grad
+                        nodes[0, GRAD + 1] += weight
+                        nodes[0, ROWS] += rows
+                meet(sync, MEETING, team)
+            _judge_part(me, team, cells, words, rest, rest_words, small, large, tables, own, features, options, kernels)
+            meet(sync, MEETING, team)
+        if me == 0:
+            if not is_root and (small < 0 or sync[LARGE_SLOT] != nodes[chosen, SLOT]):
+                _free(counts, free, nodes[chosen, SLOT], sizes)
+            for side in range(2):
+                node = large if side else small
+                if small >= 0 and node >= 0:
+                    nodes[node, SLOT] = sync[LARGE_SLOT if side else SMALL_SLOT]
+                    if not _merge_parts(team, node, side, tables, own):
+                        _free(counts, free, nodes[node, SLOT], sizes)
+            if is_root:
+                counts[QUEUED] = np.int64(reals[0, GAIN] > 0.0)
+        meet(sync, MEETING, team)
+        # A leaf for each thread, until the next one is for all. The first has just expanded one, with the others.
+        node, slot, unused = np.int64(-1), np.int64(-1), np.int64(0)
+        if me == 0 and not is_root:
+            node = chosen
+        is_root = False
+        while True:
+            lock(sync, LOCK)
+            if node >= 0:
+                if unused & 1:
+                    _free(counts, free, slot, sizes)
+                if unused & 2:
+                    _free(counts, free, nodes[node, SLOT], sizes)
+                fetch_add(sync, CHANGES, 1)
+            queue = nodes, reals, leaves, splits, counts, ready, best_first
+            node = call_at(kernels[TAKE], (*queue, sizes[SHARED_ROWS], node))
+            if node >= 0:
+                slot = _slot_for(counts, free, np.int64(0), sizes)
+            seen = read(sync, CHANGES)
+            unlock(sync, LOCK)
+            if node == WAIT:
+                wait_for_change(sync, CHANGES, seen)
+                continue
+            if node < 0:
+                break
+            unused = _expand(
+                node, slot, work, data, kernels, tables, sizes, pool, features, options, own[3][me], own[4][me],
+                monotone, parts[2][me],
+            )  # fmt: skip
+        meet(sync, MEETING, team)
+        if me == 0:
+            queue = nodes, reals, leaves, splits, counts, ready, best_first
+            sync[CHOSEN] = call_at(kernels[TAKE], (*queue, np.int64(ALL_ROWS), np.int64(-1)))
+        meet(sync, MEETING, team)
+        chosen = sync[CHOSEN]
+        if chosen < 0:
+            return

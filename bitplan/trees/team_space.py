@@ -1,0 +1,149 @@
+"""The threads that grow a tree together, and the memory they share from tree to tree (`trees.loops.team`)."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+
+from bitplan.kernels.base.jit import address_of
+from bitplan.trees import histogram
+from bitplan.trees.binning import BinnedRows
+from bitplan.trees.gradients import Array, GradientPrecision, Gradients
+from bitplan.trees.growth import Growth
+from bitplan.trees.loops import nodes as nodes_loops
+from bitplan.trees.loops import split
+from bitplan.trees.loops import team as loops
+from bitplan.trees.loops.histogram import BINS, CHUNK, GROUP, PANEL
+
+TEAM_ROWS = 2**15  # smaller tables are not worth a team, nor compiling its loops
+SHARED_ROWS = 2**16  # from here on all threads work on one node
+
+
+class TeamSpace:
+    """`size` threads of their own: a team waits for all of its threads, which must not wait for another fit's."""
+
+    def __init__(self, data: BinnedRows, size: int) -> None:
+        self.size, self._data = size, data
+        self._helpers = ThreadPoolExecutor(size - 1, thread_name_prefix="bitplan-trees") if size > 1 else None
+        self._sync = np.zeros(loops.LEFTS + loops.LINE * size, np.int64)
+        groups = [-(-width // GROUP) for width in data.widths]
+        self._cells = ((len(groups) - 1) * PANEL + groups[-1] * GROUP) * BINS
+        self._pool = np.empty(0, np.int64)
+        self._parts: tuple[Array, Array, Array] | None = None
+        self._own = (
+            np.zeros((2 * size, split.NODE_COLUMNS), np.int64),
+            np.zeros((2 * size, 3)),
+            np.empty((2 * size, BINS), np.uint8),
+            np.empty((size, 4, BINS), np.int64),
+            np.empty((size, 2, BINS)),
+        )
+
+    def grow(
+        self,
+        growth: Growth,
+        rows: tuple[Array, Array, Array],
+        gradients: Gradients,
+        features: tuple[Array, Array, Array],
+        options: tuple[Any, ...],
+        monotone: Array | None,
+    ) -> None:
+        """Grow the tree whose root is in `growth`."""
+        precise, team = gradients.precision is GradientPrecision.F32, self.size
+        narrow, count, most = 2 if precise else 1, len(rows[0]), histogram.NARROW_ROWS
+        places, wide_places = len(growth.nodes) // 2 + 2 + team, count // most + 4
+        wide_from = places * self._cells * narrow
+        if len(self._pool) < wide_from + wide_places * self._cells * histogram.WIDE:
+            self._pool = np.empty(wide_from + wide_places * self._cells * histogram.WIDE, np.int64)
+        free = np.zeros((2, max(places, wide_places)), np.int64)
+        free[0, :places] = np.arange(places)[::-1] * (self._cells * narrow)
+        free[1, :wide_places] = wide_from + np.arange(wide_places)[::-1] * (self._cells * histogram.WIDE)
+        growth.counts[loops.FREE :] = places, wide_places
+        shared = min(SHARED_ROWS, most + 1)
+        sizes = np.array([narrow, most, shared, self._cells, wide_from], np.int64)
+        if self._parts is None or self._parts[0].shape[1] != self._cells * narrow:
+            wide = self._cells * histogram.WIDE if self._data.rows > most * team else 0
+            self._parts = (
+                np.empty((team, self._cells * narrow), np.int64),
+                np.empty((team, wide), np.int64),
+                np.empty((team, 2 * CHUNK if precise else 0), np.int64),
+            )
+        used = np.unique(features[2] // PANEL)
+        data = self._data.words, self._data.firsts, used, gradients.hessians.view(np.uint8)
+        tables = growth.nodes, growth.reals, growth.goes_left
+        order = growth.leaves, growth.splits, growth.counts, growth.ready
+        kernels = self._kernels(gradients, rows, tables, order, growth.best_first, features, options, monotone)
+        self._sync[:] = 0
+
+        def run(me: int) -> None:
+            try:
+                loops.grow_tree(
+                    me, team, self._sync, sizes, kernels, tables, order, growth.best_first, rows, data, monotone,
+                    self._pool, free, self._parts, features, options, self._own,
+                )  # fmt: skip
+            except BaseException:
+                self._sync[loops.CALLED_OFF] = 1
+                raise
+
+        running = []
+        try:
+            if self._helpers:
+                running = [self._helpers.submit(run, me) for me in range(1, team)]
+            run(0)
+        except BaseException:  # before the team has met: afterwards there is no Python to raise
+            self._sync[loops.CALLED_OFF] = 1
+            raise
+        finally:
+            for helper in running:
+                helper.result()
+
+    def _kernels(
+        self,
+        gradients: Gradients,
+        rows: tuple[Array, Array, Array],
+        tables: tuple[Array, Array, Array],
+        order: tuple[Array, Array, Array, Array],
+        best_first: bool,
+        features: tuple[Array, Array, Array],
+        options: tuple[Any, ...],
+        monotone: Array | None,
+    ) -> Array:
+        """Addresses of the loops that this tree needs; 0 for those it does not."""
+        (entries, spare, columns), (nodes, reals, goes_left), cells = rows, tables, self._pool
+        bins, scales, numbers, is_category, bounding, packs = options
+        at = 0, 0, nodes, reals, goes_left
+        space, by_bin = self._own[3][0], self._own[4][0]
+        packed = general = 0
+        if packs:
+            packed = address_of(split.judge_packed, cells, cells, False, *at, features[0], bins, scales, numbers, space)
+        if not packs or len(features[1]) or len(entries) > histogram.NARROW_ROWS:
+            more = features[2], bins, scales, numbers, is_category, bounding, space, by_bin
+            general = address_of(split.judge, cells, 0, cells, 0, False, *at, *more)
+        precise = gradients.precision is GradientPrecision.F32
+        adders = histogram.kernels.add_floats if precise else histogram.kernels.add_quantized
+        assert self._parts is not None
+        adding = self._data.words, entries, gradients.hessians.view(np.uint8), 1.0, 1.0, self._parts[2][0], cells
+        return np.array(
+            [
+                address_of(nodes_loops.take, nodes, reals, *order, best_first, 0, 0),
+                address_of(
+                    nodes_loops.divide,
+                    entries,
+                    columns,
+                    spare,
+                    goes_left,
+                    nodes,
+                    reals,
+                    0,
+                    0,
+                    monotone,
+                    scales,
+                    numbers,
+                ),
+                packed,
+                general,
+                *(address_of(adders[-(-width // GROUP)], *adding) for width in self._data.widths),
+            ],
+            np.int64,
+        )

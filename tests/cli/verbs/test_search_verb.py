@@ -1,0 +1,89 @@
+"""`bitplan search`, `bitplan plan --from` and `bitplan diff`, as they are typed."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from bitplan.cli import run
+from bitplan.plan import Plan
+from tests.cli.verbs.test_perplexity_verb import save_llama
+
+FORMATS = "mxfp4,nvfp4,int8_row"
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory):
+    """A folder with a llama, a text, and in `out` what a search of it wrote."""
+    folder = tmp_path_factory.mktemp("search")
+    save_llama(folder / "llama")
+    (folder / "text.txt").write_text(" ".join(["abandon hope all ye who enter here"] * 60))
+    command = ["search", str(folder / "llama"), "--text", str(folder / "text.txt"), "--context", "16", "--bits", "6"]
+    assert run([*command, "--formats", FORMATS, "--out", str(folder / "out")]) == 0
+    return folder
+
+
+@pytest.fixture(autouse=True)
+def here(found, monkeypatch):
+    monkeypatch.chdir(found)
+
+
+def refused(*words, capsys) -> str:
+    assert run([*map(str, words)]) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.count("\n") == 1
+    return captured.err
+
+
+def test_a_plan_of_the_evidence_needs_no_model_and_is_the_same_each_time(found, capsys):
+    for name in ("a.json", "b.json"):
+        assert run(["plan", "--from", "out/evidence.json", "--bits", "5", "-o", name, "--force"]) == 0
+    capsys.readouterr()
+    assert (found / "a.json").read_bytes() == (found / "b.json").read_bytes()
+    assert Plan.load("a.json").nbytes < Plan.load("out/plan.json").nbytes
+    assert run(["plan", "--from", "out/evidence.json", "--max-kl", "0.05", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["document"] == "bitplan-plan"
+
+
+def test_diff_says_what_changed_and_what_it_costs(capsys):
+    assert run(["plan", "--from", "out/evidence.json", "--bits", "5", "-o", "small.json", "--force"]) == 0
+    capsys.readouterr()
+    assert run(["diff", "out/plan.json", "small.json", "--json"]) == 0
+    result = json.loads(capsys.readouterr().out)
+    assert result["bytes"] == Plan.load("small.json").nbytes - Plan.load("out/plan.json").nbytes < 0
+    assert result["nats"] > 0
+    assert {row["name"] for row in result["rows"]} == {
+        name
+        for name, choice in Plan.load("small.json").items()
+        if choice.format != Plan.load("out/plan.json")[name].format
+    }
+    assert run(["diff", "small.json", "small.json"]) == 0
+    assert "the same format" in capsys.readouterr().out
+
+
+def test_the_report_shows_the_search(tmp_path, capsys):
+    page = tmp_path / "report.html"
+    assert run(["report", "out/front.json", "out/plan.json", "-o", str(page)]) == 0
+    text = page.read_text()
+    for title in ("What was decided", "Why", "What it cost", "What it gained", "Where precision matters"):
+        assert title in text
+    capsys.readouterr()
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["plan", "--from", "out/evidence.json"], "needs a goal"),
+        (["plan", "--from", "out/evidence.json", "--bits", "2"], "the smallest has"),
+        (["plan", "--from", "out/evidence.json", "--faster", "2"], "no times"),
+        (["plan", "--from", "out/evidence.json", "--bytes", "many"], "such as 6GB"),
+        (["plan", "--from", "out/plan.json", "--bits", "4"], "document must be"),
+        (["search", "llama", "--text", "text.txt"], "needs a goal"),
+        (["search", "llama", "--text", "text.txt", "--bits", "5", "--formats", "int9"], "no format 'int9'"),
+        (["search", "llama", "--text", "text.txt", "--bits", "5", "--context", "64", "--out", "x"], "windows"),
+    ],
+)
+def test_bad_input_is_one_line(words, message, capsys):
+    assert message in refused(*words, capsys=capsys)

@@ -1,0 +1,178 @@
+"""A whole search of a tiny llama: what it writes, that it goes on, and what it refuses."""
+
+from __future__ import annotations
+
+import io
+import json
+import math
+from contextlib import redirect_stderr
+
+import pytest
+import torch
+import transformers
+
+import bitplan
+from bitplan.plan import Plan
+from bitplan.searching import EvidenceFileError, Goal, GoalError, SearchError, SearchEvidence
+from bitplan.searching import run as runner
+from bitplan.searching.gather.collect import EVIDENCE
+from bitplan.searching.gather.damage import RoundedWeights
+from bitplan.searching.gather.statistics import STATISTICS, InputStatistics
+from bitplan.searching.gather.subject import subject_of
+from bitplan.store import open_tensors, quantize_file
+
+FORMATS = ("mxfp4", "nvfp4", "int8_row", "bfloat16")
+
+
+def tiny_llama(seed: int = 0) -> torch.nn.Module:
+    torch.manual_seed(seed)
+    config = transformers.LlamaConfig(
+        vocab_size=96,
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        max_position_embeddings=64,
+        initializer_range=0.15,
+        tie_word_embeddings=True,
+    )
+    return transformers.LlamaForCausalLM(config).eval()
+
+
+def tokens(windows: int = 24) -> list[torch.Tensor]:
+    return list(torch.randint(96, (windows, 24), generator=torch.Generator().manual_seed(1)))
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("search")
+    model = tiny_llama()
+    result = bitplan.search(model, tokens(), goal={"bits": 7.0}, formats=FORMATS, out=folder)
+    return model, folder, result
+
+
+def test_a_search_writes_a_plan_within_its_goal(found):
+    model, folder, result = found
+    plan = Plan.load(folder / "plan.json")
+    assert plan == result.plan
+    assert set(plan) == {name for name, _ in model.named_parameters()}
+    assert 8 * plan.nbytes <= 7.0 * sum(parameter.numel() for parameter in model.parameters())
+    q, k, v = (plan[f"model.layers.0.self_attn.{part}_proj.weight"] for part in "qkv")
+    assert q.format == k.format == v.format
+    assert "nats" in q.reason
+    assert q.evidence["next better"]["bytes"] > 0
+    document = json.loads((folder / "front.json").read_text())
+    assert document["goal"] == {"bits": 7.0}
+    sizes = [point["bytes"] for point in document["front"]]
+    assert sizes == sorted(sizes)
+    nats = [point["nats"] for point in document["front"]]
+    assert nats == sorted(nats, reverse=True)
+
+
+def test_the_plan_is_no_worse_than_uniform_plans_of_its_size_or_more_within_the_goal(found):
+    _, _, result = found
+    limit = result.goal.most_bytes(result.evidence.numbers)
+    assert any(rival.kind == "heuristic" for rival in result.rivals)
+    assert all(result.winner.kl.mean <= rival.kl.mean for rival in result.rivals if rival.nbytes <= limit)
+
+
+def test_damage_is_predicted_in_the_order_in_which_it_is_measured(found):
+    _, _, result = found
+    for group in result.evidence.groups.values():
+        assert group.formats["bfloat16"].predicted < group.formats["int8_row"].predicted < group.nats("mxfp4")
+        assert group.factor > 0
+    plan = result.rivals[0]
+    assert math.isclose(plan.predicted, plan.kl.mean, rel_tol=0.6)
+
+
+def test_a_stopped_search_goes_on_where_it_was(tmp_path, monkeypatch):
+    """Stopped in the statistics, then in the checks: nothing that was done is done again."""
+    model, windows = tiny_llama(), tokens()
+    calls = {"windows": 0, "checks": 0}
+    stop_at = {"windows": 5, "checks": 3}
+    real_logits, real_kl = runner.SearchSubject.logits, runner.PlanMeter.kl
+
+    def logits(self, ids, weights=None):
+        if torch.is_grad_enabled():
+            calls["windows"] += 1
+            if calls["windows"] == stop_at["windows"]:
+                raise KeyboardInterrupt
+        return real_logits(self, ids, weights)
+
+    def kl(self, evidence, choice, label):
+        if "of all layers" in label:
+            calls["checks"] += 1
+            if calls["checks"] == stop_at["checks"]:
+                raise KeyboardInterrupt
+        return real_kl(self, evidence, choice, label)
+
+    monkeypatch.setattr(runner.SearchSubject, "logits", logits)
+    monkeypatch.setattr(runner.PlanMeter, "kl", kl)
+    options = {"goal": Goal(bits=7.0), "formats": ("mxfp4", "int8_row"), "out": tmp_path}
+    for _ in range(2):
+        with pytest.raises(KeyboardInterrupt):
+            bitplan.search(model, windows, **options)
+    with pytest.raises(EvidenceFileError, match="was stopped"):
+        SearchEvidence.load(tmp_path / EVIDENCE)
+    result = bitplan.search(model, windows, **options)
+    whole = bitplan.search(model, windows, goal=Goal(bits=7.0), formats=("mxfp4", "int8_row"))
+    assert calls["windows"] == 2 * whole.evidence.text["windows"] + 1  # the stopped window, twice
+    assert result.plan.to_json() == whole.plan.to_json()
+
+
+def test_evidence_of_another_model_is_refused_by_name(found):
+    _, folder, _ = found
+    with pytest.raises(EvidenceFileError, match="weights"):
+        bitplan.search(tiny_llama(seed=1), tokens(), goal=Goal(bits=7.0), formats=FORMATS, out=folder)
+    with pytest.raises(EvidenceFileError, match="text"):
+        bitplan.search(tiny_llama(), tokens(20), goal=Goal(bits=7.0), formats=FORMATS, out=folder)
+    assert (folder / STATISTICS).exists()
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"batches": tokens(2)}, "needs 4 or more"),
+        ({"formats": ("int8_g128",)}, "rows of 64 are not whole blocks"),
+        ({"formats": ("int8_row",), "target": "llama.cpp"}, "llama.cpp does not load int8_row"),
+        ({"keep": ("*",)}, "no linear layer"),
+        ({"goal": {"bits": 2.0}, "formats": ("mxfp4", "int8_row")}, "the smallest has"),
+    ],
+)
+def test_bad_input_is_one_line(change, message):
+    options = {"batches": tokens(4), "goal": {"bits": 7.0}, "formats": ("int8_g128",)} | change
+    with pytest.raises(SearchError, match=message) as caught:
+        bitplan.search(tiny_llama(), options.pop("batches"), **options)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_model_that_gives_nan_is_refused():
+    model = tiny_llama()
+    with torch.no_grad():
+        model.model.norm.weight[0] = math.nan
+    with pytest.raises(SearchError, match="NaN or infinity in window 0"):
+        bitplan.search(model, tokens(4), goal={"bits": 9.0}, formats=("int8_row",))
+
+
+def test_a_speed_goal_is_met_by_measured_times():
+    """A tiny layer is not faster packed: what no plan reaches is refused with the fastest one."""
+    options = {"formats": ("int8_row", "bfloat16")}
+    with pytest.raises(GoalError, match="no plan is 1000 times as fast as BF16 at 2 rows; the fastest is"):
+        bitplan.search(tiny_llama(), tokens(4), goal=Goal(faster=1000.0, rows=2), **options)
+    result = bitplan.search(tiny_llama(), tokens(4), goal=Goal(faster=0.001, rows=2), **options)
+    assert result.solution.us is not None
+    assert "us at 2 rows" in result.plan["model.layers.0.mlp.down_proj.weight"].reason
+
+
+def test_quantize_with_the_evidence_writes_the_numbers_that_were_proven(found, tmp_path):
+    model, folder, result = found
+    with redirect_stderr(io.StringIO()):  # its progress bar
+        model.save_pretrained(tmp_path)
+    output = tmp_path / "small.safetensors"
+    quantize_file(tmp_path / "model.safetensors", output, result.plan, evidence=folder / "evidence.safetensors")
+    rounded = RoundedWeights(subject_of(model), InputStatistics.load(folder, result.evidence.fingerprint))
+    with open_tensors(output) as file:
+        for name, choice in result.plan.items():
+            if name in rounded.subject.sites:
+                torch.testing.assert_close(file.read_float(name), rounded.decoded(name, choice.format))

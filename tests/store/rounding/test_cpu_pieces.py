@@ -1,0 +1,38 @@
+"""The compiled loops give what the definition gives, to the bit."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from bitplan.formats import get_format
+from bitplan.store.rounding import pieces
+from bitplan.store.rounding.grids import grid_of
+
+cpu_pieces = pytest.importorskip("bitplan.store.rounding.cpu_pieces", exc_type=ImportError)
+
+
+@pytest.mark.parametrize("fmt", ["int4_g32", "fp8_e4m3_row", "mxfp4"])
+def test_the_compiled_loops_equal_the_definition(fmt: str) -> None:
+    generator = torch.Generator().manual_seed(1)
+    grid, rows, width = grid_of(get_format(fmt).element), 37, 16
+    assert grid is not None
+    piece = torch.randn(rows, width, generator=generator)
+    inputs = torch.randn(40, width, generator=generator)
+    hessian = inputs.T @ inputs / 40
+    factor = torch.linalg.cholesky(torch.linalg.inv(hessian), upper=True)
+    scales = torch.rand(rows, 5, generator=generator) / grid.high * 4
+    scales[3] = 0
+    steps, offsets, parts = scales[:, :2], torch.rand(rows, 2, generator=generator), torch.arange(width) // 8
+    codes, errors = pieces.round_piece(piece, factor, steps, offsets, parts, grid)
+    again = cpu_pieces.round_piece(piece, factor, steps, offsets, parts, grid)
+    assert torch.equal(again[0], codes)
+    assert torch.equal(again[1], errors)
+    gradient = (piece - codes) @ hessian
+    better = cpu_pieces.sweep_piece(gradient, codes, hessian, steps, parts, grid)
+    for ours, theirs in zip(better, pieces.sweep_piece(gradient, codes, hessian, steps, parts, grid), strict=True):
+        assert torch.equal(ours, theirs)
+    weights = torch.rand(width, generator=generator)
+    for name, given in (("cost_of_scales", factor), ("weighted_cost", weights)):
+        ours, theirs = (getattr(module, name)(piece, given, scales, grid) for module in (cpu_pieces, pieces))
+        assert torch.equal(ours, theirs), name

@@ -1,0 +1,72 @@
+"""`quantize --evidence`: the same bytes, better numbers, and what had no statistics is named."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+import safetensors.torch
+import torch
+
+from bitplan.cli import run
+from bitplan.errors import StoreError
+from bitplan.store.files.open_files import open_tensors
+from bitplan.store.quantize import quantize_file
+from bitplan.store.rounding.evidence import write_evidence
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    generator = torch.Generator().manual_seed(0)
+    weights = {f"{name}.weight": torch.randn(16, 64, generator=generator) for name in "abc"}
+    safetensors.torch.save_file(weights, tmp_path / "in.safetensors")
+    inputs = torch.randn(200, 64, generator=generator) @ torch.randn(64, 64, generator=generator)
+    statistics = {"a.weight.hessian": inputs.T @ inputs, "b.weight.moments": inputs.square().mean(0)}
+    with write_evidence(tmp_path / "evidence.safetensors", {k: tuple(v.shape) for k, v in statistics.items()}) as out:
+        for key, value in statistics.items():
+            out.write(key, value)
+    torch.save(inputs, tmp_path / "inputs.pt")
+    return tmp_path
+
+
+def test_a_file_is_quantized_with_evidence(folder: Path) -> None:
+    plain = quantize_file(folder / "in.safetensors", folder / "plain.safetensors", "mxfp4")
+    report = quantize_file(
+        folder / "in.safetensors", folder / "better.safetensors", "mxfp4", evidence=folder / "evidence.safetensors"
+    )
+    assert report.bytes_after == plain.bytes_after
+    rounding = {row["name"]: row["rounding"] for row in report.rows}
+    assert [rounding[f"{name}.weight"]["measure"] for name in "ab"] == ["hessian", "moments"]
+    assert rounding["c.weight"] == "no statistics"
+    assert "c.weight" in report.warnings[0]
+    inputs = torch.load(folder / "inputs.pt", weights_only=True)
+    names = ("in", "better", "plain")
+    with ExitStack() as opened:
+        source, better, worse = (opened.enter_context(open_tensors(folder / f"{name}.safetensors")) for name in names)
+        exact = source.read_float("a.weight")
+        errors = [float(((exact - file.read_float("a.weight")) @ inputs.T).square().sum()) for file in (better, worse)]
+        assert torch.equal(better.read_float("c.weight"), worse.read_float("c.weight"))
+    assert errors[0] < 0.5 * errors[1]
+
+
+def test_evidence_of_another_model_is_refused(folder: Path) -> None:
+    with write_evidence(folder / "other.safetensors", {"z.weight.moments": (64,)}) as out:
+        out.write("z.weight.moments", torch.ones(64))
+    with pytest.raises(StoreError, match=r"statistics of other tensors than .* 'z.weight' there, 'a.weight' here"):
+        quantize_file(
+            folder / "in.safetensors", folder / "out.safetensors", "mxfp4", evidence=folder / "other.safetensors"
+        )
+    with pytest.raises(StoreError, match="give one"):
+        quantize_file(
+            folder / "in.safetensors", folder / "o.safetensors", "mxfp4", evidence=folder / "x", scale_rule="mse"
+        )
+
+
+def test_the_verb_takes_evidence(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(folder)
+    command = ["quantize", "in.safetensors", "out.safetensors", "-f", "int4_g32", "--evidence", "evidence.safetensors"]
+    assert run(command) == 0
+    assert "no statistics" in capsys.readouterr().err

@@ -1,0 +1,129 @@
+"""Better numbers in the same bytes."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from bitplan.errors import FormatError
+from bitplan.formats import decode, encode, get_format
+from bitplan.store.rounding.round_weight import round_weight, round_with_report
+
+FORMATS = (
+    "int4_g32",
+    "q4_0_gguf",
+    "q8_0_gguf",
+    "mxfp4",
+    "mxfp4_gguf",
+    "nvfp4",
+    "fp4_u8_g128",
+    "int8_row",
+    "int8_g128",
+    "fp8_e4m3_row",
+    "fp8_e4m3_b128",
+    "mxfp8_e4m3",
+    "q4_0_poly",
+    "int4",
+    "int2",
+    "ternary",
+    "q3_k_gguf",
+    "q4_k_gguf",
+    "q6_k_gguf",
+    "q5_1_gguf",
+)
+ROWS, COLS = 24, 256
+
+
+def example() -> tuple[Tensor, Tensor]:
+    """A weight, and inputs that are correlated and of different sizes, one of them never seen."""
+    generator = torch.Generator().manual_seed(0)
+    weight = torch.randn(ROWS, COLS, generator=generator)
+    mixing = torch.randn(COLS, COLS, generator=generator) / COLS**0.5 + 0.5 * torch.eye(COLS)
+    inputs = torch.randn(512, COLS, generator=generator) @ mixing * torch.rand(COLS, generator=generator).add(0.1)
+    inputs[:, 7] = 0
+    return weight, inputs
+
+
+WEIGHT, INPUTS = example()
+HESSIAN, MOMENTS = INPUTS.T @ INPUTS, INPUTS.square().mean(0)
+
+
+def output_error(values: Tensor) -> float:
+    return float(((values - WEIGHT) @ INPUTS.T).double().square().sum())
+
+
+def weighted_error(values: Tensor) -> float:
+    return float(((values - WEIGHT).double().square() * MOMENTS).sum())
+
+
+@pytest.mark.parametrize("fmt", FORMATS)
+def test_statistics_make_the_error_they_are_of_smaller(fmt: str) -> None:
+    plain = encode(WEIGHT, fmt)
+    by_moments = round_weight(WEIGHT, fmt, moments=MOMENTS)
+    compensated, report = round_with_report(WEIGHT, fmt, hessian=HESSIAN)
+    for rounded in (by_moments, compensated):
+        assert {part: (t.dtype, t.shape) for part, t in rounded.parts.items()} == {
+            part: (t.dtype, t.shape) for part, t in plain.parts.items()
+        }
+    assert weighted_error(decode(by_moments)) <= weighted_error(decode(plain))
+    errors = [output_error(decode(each)) for each in (plain, by_moments, compensated)]
+    assert errors[2] < 0.85 * errors[0]
+    assert errors[2] < errors[1]
+    assert report.after < report.before
+
+
+def test_the_same_call_gives_the_same_bytes() -> None:
+    first, second = (round_weight(WEIGHT, "nvfp4", hessian=HESSIAN).to_bytes() for _ in range(2))
+    assert first == second
+
+
+def test_without_statistics_the_weights_own_error_is_smaller() -> None:
+    plain, searched = (decode(each) - WEIGHT for each in (encode(WEIGHT, "mxfp4"), round_weight(WEIGHT, "mxfp4")))
+    assert float(searched.square().sum()) < float(plain.square().sum())
+
+
+def test_rows_that_encode_rounds_better_are_as_encode_has_them() -> None:
+    """A row that lies on the grid has no error, and compensation cannot make it less."""
+    weight = WEIGHT.clone()
+    weight[3] = decode(encode(weight, "q4_0_gguf"))[3]
+    rounded, report = round_with_report(weight, "q4_0_gguf", hessian=HESSIAN)
+    assert torch.equal(decode(rounded)[3], weight[3])
+    assert report.plain <= 1
+
+
+def test_a_last_block_that_is_not_whole_is_filled() -> None:
+    weight, hessian = WEIGHT[:, :200], HESSIAN[:200, :200]
+    with pytest.raises(FormatError, match="not a multiple"):
+        round_weight(weight, "int4_g32", hessian=hessian)
+    rounded = round_weight(weight, "int4_g32", hessian=hessian, pad="zero")
+    assert rounded.nbytes == encode(weight, "int4_g32", pad="zero").nbytes
+    assert round_weight(weight, "fp8_e4m3_b128", hessian=hessian).shape == (ROWS, 200)
+
+
+def test_codes_in_a_table_take_the_hessians_diagonal() -> None:
+    _, report = round_with_report(WEIGHT, "iq4_nl_gguf", hessian=HESSIAN)
+    assert report.measure == "moments"
+    assert report.after < report.before
+
+
+def test_formats_with_nothing_to_choose_are_plain() -> None:
+    for fmt in ("bfloat16", "uint8", "binary", "int16"):
+        assert round_weight(WEIGHT, fmt, hessian=HESSIAN).to_bytes() == encode(WEIGHT, fmt).to_bytes()
+
+
+def test_bad_statistics_are_refused() -> None:
+    with pytest.raises(FormatError, match=r"`hessian` of its inputs must have shape \(256, 256\), got \(255, 255\)"):
+        round_weight(WEIGHT, "mxfp4", hessian=HESSIAN[1:, 1:], name="w")
+    with pytest.raises(FormatError, match="NaN or infinity"):
+        round_weight(WEIGHT, "mxfp4", moments=MOMENTS * torch.nan)
+    with pytest.raises(FormatError, match="below zero"):
+        round_weight(WEIGHT, "mxfp4", moments=-MOMENTS)
+    with pytest.raises(FormatError, match="no input was seen"):
+        round_weight(WEIGHT, "mxfp4", hessian=HESSIAN * 0)
+    with pytest.raises(FormatError, match="not positive definite"):
+        round_weight(WEIGHT, "mxfp4", hessian=torch.full((COLS, COLS), -3.0) + 4 * torch.eye(COLS))
+
+
+def test_zeros_stay_zeros() -> None:
+    assert not decode(round_weight(torch.zeros(4, 64), get_format("nvfp4"), hessian=HESSIAN[:64, :64])).any()
