@@ -51,7 +51,7 @@ MODELS = (
 CONTEXT, PREFILL, STEPS = 512, 2048, 8
 REPEATS = 7
 Row = dict[str, Any]
-Step = Callable[[], object]
+Step = Callable[[], Any]
 
 
 def build(size: str, fmt: str, device: str, cache: TileCache | None = None) -> DecodingLlama:
@@ -81,7 +81,7 @@ def compile_layers(model: DecodingLlama) -> None:
         layer.compile(fullgraph=True, dynamic=False)
 
 
-def model_bytes(model: nn.Module) -> int:
+def model_bytes(model: DecodingLlama) -> int:
     """What a step reads of the weights: all but the embedding."""
     skipped = {id(parameter) for parameter in model.embed_tokens.parameters()}
     held = [
@@ -323,8 +323,8 @@ def generate(device: str) -> list[Row]:
 
 
 def peers(device: str, size: str = "8b", batches: tuple[int, ...] = (1,)) -> Iterator[Row]:
-    api = importlib.import_module("torchao.quantization")
-    ways = {
+    api: Any = importlib.import_module("torchao.quantization")
+    ways: dict[str, Callable[[], Any]] = {
         "torchao int4": lambda: api.Int4WeightOnlyConfig(group_size=32, int4_packing_format="tile_packed_to_4d"),
         "torchao int8": lambda: api.Int8WeightOnlyConfig(),
     }
@@ -357,9 +357,7 @@ def guarded(what: str) -> Iterator[None]:
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument(
-        "--models", default=MODELS, help="SIZE:FORMAT[+cache]:BATCH,BATCH..., generate and peers, with spaces between"
-    )
+    parser.add_argument("--models", default=MODELS, help="SIZE:FORMAT[+cache]:BATCH,... generate peers")
     parser.add_argument("--no-prefill", action="store_true")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--seconds", type=float, default=1e9, help="begin no new model after so many")
