@@ -32,6 +32,7 @@ from torch.nn import functional
 
 import bitplan
 from bitplan.kernels import encode
+from bitplan.measure.machine import cpu_model
 from bitplan.runtime.packed.quant_linear import QuantLinear
 
 SHAPES = ((4096, 4096), (11008, 4096))
@@ -240,7 +241,7 @@ def main() -> None:
     if options.llama_bench:
         document["llama_cpp"] = llama_rows(options.llama_bench, options.gguf, options.threads)
     document["load_average_at_end"] = os.getloadavg()
-    cpu = harness.cpu_model().lower()
+    cpu = cpu_model().lower()
     name = "".join(letter if letter.isalnum() else " " for letter in cpu).replace(" r ", " ").split()
     part = "" if "products" in parts else "_".join(["", *parts])
     print(harness.save(f"packed_cpu_{'_'.join(name)}{part}", document, options.output))
