@@ -36,6 +36,7 @@ def fork_workers(config: pytest.Config) -> None:
     process.start()
     for pipe in (pipe for pair in theirs for pipe in pair):
         pipe.close()  # so that a worker that ends is seen to end
+    config.add_cleanup(lambda: _end(process))
     ours = [(requests[1], answers[0]) for requests, answers in pipes]
     real = gateway_io.Popen2IOMaster
 
@@ -64,6 +65,12 @@ class _ForkedWorker(Popen2IO):
 
     def kill(self) -> None:
         os.kill(self._pid, signal.SIGKILL)
+
+
+def _end(process: BaseProcess) -> None:
+    """Wait for the workers and then for their server: what was started has ended, and its time counts as this one's."""
+    process.join()
+    forkserver._forkserver._stop()
 
 
 def _read_and_fork(files: list[str], pipes: list[tuple[Connection, Connection]]) -> None:

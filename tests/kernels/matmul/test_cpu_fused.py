@@ -111,8 +111,8 @@ def test_every_code_and_extreme_scales_are_decoded_as_the_definition_says() -> N
         codes = Encoded(weight.fmt, weight.shape, data.reshape(weight.data.shape), scales, weight.base)
         expected = decode(codes).T
         torch.testing.assert_close(run(torch.eye(128), codes), expected, rtol=2.0**-22, atol=0)
-    codes = torch.arange(256, dtype=torch.int32).to(torch.uint8)
-    fp8 = codes[(codes & 127) != 127].view(torch.float8_e4m3fn).reshape(1, 254)
+    every = torch.arange(256, dtype=torch.int32).to(torch.uint8)
+    fp8 = every[(every & 127) != 127].view(torch.float8_e4m3fn).reshape(1, 254)
     weight = Encoded(get_format("fp8_e4m3_row"), (1, 254), fp8, torch.ones(1, 1))
     assert torch.equal(run(torch.eye(254), weight), decode(weight).T)
 
