@@ -21,6 +21,7 @@ def found(tmp_path_factory):
     folder = tmp_path_factory.mktemp("search")
     save_llama(folder / "llama")
     (folder / "text.txt").write_text(" ".join(["abandon hope all ye who enter here"] * 60))
+    (folder / "short.txt").write_text("abandon hope")
     patch = pytest.MonkeyPatch()
     patch.setattr(damage, "round_weight", lambda weight, fmt, **_options: encode(weight, fmt))
     command = ["search", str(folder / "llama"), "--text", str(folder / "text.txt"), "--context", "16", "--bits", "6"]
@@ -87,7 +88,7 @@ def test_the_report_shows_the_search(tmp_path, capsys):
         (["plan", "--from", "out/plan.json", "--bits", "4"], "document must be"),
         (["search", "llama", "--text", "text.txt"], "needs a goal"),
         (["search", "llama", "--text", "text.txt", "--bits", "5", "--formats", "int9"], "no format 'int9'"),
-        (["search", "llama", "--text", "text.txt", "--bits", "5", "--context", "64", "--out", "x"], "windows"),
+        (["search", "llama", "--text", "short.txt", "--bits", "5", "--context", "16", "--out", "x"], "window"),
     ],
 )
 def test_bad_input_is_one_line(words, message, capsys):
