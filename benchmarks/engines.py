@@ -169,7 +169,7 @@ def run_families(engine: Engine) -> list[dict[str, Any]]:
         for kind in MODELS:
             model, output = Path(folder) / kind, Path(folder) / f"{kind}.gguf"
             save_tiny(model, kind)
-            export_model(model, output, "gguf", "float32")
+            export_model(model, output, "gguf", "bfloat16" if kind == "gpt_oss" else "float32")
             theirs, own = engine.perplexity(output, text, 12, 32), ours(model, text.read_text(), 12, 32)
             rows.append(
                 {

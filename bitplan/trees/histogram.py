@@ -16,9 +16,10 @@ from bitplan.kernels.base.jit import on_threads, thread_count
 from bitplan.trees.binning import BinnedRows
 from bitplan.trees.gradients import Array, GradientPrecision, Gradients
 from bitplan.trees.loops import histogram as kernels
-from bitplan.trees.loops.histogram import BINS, GROUP, NARROW_ROWS, PANEL
+from bitplan.trees.loops.histogram import BINS, GROUP, PANEL
 
 WIDE = 3  # words: gradient, hessian, rows
+NARROW_ROWS = kernels.NARROW_ROWS  # that narrow cells hold
 ENTER_ROWS = 2**16
 # By precision: how entries are made, the loops that add them, words of a narrow cell.
 _WAYS = {

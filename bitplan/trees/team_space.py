@@ -7,11 +7,13 @@ from typing import Any
 
 import numpy as np
 
+from bitplan.kernels.base.atomics import LINE
 from bitplan.kernels.base.jit import address_of
 from bitplan.trees import histogram
 from bitplan.trees.binning import BinnedRows
 from bitplan.trees.gradients import Array, GradientPrecision, Gradients
 from bitplan.trees.growth import Growth
+from bitplan.trees.loops import histogram as histogram_loops
 from bitplan.trees.loops import nodes as nodes_loops
 from bitplan.trees.loops import split
 from bitplan.trees.loops import team as loops
@@ -27,7 +29,7 @@ class TeamSpace:
     def __init__(self, data: BinnedRows, size: int) -> None:
         self.size, self._data = size, data
         self._helpers = ThreadPoolExecutor(size - 1, thread_name_prefix="bitplan-trees") if size > 1 else None
-        self._sync = np.zeros(loops.LEFTS + loops.LINE * size, np.int64)
+        self._sync = np.zeros(loops.LEFTS + LINE * size, np.int64)
         groups = [-(-width // GROUP) for width in data.widths]
         self._cells = ((len(groups) - 1) * PANEL + groups[-1] * GROUP) * BINS
         self._pool = np.empty(0, np.int64)
@@ -121,7 +123,7 @@ class TeamSpace:
             more = features[2], bins, scales, numbers, is_category, bounding, space, by_bin
             general = address_of(split.judge, cells, 0, cells, 0, False, *at, *more)
         precise = gradients.precision is GradientPrecision.F32
-        adders = histogram.kernels.add_floats if precise else histogram.kernels.add_quantized
+        adders = histogram_loops.add_floats if precise else histogram_loops.add_quantized
         assert self._parts is not None
         adding = self._data.words, entries, gradients.hessians.view(np.uint8), 1.0, 1.0, self._parts[2][0], cells
         return np.array(

@@ -153,7 +153,7 @@ def quantize(
     force: Force = False,
     as_json: Json = False,
 ) -> None:
-    """Quantize a checkpoint, tensor by tensor, in bounded memory.
+    """Quantize a checkpoint, tensor by tensor, in bounded memory; a Hugging Face folder to a folder that runs packed.
 
     Example: bitplan quantize model.safetensors model.mxfp4.safetensors --format mxfp4 --keep '*embed*'
     """
@@ -266,6 +266,8 @@ def compare(
                 f"worst: {result.worst}, SQNR {worst:.2f} dB; all {differing} that differ: "
                 f"{result.differing.sqnr_db:.2f} dB; with those that are equal: {result.overall.sqnr_db:.2f} dB"
             )
+        elif not result.findings:
+            say(f"values identical: all {len(result.layers)} tensors")
         for finding in result.findings:
             say(finding)
     raise typer.Exit(1 if result.findings else 0)

@@ -4,6 +4,7 @@ All work on places of an int64 array that the threads share; use places of their
 Waiting spins for a moment and then gives the core away between looks: a team may have more threads than cores.
 """
 
+# mypy: disable-error-code="untyped-decorator"
 from __future__ import annotations
 
 from typing import Any

@@ -22,7 +22,8 @@ from bitplan.formats.codec import finite, readable
 from bitplan.formats.dtypes import dtype_name
 from bitplan.kernels import encode
 from bitplan.plan import Plan
-from bitplan.store.export.gguf_metadata import Family, ModelConfig, model_metadata, rope_factors
+from bitplan.store.export.gguf_gpt_oss import GptOssExport
+from bitplan.store.export.gguf_metadata import Family, ModelConfig, is_gpt_oss, model_metadata, rope_factors
 from bitplan.store.export.gguf_tokenizer import tokenizer_metadata
 from bitplan.store.export.imatrix import ImportanceMatrix
 from bitplan.store.export.targets import ExportReport, ExportRequest, ExportRow, OnBytes
@@ -64,8 +65,11 @@ class Outgoing:
         return Promise(self.name, self.shape, self.fmt)
 
 
-def prepare(request: ExportRequest) -> GGUFExport:
+def prepare(request: ExportRequest) -> GGUFExport | GptOssExport:
     """Everything that can be refused is, before a weight is read."""
+    folder = request.source if request.source.is_dir() else request.source.parent
+    if request.source.suffix != ".gguf" and is_gpt_oss(folder):
+        return GptOssExport(request)
     with ExitStack() as opened:
         file = opened.enter_context(open_tensors(request.source))
         matrix = None
@@ -75,8 +79,9 @@ def prepare(request: ExportRequest) -> GGUFExport:
         inputs = [*file.files, *([request.importance] if request.importance else [])]
         check_gguf_output(request.output, request.part_bytes, inputs=inputs, force=request.force)
         plan = plan_for_file(file, request.formats, keep=request.keep, only=request.only, output="out.gguf")
+        left_out: dict[str, str] = {}
         if isinstance(file, GGUFTensors):
-            outgoing, metadata, left_out = list(_same_names(file, plan)), dict(file.metadata), {}
+            outgoing, metadata = list(_same_names(file, plan)), dict(file.metadata)
         else:
             outgoing, metadata, left_out = _from_folder(file, plan, request)
         for item in outgoing:

@@ -81,10 +81,9 @@ class ModelConfig:
     @property
     def family(self) -> Family:
         if self.model_type not in FAMILIES:
-            hint = "; `bitplan convert --to gguf` converts gpt-oss" if self.model_type == "gpt_oss" else ""
             raise StoreError(
                 f"{self.path}: model_type {self.model_type!r} is none that is exported to GGUF "
-                f"({', '.join(FAMILIES)}){hint}"
+                f"({', '.join(FAMILIES)}, gpt_oss)"
             )
         return FAMILIES[self.model_type]
 
@@ -131,6 +130,11 @@ class ModelConfig:
         scaling = dict(self.get("rope_scaling", {}))
         scaling.setdefault("rope_type", scaling.pop("type", found.get("rope_type", "default")))
         return {"rope_theta": self.get("rope_theta", 10000.0), **found, **scaling}
+
+
+def is_gpt_oss(folder: Path) -> bool:
+    """Whether a folder holds gpt-oss, which has a converter of its own."""
+    return (folder / "config.json").is_file() and ModelConfig(folder).model_type == "gpt_oss"
 
 
 def _check_computation(config: ModelConfig) -> None:

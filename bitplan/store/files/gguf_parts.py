@@ -75,7 +75,8 @@ def write_parts(
 ) -> Iterator[PartWriter]:
     """One file, or parts of at most `part_bytes` bytes of tensors; the first part has the metadata."""
     groups = _grouped(promises, part_bytes)
-    paths, writers = _paths(output, len(groups), part_bytes), {}
+    paths = _paths(output, len(groups), part_bytes)
+    writers: dict[str, GGUFTensorWriter] = {}
     with ExitStack() as opened:
         for place, (path, group) in enumerate(zip(paths, groups, strict=True)):
             own = dict(metadata) if place == 0 else {}

@@ -57,9 +57,9 @@ def take(nodes, reals, leaves, splits, counts, ready, best_first, shared_rows, d
     """
     if done >= 0:
         nodes[done, STATE] = EXPANDED
-        for node in range(nodes[done, CHILD], nodes[done, CHILD] + 2):
-            if reals[node, GAIN] > 0.0:
-                ready[counts[READY]] = node
+        for child in range(nodes[done, CHILD], nodes[done, CHILD] + 2):
+            if reals[child, GAIN] > 0.0:
+                ready[counts[READY]] = child
                 counts[READY] += 1
     queued, new, all_leaves = counts[QUEUED], counts[LEAVES], leaves.shape[0]
     node = np.int64(COMPLETE)

@@ -127,6 +127,16 @@ def test_a_plan_decides_and_packed_rows_are_moved_not_rounded_again(folders, tmp
     assert torch.equal(decode(moved), decode(packed)[order])
 
 
+def test_compare_says_that_the_numbers_are_those_of_the_folder(folders, tmp_path, capsys):
+    folder, _ = folders("qwen3")
+    export_model(folder, tmp_path / "a.gguf", "gguf", "float32")
+    assert run(["compare", str(folder), str(tmp_path / "a.gguf")]) == 0
+    assert "values identical: all 25 tensors" in capsys.readouterr().out
+    export_model(folder, tmp_path / "b.gguf", "gguf", "q8_0_gguf")
+    assert run(["compare", str(folder), str(tmp_path / "b.gguf")]) == 0
+    assert "worst: " in capsys.readouterr().out
+
+
 def test_rows_that_blocks_do_not_divide_get_the_nearest_format_and_the_reason(folders, tmp_path):
     folder, _ = folders("llama")
     report = export_model(folder, tmp_path / "a.gguf", "gguf", "q4_k_gguf")

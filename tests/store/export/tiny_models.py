@@ -42,6 +42,18 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3": ("Qwen3", {"head_dim": 32}),
     "gemma3": ("Gemma3Text", {"head_dim": 32, "sliding_window": 16, "query_pre_attn_scalar": 32}),
     "mixtral": ("Mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2}),
+    "gpt_oss": (
+        "GptOss",
+        {
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+            "head_dim": 16,
+            "sliding_window": 16,
+            "intermediate_size": 64,
+            "tie_word_embeddings": False,
+            "dtype": "bfloat16",
+        },
+    ),
     "qwen3_moe": (
         "Qwen3Moe",
         {
@@ -67,7 +79,7 @@ def save_tiny(folder: Path, kind: str, *, seed: int = 0, **changes: Any) -> Any:
             for parameter in model.parameters():
                 if parameter.dim() == 1:
                     parameter += 0.2 * torch.randn_like(parameter)
-        model.save_pretrained(folder)
+        model.to(config.dtype or torch.float32).save_pretrained(folder)
     save_tokenizer(folder)
     return model
 
