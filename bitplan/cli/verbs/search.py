@@ -58,7 +58,7 @@ def search(
 
     Writes evidence.json, plan.json, front.json and report.html into the folder; a search that was stopped goes on.
 
-    Example: bitplan search llama --text text.txt --context 16 --bits 6 --formats mxfp4,nvfp4,int8_row --out found
+    Example: bitplan search llama --text text.txt --context 16 --bits 7 --formats mxfp4,int8_row --out found
     """
     from bitplan.records import read_text
     from bitplan.searching.goal import Goal, parse_bytes

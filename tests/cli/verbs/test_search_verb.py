@@ -9,7 +9,7 @@ import pytest
 from bitplan.cli import run
 from bitplan.kernels import encode
 from bitplan.plan import Plan
-from bitplan.searching.gather import damage
+from bitplan.searching.gather import collect, damage
 from tests.cli.verbs.test_perplexity_verb import save_llama
 
 FORMATS = "mxfp4,nvfp4,int8_row"
@@ -41,6 +41,16 @@ def refused(*words, capsys) -> str:
     assert captured.out == ""
     assert captured.err.count("\n") == 1
     return captured.err
+
+
+def test_a_second_search_goes_on_from_the_evidence_for_another_goal(monkeypatch, capsys):
+    monkeypatch.setattr(damage, "round_weight", lambda weight, fmt, **_options: encode(weight, fmt))
+    monkeypatch.setattr(collect, "gather_statistics", None)  # they are there
+    words = ["search", "llama", "--text", "text.txt", "--context", "16", "--max-kl", "0.2", "--formats", FORMATS]
+    assert run([*words, "--out", "out", "--json"]) == 0
+    document = json.loads(capsys.readouterr().out)
+    assert document["goal"] == {"max_kl": 0.2}
+    assert document["plan"]["bytes"] == Plan.load("out/plan.json").nbytes
 
 
 def test_a_plan_of_the_evidence_needs_no_model_and_is_the_same_each_time(found, capsys):
