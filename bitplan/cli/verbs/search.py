@@ -56,9 +56,9 @@ def search(
 ) -> None:
     """Find the best format for every tensor within a goal, and prove the plan on text that was not used to find it.
 
-    Writes evidence.json, plan.json and front.json into the folder. A search that was stopped goes on there.
+    Writes evidence.json, plan.json, front.json and report.html into the folder; a search that was stopped goes on.
 
-    Example: bitplan search llama --text text.txt --context 16 --bits 6 --formats mxfp4,nvfp4,int8_row --output found
+    Example: bitplan search llama --text text.txt --context 16 --bits 7 --formats mxfp4,int8_row --output found
     """
     from bitplan.records import read_text
     from bitplan.searching.goal import Goal, parse_bytes
@@ -75,6 +75,7 @@ def search(
     open_tensors(model).close()
     _prepare_folder(out, force)
 
+    from bitplan.report.page import write_report
     from bitplan.searching.run import search as run_search
 
     result = run_search(
@@ -92,6 +93,7 @@ def search(
         out=out,
         stage=progress,
     )
+    write_report([out / "front.json", out / "plan.json"], out / "report.html", title=f"{model.name}: {goal}")
     if as_json:
         show_json(result.to_document())
         return
