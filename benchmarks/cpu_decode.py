@@ -32,6 +32,7 @@ from torch.nn import functional
 
 import bitplan
 from bitplan.kernels import encode
+from bitplan.measure.machine import cpu_model
 from bitplan.runtime.packed.quant_linear import QuantLinear
 
 SHAPES = ((4096, 4096), (11008, 4096))
@@ -146,11 +147,16 @@ def resident_mb() -> float:
 
 def print_memory(folder: Path, fmt: str) -> None:
     """In a process of its own: what one model adds to the resident memory."""
-    from transformers import AutoModelForCausalLM, LlamaForCausalLM  # noqa: F401 (imported before the first reading)
+    from transformers import LlamaForCausalLM  # noqa: F401 (libraries do not count)
 
-    torch.ones(512, 512) @ torch.ones(512, 512)
+    layer = QuantLinear(encode(torch.ones(64, 256), "int8_row" if fmt == "float32" else fmt))
+    layer(torch.ones(1, 256))
     before = resident_mb()
-    model = load(folder, fmt)
+    model = load(folder, "float32")
+    for parameter in model.parameters():
+        parameter.data = parameter.data.clone()  # not the file's pages
+    if fmt != "float32":
+        bitplan.apply_plan(model, fmt, pad="zero")
     token_times(model, 4)
     print(json.dumps({"format": fmt, "resident_mb": resident_mb() - before}))
 
@@ -183,6 +189,7 @@ def main() -> None:
     parser.add_argument("--model", type=Path, help="a GGUF file that transformers reads")
     parser.add_argument("--llama-bench", help="llama.cpp's program")
     parser.add_argument("--gguf", nargs="*", default=[], help="NAME=FILE for it")
+    parser.add_argument("--parts", default="products,model,memory", help="what to measure")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--batches", default=",".join(map(str, BATCHES)))
     parser.add_argument("--formats", default=",".join(FORMATS))
@@ -206,11 +213,13 @@ def main() -> None:
         "repeats": options.repeats,
         "load_average_at_start": os.getloadavg(),
         "copy_gb_per_s": speed,
-        "products": [],
     }
+    parts = options.parts.split(",")
     batches, formats = [int(each) for each in options.batches.split(",")], options.formats.split(",")
-    for shape in ((128, 256),) if options.tiny else SHAPES:
-        document["products"] += product_rows(shape, batches, formats, options.repeats, speed)
+    if "products" in parts:
+        shapes = ((128, 256),) if options.tiny else SHAPES
+        found = [product_rows(shape, batches, formats, options.repeats, speed) for shape in shapes]
+        document["products"] = [row for rows in found for row in rows]
     if options.model is not None:
         from transformers import AutoModelForCausalLM
 
@@ -219,17 +228,23 @@ def main() -> None:
             model = AutoModelForCausalLM.from_pretrained(
                 options.model.parent, gguf_file=options.model.name, dtype=torch.float32
             )
-            model.save_pretrained(folder)
-            del model
+            del model.config.quantization_config  # transformers would not save what came from GGUF
+            plain = AutoModelForCausalLM.from_config(model.config, dtype=torch.float32)
+            plain.load_state_dict(model.state_dict())
+            plain.save_pretrained(folder)
+            del model, plain
             document["model"] = options.model.name
-            document["model_rows"] = model_rows(folder, list(MODEL_FORMATS), max(2, options.repeats // 3))
-            document["memory"] = memory_rows(folder, options.threads)
+            if "model" in parts:
+                document["model_rows"] = model_rows(folder, list(MODEL_FORMATS), max(2, options.repeats // 3))
+            if "memory" in parts:
+                document["memory"] = memory_rows(folder, options.threads)
     if options.llama_bench:
         document["llama_cpp"] = llama_rows(options.llama_bench, options.gguf, options.threads)
     document["load_average_at_end"] = os.getloadavg()
-    cpu = harness.cpu_model().lower()
+    cpu = cpu_model().lower()
     name = "".join(letter if letter.isalnum() else " " for letter in cpu).replace(" r ", " ").split()
-    print(harness.save(f"packed_cpu_{'_'.join(name)}", document, options.output))
+    part = "" if "products" in parts else "_".join(["", *parts])
+    print(harness.save(f"packed_cpu_{'_'.join(name)}{part}", document, options.output))
 
 
 if __name__ == "__main__":

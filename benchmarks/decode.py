@@ -1,6 +1,6 @@
 """Whole models on packed weights, the way people run them, against BF16 in the same run.
 
-    python benchmarks/decode.py [--models "8b:bfloat16:1,4 8b:mxfp4:1,4"] [--parts decode,host] [--output FILE]
+    python benchmarks/decode.py [--models "8b:bfloat16:1,4 8b:mxfp4:1,4 generate peers"] [--output FILE]
 
 A llama of 1B's or 8B's shape with 16 layers and random weights; all linear layers and the output are packed, q/k/v and
 gate/up joined. Milliseconds for one token of each sequence, 512 tokens in a static cache, in three modes:
@@ -44,14 +44,14 @@ from bitplan.runtime.packed.tile_cache import TileCache
 from bitplan.runtime.packed.warm_up import warm_up
 
 MODELS = (
-    "8b:bfloat16:1,4,16,64 8b:mxfp4:1,4,16,64 8b:int8_g128:1,4,16,64 8b:mxfp4+cache:4,16,64 8b:int4_g32:1,64 "
+    "8b:bfloat16:1,4,16,64 8b:mxfp4:1,4,16,64 8b:int8_g128:1,4,16,64 8b:mxfp4+cache:64 generate peers 8b:int4_g32:1,64 "
     "8b:nvfp4:1,64 8b:fp8_e4m3_row:1,64 1b:bfloat16:1,64 1b:mxfp4:1,64 1b:int8_g128:1,64 8b:int8_g128+cache:16,64 "
     "1b:int4_g32:1 1b:nvfp4:1 1b:fp8_e4m3_row:1"
 )
 CONTEXT, PREFILL, STEPS = 512, 2048, 8
 REPEATS = 7
 Row = dict[str, Any]
-Step = Callable[[], object]
+Step = Callable[[], Any]
 
 
 def build(size: str, fmt: str, device: str, cache: TileCache | None = None) -> DecodingLlama:
@@ -81,7 +81,7 @@ def compile_layers(model: DecodingLlama) -> None:
         layer.compile(fullgraph=True, dynamic=False)
 
 
-def model_bytes(model: nn.Module) -> int:
+def model_bytes(model: DecodingLlama) -> int:
     """What a step reads of the weights: all but the embedding."""
     skipped = {id(parameter) for parameter in model.embed_tokens.parameters()}
     held = [
@@ -156,7 +156,9 @@ def empty_kernel_us() -> float:
 # ---- parts -----------------------------------------------------------------------------------------------------------
 
 
-def measure(size: str, fmt: str, batches: tuple[int, ...], device: str, floor: Row, *, cached: bool) -> Iterator[Row]:
+def measure(
+    size: str, fmt: str, batches: tuple[int, ...], device: str, floor: Row, *, cached: bool, prefill: bool
+) -> Iterator[Row]:
     shape = SHAPES[size]
     weights = (
         2
@@ -226,7 +228,7 @@ def measure(size: str, fmt: str, batches: tuple[int, ...], device: str, floor: R
                     **({"top": top} if batch == 1 else {}),
                 }
                 del graph
-        if device == "cuda" and (size == "8b" or fmt == "bfloat16"):
+        if device == "cuda" and prefill and size == "8b":
             with guarded(f"{size} {name} prefill"):
                 ids = torch.randint(0, VOCABULARY, (1, PREFILL), device=device)
                 warm_up(model, (PREFILL,))
@@ -320,9 +322,9 @@ def generate(device: str) -> list[Row]:
     return rows
 
 
-def peers(size: str, batches: tuple[int, ...], device: str) -> Iterator[Row]:
-    api = importlib.import_module("torchao.quantization")
-    ways = {
+def peers(device: str, size: str = "8b", batches: tuple[int, ...] = (1,)) -> Iterator[Row]:
+    api: Any = importlib.import_module("torchao.quantization")
+    ways: dict[str, Callable[[], Any]] = {
         "torchao int4": lambda: api.Int4WeightOnlyConfig(group_size=32, int4_packing_format="tile_packed_to_4d"),
         "torchao int8": lambda: api.Int8WeightOnlyConfig(),
     }
@@ -355,14 +357,13 @@ def guarded(what: str) -> Iterator[None]:
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--models", default=MODELS, help="SIZE:FORMAT[+cache]:BATCH,BATCH... with spaces between")
-    parser.add_argument("--parts", default="decode,host,generate,peers")
+    parser.add_argument("--models", default=MODELS, help="SIZE:FORMAT[+cache]:BATCH,... generate peers")
+    parser.add_argument("--no-prefill", action="store_true")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--seconds", type=float, default=1e9, help="begin no new model after so many")
     parser.add_argument("--output", type=Path)
     args = parser.parse_args()
     began = time.perf_counter()
-    parts = args.parts.split(",")
     on_gpu = args.device == "cuda"
     floor: Row = {"copy_bytes_per_s": 1e11, "kernel_us": 0.0}
     if on_gpu:
@@ -393,19 +394,18 @@ def main() -> None:
         if on_gpu:
             torch.cuda.empty_cache()
 
-    if "host" in parts:
-        with guarded("host"):
-            document["host_us"] = host_us(args.device)
-            print("host us", document["host_us"], flush=True)
-    models = args.models.split() if "decode" in parts else []
+    with guarded("host"):
+        document["host_us"] = host_us(args.device)
+        print("host us", document["host_us"], flush=True)
     jobs: list[tuple[str, Callable[[], Iterator[Row] | list[Row]]]] = []
-    for each in models:
+    for each in args.models.split():
+        if each in ("generate", "peers"):
+            jobs.append((each, partial(generate, args.device) if each == "generate" else partial(peers, args.device)))
+            continue
         size, name, batches = each.split(":")
         counts, fmt = tuple(map(int, batches.split(","))), name.removesuffix("+cache")
-        cached = name != fmt
-        jobs.append((each, partial(measure, size, fmt, counts, args.device, floor, cached=cached)))
-    later = [("generate", partial(generate, args.device)), ("peers", partial(peers, "8b", (1,), args.device))]
-    jobs[4:4] = [job for job in later if job[0] in parts]
+        how = {"cached": name != fmt, "prefill": not args.no_prefill}
+        jobs.append((each, partial(measure, size, fmt, counts, args.device, floor, **how)))
     for what, job in jobs:
         if time.perf_counter() - began > args.seconds:
             faults.append(f"{what}: no time was left")

@@ -33,6 +33,9 @@ SHAPES = {
 
 
 class Attention(nn.Module):
+    keys: Tensor
+    values: Tensor
+
     def __init__(self, shape: Shape) -> None:
         super().__init__()
         self.shape = shape

@@ -93,6 +93,35 @@ def fused_table() -> str:
     return "\n".join(lines)
 
 
+def decode_table() -> str:
+    """Whole llamas of 8B's shape, token by token, compiled and as a CUDA graph."""
+    return _decode("decode_nvidia_h200", "llama, 8B's shape, 16 layers")
+
+
+def decode_formats_table() -> str:
+    """The same for more formats, in a run of their own."""
+    return _decode("decode_formats_nvidia_h200", "the same, a second run")
+
+
+def _decode(name: str, heading: str) -> str:
+    rows = [row for row in _read(name)["rows"] if row.get("size") == "8b" and row["mode"] in ("graph", "prefill")]
+    lines = [
+        f"| {heading} | tokens at once | BF16, ms | ms | times BF16 | floor, ms | memory, GiB |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    plain = {(row["batch"], row["mode"]): row for row in rows if row["format"] == "bfloat16"}
+    for row in rows:
+        if row["format"] == "bfloat16":
+            continue
+        bf16 = plain[row["batch"], row["mode"]]["ms"]
+        tokens = "2048 (prefill)" if row["mode"] == "prefill" else str(row["batch"])
+        cells = [row["format"], tokens, f"{bf16:.2f}", f"{row['ms']:.2f}", f"{bf16 / row['ms']:.2f}"]
+        cells += [f"{row['floor_ms']:.2f}" if "floor_ms" in row else ""]
+        cells += [f"{row['memory_gib']:.1f}" if "memory_gib" in row else ""]
+        lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
 def auto_table() -> str:
     """What `auto` picks by the number of rows: when nothing may be kept expanded, and with a tile cache."""
     rows = _read("fused_matmul_nvidia_h200")["auto"]
@@ -326,6 +355,7 @@ PLACES = {  # page: its tables
     "README.md": (demo_table, speed_table),
     "docs/quality.md": (quality_table, small_quality_table, grid_table),
     "docs/manifest.md": (fused_table, auto_table),
+    "docs/packed.md": (decode_table, decode_formats_table),
     "docs/streaming.md": (streaming_table,),
     "docs/selective-precision.md": (selective_table,),
     "docs/adaptive-fp8.md": (

@@ -27,10 +27,12 @@ if TYPE_CHECKING:
     from bitplan.runtime.packed.apply import apply_plan
     from bitplan.runtime.packed.checkpoints.load import load_packed
     from bitplan.runtime.packed.checkpoints.save import save_packed
+    from bitplan.runtime.packed.joint import fuse_projections
     from bitplan.runtime.packed.quant_embedding import QuantEmbedding
     from bitplan.runtime.packed.quant_experts import QuantExperts
     from bitplan.runtime.packed.quant_linear import QuantLinear
     from bitplan.runtime.packed.tile_cache import TileCache
+    from bitplan.runtime.packed.warm_up import warm_up
     from bitplan.runtime.selective.policy import SelectivePrecisionPolicy
     from bitplan.runtime.selective.run_calibration import run_calibration
     from bitplan.runtime.streaming.stream_blocks import stream_blocks
@@ -69,6 +71,7 @@ __all__ = [
     "decode",
     "encode",
     "error_report",
+    "fuse_projections",
     "get_format",
     "list_formats",
     "load_model",
@@ -83,6 +86,7 @@ __all__ = [
     "search",
     "stream_blocks",
     "unmorph_model",
+    "warm_up",
     "write_report",
 ]
 
@@ -105,6 +109,7 @@ __getattr__, __dir__ = lazy_names(
         "runtime.fp8.apply": ("apply_fp8", "apply_fp8_config"),
         "runtime.packed.checkpoints.load": ("load_packed",),
         "runtime.packed.checkpoints.save": ("save_packed",),
+        "runtime.packed.joint": ("fuse_projections",),
         "runtime.packed.quant_embedding": ("QuantEmbedding",),
         "runtime.packed.quant_experts": ("QuantExperts",),
         "runtime.packed.quant_linear": ("QuantLinear",),
@@ -112,6 +117,7 @@ __getattr__, __dir__ = lazy_names(
         "runtime.selective.policy": ("SelectivePrecisionPolicy",),
         "runtime.streaming.stream_blocks": ("stream_blocks",),
         "runtime.packed.tile_cache": ("TileCache",),
+        "runtime.packed.warm_up": ("warm_up",),
         "searching.goal": ("Goal",),
         "searching.run": ("search",),
         "store.compare": ("compare_models",),

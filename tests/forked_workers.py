@@ -22,6 +22,7 @@ import pytest
 from execnet import gateway_io
 from execnet.gateway_base import ExecModel, Popen2IO
 
+from bitplan.measure.machine import has_gpu_driver
 from tests.processes import SERVER
 
 
@@ -30,12 +31,15 @@ def fork_workers(config: pytest.Config) -> None:
     count = len(getattr(config.option, "tx", None) or [])
     if not count or hasattr(config, "workerinput") or getattr(config.option, "cov_source", None):
         return
+    if has_gpu_driver() and os.environ.get("CUDA_VISIBLE_DEVICES") != "":
+        return  # CUDA does not survive a fork
     pipes = [(SERVER.Pipe(duplex=False), SERVER.Pipe(duplex=False)) for _ in range(count)]
     theirs = [(requests[0], answers[1]) for requests, answers in pipes]
     process = SERVER.Process(target=_read_and_fork, args=(config.args, theirs))
     process.start()
     for pipe in (pipe for pair in theirs for pipe in pair):
         pipe.close()  # so that a worker that ends is seen to end
+    config.add_cleanup(lambda: _end(process))
     ours = [(requests[1], answers[0]) for requests, answers in pipes]
     real = gateway_io.Popen2IOMaster
 
@@ -63,7 +67,14 @@ class _ForkedWorker(Popen2IO):
         return self._process.exitcode
 
     def kill(self) -> None:
-        os.kill(self._pid, signal.SIGKILL)
+        with contextlib.suppress(ProcessLookupError):  # it has ended by itself
+            os.kill(self._pid, signal.SIGKILL)
+
+
+def _end(process: BaseProcess) -> None:
+    """Wait for the workers and then for their server: what was started has ended, and its time counts as this one's."""
+    process.join()
+    forkserver._forkserver._stop()
 
 
 def _read_and_fork(files: list[str], pipes: list[tuple[Connection, Connection]]) -> None:

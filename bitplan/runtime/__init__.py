@@ -10,12 +10,14 @@ if TYPE_CHECKING:
     from bitplan.runtime.packed.apply import ApplyError, apply_plan
     from bitplan.runtime.packed.checkpoints.load import load_packed
     from bitplan.runtime.packed.checkpoints.save import save_packed
+    from bitplan.runtime.packed.joint import fuse_projections
     from bitplan.runtime.packed.quant_embedding import QuantEmbedding
     from bitplan.runtime.packed.quant_experts import QuantExperts
     from bitplan.runtime.packed.quant_linear import QuantLinear
     from bitplan.runtime.packed.read_packed import read_packed
     from bitplan.runtime.packed.strategy import LayerError
     from bitplan.runtime.packed.tile_cache import TileCache
+    from bitplan.runtime.packed.warm_up import warm_up
     from bitplan.runtime.selective.policy import SelectivePrecisionPolicy
     from bitplan.runtime.selective.telemetry import PrecisionTelemetry, TelemetryError
     from bitplan.runtime.selective.trainer_callbacks import TensorBoardScalars, lightning_callback, trainer_callback
@@ -47,11 +49,13 @@ __all__ = [
     "apply_fp8",
     "apply_fp8_config",
     "apply_plan",
+    "fuse_projections",
     "lightning_callback",
     "load_packed",
     "read_packed",
     "save_packed",
     "trainer_callback",
+    "warm_up",
 ]
 
 __getattr__, __dir__ = lazy_names(
@@ -68,11 +72,13 @@ __getattr__, __dir__ = lazy_names(
         "packed.checkpoints.save": ("save_packed",),
         "packed.read_packed": ("read_packed",),
         "selective.telemetry": ("PrecisionTelemetry", "TelemetryError"),
+        "packed.joint": ("fuse_projections",),
         "packed.quant_embedding": ("QuantEmbedding",),
         "packed.quant_experts": ("QuantExperts",),
         "packed.quant_linear": ("QuantLinear",),
         "selective.policy": ("SelectivePrecisionPolicy",),
         "packed.tile_cache": ("TileCache",),
+        "packed.warm_up": ("warm_up",),
         "selective.trainer_callbacks": ("TensorBoardScalars", "lightning_callback", "trainer_callback"),
     },
 )

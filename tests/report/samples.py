@@ -38,6 +38,7 @@ H200 = Fingerprint("NVIDIA H200", "580.82", "2.11.0", "3.6.0", "0.1.0", "abc1234
 def write_samples(folder: Path) -> list[Path]:
     """One record of every kind."""
     writers = (
+        write_search,
         write_plan,
         write_findings,
         write_training,
@@ -51,6 +52,46 @@ def write_samples(folder: Path) -> list[Path]:
     written = [path for write in writers for path in write(folder)]
     names = ("quality_smollm2_135m", "trees_neoverse_n1", "demo", "formats_neoverse_n1", "fused_matmul_nvidia_h200")
     return written + [RESULTS / f"{name}.json" for name in names]
+
+
+def write_search(folder: Path, layers: int = LAYERS) -> list[Path]:
+    """What a search of such a model writes for the report."""
+    rng = random.Random(1)
+    parts = ("qkv", "o_proj", "gate_up", "down_proj")
+    heat = [_heat(rng, f"model.layers.{layer}", str(layer), part) for layer in range(layers) for part in parts]
+    heat.append(_heat(rng, "model", "", "embed_tokens"))
+    measured = {"kl_interval": [0.019, 0.023], "nll_difference": 0.01, "perplexity": 15.6, "tokens": 6144}
+    plan = {"label": "searched plan", "kind": "plan", "bytes": 9e8, "bits": 4.5, "predicted": 0.02, "kl": 0.021}
+    rivals = [
+        {"label": "q4_0_gguf", "kind": "uniform", "bytes": 9.01e8, "bits": 4.51, "predicted": 0.043, "kl": 0.045},
+        {"label": "attention in int8_row, others in mxfp4", "kind": "heuristic", "bytes": 9.9e8, "bits": 5.0}
+        | {"predicted": 0.06, "kl": 0.058},
+    ]
+    points = [(bits / 4, 0.5 * 4.0 ** (4 - bits / 4) / 10) for bits in range(12, 34)]
+    document = {
+        "document": "bitplan-front",
+        "version": 1,
+        "model": "model",
+        "goal": {"bits": 4.5},
+        "reference": {"bytes": 3.2e9, "bits": 16.0, "perplexity": 15.3, "tokens": 6144, "windows": 12},
+        "noise_floor": {"kl": 0.0001},
+        "solution": {"nats": 0.02, "bytes": 9e8, "bits": 4.5, "bound": 0.02, "gap": 0.0},
+        "corrections": 1,
+        "plan": plan | measured,
+        "lost": False,
+        "measured": [each | measured for each in (plan, *rivals)],
+        "front": [{"bits": bits, "bytes": bits * 2e8, "nats": nats} for bits, nats in points],
+        "uniform": [{"label": "q4_0_gguf", "bits": 4.5, "bytes": 9e8, "nats": 0.043}],
+        "heat": heat,
+    }
+    write_json(folder / "front.json", document)
+    return [folder / "front.json"]
+
+
+def _heat(rng: random.Random, prefix: str, layer: str, part: str) -> dict[str, object]:
+    fmt, bits = rng.choice([("q4_k_gguf", 4.5), ("q6_k_gguf", 6.5625), ("int8_row", 8.0)])
+    figures = {"nats": rng.random() * 1e-3, "bytes": bits * 1e6, "bits": bits, "nats_in_smallest": rng.random() * 1e-2}
+    return {"group": f"{prefix}.{part}", "layer": layer, "part": part, "format": fmt, "smallest": "q2_k_gguf"} | figures
 
 
 def write_plan(folder: Path, layers: int = LAYERS) -> list[Path]:

@@ -71,7 +71,18 @@ def test_well_formed_and_asks_for_nothing(everything, tmp_path):
 def test_sections_only_for_what_is_there_each_with_its_file(everything, tmp_path):
     anchors = re.findall(r'<section id="([a-z]+)">', page(everything, tmp_path))
     assert anchors == [
-        *("decisions", "findings", "quality", "training", "precision", "streaming", "speed", "errors", "benchmarks"),
+        *(
+            "search",
+            "decisions",
+            "findings",
+            "quality",
+            "training",
+            "precision",
+            "streaming",
+            "speed",
+            "errors",
+            "benchmarks",
+        ),
         "machine",
     ]
     text = page(samples.write_plan(tmp_path), tmp_path)

@@ -153,7 +153,7 @@ def quantize(
     force: Force = False,
     as_json: Json = False,
 ) -> None:
-    """Quantize a checkpoint, tensor by tensor, in bounded memory.
+    """Quantize a checkpoint, tensor by tensor, in bounded memory; a Hugging Face folder to a folder that runs packed.
 
     Example: bitplan quantize model.safetensors model.mxfp4.safetensors --format mxfp4 --keep '*embed*'
     """

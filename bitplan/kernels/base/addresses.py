@@ -147,6 +147,8 @@ multiply_in = define(3, lambda parts, _weights, _inputs: parts, _multiply_in)
 scale_in = define(3, lambda sums, _scales, _parts: sums, _scale_in)
 zero_tile = define(
     2,
-    lambda count, width: types.UniTuple(VectorType(types.float32, width.literal_value), count.literal_value),
+    lambda count, width: types.UniTuple(  # type: ignore[attr-defined]
+        VectorType(types.float32, width.literal_value), count.literal_value
+    ),
     _zero_tile,
 )

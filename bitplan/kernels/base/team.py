@@ -33,7 +33,7 @@ def c_function(function: Callable[..., Any]) -> Any:
         made = numba.cfunc("void(int64)", cache=True, **options)(function)
     except RuntimeError:  # numba found no folder it may write to: compile in every process
         made = numba.cfunc("void(int64)", **options)(function)
-    called = ctypes.CFUNCTYPE(None, ctypes.c_int64)(made.address)
+    called: Any = ctypes.CFUNCTYPE(None, ctypes.c_int64)(made.address)
     called.keeps, called.address = made, made.address
     return called
 

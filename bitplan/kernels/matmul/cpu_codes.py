@@ -248,13 +248,13 @@ def _nvfp4_decoded(job):
 
 
 def _int8_row(job):
-    byte_products(job, _int8, _float32_of_all, 1 << 40)
+    byte_products(job, _int8, _float32_of_all, 0)
 
 
 @inlined
 def _decode_int8_row(job, row, first, count, to):
     codes, at = row_of(job, CODES, row), row_of(job, SCALES, row)
-    decode_bytes(_int8, _float32_of_all, codes, at, field(job, CODES_STRIDE), 1 << 40, first, count, to)
+    decode_bytes(_int8, _float32_of_all, codes, at, field(job, CODES_STRIDE), 0, first, count, to)
 
 
 def _int8_row_decoded(job):
@@ -290,13 +290,13 @@ def _q8_0_gguf_decoded(job):
 
 
 def _fp8_e4m3_row(job):
-    byte_products(job, _e4m3_codes, _float32_of_all, 1 << 40)
+    byte_products(job, _e4m3_codes, _float32_of_all, 0)
 
 
 @inlined
 def _decode_fp8_e4m3_row(job, row, first, count, to):
     codes, at = row_of(job, CODES, row), row_of(job, SCALES, row)
-    decode_bytes(_e4m3_codes, _float32_of_all, codes, at, field(job, CODES_STRIDE), 1 << 40, first, count, to)
+    decode_bytes(_e4m3_codes, _float32_of_all, codes, at, field(job, CODES_STRIDE), 0, first, count, to)
 
 
 def _fp8_e4m3_row_decoded(job):

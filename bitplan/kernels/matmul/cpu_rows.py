@@ -267,9 +267,9 @@ def decode_nibbles(opened, low, high, scales, table, codes, scales_at, row_bytes
 @inlined
 def _bytes_4x1(number, scale, codes, scales_at, x, width, block):
     sums, last = zero_tile(4, LANES), width - LANES
-    for place in range(-(-width // block)):
+    for place in range(width // block if block else 1):
         parts = zero_tile(4, LANES)
-        for chunk in range(-(-min(block, width - place * block) // LANES)):
+        for chunk in range(block // LANES if block else -(-width // LANES)):
             start = place * block + chunk * LANES
             at = min(start, last)
             numbers = (number(codes[0] + at), number(codes[1] + at), number(codes[2] + at), number(codes[3] + at))
@@ -287,9 +287,9 @@ def _bytes_4x1(number, scale, codes, scales_at, x, width, block):
 @inlined
 def _bytes_2x4(number, scale, codes, scales_at, x, stride, width, block):
     sums, last = zero_tile(8, LANES), width - LANES
-    for place in range(-(-width // block)):
+    for place in range(width // block if block else 1):
         parts = zero_tile(8, LANES)
-        for chunk in range(-(-min(block, width - place * block) // LANES)):
+        for chunk in range(block // LANES if block else -(-width // LANES)):
             start = place * block + chunk * LANES
             at = min(start, last)
             parts = multiply_in(
@@ -301,7 +301,12 @@ def _bytes_2x4(number, scale, codes, scales_at, x, stride, width, block):
 
 @inlined
 def byte_products(job, number, scale, block):
-    """The job of an 8-bit format: `number(address)` gives LANES numbers, `scale(address, block)` one on all lanes."""
+    """The job of an 8-bit format.
+
+    number   address -> LANES numbers
+    scale    (address, block) -> a block's scale, on all lanes
+    block    numbers to a scale; 0: a row
+    """
     inputs, padded, rows = field(job, INPUTS), field(job, CODES_STRIDE), field(job, ROWS)
     thread = take(job + 8 * NEXT_THREAD, 1)
     x = field(job, SCRATCH) + thread * field(job, SCRATCH_STRIDE)
@@ -332,7 +337,10 @@ def decode_bytes(number, scale, codes, scales_at, width, block, first, count, to
     """Chunks of LANES numbers, first .. first + count, of a row; `first` begins a block."""
     for chunk in range(first, first + count):
         at = min(chunk * LANES, width - LANES)
-        write(to + 4 * LANES * (chunk - first), number(codes + at) * scale(scales_at, chunk * LANES // block))
+        write(
+            to + 4 * LANES * (chunk - first),
+            number(codes + at) * scale(scales_at, chunk * LANES // block if block else 0),
+        )
 
 
 # ---- many inputs: a BLAS multiplies ---------------------------------------------------------------------------------

@@ -37,7 +37,7 @@ from bitplan.measure.speed.paired_timing import CudaStopwatch
 
 log = logging.getLogger("bitplan")
 
-ROW_COUNTS = tuple(2**power for power in range(14))
+ROW_COUNTS: tuple[int, ...] = tuple(1 << power for power in range(14))
 REPEATS = 15
 REPEATS_PER_CANDIDATE = 5
 MOST_FUSED_ROWS = 256  # beyond them the fused kernels never came first, and are not compiled to see it again

@@ -113,8 +113,7 @@ def apply_fp8(
         part: PartPlan(rules, _tokens_of(tokens, part), recipe, fp8, fp8_param, tp, etp, extrapolate, estimate)
         for part in parts
     }
-    trial = _trial(confirm, confirm_compiled, confirm_timing, example, stopwatch)
-    return _apply(model, plans, trial, emulate)
+    return _apply(model, plans, _Trial(confirm, confirm_compiled, confirm_timing, example, stopwatch), emulate)
 
 
 def apply_fp8_config(
@@ -140,8 +139,7 @@ def apply_fp8_config(
             by_length = described.tokens if part == "llm" or len(described.options) == 1 else None
             count = options.fp8_dynamic_num_tokens or _tokens_of(tokens, part) or by_length
             plans[part] = _plan_of(options, path, count, sizes.tp, sizes.etp)
-    trial = _trial(confirm, confirm_compiled, confirm_timing, example, stopwatch)
-    return _apply(model, plans, trial, emulate)
+    return _apply(model, plans, _Trial(confirm, confirm_compiled, confirm_timing, example, stopwatch), emulate)
 
 
 def _plan_of(options: Fp8Options, path: str | Path, tokens: int | None, tp: int, etp: int) -> PartPlan:
@@ -172,26 +170,6 @@ def _tokens_of(tokens: Tokens | None, part: str) -> int | None:
     return count
 
 
-def _trial(
-    wanted: bool, compiled: bool | str, timing: str, example: Example | None, stopwatch: Stopwatch | None
-) -> _Trial:
-    """How blocks are confirmed; what cannot be is said before anything is timed."""
-    if timing not in TIMINGS:
-        raise Fp8Error(f"confirm_timing must be one of {', '.join(TIMINGS)}, got {timing!r}")
-    if isinstance(compiled, str):
-        from torch._inductor import list_mode_options
-
-        modes = list_mode_options()
-        if compiled not in modes:
-            raise Fp8Error(f"confirm_compiled must be True, False or one of {', '.join(modes)}, got {compiled!r}")
-        if timing == "graph" and modes[compiled].get("triton.cudagraphs"):
-            raise Fp8Error(
-                f"confirm_compiled={compiled!r} makes CUDA graphs by itself, which confirm_timing='graph' cannot "
-                "capture in another; leave confirm_timing at 'eager'"
-            )
-    return _Trial(wanted, compiled, timing, example, stopwatch)
-
-
 # ---- deciding --------------------------------------------------------------------------------------------------------
 
 
@@ -205,11 +183,29 @@ class _Decided:
 
 @dataclass(frozen=True)
 class _Trial:
+    """How blocks are confirmed; what cannot be is said before anything is timed."""
+
     wanted: bool
     compiled: bool | str
     timing: str
     example: Example | None
     stopwatch: Stopwatch | None
+
+    def __post_init__(self) -> None:
+        if self.timing not in TIMINGS:
+            raise Fp8Error(f"confirm_timing must be one of {', '.join(TIMINGS)}, got {self.timing!r}")
+        if not isinstance(self.compiled, str):
+            return
+        from torch._inductor import list_mode_options
+
+        modes = list_mode_options()
+        if self.compiled not in modes:
+            raise Fp8Error(f"confirm_compiled must be True, False or one of {', '.join(modes)}, got {self.compiled!r}")
+        if self.timing == "graph" and modes[self.compiled].get("triton.cudagraphs"):
+            raise Fp8Error(
+                f"confirm_compiled={self.compiled!r} makes CUDA graphs by itself, which confirm_timing='graph' cannot "
+                "capture in another; leave confirm_timing at 'eager'"
+            )
 
 
 def _apply(model: nn.Module, plans: Mapping[str, PartPlan], trial: _Trial, emulate: bool) -> AppliedFp8:

@@ -121,22 +121,24 @@ class ExpertMatrices:
         result: Any = self.packed.derived(("fused", stream), make, keep=not is_capturing(device))
         return cast("ArrangedScales", result)
 
-    def expert(self, index: int) -> Encoded:
-        """One expert's matrix, still packed: views of the same bytes."""
-        weight = self.encoded
-        parts = {name: part[index] if part.dim() else part for name, part in weight.parts.items()}
-        return Encoded(weight.fmt, weight.shape[1:], **parts)
-
     def decoded(self, index: int, dtype: torch.dtype) -> Tensor:
         """One expert's numbers; the allocator hands the same memory to the next one."""
-        return decode(self.expert(index), dtype)
+        return self.decoded_of(self.encoded, index, dtype)
+
+    @staticmethod
+    def decoded_of(stack: Encoded, index: int, dtype: torch.dtype) -> Tensor:
+        parts = {name: part[index] if part.dim() else part for name, part in stack.parts.items()}
+        return decode(Encoded(stack.fmt, stack.shape[1:], **parts), dtype)
 
     def expanded(self, index: int, dtype: torch.dtype) -> Tensor:
         """One expert's numbers, of all that are expanded at the first call and kept."""
+        return self.all_expanded(dtype)[index]
+
+    def all_expanded(self, dtype: torch.dtype) -> Tensor:
         keep = not is_capturing(self.packed.device)
-        made = self.packed.derived(("expanded", dtype), functools.partial(decode, self.encoded, dtype), keep=keep)
-        assert made is not None
-        return made[index]
+        made: Any = functools.partial(decode, self.encoded, dtype)
+        expanded: Tensor = self.packed.derived(("expanded", dtype), made, keep=keep)
+        return expanded
 
     def cached(self, cache: TileCache, index: int, dtype: torch.dtype) -> Tensor:
         """One expert's numbers, as a tile that the cache may keep."""
@@ -174,20 +176,33 @@ def looped_product(
     return apply(rows, bias, routes, matrices, numbers)
 
 
+def looped_rows(rows: Tensor, bias: Tensor | None, routes: Routes, numbers: Numbers, outputs: int) -> Tensor:
+    """The same, without a gradient."""
+    out = rows.new_empty((rows.shape[0], outputs))
+    for expert, start, stop in routes.groups.spans:
+        matrix = numbers(expert, rows.dtype)
+        if bias is None:
+            torch.mm(rows[start:stop], matrix.T, out=out[start:stop])
+        else:
+            torch.addmm(bias[expert], rows[start:stop], matrix.T, out=out[start:stop])
+    return out
+
+
+def gradient_of_rows(grad: Tensor, routes: Routes, numbers: Numbers, inputs: int) -> Tensor:
+    """The gradient of rows sorted by expert, of one so sorted."""
+    gradient = grad.new_empty((grad.shape[0], inputs))
+    for expert, start, stop in routes.groups.spans:
+        torch.mm(grad[start:stop], numbers(expert, grad.dtype), out=gradient[start:stop])
+    return gradient
+
+
 class _Looped(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, rows: Tensor, bias: Tensor | None, routes: Routes, matrices: ExpertMatrices, numbers: Numbers
     ) -> Tensor:
         ctx.gradient = _Gradient(routes, matrices, matrices.packed.state, numbers)
-        out = rows.new_empty((rows.shape[0], matrices.packed.shape[1]))
-        for expert, start, stop in routes.groups.spans:
-            matrix = numbers(expert, rows.dtype)
-            if bias is None:
-                torch.mm(rows[start:stop], matrix.T, out=out[start:stop])
-            else:
-                torch.addmm(bias[expert], rows[start:stop], matrix.T, out=out[start:stop])
-        return out
+        return looped_rows(rows, bias, routes, numbers, matrices.packed.shape[1])
 
     @staticmethod
     @once_differentiable
@@ -211,10 +226,7 @@ class _Gradient(NamedTuple):
                 f"{self.routes.where}: a packed weight was moved, loaded or written between forward and backward; "
                 "run backward first, or the forward again"
             )
-        gradient = grad.new_empty((grad.shape[0], self.matrices.packed.shape[2]))
-        for expert, start, stop in self.routes.groups.spans:
-            torch.mm(grad[start:stop], self.numbers(expert, grad.dtype), out=gradient[start:stop])
-        return gradient
+        return gradient_of_rows(grad, self.routes, self.numbers, self.matrices.packed.shape[2])
 
     def of_bias(self, grad: Tensor) -> Tensor:
         gradient = grad.new_zeros((self.routes.experts, grad.shape[1]))

@@ -35,14 +35,15 @@ def fuse_projections(model: nn.Module, projections: Iterable[Sequence[str]] = PR
     joined = []
     for path, parent in model.named_modules():
         for names in projections:
-            layers = [getattr(parent, name, None) for name in names]
-            if all(isinstance(layer, QuantLinear) for layer in layers) and why_not_joined(layers) is None:
+            found = (getattr(parent, name, None) for name in names)
+            layers = [layer for layer in found if isinstance(layer, QuantLinear)]
+            if len(layers) == len(names) and why_not_joined(layers) is None:
                 JointProjection(layers, f"{path}.{'+'.join(names)}".lstrip("."))
                 joined.append(f"{path}.{'+'.join(names)}".lstrip("."))
     return joined
 
 
-def why_not_joined(layers: Sequence[Any]) -> str | None:
+def why_not_joined(layers: Sequence[QuantLinear]) -> str | None:
     """Why these layers cannot be one product; None if they can."""
     first = layers[0]
     if any(layer.bias is not None for layer in layers):
@@ -175,4 +176,6 @@ class JointLinear(QuantLinear):
         return dtype == torch.bfloat16 and self._pick(rows, dtype).strategy == "fused"
 
     def _prepare(self, fused: FusedMatmul) -> Prepared:
-        return fused.join([self._own])  # counters of its own for each stream
+        made = fused.join([self._own])  # counters of its own for each stream
+        assert made is not None
+        return made

@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import functools
 import importlib.util
-from collections.abc import Callable
 from typing import Literal, get_args
 
 import torch
@@ -30,6 +29,10 @@ from bitplan.formats import Encoded
 from bitplan.kernels.matmul.row_pieces import why_no_rows
 from bitplan.measure.speed.crossover import Pick
 from bitplan.runtime.packed.expert_products import ExpertMatrices, Numbers, Routes, fused_product, looped_product
+from bitplan.runtime.packed.operators import experts as _operators  # noqa: F401 (registers them)
+from bitplan.runtime.packed.operators.graph_weight import GraphWeight
+from bitplan.runtime.packed.operators.linear import remember
+from bitplan.runtime.packed.operators.ways import text_of
 from bitplan.runtime.packed.strategy import (
     FUSED_ROWS_UNMEASURED,
     INPUTS,
@@ -94,6 +97,7 @@ class QuantExperts(nn.Module):
         self.down = down if isinstance(down, PackedWeight) else PackedWeight(down)
         self.gate_up_bias = None if gate_up_bias is None else nn.Parameter(gate_up_bias)
         self.down_bias = None if down_bias is None else nn.Parameter(down_bias)
+        self.graphs = nn.ModuleList([GraphWeight(), GraphWeight()])
         self._seen_as_experts: dict[str, ExpertMatrices] = {}
         self.last_pick: Pick | None = None
 
@@ -133,8 +137,7 @@ class QuantExperts(nn.Module):
         waits for the GPU and relies on them.
         """
         if torch.compiler.is_compiling():
-            run: Callable[..., Tensor] = torch.compiler.disable(self._forward)
-            return run(hidden, expert_ids, expert_weights)
+            return self._in_graph(hidden, expert_ids, expert_weights)
         return self._forward(hidden, expert_ids, expert_weights)
 
     def explain(self, rows: int, dtype: torch.dtype | None = None) -> Pick:
@@ -178,6 +181,69 @@ class QuantExperts(nn.Module):
             pairs = pairs.unflatten(0, expert_ids.shape) * expert_weights.to(wide).unsqueeze(-1)
             out: Tensor = pairs.sum(1).to(dtype)
         return out
+
+    def _in_graph(self, hidden: Tensor, expert_ids: Tensor, expert_weights: Tensor) -> Tensor:
+        """The same, of operators; how they run is chosen when the graph is traced."""
+        self._check_inputs(hidden, expert_ids, expert_weights)
+        device, dtype = hidden.device, hidden.dtype
+        if torch.is_autocast_enabled(device.type) and dtype != torch.float64:
+            dtype = torch.get_autocast_dtype(device.type)
+        ways = self.settle(dtype)
+        wide = dtype if self.graphs[0].arranged is not None else compute_dtype(device, dtype)
+        with torch.autocast(device.type, enabled=False):
+            ids = expert_ids.long()
+            up = self._operator(0, hidden.to(wide), self.gate_up_bias, ids, ways)
+            pairs = self._operator(1, self._activate(up), self.down_bias, ids, ways)
+            pairs = pairs.unflatten(0, expert_ids.shape) * expert_weights.to(wide).unsqueeze(-1)
+            out: Tensor = pairs.sum(1).to(dtype)
+        return out
+
+    def _operator(self, which: int, x: Tensor, bias: Tensor | None, ids: Tensor, ways: str) -> Tensor:
+        weight, graph, tokens = (self.gate_up, self.down)[which], self.graphs[which], (0, 0)
+        if "tile_cache" in ways and self.cache is not None:
+            tokens = weight.token, self.cache.token
+        pairs: Tensor = torch.ops.bitplan.packed_experts(
+            x,
+            bias,
+            ids,
+            weight.data,
+            weight.scales,
+            weight.base if "base" in weight._buffers else None,
+            graph.arranged,
+            graph.factor,
+            graph.counters,
+            graph.expanded,
+            weight.fmt.name,
+            weight.shape[1],
+            bool(which),
+            ways,
+            *tokens,
+        )
+        return pairs
+
+    def settle(self, dtype: torch.dtype) -> str:
+        """The ways of a graph for any number of rows, with all that they read; it is no part of the graph."""
+        most = self.most_fused_rows * self.experts
+        counts = (most, None) if self.strategy == "auto" else (None,)
+        picks = [(count, self.explain(most + 1 if count is None else count, dtype)) for count in counts]
+        strategies = {pick.strategy for _, pick in picks}
+        # Numbers of another type than the fused kernel takes would be another graph.
+        if len(strategies) > 1 and compute_dtype(self.down.device, dtype) != dtype:
+            raise LayerError(f"{self.name}: {dtype} on {self.down.device} has no one type for all ways; set a strategy")
+        self.last_pick = picks[0][1]
+        if type(self.down.data) is Tensor:
+            for graph, matrices in zip(self.graphs, self._matrices.values(), strict=True):
+                graph.drop(0)
+                if "fused" in strategies:
+                    graph.hold_prepared(matrices.packed, matrices.arranged)
+                if "eager" in strategies:
+                    wide = compute_dtype(self.down.device, dtype)
+                    graph.hold_expanded(matrices.packed, matrices.all_expanded(wide))
+                if "tile_cache" in strategies and self.cache is not None:
+                    remember(matrices.packed, self.cache)
+        return text_of(picks)
+
+    settle._dynamo_marked_constant = True  # type: ignore[attr-defined]  # see QuantLinear.settle
 
     def _run_fused(self, x: Tensor, routes: Routes) -> Tensor:
         up = fused_product(x, self.gate_up_bias, routes, self._matrices["gate_up"], per_pair=False)

@@ -66,6 +66,8 @@ class QuantLinear(nn.Module):
     `last_pick` is how the last forward ran and why; `explain(rows)` is how one of so many rows would.
     """
 
+    bias: Tensor | None
+
     def __init__(
         self,
         weight: Encoded | PackedWeight,
@@ -268,7 +270,8 @@ class QuantLinear(nn.Module):
 
     def _matrix(self, picked: Pick, dtype: torch.dtype) -> Matrix:
         """The weight, with what this pick reads of it."""
-        weight, prepared, expanded, tokens = self.weight, (), None, (0, 0)
+        weight, expanded, tokens = self.weight, None, (0, 0)
+        prepared: Prepared = ()
         if picked.strategy == "fused":
             fused = fused_for(weight.device.type)
             assert fused is not None

@@ -3,7 +3,7 @@
 | strategy | what is done | memory beside the packed weight |
 |---|---|---|
 | eager | expanded once, at first use, and kept | the whole matrix in the compute type |
-| fused | one kernel reads packed bytes | scales in the kernel's order; on a CPU a second packed copy |
+| fused | one kernel reads packed bytes | scales in the kernel's order; on an Arm CPU a packed copy of int4_g32 |
 | tile_cache | pieces of rows are expanded and kept while they are used | the cache's budget, for all layers together |
 | decode | expanded for the call, kept nowhere | none that stays; on a CPU a piece at a time |
 | auto | the fastest of fused, decode and tile_cache | as the one it picks; never eager |
@@ -14,10 +14,9 @@ Only `auto` chooses: a strategy asked for by name runs or raises. Every pick say
 CUDA graph capture, out of memory), up to 32 rows are fused and more are decoded: on an H200 the fused kernel loses to
 the vendor's product on expanded weights from 64 rows on.
 
-`auto` on a CPU needs no record, for the order is the same at every row count measured (1 to 128; the figures are in
-`cpu_matmul`): torch's 4-bit kernel is 1.5 to 4 times as fast as expanded weights, and those 1.3 to 3 times as fast as
-decoding. So: the kernel for int4_g32, else a cached tile where a cache has room, else decode. q4_0_gguf can run on
-the kernel too, at twice its time, but only when asked (`fused`), for it keeps two more packed copies.
+`auto` on a CPU needs no record: the fused product (`cpu_fused`) where it has the format, else a cached tile where a
+cache has room, else decode. On x86 it is exact up to float32's rounding; on Arm int4_g32 runs on torch's 4-bit kernel,
+which rounds inputs to 8-bit integers, and `strategy="decode"` does not.
 """
 
 from __future__ import annotations

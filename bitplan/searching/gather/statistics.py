@@ -195,8 +195,8 @@ class _Gatherer:
         return hook
 
     def _embedding_hook(self, name: str) -> Callable[[nn.Module, Any, Tensor], None]:
-        def hook(module: nn.Module, args: Any, output: Tensor) -> None:
-            counts = torch.bincount(args[0].reshape(-1), minlength=module.num_embeddings)  # type: ignore[call-overload]
+        def hook(module: Any, args: Any, output: Tensor) -> None:
+            counts = torch.bincount(args[0].reshape(-1), minlength=module.num_embeddings)
             self._add(f"{name}.{COUNTS}", counts.float())
             self._watch(output, f"{name}.{LOOKUP}")
 

@@ -67,7 +67,9 @@ class SearchSubject:
             return self.logits_of(self.model, ids)
         replaced = {self.names[name]: tensor.to(self.device) for name, tensor in weights.items()}
         caller = _Caller(self.model, self.logits_of)
-        return torch.func.functional_call(caller, {f"model.{name}": each for name, each in replaced.items()}, (ids,))
+        named = {f"model.{name}": each for name, each in replaced.items()}
+        logits: Tensor = torch.func.functional_call(caller, named, (ids,))
+        return logits
 
     def logits_of(self, model: nn.Module, ids: Tensor) -> Tensor:
         """The logits of this model or of a twin of it."""

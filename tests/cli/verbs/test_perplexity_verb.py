@@ -68,6 +68,7 @@ def made(tmp_path_factory):
 @pytest.fixture(autouse=True)
 def here(made, monkeypatch):
     monkeypatch.chdir(made)
+    monkeypatch.setattr("bitplan.cli.show.LINE_EVERY_S", 1e6)  # a slow machine would write lines of progress
     return made
 
 

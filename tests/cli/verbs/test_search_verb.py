@@ -7,7 +7,9 @@ import json
 import pytest
 
 from bitplan.cli import run
+from bitplan.kernels import encode
 from bitplan.plan import Plan
+from bitplan.searching.gather import damage
 from tests.cli.verbs.test_perplexity_verb import save_llama
 
 FORMATS = "mxfp4,nvfp4,int8_row"
@@ -19,8 +21,11 @@ def found(tmp_path_factory):
     folder = tmp_path_factory.mktemp("search")
     save_llama(folder / "llama")
     (folder / "text.txt").write_text(" ".join(["abandon hope all ye who enter here"] * 60))
+    patch = pytest.MonkeyPatch()
+    patch.setattr(damage, "round_weight", lambda weight, fmt, **_options: encode(weight, fmt))
     command = ["search", str(folder / "llama"), "--text", str(folder / "text.txt"), "--context", "16", "--bits", "6"]
     assert run([*command, "--formats", FORMATS, "--out", str(folder / "out")]) == 0
+    patch.undo()
     return folder
 
 

@@ -398,3 +398,44 @@ def test_gradients_on_a_gpu():
     for row in grads[:2]:
         for value, expected in zip(row, grads[2], strict=True):
             close(value, expected.double(), 3e-2)
+
+
+# ---- graphs ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("strategy", ["auto", "eager", "tile_cache"])
+def test_a_compiled_layer_has_no_break_and_gives_the_same_numbers_and_gradients(strategy):
+    torch._dynamo.reset()
+    experts = make(strategy=strategy, cache=TileCache(2**20) if strategy == "tile_cache" else None)
+    compiled = torch.compile(experts, backend="aot_eager", fullgraph=True)
+    for tokens in (3, 5, 9):  # the number of tokens becomes a variable of the graph
+        ids, weights = routed(tokens)
+        x = drawn(tokens, H, seed=6).requires_grad_()
+        results = []
+        for run in (experts, compiled):
+            y = run(x, ids, weights)
+            results.append((y, *torch.autograd.grad(y.square().sum(), (x, experts.down_bias))))
+        for given, expected in zip(results[1], results[0], strict=True):
+            torch.testing.assert_close(given, expected, rtol=1e-6, atol=1e-6)
+        assert torch.equal(results[1][0], results[0][0])
+
+
+def test_the_fused_way_in_a_graph_is_the_fused_way_outside():
+    torch._dynamo.reset()
+    experts, x = make(strategy="fused"), drawn(5, H, seed=6).bfloat16()
+    ids, weights = routed(5)
+    with torch.no_grad():
+        y = experts(x, ids, weights)
+        assert torch.equal(torch.compile(experts, backend="eager", fullgraph=True)(x, ids, weights), y)
+
+
+def test_the_operator_of_experts_is_sound_and_has_no_second_derivative():
+    weight, (ids, _) = make("int8_row").gate_up, routed(4)
+    given = (weight.data, weight.scales, None, None, None, None, None, "int8_row", weight.shape[1], False)
+    x = drawn(4, H, seed=6).requires_grad_()
+    arguments = (x, None, ids.long(), *given, "*:decode", 0, 0)
+    torch.library.opcheck(torch.ops.bitplan.packed_experts.default, arguments)
+    y = torch.ops.bitplan.packed_experts(*arguments)
+    (grad,) = torch.autograd.grad(y.square().sum(), x, create_graph=True)
+    with pytest.raises(LayerError, match="no second derivative"):
+        grad.sum().backward()

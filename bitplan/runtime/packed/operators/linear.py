@@ -13,7 +13,7 @@ exist. It expands the weight again, or reads the expanded one, and refuses a wei
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 from weakref import WeakValueDictionary
@@ -40,7 +40,8 @@ _WEIGHT = (
     "Tensor data, Tensor? scales, Tensor? base, Tensor? arranged, Tensor? factor, Tensor? counters, Tensor? expanded, "
     "str format, int {width}, str ways, int weight, int cache"
 )
-_CHANGED = "a packed weight was written between forward and backward; run backward first, or the forward again"
+CHANGED = "a packed weight was written between forward and backward; run backward first, or the forward again"
+_GONE = "strategy 'tile_cache': the layer that this product belongs to is gone; run it again"
 _MOST_BOUND = 16384
 _bound: dict[tuple[Any, ...], Bound] = {}
 _weights: WeakValueDictionary[int, PackedWeight] = WeakValueDictionary()
@@ -51,6 +52,20 @@ def remember(weight: PackedWeight, cache: TileCache) -> None:
     """Let operators find a weight and a cache by their tokens."""
     _weights[weight.token] = weight
     _caches[cache.token] = cache
+
+
+def find_weight(token: int) -> PackedWeight:
+    weight = _weights.get(token)
+    if weight is None:
+        raise LayerError(_GONE)
+    return weight
+
+
+def find_cache(token: int) -> TileCache:
+    cache = _caches.get(token)
+    if cache is None:
+        raise LayerError(_GONE)
+    return cache
 
 
 class Matrix(NamedTuple):
@@ -75,10 +90,7 @@ class Matrix(NamedTuple):
         if way.strategy in ("eager", "tile_cache") and self.expanded is not None:
             return iter([(slice(0, self.shape[0]), self.expanded)])
         if way.strategy == "tile_cache":
-            cache, weight = _caches.get(self.cache), _weights.get(self.weight)
-            if cache is None or weight is None:
-                raise LayerError("strategy 'tile_cache': the layer that this product belongs to is gone; run it again")
-            return cache.pieces(weight, dtype)
+            return find_cache(self.cache).pieces(find_weight(self.weight), dtype)
         encoded, on_cpu = self.encoded, self.data.device.type == "cpu"
         return decoded_pieces(encoded, dtype, piece_rows(self.shape[1], dtype) if on_cpu else self.shape[0])
 
@@ -162,18 +174,18 @@ def _fake_gradient(grad: Tensor, *weight: Any) -> Tensor:
 def _save(ctx: Any, weight: tuple[Any, ...], width: int) -> None:
     """Weights are constants: kept as they are, for torch would not save those that were made in inference mode."""
     ctx.tensors, ctx.constants, ctx.width = weight[:7], (weight[7], weight[9:]), width
-    ctx.versions = _versions(ctx.tensors)
+    ctx.versions = versions_of(ctx.tensors)
 
 
 def _saved(ctx: Any) -> tuple[Any, ...]:
     """The arguments of the other operator from its third, or second, on."""
-    if _versions(ctx.tensors) != ctx.versions:
-        raise LayerError(_CHANGED)
+    if versions_of(ctx.tensors) != ctx.versions:
+        raise LayerError(CHANGED)
     name, rest = ctx.constants
     return (*ctx.tensors, name, ctx.width, *rest)
 
 
-def _versions(tensors: tuple[Tensor | None, ...]) -> list[int]:
+def versions_of(tensors: Sequence[Any]) -> list[int]:
     """Of the weight's own parts; what is being traced has none."""
     return [writes_of(part) for part in tensors[:3] if type(part) is Tensor]
 
