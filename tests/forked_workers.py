@@ -19,9 +19,11 @@ from multiprocessing.process import BaseProcess
 from typing import Any
 
 import pytest
+import torch
 from execnet import gateway_io
 from execnet.gateway_base import ExecModel, Popen2IO
 
+from bitplan.measure.machine import has_gpu_driver
 from tests.processes import SERVER
 
 
@@ -30,6 +32,8 @@ def fork_workers(config: pytest.Config) -> None:
     count = len(getattr(config.option, "tx", None) or [])
     if not count or hasattr(config, "workerinput") or getattr(config.option, "cov_source", None):
         return
+    if has_gpu_driver() and os.environ.get("CUDA_VISIBLE_DEVICES") != "":
+        return  # CUDA does not survive a fork
     pipes = [(SERVER.Pipe(duplex=False), SERVER.Pipe(duplex=False)) for _ in range(count)]
     theirs = [(requests[0], answers[1]) for requests, answers in pipes]
     process = SERVER.Process(target=_read_and_fork, args=(config.args, theirs))
@@ -64,7 +68,8 @@ class _ForkedWorker(Popen2IO):
         return self._process.exitcode
 
     def kill(self) -> None:
-        os.kill(self._pid, signal.SIGKILL)
+        with contextlib.suppress(ProcessLookupError):  # it has ended by itself
+            os.kill(self._pid, signal.SIGKILL)
 
 
 def _end(process: BaseProcess) -> None:
@@ -104,6 +109,7 @@ def _serve(requests: Connection, answers: Connection) -> None:
     os.dup2(answers.fileno(), 1)
     requests.close()
     answers.close()
+    torch.set_num_threads(torch.get_num_threads())  # makes the pool anew that a fork leaves without threads
     sys.stdin, sys.stdout = open(0, closefd=False), open(1, "w", closefd=False)  # noqa: SIM115
     try:
         exec(eval(sys.stdin.readline()), {"__name__": "__main__"})

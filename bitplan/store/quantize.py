@@ -6,6 +6,7 @@ output takes its final name only when it is complete.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -50,6 +51,7 @@ MOST_COUNTED = 2**18
 WARN_SATURATED_SHARE = 0.05
 WARN_SQNR_DB = 10.0
 NO_STATISTICS = "no statistics"
+_EXPERT = re.compile(r"\.experts\.\d+\.")
 
 
 @dataclass(frozen=True)
@@ -81,6 +83,7 @@ class QuantizeReport:
     source: str
     output: str
     rows: list[dict[str, Any]] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
 
     @property
     def unseen(self) -> list[str]:
@@ -108,6 +111,7 @@ class QuantizeReport:
                 ", ..." if len(self.unseen) > MOST_NAMES_SHOWN else ""
             )
             lost.append(f"{len(self.unseen)} tensors have no statistics in the evidence, and are as without: {listed}")
+        lost += self.notes
         if all(row["from"] == row["to"] for row in self.rows):
             lost.append("every tensor is as it was: none was put into another format; `bitplan inspect` shows them")
         return lost
@@ -183,6 +187,7 @@ def quantize_file(
         folder = None if container_for(output) else _folder_contents(file, options, shard_bytes)
         if folder is not None:
             check_packed_output(output, inputs=inputs, force=force)
+            report.notes += _unstackable(folder)
             write_packed_folder(
                 output,
                 folder,
@@ -237,6 +242,24 @@ def _folder_contents(file: TensorFile, options: QuantizeOptions, shard_bytes: in
         shards = cut_shards(_promises(file, list(file.specs), options), file.tied, shard_bytes)
         return FolderContents(shards, packed_config(config, options.plan), options.plan, side_files(file.path))
     return FolderContents(_same_shards(file, options)) if len(file.shards) > 1 else None
+
+
+def _unstackable(folder: FolderContents) -> list[str]:
+    """transformers stacks experts that files hold one by one; a format with a factor for each cannot be."""
+    found = [
+        promise
+        for shard in folder.shards
+        for promise in shard.promises
+        if _EXPERT.search(promise.name) and promise.fmt and promise.fmt.scales and promise.fmt.scales.needs_base
+    ]
+    if folder.config is None or not found:
+        return []
+    fmt = found[0].fmt
+    assert fmt is not None
+    return [
+        f"{len(found)} experts are in {fmt.name}, which has a factor for each tensor: load_packed cannot stack them; "
+        "use mxfp4 or int8_row for a model that is to run packed"
+    ]
 
 
 def _same_shards(file: NativeTensors, options: QuantizeOptions) -> list[Shard]:

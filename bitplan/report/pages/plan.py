@@ -70,7 +70,8 @@ def _evidence(item: RecordFields) -> str:
     """The figures behind a reason, on one line."""
     if "evidence" not in item:
         return ""
-    parts = [f"{key} {_figure(value)}" for key, value in item.fields("evidence").value.items()]
+    figures = item.fields("evidence").value.items()
+    parts = [f"{key} {_figure(value)}" for key, value in figures if not isinstance(value, dict)]  # the reason has those
     text = ", ".join(parts)
     return text if len(text) <= MAX_EVIDENCE else f"{text[:MAX_EVIDENCE]}…"
 

@@ -322,19 +322,19 @@ def _tables(found: RecordFields) -> Markup:
         rows.append(
             [
                 Cell(each.text("label")),
+                Cell(significant(each.number("kl")), each.number("kl")),
                 Cell(nbytes(each.number("bytes")), each.number("bytes")),
                 Cell(significant(each.number("bits"), 4), each.number("bits")),
-                Cell(significant(each.number("kl")), each.number("kl")),
                 Cell(between),
                 Cell(significant(each.number("perplexity", None), 4), each.number("perplexity", None)),
             ]
         )
     columns = [
-        Column("Plan", wide=True),
+        Column("Plan", mono=True),
+        Column("KL", numeric=True),
         Column("Bytes", numeric=True),
         Column("Bits", numeric=True),
-        Column("KL", numeric=True),
-        Column("95 %", numeric=True),
+        Column("KL, 95 %", numeric=True),
         Column("Perplexity", numeric=True),
     ]
     tokens = found.fields("reference").whole("tokens")

@@ -6,11 +6,13 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
+from bitplan.formats import get_format
 from bitplan.searching.evidence import SearchEvidence
 from bitplan.searching.groups import place_of
 
 WITHIN = 1.03  # of rivals in this range of bytes the one with the least predicted damage is taken, else the smallest
-MOST_UNIFORM = 2
+MOST_UNIFORM = 2  # of those the ones with the least predicted damage
+MORE_BITS = 0.9  # a heuristic gives the tensors that it favours at least so many bits more
 Kind = Literal["plan", "uniform", "heuristic"]
 
 
@@ -33,7 +35,8 @@ def rivals_of(evidence: SearchEvidence, nbytes: int) -> list[RivalPlan]:
     uniform = sorted(uniform_plans(evidence), key=lambda rival: evidence.nbytes(rival.choice))
     above = [rival for rival in uniform if evidence.nbytes(rival.choice) >= nbytes]
     close = [rival for rival in above if evidence.nbytes(rival.choice) <= WITHIN * nbytes]
-    found = [*(close or above[:1])]
+    close.sort(key=lambda rival: evidence.predict(rival.choice))
+    found = [*(close[:MOST_UNIFORM] or above[:1])]
     for label, is_high in HEURISTICS.items():
         rival = _nearest(evidence, nbytes, _two_formats(evidence, label, is_high))
         if rival is not None:
@@ -68,9 +71,15 @@ def _two_formats(
         return
     for at, low_format in enumerate(formats):
         for high_format in formats[at + 1 :]:
+            if _bits(high_format) < _bits(low_format) + MORE_BITS:
+                continue
             low, more = _uniform(evidence, low_format), _uniform(evidence, high_format)
             choice = {name: more[name] if name in high else low[name] for name in evidence.groups}
             yield RivalPlan(f"{label} in {high_format}, others in {low_format}", "heuristic", choice)
+
+
+def _bits(fmt: str) -> float:
+    return get_format(fmt).bits_per_weight((4096, 4096))
 
 
 def _nearest(evidence: SearchEvidence, nbytes: int, rivals: Iterable[RivalPlan]) -> RivalPlan | None:

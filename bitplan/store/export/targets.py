@@ -18,7 +18,10 @@ from bitplan.formats.codec import NonFinite
 from bitplan.formats.scales.rules import ScaleRule
 from bitplan.plan.choose import Wanted
 
-TARGETS = {"gguf": "bitplan.store.export.gguf"}
+TARGETS = {
+    "gguf": "bitplan.store.export.gguf",
+    "compressed-tensors": "bitplan.store.export.compressed_tensors",
+}
 OnBytes = Callable[[int, str], None]
 
 

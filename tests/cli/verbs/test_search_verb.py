@@ -24,7 +24,7 @@ def found(tmp_path_factory):
     patch = pytest.MonkeyPatch()
     patch.setattr(damage, "round_weight", lambda weight, fmt, **_options: encode(weight, fmt))
     command = ["search", str(folder / "llama"), "--text", str(folder / "text.txt"), "--context", "16", "--bits", "6"]
-    assert run([*command, "--formats", FORMATS, "--out", str(folder / "out")]) == 0
+    assert run([*command, "--formats", FORMATS, "--output", str(folder / "out")]) == 0
     patch.undo()
     return folder
 
@@ -87,7 +87,7 @@ def test_the_report_shows_the_search(tmp_path, capsys):
         (["plan", "--from", "out/plan.json", "--bits", "4"], "document must be"),
         (["search", "llama", "--text", "text.txt"], "needs a goal"),
         (["search", "llama", "--text", "text.txt", "--bits", "5", "--formats", "int9"], "no format 'int9'"),
-        (["search", "llama", "--text", "text.txt", "--bits", "5", "--context", "64", "--out", "x"], "windows"),
+        (["search", "llama", "--text", "text.txt", "--bits", "5", "--context", "64", "--output", "x"], "windows"),
     ],
 )
 def test_bad_input_is_one_line(words, message, capsys):

@@ -315,7 +315,8 @@ def test_layers_and_formats_that_cannot_be_packed_are_refused(tmp_path):
     with pytest.raises(FileFormatError, match=r"4 packed tensors have no packed layer: .* of a Conv1D.*--keep"):
         bitplan.load_packed(tmp_path / "packed")
     source = save(mixtral(), tmp_path / "mixtral")
-    quantize.quantize_file(source, tmp_path / "nvfp4", "nvfp4")
+    report = quantize.quantize_file(source, tmp_path / "nvfp4", "nvfp4")
+    assert "24 experts are in nvfp4, which has a factor for each tensor" in report.warnings[-1]
     with pytest.raises(FileFormatError, match=r"experts.down_proj \(made of 4 tensors in nvfp4, .* a factor for each"):
         bitplan.load_packed(tmp_path / "nvfp4")
 
