@@ -72,6 +72,7 @@ class JointProjection:
 
     def _begin(self) -> None:
         self.layer: JointLinear | None = None
+        self._was_refused = False
         self._runs: dict[Any, bool] = {}
         self._x: Tensor | None = None
         self._y: Tensor | None = None
@@ -120,7 +121,7 @@ class JointProjection:
 
     def made(self) -> JointLinear | None:
         """The layer of all projections together; None where there is no fused kernel that can join them."""
-        if self.layer is not None:
+        if self.layer is not None or self._was_refused:
             return self.layer
         first = self.layers[0]
         fused = fused_for(first.weight.device.type)
@@ -132,6 +133,7 @@ class JointProjection:
             return None
         prepared = fused.join([fused.prepare(layer.weight.encoded) for layer in self.layers])
         if prepared is None:
+            self._was_refused = True
             return None
         weights = [layer.weight for layer in self.layers]
         self.layer = JointLinear(_joined(weights), prepared, first, self.name)
