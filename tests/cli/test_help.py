@@ -86,7 +86,7 @@ def test_the_example_works_as_typed(name, prepared, tmp_path, monkeypatch, capsy
 
 
 @pytest.mark.parametrize(
-    "name", sorted(set(ALL) - NOT_HERE - {"bench", "confirm-policy", "perplexity"})
+    "name", sorted(set(ALL) - NOT_HERE - {"bench", "confirm-policy", "perplexity", "search"})
 )  # test it themselves
 def test_with_json_standard_output_is_one_document(name, prepared, tmp_path, monkeypatch, capsys):
     shutil.copytree(prepared, tmp_path, dirs_exist_ok=True)

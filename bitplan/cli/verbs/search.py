@@ -50,15 +50,15 @@ def search(
     device: Annotated[str | None, typer.Option(help="Where to compute, such as cuda.")] = None,
     context: Annotated[int | None, typer.Option(help="Tokens in a window; 512, or what the model has.")] = None,
     windows: Annotated[int, typer.Option(min=1, help="Windows of text for the statistics.")] = 32,
-    out: Annotated[Path, typer.Option("--out", "-o", metavar="FOLDER", help="Where the files go.")] = Path("search"),
+    out: Annotated[Path, typer.Option("--output", "-o", metavar="FOLDER", help="Where the files go.")] = Path("search"),
     force: Force = False,
     as_json: Json = False,
 ) -> None:
     """Find the best format for every tensor within a goal, and prove the plan on text that was not used to find it.
 
-    Writes evidence.json, plan.json and front.json into the folder. A search that was stopped goes on there.
+    Writes evidence.json, plan.json, front.json and report.html into the folder; a search that was stopped goes on.
 
-    Example: bitplan search llama --text text.txt --context 16 --bits 6 --formats mxfp4,nvfp4,int8_row --out found
+    Example: bitplan search llama --text text.txt --context 16 --bits 7 --formats mxfp4,int8_row --output found
     """
     from bitplan.records import read_text
     from bitplan.searching.goal import Goal, parse_bytes
@@ -75,6 +75,7 @@ def search(
     open_tensors(model).close()
     _prepare_folder(out, force)
 
+    from bitplan.report.page import write_report
     from bitplan.searching.run import search as run_search
 
     result = run_search(
@@ -92,6 +93,7 @@ def search(
         out=out,
         stage=progress,
     )
+    write_report([out / "front.json", out / "plan.json"], out / "report.html", title=f"{model.name}: {goal}")
     if as_json:
         show_json(result.to_document())
         return

@@ -9,7 +9,7 @@ and a matrix that fills the GPU.
 
 It is for the fused kernel alone, and for inference: where another strategy is faster (many rows), where a gradient is
 needed, and on a CPU, each layer runs by itself. Layers with a bias stay alone. An input that is written in place
-between the calls is seen outside of compiled graphs only.
+between the calls is not seen in compiled graphs and in inference mode.
 """
 
 from __future__ import annotations
@@ -160,7 +160,7 @@ def _joined(weights: Sequence[PackedWeight]) -> Encoded:
     for weight in weights:
         for name, part in parts.items():
             weight._buffers[name] = part[start : start + weight.shape[0]]
-        weight._derived.clear()
+        weight.forget()  # what was made for the layer alone
         start += weight.shape[0]
     return Encoded(first.fmt, (start, first.shape[1]), **parts, base=first.encoded.base)
 

@@ -198,6 +198,8 @@ class _Problem:
 
     def __init__(self, evidence: SearchEvidence, rows: int | None, force: Mapping[str, str]) -> None:
         self._evidence, self._rows = evidence, rows
+        if rows is not None:
+            _reference_time(evidence, rows)  # raises where there are no times
         unknown = [name for name in force if name not in evidence.groups]
         if unknown:
             raise GoalError(f"the force list names {unknown[0]!r}, which is no group of the evidence")
@@ -212,7 +214,6 @@ class _Problem:
             "bytes": [float(evidence.groups[name].formats[fmt].nbytes) for name, fmt in self._pairs],
         }
         if rows is not None:
-            _reference_time(evidence, rows)
             self._costs["us"] = [evidence.groups[name].formats[fmt].us[rows] for name, fmt in self._pairs]
 
     def _undominated(self, name: str, formats: Sequence[str]) -> list[str]:

@@ -9,7 +9,7 @@ import pytest
 from bitplan.cli import run
 from bitplan.kernels import encode
 from bitplan.plan import Plan
-from bitplan.searching.gather import damage
+from bitplan.searching.gather import collect, damage
 from tests.cli.verbs.test_perplexity_verb import save_llama
 
 FORMATS = "mxfp4,nvfp4,int8_row"
@@ -21,10 +21,11 @@ def found(tmp_path_factory):
     folder = tmp_path_factory.mktemp("search")
     save_llama(folder / "llama")
     (folder / "text.txt").write_text(" ".join(["abandon hope all ye who enter here"] * 60))
+    (folder / "short.txt").write_text("abandon hope")
     patch = pytest.MonkeyPatch()
     patch.setattr(damage, "round_weight", lambda weight, fmt, **_options: encode(weight, fmt))
     command = ["search", str(folder / "llama"), "--text", str(folder / "text.txt"), "--context", "16", "--bits", "6"]
-    assert run([*command, "--formats", FORMATS, "--out", str(folder / "out")]) == 0
+    assert run([*command, "--formats", FORMATS, "--output", str(folder / "out")]) == 0
     patch.undo()
     return folder
 
@@ -40,6 +41,16 @@ def refused(*words, capsys) -> str:
     assert captured.out == ""
     assert captured.err.count("\n") == 1
     return captured.err
+
+
+def test_a_second_search_goes_on_from_the_evidence_for_another_goal(monkeypatch, capsys):
+    monkeypatch.setattr(damage, "round_weight", lambda weight, fmt, **_options: encode(weight, fmt))
+    monkeypatch.setattr(collect, "gather_statistics", None)  # they are there
+    words = ["search", "llama", "--text", "text.txt", "--context", "16", "--max-kl", "0.2", "--formats", FORMATS]
+    assert run([*words, "--output", "out", "--json"]) == 0
+    document = json.loads(capsys.readouterr().out)
+    assert document["goal"] == {"max_kl": 0.2}
+    assert document["plan"]["bytes"] == Plan.load("out/plan.json").nbytes
 
 
 def test_a_plan_of_the_evidence_needs_no_model_and_is_the_same_each_time(found, capsys):
@@ -87,7 +98,7 @@ def test_the_report_shows_the_search(tmp_path, capsys):
         (["plan", "--from", "out/plan.json", "--bits", "4"], "document must be"),
         (["search", "llama", "--text", "text.txt"], "needs a goal"),
         (["search", "llama", "--text", "text.txt", "--bits", "5", "--formats", "int9"], "no format 'int9'"),
-        (["search", "llama", "--text", "text.txt", "--bits", "5", "--context", "64", "--out", "x"], "windows"),
+        (["search", "llama", "--text", "short.txt", "--bits", "5", "--context", "16", "--output", "x"], "window"),
     ],
 )
 def test_bad_input_is_one_line(words, message, capsys):

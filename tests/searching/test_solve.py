@@ -1,0 +1,134 @@
+"""The solver against every choice there is, and what it says where no plan will do."""
+
+from __future__ import annotations
+
+import itertools
+import random
+
+import pytest
+
+from bitplan.searching import FormatCost, Goal, GoalError, SearchEvidence, TensorGroup, solve
+from bitplan.searching.decide.compare_plans import compare_plans
+from bitplan.searching.decide.explain import explain_plan
+from bitplan.searching.decide.rivals import rivals_of
+from bitplan.searching.decide.solve import front
+from bitplan.searching.goal import parse_bytes
+
+FORMATS = {"mxfp4": 4.25, "q4_0_gguf": 4.5, "int8_row": 8.06, "bfloat16": 16.0}
+
+
+def made_evidence(groups: int = 5, *, seed: int = 0) -> SearchEvidence:
+    """Groups of random size and sensitivity; every format was timed at one row."""
+    generator = random.Random(seed)
+    made = {}
+    for index in range(groups):
+        rows, damage = generator.choice([64, 128, 384]), generator.uniform(0.1, 3)
+        formats = {
+            fmt: FormatCost(
+                int(rows * 256 * bits / 8), damage * 4.0 ** (4 - bits), us={1: bits * generator.uniform(1, 2)}
+            )
+            for fmt, bits in FORMATS.items()
+        }
+        name = f"layers.{index}.mlp.down_proj"
+        made[name] = TensorGroup({f"{name}.weight": ((rows, 256), "mlp_weight")}, formats, reference_us={1: 20.0})
+    numbers = sum(group.numbers for group in made.values())
+    return SearchEvidence("made", numbers, {}, {}, {}, made, 2 * numbers)
+
+
+def every_choice(evidence: SearchEvidence) -> list[dict[str, str]]:
+    names = list(evidence.groups)
+    return [dict(zip(names, formats, strict=True)) for formats in itertools.product(FORMATS, repeat=len(names))]
+
+
+@pytest.mark.parametrize("bits", [4.3, 5.0, 7.7, 12.0])
+def test_no_choice_within_the_size_is_better(bits):
+    evidence = made_evidence()
+    solution = solve(evidence, Goal(bits=bits))
+    within = [each for each in every_choice(evidence) if evidence.bits(evidence.nbytes(each)) <= bits]
+    assert solution.nats == pytest.approx(min(map(evidence.predict, within)))
+    assert solution.nbytes == evidence.nbytes(solution.choice) <= bits * evidence.numbers / 8
+    assert solution.bound <= solution.nats * (1 + 1e-6)
+    assert solve(made_evidence(), Goal(bits=bits)) == solution
+
+
+def test_a_distance_alone_asks_for_the_fewest_bytes():
+    evidence = made_evidence()
+    solution = solve(evidence, Goal(max_kl=0.5))
+    within = [evidence.nbytes(each) for each in every_choice(evidence) if evidence.predict(each) <= 0.5]
+    assert solution.nbytes == min(within)
+
+
+def test_several_limits_hold_together():
+    evidence = made_evidence()
+    solution = solve(evidence, Goal(bits=9.0, faster=2.0))
+    assert solution.us is not None
+    assert solution.us <= 20.0 * len(evidence.groups) / 2
+    allowed = [
+        each
+        for each in every_choice(evidence)
+        if evidence.bits(evidence.nbytes(each)) <= 9 and (evidence.microseconds(each, 1) or 0) <= 50
+    ]
+    assert solution.nats == pytest.approx(min(map(evidence.predict, allowed)))
+
+
+def test_forced_groups_stay_and_the_rest_is_solved():
+    evidence = made_evidence()
+    name = next(iter(evidence.groups))
+    assert solve(evidence, Goal(bits=8.0), force={name: "bfloat16"}).choice[name] == "bfloat16"
+    with pytest.raises(GoalError, match="no group"):
+        solve(evidence, Goal(bits=8.0), force={"nothing": "mxfp4"})
+
+
+def test_every_point_of_the_front_is_the_best_of_its_size():
+    evidence = made_evidence(4)
+    choices = every_choice(evidence)
+    points = front(evidence)
+    assert points[0].nbytes == min(map(evidence.nbytes, choices))
+    for point in points:
+        within = [each for each in choices if evidence.nbytes(each) <= point.nbytes]
+        assert point.nats == pytest.approx(min(map(evidence.predict, within)))
+
+
+@pytest.mark.parametrize(
+    ("goal", "message"),
+    [
+        (Goal(bits=3.0), r"the smallest has .*\(4.250 bits"),
+        (Goal(max_kl=1e-12), "the least is"),
+        (Goal(bits=4.3, max_kl=0.001), "the fewest bytes for that: "),
+        (Goal(faster=50.0), "the fastest is"),
+        (Goal(faster=2.0, rows=7), "times at 1 rows, and the goal is at 7"),
+    ],
+)
+def test_a_goal_out_of_reach_names_the_nearest(goal, message):
+    with pytest.raises(GoalError, match=message):
+        solve(made_evidence(), goal)
+
+
+def test_reasons_say_what_the_neighbours_would_cost():
+    evidence = made_evidence()
+    plan = explain_plan(evidence, dict.fromkeys(evidence.groups, "q4_0_gguf"))
+    reason = plan["layers.0.mlp.down_proj.weight"].reason
+    assert "int8_row would take +" in reason
+    assert "mxfp4 would save" in reason
+    other = explain_plan(evidence, dict.fromkeys(evidence.groups, "mxfp4"))
+    change = compare_plans(plan, other).to_dict()
+    assert change["bytes"] == other.nbytes - plan.nbytes
+    assert change["nats"] == pytest.approx(
+        evidence.predict(dict.fromkeys(evidence.groups, "mxfp4"))
+        - evidence.predict(dict.fromkeys(evidence.groups, "q4_0_gguf"))
+    )
+
+
+def test_rivals_have_no_fewer_bytes():
+    evidence = made_evidence()
+    solution = solve(evidence, Goal(bits=4.4))
+    rivals = rivals_of(evidence, solution.nbytes)
+    assert {rival.kind for rival in rivals} == {"uniform", "heuristic"}
+    assert all(evidence.nbytes(rival.choice) >= solution.nbytes for rival in rivals)
+
+
+def test_sizes_are_read_with_their_units():
+    assert [parse_bytes(text) for text in ("6GB", "1.5 GiB", "900")] == [6 * 10**9, 3 * 2**29, 900]
+    for wrong in ("six", "4 parsecs", "-1GB"):
+        with pytest.raises(GoalError, match="such as 6GB"):
+            parse_bytes(wrong)
