@@ -19,6 +19,7 @@ from multiprocessing.process import BaseProcess
 from typing import Any
 
 import pytest
+import torch
 from execnet import gateway_io
 from execnet.gateway_base import ExecModel, Popen2IO
 
@@ -108,6 +109,7 @@ def _serve(requests: Connection, answers: Connection) -> None:
     os.dup2(answers.fileno(), 1)
     requests.close()
     answers.close()
+    torch.set_num_threads(torch.get_num_threads())  # makes the pool anew that a fork leaves without threads
     sys.stdin, sys.stdout = open(0, closefd=False), open(1, "w", closefd=False)  # noqa: SIM115
     try:
         exec(eval(sys.stdin.readline()), {"__name__": "__main__"})

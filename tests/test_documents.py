@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 import bitplan
+from bitplan.documents import keys_of
 from bitplan.measure.calibration import load_calibration
 from bitplan.measure.machine import examine_machine
 from bitplan.measure.speed import crossover_files
@@ -202,8 +203,8 @@ def keys_written(name, tmp_path):
         "selective-telemetry": [field.name for field in fields(PrecisionStepMetrics)],
         "stream-state": [*training_state._KEYS, training_state.METADATA],
         "stream-telemetry": [field.name for field in fields(StreamStepStats)],
-        "fp8-report": [*fp8_report._HEAD_KEYS, *fp8_report._ROW_KEYS, *fp8_report.FINGERPRINT_KEYS],
-        "fp8-policy": [*fp8_token_ranges._RULE_KEYS, *fp8_token_ranges._POINT_KEYS],
+        "fp8-report": [*fp8_report._HEAD_KEYS, *keys_of(fp8_report.Row), *fp8_report.FINGERPRINT_KEYS],
+        "fp8-policy": [*fp8_token_ranges._RULE_KEYS, *keys_of(fp8_token_ranges.Point)],
         "crossover": [*crossover_files._WEIGHT_KEYS, *crossover_files._TIMING_KEYS, *crossover_files._WAYS],
         "machine": examine_machine(measure=False),
     }

@@ -39,6 +39,7 @@ NAMES = {
     "decode",
     "encode",
     "error_report",
+    "fuse_projections",
     "get_format",
     "list_formats",
     "load_model",
@@ -53,6 +54,7 @@ NAMES = {
     "search",
     "stream_blocks",
     "unmorph_model",
+    "warm_up",
     "write_report",
 }
 _IMPORT = re.compile(

@@ -208,7 +208,9 @@ def get_format(name: Format | str) -> Format:
     if isinstance(name, Format):
         return name
     if name not in _FORMATS:
-        raise FormatError(f"no format {name!r}; `bitplan formats` lists them all{did_you_mean(str(name), _FORMATS)}")
+        raise FormatError(
+            f"no format {name!r:.60}; `bitplan formats` lists them all{did_you_mean(str(name), _FORMATS)}"
+        )
     return _FORMATS[name]
 
 

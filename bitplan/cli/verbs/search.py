@@ -50,7 +50,7 @@ def search(
     device: Annotated[str | None, typer.Option(help="Where to compute, such as cuda.")] = None,
     context: Annotated[int | None, typer.Option(help="Tokens in a window; 512, or what the model has.")] = None,
     windows: Annotated[int, typer.Option(min=1, help="Windows of text for the statistics.")] = 32,
-    out: Annotated[Path, typer.Option("--out", metavar="FOLDER", help="Where the files go.")] = Path("search"),
+    out: Annotated[Path, typer.Option("--output", "-o", metavar="FOLDER", help="Where the files go.")] = Path("search"),
     force: Force = False,
     as_json: Json = False,
 ) -> None:
@@ -58,7 +58,7 @@ def search(
 
     Writes evidence.json, plan.json, front.json and report.html into the folder; a search that was stopped goes on.
 
-    Example: bitplan search llama --text text.txt --context 16 --bits 7 --formats mxfp4,int8_row --out found
+    Example: bitplan search llama --text text.txt --context 16 --bits 7 --formats mxfp4,int8_row --output found
     """
     from bitplan.records import read_text
     from bitplan.searching.goal import Goal, parse_bytes

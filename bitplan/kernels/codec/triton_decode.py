@@ -107,17 +107,10 @@ def _decode_groups(
     out = _out(encoded, dtype, out)
     groups, tile = scales.numel(), max(1, launch.numbers // (fmt.block.cols or 1))
     if groups:
-        run = _prepared(
-            kernel,
-            triton.cdiv(groups, tile),
-            (groups,),
-            launch.warps,
-            **constants,
-            ELEMENT=element_name(fmt, encoded.device),
-            SCALE=scale_name(fmt),
-            OUT=float_name(dtype),
-            TILE=tile,
-        )
+        constants |= {"ELEMENT": element_name(fmt, encoded.device), "SCALE": scale_name(fmt)}
+        constants |= {"OUT": float_name(dtype), "TILE": tile}
+        in_order = {name: constants[name] for name in kernel.arg_names if name in constants}
+        run = _prepared(kernel, triton.cdiv(groups, tile), (groups,), launch.warps, **in_order)
         run(encoded.data.contiguous(), scales.contiguous(), *base, out)
     return out
 

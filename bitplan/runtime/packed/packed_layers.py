@@ -97,7 +97,7 @@ def _why_not_experts(module: nn.Module) -> str | None:
         return "which holds other weights than the gate_up_proj and down_proj of experts"
     if said.is_transposed or not said.is_concatenated:
         return "which keeps its experts transposed or interleaved: rows are not outputs"
-    if said.has_bias or not said.has_gate or said.has_post_expert_norm:
+    if said.has_bias or not said.has_gate or getattr(module, "has_post_expert_norm", False):
         return "whose experts have biases, norms, or no gate"
     activation = type(getattr(module, "act_fn", None)).__name__
     if activation not in ("SiLU", "SiLUActivation") or _gate_of(module) != "_default_apply_gate":

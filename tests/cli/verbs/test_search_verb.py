@@ -25,7 +25,7 @@ def found(tmp_path_factory):
     patch = pytest.MonkeyPatch()
     patch.setattr(damage, "round_weight", lambda weight, fmt, **_options: encode(weight, fmt))
     command = ["search", str(folder / "llama"), "--text", str(folder / "text.txt"), "--context", "16", "--bits", "6"]
-    assert run([*command, "--formats", FORMATS, "--out", str(folder / "out")]) == 0
+    assert run([*command, "--formats", FORMATS, "--output", str(folder / "out")]) == 0
     patch.undo()
     return folder
 
@@ -47,7 +47,7 @@ def test_a_second_search_goes_on_from_the_evidence_for_another_goal(monkeypatch,
     monkeypatch.setattr(damage, "round_weight", lambda weight, fmt, **_options: encode(weight, fmt))
     monkeypatch.setattr(collect, "gather_statistics", None)  # they are there
     words = ["search", "llama", "--text", "text.txt", "--context", "16", "--max-kl", "0.2", "--formats", FORMATS]
-    assert run([*words, "--out", "out", "--json"]) == 0
+    assert run([*words, "--output", "out", "--json"]) == 0
     document = json.loads(capsys.readouterr().out)
     assert document["goal"] == {"max_kl": 0.2}
     assert document["plan"]["bytes"] == Plan.load("out/plan.json").nbytes
@@ -98,7 +98,7 @@ def test_the_report_shows_the_search(tmp_path, capsys):
         (["plan", "--from", "out/plan.json", "--bits", "4"], "document must be"),
         (["search", "llama", "--text", "text.txt"], "needs a goal"),
         (["search", "llama", "--text", "text.txt", "--bits", "5", "--formats", "int9"], "no format 'int9'"),
-        (["search", "llama", "--text", "short.txt", "--bits", "5", "--context", "16", "--out", "x"], "window"),
+        (["search", "llama", "--text", "short.txt", "--bits", "5", "--context", "16", "--output", "x"], "window"),
     ],
 )
 def test_bad_input_is_one_line(words, message, capsys):
