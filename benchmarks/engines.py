@@ -193,7 +193,7 @@ def main() -> None:
     parser.add_argument("--chunks", type=int, default=8)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--formats", nargs="*", default=[*FORMATS, "mixed"], help="for --model")
-    parser.add_argument("--gguf-formats", nargs="*", default=["q4_k_gguf", "mixed"], help="for --gguf")
+    parser.add_argument("--gguf-formats", nargs="*", default=["q4_k_gguf"], help="for --gguf")
     parser.add_argument("--most", type=float, default=0.005, help="the largest difference that passes")
     parser.add_argument("--output", type=Path)
     given = parser.parse_args()

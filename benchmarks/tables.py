@@ -367,7 +367,7 @@ PLACES = {  # page: its tables
         fp8_grouped_table,
     ),
     "docs/trees.md": (trees_table,),
-    # "docs/engines.md"
+    "docs/engines.md": (engines_table, families_table),
 }
 
 

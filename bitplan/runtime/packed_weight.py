@@ -49,6 +49,8 @@ class Listener(Protocol):
 class PackedWeight(EncodedModule):
     """A weight [..., outputs, inputs] held in its format; `encoded` is the value, `data`, `scales`, ... its parts."""
 
+    dtype = torch.uint8  # bytes, whatever they mean: who asks a weight for the type of its numbers must not take it
+
     def __init__(self, encoded: Encoded) -> None:
         super().__init__()
         self.fmt: Format = encoded.fmt

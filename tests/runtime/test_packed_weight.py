@@ -150,3 +150,8 @@ def test_a_state_without_this_weight_is_missing_keys() -> None:
     assert set(weight.load_state_dict({}, strict=False).missing_keys) == {"data", "scales", "_extra_state"}
     with pytest.raises(RuntimeError, match="Missing key"):
         weight.load_state_dict({})
+
+
+def test_a_weight_says_it_is_bytes() -> None:
+    """Adapters (peft) take the type of numbers from a weight, and must not take that of codes, which may be float8."""
+    assert PackedWeight(packed("fp8_e4m3_row")).dtype == torch.uint8

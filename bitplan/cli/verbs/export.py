@@ -19,8 +19,8 @@ _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9}
 
 def export(
     source: Annotated[Path, typer.Argument(metavar="IN", help="A model's folder (Hugging Face's), or a .gguf file.")],
-    output: Annotated[Path, typer.Argument(metavar="OUT", help="What to write: for gguf, a name that ends in .gguf.")],
-    to: Annotated[str, typer.Option(help="For which engine: gguf (llama.cpp).")],
+    output: Annotated[Path, typer.Argument(metavar="OUT", help="What to write: a .gguf file, or a folder.")],
+    to: Annotated[str, typer.Option(help="For which engine: gguf (llama.cpp), compressed-tensors (vLLM).")],
     fmt: Annotated[
         str | None,
         typer.Option(

@@ -48,6 +48,8 @@ class GroupSums(Protocol):
 
     def sums(self, x: Tensor, w: Tensor, scale: Tensor, low: Tensor, layout: Layout) -> Sums: ...
 
+    def errors(self, x: Tensor, w: Tensor, scale: Tensor, low: Tensor, layout: Layout) -> Tensor: ...
+
     def codes(self, x: Tensor, scale: Tensor, low: Tensor, layout: Layout) -> Tensor: ...
 
 
@@ -80,7 +82,7 @@ class TorchSums:
         for scale, low in self._starting(x, layout):
             found = self.sums(x, w, scale, low, layout)
             scale, low = fitted(x, w, found, scale, low, layout)
-            error = self.sums(x, w, scale, low, layout).error
+            error = self.errors(x, w, scale, low, layout)
             if best is None or best_low is None or least is None:
                 best, best_low, least = scale, low, error
             else:
@@ -92,7 +94,7 @@ class TorchSums:
         assert least is not None
         for _ in range(FIT_STEPS):
             scale, low = fitted(x, w, self.sums(x, w, best, best_low, layout), best, best_low, layout)
-            error = self.sums(x, w, scale, low, layout).error
+            error = self.errors(x, w, scale, low, layout)
             better = error < least
             best, best_low = torch.where(better, scale, best), torch.where(better, low, best_low)
             least = torch.where(better, error, least)
@@ -100,8 +102,12 @@ class TorchSums:
 
     def sums(self, x: Tensor, w: Tensor, scale: Tensor, low: Tensor, layout: Layout) -> Sums:
         v = _values(_codes(x, scale, low, layout), layout)
-        error = x - (v * scale.unsqueeze(-1) + low.unsqueeze(-1))
-        return Sums(by_halves(w * (error * error)), by_halves(w * (v * v)), by_halves(w * v), by_halves(w * (x * v)))
+        error = _error(x, w, v, scale, low)
+        return Sums(error, by_halves(w * (v * v)), by_halves(w * v), by_halves(w * (x * v)))
+
+    def errors(self, x: Tensor, w: Tensor, scale: Tensor, low: Tensor, layout: Layout) -> Tensor:
+        """The first of the sums alone."""
+        return _error(x, w, _values(_codes(x, scale, low, layout), layout), scale, low)
 
     def codes(self, x: Tensor, scale: Tensor, low: Tensor, layout: Layout) -> Tensor:
         """[R, P, g] uint8: the nearest codes."""
@@ -135,6 +141,11 @@ def _codes(x: Tensor, scale: Tensor, low: Tensor, layout: Layout) -> Tensor:
     for one, two in zip(layout.table, layout.table[1:], strict=False):
         places += scaled > (one + two) / 2
     return places
+
+
+def _error(x: Tensor, w: Tensor, v: Tensor, scale: Tensor, low: Tensor) -> Tensor:
+    difference = x - (v * scale.unsqueeze(-1) + low.unsqueeze(-1))
+    return by_halves(w * (difference * difference))
 
 
 def _values(codes: Tensor, layout: Layout) -> Tensor:
@@ -282,10 +293,14 @@ class _Blocks:
         assert integers is not None
         return best, integers
 
-    def _sums(self, d: Tensor, dmin: Tensor, scales: Tensor, mins: Tensor) -> Sums:
+    def _groups(self, d: Tensor, dmin: Tensor, scales: Tensor, mins: Tensor) -> tuple[Tensor, Tensor]:
+        """The scale and low end of each group, [R, P]."""
         scale = (d.unsqueeze(-1) * scales).reshape(self.x.shape[:2])
-        low = -(dmin.unsqueeze(-1) * mins).reshape(self.x.shape[:2])
-        return self.math.sums(self.x, self.w, scale, low, self.layout)
+        return scale, -(dmin.unsqueeze(-1) * mins).reshape(self.x.shape[:2])
+
+    def _errors(self, d: Tensor, dmin: Tensor, scales: Tensor, mins: Tensor) -> Tensor:
+        scale, low = self._groups(d, dmin, scales, mins)
+        return self.math.errors(self.x, self.w, scale, low, self.layout).reshape(self.grid)
 
     def _neighbours(self, d: Tensor, dmin: Tensor, scales: Tensor, mins: Tensor) -> tuple[Tensor, Tensor]:
         """Each group's integers, or those next to them, whichever leave the least error."""
@@ -293,14 +308,14 @@ class _Blocks:
 
         layout = self.layout
         best, best_min = scales, mins
-        least = self._sums(d, dmin, scales, mins).error.reshape(self.grid)
+        least = self._errors(d, dmin, scales, mins)
         for up in (-1.0, 0.0, 1.0):
             for up_min in (-1.0, 0.0, 1.0) if layout.has_min else (0.0,):
                 if not up and not up_min:
                     continue
                 tried = (scales + up).clamp(layout.scale_low, layout.scale_high)
                 tried_min = (mins + up_min).clamp(0, layout.scale_high)
-                error = self._sums(d, dmin, tried, tried_min).error.reshape(self.grid)
+                error = self._errors(d, dmin, tried, tried_min)
                 better = error < least
                 best, best_min = torch.where(better, tried, best), torch.where(better, tried_min, best_min)
                 least = torch.where(better, error, least)
@@ -310,7 +325,8 @@ class _Blocks:
         """d and dmin by least squares for the codes and integers there are, where the error becomes smaller."""
         import torch
 
-        found = Sums(*(part.reshape(self.grid) for part in self._sums(d, dmin, scales, mins)))
+        groups = self._groups(d, dmin, scales, mins)
+        found = Sums(*(part.reshape(self.grid) for part in self.math.sums(self.x, self.w, *groups, self.layout)))
         weight = by_halves(self.w).expand(self.x.shape[:2]).reshape(self.grid)
         x_sum = by_halves(self.w * self.x).reshape(self.grid)
         aa, ax = by_halves(found.vv * (scales * scales)), by_halves(found.xv * scales)
@@ -324,6 +340,6 @@ class _Blocks:
             new = torch.where(both, (ax * bb - bx * ab) / spread, new)
             new_min = torch.where(both, (ax * ab - bx * aa) / spread, dmin)
         new, new_min = _half(new), _half(new_min)
-        error = by_halves(self._sums(new, new_min, scales, mins).error.reshape(self.grid))
+        error = by_halves(self._errors(new, new_min, scales, mins))
         better = error < by_halves(found.error)
         return torch.where(better, new, d), torch.where(better, new_min, dmin)

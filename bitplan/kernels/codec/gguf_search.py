@@ -19,6 +19,7 @@ from bitplan.kernels.base.jit import compiled, inlined, on_threads, thread_count
 
 F32 = np.float32
 ZERO, ONE, SMALLEST = F32(0), F32(1), F32(2.0**-126)
+NEAREST = F32(1.5 * 2.0**23)  # added and taken away it rounds to the nearest integer, ties to even, below 2^22
 PIECES_PER_THREAD = 4
 Array = np.ndarray[Any, Any]
 
@@ -58,6 +59,17 @@ class NumbaSums:
 
         on_threads(work, _runs(len(x_NG)))
         return Sums(*found)
+
+    def errors(self, x: Tensor, w: Tensor, scale: Tensor, low: Tensor, layout: Layout) -> Tensor:
+        found = torch.empty(x.shape[:2])
+        x_NG, w_PG, out = _groups(x), w.contiguous().numpy(), found.numpy().ravel()
+        scale_N, low_N = scale.contiguous().numpy().ravel(), low.contiguous().numpy().ravel()
+
+        def work(run: slice) -> None:
+            errors(x_NG, w_PG, scale_N, low_N, *_limits(layout), run.start, run.stop, out)
+
+        on_threads(work, _runs(len(x_NG)))
+        return found
 
     def codes(self, x: Tensor, scale: Tensor, low: Tensor, layout: Layout) -> Tensor:
         found = torch.empty(x.shape, dtype=torch.uint8)
@@ -115,7 +127,10 @@ def _round(x_G, scale, low, first, last, table, v_G, size):
     inverse = ZERO if abs(scale) < SMALLEST else ONE / scale
     if table.size == 0:
         for i in range(size):
-            v_G[i] = min(max(np.rint((x_G[i] - low) * inverse), first), last)
+            scaled = (x_G[i] - low) * inverse
+            scaled = scaled if scaled > first else first
+            scaled = scaled if scaled < last else last
+            v_G[i] = (scaled + NEAREST) - NEAREST
         return
     for i in range(size):
         v_G[i] = table[0]
@@ -226,6 +241,20 @@ def sums(x_NG, w_PG, scale_N, low_N, first, last, table, start, stop, out):
         else:
             found = _sums_of_group(x_G, w_G, scale, low, first, last, table, v_G, buffer_G, 16)
         out[0, group], out[1, group], out[2, group], out[3, group] = found
+
+
+@compiled
+def errors(x_NG, w_PG, scale_N, low_N, first, last, table, start, stop, out):
+    v_G, buffer_G = np.empty(32, np.float32), np.empty(32, np.float32)
+    for group in range(start, stop):
+        x_G, w_G = x_NG[group], w_PG[group % w_PG.shape[0]]
+        scale, low = scale_N[group], low_N[group]
+        if x_NG.shape[1] == 32:
+            _round(x_G, scale, low, first, last, table, v_G, 32)
+            out[group] = _error(x_G, w_G, scale, low, v_G, buffer_G, 32)
+        else:
+            _round(x_G, scale, low, first, last, table, v_G, 16)
+            out[group] = _error(x_G, w_G, scale, low, v_G, buffer_G, 16)
 
 
 @compiled

@@ -9,7 +9,7 @@ and a matrix that fills the GPU.
 
 It is for the fused kernel alone, and for inference: where another strategy is faster (many rows), where a gradient is
 needed, and on a CPU, each layer runs by itself. Layers with a bias stay alone. An input that is written in place
-between the calls is seen outside of compiled graphs only.
+between the calls is not seen in compiled graphs and in inference mode.
 """
 
 from __future__ import annotations
@@ -72,6 +72,7 @@ class JointProjection:
 
     def _begin(self) -> None:
         self.layer: JointLinear | None = None
+        self._was_refused = False
         self._runs: dict[Any, bool] = {}
         self._x: Tensor | None = None
         self._y: Tensor | None = None
@@ -120,7 +121,7 @@ class JointProjection:
 
     def made(self) -> JointLinear | None:
         """The layer of all projections together; None where there is no fused kernel that can join them."""
-        if self.layer is not None:
+        if self.layer is not None or self._was_refused:
             return self.layer
         first = self.layers[0]
         fused = fused_for(first.weight.device.type)
@@ -132,6 +133,7 @@ class JointProjection:
             return None
         prepared = fused.join([fused.prepare(layer.weight.encoded) for layer in self.layers])
         if prepared is None:
+            self._was_refused = True
             return None
         weights = [layer.weight for layer in self.layers]
         self.layer = JointLinear(_joined(weights), prepared, first, self.name)
@@ -160,7 +162,7 @@ def _joined(weights: Sequence[PackedWeight]) -> Encoded:
     for weight in weights:
         for name, part in parts.items():
             weight._buffers[name] = part[start : start + weight.shape[0]]
-        weight._derived.clear()
+        weight.forget()  # what was made for the layer alone
         start += weight.shape[0]
     return Encoded(first.fmt, (start, first.shape[1]), **parts, base=first.encoded.base)
 

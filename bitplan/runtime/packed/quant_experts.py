@@ -233,6 +233,7 @@ class QuantExperts(nn.Module):
         self.last_pick = picks[0][1]
         if type(self.down.data) is Tensor:
             for graph, matrices in zip(self.graphs, self._matrices.values(), strict=True):
+                assert isinstance(graph, GraphWeight)
                 graph.drop(0)
                 if "fused" in strategies:
                     graph.hold_prepared(matrices.packed, matrices.arranged)

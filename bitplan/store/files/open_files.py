@@ -3,7 +3,7 @@
 | kind | what | a tensor comes as |
 |---|---|---|
 | safetensors | one file, an index of shards, or their folder | Encoded where bitplan packed it, else a plain tensor |
-| gguf | llama.cpp's container | Encoded for Q4_0, Q8_0, MXFP4, F16, BF16; plain for F32 and integers; else decoded |
+| gguf | llama.cpp's container | Encoded in formats of ours (most types); plain for F32 and integers; else decoded |
 | poly json | poly's network file | Encoded, or float32 from files of the original |
 """
 

@@ -11,6 +11,7 @@ import torch
 from bitplan.errors import StoreError
 from bitplan.formats import decode, encode
 from bitplan.store.export.targets import ExportRequest, export_model, prepare_export
+from bitplan.store.models.transformers_names import silence_transformers
 
 from .tiny_models import save_tiny
 
@@ -41,6 +42,24 @@ def test_the_library_decompresses_to_our_numbers(fmt, folder, tmp_path):
     source = safetensors.torch.load_file(folder / "model.safetensors")[UP]
     wanted = decode(encode(source, fmt), torch.bfloat16 if fmt == "int4_g32" else torch.float32)
     assert torch.equal(theirs, wanted)
+
+
+def test_transformers_loads_the_folder_and_gives_our_logits(folder, tmp_path):
+    pytest.importorskip("compressed_tensors")
+    import transformers
+
+    report = export_model(folder, tmp_path / "out", "compressed-tensors", "int4_g32")
+    packed = {row.source for row in report.rows if row.format == "int4_g32"}
+    assert len(packed) == 14
+    with silence_transformers():
+        ours = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+        theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32)
+    ids = torch.arange(3, 19).reshape(1, -1)
+    with torch.no_grad():
+        for name, parameter in ours.named_parameters():
+            if name in packed:
+                parameter.copy_(decode(encode(parameter, "int4_g32")))
+        torch.testing.assert_close(theirs(ids).logits, ours(ids).logits, rtol=1e-5, atol=1e-5)
 
 
 def test_layers_that_engines_join_need_one_format(folder, tmp_path):
