@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 
 import pytest
 
@@ -46,11 +47,12 @@ def refused(*words, capsys) -> str:
 def test_a_second_search_goes_on_from_the_evidence_for_another_goal(monkeypatch, capsys):
     monkeypatch.setattr(damage, "round_weight", lambda weight, fmt, **_options: encode(weight, fmt))
     monkeypatch.setattr(collect, "gather_statistics", None)  # they are there
+    shutil.copytree("out", "again")
     words = ["search", "llama", "--text", "text.txt", "--context", "16", "--max-kl", "0.2", "--formats", FORMATS]
-    assert run([*words, "--output", "out", "--json"]) == 0
+    assert run([*words, "--output", "again", "--json"]) == 0
     document = json.loads(capsys.readouterr().out)
     assert document["goal"] == {"max_kl": 0.2}
-    assert document["plan"]["bytes"] == Plan.load("out/plan.json").nbytes
+    assert document["plan"]["bytes"] == Plan.load("again/plan.json").nbytes
 
 
 def test_a_plan_of_the_evidence_needs_no_model_and_is_the_same_each_time(found, capsys):
