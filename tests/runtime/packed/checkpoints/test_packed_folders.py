@@ -153,6 +153,24 @@ def test_transformers_loads_generates_and_saves_it(packed, tmp_path):
         transformers.AutoModelForCausalLM.from_pretrained(newer)
 
 
+def test_transformers_loads_a_model_whose_initialisation_reads_the_weights_of_children(tmp_path):
+    import bitplan.transformers
+
+    torch.manual_seed(0)
+    sizes = {"d_model": 64, "d_kv": 16, "d_ff": 96, "num_layers": 1, "num_heads": 4, "vocab_size": 96}
+    source = save(
+        transformers.T5ForConditionalGeneration(transformers.T5Config(**sizes, decoder_start_token_id=0)),
+        tmp_path / "t5",
+    )
+    quantize.quantize_file(source, tmp_path / "packed", "int8_row")
+    with contextlib.redirect_stderr(io.StringIO()):
+        model = transformers.AutoModelForSeq2SeqLM.from_pretrained(tmp_path / "packed")
+    ours = bitplan.load_packed(tmp_path / "packed").model
+    with torch.no_grad():
+        results = [one.eval()(input_ids=IDS, decoder_input_ids=IDS).logits for one in (model, ours)]
+    assert torch.equal(*results)
+
+
 def test_a_model_packed_in_memory_is_saved_and_loaded_under_its_own_names(tmp_path):
     torch.manual_seed(0)
     model = mixtral()
@@ -292,6 +310,8 @@ def test_a_plan_of_another_model_is_refused(packed, tmp_path):
 
 
 def test_numbers_that_are_none_are_refused(packed, tmp_path):
+    import bitplan.transformers
+
     norm = changed(packed, tmp_path / "norm", lambda all_: all_["model.norm.weight"][3:5].fill_(torch.nan))
     scale = changed(
         packed, tmp_path / "scale", lambda all_: all_["model.layers.0.mlp.up_proj.weight.scales"][:1].fill_(torch.inf)
@@ -301,6 +321,9 @@ def test_numbers_that_are_none_are_refused(packed, tmp_path):
             bitplan.load_packed(norm, check=check)
         with pytest.raises(FileFormatError, match=r"mlp\.up_proj\.weight.*(NaN or infinite|are infinite)"):
             bitplan.load_packed(scale, check=check)
+    for folder, said in ((norm, r"model\.norm\.weight': 2 of 64 numbers of a norm are NaN"), (scale, "infinite")):
+        with pytest.raises(FileFormatError, match=said):
+            transformers.AutoModelForCausalLM.from_pretrained(folder)
     bitplan.load_packed(packed, check="deep")
 
 
