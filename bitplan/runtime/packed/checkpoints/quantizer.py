@@ -32,7 +32,7 @@ from bitplan.runtime.packed.checkpoints.fill import (
     read_values,
 )
 from bitplan.runtime.packed.checkpoints.recipes import Assignment, assign
-from bitplan.runtime.packed.checkpoints.save import let_transformers_save
+from bitplan.runtime.packed.checkpoints.save import adapt_to_transformers
 from bitplan.runtime.packed.checkpoints.source import loaded_from, remember
 from bitplan.runtime.packed.joint import fuse_projections
 from bitplan.runtime.packed.read_packed import check_norms, check_room, device_of
@@ -42,6 +42,7 @@ from bitplan.store.packed_folder import (
     QUANT_METHOD,
     VERSION,
     check_packed_config,
+    check_plan,
     read_config,
     read_packed_plan,
 )
@@ -119,6 +120,8 @@ class BitplanQuantizer(HfQuantizer):  # type: ignore[misc]
         has_plan = (self._folder / check_packed_config(self._folder, self._config)["plan"]).is_file()
         self._plan = read_packed_plan(self._folder, self._config) if has_plan else None  # a download may leave it out
         with torch.device("cpu"), open_tensors(self._folder) as file:
+            if self._plan is not None:
+                check_plan(self._plan, file)
             self._all = assign(model, file, where)
             check_layers(model, self._all, file, where)
             self._dtypes = plain_types(model, None)
@@ -155,7 +158,7 @@ class BitplanQuantizer(HfQuantizer):  # type: ignore[misc]
                     file, self._all.recipes, folder=self._folder, config=self._config, plan=self._plan, model=model
                 ),
             )
-        let_transformers_save(model)
+        adapt_to_transformers(model)
         self._layers.clear()
         return model
 
