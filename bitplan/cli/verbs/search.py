@@ -166,13 +166,14 @@ def _show_difference(found: dict[str, Any], first: Path, second: Path, old: Plan
     if not found["rows"]:
         say(f"{first} and {second}: the same format for each of {len(old)} tensors")
         return
+    has_nats = found["nats"] is not None
     rows = [
         {
             "tensor": row["name"],
-            first.stem: row["from"] or "(absent)",
-            second.stem: row["to"] or "(absent)",
+            "from": row["from"] or "(absent)",
+            "to": row["to"] or "(absent)",
             "bytes": f"{row['bytes']:+,}",
-            **({} if row["nats"] is None else {"nats": f"{row['nats']:+.2g}"}),
+            **({"nats": "" if row["nats"] is None else f"{row['nats']:+.2g}"} if has_nats else {}),
         }
         for row in found["rows"]
     ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 
 import pytest
 
@@ -46,11 +47,12 @@ def refused(*words, capsys) -> str:
 def test_a_second_search_goes_on_from_the_evidence_for_another_goal(monkeypatch, capsys):
     monkeypatch.setattr(damage, "round_weight", lambda weight, fmt, **_options: encode(weight, fmt))
     monkeypatch.setattr(collect, "gather_statistics", None)  # they are there
+    shutil.copytree("out", "again", dirs_exist_ok=True)
     words = ["search", "llama", "--text", "text.txt", "--context", "16", "--max-kl", "0.2", "--formats", FORMATS]
-    assert run([*words, "--output", "out", "--json"]) == 0
+    assert run([*words, "--output", "again", "--json"]) == 0
     document = json.loads(capsys.readouterr().out)
     assert document["goal"] == {"max_kl": 0.2}
-    assert document["plan"]["bytes"] == Plan.load("out/plan.json").nbytes
+    assert document["plan"]["bytes"] == Plan.load("again/plan.json").nbytes
 
 
 def test_a_plan_of_the_evidence_needs_no_model_and_is_the_same_each_time(found, capsys):
@@ -77,6 +79,30 @@ def test_diff_says_what_changed_and_what_it_costs(capsys):
     }
     assert run(["diff", "small.json", "small.json"]) == 0
     assert "the same format" in capsys.readouterr().out
+
+
+def test_diff_shows_both_plans_whatever_their_names_and_members_of_a_group_without_nats(found, capsys):
+    for folder, bits in (("large", "7"), ("small", "4.5")):
+        (found / folder).mkdir(exist_ok=True)
+        assert run(["plan", "--from", "out/evidence.json", "--bits", bits, "-o", f"{folder}/plan.json", "--force"]) == 0
+    capsys.readouterr()
+    assert run(["diff", "large/plan.json", "small/plan.json", "--json"]) == 0
+    rows = json.loads(capsys.readouterr().out)["rows"]
+    assert {row["nats"] is None for row in rows} == {True, False}
+    assert run(["diff", "large/plan.json", "small/plan.json"]) == 0
+    shown = capsys.readouterr().out
+    assert all(row["from"] in shown and row["to"] in shown for row in rows)
+
+
+def test_plans_of_two_models_are_not_compared(found, capsys):
+    document = json.loads((found / "out/plan.json").read_text())
+    name, entry = next(iter(document["tensors"].items()))
+    entry["shape"][0] *= 2
+    entry["bytes"] *= 2
+    (found / "other.json").write_text(json.dumps(document))
+    message = refused("diff", "out/plan.json", "other.json", capsys=capsys)
+    assert "plans of different models" in message
+    assert name in message
 
 
 def test_the_report_shows_the_search(tmp_path, capsys):
