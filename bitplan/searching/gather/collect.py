@@ -51,9 +51,11 @@ class EvidenceFolder:
             return InputStatistics()
         return InputStatistics.load(self.folder, fingerprint)
 
-    def save_statistics(self, statistics: InputStatistics, fingerprint: Mapping[str, str]) -> None:
+    def save_statistics(
+        self, statistics: InputStatistics, fingerprint: Mapping[str, str], digests: Mapping[str, str]
+    ) -> None:
         if self.folder is not None:
-            statistics.save(self.folder, fingerprint)
+            statistics.save(self.folder, fingerprint, digests)
 
     def evidence(self) -> SearchEvidence | None:
         if self.folder is None or not (self.folder / EVIDENCE).exists():
@@ -104,11 +106,12 @@ def collect_evidence(
         require_same(before, fingerprint, str(folder))
     statistics = kept.statistics(fingerprint)
     if statistics.windows < len(windows):
+        digests = {} if folder is None else subject.digests()
         with stage("statistics", len(windows) - statistics.windows) as advance:
             try:
                 gather_statistics(subject, windows, into=statistics, on_window=lambda n: advance(n, "windows"))
             finally:  # also when it is interrupted: the windows so far are good
-                kept.save_statistics(statistics, fingerprint)
+                kept.save_statistics(statistics, fingerprint, digests)
     evidence = _begin(subject, fingerprint, before, windows, checks)
     rounded = RoundedWeights(subject, statistics)
     meter = PlanMeter(rounded, checks, unscored=unscored)
