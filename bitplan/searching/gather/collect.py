@@ -25,6 +25,7 @@ from bitplan.searching.gather.statistics import STATISTICS, InputStatistics, gat
 from bitplan.searching.gather.subject import SearchSubject
 from bitplan.searching.gather.timing import time_groups
 from bitplan.searching.groups import group_tensors, place_of
+from bitplan.store.files.open_files import open_tensors
 from bitplan.version import __version__
 
 EVIDENCE = "evidence.json"
@@ -65,6 +66,18 @@ class EvidenceFolder:
     def save(self, evidence: SearchEvidence) -> None:
         if self.folder is not None:
             evidence.save(self.folder / EVIDENCE)
+
+    def contents(self) -> str:
+        """What is there, in words; nothing where it is empty."""
+        parts = []
+        if self.folder is not None and (self.folder / STATISTICS).exists():
+            with open_tensors(self.folder / STATISTICS) as file:
+                windows = int(file.metadata["windows"])
+            parts += [f"the statistics of {windows} window{'s' if windows > 1 else ''}"] if windows else []
+        evidence = self.evidence()
+        if evidence is not None and evidence.groups:
+            parts.append(f"what formats cost {len(evidence.groups)} group{'s' if len(evidence.groups) > 1 else ''}")
+        return " and ".join(parts)
 
 
 def fingerprint_of_search(

@@ -11,6 +11,7 @@ from bitplan.cli import run
 from bitplan.kernels import encode
 from bitplan.plan import Plan
 from bitplan.searching.gather import collect, damage
+from bitplan.searching.gather.subject import SearchSubject
 from tests.cli.verbs.test_perplexity_verb import save_llama
 
 FORMATS = "mxfp4,nvfp4,int8_row"
@@ -53,6 +54,33 @@ def test_a_second_search_goes_on_from_the_evidence_for_another_goal(monkeypatch,
     document = json.loads(capsys.readouterr().out)
     assert document["goal"] == {"max_kl": 0.2}
     assert document["plan"]["bytes"] == Plan.load("again/plan.json").nbytes
+
+
+def test_a_search_that_is_interrupted_says_what_is_there_and_how_it_goes_on(tmp_path, monkeypatch, capsys):
+    real = SearchSubject.logits
+    windows = []
+
+    def logits(self, ids, weights=None):
+        windows.append(ids)
+        if len(windows) in (1, 4):
+            raise KeyboardInterrupt
+        return real(self, ids, weights)
+
+    def rounded(weight, fmt, **_options):
+        if weight.shape[0] == weight.shape[1]:
+            raise KeyboardInterrupt
+        return encode(weight, fmt)
+
+    def interrupted(*more):
+        words = ["search", "llama", "--text", "text.txt", "--context", "16", "--bits", "6", "--formats", FORMATS]
+        assert run([*words, "--output", str(tmp_path / "out"), *more]) == 130
+        return capsys.readouterr().err.splitlines()[-1]
+
+    monkeypatch.setattr(SearchSubject, "logits", logits)
+    monkeypatch.setattr(damage, "round_weight", rounded)
+    assert "interrupted; nothing was measured yet" in interrupted()
+    assert "the statistics of 2 windows: the same command without --force goes on" in interrupted("--force")
+    assert "what formats cost 3 groups: the same command goes on" in interrupted()
 
 
 def test_a_plan_of_the_evidence_needs_no_model_and_is_the_same_each_time(found, capsys):
@@ -121,7 +149,9 @@ def test_the_report_shows_the_search(tmp_path, capsys):
         (["plan", "--from", "out/evidence.json", "--bits", "2"], "the smallest has"),
         (["plan", "--from", "out/evidence.json", "--faster", "2"], "no times"),
         (["plan", "--from", "out/evidence.json", "--bytes", "many"], "such as 6GB"),
-        (["plan", "--from", "out/plan.json", "--bits", "4"], "document must be"),
+        (["plan", "--from", "out/plan.json", "--bits", "4"], "no evidence.json of a search"),
+        (["plan", "--from", "llama/config.json", "--bits", "4"], "no evidence.json of a search"),
+        (["diff", "llama/config.json", "out/plan.json"], "no plan"),
         (["search", "llama", "--text", "text.txt"], "needs a goal"),
         (["search", "llama", "--text", "text.txt", "--bits", "5", "--formats", "int9"], "no format 'int9'"),
         (["search", "llama", "--text", "short.txt", "--bits", "5", "--context", "16", "--output", "x"], "window"),
