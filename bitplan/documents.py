@@ -148,6 +148,12 @@ class Reader:
         bare = (each for each in fields(dataclass_type) if each.default is each.default_factory is MISSING)
         return self.keys(path, value, known, known if every else [each.name for each in bare])
 
+    def require_document(self, document: Any, expected: str, what: str) -> None:
+        """Checked first of all: a file of something else is not judged by its keys."""
+        if type(document) is dict and document.get("document") != expected:
+            came = show(document["document"]) if "document" in document else "nothing"
+            self.stop(f"this is no {what}: document must be {expected!r}, got {came}")
+
     def version(self, document: Any, expected: int) -> None:
         """Checked before the other keys: those of another version are not ours to judge."""
         if type(document) is dict and "version" in document:

@@ -21,6 +21,7 @@ def run(arguments: Sequence[str] | None = None) -> int:
     import typer
 
     from bitplan.cli.app import app
+    from bitplan.cli.show import StoppedVerbError
 
     command = typer.main.get_command(app)
     given = None if arguments is None else list(arguments)
@@ -29,6 +30,8 @@ def run(arguments: Sequence[str] | None = None) -> int:
         return _interrupted() if code == INTERRUPTED else code  # newer typers turn Ctrl-C into a code
     except (BitplanError, OSError, MemoryError) as error:
         return _fail(_one_line(error))
+    except StoppedVerbError as stopped:
+        return _fail(f"interrupted; {stopped}", code=INTERRUPTED)
     except (KeyboardInterrupt, typer.Abort):
         return _interrupted()
     except Exception as error:

@@ -27,6 +27,10 @@ WIDE = 160  # where nobody says how wide: a pipe, a file
 LINE_EVERY_S = 10.0
 
 
+class StoppedVerbError(Exception):
+    """Ctrl-C, in a verb that says what was done until then."""
+
+
 def show_json(document: Any) -> None:
     """JSON on standard output, and nothing else there; in ASCII, so that no name acts on the terminal."""
     print(json.dumps(document, indent=2).replace("\x7f", "\\u007f"))

@@ -223,6 +223,7 @@ class Plan(Mapping[str, Choice]):
     @classmethod
     def from_document(cls, document: Any, *, where: str = "plan") -> Plan:
         reader = Reader(where, PlanFileError)
+        reader.require_document(document, DOCUMENT, "plan")
         reader.version(document, VERSION)
         required = {"document": one_of(DOCUMENT), "version": SIZE, "tensors": OBJECT}
         values = reader.keys("", document, required | {"padding": one_of(*PADDINGS)}, tuple(required))

@@ -196,6 +196,7 @@ class SearchEvidence:
     @classmethod
     def from_document(cls, document: Any, *, where: str = "evidence") -> SearchEvidence:
         reader = Reader(where, EvidenceFileError)
+        reader.require_document(document, DOCUMENT, "evidence.json of a search")
         reader.version(document, VERSION)
         item = reader.keys("", document, _KEYS, tuple(_KEYS))
         stays = {}

@@ -6,6 +6,7 @@ output takes its final name only when it is complete.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
@@ -42,7 +43,7 @@ from bitplan.store.packed_folder import (
     without_packed_layer,
     write_packed_folder,
 )
-from bitplan.store.rounding.evidence import EvidenceFile
+from bitplan.store.rounding.evidence import EvidenceFile, weight_digest
 from bitplan.store.rounding.open_evidence import open_evidence
 from bitplan.store.rounding.round_weight import round_with_report
 
@@ -191,7 +192,7 @@ def quantize_file(
             )
         plan.require_whole(str(source))
         options = QuantizeOptions(plan, scale_rule, plan.pad, nonfinite, statistics)
-        _check_evidence(file, options)
+        report.notes += _check_evidence(file, options)
         inputs = [*file.files, *([] if statistics is None else [statistics.path])]
         folder = None if container_for(output) else _folder_contents(file, options, shard_bytes)
         if folder is not None:
@@ -215,17 +216,41 @@ def quantize_file(
     return report
 
 
-def _check_evidence(file: TensorFile, options: QuantizeOptions) -> None:
-    """Refuse statistics of which no tensor has any: they are another model's, or of other names."""
+def _check_evidence(file: TensorFile, options: QuantizeOptions) -> list[str]:
+    """Refuse statistics of other names or columns; a note where nothing says of which weights they are."""
     if options.evidence is None:
-        return
-    names = [name for name in file.specs if _statistics_name(file, name, options.evidence) is not None]
+        return []
+    found = {name: _statistics_name(file, name, options.evidence) for name in file.specs}
+    names = {name: named for name, named in found.items() if named is not None}
     if not names:
         theirs = min(options.evidence.names, default="nothing")
         ours = min((name for name in file.specs if name.endswith("weight")), default="")
         raise StoreError(
             f"{options.evidence.path}: statistics of other tensors than {file.path} has: {theirs!r} there, {ours!r} "
             "here; statistics of GGUF's names are for GGUF files"
+        )
+    for name, named in names.items():
+        shape, columns = file.specs[name].shape, options.evidence.columns(named)
+        if columns not in (math.prod(shape[-1:]), math.prod(shape[1:])):  # of a matrix, or a convolution seen as one
+            raise StoreError(
+                f"{options.evidence.path}: evidence of another model: {named!r} has statistics of {columns} columns, "
+                f"and is {list(shape)} in {file.path}; give the evidence of this model"
+            )
+    unknown = [name for name, named in names.items() if options.evidence.digest(named) is None]
+    if not unknown:
+        return []
+    return [
+        f"{options.evidence.path} does not say of which weights it is: that it is evidence of this model cannot be "
+        "checked; `bitplan search` writes evidence that can"
+    ]
+
+
+def _require_measured_weights(evidence: EvidenceFile, named: str, numbers: Tensor, where: str) -> None:
+    """Another model may have the same names and shapes: its statistics would make the numbers worse without a word."""
+    if evidence.digest(named) not in (None, weight_digest(numbers)):
+        raise StoreError(
+            f"{evidence.path}: evidence of another model: {where} has other numbers than the weight that was measured; "
+            "search this model, or give the one that was searched"
         )
 
 
@@ -336,6 +361,7 @@ def _converted(
     if promise.fmt.is_cast:
         encoded = _cast(finite(numbers, options.nonfinite, where), promise.fmt, where)
     elif options.evidence is not None and (named := _statistics_name(file, spec.name, options.evidence)) is not None:
+        _require_measured_weights(options.evidence, named, numbers, where)
         encoded, rounding = round_with_report(
             finite(numbers, options.nonfinite, where),
             promise.fmt,

@@ -181,7 +181,8 @@ def test_quantize_with_the_evidence_writes_the_numbers_that_are_proven(found, tm
         model.save_pretrained(tmp_path)
     formats = {"model.layers.0.mlp.down_proj.weight": "mxfp4", "model.embed_tokens.weight": "int8_row"}
     output = tmp_path / "small.safetensors"
-    quantize_file(tmp_path / "model.safetensors", output, formats, evidence=folder / "evidence.safetensors")
+    report = quantize_file(tmp_path / "model.safetensors", output, formats, evidence=folder / "evidence.safetensors")
+    assert not report.warnings
     statistics = InputStatistics.load(folder, result.evidence.fingerprint)
     rounded = damage.RoundedWeights(subject_of(model), statistics)
     with open_tensors(output) as file:

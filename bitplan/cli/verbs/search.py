@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from bitplan.cli.show import Force, Json, human_bytes, progress, say, show_json, table
+from bitplan.cli.show import Force, Json, StoppedVerbError, human_bytes, progress, say, show_json, table
 
 if TYPE_CHECKING:
     from bitplan.plan import Plan
@@ -78,22 +78,25 @@ def search(
     from bitplan.report.page import write_report
     from bitplan.searching.run import search as run_search
 
-    result = run_search(
-        model,
-        goal=goal,
-        text=content,
-        held_out=proof,
-        formats=names,
-        target=target,
-        keep=keep or (),
-        only=only or (),
-        device=device,
-        context=context,
-        windows=windows,
-        out=out,
-        stage=progress,
-    )
-    write_report([out / "front.json", out / "plan.json"], out / "report.html", title=f"{model.name}: {goal}")
+    try:
+        result = run_search(
+            model,
+            goal=goal,
+            text=content,
+            held_out=proof,
+            formats=names,
+            target=target,
+            keep=keep or (),
+            only=only or (),
+            device=device,
+            context=context,
+            windows=windows,
+            out=out,
+            stage=progress,
+        )
+        write_report([out / "front.json", out / "plan.json"], out / "report.html", title=f"{model.name}: {goal}")
+    except KeyboardInterrupt:
+        raise StoppedVerbError(_left(out, force)) from None
     if as_json:
         show_json(result.to_document())
         return
@@ -106,6 +109,16 @@ def _prepare_folder(out: Path, force: bool) -> None:
     if force:
         for name in ("evidence.json", "evidence.safetensors", "statistics.safetensors"):
             (out / name).unlink(missing_ok=True)
+
+
+def _left(out: Path, force: bool) -> str:
+    """What a search that was interrupted leaves, and how it goes on."""
+    from bitplan.searching.gather.collect import EvidenceFolder
+
+    contents = EvidenceFolder(out).contents()
+    if not contents:
+        return "nothing was measured yet: start the same command again"
+    return f"{out} has {contents}: the same command{' without --force' if force else ''} goes on from there"
 
 
 def _show(result: SearchResult, out: Path) -> None:
@@ -166,13 +179,14 @@ def _show_difference(found: dict[str, Any], first: Path, second: Path, old: Plan
     if not found["rows"]:
         say(f"{first} and {second}: the same format for each of {len(old)} tensors")
         return
+    has_nats = found["nats"] is not None
     rows = [
         {
             "tensor": row["name"],
-            first.stem: row["from"] or "(absent)",
-            second.stem: row["to"] or "(absent)",
+            "from": row["from"] or "(absent)",
+            "to": row["to"] or "(absent)",
             "bytes": f"{row['bytes']:+,}",
-            **({} if row["nats"] is None else {"nats": f"{row['nats']:+.2g}"}),
+            **({"nats": "" if row["nats"] is None else f"{row['nats']:+.2g}"} if has_nats else {}),
         }
         for row in found["rows"]
     ]

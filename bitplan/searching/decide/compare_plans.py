@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from bitplan.plan.names import natural_order
-from bitplan.plan.plan import Plan
+from bitplan.plan.plan import Plan, Planned
+from bitplan.searching.errors import SearchError
 from bitplan.searching.evidence import SearchEvidence
 
 
@@ -26,18 +27,33 @@ class PlanComparison:
 
 
 def compare_plans(first: Plan, second: Plan, evidence: SearchEvidence | None = None) -> PlanComparison:
-    """What the second changes. Tensors of one group are counted once: its nats stand at its first tensor."""
-    rows = []
+    """What the second changes. Tensors of one group are counted once: its nats stand at its first tensor.
+
+    A tensor that only one of them has is a row, too; plans that know other shapes of a tensor are refused.
+    """
+    rows: list[dict[str, Any]] = []
     seen: set[str] = set()
     for name in natural_order({*first, *second}):
         old, new = first.entries.get(name), second.entries.get(name)
+        if old and new:
+            _require_one_shape(name, old, new)
         before, after = old and (old.stored or old.choice.format), new and (new.stored or new.choice.format)
-        if before == after:
+        nbytes = (new.nbytes if new else 0) - (old.nbytes if old else 0)
+        if before == after and not nbytes:
             continue
         nats = _nats(first, second, name, evidence, seen)
-        nbytes = (new.nbytes if new else 0) - (old.nbytes if old else 0)
         rows.append({"name": name, "from": before, "to": after, "bytes": nbytes, "nats": nats})
     return PlanComparison(rows)
+
+
+def _require_one_shape(name: str, old: Planned, new: Planned) -> None:
+    """Parts of packed tensors are shaped by their format: theirs may differ."""
+    if old.part or new.part or old.shape is None or new.shape is None or old.shape == new.shape:
+        return
+    raise SearchError(
+        f"plans of different models: {name} is {list(old.shape)} in the first and {list(new.shape)} in the second; "
+        "give two plans for one model"
+    )
 
 
 def _nats(first: Plan, second: Plan, name: str, evidence: SearchEvidence | None, seen: set[str]) -> float | None:

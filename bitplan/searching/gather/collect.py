@@ -25,6 +25,7 @@ from bitplan.searching.gather.statistics import STATISTICS, InputStatistics, gat
 from bitplan.searching.gather.subject import SearchSubject
 from bitplan.searching.gather.timing import time_groups
 from bitplan.searching.groups import group_tensors, place_of
+from bitplan.store.files.open_files import open_tensors
 from bitplan.version import __version__
 
 EVIDENCE = "evidence.json"
@@ -51,9 +52,11 @@ class EvidenceFolder:
             return InputStatistics()
         return InputStatistics.load(self.folder, fingerprint)
 
-    def save_statistics(self, statistics: InputStatistics, fingerprint: Mapping[str, str]) -> None:
+    def save_statistics(
+        self, statistics: InputStatistics, fingerprint: Mapping[str, str], digests: Mapping[str, str]
+    ) -> None:
         if self.folder is not None:
-            statistics.save(self.folder, fingerprint)
+            statistics.save(self.folder, fingerprint, digests)
 
     def evidence(self) -> SearchEvidence | None:
         if self.folder is None or not (self.folder / EVIDENCE).exists():
@@ -63,6 +66,18 @@ class EvidenceFolder:
     def save(self, evidence: SearchEvidence) -> None:
         if self.folder is not None:
             evidence.save(self.folder / EVIDENCE)
+
+    def contents(self) -> str:
+        """What is there, in words; nothing where it is empty."""
+        parts = []
+        if self.folder is not None and (self.folder / STATISTICS).exists():
+            with open_tensors(self.folder / STATISTICS) as file:
+                windows = int(file.metadata["windows"])
+            parts += [f"the statistics of {windows} window{'s' if windows > 1 else ''}"] if windows else []
+        evidence = self.evidence()
+        if evidence is not None and evidence.groups:
+            parts.append(f"what formats cost {len(evidence.groups)} group{'s' if len(evidence.groups) > 1 else ''}")
+        return " and ".join(parts)
 
 
 def fingerprint_of_search(
@@ -104,11 +119,12 @@ def collect_evidence(
         require_same(before, fingerprint, str(folder))
     statistics = kept.statistics(fingerprint)
     if statistics.windows < len(windows):
+        digests = {} if folder is None else subject.digests()
         with stage("statistics", len(windows) - statistics.windows) as advance:
             try:
                 gather_statistics(subject, windows, into=statistics, on_window=lambda n: advance(n, "windows"))
             finally:  # also when it is interrupted: the windows so far are good
-                kept.save_statistics(statistics, fingerprint)
+                kept.save_statistics(statistics, fingerprint, digests)
     evidence = _begin(subject, fingerprint, before, windows, checks)
     rounded = RoundedWeights(subject, statistics)
     meter = PlanMeter(rounded, checks, unscored=unscored)

@@ -26,7 +26,7 @@ from bitplan.searching.errors import EvidenceFileError, SearchError
 from bitplan.searching.gather.subject import SearchSubject, WeightSite
 from bitplan.store.files.open_files import open_tensors, write_tensors
 from bitplan.store.files.tensor_file import Promise
-from bitplan.store.rounding.evidence import HESSIAN, MOMENTS, SHARED, EvidenceFile, write_evidence
+from bitplan.store.rounding.evidence import HESSIAN, MOMENTS, SHARED, WEIGHTS, EvidenceFile, write_evidence
 
 EVIDENCE, STATISTICS = "evidence.safetensors", "statistics.safetensors"
 INPUTS, GRADIENT, COUNTS, LOOKUP = "inputs", "gradient", "counts", "lookup_gradient"
@@ -65,8 +65,11 @@ class InputStatistics:
         """[K], in any unit: how much each column of what is looked up counts; None for weights of layers."""
         return None if self.hessian(name) is not None else self.sums.get(f"{name}.{LOOKUP}")
 
-    def save(self, folder: Path, fingerprint: Mapping[str, str]) -> None:
-        """evidence.safetensors, with which `quantize --evidence` rounds; and statistics.safetensors, the rest."""
+    def save(self, folder: Path, fingerprint: Mapping[str, str], digests: Mapping[str, str]) -> None:
+        """evidence.safetensors, with which `quantize --evidence` rounds; and statistics.safetensors, the rest.
+
+        digests   of each weight, by which `quantize` knows its model
+        """
         facts = {"tokens": str(self.tokens), "windows": str(self.windows)}
         facts |= {f"fingerprint.{name}": value for name, value in sorted(fingerprint.items())}
         names = sorted({key.rpartition(".")[0] for key in self.sums})
@@ -75,7 +78,8 @@ class InputStatistics:
         parts |= {f"{name}{MOMENTS}": part for name in own if (part := self.moments(name)) is not None}
         shapes = {key: tuple(part.shape) for key, part in parts.items()}
         shared = {f"{SHARED}{name}": owner for name, owner in sorted(self.shared.items())}
-        with write_evidence(folder / EVIDENCE, shapes, facts | shared) as evidence:
+        weights = {f"{WEIGHTS}{name}": digests[name] for name in names}
+        with write_evidence(folder / EVIDENCE, shapes, facts | shared | weights) as evidence:
             for key, part in parts.items():
                 evidence.write(key, part.float().cpu())
         rest = {key: part for key, part in sorted(self.sums.items()) if not self._is_in_evidence(key)}

@@ -19,6 +19,7 @@ from bitplan.searching.errors import SearchError
 from bitplan.searching.evidence import StayingTensor
 from bitplan.store.files.open_files import open_tensors
 from bitplan.store.models.morph import places_of
+from bitplan.store.rounding.evidence import weight_digest
 
 GGUF_FAMILIES = ("llama", "qwen", "gemma", "phi3")
 ANY_ROWS = "int8_row"  # a format that holds rows of every length: for asking which tensors are weights at all
@@ -50,6 +51,7 @@ class SearchSubject:
     stays: dict[str, StayingTensor]
     names: Mapping[str, str]
     stored_bytes: int
+    path: Path | None = None  # the file or folder that the model came from
     fused: bool = True
 
     @property
@@ -83,6 +85,13 @@ class SearchSubject:
     def fingerprint(self) -> str:
         """A hash of all weights."""
         return hash_tensors(parameter for _, parameter in sorted(self.model.named_parameters()))
+
+    def digests(self) -> dict[str, str]:
+        """A digest of each weight that may be quantized, of its file if there is one: loading may move rows."""
+        if self.path is None:
+            return {name: weight_digest(site.parameter) for name, site in self.sites.items()}
+        with open_tensors(self.path) as file:
+            return {name: weight_digest(file.read_float(name)) for name in self.sites}
 
 
 class _Caller(nn.Module):
@@ -122,7 +131,7 @@ def subject_of(
     sites, stays = _split(model, plan, names, stored)
     if not sites:
         raise SearchError(f"{where}: no linear layer or embedding is left to search; check --keep and --only")
-    return SearchSubject(model, where, sites, stays, names, stored.nbytes)
+    return SearchSubject(model, where, sites, stays, names, stored.nbytes, None if path is None else Path(path))
 
 
 def _of_parameter(parameter: nn.Parameter) -> Stored:

@@ -6,12 +6,14 @@ evidence.safetensors has, in float32, for a weight NAME of K columns
     NAME.hessian    [K, K]  X^T X of its inputs, in any unit
 
 and the metadata {"bitplan": "evidence", "version": "1"}, further keys as the writer likes: a fingerprint of what was
-measured. `shared.NAME` names the weight whose statistics NAME has: layers that read one input. llama.cpp's imatrix.gguf
-is read as well: it has moments alone.
+measured. `shared.NAME` names the weight whose statistics NAME has: layers that read one input. `weights.NAME` is the
+digest of the weight that was measured, by which another model's evidence is refused. llama.cpp's imatrix.gguf is read
+as well: it has moments alone.
 """
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -26,7 +28,19 @@ if TYPE_CHECKING:
     from bitplan.store.files.payloads import PayloadWriter
 
 KIND, VERSION = "evidence", "1"
-MOMENTS, HESSIAN, SHARED = ".moments", ".hessian", "shared."
+MOMENTS, HESSIAN, SHARED, WEIGHTS = ".moments", ".hessian", "shared.", "weights."
+MOST_DIGESTED = 4096  # numbers of a weight that its digest is of
+
+
+def weight_digest(weight: Tensor) -> str:
+    """A digest of numbers spread over a weight, seen in bfloat16: a copy in another type of float has the same."""
+    import torch
+
+    flat = weight.detach().reshape(-1)
+    some = flat[:: flat.numel() // MOST_DIGESTED | 1].to("cpu", torch.bfloat16)  # an odd step keeps to no column
+    digest = hashlib.blake2b(f"{tuple(weight.shape)}".encode(), digest_size=8)
+    digest.update(some.contiguous().view(torch.uint8).numpy().data)
+    return digest.hexdigest()
 
 
 class EvidenceFile:
@@ -53,6 +67,16 @@ class EvidenceFile:
 
     def hessian(self, name: str) -> Tensor | None:
         return self._read(name, HESSIAN)
+
+    def digest(self, name: str) -> str | None:
+        """The digest of the weight that was measured; None where the file does not say."""
+        return self.metadata.get(WEIGHTS + name)
+
+    def columns(self, name: str) -> int:
+        """How many columns a weight has that the statistics of NAME are for."""
+        owner = self._shared.get(name, name)
+        key = owner + (HESSIAN if owner + HESSIAN in self._file.tensors else MOMENTS)
+        return self._file.tensors[key].shape[-1]
 
     def close(self) -> None:
         self._file.close()

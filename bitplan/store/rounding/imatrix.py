@@ -55,6 +55,9 @@ class ImatrixFile(EvidenceFile):
     def hessian(self, name: str) -> Tensor | None:
         return None
 
+    def columns(self, name: str) -> int:
+        return self._gguf.tensors[name + SUMS].shape[-1]
+
     def close(self) -> None:
         self._gguf.close()
 

@@ -11,6 +11,7 @@ from bitplan.cli import run
 from bitplan.kernels import encode
 from bitplan.plan import Plan
 from bitplan.searching.gather import collect, damage
+from bitplan.searching.gather.subject import SearchSubject
 from tests.cli.verbs.test_perplexity_verb import save_llama
 
 FORMATS = "mxfp4,nvfp4,int8_row"
@@ -47,12 +48,39 @@ def refused(*words, capsys) -> str:
 def test_a_second_search_goes_on_from_the_evidence_for_another_goal(monkeypatch, capsys):
     monkeypatch.setattr(damage, "round_weight", lambda weight, fmt, **_options: encode(weight, fmt))
     monkeypatch.setattr(collect, "gather_statistics", None)  # they are there
-    shutil.copytree("out", "again")
+    shutil.copytree("out", "again", dirs_exist_ok=True)
     words = ["search", "llama", "--text", "text.txt", "--context", "16", "--max-kl", "0.2", "--formats", FORMATS]
     assert run([*words, "--output", "again", "--json"]) == 0
     document = json.loads(capsys.readouterr().out)
     assert document["goal"] == {"max_kl": 0.2}
     assert document["plan"]["bytes"] == Plan.load("again/plan.json").nbytes
+
+
+def test_a_search_that_is_interrupted_says_what_is_there_and_how_it_goes_on(tmp_path, monkeypatch, capsys):
+    real = SearchSubject.logits
+    windows = []
+
+    def logits(self, ids, weights=None):
+        windows.append(ids)
+        if len(windows) in (1, 4):
+            raise KeyboardInterrupt
+        return real(self, ids, weights)
+
+    def rounded(weight, fmt, **_options):
+        if weight.shape[0] == weight.shape[1]:
+            raise KeyboardInterrupt
+        return encode(weight, fmt)
+
+    def interrupted(*more):
+        words = ["search", "llama", "--text", "text.txt", "--context", "16", "--bits", "6", "--formats", FORMATS]
+        assert run([*words, "--output", str(tmp_path / "out"), *more]) == 130
+        return capsys.readouterr().err.splitlines()[-1]
+
+    monkeypatch.setattr(SearchSubject, "logits", logits)
+    monkeypatch.setattr(damage, "round_weight", rounded)
+    assert "interrupted; nothing was measured yet" in interrupted()
+    assert "the statistics of 2 windows: the same command without --force goes on" in interrupted("--force")
+    assert "what formats cost 3 groups: the same command goes on" in interrupted()
 
 
 def test_a_plan_of_the_evidence_needs_no_model_and_is_the_same_each_time(found, capsys):
@@ -81,6 +109,30 @@ def test_diff_says_what_changed_and_what_it_costs(capsys):
     assert "the same format" in capsys.readouterr().out
 
 
+def test_diff_shows_both_plans_whatever_their_names_and_members_of_a_group_without_nats(found, capsys):
+    for folder, bits in (("large", "7"), ("small", "4.5")):
+        (found / folder).mkdir(exist_ok=True)
+        assert run(["plan", "--from", "out/evidence.json", "--bits", bits, "-o", f"{folder}/plan.json", "--force"]) == 0
+    capsys.readouterr()
+    assert run(["diff", "large/plan.json", "small/plan.json", "--json"]) == 0
+    rows = json.loads(capsys.readouterr().out)["rows"]
+    assert {row["nats"] is None for row in rows} == {True, False}
+    assert run(["diff", "large/plan.json", "small/plan.json"]) == 0
+    shown = capsys.readouterr().out
+    assert all(row["from"] in shown and row["to"] in shown for row in rows)
+
+
+def test_plans_of_two_models_are_not_compared(found, capsys):
+    document = json.loads((found / "out/plan.json").read_text())
+    name, entry = next(iter(document["tensors"].items()))
+    entry["shape"][0] *= 2
+    entry["bytes"] *= 2
+    (found / "other.json").write_text(json.dumps(document))
+    message = refused("diff", "out/plan.json", "other.json", capsys=capsys)
+    assert "plans of different models" in message
+    assert name in message
+
+
 def test_the_report_shows_the_search(tmp_path, capsys):
     page = tmp_path / "report.html"
     assert run(["report", "out/front.json", "out/plan.json", "-o", str(page)]) == 0
@@ -97,7 +149,9 @@ def test_the_report_shows_the_search(tmp_path, capsys):
         (["plan", "--from", "out/evidence.json", "--bits", "2"], "the smallest has"),
         (["plan", "--from", "out/evidence.json", "--faster", "2"], "no times"),
         (["plan", "--from", "out/evidence.json", "--bytes", "many"], "such as 6GB"),
-        (["plan", "--from", "out/plan.json", "--bits", "4"], "document must be"),
+        (["plan", "--from", "out/plan.json", "--bits", "4"], "no evidence.json of a search"),
+        (["plan", "--from", "llama/config.json", "--bits", "4"], "no evidence.json of a search"),
+        (["diff", "llama/config.json", "out/plan.json"], "no plan"),
         (["search", "llama", "--text", "text.txt"], "needs a goal"),
         (["search", "llama", "--text", "text.txt", "--bits", "5", "--formats", "int9"], "no format 'int9'"),
         (["search", "llama", "--text", "short.txt", "--bits", "5", "--context", "16", "--output", "x"], "window"),

@@ -13,7 +13,7 @@ from bitplan.cli import run
 from bitplan.errors import StoreError
 from bitplan.store.files.open_files import open_tensors
 from bitplan.store.quantize import quantize_file
-from bitplan.store.rounding.evidence import write_evidence
+from bitplan.store.rounding.evidence import weight_digest, write_evidence
 
 
 @pytest.fixture
@@ -57,10 +57,34 @@ def test_evidence_of_another_model_is_refused(folder: Path) -> None:
         quantize_file(
             folder / "in.safetensors", folder / "out.safetensors", "mxfp4", evidence=folder / "other.safetensors"
         )
+    with write_evidence(folder / "other.safetensors", {"a.weight.moments": (32,)}) as out:
+        out.write("a.weight.moments", torch.ones(32))
+    with pytest.raises(StoreError, match=r"evidence of another model: .*'a.weight' .* 32 columns, .* \[16, 64\]"):
+        quantize_file(
+            folder / "in.safetensors", folder / "out.safetensors", "mxfp4", evidence=folder / "other.safetensors"
+        )
     with pytest.raises(StoreError, match="give one"):
         quantize_file(
             folder / "in.safetensors", folder / "o.safetensors", "mxfp4", evidence=folder / "x", scale_rule="mse"
         )
+
+
+def test_evidence_is_of_the_weights_that_it_names(folder: Path) -> None:
+    """Another model of the same names and shapes is refused; a copy of this one in bfloat16 is not."""
+    weights = safetensors.torch.load_file(folder / "in.safetensors")
+    digests = {f"weights.{name}": weight_digest(weight) for name, weight in weights.items()}
+    with write_evidence(folder / "own.safetensors", {"b.weight.moments": (64,)}, digests) as out:
+        out.write("b.weight.moments", torch.ones(64))
+    options = {"evidence": folder / "own.safetensors", "only": ["b.weight"]}
+    safetensors.torch.save_file({k: v.bfloat16() for k, v in weights.items()}, folder / "half.safetensors")
+    for source in ("in", "half"):
+        report = quantize_file(folder / f"{source}.safetensors", folder / "out.safetensors", "mxfp4", **options)
+        assert not report.warnings
+    weights["b.weight"] = weights["b.weight"] * 1.01
+    safetensors.torch.save_file(weights, folder / "tuned.safetensors")
+    with pytest.raises(StoreError, match=r"own.safetensors: evidence of another model: .*tuned.safetensors: b.weight"):
+        quantize_file(folder / "tuned.safetensors", folder / "new.safetensors", "mxfp4", **options)
+    assert not (folder / "new.safetensors").exists()
 
 
 def test_the_verb_takes_evidence(
@@ -69,4 +93,6 @@ def test_the_verb_takes_evidence(
     monkeypatch.chdir(folder)
     command = ["quantize", "in.safetensors", "out.safetensors", "-f", "int4_g32", "--evidence", "evidence.safetensors"]
     assert run(command) == 0
-    assert "no statistics" in capsys.readouterr().err
+    warnings = capsys.readouterr().err
+    assert "no statistics" in warnings
+    assert "cannot be checked" in warnings
