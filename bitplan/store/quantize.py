@@ -10,7 +10,7 @@ import math
 import re
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -186,6 +186,7 @@ def quantize_file(
         if unpacked := _without_layer(file, plan, output):
             keep = (*keep, *unpacked)
             plan = plan_for_file(file, fmt, keep=keep, only=only, pad=pad is not None, output=output)
+            plan = _with_reason(plan, unpacked, "no packed layer holds it, so it stays")
             report.notes.append(
                 f"{len(unpacked)} tensors stay as they are, for no packed layer holds them (transposed matrices, "
                 f"nn.MultiheadAttention): {listed(unpacked, MOST_NAMES_SHOWN)}; a .safetensors OUTPUT holds them packed"
@@ -286,6 +287,14 @@ def _without_layer(file: TensorFile, plan: Plan, output: str | Path) -> list[str
         name for name in file.specs if plan.entries[name].stored is None and not get_format(plan[name].format).is_cast
     ]
     return without_packed_layer(packed, read_config(file.path))
+
+
+def _with_reason(plan: Plan, names: Sequence[str], reason: str) -> Plan:
+    """The same formats, and for some tensors another reason than the pattern that was made for each."""
+    changed = dict(plan.entries)
+    for name in names:
+        changed[name] = replace(changed[name], choice=replace(changed[name].choice, reason=reason))
+    return Plan(changed, padding=plan.padding)
 
 
 def _unstackable(folder: FolderContents) -> list[str]:

@@ -370,6 +370,7 @@ def test_layers_and_formats_that_cannot_be_packed_are_refused(tmp_path):
     report = quantize.quantize_file(source, tmp_path / "packed", "int8_row")
     assert "4 tensors stay as they are, for no packed layer holds them" in report.warnings[-1]
     assert "transformer.h.0.attn.c_attn.weight" in report.warnings[-1]
+    assert [row["reason"] for row in report.rows].count("no packed layer holds it, so it stays") == 4
     assert logits(bitplan.load_packed(tmp_path / "packed").model).shape == (1, 12, 96)
     assert not quantize.quantize_file(source, tmp_path / "cast", "bfloat16").notes
     source = save(mixtral(), tmp_path / "mixtral")
