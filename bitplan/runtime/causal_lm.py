@@ -34,7 +34,7 @@ from bitplan.store.files.safetensors_tensors import NativeTensors
 from bitplan.store.files.tensor_file import TensorFile
 from bitplan.store.models.transformers_names import (
     REPORTED,
-    first_line,
+    foreign_reason,
     model_from_tensors,
     require_complete,
     silence_transformers,
@@ -211,7 +211,7 @@ def _read(reader: str, source: Path, what: str, options: dict[str, Any]) -> Any:
             if "gguf_file" in options
             else ""
         )
-        raise MeasureError(f"{source}: transformers cannot read {what}: {first_line(error)}{hint}") from error
+        raise MeasureError(f"{source}: transformers cannot read {what}: {foreign_reason(error)}{hint}") from error
 
 
 def _require_causal(lm: CausalLM) -> None:

@@ -21,7 +21,7 @@ from bitplan.runtime.causal_lm import CausalLM
 from bitplan.runtime.packed.checkpoints.load import load_packed
 from bitplan.runtime.packed.gpt_oss.load import is_gpt_oss
 from bitplan.runtime.packed.read_packed import device_of, require_transformers
-from bitplan.store.models.transformers_names import REPORTED, first_line, require_complete, silence_transformers
+from bitplan.store.models.transformers_names import REPORTED, foreign_reason, require_complete, silence_transformers
 from bitplan.store.packed_folder import is_packed_config, read_config
 
 
@@ -54,7 +54,7 @@ def _load_plain(source: Path, place: torch.device, dtype: torch.dtype | None) ->
         try:
             model, info = transformers.AutoModelForCausalLM.from_pretrained(str(source), **options, **REPORTED)
         except (OSError, ValueError, RuntimeError) as error:
-            raise MeasureError(f"{source}: transformers cannot read the model: {first_line(error)}") from error
+            raise MeasureError(f"{source}: transformers cannot read the model: {foreign_reason(error)}") from error
     require_complete(info, str(source))
     return model.to(place)
 
@@ -66,7 +66,7 @@ def _tokenizer(source: Path) -> Any:
         try:
             return transformers.AutoTokenizer.from_pretrained(str(source), local_files_only=True)
         except Exception as error:  # of files that are none, it raises whatever it stumbles over
-            raise MeasureError(f"{source}: transformers cannot read the tokenizer: {first_line(error)}") from error
+            raise MeasureError(f"{source}: transformers cannot read the tokenizer: {foreign_reason(error)}") from error
 
 
 @dataclass(frozen=True)

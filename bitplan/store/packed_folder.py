@@ -13,6 +13,7 @@
 from __future__ import annotations
 
 import hashlib
+import re
 import shutil
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -23,13 +24,14 @@ from bitplan.documents import NAME, SIZE, Kind, Reader
 from bitplan.errors import FileFormatError, StoreError
 from bitplan.formats import get_format
 from bitplan.plan.check import Finding
-from bitplan.plan.names import natural_order
+from bitplan.plan.names import listed, natural_order
 from bitplan.plan.plan import Plan
 from bitplan.records import atomic_folder, check_output_folder, read_json, write_json
 from bitplan.store.files.open_files import write_tensors
 from bitplan.store.files.safetensors import INDEX_SUFFIX
-from bitplan.store.files.safetensors_tensors import part_name
+from bitplan.store.files.safetensors_tensors import NativeTensors, part_name
 from bitplan.store.files.tensor_file import Promise, TensorFile, Writer
+from bitplan.text import counted
 
 CONFIG = "config.json"
 WHOLE = "model.safetensors"
@@ -56,6 +58,10 @@ SIDE_FILES = (
     "LICENSE*",
     "NOTICE*",
 )
+# Types of transformers whose matrices of these names lie transposed (its Conv1D); GPT-BigCode's, say, do not.
+_TRANSPOSED_TYPES = {"gpt2", "openai-gpt", "imagegpt", "decision_transformer", "clvp", "clvp_decoder"}
+_TRANSPOSED = re.compile(r"(^|\.)(c_attn|q_attn|c_proj|c_fc)\.weight$")
+_ATTENTION = "in_proj_weight"  # of nn.MultiheadAttention, which reads it and its out_proj directly
 _DIGEST = Kind("64 hexadecimal digits", lambda value: type(value) is str and len(value) == 64)
 _KEYS = {"quant_method": NAME, "version": SIZE, "plan": NAME, "plan_sha256": _DIGEST}
 WriteShard = Callable[[Writer, Sequence[Promise]], None]
@@ -131,8 +137,11 @@ def plan_path(folder: Path, config: Mapping[str, Any] | None = None) -> Path:
 def plan_findings(plan: Plan, file: TensorFile) -> list[Finding]:
     """Tensors of which the plan and the files of a folder say different things."""
     names = {*file.specs, *file.tied}
-    findings = [Finding("plan", name, "is in the plan, and not in the files") for name in plan if name not in names]
-    findings += [Finding("plan", name, "is in the files, and not in the plan") for name in names if name not in plan]
+    lacks = f"{listed([path.name for path in file.files if path.suffix == '.safetensors'], 3)} lacks it"
+    findings = [Finding("plan", name, f"missing: its plan has it, and {lacks}") for name in plan if name not in names]
+    for name in names - set(plan):
+        holder = file.shard_of(file.tied.get(name, name)) if isinstance(file, NativeTensors) else file.path
+        findings.append(Finding("plan", name, f"extra: {holder.name!r} has it, and its plan lacks it"))
     for name in names & set(plan):
         spec, entry = file.spec(name), plan.entries[name]
         wanted = entry.stored or entry.choice.format
@@ -142,6 +151,16 @@ def plan_findings(plan: Plan, file: TensorFile) -> list[Finding]:
         elif (spec.encoded or not get_format(entry.choice.format).is_cast) and wanted != held:
             findings.append(Finding("plan", name, f"the plan has {wanted}, the file {held}"))
     return sorted(findings, key=lambda finding: finding.where)
+
+
+def check_plan(plan: Plan, file: TensorFile) -> None:
+    """The plan must be of these tensors: a folder whose parts were mixed up, or lost, is not loaded."""
+    if findings := plan_findings(plan, file):
+        first = findings[0]
+        raise FileFormatError(
+            f"{file.path}: the folder is damaged: {first.where}: {first.message} "
+            f"({counted(len(findings), 'finding')}); copy or quantize it again"
+        )
 
 
 def plan_digest(plan: Plan) -> str:
@@ -161,6 +180,16 @@ def side_files(folder: Path) -> dict[str, Path]:
     """What is copied beside weights and config."""
     found = {path.name: path for pattern in SIDE_FILES for path in folder.glob(pattern)}
     return dict(sorted(found.items()))
+
+
+def without_packed_layer(names: Iterable[str], config: Mapping[str, Any]) -> list[str]:
+    """Matrices that no packed layer holds, so that a folder in which they are packed cannot be loaded."""
+    known = list(names)
+    parts = [config, *(part for part in config.values() if isinstance(part, dict))]  # a model may be made of others
+    is_transposed = any(part.get("model_type") in _TRANSPOSED_TYPES for part in parts)
+    owners = {name.removesuffix(_ATTENTION) for name in known if name.endswith(_ATTENTION)}
+    attention = {owner + local for owner in owners for local in (_ATTENTION, "out_proj.weight")}
+    return [name for name in known if name in attention or (is_transposed and _TRANSPOSED.search(name))]
 
 
 # ---- shards ----------------------------------------------------------------------------------------------------------

@@ -24,6 +24,7 @@ from bitplan.formats.scales.rules import ScaleRule
 from bitplan.kernels import encode
 from bitplan.plan import Plan
 from bitplan.plan.choose import Wanted
+from bitplan.plan.names import listed
 from bitplan.store.files.headers import plan_for_file
 from bitplan.store.files.open_files import container_for, open_tensors, require_container
 from bitplan.store.files.safetensors_tensors import NativeTensors
@@ -39,6 +40,7 @@ from bitplan.store.packed_folder import (
     packed_config,
     read_config,
     side_files,
+    without_packed_layer,
     write_packed_folder,
 )
 from bitplan.store.rounding.evidence import EvidenceFile, weight_digest
@@ -181,6 +183,13 @@ def quantize_file(
         file = opened.enter_context(open_tensors(source))
         statistics = None if evidence is None else opened.enter_context(open_evidence(evidence))
         plan = plan_for_file(file, fmt, keep=keep, only=only, pad=pad is not None, output=output)
+        if unpacked := _without_layer(file, plan, output):
+            keep = (*keep, *unpacked)
+            plan = plan_for_file(file, fmt, keep=keep, only=only, pad=pad is not None, output=output)
+            report.notes.append(
+                f"{len(unpacked)} tensors stay as they are, for no packed layer holds them (transposed matrices, "
+                f"nn.MultiheadAttention): {listed(unpacked, MOST_NAMES_SHOWN)}; a .safetensors OUTPUT holds them packed"
+            )
         plan.require_whole(str(source))
         options = QuantizeOptions(plan, scale_rule, plan.pad, nonfinite, statistics)
         report.notes += _check_evidence(file, options)
@@ -267,6 +276,16 @@ def _folder_contents(file: TensorFile, options: QuantizeOptions, shard_bytes: in
         shards = cut_shards(_promises(file, list(file.specs), options), file.tied, shard_bytes)
         return FolderContents(shards, packed_config(config, options.plan), options.plan, side_files(file.path))
     return FolderContents(_same_shards(file, options)) if len(file.shards) > 1 else None
+
+
+def _without_layer(file: TensorFile, plan: Plan, output: str | Path) -> list[str]:
+    """Tensors that the plan packs and that no packed layer holds, where the output is the folder of a model."""
+    if container_for(output) or not isinstance(file, NativeTensors) or not is_model_folder(file.path):
+        return []
+    packed = [
+        name for name in file.specs if plan.entries[name].stored is None and not get_format(plan[name].format).is_cast
+    ]
+    return without_packed_layer(packed, read_config(file.path))
 
 
 def _unstackable(folder: FolderContents) -> list[str]:

@@ -27,7 +27,7 @@ from bitplan.kernels import encode
 from bitplan.plan.choose import Stored, Wanted, choose_formats
 from bitplan.plan.names import listed
 from bitplan.plan.plan import Plan
-from bitplan.runtime.packed.checkpoints.save import let_transformers_save
+from bitplan.runtime.packed.checkpoints.save import adapt_to_transformers
 from bitplan.runtime.packed.dtype_checks import meeting_faults
 from bitplan.runtime.packed.packed_layers import format_fault, lacking, packed_kind, packed_layer, why_not_packed
 from bitplan.runtime.packed.strategy import check_strategy
@@ -129,7 +129,7 @@ def apply_plan(
         _check_range(decision)
     _swap(model, made)
     if made:
-        let_transformers_save(model)
+        adapt_to_transformers(model)
     for decision in decided.casts:
         decision.cast()
     order = {name: index for index, name in enumerate(plan)}

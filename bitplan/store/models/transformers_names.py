@@ -30,7 +30,7 @@ def model_from_tensors(model_class: Any, config: Any, tensors: Mapping[str, Tens
                 None, config=config, state_dict=dict(tensors), **REPORTED, **options
             )
         except (RuntimeError, ValueError) as error:
-            raise FileFormatError(f"{where}: transformers cannot load it: {first_line(error)}") from error
+            raise FileFormatError(f"{where}: transformers cannot load it: {foreign_reason(error)}") from error
     require_complete(info, where)
     return model
 
@@ -42,7 +42,7 @@ def require_complete(info: Mapping[str, Any], where: str) -> None:
         f"{name} (the file has {tuple(came)}, the model {tuple(expected)})"
         for name, came, expected in sorted(info.get("mismatched_keys") or (), key=lambda item: str(item[0]))
     ]
-    errors = [first_line(error) for error in info.get("error_msgs") or ()]
+    errors = [foreign_reason(error) for error in info.get("error_msgs") or ()]
     faults = [("missing", missing), ("unknown to the model", unknown), ("of another shape", shapes), ("errors", errors)]
     if any(names for _, names in faults):
         message = "; ".join(listed_names(what, names) for what, names in faults if names)
@@ -56,10 +56,10 @@ def listed_names(what: str, names: Iterable[str]) -> str:
     return f"{len(known)} {what}: {', '.join(known[:MOST_NAMES_SHOWN])}{more}"
 
 
-def first_line(error: object) -> str:
-    """What a foreign error says, on one line."""
+def foreign_reason(error: object) -> str:
+    """What a foreign error says, on one line: of some the first line is a title, and the second the reason."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return lines[0][:300] if lines else type(error).__name__
+    return " ".join(lines[:2])[:300] if lines else type(error).__name__
 
 
 @contextmanager

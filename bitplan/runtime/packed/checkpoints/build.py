@@ -16,7 +16,7 @@ from torch import nn
 
 from bitplan.errors import FileFormatError
 from bitplan.formats.dtypes import torch_dtype
-from bitplan.store.models.transformers_names import first_line, silence_transformers
+from bitplan.store.models.transformers_names import foreign_reason, silence_transformers
 from bitplan.store.packed_folder import CONFIG
 
 GENERATION = "generation_config.json"
@@ -40,7 +40,7 @@ def empty_model(folder: Path, config: Mapping[str, Any], dtype: torch.dtype | No
         except FileFormatError:
             raise
         except Exception as error:  # of a config that transformers does not take, it raises whatever it stumbles over
-            raise FileFormatError(f"{folder / CONFIG}: no model can be made of it: {first_line(error)}") from error
+            raise FileFormatError(f"{folder / CONFIG}: no model can be made of it: {foreign_reason(error)}") from error
         if (folder / GENERATION).is_file() and model.can_generate():  # type: ignore[operator]
             model.generation_config = transformers.GenerationConfig.from_pretrained(str(folder))
     return model.eval()

@@ -30,7 +30,7 @@ from bitplan.runtime.packed.checkpoints.fill import (
     read_values,
 )
 from bitplan.runtime.packed.checkpoints.recipes import assign
-from bitplan.runtime.packed.checkpoints.save import let_transformers_save
+from bitplan.runtime.packed.checkpoints.save import adapt_to_transformers
 from bitplan.runtime.packed.checkpoints.source import loaded_from, remember
 from bitplan.runtime.packed.gpt_oss.load import is_gpt_oss, load_gpt_oss
 from bitplan.runtime.packed.joint import fuse_projections
@@ -46,9 +46,7 @@ from bitplan.runtime.packed.strategy import INPUTS, check_strategy
 from bitplan.runtime.packed.tile_cache import TileCache
 from bitplan.runtime.packed_weight import PackedWeight
 from bitplan.store.files.open_files import open_tensors
-from bitplan.store.files.tensor_file import TensorFile
-from bitplan.store.packed_folder import CONFIG, plan_findings, read_config, read_packed_plan
-from bitplan.text import counted
+from bitplan.store.packed_folder import CONFIG, check_plan, read_config, read_packed_plan
 
 
 def load_packed(
@@ -89,7 +87,7 @@ def load_packed(
     config, plan = (None, None) if is_bare else _read_folder(source)
     with open_tensors(source) as file:
         if plan is not None:
-            _check_plan(plan, file)
+            check_plan(plan, file)
         target = model if model is not None else empty_model(source, config or {}, dtype, place)
         assignment = assign(target, file, str(path))
         check_layers(target, assignment, file, str(path))
@@ -118,7 +116,7 @@ def load_packed(
                 model=target,
             ),
         )
-        let_transformers_save(target)
+        adapt_to_transformers(target)
         distinct = list({id(value): value for value in values.values()}.values())
         packed = [value for value in distinct if isinstance(value, PackedWeight)]
         report = LoadReport(
@@ -167,14 +165,4 @@ def _remember_gpt_oss(model: nn.Module, source: Path) -> None:
         config = read_config(source) if has_config and "model_type" in read_config(source) else None
         folder = source if source.is_dir() else None
         remember(model, loaded_from(file, (), folder=folder, config=config, plan=None, model=model))
-    let_transformers_save(model)
-
-
-def _check_plan(plan: Plan, file: TensorFile) -> None:
-    """The plan must be of these tensors: a folder whose parts were mixed up is not loaded."""
-    if findings := plan_findings(plan, file):
-        first = findings[0]
-        raise FileFormatError(
-            f"{file.path}: its plan is of another model: {first.where}: {first.message} "
-            f"({counted(len(findings), 'finding')}); copy or quantize the folder again"
-        )
+    adapt_to_transformers(model)

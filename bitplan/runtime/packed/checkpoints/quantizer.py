@@ -32,16 +32,17 @@ from bitplan.runtime.packed.checkpoints.fill import (
     read_values,
 )
 from bitplan.runtime.packed.checkpoints.recipes import Assignment, assign
-from bitplan.runtime.packed.checkpoints.save import let_transformers_save
+from bitplan.runtime.packed.checkpoints.save import adapt_to_transformers
 from bitplan.runtime.packed.checkpoints.source import loaded_from, remember
 from bitplan.runtime.packed.joint import fuse_projections
-from bitplan.runtime.packed.read_packed import check_room, device_of
+from bitplan.runtime.packed.read_packed import check_norms, check_room, device_of
 from bitplan.store.files.open_files import open_tensors
 from bitplan.store.packed_folder import (
     PLAN,
     QUANT_METHOD,
     VERSION,
     check_packed_config,
+    check_plan,
     read_config,
     read_packed_plan,
 )
@@ -56,11 +57,18 @@ class BitplanConfig(QuantizationConfigMixin):  # type: ignore[misc]
 
 
 class _Unfilled(nn.Module):
-    """Where a packed layer will be; only its bias is there for transformers to load."""
+    """Where a packed layer will be; only its bias is there for transformers to load.
 
-    def __init__(self, module: nn.Module) -> None:
+    An `_init_weights` may read the children of a layer (T5's does): weights and sizes are there for it as plain
+    attributes, on meta, where nothing can be written.
+    """
+
+    def __init__(self, layer: nn.Module) -> None:
         super().__init__()
-        self.register_parameter("bias", module._parameters.get("bias"))
+        self.register_parameter("bias", layer._parameters.get("bias"))
+        sizes = {name: value for name, value in vars(layer).items() if not name.startswith("_")}
+        weights = {name: value for name, value in layer._parameters.items() if name != "bias"}
+        self.__dict__ |= sizes | weights  # not registered, so that the weights are no keys to load
 
 
 class BitplanQuantizer(HfQuantizer):  # type: ignore[misc]
@@ -112,10 +120,13 @@ class BitplanQuantizer(HfQuantizer):  # type: ignore[misc]
         has_plan = (self._folder / check_packed_config(self._folder, self._config)["plan"]).is_file()
         self._plan = read_packed_plan(self._folder, self._config) if has_plan else None  # a download may leave it out
         with torch.device("cpu"), open_tensors(self._folder) as file:
+            if self._plan is not None:
+                check_plan(self._plan, file)
             self._all = assign(model, file, where)
             check_layers(model, self._all, file, where)
             self._dtypes = plain_types(model, None)
             check_room(where, needed_bytes(model, self._all, file, self._dtypes), self._device)
+            check_norms(file)  # transformers reads them, and takes any number
             recipes = tuple(recipe for recipe in self._all.recipes if recipe.format_in(file) is not None)
         made = {recipe.targets[0] for recipe in recipes}
         ties = {target: source for target, source in self._all.ties.items() if source in made}
@@ -147,7 +158,7 @@ class BitplanQuantizer(HfQuantizer):  # type: ignore[misc]
                     file, self._all.recipes, folder=self._folder, config=self._config, plan=self._plan, model=model
                 ),
             )
-        let_transformers_save(model)
+        adapt_to_transformers(model)
         self._layers.clear()
         return model
 

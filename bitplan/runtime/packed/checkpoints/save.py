@@ -83,10 +83,29 @@ def save_packed(model: nn.Module, path: str | Path, *, force: bool = False, shar
     write_packed_folder(path, contents, write, force=force)
 
 
-def let_transformers_save(model: nn.Module) -> None:
-    """transformers' own save_pretrained would write packed parts under names that nothing reads again."""
-    if hasattr(model, "save_pretrained"):
-        setattr(model, "save_pretrained", types.MethodType(_save_pretrained, model))  # noqa: B010
+def adapt_to_transformers(model: nn.Module) -> None:
+    """Replace what transformers does with weights as tensors.
+
+    Its own save_pretrained would write packed parts under names that nothing reads again.
+    """
+    for name, ours in (("save_pretrained", _save_pretrained), ("resize_token_embeddings", _resize_token_embeddings)):
+        if hasattr(model, name):
+            setattr(model, name, types.MethodType(ours, model))
+
+
+def _resize_token_embeddings(model: Any, new_num_tokens: int | None = None, *args: Any, **options: Any) -> Any:
+    """Rows cannot be added to packed tables; refused before transformers has changed one of input and output."""
+    layers = (model.get_input_embeddings(), model.get_output_embeddings())
+    packed = [layer for layer in layers if isinstance(getattr(layer, "weight", None), PackedWeight)]
+    if not packed:
+        return type(model).resize_token_embeddings(model, new_num_tokens, *args, **options)
+    rows = packed[0].weight.shape[0]
+    if new_num_tokens in (None, rows) and not args and not options.get("pad_to_multiple_of"):
+        return layers[0]
+    raise StoreError(
+        f"resize_token_embeddings({new_num_tokens}): {packed[0].name} is packed ({packed[0].weight.fmt.name}) and "
+        f"keeps its {rows} rows; resize the unpacked model, then pack it"
+    )
 
 
 def _save_pretrained(model: nn.Module, save_directory: str | Path, **options: Any) -> None:

@@ -19,7 +19,7 @@ from bitplan.runtime.packed.quant_experts import QuantExperts
 from bitplan.runtime.packed_weight import PackedWeight
 from bitplan.store.gpt_oss import GptOssFile
 from bitplan.store.gpt_oss.config import hf_config
-from bitplan.store.models.transformers_names import first_line
+from bitplan.store.models.transformers_names import foreign_reason
 
 EXPERTS = ".mlp.experts."
 GENERATION = "generation_config.json"
@@ -49,7 +49,7 @@ def empty_model(file: GptOssFile, dtype: torch.dtype) -> nn.Module:
         with torch.device("meta"):
             model: nn.Module = GptOssForCausalLM(config)
     except Exception as error:  # of a config that transformers does not take, it raises whatever it stumbles over
-        raise FileFormatError(f"{file.where}: no model can be made of its config: {first_line(error)}") from error
+        raise FileFormatError(f"{file.where}: no model can be made of its config: {foreign_reason(error)}") from error
     if file.layout == "hf" and (file.folder / GENERATION).is_file():
         model.generation_config = GenerationConfig.from_pretrained(file.folder)
     return model

@@ -153,6 +153,24 @@ def test_transformers_loads_generates_and_saves_it(packed, tmp_path):
         transformers.AutoModelForCausalLM.from_pretrained(newer)
 
 
+def test_transformers_loads_a_model_whose_initialisation_reads_the_weights_of_children(tmp_path):
+    import bitplan.transformers
+
+    torch.manual_seed(0)
+    sizes = {"d_model": 64, "d_kv": 16, "d_ff": 96, "num_layers": 1, "num_heads": 4, "vocab_size": 96}
+    source = save(
+        transformers.T5ForConditionalGeneration(transformers.T5Config(**sizes, decoder_start_token_id=0)),
+        tmp_path / "t5",
+    )
+    quantize.quantize_file(source, tmp_path / "packed", "int8_row")
+    with contextlib.redirect_stderr(io.StringIO()):
+        model = transformers.AutoModelForSeq2SeqLM.from_pretrained(tmp_path / "packed")
+    ours = bitplan.load_packed(tmp_path / "packed").model
+    with torch.no_grad():
+        results = [one.eval()(input_ids=IDS, decoder_input_ids=IDS).logits for one in (model, ours)]
+    assert torch.equal(*results)
+
+
 def test_a_model_packed_in_memory_is_saved_and_loaded_under_its_own_names(tmp_path):
     torch.manual_seed(0)
     model = mixtral()
@@ -259,6 +277,10 @@ def test_everything_that_does_not_fit_is_one_error(packed, tmp_path):
         (lambda folder, _: (folder / "bitplan_plan.json").write_text("{}"), "is not the plan by which this folder was"),
         (lambda _, config: config.update(architectures=["MyModel"]), "'MyModel' is not one of transformers"),
         (lambda _, config: config.update(hidden_size=-1), "config.json: no model can be made of it"),
+        (
+            lambda _, config: config.update(num_hidden_layers="two"),
+            "made of it: .*num_hidden_layers.*: TypeError: .*two",
+        ),
     ],
 )
 def test_a_folder_that_is_not_whole_is_refused_in_one_line(packed, tmp_path, change, said):
@@ -286,12 +308,40 @@ def test_a_plan_of_another_model_is_refused(packed, tmp_path):
         json.dumps(packed_config(json.loads((folder / "config.json").read_text()), plan))
     )
     with pytest.raises(
-        FileFormatError, match=r"its plan is of another model: model.* is in the files, and not in the plan"
+        FileFormatError,
+        match=r"mixed: the folder is damaged: model.*: extra: 'model-.*\.safetensors' has it, and its plan",
     ):
         bitplan.load_packed(folder)
 
 
+def test_a_tensor_that_is_missing_is_named_with_the_file_that_lacks_it(packed, tmp_path):
+    import bitplan.transformers
+
+    whole = tmp_path / "whole"
+    bitplan.quantize_file(packed.parent / "llama", whole, "int8_row")
+    with safetensors.safe_open(whole / "model.safetensors", "pt") as file:
+        metadata = file.metadata()
+    tensors = safetensors.torch.load_file(whole / "model.safetensors")
+    del tensors["model.norm.weight"]
+    safetensors.torch.save_file(tensors, whole / "model.safetensors", metadata)
+    said = "whole: the folder is damaged: model.norm.weight: missing: its plan has it, and 'model.safetensors' lacks it"
+    for load in (bitplan.load_packed, transformers.AutoModelForCausalLM.from_pretrained):
+        with pytest.raises(FileFormatError, match=said):
+            load(whole)
+
+
+def test_a_packed_vocabulary_is_not_resized(packed):
+    model = bitplan.load_packed(packed).model
+    before = logits(model)
+    with pytest.raises(StoreError, match=r"resize_token_embeddings\(300\): .* packed .* 96 rows"):
+        model.resize_token_embeddings(300)
+    assert model.resize_token_embeddings(96) is model.resize_token_embeddings() is model.model.embed_tokens
+    assert torch.equal(logits(model), before)
+
+
 def test_numbers_that_are_none_are_refused(packed, tmp_path):
+    import bitplan.transformers
+
     norm = changed(packed, tmp_path / "norm", lambda all_: all_["model.norm.weight"][3:5].fill_(torch.nan))
     scale = changed(
         packed, tmp_path / "scale", lambda all_: all_["model.layers.0.mlp.up_proj.weight.scales"][:1].fill_(torch.inf)
@@ -301,6 +351,9 @@ def test_numbers_that_are_none_are_refused(packed, tmp_path):
             bitplan.load_packed(norm, check=check)
         with pytest.raises(FileFormatError, match=r"mlp\.up_proj\.weight.*(NaN or infinite|are infinite)"):
             bitplan.load_packed(scale, check=check)
+    for folder, said in ((norm, r"model\.norm\.weight': 2 of 64 numbers of a norm are NaN"), (scale, "infinite")):
+        with pytest.raises(FileFormatError, match=said):
+            transformers.AutoModelForCausalLM.from_pretrained(folder)
     bitplan.load_packed(packed, check="deep")
 
 
@@ -311,9 +364,14 @@ def test_layers_and_formats_that_cannot_be_packed_are_refused(tmp_path):
         )
     )
     source = save(gpt2, tmp_path / "gpt2")
-    quantize.quantize_file(source, tmp_path / "packed", "int8_row")
+    quantize.quantize_file(source, tmp_path / "packed.safetensors", "int8_row")
     with pytest.raises(FileFormatError, match=r"4 packed tensors have no packed layer: .* of a Conv1D.*--keep"):
-        bitplan.load_packed(tmp_path / "packed")
+        bitplan.load_packed(tmp_path / "packed.safetensors", model=gpt2)
+    report = quantize.quantize_file(source, tmp_path / "packed", "int8_row")
+    assert "4 tensors stay as they are, for no packed layer holds them" in report.warnings[-1]
+    assert "transformer.h.0.attn.c_attn.weight" in report.warnings[-1]
+    assert logits(bitplan.load_packed(tmp_path / "packed").model).shape == (1, 12, 96)
+    assert not quantize.quantize_file(source, tmp_path / "cast", "bfloat16").notes
     source = save(mixtral(), tmp_path / "mixtral")
     report = quantize.quantize_file(source, tmp_path / "nvfp4", "nvfp4")
     assert "24 experts are in nvfp4, which has a factor for each tensor" in report.warnings[-1]
