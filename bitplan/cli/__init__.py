@@ -28,10 +28,10 @@ def run(arguments: Sequence[str] | None = None) -> int:
     try:
         code = int(command.main(args=given, prog_name="bitplan", standalone_mode=False) or 0)
         return _interrupted() if code == INTERRUPTED else code  # newer typers turn Ctrl-C into a code
-    except (BitplanError, OSError, MemoryError) as error:
-        return _fail(_one_line(error))
     except StoppedVerbError as stopped:
         return _fail(f"interrupted; {stopped}", code=INTERRUPTED)
+    except (BitplanError, OSError, MemoryError) as error:
+        return _fail(_one_line(error))
     except (KeyboardInterrupt, typer.Abort):
         return _interrupted()
     except Exception as error:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from bitplan.cli.fit_columns import TextColumn, columns_of, share_width, split_columns, wrap
+from bitplan.errors import BitplanError
 from bitplan.formats.fp8_recipes import RECIPES
 from bitplan.text import visible
 
@@ -27,8 +28,8 @@ WIDE = 160  # where nobody says how wide: a pipe, a file
 LINE_EVERY_S = 10.0
 
 
-class StoppedVerbError(Exception):
-    """Ctrl-C, in a verb that says what was done until then."""
+class StoppedVerbError(BitplanError):
+    """Ctrl-C, in a verb that says what was done until then; `run` exits as interrupted."""
 
 
 def show_json(document: Any) -> None:

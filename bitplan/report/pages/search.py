@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Sequence
+from itertools import pairwise
 
 from bitplan.report.chart import (
     Frame,
@@ -146,9 +147,12 @@ def _rival(found: RecordFields) -> str:
     ours, theirs = found.fields("plan").number("kl"), close.number("kl")
     if ours <= 0 or theirs <= 0:
         return ""
+    goal, more = found.fields("goal"), ", more than the goal allows,"
+    is_larger = any(key in goal and close.number(key) > goal.number(key) for key in ("bits", "bytes"))
+    is_farther = "max_kl" in goal and theirs > goal.number("max_kl")
     return (
-        f"Without a search, {close.text('label')} takes {nbytes(close.number('bytes'))} and is {significant(theirs)} "
-        f"nats off, {significant(theirs / ours)}{TIMES} as much."
+        f"Without a search, {close.text('label')} takes {nbytes(close.number('bytes'))}{more if is_larger else ''} and "
+        f"is {significant(theirs)} nats off{more if is_farther else ','} {significant(theirs / ours)}{TIMES} as much."
     )
 
 
@@ -257,7 +261,7 @@ def _front_card(found: RecordFields) -> Markup:
     )
     inside = [(x, y) for x, y in points if x <= frame.x.high and y >= frame.y.low]
     if len(inside) > 1:
-        frame.add(line(frame, inside, "k0"))
+        frame.add(line(frame, _steps(inside), "k0"))
     for each in uniform:
         x, y = each.number("bits"), each.number("nats")
         if x <= frame.x.high and y >= frame.y.low:
@@ -276,15 +280,24 @@ def _front_card(found: RecordFields) -> Markup:
         )
     names = legend(
         [
-            ("k0", "best possible, predicted"),
+            ("k0", "best of some sizes, predicted"),
             ("k3", "the plan, measured"),
             ("k1", "others, measured"),
             ("k7", "one format, predicted"),
         ]
     )
     return card(
-        "Damage against size", frame.svg(), legend=names, note="Bars: 95 % interval on other text of this kind."
+        "Damage against size",
+        frame.svg(),
+        legend=names,
+        note="Steps: a plan of a size in between may lie below. Bars: 95 % interval on other text of this kind.",
     )
+
+
+def _steps(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
+    """Between two sizes the smaller one's plan is the best that is known: no plan has all sizes in between."""
+    corners = [(size, damage) for (_, damage), (size, _) in pairwise(points)]
+    return [points[0], *(place for pair in zip(corners, points[1:], strict=True) for place in pair)]
 
 
 def _agreement_card(found: RecordFields) -> Markup:

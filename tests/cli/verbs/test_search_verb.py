@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
+from itertools import pairwise
 
 import pytest
 
@@ -140,6 +142,10 @@ def test_the_report_shows_the_search(tmp_path, capsys):
     for title in ("What was decided", "Why", "What it cost", "What it gained", "Where precision matters"):
         assert title in text
     capsys.readouterr()
+    assert "kB, more than the goal allows, and is" in text  # plans without a search are of no fewer bytes
+    best = re.search(r'<polyline points="([^"]+)" class="line k0"', text)[1]
+    places = [place.split(",") for place in best.split()]
+    assert all(x == next_x or y == next_y for (x, y), (next_x, next_y) in pairwise(places))  # sizes are discrete
 
 
 @pytest.mark.parametrize(
