@@ -64,7 +64,7 @@ def test_renders_without_a_complaint_or_a_request(look):
     page = look()
     assert page.problems == []
     assert page.requests == [page.address]
-    assert page.run("document.querySelectorAll('main > section').length") == 11
+    assert page.run("document.querySelectorAll('main > section').length") == 12
     assert page.run("[...document.querySelectorAll('svg')].every((svg) => svg.getBoundingClientRect().width > 100)")
     assert page.run("document.querySelectorAll('svg').length") > 25
     assert page.run("getComputedStyle(document.body).backgroundColor") == "rgb(246, 247, 249)"  # the style is applied
