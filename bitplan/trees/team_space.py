@@ -19,7 +19,7 @@ from bitplan.trees.loops import split
 from bitplan.trees.loops import team as loops
 from bitplan.trees.loops.histogram import BINS, CHUNK, GROUP, PANEL
 
-TEAM_ROWS = 2**15  # smaller tables are not worth a team, nor compiling its loops
+TEAM_ROWS = 2**16  # smaller tables are not worth a team, nor compiling its loops
 SHARED_ROWS = 2**16  # from here on all threads work on one node
 
 
