@@ -119,7 +119,7 @@ class TreeGrower:
         self._entries = self._builder.enter(rows, self._space)  # reordered leaf by leaf
         if self._shards.count == 1 and len(rows) >= team_space.TEAM_ROWS:
             return self._grow_by_team(gradients, len(rows), features)
-        histogram, total_rows = self._builder.build(self._entries, threads=len(rows) >= THREADS_FROM_ROWS), len(rows)
+        histogram = self._builder.build(self._entries, threads=len(rows) >= THREADS_FROM_ROWS)
         self._sum = HistogramSum(self._shards, gradients.precision, self._builder, features, self._bins.counts)
         total_rows = int(self._shards.add(np.array([len(rows)], np.int64), "rows of a tree")[0])
         (histogram,) = self._sum([histogram], [total_rows])

@@ -34,6 +34,7 @@ class TeamSpace:
         self._cells = ((len(groups) - 1) * PANEL + groups[-1] * GROUP) * BINS
         self._pool = np.empty(0, np.int64)
         self._parts: tuple[Array, Array, Array] | None = None
+        self._addresses: dict[tuple[bool, bool, bool], Array] = {}  # asking numba for them takes a millisecond a tree
         self._own = (
             np.zeros((2 * size, split.NODE_COLUMNS), np.int64),
             np.zeros((2 * size, 3)),
@@ -75,7 +76,12 @@ class TeamSpace:
         data = self._data.words, self._data.firsts, used, gradients.hessians.view(np.uint8)
         tables = growth.nodes, growth.reals, growth.goes_left
         order = growth.leaves, growth.splits, growth.counts, growth.ready
-        kernels = self._kernels(gradients, rows, tables, order, growth.best_first, features, options, monotone)
+        packs = options[-1]
+        needed = precise, packs, not packs or len(features[1]) > 0 or count > most
+        if needed not in self._addresses:
+            given = needed[2], gradients, rows, tables, order, growth.best_first, features, options, monotone
+            self._addresses[needed] = self._kernels(*given)
+        kernels = self._addresses[needed]
         self._sync[:] = 0
 
         def run(me: int) -> None:
@@ -102,6 +108,7 @@ class TeamSpace:
 
     def _kernels(
         self,
+        judges_all: bool,
         gradients: Gradients,
         rows: tuple[Array, Array, Array],
         tables: tuple[Array, Array, Array],
@@ -114,12 +121,12 @@ class TeamSpace:
         """Addresses of the loops that this tree needs; 0 for those it does not."""
         (entries, spare, columns), (nodes, reals, goes_left), cells = rows, tables, self._pool
         bins, scales, numbers, is_category, bounding, packs = options
-        at = 0, 0, nodes, reals, goes_left
+        at, dividing = (0, 0, nodes, reals, goes_left), (entries, columns, spare, goes_left, nodes, reals)
         space, by_bin = self._own[3][0], self._own[4][0]
         packed = general = 0
         if packs:
             packed = address_of(split.judge_packed, cells, cells, False, *at, features[0], bins, scales, numbers, space)
-        if not packs or len(features[1]) or len(entries) > histogram.NARROW_ROWS:
+        if judges_all:
             more = features[2], bins, scales, numbers, is_category, bounding, space, by_bin
             general = address_of(split.judge, cells, 0, cells, 0, False, *at, *more)
         precise = gradients.precision is GradientPrecision.F32
@@ -129,20 +136,7 @@ class TeamSpace:
         return np.array(
             [
                 address_of(nodes_loops.take, nodes, reals, *order, best_first, 0, 0),
-                address_of(
-                    nodes_loops.divide,
-                    entries,
-                    columns,
-                    spare,
-                    goes_left,
-                    nodes,
-                    reals,
-                    0,
-                    0,
-                    monotone,
-                    scales,
-                    numbers,
-                ),
+                address_of(nodes_loops.divide, *dividing, 0, 0, monotone, scales, numbers),
                 packed,
                 general,
                 *(address_of(adders[-(-width // GROUP)], *adding) for width in self._data.widths),

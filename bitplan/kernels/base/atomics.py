@@ -24,26 +24,20 @@ def _pointer(context: Any, builder: Any, kind: Any, array: Any, index: Any) -> A
     return builder.gep(context.make_array(kind)(context, builder, array).data, [index])
 
 
-@intrinsic
-def fetch_add(_typing: Any, array: Any, index: Any, value: Any) -> Any:
-    """array[index] += value; returns what was there before."""
+def _read_and_change(operation: str) -> Any:
+    """A function of an array, a place and a value: what was there before, and is changed by `operation`."""
 
-    def generate(context: Any, builder: Any, _signature: Any, values: Any) -> Any:
-        at = _pointer(context, builder, array, values[0], values[1])
-        return builder.atomic_rmw("add", at, context.cast(builder, values[2], value, types.int64), "acq_rel")
+    def build(_typing: Any, array: Any, index: Any, value: Any) -> Any:
+        def generate(context: Any, builder: Any, _signature: Any, values: Any) -> Any:
+            at = _pointer(context, builder, array, values[0], values[1])
+            return builder.atomic_rmw(operation, at, context.cast(builder, values[2], value, types.int64), "acq_rel")
 
-    return types.int64(array, index, value), generate
+        return types.int64(array, index, value), generate
+
+    return intrinsic(build)
 
 
-@intrinsic
-def exchange(_typing: Any, array: Any, index: Any, value: Any) -> Any:
-    """array[index] = value; returns what was there before."""
-
-    def generate(context: Any, builder: Any, _signature: Any, values: Any) -> Any:
-        at = _pointer(context, builder, array, values[0], values[1])
-        return builder.atomic_rmw("xchg", at, context.cast(builder, values[2], value, types.int64), "acq_rel")
-
-    return types.int64(array, index, value), generate
+fetch_add, exchange = _read_and_change("add"), _read_and_change("xchg")
 
 
 @intrinsic
