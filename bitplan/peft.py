@@ -9,7 +9,7 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from torch import nn
 
@@ -25,12 +25,13 @@ from bitplan.runtime.packed.strategy import LayerError  # noqa: E402
 __all__ = ["LoraPackedLinear", "get_peft_model", "load_adapter"]
 
 
-class LoraPackedLinear(LoraLinear):  # type: ignore[misc]
+class LoraPackedLinear(LoraLinear):
     """A LoRA adapter on a packed linear layer. It cannot be merged: a packed weight takes no sum."""
 
     def merge(self, *_: Any, **__: Any) -> None:
+        layer = cast(QuantLinear, self.get_base_layer())
         raise LayerError(
-            f"an adapter cannot be merged into a weight packed in {self.get_base_layer().weight.fmt.name}: "
+            f"an adapter cannot be merged into a weight packed in {layer.weight.fmt.name}: "
             "save the adapter (save_pretrained), load it on the unpacked model, merge it there and quantize the result"
         )
 
@@ -66,6 +67,7 @@ def _packed_layers_known(peft_config: Any) -> Iterator[None]:
 
 
 def _names_of_linears(model: nn.Module) -> set[str]:
-    head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
+    find_head = getattr(model, "get_output_embeddings", None)
+    head = find_head() if callable(find_head) else None
     linears = [(name, module) for name, module in model.named_modules() if isinstance(module, QuantLinear | nn.Linear)]
     return {name for name, module in linears if module is not head}
