@@ -187,7 +187,7 @@ def _amax(blocks: Tensor, block: ScaleBlock) -> Tensor:
 
 
 def _power_of_two_scale_above(amax: Tensor, fp8: str) -> tuple[Tensor, Tensor]:
-    """(E8M0 bytes, the scales they stand for): rounded up, so that nothing saturates; `mxfp8` as a format rounds down."""
+    """(E8M0 bytes, the scales they stand for): rounded up, so that nothing saturates; the format mxfp8 rounds down."""
     limit = torch.full((), FP8_LIMITS[fp8], dtype=torch.float32, device=amax.device)
     byte = ((amax / limit).view(torch.int32) + 0x7FFFFF) >> 23  # the next exponent unless the mantissa is zero
     byte = torch.where(amax.isfinite(), byte, E8M0_NAN).to(torch.uint8)

@@ -222,7 +222,7 @@ def _plan(saved: Mapping[str, _SavedTensor], source: LoadedFrom | None) -> Plan:
 
 
 def _layout(entry: Planned) -> tuple[Any, ...]:
-    """What decides a tensor's bytes. The type of an unpacked one may be in `stored` or in `format`: both count as equal."""
+    """What decides a tensor's bytes. The type of an unpacked one may be in `stored` or in `format`, which are equal."""
     fmt = get_format(entry.choice.format)
     plain = entry.stored or (dtype_name(fmt.storage) if fmt.is_cast else None)
     return (plain or fmt.name, tuple(entry.shape or ()))
