@@ -7,7 +7,7 @@ A policy says where OUR layers win. Others cast apart from the norm and run q, k
 is smaller, and a narrow win of ours may be their loss: use a policy with a speedup threshold above 1 for them. They run
 all three products of a layer in FP8 or none, so they get answers for whole modules, else those of `apply_fp8`.
 
-TransformerEngine is known by class names alone and nothing of it is imported. Names and arguments were compared with the
+TransformerEngine is known by class names alone; nothing of it is imported. Names and arguments were compared with the
 sources of TransformerEngine 2.20 and Megatron-LM of August 2026; UNTESTED against the running library: the tests have
 only classes of its names. `LayerNormMLP` holds two products, for which a policy has no single answer: it gets none.
 """
