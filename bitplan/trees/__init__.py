@@ -7,6 +7,7 @@ require("sklearn", purpose="bitplan.trees", extra="trees")  # before the modules
 from bitplan.trees.distributed.fit import DistributedFit, fit_distributed
 from bitplan.trees.distributed.ranks import ProcessLostError
 from bitplan.trees.estimators import BoostedTreesClassifier, BoostedTreesRegressor
+from bitplan.trees.evaluation.callbacks import RoundState
 from bitplan.trees.files.load import load_trees
 from bitplan.trees.gradients import (
     GradientPrecision,
@@ -29,6 +30,7 @@ __all__ = [
     "GradientsI16",
     "PrecisionAdvice",
     "ProcessLostError",
+    "RoundState",
     "TreesError",
     "fit_distributed",
     "load_trees",

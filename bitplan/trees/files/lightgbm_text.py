@@ -6,6 +6,7 @@ it, and sums run in the same order: raw predictions are equal to the bit.
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import numpy as np
@@ -50,7 +51,7 @@ def to_lightgbm_text(model: Any) -> str:
         "parameters:",
         "end of parameters",
         "",
-        "pandas_categorical:null",
+        f"pandas_categorical:{json.dumps(list(model.categories_.values()) or None)}",
     ]
     return "\n".join(lines) + "\n" + "".join(trees) + "\n".join(end) + "\n"
 

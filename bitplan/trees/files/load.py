@@ -14,11 +14,13 @@ import numpy as np
 from bitplan.documents import LIST, OBJECT, SIZE, Kind, Reader, is_text, load_document, one_of
 from bitplan.errors import FileFormatError
 from bitplan.records import MAX_JSON_BYTES
+from bitplan.trees.binning import MAX_CATEGORY
 from bitplan.trees.boost import Booster
 from bitplan.trees.estimators import BoostedTreesClassifier, BoostedTreesRegressor
-from bitplan.trees.files.save import FORMAT, LEAF_FIELDS, MAX_FEATURES, NODE_FIELDS, VERSION
+from bitplan.trees.files.save import FORMAT, LATER_PARAMETERS, LEAF_FIELDS, MAX_FEATURES, NODE_FIELDS, VERSION
 from bitplan.trees.gradients import Array, TreesError
 from bitplan.trees.grow import FAR
+from bitplan.trees.inputs.categories import CATEGORY_KINDS, MAX_CATEGORIES
 from bitplan.trees.objectives import OBJECTIVES
 from bitplan.trees.tree import Tree
 
@@ -38,6 +40,7 @@ HEAD = {
     "losses": LIST,
     "trees": LIST,
 }
+LATER = {"categories": OBJECT, "rounds_before": SIZE}  # not in every file
 _TREE = dict.fromkeys((*NODE_FIELDS, *LEAF_FIELDS, "categories"), LIST)
 
 
@@ -46,7 +49,7 @@ def load_trees(path: str | Path) -> BoostedTreesClassifier | BoostedTreesRegress
     document = load_document(path, FileFormatError, max_bytes=MAX_JSON_BYTES)
     reader = Reader(str(path), FileFormatError)
     reader.version(document, VERSION)
-    reader.keys("", document, HEAD, HEAD)
+    reader.keys("", document, HEAD | LATER, HEAD)
     model: BoostedTreesClassifier | BoostedTreesRegressor = _estimator(reader, document)
     trees, features = document["trees"], document["features"]
     start = _numbers(reader, "start", document["start"], float)
@@ -58,6 +61,7 @@ def load_trees(path: str | Path) -> BoostedTreesClassifier | BoostedTreesRegress
         features,
         [_tree(reader, f"tree {place}", tree, features) for place, tree in enumerate(trees)],
         _numbers(reader, "losses", document["losses"], float).tolist(),
+        document.get("rounds_before", 0),
     )
     return model
 
@@ -66,8 +70,9 @@ def _estimator(reader: Reader, document: dict[str, Any]) -> Any:
     """With its features, which parameters may name, and its classes."""
     kind, parameters, features = _KINDS[document["kind"]], document["parameters"], document["features"]
     known = dict.fromkeys(kind().get_params(), _ANY)
-    model = kind(**reader.keys("parameters", parameters, known, known))
+    model = kind(**reader.keys("parameters", parameters, known, set(known) - LATER_PARAMETERS))
     model.n_features_in_ = features
+    model.categories_ = _categories(reader, document.get("categories", {}), features)
     names = document["feature_names"]
     if names is not None:
         if type(names) is not list or len(names) != features or not all(map(is_text, names)):
@@ -83,6 +88,24 @@ def _estimator(reader: Reader, document: dict[str, Any]) -> Any:
     else:
         model.classes_ = _classes(reader, document["classes"])
     return model
+
+
+def _categories(reader: Reader, document: dict[str, Any], features: int) -> dict[int, list[Any]]:
+    """What the numbers of each categorical feature stand for."""
+    known = {}
+    for place, values in document.items():
+        kinds = {type(value) for value in values} if isinstance(values, list) else {list}
+        is_known = any(kinds <= allowed for allowed in CATEGORY_KINDS) and len(set(values)) == len(values)
+        if not is_known or len(values) > MAX_CATEGORIES or not all(map(_is_exact, values)):
+            reader.fail(f"categories: {place:.20}", "distinct texts, numbers or truth values, in a list", values)
+        if not place.isdecimal() or int(place) >= features:
+            reader.stop(f"categories: {place:.20}: expected the place of a feature, 0 to {features - 1}")
+        known[int(place)] = values
+    return known
+
+
+def _is_exact(value: Any) -> bool:
+    return is_text(value) or (type(value) is not str and abs(value) <= FAR)
 
 
 def _classes(reader: Reader, classes: Any) -> Array:
@@ -134,8 +157,8 @@ def _is_tree(left: Array, right: Array, leaves: int) -> bool:
 
 def _category_numbers(reader: Reader, path: str, numbers: Any) -> Array:
     array = _numbers(reader, f"{path}: categories", numbers, float)
-    if not np.all((array >= 0) & (array < 256) & (array == np.floor(array))):
-        reader.fail(f"{path}: categories", "whole numbers from 0 to 255", numbers)
+    if not np.all((array >= 0) & (array <= MAX_CATEGORY) & (array == np.floor(array))):
+        reader.fail(f"{path}: categories", f"whole numbers from 0 to {MAX_CATEGORY}", numbers)
     return array
 
 
