@@ -112,9 +112,9 @@ class BoostedTreesClassifier(ClassifierMixin, BoostedTreesBase):  # type: ignore
         """(rows, classes), rows sum to 1."""
         return self._proba(self._scores(X))
 
-    def predict(self, X: Any) -> Array:
-        """The likeliest class of each row."""
-        return self._labels(self._scores(X))
+    def predict(self, X: Any, *, contributions: bool = False) -> Array:
+        """The likeliest class of each row; or what each feature adds to the raw scores (`contributions`)."""
+        return self._contributions(X) if contributions else self._labels(self._scores(X))
 
     def staged_decision_function(self, X: Any) -> Iterator[Array]:
         """`decision_function` after each round."""
@@ -206,9 +206,9 @@ class BoostedTreesRegressor(RegressorMixin, BoostedTreesBase):  # type: ignore[m
     def _targets(self, y: Array) -> Array:
         return targets_of(y)
 
-    def predict(self, X: Any) -> Array:
-        """A number for each row; raw scores for a custom objective."""
-        return self._objective().mean(self._scores(X))
+    def predict(self, X: Any, *, contributions: bool = False) -> Array:
+        """A number for each row (custom objective: a raw score); or what each feature adds to it (`contributions`)."""
+        return self._contributions(X) if contributions else self._objective().mean(self._scores(X))
 
     def staged_predict(self, X: Any) -> Iterator[Array]:
         """`predict` after each round."""

@@ -16,6 +16,7 @@ from bitplan.trees.checks import one_of
 from bitplan.trees.files.lightgbm_text import to_lightgbm_text
 from bitplan.trees.files.save import save_trees
 from bitplan.trees.gradients import Array
+from bitplan.trees.models.contributions import contributions
 from bitplan.trees.threads import threads_of
 from bitplan.trees.tree import Forest
 
@@ -73,6 +74,11 @@ class FittedTrees(BaseEstimator):  # type: ignore[misc]
         check_is_fitted(self)
         with use_threads(threads_of(self.n_jobs)):
             return self.booster_.scores(self._read(x))
+
+    def _contributions(self, x: Any) -> Array:
+        check_is_fitted(self)
+        with use_threads(threads_of(self.n_jobs)):
+            return contributions(self.booster_, self._read(x))
 
     def _staged_scores(self, x: Any) -> Iterator[Array]:
         """Raw scores after each round; the last are those of the whole model, to the bit."""

@@ -54,6 +54,5 @@ def test_importances_are_lightgbms(kind):
     x, y = classes(3)
     model = BoostedTreesClassifier(importance_type=kind, **SETTINGS).fit(x, y)
     expected = lightgbm.Booster(model_str=model.to_lightgbm()).feature_importance(kind)
-    np.testing.assert_allclose(
-        model.feature_importances_, expected / expected.sum(), rtol=1e-6
-    )  # its gains are float32
+    # LightGBM has gains as float32.
+    np.testing.assert_allclose(model.feature_importances_, expected / expected.sum(), rtol=1e-6)
