@@ -8,7 +8,7 @@ from bitplan.trees.distributed.fit import DistributedFit, fit_distributed
 from bitplan.trees.distributed.ranks import ProcessLostError
 from bitplan.trees.estimators import BoostedTreesClassifier, BoostedTreesRegressor
 from bitplan.trees.evaluation.callbacks import RoundState
-from bitplan.trees.files.load import load_trees
+from bitplan.trees.files.load import from_lightgbm, load_trees
 from bitplan.trees.gradients import (
     GradientPrecision,
     Gradients,
@@ -33,6 +33,7 @@ __all__ = [
     "RoundState",
     "TreesError",
     "fit_distributed",
+    "from_lightgbm",
     "load_trees",
     "recommend_gradient_precision",
 ]

@@ -50,6 +50,7 @@ class BoostedTreesClassifier(ClassifierMixin, BoostedTreesBase):  # type: ignore
         class_weight: Any = None,
         scale_pos_weight: float | None = None,
         importance_type: str = "gain",
+        warm_start: bool = False,
         random_state: Any = 0,
         n_jobs: int | None = None,
         verbose: bool = False,
@@ -66,20 +67,22 @@ class BoostedTreesClassifier(ClassifierMixin, BoostedTreesBase):  # type: ignore
         eval_sample_weight: Any = None,
         eval_metric: Any = None,
         callbacks: Any = None,
+        init_model: Any = None,
     ) -> Self:
         """Fit; with `early_stopping_rounds`, `eval_set` ((X, y), or the last of a list) is watched, or else a share of
-        the rows."""
-        options = FitOptions(eval_sample_weight, eval_metric, callbacks)
+        the rows. `init_model` is a model to train further, ours or LightGBM's."""
+        options = FitOptions(eval_sample_weight, eval_metric, callbacks, init_model)
         return self._fit(X, y, sample_weight, eval_set, ALONE, options)
 
     def _fit(
         self, X: Any, y: Any, sample_weight: Any, eval_set: Any, shards: Shards, options: FitOptions | None = None
     ) -> Self:
         options = options or FitOptions()
-        x, labels = self._read_both(X, y, shards)
+        initial = self._initial(options)
+        x, labels = self._read_both(X, y, initial, shards)
         if len(labels):
             check_classification_targets(labels)
-        x = self._agree(x, labels, sample_weight, eval_set, shards)
+        x = self._agree(x, labels, sample_weight, eval_set, initial, shards)
         self.classes_ = merge_classes(np.unique(labels), shards)
         if len(self.classes_) < 2:
             raise TreesError(
@@ -92,7 +95,7 @@ class BoostedTreesClassifier(ClassifierMixin, BoostedTreesBase):  # type: ignore
         weights = class_weights(self.class_weight, self.scale_pos_weight, self.classes_, places, weights, shards)
         rows = Rows(x, places.astype(np.float64), weights)
         watched = self._eval_sets(objective, eval_set, options, shards)
-        self._boost(rows, objective, watched, options, shards)
+        self._boost(rows, objective, watched, options, initial, shards)
         return self
 
     def _targets(self, y: Array) -> Array:
@@ -169,6 +172,7 @@ class BoostedTreesRegressor(RegressorMixin, BoostedTreesBase):  # type: ignore[m
         early_stopping_rounds: int | None = None,
         validation_fraction: float = 0.1,
         importance_type: str = "gain",
+        warm_start: bool = False,
         random_state: Any = 0,
         n_jobs: int | None = None,
         verbose: bool = False,
@@ -185,22 +189,24 @@ class BoostedTreesRegressor(RegressorMixin, BoostedTreesBase):  # type: ignore[m
         eval_sample_weight: Any = None,
         eval_metric: Any = None,
         callbacks: Any = None,
+        init_model: Any = None,
     ) -> Self:
         """Fit; with `early_stopping_rounds`, `eval_set` ((X, y), or the last of a list) is watched, or else a share of
-        the rows."""
-        options = FitOptions(eval_sample_weight, eval_metric, callbacks)
+        the rows. `init_model` is a model to train further, ours or LightGBM's."""
+        options = FitOptions(eval_sample_weight, eval_metric, callbacks, init_model)
         return self._fit(X, y, sample_weight, eval_set, ALONE, options)
 
     def _fit(
         self, X: Any, y: Any, sample_weight: Any, eval_set: Any, shards: Shards, options: FitOptions | None = None
     ) -> Self:
         options = options or FitOptions()
-        x, targets = self._read_both(X, y, shards)
-        x = self._agree(x, targets, sample_weight, eval_set, shards)
+        initial = self._initial(options)
+        x, targets = self._read_both(X, y, initial, shards)
+        x = self._agree(x, targets, sample_weight, eval_set, initial, shards)
         objective = self._objective()
         rows = Rows(x, targets_of(targets), weights_of(sample_weight, x, shards))
         watched = self._eval_sets(objective, eval_set, options, shards)
-        self._boost(rows, objective, watched, options, shards)
+        self._boost(rows, objective, watched, options, initial, shards)
         return self
 
     def _targets(self, y: Array) -> Array:

@@ -116,3 +116,12 @@ def bit_set(numbers: Array | None) -> Array:
     words = np.zeros(max(SET_WORDS, int(members.max(initial=0)) // 32 + 1), np.uint32)
     np.bitwise_or.at(words, members // 32, np.uint32(1) << (members % 32).astype(np.uint32))
     return words
+
+
+def is_tree(left: Array, right: Array, leaves: int) -> bool:
+    """Every leaf, and every node but the root, is the child of exactly one node that comes before it."""
+    children = np.concatenate([left, right])
+    expected = np.concatenate([np.arange(1, leaves - 1), ~np.arange(leaves)]) if leaves > 1 else children[:0]
+    parents = np.tile(np.arange(leaves - 1), 2)
+    ordered = bool(np.all((children < 0) | (children > parents)))
+    return ordered and np.array_equal(np.sort(children), np.sort(expected))

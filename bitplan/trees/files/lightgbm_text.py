@@ -15,7 +15,14 @@ from bitplan.trees.gradients import Array
 from bitplan.trees.tree import Tree, bit_set
 
 CATEGORICAL, DEFAULT_LEFT, MISSING_IS_NAN = 1, 2, 8  # bits of LightGBM's decision_type
-_OBJECTIVES = {"squared_error": "regression", "absolute_error": "regression_l1", "poisson": "poisson"}
+# Our names: LightGBM's, and its names for our settings of the objective.
+OBJECTIVE_NAMES: dict[str, tuple[str, dict[str, str]]] = {
+    "squared_error": ("regression", {}),
+    "absolute_error": ("regression_l1", {}),
+    "poisson": ("poisson", {}),
+    "binary": ("binary", {}),
+    "multiclass": ("multiclass", {}),
+}
 
 
 def to_lightgbm_text(model: Any) -> str:
@@ -27,7 +34,7 @@ def to_lightgbm_text(model: Any) -> str:
     elif len(classes):
         objective = "binary sigmoid:1"
     else:
-        objective = None if callable(model.objective) else _OBJECTIVES[model.objective]
+        objective = None if callable(model.objective) else _objective_text(model)
     used = {int(feature) for tree in booster.trees for feature in tree.feature}
     names = getattr(model, "feature_names_in_", [f"Column_{place}" for place in range(booster.features)])
     trees = [_tree_text(place, tree, booster) for place, tree in enumerate(booster.trees)]
@@ -49,11 +56,17 @@ def to_lightgbm_text(model: Any) -> str:
         "feature_importances:",
         "",
         "parameters:",
+        *([f"[categorical_feature: {','.join(map(str, model.categories_))}]"] if model.categories_ else []),
         "end of parameters",
         "",
         f"pandas_categorical:{json.dumps(list(model.categories_.values()) or None)}",
     ]
     return "\n".join(lines) + "\n" + "".join(trees) + "\n".join(end) + "\n"
+
+
+def _objective_text(model: Any) -> str:
+    name, settings = OBJECTIVE_NAMES[model.objective]
+    return " ".join([name, *(f"{theirs}:{getattr(model, ours):.17g}" for ours, theirs in settings.items())])
 
 
 def _tree_text(place: int, tree: Tree, booster: Any) -> str:

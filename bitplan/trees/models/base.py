@@ -35,6 +35,7 @@ from bitplan.trees.gradients import Array, GradientPrecision, TreesError
 from bitplan.trees.grow import GrowthRules
 from bitplan.trees.inputs.categories import encode, learn_categories
 from bitplan.trees.inputs.features import category_flags, monotone_signs
+from bitplan.trees.models.continuing import Initial, initial_of
 from bitplan.trees.models.fitted import IMPORTANCES, FittedTrees
 from bitplan.trees.objectives import Objective
 from bitplan.trees.progress import round_bar
@@ -49,6 +50,7 @@ class FitOptions:
     eval_sample_weight: Any = None
     eval_metric: Any = None
     callbacks: Any = None
+    init_model: Any = None
 
 
 class BoostedTreesBase(FittedTrees):
@@ -74,6 +76,7 @@ class BoostedTreesBase(FittedTrees):
     renew_leaves: bool | None
     early_stopping_rounds: int | None
     validation_fraction: float
+    warm_start: bool
     random_state: Any
     verbose: bool
 
@@ -95,8 +98,9 @@ class BoostedTreesBase(FittedTrees):
         table: Array = self._validated(encode(x, self.categories_), shards, reset=False)
         return table
 
-    def _read_both(self, x: Any, y: Any, shards: Shards) -> tuple[Array, Array]:
-        self.categories_ = learn_categories(x, self.categorical_features, {}, shards)
+    def _read_both(self, x: Any, y: Any, initial: Initial | None, shards: Shards) -> tuple[Array, Array]:
+        before = initial.categories if initial else {}
+        self.categories_ = learn_categories(x, self.categorical_features, before, shards)
         pair: tuple[Array, Array] = self._validated(encode(x, self.categories_), shards, y=y)
         return pair
 
@@ -133,7 +137,9 @@ class BoostedTreesBase(FittedTrees):
         """The targets of a watched set as the objective takes them."""
         raise NotImplementedError
 
-    def _agree(self, x: Array, y: Array, sample_weight: Any, eval_set: Any, shards: Shards) -> Array:
+    def _agree(
+        self, x: Array, y: Array, sample_weight: Any, eval_set: Any, initial: Initial | None, shards: Shards
+    ) -> Array:
         """x in the type that all processes have; refuses settings, features and targets that differ between them."""
         always = {
             "the version of bitplan": __version__,
@@ -141,6 +147,7 @@ class BoostedTreesBase(FittedTrees):
             "the number of features": x.shape[1],
             "the names of features": getattr(self, "feature_names_in_", None),
             "eval_set (how many)": len(eval_pairs(eval_set)),
+            "the rounds of the model to train further": initial.booster.rounds if initial else 0,
         }
         parameters = self.get_params()
         del parameters["verbose"], parameters["n_jobs"]  # each process may have its own
@@ -152,12 +159,29 @@ class BoostedTreesBase(FittedTrees):
         }
         return x.astype(agree(always, of_rows, len(x), shards)["the type of X"], copy=False)
 
+    def _initial(self, options: FitOptions) -> Initial | None:
+        """The model to train further: `init_model`, or with `warm_start` this one, if it is fitted."""
+        is_warm = truth("warm_start", self.warm_start) and hasattr(self, "booster_")
+        if is_warm and options.init_model is not None:
+            raise TreesError("init_model: warm_start trains the estimator's own model further; give one of the two")
+        return initial_of(self if is_warm else options.init_model, is_own=is_warm)
+
     # ---- boosting ----------------------------------------------------------------------------------------------------
 
     def _boost(
-        self, rows: Rows, objective: Objective, watched: Sequence[EvalSet], options: FitOptions, shards: Shards
+        self,
+        rows: Rows,
+        objective: Objective,
+        watched: Sequence[EvalSet],
+        options: FitOptions,
+        initial: Initial | None,
+        shards: Shards,
     ) -> None:
         settings = self._settings(rows.x.shape[1])
+        if initial is not None:
+            initial.check(objective, rows.x.shape[1])
+            if initial.is_own:  # n_estimators are those of the whole model
+                settings = replace(settings, rounds=initial.rounds_left(settings.rounds))
         drawn = gather_numbers(settings.seed, "seed", shards)
         settings = replace(settings, seed=drawn[0])  # random_state=None draws one in every process
         rows = with_weight(rows)
@@ -181,7 +205,8 @@ class BoostedTreesBase(FittedTrees):
                 state = RoundState(self, booster.rounds, booster.rounds_before + settings.rounds, booster.evals)
                 return wants_to_stop(callbacks, state)
 
-            boost(rows, categorical, objective, settings, watched, after_round, self._keep, shards)
+            start = initial.booster if initial else None
+            boost(rows, categorical, objective, settings, watched, after_round, self._keep, shards, start)
 
     def _keep(self, booster: Booster) -> None:
         self.booster_ = booster
@@ -224,6 +249,7 @@ class BoostedTreesBase(FittedTrees):
         self._categorical(features)
         threads_of(self.n_jobs)
         truth("verbose", self.verbose)
+        truth("warm_start", self.warm_start)
         one_of("importance_type", self.importance_type, IMPORTANCES)
         number("validation_fraction", self.validation_fraction, 0, 1, above=True)
 

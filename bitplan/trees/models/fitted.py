@@ -17,6 +17,7 @@ from bitplan.trees.files.lightgbm_text import to_lightgbm_text
 from bitplan.trees.files.save import save_trees
 from bitplan.trees.gradients import Array
 from bitplan.trees.models.contributions import contributions
+from bitplan.trees.objectives import Objective
 from bitplan.trees.threads import threads_of
 from bitplan.trees.tree import Forest
 
@@ -33,6 +34,9 @@ class FittedTrees(BaseEstimator):  # type: ignore[misc]
     n_jobs: int | None
 
     def _read(self, x: Any) -> Array:
+        raise NotImplementedError
+
+    def _objective(self) -> Objective:
         raise NotImplementedError
 
     @property
