@@ -49,9 +49,10 @@ ROOMS = {
     "trees": {
         "distributed": {"loops"},
         "evaluation": {"distributed"},
-        "files": {"inputs"},
+        "files": {"inputs", "losses"},
         "inputs": {"distributed"},
         "loops": set(),
+        "losses": {"distributed", "loops"},
         "models": {"distributed", "evaluation", "files", "inputs", "loops"},
     },
 }

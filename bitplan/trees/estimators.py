@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import Any, Self
 
@@ -10,13 +11,14 @@ from sklearn.base import ClassifierMixin, RegressorMixin  # type: ignore[import-
 from sklearn.utils.multiclass import check_classification_targets  # type: ignore[import-untyped]
 
 from bitplan.trees.boost import Rows
-from bitplan.trees.checks import one_of, targets_of, weights_of
+from bitplan.trees.checks import number, one_of, targets_of, weights_of
 from bitplan.trees.distributed.agreement import merge_classes
 from bitplan.trees.distributed.shards import ALONE, Shards
 from bitplan.trees.gradients import Array, GradientPrecision, TreesError
 from bitplan.trees.inputs.weights import class_weights
+from bitplan.trees.losses.regression import OBJECTIVES
 from bitplan.trees.models.base import BoostedTreesBase, FitOptions
-from bitplan.trees.objectives import OBJECTIVES, Binary, Custom, Multiclass, Objective
+from bitplan.trees.objectives import Binary, Custom, Multiclass, Objective
 
 
 class BoostedTreesClassifier(ClassifierMixin, BoostedTreesBase):  # type: ignore[misc]
@@ -145,12 +147,19 @@ class BoostedTreesClassifier(ClassifierMixin, BoostedTreesBase):  # type: ignore
 
 
 class BoostedTreesRegressor(RegressorMixin, BoostedTreesBase):  # type: ignore[misc]
-    """Boosted trees for numbers: squared_error, absolute_error, poisson, or a function of (y, scores)."""
+    """Boosted trees for numbers.
+
+    objective      squared_error, absolute_error, poisson, quantile, huber, gamma, tweedie, or a function of (y, scores)
+    alpha          which quantile, or from which error on `huber` counts absolute errors
+    tweedie_power  from 1 (counts) to 2 (gamma)
+    """
 
     def __init__(
         self,
         *,
         objective: Any = "squared_error",
+        alpha: float = 0.9,
+        tweedie_power: float = 1.5,
         n_estimators: int = 100,
         learning_rate: float = 0.1,
         max_leaves: int = 31,
@@ -223,4 +232,15 @@ class BoostedTreesRegressor(RegressorMixin, BoostedTreesBase):  # type: ignore[m
     def _objective(self) -> Objective:
         if callable(self.objective):
             return Custom(self.objective)
-        return OBJECTIVES[one_of("objective", self.objective, tuple(OBJECTIVES))]()
+        make = OBJECTIVES[one_of("objective", self.objective, tuple(OBJECTIVES))]
+        alpha = number("alpha", self.alpha, 0, 1 if self.objective == "quantile" else math.inf, above=True)
+        power = number("tweedie_power", self.tweedie_power, 1, 2, above=True)
+        if alpha == 1 and self.objective == "quantile":
+            raise TreesError("alpha: a quantile is above 0 and below 1, got 1")
+        if power == 2:
+            raise TreesError("tweedie_power: expected a number above 1 and below 2, got 2; use objective='gamma'")
+        return make(alpha, power)
+
+    def _check_parameters(self, features: int) -> None:
+        super()._check_parameters(features)
+        self._objective()

@@ -47,15 +47,18 @@ def read_lightgbm_text(text: str, where: str = "LightGBM model") -> LightGBMMode
         reading.stop("boosting=rf averages its trees, which boosted trees do not; train it with boosting=gbdt")
     outputs = reading.whole(header, "num_tree_per_iteration", 1, MAX_OUTPUTS)
     features = reading.whole(header, "max_feature_idx", 0, MAX_FEATURES - 1) + 1
-    objective, options = reading.objective(header.get("objective"), outputs)
     last, _, after = rest[-1].partition("end of trees")
+    lines = [line[1:-1].partition(": ") for line in after.split("\n") if line.startswith("[")]
+    parameters = {name: value for name, _, value in lines}
+    objective, options = reading.objective(header.get("objective"), parameters, outputs)
     trees = [reading.tree(place, part, features) for place, part in enumerate([*rest[:-1], last])]
     if len(trees) % outputs:
         reading.stop(f"has {len(trees)} trees, expected {outputs} in each round")
     names = header.get("feature_names", "").split(" ")
     named = len(names) == features and names != [f"Column_{place}" for place in range(features)]
     booster = Booster(np.zeros(outputs), features, trees)
-    return LightGBMModel(booster, objective, options, names if named else None, reading.categories(header, after))
+    categories = reading.categories(header, parameters, after)
+    return LightGBMModel(booster, objective, options, names if named else None, categories)
 
 
 def lightgbm_text_of(model: Any) -> tuple[str, str]:
@@ -84,17 +87,17 @@ class _Reading:
             self.stop(f"{name}: expected a whole number, {least} to {most}, got {text!r:.40}")
         return int(text)
 
-    def objective(self, text: str | None, outputs: int) -> tuple[str, dict[str, float]]:
+    def objective(self, text: str | None, parameters: dict[str, str], outputs: int) -> tuple[str, dict[str, float]]:
         """Our name, and our settings; a model without an objective predicts raw scores."""
         name, *options = (text or "regression").split(" ")
-        by_name = dict(option.partition(":")[::2] for option in options)
         known = {theirs: ours for ours, (theirs, _) in OBJECTIVE_NAMES.items()}
         expected = outputs if name == "multiclass" else 1
-        plain = "sqrt" not in by_name and by_name.get("sigmoid", "1") == "1"
+        plain = all(option.startswith("num_class:") or option == "sigmoid:1" for option in options)
         if name not in known or outputs != expected or not plain:
             self.stop(f"objective: {text!r:.60} has no counterpart here; expected one of {', '.join(known)}")
-        taken = {ours: by_name[theirs] for ours, theirs in OBJECTIVE_NAMES[known[name]][1].items() if theirs in by_name}
-        return known[name], {ours: float(self.numbers("objective", value, 1)[0]) for ours, value in taken.items()}
+        settings = OBJECTIVE_NAMES[known[name]][1]
+        given = {ours: parameters[theirs] for ours, theirs in settings.items() if theirs in parameters}
+        return known[name], {ours: float(self.numbers(ours, value, 1)[0]) for ours, value in given.items()}
 
     def numbers(self, name: str, text: str, count: int, kind: type = np.float64) -> Array:
         try:
@@ -170,15 +173,15 @@ class _Reading:
             sets.append(members.astype(np.float64))
         return sets
 
-    def categories(self, header: dict[str, str], after: str) -> dict[int, list[Any]]:
+    def categories(self, header: dict[str, str], parameters: dict[str, str], after: str) -> dict[int, list[Any]]:
         """What the numbers of pandas' categorical columns stand for."""
         line = next((line for line in after.split("\n") if line.startswith("pandas_categorical:")), "")
         try:
             lists = json.loads(line.partition(":")[2] or "null") or []
         except json.JSONDecodeError:
             self.stop(f"pandas_categorical: expected JSON, got {line!r:.60}")
-        named = next((line for line in after.split("\n") if line.startswith("[categorical_feature:")), "")
-        places = [int(part) for part in named[21:].strip(" ]").split(",") if part.strip().isdecimal()]
+        named = parameters.get("categorical_feature", "").split(",")
+        places = [int(part) for part in named if part.isdecimal()]
         if not lists:
             return {}
         if len(places) != len(lists):  # the ranges of values say it too, but for features that were never used

@@ -22,7 +22,7 @@ from bitplan.trees.files.save import FORMAT, LATER_PARAMETERS, LEAF_FIELDS, MAX_
 from bitplan.trees.gradients import Array, TreesError
 from bitplan.trees.grow import FAR
 from bitplan.trees.inputs.categories import CATEGORY_KINDS, MAX_CATEGORIES
-from bitplan.trees.objectives import OBJECTIVES
+from bitplan.trees.losses.regression import OBJECTIVES
 from bitplan.trees.tree import Tree, is_tree
 
 MAX_INTEGER = 2**62

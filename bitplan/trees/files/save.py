@@ -29,7 +29,14 @@ NODE_FIELDS = {
 }
 LEAF_FIELDS = {"leaf_value": float, "leaf_weight": float, "leaf_rows": int}
 # Parameters that came after the first version of the format: left out where they have their defaults.
-LATER_PARAMETERS = {"class_weight", "importance_type", "scale_pos_weight", "warm_start"}
+LATER_PARAMETERS = {
+    "alpha",
+    "class_weight",
+    "importance_type",
+    "scale_pos_weight",
+    "tweedie_power",
+    "warm_start",
+}
 
 
 def save_trees(model: Any, path: str | Path) -> None:
