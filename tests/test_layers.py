@@ -46,7 +46,15 @@ ROOMS = {
         "rounding": {"files"},
         "export": {"files", "gpt_oss"},
     },
-    "trees": {"distributed": {"loops"}, "files": set(), "loops": set()},
+    "trees": {
+        "distributed": {"loops"},
+        "evaluation": {"distributed"},
+        "files": {"inputs", "losses"},
+        "inputs": {"distributed"},
+        "loops": set(),
+        "losses": {"distributed", "loops"},
+        "models": {"distributed", "evaluation", "files", "inputs", "loops"},
+    },
 }
 MOST_FILES, MOST_LINES = 15, 450
 
