@@ -5,7 +5,7 @@ in float64: no large numbers are subtracted, so a variance far below the square 
 joined in a fixed order, so the same gradients give the same bits, and a resumed run the same decisions.
 
     definition   plain torch, a part is a tensor: runs anywhere, reads each gradient a few times
-    Triton       `kernels.grad_parts`, a part is 64k numbers: one launch for all tensors of a type reads each once
+    Triton       `kernels.gradient_statistics`, a part is 64k numbers: one launch for all tensors of a type
 
 `explain_reduce` says which it will be, and why.
 """
