@@ -1,4 +1,4 @@
-"""Quantizing a file into another, one tensor at a time.
+"""Quantizes a file into another, one tensor at a time.
 
 A checkpoint may be far larger than memory: each tensor is read, encoded, written and dropped. The
 output takes its final name only when it is complete.
@@ -48,9 +48,9 @@ from bitplan.store.rounding.open_evidence import open_evidence
 from bitplan.store.rounding.round_weight import round_with_report
 
 MOST_NAMES_SHOWN = 6
-# What a tensor lost is counted over this many of its numbers, spread evenly: within a tenth of the time of encoding it.
+# Errors of a tensor are counted over this many of its numbers, evenly spread, in a tenth of the time of encoding it.
 MOST_COUNTED = 2**18
-# Absmax saturates nothing, the floor rule of mxfp4 about 0.7% of Gaussian weights. 4-bit formats reach 15 dB or more.
+# Absmax saturates no number, the floor rule of mxfp4 about 0.7% of Gaussian weights. 4-bit formats reach 15 dB or more.
 WARN_SATURATED_SHARE = 0.05
 WARN_SQNR_DB = 10.0
 NO_STATISTICS = "no statistics"
@@ -59,7 +59,7 @@ _EXPERT = re.compile(r"\.experts\.\d+\.")
 
 @dataclass(frozen=True)
 class QuantizeOptions:
-    """What each tensor gets, and how it is encoded."""
+    """The format of each tensor, and how it is encoded."""
 
     plan: Plan
     scale_rule: ScaleRule | None = None
@@ -68,7 +68,7 @@ class QuantizeOptions:
     evidence: EvidenceFile | None = None
 
     def choose(self, name: str) -> tuple[Format | None, str]:
-        """The format a tensor gets, None to leave it as it is, and the reason."""
+        """The format of a tensor (None: leave it as it is), and the reason."""
         entry = self.plan.entries[name]
         fmt = None if entry.stored is not None else get_format(entry.choice.format)
         return fmt, entry.choice.reason
@@ -78,9 +78,9 @@ class QuantizeOptions:
 class QuantizeReport:
     """What happened to every tensor.
 
-    The row of a tensor that was encoded has `sqnr_db` (None: exact), and of the numbers that were `counted`, the shares
-    that saturated and that became zero; the rows of others have None there. With evidence, `rounding` says what was
-    minimised, and the error before and after.
+    The row of an encoded tensor has `sqnr_db` (None: exact), and the shares of the `counted` numbers that saturated and
+    that became zero; in other rows these are None. With evidence, `rounding` says what was minimised, and the error
+    before and after.
     """
 
     source: str
@@ -103,7 +103,7 @@ class QuantizeReport:
 
     @property
     def warnings(self) -> list[str]:
-        """A line for each format in which tensors lost more than a format that suits them would."""
+        """A line for each format in which tensors lost more than in a suitable format."""
         encoded: dict[str, list[dict[str, Any]]] = {}
         for row in self.rows:
             if row["counted"]:
@@ -168,13 +168,13 @@ def quantize_file(
     fmt          a format, a mapping of names to formats, a manifest or a plan, as `bitplan.choose_formats` takes it
     keep, only   names or shell patterns, of tensors or of modules
     evidence     statistics of the inputs: evidence.safetensors or imatrix.gguf; the same bytes, better numbers
-    force        a folder that exists is replaced
-    shard_bytes  of a Hugging Face folder: the most that a file of weights may hold
+    force        replace an existing folder
+    shard_bytes  for a Hugging Face folder: the most bytes in a file of weights
 
-    The suffix of `output` says what is written; .gguf is written of a GGUF source alone, whose names and metadata it
-    keeps. Without a suffix it is a folder that does not exist yet: of a Hugging Face folder (one with config.json) a
-    whole packed model, which `bitplan.load_packed` loads; of other sharded sources the same shards.
-    Peak memory: the largest tensor in its old and its new form, and some megabytes.
+    The suffix of `output` says what is written; .gguf needs a GGUF source, whose names and metadata it keeps. Without a
+    suffix `output` is a new folder: from a Hugging Face folder (one with config.json) a whole packed model, which
+    `bitplan.load_packed` loads; from other sharded sources the same shards. Peak memory: the largest tensor in its old
+    and its new form, and some megabytes.
     """
     if evidence is not None and scale_rule is not None:
         raise StoreError(f"{evidence}: evidence chooses the scales, and so does scale_rule={scale_rule!r}; give one")
@@ -218,7 +218,7 @@ def quantize_file(
 
 
 def _check_evidence(file: TensorFile, options: QuantizeOptions) -> list[str]:
-    """Refuse statistics of other names or columns; a note where nothing says of which weights they are."""
+    """Refuse statistics of other names or columns; returns a note if they do not say which weights they are of."""
     if options.evidence is None:
         return []
     found = {name: _statistics_name(file, name, options.evidence) for name in file.specs}
@@ -232,7 +232,7 @@ def _check_evidence(file: TensorFile, options: QuantizeOptions) -> list[str]:
         )
     for name, named in names.items():
         shape, columns = file.specs[name].shape, options.evidence.columns(named)
-        if columns not in (math.prod(shape[-1:]), math.prod(shape[1:])):  # of a matrix, or a convolution seen as one
+        if columns not in (math.prod(shape[-1:]), math.prod(shape[1:])):  # a matrix, or a convolution
             raise StoreError(
                 f"{options.evidence.path}: evidence of another model: {named!r} has statistics of {columns} columns, "
                 f"and is {list(shape)} in {file.path}; give the evidence of this model"
@@ -247,7 +247,7 @@ def _check_evidence(file: TensorFile, options: QuantizeOptions) -> list[str]:
 
 
 def _require_measured_weights(evidence: EvidenceFile, named: str, numbers: Tensor, where: str) -> None:
-    """Another model may have the same names and shapes: its statistics would make the numbers worse without a word."""
+    """Refuse statistics of another model with the same names and shapes: they would silently make the numbers worse."""
     if evidence.digest(named) not in (None, weight_digest(numbers)):
         raise StoreError(
             f"{evidence.path}: evidence of another model: {where} has other numbers than the weight that was measured; "
@@ -256,14 +256,14 @@ def _require_measured_weights(evidence: EvidenceFile, named: str, numbers: Tenso
 
 
 def _statistics_name(file: TensorFile, name: str, evidence: EvidenceFile) -> str | None:
-    """The name under which a tensor has statistics: its own, or one that shares it."""
+    """The name under which a tensor has statistics: its own, or a tied one."""
     own = file.tied.get(name, name)
     shared = [alias for alias, target in file.tied.items() if target == own]
     return next((each for each in (own, *shared) if each in evidence.names), None)
 
 
 def _folder_contents(file: TensorFile, options: QuantizeOptions, shard_bytes: int) -> FolderContents | None:
-    """What goes into a folder of this source; None where it is a single file, which becomes one."""
+    """The contents of the output folder; None if the output is a single file."""
     if not isinstance(file, NativeTensors):
         return None
     if file.path.is_dir() and is_model_folder(file.path):
@@ -280,7 +280,7 @@ def _folder_contents(file: TensorFile, options: QuantizeOptions, shard_bytes: in
 
 
 def _without_layer(file: TensorFile, plan: Plan, output: str | Path) -> list[str]:
-    """Tensors that the plan packs and that no packed layer holds, where the output is the folder of a model."""
+    """Tensors that the plan packs and no packed layer can hold, if the output is a model's folder."""
     if container_for(output) or not isinstance(file, NativeTensors) or not is_model_folder(file.path):
         return []
     packed = [
@@ -290,7 +290,7 @@ def _without_layer(file: TensorFile, plan: Plan, output: str | Path) -> list[str
 
 
 def _with_reason(plan: Plan, names: Sequence[str], reason: str) -> Plan:
-    """The same formats, and for some tensors another reason than the pattern that was made for each."""
+    """The same plan with another reason for these tensors."""
     changed = dict(plan.entries)
     for name in names:
         changed[name] = replace(changed[name], choice=replace(changed[name].choice, reason=reason))
@@ -298,7 +298,7 @@ def _with_reason(plan: Plan, names: Sequence[str], reason: str) -> Plan:
 
 
 def _unstackable(folder: FolderContents) -> list[str]:
-    """transformers stacks experts that files hold one by one; a format with a factor for each cannot be."""
+    """A warning about separate experts in a format with a factor for each tensor: load_packed cannot stack them."""
     found = [
         promise
         for shard in folder.shards
@@ -316,7 +316,7 @@ def _unstackable(folder: FolderContents) -> list[str]:
 
 
 def _same_shards(file: NativeTensors, options: QuantizeOptions) -> list[Shard]:
-    """Shard for shard as the source has them."""
+    """The same shards as in the source."""
     return [
         Shard(
             file.shard_name(shard).as_posix(),
@@ -361,7 +361,7 @@ def _quantize_each(
 def _converted(
     file: TensorFile, spec: TensorSpec, promise: Promise, options: QuantizeOptions
 ) -> tuple[Tensor | Encoded, dict[str, Any]]:
-    """What is written, and what the tensor lost."""
+    """The tensor to write, and its errors."""
     if promise.fmt is None or _is_copied(spec, promise.fmt):
         return file.read(promise.name), _lost(None)
     where = f"{file.path}: {spec.name}"
@@ -406,12 +406,12 @@ def _lost(errors: ErrorReport | None) -> dict[str, Any]:
 
 
 def _is_copied(spec: TensorSpec, fmt: Format) -> bool:
-    """Whether a tensor is in its format already: its bytes are copied, filling and all."""
+    """Whether a tensor is in its format already: its bytes are then copied, with their filling."""
     return spec.encoded and spec.format == fmt.name
 
 
 def _cast(numbers: Tensor, fmt: Format, where: str) -> Encoded:
-    """A cast that refuses to make infinities of finite numbers."""
+    """A cast that refuses to turn finite numbers into infinities."""
     encoded = encode(numbers, fmt)
     if lost := int(encoded.data.isinf().sum()):
         raise FormatError(
@@ -428,7 +428,7 @@ def _promises(file: TensorFile, names: Sequence[str], options: QuantizeOptions) 
         fmt, _ = options.choose(name)
         if fmt is not None:
             file.require_numbers(spec)
-        if fmt is None and spec.encoded:  # left alone means left packed
+        if fmt is None and spec.encoded:  # a packed tensor that is left alone stays packed
             fmt = get_format(spec.format)
         promises.append(Promise(name, spec.shape, fmt, spec.dtype))
     return promises

@@ -34,13 +34,13 @@ from bitplan.store.gpt_oss.layouts import LayoutTensor, list_slots
 from bitplan.store.gpt_oss.source import GptOssFile
 
 _GPT_OSS_CODES = (".mlp.mlp1_weight.blocks", ".mlp.experts.gate_up_proj_blocks")
-# GGUF's architectures under the names of the llama manifest, and whether llama.cpp reorders rows of q and k in them.
+# GGUF's architectures with the names of the llama manifest, and whether llama.cpp reorders rows of q and k in them.
 _LLAMA_KIN = {"llama": True, "qwen2": False, "qwen3": False}
 
 
 @dataclass(frozen=True)
 class Values:
-    """One tensor of a model: its numbers come in pieces, in order. `is_integer`: a buffer, not weights."""
+    """One tensor of a model; its numbers are read in pieces, in order. `is_integer`: a buffer, not weights."""
 
     shape: tuple[int, ...]
     format: str
@@ -50,7 +50,7 @@ class Values:
 
 @dataclass(frozen=True)
 class ModelValues:
-    """The tensors of one file; `note` says why its names may not be those of another layout."""
+    """The tensors of one file; `note` says why its names may differ from those of another layout."""
 
     path: Path
     values: Mapping[str, Values]
@@ -58,9 +58,9 @@ class ModelValues:
 
 
 def open_values(first: str | Path, second: str | Path, opened: ExitStack) -> tuple[ModelValues, ModelValues]:
-    """Two files side by side; they stay open as long as `opened`."""
+    """Open two files for comparison; they stay open as long as `opened`."""
     files = [opened.enter_context(open_tensors(path)) for path in (first, second)]
-    shared = files[0].specs.keys() & files[1].specs.keys()  # a GGUF file and what was quantized from it
+    shared = files[0].specs.keys() & files[1].specs.keys()  # names in common: a GGUF file and a file quantized from it
     mixed = not shared and len({isinstance(file, GGUFTensors) for file in files}) > 1
     needs_layouts = mixed or any(_has_codes(file) for file in files)
     one, two = (_values(file, opened, layouts=needs_layouts, translate=mixed) for file in files)
@@ -112,7 +112,7 @@ def _plain(file: TensorFile, name: str) -> Values:
 
 
 def _in_order(values: Values, heads: object, where: str) -> Values:
-    """Rows as Hugging Face has them: llama.cpp keeps the two halves of each head's rotation side by side."""
+    """Rows in Hugging Face's order: llama.cpp interleaves the two halves of each head's rotation."""
     rows = values.shape[0]
     if type(heads) is not int or heads < 1 or rows % (2 * heads):
         raise StoreError(f"{where}: {rows} rows do not divide into {str(heads)[:40]} heads of the file's metadata")
