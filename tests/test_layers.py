@@ -46,7 +46,7 @@ ROOMS = {
         "rounding": {"files"},
         "export": {"files", "gpt_oss"},
     },
-    "trees": {"distributed": {"loops"}, "files": set(), "loops": set()},
+    "trees": {"dask": {"distributed"}, "distributed": {"loops"}, "files": set(), "loops": set()},
 }
 MOST_FILES, MOST_LINES = 15, 450
 

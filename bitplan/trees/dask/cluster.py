@@ -14,7 +14,7 @@ from typing import Any
 
 import dask
 import dask.array
-import distributed  # type: ignore[import-untyped]
+import distributed
 
 from bitplan.trees.dask import on_worker
 from bitplan.trees.distributed.ranks import ProcessLostError
@@ -62,11 +62,14 @@ class _Fit:
             fit = on_worker.WorkerFit(self._key, *where, tuple(self._names), self._timeout_s)
             tasks = self._send([(on_worker.fit_part, model, part, rank, fit) for rank, part in enumerate(parts)])
             try:
-                fitted, _ = self._answers(tasks, "fitting")[0]
+                answers = self._answers(tasks, "fitting")
             except KeyboardInterrupt:
                 self._take_rounds(tasks, take)
                 raise
-            return take(fitted)
+            for _, lost in answers:
+                if lost is not None:
+                    raise lost
+            return take(answers[0][0])
         finally:
             self._client.cancel(tasks)
             self._client.run(on_worker.end_fit, self._key, workers=self._present(), on_error="ignore")
@@ -79,8 +82,8 @@ class _Fit:
             for name, partitions in pieces.items():
                 run = partitions[len(partitions) * rank // count : len(partitions) * (rank + 1) // count]
                 runs[name] = self._client.compute(run, workers=[address], allow_other_workers=True)
-            first = len(pieces["X"]) * rank // count
-            parts.append(self._send_to(rank, on_worker.lay_rows, first, *runs.values()))
+            place = len(pieces["X"]) * rank // count, bool(pieces["eval_set's X"])
+            parts.append(self._send_to(rank, on_worker.lay_rows, *place, *runs.values()))
         return parts
 
     def _send(self, calls: list[tuple[Any, ...]]) -> list[Any]:
@@ -104,10 +107,9 @@ class _Fit:
             return answers
         self._let_end(tasks)
         self._check_workers(tasks, doing)
-        errors = [task.exception() for task in tasks if task.status == "error"]
-        errors.sort(key=lambda error: isinstance(error, ProcessLostError))  # the cause before what it led to
-        if errors:
-            raise errors[0]
+        for task in tasks:
+            if task.status == "error":
+                raise task.exception()
         raise ProcessLostError(f"dask: the tasks of a fit were cancelled while {doing}; start the fit again")
 
     def _check_workers(self, tasks: list[Any], doing: str) -> None:

@@ -1,4 +1,4 @@
-"""`DaskBoostedTreesClassifier` and `DaskBoostedTreesRegressor`: scikit-learn's conventions on dask arrays and dataframes.
+"""`DaskBoostedTreesClassifier` and `DaskBoostedTreesRegressor`: scikit-learn's conventions on dask collections.
 
 A fit is that of the plain estimator on all rows, in the collection's order, to the bit, for any number of workers and
 partitions. Predictions of a collection are lazy dask arrays; those of anything else are the plain estimator's.

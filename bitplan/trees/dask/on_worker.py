@@ -12,12 +12,12 @@ from typing import Any
 
 import numpy as np
 import torch.distributed as dist
-from distributed import get_worker  # type: ignore[import-untyped]
-from distributed.comm import get_address_host  # type: ignore[import-untyped]
+from distributed import get_worker
+from distributed.comm import get_address_host
 from sklearn.base import clone  # type: ignore[import-untyped]
 
 from bitplan.trees.distributed.fit import fit_by_ranks
-from bitplan.trees.distributed.ranks import Meeting, Ranks
+from bitplan.trees.distributed.ranks import Meeting, ProcessLostError, Ranks
 from bitplan.trees.gradients import Array, TreesError
 
 _stores: dict[str, Any] = {}  # by fit: those that this process hosts
@@ -47,7 +47,7 @@ class WorkerFit:
     timeout_s: float
 
 
-class FitCancelled(Exception):
+class FitCancelledError(Exception):
     """The client has given up the fit; the rounds so far are in the model."""
 
 
@@ -59,10 +59,12 @@ class _CancellableRanks(Ranks):
     def sent_for(self, what: str) -> None:
         super().sent_for(what)
         if what == "tree" and self._fit in _cancelled:
-            raise FitCancelled("the client cancelled the fit")
+            raise FitCancelledError("the client cancelled the fit")
 
 
-def lay_rows(first: int, x: list[Any], y: list[Any], weights: list[Any], eval_x: list[Any], eval_y: list[Any]) -> Part:
+def lay_rows(
+    first: int, has_eval: bool, x: list[Any], y: list[Any], weights: list[Any], eval_x: list[Any], eval_y: list[Any]
+) -> Part:
     """This worker's partitions, in their order; `first` is the number of the first among all, for errors."""
     for name, others, of in (("y", y, x), ("sample_weight", weights, x), ("eval_set's y", eval_y, eval_x)):
         for place, (part, rows) in enumerate(zip(others, of, strict=False)):
@@ -72,6 +74,8 @@ def lay_rows(first: int, x: list[Any], y: list[Any], weights: list[Any], eval_x:
                     "both from one collection, or rechunk them alike"
                 )
     worker = get_worker()
+    if has_eval and not eval_x:  # fewer partitions than workers
+        eval_x, eval_y = [x[0][:0]], [y[0][:0]]
     return Part(
         f"{worker.name!r} at {worker.address}",
         _joined(x),
@@ -99,8 +103,11 @@ def cancel_fit(key: str) -> None:
     _cancelled.add(key)
 
 
-def fit_part(model: Any, part: Part, rank: int, fit: WorkerFit) -> tuple[Any, Exception | None]:
-    """The fitted model, the same in each worker; with FitCancelled, the rounds that were complete."""
+def fit_part(model: Any, part: Part, rank: int, fit: WorkerFit) -> tuple[Any, ProcessLostError | None]:
+    """The fitted model, the same in each worker (cancelled: the complete rounds), or that another worker was lost.
+
+    That one is an answer and not an error: Dask would log it in every worker, and only the lost one has the cause.
+    """
     worker, model = get_worker(), clone(model)  # of workers in one process, each has its own
     if model.n_jobs is None:
         model.n_jobs = worker.state.nthreads
@@ -112,8 +119,10 @@ def fit_part(model: Any, part: Part, rank: int, fit: WorkerFit) -> tuple[Any, Ex
     ranks = _CancellableRanks(fit.key, fit.timeout_s, meeting)
     try:
         fit_by_ranks(model, ranks, part.x, part.y, part.weights, eval_set)
-    except FitCancelled as cancelled:
-        return model, cancelled
+    except FitCancelledError:
+        return model, None
+    except ProcessLostError as lost:
+        return model, lost.with_traceback(None)
     return model, None
 
 

@@ -49,7 +49,7 @@ class Meeting:
 
 
 class Ranks:
-    """All processes of the default group, or of a meeting, for one fit; close it, or tell the others why not (`fail`)."""
+    """All processes of the default group or a meeting, for one fit; close it, or tell the others why not (`fail`)."""
 
     def __init__(self, timeout_s: float, meeting: Meeting | None = None) -> None:
         self._meeting = meeting
@@ -164,7 +164,9 @@ class Ranks:
             host = "rank 0, or torchrun's own process"
             return f"{where}: the store of the process group is gone too: what hosts it died, {host} ({cause})"
         if failed:
-            return f"{where}: " + "; ".join(f"{self._name(rank)} stopped with {failed[rank]}" for rank in sorted(failed))
+            return f"{where}: " + "; ".join(
+                f"{self._name(rank)} stopped with {failed[rank]}" for rank in sorted(failed)
+            )
         if silent:
             ranks = ", ".join(map(self._name, silent))
             return f"{where}: no answer from {ranks}: it died, or hangs; look at its output ({cause})"
