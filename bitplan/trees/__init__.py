@@ -8,6 +8,7 @@ from bitplan.trees.distributed.fit import DistributedFit, fit_distributed
 from bitplan.trees.distributed.ranks import ProcessLostError
 from bitplan.trees.estimators import BoostedTreesClassifier, BoostedTreesRegressor
 from bitplan.trees.files.load import load_trees
+from bitplan.trees.files.pieces import TablePieces, open_pieces
 from bitplan.trees.gradients import (
     GradientPrecision,
     Gradients,
@@ -29,8 +30,10 @@ __all__ = [
     "GradientsI16",
     "PrecisionAdvice",
     "ProcessLostError",
+    "TablePieces",
     "TreesError",
     "fit_distributed",
     "load_trees",
+    "open_pieces",
     "recommend_gradient_precision",
 ]

@@ -12,8 +12,9 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from bitplan.kernels.base.jit import on_threads
-from bitplan.trees.binning import bin_rows, find_bins
+from bitplan.trees.binning import bin_rows, blocks_of, find_bins
 from bitplan.trees.distributed.shards import ALONE, Shards, Span
+from bitplan.trees.files.pieces import TablePieces
 from bitplan.trees.gradients import Array, GradientPrecision, GradientsF32, prepare
 from bitplan.trees.grow import Grown, GrowthRules, TreeGrower, newton_steps
 from bitplan.trees.loops import gradients as trees_gradients
@@ -45,7 +46,7 @@ class BoostSettings:
 class Rows:
     """Features, targets and weights (none: empty)."""
 
-    x: Array
+    x: Array | TablePieces
     y: Array
     weights: Array = field(default_factory=lambda: NO_WEIGHTS)
 
@@ -68,10 +69,11 @@ class Booster:
     def rounds(self) -> int:
         return len(self.trees) // self.outputs
 
-    def scores(self, x: Array) -> Array:
+    def scores(self, x: Array | TablePieces) -> Array:
         """Raw scores (rows, outputs)."""
         scores = np.tile(self.start, (len(x), 1))
-        self.forest().add_to(scores, x)
+        for first, block in blocks_of(x):
+            self.forest().add_to(scores[first : first + len(block)], block)
         return scores
 
     def forest(self) -> Forest:
@@ -109,6 +111,8 @@ def boost(
     booster_made(booster)
     trainer = _Trainer(rows, objective, settings, grower, booster.start, span)
     shards.sent_for("bins and start")
+    if validation is not None:
+        validation = replace(validation, x=np.asarray(validation.x))
     watched = None if validation is None else np.tile(booster.start, (len(validation.x), 1))
     for number in range(settings.rounds):
         new = trainer.round(number)

@@ -23,6 +23,7 @@ from bitplan.trees.boost import Booster, BoostSettings, Rows, boost
 from bitplan.trees.checks import (
     number,
     one_of,
+    pieces_of,
     refuse_text,
     seed_of,
     split_rows,
@@ -35,6 +36,7 @@ from bitplan.trees.checks import (
 from bitplan.trees.distributed.agreement import agree, merge_classes
 from bitplan.trees.distributed.shards import ALONE, Shards, Span, gather_numbers
 from bitplan.trees.files.lightgbm_text import to_lightgbm_text
+from bitplan.trees.files.pieces import TablePieces
 from bitplan.trees.files.save import save_trees
 from bitplan.trees.gradients import Array, GradientPrecision, TreesError
 from bitplan.trees.grow import GrowthRules
@@ -139,6 +141,8 @@ class _BoostedTrees(BaseEstimator):  # type: ignore[misc]
         return pair
 
     def _validated(self, x: Any, shards: Shards, **more: Any) -> Any:
+        if isinstance(x, TablePieces):
+            return pieces_of(self, x, _fewest_rows(shards), **more)
         has_types = hasattr(x, "dtype") or hasattr(x, "dtypes")
         if has_types:  # text that spells a number would pass as one
             refuse_text(x)

@@ -146,7 +146,7 @@ class _Fit:
                     return
 
 
-def _worker_of(part: on_worker.Part) -> str:
+def _worker_of(part: on_worker.WorkerRows) -> str:
     return part.worker
 
 

@@ -16,6 +16,7 @@ from distributed import get_worker
 from distributed.comm import get_address_host
 from sklearn.base import clone  # type: ignore[import-untyped]
 
+from bitplan.errors import BitplanError
 from bitplan.trees.distributed.fit import fit_by_ranks
 from bitplan.trees.distributed.ranks import Meeting, ProcessLostError, Ranks
 from bitplan.trees.gradients import Array, TreesError
@@ -25,7 +26,7 @@ _cancelled: set[str] = set()  # fits that the client has given up
 
 
 @dataclass(frozen=True)
-class Part:
+class WorkerRows:
     """The rows of one worker; `eval_x` and `eval_y` are None where the fit has no eval_set."""
 
     worker: str
@@ -47,7 +48,7 @@ class WorkerFit:
     timeout_s: float
 
 
-class FitCancelledError(Exception):
+class FitCancelledError(BitplanError):
     """The client has given up the fit; the rounds so far are in the model."""
 
 
@@ -64,7 +65,7 @@ class _CancellableRanks(Ranks):
 
 def lay_rows(
     first: int, has_eval: bool, x: list[Any], y: list[Any], weights: list[Any], eval_x: list[Any], eval_y: list[Any]
-) -> Part:
+) -> WorkerRows:
     """This worker's partitions, in their order; `first` is the number of the first among all, for errors."""
     for name, others, of in (("y", y, x), ("sample_weight", weights, x), ("eval_set's y", eval_y, eval_x)):
         for place, (part, rows) in enumerate(zip(others, of, strict=False)):
@@ -76,7 +77,7 @@ def lay_rows(
     worker = get_worker()
     if has_eval and not eval_x:  # fewer partitions than workers
         eval_x, eval_y = [x[0][:0]], [y[0][:0]]
-    return Part(
+    return WorkerRows(
         f"{worker.name!r} at {worker.address}",
         _joined(x),
         np.concatenate([np.asarray(part) for part in y]),
@@ -103,7 +104,7 @@ def cancel_fit(key: str) -> None:
     _cancelled.add(key)
 
 
-def fit_part(model: Any, part: Part, rank: int, fit: WorkerFit) -> tuple[Any, ProcessLostError | None]:
+def fit_part(model: Any, part: WorkerRows, rank: int, fit: WorkerFit) -> tuple[Any, ProcessLostError | None]:
     """The fitted model, the same in each worker (cancelled: the complete rounds), or that another worker was lost.
 
     That one is an answer and not an error: Dask would log it in every worker, and only the lost one has the cause.
