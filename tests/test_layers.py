@@ -47,6 +47,7 @@ ROOMS = {
         "export": {"files", "gpt_oss"},
     },
     "trees": {
+        "dask": {"distributed"},
         "distributed": {"loops"},
         "evaluation": {"distributed"},
         "files": {"inputs", "losses"},
