@@ -20,7 +20,9 @@ _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9}
 def export(
     source: Annotated[Path, typer.Argument(metavar="IN", help="A model's folder (Hugging Face's), or a .gguf file.")],
     output: Annotated[Path, typer.Argument(metavar="OUT", help="What to write: a .gguf file, or a folder.")],
-    to: Annotated[str, typer.Option(help="For which engine: gguf (llama.cpp), compressed-tensors (vLLM), mlx.")],
+    to: Annotated[
+        str, typer.Option(help="For which engine: gguf (llama.cpp), compressed-tensors (vLLM), mlx, torchao.")
+    ],
     fmt: Annotated[
         str | None,
         typer.Option(

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +28,7 @@ from bitplan.store.files.headers import check_model_source, plan_for_file
 from bitplan.store.files.open_files import open_tensors
 from bitplan.store.files.tensor_file import Promise, TensorFile, Writer
 from bitplan.store.packed_folder import (
+    METADATA,
     FolderContents,
     check_packed_output,
     cut_shards,
@@ -125,6 +126,7 @@ class FolderExport:
     config   what the output's config.json says
     pack     an Encoded, and what to call it in a message -> the tensors that a packed layer's promises name, in order
     joined   tensors that the engine computes as one: formats whose scales have a base share it
+    metadata what the header of every file says beside the tensors
     """
 
     def __init__(
@@ -136,9 +138,11 @@ class FolderExport:
         config: Mapping[str, Any],
         pack: Pack,
         joined: Sequence[Sequence[str]] = (),
+        metadata: Mapping[str, str] | None = None,
     ) -> None:
         self._request, self._file, self._config, self._pack = request, source.file, config, pack
         self._layers = {promise.name: layer for layer in layers for promise in layer.promises}
+        self._metadata = {**METADATA, **(metadata or {})}
         self._made: dict[str, Tensor] = {}
         self._joined = {name: tuple(group) for group in joined for name in group}
         self._bases: dict[tuple[str, ...], float] = {}
@@ -162,7 +166,8 @@ class FolderExport:
 
     def write(self, on_bytes: OnBytes | None = None) -> None:
         promises = [promise for layer in dict.fromkeys(self._layers.values()) for promise in layer.promises]
-        contents = FolderContents(cut_shards(promises, {}), self._config, None, side_files(self._request.source))
+        shards = [replace(shard, metadata=self._metadata) for shard in cut_shards(promises, {})]
+        contents = FolderContents(shards, self._config, None, side_files(self._request.source))
 
         def write_shard(writer: Writer, own: Sequence[Promise]) -> None:
             for promise in own:

@@ -22,6 +22,7 @@ TARGETS = {
     "gguf": "bitplan.store.export.gguf",
     "compressed-tensors": "bitplan.store.export.compressed_tensors",
     "mlx": "bitplan.store.export.mlx",
+    "torchao": "bitplan.store.export.torchao",
 }
 OnBytes = Callable[[int, str], None]
 
