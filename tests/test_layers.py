@@ -46,6 +46,7 @@ ROOMS = {
         "rounding": {"files"},
         "export": {"files", "gpt_oss"},
     },
+    "store.files": {"schemes": set()},
     "trees": {"distributed": {"loops"}, "files": set(), "loops": set()},
 }
 MOST_FILES, MOST_LINES = 15, 450
