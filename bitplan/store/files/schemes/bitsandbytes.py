@@ -5,7 +5,7 @@
 | NAME.weight | codes of 4 bits, first one high, in any type of as many bytes |
 | NAME.weight.quant_state.bitsandbytes__nf4 | JSON as bytes: shape, dtype, blocksize, and of nested scales theirs |
 | NAME.weight.quant_map | the 16 numbers |
-| NAME.weight.absmax | a float32 for each block; with nested scales a byte, code of nested_quant_map times nested_absmax plus the offset |
+| NAME.weight.absmax | a float32 for each block; or nested: nested_quant_map[byte] * nested_absmax + offset |
 | NAME.SCB | LLM.int8: the largest number of each row, the weight being int8 * SCB / 127 |
 """
 
@@ -58,12 +58,12 @@ class FourBits:
 
 
 def list_weights(folder: QuantizedFolder) -> Iterator[SchemeWeight]:
-    for name, entry in folder.checkpoint.tensors.items():
+    for name in folder.checkpoint.tensors:
         owner, found, kind = name.partition(STATE)
         if found:
             yield _four_bits(folder, owner, name, kind)
         elif name.endswith(".SCB"):
-            yield _int8(folder, name.removesuffix(".SCB"), entry.shape)
+            yield _int8(folder, name.removesuffix(".SCB"))
 
 
 def _four_bits(folder: QuantizedFolder, name: str, state_name: str, kind: str) -> SchemeWeight:
@@ -82,7 +82,7 @@ def _four_bits(folder: QuantizedFolder, name: str, state_name: str, kind: str) -
         folder.part(f"{name}.nested_quant_map", ("float32",), (256,), of=name)
         folder.part(f"{name}.nested_absmax", ("float32",), (-(-state.blocks // state.nested_blocksize),), of=name)
         parts += [f"{name}.nested_quant_map", f"{name}.nested_absmax"]
-    reason = f"blocks of {state.blocksize} {kind.upper()} codes over the flattened weight, which no format of bitplan has"
+    reason = f"no format of bitplan has blocks of {state.blocksize} {kind.upper()} codes over the flattened weight"
     read = functools.partial(_decode, folder, name, state)
     label = f"{kind}_b{state.blocksize}{'' if state.nested_blocksize is None else '_nested'}"
     return SchemeWeight(name, state.shape, tuple(parts), label, None, state.dtype_name, reason, read)
@@ -91,7 +91,7 @@ def _four_bits(folder: QuantizedFolder, name: str, state_name: str, kind: str) -
 def _read_state(folder: QuantizedFolder, name: str, state_name: str) -> FourBits:
     entry = folder.part(state_name, ("uint8",), (None,), of=name)
     if entry.nbytes > MOST_STATE_BYTES:
-        folder.stop(name, f"its quant_state takes {entry.nbytes} bytes, and {MOST_STATE_BYTES} are the most that is read")
+        folder.stop(name, f"its quant_state takes {entry.nbytes} bytes, of which {MOST_STATE_BYTES} are the most")
     where = f"{folder.path}: {state_name!r}"
     document: Any = parse_json(folder.checkpoint.read_bytes(state_name), where=where)
     reader = Reader(where, FileFormatError, strict=False)
@@ -133,7 +133,7 @@ def _decode(folder: QuantizedFolder, name: str, state: FourBits) -> Tensor:
     return out.reshape(state.shape)
 
 
-def _int8(folder: QuantizedFolder, owner: str, scb: tuple[int, ...]) -> SchemeWeight:
+def _int8(folder: QuantizedFolder, owner: str) -> SchemeWeight:
     name = f"{owner}.weight"
     codes = folder.part(name, ("int8",), (None, None), of=name)
     rows, cols = codes.shape

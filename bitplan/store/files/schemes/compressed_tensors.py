@@ -2,9 +2,10 @@
 
 | format | parts of MODULE |
 |---|---|
-| pack-quantized | weight_packed: int32 with codes plus half, lowest bits first; weight_scale; weight_shape; weight_zero_point, packed down the rows; weight_g_idx |
-| int-, float-, naive-quantized | weight: int8 or FP8; weight_scale of the tensor, of rows, groups or tiles; weight_zero_point |
-| nvfp4-, mxfp4-pack-quantized | weight_packed: uint8; weight_scale; weight_global_scale |
+| pack-quantized | weight_packed (int32: codes plus half, lowest bits first), weight_scale, weight_shape |
+| ... | and weight_zero_point (packed down the rows), weight_g_idx (the group of each column) |
+| int-, float-, naive-quantized | weight (int8, FP8), weight_scale of tensor, rows, groups or tiles, weight_zero_point |
+| nvfp4-, mxfp4-pack-quantized | weight_packed (uint8), weight_scale, weight_global_scale |
 
 Which group of the config a module belongs to is not asked: shapes and types of its parts say what they hold.
 """
@@ -18,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from bitplan.store.files.schemes.floats import FP8, TILE, fp4_weight, fp8_weight
 from bitplan.store.files.schemes.integers import IntegerGroups, decode_integers, keep_packed, unpack_words
-from bitplan.store.files.schemes.scheme import FLOATS, QuantizedFolder, SchemeWeight
+from bitplan.store.files.schemes.scheme import FLOATS, QuantizedFolder, SchemeWeight, is_tile
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -37,15 +38,22 @@ FORMATS = (
     "dense",
 )
 # Scales of activations and of the cache of keys and values, which are not quantized here.
-_LEFT_OUT = ("input_scale", "input_zero_point", "input_global_scale", "input_g_idx", "output_scale", "output_zero_point")
+_LEFT_OUT = (
+    "input_scale",
+    "input_zero_point",
+    "input_global_scale",
+    "input_g_idx",
+    "output_scale",
+    "output_zero_point",
+)
 
 
 def list_weights(folder: QuantizedFolder) -> Iterator[SchemeWeight]:
     groups = _check_config(folder)
     weights = [group["weights"] for group in groups if isinstance(group.get("weights"), dict)]
-    bits = {each.get("num_bits") for each in weights if each.get("type", "int") == "int"}
-    tiles = {tuple(each["block_structure"]) for each in weights if isinstance(each.get("block_structure"), list)}
-    tile = next((found for found in tiles if len(found) == 2 and all(type(size) is int for size in found)), TILE)
+    integers = [each.get("num_bits") for each in weights if each.get("type", "int") == "int"]
+    bits = {count for count in integers if type(count) is int}
+    tile = next((each["block_structure"] for each in weights if is_tile(each.get("block_structure"))), TILE)
     tensors = folder.checkpoint.tensors
     for name in tensors:
         owner, _, part = name.rpartition(".")
@@ -69,7 +77,7 @@ def _check_config(folder: QuantizedFolder) -> list[dict[str, Any]]:
         folder.refuse("config.json: quantization_config has no config_groups")
     found = [group for group in groups.values() if isinstance(group, dict)]
     for each in (folder.said, *found):
-        if each.get("format", "dense") not in FORMATS and each.get("format") is not None:
+        if each.get("format") not in (None, *FORMATS):
             folder.refuse(f"compressed-tensors in format {str(each['format'])[:40]!r}")
     for key in ("sparsity_config", "transform_config"):
         said = folder.said.get(key)
@@ -78,15 +86,14 @@ def _check_config(folder: QuantizedFolder) -> list[dict[str, Any]]:
     return found
 
 
-def _packed_layout(folder: QuantizedFolder, owner: str, known_bits: set[Any]) -> IntegerGroups:
+def _packed_layout(folder: QuantizedFolder, owner: str, known_bits: set[int]) -> IntegerGroups:
     words = folder.part(f"{owner}.weight_packed", ("int32",), (None, None), of=owner)
     rows, cols = folder.read_sizes(f"{owner}.weight_shape", 2, of=owner)
-    fitting = [
-        bits for bits in range(1, 9) if bits in known_bits and words.shape == (rows, -(-cols * bits // 32))
-    ]
+    fitting = [bits for bits in range(1, 9) if bits in known_bits and words.shape == (rows, -(-cols * bits // 32))]
     if len(fitting) != 1:
         folder.stop(
-            owner, f"{list(words.shape)} int32 do not hold {rows} x {cols} codes of the config's {sorted(map(str, known_bits))} bits"
+            owner,
+            f"{list(words.shape)} int32 do not hold {rows} x {cols} codes of {sorted(known_bits)} bits",
         )
     scales = folder.part(f"{owner}.weight_scale", FLOATS, of=owner)
     group = _group(folder, owner, (rows, cols), scales.shape)

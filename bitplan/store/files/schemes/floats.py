@@ -50,7 +50,7 @@ def fp8_weight(
         label, block = f"{label}_b{tile[0]}" + ("" if tile[0] == tile[1] else f"x{tile[1]}"), tile
         fmt = "fp8_e4m3_b128" if tile == TILE else None
     else:
-        folder.stop(name, f"{list(scale.shape)} scales fit neither rows of {list(shape)} codes nor tiles of {list(tile)}")
+        folder.stop(name, f"{list(scale.shape)} scales fit neither rows nor {list(tile)} tiles of {list(shape)} codes")
     if fmt is None or kind != "e4m3":
         fmt, reason = None, f"no format of bitplan has {kind} with a scale for {block[0]} x {block[1]}"
     read: Callable[[], Tensor | Encoded]

@@ -3,7 +3,7 @@
 | part | type | shape |
 |---|---|---|
 | NAME.weight | float8_e4m3fn | [rows, cols] |
-| NAME.weight_scale_inv | float32 or bfloat16 | [rows / 128, cols / 128], rounded up: weight = codes * weight_scale_inv |
+| NAME.weight_scale_inv | float32 or bfloat16 | [rows / 128, cols / 128], rounded up; weight = codes * scale |
 | NAME.weight_scale | the same | one number, or one for each row |
 | NAME.input_scale | | of activations, which are not quantized here: left out |
 """
@@ -13,14 +13,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from bitplan.store.files.schemes.floats import FP8, TILE, fp8_weight
-from bitplan.store.files.schemes.scheme import QuantizedFolder, SchemeWeight
+from bitplan.store.files.schemes.scheme import QuantizedFolder, SchemeWeight, is_tile
 
 ACTIVATION_SCALES = ("input_scale", "input_scale_ub", "activation_scale")
 
 
 def list_weights(folder: QuantizedFolder) -> Iterator[SchemeWeight]:
     said = folder.said.get("weight_block_size") or TILE
-    if not isinstance(said, list | tuple) or len(said) != 2 or not all(type(size) is int and size > 0 for size in said):
+    if not is_tile(said):
         folder.refuse(f"config.json: quantization_config: weight_block_size is {str(said)[:40]}, not two sizes")
     tensors = folder.checkpoint.tensors
     for name, entry in tensors.items():

@@ -3,7 +3,7 @@
 | part of MODULE | type | shape |
 |---|---|---|
 | qweight | int32 | [columns * bits / 32, rows]: a stream of codes down each output |
-| qzeros | int32 | [groups, rows * bits / 32]: the same across outputs; in format "gptq" less one, in "gptq_v2" as they are |
+| qzeros | int32 | [groups, rows * bits / 32]: the same across outputs; in format "gptq" less one, not in "gptq_v2" |
 | scales | float16 (or bfloat16, float32) | [groups, rows] |
 | g_idx | int32 | [columns]: the group of each column; with desc_act in any order |
 """
@@ -68,7 +68,8 @@ def _layout(
     groups, rows = scales.shape
     if bits not in (2, 3, 4, 8) or -(-cols * bits // 32) != words.shape[0] or not groups or not cols or not rows:
         folder.stop(
-            owner, f"{list(words.shape)} int32 do not hold {cols} columns of {bits} bits with {list(scales.shape)} scales"
+            owner,
+            f"{list(words.shape)} int32 do not hold {cols} columns of {bits} bits, {list(scales.shape)} scales",
         )
     group = -(-cols // groups)
     said = folder.said.get("group_size", -1)
@@ -105,5 +106,7 @@ def _groups(folder: QuantizedFolder, owner: str, layout: IntegerGroups) -> Tenso
         return None
     found = folder.read(f"{owner}.g_idx").long()
     if bool(((found < 0) | (found >= layout.groups)).any()):
-        folder.stop(owner, f"g_idx must be groups from 0 to {layout.groups - 1}, got {int(found.min())}..{int(found.max())}")
+        folder.stop(
+            owner, f"g_idx must be groups from 0 to {layout.groups - 1}, got {int(found.min())} and {int(found.max())}"
+        )
     return None if bool((found == torch.arange(layout.cols) // layout.group).all()) else found

@@ -52,7 +52,10 @@ class IntegerGroups:
             return None, "zero points of groups, which no format of bitplan has"
         fitting = [fmt for fmt in list_formats() if self._holds(fmt)]
         if not fitting:
-            return None, f"no format of bitplan has {self.bits} bits in groups of {self.group} with {self.scale_type} scales"
+            return (
+                None,
+                f"no format of bitplan has {self.bits} bits, groups of {self.group} and {self.scale_type} scales",
+            )
         fmt = max(fitting, key=lambda each: (self._block(each), each.scales.dtype_name == self.scale_type))  # type: ignore[union-attr]
         times = self.group // self._block(fmt)
         return fmt, "the same codes and scales" + (f", each scale {times} times" if times > 1 else "")
@@ -130,4 +133,3 @@ def decode_integers(
         zero = zeros if isinstance(zeros, int) else zeros[rows].to(torch.float32)[:, of]
         out[rows] = ((codes[rows].to(torch.float32) - zero) * scales[rows].to(torch.float32)[:, of]).to(out.dtype)
     return out
-

@@ -46,7 +46,7 @@ class SchemeWeight:
 
 @dataclass(frozen=True)
 class QuantizedFolder:
-    """A folder open for its scheme: `said` is what its config says of the quantization, `dtype_name` the model's type."""
+    """A folder open for its scheme: what its config said of the quantization, and the type of the model."""
 
     path: Path
     said: Mapping[str, Any]
@@ -96,5 +96,12 @@ class QuantizedFolder:
         """A key of the config that must have one of these values."""
         value = self.said.get(key, default)
         if not any(type(value) is type(each) and value == each for each in allowed):
-            self.refuse(f"config.json: quantization_config: {key} is {show(value)}, not {' or '.join(map(repr, allowed))}")
+            self.refuse(f"config.json: quantization_config: {key} is {show(value)}, not {allowed}")
         return value
+
+
+def is_tile(value: object) -> bool:
+    """Whether a config's value is the two sizes of a tile."""
+    if not isinstance(value, list | tuple) or len(value) != 2:
+        return False
+    return all(type(size) is int and 0 < size < 2**31 for size in value)

@@ -53,9 +53,11 @@ def scheme_of(path: Path) -> dict[str, Any] | None:
     if said is None:
         old = next((name for name in _OLD_FILES if (folder / name).is_file()), None)
         if old is not None:
-            document = Reader(str(folder / old), FileFormatError, strict=False).keys("", read_json(folder / old), {}, ())
+            reader = Reader(str(folder / old), FileFormatError, strict=False)
+            document = reader.keys("", read_json(folder / old), {}, ())
             said = {"quant_method": _OLD_FILES[old], **document}
-    return said if said is not None and said.get("quant_method") in SCHEMES else None
+    method = None if said is None else said.get("quant_method")
+    return said if isinstance(method, str) and method in SCHEMES else None
 
 
 def _quantization(config: Path) -> dict[str, Any] | None:
@@ -66,7 +68,7 @@ def _quantization(config: Path) -> dict[str, Any] | None:
 
 
 class SchemeTensors(TensorFile):
-    """Weights kept packed where bitplan has the format bit for bit, else decoded; a line of the log says which, and why."""
+    """Weights kept packed where bitplan has the format bit for bit, else decoded; the log says which, and why."""
 
     def __init__(self, path: Path) -> None:
         self.path = path

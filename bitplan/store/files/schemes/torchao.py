@@ -1,7 +1,7 @@
 """torchao folders in torchao's safetensors layout: parts of MODULE.weight lie under MODULE._weight_PART.
 
-The metadata of each file has `tensor_names`, a JSON list, and for every name JSON with `_type`, the class of the tensor,
-`_data`, its attributes, and `_tensor_data_names`, its parts.
+The metadata of each file has `tensor_names`, a JSON list, and for every name JSON with `_type`, the class of the
+tensor, `_data`, its attributes, and `_tensor_data_names`, its parts.
 
 | class | parts | comes as |
 |---|---|---|
@@ -19,9 +19,9 @@ from typing import TYPE_CHECKING, Any
 
 from bitplan.errors import FileFormatError
 from bitplan.records import parse_json
-from bitplan.store.files.schemes.floats import fp4_weight, fp8_weight
+from bitplan.store.files.schemes.floats import TILE, fp4_weight, fp8_weight
 from bitplan.store.files.schemes.integers import IntegerGroups, decode_integers, keep_packed
-from bitplan.store.files.schemes.scheme import FLOATS, QuantizedFolder, SchemeWeight
+from bitplan.store.files.schemes.scheme import FLOATS, QuantizedFolder, SchemeWeight, is_tile
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -63,19 +63,16 @@ def _weight(folder: QuantizedFolder, name: str, said: Mapping[str, Any]) -> Sche
     beside = tuple(each for part in _ACTIVATIONS if (each := prefix + part) in folder.checkpoint.tensors)
     block = data.get("block_size")
     if kind == "Float8Tensor":
-        sizes = block if isinstance(block, list) and len(block) == 2 and all(type(each) is int for each in block) else [1, 1]
-        tile = (max(1, sizes[0]), max(1, sizes[1]))
-        return fp8_weight(folder, name, f"{prefix}qdata", f"{prefix}scale", tile, beside)
+        tile = block if is_tile(block) else TILE
+        return fp8_weight(folder, name, f"{prefix}qdata", f"{prefix}scale", (tile[0], tile[1]), beside)
     if kind in ("Int8Tensor", "IntxUnpackedToInt8Tensor"):
         return _integers(folder, name, prefix, block, beside)
-    if kind == "MXTensor" and data.get("is_swizzled_scales") is False and block == 32:
-        return _microscaling(folder, name, prefix, beside)
-    folder.refuse(f"{name!r} is a {kind[:60]} of torchao")
+    if kind != "MXTensor" or data.get("is_swizzled_scales") is not False or block != 32:
+        folder.refuse(f"{name!r} is a {kind[:60]} of torchao")
+    return _microscaling(folder, name, prefix, beside)
 
 
-def _integers(
-    folder: QuantizedFolder, name: str, prefix: str, block: object, beside: tuple[str, ...]
-) -> SchemeWeight:
+def _integers(folder: QuantizedFolder, name: str, prefix: str, block: object, beside: tuple[str, ...]) -> SchemeWeight:
     codes = folder.part(f"{prefix}qdata", ("int8",), (None, None), of=name)
     rows, cols = codes.shape
     scales = folder.part(f"{prefix}scale", FLOATS, of=name)
