@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from bitplan.documents import show
 from bitplan.store.files.schemes.floats import FP8, TILE, fp8_weight
 from bitplan.store.files.schemes.scheme import QuantizedFolder, SchemeWeight, is_tile
 
@@ -21,7 +22,7 @@ ACTIVATION_SCALES = ("input_scale", "input_scale_ub", "activation_scale")
 def list_weights(folder: QuantizedFolder) -> Iterator[SchemeWeight]:
     said = folder.said.get("weight_block_size") or TILE
     if not is_tile(said):
-        folder.refuse(f"config.json: quantization_config: weight_block_size is {str(said)[:40]}, not two sizes")
+        folder.refuse(f"config.json: quantization_config: weight_block_size is {show(said)}, not two sizes")
     tensors = folder.checkpoint.tensors
     for name, entry in tensors.items():
         scales = next((each for each in (f"{name}_scale_inv", f"{name}_scale") if each in tensors), None)

@@ -13,10 +13,10 @@ tensor, `_data`, its attributes, and `_tensor_data_names`, its parts.
 from __future__ import annotations
 
 import functools
-import json
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
+from bitplan.documents import show
 from bitplan.errors import FileFormatError
 from bitplan.records import parse_json
 from bitplan.store.files.schemes.floats import TILE, fp4_weight, fp8_weight
@@ -38,7 +38,7 @@ def list_weights(folder: QuantizedFolder) -> Iterator[SchemeWeight]:
         for name in _names(file.metadata.get(NAMES), where):
             said = parse_json(file.metadata.get(name, "null").encode(), where=f"{where} {name[:80]!r}")
             if not isinstance(said, dict) or not isinstance(said.get("_type"), str):
-                raise FileFormatError(f"{where}: {name[:80]!r} must be an object with _type, got {str(said)[:80]}")
+                raise FileFormatError(f"{where}: {name[:80]!r} must be an object with _type, got {show(said)}")
             if said["_type"] != "Tensor":
                 yield _weight(folder, name, said)
 
@@ -48,7 +48,7 @@ def _names(text: str | None, where: str) -> list[str]:
         return []
     names = parse_json(text.encode(), where=f"{where} {NAMES!r}")
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
-        raise FileFormatError(f"{where}: {NAMES} must be a list of names, got {json.dumps(names)[:80]}")
+        raise FileFormatError(f"{where}: {NAMES} must be a list of names, got {show(names)}")
     return names
 
 
@@ -77,7 +77,7 @@ def _integers(folder: QuantizedFolder, name: str, prefix: str, block: object, be
     rows, cols = codes.shape
     scales = folder.part(f"{prefix}scale", FLOATS, of=name)
     if not isinstance(block, list) or len(block) != 2 or block[0] != 1 or type(block[1]) is not int or block[1] < 1:
-        folder.stop(name, f"groups of columns in a row are read, its block_size is {str(block)[:40]}")
+        folder.stop(name, f"groups of columns in a row are read, its block_size is {show(block)}")
     group = min(block[1], cols)
     if not rows or not cols or cols % group or scales.nbytes // _width(scales.dtype_name) != rows * (cols // group):
         folder.stop(name, f"{list(scales.shape)} scales do not fit groups of {group} in {[rows, cols]} codes")
