@@ -46,8 +46,16 @@ ROOMS = {
         "rounding": {"files"},
         "export": {"files", "gpt_oss"},
     },
-    "store.files": {"schemes": set()},
-    "trees": {"distributed": {"loops"}, "files": set(), "loops": set()},
+    "store.files": {"poly": set(), "schemes": set()},
+    "trees": {
+        "distributed": {"loops"},
+        "evaluation": {"distributed"},
+        "files": {"inputs", "losses"},
+        "inputs": {"distributed"},
+        "loops": set(),
+        "losses": {"distributed", "loops"},
+        "models": {"distributed", "evaluation", "files", "inputs", "loops"},
+    },
 }
 MOST_FILES, MOST_LINES = 15, 450
 
