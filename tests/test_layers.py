@@ -46,6 +46,7 @@ ROOMS = {
         "rounding": {"files"},
         "export": {"files", "gpt_oss"},
     },
+    "store.files": {"poly": set(), "schemes": set()},
     "trees": {
         "dask": {"distributed"},
         "distributed": {"loops"},
