@@ -48,6 +48,7 @@ ROOMS = {
     },
     "store.files": {"poly": set(), "schemes": set()},
     "trees": {
+        "dask": {"distributed"},
         "distributed": {"loops"},
         "evaluation": {"distributed"},
         "files": {"inputs", "losses"},
