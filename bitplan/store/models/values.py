@@ -70,7 +70,7 @@ def open_values(first: str | Path, second: str | Path, opened: ExitStack) -> tup
     mixed = not shared and len({isinstance(file, GGUFTensors) for file in files}) > 1
     needs_layouts = mixed or any(_has_codes(file) for file in files)
     one, two = (_values(file, opened, layouts=needs_layouts) for file in files)
-    if not mixed or needs_layouts and any(_is_gpt_oss(file) for file in files):
+    if not mixed or (needs_layouts and any(_is_gpt_oss(file) for file in files)):
         return one, two
     if isinstance(files[0], GGUFTensors):
         return _side_by_side(files[0], one, two)
