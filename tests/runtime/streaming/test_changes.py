@@ -72,7 +72,7 @@ def expected_output(model, stream) -> torch.Tensor:
 
 @pytest.mark.parametrize(
     ("change", "host"),
-    few([*((one, "pinned") for one in (load, assign, edit, replace, set_data, write_data)), (edit, "file")], 4),
+    [*((one, "pinned") for one in (load, assign, edit, replace, set_data, write_data)), (edit, "file")],
 )
 def test_changed_weights_are_sent_from_the_next_boundary_on(change, host):
     model = make_stack(adapters=True, count=4)

@@ -320,8 +320,8 @@ def interrupt() -> None:
     time.sleep(0.2)
 
 
-@pytest.mark.cross("when", ["forward", "backward"])
-@pytest.mark.cross(
+@pytest.mark.parametrize("when", ["forward", "backward"])
+@pytest.mark.parametrize(
     ("act", "error", "says"),
     [
         (stop_thread, TransferError, r"layers\.\d, step 1: its input: "),
