@@ -1,8 +1,8 @@
-"""The demo's second and third part: what formats do to each layer, and a plan that follows from it under a budget.
+"""The demo's second and third part: the errors of formats in each layer, and a plan from them within a budget.
 
-Eight bits for every layer, four for those that bear it: `choose_low_set` takes layers in the order of output error per
-byte saved, until their errors together reach the budget. Norms and embeddings go by rule. The manifest is the same
-decision as rules, for `bitplan plan` and `bitplan check`.
+Every layer gets eight bits, or four if it can bear it: `choose_low_set` takes layers in the order of output error per
+byte saved, until the sum of their errors reaches the budget. Norms and embeddings follow rules. The manifest states the
+same decision as rules, for `bitplan plan` and `bitplan check`.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from bitplan.runtime.selective.run_calibration import run_calibration
 
 EIGHT_BITS = ("int8_row", "fp8_e4m3_row")
 FOUR_BITS = ("q4_0_gguf", "nvfp4", "mxfp4")
-BUDGET_PER_LAYER = 0.02  # of relative output error, on average over the layers: all in four bits would be twice that
-# What no calibration is needed for: these are small, and the text goes in and out through them.
+BUDGET_PER_LAYER = 0.02  # relative output error, on average over the layers; four bits for all would give twice as much
+# Tensors that need no calibration: they are small, and the text goes in and out through them.
 RULES = (
     {"regex": r"(.*\.)?norm(_in|_mid)?\.(weight|bias)", "format": "float32", "role": "norm"},
     {"regex": r"(tokens|places|head)\.weight", "format": "bfloat16", "role": "embed"},
@@ -84,7 +84,7 @@ def choose_formats(errors: Mapping[str, Mapping[str, float]], shapes: Mapping[st
 
 
 def manifest_of(plan: Plan) -> dict[str, Any]:
-    """The plan as rules: what `bitplan plan` resolves to the same formats."""
+    """The plan as rules, which `bitplan plan` resolves to the same formats."""
     ruled = {name for name in plan if any(re.fullmatch(rule["regex"], name) for rule in RULES)}
     groups: dict[tuple[str, str], list[str]] = {}
     for name, entry in plan.entries.items():

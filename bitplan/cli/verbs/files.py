@@ -50,7 +50,7 @@ def _formats_on(on: str, scale_rule: Rule | None, as_json: bool) -> None:
     if not separator:
         raise FormatError(f"--on takes FILE:TENSOR, got {on!r}; `bitplan inspect {on}` lists the tensors")
     with open_tensors(path) as file:
-        file.spec(name)  # refused before torch is imported
+        file.spec(name)  # raises before torch is imported
 
         from bitplan.formats import error_report, list_formats
         from bitplan.formats.codec import finite, readable
@@ -162,7 +162,7 @@ def quantize(
     from bitplan.store.files.open_files import container_for, open_tensors
     from bitplan.store.packed_folder import check_packed_output
 
-    # What can be refused without torch is, for importing it takes seconds.
+    # Refuse what can be refused without torch, whose import takes seconds.
     if sum(given is not None for given in (fmt, manifest, plan)) != 1:
         raise typer.BadParameter("give one of --format, --manifest and --plan")
     if evidence is not None and scale_rule is not None:
@@ -236,7 +236,7 @@ def compare(
 
     with open_tensors(first) as file:
         total = sum(math.prod(spec.shape) for spec in file.specs.values())
-    open_tensors(second).close()  # what cannot be read is refused before torch is imported
+    open_tensors(second).close()  # refuses a file that cannot be read before torch is imported
 
     from bitplan.store.compare import compare_files
 
