@@ -44,7 +44,7 @@ ROOMS = {
         "gpt_oss": {"files"},
         "models": {"files", "gpt_oss"},
         "rounding": {"files"},
-        "export": {"files", "gpt_oss"},
+        "export": {"files", "gpt_oss", "models"},
     },
     "trees": {"distributed": {"loops"}, "files": set(), "loops": set()},
 }

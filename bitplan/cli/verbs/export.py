@@ -21,7 +21,8 @@ def export(
     source: Annotated[Path, typer.Argument(metavar="IN", help="A model's folder (Hugging Face's), or a .gguf file.")],
     output: Annotated[Path, typer.Argument(metavar="OUT", help="What to write: a .gguf file, or a folder.")],
     to: Annotated[
-        str, typer.Option(help="For which engine: gguf (llama.cpp), compressed-tensors (vLLM), mlx, torchao.")
+        str,
+        typer.Option(help="For which engine: gguf (llama.cpp), compressed-tensors (vLLM), mlx, torchao, hf (plain)."),
     ],
     fmt: Annotated[
         str | None,
