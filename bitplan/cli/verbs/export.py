@@ -61,11 +61,16 @@ def export(
     Example: bitplan export llama llama.gguf --to gguf --format q4_k_gguf
     """
     from bitplan.plan import Plan, open_manifest
+    from bitplan.plan.choose import Wanted
     from bitplan.store.export.targets import ExportRequest, prepare_export
 
     if sum(given is not None for given in (fmt, manifest, plan)) > 1:
         raise typer.BadParameter("give one of --format, --manifest and --plan, or none: tensors stay as they are")
-    given = Plan.load(plan) if plan is not None else open_manifest(manifest) if manifest is not None else fmt or {}
+    given: Wanted = fmt or {}
+    if plan is not None:
+        given = Plan.load(plan)
+    elif manifest is not None:
+        given = open_manifest(manifest)
     prepared = prepare_export(
         ExportRequest(
             source,
