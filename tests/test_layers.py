@@ -42,7 +42,7 @@ ROOMS = {
         "checks": {"files", "models"},
         "files": set(),
         "gpt_oss": {"files"},
-        "models": {"files", "gpt_oss"},
+        "models": {"export", "files", "gpt_oss"},
         "rounding": {"files"},
         "export": {"files", "gpt_oss", "models"},
     },
