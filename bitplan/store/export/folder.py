@@ -27,6 +27,7 @@ from bitplan.store.export.gguf_source import GGUFModel
 from bitplan.store.export.targets import ExportReport, ExportRequest, ExportRow, OnBytes
 from bitplan.store.files.headers import check_model_source, is_gguf, plan_for_file
 from bitplan.store.files.open_files import open_tensors
+from bitplan.store.files.schemes.tensors import SchemeTensors
 from bitplan.store.files.tensor_file import Promise, TensorFile, Writer
 from bitplan.store.packed_folder import (
     METADATA,
@@ -99,8 +100,11 @@ def open_folder(request: ExportRequest, target: str, substitutes: Substitutes | 
         if isinstance(file, GGUFModel):
             folder = file.folder
         config = read_config(folder)
-        if "quantization_config" in config and not is_packed_config(config):
-            raise StoreError(f"{request.source}: is quantized already; export the model that it was made from")
+        if "quantization_config" in config and not is_packed_config(config) and not isinstance(file, SchemeTensors):
+            raise StoreError(
+                f"{request.source}: is quantized in a way that bitplan does not read; "
+                "export the model that it was made from"
+            )
         check_packed_output(request.output, inputs=file.files, force=request.force)
         plan = plan_for_file(
             file, request.formats, keep=request.keep, only=request.only, substitutes=substitutes, how_to_fill=None
