@@ -23,9 +23,11 @@ from bitplan.kernels import encode
 from bitplan.plan import Plan
 from bitplan.plan.choose import Substitutes
 from bitplan.plan.roles import guess_role
+from bitplan.store.export.gguf_source import GGUFModel
 from bitplan.store.export.targets import ExportReport, ExportRequest, ExportRow, OnBytes
-from bitplan.store.files.headers import check_model_source, plan_for_file
+from bitplan.store.files.headers import check_model_source, is_gguf, plan_for_file
 from bitplan.store.files.open_files import open_tensors
+from bitplan.store.files.schemes.tensors import SchemeTensors
 from bitplan.store.files.tensor_file import Promise, TensorFile, Writer
 from bitplan.store.packed_folder import (
     METADATA,
@@ -58,9 +60,13 @@ class OutputLayer:
 
 @dataclass(frozen=True)
 class FolderSource:
-    """A model's folder, open for reading, its config without a word on how it was packed, and the plan for it."""
+    """A model, open for reading, its config without a word on how it was packed, and the plan for it.
+
+    folder   where config and tokenizer lie
+    """
 
     file: TensorFile
+    folder: Path
     config: dict[str, Any]
     plan: Plan
 
@@ -83,33 +89,31 @@ def is_linear(name: str, shape: tuple[int, ...]) -> bool:
 
 
 def open_folder(request: ExportRequest, target: str, substitutes: Substitutes | None = None) -> FolderSource:
-    """Refuse what is no model's folder, an output that must not be written, and options of other targets."""
-    if request.source.is_file():
-        raise StoreError(
-            f"{request.source}: {target} is made of a model's folder; `bitplan export {request.source} FOLDER --to hf` "
-            "makes one of a GGUF file"
-        )
+    """Refuse what is no model, an output that must not be written, and options of other targets."""
     if request.importance is not None or request.part_bytes is not None or request.pretokenizer is not None:
         raise StoreError(f"{request.output}: --importance, --split and --pretokenizer are for GGUF")
-    check_model_source(request.source, None)
-    config = read_config(request.source)
-    if "quantization_config" in config and not is_packed_config(config):
-        raise StoreError(f"{request.source}: is quantized already; export the model that it was made from")
-    file = open_tensors(request.source)
+    folder = check_model_source(request.source, None)
+    if request.source.is_file() and not is_gguf(request.source):
+        raise StoreError(f"{request.source}: {target} is made of a model's folder or a GGUF file; give {folder}")
+    file = GGUFModel(request.source) if is_gguf(request.source) else open_tensors(request.source)
     try:
+        if isinstance(file, GGUFModel):
+            folder = file.folder
+        config = read_config(folder)
+        if "quantization_config" in config and not is_packed_config(config) and not isinstance(file, SchemeTensors):
+            raise StoreError(
+                f"{request.source}: is quantized in a way that bitplan does not read; "
+                "export the model that it was made from"
+            )
         check_packed_output(request.output, inputs=file.files, force=request.force)
         plan = plan_for_file(
-            file,
-            request.formats,
-            keep=request.keep,
-            only=request.only,
-            substitutes=substitutes,
-            how_to_fill=None,
+            file, request.formats, keep=request.keep, only=request.only, substitutes=substitutes, how_to_fill=None
         )
     except BaseException:
         file.close()
         raise
-    return FolderSource(file, {key: value for key, value in config.items() if key != "quantization_config"}, plan)
+    own = {key: value for key, value in config.items() if key != "quantization_config"}
+    return FolderSource(file, folder, own, plan)
 
 
 def in_order(file: TensorFile, new: str, sources: Sequence[str]) -> tuple[str, ...]:
@@ -141,6 +145,7 @@ class FolderExport:
         metadata: Mapping[str, str] | None = None,
     ) -> None:
         self._request, self._file, self._config, self._pack = request, source.file, config, pack
+        self._folder = source.folder
         self._layers = {promise.name: layer for layer in layers for promise in layer.promises}
         self._metadata = {**METADATA, **(metadata or {})}
         self._made: dict[str, Tensor] = {}
@@ -167,7 +172,7 @@ class FolderExport:
     def write(self, on_bytes: OnBytes | None = None) -> None:
         promises = [promise for layer in dict.fromkeys(self._layers.values()) for promise in layer.promises]
         shards = [replace(shard, metadata=self._metadata) for shard in cut_shards(promises, {})]
-        contents = FolderContents(shards, self._config, None, side_files(self._request.source))
+        contents = FolderContents(shards, self._config, None, side_files(self._folder))
 
         def write_shard(writer: Writer, own: Sequence[Promise]) -> None:
             for promise in own:
