@@ -12,9 +12,10 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from bitplan.kernels.base.jit import on_threads
-from bitplan.trees.binning import bin_rows, find_bins
+from bitplan.trees.binning import bin_rows, blocks_of, find_bins
 from bitplan.trees.distributed.shards import ALONE, Shards, Span
 from bitplan.trees.evaluation.metrics import Metric
+from bitplan.trees.files.pieces import TablePieces
 from bitplan.trees.gradients import Array, GradientPrecision, GradientsF32, prepare
 from bitplan.trees.grow import Grown, GrowthRules, TreeGrower, newton_steps
 from bitplan.trees.loops import gradients as trees_gradients
@@ -46,7 +47,7 @@ class BoostSettings:
 class Rows:
     """Features, targets and weights (none: empty)."""
 
-    x: Array
+    x: Array | TablePieces
     y: Array
     weights: Array = field(default_factory=lambda: NO_WEIGHTS)
 
@@ -80,11 +81,13 @@ class Booster:
     def rounds(self) -> int:
         return len(self.trees) // self.outputs
 
-    def scores(self, x: Array) -> Array:
+    def scores(self, x: Array | TablePieces) -> Array:
         """Raw scores (rows, outputs)."""
         scores = np.tile(self.start, (len(x), 1))
         if self.trees:
-            self.forest().add_to(scores, x)
+            forest = self.forest()
+            for first, block in blocks_of(x):
+                forest.add_to(scores[first : first + len(block)], block)
         return scores
 
     def forest(self) -> Forest:
@@ -134,6 +137,7 @@ def boost(
     booster_made(booster)
     trainer = _Trainer(rows, objective, settings, grower, booster.scores(rows.x), span)
     shards.sent_for("bins and start")
+    watched = [replace(each, rows=replace(each.rows, x=np.asarray(each.rows.x))) for each in watched]
     scores = [booster.scores(each.rows.x) for each in watched]
     for number in range(settings.rounds):
         new = trainer.round(booster.rounds_before + number)

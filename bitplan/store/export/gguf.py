@@ -116,7 +116,7 @@ def _from_folder(
     config = ModelConfig(folder)
     metadata = model_metadata(config, folder.resolve().name)
     metadata |= tokenizer_metadata(folder, config.vocabulary, request.pretokenizer)
-    names = _Names(config, str(file.path))
+    names = GGUFNames(config, str(file.path))
     grouped: dict[str, list[str]] = {}
     left_out: dict[str, str] = {}
     for name in file.specs:
@@ -134,7 +134,7 @@ def _from_folder(
     return outgoing, metadata, left_out
 
 
-class _Names:
+class GGUFNames:
     """gguf-py's table for an architecture, with what it does not know."""
 
     def __init__(self, config: ModelConfig, where: str) -> None:
@@ -143,18 +143,23 @@ class _Names:
         self._table = get_tensor_name_map(MODEL_ARCH(kind), config.layers)
         self._config, self._where = config, where
 
-    def of(self, name: str) -> str:
+    def find(self, name: str) -> str | None:
+        """GGUF's name of a tensor, None where the architecture has none."""
         own = name.replace("language_model.model.", "model.").replace("model.language_model.", "model.")
         own = own.replace("language_model.lm_head.", "lm_head.")
         if found := _EXPERT.fullmatch(own):
             own = f"{found['before']}.{found['after']}"
-        new = self._table.get_name(own, try_suffixes=(".weight", ".bias"))
+        new: str | None = self._table.get_name(own, try_suffixes=(".weight", ".bias"))
+        return new
+
+    def of(self, name: str) -> str:
+        new = self.find(name)
         if new is None:
             raise StoreError(
                 f"{self._where}: llama.cpp's {self._config.family.architecture} has no tensor for {name!r}; "
                 "the checkpoint holds more than the model that config.json names"
             )
-        return str(new)
+        return new
 
     def check_whole(self, found: set[str]) -> None:
         """A model by half loads in no engine: say so here."""
@@ -170,7 +175,7 @@ def _outgoing(file: TensorFile, plan: Plan, config: ModelConfig, new: str, sourc
     family, first = config.family, sources[0]
     shape = file.spec(first).shape
     if len(sources) > 1 or _EXPERT.fullmatch(first):
-        sources = _in_order(file, new, sources)
+        sources = _inrow_order(file, new, sources)
         shape = (len(sources), *shape)
     chosen = {_format(plan, name)[0].name for name in sources}
     if len(chosen) > 1:
@@ -181,10 +186,10 @@ def _outgoing(file: TensorFile, plan: Plan, config: ModelConfig, new: str, sourc
     fmt, reason = _format(plan, first)
     if len(shape) < 2 or _ROUTER.search(new):
         fmt, reason = FLOAT32, "norms, biases and routers: llama.cpp computes them in float32"
-    return Outgoing(new, tuple(sources), shape, fmt, reason, _heads(family, config, new), _is_plus_one(family, new))
+    return Outgoing(new, tuple(sources), shape, fmt, reason, heads_of(family, config, new), is_plus_one(family, new))
 
 
-def _in_order(file: TensorFile, new: str, sources: list[str]) -> list[str]:
+def _inrow_order(file: TensorFile, new: str, sources: list[str]) -> list[str]:
     """The experts by number, all of one shape and none missing."""
     numbers = {int(found["number"]): name for name in sources if (found := _EXPERT.fullmatch(name))}
     if sorted(numbers) != list(range(len(sources))):
@@ -197,7 +202,7 @@ def _in_order(file: TensorFile, new: str, sources: list[str]) -> list[str]:
     return ordered
 
 
-def _heads(family: Family, config: ModelConfig, new: str) -> int | None:
+def heads_of(family: Family, config: ModelConfig, new: str) -> int | None:
     if not family.permutes:
         return None
     if ".attn_q." in new:
@@ -205,7 +210,7 @@ def _heads(family: Family, config: ModelConfig, new: str) -> int | None:
     return config.kv_heads if ".attn_k." in new else None
 
 
-def _is_plus_one(family: Family, new: str) -> bool:
+def is_plus_one(family: Family, new: str) -> bool:
     return family.norms_plus_one and new.endswith("norm.weight")
 
 
@@ -274,7 +279,7 @@ class GGUFExport:
             return numbers
         numbers = finite(readable(numbers, where), self._request.nonfinite, where)
         if item.heads is not None:
-            numbers = numbers[_order(numbers.shape[0], item.heads)]
+            numbers = numbers[row_order(numbers.shape[0], item.heads)]
         if item.plus_one:
             numbers = numbers.float() + 1
         if item.fmt.is_cast:
@@ -287,14 +292,14 @@ class GGUFExport:
         return encode(numbers, item.fmt, scale_rule=rule, importance=weights, name=where)
 
 
-def _order(rows: int, heads: int) -> Tensor:
+def row_order(rows: int, heads: int) -> Tensor:
     """Where llama.cpp's rows of q and k lie in transformers': halves of a head, dealt out in turns."""
     return torch.arange(rows).reshape(heads, 2, rows // heads // 2).transpose(1, 2).reshape(-1)
 
 
 def _permuted_rows(encoded: Encoded, heads: int) -> Encoded:
     """Rows of packed bytes in another order: no number changes, for blocks lie along rows."""
-    order = _order(encoded.shape[0], heads)
+    order = row_order(encoded.shape[0], heads)
     parts = {name: part[order] if part.dim() else part for name, part in encoded.parts.items()}
     return Encoded(encoded.fmt, encoded.shape, **parts)
 

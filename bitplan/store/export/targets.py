@@ -21,6 +21,9 @@ from bitplan.plan.choose import Wanted
 TARGETS = {
     "gguf": "bitplan.store.export.gguf",
     "compressed-tensors": "bitplan.store.export.compressed_tensors",
+    "mlx": "bitplan.store.export.mlx",
+    "torchao": "bitplan.store.export.torchao",
+    "hf": "bitplan.store.export.hf",
 }
 OnBytes = Callable[[int, str], None]
 

@@ -18,6 +18,7 @@ from bitplan.trees.boost import Booster, BoostSettings, EvalSet, Rows, boost
 from bitplan.trees.checks import (
     number,
     one_of,
+    pieces_of,
     refuse_text,
     seed_of,
     split_rows,
@@ -31,6 +32,7 @@ from bitplan.trees.distributed.shards import ALONE, Shards, Span, gather_numbers
 from bitplan.trees.evaluation.callbacks import RoundState, callbacks_of, wants_to_stop
 from bitplan.trees.evaluation.metrics import metrics_of
 from bitplan.trees.evaluation.sets import eval_pairs
+from bitplan.trees.files.pieces import TablePieces
 from bitplan.trees.gradients import Array, GradientPrecision, TreesError
 from bitplan.trees.grow import GrowthRules
 from bitplan.trees.inputs.categories import encode, learn_categories
@@ -105,6 +107,9 @@ class BoostedTreesBase(FittedTrees):
         return pair
 
     def _validated(self, x: Any, shards: Shards, **more: Any) -> Any:
+        fewest = 1 if shards.count == 1 else 0  # a process may have none
+        if isinstance(x, TablePieces):
+            return pieces_of(self, x, fewest, **more)
         has_types = hasattr(x, "dtype") or hasattr(x, "dtypes")
         if has_types:  # text that spells a number would pass as one
             refuse_text(x)
@@ -114,7 +119,7 @@ class BoostedTreesBase(FittedTrees):
                 x,
                 dtype=[np.float64, np.float32],
                 ensure_all_finite="allow-nan",
-                ensure_min_samples=1 if shards.count == 1 else 0,  # a process may have none
+                ensure_min_samples=fewest,
                 **more,
             )
         except ValueError:
