@@ -89,8 +89,8 @@ def open_folder(request: ExportRequest, target: str, substitutes: Substitutes | 
             f"{request.source}: {target} is made of a model's folder; `bitplan export {request.source} FOLDER --to hf` "
             "makes one of a GGUF file"
         )
-    if request.importance is not None or request.part_bytes is not None or request.pretokenizer is not None:
-        raise StoreError(f"{request.output}: --importance, --split and --pretokenizer are for GGUF")
+    if request.part_bytes is not None or request.pretokenizer is not None:
+        raise StoreError(f"{request.output}: --split and --pretokenizer are for GGUF")
     check_model_source(request.source, None)
     config = read_config(request.source)
     if "quantization_config" in config and not is_packed_config(config):

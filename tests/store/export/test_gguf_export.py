@@ -145,10 +145,11 @@ def test_rows_that_blocks_do_not_divide_get_the_nearest_format_and_the_reason(fo
     assert "rows of 64 are not whole blocks of 256 (q4_k_gguf), q5_0_gguf holds them" in row.reason
 
 
-def test_importance_weighs_the_search_and_is_named(folders, tmp_path):
+def test_an_imatrix_weighs_the_search_and_is_named(folders, tmp_path):
     folder, _ = folders("llama")
     export_model(folder, tmp_path / "plain.gguf", "gguf", "q4_1_gguf")
     writer = gguf.GGUFWriter(tmp_path / "imatrix.gguf", "imatrix")
+    writer.add_type("imatrix")
     writer.add_array("imatrix.datasets", ["text.txt"])
     writer.add_uint32("imatrix.chunk_count", 7)
     sums = torch.randn(1, 64, generator=torch.Generator().manual_seed(1)).exp() * 5
@@ -158,7 +159,7 @@ def test_importance_weighs_the_search_and_is_named(folders, tmp_path):
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    export_model(folder, tmp_path / "a.gguf", "gguf", "q4_1_gguf", importance=tmp_path / "imatrix.gguf")
+    export_model(folder, tmp_path / "a.gguf", "gguf", "q4_1_gguf", evidence=tmp_path / "imatrix.gguf")
     found = metadata(tmp_path / "a.gguf")
     assert found["quantize.imatrix.file"] == "imatrix.gguf"
     assert (found["quantize.imatrix.entries_count"], found["quantize.imatrix.chunks_count"]) == (1, 7)
