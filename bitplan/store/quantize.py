@@ -44,7 +44,7 @@ from bitplan.store.packed_folder import (
     write_packed_folder,
 )
 from bitplan.store.rounding.open_evidence import open_evidence
-from bitplan.store.rounding.with_evidence import Evidence, evidence_for
+from bitplan.store.rounding.with_evidence import WeightEvidence, evidence_for
 
 MOST_NAMES_SHOWN = 6
 # What a tensor lost is counted over this many of its numbers, spread evenly: within a tenth of the time of encoding it.
@@ -64,7 +64,7 @@ class QuantizeOptions:
     scale_rule: ScaleRule | None = None
     pad: Literal["zero"] | None = None
     nonfinite: NonFinite = "error"
-    evidence: Evidence | None = None
+    evidence: WeightEvidence | None = None
 
     def choose(self, name: str) -> tuple[Format | None, str]:
         """The format a tensor gets, None to leave it as it is, and the reason."""

@@ -34,7 +34,7 @@ from bitplan.store.files.open_files import open_tensors
 from bitplan.store.files.tensor_file import Promise, TensorFile
 from bitplan.store.rounding.imatrix import ImatrixFile
 from bitplan.store.rounding.open_evidence import open_evidence
-from bitplan.store.rounding.with_evidence import Evidence, evidence_for
+from bitplan.store.rounding.with_evidence import WeightEvidence, evidence_for
 
 FLOAT32 = get_format("float32")
 _EXPERT = re.compile(r"(?P<before>.*\.experts)\.(?P<number>\d+)\.(?P<after>.*)")
@@ -122,7 +122,7 @@ def _from_folder(
     config = ModelConfig(folder)
     metadata = model_metadata(config, folder.resolve().name)
     metadata |= tokenizer_metadata(folder, config.vocabulary, request.pretokenizer)
-    names = _Names(config, str(file.path))
+    names = GGUFNames(config, str(file.path))
     grouped: dict[str, list[str]] = {}
     left_out: dict[str, str] = {}
     for name in file.specs:
@@ -140,7 +140,7 @@ def _from_folder(
     return outgoing, metadata, left_out
 
 
-class _Names:
+class GGUFNames:
     """gguf-py's table for an architecture, with what it does not know."""
 
     def __init__(self, config: ModelConfig, where: str) -> None:
@@ -149,18 +149,23 @@ class _Names:
         self._table = get_tensor_name_map(MODEL_ARCH(kind), config.layers)
         self._config, self._where = config, where
 
-    def of(self, name: str) -> str:
+    def find(self, name: str) -> str | None:
+        """GGUF's name of a tensor, None where the architecture has none."""
         own = name.replace("language_model.model.", "model.").replace("model.language_model.", "model.")
         own = own.replace("language_model.lm_head.", "lm_head.")
         if found := _EXPERT.fullmatch(own):
             own = f"{found['before']}.{found['after']}"
-        new = self._table.get_name(own, try_suffixes=(".weight", ".bias"))
+        new: str | None = self._table.get_name(own, try_suffixes=(".weight", ".bias"))
+        return new
+
+    def of(self, name: str) -> str:
+        new = self.find(name)
         if new is None:
             raise StoreError(
                 f"{self._where}: llama.cpp's {self._config.family.architecture} has no tensor for {name!r}; "
                 "the checkpoint holds more than the model that config.json names"
             )
-        return str(new)
+        return new
 
     def check_whole(self, found: set[str]) -> None:
         """A model by half loads in no engine: say so here."""
@@ -176,7 +181,7 @@ def _outgoing(file: TensorFile, plan: Plan, config: ModelConfig, new: str, sourc
     family, first = config.family, sources[0]
     shape = file.spec(first).shape
     if len(sources) > 1 or _EXPERT.fullmatch(first):
-        sources = _in_order(file, new, sources)
+        sources = _inrow_order(file, new, sources)
         shape = (len(sources), *shape)
     chosen = {_format(plan, name)[0].name for name in sources}
     if len(chosen) > 1:
@@ -187,10 +192,10 @@ def _outgoing(file: TensorFile, plan: Plan, config: ModelConfig, new: str, sourc
     fmt, reason = _format(plan, first)
     if len(shape) < 2 or _ROUTER.search(new):
         fmt, reason = FLOAT32, "norms, biases and routers: llama.cpp computes them in float32"
-    return Outgoing(new, tuple(sources), shape, fmt, reason, _heads(family, config, new), _is_plus_one(family, new))
+    return Outgoing(new, tuple(sources), shape, fmt, reason, heads_of(family, config, new), is_plus_one(family, new))
 
 
-def _in_order(file: TensorFile, new: str, sources: list[str]) -> list[str]:
+def _inrow_order(file: TensorFile, new: str, sources: list[str]) -> list[str]:
     """The experts by number, all of one shape and none missing."""
     numbers = {int(found["number"]): name for name in sources if (found := _EXPERT.fullmatch(name))}
     if sorted(numbers) != list(range(len(sources))):
@@ -203,7 +208,7 @@ def _in_order(file: TensorFile, new: str, sources: list[str]) -> list[str]:
     return ordered
 
 
-def _heads(family: Family, config: ModelConfig, new: str) -> int | None:
+def heads_of(family: Family, config: ModelConfig, new: str) -> int | None:
     if not family.permutes:
         return None
     if ".attn_q." in new:
@@ -211,7 +216,7 @@ def _heads(family: Family, config: ModelConfig, new: str) -> int | None:
     return config.kv_heads if ".attn_k." in new else None
 
 
-def _is_plus_one(family: Family, new: str) -> bool:
+def is_plus_one(family: Family, new: str) -> bool:
     return family.norms_plus_one and new.endswith("norm.weight")
 
 
@@ -225,7 +230,7 @@ class GGUFExport:
         self,
         request: ExportRequest,
         file: TensorFile,
-        evidence: Evidence | None,
+        evidence: WeightEvidence | None,
         outgoing: list[Outgoing],
         metadata: Mapping[str, GGUFValue],
         left_out: dict[str, str],
@@ -277,7 +282,7 @@ class GGUFExport:
             rounded, _ = self._evidence.round(source, numbers, item.fmt, where=where)
             return rounded if item.heads is None else _permuted_rows(rounded, item.heads)
         if item.heads is not None:
-            numbers = numbers[_order(numbers.shape[0], item.heads)]
+            numbers = numbers[row_order(numbers.shape[0], item.heads)]
         if item.plus_one:
             numbers = numbers.float() + 1
         if item.fmt.is_cast:
@@ -288,14 +293,14 @@ class GGUFExport:
         return encode(numbers, item.fmt, scale_rule=rule, name=where)
 
 
-def _order(rows: int, heads: int) -> Tensor:
+def row_order(rows: int, heads: int) -> Tensor:
     """Where llama.cpp's rows of q and k lie in transformers': halves of a head, dealt out in turns."""
     return torch.arange(rows).reshape(heads, 2, rows // heads // 2).transpose(1, 2).reshape(-1)
 
 
 def _permuted_rows(encoded: Encoded, heads: int) -> Encoded:
     """Rows of packed bytes in another order: no number changes, for blocks lie along rows."""
-    order = _order(encoded.shape[0], heads)
+    order = row_order(encoded.shape[0], heads)
     parts = {name: part[order] if part.dim() else part for name, part in encoded.parts.items()}
     return Encoded(encoded.fmt, encoded.shape, **parts)
 

@@ -23,6 +23,7 @@ TARGETS = {
     "compressed-tensors": "bitplan.store.export.compressed_tensors",
     "mlx": "bitplan.store.export.mlx",
     "torchao": "bitplan.store.export.torchao",
+    "hf": "bitplan.store.export.hf",
 }
 OnBytes = Callable[[int, str], None]
 

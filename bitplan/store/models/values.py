@@ -3,7 +3,7 @@
 | file | comes as |
 |---|---|
 | gpt-oss in OpenAI's, Hugging Face's or GGUF's layout | Hugging Face's names for experts in floats, MXFP4 decoded |
-| GGUF of a family that is exported, beside a file that is not GGUF | Hugging Face's names, rows of q and k in its order |
+| GGUF of an exported family, beside a file that is not GGUF | Hugging Face's names, rows of q and k in its order |
 | the file beside it | experts of a layer as one tensor, norms of Gemma plus one, as GGUF has them |
 | any other | its own names: packed by bitplan or another library, or not packed |
 
@@ -70,7 +70,7 @@ def open_values(first: str | Path, second: str | Path, opened: ExitStack) -> tup
     mixed = not shared and len({isinstance(file, GGUFTensors) for file in files}) > 1
     needs_layouts = mixed or any(_has_codes(file) for file in files)
     one, two = (_values(file, opened, layouts=needs_layouts) for file in files)
-    if not mixed or needs_layouts and any(_is_gpt_oss(file) for file in files):
+    if not mixed or (needs_layouts and any(_is_gpt_oss(file) for file in files)):
         return one, two
     if isinstance(files[0], GGUFTensors):
         return _side_by_side(files[0], one, two)

@@ -62,7 +62,7 @@ class EvidenceFile:
         owners = {key.removesuffix(MOMENTS).removesuffix(HESSIAN) for key in self._file.tensors}
         return owners | self._shared.keys()
 
-    def moments(self, name: str, expert: int | None = None) -> Tensor | None:  # noqa: ARG002 (of an imatrix alone)
+    def moments(self, name: str, expert: int | None = None) -> Tensor | None:
         """[K] mean squares of the inputs; `expert` is one of several that share a name."""
         return self._read(name, MOMENTS)
 

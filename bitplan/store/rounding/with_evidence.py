@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Evidence:
+class WeightEvidence:
     """Statistics for the tensors of a file: `names` has, for each that has some, where they are found, and which
     expert's they are.
     """
@@ -64,7 +64,7 @@ class Evidence:
 
 def evidence_for(
     statistics: EvidenceFile, file: TensorFile, other_names: Mapping[str, tuple[str, int | None]] | None = None
-) -> Evidence:
+) -> WeightEvidence:
     """Refuse statistics of other names or columns.
 
     other_names   what a tensor is called elsewhere, and which expert of that tensor it is
@@ -91,7 +91,7 @@ def evidence_for(
                 f"{statistics.path}: evidence of another model: {named!r} has statistics of {columns} columns, "
                 f"and is {list(shape)} in {file.path}; give the evidence of this model"
             )
-    return Evidence(statistics, names)
+    return WeightEvidence(statistics, names)
 
 
 def _own_names(file: TensorFile, name: str) -> Sequence[str]:

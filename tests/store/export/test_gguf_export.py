@@ -110,6 +110,22 @@ def test_the_metadata_says_what_llama_cpp_asks_for(folders, tmp_path):
     assert len(gguf.GGUFReader(tmp_path / "a.gguf").tensors) == len(file.specs)
 
 
+def test_gemma_layers_that_look_at_a_window_are_those_of_the_config(tmp_path):
+    window, whole = "sliding_attention", "full_attention"
+    for place, (kinds, wanted) in enumerate((([window, whole], 2), ([window, window], None))):
+        save_tiny(tmp_path / f"{place}", "gemma3", layer_types=kinds)
+        export_model(tmp_path / f"{place}", tmp_path / f"{place}.gguf", "gguf", "float32")
+        assert metadata(tmp_path / f"{place}.gguf").get("gemma3.attention.sliding_window_pattern") == wanted
+    config = json.loads((tmp_path / "0" / "config.json").read_text())
+    for change, message in (
+        ({"layer_types": [whole, window]}, "repeat in no pattern"),
+        ({"query_pre_attn_scalar": 16}, "takes the size of a head, 32"),
+    ):
+        (tmp_path / "0" / "config.json").write_text(json.dumps({**config, **change}))
+        with pytest.raises(StoreError, match=message):
+            prepare_export(ExportRequest(tmp_path / "0", tmp_path / "a.gguf", "float32"), "gguf")
+
+
 def test_a_plan_decides_and_packed_rows_are_moved_not_rounded_again(folders, tmp_path):
     folder, _ = folders("llama")
     quantize_file(folder / "model.safetensors", tmp_path / "m.safetensors", "q8_0_gguf")
@@ -167,7 +183,7 @@ def test_an_imatrix_weighs_the_search_and_is_named(folders, tmp_path):
         numbers = file.read_float("model.layers.0.mlp.up_proj.weight")
     with open_tensors(tmp_path / "a.gguf") as weighted, open_tensors(tmp_path / "plain.gguf") as plain:
         own = weighted.read("blk.0.ffn_up.weight")
-        assert own.to_bytes() == encode(numbers, "q4_1_gguf", importance=sums[0] / 5).to_bytes()
+        assert own.to_bytes() == round_weight(numbers, "q4_1_gguf", moments=sums[0] / 5).to_bytes()
         assert own.to_bytes() != plain.read("blk.0.ffn_up.weight").to_bytes()
         assert weighted.read("blk.1.ffn_up.weight").to_bytes() == plain.read("blk.1.ffn_up.weight").to_bytes()
 

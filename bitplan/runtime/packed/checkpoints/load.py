@@ -63,7 +63,7 @@ def load_packed(
     cache: TileCache | None = None,
     manifest: ManifestLike = "gpt-oss",
 ) -> Loaded:
-    """Load a folder that `bitplan quantize` or another library wrote, a file of packed weights, or a gpt-oss checkpoint.
+    """Load a folder of `bitplan quantize` or of another library, a file of packed weights, or a gpt-oss checkpoint.
 
     model     of your own, to fill, on meta or not; None builds transformers' model of the folder's config
     dtype     of the weights that are not packed. None: that of the config or of your model; where another tensor has
