@@ -17,10 +17,12 @@ from bitplan.trees.gradients import (
     GradientsI16,
     TreesError,
 )
+from bitplan.trees.models.ranker import BoostedTreesRanker
 from bitplan.trees.recommend import PrecisionAdvice, recommend_gradient_precision
 
 __all__ = [
     "BoostedTreesClassifier",
+    "BoostedTreesRanker",
     "BoostedTreesRegressor",
     "DistributedFit",
     "GradientPrecision",

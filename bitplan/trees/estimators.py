@@ -24,6 +24,7 @@ from bitplan.trees.objectives import Binary, Custom, Multiclass, Objective
 class BoostedTreesClassifier(ClassifierMixin, BoostedTreesBase):  # type: ignore[misc]
     """Boosted trees for two or more classes."""
 
+    file_kind = "classifier"
     classes_: Array
 
     def __init__(
@@ -153,6 +154,8 @@ class BoostedTreesRegressor(RegressorMixin, BoostedTreesBase):  # type: ignore[m
     alpha          which quantile, or from which error on `huber` counts absolute errors
     tweedie_power  from 1 (counts) to 2 (gamma)
     """
+
+    file_kind = "regressor"
 
     def __init__(
         self,
