@@ -17,6 +17,7 @@ from bitplan.trees.gradients import (
     GradientsI16,
     TreesError,
 )
+from bitplan.trees.models.plots import plot_importance, plot_tree
 from bitplan.trees.models.ranker import BoostedTreesRanker
 from bitplan.trees.recommend import PrecisionAdvice, recommend_gradient_precision
 
@@ -37,5 +38,7 @@ __all__ = [
     "fit_distributed",
     "from_lightgbm",
     "load_trees",
+    "plot_importance",
+    "plot_tree",
     "recommend_gradient_precision",
 ]

@@ -33,6 +33,7 @@ LATER_PARAMETERS = {
     "alpha",
     "class_weight",
     "importance_type",
+    "interaction_constraints",
     "scale_pos_weight",
     "tweedie_power",
     "warm_start",

@@ -46,6 +46,7 @@ class BoostedTreesRanker(BoostedTreesBase):
         subsample: float = 1.0,
         colsample: float = 1.0,
         monotone_constraints: Any = None,
+        interaction_constraints: Any = None,
         categorical_features: Any = None,
         gradient_precision: GradientPrecision | str = "f32",
         stochastic_rounding: bool | None = None,
