@@ -36,7 +36,7 @@ from bitplan.trees.files.pieces import TablePieces
 from bitplan.trees.gradients import Array, GradientPrecision, TreesError
 from bitplan.trees.grow import GrowthRules
 from bitplan.trees.inputs.categories import encode, learn_categories
-from bitplan.trees.inputs.features import category_flags, monotone_signs
+from bitplan.trees.inputs.features import category_flags, interaction_groups, monotone_signs
 from bitplan.trees.models.continuing import Initial, initial_of
 from bitplan.trees.models.fitted import IMPORTANCES, FittedTrees
 from bitplan.trees.objectives import Objective
@@ -72,6 +72,7 @@ class BoostedTreesBase(FittedTrees):
     subsample: float
     colsample: float
     monotone_constraints: Any
+    interaction_constraints: Any
     categorical_features: Any
     gradient_precision: GradientPrecision | str
     stochastic_rounding: bool | None
@@ -232,6 +233,7 @@ class BoostedTreesBase(FittedTrees):
             min_child_rows=whole_number("min_child_samples", self.min_child_samples, 1),
             min_gain=number("min_split_gain", self.min_split_gain, 0),
             monotone=monotone_signs(self.monotone_constraints, self._names(), features),
+            groups=interaction_groups(self.interaction_constraints, self._names(), features),
         )
         patience, stochastic = self.early_stopping_rounds, self.stochastic_rounding
         return BoostSettings(

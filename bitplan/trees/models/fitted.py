@@ -27,6 +27,7 @@ IMPORTANCES = ("gain", "split")
 class FittedTrees(BaseEstimator):  # type: ignore[misc]
     """Shared by all estimators; they say how a table is read."""
 
+    file_kind: str  # what a file calls the estimator
     booster_: Booster
     n_features_in_: int
     categories_: dict[int, list[Any]]  # by the place of a feature: what its numbers stand for
