@@ -138,8 +138,7 @@ class _Trainer:
         self._span, self._shards = span, span.shards
         count = len(rows.x)
         self._scores = np.tile(start, (count, 1))
-        self._grads = np.empty((len(start), count), np.float32)
-        self._hess = np.empty_like(self._grads)
+        self._grads, self._hess = self._gradient_space(len(start), count)
 
     def round(self, number: int) -> list[Tree]:
         """The trees of one round; scores are updated once all are grown."""
@@ -162,6 +161,16 @@ class _Trainer:
             trees.append(tree)
             self._shards.sent_for("tree")
         return trees
+
+    def _gradient_space(self, outputs: int, count: int) -> tuple[Array, Array]:
+        """float32 (outputs, rows), twice; for one tree a round in space that the tree needs only later.
+
+        Growing reads gradients from entries alone, and hessians only where they are float32; renewed leaves read both.
+        """
+        if outputs > 1 or self._settings.renew_leaves:
+            return np.empty((outputs, count), np.float32), np.empty((outputs, count), np.float32)
+        grads, hess = self._grower.idle_space.view(np.float32).reshape(2, 1, count)
+        return grads, np.empty_like(hess) if self._settings.precision is GradientPrecision.F32 else hess
 
     def _sample_rows(self, number: int) -> tuple[Array | range, Array]:
         """Rows to grow trees from, and the others."""
