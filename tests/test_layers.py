@@ -46,7 +46,16 @@ ROOMS = {
         "rounding": {"files"},
         "export": {"files", "gpt_oss"},
     },
-    "trees": {"dask": {"distributed"}, "distributed": {"loops"}, "files": set(), "loops": set()},
+    "trees": {
+        "dask": {"distributed"},
+        "distributed": {"loops"},
+        "evaluation": {"distributed"},
+        "files": {"inputs", "losses"},
+        "inputs": {"distributed"},
+        "loops": set(),
+        "losses": {"distributed", "loops"},
+        "models": {"distributed", "evaluation", "files", "inputs", "loops"},
+    },
 }
 MOST_FILES, MOST_LINES = 15, 450
 

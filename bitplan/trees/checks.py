@@ -21,7 +21,7 @@ MAX_COUNT = 2**53  # some settings become float64
 
 
 def refuse_text(x: Any) -> None:
-    """Text and pandas' categories are no numbers, even where they look like some: refused by column."""
+    """Text is no number, even where it looks like one, nor are categories that `fit` did not see: refused by column."""
     if isinstance(x, np.ndarray) and x.dtype.kind not in "OSU":
         return
     if hasattr(x, "iloc") and hasattr(x, "columns"):
@@ -32,15 +32,14 @@ def refuse_text(x: Any) -> None:
     for name, column in columns:
         if str(column.dtype) == "category":
             raise TreesError(
-                f"X: column {name:.80} has pandas' type category, expected numbers; replace it by its codes "
-                "(column.cat.codes) and name it in categorical_features"
+                f"X: column {name:.80} has pandas' type category, and had numbers at fit; give the same columns"
             )
         values = np.asarray(column) if getattr(column.dtype, "kind", "O") in "OSU" else ()
         row = next((row for row, value in enumerate(values) if isinstance(value, (str, bytes))), None)
         if row is not None:
             raise TreesError(
-                f"X: column {name:.80} has text, {values[row]!r:.60} in row {row}, expected numbers; give each text a "
-                "whole number from 0 to 255 (pandas.factorize) and name the column in categorical_features"
+                f"X: column {name:.80} has text, {values[row]!r:.60} in row {row}, expected numbers; name the column "
+                "in categorical_features, and each text is a category"
             )
 
 
@@ -58,6 +57,11 @@ def pieces_of(model: Any, x: TablePieces, fewest: int, y: Any = None, *, reset: 
         raise TreesError(
             f"X: expected the {model.n_features_in_} features of `fit`, in their order, got {x.shape[1]}"
             + (f": {x.columns!r:.120}" if has_others else "")
+        )
+    if model.categories_:
+        raise TreesError(
+            f"X: feature {min(model.categories_)} had categories at fit that are no numbers, and files hold numbers "
+            "alone; give a frame"
         )
     if len(x) < fewest:
         raise TreesError("X: the files have no rows, expected at least one")
