@@ -83,7 +83,8 @@ class Booster:
 
     def scores(self, x: Array | TablePieces) -> Array:
         """Raw scores (rows, outputs)."""
-        scores = np.tile(self.start, (len(x), 1))
+        scores = np.empty((len(x), self.outputs))
+        scores[:] = self.start
         for first, block in blocks_of(x) if self.trees else ():
             self.forest().add_to(scores[first : first + len(block)], block)
         return scores
