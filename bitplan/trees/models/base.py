@@ -98,8 +98,19 @@ class BoostedTreesBase(FittedTrees):
 
     def _read(self, x: Any, shards: Shards = ALONE) -> Array:
         """Features as at `fit`: the same number, with the same names."""
+        if shards is ALONE and self._is_plain(x):
+            return x
         table: Array = self._validated(encode(x, self.categories_), shards, reset=False)
         return table
+
+    def _is_plain(self, x: Any) -> bool:
+        """An array that needs no change and no closer look, which for one row takes 20 times as long as the trees."""
+        if type(x) is not np.ndarray or x.dtype not in (np.float32, np.float64) or x.ndim != 2 or not len(x):
+            return False
+        if x.shape[1] != self.n_features_in_ or self.categories_ or hasattr(self, "feature_names_in_"):
+            return False
+        with np.errstate(all="ignore"):
+            return bool(np.isfinite(x.sum(dtype=np.float64)))
 
     def _read_both(self, x: Any, y: Any, initial: Initial | None, shards: Shards) -> tuple[Array, Array]:
         before = initial.categories if initial else {}
