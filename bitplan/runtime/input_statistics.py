@@ -1,8 +1,8 @@
 """What the linear layers of a model meet on a text, block by block: X^T X of their inputs, for `quantize --evidence`.
 
 The model of a Hugging Face folder is built without memory behind it. What lies outside of its blocks is read once; then
-one block after the other is read, run on the states of all windows, and dropped. In memory are one block, its statistics
-and the states. Blocks see exact inputs: those of rounded blocks before them gained nothing (docs/rounding.md).
+one block after the other is read, run on the states of all windows, and dropped. In memory are one block, its
+statistics and the states. Blocks see exact inputs: those of rounded blocks before them gained nothing.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def gather_inputs(
     device: str | None = None,
     on_block: OnBlock | None = None,
 ) -> None:
-    """Write evidence.safetensors of a Hugging Face folder: the Hessian of every linear layer in its blocks and its head.
+    """Write evidence.safetensors of a Hugging Face folder: the Hessian of every linear layer of its blocks, and the head.
 
     windows    how many windows of the text, spread over it; more are better, and cost one pass forward each
     context    tokens in a window: 512, or what the model has

@@ -151,9 +151,9 @@ def quantize(
     ] = None,
     text: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help="The same from plain text: a Hugging Face folder runs on it, block by block."),
+        typer.Option(metavar="FILE", help="The same from a text: a Hugging Face folder runs on it, block by block."),
     ] = None,
-    windows: Annotated[int, typer.Option(min=1, help="With --text: windows of it, of 512 tokens; more are better.")] = 96,
+    windows: Annotated[int, typer.Option(min=1, help="With --text: windows of 512 tokens; more are better.")] = 96,
     pad: Annotated[Literal["zero"] | None, typer.Option(help="Fill a last block that is not whole.")] = None,
     nonfinite: Annotated[
         Literal["error", "replace"], typer.Option(help="NaN and infinity: stop, or replace by 0 and the largest.")

@@ -58,9 +58,7 @@ def round_groups(
     return torch.cat(packed, dim=1)
 
 
-def _sweep(
-    matrix: Tensor, hessian: Tensor, codes: Tensor, scales: GroupScales, fmt: GgufBlocks, sweeps: int
-) -> None:
+def _sweep(matrix: Tensor, hessian: Tensor, codes: Tensor, scales: GroupScales, fmt: GgufBlocks, sweeps: int) -> None:
     """Scales and codes, each to its best place while all others stay: both change where they are."""
     layout, loops, grid = fmt.layout, loops_for(matrix), grid_of_groups(fmt)
     width = layout.numbers
