@@ -49,8 +49,12 @@ FORMATS = ("q3_k_gguf", "q4_k_gguf", "q5_k_gguf", "q6_k_gguf")
 UNIFORM = ("q4_0_gguf", "iq4_nl_gguf", "q4_k_gguf", "q3_k_gguf", "q5_k_gguf", "q6_k_gguf")
 CALIBRATION_SHARE = 0.6
 CONTEXT = 512
-MEAN_KL = re.compile(r"Mean\s+KLD:\s+(\S+)\s+±\s+(\S+)")
-SAME_TOP = re.compile(r"Same top p:\s+(\S+)")
+BASE = "--kl-divergence-base"
+# After each window its number, then means so far and their errors: of the perplexity, its change, the KL, the change of
+# probabilities, the same top token. The last of them is at times lost when its log closes: then it runs again.
+_MEAN = r"\s+\S+\s+±\s+\S+"
+RUNNING = re.compile(rf"^\s*(\d+){_MEAN}{_MEAN}\s+(\S+)\s+±\s+(\S+){_MEAN}\s+%\s+(\S+)\s+±\s+\S+\s+%", re.MULTILINE)
+TRIES = 3
 
 
 @dataclass(frozen=True)
@@ -65,14 +69,14 @@ class Judge:
         base = self.work / f"base-{chunks}.kld"
         text, plain = self.work / "judge.txt", self.work / "float32.gguf"
         if not base.exists():
-            self._run("llama-perplexity", "-m", plain, "-f", text, *self._options(chunks), "--kl-divergence-base", base)
-        said = self._run(
-            "llama-perplexity", "-m", model, *self._options(chunks), "--kl-divergence-base", base, "--kl-divergence"
-        )
-        found, top = MEAN_KL.search(said), SAME_TOP.search(said)
-        if found is None or top is None:
-            raise SystemExit(f"llama-perplexity gave no KL of {model.name}: {said[-600:]}")
-        return {"kl": float(found[1]), "kl_error": float(found[2]), "same_top": float(top[1]) / 100}
+            options = self._options(chunks)
+            self._make(base, lambda part: ["llama-perplexity", "-m", plain, "-f", text, *options, BASE, part])
+        for _ in range(TRIES):
+            said = self._run("llama-perplexity", "-m", model, *self._options(chunks), BASE, base, "--kl-divergence")
+            found = {int(row[1]): row for row in RUNNING.finditer(said)}.get(chunks)
+            if found is not None:
+                return {"kl": float(found[2]), "kl_error": float(found[3]), "same_top": float(found[4]) / 100}
+        raise SystemExit(f"llama-perplexity gave no KL of {model.name}: {said[-600:]}")
 
     def quantized(self, kind: str, chunks: int) -> Path:
         """llama-quantize's file of a type, with an importance matrix."""
@@ -80,16 +84,25 @@ class Judge:
         plain = self.work / "float32.gguf"
         if not matrix.exists():
             text = self.work / "calibration.txt"
-            self._run("llama-imatrix", "-m", plain, "-f", text, "-o", matrix, *self._options(chunks))
+            options = self._options(chunks)
+            self._make(matrix, lambda part: ["llama-imatrix", "-m", plain, "-f", text, "-o", part, *options])
         if not output.exists():
-            self._run("llama-quantize", "--imatrix", matrix, plain, output, kind, self.engine.threads)
+            threads = self.engine.threads
+            self._make(output, lambda part: ["llama-quantize", "--imatrix", matrix, plain, part, kind, threads])
         return output
+
+    def _make(self, path: Path, command: Callable[[Path], list[object]]) -> None:
+        """A file that a tool writes: it has its name only when it is whole."""
+        part = path.with_stem(f"part-{path.stem}")
+        self._run(*command(part))
+        part.replace(path)
 
     def _options(self, chunks: int) -> list[object]:
         return ["-c", CONTEXT, "-b", CONTEXT, "--chunks", chunks, "-t", self.engine.threads]
 
-    def _run(self, tool: str, *words: object) -> str:
-        command = [str(self.engine.bin / tool), *map(str, words)]
+    def _run(self, *words: object) -> str:
+        tool, *rest = map(str, words)
+        command = [str(self.engine.bin / tool), *rest]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         if done.returncode:
             raise SystemExit(f"{tool} ended with {done.returncode}: {(done.stdout + done.stderr)[-600:]}")
@@ -219,7 +232,7 @@ def main() -> None:
 
     for kind in THEIRS:
         if kind != "IQ4_NL":  # of Q4_0's bytes
-            searched(Goal(bytes=_room(evidence, rows[kind]["tensor_bytes"])), f"searched, {kind}'s bytes", "searched")
+            searched(Goal(nbytes=_room(evidence, rows[kind]["tensor_bytes"])), f"searched, {kind}'s bytes", "searched")
     for bits in options.bits:
         searched(Goal(bits=bits), f"searched, {bits} bits", "searched")
     for fmt in options.uniform:

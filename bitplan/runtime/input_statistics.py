@@ -43,7 +43,7 @@ def gather_inputs(
     device: str | None = None,
     on_block: OnBlock | None = None,
 ) -> None:
-    """Write evidence.safetensors of a Hugging Face folder: the Hessian of every linear layer of its blocks, and the head.
+    """Write evidence.safetensors of a Hugging Face folder: X^T X of every linear layer in its blocks, and of the head.
 
     windows    how many windows of the text, spread over it; more are better, and cost one pass forward each
     context    tokens in a window: 512, or what the model has
@@ -199,7 +199,7 @@ class _Walk:
                             "gather by `bitplan search`, which lets transformers rename them"
                         )
                     numbers = self.file.read_float(name).float().to(self.device)
-                    kept[local] = nn.Parameter(numbers, False) if kept is part._parameters else numbers  # type: ignore[assignment]
+                    kept[local] = nn.Parameter(numbers, False) if kept is part._parameters else numbers
 
 
 class _InputSums:

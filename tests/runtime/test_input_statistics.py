@@ -12,6 +12,7 @@ from bitplan.errors import MeasureError, StoreError
 from bitplan.formats import Encoded
 from bitplan.runtime.causal_lm import load_causal_lm
 from bitplan.runtime.input_statistics import LOOKED_UP, gather_inputs
+from bitplan.store.export.targets import export_model
 from bitplan.store.files.open_files import open_tensors
 from bitplan.store.quantize import quantize_file
 from bitplan.store.rounding.evidence import EvidenceFile
@@ -69,8 +70,12 @@ def test_its_evidence_rounds_the_folder(tmp_path: Path) -> None:
     gains = [row["rounding"]["after"] / row["rounding"]["before"] for row in report.rows if "rounding" in row]
     assert len(gains) == 14
     assert max(gains) < 0.9
-    with open_tensors(tmp_path / "packed") as file:
-        assert isinstance(file.read("model.layers.1.mlp.down_proj.weight"), Encoded)
+    export_model(tmp_path / "packed", tmp_path / "packed.gguf", "gguf", "q4_0_gguf", keep=["*embed*"])
+    with open_tensors(tmp_path / "packed") as file, open_tensors(tmp_path / "packed.gguf") as exported:
+        packed, same = file.read("model.layers.1.mlp.down_proj.weight"), exported.read("blk.1.ffn_down.weight")
+        assert isinstance(packed, Encoded)
+        assert isinstance(same, Encoded)
+        assert packed.to_bytes() == same.to_bytes()
 
 
 def test_what_cannot_be_gathered_is_refused(tmp_path: Path) -> None:
