@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
 
+from bitplan.cli import run
 from bitplan.errors import MeasureError, StoreError
 from bitplan.formats import Encoded
 from bitplan.runtime.causal_lm import load_causal_lm
 from bitplan.runtime.input_statistics import LOOKED_UP, gather_inputs
 from bitplan.store.export.targets import export_model
 from bitplan.store.files.open_files import open_tensors
-from bitplan.store.quantize import quantize_file
 from bitplan.store.rounding.evidence import EvidenceFile
 from tests.store.export.tiny_models import LETTERS, save_tiny
 
@@ -62,14 +63,27 @@ def test_block_by_block_is_the_whole_model(tmp_path: Path, kind: str) -> None:
     assert blocks == ["model.layers.0", "model.layers.1", head]
 
 
-def test_its_evidence_rounds_the_folder(tmp_path: Path) -> None:
+def test_quantize_takes_a_text(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     save_tiny(tmp_path / "llama", "llama")
-    path = tmp_path / "evidence.safetensors"
-    gather_inputs(tmp_path / "llama", TEXT, path, context=CONTEXT, windows=4)
-    report = quantize_file(tmp_path / "llama", tmp_path / "packed", "q4_0_gguf", keep=["*embed*"], evidence=path)
-    gains = [row["rounding"]["after"] / row["rounding"]["before"] for row in report.rows if "rounding" in row]
+    (tmp_path / "text.txt").write_text(TEXT)
+    words = [
+        "quantize",
+        "llama",
+        "packed",
+        "--text",
+        "text.txt",
+        "--format",
+        "q4_0_gguf",
+        "--keep",
+        "*embed*",
+        "--json",
+    ]
+    assert run([str(tmp_path / word) if word in ("llama", "packed", "text.txt") else word for word in words]) == 0
+    rows = json.loads(capsys.readouterr().out)["tensors"]
+    gains = [row["rounding"]["after"] / row["rounding"]["before"] for row in rows if "rounding" in row]
     assert len(gains) == 14
     assert max(gains) < 0.9
+    assert not list(tmp_path.glob(".bitplan-*"))
     export_model(tmp_path / "packed", tmp_path / "packed.gguf", "gguf", "q4_0_gguf", keep=["*embed*"])
     with open_tensors(tmp_path / "packed") as file, open_tensors(tmp_path / "packed.gguf") as exported:
         packed, same = file.read("model.layers.1.mlp.down_proj.weight"), exported.read("blk.1.ffn_down.weight")
