@@ -144,14 +144,19 @@ def load_causal_lm(path: str | Path, *, config: str | Path | None = None) -> Cau
         if is_gguf(source) and config is None:
             tokenizer, model = _read_gguf(source, file)
         else:
-            tokenizer = _read("AutoTokenizer", source, "the tokenizer", _place(folder))
-            # bitplan reads files whose names are the model's; a folder of transformers may need transformers' own
-            # decoding.
+            tokenizer = read_tokenizer(folder, source)
+            # A file that carries its own names is read by them; one of transformers may need its own decoding.
             ours = config is not None or source.is_file() or _is_packed(file)
             model = _model_of(file, folder, str(source)) if ours else _read_model(source, _place(folder))
     lm = CausalLM(model.eval(), tokenizer, str(path), stored)
     _require_causal(lm)
     return lm
+
+
+def read_tokenizer(folder: Path, source: Path | None = None) -> Any:
+    """The tokenizer of a folder; `source` is the model that messages name."""
+    require("transformers", purpose=f"reading {folder.name}", extra="models")
+    return _read("AutoTokenizer", source or folder, "the tokenizer", _place(folder))
 
 
 def _place(folder: Path) -> dict[str, Any]:
