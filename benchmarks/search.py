@@ -59,7 +59,7 @@ def nearest_rounding(meter: PlanMeter, evidence: SearchEvidence, choice: Mapping
     """A plan with every weight rounded to nearest, as `encode` does."""
     subject = meter.rounded.subject
     weights = {
-        name: decode(encode(subject.sites[name].parameter.detach().float(), fmt), torch.float32)
+        name: decode(encode(subject.weight(name), fmt), torch.float32)
         for group, fmt in choice.items()
         for name in evidence.groups[group].tensors
     }

@@ -17,7 +17,7 @@ transformers fills tensors that are missing with random numbers; here such a mod
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -142,13 +142,18 @@ def load_causal_lm(path: str | Path, *, config: str | Path | None = None) -> Cau
         if is_gguf(source) and config is None:
             tokenizer, model = _read_gguf(source, file)
         else:
-            tokenizer = _read("AutoTokenizer", source, "the tokenizer", _place(folder))
+            tokenizer = read_tokenizer(folder, source)
             # A file that carries its own names is read by them; one of transformers may need its own decoding.
             ours = config is not None or source.is_file() or _is_packed(file)
             model = _model_of(file, folder, str(source)) if ours else _read_model(source, _place(folder))
     lm = CausalLM(model.eval(), tokenizer, str(path), stored)
-    _require_causal(lm)
+    require_causal(lm, lm)
     return lm
+
+
+def read_tokenizer(folder: Path, source: Path | None = None) -> Any:
+    """The tokenizer of a folder; errors name `source`, the model that was asked for."""
+    return _read("AutoTokenizer", source or folder, "the tokenizer", _place(folder))
 
 
 def _place(folder: Path) -> dict[str, Any]:
@@ -214,13 +219,13 @@ def _read(reader: str, source: Path, what: str, options: dict[str, Any]) -> Any:
         raise MeasureError(f"{source}: transformers cannot read {what}: {foreign_reason(error)}{hint}") from error
 
 
-def _require_causal(lm: CausalLM) -> None:
+def require_causal(lm: CausalLM, logits: Callable[[Tensor], Tensor]) -> None:
     """A model that sees the tokens to come predicts nothing: its logits must not change with a later token."""
     rows = lm.vocabulary
     ids = torch.arange(1, 9).remainder(rows)[None].repeat(2, 1)
     ids[1, -1] = (ids[0, -1] + 1) % rows
     with torch.no_grad():
-        one, two = logits_of(lm.model, ids)[:, :-1].double()
+        one, two = logits(ids)[:, :-1].double()
     if float((one - two).abs().max()) > 1e-4 * float(one.abs().max()):  # float32 is off by less
         kind = getattr(lm.model.config, "model_type", type(lm.model).__name__)
         raise MeasureError(

@@ -61,10 +61,10 @@ def search(
     wanted = goal if isinstance(goal, Goal) else Goal(**goal)
     runtime = target_of(target)
     names = candidates(runtime, formats)
-    subject, cut = prepare(model, batches, text, held_out, keep=keep, only=only, context=context, windows=windows)
+    subject, cut = prepare(
+        model, batches, text, held_out, keep=keep, only=only, context=context, windows=windows, device=device
+    )
     subject.fused = runtime.fused
-    if device is not None:
-        subject.model.to(device)
     return Searcher(subject, cut, names, None if out is None else Path(out), stage).find(wanted)
 
 

@@ -14,9 +14,10 @@ import transformers
 import bitplan
 from bitplan.kernels import decode, encode
 from bitplan.plan import Plan
+from bitplan.runtime.packed.checkpoints.build import empty_model
 from bitplan.searching import EvidenceFileError, Goal, GoalError, SearchError, SearchEvidence
 from bitplan.searching import run as runner
-from bitplan.searching.gather import damage
+from bitplan.searching.gather import blocks, collect, damage, passes
 from bitplan.searching.gather.collect import EVIDENCE
 from bitplan.searching.gather.statistics import STATISTICS, InputStatistics
 from bitplan.searching.gather.subject import subject_of
@@ -99,15 +100,14 @@ def test_a_stopped_search_goes_on_where_it_was(tmp_path, monkeypatch):
     """Stopped in the statistics, then in the checks: nothing that was done is done again."""
     model, windows = tiny_llama(), tokens()
     calls = {"windows": 0, "checks": 0}
-    stop_at = {"windows": 5, "checks": 3}
-    real_logits, real_kl = runner.SearchSubject.logits, runner.PlanMeter.kl
+    stop_at = {"windows": 2, "checks": 3}
+    real_add, real_kl = collect.add_windows, runner.PlanMeter.kl
 
-    def logits(self, ids, weights=None):
-        if torch.is_grad_enabled():
-            calls["windows"] += 1
-            if calls["windows"] == stop_at["windows"]:
-                raise KeyboardInterrupt
-        return real_logits(self, ids, weights)
+    def add_windows(*given):
+        calls["windows"] += 1
+        if calls["windows"] == stop_at["windows"]:
+            raise KeyboardInterrupt
+        real_add(*given)
 
     def kl(self, evidence, choice, label):
         if "of all layers" in label:
@@ -116,7 +116,7 @@ def test_a_stopped_search_goes_on_where_it_was(tmp_path, monkeypatch):
                 raise KeyboardInterrupt
         return real_kl(self, evidence, choice, label)
 
-    monkeypatch.setattr(runner.SearchSubject, "logits", logits)
+    monkeypatch.setattr(collect, "add_windows", add_windows)
     monkeypatch.setattr(runner.PlanMeter, "kl", kl)
     options = {"goal": Goal(bits=7.0), "formats": ("mxfp4", "int8_row"), "out": tmp_path}
     for _ in range(2):
@@ -126,8 +126,44 @@ def test_a_stopped_search_goes_on_where_it_was(tmp_path, monkeypatch):
         SearchEvidence.load(tmp_path / EVIDENCE)
     result = bitplan.search(model, windows, **options)
     whole = bitplan.search(model, windows, goal=Goal(bits=7.0), formats=("mxfp4", "int8_row"))
-    assert calls["windows"] == 2 * whole.evidence.text["windows"] + 1  # the stopped window, twice
+    assert calls["windows"] == 2 * math.ceil(whole.evidence.text["windows"] / passes.AT_ONCE) + 1  # the stopped one
     assert result.plan.to_json() == whole.plan.to_json()
+
+
+def test_block_by_block_a_model_gives_the_logits_and_gradients_that_it_gives_as_a_whole(tmp_path, monkeypatch):
+    """Through one block at a time, by a plan or not; the same model without a list of blocks runs as a whole."""
+    model, ids = tiny_llama(), torch.stack(tokens(3))
+    subject = subject_of(model)
+    assert len(subject.runner.blocks) == 2
+    with torch.no_grad():
+        torch.testing.assert_close(subject.logits(ids), model(ids).logits)
+        name = "model.layers.1.mlp.up_proj.weight"
+        double = {name: 2 * model.get_parameter(name)}
+        changed = torch.func.functional_call(model, double, (ids,)).logits
+    torch.testing.assert_close(subject.logits(ids, double), changed)
+    sums = []
+    for least in (blocks.LEAST_SHARE, 2.0):
+        monkeypatch.setattr(blocks, "LEAST_SHARE", least)
+        statistics, scratch = InputStatistics(), tmp_path / str(least)
+        scratch.mkdir()
+        passes.add_windows(subject_of(model), list(ids), statistics, scratch)
+        sums.append({key: statistics.sums.get(key) for key in statistics.sums.names()})
+    assert sums[0].keys() == sums[1].keys()
+    for key, part in sums[0].items():
+        torch.testing.assert_close(part, sums[1][key], rtol=1e-3, atol=1e-5)
+
+
+def test_a_folder_is_searched_with_its_weights_on_disk(tmp_path):
+    """What no block needs is not in memory: parameters lie on meta before and after."""
+    model = tiny_llama()
+    with redirect_stderr(io.StringIO()):
+        model.save_pretrained(tmp_path)
+    on_disk = empty_model(tmp_path, {}, torch.float32, torch.device("cpu"))
+    on_disk.tie_weights()
+    with open_tensors(tmp_path) as file:
+        subject = subject_of(on_disk, path=tmp_path, read=file.read_float)
+        torch.testing.assert_close(subject.logits(torch.stack(tokens(2))), model(torch.stack(tokens(2))).logits)
+    assert all(parameter.is_meta for parameter in on_disk.parameters())
 
 
 def test_evidence_of_another_model_is_refused_by_name(found):

@@ -11,10 +11,11 @@ import torch
 from torch import Tensor
 
 from bitplan.measure.quality.estimates import Estimate, clustered_mean
-from bitplan.measure.quality.noise_floor import round_activations, shared_twin
+from bitplan.measure.quality.noise_floor import round_activations
 from bitplan.measure.quality.perplexity import CachedLogits, Quality, measure_perplexity
 from bitplan.searching.decide.rivals import Kind, RivalPlan
 from bitplan.searching.evidence import SearchEvidence
+from bitplan.searching.gather.blocks import Replaced, TokenStates, equal_lengths
 from bitplan.searching.gather.damage import RoundedWeights
 
 CACHED_LOGITS_BYTES = 4 * 2**30
@@ -73,7 +74,8 @@ class PlanMeter:
     ) -> None:
         self.rounded, self.windows = rounded, windows
         self._unscored, self._batch = max(1, unscored), batch
-        self._cached = CachedLogits(rounded.subject.logits, CACHED_LOGITS_BYTES)
+        self._cached = CachedLogits(self._model_itself, CACHED_LOGITS_BYTES)
+        self._runner = rounded.subject.runner
 
     def reference(self, on_windows: OnWindows | None = None) -> Quality:
         """The model itself; its logits are remembered."""
@@ -88,19 +90,26 @@ class PlanMeter:
 
     def noise_floor(self, on_windows: OnWindows | None = None) -> Quality:
         """The model against itself with its activations rounded to bfloat16."""
-        subject = self.rounded.subject
-        twin = shared_twin(subject.model)
-        heads = [twin.get_output_embeddings()] if hasattr(twin, "get_output_embeddings") else []  # type: ignore[operator]
-        round_activations(twin, torch.bfloat16, keep=[head for head in heads if head is not None])
-        return self._measure("noise floor", lambda ids: subject.logits_of(twin, ids), on_windows)
+        self.reference()  # is remembered before the model is changed
+        model = self._runner.model
+        heads = [model.get_output_embeddings()] if hasattr(model, "get_output_embeddings") else []  # type: ignore[operator]
+        handles = round_activations(model, torch.bfloat16, keep=[head for head in heads if head is not None])
+        try:
+            return self._measure("noise floor", None, on_windows)
+        finally:
+            for handle in handles:
+                handle.remove()
 
     def measure(
         self, evidence: SearchEvidence, choice: Mapping[str, str], label: str, on_windows: OnWindows | None = None
     ) -> Quality:
         """The model with groups in formats; groups that `choice` does not name stay as they are."""
-        tensors = {name: fmt for group, fmt in choice.items() for name in evidence.groups[group].tensors}
-        weights = self.rounded.weights(tensors)
-        return self._measure(label, lambda ids: self.rounded.subject.logits(ids, weights), on_windows)
+        formats = {name: fmt for group, fmt in choice.items() for name in evidence.groups[group].tensors}
+
+        def weight(name: str) -> Tensor | None:
+            return self.rounded.decoded(name, formats[name]) if name in formats else None
+
+        return self._measure(label, self.rounded.subject.replaced_by(weight), on_windows)
 
     def kl(self, evidence: SearchEvidence, choice: Mapping[str, str], label: str) -> float:
         quality = self.measure(evidence, choice, label)
@@ -118,16 +127,34 @@ class PlanMeter:
             quality,
         )
 
-    def _measure(self, label: str, model: Callable[[Tensor], Tensor], on_windows: OnWindows | None = None) -> Quality:
-        return measure_perplexity(
-            model,
-            self.windows,
-            reference=self._cached,
-            batch=self._batch,
-            unscored=self._unscored,
-            name=label,
-            on_windows=on_windows,
-        )
+    def _measure(self, label: str, replaced: Replaced | None, on_windows: OnWindows | None = None) -> Quality:
+        batches = equal_lengths(self.windows, self._batch)
+        states = {}
+        for each in self._runner.through_blocks(batches, replaced):
+            for row, ids in enumerate(each.ids):
+                states[_key(ids)] = None if each.hidden is None else each.hidden[row]
+
+        def logits(ids: Tensor) -> Tensor:
+            rows = [hidden for window in ids if (hidden := states[_key(window)]) is not None]
+            return self._runner.leave(TokenStates(ids.to(self._runner.device), torch.stack(rows) if rows else None))
+
+        with self._runner.outside(replaced):
+            return measure_perplexity(
+                logits,
+                self.windows,
+                reference=self._cached,
+                batch=self._batch,
+                unscored=self._unscored,
+                name=label,
+                on_windows=on_windows,
+            )
+
+    def _model_itself(self, ids: Tensor) -> Tensor:
+        return self.rounded.subject.logits(ids)
+
+
+def _key(window: Tensor) -> bytes:
+    return window.numpy(force=True).tobytes()
 
 
 def paired_difference(first: MeasuredPlan, second: MeasuredPlan) -> Estimate:

@@ -42,7 +42,7 @@ def time_groups(
             known = by_shape.setdefault(site.shape, {})
             missing = [fmt for fmt in wanted if fmt not in known]
             if missing or REFERENCE not in known:
-                known |= _time_shape(site.parameter.detach(), missing, rows)
+                known |= _time_shape(subject.weight(site.name), missing, rows)
         group.reference_us = {**group.reference_us, rows: sum(by_shape[site.shape][REFERENCE] for site in sites)}
         for fmt in wanted:
             times = [by_shape[site.shape].get(fmt) for site in sites]
