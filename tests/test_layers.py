@@ -46,7 +46,17 @@ ROOMS = {
         "rounding": {"files"},
         "export": {"files", "gpt_oss"},
     },
-    "trees": {"distributed": {"loops"}, "files": set(), "loops": set()},
+    "store.files": {"poly": set(), "schemes": set()},
+    "trees": {
+        "dask": {"distributed"},
+        "distributed": {"loops"},
+        "evaluation": {"distributed"},
+        "files": {"inputs", "losses"},
+        "inputs": {"distributed"},
+        "loops": set(),
+        "losses": {"distributed", "loops"},
+        "models": {"distributed", "evaluation", "files", "inputs", "loops"},
+    },
 }
 MOST_FILES, MOST_LINES = 15, 450
 

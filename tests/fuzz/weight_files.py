@@ -260,3 +260,18 @@ def read_gpt_oss(path: Path) -> None:
         json.dumps(hf_config(file.shape, file.settings, packed=True), allow_nan=False).encode()
         if file.config is not None:
             json.dumps(file.config, ensure_ascii=False, allow_nan=False).encode()
+
+
+def make_schemes(damaged: str) -> Callable[[Path], list[Path]]:
+    def make(folder: Path) -> list[Path]:
+        from tests.store.files.quantized_folders import FOLDERS
+
+        for name, write in FOLDERS.items():
+            write(folder / name)
+        return [folder / name / damaged for name in FOLDERS]
+
+    return make
+
+
+def read_scheme(path: Path) -> None:
+    read_all(path.parent)
