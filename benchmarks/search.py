@@ -88,7 +88,7 @@ def main() -> None:
     text = read_text(options.text)
     runtime = target_of(options.target)
     subject, cut = prepare(options.model, None, text, None, windows=options.windows)
-    subject.fused = runtime.fused
+    subject.aim_at(runtime)
     names = candidates(runtime, options.formats.split(",") if options.formats else None)
     searcher = Searcher(subject, cut, names, options.out)
     for bits in options.bits:

@@ -64,7 +64,7 @@ def search(
     subject, cut = prepare(
         model, batches, text, held_out, keep=keep, only=only, context=context, windows=windows, device=device
     )
-    subject.fused = runtime.fused
+    subject.aim_at(runtime)
     return Searcher(subject, cut, names, None if out is None else Path(out), stage).find(wanted)
 
 

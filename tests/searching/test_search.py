@@ -21,8 +21,14 @@ from bitplan.searching.gather import blocks, collect, damage, passes
 from bitplan.searching.gather.collect import EVIDENCE
 from bitplan.searching.gather.statistics import STATISTICS, InputStatistics
 from bitplan.searching.gather.subject import subject_of
+from bitplan.searching.targets import TARGETS
 from bitplan.store import open_tensors, quantize_file, round_weight
+from bitplan.store.export.compressed_tensors import SCHEMES
+from bitplan.store.export.mlx import QUANTIZATIONS
+from bitplan.store.export.targets import FORMATS as EXPORTED
+from bitplan.store.files.gguf_tensors import GGUF_TYPES
 
+GGUF_CASTS = ("float32", "float16", "bfloat16")
 FORMATS = ("mxfp4", "nvfp4", "int8_row", "bfloat16")
 
 
@@ -225,3 +231,30 @@ def test_quantize_with_the_evidence_writes_the_numbers_that_are_proven(found, tm
         for name, fmt in formats.items():
             torch.testing.assert_close(file.read_float(name), rounded.decoded(name, fmt))
             assert not torch.equal(rounded.decoded(name, fmt), decode(encode(model.get_parameter(name), fmt)))
+
+
+def test_a_plan_for_training_streams_as_it_is():
+    """Bytes on the wire: blocks alone count, rounded to nearest as a stream does, and stream_blocks takes the plan."""
+    model = tiny_llama()
+    formats = ("mxfp4", "int8_row", "bfloat16")
+    result = bitplan.search(model, tokens(8), goal={"bits": 6.0}, formats=formats, target="training")
+    blocks_numbers = sum(parameter.numel() for parameter in model.model.layers.parameters())
+    assert result.evidence.numbers == blocks_numbers
+    assert 8 * result.plan.nbytes <= 6.0 * blocks_numbers
+    assert all(name.startswith("model.layers.") for name in result.plan)
+    ids = torch.stack(tokens(2))
+    with bitplan.stream_blocks(model, formats=result.plan, device="cpu", train="nothing") as stream, torch.no_grad():
+        stream.begin_step(0)
+        streamed = model(ids).logits
+        stream.end_step()
+    weights = {name: decode(encode(tiny_llama().get_parameter(name), result.plan[name].format)) for name in result.plan}
+    with torch.no_grad():
+        expected = torch.func.functional_call(tiny_llama(), weights, (ids,)).logits
+    torch.testing.assert_close(streamed, expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(("target", "held"), [("vllm", SCHEMES), ("mlx", QUANTIZATIONS), ("llama.cpp", GGUF_TYPES)])
+def test_a_target_loads_what_its_files_hold(target, held):
+    assert set(EXPORTED[TARGETS[target].export]) <= set(held)
+    assert set(held) <= {*EXPORTED[TARGETS[target].export], *GGUF_CASTS}
+    assert all(TARGETS[target].loads(fmt) for fmt in TARGETS[target].formats)

@@ -89,6 +89,10 @@ class BlockRunner:
             self._outside += [place for places in self._in_block for place in places]
             self.blocks, self._in_block = [], []
 
+    def is_in_block(self, name: str) -> bool:
+        """Whether a parameter, by the model's name, is of a block."""
+        return any(place.name == name for places in self._in_block for place in places)
+
     # ---- weights in place --------------------------------------------------------------------------------------------
 
     @contextmanager
@@ -105,6 +109,7 @@ class BlockRunner:
     @contextmanager
     def _in_place(self, places: Sequence[ParameterPlace], replaced: Replaced | None, *, keep: bool) -> Iterator[None]:
         made: dict[int, nn.Parameter] = {}
+        before = [place.module._parameters[place.local] for place in places]  # contexts may be nested
         try:
             for place in places:
                 key = id(place.parameter)
@@ -113,8 +118,8 @@ class BlockRunner:
                 place.module._parameters[place.local] = made[key]
             yield
         finally:
-            for place in places:
-                place.module._parameters[place.local] = place.parameter
+            for place, parameter in zip(places, before, strict=True):
+                place.module._parameters[place.local] = parameter
 
     def _parameter(self, place: ParameterPlace, replaced: Replaced | None, *, keep: bool) -> nn.Parameter:
         found = None if replaced is None else replaced(place.name)

@@ -83,7 +83,7 @@ def fingerprint_of_search(
     return {
         "weights": subject.fingerprint(),
         "text": hash_tensors([*windows, *checks]),
-        "grouping": "fused" if subject.fused else "single",
+        "grouping": "streamed" if subject.target.streamed else "fused" if subject.fused else "single",
         "bitplan": __version__,
         "torch": torch.__version__.partition("+")[0],
     }
@@ -246,7 +246,7 @@ def _begin(
         text,
         subject.stays,
         groups,
-        subject.stored_bytes,
+        subject.stored.nbytes,
         together,
         complete=False,
     )

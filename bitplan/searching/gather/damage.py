@@ -107,6 +107,8 @@ class RoundedWeights:
 
     def _round(self, site: WeightSite, fmt: str, rows: Tensor | None = None) -> Encoded:
         weight = self.subject.weight(site.name)
+        if self.subject.target.streamed:  # as a stream encodes weights that change in every step
+            return encode(weight if rows is None else weight[rows], fmt, name=site.name)
         return round_weight(
             weight if rows is None else weight[rows],
             fmt,

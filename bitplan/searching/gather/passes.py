@@ -100,20 +100,24 @@ class _Passes:
         """Norm and head, the loss for tokens drawn from the model itself, and its gradients by the last states."""
         found, at = [], self._first
         whole = not self._runner.blocks
-        with self._runner.outside():
-            for each in states:
-                hidden = None if each.hidden is None else each.hidden.detach().requires_grad_(self._has_gradients)
-                with (
-                    torch.set_grad_enabled(self._has_gradients),
-                    self._hooks(None, inputs=True, gradients=True, counts=whole, lookups=whole and self._has_gradients),
-                ):
-                    logits = self._runner.leave(replace(each, hidden=hidden))
+        hooks = {"inputs": True, "gradients": True, "counts": whole, "lookups": whole and self._has_gradients}
+        for each in states:
+            gradients = []
+            for row in range(len(each.ids)):  # window by window: logits of a large vocabulary are large
+                hidden = None
+                if each.hidden is not None:
+                    hidden = each.hidden[row : row + 1].detach().requires_grad_(self._has_gradients)
+                window = TokenStates(each.ids[row : row + 1], hidden)
+                with self._runner.outside(), torch.set_grad_enabled(self._has_gradients), self._hooks(None, **hooks):
+                    logits = self._runner.leave(window)
                     self._require_finite(logits, at)
                     if self._has_gradients:
                         self._loss(logits, at).backward()  # type: ignore[no-untyped-call]
-                at += len(each.ids)
+                at += 1
                 if hidden is not None and hidden.grad is not None:
-                    found.append(hidden.grad)
+                    gradients.append(hidden.grad)
+            if gradients:
+                found.append(torch.cat(gradients))
         return found
 
     def _back(
@@ -140,21 +144,17 @@ class _Passes:
                         torch.autograd.backward(entered, gradients[at])
         self._on_step(1)
 
-    def _loss(self, logits: Tensor, first: int) -> Tensor:
-        logprobs = torch.log_softmax(logits.float(), -1)
-        loss = logprobs.new_zeros(())
-        for row, each in enumerate(logprobs):
-            generator = torch.Generator(logits.device).manual_seed(SEED + first + row)
-            drawn = torch.multinomial(each.detach().exp(), 1, generator=generator)
-            loss = loss - each.gather(-1, drawn).sum()
-        return loss
+    def _loss(self, logits: Tensor, window: int) -> Tensor:
+        logprobs = torch.log_softmax(logits[0].float(), -1)
+        generator = torch.Generator(logits.device).manual_seed(SEED + window)
+        drawn = torch.multinomial(logprobs.detach().exp(), 1, generator=generator)
+        return -logprobs.gather(-1, drawn).sum()
 
-    def _require_finite(self, logits: Tensor, first: int) -> None:
-        bad = ~torch.isfinite(logits).flatten(1).all(1)
-        if bool(bad.any()):
+    def _require_finite(self, logits: Tensor, window: int) -> None:
+        if not bool(torch.isfinite(logits).all()):
             raise SearchError(
-                f"{self._subject.where}: the model gives NaN or infinity in window {first + int(bad.int().argmax())} "
-                "of the text; look for NaN or overflow in its weights"
+                f"{self._subject.where}: the model gives NaN or infinity in window {window} of the text; "
+                "look for NaN or overflow in its weights"
             )
 
     # ---- hooks and sums ----------------------------------------------------------------------------------------------

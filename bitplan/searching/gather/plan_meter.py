@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from bitplan.searching.gather.blocks import Replaced, TokenStates, equal_lengths
 from bitplan.searching.gather.damage import RoundedWeights
 
 CACHED_LOGITS_BYTES = 4 * 2**30
+BATCH = 4  # windows in one call of a block
 OnWindows = Callable[[int], None]
 
 
@@ -69,11 +71,9 @@ def summary_of(quality: Quality) -> dict[str, Any]:
 class PlanMeter:
     """A reference, windows of text, and weights in formats: the distance of any plan."""
 
-    def __init__(
-        self, rounded: RoundedWeights, windows: Sequence[Tensor], *, unscored: int = 1, batch: int = 4
-    ) -> None:
+    def __init__(self, rounded: RoundedWeights, windows: Sequence[Tensor], *, unscored: int = 1) -> None:
         self.rounded, self.windows = rounded, windows
-        self._unscored, self._batch = max(1, unscored), batch
+        self._unscored = max(1, unscored)
         self._cached = CachedLogits(self._model_itself, CACHED_LOGITS_BYTES)
         self._runner = rounded.subject.runner
 
@@ -82,7 +82,7 @@ class PlanMeter:
         return measure_perplexity(
             self._cached,
             self.windows,
-            batch=self._batch,
+            batch=1,
             unscored=self._unscored,
             name=self.rounded.subject.where,
             on_windows=on_windows,
@@ -128,29 +128,35 @@ class PlanMeter:
         )
 
     def _measure(self, label: str, replaced: Replaced | None, on_windows: OnWindows | None = None) -> Quality:
-        batches = equal_lengths(self.windows, self._batch)
-        states = {}
-        for each in self._runner.through_blocks(batches, replaced):
-            for row, ids in enumerate(each.ids):
-                states[_key(ids)] = None if each.hidden is None else each.hidden[row]
-
-        def logits(ids: Tensor) -> Tensor:
-            rows = [hidden for window in ids if (hidden := states[_key(window)]) is not None]
-            return self._runner.leave(TokenStates(ids.to(self._runner.device), torch.stack(rows) if rows else None))
-
+        logits = self._logits_of(replaced)
         with self._runner.outside(replaced):
             return measure_perplexity(
                 logits,
                 self.windows,
                 reference=self._cached,
-                batch=self._batch,
+                batch=1,
                 unscored=self._unscored,
                 name=label,
                 on_windows=on_windows,
             )
 
+    def _logits_of(self, replaced: Replaced | None) -> Callable[[Tensor], Tensor]:
+        """The blocks are run now, for all windows; norm and head when a window is asked for."""
+        states: dict[bytes, TokenStates] = {}
+        for each in self._runner.through_blocks(equal_lengths(self.windows, BATCH), replaced):
+            for row, ids in enumerate(each.ids):
+                hidden = None if each.hidden is None else each.hidden[row : row + 1]
+                states[_key(ids)] = TokenStates(ids[None], hidden)
+        return lambda ids: self._runner.leave(states[_key(ids[0])])
+
+    @cached_property
+    def _reference_logits(self) -> Callable[[Tensor], Tensor]:
+        return self._logits_of(None)
+
     def _model_itself(self, ids: Tensor) -> Tensor:
-        return self.rounded.subject.logits(ids)
+        logits = self._reference_logits
+        with self._runner.outside():
+            return torch.cat([logits(window[None]) for window in ids])
 
 
 def _key(window: Tensor) -> bytes:

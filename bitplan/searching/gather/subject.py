@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +17,7 @@ from bitplan.plan.plan import Plan
 from bitplan.searching.errors import SearchError
 from bitplan.searching.evidence import StayingTensor
 from bitplan.searching.gather.blocks import BlockRunner, Replaced
+from bitplan.searching.targets import TARGETS, Target
 from bitplan.store.files.open_files import open_tensors
 from bitplan.store.models.morph import places_of
 from bitplan.store.rounding.evidence import weight_digest
@@ -45,9 +47,10 @@ class SearchSubject:
     sites: dict[str, WeightSite]
     stays: dict[str, StayingTensor]
     names: Mapping[str, str]
-    stored_bytes: int
+    stored: Plan  # every tensor as it is
     path: Path | None = None  # the file or folder that the model came from
-    fused: bool = True
+    target: Target = TARGETS["bitplan"]
+    streamed_numbers: int | None = None  # weights in blocks, where only they count
 
     @property
     def model(self) -> nn.Module:
@@ -59,7 +62,36 @@ class SearchSubject:
 
     @property
     def numbers(self) -> int:
+        if self.streamed_numbers is not None:
+            return self.streamed_numbers
         return sum(parameter.numel() for parameter in self.model.parameters())
+
+    @property
+    def fused(self) -> bool:
+        return self.target.fused
+
+    def aim_at(self, target: Target) -> None:
+        """Leave to a runtime what it packs: no embeddings, or nothing but blocks."""
+        self.target = target
+        if target.streamed:
+            self._keep_blocks()
+        elif not target.embeddings:
+            for name in [name for name, site in self.sites.items() if site.embeddings]:
+                site = self.sites.pop(name)
+                reason = f"an embedding: {target.name} packs linear layers alone"
+                self.stays[name] = _staying(self.stored, name, site.role, reason)
+        if not self.sites:
+            raise SearchError(f"{self.where}: no tensor is left that {target.name} packs; check --keep and --only")
+
+    def _keep_blocks(self) -> None:
+        """What is streamed: the rest never crosses to the device."""
+        if not self.runner.blocks:
+            raise SearchError(f"{self.where}: no list of blocks was found to stream; search without --for training")
+        names = {name for name in (*self.sites, *self.stays) if self.runner.is_in_block(self.names.get(name, ""))}
+        self.sites = {name: site for name, site in self.sites.items() if name in names}
+        self.stays = {name: each for name, each in self.stays.items() if name in names}
+        self.stored = Plan({name: entry for name, entry in self.stored.entries.items() if name in names})
+        self.streamed_numbers = sum(math.prod(entry.shape or ()) for entry in self.stored.entries.values())
 
     def weight(self, name: str) -> Tensor:
         """A weight by the file's name, in float32 on the device."""
@@ -119,7 +151,7 @@ def subject_of(
     sites, stays = _split(model, plan, names, stored)
     if not sites:
         raise SearchError(f"{where}: no linear layer or embedding is left to search; check --keep and --only")
-    return SearchSubject(runner, where, sites, stays, names, stored.nbytes, None if path is None else Path(path))
+    return SearchSubject(runner, where, sites, stays, names, stored, None if path is None else Path(path))
 
 
 def _device_of(model: nn.Module) -> torch.device:
@@ -172,6 +204,10 @@ def _split(
             reason = f"tied to {seen[id(parameter)]}"
         elif entry.stored is None:
             reason = UNKNOWN_LAYER
-        here = stored.entries[name]
-        stays[name] = StayingTensor(here.choice.format, here.shape or (), entry.role, here.stored, here.nbytes, reason)
+        stays[name] = _staying(stored, name, entry.role, reason)
     return sites, stays
+
+
+def _staying(stored: Plan, name: str, role: str, reason: str) -> StayingTensor:
+    here = stored.entries[name]
+    return StayingTensor(here.choice.format, here.shape or (), role, here.stored, here.nbytes, reason)
