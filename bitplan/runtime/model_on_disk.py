@@ -55,7 +55,7 @@ def is_plain_folder(path: Path) -> bool:
         return False
     try:
         with open_tensors(path) as file:
-            return not file.tied and not any(spec.encoded for spec in file.specs.values())
+            return not any(spec.encoded for spec in file.specs.values())
     except FileFormatError:
         return False  # what reads the model has the words for it
 

@@ -80,6 +80,10 @@ def _whole(windows: Sequence[Tensor]) -> list[Tensor]:
 
 
 def _windows_of_batches(batches: Sequence[Tensor]) -> list[Tensor]:
+    for batch in batches:
+        if not isinstance(batch, Tensor) or batch.is_floating_point() or batch.dim() not in (1, 2):
+            came = f"{batch.dtype} {tuple(batch.shape)}" if isinstance(batch, Tensor) else type(batch).__name__
+            raise SearchError(f"batches must be token ids, whole numbers [length] or [windows, length], got {came}")
     return [row for batch in batches for row in (batch if batch.dim() == 2 else batch[None])]
 
 

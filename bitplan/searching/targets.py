@@ -58,6 +58,7 @@ def candidates(target: Target, formats: Sequence[str] | None) -> tuple[str, ...]
     if not formats:
         return target.formats
     for name in formats:
+        get_format(name)
         if not target.loads(name):
             known = FORMATS[target.export or ""]
             raise SearchError(f"{target.name} does not load {name}; it loads {', '.join(known)} and plain types")

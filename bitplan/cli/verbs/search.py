@@ -143,6 +143,11 @@ def _show(result: SearchResult, out: Path, *, is_streamed: bool) -> None:
         f"solved to within {gap:.2g} of the best possible, {result.corrections} corrections; front.json has "
         f"{len(result.front)} sizes"
     )
+    times = result.times
+    if times is not None and result.goal.faster is not None:
+        verdict = "" if times.faster >= result.goal.faster else f", below the goal of {result.goal.faster:g}"
+        faster = f"{times.faster:.2f} times BF16's speed{verdict}"
+        say(f"a whole block at {times.rows} rows: {times.plan_us:.0f} us, {faster}")
     if result.lost:
         say(f"the search lost: {result.winner.label} is better and within the goal, so plan.json is that")
     if is_streamed:

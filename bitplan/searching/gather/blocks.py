@@ -63,7 +63,7 @@ class BlockRunner:
     def __init__(self, model: nn.Module, read: Callable[[str], Tensor], device: torch.device) -> None:
         self.model, self.read, self.device = model, read, device
         places = {place.key: place for place in places_of(model)}.values()
-        prefix = _block_list(model)
+        self._prefix = prefix = _block_list(model)
         self.blocks = [] if prefix is None else list(model.get_submodule(prefix).children())
         heads = () if prefix is None else tuple(f"{prefix}.{index}." for index in range(len(self.blocks)))
         self._in_block: list[list[ParameterPlace]] = [[] for _ in self.blocks]
@@ -92,6 +92,12 @@ class BlockRunner:
     def is_in_block(self, name: str) -> bool:
         """Whether a parameter, by the model's name, is of a block."""
         return any(place.name == name for places in self._in_block for place in places)
+
+    def name_in_block(self, index: int, name: str) -> str:
+        """A parameter's name within a block; empty where it is of another."""
+        if all(place.name != name for place in self._in_block[index]):
+            return ""
+        return name.removeprefix(f"{self._prefix}.{index}.")
 
     # ---- weights in place --------------------------------------------------------------------------------------------
 

@@ -14,6 +14,7 @@ from bitplan.measure.calibration import hash_tensors
 from bitplan.plan import shipped_manifest
 from bitplan.plan.choose import Stored, choose_formats
 from bitplan.plan.plan import Plan
+from bitplan.runtime.packed.read_packed import device_of
 from bitplan.searching.errors import SearchError
 from bitplan.searching.evidence import StayingTensor
 from bitplan.searching.gather.blocks import BlockRunner, Replaced
@@ -137,7 +138,7 @@ def subject_of(
     device   where to compute; without it, where the model is
     """
     model.eval()
-    place = torch.device(device) if device is not None else _device_of(model)
+    place = device_of(device) if device is not None else _device_of(model)
     runner = BlockRunner(model, model.get_parameter if read is None else read, place)
     runner.check_order(torch.zeros(1, 4, dtype=torch.int64))
     if path is None:
