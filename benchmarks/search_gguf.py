@@ -216,7 +216,7 @@ def main() -> None:
     text = read_text(options.text)
     cut = int(len(text) * CALIBRATION_SHARE)
     subject, cut_text = prepare(options.model, None, text[:cut], text[cut:], windows=options.windows)
-    subject.fused = target_of("llama.cpp").fused
+    subject.aim_at(target_of("llama.cpp"))
     searcher = Searcher(subject, cut_text, options.formats, options.work / "found")
     (options.work / "found").mkdir(exist_ok=True)
     evidence, meter = searcher.collect(Goal(bits=4.5))
