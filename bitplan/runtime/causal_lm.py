@@ -18,7 +18,7 @@ transformers fills tensors that are missing with random numbers; here such a mod
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -144,14 +144,19 @@ def load_causal_lm(path: str | Path, *, config: str | Path | None = None) -> Cau
         if is_gguf(source) and config is None:
             tokenizer, model = _read_gguf(source, file)
         else:
-            tokenizer = _read("AutoTokenizer", source, "the tokenizer", _place(folder))
-            # bitplan reads files whose names are the model's; a folder of transformers may need transformers' own
-            # decoding.
+            tokenizer = read_tokenizer(folder, source)
+            # A file that carries its own names is read by them; one of transformers may need its own decoding.
             ours = config is not None or source.is_file() or _is_packed(file)
             model = _model_of(file, folder, str(source)) if ours else _read_model(source, _place(folder))
     lm = CausalLM(model.eval(), tokenizer, str(path), stored)
-    _require_causal(lm)
+    require_causal(lm, lm)
     return lm
+
+
+def read_tokenizer(folder: Path, source: Path | None = None) -> Any:
+    """The tokenizer of a folder; errors name `source`, the model that was asked for."""
+    require("transformers", purpose=f"reading {folder.name}", extra="models")
+    return _read("AutoTokenizer", source or folder, "the tokenizer", _place(folder))
 
 
 def _place(folder: Path) -> dict[str, Any]:
@@ -217,14 +222,14 @@ def _read(reader: str, source: Path, what: str, options: dict[str, Any]) -> Any:
         raise MeasureError(f"{source}: transformers cannot read {what}: {foreign_reason(error)}{hint}") from error
 
 
-def _require_causal(lm: CausalLM) -> None:
+def require_causal(lm: CausalLM, logits: Callable[[Tensor], Tensor]) -> None:
     """Refuse a model whose logits change with a later token: it sees what it should predict."""
     rows = lm.vocabulary
     ids = torch.arange(1, 9).remainder(rows)[None].repeat(2, 1)
     ids[1, -1] = (ids[0, -1] + 1) % rows
     with torch.no_grad():
-        one, two = logits_of(lm.model, ids)[:, :-1].double()
-    if float((one - two).abs().max()) > 1e-4 * float(one.abs().max()):  # rounding of float32 is less
+        one, two = logits(ids)[:, :-1].double()
+    if float((one - two).abs().max()) > 1e-4 * float(one.abs().max()):  # float32 is off by less
         kind = getattr(lm.model.config, "model_type", type(lm.model).__name__)
         raise MeasureError(
             f"{lm.where}: not a causal language model: what {kind} says of a token depends on later ones, "

@@ -48,18 +48,15 @@ def model_file(output: Path, name: str) -> Path:
     return output / f"model.{name}.safetensors"
 
 
-def save_reference(model: nn.Module, output: Path) -> dict[str, tuple[int, ...]]:
-    """Write the trained model unchanged; returns the shapes of its tensors."""
-    path = model_file(output, REFERENCE)
-    save_model(model, path)
-    with open_tensors(path) as file:
-        return {name: spec.shape for name, spec in file.specs.items()}
+def save_reference(model: nn.Module, output: Path) -> None:
+    """Write the trained model as it is."""
+    save_model(model, model_file(output, REFERENCE))
 
 
 def pack_by_plan(output: Path, plan: Plan, manifest: Manifest, step: int) -> list[DriftRow]:
     """Write model.plan.safetensors, check it against the manifest, and log how far each packed weight is off."""
     source, packed = model_file(output, REFERENCE), model_file(output, PLAN)
-    quantize_file(source, packed, plan)
+    quantize_file(source, packed, plan, evidence=output / "evidence.safetensors")
     with open_tensors(packed) as file, open_tensors(source) as masters, DriftLog(output / "drift.jsonl") as log:
         headers = {name: Header(spec.format, spec.shape, spec.nbytes) for name, spec in file.specs.items()}
         findings = check_headers(manifest, headers)

@@ -18,7 +18,7 @@ import torch
 
 from bitplan.cli.demo import show
 from bitplan.cli.demo.gpu import MODEL, WITHOUT_GPU, GpuSizes, measure_fp8, measure_fused, plan_fp8
-from bitplan.cli.demo.plan import FOUR_BITS, calibrate, choose_formats, manifest_of, passes
+from bitplan.cli.demo.plan import FOUR_BITS, calibrate, find_plan, manifest_of, passes
 from bitplan.cli.demo.quality import (
     FORMATS,
     PLAN,
@@ -41,6 +41,7 @@ from bitplan.report import write_report
 
 # The files of the report, in this order; a part that was not run has none.
 RECORDS = (
+    "front.json",
     "plan.json",
     "quality.json",
     "training.jsonl",
@@ -54,7 +55,8 @@ RECORDS = (
     "demo.json",
     "machine.json",
 )
-OTHERS = ("manifest.json", "fp8-model.json", "fp8.jsonl", "report.html")
+EVIDENCE = ("evidence.json", "evidence.safetensors", "statistics.safetensors")
+OTHERS = ("manifest.json", "fp8-model.json", "fp8.jsonl", "report.html", *EVIDENCE)
 VALIDATION_WINDOWS = 32
 TITLE = "bitplan demo"
 
@@ -67,13 +69,14 @@ class Size:
     batch: int
     windows: int
     calibration_batches: int
+    search_windows: int
     rows: int
     trees: int
     repeats: int
 
 
-FULL = Size(steps=180, batch=8, windows=64, calibration_batches=4, rows=60_000, trees=40, repeats=3)
-FAST = Size(steps=16, batch=2, windows=8, calibration_batches=1, rows=4000, trees=5, repeats=1)
+FULL = Size(steps=180, batch=8, windows=64, calibration_batches=4, search_windows=64, rows=60_000, trees=40, repeats=3)
+FAST = Size(steps=16, batch=2, windows=8, calibration_batches=1, search_windows=8, rows=4000, trees=5, repeats=1)
 
 
 def run_demo(
@@ -169,15 +172,19 @@ class _Demo:
             errors = calibrate(self.model, batches, self.output, device=self.device, advance=advance).layers
         self.model.to("cpu").eval()
         self._tell(show.show_calibration, errors)
-        self.plan = choose_formats(errors, save_reference(self.model, self.output))
+        save_reference(self.model, self.output)
+        text = torch.cat([ids for ids, _ in self.batches])[: 2 * self.size.search_windows]
+        held_out = self.corpus.held_out_windows(self.size.windows // 2)
+        found = find_plan(self.model, text, held_out, self.output, count=self.size.search_windows)
+        self.plan = found.plan
         document = manifest_of(self.plan)
         self.manifest = Manifest.from_document(document, where="the demo's manifest")
         self._write("manifest.json", document)
-        self.plan.save(self.output / "plan.json")
-        self._tell(show.show_plan, self.plan)
+        self._tell(show.show_plan, found)
         sizes = self.plan.bytes_by_role_and_format()[-1]
         formats = {name: choice.format for name, choice in self.plan.items()}
         planned = {"bytes": sizes.nbytes, "times_smaller_than_bf16": sizes.ratio, "formats": formats}
+        planned |= {"kl": found.winner.kl.mean, "predicted_kl": found.winner.predicted, "lost": found.lost}
         return {"layers": errors, "worst_in": FOUR_BITS[0]}, planned
 
     def _pack(self) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:

@@ -97,6 +97,8 @@ def thread_count() -> int:
 
 def on_threads(work: Callable[[Piece], Result], pieces: Sequence[Piece]) -> list[Result]:
     """`work` on every piece, results in order, on `thread_count()` threads: this one and helpers."""
+    if len(pieces) == 1:
+        return [work(pieces[0])]
     results: dict[int, Result] = {}
     left = iter(range(len(pieces)))  # shared: a free thread takes the next piece
 

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 
 def shared_twin(model: nn.Module) -> nn.Module:
@@ -24,15 +25,17 @@ def shared_twin(model: nn.Module) -> nn.Module:
 
 def round_activations(
     model: nn.Module, dtype: torch.dtype = torch.bfloat16, *, keep: Collection[nn.Module] = ()
-) -> None:
-    """From now on every module inside the model, but for those in `keep`, rounds its outputs to `dtype`."""
+) -> list[RemovableHandle]:
+    """Every module inside the model, but for those in `keep`, rounds its outputs until its handle is removed."""
 
     def rounded(_module: nn.Module, _args: Any, output: Any) -> Any:
         return _rounded(output, dtype)
 
-    for module in model.modules():
-        if module is not model and not any(module is exempt for exempt in keep):
-            module.register_forward_hook(rounded)
+    return [
+        module.register_forward_hook(rounded)
+        for module in model.modules()
+        if module is not model and not any(module is exempt for exempt in keep)
+    ]
 
 
 def _rounded(output: Any, dtype: torch.dtype) -> Any:

@@ -84,7 +84,7 @@ def read_values(
             if recipe.format_in(file) is not None:
                 values[recipe.targets[0]] = PackedWeight(_read_packed(recipe, file, device))
                 continue
-            for name, tensor in _read_plain(recipe, file, model).items():
+            for name, tensor in read_plain(recipe, file, model).items():
                 if name not in own or tuple(tensor.shape) != tuple(own[name].shape):
                     raise FileFormatError(
                         f"{file.path}: {listed([piece.name for piece in recipe.pieces], 3)} give {name!r} of shape "
@@ -128,7 +128,8 @@ def _stacked_shape(recipe: TensorRecipe) -> tuple[int, ...]:
     return (len({piece.item for piece in pieces}), rows, *width)
 
 
-def _read_plain(recipe: TensorRecipe, file: TensorFile, model: nn.Module) -> dict[str, Tensor]:
+def read_plain(recipe: TensorRecipe, file: TensorFile, model: nn.Module) -> dict[str, Tensor]:
+    """The tensors of the model that a recipe makes, in the types of the file."""
     tensors = []
     for piece in recipe.pieces:
         item = file.read(piece.name)
