@@ -176,7 +176,7 @@ def morph_model(
     formats    one format for the weights of all known layers, or what `choose_formats` takes: a plan, a manifest, or a
                mapping of names or shell patterns, of parameters or of modules (then all in them), to a format or to
                None (leave it alone). The first pattern that matches wins; a pattern that matches nothing is an error. A
-                          parameter that no pattern matches stays as it is; tied ones count as one.
+               parameter that no pattern matches stays as it is; tied ones count as one.
     norms      also the weights of normalization layers; biases only where a pattern ends in their own name
     observers  from `observe_model`: choose the scales of these parameters by their inputs, not by `scale_rule`
 

@@ -311,7 +311,7 @@ class WeightStore:
         """Choose this format's scales by the error of the layer's output on representative inputs, and morph.
 
         inputs  activations [*, in_features], several of them, or an observer. For a convolution one feature per
-        channel. Later morphs use them again on the then current weights.
+                channel. Later morphs use them again on the then current weights.
         """
         fmt = get_format(fmt)
         if fmt.is_cast:

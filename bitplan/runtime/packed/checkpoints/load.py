@@ -67,8 +67,7 @@ def load_packed(
 
     model     your own model to fill, on meta or not; None builds transformers' model of the folder's config
     dtype     type of the weights that are not packed. None: the type of the config or of your model; numbers that this
-              type cannot hold are an error. To a type that you give, numbers are rounded (most CPUs run float32
-              fastest)
+              type cannot hold are an error. To a type that you give, numbers are rounded (CPUs run float32 best)
     check     "headers" checks names, shapes and formats first, scales and norms as they are read; "deep" first reads
               every tensor and refuses bad numbers, as `bitplan check --deep` does
     strategy  how packed layers run, with `cache` for "tile_cache"; see QuantLinear
