@@ -22,6 +22,7 @@ from bitplan.store.files.open_files import open_tensors
 from bitplan.store.files.tensor_file import Promise
 from bitplan.store.models.transformers_names import silence_transformers
 from bitplan.store.quantize import quantize_file
+from bitplan.store.rounding.round_weight import round_weight
 
 from .tiny_models import TOKENS, save_tiny
 
