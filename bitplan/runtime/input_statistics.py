@@ -1,8 +1,8 @@
-"""What the linear layers of a model meet on a text, block by block: X^T X of their inputs, for `quantize --evidence`.
+"""Gathers X^T X of the inputs of a model's linear layers on a text, block by block, for `quantize --evidence`.
 
-The model of a Hugging Face folder is built without memory behind it. What lies outside of its blocks is read once; then
-one block after the other is read, run on the states of all windows, and dropped. In memory are one block, its
-statistics and the states. Blocks see exact inputs: those of rounded blocks before them gained nothing.
+The model of a Hugging Face folder is built without memory for its parameters. Parameters outside of blocks are read
+once; then one block after the other is read, run on the states of all windows, and dropped. Memory holds one block, its
+statistics and the states. Blocks get the exact outputs of earlier blocks: those of rounded blocks gained nothing.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from bitplan.store.packed_folder import is_model_folder, read_config
 from bitplan.store.rounding.evidence import HESSIAN, WEIGHTS, weight_digest, write_evidence
 
 WINDOWS, CONTEXT, BATCH = 96, 512, 4
-# A tied weight is also what tokens start as, where every column counts: so much of the mean is added to all.
+# A tied weight is also the embedding, where every column counts: this share of the mean is added to all columns.
 LOOKED_UP = 0.1
 OnBlock = Callable[[str], None]
 
@@ -81,23 +81,23 @@ def _batches(lm: CausalLM, text: str, windows: int, context: int | None) -> list
 
 
 class _EnoughError(Exception):
-    """What was wanted is there: the rest of the pass is not needed."""
+    """Raised to end a pass when all that was wanted is recorded."""
 
 
 class _Stand(nn.Module):
-    """In a block's place: remembers how it was called, and passes on the state, or another one that was put here."""
+    """Stands in a block's place: records its call, and returns the state, or `instead` if that is set."""
 
     block: nn.Module
 
     def __init__(self, block: nn.Module) -> None:
         super().__init__()
-        self.__dict__["block"] = block  # not as a part of the model
+        self.__dict__["block"] = block  # not registered as a submodule
         self.state: Tensor | None = None
         self.keywords: dict[str, Any] = {}
         self.instead: Tensor | None = None
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self.__dict__["block"], name)  # models ask their blocks what kind they are
+        return getattr(self.__dict__["block"], name)  # models read attributes of their blocks
 
     def forward(self, hidden_states: Tensor, **keywords: Any) -> Tensor:
         self.state, self.keywords = hidden_states, keywords
@@ -184,7 +184,7 @@ class _Walk:
         return f"{modules.get(id(part), '')}.weight"
 
     def _read(self, module: nn.Module, prefix: str) -> None:
-        """Real numbers for the parameters and saved buffers of a module; stands have none."""
+        """Read the parameters and saved buffers of a module from the file; stands have none."""
         for path, part in module.named_modules():
             for kept in (part._parameters, part._buffers):
                 for local, tensor in kept.items():

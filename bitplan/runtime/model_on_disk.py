@@ -1,7 +1,7 @@
-"""A causal language model whose weights stay on disk, and are read when somebody asks for one.
+"""A causal language model whose weights stay on disk, and are read one by one when needed.
 
-For work that goes through a model block by block: memory holds what is being worked on, not the model. Where each
-tensor comes from is decided on names and shapes (`checkpoints.recipes`), as for packed models.
+For work that goes through a model block by block: memory holds only the tensors in use, not the model. Names and shapes
+decide where each tensor comes from (`checkpoints.recipes`), as for packed models.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class ModelOnDisk:
         self.lm = CausalLM(model.eval(), read_tokenizer(folder), str(folder), stored)
 
     def read(self, name: str) -> Tensor:
-        """A parameter by a name of the model, in the type that the file has."""
+        """A parameter by its name in the model, in the type of the file."""
         found = read_plain(self._recipes[name], self._file, self.lm.model)
         return found[name]
 
@@ -57,7 +57,7 @@ def is_plain_folder(path: Path) -> bool:
         with open_tensors(path) as file:
             return not any(spec.encoded for spec in file.specs.values())
     except FileFormatError:
-        return False  # what reads the model has the words for it
+        return False  # the reader of the model will say what is wrong
 
 
 def _share(model: nn.Module, alias: str, name: str) -> None:

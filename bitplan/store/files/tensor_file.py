@@ -38,7 +38,7 @@ NARROW_FLOATS = (
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """What a file says of one tensor, before its bytes are read.
+    """The header entry of one tensor, before its bytes are read.
 
     `format` is one of ours, or a torch dtype's name, or `gguf:TYPE`, `gptq:TYPE` and so on for types that come decoded.
     """
@@ -118,7 +118,7 @@ class TensorFile(ABC):
         return [self.path]
 
     def spec(self, name: str) -> TensorSpec:
-        """What the file says of a tensor; a tied name gives that of the tensor it shares."""
+        """The header entry of a tensor; a tied name gives that of the tensor it shares."""
         own = self.tied.get(name, name)
         if own not in self.specs:
             raise StoreError(f"{self.path}: no tensor {name!r}{did_you_mean(name, self.specs)}")

@@ -92,7 +92,7 @@ def _is_gpt_oss(file: TensorFile) -> bool:
 
 
 def _side_by_side(file: GGUFTensors, ours: ModelValues, theirs: ModelValues) -> tuple[ModelValues, ModelValues]:
-    """Tensors of a GGUF file and of a Hugging Face one, each pair under one name and in one order."""
+    """Tensors of a GGUF file and of a Hugging Face file, each pair with the same name and the same order of rows."""
     kind = _architecture(file)
     if kind not in _FAMILIES:
         note = f"{file.path}: the names of GGUF architecture {kind!r} are not translated; compare it with a GGUF file"
@@ -119,7 +119,7 @@ def _side_by_side(file: GGUFTensors, ours: ModelValues, theirs: ModelValues) -> 
 
 
 def _gguf_name(table: TensorNameMap, name: str) -> str:
-    """What gguf-py calls a tensor of Hugging Face's; nothing where it knows none."""
+    """gguf-py's name of a Hugging Face tensor; '' if it knows none."""
     own = name.replace("language_model.model.", "model.").replace("model.language_model.", "model.")
     own = own.replace("language_model.lm_head.", "lm_head.")
     if found := _EXPERT.fullmatch(own):

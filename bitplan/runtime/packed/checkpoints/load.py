@@ -91,7 +91,7 @@ def load_packed(
         if plan is not None:
             check_plan(plan, file)
         if isinstance(file, SchemeTensors):
-            file.decode_where(format_fault)  # what no packed layer holds, such as tiles of several rows
+            file.decode_where(format_fault)  # formats that no packed layer holds, such as tiles of several rows
         target = model if model is not None else empty_model(source, config or {}, dtype, place)
         assignment = assign(target, file, str(path))
         check_layers(target, assignment, file, str(path))

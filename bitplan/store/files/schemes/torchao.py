@@ -84,7 +84,7 @@ def _integers(folder: QuantizedFolder, name: str, prefix: str, block: object, be
     zero = folder.checkpoint.tensors.get(f"{prefix}zero_point")
     if zero is not None:
         folder.part(zero.name, (*FLOATS, "int8", "int32", "int64"), scales.shape, of=name)
-    # Zero points of symmetric weights are stored, too: that they are all zero is seen when they are read.
+    # Zero points of symmetric weights are stored too; whether all are zero is checked when they are read.
     has_zero = zero is not None and any(folder.checkpoint.read_bytes(zero.name))
     layout = IntegerGroups(rows, cols, 8, group, scales.dtype_name, not has_zero)
     fmt, reason = layout.format()
