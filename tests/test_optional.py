@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import sys
 from pathlib import Path
@@ -30,6 +31,7 @@ LLAMA |= {"num_hidden_layers": 2, "vocab_size": 100}
         ("transformers", lambda: plan_small_model("config.json"), "transformers", "models"),
         ("transformers", lambda: trainer_callbacks.trainer_callback(Mock()), "transformers", "train"),
         ("lightning", lambda: trainer_callbacks.lightning_callback(Mock()), "lightning", "train"),
+        ("peft", lambda: importlib.reload(importlib.import_module("bitplan.peft")), "peft", "train"),
         ("tensorboard", lambda: trainer_callbacks.TensorBoardScalars("runs"), "tensorboard", "train"),
     ],
 )

@@ -104,7 +104,7 @@ def cast_reference(x_RC: Tensor, scaling: str, fp8: str = "e4m3", eps: float = 0
     blocks = _in_blocks(x, block)
     amax = _amax(blocks, block).clamp(min=eps)
     if block.as_byte:
-        stored, scale = _power_of_two_scale(amax, fp8)
+        stored, scale = _power_of_two_scale_above(amax, fp8)
     else:
         stored = scale = scale_of_amax(amax, fp8, power_of_two=block.power_of_two)
     codes = round_to_fp8(blocks * (1.0 / scale), fp8)
@@ -186,8 +186,8 @@ def _amax(blocks: Tensor, block: ScaleBlock) -> Tensor:
     return magnitude.amax(dim=over, keepdim=True)
 
 
-def _power_of_two_scale(amax: Tensor, fp8: str) -> tuple[Tensor, Tensor]:
-    """(E8M0 bytes, the scales they stand for)."""
+def _power_of_two_scale_above(amax: Tensor, fp8: str) -> tuple[Tensor, Tensor]:
+    """(E8M0 bytes, the scales they stand for): rounded up, so that nothing saturates; the format mxfp8 rounds down."""
     limit = torch.full((), FP8_LIMITS[fp8], dtype=torch.float32, device=amax.device)
     byte = ((amax / limit).view(torch.int32) + 0x7FFFFF) >> 23  # the next exponent unless the mantissa is zero
     byte = torch.where(amax.isfinite(), byte, E8M0_NAN).to(torch.uint8)

@@ -80,7 +80,7 @@ PRODUCT_PAIRS: set[tuple[str, str]] = set()  # scalings that are multiplied with
 
 
 def register_recipe(recipe: Recipe, **scalings: ScaleBlock) -> None:
-    """Add a row, and scalings that it is the first to use. Before plans are read: those name the recipes of then."""
+    """Add a row, and scalings that it is the first to use. Call it before a plan is read that names the recipe."""
     if recipe.name in (BF16, *RECIPES):
         raise FormatError(f"there is a recipe {recipe.name!r} already; give the new one another name")
     known = SCALINGS | scalings

@@ -1,8 +1,8 @@
 """GGUF's three formats whose encoders are fixed by ggml, down to the byte.
 
-They differ from ours in where they round: codes come from the float32 scale, and only then is
-the scale rounded to float16 (Q4_0, Q8_0); Q4_0 puts the extreme with its sign on code -8; MXFP4 breaks ties
-towards zero, writes no -0, and takes its exponent from a float32 logarithm. Checked byte for byte against gguf-py.
+Q4_0 and Q8_0 compute codes from the float32 scale and round the scale to float16 afterwards, where our own formats use
+the scale as it is stored. Q4_0 gives code -8 to the number of the largest magnitude. MXFP4 rounds ties towards zero,
+writes no -0, and takes its exponent from a float32 logarithm. Checked byte for byte against gguf-py.
 """
 
 from __future__ import annotations

@@ -68,6 +68,25 @@ class Stored(NamedTuple):
         return pattern == name
 
 
+class Substitutes(NamedTuple):
+    """What is taken where one format is wanted for all and a tensor cannot have it, in a container or an engine.
+
+    eight_bits   for embeddings and output heads, where the wanted format has fewer bits
+    nearest      format -> those to try where rows are not whole blocks, in order; "*" is for all others
+    """
+
+    eight_bits: str
+    nearest: Mapping[str, tuple[str, ...]]
+
+    def of(self, name: str) -> tuple[str, ...]:
+        return self.nearest.get(name, self.nearest.get("*", ()))
+
+
+_OWN = Substitutes("int8_row", {"*": ("nvfp4", "int8_row")})
+_OWN_WIDE = Substitutes("int8_row", {"*": ("int8_row",)})
+GGUF_SUBSTITUTES = Substitutes("q8_0_gguf", {name: (smaller,) for name, smaller in SMALLER_BLOCKS.items()})
+
+
 # Tensors that stay whatever their shape; then those that stay unless the wanted format is a plain float type.
 _SMALL_ROLES = {"bias": "a bias: it stays, that of many experts too", "norm": "a norm: it stays"}
 _SENSITIVE_ROLES = {
@@ -86,6 +105,7 @@ def choose_formats(
     only: Sequence[str] = (),
     pad: bool = False,
     gguf: bool = False,
+    substitutes: Substitutes | None = None,
     base: Plan | None = None,
     where: str = "",
 ) -> Plan:
@@ -95,6 +115,7 @@ def choose_formats(
     keep, only   names or shell patterns of tensors, or of modules that hold them; others than `only` stay, and `keep`
     pad          the last block of a row may be filled, so that every format holds every row
     gguf         take formats that a GGUF file can hold
+    substitutes  take these instead, where the wanted format does not fit
     base         what a tensor gets that no pattern of a mapping names, in place of staying
     where        what messages begin with, such as a file's name
     """
@@ -111,7 +132,10 @@ def choose_formats(
         plan = _by_patterns(formats, stored, base, where)
     else:
         wanted = get_format(formats)
-        rules = _Rules(wanted, _Kept(keep, only), pad, gguf or wanted.name in GGUF_FORMATS)
+        if substitutes is None:
+            own = _OWN if _bits(wanted) < 8 else _OWN_WIDE
+            substitutes = GGUF_SUBSTITUTES if gguf or wanted.name in GGUF_FORMATS else own
+        rules = _Rules(wanted, _Kept(keep, only), pad, substitutes)
         entries = {name: rules.planned(name, item) for name, item in stored.items()}
         return Plan(entries, padding="zero" if pad else "none")
     return _keep_tensors(plan, stored, _Kept(keep, only), pad)
@@ -143,7 +167,7 @@ def _by_patterns(
     patterns.check(tensors, where)
 
     def planned(name: str, tensor: Stored) -> Planned:
-        reason, role = "not in the mapping", guess_role(name)
+        reason, role = "not in the mapping" if formats else "nothing else is asked for", guess_role(name)
         for pattern in patterns.matching(name):
             fmt = chosen[pattern]
             if fmt is None:
@@ -187,7 +211,7 @@ class _Rules(NamedTuple):
     wanted: Format
     kept: _Kept
     pad: bool
-    gguf: bool
+    substitutes: Substitutes
 
     def planned(self, name: str, tensor: Stored) -> Planned:
         if not tensor.is_float:
@@ -217,20 +241,9 @@ class _Rules(NamedTuple):
             return _stays(tensor, role, f"under {SMALL_NUMBERS} numbers: nothing to gain, so it stays")
         if role == "embed" and _bits(self.wanted) < 8:
             why = f"embedding or output head: 8 bits, for in {_bits(self.wanted)} it costs more than it saves"
-            return self._fitting(tensor, role, [self._eight_bits], why)
+            return self._fitting(tensor, role, [self.substitutes.eight_bits], why)
         why = "embedding or output head" if role == "embed" else "a weight of two axes or more"
-        return self._fitting(tensor, role, [self.wanted.name, *self._nearest], why)
-
-    @property
-    def _eight_bits(self) -> str:
-        return "q8_0_gguf" if self.gguf else "int8_row"
-
-    @property
-    def _nearest(self) -> list[str]:
-        """What to take where the wanted format does not hold the rows: as many bits or more, with smaller blocks."""
-        if self.gguf:
-            return [SMALLER_BLOCKS[self.wanted.name]] if self.wanted.name in SMALLER_BLOCKS else []
-        return ["nvfp4", "int8_row"] if _bits(self.wanted) < 8 else ["int8_row"]
+        return self._fitting(tensor, role, [self.wanted.name, *self.substitutes.of(self.wanted.name)], why)
 
     def _fitting(self, tensor: Stored, role: str, names: list[str], why: str) -> Planned:
         for name in names:

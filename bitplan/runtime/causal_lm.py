@@ -8,6 +8,7 @@ formats are then applied to the very same numbers.
 | MODEL | weights are read by | config and tokenizer |
 |---|---|---|
 | a Hugging Face folder | transformers | in the folder |
+| a folder that GPTQ, AWQ, ... quantized | bitplan, by its config | in the folder |
 | what bitplan packed: a file, an index, a folder | bitplan, by the metadata | beside it, or in `config` |
 | a GGUF file | transformers, or by its names where `config` is given | in the file, or in `config` |
 
@@ -31,6 +32,7 @@ from bitplan.optional import require
 from bitplan.store.files.headers import check_model_source, is_gguf
 from bitplan.store.files.open_files import open_tensors
 from bitplan.store.files.safetensors_tensors import NativeTensors
+from bitplan.store.files.schemes.tensors import SchemeTensors
 from bitplan.store.files.tensor_file import TensorFile
 from bitplan.store.models.transformers_names import (
     REPORTED,
@@ -156,7 +158,7 @@ def _place(folder: Path) -> dict[str, Any]:
 
 
 def _is_packed(file: TensorFile) -> bool:
-    return bool(isinstance(file, NativeTensors) and (file.formats or file.tied))
+    return isinstance(file, SchemeTensors) or bool(isinstance(file, NativeTensors) and (file.formats or file.tied))
 
 
 def _model_of(file: TensorFile, folder: Path, where: str) -> Any:

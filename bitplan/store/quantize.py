@@ -28,6 +28,7 @@ from bitplan.plan.names import listed
 from bitplan.store.files.headers import plan_for_file
 from bitplan.store.files.open_files import container_for, open_tensors, require_container
 from bitplan.store.files.safetensors_tensors import NativeTensors
+from bitplan.store.files.schemes.tensors import SchemeTensors
 from bitplan.store.files.tensor_file import Promise, TensorFile, TensorSpec, Writer
 from bitplan.store.packed_folder import (
     SHARD_BYTES,
@@ -264,24 +265,26 @@ def _statistics_name(file: TensorFile, name: str, evidence: EvidenceFile) -> str
 
 def _folder_contents(file: TensorFile, options: QuantizeOptions, shard_bytes: int) -> FolderContents | None:
     """What goes into a folder of this source; None where it is a single file, which becomes one."""
-    if not isinstance(file, NativeTensors):
+    is_scheme = isinstance(file, SchemeTensors)
+    if not isinstance(file, NativeTensors | SchemeTensors):
         return None
     if file.path.is_dir() and is_model_folder(file.path):
         config = read_config(file.path)
-        if config.get("quantization_config") is not None and not is_packed_config(config):
-            method = (config["quantization_config"] or {}).get("quant_method")
+        said = config.get("quantization_config")
+        if said is not None and not is_packed_config(config) and not is_scheme:
+            method = said.get("quant_method") if isinstance(said, dict) else said
             raise StoreError(
-                f"{file.path}: is quantized already ({method!r}), and its tensors are not plain numbers; "
+                f"{file.path}: is quantized already ({method!r:.60}), and its tensors are not plain numbers; "
                 "give the folder of the model in bfloat16 or float32"
             )
         shards = cut_shards(_promises(file, list(file.specs), options), file.tied, shard_bytes)
         return FolderContents(shards, packed_config(config, options.plan), options.plan, side_files(file.path))
-    return FolderContents(_same_shards(file, options)) if len(file.shards) > 1 else None
+    return FolderContents(_same_shards(file, options)) if not is_scheme and len(file.shards) > 1 else None
 
 
 def _without_layer(file: TensorFile, plan: Plan, output: str | Path) -> list[str]:
     """Tensors that the plan packs and that no packed layer holds, where the output is the folder of a model."""
-    if container_for(output) or not isinstance(file, NativeTensors) or not is_model_folder(file.path):
+    if container_for(output) or not is_model_folder(file.path):
         return []
     packed = [
         name for name in file.specs if plan.entries[name].stored is None and not get_format(plan[name].format).is_cast

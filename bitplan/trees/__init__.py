@@ -7,7 +7,9 @@ require("sklearn", purpose="bitplan.trees", extra="trees")  # before the modules
 from bitplan.trees.distributed.fit import DistributedFit, fit_distributed
 from bitplan.trees.distributed.ranks import ProcessLostError
 from bitplan.trees.estimators import BoostedTreesClassifier, BoostedTreesRegressor
-from bitplan.trees.files.load import load_trees
+from bitplan.trees.evaluation.callbacks import RoundState
+from bitplan.trees.files.load import from_lightgbm, load_trees
+from bitplan.trees.files.pieces import TablePieces, open_pieces
 from bitplan.trees.gradients import (
     GradientPrecision,
     Gradients,
@@ -29,8 +31,12 @@ __all__ = [
     "GradientsI16",
     "PrecisionAdvice",
     "ProcessLostError",
+    "RoundState",
+    "TablePieces",
     "TreesError",
     "fit_distributed",
+    "from_lightgbm",
     "load_trees",
+    "open_pieces",
     "recommend_gradient_precision",
 ]

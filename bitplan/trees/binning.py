@@ -1,23 +1,29 @@
 """Numbers to bins: at most 255 for each feature, found once, from a sample; bin 255 is for missing values.
 
 Few distinct numbers get a bin each, with the limit halfway to the next; many get bins of about equal numbers of rows.
-A categorical feature's bins are its categories, at most 255 of them, the rarest of too many being treated as missing.
+A categorical feature's bins are its categories. One of more than 256 categories has several columns of bins, each with
+some of them, to which the others are missing: a split then chooses its set among those of one column. Of more
+categories than 16 columns hold, and where `max_bins` is less than 255, the rarest are treated as missing.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
 
 from bitplan.kernels.base.jit import on_threads
 from bitplan.trees.distributed.shards import ALONE, Shards, Span
+from bitplan.trees.files.pieces import TablePieces
 from bitplan.trees.gradients import Array, TreesError
 from bitplan.trees.loops import rows as trees_rows
 from bitplan.trees.loops.histogram import PANEL, words_a_row
 
 MAX_BINS = 255
-MAX_CATEGORY = 255  # the largest number that may stand for a category
+MAX_CATEGORY = 2**16 - 1  # the largest number that may stand for a category
+ONE_COLUMN = 256  # categories; more have several columns
+MAX_COLUMNS = 16  # of bins, for one feature
 SAMPLE_ROWS = 200_000
 ROWS_AT_ONCE = 2**13
 CACHE_LINE = 64  # bytes
@@ -25,26 +31,27 @@ CACHE_LINE = 64  # bytes
 
 @dataclass(frozen=True)
 class Bins:
-    """For each feature the upper limits of its bins but the last, or its categories."""
+    """For each column of bins the upper limits of its bins but the last, or its categories; its feature."""
 
     edges: tuple[Array, ...]
     is_category: Array
+    features: Array
 
     @property
     def counts(self) -> Array:
-        """Bins of each feature, the one for missing values not counted."""
+        """Bins of each column, the one for missing values not counted."""
         sizes = [len(edges) + (0 if kind else 1) for edges, kind in zip(self.edges, self.is_category, strict=True)]
         return np.array(sizes, np.int64)
 
 
 @dataclass(frozen=True)
 class BinnedRows:
-    """The same bins twice: columns (features, rows) for partitions, panels of up to 32 features for histograms."""
+    """The same bins twice: columns (columns, rows) for partitions, panels of up to 32 columns for histograms."""
 
     columns: Array
     words: Array  # uint64, all panels, one after the other
     firsts: Array  # where each panel begins
-    widths: tuple[int, ...]  # features in each panel
+    widths: tuple[int, ...]  # columns in each panel
 
     @property
     def rows(self) -> int:
@@ -57,7 +64,15 @@ class BinnedRows:
         return tuple(self.words[first : first + size] for first, size in zip(self.firsts, sizes, strict=True))
 
 
-def find_bins(x: Array, categorical: Array, max_bins: int, seed: int, span: Span | None = None) -> Bins:
+def blocks_of(x: Array | TablePieces) -> Iterator[tuple[int, Array]]:
+    """The number of a block's first row, and its rows."""
+    if isinstance(x, TablePieces):
+        yield from x.blocks()
+    else:
+        yield 0, x
+
+
+def find_bins(x: Array | TablePieces, categorical: Array, max_bins: int, seed: int, span: Span | None = None) -> Bins:
     """Bins from at most SAMPLE_ROWS rows; x has the rows of `span`, and bins are those of the rows of all processes."""
     span = span or Span(ALONE, 0, len(x))
     sample = x
@@ -66,25 +81,33 @@ def find_bins(x: Array, categorical: Array, max_bins: int, seed: int, span: Span
         chosen.sort()
         chosen = chosen[(chosen >= span.first) & (chosen < span.first + len(x))] - span.first
         sample = x[chosen]
+    sample = np.asarray(sample)
     ordered = [feature for feature in range(x.shape[1]) if not categorical[feature]]
-    edges: dict[int, Array] = {}
+    edges: dict[int, list[Array]] = {}
     step = len(ordered) if span.shards.count == 1 else PANEL  # between processes: no more than a panel's sample at once
     for first in range(0, len(ordered), max(step, 1)):
         block = ordered[first : first + step]
         columns = _from_all(sample, block, span.shards)
-        edges |= zip(block, on_threads(lambda column: _limits(column, max_bins), columns), strict=True)
+        edges |= zip(block, on_threads(lambda column: [_limits(column, max_bins)], columns), strict=True)
     sets = [feature for feature in range(x.shape[1]) if categorical[feature]]
-    here = on_threads(lambda feature: _count_categories(x[:, feature], feature), sets)
     if sets:
-        rows = span.shards.add(np.array(here), "rows of each category")
+        here = [np.zeros(1, np.int64) for _ in sets]
+        for _, block in blocks_of(x):
+            more = on_threads(lambda feature: _count_categories(block[:, feature], feature), sets)  # noqa: B023
+            here = [_add_counts(*pair) for pair in zip(here, more, strict=True)]
+        most = np.array([max(map(len, here))], np.float64)
+        size = int(span.shards.top(most, "largest category")[0])
+        counts = np.array([np.pad(part, (0, size - len(part))) for part in here])
+        rows = span.shards.add(counts, "rows of each category")
         edges |= {feature: _categories(part, max_bins) for feature, part in zip(sets, rows, strict=True)}
-    edges = dict(sorted(edges.items()))
-    return Bins(tuple(edges.values()), np.asarray(categorical, np.bool_))
+    features = np.repeat(np.arange(x.shape[1]), [len(edges[feature]) for feature in range(x.shape[1])])
+    columns = [column for feature in range(x.shape[1]) for column in edges[feature]]
+    return Bins(tuple(columns), np.asarray(categorical, np.bool_)[features], features)
 
 
-def bin_rows(x: Array, bins: Bins) -> BinnedRows:
+def bin_rows(x: Array | TablePieces, bins: Bins) -> BinnedRows:
     """Every number of x replaced by its bin."""
-    rows, features = x.shape
+    rows, features = len(x), len(bins.edges)
     columns = np.empty((features, rows), np.uint8)
     firsts = range(0, features, PANEL)
     widths = tuple(min(PANEL, features - first) for first in firsts)
@@ -101,15 +124,18 @@ def bin_rows(x: Array, bins: Bins) -> BinnedRows:
         for edges, is_category in zip(bins.edges, bins.is_category, strict=True)
     ]
 
-    def work(piece: tuple[int, int]) -> None:
-        first, start = piece
-        stop = min(start + ROWS_AT_ONCE, rows)
+    def work(piece: tuple[int, int, int, Array]) -> None:
+        first, start, before, block = piece
+        stop = min(start + ROWS_AT_ONCE, len(block))
         for feature in range(first, min(first + PANEL, features)):
             kernel = trees_rows.bin_categories if bins.is_category[feature] else trees_rows.bin_numbers
             panel, place = bytes_[feature // PANEL], feature % PANEL
-            kernel(x[start:stop, feature], limits[feature], start, panel, columns[feature], place)
+            numbers = block[start:stop, bins.features[feature]]
+            kernel(numbers, limits[feature], before + start, panel, columns[feature], place)
 
-    on_threads(work, [(first, start) for start in range(0, rows, ROWS_AT_ONCE) for first in firsts])
+    for before, block in blocks_of(x):
+        starts = range(0, len(block), ROWS_AT_ONCE)
+        on_threads(work, [(first, start, before, block) for start in starts for first in firsts])
     return made
 
 
@@ -153,12 +179,19 @@ def _count_categories(numbers: Array, feature: int) -> Array:
             f"X: feature {feature} is categorical, so its values must be whole numbers from 0 to {MAX_CATEGORY}, "
             f"got {wrong[0]:g}; encode it first (sklearn.preprocessing.OrdinalEncoder), or leave it numeric"
         )
-    rows = np.zeros(MAX_CATEGORY + 1, np.int64)
+    rows = np.zeros(int(categories.max(initial=0)) + 1, np.int64)
     rows[categories.astype(np.int64)] = counts
     return rows
 
 
-def _categories(rows: Array, max_bins: int) -> Array:
+def _add_counts(one: Array, two: Array) -> Array:
+    size = max(len(one), len(two))
+    return np.pad(one, (0, size - len(one))) + np.pad(two, (0, size - len(two)))
+
+
+def _categories(rows: Array, max_bins: int) -> list[Array]:
+    """The categories of each column of a feature; columns get frequent and rare ones alike."""
     categories = np.flatnonzero(rows)
-    largest = np.sort(np.argsort(-rows[categories], kind="stable")[:max_bins])
-    return categories[largest].astype(np.float64)
+    columns = 1 if len(categories) <= ONE_COLUMN else min(-(-len(categories) // max_bins), MAX_COLUMNS)
+    largest = categories[np.argsort(-rows[categories], kind="stable")[: columns * max_bins]]
+    return [np.sort(largest[first::columns]).astype(np.float64) for first in range(columns)]

@@ -6,14 +6,16 @@ Nothing here knows about estimators, classes or files; a `Booster` is what they 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
 
 from bitplan.kernels.base.jit import on_threads
-from bitplan.trees.binning import bin_rows, find_bins
+from bitplan.trees.binning import bin_rows, blocks_of, find_bins
 from bitplan.trees.distributed.shards import ALONE, Shards, Span
+from bitplan.trees.evaluation.metrics import Metric
+from bitplan.trees.files.pieces import TablePieces
 from bitplan.trees.gradients import Array, GradientPrecision, GradientsF32, prepare
 from bitplan.trees.grow import Grown, GrowthRules, TreeGrower, newton_steps
 from bitplan.trees.loops import gradients as trees_gradients
@@ -45,9 +47,18 @@ class BoostSettings:
 class Rows:
     """Features, targets and weights (none: empty)."""
 
-    x: Array
+    x: Array | TablePieces
     y: Array
     weights: Array = field(default_factory=lambda: NO_WEIGHTS)
+
+
+@dataclass(frozen=True)
+class EvalSet:
+    """Rows to watch, and the metrics of them after each round."""
+
+    name: str
+    rows: Rows
+    metrics: tuple[Metric, ...]
 
 
 @dataclass
@@ -57,7 +68,9 @@ class Booster:
     start: Array
     features: int
     trees: list[Tree] = field(default_factory=list)
-    losses: list[float] = field(default_factory=list)  # on the validation rows, a number a round
+    losses: list[float] = field(default_factory=list)  # what early stopping watches, a number a round: less is better
+    rounds_before: int = 0  # of the model that was trained further
+    evals: dict[str, dict[str, list[float]]] = field(default_factory=dict)  # by set, by metric: a number a round
     _forest: tuple[int, Forest] | None = field(default=None, repr=False, compare=False)
 
     @property
@@ -68,10 +81,13 @@ class Booster:
     def rounds(self) -> int:
         return len(self.trees) // self.outputs
 
-    def scores(self, x: Array) -> Array:
+    def scores(self, x: Array | TablePieces) -> Array:
         """Raw scores (rows, outputs)."""
         scores = np.tile(self.start, (len(x), 1))
-        self.forest().add_to(scores, x)
+        if self.trees:
+            forest = self.forest()
+            for first, block in blocks_of(x):
+                forest.add_to(scores[first : first + len(block)], block)
         return scores
 
     def forest(self) -> Forest:
@@ -80,12 +96,17 @@ class Booster:
             self._forest = len(self.trees), Forest.of(self.trees, self.outputs)
         return self._forest[1]
 
-    def importances(self) -> Array:
-        """The gain of every feature's splits, as shares."""
+    def importances(self, kind: str = "gain") -> Array:
+        """The gain of every feature's splits, or ("split") their number."""
         total = np.zeros(self.features)
         for tree in self.trees:
-            np.add.at(total, tree.feature, tree.gain)
-        return total / total.sum() if total.any() else total
+            np.add.at(total, tree.feature, tree.gain if kind == "gain" else 1.0)
+        return total
+
+    @property
+    def best_rounds(self) -> int | None:
+        """Rounds of the model when what is watched was best."""
+        return self.rounds_before + int(np.argmin(self.losses)) + 1 if self.losses else None
 
 
 def boost(
@@ -93,48 +114,65 @@ def boost(
     categorical: Array,
     objective: Objective,
     settings: BoostSettings,
-    validation: Rows | None = None,
-    after_round: Callable[[int], None] = lambda _: None,
+    watched: Sequence[EvalSet] = (),
+    after_round: Callable[[int], bool] = lambda _: False,
     booster_made: Callable[[Booster], None] = lambda _: None,
     shards: Shards = ALONE,
+    initial: Booster | None = None,
 ) -> Booster:
     """Fit; `booster_made` gets the booster before its first tree, so that Ctrl-C leaves the caller the whole rounds.
 
-    `shards`: the processes among which all rows are divided; `rows` and `validation` are this one's.
+    watched      early stopping looks at the first metric of the last set
+    after_round  gets the number of the round, and says whether to stop
+    shards       the processes among which all rows are divided; `rows` and `watched` are this one's
+    initial      a model to train further: what follows is what would have followed there
     """
     span = Span.of(len(rows.x), shards)
     bins = find_bins(rows.x, categorical, settings.max_bins, settings.seed, span)
     grower = TreeGrower(bin_rows(rows.x, bins), bins, settings.rules, shards)
-    booster = Booster(objective.start(rows.y, rows.weights, shards), rows.x.shape[1])
+    if initial is None:
+        booster = Booster(objective.start(rows.y, rows.weights, shards), rows.x.shape[1])
+    else:
+        booster = Booster(initial.start, initial.features, list(initial.trees), rounds_before=initial.rounds)
     booster_made(booster)
-    trainer = _Trainer(rows, objective, settings, grower, booster.start, span)
+    trainer = _Trainer(rows, objective, settings, grower, booster.scores(rows.x), span)
     shards.sent_for("bins and start")
-    watched = None if validation is None else np.tile(booster.start, (len(validation.x), 1))
+    watched = [replace(each, rows=replace(each.rows, x=np.asarray(each.rows.x))) for each in watched]
+    scores = [booster.scores(each.rows.x) for each in watched]
     for number in range(settings.rounds):
-        new = trainer.round(number)
-        if validation is not None and watched is not None:
-            Forest.of(new, booster.outputs).add_to(watched, validation.x)
-            booster.losses.append(objective.loss(validation.y, watched, validation.weights, shards))
-            shards.sent_for("losses")
+        new = trainer.round(booster.rounds_before + number)
+        seen = [_watch(each, sums, new, booster, shards) for each, sums in zip(watched, scores, strict=True)]
+        booster.losses += seen[-1:]
         booster.trees += new
-        after_round(number)
-        best = int(np.argmin(booster.losses)) if booster.losses else number
-        if settings.patience is not None and number - best >= settings.patience:
+        is_last = after_round(number)
+        since_best = len(booster.losses) - 1 - int(np.argmin(booster.losses)) if booster.losses else 0
+        if is_last or (settings.patience is not None and since_best >= settings.patience):
             break
-    if settings.patience is not None and booster.losses:
-        del booster.trees[(int(np.argmin(booster.losses)) + 1) * booster.outputs :]
+    if settings.patience is not None and booster.best_rounds is not None:
+        del booster.trees[booster.best_rounds * booster.outputs :]
     return booster
+
+
+def _watch(watched: EvalSet, scores: Array, new: list[Tree], booster: Booster, shards: Shards) -> float:
+    """Record every metric after a round; the first of them, as a number of which less is better."""
+    rows, seen = watched.rows, booster.evals.setdefault(watched.name, {})
+    Forest.of(new, booster.outputs).add_to(scores, rows.x)
+    values = [metric(rows.y, scores, rows.weights, shards) for metric in watched.metrics]
+    shards.sent_for("losses")
+    for name, value, _ in values:
+        seen.setdefault(name, []).append(value)
+    _, first, higher_is_better = values[0]
+    return -first if higher_is_better else first
 
 
 class _Trainer:
     def __init__(
-        self, rows: Rows, objective: Objective, settings: BoostSettings, grower: TreeGrower, start: Array, span: Span
+        self, rows: Rows, objective: Objective, settings: BoostSettings, grower: TreeGrower, scores: Array, span: Span
     ) -> None:
         self._rows, self._objective, self._settings, self._grower = rows, objective, settings, grower
         self._span, self._shards = span, span.shards
-        count = len(rows.x)
-        self._scores = np.tile(start, (count, 1))
-        self._grads = np.empty((len(start), count), np.float32)
+        self._scores = scores
+        self._grads = np.empty(scores.shape[::-1], np.float32)
         self._hess = np.empty_like(self._grads)
 
     def round(self, number: int) -> list[Tree]:
@@ -215,5 +253,5 @@ class _Trainer:
             return
         columns = self._grower.columns
         trees_rows.add_binned_tree(
-            columns, unused, tree.feature, grown.left_bins, tree.left, tree.right, tree.leaf_value, scores
+            columns, unused, grown.columns, grown.left_bins, tree.left, tree.right, tree.leaf_value, scores
         )

@@ -74,7 +74,8 @@ class GrowthRules:
 
 @dataclass(frozen=True)
 class Grown:
-    """A tree whose leaf values are plain Newton steps; the rows of each leaf; which bins go left at each node.
+    """A tree whose leaf values are plain Newton steps; the rows of each leaf; of each node its column of bins, and
+    which of them go left.
 
     The rows lie in space that the grower's next tree needs.
     """
@@ -82,6 +83,7 @@ class Grown:
     tree: Tree
     leaf_rows: list[Array]
     leaf_bounds: Array
+    columns: Array
     left_bins: Array
 
 
@@ -90,9 +92,10 @@ class TreeGrower:
 
     def __init__(self, data: BinnedRows, bins: Bins, rules: GrowthRules, shards: Shards = ALONE) -> None:
         self._data, self._bins, self._rules, self._shards = data, bins, rules, shards
+        monotone = rules.monotone[bins.features]
         # None where there are none: then numba leaves out what is for them.
-        self._monotone = rules.monotone if np.any(rules.monotone) else None
-        self._bounding = rules.monotone if rules.l1 or np.any(rules.monotone) else None
+        self._monotone = monotone if np.any(monotone) else None
+        self._bounding = monotone if rules.l1 or np.any(monotone) else None
         self._is_category = bins.is_category if np.any(bins.is_category) else None
         self._numbers = rules.numbers
         self._team: TeamSpace | None = None
@@ -103,11 +106,12 @@ class TreeGrower:
 
     @property
     def columns(self) -> Array:
-        """Bins by feature, then row."""
+        """Bins by column, then row."""
         return self._data.columns
 
     def grow(self, gradients: Gradients, rows: Array | range, features: Array) -> Grown:
         """One tree from `rows` and the features it may use."""
+        features = np.flatnonzero(np.isin(self._bins.features, features))  # from here on columns of bins
         self._scales = np.array([gradients.grad_scale, gradients.hess_scale])
         is_category = self._bins.is_category[features]
         packs, numbers = self._can_pack() and not np.all(is_category), (self._bins.counts, self._scales, self._numbers)
@@ -247,7 +251,7 @@ class TreeGrower:
         node_value, node_weight = self._values(growth, at_splits)
         leaf_value, leaf_weight = self._values(growth, at_leaves)
         tree = Tree(
-            feature=feature.astype(np.int32),
+            feature=self._bins.features[feature].astype(np.int32),
             threshold=np.where(bin_ < 0, 0.0, self._thresholds[feature, bin_]),
             missing_left=nodes[:, kernels.MISSING_LEFT].astype(np.bool_),
             left=splits[:, queue.LEFT].astype(np.int32),
@@ -266,7 +270,7 @@ class TreeGrower:
         )
         numbers = self._entries.view(np.uint32)[::2]  # the lower half of each entry
         leaf_rows = [numbers[start:stop] for start, stop in growth.nodes[at_leaves, : kernels.STOP + 1].tolist()]
-        return Grown(tree, leaf_rows, growth.reals[at_leaves, kernels.LOW :], left_bins)
+        return Grown(tree, leaf_rows, growth.reals[at_leaves, kernels.LOW :], feature, left_bins)
 
     def _values(self, growth: Growth, nodes: Array) -> tuple[Array, Array]:
         """What each node's step would be, and its hessian."""

@@ -35,7 +35,7 @@ class Objective(Protocol):
     def renew(self, y: Array, scores: Array, weights: Array, leaves: Leaves, shards: Shards) -> Array | None: ...
 
 
-class _OneScore:
+class OneScore:
     """Scores (rows, 1); grads and hess (1, rows)."""
 
     name: str
@@ -60,7 +60,15 @@ class _OneScore:
         return None
 
 
-class SquaredError(_OneScore):
+def refuse_targets_outside(y: Array, expected: str, shards: Shards, *, above_zero: bool = False) -> None:
+    """Refuse targets below zero, or at zero (`above_zero`), or all of them zero."""
+    ends = np.array([-y.min(initial=np.inf), y.max(initial=-np.inf)])
+    below, most = shards.top(ends, "smallest and largest target")
+    if below > 0 or not most > 0 or (above_zero and below >= 0):
+        raise TreesError(f"y: {expected}, got values from {-below} to {most}; choose another objective")
+
+
+class SquaredError(OneScore):
     name = "squared_error"
     _kernel = staticmethod(trees_gradients.squared_error)
 
@@ -71,7 +79,7 @@ class SquaredError(_OneScore):
         return average((scores[:, 0] - y) ** 2, weights, shards)
 
 
-class AbsoluteError(_OneScore):
+class AbsoluteError(OneScore):
     name = "absolute_error"
     _kernel = staticmethod(trees_gradients.absolute_error)
 
@@ -85,17 +93,11 @@ class AbsoluteError(_OneScore):
         return find_medians(y - scores[:, 0], weights, leaves, shards)
 
 
-class Poisson(_OneScore):
+class Poisson(OneScore):
     name = "poisson"
 
     def start(self, y: Array, weights: Array, shards: Shards = ALONE) -> Array:
-        ends = np.array([-y.min(initial=np.inf), y.max(initial=-np.inf)])
-        below, most = shards.top(ends, "smallest and largest target")
-        if below > 0 or not most > 0:
-            raise TreesError(
-                f"y: the Poisson objective expects counts of at least 0 and one above 0, got values from {-below} to "
-                f"{most}; choose another objective"
-            )
+        refuse_targets_outside(y, "the Poisson objective expects counts of at least 0 and one above 0", shards)
         return np.array([math.log(average(y, weights, shards))])
 
     def _run(self, y: Array, scores: Array, weights: Array, grads: Array, hess: Array) -> None:
@@ -108,7 +110,7 @@ class Poisson(_OneScore):
         return average(np.exp(scores[:, 0]) - y * scores[:, 0], weights, shards)
 
 
-class Binary(_OneScore):
+class Binary(OneScore):
     """y is 0 or 1."""
 
     name = "binary"
@@ -160,7 +162,7 @@ class Multiclass:
         return None
 
 
-class Custom(_OneScore):
+class Custom(OneScore):
     """The user's function of (y, raw scores), which returns gradients and hessians; weights multiply both."""
 
     name = "custom"
@@ -189,8 +191,3 @@ class Custom(_OneScore):
 
     def loss(self, y: Array, scores: Array, weights: Array, shards: Shards = ALONE) -> float:
         raise TreesError("early stopping: a custom objective has no loss to watch; set early_stopping_rounds=None")
-
-
-OBJECTIVES: dict[str, type[SquaredError | AbsoluteError | Poisson]] = {
-    kind.name: kind for kind in (SquaredError, AbsoluteError, Poisson)
-}

@@ -17,7 +17,7 @@ from bitplan.trees.gradients import Array
 from bitplan.trees.loops import rows as trees_rows
 
 ROWS_AT_ONCE = 2**13
-SET_WORDS = 8  # 256 categories
+SET_WORDS = 8  # at least: 256 categories
 
 
 @dataclass(frozen=True)
@@ -65,9 +65,10 @@ class Forest:
         category = np.full(len(sets), -1, np.int32)
         present = [at for at, numbers in enumerate(sets) if numbers is not None]
         category[present] = np.arange(len(present))
-        bits = np.zeros((max(1, len(present)), SET_WORDS), np.uint32)
-        for row, at in enumerate(present):
-            bits[row] = bit_set(sets[at])
+        words = [bit_set(sets[at]) for at in present]
+        bits = np.zeros((max(1, len(present)), max(map(len, words), default=SET_WORDS)), np.uint32)
+        for row, part in enumerate(words):
+            bits[row, : len(part)] = part
 
         def joined(name: str, dtype: type) -> Array:
             return np.concatenate([np.empty(0), *(getattr(tree, name) for tree in trees)]).astype(dtype)
@@ -111,7 +112,16 @@ class Forest:
 
 def bit_set(numbers: Array | None) -> Array:
     """Bit n of the set is set for each number n."""
-    words = np.zeros(SET_WORDS, np.uint32)
-    for number in () if numbers is None else numbers.astype(np.int64):
-        words[number // 32] |= np.uint32(1 << (number % 32))
+    members = np.empty(0, np.int64) if numbers is None else numbers.astype(np.int64)
+    words = np.zeros(max(SET_WORDS, int(members.max(initial=0)) // 32 + 1), np.uint32)
+    np.bitwise_or.at(words, members // 32, np.uint32(1) << (members % 32).astype(np.uint32))
     return words
+
+
+def is_tree(left: Array, right: Array, leaves: int) -> bool:
+    """Every leaf, and every node but the root, is the child of exactly one node that comes before it."""
+    children = np.concatenate([left, right])
+    expected = np.concatenate([np.arange(1, leaves - 1), ~np.arange(leaves)]) if leaves > 1 else children[:0]
+    parents = np.tile(np.arange(leaves - 1), 2)
+    ordered = bool(np.all((children < 0) | (children > parents)))
+    return ordered and np.array_equal(np.sort(children), np.sort(expected))

@@ -70,7 +70,14 @@ def test_categories_keep_their_numbers_and_the_rarest_are_missing():
     assert data.columns[0].tolist() == [1, 0, 1, 0, 255, 255]
 
 
-@pytest.mark.parametrize("wrong", [-1, 0.5, 256])
+def test_many_categories_have_several_columns():
+    data, bins = bins_of([*range(300), *range(200)], list(range(500)), categorical=(0,))
+    assert bins.features.tolist() == [0, 0, 1]
+    assert sorted(np.concatenate(bins.edges[:2])) == list(range(300))
+    assert ((data.columns[0] == 255) != (data.columns[1] == 255)).all()  # each row is in one of them
+
+
+@pytest.mark.parametrize("wrong", [-1, 0.5, 65536])
 def test_what_is_no_category_is_refused(wrong):
     with pytest.raises(TreesError, match=r"feature 0 is categorical.*OrdinalEncoder"):
         bins_of([1, wrong], categorical=(0,))

@@ -54,7 +54,7 @@ def drift(
 
 
 def _shown(row: Any) -> dict[str, Any]:
-    """Of scales that share a base only those that clip are bad: one is always at the top. Codes are shares."""
+    """Where scales share a base, one always has the top code: only clipped ones count as bad. Codes are percentages."""
     health = row.health
     bad = {"NaN": health.nan_scales, "saturated": health.clipped_scales, "underflowed": health.underflowed_scales}
     return {

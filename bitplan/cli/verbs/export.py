@@ -20,11 +20,16 @@ _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9}
 def export(
     source: Annotated[Path, typer.Argument(metavar="IN", help="A model's folder (Hugging Face's), or a .gguf file.")],
     output: Annotated[Path, typer.Argument(metavar="OUT", help="What to write: a .gguf file, or a folder.")],
-    to: Annotated[str, typer.Option(help="For which engine: gguf (llama.cpp), compressed-tensors (vLLM).")],
+    to: Annotated[
+        str, typer.Option(help="For which engine: gguf (llama.cpp), compressed-tensors (vLLM), mlx, torchao.")
+    ],
     fmt: Annotated[
         str | None,
         typer.Option(
-            "--format", "-f", help="For every weight: a name from `bitplan formats`.", autocompletion=format_names
+            "--format",
+            "-f",
+            help="For every weight: a name from `bitplan formats`; none keeps what is packed.",
+            autocompletion=format_names,
         ),
     ] = None,
     manifest: Annotated[
@@ -57,9 +62,9 @@ def export(
     from bitplan.plan import Plan, open_manifest
     from bitplan.store.export.targets import ExportRequest, prepare_export
 
-    if sum(given is not None for given in (fmt, manifest, plan)) != 1:
-        raise typer.BadParameter("give one of --format, --manifest and --plan")
-    given = Plan.load(plan) if plan is not None else open_manifest(manifest) if manifest is not None else fmt or ""
+    if sum(given is not None for given in (fmt, manifest, plan)) > 1:
+        raise typer.BadParameter("give one of --format, --manifest and --plan, or none: tensors stay as they are")
+    given = Plan.load(plan) if plan is not None else open_manifest(manifest) if manifest is not None else fmt or {}
     prepared = prepare_export(
         ExportRequest(
             source,

@@ -266,8 +266,9 @@ def compare(
                 f"worst: {result.worst}, SQNR {worst:.2f} dB; all {differing} that differ: "
                 f"{result.differing.sqnr_db:.2f} dB; with those that are equal: {result.overall.sqnr_db:.2f} dB"
             )
-        elif not result.findings:
-            say(f"values identical: all {len(result.layers)} tensors")
         for finding in result.findings:
             say(finding)
+        if result.worst is None and result.layers:
+            shared = "" if not result.findings else " that both have"
+            say(f"values identical: all {counted(len(result.layers), 'tensor')}{shared}")
     raise typer.Exit(1 if result.findings else 0)

@@ -1,7 +1,7 @@
 """Triton encoders: one read of the numbers, one write of codes and scales, equal to `bitplan.formats.encode`.
 
-Legend: R rows, C columns, G groups, B bytes of a group. Tensors carry their axes in their names. Groups lie one after
-another in memory, rows or not, so group formats see a flat run of them.
+Legend: R rows, C columns, G groups, B bytes of a group. Tensors carry their axes in their names. Groups are
+contiguous across row ends, so the kernels of group formats treat a matrix as one list of groups.
 
 A NaN or an infinity in a block makes its scale NaN or infinite (E8M0: byte 255), and leaves its codes undefined.
 """
@@ -279,7 +279,7 @@ def _encode_q4_0(x_ptr, data_ptr, scales_ptr, groups, SOURCE: tl.constexpr, TILE
     low_GB = float_of_bits(tl.load(x_ptr + first * 32 + at_GB, mask=ok_G[:, None], other=0), SOURCE)
     high_GB = float_of_bits(tl.load(x_ptr + first * 32 + at_GB + 16, mask=ok_G[:, None], other=0), SOURCE)
     limit_G = tl.max(tl.maximum(magnitude_bits(low_GB), magnitude_bits(high_GB)), axis=1)
-    # The sign of the first of the largest: the least of 2 * place + sign among them.
+    # The sign of the first number of the largest magnitude: the smallest 2 * place + sign; its low bit is the sign.
     place_low_GB = _place_and_sign(low_GB, limit_G[:, None], lane_B[None, :])
     place_high_GB = _place_and_sign(high_GB, limit_G[:, None], lane_B[None, :] + 16)
     sign_G = tl.min(tl.minimum(place_low_GB, place_high_GB), axis=1) & 1
@@ -293,7 +293,7 @@ def _encode_q4_0(x_ptr, data_ptr, scales_ptr, groups, SOURCE: tl.constexpr, TILE
 
 @triton.jit
 def _scale_of_limit(limit_bits, LARGEST: tl.constexpr, LARGEST_SCALE: tl.constexpr):
-    """A finite limit keeps a scale whose largest code is finite; what is not finite must show in its scale."""
+    """For a finite limit, a scale whose product with the largest code is finite; else a scale that is not finite."""
     scale = tl.div_rn(limit_bits.to(tl.float32, bitcast=True), LARGEST)
     return tl.where(limit_bits < 0x7F800000, tl.minimum(scale, LARGEST_SCALE), scale)
 

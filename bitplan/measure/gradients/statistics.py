@@ -4,8 +4,8 @@ After each backward pass the policy wants four figures per block: the L2 norm ov
 gradients of the block, the largest |g|, the variance, and the norm relative to the mean of all blocks. Reading a figure
 on the host waits for the GPU, so nothing is read here in a step: the reductions are enqueued, and `end_step` sends
 three numbers per block to pinned memory behind them. `drain(before=step)` reads the steps before this one, whose
-numbers have arrived while the GPU works on this one: its queue never runs dry. What comes out is the same whenever it
-is drained.
+numbers have arrived while the GPU works on this one: its queue never runs dry. The result does not
+depend on when `drain` is called.
 
 The reductions are in `reduce`: on a GPU one kernel reads every gradient once. Gradients that leave the device
 during backward (streamed weights that are trained) come one by one, by `add_gradient`.
@@ -63,7 +63,7 @@ class _Step:
 
 
 class _Share(NamedTuple):
-    """What a measured number adds to, and how many times it counts."""
+    """The block and precision to which a measured impact is added, and its weight."""
 
     block: str
     precision: str
@@ -150,7 +150,7 @@ class GradStatsCollector:
     def add_impact(self, block: str, precision: str, impact: Tensor, scale: float = 1.0) -> None:
         """Add `scale` times a tensor of one number, as `impact_of` gives, to a unit's loss impact in this step.
 
-        The numbers are added up on the host, when they are read: a kernel for each sum would cost more than it.
+        The numbers are added up on the host, when they are read: a GPU kernel for each sum would cost more.
         """
         self._require_known(block)
         self._open.impacts.append((impact.detach().reshape(()), _Share(block, precision, scale)))
@@ -200,7 +200,7 @@ class GradStatsCollector:
 def collect_grad_stats(collector: GradStatsCollector, blocks: Mapping[str, Gradients], step_id: int) -> None:
     """Measure the gradients of all blocks after a backward pass; a block is a module or a list of gradients.
 
-    Of a module those parameters count that are trained; of frozen ones nothing is expected.
+    Of a module only the parameters with requires_grad are measured.
     """
     collector.add(blocks)
     collector.end_step(step_id)

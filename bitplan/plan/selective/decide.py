@@ -10,9 +10,9 @@ everything; warm-up and update interval; then the scores. With `scoring="gradien
     currently low         score >= 0.6 -> bf16
     otherwise             no change, and none within min_steps_between_switches of the last one
 
-The margin counts on the way down only. In mode off the stream's formats stay as they are (the state says bf16), but
-force lists hold in every mode. `ambiguous_default` applies only before a block's first assignment; until then a block
-runs as bf16.
+The margin applies only to switches from bf16 to the low format. In mode off the stream's formats stay as they are (the
+state says bf16), but force lists hold in every mode. `ambiguous_default` applies only before a block's first
+assignment; until then a block runs as bf16.
 
 With `scoring="impact"` the units share one damage budget, in units of loss. Low is int8 or fp8, by hardware and error.
 """

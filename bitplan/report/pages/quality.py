@@ -25,7 +25,7 @@ from bitplan.report.section import Fact, Section, cards, heading, source
 from bitplan.report.tables import Cell, Column, table
 
 FLOOR = "noise floor"
-SPAN = 1e6  # of the chart of distances: what lies further below the largest is drawn at the edge
+SPAN = 1e6  # the chart of KL: values below the largest / SPAN are drawn at the left edge
 COLUMNS = (
     Column("Format"),
     Column("Bits a weight", numeric=True),
@@ -173,7 +173,7 @@ def _plans(rows: Sequence[RecordFields]) -> list[RecordFields]:
 
 
 def _facts(rows: Sequence[RecordFields]) -> list[Fact]:
-    """The plan's perplexity, or that of the only format; of several formats none is the page's own."""
+    """The plan's perplexity, or that of the only format; with several formats there is no headline figure."""
     others = [row for row in rows[1:] if not _name(row).startswith(FLOOR)]
     plans = _plans(others) or others
     if len(plans) != 1:

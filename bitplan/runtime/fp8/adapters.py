@@ -7,8 +7,9 @@ A policy says where OUR layers win. Others cast apart from the norm and run q, k
 is smaller, and a narrow win of ours may be their loss: use a policy with a speedup threshold above 1 for them. They run
 all three products of a layer in FP8 or none, so they get answers for whole modules, else those of `apply_fp8`.
 
-TransformerEngine is known by class names alone and nothing of it is imported. UNTESTED against the library itself: the
-tests have no TransformerEngine, only classes of its names.
+TransformerEngine is known by class names alone; nothing of it is imported. Names and arguments were compared with the
+sources of TransformerEngine 2.20 and Megatron-LM of August 2026; UNTESTED against the running library: the tests have
+only classes of its names. `LayerNormMLP` holds two products, for which a policy has no single answer: it gets none.
 """
 
 from __future__ import annotations
@@ -24,9 +25,12 @@ from bitplan.plan.fp8.policy import Policy, Question
 from bitplan.runtime.fp8.sites import find_sites
 
 TORCHAO_RECIPES = ("tensorwise", "rowwise")
-# TransformerEngine's own classes, where Megatron's wrappers are not used; `Linear` says by parallel_mode what it is.
-_OWN_CLASSES = {"LayerNormLinear": "layernorm_column", "GroupedLinear": "column_grouped", "Linear": "duplicated"}
-_OWN_MODES = {"column": "column", "row": "row", None: "duplicated"}
+# TransformerEngine's own classes, where Megatron's wrappers are not used: the kind by class and by parallel_mode.
+_OWN_CLASSES: dict[str, dict[str | None, str]] = {
+    "LayerNormLinear": {"column": "layernorm_column", None: "layernorm_column"},
+    "GroupedLinear": {"column": "column_grouped", "row": "row_grouped", None: "column_grouped"},
+    "Linear": {"column": "column", "row": "row", None: "duplicated"},
+}
 
 
 def torchao_filter(
@@ -64,9 +68,8 @@ def transformer_engine_kind(cls: type, init_kwargs: Mapping[str, Any] | None = N
     for each in cls.__mro__:
         kind = KIND_OF_CLASS.get(each.__name__)
         if kind is None and each.__module__.split(".")[0] == "transformer_engine":
-            kind = _OWN_CLASSES.get(each.__name__)
-            if each.__name__ == "Linear":
-                kind = _OWN_MODES.get(kwargs.get("parallel_mode"))
+            mode = kwargs.get("parallel_mode", kwargs.get("tensor_parallel_mode"))
+            kind = _OWN_CLASSES.get(each.__name__, {}).get(mode)
         if kind is not None:
             return promote(kind, bool(kwargs.get("is_expert")))
     return None

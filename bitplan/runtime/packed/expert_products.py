@@ -4,7 +4,7 @@ A pair is a token and one of the experts it was sent to: pair p = token * top_k 
 
 | way | pairs are in | what runs | waits for the GPU |
 |---|---|---|---|
-| fused | order of tokens | all pairs in one launch over the packed bytes | never forwards, as the loop backwards |
+| fused | order of tokens | all pairs in one launch over the packed bytes | forward never, backward once |
 | loop | order of expert | a product for each expert that has rows, on its numbers | once per layer and step |
 
 The loop cannot do without that wait: how many rows each expert has decides what the host launches.
@@ -51,7 +51,7 @@ class ExpertGroups:
 
 
 class Routes:
-    """Which expert each pair goes to, in the form either way wants it; each is made when first asked for."""
+    """Which expert each pair goes to, in the form that each of the two ways needs; made when first asked for."""
 
     def __init__(self, expert_ids: Tensor, experts: int, where: str) -> None:
         self.expert_ids = expert_ids.long()
@@ -131,7 +131,7 @@ class ExpertMatrices:
         return decode(Encoded(stack.fmt, stack.shape[1:], **parts), dtype)
 
     def expanded(self, index: int, dtype: torch.dtype) -> Tensor:
-        """One expert's numbers, of all that are expanded at the first call and kept."""
+        """One expert's matrix; the first call expands the matrices of all experts and keeps them."""
         return self.all_expanded(dtype)[index]
 
     def all_expanded(self, dtype: torch.dtype) -> Tensor:
@@ -189,7 +189,7 @@ def looped_rows(rows: Tensor, bias: Tensor | None, routes: Routes, numbers: Numb
 
 
 def gradient_of_rows(grad: Tensor, routes: Routes, numbers: Numbers, inputs: int) -> Tensor:
-    """The gradient of rows sorted by expert, of one so sorted."""
+    """The gradient of the input rows, from that of the output rows; both are sorted by expert."""
     gradient = grad.new_empty((grad.shape[0], inputs))
     for expert, start, stop in routes.groups.spans:
         torch.mm(grad[start:stop], numbers(expert, grad.dtype), out=gradient[start:stop])

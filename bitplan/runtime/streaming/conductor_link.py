@@ -1,6 +1,6 @@
 """ConductorLink: the conductor's phases of a training step, pushed to a stream that obeys them.
 
-The decisions are `plan.conductor`'s; here are only the two ends: the pressure that the stream reports, and
+The decisions are `plan.selective.conductor`'s; here are only the two ends: the pressure that the stream reports, and
 `set_limits`, which it obeys at once. The stream's step telemetry shows the limits and their reasons.
 
 A ring whose slots are all taken is a ring at work, so without a bridge of your own the rule about full copy slots does

@@ -21,6 +21,8 @@ from bitplan.plan.choose import Wanted
 TARGETS = {
     "gguf": "bitplan.store.export.gguf",
     "compressed-tensors": "bitplan.store.export.compressed_tensors",
+    "mlx": "bitplan.store.export.mlx",
+    "torchao": "bitplan.store.export.torchao",
 }
 OnBytes = Callable[[int, str], None]
 

@@ -38,7 +38,7 @@ class PartWriter:
 def check_gguf_output(
     output: Path, part_bytes: int | None, *, inputs: Iterable[Path], force: bool, promises: Sequence[Promise] = ()
 ) -> None:
-    """Refuse names that cannot be written, or must not be."""
+    """Refuse an output that is not .gguf, is one of the inputs, or exists without `force`, and parts below 1 MiB."""
     if output.suffix != ".gguf":
         raise StoreError(f"{output}: GGUF files end in .gguf, got {output.suffix!r}")
     if part_bytes is not None and part_bytes < 2**20:
@@ -55,7 +55,7 @@ def _paths(output: Path, count: int, part_bytes: int | None) -> list[Path]:
 
 
 def _grouped(promises: Sequence[Promise], part_bytes: int | None) -> list[list[Promise]]:
-    """Runs of tensors of at most so many bytes; one that is larger has a part of its own."""
+    """Consecutive tensors, at most `part_bytes` in a part; a larger tensor has a part of its own."""
     if part_bytes is None:
         return [list(promises)]
     groups: list[list[Promise]] = [[]]

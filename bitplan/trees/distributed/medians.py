@@ -1,14 +1,15 @@
-"""Medians of groups of rows, the same however the rows are divided among processes.
+"""Medians and quantiles of groups of rows, the same however the rows are divided among processes.
 
-One process sorts. Several look for the median byte by byte: each counts how many of its numbers begin with which byte,
-counts are added, and the byte in which the middle lies is known to all; eight rounds give all 64 bits. Nobody sends
-numbers, only 256 counts a group, and the result is a number that some row has (or the mean of two).
+One process sorts. Several look for a quantile byte by byte: each counts how many of its numbers begin with which byte,
+counts are added, and the byte in which it lies is known to all; eight rounds give all 64 bits. Nobody sends
+numbers, only 256 counts a group, and the result is a number that some row has (or between two).
 
-Weights become integers first (`whole_weights`), so that half the weight is reached at the same row everywhere.
+Weights become integers first (`whole_weights`), so that a share of the weight is reached at the same row everywhere.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import numpy as np
@@ -21,9 +22,16 @@ STEP = "median, byte by byte"
 
 def find_medians(numbers: Array, weights: Array, groups: Sequence[Array], shards: Shards) -> Array:
     """The median of each group of rows; with weights, the first number at which half the weight is reached."""
+    return find_quantiles(numbers, weights, groups, 0.5, shards)
+
+
+def find_quantiles(numbers: Array, weights: Array, groups: Sequence[Array], share: float, shards: Shards) -> Array:
+    """The same for any share: between two numbers as numpy's quantile has it; with weights, a number that is there."""
     whole = whole_weights(weights, shards)
     if shards.count == 1:
-        return np.array([sorted_median(numbers[rows], whole[rows] if len(whole) else whole) for rows in groups])
+        return np.array(
+            [sorted_quantile(numbers[rows], whole[rows] if len(whole) else whole, share) for rows in groups]
+        )
     rows = np.concatenate([np.empty(0, np.int64), *groups]).astype(np.int64)
     group = np.repeat(np.arange(len(groups)), [len(part) for part in groups])
     keys = _ordered(numbers[rows])
@@ -32,20 +40,39 @@ def find_medians(numbers: Array, weights: Array, groups: Sequence[Array], shards
     totals = np.zeros(len(groups), np.int64)
     np.add.at(totals, group, each)
     totals = shards.add(totals, "weight of each group")
-    lower = _select(keys, group, each, (totals + 1) // 2, shards)
     if is_weighted:
-        return lower
-    upper = _select(keys, group, each, totals // 2 + 1, shards)
-    return np.where(lower == upper, lower, (lower + upper) / 2)
+        return _select(keys, group, each, _weight_below(totals, share), shards)
+    place = (totals - 1) * share
+    below = np.floor(place).astype(np.int64)
+    lower = _select(keys, group, each, below + 1, shards)
+    upper = _select(keys, group, each, np.minimum(below + 2, totals), shards)
+    return _between(lower, upper, place - below)
 
 
-def sorted_median(numbers: Array, weights: Array) -> float:
-    """The median of one process's numbers; weights are integers, or none."""
+def sorted_quantile(numbers: Array, weights: Array, share: float = 0.5) -> float:
+    """The quantile of one process's numbers; weights are integers, or none."""
     if not len(weights):
-        return float(np.median(numbers))
+        place = (len(numbers) - 1) * share
+        below = math.floor(place)
+        above = min(below + 1, len(numbers) - 1)
+        ordered = np.partition(numbers, [below, above])
+        return float(_between(ordered[below], ordered[above], np.float64(place - below)))
     order = np.argsort(numbers, kind="stable")
     reached = np.cumsum(weights[order])
-    return float(numbers[order][np.searchsorted(reached, (reached[-1] + 1) // 2)])
+    return float(numbers[order][np.searchsorted(reached, _weight_below(reached[-1], share))])
+
+
+def _weight_below(totals: Array, share: float) -> Array:
+    """Of integer weights the sum at which a share is reached."""
+    if share == 0.5:
+        return (totals + 1) // 2
+    return np.clip(np.ceil(totals * share).astype(np.int64), 1, totals)
+
+
+def _between(lower: Array, upper: Array, part: Array) -> Array:
+    """The mean for a half: what a median is."""
+    inside = np.where(part == 0.5, (lower + upper) / 2, lower + (upper - lower) * part)
+    return np.where((lower == upper) | (part == 0.0), lower, inside)
 
 
 def whole_weights(weights: Array, shards: Shards) -> Array:

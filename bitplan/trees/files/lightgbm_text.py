@@ -6,6 +6,7 @@ it, and sums run in the same order: raw predictions are equal to the bit.
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import numpy as np
@@ -14,7 +15,18 @@ from bitplan.trees.gradients import Array
 from bitplan.trees.tree import Tree, bit_set
 
 CATEGORICAL, DEFAULT_LEFT, MISSING_IS_NAN = 1, 2, 8  # bits of LightGBM's decision_type
-_OBJECTIVES = {"squared_error": "regression", "absolute_error": "regression_l1", "poisson": "poisson"}
+# Our names: LightGBM's, and its names for our settings of the objective.
+OBJECTIVE_NAMES: dict[str, tuple[str, dict[str, str]]] = {
+    "squared_error": ("regression", {}),
+    "absolute_error": ("regression_l1", {}),
+    "poisson": ("poisson", {}),
+    "quantile": ("quantile", {"alpha": "alpha"}),
+    "huber": ("huber", {"alpha": "alpha"}),
+    "gamma": ("gamma", {}),
+    "tweedie": ("tweedie", {"tweedie_power": "tweedie_variance_power"}),
+    "binary": ("binary", {}),
+    "multiclass": ("multiclass", {}),
+}
 
 
 def to_lightgbm_text(model: Any) -> str:
@@ -26,7 +38,7 @@ def to_lightgbm_text(model: Any) -> str:
     elif len(classes):
         objective = "binary sigmoid:1"
     else:
-        objective = None if callable(model.objective) else _OBJECTIVES[model.objective]
+        objective = None if callable(model.objective) else OBJECTIVE_NAMES[model.objective][0]
     used = {int(feature) for tree in booster.trees for feature in tree.feature}
     names = getattr(model, "feature_names_in_", [f"Column_{place}" for place in range(booster.features)])
     trees = [_tree_text(place, tree, booster) for place, tree in enumerate(booster.trees)]
@@ -48,11 +60,20 @@ def to_lightgbm_text(model: Any) -> str:
         "feature_importances:",
         "",
         "parameters:",
+        *_parameters(model, objective),
         "end of parameters",
         "",
-        "pandas_categorical:null",
+        f"pandas_categorical:{json.dumps(list(model.categories_.values()) or None)}",
     ]
     return "\n".join(lines) + "\n" + "".join(trees) + "\n".join(end) + "\n"
+
+
+def _parameters(model: Any, objective: str | None) -> list[str]:
+    """Lines that LightGBM would write of its parameters: those which a reader needs."""
+    of_trees = {"categorical_feature": ",".join(map(str, model.categories_))} if model.categories_ else {}
+    ours = next((settings for name, settings in OBJECTIVE_NAMES.values() if name == objective), {})
+    of_objective = {theirs: f"{getattr(model, name):.17g}" for name, theirs in ours.items()}
+    return [f"[{name}: {value}]" for name, value in (of_trees | of_objective).items()]
 
 
 def _tree_text(place: int, tree: Tree, booster: Any) -> str:

@@ -14,13 +14,16 @@ import numpy as np
 from bitplan.documents import LIST, OBJECT, SIZE, Kind, Reader, is_text, load_document, one_of
 from bitplan.errors import FileFormatError
 from bitplan.records import MAX_JSON_BYTES
+from bitplan.trees.binning import MAX_CATEGORY
 from bitplan.trees.boost import Booster
 from bitplan.trees.estimators import BoostedTreesClassifier, BoostedTreesRegressor
-from bitplan.trees.files.save import FORMAT, LEAF_FIELDS, MAX_FEATURES, NODE_FIELDS, VERSION
+from bitplan.trees.files.lightgbm_read import lightgbm_text_of, read_lightgbm_text
+from bitplan.trees.files.save import FORMAT, LATER_PARAMETERS, LEAF_FIELDS, MAX_FEATURES, NODE_FIELDS, VERSION
 from bitplan.trees.gradients import Array, TreesError
 from bitplan.trees.grow import FAR
-from bitplan.trees.objectives import OBJECTIVES
-from bitplan.trees.tree import Tree
+from bitplan.trees.inputs.categories import CATEGORY_KINDS, MAX_CATEGORIES
+from bitplan.trees.losses.regression import OBJECTIVES
+from bitplan.trees.tree import Tree, is_tree
 
 MAX_INTEGER = 2**62
 _KINDS = {"classifier": BoostedTreesClassifier, "regressor": BoostedTreesRegressor}
@@ -38,15 +41,18 @@ HEAD = {
     "losses": LIST,
     "trees": LIST,
 }
+LATER = {"categories": OBJECT, "rounds_before": SIZE}  # not in every file
 _TREE = dict.fromkeys((*NODE_FIELDS, *LEAF_FIELDS, "categories"), LIST)
 
 
 def load_trees(path: str | Path) -> BoostedTreesClassifier | BoostedTreesRegressor:
-    """Read an estimator that `save` wrote."""
+    """Read an estimator that `save` wrote, or a model that LightGBM saved as text."""
+    if _is_lightgbm(path):
+        return _from_text(Path(path).read_text(encoding="utf-8"), str(path))
     document = load_document(path, FileFormatError, max_bytes=MAX_JSON_BYTES)
     reader = Reader(str(path), FileFormatError)
     reader.version(document, VERSION)
-    reader.keys("", document, HEAD, HEAD)
+    reader.keys("", document, HEAD | LATER, HEAD)
     model: BoostedTreesClassifier | BoostedTreesRegressor = _estimator(reader, document)
     trees, features = document["trees"], document["features"]
     start = _numbers(reader, "start", document["start"], float)
@@ -58,16 +64,56 @@ def load_trees(path: str | Path) -> BoostedTreesClassifier | BoostedTreesRegress
         features,
         [_tree(reader, f"tree {place}", tree, features) for place, tree in enumerate(trees)],
         _numbers(reader, "losses", document["losses"], float).tolist(),
+        document.get("rounds_before", 0),
     )
     return model
+
+
+def from_lightgbm(model: Any) -> BoostedTreesClassifier | BoostedTreesRegressor:
+    """An estimator that predicts as a LightGBM model does: its text, its Booster, or its scikit-learn estimator.
+
+    LightGBM's text has no labels, so the classes are 0, 1, ...
+    """
+    text, where = lightgbm_text_of(model)
+    return _from_text(text, where)
+
+
+def _from_text(text: str, where: str) -> BoostedTreesClassifier | BoostedTreesRegressor:
+    read = read_lightgbm_text(text, where)
+    settings: dict[str, Any] = {"n_estimators": max(read.booster.rounds, 1)}
+    model: BoostedTreesClassifier | BoostedTreesRegressor
+    if read.objective in ("binary", "multiclass"):
+        model = BoostedTreesClassifier(**settings)
+        model.classes_ = np.arange(max(read.booster.outputs, 2))
+    else:
+        model = BoostedTreesRegressor(objective=read.objective, **settings, **read.options)
+    model.booster_, model.categories_, model.n_features_in_ = read.booster, read.categories, read.booster.features
+    if read.feature_names is not None:
+        model.feature_names_in_ = np.array(read.feature_names, dtype=object)
+    return model
+
+
+def _is_lightgbm(path: str | Path) -> bool:
+    try:
+        with Path(path).open("rb") as file:
+            if file.read(5) != b"tree\n":
+                return False
+            file.seek(0, 2)
+            size = file.tell()
+    except OSError:
+        return False  # the reader of JSON says what is wrong with it
+    if size > MAX_JSON_BYTES:
+        raise FileFormatError(f"{path}: has {size} bytes, expected at most {MAX_JSON_BYTES}")
+    return True
 
 
 def _estimator(reader: Reader, document: dict[str, Any]) -> Any:
     """With its features, which parameters may name, and its classes."""
     kind, parameters, features = _KINDS[document["kind"]], document["parameters"], document["features"]
     known = dict.fromkeys(kind().get_params(), _ANY)
-    model = kind(**reader.keys("parameters", parameters, known, known))
+    model = kind(**reader.keys("parameters", parameters, known, set(known) - LATER_PARAMETERS))
     model.n_features_in_ = features
+    model.categories_ = _categories(reader, document.get("categories", {}), features)
     names = document["feature_names"]
     if names is not None:
         if type(names) is not list or len(names) != features or not all(map(is_text, names)):
@@ -83,6 +129,24 @@ def _estimator(reader: Reader, document: dict[str, Any]) -> Any:
     else:
         model.classes_ = _classes(reader, document["classes"])
     return model
+
+
+def _categories(reader: Reader, document: dict[str, Any], features: int) -> dict[int, list[Any]]:
+    """What the numbers of each categorical feature stand for."""
+    known = {}
+    for place, values in document.items():
+        kinds = {type(value) for value in values} if isinstance(values, list) else {list}
+        is_known = any(kinds <= allowed for allowed in CATEGORY_KINDS) and len(set(values)) == len(values)
+        if not is_known or len(values) > MAX_CATEGORIES or not all(map(_is_exact, values)):
+            reader.fail(f"categories: {place:.20}", "distinct texts, numbers or truth values, in a list", values)
+        if not place.isdecimal() or int(place) >= features:
+            reader.stop(f"categories: {place:.20}: expected the place of a feature, 0 to {features - 1}")
+        known[int(place)] = values
+    return known
+
+
+def _is_exact(value: Any) -> bool:
+    return is_text(value) or (type(value) is not str and abs(value) <= FAR)
 
 
 def _classes(reader: Reader, classes: Any) -> Array:
@@ -115,7 +179,7 @@ def _tree(reader: Reader, path: str, document: Any, features: int) -> Tree:
         reader.stop(f"{path}: {wrong or ['categories']}: expected {leaves - 1} nodes and {leaves} leaves")
     if leaves > 1 and not 0 <= arrays["feature"].min() <= arrays["feature"].max() < features:
         reader.stop(f"{path}: feature: expected 0 to {features - 1}")
-    if not _is_tree(arrays["left"], arrays["right"], leaves):
+    if not is_tree(arrays["left"], arrays["right"], leaves):
         reader.stop(f"{path}: left, right: the children do not form a tree; the file was edited or damaged")
     categories = tuple(None if numbers is None else _category_numbers(reader, path, numbers) for numbers in sets)
     return Tree(
@@ -123,19 +187,10 @@ def _tree(reader: Reader, path: str, document: Any, features: int) -> Tree:
     )
 
 
-def _is_tree(left: Array, right: Array, leaves: int) -> bool:
-    """Every leaf, and every node but the root, is the child of exactly one node that comes before it."""
-    children = np.concatenate([left, right])
-    expected = np.concatenate([np.arange(1, leaves - 1), ~np.arange(leaves)]) if leaves > 1 else children[:0]
-    parents = np.tile(np.arange(leaves - 1), 2)
-    ordered = bool(np.all((children < 0) | (children > parents)))
-    return ordered and np.array_equal(np.sort(children), np.sort(expected))
-
-
 def _category_numbers(reader: Reader, path: str, numbers: Any) -> Array:
     array = _numbers(reader, f"{path}: categories", numbers, float)
-    if not np.all((array >= 0) & (array < 256) & (array == np.floor(array))):
-        reader.fail(f"{path}: categories", "whole numbers from 0 to 255", numbers)
+    if not np.all((array >= 0) & (array <= MAX_CATEGORY) & (array == np.floor(array))):
+        reader.fail(f"{path}: categories", f"whole numbers from 0 to {MAX_CATEGORY}", numbers)
     return array
 
 

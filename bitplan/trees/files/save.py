@@ -28,6 +28,15 @@ NODE_FIELDS = {
     "node_rows": int,
 }
 LEAF_FIELDS = {"leaf_value": float, "leaf_weight": float, "leaf_rows": int}
+# Parameters that came after the first version of the format: left out where they have their defaults.
+LATER_PARAMETERS = {
+    "alpha",
+    "class_weight",
+    "importance_type",
+    "scale_pos_weight",
+    "tweedie_power",
+    "warm_start",
+}
 
 
 def save_trees(model: Any, path: str | Path) -> None:
@@ -37,11 +46,17 @@ def save_trees(model: Any, path: str | Path) -> None:
     if booster.features > MAX_FEATURES:
         raise TreesError(f"features: a model file holds at most {MAX_FEATURES}, this model has {booster.features}")
     names = getattr(model, "feature_names_in_", None)
+    defaults = type(model)().get_params()
+    parameters = {
+        name: value
+        for name, value in model.get_params().items()
+        if name not in LATER_PARAMETERS or value != defaults[name]
+    }
     document = {
         "format": FORMAT,
         "version": VERSION,
         "kind": "regressor" if classes is None else "classifier",
-        "parameters": {name: _plain(name, value) for name, value in model.get_params().items()},
+        "parameters": {name: _plain(name, value) for name, value in parameters.items()},
         "classes": None if classes is None else _plain("classes", classes),
         "features": booster.features,
         "feature_names": None if names is None else [_plain("feature_names", str(name)) for name in names],
@@ -49,6 +64,10 @@ def save_trees(model: Any, path: str | Path) -> None:
         "losses": _plain("losses", booster.losses),
         "trees": [_tree_document(tree) for tree in booster.trees],
     }
+    if model.categories_:
+        document["categories"] = {str(place): _plain("categories", each) for place, each in model.categories_.items()}
+    if booster.rounds_before:
+        document["rounds_before"] = booster.rounds_before
     write_json(path, document)
 
 

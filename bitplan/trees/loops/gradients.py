@@ -128,3 +128,38 @@ def softmax(y, scores, weights, grads, hess):  # type: ignore[no-untyped-def]
             p = math.exp(scores[i, k] - top) / total
             grads[k, i] = (p - (1.0 if y[i] == k else 0.0)) * weight
             hess[k, i] = factor * p * (1.0 - p) * weight
+
+
+@compiled
+def quantile(y, scores, weights, grads, hess, share):  # type: ignore[no-untyped-def]
+    for i in range(y.size):
+        weight = weights[i] if weights.size else 1.0
+        grads[i] = (1.0 - share if scores[i] >= y[i] else -share) * weight
+        hess[i] = weight
+
+
+@compiled
+def huber(y, scores, weights, grads, hess, limit):  # type: ignore[no-untyped-def]
+    for i in range(y.size):
+        weight = weights[i] if weights.size else 1.0
+        error = scores[i] - y[i]
+        grads[i] = (error if abs(error) <= limit else math.copysign(limit, error)) * weight
+        hess[i] = weight
+
+
+@compiled
+def gamma(y, scores, weights, grads, hess):  # type: ignore[no-untyped-def]
+    for i in range(y.size):
+        weight = weights[i] if weights.size else 1.0
+        ratio = y[i] * math.exp(-scores[i])
+        grads[i] = (1.0 - ratio) * weight
+        hess[i] = ratio * weight
+
+
+@compiled
+def tweedie(y, scores, weights, grads, hess, power):  # type: ignore[no-untyped-def]
+    for i in range(y.size):
+        weight = weights[i] if weights.size else 1.0
+        first, second = y[i] * math.exp((1.0 - power) * scores[i]), math.exp((2.0 - power) * scores[i])
+        grads[i] = (second - first) * weight
+        hess[i] = ((2.0 - power) * second - (1.0 - power) * first) * weight

@@ -123,7 +123,7 @@ def add_trees(  # type: ignore[no-untyped-def]
     """Add trees to scores[i, tree % outputs] for the rows of `numbers`, whose row 0 is the scores' row `first`.
 
     All trees lie one after the other; a child below zero is the leaf ~child. `category[node]` is -1 for a numeric node,
-    else the place of its bit set: 8 words, a bit for each category. Rows go in tiles: tile and tree stay in the cache.
+    else the place of its bit set, a bit for each category. Rows go in tiles: tile and tree stay in the cache.
     """
     outputs = scores.shape[1]
     for start in range(0, numbers.shape[0], TILE):
@@ -151,7 +151,7 @@ def add_trees(  # type: ignore[no-untyped-def]
 
 @inlined
 def _in_set(bits, place, number):  # type: ignore[no-untyped-def]
-    if number <= -1 or number >= 256:  # as LightGBM: the fraction is cut off
+    if number <= -1 or number >= 32 * bits.shape[1]:  # as LightGBM: the fraction is cut off
         return False
     code = np.int64(number)
     return (bits[place, code >> 5] >> np.uint32(code & 31)) & np.uint32(1) != 0

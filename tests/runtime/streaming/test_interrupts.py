@@ -20,7 +20,8 @@ from tests.runtime.streaming.interrupts import Interrupter
 from tests.runtime.streaming.stream_samples import Stack, batch
 
 SOME = 4  # lines of each quick test
-AT_ONCE_S = 5.0  # a jam would be the stream's timeout
+TIMEOUT_S = 60.0
+AT_ONCE_S = TIMEOUT_S / 2  # a jam would be the stream's timeout
 SETTINGS = AdamWSettings(lr=1e-2)
 
 
@@ -55,23 +56,23 @@ def run(scene: str, interrupter: Interrupter | None, steps=(0, 1, 2)) -> tuple[d
     interrupter = interrupter or Interrupter(None)
     model, device, errors = make_model(), SimulatedDevice(), []
     with interrupter.in_threads():
-        stream = stream_blocks(model, "layers.*", device=device, slots=2, timeout_s=60.0, **options)
-    for step in steps:
-        if step == 1 and before is not None:
-            before(stream)
-        if step == 2 and 1 not in steps and before is not None:
-            before(stream)
-        try:
-            run_step(model, stream, step, interrupter if step == 1 else None)
-        except KeyboardInterrupt as error:
-            errors.append(str(error))
-        except StreamError as error:
-            errors.append(str(error))
-            if step == 2:  # said at the first call after the interrupt; the next one goes on
-                run_step(model, stream, step, None)
-    stream.synchronize()
-    weights = {name: one.detach().clone() for name, one in model.layers.named_parameters()}
-    stream.close()
+        stream = stream_blocks(model, "layers.*", device=device, slots=2, timeout_s=TIMEOUT_S, **options)
+    with stream:
+        for step in steps:
+            if step == 1 and before is not None:
+                before(stream)
+            if step == 2 and 1 not in steps and before is not None:
+                before(stream)
+            try:
+                run_step(model, stream, step, interrupter if step == 1 else None)
+            except KeyboardInterrupt as error:
+                errors.append(str(error))
+            except StreamError as error:
+                errors.append(str(error))
+                if step == 2:  # said at the first call after the interrupt; the next one goes on
+                    run_step(model, stream, step, None)
+        stream.synchronize()
+        weights = {name: one.detach().clone() for name, one in model.layers.named_parameters()}
     assert (device.allocated_bytes, device.pinned_bytes) == (0, 0), errors
     return weights, errors
 

@@ -7,10 +7,10 @@ from fractions import Fraction
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bitplan.trees.distributed.medians import find_medians, sorted_median, whole_weights
+from bitplan.trees.distributed.medians import find_medians, find_quantiles, sorted_quantile, whole_weights
 from bitplan.trees.distributed.shards import ALONE, Span, average, sum_exactly
 
 FLOATS = st.lists(st.floats(-1e12, 1e12, allow_subnormal=True), max_size=30)
@@ -75,6 +75,7 @@ def test_span_counts_the_rows_before():
     assert Span.of(3, Second()).total == 10
 
 
+@settings(deadline=None)
 @given(st.lists(st.floats(allow_nan=False, allow_infinity=False, width=32), min_size=1, max_size=40), st.booleans())
 def test_median_byte_by_byte_is_the_sorted_one(numbers, is_weighted):
     numbers = np.array(numbers)
@@ -89,5 +90,12 @@ def test_median_byte_by_byte_is_the_sorted_one(numbers, is_weighted):
 
 def test_weighted_median_is_where_half_the_weight_is_reached():
     numbers, weights = np.array([3.0, 1.0, 2.0]), whole_weights(np.array([0.5, 0.25, 0.25]), ALONE)
-    assert sorted_median(numbers, weights) == 2.0
-    assert sorted_median(numbers, whole_weights(np.array([0.5000001, 0.25, 0.25]), ALONE)) == 3.0
+    assert sorted_quantile(numbers, weights) == 2.0
+    assert sorted_quantile(numbers, whole_weights(np.array([0.5000001, 0.25, 0.25]), ALONE)) == 3.0
+
+
+def test_quantiles_are_numpys():
+    numbers, groups = np.random.default_rng(3).standard_normal(101), [np.arange(40), np.arange(40, 101)]
+    for share in (0.01, 0.3, 0.5, 0.97):
+        expected = [np.quantile(numbers[rows], share) for rows in groups]
+        np.testing.assert_allclose(find_quantiles(numbers, np.empty(0), groups, share, ALONE), expected, rtol=1e-12)

@@ -160,7 +160,7 @@ EDITS = [
     ("tree 0: .*leaf_rows", lambda d: d["trees"][0]["leaf_rows"].pop()),
     ("tree 0: threshold", lambda d: d["trees"][0]["threshold"].__setitem__(0, True)),
     ("tree 0: missing_left", lambda d: d["trees"][0]["missing_left"].__setitem__(0, 1)),
-    ("tree 0: categories", lambda d: d["trees"][0]["categories"].__setitem__(0, [300])),
+    ("tree 0: categories", lambda d: d["trees"][0]["categories"].__setitem__(0, [70000])),
     ("tree 2", lambda d: d["trees"].__setitem__(2, [])),
     ("trees", lambda d: d.update(trees={})),
     ("version", lambda d: d.update(version=True)),

@@ -52,12 +52,13 @@ def check_layers(model: nn.Module, assignment: Assignment, file: TensorFile, whe
 
 
 def needed_bytes(model: nn.Module, assignment: Assignment, file: TensorFile, dtypes: Dtypes) -> int:
-    """What the model will take: packed tensors as the file has them, others in their type."""
+    """What the model will take: packed tensors in their format, others in their type."""
     own = model.state_dict()
     total = 0
     for recipe in assignment.recipes:
-        if recipe.format_in(file) is not None:
-            total += sum(file.spec(piece.name).nbytes for piece in recipe.pieces)
+        fmt = recipe.format_in(file)
+        if fmt is not None:
+            total += sum(get_format(fmt).nbytes(file.spec(piece.name).shape) for piece in recipe.pieces)
         else:
             total += sum(own[name].numel() * dtypes[name].itemsize for name in recipe.targets)
     return total

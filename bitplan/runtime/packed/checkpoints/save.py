@@ -84,7 +84,7 @@ def save_packed(model: nn.Module, path: str | Path, *, force: bool = False, shar
 
 
 def adapt_to_transformers(model: nn.Module) -> None:
-    """Replace what transformers does with weights as tensors.
+    """Replace those methods of transformers that take every weight for a plain tensor.
 
     Its own save_pretrained would write packed parts under names that nothing reads again.
     """
@@ -94,7 +94,7 @@ def adapt_to_transformers(model: nn.Module) -> None:
 
 
 def _resize_token_embeddings(model: Any, new_num_tokens: int | None = None, *args: Any, **options: Any) -> Any:
-    """Rows cannot be added to packed tables; refused before transformers has changed one of input and output."""
+    """Rows cannot be added to packed tables; refused before transformers has resized either embedding."""
     layers = (model.get_input_embeddings(), model.get_output_embeddings())
     packed = [layer for layer in layers if isinstance(getattr(layer, "weight", None), PackedWeight)]
     if not packed:
@@ -222,7 +222,7 @@ def _plan(saved: Mapping[str, _SavedTensor], source: LoadedFrom | None) -> Plan:
 
 
 def _layout(entry: Planned) -> tuple[Any, ...]:
-    """What a plan's entry makes of a tensor's bytes: a plain type may be spelled as stored or as a format."""
+    """What decides a tensor's bytes. The type of an unpacked one may be in `stored` or in `format`, which are equal."""
     fmt = get_format(entry.choice.format)
     plain = entry.stored or (dtype_name(fmt.storage) if fmt.is_cast else None)
     return (plain or fmt.name, tuple(entry.shape or ()))
@@ -252,7 +252,7 @@ def _beside(model: nn.Module, source: LoadedFrom | None) -> dict[str, Path]:
 
 
 def _config(model: nn.Module, source: LoadedFrom | None) -> Mapping[str, Any] | None:
-    """The config's own document while the model's is as it was loaded; else the model's."""
+    """The original config.json if the model's config has not changed since loading; else the model's own."""
     now = config_of(model)
     if source is not None and source.config is not None and now == source.config_then:
         return source.config

@@ -1,0 +1,73 @@
+"""LoRA adapters of peft on models whose layers are packed: `get_peft_model`, and `load_adapter` for one that was saved.
+
+peft alone refuses a packed layer. Adapters stay in their own floating type and train; the packed weight stays as it is.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, cast
+
+from torch import nn
+
+from bitplan.optional import require
+
+peft = require("peft", purpose="bitplan.peft", extra="train")
+
+from peft.tuners.lora.layer import Linear as LoraLinear  # noqa: E402
+
+from bitplan.runtime.packed.quant_linear import QuantLinear  # noqa: E402
+from bitplan.runtime.packed.strategy import LayerError  # noqa: E402
+
+__all__ = ["LoraPackedLinear", "get_peft_model", "load_adapter"]
+
+
+class LoraPackedLinear(LoraLinear):
+    """A LoRA adapter on a packed linear layer. It cannot be merged: a packed weight takes no sum."""
+
+    def merge(self, *_: Any, **__: Any) -> None:
+        layer = cast(QuantLinear, self.get_base_layer())
+        raise LayerError(
+            f"an adapter cannot be merged into a weight packed in {layer.weight.fmt.name}: "
+            "save the adapter (save_pretrained), load it on the unpacked model, merge it there and quantize the result"
+        )
+
+
+def get_peft_model(model: nn.Module, peft_config: Any, **options: Any) -> Any:
+    """The model with LoRA adapters, on packed and plain linear layers alike; options are those of peft's own function.
+
+    "all-linear" as `target_modules` is every linear layer, packed or not, but the output head, as it is in peft.
+    """
+    if isinstance(getattr(peft_config, "target_modules", None), str) and peft_config.target_modules == "all-linear":
+        peft_config.target_modules = _names_of_linears(model)
+    with _packed_layers_known(peft_config):
+        return peft.get_peft_model(model, peft_config, **options)
+
+
+def load_adapter(model: nn.Module, folder: Path | str, **options: Any) -> Any:
+    """The model with the adapter of a folder that `save_pretrained` wrote; options are PeftModel.from_pretrained's."""
+    peft_config = peft.PeftConfig.from_pretrained(str(folder))
+    with _packed_layers_known(peft_config):
+        return peft.PeftModel.from_pretrained(model, str(folder), config=peft_config, **options)
+
+
+@contextmanager
+def _packed_layers_known(peft_config: Any) -> Iterator[None]:
+    if not isinstance(peft_config, peft.LoraConfig):
+        raise LayerError(f"packed layers take LoRA adapters: expected a LoraConfig, got {type(peft_config).__name__}")
+    if peft_config.use_dora:
+        raise LayerError("packed layers take no DoRA adapters, which need the weight's norms: use_dora=False")
+    peft_config._register_custom_module({QuantLinear: LoraPackedLinear})
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Unsupported layer type .*QuantLinear", UserWarning)
+        yield
+
+
+def _names_of_linears(model: nn.Module) -> set[str]:
+    find_head = getattr(model, "get_output_embeddings", None)
+    head = find_head() if callable(find_head) else None
+    linears = [(name, module) for name, module in model.named_modules() if isinstance(module, QuantLinear | nn.Linear)]
+    return {name for name, module in linears if module is not head}

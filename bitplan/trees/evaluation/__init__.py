@@ -1,0 +1,1 @@
+"""What is watched while trees are boosted: metrics, sets of rows, callbacks."""

@@ -1,0 +1,149 @@
+"""Categories that are no numbers: pandas' categorical columns, and text, become whole numbers.
+
+The number of a category is its place among the sorted categories that `fit` saw, in all processes; `predict` looks
+values up, whatever the column's own numbering is. A value that `fit` did not see is missing, and goes with the rest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from sklearn.utils import check_array  # type: ignore[import-untyped]
+
+from bitplan.trees.checks import refuse_text
+from bitplan.trees.distributed.shards import Shards, gather_json
+from bitplan.trees.gradients import Array, TreesError
+from bitplan.trees.inputs.features import category_flags
+
+MAX_CATEGORIES = 2**16  # a category set has a bit for each
+Known = dict[int, list[Any]]  # by the place of a feature: its categories, in the order of their numbers
+CATEGORY_KINDS = ({str}, {bool}, {int, float})
+
+
+class _Table:
+    """The columns of a frame, an array or a list of rows."""
+
+    def __init__(self, x: Any) -> None:
+        self.is_frame = hasattr(x, "iloc") and hasattr(x, "columns")
+        self.x = x
+        self.names: list[Any] = list(x.columns) if self.is_frame else []
+        self.count = len(self.names) if self.is_frame else int(x.shape[1])
+
+    def column(self, place: int) -> Any:
+        return self.x.iloc[:, place] if self.is_frame else self.x[:, place]
+
+    def shown(self, place: int) -> str:
+        return f"column {self.names[place]!r:.80}" if self.is_frame else f"column {place}"
+
+    def is_pandas_category(self, place: int) -> bool:
+        return self.is_frame and str(self.column(place).dtype) == "category"
+
+    def may_be_text(self, place: int) -> bool:
+        return getattr(self.column(place).dtype, "kind", "O") in "OSU"
+
+
+def learn_categories(x: Any, categorical_features: Any, before: Mapping[int, list[Any]], shards: Shards) -> Known:
+    """The categories of pandas' categorical columns, and of the columns of text that `categorical_features` names.
+
+    `before` are those of a model that is trained further: their numbers stay, and new ones follow.
+    """
+    table = _table_of(x)
+    found: Known = {}
+    if table is not None:
+        named = category_flags(categorical_features, table.names, table.count)
+        for place in range(table.count):
+            if table.is_pandas_category(place):
+                values = [_plain(value) for value in table.column(place).cat.categories]
+            elif place in before or (named[place] and table.may_be_text(place)):
+                values = _distinct(table.column(place))
+                if place not in before and not any(isinstance(value, str) for value in values):
+                    continue  # numbers in an array of objects
+            else:
+                continue
+            found[place] = _checked(values, table.shown(place))
+    if shards.count > 1:
+        parts = gather_json({str(place): values for place, values in found.items()}, "categories", shards)
+        places = sorted({int(place) for part in parts for place in part})
+        together = {place: [value for part in parts for value in part.get(str(place), ())] for place in places}
+        found = {place: _checked(list(set(values)), f"column {place}") for place, values in together.items()}
+    return {
+        place: [*before.get(place, ()), *sorted(set(found.get(place, ())) - set(before.get(place, ())))]
+        for place in sorted({*before, *found})
+    }
+
+
+def encode(x: Any, known: Known) -> Any:
+    """X with numbers for categories: a frame as before, with the same names, or an array."""
+    table = _table_of(x)
+    if table is None or not known or max(known) >= table.count:
+        return x  # another number of features is refused later
+    others = [place for place in range(table.count) if place not in known]
+    numbers = np.empty((len(x), table.count))
+    rest = table.x.iloc[:, others] if table.is_frame else table.x[:, others]
+    if others:
+        refuse_text(rest)
+        numbers[:, others] = check_array(rest, dtype=np.float64, ensure_all_finite=False, ensure_min_samples=0)
+    for place, values in known.items():
+        numbers[:, place] = _numbers(table, place, values)
+    return type(x)(numbers, columns=x.columns, index=x.index) if table.is_frame else numbers
+
+
+def _table_of(x: Any) -> _Table | None:
+    """None where there are no columns to look at, which scikit-learn refuses."""
+    if hasattr(x, "iloc") and hasattr(x, "columns"):
+        return _Table(x)
+    if not isinstance(x, (np.ndarray, list, tuple)):
+        return None
+    try:
+        array = np.asarray(x)
+    except ValueError:  # rows of different lengths
+        return None
+    if array.dtype.kind in "SU" and not isinstance(x, np.ndarray):
+        array = np.array(x, dtype=object)  # numbers beside text stay numbers
+    return _Table(array) if array.ndim == 2 else None
+
+
+def _numbers(table: _Table, place: int, values: Sequence[Any]) -> Array:
+    place_of = {value: float(number) for number, value in enumerate(values)}
+    column = table.column(place)
+    if table.is_pandas_category(place):
+        by_code = [place_of.get(_plain(value), np.nan) for value in column.cat.categories]
+        return np.array([*by_code, np.nan])[np.asarray(column.cat.codes)]  # -1 is missing
+    if not table.may_be_text(place) and any(isinstance(value, str) for value in values):
+        raise TreesError(
+            f"X: {table.shown(place)} has text as categories, such as {values[0]!r:.60}, got {column.dtype}; give the "
+            "same column as at fit"
+        )
+    return np.array([place_of.get(value, np.nan) for value in np.asarray(column, dtype=object).tolist()])
+
+
+def _distinct(column: Any) -> list[Any]:
+    """The values of a column, missing ones left out."""
+    values = set(np.asarray(column, dtype=object).tolist())
+    return [_plain(value) for value in values if isinstance(value, str) or not _is_missing(value)]
+
+
+def _is_missing(value: Any) -> bool:
+    return value is None or type(value).__name__ in ("NAType", "NaTType") or value != value  # NaN
+
+
+def _plain(value: Any) -> Any:
+    return value.item() if isinstance(value, np.generic) else value
+
+
+def _checked(values: list[Any], where: str) -> list[Any]:
+    kinds = {type(value) for value in values}
+    if not any(kinds <= allowed for allowed in CATEGORY_KINDS):
+        shown = ", ".join(sorted(kind.__name__ for kind in kinds))
+        raise TreesError(
+            f"X: {where} has categories of type {shown}, expected text alone, numbers alone, or truth values; convert "
+            "it first (column.astype(str))"
+        )
+    if len(values) > MAX_CATEGORIES:
+        raise TreesError(
+            f"X: {where} has {len(values)} categories, expected at most {MAX_CATEGORIES}; join the rare ones, or leave "
+            "the column out"
+        )
+    return sorted(values)

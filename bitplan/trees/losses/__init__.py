@@ -1,0 +1,1 @@
+"""Objectives beside the common ones: quantiles, heavy tails, amounts that are mostly zero, ranking."""

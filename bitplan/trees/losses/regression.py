@@ -1,0 +1,120 @@
+"""Objectives for numbers whose mean is not what is asked for, or that are amounts; gradients are LightGBM's."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import numpy as np
+
+from bitplan.trees.distributed.medians import find_quantiles
+from bitplan.trees.distributed.shards import ALONE, Array, Shards, average
+from bitplan.trees.loops import gradients as trees_gradients
+from bitplan.trees.objectives import (
+    AbsoluteError,
+    Leaves,
+    Objective,
+    OneScore,
+    Poisson,
+    SquaredError,
+    refuse_targets_outside,
+)
+
+
+class Quantile(OneScore):
+    """The number below which a share of the targets lies."""
+
+    name = "quantile"
+
+    def __init__(self, share: float) -> None:
+        self._share = share
+
+    def start(self, y: Array, weights: Array, shards: Shards = ALONE) -> Array:
+        return find_quantiles(y, weights, [np.arange(len(y))], self._share, shards)
+
+    def _run(self, y: Array, scores: Array, weights: Array, grads: Array, hess: Array) -> None:
+        trees_gradients.quantile(y, scores, weights, grads, hess, self._share)
+
+    def loss(self, y: Array, scores: Array, weights: Array, shards: Shards = ALONE) -> float:
+        error = y - scores[:, 0]
+        return average(np.maximum(self._share * error, (self._share - 1.0) * error), weights, shards)
+
+    def renew(self, y: Array, scores: Array, weights: Array, leaves: Leaves, shards: Shards) -> Array | None:
+        return find_quantiles(y - scores[:, 0], weights, leaves, self._share, shards)
+
+
+class Huber(OneScore):
+    """Squared errors up to a limit, absolute ones beyond it."""
+
+    name = "huber"
+
+    def __init__(self, limit: float) -> None:
+        self._limit = limit
+
+    def start(self, y: Array, weights: Array, shards: Shards = ALONE) -> Array:
+        return np.array([average(y, weights, shards)])
+
+    def _run(self, y: Array, scores: Array, weights: Array, grads: Array, hess: Array) -> None:
+        trees_gradients.huber(y, scores, weights, grads, hess, self._limit)
+
+    def loss(self, y: Array, scores: Array, weights: Array, shards: Shards = ALONE) -> float:
+        error = np.abs(scores[:, 0] - y)
+        far = self._limit * (error - 0.5 * self._limit)
+        return average(np.where(error <= self._limit, 0.5 * error * error, far), weights, shards)
+
+
+class _LogMean(OneScore):
+    """Raw scores are logarithms of means."""
+
+    def start(self, y: Array, weights: Array, shards: Shards = ALONE) -> Array:
+        return np.array([math.log(average(y, weights, shards))])
+
+    def mean(self, scores: Array) -> Array:
+        return np.exp(scores[:, 0])
+
+
+class Gamma(_LogMean):
+    """Positive amounts, whose spread grows with their mean."""
+
+    name = "gamma"
+    _kernel = staticmethod(trees_gradients.gamma)
+
+    def start(self, y: Array, weights: Array, shards: Shards = ALONE) -> Array:
+        refuse_targets_outside(y, "the gamma objective expects numbers above 0", shards, above_zero=True)
+        return super().start(y, weights, shards)
+
+    def loss(self, y: Array, scores: Array, weights: Array, shards: Shards = ALONE) -> float:
+        return average(y * np.exp(-scores[:, 0]) + scores[:, 0], weights, shards)
+
+
+class Tweedie(_LogMean):
+    """Amounts of which many are zero; `power` from 1 (counts) to 2 (gamma)."""
+
+    name = "tweedie"
+
+    def __init__(self, power: float) -> None:
+        self._power = power
+
+    def start(self, y: Array, weights: Array, shards: Shards = ALONE) -> Array:
+        refuse_targets_outside(y, "the Tweedie objective expects amounts of at least 0 and one above 0", shards)
+        return super().start(y, weights, shards)
+
+    def _run(self, y: Array, scores: Array, weights: Array, grads: Array, hess: Array) -> None:
+        trees_gradients.tweedie(y, scores, weights, grads, hess, self._power)
+
+    def loss(self, y: Array, scores: Array, weights: Array, shards: Shards = ALONE) -> float:
+        one, two = 1.0 - self._power, 2.0 - self._power
+        terms = np.exp(two * scores[:, 0]) / two - y * np.exp(one * scores[:, 0]) / one
+        return average(terms, weights, shards)
+
+
+# By name, from the settings `alpha` and `tweedie_power`.
+OBJECTIVES: dict[str, Callable[[float, float], Objective]] = {
+    "squared_error": lambda _alpha, _power: SquaredError(),
+    "absolute_error": lambda _alpha, _power: AbsoluteError(),
+    "poisson": lambda _alpha, _power: Poisson(),
+    "quantile": lambda alpha, _power: Quantile(alpha),
+    "huber": lambda alpha, _power: Huber(alpha),
+    "gamma": lambda _alpha, _power: Gamma(),
+    "tweedie": lambda _alpha, power: Tweedie(power),
+}

@@ -1,0 +1,274 @@
+"""What the estimators share: settings, how tables are read, how `fit` boosts.
+
+Parameters are checked when `fit` is called, by name; fitted state ends in an underscore. `n_jobs` says how many threads
+`fit` and predictions use, and changes no result.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+from sklearn.utils.validation import validate_data  # type: ignore[import-untyped]
+
+from bitplan.kernels.base.jit import use_threads
+from bitplan.trees.boost import Booster, BoostSettings, EvalSet, Rows, boost
+from bitplan.trees.checks import (
+    number,
+    one_of,
+    pieces_of,
+    refuse_text,
+    seed_of,
+    split_rows,
+    truth,
+    weights_of,
+    whole_number,
+    with_weight,
+)
+from bitplan.trees.distributed.agreement import agree
+from bitplan.trees.distributed.shards import ALONE, Shards, Span, gather_numbers
+from bitplan.trees.evaluation.callbacks import RoundState, callbacks_of, wants_to_stop
+from bitplan.trees.evaluation.metrics import metrics_of
+from bitplan.trees.evaluation.sets import eval_pairs
+from bitplan.trees.files.pieces import TablePieces
+from bitplan.trees.gradients import Array, GradientPrecision, TreesError
+from bitplan.trees.grow import GrowthRules
+from bitplan.trees.inputs.categories import encode, learn_categories
+from bitplan.trees.inputs.features import category_flags, monotone_signs
+from bitplan.trees.models.continuing import Initial, initial_of
+from bitplan.trees.models.fitted import IMPORTANCES, FittedTrees
+from bitplan.trees.objectives import Objective
+from bitplan.trees.progress import round_bar
+from bitplan.trees.threads import threads_of
+from bitplan.version import __version__
+
+
+@dataclass(frozen=True)
+class FitOptions:
+    """What `fit` takes beside rows, targets, weights and the sets to watch."""
+
+    eval_sample_weight: Any = None
+    eval_metric: Any = None
+    callbacks: Any = None
+    init_model: Any = None
+
+
+class BoostedTreesBase(FittedTrees):
+    """Its subclasses have the parameters in their signatures, as scikit-learn wants it."""
+
+    n_estimators: int
+    learning_rate: float
+    max_leaves: int
+    max_depth: int | None
+    growth: str
+    max_bins: int
+    l1: float
+    l2: float
+    min_child_weight: float
+    min_child_samples: int
+    min_split_gain: float
+    subsample: float
+    colsample: float
+    monotone_constraints: Any
+    categorical_features: Any
+    gradient_precision: GradientPrecision | str
+    stochastic_rounding: bool | None
+    renew_leaves: bool | None
+    early_stopping_rounds: int | None
+    validation_fraction: float
+    warm_start: bool
+    random_state: Any
+    verbose: bool
+
+    def _set(self, given: Mapping[str, Any]) -> None:
+        """Keep the constructor's arguments as they are (`locals()` of it)."""
+        for name, value in given.items():
+            if name not in ("self", "__class__"):
+                setattr(self, name, value)
+
+    def __sklearn_tags__(self) -> Any:
+        tags = super().__sklearn_tags__()
+        tags.input_tags.allow_nan = True
+        return tags
+
+    # ---- tables ------------------------------------------------------------------------------------------------------
+
+    def _read(self, x: Any, shards: Shards = ALONE) -> Array:
+        """Features as at `fit`: the same number, with the same names."""
+        table: Array = self._validated(encode(x, self.categories_), shards, reset=False)
+        return table
+
+    def _read_both(self, x: Any, y: Any, initial: Initial | None, shards: Shards) -> tuple[Array, Array]:
+        before = initial.categories if initial else {}
+        self.categories_ = learn_categories(x, self.categorical_features, before, shards)
+        pair: tuple[Array, Array] = self._validated(encode(x, self.categories_), shards, y=y)
+        return pair
+
+    def _validated(self, x: Any, shards: Shards, **more: Any) -> Any:
+        fewest = 1 if shards.count == 1 else 0  # a process may have none
+        if isinstance(x, TablePieces):
+            return pieces_of(self, x, fewest, **more)
+        has_types = hasattr(x, "dtype") or hasattr(x, "dtypes")
+        if has_types:  # text that spells a number would pass as one
+            refuse_text(x)
+        try:
+            return validate_data(
+                self,
+                x,
+                dtype=[np.float64, np.float32],
+                ensure_all_finite="allow-nan",
+                ensure_min_samples=fewest,
+                **more,
+            )
+        except ValueError:
+            if not has_types:
+                refuse_text(x)
+            raise
+
+    def _eval_sets(self, objective: Objective, eval_set: Any, options: FitOptions, shards: Shards) -> list[EvalSet]:
+        sets = []
+        for place, (x, y, weight) in enumerate(eval_pairs(eval_set, options.eval_sample_weight)):
+            table = self._read(x, shards)
+            targets = self._targets(np.asarray(y))
+            if targets.shape != (len(table),):
+                raise TreesError(f"eval_set: set {place} has {len(table)} rows in X, and y of shape {targets.shape}")
+            rows = Rows(table, targets, weights_of(weight, table, shards))
+            sets.append(EvalSet(f"valid_{place}", rows, metrics_of(objective, options.eval_metric)))
+        return sets
+
+    def _targets(self, y: Array) -> Array:
+        """The targets of a watched set as the objective takes them."""
+        raise NotImplementedError
+
+    def _agree(
+        self, x: Array, y: Array, sample_weight: Any, eval_set: Any, initial: Initial | None, shards: Shards
+    ) -> Array:
+        """x in the type that all processes have; refuses settings, features and targets that differ between them."""
+        always = {
+            "the version of bitplan": __version__,
+            "the estimator": type(self).__name__,
+            "the number of features": x.shape[1],
+            "the names of features": getattr(self, "feature_names_in_", None),
+            "eval_set (how many)": len(eval_pairs(eval_set)),
+            "the rounds of the model to train further": initial.booster.rounds if initial else 0,
+        }
+        parameters = self.get_params()
+        del parameters["verbose"], parameters["n_jobs"]  # each process may have its own
+        always |= {f"parameter {name}": value for name, value in parameters.items()}
+        of_rows = {
+            "the type of X": str(x.dtype),
+            "the type of y": y.dtype.kind,
+            "sample_weight (given or not)": sample_weight is not None,
+        }
+        return x.astype(agree(always, of_rows, len(x), shards)["the type of X"], copy=False)
+
+    def _initial(self, options: FitOptions) -> Initial | None:
+        """The model to train further: `init_model`, or with `warm_start` this one, if it is fitted."""
+        is_warm = truth("warm_start", self.warm_start) and hasattr(self, "booster_")
+        if is_warm and options.init_model is not None:
+            raise TreesError("init_model: warm_start trains the estimator's own model further; give one of the two")
+        return initial_of(self if is_warm else options.init_model, is_own=is_warm)
+
+    # ---- boosting ----------------------------------------------------------------------------------------------------
+
+    def _boost(
+        self,
+        rows: Rows,
+        objective: Objective,
+        watched: Sequence[EvalSet],
+        options: FitOptions,
+        initial: Initial | None,
+        shards: Shards,
+    ) -> None:
+        settings = self._settings(rows.x.shape[1])
+        if initial is not None:
+            initial.check(objective, rows.x.shape[1])
+            if initial.is_own:  # n_estimators are those of the whole model
+                settings = replace(settings, rounds=initial.rounds_left(settings.rounds))
+        drawn = gather_numbers(settings.seed, "seed", shards)
+        settings = replace(settings, seed=drawn[0])  # random_state=None draws one in every process
+        rows = with_weight(rows)
+        if not Span.of(len(rows.x), shards).total:
+            raise TreesError("sample_weight: every weight of every process is zero, so there is nothing to fit")
+        if settings.patience is not None and not watched:
+            rows, held = split_rows(rows, self.validation_fraction, settings.seed, shards)
+            watched = [EvalSet("valid_0", held, metrics_of(objective, options.eval_metric))]
+        categorical = self._categorical(rows.x.shape[1])
+        if np.any(settings.rules.monotone[categorical]):
+            raise TreesError("monotone_constraints: a categorical feature has no order; set its constraint to 0")
+        callbacks = callbacks_of(options.callbacks)
+        with (
+            use_threads(threads_of(self.n_jobs)),
+            round_bar(settings.rounds, shown=truth("verbose", self.verbose)) as advance,
+        ):
+
+            def after_round(number: int) -> bool:
+                advance(number)
+                booster = self.booster_
+                state = RoundState(self, booster.rounds, booster.rounds_before + settings.rounds, booster.evals)
+                return wants_to_stop(callbacks, state)
+
+            start = initial.booster if initial else None
+            boost(rows, categorical, objective, settings, watched, after_round, self._keep, shards, start)
+
+    def _keep(self, booster: Booster) -> None:
+        self.booster_ = booster
+
+    # ---- settings ----------------------------------------------------------------------------------------------------
+
+    def _settings(self, features: int) -> BoostSettings:
+        precision = self._precision()
+        quantized = precision is not GradientPrecision.F32
+        coarse = precision is GradientPrecision.I8
+        rules = GrowthRules(
+            max_leaves=whole_number("max_leaves", self.max_leaves, 1),
+            max_depth=0 if self.max_depth is None else whole_number("max_depth", self.max_depth, 1),
+            best_first=one_of("growth", self.growth, ("leaf", "depth")) == "leaf",
+            l1=number("l1", self.l1, 0),
+            l2=number("l2", self.l2, 0),
+            min_child_weight=number("min_child_weight", self.min_child_weight, 0),
+            min_child_rows=whole_number("min_child_samples", self.min_child_samples, 1),
+            min_gain=number("min_split_gain", self.min_split_gain, 0),
+            monotone=monotone_signs(self.monotone_constraints, self._names(), features),
+        )
+        patience, stochastic = self.early_stopping_rounds, self.stochastic_rounding
+        return BoostSettings(
+            rules=rules,
+            rounds=whole_number("n_estimators", self.n_estimators, 1),
+            learning_rate=number("learning_rate", self.learning_rate, 0, above=True),
+            max_bins=whole_number("max_bins", self.max_bins, 2, 255),
+            precision=precision,
+            stochastic=quantized if stochastic is None else truth("stochastic_rounding", stochastic),
+            renew_leaves=coarse if self.renew_leaves is None else truth("renew_leaves", self.renew_leaves),
+            row_share=number("subsample", self.subsample, 0, 1, above=True),
+            column_share=number("colsample", self.colsample, 0, 1, above=True),
+            seed=seed_of(self.random_state),
+            patience=None if patience is None else whole_number("early_stopping_rounds", patience, 1),
+        )
+
+    def _check_parameters(self, features: int) -> None:
+        """What `fit` would refuse, whatever the rows."""
+        self._settings(features)
+        self._categorical(features)
+        threads_of(self.n_jobs)
+        truth("verbose", self.verbose)
+        truth("warm_start", self.warm_start)
+        one_of("importance_type", self.importance_type, IMPORTANCES)
+        number("validation_fraction", self.validation_fraction, 0, 1, above=True)
+
+    def _precision(self) -> GradientPrecision:
+        if isinstance(self.gradient_precision, GradientPrecision):
+            return self.gradient_precision
+        known = [precision.value for precision in GradientPrecision]
+        return GradientPrecision(one_of("gradient_precision", str(self.gradient_precision).lower(), known))
+
+    def _categorical(self, features: int) -> Array:
+        """By the setting, and the columns of categories that are no numbers."""
+        is_category = category_flags(self.categorical_features, self._names(), features)
+        is_category[list(self.categories_)] = True
+        return is_category
+
+    def _names(self) -> Sequence[Any]:
+        return list(getattr(self, "feature_names_in_", ()))
