@@ -14,14 +14,14 @@ from bitplan.cli import run
 from bitplan.cli.demo import run as demo_run
 from bitplan.cli.demo import training as demo_training
 from bitplan.cli.demo.quality import FORMATS, PLAN, REFERENCE
-from bitplan.cli.demo.run import RECORDS, prepare_folder
+from bitplan.cli.demo.run import EVIDENCE, RECORDS, prepare_folder
 from bitplan.plan import Manifest, Plan
 from bitplan.report.read import read_records
 from bitplan.store.files.open_files import open_tensors
 from tests.report.browser import Browser
 
 GPU_RECORDS = {"fp8-policy.json", "crossover.json"}
-SECTIONS = ["decisions", "quality", "training", "precision", "streaming", "errors", "benchmarks", "machine"]
+SECTIONS = ["search", "decisions", "quality", "training", "precision", "streaming", "errors", "benchmarks", "machine"]
 
 
 @pytest.fixture(scope="module")
@@ -62,7 +62,7 @@ def test_every_file_is_written_and_is_a_record(folder, figures):
     expected = {*RECORDS} - GPU_RECORDS
     assert set(figures["records"]) == expected
     models = {f"model.{name}.safetensors" for name in (REFERENCE, PLAN, *FORMATS)}
-    assert {path.name for path in folder.iterdir()} == expected | models | {"manifest.json", "report.html"}
+    assert {path.name for path in folder.iterdir()} == expected | models | {"manifest.json", "report.html", *EVIDENCE}
     assert len(read_records(folder / name for name in figures["records"])) == len(expected)
     stored = json.loads((folder / "demo.json").read_text())
     assert stored == {key: value for key, value in figures.items() if key not in ("records", "report")}
