@@ -40,8 +40,8 @@ FORMATS: dict[str, tuple[str, ...]] = {
 }
 LIBRARIES = {"compressed-tensors": "compressed-tensors", "mlx": "mlx-lm", "torchao": "torchao", "hf": "transformers"}
 FAMILY_FORMATS = {"compressed-tensors": "int4_g32", "mlx": "int4_g32", "torchao": "int8_row", "hf": "float32"}
-# compressed-tensors decompresses these to bfloat16 whatever the type of the model.
-IN_BFLOAT16 = ("mxfp4", "nvfp4")
+# compressed-tensors decompresses these to bfloat16 whatever the type of the model, which is computed in it here, too.
+IN_BFLOAT16 = ("mxfp4", "nvfp4", "mxfp8_e4m3")
 Logits = Callable[[Tensor], Tensor]
 
 
@@ -57,11 +57,8 @@ def engine(target: str, folder: Path, fmt: str) -> Logits:
         return lambda ids: torch.from_numpy(np.array(theirs(mx.array(ids.numpy())).astype(mx.float32)))
     import transformers
 
-    narrow = target == "compressed-tensors" and fmt in IN_BFLOAT16
     with silence_transformers():
-        model = transformers.AutoModelForCausalLM.from_pretrained(
-            folder, dtype=torch.bfloat16 if narrow else torch.float32
-        ).eval()
+        model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=computes(target, fmt)).eval()
 
     def logits(ids: Tensor) -> Tensor:
         with torch.no_grad(), silence_transformers():
@@ -71,19 +68,26 @@ def engine(target: str, folder: Path, fmt: str) -> Logits:
     return logits
 
 
-def ours(source: Path, report: ExportReport) -> Logits:
-    """The model of the source with the formats of the export, decoded by us."""
-    formats = {row.source: row.format for row in report.rows}
-    model = load_causal_lm(source).model
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            fmt = get_format(formats.get(name, "float32"))
-            parameter.copy_(decode(encode(parameter, fmt)))
+def computes(target: str, fmt: str) -> torch.dtype:
+    return torch.bfloat16 if target == "compressed-tensors" and fmt in IN_BFLOAT16 else torch.float32
+
+
+def ours(source: Path, report: ExportReport, dtype: torch.dtype) -> Logits:
+    """The model of the source with the formats of the export, decoded by us; where bitplan reads it, the export."""
+    if report.target == "compressed-tensors":
+        model = load_causal_lm(report.output).model
+    else:
+        model = load_causal_lm(source).model
+        formats = {row.source: row.format for row in report.rows}
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                parameter.copy_(decode(encode(parameter, get_format(formats.get(name, "float32")))))
+    model.to(dtype)
 
     def logits(ids: Tensor) -> Tensor:
         with torch.no_grad():
             found: Tensor = model(ids).logits
-            return found
+            return found.float()
 
     return logits
 
@@ -112,7 +116,7 @@ def run_model(source: Path, text: str, windows: int, targets: Sequence[str]) -> 
                 except (BitplanError, ValueError, RuntimeError, ImportError) as error:
                     row["refused"] = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
                 else:
-                    own = perplexity(ours(source, report), ids, windows)
+                    own = perplexity(ours(source, report, computes(target, fmt)), ids, windows)
                     row |= {"bytes": report.nbytes, "engine": round(theirs, 4), "bitplan": round(own, 4)}
                     row["difference"] = round(theirs / own - 1, 6)
             rows.append(row)
