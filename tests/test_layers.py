@@ -44,7 +44,7 @@ ROOMS = {
         "gpt_oss": {"files"},
         "models": {"export", "files", "gpt_oss"},
         "rounding": {"files"},
-        "export": {"files", "gpt_oss", "models", "rounding"},
+        "export": {"files", "gpt_oss", "rounding"},
     },
     "store.files": {"poly": set(), "schemes": set()},
     "trees": {

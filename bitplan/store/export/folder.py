@@ -40,8 +40,7 @@ from bitplan.store.packed_folder import (
     write_packed_folder,
 )
 from bitplan.store.rounding.imatrix import gguf_names
-from bitplan.store.rounding.open_evidence import open_evidence
-from bitplan.store.rounding.with_evidence import WeightEvidence, evidence_for
+from bitplan.store.rounding.with_evidence import WeightEvidence, evidence_for, open_evidence
 
 EXPERT = re.compile(r"(?P<before>.*)\.experts\.(?P<number>\d+)\.(?P<after>.*)")
 Pack = Callable[[Encoded, str], list[Tensor]]
@@ -105,7 +104,10 @@ def open_folder(request: ExportRequest, target: str, substitutes: Substitutes | 
             folder = file.folder
         config = read_config(folder)
         if "quantization_config" in config and not is_packed_config(config) and not isinstance(file, SchemeTensors):
-            raise StoreError(f"{request.source}: is quantized already; export the model that it was made from")
+            raise StoreError(
+                f"{request.source}: is quantized in a way that bitplan does not read; "
+                "export the model that it was made from"
+            )
         check_packed_output(request.output, inputs=file.files, force=request.force)
         plan = plan_for_file(
             file, request.formats, keep=request.keep, only=request.only, substitutes=substitutes, how_to_fill=None

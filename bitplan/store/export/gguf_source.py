@@ -25,7 +25,6 @@ from bitplan.store.export.gguf_config import config_of
 from bitplan.store.export.gguf_metadata import ModelConfig
 from bitplan.store.files.open_files import open_tensors
 from bitplan.store.files.tensor_file import TensorFile, TensorSpec
-from bitplan.store.models.transformers_names import foreign_reason, silence_transformers
 
 _ROTATIONS = "rope_freqs.weight"
 # What the families are made of, under Hugging Face's names; a model has some of each.
@@ -131,13 +130,13 @@ def _write_tokenizer(path: Path, folder: Path) -> None:
     transformers = require("transformers", purpose=f"reading the tokenizer of {path.name}", extra="models")
     place = {"pretrained_model_name_or_path": str(path.parent), "gguf_file": path.name, "local_files_only": True}
     try:
-        with silence_transformers():
-            transformers.AutoTokenizer.from_pretrained(**place).save_pretrained(folder)
+        transformers.AutoTokenizer.from_pretrained(**place).save_pretrained(folder)
     except MemoryError:
         raise
     except Exception as error:  # its many readers raise whatever they raise
+        reason = " ".join(str(error).split())[:200]
         raise StoreError(
-            f"{path}: transformers makes no tokenizer of it: {foreign_reason(error)}; export from the model's folder"
+            f"{path}: transformers makes no tokenizer of it: {reason}; export from the model's folder"
         ) from error
 
 

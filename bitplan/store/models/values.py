@@ -3,7 +3,7 @@
 | file | comes as |
 |---|---|
 | gpt-oss in OpenAI's, Hugging Face's or GGUF's layout | Hugging Face's names for experts in floats, MXFP4 decoded |
-| GGUF of an exported family, beside a file that is not GGUF | Hugging Face's names, rows of q and k in its order |
+| GGUF of a family that is exported, beside another container | Hugging Face's names, rows of q and k in its order |
 | the file beside it | experts of a layer as one tensor, norms of Gemma plus one, as GGUF has them |
 | any other | its own names: packed by bitplan or another library, or not packed |
 

@@ -11,7 +11,7 @@ from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
 from bitplan.cli import run
 from bitplan.errors import BitplanError, StoreError
-from bitplan.formats import Encoded, decode, encode
+from bitplan.formats import Encoded, decode
 from bitplan.plan import Plan
 from bitplan.runtime.causal_lm import load_causal_lm
 from bitplan.store.export.targets import ExportRequest, export_model, prepare_export
@@ -22,6 +22,7 @@ from bitplan.store.files.open_files import open_tensors
 from bitplan.store.files.tensor_file import Promise
 from bitplan.store.models.transformers_names import silence_transformers
 from bitplan.store.quantize import quantize_file
+from bitplan.store.rounding.round_weight import round_weight
 
 from .tiny_models import TOKENS, save_tiny
 
