@@ -25,6 +25,21 @@ TARGETS = {
     "torchao": "bitplan.store.export.torchao",
     "hf": "bitplan.store.export.hf",
 }
+# Formats of ours that an engine's files hold, for those who must know before torch is there.
+FORMATS = {
+    "gguf": (
+        *("q2_k_gguf", "q3_k_gguf", "q4_k_gguf", "q5_k_gguf", "q6_k_gguf", "iq4_nl_gguf", "mxfp4", "mxfp4_gguf"),
+        *("q4_0_gguf", "q4_1_gguf", "q5_0_gguf", "q5_1_gguf", "q8_0_gguf"),
+    ),
+    "compressed-tensors": (
+        *("int4_g32", "int4_g64", "int4_g128", "int8_row", "int8_g64", "int8_g128"),
+        *("fp8_e4m3_row", "fp8_e4m3_b128", "mxfp8_e4m3", "mxfp4", "nvfp4"),
+    ),
+    "mlx": (
+        *("int4_g32", "int4_g64", "int4_g128", "int8_g64", "int8_g128"),
+        *("q4_0_gguf", "q4_1_gguf", "q8_0_gguf", "mxfp4", "mxfp8_e4m3"),
+    ),
+}
 OnBytes = Callable[[int, str], None]
 
 
