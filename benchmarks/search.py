@@ -59,7 +59,7 @@ def nearest_rounding(meter: PlanMeter, evidence: SearchEvidence, choice: Mapping
     """A plan with every weight rounded to nearest, as `encode` does."""
     subject = meter.rounded.subject
     weights = {
-        name: decode(encode(subject.sites[name].parameter.detach().float(), fmt), torch.float32)
+        name: decode(encode(subject.weight(name), fmt), torch.float32)
         for group, fmt in choice.items()
         for name in evidence.groups[group].tensors
     }
@@ -88,7 +88,7 @@ def main() -> None:
     text = read_text(options.text)
     runtime = target_of(options.target)
     subject, cut = prepare(options.model, None, text, None, windows=options.windows)
-    subject.fused = runtime.fused
+    subject.aim_at(runtime)
     names = candidates(runtime, options.formats.split(",") if options.formats else None)
     searcher = Searcher(subject, cut, names, options.out)
     for bits in options.bits:

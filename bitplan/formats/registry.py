@@ -14,6 +14,7 @@ from bitplan.formats.scales.rules import BasedScales, PowerOfTwoScales, ScaleRul
 _F32 = ScaleStorage("float32")
 _F64 = ScaleStorage("float64")
 _F16 = ScaleStorage("float16")
+_BF16 = ScaleStorage("bfloat16")
 _E8M0 = PowerOfTwoScales()
 _NIBBLES = Packing(4, "low_first")
 _GGUF_NIBBLES = Packing(4, "halves")
@@ -53,6 +54,18 @@ def _signed(bits: int, dtype: str) -> Format:
 def _unsigned(bits: int, dtype: str) -> Format:
     element = el.UINT8 if bits == 8 else el.unsigned_integer(bits, dtype)
     return _scaled(element, f"uint{bits}", f"unsigned {bits}-bit integers, one scale and zero point per tensor")
+
+
+def _int4_groups(size: int) -> Format:
+    return Format(
+        f"int4_g{size}",
+        f"4-bit integers stored as q + 8, even index in the low nibble, one bfloat16 scale per {size} (max |x| / 7)",
+        "uint8",
+        el.INT4,
+        Block(1, size),
+        _BF16,
+        Packing(4, "low_first", signed=True, offset=8),
+    )
 
 
 def _high_first(bits: int, *, signed: bool = False) -> Packing:
@@ -163,15 +176,8 @@ _BLOCKS = (
     ),
     Format("int8_row", "8-bit integers, one float32 scale per row (max |x| / 127)", "int8", el.INT8, ROW, _F32),
     Format("int8_g128", "8-bit integers, one float32 scale per 128 in a row", "int8", el.INT8, Block(1, 128), _F32),
-    Format(
-        "int4_g32",
-        "4-bit integers stored as q + 8, even index in the low nibble, one bfloat16 scale per 32 (max |x| / 7)",
-        "uint8",
-        el.INT4,
-        Block(1, 32),
-        ScaleStorage("bfloat16"),
-        Packing(4, "low_first", signed=True, offset=8),
-    ),
+    Format("int8_g64", "8-bit integers, one bfloat16 scale per 64 in a row", "int8", el.INT8, Block(1, 64), _BF16),
+    *(_int4_groups(size) for size in (32, 64, 128)),
     Format("fp8_e4m3_row", "E4M3, one float32 scale per row (max |x| / 448)", "float8_e4m3fn", el.E4M3, ROW, _F32),
     Format(
         "fp8_e4m3_b128",

@@ -9,9 +9,11 @@ from pathlib import Path
 from torch import Tensor, nn
 
 from bitplan.measure.quality.perplexity import spread_windows
-from bitplan.runtime.causal_lm import load_causal_lm
+from bitplan.runtime.causal_lm import CausalLM, load_causal_lm, require_causal
+from bitplan.runtime.model_on_disk import ModelOnDisk, is_plain_folder
 from bitplan.searching.errors import SearchError
 from bitplan.searching.gather.subject import SearchSubject, subject_of
+from bitplan.store.files.headers import check_model_source
 
 WINDOWS, CHECKS, HELD_OUT = 24, 4, 12
 LEAST_WINDOWS = 4
@@ -37,17 +39,18 @@ def prepare(
     only: Sequence[str] = (),
     context: int | None = None,
     windows: int = WINDOWS,
+    device: str | None = None,
 ) -> tuple[SearchSubject, SearchText]:
-    """Read the model where it is a path, cut the text, and keep some of it for the proof."""
+    """Open the model where it is a path, cut the text, and keep some of it for the proof."""
     if isinstance(model, nn.Module):
         if batches is None or isinstance(held_out, str):
             raise SearchError("a model in memory has no tokenizer: batches and held_out must be token ids")
         proof = None if held_out is None else _windows_of_batches(held_out)
-        return subject_of(model, keep=keep, only=only), _split(_windows_of_batches(batches), proof, windows, 1)
+        subject = subject_of(model, keep=keep, only=only, device=device)
+        return subject, _split(_windows_of_batches(batches), proof, windows, 1)
     if batches is None and text is None:
         raise SearchError("a search needs text: --text FILE, or batches of token ids")
-    lm = load_causal_lm(model)
-    subject = subject_of(lm, path=model, keep=keep, only=only)
+    lm, subject = _read_model(Path(model), keep, only, device)
     length = min(512, lm.positions or 512) if context is None else context
     lm.check_context(length)
     calibration = _whole(lm.windows(text, length)) if text is not None else _windows_of_batches(batches or ())
@@ -58,11 +61,29 @@ def prepare(
     return subject, _split(calibration, proof, windows, len(lm.prefix))
 
 
+def _read_model(
+    path: Path, keep: Sequence[str], only: Sequence[str], device: str | None
+) -> tuple[CausalLM, SearchSubject]:
+    """Plain weights of a folder stay on disk; GGUF files and packed models are decoded as a whole."""
+    check_model_source(path, None)
+    if not is_plain_folder(path):
+        lm = load_causal_lm(path)
+        return lm, subject_of(lm.model, path=path, keep=keep, only=only, device=device)
+    on_disk = ModelOnDisk(path)
+    subject = subject_of(on_disk.lm.model, path=path, read=on_disk.read, keep=keep, only=only, device=device)
+    require_causal(on_disk.lm, subject.logits)
+    return on_disk.lm, subject
+
+
 def _whole(windows: Sequence[Tensor]) -> list[Tensor]:
     return [window for window in windows if len(window) == len(windows[0])]
 
 
 def _windows_of_batches(batches: Sequence[Tensor]) -> list[Tensor]:
+    for batch in batches:
+        if not isinstance(batch, Tensor) or batch.is_floating_point() or batch.dim() not in (1, 2):
+            came = f"{batch.dtype} {tuple(batch.shape)}" if isinstance(batch, Tensor) else type(batch).__name__
+            raise SearchError(f"batches must be token ids, whole numbers [length] or [windows, length], got {came}")
     return [row for batch in batches for row in (batch if batch.dim() == 2 else batch[None])]
 
 

@@ -14,6 +14,7 @@ from bitplan.searching.decide.rivals import uniform_plans
 from bitplan.searching.decide.solve import Solution
 from bitplan.searching.evidence import SearchEvidence
 from bitplan.searching.gather.plan_meter import MeasuredPlan, paired_difference, summary_of
+from bitplan.searching.gather.timing import BlockTimes
 from bitplan.searching.goal import Goal
 from bitplan.searching.groups import place_of
 
@@ -36,6 +37,7 @@ class SearchResult:
     reference: Quality
     noise_floor: Quality
     corrections: int
+    times: BlockTimes | None = None  # with a speed goal: a whole block by the plan
 
     @property
     def lost(self) -> bool:
@@ -66,6 +68,7 @@ class SearchResult:
             "noise_floor": summary_of(self.noise_floor),
             "solution": self.solution.to_dict(evidence),
             "corrections": self.corrections,
+            **({} if self.times is None else {"block_times": self.times.to_dict()}),
             "plan": self.winner.to_dict(evidence),
             "lost": self.lost,
             "against_best_rival": None if best is None else _against(self.winner, best),

@@ -1,4 +1,4 @@
-"""Which formats a runtime loads, and whether it takes the parts of a fused projection one by one."""
+"""Which formats a runtime loads, and what else it asks of a plan."""
 
 from __future__ import annotations
 
@@ -6,39 +6,51 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from bitplan.errors import did_you_mean
-from bitplan.formats import get_format, list_formats
+from bitplan.formats import get_format
 from bitplan.searching.errors import SearchError
+from bitplan.store.export.targets import FORMATS
 
 
 @dataclass(frozen=True)
 class Target:
-    """Candidates where none are asked for; `fused` where q/k/v and gate/up must agree."""
+    """Candidates where none are asked for, and what the runtime takes.
+
+    export      the files it reads (`bitplan export --to`), which say what it loads; None where it loads every format
+    fused       whether q, k and v, and gate and up, must agree
+    embeddings  whether embeddings may be packed
+    streamed    weights cross to the device, block by block, rounded to nearest as they change: nothing else counts
+    """
 
     name: str
     formats: tuple[str, ...]
     fused: bool
-    loads_others: bool = False  # whether formats beyond the usual candidates may be asked for
+    export: str | None = None
+    embeddings: bool = True
+    streamed: bool = False
+
+    def loads(self, fmt: str) -> bool:
+        return self.export is None or get_format(fmt).is_cast or fmt in FORMATS[self.export]
 
 
 _GGUF = ("q2_k_gguf", "q3_k_gguf", "iq4_nl_gguf", "q4_k_gguf", "q5_k_gguf", "q6_k_gguf", "q8_0_gguf")
+_LEGACY = ("q4_0_gguf", "q4_1_gguf", "q5_0_gguf", "q5_1_gguf")
+_STREAMED = ("mxfp4", "nvfp4", "int4_g32", "int8_row", "fp8_e4m3_row", "bfloat16")
 TARGETS = {
     target.name: target
     for target in (
-        Target("bitplan", (*_GGUF, "mxfp4", "nvfp4", "int4_g32", "int8_row", "bfloat16"), True, True),
-        Target("llama.cpp", (*_GGUF, "q4_0_gguf", "q4_1_gguf", "q5_0_gguf", "q5_1_gguf", "bfloat16"), fused=False),
-        Target("vllm", ("mxfp4", "nvfp4", "int4_g32", "int8_row", "fp8_e4m3_row", "bfloat16"), fused=True),
-        Target("mlx", ("mxfp4", "nvfp4", "mxfp8_e4m3", "bfloat16"), fused=False),
+        Target("bitplan", (*_GGUF, "mxfp4", "nvfp4", "int4_g32", "int8_row", "bfloat16"), fused=True),
+        Target("llama.cpp", (*_GGUF, *_LEGACY, "bfloat16"), fused=False, export="gguf"),
+        Target("vllm", _STREAMED, fused=True, export="compressed-tensors", embeddings=False),
+        Target("mlx", ("mxfp4", "int4_g32", "int8_g64", "mxfp8_e4m3", "bfloat16"), fused=False, export="mlx"),
+        Target("training", _STREAMED, fused=False, streamed=True),
     )
 }
 
 
 def target_of(name: str) -> Target:
-    """The runtime of this name, with those of its formats that this bitplan has."""
     if name not in TARGETS:
         raise SearchError(f"--for must be one of {', '.join(TARGETS)}, got {name!r}{did_you_mean(name, TARGETS)}")
-    known = {fmt.name for fmt in list_formats()}
-    target = TARGETS[name]
-    return Target(name, tuple(each for each in target.formats if each in known), target.fused, target.loads_others)
+    return TARGETS[name]
 
 
 def candidates(target: Target, formats: Sequence[str] | None) -> tuple[str, ...]:
@@ -47,6 +59,7 @@ def candidates(target: Target, formats: Sequence[str] | None) -> tuple[str, ...]
         return target.formats
     for name in formats:
         get_format(name)
-        if name not in target.formats and not target.loads_others:
-            raise SearchError(f"{target.name} does not load {name}; it loads {', '.join(target.formats)}")
+        if not target.loads(name):
+            known = FORMATS[target.export or ""]
+            raise SearchError(f"{target.name} does not load {name}; it loads {', '.join(known)} and plain types")
     return tuple(dict.fromkeys(formats))

@@ -9,6 +9,7 @@ from bitplan.trees.distributed.ranks import ProcessLostError
 from bitplan.trees.estimators import BoostedTreesClassifier, BoostedTreesRegressor
 from bitplan.trees.evaluation.callbacks import RoundState
 from bitplan.trees.files.load import from_lightgbm, load_trees
+from bitplan.trees.files.pieces import TablePieces, open_pieces
 from bitplan.trees.gradients import (
     GradientPrecision,
     Gradients,
@@ -34,10 +35,12 @@ __all__ = [
     "PrecisionAdvice",
     "ProcessLostError",
     "RoundState",
+    "TablePieces",
     "TreesError",
     "fit_distributed",
     "from_lightgbm",
     "load_trees",
+    "open_pieces",
     "plot_importance",
     "plot_tree",
     "recommend_gradient_precision",

@@ -8,12 +8,14 @@ categories than 16 columns hold, and where `max_bins` is less than 255, the rare
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
 
 from bitplan.kernels.base.jit import on_threads
 from bitplan.trees.distributed.shards import ALONE, Shards, Span
+from bitplan.trees.files.pieces import TablePieces
 from bitplan.trees.gradients import Array, TreesError
 from bitplan.trees.loops import rows as trees_rows
 from bitplan.trees.loops.histogram import PANEL, words_a_row
@@ -62,7 +64,15 @@ class BinnedRows:
         return tuple(self.words[first : first + size] for first, size in zip(self.firsts, sizes, strict=True))
 
 
-def find_bins(x: Array, categorical: Array, max_bins: int, seed: int, span: Span | None = None) -> Bins:
+def blocks_of(x: Array | TablePieces) -> Iterator[tuple[int, Array]]:
+    """The number of a block's first row, and its rows."""
+    if isinstance(x, TablePieces):
+        yield from x.blocks()
+    else:
+        yield 0, x
+
+
+def find_bins(x: Array | TablePieces, categorical: Array, max_bins: int, seed: int, span: Span | None = None) -> Bins:
     """Bins from at most SAMPLE_ROWS rows; x has the rows of `span`, and bins are those of the rows of all processes."""
     span = span or Span(ALONE, 0, len(x))
     sample = x
@@ -71,6 +81,7 @@ def find_bins(x: Array, categorical: Array, max_bins: int, seed: int, span: Span
         chosen.sort()
         chosen = chosen[(chosen >= span.first) & (chosen < span.first + len(x))] - span.first
         sample = x[chosen]
+    sample = np.asarray(sample)
     ordered = [feature for feature in range(x.shape[1]) if not categorical[feature]]
     edges: dict[int, list[Array]] = {}
     step = len(ordered) if span.shards.count == 1 else PANEL  # between processes: no more than a panel's sample at once
@@ -79,19 +90,23 @@ def find_bins(x: Array, categorical: Array, max_bins: int, seed: int, span: Span
         columns = _from_all(sample, block, span.shards)
         edges |= zip(block, on_threads(lambda column: [_limits(column, max_bins)], columns), strict=True)
     sets = [feature for feature in range(x.shape[1]) if categorical[feature]]
-    here = on_threads(lambda feature: _count_categories(x[:, feature], feature), sets)
     if sets:
-        most = np.array([max(map(len, here), default=0)], np.float64)
+        here = [np.zeros(1, np.int64) for _ in sets]
+        for _, block in blocks_of(x):
+            more = on_threads(lambda feature: _count_categories(block[:, feature], feature), sets)  # noqa: B023
+            here = [
+                _padded(part, len(other)) + _padded(other, len(part)) for part, other in zip(here, more, strict=True)
+            ]
+        most = np.array([max(map(len, here))], np.float64)
         size = int(span.shards.top(most, "largest category")[0])
-        counts = np.array([np.pad(part, (0, size - len(part))) for part in here])
-        rows = span.shards.add(counts, "rows of each category")
+        rows = span.shards.add(np.array([_padded(part, size) for part in here]), "rows of each category")
         edges |= {feature: _categories(part, max_bins) for feature, part in zip(sets, rows, strict=True)}
     features = np.repeat(np.arange(x.shape[1]), [len(edges[feature]) for feature in range(x.shape[1])])
     columns = [column for feature in range(x.shape[1]) for column in edges[feature]]
     return Bins(tuple(columns), np.asarray(categorical, np.bool_)[features], features)
 
 
-def bin_rows(x: Array, bins: Bins) -> BinnedRows:
+def bin_rows(x: Array | TablePieces, bins: Bins) -> BinnedRows:
     """Every number of x replaced by its bin."""
     rows, features = len(x), len(bins.edges)
     columns = np.empty((features, rows), np.uint8)
@@ -110,15 +125,18 @@ def bin_rows(x: Array, bins: Bins) -> BinnedRows:
         for edges, is_category in zip(bins.edges, bins.is_category, strict=True)
     ]
 
-    def work(piece: tuple[int, int]) -> None:
-        first, start = piece
-        stop = min(start + ROWS_AT_ONCE, rows)
+    def work(piece: tuple[int, int, int, Array]) -> None:
+        first, start, before, block = piece
+        stop = min(start + ROWS_AT_ONCE, len(block))
         for feature in range(first, min(first + PANEL, features)):
             kernel = trees_rows.bin_categories if bins.is_category[feature] else trees_rows.bin_numbers
             panel, place = bytes_[feature // PANEL], feature % PANEL
-            kernel(x[start:stop, bins.features[feature]], limits[feature], start, panel, columns[feature], place)
+            block_part = block[start:stop, bins.features[feature]]
+            kernel(block_part, limits[feature], before + start, panel, columns[feature], place)
 
-    on_threads(work, [(first, start) for start in range(0, rows, ROWS_AT_ONCE) for first in firsts])
+    for before, block in blocks_of(x):
+        starts = range(0, len(block), ROWS_AT_ONCE)
+        on_threads(work, [(first, start, before, block) for start in starts for first in firsts])
     return made
 
 
@@ -151,6 +169,10 @@ def _from_all(sample: Array, block: list[int], shards: Shards) -> list[Array]:
         return [sample[:, feature] for feature in block]
     parts = shards.gather(sample[:, block].reshape(-1), "sample of rows for bins")
     return list(np.concatenate(parts).reshape(-1, len(block)).T)
+
+
+def _padded(rows: Array, size: int) -> Array:
+    return np.pad(rows, (0, max(size - len(rows), 0)))
 
 
 def _count_categories(numbers: Array, feature: int) -> Array:

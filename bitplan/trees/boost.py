@@ -12,9 +12,10 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from bitplan.kernels.base.jit import on_threads
-from bitplan.trees.binning import bin_rows, find_bins
+from bitplan.trees.binning import bin_rows, blocks_of, find_bins
 from bitplan.trees.distributed.shards import ALONE, Shards, Span
 from bitplan.trees.evaluation.metrics import Metric
+from bitplan.trees.files.pieces import TablePieces
 from bitplan.trees.gradients import Array, GradientPrecision, GradientsF32, prepare
 from bitplan.trees.grow import Grown, GrowthRules, TreeGrower, newton_steps
 from bitplan.trees.loops import gradients as trees_gradients
@@ -46,7 +47,7 @@ class BoostSettings:
 class Rows:
     """Features, targets and weights (none: empty)."""
 
-    x: Array
+    x: Array | TablePieces
     y: Array
     weights: Array = field(default_factory=lambda: NO_WEIGHTS)
 
@@ -80,11 +81,12 @@ class Booster:
     def rounds(self) -> int:
         return len(self.trees) // self.outputs
 
-    def scores(self, x: Array) -> Array:
+    def scores(self, x: Array | TablePieces) -> Array:
         """Raw scores (rows, outputs)."""
-        scores = np.tile(self.start, (len(x), 1))
-        if self.trees:
-            self.forest().add_to(scores, x)
+        scores = np.empty((len(x), self.outputs))
+        scores[:] = self.start
+        for first, block in blocks_of(x) if self.trees else ():
+            self.forest().add_to(scores[first : first + len(block)], block)
         return scores
 
     def forest(self) -> Forest:
@@ -134,6 +136,7 @@ def boost(
     booster_made(booster)
     trainer = _Trainer(rows, objective, settings, grower, booster.scores(rows.x), span)
     shards.sent_for("bins and start")
+    watched = [replace(each, rows=replace(each.rows, x=np.asarray(each.rows.x))) for each in watched]
     scores = [booster.scores(each.rows.x) for each in watched]
     for number in range(settings.rounds):
         new = trainer.round(booster.rounds_before + number)
@@ -168,8 +171,7 @@ class _Trainer:
         self._rows, self._objective, self._settings, self._grower = rows, objective, settings, grower
         self._span, self._shards = span, span.shards
         self._scores = scores
-        self._grads = np.empty(scores.shape[::-1], np.float32)
-        self._hess = np.empty_like(self._grads)
+        self._grads, self._hess = self._gradient_space(*scores.shape[::-1])
 
     def round(self, number: int) -> list[Tree]:
         """The trees of one round; scores are updated once all are grown."""
@@ -192,6 +194,16 @@ class _Trainer:
             trees.append(tree)
             self._shards.sent_for("tree")
         return trees
+
+    def _gradient_space(self, outputs: int, count: int) -> tuple[Array, Array]:
+        """float32 (outputs, rows), twice; for one tree a round in space that the tree needs only later.
+
+        Growing reads gradients from entries alone, and hessians only where they are float32; renewed leaves read both.
+        """
+        if outputs > 1 or self._settings.renew_leaves:
+            return np.empty((outputs, count), np.float32), np.empty((outputs, count), np.float32)
+        grads, hess = self._grower.idle_space.view(np.float32).reshape(2, 1, count)
+        return grads, np.empty_like(hess) if self._settings.precision is GradientPrecision.F32 else hess
 
     def _sample_rows(self, number: int) -> tuple[Array | range, Array]:
         """Rows to grow trees from, and the others."""

@@ -7,11 +7,12 @@ import numbers
 from typing import Any
 
 import numpy as np
-from sklearn.utils import check_array  # type: ignore[import-untyped]
+from sklearn.utils import check_array, check_consistent_length, column_or_1d  # type: ignore[import-untyped]
 
 from bitplan.errors import did_you_mean
 from bitplan.trees.boost import NO_WEIGHTS, Rows
 from bitplan.trees.distributed.shards import ALONE, Shards, Span
+from bitplan.trees.files.pieces import TablePieces
 from bitplan.trees.gradients import Array, TreesError
 
 FLOAT32 = np.finfo(np.float32)
@@ -40,6 +41,34 @@ def refuse_text(x: Any) -> None:
                 f"X: column {name:.80} has text, {values[row]!r:.60} in row {row}, expected numbers; name the column "
                 "in categorical_features, and each text is a category"
             )
+
+
+def pieces_of(model: Any, x: TablePieces, fewest: int, y: Any = None, *, reset: bool = True) -> Any:
+    """A table in files as `validate_data` takes one in memory: number and names of features, a target for each row."""
+    names = None if x.columns is None else np.array(x.columns, object)
+    if reset:
+        model.n_features_in_ = x.shape[1]
+        vars(model).pop("feature_names_in_", None)
+        if names is not None:
+            model.feature_names_in_ = names
+    known = getattr(model, "feature_names_in_", None)
+    has_others = names is not None and known is not None and list(names) != list(known)
+    if x.shape[1] != model.n_features_in_ or has_others:
+        raise TreesError(
+            f"X: expected the {model.n_features_in_} features of `fit`, in their order, got {x.shape[1]}"
+            + (f": {x.columns!r:.120}" if has_others else "")
+        )
+    if model.categories_:
+        raise TreesError(
+            f"X: feature {min(model.categories_)} had categories at fit that are no numbers, and files hold numbers "
+            "alone; give a frame"
+        )
+    if len(x) < fewest:
+        raise TreesError("X: the files have no rows, expected at least one")
+    if y is None:
+        return x
+    check_consistent_length(x, y)
+    return x, column_or_1d(y, warn=True)
 
 
 def targets_of(y: Array) -> Array:

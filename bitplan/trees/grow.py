@@ -112,6 +112,11 @@ class TreeGrower:
         """Bins by column, then row."""
         return self._data.columns
 
+    @property
+    def idle_space(self) -> Array:
+        """8 bytes a row that nothing is in until a tree's first rows are divided: after they are entered."""
+        return self._spare
+
     def grow(self, gradients: Gradients, rows: Array | range, features: Array) -> Grown:
         """One tree from `rows` and the features it may use."""
         features = np.flatnonzero(np.isin(self._bins.features, features))  # from here on columns of bins

@@ -18,9 +18,9 @@ THE_21_DTYPES = (
     *("float64", "float32", "float16", "bfloat16", "fp8_e4m3", "fp8_e5m2", "int64", "int32", "int16", "int8"),
     *("uint64", "uint32", "uint16", "uint8", "int4", "uint4", "fp4", "int2", "uint2", "ternary", "binary"),
 )
-THE_14_BLOCK_FORMATS = (
+THE_17_BLOCK_FORMATS = (
     *("q4_0_poly", "q4_0_gguf", "q8_0_gguf", "mxfp4", "mxfp4_gguf", "mxfp8_e4m3", "nvfp4", "fp4_u8_g128", "int8_row"),
-    *("int8_g128", "int4_g32", "fp8_e4m3_row", "fp8_e4m3_b128", "ternary_absmean"),
+    *("int8_g128", "int8_g64", "int4_g32", "int4_g64", "int4_g128", "fp8_e4m3_row", "fp8_e4m3_b128", "ternary_absmean"),
 )
 THE_9_GGUF_BLOCKS = (
     *("q4_1_gguf", "q5_0_gguf", "q5_1_gguf", "iq4_nl_gguf", "q2_k_gguf", "q3_k_gguf", "q4_k_gguf", "q5_k_gguf"),
@@ -30,7 +30,7 @@ THE_9_GGUF_BLOCKS = (
 
 def test_the_formats_are_these():
     assert DTYPE_NAMES == THE_21_DTYPES
-    assert tuple(fmt.name for fmt in list_formats()) == THE_21_DTYPES + THE_14_BLOCK_FORMATS + THE_9_GGUF_BLOCKS
+    assert tuple(fmt.name for fmt in list_formats()) == THE_21_DTYPES + THE_17_BLOCK_FORMATS + THE_9_GGUF_BLOCKS
 
 
 @pytest.mark.parametrize("fmt", ALL_FORMATS)
@@ -68,7 +68,7 @@ def test_a_name_like_no_other_gets_none():
 
 def test_the_list_is_a_copy():
     list_formats().clear()
-    assert len(list_formats()) == 44
+    assert len(list_formats()) == 47
 
 
 def test_public_names_exist():

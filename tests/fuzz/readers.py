@@ -50,6 +50,7 @@ from tests.fuzz.weight_files import (
     make_packed,
     make_pairs,
     make_safetensors,
+    make_schemes,
     make_split_gguf,
     read_all,
     read_gguf,
@@ -58,6 +59,7 @@ from tests.fuzz.weight_files import (
     read_packed_file,
     read_pairs,
     read_safetensors,
+    read_scheme,
 )
 
 
@@ -86,6 +88,8 @@ READERS = [
     Reader("gpt-oss openai config", "containers", make_gpt_oss("openai", "config.json"), read_gpt_oss, 0.2),
     Reader("gpt-oss safetensors", "containers", make_gpt_oss("hf", "model.safetensors"), read_gpt_oss),
     Reader("gpt-oss gguf", "containers", make_gpt_oss("gguf", "model.gguf"), read_gpt_oss),
+    Reader("quantized folders", "containers", make_schemes("model.safetensors"), read_scheme),
+    Reader("configs of quantized folders", "containers", make_schemes("config.json"), read_scheme, 0.5),
     Reader("plan", "documents", example("plan"), read_plan),
     Reader("evidence", "documents", example("evidence"), read_evidence),
     Reader("manifest", "documents", example("manifest"), read_manifest),

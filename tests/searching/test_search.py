@@ -14,14 +14,21 @@ import transformers
 import bitplan
 from bitplan.kernels import decode, encode
 from bitplan.plan import Plan
+from bitplan.runtime.packed.checkpoints.build import empty_model
 from bitplan.searching import EvidenceFileError, Goal, GoalError, SearchError, SearchEvidence
 from bitplan.searching import run as runner
-from bitplan.searching.gather import damage
+from bitplan.searching.gather import blocks, collect, damage, passes
 from bitplan.searching.gather.collect import EVIDENCE
 from bitplan.searching.gather.statistics import STATISTICS, InputStatistics
 from bitplan.searching.gather.subject import subject_of
+from bitplan.searching.targets import TARGETS
 from bitplan.store import open_tensors, quantize_file, round_weight
+from bitplan.store.export.compressed_tensors import SCHEMES
+from bitplan.store.export.mlx import QUANTIZATIONS
+from bitplan.store.export.targets import FORMATS as EXPORTED
+from bitplan.store.files.gguf_tensors import GGUF_TYPES
 
+GGUF_CASTS = ("float32", "float16", "bfloat16")
 FORMATS = ("mxfp4", "nvfp4", "int8_row", "bfloat16")
 
 
@@ -99,15 +106,14 @@ def test_a_stopped_search_goes_on_where_it_was(tmp_path, monkeypatch):
     """Stopped in the statistics, then in the checks: nothing that was done is done again."""
     model, windows = tiny_llama(), tokens()
     calls = {"windows": 0, "checks": 0}
-    stop_at = {"windows": 5, "checks": 3}
-    real_logits, real_kl = runner.SearchSubject.logits, runner.PlanMeter.kl
+    stop_at = {"windows": 2, "checks": 3}
+    real_add, real_kl = collect.add_windows, runner.PlanMeter.kl
 
-    def logits(self, ids, weights=None):
-        if torch.is_grad_enabled():
-            calls["windows"] += 1
-            if calls["windows"] == stop_at["windows"]:
-                raise KeyboardInterrupt
-        return real_logits(self, ids, weights)
+    def add_windows(*given):
+        calls["windows"] += 1
+        if calls["windows"] == stop_at["windows"]:
+            raise KeyboardInterrupt
+        real_add(*given)
 
     def kl(self, evidence, choice, label):
         if "of all layers" in label:
@@ -116,7 +122,7 @@ def test_a_stopped_search_goes_on_where_it_was(tmp_path, monkeypatch):
                 raise KeyboardInterrupt
         return real_kl(self, evidence, choice, label)
 
-    monkeypatch.setattr(runner.SearchSubject, "logits", logits)
+    monkeypatch.setattr(collect, "add_windows", add_windows)
     monkeypatch.setattr(runner.PlanMeter, "kl", kl)
     options = {"goal": Goal(bits=7.0), "formats": ("mxfp4", "int8_row"), "out": tmp_path}
     for _ in range(2):
@@ -126,8 +132,44 @@ def test_a_stopped_search_goes_on_where_it_was(tmp_path, monkeypatch):
         SearchEvidence.load(tmp_path / EVIDENCE)
     result = bitplan.search(model, windows, **options)
     whole = bitplan.search(model, windows, goal=Goal(bits=7.0), formats=("mxfp4", "int8_row"))
-    assert calls["windows"] == 2 * whole.evidence.text["windows"] + 1  # the stopped window, twice
+    assert calls["windows"] == 2 * math.ceil(whole.evidence.text["windows"] / passes.AT_ONCE) + 1  # the stopped one
     assert result.plan.to_json() == whole.plan.to_json()
+
+
+def test_block_by_block_a_model_gives_the_logits_and_gradients_that_it_gives_as_a_whole(tmp_path, monkeypatch):
+    """Through one block at a time, by a plan or not; the same model without a list of blocks runs as a whole."""
+    model, ids = tiny_llama(), torch.stack(tokens(3))
+    subject = subject_of(model)
+    assert len(subject.runner.blocks) == 2
+    with torch.no_grad():
+        torch.testing.assert_close(subject.logits(ids), model(ids).logits)
+        name = "model.layers.1.mlp.up_proj.weight"
+        double = {name: 2 * model.get_parameter(name)}
+        changed = torch.func.functional_call(model, double, (ids,)).logits
+    torch.testing.assert_close(subject.logits(ids, double), changed)
+    sums = []
+    for least in (blocks.LEAST_SHARE, 2.0):
+        monkeypatch.setattr(blocks, "LEAST_SHARE", least)
+        statistics, scratch = InputStatistics(), tmp_path / str(least)
+        scratch.mkdir()
+        passes.add_windows(subject_of(model), list(ids), statistics, scratch)
+        sums.append({key: statistics.sums.get(key) for key in statistics.sums.names()})
+    assert sums[0].keys() == sums[1].keys()
+    for key, part in sums[0].items():
+        torch.testing.assert_close(part, sums[1][key], rtol=1e-3, atol=1e-5)
+
+
+def test_a_folder_is_searched_with_its_weights_on_disk(tmp_path):
+    """What no block needs is not in memory: parameters lie on meta before and after."""
+    model = tiny_llama()
+    with redirect_stderr(io.StringIO()):
+        model.save_pretrained(tmp_path)
+    on_disk = empty_model(tmp_path, {}, torch.float32, torch.device("cpu"))
+    on_disk.tie_weights()
+    with open_tensors(tmp_path) as file:
+        subject = subject_of(on_disk, path=tmp_path, read=file.read_float)
+        torch.testing.assert_close(subject.logits(torch.stack(tokens(2))), model(torch.stack(tokens(2))).logits)
+    assert all(parameter.is_meta for parameter in on_disk.parameters())
 
 
 def test_evidence_of_another_model_is_refused_by_name(found):
@@ -189,3 +231,30 @@ def test_quantize_with_the_evidence_writes_the_numbers_that_are_proven(found, tm
         for name, fmt in formats.items():
             torch.testing.assert_close(file.read_float(name), rounded.decoded(name, fmt))
             assert not torch.equal(rounded.decoded(name, fmt), decode(encode(model.get_parameter(name), fmt)))
+
+
+def test_a_plan_for_training_streams_as_it_is():
+    """Bytes on the wire: blocks alone count, rounded to nearest as a stream does, and stream_blocks takes the plan."""
+    model = tiny_llama()
+    formats = ("mxfp4", "int8_row", "bfloat16")
+    result = bitplan.search(model, tokens(8), goal={"bits": 6.0}, formats=formats, target="training")
+    blocks_numbers = sum(parameter.numel() for parameter in model.model.layers.parameters())
+    assert result.evidence.numbers == blocks_numbers
+    assert 8 * result.plan.nbytes <= 6.0 * blocks_numbers
+    assert all(name.startswith("model.layers.") for name in result.plan)
+    ids = torch.stack(tokens(2))
+    with bitplan.stream_blocks(model, formats=result.plan, device="cpu", train="nothing") as stream, torch.no_grad():
+        stream.begin_step(0)
+        streamed = model(ids).logits
+        stream.end_step()
+    weights = {name: decode(encode(tiny_llama().get_parameter(name), result.plan[name].format)) for name in result.plan}
+    with torch.no_grad():
+        expected = torch.func.functional_call(tiny_llama(), weights, (ids,)).logits
+    torch.testing.assert_close(streamed, expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(("target", "held"), [("vllm", SCHEMES), ("mlx", QUANTIZATIONS), ("llama.cpp", GGUF_TYPES)])
+def test_a_target_loads_what_its_files_hold(target, held):
+    assert set(EXPORTED[TARGETS[target].export]) <= set(held)
+    assert set(held) <= {*EXPORTED[TARGETS[target].export], *GGUF_CASTS}
+    assert all(TARGETS[target].loads(fmt) for fmt in TARGETS[target].formats)

@@ -1,8 +1,6 @@
-"""The demo's second and third part: what formats do to each layer, and a plan that follows from it under a budget.
+"""The demo's second and third part: what formats do to each layer's output, and a search for the best plan of a size.
 
-Eight bits for every layer, four for those that bear it: `choose_low_set` takes layers in the order of output error per
-byte saved, until their errors together reach the budget. Norms and embeddings go by rule. The manifest is the same
-decision as rules, for `bitplan plan` and `bitplan check`.
+The manifest is the plan as rules, for `bitplan plan` and `bitplan check`.
 """
 
 from __future__ import annotations
@@ -15,22 +13,18 @@ from typing import Any
 from torch import Tensor, nn
 
 from bitplan.cli.demo.training import BLOCKS, Advance
-from bitplan.formats import get_format
+from bitplan.cli.show import progress
 from bitplan.measure.calibration import CalibrationResult
-from bitplan.plan import Manifest, Plan
-from bitplan.plan.plan import Choice, Planned, combine
-from bitplan.plan.selective.low_set import Candidate, choose_low_set
+from bitplan.plan import Plan
 from bitplan.runtime.selective.run_calibration import run_calibration
+from bitplan.searching.goal import Goal
+from bitplan.searching.result import SearchResult
+from bitplan.searching.run import search
 
 EIGHT_BITS = ("int8_row", "fp8_e4m3_row")
 FOUR_BITS = ("q4_0_gguf", "nvfp4", "mxfp4")
-BUDGET_PER_LAYER = 0.02  # of relative output error, on average over the layers: all in four bits would be twice that
-# What no calibration is needed for: these are small, and the text goes in and out through them.
-RULES = (
-    {"regex": r"(.*\.)?norm(_in|_mid)?\.(weight|bias)", "format": "float32", "role": "norm"},
-    {"regex": r"(tokens|places|head)\.weight", "format": "bfloat16", "role": "embed"},
-)
-LAYER_ROLES = {"qkv": "attn", "out": "attn", "up": "mlp_weight", "down": "mlp_weight"}
+CANDIDATES = ("mxfp4", "nvfp4", "q4_0_gguf", "int8_row", "bfloat16")
+GOAL = Goal(bits=5.0)
 
 
 def calibrate(
@@ -54,58 +48,33 @@ def passes(batches: int) -> int:
     return batches * (1 + len(EIGHT_BITS) + len(FOUR_BITS))
 
 
-def choose_formats(errors: Mapping[str, Mapping[str, float]], shapes: Mapping[str, tuple[int, ...]]) -> Plan:
-    """A plan for all tensors: rules for those around the layers, the budget for the layers."""
-    weights = {f"{layer}.weight": dict(row) for layer, row in errors.items()}
-    eight = {name: _best(row, EIGHT_BITS) for name, row in weights.items()}
-    four = {name: _best(row, FOUR_BITS) for name, row in weights.items()}
-    budget = BUDGET_PER_LAYER * len(weights)
-    saved = {
-        name: get_format(eight[name]).nbytes(shapes[name]) - get_format(four[name]).nbytes(shapes[name])
-        for name in weights
-    }
-    candidates = [Candidate(name, row[four[name]], saved[name]) for name, row in weights.items()]
-    low = choose_low_set(candidates, budget=budget)
-    policy = {}
-    for name, row in weights.items():
-        fmt = four[name] if name in low.names else eight[name]
-        reason = f"output error {row[four[name]]:.3g} in {four[name]}, {row[eight[name]]:.2g} in {eight[name]}; "
-        evidence = {f"error in {fmt}": error for fmt, error in row.items()} | {"error budget": budget}
-        policy[name] = Choice(fmt, reason + low.reasons[name].replace("cost", "error"), evidence)
-    around = {name: shape for name, shape in shapes.items() if name not in weights}
-    rules = Manifest.from_document({"version": 1, "patterns": list(RULES)}, where="the demo's rules").resolve(around)
-    plan = combine(shapes, rules=rules, policy=policy)
-    return Plan(
-        {
-            name: Planned(entry.choice, entry.shape, entry.role or _role(name), entry.part)
-            for name, entry in plan.entries.items()
-        }
+def find_plan(model: nn.Module, windows: Tensor, held_out: Tensor, output: Path, *, count: int) -> SearchResult:
+    """The best plan within the goal: plan.json, evidence.json and front.json."""
+    return search(
+        model,
+        list(windows),
+        goal=GOAL,
+        held_out=list(held_out),
+        formats=CANDIDATES,
+        windows=count,
+        out=output,
+        stage=lambda what, total: progress(f"3/6 {what}", total),
     )
 
 
 def manifest_of(plan: Plan) -> dict[str, Any]:
     """The plan as rules: what `bitplan plan` resolves to the same formats."""
-    ruled = {name for name in plan if any(re.fullmatch(rule["regex"], name) for rule in RULES)}
     groups: dict[tuple[str, str], list[str]] = {}
     for name, entry in plan.entries.items():
-        if name not in ruled:
-            groups.setdefault((entry.choice.format, entry.role), []).append(name)
-    decided = [
+        groups.setdefault((entry.choice.format, entry.role), []).append(name)
+    rules = [
         {"regex": "|".join(re.escape(name) for name in names), "format": fmt, "role": role}
         for (fmt, role), names in sorted(groups.items())
     ]
-    return {"version": 1, "model": "bitplan demo", "patterns": [*RULES, *decided]}
+    return {"version": 1, "model": "bitplan demo", "patterns": rules}
 
 
 def worst_and_best(errors: Mapping[str, Mapping[str, float]], fmt: str, count: int) -> list[tuple[str, float]]:
     """The layers with the largest errors in a format, then those with the smallest."""
     ordered = sorted(((name, row[fmt]) for name, row in errors.items()), key=lambda pair: -pair[1])
     return ordered if len(ordered) <= 2 * count else [*ordered[:count], *ordered[-count:]]
-
-
-def _best(row: Mapping[str, float], formats: tuple[str, ...]) -> str:
-    return min(formats, key=lambda fmt: row[fmt])
-
-
-def _role(name: str) -> str:
-    return LAYER_ROLES.get(name.split(".")[-2], "other")

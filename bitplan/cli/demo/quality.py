@@ -1,7 +1,7 @@
 """The demo's fourth part: the model saved by its plan and in single formats, loaded again, and measured.
 
-What is measured is what the files hold: each model is written, read into a new one, and compared with the one that was
-trained, character by character on text that it has not seen.
+The files themselves are measured: each model is written, read into a new model, and compared with the trained one,
+character by character on text that it has not seen.
 """
 
 from __future__ import annotations
@@ -48,18 +48,15 @@ def model_file(output: Path, name: str) -> Path:
     return output / f"model.{name}.safetensors"
 
 
-def save_reference(model: nn.Module, output: Path) -> dict[str, tuple[int, ...]]:
-    """Write the trained model as it is; the shapes of its tensors."""
-    path = model_file(output, REFERENCE)
-    save_model(model, path)
-    with open_tensors(path) as file:
-        return {name: spec.shape for name, spec in file.specs.items()}
+def save_reference(model: nn.Module, output: Path) -> None:
+    """Write the trained model as it is."""
+    save_model(model, model_file(output, REFERENCE))
 
 
 def pack_by_plan(output: Path, plan: Plan, manifest: Manifest, step: int) -> list[DriftRow]:
     """Write model.plan.safetensors, check it against the manifest, and log how far each packed weight is off."""
     source, packed = model_file(output, REFERENCE), model_file(output, PLAN)
-    quantize_file(source, packed, plan)
+    quantize_file(source, packed, plan, evidence=output / "evidence.safetensors")
     with open_tensors(packed) as file, open_tensors(source) as masters, DriftLog(output / "drift.jsonl") as log:
         headers = {name: Header(spec.format, spec.shape, spec.nbytes) for name, spec in file.specs.items()}
         findings = check_headers(manifest, headers)
@@ -84,7 +81,7 @@ class DemoComparison:
         self._measured: list[dict[str, Any]] = []
 
     def measure(self, name: str) -> None:
-        """A format (written first), or a file that is there already."""
+        """Measure a format, whose file is written first, or an existing file."""
         path = model_file(self.output, name)
         if not path.exists():
             copy = TinyTransformer(self.vocabulary)

@@ -1,7 +1,8 @@
 """`bitplan demo`: from nothing to a trained, measured, planned, packed model, and one page that shows all of it.
 
-Parts hand files to each other as everywhere in bitplan: measure, plan, apply. Each is written when it is known, so a
-run that is stopped leaves whole files of the parts that were done. The same seed gives the same figures; times differ.
+Parts pass files to each other as everywhere in bitplan: measure, plan, apply. Each file is written when it is ready, so
+a run that is stopped leaves complete files of the parts that were done. The same seed gives the same figures; times
+differ.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import torch
 
 from bitplan.cli.demo import show
 from bitplan.cli.demo.gpu import MODEL, WITHOUT_GPU, GpuSizes, measure_fp8, measure_fused, plan_fp8
-from bitplan.cli.demo.plan import FOUR_BITS, calibrate, choose_formats, manifest_of, passes
+from bitplan.cli.demo.plan import FOUR_BITS, calibrate, find_plan, manifest_of, passes
 from bitplan.cli.demo.quality import (
     FORMATS,
     PLAN,
@@ -38,8 +39,9 @@ from bitplan.plan import Manifest
 from bitplan.records import read_json, write_json
 from bitplan.report import write_report
 
-# What a report is made of, in this order; a part that was not run has no file.
+# The files of the report, in this order; a part that was not run has none.
 RECORDS = (
+    "front.json",
     "plan.json",
     "quality.json",
     "training.jsonl",
@@ -53,40 +55,42 @@ RECORDS = (
     "demo.json",
     "machine.json",
 )
-OTHERS = ("manifest.json", "fp8-model.json", "fp8.jsonl", "report.html")
+EVIDENCE = ("evidence.json", "evidence.safetensors", "statistics.safetensors")
+OTHERS = ("manifest.json", "fp8-model.json", "fp8.jsonl", "report.html", *EVIDENCE)
 VALIDATION_WINDOWS = 32
 TITLE = "bitplan demo"
 
 
 @dataclass(frozen=True)
 class Size:
-    """How much of everything."""
+    """The size of each part of the demo."""
 
     steps: int
     batch: int
     windows: int
     calibration_batches: int
+    search_windows: int
     rows: int
     trees: int
     repeats: int
 
 
-FULL = Size(steps=180, batch=8, windows=64, calibration_batches=4, rows=60_000, trees=40, repeats=3)
-FAST = Size(steps=16, batch=2, windows=8, calibration_batches=1, rows=4000, trees=5, repeats=1)
+FULL = Size(steps=180, batch=8, windows=64, calibration_batches=4, search_windows=64, rows=60_000, trees=40, repeats=3)
+FAST = Size(steps=16, batch=2, windows=8, calibration_batches=1, search_windows=8, rows=4000, trees=5, repeats=1)
 
 
 def run_demo(
     output: Path, *, fast: bool = False, quiet: bool = False, seed: int = 0, force: bool = False
 ) -> dict[str, Any]:
-    """Train, calibrate, plan, pack, boost, and write a report of it into a folder; the figures, which are demo.json."""
+    """Train, calibrate, plan, pack, boost, and write a report of it into a folder; returns the figures of demo.json."""
     prepare_folder(output, force=force)
     return _Demo(output, FAST if fast else FULL, seed, quiet).run()
 
 
 def prepare_folder(output: Path, *, force: bool = False) -> None:
-    """The folder, writable, and without the files of an earlier demo; other files in it are left alone.
+    """Make the folder, check that it is writable, and remove the files of an earlier demo, but no others.
 
-    Files of these names that no demo wrote are removed with `force` only.
+    Files with these names that no demo wrote are removed only with `force`.
     """
     if output.exists() and not output.is_dir():
         raise StoreError(f"{output}: is a file, and the demo writes a folder; give another name with --output")
@@ -168,15 +172,19 @@ class _Demo:
             errors = calibrate(self.model, batches, self.output, device=self.device, advance=advance).layers
         self.model.to("cpu").eval()
         self._tell(show.show_calibration, errors)
-        self.plan = choose_formats(errors, save_reference(self.model, self.output))
+        save_reference(self.model, self.output)
+        text = torch.cat([ids for ids, _ in self.batches])[: 2 * self.size.search_windows]
+        held_out = self.corpus.held_out_windows(self.size.windows // 2)
+        found = find_plan(self.model, text, held_out, self.output, count=self.size.search_windows)
+        self.plan = found.plan
         document = manifest_of(self.plan)
         self.manifest = Manifest.from_document(document, where="the demo's manifest")
         self._write("manifest.json", document)
-        self.plan.save(self.output / "plan.json")
-        self._tell(show.show_plan, self.plan)
+        self._tell(show.show_plan, found)
         sizes = self.plan.bytes_by_role_and_format()[-1]
         formats = {name: choice.format for name, choice in self.plan.items()}
         planned = {"bytes": sizes.nbytes, "times_smaller_than_bf16": sizes.ratio, "formats": formats}
+        planned |= {"kl": found.winner.kl.mean, "predicted_kl": found.winner.predicted, "lost": found.lost}
         return {"layers": errors, "worst_in": FOUR_BITS[0]}, planned
 
     def _pack(self) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
@@ -185,7 +193,7 @@ class _Demo:
         comparison = DemoComparison(self.model, self.corpus.vocabulary, windows, self.output)
         with progress("4/6 packing", count_measured()) as advance:
             rows = comparison.measure_all(advance)
-        self._tell(show.show_formats, rows, windows[:, 1:].numel())  # the first of a window is given
+        self._tell(show.show_formats, rows, windows[:, 1:].numel())  # the first character of a window is given
         return [row.to_dict() for row in drift], rows
 
     def _boost(self) -> list[dict[str, Any]]:

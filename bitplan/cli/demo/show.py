@@ -1,16 +1,15 @@
-"""Prints the demo's results: a short table for each part, and one line of why."""
+"""Prints the demo's results: a short table for each part, and one line of explanation."""
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from bitplan.cli.demo.plan import BUDGET_PER_LAYER, EIGHT_BITS, FOUR_BITS, worst_and_best
+from bitplan.cli.demo.plan import EIGHT_BITS, FOUR_BITS, worst_and_best
 from bitplan.cli.demo.quality import BASELINE, PLAN
 from bitplan.cli.show import human_bytes, say, table
-from bitplan.plan import Plan
+from bitplan.searching.result import SearchResult
 
 MOVES_SHOWN = 8
 LAYERS_SHOWN = 3
@@ -83,20 +82,26 @@ def _best(row: Mapping[str, float], formats: Sequence[str], choose: Callable[...
     return f"{row[name]:.4f}  {name}"
 
 
-def show_plan(plan: Plan) -> None:
-    counts = Counter(choice.format for choice in plan.values())
-    budget = BUDGET_PER_LAYER * sum(entry.role not in ("norm", "embed") for entry in plan.entries.values())
+def show_plan(found: SearchResult) -> None:
+    plan, evidence = found.plan, found.evidence
     total = plan.bytes_by_role_and_format()[-1]
-    begin(f"3. Planned: {' or '.join(EIGHT_BITS)} for layers, 4 bits while their errors sum to {budget:.2g} at most")
+    begin(f"3. Searched: {found.goal}; measured on {found.reference.tokens:,} characters that were held out")
     rows = [
-        {"format": row.format, "tensors": row.tensors, "bytes": human_bytes(row.nbytes)}
-        for row in plan.bytes_by_role_and_format()
-        if row.role == "all" and row.format in counts
+        {
+            "plan": f"* {each.label}" if each is found.winner else each.label,
+            "bits/weight": f"{evidence.bits(each.nbytes):.2f}",
+            "predicted KL": f"{each.predicted:.5f}",
+            "KL, nats": f"{each.kl.mean:.5f}",
+            "perplexity": f"{each.quality.perplexity:.3f}",
+        }
+        for each in found.rivals
     ]
     table(f"{len(plan)} tensors, {human_bytes(total.nbytes)}: {total.ratio or 0:.2f} times smaller than bfloat16", rows)
-    for fmt in dict.fromkeys(choice.format for choice in plan.values() if choice.evidence):
-        name, choice = next((name, choice) for name, choice in plan.items() if choice.format == fmt)
-        say(f"such as {name}, {fmt}: {choice.reason}")
+    if found.lost:
+        say(f"the search lost: {found.winner.label} is better and within the goal, so plan.json is that")
+    costs = {name: choice.evidence["nats"] for name, choice in plan.items() if choice.evidence}
+    name = max(costs, key=lambda each: costs[each])
+    say(f"such as {name}, {plan[name].format}: {plan[name].reason}")
 
 
 def show_formats(rows: Sequence[Mapping[str, Any]], tokens: int) -> None:

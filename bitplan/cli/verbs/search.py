@@ -40,8 +40,8 @@ def search(
         str | None, typer.Option(metavar="A,B,C", help="Candidates; all that the target loads unless given.")
     ] = None,
     target: Annotated[
-        Literal["bitplan", "llama.cpp", "vllm", "mlx"],
-        typer.Option("--for", help="Only formats and groupings that this runtime loads."),
+        Literal["bitplan", "llama.cpp", "vllm", "mlx", "training"],
+        typer.Option("--for", help="Only what this runtime loads; training: what streamed blocks cross the bus in."),
     ] = "bitplan",
     keep: Annotated[
         list[str] | None, typer.Option(help=r"Leave tensors of this name or shell pattern (* ? \[ab]).")
@@ -66,7 +66,7 @@ def search(
     from bitplan.store.files.headers import check_model_source
     from bitplan.store.files.open_files import open_tensors
 
-    # Everything that can be refused is, before torch is imported and minutes are spent.
+    # Refuse all that can be refused before torch is imported and minutes are spent.
     goal = Goal(bits, None if size is None else parse_bytes(size), max_kl, faster, rows)
     names = candidates(target_of(target), None if formats is None else [name.strip() for name in formats.split(",")])
     content = read_text(text)
@@ -100,11 +100,11 @@ def search(
     if as_json:
         show_json(result.to_document())
         return
-    _show(result, out)
+    _show(result, out, is_streamed=target_of(target).streamed)
 
 
 def _prepare_folder(out: Path, force: bool) -> None:
-    """The folder is made; with --force, what an earlier search left is begun again."""
+    """Make the folder; with --force, remove what an earlier search left."""
     out.mkdir(parents=True, exist_ok=True)
     if force:
         for name in ("evidence.json", "evidence.safetensors", "statistics.safetensors"):
@@ -112,7 +112,7 @@ def _prepare_folder(out: Path, force: bool) -> None:
 
 
 def _left(out: Path, force: bool) -> str:
-    """What a search that was interrupted leaves, and how it goes on."""
+    """A sentence on what an interrupted search left, and how to go on."""
     from bitplan.searching.gather.collect import EvidenceFolder
 
     contents = EvidenceFolder(out).contents()
@@ -121,7 +121,7 @@ def _left(out: Path, force: bool) -> str:
     return f"{out} has {contents}: the same command{' without --force' if force else ''} goes on from there"
 
 
-def _show(result: SearchResult, out: Path) -> None:
+def _show(result: SearchResult, out: Path, *, is_streamed: bool) -> None:
     evidence = result.evidence
     floor = result.noise_floor.against
     rows = [
@@ -143,8 +143,16 @@ def _show(result: SearchResult, out: Path) -> None:
         f"solved to within {gap:.2g} of the best possible, {result.corrections} corrections; front.json has "
         f"{len(result.front)} sizes"
     )
+    times = result.times
+    if times is not None and result.goal.faster is not None:
+        verdict = "" if times.faster >= result.goal.faster else f", below the goal of {result.goal.faster:g}"
+        faster = f"{times.faster:.2f} times BF16's speed{verdict}"
+        say(f"a whole block at {times.rows} rows: {times.plan_us:.0f} us, {faster}")
     if result.lost:
         say(f"the search lost: {result.winner.label} is better and within the goal, so plan.json is that")
+    if is_streamed:
+        say(f"train with it: bitplan.stream_blocks(model, formats=bitplan.plan.Plan.load({str(out / 'plan.json')!r}))")
+        return
     say(
         f"apply it: bitplan quantize {evidence.model} OUT --plan {out / 'plan.json'} "
         f"--evidence {out / 'evidence.safetensors'}"

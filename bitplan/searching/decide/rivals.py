@@ -12,6 +12,7 @@ from bitplan.searching.groups import place_of
 
 WITHIN = 1.03  # of rivals in this range of bytes the one with the least predicted damage is taken, else the smallest
 MOST_UNIFORM = 2  # of those the ones with the least predicted damage
+CANNOT_WIN = 1.2  # times the least predicted damage of a uniform plan: predictions are not off by so much
 MORE_BITS = 0.9  # a heuristic gives the tensors that it favours at least so many bits more
 Kind = Literal["plan", "uniform", "heuristic"]
 
@@ -36,7 +37,8 @@ def rivals_of(evidence: SearchEvidence, nbytes: int) -> list[RivalPlan]:
     above = [rival for rival in uniform if evidence.nbytes(rival.choice) >= nbytes]
     close = [rival for rival in above if evidence.nbytes(rival.choice) <= WITHIN * nbytes]
     close.sort(key=lambda rival: evidence.predict(rival.choice))
-    found = [*(close[:MOST_UNIFORM] or above[:1])]
+    worst = CANNOT_WIN * evidence.predict(close[0].choice) if close else 0.0
+    found = [rival for rival in close[:MOST_UNIFORM] if evidence.predict(rival.choice) <= worst] or above[:1]
     for label, is_high in HEURISTICS.items():
         rival = _nearest(evidence, nbytes, _two_formats(evidence, label, is_high))
         if rival is not None:

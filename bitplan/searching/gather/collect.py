@@ -7,6 +7,7 @@ and versions; what is of another model or text is refused by name.
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
@@ -20,8 +21,9 @@ from bitplan.measure.calibration import hash_tensors
 from bitplan.searching.errors import EvidenceFileError, SearchError
 from bitplan.searching.evidence import FormatCost, SearchEvidence, TensorGroup
 from bitplan.searching.gather.damage import RoundedWeights, formats_that_hold
+from bitplan.searching.gather.passes import add_windows, steps_of
 from bitplan.searching.gather.plan_meter import PlanMeter
-from bitplan.searching.gather.statistics import STATISTICS, InputStatistics, gather_statistics
+from bitplan.searching.gather.statistics import STATISTICS, InputStatistics
 from bitplan.searching.gather.subject import SearchSubject
 from bitplan.searching.gather.timing import time_groups
 from bitplan.searching.groups import group_tensors, place_of
@@ -52,12 +54,6 @@ class EvidenceFolder:
             return InputStatistics()
         return InputStatistics.load(self.folder, fingerprint)
 
-    def save_statistics(
-        self, statistics: InputStatistics, fingerprint: Mapping[str, str], digests: Mapping[str, str]
-    ) -> None:
-        if self.folder is not None:
-            statistics.save(self.folder, fingerprint, digests)
-
     def evidence(self) -> SearchEvidence | None:
         if self.folder is None or not (self.folder / EVIDENCE).exists():
             return None
@@ -87,7 +83,7 @@ def fingerprint_of_search(
     return {
         "weights": subject.fingerprint(),
         "text": hash_tensors([*windows, *checks]),
-        "grouping": "fused" if subject.fused else "single",
+        "grouping": "streamed" if subject.target.streamed else "fused" if subject.fused else "single",
         "bitplan": __version__,
         "torch": torch.__version__.partition("+")[0],
     }
@@ -117,16 +113,10 @@ def collect_evidence(
     before = kept.evidence()
     if before is not None:
         require_same(before, fingerprint, str(folder))
-    statistics = kept.statistics(fingerprint)
-    if statistics.windows < len(windows):
-        digests = {} if folder is None else subject.digests()
-        with stage("statistics", len(windows) - statistics.windows) as advance:
-            try:
-                gather_statistics(subject, windows, into=statistics, on_window=lambda n: advance(n, "windows"))
-            finally:  # also when it is interrupted: the windows so far are good
-                kept.save_statistics(statistics, fingerprint, digests)
+    rounded = RoundedWeights(subject, kept.statistics(fingerprint))
+    if rounded.statistics.windows < len(windows):
+        rounded.statistics = _gather(rounded, windows, fingerprint, folder, stage)
     evidence = _begin(subject, fingerprint, before, windows, checks)
-    rounded = RoundedWeights(subject, statistics)
     meter = PlanMeter(rounded, checks, unscored=unscored)
     wanted = groups_with_formats(subject, formats)
     missing = {
@@ -158,6 +148,25 @@ def collect_evidence(
     kept.save(evidence)
     evidence.groups = {name: _only(evidence.groups[name], wanted[name]) for name in wanted}
     return evidence, meter
+
+
+def _gather(
+    rounded: RoundedWeights,
+    windows: Sequence[Tensor],
+    fingerprint: Mapping[str, str],
+    folder: Path | None,
+    stage: Stage,
+) -> InputStatistics:
+    """Statistics of all windows, saved after every few of them."""
+    subject, statistics, place = rounded.subject, rounded.statistics, folder or rounded.scratch
+    digests = subject.digests()
+    with stage("statistics", steps_of(subject, len(windows), statistics.windows)) as advance:
+        while statistics.windows < len(windows):
+            with tempfile.TemporaryDirectory(dir=place, prefix=".sums-") as scratch:
+                add_windows(subject, windows, statistics, Path(scratch), lambda n: advance(n, "blocks"))
+                statistics.save(place, fingerprint, digests)
+            statistics = InputStatistics.load(place, fingerprint)
+    return statistics
 
 
 def _unchecked_parts(evidence: SearchEvidence, names: Iterable[str]) -> dict[str, list[str]]:
@@ -195,8 +204,13 @@ def check_group(evidence: SearchEvidence, name: str, meter: PlanMeter, fmt: str)
 
 
 def nearest_format(group: TensorGroup, bits: float) -> str:
-    """The format of a group whose size is nearest to some bits a weight; of equals the first."""
-    return min(group.formats, key=lambda fmt: abs(8 * group.formats[fmt].nbytes / group.numbers - bits))
+    """The format of a group whose size is nearest to some bits a weight; of equals the one that plans will have."""
+
+    def distance(fmt: str) -> tuple[float, float]:
+        cost = group.formats[fmt]
+        return abs(8 * cost.nbytes / group.numbers - bits), cost.predicted
+
+    return min(group.formats, key=distance)
 
 
 def require_same(evidence: SearchEvidence, fingerprint: Mapping[str, str], where: str) -> None:
@@ -232,7 +246,7 @@ def _begin(
         text,
         subject.stays,
         groups,
-        subject.stored_bytes,
+        subject.stored.nbytes,
         together,
         complete=False,
     )

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+import shutil
+import tempfile
+import weakref
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -15,9 +18,11 @@ from bitplan.plan.names import natural_order
 from bitplan.searching.gather.statistics import COUNTS, GRADIENT, INPUTS, LOOKUP, InputStatistics
 from bitplan.searching.gather.subject import SearchSubject, WeightSite
 from bitplan.searching.groups import group_name, place_of
+from bitplan.store.files.open_files import open_tensors, write_tensors
+from bitplan.store.files.tensor_file import Promise
 from bitplan.store.rounding.round_weight import round_weight
 
-CACHE_BYTES = 4 * 2**30
+WEIGHT = "weight"
 SAMPLED_ROWS, SAMPLED_SHARE = 128, 32  # at least so many rows of a weight are rounded to predict, or one in so many
 QUICK_FORMATS = ("q4_0_gguf", "nvfp4", "int8_row")  # the last holds rows of any length
 UNSEEN = 0.5  # how often a token that the text did not have counts as seen
@@ -25,44 +30,44 @@ UNSEEN = 0.5  # how often a token that the text did not have counts as seen
 
 @dataclass
 class RoundedWeights:
-    """Weights in formats, each rounded once; what does not fit into `budget` bytes is rounded again when asked for."""
+    """Weights in formats, each rounded once; they lie in files of a scratch folder, which goes with this object."""
 
     subject: SearchSubject
     statistics: InputStatistics
-    budget: int = CACHE_BYTES
-    _kept: OrderedDict[tuple[str, str], Encoded] = field(default_factory=OrderedDict, repr=False)
-    _bytes: int = 0
+    scratch: Path = field(default_factory=lambda: Path(tempfile.mkdtemp(prefix="bitplan-search-")))
+    _files: dict[tuple[str, str], Path] = field(default_factory=dict, repr=False)
     _quick: dict[str, Tensor] = field(default_factory=dict, repr=False)
     _gains: dict[tuple[str, str], float] = field(default_factory=dict, repr=False)
 
+    def __post_init__(self) -> None:
+        weakref.finalize(self, shutil.rmtree, self.scratch, ignore_errors=True)
+
     def encoded(self, name: str, fmt: str) -> Encoded:
-        key = name, fmt
-        if key in self._kept:
-            self._kept.move_to_end(key)
-            return self._kept[key]
         site = self.subject.sites[name]
-        self._kept[key] = made = self._round(site, fmt)
-        self._bytes += get_format(fmt).nbytes(site.shape)
-        while self._bytes > self.budget and len(self._kept) > 1:
-            (old, old_format), _ = self._kept.popitem(last=False)
-            self._bytes -= get_format(old_format).nbytes(self.subject.sites[old].shape)
+        path = self._files.get((name, fmt))
+        if path is not None:
+            with open_tensors(path) as file:
+                found = file.read(WEIGHT)
+            assert isinstance(found, Encoded)
+            return found.to(self.subject.device)
+        made = self._round(site, fmt)
+        path = self.scratch / f"{len(self._files)}.safetensors"
+        with write_tensors(path, [Promise(WEIGHT, site.shape, get_format(fmt))]) as writer:
+            writer.write(WEIGHT, made.to("cpu"))
+        self._files[name, fmt] = path
         return made
 
     def decoded(self, name: str, fmt: str) -> Tensor:
         return decode(self.encoded(name, fmt), torch.float32)
 
-    def weights(self, tensors: Mapping[str, str]) -> dict[str, Tensor]:
-        """Tensors with their formats -> the numbers a runtime would compute with."""
-        return {name: self.decoded(name, fmt) for name, fmt in tensors.items()}
-
     def predicted(self, name: str, fmt: str) -> float:
         """Nats a token that the format costs this weight alone.
 
         Rows are rounded independently, so some rows say how many times worse the format is than a quick one that all
-        rows were rounded to. What compensated rounding gains over that is taken from two layers of each projection.
+        rows were rounded to. What compensated rounding gains over that is taken from one layer of each projection.
         """
         site = self.subject.sites[name]
-        weight = site.parameter.detach().float()
+        weight = self.subject.weight(site.name)
         if get_format(fmt).is_cast:
             change = weight - decode(encode(weight, fmt, name=name), torch.float32)
             return float(damage_of_rows(site, change, self.statistics).sum())
@@ -72,25 +77,22 @@ class RoundedWeights:
         return whole * self._gain(_projection(name), fmt)
 
     def _gain(self, projection: str, fmt: str) -> float:
-        """What is left of the damage of plain rounding after compensated rounding, on some rows of two layers."""
+        """What is left of the damage of plain rounding after compensated rounding, on some rows of a layer."""
         key = projection, fmt
         if key not in self._gains:
             names = natural_order(name for name in self.subject.sites if _projection(name) == projection)
-            names = list(dict.fromkeys((names[len(names) // 3], names[2 * len(names) // 3])))
-            plain = after = 0.0
-            for name in names:
-                site = self.subject.sites[name]
-                weight = site.parameter.detach().float()
-                rows = _sampled_rows(weight)
-                change = weight[rows] - decode(self._round(site, fmt, rows), torch.float32)
-                after += float(damage_of_rows(site, change, self.statistics, rows).sum())
-                plain += self._plain_damage(site, fmt)
+            site = self.subject.sites[names[len(names) // 2]]
+            weight = self.subject.weight(site.name)
+            rows = _sampled_rows(weight)
+            change = weight[rows] - decode(self._round(site, fmt, rows), torch.float32)
+            after = float(damage_of_rows(site, change, self.statistics, rows).sum())
+            plain = self._plain_damage(site, fmt)
             self._gains[key] = after / plain if plain > 0 else 1.0
         return self._gains[key]
 
     def _plain_damage(self, site: WeightSite, fmt: str) -> float:
         """The damage of plain rounding on some rows."""
-        weight = site.parameter.detach().float()
+        weight = self.subject.weight(site.name)
         rows = _sampled_rows(weight)
         change = weight[rows] - decode(encode(weight[rows], fmt, name=site.name), torch.float32)
         return float(damage_of_rows(site, change, self.statistics, rows).sum())
@@ -104,7 +106,9 @@ class RoundedWeights:
         return self._quick[site.name]
 
     def _round(self, site: WeightSite, fmt: str, rows: Tensor | None = None) -> Encoded:
-        weight = site.parameter.detach().float()
+        weight = self.subject.weight(site.name)
+        if self.subject.target.streamed:  # as a stream encodes weights that change in every step
+            return encode(weight if rows is None else weight[rows], fmt, name=site.name)
         return round_weight(
             weight if rows is None else weight[rows],
             fmt,

@@ -5,19 +5,22 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from bitplan.measure.quality.estimates import Estimate, clustered_mean
-from bitplan.measure.quality.noise_floor import round_activations, shared_twin
+from bitplan.measure.quality.noise_floor import round_activations
 from bitplan.measure.quality.perplexity import CachedLogits, Quality, measure_perplexity
 from bitplan.searching.decide.rivals import Kind, RivalPlan
 from bitplan.searching.evidence import SearchEvidence
+from bitplan.searching.gather.blocks import Replaced, TokenStates, equal_lengths
 from bitplan.searching.gather.damage import RoundedWeights
 
 CACHED_LOGITS_BYTES = 4 * 2**30
+BATCH = 4  # windows in one call of a block
 OnWindows = Callable[[int], None]
 
 
@@ -68,19 +71,18 @@ def summary_of(quality: Quality) -> dict[str, Any]:
 class PlanMeter:
     """A reference, windows of text, and weights in formats: the distance of any plan."""
 
-    def __init__(
-        self, rounded: RoundedWeights, windows: Sequence[Tensor], *, unscored: int = 1, batch: int = 4
-    ) -> None:
+    def __init__(self, rounded: RoundedWeights, windows: Sequence[Tensor], *, unscored: int = 1) -> None:
         self.rounded, self.windows = rounded, windows
-        self._unscored, self._batch = max(1, unscored), batch
-        self._cached = CachedLogits(rounded.subject.logits, CACHED_LOGITS_BYTES)
+        self._unscored = max(1, unscored)
+        self._cached = CachedLogits(self._model_itself, CACHED_LOGITS_BYTES)
+        self._runner = rounded.subject.runner
 
     def reference(self, on_windows: OnWindows | None = None) -> Quality:
         """The model itself; its logits are remembered."""
         return measure_perplexity(
             self._cached,
             self.windows,
-            batch=self._batch,
+            batch=1,
             unscored=self._unscored,
             name=self.rounded.subject.where,
             on_windows=on_windows,
@@ -88,19 +90,26 @@ class PlanMeter:
 
     def noise_floor(self, on_windows: OnWindows | None = None) -> Quality:
         """The model against itself with its activations rounded to bfloat16."""
-        subject = self.rounded.subject
-        twin = shared_twin(subject.model)
-        heads = [twin.get_output_embeddings()] if hasattr(twin, "get_output_embeddings") else []  # type: ignore[operator]
-        round_activations(twin, torch.bfloat16, keep=[head for head in heads if head is not None])
-        return self._measure("noise floor", lambda ids: subject.logits_of(twin, ids), on_windows)
+        self.reference()  # is remembered before the model is changed
+        model = self._runner.model
+        heads = [model.get_output_embeddings()] if hasattr(model, "get_output_embeddings") else []  # type: ignore[operator]
+        handles = round_activations(model, torch.bfloat16, keep=[head for head in heads if head is not None])
+        try:
+            return self._measure("noise floor", None, on_windows)
+        finally:
+            for handle in handles:
+                handle.remove()
 
     def measure(
         self, evidence: SearchEvidence, choice: Mapping[str, str], label: str, on_windows: OnWindows | None = None
     ) -> Quality:
         """The model with groups in formats; groups that `choice` does not name stay as they are."""
-        tensors = {name: fmt for group, fmt in choice.items() for name in evidence.groups[group].tensors}
-        weights = self.rounded.weights(tensors)
-        return self._measure(label, lambda ids: self.rounded.subject.logits(ids, weights), on_windows)
+        formats = {name: fmt for group, fmt in choice.items() for name in evidence.groups[group].tensors}
+
+        def weight(name: str) -> Tensor | None:
+            return self.rounded.decoded(name, formats[name]) if name in formats else None
+
+        return self._measure(label, self.rounded.subject.replaced_by(weight), on_windows)
 
     def kl(self, evidence: SearchEvidence, choice: Mapping[str, str], label: str) -> float:
         quality = self.measure(evidence, choice, label)
@@ -118,16 +127,40 @@ class PlanMeter:
             quality,
         )
 
-    def _measure(self, label: str, model: Callable[[Tensor], Tensor], on_windows: OnWindows | None = None) -> Quality:
-        return measure_perplexity(
-            model,
-            self.windows,
-            reference=self._cached,
-            batch=self._batch,
-            unscored=self._unscored,
-            name=label,
-            on_windows=on_windows,
-        )
+    def _measure(self, label: str, replaced: Replaced | None, on_windows: OnWindows | None = None) -> Quality:
+        logits = self._logits_of(replaced)
+        with self._runner.outside(replaced):
+            return measure_perplexity(
+                logits,
+                self.windows,
+                reference=self._cached,
+                batch=1,
+                unscored=self._unscored,
+                name=label,
+                on_windows=on_windows,
+            )
+
+    def _logits_of(self, replaced: Replaced | None) -> Callable[[Tensor], Tensor]:
+        """The blocks are run now, for all windows; norm and head when a window is asked for."""
+        states: dict[bytes, TokenStates] = {}
+        for each in self._runner.through_blocks(equal_lengths(self.windows, BATCH), replaced):
+            for row, ids in enumerate(each.ids):
+                hidden = None if each.hidden is None else each.hidden[row : row + 1]
+                states[_key(ids)] = TokenStates(ids[None], hidden)
+        return lambda ids: self._runner.leave(states[_key(ids[0])])
+
+    @cached_property
+    def _reference_logits(self) -> Callable[[Tensor], Tensor]:
+        return self._logits_of(None)
+
+    def _model_itself(self, ids: Tensor) -> Tensor:
+        logits = self._reference_logits
+        with self._runner.outside():
+            return torch.cat([logits(window[None]) for window in ids])
+
+
+def _key(window: Tensor) -> bytes:
+    return window.numpy(force=True).tobytes()
 
 
 def paired_difference(first: MeasuredPlan, second: MeasuredPlan) -> Estimate:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -14,9 +14,11 @@ from bitplan.measure.calibration import hash_tensors
 from bitplan.plan import shipped_manifest
 from bitplan.plan.choose import Stored, choose_formats
 from bitplan.plan.plan import Plan
-from bitplan.runtime.causal_lm import CausalLM, logits_of
+from bitplan.runtime.packed.read_packed import device_of
 from bitplan.searching.errors import SearchError
 from bitplan.searching.evidence import StayingTensor
+from bitplan.searching.gather.blocks import BlockRunner, Replaced
+from bitplan.searching.targets import TARGETS, Target
 from bitplan.store.files.open_files import open_tensors
 from bitplan.store.models.morph import places_of
 from bitplan.store.rounding.evidence import weight_digest
@@ -31,95 +33,114 @@ class WeightSite:
     """A weight, and the layers that use it: several where it is tied."""
 
     name: str
-    parameter: nn.Parameter
+    shape: tuple[int, ...]
     linears: tuple[nn.Module, ...]
     embeddings: tuple[nn.Module, ...]
     role: str
 
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return tuple(self.parameter.shape)
-
 
 @dataclass
 class SearchSubject:
-    """A model in eval mode; `names` maps the names of the file to those of its parameters."""
+    """A model in eval mode, run block by block; `names` maps the names of the file to those of its parameters."""
 
-    model: nn.Module
+    runner: BlockRunner
     where: str
     sites: dict[str, WeightSite]
     stays: dict[str, StayingTensor]
     names: Mapping[str, str]
-    stored_bytes: int
+    stored: Plan  # every tensor as it is
     path: Path | None = None  # the file or folder that the model came from
-    fused: bool = True
+    target: Target = TARGETS["bitplan"]
+    streamed_numbers: int | None = None  # weights in blocks, where only they count
+
+    @property
+    def model(self) -> nn.Module:
+        return self.runner.model
 
     @property
     def device(self) -> torch.device:
-        return next(self.model.parameters()).device
+        return self.runner.device
 
     @property
     def numbers(self) -> int:
+        if self.streamed_numbers is not None:
+            return self.streamed_numbers
         return sum(parameter.numel() for parameter in self.model.parameters())
+
+    @property
+    def fused(self) -> bool:
+        return self.target.fused
+
+    def aim_at(self, target: Target) -> None:
+        """Leave to a runtime what it packs: no embeddings, or nothing but blocks."""
+        self.target = target
+        if target.streamed:
+            self._keep_blocks()
+        elif not target.embeddings:
+            for name in [name for name, site in self.sites.items() if site.embeddings]:
+                site = self.sites.pop(name)
+                reason = f"an embedding: {target.name} packs linear layers alone"
+                self.stays[name] = _staying(self.stored, name, site.role, reason)
+        if not self.sites:
+            raise SearchError(f"{self.where}: no tensor is left that {target.name} packs; check --keep and --only")
+
+    def _keep_blocks(self) -> None:
+        """What is streamed: the rest never crosses to the device."""
+        if not self.runner.blocks:
+            raise SearchError(f"{self.where}: no list of blocks was found to stream; search without --for training")
+        names = {name for name in (*self.sites, *self.stays) if self.runner.is_in_block(self.names.get(name, ""))}
+        self.sites = {name: site for name, site in self.sites.items() if name in names}
+        self.stays = {name: each for name, each in self.stays.items() if name in names}
+        self.stored = Plan({name: entry for name, entry in self.stored.entries.items() if name in names})
+        self.streamed_numbers = sum(math.prod(entry.shape or ()) for entry in self.stored.entries.values())
+
+    def weight(self, name: str) -> Tensor:
+        """A weight by the file's name, in float32 on the device."""
+        return self.runner.read(self.names[name]).detach().to(self.device).float()
+
+    def replaced_by(self, weights: Callable[[str], Tensor | None]) -> Replaced:
+        """What the runner takes, of numbers by the file's names."""
+        ours = {self.names[name]: name for name in self.sites}
+        return lambda name: weights(ours[name]) if name in ours else None
 
     def logits(self, ids: Tensor, weights: Mapping[str, Tensor] | None = None) -> Tensor:
         """Logits [windows, length, vocabulary], with some weights replaced."""
-        ids = ids.to(self.device)
-        if not weights:
-            return self.logits_of(self.model, ids)
-        replaced = {self.names[name]: tensor.to(self.device) for name, tensor in weights.items()}
-        caller = _Caller(self.model, self.logits_of)
-        named = {f"model.{name}": each for name, each in replaced.items()}
-        logits: Tensor = torch.func.functional_call(caller, named, (ids,))
-        return logits
-
-    def logits_of(self, model: nn.Module, ids: Tensor) -> Tensor:
-        """The logits of this model or of a twin of it."""
-        ids = ids.to(self.device)
-        if hasattr(model, "config") and hasattr(model, "get_output_embeddings"):
-            return logits_of(model, ids)
-        output: Any = model(ids)
-        logits: Tensor = output if isinstance(output, Tensor) else output.logits
-        return logits
+        replaced = None if not weights else self.replaced_by(weights.get)
+        (states,) = self.runner.through_blocks([ids], replaced)
+        with torch.no_grad(), self.runner.outside(replaced):
+            return self.runner.leave(states)
 
     def fingerprint(self) -> str:
         """A hash of all weights."""
-        return hash_tensors(parameter for _, parameter in sorted(self.model.named_parameters()))
+        return hash_tensors(self.runner.read(name).detach() for name, _ in sorted(self.model.named_parameters()))
 
     def digests(self) -> dict[str, str]:
         """A digest of each weight that may be quantized, of its file if there is one: loading may move rows."""
         if self.path is None:
-            return {name: weight_digest(site.parameter) for name, site in self.sites.items()}
+            return {name: weight_digest(self.weight(name)) for name in self.sites}
         with open_tensors(self.path) as file:
             return {name: weight_digest(file.read_float(name)) for name in self.sites}
 
 
-class _Caller(nn.Module):
-    """functional_call calls a module: this one calls the model as the subject does."""
-
-    def __init__(self, model: nn.Module, call: Any) -> None:
-        super().__init__()
-        self.model = model
-        self._call = call
-
-    def forward(self, ids: Tensor) -> Tensor:
-        logits: Tensor = self._call(self.model, ids)
-        return logits
-
-
 def subject_of(
-    source: CausalLM | nn.Module,
+    model: nn.Module,
     *,
     path: str | Path | None = None,
+    read: Callable[[str], Tensor] | None = None,
     keep: Sequence[str] = (),
     only: Sequence[str] = (),
+    device: torch.device | str | None = None,
 ) -> SearchSubject:
     """The weights of a model that may get another format, and those that stay, with the reasons.
 
-    path   the file or folder that the model came from; names and stored types are then the file's
+    path     the file or folder that the model came from; names and stored types are then the file's
+    read     gives the numbers of a parameter by its name; without it they are the model's own
+    device   where to compute; without it, where the model is
     """
-    model = source.model if isinstance(source, CausalLM) else source
     model.eval()
+    place = device_of(device) if device is not None else _device_of(model)
+    runner = BlockRunner(model, model.get_parameter if read is None else read, place)
+    runner.check_order(torch.zeros(1, 4, dtype=torch.int64))
     if path is None:
         tensors = {name: _of_parameter(parameter) for name, parameter in model.named_parameters()}
         names, where = {name: name for name in tensors}, type(model).__name__
@@ -131,7 +152,13 @@ def subject_of(
     sites, stays = _split(model, plan, names, stored)
     if not sites:
         raise SearchError(f"{where}: no linear layer or embedding is left to search; check --keep and --only")
-    return SearchSubject(model, where, sites, stays, names, stored.nbytes, None if path is None else Path(path))
+    return SearchSubject(runner, where, sites, stays, names, stored, None if path is None else Path(path))
+
+
+def _device_of(model: nn.Module) -> torch.device:
+    """Where the model is; what lies on disk is computed on the CPU."""
+    place = next(model.parameters()).device
+    return torch.device("cpu") if place.type == "meta" else place
 
 
 def _of_parameter(parameter: nn.Parameter) -> Stored:
@@ -173,11 +200,15 @@ def _split(
         if entry.stored is None and parameter is not None and (linears or embeddings):
             if id(parameter) not in seen:
                 seen[id(parameter)] = name
-                sites[name] = WeightSite(name, parameter, linears, embeddings, entry.role)
+                sites[name] = WeightSite(name, tuple(parameter.shape), linears, embeddings, entry.role)
                 continue
             reason = f"tied to {seen[id(parameter)]}"
         elif entry.stored is None:
             reason = UNKNOWN_LAYER
-        here = stored.entries[name]
-        stays[name] = StayingTensor(here.choice.format, here.shape or (), entry.role, here.stored, here.nbytes, reason)
+        stays[name] = _staying(stored, name, entry.role, reason)
     return sites, stays
+
+
+def _staying(stored: Plan, name: str, role: str, reason: str) -> StayingTensor:
+    here = stored.entries[name]
+    return StayingTensor(here.choice.format, here.shape or (), role, here.stored, here.nbytes, reason)

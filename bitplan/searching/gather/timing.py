@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+import copy
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,7 +14,9 @@ from torch.nn.functional import linear
 from bitplan.formats import get_format
 from bitplan.kernels import encode
 from bitplan.measure.speed.paired_timing import OK, Arm, stopwatch_of, time_in_turns
+from bitplan.runtime.packed.apply import apply_plan
 from bitplan.runtime.packed.quant_linear import QuantLinear
+from bitplan.searching.errors import SearchError
 from bitplan.searching.evidence import SearchEvidence
 from bitplan.searching.gather.subject import SearchSubject
 
@@ -42,7 +46,7 @@ def time_groups(
             known = by_shape.setdefault(site.shape, {})
             missing = [fmt for fmt in wanted if fmt not in known]
             if missing or REFERENCE not in known:
-                known |= _time_shape(site.parameter.detach(), missing, rows)
+                known |= _time_shape(subject.weight(site.name), missing, rows)
         group.reference_us = {**group.reference_us, rows: sum(by_shape[site.shape][REFERENCE] for site in sites)}
         for fmt in wanted:
             times = [by_shape[site.shape].get(fmt) for site in sites]
@@ -84,3 +88,64 @@ def _packed_arm(weight: Tensor, fmt: str, x: Tensor) -> Arm:
         return lambda: layer(x)
 
     return build
+
+
+@dataclass(frozen=True)
+class BlockTimes:
+    """A whole block, norms and attention included, in BF16 and by a plan; microseconds at `rows` rows."""
+
+    rows: int
+    block: int
+    reference_us: float
+    plan_us: float
+
+    @property
+    def faster(self) -> float:
+        """How many times BF16's speed."""
+        return self.reference_us / self.plan_us
+
+    def to_dict(self) -> dict[str, float]:
+        return {**asdict(self), "faster": self.faster}
+
+
+def time_block(subject: SearchSubject, formats: Mapping[str, str], rows: int) -> BlockTimes | None:
+    """The middle block by a plan, in turns with itself in BF16; None where the model has no list of blocks.
+
+    A sum over single layers leaves out what lies between them, so a speed goal is confirmed here.
+    """
+    runner = subject.runner
+    if not runner.blocks:
+        return None
+    index = len(runner.blocks) // 2
+    with torch.no_grad():
+        with runner.outside():
+            states = runner.enter(torch.zeros(1, rows, dtype=torch.int64))
+        call = states.calls[index]
+        given = _in_bf16((states.hidden, call.args, dict(call.kwargs)))
+        with runner.block_weights(index):
+            plain = copy.deepcopy(runner.blocks[index]).to(torch.bfloat16)
+            packed = copy.deepcopy(plain)
+        local = {runner.name_in_block(index, subject.names[name]): fmt for name, fmt in formats.items()}
+        apply_plan(packed, {name: fmt for name, fmt in local.items() if name}, match="common")
+        hidden, args, kwargs = given
+        arms: dict[str, Arm] = {
+            REFERENCE: lambda: lambda: plain(hidden, *args, **kwargs),
+            "plan": lambda: lambda: packed(hidden, *args, **kwargs),
+        }
+        timed = time_in_turns(arms, stopwatch_of(runner.device), turns=2 * TURNS, warmup=WARMUP)
+    best = {name: 1000 * min(each.samples_ms) for name, each in timed.items() if each.status == OK}
+    if len(best) < len(arms):
+        failed = next(name for name in arms if name not in best)
+        raise SearchError(f"{subject.where}: block {index} cannot be timed: {failed} does not run at {rows} rows")
+    return BlockTimes(rows, index, best[REFERENCE], best["plan"])
+
+
+def _in_bf16(value: Any) -> Any:
+    """Floats in tensors, tuples, lists and mappings."""
+    if isinstance(value, Tensor):
+        return value.to(torch.bfloat16) if value.is_floating_point() else value
+    if isinstance(value, dict):
+        return {key: _in_bf16(each) for key, each in value.items()}
+    if type(value) in (tuple, list):
+        return type(value)(_in_bf16(each) for each in value)
+    return value

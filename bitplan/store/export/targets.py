@@ -21,6 +21,24 @@ from bitplan.plan.choose import Wanted
 TARGETS = {
     "gguf": "bitplan.store.export.gguf",
     "compressed-tensors": "bitplan.store.export.compressed_tensors",
+    "mlx": "bitplan.store.export.mlx",
+    "torchao": "bitplan.store.export.torchao",
+    "hf": "bitplan.store.export.hf",
+}
+# Formats of ours that an engine's files hold, for those who must know before torch is there.
+FORMATS = {
+    "gguf": (
+        *("q2_k_gguf", "q3_k_gguf", "q4_k_gguf", "q5_k_gguf", "q6_k_gguf", "iq4_nl_gguf", "mxfp4", "mxfp4_gguf"),
+        *("q4_0_gguf", "q4_1_gguf", "q5_0_gguf", "q5_1_gguf", "q8_0_gguf"),
+    ),
+    "compressed-tensors": (
+        *("int4_g32", "int4_g64", "int4_g128", "int8_row", "int8_g64", "int8_g128"),
+        *("fp8_e4m3_row", "fp8_e4m3_b128", "mxfp8_e4m3", "mxfp4", "nvfp4"),
+    ),
+    "mlx": (
+        *("int4_g32", "int4_g64", "int4_g128", "int8_g64", "int8_g128"),
+        *("q4_0_gguf", "q4_1_gguf", "q8_0_gguf", "mxfp4", "mxfp8_e4m3"),
+    ),
 }
 OnBytes = Callable[[int, str], None]
 
@@ -31,7 +49,7 @@ class ExportRequest:
 
     formats      a format for all weights, or a plan or manifest over the source's names
     keep, only   names or shell patterns of tensors that stay, or that alone change
-    importance   a file of llama-imatrix: the mean square of every layer's inputs, which weighs the search of scales
+    evidence     statistics of the inputs, evidence.safetensors or imatrix.gguf: the same bytes, better numbers
     pretokenizer GGUF's name of how the tokenizer splits text, where its rules are none that are known
     part_bytes   GGUF: split into files of at most so many bytes of tensors
     """
@@ -43,7 +61,7 @@ class ExportRequest:
     only: Sequence[str] = ()
     scale_rule: ScaleRule | None = None
     nonfinite: NonFinite = "error"
-    importance: Path | None = None
+    evidence: Path | None = None
     pretokenizer: str | None = None
     part_bytes: int | None = None
     force: bool = False

@@ -29,8 +29,10 @@ GGUF_FORMATS = {
 } | {layout.ggml_type: name for name, layout in LAYOUTS.items()}
 # The formats GGUF can hold; mxfp4 is repacked into GGUF's byte order, value for value.
 GGUF_TYPES = {ours: theirs for theirs, ours in GGUF_FORMATS.items()} | {"mxfp4": "MXFP4", "float32": "F32"}
-_NEAREST = dict.fromkeys(("int8", "int8_row", "int8_g128", "fp8_e4m3", "fp8_e4m3_row", "fp8_e4m3_b128"), "q8_0_gguf")
-_NEAREST |= {"int4_g32": "q4_0_gguf", "q4_0_poly": "q4_0_gguf", "nvfp4": "mxfp4_gguf", "fp4_u8_g128": "mxfp4_gguf"}
+_EIGHT_BITS = ("int8", "int8_row", "int8_g128", "int8_g64", "fp8_e4m3", "fp8_e4m3_row", "fp8_e4m3_b128")
+_NEAREST = dict.fromkeys(_EIGHT_BITS, "q8_0_gguf")
+_NEAREST |= dict.fromkeys(("int4_g32", "int4_g64", "int4_g128", "q4_0_poly"), "q4_0_gguf")
+_NEAREST |= {"nvfp4": "mxfp4_gguf", "fp4_u8_g128": "mxfp4_gguf"}
 _PLAIN_TYPES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16", "float64": "F64"}
 _PLAIN_TYPES |= {f"int{bits}": f"I{bits}" for bits in (8, 16, 32, 64)}
 DEQUANTIZE_NUMBERS = 2**20

@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING
 
 from bitplan.errors import FormatError, MeasureError
 from bitplan.formats import get_format
-from bitplan.formats.gguf.layouts import SMALLER_BLOCKS
-from bitplan.plan.choose import Stored, Wanted, choose_formats
+from bitplan.plan.choose import GGUF_SUBSTITUTES, Stored, Substitutes, Wanted, choose_formats
 from bitplan.plan.names import ShellPatterns
 from bitplan.plan.plan import Choice, Plan, Planned
 from bitplan.store.files.open_files import container_for
@@ -42,16 +41,29 @@ def plan_for_file(
     only: Sequence[str] = (),
     pad: bool = False,
     output: str | Path | None = None,
-    how_to_fill: str = "--pad zero",
+    substitutes: Substitutes | None = None,
+    how_to_fill: str | None = "--pad zero",
 ) -> Plan:
-    """What `choose_formats` decides for a file, to be written as `output`; rows that no format holds are refused."""
+    """What `choose_formats` decides for a file, to be written as `output`; rows that no format holds are refused.
+
+    substitutes   what an engine holds in place of a format that does not fit
+    """
     ShellPatterns((*keep, *only)).check(file.specs, str(file.path))  # a tied name is decided by the one it shares
     gguf = output is not None and is_gguf(output)
     tensors = {name: _stored(file.spec(name)) for name in (*file.specs, *file.tied)}
-    plan = choose_formats(tensors, formats, keep=keep, only=only, pad=pad, gguf=gguf, where=str(file.path))
+    plan = choose_formats(
+        tensors,
+        formats,
+        keep=keep,
+        only=only,
+        pad=pad,
+        gguf=gguf,
+        substitutes=substitutes,
+        where=str(file.path),
+    )
     if gguf:
         plan = _wide_norms(plan)
-    _check_rows(file, plan, how_to_fill)
+    _check_rows(file, plan, how_to_fill, substitutes or GGUF_SUBSTITUTES)
     return plan
 
 
@@ -66,10 +78,10 @@ def _wide_norms(plan: Plan) -> Plan:
     return Plan(changed, padding=plan.padding)
 
 
-def _check_rows(file: TensorFile, plan: Plan, how_to_fill: str) -> None:
+def _check_rows(file: TensorFile, plan: Plan, how_to_fill: str | None, substitutes: Substitutes) -> None:
     """Rows that are not whole blocks of their format are refused, where the plan does not fill them.
 
-    how_to_fill   what to do so that they are filled, for the message
+    how_to_fill   what to do so that they are filled, for the message; None where nothing fills them
     """
     if plan.pad is not None:
         return
@@ -84,11 +96,15 @@ def _check_rows(file: TensorFile, plan: Plan, how_to_fill: str) -> None:
     if faults:
         name, fmt, cols, shape = faults[0]
         more = f" (nor {counted(len(faults) - 1, 'other tensor')})" if len(faults) > 1 else ""
-        smaller = SMALLER_BLOCKS.get(fmt.name)
-        instead = f", {smaller} holds it" if smaller is not None and cols % 32 == 0 else ""
+        nearest = (each for each in substitutes.of(fmt.name) if get_format(each).padded_cols(cols) == cols)
+        ways = [
+            *([f"{how_to_fill} fills the last block"] if how_to_fill else []),
+            f"--keep {name!r} leaves the tensor as it is",
+            *(f"{each} holds it" for each in list(nearest)[:1]),
+        ]
         raise FormatError(
             f"{file.path}: {name}: {fmt.name} has blocks of {fmt.block.cols}, and {cols} of shape {shape} is not a "
-            f"multiple{more}; {how_to_fill} fills the last block, --keep {name!r} leaves the tensor as it is{instead}"
+            f"multiple{more}; {', '.join(ways)}"
         )
 
 

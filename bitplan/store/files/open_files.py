@@ -4,6 +4,7 @@
 |---|---|---|
 | safetensors | one file, an index of shards, or their folder | Encoded where bitplan packed it, else a plain tensor |
 | gguf | llama.cpp's container | Encoded in formats of ours (most types); plain for F32 and integers; else decoded |
+| the scheme's | a folder that GPTQ, AWQ, ... quantized | Encoded where bitplan has the format, else decoded |
 | poly json | poly's network file | Encoded, or float32 from files of the original |
 """
 
@@ -16,8 +17,9 @@ from typing import Any
 
 from bitplan.errors import FileFormatError, StoreError
 from bitplan.store.files.gguf_tensors import GGUF
-from bitplan.store.files.poly_tensors import PolyJson
-from bitplan.store.files.safetensors_tensors import Safetensors
+from bitplan.store.files.poly.container import PolyJson
+from bitplan.store.files.safetensors_tensors import NativeTensors, Safetensors
+from bitplan.store.files.schemes.tensors import SchemeTensors, scheme_of
 from bitplan.store.files.tensor_file import Container, Promise, TensorFile, Writer
 
 HEAD_BYTES = 16
@@ -59,7 +61,8 @@ def open_tensors(path: str | Path) -> TensorFile:
             head = file.read(HEAD_BYTES)
         if not head:
             raise FileFormatError(f"{source}: the file is empty")
-    return next(each for each in reversed(CONTAINERS) if each.recognises(source, head)).file_type(source)
+    found = next(each for each in reversed(CONTAINERS) if each.recognises(source, head)).file_type
+    return SchemeTensors(source) if found is NativeTensors and scheme_of(source) is not None else found(source)
 
 
 def write_tensors(

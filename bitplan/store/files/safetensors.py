@@ -110,6 +110,11 @@ class SafetensorsFile(ContainerFile[TensorEntry]):
         raw = self._read_exactly(f"tensor {name!r}", entry.start, entry.nbytes)
         return raw.view(entry.dtype).reshape(entry.shape)
 
+    def read_bytes(self, name: str) -> bytes:
+        """The bytes of a small tensor; needs no torch."""
+        entry = self._entry(name)
+        return self._read_bytes(f"tensor {name!r}", entry.start, entry.nbytes)
+
     def read_rows(self, name: str, start: int, stop: int) -> torch.Tensor:
         """Rows start..stop along the first dimension; only their bytes are read."""
         entry = self._entry(name)
@@ -299,6 +304,10 @@ class Checkpoint:
     def read(self, name: str) -> torch.Tensor:
         """A fresh tensor that owns its memory."""
         return self._file(name).read(name)
+
+    def read_bytes(self, name: str) -> bytes:
+        """The bytes of a small tensor; needs no torch."""
+        return self._file(name).read_bytes(name)
 
     def read_rows(self, name: str, start: int, stop: int) -> torch.Tensor:
         """Rows start..stop along the first dimension; only their bytes are read."""

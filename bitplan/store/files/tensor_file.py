@@ -40,7 +40,7 @@ NARROW_FLOATS = (
 class TensorSpec:
     """What a file says of one tensor, before its bytes are read.
 
-    `format` is one of ours, or a torch dtype's name, or `gguf:TYPE` for types that come decoded.
+    `format` is one of ours, or a torch dtype's name, or `gguf:TYPE`, `gptq:TYPE` and so on for types that come decoded.
     """
 
     name: str
@@ -98,8 +98,8 @@ class TensorFile(ABC):
         else:
             return
         raise StoreError(
-            f"{self.path}: {spec.name!r} is {spec.format}: {fault}; bitplan does not decode it: "
-            "write the checkpoint in bfloat16 with the program that made it"
+            f"{self.path}: {spec.name!r} is {spec.format}: {fault}; give the folder whose config.json says how it was "
+            "quantized, or write the checkpoint in bfloat16 with the program that made it"
         )
 
     @abstractmethod

@@ -180,5 +180,6 @@ def _better_scales(
     slope = layout.sum_of_strips((codes * gradient).sum(1))
     curve = layout.sum_of_strips((codes * (codes @ hessian)).sum(1))
     wanted = ladder.as_stored(scales + torch.where(curve > 0, slope / curve, 0.0))
-    move = torch.where(wanted.isfinite(), wanted - scales, 0.0)
+    usable = wanted.isfinite() if ladder.is_signed else wanted.isfinite() & (wanted >= 0)
+    move = torch.where(usable, wanted - scales, 0.0)
     return torch.where(2 * move * slope > move.square() * curve, move, 0.0)

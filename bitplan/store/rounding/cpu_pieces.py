@@ -19,7 +19,7 @@ from bitplan.store.rounding.grids import Grid
 F32, U32 = np.float32, np.uint32
 EXPONENT, OPPOSITE = U32(0x7F800000), U32(0x7F000000)
 NEAREST = F32(1.5 * 2.0**23)  # x + NEAREST - NEAREST is x to the nearest integer, ties to even, for |x| < 2^22
-ZERO, ONE = F32(0), F32(1)
+ZERO, HALF, ONE = F32(0), F32(0.5), F32(1)
 FEWEST_ROWS = 16
 
 
@@ -62,7 +62,8 @@ def _by_rows(
     """`loop` on some rows of the piece, and of what is given by row, at a time."""
     whole = piece.contiguous().numpy()
     arrays: list[Any] = [each.contiguous().numpy() for each in given]
-    numbers = (F32(grid.low), F32(grid.high), F32(grid.mantissa), F32(grid.least), grid.is_float)
+    table = None if grid.table is None else np.array(grid.table, F32)  # None: loops without a table are compiled apart
+    numbers = (F32(grid.low), F32(grid.high), F32(grid.mantissa), F32(grid.least), grid.is_float, table)
     step = max(FEWEST_ROWS, -(-len(whole) // (4 * thread_count())))
 
     def work(first: int) -> None:
@@ -73,7 +74,7 @@ def _by_rows(
 
 
 @compiled
-def _round_rows(piece, factor, steps, offsets, parts, codes, errors, low, high, mantissa, least, is_float):
+def _round_rows(piece, factor, steps, offsets, parts, codes, errors, low, high, mantissa, least, is_float, table):
     width = piece.shape[1]
     left = np.empty(width, F32)
     for row in range(piece.shape[0]):
@@ -81,7 +82,7 @@ def _round_rows(piece, factor, steps, offsets, parts, codes, errors, low, high, 
         for j in range(width):
             step, offset = steps[row, parts[j]], offsets[row, parts[j]]
             scaled = F32(F32(left[j] - offset) * _reciprocal(step))
-            code = _nearest(scaled, low, high, mantissa, least, is_float)
+            code = _nearest(scaled, low, high, mantissa, least, is_float, table)
             error = F32(F32(left[j] - F32(F32(code * step) + offset)) / factor[j, j])
             codes[row, j], errors[row, j] = code, error
             for k in range(j + 1, width):
@@ -89,7 +90,7 @@ def _round_rows(piece, factor, steps, offsets, parts, codes, errors, low, high, 
 
 
 @compiled
-def _try_rows(piece, factor, scales, cost, low, high, mantissa, least, is_float):
+def _try_rows(piece, factor, scales, cost, low, high, mantissa, least, is_float, table):
     width, count = piece.shape[1], scales.shape[1]
     left, inverses, errors = np.empty((width, count), F32), np.empty(count, F32), np.empty(count, F32)
     for row in range(piece.shape[0]):
@@ -102,7 +103,7 @@ def _try_rows(piece, factor, scales, cost, low, high, mantissa, least, is_float)
         for j in range(width):
             unit = factor[j, j]
             for c in range(count):
-                code = _nearest(F32(left[j, c] * inverses[c]), low, high, mantissa, least, is_float)
+                code = _nearest(F32(left[j, c] * inverses[c]), low, high, mantissa, least, is_float, table)
                 error = F32(F32(left[j, c] - F32(code * scales[row, c])) / unit)
                 errors[c] = error
                 cost[row, c] += F32(error * error)
@@ -113,7 +114,7 @@ def _try_rows(piece, factor, scales, cost, low, high, mantissa, least, is_float)
 
 
 @compiled
-def _sweep_rows(gradient, codes, hessian, steps, parts, changes, low, high, mantissa, least, is_float):
+def _sweep_rows(gradient, codes, hessian, steps, parts, changes, low, high, mantissa, least, is_float, table):
     width = gradient.shape[1]
     slope = np.empty(width, F32)
     for row in range(gradient.shape[0]):
@@ -121,7 +122,7 @@ def _sweep_rows(gradient, codes, hessian, steps, parts, changes, low, high, mant
         for j in range(width):
             step = steps[row, parts[j]]
             best = F32(F32(codes[row, j] * step) + F32(slope[j] / hessian[j, j]))
-            code = _nearest(F32(best * _reciprocal(step)), low, high, mantissa, least, is_float)
+            code = _nearest(F32(best * _reciprocal(step)), low, high, mantissa, least, is_float, table)
             if step == ZERO:
                 code = codes[row, j]
             change = F32(F32(code - codes[row, j]) * step)
@@ -132,7 +133,7 @@ def _sweep_rows(gradient, codes, hessian, steps, parts, changes, low, high, mant
 
 
 @compiled
-def _weigh_rows(piece, weights, scales, cost, low, high, mantissa, least, is_float):
+def _weigh_rows(piece, weights, scales, cost, low, high, mantissa, least, is_float, table):
     count = scales.shape[1]
     inverses = np.empty(count, F32)
     for row in range(piece.shape[0]):
@@ -142,7 +143,7 @@ def _weigh_rows(piece, weights, scales, cost, low, high, mantissa, least, is_flo
         for j in range(piece.shape[1]):
             number, weight = piece[row, j], weights[j]
             for c in range(count):
-                code = _nearest(F32(number * inverses[c]), low, high, mantissa, least, is_float)
+                code = _nearest(F32(number * inverses[c]), low, high, mantissa, least, is_float, table)
                 error = F32(number - F32(code * scales[row, c]))
                 cost[row, c] += F32(weight * F32(error * error))
 
@@ -153,8 +154,14 @@ def _reciprocal(scale):
 
 
 @inlined
-def _nearest(scaled, low, high, mantissa, least, is_float):
+def _nearest(scaled, low, high, mantissa, least, is_float, table):
     """The nearest number of the grid. Steps of floats are powers of two: exponents give their inverse."""
+    if table is not None:
+        place = 0
+        for below in range(table.size - 1):
+            if F32(scaled) > F32(F32(table[below] + table[below + 1]) * HALF):
+                place += 1
+        return table[place]
     inside = min(max(F32(scaled), low), high)
     if not is_float:
         return F32(F32(inside + NEAREST) - NEAREST)

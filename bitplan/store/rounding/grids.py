@@ -20,25 +20,24 @@ class Grid:
     """Numbers of one element in units of its scale.
 
     Integers: all from `low` to `high`. Floats: `mantissa` is 2^-(bits of the mantissa), so that numbers of a binade
-    are `mantissa` times its power of two apart, and never less than `least`.
+    are `mantissa` times its power of two apart, and never less than `least`. With a `table`: its numbers, rising.
     """
 
     low: float
     high: float
     mantissa: float = 0.0
     least: float = 1.0
+    table: tuple[float, ...] | None = None
 
     @property
     def is_float(self) -> bool:
         return self.mantissa > 0
 
-    @property
-    def is_lopsided(self) -> bool:
-        """-8..7: a scale of the other sign holds other numbers."""
-        return self.low != -self.high
-
     def nearest(self, scaled: Tensor) -> Tensor:
-        """The nearest number of the grid to each float32, ties to even codes."""
+        """The nearest number of the grid to each float32, ties to even codes, in a table to the smaller number."""
+        if self.table is not None:
+            numbers = scaled.new_tensor(self.table)
+            return numbers[torch.bucketize(scaled, (numbers[:-1] + numbers[1:]) / 2)]
         if not self.is_float:
             return scaled.round().clamp(self.low, self.high)
         power = (scaled.view(torch.int32) & _EXPONENT).view(torch.float32)

@@ -1,7 +1,8 @@
 """Error-compensated rounding in GGUF's blocks of groups (the K-quants): scales by the format's own weighted search.
 
 A block's scales and minima are searched just before its columns are rounded, from the weights as they are then, with
-the weights that the factor gives its columns; codes then take part in compensation and sweeps as in other formats.
+the weights that the factor gives its columns; codes then take part in compensation, and both in sweeps, as in other
+formats.
 """
 
 from __future__ import annotations
@@ -10,15 +11,24 @@ import torch
 from torch import Tensor
 
 from bitplan.formats.gguf.blocks import GgufBlocks
-from bitplan.formats.gguf.layouts import BlockParts
 from bitplan.formats.gguf.search import GroupSums, TorchSums, search_blocks
 from bitplan.store.rounding.grids import Grid
+from bitplan.store.rounding.group_scales import GroupScales
 from bitplan.store.rounding.loops import is_compiled, loops_for
 
 
-def grid_of_groups(fmt: GgufBlocks) -> Grid | None:
-    """None for codes that are places in a table."""
-    return None if fmt.layout.table is not None else Grid(float(fmt.layout.low), float(fmt.layout.high))
+def grid_of_groups(fmt: GgufBlocks) -> Grid:
+    table = fmt.layout.table
+    if table is not None:
+        return Grid(float(table[0]), float(table[-1]), table=tuple(map(float, table)))
+    return Grid(float(fmt.layout.low), float(fmt.layout.high))
+
+
+def stored_codes(numbers: Tensor, fmt: GgufBlocks) -> Tensor:
+    """uint8: what is stored for the numbers that codes stand for."""
+    if fmt.layout.table is None:
+        return (numbers - fmt.layout.low).to(torch.uint8)
+    return torch.searchsorted(numbers.new_tensor(fmt.layout.table), numbers.contiguous()).to(torch.uint8)
 
 
 def round_groups(
@@ -26,50 +36,46 @@ def round_groups(
 ) -> Tensor:
     """Round [R, filled] numbers -> [R, bytes per row]; `at` are their columns in order, `factor` is in that order."""
     layout, loops, grid = fmt.layout, loops_for(matrix), grid_of_groups(fmt)
-    assert grid is not None
     left, codes, width = matrix[:, at].contiguous(), torch.empty_like(matrix), layout.numbers
-    steps, offsets = (matrix.new_zeros(len(matrix), len(at) // layout.group) for _ in range(2))
-    found: dict[int, BlockParts] = {}
+    scales = GroupScales.empty(matrix, layout)
     for place, block in enumerate(blocks):
         first, last = place * width, (place + 1) * width
         inside, own = at[first:last] - block * width, factor[first:last, first:last]
         piece, weights = torch.empty_like(left[:, first:last]), torch.empty_like(matrix[0, :width])
         piece[:, inside] = left[:, first:last]
         weights[inside] = own.diagonal().square().reciprocal()
-        found[block] = search_blocks(piece, weights, layout, _sums(matrix))
-        groups = slice(block * layout.group_count, (block + 1) * layout.group_count)
-        steps[:, groups], low = layout.group_scales(found[block])
-        if low is not None:
-            offsets[:, groups] = low
+        scales.put(block, search_blocks(piece, weights, layout, _sums(matrix)))
         own_codes, errors = loops.round_piece(
-            left[:, first:last], own, steps[:, groups], offsets[:, groups], (inside // layout.group).cpu(), grid
+            left[:, first:last], own, scales.steps(block), scales.offsets(block), (inside // layout.group).cpu(), grid
         )
         codes[:, at[first:last]] = own_codes
         left[:, last:] -= errors @ factor[first:last, last:]
-    codes = _swept(matrix, hessian, codes, steps, offsets, fmt, sweeps)
+    _sweep(matrix, hessian, codes, scales, fmt, sweeps)
     packed = [
-        layout.pack(found[block]._replace(codes=(codes[:, _columns(block, width)] - layout.low).to(torch.uint8)))
+        layout.pack(scales.parts(block, stored_codes(codes[:, _columns(block, width)], fmt)))
         for block in range(len(blocks))
     ]
     return torch.cat(packed, dim=1)
 
 
-def _swept(
-    matrix: Tensor, hessian: Tensor, codes: Tensor, steps: Tensor, offsets: Tensor, fmt: GgufBlocks, sweeps: int
-) -> Tensor:
+def _sweep(matrix: Tensor, hessian: Tensor, codes: Tensor, scales: GroupScales, fmt: GgufBlocks, sweeps: int) -> None:
+    """Scales and codes, each to its best place while all others stay: both change where they are."""
     layout, loops, grid = fmt.layout, loops_for(matrix), grid_of_groups(fmt)
     width = layout.numbers
+    each = range(matrix.shape[1] // width)
+    steps, offsets = (torch.cat([of(block) for block in each], 1) for of in (scales.steps, scales.offsets))
     values = codes * steps.repeat_interleave(layout.group, 1) + offsets.repeat_interleave(layout.group, 1)
     gradient = (matrix - values) @ hessian
     parts = torch.arange(width) // layout.group
     for _ in range(sweeps):
-        for block in range(matrix.shape[1] // width):
-            cols, groups = _columns(block, width), _columns(block, layout.group_count)
+        for block in each:
+            cols = _columns(block, width)
+            own, here = hessian[cols, cols], gradient[:, cols]
+            moved = scales.improve(block, codes[:, cols], here, own)
             codes[:, cols], changes = loops.sweep_piece(
-                gradient[:, cols], codes[:, cols], hessian[cols, cols], steps[:, groups], parts, grid
+                here - moved @ own, codes[:, cols], own, scales.steps(block), parts, grid
             )
-            gradient -= changes @ hessian[cols]
-    return codes
+            gradient -= (moved + changes) @ hessian[cols]
 
 
 def _columns(block: int, width: int) -> slice:

@@ -15,7 +15,7 @@ from bitplan.formats.scales.rules import reciprocal
 from bitplan.kernels import decode, encode
 from bitplan.store.rounding.compensate import Order, columns_in_order, compensate, factor_of, sweep
 from bitplan.store.rounding.grids import grid_of
-from bitplan.store.rounding.group_blocks import grid_of_groups, round_groups
+from bitplan.store.rounding.group_blocks import round_groups
 from bitplan.store.rounding.layout import ScaledBlocks, assemble, layout_of, scales_of, with_rows_of
 from bitplan.store.rounding.scale_ladder import ScaleLadder
 from bitplan.store.rounding.scale_search import search_scales
@@ -90,15 +90,12 @@ def round_with_report(
     device    where to compute; the result lies there
 
     Without statistics, scales are searched by plain squared error. Where `encode` is better by the measure, rows are as
-    `encode` has them. Formats with nothing to choose (casts, 16 bits and more, zero points, signs) are plain `encode`;
-    those whose codes are places in a table (iq4_nl) take a Hessian's diagonal as moments.
+    `encode` has them. Formats with nothing to choose (casts, 16 bits and more, zero points, signs) are plain `encode`.
     """
     fmt = get_format(fmt)
     if device is not None:
         weight = weight.to(device)
     plain = encode(weight, fmt, pad=pad, name=name)
-    if isinstance(fmt, GgufBlocks) and hessian is not None and grid_of_groups(fmt) is None:
-        moments, hessian = hessian.diagonal(), None
     measure: Measure = "hessian" if hessian is not None else "moments" if moments is not None else "squared error"
     if not _can_round(fmt) or not weight.numel():
         return plain, Rounding(measure, 0.0, 0.0, 0, 0)

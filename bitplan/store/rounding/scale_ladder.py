@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from bitplan.formats import Format
-from bitplan.formats.scales.rules import BasedScales, power_of_two_scale
+from bitplan.formats.gguf_rules import GgufQ40
+from bitplan.formats.scales.rules import power_of_two_scale
 from bitplan.store.rounding.grids import Grid
 
 POWERS = (1.0, 2.0, 0.5)
@@ -28,7 +29,7 @@ class ScaleLadder:
 
     @property
     def multiples(self) -> tuple[float, ...]:
-        """Of the scale that puts the largest number on the largest code; negative ones where that gives other codes."""
+        """Of the scale that puts the largest number on the largest code."""
         assert self.fmt.element is not None
         if self.fmt.power_of_two_scales:
             return POWERS
@@ -36,9 +37,12 @@ class ScaleLadder:
         if bits == 8:
             return BYTE_FLOATS if self.grid.is_float else WHOLE_BYTES
         steps = FEW_BITS if bits > 2 else FEWEST_BITS
-        if self.grid.is_lopsided and not isinstance(self.fmt.scales, BasedScales):
-            return steps + tuple(-step for step in steps)
-        return steps
+        return steps + tuple(-step for step in steps) if self.is_signed else steps
+
+    @property
+    def is_signed(self) -> bool:
+        """Whether scales may be negative: GGUF's Q4_0 is defined so; readers of other formats may not expect it."""
+        return isinstance(self.fmt, GgufQ40)
 
     def as_stored(self, wanted: Tensor) -> Tensor:
         """The scales that the format would load after storing these."""

@@ -59,7 +59,18 @@ def fit_distributed(
         raise TreesError(
             f"model: expected a BoostedTreesClassifier or BoostedTreesRegressor, got {type(model).__name__}"
         )
-    ranks = Ranks(number("timeout_s", timeout_s, 0, above=True))
+    return fit_by_ranks(model, Ranks(number("timeout_s", timeout_s, 0, above=True)), X, y, sample_weight, eval_set)
+
+
+def fit_by_ranks(
+    model: BoostedTreesClassifier | BoostedTreesRegressor,
+    ranks: Ranks,
+    X: Any,
+    y: Any,
+    sample_weight: Any = None,
+    eval_set: Any = None,
+) -> DistributedFit:
+    """The same for any processes; they part in the end, or when one of them fails."""
     try:
         model._fit(X, y, sample_weight, eval_set, ranks)
         _check_same_model(model, ranks)

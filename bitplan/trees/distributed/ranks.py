@@ -17,6 +17,7 @@ import time
 import traceback
 import zlib
 from collections.abc import Callable
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
@@ -37,23 +38,29 @@ class ProcessLostError(BitplanError, RuntimeError):
     """Another process of a distributed fit failed, died or hangs; this one has stopped too."""
 
 
+@dataclass(frozen=True)
+class Meeting:
+    """Where processes without a default group meet: a store that all reach, the address of this one, all names."""
+
+    store: Any
+    rank: int
+    names: tuple[str, ...]
+    host: str
+
+
 class Ranks:
-    """All processes of the default group, for one fit; close it, or tell the others why not (`fail`)."""
+    """All processes of the default group or a meeting, for one fit; close it, or tell the others why not (`fail`)."""
 
-    def __init__(self, timeout_s: float) -> None:
-        if not (dist.is_available() and dist.is_initialized()):
-            raise TreesError(
-                "fit_distributed: torch.distributed has no process group; start the script with torchrun and call "
-                "torch.distributed.init_process_group('gloo') before, or use the estimator's own fit for one process"
-            )
-        from torch.distributed.distributed_c10d import _get_default_store  # not there where torch was built without
-
-        self.rank, self.count = dist.get_rank(), dist.get_world_size()
+    def __init__(self, timeout_s: float, meeting: Meeting | None = None) -> None:
+        self._meeting = meeting
+        if meeting is not None:
+            self.rank, self.count, self._store = meeting.rank, len(meeting.names), meeting.store
+        else:
+            self.rank, self.count, self._store = _default_group()
         self.bytes_sent: dict[str, list[int]] = {}
         self.steps = 0
         self._bytes_since = 0
         self._compared: set[str] = set()  # steps whose sizes were compared since the last `sent_for`
-        self._store = _get_default_store()
         fits = self._store.add(f"bitplan.trees/fits of {self.rank}", 1)  # as many in every process
         self._place = f"bitplan.trees/{fits}"
         self._group: dist.ProcessGroup | None = None
@@ -92,11 +99,22 @@ class Ranks:
     def close(self) -> None:
         """Close the connections of this fit."""
         group, self._group = self._group, None
-        if group is not None:
+        if group is None:
+            return
+        if self._meeting is None:
             dist.destroy_process_group(group)
+        else:
+            group.abort()  # torch does not know it: nobody else can end the step that others wait in
 
     def _join(self, limit: timedelta) -> None:
-        self._group = dist.new_group(backend="gloo", timeout=limit)
+        if self._meeting is None:
+            self._group = dist.new_group(backend="gloo", timeout=limit)
+            return
+        options = dist.ProcessGroupGloo._Options()
+        options._timeout = limit
+        options._devices = [dist.ProcessGroupGloo.create_device(hostname=self._meeting.host)]
+        store = dist.PrefixStore(self._place, self._store)
+        self._group = dist.ProcessGroupGloo(store, self.rank, self.count, options)
 
     def _all_reduce(self, numbers: Array, how: Any, what: str) -> Array:
         out = np.array(numbers)  # a copy: torch sums in place
@@ -146,14 +164,19 @@ class Ranks:
             host = "rank 0, or torchrun's own process"
             return f"{where}: the store of the process group is gone too: what hosts it died, {host} ({cause})"
         if failed:
-            return f"{where}: " + "; ".join(f"rank {rank} stopped with {failed[rank]}" for rank in sorted(failed))
+            return f"{where}: " + "; ".join(
+                f"{self._name(rank)} stopped with {failed[rank]}" for rank in sorted(failed)
+            )
         if silent:
-            ranks = ", ".join(map(str, silent))
-            return f"{where}: no answer from rank {ranks}: it died, or hangs; look at its output ({cause})"
+            ranks = ", ".join(map(self._name, silent))
+            return f"{where}: no answer from {ranks}: it died, or hangs; look at its output ({cause})"
         return (
             f"{where}: every process answers, so the others stopped waiting for this one or a connection broke; raise "
             f"timeout_s, or look at the network ({cause})"
         )
+
+    def _name(self, rank: int) -> str:
+        return f"rank {rank}" if self._meeting is None else f"rank {rank} (worker {self._meeting.names[rank]})"
 
     def _call_roll(self) -> tuple[dict[int, str], list[int], bool]:
         """Messages of ranks that failed, ranks that give no answer, and whether the store is there to ask."""
@@ -184,3 +207,15 @@ class Ranks:
         except RuntimeError:
             return False
         return True
+
+
+def _default_group() -> tuple[int, int, Any]:
+    """Rank, processes and store of torch.distributed's own group."""
+    if not (dist.is_available() and dist.is_initialized()):
+        raise TreesError(
+            "fit_distributed: torch.distributed has no process group; start the script with torchrun and call "
+            "torch.distributed.init_process_group('gloo') before, or use the estimator's own fit for one process"
+        )
+    from torch.distributed.distributed_c10d import _get_default_store  # not there where torch was built without
+
+    return dist.get_rank(), dist.get_world_size(), _get_default_store()

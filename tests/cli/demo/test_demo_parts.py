@@ -1,4 +1,4 @@
-"""The demo's decisions and its GPU part, by themselves: a plan from literal errors, and the benches on a CPU."""
+"""The demo's decisions and its GPU part, by themselves: a plan as rules, and the benches on a CPU."""
 
 from __future__ import annotations
 
@@ -9,19 +9,14 @@ import pytest
 import torch
 
 from bitplan.cli.demo.gpu import GpuSizes, measure_fp8, measure_fused, plan_fp8
-from bitplan.cli.demo.plan import BUDGET_PER_LAYER, choose_formats, manifest_of, worst_and_best
+from bitplan.cli.demo.plan import manifest_of, worst_and_best
 from bitplan.cli.demo.training import LEARNING_RATE, WARMUP, rate_shape
 from bitplan.cli.demo.trees import made_table
 from bitplan.measure.speed.crossover_files import gpu_fingerprint
-from bitplan.plan import Manifest
+from bitplan.plan import Manifest, Plan
+from bitplan.plan.plan import Choice, Planned
 from bitplan.report import write_report
 
-SHAPES = {
-    "tokens.weight": (65, 128),
-    "blocks.0.norm_in.weight": (128,),
-    "blocks.0.up.weight": (512, 128),
-    "blocks.0.down.weight": (128, 512),
-}
 LLAMA = {
     "model_type": "llama",
     "hidden_size": 128,
@@ -32,48 +27,12 @@ LLAMA = {
 }
 
 
-def errors(up, down):
-    """A layer's errors from that of its best 4-bit format."""
-    return {
-        f"blocks.0.{name}": {
-            "int8_row": 0.001,
-            "fp8_e4m3_row": 0.01,
-            "q4_0_gguf": q4,
-            "nvfp4": 1.5 * q4,
-            "mxfp4": 2 * q4,
-        }
-        for name, q4 in (("up", up), ("down", down))
-    }
-
-
-@pytest.mark.parametrize(
-    ("up", "down", "expected"),
-    [
-        (BUDGET_PER_LAYER, BUDGET_PER_LAYER, ("q4_0_gguf", "q4_0_gguf")),  # exactly the budget of two layers
-        (BUDGET_PER_LAYER, 1.01 * BUDGET_PER_LAYER, ("q4_0_gguf", "int8_row")),  # the cheaper of the two
-        (3 * BUDGET_PER_LAYER, BUDGET_PER_LAYER, ("int8_row", "q4_0_gguf")),
-        (3 * BUDGET_PER_LAYER, 3 * BUDGET_PER_LAYER, ("int8_row", "int8_row")),
-    ],
-)
-def test_layers_go_to_four_bits_while_their_errors_fit_the_budget(up, down, expected):
-    plan = choose_formats(errors(up, down), SHAPES)
-    assert (plan["blocks.0.up.weight"].format, plan["blocks.0.down.weight"].format) == expected
-    assert plan["tokens.weight"].format == "bfloat16"
-    assert plan["blocks.0.norm_in.weight"].format == "float32"
-    assert f"output error {up:.3g} in q4_0_gguf" in plan["blocks.0.up.weight"].reason
-    assert plan.entries["blocks.0.up.weight"].role == "mlp_weight"
-
-
-def test_the_best_format_of_a_width_is_taken_by_its_error():
-    result = errors(0.001, 0.001)
-    result["blocks.0.up"] |= {"nvfp4": 0.0001}
-    assert choose_formats(result, SHAPES)["blocks.0.up.weight"].format == "nvfp4"
-
-
 def test_the_manifest_resolves_to_the_plan():
-    plan = choose_formats(errors(3 * BUDGET_PER_LAYER, BUDGET_PER_LAYER), SHAPES)
-    resolved = Manifest.from_document(manifest_of(plan)).resolve(SHAPES)
-    assert {name: choice.format for name, choice in resolved.items()} == {name: plan[name].format for name in plan}
+    shapes = {"tokens.weight": (65, 128), "blocks.0.up.weight": (512, 128), "blocks.0.down.weight": (128, 512)}
+    formats = dict(zip(shapes, ("int8_row", "nvfp4", "nvfp4"), strict=True))
+    plan = Plan({name: Planned(Choice(formats[name], "why"), shape, "other") for name, shape in shapes.items()})
+    resolved = Manifest.from_document(manifest_of(plan)).resolve(shapes)
+    assert {name: choice.format for name, choice in resolved.items()} == formats
 
 
 def test_worst_first_then_best():

@@ -12,8 +12,7 @@ import pytest
 from bitplan.cli import run
 from bitplan.kernels import encode
 from bitplan.plan import Plan
-from bitplan.searching.gather import collect, damage
-from bitplan.searching.gather.subject import SearchSubject
+from bitplan.searching.gather import collect, damage, passes
 from tests.cli.verbs.test_perplexity_verb import save_llama
 
 FORMATS = "mxfp4,nvfp4,int8_row"
@@ -59,14 +58,14 @@ def test_a_second_search_goes_on_from_the_evidence_for_another_goal(monkeypatch,
 
 
 def test_a_search_that_is_interrupted_says_what_is_there_and_how_it_goes_on(tmp_path, monkeypatch, capsys):
-    real = SearchSubject.logits
-    windows = []
+    real = collect.add_windows
+    calls = []
 
-    def logits(self, ids, weights=None):
-        windows.append(ids)
-        if len(windows) in (1, 4):
+    def add_windows(*given):
+        calls.append(given)
+        if len(calls) in (1, 3):
             raise KeyboardInterrupt
-        return real(self, ids, weights)
+        real(*given)
 
     def rounded(weight, fmt, **_options):
         if weight.shape[0] == weight.shape[1]:
@@ -78,7 +77,8 @@ def test_a_search_that_is_interrupted_says_what_is_there_and_how_it_goes_on(tmp_
         assert run([*words, "--output", str(tmp_path / "out"), *more]) == 130
         return capsys.readouterr().err.splitlines()[-1]
 
-    monkeypatch.setattr(SearchSubject, "logits", logits)
+    monkeypatch.setattr(collect, "add_windows", add_windows)
+    monkeypatch.setattr(passes, "AT_ONCE", 2)
     monkeypatch.setattr(damage, "round_weight", rounded)
     assert "interrupted; nothing was measured yet" in interrupted()
     assert "the statistics of 2 windows: the same command without --force goes on" in interrupted("--force")

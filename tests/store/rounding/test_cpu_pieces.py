@@ -6,16 +6,19 @@ import pytest
 import torch
 
 from bitplan.formats import get_format
+from bitplan.formats.gguf.blocks import GgufBlocks
 from bitplan.store.rounding import pieces
 from bitplan.store.rounding.grids import grid_of
+from bitplan.store.rounding.group_blocks import grid_of_groups
 
 cpu_pieces = pytest.importorskip("bitplan.store.rounding.cpu_pieces", exc_type=ImportError)
 
 
-@pytest.mark.parametrize("fmt", ["int4_g32", "fp8_e4m3_row", "mxfp4"])
+@pytest.mark.parametrize("fmt", ["int4_g32", "fp8_e4m3_row", "mxfp4", "iq4_nl_gguf"])
 def test_the_compiled_loops_equal_the_definition(fmt: str) -> None:
     generator = torch.Generator().manual_seed(1)
-    grid, rows, width = grid_of(get_format(fmt).element), 37, 16
+    found, rows, width = get_format(fmt), 37, 16
+    grid = grid_of_groups(found) if isinstance(found, GgufBlocks) else grid_of(found.element)
     assert grid is not None
     piece = torch.randn(rows, width, generator=generator)
     inputs = torch.randn(40, width, generator=generator)

@@ -101,10 +101,19 @@ def test_a_last_block_that_is_not_whole_is_filled() -> None:
     assert round_weight(weight, "fp8_e4m3_b128", hessian=hessian).shape == (ROWS, 200)
 
 
-def test_codes_in_a_table_take_the_hessians_diagonal() -> None:
-    _, report = round_with_report(WEIGHT, "iq4_nl_gguf", hessian=HESSIAN)
-    assert report.measure == "moments"
-    assert report.after < report.before
+def test_scales_and_minima_of_groups_follow_the_codes() -> None:
+    """Sweeps move them, too: in the least of sizes that K-quants have, both ways of storing a minimum, and a table."""
+    for fmt in ("q2_k_gguf", "q4_1_gguf", "iq4_nl_gguf"):
+        errors = [round_with_report(WEIGHT, fmt, hessian=HESSIAN, sweeps=sweeps)[1] for sweeps in (0, 2)]
+        assert errors[1].measure == "hessian"
+        assert errors[1].after < 0.97 * errors[0].after < errors[0].before
+
+
+def test_only_q4_0_has_negative_scales() -> None:
+    for fmt in ("int4_g32", "q4_0_poly", "int2"):
+        rounded = round_weight(WEIGHT, fmt, hessian=HESSIAN)
+        assert rounded.scales is not None
+        assert bool((rounded.scales.float() >= 0).all()), fmt
 
 
 def test_formats_with_nothing_to_choose_are_plain() -> None:

@@ -2,10 +2,11 @@
 
     model, report = load_packed("packed", device="cuda")        # any transformers model that `bitplan quantize` packed
     load_packed("small.safetensors", model=mine)                # into a model of your own
+    load_packed("llama-gptq")                                   # a folder that another library quantized
     load_packed("gpt-oss-20b", device="cuda")                   # gpt-oss in OpenAI's, Hugging Face's or GGUF's layout
 
-The order is what makes it all or nothing: config and plan, headers against the model, room on the device; then every
-tensor into memory of its own; and only then is a model changed.
+The order makes loading all or nothing: config and plan, headers against the model, and room on the device are checked;
+then every tensor is read into memory of its own; and only then is a model changed.
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ from bitplan.runtime.packed.checkpoints.source import loaded_from, remember
 from bitplan.runtime.packed.gpt_oss.load import is_gpt_oss, load_gpt_oss
 from bitplan.runtime.packed.joint import fuse_projections
 from bitplan.runtime.packed.load_report import CHECKS, Loaded, LoadReport, PeakMemory
+from bitplan.runtime.packed.packed_layers import format_fault
 from bitplan.runtime.packed.read_packed import (
     ManifestLike,
     check_room,
@@ -46,6 +48,7 @@ from bitplan.runtime.packed.strategy import INPUTS, check_strategy
 from bitplan.runtime.packed.tile_cache import TileCache
 from bitplan.runtime.packed_weight import PackedWeight
 from bitplan.store.files.open_files import open_tensors
+from bitplan.store.files.schemes.tensors import SchemeTensors, scheme_of
 from bitplan.store.packed_folder import CONFIG, check_plan, read_config, read_packed_plan
 
 
@@ -60,16 +63,16 @@ def load_packed(
     cache: TileCache | None = None,
     manifest: ManifestLike = "gpt-oss",
 ) -> Loaded:
-    """Load a folder that `bitplan quantize` wrote, a file of packed weights, or a gpt-oss checkpoint.
+    """Load a folder of `bitplan quantize` or of another library, a file of packed weights, or a gpt-oss checkpoint.
 
-    model     of your own, to fill, on meta or not; None builds transformers' model of the folder's config
-    dtype     of the weights that are not packed. None: that of the config or of your model; where another tensor has
-              numbers which that type cannot hold, that is an error. A type given is rounded to (on a CPU float32 is
-              what most machines run fastest)
-    check     "headers": names, shapes and formats, and scales and norms as they come by; "deep" reads every tensor
-              first, as `bitplan check --deep` does, and refuses what it finds
+    model     your own model to fill, on meta or not; None builds transformers' model of the folder's config
+    dtype     type of the weights that are not packed. None: the type of the config or of your model; numbers that this
+              type cannot hold are an error. To a type that you give, numbers are rounded (most CPUs run float32
+              fastest)
+    check     "headers" checks names, shapes and formats first, scales and norms as they are read; "deep" first reads
+              every tensor and refuses bad numbers, as `bitplan check --deep` does
     strategy  how packed layers run, with `cache` for "tile_cache"; see QuantLinear
-    manifest  of a gpt-oss checkpoint: what it must hold
+    manifest  for a gpt-oss checkpoint: what the checkpoint must hold
     """
     place = device_of(device)
     check_strategy(strategy, str(path))
@@ -83,11 +86,13 @@ def load_packed(
         _remember_gpt_oss(loaded.model, source)
         return loaded
     started = time.perf_counter()
-    is_bare = model is not None and not (source / CONFIG).is_file()  # weights alone, and the user brings the model
+    is_bare = model is not None and not (source / CONFIG).is_file()  # the source holds weights alone
     config, plan = (None, None) if is_bare else _read_folder(source)
     with open_tensors(source) as file:
         if plan is not None:
             check_plan(plan, file)
+        if isinstance(file, SchemeTensors):
+            file.decode_where(format_fault)  # what no packed layer holds, such as tiles of several rows
         target = model if model is not None else empty_model(source, config or {}, dtype, place)
         assignment = assign(target, file, str(path))
         check_layers(target, assignment, file, str(path))
@@ -121,7 +126,7 @@ def load_packed(
         packed = [value for value in distinct if isinstance(value, PackedWeight)]
         report = LoadReport(
             path=str(path),
-            layout="bitplan",
+            layout=file.kind if isinstance(file, SchemeTensors) else "bitplan",
             device=str(place),
             file_bytes=sum(own.stat().st_size for own in file.files),
             device_bytes=sum(value.nbytes for value in distinct),
@@ -149,14 +154,14 @@ def _check_arguments(path: object, model: object, dtype: object, check: object) 
         raise FileFormatError(f"{path}: no such file or folder; nothing is downloaded")
 
 
-def _read_folder(source: Path) -> tuple[dict[str, Any], Plan]:
+def _read_folder(source: Path) -> tuple[dict[str, Any], Plan | None]:
     if not source.is_dir():
         raise FileFormatError(
             f"{source}: is a file of weights, which does not say what model they are of; give the folder that "
             "`bitplan quantize` wrote, or your own model as model=..."
         )
     config = read_config(source)
-    return config, read_packed_plan(source, config)
+    return config, None if scheme_of(source) else read_packed_plan(source, config)
 
 
 def _remember_gpt_oss(model: nn.Module, source: Path) -> None:

@@ -1,0 +1,65 @@
+"""A causal language model whose weights stay on disk, and are read when somebody asks for one.
+
+For work that goes through a model block by block: memory holds what is being worked on, not the model. Where each
+tensor comes from is decided on names and shapes (`checkpoints.recipes`), as for packed models.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from bitplan.errors import FileFormatError, MeasureError
+from bitplan.runtime.causal_lm import CausalLM, read_tokenizer
+from bitplan.runtime.packed.checkpoints.build import empty_model
+from bitplan.runtime.packed.checkpoints.fill import read_plain
+from bitplan.runtime.packed.checkpoints.recipes import assign
+from bitplan.store.files.open_files import open_tensors
+from bitplan.store.packed_folder import CONFIG, read_config
+
+
+class ModelOnDisk:
+    """A model with its parameters on the meta device; `read` gives the numbers of one of them."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        model = empty_model(folder, read_config(folder), torch.float32, torch.device("cpu"))
+        if getattr(model, "get_output_embeddings", lambda: None)() is None:
+            raise MeasureError(f"{folder}: {type(model).__name__} is not a causal language model: it gives no logits")
+        self._file = open_tensors(folder)
+        try:
+            assignment = assign(model, self._file, str(folder))
+        except BaseException:
+            self._file.close()
+            raise
+        self._recipes = {target: recipe for recipe in assignment.recipes for target in recipe.targets}
+        for alias, name in assignment.ties.items():
+            _share(model, alias, name)
+        stored = {name: spec.nbytes for name, spec in self._file.specs.items()}
+        self.lm = CausalLM(model.eval(), read_tokenizer(folder), str(folder), stored)
+
+    def read(self, name: str) -> Tensor:
+        """A parameter by a name of the model, in the type that the file has."""
+        found = read_plain(self._recipes[name], self._file, self.lm.model)
+        return found[name]
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def is_plain_folder(path: Path) -> bool:
+    """Whether a model is a folder of plain weights: packed ones and GGUF files are decoded as a whole."""
+    if not path.is_dir() or not (path / CONFIG).is_file() or "quantization_config" in read_config(path):
+        return False
+    try:
+        with open_tensors(path) as file:
+            return not any(spec.encoded for spec in file.specs.values())
+    except FileFormatError:
+        return False  # what reads the model has the words for it
+
+
+def _share(model: nn.Module, alias: str, name: str) -> None:
+    owner, _, local = alias.rpartition(".")
+    model.get_submodule(owner)._parameters[local] = model.get_parameter(name)

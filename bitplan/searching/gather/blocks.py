@@ -1,0 +1,264 @@
+"""Runs a model block by block: all windows go through one block before the next one is read.
+
+Memory holds what lies outside of blocks (embeddings, norm, head), one block, and the states of the tokens between
+blocks; a block's weights are put in place while it runs, read from disk, brought from the host or decoded from a plan.
+What stands before, between and after the blocks is the model's own code: it runs with blocks that hand on
+what they get.
+
+    states = [runner.enter(ids) for ids in batches]           # embeddings, and how the model calls its blocks
+    for index in range(len(runner.blocks)):
+        with runner.block_weights(index):
+            states = [runner.run_block(index, state) for state in states]
+    logits = [runner.leave(ids, state) for ...]               # norm and head
+
+A model whose blocks do not follow one another in this way, or that has none, runs as a whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from bitplan.runtime.causal_lm import logits_of
+from bitplan.store.models.morph import ParameterPlace, places_of
+
+# The numbers of a parameter, by its name in the model; None where it stays as it is.
+Replaced = Callable[[str], Tensor | None]
+LEAST_SHARE = 0.25  # a list of modules with fewer of the parameters is not the model's blocks
+
+
+@dataclass(frozen=True)
+class BlockCall:
+    """What a model gives a block beside the state."""
+
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class TokenStates:
+    """Some windows between two blocks; `hidden` is None where the model runs as a whole."""
+
+    ids: Tensor
+    hidden: Tensor | None
+    calls: Sequence[BlockCall] = ()
+
+
+class _EnteredError(Exception):
+    """All calls of blocks are known: the rest of the model need not run."""
+
+
+class _OutOfOrderError(Exception):
+    """The model does something with the states between two blocks, or calls them in another order."""
+
+
+class BlockRunner:
+    """A model, the device it runs on, and what gives the numbers of its parameters."""
+
+    def __init__(self, model: nn.Module, read: Callable[[str], Tensor], device: torch.device) -> None:
+        self.model, self.read, self.device = model, read, device
+        places = {place.key: place for place in places_of(model)}.values()
+        self._prefix = prefix = _block_list(model)
+        self.blocks = [] if prefix is None else list(model.get_submodule(prefix).children())
+        heads = () if prefix is None else tuple(f"{prefix}.{index}." for index in range(len(self.blocks)))
+        self._in_block: list[list[ParameterPlace]] = [[] for _ in self.blocks]
+        self._outside: list[ParameterPlace] = []
+        self._kept: dict[int, nn.Parameter] = {}  # what lies outside, on the device
+        for place in places:
+            at = next((index for index, head in enumerate(heads) if place.name.startswith(head)), None)
+            (self._outside if at is None else self._in_block[at]).append(place)
+        self._gives_tuples = False
+        self._move_buffers()
+
+    def check_order(self, ids: Tensor) -> None:
+        """Run as a whole from now on where blocks do not follow one another; called once, with a few tokens."""
+        if not self.blocks:
+            return
+        try:
+            with torch.no_grad(), self.outside():
+                first = self.enter(ids, calls=1)
+                with self.block_weights(0):
+                    self._gives_tuples = isinstance(self._call(0, first), tuple)
+                self.enter(ids, strict=True)
+        except _OutOfOrderError:
+            self._outside += [place for places in self._in_block for place in places]
+            self.blocks, self._in_block = [], []
+
+    def is_in_block(self, name: str) -> bool:
+        """Whether a parameter, by the model's name, is of a block."""
+        return any(place.name == name for places in self._in_block for place in places)
+
+    def name_in_block(self, index: int, name: str) -> str:
+        """A parameter's name within a block; empty where it is of another."""
+        if all(place.name != name for place in self._in_block[index]):
+            return ""
+        return name.removeprefix(f"{self._prefix}.{index}.")
+
+    # ---- weights in place --------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def outside(self, replaced: Replaced | None = None) -> Iterator[None]:
+        """What lies outside of blocks, in place; stays in memory between uses."""
+        with self._in_place(self._outside, replaced, keep=True):
+            yield
+
+    @contextmanager
+    def block_weights(self, index: int, replaced: Replaced | None = None) -> Iterator[None]:
+        with self._in_place(self._in_block[index], replaced, keep=False):
+            yield
+
+    @contextmanager
+    def _in_place(self, places: Sequence[ParameterPlace], replaced: Replaced | None, *, keep: bool) -> Iterator[None]:
+        made: dict[int, nn.Parameter] = {}
+        before = [place.module._parameters[place.local] for place in places]  # contexts may be nested
+        try:
+            for place in places:
+                key = id(place.parameter)
+                if key not in made:
+                    made[key] = self._parameter(place, replaced, keep=keep)
+                place.module._parameters[place.local] = made[key]
+            yield
+        finally:
+            for place, parameter in zip(places, before, strict=True):
+                place.module._parameters[place.local] = parameter
+
+    def _parameter(self, place: ParameterPlace, replaced: Replaced | None, *, keep: bool) -> nn.Parameter:
+        found = None if replaced is None else replaced(place.name)
+        if found is not None:
+            return nn.Parameter(found.to(self.device), requires_grad=False)
+        key = id(place.parameter)
+        if key in self._kept:
+            return self._kept[key]
+        numbers = self.read(place.name).to(self.device)
+        made = nn.Parameter(numbers.float() if numbers.is_floating_point() else numbers, requires_grad=False)
+        if keep:
+            self._kept[key] = made
+        return made
+
+    def _move_buffers(self) -> None:
+        for module in self.model.modules():
+            for name, buffer in module._buffers.items():
+                if buffer is not None and buffer.device != self.device:
+                    module._buffers[name] = buffer.to(self.device)
+
+    # ---- passes ------------------------------------------------------------------------------------------------------
+
+    def enter(self, ids: Tensor, *, calls: int | None = None, strict: bool = False) -> TokenStates:
+        """What the first block gets, and how each (or the first `calls`) is called; `outside` weights are in place."""
+        ids = ids.to(self.device)
+        if not self.blocks:
+            return TokenStates(ids, None)
+        wanted = len(self.blocks) if calls is None else calls
+        seen: list[BlockCall] = []
+        states: list[Tensor] = []
+
+        def watched(index: int) -> Callable[..., Any]:
+            def forward(*args: Any, **kwargs: Any) -> Any:
+                state, call = _parted(args, kwargs)
+                if index != len(seen) or (strict and states and state is not states[0]):
+                    raise _OutOfOrderError
+                states.append(state)
+                seen.append(call)
+                if len(seen) == wanted:
+                    raise _EnteredError
+                return self._as_given(state)
+
+            return forward
+
+        with self._stand_ins(watched):
+            try:
+                self._logits(ids)
+            except _EnteredError:
+                return TokenStates(ids, states[0], seen)
+        raise _OutOfOrderError
+
+    def run_block(self, index: int, states: TokenStates) -> TokenStates:
+        """One block; its weights are in place."""
+        found = self._call(index, states)
+        return replace(states, hidden=found[0] if isinstance(found, tuple) else found)
+
+    def leave(self, states: TokenStates) -> Tensor:
+        """The logits after the last block; `outside` weights are in place."""
+        if not self.blocks:
+            return self._logits(states.ids)
+
+        def handed_on(index: int) -> Callable[..., Any]:
+            def forward(*args: Any, **kwargs: Any) -> Any:
+                return self._as_given(states.hidden if index == 0 else _parted(args, kwargs)[0])
+
+            return forward
+
+        with self._stand_ins(handed_on):
+            return self._logits(states.ids)
+
+    def through_blocks(self, batches: Sequence[Tensor], replaced: Replaced | None = None) -> list[TokenStates]:
+        """All windows after the last block, without gradients."""
+        with torch.no_grad():
+            with self.outside(replaced):
+                states = [self.enter(ids) for ids in batches]
+            for index in range(len(self.blocks)):
+                with self.block_weights(index, replaced):
+                    states = [self.run_block(index, each) for each in states]
+        return [replace(each, calls=()) for each in states]
+
+    def _call(self, index: int, states: TokenStates) -> Any:
+        call = states.calls[index]
+        return self.blocks[index](states.hidden, *call.args, **call.kwargs)
+
+    def _as_given(self, state: Tensor | None) -> Any:
+        return (state,) if self._gives_tuples else state
+
+    def _logits(self, ids: Tensor) -> Tensor:
+        if hasattr(self.model, "config") and hasattr(self.model, "get_output_embeddings"):
+            return logits_of(self.model, ids)
+        output: Any = self.model(ids)
+        logits: Tensor = output if isinstance(output, Tensor) else output.logits
+        return logits
+
+    @contextmanager
+    def _stand_ins(self, forward_of: Callable[[int], Callable[..., Any]]) -> Iterator[None]:
+        try:
+            for index, block in enumerate(self.blocks):
+                block.forward = forward_of(index)  # type: ignore[method-assign]
+            yield
+        finally:
+            for block in self.blocks:
+                block.__dict__.pop("forward", None)
+
+
+def _parted(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor, BlockCall]:
+    """The state, and the rest of a block's arguments."""
+    if args:
+        return args[0], BlockCall(args[1:], kwargs)
+    rest = dict(kwargs)
+    if "hidden_states" not in rest:
+        raise _OutOfOrderError
+    return rest.pop("hidden_states"), BlockCall((), rest)
+
+
+def _block_list(model: nn.Module) -> str | None:
+    """The list of modules that has the most parameters; None where none has a good part of them."""
+    sizes = {
+        name: sum(parameter.numel() for parameter in module.parameters())
+        for name, module in model.named_modules()
+        if name and isinstance(module, nn.ModuleList) and len(module) > 0
+    }
+    best = max(sizes, key=lambda name: sizes[name], default=None)
+    whole = sum(parameter.numel() for parameter in model.parameters())
+    return best if best is not None and sizes[best] >= LEAST_SHARE * whole else None
+
+
+def equal_lengths(windows: Sequence[Tensor], count: int) -> list[Tensor]:
+    """Neighbouring windows of one length, up to `count` together: [windows, length]."""
+    found: list[list[Tensor]] = []
+    for window in windows:
+        if found and len(found[-1]) < count and len(found[-1][0]) == len(window):
+            found[-1].append(window)
+        else:
+            found.append([window])
+    return [torch.stack(each) for each in found]

@@ -1,0 +1,253 @@
+"""Gathers statistics of a text, a few windows at a time: forward through all blocks, then back from the last one.
+
+Forward, each block's inputs are summed up and go to a file. For the first windows what every block got is remembered,
+and on the way back each block runs again, alone, with gradients: of the whole model no graph is ever in memory. How
+much the loss minds an output is known from fewer tokens than how inputs vary together: the one is a mean for each
+output, the other a matrix that rounding inverts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from bitplan.searching.errors import SearchError
+from bitplan.searching.gather.blocks import TokenStates, equal_lengths
+from bitplan.searching.gather.statistics import COUNTS, GRADIENT, INPUTS, LOOKUP, InputStatistics
+from bitplan.searching.gather.subject import SearchSubject
+from bitplan.store.files.open_files import write_tensors
+from bitplan.store.files.tensor_file import Promise
+
+AT_ONCE = 8  # windows between two saves
+GRADIENT_WINDOWS = 8  # the first ones, of which gradients are taken
+BATCH = 4  # windows in one call of a block
+SEED = 0
+
+
+def add_windows(
+    subject: SearchSubject,
+    windows: Sequence[Tensor],
+    into: InputStatistics,
+    scratch: Path,
+    on_step: Callable[[int], None] | None = None,
+) -> None:
+    """Add the next few windows that `into` has not seen; files of their sums go to `scratch`.
+
+    `into` changes when all is done: an interrupted call leaves no trace.
+    """
+    first = into.windows
+    chosen = windows[first : first + AT_ONCE]
+    _Passes(subject, chosen, first, into, scratch, on_step or (lambda _count: None)).run()
+
+
+def steps_of(subject: SearchSubject, windows: int, done: int) -> int:
+    """How often `on_step` is called for the windows that are left."""
+    steps = 0
+    for first in range(done, windows, AT_ONCE):
+        steps += (len(subject.runner.blocks) + 1) * (2 if first < GRADIENT_WINDOWS else 1)
+    return steps
+
+
+class _Passes:
+    def __init__(
+        self,
+        subject: SearchSubject,
+        windows: Sequence[Tensor],
+        first: int,
+        into: InputStatistics,
+        scratch: Path,
+        on_step: Callable[[int], None],
+    ) -> None:
+        self._subject, self._runner, self._into = subject, subject.runner, into
+        self._windows, self._first, self._scratch, self._on_step = windows, first, scratch, on_step
+        self._has_gradients = first < GRADIENT_WINDOWS
+        self._sums: dict[str, Tensor] = {}
+        self._files: dict[str, Path] = {}
+        self._shared: dict[str, str] = {}
+        self._last: tuple[Tensor, str] | None = None
+
+    def run(self) -> None:
+        batches = equal_lengths(self._windows, BATCH)
+        runner, inputs = self._runner, []
+        with _frozen(runner.model):
+            with torch.no_grad(), runner.outside(), self._hooks(None, counts=True):
+                states = [runner.enter(ids) for ids in batches]
+            for index in range(len(runner.blocks)):
+                inputs.append(states if self._has_gradients else [])
+                with torch.no_grad(), runner.block_weights(index), self._hooks(index, inputs=True):
+                    states = [runner.run_block(index, each) for each in states]
+                self._flush()
+                self._on_step(1)
+            gradients = self._leave(states)
+            self._flush()
+            self._on_step(1)
+            if self._has_gradients:
+                self._back(batches, inputs, gradients)
+        tokens = sum(map(len, self._windows))
+        self._into.sums.add(self._sums, self._files)
+        self._into.shared |= self._shared
+        self._into.tokens += tokens
+        self._into.gradient_tokens += tokens if self._has_gradients else 0
+        self._into.windows += len(self._windows)
+
+    def _leave(self, states: Sequence[TokenStates]) -> list[Tensor]:
+        """Norm and head, the loss for tokens drawn from the model itself, and its gradients by the last states."""
+        found, at = [], self._first
+        whole = not self._runner.blocks
+        hooks = {"inputs": True, "gradients": True, "counts": whole, "lookups": whole and self._has_gradients}
+        for each in states:
+            gradients = []
+            for row in range(len(each.ids)):  # window by window: logits of a large vocabulary are large
+                hidden = None
+                if each.hidden is not None:
+                    hidden = each.hidden[row : row + 1].detach().requires_grad_(self._has_gradients)
+                window = TokenStates(each.ids[row : row + 1], hidden)
+                with self._runner.outside(), torch.set_grad_enabled(self._has_gradients), self._hooks(None, **hooks):
+                    logits = self._runner.leave(window)
+                    self._require_finite(logits, at)
+                    if self._has_gradients:
+                        self._loss(logits, at).backward()  # type: ignore[no-untyped-call]
+                at += 1
+                if hidden is not None and hidden.grad is not None:
+                    gradients.append(hidden.grad)
+            if gradients:
+                found.append(torch.cat(gradients))
+        return found
+
+    def _back(
+        self, batches: Sequence[Tensor], inputs: Sequence[Sequence[TokenStates]], gradients: list[Tensor]
+    ) -> None:
+        """Each block once more, from the last to the first, with the gradient of what it gave."""
+        runner = self._runner
+        for index in reversed(range(len(runner.blocks))):
+            with torch.enable_grad(), runner.block_weights(index), self._hooks(index, gradients=True):
+                for at, each in enumerate(inputs[index]):
+                    assert each.hidden is not None
+                    hidden = each.hidden.detach().requires_grad_()
+                    given = runner.run_block(index, replace(each, hidden=hidden)).hidden
+                    assert given is not None
+                    torch.autograd.backward(given, gradients[at])
+                    assert hidden.grad is not None
+                    gradients[at] = hidden.grad
+            self._on_step(1)
+        if runner.blocks:
+            with torch.enable_grad(), runner.outside(), self._hooks(None, lookups=True):
+                for at, ids in enumerate(batches):
+                    entered = runner.enter(ids).hidden
+                    if entered is not None and entered.requires_grad:
+                        torch.autograd.backward(entered, gradients[at])
+        self._on_step(1)
+
+    def _loss(self, logits: Tensor, window: int) -> Tensor:
+        logprobs = torch.log_softmax(logits[0].float(), -1)
+        generator = torch.Generator(logits.device).manual_seed(SEED + window)
+        drawn = torch.multinomial(logprobs.detach().exp(), 1, generator=generator)
+        return -logprobs.gather(-1, drawn).sum()
+
+    def _require_finite(self, logits: Tensor, window: int) -> None:
+        if not bool(torch.isfinite(logits).all()):
+            raise SearchError(
+                f"{self._subject.where}: the model gives NaN or infinity in window {window} of the text; "
+                "look for NaN or overflow in its weights"
+            )
+
+    # ---- hooks and sums ----------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def _hooks(
+        self,
+        block: int | None,
+        *,
+        inputs: bool = False,
+        gradients: bool = False,
+        counts: bool = False,
+        lookups: bool = False,
+    ) -> Iterator[None]:
+        """Watch the layers of one block, or with None those outside of all blocks."""
+        inside = {id(module): at for at, each in enumerate(self._runner.blocks) for module in each.modules()}
+        handles = []
+        try:
+            if lookups:
+                for module in self._runner.model.modules():
+                    if isinstance(module, nn.Embedding):  # where the graph of activations begins
+                        handles.append(module.register_forward_hook(_require_gradient))
+            for site in self._subject.sites.values():
+                for linear in site.linears:
+                    if inside.get(id(linear)) == block and (inputs or gradients):
+                        handles.append(linear.register_forward_hook(self._linear(site.name, inputs, gradients)))
+                for embedding in site.embeddings:
+                    if inside.get(id(embedding)) == block and (counts or lookups):
+                        handles.append(embedding.register_forward_hook(self._embedding(site.name, counts, lookups)))
+            yield
+        finally:
+            self._last = None
+            for handle in handles:
+                handle.remove()
+
+    def _linear(self, name: str, inputs: bool, gradients: bool) -> Callable[[nn.Module, Any, Tensor], None]:
+        def hook(_module: nn.Module, args: Any, output: Tensor) -> None:
+            if inputs and self._last is not None and self._last[0] is args[0]:
+                self._shared[name] = self._last[1]
+            elif inputs:
+                self._last = (args[0], name)
+                rows = args[0].detach().reshape(-1, args[0].shape[-1]).float()
+                self._add(f"{name}.{INPUTS}", rows.T @ rows)
+            if gradients:
+                self._watch(output, f"{name}.{GRADIENT}")
+
+        return hook
+
+    def _embedding(self, name: str, counts: bool, lookups: bool) -> Callable[[nn.Module, Any, Tensor], None]:
+        def hook(module: Any, args: Any, output: Tensor) -> None:
+            if counts:
+                seen = torch.bincount(args[0].reshape(-1), minlength=module.num_embeddings)
+                self._add(f"{name}.{COUNTS}", seen.float())
+            if lookups:
+                self._watch(output, f"{name}.{LOOKUP}")
+
+        return hook
+
+    def _watch(self, output: Tensor, key: str) -> None:
+        def hook(gradient: Tensor) -> None:
+            self._add(key, gradient.detach().reshape(-1, gradient.shape[-1]).float().square().sum(0))
+
+        if output.requires_grad:
+            output.register_hook(hook)
+
+    def _add(self, key: str, part: Tensor) -> None:
+        self._sums[key] = self._sums[key] + part if key in self._sums else part
+
+    def _flush(self) -> None:
+        """Matrices to a file: together they are as large as the model. The rest are vectors."""
+        large = {key: self._sums.pop(key) for key in list(self._sums) if key.endswith(f".{INPUTS}")}
+        if not large:
+            return
+        path = self._scratch / f"sums-{self._first}-{len(self._files)}.safetensors"
+        promises = [Promise(key, tuple(part.shape), None, torch.float32) for key, part in large.items()]
+        with write_tensors(path, promises) as writer:
+            for key, part in large.items():
+                writer.write(key, part.cpu())
+        self._files |= dict.fromkeys(large, path)
+
+
+@contextmanager
+def _frozen(model: nn.Module) -> Iterator[None]:
+    """No gradients by weights."""
+    wanted = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    try:
+        for parameter in wanted:
+            parameter.requires_grad_(False)
+        yield
+    finally:
+        for parameter in wanted:
+            parameter.requires_grad_(True)
+
+
+def _require_gradient(_module: nn.Module, _args: Any, output: Tensor) -> Tensor:
+    return output.detach().requires_grad_() if not output.requires_grad else output

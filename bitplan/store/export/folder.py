@@ -1,0 +1,270 @@
+"""What targets that are folders share: a model's folder in, another one out, with config, tokenizer and shards.
+
+A target says of every tensor what it becomes (`OutputLayer`) and how packed numbers lie there (`pack`). Tensors are
+read, encoded and written one at a time; one that is packed already in the wanted format keeps its bits.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from bitplan.errors import StoreError
+from bitplan.formats import Encoded, Format, get_format
+from bitplan.formats.codec import finite, readable
+from bitplan.formats.dtypes import dtype_name
+from bitplan.kernels import encode
+from bitplan.plan import Plan
+from bitplan.plan.choose import Substitutes
+from bitplan.plan.roles import guess_role
+from bitplan.store.export.gguf_source import GGUFModel
+from bitplan.store.export.targets import ExportReport, ExportRequest, ExportRow, OnBytes
+from bitplan.store.files.headers import check_model_source, is_gguf, plan_for_file
+from bitplan.store.files.open_files import open_tensors
+from bitplan.store.files.schemes.tensors import SchemeTensors
+from bitplan.store.files.tensor_file import Promise, TensorFile, Writer
+from bitplan.store.packed_folder import (
+    METADATA,
+    FolderContents,
+    check_packed_output,
+    cut_shards,
+    is_packed_config,
+    read_config,
+    side_files,
+    write_packed_folder,
+)
+from bitplan.store.rounding.imatrix import gguf_names
+from bitplan.store.rounding.open_evidence import open_evidence
+from bitplan.store.rounding.with_evidence import WeightEvidence, evidence_for
+
+EXPERT = re.compile(r"(?P<before>.*)\.experts\.(?P<number>\d+)\.(?P<after>.*)")
+Pack = Callable[[Encoded, str], list[Tensor]]
+
+
+@dataclass(frozen=True)
+class OutputLayer:
+    """One tensor of the source, or the experts of a layer, and what it becomes there; `fmt` None stays as it is."""
+
+    sources: tuple[str, ...]
+    fmt: Format | None
+    reason: str
+    promises: tuple[Promise, ...]
+
+    @property
+    def is_packed(self) -> bool:
+        return self.fmt is not None and not self.fmt.is_cast
+
+
+@dataclass(frozen=True)
+class FolderSource:
+    """A model, open for reading, its config without a word on how it was packed, and the plan for it.
+
+    folder   where config and tokenizer lie
+    """
+
+    file: TensorFile
+    folder: Path
+    config: dict[str, Any]
+    plan: Plan
+    evidence: WeightEvidence | None = None
+
+    def format_of(self, name: str) -> tuple[Format | None, str]:
+        """The format that the plan has for a tensor, None where it stays in its own type, and the reason."""
+        entry = self.plan.entries[name]
+        return None if entry.stored is not None else get_format(entry.choice.format), entry.choice.reason
+
+    def unpacked(self, name: str, fmt: Format | None, reason: str) -> OutputLayer:
+        """A tensor that the output holds as plain numbers: in its own type, or cast."""
+        spec = self.file.spec(name)
+        dtype = spec.dtype if fmt is None or not fmt.is_cast else fmt.storage
+        cast = fmt if fmt is not None and fmt.is_cast else None
+        return OutputLayer((name,), cast, reason, (Promise(name, spec.shape, None, dtype),))
+
+
+def is_linear(name: str, shape: tuple[int, ...]) -> bool:
+    """The weight of a layer that engines pack; routers are not."""
+    return name.endswith(".weight") and len(shape) == 2 and guess_role(name) != "router"
+
+
+def open_folder(request: ExportRequest, target: str, substitutes: Substitutes | None = None) -> FolderSource:
+    """Refuse what is no model, an output that must not be written, and options of other targets."""
+    if request.part_bytes is not None or request.pretokenizer is not None:
+        raise StoreError(f"{request.output}: --split and --pretokenizer are for GGUF")
+    folder = check_model_source(request.source, None)
+    if request.source.is_file() and not is_gguf(request.source):
+        raise StoreError(f"{request.source}: {target} is made of a model's folder or a GGUF file; give {folder}")
+    file = GGUFModel(request.source) if is_gguf(request.source) else open_tensors(request.source)
+    try:
+        if isinstance(file, GGUFModel):
+            folder = file.folder
+        config = read_config(folder)
+        if "quantization_config" in config and not is_packed_config(config) and not isinstance(file, SchemeTensors):
+            raise StoreError(
+                f"{request.source}: is quantized in a way that bitplan does not read; "
+                "export the model that it was made from"
+            )
+        check_packed_output(request.output, inputs=file.files, force=request.force)
+        plan = plan_for_file(
+            file, request.formats, keep=request.keep, only=request.only, substitutes=substitutes, how_to_fill=None
+        )
+        evidence = _open_evidence(request, file)
+    except BaseException:
+        file.close()
+        raise
+    own = {key: value for key, value in config.items() if key != "quantization_config"}
+    return FolderSource(file, folder, own, plan, evidence)
+
+
+def _open_evidence(request: ExportRequest, file: TensorFile) -> WeightEvidence | None:
+    """Statistics under the model's names, or under those that it has in GGUF."""
+    if request.evidence is None:
+        return None
+    statistics = open_evidence(request.evidence)
+    try:
+        return evidence_for(statistics, file, {name: (new, None) for name, new in gguf_names(file.specs).items()})
+    except BaseException:
+        statistics.close()
+        raise
+
+
+def in_order(file: TensorFile, new: str, sources: Sequence[str]) -> tuple[str, ...]:
+    """The experts of a layer by number, none missing."""
+    numbers = {int(found["number"]): name for name in sources if (found := EXPERT.fullmatch(name))}
+    if sorted(numbers) != list(range(len(sources))):
+        raise StoreError(f"{file.path}: the experts that become {new!r} are not 0 to {len(sources) - 1}")
+    return tuple(numbers[number] for number in range(len(sources)))
+
+
+class FolderExport:
+    """A prepared export; see `bitplan.store.export.targets`.
+
+    config   what the output's config.json says
+    pack     an Encoded, and what to call it in a message -> the tensors that a packed layer's promises name, in order
+    joined   tensors that the engine computes as one: formats whose scales have a base share it
+    metadata what the header of every file says beside the tensors
+    """
+
+    def __init__(
+        self,
+        request: ExportRequest,
+        target: str,
+        source: FolderSource,
+        layers: Sequence[OutputLayer],
+        config: Mapping[str, Any],
+        pack: Pack,
+        joined: Sequence[Sequence[str]] = (),
+        metadata: Mapping[str, str] | None = None,
+    ) -> None:
+        self._request, self._file, self._config, self._pack = request, source.file, config, pack
+        self._evidence = source.evidence
+        self._folder = source.folder
+        self._layers = {promise.name: layer for layer in layers for promise in layer.promises}
+        self._metadata = {**METADATA, **(metadata or {})}
+        self._made: dict[str, Tensor] = {}
+        self._joined = {name: tuple(group) for group in joined for name in group}
+        self._bases: dict[tuple[str, ...], float] = {}
+        left_out = {alias: f"is {name!r}" for alias, name in source.file.tied.items()}
+        rows = [self._row(layer) for layer in layers]
+        self.report = ExportReport(str(request.source), str(request.output), target, rows, left_out)
+
+    def _row(self, layer: OutputLayer) -> ExportRow:
+        spec = self._file.spec(layer.sources[0])
+        count = len(layer.sources)
+        name = layer.fmt.name if layer.fmt is not None else dtype_name(layer.promises[0].dtype)
+        return ExportRow(
+            layer.promises[0].name,
+            layer.sources[0] + (f" and {count - 1} more" if count > 1 else ""),
+            (count, *spec.shape) if count > 1 else spec.shape,
+            spec.format,
+            name,
+            layer.reason,
+            sum(promise.nbytes for promise in layer.promises),
+        )
+
+    def write(self, on_bytes: OnBytes | None = None) -> None:
+        promises = [promise for layer in dict.fromkeys(self._layers.values()) for promise in layer.promises]
+        shards = [replace(shard, metadata=self._metadata) for shard in cut_shards(promises, {})]
+        contents = FolderContents(shards, self._config, None, side_files(self._folder))
+
+        def write_shard(writer: Writer, own: Sequence[Promise]) -> None:
+            for promise in own:
+                writer.write(promise.name, self._part(promise.name))
+                if on_bytes:
+                    on_bytes(promise.nbytes, promise.name)
+
+        write_packed_folder(self._request.output, contents, write_shard, force=self._request.force)
+        self.report.files = sorted(str(path) for path in Path(self._request.output).iterdir())
+
+    def close(self) -> None:
+        self._file.close()
+        if self._evidence is not None:
+            self._evidence.file.close()
+
+    def _part(self, name: str) -> Tensor:
+        """The parts of a layer come one after the other: they are made together, and each is taken once."""
+        if name not in self._made:
+            layer = self._layers[name]
+            self._made |= dict(zip((promise.name for promise in layer.promises), self._tensors(layer), strict=True))
+        return self._made.pop(name)
+
+    def _tensors(self, layer: OutputLayer) -> list[Tensor]:
+        made = [self._of(layer, source) for source in layer.sources]
+        return made[0] if len(made) == 1 else [torch.stack(parts) for parts in zip(*made, strict=True)]
+
+    def _of(self, layer: OutputLayer, source: str) -> list[Tensor]:
+        where, spec = f"{self._file.path}: {source}", self._file.spec(source)
+        if layer.is_packed:
+            assert layer.fmt is not None
+            return self._pack(self._encoded(layer.fmt, source), where)
+        numbers = self._file.read_float(source) if spec.encoded else self._file.read(source)
+        assert isinstance(numbers, Tensor)
+        dtype = layer.promises[0].dtype
+        narrow = numbers.to(dtype)
+        if narrow.dtype != numbers.dtype and bool((narrow.isinf() & numbers.isfinite()).any()):
+            raise StoreError(f"{where}: holds numbers beyond {dtype_name(dtype)}; take bfloat16 or float32")
+        return [narrow]
+
+    def _encoded(self, fmt: Format, source: str) -> Encoded:
+        where, spec = f"{self._file.path}: {source}", self._file.spec(source)
+        if spec.encoded and spec.format == fmt.name:
+            held = self._file.read(source)
+            assert isinstance(held, Encoded)
+            base = self._base(fmt, source)
+            if base is not None and held.base is not None and float(held.base) != base:
+                raise StoreError(
+                    f"{where}: is packed with another base than the layers it is computed with; "
+                    "export the model that it was made from"
+                )
+            return held
+        numbers = finite(readable(self._file.read_float(source), where), self._request.nonfinite, where)
+        base = self._base(fmt, source)
+        if self._evidence is not None and self._evidence.has(source):
+            if base is not None:
+                raise StoreError(
+                    f"{where}: {fmt.name} has one base for the layers it is computed with, and takes no evidence"
+                )
+            return self._evidence.round(source, numbers, fmt, where=where)[0]
+        rule = self._request.scale_rule if "absmax" in fmt.rules else None
+        return encode(numbers, fmt, scale_rule=rule, base=base, name=where)
+
+    def _base(self, fmt: Format, source: str) -> float | None:
+        """The largest base among tensors that are computed as one; None where each has its own."""
+        if fmt.scales is None or not fmt.scales.needs_base or source not in self._joined:
+            return None
+        group = self._joined[source]
+        if group not in self._bases:
+            self._bases[group] = max(self._own_base(fmt, name) for name in group)
+        return self._bases[group]
+
+    def _own_base(self, fmt: Format, name: str) -> float:
+        spec = self._file.spec(name)
+        held = self._file.read(name) if spec.encoded and spec.format == fmt.name else None
+        made = held if isinstance(held, Encoded) else encode(self._file.read_float(name), fmt, name=name)
+        assert made.base is not None
+        return float(made.base)

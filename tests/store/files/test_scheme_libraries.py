@@ -1,0 +1,106 @@
+"""Folders that the libraries themselves wrote, where they are installed: their own decoding gives our numbers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from bitplan.formats import Encoded
+from bitplan.store import open_tensors
+from tests.store.files.quantized_folders import write
+
+
+def check(folder: Path, expected: dict[str, torch.Tensor], *, exact: bool = True) -> None:
+    """Packed weights are products in float32; the libraries round them to the type of the result."""
+    with open_tensors(folder) as file:
+        assert {name for name in file.specs if name != "norm.weight"} == set(expected)
+        for name, numbers in expected.items():
+            assert file.spec(name).shape == tuple(numbers.shape)
+            ours = file.read_float(name).to(numbers.dtype)
+            if exact or not isinstance(file.read(name), Encoded):
+                assert torch.equal(ours, numbers), name
+            else:
+                torch.testing.assert_close(ours, numbers, rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_compressed_tensors(tmp_path: Path, dtype: torch.dtype) -> None:
+    pytest.importorskip("compressed_tensors")
+    from compressed_tensors.compressors.base import BaseCompressor
+    from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
+    from compressed_tensors.quantization.utils import calculate_qparams
+
+    torch.manual_seed(0)
+    kinds: dict[str, tuple[str, dict[str, Any]]] = {
+        "g32": ("pack-quantized", {"num_bits": 4, "strategy": "group", "group_size": 32}),
+        "zeros": ("pack-quantized", {"num_bits": 4, "strategy": "group", "group_size": 64, "symmetric": False}),
+        "three": ("pack-quantized", {"num_bits": 3, "strategy": "channel"}),
+        "eight": ("pack-quantized", {"num_bits": 8, "strategy": "group", "group_size": 128}),
+        "int8": ("int-quantized", {"num_bits": 8, "strategy": "channel"}),
+        "tensor": ("naive-quantized", {"num_bits": 8, "strategy": "tensor"}),
+        "fp8": ("float-quantized", {"num_bits": 8, "type": "float", "strategy": "channel"}),
+    }
+    tensors, expected, groups = {}, {}, {}
+    for name, (container, options) in kinds.items():
+        args = QuantizationArgs(**options)
+        scheme = QuantizationScheme(targets=[name], weights=args)
+        weight = torch.randn(16, 256, dtype=dtype)
+        width = {"group": args.group_size, "channel": 256, "tensor": None}[options["strategy"]]
+        blocks = weight.reshape(16, -1, width) if width else weight.reshape(1, 1, -1)
+        scale, zero = calculate_qparams(blocks.amin(-1), blocks.amax(-1), args)
+        if width is None:
+            scale, zero = scale.reshape(1), zero.reshape(1)
+        state = {"weight": weight, "weight_scale": scale, "weight_zero_point": zero}
+        compressor = BaseCompressor.load_from_registry(container)
+        packed = compressor.compress(state, scheme)
+        expected[f"{name}.weight"] = compressor.decompress(packed, scheme)["weight"]
+        tensors |= {f"{name}.{part}": one for part, one in packed.items()}
+        groups[name] = {"targets": [name], "weights": args.model_dump(mode="json"), "format": container}
+    write(
+        tmp_path,
+        tensors,
+        {"quant_method": "compressed-tensors", "format": "mixed-precision", "config_groups": groups},
+    )
+    check(tmp_path, expected)
+
+
+@pytest.mark.parametrize("nested", [False, True])
+def test_bitsandbytes(tmp_path: Path, nested: bool) -> None:
+    functional = pytest.importorskip("bitsandbytes.functional")
+    torch.manual_seed(0)
+    weight = torch.randn(24, 100).bfloat16()
+    codes, state = functional.quantize_4bit(weight, blocksize=64, compress_statistics=nested, quant_type="nf4")
+    parts = {f"a.weight.{part}": one for part, one in state.as_dict(packed=True).items()}
+    write(tmp_path, {"a.weight": codes, **parts}, {"quant_method": "bitsandbytes", "load_in_4bit": True})
+    check(tmp_path, {"a.weight": functional.dequantize_4bit(codes, state)})
+
+
+def test_torchao(tmp_path: Path) -> None:
+    pytest.importorskip("torchao")
+    from torchao.prototype.safetensors.safetensors_support import flatten_tensor_state_dict
+    from torchao.quantization import (
+        Float8WeightOnlyConfig,
+        Int8WeightOnlyConfig,
+        IntxWeightOnlyConfig,
+        quantize_,
+    )
+    from torchao.quantization.granularity import PerGroup
+
+    torch.manual_seed(0)
+    configs = {
+        "int8": Int8WeightOnlyConfig(version=2),
+        "fp8": Float8WeightOnlyConfig(),
+        "intx": IntxWeightOnlyConfig(weight_dtype=torch.int4, granularity=PerGroup(64)),
+    }
+    state = {}
+    for name, config in configs.items():
+        layer = nn.Sequential(nn.Linear(256, 16, bias=False, dtype=torch.bfloat16))
+        quantize_(layer, config)
+        state[f"{name}.weight"] = layer[0].weight.data
+    tensors, metadata = flatten_tensor_state_dict(state)
+    write(tmp_path, tensors, {"quant_method": "torchao"}, {"format": "pt", **metadata})
+    check(tmp_path, {name: one.dequantize() for name, one in state.items()}, exact=False)

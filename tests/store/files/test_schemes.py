@@ -1,0 +1,117 @@
+"""Folders that other libraries quantized: their numbers, what stays packed, and what is refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+
+from bitplan.errors import FileFormatError
+from bitplan.store import open_tensors
+from bitplan.store.files.schemes.tensors import SchemeTensors
+from tests.store.files import quantized_folders as folders
+
+KEPT = {  # what comes in a format of ours; the rest is decoded
+    "gptq": {"a.weight": "q4_0_gguf"},
+    "awq": {},
+    "compressed-tensors": {
+        "a.weight": "int4_g32",
+        "c.weight": "int8_row",
+        "d.weight": "fp8_e4m3_row",
+        "e.weight": "fp8_e4m3_b128",
+    },
+    "fp8": {"a.weight": "fp8_e4m3_b128", "b.weight": "fp8_e4m3_row"},
+    "bitsandbytes": {"b.weight": "int8_row"},
+    "torchao": {"m.b": "int8_row", "m.c": "fp8_e4m3_row"},
+}
+
+
+def read(folder: Path) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
+    with open_tensors(folder) as file:
+        assert isinstance(file, SchemeTensors)
+        assert file.spec("norm.weight").format == "float16"
+        names = [name for name in file.specs if name != "norm.weight"]
+        for name in names:
+            assert file.read(name).shape == file.spec(name).shape
+            assert isinstance(file.read(name), torch.Tensor) != file.spec(name).encoded
+        kept = {name: file.spec(name).format for name in names if file.spec(name).encoded}
+        return {name: file.read_float(name).float() for name in names}, kept
+
+
+@pytest.mark.parametrize("scheme", folders.FOLDERS)
+def test_numbers_are_those_of_the_layout(tmp_path: Path, scheme: str) -> None:
+    expected = folders.FOLDERS[scheme](tmp_path)
+    numbers, kept = read(tmp_path)
+    assert kept == KEPT[scheme]
+    assert numbers.keys() == expected.keys()
+    for name, wanted in expected.items():
+        assert torch.equal(numbers[name], wanted), name
+
+
+@pytest.mark.parametrize(
+    ("options", "kept"),
+    [
+        ({"bits": 8}, "int8_g128"),
+        ({"bits": 8, "group": 32}, "q8_0_gguf"),
+        ({"bits": 8, "group": 256}, "int8_row"),
+        ({"bits": 4, "group": 256, "desc_act": True}, "q4_0_gguf"),
+        ({"bits": 3}, None),
+        ({"bits": 2, "group": 64, "v2": True}, None),
+        ({"sym": False}, None),
+        ({"sym": False, "v2": True, "desc_act": True, "group": 32}, None),
+    ],
+)
+def test_gptq_in_its_variants(tmp_path: Path, options: dict[str, Any], kept: str | None) -> None:
+    expected = folders.gptq(tmp_path, **options)["a.weight"]
+    numbers, formats = read(tmp_path)
+    assert formats.get("a.weight") == kept
+    assert torch.equal(numbers["a.weight"], expected if kept else expected.half().float())
+
+
+def change_config(folder: Path, **changes: Any) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"] |= changes
+    (folder / "config.json").write_text(json.dumps(config))
+
+
+def change_tensors(folder: Path, changes: dict[str, torch.Tensor | None]) -> None:
+    path = folder / "model.safetensors"
+    with safe_open(path, "pt") as file:
+        metadata = file.metadata()
+    tensors = load_file(path) | changes
+    save_file({name: one for name, one in tensors.items() if one is not None}, path, metadata=metadata)
+
+
+@pytest.mark.parametrize(
+    ("scheme", "config", "tensors", "says"),
+    [
+        ("gptq", {"checkpoint_format": "marlin"}, {}, "format 'marlin'.*does not read"),
+        ("gptq", {"bits": "four"}, {}, "bits is .*four"),
+        ("gptq", {}, {"a.g_idx": torch.full((256,), 9, dtype=torch.int32)}, "g_idx must be groups from 0 to 1"),
+        ("gptq", {}, {"a.qzeros": torch.zeros(2, 4, dtype=torch.int32)}, "set sym to false"),
+        ("gptq", {}, {"a.scales": None}, "'a.scales' is missing"),
+        ("gptq", {}, {"a.scales": torch.zeros(3, 32).half()}, "are not 256 columns"),
+        ("gptq", {}, {"a.weight": torch.zeros(2, 2)}, "lies there twice"),
+        ("awq", {"version": "gemv"}, {}, "layout 'gemv'"),
+        ("compressed-tensors", {"format": "marlin-24"}, {}, "marlin-24"),
+        ("compressed-tensors", {"transform_config": {"config_groups": {"u": {}}}}, {}, "with a transform_config"),
+        ("compressed-tensors", {}, {"a.weight_shape": torch.tensor([2**40, 2**40])}, "do not hold"),
+        ("fp8", {}, {"a.weight_scale_inv": torch.ones(7, 7)}, "fit neither rows"),
+        ("bitsandbytes", {}, {"a.weight.absmax": torch.zeros(3, dtype=torch.uint8)}, "absmax.*must be uint8"),
+        ("torchao", {}, {"m._b_scale": torch.ones(3, 1)}, "do not fit groups of 256"),
+    ],
+)
+def test_what_cannot_be_read_is_one_line(
+    tmp_path: Path, scheme: str, config: dict[str, Any], tensors: dict[str, Any], says: str
+) -> None:
+    folders.FOLDERS[scheme](tmp_path)
+    change_config(tmp_path, **config)
+    change_tensors(tmp_path, tensors)
+    with pytest.raises(FileFormatError, match=says) as caught:
+        read(tmp_path)
+    assert "\n" not in str(caught.value)
