@@ -78,7 +78,7 @@ def test_a_search_that_is_interrupted_says_what_is_there_and_how_it_goes_on(tmp_
         return capsys.readouterr().err.splitlines()[-1]
 
     monkeypatch.setattr(collect, "add_windows", add_windows)
-    monkeypatch.setattr(passes, "AT_ONCE", 2)
+    monkeypatch.setattr(passes, "AT_ONCE", 32)
     monkeypatch.setattr(damage, "round_weight", rounded)
     assert "interrupted; nothing was measured yet" in interrupted()
     assert "the statistics of 2 windows: the same command without --force goes on" in interrupted("--force")
