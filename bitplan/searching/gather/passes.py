@@ -119,7 +119,7 @@ class _Passes:
                     logits = self._runner.leave(window)
                     self._require_finite(logits, at)
                     if self._has_gradients:
-                        self._loss(logits, at).backward()  # type: ignore[no-untyped-call]
+                        self._loss(logits, at).backward()
                 at += 1
                 if hidden is not None and hidden.grad is not None:
                     gradients.append(hidden.grad)
