@@ -4,9 +4,9 @@ python benchmarks/search_gguf.py --bin llama.cpp/build/bin --model FOLDER --text
 
 Statistics, and llama.cpp's importance matrix, come from the first part of the text, figures from the rest. For each
 type of llama-quantize a plan of no more bytes is solved; plans are solved for sizes in bits a weight, too. Beside them
-uniform plans, to nearest and compensated, and (--plans 30) random ones: how well is their damage predicted? All weights
-are rounded once in each format by `quantize --evidence`; a mixed plan takes its tensors from there. Rows are kept in
-the result file: the same command goes on.
+uniform plans, to nearest and compensated, and (--plans 30) random ones: how well is their damage predicted? A weight
+is rounded once to a format, by the inputs that `quantize --text` gathers. Rows are kept in the result file: the same
+command goes on.
 """
 
 from __future__ import annotations
@@ -26,28 +26,35 @@ import torch
 from engines import Engine
 from search import BITS, random_plan, spearman
 
+from bitplan.formats import Encoded
 from bitplan.plan.plan import Plan
 from bitplan.records import read_json, read_text
+from bitplan.runtime.input_statistics import gather_inputs
 from bitplan.searching import Goal, Searcher
 from bitplan.searching.decide.explain import explain_plan
-from bitplan.searching.decide.rivals import uniform_plans
 from bitplan.searching.decide.solve import solve
 from bitplan.searching.evidence import SearchEvidence
-from bitplan.searching.gather.statistics import EVIDENCE
 from bitplan.searching.prepare import prepare
 from bitplan.searching.run import solve_and_correct
 from bitplan.searching.targets import target_of
 from bitplan.store.export.targets import export_model
+from bitplan.store.files.headers import plan_for_file
 from bitplan.store.files.open_files import open_tensors, write_tensors
 from bitplan.store.files.tensor_file import Promise
-from bitplan.store.quantize import quantize_file
+from bitplan.store.rounding.evidence import EvidenceFile
+from bitplan.store.rounding.round_weight import round_weight
 
 THEIRS = ("Q3_K_M", "Q4_0", "IQ4_NL", "Q4_K_M", "Q5_K_M", "Q6_K")
-FORMATS = ("q3_k_gguf", "q4_0_gguf", "iq4_nl_gguf", "q4_k_gguf", "q5_k_gguf", "q6_k_gguf", "q8_0_gguf")
+FORMATS = ("q3_k_gguf", "q4_k_gguf", "q5_k_gguf", "q6_k_gguf")
+UNIFORM = ("q4_0_gguf", "iq4_nl_gguf", "q4_k_gguf", "q3_k_gguf", "q5_k_gguf", "q6_k_gguf")
 CALIBRATION_SHARE = 0.6
 CONTEXT = 512
-MEAN_KL = re.compile(r"Mean\s+KLD:\s+(\S+)\s+±\s+(\S+)")
-SAME_TOP = re.compile(r"Same top p:\s+(\S+)")
+BASE = "--kl-divergence-base"
+# After each window its number, then means so far and their errors: of the perplexity, its change, the KL, the change of
+# probabilities, the same top token. The last of them is at times lost when its log closes: then it runs again.
+_MEAN = r"\s+\S+\s+±\s+\S+"
+RUNNING = re.compile(rf"^\s*(\d+){_MEAN}{_MEAN}\s+(\S+)\s+±\s+(\S+){_MEAN}\s+%\s+(\S+)\s+±\s+\S+\s+%", re.MULTILINE)
+TRIES = 3
 
 
 @dataclass(frozen=True)
@@ -62,14 +69,14 @@ class Judge:
         base = self.work / f"base-{chunks}.kld"
         text, plain = self.work / "judge.txt", self.work / "float32.gguf"
         if not base.exists():
-            self._run("llama-perplexity", "-m", plain, "-f", text, *self._options(chunks), "--kl-divergence-base", base)
-        said = self._run(
-            "llama-perplexity", "-m", model, *self._options(chunks), "--kl-divergence-base", base, "--kl-divergence"
-        )
-        found, top = MEAN_KL.search(said), SAME_TOP.search(said)
-        if found is None or top is None:
-            raise SystemExit(f"llama-perplexity gave no KL of {model.name}: {said[-600:]}")
-        return {"kl": float(found[1]), "kl_error": float(found[2]), "same_top": float(top[1]) / 100}
+            options = self._options(chunks)
+            self._make(base, lambda part: ["llama-perplexity", "-m", plain, "-f", text, *options, BASE, part])
+        for _ in range(TRIES):
+            said = self._run("llama-perplexity", "-m", model, *self._options(chunks), BASE, base, "--kl-divergence")
+            found = {int(row[1]): row for row in RUNNING.finditer(said)}.get(chunks)
+            if found is not None:
+                return {"kl": float(found[2]), "kl_error": float(found[3]), "same_top": float(found[4]) / 100}
+        raise SystemExit(f"llama-perplexity gave no KL of {model.name}: {said[-600:]}")
 
     def quantized(self, kind: str, chunks: int) -> Path:
         """llama-quantize's file of a type, with an importance matrix."""
@@ -77,16 +84,25 @@ class Judge:
         plain = self.work / "float32.gguf"
         if not matrix.exists():
             text = self.work / "calibration.txt"
-            self._run("llama-imatrix", "-m", plain, "-f", text, "-o", matrix, *self._options(chunks))
+            options = self._options(chunks)
+            self._make(matrix, lambda part: ["llama-imatrix", "-m", plain, "-f", text, "-o", part, *options])
         if not output.exists():
-            self._run("llama-quantize", "--imatrix", matrix, plain, output, kind, self.engine.threads)
+            threads = self.engine.threads
+            self._make(output, lambda part: ["llama-quantize", "--imatrix", matrix, plain, part, kind, threads])
         return output
+
+    def _make(self, path: Path, command: Callable[[Path], list[object]]) -> None:
+        """A file that a tool writes: it has its name only when it is whole."""
+        part = path.with_stem(f"part-{path.stem}")
+        self._run(*command(part))
+        part.replace(path)
 
     def _options(self, chunks: int) -> list[object]:
         return ["-c", CONTEXT, "-b", CONTEXT, "--chunks", chunks, "-t", self.engine.threads]
 
-    def _run(self, tool: str, *words: object) -> str:
-        command = [str(self.engine.bin / tool), *map(str, words)]
+    def _run(self, *words: object) -> str:
+        tool, *rest = map(str, words)
+        command = [str(self.engine.bin / tool), *rest]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         if done.returncode:
             raise SystemExit(f"{tool} ended with {done.returncode}: {(done.stdout + done.stderr)[-600:]}")
@@ -95,33 +111,46 @@ class Judge:
 
 @dataclass(frozen=True)
 class Ours:
-    """A model with all weights rounded in each format, once; plans are put together from these."""
+    """A model whose weights are rounded to a format when a plan first asks for it, and kept in files."""
 
     model: Path
     work: Path
+    windows: int
 
-    def rounded(self, fmt: str) -> Path:
-        """The model's folder with all matrices in one format, by compensated rounding."""
-        output = self.work / f"rounded-{fmt}"
-        if not output.exists():
-            quantize_file(self.model, output, fmt, evidence=self.work / "found" / EVIDENCE)
-        return output
+    def evidence(self, text: str) -> Path:
+        path = self.work / "inputs.safetensors"
+        if not path.exists():
+            gather_inputs(self.model, text, path, windows=self.windows)
+        return path
+
+    def rounded(self, name: str, fmt: str) -> Encoded:
+        """A weight by compensated rounding: what `quantize --text` makes of it."""
+        kept = self.work / "rounded" / f"{name}.{fmt}.safetensors"
+        if not kept.exists():
+            kept.parent.mkdir(exist_ok=True)
+            with open_tensors(self.model) as file, EvidenceFile(self.work / "inputs.safetensors") as evidence:
+                found = round_weight(file.read_float(name), fmt, hessian=evidence.hessian(name), name=name)
+            with write_tensors(kept, [Promise(name, found.shape, found.fmt)]) as writer:
+                writer.write(name, found)
+        with open_tensors(kept) as file:
+            encoded = file.read(name)
+        assert isinstance(encoded, Encoded)
+        return encoded
 
     def compensated(self, plan: Plan) -> Path:
         """A GGUF file of a plan."""
         folder, output = self.work / "mixed", self.work / "ours.gguf"
         shutil.rmtree(folder, ignore_errors=True)
         shutil.copytree(self.model, folder, ignore=lambda _, names: [n for n in names if "safetensors" in n])
-        packed = {name: plan[name].format for name, entry in plan.entries.items() if entry.stored is None}
         with open_tensors(self.model) as file:
-            tensors = {name: file.read(name) for name in file.specs if name not in packed}
-        for fmt in sorted(set(packed.values())):
-            with open_tensors(self.rounded(fmt)) as file:
-                tensors |= {name: file.read(name) for name in packed if packed[name] == fmt}
+            tensors = {
+                name: self.rounded(name, entry.choice.format) if entry.stored is None else file.read(name)
+                for name, entry in plan.entries.items()
+            }
         promises = [
-            Promise(name, tuple(each.shape), None, each.dtype)
-            if isinstance(each, torch.Tensor)
-            else Promise(name, each.shape, each.fmt)
+            Promise(name, each.shape, each.fmt)
+            if isinstance(each, Encoded)
+            else Promise(name, tuple(each.shape), None, each.dtype)
             for name, each in tensors.items()
         ]
         with write_tensors(folder / "model.safetensors", promises) as writer:
@@ -135,6 +164,12 @@ class Ours:
         output = self.work / "nearest.gguf"
         export_model(self.model, output, "gguf", plan, force=True)
         return output
+
+
+def uniform_plan(model: Path, fmt: str) -> Plan:
+    """One format for all matrices."""
+    with open_tensors(model) as file:
+        return plan_for_file(file, fmt, output="out.gguf")
 
 
 def tensor_bytes(path: Path) -> int:
@@ -156,14 +191,15 @@ def main() -> None:
             "text": options.text.name,
             "calibration_share": CALIBRATION_SHARE,
             "statistics_windows": options.windows,
-            "imatrix_chunks": options.windows,
+            "rounding_windows": options.rounding_windows,
+            "imatrix_chunks": options.rounding_windows,
             "context": CONTEXT,
             "chunks": options.chunks,
             "plan_chunks": options.plan_chunks,
-            "formats": list(FORMATS),
+            "formats": options.formats,
         }
     }
-    judge, ours = Judge(engine, options.work), Ours(options.model, options.work)
+    judge, ours = Judge(engine, options.work), Ours(options.model, options.work, options.rounding_windows)
     _prepare_files(options, judge)
     rows = found.setdefault("rows", {})
 
@@ -176,14 +212,15 @@ def main() -> None:
             print(f"{label}: {size['file_bytes'] / 1e6:.2f} MB, KL {rows[label]['kl']:.5f}", flush=True)
 
     for kind in THEIRS:
-        measure(kind, lambda kind=kind: judge.quantized(kind, options.windows), by="llama.cpp")  # type: ignore[misc]
+        measure(kind, lambda kind=kind: judge.quantized(kind, options.rounding_windows), by="llama.cpp")  # type: ignore[misc]
     text = read_text(options.text)
     cut = int(len(text) * CALIBRATION_SHARE)
     subject, cut_text = prepare(options.model, None, text[:cut], text[cut:], windows=options.windows)
     subject.aim_at(target_of("llama.cpp"))
-    searcher = Searcher(subject, cut_text, FORMATS, options.work / "found")
+    searcher = Searcher(subject, cut_text, options.formats, options.work / "found")
     (options.work / "found").mkdir(exist_ok=True)
     evidence, meter = searcher.collect(Goal(bits=4.5))
+    ours.evidence(text[:cut])
 
     def searched(goal: Goal, label: str, by: str) -> None:
         if label in rows:
@@ -195,15 +232,14 @@ def main() -> None:
 
     for kind in THEIRS:
         if kind != "IQ4_NL":  # of Q4_0's bytes
-            searched(Goal(bytes=_room(evidence, rows[kind]["tensor_bytes"])), f"searched, {kind}'s bytes", "searched")
+            searched(Goal(nbytes=_room(evidence, rows[kind]["tensor_bytes"])), f"searched, {kind}'s bytes", "searched")
     for bits in options.bits:
         searched(Goal(bits=bits), f"searched, {bits} bits", "searched")
-    for rival in uniform_plans(evidence):
-        plan = explain_plan(evidence, rival.choice)
-        facts = {"bits": evidence.bits(evidence.nbytes(rival.choice)), "predicted": evidence.predict(rival.choice)}
-        if rival.label != "q8_0_gguf":
-            measure(f"{rival.label}, nearest", lambda plan=plan: ours.nearest(plan), by="nearest", **facts)  # type: ignore[misc]
-            measure(f"{rival.label}, compensated", lambda plan=plan: ours.compensated(plan), by="uniform", **facts)  # type: ignore[misc]
+    for fmt in options.uniform:
+        plan = uniform_plan(options.model, fmt)
+        facts = {"bits": evidence.bits(plan.nbytes)}
+        measure(f"{fmt}, nearest", lambda plan=plan: ours.nearest(plan), by="nearest", **facts)  # type: ignore[misc]
+        measure(f"{fmt}, compensated", lambda plan=plan: ours.compensated(plan), by="uniform", **facts)  # type: ignore[misc]
     generator, pairs = random.Random(0), found.setdefault("random_plans", {}).setdefault("pairs", [])
     for index in range(options.plans):
         choice = random_plan(evidence, generator)
@@ -242,7 +278,10 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--text", type=Path, required=True)
     parser.add_argument("--work", type=Path, required=True, help="a folder for files on the way")
     parser.add_argument("--bits", type=float, nargs="*", default=BITS)
-    parser.add_argument("--windows", type=int, default=48, help="windows for statistics and importance matrix")
+    parser.add_argument("--formats", nargs="*", default=list(FORMATS), help="candidates of the search")
+    parser.add_argument("--uniform", nargs="*", default=list(UNIFORM), help="formats of uniform plans")
+    parser.add_argument("--windows", type=int, default=24, help="windows for the search")
+    parser.add_argument("--rounding-windows", type=int, default=96, help="for rounding, and the importance matrix")
     parser.add_argument("--chunks", type=int, default=20)
     parser.add_argument("--plans", type=int, default=0, help="random plans")
     parser.add_argument("--plan-chunks", type=int, default=5)

@@ -351,6 +351,37 @@ def families_table() -> str:
     return "\n".join(lines)
 
 
+def search_gguf_table() -> str:
+    """Searched plans beside llama.cpp's files of no fewer bytes; of two files of the same bytes the better."""
+    lines = [
+        "| llama.cpp's file, with an imatrix | MB | KL | searched, MB | KL | times llama.cpp's |",
+        "|---|---|---|---|---|---|",
+    ]
+    rows = _read("search_gguf_lm26m")["rows"]
+    for kind, row in rows.items():
+        ours = rows.get(f"searched, {kind}'s bytes")
+        if ours is not None:
+            same = [(each["kl"], other) for other, each in rows.items() if each["file_bytes"] == row["file_bytes"]]
+            least, best = min(pair for pair in same if rows[pair[1]]["by"] == "llama.cpp")
+            cells = [best, f"{row['file_bytes'] / 1e6:.2f}", _kl(rows[best])]
+            cells += [f"{ours['file_bytes'] / 1e6:.2f}", _kl(ours), f"{ours['kl'] / least:.2f}"]
+            lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def search_bits_table() -> str:
+    """Searched and uniform plans by size."""
+    lines = ["| plan of the 26M llama | bits/weight | KL | same top token |", "|---|---|---|---|"]
+    rows = {label: row for label, row in _read("search_gguf_lm26m")["rows"].items() if row["by"] != "llama.cpp"}
+    for label, row in sorted(rows.items(), key=lambda pair: (round(pair[1]["bits"], 2), -pair[1]["kl"])):
+        lines.append(f"| {label} | {row['bits']:.2f} | {_kl(row)} | {row['same_top']:.1%} |")
+    return "\n".join(lines)
+
+
+def _kl(row: dict[str, Any]) -> str:
+    return f"{row['kl']:.4f} ± {row['kl_error']:.4f}"
+
+
 PLACES = {  # page: its tables
     "README.md": (demo_table, speed_table),
     "docs/quality.md": (quality_table, small_quality_table, grid_table),

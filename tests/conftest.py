@@ -49,13 +49,18 @@ def pytest_configure(config: pytest.Config) -> None:
         fork_workers(config)
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: item.nodeid.partition("::")[0] not in LONGEST)
     if torch.cuda.is_available():
         return
-    for item in items:
-        if item.get_closest_marker("gpu"):
-            item.add_marker(pytest.mark.skip(reason="needs a CUDA GPU"))
+    for_a_gpu = [item for item in items if item.get_closest_marker("gpu")]
+    if for_a_gpu:  # left out, not skipped one by one: there are hundreds
+        config.hook.pytest_deselected(items=for_a_gpu)
+        items[:] = [item for item in items if not item.get_closest_marker("gpu")]
+
+
+def pytest_report_header() -> str | None:
+    return None if torch.cuda.is_available() else "without the tests marked gpu: torch sees no CUDA GPU"
 
 
 def pytest_collection_finish() -> None:
@@ -67,8 +72,9 @@ def pytest_collection_finish() -> None:
             logger.propagate = True
 
 
-def pytest_unconfigure() -> None:
-    gc.unfreeze()
+def pytest_unconfigure(config: pytest.Config) -> None:
+    if not hasattr(config, "workerinput") and not config.option.collectonly:  # those end without tidying up
+        gc.unfreeze()
 
 
 # Triton 3.6 makes the bound of a loop an integer in a way that NumPy refuses since 2.5: such kernels run on a GPU only.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -70,3 +70,20 @@ def _is_long(param: Any) -> bool:
 
 def _shown(value: Any) -> str:
     return str(getattr(value, "__name__", value)).removeprefix("torch.")
+
+
+def few(values: Iterable[Any], count: int) -> list[Any]:
+    """Of many alike, `count` spread over the list for every run; `make test-all` takes the others, too.
+
+    As in `parametrize`, a tuple is one value of each argument.
+    """
+    listed = [
+        value if hasattr(value, "marks") else pytest.param(*(value if type(value) is tuple else (value,)))
+        for value in values
+    ]
+    often = [place for place, value in enumerate(listed) if not _is_long(value)]
+    always = {often[round(at * (len(often) - 1) / max(count - 1, 1))] for at in range(count)}
+    return [
+        value if place in always else pytest.param(*value.values, id=value.id, marks=[*value.marks, pytest.mark.long])
+        for place, value in enumerate(listed)
+    ]

@@ -82,9 +82,11 @@ def _read_and_fork(files: list[str], pipes: list[tuple[Connection, Connection]])
     """Import the test files once, become the parent of the workers, and wait for them."""
     if not hasattr(forkserver._forkserver, "_forkserver_authkey"):  # which Python 3.14 keeps from the server's children
         forkserver._forkserver.ensure_running = lambda: None  # workers use the server that this process comes from
+    gc.disable()  # imports leave little behind that a collection would find
     with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere):
         pytest.main(["--collect-only", "-p", "no:randomly", "--capture=no", *files])
     gc.freeze()  # what is in memory by now is shared by the workers, unless their collectors write to it
+    gc.enable()
     while pipes:
         requests, answers = pipes.pop(0)
         with warnings.catch_warnings(action="ignore", category=DeprecationWarning):  # NumPy's threads do no work now

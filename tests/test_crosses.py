@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import LONGEST
-from tests.crosses import covering
+from tests.crosses import covering, few
 
 
 @pytest.mark.parametrize("sizes", [(1,), (5,), (35, 13), (3, 3), (3, 11, 7), (2, 2, 3, 3), (12, 3, 2)], ids=str)
@@ -28,6 +28,12 @@ def test_every_value_is_there_and_pairs_are_spread(sizes):
 def test_a_cross_names_its_tests_as_parametrize_does(letter, digit, sign, request):
     shown = f"{digit}-{sign}" if digit == 1 else "two"
     assert request.node.name.endswith(f"[{shown}-{letter}]")
+
+
+def test_a_few_are_spread_over_the_list():
+    rows = few([1, (2, 3), 4, 5, 6], 3)
+    assert [row.values for row in rows] == [(1,), (2, 3), (4,), (5,), (6,)]
+    assert [bool(row.marks) for row in rows] == [False, True, False, True, False]
 
 
 def test_files_that_are_to_begin_first_exist():

@@ -49,7 +49,7 @@ def test_help_loads_no_heavy_library() -> None:
 def test_completion_offers_names_and_loads_no_heavy_library() -> None:
     offered = {
         ("quantize", "a", "b", "--format", "mxf"): {"mxfp4", "mxfp4_gguf", "mxfp8_e4m3"},
-        ("perplexity", "a", "--format", "int8_"): {"int8_row", "int8_g128"},
+        ("perplexity", "a", "--format", "int8_"): {"int8_row", "int8_g64", "int8_g128"},
         ("check", "ll"): {"llama"},
         ("manifest", "show", ""): set(SHIPPED),
         ("inspec",): {"inspect"},

@@ -17,7 +17,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def run(arguments: Sequence[str] | None = None) -> int:
-    """Run one command; the exit code comes back, errors are printed."""
+    """Run one command; prints errors, returns the exit code."""
     import typer
 
     from bitplan.cli.app import app
@@ -35,12 +35,12 @@ def run(arguments: Sequence[str] | None = None) -> int:
     except (KeyboardInterrupt, typer.Abort):
         return _interrupted()
     except Exception as error:
-        # typer brings its own copy of click since 0.20; its usage errors are recognised by their method.
+        # Since 0.20 typer contains its own copy of click; its usage errors are recognised by their method.
         format_message = getattr(error, "format_message", None)
         if format_message is None:
             raise
         message = format_message()
-        if type(error).__name__ == "NoArgsIsHelpError":  # the help is the answer; some versions have printed it already
+        if type(error).__name__ == "NoArgsIsHelpError":  # print the help; some versions have done so already
             print(message, end="\n" if message else "")
             return 2
         return _fail(" ".join(message.split()))

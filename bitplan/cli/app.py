@@ -1,7 +1,7 @@
-"""The command line: every verb under what it is for, in the order of the work.
+"""The command line: the verbs, grouped by purpose, in the order of the work.
 
-Measure, plan, apply, run; and look at any time. The verbs themselves live in the *_verbs modules: each does its work
-through one library function and shows the result as a table, or as JSON.
+Measure, plan, apply, run; and look at any time. The verbs themselves are in `cli.verbs`: each does its work through one
+library function and shows the result as a table, or as JSON.
 """
 
 from __future__ import annotations

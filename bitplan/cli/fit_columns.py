@@ -1,4 +1,4 @@
-"""Cells that fit their column: lines end between words, names end them at a dot, and no number is ever divided."""
+"""Cells that fit their column: lines break between words, in names after a dot, and never within a number."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from typing import Any
 
 from rich.cells import cell_len
 
-WHOLE_WORD = 16  # up to this length a word is never divided: formats, figures, roles
-WHOLE_CELL = 10  # nor is a cell of this length: "26.11 kB", "12 of 96"
+WHOLE_WORD = 16  # a word of up to this length is never divided: formats, figures, roles
+WHOLE_CELL = 10  # a cell of up to this length is never divided: "26.11 kB", "12 of 96"
 LONGEST_PIECE = 24  # a piece of a name that is longer loses its middle
 LEAST_TEXT = 20  # sentences in a narrower column are hard to read
 _BREAK = re.compile(r"(?<=[./:\\])(?=[^./:\\])")
@@ -19,7 +19,7 @@ _NUMBER = re.compile(r"[-+]?[0-9][0-9.,]*([eE][-+]?[0-9]+)?[%x]?")
 
 @dataclass(eq=False)
 class TextColumn:
-    """A column's header and cells, the least width that divides no word, and the width that needs no second line."""
+    """A column's header and cells, the least width that divides no word, and the width that keeps cells on one line."""
 
     key: str
     cells: Sequence[str]
@@ -42,9 +42,9 @@ def columns_of(rows: Sequence[Mapping[str, Any]]) -> list[TextColumn]:
 
 
 def split_columns(columns: Sequence[TextColumn], width: int) -> list[list[TextColumn]]:
-    """Tables of columns that fit the width side by side; each after the first begins with what tells the rows apart.
+    """Tables of columns that fit the width; each after the first begins with the columns that tell the rows apart.
 
-    Where one table does not hold them all, columns without a word are left out.
+    If one table does not hold all columns, empty columns are left out.
     """
     if _width_of(columns) > width:
         columns = [column for column in columns if any(column.cells)]
@@ -58,7 +58,7 @@ def split_columns(columns: Sequence[TextColumn], width: int) -> list[list[TextCo
 
 
 def _telling_apart(columns: Sequence[TextColumn], width: int) -> list[TextColumn]:
-    """The first columns whose cells differ, until no two rows are alike; the first one where those are too wide."""
+    """As many columns, from the first, as make all rows differ; only the first if those are too wide."""
     chosen: list[TextColumn] = []
     for column in columns:
         if len(set(column.cells)) > 1:
@@ -69,7 +69,7 @@ def _telling_apart(columns: Sequence[TextColumn], width: int) -> list[TextColumn
 
 
 def share_width(columns: Sequence[TextColumn], width: int) -> list[int]:
-    """A width for each column: the least, then names and figures as they need, then sentences."""
+    """A width for each column: first the least, then more for names and figures, then for sentences."""
     given = [column.least for column in columns]
     spare = width - _outer(len(columns)) - sum(given)
     for at in sorted(range(len(columns)), key=lambda at: columns[at].is_text):
@@ -80,7 +80,7 @@ def share_width(columns: Sequence[TextColumn], width: int) -> list[int]:
 
 
 def _outer(columns: int) -> int:
-    return 3 * columns + 1  # a line and two spaces for each, and the last line
+    return 3 * columns + 1  # a border and two spaces for each, and the last border
 
 
 def _width_of(columns: Sequence[TextColumn]) -> int:
@@ -111,7 +111,7 @@ def _divide(word: str, width: int) -> list[str]:
 
 
 def shorten(name: str, width: int) -> str:
-    """A name that is too long without its middle."""
+    """A name that is too long, without its middle."""
     if cell_len(name) <= width:
         return name
     head, tail = (width - 1) // 2, width - 1 - (width - 1) // 2

@@ -20,8 +20,8 @@ from bitplan.plan.names import listed
 from bitplan.runtime.causal_lm import CausalLM, logits_of
 from bitplan.store.models.morph import formats_of, morph_model, places_of
 
-CACHED_LOGITS_BYTES = 4 * 2**30  # the reference's logits: 12,000 tokens of a vocabulary of 49,152 are 2.4 GB
-GGUF_FAMILIES = ("llama", "qwen", "gemma", "phi3")  # whose names in GGUF files are known
+CACHED_LOGITS_BYTES = 4 * 2**30  # of the reference; 12,000 tokens of a vocabulary of 49,152 are 2.4 GB
+GGUF_FAMILIES = ("llama", "qwen", "gemma", "phi3")  # their names in GGUF files are known
 FLOOR = "noise floor (bfloat16 activations)"
 OnWindows = Callable[[int], None]
 
@@ -62,7 +62,7 @@ class QualityRun:
         return QualityRow(label, stored_bits(self.reference), quality)
 
     def measure_floor(self, on_windows: OnWindows | None = None) -> QualityRow:
-        """The reference against itself, its activations rounded to bfloat16."""
+        """The reference with activations rounded to bfloat16, against itself."""
         twin = shared_twin(self.reference.model)
         head: nn.Module = twin.get_output_embeddings()  # type: ignore[operator]
         round_activations(twin, torch.bfloat16, keep=[head])
@@ -78,13 +78,13 @@ class QualityRun:
         pad: Literal["zero"] | None = None,
         on_windows: OnWindows | None = None,
     ) -> QualityRow:
-        """A model in these formats, None as it is; the candidate itself stays untouched."""
+        """A model in these formats (None: unchanged); the candidate itself is not modified."""
         twin = morphed_twin(candidate, formats, scale_rule=scale_rule, pad=pad)
         bits = stored_bits(candidate) if formats is None else bits_per_weight(twin, candidate.stored or {})
         return self._against(label, twin, bits, on_windows)
 
     def measure_in_float64(self, label: str, on_windows: OnWindows | None = None) -> QualityRow:
-        """The reference against itself computed in float64: what float32 arithmetic itself adds to every figure."""
+        """The reference against itself in float64: the error of float32 arithmetic that is in every figure."""
         wide = copy.deepcopy(self.reference.model).double()
         return self._against(label, wide, stored_bits(self.reference), on_windows)
 
@@ -104,7 +104,7 @@ class QualityRun:
 def morphed_twin(
     candidate: CausalLM, formats: Wanted | None, *, scale_rule: ScaleRule | None, pad: Literal["zero"] | None
 ) -> nn.Module:
-    """A model over the candidate's Parameters that sees them in these formats."""
+    """A second model over the candidate's Parameters, which computes with them in these formats."""
     twin = shared_twin(candidate.model)
     if formats is not None:
         morph_model(twin, formats, scale_rule=scale_rule, pad=pad)
@@ -112,7 +112,7 @@ def morphed_twin(
 
 
 def require_same_tokens(first: CausalLM, second: CausalLM, text: str) -> None:
-    """Two models are compared token by token, so both must cut the text alike."""
+    """Refuse models that split the text into different tokens: they are compared token by token."""
     ids, others = (torch.cat((lm.prefix, lm.encode(text))) for lm in (first, second))
     if torch.equal(ids, others) and len(first.prefix) == len(second.prefix):
         return
@@ -131,10 +131,10 @@ def require_same_tokens(first: CausalLM, second: CausalLM, text: str) -> None:
 def plan_for_model(
     formats: Wanted, model: nn.Module, keep: Sequence[str] = (), *, pad: bool = False, where: str = "the model"
 ) -> Plan:
-    """One format for this model, as `bitplan quantize --format` gives it, a manifest's rules, or a plan.
+    """A plan for this model, from one format as in `bitplan quantize --format`, a manifest's rules, or a plan.
 
-    A plan may have GGUF's names, which are translated. A parameter without an entry is an error. What stays
-    counts in bits a weight as its file holds it.
+    A plan may have GGUF's names, which are translated. A parameter without an entry is an error. Tensors that stay
+    count, in bits per weight, with their bytes in the file.
     """
     places = places_of(model)
     if not isinstance(formats, Plan):
@@ -156,15 +156,15 @@ def plan_for_model(
 
 
 def stored_bits(lm: CausalLM) -> float:
-    """Bits a weight of a model as its file holds it; of one that came from no file, as it is in memory."""
+    """Bits per weight of a model in its file; in memory if it came from no file."""
     return lm.bits_per_weight or bits_per_weight(lm.model, {})
 
 
 def bits_per_weight(model: nn.Module, stored: Mapping[str, int]) -> float:
     """Bits of all parameters, scales included, over their number; tied ones count once, in their first format.
 
-    A parameter without a format counts as `stored` has it, the bytes by name in the model's file: a quantized file
-    holds it so, and the model in memory is float32 whatever the file was.
+    A parameter without a format counts with its bytes in the model's file (`stored`, by name), which may be quantized:
+    the model in memory is always float32.
     """
     formats = formats_of(model)
     sizes: Mapping[int, tuple[int, int]] = {

@@ -8,7 +8,7 @@ from typer.core import TyperCommand, TyperGroup
 
 
 class QuickCommand(TyperCommand):
-    """A verb that takes values as they are typed while the shell completes a line."""
+    """A verb that accepts any value while the shell completes a line."""
 
     def get_params(self, ctx: Any) -> list[Any]:
         return _quick(super().get_params(ctx), ctx)
@@ -23,7 +23,7 @@ class QuickGroup(TyperGroup):
 
 def _quick(params: list[Any], ctx: Any) -> list[Any]:
     for param in params:
-        if ctx.resilient_parsing:  # completing: nothing will run
+        if ctx.resilient_parsing:  # the shell completes a line: nothing will run
             param.process_value = _as_typed
         elif getattr(param, "is_flag", False) and param.default is None:
             param.default = False  # --help, --install-completion: typer checks that None is no bool

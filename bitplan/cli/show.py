@@ -24,27 +24,27 @@ if TYPE_CHECKING:
 Force = Annotated[bool, typer.Option("--force", help="Replace a file that exists.")]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
 Recipe = Annotated[str | None, typer.Option("--recipe", help=" or ".join(", ".join(RECIPES).rsplit(", ", 1)) + ".")]
-WIDE = 160  # where nobody says how wide: a pipe, a file
+WIDE = 160  # for output without a width: a pipe, a file
 LINE_EVERY_S = 10.0
 
 
 class StoppedVerbError(BitplanError):
-    """Ctrl-C, in a verb that says what was done until then; `run` exits as interrupted."""
+    """Ctrl-C in a verb; the message says what was done until then, and `run` exits as interrupted."""
 
 
 def show_json(document: Any) -> None:
-    """JSON on standard output, and nothing else there; in ASCII, so that no name acts on the terminal."""
+    """Print JSON on standard output, alone; in ASCII, so that no name can control the terminal."""
     print(json.dumps(document, indent=2).replace("\x7f", "\\u007f"))
 
 
 def say(line: str) -> None:
-    """A line of text on standard output, whatever the names in it hold."""
+    """Print a line of text on standard output; control characters in names are made visible."""
     width = _width()
     print(wrap(visible(line), WIDE * 100 if width is None else width), flush=True)
 
 
 def table(title: str, rows: Sequence[Mapping[str, Any]]) -> None:
-    """A table whose columns are the keys of the first row, numbers to the right; in parts where it is too wide."""
+    """Print a table; its columns are the keys of the first row, numbers to the right; in parts if it is too wide."""
     from rich.console import Console
     from rich.text import Text
 
@@ -70,7 +70,7 @@ def _drawn(columns: Sequence[TextColumn], widths: Sequence[int]) -> Table:
 
 
 def _width() -> int | None:
-    """How wide to print: the terminal, or COLUMNS; None where nothing limits it."""
+    """The width of the terminal, or COLUMNS; None if nothing limits it."""
     from rich.console import Console
 
     return Console().width if sys.stdout.isatty() or os.environ.get("COLUMNS", "").isdigit() else None
@@ -80,7 +80,7 @@ def _width() -> int | None:
 def progress(what: str, total: int, *, amount: Callable[[int], str] = str) -> Iterator[Callable[[int, str], None]]:
     """Progress on standard error: a bar on a terminal, elsewhere a line every ten seconds.
 
-    Call what it yields with (amount, label); `amount` says how amounts are written.
+    It yields a function of (amount, label); `amount` formats amounts.
     """
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
@@ -98,7 +98,7 @@ def progress(what: str, total: int, *, amount: Callable[[int], str] = str) -> It
 
 @contextmanager
 def _lines(what: str, total: int, amount: Callable[[int], str]) -> Iterator[Callable[[int, str], None]]:
-    """A thread that says every ten seconds how far the work is, also while a single step takes minutes."""
+    """A thread prints progress every ten seconds, also while a single step takes minutes."""
     done, doing, started, is_over = 0, "", time.monotonic(), threading.Event()
 
     def advance(count: int, label: str) -> None:

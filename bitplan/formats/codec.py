@@ -1,6 +1,6 @@
 """encode and decode: the definition of every format, in plain torch.
 
-Slow and clear; `bitplan.kernels` holds the fast twins, which are checked against this bit for bit.
+Slow and clear; tests compare the fast kernels in `bitplan.kernels` with this code bit for bit.
 Work goes tile by tile, so that a large tensor costs its own output and a few megabytes more.
 """
 
@@ -49,8 +49,8 @@ def encode(
     percentile  the quantile of |x| that `percentile` clips at
     importance  for `mse`: a weight per column (mean squared activation, say)
     scale       use this scale and no rule; a number, or a tensor with one scale per block
-    zero_point  for unsigned formats: the code that stands for 0.0, instead of the one the range gives
-    base        for formats whose scales share a base factor: that factor
+    zero_point  for unsigned formats: the code that stands for 0.0; by default it follows from the range
+    base        for formats whose scales share a base factor: this factor
     pad         "zero" fills the last block of a row that is not whole; decode drops the filling
     nonfinite   "error", or "replace": NaN by 0, infinities by the largest finite magnitude
     name        what errors call the tensor
@@ -101,7 +101,7 @@ def encode_with_scales(
     rows, cols = matrix.shape
     data = torch.empty((rows, fmt.data_cols(cols)), dtype=fmt.storage, device=matrix.device)
     stored = torch.empty(wanted.shape, dtype=fmt.scales.dtype, device=matrix.device)
-    if not matrix.numel():  # no tile will come by, but an empty tensor still has its scale
+    if not matrix.numel():  # there is no tile, but an empty tensor still has its scale
         stored.copy_(fmt.scales.store(wanted, base))
     for tile in tiles(fmt, rows, cols):
         blocks = to_blocks(fmt, matrix[tile].to(fmt.work))
@@ -126,7 +126,7 @@ def encode_opaque(
     name: str,
     math: GroupSums | None = None,
 ) -> Encoded:
-    """Blocks of bytes, tile by tile; `math` may be a compiled twin."""
+    """Encode to GGUF's blocks, tile by tile; `math` may be the compiled version."""
     fmt.check_range(matrix, name)
     rows, cols = matrix.shape
     data = torch.empty((rows, fmt.data_cols(cols)), dtype=fmt.storage, device=matrix.device)
@@ -164,7 +164,7 @@ def decode(encoded: Encoded, dtype: torch.dtype = torch.float32) -> Tensor:
 
 
 def check_decodable(encoded: Encoded, dtype: torch.dtype) -> None:
-    """Refuse what is not encoded, and integers, which would cut the numbers off without a word."""
+    """Refuse a tensor that is not encoded, and an integer type, which would silently truncate the numbers."""
     if not isinstance(encoded, Encoded):
         raise FormatError(f"decode takes an Encoded, got {type(encoded).__name__}")
     if not dtype.is_floating_point:
@@ -191,7 +191,7 @@ def check_options(
     shape: tuple[int, ...],
     name: str,
 ) -> ScaleRule:
-    """Refuse an option that the format would ignore, and settle the rule."""
+    """Refuse an option that the format would ignore; returns the scale rule to use."""
     chosen = next((r for r in fmt.rules if r == (rule or fmt.default_rule)), None)
     if chosen is None:
         why = "it has no best multiple of mean |x|; " if rule in SCALE_RULES else ""
@@ -217,7 +217,7 @@ def check_cast_options(
     base: float | None,
     name: str,
 ) -> None:
-    """A plain cast accepts how to choose scales, as all tensors of a model are, but not which they are."""
+    """Let a plain cast accept a scale rule, since a model's tensors are encoded with one rule, but no scales."""
     if rule is not None and rule not in SCALE_RULES:
         raise FormatError(f"{name}: no scale rule {rule!r}; use one of {', '.join(SCALE_RULES)}")
     given = {"scale": scale, "zero_point": zero_point, "base": base}
@@ -230,7 +230,7 @@ def check_importance(fmt: Format, importance: Tensor, rule: ScaleRule, shape: tu
     if rule != "mse":
         raise FormatError(f"{name}: `importance` weighs the search of scale_rule='mse', not {rule!r}")
     cols = fmt.matrix_shape(shape)[1]
-    columns = {math.prod(shape[-1:]), math.prod(shape[1:])}  # of the matrix, or of a convolution seen as one
+    columns = {math.prod(shape[-1:]), math.prod(shape[1:])}  # of the matrix, or of a convolution kernel as a matrix
     fitting = sorted(count for count in columns if count == cols or (count and cols % count == 0))
     if importance.numel() not in fitting:
         wanted = " or ".join(map(str, fitting))
@@ -249,7 +249,7 @@ def check_magnitude(fmt: Format, matrix: Tensor, name: str) -> None:
 
 
 def check_scales(encoded: Encoded, name: str) -> None:
-    """Refuse what would decode to infinities and NaN: scales that overflow their type, codes times scales theirs."""
+    """Refuse results that would decode to infinity or NaN: scales, or codes times scales, that overflow their type."""
     fmt = encoded.fmt
     assert encoded.scales is not None
     assert fmt.scales is not None
@@ -291,7 +291,7 @@ def _instead(fmt: Format, cols: int) -> str:
 
 
 def finite(x: Tensor, nonfinite: NonFinite, name: str) -> Tensor:
-    """x itself when every number is finite; else an error that counts, or the replacement asked for."""
+    """x itself if every number is finite; else an error with the count, or x with replacements."""
     if nonfinite not in ("error", "replace"):
         raise FormatError(f"{name}: `nonfinite` is 'error' or 'replace', got {nonfinite!r}")
     if not x.numel():

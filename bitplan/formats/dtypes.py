@@ -1,4 +1,4 @@
-"""Types of numbers by torch's names for them, so that layouts are known before torch is imported."""
+"""Types of numbers by their names in torch, so that layouts are known before torch is imported."""
 
 from __future__ import annotations
 

@@ -20,19 +20,19 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-# The eight magnitudes of E2M1 in code order; codes 8..15 are the same with the sign bit set.
+# The eight magnitudes of E2M1 in code order; codes 8..15 are their negatives.
 E2M1_MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-# Midpoints between neighbours. A tie goes to the even code: up where the upper code is even.
+# Midpoints between neighbours. A tie goes to the even code: upwards if the upper code is even.
 _E2M1_MIDPOINTS = ((0.25, False), (0.75, True), (1.25, False), (1.75, True), (2.5, False), (3.5, True), (5.0, False))
 
 
 @dataclass(frozen=True)
 class Element(ABC):
-    """One code's worth of number: `bits` wide, codes held in the type `codes`, largest magnitude `limit`.
+    """The numbers of one code: `bits` wide, codes held in the type `codes`, largest magnitude `limit`.
 
-    A number beyond `clip_low` or `clip_high` is one that saturation changed: rounding alone
-    would have left the range. `gauss` is the clipping limit, in units of mean |x|, that minimises the squared
-    error of Gaussian numbers; None where clipping gains nothing (8-bit floats, 16 bits and more).
+    Saturation changes a number beyond `clip_low` or `clip_high`: rounding alone would put it outside the range. `gauss`
+    is the clipping limit, in units of mean |x|, that minimises the squared error of Gaussian numbers; None where
+    clipping gains nothing (8-bit floats, 16 bits and more).
     """
 
     name: str
@@ -130,7 +130,7 @@ def exact_integers(whole: Tensor, low: int, high: int, dtype: torch.dtype) -> Te
     """Cast whole floats to integers, saturating at `low` and `high` even where a float cannot hold them."""
     import torch
 
-    if dtype == torch.uint64:  # torch casts doubles through int64: shift the upper half there and back
+    if dtype == torch.uint64:  # torch casts doubles through int64: shift the upper half into its range and back
         upper = whole >= 2.0**63
         shifted = torch.where(upper, whole - 2.0**64, whole.clamp(min=0.0)).clamp(-(2.0**63), 2.0**63 - 1024)
         codes = torch.where(whole >= 2.0**64, -1, shifted.to(torch.int64))
@@ -153,7 +153,7 @@ def integers_as_floats(codes: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _cast_through(dtype: torch.dtype) -> torch.dtype:
-    """torch has few kernels for wide unsigned types: reach them through a signed one that holds them."""
+    """The signed type to cast through: torch has few kernels for wide unsigned types."""
     import torch
 
     return {torch.uint16: torch.int32, torch.uint32: torch.int64}.get(dtype, dtype)
@@ -170,10 +170,10 @@ def unsigned_integer(bits: int, codes: str, gauss: float | None = None) -> Integ
 
 
 # Clipping limits for Gaussian numbers, in units of mean |x| (sigma = 1.2533 mean |x|).
-# tests/formats/scales/test_scale_rules.py finds them again by search. Ternary's is BitNet's, not the optimum (1.53).
+# tests/formats/scales/test_scale_rules.py checks them by search. Ternary's limit is BitNet's, not the optimum (1.53).
 INT8 = signed_integer(8, "int8", gauss=4.90)
 INT4 = signed_integer(4, "int8", gauss=2.97)
-INT4_ON_LOW = replace(INT4, limit=8, gauss=3.40)  # the limit lands on code -8, as GGUF's Q4_0 has it
+INT4_ON_LOW = replace(INT4, limit=8, gauss=3.40)  # the limit gets code -8, as in GGUF's Q4_0
 INT4_HALF_AWAY = HalfAwayElement("int4", 4, "int8", 7, -8.5, 7.5, 2.97, -8, 7)
 INT8_HALF_AWAY = HalfAwayElement("int8", 8, "int8", 127, -128.5, 127.5, 4.90, -128, 127)
 INT2 = signed_integer(2, "int8", gauss=1.31)

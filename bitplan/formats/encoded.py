@@ -1,4 +1,4 @@
-"""Encoded: a tensor held in a format, with the scales that belong to it and to no other version."""
+"""Encoded: a tensor held in a format, together with its own scales."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from bitplan.formats.format import Format, PartShapes
 from bitplan.formats.registry import get_format
 
 
-@dataclass(frozen=True, eq=False)  # tensors do not compare to one bool; to_bytes() does
+@dataclass(frozen=True, eq=False)  # comparing tensors gives no single bool; compare to_bytes()
 class Encoded:
-    """A tensor in a format: its codes, and the scales that belong to them and to no other version."""
+    """A tensor in a format: its codes, and the scales that belong to exactly these codes."""
 
     fmt: Format
     shape: tuple[int, ...]
@@ -50,7 +50,7 @@ class Encoded:
 
     @property
     def nbytes(self) -> int:
-        """Bytes really held, scales included."""
+        """Bytes in memory, scales included."""
         return sum(tensor.nbytes for tensor in self.parts.values())
 
     @property

@@ -67,9 +67,9 @@ class Format:
     zero_point: bool = False
     # Stored interleaved, block by block (scale first), as GGUF and poly's Q4_0 do.
     interleaved: bool = False
-    # Arithmetic of scales and rounding: float64 where float32 cannot hold the codes.
+    # The type in which scales and rounding are computed: float64 if float32 cannot hold the codes.
     work_name: str = "float32"
-    # x / scale, as poly computes it; block formats multiply by the reciprocal, which is faster everywhere.
+    # Whether x / scale is computed by division, as in poly; block formats multiply by the reciprocal, which is faster.
     divides: bool = False
 
     @property
@@ -86,7 +86,7 @@ class Format:
 
     @property
     def is_opaque(self) -> bool:
-        """Whether blocks are bytes with their scales among the codes, so that `data` is the only part."""
+        """Whether blocks are bytes that hold codes and scales together, so that `data` is the only part."""
         return False
 
     @property
@@ -114,7 +114,7 @@ class Format:
         return limit_of_blocks(blocks, rule, gauss=self.element.gauss, percentile=percentile)
 
     def scale_for(self, limit: Tensor) -> Tensor:
-        """The scale wanted for a block whose largest magnitude is `limit`, before it is stored."""
+        """The scale for a block whose largest magnitude is `limit`, before it is rounded to its stored type."""
         assert self.element is not None
         if self.power_of_two_scales:
             return power_of_two_scale(limit, self.element.limit)
@@ -131,7 +131,7 @@ class Format:
         stored = self.scales.store(wanted, base)
         column = self.scales.load(stored, base).unsqueeze(-1)
         scaled = torch.where(column == 0, 0.0, blocks / column) if self.divides else blocks * reciprocal(column)
-        if zero_point is not None:  # rounded before it is shifted: ties do not depend on where zero lies
+        if zero_point is not None:  # rounded before it is shifted, so that ties do not depend on the zero point
             scaled = scaled.round() + self.element.value(zero_point, self.work)
         return self.element.round(scaled), stored
 
@@ -161,7 +161,7 @@ class Format:
         return math.prod(lead), math.prod(shape[len(lead) :])
 
     def padded_cols(self, cols: int) -> int:
-        """Cols rounded up to whole blocks; tiles of several rows keep their ragged edge instead."""
+        """Cols rounded up to whole blocks; not for blocks of several rows, which may be incomplete at the edge."""
         if self.block.cols is None or self.block.rows != 1:
             return cols
         return -(-cols // self.block.cols) * self.block.cols
@@ -200,7 +200,7 @@ class Format:
         return sum(math.prod(size) * ITEM_BYTES[name] for name, size in self.part_layouts(shape).values())
 
     def _lead(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """The axes that count rows."""
+        """The axes that make up the rows."""
         if len(shape) > 2 and shape[-1] < NARROW_KERNEL:
             return shape[:1]
         return shape[:-1]

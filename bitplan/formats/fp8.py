@@ -1,7 +1,7 @@
-"""Scaled FP8 operands of a matrix product: scales, casts and what they stand for, in plain torch. The definition.
+"""Scaled FP8 operands of a matrix product: the definition of scales, casts and their values, in plain torch.
 
 An operand is a matrix [R, C] whose rows the product sums along: C is the contraction. `codes` are FP8, row-major, and
-`scale` says what they are worth, one number for (the table itself is in `fp8_recipes`)
+`scale` has one number for each group of codes (the table itself is in `fp8_recipes`):
 
     scaling     of the recipe                            shape of the scale              numbers that share one
     "tensor"    tensorwise                               ()                              all
@@ -10,19 +10,19 @@ An operand is a matrix [R, C] whose rows the product sums along: C is the contra
     "128x128"   blockwise, weights                       [R / 128, C / 128]              a square
     "1x32"      mxfp8                                    [R, C / 32], E8M0 bytes         32 along the contraction
 
-"R fastest" and the rows of the "128x128" scales, which are padded to a multiple of four, are what the GPU's library
-asks for. The other layout of a matrix, summed along its rows, is the same cast of its transpose.
+The GPU's library asks for "R fastest", and for rows of "128x128" scales padded to a multiple of four. The other layout
+of a matrix, for a product that sums along R, is the same cast of its transpose.
 
 The rule, in float32: amax = the largest |x|, at least `eps`; scale = amax / limit, at least 2^-126;
 code = nearest(x * (1 / scale)), ties to even, at most +-limit. So a group of zeros has codes 0 and the smallest scale.
-A group that holds an infinity or a NaN has scale NaN: all of it reads as NaN, and nothing hides.
+A group that holds an infinity or a NaN has scale NaN: all of it reads as NaN, so that the error shows.
 
 For "tensor" and "1x32" the scale is the smallest power of two at or above amax / limit (an E8M0 byte for "1x32", 255 is
 NaN): rounded up, because rounded down as OCP Microscaling has it the largest numbers saturate, and a product of uniform
 weights then errs by 5.7% instead of 3.5%. The codes are floats, so a power of two costs them no precision, only up to
-one of the 18 octaves that E4M3 reaches over. What it gives: a scale of a whole tensor hardly ever changes from one
-step to the next, so a cast can be done by the last one and checked, in one read (`bitplan.kernels.fp8.guessed_cast`).
-NaN codes are 0x7F.
+one of the 18 octaves that E4M3 reaches over. In return, the scale of a whole tensor hardly ever changes from one step
+to the next, so a cast can use the last scale and check it in the same read (`bitplan.kernels.fp8.guessed_cast`). NaN
+codes are 0x7F.
 """
 
 from __future__ import annotations
@@ -47,8 +47,10 @@ _E8M0 = PowerOfTwoScales()
 
 @dataclass(slots=True, eq=False)
 class ScaledFp8:
-    """An operand [R, C] of a product that sums along C. Not to be changed; frozen it would take thrice as long to make,
-    and a layer makes five a step."""
+    """An operand [R, C] of a product that sums along C. Do not change it.
+
+    It is not a frozen dataclass, which would take three times as long to make: a layer makes five a step.
+    """
 
     codes: Tensor
     scale: Tensor
@@ -57,7 +59,7 @@ class ScaledFp8:
 
     @property
     def turned(self) -> Tensor:
-        """The codes as [C, R], a view, made once: a weight's cast is multiplied many times."""
+        """The codes as [C, R], a view; kept, because a weight's cast is multiplied many times."""
         if self._turned is None:
             self._turned = self.codes.t()
         return self._turned
@@ -91,13 +93,13 @@ def padded_tokens(recipe: str, tokens: int) -> int:
 
 
 def pad_rows(x_RC: Tensor, rows: int) -> Tensor:
-    """Zeros below, up to this many rows."""
+    """x with zeros below, up to this many rows."""
     missing = rows - x_RC.shape[0]
     return torch.nn.functional.pad(x_RC, (0, 0, 0, missing)) if missing else x_RC
 
 
 def cast_reference(x_RC: Tensor, scaling: str, fp8: str = "e4m3", eps: float = 0.0) -> ScaledFp8:
-    """Cast a matrix as an operand that is summed along its rows' length."""
+    """Cast a matrix as an operand of a product that sums along C."""
     check_castable(x_RC, scaling, fp8)
     block = SCALINGS[scaling]
     x = x_RC.float()
@@ -128,7 +130,7 @@ def round_to_fp8(scaled: Tensor, fp8: str) -> Tensor:
 
 
 def decode_scaled(operand: ScaledFp8, dtype: torch.dtype = torch.float32) -> Tensor:
-    """What the operand stands for, [R, C]; computed in float32, or in float64 where that is asked for."""
+    """The numbers of an operand, [R, C]; computed in float32, or in float64 if that is `dtype`."""
     wide = torch.float64 if dtype == torch.float64 else torch.float32
     block = SCALINGS[operand.scaling]
     blocks = _in_blocks(operand.codes.to(wide), block)
@@ -168,7 +170,7 @@ def empty_scale(shape: tuple[int, int], scaling: str, device: torch.device) -> T
 
 
 def _in_blocks(x_RC: Tensor, block: ScaleBlock) -> Tensor:
-    """[blocks down, rows of one, blocks across, columns of one]; whole rows as they lie."""
+    """[blocks down, rows of a block, blocks across, columns of a block]; for blocks of whole rows x itself."""
     if block.rows is None or block.cols is None:
         return x_RC
     rows, cols = x_RC.shape
@@ -195,7 +197,7 @@ def _power_of_two_scale_above(amax: Tensor, fp8: str) -> tuple[Tensor, Tensor]:
 
 
 def _arrange_scale(stored: Tensor, shape: torch.Size, scaling: str) -> Tensor:
-    if stored.dim() < 4:  # of whole rows
+    if stored.dim() < 4:  # blocks of whole rows
         return stored
     flat = stored.reshape(stored.shape[0], stored.shape[2])
     if SCALINGS[scaling].layout == "rows":

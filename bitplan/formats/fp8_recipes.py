@@ -1,8 +1,8 @@
 """The table of FP8 recipes: how each scales the operands of a product, which shapes it takes, and where it runs.
 
-A recipe is one row here. What a row cannot say, a kernel or a product of its own, is chosen by the scaling's name in
-`bitplan.kernels.fp8`; without one a recipe runs on a CPU, by the definition in `bitplan.formats.fp8`. No torch is
-loaded here: plans and documents know recipes by their names.
+A recipe is one row here. Kernels and products of its own are chosen by the scaling's name in `bitplan.kernels.fp8`;
+without them a recipe runs on a CPU only, by the definition in `bitplan.formats.fp8`. No torch is loaded here: plans and
+documents know recipes by their names.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Literal
 from bitplan.errors import FormatError, did_you_mean
 
 BLOCK, MX_BLOCK = 128, 32
-BF16 = "bf16"  # what a product is given in place of a recipe
+BF16 = "bf16"  # stands in place of a recipe for products that are not FP8
 
 
 @dataclass(frozen=True)
@@ -21,10 +21,10 @@ class ScaleBlock:
     """The numbers of an operand that share one scale, and how scales are stored.
 
     rows, cols     of a block; None: all of them
-    power_of_two   the smallest power of two at or above amax / limit, in place of amax / limit
-    as_byte        stored as E8M0; float32 otherwise
-    layout         "rows": as the blocks lie; "columns": those of a column side by side; "fours": each row of scales is
-                   padded to a multiple of four. The last two are what the GPU's library asks for
+    power_of_two   the scale is the smallest power of two at or above amax / limit, not amax / limit itself
+    as_byte        scales are stored as E8M0; otherwise as float32
+    layout         "rows": row by row, as the blocks lie; "columns": column by column; "fours": each row of scales is
+                   padded to a multiple of four. The GPU's library asks for the last two
     """
 
     rows: int | None
@@ -36,15 +36,15 @@ class ScaleBlock:
 
 @dataclass(frozen=True)
 class Recipe:
-    """One row.
+    """One row of the table.
 
     activations, weights   the scalings, by name; gradients are scaled as activations are
-    multiple               what tokens are padded to, and what both sizes of a weight must be a multiple of: 16 bytes
-                           for the tensor cores, or the block
+    multiple               tokens are padded to a multiple of this, and both sizes of a weight must be one:
+                           16 bytes for the tensor cores, or the block
     experts                the scales of its grouped products, "vector" (of rows and columns) or "block"; None: it has
                            no such products
     capability             the least compute capability of a GPU; None: it has no kernels and runs on a CPU alone
-    needs, instead         that in words, and the recipe to use where it is missing
+    needs, instead         the capability in words, and the recipe to use where it is missing
     """
 
     name: str
@@ -58,12 +58,12 @@ class Recipe:
 
     @property
     def has_one_scale(self) -> bool:
-        """One for a whole activation: processes that share it can agree on it, and the next is much like the last."""
+        """Whether an activation has one scale: processes can agree on it, and it is much like that of the last step."""
         return self.activations == "tensor"
 
     @property
     def is_storable(self) -> bool:
-        """Is the transpose of a weight's codes the cast of its transpose? Then one copy serves fprop and dgrad."""
+        """Whether a weight's transposed codes are the cast of its transpose: one copy then serves fprop and dgrad."""
         block = SCALINGS[self.weights]
         return block.rows == block.cols
 

@@ -82,7 +82,7 @@ class GgufMxfp4(Format):
 
 
 class GgufPowerOfTwoScales(PowerOfTwoScales):
-    """As E8M0, but ggml gives byte 255 no meaning of its own: it is 2^128, which only float64 holds."""
+    """E8M0, except that for ggml byte 255 is not NaN but 2^128, which only float64 holds."""
 
     def load(self, stored: Tensor, base: Tensor | None) -> Tensor:
         import torch

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Packing:
-    """How codes of `bits` bits (1, 2 or 4) share bytes; `signed` fields are sign-extended on the way out."""
+    """How codes of `bits` bits (1, 2 or 4) share bytes; `signed` fields are sign-extended by `unpack`."""
 
     bits: int
     order: Literal["low_first", "high_first", "halves"]
@@ -35,7 +35,7 @@ class Packing:
         return -(-count // self.per_byte)
 
     def pack(self, codes: Tensor) -> Tensor:
-        """[..., n] codes -> [..., ceil(n / per_byte)] bytes; a last byte that is not full is filled with zero bits."""
+        """[..., n] codes -> [..., ceil(n / per_byte)] bytes; the last byte is filled up with zero bits."""
         import torch
 
         fields = (codes + self.offset).view(torch.uint8) & (2**self.bits - 1)

@@ -1,4 +1,4 @@
-"""How much a format changed a tensor, in figures that see quantization loss."""
+"""How much a format changed a tensor: figures that show quantization loss."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from bitplan.formats.encoded import Encoded
 from bitplan.formats.tiles import from_blocks, tile_of_grid, tiles
 
 PIECE = 2**22
-RUN = 64  # numbers: a whole number of bytes, however many codes a byte holds
+RUN = 64  # numbers; always whole bytes, however many codes a byte holds
 
 
 @dataclass(frozen=True)
 class ErrorReport:
     """Original against decoded. `saturated` numbers lay outside the range of codes; `underflowed` became zero.
 
-    Where a plain cast kept a NaN or made an infinity, the figures that it spoils are not finite.
+    If a plain cast kept a NaN or made an infinity, the figures that depend on it are not finite.
     """
 
     fmt: str
@@ -70,12 +70,12 @@ def error_report(x: Tensor, encoded: Encoded) -> ErrorReport:
 def sample(x: Tensor, encoded: Encoded, most: int) -> tuple[Tensor, Encoded]:
     """About `most` numbers of a tensor, spread evenly, and their part of its encoding.
 
-    Every n-th block, n odd, so that the sample of a matrix whose sides are powers of two goes over all of its columns.
-    Where rows share a scale, or blocks do not divide them, rows are taken whole: at least one band of them.
+    It takes every n-th block, with odd n, so that the sample of a matrix whose sides are powers of two covers all its
+    columns. If rows share a scale, or are not whole blocks, it takes whole rows, at least one band of them.
     """
     fmt = encoded.fmt
     (rows, cols), (_, scales_each) = fmt.matrix_shape(encoded.shape), fmt.grid(encoded.shape)
-    height, width = fmt.block.rows or 1, cols  # of what is taken whole
+    height, width = fmt.block.rows or 1, cols  # size of the pieces that are taken
     if fmt.block.cols and height == 1 and cols % fmt.block.cols == 0:
         width, scales_each = fmt.block.cols, 1
     elif fmt.block.cols is None and rows == 1:
@@ -122,7 +122,7 @@ class Similarity:
         if self.square_difference == 0.0:
             return 1.0
         norm = math.sqrt(self.square_a) * math.sqrt(self.square_b)
-        return min(self.dot / norm, 1.0) if norm else 0.0  # in this order a NaN stays one
+        return min(self.dot / norm, 1.0) if norm else 0.0  # in this order NaN stays NaN
 
     @property
     def relative_error(self) -> float:
@@ -156,11 +156,11 @@ def similarity(a: Tensor, b: Tensor) -> Similarity:
 
 
 def _saturated(x: Tensor, encoded: Encoded) -> int:
-    """Numbers that rounding alone would have put outside the codes."""
+    """How many numbers rounding alone would have put outside the codes."""
     fmt = encoded.fmt
     if fmt.element is None:
         return int((x.isfinite() & ~encoded.data.to(torch.float64).isfinite()).sum())
-    if fmt.is_opaque:  # a search chose the scales: what lies at the ends of the codes was put there
+    if fmt.is_opaque:  # a search chose the scales: numbers at the ends of the codes were clipped on purpose
         return 0
     assert encoded.scales is not None
     assert fmt.scales is not None

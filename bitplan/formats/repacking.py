@@ -11,7 +11,7 @@ from bitplan.formats.format import Format
 from bitplan.formats.registry import get_format
 from bitplan.formats.scales.rules import E8M0_NAN
 
-# Pairs that hold the same numbers in different bytes.
+# Pairs of formats that hold the same numbers in different bytes.
 _TWINS = ({"q4_0_poly", "q4_0_gguf"}, {"mxfp4", "mxfp4_gguf"})
 
 

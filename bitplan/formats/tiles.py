@@ -15,7 +15,7 @@ Tile = tuple[slice, slice]
 def tiles(fmt: Format, rows: int, cols: int) -> Iterator[Tile]:
     """Pieces of about a million numbers, each made of whole blocks.
 
-    Whole rows; only where one block is the whole tensor is the single row itself cut.
+    Pieces are whole rows, unless one block is the whole tensor: then its single row is cut.
     """
     if not rows * cols:
         return

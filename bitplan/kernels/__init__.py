@@ -1,4 +1,4 @@
-"""The same numbers, faster: twins of the formats' definitions, and a dispatcher that says which it picked."""
+"""The same numbers, faster: fast versions of the formats' definitions, and a dispatcher that says which it picked."""
 
 from bitplan.kernels.codec.dispatch import Picked, decode, encode, explain_decode, explain_encode
 

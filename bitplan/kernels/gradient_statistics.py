@@ -1,10 +1,11 @@
 """Mean, variance and max |x| of many tensors in one launch, each number read once: for statistics of gradients.
 
-The definition is `torch_parts` in `measure.grad_reduce`, whose parts are whole tensors; `join` there takes both.
+The definition is `torch_parts` in `measure.gradients.reduce`, whose parts are whole tensors; `join` there takes both
+kinds of parts.
 
 A program takes 64k numbers of one tensor, finds the tensor by its address in a table, and keeps a running (mean, sum of
-squared deviations, max |g|): each 8k numbers are summed around their own mean and merged into it (Chan's rule), so
-that nothing large is subtracted. Addresses change from step to step and cross in one small pinned copy; the map from
+squared deviations, max |g|): each 8k numbers are summed around their own mean and merged into it (Chan's rule), so that
+nothing large is subtracted. Addresses change from step to step and are sent in one small pinned copy; the map from
 program to tensor depends on sizes only and stays on the device.
 
 Legend: P parts (programs), T tensors.
@@ -56,7 +57,7 @@ def kernel_parts(tensors: Sequence[Tensor]) -> Tensor:
 
 
 def _dense(grad: Tensor) -> Tensor:
-    """Any order of the numbers will do, as long as they lie without gaps; else a copy."""
+    """The gradient if its numbers lie without gaps, in any order; else a copy."""
     return grad if grad.is_contiguous() or (grad.ndim > 1 and grad.mT.is_contiguous()) else grad.contiguous()
 
 
@@ -99,7 +100,7 @@ def _reduce(
     for turn in range(ROUNDS):
         at = start + turn * BLOCK + tl.arange(0, BLOCK)
         inside = at < size
-        if start + (turn + 1) * BLOCK <= size:  # without a mask, which would make every number a load of its own
+        if start + (turn + 1) * BLOCK <= size:  # without a mask, which would load every number by itself
             x = tl.load(source + at).to(tl.float32)
         else:
             x = tl.load(source + at, mask=inside, other=0.0).to(tl.float32)

@@ -1,10 +1,10 @@
-"""Calibration: what each candidate format does to the output of each block and layer, and the file that keeps it.
+"""Calibration: the error of each candidate format in the output of each block and layer, and its file.
 
-The figure is relative_error = ||out_bf16 - out_low|| / ||out_bf16||, on real activations, averaged over the
-samples. `runtime.run_calibration` measures it; here are the result, its cache, and the question whether a cache is
-still true.
+The figure is relative_error = ||out_bf16 - out_low|| / ||out_bf16||, on real activations, averaged over the samples.
+`runtime.run_calibration` measures it; this module has the result, its cache, and the check whether a cache is still
+valid.
 
-The document, version 1. It is written after every pass, so that a killed run goes on where it was:
+The document, version 1. It is written after every pass, so that a killed run can go on:
 
     {"document": "bitplan-calibration", "version": 1,
      "fingerprint": {"weights": {BLOCK: HASH}, "quantizer": {FORMAT: TEXT}, "layout": {BLOCK: TEXT},
@@ -12,8 +12,8 @@ The document, version 1. It is written after every pass, so that a killed run go
      "layers": {"0": {LAYER: {FORMAT: ERROR}}},          by batch
      "blocks": {FORMAT: {"0": {BLOCK: ERROR}}}}          by format and batch
 
-ERROR is null where the output was zero or not finite. A file whose fingerprint differs in any part is refused by the
-name of that part: a calibration of other weights would be believed for ever.
+ERROR is null where the output was zero or not finite. A file whose fingerprint differs in any part is refused, and the
+error names that part: a calibration of other weights would never be noticed.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class StaleCalibrationError(CalibrationFileError):
 
 @dataclass(frozen=True)
 class CalibrationResult:
-    """Relative output errors: block or layer -> format -> error; `excluded` counts samples that gave none."""
+    """Relative output errors: block or layer -> format -> error; `excluded` counts samples without an error."""
 
     blocks: Errors
     layers: Errors
@@ -76,7 +76,7 @@ class CalibrationResult:
 
 @dataclass
 class Calibration:
-    """What has been measured so far, under its fingerprint."""
+    """The measurements so far, and their fingerprint."""
 
     fingerprint: Fingerprint
     layers: dict[str, dict[str, dict[str, float | None]]] = field(default_factory=dict)
@@ -122,7 +122,7 @@ class Calibration:
 
 
 def load_calibration(path: str | Path, fingerprint: Fingerprint) -> Calibration:
-    """A cache, whole or in part, if it is of this model, data and code."""
+    """A complete or partial cache, if it is of this model, data and code."""
     reader = Reader(str(path), CalibrationFileError)
     document = load_document(path, CalibrationFileError)
     reader.version(document, VERSION)
@@ -140,7 +140,7 @@ def load_calibration(path: str | Path, fingerprint: Fingerprint) -> Calibration:
 
 
 def compare_fingerprints(saved: Any, now: Fingerprint) -> list[str]:
-    """One text for each part that differs, with the names that do."""
+    """A text for each part that differs, with the names that differ in it."""
     differences = []
     for part, label in _PARTS.items():
         old = saved.get(part) if isinstance(saved, Mapping) else None

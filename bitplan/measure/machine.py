@@ -1,9 +1,9 @@
 """What this machine offers bitplan: processors, fast paths, libraries, caches; what is missing and what to do about it.
 
-Read and not guessed: a fast path counts as active when the dispatcher would pick it now, a library as present when its
-installed metadata says so, a required one only when it can be imported. Which extra brings a library comes from
-bitplan's own metadata. Without `deep` nothing is imported: libraries count by their metadata alone, and of a path that
-would have to be tried `active` is null. The document, version 1, is also a record that a report shows:
+Nothing is guessed: a fast path is active if the dispatcher would pick it now, an optional library is present if its
+metadata is installed, a required one only if it can be imported. bitplan's own metadata says which extra brings a
+library. Without `deep` nothing is imported: libraries count by their metadata alone, and `active` is null for a path
+that would have to be tried. The document, version 1, is also a record that a report shows:
 
     {"document": "bitplan-machine", "version": 1, "machine": {"cpu": C, "cores": N, ...}, "versions": {...},
      "paths": [{"name": N, "active": true, "detail": D}], "libraries": [{"name": N, "wanted": ">=1.6", "extras": [...],
@@ -43,14 +43,14 @@ TRITON_PATH, FP8_PATH = "GPU kernels (Triton)", "FP8 tensor cores"
 GO_DEEP = "bitplan doctor --deep to import every library and to try the fast paths"
 NOT_INSTALLED = "pip install -e . in the checkout: bitplan runs from its source, so what it needs is not known here"
 _CUDA_LIBRARIES = ("nvidia-cublas", "nvidia-cublas-cu12", "nvidia-cublas-cu13")  # they come with torch's CUDA build
-_UNUSED_EXTRAS = {"dev"}  # libraries for those who work on bitplan itself
+_UNUSED_EXTRAS = {"dev"}  # libraries for developers of bitplan itself
 _REQUIREMENT = re.compile(r"(?P<name>[A-Za-z0-9._-]+)(?:\[[^\]]*\])?\s*(?P<wanted>[^;\[]*)")
 _EXTRA = re.compile(r"extra\s*==\s*['\"]([^'\"]+)['\"]")
 
 
 @dataclass(frozen=True)
 class FastPath:
-    """Something faster than plain torch: would it be used now (None: not tried), and the formats, or why not."""
+    """Something faster than plain torch: whether it would be used now (None: not tried), its formats, or why not."""
 
     name: str
     active: bool | None
@@ -110,7 +110,7 @@ def examine_machine(*, measure: bool = True, deep: bool = True) -> dict[str, Any
 
 
 def has_gpu_driver() -> bool:
-    """Whether NVIDIA's driver is here, by what it installs: asked without torch."""
+    """Whether NVIDIA's driver is installed, by its files: without torch."""
     return os.path.exists("/proc/driver/nvidia/version") or shutil.which("nvidia-smi") is not None
 
 
@@ -121,7 +121,7 @@ def _has_cuda() -> bool:
 
 
 def cpu_model() -> str:
-    """The processor's name; Arm tells it through lscpu only."""
+    """The processor's name; on Arm only lscpu has it."""
     try:
         text = subprocess.run(["lscpu"], capture_output=True, text=True, check=True).stdout
     except (OSError, subprocess.CalledProcessError):
@@ -164,7 +164,7 @@ def _torch_hardware(has_gpu: bool) -> dict[str, Any]:
 
 
 def _bandwidth(wanted: bool) -> tuple[dict[str, float] | None, list[str]]:
-    """What was measured, and what to do where a full GPU leaves no room to."""
+    """The bandwidths, and the next step if a full GPU has no memory left for measuring."""
     if not wanted:
         return None, []
     import torch
@@ -205,7 +205,7 @@ def _copy_ms(target: torch.Tensor, source: torch.Tensor) -> float:
 
 
 def _paths_not_tried() -> list[FastPath]:
-    """What can be said without importing anything."""
+    """The fast paths, as far as they are known without imports."""
     numba = _installed("numba")
     why = "a GPU driver is here, and was not asked" if has_gpu_driver() else "no GPU driver is here"
     gpu = None if has_gpu_driver() else False
@@ -261,7 +261,7 @@ def _gpu_paths(has_gpu: bool) -> list[FastPath]:
 
 
 def find_libraries(requirements: Iterable[str], *, try_import: bool = True) -> list[Library]:
-    """What bitplan's metadata asks for: needed ones first, then those of extras, by name; needed ones are imported."""
+    """The libraries in bitplan's metadata: required ones first, which are imported, then those of extras, by name."""
     wanted: dict[str, tuple[str, set[str]]] = {}
     for requirement in requirements:
         match = _REQUIREMENT.match(requirement)
@@ -278,7 +278,7 @@ def find_libraries(requirements: Iterable[str], *, try_import: bool = True) -> l
 
 
 def _requirements() -> list[str] | None:
-    """What the installed package asks for; None where it runs from a checkout and nothing is installed."""
+    """The requirements of the installed package; None for a checkout that is not installed."""
     try:
         return importlib.metadata.requires("bitplan") or []
     except importlib.metadata.PackageNotFoundError:
@@ -307,13 +307,13 @@ def _installed(name: str) -> str | None:
 def _import_problem(name: str) -> str | None:
     try:
         importlib.import_module(name.replace("-", "_"))
-    except Exception as error:  # a library that is broken may raise anything; it is reported, not hidden
+    except Exception as error:  # a broken library may raise anything; it is reported, not hidden
         return f"is installed and cannot be imported: {type(error).__name__}: {str(error).splitlines()[0][:200]}"
     return None
 
 
 def meets(installed: str, wanted: str) -> bool:
-    """Whether a version is at least what `>=` asks; other clauses are pip's affair."""
+    """Whether a version is at least that of `>=`; other clauses are left to pip."""
     least = re.search(r">=\s*([0-9][0-9.]*)", wanted)
     return least is None or _numbers(installed) >= _numbers(least[1])
 
@@ -347,7 +347,7 @@ def _lacks(paths: Iterable[FastPath], libraries: Sequence[Library], has_gpu: boo
 
 
 def _missing(libraries: Sequence[Library]) -> list[tuple[str, str]]:
-    """Optional libraries that are not installed, each with the extra that brings it and least else."""
+    """Optional libraries that are not installed, each with the smallest extra that brings it."""
     sizes = Counter(extra for library in libraries for extra in library.extras)
     absent = [library for library in libraries if library.extras and library.installed is None]
     return [(library.name, min(library.extras, key=lambda extra: (sizes[extra], extra))) for library in absent]

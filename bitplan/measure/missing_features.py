@@ -1,4 +1,4 @@
-"""What a machine lacks and what that costs, for `bitplan doctor`. Needs no torch: the facts are given."""
+"""What a machine lacks and what that costs, for `bitplan doctor`. Needs no torch: the caller gives the facts."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _FOR_LIBRARY = {
 
 @dataclass(frozen=True)
 class Lack:
-    """A thing this machine has not; what that costs; what to do, where something can be done."""
+    """Something that this machine lacks, what that costs, and what to do, if anything can be done."""
 
     what: str
     costs: str
@@ -36,7 +36,7 @@ def find_lacks(
     missing: Collection[tuple[str, str]],
     cpu_flags: Collection[str] | None,
 ) -> list[Lack]:
-    """The hardware first, then libraries.
+    """What is missing: hardware first, then libraries.
 
     has_cuda_libraries  gigabytes that torch's CUDA build brings along
     packed_refused    why the CPU's products with packed weights do not run here
@@ -62,7 +62,7 @@ def find_lacks(
 
 
 def cpu_flags() -> set[str] | None:
-    """The processor's features in Linux's words; None elsewhere."""
+    """The processor's features, as Linux names them; None on other systems."""
     place = Path("/proc/cpuinfo")
     if not place.is_file():
         return None

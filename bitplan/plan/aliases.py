@@ -18,12 +18,12 @@ _OPEN = "[]"
 
 
 class AliasError(BitplanError, ValueError):
-    """Why a map of aliases cannot be read both ways."""
+    """A map of aliases that cannot be read both ways."""
 
 
 @dataclass(frozen=True)
 class Aliases:
-    """`templates` maps a template of our naming to those of the other."""
+    """`templates` maps a template of our naming to templates of the other naming."""
 
     templates: Mapping[str, tuple[str, ...]]
     _ours: dict[tuple[str, ...], str] = field(default_factory=dict, repr=False, compare=False)
@@ -48,7 +48,7 @@ class Aliases:
             raise AliasError(f"{self._ours[min(both)]!r} is a name of both namings")
 
     def to_ours(self, name: str) -> str:
-        """The name in our naming; one that is not an alias is given back."""
+        """The name in our naming; a name that is not an alias is returned unchanged."""
         key, numbers = _open(name)
         if key not in self._others:
             return name
@@ -56,7 +56,7 @@ class Aliases:
         return _fill(ours, dict(zip(_letters(other), numbers, strict=True)))
 
     def to_others(self, name: str) -> tuple[str, ...]:
-        """The names in the other naming; one that has none is given back."""
+        """The names in the other naming; a name without aliases is returned unchanged."""
         key, numbers = _open(name)
         if key not in self._ours:
             return (name,)
@@ -75,7 +75,7 @@ def _letters(template: str) -> Sequence[str]:
 
 
 def _key(template: str) -> tuple[str, ...]:
-    """Its parts with placeholders left open; a placeholder is a whole part."""
+    """The parts of a template, with placeholders left open; a placeholder is a whole part."""
     parts = template.split(".")
     if any("[" in part and not _PLACEHOLDER.fullmatch(part) for part in parts):
         raise AliasError(f"{template!r}: a placeholder is a letter in brackets between dots, such as 'block.[i].bias'")

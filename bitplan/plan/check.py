@@ -1,7 +1,7 @@
 """Check a manifest against a checkpoint's header, before a byte of a weight is read.
 
 Only names, dtypes, shapes and sizes are needed, so a checkpoint of any size takes a fraction of a second. Each
-finding has a code, the place it is about, and a line that says what was expected, what came and the next step:
+finding has a code, the place it is about, and a line that says what was expected, what was found and the next step:
 
 | code | what it says |
 |---|---|
@@ -41,7 +41,7 @@ from bitplan.text import counted
 
 CAST = "cast"
 _FLOATS = ("float64", "float32", "float16", "bfloat16")
-# E8M0 bytes under torch's own name for them.
+# Torch's own name for E8M0 bytes.
 _SAME_BYTES = {"float8_e8m0fnu": "uint8"}
 _FUSED = (
     ("q/k/v", re.compile(r"\b(?:attn_)?[qkv](?=_proj\b|\.(?:weight|bias)$)|\battn_[qkv]\b"), "[qkv]"),
@@ -59,7 +59,7 @@ class Header(NamedTuple):
 
 
 class Finding(NamedTuple):
-    """One thing that is wrong: a code from the table, the tensor or rule it is about, and a line of text."""
+    """One fault: a code from the table, the tensor or rule it is about, and a line of text."""
 
     code: str
     where: str
@@ -121,7 +121,7 @@ def _unmatched(tensors: Mapping[str, Header], matches: Mapping[str, Sequence[int
 
 def _rule_findings(manifest: Manifest, matches: Mapping[str, Sequence[int]]) -> Iterator[Finding]:
     winners = {indices[0] for indices in matches.values() if indices}
-    takers: dict[int, list[int]] = {}  # rule -> for each tensor it matches the rule that takes it
+    takers: dict[int, list[int]] = {}  # rule -> for each tensor that it matches, the rule that wins
     for indices in matches.values():
         for index in indices:
             takers.setdefault(index, []).append(indices[0])
@@ -138,7 +138,7 @@ def _rule_findings(manifest: Manifest, matches: Mapping[str, Sequence[int]]) -> 
 
 
 def _is_default(manifest: Manifest, index: int) -> bool:
-    """A last rule for everything: that it also matches what earlier rules take, or has nothing left, is its purpose."""
+    """Whether this is a final rule for everything: it may match tensors of earlier rules, or have no tensor left."""
     is_last = index == len(manifest.rules) - 1
     return is_last and index > 0 and manifest.rules[index].pattern.removeprefix("^").removesuffix("$") in (".*", ".+")
 
@@ -189,12 +189,12 @@ def _wrong_dtype(fmt: Format, tag: Tag, dtype: str) -> str | None:
     if fmt.is_cast:
         return None if dtype == fmt.name else f"must be {fmt.name}, the file has {dtype}"
     if dtype in _FLOATS:
-        return None  # numbers, still to be encoded
+        return None  # plain numbers, which are still to be encoded
     return f"to be encoded as {fmt.name} it must be one of {', '.join(_FLOATS)}, the file has {dtype}"
 
 
 def _rows(manifest: Manifest, name: str, shape: tuple[int, ...], fmt: Format) -> Iterator[Finding]:
-    """Rows still to be encoded: whole bytes, and whole blocks."""
+    """Rows that are still to be encoded must be whole bytes and whole blocks."""
     cols = fmt.matrix_shape(shape)[1]
     if manifest.padding != "none":
         return
@@ -229,7 +229,7 @@ def _halves(tensors: Mapping[str, Header], tags: Mapping[str, Tag]) -> Iterator[
 
 
 def base_names(data: str) -> tuple[str, ...]:
-    """Under which names the base of these codes' scales may lie."""
+    """The names under which a file may hold the base of these codes' scales."""
     stem = data.removesuffix("blocks").rstrip("._")
     return f"{data}.base", f"{stem}.base", f"{stem}_base"
 
@@ -244,7 +244,7 @@ def _bases(manifest: Manifest, tensors: Mapping[str, Header], tags: Mapping[str,
 
 
 def _partners(name: str, part: Part) -> list[str]:
-    """Under which names the other half may lie: gpt-oss's `blocks` and `scales`, or bitplan's NAME and NAME.scales."""
+    """Possible names of the other half: gpt-oss's `blocks` and `scales`, or bitplan's NAME and NAME.scales."""
     if part == "data":
         return [name.removesuffix("blocks") + "scales"] if name.endswith("blocks") else [f"{name}.scales"]
     if not name.endswith("scales"):
@@ -273,7 +273,7 @@ def _pair(name: str, data: Header, scales: Header, fmt: Format) -> Iterator[Find
 
 
 def _fits(data: tuple[int, ...], scales: tuple[int, ...], block_bytes: int) -> bool:
-    """Are these data bytes the blocks that these scales count?"""
+    """Whether these data bytes are as many blocks as there are scales."""
     if data and data[:-1] == scales:
         return data[-1] == block_bytes
     return bool(data and scales) and data[:-1] == scales[:-1] and data[-1] == scales[-1] * block_bytes

@@ -1,8 +1,8 @@
-"""choose_formats: whatever says which tensor gets which format becomes a plan, by names, shapes and types alone.
+"""choose_formats: makes a plan from a format, mapping, manifest or plan, by names, shapes and types alone.
 
 This is the one place where formats are decided: `quantize_file`, `morph_model`, `apply_plan`, `stream_blocks` and the
-command line ask it, and below them there are only plans. docs/manifest.md ("Without a manifest") has what may be given,
-and the table of what a tensor gets from one format. Every choice has its reason.
+command line ask it, and below them there are only plans. docs/manifest.md ("Without a manifest") lists what may be
+given, and what each tensor gets from a single format. Every choice has its reason.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ NOT_FLOATS = "not floats"
 FLOAT_TYPES = ("float64", "float32", "float16", "bfloat16")
 _NARROW_FLOATS = ("float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz", "float4_e2m1fn_x2")
 GGUF_FORMATS = ("q4_0_gguf", "q8_0_gguf", "mxfp4_gguf", *LAYOUTS)
-# A tensor of another type stays as it is; the format named in its plan is the one whose codes have this type.
+# A tensor of another type stays as it is; its plan names the format whose codes have this type.
 _CODES = {"float8_e4m3fn": "fp8_e4m3", "float8_e5m2": "fp8_e5m2", "complex64": "int64", "complex128": "int64"}
 _CODES |= dict.fromkeys(("bool", "float8_e8m0fnu", "float8_e4m3fnuz", "float8_e5m2fnuz", "float4_e2m1fn_x2"), "uint8")
 
@@ -39,9 +39,10 @@ NONE = "None in the mapping"
 class Stored(NamedTuple):
     """What a file or a model holds under a name: shape, torch dtype, or the format where it is `packed` already.
 
-    `named_by` says how closely a pattern of a mapping must name it: by "any" pattern that matches, by one that ends in
-    its "own name" (`*.bias`), by its whole name or that of its "module", or by its "whole name" alone. Else that is
-    "any" for two axes or more, and for one axis the "whole name". `else_stays` is the reason where no pattern does.
+    `named_by` says how closely a pattern of a mapping must name the tensor: "any" pattern that matches will do; or the
+    pattern must end in the tensor's "own name" (`*.bias`), be its whole name or that of its "module", or be its "whole
+    name". None is "any" for two axes or more, and the "whole name" for one axis. `else_stays` is the reason if no
+    pattern names it so closely.
     """
 
     shape: tuple[int, ...]
@@ -52,7 +53,7 @@ class Stored(NamedTuple):
 
     @property
     def is_float(self) -> bool:
-        """Numbers that a format can hold; powers of two (E8M0) are scales of others."""
+        """Whether a format can hold the numbers; powers of two (E8M0) count as scales, not as numbers."""
         return self.packed or self.dtype in FLOAT_TYPES or self.dtype in _NARROW_FLOATS
 
     def is_named(self, name: str, pattern: str) -> bool:
@@ -87,7 +88,7 @@ _OWN_WIDE = Substitutes("int8_row", {"*": ("int8_row",)})
 GGUF_SUBSTITUTES = Substitutes("q8_0_gguf", {name: (smaller,) for name, smaller in SMALLER_BLOCKS.items()})
 
 
-# Tensors that stay whatever their shape; then those that stay unless the wanted format is a plain float type.
+# Roles that stay in any shape; then roles that stay unless the wanted format is a plain float type.
 _SMALL_ROLES = {"bias": "a bias: it stays, that of many experts too", "norm": "a norm: it stays"}
 _SENSITIVE_ROLES = {
     "router": "a router: a small change sends tokens to other experts, so it stays",
@@ -112,11 +113,11 @@ def choose_formats(
     """Choose a format for every tensor, with the reason; a bare shape stands for float32.
 
     formats      a format, a mapping, a manifest or a plan (see above)
-    keep, only   names or shell patterns of tensors, or of modules that hold them; others than `only` stay, and `keep`
+    keep, only   names or shell patterns of tensors or modules: tensors in `keep` stay, and all that are not in `only`
     pad          the last block of a row may be filled, so that every format holds every row
     gguf         take formats that a GGUF file can hold
     substitutes  take these instead, where the wanted format does not fit
-    base         what a tensor gets that no pattern of a mapping names, in place of staying
+    base         formats of the tensors that no pattern of a mapping names; without it they stay
     where        what messages begin with, such as a file's name
     """
     if not isinstance(tensors, Mapping):
@@ -142,7 +143,7 @@ def choose_formats(
 
 
 def _check_fit(plan: Plan, tensors: Mapping[str, Stored], where: str) -> None:
-    """The plan is for these tensors: the same names and shapes."""
+    """Refuse a plan whose names and shapes are not those of the tensors."""
     begin = f"{where}: " if where else ""
     for kind, names in (("lacks", tensors.keys() - plan.keys()), ("has beyond them", plan.keys() - tensors.keys())):
         if names:
@@ -182,7 +183,7 @@ def _by_patterns(
 
 
 def _keep_tensors(plan: Plan, tensors: Mapping[str, Stored], kept: _Kept, pad: bool) -> Plan:
-    """The plan, but for tensors that `keep` names, `only` does not, or that are no floats: those stay as they are."""
+    """The plan, except that tensors stay which `keep` names, `only` does not name, or which are no floats."""
     found = dict(plan.entries)
     for name, entry in plan.entries.items():
         reason = kept.why(name)
@@ -272,7 +273,7 @@ def _stored(item: Any) -> Stored:
 
 
 def _stays(tensor: Stored, role: str, reason: str) -> Planned:
-    """The tensor in its own type; a type of GGUF's that bitplan only decodes becomes float32."""
+    """The tensor as it is: in its packed format, or in its own type."""
     if tensor.packed:
         return Planned(Choice(tensor.dtype, reason), tensor.shape, role)
     name = _CODES.get(tensor.dtype, tensor.dtype)

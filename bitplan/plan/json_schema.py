@@ -1,6 +1,6 @@
 """JSON Schema of the manifest document, for editors; the reader in manifest.py is stricter and says more.
 
-Kept by hand beside that reader; a test holds the two to the same keys and the same verdicts.
+It is written by hand; a test checks that reader and schema have the same keys and the same verdicts.
 """
 
 from __future__ import annotations

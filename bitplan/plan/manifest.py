@@ -1,13 +1,13 @@
 """Manifest: rules in a file that say which tensor gets which format.
 
-The document is the gpt-oss manifest, JSON version 1, plus what it lacks to be decoded: `scale_base`,
-`axis`, `nibble_order`, `padding`, `aliases`; docs/manifest.md has the whole. A rule's regex must match the whole
-name, the first rule that matches wins, and a tensor without a rule is an error. Patterns cannot run for ever: see
+The document is the gpt-oss manifest, JSON version 1, plus keys that decoding needs: `scale_base`, `axis`,
+`nibble_order`, `padding`, `aliases`; docs/manifest.md describes all of it. A rule's regex must match the whole name,
+the first rule that matches wins, and a tensor without a rule is an error. Patterns cannot run for ever: see
 name_patterns.py.
 
 A tag of the manifest (`BF16`, `FP4`, ...) stands for a format of bitplan's, or for a part of one: gpt-oss keeps the
-codes of an mxfp4 weight under one name (`FP4`) and its scales under another (`UE8`). Which format `FP4` and `UE8`
-make together follows from `block_size` and `scale_encoding`; a tag may also say so itself (`format`, `part`).
+codes of an mxfp4 weight under one name (`FP4`) and its scales under another (`UE8`). `block_size` and `scale_encoding`
+decide which format `FP4` and `UE8` are together; a tag may also name it (`format`, `part`).
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ NIBBLE_ORDERS = ("low_first", "high_first", "halves")
 
 _CASTS = {"BF16": "bfloat16", "FP16": "float16", "F16": "float16", "FP32": "float32", "F32": "float32"}
 _SPLIT_TAGS: dict[str, Part] = {"FP4": "data", "UE8": "scales"}
-# What FP4 codes and their scales make together.
+# The format of FP4 codes with these scales.
 _SPLIT_FORMATS = {("e8m0", 32): "mxfp4", ("linear_uint8", 128): "fp4_u8_g128", ("e4m3", 16): "nvfp4"}
 _INDEX = re.compile(r"\[[a-z]\]")
 
@@ -100,7 +100,7 @@ class Tag:
 
 @dataclass(frozen=True)
 class Match:
-    """The rule that decided a name, and the name it saw, which an alias may have translated."""
+    """The rule that decides a name, and the name that it matched, which may be an alias."""
 
     index: int
     rule: Rule
@@ -166,7 +166,7 @@ class Manifest:
             raise ManifestError(f"{self.where}: {which} {error}") from None
 
     def tag(self, name: str) -> Tag:
-        """What the format of a rule stands for: a tag of the manifest's, else a format of bitplan's."""
+        """The tag of this name: one of the manifest's, else a format of bitplan's."""
         return self.tags.get(name) or Tag(_CASTS.get(name, name))
 
     def match(self, name: str) -> Match | None:
@@ -175,14 +175,14 @@ class Manifest:
         return Match(indices[0], self.rules[indices[0]], self.aliases.to_ours(name)) if indices else None
 
     def matches(self, name: str) -> tuple[int, ...]:
-        """Every rule that would match a name, the one that wins first."""
+        """All rules that match a name; the first of them wins."""
         try:
             return self.patterns.matching(self.aliases.to_ours(name))
         except PatternError as error:
             raise ManifestError(f"{self.where}: its {len(self.rules)} rules {error}") from None
 
     def resolve(self, tensors: Mapping[str, tuple[int, ...]]) -> Plan:
-        """A format for every tensor; those without a rule are one error that lists them."""
+        """A format for every tensor; one error lists all tensors without a rule."""
         planned, missing = {}, []
         for name, shape in tensors.items():
             match = self.match(name)
@@ -216,7 +216,7 @@ def rule_text(index: int, rule: Rule) -> str:
 
 
 def is_raw_map(document: Any) -> bool:
-    """Names to tags and nothing else, without the version that a manifest has."""
+    """Whether a document only maps names to tags, without the version that a manifest has."""
     return (
         type(document) is dict
         and bool(document)
@@ -233,10 +233,10 @@ def expand_raw_map(
     scale_base: float | str | None = None,
     where: str = "raw map",
 ) -> dict[str, Any]:
-    """Expand a raw map to a manifest document: `[i]` becomes `(\\d+)`, all else is taken as it is written.
+    """Expand a raw map to a manifest document: `[i]` becomes `(\\d+)`, all else is literal.
 
-    A raw map does not say how FP4 and UE8 go together; the defaults are what gpt-oss's files hold. Anything else than
-    a map of names to tags is refused, with `where` in the message.
+    A raw map does not say how FP4 and UE8 belong together; the defaults are those of gpt-oss's files. Anything but a
+    map of names to tags is refused, with `where` in the message.
     """
     if not is_raw_map(raw):
         raise ManifestError(f"{where}: expected a raw map of tensor names to formats; a manifest needs no expanding")

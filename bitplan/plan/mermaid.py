@@ -15,7 +15,7 @@ from bitplan.text import visible
 
 Boxes = dict[str, dict[str, list[str]]]  # box -> format -> parts
 
-# What comes first in a decoder block; names that match none go last, in their own order.
+# The order of boxes in a decoder block; names that match none come last, in their own order.
 _FLOW = tuple(
     re.compile(pattern)
     for pattern in (
@@ -60,7 +60,7 @@ def draw(tensors: Mapping[str, tuple[str, str]]) -> str:
 
 
 class _Chart:
-    """Lines written so far, and the boxes that the next ones follow."""
+    """The lines so far, and the boxes that the next boxes follow."""
 
     def __init__(self) -> None:
         self.lines: list[str] = []
@@ -69,7 +69,7 @@ class _Chart:
         self.count = 0
 
     def add(self, names: list[str], boxes: Boxes, indent: str = "  ") -> None:
-        """Boxes side by side, each behind all of the last."""
+        """Add boxes side by side, each with an arrow from all boxes before."""
         added = []
         for name in names:
             added.append(f"N{self.count}")
@@ -107,11 +107,11 @@ def _outer_rank(box: str) -> int:
 
 
 def _flow_rank(box: str) -> tuple[int, str]:
-    """Boxes of equal rank stand side by side; those we do not know follow one another."""
+    """Boxes of equal rank stand side by side; unknown boxes follow one another."""
     rank = next((rank for rank, pattern in enumerate(_FLOW) if pattern.search(box)), len(_FLOW))
     return rank, box if rank == len(_FLOW) else ""
 
 
 def _quote(text: str) -> str:
-    """A mermaid string: what could end it or be read as markup is written as an entity code."""
+    """A mermaid string: characters that could end it or be read as markup are written as entity codes."""
     return '"' + re.sub(r'["<>#`\\]', lambda match: f"#{ord(match[0])};", visible(text)) + '"'

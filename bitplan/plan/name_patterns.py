@@ -1,14 +1,14 @@
 """NamePatterns: matches many regular expressions against a whole name, in bounded time.
 
-Patterns come from files that others wrote, and Python's `re` backtracks: `(a+)+$` takes for ever on 40 letters.
-A timer cannot stop `re` inside its own process, and a helper process would make a pure function start one. So
-patterns are parsed by `re`'s own parser and run as one finite automaton, every alternative of every pattern at once,
-with the sets of states it has met kept in a table: a name is read once, however many patterns there are. What has no
-automaton (back references, look-around, word boundaries, atomic and possessive parts, flags) is refused by name, and
+Patterns come from files that others wrote, and Python's `re` backtracks: `(a+)+$` takes for ever on 40 letters. A timer
+cannot stop `re` inside its own process, and a helper process would make a pure function start one. So patterns are
+parsed by `re`'s own parser and run as one finite automaton, every alternative of every pattern at once, and a table
+keeps the sets of states it has met: a name is read once, however many patterns there are. Constructs without an
+automaton (back references, look-around, word boundaries, atomic and possessive parts, flags) are refused by name, and
 so is a pattern that counts too far, such as `a{100000}`.
 
-New sets of states are what costs time and memory. Patterns for the names of a model meet few; those that are made to
-meet new ones at every letter run out of `MAX_WORK` and are refused.
+New sets of states cost time and memory. Patterns for the names of a model meet few; patterns that are made to meet new
+sets at every letter exceed `MAX_WORK` and are refused.
 
 A match agrees with `re.fullmatch`, except that `$` means the end only, not also before a last newline.
 """
@@ -27,9 +27,9 @@ MAX_PATTERN_LETTERS = 500
 MAX_GROUPS = 50
 MAX_STATES = 1000  # of one pattern
 MAX_STATES_IN_ALL = 30_000
-MAX_WORK = 200_000  # states looked at to find new sets of states: gpt-oss takes 3,000, a rule for each tensor 50,000
+MAX_WORK = 200_000  # states visited to find new sets: gpt-oss takes 3,000, a rule for each tensor 50,000
 
-_parser: Any = importlib.import_module("re._parser")  # no stubs for it
+_parser: Any = importlib.import_module("re._parser")  # it has no type stubs
 _REFUSED = {
     "ASSERT": "look-ahead and look-behind are",
     "ASSERT_NOT": "look-ahead and look-behind are",
@@ -49,7 +49,7 @@ States = frozenset[int]
 
 
 class PatternError(BitplanError, ValueError):
-    """Why a pattern cannot be used, as the end of a sentence that begins with the pattern; `index` says which."""
+    """Why pattern number `index` cannot be used, as the end of a sentence that begins with the pattern."""
 
     index: int | None = None
 
@@ -61,7 +61,7 @@ class NamePatterns:
         self._free: list[list[int]] = []  # state -> states reached without a letter
         self._letters: list[tuple[Test, int] | None] = []  # state -> (which letters, state after)
         self._starts: set[int] = set()  # states passed only at the start of a name
-        self._ends: set[int] = set()  # and only at its end
+        self._ends: set[int] = set()  # states passed only at the end of a name
         self._accepts: dict[int, int] = {}  # last state of a pattern -> its index
         self._sets: dict[States, States] = {}
         self._work = 0
@@ -80,7 +80,7 @@ class NamePatterns:
         self._matches: dict[States, tuple[int, ...]] = {}
 
     def matching(self, name: str) -> tuple[int, ...]:
-        """In order of the patterns."""
+        """The indices of the patterns that match a name, in order."""
         states = self._first
         for letter in name:
             key = (states, letter)
@@ -120,7 +120,7 @@ class NamePatterns:
                     waiting.append(after)
         self._count(len(reached))
         closed = frozenset(reached)
-        return self._sets.setdefault(closed, closed)  # one object for equal sets: the table then compares by identity
+        return self._sets.setdefault(closed, closed)  # one object for equal sets, compared by identity
 
     def _count(self, states: int) -> None:
         self._work += states
@@ -152,7 +152,7 @@ class NamePatterns:
         return state
 
     def _part(self, op: str, argument: Any, state: int) -> int:
-        if op in ("MAX_REPEAT", "MIN_REPEAT"):  # greedy or not decides which match, never whether
+        if op in ("MAX_REPEAT", "MIN_REPEAT"):  # greedy or lazy changes which match is found, not whether there is one
             least, most, body = argument
             return self._repeat(least, most, body, state)
         if op == "SUBPATTERN":
@@ -194,7 +194,7 @@ class NamePatterns:
         return after
 
     def _next(self, state: int) -> int:
-        """A new state behind this one, so that even an empty body counts towards the limit."""
+        """A new state after this one, so that even an empty body counts towards the limit."""
         after = self._state()
         self._free[state].append(after)
         return after
@@ -210,11 +210,11 @@ class NamePatterns:
 def _parse(regex: str) -> Any:
     if len(regex) > MAX_PATTERN_LETTERS:
         raise PatternError(f"is too long: {len(regex)} letters, at most {MAX_PATTERN_LETTERS}; split it into two rules")
-    if regex.count("(") > MAX_GROUPS:  # counted here, so that no nesting meets the interpreter's own limit
+    if regex.count("(") > MAX_GROUPS:  # so that no nesting reaches the interpreter's own limit
         raise PatternError(f"has more than {MAX_GROUPS} groups; split it into several rules")
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("error")  # a set that a later Python will read in another way
+            warnings.simplefilter("error")  # of sets that a later Python will read differently
             parsed = _parser.parse(regex)
     except (re.error, OverflowError, Warning) as error:
         shell = ".*".join(map(re.escape, regex.split("*"))) if regex[:1] == "*" else ""
@@ -230,7 +230,7 @@ def _refuse(what: str) -> NoReturn:
 
 
 def _letter_test(op: str, argument: Any) -> Test:
-    """Which letters a part that takes exactly one will take."""
+    """A test for the letters that a part of exactly one letter matches."""
     if op == "LITERAL":
         return chr(argument).__eq__
     if op == "NOT_LITERAL":

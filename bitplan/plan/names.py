@@ -1,8 +1,8 @@
 """Names of tensors: matched by shell patterns, in natural order, cut at the layer's number, and listed in messages.
 
-Everything that takes names of tensors from a user (`keep`, `only`, a mapping of names to formats) takes the same: a
-name, the name of a module (then all in it), or a shell pattern (`*`, `?`, `[ab]`) of either. Manifests have regular
-expressions instead, for whole names (name_patterns.py).
+Users name tensors in the same way everywhere (`keep`, `only`, a mapping of names to formats): by name, by the name of a
+module (for all tensors in it), or by a shell pattern (`*`, `?`, `[ab]`) of either. Manifests have regular expressions
+instead, for whole names (name_patterns.py).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ MOST_UNMATCHED_SHOWN = 6
 
 
 class ShellPatterns:
-    """Patterns in an order; each is translated once, however many names are asked for."""
+    """Ordered patterns; each is translated once, however many names are matched."""
 
     def __init__(self, patterns: Iterable[str]) -> None:
         self._order = {pattern: index for index, pattern in enumerate(dict.fromkeys(patterns))}
@@ -28,14 +28,14 @@ class ShellPatterns:
         ]
 
     def matching(self, name: str) -> list[str]:
-        """The patterns for a tensor or for a module that holds it, in their order; a name may itself hold brackets."""
+        """The patterns that match a tensor or a module that holds it, in order; a name may itself hold brackets."""
         prefixes = _prefixes(name)
         found = {prefix for prefix in prefixes if prefix in self._order}
         found |= {pattern for pattern, match in self._wild if any(map(match, prefixes))}
         return sorted(found, key=self._order.__getitem__)
 
     def check(self, names: Iterable[str], where: str = "") -> None:
-        """A pattern that matches no name is a spelling mistake, but for `*`."""
+        """Refuse a pattern that matches no name, as a spelling mistake; `*` is allowed."""
         names = list(names)
         matched = {pattern for name in names for pattern in self.matching(name)}
         idle = [pattern for pattern in self._order if pattern not in matched and pattern != "*"]
@@ -52,13 +52,13 @@ class ShellPatterns:
 
 
 def _prefixes(name: str) -> list[str]:
-    """The modules that hold a tensor, outermost first, and its name."""
+    """The names of the modules that hold a tensor, outermost first, and the tensor's own name."""
     parts = name.split(".")
     return [".".join(parts[:end]) for end in range(1, len(parts) + 1)]
 
 
 def _as_shell_pattern(pattern: str) -> str:
-    """How to write what looks like a regular expression."""
+    """A hint how to write a pattern that looks like a regular expression; '' for others."""
     if not re.search(r"[\\^$()|+{}]|\.\*", pattern):
         return ""
     text = re.sub(r"\(?(\\d|\[0-9\])[+*]?\)?|\.[*+]", "*", pattern.removeprefix("^").removesuffix("$")).replace(
@@ -75,7 +75,7 @@ def natural_order(names: Iterable[str]) -> list[str]:
 
 def _natural_key(name: str) -> list[tuple[int, int, str]]:
     pieces = re.split(r"([0-9]+)", name)
-    # A number is ordered by its length, then its digits: no conversion that a long one could break.
+    # Numbers are ordered by length, then by digits: converting a very long number could fail.
     return [
         (1, len(piece.lstrip("0")), piece.lstrip("0")) if index % 2 else (0, 0, piece)
         for index, piece in enumerate(pieces)
@@ -90,13 +90,13 @@ def listed(names: Iterable[str], limit: int = 10) -> str:
 
 
 def split_layer(name: str) -> tuple[str, str, str]:
-    """What stands before the layer's number, the number, and what stands after; no number: the name, '', ''."""
+    """The name before the layer's number, the number, and the name after it; without a number: the name, '', ''."""
     match = re.fullmatch(r"((?:[^.]*\.)*?)([0-9]{1,9})(\..*)", name)
     return (match[1], match[2], match[3]) if match else (name, "", "")
 
 
 def number_ranges(numbers: Iterable[str]) -> str:
-    """Numbers in order, runs as `first..last`."""
+    """Sorted numbers as text, with runs as `first..last`."""
     runs: list[list[int]] = []
     for number in map(int, numbers):
         if runs and number == runs[-1][1] + 1:

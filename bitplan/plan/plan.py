@@ -1,13 +1,13 @@
 """Plan: which part gets which format, and why. The value that every pass hands to the next.
 
-A plan is a mapping from a name to a `Choice`, with what is known of the tensor of that name. It is kept in natural
-order of names (`block.2` before `block.10`), so the order in which evidence arrives cannot change its bytes.
+A plan maps names to `Choice`s, with what is known of each tensor. It is kept in natural order of names (`block.2`
+before `block.10`), so the order in which evidence arrives cannot change its bytes.
 
 A tensor of a packed checkpoint may be a part of a format, as gpt-oss keeps them: the codes of a weight under one
 name (`part` "data") and its scales under another (`part` "scales"). Such an entry's shape is that of the part.
 
-A tensor that stays as its file has it is `stored`: the torch dtype that it has there. Its format then is that of the
-same name, or where there is none (bool) the one whose codes have this type; it is copied, not encoded.
+For a tensor that stays as it is, `stored` is its torch dtype in the file. Its format is the one of the same name, or if
+there is none (bool) the one whose codes have this type; the tensor is copied, not encoded.
 
 A plan's `padding` is "zero" where rows that are not whole blocks of their format are filled with zeros, else "none".
 
@@ -77,7 +77,7 @@ class Choice:
 
 @dataclass(frozen=True)
 class Planned:
-    """One entry: the choice, and what is known of the tensor; shape None where the name is not a tensor's."""
+    """One entry: the choice, and what is known of the tensor; shape is None if the name is not that of a tensor."""
 
     choice: Choice
     shape: tuple[int, ...] | None = None
@@ -97,7 +97,7 @@ class Planned:
 
     @cached_property
     def numbers(self) -> int:
-        """How many weights it holds; scales hold none of their own."""
+        """The number of weights in the tensor; 0 for scales."""
         if self.shape is None or self.part == "scales":
             return 0
         return math.prod(self.shape) * (_per_item(get_format(self.choice.format)) if self.part == "data" else 1)
@@ -140,7 +140,7 @@ class TableRow(NamedTuple):
 
 @dataclass(frozen=True)
 class PlanDiff:
-    """What changed from one plan to another; `changed` and `restated` hold the choice before and after."""
+    """The differences between two plans; `changed` and `restated` hold the choices before and after."""
 
     added: Mapping[str, Choice]
     removed: Mapping[str, Choice]
@@ -163,7 +163,7 @@ class PlanDiff:
 
 
 class Plan(Mapping[str, Choice]):
-    """An immutable mapping from name to Choice, in natural order of names; `entries` has what else is known."""
+    """An immutable mapping from name to Choice, in natural order of names; `entries` holds what else is known."""
 
     def __init__(self, entries: Mapping[str, Planned], *, padding: str = "none") -> None:
         if padding not in PADDINGS:
@@ -209,7 +209,7 @@ class Plan(Mapping[str, Choice]):
         return {"document": DOCUMENT, "version": VERSION, **padding, "tensors": tensors}
 
     def to_json(self) -> str:
-        """The document's text: the same plan, the same characters."""
+        """The document's text; equal plans give equal text."""
         return json.dumps(self.to_document(), indent=2, ensure_ascii=False, allow_nan=False) + "\n"
 
     def save(self, path: str | Path) -> None:
@@ -236,7 +236,7 @@ class Plan(Mapping[str, Choice]):
         return "zero" if self.padding == "zero" else None
 
     def require_whole(self, where: str) -> None:
-        """Refuse a plan whose tensors are parts of packed ones, where whole tensors are to be encoded."""
+        """Refuse a plan that has parts of packed tensors, where whole tensors are to be encoded."""
         for name, entry in self.entries.items():
             if entry.part is not None:
                 raise PlanError(
@@ -247,7 +247,7 @@ class Plan(Mapping[str, Choice]):
     # ---- views ----------------------------------------------------------------------------------------------------
 
     def diff(self, other: Plan) -> PlanDiff:
-        """What `other` changes: added are in `other` only, removed in this one only."""
+        """What `other` changes: added names are only in `other`, removed names only in this plan."""
         both = [name for name in self if name in other]
         changed = [name for name in both if _layout(self.entries[name]) != _layout(other.entries[name])]
         restated = [name for name in both if name not in set(changed) and self[name] != other[name]]
@@ -259,7 +259,7 @@ class Plan(Mapping[str, Choice]):
         )
 
     def table(self, *, collapse: bool = False) -> list[TableRow]:
-        """A row per tensor; with `collapse`, one for all layers that agree in all but their number."""
+        """A row per tensor; with `collapse`, one row for all layers that differ only in their number."""
         groups: dict[Any, list[str]] = {}
         for name, entry in self.entries.items():
             key = split_layer(name)[0::2] if collapse else name
@@ -275,10 +275,10 @@ class Plan(Mapping[str, Choice]):
         return TableRow(_run(names), len(names), entry.role, shown, entry.shape, nbytes, entry.choice.reason)
 
     def bytes_by_role_and_format(self) -> list[SizeRow]:
-        """A row per role and format, then one per format (role `all`), then the whole.
+        """A row per role and format, then one per format (role `all`), then the total.
 
-        The ratio is against two bytes a weight. A format's row counts its scales, so mxfp4's is 3.76 and that of
-        128 numbers to a scale byte 3.94; a row of scales alone has no ratio.
+        The ratio is against two bytes a weight. A format's row counts its scales, so mxfp4 has 3.76, and a 4-bit format
+        with a scale byte for 128 numbers 3.94; a row of scales alone has no ratio.
         """
         entries = list(self.entries.values())
         pairs = sorted({(entry.role, entry.choice.format) for entry in entries})
@@ -304,9 +304,9 @@ def combine(
 ) -> Plan:
     """Make one plan from several sources. Precedence, highest first: force list, manifest rules, policy, default.
 
-    `force` maps names to formats; a forced name's reason says what it overrides. `rules` may be a Plan, whose roles
-    and parts are kept. A source that names no tensor of `tensors` is an error where it is a force list, for
-    that is a spelling mistake; the others may know more tensors than there are.
+    `force` maps names to formats; a forced name's reason says what it overrides. `rules` may be a Plan, whose roles and
+    parts are kept. A forced name that is not in `tensors` is an error, because it is a spelling mistake; the other
+    sources may name tensors that are not there.
     """
     force, rules, policy = force or {}, rules or {}, policy or {}
     for name in force:
@@ -358,7 +358,7 @@ def _layout(entry: Planned) -> tuple[Any, ...]:
 
 
 def _plain(value: Any) -> Any:
-    """Evidence as JSON has it, keys sorted: equal evidence has equal bytes."""
+    """Evidence as JSON values, with sorted keys: equal evidence gives equal bytes."""
     if isinstance(value, Mapping):
         return {key: _plain(value[key]) for key in sorted(value)}
     return [_plain(item) for item in value] if isinstance(value, list | tuple) else value

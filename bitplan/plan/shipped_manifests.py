@@ -25,7 +25,7 @@ def shipped_text(name: str) -> bytes:
 
 
 def open_manifest(name_or_path: str | Path) -> Manifest:
-    """Open a manifest file, or a shipped manifest by its name; a file of that name comes first."""
+    """Open a manifest file, or a shipped manifest by its name; an existing file takes precedence."""
     path = Path(name_or_path)
     if path.is_file():
         return Manifest.load(path)

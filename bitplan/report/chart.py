@@ -1,12 +1,12 @@
 """Charts as inline SVG: axes, lines, whiskers, bars. Colours are CSS classes, so a chart follows light and dark.
 
-Made by hand and not by matplotlib: its SVG carries fixed colours and outlines of letters, twenty times the bytes, and
-random names of parts unless it is salted. Here text stays text, the same record gives the same bytes, and a report
-needs no further package.
+Not by matplotlib, whose SVG has fixed colours, letters as outlines, twenty times the bytes, and random names of parts
+unless it is given a salt. Here text stays text, the same record gives the same bytes, and a report needs no further
+package.
 
 A chart is 460 units wide and is shown at 340 to 560 pixels, so letters of 12 units stay readable on a phone; a wide one
-(920) scrolls within its card. Classes `k0` to `k7` are the categories' colours (`currentColor`), clear to people
-with colour-blindness; a second sign (shape of marker, dash, label) stands beside each of them.
+(920) scrolls within its card. Classes `k0` to `k7` are the categories' colours (`currentColor`), which colour-blind
+people can tell apart; each also has a second sign (shape of marker, dash, label).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from bitplan.report.markup import Markup, join, tag
 
 WIDTH, HEIGHT, WIDE = 460, 270, 920
 CATEGORIES = 8
-MAX_POINTS = 1200  # of a line: more than a screen has columns
+MAX_POINTS = 1200  # of a line: more than the columns of a screen
 _FAMILIES = (  # of formats
     (7, ("float32", "float16", "bfloat16", "bf16", "f32", "f16")),
     (1, ("int8", "q8", "i16", "i8")),
@@ -39,7 +39,7 @@ def colour(index: int) -> str:
 
 
 def format_colours(names: Iterable[str]) -> dict[str, str]:
-    """A colour for each format, the same in every chart: its family's, or the next free one where that is taken."""
+    """A colour for each format, the same in every chart: that of its family, or the next free one if it is taken."""
     given: dict[str, str] = {}
     for name in names:
         family = next((index for index, starts in _FAMILIES if name.startswith(starts)), 5)
@@ -49,7 +49,7 @@ def format_colours(names: Iterable[str]) -> dict[str, str]:
 
 
 def at(value: float) -> str:
-    """A coordinate, to a tenth."""
+    """A coordinate as text, to a tenth."""
     return f"{value:.1f}".removesuffix(".0")
 
 
@@ -64,7 +64,7 @@ class Axis:
     log: bool = False
 
     def share(self, value: float) -> float:
-        """Where a value lies, from 0 to 1; outside the range it is held at the end."""
+        """Where a value lies, from 0 to 1; values outside the range are at its ends."""
         low, high, value = (math.log(max(each, 1e-300)) if self.log else each for each in (self.low, self.high, value))
         return min(1.0, max(0.0, (value - low) / (high - low)))
 
@@ -78,7 +78,7 @@ def linear_axis(
     goal: int = 5,
     whole: bool = False,
 ) -> Axis:
-    """Round ticks around the values; with `zero` from nought, with `whole` at whole numbers."""
+    """An axis with round ticks around the values; with `zero` from 0, with `whole` at whole numbers."""
     low, high = min(values, default=0.0), max(values, default=1.0)
     low = min(0.0, low) if zero else low
     if low == high:
@@ -100,13 +100,13 @@ def _trim(text: str) -> str:
 
 
 def _decimals(step: float) -> int:
-    """How many places tell one tick from the next."""
+    """How many decimals are needed to tell ticks apart."""
     return next((places for places in range(9) if abs(round(step, places) - step) < step * 1e-6), 9)
 
 
 def log_axis(values: Sequence[float], label: str, *, formatter: Format | None = None, base: int = 10) -> Axis:
-    """Powers of the base around the values; between powers of ten also 2 and 5, where the range is short."""
-    wanted = [max(value, 1e-290) for value in values if value > 0] or [1.0]  # below lies what `share` takes for nought
+    """An axis with powers of the base around the values; between powers of ten also 2 and 5, if the range is short."""
+    wanted = [max(value, 1e-290) for value in values if value > 0] or [1.0]  # `share` counts smaller values as 0
     written = formatter or (lambda value: f"{value:g}" if 1e-4 <= value < 1e6 else f"{value:.0e}".replace("e-0", "e-"))
     places = _log_places(min(wanted), max(wanted), base)
     powers = [value for value, is_power in places if is_power]
@@ -128,11 +128,11 @@ def _log_places(low: float, high: float, base: int) -> list[tuple[float, bool]]:
 
 @dataclass
 class Frame:
-    """Two axes and what is drawn between them."""
+    """Two axes and the area between them."""
 
     x: Axis
     y: Axis
-    label: str  # what the chart shows, for those who cannot see it
+    label: str  # a description of the chart, for screen readers
     width: int = WIDTH
     height: int = HEIGHT
     left: int = 0  # 0: as much as the labels need
@@ -146,7 +146,7 @@ class Frame:
         self.left = self.left or round(34 + 7.6 * longest)
 
     def px(self, value: float) -> float:
-        room = 9 if self.x.log else 0  # points at both ends stand clear of the edge
+        room = 9 if self.x.log else 0  # keeps points at both ends off the edge
         return self.left + room + self.x.share(value) * (self.width - self.left - self.right - 2 * room)
 
     def py(self, value: float) -> float:
@@ -218,7 +218,7 @@ def thin(places: list[Point]) -> list[Point]:
 
 
 def marker(place: Point, kind: str, tip: str, shape: str = "circle", radius: float = 4) -> Markup:
-    """A point that says what it is when it is pointed at; `shape` tells kinds apart without colour."""
+    """A point with a tooltip; `shape` tells kinds apart without colour."""
     x, y = place
     common = {"class_": f"mark {kind}", "data_tip": tip}
     if shape == "circle":
@@ -237,7 +237,7 @@ def marker(place: Point, kind: str, tip: str, shape: str = "circle", radius: flo
 
 
 def whisker(frame: Frame, x: float, low: float, high: float, kind: str) -> Markup:
-    """An interval, standing."""
+    """A vertical interval."""
     place, top, base = frame.px(x), frame.py(high), frame.py(low)
     return tag(
         "path",
@@ -258,7 +258,7 @@ def legend(entries: Sequence[tuple[str, str]]) -> Markup:
 
 
 def card(title: str, svg: Markup, *, legend: object = "", note: object = "", wide: bool = False) -> Markup:
-    """A chart with its title above and what must be known to read it below; a wide one scrolls within itself."""
+    """A chart with its title above and a note for its reader below; a wide chart scrolls within its card."""
     drawn = scroller(svg, title) if wide else svg
     below = tag("figcaption", note, class_="note") if note else Markup("")
     kind = "card wide" if wide else "card"
@@ -272,7 +272,7 @@ def scroller(content: Markup, label: str) -> Markup:
 def bars(
     rows: Sequence[tuple[str, float, str, str]], label: str, *, width: int = WIDTH, whole: float | None = None
 ) -> Markup:
-    """Lying bars: (name, value, value in words, classes). The name stands above its bar, so it may be long.
+    """Horizontal bars: (name, value, value in words, classes). The name stands above its bar, so it may be long.
 
     Values that are parts of a `whole` are drawn as their shares of it; others against the largest.
     """

@@ -1,7 +1,7 @@
 """One JSON object of a record, read key by key.
 
-The report reads what other parts wrote and imports none of them, so it checks only what it shows, and does not refuse
-keys it does not know: a newer writer may say more.
+The report reads the files of other parts and imports none of them, so it checks only what it shows, and accepts unknown
+keys: a newer writer may have more of them.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ class ReportError(FileFormatError):
 
 
 def is_number(value: Any) -> bool:
-    """A number that can be drawn: finite, and far from where floats end, so that sums and ranges are finite too."""
+    """A number that can be drawn: finite, and far below the largest float, so that sums and ranges are finite too."""
     return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= LARGEST
 
 

@@ -1,4 +1,4 @@
-"""Numbers as people read them: a unit, three or four digits that matter, separators in long ones."""
+"""Numbers for people: with a unit, three or four significant digits, and separators in long ones."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ def count(value: float) -> str:
 
 
 def significant(value: float | None, digits: int = 3) -> str:
-    """`digits` that matter; powers of ten only for the very small and very large."""
+    """`digits` significant digits; powers of ten only for very small and very large numbers."""
     if value is None:
         return NONE
     if value == 0 or not math.isfinite(value):
         return "0" if value == 0 else str(value)
-    size = math.floor(math.log10(abs(float(f"{value:.{digits - 1}e}"))))  # of what is shown: 0.9996 is 1.00
+    size = math.floor(math.log10(abs(float(f"{value:.{digits - 1}e}"))))  # of the rounded number: 0.9996 is 1.00
     if size < -4 or size >= 9:
         mantissa, _, power = f"{value:.{digits - 1}e}".partition("e")
         return f"{mantissa}e{int(power)}"

@@ -1,8 +1,8 @@
-"""HTML that cannot be broken by what it shows: text is escaped unless it is already `Markup`.
+"""HTML that no shown text can break: text is escaped unless it is already `Markup`.
 
 Names of tensors, reasons and messages come from files that anyone may have written. `tag` is the only way in which this
 package makes an element, and it escapes every child and every attribute that is not `Markup`, so a tensor called
-`</script><img onerror=...>` is a tensor with a strange name and nothing else.
+`</script><img onerror=...>` is shown as a strange name, and does nothing.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import re
 from collections.abc import Iterable
 
 VOID = frozenset({"meta", "input", "br", "link", "col", "wbr"})
-# Controls, halves of surrogate pairs (which UTF-8 cannot hold), and marks that turn the direction of what follows.
+# Controls, halves of surrogate pairs (which UTF-8 cannot hold), and marks that reverse the direction of text.
 _UNSAFE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff\u200e\u200f\u202a-\u202e\u2066-\u2069\ufffe\uffff]")
 
 
@@ -23,7 +23,7 @@ class Markup(str):
 
 
 def escape(value: object) -> Markup:
-    """Text as HTML shows it, with what a reader cannot see written out."""
+    """Text escaped for HTML; invisible characters are written as codes."""
     if isinstance(value, Markup):
         return value
     seen = _UNSAFE.sub(lambda match: f"\\u{ord(match[0]):04x}", str(value))

@@ -1,7 +1,7 @@
-"""The page: one HTML file with its style and its script inside, which asks nobody for anything.
+"""The page: one HTML file that contains its style and its script and loads nothing else.
 
-Same records in the same order, same bytes: no clock, no random name, no path of this machine. The content security
-policy lets only this style and this script run, by their hashes: markup that slipped through could not act.
+The same records in the same order give the same bytes: no clock, no random name, no path of this machine. The content
+security policy lets only this style and this script run, by their hashes: markup that slipped through could not act.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from bitplan.report.read import Record, read_records
 from bitplan.report.section import Section
 from bitplan.version import __version__
 
-# In the order of the page: which kinds of record go into which section.
+# The sections in the order of the page, and the kinds of record that each one shows.
 SECTIONS: tuple[tuple[tuple[str, ...], Callable[[Sequence[Record]], Section]], ...] = (
     (("search",), search_section),
     (("plan",), plan_section),
@@ -58,13 +58,13 @@ def write_report(records: Iterable[str | Path], output: str | Path, *, title: st
 
 
 def build_sections(records: Sequence[Record]) -> list[Section]:
-    """A section for each sort of record that is there, and one for where they come from."""
+    """A section for each kind of record that is present, and one for the machines and files that they come from."""
     sections = []
     for kinds, draw in SECTIONS:
         chosen = [record for record in records if record.kind in kinds]
         if chosen:
             sections.append(draw(chosen))
-    if any(section.anchor == "search" for section in sections):  # a search says these of its plan, and more
+    if any(section.anchor == "search" for section in sections):  # the section of a search already shows these facts
         sections = [replace(each, facts=()) if each.anchor == "decisions" else each for each in sections]
     return [*sections, machine_section(records)]
 

@@ -1,12 +1,12 @@
-"""Records from files: recognised by what they hold, never by what they are called, and read within limits.
+"""Records from files: recognised by their content, never by their names, and read within limits.
 
 A JSON document has one value; a JSONL log has an object per line. A log's first line is looked at before the rest is
 read, so a file of garbage costs no more than its first line. The end of a log may be torn (its writer was killed, or is
-writing now): that piece is left out and counted. Any other line that is not JSON is an error, but for the telemetry of
-selective precision, whose writer once ended a torn line and went on.
+writing now): that piece is left out and counted. Any other line that is not JSON is an error, except in the telemetry
+of selective precision, whose writer once closed a torn line and went on.
 
-Logs of steps grow without end: of a long one every n-th step is read, the first and the last among them, and the record
-says so. A sample has whole steps, and every step at which a precision changed as far as there is room.
+Logs of steps may be very long: then every n-th step is read, with the first and the last, and the record says so. A
+sample has whole steps, and also the steps at which a precision changed, as far as there is room.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _STEP = re.compile(rb'"step(?:_id)?": ?(\d+)')
 
 @dataclass(frozen=True)
 class RecordKind:
-    """A sort of record: how it is told from the others, by its document or by its first line."""
+    """A kind of record, and how it is recognised: by its document or by its first line."""
 
     name: str
     label: str
@@ -41,7 +41,7 @@ class RecordKind:
     lines: bool = False
     torn_lines: bool = False  # whether a line in the middle may be torn
     steps: bool = False  # a log of steps, which is sampled where it is long
-    unchanged: bytes = b""  # a sampled log keeps lines without this
+    unchanged: bytes = b""  # a sampled log keeps all lines without this text
     document: str | None = None
     versions: tuple[int, ...] = ()
 
@@ -118,7 +118,7 @@ FINDINGS = RecordKind("findings", "findings of a check", _has("code", "where", "
 
 
 def read_records(paths: Iterable[str | Path]) -> list[Record]:
-    """Read every file, in the order given; one that is no record of ours is an error that names it."""
+    """Read every file, in the order given; a file that is no record of ours is an error that names it."""
     given = [Path(path) for path in paths]
     if not given:
         raise ReportError("no records given; name the JSON and JSONL files that plan, check, drift and others wrote")
@@ -126,7 +126,7 @@ def read_records(paths: Iterable[str | Path]) -> list[Record]:
 
 
 def short_names(paths: list[Path]) -> list[str]:
-    """File names, with as many folders as tell two of the same name apart: no report says where a home folder is."""
+    """File names, with as many folders as needed to tell equal names apart: a report must not show a home folder."""
     resolved = [path.resolve() for path in paths]
     names = []
     for path in resolved:
@@ -151,7 +151,7 @@ def _read(path: Path, name: str) -> Record:
 
 def _recognise(file: BinaryIO, path: Path, size: int) -> tuple[RecordKind, Any, int, str]:
     first = b"\n"
-    while first and not first.strip():  # blank lines before the first are nothing
+    while first and not first.strip():  # skip blank lines at the beginning
         first = file.readline(MAX_LINE_BYTES + 1)
     if not first:
         raise ReportError(f"{path}: empty; {_expected()}")
@@ -187,7 +187,7 @@ def _kind_of(document: dict[str, Any], path: Path, *, lines: bool, quiet: bool) 
     named = document.get("document")
     candidates = [kind for kind in KINDS if kind.lines == lines and (kind.document is None or kind.document == named)]
     for kind in candidates:
-        # A document says its name; what has none is recognised by its keys.
+        # A document names its kind; one without a name is recognised by its keys.
         if (kind.document == named) and kind.matches(document):
             if kind.document is not None and document.get("version") not in kind.versions:
                 known = " or ".join(map(str, kind.versions))
@@ -226,7 +226,7 @@ class _Sample:
 
 
 def _sample(file: BinaryIO, kind: RecordKind, path: Path, size: int) -> _Sample | None:
-    """Every n-th step of a log, the first and the last; None where all of it is little enough."""
+    """Every n-th step of a log, with the first and the last; None if the log is short enough to be read whole."""
     file.seek(0)
     total = sum(piece.count(b"\n") for piece in iter(lambda: file.read(2**20), b""))
     nth = max(-(-total // SAMPLED_LINES), -(-size // MAX_RECORD_BYTES))
@@ -234,7 +234,7 @@ def _sample(file: BinaryIO, kind: RecordKind, path: Path, size: int) -> _Sample 
         return None
     file.seek(0)
     sampled: list[tuple[int, bytes]] = []
-    skipped: list[tuple[int, bytes]] = []  # of the step at hand: it may be the last
+    skipped: list[tuple[int, bytes]] = []  # lines of the present step, which may be the last
     steps, step, changes, change_bytes, room = -1, None, 0, 0, 2 * MAX_RECORD_BYTES
     for number, line in enumerate(iter(lambda: file.readline(MAX_LINE_BYTES + 1), b""), 1):
         match = _STEP.search(line)
@@ -275,7 +275,7 @@ def _read_lines(numbered: Iterable[tuple[int, bytes]], kind: RecordKind, path: P
 
 
 def _json_or_none(line: bytes) -> Any:
-    """A first line that is JSON by itself; None where it is a piece of a document, and for garbage."""
+    """The value of a first line that is JSON by itself; None for a piece of a document, and for garbage."""
     if len(line) > MAX_LINE_BYTES:
         return None
     try:

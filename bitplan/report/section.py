@@ -20,7 +20,7 @@ class Fact:
 
 @dataclass(frozen=True)
 class Section:
-    """`anchor` is the link to it, `body` its HTML, `summary` what the top of the page says of it in plain words."""
+    """`anchor` is the link to it, `body` its HTML, `summary` its sentences at the top of the page."""
 
     anchor: str
     title: str
@@ -46,5 +46,5 @@ def cards(drawn: Sequence[Markup]) -> Markup:
 
 
 def fold(title: str, content: Markup) -> Markup:
-    """Details that are there for those who want them."""
+    """Details that are folded away at first."""
     return tag("details", tag("summary", title), content)

@@ -1,4 +1,4 @@
-"""Tables: whole in the HTML, so that they print and can be read without a script; the script sorts and filters them."""
+"""Tables: complete in the HTML, so that they can be printed and read without a script; the script sorts and filters."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from dataclasses import dataclass
 from bitplan.report.figures import count, plural
 from bitplan.report.markup import Markup, join, tag
 
-MAX_ROWS = 20_000  # of a table: beyond this a phone gives up
+MAX_ROWS = 20_000  # of a table: a phone cannot show more
 SEARCH_FROM = 13  # rows
 
 
 @dataclass(frozen=True)
 class Cell:
-    """What is shown, the number it is sorted by, and its text where `shown` is an element."""
+    """What is shown, the number to sort by, and its text if `shown` is an element."""
 
     shown: object
     number: float | None = None
@@ -25,7 +25,7 @@ class Cell:
 class Column:
     title: str
     numeric: bool = False
-    wide: bool = False  # long text: wraps, and gets the room that is left
+    wide: bool = False  # long text: wraps, and gets the remaining width
     mono: bool = False
     choose: bool = False  # few values: a list to choose from
 
@@ -72,7 +72,7 @@ def breakable(name: object) -> Markup:
 
 
 def _tools(title: str, columns: Sequence[Column], rows: Sequence[Row]) -> Markup:
-    """Hidden until the script runs: without it they would do nothing."""
+    """Search field and lists; hidden until the script runs, because they need it."""
     search = tag(
         "label",
         tag("span", f"Search {title}", class_="unseen"),

@@ -7,7 +7,7 @@
 `run` names the curve; `machine` and `versions` are optional. A step has `step` and `loss`, and any other figure under a
 name of its own; null stands for a number that is not finite. No other part writes losses, so the writer is here.
 
-The head is written when the log is opened, so a path that cannot be written is known before the first step.
+The head is written when the log is opened, so a path that cannot be written is an error before the first step.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""How fast a language model reads a prompt and makes tokens, at a few batch sizes, alone or against another in turns.
+"""How fast a language model reads a prompt and makes tokens, at some batch sizes, alone or in turns with another.
 
-Taken in turns, what else the machine does falls on both alike. The least of several repeats counts for the prompt, and
-for tokens the median step.
+When models take turns, other load on the machine slows both alike. For the prompt the shortest of several repeats
+counts, for tokens the median step.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class BenchRow:
     decode_ms: float
     decode_tokens_per_second: float
     weight_bytes: int
-    speedup: float | None = None  # of decoding, over the model it was measured against
+    speedup: float | None = None  # of decoding, over the last model
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -47,7 +47,7 @@ def bench_models(
     repeats: int = 3,
     on_turn: Callable[[str], None] = lambda _name: None,
 ) -> list[BenchRow]:
-    """A row for every model and batch; the last model is the one that the others' speedup is against."""
+    """A row for every model and batch; speedups are over the last model."""
     if min((*batches, prompt_tokens, repeats)) < 1 or tokens < 2 or not batches:
         raise MeasureError("batches, prompt tokens and repeats must be 1 or more, and tokens 2 or more")
     for lm in models:

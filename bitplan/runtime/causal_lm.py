@@ -1,9 +1,9 @@
 """A causal language model with its tokenizer, from disk: a Hugging Face folder, a GGUF file, or packed weights.
 
-transformers builds the model, as an optional dependency: nothing here imports it until a model is asked for. Nothing
-is downloaded, no code that comes with a model is run, and pickles are not opened. Weights come as float32 whatever the
-file holds (packed tensors are decoded): a CPU without bfloat16 hardware computes nothing else in reasonable time, and
-formats are then applied to the very same numbers.
+transformers builds the model, as an optional dependency: nothing here imports it until a model is asked for. Nothing is
+downloaded, no code that comes with a model is run, and pickles are not opened. Weights are always loaded as float32
+(packed tensors are decoded): a CPU without bfloat16 hardware computes nothing else in reasonable time, and formats are
+then applied to the very same numbers.
 
 | MODEL | weights are read by | config and tokenizer |
 |---|---|---|
@@ -45,7 +45,7 @@ from bitplan.store.models.transformers_names import (
 
 @dataclass
 class CausalLM:
-    """A model that maps token ids to logits, in eval mode, and the tokenizer that made it ids in training.
+    """A model that maps token ids to logits, in eval mode, and the tokenizer that it was trained with.
 
     `stored` has the bytes of each tensor on disk, under the file's names.
     """
@@ -66,7 +66,7 @@ class CausalLM:
 
     @property
     def device(self) -> torch.device:
-        """Where tokens go in."""
+        """The device that token ids must be on."""
         place: torch.device = self.model.get_input_embeddings().weight.device  # type: ignore[operator]
         return place
 
@@ -84,19 +84,19 @@ class CausalLM:
 
     @property
     def positions(self) -> int | None:
-        """The longest text it was made for; None where its config does not say."""
+        """The longest text, in tokens, that the model was made for; None where its config does not say."""
         count: int | None = getattr(self.model.config, "max_position_embeddings", None)
         return count
 
     def check_context(self, context: int) -> None:
-        """Beyond the positions it was trained on a model's perplexity says nothing of its weights."""
+        """Refuse a context beyond the model's positions: perplexity there says nothing about its weights."""
         if self.positions is not None and context > self.positions:
             raise MeasureError(
                 f"{self.where}: context must be {self.positions} or less, as the model has, got {context}"
             )
 
     def encode(self, text: str) -> Tensor:
-        """The text's own token ids, without what the tokenizer puts before or after a text."""
+        """The text's own token ids, without the special tokens that the tokenizer adds before or after."""
         if not text.strip():
             raise MeasureError("the text is empty; give a file of plain text to measure on")
         ids = torch.tensor(self._tokens(text, special=False), dtype=torch.int64)
@@ -110,7 +110,7 @@ class CausalLM:
 
     @functools.cached_property
     def prefix(self) -> Tensor:
-        """What the tokenizer puts before every text, such as a beginning-of-sequence token."""
+        """The tokens that the tokenizer puts before every text, such as a beginning-of-sequence token."""
         sample = "a b a"
         own, whole = self._tokens(sample, special=False), self._tokens(sample, special=True)
         for start in range(len(whole) - len(own) + 1):
@@ -128,7 +128,7 @@ class CausalLM:
 
 
 def logits_of(model: nn.Module, ids: Tensor) -> Tensor:
-    """One pass without a cache of keys and values, which nobody reads here."""
+    """The logits of one forward pass, without a cache of keys and values."""
     logits: Tensor = model(input_ids=ids, use_cache=False).logits
     return logits
 
@@ -155,6 +155,7 @@ def load_causal_lm(path: str | Path, *, config: str | Path | None = None) -> Cau
 
 def read_tokenizer(folder: Path, source: Path | None = None) -> Any:
     """The tokenizer of a folder; errors name `source`, the model that was asked for."""
+    require("transformers", purpose=f"reading {folder.name}", extra="models")
     return _read("AutoTokenizer", source or folder, "the tokenizer", _place(folder))
 
 
@@ -183,7 +184,7 @@ def _model_of(file: TensorFile, folder: Path, where: str) -> Any:
     numbers = {name: file.read_float(name) for name in file.specs}
     numbers |= {alias: numbers[name] for alias, name in file.tied.items()}
     if getattr(config, "quantization_config", None) is not None:
-        del config.quantization_config  # these are numbers now
+        del config.quantization_config  # the tensors were decoded
     return model_from_tensors((named or classes)[0], config, numbers, where, dtype=torch.float32)
 
 
@@ -204,7 +205,7 @@ def _read_model(source: Path, place: dict[str, Any]) -> Any:
 
 
 def _read(reader: str, source: Path, what: str, options: dict[str, Any]) -> Any:
-    """transformers raises what its many readers raise; one line of it says enough."""
+    """Read with transformers; any error of its many readers becomes one line."""
     import transformers
 
     try:
@@ -212,7 +213,7 @@ def _read(reader: str, source: Path, what: str, options: dict[str, Any]) -> Any:
     except MemoryError:
         raise
     except Exception as error:
-        # bitplan's own GGUF files have none, and what transformers says of that is about arrays.
+        # bitplan's own GGUF files have no tokenizer; transformers' error about that speaks of arrays.
         hint = (
             "; if the file holds no tokenizer, give the Hugging Face folder, or that as --config"
             if "gguf_file" in options
@@ -222,7 +223,7 @@ def _read(reader: str, source: Path, what: str, options: dict[str, Any]) -> Any:
 
 
 def require_causal(lm: CausalLM, logits: Callable[[Tensor], Tensor]) -> None:
-    """A model that sees the tokens to come predicts nothing: its logits must not change with a later token."""
+    """Refuse a model whose logits change with a later token: it sees what it should predict."""
     rows = lm.vocabulary
     ids = torch.arange(1, 9).remainder(rows)[None].repeat(2, 1)
     ids[1, -1] = (ids[0, -1] + 1) % rows

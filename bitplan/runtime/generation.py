@@ -1,4 +1,4 @@
-"""Text from a causal language model, token by token, with what it took: packed or not, on any device.
+"""Text from a causal language model, token by token, with time and memory: packed or not, on any device.
 
 The loop is our own, so that words can be shown as they come and each step can be timed; transformers' `generate` gives
 the same tokens (greedy).
@@ -28,9 +28,9 @@ from bitplan.store.packed_folder import is_packed_config, read_config
 def load_for_running(
     folder: str | Path, *, device: torch.device | str = "cpu", dtype: torch.dtype | None = None
 ) -> CausalLM:
-    """A folder's model and tokenizer: packed where the folder is, else as transformers loads it.
+    """A folder's model and tokenizer: packed if the folder is packed, else as transformers loads it.
 
-    dtype   of weights that are not packed: float32 on a CPU, else as the folder has them
+    dtype   type of weights that are not packed; None: float32 on a CPU, else as in the folder
     """
     place, source = device_of(device), Path(folder)
     require_transformers(str(folder))
@@ -65,13 +65,13 @@ def _tokenizer(source: Path) -> Any:
     with silence_transformers():
         try:
             return transformers.AutoTokenizer.from_pretrained(str(source), local_files_only=True)
-        except Exception as error:  # of files that are none, it raises whatever it stumbles over
+        except Exception as error:  # transformers raises any kind of error on bad files
             raise MeasureError(f"{source}: transformers cannot read the tokenizer: {foreign_reason(error)}") from error
 
 
 @dataclass(frozen=True)
 class Generated:
-    """A text and what it took. `prefill_s` is the time to the first token, the rate that of the tokens after it."""
+    """A text, its time and memory. `prefill_s` is the time to the first token; the rate is of the tokens after it."""
 
     text: str
     prompt_tokens: int
@@ -98,7 +98,7 @@ def generate_text(
 ) -> Generated:
     """Continue a prompt; `on_text` gets each piece of text as it comes.
 
-    temperature   0 takes the likeliest token; above, tokens are drawn, the same ones for the same `seed` on a machine
+    temperature   0 takes the likeliest token; above 0 tokens are drawn, the same for the same `seed` on one machine
     chat          put the prompt into the tokenizer's chat template
     """
     if not prompt or most_tokens < 1 or temperature < 0:
@@ -124,7 +124,7 @@ def generate_text(
             made.append(token)
             step = torch.tensor([[token]], device=device)
             text = lm.tokenizer.decode(made)
-            if not text.endswith("\ufffd") or len(made) == most_tokens:  # half of a letter waits for the rest
+            if not text.endswith("\ufffd") or len(made) == most_tokens:  # wait for the rest of a letter
                 on_text(text[len(shown) :])
                 shown = text
     seconds = time.perf_counter() - first
@@ -171,7 +171,7 @@ def weight_bytes(model: nn.Module) -> int:
 
 
 def peak_bytes(device: torch.device) -> int | None:
-    """The most memory in use: on a GPU what torch allocated, on a CPU all of the process; None where nobody counts."""
+    """Peak memory: on a GPU as torch allocated, on a CPU of the whole process; None if the system does not count it."""
     if device.type == "cuda":
         return int(torch.cuda.max_memory_allocated(device))
     if sys.platform == "win32":

@@ -6,9 +6,9 @@ Its parts are buffers (`weight.data`, `weight.scales`, ...). Codes and scales ar
 `model.half()` or `model.to(torch.bfloat16)` must not touch them, so `_apply` shows every function a byte view, which
 dtype casts leave alone and device moves carry along.
 
-What is made from a weight (an expanded matrix, scales in a kernel's order, tiles in a cache) must not outlive
-it: `state` changes with every move, load and in-place write, `derived` keeps things for one state only, and
-caches that listen (`add_listener`) drop it too. None of it is saved or copied.
+Things made from a weight (an expanded matrix, scales in a kernel's order, tiles in a cache) must not outlive it:
+`state` changes with every move, load and in-place write, `derived` keeps things for one state only, and caches that
+listen (`add_listener`) drop theirs too. None of these things are saved or copied.
 
 In a `state_dict` the format and shape travel beside the parts, as JSON in a uint8 tensor (`weight._extra_state`), so
 that safetensors can hold them too. Loading compares them and every part before a byte is copied.
@@ -40,7 +40,7 @@ Made = TypeVar("Made")
 
 
 class Listener(Protocol):
-    """Someone who keeps things made from weights."""
+    """An object that keeps things made from weights."""
 
     def drop(self, token: int) -> None:
         """The weight of this token changed or is gone."""
@@ -49,7 +49,7 @@ class Listener(Protocol):
 class PackedWeight(EncodedModule):
     """A weight [..., outputs, inputs] held in its format; `encoded` is the value, `data`, `scales`, ... its parts."""
 
-    dtype = torch.uint8  # bytes, whatever they mean: who asks a weight for the type of its numbers must not take it
+    dtype = torch.uint8  # the type of the bytes, not of the numbers that they stand for
 
     def __init__(self, encoded: Encoded) -> None:
         super().__init__()
@@ -60,7 +60,7 @@ class PackedWeight(EncodedModule):
         self._begin()
 
     def _begin(self) -> None:
-        self.token = next(_tokens)  # never used again, unlike an id()
+        self.token = next(_tokens)  # never reused, unlike an id()
         self._changes = 0
         self._encoded: Encoded | None = None
         self._derived: dict[Hashable, Any] = {}
@@ -72,7 +72,7 @@ class PackedWeight(EncodedModule):
         parts = {name: part for name, part in self._buffers.items() if part is not None}
         cached = self._encoded
         if cached is None or any(cached.parts[name] is not part for name, part in parts.items()):
-            cached = self._encoded = Encoded(self.fmt, self.shape, **parts)  # its checks are not for every forward
+            cached = self._encoded = Encoded(self.fmt, self.shape, **parts)  # its checks take time in every forward
         return cached
 
     @property
@@ -99,7 +99,7 @@ class PackedWeight(EncodedModule):
         return (self._changes, *(UNCOUNTED if part is None else writes_of(part) for part in self._buffers.values()))
 
     def derived(self, key: Hashable, make: Callable[[], Made], *, keep: bool = True) -> Made:
-        """What `make` gave for this key, made at most once per state; with `keep` false it is made and not kept."""
+        """The result of `make` for this key, made at most once per state; with keep=False it is not kept."""
         state = self.state
         if self._derived_state != state:
             self._derived.clear()
@@ -171,7 +171,7 @@ class PackedWeight(EncodedModule):
         return torch.tensor(list(text.encode()), dtype=torch.uint8)
 
     def set_extra_state(self, state: Any) -> None:
-        """Nothing to set: loading has compared it."""
+        """Sets nothing: loading has compared the state already."""
 
     def _load_from_state_dict(
         self,
@@ -192,7 +192,7 @@ class PackedWeight(EncodedModule):
         self.forget()
 
     def _faults(self, state_dict: Mapping[str, Any], prefix: str) -> list[str]:
-        """Why this state is not one of this weight; nothing is copied when there is a reason."""
+        """Why this state does not fit this weight; if there is a reason, nothing is copied."""
         where = prefix.rstrip(".") or "packed weight"
         given = {name: state_dict[prefix + name] for name in self._buffers if prefix + name in state_dict}
         if prefix + _EXTRA not in state_dict:

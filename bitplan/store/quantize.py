@@ -6,7 +6,6 @@ output takes its final name only when it is complete.
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
@@ -44,9 +43,8 @@ from bitplan.store.packed_folder import (
     without_packed_layer,
     write_packed_folder,
 )
-from bitplan.store.rounding.evidence import EvidenceFile, weight_digest
 from bitplan.store.rounding.open_evidence import open_evidence
-from bitplan.store.rounding.round_weight import round_with_report
+from bitplan.store.rounding.with_evidence import WeightEvidence, evidence_for
 
 MOST_NAMES_SHOWN = 6
 # What a tensor lost is counted over this many of its numbers, spread evenly: within a tenth of the time of encoding it.
@@ -66,7 +64,7 @@ class QuantizeOptions:
     scale_rule: ScaleRule | None = None
     pad: Literal["zero"] | None = None
     nonfinite: NonFinite = "error"
-    evidence: EvidenceFile | None = None
+    evidence: WeightEvidence | None = None
 
     def choose(self, name: str) -> tuple[Format | None, str]:
         """The format a tensor gets, None to leave it as it is, and the reason."""
@@ -193,8 +191,9 @@ def quantize_file(
                 f"nn.MultiheadAttention): {listed(unpacked, MOST_NAMES_SHOWN)}; a .safetensors OUTPUT holds them packed"
             )
         plan.require_whole(str(source))
-        options = QuantizeOptions(plan, scale_rule, plan.pad, nonfinite, statistics)
-        report.notes += _check_evidence(file, options)
+        known = None if statistics is None else evidence_for(statistics, file)
+        options = QuantizeOptions(plan, scale_rule, plan.pad, nonfinite, known)
+        report.notes += [] if known is None else known.notes
         inputs = [*file.files, *([] if statistics is None else [statistics.path])]
         folder = None if container_for(output) else _folder_contents(file, options, shard_bytes)
         if folder is not None:
@@ -216,51 +215,6 @@ def quantize_file(
         with container.write(Path(output), promises, metadata, tied) as writer:
             _quantize_each(file, promises, writer, options, report, on_tensor)
     return report
-
-
-def _check_evidence(file: TensorFile, options: QuantizeOptions) -> list[str]:
-    """Refuse statistics of other names or columns; a note where nothing says of which weights they are."""
-    if options.evidence is None:
-        return []
-    found = {name: _statistics_name(file, name, options.evidence) for name in file.specs}
-    names = {name: named for name, named in found.items() if named is not None}
-    if not names:
-        theirs = min(options.evidence.names, default="nothing")
-        ours = min((name for name in file.specs if name.endswith("weight")), default="")
-        raise StoreError(
-            f"{options.evidence.path}: statistics of other tensors than {file.path} has: {theirs!r} there, {ours!r} "
-            "here; statistics of GGUF's names are for GGUF files"
-        )
-    for name, named in names.items():
-        shape, columns = file.specs[name].shape, options.evidence.columns(named)
-        if columns not in (math.prod(shape[-1:]), math.prod(shape[1:])):  # of a matrix, or a convolution seen as one
-            raise StoreError(
-                f"{options.evidence.path}: evidence of another model: {named!r} has statistics of {columns} columns, "
-                f"and is {list(shape)} in {file.path}; give the evidence of this model"
-            )
-    unknown = [name for name, named in names.items() if options.evidence.digest(named) is None]
-    if not unknown:
-        return []
-    return [
-        f"{options.evidence.path} does not say of which weights it is: that it is evidence of this model cannot be "
-        "checked; `bitplan search` writes evidence that can"
-    ]
-
-
-def _require_measured_weights(evidence: EvidenceFile, named: str, numbers: Tensor, where: str) -> None:
-    """Another model may have the same names and shapes: its statistics would make the numbers worse without a word."""
-    if evidence.digest(named) not in (None, weight_digest(numbers)):
-        raise StoreError(
-            f"{evidence.path}: evidence of another model: {where} has other numbers than the weight that was measured; "
-            "search this model, or give the one that was searched"
-        )
-
-
-def _statistics_name(file: TensorFile, name: str, evidence: EvidenceFile) -> str | None:
-    """The name under which a tensor has statistics: its own, or one that shares it."""
-    own = file.tied.get(name, name)
-    shared = [alias for alias, target in file.tied.items() if target == own]
-    return next((each for each in (own, *shared) if each in evidence.names), None)
 
 
 def _folder_contents(file: TensorFile, options: QuantizeOptions, shard_bytes: int) -> FolderContents | None:
@@ -372,16 +326,9 @@ def _converted(
     said: dict[str, Any] = {}
     if promise.fmt.is_cast:
         encoded = _cast(finite(numbers, options.nonfinite, where), promise.fmt, where)
-    elif options.evidence is not None and (named := _statistics_name(file, spec.name, options.evidence)) is not None:
-        _require_measured_weights(options.evidence, named, numbers, where)
-        encoded, rounding = round_with_report(
-            finite(numbers, options.nonfinite, where),
-            promise.fmt,
-            moments=options.evidence.moments(named),
-            hessian=options.evidence.hessian(named),
-            pad=options.pad,
-            name=where,
-        )
+    elif options.evidence is not None and options.evidence.has(own := file.tied.get(spec.name, spec.name)):
+        whole = finite(numbers, options.nonfinite, where)
+        encoded, rounding = options.evidence.round(own, whole, promise.fmt, pad=options.pad, where=where)
         said = {"rounding": rounding.to_dict()}
     else:
         encoded = encode(

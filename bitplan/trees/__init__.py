@@ -18,10 +18,13 @@ from bitplan.trees.gradients import (
     GradientsI16,
     TreesError,
 )
+from bitplan.trees.models.plots import plot_importance, plot_tree
+from bitplan.trees.models.ranker import BoostedTreesRanker
 from bitplan.trees.recommend import PrecisionAdvice, recommend_gradient_precision
 
 __all__ = [
     "BoostedTreesClassifier",
+    "BoostedTreesRanker",
     "BoostedTreesRegressor",
     "DistributedFit",
     "GradientPrecision",
@@ -38,5 +41,7 @@ __all__ = [
     "from_lightgbm",
     "load_trees",
     "open_pieces",
+    "plot_importance",
+    "plot_tree",
     "recommend_gradient_precision",
 ]

@@ -94,11 +94,12 @@ def find_bins(x: Array | TablePieces, categorical: Array, max_bins: int, seed: i
         here = [np.zeros(1, np.int64) for _ in sets]
         for _, block in blocks_of(x):
             more = on_threads(lambda feature: _count_categories(block[:, feature], feature), sets)  # noqa: B023
-            here = [_add_counts(*pair) for pair in zip(here, more, strict=True)]
+            here = [
+                _padded(part, len(other)) + _padded(other, len(part)) for part, other in zip(here, more, strict=True)
+            ]
         most = np.array([max(map(len, here))], np.float64)
         size = int(span.shards.top(most, "largest category")[0])
-        counts = np.array([np.pad(part, (0, size - len(part))) for part in here])
-        rows = span.shards.add(counts, "rows of each category")
+        rows = span.shards.add(np.array([_padded(part, size) for part in here]), "rows of each category")
         edges |= {feature: _categories(part, max_bins) for feature, part in zip(sets, rows, strict=True)}
     features = np.repeat(np.arange(x.shape[1]), [len(edges[feature]) for feature in range(x.shape[1])])
     columns = [column for feature in range(x.shape[1]) for column in edges[feature]]
@@ -130,8 +131,8 @@ def bin_rows(x: Array | TablePieces, bins: Bins) -> BinnedRows:
         for feature in range(first, min(first + PANEL, features)):
             kernel = trees_rows.bin_categories if bins.is_category[feature] else trees_rows.bin_numbers
             panel, place = bytes_[feature // PANEL], feature % PANEL
-            numbers = block[start:stop, bins.features[feature]]
-            kernel(numbers, limits[feature], before + start, panel, columns[feature], place)
+            block_part = block[start:stop, bins.features[feature]]
+            kernel(block_part, limits[feature], before + start, panel, columns[feature], place)
 
     for before, block in blocks_of(x):
         starts = range(0, len(block), ROWS_AT_ONCE)
@@ -170,6 +171,10 @@ def _from_all(sample: Array, block: list[int], shards: Shards) -> list[Array]:
     return list(np.concatenate(parts).reshape(-1, len(block)).T)
 
 
+def _padded(rows: Array, size: int) -> Array:
+    return np.pad(rows, (0, max(size - len(rows), 0)))
+
+
 def _count_categories(numbers: Array, feature: int) -> Array:
     """Rows of each category."""
     categories, counts = np.unique(numbers[~np.isnan(numbers)], return_counts=True)
@@ -182,11 +187,6 @@ def _count_categories(numbers: Array, feature: int) -> Array:
     rows = np.zeros(int(categories.max(initial=0)) + 1, np.int64)
     rows[categories.astype(np.int64)] = counts
     return rows
-
-
-def _add_counts(one: Array, two: Array) -> Array:
-    size = max(len(one), len(two))
-    return np.pad(one, (0, size - len(one))) + np.pad(two, (0, size - len(two)))
 
 
 def _categories(rows: Array, max_bins: int) -> list[Array]:

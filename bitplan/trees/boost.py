@@ -83,11 +83,10 @@ class Booster:
 
     def scores(self, x: Array | TablePieces) -> Array:
         """Raw scores (rows, outputs)."""
-        scores = np.tile(self.start, (len(x), 1))
-        if self.trees:
-            forest = self.forest()
-            for first, block in blocks_of(x):
-                forest.add_to(scores[first : first + len(block)], block)
+        scores = np.empty((len(x), self.outputs))
+        scores[:] = self.start
+        for first, block in blocks_of(x) if self.trees else ():
+            self.forest().add_to(scores[first : first + len(block)], block)
         return scores
 
     def forest(self) -> Forest:
@@ -172,8 +171,7 @@ class _Trainer:
         self._rows, self._objective, self._settings, self._grower = rows, objective, settings, grower
         self._span, self._shards = span, span.shards
         self._scores = scores
-        self._grads = np.empty(scores.shape[::-1], np.float32)
-        self._hess = np.empty_like(self._grads)
+        self._grads, self._hess = self._gradient_space(*scores.shape[::-1])
 
     def round(self, number: int) -> list[Tree]:
         """The trees of one round; scores are updated once all are grown."""
@@ -196,6 +194,16 @@ class _Trainer:
             trees.append(tree)
             self._shards.sent_for("tree")
         return trees
+
+    def _gradient_space(self, outputs: int, count: int) -> tuple[Array, Array]:
+        """float32 (outputs, rows), twice; for one tree a round in space that the tree needs only later.
+
+        Growing reads gradients from entries alone, and hessians only where they are float32; renewed leaves read both.
+        """
+        if outputs > 1 or self._settings.renew_leaves:
+            return np.empty((outputs, count), np.float32), np.empty((outputs, count), np.float32)
+        grads, hess = self._grower.idle_space.view(np.float32).reshape(2, 1, count)
+        return grads, np.empty_like(hess) if self._settings.precision is GradientPrecision.F32 else hess
 
     def _sample_rows(self, number: int) -> tuple[Array | range, Array]:
         """Rows to grow trees from, and the others."""

@@ -58,6 +58,11 @@ def pieces_of(model: Any, x: TablePieces, fewest: int, y: Any = None, *, reset: 
             f"X: expected the {model.n_features_in_} features of `fit`, in their order, got {x.shape[1]}"
             + (f": {x.columns!r:.120}" if has_others else "")
         )
+    if model.categories_:
+        raise TreesError(
+            f"X: feature {min(model.categories_)} had categories at fit that are no numbers, and files hold numbers "
+            "alone; give a frame"
+        )
     if len(x) < fewest:
         raise TreesError("X: the files have no rows, expected at least one")
     if y is None:

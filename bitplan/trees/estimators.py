@@ -24,6 +24,7 @@ from bitplan.trees.objectives import Binary, Custom, Multiclass, Objective
 class BoostedTreesClassifier(ClassifierMixin, BoostedTreesBase):  # type: ignore[misc]
     """Boosted trees for two or more classes."""
 
+    file_kind = "classifier"
     classes_: Array
 
     def __init__(
@@ -43,6 +44,7 @@ class BoostedTreesClassifier(ClassifierMixin, BoostedTreesBase):  # type: ignore
         subsample: float = 1.0,
         colsample: float = 1.0,
         monotone_constraints: Any = None,
+        interaction_constraints: Any = None,
         categorical_features: Any = None,
         gradient_precision: GradientPrecision | str = "f32",
         stochastic_rounding: bool | None = None,
@@ -154,6 +156,8 @@ class BoostedTreesRegressor(RegressorMixin, BoostedTreesBase):  # type: ignore[m
     tweedie_power  from 1 (counts) to 2 (gamma)
     """
 
+    file_kind = "regressor"
+
     def __init__(
         self,
         *,
@@ -174,6 +178,7 @@ class BoostedTreesRegressor(RegressorMixin, BoostedTreesBase):  # type: ignore[m
         subsample: float = 1.0,
         colsample: float = 1.0,
         monotone_constraints: Any = None,
+        interaction_constraints: Any = None,
         categorical_features: Any = None,
         gradient_precision: GradientPrecision | str = "f32",
         stochastic_rounding: bool | None = None,

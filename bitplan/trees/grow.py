@@ -50,6 +50,7 @@ class GrowthRules:
     min_child_rows: int
     min_gain: float
     monotone: Array
+    groups: Array | None = None  # by feature, bits: features that share a group may lie below one another
     category_smoothing: float = 10.0
     category_l2: float = 10.0
 
@@ -100,6 +101,8 @@ class TreeGrower:
         self._numbers = rules.numbers
         self._team: TeamSpace | None = None
         self._space, self._spare = np.empty(data.rows, np.uint64), np.empty(data.rows, np.uint64)
+        groups = np.full(len(bins.edges), -1) if rules.groups is None else rules.groups[bins.features]
+        self._by_feature = np.column_stack([bins.counts, groups])
         self._thresholds = np.full((len(bins.edges), 256), FAR)
         for feature, edges in enumerate(bins.edges):
             self._thresholds[feature, : len(edges)] = edges
@@ -109,12 +112,17 @@ class TreeGrower:
         """Bins by column, then row."""
         return self._data.columns
 
+    @property
+    def idle_space(self) -> Array:
+        """8 bytes a row that nothing is in until a tree's first rows are divided: after they are entered."""
+        return self._spare
+
     def grow(self, gradients: Gradients, rows: Array | range, features: Array) -> Grown:
         """One tree from `rows` and the features it may use."""
         features = np.flatnonzero(np.isin(self._bins.features, features))  # from here on columns of bins
         self._scales = np.array([gradients.grad_scale, gradients.hess_scale])
         is_category = self._bins.is_category[features]
-        packs, numbers = self._can_pack() and not np.all(is_category), (self._bins.counts, self._scales, self._numbers)
+        packs, numbers = self._can_pack() and not np.all(is_category), (self._by_feature, self._scales, self._numbers)
         self._packed = (features[~is_category], *numbers) if packs else None
         self._judging = features, *numbers, self._is_category, self._bounding
         # After `judge_packed` only categories are left.
@@ -150,7 +158,7 @@ class TreeGrower:
             (self._entries, self._spare, self._data.columns),
             gradients,
             (numeric, categories, features),
-            (self._bins.counts, self._scales, self._numbers, self._is_category, self._bounding, packs),
+            (self._by_feature, self._scales, self._numbers, self._is_category, self._bounding, packs),
             self._monotone,
         )
         return self._finish(growth)

@@ -29,6 +29,7 @@ class Growth:
 
     def set_root(self, size: int, totals: Array) -> None:
         self.nodes[0, kernels.STOP], self.leaves[0, queue.LINK] = size, -1
+        self.nodes[0, kernels.GROUPS] = -1  # all of them
         self.nodes[0, kernels.GRAD : kernels.ROWS + 1] = totals
         self.reals[0, kernels.LOW :] = -np.inf, np.inf
 

@@ -25,6 +25,12 @@ def threads_of(n_jobs: Any) -> int:
     return count if count > 0 else max(allowed_cores() + 1 + count, 1)
 
 
+def threads_for(n_jobs: Any, pieces: int) -> int:
+    """The same, but for one piece of work 1: to ask for the cores takes longer than to predict a row."""
+    is_plain = n_jobs is None or (type(n_jobs) is int and n_jobs != 0)
+    return 1 if pieces <= 1 and is_plain else threads_of(n_jobs)
+
+
 def allowed_cores() -> int:
     """The cores that affinity, the container, joblib and the usual variables leave to this process."""
     from joblib import cpu_count  # type: ignore[import-untyped]  # comes with scikit-learn

@@ -44,6 +44,55 @@ class Tree:
 
 
 @dataclass(frozen=True)
+class Steps:
+    """The same trees for prediction alone (`trees.loops.rows.add_trees`): nodes and leaves in one table.
+
+    Of each tree the root comes first, then the children of its nodes, two by two.
+    """
+
+    roots: Array
+    words: Array
+    thresholds: Array  # of a set of categories: its place
+    values: Array  # of leaves
+    has_sets: bool
+
+    @classmethod
+    def of(
+        cls,
+        roots: Array,
+        leaf_starts: Array,
+        feature: Array,
+        threshold: Array,
+        missing_left: Array,
+        category: Array,
+        left: Array,
+        right: Array,
+        values: Array,
+    ) -> Steps:
+        begins = 2 * roots + np.arange(len(roots))  # a tree of m nodes has m + 1 leaves
+        tree = np.repeat(np.arange(len(roots) - 1), np.diff(roots))
+        child = begins[tree] + 1 + 2 * (np.arange(len(feature)) - roots[tree])
+        at_node, at_leaf = np.empty(len(feature), np.int64), np.empty(len(values), np.int64)
+        is_single = np.diff(roots) == 0
+        at_node[roots[:-1][~is_single]], at_leaf[leaf_starts[:-1][is_single]] = (
+            begins[:-1][~is_single],
+            begins[:-1][is_single],
+        )
+        for side, children in enumerate((left, right)):
+            inner = children >= 0
+            at_node[roots[tree[inner]] + children[inner]] = child[inner] + side
+            at_leaf[leaf_starts[tree[~inner]] + ~children[~inner]] = child[~inner] + side
+        words, thresholds, held = np.empty(begins[-1], np.int64), np.full(begins[-1], np.inf), np.zeros(begins[-1])
+        is_set = category >= 0
+        words[at_node] = feature.astype(np.int64) << trees_rows.FEATURE_SHIFT | child
+        words[at_node] |= (~missing_left).astype(np.int64) << trees_rows.MISSING_SHIFT
+        words[at_node] |= is_set * trees_rows.IS_CATEGORY
+        thresholds[at_node] = np.where(is_set, category, threshold)
+        words[at_leaf], held[at_leaf] = at_leaf | -(1 << 63), values
+        return cls(begins[:-1], words, thresholds, held, bool(is_set.any()))
+
+
+@dataclass(frozen=True)
 class Forest:
     """All trees in one set of arrays; tree i adds to output i % outputs."""
 
@@ -58,6 +107,7 @@ class Forest:
     left: Array
     right: Array
     values: Array
+    steps: Steps
 
     @classmethod
     def of(cls, trees: Sequence[Tree], outputs: int) -> Forest:
@@ -73,39 +123,27 @@ class Forest:
         def joined(name: str, dtype: type) -> Array:
             return np.concatenate([np.empty(0), *(getattr(tree, name) for tree in trees)]).astype(dtype)
 
-        return cls(
-            outputs=outputs,
-            roots=np.cumsum([0, *(len(tree.feature) for tree in trees)]),
-            leaf_starts=np.cumsum([0, *(tree.leaves for tree in trees)]),
-            feature=joined("feature", np.int32),
-            threshold=joined("threshold", np.float64),
-            missing_left=joined("missing_left", np.bool_),
-            category=category,
-            bits=bits,
-            left=joined("left", np.int32),
-            right=joined("right", np.int32),
-            values=joined("leaf_value", np.float64),
-        )
+        parts = {
+            "roots": np.cumsum([0, *(len(tree.feature) for tree in trees)]),
+            "leaf_starts": np.cumsum([0, *(tree.leaves for tree in trees)]),
+            "feature": joined("feature", np.int32),
+            "threshold": joined("threshold", np.float64),
+            "missing_left": joined("missing_left", np.bool_),
+            "category": category,
+            "left": joined("left", np.int32),
+            "right": joined("right", np.int32),
+            "values": joined("leaf_value", np.float64),
+        }
+        return cls(outputs=outputs, bits=bits, steps=Steps.of(**parts), **parts)
 
     def add_to(self, scores: Array, x: Array) -> None:
         """Add every tree's leaf values to the raw scores (rows, outputs)."""
 
+        steps, bits = self.steps, self.bits if self.steps.has_sets else None
+
         def work(start: int) -> None:
-            trees_rows.add_trees(
-                x[start : start + ROWS_AT_ONCE],
-                start,
-                self.roots,
-                self.feature,
-                self.threshold,
-                self.missing_left,
-                self.category,
-                self.bits,
-                self.left,
-                self.right,
-                self.values,
-                self.leaf_starts,
-                scores,
-            )
+            rows = x[start : start + ROWS_AT_ONCE]
+            trees_rows.add_trees(rows, start, steps.roots, steps.words, steps.thresholds, steps.values, bits, scores)
 
         on_threads(work, range(0, len(x), ROWS_AT_ONCE))
 

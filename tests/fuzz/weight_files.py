@@ -137,7 +137,7 @@ def make_networks(folder: Path) -> list[Path]:
     import torch
 
     from bitplan.formats import DTYPE_NAMES, encode
-    from bitplan.store.files.poly_json import PolyNetwork
+    from bitplan.store.files.poly.network import PolyNetwork
     from tests.store.files.test_poly_json import AMBIGUOUS, EVERY_ORIGINAL, ORIGINAL, b64, network, pack, packed
 
     x = torch.linspace(-1, 1, 6).reshape(2, 3)
@@ -150,7 +150,7 @@ def make_networks(folder: Path) -> list[Path]:
 
 
 def read_network(path: Path) -> None:
-    from bitplan.store.files.poly_json import read_poly_json, write_poly_json
+    from bitplan.store.files.poly.network import read_poly_json, write_poly_json
 
     result = read_poly_json(path)
     write_poly_json(path.with_suffix(".again"), result)  # what can be read can be written, and is the same

@@ -12,10 +12,12 @@ import torch
 
 from bitplan.cli import run
 from bitplan.store.compare import compare_files
+from bitplan.store.export.targets import export_model
 from bitplan.store.files.open_files import write_tensors
 from bitplan.store.files.tensor_file import Promise
 from bitplan.store.gpt_oss import convert_gpt_oss, make_checkpoint
 from bitplan.store.quantize import quantize_file
+from tests.store.export.tiny_models import save_tiny
 
 
 @pytest.fixture(scope="module")
@@ -137,3 +139,15 @@ def test_a_tensor_with_nan_comes_first(tmp_path):
     safetensors.torch.save_file(good, tmp_path / "a.safetensors")
     safetensors.torch.save_file(good | {"b": torch.full((8, 32), torch.nan)}, tmp_path / "b.safetensors")
     assert list(compare_files(tmp_path / "a.safetensors", tmp_path / "b.safetensors").layers) == ["b", "a"]
+
+
+@pytest.mark.parametrize("kind", ["llama3", "gemma3", "mixtral"])
+def test_an_exported_family_is_the_same_model(tmp_path, capsys, kind):
+    """Names, order of rows, stacked experts, norms plus one; packed on both sides where a format is given."""
+    save_tiny(tmp_path / "hf", kind)
+    fmt = "q8_0_gguf" if kind == "llama3" else "float32"
+    export_model(tmp_path / "hf", tmp_path / "m.gguf", "gguf", fmt)
+    quantize_file(tmp_path / "hf", tmp_path / "ours", fmt)
+    assert run(["compare", str(tmp_path / "ours"), str(tmp_path / "m.gguf")]) == 0
+    count = len(compare_files(tmp_path / "m.gguf", tmp_path / "ours").layers)
+    assert f"values identical: all {count} tensors" in capsys.readouterr().out

@@ -1,6 +1,6 @@
 """The demo's sixth part, where there is a GPU: a layer in FP8, and products with packed weights.
 
-Without one nothing is measured and nothing is guessed; `WITHOUT_GPU` says what would be.
+Without a GPU nothing is measured or guessed; `WITHOUT_GPU` says what would be measured.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def plan_fp8(output: Path, sizes: GpuSizes, device: str) -> Session:
 
 
 def measure_fp8(session: Session, advance: Advance) -> list[dict[str, Any]]:
-    """Times in fp8.jsonl, the policy they make in fp8-policy.json; its summary."""
+    """Write times to fp8.jsonl and their policy to fp8-policy.json; returns the policy's summary."""
     result = run_session(session, on_way=lambda way: advance(1, way.label))
     assert result is not None
     return [] if result.merged is None else summary(result.merged.policy)
@@ -80,7 +80,7 @@ def measure_fused(
     *,
     timer: Timer | None = None,
 ) -> list[dict[str, Any]]:
-    """Times of each way in crossover.json, and the fastest at each row count."""
+    """Write times of each way to crossover.json; returns the fastest way at each row count."""
     crossovers: dict[tuple[str, int, int], Crossover] = {}
     generator = torch.Generator(device).manual_seed(0)
     for name in sizes.formats:

@@ -1,7 +1,7 @@
 """The demo's fourth part: the model saved by its plan and in single formats, loaded again, and measured.
 
-What is measured is what the files hold: each model is written, read into a new one, and compared with the one that was
-trained, character by character on text that it has not seen.
+The files themselves are measured: each model is written, read into a new model, and compared with the trained one,
+character by character on text that it has not seen.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ class DemoComparison:
         self._measured: list[dict[str, Any]] = []
 
     def measure(self, name: str) -> None:
-        """A format (written first), or a file that is there already."""
+        """Measure a format, whose file is written first, or an existing file."""
         path = model_file(self.output, name)
         if not path.exists():
             copy = TinyTransformer(self.vocabulary)

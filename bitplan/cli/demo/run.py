@@ -1,7 +1,8 @@
 """`bitplan demo`: from nothing to a trained, measured, planned, packed model, and one page that shows all of it.
 
-Parts hand files to each other as everywhere in bitplan: measure, plan, apply. Each is written when it is known, so a
-run that is stopped leaves whole files of the parts that were done. The same seed gives the same figures; times differ.
+Parts pass files to each other as everywhere in bitplan: measure, plan, apply. Each file is written when it is ready, so
+a run that is stopped leaves complete files of the parts that were done. The same seed gives the same figures; times
+differ.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ from bitplan.plan import Manifest
 from bitplan.records import read_json, write_json
 from bitplan.report import write_report
 
-# What a report is made of, in this order; a part that was not run has no file.
+# The files of the report, in this order; a part that was not run has none.
 RECORDS = (
     "front.json",
     "plan.json",
@@ -62,7 +63,7 @@ TITLE = "bitplan demo"
 
 @dataclass(frozen=True)
 class Size:
-    """How much of everything."""
+    """The size of each part of the demo."""
 
     steps: int
     batch: int
@@ -81,15 +82,15 @@ FAST = Size(steps=16, batch=2, windows=8, calibration_batches=1, search_windows=
 def run_demo(
     output: Path, *, fast: bool = False, quiet: bool = False, seed: int = 0, force: bool = False
 ) -> dict[str, Any]:
-    """Train, calibrate, plan, pack, boost, and write a report of it into a folder; the figures, which are demo.json."""
+    """Train, calibrate, plan, pack, boost, and write a report of it into a folder; returns the figures of demo.json."""
     prepare_folder(output, force=force)
     return _Demo(output, FAST if fast else FULL, seed, quiet).run()
 
 
 def prepare_folder(output: Path, *, force: bool = False) -> None:
-    """The folder, writable, and without the files of an earlier demo; other files in it are left alone.
+    """Make the folder, check that it is writable, and remove the files of an earlier demo, but no others.
 
-    Files of these names that no demo wrote are removed with `force` only.
+    Files with these names that no demo wrote are removed only with `force`.
     """
     if output.exists() and not output.is_dir():
         raise StoreError(f"{output}: is a file, and the demo writes a folder; give another name with --output")
@@ -192,7 +193,7 @@ class _Demo:
         comparison = DemoComparison(self.model, self.corpus.vocabulary, windows, self.output)
         with progress("4/6 packing", count_measured()) as advance:
             rows = comparison.measure_all(advance)
-        self._tell(show.show_formats, rows, windows[:, 1:].numel())  # the first of a window is given
+        self._tell(show.show_formats, rows, windows[:, 1:].numel())  # the first character of a window is given
         return [row.to_dict() for row in drift], rows
 
     def _boost(self) -> list[dict[str, Any]]:

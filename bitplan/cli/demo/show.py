@@ -1,4 +1,4 @@
-"""Prints the demo's results: a short table for each part, and one line of why."""
+"""Prints the demo's results: a short table for each part, and one line of explanation."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """The demo's model: a character-level transformer small enough to train in seconds on two CPU cores.
 
-Widths are multiples of 128, so that every block format fits its weights without padding. ReLU and not GELU: its
-gradient on a CPU costs a tenth, and the demo is about formats.
+Widths are multiples of 128, so that every block format fits its weights without padding. ReLU, not GELU: on a CPU its
+gradient takes a tenth of the time, and the demo is about formats.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ class Corpus:
         self.train, self.held_out = ids[:cut], ids[cut:]
 
     def batches(self, count: int, size: int, generator: torch.Generator) -> Iterator[tuple[Tensor, Tensor]]:
-        """Random windows of the training part, and what follows each of their characters."""
+        """Random windows of the training part, and the character that follows each of their characters."""
         for _ in range(count):
             starts = torch.randint(len(self.train) - CONTEXT - 1, (size, 1), generator=generator)
             windows = self.train[starts + torch.arange(CONTEXT + 1)]

@@ -1,12 +1,12 @@
 """The demo's first part: training with streamed blocks, in precisions that the gradients decide.
 
-The blocks wait on the host and cross to the device in every step: a CUDA GPU where there is one, else the simulated
-device, which is host memory behind the same code, and a bus that is slow, as a GPU's is beside its arithmetic. The
-streamed weights are trained on the host, in float32; what changes is the format in which they cross, and so what the
-forward and backward of a step compute with.
+The blocks wait on the host and are sent to the device in every step: a CUDA GPU if there is one, else the simulated
+device, which is host memory behind the same code, with a bus that is slow, like a GPU's compared with its arithmetic.
+The streamed weights are trained on the host, in float32; what changes is the format in which they are sent, and so the
+weights that forward and backward compute with.
 
 The policy's thresholds, margin, warm-up and cooldown are its defaults. Two settings fit a small model and a short run:
-layers are decided on one by one, and scores are looked at every five steps instead of ten.
+layers are decided one by one, and scores are checked every five steps instead of ten.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from bitplan.runtime.streaming.transfer.devices import SimulatedDevice, StreamDe
 
 BLOCKS = "blocks.*"
 SLOTS = 3
-BUS_BYTES_PER_S = 200e6  # of the simulated device: some milliseconds a block, beside some tens to compute with it
+BUS_BYTES_PER_S = 200e6  # of the simulated device: some milliseconds a block, which takes some tens to compute
 CONFIG = SelectivePrecisionConfig(granularity="layer", update_interval_steps=5, telemetry_file="precision.jsonl")
 LEARNING_RATE, WEIGHT_DECAY, WARMUP = 3e-3, 0.05, 20
 VALIDATE_EVERY = 20
@@ -43,7 +43,7 @@ Advance = Callable[[int, str], None]
 
 @dataclass(frozen=True)
 class Move:
-    """A layer that crosses in another precision from the next step on, and the policy's reason."""
+    """A layer that is sent in another precision from the next step on, and the policy's reason."""
 
     step: int
     layer: str
@@ -62,7 +62,7 @@ def train_streamed(
     log_head: dict[str, Any],
     advance: Advance,
 ) -> dict[str, Any]:
-    """Train the model; training.jsonl, stream.jsonl and precision.jsonl are written as it goes."""
+    """Train the model; writes training.jsonl, stream.jsonl and precision.jsonl on the way."""
     settings = AdamWSettings(lr=LEARNING_RATE, weight_decay=WEIGHT_DECAY)
     started = time.perf_counter()
     with (
@@ -79,7 +79,7 @@ def train_streamed(
         SelectivePrecisionPolicy(stream, CONFIG, folder=output) as policy,
     ):
         run = _Training(stream, policy, log, held_out)
-        # What INT8 does to the layers before they have learned anything: the smaller part of a score.
+        # Errors of INT8 in the layers before training: the smaller part of a score.
         advance(0, "measuring INT8's error first")
         policy.calibrate([ids for ids, _ in batches], progress=False)
         for step, (ids, targets) in enumerate(batches):
@@ -117,7 +117,7 @@ class _Training:
         self._count_bytes()
         loss = self._loss(ids.to(self.device), targets.to(self.device))
         loss.backward()
-        # Not earlier: until its block was needed, the update of the step before may still be under way.
+        # Not earlier: the update of the last step may be under way until the block is needed.
         self._set_rate(LEARNING_RATE * rate_shape(step, steps))
         self.policy.collect_block_grad_stats()
         self.hints = self.policy.compute_hints(step)
@@ -138,7 +138,7 @@ class _Training:
         return functional.cross_entropy(self.stream.model(ids).flatten(0, 1), targets.flatten())
 
     def _validate(self) -> float:
-        """On text that is not trained on, with the weights and formats of this step."""
+        """The loss on held-out text, with the weights and formats of this step."""
         with torch.no_grad():
             return float(self._loss(self.held_out[:, :-1], self.held_out[:, 1:]))
 
@@ -149,7 +149,7 @@ class _Training:
             group["lr"] = rate
 
     def _count_bytes(self) -> None:
-        """Of one crossing of all matrices, in the precisions of this step and against all in bfloat16."""
+        """Count the bytes of sending all matrices once, in the precisions of this step and in bfloat16."""
         for name, sizes in self.policy.unit_bytes.items():
             sent = sizes[self.policy.precisions[name]]
             self.bytes_sent += sent

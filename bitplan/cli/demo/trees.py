@@ -1,6 +1,7 @@
-"""The demo's fifth part: boosted trees on a made table, with gradients in float32 and in 16-bit integers.
+"""The demo's fifth part: boosted trees on a synthetic table, with gradients in float32 and in 16-bit integers.
 
-Fits of the two are timed in turns; compiling, which a first run of a fresh install pays, is timed apart on a few rows.
+Fits of the two are timed in turns; compiling, which only the first run of an install needs, is timed apart on a few
+rows.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ WARM_ROWS, WARM_TREES = 2000, 2
 
 
 def made_table(rows: int, seed: int) -> tuple[Array, Array]:
-    """Numbers of several shapes, and a class that depends on products and bands of them; a tenth is noise."""
+    """Numbers of several distributions, and a class that depends on products and bands of them; a tenth is noise."""
     rng = np.random.default_rng([seed, FEATURES])
     x = rng.standard_normal((rows, FEATURES)).astype(np.float32)
     x[:, 4:8] = np.exp(0.5 * x[:, 4:8])
@@ -78,6 +79,6 @@ def _fit(x: Array, y: Array, precision: str, trees: int, seed: int) -> BoostedTr
 
 
 def _gradient_bytes(precision: str) -> float:
-    """Counted on the arrays that hold a round's gradients."""
+    """Bytes of a row's gradients, counted on the arrays of a round."""
     held = prepare(np.ones(1000, np.float32), np.ones(1000, np.float32), GradientPrecision(precision), 1)
     return (held.grads.nbytes + held.hessians.nbytes) / 1000

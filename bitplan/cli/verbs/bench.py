@@ -89,7 +89,7 @@ def bench_layers(
 
 
 def _options(given: dict[str, tuple[str, Any]]) -> Any:
-    """The options over the variables; a fault in an option is reported under the option's name."""
+    """Options, which win over the variables; an error in an option names the option."""
     from bitplan.plan.fp8.environment import PREFIX, BenchOptions, BenchOptionsError
 
     options = BenchOptions.from_environment(os.environ)
@@ -106,7 +106,7 @@ def _options(given: dict[str, tuple[str, Any]]) -> Any:
 
 
 def _check_policy_path(session: Any, force: bool) -> None:
-    """The report is a log that goes on; the policy is a file like any other, checked before the work."""
+    """Check that the policy can be written, before the work; the report is a log and is continued."""
     from bitplan.plan.fp8.environment import BenchOptionsError
     from bitplan.records import check_output
 
@@ -119,7 +119,7 @@ def _check_policy_path(session: Any, force: bool) -> None:
 
 
 def _show_plan(session: Any, as_json: bool) -> None:
-    """What would be timed."""
+    """Show what would be timed."""
     plan = session.plan
     minutes = plan.estimated_minutes()
     cases = [_shown_case(case) for case in plan.cases]
@@ -160,7 +160,7 @@ def _shown_case(case: Any) -> dict[str, Any]:
 
 
 def _measure(session: Any, as_json: bool) -> int:
-    """Run it, show it; the exit code: 1 where rows failed for another reason than memory."""
+    """Run the benchmark and show its result; returns 1 if rows failed for another reason than memory."""
     from bitplan.plan.fp8.merge import summary
     from bitplan.runtime.fp8.bench.session import run_session
 

@@ -50,7 +50,7 @@ def convert(
     """
     from bitplan.store.files.open_files import open_tensors
 
-    open_tensors(source).close()  # what cannot be read is refused before torch is imported
+    open_tensors(source).close()  # refuses a file that cannot be read before torch is imported
 
     from bitplan.store.gpt_oss import GptOssFile, checkpoint_bytes, convert_gpt_oss
 

@@ -27,12 +27,12 @@ def drift(
     from bitplan.store.files.open_files import open_tensors
 
     for each in (master, packed):
-        open_tensors(each).close()  # what cannot be read is refused before torch is imported
+        open_tensors(each).close()  # refuses a file that cannot be read before torch is imported
 
     from bitplan.store.checks.drift_files import drift_files
     from bitplan.store.checks.drift_log import DriftLog
 
-    log = None if jsonl is None else DriftLog(jsonl)  # a path that cannot be written is known before the work
+    log = None if jsonl is None else DriftLog(jsonl)  # a path that cannot be written is an error before the work
     with open_tensors(packed) as file:
         total = sum(spec.nbytes for spec in file.specs.values())
     with progress("comparing", total, amount=human_bytes) as advance:

@@ -21,7 +21,8 @@ def export(
     source: Annotated[Path, typer.Argument(metavar="IN", help="A model's folder (Hugging Face's), or a .gguf file.")],
     output: Annotated[Path, typer.Argument(metavar="OUT", help="What to write: a .gguf file, or a folder.")],
     to: Annotated[
-        str, typer.Option(help="For which engine: gguf (llama.cpp), compressed-tensors (vLLM), mlx, torchao.")
+        str,
+        typer.Option(help="For which engine: gguf (llama.cpp), compressed-tensors (vLLM), mlx, torchao, hf (plain)."),
     ],
     fmt: Annotated[
         str | None,
@@ -42,8 +43,9 @@ def export(
     keep: Annotated[list[str] | None, typer.Option(help="Leave tensors of this name or shell pattern.")] = None,
     only: Annotated[list[str] | None, typer.Option(help="Quantize these and nothing else.")] = None,
     scale_rule: Annotated[Rule | None, typer.Option(help="How scales are chosen.")] = None,
-    importance: Annotated[
-        Path | None, typer.Option(help="A file of llama-imatrix: weighs columns by their inputs.")
+    evidence: Annotated[
+        Path | None,
+        typer.Option(help="Better numbers in the same bytes, from statistics: evidence.safetensors, imatrix.gguf."),
     ] = None,
     pretokenizer: Annotated[
         str | None, typer.Option(help="llama.cpp's name of how the tokenizer splits text, where it is not known.")
@@ -60,11 +62,18 @@ def export(
     Example: bitplan export llama llama.gguf --to gguf --format q4_k_gguf
     """
     from bitplan.plan import Plan, open_manifest
+    from bitplan.plan.choose import Wanted
     from bitplan.store.export.targets import ExportRequest, prepare_export
 
     if sum(given is not None for given in (fmt, manifest, plan)) > 1:
         raise typer.BadParameter("give one of --format, --manifest and --plan, or none: tensors stay as they are")
-    given = Plan.load(plan) if plan is not None else open_manifest(manifest) if manifest is not None else fmt or {}
+    if evidence is not None and scale_rule is not None:
+        raise typer.BadParameter("give one of --evidence and --scale-rule: each chooses the scales")
+    given: Wanted = fmt or {}
+    if plan is not None:
+        given = Plan.load(plan)
+    elif manifest is not None:
+        given = open_manifest(manifest)
     prepared = prepare_export(
         ExportRequest(
             source,
@@ -73,7 +82,7 @@ def export(
             keep or (),
             only or (),
             scale_rule,
-            importance=importance,
+            evidence=evidence,
             pretokenizer=pretokenizer,
             part_bytes=None if split is None else _bytes(split),
             force=force,

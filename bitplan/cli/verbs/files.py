@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import math
 import sys
+import tempfile
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -50,7 +53,7 @@ def _formats_on(on: str, scale_rule: Rule | None, as_json: bool) -> None:
     if not separator:
         raise FormatError(f"--on takes FILE:TENSOR, got {on!r}; `bitplan inspect {on}` lists the tensors")
     with open_tensors(path) as file:
-        file.spec(name)  # refused before torch is imported
+        file.spec(name)  # raises before torch is imported
 
         from bitplan.formats import error_report, list_formats
         from bitplan.formats.codec import finite, readable
@@ -146,6 +149,11 @@ def quantize(
         Path | None,
         typer.Option(help="Better numbers in the same bytes, from statistics: evidence.safetensors, imatrix.gguf."),
     ] = None,
+    text: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="The same from a text: a Hugging Face folder runs on it, block by block."),
+    ] = None,
+    windows: Annotated[int, typer.Option(min=1, help="With --text: windows of 512 tokens; more are better.")] = 96,
     pad: Annotated[Literal["zero"] | None, typer.Option(help="Fill a last block that is not whole.")] = None,
     nonfinite: Annotated[
         Literal["error", "replace"], typer.Option(help="NaN and infinity: stop, or replace by 0 and the largest.")
@@ -158,18 +166,22 @@ def quantize(
     Example: bitplan quantize model.safetensors model.mxfp4.safetensors --format mxfp4 --keep '*embed*'
     """
     from bitplan.plan import Plan, open_manifest
+    from bitplan.records import read_text
     from bitplan.store.files.headers import plan_for_file
     from bitplan.store.files.open_files import container_for, open_tensors
     from bitplan.store.packed_folder import check_packed_output
 
-    # What can be refused without torch is, for importing it takes seconds.
+    # Refuse what can be refused without torch, whose import takes seconds.
     if sum(given is not None for given in (fmt, manifest, plan)) != 1:
         raise typer.BadParameter("give one of --format, --manifest and --plan")
     if evidence is not None and scale_rule is not None:
         raise typer.BadParameter("give one of --evidence and --scale-rule: each chooses the scales")
+    if text is not None and (evidence is not None or scale_rule is not None):
+        raise typer.BadParameter("give one of --text, --evidence and --scale-rule: each chooses the scales")
+    content = None if text is None else read_text(text)
     with open_tensors(source) as file:
         total = sum(spec.nbytes for spec in file.specs.values())
-        inputs = [*file.files, *(Path(given) for given in (manifest, plan, evidence) if given is not None)]
+        inputs = [*file.files, *(Path(given) for given in (manifest, plan, evidence, text) if given is not None)]
         if container := container_for(output):
             container.check_output(output, inputs=inputs, force=force)
         else:  # a folder
@@ -180,7 +192,10 @@ def quantize(
 
     from bitplan.store.quantize import quantize_file
 
-    with progress("quantizing", total, amount=human_bytes) as advance:
+    with ExitStack() as opened:
+        if content is not None:
+            evidence = opened.enter_context(_gathered(source, output, content, windows))
+        advance = opened.enter_context(progress("quantizing", total, amount=human_bytes))
         report = quantize_file(
             source,
             output,
@@ -212,6 +227,20 @@ def quantize(
     say(f"{human_bytes(before)} -> {human_bytes(after)} ({change})")
 
 
+@contextmanager
+def _gathered(source: Path, output: Path, text: str, windows: int) -> Iterator[Path]:
+    """Statistics of a text in a file that is there for this long, beside the output: they may be larger than memory."""
+    from bitplan.runtime.input_statistics import gather_inputs
+    from bitplan.store.packed_folder import read_config
+
+    with tempfile.TemporaryDirectory(dir=output.parent, prefix=".bitplan-") as folder:
+        path = Path(folder) / "evidence.safetensors"
+        blocks = int(read_config(source).get("num_hidden_layers", 0)) + 1 if source.is_dir() else 1
+        with progress("statistics", blocks) as advance:
+            gather_inputs(source, text, path, windows=windows, on_block=lambda name: advance(1, name))
+        yield path
+
+
 def _worst_of(rows: list[dict[str, Any]]) -> dict[str, str]:
     """The worst figures of some tensors; empty where none was encoded."""
     counted = [row for row in rows if row["counted"]]
@@ -236,7 +265,7 @@ def compare(
 
     with open_tensors(first) as file:
         total = sum(math.prod(spec.shape) for spec in file.specs.values())
-    open_tensors(second).close()  # what cannot be read is refused before torch is imported
+    open_tensors(second).close()  # refuses a file that cannot be read before torch is imported
 
     from bitplan.store.compare import compare_files
 
@@ -266,8 +295,9 @@ def compare(
                 f"worst: {result.worst}, SQNR {worst:.2f} dB; all {differing} that differ: "
                 f"{result.differing.sqnr_db:.2f} dB; with those that are equal: {result.overall.sqnr_db:.2f} dB"
             )
-        elif not result.findings:
-            say(f"values identical: all {len(result.layers)} tensors")
         for finding in result.findings:
             say(finding)
+        if result.worst is None and result.layers:
+            shared = "" if not result.findings else " that both have"
+            say(f"values identical: all {counted(len(result.layers), 'tensor')}{shared}")
     raise typer.Exit(1 if result.findings else 0)

@@ -1,4 +1,4 @@
-"""The verbs about FP8 policies: `merge-policy` makes one of reports, `explain` says what one decides and why."""
+"""The verbs about FP8 policies: `merge-policy` makes a policy from reports, `explain` shows its decisions and why."""
 
 from __future__ import annotations
 

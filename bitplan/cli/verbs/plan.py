@@ -239,7 +239,7 @@ def expand(
     from bitplan.records import read_json
 
     expanded = expand_raw_map(read_json(raw), where=str(raw))
-    Manifest.from_document(expanded, where=str(raw))  # refuse formats that do not exist now, not at the first use
+    Manifest.from_document(expanded, where=str(raw))  # refuse unknown formats now, not at the first use
     show_json(expanded)
 
 

@@ -71,7 +71,7 @@ def perplexity(
     from bitplan.store.files.headers import check_model_source
     from bitplan.store.files.open_files import open_tensors
 
-    # Everything that can be refused is, before minutes are spent, and before torch is imported.
+    # Refuse all that can be refused before torch is imported and minutes are spent.
     formats = [get_format(name) for name in fmt or ()]
     if (keep or scale_rule) and not formats:
         raise MeasureError("--keep and --scale-rule go with --format; a manifest or plan says itself what gets what")

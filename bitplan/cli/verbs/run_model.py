@@ -60,7 +60,7 @@ def generate(
 
 
 def _show_text(text: str) -> None:
-    """What a model says may hold anything; line ends stay line ends."""
+    """Print a model's text, with control characters made visible; line ends stay."""
     print("\n".join(map(visible, text.split("\n"))), end="", flush=True)
 
 
@@ -122,7 +122,7 @@ def bench(
 
 
 def _check_folder(folder: Path) -> None:
-    """What can be refused without torch is, for importing it takes seconds."""
+    """Refuse what can be refused without torch, whose import takes seconds."""
     from bitplan.errors import FileFormatError
     from bitplan.store.files.headers import check_model_source
     from bitplan.store.packed_folder import is_packed_config, read_config, read_packed_plan

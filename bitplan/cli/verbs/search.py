@@ -66,7 +66,7 @@ def search(
     from bitplan.store.files.headers import check_model_source
     from bitplan.store.files.open_files import open_tensors
 
-    # Everything that can be refused is, before torch is imported and minutes are spent.
+    # Refuse all that can be refused before torch is imported and minutes are spent.
     goal = Goal(bits, None if size is None else parse_bytes(size), max_kl, faster, rows)
     names = candidates(target_of(target), None if formats is None else [name.strip() for name in formats.split(",")])
     content = read_text(text)
@@ -104,7 +104,7 @@ def search(
 
 
 def _prepare_folder(out: Path, force: bool) -> None:
-    """The folder is made; with --force, what an earlier search left is begun again."""
+    """Make the folder; with --force, remove what an earlier search left."""
     out.mkdir(parents=True, exist_ok=True)
     if force:
         for name in ("evidence.json", "evidence.safetensors", "statistics.safetensors"):
@@ -112,7 +112,7 @@ def _prepare_folder(out: Path, force: bool) -> None:
 
 
 def _left(out: Path, force: bool) -> str:
-    """What a search that was interrupted leaves, and how it goes on."""
+    """A sentence on what an interrupted search left, and how to go on."""
     from bitplan.searching.gather.collect import EvidenceFolder
 
     contents = EvidenceFolder(out).contents()

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class GgufBlocks(Format):
-    """`data` holds whole blocks, [..., bytes per row], and is the only part; the one scale rule is the search."""
+    """`data` holds whole blocks, [..., bytes per row], and is the only part; scales are always searched (mse)."""
 
     @property
     def layout(self) -> Layout:
@@ -34,7 +34,7 @@ class GgufBlocks(Format):
         return self.padded_cols(cols) // self.layout.numbers * self.layout.block_bytes
 
     def encode_rows(self, rows: Tensor, importance: Tensor | None, math: GroupSums | None = None) -> Tensor:
-        """[R, C] float32 numbers, whole blocks -> [R, bytes per row]; `math` may be a compiled twin."""
+        """[R, C] float32 numbers, whole blocks -> [R, bytes per row]; `math` may be the compiled version."""
         blocks = search_blocks(rows, importance, self.layout, math or TorchSums())
         return self.layout.pack(blocks).reshape(rows.shape[0], -1)
 
@@ -44,11 +44,11 @@ class GgufBlocks(Format):
         return numbers
 
     def stored_scales(self, data: Tensor) -> Tensor:
-        """The float16 numbers that all scales and minima are made of, [blocks, 1 or 2]."""
+        """The float16 numbers (d, dmin) that all scales and minima are computed from, [blocks, 1 or 2]."""
         return self.layout.halves(data.reshape(-1, self.layout.block_bytes))
 
     def check_range(self, matrix: Tensor, name: str) -> None:
-        """Refuse numbers beyond the float16 that scales are stored in."""
+        """Refuse numbers that are too large for scales stored in float16."""
         largest = float(matrix.abs().amax()) if matrix.numel() else 0.0
         if largest > FLOAT16_MAX:
             raise FormatError(

@@ -1,9 +1,9 @@
 """The bytes of GGUF's blocks: codes in planes of bits, scales of groups, and the float16 numbers they multiply.
 
-A block is a row of parts, in the order of the file. A plane holds some bits of every code: `run` codes lie side by
-side, one to a byte, and the next runs go into the higher bits of the same bytes. Where a block has groups, a group's
-scale is d x a small integer, and its minimum dmin x another; Q3_K, Q4_K and Q5_K pack those integers six bits each.
-Checked to the bit against gguf-py. Source: ggml's ggml-common.h.
+A block is a row of parts, in the order of the file. A plane holds some bits of every code: `run` codes lie in
+consecutive bytes, one in each, and the next runs go into the higher bits of the same bytes. Where a block has groups, a
+group's scale is d x a small integer, and its minimum dmin x another; Q3_K, Q4_K and Q5_K pack those integers six bits
+each. Checked to the bit against gguf-py. Source: ggml's ggml-common.h.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ IQ4_NL_VALUES = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69
 
 
 class Plane(NamedTuple):
-    """`bits` of every code, `run` codes side by side."""
+    """`bits` of every code, with `run` codes in consecutive bytes."""
 
     bits: int
     run: int
@@ -54,10 +54,10 @@ class BlockParts(NamedTuple):
 class Layout:
     """One block type. `parts` are in file order; planes count from the lowest bits of a code.
 
-    numbers, group    in a block, and in a group of it
-    low, high         the numbers that codes stand for, code 0 first; with `table` its places
-    scale_low, _high  the integers that a group's scale may be; both None where d itself is the scale
-    has_min           a group has a minimum: with scales of groups dmin x integer, taken away; else the float16 itself
+    numbers, group    numbers in a block, and in each of its groups
+    low, high         the numbers of the first and the last code; with `table`, indices of the table
+    scale_low, _high  the range of a group's integer scale; both None where d itself is the scale
+    has_min           a group has a minimum: dmin x integer, subtracted, if groups have scales; else a float16, added
     """
 
     ggml_type: str
@@ -132,7 +132,7 @@ class Layout:
         return values.flatten(1)
 
     def code_values(self, codes: Tensor) -> Tensor:
-        """What codes stand for before scales, in float32."""
+        """The numbers of codes before scaling, in float32."""
         import torch
 
         if self.table is not None:
@@ -140,7 +140,7 @@ class Layout:
         return codes.float() + self.low
 
     def group_scales(self, parts: BlockParts) -> tuple[Tensor, Tensor | None]:
-        """[B, G] scales and what is added to a group, in float32."""
+        """[B, G] scales of groups, and the numbers added to them, in float32."""
         d = parts.d.float().unsqueeze(-1)
         dmin = None if parts.dmin is None else parts.dmin.float().unsqueeze(-1)
         if parts.scales is None:
@@ -254,7 +254,7 @@ LAYOUTS = {
     ),
 }
 
-# What holds rows that are multiples of 32 and not of 256: as many bits or more, as llama.cpp takes them too.
+# The formats for rows that are multiples of 32 but not of 256: as many bits or more, the same as llama.cpp takes.
 SMALLER_BLOCKS = {
     "q2_k_gguf": "iq4_nl_gguf",
     "q3_k_gguf": "iq4_nl_gguf",

@@ -1,13 +1,13 @@
 """Scales of GGUF's blocks: a search for the least squared error, weighted where inputs were observed.
 
-A group of numbers x is held as scale x code + low, with low of zero where a layout has no minimum. For given scales
-codes are the nearest ones, and for given codes the best scales are a least-squares fit: the search starts from several
+A group of numbers x is held as scale x code + low, with low of zero where a layout has no minimum. For given scales the
+best codes are the nearest, and for given codes the best scales are a least-squares fit: the search starts from several
 ranges, and fits and rounds in turn. Where a group's scale is d x an integer, d is fitted to the groups' scales, the
-integers are tried one up and one down, and d is fitted again. A step is taken only where the measured error, with
-float16 numbers as they will be stored, became smaller.
+integers are tried one up and one down, and d is fitted again. A step is taken only if it makes the error smaller,
+measured with float16 numbers as they will be stored.
 
-Sums go by halves, [0, n/2) + [n/2, n), so that each has one order of additions: a CPU, a GPU and the compiled twin of
-`GroupSums` give the same bits.
+Numbers are summed by halves, [0, n/2) + [n/2, n), which fixes the order of additions: a CPU, a GPU and the compiled
+version of `GroupSums` give the same bits.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 FLOAT16_MAX = 65504.0
-FIT_STEPS = 2  # fits of the best start
+FIT_STEPS = 2  # how often the best start is fitted
 REFINEMENTS = 2  # of d, after the integers of all groups were tried
 
 
 class Start(NamedTuple):
-    """Where the search begins: the whole range (or the extreme) times `width`; `clip` of what is cut lies below."""
+    """A start of the search: the whole range (or the extreme) times `width`; `clip` is the share cut at the low end."""
 
     width: float
     clip: float = 0.0
 
 
 class Sums(NamedTuple):
-    """Of each group, with v what its nearest codes stand for: sum w (x - value)^2, w v v, w v, w x v."""
+    """Sums over each group, with v the numbers of its nearest codes: w (x - value)^2, w v v, w v, w x v."""
 
     error: Tensor
     vv: Tensor
@@ -42,7 +42,7 @@ class Sums(NamedTuple):
 
 
 class GroupSums(Protocol):
-    """What costs time, for all groups at once: the definition below, or a compiled twin."""
+    """The slow parts, for all groups at once: the definition below, or a compiled version."""
 
     def best_scales(self, x: Tensor, w: Tensor, layout: Layout) -> tuple[Tensor, Tensor]: ...
 
@@ -54,7 +54,7 @@ class GroupSums(Protocol):
 
 
 def starts(layout: Layout) -> tuple[Start, ...]:
-    """Few codes clip deep; many hardly."""
+    """The starts that are tried: formats of few codes clip much, formats of many codes hardly."""
     count = layout.high - layout.low + 1
     if layout.has_min:
         few, some, many = (1.0, 0.9, 0.8, 0.7, 0.6), (1.0, 0.95, 0.9, 0.85, 0.8), (1.0, 0.97, 0.94, 0.9, 0.85)
@@ -106,7 +106,7 @@ class TorchSums:
         return Sums(error, by_halves(w * (v * v)), by_halves(w * v), by_halves(w * (x * v)))
 
     def errors(self, x: Tensor, w: Tensor, scale: Tensor, low: Tensor, layout: Layout) -> Tensor:
-        """The first of the sums alone."""
+        """The first of the sums, the error, alone."""
         return _error(x, w, _values(_codes(x, scale, low, layout), layout), scale, low)
 
     def codes(self, x: Tensor, scale: Tensor, low: Tensor, layout: Layout) -> Tensor:
@@ -123,7 +123,7 @@ class TorchSums:
             extreme = torch.where(top > -bottom, top, bottom)
             end = float(layout.table[0] if layout.table else layout.low)
             return [(extreme * (start.width / end), torch.zeros_like(top)) for start in starts(layout)]
-        if layout.has_groups:  # a minimum is taken away, never added
+        if layout.has_groups:  # a minimum is only subtracted, so the low end is at most 0
             bottom = bottom.clamp(max=0.0)
         width = top - bottom
         return [
@@ -133,7 +133,7 @@ class TorchSums:
 
 
 def _codes(x: Tensor, scale: Tensor, low: Tensor, layout: Layout) -> Tensor:
-    """The nearest codes as floats: what they stand for, or places in the table."""
+    """The nearest codes as floats: their numbers, or indices of the table."""
     scaled = (x - low.unsqueeze(-1)) * reciprocal(flush_small(scale)).unsqueeze(-1)
     if layout.table is None:
         return scaled.round().clamp(layout.low, layout.high)
@@ -157,7 +157,7 @@ def _values(codes: Tensor, layout: Layout) -> Tensor:
 
 
 def by_halves(numbers: Tensor) -> Tensor:
-    """The sum over the last axis, a power of two long, always in the same order."""
+    """The sum over the last axis, whose length is a power of two, always in the same order."""
     while numbers.shape[-1] > 1:
         half = numbers.shape[-1] // 2
         numbers = numbers[..., :half] + numbers[..., half:]
@@ -165,7 +165,7 @@ def by_halves(numbers: Tensor) -> Tensor:
 
 
 def fitted(x: Tensor, w: Tensor, found: Sums, scale: Tensor, low: Tensor, layout: Layout) -> tuple[Tensor, Tensor]:
-    """The scale and low end that fit the codes best; as they were where codes do not tell."""
+    """The scale and low end that fit the codes best; unchanged where the codes do not determine them."""
     import torch
 
     alone = torch.where(found.vv > 0, found.xv / found.vv, scale)
@@ -201,7 +201,7 @@ def search_blocks(matrix: Tensor, importance: Tensor | None, layout: Layout, mat
 
 
 def _weights(matrix: Tensor, importance: Tensor | None, layout: Layout) -> Tensor:
-    """[P, g] weights about 1, none of them zero: what no input reached still decides where nothing else does."""
+    """[P, g] weights with a mean near 1; none is zero: columns without inputs count where there are no others."""
     import torch
 
     if importance is None:
@@ -212,7 +212,7 @@ def _weights(matrix: Tensor, importance: Tensor | None, layout: Layout) -> Tenso
 
 
 def _half(numbers: Tensor) -> Tensor:
-    """As float16 holds it, in float32."""
+    """Numbers rounded to float16, in float32."""
     import torch
 
     return numbers.clamp(-FLOAT16_MAX, FLOAT16_MAX).to(torch.float16).float()
@@ -227,7 +227,7 @@ def _single(x: Tensor, w: Tensor, scale: Tensor, low: Tensor, layout: Layout, ma
     for _ in range(REFINEMENTS):
         new, new_low = fitted(x, w, found, scale, low, layout)
         new = _half(new)
-        if layout.has_min:  # the low end that suits the rounded scale
+        if layout.has_min:  # the best low end for the rounded scale
             new_low = _half((by_halves(w * x) - new * found.v) / by_halves(w))
         tried = math.sums(x, w, new, new_low, layout)
         better = tried.error < found.error
@@ -238,7 +238,7 @@ def _single(x: Tensor, w: Tensor, scale: Tensor, low: Tensor, layout: Layout, ma
 
 
 class _Blocks:
-    """Blocks of groups: d, dmin, and the integers that a group's scale and minimum are of them."""
+    """Blocks of groups: d and dmin, and the integers that multiply them to a group's scale and minimum."""
 
     def __init__(self, x: Tensor, w: Tensor, layout: Layout, math: GroupSums) -> None:
         self.x, self.w, self.layout, self.math = x, w, layout, math
@@ -265,7 +265,7 @@ class _Blocks:
         return BlockParts(scale, halves[0], halves[1], flat[0], flat[1])
 
     def _integers(self, numbers: Tensor, weights: Tensor, least: int, most: int) -> tuple[Tensor, Tensor]:
-        """[R, Q] steps as float16 holds them, and [R, Q, G] integers whose products are near the numbers."""
+        """[R, Q] steps rounded to float16, and [R, Q, G] integers such that step x integer is near the numbers."""
         import torch
 
         numbers, weights = numbers.reshape(self.grid), weights.reshape(self.grid)
@@ -303,7 +303,7 @@ class _Blocks:
         return self.math.errors(self.x, self.w, scale, low, self.layout).reshape(self.grid)
 
     def _neighbours(self, d: Tensor, dmin: Tensor, scales: Tensor, mins: Tensor) -> tuple[Tensor, Tensor]:
-        """Each group's integers, or those next to them, whichever leave the least error."""
+        """For each group its integers or their neighbours, whichever give the least error."""
         import torch
 
         layout = self.layout
@@ -322,7 +322,7 @@ class _Blocks:
         return best, best_min
 
     def _fitted(self, d: Tensor, dmin: Tensor, scales: Tensor, mins: Tensor) -> tuple[Tensor, Tensor]:
-        """d and dmin by least squares for the codes and integers there are, where the error becomes smaller."""
+        """d and dmin by least squares for the present codes and integers, where that makes the error smaller."""
         import torch
 
         groups = self._groups(d, dmin, scales, mins)

@@ -1,1 +1,1 @@
-"""Scales of blocks: how they are stored, the rules that choose them, and how they fare."""
+"""Scales of blocks: how they are stored, the rules that choose them, and checks of them."""

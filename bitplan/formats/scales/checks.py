@@ -1,8 +1,8 @@
 """Checks the scales and codes of an encoding: which are at the end of their range, at zero, or undefined.
 
 A format fails quietly at its edges. A scale that does not fit its narrow type is clamped, or becomes zero; codes pile
-up at the largest magnitude, or at zero; a damaged byte becomes a NaN. All of it can be seen in the bytes alone, without
-the numbers they came from. Everything here is counted where the tensors lie, and read back once.
+up at the largest magnitude, or at zero; a damaged byte becomes a NaN. All of this shows in the bytes alone, without the
+original numbers. Everything is counted on the tensors' device, and read back once.
 
 | of a scale | E8M0 | E4M3 or uint8 times a base | floats |
 |---|---|---|---|
@@ -10,9 +10,10 @@ the numbers they came from. Everything here is counted where the tensors lie, an
 | saturated | byte 254 | 448 or 255, or an infinite base | infinite |
 | underflowed, under codes that are not all zero | byte 0 | zero | zero; float16 from 0 to limit x 2^-24 |
 
-The largest block of a tensor has 448 or 255 by design, so for these `clipped` says more: saturated, and at least half
-of the block's codes at the largest magnitude. A float16 scale below 2^-14 is coarse, but does harm only where its
-own rounding (up to 2^-25) moves the largest code (`limit`) by half a step or more: at limit x 2^-24 and below.
+The largest block of a tensor has 448 or 255 by design, so for these storages `clipped` says more: the scale is
+saturated, and at least half of the block's codes are at the largest magnitude. A float16 scale below 2^-14 is coarse,
+but does harm only where its own rounding (up to 2^-25) moves the largest code (`limit`) by half a step or more: at
+limit x 2^-24 and below.
 """
 
 from __future__ import annotations
@@ -31,13 +32,13 @@ from bitplan.formats.gguf.blocks import GgufBlocks
 from bitplan.formats.scales.rules import E8M0_NAN, BasedScales, PowerOfTwoScales
 from bitplan.formats.tiles import tile_of_grid, tiles, to_blocks
 
-FLOAT16_STEP = 2.0**-24  # between neighbours below 2^-14
+FLOAT16_STEP = 2.0**-24  # the distance of neighbours below 2^-14
 _FLOAT8_LARGEST = {torch.float8_e4m3fn: 0x7E, torch.float8_e5m2: 0x7B}  # without the sign; above it are inf and NaN
 
 
 @dataclass(frozen=True)
 class ScaleHealth:
-    """Counts over one encoding; those of pieces of a tensor add up. A plain cast has no blocks, only codes.
+    """Counts over one encoding; the counts of pieces of a tensor add up. A plain cast has no blocks, only codes.
 
     saturated_codes  at the element's largest magnitude, or at either end of an unsigned range; infinities of a cast
     flushed_codes    zeros in blocks that are not all zero
@@ -67,7 +68,7 @@ class ScaleHealth:
 
 @dataclass(frozen=True)
 class ScaleFlags:
-    """Which of some scales are NaN, at the top of what stores them, or at the bottom."""
+    """Which scales are NaN, at the top of their storage's range, or at its bottom."""
 
     nan: Tensor
     top: Tensor
@@ -89,7 +90,7 @@ class BlockFlags:
 
 
 def scale_health(encoded: Encoded) -> ScaleHealth:
-    """Count what lies at the edges of its format; waits for a GPU once, at the end."""
+    """Count scales and codes at the edges of their format; waits for a GPU once, at the end."""
     fmt = encoded.fmt
     if fmt.is_cast:
         counts = torch.stack([encoded.data.isinf().sum(), encoded.data.isnan().sum()]).tolist()
@@ -110,7 +111,7 @@ def scale_health(encoded: Encoded) -> ScaleHealth:
 
 
 def scale_flags(fmt: Format, scales: Tensor, base: Tensor | None) -> ScaleFlags:
-    """Look at stored scales alone, in any shape; the codes are not needed."""
+    """Flags of stored scales alone, in any shape; the codes are not needed."""
     assert fmt.scales is not None
     assert fmt.element is not None
     if isinstance(fmt.scales, PowerOfTwoScales):
@@ -125,14 +126,14 @@ def scale_flags(fmt: Format, scales: Tensor, base: Tensor | None) -> ScaleFlags:
 
 
 def scales_at_an_end(fmt: Format, scales: Tensor, base: Tensor | None) -> Tensor:
-    """Where `scale_flags` has any flag, by their bit patterns alone: many times faster, for scales of a whole file."""
+    """Where `scale_flags` has any flag, by bit patterns alone: many times faster, for the scales of a whole file."""
     low, high, magnitudes = _edges(fmt, scales)
     at_an_end = (magnitudes <= low) | (magnitudes >= high)
     return at_an_end if base is None else at_an_end | ~(base.isfinite() & (base != 0))
 
 
 def all_scales_inside(fmt: Format, scales: Tensor, base: Tensor | None) -> Tensor:
-    """Whether `scales_at_an_end` is nowhere true, faster still."""
+    """Whether `scales_at_an_end` is false everywhere; faster still."""
     if not scales.numel():
         return torch.ones((), dtype=torch.bool, device=scales.device)
     low, high, magnitudes = _edges(fmt, scales)
@@ -142,7 +143,7 @@ def all_scales_inside(fmt: Format, scales: Tensor, base: Tensor | None) -> Tenso
 
 
 def _edges(fmt: Format, scales: Tensor) -> tuple[int, int, Tensor]:
-    """Scales as integers without a sign, the last that is at the bottom, and the first that is at the top or NaN."""
+    """Scales as unsigned integers, the last integer that is at the bottom, and the first that is at the top or NaN."""
     assert fmt.element is not None
     if scales.dtype == torch.uint8:
         return 0, 255 if isinstance(fmt.scales, BasedScales) else E8M0_NAN - 1, scales
@@ -177,7 +178,7 @@ def block_flags(encoded: Encoded) -> BlockFlags:
 
 
 def _flags_of_blocks(fmt: GgufBlocks, encoded: Encoded, grid: tuple[int, int]) -> BlockFlags:
-    """Of blocks that hold their own scales: which have float16 numbers that are not finite; codes are not counted."""
+    """For blocks that hold their own scales: which have non-finite float16 numbers; codes are not counted."""
     halves = fmt.stored_scales(encoded.data)
     nan, infinite = halves.isnan().any(dim=1).reshape(grid), halves.isinf().any(dim=1).reshape(grid)
     none, counts = torch.zeros_like(nan), torch.zeros(grid, dtype=torch.int32, device=encoded.device)
@@ -185,7 +186,7 @@ def _flags_of_blocks(fmt: GgufBlocks, encoded: Encoded, grid: tuple[int, int]) -
 
 
 def every_code_is_defined(fmt: Format) -> bool:
-    """Whether no bit pattern of the codes can be wrong, so that scales alone tell whether bytes are sound."""
+    """Whether every bit pattern is a valid code, so that the scales alone show whether bytes are sound."""
     element = fmt.element
     if isinstance(element, IntegerElement):
         return bool(element.high - element.low + 1 == 2**element.bits)
@@ -193,7 +194,7 @@ def every_code_is_defined(fmt: Format) -> bool:
 
 
 def any_undefined_code(encoded: Encoded) -> Tensor:
-    """Whether some code stands for no number: a flag on the device, many times faster than counting."""
+    """Whether any code stands for no number, as a flag on the device; many times faster than counting."""
     data, fmt = encoded.data, encoded.fmt
     if every_code_is_defined(fmt) or not data.numel():
         return torch.zeros((), dtype=torch.bool, device=data.device)
@@ -236,7 +237,7 @@ def _kinds(fmt: Format, codes: Tensor, zero_point: Tensor | None) -> tuple[Tenso
     if isinstance(element, TorchFloat8Element):
         magnitude, largest = codes.view(torch.uint8) & 0x7F, _FLOAT8_LARGEST[codes.dtype]
         return magnitude == 0, magnitude == largest, magnitude > largest
-    if isinstance(element, BinaryElement):  # without a zero: all codes are ends, and a zero block has scale zero
+    if isinstance(element, BinaryElement):  # it has no zero: all codes are ends, and a zero block has scale zero
         return codes == 0, codes >= 0, None
     assert isinstance(element, IntegerElement)
     # torch has few comparisons for wide unsigned types; doubles hold every code that rounding doubles can give.

@@ -1,6 +1,6 @@
 """Choosing scales: a rule applied to every block of a matrix, tile by tile.
 
-What comes out are the scales *wanted*, one per block of the grid; `Format.quantize` stores them.
+The results are *wanted* scales, one per block of the grid; `Format.quantize` rounds them to the stored type.
 """
 
 from __future__ import annotations
@@ -68,12 +68,12 @@ def _range(fmt: Format, matrix: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _affine_of_range(fmt: Format, low: Tensor, high: Tensor, zero_point: int | None) -> tuple[Tensor, Tensor]:
-    """The smallest step whose codes span the range, around a zero point that may be fixed."""
+    """The smallest step with which the codes span the range, and the zero point, which may be given."""
     assert fmt.element is not None
     top = fmt.element.limit
     if zero_point is None:
         step = scale_of_limit(high - low, top)
-    else:  # numbers on a side that the zero point leaves no codes for become zero, whatever the step
+    else:  # numbers on a side without codes become zero with any step
         above = scale_of_limit(high, top - zero_point) if zero_point < top else high * 0
         below = scale_of_limit(-low, zero_point) if zero_point > 0 else low * 0
         step = torch.maximum(above, below)
@@ -89,16 +89,14 @@ def _zero_code(fmt: Format, low: Tensor, step: Tensor, zero_point: int | None) -
 
 
 def _limits(fmt: Format, matrix: Tensor, rule: ScaleRule, percentile: float) -> Tensor:
-    if fmt.block.is_tensor:  # one block, longer than a tile: reduce it in one go
+    if fmt.block.is_tensor:  # one block, longer than a tile: reduce it in one call
         return fmt.limits(matrix, rule, percentile).to(fmt.work).reshape(1, 1)
     limits = torch.zeros(fmt.grid(tuple(matrix.shape)), dtype=fmt.work, device=matrix.device)
     for tile in tiles(fmt, *matrix.shape):
         part = fmt.limits(to_blocks(fmt, matrix[tile].to(fmt.work)), rule, percentile)
         tile_of_grid(fmt, limits, tile).view(-1).copy_(part)
     width = fmt.block.cols or matrix.shape[1]
-    if rule == "absmean" and (
-        real := matrix.shape[1] % max(width, 1)
-    ):  # the filling of a last block counts for nothing
+    if rule == "absmean" and (real := matrix.shape[1] % max(width, 1)):  # the filling of a last block does not count
         limits[:, -1] *= width / real
     return limits
 

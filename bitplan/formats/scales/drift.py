@@ -3,20 +3,20 @@
 Someone who fine-tunes over a packed base encodes the same weight after every step. Most blocks have hardly moved: a new
 scale for each would change every byte of the file for nothing. So a block (tile) keeps its scale while it fits:
 
-    fresh <= kept x reach    what a fresh encode would choose clips no number under the kept scale
+    fresh <= kept x reach    under the kept scale no number clips that a fresh scale would not clip
     fresh >= kept / 2        the codes still use at least half of the range
 
 where reach is clip_high / limit: how far rounding alone stays within the codes (int8 127.5/127, E2M1 7/6, E4M3
 464/448), and 1 for power-of-two scales, whose rule has its own margin. Else the tile is *rebased*: it gets the scale
 and the codes of a fresh encode. A tile that became all zeros fits any scale.
 
-The bound this gives. A kept scale is at most twice the fresh one, and no number clips that would not clip in a fresh
-encode; so the largest error of a kept tile is at most twice the bound of a fresh one, which is (half the widest gap
-between codes) x scale. Rules that clip on purpose (absmean, percentile, mse) clip as they would in a fresh encode.
+This gives a bound: a kept scale is at most twice the fresh one, and no number clips that would not clip in a fresh
+encode; so the largest error of a kept tile is at most twice that of a fresh one, (half the widest gap between codes) x
+scale. Rules that clip on purpose (absmean, percentile, mse) clip as they would in a fresh encode.
 
 Scales that are multiples of a `base` (nvfp4, fp4_u8_g128) can only be rebased within base x 448 or base x 255. When the
-largest no longer fits, or a tile's scale would underflow while the base has a factor of two to give, the base itself is
-rebased, and with it every tile. Unsigned formats have one scale and one zero point, kept or rebased together.
+largest scale no longer fits, or a tile's scale would underflow although the base could be half as large, the base
+itself is rebased, and with it every tile. Unsigned formats have one scale and one zero point, kept or rebased together.
 """
 
 from __future__ import annotations
@@ -44,14 +44,14 @@ from bitplan.formats.scales.choose import choose_affine, choose_scales
 from bitplan.formats.scales.rules import BasedScales, ScaleRule
 
 SHRINK = 2.0  # a scale this many times the fresh one still fits
-BINARY_REACH = 2.0  # binary never clips, so it gets the same room in both directions
+BINARY_REACH = 2.0  # binary never clips, so both directions get the same room
 
 
 @dataclass(frozen=True)
 class DriftCounts:
-    """What became of the tiles: `saturated` and `underflowed` ones did not fit their scale, `rebased` ones got another.
+    """Counts of tiles: `saturated` and `underflowed` ones did not fit their scale, `rebased` ones got another scale.
 
-    A tile can fail to fit and yet keep its scale, where a fresh one would be stored as the same byte: steps are coarse
+    A tile can fail to fit and yet keep its scale, if a fresh scale would be stored as the same byte: steps are coarse
     for the smallest scales of nvfp4 and fp4_u8_g128.
     """
 
@@ -76,8 +76,8 @@ def requantize(
 ) -> tuple[Encoded, DriftCounts]:
     """Encode the weight's new numbers in the same format, keeping each scale that still fits; see the module.
 
-    The options are those of `encode`, and say what a fresh scale is: give those that the encoding was made with. With
-    numbers that did not change the bytes do not change. `encoded` itself is left as it is.
+    The options are those of `encode`, and define a fresh scale: give the ones that the encoding was made with. If the
+    numbers did not change, the bytes do not change. `encoded` itself is not modified.
     """
     fmt, x = encoded.fmt, readable(x, name)
     if tuple(x.shape) != encoded.shape or x.device != encoded.device:
@@ -105,7 +105,7 @@ def requantize(
 
 
 def _encode_again(old: Encoded, new: Encoded) -> tuple[Encoded, DriftCounts]:
-    """Blocks that hold their own scales are searched anew: those whose bytes changed count as rebased."""
+    """For blocks that hold their own scales, which are searched anew: blocks whose bytes changed count as rebased."""
     blocks = math.prod(old.fmt.grid(old.shape))
     one, two = (each.data.reshape(blocks, -1) if blocks else each.data for each in (old, new))
     return new, DriftCounts(blocks, rebased=int((one != two).any(dim=-1).sum()) if blocks else 0)
@@ -128,7 +128,7 @@ def _requantize_blocks(
         base = torch.where(moves, fresh_base, base)
     changed = _bits(fmt.scales.store(wanted, base)) != _bits(held)
     rebased = ((saturated | underflowed) & changed) | moves
-    # Where the scale would be the same, take the fresh one before it is stored: GGUF's codes come from that.
+    # If the stored scale would be the same, take the fresh scale before storage: GGUF computes codes from it.
     used = torch.where(rebased | ~changed, wanted, stored)
     again = encode_with_scales(fmt, encoded.shape, matrix, used, base, None)
     counts = torch.stack([saturated.sum(), underflowed.sum(), rebased.sum(), moves.long()]).tolist()
@@ -136,11 +136,11 @@ def _requantize_blocks(
 
 
 def _misfits(fmt: Format, wanted: Tensor, stored: Tensor) -> tuple[Tensor, Tensor]:
-    """Which kept scales the fresh ones leave behind: too small for the numbers, and too large. NaN is too small."""
+    """Which kept scales no longer fit: too small for the numbers, and too large. NaN counts as too small."""
     assert fmt.element is not None
     reach = _reach(fmt)
     room: Tensor | float = reach
-    if fmt.element.clip_high < fmt.element.limit:  # Q4_0's extreme belongs on code -8; code 7 has less room
+    if fmt.element.clip_high < fmt.element.limit:  # Q4_0 gives its extreme code -8; code 7 has less room
         flipped = torch.signbit(wanted) != torch.signbit(stored)
         room = torch.where(flipped, fmt.element.clip_high / fmt.element.limit, reach)
     saturated = ~(wanted.abs() <= stored.abs() * room)
@@ -162,7 +162,7 @@ def _reach(fmt: Format) -> float:
 
 
 def _base_moves(fmt: Format, scales: BasedScales, wanted: Tensor, base: Tensor, fresh_base: Tensor) -> Tensor:
-    """Whether the tensor-wide base must be chosen again, as a flag on the device."""
+    """Whether the base of the tensor must be chosen again, as a flag on the device."""
     overflows = ~(fresh_base <= base * _reach(fmt))
     stored = scales.load(scales.store(wanted, base), base)
     lost = (wanted > 0) & ((stored == 0) | (stored > SHRINK * wanted))

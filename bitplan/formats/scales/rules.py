@@ -28,7 +28,7 @@ SMALLEST_SCALE_FLOAT64 = 2.0**-1022
 E8M0_BIAS, E8M0_NAN = 127, 255
 ScaleRule = Literal["absmax", "absmean", "percentile", "mse"]
 SCALE_RULES: tuple[ScaleRule, ...] = ("absmax", "absmean", "percentile", "mse")
-# What `mse` tries: multiples of absmax. Few codes clip deep; power-of-two scales only have neighbours.
+# The multiples of absmax that `mse` tries: formats of few codes clip much; power-of-two scales have only neighbours.
 MSE_POWERS = (1.0, 2.0, 0.5)
 MSE_FINE = tuple(0.98**step for step in range(20))
 MSE_DEEP = tuple(0.955**step for step in range(50))
@@ -70,7 +70,7 @@ class PowerOfTwoScales(ScaleStorage):
     def load(self, stored: Tensor, base: Tensor | None) -> Tensor:
         import torch
 
-        bits = stored.int() << 23  # the exponent field of a float32, but for the two ends
+        bits = stored.int() << 23  # the exponent field of a float32, except at the two ends
         bits = torch.where(stored == 0, 0x00400000, bits)
         return torch.where(stored == E8M0_NAN, 0x7FC00000, bits).view(torch.float32)
 
@@ -92,7 +92,7 @@ class BasedScales(ScaleStorage):
 
         assert base is not None
         steps = torch.where(base > 0, scale / base, 0.0).clamp(max=self.largest)
-        if self.dtype_name == "uint8":  # a block that is not zero keeps a scale that is not zero
+        if self.dtype_name == "uint8":  # a nonzero block keeps a nonzero scale
             steps = torch.where(scale > 0, steps.round().clamp(min=1.0), 0.0)
         return steps.to(self.dtype)
 
@@ -117,7 +117,7 @@ def power_of_two_scale(limit: Tensor, largest_code: float) -> Tensor:
 
 
 def scale_of_limit(limit: Tensor, largest_code: float) -> Tensor:
-    """limit / largest_code, one step smaller where the quotient rounded up and the product would be infinite."""
+    """limit / largest_code; one step smaller if it was rounded up and scale x largest_code would be infinite."""
     import torch
 
     scale = divided(limit, largest_code)
@@ -148,7 +148,7 @@ def limit_of_blocks(blocks: Tensor, rule: ScaleRule, *, gauss: float | None, per
         return blocks.new_zeros(blocks.shape[0])
     if rule == "absmean":
         assert gauss is not None
-        wide = torch.promote_types(blocks.dtype, torch.float32)  # 16-bit numbers have a finer mean than themselves
+        wide = torch.promote_types(blocks.dtype, torch.float32)  # the mean of 16-bit numbers needs more bits
         return (blocks.abs().mean(dim=-1, dtype=torch.float64) * gauss).to(wide)
     if rule == "percentile":
         share = round(percentile / 100 * blocks.shape[-1], 6)  # 99.9 % of 1000 is 999, not 999.0000000000001

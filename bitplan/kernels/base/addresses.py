@@ -1,4 +1,4 @@
-"""Vectors from memory that is known by its address alone, and what sums of products need beside `vectors`.
+"""Vectors from memory that is known by its address alone, and operations for sums of products that `vectors` lacks.
 
 A C function that another library's threads call gets one address and no arrays. Addresses are int64; nothing is
 checked, and nothing has to be aligned.
@@ -45,7 +45,7 @@ def _take(writer: VectorWriter, address: Any, count: Any) -> Any:
 load_from = define(3, lambda _a, lane, width: VectorType(lane.dtype, width.literal_value), _load)
 read = define(2, lambda _address, kind: kind.dtype, _read)  # one number
 write = define(2, lambda _address, _value: types.void, _write)  # a number or a vector
-# Adds to the int64 there and gives what it was before, whoever else does the same.
+# Adds to the int64 there and returns its value before, atomically.
 take = define(2, lambda _address, _count: types.int64, _take)
 
 

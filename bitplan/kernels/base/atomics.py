@@ -1,7 +1,7 @@
-"""Atomics inside numba, and what threads of a team need to wait for each other without the interpreter.
+"""Atomics inside numba, with which threads of a team wait for each other without the interpreter.
 
-All work on places of an int64 array that the threads share; use places of their own cache lines (`LINE` apart).
-Waiting spins for a moment and then gives the core away between looks: a team may have more threads than cores.
+All work on places of an int64 array that the threads share; use places in different cache lines (`LINE` apart). A wait
+spins for a moment and then yields the core between checks: a team may have more threads than cores.
 """
 
 # mypy: disable-error-code="untyped-decorator"
@@ -15,7 +15,7 @@ from numba.extending import intrinsic
 
 from bitplan.kernels.base.jit import inlined
 
-LINE = 16  # int64 between places: two cache lines, for processors fetch them in pairs
+LINE = 16  # int64 between places: two cache lines, since processors fetch them in pairs
 SPINS = 256
 INT32, INT64 = ir.IntType(32), ir.IntType(64)
 
@@ -25,7 +25,7 @@ def _pointer(context: Any, builder: Any, kind: Any, array: Any, index: Any) -> A
 
 
 def _read_and_change(operation: str) -> Any:
-    """A function of an array, a place and a value: what was there before, and is changed by `operation`."""
+    """A function of an array, a place and a value: changes the number there by `operation`, returns the old one."""
 
     def build(_typing: Any, array: Any, index: Any, value: Any) -> Any:
         def generate(context: Any, builder: Any, _signature: Any, values: Any) -> Any:
@@ -42,7 +42,7 @@ fetch_add, exchange = _read_and_change("add"), _read_and_change("xchg")
 
 @intrinsic
 def read(_typing: Any, array: Any, index: Any) -> Any:
-    """array[index]; what was written before it was is seen too."""
+    """array[index]; also shows everything that was written before this number."""
 
     def generate(context: Any, builder: Any, _signature: Any, values: Any) -> Any:
         return builder.load_atomic(_pointer(context, builder, array, values[0], values[1]), "acquire", 8)
@@ -52,7 +52,7 @@ def read(_typing: Any, array: Any, index: Any) -> Any:
 
 @intrinsic
 def write(_typing: Any, array: Any, index: Any, value: Any) -> Any:
-    """array[index] = value, after all that was written before."""
+    """array[index] = value, after all earlier writes."""
 
     def generate(context: Any, builder: Any, _signature: Any, values: Any) -> Any:
         number = context.cast(builder, values[2], value, types.int64)
@@ -64,7 +64,7 @@ def write(_typing: Any, array: Any, index: Any, value: Any) -> Any:
 
 @intrinsic
 def give_way(_typing: Any) -> Any:
-    """Let another thread have this core."""
+    """Yield this core to another thread."""
 
     def generate(context: Any, builder: Any, _signature: Any, _values: Any) -> Any:
         function = cgutils.get_or_insert_function(builder.module, ir.FunctionType(INT32, []), "sched_yield")
@@ -76,7 +76,7 @@ def give_way(_typing: Any) -> Any:
 
 @inlined
 def wait_for_change(places, place, seen):  # type: ignore[no-untyped-def]
-    """Until places[place] is not `seen`."""
+    """Wait until places[place] is not `seen`."""
     spins = 0
     while read(places, place) == seen:
         spins += 1
@@ -101,7 +101,7 @@ def unlock(places, place):  # type: ignore[no-untyped-def]
 
 @inlined
 def meet(places, place, team):  # type: ignore[no-untyped-def]
-    """Wait until all of a team are here. Uses `place` and the one a LINE behind it."""
+    """Wait until all threads of a team are here. Uses `place` and `place + LINE`."""
     turn = read(places, place + LINE)
     if fetch_add(places, place, 1) == team - 1:
         write(places, place, 0)
@@ -112,7 +112,7 @@ def meet(places, place, team):  # type: ignore[no-untyped-def]
 
 @inlined
 def join(places, place, team, called_off):  # type: ignore[no-untyped-def]
-    """`meet` for the first time; False where places[called_off] is set, since then somebody will not come."""
+    """The first `meet` of a team; False if places[called_off] is set: then a thread will not come."""
     turn, spins = read(places, place + LINE), 0
     if fetch_add(places, place, 1) == team - 1:
         write(places, place, 0)

@@ -5,8 +5,8 @@ machine code goes to `__pycache__` beside the source (or numba's own folder wher
 processes load it in milliseconds. numba checks only the file of the function itself, so after an edit of a module
 whose functions are compiled *into* others (`vectors`), delete `__pycache__`.
 
-Loops are spread over Python threads, not over numba's: numba's own layers end the process when two threads
-call them at once (workqueue), after a fork (OpenMP), and spin beside torch's threads.
+Loops are spread over Python threads, not over numba's: numba's own threading layers kill the process when two threads
+call them at once (workqueue) or after a fork (OpenMP), and spin beside torch's threads.
 """
 
 from __future__ import annotations
@@ -38,19 +38,20 @@ def compiled(function: Callable[..., Any]) -> Any:
 
 
 def inlined(function: Callable[..., Any]) -> Any:
-    """A part of kernels: compiled into each of them. Python cannot call it: the wrapper for that takes time, too."""
+    """A part of kernels, compiled into each of them. Python cannot call it: a wrapper would take time to compile."""
     return numba.njit(function, error_model="numpy", forceinline=True, no_cpython_wrapper=True, no_cfunc_wrapper=True)
 
 
 def called(function: Callable[..., Any]) -> Any:
-    """The same for a large part, which kernels call."""
+    """A large part of kernels, compiled once, which kernels call."""
     return numba.njit(function, error_model="numpy", no_cpython_wrapper=True, no_cfunc_wrapper=True)
 
 
 def address_of(kernel: Any, *examples: Any) -> int:
-    """Where the machine code of a `compiled` kernel lies for arguments of these types, for `call_at` in other kernels.
+    """The address of a `compiled` kernel's machine code for arguments of these types, for `call_at` in other kernels.
 
-    A kernel that is called by name is compiled into its caller, and again into that one's; by address it is not.
+    A kernel that is called by name is compiled into its caller, and again into the caller's caller; by address it is
+    not.
     """
     kinds = tuple(map(numba.typeof, examples))
     kernel.compile(kinds)
@@ -81,7 +82,7 @@ _chosen: contextvars.ContextVar[int | None] = contextvars.ContextVar("threads", 
 
 @contextmanager
 def use_threads(count: int) -> Iterator[None]:
-    """Within the block, `on_threads` uses so many threads."""
+    """Within the block, `on_threads` uses `count` threads."""
     before = _chosen.set(count)
     try:
         yield
@@ -90,14 +91,16 @@ def use_threads(count: int) -> Iterator[None]:
 
 
 def thread_count() -> int:
-    """What `use_threads` says, else as many as torch uses."""
+    """The count of `use_threads`, else as many threads as torch uses."""
     return _chosen.get() or torch.get_num_threads()
 
 
 def on_threads(work: Callable[[Piece], Result], pieces: Sequence[Piece]) -> list[Result]:
     """`work` on every piece, results in order, on `thread_count()` threads: this one and helpers."""
+    if len(pieces) == 1:
+        return [work(pieces[0])]
     results: dict[int, Result] = {}
-    left = iter(range(len(pieces)))  # shared: whoever is free takes the next
+    left = iter(range(len(pieces)))  # shared: a free thread takes the next piece
 
     def take_pieces() -> None:
         for place in left:
@@ -106,21 +109,21 @@ def on_threads(work: Callable[[Piece], Result], pieces: Sequence[Piece]) -> list
     threads = thread_count()
     helpers = min(threads, len(pieces)) - 1
     running = [
-        _helpers(threads - 1).submit(contextvars.copy_context().run, take_pieces)  # they know `use_threads`, too
+        _helpers(threads - 1).submit(contextvars.copy_context().run, take_pieces)  # helpers see `use_threads`, too
         for _ in range(helpers)
     ]
     try:
         take_pieces()
     finally:
         for helper in running:
-            if not helper.cancel():  # one that never started has nothing left to do
+            if not helper.cancel():  # a helper that never started has nothing to do
                 helper.result()
     return [results[place] for place in range(len(pieces))]
 
 
-@functools.lru_cache(maxsize=8)  # callers with different numbers of threads may take turns
+@functools.lru_cache(maxsize=8)  # callers may alternate between numbers of threads
 def _helpers(count: int) -> ThreadPoolExecutor:
-    """Threads that stay: starting one takes as long as a million numbers."""
+    """Threads that are kept: starting one takes as long as a million numbers."""
     return ThreadPoolExecutor(count, thread_name_prefix="bitplan")
 
 

@@ -1,20 +1,20 @@
-"""Launches Triton kernels with little work for the host: all but the tensors is settled beforehand.
+"""Launches Triton kernels with little work for the host: everything but the tensors is fixed beforehand.
 
     launch = PreparedLaunch(kernel, grid, numbers, constants, num_warps=4)
     launch(x, out, None)                # pointers only: tensors, or None for one that the kernel does not read
-    launch_in_turn((launch, next), (x, out, None, sum))     # two kernels over the same memory: asked about it once
+    launch_in_turn((launch, next), (x, out, None, sum))     # two kernels over the same memory, classified once
 
 An ordinary launch, `kernel[grid](...)`, binds and classifies each argument anew and asks the driver about each pointer:
-more time of the host than a small kernel takes on the GPU. A prepared launch does it once for each class of pointers,
-keeps the compiled kernel that came of it, and from then on hands addresses to that one.
+more time of the host than a small kernel takes on the GPU. A prepared launch does this once for each class of pointers,
+keeps the compiled kernel, and from then on only passes addresses to it.
 
 The class is what Triton compiles for: the device, and for each pointer whether it is a multiple of 16 bytes. Numbers
-and constants belong to the object, and types of tensors must too: one object always gets tensors of the same types.
-`types` says as what a kernel reads some of them, by place, where it is not their own type.
-Pointers come first in a kernel's signature, then numbers, then constants.
+and constants belong to the object, and so do the types of tensors: one object must always get tensors of the same
+types. `types` gives, by position, the type as which a kernel reads a tensor, if it is not the tensor's own. Pointers
+come first in a kernel's signature, then numbers, then constants.
 
-The first launch of a class is an ordinary one. All are under Triton's interpreter, which compiles nothing, and while
-a launch hook is set, so that profilers see what they always see.
+The first launch of a class is an ordinary one. So are all launches under Triton's interpreter, which compiles nothing,
+and while a launch hook is set, so that profilers see every launch.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from torch import Tensor
 
 from bitplan.kernels.base.numbers import INTERPRETED
 
-# Types that Triton's interpreter has not, or not right, go in as integers; kernels read bits.
+# Types that Triton's interpreter lacks or gets wrong are passed as integers; kernels read bits.
 _AS_INTEGERS = {
     torch.bfloat16: torch.int16,
     torch.float8_e4m3fn: torch.uint8,
@@ -71,10 +71,10 @@ class PreparedLaunch:
         launch_in_turn((self,), pointers)
 
     def bind(self, device: int, *pointers: Tensor) -> Callable[..., None] | None:
-        """What launches it with these last pointers; it takes the stream and the addresses of those before.
+        """A function that launches with these last pointers; it takes the stream and the addresses of the first ones.
 
-        Only for addresses that are multiples of 16, which the caller sees to, and only after such a launch: None where
-        nothing is compiled. It does not look for launch hooks, and the caller holds the tensors.
+        The caller ensures that addresses are multiples of 16, and keeps the tensors alive. None if no such launch was
+        compiled before. The function does not check for launch hooks.
         """
         last = tuple(each.data_ptr() for each in pointers)
         compiled = self._compiled.get(device)
@@ -102,7 +102,7 @@ def _three(grid: tuple[int, ...]) -> tuple[int, int, int]:
 
 
 def launch_in_turn(launches: tuple[PreparedLaunch, ...], pointers: tuple[Tensor | None, ...]) -> None:
-    """Kernels one after the other; each gets the first of these pointers, as many as it has."""
+    """Launch kernels one after the other; each gets as many of these pointers, from the first, as it takes."""
     assert pointers[0] is not None
     if INTERPRETED.value:
         for each in launches:
@@ -116,7 +116,7 @@ def launch_in_turn(launches: tuple[PreparedLaunch, ...], pointers: tuple[Tensor 
         _launch(device, launches, pointers)
 
 
-# As torch.cuda.current_device, which asks each time whether CUDA is running: it is, for there is a tensor on it.
+# As torch.cuda.current_device, without its check that CUDA is initialised: there is a tensor on it.
 _current_device: Any = getattr(torch._C, "_cuda_getDevice", None)
 
 
@@ -137,7 +137,7 @@ def _launch(device: int, launches: tuple[PreparedLaunch, ...], pointers: tuple[T
 
 
 def _entry_of(kernel: Any) -> tuple[Any, tuple[Any, ...], Any]:
-    """(what launches a compiled kernel, what it takes between the stream and the arguments, the kernel to keep)."""
+    """(the launcher of a compiled kernel, its arguments between stream and pointers, the kernel to keep alive)."""
     run, no_hooks = kernel.run, (None, None, None)
     if _HAS_LAUNCH and getattr(run, "global_scratch_size", None) == 0 == run.profile_scratch_size:
         shape = run.launch_cooperative_grid, run.launch_pdl
@@ -145,12 +145,12 @@ def _entry_of(kernel: Any) -> tuple[Any, tuple[Any, ...], Any]:
     return run, (kernel.function, kernel.packed_metadata, *no_hooks), kernel
 
 
-# Of this version it is known that its launcher, in Python, only sees to scratch memory and calls `launch`, which is C.
-# Where no scratch memory is needed, that is called at once.
+# In this version of Triton the launcher, in Python, only allocates scratch memory and calls `launch`, which is C. If no
+# scratch memory is needed, `launch` is called directly.
 _HAS_LAUNCH = triton.__version__.startswith("3.6.")
 
 
 def is_watched() -> bool:
-    """Is a launch hook set?"""
+    """Whether a launch hook is set."""
     hooks = triton.knobs.runtime
     return bool(hooks.launch_enter_hook.calls or hooks.launch_exit_hook.calls)

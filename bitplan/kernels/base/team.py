@@ -1,9 +1,9 @@
 """Runs a compiled loop on torch's own threads.
 
-torch's CPU build on Linux carries GNU OpenMP, whose threads wait for the next piece of work by spinning: handing them
-work takes a few microseconds, where threads of Python's take fifty. `GOMP_parallel` is the function that every
-program compiled with OpenMP calls; asked for through torch's library, it is the one torch uses, with the same threads.
-Where torch has another OpenMP, and in a process that was forked (whose pool has no threads), Python's threads run it.
+torch's CPU build on Linux contains GNU OpenMP, whose threads wait for work by spinning: they start work within a few
+microseconds, Python's threads in fifty. `GOMP_parallel` is the function that every program compiled with OpenMP calls;
+looked up through torch's library, it is torch's own, with the same threads. Where torch has another OpenMP, and in a
+process that was forked (whose pool has no threads), Python's threads run it.
 
 A loop is a C function of one address, that of its job. It is called once on every thread, and all calls together
 do the work: each takes pieces until none is left (`addresses.take`).
@@ -27,7 +27,7 @@ _forked = False
 
 
 def c_function(function: Callable[..., Any]) -> Any:
-    """Compiles f(address) for C, cached on disk; Python may call the result with an address, without the lock."""
+    """Compiles f(address) as a C function, cached on disk; Python may call it, which releases the interpreter lock."""
     options = {"error_model": "numpy"}
     try:
         made = numba.cfunc("void(int64)", cache=True, **options)(function)
@@ -39,7 +39,7 @@ def c_function(function: Callable[..., Any]) -> Any:
 
 
 def run(function: Any, job: int, threads: int) -> None:
-    """Call a `c_function` with the address of a job on so many threads, this one included, and wait."""
+    """Call a `c_function` with the address of a job on `threads` threads, this one included, and wait."""
     if threads == 1:
         function(job)
         return
@@ -53,13 +53,13 @@ def run(function: Any, job: int, threads: int) -> None:
 
 @functools.cache
 def _openmp() -> Any | None:
-    """GNU OpenMP's start of a parallel region, as torch's library finds it; None where it has another."""
+    """GNU OpenMP's function that starts a parallel region, from torch's library; None if torch has another OpenMP."""
     places = sorted((Path(torch.__file__).parent / "lib").glob("libtorch_cpu.so"))
     if not places or "OpenMP" not in torch.__config__.parallel_info():
         return None
     try:
         start = ctypes.CDLL(str(places[0])).GOMP_parallel
-    except (OSError, AttributeError):  # built without it, or with LLVM's
+    except (OSError, AttributeError):  # built without OpenMP, or with LLVM's
         return None
     start.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint]
     start.restype = None

@@ -1,9 +1,9 @@
 """Vectors inside numba: a fixed number of lanes, and operators that become vector instructions.
 
 LLVM's own vectorizer fails on blocks of 32: a loop of known length is unrolled before the vectorizer sees it, and one
-of unknown length gets run-time checks and a scalar tail that cost as much as the block. Here a kernel says
-`load(x, i, 32) & mask`, and LLVM splits 32 lanes into whatever registers the CPU has (NEON, SSE, AVX). One source,
-any CPU, no dependence on what a vectorizer recognises.
+of unknown length gets run-time checks and a scalar tail that cost as much as the block. Here a kernel says `load(x, i,
+32) & mask`, and LLVM splits 32 lanes into whatever registers the CPU has (NEON, SSE, AVX). One source serves any CPU,
+and nothing depends on what a vectorizer recognises.
 
     words = load(x, 32 * block, 32)                       # vector(uint32 x 32) from a flat uint32 array
     store(out, 32 * block, narrow(words >> 24, np.uint8))
@@ -47,7 +47,7 @@ class _VectorModel(models.PrimitiveModel):  # type: ignore[misc]
 
 
 class VectorWriter:
-    """What it takes to write one operation in LLVM: numba's context and builder, and the types of the arguments."""
+    """Writes one operation in LLVM: holds numba's context and builder, and the types of the arguments."""
 
     def __init__(self, context: Any, builder: Any, kinds: Sequence[Any]) -> None:
         self.context, self.builder, self.kinds = context, builder, kinds
@@ -91,7 +91,7 @@ def define(arity: int, result: Callable[..., Any], emit: Callable[..., Any]) -> 
 
         return result(*kinds)(*kinds), generate
 
-    takes = {  # numba reads the number of arguments off the function
+    takes = {  # numba needs a function with the right number of arguments
         1: lambda _typing, a: build(a),
         2: lambda _typing, a, b: build(a, b),
         3: lambda _typing, a, b, c: build(a, b, c),
@@ -147,7 +147,7 @@ minimum = lanewise(_better("<"))  # integers
 maximum = lanewise(_better(">"))
 greater = lanewise(_greater)  # all ones where a > b, else zero; integers
 copysign = lanewise(lambda writer, a, b: writer.call(f"llvm.copysign.v{writer.vector.width}f32", a.type, [a, b]))
-# a * b + c, in one instruction where the CPU has it: only for products that are exact, so that it does not matter.
+# a * b + c, in one instruction if the CPU has it: only for exact products, where that makes no difference.
 multiply_add = lanewise(_multiply_add, arity=3)
 largest = define(1, lambda vector: vector.lane, _largest)  # the largest lane, integers
 
@@ -165,7 +165,7 @@ _OPERATORS = {
 
 
 def _teach(symbol: Any, emit: Callable[..., Any]) -> None:
-    """Type and code of an operator, given directly: `overload` compiles a function for every pair of types."""
+    """Give numba type and code of an operator directly: `overload` would compile a function for each pair of types."""
 
     @infer_global(symbol)
     class Operator(AbstractTemplate):  # type: ignore[misc]
@@ -200,7 +200,7 @@ def _store(writer: VectorWriter, array: Any, index: Any, vector: Any) -> Any:
 
 
 def _prefetch(writer: VectorWriter, array: Any, index: Any) -> Any:
-    hints = [ir.Constant(INT32, hint) for hint in (0, 0, 1)]  # for reading, soon and not again, data
+    hints = [ir.Constant(INT32, hint) for hint in (0, 0, 1)]  # read access, low locality, data cache
     writer.call("llvm.prefetch.p0", ir.VoidType(), [writer.pointer(array, index, ir.IntType(8)), *hints])
     return writer.context.get_dummy_value()
 
@@ -208,7 +208,7 @@ def _prefetch(writer: VectorWriter, array: Any, index: Any) -> Any:
 # load(array, index, width), width a literal; store(array, index, vector): contiguous arrays.
 load = define(3, lambda array, _index, width: VectorType(array.dtype, width.literal_value), _load)
 store = define(3, lambda _array, _index, _vector: types.void, _store)
-# Ask for the cache line at array[index], which may lie past the end: a hint, never a fault.
+# Prefetch the cache line at array[index]. The index may lie past the end: it is a hint, never a fault.
 prefetch = define(2, lambda _array, _index: types.void, _prefetch)
 
 

@@ -1,1 +1,1 @@
-"""encode and decode, faster: twins for CPUs (numba) and GPUs (Triton), and the dispatcher."""
+"""encode and decode, faster: versions for CPUs (numba) and GPUs (Triton), and the dispatcher."""

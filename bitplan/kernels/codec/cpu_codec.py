@@ -1,7 +1,7 @@
-"""CPU twins of `bitplan.formats`: which formats have one, and how tensors reach the compiled loops.
+"""CPU twins of `bitplan.formats`' encoders and decoders: which formats have one, and how tensors reach the loops.
 
-A tensor is cut into pieces of whole blocks, several for each thread. The loops know float32 only: other types pass
-through a buffer that stays in the cache, a run of blocks at a time. Importing this module imports numba.
+A tensor is cut into pieces of whole blocks, several for each thread. The loops work on float32 only: other types are
+cast in a buffer that stays in the cache, a run of blocks at a time. Importing this module imports numba.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from bitplan.kernels.base.jit import on_threads
 from bitplan.kernels.codec import cpu_decode, cpu_encode
 from bitplan.kernels.codec.gguf_search import NumbaSums
 
-GROUP_SUMS = NumbaSums()  # of GGUF's blocks, whose scales are searched
+GROUP_SUMS = NumbaSums()  # for GGUF's blocks, whose scales are searched
 Array = np.ndarray[Any, Any]
 Encoder = Callable[[Tensor, Format], tuple[Tensor, Tensor | None]]
 Decoder = Callable[[Encoded, torch.dtype], Tensor]
@@ -37,11 +37,11 @@ RoundKernel = Callable[[Array, Any, Array], None]  # words, 1 / scale, codes
 
 PIECES_PER_THREAD = 4  # a thread that falls behind leaves pieces to the others
 SMALLEST_PIECE = 2**17
-RUN = 2**15  # numbers: 128 KiB of float32, and torch casts so few on the thread that asks
+RUN = 2**15  # numbers: 128 KiB of float32, which torch casts on the calling thread
 LONG_ROW = 2**20  # threads share a row of this length
-NEAR_THE_END = 64  # of a binade: where ggml's logarithm may round up
+NEAR_THE_END = 64  # words before the end of a binade, where ggml's logarithm may round up
 
-# How kernels see what numpy has no type for.
+# The types as which kernels read numbers that numpy has no type for.
 _WORDS = {torch.bfloat16: torch.int16, torch.float8_e4m3fn: torch.uint8}
 
 
@@ -118,7 +118,7 @@ def _encode_bfloat16(matrix: Tensor, fmt: Format) -> tuple[Tensor, Tensor | None
     data = torch.empty(matrix.shape, dtype=fmt.storage)
     words, codes = _array(matrix).view(np.uint32), _array(data)
     tops = on_threads(lambda piece: cpu_encode.encode_bfloat16(words[piece], codes[piece]), _pieces(words.size, 1))
-    if max(tops, default=0) > cpu_encode.NOT_FINITE:  # which NaN a NaN becomes is for torch to say
+    if max(tops, default=0) > cpu_encode.NOT_FINITE:  # torch decides which NaN a NaN becomes
         data.copy_(matrix)
     return data, None
 
@@ -212,7 +212,7 @@ def _decode_e4m3(codes: Array, scales: Array, numbers: Array) -> None:
 
 
 def _scale_table(fmt: Format, base: Tensor | None) -> Array | None:
-    """What each word of a narrow scale stands for; None for float32."""
+    """The number of each word of a narrow scale; None for float32 scales."""
     assert fmt.scales is not None
     if fmt.scales.dtype == torch.float32:
         return None
@@ -265,12 +265,12 @@ def _reader(numbers: Tensor, size: int) -> Callable[[slice], Iterator[tuple[slic
 
     if numbers.dtype != torch.float32:
         return read_cast
-    words = _array(numbers).view(np.uint32)  # here, not in the threads: torch's views cost a kernel a tenth of its time
+    words = _array(numbers).view(np.uint32)  # not in the threads: making a view takes a tenth of a kernel's time
     return lambda piece: iter([(piece, words[piece.start * size : piece.stop * size])])
 
 
 def _writer(numbers: Tensor, size: int) -> Callable[[slice], Iterator[tuple[slice, Array]]]:
-    """Gives a piece of float32 to fill: in place, or run by run a buffer that is cast when the next is asked for."""
+    """Gives float32 memory of a piece to fill: in place, or run by run in a buffer that is cast before the next run."""
 
     def write_cast(piece: slice) -> Iterator[tuple[slice, Array]]:
         for run in _runs(piece, size):

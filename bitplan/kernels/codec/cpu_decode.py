@@ -88,7 +88,7 @@ def decode_nvfp4(data, scales, out):
 
 @compiled
 def decode_mxfp4_gguf(data, scales, out):
-    """Twice the element times half the scale, which reaches a scale of 2^128; + 0: ggml's table has no -0."""
+    """Twice the element times half the scale, since a scale may be 2^128; + 0, because ggml's table has no -0."""
     for block in range(scales.size):
         packed = load(data, 16 * block, 16)
         doubled = _e2m1(concatenate(packed & 15, packed >> 4)) * F32(2) + F32(0)
@@ -103,7 +103,7 @@ def _integers(codes):
 
 @inlined
 def _e2m1(codes):
-    """E2M1 codes in bytes -> float32. 0 .5 1 1.5 2 3 4 6 fit the upper half of a float32: two bytes, then two zeros."""
+    """E2M1 codes in bytes -> float32. 0 .5 1 1.5 2 3 4 6 need only the upper two bytes of a float32."""
     magnitudes = codes & 7
     high = ((codes & 8) << 4) | ((greater(magnitudes, 0) & 0x3F) + (magnitudes >> 2))
     low = (codes << 6) & greater(magnitudes, 1)

@@ -2,9 +2,9 @@
 
 Numbers come as their float32 words in a flat uint32 array, blocks one after another. A strip of blocks is read from
 memory once and from the L1 cache twice: for the largest magnitudes, then, with the scales known, for the codes. The
-rounds of each loop are independent, which keeps the vector units busy; one loop doing all of it waits for itself.
-Every encoder returns the largest magnitude it saw, as a word: NOT_FINITE or more is an infinity or a NaN, and then
-the output means nothing.
+iterations of each loop are independent, which keeps the vector units busy; a single loop would wait for its own
+results. Every encoder returns the largest magnitude it saw, as a word: NOT_FINITE or more is an infinity or a NaN, and
+then the output is meaningless.
 
 Rounding uses no conversion instructions (a quarter of an addition's speed on Neoverse): adding a large constant leaves
 the rounded number in the low bits of the sum, by the hardware's own rounding to nearest even.
@@ -39,7 +39,7 @@ F32, U8, U16, U32, I32 = np.float32, np.uint8, np.uint16, np.uint32, np.int32
 MAGNITUDE, SIGN, EXPONENT = U32(0x7FFFFFFF), U32(0x80000000), U32(0x7F800000)
 NOT_FINITE = 0x7F800000
 SMALLEST_SCALE = F32(2.0**-126)
-LARGEST_INT8_SCALE = np.nextafter(np.finfo(F32).max / F32(127), F32(0))  # 127 times the next is infinite
+LARGEST_INT8_SCALE = np.nextafter(np.finfo(F32).max / F32(127), F32(0))  # 127 times the next larger float is infinite
 ZERO, ONE, EIGHTH = F32(0), F32(1), F32(0.125)
 
 # x + NEAREST: the low byte is x to the nearest integer, ties to even, for |x| < 2^22.
@@ -52,7 +52,7 @@ BELOW_HALF = F32(0.5 - 2.0**-25)
 NEAREST_AND_EIGHT, HALF_AND_EIGHT = F32(1.5 * 2.0**23 + 8), F32(8.5)
 
 STRIP = 64  # blocks of 32: 8 KiB
-AHEAD = 4096  # words: memory answers while the codes of one strip are computed
+AHEAD = 4096  # words: prefetched while the codes of one strip are computed
 
 
 # ---- 8-bit formats: blocks of any length ---------------------------------------------------------------------------
@@ -99,7 +99,7 @@ def round_to_e4m3(words, inverse, data):
 
 @compiled
 def encode_bfloat16(words, data):
-    """float32 words -> bfloat16 words, ties to even; wrong for NaN, which the caller sees in the returned word."""
+    """float32 words -> bfloat16 words, ties to even; wrong for NaN, which the returned word shows to the caller."""
     worst = U32(0)
     for i in range(words.size):
         worst = max(worst, U32(words[i] & MAGNITUDE))
@@ -188,7 +188,7 @@ def encode_q4_0_poly(words, data, scales):
         for i in range(strip.size):
             scale = _flush_small(_as_float(tops[i]) / F32(7))
             strip[i] = scale
-            divisors[i] = scale if scale > ZERO else F32(np.inf)  # a zero scale: zero codes
+            divisors[i] = scale if scale > ZERO else F32(np.inf)  # a zero scale gives zero codes
         for i in range(strip.size):
             rounded = _half_away(view(load(words, 32 * (first + i), 32), F32) / divisors[i])
             store(data, 16 * (first + i), _pack_pairs(rounded))
@@ -233,7 +233,7 @@ def encode_mxfp4(words, data, scales):
 
 @compiled
 def encode_mxfp4_gguf(words, data, scales, rounds_up):
-    """As ggml: ties towards zero, no -0; from the word rounds_up[exponent] on its logarithm is the next binade's."""
+    """As ggml: ties towards zero, no -0; from the word rounds_up[exponent] on, its logarithm is rounded up."""
     tops = np.empty(STRIP, U32)
     worst = U32(0)
     for first in range(0, scales.size, STRIP):
@@ -245,7 +245,7 @@ def encode_mxfp4_gguf(words, data, scales, rounds_up):
             strip[i] = U8(max(exponent, I32(2)) - I32(2))
         for i in range(strip.size):
             block = load(words, 32 * (first + i), 32)
-            # One step down, then odd: below a tie what lay on it, still above what lay above.
+            # One step down, then odd: numbers on a tie go below it, and numbers above it stay above.
             off_ties = (maximum(block & MAGNITUDE, 1) - 1) | 1
             rounded = _e2m1(off_ties, I32(strip[i]))
             sign = (_sign_bytes(block) >> 4) & greater(rounded, 0) & 8
@@ -269,7 +269,7 @@ def _block_tops(words, first, tops):
 
 @inlined
 def _q4_0_scales(highest, lowest, inverses, scales):
-    """From the words of the most positive and the most negative number of each block, where it has such."""
+    """Scales from the words of the most positive and the most negative number of each block, if it has any."""
     worst, ties = U32(0), U32(0)
     for i in range(scales.size):
         above = U32(max(highest[i], I32(0)))
@@ -285,7 +285,7 @@ def _q4_0_scales(highest, lowest, inverses, scales):
 
 @inlined
 def _settle_q4_0_ties(words, first, highest, lowest, inverses, scales):
-    """A block with both +m and -m at its extremes: the first of them decides the sign of d."""
+    """In a block whose extremes are +m and -m, the first of them decides the sign of d."""
     for i in range(scales.size):
         if lowest[i] == U32(U32(max(highest[i], I32(0))) | SIGN):
             for j in range(32):
@@ -353,7 +353,7 @@ def _e2m1(words, scale_byte):
     constant = _as_float(((127 + 22) << 23) + 0x10000 - 2 * (scale_byte + 22))
     sums = multiply_add(copysign(view(power, F32), view(words, F32)), constant, view(words, F32))
     halves = view(sums, np.int16)
-    counts = evens(halves) + (odds(halves) >> 6)  # lower byte: the code, up to 8; upper byte: filled by the sign
+    counts = evens(halves) + (odds(halves) >> 6)  # lower byte: the code, up to 8; the upper byte gets the sign later
     limits = view((counts & 0) | 0x0807, U8)
     nibbles = minimum(view(counts, U8), limits)
     return evens(nibbles) + odds(nibbles)

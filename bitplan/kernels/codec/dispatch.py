@@ -1,8 +1,8 @@
-"""encode and decode by the fastest implementation there is for a tensor, the same to the bit as the definition.
+"""encode and decode by the fastest implementation for a tensor, with the same bits as the definition.
 
-A twin does one thing: the default scale rule on whole blocks. Everything else goes to the plain torch definition, and
-`explain_encode` and `explain_decode` say which it was and why. An error in a twin is an error: nothing is
-tried again elsewhere, but that numbers which are not finite go to the definition, for its message or its replacement.
+A fast version (twin) does one thing: the default scale rule on whole blocks. Everything else goes to the plain torch
+definition, and `explain_encode` and `explain_decode` say which is used and why. An error in a twin is raised, not tried
+again elsewhere; only numbers that are not finite go to the definition, for its message or its replacement.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def encode(x: Tensor, fmt: Format | str, **options: Any) -> Encoded:
         return formats.encode(x, fmt, **options)
     if scales is None:
         return Encoded(fmt, shape, data.reshape(shape))
-    if x.is_cuda and not _all_finite(scales):  # the CPU twins look for themselves, and raise
+    if x.is_cuda and not _all_finite(scales):  # the CPU twins check by themselves, and raise
         return formats.encode(x, fmt, **options)
     parts = fmt.part_shapes(shape)
     return Encoded(fmt, shape, data.reshape(parts["data"][1]), scales.reshape(parts["scales"][1]))
@@ -71,7 +71,7 @@ def _encode_blocks(
     name: str = "tensor",
     **_: Any,
 ) -> Encoded:
-    """The definition's own way, with compiled sums."""
+    """The definition's algorithm, with compiled sums."""
     shape = tuple(x.shape)
     if importance is not None:
         check_importance(fmt, importance, "mse", shape, name)
@@ -91,7 +91,10 @@ def decode(encoded: Encoded, dtype: torch.dtype = torch.float32) -> Tensor:
 def explain_encode(x: Tensor, fmt: Format | str, **options: Any) -> Picked:
     """What `encode` would run for this call."""
     fmt = get_format(fmt)
-    same = {"scale_rule": fmt.default_rule, "pad": "zero"}  # no change: the default, and rows of whole blocks
+    same = {
+        "scale_rule": fmt.default_rule,
+        "pad": "zero",
+    }  # no change: the default, rows of whole blocks
     for option, value in options.items():
         if isinstance(value, Tensor) and not (option == "importance" and fmt.is_opaque):
             return Picked("torch", f"{option} has no twin")
@@ -144,9 +147,9 @@ def _twins(device: str) -> ModuleType:
 
 
 def _all_finite(scales: Tensor) -> bool:
-    """Whether no scale says that a number was not finite, or does not fit it; waits for a GPU.
+    """Whether all scales are finite: no number was infinite or NaN, or too large for its scale. Waits for a GPU.
 
-    By extremes, which carry NaN along: ten times faster than isfinite on narrow scales.
+    Computed from minimum and maximum, which propagate NaN: ten times faster than isfinite on narrow scales.
     """
     if not scales.numel():
         return True

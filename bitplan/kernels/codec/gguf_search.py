@@ -1,4 +1,4 @@
-"""The compiled twin of `bitplan.formats.gguf.search.TorchSums`, equal to it bit for bit.
+"""The compiled version of `bitplan.formats.gguf.search.TorchSums`, with the same bits.
 
 A group is 16 or 32 numbers, so that everything about it stays in registers and the L1 cache; groups are independent,
 and threads take runs of them. Importing this module imports numba.
@@ -19,7 +19,7 @@ from bitplan.kernels.base.jit import compiled, inlined, on_threads, thread_count
 
 F32 = np.float32
 ZERO, ONE, SMALLEST = F32(0), F32(1), F32(2.0**-126)
-NEAREST = F32(1.5 * 2.0**23)  # added and taken away it rounds to the nearest integer, ties to even, below 2^22
+NEAREST = F32(1.5 * 2.0**23)  # adding and subtracting it rounds to the nearest integer, ties to even, below 2^22
 PIECES_PER_THREAD = 4
 Array = np.ndarray[Any, Any]
 
@@ -93,7 +93,7 @@ def _runs(count: int) -> list[slice]:
 
 
 def _start(width: float, clip: float, layout: Layout) -> tuple[float, float]:
-    """What the range (or the extreme) is multiplied by for a scale, and for how far the low end moves up."""
+    """The factors of the range (or the extreme) that give the scale, and the shift of the low end."""
     if layout.has_min:
         return width / layout.high, (1.0 - width) * clip
     return width / float(layout.table[0] if layout.table else layout.low), 0.0
@@ -105,12 +105,12 @@ def _limits(layout: Layout) -> tuple[Any, Any, Array]:
 
 
 # ---- compiled ------------------------------------------------------------------------------------------------------
-# `size` is a number in the source wherever these are called, so that every loop has a known length.
+# Callers pass `size` as a literal, so that every loop has a known length.
 
 
 @inlined
 def _total(numbers_G, size):
-    """The sum by halves; the buffer is used up."""
+    """The sum by halves; overwrites the buffer."""
     if size == 32:
         for i in range(16):
             numbers_G[i] += numbers_G[i + 16]
@@ -123,7 +123,7 @@ def _total(numbers_G, size):
 
 @inlined
 def _round(x_G, scale, low, first, last, table, v_G, size):
-    """What the nearest codes stand for."""
+    """Write the numbers of the nearest codes to v_G."""
     inverse = ZERO if abs(scale) < SMALLEST else ONE / scale
     if table.size == 0:
         for i in range(size):

@@ -4,8 +4,8 @@
     values = DECODERS[name](encoded, dtype, launch=None)                 bfloat16, float16 or float32
 
 Nothing here waits for the GPU. A NaN or an infinity in the matrix shows as a scale that is not finite (E8M0: 255), and
-so does a scale that overflows float16, which the reference refuses too: a caller that finds one hands the
-matrix to the reference, for its error or its `nonfinite="replace"`.
+so does a scale that overflows float16, which the reference refuses too: a caller that finds one gives the matrix to the
+reference, for its error or its `nonfinite="replace"`.
 
 The budget, from and to bfloat16 on an H200: 132 SMs x 128 lanes x 1.98 GHz over a device copy's 4.24 TB/s is 7.9
 instruction slots per byte moved. Instructions per number are those of the machine code (Triton 3.6, sm_90, defaults

@@ -3,10 +3,10 @@
 Legend: R rows, C columns, G groups, B bytes of a group. Each thread stores 16 bytes at a time, and its loads are held
 to the codes that go with them (`tl.max_contiguous`): a wider load would send every number through shared memory.
 
-NaN comes where the reference has it, but not with its bits: each processor has its own NaN.
+NaN is where the reference has it, but may have other bits: each processor has its own NaN.
 
-Each writes fresh memory, or `out`: a caller that has a place for the numbers (the scratch of streamed blocks) would
-else read and write every one of them once more: from int8 to bfloat16, four bytes a number on top of three.
+Each decoder writes new memory, or `out`: a caller that has a place for the numbers (the scratch of streamed blocks)
+would otherwise copy all of them: for int8 to bfloat16, four bytes a number on top of three.
 """
 
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
@@ -100,7 +100,7 @@ def _decode_groups(
     constants: dict[str, Any],
     *base: Tensor | None,
 ) -> Tensor:
-    """Launch a kernel over all groups of an encoding; `base`: of its scales, for kernels that read one."""
+    """Launch a kernel over all groups of an encoding; `base` is that of the scales, for kernels that read one."""
     fmt, scales = encoded.fmt, encoded.scales
     assert scales is not None
     whole_groups(fmt, fmt.matrix_shape(encoded.shape)[1])
@@ -117,7 +117,7 @@ def _decode_groups(
 
 @functools.lru_cache(4096)
 def _prepared(kernel: Any, programs: int, numbers: tuple[int, ...], warps: int, **constants: Any) -> PreparedLaunch:
-    """A launch but for its tensors: little for the host to do, for a model decodes a weight in every layer."""
+    """A launch without its tensors, which leaves the host little to do: a model decodes a weight in every layer."""
     return PreparedLaunch(kernel, (programs,), numbers, constants, num_warps=warps, enable_fp_fusion=False)
 
 

@@ -219,7 +219,7 @@ def _encode_byte_groups(
         wanted_G = _scale_of_limit(limit_G, LARGEST, LARGEST_SCALE)
         flushed_G = flush_small(wanted_G)
         inverse_G = reciprocal(flushed_G)
-        # GGUF rounds the scale after the codes are made; what would be flushed is far below float16
+        # GGUF rounds the scale after the codes are made; scales that would be flushed are far below float16
         stored_G = wanted_G.to(tl.float16) if SCALE == "f16" else flushed_G
     code_GC = _round_byte(x_GC * inverse_G[:, None], ELEMENT)
     tl.store(scales_ptr + first + group_G, stored_G, mask=ok_G)
@@ -263,7 +263,7 @@ def _encode_nibble_groups(
         inverse_G = reciprocal(float_of_bits(stored_G, "bf16"))
         even_GB = round_to_integer(even_GB * inverse_G[:, None])
         odd_GB = round_to_integer(odd_GB * inverse_G[:, None])
-        code_GB = even_GB + odd_GB * 16 + 0x88  # both are stored plus 8
+        code_GB = even_GB + odd_GB * 16 + 0x88  # codes are stored plus 8
     tl.store(scales_ptr + first + group_G, stored_G, mask=ok_G)
     at_GB = tl.max_contiguous(at_GB, (1, VECTOR))
     tl.store(data_ptr + first * 16 + at_GB, code_GB.to(tl.uint8), mask=ok_G[:, None])
@@ -351,5 +351,5 @@ def _largest_scale(fmt: Format) -> float:
 
 
 def _warps_for(numbers: int, launch: Launch) -> int:
-    """As many warps as keep the launch's numbers per thread when a row is longer than the launch's tile."""
+    """The warps that keep the launch's numbers per thread if a row is longer than the launch's tile."""
     return max(1, min(16, launch.warps * numbers // launch.numbers))

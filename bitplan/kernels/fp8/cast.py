@@ -4,8 +4,8 @@
     pair.rows   x as it lies, for products that sum along C
     pair.cols   its transpose, for products that sum along R
 
-Rows are padded with zeros to what the recipe needs (16, 32 or 128), so any count of tokens works; of a weight nothing
-is padded, it must fit. A GPU gets the Triton kernels, a CPU the reference; "triton" on a CPU runs under Triton's
+Rows are padded with zeros to what the recipe needs (16, 32 or 128), so any count of tokens works; a weight is not
+padded and must fit. A GPU gets the Triton kernels, a CPU the reference; "triton" on a CPU runs under Triton's
 interpreter, for tests.
 """
 
@@ -46,8 +46,10 @@ def cast_layouts(
     launch: CastLaunch | None = None,
     guess: Tensor | None = None,
 ) -> CastPair:
-    """Cast a matrix by a recipe, each layout that is asked for. `guess`: a state of `guessed_cast`, which saves a
-    tensorwise cast on the GPU its second read and changes no bit."""
+    """Cast a matrix by a recipe, in the layouts asked for.
+
+    `guess`: a state of `guessed_cast`, which saves a tensorwise cast on the GPU its second read and changes no bit.
+    """
     if impl == "triton" or (impl == "auto" and x_RC.is_cuda):
         x = x_RC if x_RC.is_contiguous() else x_RC.contiguous()
         aligned, guessed = not x.data_ptr() & 15, guess is not None
@@ -77,7 +79,7 @@ def _plan(
     launch: CastLaunch | None,
     guessed: bool,
 ) -> Callable[[Tensor, Any], CastPair]:
-    """How the GPU casts all that is like this, all settled but the tensors: a layer casts the same again each step."""
+    """How the GPU casts matrices like this one, with everything but the tensors fixed: a layer repeats it each step."""
     scaling = scaling_of(recipe, is_weight=is_weight)
     padded = _rows_of_cast(shape[0], recipe, is_weight)
     if guessed and scaling == "tensor" and 0 not in shape and (rows or cols):

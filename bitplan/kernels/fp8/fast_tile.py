@@ -1,14 +1,14 @@
-"""FP8 casts of bfloat16 that keep pace with memory: words of two numbers, four rows of them in a thread's hands.
+"""FP8 casts of bfloat16 at the speed of memory: each thread holds words of two numbers, from four rows.
 
 A tile is four sets of words: rows 0, 4, 8..., rows 1, 5, 9... and so on. A thread holds the same columns of four
-neighbouring rows, so it can write two neighbours' codes for the rows as they lie, and pack four rows' codes of a column
-into a word for the transposed layout: what crosses between threads is words, where `general_tile` moves bytes. With
-scales by a few multiply-adds that is 11 instructions a number for blocks instead of 25, and no registers spill.
+neighbouring rows, so it can write two neighbours' codes for the plain layout, and pack four rows' codes of a column
+into a word for the transposed layout: threads exchange words, where `general_tile` moves bytes. With scales by a few
+multiply-adds that is 11 instructions a number for blocks instead of 25, and no registers spill.
 
-Why not for everything: the words are of two 16-bit numbers whose float32 is a shift away, so bfloat16; both layouts are
-written in words of 4, so columns and padded rows are multiples of 16 (which a product asks for anyway), and x begins at
-16 bytes; a norm in front needs its numbers in float32, one by one; mxfp8 has blocks of 32. Those are cast by
-`general_tile`.
+Its limits: a word is two 16-bit numbers that a shift turns into float32, so only bfloat16; both layouts are written in
+words of 4, so columns and padded rows are multiples of 16 (which a product asks for anyway), and x begins at a multiple
+of 16 bytes; a norm in front needs its numbers in float32, one by one; mxfp8 has blocks of 32. `general_tile` casts
+everything else.
 
 Legend: Q groups of four rows, W words (two columns) of a tile, R rows, C columns; x_4QW is a tile, a tuple of the words
 of rows 0, 1, 2 and 3 of each four.
@@ -45,12 +45,12 @@ _SIZES = ["rows", "cols16", "rows16", "scale_stride", "scale_t_stride", "pieces"
 
 
 def is_aligned(x: Tensor) -> bool:
-    """Does it begin at a multiple of 16 bytes? A view into other memory need not."""
+    """Whether x begins at a multiple of 16 bytes; a view into other memory need not."""
     return not x.data_ptr() & 15
 
 
 def fits_pairs(shape: tuple[int, int], dtype: torch.dtype, padded: int, *, aligned: bool) -> bool:
-    """Can a matrix be cast as words of two numbers?"""
+    """Whether a matrix can be cast as words of two numbers."""
     return dtype == torch.bfloat16 and aligned and not shape[1] % 16 and not padded % 16
 
 
@@ -76,8 +76,8 @@ def prepare_pairs(
 ) -> PreparedLaunch:
     """A launch that takes x, both codes, both scales and the pieces' maxima.
 
-    `strides`: of the scales of squares. `vector`: words that neighbour in a thread; 4 are 16 bytes loaded and 8 stored
-    at once, 8 are 32 and 16.
+    `strides`: of the scales of squares. `vector`: adjacent words of a thread; with 4 it loads 16 bytes and stores 8 at
+    once, with 8 32 and 16.
     """
     constants: dict[str, Any] = {"FP8": fp8, "SCALING": scaling, "TO_ROWS": rows, "TO_COLS": cols}
     constants |= {"PIECES": triton.next_power_of_2(max(pieces, 1)), "BR": tile[0], "BC": tile[1], "V": vector}
@@ -115,7 +115,7 @@ def _load_words(x_ptr, r_Q, left, words, w_W, ok_W):
 
 @triton.jit
 def load_tile(x_ptr, down, across, rows, cols16, BR: tl.constexpr, BC: tl.constexpr):
-    """x_4QW; zeros where there are no rows or columns."""
+    """A tile x_4QW; zeros beyond the last row or column."""
     r_Q, w_W = tl.arange(0, BR // 4) * 4, tl.arange(0, BC // 2)
     words = cols16 * 8
     row, word = down * BR, across * (BC // 2)
@@ -141,7 +141,7 @@ def amax_of_tile(x_4QW):
 
 @triton.jit
 def _store_codes(out_ptr, r_Q, ok_Q, words, w_W, ok_W, x_QW, inverse_Q, FP8: tl.constexpr, V: tl.constexpr):
-    # Triton makes the loads as wide as these stores, so this is where the width is said.
+    # Triton makes the loads as wide as these stores, so the width is set here.
     at_QW = tl.max_contiguous(out_ptr + ((r_Q * words)[:, None] + w_W[None, :]), [1, V])
     tl.store(at_QW, two_codes(x_QW, inverse_Q[:, None], FP8), mask=ok_Q[:, None] & ok_W[None, :])
 
@@ -161,8 +161,7 @@ def store_tile(
     V: tl.constexpr,
     BY_ROW: tl.constexpr = False,
 ):
-    """Codes of the rows as they lie, as many as there is room for: whole fours of rows, or BY_ROW, which has more
-    masks."""
+    """Store codes of rows, within bounds: whole fours of rows, or with BY_ROW single rows, which needs more masks."""
     r_Q, w_W = tl.arange(0, BR // 4) * 4, tl.arange(0, BC // 2)
     words = cols16 * 8
     row, word = down * BR, across * (BC // 2)
@@ -190,7 +189,7 @@ def store_transposed_tile(
     BR: tl.constexpr,
     BC: tl.constexpr,
 ):
-    """Codes of the columns, four rows a word, as many as there is room for; a column is 16 `stride16` codes long."""
+    """Store codes of columns, four rows a word, within bounds; a column is 16 `stride16` codes long."""
     q_Q, c_C = tl.arange(0, BR // 4), tl.arange(0, BC)
     quads = stride16 * 4
     quad, col = down * (BR // 4), across * BC
@@ -223,7 +222,7 @@ def store_by_one_scale(
     V: tl.constexpr,
     BY_ROW: tl.constexpr = False,
 ):
-    """Both layouts, each where asked for."""
+    """Store both layouts, each if asked for."""
     if TO_ROWS:
         by_Q = tl.zeros([BR // 4], tl.float32) + inverse
         by_4Q = (by_Q, by_Q, by_Q, by_Q)
@@ -235,7 +234,7 @@ def store_by_one_scale(
 
 @triton.jit
 def largest_of_rows(a_QW, b_QW, Q: tl.constexpr, W: tl.constexpr, V: tl.constexpr):
-    """[Q, W] words of two rows -> [Q] pairs of their maxima: what a thread holds first, then two rows a shuffle."""
+    """[Q, W] words of two rows -> [Q] pairs of their maxima: first within threads, then two rows per shuffle."""
     a_QWV, b_QWV = tl.reshape(a_QW, [Q, W // V, V]), tl.reshape(b_QW, [Q, W // V, V])
     pairs_QW = pair_of_rows(reduce_pairs(a_QWV, 2), reduce_pairs(b_QWV, 2))
     return reduce_pairs(pairs_QW, 1) & PAIR_OF_MAGNITUDES
@@ -269,7 +268,7 @@ def store_by_blocks_of_rows(
     V: tl.constexpr,
     BY_ROW: tl.constexpr = False,
 ):
-    """Codes of the rows as they lie, a scale for each row of the tile, `scale_stride` from one tile to the next."""
+    """Store codes of rows, and a scale for each row of the tile; `scale_stride` from one tile to the next."""
     Q: tl.constexpr = BR // 4
     W: tl.constexpr = BC // 2
     ab_Q = largest_of_rows(x_4QW[0], x_4QW[1], Q, W, V)
@@ -298,7 +297,7 @@ def store_by_blocks_of_cols(
     BR: tl.constexpr,
     BC: tl.constexpr,
 ):
-    """Codes of the columns, a scale for each column of the tile."""
+    """Store codes of columns, and a scale for each column of the tile."""
     largest_W = largest_of_cols(x_4QW)
     even_W = quick_scale(low_float(largest_W), least, FP8)
     odd_W = quick_scale(high_float(largest_W), least, FP8)
@@ -344,7 +343,7 @@ def _cast_pairs(
 ):
     tile = tl.program_id(0)
     if SCALING == "tensor" or SCALING == "row":
-        tile = tl.num_programs(0) - 1 - tile  # from the end: what the maximum read last is still in L2
+        tile = tl.num_programs(0) - 1 - tile  # from the end: the tiles that the maximum read last are still in L2
     down, across = place_of(tile, cols16, BC)
     padded = rows16 * 16
     x_4QW = load_tile(x_ptr, down, across, rows, cols16, BR, BC)
@@ -365,7 +364,7 @@ def _cast_pairs(
             out_ptr, out_t_ptr, down, across, padded, rows16, rows16, cols16, x_4QW, quick_inverse(scale),
             FP8, TO_ROWS, TO_COLS, BR, BC, V,
         )  # fmt: skip
-    # Rows are finished before columns are begun, so that the scales of one layout only are in registers.
+    # Rows are finished before columns are begun, so that registers hold the scales of one layout only.
     elif SCALING == "1x128":
         if TO_ROWS:
             store_by_blocks_of_rows(

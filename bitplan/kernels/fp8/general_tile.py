@@ -1,7 +1,7 @@
 """FP8 casts of any matrix, tile by tile: every type, width and scaling, and a norm in front.
 
-A program reads a tile, holds it as float32, and writes it in both layouts. `fast_tile` does the same faster for
-bfloat16 that needs none of this; whatever a cast can be asked for beyond that ends here.
+A program reads a tile, holds it as float32, and writes it in both layouts. `fast_tile` does the same faster for plain
+bfloat16; all other casts are done here.
 
 Legend: T rows, C columns of a tile; "cols" is the layout of the transpose.
 """
@@ -66,7 +66,7 @@ def prepare_tiles(
 
 @triton.jit
 def read_numbers(x_ptr, r_T, c_C, rows, cols, SOURCE: tl.constexpr):
-    """A tile as float32; zeros where there are no rows or columns."""
+    """A tile as float32; zeros beyond the last row or column."""
     at_TC = r_T[:, None].to(tl.int64) * cols + c_C[None, :]
     bits_TC = tl.load(x_ptr + at_TC, mask=(r_T < rows)[:, None] & (c_C < cols)[None, :], other=0)
     return float_of_bits(bits_TC, SOURCE)
@@ -74,7 +74,7 @@ def read_numbers(x_ptr, r_T, c_C, rows, cols, SOURCE: tl.constexpr):
 
 @triton.jit
 def write_codes(out_ptr, out_t_ptr, r_T, c_C, byte_TC, cols, padded, TO_ROWS: tl.constexpr, TO_COLS: tl.constexpr):
-    """A tile of codes in both layouts, each where asked for."""
+    """Store a tile of codes in both layouts, each if asked for."""
     ok_T, ok_C = r_T < padded, c_C < cols
     if TO_ROWS:
         at_TC = r_T[:, None].to(tl.int64) * cols + c_C[None, :]
@@ -120,7 +120,7 @@ def _cast_tiles(
     across = (cols + BC - 1) // BC
     tile = tl.program_id(0)
     if SCALING == "tensor" or SCALING == "row":
-        tile = tl.num_programs(0) - 1 - tile  # from the end: what the maximum read last is still in L2
+        tile = tl.num_programs(0) - 1 - tile  # from the end: the tiles that the maximum read last are still in L2
     down_block, across_block = tile // across, tile % across
     r_T = down_block * BR + tl.arange(0, BR)
     c_C = across_block * BC + tl.arange(0, BC)

@@ -1,15 +1,15 @@
 """Tensorwise FP8 casts that read a matrix once: cast by a guessed scale, then check the guess.
 
 A scale of a whole tensor needs the largest number before the first code can be written, so a cast reads twice: 6 bytes
-a number of bfloat16 in all, where 4 would do. But such a scale is a power of two (`bitplan.formats.fp8`), and
-the one of the last cast of the same weight, or of the same layer's activations, is nearly always still right:
+a number of bfloat16 in all, where 4 would do. But such a scale is a power of two (`bitplan.formats.fp8`), and the last
+scale of the same weight, or of the same layer's activations, is nearly always still right:
 
     cast     codes by the guess, in every layout asked for; the largest magnitude on the side, by an atomic maximum
-    check    the scale that the largest magnitude asks for. It is the guess: nothing is left to do, a few microseconds.
-             It is not: the same launch casts again by the right one
+    check    compares the guess with the scale of the largest magnitude. If they are equal, nothing is left to do: a few
+             microseconds. If not, the same launch casts again by the right scale
 
 So the result never depends on the guess: codes and scale equal the definition bit for bit, and nothing waits for the
-host. A wrong guess costs 4 bytes a number more. `GuessState` counts casts and wrong guesses.
+host. A wrong guess costs 4 bytes a number more. The state counts casts and wrong guesses (`counts_of`).
 
 The state lives on the device and is used by one cast at a time: casts that share one must be ordered by a stream.
 
@@ -34,11 +34,11 @@ from bitplan.kernels.fp8.general_tile import read_numbers, write_codes
 from bitplan.kernels.fp8.numbers import fp8_code, inverse_of, power_of_two_of_bits, quick_inverse
 from bitplan.kernels.fp8.triton_cast import CastLaunch, launch_of
 
-# Places in a state of int32: the bits of the guessed scale and of the one that the running cast goes by, the largest
-# magnitude so far, programs that have seen it, casts, wrong guesses.
+# Places in a state of int32: the bits of the guessed scale and of the scale of the running cast, the largest magnitude
+# so far, programs that have read it, casts, wrong guesses.
 GUESS, USED, LARGEST, SEEN, CASTS, WRONG = (tl.constexpr(place) for place in range(6))
 STATE_SIZE = 6
-CHECKING_WARPS = 2112  # of the check: enough to cast again at full speed, few enough to be over at once
+CHECKING_WARPS = 2112  # of the check: enough to cast at full speed, few enough to end at once
 
 
 def new_state(device: torch.device, experts: int = 1) -> Tensor:
@@ -53,7 +53,7 @@ def empty_state(device: torch.device, experts: int) -> Tensor:
 
 
 def clear_state(state: Tensor) -> None:
-    """To guesses that are wrong: 1.5 is no power of two."""
+    """Reset to wrong guesses: 1.5 is no power of two."""
     state.zero_()
     state[:1].view(torch.float32).fill_(1.5)
 
@@ -65,8 +65,10 @@ def counts_of(state: Tensor) -> tuple[int, int]:
 
 
 class GuessPlan:
-    """The two launches and the memory of casts of one shape: x and its transpose, each where asked for, by one scale.
-    `padded` rows come out, those beyond x's are zeros. `aligned`: does x begin at a multiple of 16 bytes?"""
+    """The two launches and the memory of casts of one shape: x and its transpose, each if asked for, by one scale.
+
+    The result has `padded` rows; those beyond x's are zeros. `aligned`: x begins at a multiple of 16 bytes.
+    """
 
     def __init__(
         self,
@@ -99,7 +101,7 @@ class GuessPlan:
     def run(self, x: Tensor, state: Tensor) -> CastPair:
         """The cast of a contiguous x."""
         device = x.device
-        # Sizes as numbers: torch takes longer for a tuple.
+        # Sizes are passed as numbers: torch takes longer for a tuple.
         codes = torch.empty(*self.rows, dtype=self.dtype, device=device) if self.rows is not None else None
         codes_t = torch.empty(*self.cols, dtype=self.dtype, device=device) if self.cols is not None else None
         scale = torch.empty_strided((), (), dtype=torch.float32, device=device)
@@ -115,11 +117,11 @@ class GuessPlan:
 
 @triton.jit
 def _settle(state_ptr, scale_ptr, eps, FP8: tl.constexpr):
-    """(the right scale, was the guess wrong); writes the scale, and leaves the state for the next cast."""
+    """(the right scale, whether the guess was wrong); writes the scale, and prepares the state for the next cast."""
     used = tl.load(state_ptr + USED)
     scale = power_of_two_of_bits(tl.load(state_ptr + LARGEST), eps, FP8)
     right = scale.to(tl.int32, bitcast=True)
-    # Every thread has read before its program says so, and the last to say so clears the state for the next cast.
+    # A program counts itself after all its threads have read; the last one clears the state for the next cast.
     tl.debug_barrier()
     if tl.atomic_add(state_ptr + SEEN, 1) == tl.num_programs(0) - 1:
         tl.store(scale_ptr, scale)

@@ -1,13 +1,13 @@
-"""Largest magnitudes that FP8 scales come from: of pieces of a whole matrix, of its rows and of its columns.
+"""The largest magnitudes from which FP8 scales are computed: of pieces of a matrix, of its rows and of its columns.
 
-A cast by scales of more than a tile needs them before it writes its first code, so they are found by a read of their
-own, 2 bytes a number of bfloat16 with nothing to do but a maximum:
+A cast whose scales cover more than a tile needs them before it writes its first code, so they are found in a separate
+read, 2 bytes a number of bfloat16 with only a maximum to compute:
 
     of a tensor      of a few hundred pieces; the cast reduces those numbers itself. No memset, no atomics
     of rows, columns of strips: a strip's part of each row, and of each column over some rows; a small launch makes
                      scales of the parts
 
-Maxima are bits of float32, integers that order as magnitudes do with NaN above infinity: none can lose a NaN.
+Maxima are bits of float32: as integers they have the order of magnitudes, with NaN above infinity, so no NaN is lost.
 
 bfloat16 without a norm is read as words of two numbers (`fast_tile` says where that fits), a maximum of both in
 one instruction. On an H200, 16384x28672: pieces 210 us (8192 words at once; 215 with 4096), strips 232 us (strips of
@@ -35,12 +35,12 @@ from bitplan.kernels.fp8.triton_norm import NormKey, norm_constants, normalise
 PIECES = 512
 PAIRED_NUMBERS, NUMBERS = 16384, 8192  # read at once: as words of two, one at a time
 STRIP_COLS, STRIP_ROWS, STRIP_LENGTH = 1024, 8, 256  # of a program: columns, rows at once, rows in all
-FULL_GRID = 512  # programs that keep a GPU busy; strips are cut shorter until there are as many
-FINISH_WIDTH, FINISH_PARTS = 64, 32  # scales of a program, parts read at once
+FULL_GRID = 512  # programs that keep a GPU busy; strips are shortened until there are as many
+FINISH_WIDTH, FINISH_PARTS = 64, 32  # scales per program, parts read at once
 
 
 def partial_amax(x_RC: Tensor, pieces: int = PIECES, numbers: int | None = None, warps: int = 8) -> Tensor:
-    """Bits of the largest magnitude of each piece of a contiguous x, as float32; at most so many pieces."""
+    """Bits of the largest magnitude of each piece of a contiguous x, as float32; at most `pieces` of them."""
     count, find = plan_amax(x_RC.numel(), x_RC.dtype, is_aligned(x_RC), pieces, numbers, warps)
     partial = torch.empty(count, dtype=torch.int32, device=x_RC.device)
     if find is None:
@@ -53,7 +53,7 @@ def partial_amax(x_RC: Tensor, pieces: int = PIECES, numbers: int | None = None,
 def plan_amax(
     size: int, dtype: torch.dtype, aligned: bool, pieces: int, numbers: int | None, warps: int
 ) -> tuple[int, PreparedLaunch | None]:
-    """(pieces, how to find their maxima)."""
+    """(number of pieces, the launch that finds their maxima)."""
     paired = dtype == torch.bfloat16 and aligned and not size % 16
     numbers = min(numbers or (PAIRED_NUMBERS if paired else NUMBERS), triton.next_power_of_2(max(size, 16)))
     pieces = min(pieces, triton.cdiv(size, numbers))
@@ -114,7 +114,8 @@ class RowScales:
             self.strips(x, row_parts, col_parts)
         else:
             self.strips(x, row_parts, col_parts, *norm)
-        # Both halves of that kernel are compiled, whichever runs: a layout that is not wanted lends its place.
+        # Both halves of that kernel are compiled, whichever runs: an unwanted layout gets the other's memory as
+        # argument.
         wanted = scale if scale is not None else scale_t
         self.finish(row_parts, col_parts, wanted, scale_t if scale_t is not None else wanted)
 
@@ -170,7 +171,7 @@ def _store_columns(col_ptr, part, words, word, largest_TW):
 def _strips_of_pairs(x_ptr, row_ptr, col_ptr, rows, cols16, length, BR: tl.constexpr):
     """Largest magnitudes of a strip of 1024 columns: of each row in it, and of each column over `length` rows.
 
-    A warp reads a whole row of the strip, so a row takes five shuffles, and columns none before the end.
+    A warp reads a whole row of the strip, so a row takes five shuffles, and columns need none before the end.
     """
     x_ptr = words_of(x_ptr)
     strip, part = tl.program_id(0), tl.program_id(1)
@@ -216,7 +217,7 @@ def _strips(
     BR: tl.constexpr,
     BC: tl.constexpr,
 ):
-    """The same of a strip of BC columns, of numbers of any type and after a norm."""
+    """The same for a strip of BC columns, for numbers of any type and after a norm."""
     strip, part = tl.program_id(0), tl.program_id(1)
     c_C = strip * BC + tl.arange(0, BC)
     ok_C = c_C < cols

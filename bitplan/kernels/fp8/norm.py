@@ -92,14 +92,14 @@ def _by_triton(
         )
         rows, cols = made[0] or rows, made[1] or cols
         normed = made[2] if normed is None else normed
-    if plain and normed is None:  # no layout is wanted
+    if plain and normed is None:  # no cast layout is wanted
         normed = apply_norm(x, norm, stats.mean, stats.rstd)
     return Normed(rows, cols, normed, stats.rstd, stats.mean)
 
 
 @functools.cache
 def _kernels() -> tuple[Any, Any]:
-    """The modules of Triton's casts and norms: an import in a function asks for them each time."""
+    """The modules of Triton's casts and norms, kept: an import statement in a function would run at each call."""
     from bitplan.kernels.fp8 import triton_cast as triton_fp8_cast
     from bitplan.kernels.fp8 import triton_norm as triton_fp8_norm
 

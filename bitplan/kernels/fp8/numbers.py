@@ -1,13 +1,13 @@
 """FP8 codes and scales as Triton kernels make them: one number at a time, and two bfloat16 numbers in a word.
 
 All equal `bitplan.formats.fp8` bit for bit. The GPU's conversion rounds to nearest even and saturates; the
-interpreter's does not, so it gets the same in integers, next to each piece of assembly.
+interpreter's does not, so next to each piece of assembly stands the same in integer arithmetic, for the interpreter.
 
 Why words of two numbers: a cast of bfloat16 has about 16 instructions a number before it is slower than memory, and
 widening alone takes one of them and twice the registers. So numbers stay as they lie in memory up to the conversion:
 
     maxima      of two numbers in one instruction (`pair_max`)
-    scales      without a division (`quick_scale`, `quick_inverse`): only 2^15 magnitudes can come, and tests try all
+    scales      without a division (`quick_scale`, `quick_inverse`): there are only 2^15 magnitudes, and tests try all
     codes       two neighbours of a row (`two_codes`), or four rows of a column (`four_codes`), so that the transposed
                 layout moves words of four codes and not single bytes
 """
@@ -31,9 +31,9 @@ def _for_each_type(assembly: str) -> tuple[tl.constexpr, tl.constexpr]:
     return tl.constexpr(assembly.replace("TYPE", "e4m3")), tl.constexpr(assembly.replace("TYPE", "e5m2"))
 
 
-# Four codes leave as one word. Were each pair of codes a value of its own (as Triton's conversion makes it), used whole
-# for one layout and byte by byte for the transposed one, ptxas 12.8 folds it into the word and then reads the bytes
-# from a register that nothing has written: a matrix of float32 had 3 of 8 transposed codes wrong.
+# Four codes leave as one word. If each pair of codes were a value of its own (as Triton's conversion makes it), used
+# whole for one layout and byte by byte for the transposed one, ptxas 12.8 would fold it into the word and then read the
+# bytes from a register that nothing has written: a matrix of float32 had 3 of 8 transposed codes wrong.
 _CODES_E4M3, _CODES_E5M2 = _for_each_type("""{
     .reg .b16 a, b;
     cvt.rn.satfinite.TYPEx2.f32 a, $2, $1;
@@ -60,7 +60,7 @@ _TWO = """{
     cvt.rn.satfinite.TYPEx2.f32 b, y, x;
     mov.b32 $0, {a, b};
 }"""
-# The words are widened by other instructions than for rows, or ptxas would keep them widened from there on.
+# The words are widened by other instructions than for rows: else ptxas would keep the widened words of the rows.
 _FOUR = """{
     .reg .b16 a, b;
     .reg .b32 i;
@@ -129,8 +129,8 @@ def scale_of_bits(amax_bits, eps, FP8: tl.constexpr):
 def power_of_two_of_bits(amax_bits, eps, FP8: tl.constexpr):
     """The scale of a whole tensor: the same rounded up to a power of two.
 
-    Both limits are 1.75 times a power of two, so the quotient's exponent is that of amax less the limit's, and the next
-    one where the mantissa of amax is above 0.75: no division, exact for every float32.
+    Both limits are 1.75 times a power of two, so the scale's exponent is that of amax minus that of the limit, plus 1
+    if the mantissa of amax is above 0.75: no division, exact for every float32.
     """
     LIMIT_EXPONENT: tl.constexpr = 8 if FP8 == "e4m3" else 15
     is_finite = amax_bits < INFINITY_BITS
@@ -156,13 +156,13 @@ def e8m0_of_bits(amax_bits, eps, FP8: tl.constexpr):
 
 
 def operand_of(codes: Tensor) -> Tensor:
-    """FP8 as a product takes it: it goes from memory to the tensor cores untouched; the interpreter gets its bits."""
+    """FP8 codes as a product reads them: unchanged for the tensor cores, as bytes for the interpreter."""
     return codes.view(torch.uint8) if INTERPRETED.value else codes
 
 
 @triton.jit
 def operand_values(codes, FP8: tl.constexpr):
-    """What the tensor cores take; for the interpreter, which converts FP8 wrongly, bytes become float32 here."""
+    """The codes for the tensor cores; for the interpreter, which converts FP8 wrongly, bytes become float32 here."""
     if INTERPRETED:
         if FP8 == "e4m3":
             values = float_of_e4m3_in_integers(codes)
@@ -192,8 +192,8 @@ def pair_max(a, b):
 
 @triton.jit
 def reduce_pairs(words, AXIS: tl.constexpr):
-    """`pair_max` of all along an axis."""
-    if INTERPRETED:  # which has no reductions by functions that are not its own
+    """`pair_max` of all words along an axis."""
+    if INTERPRETED:  # the interpreter has no reductions by user functions
         low = tl.max(words & 0x7FFF, axis=AXIS)
         high = tl.max((words >> 16) & 0x7FFF, axis=AXIS)
         largest = low | (high << 16)
@@ -226,13 +226,13 @@ def high_float(pairs):
 
 @triton.jit
 def quick_scale(amax, least, FP8: tl.constexpr):
-    """`scale_of_bits` of what is a bfloat16's magnitude, as float32; `least`: the smallest scale, of eps.
+    """`scale_of_bits` for the magnitude of a bfloat16, given as float32; `least`: the smallest scale, that of eps.
 
-    A product and two fused multiply-adds equal the division for each of the 2^15 magnitudes; what is not finite makes
-    inf - inf, which is NaN.
+    A product and two fused multiply-adds equal the division for each of the 2^15 magnitudes; an infinity gives inf -
+    inf, which is NaN.
     """
     LIMIT: tl.constexpr = 448.0 if FP8 == "e4m3" else 57344.0
-    if INTERPRETED:  # whose multiply-add rounds twice
+    if INTERPRETED:  # the interpreter's multiply-add rounds twice
         scale = tl.where(amax < float("inf"), tl.maximum(tl.div_rn(amax, LIMIT), least), float("nan"))
     else:
         INVERSE: tl.constexpr = 0.0022321429569274187 if FP8 == "e4m3" else 1.743861685099546e-05
@@ -256,7 +256,7 @@ def quick_inverse(scale):
 def two_codes(x, inverse, FP8: tl.constexpr):
     """Codes of a word's two numbers in an int16: neighbours of one row.
 
-    In assembly, opaque to LLVM, which would keep each number widened for the second layout in twice the registers.
+    In assembly, because LLVM would keep each number widened for the second layout, in twice the registers.
     """
     if INTERPRETED:
         low, high = fp8_code(low_float(x) * inverse, FP8), fp8_code(high_float(x) * inverse, FP8)

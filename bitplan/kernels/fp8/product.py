@@ -9,8 +9,8 @@ Ways to compute it, `impl`:
     "auto"     emulate on a CPU; on a GPU cublas where it takes the operands, else triton
 
 Every product of a layer has this one form, because a cast writes the layout that it needs. The tensor cores add FP8
-products with about 14 bits; `fast_accum` leaves the running sum there over all of K, without it it moves to float32
-every few steps (see `bitplan.runtime.fp8.recipe`). Block scaled products always move it, at each block.
+products with about 14 bits; with `fast_accum` the running sum stays there over all of K, without it the sum moves to
+float32 every few steps (see `bitplan.runtime.fp8.recipe`). Block scaled products always move the sum, at each block.
 """
 
 from __future__ import annotations
@@ -93,9 +93,9 @@ def _emulated(a_MK: ScaledFp8, b_NK: ScaledFp8, out_dtype: torch.dtype, bias: Te
 def _by_torch(
     a_MK: ScaledFp8, b_NK: ScaledFp8, out_dtype: torch.dtype, bias: Tensor | None, fast_accum: bool
 ) -> Tensor:
-    """Bias goes in where the library takes it: of the output's type, beside 16-bit outputs of tensor scales.
+    """The library adds a bias of the output's type to 16-bit outputs of tensor scales; else it is added here.
 
-    Row scaled and block scaled products give bfloat16 alone, and the rest is a cast after it.
+    Row scaled and block scaled products give bfloat16 only; other types are cast afterwards.
     """
     scaling, b_KN = a_MK.scaling, b_NK.turned
     if scaling == "tensor":

@@ -5,9 +5,9 @@
     rowwise      maxima of rows and columns by strips, a small launch that finishes them, then the cast
     blockwise    the tile is the block: one launch, one read (mxfp8 too)
 
-The bytes decide. Per number of bfloat16: 2 read and 1 + 1 written for blockwise, 2 more read for the maximum of the
-others. With a norm in front (`Norm`), the cast reads what the norm would read, and what it would write is never
-written. What is settled once for all casts of a shape is a plan: which kernel, how it is cut up, what memory it needs.
+The time is that of the bytes moved. Per number of bfloat16: 2 read and 1 + 1 written for blockwise, 2 more read for the
+maximum of the others. With a norm in front (`Norm`), the cast reads the norm's input, and the norm's output is never
+written. A plan holds what is the same for all casts of a shape: the kernel, how it is cut up, the memory it needs.
 
 Codes and scales equal `bitplan.formats.fp8` bit for bit.
 
@@ -38,12 +38,12 @@ Made = tuple[ScaledFp8 | None, ScaledFp8 | None, Tensor | None]
 
 @dataclass(frozen=True)
 class CastLaunch:
-    """How a cast is cut up. Block scaled casts have tiles of 128x128 whatever this says.
+    """How a cast is cut up. Block scaled casts always have tiles of 128x128.
 
     rows, cols, warps            of a tile
-    pieces, numbers, amax_warps  of the maximum of a tensor: pieces, numbers read at once (None: what its kernel is
-                                 fastest with), warps
-    vector                       words that neighbour in a thread, where numbers are read as words of two
+    pieces, numbers, amax_warps  of the maximum of a tensor: pieces, numbers read at once (None: the fastest for its
+                                 kernel), warps
+    vector                       adjacent words of a thread, where numbers are read as words of two
     """
 
     rows: int = 128
@@ -55,7 +55,7 @@ class CastLaunch:
     vector: int = 4
 
 
-# What an H200 was fastest with. Both layouts of a gradient of 16384x28672 in bfloat16, us, and the share of a copy's
+# The fastest on an H200. Both layouts of a gradient of 16384x28672 in bfloat16, us, and the share of a copy's
 # 4.27 TB/s; in brackets what the same took one number at a time:
 #     tensor   690  96% (731)   cast 484; tiles of 128x128 the same with twice the registers, of 128x64 487
 #     row      720  92% (993)   cast 486; tiles of 128x64 489, the maxima finished by the cast itself 595
@@ -92,8 +92,8 @@ def cast_tiles(
 ) -> Made:
     """(x, its transpose, x after the norm in its own type if `plain`), each where asked for.
 
-    `padded` rows come out, those beyond x's are zeros. `pieces`: the maxima of all that shall share the scale of a
-    tensor, as `partial_amax` gives them, where they are known already.
+    The result has `padded` rows; those beyond x's are zeros. `pieces`: maxima of all numbers that share the scale of a
+    tensor, as `partial_amax` gives them, if they are known already.
     """
     if norm is not None and pieces is None:
         pieces = norm.partial
@@ -111,7 +111,7 @@ class Room:
         self.shape, self.scaling, self.dtype = shape, scaling, FP8_DTYPES[fp8]
         scale = empty_scale(shape, scaling, torch.device("meta"))
         self.scale_shape, self.scale_stride, self.scale_dtype = scale.shape, scale.stride(), scale.dtype
-        # Rows of these are padded, and what pads them is read.
+        # Rows of these scales are padded, and the padding is read.
         self.is_ragged = scaling == "128x128" and scale.stride(0) != scale.shape[1]
 
     def codes(self, device: torch.device) -> Tensor:
@@ -188,7 +188,7 @@ class _CastPlan:
             normed = torch.empty_like(x)
         if self.is_empty:
             for each in (scale, scale_t):
-                if each is not None and each.numel():  # of a matrix without numbers, as one of zeros
+                if each is not None and each.numel():  # for an empty matrix, the scale of zeros
                     each.copy_(scale_of_amax(torch.tensor(self.eps), self.fp8, power_of_two=self.scaling == "tensor"))
         elif not self.is_idle:
             of_norm = norm.pointers if norm is not None else NO_NORM

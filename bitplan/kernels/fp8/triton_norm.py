@@ -1,8 +1,8 @@
-"""The norm in front of an FP8 cast: what it needs of each row, and its gradient, on the GPU.
+"""The norm in front of an FP8 cast: statistics of each row, and the norm's gradient, on the GPU.
 
 Forward is two reads of x and no write of the normalised matrix: `row_stats` finds each row's mean and inverse
 deviation, and for a tensorwise cast the largest normalised magnitudes while the row is in registers; the cast
-(`triton_cast`) normalises as it reads (`normalise`). A norm by itself reads and writes 4 bytes a number, and a
+(`triton_cast`) normalises as it reads (`normalise`). A separate norm reads and writes 4 bytes a number, and a
 tensorwise cast then reads 4 more; here it is 4 in all. Rows of up to `LONGEST_ROW` numbers are held in registers.
 
 `norm_gradient` reads x and the gradient once, writes dx, and adds up the weight's gradient over the rows of a program.
@@ -31,7 +31,7 @@ NO_NORM = (None, None, None, None)
 
 
 class Norm(NamedTuple):
-    """A norm in front of the cast: what `triton_norm` found of each row, and the norm's own weights."""
+    """A norm in front of the cast: statistics of each row from `row_stats`, and the norm's own weights."""
 
     kind: str  # "rms" or "layer"
     mean: Tensor | None
@@ -50,7 +50,7 @@ class Norm(NamedTuple):
 
 
 def norm_constants(norm: NormKey | None) -> dict[str, str | bool]:
-    """What a kernel that normalises as it reads is compiled for."""
+    """The compile-time constants of a kernel that normalises as it reads."""
     if norm is None:
         return {"NORM": "none", "WEIGHT": "none", "HAS_BIAS": False}
     return {"NORM": norm[0], "WEIGHT": float_name(norm[1]), "HAS_BIAS": norm[2]}
@@ -59,7 +59,7 @@ def norm_constants(norm: NormKey | None) -> dict[str, str | bool]:
 def row_stats(
     x_RC: Tensor, kind: str, weight_C: Tensor, bias_C: Tensor | None, norm_eps: float, *, with_amax: bool
 ) -> Norm:
-    """What the norm needs of each row, and with `with_amax` the largest normalised magnitudes by strips of rows."""
+    """The statistics of each row, and with `with_amax` the largest normalised magnitudes by strips of rows."""
     types = (("SOURCE", x_RC.dtype), ("WEIGHT", weight_C.dtype))
     flags = (("HAS_BIAS", bias_C is not None), ("AMAX", with_amax))
     programs, find = _plan(x_RC.shape, kind, types, flags, float(norm_eps))

@@ -1,8 +1,8 @@
 """The block scaled FP8 product on the GPU: a [M, K] in blocks of 1x128, b [N, K] in blocks of 1x128 or 128x128.
 
 A step of the loop is one block along K: the tensor cores add its 128 products from zero, and the sum is scaled and
-added in float32. So no more than 128 products are ever added with the tensor cores' 14 bits. Used where the library
-has no such product (an operand in E5M2, GPUs that are not Hopper): where it has one, that reaches 1300 TFLOP/s.
+added in float32. So no more than 128 products are ever added with the tensor cores' 14 bits. It is used where the
+library has no such product (an operand in E5M2, GPUs that are not Hopper); the library's own reaches 1300 TFLOP/s.
 
 Legend: M rows of a, N rows of b, K the contraction.
 """
@@ -102,7 +102,7 @@ def _block_scaled(
     GROUP: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    # Programs that run together take GROUP tiles of M with the same strips of N: both operands come from L2.
+    # Programs that run at the same time take GROUP tiles of M with the same strips of N: both operands come from L2.
     tiles_m, tiles_n = (rows + BM - 1) // BM, (cols + BN - 1) // BN
     band = tl.program_id(0) // (GROUP * tiles_n)
     in_band = tl.minimum(tiles_m - band * GROUP, GROUP)

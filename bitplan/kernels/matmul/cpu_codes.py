@@ -1,8 +1,8 @@
 """Codes and scales of each format in registers, and the C function that multiplies by its weights.
 
-4-bit codes have two ways. With AVX-512 a code is looked up in a register that holds the format's 16 numbers. Any
-other CPU makes small integers of all nibbles of a register at once, then floats of every fourth byte; E2M1's numbers
-are doubled for that (0 1 2 3 4 6 8 12), and the product halved (`cpu_products` sets the factor).
+4-bit codes are decoded in two ways. With AVX-512 a code is looked up in a register that holds the format's 16 numbers.
+Any other CPU turns all nibbles of a register into small integers at once, then every fourth byte into floats; E2M1's
+numbers are doubled for that (0 1 2 3 4 6 8 12), and the product is halved (`cpu_fused` sets the factor).
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -97,7 +97,7 @@ low = _low_by_table if LOOKS_UP else _low_by_integer
 high = _high_by_table if LOOKS_UP else _high_by_integer
 
 
-# ---- scales: of the blocks in a register, each on its own lanes; or of one block, on all ----------------------------
+# ---- scales: of the blocks in a register, each on its own lanes; or of one block, on all lanes ----------------------
 
 
 @inlined
@@ -112,14 +112,14 @@ def _float16(address, block):
 
 @inlined
 def _e8m0(address, block):
-    """2^(e - 127): the exponent of a float32, but for 2^-127, which has none, and byte 255, which is NaN."""
+    """2^(e - 127): e is a float32's exponent, except for 2^-127, which is subnormal, and byte 255, which is NaN."""
     e = widen(load_from(address + block, U8, QUARTER_LANES), U32)
     return repeat_each(view(maximum(e << 23, 0x400000) | (greater(e, 254) & 0x400000), F32), 4)
 
 
 @inlined
 def _e4m3(address, block):
-    """For blocks of 16; 2^-8 of the scale, as a float16 with its four exponent bits has it. 0x7F is NaN."""
+    """For blocks of 16; gives 2^-8 times the scale: E4M3's bits read as a float16. 0x7F is NaN."""
     return repeat_each(_e4m3_numbers(load_from(address + block, U8, HALF_LANES)), 2)
 
 

@@ -1,4 +1,4 @@
-"""The CPU's fused product: which kernel multiplies by a packed weight, and how a call reaches it.
+"""The CPU's fused product: which kernel multiplies by a packed weight, and how it is called.
 
 | kernel | formats | inputs | memory beside the weight |
 |---|---|---|---|
@@ -32,10 +32,10 @@ NIBBLES = ("int4_g32", "q4_0_gguf", "mxfp4", "nvfp4")
 BYTES = ("int8_row", "int8_g128", "q8_0_gguf", "fp8_e4m3_row")
 FORMATS = NIBBLES + BYTES
 INPUTS = (torch.float32, torch.bfloat16, torch.float16)
-LEAST_FOR_THREADS = 2**18  # weights times inputs: below, a second thread costs more than it brings
+LEAST_FOR_THREADS = 2**18  # weights times inputs: below this a second thread costs more than it gains
 PIECES_PER_THREAD = 8  # a thread that falls behind leaves rows to the others
 MOST_INPUTS = 32
-BUFFER_ROWS, BUFFER_COLUMNS = 512, 256  # of decoded weights, for more inputs
+BUFFER_ROWS, BUFFER_COLUMNS = 512, 256  # of decoded weights, for many inputs
 _E8_OF_E4M3 = 256.0  # E4M3's bits in a float16 stand for 2^-8 of the number
 
 Call = Callable[[Tensor, Sequence[int]], Tensor]
@@ -54,7 +54,7 @@ class FusedOnCpu:
         return why_not_ours(weight)
 
     def prepare(self, weight: Encoded) -> tuple[Tensor, ...]:
-        """torch's copy, or 17 numbers: those of the 16 codes, and a factor of all."""
+        """torch's copy, or 17 numbers: those of the 16 codes, and a factor for all of them."""
         if _takes_torch(weight, torch.float32):
             return (cpu_matmul.pack_four_bit(weight),)
         return (_constants(weight),)
@@ -91,7 +91,7 @@ class FusedOnCpu:
         bias: Tensor | None,
         launch: Mapping[str, int] | None,
     ) -> Call | None:
-        """The product for more inputs of this many rows, as long as weight and bias lie where they lie."""
+        """The product for further inputs of this many rows; valid while weight and bias stay where they are."""
         is_other = prepared[0].dtype == torch.uint8 or not 0 < x_MK.shape[0] <= MOST_INPUTS
         if is_other or (bias is not None and not (bias.dtype == torch.float32 and bias.is_contiguous())):
             return None
@@ -160,7 +160,7 @@ def _constants(weight: Encoded) -> Tensor:
 
 
 def _bound(inputs: int, weight: Encoded, constants: Tensor, bias: Tensor | None) -> Call:
-    """A call for this many inputs: its job is settled but for where x, the result and the scratch lie."""
+    """A call for this many inputs: its job is complete except for the addresses of x, the result and the scratch."""
     from bitplan.kernels.base.jit import thread_count
     from bitplan.kernels.base.team import run
     from bitplan.kernels.matmul import cpu_rows
@@ -170,7 +170,7 @@ def _bound(inputs: int, weight: Encoded, constants: Tensor, bias: Tensor | None)
     unit = cpu_rows.STEP if weight.fmt.name in NIBBLES else cpu_rows.LANES
     units = -(-weight.fmt.padded_cols(width) // unit)
     tiled = inputs if inputs == 1 else 4 * -(-inputs // 4)
-    stride = 4 * unit * (1 + units * tiled) + 64  # threads share no line of the cache
+    stride = 4 * unit * (1 + units * tiled) + 64  # threads share no cache line
     template, holds = _job(weight, constants, inputs=inputs, scratch_stride=stride)
     template[cpu_rows.BIAS] = 0 if bias is None else bias.data_ptr()
     x_at, y_at, scratch_at, piece_at = cpu_rows.X, cpu_rows.Y, cpu_rows.SCRATCH, cpu_rows.PIECE
@@ -191,7 +191,7 @@ def _bound(inputs: int, weight: Encoded, constants: Tensor, bias: Tensor | None)
 
 
 def _job(weight: Encoded, constants: Tensor, **fields: int) -> tuple[array[int], Any]:
-    """A job for all rows of the weight, and what has to live as long: it knows addresses only."""
+    """A job for all rows of the weight, and the objects that must live as long, since a job holds only addresses."""
     from bitplan.kernels.matmul.cpu_rows import JOB
 
     assert weight.scales is not None

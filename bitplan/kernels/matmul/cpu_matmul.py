@@ -1,17 +1,18 @@
-"""Products with packed weights on a CPU beside our own (`cpu_fused`): torch's 4-bit kernel, and pieces in float32.
+"""Other products with packed weights on a CPU than ours (`cpu_fused`): torch's 4-bit kernel, and pieces in float32.
 
-**Pieces.** The matrix is expanded a few megabytes at a time (`pieces`), in float32 always: a CPU without
-bfloat16 hardware multiplies bfloat16 thirty times slower. A piece is a quarter of the last-level cache: smaller ones
-lose to the start of each product, larger ones to memory, and the whole matrix is never there.
+**Pieces.** The matrix is expanded a few megabytes at a time (`pieces`), in float32 always: a CPU without bfloat16
+hardware multiplies bfloat16 thirty times slower. A piece is a quarter of the last-level cache: smaller pieces lose time
+at the start of each product, larger ones to memory. The whole matrix is never expanded at once.
 
 **torch's 4-bit kernel** (`_dyn_quant_matmul_4bit`, KleidiAI on Arm) multiplies integers: each row of x is rounded to
 8-bit integers with a step of (max(x, 0) - min(x, 0)) / 255, so a result is off by at most step * sum_k |w_nk|; for
-normally distributed inputs by 0.5 to 0.9 % in norm. It holds int4_g32 as it is: bfloat16 scales (float32 ones run 150
-times slower), codes q + 8, even index low; in a copy in its own order.
+normally distributed inputs by 0.5 to 0.9 % in norm. It takes int4_g32 unchanged, but copied into its own order:
+bfloat16 scales (with float32 scales it runs 150 times slower), codes q + 8, even index low.
 
-What the kernel cannot do is found out by asking it: a machine without it, or where it gives wrong numbers, uses pieces.
+The kernel is tried once: a machine that lacks it, or on which it gives wrong numbers, uses pieces.
 
-Neoverse-N1, 2 cores that others used as well (idle, all times are about half), 4096 x 4096, ms at 1 / 16 / 128 rows:
+Neoverse-N1, 2 cores under other load (on an idle machine all times are about half), 4096 x 4096, ms at 1 / 16 / 128
+rows:
 
 | | int4_g32 | q4_0_gguf | mxfp4 | int8_row |
 |---|---|---|---|---|
@@ -47,7 +48,7 @@ _SUFFIXES = {"K": 2**10, "M": 2**20, "G": 2**30}
 
 @functools.cache
 def piece_bytes() -> int:
-    """A quarter of the last-level cache, within 2 and 16 MiB; 8 MiB where the machine does not say."""
+    """A quarter of the last-level cache, within 2 and 16 MiB; 8 MiB if the cache size is unknown."""
     sizes = []
     for place in sorted(_CACHES.glob("index*/size")):
         text = place.read_text().strip()
@@ -62,7 +63,7 @@ def piece_rows(in_features: int, dtype: torch.dtype) -> int:
 
 
 def chunked_linear(x_MK: Tensor, weight: Encoded, bias: Tensor | None = None) -> Tensor:
-    """x @ W.T + bias in x's type (float32 or float64) without the whole of W; see `pieces` for the bound."""
+    """x @ W.T + bias in x's type (float32 or float64) without the whole of W; see `row_pieces` for the bound."""
     pieces = decoded_pieces(weight, x_MK.dtype, piece_rows(weight.shape[1], x_MK.dtype))
     return linear_over_pieces(x_MK, pieces, weight.shape[0], bias)
 
@@ -101,13 +102,13 @@ def four_bit_linear(x_MK: Tensor, weight: Encoded, packed: Tensor, bias: Tensor 
     if not x.shape[0]:
         return x.new_empty((0, rows))
     y = _multiply(x, packed, rows, cols)
-    # The kernel looks for extremes by comparing, and a comparison does not see NaN.
+    # The kernel finds extremes by comparisons, which miss NaN.
     y += (x * 0).sum(dim=1, keepdim=True)
     return y if bias is None else y.add_(bias)
 
 
 def four_bit_bound(x_MK: Tensor, w_NK: Tensor) -> Tensor:
-    """[M, N]: how far a result may lie from the exact product, for rounding x to 8-bit integers."""
+    """[M, N]: how far rounding x to 8-bit integers may take a result from the exact product."""
     step = (x_MK.amax(dim=1).clamp(min=0) - x_MK.amin(dim=1).clamp(max=0)) / 255
     return step.unsqueeze(1) * w_NK.abs().sum(dim=1)
 
@@ -128,7 +129,7 @@ def _multiply(x: Tensor, packed: Tensor, rows: int, cols: int) -> Tensor:
 
 @functools.cache
 def _why_not_here() -> str | None:
-    """Try the kernel once on this machine, on rows that fill no tile."""
+    """Try the kernel once on this machine, on rows that are not whole tiles."""
     if not hasattr(torch.ops.aten, "_dyn_quant_matmul_4bit"):
         return f"torch {torch.__version__} has no 4-bit kernel"
     generator = torch.Generator().manual_seed(0)

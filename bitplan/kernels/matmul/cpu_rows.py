@@ -1,18 +1,19 @@
 """Loops of the CPU's fused products: weights are decoded in registers, times x, summed in float32.
 
-A job is an array of int64 (`JOB` names them). Every thread that runs it arranges the inputs for itself, then takes a
-few rows of the weight at a time until none are left. A tile is 4 rows of the weight times one input, or 2 times 4.
+A job is an array of int64 (`JOB` names its fields). Every thread that runs it arranges the inputs for itself, then
+takes a few rows of the weight at a time until none are left. A tile is 4 rows of the weight times one input, or 2 times
+4.
 
-**4-bit codes.** A register is loaded as 32-bit lanes, 8 codes in each. Number j of every lane comes by a shift, so
-inputs are arranged to match: all first numbers of the lanes, then all second ones. The lanes of a block stay apart
-from those of the next, so one multiplication scales the sums of a whole register's codes. With AVX-512 the 16
-numbers of a format lie in one register, and a code is looked up in it by its low four bits: no masks, no conversion.
-Elsewhere bytes become small integers, twice the number for E2M1, and those are converted (`cpu_codes`).
+**4-bit codes.** A register is loaded as 32-bit lanes, 8 codes in each. A shift gives number j of every lane, so inputs
+are arranged to match: all first numbers of the lanes, then all second numbers. Blocks have lanes of their own, so one
+multiplication scales the sums of a whole register's codes. With AVX-512 the 16 numbers of a format lie in one register,
+and a code is looked up in it by its low four bits: no masks, no conversion. Elsewhere bytes become small integers,
+twice the number for E2M1, and those are converted (`cpu_codes`).
 
 **8-bit codes** are widened and converted, 4 to 16 at a time.
 
-The last register of a row that is not a whole one begins earlier: it holds codes that were taken before, whose inputs
-are zero this time. So a row must be at least one register long.
+If a row is not whole registers, its last register begins earlier: it repeats codes that were used before, and their
+inputs are zero this time. So a row must be at least one register long.
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -42,7 +43,7 @@ STEP = 2 * REGISTER  # 4-bit codes in a register
 JOB = (
     "x",  # float32 [inputs, width], contiguous
     "inputs",
-    "width",  # numbers in a row of the weight that count
+    "width",  # numbers in a row of the weight, without padding
     "codes",
     "codes_stride",  # bytes from row to row
     "scales",
@@ -53,12 +54,12 @@ JOB = (
     "scratch",
     "scratch_stride",  # bytes for each thread
     "table",  # 16 float32
-    "factor",  # address of a float32 that multiplies all
+    "factor",  # address of a float32 that multiplies all results
     "piece",  # rows taken at a time
     "next_row",
     "next_thread",
-    "first",  # where decoding begins in a row, in units: registers of 4-bit codes, LANES numbers of 8 bits
-    "count",  # how many of them
+    "first",  # where decoding begins in a row, in units: registers of 4-bit codes, or LANES 8-bit numbers
+    "count",  # number of units
 )
 
 
@@ -76,7 +77,7 @@ def field(job, place):
 
 @inlined
 def _copy_with_zeros(x, width, first, start, to, count):
-    """Numbers first .. first + count of x; zero outside start .. width."""
+    """Copy numbers first .. first + count of x; zeros outside start .. width."""
     for i in range(count):
         k = first + i
         write(to + 4 * i, read(x + 4 * k, F32) if start <= k < width else F32(0))
@@ -211,9 +212,9 @@ def _nibbles_2x4(opened, low, high, scales, table, codes, scales_at, x, stride, 
 def nibble_products(job, opened, low, high, scales, per_scale, halves):
     """The job of a 4-bit format.
 
-    opened, low, high   codes of a register -> what `low` and `high` turn into numbers, of the nibbles of byte 0 to 3
+    opened, low, high   `opened` prepares a register's codes; `low` and `high` make numbers of nibbles of byte 0 to 3
     scales              (address, block) -> the scales of all lanes
-    per_scale           bytes of codes to a scale
+    per_scale           bytes of codes that share a scale
     """
     inputs, padded, rows = field(job, INPUTS), 2 * field(job, CODES_STRIDE), field(job, ROWS)
     thread = take(job + 8 * NEXT_THREAD, 1)
@@ -305,7 +306,7 @@ def byte_products(job, number, scale, block):
 
     number   address -> LANES numbers
     scale    (address, block) -> a block's scale, on all lanes
-    block    numbers to a scale; 0: a row
+    block    numbers that share a scale; 0: a row
     """
     inputs, padded, rows = field(job, INPUTS), field(job, CODES_STRIDE), field(job, ROWS)
     thread = take(job + 8 * NEXT_THREAD, 1)
@@ -348,7 +349,7 @@ def decode_bytes(number, scale, codes, scales_at, width, block, first, count, to
 
 @inlined
 def decoded_rows(job, decode, unit):
-    """Units first .. first + count of every row, for `y`; decode(job, row, first, count, to)."""
+    """Decode units first .. first + count of every row into `y`, by decode(job, row, first, count, to)."""
     rows, piece, first, count = field(job, ROWS), field(job, PIECE), field(job, FIRST), field(job, COUNT)
     row = take(job + 8 * NEXT_ROW, piece)
     while row < rows:
@@ -359,7 +360,7 @@ def decoded_rows(job, decode, unit):
 
 @inlined
 def arranged_inputs(job, arrange, unit):
-    """x for `y`, in the order of decoded rows; arrange(job, x, width, buffer, to)."""
+    """Write x to `y` in the order of decoded rows, by arrange(job, x, width, buffer, to)."""
     width, inputs, stride = field(job, WIDTH), field(job, INPUTS), 4 * unit * field(job, COUNT)
     buffer = field(job, SCRATCH) + take(job + 8 * NEXT_THREAD, 1) * field(job, SCRATCH_STRIDE)
     row = take(job + 8 * NEXT_ROW, 1)
@@ -373,7 +374,7 @@ def arranged_inputs(job, arrange, unit):
 
 @inlined
 def row_of(job, part, n):
-    """The address of a row's codes or scales; a row past the end is the last one again."""
+    """The address of a row's codes or scales; for a row past the end, those of the last row."""
     return field(job, part) + min(n, field(job, ROWS) - 1) * field(job, part + 1)
 
 

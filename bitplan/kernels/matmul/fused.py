@@ -1,8 +1,8 @@
-"""Finds the fused product for a device: one interface over the CPU's and the GPU's.
+"""Finds the fused product for a device: one interface for the CPU's and the GPU's.
 
 "Fused" is a kernel that reads packed weights and never writes an expanded one: a Triton kernel on CUDA, numba's or
-torch's on a CPU (`cpu_fused`). Each may want something made once per weight (`prepare`), such as scales in an order of
-its own; what that is, only the kernel knows.
+torch's on a CPU (`cpu_fused`). Each may need tensors that are made once per weight (`prepare`), such as scales in its
+own order; only the kernel knows what they are.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from bitplan.formats import Encoded
 from bitplan.kernels.matmul.cpu_fused import FusedOnCpu
 
 Launch = Mapping[str, int]
-Prepared = tuple[Tensor, ...]  # what a kernel made of a weight for itself; at most three tensors
-Bound = Callable[[Tensor, Sequence[int]], Tensor | None]  # x, the result's shape -> the result; None: it does not fit
+Prepared = tuple[Tensor, ...]  # at most three tensors that a kernel made from a weight
+Bound = Callable[[Tensor, Sequence[int]], Tensor | None]  # x, the result's shape -> the result; None: x does not fit
 
 
 class FusedMatmul(Protocol):
@@ -27,16 +27,16 @@ class FusedMatmul(Protocol):
     name: str
 
     def why_not(self, weight: Encoded, dtype: torch.dtype) -> str | None:
-        """Why it cannot run for inputs of this type; None if it can."""
+        """Why the kernel cannot run for inputs of this type; None if it can."""
 
     def prepare(self, weight: Encoded) -> Prepared:
-        """What it reads beside the weight, or instead of it."""
+        """The tensors that the kernel reads beside the weight, or instead of it."""
 
     def join(self, parts: Sequence[Prepared]) -> Prepared | None:
-        """What it reads beside weights whose rows lie one below the other in one matrix; None where it cannot."""
+        """The prepared tensors of weights that lie one below the other in one matrix; None if it cannot join them."""
 
     def launches(self, weight: Encoded, rows: int) -> Sequence[Launch]:
-        """Ways to run it that are worth measuring; empty where there is only one."""
+        """Launches that are worth measuring; empty if there is only one."""
 
     def run(
         self, x_MK: Tensor, weight: Encoded, prepared: Prepared, bias: Tensor | None, launch: Launch | None
@@ -46,9 +46,9 @@ class FusedMatmul(Protocol):
     def bind(
         self, x_MK: Tensor, weight: Encoded, prepared: Prepared, bias: Tensor | None, launch: Launch | None
     ) -> Bound | None:
-        """The same for other x of this shape, by a call that checks nothing anew; None where there is none.
+        """A call that gives the same for other x of this shape and checks nothing anew; None if there is none.
 
-        It is right as long as the weight and the bias lie where they lie, on the stream of now.
+        It is valid on the present stream, as long as weight and bias stay where they are.
         """
 
     def note(self, weight: Encoded) -> str:
@@ -56,7 +56,7 @@ class FusedMatmul(Protocol):
 
 
 class TritonOnCuda:
-    """The Triton kernel; importing it loads Triton, so that happens here and only when it is asked for."""
+    """The Triton kernel, imported at first use, because that loads Triton."""
 
     name = "the Triton kernel"
 
@@ -112,7 +112,7 @@ class TritonOnCuda:
 
 
 def _bound_call(x_MK: Tensor, outputs: int, launch: Callable[..., None], split: int) -> Bound:
-    """A launch with its tensors: the result, and room for the parts of a split."""
+    """A call that allocates the result, and memory for the parts of a split, and launches."""
     device, index = x_MK.device, x_MK.get_device()
     stream: int = torch.cuda.current_stream(device).cuda_stream
     part_shape = (split, x_MK.shape[0], outputs)

@@ -1,6 +1,6 @@
-"""Expands a packed matrix a piece of rows at a time, for products that need no more of it at once.
+"""Expands a packed matrix a piece of rows at a time, for products that need not have all of it at once.
 
-y = x @ W.T has one column of y per row of W, so a piece of rows gives its columns of y and is then forgotten. The
+y = x @ W.T has one column of y per row of W, so a piece of rows gives its columns of y and is then dropped. The
 gradient x.grad = y.grad @ W is a sum over pieces. Every format whose blocks lie within a row can be cut anywhere.
 
 Pieces compute what the whole matrix would, up to the order of additions: with u the compute type's unit roundoff both
@@ -44,14 +44,14 @@ def rows_of(encoded: Encoded, rows: slice) -> Encoded:
 
 
 def cut(rows: int, step: int) -> list[slice]:
-    """Pieces of at most `step` rows, as equal as they can be, so that none is a sliver."""
+    """Pieces of at most `step` rows, of nearly equal size, so that none is tiny."""
     count = -(-rows // max(1, step))
     edges = [rows * index // count for index in range(count + 1)] if count else []
     return [slice(low, high) for low, high in itertools.pairwise(edges)]
 
 
 def decoded_pieces(encoded: Encoded, dtype: torch.dtype, step: int) -> Iterator[Piece]:
-    """Each piece expanded when it is asked for, and kept by nobody here."""
+    """Each piece, expanded when it is asked for and not kept here."""
     for rows in cut(encoded.shape[0], step):
         whole = rows == slice(0, encoded.shape[0])
         yield rows, decode(encoded if whole else rows_of(encoded, rows), dtype)

@@ -5,7 +5,7 @@ in float64: no large numbers are subtracted, so a variance far below the square 
 joined in a fixed order, so the same gradients give the same bits, and a resumed run the same decisions.
 
     definition   plain torch, a part is a tensor: runs anywhere, reads each gradient a few times
-    Triton       `kernels.grad_parts`, a part is 64k numbers: one launch for all tensors of a type reads each once
+    Triton       `kernels.gradient_statistics`, a part is 64k numbers: one launch for all tensors of a type
 
 `explain_reduce` says which it will be, and why.
 """
@@ -29,8 +29,10 @@ KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 class Parts(NamedTuple):
-    """A row (mean, variance, max |g|) per part; how many numbers each tensor has, how many tensors each block, and
-    how many numbers a full part (0: a part is a tensor)."""
+    """A row (mean, variance, max |g|) per part; and the sizes of tensors, blocks (in tensors) and full parts.
+
+    `part` is the numbers in a full part; 0: a part is a tensor.
+    """
 
     rows: Tensor
     sizes: tuple[int, ...]
@@ -46,7 +48,7 @@ def reduce_blocks(blocks: Blocks) -> Tensor:
 
 @torch.no_grad()
 def reduce_parts(blocks: Blocks) -> Parts:
-    """The one pass over the numbers; `join` makes blocks of it, at once or when more parts have come."""
+    """The one pass over the numbers; `join` makes blocks from its parts, at once or when more have come."""
     if explain_reduce(blocks).implementation == "triton":
         return triton_parts(blocks)
     return torch_parts(blocks)
@@ -85,7 +87,7 @@ def triton_parts(blocks: Blocks) -> Parts:
 
 
 def gather_parts(blocks: Sequence[Sequence[Parts]]) -> Parts:
-    """Blocks of parts that came one after another, as gradients do in backward."""
+    """The parts of blocks whose gradients came one after another, as in backward, in one Parts."""
     pieces = [one for parts in blocks for one in parts]
     if len({one.part for one in pieces}) > 1:
         raise ValueError("parts of the definition and of the kernel do not mix: gradients of a device are of one kind")
@@ -95,7 +97,7 @@ def gather_parts(blocks: Sequence[Sequence[Parts]]) -> Parts:
 
 
 def join(parts: Parts) -> Tensor:
-    """Blocks from their parts: the law of total variance."""
+    """Figures of blocks from their parts, by the law of total variance."""
     index, numbers_BP = _layout(parts.sizes, parts.tensors, parts.part, parts.rows.device)
     padded = torch.cat([parts.rows.double(), parts.rows.new_zeros((1, 3), dtype=torch.float64)])
     mean_BP, variance_BP, peak_BP = padded[index].unbind(-1)
@@ -109,7 +111,7 @@ def join(parts: Parts) -> Tensor:
 
 @lru_cache(maxsize=64)
 def _layout(sizes: tuple[int, ...], tensors: tuple[int, ...], part: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Which parts are a block's, padded with the row of zeros at the end, and how many numbers each has (padding 0)."""
+    """The indices of each block's parts, padded with the row of zeros at the end, and the numbers in each part."""
     numbers: list[int] = []
     lengths, tensor = [], iter(sizes)
     for count in tensors:

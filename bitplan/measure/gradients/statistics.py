@@ -10,11 +10,12 @@ depend on when `drain` is called.
 The reductions are in `reduce`: on a GPU one kernel reads every gradient once. Gradients that leave the device
 during backward (streamed weights that are trained) come one by one, by `add_gradient`.
 
-A gradient that is missing is not zero. A block with none is excluded for the step; where only some of its tensors have
-one, the others are left out of the figures and counted in `missing_tensors`. A block with NaN or infinity is
-excluded, because its norm is not known.
+A gradient that is missing is not zero. A block with none is excluded for the step; if only some of its tensors lack
+one, these are left out of the figures and counted in `missing_tensors`. A block with NaN or infinity is excluded,
+because its norm is not known.
 
-`impact_of` is the other signal: what replacing a weight would do to the loss, from what backward has at hand.
+`impact_of` is the other signal: the change of the loss if a weight were replaced, from tensors that backward has
+anyway.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ Gradients = nn.Module | Iterable[Tensor | None]
 
 
 class GradStatsError(BitplanError, ValueError):
-    """Gradients that cannot be measured, or measured at the wrong time."""
+    """Gradients that cannot be measured, or a call at the wrong time."""
 
 
 @dataclass
@@ -53,7 +54,7 @@ class _Step:
         return {*self.missing, *self.parts, *(name for names, _ in self.rows for name in names)}
 
     def join_parts(self) -> None:
-        """Blocks whose gradients came one by one; those of a device together."""
+        """Join the blocks whose gradients came one by one; all blocks of a device together."""
         groups: dict[torch.device, list[str]] = {}
         for name, parts in self.parts.items():
             groups.setdefault(parts[0].rows.device, []).append(name)
@@ -72,7 +73,7 @@ class _Share(NamedTuple):
 
 @dataclass(frozen=True)
 class _Sent:
-    """A step that is closed: its numbers are on their way to the host."""
+    """A closed step, whose numbers are on their way to the host."""
 
     step_id: int
     names: list[list[str]]
@@ -96,7 +97,7 @@ class _Sent:
 
 @dataclass(frozen=True)
 class _Copy:
-    """Numbers of one device on their way: which figures they are, how long each is, and when they have arrived."""
+    """Numbers of one device on their way: which figures they are, their lengths, and an event of their arrival."""
 
     places: list[int]
     lengths: list[int]
@@ -139,7 +140,7 @@ class GradStatsCollector:
     def add_gradient(self, block: str, gradient: Tensor) -> None:
         """Enqueue the reduction of one gradient of a block; the block is complete when the step ends.
 
-        Several gradients of one weight (micro-batches, each gone before the next) count as numbers of one block.
+        Several gradients of one weight (micro-batches, each freed before the next) count as numbers of one block.
         """
         self._require_known(block)
         if block in self._open.blocks and block not in self._open.parts:
@@ -171,11 +172,11 @@ class GradStatsCollector:
         self._sent.append(_Sent(step_id, [names for names, _ in step.rows], missing, shares, copies))
 
     def drop_step(self) -> None:
-        """Forget the step under way, as after an error in it."""
+        """Forget the open step, as after an error in it."""
         self._open = _Step()
 
     def drain(self, *, before: int | None = None) -> list[StepStats]:
-        """Every step since the last drain (or those before a step), oldest first: the one call that waits."""
+        """Every step since the last drain, or only those before a step, oldest first: the only call that waits."""
         ready = [sent for sent in self._sent if before is None or sent.step_id < before]
         self._sent = self._sent[len(ready) :]
         return [sent.read(self.blocks) for sent in ready]
@@ -211,7 +212,7 @@ def impact_of(grad_output: Tensor, inputs: Tensor, difference: Tensor) -> Tensor
     """<dL/dy, (W - W_hat) x> of a linear layer y = W x, a tensor of one number in units of loss.
 
     The first-order rise of the loss if W_hat stands in for W is minus this. It needs no gradient of the weight, so it
-    holds for frozen weights too; where there is one, it equals <dL/dW, W - W_hat>. The product is made in the type of
+    works for frozen weights too; for trained ones it equals <dL/dW, W - W_hat>. The product is computed in the type of
     the inputs, and summed in float32.
     """
     inputs = inputs.detach().reshape(-1, inputs.shape[-1])
@@ -226,7 +227,7 @@ def _gradients(source: Gradients) -> Iterable[Tensor | None]:
 
 
 def _send(tensors: list[Tensor]) -> list[_Copy]:
-    """One copy per device, behind what it is doing; nothing waits."""
+    """One copy per device, queued behind its work; nothing waits."""
     groups: dict[torch.device, list[int]] = {}
     for at, tensor in enumerate(tensors):
         groups.setdefault(tensor.device, []).append(at)

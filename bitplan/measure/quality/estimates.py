@@ -1,8 +1,8 @@
 """A mean with an honest standard error, when samples come in clusters.
 
-Tokens of one window of text share its subject, so their losses move together: a standard error that takes each token
-for an independent sample is too small. Here a window is one sample, whatever its length (the ratio estimator of
-survey sampling), and with few windows Student's distribution is used, not the normal one.
+Tokens of one window of text share its subject, so their losses move together: a standard error that treats each token
+as an independent sample is too small. Here a window is one sample, whatever its length (the ratio estimator of survey
+sampling), and with few windows Student's distribution is used, not the normal one.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _T_975 = (12.706204736432095, 4.302652729696142)  # one and two degrees of freed
 
 @dataclass(frozen=True)
 class Estimate:
-    """A mean over all samples; `standard_error` is None where a single cluster gives no way to tell."""
+    """A mean over all samples; `standard_error` is None for a single cluster, which does not show it."""
 
     mean: float
     standard_error: float | None
@@ -37,7 +37,7 @@ class Estimate:
 
 
 def clustered_mean(sums: Sequence[float], counts: Sequence[int]) -> Estimate:
-    """The mean of samples of which only each cluster's sum and number are known."""
+    """The mean of samples, from the sum and the number of samples of each cluster."""
     clusters, total = len(sums), sum(counts)
     mean = math.fsum(sums) / total
     if clusters < 2:

@@ -1,10 +1,9 @@
-"""Measures the reference's own noise: how far it is from itself when it is computed in another, equally valid, way.
+"""Measures the reference's own noise: how far its results are apart when it is computed in two equally valid ways.
 
-A difference from the reference means little where the reference differs from itself as much. The other way here
-is the one in which such models are commonly run: the same weights, activations in bfloat16. It is simulated by
-rounding what every part of the model hands on, the residual stream included, to bfloat16; sums stay in float32, as
-matrix units accumulate, and so do the logits, which makes the floor low rather than high. (The idea of a self-noise
-floor in a quality report is exllamav3's.)
+A difference from the reference means little if the reference itself varies as much. The second way is how such models
+are commonly run: the same weights, activations in bfloat16. It is simulated by rounding the output of every part of the
+model, the residual stream included, to bfloat16; sums stay in float32, as matrix units accumulate, and so do the
+logits, which makes the floor low rather than high. (The idea of a self-noise floor in a quality report is exllamav3's.)
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from torch.utils.hooks import RemovableHandle
 
 
 def shared_twin(model: nn.Module) -> nn.Module:
-    """A second model over the same Parameters and buffers: what is hooked or morphed on it, the first does not see."""
+    """A second model over the same Parameters and buffers; hooks on it and changed modules do not affect the first."""
     shared = [*model.parameters(), *model.buffers()]
     return copy.deepcopy(model, {id(tensor): tensor for tensor in shared})
 
@@ -44,4 +43,4 @@ def _rounded(output: Any, dtype: torch.dtype) -> Any:
         return output.to(dtype).to(output.dtype) if output.is_floating_point() else output
     if type(output) in (tuple, list):
         return type(output)(_rounded(item, dtype) for item in output)
-    return output  # a model's own kind of output: its parts were rounded where they were made
+    return output  # an output class of a model: its tensors were rounded where they were made

@@ -1,14 +1,14 @@
 """Perplexity of a causal language model, and its distance from a reference, token by token.
 
-The text is cut into windows that do not overlap. Each begins with what the model's tokenizer puts before a text (a
-beginning-of-sequence token), or where it puts nothing, with a token that is context only; each other token is
-predicted from those before it in the window. Figures, all in nats and all computed in float64 from the model's
+The text is cut into windows that do not overlap. Each begins with the tokens that the model's tokenizer puts before a
+text (a beginning-of-sequence token), or if there are none, with a token that is context only; each other token is
+predicted from the tokens before it in the window. Figures, all in nats and all computed in float64 from the model's
 logits:
 
     NLL               mean of -log p(token); perplexity is exp(NLL)
     NLL difference    model minus reference on the same tokens: the text's own variance drops out, which makes it far
                       tighter than the difference of two perplexities
-    KL                mean over positions of sum p_ref log(p_ref / p_model): sees changes that the text does not reward
+    KL                mean over positions of sum p_ref log(p_ref / p_model): shows changes for all tokens
     top-1 agreement   how often both would say the same token
 
 Standard errors are by window: see estimates.py.
@@ -27,7 +27,7 @@ from torch import Tensor
 from bitplan.errors import MeasureError
 from bitplan.measure.quality.estimates import Estimate, clustered_mean
 
-MOST_NATS = 709.0  # exp of more is beyond float64
+MOST_NATS = 709.0  # exp of a larger number exceeds float64
 ROWS_AT_ONCE = 128  # float64 log-probabilities of a large vocabulary: 50 MB at 50,000 tokens
 
 # Token ids [windows, length] -> logits [windows, length, vocabulary], or an object that has them as `.logits`.
@@ -88,7 +88,7 @@ class Divergence:
 
 @dataclass(frozen=True)
 class Quality:
-    """What was measured of one model; `samples` keeps each window's sums, for those who want another statistic."""
+    """The measurements of one model; `samples` keeps each window's sums, for other statistics."""
 
     tokens: int
     windows: int
@@ -102,7 +102,7 @@ class Quality:
 
     @property
     def interval(self) -> tuple[float, float] | None:
-        """95% interval of the perplexity: what another text of the same kind might have given."""
+        """95% interval of the perplexity: the range that other texts of the same kind may give."""
         interval = self.nll.interval
         return interval and (_exp(interval[0]), _exp(interval[1]))
 
@@ -119,7 +119,7 @@ class Quality:
 
 
 def _exp(nll: float) -> float:
-    """exp, infinite where a double ends: a broken model can be thousands of nats off."""
+    """exp, infinite beyond float64: a broken model can be thousands of nats off."""
     return math.exp(nll) if nll < MOST_NATS else math.inf
 
 
@@ -133,7 +133,7 @@ def _finite(value: float) -> float | None:
 
 @dataclass
 class CachedLogits:
-    """A reference for several models: remembers its logits by window, as many as fit, and computes the rest again."""
+    """A reference for several models: keeps the logits of as many windows as fit, and computes the others again."""
 
     model: LogitsOf
     budget_bytes: int
@@ -162,7 +162,7 @@ def measure_perplexity(
 ) -> Quality:
     """Score every window; with a reference, also the distance from it.
 
-    `unscored` tokens at the head of each window are context only: one, or what the tokenizer puts before a text.
+    The first `unscored` tokens of each window are context only: one, or those that the tokenizer puts before a text.
     `on_windows` is called with the number of windows just done. Models are called as they are: put them in eval mode.
     """
     if not windows:

@@ -1,10 +1,10 @@
-"""Computes what a format takes from a weight, W - W_hat, where the weight lies and without waiting for the device.
+"""Computes the rounding error of a weight in a format, W - W_hat, on its device and without waiting for it.
 
-`encode` looks whether every number was finite, which waits for a GPU; in a training step nothing may. So the Triton
-twins are called here without that look: a weight that is not finite gives a difference that is not finite, and whoever
-reads the figure made of it excludes it. Formats without a twin, and other devices, go through `encode` and `decode`.
+`encode` checks that every number is finite, which waits for a GPU; in a training step nothing may wait. So the Triton
+kernels are called here without that check: a weight that is not finite gives a difference that is not finite, and the
+reader of the resulting figure excludes it. Formats without a kernel, and other devices, use `encode` and `decode`.
 
-W_hat is decoded to the type of W, as the streaming runtime computes with it: the difference is the one that acts.
+W_hat is decoded to the type of W, in which the streaming runtime computes: this is the error of a real run.
 """
 
 from __future__ import annotations

@@ -1,14 +1,14 @@
-"""Measures from how many rows on a packed weight is better expanded, for one weight shape on one GPU.
+"""Measures from how many rows on it is faster to expand a packed weight, for one weight shape on one GPU.
 
-A fused kernel reads a quarter of the bytes and wins while memory is the limit; with many rows the arithmetic is, and
-expanding the weight first for the vendor's product is faster. Where the two cross depends on format, shape and
-GPU, so it is measured, for the row counts that are met, each rounded up to a power of two up to 8192: the time of
+A fused kernel reads a quarter of the bytes and wins while memory is the limit; with many rows arithmetic is the limit,
+and it is faster to expand the weight first for the vendor's product. Where the two cross depends on format, shape and
+GPU, so it is measured for the row counts that occur, each rounded up to a power of two up to 8192: the time of
 
     fused      the kernel on packed bytes, by the best of its candidate launches
     decode     expand the weight, then F.linear: every call pays for the expansion
     expanded   F.linear on a weight expanded before: what a tile in the cache costs
 
-The L2 cache is overwritten before every timed call, or a small weight would be timed from there, where it does not lie
+The L2 cache is overwritten before every timed call: else a small weight would be read from the cache, where it is not
 when a model's other layers have run in between. That write also gives the host the time to enqueue the call, so that
 events around it time the GPU. Medians decide, samples are kept. Before any of this the fused result is compared with
 decode and F.linear: a kernel that is wrong here is not used, and the log says so.
@@ -40,17 +40,18 @@ log = logging.getLogger("bitplan")
 ROW_COUNTS: tuple[int, ...] = tuple(1 << power for power in range(14))
 REPEATS = 15
 REPEATS_PER_CANDIDATE = 5
-MOST_FUSED_ROWS = 256  # beyond them the fused kernels never came first, and are not compiled to see it again
+MOST_FUSED_ROWS = 256  # with more rows the fused kernels were never fastest, and are not even compiled
 COMPILERS = 16
-# Of the fused result against decode and F.linear, all in bfloat16 (unit roundoff 2^-8): the norm of the difference, and
-# of each number |difference| <= NUMBER_OF_RESULT * |result| + NUMBER_OF_ROW * ||w_n|| for x of unit variance.
+# Limits for the fused result against decode and F.linear, all in bfloat16 (unit roundoff 2^-8): of the norm of the
+# difference, and of each number |difference| <= NUMBER_OF_RESULT * |result| + NUMBER_OF_ROW * ||w_n|| for x of unit
+# variance.
 NORM_TOLERANCE = 2.0**-6
 NUMBER_OF_RESULT = 2.0**-6
 NUMBER_OF_ROW = 2.0**-5
 
 Call = Callable[[], Tensor]
-Run = Callable[[Launch | None], Tensor]  # the fused product, by a launch
-Timer = Callable[[Call, int], Sequence[float]]  # a call and how often -> milliseconds
+Run = Callable[[Launch | None], Tensor]  # the fused product with a launch
+Timer = Callable[[Call, int], Sequence[float]]  # a call and a number of samples -> milliseconds
 
 
 @dataclass(frozen=True)
@@ -64,7 +65,7 @@ class Pick:
 
 @dataclass(frozen=True)
 class Timing:
-    """Milliseconds at one row count, every sample; no fused ones where the kernel could not run."""
+    """All samples at one row count, in milliseconds; none of fused if the kernel could not run."""
 
     rows: int
     samples_ms: Mapping[str, tuple[float, ...]]
@@ -77,7 +78,7 @@ class Timing:
 
 @dataclass(frozen=True)
 class Crossover:
-    """What was measured for weights of one format and shape. `refused` says why the fused kernel must not be used."""
+    """The timings of weights of one format and shape. `refused` says why the fused kernel must not be used."""
 
     format: str
     out_features: int
@@ -95,13 +96,13 @@ class Crossover:
         return next((timing for timing in self.timings if timing.rows >= rows), self.timings[-1])
 
     def has(self, rows: int) -> bool:
-        """Whether this row count was measured, or was not for want of memory."""
+        """Whether this row count was measured, or could not be for lack of memory."""
         return any(timing.rows == rows for timing in self.timings) or (
             self.stopped is not None and rows > self.timings[-1].rows
         )
 
     def joined(self, other: Crossover) -> Crossover:
-        """With what was measured at other row counts; of equal ones the other's counts."""
+        """Both records' timings; at equal row counts those of `other`."""
         by_rows = {timing.rows: timing for timing in (*self.timings, *other.timings)}
         timings = tuple(by_rows[rows] for rows in sorted(by_rows))
         return replace(
@@ -110,14 +111,14 @@ class Crossover:
 
 
 def bucket_of(rows: int) -> int:
-    """The row count that is measured for so many rows."""
+    """The row count that is measured in place of `rows`: the next power of two, within limits."""
     return min(1 << max(0, rows - 1).bit_length(), ROW_COUNTS[-1])
 
 
 def pick(record: Crossover, rows: int, *, room: bool) -> Pick:
     """The fastest way for this many rows: a pure function of the record.
 
-    `room`: whether a cache can hold the expanded weight. Of equal times the one that needs less memory wins.
+    `room`: whether a cache can hold the expanded weight. Of equal times the way that needs less memory wins.
     """
     timing = record.at(rows)
     times = {
@@ -182,7 +183,7 @@ def measure_crossover(
 
 
 def compile_together(device: torch.device, calls: Sequence[Call]) -> None:
-    """Run every call once, several at a time, so that their kernels are compiled side by side. Errors come later."""
+    """Run every call once, several at a time, so that their kernels are compiled in parallel. Errors are ignored."""
     if device.type != "cuda" or len(calls) < 2:
         return
 
@@ -207,7 +208,7 @@ class _Bench:
     timer: Timer
 
     def time(self, x: Tensor, run: Run | None = None, launches: Sequence[Launch | None] = ()) -> Timing:
-        """Every way at one row count; fused by its fastest launch."""
+        """Time every way at one row count; fused with its fastest launch."""
         samples: dict[str, tuple[float, ...]] = {}
         best: Launch | None = None
         if run is not None:
@@ -219,7 +220,7 @@ class _Bench:
         return Timing(x.shape[0], samples, best)
 
     def why_wrong(self, x: Tensor, run: Run, launches: list[Launch | None]) -> str | None:
-        """Compare every launch with decode and F.linear; launches that the GPU has no room for leave the list."""
+        """Compare every launch with decode and F.linear; launches that do not fit the GPU leave the list."""
         expected = functional.linear(x, self.expanded).float()
         allowed = NUMBER_OF_RESULT * expected.abs() + NUMBER_OF_ROW * self.expanded.float().norm(dim=1)
         for launch in list(launches):
@@ -233,7 +234,7 @@ class _Bench:
                 continue
             off = (product - expected).abs()
             relative = float(off.norm() / expected.norm().clamp(min=torch.finfo(torch.float32).tiny))
-            beyond = int((~(off <= allowed)).sum())  # NaN is beyond
+            beyond = int((~(off <= allowed)).sum())  # NaN counts as beyond
             if beyond or not relative <= NORM_TOLERANCE:
                 return (
                     f"{beyond} of {off.numel()} results at {x.shape[0]} rows, launch {dict(launch or {})}, differ from "

@@ -6,13 +6,13 @@
      "weights": [{"format": F, "out_features": N, "in_features": K, "refused": null, "stopped": null,
                   "timings": [{"rows": 1, "launch": {...}, "samples_ms": {"fused": [...], "decode": [...], ...}}]}]}
 
-A file counts only under the fingerprint it was measured under: GPU, driver, torch, Triton, bitplan, and the source of
-the kernels. Else everything is measured anew and the file replaced, and the log says what differs; the same goes for
-a file that cannot be read.
+A file counts only if its fingerprint is the present one: GPU, driver, torch, Triton, bitplan, and the source of the
+kernels. Else everything is measured anew and the file replaced, and the log says what differs; likewise for a file that
+cannot be read.
 
-Records of some GPUs come with the package (`bitplan/data/crossover_*.json`). Such a record counts where the GPU and the
-source of the kernels are those it was measured with, whatever the driver and the libraries are: it spares the first use
-of common shapes the measuring, and what was measured here goes before it.
+Records of some GPUs come with the package (`bitplan/data/crossover_*.json`). Such a record counts if GPU and kernel
+source are the same, with any driver and libraries: common shapes then need not be measured at first use. Measurements
+of this machine take precedence.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ _WAYS = {"fused": _SAMPLES, "decode": _SAMPLES, "expanded": _SAMPLES}
 
 
 class CrossoverTable:
-    """The crossovers of one GPU model: read when first asked for, measured where there are none, kept on disk."""
+    """The crossovers of one GPU model: read at first use, measured if missing, kept on disk."""
 
     def __init__(
         self,
@@ -101,7 +101,7 @@ class CrossoverTable:
         self._lock = threading.RLock()
 
     def find(self, fmt: str, out_features: int, in_features: int) -> Crossover | None:
-        """What is known, without measuring."""
+        """The record, if there is one; measures nothing."""
         with self._lock:
             if self._crossovers is None:
                 shipped = {} if self.shipped is None else read_shipped(self.shipped, self.fingerprint)
@@ -113,7 +113,7 @@ class CrossoverTable:
         return self._failed.get((fmt, out_features, in_features))
 
     def find_or_measure(self, weight: Encoded, fused: FusedMatmul | None, rows: int) -> Crossover | None:
-        """What is known of weights like this one, measured now if nothing is of so many rows; None if that failed."""
+        """The record of this format and shape, with `rows` measured now if missing; on failure the old record."""
         key, bucket = (weight.fmt.name, weight.shape[0], weight.shape[1]), bucket_of(rows)
         with self._lock:
             known = self.find(*key)
@@ -136,7 +136,7 @@ class CrossoverTable:
     def _keep(self, record: Crossover) -> Crossover:
         assert self._crossovers is not None
         self._crossovers[record.key] = record
-        # Another process may have measured others meanwhile; of equal ones ours are newer.
+        # Another process may have measured other shapes meanwhile; for equal ones ours are newer.
         merged = _joined(read_crossovers(self.path, self.fingerprint), self._crossovers)
         self._crossovers = merged
         try:
@@ -148,12 +148,12 @@ class CrossoverTable:
 
 
 def _joined(first: dict[Key, Crossover], second: dict[Key, Crossover]) -> dict[Key, Crossover]:
-    """Both, and of what both have the row counts of both."""
+    """The records of both; records of the same weights are joined."""
     return first | {key: first[key].joined(record) if key in first else record for key, record in second.items()}
 
 
 def say_progress(text: str) -> None:
-    """One line on a terminal, written over by the next; elsewhere a message of the log."""
+    """Show one line on a terminal, which the next overwrites; elsewhere log it."""
     if sys.stderr.isatty():
         print(f"\r\033[K{text}", end="", file=sys.stderr, flush=True)
     elif text:
@@ -173,7 +173,7 @@ def crossovers_of(device: torch.device) -> CrossoverTable:
 
 
 def gpu_fingerprint(gpu: str) -> Fingerprint:
-    """All that a measured time depends on, but for the weight."""
+    """All that a measured time depends on, except the weight."""
     index = next(i for i in range(torch.cuda.device_count()) if torch.cuda.get_device_name(i) == gpu)
     major, minor = torch.cuda.get_device_capability(index)
     return {
@@ -202,7 +202,7 @@ def _version_of(package: str) -> str:
 
 
 def _source_hash() -> str:
-    """Of what runs on a GPU, without comments: kernels that are edited are measured again, also between versions."""
+    """A hash of the code that runs on a GPU, without comment lines: edited kernels are measured again."""
     digest = hashlib.sha256()
     folder = Path(kernels.__file__).parent
     for name in GPU_SOURCES:
@@ -232,7 +232,7 @@ def read_crossovers(path: Path, fingerprint: Fingerprint) -> dict[Key, Crossover
 
 
 def read_shipped(path: Path, fingerprint: Fingerprint) -> dict[Key, Crossover]:
-    """The records that came with the package, where GPU and kernels are theirs."""
+    """The records that came with the package, if GPU and kernels are the same."""
     if not path.exists():
         return {}
     document = load_document(path, FileFormatError)

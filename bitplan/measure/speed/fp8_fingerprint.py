@@ -1,7 +1,7 @@
 """The fingerprint of this machine and this software, as FP8 reports and policies carry it.
 
-On a CPU FP8 is emulated, and the fingerprint says so in place of the GPU: times of an emulation never merge with those
-of a GPU, and a policy made of them is refused on every GPU.
+On a CPU FP8 is emulated, and the fingerprint says so instead of naming a GPU: such times are never merged with those of
+a GPU, and a policy made from them is refused on every GPU.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ EMULATED = "none: FP8 emulated on the CPU"
 
 
 def fingerprint_of(device: torch.device) -> Fingerprint:
-    """What a time on this device depends on, but for the layer."""
+    """What a time on this device depends on, except the layer."""
     if device.type == "cuda":
         stated = gpu_fingerprint(torch.cuda.get_device_name(device))
         gpu, driver, triton = stated["gpu"], stated["driver"], stated["triton"]
@@ -40,7 +40,7 @@ def _triton_version() -> str:
 
 @functools.cache
 def commit() -> str:
-    """The commit of a checkout, `+changes` where files differ from it; BITPLAN_COMMIT says it where there is no git."""
+    """The commit of a checkout, with `+changes` if files differ from it; without git, BITPLAN_COMMIT."""
     if stated := os.environ.get("BITPLAN_COMMIT"):
         return stated
     root = Path(__file__).parents[3]

@@ -1,7 +1,6 @@
-"""The report while it is being measured: a line per row, each written whole, so that a killed benchmark can go on.
+"""The report of a running benchmark: a line per row, each written whole, so that a killed benchmark can go on.
 
-What the file says (fingerprint, recipe, model, settings) must be what this run says: rows of two machines never share a
-file.
+The file's fingerprint, recipe, model and settings must be those of this run: rows of two machines never share a file.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ _FIRST_BYTES = b'{"document": "bitplan-fp8-report"'
 
 
 class ReportLog(JsonLog):
-    """Opens or resumes a report; `done` has the keys of the rows that are already there."""
+    """Opens or resumes a report; `done` has the keys of the rows that the file already has."""
 
     def __init__(
         self,
@@ -32,7 +31,7 @@ class ReportLog(JsonLog):
     ) -> None:
         empty = Report(fingerprint, recipe, (), model, settings, str(path))
         head = empty.head()
-        report_of(head, [], where=str(path))  # a head that cannot be read back is known before the work
+        report_of(head, [], where=str(path))  # checks that the head can be read back, before the work
         super().__init__(path, _FIRST_BYTES, what="report of the layer benchmark", head=head, error=BenchReportError)
         try:
             self.rows, self.finished = self._resume(head)
@@ -58,7 +57,7 @@ class ReportLog(JsonLog):
             self.finished = True
 
     def _resume(self, mine: Mapping[str, Any]) -> tuple[list[Row], bool]:
-        """The rows that are there, and whether the report is finished."""
+        """The rows in the file, and whether the report is finished."""
         head, rows, finished = split_report(self.path.read_bytes(), where=str(self.path))
         found = report_of(head, rows, where=str(self.path))
         for key, theirs in found.head().items():

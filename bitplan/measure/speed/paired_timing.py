@@ -1,19 +1,19 @@
-"""Times of several arms taken in turns on one device, with the memory each needs: what one call costs beside another.
+"""Times several arms in turns on one device, with the memory each needs, to compare what their calls cost.
 
-A GPU gets warmer, its clocks move, a neighbour wakes up: two times taken minutes apart compare the minutes. So the arms
-take turns, and every other turn runs them in the opposite order, for what ran before leaves its mark on what comes
-next. A sample lies between two marks of a stopwatch:
+A GPU gets warmer, its clocks change, a neighbour becomes busy: times taken minutes apart cannot be compared. So the
+arms take turns, and every other turn runs them in the opposite order, because each run affects the next. A sample lies
+between two marks of a stopwatch:
 
-    GPU     events; before each sample the GPU is let finish and the L2 cache is overwritten, or a small layer would be
-            timed from where its weights do not lie in a model. `graph` replays a captured CUDA
+    GPU     events; before each sample the GPU finishes its work and the L2 cache is overwritten: else a small layer
+            would read its weights from the cache, as it does not in a model. `graph` replays a captured CUDA
             graph: the GPU's own time. `eager` calls several times in a row, as a training step does, so that a host
             which cannot launch as fast as the GPU computes shows.
     CPU     a monotonic clock. It is for tests: an emulated FP8 has no speed.
 
-An arm is a function that builds what is timed: memory that runs out in building is caught like memory that runs out in
-running, and distinguished from every other error. One arm failing leaves the others; a device that no longer answers is
-raised, for whatever came next would be blamed on the wrong arm. With several processes (`Peers`) an arm fails when it
-fails on any of them, and the slowest of them counts.
+An arm is a function that builds what is timed. Running out of memory is caught in building as in running, and
+distinguished from every other error. If one arm fails, the others go on; but a device that no longer answers is raised,
+because the next arm would be blamed for it. With several processes (`Peers`) an arm fails if it fails on any of them,
+and the slowest process counts.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ from bitplan.errors import MeasureError
 
 OK, OOM, ERROR = "ok", "oom", "error"
 FLUSH_BYTES = 512 * 2**20  # ten times the L2 of an H200
-EAGER_SAMPLE_MS = 4.0  # long beside the head start that the flush gives the host
+EAGER_SAMPLE_MS = 4.0  # long compared with the head start that the flush gives the host
 MAX_CALLS_PER_SAMPLE = 50
-MIN_SAMPLE_MS = 1e-6  # a clock may stand still between two marks
+MIN_SAMPLE_MS = 1e-6  # two marks of a coarse clock may be equal
 MAX_MESSAGE = 300
 
 Call = Callable[[], object]
@@ -42,22 +42,22 @@ Arm = Callable[[], Call]  # builds what is timed
 
 
 class Stopwatch(Protocol):
-    """What a device must do to be timed on."""
+    """What timing needs of a device."""
 
     def prepare(self) -> None:
-        """Before a sample: put the caches where a model would have left them."""
+        """Before a sample: bring the caches into the state that a model leaves."""
 
     def mark(self) -> Any:
-        """Now, in the device's own order of work."""
+        """A mark at this point of the device's queue."""
 
     def wait(self) -> None:
-        """Until all that was given to the device is done."""
+        """Wait until the device has done all its work."""
 
     def elapsed_ms(self, begin: Any, end: Any) -> float:
-        """Between two marks; after `wait`."""
+        """The time between two marks; call `wait` first."""
 
     def peak_bytes(self, call: Call) -> int | None:
-        """Run a call: the most memory that was held at once, over what was held before; None where unknown."""
+        """Run a call; returns its peak memory above what was held before, or None if unknown."""
 
     def capture(self, call: Call) -> Call:
         """The call as a graph that is replayed; the call itself on a device without graphs."""
@@ -67,20 +67,20 @@ class Stopwatch(Protocol):
 
 
 class Peers:
-    """The processes that time together; this one is alone."""
+    """The processes that time together; this class is for a single process."""
 
     def worst(self, status: str) -> str:
         """The worst status of all processes."""
         return status
 
     def slowest(self, samples_ms: Sequence[float]) -> list[float]:
-        """Sample by sample the slowest process: a step ends when the last one does."""
+        """For each sample the time of the slowest process: a step ends when the last process does."""
         return list(samples_ms)
 
 
 @dataclass(frozen=True)
 class Timed:
-    """What became of one arm. `in_turns`: sample i lies next to sample i of every other arm that is in turns."""
+    """The result of one arm. `in_turns`: sample i was taken next to sample i of every other arm in turns."""
 
     status: str
     samples_ms: tuple[float, ...] = ()
@@ -98,7 +98,7 @@ def time_in_turns(
     graph: bool = False,
     peers: Peers | None = None,
 ) -> dict[str, Timed]:
-    """`turns` samples of every arm, in turns, after `warmup` calls of each; an arm that fails says how."""
+    """`turns` samples of every arm, in turns, after `warmup` calls of each; a failed arm has a message."""
     if turns < 1 or warmup < 0:
         raise MeasureError(f"turns must be from 1 and warmup from 0, got {turns} and {warmup}")
     run = _Run(stopwatch, peers or Peers(), {}, {}, {})
@@ -122,7 +122,7 @@ class _Run:
     peaks: dict[str, int | None]
 
     def make_ready(self, name: str, arm: Arm, warmup: int, graph: bool) -> None:
-        """Build, compile and choose algorithms, and look at the memory."""
+        """Build an arm, let it compile and choose algorithms, and measure its memory."""
 
         def build() -> None:
             call = arm()
@@ -135,7 +135,7 @@ class _Run:
         self.attempt(name, build)
 
     def attempt(self, name: str, work: Call) -> None:
-        """Do some work of an arm; if that fails here or at a peer, the arm is out and leaves no memory behind."""
+        """Do some work of an arm; if that fails here or at a peer, the arm is dropped and its memory freed."""
         status, message = OK, ""
         try:
             work()
@@ -149,7 +149,7 @@ class _Run:
             self.stopwatch.recover()
 
     def calls_per_sample(self, warmup: int) -> int:
-        """How often an eager sample calls, the same for all arms: as often as the fastest needs for a long sample."""
+        """Calls in an eager sample, the same for all arms: enough to make a sample of the fastest arm long."""
         fastest = math.inf
         for name in list(self.ready):
             times_ms: list[float] = []
@@ -168,7 +168,7 @@ class _Run:
 
     def add_sample(self, name: str, calls: int, marks: list[tuple[Any, Any]]) -> None:
         call = self.ready[name]
-        self.stopwatch.wait()  # a host that ran ahead during the last sample would hide what this one costs it
+        self.stopwatch.wait()  # a host that is ahead from the last sample would hide its own cost in this one
         self.stopwatch.prepare()
         begin = self.stopwatch.mark()
         for _ in range(calls):
@@ -176,7 +176,7 @@ class _Run:
         marks.append((begin, self.stopwatch.mark()))
 
     def read(self, arms: Mapping[str, Arm], marks: Mapping[str, list[tuple[Any, Any]]], calls: int) -> dict[str, Timed]:
-        """Samples of the arms that came through, once the device is done."""
+        """The samples of the arms that did not fail, after waiting for the device."""
         for name in list(self.ready):
             self.attempt(name, self.stopwatch.wait)
         samples_ms = {}
@@ -192,7 +192,7 @@ class _Run:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """torch says so by a class of its own, cuBLAS and graph capture by their text."""
+    """Whether memory ran out: torch has a class for it, cuBLAS and graph capture only a text."""
     texts = ("out of memory", "alloc_failed", "can't allocate memory")
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return True
@@ -208,7 +208,7 @@ def _one_line(error: BaseException) -> str:
 
 
 class CpuStopwatch:
-    """A monotonic clock; another one may be given. No memory is counted and nothing is flushed."""
+    """A monotonic clock, or another one that is given. No memory is counted and no cache is flushed."""
 
     def __init__(self, clock_s: Callable[[], float] = time.perf_counter) -> None:
         self.clock_s = clock_s
@@ -268,11 +268,11 @@ class CudaStopwatch:
         return max(torch.cuda.max_memory_allocated(self.device) - before, 0)
 
     def capture(self, call: Call) -> Call:
-        """A graph of one call. What the call makes lies in the graph's own memory and is overwritten by each replay."""
+        """A graph of one call. Tensors that it makes lie in the graph's own memory; each replay overwrites them."""
         side = torch.cuda.Stream(self.device)
         side.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(side):
-            for _ in range(2):  # autotuners and workspaces of this stream; a capture must not meet them
+            for _ in range(2):  # runs autotuners and makes this stream's workspaces, which a capture must not do
                 call()
         torch.cuda.current_stream(self.device).wait_stream(side)
         self.wait()
@@ -287,7 +287,7 @@ class CudaStopwatch:
 
     def recover(self) -> None:
         gc.collect()
-        self.wait()  # an illegal access shows here, again and again: it is raised, not blamed on the next arm
+        self.wait()  # an illegal access is raised here, and not blamed on the next arm
         torch.cuda.empty_cache()
 
 
@@ -296,11 +296,11 @@ def stopwatch_of(device: torch.device) -> Stopwatch:
 
 
 def release_workspaces() -> None:
-    """Give back what timed products leave on the GPU: cuBLAS keeps a workspace, about 34 MB on Hopper, for each thread
-    and stream that a product ran on, and every capture runs on streams of its own.
+    """Free the workspaces of timed products: cuBLAS keeps one, about 34 MB on Hopper, for each thread and stream that a
+    product ran on, and every capture runs on streams of its own.
 
     torch does the same before it records graphs for `mode="reduce-overhead"`; graphs that were timed are gone by now.
     """
-    gc.collect()  # a graph in a cycle would still use its workspace
+    gc.collect()  # a graph in a reference cycle would still use its workspace
     torch._C._cuda_clearCublasWorkspaces()
     torch.cuda.empty_cache()

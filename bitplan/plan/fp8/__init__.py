@@ -1,1 +1,1 @@
-"""FP8 or BF16, layer by layer: reports of measured times, policies made of them, and what they answer."""
+"""FP8 or BF16, layer by layer: reports of measured times, policies made from them, and their answers."""

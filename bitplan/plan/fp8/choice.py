@@ -1,19 +1,19 @@
 """Which products of a layer run in FP8 and by which recipe, and for how many tokens that holds.
 
-This is the one answer: `bitplan explain` prints it, `apply_fp8` builds by it, its table shows it, and the adapters ask
-it. (`policy.decide` is what it is made of: what the rules say of the module, or of one product by itself.)
+This is the one answer: `bitplan explain` and the table of `apply_fp8` show it, `apply_fp8` builds by it, and the
+adapters ask it. It is made from `policy.decide`: what the rules say of the module, or of one product by itself.
 
-A policy answers about the whole module (all three products in FP8, casts shared) and, where they were timed apart, of
-each product alone (that one in FP8, the others in BF16). Of two ways to use it the faster, by the evidence, is taken:
+A policy answers for the whole module (all three products in FP8, casts shared) and, where they were timed apart, for
+each product alone (this one in FP8, the others in BF16). Of two ways to use FP8 the faster by the evidence is taken:
 
     whole      all three in FP8, where the whole module was measured to win, or is estimated to: its speedup
-    some       those products that win alone. Together they share casts, so they save at least the sum of what each
+    some       the products that win alone. Together they share casts, so they save at least the sum of what each
                saves: with savings s = 1 - 1 / speedup they promise a speedup of 1 / (1 - sum of s)
 
-Some of the products must promise APART_MARGIN times what they are preferred to, be it BF16 or the whole module. A
-product that loses alone may still gain beside the others, whose casts it uses for nothing; that is why a module that
-wins is not taken apart by products that lose alone unless the rest is worth more. Neither way: BF16, with the reason.
-Among recipes the one with the larger speedup is taken. Version 1 knows whole modules only, and is taken at its word.
+"Some" must promise APART_MARGIN times the speed of the alternative, BF16 or the whole module. A product that loses
+alone may still gain beside the others, whose casts it uses at no cost; so a module that wins stays whole, though some
+products lose alone, unless the others alone are worth more. If neither way wins: BF16, with the reason. Among recipes
+the one with the larger speedup is taken. Version 1 knows whole modules only, and its answers are taken as they are.
 
 Where nothing was measured `estimate` is asked, unless `estimate=False`; the reason says that it is an estimate.
 Without a shape, all shapes that were measured under the key must agree.
@@ -35,19 +35,19 @@ from bitplan.plan.fp8.policy import Fp8Decision, Policy, Question, alike_rules, 
 from bitplan.plan.fp8.thresholds import ThresholdPolicy
 from bitplan.plan.fp8.token_ranges import BandPolicy, BandRule
 
-# What some products must promise over BF16, and over the whole module. A product apart has its casts and launches to
-# itself, and in a whole layer the host pays for them, which the time of one module does not show: on an H200 at 512
-# tokens wgrad alone promised 1.068x (fc1) and 1.029x (fc2) in CUDA graphs, and the layer assembled of them ran at 0.67x
-# without. The margin is above what did not hold.
+# The gain over BF16, or over the whole module, that some products must promise. A single product has casts and launches
+# of its own, which cost the host time in a whole layer that the time of one module does not show: on an H200 at 512
+# tokens wgrad alone promised 1.068x (fc1) and 1.029x (fc2) in CUDA graphs, and the layer made of them ran at 0.67x
+# without graphs. The margin is above these.
 APART_MARGIN = 1.10
 
 _ANY_COUNT = 2**47  # beyond any model's tokens
-_STEP = 2**0.125  # between the counts that are asked to find how far a choice holds; less may not be seen
+_STEP = 2**0.125  # between the counts that are tried to find how far a choice holds; shorter runs may be missed
 
 
 @dataclass(frozen=True)
 class Fp8Choice:
-    """Products in FP8 (none: BF16), the recipe, why, and from how many to how many tokens it holds (None: no end).
+    """Products in FP8 (none: BF16), the recipe, why, and the range of tokens for which this holds (None: no end).
 
     `tokens` and both bounds count rows of the product: for experts after topk.
     """
@@ -78,7 +78,8 @@ class Fp8Choice:
 
 
 def choose_products(policy: Policy, question: Question, *, estimate: bool = True, apart: bool = True) -> Fp8Choice:
-    """The products of one layer that run in FP8; of `question.recipe`, or of the recipe that the policy knows best.
+    """The products of one layer that run in FP8, by `question.recipe` or else by the recipe that is fastest in the
+    policy.
 
     `apart=False` is for layers that run all three products in FP8 or none.
     """
@@ -99,7 +100,7 @@ def _recipes(policy: Policy, question: Question, estimate: bool) -> Sequence[str
     if question.recipe is not None:
         return (question.recipe,)
     if isinstance(policy, ThresholdPolicy):
-        return (DEFAULT_RECIPE,)  # version 1 names none
+        return (DEFAULT_RECIPE,)  # version 1 names no recipe
     recipes = {rule.recipe for rule in (policy.rules if estimate else _rules_of(policy, question))}
     return [recipe for recipe in RECIPES if recipe in recipes] or (None,)
 
@@ -120,7 +121,7 @@ def _by_recipe(policy: Policy, question: Question, estimate: bool, apart: bool) 
     if isinstance(policy, ThresholdPolicy):
         return _by_threshold(policy, question)
     shapes = []
-    if question.shape is None:  # what the key was measured at, by whatever recipe
+    if question.shape is None:  # all shapes measured under the key, by any recipe
         shapes = sorted({rule.shape for rule in _rules_of(policy, replace(question, recipe=None))})
     if len(shapes) > 1:
         return _of_all_shapes([_by_recipe(policy, replace(question, shape=shape), estimate, apart) for shape in shapes])
@@ -135,14 +136,14 @@ def _by_threshold(policy: ThresholdPolicy, question: Question) -> Fp8Choice:
         return Fp8Choice((), question.recipe, whole.answer, whole.reason, whole.tokens)
     size: dict[str, Any] = {key: getattr(question, key) for key in ("name", "tp", "etp", "num_gemms")}
     rule = policy.find(question.looked_up_kind, **size)
-    assert rule is not None  # it was decided by one
+    assert rule is not None  # a rule decided it
     return Fp8Choice(
         PRODUCTS, question.recipe, whole.answer, whole.reason, whole.tokens, whole.speedup, rule.min_tokens
     )
 
 
 def _of_all_shapes(choices: list[Fp8Choice]) -> Fp8Choice:
-    """One choice for all shapes under a key: FP8 only where every one of them has the same products in it."""
+    """One choice for all shapes under a key: FP8 only if every shape has the same products in FP8."""
     first = next((each for each in choices if not each), choices[0])
     prefix = f"no shape was given and {len(choices)} were measured"
     if not first:
@@ -171,7 +172,7 @@ def _at_count(policy: BandPolicy, question: Question, estimate: bool, apart: boo
     alone = _winning_alone(policy, question)
     some = tuple(alone)
     recipe = question.recipe or whole.recipe
-    if some == PRODUCTS and not whole and whole.answer == UNMEASURED:  # nothing speaks against all three
+    if some == PRODUCTS and not whole and whole.answer == UNMEASURED:  # nothing is known against all three
         reason = f"{_answers_text(alone)}; the whole module: {whole.reason}"
         return Fp8Choice(PRODUCTS, recipe, alone[PRODUCTS[0]].answer, reason, whole.tokens, _promise(alone))
     promise = _promise(alone)
@@ -187,7 +188,7 @@ def _at_count(policy: BandPolicy, question: Question, estimate: bool, apart: boo
 
 
 def _estimated(policy: BandPolicy, question: Question, whole: Fp8Decision) -> Fp8Decision:
-    """The whole module by its estimate: what products gain apart is too little to be guessed at."""
+    """The whole module by its estimate; single products are not estimated, because they gain too little."""
     guess = estimate_speedup(policy, question)
     if guess is None:
         return whole
@@ -247,8 +248,11 @@ def _bounded(policy: BandPolicy, question: Question, choice: Fp8Choice, estimate
 
 
 def _turning_counts(own: Iterable[BandRule], near: Iterable[BandRule]) -> set[int]:
-    """Counts so close that between two of them a choice changes once at most: it does so at measured ones, at the end
-    of what is estimated, and somewhere between the two where an estimate crosses the threshold."""
+    """Counts so close that between two of them a choice changes at most once.
+
+    A choice changes at measured counts, at the end of estimates, and between these where an estimate crosses the
+    threshold.
+    """
     measured = {point.tokens for rule in own for point in rule.points}
     ends = {REACH * rule.points[-1].tokens for rule in near}
     counts = {1, _ANY_COUNT} | {each + by for each in measured | ends for by in (-1, 0, 1)}
@@ -260,7 +264,7 @@ def _turning_counts(own: Iterable[BandRule], near: Iterable[BandRule]) -> set[in
 
 
 def _last_same(same: Callable[[int], bool], tokens: int, counts: Iterable[int]) -> int:
-    """The last count, on the way through these, at which the choice is still the same."""
+    """The last count, on the way from `tokens` through `counts`, at which the choice is still the same."""
     last = tokens
     for count in counts:
         if same(count):

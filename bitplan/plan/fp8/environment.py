@@ -1,7 +1,7 @@
 """What a layer benchmark is asked to do: LoongForge's TE_LAYER_PERF_* variables, with its defaults.
 
-The environment comes in as a mapping, so that a test needs none. A variable that begins like ours and is none of ours
-is refused: misspelt, it would have been measured with the default and nobody would know.
+The environment is passed as a mapping, so that tests need not set variables. An unknown variable with our prefix is
+refused: with a misspelt name, the default would be measured and nobody would notice.
 """
 
 from __future__ import annotations
@@ -16,12 +16,13 @@ from bitplan.formats.fp8_recipes import RECIPES
 from bitplan.plan.fp8.kinds import DEFAULT_RECIPE, DEFAULT_THRESHOLD, PRECISIONS, Fp8Error
 
 PREFIX = "TE_LAYER_PERF_"
-# LoongForge leaves its automatic sweep open: every doubling from where FP8 rarely pays to where it nearly always does.
+# LoongForge does not define its automatic sweep. Ours doubles from where FP8 rarely pays to where it nearly always
+# does.
 AUTO_SWEEP = tuple((length, 1) for length in (256, 512, 1024, 2048, 4096, 8192, 16384, 32768))
 
 
 class BenchOptionsError(Fp8Error):
-    """A TE_LAYER_PERF_* variable that is not known, or not what it must be."""
+    """A TE_LAYER_PERF_* variable that is unknown, or has a wrong value."""
 
 
 @dataclass(frozen=True)
@@ -43,7 +44,7 @@ class BenchOptions:
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str]) -> BenchOptions:
-        """The options that the variables set; one that is empty counts as not set."""
+        """The options that the variables set; an empty variable counts as not set."""
         readers: dict[str, Callable[[str, str], Any]] = {
             "OMNI_CONFIG_PATH": lambda text, _: text,
             "TP_SIZE": _size,

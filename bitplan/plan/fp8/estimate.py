@@ -1,21 +1,22 @@
 """Estimates a layer's speedup where it was never measured: at other token counts, and at other shapes.
 
-A policy's own answer between a loss and a win is BF16, and for a shape that was not measured too. Both throw speed away
+A policy itself answers BF16 between a loss and a win, and for a shape that was not measured. That gives speed away
 where the neighbours leave little doubt: so there is an estimate, and every reason that rests on one says so.
 
-    counts    between two measured ones FP8's share of BF16's time runs along a curve over 1 / tokens that bends as the
-              points around do and never leaves the two: what FP8 costs more in a step (casts of weights, launches) is
-              spread over its tokens. Below the smallest count FP8 may take as long as there; above the largest, up to
-              REACH times it, it gains what it gained there, and a fall towards it goes on
+    counts    between two measured ones FP8's share of BF16's time runs along a curve over 1 / tokens that follows the
+              points around and stays between the two: FP8's fixed costs in a step (casts of weights, launches) are
+              spread over its tokens. Below the smallest count FP8 is assumed to take as long as there.
+              Above the largest, up to REACH times it, FP8 gains as much as there; if it was falling, it falls on
     shapes    two things decide what FP8 gains: the work of a layer (tokens x out x in, against what a launch costs) and
               its intensity (1 / (1 / tokens + 1 / out + 1 / in): multiplications for each number that is read, cast or
               written). Points of an H200 lie in the order of their intensity nearly without exception, whatever their
-              shape and count. So a layer gains at least what a measured one of the same kind gains at the token count
-              at which that one has neither more work nor a higher intensity; of several the best counts
+              shape and count. So a layer gains at least what a measured layer of the same kind gains at a token count
+              at which that layer has neither more work nor a higher intensity; the best of these counts
 
-A layer is not estimated to win where one that has no less of both was measured to lose, nor beside a count that was
-tried and failed, nor at a count that was measured for the very shape: lost and undecided stay what they are. `low` is
-the same from the lower ends of the intervals: where it does not reach the threshold, the estimate is within the noise.
+A layer is not estimated to win if a layer with at least as much work and intensity was measured to lose, nor beside a
+count that was tried and failed, nor at a count that was measured for this very shape: a measured loss or "undecided"
+stands. `low` is the estimate from the lower ends of the intervals: if it does not reach the threshold, the estimate is
+within the noise.
 """
 
 from __future__ import annotations
@@ -30,14 +31,14 @@ from itertools import pairwise
 from bitplan.plan.fp8.policy import Question, alike_rules, matching_rules
 from bitplan.plan.fp8.token_ranges import BandPolicy, BandRule, Point
 
-# How many times the largest measured count an estimate reaches. One doubling: over each measured one the speedup rose
-# or stood still, and no more is taken on trust. `Question.extrapolate` asks for all counts.
+# How many times the largest measured count an estimate reaches. One doubling: over every measured doubling the speedup
+# rose or stayed the same, and no more is assumed. `Question.extrapolate` asks for all counts.
 REACH = 2
 
 
 @dataclass(frozen=True)
 class SpeedupEstimate:
-    """A speedup that was not measured, its lower end, and from what it comes."""
+    """A speedup that was not measured, its lower end, and its reason."""
 
     speedup: float
     low: float
@@ -71,7 +72,7 @@ def estimate_speedup(policy: BandPolicy, question: Question) -> SpeedupEstimate 
 
 
 def _equal_counts(rule: BandRule, question: Question) -> tuple[float, float]:
-    """At what counts a rule's shape has the intensity and the work of the layer asked about, the smaller one first.
+    """The two counts at which a rule's shape has the intensity, or the work, of the layer asked about, sorted.
 
     Experts share the tokens, so each has the intensity of its share.
     """
@@ -86,7 +87,7 @@ def _equal_counts(rule: BandRule, question: Question) -> tuple[float, float]:
 
 
 def _easier_loss(policy: BandPolicy, near: Iterable[tuple[BandRule, tuple[float, float]]]) -> SpeedupEstimate | None:
-    """What a layer that has no less work and intensity is known to gain at most, where that is below the threshold."""
+    """The worst speedup of layers with at least as much work and intensity, if it is below the threshold."""
     estimates = [
         _at(rule, max(most, rule.points[0].tokens)) for rule, (_, most) in near if most <= rule.points[-1].tokens
     ]
@@ -98,7 +99,7 @@ def _easier_loss(policy: BandPolicy, near: Iterable[tuple[BandRule, tuple[float,
 
 
 def _at(rule: BandRule, tokens: float) -> SpeedupEstimate | None:
-    """What a rule's own shape gains at a count, at least; None beside a count that was tried and failed."""
+    """The least speedup of a rule's own shape at a count; None beside a count that was tried and failed."""
     points = rule.points
     index = bisect_left([point.tokens for point in points], tokens)
     after = points[index] if index < len(points) else None
@@ -130,7 +131,7 @@ def _after_the_last(points: Sequence[Point], tokens: float) -> float:
 
 
 def _between(points: Sequence[Point], index: int, tokens: float) -> float:
-    """FP8's share of BF16's time on a curve over 1 / tokens, through all points up to the next that failed."""
+    """The speedup by a curve of FP8's share of BF16's time over 1 / tokens, through all points up to a failed one."""
     first, end = index, index
     while first and points[first - 1].speedup is not None:
         first -= 1
@@ -142,7 +143,7 @@ def _between(points: Sequence[Point], index: int, tokens: float) -> float:
 
 
 def _rising_curve(xs: Sequence[float], ys: Sequence[float], x: float) -> float:
-    """A cubic between each two points, of slopes (Fritsch and Butland's) that keep it between the two."""
+    """A cubic between each two points; its slopes (Fritsch and Butland's) keep it between the two."""
     steps = [after - before for before, after in pairwise(xs)]
     slopes = [(after - before) / step for (before, after), step in zip(pairwise(ys), steps, strict=True)]
     at = min(max(bisect_left(xs, x), 1), len(steps)) - 1
@@ -161,5 +162,5 @@ def _rising_curve(xs: Sequence[float], ys: Sequence[float], x: float) -> float:
 
 
 def _speedup(point: Point) -> float:
-    assert point.speedup is not None  # points without one were turned away
+    assert point.speedup is not None  # points without a speedup were refused before
     return point.speedup

@@ -3,12 +3,12 @@
 They are LoongForge's, and every module of adaptive FP8 uses them:
 
     kind      what a linear layer is: dense kinds are looked up by tensor-parallel size; grouped kinds, the
-              experts of an MoE, by expert-tensor-parallel size and by how many experts a GPU holds
+              experts of an MoE, by expert-tensor-parallel size and by the number of experts on a GPU
     name      the buffer name of a dense module, `ub_name` in LoongForge: qkv, proj, fc1, ...
     part      "llm" or "vit": the two parts of a vision-language model see different token counts and never mix
     gemm      "module" is a whole linear forward and backward, casts included; fprop, dgrad and wgrad are its products
-    tokens    logical rows of the product: sequence length x micro batch, times moe_router_topk where experts take
-              them. What a kernel pads them to is a cost and shows in the time; it is never a key
+    tokens    logical rows of the product: sequence length x micro batch, times moe_router_topk for
+              experts. A kernel's padding is a cost that shows in the time; it is never part of a key
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ KIND_OF_CLASS = {
     "TERowParallelGroupedLinear": "row_grouped",
     "TELinear": "duplicated",
 }
-# LoongForge's order, in which policies are written; then those of MLA that it leaves out.
+# LoongForge's order, in which policies are written; then MLA's names, which LoongForge leaves out.
 UB_NAMES = ("qkv", "proj", "fc1", "fc2", "q_down_proj", "kv_down_proj", "q_proj", "q_up_proj", "kv_up_proj")
 PARTS = ("llm", "vit")
 MODULE = "module"
@@ -47,7 +47,7 @@ TIME_MS = Kind("a time from 1e-6 to 1e9 milliseconds", lambda value: is_number(v
 
 
 class Fp8Error(BitplanError, ValueError):
-    """Base of the errors of adaptive FP8: a question, an option, a layer or a file that does not hold together."""
+    """Base of the errors of adaptive FP8: a bad question, option, layer or file."""
 
 
 class PolicyError(Fp8Error, FileFormatError):
@@ -63,7 +63,7 @@ class PolicyKindError(PolicyError):
 
 
 class FingerprintError(Fp8Error):
-    """Evidence from another machine or other software than it is used for or merged with."""
+    """Evidence from another machine or other software than the one it is used on or merged with."""
 
 
 class BenchReportError(Fp8Error, FileFormatError):
@@ -75,7 +75,7 @@ class MergeError(Fp8Error):
 
 
 class ModelConfigError(Fp8Error, FileFormatError):
-    """A model configuration from which the layers cannot be told, or which cannot be divided as asked."""
+    """A model configuration that does not determine the layers, or cannot be divided as asked."""
 
 
 def is_count(value: object) -> bool:
@@ -91,7 +91,7 @@ LOCAL_SHAPE = Kind(
 
 
 def promote(kind: str, is_expert: bool) -> str:
-    """The kind that an expert's layer is looked up as; other layers and kinds stay what they are."""
+    """The kind under which a layer is looked up: the grouped kind for an expert's, else `kind` itself."""
     return PROMOTED.get(kind, kind) if is_expert else kind
 
 

@@ -47,7 +47,7 @@ class Attention:
 
 @dataclass(frozen=True)
 class LatentAttention:
-    """DeepSeek's MLA: queries, keys and values go through a narrow middle; no `q_rank`: queries do not."""
+    """DeepSeek's MLA: queries, keys and values pass through a low rank; without `q_rank` queries do not."""
 
     heads: int
     q_rank: int | None
@@ -68,7 +68,7 @@ class Experts:
 
 @dataclass(frozen=True)
 class ModelPart:
-    """One stack of blocks. `keys` has the configuration's key for each of our words, for messages."""
+    """One stack of blocks. `keys` maps our field names to the configuration's keys, for messages."""
 
     part: str
     hidden: int
@@ -84,12 +84,12 @@ class ModelPart:
 
 @dataclass(frozen=True)
 class Layer:
-    """One distinct linear layer on one GPU, and in how many blocks it is. `shape` is out_features, in_features."""
+    """One distinct linear layer on one GPU, and how many blocks have it. `shape` is out_features, in_features."""
 
     part: str
     kind: str
     name: str
-    role: str  # attention, mlp, expert, shared expert
+    role: str  # attention, mlp, expert or shared expert
     shape: tuple[int, int]
     blocks: int
     parallel: Parallel
@@ -101,7 +101,7 @@ class Layer:
         return count_tokens(seq_length, micro_batch_size, moe_router_topk=self.moe_router_topk or 1)
 
     def question(self) -> dict[str, Any]:
-        """This layer as `should_use_fp8` and a report's row take it, besides tokens."""
+        """The arguments of `should_use_fp8`, and fields of a report's row, for this layer, without tokens."""
         if self.kind in GROUPED_KINDS:
             size: dict[str, Any] = {"etp": self.parallel.etp, "num_gemms": self.num_gemms}
             return {"part": self.part, "kind": self.kind, "shape": self.shape} | size
@@ -116,7 +116,7 @@ class Layer:
 
 @dataclass(frozen=True)
 class Case:
-    """One layer at one logical token count: what a benchmark times. `obstacle` says why the recipe cannot do it."""
+    """One layer at one logical token count: what a benchmark times. `obstacle` says why the recipe cannot run it."""
 
     layer: Layer
     tokens: int

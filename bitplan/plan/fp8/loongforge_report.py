@@ -3,9 +3,9 @@
     [{"case_name": "...", "model_name": "...", "module_kind": "row", "ub_name": "fc2", "precision": "fp8",
       "num_tokens": 4096, "total_ms": 1.9, "tp_size": 1, "etp_size": 1, "num_gemms": null, ...}, ...]
 
-They hold no samples, no recipe and no name of a GPU, so no interval can be had and only a policy of version 1 can be
-made of them. BF16 and FP8 are paired by case and model, and the count is BF16's: FP8's is padded, and pairing by it
-loses every expert. A rule begins where an unbroken run of wins up to the largest count begins.
+They hold no samples, no recipe and no name of a GPU, so no interval can be computed and only a policy of version 1 can
+be made from them. BF16 and FP8 are paired by case and model, with BF16's token count: FP8's count is padded, and
+pairing by counts would lose every expert. A rule begins where an unbroken run of wins up to the largest count begins.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _GROUPED: dict[str, Kind] = {"etp_size": COUNT, "num_gemms": COUNT}
 
 @dataclass(frozen=True)
 class ListRow:
-    """One result: which layer, in which run, how long."""
+    """One result: the layer, the run and the time."""
 
     rule: tuple[Any, ...]  # kind, name, tp, etp, num_gemms
     run: tuple[str, str]  # model and case
@@ -44,11 +44,11 @@ class ListRow:
 
 
 def load_list_report(path: str | Path) -> list[ListRow] | None:
-    """The rows of a list report; None for any other JSON, which is some other reader's."""
+    """The rows of a list report; None for any other file, which another reader may take."""
     try:
         document = read_json(path)
     except (ValueError, OSError):
-        return None  # lines, or no JSON at all: the reader of our own reports says what is wrong
+        return None  # JSON lines, or no JSON: the reader of our own reports will say what is wrong
     if not isinstance(document, list):
         return None
     reader = Reader(str(path), BenchReportError)
@@ -56,7 +56,7 @@ def load_list_report(path: str | Path) -> list[ListRow] | None:
 
 
 def thresholds_of(rows: Sequence[ListRow], speedup_threshold: float) -> tuple[ThresholdPolicy, list[str]]:
-    """A version 1 policy, and in words what could not be used for it."""
+    """A version 1 policy, and a sentence for everything that could not be used."""
     runs: dict[tuple[Any, ...], dict[str, ListRow]] = {}
     findings: set[str] = set()
     for row in rows:

@@ -1,4 +1,4 @@
-"""From a LoongForge YAML to the parts of a model and what is asked of FP8 in each.
+"""From a LoongForge YAML to the parts of a model and the FP8 options of each.
 
 A file describes one model, or under `model` a `foundation` (the LLM) and an `image_encoder` (the ViT), each with sizes
 under Megatron's names and its own FP8 keys:
@@ -10,8 +10,8 @@ under Megatron's names and its own FP8 keys:
     fp8_dynamic_policy_path: ...   the policy's file, relative to the YAML or to a folder above it
     fp8_dynamic_num_tokens: 4096   tokens per step in this part, where it is not seq_length x micro_batch_size
 
-`defaults` takes other files in, as Hydra does; reading them is the caller's (`open_base`), so that this stays pure.
-Keys of others are not judged, but one that begins like ours and is none of ours is a spelling mistake, and refused.
+`defaults` includes other files, as in Hydra; the caller reads them (`open_base`), so that this module stays pure. Other
+keys are ignored, but an unknown key with one of our prefixes is a spelling mistake, and refused.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ MAX_FILES = 32
 MAX_FILES_DEEP = 8
 MAX_PACKAGE_PARTS = 8
 COMPONENTS = {"foundation": "llm", "image_encoder": "vit"}
-OpenBase = Callable[[str], str]  # the name of another file, as `defaults` has it -> its text
+OpenBase = Callable[[str], str]  # the name of another file, as written in `defaults` -> its text
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class Fp8Options:
 
 @dataclass(frozen=True)
 class YamlModel:
-    """The parts of a model, the FP8 keys of each, and the parallel sizes that the file sets; None where it does not."""
+    """The parts of a model, the FP8 keys of each, and the parallel sizes that the file sets (else None)."""
 
     parts: tuple[ModelPart, ...]
     options: Mapping[str, Fp8Options]
@@ -59,7 +59,7 @@ class YamlModel:
     tokens: int | None = None  # seq_length x micro_batch_size, of the LLM or of the only part
 
     def parallel(self, tp: int | None = None, ep: int | None = None, etp: int | None = None) -> Parallel:
-        """What is asked for, else what the file says, else 1; with experts etp follows tp, as Megatron's does."""
+        """The given sizes, else those of the file, else 1; with experts etp defaults to tp, as in Megatron."""
         chosen = tp or self.tp or 1
         follows = chosen if any(part.experts for part in self.parts) else 1
         return Parallel(chosen, ep or self.ep or 1, etp or self.etp or follows)
@@ -80,7 +80,7 @@ def read_yaml_model(
     open_base: OpenBase | None = None,
     overrides: Mapping[str, Any] | None = None,
 ) -> YamlModel:
-    """The model of a YAML file. `overrides` stand above the LLM's keys, as a launch script's arguments do."""
+    """The model of a YAML file. `overrides` replace the LLM's keys, like a launch script's arguments."""
     document = _compose(text, where, open_base, depth=0, opened=[where])
     model = document.get("model")
     if isinstance(model, Mapping) and any(name in model for name in COMPONENTS):
@@ -94,7 +94,7 @@ def read_yaml_model(
         if part == "llm" or len(components) == 1:
             config = ConfigObject({**config.values, **(overrides or {})}, prefix, where)
         options[part] = _options(config)
-        # To switch FP8 on its keys are enough.
+        # A file that only switches FP8 on need not describe a model.
         if options[part] == Fp8Options() or any(key in config.values for key in _SIZE_KEYS):
             parts.append(_part(config, part))
         if part == "llm" or len(components) == 1:
@@ -108,7 +108,7 @@ def read_yaml_model(
 
 
 def _compose(text: str, where: str, open_base: OpenBase | None, depth: int, opened: list[str]) -> dict[str, Any]:
-    """The document over those that its `defaults` name, later over earlier; itself last unless `_self_` says where."""
+    """The document merged with its `defaults`: later files win over earlier ones, itself is last, or at `_self_`."""
     own = load_yaml(text, where=where)
     bases = own.pop("defaults", [])
     if not isinstance(bases, list):
@@ -136,7 +136,7 @@ def _compose(text: str, where: str, open_base: OpenBase | None, depth: int, open
 
 
 def _base_name(item: Any, where: str) -> tuple[str, list[str]]:
-    """The file that an item names, and the keys under which it goes."""
+    """The file that an item names, and the keys under which it is inserted."""
     if isinstance(item, str):
         return item, []
     if isinstance(item, dict) and len(item) == 1:
@@ -161,7 +161,7 @@ def _over(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _single_part(document: Mapping[str, Any]) -> str:
-    """A file of its own for an image encoder says so by its class or its type."""
+    """The part of a file with one part: "vit" for an image encoder, by its class or its type; else "llm"."""
     target, model_type = str(document.get("_target_", "")), str(document.get("model_type", ""))
     return "vit" if ".encoder." in target or model_type.endswith("_vit") else "llm"
 
@@ -248,7 +248,7 @@ def _moe_blocks(config: ConfigObject, blocks: int) -> int:
 
 
 def _spelt_out(text: str) -> list[int] | None:
-    """`[0]*3+[1]*58`, also as an argument: `${moe_freq:"[0]*3+[1]*58"}`. No regular expression: those backtrack."""
+    """`[0]*3+[1]*58`, also as an argument: `${moe_freq:"[0]*3+[1]*58"}`. No regular expression: it could backtrack."""
     if text.startswith("${") and text.endswith("}"):
         text = text[2:-1].partition(":")[2].strip()
     result: list[int] = []

@@ -1,12 +1,12 @@
-"""Merges reports into a policy: pairs BF16 with FP8, judges each token count, and keeps what lost.
+"""Merges reports into a policy: pairs BF16 with FP8, judges each token count, and keeps losses too.
 
 Times are paired by layer and LOGICAL tokens. (LoongForge's program paired by padded counts: the two precisions pad
 differently, so no expert was ever paired.) Each pair gives an interval and an answer (`speedup_interval`); where a
 count was timed in several ways (eager and in a CUDA graph, uniform and skewed routing) the worst of them counts: FP8
-must win in all. The points of a layer make its bands. No row is dropped in silence: what has no partner, or
-failed, is a finding, and a point that says so ends a band.
+must win in all. The points of a layer make its bands. No row is dropped silently: a row without a partner, or one that
+failed, is a finding, and becomes a point that ends a band.
 
-Only reports of one fingerprint and one recipe merge; recipes may be put side by side when that is asked for. The order
+Only reports of one fingerprint and one recipe are merged; `across_recipes` puts several recipes side by side. The order
 of reports and of their rows does not matter: the same evidence gives the same bytes.
 """
 
@@ -36,7 +36,7 @@ from bitplan.plan.fp8.token_ranges import BandPolicy, BandRule, Point
 
 @dataclass(frozen=True)
 class Merged:
-    """The policy, and in words what of the reports could not be used for it."""
+    """The policy, and a sentence for everything in the reports that could not be used."""
 
     policy: BandPolicy
     findings: tuple[str, ...]
@@ -50,7 +50,7 @@ def merge_reports(
     timing: str | None = None,
     across_recipes: bool = False,
 ) -> Merged:
-    """Merge reports of one machine into a policy. `timing` takes only rows timed that way ("eager" or "graph")."""
+    """Merge reports of one machine into a policy. `timing` ("eager" or "graph") uses only rows timed in this way."""
     if not reports:
         raise MergeError("no reports to merge; give at least one")
     if not SPEEDUP.holds(speedup_threshold):
@@ -74,10 +74,10 @@ def merge_reports(
 
 
 def extend_policy(base: BandPolicy, more: BandPolicy) -> BandPolicy:
-    """A policy with the points of another added: a size that was missing is measured and merged into it.
+    """A policy with the points of another added, such as a size that was measured later.
 
-    Both must be of one fingerprint, threshold and confidence. Of a point that both have the worse one stays, for the
-    samples are not in a policy and cannot be pooled; merge all reports at once where that matters.
+    Both must have the same fingerprint, threshold and confidence. If both have a point, the worse one stays: a policy
+    holds no samples that could be pooled. Merge all reports at once where that matters.
     """
     for key, (ours, theirs) in base.fingerprint.differences(more.fingerprint).items():
         raise FingerprintError(
@@ -101,7 +101,7 @@ def extend_policy(base: BandPolicy, more: BandPolicy) -> BandPolicy:
 
 
 def _worse(one: Point | None, other: Point) -> Point:
-    """Of two measurements of a point the one that speaks less for FP8; memory that ran out is a loss without times."""
+    """The measurement of a point that is worse for FP8; running out of memory is a loss without times."""
     if one is None:
         return other
     without = [point for point in (one, other) if point.speedup is None]
@@ -114,8 +114,8 @@ def _worse(one: Point | None, other: Point) -> Point:
 def to_thresholds(policy: BandPolicy, *, part: str | None = None) -> ThresholdPolicy:
     """Convert to a version 1 policy that never says FP8 where version 2 does not, up to the largest measured count.
 
-    A rule needs an unbroken run of wins up to the largest measured count, for version 1 has no upper end. Version 1 has
-    no shapes either: of several under one key all must win, and the largest `min_tokens` stands. It has no parts
+    A rule needs an unbroken run of wins up to the largest measured count, because version 1 has no upper end. Version 1
+    has no shapes either: all shapes under a key must win, and the largest `min_tokens` counts. It has no parts
     (LoongForge keeps a file per component) and no recipes: a policy of several parts or recipes is refused.
     """
     parts = sorted({rule.part for rule in policy.rules})
@@ -146,7 +146,7 @@ def _threshold(rule: BandRule) -> Threshold | None:
     return Threshold(rule.kind, first.tokens, round(first.speedup, 4), rule.name, rule.tp, rule.etp, rule.num_gemms)
 
 
-# ---- what may be merged ----------------------------------------------------------------------------------------------
+# ---- checks of reports, and their rows -------------------------------------------------------------------------------
 
 
 def _check_one_machine(reports: Sequence[Report]) -> None:
@@ -170,8 +170,7 @@ def _check_one_recipe(reports: Sequence[Report]) -> None:
 
 
 def _rows(reports: Sequence[Report], findings: list[str]) -> list[tuple[str, Row]]:
-    """All rows with their recipe, in one order. What several reports measured is pooled; a report that is given twice
-    counts once."""
+    """All rows with their recipe, in fixed order. Rows that measured the same are pooled; equal reports count once."""
     by_key: dict[tuple[Any, ...], list[Row]] = {}
     different = {(report.recipe, report.rows): report for report in reports}
     for report in sorted(different.values(), key=Report.to_lines):
@@ -183,14 +182,14 @@ def _rows(reports: Sequence[Report], findings: list[str]) -> list[tuple[str, Row
         *layer, precision = key
         partner = (*layer, "fp8" if precision == "bf16" else "bf16")
         row = _pooled(by_key[key], findings)
-        # Sample i lies next to sample i of the other precision only where both were pooled from the same reports.
+        # Sample i was taken next to sample i of the other precision only if both were pooled from the same reports.
         paired = row.in_turns and counts[key] == counts.get(partner)
         pooled.append((key[0], row if paired or len(by_key[key]) == 1 else replace(row, in_turns=False)))
     return pooled
 
 
 def _pooled(rows: list[Row], findings: list[str]) -> Row:
-    """One row of those that measured the same. One that failed stands for all: FP8 must win wherever it was tried."""
+    """One row from rows that measured the same. A failed one stands for all: FP8 must win wherever it was tried."""
     if len(rows) == 1:
         return rows[0]
     failed = [row for row in rows if row.status != OK]

@@ -1,7 +1,7 @@
 """From a Hugging Face config.json to the parts of a model: sizes, experts, dense first layers, a VLM's two halves.
 
-Read by the key names of each family, and nothing is guessed: an architecture that is not known, or a size that is not
-there, is an error that names the key, because a wrong shape would be measured, merged and believed.
+Sizes are read by the key names of each family, and nothing is guessed: an unknown architecture or a missing size is an
+error that names the key, because a wrong shape would be measured, merged and believed.
 
     dense      llama, mistral, qwen2, qwen3 and the text halves of qwen2_vl, qwen2_5_vl, qwen3_vl
     MoE        mixtral; qwen2_moe, qwen3_moe, qwen3_vl_moe (decoder_sparse_step, mlp_only_layers, a shared expert)
@@ -78,7 +78,7 @@ def model_parts(config: Any, *, where: str = "config.json") -> list[ModelPart]:
 
 @dataclass(frozen=True)
 class ConfigObject:
-    """An object of a configuration; sizes are read with the full name of their key in every message."""
+    """An object of a configuration; messages about its values have the full name of the key."""
 
     values: Mapping[str, Any]
     prefix: str
@@ -101,7 +101,7 @@ class ConfigObject:
         return int(value)
 
     def blocks(self, key: str) -> int:
-        """How many blocks: a size, and not one that would keep us counting."""
+        """The number of blocks: a size within a limit, since blocks are counted one by one."""
         count = self.size(key)
         if count > MAX_BLOCKS:
             raise self.fail(f"{self.prefix}{key} must be at most {MAX_BLOCKS}, got {count}")
@@ -111,7 +111,7 @@ class ConfigObject:
         return None if self.values.get(key) in (None, 0) else self.size(key)
 
     def first_of(self, *keys: str) -> str:
-        """The key that is there, or the first, which the error will then name."""
+        """The first key that is present; else the first key, for the error to name."""
         return next((key for key in keys if self.values.get(key) is not None), keys[0])
 
     def names(self, **ours: str) -> dict[str, str]:

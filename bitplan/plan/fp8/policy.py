@@ -1,12 +1,12 @@
 """should_use_fp8: FP8 or BF16 for one layer at one token count, and why. Pure.
 
-The order of the questions: an expert's layer is promoted to its grouped kind and its tokens are multiplied by
-moe_router_topk; the rules of that kind, name (or expert count), parallel size, shape, recipe and product are found; the
-rule is asked at that token count. Whatever is missing on the way, in the question or in the policy, means BF16, and the
-decision says what it was. "Measured and lost", "measured, undecided" and "never measured" are three answers.
+In order: an expert's layer is promoted to its grouped kind and its tokens are multiplied by moe_router_topk; the rules
+of that kind, name (or expert count), parallel size, shape, recipe and product are looked up; the rule answers for that
+token count. If anything is missing, in the question or in the policy, the answer is BF16, and the reason names it.
+"Measured and lost", "measured, undecided" and "never measured" are three answers.
 
-This is what the rules say of a whole module, or of one product by itself. What a layer becomes (all three products in
-FP8, some of them, or none; estimates where nothing was measured) is `choice.choose_products`, made of it.
+This is what the rules say of a whole module, or of one product by itself. `choice.choose_products` uses it to decide
+what a layer becomes: all three products in FP8, some of them, or none, with estimates where nothing was measured.
 
     policy = load_policy("fp8_policy.json")
     decision = should_use_fp8(policy, "row", 4096, name="fc2", tp=1)
@@ -49,7 +49,7 @@ _READERS: dict[int, Callable[..., Policy]] = {1: ThresholdPolicy.from_document, 
 
 @dataclass(frozen=True)
 class Fp8Decision:
-    """FP8 or BF16 and why; true where FP8. `kind` and `tokens` are those that were looked up, after promotion."""
+    """FP8 or BF16 and why; true if FP8. `kind` and `tokens` are as looked up, after promotion."""
 
     use_fp8: bool
     answer: str
@@ -73,7 +73,7 @@ class Fp8Decision:
 
 @dataclass(frozen=True)
 class Question:
-    """One layer, as a policy is asked about it. `num_tokens` counts before topk; see `should_use_fp8`."""
+    """A question to a policy about one layer. `num_tokens` is counted before topk; see `should_use_fp8`."""
 
     kind: str
     num_tokens: int | None
@@ -125,7 +125,7 @@ def load_policy(path: str | Path) -> Policy:
 
 
 def read_policy(document: Any, *, where: str = "policy") -> Policy:
-    """A policy of version 1 or 2; the version is judged first, the keys of another are not ours to judge."""
+    """A policy of version 1 or 2; the version is checked first, since we cannot judge the keys of another version."""
     if type(document) is not dict:
         raise PolicyError(f"{where}: a policy must be an object, got {show(document)}")
     version = document.get("version")
@@ -154,11 +154,11 @@ def should_use_fp8(
 ) -> Fp8Decision:
     """FP8 or BF16 for one layer, with the reason.
 
-    `num_tokens` is sequence length x micro batch size; experts (a grouped kind, or `is_expert`) have it multiplied by
-    `moe_router_topk` and are looked up by `etp` and `num_gemms`, the experts on one GPU; others by `name` and `tp`.
-    `shape` (local out_features, in_features), `recipe`, `gemm` and `part` narrow a version 2 lookup: without a shape
-    all shapes under the key must win, without a recipe the best one is taken. `extrapolate` lets a win at the largest
-    measured count speak for larger ones, and the reason says so. See `Question` for the defaults.
+    `num_tokens` is sequence length x micro batch size; for experts (a grouped kind, or `is_expert`) it is multiplied by
+    `moe_router_topk`. Experts are looked up by `etp` and `num_gemms`, the experts on one GPU; others by `name` and
+    `tp`. `shape` (local out_features, in_features), `recipe`, `gemm` and `part` narrow a version 2 lookup: without a
+    shape all shapes under the key must win, without a recipe the best one is taken. `extrapolate` takes a win at the
+    largest measured count for larger counts too, and the reason says so. See `Question` for the defaults.
     """
     question = Question(
         kind=kind,
@@ -189,7 +189,7 @@ def decide(policy: Policy, question: Question) -> Fp8Decision:
 
 
 def matching_rules(policy: Policy, question: Question) -> list[BandRule]:
-    """The version 2 rules that a question is decided by."""
+    """The version 2 rules that decide a question."""
     name = None if question.looked_up_kind in GROUPED_KINDS else question.name
     return [
         rule
@@ -289,7 +289,7 @@ def _by_bands(policy: BandPolicy, question: Question) -> Fp8Decision:
 
 
 def _of_all_shapes(shapes: list[Fp8Decision]) -> Fp8Decision:
-    """One answer for all shapes under a key: FP8 only where every one of them is."""
+    """One answer for all shapes under a key: FP8 only if it is the answer for every shape."""
     if len(shapes) == 1:
         return shapes[0]
     against = [each for each in shapes if not each]
@@ -332,7 +332,7 @@ def _said(
 
 
 def _why_no_rule(policy: BandPolicy, question: Question) -> str:
-    """Never measured, and the nearest thing that was: the first condition that leaves nothing."""
+    """Why nothing was measured: the first condition that leaves no rule, and the values that were measured."""
     kind = question.looked_up_kind
     grouped = kind in GROUPED_KINDS
     asked: list[tuple[str, Any]] = [("part", question.part), ("kind", kind)]

@@ -1,13 +1,13 @@
 """The report: what a layer benchmark measured, every sample of it, and on what machine.
 
-A report is evidence and nothing else: it holds no decision, so that another threshold or confidence needs no GPU.
-One file, in either of two forms that hold the same:
+A report is evidence only: it holds no decision, so that another threshold or confidence needs no GPU. It is one file,
+in one of two forms with the same content:
 
     one document     {"document": "bitplan-fp8-report", "version": 1, "fingerprint": {...}, "recipe": "blockwise",
                       "model": "...", "settings": {...}, "rows": [ROW, ...]}
-    lines            the same document without "rows" on the first line, one ROW per line, and {"end": ROWS} last. That
-                     is how a benchmark writes while it runs (`measure.speed.fp8_report_log`): a killed one leaves
-                     whole lines and no end, and is resumed rather than merged
+    lines            the same document without "rows" on the first line, one ROW per line, and {"end": ROWS} last. A
+                     running benchmark writes this form (`measure.speed.fp8_report_log`): if it is killed, the file
+                     has whole lines and no end, and is resumed rather than merged
 
 A row is one precision of one layer at one logical token count:
 
@@ -15,9 +15,9 @@ A row is one precision of one layer at one logical token count:
      "timing": "graph", "precision": "fp8", "status": "ok", "samples_ms": [0.41, ...], "in_turns": true}
 
 An expert's row has "etp", "num_gemms", "ep", "topk" and "routing" instead of "tp", and needs no name. `padded_tokens`
-(what the kernel padded to) and `peak_bytes` may be noted. A row that ran out of memory has the status "oom", one that
-failed "error"; both have a `message` and no samples. `in_turns`: sample i was taken next to sample i of the other
-precision.
+(the count that the kernel padded to) and `peak_bytes` may be noted. A row that ran out of memory has the status "oom",
+one that failed "error"; both have a `message` and no samples. `in_turns`: sample i was taken next to sample i of the
+other precision.
 """
 
 from __future__ import annotations
@@ -51,12 +51,12 @@ TIMINGS = ("eager", "graph")
 ROUTINGS = ("uniform", "zipf")
 RESUME = "run the benchmark again on the same path and it goes on from the last whole line"
 
-MAX_SAMPLES = 1000  # of a row: where times are not paired, every one is divided by every other
+MAX_SAMPLES = 1000  # of a row: unpaired times are all divided by one another
 _SAMPLES = Kind(
     f"a list of at most {MAX_SAMPLES} times from 1e-6 to 1e9 milliseconds",
     lambda value: type(value) in (list, tuple) and len(value) <= MAX_SAMPLES and all(map(TIME_MS.holds, value)),
 )
-# Of a row, in the document.
+# Keys of a row in the document.
 _ROW_ORDER = (
     *("part", "kind", "name", "shape", "tp", "ep", "etp", "num_gemms", "topk", "tokens", "padded_tokens"),
     *("gemm", "routing", "timing", "precision", "status", "samples_ms", "in_turns", "peak_bytes", "message"),
@@ -75,7 +75,7 @@ _HEAD_KEYS = {
 
 @dataclass(frozen=True)
 class Fingerprint:
-    """The machine and the software that times were taken with; times of two fingerprints are never compared."""
+    """The machine and the software of a measurement; times of two fingerprints are never compared."""
 
     gpu: str
     driver: str
@@ -85,7 +85,7 @@ class Fingerprint:
     commit: str
 
     def differences(self, other: Fingerprint) -> dict[str, tuple[str, str]]:
-        """What differs, ours and theirs."""
+        """The fields that differ: name -> (ours, theirs)."""
         mine, theirs = asdict(self), asdict(other)
         return {name: (mine[name], theirs[name]) for name in mine if mine[name] != theirs[name]}
 
@@ -95,7 +95,7 @@ FINGERPRINT_KEYS = tuple(each.name for each in fields(Fingerprint))
 
 @dataclass(frozen=True)
 class Row:
-    """One precision of one layer at one logical token count; see the module for what each field says."""
+    """One precision of one layer at one logical token count; the module's docstring describes the fields."""
 
     part: str = document_key(one_of(*PARTS))
     kind: str = document_key(KIND)
@@ -125,14 +125,14 @@ class Row:
 
     @property
     def layer_key(self) -> tuple[Any, ...]:
-        """Which layer and product it is about, as rules are looked up: without the name of an expert's layer."""
+        """The layer and product, as rules are looked up: without the name of an expert's layer."""
         if self.kind in GROUPED_KINDS:
             return (self.part, self.kind, None, self.shape, None, self.etp, self.num_gemms, self.gemm)
         return (self.part, self.kind, self.name, self.shape, self.tp, None, None, self.gemm)
 
     @property
     def key(self) -> tuple[Any, ...]:
-        """What no two rows share: the layer, the logical tokens, how it was run and in which precision."""
+        """The unique key of a row: the layer, the logical tokens, how it was run and in which precision."""
         return (*self.layer_key, self.tokens, self.routing, self.timing, self.precision)
 
     def to_document(self) -> dict[str, Any]:
@@ -279,7 +279,7 @@ def _check_row(reader: Reader, path: str, value: Any) -> dict[str, Any]:
 def check_size_keys(
     reader: Reader, at: str, values: Mapping[str, Any], needed: Iterable[str], others: Iterable[str]
 ) -> None:
-    """A kind of layer is looked up by some keys; those of other kinds are refused."""
+    """Require the keys by which this kind of layer is looked up; refuse those of other kinds."""
     for name in needed:
         if name not in values:
             reader.stop(f"{at}{name} is missing; {values['kind']} is looked up by it")

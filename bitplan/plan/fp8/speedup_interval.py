@@ -1,7 +1,7 @@
 """Judges whether FP8 is faster: win, lose or undecided, by an interval for the speedup, from raw times.
 
-In plain words. A time on a GPU is the work plus noise that only ever adds, so means lie and single samples lie more.
-Two ways to an interval, neither of which assumes what the noise looks like, draws random numbers, or knows a clock:
+A time on a GPU is the work plus noise that only ever adds, so means mislead and single samples mislead more. There are
+two ways to an interval; neither assumes a distribution of the noise, draws random numbers, or reads a clock:
 
     pairs      BF16 and FP8 were timed in turns, so that a GPU that gets warmer slows both. Each turn gives one ratio
                BF16 / FP8. Sorted, the true median ratio lies between the k-th from below and the k-th from above unless
@@ -10,7 +10,7 @@ Two ways to an interval, neither of which assumes what the noise looks like, dra
                divided by every FP8 time, and of the sorted ratios as many are cut off at both ends as a rank test (Mann
                and Whitney's) at the same confidence allows. Drift of the GPU stays in, and widens the interval.
 
-The middle of the same ratios is the speedup that is reported. At 95% pairs need 6 turns, crossed needs 4 times of each.
+The reported speedup is the median of the same ratios. At 95% "pairs" needs 6 turns, "crossed" 4 times of each.
 The whole interval at or above the threshold: win. All of it below: lose. Otherwise: undecided, which means BF16.
 """
 
@@ -25,12 +25,12 @@ from functools import lru_cache
 from bitplan.plan.fp8.kinds import LOSE, UNDECIDED, WIN, Fp8Error
 
 DEFAULT_CONFIDENCE = 0.95
-_EXACT_UP_TO = 40  # samples of both together: beyond it the normal approximation of the rank test is exact enough
+_EXACT_UP_TO = 40  # samples of both together: above this the normal approximation of the rank test is exact enough
 
 
 @dataclass(frozen=True)
 class Interval:
-    """How many times faster FP8 is: the middle, and between what the truth lies with the confidence asked for."""
+    """How many times faster FP8 is: the median, and the interval for the given confidence."""
 
     speedup: float
     low: float
@@ -42,7 +42,7 @@ class Interval:
 
 
 def answer_of(low: float, high: float, threshold: float) -> str:
-    """A threshold is the least speedup that counts, so an interval that begins on it wins."""
+    """Win, lose or undecided. The threshold is the least speedup that counts, so an interval that begins on it wins."""
     if low >= threshold:
         return WIN
     return LOSE if high < threshold else UNDECIDED
@@ -74,7 +74,7 @@ def check_confidence(confidence: float) -> None:
 
 
 def sign_test_cut(pairs: int, confidence: float) -> int | None:
-    """How many ratios lie outside at each end: as many as keep the coverage 1 - 2 P(Binomial(pairs, 1/2) <= cut)."""
+    """How many ratios are cut off at each end so that 1 - 2 P(Binomial(pairs, 1/2) <= cut) is still the coverage."""
     below, cut = 0, None
     for index in range(pairs // 2):
         below += math.comb(pairs, index)
@@ -85,7 +85,7 @@ def sign_test_cut(pairs: int, confidence: float) -> int | None:
 
 
 def rank_test_cut(first: int, second: int, confidence: float) -> int | None:
-    """How many of the first x second ratios are cut off at each end: P(U <= cut) at most half of what is left over."""
+    """How many of the first x second ratios are cut off at each end: P(U <= cut) is at most (1 - confidence) / 2."""
     tail = (1 - confidence) / 2
     if first + second > _EXACT_UP_TO:
         spread = math.sqrt(first * second * (first + second + 1) / 12)
@@ -103,7 +103,7 @@ def rank_test_cut(first: int, second: int, confidence: float) -> int | None:
 
 @lru_cache(maxsize=256)
 def _rank_counts(first: int, second: int) -> tuple[int, ...]:
-    """In how many orders of first + second samples the rank statistic U is 0, 1, 2, ...: a Gaussian binomial."""
+    """How many orders of first + second samples give the rank statistic U = 0, 1, 2, ...: a Gaussian binomial."""
     counts = [1] + [0] * (first * second)
     for size in range(1, first + 1):
         for index in range(first * second, second + size - 1, -1):  # times 1 - q^(second + size)

@@ -1,13 +1,13 @@
-"""Policy version 1, exactly LoongForge's: from so many tokens on, FP8.
+"""Policy version 1, exactly LoongForge's: FP8 from a number of tokens on.
 
     {"version": 1, "speedup_threshold": 1.0, "rules": {
        "layernorm_column": {"qkv": [{"tp": 1, "min_tokens": 16384, "measured_speedup": 1.03}]},
        "column_grouped": [{"etp": 1, "num_gemms": 64, "min_tokens": 424, "measured_speedup": 1.02}]}}
 
-Dense kinds are nested by name, grouped ones are flat. What this version cannot say, and a reader must not guess: on
-which GPU, by which recipe and at what shape it was measured, whether a missing rule was measured and lost or never
-measured, and where the last measurement lies, so that a rule speaks of every count above `min_tokens`. Version 2
-(`token_ranges`) says it.
+Dense kinds are nested by name, grouped ones are flat. This version does not say, and a reader must not guess, on which
+GPU, by which recipe and at what shape it was measured, whether a missing rule was measured and lost or never measured,
+and which count was the largest: a rule holds for every count above `min_tokens`. Version 2 (`token_ranges`) says all of
+this.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class Threshold:
 
     @property
     def where(self) -> str:
-        """Its place in the lookup."""
+        """The keys of the rule in the lookup, in words."""
         if self.kind in GROUPED_KINDS:
             return f"{self.kind}, etp {self.etp}, num_gemms {self.num_gemms}"
         return f"{self.kind}, {self.name}, tp {self.tp}"
@@ -106,7 +106,7 @@ class ThresholdPolicy:
         return {"version": VERSION, "speedup_threshold": self.speedup_threshold, "rules": rules}
 
     def to_json(self) -> str:
-        """The text as LoongForge prints it: a rule of a grouped kind and the rules of a name on one line each."""
+        """The text as LoongForge prints it: a line for each rule of a grouped kind, and for the rules of each name."""
         kinds = []
         for kind, rules in self.to_document()["rules"].items():
             if kind in GROUPED_KINDS:

@@ -1,4 +1,4 @@
-"""Policy version 2: what was measured at which token count, what came of it, and the bands in which FP8 is used.
+"""Policy version 2: the measured token counts, their answers, and the bands in which FP8 is used.
 
     {"document": "bitplan-fp8-policy", "version": 2, "speedup_threshold": 1.0, "confidence": 0.95,
      "fingerprint": {"gpu": "...", "driver": "...", "torch": "...", "triton": "...", "bitplan": "...", "commit": "..."},
@@ -12,8 +12,9 @@
 
 A point is one measured token count and its answer: win, lose, undecided, or unmeasured with a note (the benchmark tried
 and failed). A band runs from a measured win to a measured win with nothing but wins in between; only inside a band is
-FP8 used. Bands follow from the points: they are written for people, and a file where the two disagree is refused, as is
-one whose answers do not follow from its intervals. An expert's rule has `etp` and `num_gemms` for `tp`, and no name.
+FP8 used. Bands follow from the points and are written for people; a file in which the two disagree is refused, and so
+is a file whose answers do not follow from its intervals. An expert's rule has `etp` and `num_gemms` instead of `tp`,
+and no name.
 """
 
 from __future__ import annotations
@@ -75,7 +76,7 @@ class Point:
     speedup: float | None = document_key(SPEEDUP, None)
     low: float | None = document_key(SPEEDUP, None)
     high: float | None = document_key(SPEEDUP, None)
-    samples: int | None = document_key(COUNT, None)  # times of the precision that has fewer
+    samples: int | None = document_key(COUNT, None)  # of the precision that has fewer
     note: str = document_key(NAME, "")
 
     def to_document(self) -> dict[str, Any]:
@@ -92,7 +93,7 @@ class Point:
 
 @dataclass(frozen=True)
 class BandRule:
-    """All that was measured of one layer shape and product under one recipe."""
+    """All measurements of one layer shape and product by one recipe."""
 
     part: str
     kind: str
@@ -165,7 +166,7 @@ class BandPolicy:
     __hash__ = None  # type: ignore[assignment]
 
     def require_same_gpu(self, current: Fingerprint) -> list[str]:
-        """Refuse a policy of another GPU; what else differs comes back in words, for a warning."""
+        """Refuse a policy of another GPU; returns other differences in words, for a warning."""
         differences = self.fingerprint.differences(current)
         if "gpu" in differences:
             theirs, mine = differences["gpu"]
@@ -186,7 +187,7 @@ class BandPolicy:
         }
 
     def to_json(self) -> str:
-        """The text: indented, a point on one line. The same policy, the same characters."""
+        """The document, indented, with one point per line. Equal policies give equal text."""
         head = self.to_document()
         rules = head.pop("rules")
         text = json.dumps(head, indent=2, ensure_ascii=False, allow_nan=False)[:-2]

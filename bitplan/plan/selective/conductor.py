@@ -4,12 +4,12 @@ Selective precision decides which block gets which precision; the conductor deci
 It knows the phase of the step and the pressure on the GPU's memory, and
 answers with `RuntimeLimitHints`, which the streaming runtime obeys. The rules and their figures are Stagehand's:
 
-    backward, memory above 80%      the prefetch window is 1, no speculation: activations and gradients need the room
-    optimizer                       no speculation, one transfer at a time: blocks loaded now would be in its way
-    copy slots full in a row        from the fourth check in a row on, the window is one smaller with each
+    backward, memory above 80%      the prefetch window is 1, no speculation: activations and gradients need the memory
+    optimizer                       no speculation, one transfer at a time: blocks loaded now would disturb it
+    copy slots full in a row        from the fourth check in a row on, each makes the window one smaller
 
 Within a step hints only tighten, so that a runtime never takes back room it has just given up; a new step starts anew.
-Precisions change at a step boundary only, so `block_precision_map` is that of the step's begin throughout.
+Precisions change at step boundaries only, so `block_precision_map` is the same throughout a step.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from bitplan.plan.selective.decide import BlockPrecisionHint
 
 
 class ConductorError(BitplanError, ValueError):
-    """Phases out of order, or limits and pressures that cannot be."""
+    """Phases out of order, or impossible limits or pressures."""
 
 
 class Phase(StrEnum):
@@ -37,7 +37,7 @@ class Phase(StrEnum):
 
 
 # Forward follows backward with several micro-batches, and a step may end without an optimizer (evaluation, a skip).
-# The same phase again is another look at the pressure.
+# Entering the same phase again is another check of the pressure.
 _FOLLOWS: Mapping[Phase | None, tuple[Phase, ...]] = {
     None: (Phase.STEP_BEGIN,),
     Phase.STEP_BEGIN: (Phase.FORWARD, Phase.STEP_END),
@@ -67,7 +67,7 @@ class RuntimeLimitHints:
         object.__setattr__(self, "block_precision_map", MappingProxyType(dict(self.block_precision_map)))
 
     def tightened(self, limits: RuntimeLimitHints) -> RuntimeLimitHints:
-        """The stricter of both in every field; the map is this one's, for precisions are not limits."""
+        """The stricter limit in every field; the map is that of `self`, because precisions are not limits."""
         return RuntimeLimitHints(
             min(self.max_inflight_h2d, limits.max_inflight_h2d),
             min(self.max_inflight_d2h, limits.max_inflight_d2h),
@@ -98,7 +98,7 @@ class Pressure:
 
 @dataclass(frozen=True)
 class ConductorState:
-    """Where the step is, what holds now, and for how many looks in a row the slots were full."""
+    """The phase of the step, the present hints, and for how many checks in a row the slots were full."""
 
     hints: RuntimeLimitHints
     phase: Phase | None = None
@@ -129,7 +129,7 @@ class HeuristicPolicyBridge:
     def begin_step(
         self, state: ConductorState, step: int, hints: Mapping[str, BlockPrecisionHint] | None = None
     ) -> ConductorState:
-        """A new step: limits as at first, and the precisions that hold until it ends."""
+        """Begin a step: with the initial limits, and the precisions that hold until it ends."""
         self._require_next(state, Phase.STEP_BEGIN)
         if state.step is not None and step <= state.step:
             raise ConductorError(f"step {step} comes after step {state.step}: steps must go up")
@@ -140,7 +140,7 @@ class HeuristicPolicyBridge:
         return ConductorState(fresh, Phase.STEP_BEGIN, step, state.full_in_a_row)
 
     def enter(self, state: ConductorState, phase: Phase, pressure: Pressure) -> ConductorState:
-        """The hints in this phase under this pressure: never looser than those before in the step."""
+        """The hints in this phase under this pressure: never looser than earlier hints of the step."""
         if phase is Phase.STEP_BEGIN:
             raise ConductorError("a step begins with begin_step, which takes its number and its precisions")
         self._require_next(state, phase)

@@ -1,11 +1,11 @@
 """SelectivePrecisionConfig: every switch of selective precision, read from the training config people already have.
 
-The first group of fields are Stagehand's parameters with its defaults, and with nothing else set the system behaves as
-Stagehand's. Each field of the second group switches on something beyond it.
+The first group of fields are Stagehand's parameters and defaults; with these alone the system behaves as Stagehand
+does. Each field of the second group switches on something that Stagehand does not have.
 
 A file may hold the parameters bare, under `selective_precision`, or under `memory.stagehand.selective_precision` of a
-whole training config; the neighbours there belong to others and are not judged. Inside, a key that is not known is a
-spelling mistake, and refused: a misspelt threshold would otherwise train for days on the default.
+whole training config; keys beside it are not checked. Inside, an unknown key is a spelling mistake, and refused: a
+misspelt threshold would otherwise train for days on the default.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ NESTED_UNDER = ("memory", "stagehand", "selective_precision")
 
 
 class SelectiveError(BitplanError, ValueError):
-    """A selective-precision setting or call that does not hold together, or does not fit the model."""
+    """A selective-precision setting or call that contradicts itself or does not fit the model."""
 
 
 class SelectiveFileError(SelectiveError, FileFormatError):
@@ -89,7 +89,7 @@ class SelectivePrecisionConfig:
     log_decisions: bool = document_key(FLAG, True)
     telemetry_enabled: bool = document_key(FLAG, True)
     telemetry_file: str = document_key(NAME, "selective_precision_telemetry.jsonl")
-    # Beyond Stagehand: each default leaves its behaviour as it is.
+    # Beyond Stagehand: with the defaults the behaviour is Stagehand's.
     scoring: str = document_key(
         Kind("one of 'gradient', 'impact'", lambda value: value in ("gradient", "impact", "seed")), "gradient"
     )
@@ -114,18 +114,19 @@ class SelectivePrecisionConfig:
 
     @property
     def go_low_below(self) -> float:
-        """What a bf16 block's score must stay below: `int8_threshold - hysteresis_margin`, as people subtract.
+        """A bf16 block goes low if its score is below this: `int8_threshold - hysteresis_margin`, subtracted as
+        decimals.
 
-        0.3 - 0.1 is 0.2 to whoever wrote the config, and less than that in binary floats: the decimals are subtracted.
+        Who writes 0.3 and 0.1 means 0.2; in binary floats the difference is less.
         """
         return float(Decimal(repr(self.int8_threshold)) - Decimal(repr(self.hysteresis_margin)))
 
     def format_of(self, precision: str) -> str:
-        """The bitplan format in which a block of this precision crosses."""
+        """The bitplan format in which a block of this precision is sent."""
         return {"bf16": "bfloat16", "int8": self.int8_format, "fp8": self.fp8_format}[precision]
 
     def forced(self, name: str) -> tuple[Precision, str] | None:
-        """The forced precision of a block, or of a layer by itself or its block (the longer name wins), and which."""
+        """The forced precision of a block or layer, and the forced name: its own or its block's (the longer wins)."""
         longest: tuple[Precision, str] | None = None
         for precision in PRECISIONS:
             for entry in _forced_names(self, precision):
@@ -134,13 +135,13 @@ class SelectivePrecisionConfig:
         return longest
 
     def units(self, blocks: Mapping[str, Iterable[str]]) -> list[str]:
-        """What is decided on: the blocks, or with granularity "layer" each layer of them, `block.layer`."""
+        """The units that are decided on: the blocks, or with granularity "layer" their layers, `block.layer`."""
         if self.granularity == "block":
             return list(blocks)
         return [f"{block}.{layer}" for block, layers in blocks.items() for layer in layers]
 
     def require_blocks(self, names: Iterable[str], *, where: str = "the selective precision config") -> None:
-        """Refuse a force list that names what the model does not have."""
+        """Refuse a force list with names that the model does not have."""
         known = list(names)
         parents = {name[:at] for name in known for at, letter in enumerate(name) if letter == "."}
         for precision in PRECISIONS:
@@ -159,7 +160,7 @@ class SelectivePrecisionConfig:
 
     @classmethod
     def from_document(cls, document: Any, *, where: str = "the selective precision config") -> SelectivePrecisionConfig:
-        """From the parameters, bare or nested; what is left out has its default."""
+        """A config from the parameters, bare or nested; missing ones have their default."""
         reader = Reader(where, SelectiveFileError)
         path, section = _section(reader, document)
         item = reader.fields_of(cls, path, section)
@@ -167,7 +168,7 @@ class SelectivePrecisionConfig:
         try:
             return cls(**values)
         except SelectiveError as error:
-            # The same checks as for a config built in Python, under the file's name.
+            # Run the checks of a config built in Python, with the file's name in messages.
             text = str(error).partition(": ")[2]
             raise SelectiveFileError(f"{where}: {path + ': ' if path else ''}{text}") from None
 
@@ -193,7 +194,7 @@ def _check(config: SelectivePrecisionConfig, where: str) -> None:
         if type(value) is list:
             object.__setattr__(config, name, tuple(value))
         elif type(value) is int and type(getattr(SelectivePrecisionConfig, name)) is float:
-            object.__setattr__(config, name, float(value))  # `1` in a file is the number 1.0
+            object.__setattr__(config, name, float(value))  # `1` in a file means 1.0
     low, high, margin = config.int8_threshold, config.bf16_threshold, config.hysteresis_margin
     if not low < high:
         reader.stop(
@@ -235,7 +236,7 @@ def _forced_names(config: SelectivePrecisionConfig, precision: str) -> tuple[str
 
 
 def _section(reader: Reader, document: Any) -> tuple[str, Any]:
-    """The parameters and the path to them, '' where they are bare."""
+    """The path to the parameters ('' if they are bare), and the parameters."""
     if type(document) is not dict:
         reader.fail("the document", "an object", document)
     if NESTED_UNDER[-1] in document:

@@ -1,6 +1,6 @@
 """Which precision each block gets next: pure functions of (state, statistics, config), every answer with its reason.
 
-`runtime.selective.policy` asks at each step. A unit is what is decided on: a block, or one layer of it.
+`runtime.selective.policy` asks at each step. A unit is a block, or one layer of it.
 
 In order of precedence: the force lists; the mode (off and static leave all else bf16); an open trial, which freezes
 everything; warm-up and update interval; then the scores. With `scoring="gradient"`:
@@ -32,7 +32,7 @@ from bitplan.plan.selective.state import PolicyState, UnitState
 
 @dataclass(frozen=True)
 class BlockPrecisionHint:
-    """The precision of one block from this step on, and why; `changed` from what ran before."""
+    """The precision of one block from this step on, and why; `changed`: it differs from the precision before."""
 
     block_id: str
     precision: Precision
@@ -45,7 +45,7 @@ class BlockPrecisionHint:
 
 @dataclass(frozen=True)
 class Evidence:
-    """What was measured elsewhere. Errors are relative output errors of calibration; bytes are what crosses."""
+    """Measurements from outside. Errors are relative output errors of calibration; bytes are those that are sent."""
 
     quant_errors: Mapping[str, Mapping[str, float]] = field(default_factory=dict)  # unit -> precision -> error
     unit_bytes: Mapping[str, Mapping[str, int]] = field(default_factory=dict)  # unit -> precision -> bytes
@@ -54,7 +54,7 @@ class Evidence:
 
 
 class Decision(NamedTuple):
-    """None for a precision: still not assigned."""
+    """A precision (None: still not assigned), its reason and its score."""
 
     precision: Precision | None
     reason: str
@@ -73,7 +73,7 @@ def decide_with_hysteresis(
     steps_since_switch: int | None = None,
     low: Precision = "int8",
 ) -> Decision:
-    """The hysteresis rule for one block; `current` None is a block never assigned, `low` what it would become."""
+    """The hysteresis rule for one block; `current` None: never assigned; `low`: the precision it would get."""
     score = f"score {sensitivity:.4g}"
     wanted: Precision
     if current is None:
@@ -98,7 +98,7 @@ def decide_with_hysteresis(
 
 
 def is_update_due(state: PolicyState, step: int, config: SelectivePrecisionConfig) -> bool:
-    """Whether scores are looked at in this step: dynamic, warmed up, and a multiple of the update interval."""
+    """Whether scores count in this step: mode dynamic, after warm-up, at a multiple of the update interval."""
     dynamic = config.enabled and config.mode == "dynamic" and state.trial is None
     return dynamic and state.steps_collected >= config.warmup_steps and step % config.update_interval_steps == 0
 
@@ -106,7 +106,7 @@ def is_update_due(state: PolicyState, step: int, config: SelectivePrecisionConfi
 def compute_hints(
     state: PolicyState, step: int, config: SelectivePrecisionConfig, evidence: Evidence = NO_EVIDENCE
 ) -> tuple[PolicyState, Hints]:
-    """Decide every block's precision after `step`; return them with the new state. Between updates none changes."""
+    """Decide every block's precision after `step`; returns the new state and hints. Between updates nothing changes."""
     if state.last_update_step is not None and step < state.last_update_step:
         raise SelectiveError(
             f"step {step} is before the last update at step {state.last_update_step}: steps must go up"
@@ -121,7 +121,7 @@ def compute_hints(
 
 
 def assign_forced(state: PolicyState, step: int, config: SelectivePrecisionConfig) -> tuple[PolicyState, Hints]:
-    """What holds before anything is scored: the force lists and the mode, from the first step on."""
+    """Apply the force lists and the mode, which hold from the first step on, before anything is scored."""
     return _assign(state, step, config, {})
 
 
@@ -149,7 +149,7 @@ def _assign(
 def current_hints(
     state: PolicyState, step: int, config: SelectivePrecisionConfig, before: Mapping[str, str] | None = None
 ) -> Hints:
-    """What holds now, as hints; `changed` against the precisions `before`."""
+    """The present precisions as hints; `changed` compares with the precisions `before`."""
     return {
         name: BlockPrecisionHint(
             name,
@@ -207,7 +207,7 @@ def _by_score(
         if low is None:
             decided[name] = Decision("bf16", f"{why}: bf16", score)
             continue
-        # A low precision that this hardware lacks (a run resumed elsewhere) becomes the one it has.
+        # A low precision that this hardware lacks (a run resumed elsewhere) becomes one that it has.
         current = unit.precision if unit.precision in (None, "bf16") else low
         decision = decide_with_hysteresis(score, current, config, steps_since_switch=_since(unit, step), low=low)
         decided[name] = _hold_back(unit, decision, step, why)
@@ -217,7 +217,7 @@ def _by_score(
 
 
 def _hold_back(unit: UnitState, decision: Decision, step: int, why: str) -> Decision:
-    """A unit that once raised the loss waits for the end of its back-off; one that goes low says why in this format."""
+    """Keep a unit that raised the loss in bf16 until its back-off ends; else add to the reason why this low format."""
     if decision.precision in (None, "bf16") or unit.running != "bf16":
         return decision
     if _backing_off(unit, step):
@@ -232,7 +232,7 @@ def _only_what_hides(
     evidence: Evidence,
     decided: Mapping[str, Decision],
 ) -> dict[str, Decision]:
-    """Of the units that may be low, only as many as hide the transfer."""
+    """Units that may be low but need not be to hide the transfer: they stay high."""
     candidates = []
     for name, unit in state.units.items():
         forced = config.forced(name)
@@ -241,7 +241,7 @@ def _only_what_hides(
             is_low = unit.running != "bf16" or forced is not None
             locked = forced is not None or (is_low and _cooling(_since(unit, step), config))
             saved = _bytes_saved(evidence, name, precision)
-            # Without a score the last one stands; without any, the unit is the first to leave.
+            # Without a new score the last one counts; without any, 1.0: the unit leaves first.
             score = next((one for one in (decided[name].score, unit.score) if one is not None), 1.0)
             candidates.append(Candidate(name, score, saved, is_low, locked))
     chosen = choose_low_set(candidates, bytes_to_save=_bytes_to_save(state, evidence))
@@ -249,7 +249,7 @@ def _only_what_hides(
     for candidate in candidates:
         name, decision = candidate.name, decided[candidate.name]
         if name not in chosen.names:
-            # One that was never assigned stays so: the plain thresholds still hold when the bus becomes the limit.
+            # A unit never assigned stays so: its first thresholds must hold when the bus becomes the limit.
             high: Precision | None = None if state.units[name].precision is None else "bf16"
             dropped[name] = Decision(high, f"{decision.reason}; {chosen.reasons[name]}", decision.score)
     return dropped
@@ -272,7 +272,7 @@ def _by_impact(
         if forced:
             low, why = (None, "forced to bf16") if forced[0] == "bf16" else (forced[0], "")
         is_low = unit.running != "bf16" or bool(low and forced)
-        # A low unit without a fresh figure still does its damage: the last known figure stands.
+        # A low unit without a fresh figure still does damage: the last known figure counts.
         cost = damages.get(low or "", unit.score if is_low else None)
         if low is None:
             decided[name] = Decision("bf16", f"{why}: bf16")
@@ -301,7 +301,7 @@ def _by_impact(
 
 
 def _damages(state: PolicyState, name: str) -> dict[str, float]:
-    """Precision -> estimated damage, where the window has any."""
+    """Precision -> estimated damage, for precisions with impacts in the window."""
     samples: dict[str, list[float]] = {}
     for step in state.history:
         for precision, impact in step.impacts.get(name, {}).items():
@@ -316,8 +316,11 @@ def _damages(state: PolicyState, name: str) -> dict[str, float]:
 def pick_low(
     unit: UnitState, errors: Mapping[str, float], config: SelectivePrecisionConfig, *, has_fp8: bool
 ) -> tuple[Precision | None, str]:
-    """Which low precision a unit would get, and why: what the hardware has, then the smaller error, then the order
-    of `low_precisions`. A unit that is low keeps the one it has: both cost one byte, and a change is a risk."""
+    """The low precision that a unit would get, and why: one that the hardware has, with the smaller error.
+
+    Equal errors are decided by the order of `low_precisions`. A unit that is low keeps its precision: both cost one
+    byte, and a change is a risk.
+    """
     allowed = [cast(Precision, name) for name in config.low_precisions if name != "fp8" or has_fp8]
     if not allowed:
         return None, "fp8 is the only low precision allowed, and this hardware has none"
@@ -332,7 +335,7 @@ def pick_low(
     return best, f"{best} has the smaller error ({shown})"
 
 
-# ---- small questions -------------------------------------------------------------------------------------------------
+# ---- helpers ---------------------------------------------------------------------------------------------------------
 
 
 def _since(unit: UnitState, step: int) -> int | None:
@@ -358,7 +361,7 @@ def _why_unscored(state: PolicyState, name: str) -> str:
 
 
 def _why_unmeasured(state: PolicyState, name: str) -> str:
-    """A unit without an impact: it was not its turn, or there was nothing usable."""
+    """Why a unit has no impact: it was not its turn, or nothing usable was measured."""
     score = state.units[name].score
     if score is None or any(name in step.excluded for step in state.history):
         return _why_unscored(state, name)
@@ -371,7 +374,7 @@ def _bytes_saved(evidence: Evidence, name: str, precision: str | None) -> int:
 
 
 def _bytes_to_save(state: PolicyState, evidence: Evidence) -> int:
-    assert evidence.transfer is not None  # _require_evidence has looked
+    assert evidence.transfer is not None  # _require_evidence has checked
     return evidence.transfer.bytes_to_save(sum(evidence.unit_bytes[name]["bf16"] for name in state.units))
 
 

@@ -1,7 +1,7 @@
-"""Loss feedback: measures what a switch did to the loss, and takes it back where it did harm.
+"""Loss feedback: measures how a switch changed the loss, and undoes it if it did harm.
 
-A score predicts; a probe batch measures. Its loss is taken before a switch and after it, by the runtime; all the rest
-is here, as state transitions that can be saved between any two probes:
+A score predicts; a probe batch measures. The runtime takes its loss before and after a switch; this module has the
+rest, as state transitions that can be saved between any two probes:
 
     begin_trial    the units that go low together are on trial
     judge_trial    within the tolerance        -> accepted
@@ -28,7 +28,7 @@ MAX_DOUBLINGS = 16
 
 @dataclass(frozen=True)
 class Verdict:
-    """What to do: `precisions` are those of the units on trial from now on; "probe" asks for another probe loss."""
+    """What to do: set the units on trial to `precisions`; "probe" asks for another probe loss."""
 
     action: Literal["accepted", "probe", "rolled_back"]
     reason: str
@@ -39,7 +39,7 @@ class Verdict:
 def begin_trial(
     state: PolicyState, hints: Mapping[str, BlockPrecisionHint], loss_before: float, step: int
 ) -> PolicyState:
-    """Put on trial what these hints send low; forced units are not ours to judge. Nothing goes low: no trial."""
+    """Open a trial of the units that these hints send low, except forced ones. Without such units there is no trial."""
     if state.trial is not None:
         raise SelectiveError(f"a trial of step {state.trial.step} is still open; judge it before another begins")
     switched = {
@@ -63,7 +63,7 @@ def judge_trial(state: PolicyState, loss_after: float, config: SelectivePrecisio
     if trial is None:
         raise SelectiveError("no trial is open; begin_trial opens one when a hint sends a unit low")
     rise = loss_after - trial.loss_before
-    is_worse = not rise <= config.loss_tolerance  # so that NaN is worse
+    is_worse = not rise <= config.loss_tolerance  # written so that NaN counts as worse
     low = trial.probing[0] if len(trial.probing) == 1 else f"{len(trial.probing)} units"
     reason = (
         f"probe loss {trial.loss_before:.6g} -> {loss_after:.6g} with {low} low, tolerance {config.loss_tolerance:g}"
@@ -89,7 +89,7 @@ def _roll_back(
     unit = state.units[culprit]
     rollbacks = unit.rollbacks + 1
     until = trial.step + config.backoff_steps * 2 ** min(rollbacks - 1, MAX_DOUBLINGS)
-    # Not the last probe: where the others were cleared one by one, that is one without the culprit.
+    # `raised`, not the last probe: if the other suspects were cleared, the last probe was without the culprit.
     reason = f"rolled back: {trial.switched[culprit]} raised the loss ({trial.raised}); bf16 until step {until}"
     changed = replace(
         unit,
@@ -109,7 +109,7 @@ def _roll_back(
 
 
 def _probe(state: PolicyState, trial: Trial, reason: str) -> tuple[PolicyState, Verdict]:
-    """Only `probing` is low in the next probe: what else is on trial would blur the answer."""
+    """Ask for a probe in which, of the units on trial, only `probing` are low: others would blur the answer."""
     low = set(trial.probing)
     precisions: dict[str, Precision] = {
         name: precision if name in low else "bf16" for name, precision in trial.switched.items()

@@ -1,12 +1,12 @@
-"""Chooses the set of units that go low: within a damage budget, and no more bytes than hide the transfer.
+"""Chooses the set of units that go low: within a damage budget, and only as many as hide the transfer.
 
-A score per block cannot answer two questions that concern all of them. How much may they do to the loss together: the
-damage budget. And is it worth anything: INT8 saves time only while the transfer is exposed, so
-where computing already hides it the right set is empty, and else the smallest that hides it.
+A score per block cannot answer two questions about all blocks together. How much may they raise the loss: the damage
+budget. And do they save time: INT8 does so only while computing does not hide the transfer, so the right set is empty
+where the transfer is hidden already, and else the smallest set that hides it.
 
-`choose_low_set` is greedy by damage per byte saved, then drops what turned out not to be needed. The result is
-minimal: without any one unit that may leave, the transfer would show again. The least damage of all sets would
-take a knapsack; equal blocks, the usual case, give the same answer.
+`choose_low_set` is greedy by damage per byte saved, then drops units that turn out not to be needed. The result is
+minimal: without any one unit that may leave, the transfer would no longer be hidden. Finding the set of least damage is
+a knapsack problem; for equal blocks, the usual case, the answer is the same.
 """
 
 from __future__ import annotations
@@ -21,8 +21,10 @@ from bitplan.plan.selective.config import SelectiveError
 
 @dataclass(frozen=True)
 class TransferFacts:
-    """Measured, per step: how long computing takes, how fast the bus is, and how often a byte crosses: nearly 2 with
-    a backward, less what stays on the device at the turns."""
+    """Measured, per step: how long computing takes, how fast the bus is, and how often a byte is sent.
+
+    The latter is nearly 2 with a backward: blocks that stay on the device at the turns are sent once.
+    """
 
     compute_ms: float
     bytes_per_ms: float
@@ -35,15 +37,15 @@ class TransferFacts:
                 raise SelectiveError(f"transfer facts: {key} must be a finite number above 0, got {value!r}")
 
     def bytes_to_save(self, streamed_bytes: int) -> int:
-        """How many of a set of streamed bytes are too many to be hidden; 0 or less: computing hides them all."""
+        """By how many bytes the streamed bytes exceed what computing hides; 0 or less: computing hides them all."""
         return streamed_bytes - math.floor(self.compute_ms * self.bytes_per_ms / self.crossings)
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """A unit that may be low: what it costs (any unit, comparable), what it saves, and how free the choice is.
+    """A unit that may be low: its cost (on any common scale), the bytes it saves, and whether it may change.
 
-    `locked` keeps it as it is, `is_low` or not: a cooldown, a back-off, a force list.
+    `locked` keeps it as it is, low or not: a cooldown, a back-off, a force list.
     """
 
     name: str
@@ -74,8 +76,9 @@ def choose_low_set(
     entry_share: float = 1.0,
     bytes_to_save: int | None = None,
 ) -> LowSet:
-    """The units to be low. A unit stays low while the sum of costs is within `budget`, and enters only within
-    `entry_share` of it: between the two nothing changes. With `bytes_to_save`, no more than that takes."""
+    """The units to be low. A low unit stays while the sum of costs is within `budget`; another enters only within
+    `entry_share` of it. With `bytes_to_save`, no more units than needed to save that much.
+    """
     order = {candidate.name: candidate for candidate in candidates}
     units = sorted((order[name] for name in natural_order(order)), key=lambda unit: (unit.cost_per_byte, unit.cost))
     reasons = {unit.name: "kept: may not change now" for unit in units if unit.locked}
@@ -122,7 +125,7 @@ def _enter(
 
 
 def _leave_unneeded(chosen: list[Candidate], bytes_to_save: int, reasons: dict[str, str]) -> None:
-    """Dearest first, so that what remains is the cheapest of the sets that are left."""
+    """Remove unneeded units, the most costly first, so that the remaining set costs least."""
     for unit in sorted(chosen, key=lambda unit: -unit.cost):
         if not unit.locked and _saved(chosen) - unit.bytes_saved >= bytes_to_save:
             chosen.remove(unit)

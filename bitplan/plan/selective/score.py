@@ -5,13 +5,12 @@
     sensitivity = grad_weight * min(relative_magnitude / grad_sensitivity_threshold, 1)
                 + error_weight * min(quant_error / quant_error_threshold, 1)            cut to [0, 1]
 
-Without calibration no such score exceeds 0.7, and
-being relative it never bounds the total damage. `scoring="impact"` does: the damage of a unit (a block or a layer) is
-the mean over the window of |<dL/dy, (W - W_hat) x>|, the first-order change of the loss if W_hat stood in for W.
-Absolute values are summed, so the sum over all low units bounds what they can do together; rounding errors often
-cancel, so it is a careful figure and not an expectation.
+Without calibration no such score exceeds 0.7, and since it is relative it does not bound the total damage.
+`scoring="impact"` does: the damage of a unit (a block or a layer) is the mean over the window of |<dL/dy, (W - W_hat)
+x>|, the first-order change of the loss if W_hat stood in for W. Absolute values are summed, so the sum over all low
+units bounds their common effect; rounding errors often cancel, so it is an upper bound and not an expectation.
 
-A gradient that is missing or not finite is not a small one. It has no score: `excluded` names it and says why.
+A missing or non-finite gradient does not count as small. Its block has no score: `excluded` names it and says why.
 """
 
 from __future__ import annotations
@@ -48,7 +47,7 @@ class BlockGradStats:
 
 
 class RawGradStats(NamedTuple):
-    """What one pass over a block's gradients gives, before the blocks are compared."""
+    """The result of one pass over a block's gradients, before the blocks are compared."""
 
     l2_norm: float
     max_abs: float
@@ -60,7 +59,7 @@ class StepStats:
     """All blocks in one step: those with statistics, and those without, with the reason.
 
     `impacts`, for `scoring="impact"`: unit -> precision -> <dL/dy, (W - W_hat) x>, signed, as measured, and finite: a
-    unit with one that is not is `excluded`.
+    unit with a non-finite impact is `excluded`.
     """
 
     step_id: int
@@ -82,10 +81,9 @@ def compare_blocks(
     raw: Mapping[str, RawGradStats | None],
     impacts: Mapping[str, Mapping[str, float]] | None = None,
 ) -> StepStats:
-    """Relative magnitudes: each L2 norm over the mean across the blocks that have one; None is a missing gradient.
+    """Relative magnitudes: each L2 norm over the mean of all blocks that have one; None is a missing gradient.
 
-    Where every gradient is exactly zero (a skipped step, a masked batch) no block is above or below another: the step
-    says nothing, and counts as excluded.
+    If every gradient is exactly zero (a skipped step, a masked batch) blocks cannot be compared: all are excluded.
     """
     excluded: dict[str, Exclusion] = {}
     usable: dict[str, RawGradStats] = {}
@@ -130,14 +128,14 @@ def mean_of(values: Iterable[float]) -> float:
     items = list(values)
     try:
         return math.fsum(items) / len(items)
-    except OverflowError:  # a sum beyond float64 has a mean within it
+    except OverflowError:  # the sum exceeds float64; the mean does not
         return math.fsum(value / len(items) for value in items)
 
 
 def compute_sensitivity_score(
     stats: BlockGradStats, quant_error: float | None, config: SelectivePrecisionConfig
 ) -> float:
-    """A score in [0, 1]: 0 is safe to quantize, 1 is keep bf16. Without a calibration error its part is 0."""
+    """A score in [0, 1]: 0 is safe to quantize, 1 is keep bf16. Without a calibration error, that term is 0."""
     grad_score = min(stats.relative_magnitude / config.grad_sensitivity_threshold, 1.0)
     error_score = 0.0
     if quant_error is not None:
@@ -151,9 +149,9 @@ def compute_sensitivity_score(
 
 
 def estimate_damage(impacts: Sequence[float]) -> float | None:
-    """Units of loss: the mean of |<dL/dy, (W - W_hat) x>| over the window; what is not finite is left out.
+    """The mean of |<dL/dy, (W - W_hat) x>| over the window, in units of loss; non-finite values are left out.
 
-    None where nothing is left: not known is not zero.
+    None if no value is left: unknown is not zero.
     """
     usable = [abs(impact) for impact in impacts if math.isfinite(impact)]
     return mean_of(usable) if usable else None

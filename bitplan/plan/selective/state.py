@@ -1,14 +1,14 @@
 """The policy's state, and the file that carries it across a restart.
 
-Decisions are functions of (state, statistics, config), so a run that is stopped and resumed takes the same ones if
-and only if the state comes back bit for bit. The document holds all of it: precisions, cooldowns, back-offs, the window
-of statistics, an open trial. Numbers are written with the digits that read back as the same float.
+Decisions are functions of (state, statistics, config), so a resumed run takes the same decisions if and only if the
+state is restored bit for bit. The document holds all of it: precisions, cooldowns, back-offs, the window of statistics,
+an open trial. Floats are written with enough digits to read back as the same float.
 
 The document, version 1:
 
     {"document": "bitplan-selective-state", "version": 1,
-     "layout": {BLOCK: FINGERPRINT},        what the blocks were; a model that changed is refused, block by block
-     "config": {...},                       other decisions would follow from another config: refused, key by key
+     "layout": {BLOCK: FINGERPRINT},        of each block; a changed model is refused, block by block
+     "config": {...},                       another config would decide otherwise, and is refused, key by key
      "state": {"last_step": S, "steps_collected": N, "last_update_step": S,
                "units": {...}, "history": [...], "trial": T}}
 
@@ -55,7 +55,7 @@ from bitplan.records import write_json
 
 DOCUMENT = "bitplan-selective-state"
 VERSION = 1
-# What is only printed or written decides nothing, and may differ between a run and its continuation.
+# Settings of printing and logging decide nothing, and may differ between a run and its continuation.
 NOT_DECIDING = ("log_decisions", "telemetry_enabled", "telemetry_file", "run_calibration", "calibration_samples")
 _FLOAT = Kind("a number", is_number)
 _NAMES = list_of(NAME, "a list of names")
@@ -65,8 +65,8 @@ _NAMES = list_of(NAME, "a list of names")
 class UnitState:
     """One block or layer. `precision` None: never assigned, which runs as bf16.
 
-    score      the last one: a sensitivity, or a damage in units of loss
-    excluded   why -> in how many steps
+    score      the last score: a sensitivity, or a damage in units of loss
+    excluded   reason -> number of steps
     """
 
     precision: Precision | None = document_key(or_null(one_of(*PRECISIONS)), None)  # noqa: RUF009  a field
@@ -84,11 +84,11 @@ class UnitState:
 
 @dataclass(frozen=True)
 class Trial:
-    """A switch whose effect on the loss is being looked at: see `feedback`.
+    """A switch whose effect on the loss is being measured: see `feedback`.
 
     switched   the precisions on trial
-    suspects   one of these raised the loss, once a probe has shown that one did
-    probing    the suspects that are low in the probe under way; the others are bf16
+    suspects   units of which one raised the loss; empty until a probe has shown a rise
+    probing    the suspects that are low in the present probe; the others are bf16
     raised     the last probe that was above the tolerance, in words; every suspect was low in it
     """
 
@@ -113,7 +113,7 @@ class PolicyState:
 
     @classmethod
     def start(cls, names: Iterable[str]) -> PolicyState:
-        """Nothing assigned, nothing seen."""
+        """The state before the first step."""
         units = list(names)
         if not units or len(set(units)) != len(units):
             raise SelectiveError(f"a policy needs blocks with different names, got {listed(units)}")
@@ -318,7 +318,7 @@ def _read_trial(reader: Reader, value: Any, units: Mapping[str, UnitState]) -> T
         for name in item[each]:
             if name not in switched:
                 reader.stop(f"state.trial.{each} names {name!r}, which is not on trial")
-    # Without suspects everything on trial is low; with suspects, some of them are.
+    # Without suspects everything on trial is low in the probe; with suspects, some of these are.
     whole = not suspects and probing == list(switched)
     if not switched or not (whole or (set(probing) < set(suspects) and probing)):
         reader.fail("state.trial.probing", "all that is on trial, or some of the suspects", probing)

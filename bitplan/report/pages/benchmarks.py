@@ -1,4 +1,4 @@
-"""Results of benchmarks: the ones we know as charts, the rest as tables of their rows."""
+"""Results of benchmarks: known ones as charts, others as tables of their rows."""
 
 from __future__ import annotations
 
@@ -147,7 +147,7 @@ def _list_table(title: str, rows: Sequence[dict[str, Any]]) -> Markup:
 
 
 def _flatten(row: dict[str, Any], before: str = "", depth: int = 0) -> dict[str, Any]:
-    """Figures of objects within, by their path; samples and other long lists stay in the file."""
+    """Figures of nested objects, by their path; samples and other long lists are not shown."""
     result: dict[str, Any] = {}
     for key, value in row.items():
         if isinstance(value, dict) and depth < 3:

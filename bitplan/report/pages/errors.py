@@ -1,4 +1,4 @@
-"""Errors of packed weights and of layers' outputs: a histogram by format, how they move, and the worst of them.
+"""Errors of packed weights and of layers' outputs: a histogram by format, their course over steps, and the worst.
 
 Drift logs and files have the relative error of each packed weight; a calibration has that of each block's and layer's
 output, for each candidate format and batch.
@@ -72,7 +72,7 @@ def _findings(record: Record) -> Markup:
 
 
 def _calibration(record: Record) -> list[ErrorRow]:
-    """Of each block and layer in each format the mean over batches, as the calibration itself takes it."""
+    """For each block and layer in each format the mean over batches, as the calibration itself computes it."""
     document = RecordFields(record.content, record.where)
     samples: dict[tuple[str, str], list[float | None]] = {}
     for _, layers in document.items("layers", {}):
@@ -99,7 +99,7 @@ def _mean(errors: Sequence[float | None]) -> float | None:
 
 
 def _last_step(errors: Sequence[ErrorRow]) -> list[ErrorRow]:
-    """Of each name and format the latest, the worst first."""
+    """The latest error of each name and format, the worst first."""
     latest: dict[tuple[str, str], ErrorRow] = {}
     for error in errors:
         key = (error.name, error.format)

@@ -37,7 +37,7 @@ def fingerprint_of(record: Record) -> dict[str, str]:
     for source in _SOURCES:
         if isinstance(content.get(source), dict):
             fingerprint |= content[source]
-    if isinstance(fingerprint.get("versions"), dict):  # a calibration's fingerprint has them within
+    if isinstance(fingerprint.get("versions"), dict):  # a calibration's fingerprint contains the versions
         fingerprint |= fingerprint.pop("versions")
     if fingerprint and isinstance(content.get("commit"), str):
         fingerprint["commit"] = content["commit"]
@@ -69,7 +69,7 @@ def _machine(fingerprint: dict[str, str]) -> str:
 
 
 def _fingerprints(stated: dict[str, dict[str, str]]) -> Markup:
-    """One column for records that state the same, so that differences stand out."""
+    """One column for all records with the same fingerprint, so that differences stand out."""
     if not stated:
         return tag("p", "No record states the machine it comes from.", class_="note")
     groups: dict[tuple[tuple[str, str], ...], list[str]] = {}

@@ -1,4 +1,4 @@
-"""Section of decisions: each tensor's format and reason, and the bytes that come of it."""
+"""Section of decisions: each tensor's format and reason, and the resulting bytes."""
 
 from __future__ import annotations
 
@@ -71,7 +71,9 @@ def _evidence(item: RecordFields) -> str:
     if "evidence" not in item:
         return ""
     figures = item.fields("evidence").value.items()
-    parts = [f"{key} {_figure(value)}" for key, value in figures if not isinstance(value, dict)]  # the reason has those
+    parts = [
+        f"{key} {_figure(value)}" for key, value in figures if not isinstance(value, dict)
+    ]  # the reason has nested ones
     text = ", ".join(parts)
     return text if len(text) <= MAX_EVIDENCE else f"{text[:MAX_EVIDENCE]}…"
 
@@ -89,7 +91,7 @@ def formats_by_bytes(decided: Sequence[Decided]) -> dict[str, int]:
 
 
 def _bf16_bytes(decided: Sequence[Decided]) -> int | None:
-    """What the same numbers take in bfloat16; unknown where a shape is missing, or is that of packed codes."""
+    """The bytes of the same numbers in bfloat16; None if a shape is missing, or is that of packed codes."""
     if not decided or any(item.shape is None or item.part for item in decided):
         return None
     return sum(BF16_BYTES * math.prod(item.shape or []) for item in decided)
@@ -159,7 +161,7 @@ def _by_role(decided: Sequence[Decided]) -> list[tuple[str, float, str, str]]:
 
 
 def _why(item: Decided) -> Markup:
-    """The reason, and under it the figures it rests on."""
+    """The reason, and below it its figures."""
     return join([item.reason, tag("small", item.evidence)]) if item.evidence else escape(item.reason)
 
 

@@ -1,7 +1,7 @@
 """Sensitivity of layers or blocks over steps as a heat map, with their precision and its changes, from the telemetry.
 
-A column is an update, a row a block. Cells of one colour are one path, and what a cell says when it is pointed at comes
-from one list of figures, so a map of ten thousand cells stays small.
+A column is an update, a row a block. Cells of one colour are one path, and tooltips come from one list of figures, so a
+map of ten thousand cells stays small.
 """
 
 from __future__ import annotations

@@ -92,7 +92,7 @@ def _name(row: RecordFields) -> str:
 
 
 def _perplexity_chart(rows: Sequence[RecordFields]) -> Markup | None:
-    """Perplexity against bits a weight: the trade that is made."""
+    """Perplexity against bits per weight: the trade-off."""
     values = [row.number("perplexity") for row in rows]
     intervals = [_interval(row) for row in rows]
     heights = values + [edge for each in intervals if each for edge in each]
@@ -112,7 +112,7 @@ def _perplexity_chart(rows: Sequence[RecordFields]) -> Markup | None:
 
 
 def _kl_chart(rows: Sequence[RecordFields]) -> Markup | None:
-    """How far each format moved the model: the distance has little noise, where perplexity has much."""
+    """How far each format moved the model: the distance has little noise, perplexity has much."""
     measured = [(row, mean_and_error) for row in rows if (mean_and_error := _kl(row)) and mean_and_error[0] > 0]
     if len(measured) < 2:
         return None

@@ -1,4 +1,4 @@
-"""Section of a search: what was decided, why, what it cost and what it gained; then the pictures behind it."""
+"""Section of a search: what was decided, why, what it cost and what it gained; then charts of the evidence."""
 
 from __future__ import annotations
 
@@ -139,7 +139,7 @@ def _gap(found: RecordFields) -> float:
 
 
 def _rival(found: RecordFields) -> str:
-    """How the plan stands against the best of those that need no search."""
+    """How the plan compares with the smallest plan that needs no search."""
     if found.flag("lost", False):
         return f"The search lost: {found.fields('plan').text('label')} was better, and is the plan."
     others = [each for each in found.each("measured") if each.text("kind") != "plan"]
@@ -236,7 +236,7 @@ def _level(level: int, low: float, high: float) -> str:
 
 
 def _short_names(formats: object) -> dict[str, str]:
-    """Formats without what they have in common with their family, to fit a cell."""
+    """Names of formats without the part that their family has in common, to fit a cell."""
     return {name: str(name).removesuffix("_gguf").replace("bfloat16", "bf16") for name in formats}  # type: ignore[attr-defined]
 
 
@@ -322,7 +322,7 @@ def _numbered(measured: Sequence[RecordFields]) -> str:
 
 
 def _steps(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
-    """Between two sizes the smaller one's plan is the best that is known: no plan has all sizes in between."""
+    """A staircase: between two sizes, the smaller one's plan is the best that is known."""
     corners = [(size, damage) for (_, damage), (size, _) in pairwise(points)]
     return [points[0], *(place for pair in zip(corners, points[1:], strict=True) for place in pair)]
 

@@ -1,7 +1,7 @@
 """Speed against tokens: where FP8 wins and with what confidence, and which way of a packed product is fastest.
 
 A policy holds speedups with intervals and the bands that follow; they are drawn as they are. Benchmarks and crossover
-files hold raw times: every sample is drawn, the line goes through the middle one, and nothing is decided here.
+files hold raw times: every sample is drawn, the line goes through the medians, and nothing is decided here.
 """
 
 from __future__ import annotations
@@ -136,7 +136,7 @@ def _point(frame: Frame, point: RecordFields) -> list[Markup]:
 
 
 def _crossing(points: Sequence[RecordFields], confidence: float) -> str:
-    """Between which two measured token counts FP8 begins to win."""
+    """The two measured token counts between which FP8 begins to win, as text."""
     answers = [(point.whole("tokens"), point.text("answer")) for point in points]
     if all(answer == "win" for _, answer in answers):
         return f"Wins from {count(answers[0][0])} tokens, the fewest measured."
@@ -291,7 +291,7 @@ def _dots(frame: Frame, at: float, samples: Sequence[float], kind: str) -> Marku
 
 
 def _fastest(middles: dict[str, list[Point]], across: str) -> str:
-    """Where the middle samples change order."""
+    """Where the order of the medians changes, as text."""
     times: dict[float, dict[str, float]] = {}
     for way, points in middles.items():
         for at, ms in points:

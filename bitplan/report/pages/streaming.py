@@ -1,4 +1,4 @@
-"""What streaming moved and waited for: times of steps, bytes, memory, and the lanes of one step.
+"""Section of streaming: times of steps, bytes, memory, and the copies and waits within one step.
 
 A line of the telemetry may have a `timeline`, in milliseconds from the start of its step:
 
@@ -29,11 +29,11 @@ TIMES = (
     ("stall_ms", "stall", "k3"),
 )
 LANE_LEFT, LANE_PITCH = 92, 34
-LANE_LEAST = 1.5  # a copy that takes no time to speak of is still seen
+LANE_LEAST = 1.5  # a very short copy is still visible
 
 
 class LanePiece(NamedTuple):
-    """Something in a lane."""
+    """A copy or a wait, drawn in a lane."""
 
     name: str
     start_ms: float
@@ -106,7 +106,7 @@ def _piece(item: RecordFields, kind: str, name: str = "") -> LanePiece:
 
 
 def _between(waits: Sequence[LanePiece], end_ms: float) -> list[LanePiece]:
-    """The computation is what is not waiting."""
+    """The computation: all time between waits."""
     pieces, at_ms = [], 0.0
     for wait in waits:
         if wait.start_ms > at_ms:

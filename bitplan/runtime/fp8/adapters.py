@@ -3,9 +3,10 @@
     from torchao.float8 import convert_to_float8_training
     convert_to_float8_training(model, module_filter_fn=torchao_filter(model, policy, tokens=8192), config=config)
 
-A policy says where OUR layers win. Others cast apart from the norm and run q, k and v as three products, so their gain
-is smaller, and a narrow win of ours may be their loss: use a policy with a speedup threshold above 1 for them. They run
-all three products of a layer in FP8 or none, so they get answers for whole modules, else those of `apply_fp8`.
+A policy says where OUR layers win. Other libraries cast apart from the norm and run q, k and v as three products, so
+they gain less, and where we win narrowly they may lose: use a policy with a speedup threshold above 1 for them. They
+run all three products of a layer in FP8 or none, so they get answers for whole modules; otherwise the answers are those
+of `apply_fp8`.
 
 TransformerEngine is known by class names alone; nothing of it is imported. Names and arguments were compared with the
 sources of TransformerEngine 2.20 and Megatron-LM of August 2026; UNTESTED against the running library: the tests have
@@ -43,7 +44,7 @@ def torchao_filter(
     extrapolate: bool = False,
     estimate: bool = True,
 ) -> Callable[[nn.Module, str], bool]:
-    """A `module_filter_fn`: true for the linears of layers that the policy has in FP8 whole."""
+    """A `module_filter_fn`: true for linears of layers that the policy puts in FP8 as a whole."""
     if recipe is not None and recipe not in TORCHAO_RECIPES:
         raise Fp8Error(f"torchao's float8 linears have the recipes {', '.join(TORCHAO_RECIPES)}, got {recipe!r}")
     chosen: set[str] = set()
@@ -63,7 +64,7 @@ def torchao_filter(
 
 
 def transformer_engine_kind(cls: type, init_kwargs: Mapping[str, Any] | None = None) -> str | None:
-    """The kind of a TransformerEngine module class, Megatron's wrapper or its own; None for any other class."""
+    """The kind of a module class of TransformerEngine, or of Megatron's wrapper of one; None for any other class."""
     kwargs = init_kwargs or {}
     for each in cls.__mro__:
         kind = KIND_OF_CLASS.get(each.__name__)
@@ -86,7 +87,7 @@ def transformer_engine_decision(
     extrapolate: bool = False,
     estimate: bool = True,
 ) -> Callable[..., Fp8Choice | None]:
-    """`decide(cls, ub_name, init_kwargs)`, to be asked when a module is made; None for classes that are not ours."""
+    """`decide(cls, ub_name, init_kwargs)`, to be called when a module is made; it gives None for unknown classes."""
 
     def decide(cls: type, ub_name: str | None = None, init_kwargs: Mapping[str, Any] | None = None) -> Fp8Choice | None:
         kwargs = init_kwargs or {}

@@ -4,11 +4,11 @@
     print(applied)                                             # a line for each layer, with the reason
     optimizer = torch.optim.AdamW(model.parameters())
 
-The decision falls once, here. Layers that win become FP8 layers; all others stay the modules that they are. Projections
-of one input (q, k and v; gate and up) are decided together and become one layer, since that is what was measured, and
-where a norm feeds nothing else, the layer does it too, in the cast (`fused_projections`, `sites`). State dicts keep
-their names. What is missing means BF16, and the summary says why: no rule, another recipe, hardware without FP8, a
-layer that cannot be replaced. A policy of another GPU is an error.
+The decision is made once, here. Layers that win become FP8 layers; all others stay the modules that they are.
+Projections of one input (q, k and v; gate and up) are decided together and become one layer, as they were measured.
+Where a norm feeds nothing else, that layer also does the norm, in its cast (`fused_projections`, `sites`). State dicts
+keep their names. A layer stays in BF16 without a rule, by another recipe, on hardware without FP8, or if it cannot be
+replaced; the summary says why. A policy of another GPU is an error.
 
     policy          a policy or its file; None puts FP8 wherever a layer's shape allows it, which may be slower
     tokens          sequence length x micro batch size of one step, for all parts or by part: {"llm": 8192, "vit": 1024}
@@ -70,7 +70,7 @@ Tokens = int | Mapping[str, int]
 
 @dataclass(frozen=True)
 class PartPlan:
-    """What one part of a model is to be: by a policy, or FP8 wherever the shape allows (`policy` None)."""
+    """How one part of a model is decided: by a policy, or FP8 wherever the shape allows (`policy` None)."""
 
     policy: Policy | None
     tokens: int | None
@@ -145,14 +145,14 @@ def apply_fp8_config(
 def _plan_of(options: Fp8Options, path: str | Path, tokens: int | None, tp: int, etp: int) -> PartPlan:
     policy = None
     if options.selective_fp8:
-        assert options.fp8_dynamic_policy_path is not None  # the reader saw to it
+        assert options.fp8_dynamic_policy_path is not None  # the reader has checked it
         policy = load_policy(find_policy(options.fp8_dynamic_policy_path, path))
     assert options.fp8 is not None
     return PartPlan(policy, tokens, options.fp8_recipe, options.fp8, options.fp8_param, tp, etp)
 
 
 def _warn_of_unknown_parts(tokens: Tokens | None, parts: Collection[str]) -> None:
-    """A count for a part that is not there counts for nothing: most often it is another spelling of one that is."""
+    """Warn of a token count for a part that the model does not have: most often its name is misspelled."""
     unknown = sorted(set(tokens) - set(parts)) if isinstance(tokens, Mapping) else []
     if unknown:
         log.warning(
@@ -183,7 +183,7 @@ class _Decided:
 
 @dataclass(frozen=True)
 class _Trial:
-    """How blocks are confirmed; what cannot be is said before anything is timed."""
+    """How blocks are confirmed; a setting that cannot work is refused before anything is timed."""
 
     wanted: bool
     compiled: bool | str
@@ -233,7 +233,7 @@ def _lacking(device: torch.device, emulate: bool) -> str | None:
 
 
 def _notes(plans: Iterable[PartPlan], device: torch.device) -> list[str]:
-    """Refuse a policy of another GPU; say what else was different when it was measured."""
+    """Refuse a policy of another GPU; list other differences from the machine that it was measured on."""
     notes: dict[str, None] = {}
     for plan in plans:
         if isinstance(plan.policy, BandPolicy):
@@ -262,7 +262,7 @@ def _decide(
 
 
 def _choose(site: Site, plan: PartPlan, asked: dict[Question, Fp8Choice]) -> Fp8Choice:
-    """What the policy has for one layer; blocks are alike, so a question is `asked` once for all of them."""
+    """The policy's choice for one layer; blocks are alike, so `asked` keeps the answer to each question."""
     if plan.policy is None:
         name = plan.recipe or DEFAULT_RECIPE
         obstacle = shape_obstacle(name, site.shape)
@@ -377,7 +377,7 @@ def _moved(decided: _Decided, block: str) -> _Decided:
 
 
 def _build(model: nn.Module, decided: list[_Decided], *, watch: bool = True) -> list[str]:
-    """Make every FP8 layer beside the model, block by block, and put each block's in when all of it is made."""
+    """Make the FP8 layers one after the other, and put each into the model when it is made."""
     notes: dict[str, None] = {}
     watched: dict[str, tuple[str, list[Fp8Choice], Site]] = {}
     for each in decided:

@@ -1,10 +1,10 @@
 """Builds the FP8 layer of one site beside the model: weights fused, norm taken over, names unchanged.
 
 One linear becomes an Fp8Linear over the same parameters. Several become one layer of fused weights inside the first of
-them (`fused_projections`). Where a norm feeds nothing else and is a plain RMS or layer norm (compared number by number
-on a random input, for classes that look alike differ), the layer is an Fp8NormLinear, which norms in its cast, and the
-norm's place hands its input on. The experts of a block become two grouped products, each by its own choice
-(`experts`).
+them (`fused_projections`). Where a norm feeds nothing else and is a plain RMS or layer norm (compared on a random
+input, because classes that look alike differ), the layer is an Fp8NormLinear, which normalises in its cast, and the
+module in the norm's place passes its input on. The experts of a block become two grouped products, each by its own
+choice (`experts`).
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _NORM_TOLERANCE = 2.0**-6  # two roundings to bfloat16
 
 @dataclass
 class Built:
-    """Modules by path, the names that state dicts keep (by the module that sees to it), and where tokens come in."""
+    """Modules by path, the names that state dicts keep (by the module that translates them), and the first module."""
 
     first: str
     modules: dict[str, nn.Module]
@@ -55,7 +55,7 @@ class Built:
 def build_site(
     model: nn.Module, choices: Mapping[Site, Fp8Choice], recipe: Fp8Recipe, *, fp8_param: bool = False
 ) -> Built:
-    """The layer of one site; of experts the two sites of one module come together."""
+    """The layer of one site; the two sites of an experts module are built together."""
     site, choice = next(iter(choices.items()))
     if site.is_grouped:
         return _build_experts(model, choices, recipe)
@@ -98,9 +98,9 @@ def is_plain_norm(norm: nn.Module) -> bool:
     if not isinstance(weight, nn.Parameter) or weight.ndim != 1 or getattr(norm, "bias", None) is not None:
         return False
     if weight.device.type == "meta":
-        return True  # nothing to compare; the block classes that norms are taken over from are known
+        return True  # on meta nothing can be compared; block classes whose norms are taken over are known
     if not bool(weight.any()):
-        return False  # zeros show nothing
+        return False  # zeros would agree with any norm
     generator = torch.Generator(weight.device).manual_seed(0)
     x = torch.randn((4, weight.shape[0]), generator=generator, device=weight.device).to(weight.dtype)
     with torch.no_grad():
@@ -119,7 +119,7 @@ def _linear(model: nn.Module, path: str) -> nn.Linear:
 
 
 def _join(linears: Sequence[nn.Linear]) -> nn.Linear:
-    """One linear with the weights of several; of one, that one itself."""
+    """One linear with the weights of several; a single linear is returned as it is."""
     if len(linears) == 1:
         return linears[0]
     first = linears[0]
@@ -166,7 +166,7 @@ def _place(site: Site, linears: Sequence[nn.Linear], layer: Fp8Linear, norm: str
 
 
 def _common_parent(paths: Sequence[str]) -> str:
-    """The path of the module that all of these are in."""
+    """The path of the module that contains all of these."""
     parents = [path.split(".")[:-1] for path in paths]
     shared = takewhile(lambda words: len(set(words)) == 1, zip(*parents, strict=False))
     return ".".join(words[0] for words in shared)

@@ -1,8 +1,9 @@
 """Allocates memory that outlives the CUDA graphs of torch.compile(mode="reduce-overhead").
 
-Those graphs share a pool of memory and must know everything in it: a tensor that stays and is no output of theirs is an
-error. While torch warms up to a graph or records it, whatever its thread allocates comes from that pool. So what FP8
-layers keep from step to step, guesses of scales, is allocated by another thread; casts of weights are not kept then.
+Those graphs share a pool of memory, and torch must know every tensor in it: one that stays and is no graph's output is
+an error. While torch warms up or records a graph, everything that its thread allocates comes from that pool. So the
+guesses of scales, which FP8 layers keep from step to step, are allocated by another thread; casts of weights are not
+kept then.
 """
 
 from __future__ import annotations
@@ -19,16 +20,16 @@ Made = TypeVar("Made")
 
 
 def in_compiled_graphs(weight: Tensor) -> bool:
-    """Is torch.compile recording a CUDA graph with this weight, or warming up to it?"""
+    """Whether torch.compile is recording, or warming up, a CUDA graph with this weight."""
     trees: Any = sys.modules.get("torch._inductor.cudagraph_trees")
     if trees is None or not weight.is_cuda or not torch._C._is_key_in_tls("tree_manager_containers"):
-        return False  # of another thread, they are none of ours
+        return False  # graphs of another thread do not concern this one
     manager = trees.get_manager(weight.device.index, create_if_none_exists=False)
-    # It warms up and records on a stream of its own. (It says that it records only once it has.)
+    # torch warms up and records on a stream of its own. (Its flag for recording is set only afterwards.)
     return manager is not None and manager.stream == torch.cuda.current_stream(weight.device)
 
 
 def allocate_outside(make: Callable[[], Made]) -> Made:
-    """What `make` allocates, from the memory that all share."""
+    """The result of `make`, allocated from the general pool of memory."""
     with ThreadPoolExecutor(1) as another:
         return another.submit(make).result()

@@ -2,8 +2,8 @@
 
 transformers keeps the experts of a block in one module with `gate_up_proj` [E, 2 F, H] and `down_proj` [E, H, F]; it is
 called with hidden states [T, H] and, for each token, its experts and their weights [T, k]. Here tokens are sorted by
-expert once, both products take them as they lie, and the results are weighed and added where they came from. How many
-tokens each expert has stays on the GPU: nothing waits for the host.
+expert once, both products use that order, and the results are weighted and added to the tokens that they belong to. How
+many tokens each expert has stays on the GPU: nothing waits for the host.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Fp8Experts(nn.Module):
 
 
 def grouped_of(weight: nn.Parameter, recipe: Fp8Recipe, gemms: GemmChoice) -> GroupedLinear:
-    """A grouped linear over a Parameter [E, N, K] that is there already."""
+    """A grouped linear over an existing Parameter [E, N, K]."""
     experts, outputs, inputs = weight.shape
     layer = GroupedLinear(experts, inputs, outputs, recipe=recipe, gemms=gemms, device="meta", dtype=weight.dtype)
     layer.weight = weight
@@ -51,6 +51,6 @@ def grouped_of(weight: nn.Parameter, recipe: Fp8Recipe, gemms: GemmChoice) -> Gr
 
 
 def cast_dropper(module: nn.Module) -> Callable[[], None]:
-    """A function that has all FP8 layers of a module cast their weights anew, as after an optimizer's step."""
+    """A function that makes all FP8 layers of a module cast their weights anew, as after an optimizer's step."""
     weights = [each for each in module.parameters() if each.ndim >= 2]
     return lambda: expire_casts(weights)

@@ -1,18 +1,18 @@
 """Fuses projections that read one input into one layer, in a model that still calls them one by one.
 
 A llama block calls q_proj, k_proj and v_proj on the same tensor. One product of the fused weights casts that tensor
-once, and is what was measured; so the three become one layer, which lies in the first. The model's code stays as it is:
+once, and was measured so; the three therefore become one layer, inside the first. The model's code stays as it is:
 
     q_proj     FusedProjections: runs the layer, keeps the parts of the others and gives its own
     k_proj     FusedPart: gives the part that was kept for it, once
     norm       NormTakenOver: hands its input on; the layer behind it does the norm, in the cast where it can
 
-A part is given only for the very tensor that the head was run on; asked for another the head is run again, which costs
-time and never a wrong number. Kept parts live from the first call to the last of one forward and no longer.
+A part is given only for the very tensor that the head was run on; for another tensor the head is run again, which costs
+time and never gives a wrong number. Parts are kept only from the first to the last call of one forward.
 
-Checkpoints keep their names: `state_dict` splits what is fused and `load_state_dict` joins it (`keep_names`), so a
-model with fused layers reads and writes the files of the model that it was. Parameters themselves are fused: make
-the optimizer after, not before.
+Checkpoints keep their names: `state_dict` splits fused tensors and `load_state_dict` joins them (`keep_names`), so a
+model with fused layers reads and writes the same files as before. Parameters themselves are fused: make the optimizer
+after that, not before.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class FusedProjections(nn.Module):
         return parts
 
     def take(self, index: int, x: Tensor) -> Tensor:
-        """The part of projection `index`, from 1; the last taker clears what was kept."""
+        """The part of projection `index`, from 1; taking the last part clears all of them."""
         if self._input is not x or self._waiting[index - 1] is None:
             return self._parts(x)[index]
         part = self._waiting[index - 1]
@@ -68,14 +68,14 @@ class FusedProjections(nn.Module):
         return self.rows(0)
 
     def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"_input": None, "_waiting": []}  # a copy of a model takes no activations along
+        return self.__dict__ | {"_input": None, "_waiting": []}  # a copied model does not copy activations
 
     def extra_repr(self) -> str:
         return f"sizes={self.sizes}"
 
 
 class FusedPart(nn.Module):
-    """A projection whose product is part of its head's."""
+    """A projection whose product is a part of the head's product."""
 
     def __init__(self, head: FusedProjections, index: int) -> None:
         super().__init__()
@@ -94,7 +94,7 @@ class FusedPart(nn.Module):
 
 
 class NormTakenOver(nn.Module):
-    """In the place of a norm that the layer behind it now does."""
+    """Stands in the place of a norm that the layer behind it now computes."""
 
     def forward(self, x: Tensor) -> Tensor:
         return x
@@ -102,7 +102,7 @@ class NormTakenOver(nn.Module):
 
 @dataclass(frozen=True)
 class Renamed:
-    """A tensor that checkpoints know by `old` and the model holds in rows start..stop of `new` (all where None)."""
+    """A tensor named `old` in checkpoints, which the model holds in rows start..stop of `new` (all rows if None)."""
 
     old: str
     new: str

@@ -15,7 +15,7 @@ _LONGEST_NAME = 200
 
 
 def open_model(path: str | Path) -> YamlModel:
-    """The parts of a model from a config.json, a folder with one, or a YAML; parallel sizes only a YAML can set."""
+    """The parts of a model from a config.json, a folder with one, or a YAML; only a YAML can set parallel sizes."""
     source = Path(path)
     if source.suffix not in _SUFFIXES:
         return YamlModel(tuple(load_model_parts(source)), {})
@@ -26,10 +26,10 @@ def open_model(path: str | Path) -> YamlModel:
 
 
 def open_yaml_model(path: str | Path) -> YamlModel:
-    """A YAML model; what `defaults` names is looked for beside the file, then in the folders above it.
+    """A YAML model; files that `defaults` names are looked for beside the file, then in the folders above it.
 
-    It never leaves the root of the configurations: the nearest folder above that is named `configs`, `config` or
-    `conf`, else the folder of the file itself. Symbolic links are followed before that is judged.
+    The search never leaves the root of the configurations: the nearest folder above that is named `configs`, `config`
+    or `conf`, else the folder of the file itself. Symbolic links are resolved first.
     """
     source = Path(path)
     beside = source.resolve().parent
@@ -65,8 +65,7 @@ def _check_name(source: Path, name: str) -> None:
 
 
 def find_policy(written: str, beside: str | Path) -> Path:
-    """The policy that a YAML names: from the folder of the YAML, then from the folders above it (a project's root is
-    one of them), then from the current folder."""
+    """The policy that a YAML names, searched in the YAML's folder, the folders above it and the current folder."""
     folder = Path(beside).resolve().parent
     tried = [above / written for above in (folder, *folder.parents)]
     existing = next((path for path in (*tried, Path(written)) if path.is_file()), None)

@@ -4,8 +4,8 @@
     gemms = GemmChoice(fprop="blockwise", dgrad="tensorwise", wgrad="bf16")    # or GemmChoice.all("blockwise")
 
 A recipe says how an operand is scaled (`formats.fp8_recipes` has the table); a `GemmChoice` names the recipe of each of
-the three products, or "bf16", so recipes can be mixed where they were measured to win. The recipe's own name is what
-`GemmChoice.all` is given where a layer gets none.
+the three products, or "bf16", so recipes can be mixed where they were measured to win. A layer without a GemmChoice
+gets `GemmChoice.all` of the recipe's own name.
 
 Fast accumulation: Hopper's tensor cores keep about 14 bits of a running FP8 sum, and only without "fast accumulation"
 move it to float32 every few steps. A product over k numbers then carries a relative error of up to about
@@ -41,12 +41,12 @@ class Fp8UnavailableError(Fp8Error):
 
 
 class Fp8LayerError(Fp8Error):
-    """An FP8 layer that cannot be built as asked, or was given what it does not take."""
+    """An FP8 layer cannot be built as asked, or got an input that it does not take."""
 
 
 @dataclass(frozen=True)
 class AmaxEps:
-    """The least amax that a scale is made of, for each role. 0 asks for none; a zero tensor is safe either way."""
+    """The smallest amax that a scale is made from, for each role. 0: no minimum; a zero tensor is safe either way."""
 
     input: float = 0.0
     weight: float = 0.0
@@ -77,7 +77,7 @@ class AmaxEps:
 
 @dataclass(frozen=True)
 class Fp8Recipe:
-    """How operands are scaled, which FP8 gradients take ("hybrid": E5M2), and which products accumulate fast."""
+    """How operands are scaled, the FP8 type of gradients ("hybrid": E5M2), and which products accumulate fast."""
 
     name: str = "tensorwise"
     fp8: Literal["e4m3", "hybrid"] = "e4m3"

@@ -1,7 +1,7 @@
 """Finds where FP8 may go in a model: its linear layers, by the kinds and names of policies.
 
-Read from module names, as Hugging Face's llama, mistral, qwen, mixtral and deepseek classes have them and as Megatron
-and plain PyTorch code often do. Nothing is guessed: a linear whose name is in no table is left as it is, and listed.
+Layers are recognised by module names, as in Hugging Face's llama, mistral, qwen, mixtral and deepseek classes and often
+in Megatron and plain PyTorch code. Nothing is guessed: a linear whose name is in no table is left as it is, and listed.
 
     qkv      q_proj, k_proj, v_proj together (or qkv_proj, ...)      layernorm_column, column where the norm stays apart
     proj     o_proj, ...                                             row
@@ -12,8 +12,8 @@ and plain PyTorch code often do. Nothing is guessed: a linear whose name is in n
              q_proj beside kv_a_proj_with_mqa                        column q_proj
     experts  a module with gate_up_proj and down_proj of rank 3      column_grouped fc1 and row_grouped fc2
 
-Projections that read the same input are ONE site, since one product of the fused weights is what was measured. A norm
-belongs to a site where nothing else reads what it gives: so much is known only of block classes that are listed here.
+Projections that read the same input are ONE site, since one product of the fused weights was measured. A norm belongs
+to a site if nothing else reads its output, which is known only for the block classes listed here.
 """
 
 from __future__ import annotations
@@ -59,8 +59,8 @@ _KIND_OF = {
     "kv_up_proj": "layernorm_column",
     "q_proj": "column",
 }
-# Blocks whose attention reads input_layernorm's output through q, k and v alone, and whose MLP, where it is one, reads
-# post_attention_layernorm's through gate and up alone.
+# Blocks in which only q, k and v read input_layernorm's output, and only the MLP's gate and up, if there is a dense
+# MLP, read post_attention_layernorm's.
 _BLOCKS = ("Llama", "Mistral", "Mixtral", "Qwen2", "Qwen3", "Qwen2Moe", "Qwen3Moe", "DeepseekV2", "DeepseekV3")
 _BLOCK_NORMS = {"self_attn": "input_layernorm", "mlp": "post_attention_layernorm"}
 _LATENT_NORMS = {"q_up_proj": "q_a_layernorm", "kv_up_proj": "kv_a_layernorm"}
@@ -90,14 +90,14 @@ class Site:
         return self.num_gemms is not None
 
     def question(self, tokens: int | None, **more: Any) -> Question:
-        """The layer as a policy is asked about it."""
+        """The question to a policy about this layer."""
         own: dict[str, Any] = {"name": self.name, "num_gemms": self.num_gemms, "moe_router_topk": self.moe_router_topk}
         return Question(self.kind, tokens, shape=self.shape, part=self.part, **own, **more)
 
 
 @dataclass(frozen=True)
 class Sites:
-    """The sites of a model in its own order, and the linears that are none."""
+    """The sites of a model in its own order, and the linears that belong to no site."""
 
     sites: tuple[Site, ...]
     left: tuple[str, ...]
@@ -152,7 +152,7 @@ class _Seen:
         parts = path.split(".")
         kind = _KIND_OF[name]
         if any(part in _SHARED for part in parts) and kind == "layernorm_column":
-            kind = "column"  # the router reads the norm too
+            kind = "column"  # the router reads the norm's output too
         obstacle = self._obstacle(paths)
         if re.search(r"(^|\.)experts\.[0-9]+(\.|$)", path):
             obstacle = "an expert of its own: experts were measured as one grouped product"
@@ -191,7 +191,7 @@ class _Seen:
         return None
 
     def _norm(self, path: str, name: str) -> str | None:
-        """The norm in front of a site, where nothing else reads it."""
+        """The norm in front of a site, if nothing else reads its output."""
         module = self.modules[path]
         if name in _LATENT_NORMS:
             norm = f"{path}.{_LATENT_NORMS[name]}"

@@ -48,7 +48,7 @@ class LayerRow:
 
 @dataclass(frozen=True)
 class Confirmed:
-    """A block timed whole, in turns with BF16: how many times faster what was taken is, and between what.
+    """A whole block, timed in turns with BF16: the speedup of what was taken, and its interval.
 
     `taken`: "plan", "all" (every layer of the block in FP8, where that was faster still) or "bf16".
     """
@@ -64,7 +64,7 @@ class Confirmed:
 
 @dataclass(frozen=True)
 class AppliedFp8:
-    """Every layer that was decided on, what was confirmed, and what is worth knowing about the policy."""
+    """Every layer that was decided on, the blocks that were confirmed, and notes about the policy."""
 
     rows: tuple[LayerRow, ...]
     left: tuple[str, ...] = ()
@@ -79,7 +79,7 @@ class AppliedFp8:
         return asdict(self)
 
     def __str__(self) -> str:
-        """The table, and under it what else is to be said."""
+        """The table, with confirmations and notes below it."""
         lines = [f"{self.fp8_layers} of {len(self.rows)} layers in FP8", *_table(_grouped(self.rows))]
         if self.left:
             lines.append(f"not layers of a policy, left as they are: {_listed(self.left)}")

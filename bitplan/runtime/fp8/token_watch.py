@@ -2,7 +2,7 @@
 
 A plan is made for one token count and holds for the band around it. The watch sits on the first FP8 layer of a part and
 compares the rows of its input, which the host knows, with that band: no value of a tensor is read and the GPU is not
-waited for. It speaks once, through the log, and then takes itself off.
+waited for. It warns once, through the log, and then removes itself.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class TokenWatch:
 
     def __call__(self, module: nn.Module, inputs: Sequence[Any]) -> None:
         if self.spoken or not module.training or not inputs or not isinstance(inputs[0], Tensor):
-            return  # generation runs one token at a time, and is not what was planned for
+            return  # generation runs one token at a time, which no plan is for
         x = inputs[0]
         tokens = x.numel() // max(x.shape[-1], 1)
         if tokens < self.lowest or (self.highest is not None and tokens > self.highest):
@@ -52,4 +52,4 @@ class TokenWatch:
         )
 
     def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"_handle": None}  # a handle is of the original's hook, which a copy cannot take off
+        return self.__dict__ | {"_handle": None}  # a copy cannot remove the original's hook

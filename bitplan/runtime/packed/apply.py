@@ -1,8 +1,8 @@
 """apply_plan: rewrite a model to a plan, and say what was changed and why.
 
-Decide on the description, then build: every name, shape, tie and layer is looked at first, and all that is wrong is one
-error. Then every weight is packed beside the model, and only when all of them are done does the model change. A
-failure (numbers that are not finite, memory) leaves it as it was.
+Everything is decided before anything is built: every name, shape, tie and layer is checked first, and one error lists
+all faults. Then every weight is packed beside the model, and the model changes only when all of them are packed. A
+failure (numbers that are not finite, memory) leaves the model as it was.
 
 Names are those of parameters: `model.layers.0.mlp.up_proj.weight`. A packed format turns the layer that owns the weight
 into a packed one (`packed_layers` says which layers can be); float32, bfloat16, float16 and float64 cast the parameter
@@ -104,10 +104,10 @@ def apply_plan(
 ) -> AppliedPlan:
     """Rewrite a model in place so that every tensor has the format of the plan.
 
-    plan              or a format, a mapping or a manifest, of which `choose_formats` makes one for this model
+    plan              a Plan; or a format, mapping or manifest, from which `choose_formats` makes a plan for this model
     strategy, cache   of the packed layers that are made
-    match             "all": plan and model must name the same tensors; "common": what only one of them has is skipped
-    unsupported       "skip" leaves tensors as they are whose layer cannot hold the plan's format, and says so
+    match             "all": plan and model must name the same tensors; "common": tensors of one only are skipped
+    unsupported       "skip": a tensor whose layer cannot hold the plan's format stays as it is, listed as skipped
     scale_rule, pad   as `bitplan.encode` takes them; pad="zero" fills rows that are not whole blocks,
                       as a plan whose padding is "zero" does
     """
@@ -139,7 +139,7 @@ def apply_plan(
     return AppliedPlan(tuple(changes), tuple(skipped))
 
 
-# ---- what there is ---------------------------------------------------------------------------------------------------
+# ---- the model's tensors ---------------------------------------------------------------------------------------------
 
 
 class _Tensors:
@@ -184,7 +184,7 @@ class _Tensors:
         return list(by_id.values())
 
 
-# ---- what is to be done ----------------------------------------------------------------------------------------------
+# ---- what is decided for each tensor ---------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -212,7 +212,7 @@ class _Decided:
 
 
 class _RefusedError(Exception):
-    """Why a tensor cannot have its format. `layer`: because of the layer it lies in, not of the plan."""
+    """A tensor cannot have its format. `layer`: the reason is the layer that holds the tensor, not the plan."""
 
     def __init__(self, reason: str, *, layer: bool = False) -> None:
         super().__init__(reason)
@@ -245,7 +245,7 @@ def _decide(plan: Plan, tensors: _Tensors, match: str, unsupported: str) -> _Dec
 
 
 def _half_packed(decided: _Decided) -> list[str]:
-    """Layers of which a plan packs some weights and not others that go with them."""
+    """Layers of which a plan packs some weights but not all that must be packed together."""
     packed: dict[int, set[str]] = {}
     places = [place for decision in decided.packs for place in decision.places]
     for place in places:
@@ -373,13 +373,13 @@ def _check_meetings(tensors: _Tensors, decided: _Decided, plan: Plan) -> None:
         raise ApplyError(f"the plan cannot be applied: {faults[0]}{more}")
 
 
-# ---- doing it --------------------------------------------------------------------------------------------------------
+# ---- packing and casting ---------------------------------------------------------------------------------------------
 
 
 def _pack(
     decided: _Decided, strategy: str, cache: TileCache | None, options: Mapping[str, Any]
 ) -> dict[int, nn.Module]:
-    """The layers that take the place of others, by the id of the other; the model is not touched."""
+    """The packed layers, each by the id of the layer that it will replace; the model is not touched."""
     weights: dict[int, dict[str, PackedWeight]] = {}
     places: dict[int, ParameterPlace] = {}
     for decision in decided.packs:
@@ -410,7 +410,7 @@ def _swap(model: nn.Module, made: Mapping[int, nn.Module]) -> None:
 
 
 def _check_range(decision: _CastDecision) -> None:
-    """A cast that turns large numbers into infinities is not what a plan means."""
+    """Refuse a cast that would turn large numbers into infinities."""
     tensor, largest = decision.tensor, torch.finfo(decision.dtype).max
     if largest >= torch.finfo(tensor.dtype).max or not tensor.numel():
         return

@@ -1,8 +1,8 @@
 """Refuses plans under which float types would clash: a Linear takes inputs of its weight's own type, and no other.
 
-A norm in float32 gives float32, whatever comes in, unless its forward casts back: so each norm that a plan changes is
-tried on its own, in its new type. Embeddings give their own type. Packed linears take any. A mixture that the model
-had before is its own affair: it casts where it has to.
+A norm in float32 gives float32 for any input, unless its forward casts back: so each norm that a plan changes is run
+once on its own, in its new type. Embeddings give their own type. Packed linears take any type. A mixture of types that
+the model had before the plan is not refused: such a model casts by itself.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from bitplan.store.models.morph import ParameterPlace
 def meeting_faults(
     places: Mapping[str, ParameterPlace], casts: Mapping[int, torch.dtype], packed: set[int], plan: Plan
 ) -> list[str]:
-    """What would fail in a forward after the plan: `casts` and `packed` are by the id of the parameter."""
+    """The clashes of a forward after the plan. `casts` and `packed` hold ids of parameters."""
 
     def after(tensor: Tensor) -> torch.dtype:
         return casts.get(id(tensor), tensor.dtype)
@@ -53,7 +53,7 @@ def meeting_faults(
 
 
 def _given(place: ParameterPlace, after: Callable[[Tensor], torch.dtype], incoming: torch.dtype) -> torch.dtype | None:
-    """The type that a parameter's module hands on for this input; None where it has no say."""
+    """The type of the output of a parameter's module for this input; None where the parameter does not decide it."""
     dtype = after(place.parameter)
     module = place.module
     if not dtype.is_floating_point:
@@ -71,14 +71,14 @@ def _floats(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
 
 
 def _tried(module: nn.Module, types: Mapping[str, torch.dtype], incoming: torch.dtype) -> torch.dtype:
-    """The type of a norm's output; one that refuses the mixture would give what it is not asked for."""
+    """The type of a norm's output; the type of its weight where the norm refuses the mixture of types."""
     trial = copy.deepcopy(module)
     for name, own in _floats(trial):
         own.data = own.data.to(types[name])
     weight = next(own for _, own in _floats(trial))
     try:
         with torch.no_grad(), warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of a mixture that works, only slowly
+            warnings.simplefilter("ignore")  # torch warns that a mixture is slow
             out = trial(torch.ones(2, weight.shape[-1], dtype=incoming, device=weight.device))
     except (RuntimeError, TypeError, ValueError):
         return weight.dtype

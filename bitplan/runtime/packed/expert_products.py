@@ -7,9 +7,9 @@ A pair is a token and one of the experts it was sent to: pair p = token * top_k 
 | fused | order of tokens | all pairs in one launch over the packed bytes | forward never, backward once |
 | loop | order of expert | a product for each expert that has rows, on its numbers | once per layer and step |
 
-The loop cannot do without that wait: how many rows each expert has decides what the host launches.
+The loop needs that wait: the number of rows of each expert decides what the host launches.
 
-Weights are constants here, so a gradient needs no input that was kept: backward expands each expert again. The
+Weights are constants here, so backward needs no saved input: it expands each expert again. The
 kernels have no product with the untransposed weight, so the gradient of a fused product runs as the loop does.
 """
 
@@ -95,7 +95,7 @@ class Routes:
 
 
 class ExpertMatrices:
-    """A PackedWeight [experts, outputs, inputs] seen as its experts; what is made from it is kept with the weight."""
+    """A PackedWeight [experts, outputs, inputs] seen as its experts; the weight keeps all that is made from it."""
 
     def __init__(self, packed: PackedWeight) -> None:
         self.packed = packed
@@ -105,7 +105,7 @@ class ExpertMatrices:
     @property
     def encoded(self) -> Encoded:
         state = (self.packed.token, self.packed.state)
-        if self._encoded is None or self._state != state:  # making it checks every part: microseconds in a hot path
+        if self._encoded is None or self._state != state:  # making one checks every part: microseconds
             self._state, self._encoded = state, self.packed.encoded
         return self._encoded
 
@@ -114,7 +114,7 @@ class ExpertMatrices:
         """The scales in the fused kernel's order: about as many bytes again as the scales take."""
         from bitplan.kernels.matmul.fused_few_rows import arrange_scales
 
-        # The kernel may keep counters in it, which two streams must not share.
+        # One for each stream: the kernel may keep counters in the arranged scales.
         device = self.packed.device
         stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
         make: Any = functools.partial(arrange_scales, self.encoded)
@@ -122,7 +122,7 @@ class ExpertMatrices:
         return cast("ArrangedScales", result)
 
     def decoded(self, index: int, dtype: torch.dtype) -> Tensor:
-        """One expert's numbers; the allocator hands the same memory to the next one."""
+        """One expert's numbers, not kept: the allocator gives their memory to the next expert."""
         return self.decoded_of(self.encoded, index, dtype)
 
     @staticmethod
@@ -149,7 +149,7 @@ class ExpertMatrices:
 
 
 class _Stack(NamedTuple):
-    """What a TileCache asks of a weight, which it sees as one matrix: the experts one below the other."""
+    """What a TileCache needs of a weight, as one matrix: the experts one below the other."""
 
     token: int
     state: State
@@ -168,7 +168,7 @@ class _Stack(NamedTuple):
 def looped_product(
     rows: Tensor, bias: Tensor | None, routes: Routes, matrices: ExpertMatrices, numbers: Numbers
 ) -> Tensor:
-    """Rows [pairs, inputs], sorted by expert, times each one's matrix, plus bias [experts, outputs].
+    """Rows [pairs, inputs], sorted by expert, times the matrices of their experts, plus bias [experts, outputs].
 
     `numbers` gives an expert's matrix, for the forward and again for the backward.
     """
@@ -189,7 +189,7 @@ def looped_rows(rows: Tensor, bias: Tensor | None, routes: Routes, numbers: Numb
 
 
 def gradient_of_rows(grad: Tensor, routes: Routes, numbers: Numbers, inputs: int) -> Tensor:
-    """The gradient of the input rows, from that of the output rows; both are sorted by expert."""
+    """The gradient of the input rows, from the gradient of the output rows; both are sorted by expert."""
     gradient = grad.new_empty((grad.shape[0], inputs))
     for expert, start, stop in routes.groups.spans:
         torch.mm(grad[start:stop], numbers(expert, grad.dtype), out=gradient[start:stop])
@@ -213,7 +213,7 @@ class _Looped(torch.autograd.Function):
 
 
 class _Gradient(NamedTuple):
-    """What a product leaves for its backward; gradients come and go sorted by expert."""
+    """What backward needs of a product; the rows of all gradients are sorted by expert."""
 
     routes: Routes
     matrices: ExpertMatrices

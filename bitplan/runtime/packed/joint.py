@@ -1,11 +1,11 @@
 """Projections of one input as one product: q, k and v of an attention, gate and up of an MLP.
 
-    fuse_projections(model)         # after the model is where it runs; says which were joined
+    fuse_projections(model)         # after the model is on its device; returns the joined names
 
-The layers stay where they are, under their names: their packed bytes become views of one matrix, so that a state
-holds what it held before, in the same memory. The first of them to be called with an input runs the product of all,
-and the others take their part of it when they are called with the same tensor. That is one launch instead of three,
-and a matrix that fills the GPU.
+The layers stay where they are, under their names: their packed bytes become views of one matrix, so that a state_dict
+holds the same tensors as before, in the same memory. The first of them to be called with an input runs the product of
+all, and the others take their part of it when they are called with the same tensor. That is one launch instead of
+three, and a matrix that fills the GPU.
 
 It is for the fused kernel alone, and for inference: where another strategy is faster (many rows), where a gradient is
 needed, and on a CPU, each layer runs by itself. Layers with a bias stay alone. An input that is written in place
@@ -31,7 +31,7 @@ PROJECTIONS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 
 
 def fuse_projections(model: nn.Module, projections: Iterable[Sequence[str]] = PROJECTIONS) -> list[str]:
-    """Join the packed layers of these names wherever a module has all of them; gives their names, joined by +."""
+    """Join the packed layers of these names wherever a module has all of them; returns their names, joined by +."""
     joined = []
     for path, parent in model.named_modules():
         for names in projections:
@@ -60,7 +60,7 @@ def why_not_joined(layers: Sequence[QuantLinear]) -> str | None:
 
 
 class JointProjection:
-    """What joined layers share; each has it as `joint`. When a weight of theirs changes, it begins anew."""
+    """What joined layers share, as their `joint`. It is made anew when one of their weights changes."""
 
     def __init__(self, layers: Sequence[QuantLinear], name: str) -> None:
         self.layers, self.name = list(layers), name
@@ -79,7 +79,7 @@ class JointProjection:
         self._version = 0
 
     def drop(self, token: int) -> None:
-        """A weight changed, or a layer's settings: everything is made anew at the next call."""
+        """Forget everything, because a weight or a layer's settings changed; the next call makes it anew."""
         self._begin()
 
     def part(self, layer: QuantLinear, x: Tensor) -> Tensor | None:
@@ -95,7 +95,7 @@ class JointProjection:
             assert self.layer is not None
             y = self.layer(x)
             self._x, self._y, self._version = x, y, version
-        if layer.joint_at + layer.out_features == self.outputs:  # the last one
+        if layer.joint_at + layer.out_features == self.outputs:  # the last layer has its part: forget input and product
             self._x = self._y = None
         return y.narrow(-1, layer.joint_at, layer.out_features)
 
@@ -113,7 +113,7 @@ class JointProjection:
         return self.decide(rows, x.dtype) if has_static_value(rows) else False
 
     def decide(self, rows: int, dtype: torch.dtype) -> bool:
-        """Whether so many rows are one product. It runs when a graph is traced, and is no part of it."""
+        """Whether an input of `rows` rows runs as one product. A traced graph calls this once and holds the answer."""
         made = self.made()
         return made is not None and made.picks_fused(rows, dtype)
 
@@ -155,20 +155,20 @@ class JointProjection:
 
 
 def _joined(weights: Sequence[PackedWeight]) -> Encoded:
-    """One matrix of all rows; the weights become views of it. Its base is the first one's: kernels get all of them."""
+    """One matrix of all rows; the weights become views of it. Its base is the first weight's; kernels get all bases."""
     first = weights[0]
     parts = {name: torch.cat([weight.get_buffer(name) for weight in weights]) for name in ("data", "scales")}
     start = 0
     for weight in weights:
         for name, part in parts.items():
             weight._buffers[name] = part[start : start + weight.shape[0]]
-        weight.forget()  # what was made for the layer alone
+        weight.forget()  # drops what was made for this layer alone
         start += weight.shape[0]
     return Encoded(first.fmt, (start, first.shape[1]), **parts, base=first.encoded.base)
 
 
 class JointLinear(QuantLinear):
-    """A layer of rows of several weights, by the fused kernel alone."""
+    """A layer over the rows of several weights, which runs on the fused kernel only."""
 
     def __init__(self, weight: Encoded, prepared: Prepared, like: QuantLinear, name: str) -> None:
         super().__init__(weight, strategy=like.strategy, cache=like.cache, name=name)
@@ -178,6 +178,6 @@ class JointLinear(QuantLinear):
         return dtype == torch.bfloat16 and self._pick(rows, dtype).strategy == "fused"
 
     def _prepare(self, fused: FusedMatmul) -> Prepared:
-        made = fused.join([self._own])  # counters of its own for each stream
+        made = fused.join([self._own])  # each stream has counters of its own
         assert made is not None
         return made

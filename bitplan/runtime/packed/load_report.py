@@ -15,7 +15,7 @@ CHECKS = ("headers", "deep")
 class LoadReport:
     """What was loaded: bytes of the file and on the device, and the most that was allocated there on the way.
 
-    `peak_bytes` is what torch's allocator gave out above what it had before; None where there is no such count (CPU).
+    `peak_bytes` is the peak of torch's allocator minus what was allocated before; None on a CPU, where nothing counts.
     """
 
     path: str
@@ -41,7 +41,7 @@ class Loaded(NamedTuple):
 
 
 class PeakMemory:
-    """The most that was allocated on a GPU since; torch's own peak is reset for it."""
+    """The most that was allocated on a GPU since this object was made; making it resets torch's own peak."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device

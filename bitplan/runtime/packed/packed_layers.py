@@ -6,9 +6,9 @@
 | nn.Embedding, and transformers' that multiplies its rows | QuantEmbedding |
 | experts of transformers, stacked as `gate_up_proj` and `down_proj` [experts, outputs, inputs] | StackedExperts |
 
-Layers whose weight somebody else reads cannot: other subclasses of Linear and Embedding, attention's out_proj,
-TransformerEncoderLayer, and transformers' Conv1D, whose matrix is transposed: blocks along its last axis would mix
-outputs.
+Layers whose weight other code reads cannot be packed: other subclasses of Linear and Embedding, attention's out_proj,
+TransformerEncoderLayer. Nor can transformers' Conv1D: its matrix is transposed, so that blocks along its last axis
+would mix outputs.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_
 
 
 class StackedExperts(QuantExperts):
-    """QuantExperts under the names and the call of transformers' stacked experts (Mixtral, Qwen, ...)."""
+    """QuantExperts with the names and the signature of transformers' stacked experts (Mixtral, Qwen, ...)."""
 
     def __init__(self, gate_up: PackedWeight, down: PackedWeight, **options: Any) -> None:
         super().__init__(gate_up, down, activation="swiglu", **options)
@@ -63,7 +63,7 @@ def _is_table(module: nn.Module) -> bool:
 
 
 def _embedding_scale(module: Any) -> float | None:
-    """The factor of transformers' scaled embeddings; where it is a buffer (on meta), it is kept as a float as well."""
+    """The factor of transformers' scaled embeddings, from the float, since the buffer may lie on meta."""
     scale = getattr(module, "scalar_embed_scale", getattr(module, "embed_scale", None))
     return None if scale is None else float(scale)
 
@@ -110,7 +110,7 @@ def _gate_of(module: nn.Module) -> str:
 
 
 def lacking(packed: set[str]) -> list[str]:
-    """Parameters of a layer that must be packed too, when these are."""
+    """Parameters of a layer that must be packed together with these, and are not."""
     return [name for name in EXPERTS if name not in packed] if packed & set(EXPERTS) else []
 
 
@@ -132,7 +132,7 @@ def packed_layer(
 ) -> nn.Module:
     """The packed layer in the place of this one, over these weights.
 
-    dtype   of what an embedding gives
+    dtype   type of an embedding's output
     """
     made: nn.Module
     if isinstance(module, nn.Embedding):

@@ -1,4 +1,4 @@
-"""QuantEmbedding: a table of packed rows, of which only those that are asked for are decoded.
+"""QuantEmbedding: a table of packed rows; only the rows that are looked up are decoded.
 
 A language model's head may share the table: a QuantLinear over the same PackedWeight.
 """
@@ -35,9 +35,9 @@ def _(
 class QuantEmbedding(nn.Module):
     """nn.Embedding over a packed table [rows, features], without gradients for it.
 
-    dtype         of what it gives; `model.to(dtype)` changes it as it does that of other layers
-    padding_idx   kept for those who read it: the row is looked up like any other
-    scale         rows come multiplied by it, rounded to their type
+    dtype         type of the output; `model.to(dtype)` changes it, as in other layers
+    padding_idx   only stored, for code that reads it: the row is looked up like any other
+    scale         rows are multiplied by it, and rounded to their type
     """
 
     _like: Tensor
@@ -60,7 +60,7 @@ class QuantEmbedding(nn.Module):
         self.weight = weight if isinstance(weight, PackedWeight) else PackedWeight(weight)
         self.num_embeddings, self.embedding_dim = self.weight.shape
         self.padding_idx, self.name = padding_idx, name
-        # An empty tensor moves and casts with the model, and so says in which type rows are wanted.
+        # An empty tensor moves and casts with the model, and so holds the type that the output must have.
         place = self.weight.device
         self.register_buffer("_like", torch.empty(0, dtype=dtype, device=place), persistent=False)
         factor = None if scale is None else torch.tensor(scale, dtype=torch.float32, device=place)

@@ -10,9 +10,9 @@
 | eager | all experts expanded at the first call, and kept | all numbers |
 | auto | fused where it can run and an expert has few rows, else decode; never the others | as these |
 
-A strategy asked for by name runs or raises. On a CPU numbers are float32 whatever comes in (float64 stays): without
-bfloat16 hardware such a product takes a hundred times as long. How rows are grouped, and when the host waits for the
-GPU, is in expert_products.py.
+A strategy asked for by name runs or raises. A CPU computes in float32 for any input (float64 for float64): without
+bfloat16 hardware a product in bfloat16 takes a hundred times as long. How rows are grouped, and when the host waits for
+the GPU, is in expert_products.py.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ from bitplan.runtime.packed_weight import PackedWeight
 Activation = Literal["gpt_oss", "swiglu"]
 ACTIVATIONS: tuple[Activation, ...] = get_args(Activation)
 ID_TYPES = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
-LEAST_INPUTS = 32  # formats take narrower stacks of matrices for convolution kernels
+LEAST_INPUTS = 32  # formats treat narrower stacks of matrices as convolution kernels
 
 
 class QuantExperts(nn.Module):
@@ -66,7 +66,7 @@ class QuantExperts(nn.Module):
     name              what messages call the layer
 
     Gradients reach the tokens, the experts' weights in the sum, and the biases; packed weights are constants.
-    `last_pick` is how the last forward ran and why; `explain(rows)` is how one of so many rows would.
+    `last_pick` says how the last forward ran and why; `explain(rows)` says how a forward of `rows` rows would run.
     """
 
     def __init__(
@@ -111,7 +111,7 @@ class QuantExperts(nn.Module):
 
     @property
     def _matrices(self) -> dict[str, ExpertMatrices]:
-        """Both weights as their experts, made anew when somebody put another PackedWeight in their place."""
+        """Both weights as their experts, made anew when a weight was replaced by another PackedWeight."""
         for name, weight in (("gate_up", self.gate_up), ("down", self.down)):
             made = self._seen_as_experts.get(name)
             if made is None or made.packed is not weight:
@@ -133,15 +133,15 @@ class QuantExperts(nn.Module):
     def forward(self, hidden: Tensor, expert_ids: Tensor, expert_weights: Tensor) -> Tensor:
         """Tokens [tokens, hidden], and for each its experts and their weights [tokens, top_k]: [tokens, hidden].
 
-        Ids beyond the experts are an error where the host looks at them: in all strategies but "fused", which never
-        waits for the GPU and relies on them.
+        Ids outside the range of experts are an error in all strategies but "fused", which never waits for the GPU and
+        so does not check ids.
         """
         if torch.compiler.is_compiling():
             return self._in_graph(hidden, expert_ids, expert_weights)
         return self._forward(hidden, expert_ids, expert_weights)
 
     def explain(self, rows: int, dtype: torch.dtype | None = None) -> Pick:
-        """How a forward of so many rows (tokens x experts per token) would run, and why.
+        """How a forward of `rows` rows (tokens x experts per token) would run, and why.
 
         dtype   of the tokens; bfloat16 on CUDA and float32 elsewhere if it is not given
         """
@@ -175,7 +175,7 @@ class QuantExperts(nn.Module):
         self.last_pick = picked = self.explain(expert_ids.numel(), dtype)
         is_fused = picked.strategy == "fused"
         wide = dtype if is_fused else compute_dtype(device, dtype)
-        with torch.autocast(device.type, enabled=False):  # it would cast what products are written into
+        with torch.autocast(device.type, enabled=False):  # it would cast the products' outputs
             x, routes = hidden.to(wide), Routes(expert_ids, self.experts, self.name)
             pairs = self._run_fused(x, routes) if is_fused else self._run_loop(x, routes, picked.strategy)
             pairs = pairs.unflatten(0, expert_ids.shape) * expert_weights.to(wide).unsqueeze(-1)
@@ -183,7 +183,7 @@ class QuantExperts(nn.Module):
         return out
 
     def _in_graph(self, hidden: Tensor, expert_ids: Tensor, expert_weights: Tensor) -> Tensor:
-        """The same, of operators; how they run is chosen when the graph is traced."""
+        """The forward in a compiled graph, made of operators; how they run is chosen when the graph is traced."""
         self._check_inputs(hidden, expert_ids, expert_weights)
         device, dtype = hidden.device, hidden.dtype
         if torch.is_autocast_enabled(device.type) and dtype != torch.float64:
@@ -222,12 +222,12 @@ class QuantExperts(nn.Module):
         return pairs
 
     def settle(self, dtype: torch.dtype) -> str:
-        """The ways of a graph for any number of rows, with all that they read; it is no part of the graph."""
+        """The ways of a graph for any number of rows; prepares what they read. Runs outside of the graph."""
         most = self.most_fused_rows * self.experts
         counts = (most, None) if self.strategy == "auto" else (None,)
         picks = [(count, self.explain(most + 1 if count is None else count, dtype)) for count in counts]
         strategies = {pick.strategy for _, pick in picks}
-        # Numbers of another type than the fused kernel takes would be another graph.
+        # Numbers of another type than the fused kernel's would need another graph.
         if len(strategies) > 1 and compute_dtype(self.down.device, dtype) != dtype:
             raise LayerError(f"{self.name}: {dtype} on {self.down.device} has no one type for all ways; set a strategy")
         self.last_pick = picks[0][1]
@@ -251,7 +251,7 @@ class QuantExperts(nn.Module):
         return fused_product(self._activate(up), self.down_bias, routes, self._matrices["down"], per_pair=True)
 
     def _run_loop(self, x: Tensor, routes: Routes, strategy: str) -> Tensor:
-        """Sorted by expert from the first gathering of rows to the last, so that an expert's rows are a slice."""
+        """Rows stay sorted by expert from the first gathering to the last, so that an expert's rows are a slice."""
         bias_1, bias_2 = (None if bias is None else bias.to(x.dtype) for bias in (self.gate_up_bias, self.down_bias))
         first, second = (self._numbers(self._matrices[which], strategy) for which in ("gate_up", "down"))
         rows = x[routes.groups.order // routes.top_k]
@@ -305,7 +305,7 @@ class QuantExperts(nn.Module):
                 f"{self.name}: expert_ids and expert_weights must both be [{hidden.shape[0]}, top_k], "
                 f"got {tuple(expert_ids.shape)} and {tuple(expert_weights.shape)}"
             )
-        if expert_ids.dtype not in ID_TYPES:  # floats would be cut to integers without a word
+        if expert_ids.dtype not in ID_TYPES:  # floats would be cut to integers silently
             raise LayerError(f"{self.name}: expert_ids must be integers, got {expert_ids.dtype}")
         if hidden.device != self.down.device:
             raise LayerError(f"{self.name}: tokens lie on {hidden.device}, the weights on {self.down.device}; move one")

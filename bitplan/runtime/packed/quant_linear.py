@@ -2,11 +2,11 @@
 
     y = x @ decode(weight).T + bias
 
-in one of the ways of `strategy`. The packed weight has no gradient: adapters and biases train over it, and gradients
-pass through it to what comes before (`operators.linear`).
+in the way that `strategy` names. The packed weight has no gradient: adapters and biases are trained beside it, and
+gradients pass through it to earlier layers (`operators.linear`).
 
 eager, decode and tile_cache give F.linear on decoded weights, computed in float32 on a CPU and rounded once to the
-input's type; fused states its own bound (`kernels.matmul`). Under autocast the input is cast as F.linear's would be.
+input's type; for fused, `kernels.matmul` states the error bound. Autocast casts the input as it does for F.linear.
 
 A call takes one of three paths, which give the same numbers:
 
@@ -16,8 +16,8 @@ A call takes one of three paths, which give the same numbers:
 | direct | no gradient | choosing, once for every power of two of rows |
 | operator | gradients, autocast, torch.compile, torch.export, other kinds of tensors | torch's dispatch as well |
 
-A graph holds the operator. How it runs is chosen when the graph is traced, and is a constant of it: by the number of
-rows where that is fixed, else by a table of row counts, for which nothing is measured.
+A graph holds the operator. How it runs is chosen when the graph is traced, and is a constant of the graph: by the
+number of rows if that is fixed, else by a table of row counts, for which nothing is measured.
 """
 
 from __future__ import annotations
@@ -57,13 +57,13 @@ _PICKS_KEPT = 64
 class QuantLinear(nn.Module):
     """A linear layer whose weight [out_features, in_features] stays packed.
 
-    weight     an Encoded matrix of a format whose blocks lie within a row, or a PackedWeight that another layer has too
-    bias       kept as a Parameter, as it is
+    weight     an Encoded matrix of a format whose blocks lie within a row, or a PackedWeight that layers share
+    bias       kept unchanged, as a Parameter
     strategy   "auto", "eager", "fused", "tile_cache" or "decode"; may be set later
     cache      the TileCache of the model, for "tile_cache" and "auto"
     name       what messages call the layer
 
-    `last_pick` is how the last forward ran and why; `explain(rows)` is how one of so many rows would.
+    `last_pick` says how the last forward ran and why; `explain(rows)` says how a forward of `rows` rows would run.
     """
 
     bias: Tensor | None
@@ -203,9 +203,9 @@ class QuantLinear(nn.Module):
         return made.reshape(*x.shape[:-1], self.out_features)
 
     def settle(self, rows: int | None, dtype: torch.dtype) -> str:
-        """The ways of a graph, with all that they read in `self.graph`; for any number of rows if it is None.
+        """The ways of a graph for `rows` rows, or any number if None; puts all that they read into `self.graph`.
 
-        It runs when a graph is traced, and is no part of it.
+        It runs while a graph is traced, and is not part of the graph.
         """
         is_real = type(self.weight.data) is Tensor
         if rows is not None:
@@ -226,7 +226,7 @@ class QuantLinear(nn.Module):
             )
         return text_of(picks)
 
-    # What torch.compiler.assume_constant_result does, which would import the compiler: seconds.
+    # As torch.compiler.assume_constant_result does, without the seconds that importing the compiler takes.
     settle._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
     def _fill_graph(self, strategies: set[str], dtype: torch.dtype) -> None:
@@ -269,7 +269,7 @@ class QuantLinear(nn.Module):
         return x.dtype
 
     def _matrix(self, picked: Pick, dtype: torch.dtype) -> Matrix:
-        """The weight, with what this pick reads of it."""
+        """The weight, with what this pick's kernel reads beside it."""
         weight, expanded, tokens = self.weight, None, (0, 0)
         prepared: Prepared = ()
         if picked.strategy == "fused":
@@ -293,10 +293,10 @@ class QuantLinear(nn.Module):
         return self.weight.derived(("expanded", dtype), lambda: decode(encoded, dtype), keep=keep)
 
     def prepared(self, fused: FusedMatmul) -> Prepared:
-        """What the kernel wants beside the weight: one for each stream, for a kernel may keep counters in it.
+        """What the kernel reads beside the weight, one for each stream: a kernel may keep counters in it.
 
-        While a graph is captured the first stream's is taken, if there is one: what is made now lives in the graph's
-        own memory, and would be made again with every replay.
+        While a CUDA graph is captured, the first stream's is used, if there is one: a new one would live in the graph's
+        own memory, and be made again with every replay.
         """
         device = self.weight.device
         keep = not is_capturing(device)
@@ -311,7 +311,7 @@ class QuantLinear(nn.Module):
         return fused.prepare(self.weight.encoded)
 
     def _bind(self, x: Tensor, prepared: Prepared, picked: Pick) -> None:
-        """Keep the call for more inputs of this shape."""
+        """Keep the bound call for later inputs of this shape."""
         fused = fused_for(x.device.type)
         if fused is None or is_capturing(x.device) or not x.numel():
             return
@@ -343,7 +343,7 @@ class QuantLinear(nn.Module):
             )
 
     def _pick(self, rows: int, dtype: torch.dtype, *, measure: bool = True) -> Pick:
-        """As `choose`, decided once for every power of two of rows, as it is measured."""
+        """As `choose`, decided once for every power of two of rows, as crossovers are measured."""
         weight, cache, strategy = self.weight, self.cache, self.strategy
         bucket = 1 << max(0, rows - 1).bit_length()
         if strategy not in ("auto", "fused") or is_capturing(weight.device) or not measure:
@@ -367,7 +367,7 @@ class QuantLinear(nn.Module):
 
 
 class _BoundCall:
-    """A call that is settled but for its input, as long as the layer is what it was."""
+    """A call in which everything but the input is fixed; valid as long as the layer does not change."""
 
     __slots__ = ("_bias", "_buffers", "_call", "_changes", "_parts", "_picked", "_shape", "_weight")
 
@@ -379,7 +379,7 @@ class _BoundCall:
         self._bias = (bias, 0 if bias is None else bias.data_ptr())
 
     def __call__(self, x: Tensor, layer: QuantLinear) -> Tensor | None:
-        """None where something is not as it was: then the call takes another path, and is bound anew."""
+        """The product; None where the layer or the mode has changed: the call takes another path, and is bound anew."""
         bias, address = self._bias
         weight = self._weight
         modules, parameters = layer._modules, layer._parameters
@@ -408,7 +408,7 @@ def _flat(x: Tensor) -> Tensor:
 
 
 def _is_plain(x: Tensor) -> bool:
-    """Whether nobody but the layer looks at what happens: no subclass, no mode."""
+    """Whether no tensor subclass and no dispatch mode must see the call."""
     return type(x) in _PLAIN and not _modes()
 
 

@@ -31,8 +31,9 @@ def read_packed(
 ) -> dict[str, Tensor | Encoded]:
     """Read every tensor of a file; packed ones come as Encoded.
 
-    With a manifest, headers are checked first, codes and scales that it names apart (gpt-oss) come as one Encoded under
-    the codes' name, and a tensor that it packs must be packed in the file. A tied name gives the same object.
+    With a manifest, headers are checked first, codes and scales that are separate tensors in it (gpt-oss) come as one
+    Encoded under the codes' name, and a tensor that it packs must be packed in the file. Tied names give the same
+    object.
     """
     place = device_of(device)
     rules = None if manifest is None else as_manifest(manifest)
@@ -45,7 +46,7 @@ def read_packed(
             _refuse_expansion(file, name, tag)
         try:
             for name, tag in tags.items():
-                if tag is None or tag.part != "scales":  # those come with their codes
+                if tag is None or tag.part != "scales":  # scales are read with their codes
                     item = _read_item(file, name, tag, rules)
                     check_numbers(file, name, item)
                     tensors[name] = item.to(place)
@@ -60,12 +61,12 @@ def as_manifest(manifest: ManifestLike) -> Manifest:
 
 
 def list_headers(file: TensorFile) -> dict[str, Header]:
-    """What a manifest is checked against."""
+    """The headers of a file, as a manifest checks them."""
     return {name: Header(spec.format, spec.shape, spec.nbytes) for name, spec in file.specs.items()}
 
 
 def device_of(device: torch.device | str) -> torch.device:
-    """The device meant, with its number; one that is not there is an error before anything is read."""
+    """The device, with its index; a device that does not exist is an error, before anything is read."""
     place = known_device(device, "load to the CPU")
     if place.type == "cuda" and place.index is None:
         return torch.device("cuda", torch.cuda.current_device())
@@ -73,12 +74,12 @@ def device_of(device: torch.device | str) -> torch.device:
 
 
 def require_transformers(where: str) -> None:
-    """One line where the package is missing or too old; `read_packed` gives the tensors without it."""
+    """Raise one line where transformers is missing or too old; `read_packed` gives the tensors without it."""
     require("transformers", purpose=f"{where}: running it", extra="models", least=5)
 
 
 def check_room(where: str, needed: int, device: torch.device) -> None:
-    """Refuse what a GPU has no memory for, before anything is read."""
+    """Refuse a model that the GPU has no memory for, before anything is read."""
     if device.type != "cuda":
         return
     free = torch.cuda.mem_get_info(device)[0]
@@ -88,7 +89,7 @@ def check_room(where: str, needed: int, device: torch.device) -> None:
 
 
 def refuse_bad_numbers(file: TensorFile, rules: Manifest | None = None) -> None:
-    """The deep check of `bitplan check --deep`: one line with the first finding and how many more there are."""
+    """The check of `bitplan check --deep`; its error names the first finding and counts the others."""
     findings = deep_check(rules, file)
     if findings:
         first = findings[0]
@@ -116,7 +117,7 @@ def _refuse_expansion(file: TensorFile, name: str, tag: Tag | None) -> None:
 
 
 def check_numbers(file: TensorFile, name: str, item: Tensor | Encoded) -> None:
-    """Scales and norms must be numbers: they are few, and one that is not spoils all that it multiplies."""
+    """Refuse NaN and infinity in scales and norms: these are few, and a bad one spoils all that it multiplies."""
     if isinstance(item, Encoded) and item.fmt.scales is not None and item.scales is not None:
         numbers, what = item.fmt.scales.load(item.scales, item.base), f"scales of {item.fmt.name}"
     elif isinstance(item, Encoded) and isinstance(item.fmt, GgufBlocks):
@@ -134,7 +135,7 @@ def check_numbers(file: TensorFile, name: str, item: Tensor | Encoded) -> None:
 
 
 def check_norms(file: TensorFile) -> None:
-    """`check_numbers` of the plain norms alone, for those who leave it to others to read them."""
+    """`check_numbers` of the plain norms alone, for a caller that lets transformers read them."""
     for name, spec in file.specs.items():
         if guess_role(name) == "norm" and (not spec.encoded or get_format(spec.format).is_cast):
             item = file.read(name)

@@ -48,7 +48,7 @@ def check_strategy(strategy: str, where: str) -> str:
 
 
 def check_packed(weight: object, where: str) -> None:
-    """Floats are not packed on the way: how to encode them is the caller's choice."""
+    """Refuse a weight of floats: how to encode it is the caller's choice."""
     if not isinstance(weight, Encoded | PackedWeight):
         raise LayerError(
             f"{where}: the weight must be an Encoded or a PackedWeight, got a {type(weight).__name__}; "
@@ -57,7 +57,7 @@ def check_packed(weight: object, where: str) -> None:
 
 
 def compute_dtype(device: torch.device, dtype: torch.dtype) -> torch.dtype:
-    """The type a product is computed in: on a CPU never a 16-bit one, whatever the inputs are."""
+    """The type in which a product is computed: on a CPU never a 16-bit type."""
     return torch.promote_types(dtype, torch.float32) if device.type == "cpu" else dtype
 
 
@@ -76,7 +76,7 @@ def choose(
     where: str,
     measure: bool = True,
 ) -> Pick:
-    """The strategy for this many rows of this type, with its reason. Without `measure` nothing is measured for it."""
+    """The strategy for this many rows of this type, with its reason. measure=False takes records only."""
     if strategy == "auto":
         return _auto(weight, rows, dtype, cache, measure=measure)
     if strategy == "fused":

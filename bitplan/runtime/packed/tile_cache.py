@@ -4,14 +4,14 @@ A tile is a piece of rows of one weight, expanded to the compute type. All layer
 up to 256 MiB, so that a cached matrix is mostly one product: on an H200 an 8192 x 8192 matrix in four pieces took
 72 us for 64 rows where one product takes 38.
 
-A model runs its layers in turn, and where it does not fit the budget, pushing out the tile used longest ago would push
-out each just before its next use: no lookup would ever hit. So a tile takes the place of others only where it was asked
-for twice since they were used; else it is expanded for one use. The layers that came first stay, as many as fit, until
-another model runs more often. "auto" adds tiles only where there is room left (`has_room`). The budget is 0 unless
-somebody gives one.
+A model runs its layers in turn. If they do not all fit the budget, evicting the least recently used tile would evict
+each tile just before its next use: no lookup would ever hit. So a tile replaces others only if it was asked for twice
+since they were used; else it is expanded for one use. The layers that came first stay, as many as fit, until another
+model runs more often. "auto" adds tiles only where there is room left (`has_room`). The budget is 0 unless one is
+given.
 
-A compiled or captured graph reads memory that must stay where it is: `pin` gives a whole matrix that is never pushed
-out. It counts as long as its weight lives.
+A compiled or captured graph reads memory that must stay where it is: `pin` gives a whole matrix that is never evicted.
+It counts towards the budget as long as its weight lives.
 
 Tiles of a weight that was moved, loaded or freed are dropped at once (`PackedWeight.tell`). The lock is held for
 lookups only, never while a tile is made: two threads may make the same tile, and one of the two is kept. On CUDA a tile
@@ -37,15 +37,15 @@ from bitplan.kernels.matmul.row_pieces import Piece, cut, rows_of
 from bitplan.runtime.packed_weight import PackedWeight, State
 
 TILE_BYTES = 256 * 2**20
-UNCACHED_BYTES = 32 * 2**20  # of pieces that no budget keeps: they are expanded for one use
-ROWS_WORTH_A_TILE = 64  # a budget that holds fewer rows than this holds no tile that is worth a product of its own
+UNCACHED_BYTES = 32 * 2**20  # size of pieces that are not kept, but expanded for one use
+ROWS_WORTH_A_TILE = 64  # tiles of fewer rows are not worth a product of their own
 _COUNTS = ("hits", "misses", "evictions", "bypassed", "refused", "dropped")
 _tokens = itertools.count(1)
 Key = tuple[int, State, torch.dtype, int, int]  # token and state of the weight, type, first row, end
 
 
 class TiledWeight(Protocol):
-    """What a tile is made of and known by."""
+    """What the cache needs of a weight: its key, its state and its bytes."""
 
     @property
     def token(self) -> int: ...
@@ -64,7 +64,7 @@ class CacheCounters:
     hits: int
     misses: int
     evictions: int
-    bypassed: int  # misses that took no place: the tiles there were used since this one was last asked for
+    bypassed: int  # misses that were not kept: all tiles here were used since that tile was last asked for
     refused: int  # tiles larger than the whole budget
     dropped: int  # tiles whose weight changed
     tiles: int
@@ -80,7 +80,7 @@ class CacheCounters:
 @dataclass(frozen=True)
 class _Tile:
     values: Tensor
-    ready: Any  # the CUDA event after which it may be read; None on a CPU
+    ready: Any  # the CUDA event after which the tile may be read; None on a CPU
     stream: Any
 
 
@@ -94,11 +94,11 @@ class TileCache:
                 "a tile cache needs a budget of 0 bytes or more and tiles of 1 byte or more, as integers, "
                 f"got {budget_bytes!r} and {tile_bytes!r}"
             )
-        self.token = next(_tokens)  # never used again, unlike an id()
+        self.token = next(_tokens)  # never reused, unlike an id()
         self.budget_bytes, self.tile_bytes = budget_bytes, tile_bytes
-        self._tiles: OrderedDict[Key, _Tile] = OrderedDict()  # the one used longest ago first
+        self._tiles: OrderedDict[Key, _Tile] = OrderedDict()  # least recently used first
         self._pinned: dict[Key, Tensor] = {}
-        self._asked: dict[Key, int] = {}  # when each was last looked up, in lookups; tiles that are not here too
+        self._asked: dict[Key, int] = {}  # number of the last lookup of each tile, kept or not
         self._lookups = 0
         self._lock = threading.Lock()
         self._nbytes = 0
@@ -112,7 +112,7 @@ class TileCache:
         return self
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Saved with a whole model, it comes back empty: tiles are made again, and a lock cannot be saved."""
+        """A cache saved with a whole model is loaded empty: tiles are made again, and a lock cannot be saved."""
         return _new_cache, (self.budget_bytes, self.tile_bytes)
 
     @property
@@ -211,7 +211,7 @@ class TileCache:
                 return
             if key in self._tiles:  # another thread was faster
                 return
-            # In-place writes change a state without telling anyone: a newer tile shows that older ones are stale.
+            # In-place writes change a state without notice: a tile of a newer state shows that older tiles are stale.
             self._forget([one for one in self._asked if one[0] == key[0] and one[1] != key[1]])
             leaving = self._leaving(values.nbytes, asked_before)
             if leaving is None:
@@ -224,7 +224,7 @@ class TileCache:
             self._nbytes += values.nbytes
 
     def _leaving(self, nbytes: int, asked_before: int | None) -> list[Key] | None:
-        """The tiles that make room for so many bytes; None where one of them was used since this one was asked for."""
+        """The tiles to evict for `nbytes`; None where one of them was used after lookup `asked_before`."""
         leaving: list[Key] = []
         needed = self._nbytes + nbytes - self.budget_bytes
         for key, tile in self._tiles.items():
@@ -260,7 +260,7 @@ def _made(values: Tensor) -> _Tile:
 
 
 def _readable(tile: _Tile) -> Tensor:
-    """Safe to use on the current stream, also when the tile is evicted while the GPU still reads it."""
+    """The tile's numbers, safe on the current stream, also if the tile is evicted while the GPU still reads it."""
     if tile.ready is not None:
         stream = torch.cuda.current_stream(tile.values.device)
         if stream != tile.stream:

@@ -1,9 +1,9 @@
-"""What the first calls of a packed model would do, done at once: kernels compiled side by side, launches measured.
+"""Does at once what the first calls of a packed model would do: compiles kernels in parallel, measures launches.
 
-    warm_up(model, rows=(1, 16))        # seconds it took; nothing to do where the first calls have been
+    warm_up(model, rows=(1, 16))        # returns seconds; does nothing where calls were made before
 
-Without it each layer does so when it is first called with a number of rows, one after the other. It also makes what
-graphs read of weights, so that torch.compile of a single block fits all blocks that are alike.
+Without it the layers do so one after the other, each when it is first called with a number of rows. It also makes the
+tensors that graphs read, so that torch.compile of a single block fits all blocks that are alike.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from bitplan.runtime.packed.quant_linear import QuantLinear
 
 
 def warm_up(model: nn.Module, rows: Sequence[int] = (1,), dtype: torch.dtype = torch.bfloat16) -> float:
-    """Make a model's packed linear layers ready for inputs of so many rows (all leading axes together)."""
+    """Make a model's packed linear layers ready for inputs of these numbers of rows (all leading axes together)."""
     started = time.perf_counter()
     alone, joint = [], {}
     for layer in model.modules():
@@ -46,7 +46,7 @@ def warm_up(model: nn.Module, rows: Sequence[int] = (1,), dtype: torch.dtype = t
 
 
 def _products(layer: QuantLinear, rows: int, dtype: torch.dtype) -> list[Callable[[], Tensor]]:
-    """Every launch that may be chosen, or the one that was."""
+    """Calls of every launch that may be chosen, or of the launch that a record names."""
     weight, fused = layer.weight, fused_for(layer.weight.device.type)
     if fused is None or weight.device.type != "cuda" or rows > MOST_FUSED_ROWS:
         return []

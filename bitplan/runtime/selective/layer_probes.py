@@ -1,21 +1,21 @@
-"""LayerProbes: what the policy sees of a streamed model, by ordinary module hooks.
+"""LayerProbes: measures what the policy needs of a streamed model, by ordinary module hooks.
 
-    impact    on the steps before an update: <dL/dy, (W - W_hat) x> of layers in their turn, on frozen weights too
-    gradient  of streamed weights that are trained: they leave the device during backward, so they are measured there
+    impact    on the steps before an update: <dL/dy, (W - W_hat) x> of some layers in turn, also of frozen weights
+    gradient  of streamed weights that are trained: measured during backward, because they leave the device then
     backward  the first gradient that reaches the last block: the conductor's phase begins
 
 For an impact, x and W are needed when dL/dy arrives, and a streamed W is gone by then. So a hook on the layer's output
-keeps both as autograd keeps what it saves, by the saved-tensor hooks that are active there: a streamed weight becomes a
-place, which the stream brings back with its block (`streaming.blocks.saved_tensors`), and under checkpointing
-everything is recomputed as ever. Of x only a copy of the rows is kept that are measured. Nothing waits for the device,
-and the numbers of the step are the same with and without.
+saves both as autograd saves tensors, by the saved-tensor hooks that are active there: a streamed weight becomes a
+place, which the stream loads again with its block (`streaming.blocks.saved_tensors`), and checkpointing recomputes
+everything as usual. Of x only a copy of the measured rows is kept. Nothing waits for the device, and probes do not
+change the numbers of the step.
 
-What it costs is the product with the sampled rows and about six passes over the weight, so not every unit is measured
-before every update: before the first one all are, and from then on one in `impact_turns`. For the others the last
-figure stands while they are low, and nothing changes while they are bf16. A unit that is low on this step has W_hat on
-the device and W on the host only. W is then sent along, and because that costs a copy, of those it is one in eight. A
-unit with a weight whose product cannot be seen has no impact at all: a part of its damage would pass for all of it. Nor
-has it one in a step in which no gradient reached one of its layers, or one of them did not run.
+An impact costs the product with the sampled rows and about six passes over the weight, so not every unit is measured
+before every update: all are before the first update, and then one in `impact_turns`. The others keep their last figure
+while they are low, and stay as they are while they are bf16. For a unit that is low on this step the device has only
+W_hat; W must be sent as well, and because of that copy only one in eight of these units is measured. A unit with a
+weight whose product cannot be observed has no impact at all: a part of its damage would pass for all of it. Nor does it
+have one in a step in which one of its layers did not run, or got no gradient.
 """
 
 from __future__ import annotations
@@ -39,26 +39,26 @@ _Key = tuple[int, str]  # a module and the local name of its weight
 
 
 class LayerProbes:
-    """Hooks on the layers of a stream; they sleep until a step is `watch`ed."""
+    """Hooks on the layers of a stream; they do nothing until `watch` is called for a step."""
 
     def __init__(self, units: PrecisionUnits, collector: GradStatsCollector, on_backward: Callable[[], None]) -> None:
         self.units, self.collector, self.on_backward = units, collector, on_backward
-        self.unseen: dict[str, str] = {}  # weights whose impact cannot be measured, and why
-        self._blind: set[str] = set()  # their units
-        self._precisions: Mapping[str, str] | None = None  # of a watched step
+        self.unseen: dict[str, str] = {}  # weight -> why its impact cannot be measured
+        self._blind: set[str] = set()  # units of the weights in `unseen`
+        self._precisions: Mapping[str, str] | None = None  # of the step that is measured
         self._lows: tuple[str, ...] = ()
-        self._due: frozenset[str] = frozenset()  # units whose turn it is
+        self._due: frozenset[str] = frozenset()  # units to be measured in this step
         self._step = 0
-        self._places: dict[str, dict[_Key, str]] = {}  # unit -> where its weights are multiplied, and their names
+        self._places: dict[str, dict[_Key, str]] = {}  # unit -> where its weights are used -> their names
         self._measured: set[_Key] = set()  # of this step
-        self._pathless: set[_Key] = set()  # of this step: they ran, and no gradient will reach them
-        self._rows: dict[tuple[int, torch.device], Tensor | None] = {}  # of this step: which of so many
+        self._pathless: set[_Key] = set()  # of this step: layers that ran, and that no gradient will reach
+        self._rows: dict[tuple[int, torch.device], Tensor | None] = {}  # of this step: number of rows -> sample
         self._handles: list[RemovableHandle] = []
 
     # ---- hooks -------------------------------------------------------------------------------------------------------
 
     def hook_backward(self) -> None:
-        """Tell when backward has reached the last block."""
+        """Call `on_backward` when backward has reached the last block."""
         last = self.units.stream.blocks[-1].module
         self._handles.append(last.register_forward_hook(self._after_last_block))
 
@@ -84,9 +84,9 @@ class LayerProbes:
     # ---- steps -------------------------------------------------------------------------------------------------------
 
     def watch(self, precisions: Mapping[str, str], lows: tuple[str, ...], step: int, *, all_high: bool) -> None:
-        """Measure this step's gradients, and impacts of `lows`, the precisions a unit might get (none: not now).
+        """Measure this step's gradients, and impacts of `lows`, the precisions a unit might get (empty: no impacts).
 
-        all_high: of all units that are bf16, not only of those whose turn it is.
+        all_high: measure all units that are bf16, not only the ones whose turn it is.
         """
         self._precisions, self._lows, self._step, self._rows = precisions, lows, step, {}
         self._measured, self._pathless = set(), set()
@@ -99,11 +99,11 @@ class LayerProbes:
         )
 
     def sleep(self) -> None:
-        """Nothing is measured until the next `watch`: between steps, and while a probe batch runs."""
+        """Measure nothing until the next `watch`: between steps, and while a probe batch runs."""
         self._precisions = None
 
     def finish_step(self) -> dict[str, str]:
-        """After backward: drop impacts of which a part is missing. Unit -> the first weight that was not measured."""
+        """After backward, drop incomplete impacts. Returns unit -> the first weight that was not measured."""
         lacking = {}
         for unit in self._due - self._blind:
             places = self._places.get(unit, {})
@@ -114,7 +114,7 @@ class LayerProbes:
         self._due = frozenset()
         return lacking
 
-    # ---- what happens in a layer -------------------------------------------------------------------------------------
+    # ---- hooks of a layer --------------------------------------------------------------------------------------------
 
     def _after_last_block(self, module: nn.Module, args: Any, output: Any) -> None:
         first = first_tensor(output)
@@ -126,7 +126,7 @@ class LayerProbes:
             leaf = module._parameters[local]
             if self._precisions is None or leaf is None or not leaf.requires_grad or not torch.is_grad_enabled():
                 return
-            if not leaf.is_leaf or hasattr(leaf, "_bitplan_measured"):  # a weight that two modules share comes twice
+            if not leaf.is_leaf or hasattr(leaf, "_bitplan_measured"):  # modules may share a weight: measure it once
                 return
             leaf._bitplan_measured = True  # type: ignore[attr-defined]
             leaf.register_hook(lambda gradient: self.collector.add_gradient(unit, gradient))
@@ -153,7 +153,7 @@ class LayerProbes:
                 return
             flat = inputs.detach().reshape(-1, inputs.shape[-1])
             rows = self._sample(len(flat), flat.device)
-            # A copy, also of all rows: the input may be changed in place later, which autograd would not mind here.
+            # Always a copy: the input may be changed in place later, which autograd would not detect here.
             saved = _Saved(flat.clone() if rows is None else flat.index_select(0, rows), weight.detach())
             measure = self._measure(place, self._precisions[unit] != "bf16", rows)
             output.register_hook(lambda gradient: measure(gradient, saved))
@@ -161,7 +161,7 @@ class LayerProbes:
         return after
 
     def _sample(self, count: int, device: torch.device) -> Tensor | None:
-        """Which of so many rows count in this step, the same ones for every layer; None: all of them."""
+        """The indices of the rows, of `count`, that are measured in this step, the same for every layer; None: all."""
         key = (count, device)
         if key not in self._rows:
             rows = sample_rows(count, self.units.config.impact_tokens, f"step {self._step}")
@@ -173,7 +173,7 @@ class LayerProbes:
 
         def measure(gradient: Tensor, saved: _Saved) -> None:
             inputs, on_device = saved.take()
-            if weight.unit in self._blind:  # known only now, from another of its layers
+            if weight.unit in self._blind:  # another of its layers has shown it meanwhile
                 return
             flat = gradient.reshape(-1, gradient.shape[-1])
             scale = 1.0 if rows is None else len(flat) / len(rows)
@@ -192,7 +192,7 @@ def _key_of(place: LinearPlace) -> _Key:
 
 
 class _Saved:
-    """Tensors for a hook in backward, kept as autograd would keep them at this place, and let go when taken."""
+    """Tensors for a hook in backward, saved as autograd would save them here, and freed when they are taken."""
 
     def __init__(self, *tensors: Tensor) -> None:
         self._hooks = outer_hooks()
@@ -204,7 +204,7 @@ class _Saved:
 
 
 def first_tensor(value: Any) -> Tensor | None:
-    """The first tensor of what a module takes or gives."""
+    """The first tensor in a module's inputs or outputs."""
     if isinstance(value, Tensor):
         return value
     if isinstance(value, Mapping):

@@ -10,12 +10,12 @@
         optimizer.step(); optimizer.zero_grad()
         policy.end_step()
 
-All decisions are pure functions of `bitplan.plan`; here they meet the stream.
+All decisions are pure functions in `bitplan.plan`; this module applies them to the stream.
 
 Statistics are read one step late: at step s the decision sees the steps before s, whose numbers have reached the host
 while the device works on s, so its queue never runs dry. The delay is the same on every machine: a decision depends on
-what was measured, never on how fast it arrived. The one exception is `bandwidth_aware`, which is about speed: what it
-measured in the first steps is kept in the state.
+what was measured, never on how fast it arrived. The one exception is `bandwidth_aware`, which is about speed: its
+measurements of the first steps are saved in the state.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ DOCUMENT, VERSION = "bitplan-selective-policy", 1
 class SelectivePrecisionPolicy:
     """Decides the precision of one stream's blocks until `close`; the module's docstring has the lifecycle.
 
-    telemetry    where lines go; None: the file that the config names, in `folder`
+    telemetry    where lines are written; None: the file that the config names, in `folder`
     calibration  errors from `run_calibration`
     probe        a function that gives the loss of a fixed batch; needed for loss_feedback
     bridge       other conductor rules
@@ -91,10 +91,10 @@ class SelectivePrecisionPolicy:
         self.quant_errors = errors_of(self.units, calibration)
         self.meter = TransferMeter()
         self.has_fp8 = device_has_fp8(stream.device.torch_device) if has_fp8 is None else has_fp8
-        self.applied: dict[str, str] | None = None  # what the stream runs with
+        self.applied: dict[str, str] | None = None  # the precisions that the stream runs with
         self.metrics: PrecisionStepMetrics | None = None  # of the last update
         self.reminders = Reminders(self.config)
-        self._has_collected = False  # in the step under way
+        self._has_collected = False  # in the open step
         self._step: int | None = None
         self._is_dynamic = self.config.enabled and self.config.mode == "dynamic"
         self._decided = [name for name in self.units.names if decides_on(self.config, name)]
@@ -123,7 +123,7 @@ class SelectivePrecisionPolicy:
         self.close()
 
     def close(self) -> None:
-        """Take the hooks off and end the telemetry; the stream goes on with the formats it has."""
+        """Remove the hooks and end the telemetry; the stream keeps its formats."""
         self.reminders.closes(self.state, has_run=self.applied is not None)
         self.probes.close()
         if self.telemetry is not None:
@@ -143,7 +143,7 @@ class SelectivePrecisionPolicy:
         forward: Forward | None = None,
         progress: bool | OnProgress = True,
     ) -> CalibrationResult | None:
-        """Before the first step, measure what the config's formats do to each unit; None where it is turned off."""
+        """Before the first step, measure the error of the config's formats on each unit; None if calibration is off."""
         if not self.config.run_calibration:
             return None
         if self.applied is not None or self._step is not None:
@@ -163,7 +163,7 @@ class SelectivePrecisionPolicy:
 
     @property
     def lacks_calibration(self) -> bool:
-        """Whether the config asks for calibration errors that decisions would go by, and there are none."""
+        """Whether decisions would use calibration errors, by the config, and there are none."""
         return self.reminders.lacks_calibration(self.quant_errors)
 
     # ---- the lifecycle -----------------------------------------------------------------------------------------------
@@ -174,7 +174,7 @@ class SelectivePrecisionPolicy:
         self.collector.drop_step()
         self._step, self._has_collected = None, False
         self.reminders.step_begins(self.quant_errors)
-        if self.applied is None:  # the first step of all, or of a state that was saved before it
+        if self.applied is None:  # the first step, or after a state that was saved before the first step
             self.state, _ = assign_forced(self.state, step, self.config)
         self._apply(step)
         self._step = step
@@ -200,7 +200,7 @@ class SelectivePrecisionPolicy:
         self.collector.end_step(step)
 
     def compute_hints(self, step: int) -> Hints:
-        """The precision of every unit from the next step on, each with its reason; the optimizer's phase follows."""
+        """The precision of every unit from the next step on, each with its reason. Begins the optimizer's phase."""
         if step != self._require_step("compute_hints"):
             raise SelectiveError(f"compute_hints: step {self._step} is open, got step {step}")
         if self._is_dynamic and step % self.config.update_interval_steps == 0:
@@ -228,10 +228,10 @@ class SelectivePrecisionPolicy:
             sent = sum(sizes[(self.applied or {})[name]] for name, sizes in self.unit_bytes.items())
             self.meter.note(self.stream.stats.last, sent)
 
-    # ---- what happens at a boundary ----------------------------------------------------------------------------------
+    # ---- step boundaries ---------------------------------------------------------------------------------------------
 
     def _apply(self, step: int) -> None:
-        """Begin the stream's step with the precisions decided; on trial where the loss is watched."""
+        """Begin the stream's step with the decided precisions; as a trial if loss_feedback is on."""
         lowered = {
             name
             for name, unit in self.state.units.items()
@@ -244,9 +244,9 @@ class SelectivePrecisionPolicy:
             self._run_with(self.precisions, step)
 
     def _try(self, step: int, lowered: set[str]) -> None:
-        """A probe before the switch, one after it, and more until nothing that is low raises the loss.
+        """Probe the loss before and after the switch, and again until no low unit raises it.
 
-        A trial that an error broke off goes on where it was: the weights have not changed since.
+        A trial that an error interrupted continues: the weights have not changed since.
         """
         before = dict(self.applied or dict.fromkeys(self.precisions, "bf16"))
         if self.state.trial is None:
@@ -279,7 +279,7 @@ class SelectivePrecisionPolicy:
         self.state = self.state.with_units(changed)
 
     def _run_with(self, precisions: Mapping[str, str], step: int) -> None:
-        """Begin the step in these precisions; again, where it was begun in others."""
+        """Begin the step in these precisions, or begin it anew if it was begun in others."""
         formats, running = self.units.formats({name: precisions[name] for name in self._decided}), self.stream.formats
         if dict(precisions) != self.applied or any(running[name] != fmt for name, fmt in formats.items()):
             self.stream.set_formats(formats)
@@ -302,21 +302,21 @@ class SelectivePrecisionPolicy:
         return Evidence(self.quant_errors, self.unit_bytes, transfer, self.has_fp8)
 
     def _lacks_transfer(self, evidence: Evidence) -> bool:
-        """Only where the first update comes before the clocks of the first step could be read."""
+        """Whether bandwidth is unknown: the first update came before the clocks of the first step could be read."""
         lacking = self.config.bandwidth_aware and evidence.transfer is None
         if lacking:
             log.info("bitplan: bandwidth_aware: no step's clocks have been read yet; the next update decides")
         return lacking
 
     def _lows_to_measure(self, step: int) -> tuple[str, ...]:
-        """The precisions whose impact this step measures: those before an update, which sees no later ones."""
+        """The precisions whose impact this step measures; none unless an update follows within `impact_steps`."""
         config = self.config
         left = config.update_interval_steps - step % config.update_interval_steps
         if not self._is_dynamic or config.scoring != "impact" or left > config.impact_steps:
             return ()
         return tuple(name for name in config.low_precisions if name != "fp8" or self.has_fp8)
 
-    # ---- what is reported --------------------------------------------------------------------------------------------
+    # ---- reports -----------------------------------------------------------------------------------------------------
 
     def _tell(self, step: int, hints: Hints) -> None:
         if self.config.log_decisions:
@@ -336,7 +336,7 @@ class SelectivePrecisionPolicy:
     def scalars(self) -> dict[str, float]:
         """For charts: the share of units in each precision, bytes per crossing sent and not sent, sensitivity.
 
-        None where selective precision is off, and the stream's own formats are not its affair.
+        Empty where selective precision does not decide on every unit.
         """
         if len(self._decided) < len(self.units.names):
             return {}
@@ -357,7 +357,7 @@ class SelectivePrecisionPolicy:
     # ---- checkpoints -------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything that later decisions depend on, as JSON keeps it exactly; between steps only."""
+        """Everything that later decisions depend on, as values that JSON holds exactly; between steps only."""
         if self._step is not None:
             raise SelectiveError(f"state_dict: step {self._step} is open; save between end_step and begin_step")
         self._observe()
@@ -377,7 +377,7 @@ class SelectivePrecisionPolicy:
         accept_config_change: bool = False,
         where: str = "the selective precision state",
     ) -> None:
-        """Go on as the saved policy would have; a state of another model or config is refused, and nothing changed."""
+        """Continue as the saved policy would have; a state of another model or config is refused before any change."""
         reader = Reader(where, SelectiveFileError)
         reader.version(document, VERSION)
         item = reader.keys("", document, _KEYS, tuple(_KEYS))

@@ -11,9 +11,9 @@ The model need not fit the device: blocks pass through the slots as in training.
                                           a block answers for its own error only
 
 The cache is written after every pass, under a fingerprint of weights, formats, blocks, data and versions; a run that
-was killed goes on with what is missing, and a cache of something else is refused by name, or made anew where that is
-asked for. Adapters that are trained are no part of the fingerprint, nor is the order of the batches. The host holds
-twice the activations between blocks, for all batches.
+was killed measures only what is missing, and a cache of something else is refused by name, or replaced on request.
+Trained adapters and the order of batches are not in the fingerprint. The host holds twice the activations between
+blocks, for all batches.
 """
 
 from __future__ import annotations
@@ -72,9 +72,9 @@ def run_calibration(
     """Measure the error of every format on every block and layer of a stream, or of a model to be streamed.
 
     batches   the first `samples` are used: tensors, or lists and mappings of them, as the model takes them
-    on_stale  a cache of other weights, data, formats or versions: "refuse" it by name, or calibrate anew ("redo")
+    on_stale  "refuse" a cache of other weights, data, formats or versions, by name; or "redo" the calibration
     forward   (model, batch) -> anything, where the model takes batches in another way
-    progress  a bar on standard error if that is a terminal; or a function that hears (done, total, what)
+    progress  a bar on standard error if that is a terminal; or a function, called with (done, total, what)
     """
     used = list(itertools.islice(batches, samples))
     if not used:
@@ -99,7 +99,7 @@ def run_calibration(
 
 
 def call_model(model: nn.Module, batch: Any) -> Any:
-    """A mapping is keywords, a list or tuple is arguments, anything else the one argument."""
+    """Call the model: a mapping is its keywords, a list or tuple its arguments, anything else its one argument."""
     if isinstance(batch, Mapping):
         return model(**batch)
     return model(*batch) if isinstance(batch, list | tuple) else model(batch)
@@ -107,8 +107,7 @@ def call_model(model: nn.Module, batch: Any) -> Any:
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """Run a model during its training without a trace: in eval mode, under no_grad; modes and random number generators
-    are as before afterwards."""
+    """Run a model in eval mode, under no_grad; afterwards modes and random number generators are as before."""
     modes = [(module, module.training) for module in model.modules()]
     devices = list(range(torch.cuda.device_count())) if torch.cuda.is_initialized() else []
     try:
@@ -131,8 +130,8 @@ class _Run:
         on_stale: OnStale,
     ) -> None:
         self.stream, self.formats, self.forward, self.cache = stream, formats, forward, cache
-        self.batches = sorted(batches, key=lambda batch: hash_tensors(tensors_of(batch)))  # their order is no matter
-        stream.synchronize()  # masters that are being updated would be hashed half old, half new
+        self.batches = sorted(batches, key=lambda batch: hash_tensors(tensors_of(batch)))  # their order must not matter
+        stream.synchronize()  # masters must not be updated while they are hashed
         config = SelectivePrecisionConfig(granularity="layer")
         self.units = PrecisionUnits(stream, config)
         self.fingerprint = fingerprint_of(_weights(self.units), formats, _layout(stream), self.batches)
@@ -210,7 +209,7 @@ class _Run:
                 handle.remove()
 
     def _switch(self, fmt: str | None) -> None:
-        """Every matrix in a format, or in bf16. That takes a step; it has no gradients, and is never ended."""
+        """Put every matrix in a format, or in bf16. That needs a step, without gradients, which is never ended."""
         high = self.units.formats(dict.fromkeys(self.units.names, "bf16"))
         self.stream.set_formats(high if fmt is None else dict.fromkeys(high, fmt))
         self.stream.begin_step(0)
@@ -231,7 +230,7 @@ class _Run:
         def before(_module: nn.Module, args: Any, kwargs: Any) -> Any:
             saved_args, saved_kwargs, _ = self._inputs[at, block]
             device = self.stream.device.torch_device
-            # What is no tensor (a cache of keys and values, a mask object) is this pass's own.
+            # Objects that are no tensors (a cache of keys and values, a mask object) are taken from this pass.
             return _merged(args, _moved(saved_args, device)), _merged(kwargs, _moved(saved_kwargs, device))
 
         return before
@@ -265,10 +264,10 @@ CPU = torch.device("cpu")
 
 
 def _weights(units: PrecisionUnits) -> dict[str, list[Tensor]]:
-    """The numbers that errors are of: by block, and `rest` for what is outside of them.
+    """The weights that errors depend on, by block; `rest` for those outside of blocks.
 
-    What is trained on the device (adapters, with train="adapters") is left out: it is in no unit, and after the first
-    step no cache would fit.
+    Parameters trained on the device (adapters, with train="adapters") are left out: they are in no unit, and after the
+    first step no cache would fit.
     """
     stream, inside = units.stream, set()
     weights: dict[str, list[Tensor]] = {}
@@ -307,7 +306,7 @@ def _output(block: str, output: Any) -> Tensor:
 
 
 def _moved(value: Any, device: torch.device) -> Any:
-    """Lists and mappings of tensors on a device; what else is in them stays as it is."""
+    """Lists and mappings with their tensors moved to a device; other values stay as they are."""
     if isinstance(value, Tensor):
         return value.to(device)
     if isinstance(value, Mapping):
@@ -318,7 +317,7 @@ def _moved(value: Any, device: torch.device) -> Any:
 
 
 def _merged(now: Any, before: Any) -> Any:
-    """The kept tensors, and everything else of this pass."""
+    """The saved tensors of `before`, and everything else from this pass."""
     if isinstance(before, Tensor):
         return before
     if isinstance(before, Mapping) and isinstance(now, Mapping):

@@ -1,4 +1,4 @@
-"""Checks a policy before training, and reminds of calls without which nothing would be decided."""
+"""Checks a policy before training, and warns of missing calls without which nothing would be decided."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ log = logging.getLogger("bitplan")
 
 
 def check_setup(stream: BlockStream, config: SelectivePrecisionConfig, probe: Callable[..., object] | None) -> None:
-    """Refuse what does not go together."""
+    """Refuse settings that contradict each other."""
     if config.enabled and config.mode == "dynamic" and stream.train == "nothing":
         raise SelectiveError(
             "mode 'dynamic' decides from gradients, and this stream trains nothing; stream with train='adapters' or "
@@ -28,12 +28,12 @@ def check_setup(stream: BlockStream, config: SelectivePrecisionConfig, probe: Ca
 
 
 def decides_on(config: SelectivePrecisionConfig, unit: str) -> bool:
-    """Off is off: what is not forced crosses in the stream's own formats."""
+    """Whether the policy decides on a unit; in mode "off" only on forced ones: others keep the stream's formats."""
     return config.enabled and (config.mode != "off" or config.forced(unit) is not None)
 
 
 def errors_of(units: PrecisionUnits, calibration: CalibrationResult | None) -> dict[str, dict[str, float]]:
-    """Unit -> precision -> error, of the formats that this config would use."""
+    """Unit -> precision -> error, for the formats of this config."""
     errors: dict[str, dict[str, float]] = {}
     if calibration is None:
         return errors
@@ -56,16 +56,16 @@ def device_has_fp8(device: torch.device) -> bool:
 
 
 class Reminders:
-    """What is forgotten is said, each once: training would go on, and nothing be decided."""
+    """Warns once of each forgotten call: training would go on, and nothing would be decided."""
 
     def __init__(self, config: SelectivePrecisionConfig) -> None:
         self._config = config
         self._is_dynamic = config.enabled and config.mode == "dynamic"
         self._said: set[str] = set()
-        self._steps_undecided = 0  # in a row, without compute_hints at a multiple of the interval
+        self._steps_undecided = 0  # steps in a row without compute_hints at a multiple of the interval
 
     def lacks_calibration(self, quant_errors: Mapping[str, object]) -> bool:
-        """Whether the config asks for errors that scores go by, and there are none."""
+        """Whether scores would use calibration errors, by the config, and there are none."""
         config = self._config
         by_errors = config.scoring == "gradient" and config.error_weight > 0
         return self._is_dynamic and config.run_calibration and by_errors and not quant_errors
@@ -79,7 +79,7 @@ class Reminders:
             )
 
     def decided(self) -> None:
-        """compute_hints came at a multiple of the interval."""
+        """compute_hints was called at a multiple of the interval."""
         self._steps_undecided = 0
 
     def step_ends(self, step: int, *, has_collected: bool) -> None:
@@ -109,9 +109,9 @@ class Reminders:
             )
 
     def left_out(self, state: PolicyState, step: int) -> None:
-        """Units whose gradients could not be used."""
+        """Warn of units whose gradients could not be used."""
         for name, unit in state.units.items():
-            # Impacts need no gradient of the unit itself: one without adapters lacks nothing then.
+            # Impacts need no gradient of the unit's own parameters: a unit without adapters lacks nothing.
             excluded = {
                 why: n for why, n in unit.excluded.items() if why != "missing" or self._config.scoring == "gradient"
             }

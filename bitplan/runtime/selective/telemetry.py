@@ -1,8 +1,8 @@
 """PrecisionTelemetry: one line of JSON per update, with Stagehand's fields, and the bytes that were really saved.
 
-The ten fields from `step_id` to `block_details` are Stagehand's; tools that read its files read these.
-Its `estimated_bandwidth_saving_pct` counts blocks (each low one as half a bf16 one) and not bytes, so blocks of
-different sizes, scales and vectors that stay bf16 make it wrong: `bytes_sent` and `bytes_not_sent` stand beside it.
+The ten fields from `step_id` to `block_details` are Stagehand's; tools that read its files read these. Its
+`estimated_bandwidth_saving_pct` counts blocks (a low block as half a bf16 block), not bytes, so it is wrong for blocks
+of different sizes, and for scales and vectors that stay bf16: `bytes_sent` and `bytes_not_sent` are exact.
 
     {"step_id": 50, "timestamp": 1234567.89, "blocks_bf16": 19, "blocks_int8": 29, "mean_sensitivity": 0.34,
      "max_sensitivity": 0.87, "min_sensitivity": 0.04, "precision_changes": 2, "estimated_bandwidth_saving_pct": 30.2,
@@ -11,8 +11,8 @@ different sizes, scales and vectors that stay bf16 make it wrong: `bytes_sent` a
 
 Sensitivities are null where no block has one. Bytes are null where the caller does not know them.
 
-The file is opened when training starts, so that a path that cannot be written is an error then and not after an hour.
-A write that fails later must not cost the training.
+The file is opened when training starts, so that a path that cannot be written is an error then and not after an hour. A
+write that fails later does not stop the training.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def step_metrics(
     unit_bytes: Mapping[str, Mapping[str, int]] | None = None,
     excluded: Mapping[str, Mapping[str, int]] | None = None,
 ) -> PrecisionStepMetrics:
-    """The line for these hints. `unit_bytes`: block -> precision -> bytes that cross; `excluded`: the counts so far."""
+    """The line for these hints. `unit_bytes`: block -> precision -> bytes sent; `excluded`: the counts so far."""
     counts = Counter(hint.precision for hint in hints.values())
     scores = [hint.sensitivity for hint in hints.values() if hint.sensitivity is not None]
     sent = in_bf16 = None

@@ -5,14 +5,14 @@
     trainer_callback(policy, scalars=TensorBoardScalars("runs/one"))
 
 Stream the model and make the policy first, then the trainer: streamed blocks stay where they are when a trainer moves
-the model to its device. The policy's state goes into each checkpoint, and comes back with it; so do masters and moments
-where the stream trains the weights (train="weights"), without which only the policy would go on.
+the model to its device. Each checkpoint holds the policy's state and, where the stream trains the weights
+(train="weights"), masters and moments; a resumed run restores both.
 
-Where the config says `run_calibration`, the trainer's own data calibrate before the first step: the first batches of
-the dataset, unshuffled, so that neither the order of training nor its random numbers change.
+If the config sets `run_calibration`, calibration runs before the first step on the trainer's own data: the first
+batches of the dataset, unshuffled, so that neither the order of training nor its random numbers change.
 
-With train="weights" the trainer's learning rate, schedule included, is that of the streamed weights too, and its limit
-on the norm of gradients holds for all of them together, on the device and on the host.
+With train="weights" the trainer's learning rate and schedule also hold for the streamed weights, and its limit on the
+norm of gradients holds for gradients on the device and on the host together.
 
 None of the libraries is imported until it is asked for.
 """
@@ -33,14 +33,14 @@ from bitplan.runtime.streaming.stream_blocks import BlockStream
 log = logging.getLogger("bitplan")
 STATE_FILE = "selective_precision.json"
 WEIGHTS_FILE = "streamed_weights.safetensors"
-WEIGHTS_KEY = "streamed_weights"  # in a Lightning checkpoint, beside the policy's keys
+WEIGHTS_KEY = "streamed_weights"  # key in a Lightning checkpoint, beside the policy's
 EXTRA = "train"
 
 
 class TensorBoardScalars:
     """Writes the policy's scalars (share of each precision, bytes saved, highest sensitivity) to a TensorBoard log.
 
-    target: a folder, or a SummaryWriter that you have
+    target: a folder, or an existing SummaryWriter
     """
 
     def __init__(self, target: Any) -> None:
@@ -78,7 +78,7 @@ def trainer_callback(
     class SelectivePrecisionCallback(base):  # type: ignore[misc, valid-type]
         def __init__(self) -> None:
             super().__init__()
-            self._max_norm = 0.0  # of the step under way
+            self._max_norm = 0.0  # of the open step
 
         def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
             if not state.global_step and policy.lacks_calibration:
@@ -91,7 +91,8 @@ def trainer_callback(
         def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
             policy.begin_step(state.global_step)
             if trains and args.max_grad_norm:
-                # The trainer would clip what is on the device by the norm of that alone: we clip, for this step.
+                # The trainer would clip by the norm of the gradients on the device alone: we clip instead, for this
+                # step.
                 self._max_norm, args.max_grad_norm = args.max_grad_norm, 0.0
 
         def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -122,7 +123,7 @@ def trainer_callback(
                 stream.synchronize()
 
         def _make_current(self, control: Any) -> None:
-            """Before the trainer saves the model: its Parameters become what the masters are."""
+            """Before the trainer saves the model, copy the masters into its Parameters."""
             if trains and control.should_save:
                 stream.synchronize()
 
@@ -137,8 +138,8 @@ def lightning_callback(
 ) -> Any:
     """A callback for Lightning's Trainer; scalars also go to the logger that the trainer has.
 
-    calibration_forward   (module, batch) -> anything: how a batch of the training data is run to calibrate, for a
-                          LightningModule does not say. Without it nothing is calibrated here, and the log says so.
+    calibration_forward   (module, batch) -> anything: how to run a batch of the training data for calibration, which a
+                          LightningModule does not define. Without it nothing is calibrated, and the log says so.
     """
     base = require("lightning.pytorch", purpose="a Lightning callback", extra=EXTRA).Callback
     stream = policy.stream
@@ -155,7 +156,7 @@ def lightning_callback(
                 policy.calibrate(batches, forward=calibration_forward, progress=False)
 
         def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
-            if self._opened is None:  # not in the middle of an accumulation
+            if self._opened is None:  # not while gradients are accumulated
                 self._opened = trainer.global_step
                 policy.begin_step(self._opened)
 
@@ -167,7 +168,7 @@ def lightning_callback(
                         f"gradient_clip_algorithm={trainer.gradient_clip_algorithm!r}: the streamed weights' gradients "
                         "are clipped by their norm; use 'norm', or gradient_clip_val=None"
                     )
-                # Before the trainer does: what is left for it is within the limit.
+                # Before the trainer clips: it then finds the norm within the limit.
                 parameters = (one for group in optimizer.param_groups for one in group["params"])
                 stream.clip_gradients(float(trainer.gradient_clip_val), parameters)
             rate.follow(optimizer)
@@ -188,7 +189,7 @@ def lightning_callback(
                 stream.synchronize()
 
         def state_dict(self) -> dict[str, Any]:
-            # The stream's own makes the model's Parameters current; the checkpoint holds these by reference.
+            # The stream's state_dict updates the model's Parameters, which the checkpoint holds by reference.
             return {**policy.state_dict(), **({WEIGHTS_KEY: stream.state_dict()} if trains else {})}
 
         def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -215,7 +216,7 @@ def lightning_callback(
 
 
 def _unshuffled(loader: Any, batch_size: int | None = None) -> Any:
-    """The data of a trainer's loader, from the beginning, by a loader of our own."""
+    """A loader of our own over the data of a trainer's loader, from the beginning."""
     from torch import Generator
     from torch.utils.data import DataLoader
 
@@ -224,7 +225,7 @@ def _unshuffled(loader: Any, batch_size: int | None = None) -> Any:
 
 
 class _FollowedRate:
-    """The rate that a trainer's optimizer has for the streamed weights, which the stream steps in its stead."""
+    """Passes the learning rate of a trainer's optimizer on to the stream, which trains the streamed weights itself."""
 
     def __init__(self, stream: BlockStream) -> None:
         self._stream = stream
@@ -232,7 +233,7 @@ class _FollowedRate:
         self._groups: list[int] = []
 
     def follow(self, optimizer: Any) -> None:
-        """Before the optimizer steps."""
+        """Take over the rate, before the optimizer steps."""
         training = self._stream.training
         if training is None:
             return
@@ -269,7 +270,7 @@ class _FollowedRate:
 def _restore(
     policy: SelectivePrecisionPolicy, load_policy: Callable[[], None], load_weights: Callable[[], None] | None
 ) -> None:
-    """Both or none: a policy that knows another training than the stream has would decide from what never was."""
+    """Load both or neither: a policy must not decide from a training that the stream's weights have not had."""
     if load_weights is None:
         load_policy()
         return

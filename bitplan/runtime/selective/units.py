@@ -1,11 +1,11 @@
-"""PrecisionUnits: what selective precision decides on, in terms of a stream: which weights, bytes and gradients.
+"""PrecisionUnits: the units that selective precision decides on, with their weights, bytes and gradients in a stream.
 
 A unit is a block, or with granularity "layer" one matrix of a block (`block.layer`, without a final `.weight`). Vectors
-(norms, biases) belong to no unit and keep their own type. A unit's gradients are those of what is trained in it: the
-streamed weights themselves, or the adapters. An adapter belongs to the layer whose name it shares the longest beginning
-with: `q_proj.lora_A.default.weight` to `q_proj.base_layer`.
+(norms, biases) belong to no unit and keep their own type. A unit's gradients are those of its trained parameters: the
+streamed weights themselves, or the adapters. An adapter belongs to the layer whose name has the longest beginning in
+common with its own: `q_proj.lora_A.default.weight` to `q_proj.base_layer`.
 
-"bf16" is bfloat16, but for float16 weights, which cross as they are: the same bytes, and nothing lost.
+"bf16" is bfloat16, except for float16 weights, which are sent as they are: as many bytes, and nothing is lost.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from bitplan.runtime.streaming.blocks.find import StreamedBlock, StreamedParamet
 from bitplan.runtime.streaming.blocks.layout import lay_out
 from bitplan.runtime.streaming.stream_blocks import BlockStream
 
-TRANSPOSED = ("Conv1D",)  # transformers' name for y = x W: a square one has the shape of a linear layer
+TRANSPOSED = ("Conv1D",)  # transformers' class for y = x W: if square, its shape is that of a linear layer
 
 
 class Weight(NamedTuple):
@@ -49,7 +49,7 @@ class Weight(NamedTuple):
 
 @dataclass(frozen=True)
 class LinearPlace:
-    """A module that computes y = W x + something with a streamed matrix."""
+    """A module that computes y = W x + something, where W is a streamed matrix."""
 
     weight: Weight
     module: nn.Module
@@ -80,7 +80,7 @@ class PrecisionUnits:
         }
 
     def unit_bytes(self) -> dict[str, dict[str, int]]:
-        """Unit -> precision -> bytes that cross: of a block all of it, padding too; of a layer its own parts."""
+        """Unit -> precision -> bytes sent: for a block all its bytes, with padding; for a layer its own parts."""
         sizes: dict[str, dict[str, int]] = {name: {} for name in self.names}
         for precision in PRECISIONS:
             for block in self.stream.blocks:
@@ -111,7 +111,7 @@ class PrecisionUnits:
     # ---- gradients ---------------------------------------------------------------------------------------------------
 
     def adapters(self) -> dict[str, list[nn.Parameter]]:
-        """Unit -> parameters on the device that are trained in it."""
+        """Unit -> its trained parameters on the device."""
         adapters: dict[str, list[nn.Parameter]] = {name: [] for name in self.names}
         for block in self.stream.blocks:
             streamed = {id(one.parameter) for one in block.parameters.values()}
@@ -141,7 +141,7 @@ class PrecisionUnits:
                         yield unit, module, local
 
     def linear_places(self) -> tuple[list[LinearPlace], dict[str, str]]:
-        """Where a weight is multiplied with an input, and for weights where that cannot be seen, why."""
+        """The modules that multiply a weight with an input; and weight -> reason where this cannot be observed."""
         places, unseen = [], {}
         held = Counter(id(module) for weight in self.weights for module, _ in weight.one.places)
         for weight in self.weights:
@@ -153,7 +153,7 @@ class PrecisionUnits:
         return places, unseen
 
     def truth(self, weight: Weight) -> Tensor:
-        """The weight on the host as a high-precision block would send it, whatever is sent now."""
+        """The weight on the host as a high-precision block would send it, whatever its present format."""
         training = self.stream.training
         if training is not None and training.trains(weight.block.name, weight.one.name):
             source = training.stores[weight.block.name][weight.one.name].master
@@ -177,7 +177,7 @@ def _weights(stream: BlockStream, granularity: str) -> Iterator[Weight]:
 
 
 def _check_whole(weights: list[Weight], config: SelectivePrecisionConfig) -> None:
-    """Before training: a format that cannot hold a matrix is an error now, and not at its first switch."""
+    """Refuse a format that cannot hold a matrix before training, not at the first switch."""
     used = {*config.low_precisions, *(name for name in ("int8", "fp8") if getattr(config, f"force_{name}_blocks"))}
     for precision in sorted(used):
         fmt = get_format(config.format_of(precision))

@@ -1,7 +1,7 @@
-"""BlockBytes: the bytes that wait on the host, and whether they are still those of the model's parameters.
+"""BlockBytes: the encoded bytes on the host, and whether they still agree with the model's parameters.
 
-A block is encoded again when its formats or its parameters are no longer those it was encoded from. At every boundary
-each parameter is looked at, in a few microseconds, without reading a number of it:
+A block is encoded again when its formats or its parameters have changed. At every boundary each parameter is checked,
+in a few microseconds and without reading its numbers:
 
     which Parameter its module holds    module.weight = nn.Parameter(...), load_state_dict(assign=True)
     torch's count of its writes         load_state_dict, and copy_, add_, ... under torch.no_grad()
@@ -10,12 +10,13 @@ each parameter is looked at, in a few microseconds, without reading a number of 
 
 Torch counts no writes through `.data` (`parameter.data.mul_(2)`) or through NumPy: `BlockStream.refresh` is for those.
 
-A block is struck off before its bytes are written, and entered when they are whole: what breaks off is done again.
+A block leaves the list of written blocks before its bytes are written, and enters it when they are complete: an
+interrupted write is done again.
 
-The parameters are the truth (with train="weights" their FP32 masters): whatever format a block had before, the next one
-is made from them. Where a parameter is sent in its own type, the host's bytes are the parameter: it becomes a view of
-them, and RAM holds it once. With a GPU the encoding is done there, some rows at a time: the codes are the same to the
-bit, and it takes seconds, not the minutes of a CPU.
+The parameters are the truth (with train="weights" their FP32 masters): every new format of a block is made from them,
+never from another format. Where a parameter is sent in its own type, the host's bytes are the parameter: it becomes a
+view of them, and RAM holds it once. With a GPU the encoding is done there, some rows at a time: the codes are the same
+to the bit, and it takes seconds, not the minutes of a CPU.
 """
 
 from __future__ import annotations
@@ -53,32 +54,32 @@ class BlockBytes:
         self._host, self._training, self._train, self._device = host, training, train, device
         self._specs = {block.name: block.specs for block in blocks}
         self._seen = {block.name: _look(block) for block in blocks}
-        self._written: dict[str, Mapping[str, Format]] = {}  # blocks whose bytes are whole, and their formats
-        self._unread: set[str] = set()  # blocks whose parameters count as changed, whatever is seen
+        self._written: dict[str, Mapping[str, Format]] = {}  # blocks whose bytes are complete, and their formats
+        self._unread: set[str] = set()  # blocks whose parameters always count as changed
 
     def is_stale(self, block: StreamedBlock, formats: Mapping[str, Format]) -> bool:
         """Whether a block must be `put` before it is sent in these formats."""
         return self._written.get(block.name) != formats or bool(self.changed(block))
 
     def changed(self, block: StreamedBlock) -> list[str]:
-        """The parameters that are not those which were read last."""
+        """The parameters that have changed since they were last read."""
         if block.name in self._unread:
             return list(block.parameters)
         now, seen = _look(block), self._seen[block.name]
         return [] if now == seen else [name for name, one in now.items() if one != seen[name]]
 
     def unread(self) -> None:
-        """Take no parameter for what it was."""
+        """Count every parameter as changed."""
         self._unread.update(self._seen)
 
     def strike_off(self, block: str) -> None:
-        """Its bytes are not whole."""
+        """The block's bytes are not complete."""
         self._written.pop(block, None)
 
     def read(self, block: StreamedBlock, *, into_masters: bool = True) -> None:
-        """Take the parameters as the model has them now; refuses, by name, what cannot be streamed as it was.
+        """Read the parameters as the model has them now; names and refuses one that can no longer be streamed.
 
-        into_masters: with train="weights", those that changed become what is trained.
+        into_masters: with train="weights", changed parameters are copied into their masters.
         """
         changed = self.changed(block)
         self.strike_off(block.name)
@@ -91,7 +92,7 @@ class BlockBytes:
         self.note(block)
 
     def note(self, block: StreamedBlock) -> None:
-        """The parameters are known as they are now."""
+        """Remember the parameters as they are now, without reading them."""
         self._seen[block.name] = _look(block)
         self._unread.discard(block.name)
 
@@ -103,7 +104,7 @@ class BlockBytes:
         self._written[block.name] = dict(formats)
 
     def put_updated(self, block: StreamedBlock, layout: BlockLayout) -> None:
-        """The same, on the optimizer's thread: nothing but the masters has changed."""
+        """Encode a block on the optimizer's thread, where only masters have changed."""
         try:
             put_block(self._host, block, layout, self._training, self._device)
         except BaseException:
@@ -129,12 +130,12 @@ class BlockBytes:
 
 
 def _held(full_name: str, one: StreamedParameter) -> nn.Parameter:
-    """The Parameter that all its places hold."""
+    """The Parameter that all places of `one` hold."""
     parameters: dict[int, nn.Parameter] = {}
     for module, local in one.places:
         held = module._parameters.get(local)
         if isinstance(held, Tensor) and not isinstance(held, nn.Parameter):
-            held = module._parameters[local] = one.parameter  # Ctrl-C kept a call from putting it back
+            held = module._parameters[local] = one.parameter  # an interrupted call did not put it back
         if held is None:
             raise StreamError(f"{full_name} is gone from its module; close the stream and stream again")
         parameters[id(held)] = held
@@ -147,7 +148,7 @@ def _held(full_name: str, one: StreamedParameter) -> nn.Parameter:
 
 
 def _look(block: StreamedBlock) -> dict[str, tuple[Any, ...]]:
-    count_optimizer_steps()  # a fused optimizer of the user's own writes without torch's counting it
+    count_optimizer_steps()  # torch does not count the writes of a fused optimizer
     return {name: _look_at(one) for name, one in block.parameters.items()}
 
 
@@ -167,7 +168,7 @@ def put_block(
 ) -> None:
     """Encode a block into the host's buffer.
 
-    Without torch.no_grad(), which Ctrl-C could leave switched on for the rest of the run: all that is read is detached.
+    It detaches what it reads instead of using torch.no_grad(), which Ctrl-C could leave on for the rest of the run.
     """
     buffer = host.put(block.name, layout, lambda buffer: _fill(block, layout, training, device, buffer))
     if buffer is None:

@@ -1,7 +1,7 @@
 """BlockCalls: loads a streamed block before it computes and frees it afterwards.
 
-Only the `forward` of each block is wrapped. For the time of the call its parameters are the streamed ones, and autograd
-keeps places instead of weights (`runtime.streaming.blocks.saved_tensors`).
+Only the `forward` of each block is wrapped. During the call the block's parameters are the streamed ones, and autograd
+saves places instead of weights (`runtime.streaming.blocks.saved_tensors`).
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class BlockCalls:
         self._wrapped: list[tuple[StreamedBlock, Callable[..., Any] | None]] = []
 
     def wrap(self, index: int, block: StreamedBlock) -> None:
-        """Put ourselves around a block's forward."""
+        """Wrap a block's forward."""
         forward = block.module.forward
 
         @functools.wraps(forward)
@@ -53,7 +53,7 @@ class BlockCalls:
 
         self._wrapped.append((block, block.module.__dict__.get("forward")))
         block.module.forward = streamed
-        # `model.to(...)`, as every trainer calls it, passes a streamed block by: moved, it would not be streamed.
+        # `model.to(...)`, which every trainer calls, must not move a streamed block: it would no longer be streamed.
         block.module._apply = lambda *_args, **_options: block.module  # type: ignore[method-assign]
         setattr(block.module, STREAMED, True)
 
@@ -104,7 +104,7 @@ class BlockCalls:
         return output
 
     def _leaf(self, block: StreamedBlock, name: str, weight: Tensor) -> Tensor:
-        """A leaf of this call's graph, whose gradient goes to the host as soon as it is there."""
+        """A leaf of this call's graph, whose gradient goes to the host as soon as it is computed."""
         recorder, training = self._loader.recorder, self._training
         assert recorder is not None
         assert training is not None
@@ -123,7 +123,7 @@ class BlockCalls:
 
 @contextmanager
 def _swapped(block: StreamedBlock, weights: Mapping[str, Tensor]) -> Iterator[None]:
-    """The block's parameters are these tensors. Straight into the dicts: what is put there need not be a Parameter."""
+    """Inside, the block's parameters are these tensors, set in the modules' dicts: they need not be Parameters."""
     parameters = block.parameters
     try:
         for name, one in parameters.items():

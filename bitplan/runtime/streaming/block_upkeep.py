@@ -1,11 +1,11 @@
 """BlockUpkeep: before each step, encodes blocks again whose formats or parameters changed, on the host and in slots.
 
-Formats are chosen (`set_formats`); parameters are trained, or changed by others (`block_bytes` says how that is seen).
-Everything here may be broken off by Ctrl-C and goes on when it is called again: what is left to do is seen from what
-was done, not remembered beside it.
+Formats change by `set_formats`; parameters are trained, or changed by other code (`block_bytes` says how that is
+detected). Ctrl-C may interrupt everything here, and the next call goes on: what is left to do follows from what was
+done, and is not stored apart.
 
-With train="weights" a change must not meet an update of the same weights. So `load_state_dict` waits for updates first,
-`state_dict` too, whoever edits weights by hand calls `synchronize` before, and an edit that did not wait is refused.
+With train="weights" a change must not meet an update of the same weights. So `load_state_dict` and `state_dict` wait
+for updates first, code that edits weights calls `synchronize` before, and an edit that did not wait is refused.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class BlockUpkeep:
         self._host, self._loader, self._training = host, loader, training
         self._by_name = {block.name: block for block in blocks}
         self.formats = formats
-        self.pending: BlockFormats | None = None  # for the next step
+        self.pending: BlockFormats | None = None  # formats for the next step
         self.bytes = BlockBytes(host, blocks, training, options.train, loader.device.torch_device)
 
     @property
@@ -53,7 +53,7 @@ class BlockUpkeep:
         return self.formats if self.pending is None else self.pending
 
     def fitting_formats(self, formats: Formats, current: BlockFormats) -> BlockFormats:
-        """Formats that blocks and slots can have; what is not named is as in `current`."""
+        """The formats, checked against blocks and slots; parameters that are not named have those of `current`."""
         chosen = resolve_formats(formats, self._specs, current)
         layouts, slot_bytes = lay_out_all(self._specs, chosen), self._options.slot_bytes
         for name, layout in zip(self._by_name, layouts, strict=True):
@@ -67,7 +67,7 @@ class BlockUpkeep:
     # ---- boundaries --------------------------------------------------------------------------------------------------
 
     def bring_up_to_date(self) -> None:
-        """Before a step: formats that were chosen and parameters that changed take effect."""
+        """Before a step, put chosen formats and changed parameters into effect."""
         chosen, before = self.chosen, self.formats
         stale = self._stale(self._blocks, chosen)
         if stale or not self._loader.is_allocated:
@@ -82,7 +82,7 @@ class BlockUpkeep:
         self.formats, self.pending = chosen, None
 
     def bring_block_up_to_date(self, block: StreamedBlock) -> None:
-        """Before a block computes outside a step; formats that are chosen for the next step wait for it."""
+        """The same for one block that computes outside a step; formats chosen for the next step wait."""
         self._loader.mend()
         stale = self._stale([block], self.formats)
         if stale or not self._loader.is_allocated:
@@ -90,7 +90,7 @@ class BlockUpkeep:
             self.write(self.formats, stale)
 
     def replace_weights(self, formats: BlockFormats, restore: Callable[[], None]) -> None:
-        """Other formats and other masters, which `restore` fills; no update may be under way."""
+        """Change formats and masters; `restore` fills the masters. No update may be under way."""
         self._wait_for_readers()
         for block in self._blocks:
             self.bytes.read(block, into_masters=False)
@@ -104,7 +104,7 @@ class BlockUpkeep:
         self.write(formats, self._blocks)
 
     def write(self, formats: BlockFormats, blocks: Iterable[StreamedBlock]) -> None:
-        """Encode blocks in these formats; what slots hold of them counts no more."""
+        """Encode blocks in these formats; slots that hold them become invalid."""
         blocks = list(blocks)
         if self._loader.is_allocated and formats == self.formats:
             self._loader.forget(self._places(blocks))
@@ -125,7 +125,7 @@ class BlockUpkeep:
         return [block for block in blocks if block.name in lost or self.bytes.is_stale(block, formats[block.name])]
 
     def _prepare(self, stale: list[StreamedBlock]) -> None:
-        """Before bytes are written: parameters are read, and nobody reads the old bytes any more."""
+        """Before bytes are written: read the parameters, and wait until no copy reads the old bytes."""
         self._refuse_racing(stale)
         if self._training is not None:
             self._training.finish()
@@ -158,7 +158,7 @@ class BlockUpkeep:
             self._training.settle(self._by_name)
 
     def hook_state_dicts(self) -> list[RemovableHandle]:
-        """With train="weights": a state_dict holds what was trained, and what is loaded comes after all updates."""
+        """With train="weights": the model's state_dict holds trained weights, and load_state_dict waits for updates."""
         if self._training is None:
             return []
         training, hooks = self._training, []
@@ -168,7 +168,7 @@ class BlockUpkeep:
         return hooks
 
     def refuse_changes_within(self, step: int) -> None:
-        """The update at the end of a step is made from its gradients, which are of the weights that it began with."""
+        """Refuse weights that changed within a step: its gradients are those of the weights it began with."""
         names = [f"{block.name}.{name}" for block in self._blocks for name in self._changed_masters(block)]
         if names:
             raise StreamError(
@@ -177,7 +177,7 @@ class BlockUpkeep:
             )
 
     def _refuse_racing(self, blocks: Iterable[StreamedBlock]) -> None:
-        """Changes of weights that were being trained at that time; raised once."""
+        """Refuse weights that were changed while an update was under way; raised once."""
         training = self._training
         if training is None or training.is_settled:
             return

@@ -1,10 +1,10 @@
-"""ConductorLink: the conductor's phases of a training step, pushed to a stream that obeys them.
+"""ConductorLink: applies the conductor's limits for each phase of a training step to a stream.
 
-The decisions are `plan.selective.conductor`'s; here are only the two ends: the pressure that the stream reports, and
-`set_limits`, which it obeys at once. The stream's step telemetry shows the limits and their reasons.
+`plan.selective.conductor` decides; this module passes it the pressure that the stream reports, and passes its limits to
+the stream (`set_limits`), where they hold at once. The stream's step telemetry shows the limits and their reasons.
 
-A ring whose slots are all taken is a ring at work, so without a bridge of your own the rule about full copy slots does
-not apply; memory pressure and the optimizer's phase do.
+All slots of a busy ring are taken, so the rule about full copy slots does not apply unless you give a bridge of your
+own; the rules about memory pressure and the optimizer's phase do.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from bitplan.runtime.streaming.training.host_training import GRADIENTS_WAITING
 
 
 class ConductorLink:
-    """One conductor over one stream; `bridge` None: the stream's own size is where limits start from."""
+    """One conductor over one stream; without a `bridge` limits start from the stream's own size."""
 
     def __init__(self, stream: BlockStream, bridge: HeuristicPolicyBridge | None = None) -> None:
         self.stream = stream
@@ -32,7 +32,7 @@ class ConductorLink:
         return self.state.hints
 
     def begin_step(self, step: int, hints: Mapping[str, BlockPrecisionHint]) -> None:
-        """Start anew, after a step that was ended or one that broke off; the forward pass follows."""
+        """Begin a step and its forward pass, after a step that ended or was interrupted."""
         self._bridge = self._given or HeuristicPolicyBridge(self._size())
         if self.state.phase is not Phase.STEP_END:
             self.state = self._bridge.start()
@@ -40,13 +40,13 @@ class ConductorLink:
         self.enter(Phase.FORWARD)
 
     def restart(self) -> None:
-        """Forget the step, as when a state of another time is loaded."""
+        """Forget the step, as after a saved state is loaded."""
         self.state = self._bridge.start()
 
     def enter(self, phase: Phase) -> None:
-        """The limits of a phase under the pressure of this moment."""
+        """Enter a phase, and set its limits for the present pressure."""
         if phase is Phase.OPTIMIZER and self.state.phase is Phase.FORWARD:
-            self.enter(Phase.BACKWARD)  # nobody saw it: no gradient went through the last block
+            self.enter(Phase.BACKWARD)  # no hook saw it: no gradient passed the last block
         pressure = self.stream.pressure()
         if self._given is None:
             pressure = replace(pressure, slots_full=False)

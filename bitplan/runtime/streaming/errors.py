@@ -1,7 +1,7 @@
 """Errors of streaming: what it refuses, and what can break in the middle of a step.
 
-Every message names the block and, inside a step, the step: a stack of forty equal blocks gives no other clue. An error
-that a block's own forward raises keeps its type (callers catch torch.OutOfMemoryError) and gets the place as a note.
+Every message names the block and, inside a step, the step: among forty equal blocks there is no other clue. An error of
+a block's own forward keeps its type (callers catch torch.OutOfMemoryError) and gets block and step as a note.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ class TransferError(StreamError):
 
 
 class BlockNonFiniteError(StreamError, NonFiniteError):
-    """NaN or infinity in what a block computed."""
+    """A block computed NaN or infinity."""
 
 
 class StreamStateError(StreamError, FileFormatError):

@@ -33,7 +33,7 @@ class StreamOptions:
     timeout_s: float
 
     def check(self) -> None:
-        """Refuse what does not go together."""
+        """Refuse options that contradict each other."""
         train = self.train
         if self.clip_grad_norm is not None:
             if train != "weights":

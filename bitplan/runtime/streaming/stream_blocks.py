@@ -9,8 +9,8 @@
             stream.end_step()
 
 Blocks wait on the host in their formats, cross the bus in these formats, and are decoded on the device. Weights and
-formats change at step boundaries only: those that the stream trains, and those that somebody else changed meanwhile
-(`model.load_state_dict`, an edit under torch.no_grad()), which are seen there and encoded again (`block_bytes`).
+formats change at step boundaries only. Weights that other code changed meanwhile (`model.load_state_dict`, an edit
+under torch.no_grad()) are detected there and encoded again (`block_bytes`).
 """
 
 from __future__ import annotations
@@ -69,19 +69,19 @@ def stream_blocks(
     """Stream the blocks of a model through a device; everything else of the model moves there and stays.
 
     blocks        names of the blocks; `*` stands for one part of a name
-    device        "cuda", "cuda:1"; "cpu" is a simulated device, for tests and for trying it out
+    device        "cuda", "cuda:1"; "cpu" is a simulated device, for tests and trials
     formats       None (each parameter's own type), a format, a mapping or a Plan; see `blocks.formats`
     slots         ring slots on the device; "auto" fills spare memory, with resident blocks first
     host          "pinned", "pageable", or "file" (in `host_folder`, or a temporary folder)
-    train         "adapters": parameters of blocks that require gradients stay on the device, yours to optimize;
+    train         "adapters": parameters of blocks that require gradients stay on the device, for your optimizer;
                   "weights": they are streamed, and trained on the host by AdamW (`optimizer`);
-                  "nothing": all is streamed, and nothing has gradients
-    clip_grad_norm    with train="weights": the most that the norm of all streamed gradients may be, as
-                  torch.nn.utils.clip_grad_norm_ has it; `clip_gradients` takes parameters outside of blocks in
+                  "nothing": all is streamed, without gradients
+    clip_grad_norm    with train="weights": the largest norm of all streamed gradients, as in
+                  torch.nn.utils.clip_grad_norm_; `clip_gradients` includes parameters outside of blocks
     slot_bytes    size of a slot; by default that of the largest block
-    vram_bytes    what slots="auto" may take, instead of what is spare
+    vram_bytes    memory that slots="auto" may take, instead of all spare memory
     telemetry     a file that gets one JSON line a step
-    check_finite  look for NaN and infinity in what blocks give, without waiting for the device
+    check_finite  look for NaN and infinity in the outputs of blocks, without waiting for the device
     offload_activations   checkpoint every block, and keep its input in pinned memory from its forward to its backward
     timeout_s     how long any wait for a transfer may take before it is an error
     """
@@ -115,7 +115,7 @@ class BlockStream:
         self._options, self._by_name = options, {block.name: block for block in blocks}
         specs = {block.name: block.specs for block in blocks}
         formats = resolve_formats(options.formats, specs)
-        lay_out_all(specs, formats)  # refuses what cannot be, before anything is opened
+        lay_out_all(specs, formats)  # refuses formats that do not fit, before anything is opened
         self._telemetry = Telemetry(options.telemetry)
         self._is_closed = False
         self._step: int | None = None
@@ -160,10 +160,10 @@ class BlockStream:
     # ---- steps -------------------------------------------------------------------------------------------------------
 
     def begin_step(self, step: int) -> None:
-        """Open a step: new formats take effect, and the first blocks are on their way.
+        """Begin a step: new formats take effect, and the transfer of the first blocks starts.
 
-        A step that was not ended is abandoned, and the gradients it gathered are dropped. What went wrong in an
-        earlier step on another thread is raised here, once; call it again to go on.
+        A step that was not ended is abandoned, and the gradients it gathered are dropped. An error of an earlier step
+        on another thread is raised here, once; call begin_step again to go on.
         """
         self._check_open()
         if self._step is not None:
@@ -181,7 +181,7 @@ class BlockStream:
         self._telemetry.flush()
 
     def end_step(self) -> None:
-        """Close the step; with train="weights" its gradients are applied, beside what comes next."""
+        """End the step; with train="weights" its gradients are applied while the next step runs."""
         self._check_open()
         if self._step is None:
             raise StreamError("end_step: no step is open; call begin_step(step) first")
@@ -197,7 +197,7 @@ class BlockStream:
             self._loader.forget()
             self.training.update(
                 self._upkeep.put_updated, lambda: self._check_step(flags, transfers)
-            )  # now the step counts
+            )  # from here on the step counts
         elif self._finite is not None and flags is not None:
             self._finite.keep(flags)
         self._step = None
@@ -207,8 +207,8 @@ class BlockStream:
     def clip_gradients(self, max_norm: float, also: Iterable[Tensor] = ()) -> float:
         """Clip by the norm of all gradients, those of streamed weights and of `also` (parameters on the device).
 
-        Call it after the last backward of the step, before your optimizer. Gives the norm before clipping, so it waits
-        until backward is done and its gradients are on the host: the price of one norm for both sides.
+        Call it after the last backward of the step, before your optimizer. Returns the norm before clipping, so it must
+        wait until backward is done and all gradients are on the host.
         """
         self._check_open()
         if self._step is None or self.training is None:
@@ -218,7 +218,7 @@ class BlockStream:
         return self.training.clip(max_norm, list(also))
 
     def synchronize(self) -> None:
-        """Wait for updates that are under way, and raise what went wrong in them or in earlier steps.
+        """Wait for updates that are under way, and raise errors of these or of earlier steps.
 
         The model's own Parameters are then the weights as they were trained: read them, or save the model.
         """
@@ -228,7 +228,7 @@ class BlockStream:
         self._upkeep.settle()
 
     def refresh(self) -> None:
-        """Read every parameter again at the next boundary: for changes that torch does not count, see `block_bytes`.
+        """Read every parameter again at the next boundary: for changes that torch does not count (`block_bytes`).
 
         With train="weights" call `synchronize` before you write into parameters, and this afterwards.
         """
@@ -243,15 +243,15 @@ class BlockStream:
         self._upkeep.bytes.unread()
 
     def set_formats(self, formats: Formats) -> None:
-        """Other formats from the next begin_step on; what a mapping does not name stays as it is."""
+        """Use other formats from the next begin_step on; parameters that a mapping does not name keep theirs."""
         self._check_open()
         self._upkeep.pending = self._upkeep.fitting_formats(formats, self._upkeep.chosen)
 
     def set_limits(self, hints: RuntimeLimitHints) -> None:
-        """Move no more, and no further ahead, than a conductor allows, from now until the next begin_step.
+        """Limit how much, and how far ahead, is moved, as a conductor asks, until the next begin_step.
 
-        Holds at once for every copy that is not started yet; within a step limits only tighten. A block that is needed
-        is always loaded. `block_precision_map` is no limit and is not read: precisions go through `set_formats`.
+        The limits hold at once for every copy that is not started yet; within a step they only tighten. A block that is
+        needed is always loaded. `block_precision_map` is no limit and is not read: precisions go through `set_formats`.
         """
         self._check_open()
         if not isinstance(hints, RuntimeLimitHints):
@@ -261,7 +261,7 @@ class BlockStream:
         self._loader.tighten(hints)
 
     def pressure(self) -> Pressure:
-        """How full the device is, for a conductor: from counters and events that are there, waiting for nothing."""
+        """How full the device is, for a conductor; read from existing counters and events, without waiting."""
         self._check_open()
         return Pressure(self.device.used_bytes(), self.device.total_bytes(), self._loader.slots_full())
 
@@ -272,7 +272,7 @@ class BlockStream:
 
     @property
     def stats(self) -> StreamStats:
-        """Totals, sizes, and the last step whose clocks have been read."""
+        """Totals, sizes, and figures of the last step whose clocks have been read."""
         self._telemetry.flush()
         ring = self._loader._ring
         return StreamStats(
@@ -292,7 +292,7 @@ class BlockStream:
     def state_dict(self) -> dict[str, Any]:
         """With train="weights": masters, AdamW's moments and settings, formats; see `training_state`. Between steps.
 
-        The tensors are those in use, as in torch: save them, or copy them, before the next end_step.
+        The tensors are the ones in use, not copies, as in torch: save or copy them before the next end_step.
         """
         training = self._require_training("state_dict")
         if self._step is not None:
@@ -307,10 +307,10 @@ class BlockStream:
         accept_optimizer_change: bool = False,
         where: str = "the state of the streamed weights",
     ) -> None:
-        """Go on as the saved stream would have; a state of another model or optimizer is refused, and nothing changed.
+        """Continue as the saved stream would have; a state of another model or optimizer is refused before any change.
 
-        accept_optimizer_change: keep the settings and the learning rate that this stream has. A step that was not ended
-        is abandoned.
+        accept_optimizer_change: keep this stream's own settings and learning rate. A step that was not ended is
+        abandoned.
         """
         self._restore(document, where, accept_optimizer_change=accept_optimizer_change, copies=True)
 
@@ -349,7 +349,7 @@ class BlockStream:
     def close(self) -> None:
         """Give all memory back; the model's blocks lie on the host again, with the weights they have now.
 
-        What went wrong in a step that had ended, and was not raised yet, is raised when all is given back.
+        An error of a step that had ended, if it was not raised yet, is raised when all memory is given back.
         """
         failure = self._shut_down()
         if failure is not None:
@@ -368,7 +368,7 @@ class BlockStream:
             self._free()
 
     def _finish(self) -> Exception | None:
-        """Everything under way is done, and the model has its weights; what went wrong, if it was not raised yet."""
+        """Finish everything under way and give the model its weights; returns an error that was not raised yet."""
         if self._step is not None:
             self._abandon()
         failure: Exception | None = None
@@ -387,7 +387,7 @@ class BlockStream:
         self._telemetry.close()
         return failure
 
-    # ---- what happens at a boundary ----------------------------------------------------------------------------------
+    # ---- step boundaries ---------------------------------------------------------------------------------------------
 
     def _abandon(self) -> None:
         self._loader.stop()
@@ -410,14 +410,14 @@ class BlockStream:
                 raise not_finite
 
     def _check_step(self, flags: SentFlags | None, transfers: list[Transfer]) -> None:
-        """On the optimizer's thread, before the first master changes."""
+        """Raise if the step must not count; runs on the optimizer's thread, before the first master changes."""
         not_finite = None if self._finite is None or flags is None else self._finite.read(flags)
         if not_finite is not None:
             raise not_finite
         self._loader.wait_for_copies(transfers)
 
     def _before_outside(self, block: StreamedBlock) -> None:
-        if self._step is not None:  # its end_step was broken off
+        if self._step is not None:  # its end_step was interrupted
             self._abandon()
         self._upkeep.bring_block_up_to_date(block)
 
@@ -426,7 +426,7 @@ class BlockStream:
             raise StreamError("this stream is closed; call stream_blocks again")
 
     def _free(self) -> None:
-        """Everything back to where it came from; safe to call in any state."""
+        """Give everything back; safe to call in any state."""
         self._loader.close()
         if self.training is not None:
             self.training.close()

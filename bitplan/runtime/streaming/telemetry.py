@@ -1,12 +1,12 @@
 """Telemetry of a stream: what a step moved and waited for, by the device's clock; one JSON line a step.
 
-bytes      those of copies that were made, by format; gradients by their type; what lies between parts is `padding`;
-           block inputs that were offloaded, and came back, are `activations`
+bytes      bytes copied, by format; gradients by their type; gaps between parts are `padding`;
+           block inputs that were offloaded and brought back are `activations`
 copy_ms    the sum of all copies to the device
 stall_ms   how long the computation stood still for a block
 compute_ms the rest of the step
 overlap    the share of the copying that hid behind computation: 1 - stall / copy
-limits     the strictest that `set_limits` had given when the step ended, with reasons; None: it was not called
+limits     the strictest limits of `set_limits` in the step, with reasons; None: it was not called
 
 CUDA events are read after they have passed, never waited for: a step's line may appear a step later.
 """
@@ -47,7 +47,7 @@ class StreamStepStats:
     loads: int
     prefetch_hits: int
     prefetch_misses: int
-    prefetches_held_back: int  # times that a limit kept a block from being loaded ahead
+    prefetches_held_back: int  # how often a limit kept a block from being loaded ahead
     limits: Mapping[str, Any] | None
     vram_peak_bytes: int
     pinned_peak_bytes: int
@@ -98,7 +98,7 @@ class StepRecorder:
             self._arrived_out += 1
 
     def close(self) -> None:
-        """The step is over; its marks may still lie ahead of the device."""
+        """End the step; the device may not have reached its marks yet."""
         self.end = self.device.mark()
         self.vram_peak_bytes = self.device.peak_bytes()
         self.pinned_peak_bytes = self.device.peak_pinned_bytes
@@ -195,8 +195,7 @@ class Telemetry:
         self.flush()
 
     def flush(self) -> None:
-        """A step that broke off never passes: it goes without a line as soon as a later one has. Its bytes are in the
-        handle's totals only."""
+        """Write finished steps. An interrupted step never finishes: it is dropped when a later step is written."""
         passed = [at for at, recorder in enumerate(self._pending) if recorder.has_passed()]
         done = [self._pending[at] for at in passed]
         self._pending = self._pending[passed[-1] + 1 if passed else 0 :]

@@ -1,6 +1,6 @@
-"""WeightLoader: loads the block that is asked for, and prefetches those that come next.
+"""WeightLoader: loads the block that is asked for, and prefetches the blocks that come next.
 
-One block is current: the one whose weights are being computed with. Asking for another one ends the use of the first
+One block is current: the computation uses its weights. Asking for another block ends the use of the current one
 (a mark on the computing stream, after which its slot may be overwritten), makes the computation wait for the new
 block's copy, starts the copies that the walk calls for, and decodes into the scratch. Forward asks when a block
 runs; backward asks when autograd unpacks a saved weight; the two look the same here.
@@ -45,8 +45,8 @@ class WeightLoader:
         self.layouts: list[BlockLayout] = []
         self.recorder: StepRecorder | None = None
         self.step: int | None = None
-        self.is_broken = False  # a wait was cut off: what the slots hold is not known
-        self.is_allocated = False  # memory is that of the last `allocate`, which was not cut off
+        self.is_broken = False  # a wait was interrupted: the contents of slots are unknown
+        self.is_allocated = False  # the last `allocate` was not interrupted
         self._ring: SlotRing | None = None
         self._decoder = SlotDecoder()
         self._worker = Worker("transfer")
@@ -56,7 +56,7 @@ class WeightLoader:
         self._decoded: int | None = None
         self._serial = 0
         self._limits: RuntimeLimitHints | None = None
-        self.activations: ActivationOffload | None = None  # shares the bus, and the limits on it
+        self.activations: ActivationOffload | None = None  # shares the bus and its limits
 
     # ---- memory ------------------------------------------------------------------------------------------------------
 
@@ -73,9 +73,10 @@ class WeightLoader:
         budget: int | None,
         changed: Collection[int] | None = None,
     ) -> None:
-        """Slots and scratch for these layouts; the old ones go first, unless they fit as they are.
+        """Allocate slots and scratch for these layouts; old ones are freed first, or kept if they fit.
 
-        changed: blocks whose bytes on the host are others now (None: all). Where slots stay, so do the other blocks.
+        changed: blocks whose bytes on the host have changed (None: all). If slots are kept, the other blocks stay
+        loaded.
         """
         largest = max(layout.nbytes for layout in layouts)
         size = largest if slot_bytes is None else slot_bytes
@@ -114,19 +115,19 @@ class WeightLoader:
         self._uploader.close()
 
     def _fits(self, largest: int, scratch: int, *, is_auto: bool) -> bool:
-        """Whether the slots there are can stay; under "auto" another largest block shares memory out anew."""
+        """Whether the present slots can stay; under "auto" only if the largest block has the same size as before."""
         if self._ring is None or self._ring.scratch_bytes < scratch:
             return False
         return self._ring.slot_bytes == largest if is_auto else self._ring.slot_bytes >= largest
 
     def _resize_residents(self) -> None:
-        """Resident blocks of another size get other memory; each was counted with the size of the largest."""
+        """Give resident blocks whose size changed new memory; it fits, since each was counted as the largest block."""
         try:
             for block, nbytes in list(self.ring.resident_bytes.items()):
                 if self.layouts[block].nbytes != nbytes:
                     self.ring.resize_resident(block, self.layouts[block].nbytes)
         except BaseException:
-            self.free()  # one is missing: whoever comes next allocates all of it
+            self.free()  # a buffer is missing: the next call allocates all
             raise
 
     def _share(
@@ -154,10 +155,10 @@ class WeightLoader:
     # ---- steps -------------------------------------------------------------------------------------------------------
 
     def start(self, step: int | None, recorder: StepRecorder | None) -> None:
-        """A step begins: weights and formats may differ from those before."""
+        """Begin a step: weights and formats may have changed."""
         self._serial += 1
         self.mend()
-        self.is_broken = True  # until the first copies are on their way
+        self.is_broken = True  # until the first copies are under way
         self.step, self.recorder = step, recorder
         self._limit(None)
         self._leave()
@@ -168,7 +169,7 @@ class WeightLoader:
         self.is_broken = False
 
     def stop(self) -> None:
-        """The step is over: a backward that comes later is refused."""
+        """End the step: a later backward is refused."""
         self._serial += 1
         self._leave()
         if self.activations is not None:
@@ -176,7 +177,7 @@ class WeightLoader:
         self.step = self.recorder = None
 
     def tighten(self, limits: RuntimeLimitHints) -> None:
-        """Hold back what is not started yet; until the next step nothing is looser again."""
+        """Limit copies that are not started yet; limits are not loosened before the next step."""
         self._limit(limits if self._limits is None else self._limits.tightened(limits))
 
     def _limit(self, limits: RuntimeLimitHints | None) -> None:
@@ -189,7 +190,7 @@ class WeightLoader:
             self.activations.max_out = None if limits is None else limits.max_inflight_d2h
 
     def in_flight(self) -> int:
-        """Copies to the device that were started, are not done, and that the computation is yet to wait for."""
+        """Copies to the device that are under way and for which the computation has not waited yet."""
         blocks = sum(not (one.is_awaited or self._is_done(one)) for one in self.transfers())
         return blocks if self.activations is None else blocks + self.activations.in_flight()
 
@@ -198,9 +199,9 @@ class WeightLoader:
         return None if self._limits is None else self._limits.max_inflight_h2d - self.in_flight()
 
     def slots_full(self) -> bool:
-        """Whether the bus is behind: every slot but one, which may be computing, is free for a copy that is not done.
+        """Whether the bus is behind: all slots but one (which may be computing) wait for a copy that could run.
 
-        Copies of slots that are not free yet do not count: the host is ahead of the device, which says nothing of it.
+        Copies into slots that are not free yet do not count: there the host is ahead of the device, not the bus behind.
         """
         if self._ring is None or not self._ring.slots:
             return False
@@ -216,31 +217,31 @@ class WeightLoader:
         return transfer.launched.is_set() and (transfer.copied is None or self.device.has_passed(transfer.copied.end))
 
     def forget(self, blocks: Collection[int] | None = None) -> None:
-        """The host's bytes of blocks (None: all) change: what the device has of them does not count any more."""
+        """The host's bytes of these blocks (None: all) change: their copies on the device become invalid."""
         self._leave()
         if self._ring is not None:
             self._ring.forget(blocks)
 
     def transfers(self) -> list[Transfer]:
-        """The last transfer into each slot: when these are done, nobody reads the host's buffers."""
+        """The last transfer into each slot: when these are done, no copy reads the host's buffers."""
         slots = [] if self._ring is None else [*self._ring.slots, *self._ring.resident.values()]
         return [slot.transfer for slot in slots if slot.transfer is not None]
 
     def wait_for_copies(self, transfers: Sequence[Transfer]) -> None:
-        """Wait, on the host, until these copies are done; for those who are about to write the host's buffers."""
+        """Wait on the host until these copies are done, before the host's buffers are written."""
         for transfer in transfers:
             wait_for(transfer.launched, self._worker, self.timeout_s, transfer.what)
             if transfer.copied is not None:
                 self.device.finish(transfer.copied.end)
 
     def mend(self) -> None:
-        """After a wait that was cut off, or the end of the thread: whole threads, and slots that hold nothing."""
+        """Recover after an interrupted wait or a dead thread: start new threads, and empty all slots."""
         if self.is_broken or not self._worker.is_alive:
             self._recover()
 
     def _recover(self) -> None:
         if not self._worker.drain(self.timeout_s):
-            if self._worker.is_alive:  # it would write into a slot some time later
+            if self._worker.is_alive:  # it would still write into a slot later
                 raise StreamError(
                     f"the transfer thread has been in one copy for over {self.timeout_s:g} s; begin_step goes on when "
                     "that copy ends: look at the disk or the device"
@@ -248,7 +249,7 @@ class WeightLoader:
             self._worker = Worker("transfer")
             self._uploader.worker = self._worker
         for transfer in self.transfers():
-            transfer.launched.set()  # nobody will: telemetry waits for no copy that never was
+            transfer.launched.set()  # no thread will: telemetry must not wait for a copy that was never made
             if transfer.copied is not None:
                 self.device.finish(transfer.copied.end)
         self.forget()
@@ -257,7 +258,7 @@ class WeightLoader:
     # ---- weights -----------------------------------------------------------------------------------------------------
 
     def weights(self, block: int, *, wraps: bool) -> dict[str, Tensor]:
-        """The parameters of a block, readable by what is computed from now on, until another block is asked for."""
+        """The parameters of a block, for all work that is queued from now until another block is asked for."""
         slot = self._acquire(block, wraps=wraps)
         return self._decoder.weights(block, slot.buffer, self.ring.scratch)
 
@@ -291,7 +292,7 @@ class WeightLoader:
             return self._move_to(block, wraps=wraps)
         except BaseException as error:
             self.is_broken = True
-            if not isinstance(error, StreamError):  # Ctrl-C keeps its type and gets the place
+            if not isinstance(error, StreamError):  # Ctrl-C keeps its type and gets block and step as a note
                 error.add_note(f"bitplan: while waiting for {self.place(block)}")
             raise
 
@@ -322,7 +323,7 @@ class WeightLoader:
             self.recorder.waits.append((before, self.device.mark()))
 
     def _leave(self) -> None:
-        """The computation goes on without the current block."""
+        """No block is current from now on; its slot may be overwritten after this point."""
         if self._current is not None:
             self._current.free_after = self.device.mark()
         self._current = self._decoded = None

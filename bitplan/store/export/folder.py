@@ -23,9 +23,11 @@ from bitplan.kernels import encode
 from bitplan.plan import Plan
 from bitplan.plan.choose import Substitutes
 from bitplan.plan.roles import guess_role
+from bitplan.store.export.gguf_source import GGUFModel
 from bitplan.store.export.targets import ExportReport, ExportRequest, ExportRow, OnBytes
-from bitplan.store.files.headers import check_model_source, plan_for_file
+from bitplan.store.files.headers import check_model_source, is_gguf, plan_for_file
 from bitplan.store.files.open_files import open_tensors
+from bitplan.store.files.schemes.tensors import SchemeTensors
 from bitplan.store.files.tensor_file import Promise, TensorFile, Writer
 from bitplan.store.packed_folder import (
     METADATA,
@@ -37,6 +39,9 @@ from bitplan.store.packed_folder import (
     side_files,
     write_packed_folder,
 )
+from bitplan.store.rounding.imatrix import gguf_names
+from bitplan.store.rounding.open_evidence import open_evidence
+from bitplan.store.rounding.with_evidence import WeightEvidence, evidence_for
 
 EXPERT = re.compile(r"(?P<before>.*)\.experts\.(?P<number>\d+)\.(?P<after>.*)")
 Pack = Callable[[Encoded, str], list[Tensor]]
@@ -58,11 +63,16 @@ class OutputLayer:
 
 @dataclass(frozen=True)
 class FolderSource:
-    """A model's folder, open for reading, its config without a word on how it was packed, and the plan for it."""
+    """A model, open for reading, its config without a word on how it was packed, and the plan for it.
+
+    folder   where config and tokenizer lie
+    """
 
     file: TensorFile
+    folder: Path
     config: dict[str, Any]
     plan: Plan
+    evidence: WeightEvidence | None = None
 
     def format_of(self, name: str) -> tuple[Format | None, str]:
         """The format that the plan has for a tensor, None where it stays in its own type, and the reason."""
@@ -83,33 +93,44 @@ def is_linear(name: str, shape: tuple[int, ...]) -> bool:
 
 
 def open_folder(request: ExportRequest, target: str, substitutes: Substitutes | None = None) -> FolderSource:
-    """Refuse what is no model's folder, an output that must not be written, and options of other targets."""
-    if request.source.is_file():
-        raise StoreError(
-            f"{request.source}: {target} is made of a model's folder; `bitplan export {request.source} FOLDER --to hf` "
-            "makes one of a GGUF file"
-        )
-    if request.importance is not None or request.part_bytes is not None or request.pretokenizer is not None:
-        raise StoreError(f"{request.output}: --importance, --split and --pretokenizer are for GGUF")
-    check_model_source(request.source, None)
-    config = read_config(request.source)
-    if "quantization_config" in config and not is_packed_config(config):
-        raise StoreError(f"{request.source}: is quantized already; export the model that it was made from")
-    file = open_tensors(request.source)
+    """Refuse what is no model, an output that must not be written, and options of other targets."""
+    if request.part_bytes is not None or request.pretokenizer is not None:
+        raise StoreError(f"{request.output}: --split and --pretokenizer are for GGUF")
+    folder = check_model_source(request.source, None)
+    if request.source.is_file() and not is_gguf(request.source):
+        raise StoreError(f"{request.source}: {target} is made of a model's folder or a GGUF file; give {folder}")
+    file = GGUFModel(request.source) if is_gguf(request.source) else open_tensors(request.source)
     try:
+        if isinstance(file, GGUFModel):
+            folder = file.folder
+        config = read_config(folder)
+        if "quantization_config" in config and not is_packed_config(config) and not isinstance(file, SchemeTensors):
+            raise StoreError(
+                f"{request.source}: is quantized in a way that bitplan does not read; "
+                "export the model that it was made from"
+            )
         check_packed_output(request.output, inputs=file.files, force=request.force)
         plan = plan_for_file(
-            file,
-            request.formats,
-            keep=request.keep,
-            only=request.only,
-            substitutes=substitutes,
-            how_to_fill=None,
+            file, request.formats, keep=request.keep, only=request.only, substitutes=substitutes, how_to_fill=None
         )
+        evidence = _open_evidence(request, file)
     except BaseException:
         file.close()
         raise
-    return FolderSource(file, {key: value for key, value in config.items() if key != "quantization_config"}, plan)
+    own = {key: value for key, value in config.items() if key != "quantization_config"}
+    return FolderSource(file, folder, own, plan, evidence)
+
+
+def _open_evidence(request: ExportRequest, file: TensorFile) -> WeightEvidence | None:
+    """Statistics under the model's names, or under those that it has in GGUF."""
+    if request.evidence is None:
+        return None
+    statistics = open_evidence(request.evidence)
+    try:
+        return evidence_for(statistics, file, {name: (new, None) for name, new in gguf_names(file.specs).items()})
+    except BaseException:
+        statistics.close()
+        raise
 
 
 def in_order(file: TensorFile, new: str, sources: Sequence[str]) -> tuple[str, ...]:
@@ -141,6 +162,8 @@ class FolderExport:
         metadata: Mapping[str, str] | None = None,
     ) -> None:
         self._request, self._file, self._config, self._pack = request, source.file, config, pack
+        self._evidence = source.evidence
+        self._folder = source.folder
         self._layers = {promise.name: layer for layer in layers for promise in layer.promises}
         self._metadata = {**METADATA, **(metadata or {})}
         self._made: dict[str, Tensor] = {}
@@ -167,7 +190,7 @@ class FolderExport:
     def write(self, on_bytes: OnBytes | None = None) -> None:
         promises = [promise for layer in dict.fromkeys(self._layers.values()) for promise in layer.promises]
         shards = [replace(shard, metadata=self._metadata) for shard in cut_shards(promises, {})]
-        contents = FolderContents(shards, self._config, None, side_files(self._request.source))
+        contents = FolderContents(shards, self._config, None, side_files(self._folder))
 
         def write_shard(writer: Writer, own: Sequence[Promise]) -> None:
             for promise in own:
@@ -180,6 +203,8 @@ class FolderExport:
 
     def close(self) -> None:
         self._file.close()
+        if self._evidence is not None:
+            self._evidence.file.close()
 
     def _part(self, name: str) -> Tensor:
         """The parts of a layer come one after the other: they are made together, and each is taken once."""
@@ -218,8 +243,15 @@ class FolderExport:
                 )
             return held
         numbers = finite(readable(self._file.read_float(source), where), self._request.nonfinite, where)
+        base = self._base(fmt, source)
+        if self._evidence is not None and self._evidence.has(source):
+            if base is not None:
+                raise StoreError(
+                    f"{where}: {fmt.name} has one base for the layers it is computed with, and takes no evidence"
+                )
+            return self._evidence.round(source, numbers, fmt, where=where)[0]
         rule = self._request.scale_rule if "absmax" in fmt.rules else None
-        return encode(numbers, fmt, scale_rule=rule, base=self._base(fmt, source), name=where)
+        return encode(numbers, fmt, scale_rule=rule, base=base, name=where)
 
     def _base(self, fmt: Format, source: str) -> float | None:
         """The largest base among tensors that are computed as one; None where each has its own."""

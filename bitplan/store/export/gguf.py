@@ -25,7 +25,6 @@ from bitplan.plan import Plan
 from bitplan.store.export.gguf_gpt_oss import GptOssExport
 from bitplan.store.export.gguf_metadata import Family, ModelConfig, is_gpt_oss, model_metadata, rope_factors
 from bitplan.store.export.gguf_tokenizer import tokenizer_metadata
-from bitplan.store.export.imatrix import ImportanceMatrix
 from bitplan.store.export.targets import ExportReport, ExportRequest, ExportRow, OnBytes
 from bitplan.store.files.gguf_parts import check_gguf_output, write_parts
 from bitplan.store.files.gguf_tensors import GGUFTensors, file_metadata, gguf_type
@@ -33,6 +32,9 @@ from bitplan.store.files.gguf_values import GGUFValue
 from bitplan.store.files.headers import plan_for_file
 from bitplan.store.files.open_files import open_tensors
 from bitplan.store.files.tensor_file import Promise, TensorFile
+from bitplan.store.rounding.imatrix import ImatrixFile
+from bitplan.store.rounding.open_evidence import open_evidence
+from bitplan.store.rounding.with_evidence import WeightEvidence, evidence_for
 
 FLOAT32 = get_format("float32")
 _EXPERT = re.compile(r"(?P<before>.*\.experts)\.(?P<number>\d+)\.(?P<after>.*)")
@@ -72,11 +74,8 @@ def prepare(request: ExportRequest) -> GGUFExport | GptOssExport:
         return GptOssExport(request)
     with ExitStack() as opened:
         file = opened.enter_context(open_tensors(request.source))
-        matrix = None
-        if request.importance is not None:
-            matrix = ImportanceMatrix(request.importance)
-            opened.callback(matrix.close)
-        inputs = [*file.files, *([request.importance] if request.importance else [])]
+        statistics = None if request.evidence is None else opened.enter_context(open_evidence(request.evidence))
+        inputs = [*file.files, *([request.evidence] if request.evidence else [])]
         check_gguf_output(request.output, request.part_bytes, inputs=inputs, force=request.force)
         plan = plan_for_file(file, request.formats, keep=request.keep, only=request.only, output="out.gguf")
         left_out: dict[str, str] = {}
@@ -89,10 +88,17 @@ def prepare(request: ExportRequest) -> GGUFExport | GptOssExport:
         promises = [item.promise for item in outgoing]
         check_gguf_output(request.output, request.part_bytes, inputs=inputs, force=request.force, promises=promises)
         metadata = file_metadata(metadata, promises)
-        if matrix is not None:
-            metadata |= matrix.keys
+        evidence = None
+        if statistics is not None:
+            numbered = {
+                source: (item.name, place if len(item.sources) > 1 else None)
+                for item in outgoing
+                for place, source in enumerate(item.sources)
+            }
+            evidence = evidence_for(statistics, file, numbered)
+            metadata |= statistics.gguf_keys if isinstance(statistics, ImatrixFile) else {}
         opened.pop_all()
-        return GGUFExport(request, file, matrix, outgoing, metadata, left_out)
+        return GGUFExport(request, file, evidence, outgoing, metadata, left_out)
 
 
 def _same_names(file: TensorFile, plan: Plan) -> Iterator[Outgoing]:
@@ -116,7 +122,7 @@ def _from_folder(
     config = ModelConfig(folder)
     metadata = model_metadata(config, folder.resolve().name)
     metadata |= tokenizer_metadata(folder, config.vocabulary, request.pretokenizer)
-    names = _Names(config, str(file.path))
+    names = GGUFNames(config, str(file.path))
     grouped: dict[str, list[str]] = {}
     left_out: dict[str, str] = {}
     for name in file.specs:
@@ -134,7 +140,7 @@ def _from_folder(
     return outgoing, metadata, left_out
 
 
-class _Names:
+class GGUFNames:
     """gguf-py's table for an architecture, with what it does not know."""
 
     def __init__(self, config: ModelConfig, where: str) -> None:
@@ -143,18 +149,23 @@ class _Names:
         self._table = get_tensor_name_map(MODEL_ARCH(kind), config.layers)
         self._config, self._where = config, where
 
-    def of(self, name: str) -> str:
+    def find(self, name: str) -> str | None:
+        """GGUF's name of a tensor, None where the architecture has none."""
         own = name.replace("language_model.model.", "model.").replace("model.language_model.", "model.")
         own = own.replace("language_model.lm_head.", "lm_head.")
         if found := _EXPERT.fullmatch(own):
             own = f"{found['before']}.{found['after']}"
-        new = self._table.get_name(own, try_suffixes=(".weight", ".bias"))
+        new: str | None = self._table.get_name(own, try_suffixes=(".weight", ".bias"))
+        return new
+
+    def of(self, name: str) -> str:
+        new = self.find(name)
         if new is None:
             raise StoreError(
                 f"{self._where}: llama.cpp's {self._config.family.architecture} has no tensor for {name!r}; "
                 "the checkpoint holds more than the model that config.json names"
             )
-        return str(new)
+        return new
 
     def check_whole(self, found: set[str]) -> None:
         """A model by half loads in no engine: say so here."""
@@ -170,7 +181,7 @@ def _outgoing(file: TensorFile, plan: Plan, config: ModelConfig, new: str, sourc
     family, first = config.family, sources[0]
     shape = file.spec(first).shape
     if len(sources) > 1 or _EXPERT.fullmatch(first):
-        sources = _in_order(file, new, sources)
+        sources = _inrow_order(file, new, sources)
         shape = (len(sources), *shape)
     chosen = {_format(plan, name)[0].name for name in sources}
     if len(chosen) > 1:
@@ -181,10 +192,10 @@ def _outgoing(file: TensorFile, plan: Plan, config: ModelConfig, new: str, sourc
     fmt, reason = _format(plan, first)
     if len(shape) < 2 or _ROUTER.search(new):
         fmt, reason = FLOAT32, "norms, biases and routers: llama.cpp computes them in float32"
-    return Outgoing(new, tuple(sources), shape, fmt, reason, _heads(family, config, new), _is_plus_one(family, new))
+    return Outgoing(new, tuple(sources), shape, fmt, reason, heads_of(family, config, new), is_plus_one(family, new))
 
 
-def _in_order(file: TensorFile, new: str, sources: list[str]) -> list[str]:
+def _inrow_order(file: TensorFile, new: str, sources: list[str]) -> list[str]:
     """The experts by number, all of one shape and none missing."""
     numbers = {int(found["number"]): name for name in sources if (found := _EXPERT.fullmatch(name))}
     if sorted(numbers) != list(range(len(sources))):
@@ -197,7 +208,7 @@ def _in_order(file: TensorFile, new: str, sources: list[str]) -> list[str]:
     return ordered
 
 
-def _heads(family: Family, config: ModelConfig, new: str) -> int | None:
+def heads_of(family: Family, config: ModelConfig, new: str) -> int | None:
     if not family.permutes:
         return None
     if ".attn_q." in new:
@@ -205,7 +216,7 @@ def _heads(family: Family, config: ModelConfig, new: str) -> int | None:
     return config.kv_heads if ".attn_k." in new else None
 
 
-def _is_plus_one(family: Family, new: str) -> bool:
+def is_plus_one(family: Family, new: str) -> bool:
     return family.norms_plus_one and new.endswith("norm.weight")
 
 
@@ -219,12 +230,12 @@ class GGUFExport:
         self,
         request: ExportRequest,
         file: TensorFile,
-        matrix: ImportanceMatrix | None,
+        evidence: WeightEvidence | None,
         outgoing: list[Outgoing],
         metadata: Mapping[str, GGUFValue],
         left_out: dict[str, str],
     ) -> None:
-        self._request, self._file, self._matrix = request, file, matrix
+        self._request, self._file, self._evidence = request, file, evidence
         self._outgoing, self._metadata = outgoing, metadata
         rows = [self._row(item) for item in outgoing]
         self.report = ExportReport(str(request.source), str(request.output), "gguf", rows, left_out)
@@ -246,24 +257,18 @@ class GGUFExport:
 
     def close(self) -> None:
         self._file.close()
-        if self._matrix is not None:
-            self._matrix.close()
+        if self._evidence is not None:
+            self._evidence.file.close()
 
     def _read(self, item: Outgoing) -> Tensor | Encoded:
         if item.made is not None:
             return item.made
-        weights = None
-        if self._matrix is not None and not item.fmt.is_cast:
-            weights = self._matrix.of(item.name, item.shape[-1])
-        pieces = [
-            self._piece(item, source, None if weights is None else weights[min(place, len(weights) - 1)])
-            for place, source in enumerate(item.sources)
-        ]
+        pieces = [self._piece(item, source) for source in item.sources]
         if len(item.shape) == len(self._file.spec(item.sources[0]).shape):
             return pieces[0]
         return _stacked(pieces, item)
 
-    def _piece(self, item: Outgoing, source: str, weights: Tensor | None) -> Tensor | Encoded:
+    def _piece(self, item: Outgoing, source: str) -> Tensor | Encoded:
         spec, where = self._file.spec(source), f"{self._file.path}: {source}"
         if spec.encoded and spec.format == item.fmt.name and not item.fmt.is_cast:
             kept = self._file.read(source)
@@ -273,8 +278,11 @@ class GGUFExport:
         if item.fmt.is_cast and not numbers.is_floating_point():
             return numbers
         numbers = finite(readable(numbers, where), self._request.nonfinite, where)
+        if self._evidence is not None and self._evidence.has(source) and not item.fmt.is_cast:
+            rounded, _ = self._evidence.round(source, numbers, item.fmt, where=where)
+            return rounded if item.heads is None else _permuted_rows(rounded, item.heads)
         if item.heads is not None:
-            numbers = numbers[_order(numbers.shape[0], item.heads)]
+            numbers = numbers[row_order(numbers.shape[0], item.heads)]
         if item.plus_one:
             numbers = numbers.float() + 1
         if item.fmt.is_cast:
@@ -282,19 +290,17 @@ class GGUFExport:
             finite(narrow, "error", f"{where} as {dtype_name(item.fmt.storage)}")
             return narrow
         rule = self._request.scale_rule if "absmax" in item.fmt.rules else None
-        if weights is not None:
-            rule = "mse"
-        return encode(numbers, item.fmt, scale_rule=rule, importance=weights, name=where)
+        return encode(numbers, item.fmt, scale_rule=rule, name=where)
 
 
-def _order(rows: int, heads: int) -> Tensor:
+def row_order(rows: int, heads: int) -> Tensor:
     """Where llama.cpp's rows of q and k lie in transformers': halves of a head, dealt out in turns."""
     return torch.arange(rows).reshape(heads, 2, rows // heads // 2).transpose(1, 2).reshape(-1)
 
 
 def _permuted_rows(encoded: Encoded, heads: int) -> Encoded:
     """Rows of packed bytes in another order: no number changes, for blocks lie along rows."""
-    order = _order(encoded.shape[0], heads)
+    order = row_order(encoded.shape[0], heads)
     parts = {name: part[order] if part.dim() else part for name, part in encoded.parts.items()}
     return Encoded(encoded.fmt, encoded.shape, **parts)
 

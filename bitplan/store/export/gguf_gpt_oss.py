@@ -28,8 +28,8 @@ class GptOssExport:
                 f"{request.source}: gpt-oss is exported with its experts in mxfp4 or bfloat16 and the rest as it is; "
                 f"give --format mxfp4 or --format bfloat16, and neither --keep nor --only"
             )
-        if request.importance is not None or request.part_bytes is not None:
-            raise StoreError(f"{request.source}: gpt-oss is exported to one file, without an importance matrix")
+        if request.evidence is not None or request.part_bytes is not None:
+            raise StoreError(f"{request.source}: gpt-oss is exported to one file, and takes no evidence")
         self._request, self._experts = request, _EXPERTS[wanted]
         folder = request.source if request.source.is_dir() else request.source.parent
         config = ModelConfig(folder)

@@ -41,6 +41,9 @@ FAMILIES = {
 }
 
 
+_GEMMA_PATTERN = 6  # llama.cpp's own where a file says nothing
+
+
 def text(value: str) -> GGUFValue:
     return GGUFValue(GGUFValueType.STRING, value)
 
@@ -151,6 +154,25 @@ def _check_computation(config: ModelConfig) -> None:
         config.get("mlp_only_layers") or config.get("decoder_sparse_step", 1) != 1
     ):
         raise StoreError(f"{config.path}: some layers are dense; llama.cpp's qwen3moe has experts in every layer")
+    scale = config.get("query_pre_attn_scalar", config.head_size)
+    is_largest = config.layers == 62  # llama.cpp knows Gemma 3 27B by its layers, and scales it by another size
+    if family.architecture == "gemma3" and not is_largest and scale != config.head_size:
+        raise StoreError(
+            f"{config.path}: query_pre_attn_scalar is {scale}; llama.cpp's gemma3 takes the size of a head, "
+            f"{config.head_size}"
+        )
+
+
+def _window_pattern(config: ModelConfig) -> int:
+    """Every how many layers one of Gemma's looks at the whole text."""
+    kinds = config.get("layer_types") or []
+    full = [place for place, kind in enumerate(kinds) if kind == "full_attention"]
+    pattern = full[0] + 1 if full else max(_GEMMA_PATTERN, len(kinds) + 1)
+    if not kinds:
+        return int(config.get("sliding_window_pattern") or config.get("_sliding_window_pattern") or _GEMMA_PATTERN)
+    if full != list(range(pattern - 1, len(kinds), pattern)):
+        raise StoreError(f"{config.path}: layer_types repeat in no pattern, and llama.cpp's gemma3 has one")
+    return pattern
 
 
 def model_metadata(config: ModelConfig, name: str) -> dict[str, GGUFValue]:
@@ -179,6 +201,8 @@ def model_metadata(config: ModelConfig, name: str) -> dict[str, GGUFValue]:
             own["expert_feed_forward_length"] = whole(config.number("moe_intermediate_size"))
     if family.architecture == "gemma3" and config.get("sliding_window"):
         own["attention.sliding_window"] = whole(config.number("sliding_window"))
+        if (pattern := _window_pattern(config)) != _GEMMA_PATTERN:
+            own["attention.sliding_window_pattern"] = whole(pattern)
     return {
         "general.architecture": text(family.architecture),
         "general.type": text("model"),

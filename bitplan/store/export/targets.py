@@ -23,6 +23,7 @@ TARGETS = {
     "compressed-tensors": "bitplan.store.export.compressed_tensors",
     "mlx": "bitplan.store.export.mlx",
     "torchao": "bitplan.store.export.torchao",
+    "hf": "bitplan.store.export.hf",
 }
 # Formats of ours that an engine's files hold, for those who must know before torch is there.
 FORMATS = {
@@ -48,7 +49,7 @@ class ExportRequest:
 
     formats      a format for all weights, or a plan or manifest over the source's names
     keep, only   names or shell patterns of tensors that stay, or that alone change
-    importance   a file of llama-imatrix: the mean square of every layer's inputs, which weighs the search of scales
+    evidence     statistics of the inputs, evidence.safetensors or imatrix.gguf: the same bytes, better numbers
     pretokenizer GGUF's name of how the tokenizer splits text, where its rules are none that are known
     part_bytes   GGUF: split into files of at most so many bytes of tensors
     """
@@ -60,7 +61,7 @@ class ExportRequest:
     only: Sequence[str] = ()
     scale_rule: ScaleRule | None = None
     nonfinite: NonFinite = "error"
-    importance: Path | None = None
+    evidence: Path | None = None
     pretokenizer: str | None = None
     part_bytes: int | None = None
     force: bool = False

@@ -17,7 +17,7 @@ from typing import Any
 
 from bitplan.errors import FileFormatError, StoreError
 from bitplan.store.files.gguf_tensors import GGUF
-from bitplan.store.files.poly_tensors import PolyJson
+from bitplan.store.files.poly.container import PolyJson
 from bitplan.store.files.safetensors_tensors import NativeTensors, Safetensors
 from bitplan.store.files.schemes.tensors import SchemeTensors, scheme_of
 from bitplan.store.files.tensor_file import Container, Promise, TensorFile, Writer

@@ -3,28 +3,32 @@
 | file | comes as |
 |---|---|
 | gpt-oss in OpenAI's, Hugging Face's or GGUF's layout | Hugging Face's names for experts in floats, MXFP4 decoded |
-| GGUF of a llama or its kin, beside a file that is not GGUF | Hugging Face's names, rows of q and k in its order |
-| any other | its own names |
+| GGUF of a family that is exported, beside another container | Hugging Face's names, rows of q and k in its order |
+| the file beside it | experts of a layer as one tensor, norms of Gemma plus one, as GGUF has them |
+| any other | its own names: packed by bitplan or another library, or not packed |
 
 Experts come one at a time, all else tensor by tensor.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
+from gguf import MODEL_ARCH_NAMES, TensorNameMap, get_tensor_name_map
 from torch import Tensor
 
 from bitplan.errors import StoreError
 from bitplan.formats import Encoded
 from bitplan.formats.dtypes import dtype_name
 from bitplan.kernels import decode
-from bitplan.plan import shipped_manifest
+from bitplan.store.export.gguf_metadata import FAMILIES
 from bitplan.store.files.gguf_tensors import GGUFTensors
+from bitplan.store.files.gguf_values import GGUFValue
 from bitplan.store.files.open_files import open_tensors
 from bitplan.store.files.safetensors_tensors import NativeTensors
 from bitplan.store.files.tensor_file import TensorFile
@@ -34,8 +38,10 @@ from bitplan.store.gpt_oss.layouts import LayoutTensor, list_slots
 from bitplan.store.gpt_oss.source import GptOssFile
 
 _GPT_OSS_CODES = (".mlp.mlp1_weight.blocks", ".mlp.experts.gate_up_proj_blocks")
-# GGUF's architectures under the names of the llama manifest, and whether llama.cpp reorders rows of q and k in them.
-_LLAMA_KIN = {"llama": True, "qwen2": False, "qwen3": False}
+_FAMILIES = {family.architecture: family for family in FAMILIES.values()}
+_EXPERT = re.compile(r"(?P<before>.*\.experts)\.(?P<number>\d+)\.(?P<after>.*)")
+_BLOCK = re.compile(r"blk\.(\d+)\.")
+_COMPUTED = ("rope_freqs.weight",)  # llama.cpp's table of rotations, which others compute from the config
 
 
 @dataclass(frozen=True)
@@ -63,29 +69,85 @@ def open_values(first: str | Path, second: str | Path, opened: ExitStack) -> tup
     shared = files[0].specs.keys() & files[1].specs.keys()  # a GGUF file and what was quantized from it
     mixed = not shared and len({isinstance(file, GGUFTensors) for file in files}) > 1
     needs_layouts = mixed or any(_has_codes(file) for file in files)
-    one, two = (_values(file, opened, layouts=needs_layouts, translate=mixed) for file in files)
+    one, two = (_values(file, opened, layouts=needs_layouts) for file in files)
+    if not mixed or (needs_layouts and any(_is_gpt_oss(file) for file in files)):
+        return one, two
+    if isinstance(files[0], GGUFTensors):
+        return _side_by_side(files[0], one, two)
+    two, one = _side_by_side(files[1], two, one)
     return one, two
 
 
-def _values(file: TensorFile, opened: ExitStack, *, layouts: bool, translate: bool) -> ModelValues:
-    if layouts and (_has_codes(file) or _architecture(file) == ARCHITECTURE):
+def _values(file: TensorFile, opened: ExitStack, *, layouts: bool) -> ModelValues:
+    if layouts and _is_gpt_oss(file):
         return ModelValues(file.path, _gpt_oss(opened.enter_context(GptOssFile(file.path))))
-    own = {name: _plain(file, name) for name in file.specs}
+    return ModelValues(file.path, {name: _plain(file, name) for name in file.specs})
+
+
+def _is_gpt_oss(file: TensorFile) -> bool:
+    return _has_codes(file) or _architecture(file) == ARCHITECTURE
+
+
+# ---- GGUF's names beside Hugging Face's ------------------------------------------------------------------------------
+
+
+def _side_by_side(file: GGUFTensors, ours: ModelValues, theirs: ModelValues) -> tuple[ModelValues, ModelValues]:
+    """Tensors of a GGUF file and of a Hugging Face one, each pair under one name and in one order."""
     kind = _architecture(file)
-    if not translate or kind is None:
-        return ModelValues(file.path, own)
-    if kind not in _LLAMA_KIN:
+    if kind not in _FAMILIES:
         note = f"{file.path}: the names of GGUF architecture {kind!r} are not translated; compare it with a GGUF file"
-        return ModelValues(file.path, own, note)
-    assert isinstance(file, GGUFTensors)
-    aliases = shipped_manifest("llama").aliases
-    tensors = {aliases.to_ours(name): item for name, item in own.items()}
-    if _LLAMA_KIN[kind]:
-        for part, key in (("q_proj", "head_count"), ("k_proj", "head_count_kv")):
-            heads = file.file.metadata.get(f"{kind}.attention.{key}")
-            for name in [name for name in tensors if f".self_attn.{part}." in name]:
-                tensors[name] = _in_order(tensors[name], None if heads is None else heads.value, f"{file.path}: {name}")
-    return ModelValues(file.path, tensors)
+        return ModelValues(file.path, ours.values, note), theirs
+    family = _FAMILIES[kind]
+    layers = 1 + max((int(found[1]) for name in ours.values if (found := _BLOCK.match(name))), default=0)
+    table = get_tensor_name_map(next(each for each, name in MODEL_ARCH_NAMES.items() if name == kind), layers)
+    left, right = {name: own for name, own in ours.values.items() if name not in _COMPUTED}, dict(theirs.values)
+    grouped: dict[str, list[str]] = {}
+    for name in theirs.values:
+        if (found := _gguf_name(table, name)) in left:
+            grouped.setdefault(found, []).append(name)
+    for found, names in grouped.items():
+        values, name = left.pop(found), names[0]
+        if expert := _EXPERT.fullmatch(name):
+            name = f"{expert['before']}.*.{expert['after']}"
+            right[name] = _stacked([right.pop(each) for each in sorted(names, key=_expert_number)])
+        if family.permutes and (heads := _heads(file, kind, found)) is not None:
+            values = _in_order(values, heads.value, f"{file.path}: {found}")
+        if family.norms_plus_one and found.endswith("norm.weight"):
+            right[name] = _plus_one(right[name])
+        left[name] = values
+    return ModelValues(file.path, left), ModelValues(theirs.path, right)
+
+
+def _gguf_name(table: TensorNameMap, name: str) -> str:
+    """What gguf-py calls a tensor of Hugging Face's; nothing where it knows none."""
+    own = name.replace("language_model.model.", "model.").replace("model.language_model.", "model.")
+    own = own.replace("language_model.lm_head.", "lm_head.")
+    if found := _EXPERT.fullmatch(own):
+        own = f"{found['before']}.{found['after']}"
+    return table.get_name(own, try_suffixes=(".weight", ".bias")) or ""
+
+
+def _expert_number(name: str) -> int:
+    found = _EXPERT.fullmatch(name)
+    return -1 if found is None else int(found["number"])
+
+
+def _heads(file: GGUFTensors, kind: str, name: str) -> GGUFValue | None:
+    for part, keys in ((".attn_q.", ("head_count",)), (".attn_k.", ("head_count_kv", "head_count"))):
+        if part in name:
+            found = (file.file.metadata.get(f"{kind}.attention.{key}") for key in keys)
+            return next((each for each in found if each is not None), None)
+    return None
+
+
+def _stacked(experts: list[Values]) -> Values:
+    first = experts[0]
+    shape = (len(experts), *first.shape) if len({each.shape for each in experts}) == 1 else ()
+    return Values(shape, first.format, first.is_integer, lambda: (piece for each in experts for piece in each.pieces()))
+
+
+def _plus_one(values: Values) -> Values:
+    return replace(values, pieces=lambda: (piece.float() + 1 for piece in values.pieces()))
 
 
 def _has_codes(file: TensorFile) -> bool:

@@ -62,7 +62,8 @@ class EvidenceFile:
         owners = {key.removesuffix(MOMENTS).removesuffix(HESSIAN) for key in self._file.tensors}
         return owners | self._shared.keys()
 
-    def moments(self, name: str) -> Tensor | None:
+    def moments(self, name: str, expert: int | None = None) -> Tensor | None:
+        """[K] mean squares of the inputs; `expert` is one of several that share a name."""
         return self._read(name, MOMENTS)
 
     def hessian(self, name: str) -> Tensor | None:

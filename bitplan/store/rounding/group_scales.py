@@ -90,10 +90,9 @@ class GroupScales:
                 slope -= (move.unsqueeze(-1) * way) @ hessian[at]
 
     def _improve_floats(self, block: int, codes: Tensor, slope: Tensor, hessian: Tensor) -> None:
-        spread = [
-            each[:, self.groups(block)].repeat_interleave(self.layout.group, 1) for each in (self.scales, self.mins)
-        ]
-        for units, way in [(self.d, codes * spread[0])] + [(self.dmin, spread[1])] * self.layout.has_min:
+        groups, wide = self.groups(block), self.layout.group
+        scales, mins = (each[:, groups].repeat_interleave(wide, 1) for each in (self.scales, self.mins))
+        for units, way in [(self.d, codes * scales)] + [(self.dmin, mins)] * self.layout.has_min:
             rise, curve = _along(way, slope, hessian)
             now = units[:, block]
             wanted = (now + torch.where(curve > 0, rise / curve, 0.0)).half().float()

@@ -43,14 +43,31 @@ class ImatrixFile(EvidenceFile):
     def names(self) -> set[str]:
         return {key.removesuffix(SUMS) for key in self._gguf.tensors if key.endswith(SUMS)}
 
-    def moments(self, name: str) -> Tensor | None:
+    def moments(self, name: str, expert: int | None = None) -> Tensor | None:
+        """Of one expert, or of all together, as also where no input reached the expert."""
         if name not in self.names:
             return None
         sums, counts = (self._numbers(name + part) for part in (SUMS, COUNTS))
+        if expert is not None and expert < len(counts) and bool(counts[expert] > 0):
+            sums, counts = sums[expert : expert + 1], counts[expert : expert + 1]
         total = counts.sum()
         if not bool(total > 0):
             return None
         return (sums.double().sum(0) / total).float()
+
+    @property
+    def gguf_keys(self) -> dict[str, GGUFValue]:
+        """What a file that was quantized with it says of it, as llama-quantize writes it."""
+        found = {
+            "quantize.imatrix.file": GGUFValue(GGUFValueType.STRING, self.path.name),
+            "quantize.imatrix.entries_count": GGUFValue(GGUFValueType.UINT32, len(self.names)),
+        }
+        datasets, chunks = self._gguf.metadata.get(DATASETS), self._gguf.metadata.get(CHUNKS)
+        if datasets is not None and datasets.value:
+            found["quantize.imatrix.dataset"] = GGUFValue(GGUFValueType.STRING, str(datasets.value[0]))
+        if chunks is not None and type(chunks.value) is int:
+            found["quantize.imatrix.chunks_count"] = GGUFValue(GGUFValueType.UINT32, chunks.value)
+        return found
 
     def hessian(self, name: str) -> Tensor | None:
         return None

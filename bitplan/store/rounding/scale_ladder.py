@@ -41,7 +41,7 @@ class ScaleLadder:
 
     @property
     def is_signed(self) -> bool:
-        """Whether scales may be negative: in Q4_0 alone, whose definition has them. Readers of others may not expect it."""
+        """Whether scales may be negative: GGUF's Q4_0 is defined so; readers of other formats may not expect it."""
         return isinstance(self.fmt, GgufQ40)
 
     def as_stored(self, wanted: Tensor) -> Tensor:

@@ -17,14 +17,19 @@ Metric = Callable[[Array, Array, Array, Shards], tuple[str, float, bool]]
 
 def metrics_of(objective: Objective, eval_metric: Any) -> tuple[Metric, ...]:
     """The user's metrics, the first of which early stopping watches; then the objective's loss, if it has one."""
+    own = custom_metrics(objective, eval_metric)
+    return own if own and isinstance(objective, Custom) else (*own, loss_of(objective))
+
+
+def custom_metrics(objective: Objective, eval_metric: Any) -> tuple[Metric, ...]:
+    """The user's alone."""
     given = [] if eval_metric is None else [eval_metric] if callable(eval_metric) else eval_metric
     if not isinstance(given, Sequence) or isinstance(given, str) or not all(callable(each) for each in given):
         raise TreesError(
             "eval_metric: expected a function of (y, predictions) that returns (name, value, is_higher_better), or a "
             f"list of such, got {eval_metric!r:.60}"
         )
-    own = () if isinstance(objective, Custom) and given else (loss_of(objective),)
-    return (*(_custom(each, objective) for each in given), *own)
+    return tuple(_custom(each, objective) for each in given)
 
 
 def loss_of(objective: Objective) -> Metric:

@@ -24,6 +24,7 @@ OBJECTIVE_NAMES: dict[str, tuple[str, dict[str, str]]] = {
     "huber": ("huber", {"alpha": "alpha"}),
     "gamma": ("gamma", {}),
     "tweedie": ("tweedie", {"tweedie_power": "tweedie_variance_power"}),
+    "lambdarank": ("lambdarank", {}),
     "binary": ("binary", {}),
     "multiclass": ("multiclass", {}),
 }
@@ -32,13 +33,10 @@ OBJECTIVE_NAMES: dict[str, tuple[str, dict[str, str]]] = {
 def to_lightgbm_text(model: Any) -> str:
     """The text of a fitted estimator; a custom objective is left out, as LightGBM knows no name for it."""
     booster = model.booster_
-    classes = getattr(model, "classes_", ())
-    if len(classes) > 2:
-        objective: str | None = f"multiclass num_class:{len(classes)}"
-    elif len(classes):
-        objective = "binary sigmoid:1"
-    else:
-        objective = None if callable(model.objective) else OBJECTIVE_NAMES[model.objective][0]
+    name = model._objective().name
+    objective = OBJECTIVE_NAMES[name][0] if name in OBJECTIVE_NAMES else None
+    if name in ("binary", "multiclass"):
+        objective = "binary sigmoid:1" if name == "binary" else f"multiclass num_class:{booster.outputs}"
     used = {int(feature) for tree in booster.trees for feature in tree.feature}
     names = getattr(model, "feature_names_in_", [f"Column_{place}" for place in range(booster.features)])
     trees = [_tree_text(place, tree, booster) for place, tree in enumerate(booster.trees)]

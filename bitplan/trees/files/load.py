@@ -23,10 +23,14 @@ from bitplan.trees.gradients import Array, TreesError
 from bitplan.trees.grow import FAR
 from bitplan.trees.inputs.categories import CATEGORY_KINDS, MAX_CATEGORIES
 from bitplan.trees.losses.regression import OBJECTIVES
+from bitplan.trees.models.ranker import BoostedTreesRanker
 from bitplan.trees.tree import Tree, is_tree
 
 MAX_INTEGER = 2**62
-_KINDS = {"classifier": BoostedTreesClassifier, "regressor": BoostedTreesRegressor}
+BoostedTrees = BoostedTreesClassifier | BoostedTreesRegressor | BoostedTreesRanker
+_KINDS: dict[str, Any] = {
+    kind.file_kind: kind for kind in (BoostedTreesClassifier, BoostedTreesRegressor, BoostedTreesRanker)
+}
 _DTYPES = {"feature": np.int32, "left": np.int32, "right": np.int32, "node_rows": np.int64, "leaf_rows": np.int64}
 _ANY = Kind("a value", lambda _: True)
 HEAD = {
@@ -45,7 +49,7 @@ LATER = {"categories": OBJECT, "rounds_before": SIZE}  # not in every file
 _TREE = dict.fromkeys((*NODE_FIELDS, *LEAF_FIELDS, "categories"), LIST)
 
 
-def load_trees(path: str | Path) -> BoostedTreesClassifier | BoostedTreesRegressor:
+def load_trees(path: str | Path) -> BoostedTrees:
     """Read an estimator that `save` wrote, or a model that LightGBM saved as text."""
     if _is_lightgbm(path):
         return _from_text(Path(path).read_text(encoding="utf-8"), str(path))
@@ -53,7 +57,7 @@ def load_trees(path: str | Path) -> BoostedTreesClassifier | BoostedTreesRegress
     reader = Reader(str(path), FileFormatError)
     reader.version(document, VERSION)
     reader.keys("", document, HEAD | LATER, HEAD)
-    model: BoostedTreesClassifier | BoostedTreesRegressor = _estimator(reader, document)
+    model: BoostedTrees = _estimator(reader, document)
     trees, features = document["trees"], document["features"]
     start = _numbers(reader, "start", document["start"], float)
     outputs = _expected_outputs(model)
@@ -69,7 +73,7 @@ def load_trees(path: str | Path) -> BoostedTreesClassifier | BoostedTreesRegress
     return model
 
 
-def from_lightgbm(model: Any) -> BoostedTreesClassifier | BoostedTreesRegressor:
+def from_lightgbm(model: Any) -> BoostedTrees:
     """An estimator that predicts as a LightGBM model does: its text, its Booster, or its scikit-learn estimator.
 
     LightGBM's text has no labels, so the classes are 0, 1, ...
@@ -78,13 +82,15 @@ def from_lightgbm(model: Any) -> BoostedTreesClassifier | BoostedTreesRegressor:
     return _from_text(text, where)
 
 
-def _from_text(text: str, where: str) -> BoostedTreesClassifier | BoostedTreesRegressor:
+def _from_text(text: str, where: str) -> BoostedTrees:
     read = read_lightgbm_text(text, where)
     settings: dict[str, Any] = {"n_estimators": max(read.booster.rounds, 1)}
-    model: BoostedTreesClassifier | BoostedTreesRegressor
+    model: BoostedTrees
     if read.objective in ("binary", "multiclass"):
         model = BoostedTreesClassifier(**settings)
         model.classes_ = np.arange(max(read.booster.outputs, 2))
+    elif read.objective == "lambdarank":
+        model = BoostedTreesRanker(**settings)
     else:
         model = BoostedTreesRegressor(objective=read.objective, **settings, **read.options)
     model.booster_, model.categories_, model.n_features_in_ = read.booster, read.categories, read.booster.features
@@ -126,7 +132,7 @@ def _estimator(reader: Reader, document: dict[str, Any]) -> Any:
     if kind is BoostedTreesRegressor:
         if parameters["objective"] not in list(OBJECTIVES):
             reader.fail("parameters: objective", f"one of {list(OBJECTIVES)}", parameters["objective"])
-    else:
+    elif kind is BoostedTreesClassifier:
         model.classes_ = _classes(reader, document["classes"])
     return model
 

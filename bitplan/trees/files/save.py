@@ -33,6 +33,7 @@ LATER_PARAMETERS = {
     "alpha",
     "class_weight",
     "importance_type",
+    "interaction_constraints",
     "scale_pos_weight",
     "tweedie_power",
     "warm_start",
@@ -55,7 +56,7 @@ def save_trees(model: Any, path: str | Path) -> None:
     document = {
         "format": FORMAT,
         "version": VERSION,
-        "kind": "regressor" if classes is None else "classifier",
+        "kind": model.file_kind,
         "parameters": {name: _plain(name, value) for name, value in parameters.items()},
         "classes": None if classes is None else _plain("classes", classes),
         "features": booster.features,

@@ -11,6 +11,8 @@ import numpy as np
 from bitplan.errors import did_you_mean
 from bitplan.trees.gradients import Array, TreesError
 
+MAX_GROUPS = 62  # of features that may interact: bits of an integer
+
 
 def feature_place(where: str, name: Any, names: Sequence[Any], features: int) -> int:
     """The place of a feature that the setting `where` names."""
@@ -39,6 +41,26 @@ def monotone_signs(given: Any, names: Sequence[Any], features: int) -> Array:
             f"monotone_constraints: expected {features} numbers, one a feature, each -1, 0 or 1, got {given!r:.80}"
         )
     return np.array(given, np.int64)
+
+
+def interaction_groups(given: Any, names: Sequence[Any], features: int) -> Array | None:
+    """For each feature a bit for every group it is in; features that no group names are a group of their own."""
+    if given is None:
+        return None
+    is_list = isinstance(given, (list, tuple)) and all(
+        isinstance(group, Collection) and not isinstance(group, (str, bytes, dict)) for group in given
+    )
+    if not is_list:
+        raise TreesError(f"interaction_constraints: expected a list of lists of features, got {given!r:.60}")
+    places = [{feature_place("interaction_constraints", name, names, features) for name in group} for group in given]
+    rest = set(range(features)).difference(*places) if places else set(range(features))
+    groups = [*places, rest] if rest else places
+    if len(groups) > MAX_GROUPS:
+        raise TreesError(f"interaction_constraints: expected at most {MAX_GROUPS} groups, got {len(groups)}")
+    bits = np.zeros(features, np.int64)
+    for number, group in enumerate(groups):
+        bits[list(group)] |= 1 << number
+    return bits
 
 
 def category_flags(given: Any, names: Sequence[Any], features: int) -> Array:

@@ -19,6 +19,8 @@ from bitplan.trees.loops.split import (
     FEATURE,
     GAIN,
     GRAD,
+    GROUPS,
+    GROUPS_BELOW,
     HESS,
     HIGH,
     L1,
@@ -143,7 +145,7 @@ def divide(  # type: ignore[no-untyped-def]
     for side in range(2):
         child = left + side
         nodes[child, START], nodes[child, STOP] = middle if side else start, stop if side else middle
-        nodes[child, DEPTH] = nodes[node, DEPTH] + 1
+        nodes[child, DEPTH], nodes[child, GROUPS] = nodes[node, DEPTH] + 1, nodes[node, GROUPS_BELOW]
         for i in range(3):
             part = nodes[node, LEFT_GRAD + i]
             nodes[child, GRAD + i] = nodes[node, GRAD + i] - part if side else part

@@ -20,12 +20,14 @@ from bitplan.trees.loops.histogram import BINS, unpack_cell
 MISSING = 255
 # Places in `rules`
 L1, L2, MIN_WEIGHT, MIN_ROWS, MIN_GAIN, CATEGORY_SMOOTHING, CATEGORY_L2, MAX_DEPTH, IS_MONOTONE = range(9)
-# Columns of `nodes` (integers): rows of this process, depth, sums, sums of the left child, the split, the left child
-# (the right one is next), how far it has come, where its histogram lies. ROWS are those of all processes: decisions
-# depend on them.
+# Columns of `nodes` (integers): rows of this process, depth, sums, sums of the left child, the split, the groups of
+# features that its children may use, the left child (the right one is next), how far it has come, where its histogram
+# lies, its own groups. ROWS are those of all processes: decisions depend on them. Groups are bits: a feature may split
+# a node if they have one in common.
 START, STOP, DEPTH, GRAD, HESS, ROWS, LEFT_GRAD, LEFT_HESS, LEFT_ROWS = range(9)
-FEATURE, BIN, MISSING_LEFT, CHILD, STATE, SLOT = range(9, 15)
-NODE_COLUMNS = 15
+FEATURE, BIN, MISSING_LEFT, GROUPS_BELOW, CHILD, STATE, SLOT, GROUPS = range(9, 17)
+NODE_COLUMNS = 17
+BIN_COUNT, FEATURE_GROUPS = range(2)  # columns of `bins`
 # Columns of `reals`: a gain of zero says that the node stays a leaf.
 GAIN, LOW, HIGH = range(3)
 NOISE = 1e-12  # of the parent's own gain: what is below is rounding
@@ -168,7 +170,9 @@ def judge_packed(  # type: ignore[no-untyped-def]
             np.int64(0),
         )
         for feature in features:
-            base, count = feature * BINS, bins[feature]
+            base, count = feature * BINS, bins[feature, BIN_COUNT]
+            if node[GROUPS] & bins[feature, FEATURE_GROUPS] == 0:
+                continue
             missing, cell = cells[U(base + MISSING)], np.int64(0)
             for b in range(count):
                 cell += cells[U(base + b)]
@@ -218,6 +222,7 @@ def judge_packed(  # type: ignore[no-untyped-def]
         node[LEFT_GRAD], node[LEFT_HESS] = best_cell >> 40, (best_cell >> 16) & 0xFFFFFF
         node[LEFT_ROWS], node[FEATURE] = best_cell & 0xFFFF, best_feature
         node[BIN], node[MISSING_LEFT], reals[GAIN] = best_bin, best_left, best_gain
+        node[GROUPS_BELOW] = node[GROUPS] & bins[best_feature, FEATURE_GROUPS]
         for b in range(MISSING):
             goes_left[U(b)] = b <= best_bin
         goes_left[MISSING] = best_left
@@ -285,7 +290,9 @@ def judge(  # type: ignore[no-untyped-def]
             and unit < np.inf
         )
         for feature in features:
-            base, count = feature * BINS, bins[feature]
+            base, count = feature * BINS, bins[feature, BIN_COUNT]
+            if node[GROUPS] & bins[feature, FEATURE_GROUPS] == 0:
+                continue
             l2, categories = rules[L2], False
             missing_grad, missing_hess, missing_rows = unpack_cell(cells, words, base + MISSING)
             turns = 2 if missing_rows > 0 else 1
@@ -369,5 +376,6 @@ def judge(  # type: ignore[no-untyped-def]
                 goes_left[U(b)] = b <= best_bin
             goes_left[MISSING] = best_left
         reals[GAIN], node[FEATURE], node[BIN], node[MISSING_LEFT] = best_gain, best_feature, best_bin, best_left
+        node[GROUPS_BELOW] = node[GROUPS] & bins[best_feature, FEATURE_GROUPS]
         splits += (best_gain > 0.0) << side
     return splits

@@ -16,7 +16,7 @@ from bitplan.kernels.base.atomics import LINE, fetch_add, join, lock, meet, read
 from bitplan.kernels.base.jit import call_at, called, compiled, inlined, run_at
 from bitplan.kernels.base.vectors import prefetch
 from bitplan.trees.loops.histogram import BINS, PANEL, ROW, unpack_cell
-from bitplan.trees.loops.nodes import QUEUED, WAIT
+from bitplan.trees.loops.nodes import LEAVES, NODE, OPEN, QUEUE, QUEUED, TAKEN, WAIT
 from bitplan.trees.loops.rows import AHEAD
 from bitplan.trees.loops.split import (
     CHILD,
@@ -29,6 +29,7 @@ from bitplan.trees.loops.split import (
     ROWS,
     SLOT,
     START,
+    STATE,
     STOP,
 )
 
@@ -191,6 +192,27 @@ def _slot_for(counts, free, rows, sizes):  # type: ignore[no-untyped-def]
     kind = np.int64(rows > sizes[NARROW_ROWS])
     counts[FREE + kind] -= 1
     return free[kind, counts[FREE + kind]]
+
+
+@called
+def _drop_hopeless(nodes, leaves, counts, free, sizes):  # type: ignore[no-untyped-def]
+    """Leaves that are behind as many others as the tree has room for are never split: their histograms are free.
+
+    Half of all leaves at most wait with one, so this halves the memory of the pool.
+    """
+    queued, room, stay = counts[QUEUED], leaves.shape[0] - counts[LEAVES], np.int64(0)
+    if queued <= room:
+        return
+    for place in range(queued):
+        leaf = leaves[place, QUEUE]
+        node = leaves[leaf, NODE]
+        if place < queued - room and nodes[node, STATE] == OPEN:
+            nodes[node, STATE] = TAKEN  # nobody takes it any more
+            _free(counts, free, nodes[node, SLOT], sizes)
+        else:
+            leaves[stay, QUEUE] = leaf
+            stay += 1
+    counts[QUEUED] = stay
 
 
 @called
@@ -381,6 +403,7 @@ def grow_tree(  # type: ignore[no-untyped-def]
                 fetch_add(sync, CHANGES, 1)
             queue = nodes, reals, leaves, splits, counts, ready, best_first
             node = call_at(kernels[TAKE], (*queue, sizes[SHARED_ROWS], node))
+            _drop_hopeless(nodes, leaves, counts, free, sizes)
             if node >= 0:
                 slot = _slot_for(counts, free, np.int64(0), sizes)
             seen = read(sync, CHANGES)

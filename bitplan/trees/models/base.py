@@ -36,7 +36,7 @@ from bitplan.trees.files.pieces import TablePieces
 from bitplan.trees.gradients import Array, GradientPrecision, TreesError
 from bitplan.trees.grow import GrowthRules
 from bitplan.trees.inputs.categories import encode, learn_categories
-from bitplan.trees.inputs.features import category_flags, monotone_signs
+from bitplan.trees.inputs.features import category_flags, interaction_groups, monotone_signs
 from bitplan.trees.models.continuing import Initial, initial_of
 from bitplan.trees.models.fitted import IMPORTANCES, FittedTrees
 from bitplan.trees.objectives import Objective
@@ -72,6 +72,7 @@ class BoostedTreesBase(FittedTrees):
     subsample: float
     colsample: float
     monotone_constraints: Any
+    interaction_constraints: Any
     categorical_features: Any
     gradient_precision: GradientPrecision | str
     stochastic_rounding: bool | None
@@ -97,8 +98,19 @@ class BoostedTreesBase(FittedTrees):
 
     def _read(self, x: Any, shards: Shards = ALONE) -> Array:
         """Features as at `fit`: the same number, with the same names."""
+        if shards is ALONE and self._is_plain(x):
+            return x
         table: Array = self._validated(encode(x, self.categories_), shards, reset=False)
         return table
+
+    def _is_plain(self, x: Any) -> bool:
+        """An array that needs no change and no closer look, which for one row takes 20 times as long as the trees."""
+        if type(x) is not np.ndarray or x.dtype not in (np.float32, np.float64) or x.ndim != 2 or not len(x):
+            return False
+        if x.shape[1] != self.n_features_in_ or self.categories_ or hasattr(self, "feature_names_in_"):
+            return False
+        with np.errstate(all="ignore"):
+            return bool(np.isfinite(x.sum(dtype=np.float64)))
 
     def _read_both(self, x: Any, y: Any, initial: Initial | None, shards: Shards) -> tuple[Array, Array]:
         before = initial.categories if initial else {}
@@ -232,6 +244,7 @@ class BoostedTreesBase(FittedTrees):
             min_child_rows=whole_number("min_child_samples", self.min_child_samples, 1),
             min_gain=number("min_split_gain", self.min_split_gain, 0),
             monotone=monotone_signs(self.monotone_constraints, self._names(), features),
+            groups=interaction_groups(self.interaction_constraints, self._names(), features),
         )
         patience, stochastic = self.early_stopping_rounds, self.stochastic_rounding
         return BoostSettings(

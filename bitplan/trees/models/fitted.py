@@ -18,8 +18,8 @@ from bitplan.trees.files.save import save_trees
 from bitplan.trees.gradients import Array
 from bitplan.trees.models.contributions import contributions
 from bitplan.trees.objectives import Objective
-from bitplan.trees.threads import threads_of
-from bitplan.trees.tree import Forest
+from bitplan.trees.threads import threads_for, threads_of
+from bitplan.trees.tree import ROWS_AT_ONCE, Forest
 
 IMPORTANCES = ("gain", "split")
 
@@ -27,6 +27,7 @@ IMPORTANCES = ("gain", "split")
 class FittedTrees(BaseEstimator):  # type: ignore[misc]
     """Shared by all estimators; they say how a table is read."""
 
+    file_kind: str  # what a file calls the estimator
     booster_: Booster
     n_features_in_: int
     categories_: dict[int, list[Any]]  # by the place of a feature: what its numbers stand for
@@ -75,9 +76,11 @@ class FittedTrees(BaseEstimator):  # type: ignore[misc]
 
     def _scores(self, x: Any) -> Array:
         """Raw scores (rows, outputs)."""
-        check_is_fitted(self)
-        with use_threads(threads_of(self.n_jobs)):
-            return self.booster_.scores(self._read(x))
+        if "booster_" not in vars(self):  # scikit-learn's own look takes as long as the trees of one row
+            check_is_fitted(self)
+        table = self._read(x)
+        with use_threads(threads_for(self.n_jobs, -(-len(table) // ROWS_AT_ONCE))):
+            return self.booster_.scores(table)
 
     def _contributions(self, x: Any) -> Array:
         check_is_fitted(self)

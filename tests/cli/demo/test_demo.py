@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import io
 import json
 import shutil
+from contextlib import redirect_stdout
 
 import pytest
 import torch
 
 from bitplan.cli import run
+from bitplan.cli.demo import run as demo_run
 from bitplan.cli.demo import training as demo_training
 from bitplan.cli.demo.quality import FORMATS, PLAN, REFERENCE
 from bitplan.cli.demo.run import EVIDENCE, RECORDS, prepare_folder
@@ -27,14 +30,24 @@ def folder(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def figures(folder):
-    """One fast demo, as the shell prints it."""
-    with pytest.MonkeyPatch.context() as patch:
+def one_demo(folder):
+    """(what one fast demo returned, what it printed)"""
+    real, results = demo_run.run_demo, []
+
+    def run_demo(*arguments, **options):
+        results.append(real(*arguments, **options))
+        return results[-1]
+
+    with pytest.MonkeyPatch.context() as patch, redirect_stdout(io.StringIO()) as printed:
         patch.setattr(torch.cuda, "is_available", lambda: False)
-        printed: list[str] = []
-        patch.setattr("bitplan.cli.verbs.demo.show_json", lambda document: printed.append(json.dumps(document)))
-        assert run(["demo", "--fast", "--json", "-o", str(folder)]) == 0
-    return json.loads(printed[0])
+        patch.setattr(demo_run, "run_demo", run_demo)
+        assert run(["demo", "--fast", "-o", str(folder)]) == 0
+    return json.loads(json.dumps(results[0])), printed.getvalue()
+
+
+@pytest.fixture(scope="module")
+def figures(one_demo):
+    return one_demo[0]
 
 
 def without_times(result):
@@ -53,6 +66,21 @@ def test_every_file_is_written_and_is_a_record(folder, figures):
     assert len(read_records(folder / name for name in figures["records"])) == len(expected)
     stored = json.loads((folder / "demo.json").read_text())
     assert stored == {key: value for key, value in figures.items() if key not in ("records", "report")}
+
+
+def test_the_shell_shows_each_part_and_the_report(one_demo, folder):
+    words = ("perplexity", "INT8 at the first decision", "worst layers", "times smaller than bfloat16", "* plan", "AUC")
+    assert [each for each in words if each not in one_demo[1]] == []
+    assert one_demo[1].rstrip().endswith(f"report: {folder / 'report.html'}")
+
+
+def test_figures_as_json(figures, tmp_path, capsys, monkeypatch):
+    """Nothing else is printed: the run itself is quiet."""
+    given = []
+    monkeypatch.setattr(demo_run, "run_demo", lambda *_, **options: (given.append(options), figures)[1])
+    assert run(["demo", "--fast", "--json", "--seed", "3", "-o", str(tmp_path)]) == 0
+    assert json.loads(capsys.readouterr().out) == figures
+    assert given == [{"fast": True, "quiet": True, "seed": 3, "force": False}]
 
 
 def test_training_learned_and_layers_moved_for_a_reason(figures):
@@ -131,6 +159,7 @@ def test_the_page_renders_in_a_browser(folder, figures):
             page.close()
 
 
+@pytest.mark.long
 def test_the_same_seed_gives_the_same_figures_over_old_files(figures, folder, tmp_path, capsys, monkeypatch):
     """Of all formats two are packed and measured again; training, plan and trees are those of the first run."""
     some = ("bfloat16", "mxfp4")
@@ -138,23 +167,13 @@ def test_the_same_seed_gives_the_same_figures_over_old_files(figures, folder, tm
     folder = shutil.copytree(folder, tmp_path / "again")
     before = {name: (folder / name).read_bytes() for name in ("plan.json", "model.plan.safetensors", "training.jsonl")}
     (folder / "notes.txt").write_text("mine")
-    assert run(["demo", "--fast", "-o", str(folder)]) == 0
-    message = capsys.readouterr().out
+    assert run(["demo", "--fast", "--json", "-o", str(folder)]) == 0
+    assert json.loads(capsys.readouterr().out)["records"] == figures["records"]
     again = json.loads((folder / "demo.json").read_text())
     rows = [row for row in figures["formats"] if row["format"] in (REFERENCE, PLAN, *some)]
     assert without_times(again) == without_times({key: figures[key] for key in again} | {"formats": rows})
     assert before == {name: (folder / name).read_bytes() for name in before}
     assert (folder / "notes.txt").read_text() == "mine"
-    for words in (
-        "perplexity",
-        "INT8 at the first decision",
-        "worst layers",
-        "times smaller than bfloat16",
-        "* plan",
-        "AUC",
-    ):
-        assert words in message
-    assert message.rstrip().endswith(f"report: {folder / 'report.html'}")
 
 
 def test_ctrl_c_leaves_whole_files(tmp_path, monkeypatch, capsys):

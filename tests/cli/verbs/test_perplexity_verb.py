@@ -56,10 +56,10 @@ def save_llama(folder, *, seed=0, merges=MERGES):
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory):
-    """A folder with `llama`, and `text.txt` of about 500 tokens."""
+    """A folder with `llama`, and `text.txt` of about 300 tokens."""
     folder = tmp_path_factory.mktemp("models")
     save_llama(folder / "llama")
-    letters = torch.randint(len(LETTERS), (100, 6), generator=torch.Generator().manual_seed(1))
+    letters = torch.randint(len(LETTERS), (60, 6), generator=torch.Generator().manual_seed(1))
     words = ["".join(LETTERS[number] for number in word) for word in letters]
     (folder / "text.txt").write_text(" ".join(words))
     return folder

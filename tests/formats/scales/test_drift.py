@@ -8,6 +8,7 @@ import torch
 from bitplan.errors import FormatError, NonFiniteError
 from bitplan.formats import decode, encode, get_format
 from bitplan.formats.scales.drift import DriftCounts, requantize
+from tests.crosses import few
 from tests.formats.samples import (
     ALL_FORMATS,
     FORMATS_AND_RULES,
@@ -44,7 +45,7 @@ def absmax(fmt, x):
     return per_block(fmt, x.double()).abs().amax(dim=-1)
 
 
-@pytest.mark.parametrize(("fmt", "rule"), FORMATS_AND_RULES)
+@pytest.mark.parametrize(("fmt", "rule"), few(FORMATS_AND_RULES, 24))
 def test_numbers_that_did_not_change_keep_every_byte(fmt, rule):
     x = heavy_tailed(128, 256)
     encoded = encode(x, fmt, scale_rule=rule)
@@ -137,7 +138,7 @@ def test_q4_0_has_less_room_on_the_side_of_code_7(extreme, rebased):
     assert requantize(encoded, -x * extreme / 8)[1].rebased == rebased
 
 
-@pytest.mark.cross("fmt", SCALED_FORMATS)
+@pytest.mark.cross("fmt", few(SCALED_FORMATS, 16))
 @pytest.mark.cross(("least", "most"), [(0.2, 2.8), (0.05, 1.0)])
 def test_errors_stay_within_the_bound(fmt, least, most):
     """Kept or rebased: half a gap of the stored scale, which is at most twice a fresh one."""

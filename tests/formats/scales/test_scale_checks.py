@@ -181,8 +181,8 @@ def test_undefined_codes_over_every_byte(fmt):
     assert every_code_is_defined(fmt) == (not per_256)
 
 
-@pytest.mark.parametrize("fmt", SCALED_FORMATS)
-@pytest.mark.parametrize("base", [1.0, 0.0, torch.nan, torch.inf])
+@pytest.mark.cross("fmt", SCALED_FORMATS)
+@pytest.mark.cross("base", [1.0, 0.0, torch.nan, torch.inf])
 def test_bit_patterns_tell_what_the_flags_tell(fmt, base):
     """Over every pattern of 8 and 16 bits, and the edges of wider ones."""
     dtype = fmt.scales.dtype

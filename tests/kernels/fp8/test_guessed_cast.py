@@ -58,7 +58,7 @@ def test_the_first_guess_is_wrong_and_the_next_right(cols, device) -> None:
 
 @pytest.mark.parametrize(
     ("fp8", "steps"),
-    [("e4m3", 5), ("e5m2", 3), *(pytest.param(fp8, 9, marks=pytest.mark.long) for fp8 in ("e4m3", "e5m2"))],
+    [("e4m3", 4), *(pytest.param(fp8, 9, marks=pytest.mark.long) for fp8 in ("e4m3", "e5m2"))],
 )
 def test_a_series_of_sizes_equals_the_definition(fp8, steps, cols, device) -> None:
     state, wrong = new_state(device), 0
@@ -109,7 +109,7 @@ def test_epsilon_is_the_least_largest_number(device) -> None:
 
 def test_matrices_of_other_shapes_may_share_a_state(device) -> None:
     state = new_state(device)
-    for rows, cols in ((16, 16), (70, 33), (1, 48), (64, 48)):
+    for rows, cols in ((16, 16), (34, 33), (1, 48), (32, 48)):
         check(sample(4, cols, rows), state, rows)
     assert counts_of(state)[0] == 4
 

@@ -43,7 +43,7 @@ def test_the_emulation_is_the_product_of_the_decoded(recipe, dtype, bound) -> No
 
 
 @pytest.mark.cross(("fp8", "is_weight"), [("e4m3", True), ("e4m3", False), ("e5m2", True), ("e5m2", False)])
-@pytest.mark.cross(("rows", "cols"), [(5, 128), (130, 256)])
+@pytest.mark.cross(("rows", "cols"), [(5, 128), (66, 256)])
 def test_the_block_kernel_is_the_product_of_the_decoded(fp8, is_weight, rows, cols, device) -> None:
     a, b = operands("blockwise", device, rows, cols, fp8=fp8, is_weight=is_weight)
     bias = torch.randn(b.shape[0], generator=torch.Generator().manual_seed(1)).to(device, torch.bfloat16)

@@ -209,7 +209,7 @@ t.check(t.run(x[:1], weight), x[:1], weight)
     ("cpu", "has", "lanes", "name"),
     [
         ("haswell", "+avx,+avx2,+fma,+f16c,+sse4.2", 8, "mxfp4"),
-        ("sandybridge", "+avx,+fma,+f16c,+sse4.2", 4, "int4_g32"),
+        pytest.param("sandybridge", "+avx,+fma,+f16c,+sse4.2", 4, "int4_g32", marks=pytest.mark.long),
     ],
 )
 def test_a_cpu_without_avx512_gives_the_same_products(cpu: str, has: str, lanes: int, name: str) -> None:

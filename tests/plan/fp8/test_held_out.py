@@ -57,8 +57,8 @@ def cases(models, counts):
     return [(model, tokens) for model in models for tokens in counts]
 
 
-@pytest.mark.parametrize("timings", TIMINGS, ids="+".join)
-@pytest.mark.parametrize("gpu", GPUS.values(), ids=GPUS)
+@pytest.mark.cross("timings", TIMINGS, ids="+".join)
+@pytest.mark.cross("gpu", GPUS.values(), ids=GPUS)
 def test_counts_that_were_not_measured(gpu, timings):
     for counts in (COUNTS, SPARSE):
         policy = measure(gpu, MEASURED, counts, timings=timings)
@@ -66,16 +66,16 @@ def test_counts_that_were_not_measured(gpu, timings):
         assert share >= 0.99, where
 
 
-@pytest.mark.parametrize("timings", TIMINGS, ids="+".join)
-@pytest.mark.parametrize("gpu", GPUS.values(), ids=GPUS)
+@pytest.mark.cross("timings", TIMINGS, ids="+".join)
+@pytest.mark.cross("gpu", GPUS.values(), ids=GPUS)
 def test_counts_outside_those_that_were_measured(gpu, timings):
     policy = measure(gpu, MEASURED, COUNTS, timings=timings)
     share, *where = worst(gpu, policy, cases(MEASURED, OUTSIDE), timings[-1])
     assert share >= 0.99, where
 
 
-@pytest.mark.parametrize("timings", TIMINGS, ids="+".join)
-@pytest.mark.parametrize("gpu", GPUS.values(), ids=GPUS)
+@pytest.mark.cross("timings", TIMINGS, ids="+".join)
+@pytest.mark.cross("gpu", GPUS.values(), ids=GPUS)
 def test_shapes_that_were_not_measured(gpu, timings):
     """Sizes between those measured and up to half as large again; then those that are still smaller or larger."""
     policy = measure(gpu, MEASURED, COUNTS, timings=timings)

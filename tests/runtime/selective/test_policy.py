@@ -216,14 +216,17 @@ def test_gradients_of_trained_weights_are_measured_before_they_leave(checkpointi
     "options",
     [
         {},
-        {"scoring": "impact", "damage_budget": 1e-4, "granularity": "layer", "low_precisions": ("int8", "fp8")},
+        pytest.param(
+            {"scoring": "impact", "damage_budget": 1e-4, "granularity": "layer", "low_precisions": ("int8", "fp8")},
+            marks=pytest.mark.long,
+        ),
         {"scoring": "impact", "damage_budget": 1e-3, "impact_tokens": 2, "impact_steps": 2, "impact_turns": 2},
         {"loss_feedback": True, "loss_tolerance": 1e-4, "backoff_steps": 3},
     ],
     ids=["gradient", "impact", "impact of sampled rows", "feedback"],
 )
 def test_a_resumed_run_takes_the_same_decisions(options, tmp_path):
-    config, cut, steps = config_of(**options), 5, 12
+    config, cut, steps = config_of(**options), 5, 9
     probe_of = lambda model: lambda: model(batch(999)).square().mean()
 
     def decisions(policy, model, optimizer, numbers):
@@ -410,7 +413,7 @@ def many_rows():
 
 def test_sampled_rows_estimate_the_impact_of_all_without_bias():
     """One model, one batch, many steps: only the rows that are drawn differ."""
-    model, draws = adapted(count=1), 80
+    model, draws = adapted(count=1), 30
     still = {"scoring": "impact", "granularity": "layer", "update_interval_steps": 1, "damage_budget": 1e-30}
     exact = None
     for tokens in (0, 48, 12):

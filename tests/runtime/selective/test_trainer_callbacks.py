@@ -135,11 +135,26 @@ def test_hugging_face_trainer_resumes_weights_trained_on_the_host(weights_run, t
     assert_equal(dict(resumed_model.named_parameters()), dict(model.named_parameters()))
 
 
+@contextmanager
+def resuming(folder, train):
+    """(a policy, what the trainer calls where it goes on after step 4)"""
+    with (
+        streaming(Task(train), blocks="stack.layers.*", train=train) as stream,
+        SelectivePrecisionPolicy(stream, CONFIG) as policy,
+    ):
+        callback = trainer_callback(policy)
+        state = SimpleNamespace(global_step=4)
+        yield policy, lambda: callback.on_train_begin(SimpleNamespace(output_dir=folder), state, None)
+
+
 def test_hugging_face_resume_without_the_weights_is_refused_and_the_policy_is_as_it_was(weights_run, tmp_path):
     shutil.copytree(weights_run[0] / "checkpoint-4", tmp_path / "checkpoint-4")
     (tmp_path / "checkpoint-4" / WEIGHTS_FILE).unlink()
-    with pytest.raises(StreamStateError, match=r"checkpoint-4/streamed_weights\.safetensors: no such file"):
-        train_with_hugging_face(tmp_path, 8, resume=str(tmp_path / "checkpoint-4"), train="weights")
+    with resuming(tmp_path, "weights") as (policy, resume):
+        before = policy.state
+        with pytest.raises(StreamStateError, match=r"checkpoint-4/streamed_weights\.safetensors: no such file"):
+            resume()
+        assert policy.state == before
 
 
 def test_hugging_face_trainer_accumulates(tmp_path):
@@ -152,8 +167,11 @@ def test_hugging_face_trainer_accumulates(tmp_path):
 def test_hugging_face_resume_without_a_state_is_refused(adapters_run, tmp_path):
     shutil.copytree(adapters_run[0] / "checkpoint-4", tmp_path / "checkpoint-4")
     (tmp_path / "checkpoint-4" / STATE_FILE).unlink()
-    with pytest.raises(SelectiveError, match=r"checkpoint-4/selective_precision\.json: cannot be read"):
-        train_with_hugging_face(tmp_path, 8, resume=str(tmp_path / "checkpoint-4"))
+    with (
+        resuming(tmp_path, "adapters") as (_, resume),
+        pytest.raises(SelectiveError, match=r"checkpoint-4/selective_precision\.json: cannot be read"),
+    ):
+        resume()
 
 
 OFF = SelectivePrecisionConfig(mode="off", telemetry_enabled=False)  # the streamed weights cross as they are

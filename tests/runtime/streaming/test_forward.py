@@ -13,6 +13,7 @@ from bitplan.plan.plan import Choice, Plan, Planned
 from bitplan.runtime.streaming.errors import StreamError
 from bitplan.runtime.streaming.stream_blocks import stream_blocks
 from bitplan.runtime.streaming.transfer.devices import SimulatedDevice
+from tests.crosses import few
 from tests.runtime.streaming.stream_samples import COUNT, TIMEOUT_S, batch, decoded_twin, make_stack, streaming
 
 FORMATS = ["float32", "bfloat16", "int8_row", "int8_g128", "fp8_e4m3_row", "mxfp4"]
@@ -25,7 +26,7 @@ MIXED = {
 }
 
 
-@pytest.mark.parametrize("formats", [None, *FORMATS, MIXED], ids=str)
+@pytest.mark.parametrize("formats", few([None, *FORMATS, MIXED], 4), ids=str)
 def test_forward_equals_the_resident_model(formats):
     model = make_stack(adapters=False).eval()
     source = copy.deepcopy(model)
@@ -67,7 +68,7 @@ def test_a_sequential_is_a_stack_of_blocks():
         assert torch.equal(model(x), expected)
 
 
-@pytest.mark.parametrize("slots", [2, 3, 4, COUNT, 99])
+@pytest.mark.parametrize("slots", few([2, 3, 4, COUNT, 99], 3))
 def test_bytes_are_the_packed_ones_and_slots_save_transfers(slots):
     model, device = make_stack(adapters=False).eval(), SimulatedDevice()
     with streaming(model, device, formats="int8_row", slots=slots, train="nothing") as stream, torch.no_grad():

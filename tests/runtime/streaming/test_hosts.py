@@ -114,9 +114,9 @@ def test_telemetry_counts_what_was_copied(tmp_path):
 
 
 def test_slow_copies_are_stalls_and_slow_computation_hides_them():
-    slow = SimulatedDevice(bytes_per_s=20e6)
+    slow = SimulatedDevice(bytes_per_s=4e6)  # far slower than a busy machine computes
     with streaming(make_stack(adapters=True), slow, slots=2) as stream:
         train_steps(stream.model, 2, stream=stream)
         last = stream.stats.last
         assert last.stall_ms > 0.5 * last.step_ms
-        assert last.copy_ms >= last.bytes_h2d / 20e6 * 1e3
+        assert last.copy_ms >= last.bytes_h2d / 4e6 * 1e3

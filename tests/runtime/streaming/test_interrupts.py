@@ -19,7 +19,7 @@ from bitplan.runtime.streaming.transfer.devices import SimulatedDevice
 from tests.runtime.streaming.interrupts import Interrupter
 from tests.runtime.streaming.stream_samples import Stack, batch
 
-SOME = 6  # lines of each quick test
+SOME = 4  # lines of each quick test
 TIMEOUT_S = 60.0
 AT_ONCE_S = TIMEOUT_S / 2  # a jam would be the stream's timeout
 SETTINGS = AdamWSettings(lr=1e-2)

@@ -117,7 +117,7 @@ class Gate:
         self.permits = threading.Semaphore(0)
 
     def __call__(self) -> None:
-        assert self.permits.acquire(timeout=5)
+        assert self.permits.acquire(timeout=60)
 
 
 def test_copies_in_flight_are_capped_and_seen_as_pressure():

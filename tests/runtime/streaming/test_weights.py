@@ -13,6 +13,7 @@ from bitplan import decode, encode
 from bitplan.runtime.streaming.errors import StreamError
 from bitplan.runtime.streaming.stream_blocks import BlockStream, stream_blocks
 from bitplan.runtime.streaming.training.host_training import AdamWSettings
+from tests.crosses import few
 from tests.runtime.streaming.stream_samples import CHECKPOINTING, Stack, assert_equal, batch, make_stack, streaming
 
 SETTINGS = AdamWSettings(lr=1e-2, weight_decay=0.05)
@@ -68,7 +69,7 @@ def masters_of(stream: BlockStream) -> dict[str, Tensor]:
     }
 
 
-@pytest.mark.parametrize("checkpointing", CHECKPOINTING)
+@pytest.mark.parametrize("checkpointing", few(CHECKPOINTING, 2))
 def test_full_precision_equals_plain_adamw(checkpointing):
     model = make_stack(adapters=False)
     model.checkpointing = checkpointing

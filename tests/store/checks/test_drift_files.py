@@ -16,6 +16,7 @@ from bitplan.store.files import packed_rows
 from bitplan.store.files.open_files import write_tensors
 from bitplan.store.files.tensor_file import Promise
 from bitplan.store.quantize import quantize_file
+from tests.crosses import few
 from tests.formats.samples import SMALL_BLOCKS
 
 FORMATS = [pytest.param(fmt, id=fmt.name) for fmt in SMALL_BLOCKS]
@@ -30,7 +31,7 @@ def piece_bytes(request, monkeypatch):
     monkeypatch.setattr(packed_rows, "PIECE_BYTES", request.param)
 
 
-@pytest.mark.cross("fmt", FORMATS)
+@pytest.mark.cross("fmt", few(FORMATS, 14))
 @pytest.mark.cross("dtype", [torch.float32, torch.bfloat16])
 def test_every_format_has_the_figures_of_a_report(fmt, dtype, tmp_path):
     tensors = {"a": gaussian(128, 128).to(dtype), "b": (gaussian(64, 256, seed=1) * 3).to(dtype), "norm": gaussian(8)}

@@ -99,7 +99,7 @@ def test_what_compressed_tensors_cannot_hold_is_refused(folder, tmp_path):
         prepare({"*.o_proj*": "q4_0_gguf"})
     with pytest.raises(StoreError, match="no layer would be packed"):
         prepare("bfloat16")
-    with pytest.raises(StoreError, match="--to hf"):
+    with pytest.raises(StoreError, match="is made of a model's folder or a GGUF file"):
         prepare("int8_row", folder / "model.safetensors")
     assert not (tmp_path / "a").exists()
 
@@ -113,8 +113,17 @@ def test_a_mixed_plan_has_a_group_for_each_format(folder, tmp_path):
     assert "model.layers.0.mlp.down_proj" in config["ignore"]
     assert (tmp_path / "out" / "tokenizer.json").exists()
     assert {row.format for row in report.rows} == {"fp8_e4m3_row", "int4_g32", "float32"}
-    with pytest.raises(StoreError, match="is quantized already"):
-        prepare_export(ExportRequest(tmp_path / "out", tmp_path / "b", "int8_row"), "compressed-tensors")
+    export_model(tmp_path / "out", tmp_path / "plain", "hf", {})  # and back
+    numbers = safetensors.torch.load_file(tmp_path / "plain" / "model.safetensors")
+    source = safetensors.torch.load_file(folder / "model.safetensors")
+    assert numbers.keys() == source.keys()
+    assert torch.equal(numbers[UP], decode(encode(source[UP], "int4_g32")))
+    config = json.loads((tmp_path / "plain" / "config.json").read_text())
+    assert "quantization_config" not in config
+    config["quantization_config"] = {"quant_method": "unheard-of"}
+    (tmp_path / "plain" / "config.json").write_text(json.dumps(config))
+    with pytest.raises(StoreError, match="in a way that bitplan does not read"):
+        prepare_export(ExportRequest(tmp_path / "plain", tmp_path / "b", "int8_row"), "compressed-tensors")
 
 
 def test_rows_that_a_format_does_not_block_take_the_nearest_that_fits(tmp_path):

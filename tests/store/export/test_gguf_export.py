@@ -11,7 +11,7 @@ from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
 from bitplan.cli import run
 from bitplan.errors import BitplanError, StoreError
-from bitplan.formats import Encoded, decode, encode
+from bitplan.formats import Encoded, decode
 from bitplan.plan import Plan
 from bitplan.runtime.causal_lm import load_causal_lm
 from bitplan.store.export.targets import ExportRequest, export_model, prepare_export
@@ -22,6 +22,7 @@ from bitplan.store.files.open_files import open_tensors
 from bitplan.store.files.tensor_file import Promise
 from bitplan.store.models.transformers_names import silence_transformers
 from bitplan.store.quantize import quantize_file
+from bitplan.store.rounding.round_weight import round_weight
 
 from .tiny_models import TOKENS, save_tiny
 
@@ -110,6 +111,22 @@ def test_the_metadata_says_what_llama_cpp_asks_for(folders, tmp_path):
     assert len(gguf.GGUFReader(tmp_path / "a.gguf").tensors) == len(file.specs)
 
 
+def test_gemma_layers_that_look_at_a_window_are_those_of_the_config(tmp_path):
+    window, whole = "sliding_attention", "full_attention"
+    for place, (kinds, wanted) in enumerate((([window, whole], 2), ([window, window], None))):
+        save_tiny(tmp_path / f"{place}", "gemma3", layer_types=kinds)
+        export_model(tmp_path / f"{place}", tmp_path / f"{place}.gguf", "gguf", "float32")
+        assert metadata(tmp_path / f"{place}.gguf").get("gemma3.attention.sliding_window_pattern") == wanted
+    config = json.loads((tmp_path / "0" / "config.json").read_text())
+    for change, message in (
+        ({"layer_types": [whole, window]}, "repeat in no pattern"),
+        ({"query_pre_attn_scalar": 16}, "takes the size of a head, 32"),
+    ):
+        (tmp_path / "0" / "config.json").write_text(json.dumps({**config, **change}))
+        with pytest.raises(StoreError, match=message):
+            prepare_export(ExportRequest(tmp_path / "0", tmp_path / "a.gguf", "float32"), "gguf")
+
+
 def test_a_plan_decides_and_packed_rows_are_moved_not_rounded_again(folders, tmp_path):
     folder, _ = folders("llama")
     quantize_file(folder / "model.safetensors", tmp_path / "m.safetensors", "q8_0_gguf")
@@ -145,10 +162,11 @@ def test_rows_that_blocks_do_not_divide_get_the_nearest_format_and_the_reason(fo
     assert "rows of 64 are not whole blocks of 256 (q4_k_gguf), q5_0_gguf holds them" in row.reason
 
 
-def test_importance_weighs_the_search_and_is_named(folders, tmp_path):
+def test_an_imatrix_weighs_the_search_and_is_named(folders, tmp_path):
     folder, _ = folders("llama")
     export_model(folder, tmp_path / "plain.gguf", "gguf", "q4_1_gguf")
     writer = gguf.GGUFWriter(tmp_path / "imatrix.gguf", "imatrix")
+    writer.add_type("imatrix")
     writer.add_array("imatrix.datasets", ["text.txt"])
     writer.add_uint32("imatrix.chunk_count", 7)
     sums = torch.randn(1, 64, generator=torch.Generator().manual_seed(1)).exp() * 5
@@ -158,7 +176,7 @@ def test_importance_weighs_the_search_and_is_named(folders, tmp_path):
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    export_model(folder, tmp_path / "a.gguf", "gguf", "q4_1_gguf", importance=tmp_path / "imatrix.gguf")
+    export_model(folder, tmp_path / "a.gguf", "gguf", "q4_1_gguf", evidence=tmp_path / "imatrix.gguf")
     found = metadata(tmp_path / "a.gguf")
     assert found["quantize.imatrix.file"] == "imatrix.gguf"
     assert (found["quantize.imatrix.entries_count"], found["quantize.imatrix.chunks_count"]) == (1, 7)
@@ -166,7 +184,7 @@ def test_importance_weighs_the_search_and_is_named(folders, tmp_path):
         numbers = file.read_float("model.layers.0.mlp.up_proj.weight")
     with open_tensors(tmp_path / "a.gguf") as weighted, open_tensors(tmp_path / "plain.gguf") as plain:
         own = weighted.read("blk.0.ffn_up.weight")
-        assert own.to_bytes() == encode(numbers, "q4_1_gguf", importance=sums[0] / 5).to_bytes()
+        assert own.to_bytes() == round_weight(numbers, "q4_1_gguf", moments=sums[0] / 5).to_bytes()
         assert own.to_bytes() != plain.read("blk.0.ffn_up.weight").to_bytes()
         assert weighted.read("blk.1.ffn_up.weight").to_bytes() == plain.read("blk.1.ffn_up.weight").to_bytes()
 

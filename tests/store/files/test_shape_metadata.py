@@ -114,7 +114,7 @@ def test_gguf_dimensions(rows, tmp_path):
 
 
 def test_network_json(tmp_path):
-    from bitplan.store.files.poly_json import PolyNetwork, write_poly_json
+    from bitplan.store.files.poly.network import PolyNetwork, write_poly_json
 
     path = tmp_path / "a.json"
     write_poly_json(path, PolyNetwork.from_tensors({"w": encode(torch.ones(4, 8), "int8")}))

@@ -15,6 +15,7 @@ from bitplan.store.compare import compare_models
 from bitplan.store.models.activations import ActivationObserver
 from bitplan.store.models.morph import morph_model, observe_model
 from bitplan.store.models.save_load import load_model, save_model
+from tests.crosses import few
 
 TOKENS, LENGTH = 12, 8
 
@@ -91,7 +92,7 @@ def calibrated(model: Tagger) -> dict[str, ActivationObserver]:
     return observers
 
 
-@pytest.mark.parametrize("fmt", ["bfloat16", "int8", "uint4", "q4_0_poly", "mxfp4"])
+@pytest.mark.parametrize("fmt", few(["bfloat16", "int8", "uint4", "q4_0_poly", "mxfp4"], 3))
 def test_the_whole_flow(trained: tuple[Tagger, float], fmt: str) -> None:
     model, fp32_loss = copy.deepcopy(trained[0]), trained[1]
     fp32 = {name: tensor.clone() for name, tensor in model.state_dict().items()}

@@ -142,7 +142,7 @@ def test_what_is_no_model_file_is_one_line(tmp_path):
 
 EDITS = [
     ("version", lambda d: d.update(version=2)),
-    ("kind", lambda d: d.update(kind="ranker")),
+    ("kind", lambda d: d.update(kind="forest")),
     ("unknown", lambda d: d.update(extra=1)),
     ("missing", lambda d: d.pop("start")),
     ("parameters", lambda d: d["parameters"].update(n_estimators=-1)),

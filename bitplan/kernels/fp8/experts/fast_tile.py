@@ -1,20 +1,19 @@
-"""Casts for experts of bfloat16 that keep pace with memory: the tile of `kernels.fp8.fast_tile`, expert by expert.
+"""Casts of experts in bfloat16 at the speed of memory: the tile of `kernels.fp8.fast_tile`, expert by expert.
 
-A tile does not cross experts. Its pointers are moved to the expert's first row, and what is cast from there is a matrix
-like any other, with as many rows as the expert has, and as many as its stretch of the transposed layout is padded to.
+A tile does not cross experts. Its pointers are moved to the expert's first row; from there it casts a matrix like any
+other, with the expert's rows, padded in the transposed layout to the expert's stretch.
 
     tensorwise   a scale for each expert. Without guesses: maxima of experts, by atomics; then the cast: 6 bytes a
-                 number. By guesses: the cast goes by the expert's last scale and finds its maximum on the way; then a
-                 check, which casts the tiles of those experts again whose scale was another: 4 bytes a number, and 4
-                 more of those experts only
-    rowwise      a row's scale and that of an expert's column reach across tiles, so there are two reads: maxima of both
-                 by atomics, then the cast, each program of which makes the few scales it needs from the maxima
+                 number. With guesses: the cast uses the expert's last scale and finds its maximum on the way; then a
+                 check casts the tiles of experts again whose guess was wrong: 4 bytes a number, and 4 more for these
+                 experts only
+    rowwise      scales of rows and of an expert's columns extend over several tiles, so there are two reads: maxima of
+                 both by atomics, then the cast, in which each program computes the few scales it needs from the maxima
     blockwise    one launch and one read: the tile is the block. An expert's tokens have a scale for each row and each
                  column of a tile, its matrix one for the whole tile, as the dense casts have
 
-Guesses are those of `fp8.guessed_cast`, whose states these are with a column for each expert: results never depend on a
-guess, and a state is used by one cast at a time. An expert without tokens is not cast: its guess stays, and nothing is
-counted.
+Guesses work as in `fp8.guessed_cast`; a state has a column for each expert. Results never depend on a guess, and a
+state is used by one cast at a time. An expert without tokens is not cast: its guess stays, and nothing is counted.
 
 Codes and scales equal the definition in `bitplan.kernels.fp8.experts.products` bit for bit.
 
@@ -49,9 +48,9 @@ from bitplan.kernels.fp8.guessed_cast import CASTS, CHECKING_WARPS, GUESS, LARGE
 from bitplan.kernels.fp8.numbers import power_of_two_of_bits, quick_inverse, quick_scale
 from bitplan.kernels.fp8.triton_cast import PAIR_LAUNCHES, CastLaunch
 
-# Of matrices, whose rows are cut as those of a dense one, and of tokens, which come in the tiles of their layout's
-# tables. On an H200, tensorwise by guesses, 32768 tokens of 7168 numbers: 248 us, 89% of a copy; tiles of 128x64 252 to
-# 258. Matrices, 8 of 4096x7168: 242 us, 92%; tiles of 128x64 and 128x128 the same within 2 us.
+# Launches for matrices, whose rows are cut as those of a dense matrix, and for tokens, which come in the tiles of their
+# layout's tables. On an H200, tensorwise by guesses, 32768 tokens of 7168 numbers: 248 us, 89% of a copy; tiles of
+# 128x64 252 to 258. Matrices, 8 of 4096x7168: 242 us, 92%; tiles of 128x64 and 128x128 the same within 2 us.
 MATRICES_LAUNCHES = dict(PAIR_LAUNCHES)
 TOKENS_LAUNCHES = PAIR_LAUNCHES | {"tensor": CastLaunch(TILE_ROWS, 128, 8, vector=4)}
 _SIZES = ["experts", "group16", "stride16", "cols16", "tokens"]
@@ -90,7 +89,7 @@ def plan_pairs(
     return PreparedLaunch(_amax_tiles, (tiles,), shape, place | to | {"SCALING": scaling}, **options), cast, None
 
 
-# ---- where a tile lies -----------------------------------------------------------------------------------------------
+# ---- place of a tile -------------------------------------------------------------------------------------------------
 
 
 @triton.jit
@@ -98,7 +97,7 @@ def _place_of_tile(
     tile, tile_expert_ptr, tile_row_ptr, ends_ptr, group16, cols16, TOKENS: tl.constexpr, BR: tl.constexpr,
     BC: tl.constexpr,
 ):  # fmt: skip
-    """(expert, or -1 where the tables have no tile; which of its tiles from top to bottom, and from left to right)."""
+    """(expert, or -1 where the tables have no tile; row and column of the tile within the expert)."""
     wide = (cols16 * 16 + BC - 1) // BC
     place = tile // wide
     if TOKENS:
@@ -116,7 +115,7 @@ def _span_of_expert(expert, ends_ptr, padded_ends_ptr, group16, cols16, TOKENS: 
     if TOKENS:
         start = tl.load(ends_ptr + expert - 1, mask=expert > 0, other=0)
         rows = tl.load(ends_ptr + expert) - start
-        # In sixteens, so that Triton knows what the addresses are multiples of.
+        # In sixteens, so that Triton knows that the addresses are multiples of 16.
         start16 = tl.load(padded_ends_ptr + expert - 1, mask=expert > 0, other=0) // 16
         rows16 = tl.load(padded_ends_ptr + expert) // 16 - start16
         first = start16.to(tl.int64) * 16
@@ -153,7 +152,7 @@ def _store_by_expert_scale(
     V: tl.constexpr,
     FP8: tl.constexpr,
 ):
-    """Codes, and the scale once for each of the expert's rows and columns: by the tiles at its left, and at its top."""
+    """Write codes, and the scale for each of the expert's rows (by its left tiles) and columns (by its top tiles)."""
     start, rows, first, rows16 = span
     if TO_ROWS:
         out_ptr += start.to(tl.int64) * (cols16 * 16)
@@ -174,7 +173,7 @@ def _store_by_expert_scale(
 
 @triton.jit
 def _scale_empty_experts(scale_t_ptr, ends_ptr, experts, cols16):
-    """The scales of experts without tokens, to whom no tile belongs: those of zeros."""
+    """Write the scales of experts without tokens, which have no tile: those of zeros."""
     cols = cols16 * 16
     for expert in range(tl.program_id(0), experts, tl.num_programs(0)):
         if tl.load(ends_ptr + expert) == tl.load(ends_ptr + expert - 1, mask=expert > 0, other=0):
@@ -185,7 +184,7 @@ def _scale_empty_experts(scale_t_ptr, ends_ptr, experts, cols16):
 
 @triton.jit
 def _inverse_from(amax_ptr, scale_ptr, at, ok, is_writer, least, FP8: tl.constexpr):
-    """1 / scales of maxima; one tile of those that need them writes the scales."""
+    """1 / scales from maxima; of the tiles that need them, one writes the scales."""
     scale = quick_scale(tl.load(amax_ptr + at, mask=ok, other=0).to(tl.float32, bitcast=True), least, FP8)
     if is_writer:
         tl.store(scale_ptr + at, scale, mask=ok)
@@ -244,7 +243,7 @@ def _amax_tiles(
 @triton.jit(do_not_specialize=_SIZES)
 def _cast_tiles(
     x_ptr,
-    state_ptr,  # of the guesses; without guesses, the maxima of experts or of rows
+    state_ptr,  # state of the guesses; without guesses, the maxima of experts or of rows
     out_ptr,
     scale_ptr,
     out_t_ptr,
@@ -275,7 +274,7 @@ def _cast_tiles(
         _scale_empty_experts(scale_t_ptr, ends_ptr, experts, cols16)
     tile = tl.program_id(0)
     if SCALING == "row" or (SCALING == "tensor" and not GUESSED):
-        tile = tl.num_programs(0) - 1 - tile  # from the end: what the maximum read last is still in L2
+        tile = tl.num_programs(0) - 1 - tile  # from the end: the tiles that the maximum read last are still in L2
     expert, down, across = _place_of_tile(
         tile, tile_expert_ptr, tile_row_ptr, ends_ptr, group16, cols16, TOKENS, BR, BC
     )
@@ -350,7 +349,7 @@ def _settle(state_ptr, is_cast_E, e_E, experts, eps, FP8: tl.constexpr):
     largest_E = tl.load(state_ptr + LARGEST * experts + e_E, mask=here_E, other=0)
     right_E = power_of_two_of_bits(largest_E, eps, FP8).to(tl.int32, bitcast=True)
     wrong_E = is_cast_E & (right_E != guess_E)
-    # Every thread has read before its program says so, and the last to say so clears the state for the next cast.
+    # A program counts itself after all its threads have read; the last one clears the state for the next cast.
     tl.debug_barrier()
     if tl.atomic_add(state_ptr + SEEN * experts, 1) == tl.num_programs(0) - 1:
         casts_ptr, wrong_ptr = state_ptr + CASTS * experts + e_E, state_ptr + WRONG * experts + e_E
@@ -395,7 +394,7 @@ def _check_tiles(
         height_E = tl.where(e_E < experts, group16 * 16, 0)
     right_E, wrong_E = _settle(state_ptr, height_E > 0, e_E, experts, eps, FP8)
 
-    # The tiles of experts whose guess was wrong, one after the other, are dealt out to all programs.
+    # The tiles of experts whose guess was wrong are dealt out, one after the other, to all programs.
     wide = (cols16 * 16 + BC - 1) // BC
     tiles_E = tl.where(wrong_E, (height_E + BR - 1) // BR * wide, 0)
     if tl.max(tiles_E, 0) > 0:

@@ -1,11 +1,11 @@
 """Triton casts for experts: all experts' tokens, or all experts' matrices, in one launch and every layout needed.
 
-A layout on the device says which expert each tile of TILE_ROWS rows belongs to, so nobody waits for the host, whatever
-the routing. A program reads a tile once and writes it as it lies and transposed. The transposed layout contracts over
+A layout on the device says which expert each tile of TILE_ROWS rows belongs to, so nothing waits for the host, for any
+routing. A program reads a tile once and writes it as it lies and transposed. The transposed layout contracts over
 tokens: there each expert's stretch starts at a multiple of `pad` and is filled up with zeros.
 
-bfloat16 that begins at 16 bytes is cast as words of two numbers (`fast_tile`), everything else here, one number at a
-time:
+bfloat16 that begins at a multiple of 16 bytes is cast as words of two numbers (`fast_tile`); everything else is cast
+here, one number at a time:
 
     tensorwise  maxima of experts, by atomics; then the cast: two reads
     rowwise     maxima of rows and of each expert's columns, by atomics; then the cast: two reads
@@ -47,9 +47,9 @@ Pair = tuple[tuple[Tensor, Tensor] | None, tuple[Tensor, Tensor] | None]
 
 
 def lay_out_groups(counts: Tensor, rows: int, pad: int, tiles: int, misrouted: Tensor | None) -> tuple[Tensor, ...]:
-    """Ends, padded ends and experts by size [E each]; of each tile expert, first row and end; [1] tiles used.
+    """Ends, padded ends and experts by size [E each]; expert, first row and end of each tile; [1] tiles used.
 
-    Counts that do not add up to `rows` are cut so that no kernel leaves its tensors; `misrouted` keeps by how much.
+    Counts that do not add up to `rows` are cut so that no kernel leaves its tensors; `misrouted` keeps the difference.
     """
     experts = counts.shape[0]
     # Every table begins at a multiple of 16 bytes: kernels are compiled once, whatever the sizes.
@@ -64,7 +64,7 @@ def lay_out_groups(counts: Tensor, rows: int, pad: int, tiles: int, misrouted: T
 
 @functools.lru_cache(maxsize=256)
 def _lay_out_launch(counts: torch.dtype, rows: int, experts: int, tiles: int, pad: int) -> PreparedLaunch:
-    del counts  # a launch always gets tensors of the same types, so there is one for each
+    del counts  # a launch always gets tensors of the same types
     room = max(2, triton.next_power_of_2(experts))
     constants = {"EXPERTS": room, "PAD": pad, "TILE": TILE_ROWS, "CHUNK": max(16, 8192 // room)}
     return PreparedLaunch(_lay_out, (1,), (rows, experts, tiles), constants, num_warps=8)
@@ -93,7 +93,7 @@ def cast_token_tiles(
     x_TC = x_TC.contiguous()
     paired = x_TC.numel() > 0 and _fits_pairs(x_TC, layout.pad)
     if made[1] is not None and not blocks and not paired:
-        made[1][1].fill_(SMALLEST_SCALE)  # what an expert without tokens has
+        made[1][1].fill_(SMALLEST_SCALE)  # the scale of an expert without tokens
     sizes = GroupSizes(experts, width, layout.padded_rows, tokens=count if blocks else 0, tiles=layout.tiles)
     tables = (layout.ends, layout.padded_ends, layout.tile_expert, layout.tile_row)
     _cast(x_TC, scaling_of(recipe), sizes, tables, fp8, eps, made, guess, paired=paired)
@@ -120,7 +120,7 @@ def cast_expert_tiles(
 
 
 def _fits_pairs(x_RC: Tensor, padded: int) -> bool:
-    """Can these rows be cast as words? `padded`: what an expert's rows are a multiple of, where they lie transposed."""
+    """Whether these rows can be cast as words. `padded`: an expert's transposed rows are a multiple of this."""
     return fits_pairs((x_RC.shape[0], x_RC.shape[1]), x_RC.dtype, padded, aligned=is_aligned(x_RC))
 
 
@@ -220,7 +220,7 @@ def _lay_out(
     across, down = (experts + 3) // 4 * 4, (tiles + 3) // 4 * 4
     tl.store(out_ptr + e_E, end_E.to(tl.int32), mask=e_E < experts)
     tl.store(out_ptr + across + e_E, padded_E.to(tl.int32), mask=e_E < experts)
-    for first in range(0, EXPERTS, 16):  # the rank of 16 experts at a time: all at once would not fit in registers
+    for first in range(0, EXPERTS, 16):  # rank 16 experts at a time: all at once would not fit in registers
         f_F = first + tl.arange(0, 16)
         size_F = tl.load(counts_ptr + f_F, mask=f_F < experts, other=-1).to(tl.int64)
         earlier_FE = (given_E[None, :] == size_F[:, None]) & (e_E[None, :] < f_F[:, None])
@@ -235,7 +235,7 @@ def _lay_out(
         before_CE = tile_end_E[None, :] <= tile_C[:, None]
         expert_C = tl.where(tile_C < total, tl.sum(before_CE.to(tl.int32), 1), -1)
         start_C = tl.max(tl.where(before_CE, end_E[None, :], 0), 1)
-        end_C = tl.min(tl.where(before_CE, rows, end_E[None, :]), 1)  # the first end that is not before it
+        end_C = tl.min(tl.where(before_CE, rows, end_E[None, :]), 1)  # the first end that is not before the tile
         inside_C = tile_C - tl.max(tl.where(before_CE, tile_end_E[None, :], 0), 1)
         tl.store(tile_ptr + tile_C, expert_C, mask=ok_C)
         tl.store(tile_ptr + down + tile_C, (start_C + inside_C * TILE).to(tl.int32), mask=ok_C)
@@ -328,13 +328,13 @@ def _cast_tiles(
     ok_RC = ok_R[:, None] & ok_C[None, :]
     x_RC = read_numbers(x_ptr, r_R, c_C, end, C, SOURCE)
 
-    # Where the tile lies transposed: rows that are not there are zeros, which fill the expert's stretch up.
+    # In the transposed layout missing rows are zeros, which fill up the expert's stretch.
     if GROUP > 0:
         first = expert.to(tl.int64) * (GROUP * C) + (row - start)
         room_R = ok_R
     else:
         padded_start = tl.load(padded_ends_ptr + expert - 1, mask=expert > 0, other=0)
-        # Every expert starts and ends at a multiple of 16 bytes; without being told, Triton would store single ones.
+        # Every expert starts and ends at a multiple of 16 bytes; without this hint Triton would store single bytes.
         first = tl.multiple_of((padded_start + (row - start)).to(tl.int64), 16)
         room_R = first + tl.arange(0, BR) < tl.multiple_of(tl.load(padded_ends_ptr + expert), 16)
     at_CR = first + c_C[:, None].to(tl.int64) * cols_stride + tl.arange(0, BR)[None, :]

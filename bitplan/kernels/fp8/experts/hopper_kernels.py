@@ -17,12 +17,12 @@ from bitplan.kernels.fp8.experts.layout import GLUON_COLS, TILE_ROWS
 
 STEP = 128  # numbers of one step of the contraction
 
-# A tile, the rows of it that a group of warps multiplies, a step, and registers of a thread in the second group and in
-# the loading warp; the first group has what is left.
+# The tile, its rows for each group of warps, a step, and registers of a thread in the second group and in the loading
+# warp; the first group has the rest.
 _TILE, _ROWS, _COLS = gl.constexpr(TILE_ROWS), gl.constexpr(TILE_ROWS // 2), gl.constexpr(GLUON_COLS)
 _STEP, _MULTIPLYING, _LOADING = gl.constexpr(STEP), gl.constexpr(232), gl.constexpr(24)
 
-# Later Tritons have other names for them, and keep the old ones to say so.
+# Later versions of Triton renamed these, and keep the old names only to warn.
 _tma_load = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
 _tma_store = tma.async_store if hasattr(tma, "async_store") else tma.async_copy_shared_to_global
 
@@ -53,10 +53,10 @@ def tile_product(
     STAGES: gl.constexpr,
     PROGRAMS: gl.constexpr,
 ):
-    """out [T, width] of rows with `length` numbers, or, of SUMS, [experts * height, width].
+    """out [T, width] from rows of `length` numbers, or with SUMS [experts * height, width].
 
-    The tables are of tiles (expert, first row, the expert's end), or, of SUMS, experts by size and where each ends
-    in the contraction. UNIFORM: an expert has one scale for a and one for b, though they are written for every row.
+    The tables describe tiles (expert, first row, the expert's end), or with SUMS experts by size and their ends in the
+    contraction. UNIFORM: an expert has one scale for a and one for b, though they are written for every row.
     """
     if SUMS:
         tiles = (height + _TILE - 1) // _TILE
@@ -91,7 +91,7 @@ def tile_product(
 
 @gluon.jit
 def _place(t, sizes, tables, SUMS: gl.constexpr):
-    """Of tile t: (row of a, row of b, first of the contraction, its steps, expert, row of out, its end, column)."""
+    """For tile t: (row of a, row of b, start of the contraction, its steps, expert, row of out, its end, column)."""
     _total, tiles, height, width, length, together = sizes
     expert_ptr, row_ptr, end_ptr = tables
     cols = width // _COLS
@@ -119,7 +119,7 @@ def _place(t, sizes, tables, SUMS: gl.constexpr):
 
 @gluon.jit
 def _order(t, rows, cols, together):
-    """(row of tiles, column of tiles): `together` rows walk through the columns side by side."""
+    """(row of tiles, column of tiles): `together` rows of tiles go through the columns together."""
     first = t // (together * cols) * together
     side = gl.minimum(rows - first, together)
     inside = t % (together * cols)
@@ -128,7 +128,7 @@ def _order(t, rows, cols, together):
 
 @gluon.jit
 def _load(a_desc, b_desc, ring, sizes, tables, SUMS: gl.constexpr, STAGES: gl.constexpr, PROGRAMS: gl.constexpr):
-    """What the loading warp does: fill the ring, step after step of tile after tile."""
+    """The loading warp: fills the ring, step by step and tile by tile."""
     a_bufs, b_bufs, full, empty = ring
     at = 0
     for t in range(gl.program_id(0), sizes[0], PROGRAMS):
@@ -136,7 +136,7 @@ def _load(a_desc, b_desc, ring, sizes, tables, SUMS: gl.constexpr, STAGES: gl.co
         for step in range(steps):
             stage = at % STAGES
             k = first + step * _STEP
-            # A barrier that was never used counts as having ended phase 1.
+            # A new barrier counts as if phase 1 had ended.
             mbarrier.wait(empty.index(stage), ((at // STAGES) & 1) ^ 1)
             ready = full.index(stage)
             mbarrier.expect(ready, (_TILE + _COLS) * _STEP)
@@ -161,7 +161,7 @@ def _multiply(
     STAGES: gl.constexpr,
     PROGRAMS: gl.constexpr,
 ):
-    """What a group of four warps does: its 64 rows of tile after tile."""
+    """A group of four warps: multiplies its 64 rows of tile after tile."""
     at = 0
     for t in range(gl.program_id(0), sizes[0], PROGRAMS):
         _, _, _, steps, expert, row, end, col = _place(t, sizes, tables, SUMS)
@@ -175,7 +175,7 @@ def _multiply(
             left, right, at = _sum_in_tensor_cores(GROUP, ring, at, steps, STAGES)
         else:
             left, right, at = _sum_in_float32(GROUP, ring, at, steps, STAGES)
-        # Half of the columns after the other: scales of all of them would not fit in registers beside the sums.
+        # One half of the columns after the other: scales of all would not fit in registers beside the sums.
         _finish(left, GROUP, scales, a_scale, b_scale, result, expert, row, end, col, sizes[3], UNIFORM, BIAS)
         col += _COLS // 2
         _finish(right, GROUP, scales, a_scale, b_scale, result, expert, row, end, col, sizes[3], UNIFORM, BIAS)
@@ -184,7 +184,7 @@ def _multiply(
 
 @gluon.jit
 def _sum_in_tensor_cores(GROUP: gl.constexpr, ring, at, steps, STAGES: gl.constexpr):
-    """(left and right sums [64, 128], steps of the ring so far); a product is under way when the next is asked for."""
+    """(left and right sums [64, 128], steps of the ring so far); a product starts while the last is under way."""
     a_bufs, b_bufs, full, empty = ring
     MMA: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, _COLS, 32])
     acc = gl.zeros([_ROWS, _COLS], gl.float32, MMA)
@@ -205,7 +205,7 @@ def _sum_in_tensor_cores(GROUP: gl.constexpr, ring, at, steps, STAGES: gl.conste
 
 @gluon.jit
 def _sum_in_float32(GROUP: gl.constexpr, ring, at, steps, STAGES: gl.constexpr):
-    """The same; tensor cores add the products of one step alone."""
+    """The same, where the tensor cores add only the products of one step."""
     a_bufs, b_bufs, full, empty = ring
     HALF: gl.constexpr = _COLS // 2
     MMA: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, HALF, 32])
@@ -253,7 +253,7 @@ def _finish(
     if UNIFORM:
         acc = acc * a_scale * b_scale
     else:
-        # Scales of a lie as the rows of out do, those of b as its columns.
+        # Scales of a are laid out like the rows of out, those of b like its columns.
         a_scale_M = gl.load(a_scale_ptr + m, mask=m < end, other=0.0)
         b_scale_N = gl.load(b_scale_ptr + expert * width + n)
         acc = acc * a_scale_M[:, None] * b_scale_N[None, :]
@@ -268,7 +268,7 @@ def _finish(
 
 @gluon.jit
 def _store(acc, PART: gl.constexpr, GROUP: gl.constexpr, out_desc, out_bufs, row, col):
-    """Halves of halves, down to what a block of the descriptor holds; two of them are under way for each group."""
+    """Halve a tile until it fits a block of the descriptor, and store it; each group has two stores under way."""
     PARTS: gl.constexpr = acc.shape[1] // out_desc.block_shape[1]
     if PARTS > 1:
         left, right = _halve(acc)

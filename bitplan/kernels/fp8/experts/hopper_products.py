@@ -3,17 +3,17 @@
     rows_product    a_TK  rows sorted by expert          b_ENK  a matrix of each expert     -> out [T, N]
     sums_product    a_NP  columns padded per expert      b_KP   likewise                    -> out [E, N, K]
 
-As `triton_products` has them, and faster. There a program makes one tile, and loads wait while results are written.
-Here a program stays on its multiprocessor and takes tile after tile; its loading warp runs ahead of the others by a
-ring of stages, into the next tile too. How many tiles there are only the device knows: the layout has it there.
+The same products as in `triton_products`, faster. There a program makes one tile, and loads wait while results are
+written. Here a program stays on its multiprocessor and takes tile after tile; its loading warp runs ahead of the others
+by a ring of stages, also into the next tile. Only the device knows the number of tiles: it is in the layout's tables.
 
 A tile is 128 rows by 256 columns, 64 rows for each group of warps. `fast_accum`: the running sum stays in the tensor
-cores, which keep about 14 bits, over the whole contraction. Without it they add STEP products from nothing, and that
-goes to a sum in float32, one half of the columns after the other: both halves at once would not fit in registers, and
-while one group of warps adds, the other multiplies. The Triton product adds at the same places.
+cores, which keep about 14 bits, over the whole contraction. Without it they add STEP products from zero, and the result
+is added to a sum in float32, one half of the columns after the other: both halves at once would not fit in registers,
+and while one group of warps adds, the other multiplies. The Triton product adds at the same steps.
 
-Numbers that a last step or tile lacks are zeros to loads and are left out by stores; only the width of the result must
-be whole tiles. `bitplan.kernels.fp8.experts.products.gluon_obstacle` says where all this can run.
+Beyond the end, in a last step or tile, loads give zeros and stores write nothing; only the width of the result must be
+whole tiles. `bitplan.kernels.fp8.experts.products.gluon_obstacle` says where all this can run.
 
 Legend: T rows of tokens, E experts, N outputs, K inputs, P padded rows.
 """
@@ -35,7 +35,7 @@ from bitplan.kernels.base.launch import is_watched
 from bitplan.kernels.fp8.experts.hopper_kernels import STEP, tile_product
 from bitplan.kernels.fp8.experts.layout import GLUON_COLS, TILE_ROWS, GroupedFp8, GroupLayout
 
-WARPS = 4  # of the first group of warps; Gluon adds the others
+WARPS = 4  # in the first group; Gluon adds the others
 
 _TYPES = {
     torch.float8_e4m3fn: gl.float8e4nv,
@@ -100,7 +100,7 @@ def sums_product(
 
 
 def sums_stages(rows: int, experts: int) -> int:
-    """Stages of the ring of `sums_product`: 4, and 3 where an expert's rows are on average fewer steps than that.
+    """Stages of the ring of `sums_product`: 4, or 3 if an expert's rows are on average fewer than 4 steps.
 
     On an H200 4 are 1 to 3% faster with 4096 rows for each expert, and 3 are 8% faster with 256. `rows_product` has
     4 always: 3 were 1 to 5% slower.
@@ -115,10 +115,10 @@ _thread = threading.local()
 
 
 class _Launch:
-    """All of a launch that does not change with its tensors; see `bitplan.kernels.base.launch`, which has no TMA.
+    """The parts of a launch that do not change with its tensors, as in `bitplan.kernels.base.launch`, which has no TMA.
 
     The first launch is an ordinary one. It takes Triton's own descriptors, which are costly to check and to classify;
-    later ones hand what it compiled just the addresses and sizes that descriptors are made from.
+    later launches pass only addresses and sizes, from which descriptors are made.
     """
 
     __slots__ = ("_blocks", "_compiled", "_constants", "_device", "_tail")
@@ -136,7 +136,7 @@ class _Launch:
 
     def __call__(self, matrices: tuple[Tensor, ...], pointers: tuple[Tensor, ...]) -> None:
         if not hasattr(_thread, "has_context") and torch.cuda.is_initialized():
-            torch.cuda.mem_get_info(self._device)  # descriptors need a context, which a new thread has not
+            torch.cuda.mem_get_info(self._device)  # descriptors need a CUDA context, which a new thread does not have
             _thread.has_context = True
         if triton.runtime.driver.active.get_current_device() == self._device:
             self._launch(matrices, pointers)
@@ -149,7 +149,7 @@ class _Launch:
         odd = 0
         for address in addresses:
             odd |= address & 15
-        # Triton compiles for pointers that are multiples of 16; others are rare, and get what it compiles for them.
+        # Triton compiles for pointers that are multiples of 16; others are rare, and get a kernel of their own.
         if self._compiled is None or odd or is_watched():
             compiled = self._launch_ordinarily(matrices, pointers)
             self._compiled = self._compiled if odd else compiled
@@ -177,7 +177,7 @@ class _Launch:
 
 
 class _Matrix:
-    """What a compiled launch reads of a TensorDescriptor."""
+    """The fields of a TensorDescriptor that a compiled launch reads."""
 
     __slots__ = ("base", "shape", "strides")
     padding = "zero"
@@ -199,7 +199,7 @@ def _launch_of(
 ) -> _Launch:
     """`numbers`: height, width, length and experts; `flags`: SUMS, UNIFORM, BIAS and FAST; see `tile_product`.
 
-    The rows of tiles that walk the columns side by side: 4 and 8 were fastest on an H200, by 0 to 3% against 4, 8, 16.
+    Rows of tiles that go through the columns together: of 4, 8 and 16, 4 and 8 were fastest on an H200, by 0 to 3%.
     """
     part = 128 // out.itemsize  # 128 bytes of a row of the result are written at once
     sides = ((a, [TILE_ROWS // 2, STEP]), (b, [GLUON_COLS, STEP]), (out, [TILE_ROWS // 2, part]))

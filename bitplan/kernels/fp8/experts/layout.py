@@ -10,7 +10,7 @@ from torch import Tensor
 from bitplan.errors import FormatError
 from bitplan.formats.fp8_recipes import RECIPES, expert_recipes
 
-TILE_ROWS = 128  # the rows that a program casts; products take them whole or in halves
+TILE_ROWS = 128  # rows of a cast's tile; products take whole tiles or halves
 GLUON_COLS = 256  # the columns of a tile of the gluon products
 
 
@@ -20,7 +20,7 @@ class GroupLayout:
 
     `ends` and `padded_ends` [E] are where each expert's rows end, `by_size` [E] the experts from the most rows to the
     fewest; `tile_expert`, `tile_row` and `tile_end` (of the expert) cut the rows into tiles that do not cross experts,
-    -1 where there is none; `tiles_used` [1] is how many there are.
+    -1 for unused tiles; `tiles_used` [1] is their number.
     """
 
     ends: Tensor
@@ -49,12 +49,12 @@ class GroupLayout:
 
 
 class GroupSizes(NamedTuple):
-    """Of what is cast: tokens, in the tiles of their layout's tables, or all experts' matrices, one below the other.
+    """Sizes of a cast: of tokens, in the tiles of their layout's tables, or of all experts' matrices, stacked.
 
     stride        codes from one column to the next in the transposed layout
-    tokens        where scales lie that far apart, else 0: what differs in tokens alone is then cast by one plan
-    tiles         of tokens, as the tables have them
-    matrix_rows   of each matrix; 0: these are tokens
+    tokens        for block scales, which lie that far apart, else 0: one plan then serves any number of tokens
+    tiles         tiles of tokens, as in the tables
+    matrix_rows   rows of each matrix; 0: these are tokens
     """
 
     experts: int
@@ -65,7 +65,7 @@ class GroupSizes(NamedTuple):
     matrix_rows: int = 0
 
     def tiles_down(self, rows: int) -> int:
-        """Tiles of so many rows, from top to bottom."""
+        """The number of tiles of `rows` rows, from top to bottom."""
         return self.experts * -(-self.matrix_rows // rows) if self.matrix_rows else self.tiles
 
 
@@ -83,7 +83,7 @@ class GroupedFp8:
 
 
 def scale_kind(recipe: str) -> str:
-    """Of a recipe: "vector", scales of rows and columns, or "block"."""
+    """The kind of a recipe's scales: "vector", of rows and columns, or "block"."""
     kind = RECIPES[recipe].experts if recipe in RECIPES else None
     if kind is None:
         raise FormatError(f"experts are cast by {', '.join(expert_recipes())}, got {recipe!r}")

@@ -6,15 +6,15 @@
     y_TN = grouped_rows(x_rows, w_rows, layout)          each row times its expert's matrix
     dw_ENK = grouped_sums(dy_cols, x_cols, layout)       for each expert the sum over its own rows
 
-Every expert is a tensor of its own: scales never reach across experts, so a result does not depend on which other
-experts are here, nor on how many processes share them. Scales come as
+Every expert is a tensor of its own: scales never reach across experts, so a result does not depend on the other
+experts, nor on the number of processes that share them. Scales come as
 
     kind      recipe                     tokens: rows, cols          matrices: rows, cols            pad
     "vector"  tensorwise, rowwise        [T], [E, K]                 [E, N], [E, K]                  16 or 128
     "block"   blockwise                  [K / 128, T], [P / 128, K]  [E, N / 128, K / 128], its T    128
 
-where a tensorwise scale stands once for each row (`GroupedFp8.uniform`). Rows keep their places in `rows`; in `cols`,
-[K, P], each expert's rows start at a multiple of `pad` and zeros fill them up, P being what the worst routing needs.
+where a tensorwise scale is repeated for each row (`GroupedFp8.uniform`). Rows keep their places in `rows`; in `cols`,
+[K, P], each expert's rows start at a multiple of `pad` and are filled up with zeros; P is enough for the worst routing.
 
 `impl`: "reference" is the definition, in plain torch, a loop over experts; "triton" our kernels for any GPU with FP8;
 "gluon" our kernels for "vector" on compute capability 9, where the result is a multiple of 256 wide; "torch"
@@ -48,7 +48,7 @@ IMPLEMENTATIONS = ("auto", "reference", "triton", "gluon", "torch")
 
 
 def token_pad(recipe: str, impl: str) -> int:
-    """What each expert's rows are padded to where a product sums over them."""
+    """The multiple to which each expert's rows are padded where a product sums over them."""
     return 16 if scale_kind(recipe) == "vector" and impl == "torch" else BLOCK
 
 
@@ -61,7 +61,7 @@ def pick_impl(
     width: int | None = None,
     pad: int | None = None,
 ) -> str:
-    """What "auto" means here; or an error where the implementation asked for cannot do it.
+    """The implementation that "auto" means here; an error if the one asked for cannot run.
 
     `width` and `pad` as in `gluon_obstacle`.
     """
@@ -88,10 +88,10 @@ def pick_impl(
 def gluon_obstacle(
     recipe: str, device: torch.device, *, width: int | None = None, pad: int | None = None
 ) -> str | None:
-    """Why the gluon products are not for this, or None. What is not given counts as fitting.
+    """Why the gluon products cannot be used, or None. A size that is not given counts as fitting.
 
     `width`: the columns of the result (outputs for the forward, inputs for both gradients); `pad`: where tokens are
-    summed, what the layout pads them to.
+    summed, the padding of the layout.
     """
     if scale_kind(recipe) != "vector":
         return f"it takes scales of rows and columns (tensorwise, rowwise), got {recipe}"
@@ -106,7 +106,7 @@ def gluon_obstacle(
 
 @functools.cache
 def _gluon_lacks() -> str | None:
-    """What this Triton lacks of what the gluon products are made of, or None."""
+    """What the gluon products need and this version of Triton lacks, or None."""
     try:
         import triton
         from triton.experimental.gluon import language
@@ -121,7 +121,7 @@ def _gluon_lacks() -> str | None:
     }
     missing = [name for where, names in needed.items() for name in names if not hasattr(where, name)]
     if not missing and "functions_and_args" not in inspect.signature(language.warp_specialize).parameters:
-        missing = ["warp_specialize(functions_and_args, ...)"]  # it was called otherwise before 3.6
+        missing = ["warp_specialize(functions_and_args, ...)"]  # it had another signature before 3.6
     return f"Triton {triton.__version__} has no {', '.join(missing)} in Gluon" if missing else None
 
 
@@ -136,7 +136,7 @@ def _capability(device: torch.device) -> int:
 def lay_out(
     tokens_per_expert: Tensor, rows: int, pad: int, *, misrouted: Tensor | None = None, impl: str = "auto"
 ) -> GroupLayout:
-    """Tables for this routing. `misrouted` (int32, one number) keeps the largest error of counts ever seen."""
+    """Tables for this routing. `misrouted` (int32, one number) keeps the largest error of counts so far."""
     if tokens_per_expert.dim() != 1 or tokens_per_expert.dtype not in (torch.int32, torch.int64):
         raise FormatError(
             "tokens_per_expert must be int32 or int64 [experts], got "
@@ -202,7 +202,7 @@ def cast_tokens(
     impl: str = "auto",
     guess: Tensor | None = None,
 ) -> tuple[GroupedFp8 | None, GroupedFp8 | None]:
-    """Tokens in the layouts asked for: [T, K] in place, and [K, P] padded per expert.
+    """Tokens in the layouts asked for: [T, K] in the same order, and [K, P] padded per expert.
 
     `guess`: a state of `fp8.guessed_cast` for these experts, which saves a tensorwise cast of bfloat16 on the GPU its
     second read and changes no bit; any other cast leaves it alone.
@@ -233,7 +233,7 @@ def cast_experts(
     guess: Tensor | None = None,
 ) -> tuple[GroupedFp8 | None, GroupedFp8 | None]:
     """Matrices in the layouts asked for: [E, N, K], and transposed [E, K, N]; E4M3. `guess` as in `cast_tokens`."""
-    scale_kind(recipe)  # refuses what is no recipe of experts
+    scale_kind(recipe)  # refuses a recipe without grouped products
     for size in w_ENK.shape[1:]:
         _check_width(size, recipe)
     if impl in ("triton", "gluon", "torch") or (impl == "auto" and w_ENK.is_cuda):
@@ -360,7 +360,7 @@ def grouped_sums(
     impl: str = "auto",
     launch: GroupedLaunch | None = None,
 ) -> Tensor:
-    """For each expert a times b transposed over its own tokens: [E, N, K]; zeros where it has none."""
+    """For each expert a times b transposed over its own tokens: [E, N, K]; zeros for an expert without tokens."""
     impl = _impl_of(a_NP, b_KP, impl, b_KP.codes.shape[0], layout.pad)
     if impl == "torch":
         return torch._scaled_grouped_mm(

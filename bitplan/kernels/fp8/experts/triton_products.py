@@ -8,12 +8,12 @@ Both contract over the last, contiguous axis of both operands, which is the only
 The first is the forward (K inputs) and the input gradient (K outputs of the layer); the second is the weight gradient,
 where each expert contracts over its own stretch of P, a multiple of STEP long and filled up with zeros.
 
-Scales come in two kinds. "vector": one for each row of `a` and of `b`, applied once to the finished sum; tensorwise
-is that with equal numbers. "block": one for each STEP of the contraction, applied to the sum of every step; this also
-takes sums out of the tensor cores, which keep fewer bits than float32, every STEP.
+Scales come in two kinds. "vector": one for each row of `a` and of `b`, applied once to the finished sum; for tensorwise
+they are equal. "block": one for each STEP of the contraction, applied to the sum of every step; this also takes sums
+out of the tensor cores, which keep fewer bits than float32, every STEP.
 
-Operands are read by pointers or by TMA descriptors (`tma`), which leave the lanes free. What is not here: a persistent
-grid, which the faster "vector" products of `hopper_products` have, and split contraction for few tokens.
+Operands are read by pointers or by TMA descriptors (`tma`), which leave the lanes free. There is no persistent grid,
+which the faster "vector" products of `hopper_products` have, and no split contraction for few tokens.
 
 Legend: T rows of tokens, E experts, N outputs, K inputs, P padded rows, M rows of a tile.
 """
@@ -40,7 +40,7 @@ STEP = 128  # numbers of one step of the contraction, which is also a block of s
 class GroupedLaunch:
     """How a product is cut up: the tile of the output, warps and stages of a program, and how operands are read.
 
-    `rows` must divide TILE_ROWS in `rows_product`. `together` tiles of rows walk the columns side by side.
+    `rows` must divide TILE_ROWS in `rows_product`. `together` rows of tiles go through the columns together.
     """
 
     rows: int
@@ -52,7 +52,7 @@ class GroupedLaunch:
 
 
 # The shapes that dense FP8 products favour on Hopper. On an H200, with 8 experts of 2048x7168, "vector" by 128x128 with
-# 4 warps is 1 to 8% faster with `fast_accum`; without, which is how layers take gradients, it was not measured.
+# 4 warps is 1 to 8% faster with `fast_accum`; without it, as layers compute gradients, it was not measured.
 DEFAULT_LAUNCHES = {"vector": GroupedLaunch(128, 256, 8, 3), "block": GroupedLaunch(128, 128, 8, 4)}
 
 
@@ -145,7 +145,7 @@ def sums_product(
 
 
 def _operand(codes: Tensor, rows: int, tma: bool) -> Any:
-    """Codes as a kernel takes them."""
+    """Codes as a kernel reads them: by a pointer or a TMA descriptor."""
     codes = operand_of(codes)
     if not tma:
         return codes
@@ -294,7 +294,7 @@ def _sums_product(
 
 @triton.jit
 def _tile_of_program(program, rows, COLS: tl.constexpr, TOGETHER: tl.constexpr):
-    """(row of tiles, column of tiles) of a program: `TOGETHER` rows walk through the columns side by side."""
+    """(row of tiles, column of tiles) of a program: `TOGETHER` rows of tiles go through the columns together."""
     first = program // (TOGETHER * COLS) * TOGETHER
     side = tl.minimum(rows - first, TOGETHER)
     inside = program % (TOGETHER * COLS)
@@ -303,7 +303,7 @@ def _tile_of_program(program, rows, COLS: tl.constexpr, TOGETHER: tl.constexpr):
 
 @triton.jit
 def _add_product(a, b, acc, FAST: tl.constexpr):
-    """acc + a b; not fast: what the tensor cores added among themselves goes to float32 at every step."""
+    """acc + a b; not FAST: the tensor cores' sum is added to float32 at every step."""
     if FAST:
         acc = tl.dot(a, b, acc, input_precision="ieee")
     else:

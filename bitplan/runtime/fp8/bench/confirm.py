@@ -1,10 +1,9 @@
-"""Is a block really faster with its plan? BF16, the plan and all FP8 in turns, on the whole block, before a model is
-changed.
+"""Times whole blocks in BF16, as planned and all in FP8, in turns, before a model is changed: is the plan faster?
 
 Layers were measured one by one; in a block they share caches, launches and the compiler's attention. So the first block
-of each make is copied, the copy gets the plan, and both are run forward and backward on what the model itself hands
-that block: the model is run up to it once, on an example, to see. An interval that ends below the threshold, or holds
-it, turns the plan down for all blocks of that make: BF16 is what "not shown to be faster" means.
+of each make is copied, the copy gets the plan, and both are run forward and backward on the inputs that the model
+itself gives that block: the model is run once on an example, up to that block. If the interval of the speedup ends
+below the threshold or contains it, all blocks of that make stay in BF16: the plan was not shown to be faster.
 
 A layer that loses alone, waiting for the host, may gain inside a block that keeps the GPU busy. So where a plan leaves
 layers in BF16 that could be FP8, a copy with all of them in FP8 takes turns too. It is taken where it is shown to be
@@ -44,11 +43,11 @@ Example = Tensor | Mapping[str, Any] | tuple[Any, ...]
 
 
 class _SeenError(Exception):
-    """Thrown to stop a model once the block's inputs were seen."""
+    """Raised to stop a model once the block's inputs were recorded."""
 
 
 def seen_inputs(model: nn.Module, path: str, example: Example) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """What the model hands the block at `path` when it is given the example."""
+    """The inputs of the block at `path` when the model is run on the example."""
     calls: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
 
     def see(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -83,9 +82,9 @@ def default_example(model: nn.Module, tokens: int) -> Example:
 
 
 def example_shape(tokens: int, longest: int) -> tuple[int, int]:
-    """Sequences and their length for a token count: no longer than the model's positions, or EXAMPLE_LENGTH.
+    """Number and length of sequences for a token count: no longer than the model's positions, or EXAMPLE_LENGTH.
 
-    A count that does not divide evenly is filled up, by less than one token a sequence.
+    A count that does not divide evenly is rounded up, by less than one token per sequence.
     """
     sequences = math.ceil(tokens / min(longest, EXAMPLE_LENGTH))
     return sequences, math.ceil(tokens / sequences)
@@ -104,8 +103,10 @@ def confirm_block(
     stopwatch: Stopwatch | None = None,
     turns: int = TURNS,
 ) -> Confirmed:
-    """The block forward and backward in turns, in BF16, as planned and all in FP8, where those are not None; launched
-    one by one, or each as a CUDA graph. `compiled` may be a mode of torch.compile."""
+    """Time the block forward and backward in turns: in BF16, and as planned and all in FP8 if these are not None.
+
+    Kernels are launched one by one, or as a CUDA graph. `compiled` may be a mode of torch.compile.
+    """
     device = next(plain.parameters()).device
     blocks = {"bf16": plain, "plan": planned, "all": everything}
     arms = {name: partial(_step, block, inputs, compiled) for name, block in blocks.items() if block is not None}
@@ -119,7 +120,7 @@ def confirm_block(
 
 
 def _compiling_all() -> AbstractContextManager[None]:
-    """All blocks share a forward's code, and by default the ninth of them would run as it is without a word."""
+    """All blocks share the code of one forward, and by default dynamo would silently not compile the ninth."""
     dynamo: Any = torch._dynamo.config  # imported here: it takes seconds, and eager blocks do not need it
     patched: AbstractContextManager[None] = dynamo.patch(recompile_limit=256, fail_on_recompile_limit_hit=True)
     return patched
@@ -143,7 +144,7 @@ def judge_all(path: str, timed: Mapping[str, Timed], threshold: float) -> Confir
 
 
 def judge(path: str, bf16: Timed, fp8: Timed, threshold: float, which: str = "plan") -> Confirmed:
-    """A win only where the whole interval is one; memory that ran out for FP8 alone is a loss."""
+    """A win only if the whole interval is above the threshold; FP8 that alone ran out of memory is a loss."""
     name = {"plan": "the plan", "all": "all FP8"}[which]
     if fp8.status != OK or bf16.status != OK:
         failed, what = (fp8, name) if fp8.status != OK else (bf16, "BF16")
@@ -164,10 +165,10 @@ def _step(block: nn.Module, inputs: tuple[tuple[Any, ...], dict[str, Any]], comp
     """One forward and backward of a block, random gradients, weights cast anew as after an optimizer's step."""
     args, kwargs, leaves = _as_leaves(inputs)
     mode = compiled if isinstance(compiled, str) else None
-    # As block.compile() does it: a model that compiles its layers finds again what was compiled here.
+    # As block.compile() does: a model that compiles its layers then reuses what was compiled here.
     run: Callable[..., Any] = torch.compile(block._call_impl, mode=mode) if compiled else block
     parameters = [each for each in block.parameters() if each.requires_grad]
-    with torch.no_grad():  # not compiled: a pass without gradients would be compiled for this alone
+    with torch.no_grad():  # eager: compiling a pass without gradients would serve this line only
         shape = _first_tensor(block(*args, **kwargs))
     gradient = torch.randn_like(shape)
     drop_casts = cast_dropper(block)
@@ -183,7 +184,7 @@ def _step(block: nn.Module, inputs: tuple[tuple[Any, ...], dict[str, Any]], comp
 
 
 def _as_leaves(inputs: tuple[tuple[Any, ...], dict[str, Any]]) -> tuple[list[Any], dict[str, Any], list[Tensor]]:
-    """The inputs cut off from the model, with the hidden states, the first floating tensor, wanting a gradient."""
+    """The inputs, detached from the model; the hidden states (the first floating tensor) require a gradient."""
     leaves: list[Tensor] = []
 
     def cut(value: Any) -> Any:

@@ -1,17 +1,17 @@
-"""A small model from a config.json, for confirming a policy before there is a training script: the blocks of the real
-model, as few as show every make of them, with random weights.
+"""A small model from a config.json, to confirm a policy before there is a training script: as few blocks of the real
+model as contain every make of block, with random weights.
 
     small = plan_small_model("config.json", tp=2)     # read and checked; no memory is taken yet
     model = small.build(torch.device("cuda"))         # each call makes a fresh one, always with the same weights
 
 transformers builds it, from the keys of the file alone: no weights are read, nothing is downloaded, no code of a model
-is run. What a block costs does not hang on the values of its weights, with one exception: random routers send tokens to
-all experts nearly alike, as a trained model may not.
+is run. The time of a block does not depend on the values of its weights, with one exception: random routers send about
+as many tokens to every expert; a trained model may not.
 
     blocks      up to the first block of the last make: 1 where all are alike, 4 where three dense blocks come first
     vocabulary  cut down: embeddings and the output layer are in no block, and no layer of a policy
     tp          the heads and the MLP of one GPU, as `bench-layers` times them in one process; no communication. Models
-                with experts are refused then: a config.json cannot say a part of them
+                with experts are refused then: a config.json cannot describe a share of them
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from bitplan.runtime.fp8.sites import find_sites
 IN_PYTHON = "in Python, apply_fp8(model, policy, tokens=..., confirm=True, example=...) confirms any model"
 SMALL_VOCABULARY = 1024
 _SEED = 0
-# About files, not blocks: how weights are stored, what code reads them. How attention runs is transformers' own choice.
+# These keys describe files, not blocks: how weights are stored, what code reads them. transformers chooses attention.
 _DROPPED = {"quantization_config", "auto_map", "architectures", "dtype", "torch_dtype", "transformers_version"} | {
     "attn_implementation",
     "_attn_implementation",
@@ -48,7 +48,7 @@ _NO_TOKENS = {"pad_token_id": None, "bos_token_id": None, "eos_token_id": None}
 
 @dataclass(frozen=True)
 class SmallModel:
-    """How to build it: the configuration that transformers gets, with `blocks` of `of_blocks` blocks, and why."""
+    """How to build a small model: the configuration for transformers, with `blocks` of `of_blocks` blocks, and why."""
 
     where: str
     config: Mapping[str, Any]
@@ -64,7 +64,7 @@ class SmallModel:
             return _build(self.where, self.config, device, dtype).train()
 
     def example_shape(self, tokens: int) -> tuple[int, int]:
-        """Sequences and their length for a token count."""
+        """Number and length of sequences for a token count."""
         return example_shape(tokens, self.config["max_position_embeddings"])
 
     def example(self, tokens: int, device: torch.device) -> Example:
@@ -90,7 +90,7 @@ def plan_small_model(path: str | Path, *, tp: int = 1) -> SmallModel:
     part = _read_part(document, where)
     require("transformers", purpose=f"{where}: building it", extra="models", least=5)
     config = {key: value for key, value in _shard(document, part, tp).items() if key not in _DROPPED}
-    sizes = ConfigObject(document, "", where)  # no layer's shape hangs on these two: a file may leave them out
+    sizes = ConfigObject(document, "", where)  # a file may lack these two: no layer's shape needs them
     config |= _NO_TOKENS | {
         "vocab_size": min(sizes.size("vocab_size", SMALL_VOCABULARY), SMALL_VOCABULARY),
         "max_position_embeddings": sizes.size("max_position_embeddings", EXAMPLE_LENGTH),
@@ -102,7 +102,7 @@ def plan_small_model(path: str | Path, *, tp: int = 1) -> SmallModel:
 
 
 def count_blocks(model: nn.Module, where: str = "the model") -> tuple[int, str]:
-    """How many blocks from the first on show every kind of block, and why; a kind is its layers and their shapes."""
+    """How many first blocks contain every kind of block, and why; a kind is a set of layers and their shapes."""
     kinds: dict[int, list[tuple[object, ...]]] = {}
     for site in find_sites(model).sites:
         match = re.search(r"(?:^|\.)([0-9]+)\.(.*)", site.path)
@@ -120,11 +120,11 @@ def count_blocks(model: nn.Module, where: str = "the model") -> tuple[int, str]:
 
 
 def _read_part(document: Any, where: str) -> ModelPart:
-    """Every size must be in the file: transformers would put its own for one that is missing."""
+    """Every size must be in the file: transformers would fill in its own default for a missing one."""
     try:
         (part,) = model_parts(document, where=where)
     except ModelConfigError as fault:
-        # Elsewhere a model may be a YAML; here it has to be built.
+        # Other commands accept a YAML; this model has to be built, which needs a config.json.
         message = str(fault).replace("another architecture can be described by its YAML keys", IN_PYTHON)
         raise ModelConfigError(message) from None
     return part
@@ -140,7 +140,7 @@ def _shard(document: Mapping[str, Any], part: ModelPart, tp: int) -> dict[str, A
             f"{part.where}: --tp {tp} takes dense models with q, k and v; the share of one GPU in experts or latent "
             f"attention cannot be said in a config.json; confirm with --tp 1 and a policy of tp 1; {IN_PYTHON}"
         )
-    local_layers([part], Parallel(tp=tp))  # says which key cannot be divided
+    local_layers([part], Parallel(tp=tp))  # raises, naming a key that cannot be divided
     return dict(document) | {
         "num_attention_heads": attention.heads // tp,
         "num_key_value_heads": attention.kv_heads // tp,
@@ -156,7 +156,7 @@ def _cut(config: Mapping[str, Any], blocks: int) -> dict[str, Any]:
 
 
 def _build(where: str, config: Mapping[str, Any], device: torch.device, dtype: torch.dtype) -> nn.Module:
-    """transformers' model; whatever its many checks raise is one line that names the file."""
+    """transformers' model; any error of its checks becomes one line that names the file."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     try:

@@ -1,8 +1,8 @@
 """Confirm a policy on a small model, one token count after the other: what `bitplan confirm-policy` does.
 
-For each count a fresh model gets the policy without a trial, to know the plan, and another one with `confirm`, which
-times its blocks whole (`confirm`). A plan is turned down where it has FP8 in a block and BF16 is what is taken; a
-plan that is BF16 cannot be turned down. Memory that runs out outside the trial ends that count, not the others.
+For each count the policy is applied to a fresh model without a trial, which gives the plan, and to another model with
+`confirm`, which times whole blocks. A plan is turned down where it has FP8 in a block and the block stays BF16; a plan
+of BF16 cannot be turned down. If memory runs out outside the trial, that count ends and the others go on.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from bitplan.runtime.fp8.recipe import Fp8Recipe, Fp8UnavailableError, require_f
 from bitplan.runtime.fp8.sites import block_of
 from bitplan.runtime.fp8.summary import AppliedFp8, Confirmed, LayerRow
 
-MOST_TOKENS = 2**24  # in one step of one GPU; more is a slip of the keyboard
+MOST_TOKENS = 2**24  # in one step of one GPU; a larger number is a typing error
 
 
 @dataclass(frozen=True)
 class BlockTiming:
-    """How blocks are timed: launched one by one or as CUDA graphs, compiled or not, and in which recipe, if one."""
+    """How blocks are timed: launched one by one or as CUDA graphs, compiled or not, and by which recipe, if any."""
 
     timing: str = "eager"
     compiled: bool = False
@@ -40,12 +40,12 @@ class BlockTiming:
 
     def __post_init__(self) -> None:
         if self.recipe is not None:
-            Fp8Recipe(self.recipe)  # says what is known
+            Fp8Recipe(self.recipe)  # raises for an unknown recipe
 
 
 @dataclass(frozen=True)
 class BlockResult:
-    """One make of block at one count: of `layers` layers the plan had `planned` in FP8, and `fp8_layers` stay so."""
+    """One make of block at one count: of its `layers`, the plan put `planned` in FP8, and `fp8_layers` stay in FP8."""
 
     block: str
     answer: str
@@ -81,7 +81,7 @@ class CountResult:
 
     @property
     def unknown(self) -> tuple[str, ...]:
-        """Why the policy says nothing of any layer at this count; empty where it does of one."""
+        """Why the policy knows no layer at this count; empty if it knows at least one."""
         rows = self.planned.rows if self.planned else ()
         if any(row.precision != "bf16" or row.answer != UNMEASURED for row in rows):
             return ()
@@ -150,7 +150,7 @@ def _confirm_count(
     try:
         planned = apply_fp8(model.build(device), policy, **asked)
         if trial.compiled:
-            torch.compiler.reset()  # graphs of other counts would make this one's shapes dynamic, or end the compiling
+            torch.compiler.reset()  # after graphs of other counts torch would make shapes dynamic, or stop compiling
         applied = apply_fp8(
             model.build(device),
             policy,
@@ -174,7 +174,7 @@ def _confirm_count(
 
 
 def _block_results(planned: AppliedFp8, applied: AppliedFp8) -> tuple[BlockResult, ...]:
-    """A result for each make of block, also for one that nothing could be timed in."""
+    """A result for each make of block, also for blocks in which nothing could be timed."""
     before, after = _by_block(planned.rows), _by_block(applied.rows)
     confirmed = {each.block: each for each in applied.confirmed}
     first: dict[tuple[object, ...], str] = {}

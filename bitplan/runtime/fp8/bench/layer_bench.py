@@ -6,14 +6,14 @@ module with random inputs and random gradients:
 
     bf16                      plain norm and linear, or the grouped product in BF16
     fp8                       all three products in FP8
-    fprop, dgrad, wgrad       that product in FP8, the other two in BF16: what it gains alone, its own casts included
+    fprop, dgrad, wgrad       one product in FP8, the other two in BF16: its own gain, with its casts
 
 The BF16 row of a product is the same BF16 module, so a report's pair for `wgrad` says what switching wgrad alone does.
 Weights are cast anew in every step, as where each step has one micro batch; with more of them FP8 gains more than here.
 
-Rows go into a `ReportLog` as they come. A run that is started again skips the ways that are there; if it was killed
-between the rows of one way, the rest of them is timed anew and no longer counts as taken in turns. Memory that runs out
-is a row, and the next case is taken up. What is built for a case is the business of `modules`.
+Rows go into a `ReportLog` as they come. A run that is started again skips the ways that the log has; if it was killed
+between the rows of one way, the missing rows are timed anew and no longer count as taken in turns. A case that runs out
+of memory is a row, and the run goes on. `modules` builds what is timed.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from bitplan.plan.fp8.layers import Case
 from bitplan.plan.fp8.report import ROUTINGS, TIMINGS, Row
 from bitplan.runtime.fp8.recipe import Fp8Recipe, GemmChoice
 
-# For the estimate of a dry run alone: rates that an H100 or H200 keeps up, what building and compiling a case takes.
+# Only for the estimate of a dry run: sustained rates of an H100 or H200, and the time to build and compile a case.
 _FLOPS_PER_S = 4e14
 _BYTES_PER_S = 2e12
 _BUILD_S = 1.0
@@ -42,7 +42,7 @@ Builder = Callable[["Way", GemmChoice], Arm]  # what is timed for a way: BF16 wh
 
 @dataclass(frozen=True)
 class BenchPlan:
-    """What is measured and how often; the whole of it goes into the report's settings."""
+    """What is measured and how often; all of it goes into the report's settings."""
 
     cases: tuple[Case, ...]
     recipe: Fp8Recipe
@@ -54,7 +54,7 @@ class BenchPlan:
     products_apart: bool = True
 
     def ways(self) -> list[Way]:
-        """Every way to time every case, in the order of the run; a layer that is there twice is timed once."""
+        """Every way to time every case, in the order of the run; a layer that occurs twice is timed once."""
         ways: dict[tuple[Any, ...], Way] = {}
         for case in self.cases:
             routings = self.routings if case.layer.kind in GROUPED_KINDS else (None,)
@@ -65,7 +65,7 @@ class BenchPlan:
         return list(ways.values())
 
     def gemms(self) -> tuple[str, ...]:
-        """Of what rows are written: the whole module, and each product where that was asked for."""
+        """What rows are written for: the whole module, and each product if that was asked for."""
         apart = self.products_apart and "fp8" in self.precisions
         return (MODULE, *(PRODUCTS if apart else ()))
 
@@ -108,7 +108,7 @@ class BenchPlan:
 
 @dataclass(frozen=True)
 class Way:
-    """One case, timed one way."""
+    """One case, timed in one way."""
 
     case: Case
     timing: str
@@ -170,10 +170,10 @@ def run_bench(
     done: Sequence[Sequence[Any]] | None = None,
     on_way: Callable[[Way], None] = lambda _: None,
 ) -> int:
-    """Measure what is not in the log yet and finish it; how many ways were timed now comes back.
+    """Measure what is not in the log yet, and finish the log; returns the number of ways timed in this run.
 
     `on_way` is called after each way. In a process that does not write (`log` is None, all but the first under
-    torchrun), `done` has the keys that the first one read in its log, for all of them must skip the same.
+    torchrun), `done` has the keys that the first process read in its log: all processes must skip the same ways.
     """
     keys = {tuple(key) for key in done} if done is not None else (log.done if log is not None else set())
     timed_now = 0

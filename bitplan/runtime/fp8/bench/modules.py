@@ -6,16 +6,16 @@
     column_grouped,
     row_grouped         BF16 and FP8: GroupedLinear, tokens by the way's routing
 
-A step is a forward and a backward with a random gradient, for the input and every parameter; weights are cast in each
-step, and once in it. In one process layers are the shard of one GPU. With groups (torchrun), dense layers divided over
-more than one GPU are ColumnParallel and RowParallel and experts over more than one are ExpertParallel, in both
-precisions: the communication is in both times. Each rank then routes its own tokens over all experts:
+A step is a forward and a backward with a random gradient, for the input and every parameter; weights are cast exactly
+once in each step. In one process layers are the shard of one GPU. With groups (torchrun), layers that are divided over
+several GPUs are ColumnParallel, RowParallel and (experts) ExpertParallel, in both precisions, so both times include the
+communication. Each rank then routes its own tokens over all experts:
 
-    uniform    every expert the same, but for the remainder: what the balancing losses of training aim at
+    uniform    as many tokens for every expert, but for the remainder: the aim of balancing losses in training
     zipf       the r-th busiest expert gets a share in proportion to 1 / r: a few experts do most of the work and many
                get less than a kernel's block. It is the normal case, and where padding costs most
 
-Both give every token away and no random number is drawn, so that a report can be repeated. The busiest experts are not
+Both assign every token and draw no random number, so that a report can be repeated. The busiest experts are not
 neighbours: the order of experts in a checkpoint says nothing about how busy they are.
 """
 
@@ -62,7 +62,7 @@ class ModuleBuilder:
         return lambda: self._step(way, gemms)
 
     def padded_tokens(self, way: Way) -> int | None:
-        """The rows that FP8 kernels really multiply; not known where other ranks send some of them."""
+        """The rows that FP8 kernels really multiply; None where other ranks send some of them."""
         layer = way.case.layer
         recipe = self.recipe.name
         if layer.kind not in GROUPED_KINDS:
@@ -89,7 +89,7 @@ class ModuleBuilder:
         if not gemms.is_bf16:
             kind = Fp8NormLinear if with_norm else Fp8Linear
             local = kind(width, out, bias=False, recipe=self.recipe, gemms=gemms, **where)
-            cast_weights_together(local)  # as `apply_fp8` has it
+            cast_weights_together(local)  # as `apply_fp8` does
             return self._divided(layer, local)
         linear = self._divided(layer, nn.Linear(width, out, bias=False, **where))
         return nn.Sequential(nn.RMSNorm(width, eps=1e-6, **where), linear) if with_norm else linear
@@ -145,7 +145,7 @@ def _ranks(experts: int) -> list[int]:
 
 
 def _whole(total: int, shares: Sequence[float]) -> tuple[int, ...]:
-    """Whole numbers in proportion to the shares that add up to the total: the largest remainders are rounded up."""
+    """Whole numbers in proportion to the shares, which add up to the total: the largest remainders are rounded up."""
     exact = [total * share / math.fsum(shares) for share in shares]
     counts = [math.floor(each) for each in exact]
     order = sorted(range(len(shares)), key=lambda index: (counts[index] - exact[index], index))

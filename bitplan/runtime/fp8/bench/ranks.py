@@ -1,8 +1,9 @@
 """The processes of a benchmark under torchrun: their groups, and what they must agree on.
 
-Ranks are numbered as Megatron does: neighbours share a tensor-parallel group, and for experts neighbours share an
-expert-tensor-parallel group, across which the experts lie. With more ranks than a group needs there are several groups,
-all busy with the same case, as in training. Agreement goes over gloo on the CPU, so that it is not in the GPU's queue.
+Ranks are numbered as in Megatron: neighbours share a tensor-parallel group. For experts, neighbours share an
+expert-tensor-parallel group, and the experts are spread over these groups. With more ranks than a group needs there are
+several groups, all busy with the same case, as in training. Agreement goes over gloo on the CPU, so that it is not in
+the GPU's queue.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ _SEVERITY = (OK, OOM, ERROR)
 
 @dataclass(frozen=True)
 class ParallelGroups:
-    """The groups of this rank; None where it is alone in one."""
+    """The groups of this rank; None for a group of one."""
 
     tp: Any = None
     ep: Any = None
@@ -32,7 +33,7 @@ class ParallelGroups:
 
 @dataclass(frozen=True)
 class BenchRanks:
-    """Which rank this is to the others."""
+    """This process among the others: its rank and its groups."""
 
     first: bool
     groups: ParallelGroups
@@ -40,7 +41,7 @@ class BenchRanks:
     count: int = 1
 
     def share(self, value: Any) -> Any:
-        """What the first rank has, on every rank."""
+        """The first rank's value, on every rank."""
         if self.count == 1:
             return value
         shared = [value if self.first else None]
@@ -67,7 +68,7 @@ class RankPeers(Peers):
 
 @contextmanager
 def join_ranks(count: int, parallel: Parallel, device: torch.device) -> Iterator[BenchRanks]:
-    """The groups of this process for the length of a block; alone, there is nothing to join."""
+    """The groups of this process, inside a `with` block; a single process joins nothing."""
     if count == 1:
         yield BenchRanks(True, ParallelGroups(), Peers())
         return
@@ -95,7 +96,7 @@ def join_ranks(count: int, parallel: Parallel, device: torch.device) -> Iterator
 
 
 def _own_group(count: int, groups: Sequence[range]) -> Any:
-    """Of these groups the one that this rank is in; every rank makes them all, in one order. None where it is alone."""
+    """This rank's group among these; every rank creates all groups, in the same order. None for a group of one."""
     mine = None
     for ranks in groups:
         if len(ranks) == 1:

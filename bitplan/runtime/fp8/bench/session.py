@@ -3,7 +3,7 @@
 `plan_session` reads the model and lists what would be timed: no GPU is touched, so a dry run works anywhere.
 `run_session` times it. In one process the shard of one GPU is timed alone, and the report's settings say so; under
 torchrun (WORLD_SIZE above 1) the ranks form groups of tp, and of ep x etp, with their real communication in the times,
-and the first rank writes. Calls are eager there: how many tokens go to which rank is the host's business, which a CUDA
+and the first rank writes. Calls are eager there: the host must know how many tokens go to which rank, which a CUDA
 graph cannot ask.
 """
 
@@ -31,7 +31,7 @@ from bitplan.runtime.fp8.recipe import AmaxEps, Fp8Recipe, Fp8UnavailableError, 
 
 @dataclass(frozen=True)
 class Request:
-    """What is asked of a run beside the variables of the environment."""
+    """What the user asks of a run, beside environment variables."""
 
     options: BenchOptions
     fp8: str = "e4m3"
@@ -44,7 +44,7 @@ class Request:
 
 @dataclass(frozen=True)
 class Session:
-    """What will be timed, of which model, divided how."""
+    """What will be timed: which layers of which model, and how they are divided."""
 
     request: Request
     model: str
@@ -122,7 +122,7 @@ def _ranks(environment: Mapping[str, str], parallel: Parallel) -> int:
 
 
 def require_hardware(session: Session) -> torch.device:
-    """The device of this process, or what it lacks."""
+    """The device of this process; an error says what it lacks."""
     wanted = session.request.device
     if wanted == "cuda" and not torch.cuda.is_available():
         raise Fp8UnavailableError(

@@ -3,18 +3,17 @@
     layer = GroupedLinear(8, 7168, 2048, recipe=Fp8Recipe("rowwise"), device="cuda", dtype=torch.bfloat16)
     y = layer(x_sorted, tokens_per_expert)      # x [T, K]; int tensor [E] on x's device: its first rows are expert 0's
 
-Policies call them column_grouped (fc1 of the experts) and row_grouped (fc2): what divides them over processes is in
-`parallel`. Any routing works: experts without tokens (their weight gradient is zero), one expert with all of them,
-counts that are no multiple of anything. How many tokens an expert has stays on the device: grids and buffers have the
-size that the worst routing needs, and nothing waits for the host. So on a GPU counts that do not add up to the rows
-cannot be refused when they come: they are cut to the rows, which keeps kernels inside their tensors, rows that no
-expert takes come out undefined, and `check_routing` says so afterwards.
+Policies call them column_grouped (fc1 of the experts) and row_grouped (fc2): `parallel` divides them over processes.
+Any routing works: experts without tokens (their weight gradient is zero), one expert with all of them, counts that are
+no multiple of anything. How many tokens an expert has stays on the device: grids and buffers have the size that the
+worst routing needs, and nothing waits for the host. So a GPU layer cannot at once refuse counts that do not add up to
+the rows: they are cut to the rows, so that kernels stay inside their tensors; the outputs of rows without an expert are
+undefined, and `check_routing` raises later.
 
 Products as in `linear`: each by its own recipe, or in BF16 through `torch._grouped_mm`, with the same interface, so
-that the two can be timed against each other. A scale belongs to one expert, and so does the guess that a tensorwise
-one starts from (`scale_guesses`); mxfp8 has no grouped product here. A CPU
-computes in float32 of the decoded values. torch.compile runs the layer as it is, between graphs: prepared launches are
-nothing that it could trace.
+that the two can be timed against each other. A scale belongs to one expert, and so does the guess that a tensorwise one
+starts from (`scale_guesses`); mxfp8 has no grouped product here. A CPU computes in float32 of the decoded values.
+torch.compile runs the layer eagerly, between graphs: it could not trace prepared launches.
 """
 
 from __future__ import annotations
@@ -40,8 +39,8 @@ from bitplan.runtime.fp8.recipe import Fp8LayerError, Fp8Recipe, GemmChoice, che
 class GroupedLinear(nn.Module):
     """weight [experts, out_features, in_features]; `gemms` of None: all three products by the recipe's own name.
 
-    `impl` chooses the FP8 products: "auto", "gluon", "torch", "triton" or "reference". What "auto" takes on a GPU
-    depends on shape and recipe (see `kernels.fp8.experts.products`, whose `gluon_obstacle` says why not the fastest).
+    `impl` chooses the FP8 products: "auto", "gluon", "torch", "triton" or "reference". On a GPU "auto" decides by shape
+    and recipe (see `kernels.fp8.experts.products`; its `gluon_obstacle` says why the fastest cannot run).
     """
 
     misrouted: Tensor
@@ -99,7 +98,7 @@ class GroupedLinear(nn.Module):
                 f"tokens_per_expert must have the {self.num_experts} experts, on {x.device}, "
                 f"got shape {tuple(tokens_per_expert.shape)} on {tokens_per_expert.device}"
             )
-        if self.misrouted.device != x.device:  # the layer was made on "meta", over a weight that was there already
+        if self.misrouted.device != x.device:  # the layer was made on "meta", over an existing weight
             self.misrouted = torch.zeros(1, dtype=torch.int32, device=x.device)
         layout = lay_out(tokens_per_expert, x.shape[0], self._pad(x.device), misrouted=self.misrouted)
         call = _Call(self.recipe, self.gemms, self.impl, layout, self.reuse_weight_cast)
@@ -140,7 +139,7 @@ class GroupedLinear(nn.Module):
 def find_weight_casts(
     weight: Tensor, recipe: str, call: _Call, *, rows: bool, cols: bool
 ) -> tuple[GroupedFp8, GroupedFp8]:
-    """The layouts asked for, as they lie and transposed; kept with the casts of all other weights."""
+    """The casts of the weight that are asked for, plain and transposed; kept with the casts of all other weights."""
     eps = call.recipe.eps.weight
 
     def make(rows: bool, cols: bool) -> tuple[GroupedFp8 | None, GroupedFp8 | None]:
@@ -152,7 +151,7 @@ def find_weight_casts(
 
 @dataclass(frozen=True)
 class _Call:
-    """What a forward and its backward share beside tensors."""
+    """What a forward and its backward share, apart from tensors."""
 
     recipe: Fp8Recipe
     gemms: GemmChoice
@@ -169,9 +168,9 @@ class _Call:
     def tokens(
         self, x: Tensor, rows_by: str, cols_by: str, fp8: str, eps: float, weight: Tensor, role: str
     ) -> list[GroupedFp8 | None]:
-        """x for the product that sums along its width, and for the one that sums along tokens; None where BF16.
+        """x cast for the product that sums along its width, and for the one that sums along tokens; None for BF16.
 
-        `weight` and `role`: whose guesses these are.
+        `weight` and `role` name the guesses of scales to start from.
         """
         made: list[GroupedFp8 | None] = [None, None]
         for recipe in {rows_by, cols_by} - {BF16}:

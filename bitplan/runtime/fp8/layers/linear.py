@@ -4,7 +4,7 @@ The layer is used like nn.Linear: the same parameters, the same state_dict, the 
 the exception: there the weight is FP8 (`stored_weight`). Weight casts are shared by micro-batches (`weight_casts`).
 
 Errors, relative to the norm of the exact result with Gaussian numbers: two operands of E4M3 3.7% (each 2.6%), one of
-E4M3 and one of E5M2 6%; beside them the rounding of the output. They do not grow with the sizes but for fast
+E4M3 and one of E5M2 6%; beside them the rounding of the output. They do not grow with the sizes, except with fast
 accumulation (`runtime.fp8.recipe`).
 """
 
@@ -75,7 +75,7 @@ class Fp8Linear(nn.Linear):
             store_in_fp8(self)
 
     def _apply(self, fn: Any, recurse: bool = True) -> Self:
-        """Moved to another device: can that one do it? What was kept of the weight stays behind."""
+        """After a move, check that the new device can run FP8; casts of the weight are not moved."""
         fp8_weight_casts.drop_casts([self.weight])
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         if self.weight.device.type != "meta":
@@ -94,7 +94,7 @@ class Fp8Linear(nn.Linear):
 
 
 def hold_weight_casts(module: nn.Module) -> None:
-    """Cast the weights of all FP8 layers now, at addresses that stay, for CUDA graphs; again after each step."""
+    """Cast the weights of all FP8 layers now, at fixed addresses, for CUDA graphs; call it again after each step."""
     for weight, settings in _cast_weights(module):
         for name in dict.fromkeys((settings.gemms.fprop, settings.gemms.dgrad)):
             if name != BF16:
@@ -102,7 +102,7 @@ def hold_weight_casts(module: nn.Module) -> None:
 
 
 def cast_weights_together(module: nn.Module) -> None:
-    """After a step, cast the weights of all FP8 layers at once, by one launch of the host; on a GPU."""
+    """From now on cast the weights of all FP8 layers on a GPU together after each step, by one launch."""
     fp8_weight_casts.cast_together(
         (weight, settings.gemms.fprop, settings.recipe.eps.weight)
         for weight, settings in _cast_weights(module)

@@ -1,11 +1,11 @@
 """The one function of autograd that all FP8 linear layers run through, and its operators for compiled graphs.
 
-What layers differ in is where the weight comes from (a `WeightSource`), where its gradient goes (to the weight, or to a
-master beside it), and whether x is normalised first.
+Layers differ in where the weight comes from (a `WeightSource`), where its gradient goes (to the weight, or to a master
+beside it), and whether x is normalised first.
 
 Under torch.compile the two halves are single operators (`bitplan::fp8_linear_forward`, `..._backward`), so a model
-compiles without a graph break, and what is kept of weights stays outside the graph, whose memory planning would
-otherwise reuse it. In eager mode nothing is in between.
+compiles without a graph break, and kept casts of weights stay outside the graph, whose memory planning would otherwise
+reuse their memory. Eager mode calls the two halves directly.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def run_linear(
             f"got {x.dtype} of shape {tuple(shape)}"
         )
     x_MK = x if len(shape) == 2 else x.reshape(-1, shape[-1])
-    keep = torch.is_grad_enabled()  # inside the function it is off either way
+    keep = torch.is_grad_enabled()  # inside the function gradients are always off
     y: Tensor = _Fp8Product.apply(x_MK, weight, master, bias, norm_weight, norm_bias, text, source, keep)  # type: ignore[no-untyped-call]
     return y if len(shape) == 2 else y.view(*shape[:-1], weight.shape[0])
 
@@ -80,7 +80,7 @@ class _Fp8Product(torch.autograd.Function):
         if norm_weight is None:
             run: Any = forward_op if in_graph else run_forward
             y, kept, kept_scale = run(x_MK, weight, bias, text, need_x, need_w, reads)
-            if need_w and text.split("/")[5] == BF16:  # wgrad's recipe; Dynamo warns of what from_text keeps
+            if need_w and text.split("/")[5] == BF16:  # wgrad's recipe; Dynamo would warn of from_text's cache
                 kept = x_MK
             ctx.save_for_backward(kept, kept_scale, weight)
         else:
@@ -95,7 +95,7 @@ class _Fp8Product(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy_MN: Tensor) -> tuple[Tensor | None, ...]:
-        kept, kept_scale, weight, *normed = ctx.saved_tensors  # torch refuses a weight that has changed since
+        kept, kept_scale, weight, *normed = ctx.saved_tensors  # torch raises if the weight has changed since
         text, source = ctx.settings
         needs = ctx.needs_input_grad
         need_x, need_w = needs[0] or needs[4] or needs[5], needs[1] or needs[2]

@@ -1,8 +1,8 @@
 """Fp8NormLinear: RMSNorm or LayerNorm and the linear layer behind it, one module (`layernorm_column` in policies).
 
-Where both fprop and wgrad are FP8, the normalised activations are never written: one pass finds what the norm needs of
-each row, a second normalises, rounds and casts, in both layouts. Only x, two numbers a row at most and x^T in FP8 stay
-for the backward. Products, choices and weight casts are those of `Fp8Linear`; a BF16 product gets the normalised
+Where both fprop and wgrad are FP8, the normalised activations are never written: one pass computes each row's
+statistics, a second normalises, rounds and casts, in both layouts. Only x, two numbers a row at most and x^T in FP8
+stay for the backward. Products, choices and weight casts are those of `Fp8Linear`; a BF16 product gets the normalised
 matrix in the type of x.
 
 Parameters: `norm.weight`, `norm.bias` (LayerNorm with bias), `weight`, `bias`.
@@ -78,7 +78,7 @@ class Fp8NormLinear(Fp8Linear):
                 f"{type(norm).__name__} has no weight of {linear.in_features} numbers to fuse with; keep them apart"
             )
         kind = "layer" if isinstance(norm, nn.LayerNorm) else "rms"
-        if eps is None:  # nn.RMSNorm: the smallest step of the type
+        if eps is None:  # nn.RMSNorm takes the epsilon of the type
             eps = torch.finfo(weight.dtype).eps
         layer._set_norm(kind, eps, weight, getattr(norm, "bias", None))
         return layer

@@ -9,19 +9,19 @@
 (expert-tensor parallel); `experts` is a GroupedLinear or a module of several that is called the same way. `group` of
 None is the default group; every process of it must make the same layers and call them in the same order.
 
-What does not depend on how a layer is divided:
+These do not depend on how a layer is divided:
 
     blockwise     codes and scales: a block never crosses processes (shares are multiples of 128)
     tensorwise    codes and scales of an Fp8Linear: maxima of operands that are divided are agreed on over the group
                   (`agree=True`), at one number sent for each cast; not of an Fp8NormLinear, whose cast is in its norm
-    rowwise       not where a row is divided: each process scales its own part of it, which is finer than the whole
+    rowwise       codes and scales, unless a row is divided: each process then scales its own part of the row
     experts       everything: a scale belongs to one expert, whose tokens all meet in one process
 
 Sums over the group are rounded to the type of x before they are added, in every precision.
 
-Layers compare sizes and recipes when they are made, and say who differs. A process that dies closes its connections:
-the others get a `ParallelError` that names the step. With NCCL, and for a process that hangs, that takes as long as the
-timeout given to `init_process_group`.
+Layers compare sizes and recipes when they are made, and name the processes that differ. A process that dies closes its
+connections: the others get a `ParallelError` that names the step. With NCCL, and for a process that hangs, that takes
+as long as the timeout given to `init_process_group`.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ from bitplan.runtime.fp8.recipe import Fp8LayerError
 
 
 class ParallelError(Fp8Error):
-    """Processes that disagree about a layer, or one that is gone."""
+    """Processes disagree about a layer, or a process is gone."""
 
 
 class _Parallel(nn.Module):
@@ -77,7 +77,7 @@ class ColumnParallel(_Parallel):
     def __init__(self, local: nn.Module, group: Any = None, *, agree: bool = True) -> None:
         super().__init__(local, group)
         self.agree = agree and _can_agree(local)
-        for norm in _norm_parameters(local):  # their gradients run through the divided product, as that of x does
+        for norm in _norm_parameters(local):  # their gradients pass through the divided product, as x's does
             norm.register_hook(lambda gradient: _sum(gradient, group, "gradients of a norm"))
 
     def forward(self, x: Tensor, *more: Tensor) -> Tensor:
@@ -116,8 +116,8 @@ class RowParallel(_Parallel):
 class ExpertParallel(nn.Module):
     """Experts over processes: process r of n holds experts r E / n to (r + 1) E / n - 1 of E.
 
-    Called as the experts are, with counts of all E experts, and returns rows where they were. The counts come to the
-    host once in a forward: how many rows go where is what a process must tell the others.
+    Called like the experts themselves, with counts of all E experts; returns rows in the order they came. The counts
+    are copied to the host once in a forward: each process must tell the others how many rows it sends them.
     """
 
     def __init__(self, experts: nn.Module, group: Any = None) -> None:
@@ -154,17 +154,17 @@ class ExpertParallel(nn.Module):
 
 
 def _order_by_expert(received: Tensor, rows: int) -> Tensor:
-    """Rows come in by process and expert: where to find them by expert."""
+    """Indices that sort received rows, which lie by process and expert, by expert."""
     processes, experts = received.shape
     ids = torch.arange(experts, device=received.device).repeat(processes)
     return torch.repeat_interleave(ids, received.flatten(), output_size=rows).argsort(stable=True)
 
 
-# ---- what processes say to each other --------------------------------------------------------------------------------
+# ---- communication ---------------------------------------------------------------------------------------------------
 
 
 def check_alike(description: dict[str, int], device: torch.device, group: Any = None) -> None:
-    """Raise, in every process, where they do not describe the same layer."""
+    """Raise in every process if the processes do not describe the same layer."""
     own = torch.tensor(list(description.values()), device=device)
     descriptions = [torch.empty_like(own) for _ in range(dist.get_world_size(group))]
     with _named("comparing layers", group):
@@ -183,7 +183,7 @@ def _odd_ones(values: list[int]) -> list[int]:
 
 @contextmanager
 def _named(step: str, group: Any) -> Iterator[None]:
-    """An error of the transport becomes one that says where it happened, and what it means."""
+    """Turns an error of the transport into one that names the step and explains it."""
     try:
         yield
     except RuntimeError as error:
@@ -229,7 +229,7 @@ class _SumForward(torch.autograd.Function):
 
 
 class _Exchange(torch.autograd.Function):
-    """Rows to other processes, `to[r]` of them to process r; `of[r]` come from it. Gradients go the other way."""
+    """Sends `to[r]` rows to each process r, and receives `of[r]` rows from it. Gradients go the other way."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, to: list[int], of: list[int], group: Any) -> Tensor:

@@ -5,7 +5,7 @@
     dW = dy^T x              wgrad    dy^T [N, M] summed along M with x^T [K, M]
 
 Each tensor is used by two products, summed along another side in each, so a cast reads it once and writes the layouts
-that its two products need, and only those: no wgrad, no x^T; no input gradient, no W^T. Between forward and backward
+that its two products need, and only those: x^T only for wgrad, W^T only for dgrad. Between forward and backward
 the layer keeps x^T in FP8 (half the bytes of x), or x where wgrad is BF16. Tokens are padded with zeros inside, so any
 count works. BF16 products are computed in the type of x; on a CPU all are computed in float32 of the decoded values.
 
@@ -38,7 +38,7 @@ class Fp8Settings:
     norm: tuple[str, float] | None = None
 
     def to_text(self) -> str:
-        """One line: operators of torch take strings, and layers set alike share a compiled graph."""
+        """One line: torch's operators take strings, and layers with equal settings share a compiled graph."""
         eps, gemms = self.recipe.eps, self.gemms
         words = (self.recipe.name, self.recipe.fp8, "+".join(self.recipe.fast_accum))
         numbers = map(repr, (eps.input, eps.weight, eps.grad))
@@ -55,7 +55,7 @@ class Fp8Settings:
 def run_forward(
     x_MK: Tensor, weight: Tensor, bias: Tensor | None, text: str, need_x: bool, need_w: bool, source: WeightSource
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """(y, what wgrad will read of x, its scale); the last two are None where wgrad is BF16 or not wanted."""
+    """(y, x as wgrad will read it, its scale); the last two are None where wgrad is BF16 or not wanted."""
     settings = Fp8Settings.from_text(text)
     gemms = settings.gemms
     wgrad = gemms.wgrad if need_w else BF16
@@ -75,7 +75,7 @@ def run_norm_forward(
     need_w: bool,
     source: WeightSource,
 ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor, Tensor | None]:
-    """(y, what wgrad will read, its scale, 1 / deviation, mean); None where there is nothing."""
+    """(y, normalised x as wgrad will read it, its scale, 1 / deviation, mean); None for what is not needed."""
     settings = Fp8Settings.from_text(text)
     gemms = settings.gemms
     rows_by = gemms.fprop if gemms.fprop != BF16 else None
@@ -100,7 +100,7 @@ def _output(
     need_x: bool,
     source: WeightSource,
 ) -> Tensor:
-    """y; of x only its type and its rows are read where its cast is there."""
+    """y; if x was cast already (`x_rows`), only the type and the number of rows of x are read."""
     recipe, gemms = settings.recipe, settings.gemms
     if x_rows is None:
         return plain_product(x_MK, source.plain(weight, x_MK.dtype).t(), bias)

@@ -1,13 +1,13 @@
 """Guesses of tensorwise scales, kept from one step to the next: three for each weight, or for each of its experts.
 
-A layer's input, weight and output gradient have, each, about the size they had in the last step; so their casts start
+The numbers of a layer's input, weight and output gradient are about as large as in the last step; so their casts start
 from the last scale (`bitplan.kernels.fp8.guessed_cast`). The guesses belong to the weight's memory, like its casts
-(`weight_casts`), so they are found from eager and compiled code alike and go when the weight goes. They change the
-time that a cast takes, never its result.
+(`weight_casts`), so eager and compiled code find them alike, and they are freed with the weight. They change the time
+of a cast, never its result.
 
 A state is used by one cast at a time. Where a layer runs on another stream than last time, that stream first waits for
-the last one. A CUDA graph uses the states that are there when it is captured; where there are none yet, it gets none.
-Under torch.compile(mode="reduce-overhead") they are made while torch warms up, outside its graphs' memory
+the last one. A CUDA graph uses the states that are there when it is captured; if there are none yet, the graph runs
+without. Under torch.compile(mode="reduce-overhead") they are made while torch warms up, outside its graphs' memory
 (`runtime.fp8.compiled_graphs`).
 """
 
@@ -31,23 +31,23 @@ class _Kept:
     storage: StorageWeakRef
     role: str
     state: Tensor
-    stream: torch.cuda.Stream  # where it was last used
+    stream: torch.cuda.Stream  # the stream that used it last
 
 
-# Storage, offset in it, role, FP8 type (E5M2 has other scales than E4M3), experts. Not the address: FSDP gives the
-# memory of a storage back and gets other memory for it, and the guess is still right.
+# Storage, offset in it, role, FP8 type (E5M2 has other scales than E4M3), experts. Not the address: FSDP frees the
+# memory of a storage and allocates it anew elsewhere, and the guess is still right.
 _Key = tuple[int, int | torch.SymInt, str, str, int]
 _kept: KeptByStorage[_Kept] = KeptByStorage(64)
 
 
 def guess_for(recipe: str, weight: Tensor, role: str, fp8: str = "e4m3", experts: int = 1) -> Tensor | None:
-    """The guess for a cast by a recipe, or the guesses for that many experts; None where there is none to be used."""
+    """The guess for a cast by a recipe, or one for each expert; None where the cast does without."""
     if not weight.is_cuda or not RECIPES[recipe].has_one_scale:
         return None
     key = (weight.untyped_storage()._cdata, weight.storage_offset(), role, fp8, experts)
     kept = _kept.get(key)
     if kept is None:
-        if torch.cuda.is_current_stream_capturing():  # made in a graph, it would be forgotten by each replay
+        if torch.cuda.is_current_stream_capturing():  # a guess made in a graph would be reset by each replay
             return None
         return _new(key, weight)
     is_elsewhere = torch._C._cuda_getCurrentRawStream(weight.get_device()) != kept.stream.cuda_stream
@@ -59,7 +59,7 @@ def guess_for(recipe: str, weight: Tensor, role: str, fp8: str = "e4m3", experts
 
 
 def guess_counts() -> dict[str, tuple[int, int]]:
-    """Casts and wrong guesses so far, by role; waits for the GPU. Of experts, each one's cast counts."""
+    """Casts and wrong guesses so far, by role; waits for the GPU. The cast of each expert counts."""
     from bitplan.kernels.fp8.guessed_cast import counts_of
 
     totals = dict.fromkeys((INPUT, WEIGHT, GRAD), (0, 0))
@@ -74,7 +74,7 @@ def _new(key: _Key, weight: Tensor) -> Tensor:
 
     state = allocate_outside(lambda: empty_state(weight.device, key[-1]))
     stream = torch.cuda.current_stream(weight.device)
-    stream.wait_stream(torch.cuda.default_stream(weight.device))  # its memory, which may still be written there
+    stream.wait_stream(torch.cuda.default_stream(weight.device))  # which may still be writing the state's memory
     state.record_stream(stream)
     clear_state(state)
     _kept.add(key, _Kept(StorageWeakRef(weight.untyped_storage()), key[2], state, stream))

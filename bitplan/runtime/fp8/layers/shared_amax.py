@@ -1,9 +1,9 @@
 """A tensorwise FP8 linear whose processes share the scale of an operand that is divided among them.
 
-Tensor parallelism divides operands, and with them their maxima: an Fp8Linear of a share would scale each share by
-itself, and results would depend on how many shares there are. Here the maximum of a divided operand is replaced by the
-group's, as an integer on the device that orders as the magnitudes do (NaN above infinity), before anything is cast.
-Nothing waits for the host on a GPU.
+With tensor parallelism an Fp8Linear would scale each share of a divided operand by the share's own maximum, and results
+would depend on the number of shares. Here that maximum is replaced by the group's before anything is cast. Maxima are
+compared as integers on the device, which have the order of the magnitudes (NaN above infinity). Nothing waits for the
+host on a GPU.
 
 Only products by the recipe tensorwise agree; others in the same layer are what `Fp8Linear` does.
 """
@@ -49,7 +49,7 @@ def shared_amax_cast(
     if not x_RC.is_cuda:
         bits = x_RC.float().abs().amax() if x_RC.numel() else x_RC.new_zeros((), dtype=torch.float32)
         amax = float(largest(bits.view(torch.int32).reshape(1)).view(torch.float32))
-        least = max(eps, amax) if amax == amax else float("inf")  # not finite either way: the scale becomes NaN
+        least = max(eps, amax) if amax == amax else float("inf")  # NaN or infinite: the scale becomes NaN
         x_RC = pad_rows(x_RC, padded)
         made = [cast_reference(each, "tensor", fp8, least) for each in (x_RC, x_RC.t())]
         return CastPair(made[0] if rows else None, made[1] if cols else None)
@@ -63,7 +63,7 @@ def shared_amax_cast(
 
 
 class SharedAmax(WeightSource):
-    """Operands in `divided` have the group's maximum, where a recipe has one scale for the whole of a tensor."""
+    """Casts the operands in `divided` by the group's maximum, for recipes with one scale per tensor."""
 
     def __init__(self, reuse: bool, divided: tuple[str, ...], largest: Largest) -> None:
         super().__init__(reuse)

@@ -2,7 +2,7 @@
 
     layer.weight         Parameter [N, K] of float8_e4m3fn, without a gradient: an optimizer cannot add to FP8
     layer.weight_scale   buffer: one number (tensorwise), or one for each 128x128 square (blockwise)
-    layer.weight_master  float32 Parameter [N, K]: the numbers that learn; None where the weight was frozen
+    layer.weight_master  float32 Parameter [N, K]: the numbers that are trained; None where the weight was frozen
 
 The products read the FP8 weight; the gradient goes to the master, in float32. So an optimizer, gradient clipping and a
 trainer that take `model.parameters()` work as with any layer. A forward that finds the master changed casts it into
@@ -10,8 +10,8 @@ trainer that take `model.parameters()` work as with any layer. A forward that fi
 more while it is kept.
 
 A state_dict holds all three; it loads into such a layer, not into nn.Linear. A master that was not saved starts from
-the FP8 weight. The transpose of codes is a cast of the transpose for these two recipes; rowwise and mxfp8 scale the two
-layouts apart and are refused. Under torch.compile the layer runs between graphs.
+the FP8 weight. For tensorwise and blockwise the transposed codes are the cast of the transpose; rowwise and mxfp8 scale
+the two layouts differently and are refused. Under torch.compile the layer runs between graphs.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def store_in_fp8(layer: Any) -> None:
 
 
 def _start_master_from_weight(layer: Any, state: dict[str, Any], prefix: str, *_more: Any) -> None:
-    """A state dict that was saved without masters still loads."""
+    """Let a state dict that was saved without masters load: they start from the weight."""
     codes, scale = state.get(prefix + "weight"), state.get(prefix + "weight_scale")
     if layer.weight_master is None or prefix + "weight_master" in state or codes is None or scale is None:
         return
@@ -66,7 +66,7 @@ def _start_master_from_weight(layer: Any, state: dict[str, Any], prefix: str, *_
 
 @torch.no_grad()
 def _follow_master(layer: Any) -> None:
-    """Cast a master that has changed into the weight; in a CUDA graph always, for replays ask nobody."""
+    """Cast a changed master into the weight; while a CUDA graph is captured always, since replays cannot check."""
     master = layer.weight_master
     if master is None:
         return
@@ -83,7 +83,7 @@ def _follow_master(layer: Any) -> None:
 
 
 def storage_recipe(layer: Any) -> str:
-    """The recipe that the stored weight follows: that of the products that read it."""
+    """The recipe of the stored weight: the one of the products that read it."""
     used: set[str] = {name for name in (layer.gemms.fprop, layer.gemms.dgrad) if name != BF16} or {layer.recipe.name}
     if len(used) > 1 or not all(RECIPES[name].is_storable for name in used):
         storable = (name for name, recipe in RECIPES.items() if recipe.is_storable)
@@ -133,7 +133,7 @@ class StoredWeight(WeightSource):
 
 
 def transposed(weight: ScaledFp8) -> ScaledFp8:
-    """The other layout of a weight with one scale, or one for each square: the same numbers, exactly."""
+    """The transpose of a weight with one scale, or one scale per square: exactly the same numbers."""
     codes = weight.codes.view(torch.uint8).t().contiguous().view(weight.codes.dtype)
     if weight.scaling == "tensor":
         return ScaledFp8(codes, weight.scale, weight.scaling)

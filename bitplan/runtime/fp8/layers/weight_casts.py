@@ -1,24 +1,25 @@
 """Casts of weights, kept as long as the weight does not change, so that micro-batches share one.
 
 A cast belongs to a weight's memory (storage, address, shape) and holds for one state of it: the version that torch
-counts at each in-place change. An optimizer's step raises the version (a fused one by `weight_changes`), so the next
-forward casts anew, in eager mode and in compiled graphs alike; reading both costs no wait for the GPU. A cast
-keeps its two layouts, so a weight of N x K costs 2 N K bytes more while it is kept; `reuse_weight_cast=False` keeps
-none.
+counts at each in-place change. An optimizer's step raises the version (for a fused optimizer `weight_changes` does), so
+the next forward casts anew, in eager mode and in compiled graphs alike; reading memory and version does not wait for
+the GPU. A cast keeps its two layouts, so a weight of N x K costs 2 N K bytes more while it is kept;
+`reuse_weight_cast=False` keeps none.
 
-What torch does not count is not seen: writes through `weight.data`, and FSDP2's gathering of shards, which keeps the
-version on purpose. Call `drop_weight_casts` after such a write, or do not reuse.
+Writes that torch does not count are not noticed: those through `weight.data`, and FSDP2's gathering of shards, which
+keeps the version on purpose. Call `drop_weight_casts` after such a write, or do not reuse.
 
-CUDA graphs replay kernels without asking. So a graph that is captured casts every weight in each of its forwards, and
-is right whatever happens between replays; only casts that `hold_weight_casts` made are read from outside. Those stay at
-their address: call it again after each step, outside the graph, and all replays of the step share that one cast.
-torch.compile(mode="reduce-overhead") makes graphs by itself and must know all memory that they leave behind: under it
-only what is held is read, nothing is kept, and the backward casts its own layout. (Both layouts by the forward, into
-memory outside those graphs, was tried: 0.86 times BF16 at 512 tokens where this has 0.96, though on another host.)
+CUDA graphs replay kernels without checking versions. So a captured graph casts every weight in each of its forwards,
+and is right whatever happens between replays; it reads only casts made by `hold_weight_casts` from outside. Those stay
+at their address: call `hold_weight_casts` again after each step, outside the graph, and all replays of the step share
+that cast. torch.compile(mode="reduce-overhead") makes graphs by itself and must know all memory that they leave behind:
+there only held casts are read, no cast is kept, and the backward casts its own layout. (A forward that casts both
+layouts into memory outside those graphs was slower: 0.86 times BF16 at 512 tokens instead of 0.96, though on another
+host.)
 
-Weights that change together are cast together on a GPU (`cast_together`): the first of them that is asked for after a
-step has all of them cast, by one replay of a graph of their casts, where one by one the host would launch two kernels
-for each. `apply_fp8` does this for the layers it makes.
+Weights that change together are cast together on a GPU (`cast_together`): the first one that is asked for after a step
+triggers one replay of a graph that casts them all; one by one the host would launch two kernels for each. `apply_fp8`
+does this for the layers it makes.
 """
 
 from __future__ import annotations
@@ -63,12 +64,11 @@ class _Together:
         self.weights = [ref(weight) for weight, _, _ in wanted]
         self.hows = [(recipe, eps) for _, recipe, eps in wanted]
         self.graph: torch.cuda.CUDAGraph | None = None
-        self.places: list[_Place] = []  # of the weights that the graph casts
+        self.places: list[_Place] = []  # places of the weights that the graph casts
         self.made: list[CastPair] = []
 
     def refresh(self, asked: Tensor, how: _How) -> bool:
-        """Cast all of them; False where that is not worth it (few have changed), or one is gone, or `asked` is not
-        cast like that here."""
+        """Cast all weights. False if at most half have changed, if one is gone, or if `asked` has another cast here."""
         present = [weight for each in self.weights if (weight := each()) is not None]
         places = [_place(weight) for weight in present]
         if len(present) < len(self.weights) or (_place(asked), how) not in zip(places, self.hows, strict=True):
@@ -76,19 +76,19 @@ class _Together:
         current = sum(_is_current(weight, each) for weight, each in zip(present, self.hows, strict=True))
         if 2 * current >= len(present):
             return False
-        if self.places != places:  # the first time, or one was given other memory
+        if self.places != places:  # the first time, or a weight has other memory now
             self._record(present)
             self.places = places
         assert self.graph is not None
         self.graph.replay()
         for weight, place, each, pair in zip(present, places, self.hows, self.made, strict=True):
             kept = _kept.get(place)
-            if kept is None or not kept.held:  # what is held stays at its address
+            if kept is None or not kept.held:  # held casts stay at their address
                 _keep(weight, each, pair, captured=False)
         return True
 
     def _record(self, weights: Sequence[Tensor]) -> None:
-        self.made = self._cast(weights)  # compiles what is not, and makes the guesses
+        self.made = self._cast(weights)  # compiles kernels, and makes the guesses
         stream = torch.cuda.Stream(weights[0].device)
         stream.wait_stream(torch.cuda.current_stream(weights[0].device))
         self.graph = torch.cuda.CUDAGraph()
@@ -126,7 +126,7 @@ def weight_cols(weight: Tensor, recipe: str, eps: float, *, reuse: bool) -> Scal
     capturing = _is_capturing(weight)
     if kept is not None and how in kept.cols and (kept.held or kept.captured == capturing):
         cols = kept.cols[how]
-        if kept.captured and not kept.held:  # of this graph and this micro-batch; the next casts its own
+        if kept.captured and not kept.held:  # for this graph and micro-batch only
             del _kept[_place(weight)]
         return cols
     if reuse and not capturing and _refresh_together(weight, recipe, eps):
@@ -139,7 +139,7 @@ def weight_cols(weight: Tensor, recipe: str, eps: float, *, reuse: bool) -> Scal
 
 
 def _find_to_reuse(weight: Tensor, reuse: bool) -> tuple[_Kept | None, bool]:
-    """(what is kept, whether a new cast may be kept); of compiled graphs only what is held, outside their memory."""
+    """(the kept casts, whether a new cast may be kept). Compiled graphs may only read held casts, and keep none."""
     kept = _find(weight) if reuse else None
     if reuse and (kept is None or not kept.held) and in_compiled_graphs(weight):
         return None, False
@@ -149,9 +149,9 @@ def _find_to_reuse(weight: Tensor, reuse: bool) -> tuple[_Kept | None, bool]:
 def derived_layouts(
     weight: Tensor, how: _How, make: Callable[[bool, bool], tuple[Any, Any]], *, rows: bool, cols: bool, reuse: bool
 ) -> tuple[Any, Any]:
-    """The layouts asked for of what `make(rows, cols)` makes of a weight, kept under a name that is no recipe's.
+    """Layouts that `make(rows, cols)` makes of a weight; kept under `how`, which names no recipe.
 
-    Inside a CUDA graph nothing is kept or taken: its replays ask nobody.
+    While a CUDA graph is captured, nothing is kept or reused: its replays cannot check whether the weight changed.
     """
     reuse = reuse and not _is_capturing(weight)
     kept = _find(weight) if reuse else None
@@ -166,7 +166,7 @@ def derived_layouts(
 
 
 def cast_together(wanted: Iterable[Wanted]) -> None:
-    """From now on cast these weights together when they have changed. On a CPU nothing is gained, and nothing done."""
+    """From now on cast these weights together when they have changed. On a CPU this does nothing."""
     named = {(_place(weight), recipe, eps): (weight, recipe, eps) for weight, recipe, eps in wanted if weight.is_cuda}
     together = _Together(list(named.values()))
     for place in [place for place, other in _together.items() if any(each() is None for each in other.weights)]:
@@ -192,7 +192,7 @@ def _cast(weight: Tensor, recipe: str, eps: float, *, rows: bool = True, cols: b
 
 def hold_cast(weight: Tensor, recipe: str, eps: float) -> None:
     """Cast now, into the same memory if it was held before, for CUDA graphs to read."""
-    with torch.inference_mode(False):  # or memory made in it could not be written again outside
+    with torch.inference_mode(False):  # memory made in inference mode could not be written outside
         _hold(weight, (recipe, eps))
 
 
@@ -220,11 +220,11 @@ def drop_casts(weights: Iterable[Tensor] | None = None) -> None:
         _kept.pop(place, None)
         together = _together.get(place)
         for each in [each for each, other in _together.items() if other is together]:
-            del _together[each]  # their casts are one piece of memory
+            del _together[each]  # their casts share one piece of memory
 
 
 def expire_casts(weights: Iterable[Tensor]) -> None:
-    """Have these weights cast anew when they are next asked for: what an optimizer's step does to them."""
+    """Have these weights cast anew at their next use, as after an optimizer's step."""
     for weight in weights:
         _kept.pop(_place(weight), None)
 
@@ -235,7 +235,7 @@ def drop_weight_casts(module: nn.Module | None = None) -> None:
 
 
 def kept_casts(weight: Tensor) -> CastPair | None:
-    """The casts kept of the weight as it is now, by any one recipe; for tests and reports."""
+    """The kept casts of the weight's present state, by any one recipe; for tests and reports."""
     kept = _find(weight)
     if kept is None:
         return None
@@ -272,9 +272,9 @@ def _find(weight: Tensor, place: _Place | None = None, *, any_version: bool = Fa
 
 
 def _refresh(weight: Tensor, kept: _Kept) -> None:
-    """A held cast of a weight that has changed: cast again into the same memory."""
+    """Cast a weight that has changed again, into the memory of its held cast."""
     for how in list(kept.rows):
-        if how[0] not in RECIPES:  # of `derived_layouts`: their owners make them again
+        if how[0] not in RECIPES:  # kept by `derived_layouts`, whose callers make it again
             kept.rows.pop(how)
             kept.cols.pop(how, None)
             continue

@@ -15,7 +15,7 @@ from bitplan.runtime.fp8.layers.weight_casts import weight_cols, weight_rows
 class WeightSource:
     """Where products get the weight, and how tensors are cast beside it. This one casts the weight itself.
 
-    `reuse`: micro-batches share that cast. `grad_type`: of the weight's gradient; None: the weight's own type.
+    `reuse`: micro-batches share that cast. `grad_type`: type of the weight's gradient; None: the weight's own type.
     """
 
     grad_type: torch.dtype | None = None
@@ -38,13 +38,13 @@ class WeightSource:
     def cast(
         self, x: Tensor, recipe: str, fp8: str, eps: float, weight: Tensor, role: str, *, rows: bool, cols: bool
     ) -> CastPair:
-        """The input or the output's gradient, which `role` says, for its products with the weight or beside it."""
+        """Cast the input or the output's gradient (`role` says which) for its products."""
         return cast_layouts(x, recipe, fp8, eps, rows=rows, cols=cols, guess=guess_for(recipe, weight, role, fp8))
 
     def cast_for(
         self, x: Tensor, rows_by: str, cols_by: str, fp8: str, eps: float, weight: Tensor, role: str
     ) -> tuple[ScaledFp8 | None, ScaledFp8 | None]:
-        """A tensor for its two products: one cast where they go by one recipe, one each where they do not."""
+        """A tensor cast for its two products: once if both have the same recipe, else once for each."""
         if rows_by == cols_by:
             if rows_by == BF16:
                 return None, None

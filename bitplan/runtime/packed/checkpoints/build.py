@@ -1,7 +1,7 @@
-"""transformers' model of a config, without memory behind its parameters, and ready but for them.
+"""Builds transformers' model of a config: everything is ready except the parameters, which have no memory yet.
 
-What a model computes and does not save (rotary frequencies, position ids) is computed while all parameters are still
-on the meta device: transformers' initialisation then has nothing real that it could fill with random numbers.
+Buffers that a model computes and does not save (rotary frequencies, position ids) are computed while all parameters are
+still on the meta device: transformers' initialisation then finds no real memory to fill with random numbers.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def empty_model(folder: Path, config: Mapping[str, Any], dtype: torch.dtype | No
         try:
             loaded = transformers.AutoConfig.from_pretrained(str(folder), local_files_only=True)
             if hasattr(loaded, "quantization_config"):
-                del loaded.quantization_config  # bitplan loads it, not a quantizer of transformers
+                del loaded.quantization_config  # bitplan loads the weights, not a quantizer of transformers
             model_class = _model_class(folder, loaded)
             wanted = dtype or _stored_type(config)
             with torch.device("meta"), initialization.no_tie_weights():
@@ -39,7 +39,7 @@ def empty_model(folder: Path, config: Mapping[str, Any], dtype: torch.dtype | No
             _compute_buffers(model, device)
         except FileFormatError:
             raise
-        except Exception as error:  # of a config that transformers does not take, it raises whatever it stumbles over
+        except Exception as error:  # transformers raises any kind of error on a bad config
             raise FileFormatError(f"{folder / CONFIG}: no model can be made of it: {foreign_reason(error)}") from error
         if (folder / GENERATION).is_file() and model.can_generate():  # type: ignore[operator]
             model.generation_config = transformers.GenerationConfig.from_pretrained(str(folder))
@@ -67,7 +67,7 @@ def _model_class(folder: Path, config: Any) -> Any:
 
 
 def _stored_type(config: Mapping[str, Any]) -> torch.dtype:
-    """The type that a config says the model was saved in; float32 where it says nothing."""
+    """The type in which the model was saved, by its config; float32 where the config names none."""
     said = config.get("dtype") or config.get("torch_dtype") or "float32"
     return torch_dtype(str(said).removeprefix("torch."))
 

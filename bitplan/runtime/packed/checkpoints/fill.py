@@ -1,6 +1,6 @@
 """Puts a checkpoint into a model: every tensor read once, straight into the memory where it stays.
 
-All of them are read before the model is touched, so that an error on the way leaves it as it was.
+All tensors are read before the model is touched, so that an error on the way leaves the model as it was.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Dtypes = Mapping[str, torch.dtype]  # the type of every tensor of the model that
 
 
 def check_layers(model: nn.Module, assignment: Assignment, file: TensorFile, where: str) -> None:
-    """Refuse packed tensors of layers, and formats, that no packed layer holds; all of them in one error."""
+    """Refuse packed tensors whose layer or format has no packed layer; one error lists them all."""
     packed: dict[str, set[str]] = {}
     faults = []
     sources = {recipe.targets[0]: recipe for recipe in assignment.recipes}
@@ -52,7 +52,7 @@ def check_layers(model: nn.Module, assignment: Assignment, file: TensorFile, whe
 
 
 def needed_bytes(model: nn.Module, assignment: Assignment, file: TensorFile, dtypes: Dtypes) -> int:
-    """What the model will take: packed tensors in their format, others in their type."""
+    """The bytes that the model will take: packed tensors in their format, others in their type of `dtypes`."""
     own = model.state_dict()
     total = 0
     for recipe in assignment.recipes:
@@ -75,7 +75,7 @@ def read_values(
 ) -> dict[str, Value]:
     """Every tensor of the model by name, on the device; tied names give the same object.
 
-    may_round   plain numbers that their type does not hold are rounded to it, and not an error
+    may_round   plain numbers that their type cannot hold are rounded; otherwise they are an error
     """
     values: dict[str, Value] = {}
     own = model.state_dict()
@@ -171,9 +171,9 @@ def make_layers(
     cache: TileCache | None,
     dtypes: Dtypes,
 ) -> dict[str, nn.Module]:
-    """The packed layers, by the names of those whose places they take. A strategy that cannot run is an error here.
+    """The packed layers, each by the name of the layer that it replaces. A strategy that cannot run is an error here.
 
-    layer_of   the layer of a name whose place is taken
+    layer_of   gives the layer of a name, which is to be replaced
     """
     packed: dict[str, dict[str, PackedWeight]] = {}
     for name, value in values.items():
@@ -232,7 +232,7 @@ def place_all(
 
 
 def check_filled(model: nn.Module, where: str) -> None:
-    """Nothing was left on meta."""
+    """Raise if a tensor was left on meta."""
     left = [name for name, tensor in [*model.named_parameters(), *model.named_buffers()] if tensor.is_meta]
     if left:
         raise StoreError(

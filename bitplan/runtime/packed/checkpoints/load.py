@@ -5,8 +5,8 @@
     load_packed("llama-gptq")                                   # a folder that another library quantized
     load_packed("gpt-oss-20b", device="cuda")                   # gpt-oss in OpenAI's, Hugging Face's or GGUF's layout
 
-The order is what makes it all or nothing: config and plan, headers against the model, room on the device; then every
-tensor into memory of its own; and only then is a model changed.
+The order makes loading all or nothing: config and plan, headers against the model, and room on the device are checked;
+then every tensor is read into memory of its own; and only then is a model changed.
 """
 
 from __future__ import annotations
@@ -63,16 +63,16 @@ def load_packed(
     cache: TileCache | None = None,
     manifest: ManifestLike = "gpt-oss",
 ) -> Loaded:
-    """Load a folder that `bitplan quantize` or another library wrote, a file of packed weights, or a gpt-oss checkpoint.
+    """Load a folder of `bitplan quantize` or of another library, a file of packed weights, or a gpt-oss checkpoint.
 
-    model     of your own, to fill, on meta or not; None builds transformers' model of the folder's config
-    dtype     of the weights that are not packed. None: that of the config or of your model; where another tensor has
-              numbers which that type cannot hold, that is an error. A type given is rounded to (on a CPU float32 is
-              what most machines run fastest)
-    check     "headers": names, shapes and formats, and scales and norms as they come by; "deep" reads every tensor
-              first, as `bitplan check --deep` does, and refuses what it finds
+    model     your own model to fill, on meta or not; None builds transformers' model of the folder's config
+    dtype     type of the weights that are not packed. None: the type of the config or of your model; numbers that this
+              type cannot hold are an error. To a type that you give, numbers are rounded (most CPUs run float32
+              fastest)
+    check     "headers" checks names, shapes and formats first, scales and norms as they are read; "deep" first reads
+              every tensor and refuses bad numbers, as `bitplan check --deep` does
     strategy  how packed layers run, with `cache` for "tile_cache"; see QuantLinear
-    manifest  of a gpt-oss checkpoint: what it must hold
+    manifest  for a gpt-oss checkpoint: what the checkpoint must hold
     """
     place = device_of(device)
     check_strategy(strategy, str(path))
@@ -86,7 +86,7 @@ def load_packed(
         _remember_gpt_oss(loaded.model, source)
         return loaded
     started = time.perf_counter()
-    is_bare = model is not None and not (source / CONFIG).is_file()  # weights alone, and the user brings the model
+    is_bare = model is not None and not (source / CONFIG).is_file()  # the source holds weights alone
     config, plan = (None, None) if is_bare else _read_folder(source)
     with open_tensors(source) as file:
         if plan is not None:

@@ -1,8 +1,8 @@
 """transformers' registry: `AutoModelForCausalLM.from_pretrained(folder)` loads what `bitplan quantize` wrote.
 
-transformers loads the plain tensors; layers that are packed are out of its sight until it is done, and are then filled
-as `load_packed` fills them. Everything is checked before: transformers itself fills what is missing with random
-numbers, and says so in a warning.
+transformers loads the plain tensors. Packed layers are hidden from it until it is done, and are then filled as
+`load_packed` fills them. bitplan checks everything first, because transformers fills a missing tensor with random
+numbers and only warns.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class _Unfilled(nn.Module):
 
 
 class BitplanQuantizer(HfQuantizer):  # type: ignore[misc]
-    """Loads packed folders; it does not pack a model that is not (`bitplan quantize` does)."""
+    """Loads packed folders; it does not pack a plain model (`bitplan quantize` does)."""
 
     requires_calibration = True
 
@@ -98,7 +98,7 @@ class BitplanQuantizer(HfQuantizer):  # type: ignore[misc]
     def update_device_map(self, device_map: Any) -> Any:
         if isinstance(
             device_map, str
-        ):  # "auto" and its kin spread a model over devices; a packed one goes to the first
+        ):  # "auto" and similar names spread a model over devices; a packed model goes to the first
             device_map = {"": "cuda" if torch.cuda.is_available() else "cpu"}
         places = {"cpu"} if device_map is None else set(device_map.values())
         if len(places) > 1 or "disk" in places:
@@ -126,7 +126,7 @@ class BitplanQuantizer(HfQuantizer):  # type: ignore[misc]
             check_layers(model, self._all, file, where)
             self._dtypes = plain_types(model, None)
             check_room(where, needed_bytes(model, self._all, file, self._dtypes), self._device)
-            check_norms(file)  # transformers reads them, and takes any number
+            check_norms(file)  # transformers will read the norms, and accepts NaN
             recipes = tuple(recipe for recipe in self._all.recipes if recipe.format_in(file) is not None)
         made = {recipe.targets[0] for recipe in recipes}
         ties = {target: source for target, source in self._all.ties.items() if source in made}
@@ -137,7 +137,7 @@ class BitplanQuantizer(HfQuantizer):  # type: ignore[misc]
         model.all_tied_weights_keys = {
             target: source for target, source in model.all_tied_weights_keys.items() if source not in {*made, *ties}
         }
-        model._keys_to_ignore_on_load_unexpected = {".*"}  # `assign` has found all that is too much
+        model._keys_to_ignore_on_load_unexpected = {".*"}  # `assign` has refused unexpected tensors already
         return model
 
     def _process_model_after_weight_loading(self, model: Any, **_theirs: Any) -> Any:
@@ -164,7 +164,7 @@ class BitplanQuantizer(HfQuantizer):  # type: ignore[misc]
 
 
 def register() -> None:
-    """Make bitplan's folders known to transformers; more than once does nothing."""
+    """Make bitplan's folders known to transformers; a second call does nothing."""
     if QUANT_METHOD not in AUTO_QUANTIZER_MAPPING:
         register_quantization_config(QUANT_METHOD)(BitplanConfig)
         register_quantizer(QUANT_METHOD)(BitplanQuantizer)

@@ -29,7 +29,7 @@ MOST_SHOWN = 8
 
 @dataclass(frozen=True)
 class FilePiece:
-    """A tensor of the file, and where its rows lie in the tensor of the model: of which item of a stack, from where."""
+    """A tensor of the file, and where its rows lie in the model's tensor: in which item of a stack, from which row."""
 
     name: str
     shape: tuple[int, ...]
@@ -44,7 +44,7 @@ class FilePiece:
 
 @dataclass(frozen=True)
 class TensorRecipe:
-    """How tensors of the model are made: of `pieces` put side by side, or by transformers' own `converter`."""
+    """How tensors of the model are made: from `pieces` put side by side, or by transformers' own `converter`."""
 
     targets: tuple[str, ...]
     pieces: tuple[FilePiece, ...]
@@ -63,7 +63,7 @@ class TensorRecipe:
 
 @dataclass(frozen=True)
 class Assignment:
-    """Every tensor of a model: made by a recipe, or the same as another (`ties`). The model computes those `unread`."""
+    """Every tensor of a model: made by a recipe, tied to another (`ties`), or computed by the model (`unread`)."""
 
     recipes: tuple[TensorRecipe, ...]
     ties: Mapping[str, str] = field(default_factory=dict)
@@ -71,7 +71,7 @@ class Assignment:
 
 
 def assign(model: nn.Module, file: TensorFile, where: str) -> Assignment:
-    """A recipe for every tensor of a model on a file's headers, or one error that lists all that does not fit."""
+    """A recipe for every tensor of a model, from a file's headers; one error lists all that does not fit."""
     own = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
     targets, converters = _targets(model, own, [*file.specs, *file.tied])
     grouped: dict[str, dict[str, list[str]]] = {}
@@ -109,7 +109,7 @@ def assign(model: nn.Module, file: TensorFile, where: str) -> Assignment:
 
 
 def shortened(faults: Sequence[str]) -> str:
-    """The first of many, and how many more there are."""
+    """The first faults, and how many more there are."""
     more = f" and {len(faults) - MOST_SHOWN} more" if len(faults) > MOST_SHOWN else ""
     return ", ".join(faults[:MOST_SHOWN]) + more
 
@@ -120,7 +120,7 @@ def shortened(faults: Sequence[str]) -> str:
 def _targets(
     model: nn.Module, own: Mapping[str, tuple[int, ...]], names: Sequence[str]
 ) -> tuple[dict[str, tuple[str, str | None]], dict[str, Any]]:
-    """The model's name for each of the file's, and the pattern of its converter; the converters by pattern."""
+    """For each name of the file the model's name and the pattern of its converter; and the converters by pattern."""
     if not hasattr(model, "base_model_prefix"):
         return {name: (name, None) for name in names}, {}
     from transformers import core_model_loading as theirs
@@ -159,7 +159,7 @@ def _recipe(target: str, sources: Mapping[str, list[str]], converter: Any, file:
 def _side_by_side(
     operations: Sequence[Any], sources: Mapping[str, list[str]], shapes: Mapping[str, tuple[int, ...]]
 ) -> tuple[FilePiece, ...] | None:
-    """Where each source's rows lie in the result; None where a step does something else than put rows side by side."""
+    """Where each source's rows lie in the result; None where a step does more than that."""
     steps = [type(operation).__name__ for operation in operations]
     stacks = steps[:1] == ["MergeModulelist"] and operations[0].dim == 0
     rest = steps[1:] if stacks else steps
@@ -200,7 +200,7 @@ def _is_computed(model: nn.Module, name: str) -> bool:
 
 def _shape_fault(recipe: TensorRecipe, own: Mapping[str, tuple[int, ...]]) -> str | None:
     if recipe.converter is not None:
-        return None  # transformers' own steps decide, and what they give is held against the model then
+        return None  # transformers' own steps decide; their result is compared with the model later
     target, came = recipe.targets[0], _shape_of(recipe.pieces)
     return None if came == own[target] else f"{target} (the file has {came}, the model {own[target]})"
 

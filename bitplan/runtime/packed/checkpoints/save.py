@@ -1,7 +1,8 @@
 """save_packed: a packed model as the folder or file that `bitplan quantize` writes.
 
-A model that came from a checkpoint goes back under the checkpoint's own names, files and types, so that loading and
-saving give the same bytes. What was packed in memory (`apply_plan`) goes under the model's names, which load as well.
+A model that was loaded from a checkpoint is saved under the checkpoint's own names, files and types, so that loading
+and saving give the same bytes. A model that was packed in memory (`apply_plan`) is saved under its own names, which
+load as well.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ _HELD = "as the model holds it"
 def save_packed(model: nn.Module, path: str | Path, *, force: bool = False, shard_bytes: int = SHARD_BYTES) -> None:
     """Write a model whose weights are packed, to a folder or to one .safetensors file.
 
-    force        a model's folder that exists is replaced
+    force        replace an existing model folder
     shard_bytes  the most that a file of weights may hold; a model that was loaded keeps its files
 
     Tokenizer and generation config are copied from the folder that the model was loaded from, where there is one.
@@ -84,9 +85,9 @@ def save_packed(model: nn.Module, path: str | Path, *, force: bool = False, shar
 
 
 def adapt_to_transformers(model: nn.Module) -> None:
-    """Replace those methods of transformers that take every weight for a plain tensor.
+    """Replace the methods of transformers that assume that every weight is a plain tensor.
 
-    Its own save_pretrained would write packed parts under names that nothing reads again.
+    transformers' save_pretrained would write packed parts under names that nothing reads.
     """
     for name, ours in (("save_pretrained", _save_pretrained), ("resize_token_embeddings", _resize_token_embeddings)):
         if hasattr(model, name):
@@ -94,7 +95,7 @@ def adapt_to_transformers(model: nn.Module) -> None:
 
 
 def _resize_token_embeddings(model: Any, new_num_tokens: int | None = None, *args: Any, **options: Any) -> Any:
-    """Rows cannot be added to packed tables; refused before transformers has resized either embedding."""
+    """Refuse before transformers has resized either embedding: rows cannot be added to packed tables."""
     layers = (model.get_input_embeddings(), model.get_output_embeddings())
     packed = [layer for layer in layers if isinstance(getattr(layer, "weight", None), PackedWeight)]
     if not packed:
@@ -124,7 +125,7 @@ def _save_pretrained(model: nn.Module, save_directory: str | Path, **options: An
 
 @dataclass(frozen=True)
 class _SavedTensor:
-    """A tensor of the file: its promise, and how its numbers are got when their turn comes."""
+    """A tensor of the file: its name, shape and type, and a function that gives its numbers when they are written."""
 
     promise: Promise
     read: Callable[[], Tensor | Encoded]
@@ -190,12 +191,12 @@ def _saved(name: str, item: Tensor | Encoded, stored: torch.dtype | None) -> _Sa
 
 
 def _holds(tensor: Tensor, dtype: torch.dtype) -> bool:
-    """Whether numbers that were loaded in another type are still those that the file's type holds."""
+    """Whether `dtype`, the type in the file, holds all numbers of the tensor exactly."""
     return bool(((tensor.to(dtype).to(tensor.dtype) == tensor) | tensor.isnan()).all())
 
 
 def _plan(saved: Mapping[str, _SavedTensor], source: LoadedFrom | None) -> Plan:
-    """The plan that the model was packed by, as far as it still holds."""
+    """The plan that the model was packed by; tensors that have changed since get new entries."""
     known = {} if source is None or source.plan is None else source.plan.entries
     stays = choose_formats(
         {
@@ -222,7 +223,7 @@ def _plan(saved: Mapping[str, _SavedTensor], source: LoadedFrom | None) -> Plan:
 
 
 def _layout(entry: Planned) -> tuple[Any, ...]:
-    """What decides a tensor's bytes. The type of an unpacked one may be in `stored` or in `format`, which are equal."""
+    """Type and shape, which decide a tensor's bytes. A plain tensor's type is in `stored` or in `format`."""
     fmt = get_format(entry.choice.format)
     plain = entry.stored or (dtype_name(fmt.storage) if fmt.is_cast else None)
     return (plain or fmt.name, tuple(entry.shape or ()))

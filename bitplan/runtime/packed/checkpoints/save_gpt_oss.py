@@ -31,7 +31,7 @@ def is_packed_gpt_oss(model: nn.Module) -> bool:
 
 
 def save_gpt_oss(model: nn.Module, path: str | Path, *, force: bool, shard_bytes: int) -> None:
-    """Write the folder; a model that came from one in this layout gives the same bytes."""
+    """Write the folder; a model that was loaded from a folder in this layout gives the same bytes."""
     source = remembered(model)
     tensors = _tensors(model)
     folder = None if source is None else source.folder
@@ -80,7 +80,7 @@ def _tensors(model: nn.Module) -> dict[str, Tensor]:
 
 
 def _type(source: LoadedFrom | None, name: str, tensor: Tensor) -> torch.dtype:
-    """The file's type, else bfloat16 as the layout has it, where that holds the numbers."""
+    """The type in the file, else bfloat16 (the layout's type), where it holds the numbers exactly."""
     if not tensor.is_floating_point():
         return tensor.dtype
     stored = (None if source is None else source.dtypes.get(name)) or torch.bfloat16

@@ -33,11 +33,11 @@ class LoadedFrom:
     tied: Mapping[str, str]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        """It never changes, so a copied model shares it."""
+        """A copied model shares this object, which never changes."""
         return self
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """A model that is pickled whole forgets it: then it is saved under its own names."""
+        """A pickled model loses this object; save_packed then uses the model's own names."""
         return _nothing, ()
 
 
@@ -63,7 +63,7 @@ def loaded_from(
     plan: Plan | None,
     model: nn.Module,
 ) -> LoadedFrom:
-    """What to remember of an open file."""
+    """What a model remembers of this open file."""
     shards: dict[str, tuple[str, ...]] = {}
     metadata: dict[str, Mapping[str, str]] = {}
     if isinstance(file, NativeTensors):

@@ -1,10 +1,10 @@
-"""Loading a gpt-oss checkpoint that stays packed and runs: from file to device as bytes, checked before one is read.
+"""Loads a gpt-oss checkpoint as a model that runs on packed experts: headers are checked before any tensor is read.
 
     model, report = load_packed("gpt-oss-20b", device="cuda")    # transformers' model, its experts packed
 
-The order is what makes it all or nothing: headers against the manifest, the checkpoint as a whole, the model it is
-for, room on the device; then every tensor into memory of its own; and only then is a model changed. An error on the
-way is one line that names file and tensor, and what was read is let go.
+The order makes loading all or nothing: headers against the manifest, the checkpoint as a whole, the model and the room
+on the device are checked; then every tensor is read into memory of its own; and only then is a model changed. An error
+on the way is one line that names file and tensor, and frees the memory of what was read.
 """
 
 from __future__ import annotations
@@ -54,11 +54,11 @@ from bitplan.store.packed_folder import QUANT_METHOD
 CONFIG = "config.json"
 _BIASES = ("gate_up_proj_bias", "down_proj_bias")
 PACKED_EXPERTS = (".mlp1_weight.blocks", ".experts.gate_up_proj_blocks")
-FLOAT_EXPERTS = (".experts.gate_up_proj", ".experts.down_proj")  # Hugging Face's names; packed ones end otherwise
+FLOAT_EXPERTS = (".experts.gate_up_proj", ".experts.down_proj")  # Hugging Face's names of plain experts
 
 
 def is_gpt_oss(path: Path) -> bool:
-    """Whether a file or folder is a gpt-oss checkpoint in one of its own layouts; `bitplan quantize` writes another."""
+    """Whether a file or folder is a gpt-oss checkpoint in one of its own layouts, not in that of `bitplan quantize`."""
     if path.is_dir() and (path / CONFIG).is_file():
         config = read_json(path / CONFIG)
         said = isinstance(config, dict) and config.get("quantization_config")
@@ -90,9 +90,10 @@ def load_gpt_oss(
     manifest  what the file must hold: a shipped manifest, a file, or a Manifest
     model     a GptOssForCausalLM to fill, on meta or not; None builds one from config.json, or from the file's sizes
     strategy  how the experts run, with `cache` for "tile_cache"; see QuantExperts
-    dtype     of all weights but the experts. None: as the embedding is stored; where another tensor has numbers which
-              that type cannot hold, that is an error. A type given is rounded to (float32 is what a CPU runs fastest)
-    check     "headers" refuses scales and norms that are not numbers as they come by; "deep" reads every tensor first
+    dtype     type of all weights but the experts. None: the type of the stored embedding; numbers of other tensors that
+              it cannot hold are an error. To a type that you give, numbers are rounded (float32 is fastest on
+              CPUs)
+    check     "headers" refuses NaN in scales and norms as they are read; "deep" reads and checks every tensor first
     """
     started, place = time.perf_counter(), device_of(device)
     require_transformers(str(path))
@@ -165,7 +166,7 @@ def _experts(
 
 
 def _open_checked(path: Path, manifest: ManifestLike, *, deep: bool) -> GptOssFile:
-    """The file, after the manifest and all its headers were held against each other."""
+    """The open file, after its headers were checked against the manifest."""
     rules = as_manifest(manifest)
     with open_tensors(path) as headers:
         is_gguf = isinstance(headers, GGUFTensors)
@@ -187,7 +188,7 @@ def _open_checked(path: Path, manifest: ManifestLike, *, deep: bool) -> GptOssFi
 
 
 def _refuse_floats(headers: TensorFile) -> None:
-    """Before the manifest, which knows packed experts only and would ask for a rule."""
+    """Refuse experts as floats before the manifest, which knows packed experts only, asks for a rule for them."""
     for name, spec in headers.specs.items():
         if name.endswith(FLOAT_EXPERTS) and spec.dtype.is_floating_point:
             raise _floats(headers.path, name, spec.dtype)
@@ -201,7 +202,7 @@ def _floats(path: Path, name: str, dtype: torch.dtype) -> FileFormatError:
 
 
 def _translated(file: GptOssFile) -> dict[str, Header]:
-    """A GGUF file as the manifest would see it under Hugging Face's names; what GGUF widens counts as bfloat16."""
+    """A GGUF file's headers under Hugging Face's names; tensors that GGUF stores wider count as bfloat16."""
     headers = {}
     for slot in list_slots("hf", file.shape):
         count = torch.Size(slot.shape).numel()

@@ -26,7 +26,7 @@ GENERATION = "generation_config.json"
 
 
 class GptOssPackedExperts(QuantExperts):
-    """QuantExperts under the call of transformers' GptOssExperts."""
+    """QuantExperts with the signature of transformers' GptOssExperts."""
 
     # transformers has these experts under other names, transposed; `save_model` gives this reason.
     why_not_saved = (
@@ -43,12 +43,12 @@ def empty_model(file: GptOssFile, dtype: torch.dtype) -> nn.Module:
     from transformers import GenerationConfig, GptOssConfig, GptOssForCausalLM
 
     document = dict(file.config or hf_config(file.shape, file.settings, packed=True))
-    document.pop("quantization_config", None)  # the quantizer of transformers has no part in this
+    document.pop("quantization_config", None)  # bitplan loads the weights, not a quantizer of transformers
     try:
         config = GptOssConfig.from_dict(document | {"dtype": dtype})
         with torch.device("meta"):
             model: nn.Module = GptOssForCausalLM(config)
-    except Exception as error:  # of a config that transformers does not take, it raises whatever it stumbles over
+    except Exception as error:  # transformers raises any kind of error on a bad config
         raise FileFormatError(f"{file.where}: no model can be made of its config: {foreign_reason(error)}") from error
     if file.layout == "hf" and (file.folder / GENERATION).is_file():
         model.generation_config = GenerationConfig.from_pretrained(file.folder)
@@ -90,7 +90,7 @@ def fill_model(
 
 
 def check_filled(model: nn.Module, where: str) -> None:
-    """Nothing was left on meta, and no expert's matrix became floats."""
+    """Raise if a tensor was left on meta, or an expert's matrix became floats."""
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
         if tensor.is_meta:
             raise StoreError(f"{where}: {name!r} was not loaded: it is still on the meta device")

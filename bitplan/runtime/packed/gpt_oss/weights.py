@@ -1,8 +1,8 @@
 """The weights of a gpt-oss file on a device, one chunk of bytes at a time.
 
 Every tensor is allocated once, where it stays, and filled from chunks of at most 64 MiB. Packed experts are moved as
-bytes: those of the safetensors layouts as they lie; GGUF's are put in gpt-oss's order on the device, one expert at a
-time, because that is where the bytes are going anyway.
+bytes: those of the safetensors layouts unchanged, those of GGUF into gpt-oss's order, on the device and one expert at a
+time.
 
 Names are Hugging Face's, which are those of transformers' model.
 """
@@ -36,7 +36,7 @@ def model_shapes(file: GptOssFile) -> dict[str, tuple[int, ...]]:
 def load_plain(
     file: GptOssFile, slot: LayoutTensor, device: torch.device, dtype: torch.dtype, *, round_to: bool
 ) -> Tensor:
-    """A tensor that is not an expert's matrix, in `dtype`; numbers that it cannot hold are an error, or rounded."""
+    """A tensor that is not an expert's matrix, in `dtype`; numbers that do not fit are an error unless `round_to`."""
     out = torch.empty(slot.shape, dtype=dtype, device=device)
     twin, at = file.twin(slot), 0
     for index, part in enumerate(slot.parts if twin is None else ("whole",)):
@@ -73,7 +73,7 @@ def _check_norm(file: GptOssFile, slot: LayoutTensor, rows: Tensor) -> None:
 
 
 def _check_scales(file: GptOssFile, slot: LayoutTensor, rows: Tensor, first: int) -> None:
-    """Byte 255 of E8M0 is NaN by OCP MX; the scales are a sixteenth of the codes, so looking costs little."""
+    """Refuse scales of byte 255, which is NaN in E8M0. Scales are a sixteenth of the codes, so this costs little."""
     bad = (rows == E8M0_NAN).flatten(1).sum(dim=1)
     if bad.any():
         expert = first + int(bad.ne(0).int().argmax())

@@ -3,10 +3,10 @@
     pairs = torch.ops.bitplan.packed_experts(x, bias, expert_ids, data, scales, base, arranged, factor, counters, ...)
 
 x [tokens, inputs], or [pairs, inputs] with `per_pair`; the result [pairs, outputs] is in the order of pairs, token by
-token. What the weight's tensors and `ways` are, `linear` says; a way is for so many pairs. The gradient is with respect
-to x and bias; there is no second derivative, and asking for one is an error.
+token. `linear` describes the weight's tensors and `ways`; the counts in `ways` are pairs here. The gradient is with
+respect to x and bias; there is no second derivative, and asking for one is an error.
 
-All but the fused way look at the ids on the host: on a GPU they wait for it, and cannot be captured in a CUDA graph.
+All ways but the fused one read the ids on the host: on a GPU they wait, and cannot be captured in a CUDA graph.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _WEIGHT = (
 
 
 def _numbers(arguments: tuple[Any, ...], shape: tuple[int, ...], way: ProductWay) -> tuple[Encoded, Any]:
-    """The packed stack, and what gives an expert's numbers."""
+    """The packed stack, and a function that gives an expert's numbers."""
     data, scales, base, _, _, _, expanded, name, _, _, _, weight, cache = arguments
     encoded = Encoded(get_format(name), shape, data, scales, base)
     if way.strategy == "eager" and expanded is not None:

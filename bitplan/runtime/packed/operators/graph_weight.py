@@ -1,7 +1,7 @@
-"""What a compiled graph reads of a packed weight beside its parts, as buffers, so that a CUDA graph need not copy it.
+"""Tensors made from a packed weight that a compiled graph reads, as buffers: a CUDA graph then need not copy them.
 
-It is made from the weight, outside of the graph: when the graph is traced, or by a call before. It is not saved, not
-copied and not moved: what changes the weight empties it, and a graph that finds it empty is traced again.
+They are made outside of the graph: when the graph is traced, or by an earlier call. They are not saved, copied or
+moved: a change of the weight drops them, and a graph that finds none is traced again.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class GraphWeight(nn.Module):
         self._buffers.update(dict.fromkeys((*PREPARED, "expanded")))
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> GraphWeight:
-        self.drop(0)  # scales are numbers of their own type, which a cast of the model must not touch
+        self.drop(0)  # a cast of the model must not touch the type of scales
         return self
 
     def __reduce__(self) -> tuple[Any, ...]:

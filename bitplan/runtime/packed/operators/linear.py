@@ -2,13 +2,13 @@
 
     y = torch.ops.bitplan.packed_linear(x, bias, data, scales, base, arranged, factor, counters, expanded, ...)
 
-The weight comes as plain tensors: its parts; what the fused kernel reads beside them (`arranged`, `factor`,
-`counters`: as `FusedMatmul.prepare` gives it); and, where it is kept expanded, its numbers. Format, outputs and `ways`
-(`ways.py`) are constants. `weight` and `cache` name a PackedWeight and a TileCache of this process, for tiles; a
-graph has 0 there, for its tiles are pinned and come as `expanded`.
+The weight comes as plain tensors: its parts; the tensors that `FusedMatmul.prepare` makes for the fused kernel
+(`arranged`, `factor`, `counters`); and, if the weight is kept expanded, its numbers (`expanded`). Format, outputs and
+`ways` (`ways.py`) are constants. `weight` and `cache` name a PackedWeight and a TileCache of this process, for tiles;
+both are 0 in a graph, whose tiles are pinned and come as `expanded`.
 
-The gradient of the input is the other operator, whose own gradient is the first one again, so second derivatives
-exist. It expands the weight again, or reads the expanded one, and refuses a weight that was written since.
+The gradient of the input is a second operator, whose own gradient is the first operator again, so second derivatives
+exist. It expands the weight again, or reads `expanded`, and refuses a weight that was written since the forward.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ class Matrix(NamedTuple):
 
 
 def multiply(x: Tensor, bias: Tensor | None, matrix: Matrix, way: ProductWay) -> Tensor:
-    """x [rows, inputs] @ W.T + bias, one way; no gradient."""
+    """x [rows, inputs] @ W.T + bias, run in this way; without a gradient."""
     with _no_autocast(x.device):
         if not x.shape[0]:
             return x.new_empty((0, matrix.shape[0]))
@@ -111,14 +111,14 @@ def multiply(x: Tensor, bias: Tensor | None, matrix: Matrix, way: ProductWay) ->
 
 
 def input_gradient(grad: Tensor, matrix: Matrix, way: ProductWay) -> Tensor:
-    """grad [rows, outputs] @ W; no gradient of its own."""
+    """grad [rows, outputs] @ W; without a gradient of its own."""
     with _no_autocast(grad.device):
         wide = compute_dtype(grad.device, grad.dtype)
         return gradient_over_pieces(grad.to(wide), matrix.pieces(way, wide), matrix.shape[1]).to(grad.dtype)
 
 
 def _no_autocast(device: torch.device) -> AbstractContextManager[Any]:
-    """Inputs have their type: autocast would compute in another, on a CPU in a slow one."""
+    """Switches autocast off: it would compute in another type than the inputs', on a CPU in a slow one."""
     if torch.is_autocast_enabled(device.type):
         return torch.autocast(device.type, enabled=False)
     return nullcontext()
@@ -131,7 +131,7 @@ def _packed_linear(x: Tensor, bias: Tensor | None, *weight: Any) -> Tensor:
     matrix, ways = _matrix(weight, width="outputs", other=x.shape[1])
     if len(matrix.prepared) < 3 or not x.is_cuda:
         return multiply(x, bias, matrix, way_at(ways, x.shape[0]))
-    # A compiled graph calls this often: a call is bound to addresses, and found by all of them.
+    # A compiled graph calls this often: a bound call is kept for these addresses, and found by all of them.
     addresses = [part.data_ptr() for part in (matrix.data, *matrix.prepared)]
     key = (*addresses, 0 if bias is None else bias.data_ptr(), x.shape, x.dtype, matrix.format, matrix.shape, ways)
     bound = _bound.get(key)
@@ -172,13 +172,13 @@ def _fake_gradient(grad: Tensor, *weight: Any) -> Tensor:
 
 
 def _save(ctx: Any, weight: tuple[Any, ...], width: int) -> None:
-    """Weights are constants: kept as they are, for torch would not save those that were made in inference mode."""
+    """Keep the weight for backward in `ctx` itself: torch refuses to save tensors that were made in inference mode."""
     ctx.tensors, ctx.constants, ctx.width = weight[:7], (weight[7], weight[9:]), width
     ctx.versions = versions_of(ctx.tensors)
 
 
 def _saved(ctx: Any) -> tuple[Any, ...]:
-    """The arguments of the other operator from its third, or second, on."""
+    """The weight's arguments for the other operator."""
     if versions_of(ctx.tensors) != ctx.versions:
         raise LayerError(CHANGED)
     name, rest = ctx.constants
@@ -186,7 +186,7 @@ def _saved(ctx: Any) -> tuple[Any, ...]:
 
 
 def versions_of(tensors: Sequence[Any]) -> list[int]:
-    """Of the weight's own parts; what is being traced has none."""
+    """How often each of the weight's own parts was written; tensors that are being traced are left out."""
     return [writes_of(part) for part in tensors[:3] if type(part) is Tensor]
 
 

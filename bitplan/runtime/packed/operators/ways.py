@@ -1,8 +1,8 @@
-"""Which way a product is run, as text: a constant of a compiled graph, read once.
+"""How a product is run, as text: a constant of a compiled graph, read once.
 
     1:fused outputs=32 rows=8;64:fused;*:decode
 
-Up to 1 row by the fused kernel with this launch, up to 64 with the launch it takes by itself, beyond that decoded.
+1 row: the fused kernel with this launch. Up to 64 rows: the fused kernel with its default launch. More: decoded.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class ProductWay(NamedTuple):
 
 
 def text_of(picks: Iterable[tuple[int | None, Pick]]) -> str:
-    """Picks, each for up to so many rows, in rising order; the last one for all that are more (None)."""
+    """Text of picks, each with the most rows it is for, in rising order; the last pick is for any more (None)."""
     parts = []
     for rows, pick in picks:
         launch = "".join(f" {name}={value}" for name, value in (pick.launch or {}).items())

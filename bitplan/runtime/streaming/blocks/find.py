@@ -1,7 +1,7 @@
-"""Finding the blocks of a model, deciding what of them is streamed, and refusing what cannot work, by name.
+"""Finds the blocks of a model, decides which of their parameters are streamed, and names what cannot work.
 
-A block's parameters are of two kinds. Streamed ones live on the host and pass through slots: the frozen base, or with
-train="weights" all of them. The rest is resident: adapters that are trained, and everything outside of blocks.
+A block's parameters are streamed or resident. Streamed ones live on the host and pass through slots: the frozen base,
+or with train="weights" all of them. Trained adapters are resident, as is everything outside of blocks.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ STREAMED = "_bitplan_streamed"
 
 @dataclass(eq=False)
 class StreamedParameter:
-    """A parameter (another one, where the model's owner replaces it) and every place in its block that holds it."""
+    """A parameter (the new one, if the user replaces it) and every place in its block that holds it."""
 
     name: str
     parameter: nn.Parameter
@@ -99,7 +99,7 @@ def _matches(pattern: str, name: str) -> bool:
 
 
 def _suggestion(pattern: str, modules: Iterable[str]) -> str:
-    """The lists of the model look like what the caller meant."""
+    """A hint for a pattern that matches nothing: the model's lists of modules."""
     lists = sorted({re.sub(r"\.\d+$", ".*", name) for name in modules if re.search(r"(^|\.)\d+$", name)})
     lists = ["*" if name.isdigit() else name for name in lists]
     close = did_you_mean(pattern, lists)

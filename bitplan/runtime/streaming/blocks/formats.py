@@ -4,7 +4,7 @@
     None            every parameter in its own type: nothing is lost
     a name          that format for every weight of two or more axes; vectors (norms, biases) keep their own type
     a mapping       keys, first match wins: a parameter's full name, a block's or module's name (its matrices, as
-                    above), or a shell pattern of either; what no key names keeps its own type, and so does None
+                    above), or a shell pattern of either; parameters without a key, or with None, keep their type
     a manifest      its rules
     a Plan          by parameter name, exactly; a parameter of a block that the plan lacks is refused
 Decisions only, by `choose_formats`: no tensor is read.
@@ -29,12 +29,12 @@ BlockFormats = dict[str, dict[str, Format]]
 
 
 def resolve_formats(formats: Formats, blocks: BlockSpecs, current: BlockFormats | None = None) -> BlockFormats:
-    """Block -> parameter -> format. With `current`, what a mapping does not name stays as it is there."""
+    """Block -> parameter -> format. Parameters that a mapping does not name have those of `current`, if given."""
     specs = {f"{block}.{name}": spec for block, names in blocks.items() for name, spec in names.items()}
     own = {name: own_format(spec, name) for name, spec in specs.items()}
     now = {f"{block}.{name}": fmt for block, names in (current or {}).items() for name, fmt in names.items()}
     base = Plan({name: Planned(Choice((now or own)[name].name, "as it is")) for name in specs})
-    if isinstance(formats, Plan):  # it may be for the whole model
+    if isinstance(formats, Plan):  # a plan may be for the whole model
         formats = Plan({name: entry for name, entry in formats.entries.items() if name in specs})
     elif formats is None:
         formats = base

@@ -24,13 +24,13 @@ from bitplan.formats import Encoded, Format
 from bitplan.kernels import decode
 from bitplan.kernels.codec.dispatch import explain_decode
 
-ALIGNMENT = 256  # of every part: what CUDA's allocator gives, and what vector loads need
+ALIGNMENT = 256  # of every part, as in CUDA's allocator; vector loads need it
 PADDING = "padding"
 
 
 @dataclass(frozen=True)
 class ParameterSpec:
-    """What a parameter is to the model."""
+    """A parameter's shape and type in the model."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -58,7 +58,7 @@ class Part:
 
 @dataclass(frozen=True)
 class Piece:
-    """One parameter: its format on the wire, its parts, and where it is decoded to (None: used where it lies)."""
+    """One parameter: its format in transfer, its parts, and where it is decoded to (None: used in place)."""
 
     name: str
     spec: ParameterSpec
@@ -102,7 +102,7 @@ class Piece:
 
 @dataclass(frozen=True)
 class BlockLayout:
-    """Where everything of one block lies; `nbytes` is what a transfer of the block copies."""
+    """Where each parameter of one block lies; a transfer of the block copies `nbytes`."""
 
     pieces: Mapping[str, Piece]
     nbytes: int
@@ -110,7 +110,7 @@ class BlockLayout:
 
     @property
     def bytes_by_format(self) -> dict[str, int]:
-        """Sums up to `nbytes`: what lies between the parts is padding."""
+        """Bytes by format; gaps between parts count as padding, so that the sum is `nbytes`."""
         sizes: Counter[str] = Counter()
         for piece in self.pieces.values():
             sizes[piece.fmt.name] += piece.nbytes

@@ -1,4 +1,4 @@
-"""Saves for autograd where a streamed block's weights can be had again, in place of the weights.
+"""Saves for autograd where to find a streamed block's weights again, instead of the weights themselves.
 
 Autograd saves the tensors that backward needs, weights among them. A streamed weight lies in a slot that soon holds
 another block, so a plain saved tensor would be silently wrong. Under these hooks a saved tensor that lies in a slot
@@ -6,10 +6,10 @@ or in the scratch (the weight itself, its transpose, a slice) is kept as block a
 backward asks: the block is then loaded if need be, by the same path and schedule as in forward. Everything
 else is saved as it would have been without us.
 
-"As it would have been" is the trap. Torch applies only the innermost hooks, so ours would switch off those of
-non-reentrant checkpointing, and every activation would stay. They are called from here instead. So one mechanism is
-correct in all cases: without checkpointing, under both kinds of it, with regions of several blocks, and with
-save_on_cpu. Nothing is computed twice but what checkpointing itself recomputes.
+That needs care: torch applies only the innermost hooks, so ours would switch off those of non-reentrant checkpointing,
+and every activation would stay. Our hooks therefore call the outer ones. So one mechanism is correct in all cases:
+without checkpointing, under both kinds of it, with regions of several blocks, and with save_on_cpu. Nothing is computed
+twice except what checkpointing itself recomputes.
 
 Reaching the outer hooks takes a function of torch that is not public (`_top_saved_tensors_default_hooks`, since
 2.8); a torch without it is refused when streaming starts, not in the middle of a backward.
@@ -28,14 +28,14 @@ from bitplan.runtime.streaming.errors import StreamError
 
 
 class StreamedWeights(Protocol):
-    """Who knows where streamed weights lie, and can bring them back."""
+    """An object that knows where streamed weights lie, and loads them again."""
 
     @property
     def serial(self) -> int:
-        """Changes whenever weights or formats may: at each step."""
+        """A number that changes whenever weights or formats may change: at each step."""
 
     def owner_of(self, storage: int) -> tuple[int, bool] | None:
-        """The block whose weights lie in a storage, and whether that is the scratch."""
+        """The block whose weights lie in this storage, and whether the storage is the scratch."""
 
     def buffer_with(self, block: int, *, in_scratch: bool, serial: int) -> Tensor:
         """The buffer that holds the block now, loaded if need be."""
@@ -43,7 +43,7 @@ class StreamedWeights(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class SavedWeight:
-    """A tensor in a block's bytes."""
+    """A saved tensor that lies in a block's bytes."""
 
     block: int
     in_scratch: bool
@@ -60,7 +60,7 @@ class SavedWeight:
 
 @dataclass(frozen=True, slots=True)
 class _Passed:
-    """What the outer hook made of a tensor, and how it is undone."""
+    """What the outer hook made of a tensor, and the function that undoes it."""
 
     value: Any
     unpack: Callable[[Any], Tensor]

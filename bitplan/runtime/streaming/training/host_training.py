@@ -1,18 +1,19 @@
-"""Training streamed weights: FP32 masters on the host, gradients that come back, AdamW beside the next transfers.
+"""Trains streamed weights: FP32 masters on the host, gradients copied back, AdamW during the next transfers.
 
     backward, device   gradient of a weight is ready -> gradient thread: copy it out, add it to the step's (float32)
     end_step           optimizer thread, block after block in forward order: AdamW on the masters, encode, mark fresh
     next step          the transfer thread waits for a block to be fresh, and no one else waits for anything
 
-So the update of block 5 runs while block 0 crosses the bus. A step counts whole or not at all: a gradient that did not
-arrive, or is not finite, in any block, leaves every master as it was, and the next begin_step says so. That is why no
-update overlaps with the backward of its own step, and why clipping by the norm of all gradients (`clip_grad_norm`)
-takes no overlap away: it costs the optimizer thread a pass over all gradients before the first update, and another one,
-to scale them, in steps that are clipped. The first block of the next step comes later by that.
+So the update of block 5 runs while block 0 crosses the bus. A step is applied as a whole or not at all: if any gradient
+of any block did not arrive or is not finite, every master stays as it was, and the next begin_step raises. That is why
+no update overlaps with the backward of its own step, and why clipping by the norm of all gradients (`clip_grad_norm`)
+takes no overlap away: it costs the optimizer thread a pass over all gradients before the first update, and in steps
+that are clipped another one to scale them. The first block of the next step is delayed by that.
 
-One call puts the whole update into the optimizer's queue: before it the step does not count, after it it does, wherever
-Ctrl-C comes. Gradients belong to their step, so one that is dropped leaves none behind. If the optimizer itself breaks
-off between two blocks, the masters are of two steps, and every call says so until a state is loaded.
+One call puts the whole update into the optimizer's queue: before that call the step does not count, after it the step
+does, wherever Ctrl-C comes. Gradients belong to their step, so a dropped step leaves none behind. If the optimizer
+itself fails between two blocks, the masters belong to two different steps, and every call raises until a state is
+loaded.
 
 The master is a bitplan WeightStore's: the version that is sent is derived from it, never the other way round.
 """
@@ -37,7 +38,7 @@ from bitplan.runtime.streaming.transfer.devices import Mark, StreamDevice
 from bitplan.runtime.streaming.transfer.host_memory import exact_buffer
 from bitplan.store.models.weight_store import WeightStore
 
-GRADIENTS_WAITING = 12  # on the device, before backward is held back: a llama block has nine
+GRADIENTS_WAITING = 12  # gradients on the device before backward has to wait; a llama block has nine
 
 
 @dataclass(frozen=True)
@@ -51,7 +52,7 @@ class AdamWSettings:
 
 
 class Trained(NamedTuple):
-    """One parameter's training: its master, AdamW's two moments (None before the first step), and how many steps."""
+    """One parameter's training: its master, AdamW's two moments (None before the first step), and its step count."""
 
     master: Tensor
     moments: tuple[Tensor, Tensor] | None
@@ -60,7 +61,7 @@ class Trained(NamedTuple):
 
 @dataclass(eq=False)
 class StepGradients:
-    """The gradients of one step as they arrive, by block and parameter, in float32; None are left when it is over."""
+    """The gradients of one step as they arrive, by block and parameter, in float32; dropped when the step is over."""
 
     step: int
     sums: dict[tuple[str, str], Tensor] = field(default_factory=dict)
@@ -71,7 +72,7 @@ class StepGradients:
 
 @dataclass(eq=False)
 class _Update:
-    """One step's way into the masters: how many blocks were begun, stepped and encoded, and which are fresh."""
+    """The progress of one step's update: how many blocks were begun, stepped and encoded, and which are up to date."""
 
     gradients: StepGradients
     lr: float
@@ -101,7 +102,7 @@ class HostTraining:
     ) -> None:
         self._device, self._timeout_s = device, timeout_s
         self.settings, self.max_norm = settings, max_norm
-        self.lr = settings.lr  # of all blocks, from the next update on; for a schedule
+        self.lr = settings.lr  # learning rate of all blocks from the next update on; a schedule may set it
         self.gradient_norm: float | None = None  # before clipping, in the last step that was clipped or measured
         self.stores: dict[str, dict[str, WeightStore]] = {}
         self._masters: dict[str, dict[str, Tensor]] = {}
@@ -133,11 +134,11 @@ class HostTraining:
         self._staging = exact_buffer(largest)
         device.pin(self._staging)
         self.failure: Exception | None = None
-        self.torn: str | None = None  # why the masters are of two steps
+        self.torn: str | None = None  # why the masters belong to two different steps
         self.is_settled = True  # whether all updates were waited for, and the model's Parameters made current
         self.unencoded: set[str] = set()  # blocks whose bytes are older than their masters, after a failure
         self._open: StepGradients | None = None
-        self._update: _Update | None = None  # the last one
+        self._update: _Update | None = None  # the last update
         self._gradients = Worker("gradient", GRADIENTS_WAITING)
         self._updates = Worker("optimizer")
 
@@ -145,14 +146,14 @@ class HostTraining:
         return name in self._masters.get(block, {})
 
     def encoded(self, block: str, name: str, fmt: Format) -> Encoded:
-        """The master's version in a format, made for sending: it is not kept, for the host holds the bytes."""
+        """The master in a format, for sending; not kept, because the host holds the bytes."""
         store = self.stores[block][name]
         version = store.morph(fmt)
         store.drop(fmt)
         return version
 
     def limit_gradients(self, in_flight: int | None) -> None:
-        """How many gradients may be on their way to the host before backward waits for them; None: the usual."""
+        """How many gradients may be on their way to the host before backward waits; None: GRADIENTS_WAITING."""
         self._gradients.max_unfinished = min(in_flight or GRADIENTS_WAITING, GRADIENTS_WAITING)
 
     # ---- gradients ---------------------------------------------------------------------------------------------------
@@ -165,14 +166,14 @@ class HostTraining:
 
     @property
     def gradients(self) -> StepGradients:
-        """Of the step that is open."""
+        """The gradients of the open step."""
         assert self._open is not None
         return self._open
 
     def receive(
         self, block: str, name: str, gradient: Tensor, gradients: StepGradients, recorder: StepRecorder
     ) -> None:
-        """Take a gradient from the device; called in backward, comes back at once unless too many are waiting."""
+        """Take a gradient from the device; called in backward, returns at once unless too many are waiting."""
         gradient = gradient.contiguous()
         recorder.expected_out += 1
         gradients.expected += 1
@@ -243,7 +244,7 @@ class HostTraining:
         return norm
 
     def abandon(self) -> None:
-        """Forget a step that will not be ended; the update before it still counts, and so does its failure."""
+        """Forget a step that will not be ended; the update before it, and its failure, still count."""
         self._open = None
         self.finish()
 
@@ -251,7 +252,7 @@ class HostTraining:
 
     def update(self, encode_block: Callable[[str], None], check_step: Callable[[], None]) -> None:
         """Queue the optimizer for every block. `check_step` raises if the step must not count."""
-        # The rate as it is now: the next step's may be set before the optimizer thread comes to this one.
+        # The rate of now: the user may set the next step's before the optimizer thread runs this update.
         update = _Update(self.gradients, self.lr, {name: Latch() for name in self._masters})
         self.is_settled = False
         self._updates.submit(lambda: self._apply(update, encode_block, check_step), f"step {update.gradients.step}")
@@ -285,13 +286,13 @@ class HostTraining:
 
     def _require_whole(self, gradients: StepGradients, check_step: Callable[[], None]) -> None:
         self._gradients.drain(self._timeout_s)
-        check_step()  # first: what is wrong in forward is wrong in every gradient after it
+        check_step()  # first: a fault in forward spoils every later gradient
         self._await_gradients(gradients)
         if self.max_norm is not None:
             self._scale(gradients, self.max_norm)
 
     def _make_moments(self, gradients: StepGradients) -> None:
-        """As AdamW would in its first step: here, before any block is stepped, memory may still run out."""
+        """As AdamW does in its first step; here, before any block is stepped, running out of memory does no harm."""
         for block, masters in self._masters.items():
             state = self._optimizers[block].state
             for name, master in masters.items():
@@ -315,7 +316,7 @@ class HostTraining:
                 update.gradients.sums.pop((block, name), None)
 
     def _encode(self, update: _Update, block: str, encode_block: Callable[[str], None]) -> None:
-        """The block has its step whatever happens here; bytes that could not be made are made at the next boundary."""
+        """Encode a stepped block. A failure does not undo its step: the bytes are then made at the next boundary."""
         try:
             encode_block(block)
         except Exception as error:
@@ -324,7 +325,7 @@ class HostTraining:
         update.fresh[block].set()
 
     def wait_fresh(self, block: str) -> None:
-        """Wait, on the transfer thread, until a block's bytes are those of its masters."""
+        """Wait, on the transfer thread, until a block's bytes are made from its present masters."""
         fresh = None if self._update is None else self._update.fresh.get(block)
         if fresh is not None:
             wait_for(fresh, self._updates, self._timeout_s, f"{block}: its update")
@@ -336,23 +337,23 @@ class HostTraining:
         if not self._updates.drain(self._timeout_s):
             self.failure = self.failure or TransferError("the optimizer thread has died, or took too long")
             if not self._updates.is_alive:
-                self._updates = Worker("optimizer")  # so that its end is said once
+                self._updates = Worker("optimizer")  # so that its death is reported once
 
     def _replace_gradient_thread(self) -> None:
-        """The old one is dead, or hangs in a copy to the staging buffer, which it then keeps."""
+        """Start a new thread and buffer: the old thread is dead, or hangs in a copy to the old staging buffer."""
         if self._gradients.is_alive:
             self._staging = exact_buffer(self._staging.nbytes)
             self._device.pin(self._staging)
         self._gradients = Worker("gradient", GRADIENTS_WAITING)
 
     def find_failure(self) -> Exception | None:
-        """What went wrong in updates so far; waits for nothing."""
+        """The error of an update so far; does not wait."""
         if not self._updates.is_alive:
             self.finish()
         return self.failure
 
     def settle(self, blocks: Mapping[str, StreamedBlock]) -> None:
-        """Wait for all updates, and make the model's own Parameters what the masters are."""
+        """Wait for all updates, and copy the masters into the model's own Parameters."""
         self.finish()
         if not self.is_settled:
             self.write_back(blocks)
@@ -364,7 +365,7 @@ class HostTraining:
         self.failure = self._update = None
 
     def write_back(self, blocks: Mapping[str, StreamedBlock]) -> None:
-        """Make the model's own Parameters what the masters are."""
+        """Copy the masters into the model's own Parameters."""
         with torch.no_grad():
             for block, masters in self._masters.items():
                 for name, master in masters.items():
@@ -373,10 +374,10 @@ class HostTraining:
                         parameter.data.copy_(master)
 
     def take(self, block: str, name: str, parameter: Tensor) -> None:
-        """Make a master what the model's Parameter is, where they differ; AdamW's moments stay."""
+        """Copy the model's Parameter into its master where they differ; AdamW's moments stay."""
         master, store = self._masters[block][name], self.stores[block][name]
         if parameter.data_ptr() != master.data_ptr():
-            # Compared as the Parameter has it: a bfloat16 one that is as it was must not round its master.
+            # Compared in the Parameter's type: an unchanged bfloat16 Parameter must not round its master.
             if not torch.equal(parameter.detach(), master.to(parameter.dtype)):
                 store.update(parameter.detach())
             if parameter.dtype == master.dtype:
@@ -400,7 +401,7 @@ class HostTraining:
         return Trained(master.detach(), (state["exp_avg"], state["exp_avg_sq"]), int(state["step"]))
 
     def restore(self, trained: Mapping[str, Trained], lr: float, *, copies: bool) -> None:
-        """Be what was saved; nothing may be under way. copies: False where nobody else holds the moments."""
+        """Restore a saved state; nothing may be under way. copies: False if only this call holds the moments."""
         self._open = self._update = self.failure = None
         self.torn = "loading a state broke off: some weights are of it and some are not; load it again"
         self.lr, self.gradient_norm, self.is_settled = lr, None, False
@@ -425,14 +426,14 @@ class HostTraining:
 
 
 def _laid_out_as(master: Tensor, moment: Tensor, copies: bool) -> Tensor:
-    """The moment itself where it lies as its master does, which the fused AdamW needs; else a copy that does."""
+    """The moment in its master's memory layout, which the fused AdamW needs: itself, or a copy."""
     if not copies and moment.device == master.device and moment.stride() == master.stride():
         return moment.detach()
     return torch.empty_like(master).copy_(moment.detach())
 
 
 def _named(error: Exception, what: str) -> Exception:
-    """The error itself where it says what it is about, else one that does."""
+    """The error itself if it names the block and step; else an error that does."""
     if isinstance(error, StreamError) and what.split(":")[0] in str(error):
         return error
     named = TransferError(f"{what}: {type(error).__name__}: {error}")

@@ -8,7 +8,7 @@
      "tensors": {"PARAMETER.master": M, "PARAMETER.exp_avg": A, "PARAMETER.exp_avg_sq": S}}
 
 Float32 tensors, plain numbers and texts: torch.load(weights_only=True) takes it, safetensors takes the tensors and
-JSON the rest, and nothing is ever pickled by us. A parameter that was never stepped has no moments, as in torch.
+JSON the rest, and we never pickle. A parameter that was never stepped has no moments, as in torch.
 
 A document is read in full, and refused where it is of another model or optimizer, before anything is changed.
 """
@@ -33,7 +33,7 @@ from bitplan.runtime.streaming.training.host_training import HostTraining, Train
 from bitplan.store.files.safetensors import SafetensorsFile, write_safetensors
 
 DOCUMENT, VERSION = "bitplan-streamed-training", 1
-METADATA = "bitplan_streamed_training"  # where a file keeps what is not a tensor
+METADATA = "bitplan_streamed_training"  # key of a file's metadata for everything that is not a tensor
 MASTER, MOMENTS = "master", ("exp_avg", "exp_avg_sq")
 
 _NUMBER = Kind("a number", is_number)
@@ -51,7 +51,7 @@ _KEYS = {
 
 @dataclass(frozen=True)
 class TrainingState:
-    """A document that fits: by full name, what each trained parameter was, and the formats of all streamed ones."""
+    """A document that fits: the state of each trained parameter and the format of each streamed one, by full name."""
 
     trained: Mapping[str, Trained]
     formats: Mapping[str, str]

@@ -3,13 +3,13 @@
     forward    input -> outgoing buffer, on the computing stream; from there to the host while the block computes
     backward   host -> landing buffer, ahead of the block; copied out of it when the block is computed again
 
-Every block is checkpointed here, one region a block, so its input is all that must be kept. (Whoever checkpoints
-outside of us holds the input before we see it: such models are refused.) Between forward and backward the device holds
-the input of the last block only, which would come straight back.
+Every block is checkpointed here, as a region of its own, so only its input must be kept. (Other checkpointing would
+hold the input before we see it: such models are refused.) Between forward and backward the device holds only the input
+of the last block, which would come straight back.
 
-Buffers on the device are two a direction, and the arena on the host has one place for each input that is out at one
-time: both grow in the first step, or where larger inputs come, and stay. Copies have streams of their own, and only
-events are waited for. A number that leaves comes back as it was: gradients are those without offloading, to the bit.
+The device has two buffers for each direction, and the arena on the host one place for each input that is out at the
+same time: both grow in the first step, or when larger inputs come, and stay. Copies have streams of their own, and only
+events are waited for. Inputs come back unchanged: gradients are bit for bit those without offloading.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from bitplan.runtime.streaming.transfer.copies import Transfer, Worker
 from bitplan.runtime.streaming.transfer.devices import Copied, Mark, StreamDevice
 from bitplan.runtime.streaming.transfer.host_memory import exact_buffer
 
-BUFFERS = 2  # a direction: one is written or read by the computation while the other crosses the bus
+BUFFERS = 2  # for each direction: the computation uses one while the other crosses the bus
 Args = tuple[Any, ...]
 Kwargs = dict[str, Any]
 Compute = Callable[[Args, Kwargs], Any]
@@ -47,7 +47,7 @@ class OffloadBuffer:
 
 @dataclass(eq=False)
 class Landing:
-    """A buffer of the device, what is in it or on its way, and when it may be written."""
+    """A buffer on the device, what it holds or will hold, and when it may be overwritten."""
 
     buffer: Tensor
     free_after: Mark
@@ -56,11 +56,11 @@ class Landing:
 
 
 class SavedInput:
-    """One block's input, from its forward to its backward; gives its place back when autograd lets go of it."""
+    """One block's input, from its forward to its backward; frees its place when autograd drops it."""
 
     def __init__(self, owner: ActivationOffload, block: int, what: str, x: Tensor) -> None:
         self.owner, self.block, self.what = owner, block, what
-        # The order in which its axes lie in memory comes back too: kernels, and so the last bit, may depend on it.
+        # The memory order of the axes is restored too: kernels, and so the last bit, may depend on it.
         self.axes = sorted(range(x.dim()), key=lambda axis: -x.stride()[axis])
         self.shape, self.dtype, self.requires_grad = [x.shape[axis] for axis in self.axes], x.dtype, x.requires_grad
         self.nbytes, self.order, self.serial = x.nbytes, 0, owner.serial
@@ -105,12 +105,12 @@ class ActivationOffload:
         self._places: list[OffloadBuffer] = []
         self._free: list[OffloadBuffer] = []
         self._order: list[weakref.ref[SavedInput]] = []
-        self._token = torch.empty(0, device=device.torch_device)  # tells checkpoint whose random state to keep
+        self._token = torch.empty(0, device=device.torch_device)  # tells checkpoint which device's random state to save
 
     # ---- steps -------------------------------------------------------------------------------------------------------
 
     def start(self, recorder: StepRecorder | None) -> None:
-        """A step begins; what an earlier one left on its way counts no more."""
+        """Begin a step; copies that an earlier step left under way no longer count."""
         self.serial += 1
         self.recorder, self._order = recorder, []
         if not self._worker.drain(self._timeout_s):
@@ -120,7 +120,7 @@ class ActivationOffload:
         for landing in [*self._outgoing, *self._landings]:
             landing.owner = None
             if landing.transfer is not None and landing.transfer.copied is None:
-                landing.transfer = None  # it failed, or its thread died before it
+                landing.transfer = None  # the copy failed, or its thread died before it
 
     def stop(self) -> None:
         self.serial += 1
@@ -135,7 +135,7 @@ class ActivationOffload:
         self._places, self._free = [], []
 
     def in_flight(self) -> int:
-        """Inputs on their way back that the computation is yet to wait for."""
+        """Inputs on their way back for which the computation has not waited yet."""
         return sum(
             landing.transfer is not None and not landing.transfer.is_awaited and not self._is_done(landing.transfer)
             for landing in self._landings
@@ -144,10 +144,10 @@ class ActivationOffload:
     # ---- a block -----------------------------------------------------------------------------------------------------
 
     def run(self, block: int, compute: Compute, args: Args, kwargs: Kwargs) -> Any:
-        """Compute a block so that backward computes it again, from its input as it comes back."""
+        """Compute a block such that backward computes it again from its restored input."""
         _refuse_other_checkpointing(self._place_of(block))
         key, x = _find_input(args, kwargs, self._place_of(block))
-        args, kwargs = _with_input(args, kwargs, key, None)  # what is kept must not hold the input
+        args, kwargs = _with_input(args, kwargs, key, None)  # the saved arguments must not hold the input
         saved, first = self._keep(block, x), [x]
         del x
 
@@ -158,7 +158,7 @@ class ActivationOffload:
         return checkpoint(region, self._token, use_reentrant=False)
 
     def take_back(self, place: OffloadBuffer) -> None:
-        """From whichever thread drops the last reference."""
+        """Free a place; any thread may call this, as the last reference is dropped anywhere."""
         self._free.append(place)
 
     def _keep(self, block: int, x: Tensor) -> SavedInput:
@@ -182,7 +182,7 @@ class ActivationOffload:
         out.transfer = saved.sent = place.last = transfer
         saved.place = place
 
-        def copy() -> Copied:  # must not hold `saved`, which gives the place back when it goes
+        def copy() -> Copied:  # must not hold `saved`, which frees its place when it is dropped
             marks = [after] if before is None or before.copied is None else [after, before.copied.end]
             return self._device.copy_out(place.buffer[:nbytes], out.buffer[:nbytes], *marks, queue="activations")
 
@@ -191,7 +191,7 @@ class ActivationOffload:
             self.recorder.sent.append((transfer, nbytes))
 
     def _outgoing_for_next(self) -> Landing:
-        """The buffer used longest ago, behind its copy, and behind others where only `max_out` may be under way."""
+        """The least recently used buffer, after waiting for its copy, and for others if `max_out` limits copies."""
         out, *rest = self._outgoing
         others = [] if self.max_out is None else rest[: max(0, BUFFERS - self.max_out)]
         self._outgoing = [*rest, out]
@@ -292,7 +292,7 @@ class ActivationOffload:
             place = min(fitting, key=lambda one: one.buffer.nbytes)
             self._free.remove(place)
             return place
-        if self._free:  # too small for what comes now: the arena does not grow by it
+        if self._free:  # all are too small: replace one, so that the arena does not keep it
             small = self._free.pop()
             self._places.remove(small)
             self._unpin(small)
@@ -323,7 +323,7 @@ def _with_input(args: Args, kwargs: Kwargs, key: int | str, value: Any) -> tuple
 
 
 def _refuse_other_checkpointing(what: str) -> None:
-    """Non-reentrant checkpointing shows by its hooks, reentrant by computing a block anew within backward."""
+    """Non-reentrant checkpointing is detected by its hooks, reentrant by a block that is computed within backward."""
     hooks = outer_hooks()
     is_checkpointed = hooks is not None and hooks[0].__module__ == torch.utils.checkpoint.__name__
     if is_checkpointed or torch._C._current_graph_task_id() != -1:

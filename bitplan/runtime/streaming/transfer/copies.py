@@ -1,9 +1,9 @@
-"""Transfers: one copy of one block to the device, and the thread that makes copies which would block the caller.
+"""Transfer, one copy of one block to the device; and the thread for copies that would block the caller.
 
-A transfer has two waits. The host waits until the copy was handed to the device (`launched`): at once for pinned
-memory, after staging for pageable memory and files, after the optimizer for weights that are being updated. The device
-waits for the copy itself, by events. A job that fails leaves its error in the transfer, for whoever waits for it; a
-thread that dies is noticed by every wait. No wait is without end.
+A transfer has two waits. The host waits until the copy is in the device's queue (`launched`): not at all for pinned
+memory, for the staging of pageable memory and files, for the optimizer where weights are being updated. The device
+waits for the copy itself, by events. A job that fails leaves its error in the transfer, for the thread that waits for
+it; every wait notices a dead thread. Every wait has a limit.
 
 Ctrl-C may come between any two lines. So nothing here is counted beside the queue itself, one call puts a job into it,
 and there is no lock of Python's that an interrupt could leave locked (threading.Event and Condition have one).
@@ -41,30 +41,30 @@ class Latch:
         return self._is_set
 
     def wait(self, timeout_s: float) -> bool:
-        """Whether it is set, at the latest after so many seconds."""
+        """Wait until the latch is set, at most `timeout_s`; whether it is."""
         if not self._is_set:
             try:
                 self._wake.get(timeout=timeout_s)
             except queue.Empty:
                 return self._is_set
-            self._wake.put(None)  # for whoever else waits; one who misses it looks again after his own timeout
+            self._wake.put(None)  # wakes the next waiter; a waiter that misses this looks again after its own timeout
         return self._is_set
 
 
 @dataclass(eq=False)
 class Transfer:
-    """A copy under way, or done; `what` says which block, for messages; `after`: when its target was free."""
+    """A copy under way, or done; `what` names the block in messages; `after` is when its target was free."""
 
     what: str
     after: Mark | None = None
     launched: Latch = field(default_factory=Latch)
     copied: Copied | None = None
     error: BaseException | None = None
-    # The computation waits for it: what is queued from now on comes after it, however far ahead the host is.
+    # The computation waits for this copy: work that is queued from now on runs after it, however far ahead the host is.
     is_awaited: bool = False
 
     def launch(self, copy: Callable[[], Copied]) -> None:
-        """Run the copy, here and now; an error is kept for the one who waits."""
+        """Run the copy now, on this thread; an error is kept for the thread that waits."""
         try:
             self.copied = copy()
         except BaseException as error:
@@ -85,12 +85,12 @@ class Transfer:
 
 
 class Worker:
-    """A thread that runs jobs in order. A job's Exception is the job's own affair; anything else ends the thread."""
+    """A thread that runs jobs in order. A job handles its own Exception; any other BaseException ends the thread."""
 
     def __init__(self, name: str, max_unfinished: int | None = None) -> None:
         self.name = name
         self.max_unfinished = max_unfinished  # may change at any time
-        self._jobs: deque[Job] = deque()  # the first is under way, and leaves when it is done
+        self._jobs: deque[Job] = deque()  # the first is running, and is removed when it is done
         self._wake: queue.SimpleQueue[None] = queue.SimpleQueue()
         self._room = Latch()
         self._is_stopping = self._has_died = False
@@ -106,7 +106,7 @@ class Worker:
         return len(self._jobs)
 
     def submit(self, job: Job, what: str, timeout_s: float = WAIT_TIMEOUT_S) -> None:
-        """Queue a job; waits while too many are unfinished, which holds a producer back to the thread's pace."""
+        """Queue a job; waits while too many are unfinished, which slows a producer down to the thread's pace."""
         deadline = time.monotonic() + timeout_s
         while self.is_alive and self._is_full() and time.monotonic() <= deadline:
             room = self._room = Latch()
@@ -116,11 +116,11 @@ class Worker:
         if not self.is_alive or self._is_full():
             state = "took no job in time" if self.is_alive else "has died"
             raise TransferError(f"{what}: the {self.name} thread {state}; begin_step starts afresh")
-        self._jobs.append(job)  # before this call there is no job, after it there is
+        self._jobs.append(job)  # one call, so that Ctrl-C leaves either no job or a whole one
         self.nudge()
 
     def nudge(self) -> None:
-        """Have the thread look at its queue; whoever waits for a job calls it, in case its submitter was stopped."""
+        """Make the thread look at its queue; waiters call it, in case the submitter was interrupted before it did."""
         self._wake.put(None)
 
     def drain(self, timeout_s: float) -> bool:
@@ -135,7 +135,7 @@ class Worker:
         return self.is_alive
 
     def stop(self, timeout_s: float) -> None:
-        """End the thread after the jobs it has; one that hangs in a job is left: a daemon does not keep the process."""
+        """End the thread after its present jobs; a thread that hangs in a job is left, as a daemon."""
         if self.is_alive:
             self._is_stopping = True
             self.nudge()
@@ -151,17 +151,17 @@ class Worker:
                     self._run_first()
                 else:
                     self._wake.get()
-        except BaseException:  # every wait looks whether the thread is there, and says which job it was for
+        except BaseException:  # every wait checks the thread, and names its job
             self._has_died = True
 
     def _run_first(self) -> None:
         job = self._jobs[0]
         try:
             job()
-        except Exception:  # the job has kept it where its waiter looks
+        except Exception:  # the job keeps its error for its waiter
             pass
         except BaseException:
-            self._has_died = True  # said before waiters wake up, which the thread's own end would not be
+            self._has_died = True  # set before waiters wake up; is_alive would change only later
             raise
         finally:
             self._jobs.popleft()
@@ -169,7 +169,7 @@ class Worker:
 
 
 def wait_for(event: Latch, worker: Worker | None, timeout_s: float, what: str) -> None:
-    """Wait for what a worker sets; a dead worker or a passed deadline is an error that names it."""
+    """Wait for an event that a worker sets; a dead worker or a passed deadline is an error that names `what`."""
     if worker is not None and not event.is_set():
         worker.nudge()
     deadline = time.monotonic() + timeout_s

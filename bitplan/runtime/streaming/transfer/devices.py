@@ -3,15 +3,15 @@
 The scheduler sees this interface only:
 
     mark()                       a point in the work queued so far
-    copy_in(to, from, *after)    host -> device on a copy stream, once `after` has passed; comes back with two marks
+    copy_in(to, from, *after)    host -> device on a copy stream, once `after` has passed; returns two marks
     copy_out(to, from, *after)   device -> host, in the same way
-    wait(copied)                 the computation goes on when the copy is done; no host waits on CUDA
+    wait(copied)                 the computation goes on when the copy is done; on CUDA the host does not wait
     claim(slot)                  the slot's old numbers are worthless from now on
 
 `SimulatedDevice` computes on the CPU, synchronously, and its copies run on the worker thread that asks for them. A
-claimed slot is filled with 0xff (NaN in every float type) before the copy, so whoever reads too early, or frees a slot
-too early, computes NaN every time instead of sometimes. It counts bytes, has a capacity, and its copies can be slowed
-down or made to fail: that is how ordering, eviction and faults are tested without a GPU.
+claimed slot is filled with 0xff (NaN in every float type) before the copy, so code that reads or frees a slot too early
+computes NaN every time instead of sometimes. It counts bytes, has a capacity, and its copies can be slowed down or made
+to fail: that is how ordering, eviction and faults are tested without a GPU.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ from torch import Tensor
 
 from bitplan.runtime.streaming.errors import StreamError
 
-Queue = Literal["weights", "activations"]  # copies of a queue and a direction come one after another
+Queue = Literal["weights", "activations"]  # copies of one queue and direction run one after another
 Direction = Literal["in", "out"]
-RESERVE_BYTES = 512 * 2**20  # slots="auto" leaves this for activations; vram_bytes= says it better
+RESERVE_BYTES = 512 * 2**20  # slots="auto" leaves this for activations; vram_bytes= is more exact
 
 
 @dataclass(frozen=True, eq=False)
@@ -53,13 +53,13 @@ class StreamDevice(ABC):
     """A device that blocks are streamed to."""
 
     torch_device: torch.device
-    # Whether copy_in comes back before the copy is done, so that it can be called by the thread that computes.
+    # Whether copy_in returns before the copy is done, so that the computing thread can call it.
     copies_in_background: bool
 
     def __init__(self) -> None:
         self.bytes_in = 0
         self.bytes_out = 0
-        # By address. Memory that nobody holds any more counts no more, also where Ctrl-C kept it from being given back.
+        # By address. Freed memory no longer counts, also if Ctrl-C kept `give_back` from being called.
         self._allocated: weakref.WeakValueDictionary[int, Tensor] = weakref.WeakValueDictionary()
         self._pinned: dict[int, int] = {}
         self.peak_pinned_bytes = 0
@@ -89,7 +89,7 @@ class StreamDevice(ABC):
         self.peak_pinned_bytes = max(self.peak_pinned_bytes, self.pinned_bytes)
 
     def unpin(self, buffer: Tensor) -> None:
-        """May be called again: what is not pinned stays so."""
+        """Undo `pin`; does nothing for memory that is not pinned."""
         if self._pinned.pop(buffer.data_ptr(), None) is not None:
             self._unpin(buffer)
 
@@ -104,7 +104,7 @@ class StreamDevice(ABC):
 
     @abstractmethod
     def spare_bytes(self) -> int:
-        """What slots may take without pushing anything else out."""
+        """The memory that slots may take without displacing anything else."""
 
     @abstractmethod
     def used_bytes(self) -> int:
@@ -221,10 +221,10 @@ class SimulatedDevice(StreamDevice):
         return Copied(start, self.mark())
 
     def wait(self, copied: Copied) -> None:
-        """Nothing to do: the copy was made before it came back."""
+        """Nothing to do: copy_in returns after the copy."""
 
     def finish(self, mark: Mark) -> None:
-        """Nothing to do: all work is done when it returns."""
+        """Nothing to do: work is done when its call returns."""
 
     def has_passed(self, mark: Mark) -> bool:
         return True
@@ -272,7 +272,7 @@ class CudaDevice(StreamDevice):
         return int(torch.cuda.memory_allocated(self.torch_device))
 
     def total_bytes(self) -> int:
-        # Torch's own share may be capped (set_per_process_memory_fraction) below what the GPU has.
+        # Torch's share may be limited to less than the GPU has (set_per_process_memory_fraction).
         return int(self._memory_bytes * torch.cuda.get_per_process_memory_fraction(self.torch_device))
 
     def peak_bytes(self) -> int:

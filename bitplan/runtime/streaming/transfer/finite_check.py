@@ -1,9 +1,9 @@
 """FiniteCheck: detects NaN and infinity in what blocks compute, without waiting for the device.
 
-After each block one number a block on the device takes in 0 times the sum of what the block gave: NaN from then on if
-anything in it was not finite. At the end of the step the numbers are copied to the host beside the work, and read when
-the copy has arrived: at end_step if it has, else at the next begin_step. The first such block, in forward order, is
-where the trouble starts.
+Each block has a number on the device, to which 0 times the sum of the block's output is added: it becomes NaN if
+anything in the output is not finite. At the end of the step the numbers are copied to the host asynchronously, and read
+when they have arrived: at end_step, or else at the next begin_step. The first such block, in forward order, is the
+cause.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from bitplan.runtime.streaming.transfer.devices import Mark, StreamDevice
 
 
 class SentFlags(NamedTuple):
-    """A step's flags on their way to the host, and when they are there."""
+    """A step's flags on their way to the host, and the mark of their arrival."""
 
     step: int
     flags: Tensor
@@ -50,7 +50,7 @@ class FiniteCheck:
         return SentFlags(step, host, self._device.mark())
 
     def keep(self, sent: SentFlags) -> None:
-        """Have `find` look at the flags of a step."""
+        """Let `find` read the flags of a step."""
         self._pending.append(sent)
 
     def find(self, *, wait: bool = False) -> BlockNonFiniteError | None:

@@ -4,8 +4,9 @@ pinned     one anonymous mapping a block, of exactly its size, registered with C
            power of two: up to 1.8 times the RAM of a model.
 pageable   the same, not registered: a copy goes through a pinned staging buffer on the transfer thread
 file       one .safetensors file a block, read into the staging buffer. Read, not mapped: touching a mapped file
-           that was cut short kills the process (SIGBUS), a read says so. The page cache makes a second read as
-           fast as a mapping, and the kernel may drop it: that is what carries a model larger than RAM.
+           that was cut short kills the process (SIGBUS); a read raises an error.
+          The page cache makes a second read as fast as a mapping, and the kernel may drop it: so a model may be
+          larger than RAM.
 
 A host holds bytes in a BlockLayout and knows nothing of formats.
 """
@@ -43,7 +44,7 @@ class HostBlocks(ABC):
 
     @abstractmethod
     def put(self, block: str, layout: BlockLayout, fill: Fill) -> Tensor | None:
-        """Hold a block: `fill` writes its bytes. The buffer itself, where it stays in memory and may be viewed."""
+        """Hold a block, whose bytes `fill` writes. Returns the buffer if it stays in memory and may be viewed."""
 
     @abstractmethod
     def source(self, block: str, staging: Tensor | None) -> Tensor:
@@ -70,14 +71,14 @@ class MemoryHost(HostBlocks):
         if self._layouts.get(block) == layout:
             fill(self._buffers[block])
             return self._buffers[block]
-        # Another layout gets other memory, even of the same size: parameters may be views of the old one.
+        # Another layout gets new memory, even of the same size: parameters may be views of the old memory.
         buffer = exact_buffer(layout.nbytes)
         fill(buffer)
         self._drop(block)
         self._buffers[block] = buffer
         if self._pinned:
             self._device.pin(buffer)
-        self._layouts[block] = layout  # last: one that Ctrl-C breaks off is made again
+        self._layouts[block] = layout  # last: an interrupted block is made again
         return buffer
 
     def source(self, block: str, staging: Tensor | None) -> Tensor:
@@ -89,7 +90,7 @@ class MemoryHost(HostBlocks):
         return staged
 
     def close(self) -> None:
-        """Registered memory must be given back to CUDA before the mapping goes; parameters may still view it."""
+        """Unregister the memory from CUDA before it is unmapped; parameters may still be views of it."""
         for block in list(self._buffers):
             self._drop(block)
 
@@ -102,7 +103,7 @@ class MemoryHost(HostBlocks):
 
 
 class FileHost(HostBlocks):
-    """Blocks in files of a folder: the one given, or a temporary one that goes when the host is closed."""
+    """Blocks in files of a folder: the given one, or a temporary one that is removed when the host is closed."""
 
     needs_staging = True
 
@@ -179,7 +180,7 @@ def open_host(kind: HostKind, device: StreamDevice, folder: str | Path | None) -
 def exact_buffer(nbytes: int) -> Tensor:
     """Zeroed, page-aligned memory of exactly this size; freed when the last view of it goes.
 
-    A shared mapping: a fork (a DataLoader's worker) must not move pages that the copy engine reads.
+    It is a shared mapping: a fork (a DataLoader's worker) must not move pages that the copy engine reads.
     """
     if not nbytes:
         return torch.empty(0, dtype=torch.uint8)

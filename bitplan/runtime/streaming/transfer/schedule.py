@@ -1,7 +1,7 @@
 """Which block to load next, and into which slot: pure decisions over small integers.
 
-A training step walks the blocks up and then down again; a forward alone walks up and starts over. So the blocks that
-come next follow from where the walk is and which way it goes, and what lies behind is used last:
+A training step walks the blocks up and then down again; a forward alone walks up and starts over. So position and
+direction of the walk tell which blocks come next, and the blocks behind are used last:
 
     forward, at 3   [ 2 | 3 | 4 | 5 ]   2 is behind: 6 takes its slot
     turn, at 7      [ 4 | 5 | 6 | 7 ]   nothing follows: the tail stays, and backward starts on it
@@ -9,7 +9,7 @@ come next follow from where the walk is and which way it goes, and what lies beh
     end, at 0       [ 0 | 1 | 2 | 3 ]   the head stays for the next step
 
 Each turn saves as many transfers as there are slots. A forward alone has no turn: it `wraps`, and the head is loaded
-while the tail computes. Resident blocks keep slots of their own and are never decided on.
+while the tail computes. Resident blocks keep slots of their own and need no decision.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import NamedTuple
 
 from bitplan.plan.selective.conductor import RuntimeLimitHints
 
-RING_SLOTS = 3  # under slots="auto": one computes, one is being filled, one is ready; more only pays as residents
+RING_SLOTS = 3  # for slots="auto": one computes, one is filled, one is ready; more memory serves better as residents
 
 
 class Load(NamedTuple):
@@ -50,7 +50,7 @@ class Walk:
         return Walk(self.count, self.resident, block, direction, wraps)
 
     def upcoming(self, depth: int) -> list[int]:
-        """The next `depth` streamed blocks, nearest first, without the one that computes."""
+        """The next `depth` streamed blocks, nearest first, without the block that computes now."""
         if self.position is None:
             ahead = list(range(self.count))
         elif self.direction < 0:
@@ -72,10 +72,10 @@ def loads_ahead(walk: Walk, held: Sequence[int | None]) -> list[Load]:
 
 
 def allowed_loads(walk: Walk, loads: Sequence[Load], limits: RuntimeLimitHints, in_flight: int) -> list[Load]:
-    """Those of `loads_ahead` that limits leave; `in_flight`: copies started that the computation is yet to wait for.
+    """The `loads` that limits allow; `in_flight`: started copies for which the computation has not waited yet.
 
-    Without speculation only the certain next block is loaded, and nothing of another round: whether there is one is
-    known when it begins. What a slot already holds is not given up.
+    Without speculation only the certain next block is loaded, and no block of another round: whether there is another
+    round is known when it begins. Slots keep what they hold.
     """
     if limits.suppress_speculative:
         near = replace(walk, wraps=False).upcoming(1)
@@ -86,13 +86,13 @@ def allowed_loads(walk: Walk, loads: Sequence[Load], limits: RuntimeLimitHints, 
 
 
 def load_now(walk: Walk, held: Sequence[int | None], block: int) -> Load:
-    """Where to put a block that is needed at once and is not there; `walk` is already at it."""
+    """The slot for a block that is needed at once and is not loaded; `walk` is already at this block."""
     free = _free_slots(walk, held, walk.upcoming(len(held) - 1))
     return Load(free[0] if free else 0, block)
 
 
 def spread_residents(count: int, resident: int) -> frozenset[int]:
-    """Which blocks stay on the device: evenly spread, so that each gives the blocks around it time to arrive."""
+    """Which blocks stay on the device: evenly spread, so that streamed blocks arrive while resident ones compute."""
     if resident >= count:
         return frozenset(range(count))
     return frozenset((2 * index + 1) * count // (2 * resident) for index in range(resident))

@@ -17,7 +17,7 @@ from bitplan.runtime.streaming.blocks.layout import BlockLayout
 
 
 class SlotDecoder:
-    """The weights of blocks in slots. Everything kept here holds for one set of buffers: `forget` when they go."""
+    """The weights of blocks in slots. Everything kept here is for one set of buffers: `forget` it when they change."""
 
     def __init__(self) -> None:
         self._layouts: list[BlockLayout] = []
@@ -27,25 +27,25 @@ class SlotDecoder:
         self._stream: torch.cuda.Stream | None = None
 
     def forget(self, layouts: Sequence[BlockLayout] = ()) -> None:
-        """The buffers or the layouts are others from now on."""
+        """Drop everything: the buffers or the layouts have changed."""
         self._layouts = list(layouts)
         self._alike = [self._layouts.index(layout) for layout in self._layouts]
         self._weights.clear()
         self._graphs.clear()
 
     def weights(self, block: int, slot: Tensor, scratch: Tensor) -> dict[str, Tensor]:
-        """The block's parameters where they lie, or where `decode` has put them."""
+        """The block's parameters: views of the slot, or of the scratch, where `decode` writes them."""
         key = (slot.data_ptr(), self._alike[block])
         weights = self._weights.get(key)
         if weights is None:
             pieces = self._layouts[block].pieces
-            with torch.inference_mode(False), torch.no_grad():  # kept for those who take gradients too
+            with torch.inference_mode(False), torch.no_grad():  # the tensors are kept, and must work with gradients too
                 weights = {name: piece.weight(slot, scratch) for name, piece in pieces.items()}
             self._weights[key] = weights
         return weights
 
     def decode(self, block: int, slot: Tensor, scratch: Tensor) -> None:
-        """Expand what is not sent in its own type into the scratch, on the current stream."""
+        """Decode parameters that are not sent in their own type into the scratch, on the current stream."""
         layout = self._layouts[block]
         if not layout.scratch_nbytes:
             return
@@ -64,12 +64,12 @@ class SlotDecoder:
             graph.replay()
 
     def _recorded(self, layout: BlockLayout, slot: Tensor, scratch: Tensor) -> torch.cuda.CUDAGraph:
-        """Not by `torch.cuda.graph`, which waits for the GPU and empties its cache: nothing is allocated here."""
+        """Records without `torch.cuda.graph`, which waits for the GPU and empties its cache; nothing is allocated."""
         if self._stream is None:
             self._stream = torch.cuda.Stream(slot.device)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.stream(self._stream):
-            graph.capture_begin(capture_error_mode="thread_local")  # other threads copy meanwhile
+            graph.capture_begin(capture_error_mode="thread_local")  # other threads may copy meanwhile
             try:
                 layout.decode_into(slot, scratch)
             finally:

@@ -1,9 +1,9 @@
 """SlotRing: the device memory that blocks pass through, allocated once and filled again and again.
 
 A slot is a flat byte buffer that holds one block in whatever formats it has. Ring slots are all of the same size and
-change their block; a resident block has a slot of its own for good. Beside them lies one scratch buffer for
-decoded weights: computation is one stream, so by the time a block's decoding writes, all that read the one before was
-queued earlier.
+change their block; a resident block has a slot of its own for good. Beside them lies one scratch buffer for decoded
+weights: all computation is on one stream, so the kernels that read the last block's weights were queued before the next
+block's decoding.
 
 A slot may be overwritten after its `free_after` mark, which is taken when the computation moves on to another block.
 The copy stream waits for that mark; the host never does.
@@ -86,25 +86,25 @@ class SlotRing:
         return None if slot is None or slot.block is None else (slot.block, False)
 
     def forget(self, blocks: Collection[int] | None = None) -> None:
-        """Blocks (None: all) must be loaded again: the host's bytes changed, or a step broke off."""
+        """Blocks (None: all) must be loaded again: the host's bytes changed, or a step was interrupted."""
         for slot in [*self.slots, *self.resident.values()]:
             if blocks is None or slot.block in blocks:
                 slot.block = slot.transfer = None
 
     def resize_resident(self, block: int, nbytes: int) -> None:
-        """Another buffer for a resident block, empty; the copies into the old one are done or waited for."""
+        """Give a resident block a new, empty buffer; copies into the old one must be done or waited for."""
         old = self.resident.pop(block)
         self._release(old)
         self._buffers = [buffer for buffer in self._buffers if buffer is not old.buffer]
         self.device.give_back(old.buffer)
         del self._by_storage[old.buffer.untyped_storage().data_ptr()]
-        del old  # before the new one: the two need not fit together
+        del old  # freed before the new one: both may not fit together
         slot = RingSlot(self._buffer(nbytes, f"resident block {block}"), self.device.mark())
         self.resident[block], self.resident_bytes[block] = slot, nbytes
         self._by_storage[slot.buffer.untyped_storage().data_ptr()] = slot
 
     def close(self) -> None:
-        """Give the memory back; whoever gets it next comes after the copies that still run."""
+        """Free the memory; its next user runs after the copies that are still under way."""
         for slot in [*getattr(self, "slots", []), *getattr(self, "resident", {}).values()]:
             self._release(slot)
         for buffer in self._buffers:
@@ -145,14 +145,14 @@ class Uploader:
     def start(
         self, slot: RingSlot, block: int, name: str, nbytes: int, what: str, *, is_fresh: Waiting | None
     ) -> Transfer:
-        """Fill a slot with a block. `is_fresh`: waits until the host's bytes are up to date, on the thread."""
+        """Fill a slot with a block. `is_fresh` waits, on the transfer thread, until the host's bytes are up to date."""
         after = slot.free_after
         transfer = Transfer(what, after)
         slot.block, slot.transfer = block, transfer
         self.device.claim(slot.buffer)
 
         def copy() -> None:
-            if slot.transfer is not transfer:  # the walk turned, and the slot went to another block
+            if slot.transfer is not transfer:  # the walk turned, and the slot was given to another block
                 transfer.launched.set()
                 return
             transfer.launch(lambda: self._copy(slot, name, nbytes, after, is_fresh))

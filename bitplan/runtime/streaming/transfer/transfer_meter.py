@@ -1,7 +1,7 @@
 """TransferMeter: how fast the bus is and how long computing takes, from the clocks of the stream's first steps.
 
-`bandwidth_aware` decisions need both. Times differ from run to run, so what was measured is settled once, as the median
-of the steps until then, and kept with the policy's state: a resumed run goes on with the same facts.
+`bandwidth_aware` decisions need both. Times differ from run to run, so both are fixed once, as the median of the steps
+until then, and saved with the policy's state: a resumed run uses the same facts.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ class TransferMeter:
         self._seen: dict[int, TransferFacts] = {}
 
     def note(self, last: StreamStepStats | None, one_crossing_bytes: int) -> None:
-        """A step whose clocks have been read, in which the blocks came to so many bytes."""
+        """Add a step whose clocks have been read; moving all blocks once takes `one_crossing_bytes`."""
         if self.facts is not None or last is None or last.step in self._seen:
             return
         if last.bytes_h2d and last.h2d_gb_per_s:
             crossings = last.bytes_h2d / one_crossing_bytes
             self._seen[last.step] = TransferFacts(last.compute_ms, last.h2d_gb_per_s * 1e6, crossings)
-        else:  # every block is resident: computing hides a transfer of nothing
+        else:  # every block is resident: nothing is transferred
             self._seen[last.step] = TransferFacts(last.compute_ms, float(one_crossing_bytes), 1e-9)
 
     def settle(self) -> TransferFacts | None:

@@ -274,7 +274,11 @@ dynamo_warns = pytest.mark.filterwarnings("ignore:.*should not be instantiated:D
 @dynamo_warns
 @pytest.mark.parametrize(
     "gemms",
-    [GemmChoice.all("blockwise"), GemmChoice("tensorwise", "bf16", "rowwise"), GemmChoice("bf16", "mxfp8", "bf16")],
+    [
+        GemmChoice.all("blockwise"),
+        pytest.param(GemmChoice("tensorwise", "bf16", "rowwise"), marks=pytest.mark.long),
+        GemmChoice("bf16", "mxfp8", "bf16"),
+    ],
 )
 def test_a_compiled_layer_is_one_graph_and_the_same(gemms) -> None:
     torch._dynamo.reset()

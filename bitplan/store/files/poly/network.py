@@ -9,17 +9,13 @@ The original's own files leave much unsaid, so there are two readings:
 
 | | without `codec` (the original) | `"codec": "bitplan-1"` (ours) |
 |---|---|---|
-| float16, fp8*, fp4 | refused: see below | the floats of that name times scale |
+| float16, fp8*, fp4 | by the version that wrote them, see `versions` | the floats of that name times scale |
 | unsigned | integers times scale | (integer - zero_point) times scale |
 | scale 0 or missing | 1 | a tensor of zeros / an error |
 | count | what the bytes give; a Dense layer's sizes trim the padding | `shape` |
 | a layer is called | its path, `layers[3].parallel_branches[0]` | `name` |
 | comes out as | float32, flat | Encoded, exact |
 | keys we do not know | kept untouched | an error |
-
-The original changed what it packs under float16, fp8 and fp4, and its files do not say which version wrote them: older
-ones hold the upper half of a float32 and signed integers, today's IEEE halves and small floats. A guess would be wrong
-by a factor of ten, so these are refused.
 
 Source: the files and sources of the project behind the format.
 """
@@ -43,6 +39,7 @@ from bitplan.documents import FLAG, LIST, MAX_RANK, NUMBER, OBJECT, SHAPE, SIZE,
 from bitplan.errors import FileFormatError, FormatError, StoreError, did_you_mean
 from bitplan.formats import DTYPE_NAMES, Encoded, Format, decode, encode, get_format
 from bitplan.records import atomic_file, check_input, read_json
+from bitplan.store.files.poly.versions import AMBIGUOUS, Version, decide, numbers_of, vote
 
 CODEC = "bitplan-1"
 MAX_FILE_BYTES = 2**31
@@ -53,8 +50,6 @@ MAX_NUMBERS = 2**40  # of a tensor, empty axes counted as 1; far beyond what fit
 # The file's dtype -> the format of the same numbers: only fp8 is spelled differently.
 DTYPES = {name.replace("fp8_", "fp8"): name for name in DTYPE_NAMES}
 _TAGS = {name: tag for tag, name in DTYPES.items()}
-# What the original packed differently from version to version, without a word in the file.
-_AMBIGUOUS = ("float16", "fp8e4m3", "fp8e5m2", "fp4")
 _PLAIN_TENSORS = {get_format(name).storage: name for name in ("float64", "float32", "float16", "bfloat16")}
 
 Weights = Encoded | Tensor
@@ -215,9 +210,10 @@ class _NetworkReader:
         """Name -> weights of every layer that has some, in file order."""
         self.reader.keys("", self.document, _NETWORK_KEYS | ({"codec": STRING} if self.ours else {}), _NETWORK_KEYS)
         tensors: dict[str, Weights] = {}
+        version = None if self.ours else self._version()
         for path, layer in self._layers("layers", self.document["layers"], 1):
             if not self.ours:
-                decoded = self._read_original(path, layer)
+                decoded = self._read_original(path, layer, version)
                 if decoded is not None:
                     tensors[path] = decoded
             elif any(key in layer for key in _OF_WEIGHTS):
@@ -305,7 +301,16 @@ class _NetworkReader:
         if encoded.fmt.name == "ternary" and bool((encoded.codes() == -2).any()):
             self.reader.stop(f"{path}: weights must be the ternary codes 00, 01 and 11, got 10")
 
-    def _read_original(self, path: str, layer: dict[str, Any]) -> Tensor | None:
+    def _version(self) -> Version | None:
+        """Which version of the original wrote the file, by the numbers of its layers."""
+        votes = []
+        for path, layer in self._layers("layers", self.document["layers"], 1):
+            dtype = layer["dtype"].lower()
+            if layer.get("native", False) and dtype in AMBIGUOUS and (payload := self._payload(path, layer)):
+                votes.append(vote(dtype, payload, float(layer.get("scale", 0))))
+        return decide(votes)
+
+    def _read_original(self, path: str, layer: dict[str, Any], version: Version | None) -> Tensor | None:
         """The weights of a layer of the original's, as float32 in one row; None where there are none."""
         payload, dtype = self._payload(path, layer), layer["dtype"].lower()
         if not payload:
@@ -314,11 +319,6 @@ class _NetworkReader:
             dtype = "float32"
         if dtype not in DTYPES:
             self.reader.fail(f"{path}: dtype of packed weights", f"one of {', '.join(DTYPES)}", layer["dtype"])
-        if dtype in _AMBIGUOUS:
-            self.reader.stop(
-                f"{path}: packed {dtype} weights mean different numbers by the version of the program "
-                "that wrote them, and the file does not say which; save the network again as float32 or bfloat16"
-            )
         fmt = get_format(DTYPES[dtype])
         whole, left = divmod(len(payload), fmt.storage.itemsize)
         if left:
@@ -326,10 +326,28 @@ class _NetworkReader:
             self.reader.stop(f"{path}: weights {expected}, got {len(payload)} bytes")
         per_byte = 1 if fmt.packing is None else fmt.packing.per_byte
         count = self._true_count(path, layer, whole * per_byte, padding=per_byte - 1)
-        scale = None
-        if fmt.scales is not None:  # a float32 number, zero for a scale that was never computed
-            scale = self._scale(path, {"scale": layer.get("scale", 0) or 1}, torch.float32).to(fmt.scales.dtype)
-        return decode(_encoded(fmt, (count,), payload, scale, 0 if fmt.zero_point else None))
+        # A float32 number, zero for a scale that was never computed.
+        scale = self._scale(path, {"scale": layer.get("scale", 0) or 1}, torch.float32)
+        if dtype in AMBIGUOUS:
+            if not any(payload):
+                return torch.zeros(count)
+            self._check_version(path, dtype, version)
+            assert version is not None
+            return numbers_of(dtype, payload, float(scale), version)[:count]
+        factor = None if fmt.scales is None else scale.to(fmt.scales.dtype)
+        return decode(_encoded(fmt, (count,), payload, factor, 0 if fmt.zero_point else None))
+
+    def _check_version(self, path: str, dtype: str, version: Version | None) -> None:
+        if version is None:
+            self.reader.stop(
+                f"{path}: packed {dtype} weights mean different numbers by the version of the program that wrote them, "
+                "and the numbers of this file do not show which it was; save the network again as float32 or bfloat16"
+            )
+        if version == "older" and dtype == "fp4":
+            self.reader.stop(
+                f"{path}: packed fp4 weights of an older version of the program, which cut numbers off; "
+                "save the network again as float32 or bfloat16"
+            )
 
     def _true_count(self, path: str, layer: dict[str, Any], count: int, padding: int = 0) -> int:
         """How many of `count` weights are real: a Dense layer that states its sizes has their product."""

@@ -1,4 +1,4 @@
-"""Poly's network JSON (poly_json.py) as a container."""
+"""Poly's network JSON (network.py) as a container."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class PolyTensors(TensorFile):
 
     def __init__(self, path: Path) -> None:
         from bitplan.formats import Encoded
-        from bitplan.store.files.poly_json import read_poly_json
+        from bitplan.store.files.poly.network import read_poly_json
 
         self.path = path
         self.network = read_poly_json(path)
@@ -59,7 +59,7 @@ class PolyJson(Container):
     def write(
         self, path: Path, promises: Sequence[Promise], metadata: Mapping[str, Any], tied: Mapping[str, str]
     ) -> Iterator[Writer]:
-        from bitplan.store.files.poly_json import PolyNetwork, write_poly_json
+        from bitplan.store.files.poly.network import PolyNetwork, write_poly_json
 
         if metadata:
             raise StoreError(

@@ -1,0 +1,123 @@
+"""A Hugging Face config.json from what a GGUF file says of its model: the way back from `gguf_metadata`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from bitplan.errors import StoreError
+from bitplan.store.files.gguf_values import GGUFValue
+from bitplan.store.files.tensor_file import TensorFile
+
+_TYPES = {
+    "llama": ("llama", "LlamaForCausalLM"),
+    "qwen2": ("qwen2", "Qwen2ForCausalLM"),
+    "qwen3": ("qwen3", "Qwen3ForCausalLM"),
+    "qwen3moe": ("qwen3_moe", "Qwen3MoeForCausalLM"),
+    "gemma3": ("gemma3_text", "Gemma3ForCausalLM"),
+}
+_MIXTRAL = ("mixtral", "MixtralForCausalLM")  # llama.cpp's llama with experts
+_LOCAL_ROTATIONS = 10_000.0  # of Gemma's layers that look at a window
+_GEMMA_PATTERN = 6
+
+
+class _Said:
+    """The metadata of one architecture, with errors that name the key."""
+
+    def __init__(self, path: Path, metadata: Mapping[str, GGUFValue]) -> None:
+        self._path, self._metadata = path, metadata
+        self.architecture = str(self._value("general.architecture"))
+
+    def _value(self, key: str) -> Any:
+        found = self._metadata.get(key)
+        return None if found is None else found.value
+
+    def get(self, key: str, default: Any = None) -> Any:
+        value = self._value(f"{self.architecture}.{key}")
+        return default if value is None else value
+
+    def number(self, key: str) -> int:
+        value = self.get(key)
+        if type(value) is not int or value <= 0:
+            raise StoreError(
+                f"{self._path}: {self.architecture}.{key} must be a whole number above zero, got {value!r}"
+            )
+        return value
+
+    def real(self, key: str, default: float) -> float:
+        """A float32 as the short number that it was made of."""
+        return float(f"{float(self.get(key, default)):.7g}")
+
+    def token(self, kind: str) -> Any:
+        return self._value(f"tokenizer.ggml.{kind}_token_id")
+
+
+def config_of(path: Path, file: TensorFile) -> dict[str, Any]:
+    """What transformers needs to know; an architecture of which that is not known is refused."""
+    said = _Said(path, file.metadata)
+    if said.architecture not in _TYPES:
+        raise StoreError(
+            f"{path}: architecture {said.architecture!r} is none of which a folder is made ({', '.join(_TYPES)})"
+        )
+    experts = said.get("expert_count")
+    kind, model = _MIXTRAL if said.architecture == "llama" and experts else _TYPES[said.architecture]
+    heads, width = said.number("attention.head_count"), said.number("embedding_length")
+    size = said.get("attention.key_length") or said.get("rope.dimension_count") or width // heads
+    config: dict[str, Any] = {
+        "architectures": [model],
+        "model_type": kind,
+        "hidden_size": width,
+        "intermediate_size": said.number("feed_forward_length"),
+        "num_hidden_layers": said.number("block_count"),
+        "num_attention_heads": heads,
+        "num_key_value_heads": said.get("attention.head_count_kv", heads),
+        "head_dim": size,
+        "max_position_embeddings": said.number("context_length"),
+        "rms_norm_eps": said.real("attention.layer_norm_rms_epsilon", 1e-6),
+        "vocab_size": file.spec("token_embd.weight").shape[0],
+        "tie_word_embeddings": "output.weight" not in file.specs,
+        "bos_token_id": said.token("bos"),
+        "eos_token_id": said.token("eos"),
+        "pad_token_id": said.token("padding"),
+        "rope_parameters": _rotations(said),
+    }
+    if said.architecture == "llama":
+        config["attention_bias"] = "blk.0.attn_q.bias" in file.specs
+    if experts:
+        config |= {"num_local_experts": experts, "num_experts_per_tok": said.number("expert_used_count")}
+    if kind == "mixtral":
+        config["sliding_window"] = None
+    elif kind == "qwen3_moe":
+        config |= {"moe_intermediate_size": said.number("expert_feed_forward_length"), "norm_topk_prob": True}
+        config |= {"num_experts": experts, "decoder_sparse_step": 1, "mlp_only_layers": []}
+    elif kind == "gemma3_text":
+        config |= _gemma(said, size)
+    return config
+
+
+def _rotations(said: _Said) -> dict[str, Any]:
+    rotations: dict[str, Any] = {"rope_theta": said.real("rope.freq_base", 10_000.0), "rope_type": "default"}
+    kind = said.get("rope.scaling.type", "none")
+    if kind in ("linear", "yarn"):
+        rotations |= {"rope_type": kind, "factor": said.real("rope.scaling.factor", 1.0)}
+        if original := said.get("rope.scaling.original_context_length"):
+            rotations["original_max_position_embeddings"] = original
+    return rotations
+
+
+def _gemma(said: _Said, size: int) -> dict[str, Any]:
+    pattern = said.get("attention.sliding_window_pattern", _GEMMA_PATTERN)
+    layers = said.number("block_count")
+    kinds = ["full_attention" if (at + 1) % pattern == 0 else "sliding_attention" for at in range(layers)]
+    rotations = _rotations(said)
+    return {
+        "sliding_window": said.number("attention.sliding_window"),
+        "layer_types": kinds,
+        "query_pre_attn_scalar": size,
+        "hidden_activation": "gelu_pytorch_tanh",
+        "rope_parameters": {
+            "full_attention": rotations,
+            "sliding_attention": {"rope_theta": _LOCAL_ROTATIONS, "rope_type": "default"},
+        },
+    }

@@ -1,0 +1,1 @@
+"""Poly's network JSON."""

@@ -1,0 +1,99 @@
+"""Weights of a file rounded by a file of statistics: which statistics are whose, and that they are of these weights.
+
+evidence.safetensors has the names of the model it was measured on; llama.cpp's imatrix.gguf has GGUF's, and a row for
+each expert of a layer. Whoever writes a file under other names asks under both.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+from bitplan.errors import StoreError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from bitplan.formats import Encoded, Format
+    from bitplan.store.files.tensor_file import TensorFile
+    from bitplan.store.rounding.evidence import EvidenceFile
+    from bitplan.store.rounding.round_weight import Rounding
+
+
+@dataclass(frozen=True)
+class WeightEvidence:
+    """Statistics for the tensors of a file: `names` has, for each that has some, where they are found, and which
+    expert's they are.
+    """
+
+    file: EvidenceFile
+    names: Mapping[str, tuple[str, int | None]]
+
+    def has(self, name: str) -> bool:
+        return name in self.names
+
+    def round(
+        self, name: str, numbers: Tensor, fmt: Format, *, pad: Literal["zero"] | None = None, where: str
+    ) -> tuple[Encoded, Rounding]:
+        """A weight in a format, its numbers chosen for the inputs that it met."""
+        from bitplan.store.rounding.evidence import weight_digest
+        from bitplan.store.rounding.round_weight import round_with_report
+
+        named, expert = self.names[name]
+        if self.file.digest(named) not in (None, weight_digest(numbers)):
+            # Another model may have the same names and shapes: its statistics would make the numbers worse silently.
+            raise StoreError(
+                f"{self.file.path}: evidence of another model: {where} has other numbers than the weight that was "
+                "measured; search this model, or give the one that was searched"
+            )
+        moments, hessian = self.file.moments(named, expert), self.file.hessian(named)
+        return round_with_report(numbers, fmt, moments=moments, hessian=hessian, pad=pad, name=where)
+
+    @property
+    def notes(self) -> list[str]:
+        """A line where nothing says of which weights the statistics are."""
+        if all(self.file.digest(named) is not None for named, _ in self.names.values()):
+            return []
+        return [
+            f"{self.file.path} does not say of which weights it is: that it is evidence of this model cannot be "
+            "checked; `bitplan search` writes evidence that can"
+        ]
+
+
+def evidence_for(
+    statistics: EvidenceFile, file: TensorFile, other_names: Mapping[str, tuple[str, int | None]] | None = None
+) -> WeightEvidence:
+    """Refuse statistics of other names or columns.
+
+    other_names   what a tensor is called elsewhere, and which expert of that tensor it is
+    """
+    known = statistics.names
+    names: dict[str, tuple[str, int | None]] = {}
+    for name in file.specs:
+        called = [(each, None) for each in _own_names(file, name)]
+        called += [(other_names or {})[name]] if name in (other_names or {}) else []
+        found = next((each for each in called if each[0] in known), None)
+        if found is not None:
+            names[name] = found
+    if not names:
+        theirs = min(known, default="nothing")
+        ours = min((name for name in file.specs if name.endswith("weight")), default="")
+        raise StoreError(
+            f"{statistics.path}: statistics of other tensors than {file.path} has: {theirs!r} there, {ours!r} "
+            "here; statistics of GGUF's names are for GGUF files"
+        )
+    for name, (named, _) in names.items():
+        shape, columns = file.specs[name].shape, statistics.columns(named)
+        if columns not in (math.prod(shape[-1:]), math.prod(shape[1:])):  # of a matrix, or a convolution seen as one
+            raise StoreError(
+                f"{statistics.path}: evidence of another model: {named!r} has statistics of {columns} columns, "
+                f"and is {list(shape)} in {file.path}; give the evidence of this model"
+            )
+    return WeightEvidence(statistics, names)
+
+
+def _own_names(file: TensorFile, name: str) -> Sequence[str]:
+    """A tensor's own name, then those that share it."""
+    return [name, *(alias for alias, target in file.tied.items() if target == name)]
