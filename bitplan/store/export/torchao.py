@@ -26,7 +26,7 @@ from bitplan.formats import Encoded, Format
 from bitplan.formats.dtypes import dtype_name
 from bitplan.plan.choose import Substitutes
 from bitplan.plan.roles import guess_role
-from bitplan.store.export.folder import FolderExport, FolderSource, OutputLayer, is_linear, open_folder
+from bitplan.store.export.folder import EXPERT, FolderExport, FolderSource, OutputLayer, is_linear, open_folder
 from bitplan.store.export.targets import ExportRequest
 from bitplan.store.files.tensor_file import Promise
 
@@ -42,6 +42,7 @@ SUBSTITUTES = Substitutes(
 _REFUSED = dict.fromkeys(("mxfp4", "mxfp8_e4m3"), "its configs for MX formats quantize activations, too")
 _REFUSED["fp8_e4m3_b128"] = "its config for FP8 weights alone has a scale per row or tensor"
 STAYS = "torchao packs linear layers"
+EXPERTS = "transformers joins the experts of a layer, and reads no tensors of torchao there"
 
 
 def prepare(request: ExportRequest) -> FolderExport:
@@ -75,10 +76,12 @@ def prepare(request: ExportRequest) -> FolderExport:
 def _layer(source: FolderSource, name: str) -> OutputLayer:
     spec = source.file.spec(name)
     fmt, reason = source.format_of(name)
-    linear = is_linear(name, spec.shape) and guess_role(name) != "embed"
+    is_expert = EXPERT.fullmatch(name) is not None
+    linear = is_linear(name, spec.shape) and guess_role(name) != "embed" and not is_expert
     if fmt is None or fmt.is_cast or not linear:
         packs = fmt is not None and not fmt.is_cast
-        return source.unpacked(name, None if packs else fmt, STAYS if packs else reason)
+        stays = EXPERTS if is_expert else STAYS
+        return source.unpacked(name, None if packs else fmt, stays if packs else reason)
     if fmt.name not in FORMATS:
         why = _REFUSED.get(fmt.name, "no tensor class of it has these numbers")
         raise StoreError(

@@ -92,7 +92,7 @@ def _from_text(text: str, where: str) -> BoostedTrees:
     elif read.objective == "lambdarank":
         model = BoostedTreesRanker(**settings)
     else:
-        model = BoostedTreesRegressor(objective=read.objective, **settings, **read.options)
+        model = BoostedTreesRegressor(objective=read.objective, **(settings | read.options))
     model.booster_, model.categories_, model.n_features_in_ = read.booster, read.categories, read.booster.features
     if read.feature_names is not None:
         model.feature_names_in_ = np.array(read.feature_names, dtype=object)

@@ -1,0 +1,216 @@
+"""Exported folders in the libraries they are for: compressed-tensors and torchao in transformers, MLX in mlx_lm.
+
+Each format of each target is exported and run by the library, which must give what the model gives here with the same
+weights decoded by us. `--model` takes a real model and scores perplexity over the second half of each window;
+`--families` takes a tiny model of every family with random weights and compares logits. What a library refuses is a row
+with its own words.
+
+python benchmarks/engine_folders.py --families --model FOLDER --text TEXT
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import json
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from harness import ROOT, commit, machine, save, versions
+from torch import Tensor
+from torch.nn import functional
+
+from bitplan.errors import BitplanError
+from bitplan.formats import decode, encode, get_format
+from bitplan.runtime.causal_lm import load_causal_lm
+from bitplan.store.export import compressed_tensors, mlx, torchao
+from bitplan.store.export.targets import ExportReport, export_model
+from bitplan.store.models.transformers_names import silence_transformers
+
+CONTEXT = 128
+FORMATS: dict[str, tuple[str, ...]] = {
+    "compressed-tensors": tuple(compressed_tensors.SCHEMES),
+    "mlx": tuple(mlx.QUANTIZATIONS),
+    "torchao": torchao.FORMATS,
+    "hf": ("bfloat16",),
+}
+LIBRARIES = {"compressed-tensors": "compressed-tensors", "mlx": "mlx-lm", "torchao": "torchao", "hf": "transformers"}
+FAMILY_FORMATS = {"compressed-tensors": "int4_g32", "mlx": "int4_g32", "torchao": "int8_row", "hf": "float32"}
+# compressed-tensors decompresses these to bfloat16 whatever the type of the model, which is computed in it here, too.
+IN_BFLOAT16 = ("mxfp4", "nvfp4", "mxfp8_e4m3")
+Logits = Callable[[Tensor], Tensor]
+
+
+def engine(target: str, folder: Path, fmt: str) -> Logits:
+    """What the library computes from a folder: ids [1, T] -> logits [1, T, V] in float32."""
+    if target == "mlx":
+        import mlx.core as mx
+        import numpy as np
+        from mlx_lm.utils import load_model
+
+        mx.set_default_device(mx.cpu)
+        theirs, _ = load_model(folder)
+        return lambda ids: torch.from_numpy(np.array(theirs(mx.array(ids.numpy())).astype(mx.float32)))
+    import transformers
+
+    with silence_transformers():
+        model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=computes(target, fmt)).eval()
+
+    def logits(ids: Tensor) -> Tensor:
+        with torch.no_grad(), silence_transformers():
+            found: Tensor = model(ids).logits
+            return found.float()
+
+    return logits
+
+
+def computes(target: str, fmt: str) -> torch.dtype:
+    return torch.bfloat16 if target == "compressed-tensors" and fmt in IN_BFLOAT16 else torch.float32
+
+
+def ours(source: Path, report: ExportReport, dtype: torch.dtype) -> Logits:
+    """The model of the source with the formats of the export, decoded by us; where bitplan reads it, the export."""
+    if report.target == "compressed-tensors":
+        model = load_causal_lm(report.output).model
+    else:
+        model = load_causal_lm(source).model
+        formats = {row.source: row.format for row in report.rows}
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                parameter.copy_(decode(encode(parameter, get_format(formats.get(name, "float32")))))
+    model.to(dtype)
+
+    def logits(ids: Tensor) -> Tensor:
+        with torch.no_grad():
+            found: Tensor = model(ids).logits
+            return found.float()
+
+    return logits
+
+
+def perplexity(logits: Logits, ids: Tensor, windows: int) -> float:
+    total = count = 0.0
+    for start in range(0, windows * CONTEXT, CONTEXT):
+        window = ids[start : start + CONTEXT]
+        found = logits(window[None])[0, CONTEXT // 2 : -1]
+        total += float(functional.cross_entropy(found.double(), window[CONTEXT // 2 + 1 :], reduction="sum"))
+        count += CONTEXT - CONTEXT // 2 - 1
+    return float(torch.tensor(total / count, dtype=torch.float64).exp())
+
+
+def run_model(source: Path, text: str, windows: int, targets: Sequence[str]) -> list[dict[str, Any]]:
+    ids = load_causal_lm(source).encode(text)
+    rows = []
+    for target in targets:
+        for fmt in FORMATS[target]:
+            with tempfile.TemporaryDirectory() as place:
+                output = Path(place) / "out"
+                row: dict[str, Any] = {"target": target, "format": fmt}
+                try:
+                    report = export_model(source, output, target, fmt)
+                    theirs = perplexity(engine(target, output, fmt), ids, windows)
+                except (BitplanError, ValueError, RuntimeError, ImportError) as error:
+                    row["refused"] = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+                else:
+                    own = perplexity(ours(source, report, computes(target, fmt)), ids, windows)
+                    row |= {"bytes": report.nbytes, "engine": round(theirs, 4), "bitplan": round(own, 4)}
+                    row["difference"] = round(theirs / own - 1, 6)
+            rows.append(row)
+            print(json.dumps(row), flush=True)
+    return rows
+
+
+def run_families(targets: Sequence[str]) -> list[dict[str, Any]]:
+    """Logits of tiny models: the largest difference from those of the folder that the export was made of."""
+    sys.path.insert(0, str(ROOT))
+    from tests.store.export.tiny_models import MODELS, save_tiny
+
+    rows = []
+    ids = torch.arange(3, 19).reshape(1, -1)
+    for kind in MODELS:
+        with tempfile.TemporaryDirectory() as place:
+            source, plain = Path(place) / "in", Path(place) / "plain"
+            layers = {"layer_types": ["sliding_attention", "full_attention"]} if kind == "gemma3" else {}
+            save_tiny(source, kind, **layers, **({"dtype": "float32"} if kind == "gpt_oss" else {}))
+            for target in targets:
+                row: dict[str, Any] = {"target": target, "family": kind, "format": FAMILY_FORMATS[target]}
+                output = Path(place) / target
+                try:
+                    formats = FAMILY_FORMATS[target]
+                    report = export_model(source, output, target, formats, keep=() if target == "hf" else ("*embed*",))
+                    found = engine(target, output, formats)(ids)
+                except (BitplanError, ValueError, RuntimeError, ImportError, TypeError, KeyError) as error:
+                    row["refused"] = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+                else:
+                    save_decoded(source, plain, report)
+                    wanted = engine("hf", plain, "float32")(ids)
+                    row["difference"] = round(float((found - wanted).abs().max() / wanted.abs().max()), 7)
+                rows.append(row)
+                print(json.dumps(row), flush=True)
+    return rows
+
+
+def save_decoded(source: Path, plain: Path, report: ExportReport) -> None:
+    """The source with every weight that is packed in the export replaced by its numbers."""
+    import shutil
+
+    import safetensors.torch
+
+    shutil.copytree(source, plain, dirs_exist_ok=True)
+    tensors = safetensors.torch.load_file(source / "model.safetensors")
+    packed = {row.source.partition(" and ")[0]: row.format for row in report.rows if not get_format(row.format).is_cast}
+    stacked = {_expert(name): fmt for name, fmt in packed.items()}
+    for name, tensor in tensors.items():
+        fmt = packed.get(name) or stacked.get(_expert(name))
+        if fmt is not None:
+            # transformers' own code for experts decompresses them in the type of their scales, and computes in it.
+            narrow = ".experts." in name and report.target == "compressed-tensors"
+            tensors[name] = decode(encode(tensor, fmt), torch.bfloat16 if narrow else torch.float32).float()
+    safetensors.torch.save_file(tensors, plain / "model.safetensors", metadata={"format": "pt"})
+
+
+def _expert(name: str) -> str:
+    """A name without the number of its expert; names of other tensors stand for themselves."""
+    before, found, after = name.partition(".experts.")
+    return f"{before}{found}{after.partition('.')[2]}" if found else name
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--model", type=Path, help="a Hugging Face folder")
+    parser.add_argument("--text", type=Path)
+    parser.add_argument("--families", action="store_true", help="tiny models of every family")
+    parser.add_argument("--windows", type=int, default=2)
+    parser.add_argument("--targets", nargs="*", default=list(FORMATS), choices=list(FORMATS))
+    parser.add_argument("--most", type=float, default=0.005, help="the largest difference that passes")
+    parser.add_argument("--output", type=Path)
+    given = parser.parse_args()
+    if given.model and not given.text:
+        parser.error("--model needs a --text")
+    families = run_families(given.targets) if given.families else []
+    rows = []
+    if given.model:
+        rows = run_model(given.model, given.text.read_text(encoding="utf-8"), given.windows, given.targets)
+    own = {LIBRARIES[target]: importlib.metadata.version(LIBRARIES[target]) for target in given.targets}
+    document = {
+        "benchmark": "engine_folders",
+        "machine": machine("cpu"),
+        "versions": {**versions(), **own},
+        "commit": commit(),
+        "text": {"file": given.text.name if given.text else None, "context": CONTEXT, "windows": given.windows},
+        "families": families,
+        "model": given.model.name if given.model else None,
+        "rows": rows,
+    }
+    print(save("engine_folders", document, given.output))
+    worst = max((abs(row["difference"]) for row in (*families, *rows) if "difference" in row), default=0.0)
+    if worst > given.most:
+        sys.exit(f"the engines differ by {worst:.2%}, more than {given.most:.2%}")
+
+
+if __name__ == "__main__":
+    main()
