@@ -31,7 +31,7 @@ from bitplan.store.export import compressed_tensors, mlx, torchao
 from bitplan.store.export.targets import ExportReport, export_model
 from bitplan.store.models.transformers_names import silence_transformers
 
-CONTEXT = 128
+CONTEXT = {"compressed-tensors": 128, "mlx": 32, "torchao": 128, "hf": 128}  # MLX takes a second a token on a CPU
 FORMATS: dict[str, tuple[str, ...]] = {
     "compressed-tensors": tuple(compressed_tensors.SCHEMES),
     "mlx": tuple(mlx.QUANTIZATIONS),
@@ -82,7 +82,8 @@ def ours(source: Path, report: ExportReport, dtype: torch.dtype) -> Logits:
         with torch.no_grad():
             for name, parameter in model.named_parameters():
                 parameter.copy_(decode(encode(parameter, get_format(formats.get(name, "float32")))))
-    model.to(dtype)
+    for parameter in model.parameters():  # not the rotations, which transformers keeps in float32
+        parameter.data = parameter.data.to(dtype)
 
     def logits(ids: Tensor) -> Tensor:
         with torch.no_grad():
@@ -92,13 +93,13 @@ def ours(source: Path, report: ExportReport, dtype: torch.dtype) -> Logits:
     return logits
 
 
-def perplexity(logits: Logits, ids: Tensor, windows: int) -> float:
+def perplexity(logits: Logits, windows: Sequence[Tensor]) -> float:
     total = count = 0.0
-    for start in range(0, windows * CONTEXT, CONTEXT):
-        window = ids[start : start + CONTEXT]
-        found = logits(window[None])[0, CONTEXT // 2 : -1]
-        total += float(functional.cross_entropy(found.double(), window[CONTEXT // 2 + 1 :], reduction="sum"))
-        count += CONTEXT - CONTEXT // 2 - 1
+    for window in windows:
+        first = len(window) // 2
+        found = logits(window[None])[0, first:-1]
+        total += float(functional.cross_entropy(found.double(), window[first + 1 :], reduction="sum"))
+        count += len(window) - first - 1
     return float(torch.tensor(total / count, dtype=torch.float64).exp())
 
 
@@ -106,17 +107,18 @@ def run_model(source: Path, text: str, windows: int, targets: Sequence[str]) -> 
     ids = load_causal_lm(source).encode(text)
     rows = []
     for target in targets:
+        own_windows = ids[: windows * CONTEXT[target]].split(CONTEXT[target])
         for fmt in FORMATS[target]:
             with tempfile.TemporaryDirectory() as place:
                 output = Path(place) / "out"
                 row: dict[str, Any] = {"target": target, "format": fmt}
                 try:
                     report = export_model(source, output, target, fmt)
-                    theirs = perplexity(engine(target, output, fmt), ids, windows)
+                    theirs = perplexity(engine(target, output, fmt), own_windows)
                 except (BitplanError, ValueError, RuntimeError, ImportError) as error:
                     row["refused"] = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
                 else:
-                    own = perplexity(ours(source, report, computes(target, fmt)), ids, windows)
+                    own = perplexity(ours(source, report, computes(target, fmt)), own_windows)
                     row |= {"bytes": report.nbytes, "engine": round(theirs, 4), "bitplan": round(own, 4)}
                     row["difference"] = round(theirs / own - 1, 6)
             rows.append(row)
