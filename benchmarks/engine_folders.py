@@ -31,7 +31,7 @@ from bitplan.store.export import compressed_tensors, mlx, torchao
 from bitplan.store.export.targets import ExportReport, export_model
 from bitplan.store.models.transformers_names import silence_transformers
 
-CONTEXT = {"compressed-tensors": 128, "mlx": 32, "torchao": 128, "hf": 128}  # MLX takes a second a token on a CPU
+CONTEXT = {"compressed-tensors": 128, "mlx": 32, "torchao": 128, "hf": 128}  # MLX is slow on a CPU
 FORMATS: dict[str, tuple[str, ...]] = {
     "compressed-tensors": tuple(compressed_tensors.SCHEMES),
     "mlx": tuple(mlx.QUANTIZATIONS),
@@ -54,6 +54,7 @@ def engine(target: str, folder: Path, fmt: str) -> Logits:
 
         mx.set_default_device(mx.cpu)
         theirs, _ = load_model(folder)
+        theirs.set_dtype(mx.float32)  # what MLX makes of the numbers, without the rounding of narrow arithmetic
         return lambda ids: torch.from_numpy(np.array(theirs(mx.array(ids.numpy())).astype(mx.float32)))
     import transformers
 
@@ -103,12 +104,14 @@ def perplexity(logits: Logits, windows: Sequence[Tensor]) -> float:
     return float(torch.tensor(total / count, dtype=torch.float64).exp())
 
 
-def run_model(source: Path, text: str, windows: int, targets: Sequence[str]) -> list[dict[str, Any]]:
+def run_model(
+    source: Path, text: str, windows: int, targets: Sequence[str], only: Sequence[str] | None
+) -> list[dict[str, Any]]:
     ids = load_causal_lm(source).encode(text)
     rows = []
     for target in targets:
         own_windows = ids[: windows * CONTEXT[target]].split(CONTEXT[target])
-        for fmt in FORMATS[target]:
+        for fmt in (each for each in FORMATS[target] if not only or each in only):
             with tempfile.TemporaryDirectory() as place:
                 output = Path(place) / "out"
                 row: dict[str, Any] = {"target": target, "format": fmt}
@@ -188,6 +191,7 @@ def main() -> None:
     parser.add_argument("--families", action="store_true", help="tiny models of every family")
     parser.add_argument("--windows", type=int, default=2)
     parser.add_argument("--targets", nargs="*", default=list(FORMATS), choices=list(FORMATS))
+    parser.add_argument("--formats", nargs="*", help="for --model: these alone")
     parser.add_argument("--most", type=float, default=0.005, help="the largest difference that passes")
     parser.add_argument("--output", type=Path)
     given = parser.parse_args()
@@ -196,7 +200,9 @@ def main() -> None:
     families = run_families(given.targets) if given.families else []
     rows = []
     if given.model:
-        rows = run_model(given.model, given.text.read_text(encoding="utf-8"), given.windows, given.targets)
+        rows = run_model(
+            given.model, given.text.read_text(encoding="utf-8"), given.windows, given.targets, given.formats
+        )
     own = {LIBRARIES[target]: importlib.metadata.version(LIBRARIES[target]) for target in given.targets}
     document = {
         "benchmark": "engine_folders",
