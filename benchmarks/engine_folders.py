@@ -31,7 +31,7 @@ from bitplan.store.export import compressed_tensors, mlx, torchao
 from bitplan.store.export.targets import ExportReport, export_model
 from bitplan.store.models.transformers_names import silence_transformers
 
-CONTEXT = 128
+CONTEXT = {"compressed-tensors": 128, "mlx": 32, "torchao": 128, "hf": 128}  # MLX is slow on a CPU
 FORMATS: dict[str, tuple[str, ...]] = {
     "compressed-tensors": tuple(compressed_tensors.SCHEMES),
     "mlx": tuple(mlx.QUANTIZATIONS),
@@ -54,6 +54,7 @@ def engine(target: str, folder: Path, fmt: str) -> Logits:
 
         mx.set_default_device(mx.cpu)
         theirs, _ = load_model(folder)
+        theirs.set_dtype(mx.float32)  # what MLX makes of the numbers, without the rounding of narrow arithmetic
         return lambda ids: torch.from_numpy(np.array(theirs(mx.array(ids.numpy())).astype(mx.float32)))
     import transformers
 
@@ -82,7 +83,8 @@ def ours(source: Path, report: ExportReport, dtype: torch.dtype) -> Logits:
         with torch.no_grad():
             for name, parameter in model.named_parameters():
                 parameter.copy_(decode(encode(parameter, get_format(formats.get(name, "float32")))))
-    model.to(dtype)
+    for parameter in model.parameters():  # not the rotations, which transformers keeps in float32
+        parameter.data = parameter.data.to(dtype)
 
     def logits(ids: Tensor) -> Tensor:
         with torch.no_grad():
@@ -92,31 +94,34 @@ def ours(source: Path, report: ExportReport, dtype: torch.dtype) -> Logits:
     return logits
 
 
-def perplexity(logits: Logits, ids: Tensor, windows: int) -> float:
+def perplexity(logits: Logits, windows: Sequence[Tensor]) -> float:
     total = count = 0.0
-    for start in range(0, windows * CONTEXT, CONTEXT):
-        window = ids[start : start + CONTEXT]
-        found = logits(window[None])[0, CONTEXT // 2 : -1]
-        total += float(functional.cross_entropy(found.double(), window[CONTEXT // 2 + 1 :], reduction="sum"))
-        count += CONTEXT - CONTEXT // 2 - 1
+    for window in windows:
+        first = len(window) // 2
+        found = logits(window[None])[0, first:-1]
+        total += float(functional.cross_entropy(found.double(), window[first + 1 :], reduction="sum"))
+        count += len(window) - first - 1
     return float(torch.tensor(total / count, dtype=torch.float64).exp())
 
 
-def run_model(source: Path, text: str, windows: int, targets: Sequence[str]) -> list[dict[str, Any]]:
+def run_model(
+    source: Path, text: str, windows: int, targets: Sequence[str], only: Sequence[str] | None
+) -> list[dict[str, Any]]:
     ids = load_causal_lm(source).encode(text)
     rows = []
     for target in targets:
-        for fmt in FORMATS[target]:
+        own_windows = ids[: windows * CONTEXT[target]].split(CONTEXT[target])
+        for fmt in (each for each in FORMATS[target] if not only or each in only):
             with tempfile.TemporaryDirectory() as place:
                 output = Path(place) / "out"
                 row: dict[str, Any] = {"target": target, "format": fmt}
                 try:
                     report = export_model(source, output, target, fmt)
-                    theirs = perplexity(engine(target, output, fmt), ids, windows)
+                    theirs = perplexity(engine(target, output, fmt), own_windows)
                 except (BitplanError, ValueError, RuntimeError, ImportError) as error:
                     row["refused"] = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
                 else:
-                    own = perplexity(ours(source, report, computes(target, fmt)), ids, windows)
+                    own = perplexity(ours(source, report, computes(target, fmt)), own_windows)
                     row |= {"bytes": report.nbytes, "engine": round(theirs, 4), "bitplan": round(own, 4)}
                     row["difference"] = round(theirs / own - 1, 6)
             rows.append(row)
@@ -186,6 +191,7 @@ def main() -> None:
     parser.add_argument("--families", action="store_true", help="tiny models of every family")
     parser.add_argument("--windows", type=int, default=2)
     parser.add_argument("--targets", nargs="*", default=list(FORMATS), choices=list(FORMATS))
+    parser.add_argument("--formats", nargs="*", help="for --model: these alone")
     parser.add_argument("--most", type=float, default=0.005, help="the largest difference that passes")
     parser.add_argument("--output", type=Path)
     given = parser.parse_args()
@@ -194,7 +200,9 @@ def main() -> None:
     families = run_families(given.targets) if given.families else []
     rows = []
     if given.model:
-        rows = run_model(given.model, given.text.read_text(encoding="utf-8"), given.windows, given.targets)
+        rows = run_model(
+            given.model, given.text.read_text(encoding="utf-8"), given.windows, given.targets, given.formats
+        )
     own = {LIBRARIES[target]: importlib.metadata.version(LIBRARIES[target]) for target in given.targets}
     document = {
         "benchmark": "engine_folders",
