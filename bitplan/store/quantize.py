@@ -219,9 +219,7 @@ def quantize_file(
 def _folder_contents(file: TensorFile, options: QuantizeOptions, shard_bytes: int) -> FolderContents | None:
     """The contents of the output folder; None if the output is a single file."""
     is_scheme = isinstance(file, SchemeTensors)
-    if not isinstance(file, NativeTensors | SchemeTensors):
-        return None
-    if file.path.is_dir() and is_model_folder(file.path):
+    if (is_scheme or isinstance(file, NativeTensors)) and file.path.is_dir() and is_model_folder(file.path):
         config = read_config(file.path)
         said = config.get("quantization_config")
         if said is not None and not is_packed_config(config) and not is_scheme:
@@ -232,7 +230,9 @@ def _folder_contents(file: TensorFile, options: QuantizeOptions, shard_bytes: in
             )
         shards = cut_shards(_promises(file, list(file.specs), options), file.tied, shard_bytes)
         return FolderContents(shards, packed_config(config, options.plan), options.plan, side_files(file.path))
-    return FolderContents(_same_shards(file, options)) if not is_scheme and len(file.shards) > 1 else None
+    if not isinstance(file, NativeTensors) or len(file.shards) < 2:
+        return None
+    return FolderContents(_same_shards(file, options))
 
 
 def _without_layer(file: TensorFile, plan: Plan, output: str | Path) -> list[str]:

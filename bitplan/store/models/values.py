@@ -28,7 +28,6 @@ from bitplan.formats.dtypes import dtype_name
 from bitplan.kernels import decode
 from bitplan.store.export.gguf_metadata import FAMILIES
 from bitplan.store.files.gguf_tensors import GGUFTensors
-from bitplan.store.files.gguf_values import GGUFValue
 from bitplan.store.files.open_files import open_tensors
 from bitplan.store.files.safetensors_tensors import NativeTensors
 from bitplan.store.files.tensor_file import TensorFile
@@ -74,6 +73,7 @@ def open_values(first: str | Path, second: str | Path, opened: ExitStack) -> tup
         return one, two
     if isinstance(files[0], GGUFTensors):
         return _side_by_side(files[0], one, two)
+    assert isinstance(files[1], GGUFTensors)
     two, one = _side_by_side(files[1], two, one)
     return one, two
 
@@ -98,7 +98,7 @@ def _side_by_side(file: GGUFTensors, ours: ModelValues, theirs: ModelValues) -> 
         note = f"{file.path}: the names of GGUF architecture {kind!r} are not translated; compare it with a GGUF file"
         return ModelValues(file.path, ours.values, note), theirs
     family = _FAMILIES[kind]
-    layers = 1 + max((int(found[1]) for name in ours.values if (found := _BLOCK.match(name))), default=0)
+    layers = 1 + max((int(block[1]) for name in ours.values if (block := _BLOCK.match(name))), default=0)
     table = get_tensor_name_map(next(each for each, name in MODEL_ARCH_NAMES.items() if name == kind), layers)
     left, right = {name: own for name, own in ours.values.items() if name not in _COMPUTED}, dict(theirs.values)
     grouped: dict[str, list[str]] = {}
@@ -110,8 +110,8 @@ def _side_by_side(file: GGUFTensors, ours: ModelValues, theirs: ModelValues) -> 
         if expert := _EXPERT.fullmatch(name):
             name = f"{expert['before']}.*.{expert['after']}"
             right[name] = _stacked([right.pop(each) for each in sorted(names, key=_expert_number)])
-        if family.permutes and (heads := _heads(file, kind, found)) is not None:
-            values = _in_order(values, heads.value, f"{file.path}: {found}")
+        if family.permutes and (heads := _head_count(file, kind, found)) != 0:
+            values = _in_order(values, heads, f"{file.path}: {found}")
         if family.norms_plus_one and found.endswith("norm.weight"):
             right[name] = _plus_one(right[name])
         left[name] = values
@@ -132,12 +132,13 @@ def _expert_number(name: str) -> int:
     return -1 if found is None else int(found["number"])
 
 
-def _heads(file: GGUFTensors, kind: str, name: str) -> GGUFValue | None:
+def _head_count(file: GGUFTensors, kind: str, name: str) -> object:
+    """How many heads the rows of q or k are of, as the metadata says; 0 for other tensors."""
     for part, keys in ((".attn_q.", ("head_count",)), (".attn_k.", ("head_count_kv", "head_count"))):
         if part in name:
-            found = (file.file.metadata.get(f"{kind}.attention.{key}") for key in keys)
-            return next((each for each in found if each is not None), None)
-    return None
+            said = [file.file.metadata.get(f"{kind}.attention.{key}") for key in keys]
+            return next((each.value for each in said if each is not None), None)
+    return 0
 
 
 def _stacked(experts: list[Values]) -> Values:

@@ -85,7 +85,7 @@ def evidence_for(
     known = statistics.names
     names: dict[str, tuple[str, int | None]] = {}
     for name in file.specs:
-        called = [(each, None) for each in _own_names(file, name)]
+        called: list[tuple[str, int | None]] = [(each, None) for each in _own_names(file, name)]
         called += [(other_names or {})[name]] if name in (other_names or {}) else []
         found = next((each for each in called if each[0] in known), None)
         if found is not None:

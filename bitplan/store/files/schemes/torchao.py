@@ -63,8 +63,8 @@ def _weight(folder: QuantizedFolder, name: str, said: Mapping[str, Any]) -> Sche
     beside = tuple(each for part in _ACTIVATIONS if (each := prefix + part) in folder.checkpoint.tensors)
     block = data.get("block_size")
     if kind == "Float8Tensor":
-        tile = block if is_tile(block) else TILE
-        return fp8_weight(folder, name, f"{prefix}qdata", f"{prefix}scale", (tile[0], tile[1]), beside)
+        tile = (block[0], block[1]) if isinstance(block, list) and is_tile(block) else TILE
+        return fp8_weight(folder, name, f"{prefix}qdata", f"{prefix}scale", tile, beside)
     if kind in ("Int8Tensor", "IntxUnpackedToInt8Tensor"):
         return _integers(folder, name, prefix, block, beside)
     if kind != "MXTensor" or data.get("is_swizzled_scales") is not False or block != 32:
