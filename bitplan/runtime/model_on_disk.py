@@ -6,6 +6,7 @@ decide where each tensor comes from (`checkpoints.recipes`), as for packed model
 
 from __future__ import annotations
 
+import weakref
 from pathlib import Path
 
 import torch
@@ -29,6 +30,7 @@ class ModelOnDisk:
         if getattr(model, "get_output_embeddings", lambda: None)() is None:
             raise MeasureError(f"{folder}: {type(model).__name__} is not a causal language model: it gives no logits")
         self._file = open_tensors(folder)
+        weakref.finalize(self, self._file.close)  # a search that ends early closes it, too
         try:
             assignment = assign(model, self._file, str(folder))
         except BaseException:
