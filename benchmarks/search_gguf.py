@@ -29,11 +29,11 @@ from search import BITS, random_plan, spearman
 from bitplan.formats import Encoded, get_format
 from bitplan.plan.plan import Plan, Planned
 from bitplan.records import read_json, read_text
-from bitplan.runtime.input_statistics import gather_inputs
 from bitplan.searching import Goal, Searcher
 from bitplan.searching.decide.explain import explain_plan
 from bitplan.searching.decide.solve import solve
 from bitplan.searching.evidence import SearchEvidence
+from bitplan.searching.gather_evidence import gather_evidence
 from bitplan.searching.prepare import prepare
 from bitplan.searching.run import solve_and_correct
 from bitplan.searching.targets import target_of
@@ -121,7 +121,7 @@ class Ours:
     def evidence(self, text: str) -> Path:
         path = self.work / "inputs.safetensors"
         if not path.exists():
-            gather_inputs(self.model, text, path, windows=self.windows)
+            gather_evidence(self.model, text, self.work, windows=self.windows).rename(path)
         return path
 
     def rounded(self, name: str, fmt: str) -> Encoded:
