@@ -163,6 +163,8 @@ def test_evidence_chooses_the_numbers(folder, tmp_path):
     with write_evidence(tmp_path / "other" / "e.safetensors", {"x.moments": (4,)}) as writer:
         writer.write("x.moments", torch.ones(4))
     with pytest.raises(StoreError, match="statistics of other tensors"):
-        export_model(folder, tmp_path / "b", "compressed-tensors", "int4_g32", evidence=tmp_path / "other/e.safetensors")
+        export_model(
+            folder, tmp_path / "b", "compressed-tensors", "int4_g32", evidence=tmp_path / "other/e.safetensors"
+        )
     with pytest.raises(StoreError, match="statistics of other tensors"):
         export_model(folder, tmp_path / "b.gguf", "gguf", "q8_0_gguf", evidence=tmp_path / "other/e.safetensors")
