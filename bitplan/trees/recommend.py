@@ -89,7 +89,7 @@ def recommend_gradient_precision(
 
     sample_rows, trees  how much is trained to compare losses
     """
-    x, targets = np.asarray(X), np.asarray(y)
+    x, targets = X if hasattr(X, "iloc") else np.asarray(X), np.asarray(y)  # a frame has names and categories
     if x.ndim != 2 or len(x) != len(targets) or len(x) < FEWEST_ROWS:
         raise TreesError(
             f"X, y: expected a table of at least {FEWEST_ROWS} rows with a target each, got shapes {x.shape} and "
@@ -103,8 +103,8 @@ def recommend_gradient_precision(
     fit_rows, held_rows = np.sort(chosen[held:]), np.sort(chosen[:held])
     losses = {}
     for precision, model in models.items():
-        model.set_params(n_estimators=trees).fit(x[fit_rows], targets[fit_rows])
-        losses[precision] = _loss(model, x[held_rows], targets[held_rows])
+        model.set_params(n_estimators=trees).fit(_rows_of(x, fit_rows), targets[fit_rows])
+        losses[precision] = _loss(model, _rows_of(x, held_rows), targets[held_rows])
     rounds: dict[GradientPrecision, list[float]] = {precision: [] for precision in models}
     setups: list[float] = []
     for turn in range(-1, TURNS):  # the first loads or compiles the code
@@ -119,7 +119,11 @@ def recommend_gradient_precision(
     return advise(seen, table)
 
 
-def _time_rounds(model: Any, x: Array, targets: Array) -> tuple[float, float]:
+def _rows_of(x: Any, rows: Array) -> Any:
+    return x.iloc[rows] if hasattr(x, "iloc") else x[rows]
+
+
+def _time_rounds(model: Any, x: Any, targets: Array) -> tuple[float, float]:
     """Seconds before the first round, and of a round."""
     ends: list[float] = []
     started = time.perf_counter()
@@ -147,11 +151,11 @@ def advise(seen: Sequence[PrecisionSeen], table: TableSeen) -> PrecisionAdvice:
     return PrecisionAdvice(best.precision, reason, tuple(seen), table)
 
 
-def _loss(model: Any, x: Array, y: Array) -> float:
+def _loss(model: Any, x: Any, y: Array) -> float:
     """Mean squared error, or the logarithmic loss."""
     if isinstance(model, BoostedTreesRegressor):
         return float(np.mean((model.predict(x) - y) ** 2))
     places = np.searchsorted(model.classes_, y)
     known = np.isin(y, model.classes_)
-    proba = model.predict_proba(x[known])
+    proba = model.predict_proba(_rows_of(x, known))
     return float(-np.log(np.maximum(proba[np.arange(len(proba)), places[known]], 1e-15)).mean())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+import pandas as pd
 import pytest
 
 from bitplan.trees import GradientPrecision, TreesError, recommend_gradient_precision
@@ -37,6 +38,8 @@ def test_decision(f32, i16, i8, expected):
 @pytest.mark.parametrize("is_class", [False, True])
 def test_it_measures_every_precision(is_class):
     x, y = table(600)
+    if is_class:  # a frame keeps its categories
+        x = pd.DataFrame(x, columns=list("abcde")).assign(e=pd.Categorical(np.where(x[:, 4] > 0, "high", "low")))
     advice = recommend_gradient_precision(
         x, np.where(y > 0, "a", "b") if is_class else y, sample_rows=400, trees=2, n_jobs=1
     )
