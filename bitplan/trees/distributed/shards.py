@@ -140,8 +140,8 @@ def average(numbers: Array, weights: Array, shards: Shards) -> float:
             terms = numbers * weights
         total, weight = sum_exactly([terms, weights], shards)
     else:
-        (total,) = sum_exactly([numbers], shards)
-        weight = float(shards.add(np.array([len(numbers)], np.int64), "terms of a mean")[0])
+        ones = np.broadcast_to(np.float64(1), len(numbers))  # a process without rows has no weights, others may have
+        total, weight = sum_exactly([numbers, ones], shards)
     return total / weight
 
 
