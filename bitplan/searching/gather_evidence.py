@@ -31,7 +31,7 @@ def gather_evidence(
     place = Path(folder)
     subject, cut = prepare(model, None, text, (), context=context, windows=windows, device=device)
     statistics, digests, done = InputStatistics(), subject.digests(), 0
-    steps = steps_of(subject, len(cut.statistics), 0)
+    steps = steps_of(subject, cut.statistics, 0)
 
     def step(count: int) -> None:
         nonlocal done
