@@ -143,8 +143,10 @@ def run_families(targets: Sequence[str]) -> list[dict[str, Any]]:
     for kind in MODELS:
         with tempfile.TemporaryDirectory() as place:
             source, plain = Path(place) / "in", Path(place) / "plain"
-            layers = {"layer_types": ["sliding_attention", "full_attention"]} if kind == "gemma3" else {}
-            save_tiny(source, kind, **layers, **({"dtype": "float32"} if kind == "gpt_oss" else {}))
+            changes: dict[str, Any] = {"dtype": "float32"} if kind == "gpt_oss" else {}
+            if kind == "gemma3":
+                changes["layer_types"] = ["sliding_attention", "full_attention"]
+            save_tiny(source, kind, **changes)
             for target in targets:
                 row: dict[str, Any] = {"target": target, "family": kind, "format": FAMILY_FORMATS[target]}
                 output = Path(place) / target
