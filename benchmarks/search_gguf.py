@@ -26,14 +26,14 @@ import torch
 from engines import Engine
 from search import BITS, random_plan, spearman
 
-from bitplan.formats import Encoded
-from bitplan.plan.plan import Plan
+from bitplan.formats import Encoded, get_format
+from bitplan.plan.plan import Plan, Planned
 from bitplan.records import read_json, read_text
-from bitplan.runtime.input_statistics import gather_inputs
 from bitplan.searching import Goal, Searcher
 from bitplan.searching.decide.explain import explain_plan
 from bitplan.searching.decide.solve import solve
 from bitplan.searching.evidence import SearchEvidence
+from bitplan.searching.gather_evidence import gather_evidence
 from bitplan.searching.prepare import prepare
 from bitplan.searching.run import solve_and_correct
 from bitplan.searching.targets import target_of
@@ -44,9 +44,10 @@ from bitplan.store.files.tensor_file import Promise
 from bitplan.store.rounding.evidence import EvidenceFile
 from bitplan.store.rounding.round_weight import round_weight
 
-THEIRS = ("Q3_K_M", "Q4_0", "IQ4_NL", "Q4_K_M", "Q5_K_M", "Q6_K")
+THEIRS = ("IQ4_NL", "Q4_0", "Q4_K_M", "Q5_K_M", "Q3_K_M", "Q6_K")
 FORMATS = ("q3_k_gguf", "q4_k_gguf", "q5_k_gguf", "q6_k_gguf")
-UNIFORM = ("q4_0_gguf", "iq4_nl_gguf", "q4_k_gguf", "q3_k_gguf", "q5_k_gguf", "q6_k_gguf")
+UNIFORM = ("q4_k_gguf", "q4_0_gguf", "q3_k_gguf", "q5_k_gguf", "q6_k_gguf", "iq4_nl_gguf")
+EMBEDDING = "q6_k_gguf"
 CALIBRATION_SHARE = 0.6
 CONTEXT = 512
 BASE = "--kl-divergence-base"
@@ -120,7 +121,7 @@ class Ours:
     def evidence(self, text: str) -> Path:
         path = self.work / "inputs.safetensors"
         if not path.exists():
-            gather_inputs(self.model, text, path, windows=self.windows)
+            gather_evidence(self.model, text, self.work, windows=self.windows).rename(path)
         return path
 
     def rounded(self, name: str, fmt: str) -> Encoded:
@@ -144,7 +145,7 @@ class Ours:
         shutil.copytree(self.model, folder, ignore=lambda _, names: [n for n in names if "safetensors" in n])
         with open_tensors(self.model) as file:
             tensors = {
-                name: self.rounded(name, entry.choice.format) if entry.stored is None else file.read(name)
+                name: self.rounded(name, entry.choice.format) if _is_packed(entry) else file.read(name)
                 for name, entry in plan.entries.items()
             }
         promises = [
@@ -166,10 +167,14 @@ class Ours:
         return output
 
 
-def uniform_plan(model: Path, fmt: str) -> Plan:
-    """One format for all matrices."""
+def _is_packed(entry: Planned) -> bool:
+    return entry.stored is None and not get_format(entry.choice.format).is_cast
+
+
+def uniform_plan(model: Path, fmt: str, embedding: str) -> Plan:
+    """One format for all matrices but the embedding, which llama.cpp has in Q6_K."""
     with open_tensors(model) as file:
-        return plan_for_file(file, fmt, output="out.gguf")
+        return plan_for_file(file, {"*embed*": embedding, "*": fmt}, output="out.gguf")
 
 
 def tensor_bytes(path: Path) -> int:
@@ -211,16 +216,24 @@ def main() -> None:
             harness.save("search_gguf", found, result)
             print(f"{label}: {size['file_bytes'] / 1e6:.2f} MB, KL {rows[label]['kl']:.5f}", flush=True)
 
-    for kind in THEIRS:
-        measure(kind, lambda kind=kind: judge.quantized(kind, options.rounding_windows), by="llama.cpp")  # type: ignore[misc]
     text = read_text(options.text)
     cut = int(len(text) * CALIBRATION_SHARE)
+    ours.evidence(text[:cut])
+    for fmt in options.uniform:
+        for embedding in dict.fromkeys((EMBEDDING, fmt)):
+            plan = uniform_plan(options.model, fmt, embedding)
+            label = fmt if embedding == fmt else f"{fmt}, embedding {embedding}"
+            facts = {"bits": 8 * plan.nbytes / sum(entry.numbers for entry in plan.entries.values())}
+            measure(f"{label}, compensated", lambda plan=plan: ours.compensated(plan), by="uniform", **facts)  # type: ignore[misc]
+            measure(f"{label}, nearest", lambda plan=plan: ours.nearest(plan), by="nearest", **facts)  # type: ignore[misc]
+        if fmt == options.uniform[0]:
+            for kind in THEIRS:
+                measure(kind, lambda kind=kind: judge.quantized(kind, options.rounding_windows), by="llama.cpp")  # type: ignore[misc]
     subject, cut_text = prepare(options.model, None, text[:cut], text[cut:], windows=options.windows)
     subject.aim_at(target_of("llama.cpp"))
     searcher = Searcher(subject, cut_text, options.formats, options.work / "found")
     (options.work / "found").mkdir(exist_ok=True)
     evidence, meter = searcher.collect(Goal(bits=4.5))
-    ours.evidence(text[:cut])
 
     def searched(goal: Goal, label: str, by: str) -> None:
         if label in rows:
@@ -231,15 +244,10 @@ def main() -> None:
         measure(label, lambda: ours.compensated(plan), **facts)
 
     for kind in THEIRS:
-        if kind != "IQ4_NL":  # of Q4_0's bytes
+        if kind != "Q4_0":  # of IQ4_NL's bytes
             searched(Goal(nbytes=_room(evidence, rows[kind]["tensor_bytes"])), f"searched, {kind}'s bytes", "searched")
     for bits in options.bits:
         searched(Goal(bits=bits), f"searched, {bits} bits", "searched")
-    for fmt in options.uniform:
-        plan = uniform_plan(options.model, fmt)
-        facts = {"bits": evidence.bits(plan.nbytes)}
-        measure(f"{fmt}, nearest", lambda plan=plan: ours.nearest(plan), by="nearest", **facts)  # type: ignore[misc]
-        measure(f"{fmt}, compensated", lambda plan=plan: ours.compensated(plan), by="uniform", **facts)  # type: ignore[misc]
     generator, pairs = random.Random(0), found.setdefault("random_plans", {}).setdefault("pairs", [])
     for index in range(options.plans):
         choice = random_plan(evidence, generator)

@@ -353,34 +353,14 @@ def families_table() -> str:
 
 
 def search_gguf_table() -> str:
-    """Searched plans beside llama.cpp's files of no fewer bytes; of two files of the same bytes the better."""
-    lines = [
-        "| llama.cpp's file, with an imatrix | MB | KL | searched, MB | KL | times llama.cpp's |",
-        "|---|---|---|---|---|---|",
-    ]
+    """Our files and llama.cpp's own, all in llama.cpp, by size."""
+    lines = ["| the 26M llama in llama.cpp | file, MB | KL | same top token |", "|---|---|---|---|"]
     rows = _read("search_gguf_lm26m")["rows"]
-    for kind, row in rows.items():
-        ours = rows.get(f"searched, {kind}'s bytes")
-        if ours is not None:
-            same = [(each["kl"], other) for other, each in rows.items() if each["file_bytes"] == row["file_bytes"]]
-            least, best = min(pair for pair in same if rows[pair[1]]["by"] == "llama.cpp")
-            cells = [best, f"{row['file_bytes'] / 1e6:.2f}", _kl(rows[best])]
-            cells += [f"{ours['file_bytes'] / 1e6:.2f}", _kl(ours), f"{ours['kl'] / least:.2f}"]
-            lines.append("| " + " | ".join(cells) + " |")
+    for label, row in sorted(rows.items(), key=lambda pair: (round(pair[1]["file_bytes"], -5), -pair[1]["kl"])):
+        name = f"llama.cpp's {label}, with an imatrix" if row["by"] == "llama.cpp" else label
+        kl = f"{row['kl']:.4f} ± {row['kl_error']:.4f}"
+        lines.append(f"| {name} | {row['file_bytes'] / 1e6:.2f} | {kl} | {row['same_top']:.1%} |")
     return "\n".join(lines)
-
-
-def search_bits_table() -> str:
-    """Searched and uniform plans by size."""
-    lines = ["| plan of the 26M llama | bits/weight | KL | same top token |", "|---|---|---|---|"]
-    rows = {label: row for label, row in _read("search_gguf_lm26m")["rows"].items() if row["by"] != "llama.cpp"}
-    for label, row in sorted(rows.items(), key=lambda pair: (round(pair[1]["bits"], 2), -pair[1]["kl"])):
-        lines.append(f"| {label} | {row['bits']:.2f} | {_kl(row)} | {row['same_top']:.1%} |")
-    return "\n".join(lines)
-
-
-def _kl(row: dict[str, Any]) -> str:
-    return f"{row['kl']:.4f} ± {row['kl_error']:.4f}"
 
 
 _FOLDER_TARGETS = {"compressed-tensors": "compressed-tensors", "mlx": "MLX", "torchao": "torchao", "hf": "plain"}
@@ -431,6 +411,7 @@ PLACES = {  # page: its tables
     ),
     "docs/trees.md": (trees_table,),
     "docs/engines.md": (engines_table, families_table, folders_table, folder_families_table),
+    "docs/rounding.md": (search_gguf_table,),
 }
 
 

@@ -1,7 +1,7 @@
 """bitplan: the right number format for every part of a model.
 
-`encode` and `decode` pick the fastest implementation for where the tensor lies; the definitions they must equal
-are `bitplan.formats.encode` and `bitplan.formats.decode`. A name is imported when it is first used.
+`encode` and `decode` pick the fastest implementation for the tensor's device; they give the same bits as the
+definitions `bitplan.formats.encode` and `bitplan.formats.decode`. A name is imported when it is first used.
 """
 
 import sys

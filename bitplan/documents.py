@@ -1,9 +1,9 @@
-"""Reading of JSON documents: every error names the file, the key, what was expected and what came.
+"""Reads JSON documents: every error names the file, the key, what was expected and what was found.
 
 `Reader` checks an object against a table of its keys, `Fields` gives one key after another.
 
-Plain checks and no pydantic: `plan` loads on hosts without it, and a message here is one line in the words of
-the document (`patterns[3]: regex must be ...`), where pydantic's is a paragraph in its own.
+Plain checks instead of pydantic: `plan` loads on hosts without it, and a message here is one line in the words of the
+document (`patterns[3]: regex must be ...`), where pydantic's is a paragraph.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ _REQUIRED: Any = object()
 
 @dataclass(frozen=True)
 class Kind:
-    """What the value of a key must be, in words and as a test."""
+    """A kind of value: its name in messages, and a test."""
 
     text: str
     holds: Callable[[Any], bool]
 
 
 def is_text(value: Any) -> bool:
-    """A string that UTF-8 can hold; JSON escapes can spell half of a surrogate pair, which it cannot."""
+    """Whether a value is a string that UTF-8 can hold: JSON can spell half of a surrogate pair, which it cannot."""
     if type(value) is not str:
         return False
     try:
@@ -63,7 +63,7 @@ def is_shape(value: Any) -> bool:
 
 
 def is_json(value: Any, depth: int = 0) -> bool:
-    """A value that JSON keeps exactly: no NaN, no numpy number, no key that is not a string."""
+    """Whether JSON keeps a value exactly: no NaN, no numpy number, no key that is not a string."""
     if depth > MAX_DEPTH:
         return False
     if value is None or type(value) in (bool, int):
@@ -96,7 +96,7 @@ def one_of(*values: str) -> Kind:
 
 
 def list_of(kind: Kind, text: str) -> Kind:
-    """A list of values of one kind, which `text` calls by name."""
+    """The kind of a list of values of one kind; `text` is its name."""
     return Kind(text, lambda value: type(value) is list and all(map(kind.holds, value)))
 
 
@@ -105,12 +105,12 @@ def or_null(kind: Kind) -> Kind:
 
 
 def document_key(kind: Kind, default: Any = MISSING, *, factory: Any = MISSING) -> Any:
-    """A field of a dataclass that documents hold as well: what it must be there, and its default or what makes it."""
+    """A field of a dataclass that is also a key of documents: its kind, and its default or default factory."""
     return field(default=default, default_factory=factory, metadata={"kind": kind})
 
 
 def keys_of(dataclass_type: type) -> dict[str, Kind]:
-    """The fields of a dataclass that were made by `document_key`, and what each must be."""
+    """The fields of a dataclass that were made by `document_key`, and their kinds."""
     return {each.name: each.metadata["kind"] for each in fields(dataclass_type) if "kind" in each.metadata}
 
 
@@ -118,7 +118,7 @@ def keys_of(dataclass_type: type) -> dict[str, Kind]:
 class Reader:
     """Checks the parts of one document; `where` names the file in every error, `error` is their class.
 
-    A strict one refuses keys that it does not know; one that is not leaves them alone, for another program's.
+    A strict reader refuses unknown keys; another ignores them, since other programs may have added them.
     """
 
     where: str
@@ -126,7 +126,7 @@ class Reader:
     strict: bool = True
 
     def keys(self, path: str, value: Any, known: Mapping[str, Kind], required: Iterable[str] = ()) -> dict[str, Any]:
-        """The object at `path`, its keys known, present where required, and of the right kind."""
+        """The object at `path`; refuses unknown keys, missing required keys, and values of a wrong kind."""
         prefix = f"{path}: " if path else ""
         if type(value) is not dict:
             self.fail(path or "the document", OBJECT.text, value)
@@ -142,20 +142,22 @@ class Reader:
         return value
 
     def fields_of(self, dataclass_type: type, path: str, value: Any, *, every: bool = False) -> dict[str, Any]:
-        """The object at `path`, by the fields of a dataclass that `document_key` made; those without a default must be
-        there, or `every` one."""
+        """The object at `path`, checked by the fields of a dataclass that `document_key` made.
+
+        Fields without a default must be there; with `every`, all fields.
+        """
         known = keys_of(dataclass_type)
         bare = (each for each in fields(dataclass_type) if each.default is each.default_factory is MISSING)
         return self.keys(path, value, known, known if every else [each.name for each in bare])
 
     def require_document(self, document: Any, expected: str, what: str) -> None:
-        """Checked first of all: a file of something else is not judged by its keys."""
+        """Refuse a file of another kind; checked first, before its keys."""
         if type(document) is dict and document.get("document") != expected:
             came = show(document["document"]) if "document" in document else "nothing"
             self.stop(f"this is no {what}: document must be {expected!r}, got {came}")
 
     def version(self, document: Any, expected: int) -> None:
-        """Checked before the other keys: those of another version are not ours to judge."""
+        """Refuse another version; checked before the other keys, which may differ in it."""
         if type(document) is dict and "version" in document:
             version = document["version"]
             if type(version) is not int or version != expected:
@@ -172,8 +174,9 @@ class Reader:
 
 
 class Fields:
-    """An object of a document that is read key by key: a method per type of value, with a default where the key may be
-    missing or null. Keys that nobody asks for are not looked at."""
+    """An object of a document that is read key by key: a method per type of value, with a default if the key may be
+    missing or null. Other keys are ignored.
+    """
 
     error: type[BitplanError] = FileFormatError
     number_kind = NUMBER
@@ -235,12 +238,12 @@ class Fields:
 
 
 def _key(key: str) -> str:
-    """A key that a document may have made up, for a message."""
+    """A key from a document, shortened for a message."""
     return key if key.isidentifier() and len(key) <= _SHOWN else show(key)
 
 
 def short(text: str, limit: int = 120) -> str:
-    """Text from a document for a message: on one line, and not longer than a message should be."""
+    """Text from a document for a message: on one line, at most `limit` characters."""
     printable = "".join(letter if letter.isprintable() else repr(letter)[1:-1] for letter in text[: limit + 1])
     return printable if len(text) <= limit else f"{printable[:limit]}..."
 
@@ -255,7 +258,7 @@ def show(value: Any) -> str:
 
 
 def load_document(path: str | Path, error: type[BitplanError], *, max_bytes: int = MAX_DOCUMENT_BYTES) -> Any:
-    """The JSON in a file; whatever keeps it from being read is one `error` line that names the file."""
+    """The JSON in a file; any failure to read it is an `error` of one line that names the file."""
     try:
         return read_json(path, max_bytes=max_bytes)
     except OSError as fault:

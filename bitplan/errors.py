@@ -1,6 +1,6 @@
 """Every error bitplan raises on purpose, so that callers can catch one base class.
 
-A message is one line that says what was expected, what came, where, and the next step.
+A message is one line that says what was expected, what was found, where, and the next step.
 The command line prints it as it is and exits 2.
 """
 
@@ -23,11 +23,11 @@ class NonFiniteError(FormatError):
 
 
 class FileFormatError(BitplanError, ValueError):
-    """A file that is truncated, lies about itself, or is not what its name says."""
+    """A file that is truncated, contradicts itself, or is not what its name says."""
 
 
 class PlanError(BitplanError, ValueError):
-    """A plan that does not hold together, or does not fit the tensors it is for."""
+    """A plan that contradicts itself, or does not fit the tensors it is for."""
 
 
 class PlanFileError(PlanError, FileFormatError):
@@ -47,7 +47,7 @@ class StoreError(BitplanError, RuntimeError):
 
 
 class MissingFolderError(BitplanError, FileNotFoundError):
-    """A file was to be written into a folder that is not there."""
+    """A file was to be written into a folder that does not exist."""
 
 
 class MeasureError(BitplanError, ValueError):
@@ -55,7 +55,7 @@ class MeasureError(BitplanError, ValueError):
 
 
 class ArgumentError(BitplanError, TypeError):
-    """An argument of another type than a function takes, such as two that were swapped."""
+    """An argument of a wrong type, for example because two arguments were swapped."""
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:

@@ -16,7 +16,7 @@ def lazy_names(
 ) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
     """The `__getattr__` and `__dir__` of a package: which module defines which names, and which parts are sub-packages.
 
-    A name is looked up in its module each time, so that a module whose name is replaced in a test is obeyed.
+    A name is looked up in its module each time, so that a test may replace it there.
     """
     module_of = {name: f"{package}.{module}" for module, names in modules.items() for name in names}
     known = {*module_of, *parts}

@@ -1,8 +1,8 @@
 """JsonLog: lines of JSON that are appended to a file. Every log that bitplan writes is one.
 
-Lines go to the system in one write when they are given, so a killed process costs at most the line it was in; closing
-waits for the disk. A line that was torn all the same (a full disk, a power cut) is cut off, at once or when the log is
-opened again. Lines are appended only to a new or empty file, or to one that begins as logs of this kind do. One
+The lines of a call go to the system in one write, so a killed process loses at most the line it was writing; closing
+waits for the disk. A line that is torn nevertheless (a full disk, a power cut) is cut off, at once or when the log is
+opened again. Lines are appended only to a new or empty file, or to a file that begins like logs of this kind. One
 process writes a log: ranks of a distributed run need a file each.
 """
 
@@ -37,10 +37,10 @@ class JsonLog:
         error: type[BitplanError] = StoreError,
         may_lose_lines: bool = False,
     ) -> None:
-        """Opens the file, so that a path that cannot be written is known before the work.
+        """Opens the file, so that a path that cannot be written is an error before the work.
 
-        begins  how the first line of such a log begins; any number may stand for a number in it
-        what    what a log of this kind is called in errors, whose class is `error`
+        begins  the beginning of the first line of such a log; its numbers match any number
+        what    the name of this kind of log in errors, whose class is `error`
         head    the first line, written where the file is new or empty
 
         may_lose_lines  for a run that must not stop for its log: a line that cannot be written is counted in
@@ -60,7 +60,7 @@ class JsonLog:
             raise self._error(f"{self.path}: the {self._what} is closed; open it again to write on")
         lines = "".join(map(json_line, records)).encode()
         try:
-            if self._file is None or not os.fstat(self._file).st_nlink:  # what has no name loses lines in silence
+            if self._file is None or not os.fstat(self._file).st_nlink:  # a deleted file would lose lines silently
                 if not self._may_lose_lines:
                     raise self._error(f"{self.path}: the {self._what} was deleted while it was open; start it again")
                 self._close_file()
@@ -109,14 +109,14 @@ class JsonLog:
             raise
 
     def _write(self, lines: bytes) -> None:
-        """Whole lines or none."""
+        """Write whole lines or none."""
         assert self._file is not None
         end, done = os.fstat(self._file).st_size, 0
         try:
             while done < len(lines):
                 done += os.write(self._file, lines[done:])
         except OSError as fault:
-            with suppress(OSError):  # what stays is cut off when the log is opened again
+            with suppress(OSError):  # a torn rest is cut off when the log is opened again
                 os.ftruncate(self._file, end)
             raise self._error(
                 f"{self.path}: {len(lines)} bytes could not be appended ({fault.strerror or fault}); free some space"

@@ -1,4 +1,4 @@
-"""Optional libraries: imported when they are needed, and one line with the pip command where one is missing."""
+"""Optional libraries: imported when needed; if one is missing, the error is one line with the pip command."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from typing import Any
 
 from bitplan.errors import MissingLibraryError
 
-_DISTRIBUTIONS = {"sklearn": "scikit-learn"}  # where pip's name is another than the module's
+_DISTRIBUTIONS = {"sklearn": "scikit-learn"}  # modules whose name for pip differs
 
 
 def require(module: str, *, purpose: str, extra: str | None = None, least: int = 0) -> Any:
     """The module, imported; `purpose` begins the line that says what needs it.
 
-    extra  the extra of bitplan that brings the library; None where the library has none, and its own name is shown
-    least  the smallest major version that will do
+    extra  the extra of bitplan that brings the library; None: the message names the library itself
+    least  the smallest major version that is accepted
     """
     library = module.partition(".")[0]
     name = _DISTRIBUTIONS.get(library, library)

@@ -39,7 +39,7 @@ class LoraPackedLinear(LoraLinear):
 def get_peft_model(model: nn.Module, peft_config: Any, **options: Any) -> Any:
     """The model with LoRA adapters, on packed and plain linear layers alike; options are those of peft's own function.
 
-    "all-linear" as `target_modules` is every linear layer, packed or not, but the output head, as it is in peft.
+    "all-linear" as `target_modules` is every linear layer, packed or not, except the output head, as in peft.
     """
     if isinstance(getattr(peft_config, "target_modules", None), str) and peft_config.target_modules == "all-linear":
         peft_config.target_modules = _names_of_linears(model)

@@ -1,9 +1,9 @@
 """Files that are written whole or not at all, and JSON that is read with limits.
 
 `atomic_file` is the only way bitplan writes a file: the bytes go to a temporary file in the same folder, are flushed to
-disk, and take the final name in one step. A full disk or a killed process leaves the old file as it was, and what a
-killed process left behind goes with the next write to the same name. `atomic_folder` does the same for a folder of
-files. Both refuse what is not a regular file. Files that grow line by line are in `logs`.
+disk, and take the final name in one step. A full disk or a killed process leaves the old file as it was, and the next
+write to the same name removes what a killed process left. `atomic_folder` does the same for a folder of files. Both
+refuse anything that is not a regular file. Files that grow line by line are in `logs`.
 """
 
 from __future__ import annotations
@@ -29,9 +29,10 @@ if sys.platform != "win32":
     import fcntl
 
 MAX_JSON_BYTES = 256 * 2**20
-# What a document may take in memory beyond twice its bytes: an empty list is two bytes of text, and a hundred there.
+# The memory that a document may take beyond twice its bytes: an empty list is two bytes of text, but a hundred in
+# memory.
 MAX_JSON_MEMORY = 128 * 2**20
-MAX_JSON_DEPTH = 200  # of lists and objects within each other; Python's own limit differs between versions
+MAX_JSON_DEPTH = 200  # nested lists and objects; Python's own limit differs between versions
 _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 _WIDE, _WIDER = re.compile(rb"[\xc4-\xff]"), re.compile(rb"[\xf0-\xff]")  # letters of 2 and of 4 bytes in a str
 _KINDS = {
@@ -43,20 +44,20 @@ _KINDS = {
 }
 
 
-# ---- where to write --------------------------------------------------------------------------------------------------
+# ---- checks of paths -------------------------------------------------------------------------------------------------
 
 
 def check_output(path: str | Path, *, inputs: Iterable[str | Path] = (), force: bool = True) -> Path:
     """The file that writing to `path` makes or replaces: a link is followed, so that it stays and its target is new.
 
-    Refused by name are what is no regular file, what is one of the inputs under any name, the file that standard output
-    goes to and, without `force`, any file that exists.
+    Refuses, by name, anything but a regular file, an input under any name, a file that standard output or error goes to
+    and, without `force`, any file that exists.
     """
     target = Path(os.path.realpath(path))
     status = _status(path)
     if status is None:
         if not target.parent.is_dir():
-            missing = target if os.path.islink(path) else Path(path)  # of a link it is the target's folder
+            missing = target if os.path.islink(path) else Path(path)  # for a link, the target's folder counts
             raise MissingFolderError(errno.ENOENT, "no such folder", str(missing.parent))
         return target
     if not stat.S_ISREG(status.st_mode):
@@ -74,7 +75,7 @@ def check_output(path: str | Path, *, inputs: Iterable[str | Path] = (), force: 
 
 
 def check_input(path: str | Path) -> None:
-    """Refuse by name what is not there, and what is no regular file."""
+    """Refuse, by name, a path that does not exist or is no regular file."""
     status = _status(path)
     if status is None:
         raise FileFormatError(f"{path}: no such file")
@@ -84,7 +85,7 @@ def check_input(path: str | Path) -> None:
 
 
 def _status(path: str | Path) -> os.stat_result | None:
-    """What a path leads to; None where nothing is there."""
+    """The status of a path, links followed; None if nothing is there."""
     try:
         return os.stat(path)
     except (FileNotFoundError, NotADirectoryError):
@@ -95,7 +96,7 @@ def _standard_streams() -> Iterator[os.stat_result]:
     for descriptor in (1, 2):
         try:
             yield os.fstat(descriptor)
-        except OSError:  # a process may run without them
+        except OSError:  # a process may run without standard streams
             continue
 
 
@@ -106,8 +107,8 @@ def _standard_streams() -> Iterator[os.stat_result]:
 def atomic_file(path: str | Path) -> Iterator[BinaryIO]:
     """Yield a binary file that becomes `path` when the block ends without an error.
 
-    A symbolic link is followed, so that the link stays and its target is replaced. A file that is replaced hands on its
-    permissions; a new one gets the user's.
+    A symbolic link is followed, so that the link stays and its target is replaced. The new file gets the permissions of
+    the file it replaces, else the user's default.
     """
     target = check_output(path)
     before = _status(target)
@@ -122,9 +123,9 @@ def atomic_file(path: str | Path) -> Iterator[BinaryIO]:
             file.flush()
             os.fsync(file.fileno())
             if sys.platform == "win32":
-                file.close()  # an open file cannot be renamed there
+                file.close()  # Windows cannot rename an open file
             with _named_after(target):
-                os.replace(partial, target)  # before its lock goes with the closing, or another process would sweep it
+                os.replace(partial, target)  # before closing releases its lock, or another process would sweep it
     except BaseException:
         partial.unlink(missing_ok=True)
         raise
@@ -133,9 +134,9 @@ def atomic_file(path: str | Path) -> Iterator[BinaryIO]:
 
 @contextmanager
 def atomic_folder(path: str | Path, *, replace: bool = False) -> Iterator[Path]:
-    """Yield a folder that becomes `path` when the block ends without an error; an empty one may be there already.
+    """Yield a folder that becomes `path` when the block ends without an error; an empty folder may exist already.
 
-    replace   a folder that is not empty goes as well, once the new one is complete
+    replace   also replace a folder that is not empty, once the new one is complete
     """
     target = check_output_folder(path, replace=replace)
     _sweep(target)
@@ -169,7 +170,7 @@ def _place_folder(partial: Path, target: Path, path: str | Path) -> None:
 
 
 def _swap_folders(partial: Path, target: Path) -> None:
-    """The old folder steps aside first, for no folder can be renamed onto one that is not empty."""
+    """Rename the old folder first: no folder can be renamed onto one that is not empty."""
     old = target.with_name(f".{target.name}.{secrets.token_hex(6)}.replaced")
     os.rename(target, old)
     try:
@@ -181,7 +182,7 @@ def _swap_folders(partial: Path, target: Path) -> None:
 
 
 def check_output_folder(path: str | Path, *, inputs: Iterable[Path] = (), replace: bool = False) -> Path:
-    """The folder that `atomic_folder` makes of `path`, links followed; an error where it cannot, or holds an input."""
+    """The folder that `atomic_folder` will make, links followed; an error if it cannot be made, or holds an input."""
     target = Path(os.path.realpath(path))
     status = _status(path)
     for source in inputs:
@@ -198,12 +199,12 @@ def check_output_folder(path: str | Path, *, inputs: Iterable[Path] = (), replac
     return target
 
 
-# ---- temporary names, which only a living process holds --------------------------------------------------------------
+# ---- temporary names, locked by a living process ---------------------------------------------------------------------
 
 
 @contextmanager
 def _named_after(target: Path) -> Iterator[None]:
-    """An error of the system names the file that was to be written, not a temporary one beside it."""
+    """Make an error of the system name the target file, not the temporary one beside it."""
     try:
         yield
     except OSError as error:
@@ -239,11 +240,11 @@ def _make_partial_folder(target: Path) -> tuple[Path, int | None]:
 
 
 def _sweep(target: Path) -> None:
-    """Remove what killed processes left of this target: temporary names that nobody has locked."""
+    """Remove what killed processes left of this target: temporary files that no process has locked."""
     if sys.platform == "win32":
         return
     ours = re.compile(rf"\.{re.escape(target.name)}\.[0-9a-f]{{12}}\.partial")
-    # What cannot be opened or removed is finished meanwhile, or another user's: that user's next write removes it.
+    # A file that cannot be opened or removed was finished meanwhile, or is another user's, whose next write removes it.
     with suppress(OSError):
         for name in filter(ours.fullmatch, os.listdir(target.parent)):
             with suppress(OSError):
@@ -263,7 +264,7 @@ def _remove_unlocked(partial: Path) -> None:
 
 
 def _lock(descriptor: int, *, wait: bool = True) -> bool:
-    """Whether this process holds the file now; the lock goes with the process, however it ends."""
+    """Lock a file; whether this process holds it now. The lock is released when the process ends, however it ends."""
     if sys.platform == "win32":
         return wait
     try:
@@ -273,7 +274,7 @@ def _lock(descriptor: int, *, wait: bool = True) -> bool:
     except OSError as error:
         if error.errno not in (errno.ENOTSUP, errno.ENOLCK, errno.ENOSYS):
             raise
-        return wait  # a file system without locks: nothing is swept there
+        return wait  # on a file system without locks nothing is swept
     return True
 
 
@@ -306,7 +307,7 @@ def read_json(path: str | Path, *, max_bytes: int = MAX_JSON_BYTES) -> Any:
 
 
 def read_text(path: str | Path) -> str:
-    """A text file, refused by name where it is none."""
+    """The text of a file; a file that is not text is refused by name."""
     try:
         text = Path(path).read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
@@ -317,10 +318,14 @@ def read_text(path: str | Path) -> str:
 
 
 def parse_json(text: bytes, *, where: str) -> Any:
-    """Parse strict JSON: UTF-8, nothing infinite, no half of a surrogate pair, no duplicate keys, no absurd nesting, no
-    tricks with memory."""
+    """Parse strict JSON.
+
+    UTF-8, finite numbers, no half of a surrogate pair, no duplicate keys, no very deep nesting, and no document that
+    takes far more memory than its bytes.
+    """
     marks = {mark: text.count(mark) for mark in (b"[", b"{", b",", b":")}
-    # A list or object; a value and its place; a key with the pair it comes in. One wide letter makes all of a str wide.
+    # Bytes of a list or object; of a value and its place; of a key with its pair. One wide letter makes a whole str
+    # wide.
     memory = 100 * (marks[b"["] + marks[b"{"]) + 60 * marks[b","] + 110 * marks[b":"]
     memory += len(text) * (6 if _WIDER.search(text) else 2 if _WIDE.search(text) else 0)
     if memory > MAX_JSON_MEMORY:
@@ -329,9 +334,9 @@ def parse_json(text: bytes, *, where: str) -> Any:
             f"memory beside its text, and a document may take {MAX_JSON_MEMORY // 2**20}"
         )
     try:
-        # Decoded here: json.loads would also take UTF-16, a byte order mark, and half surrogate pairs.
+        # Decoded here, because json.loads would accept UTF-16, a byte order mark, and half surrogate pairs.
         letters = text.decode()
-        del text  # the caller that keeps no reference has the text in memory once
+        del text  # if the caller keeps no reference, the text is in memory only once
         document = json.loads(letters, object_pairs_hook=_unique_keys, parse_constant=_refuse_constant)
         _check_values(document)
         if _SURROGATE.search(letters):  # an escape can spell half of a pair, which no file and no message can hold
@@ -352,7 +357,7 @@ def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _check_values(document: Any) -> None:
-    """Nothing infinite (which 1e999 spells), and no more levels than a recursive function can bear."""
+    """Refuse infinity (which 1e999 spells), and more levels than a recursive function can handle."""
     level: list[Any] = [[document]]
     for _ in range(MAX_JSON_DEPTH + 1):
         inner: list[Any] = []
@@ -374,7 +379,7 @@ def _refuse_constant(text: str) -> float:
 
 
 def _sync_folder(folder: Path) -> None:
-    """Make the rename itself durable; a platform without folder descriptors goes without."""
+    """Make the rename itself durable, on platforms with folder descriptors."""
     if not hasattr(os, "O_DIRECTORY"):
         return
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)

@@ -1,4 +1,4 @@
-"""Text from files as people may see it: a tensor's name must not move a cursor, turn text around or end a line."""
+"""Makes text from files safe to show: a tensor's name must not move a cursor, reverse text or end a line."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ def counted(number: int, thing: str) -> str:
 
 
 def visible(text: str) -> str:
-    """Control characters, line ends, bidi overrides and all else that is not shown as itself, written as escapes."""
+    """Text with control characters, line ends, bidi overrides and other invisible characters written as escapes."""
     if text.isprintable():
         return text
     return "".join(letter if letter.isprintable() else letter.encode("unicode_escape").decode() for letter in text)

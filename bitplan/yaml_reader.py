@@ -1,11 +1,11 @@
-"""load_yaml: a YAML mapping from a file that somebody else wrote, read within limits and without surprises.
+"""load_yaml: reads a YAML mapping from an untrusted file, within limits and without surprises.
 
-PyYAML only splits the text into events here. What the events mean is decided below, because PyYAML's own reading is
-that of YAML 1.1: `1:30` is 90, `010` is 8, `!!int ''` is an IndexError, and ten lines of aliases or merge keys make a
-billion nodes. Every fault of the text is one ModelConfigError with file and line.
+PyYAML only splits the text into events here. Their meaning is decided below, because PyYAML's own is that of YAML 1.1:
+`1:30` is 90, `010` is 8, `!!int ''` is an IndexError, and ten lines of aliases or merge keys make a billion nodes.
+Every fault of the text is one ModelConfigError with file and line.
 
 Scalars are null, booleans, integers, floats and strings; dates and base-60 numbers are strings, as in YAML 1.2. Keys
-are text. An alias counts as all the nodes that it stands for, and so does a merge key (`<<`).
+are text. An alias counts as many nodes as it stands for, and so does a merge key (`<<`).
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _SCALAR_TAGS = ("str", "int", "float", "bool", "null")
 
 
 def load_yaml(text: str, *, where: str) -> dict[str, Any]:
-    """A YAML mapping with text as keys; one document, no tags but the plain ones, no key twice."""
+    """A YAML mapping with text as keys; one document, only plain tags, no duplicate keys."""
     import yaml  # type: ignore[import-untyped]  # when it is asked for; it comes with gguf
 
     if len(text) > MAX_YAML_CHARACTERS:
@@ -45,7 +45,8 @@ def load_yaml(text: str, *, where: str) -> dict[str, Any]:
         )
     try:
         document = _Reading(where, yaml.parse(text, Loader=yaml.SafeLoader)).document()
-    # PyYAML's own, and what its scanner lets out of Python's: "\UFFFFFFFF", %YAML with a number too long to convert.
+    # PyYAML's own errors, and Python's that its scanner lets through: "\UFFFFFFFF", %YAML with a number too long to
+    # convert.
     except (yaml.YAMLError, ArithmeticError, ValueError) as fault:
         if isinstance(fault, ModelConfigError):
             raise
@@ -65,7 +66,7 @@ class _Reading:
         self.events = events
         self.nodes = 0
         self.aliases = 0
-        self.anchors: dict[str, tuple[Any, int]] = {}  # name -> the value and how many nodes it is
+        self.anchors: dict[str, tuple[Any, int]] = {}  # name -> its value and number of nodes
         self.line = 0
 
     def document(self) -> Any:
@@ -158,7 +159,7 @@ class _Reading:
         return self.text(event.value)
 
     def merged(self, value: Any) -> dict[str, Any]:
-        """The keys that `<<` takes in; of several mappings the first that has a key gives its value."""
+        """The keys that `<<` merges; of several mappings the first that has a key gives its value."""
         merged: dict[str, Any] = {}
         for item in value if isinstance(value, list) else [value]:
             if not isinstance(item, dict):
@@ -172,7 +173,7 @@ class _Reading:
     def scalar(self, event: Any) -> Any:
         text = self.text(event.value)
         if event.tag in (None, "!"):
-            # implicit[0]: plain, so that its kind follows from its letters; else it was quoted, or tagged "!"
+            # implicit[0]: the scalar is plain, so that its text decides its kind; else it was quoted, or tagged "!"
             return self.plain(text) if event.implicit[0] and event.tag is None else text
         kind = self.check_tag(event.tag, *_SCALAR_TAGS)
         if kind == "str":
@@ -208,7 +209,7 @@ class _Reading:
         return text
 
     def check_tag(self, tag: str | None, *allowed: str) -> str:
-        """The plain kind that an explicit tag names; all other tags are refused, and none is ever run."""
+        """The plain kind that an explicit tag names; other tags are refused, and no tag runs code."""
         if tag in (None, "!"):
             return allowed[0]
         kind = str(tag).removeprefix(_TAG)

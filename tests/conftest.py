@@ -28,18 +28,20 @@ if not torch.cuda.is_available():  # Triton reads this when it is first imported
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 
-# Files of more than five seconds. They begin first: else one worker is at its last file while the other has no work.
-LONGEST = {
-    *("tests/fuzz/test_fuzz.py", "tests/cli/demo/test_demo.py", "tests/test_docs.py", "tests/test_lean_import.py"),
-    *(f"tests/trees/{name}.py" for name in ("test_grow", "test_estimators", "distributed/test_distributed")),
+# Files of more than five seconds, in the order in which they begin: else one worker is at its last file while the other
+# has no work. Files that compile the same loops are apart, so that the second finds them compiled.
+LONGEST = (
+    *("tests/trees/test_grow.py", "tests/kernels/matmul/test_cpu_fused.py", "tests/fuzz/test_fuzz.py"),
+    *("tests/kernels/codec/test_cpu_codec.py", "tests/test_docs.py", "tests/cli/demo/test_demo.py"),
+    *("tests/test_lean_import.py", "tests/runtime/selective/test_trainer_callbacks.py"),
     *(f"tests/cli/verbs/{name}.py" for name in ("test_perplexity_verb", "test_bench_verbs")),
     *(f"tests/kernels/fp8/experts/{name}.py" for name in ("test_fast_tile", "test_products", "test_hopper_products")),
     *(f"tests/kernels/{name}.py" for name in ("fp8/test_cast", "fp8/test_compiles", "test_triton_compiles")),
-    *(f"tests/runtime/selective/{name}.py" for name in ("test_policy", "test_trainer_callbacks")),
-    *(f"tests/runtime/streaming/{name}.py" for name in ("test_training_state", "test_offload")),
+    *("tests/trees/test_estimators.py", "tests/runtime/selective/test_policy.py", "tests/report/test_browser.py"),
+    *(f"tests/runtime/streaming/{name}.py" for name in ("test_training_state", "test_offload", "test_programs")),
     *("tests/runtime/fp8/test_apply.py", "tests/runtime/fp8/bench/test_confirm_policy.py"),
-    *("tests/kernels/codec/test_cpu_codec.py", "tests/store/models/test_models.py", "tests/report/test_browser.py"),
-}
+    *("tests/store/models/test_models.py", "tests/trees/distributed/test_distributed.py"),
+)
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -50,7 +52,8 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    items.sort(key=lambda item: item.nodeid.partition("::")[0] not in LONGEST)
+    place = {file: number for number, file in enumerate(LONGEST)}
+    items.sort(key=lambda item: place.get(item.nodeid.partition("::")[0], len(place)))
     if torch.cuda.is_available():
         return
     for_a_gpu = [item for item in items if item.get_closest_marker("gpu")]

@@ -1,4 +1,4 @@
-"""Where bitplan keeps what it measured on this machine."""
+"""The folder for bitplan's measurements of this machine."""
 
 from __future__ import annotations
 

@@ -51,7 +51,7 @@ _FUSED = (
 
 
 class Header(NamedTuple):
-    """What a file says of a tensor: a torch dtype's name or a format of bitplan's, its shape, its bytes."""
+    """A tensor's entry in a file: a torch dtype's name or a format of bitplan's, its shape, its bytes."""
 
     dtype: str
     shape: tuple[int, ...]

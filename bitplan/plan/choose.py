@@ -37,7 +37,7 @@ NONE = "None in the mapping"
 
 
 class Stored(NamedTuple):
-    """What a file or a model holds under a name: shape, torch dtype, or the format where it is `packed` already.
+    """A tensor of a file or a model: its shape, and its torch dtype, or its format if it is `packed` already.
 
     `named_by` says how closely a pattern of a mapping must name the tensor: "any" pattern that matches will do; or the
     pattern must end in the tensor's "own name" (`*.bias`), be its whole name or that of its "module", or be its "whole
@@ -70,10 +70,10 @@ class Stored(NamedTuple):
 
 
 class Substitutes(NamedTuple):
-    """What is taken where one format is wanted for all and a tensor cannot have it, in a container or an engine.
+    """The formats of a container or an engine for tensors that cannot have the one format that is wanted for all.
 
     eight_bits   for embeddings and output heads, where the wanted format has fewer bits
-    nearest      format -> those to try where rows are not whole blocks, in order; "*" is for all others
+    nearest      format -> formats to try, in order, if rows are not whole blocks; "*" is for all other formats
     """
 
     eight_bits: str

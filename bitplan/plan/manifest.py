@@ -91,7 +91,7 @@ class Rule:
 
 @dataclass(frozen=True)
 class Tag:
-    """What a manifest's name for a format stands for: a format of bitplan's, or one part of it."""
+    """The meaning of a manifest's name for a format: a format of bitplan's, or one part of it."""
 
     format: str
     part: Part | None = None

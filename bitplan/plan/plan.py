@@ -290,7 +290,7 @@ class Plan(Mapping[str, Choice]):
         return [*rows, _size("all", "all", entries)]
 
     def to_mermaid(self) -> str:
-        """The plan as a mermaid flow chart: what comes before the layers, the layers, what comes after."""
+        """The plan as a mermaid flow chart: tensors before the layers, the layers, tensors after them."""
         return draw({name: (entry.choice.format, entry.part or "") for name, entry in self.entries.items()})
 
 

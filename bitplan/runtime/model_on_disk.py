@@ -1,7 +1,7 @@
-"""A causal language model whose weights stay on disk, and are read when somebody asks for one.
+"""A causal language model whose weights stay on disk, and are read one by one when needed.
 
-For work that goes through a model block by block: memory holds what is being worked on, not the model. Where each
-tensor comes from is decided on names and shapes (`checkpoints.recipes`), as for packed models.
+For work that goes through a model block by block: memory holds only the tensors in use, not the model. Names and shapes
+decide where each tensor comes from (`checkpoints.recipes`), as for packed models.
 """
 
 from __future__ import annotations
@@ -28,25 +28,18 @@ class ModelOnDisk:
         model = empty_model(folder, read_config(folder), torch.float32, torch.device("cpu"))
         if getattr(model, "get_output_embeddings", lambda: None)() is None:
             raise MeasureError(f"{folder}: {type(model).__name__} is not a causal language model: it gives no logits")
-        self._file = open_tensors(folder)
-        try:
-            assignment = assign(model, self._file, str(folder))
-        except BaseException:
-            self._file.close()
-            raise
+        with open_tensors(folder) as file:
+            assignment = assign(model, file, str(folder))
+            stored = {name: spec.nbytes for name, spec in file.specs.items()}
         self._recipes = {target: recipe for recipe in assignment.recipes for target in recipe.targets}
         for alias, name in assignment.ties.items():
             _share(model, alias, name)
-        stored = {name: spec.nbytes for name, spec in self._file.specs.items()}
         self.lm = CausalLM(model.eval(), read_tokenizer(folder), str(folder), stored)
 
     def read(self, name: str) -> Tensor:
-        """A parameter by a name of the model, in the type that the file has."""
-        found = read_plain(self._recipes[name], self._file, self.lm.model)
-        return found[name]
-
-    def close(self) -> None:
-        self._file.close()
+        """A parameter by its name in the model, in the type of the file."""
+        with open_tensors(self.folder) as file:  # not kept open: nobody would know when to close it
+            return read_plain(self._recipes[name], file, self.lm.model)[name]
 
 
 def is_plain_folder(path: Path) -> bool:
@@ -57,7 +50,7 @@ def is_plain_folder(path: Path) -> bool:
         with open_tensors(path) as file:
             return not any(spec.encoded for spec in file.specs.values())
     except FileFormatError:
-        return False  # what reads the model has the words for it
+        return False  # the reader of the model will say what is wrong
 
 
 def _share(model: nn.Module, alias: str, name: str) -> None:

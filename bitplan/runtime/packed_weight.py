@@ -85,13 +85,13 @@ class PackedWeight(EncodedModule):
 
     @property
     def derived_nbytes(self) -> int:
-        """Bytes held beside the weight by what was made from it; tiles are counted by their cache."""
+        """Bytes of the things made from the weight and held here; tiles are counted by their cache."""
         return sum(getattr(made, "nbytes", 0) for made in self._derived.values())
 
     def extra_repr(self) -> str:
         return f"{self.fmt.name}, shape={self.shape}, nbytes={self.nbytes}"
 
-    # ---- what is made from it ---------------------------------------------------------------------------------------
+    # ---- things made from the weight --------------------------------------------------------------------------------
 
     @property
     def state(self) -> State:
@@ -120,7 +120,7 @@ class PackedWeight(EncodedModule):
             listener.drop(self.token)
 
     def add_listener(self, listener: Listener) -> None:
-        """Tell the listener when what it made from this weight is stale, or the weight is gone."""
+        """Call the listener's `drop` when things made from this weight are stale, or the weight is freed."""
         if listener not in self._listeners:
             self._listeners.add(listener)
             weakref.finalize(self, _drop, weakref.ref(listener), self.token).atexit = False

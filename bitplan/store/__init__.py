@@ -1,4 +1,4 @@
-"""Bytes at rest: weights with their versions, whole models, and the files they live in."""
+"""Stored bytes: weights with their versions, whole models, and their files."""
 
 from typing import TYPE_CHECKING
 

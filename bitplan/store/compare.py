@@ -1,4 +1,4 @@
-"""Comparing weights by the numbers they stand for: two models, or two files one tensor at a time, in any layout."""
+"""Compares weights by their decoded numbers: two models, or two files one tensor at a time, in any layout."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class Agreement:
 
     @property
     def badness(self) -> tuple[bool, float]:
-        """Least where the two are furthest apart."""
+        """A key for sorting: the smallest is the worst."""
         return (False, 0.0) if math.isnan(self.sqnr_db) else (True, self.sqnr_db)
 
     def to_dict(self) -> dict[str, Any]:
@@ -63,11 +63,11 @@ NOTHING = Agreement(0, math.nan, math.nan, math.nan, math.nan)
 
 @dataclass(frozen=True)
 class Comparison:
-    """Every tensor that both sides have, and what could not be compared.
+    """Every tensor that both sides have, and findings about tensors that could not be compared.
 
-    overall     all of them as one vector: large tensors that are equal make it look better than what was quantized
-    differing   the same of those whose numbers differ; count 0 where none does
-    worst       the tensor of the least SQNR, one with NaN first; None where none differs
+    overall     all of them as one vector: large tensors that are equal make it look better than the quantized ones
+    differing   the same over tensors whose numbers differ; count 0 if none does
+    worst       the tensor of the least SQNR, or one with NaN; None if none differs
     """
 
     layers: Mapping[str, Agreement]
@@ -104,9 +104,9 @@ def _comparison(compared: Mapping[str, tuple[Similarity, Agreement]], findings: 
 
 
 def compare_models(a: Weights, b: Weights) -> Comparison:
-    """Compare the weights that inference sees: the decoded version where there is one, else the parameter.
+    """Compare the weights that inference uses: the decoded version if there is one, else the parameter.
 
-    Models, or mappings of names to tensors and encodings such as a state_dict. Tied parameters count once.
+    a and b are models, or mappings of names to tensors and encodings such as a state_dict. Tied parameters count once.
     """
     ours, theirs = _effective(a), _effective(b)
     missing = [f"{name!r} only in a" for name in ours.counted if name not in theirs.known]
@@ -150,7 +150,7 @@ class _Effective:
 
 
 def _counted(ours: _Effective, theirs: _Effective) -> list[str]:
-    """What both have, each parameter once; only a model can tell which names are the same parameter."""
+    """Names that both sides have, each parameter once; only a model shows which names are the same parameter."""
     sides = [side.counted for side in (ours, theirs) if side.is_model] or [ours.counted]
     return [name for name in ours.weights if name in theirs.weights and any(name in side for side in sides)]
 
@@ -167,7 +167,7 @@ def _effective(model: Weights) -> _Effective:
             weight = _Weight(weight.shape, slot.fmt.name, functools.partial(slot.store.simulate, slot.fmt))
         weights[place.name] = weight
         first_names.setdefault((id(place.parameter), weight.fmt), place.name)
-    for name, module in encoded_modules_of(model).items():  # what a plan packed
+    for name, module in encoded_modules_of(model).items():  # weights that a plan packed
         weights[name] = _weight(module.encoded)
         first_names.setdefault((id(module), weights[name].fmt), name)
     buffers = frozenset(name for name, _ in model.named_buffers(remove_duplicate=False))
@@ -175,7 +175,7 @@ def _effective(model: Weights) -> _Effective:
 
 
 def _is_weight(value: Tensor | Encoded) -> bool:
-    """Integers in a state_dict are buffers, not weights."""
+    """Whether a value is a weight: integers in a state_dict are buffers."""
     return isinstance(value, Encoded) or value.is_floating_point() or value.is_complex()
 
 
@@ -192,7 +192,7 @@ def compare_files(
 
     Names and shapes that differ are findings. Integers (buffers, codes) must be equal, and count in no figure.
     """
-    from bitplan.store.models.values import open_values  # it imports gguf, which `import bitplan` does without
+    from bitplan.store.models.values import open_values  # here, because it imports gguf
 
     with ExitStack() as opened:
         one, two = open_values(first, second, opened)

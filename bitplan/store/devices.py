@@ -8,7 +8,7 @@ from bitplan.errors import StoreError
 
 
 def known_device(device: torch.device | str, next_step: str) -> torch.device:
-    """The device meant; a name that torch does not know, or a GPU that is not there, is an error of one line."""
+    """The device of this name; an unknown name, or a GPU that does not exist, is an error of one line."""
     try:
         place = torch.device(device)
     except RuntimeError:

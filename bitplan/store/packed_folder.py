@@ -1,4 +1,4 @@
-"""A packed Hugging Face folder: complete for loading, and the same bytes for the same model.
+"""A packed Hugging Face folder: has everything for loading, and the same bytes for the same model.
 
 | file | what |
 |---|---|
@@ -39,8 +39,8 @@ PLAN = "bitplan_plan.json"
 QUANT_METHOD = "bitplan"
 VERSION = 1
 SHARD_BYTES = 5 * 10**9
-METADATA = {"format": "pt"}  # transformers asks which library wrote a file
-# What belongs to a model beside its weights and config; code that comes with a model is not taken along.
+METADATA = {"format": "pt"}  # transformers requires the name of the library
+# The files of a model beside its weights and config; a model's code is not copied.
 SIDE_FILES = (
     "generation_config.json",
     "tokenizer*",
@@ -58,16 +58,16 @@ SIDE_FILES = (
     "LICENSE*",
     "NOTICE*",
 )
-# Types of transformers whose matrices of these names lie transposed (its Conv1D); GPT-BigCode's, say, do not.
+# Model types of transformers whose matrices of these names are transposed (its Conv1D); GPT-BigCode's are not.
 _TRANSPOSED_TYPES = {"gpt2", "openai-gpt", "imagegpt", "decision_transformer", "clvp", "clvp_decoder"}
 _TRANSPOSED = re.compile(r"(^|\.)(c_attn|q_attn|c_proj|c_fc)\.weight$")
-_ATTENTION = "in_proj_weight"  # of nn.MultiheadAttention, which reads it and its out_proj directly
+_ATTENTION = "in_proj_weight"  # of nn.MultiheadAttention, which reads this weight and its out_proj directly
 _DIGEST = Kind("64 hexadecimal digits", lambda value: type(value) is str and len(value) == 64)
 _KEYS = {"quant_method": NAME, "version": SIZE, "plan": NAME, "plan_sha256": _DIGEST}
 WriteShard = Callable[[Writer, Sequence[Promise]], None]
 
 
-# ---- what a folder says ----------------------------------------------------------------------------------------------
+# ---- config and plan of a folder -------------------------------------------------------------------------------------
 
 
 def is_model_folder(path: str | Path) -> bool:
@@ -75,7 +75,7 @@ def is_model_folder(path: str | Path) -> bool:
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """A model's config; one line where there is none."""
+    """A model's config; an error of one line if there is none."""
     path = folder / CONFIG
     if not path.is_file():
         raise FileFormatError(
@@ -91,12 +91,12 @@ def is_packed_config(config: Mapping[str, Any]) -> bool:
 
 
 def read_packed_plan(folder: Path, config: Mapping[str, Any]) -> Plan:
-    """The plan by which a folder was packed, after the config's word for it was checked."""
+    """The plan by which a folder was packed, after the config's entry for it was checked."""
     return Plan.load(plan_path(folder, config))
 
 
 def check_packed_config(folder: Path, config: Mapping[str, Any]) -> dict[str, Any]:
-    """A config's `quantization_config`; one line where it is not bitplan's, or of a version to come."""
+    """A config's `quantization_config`; an error of one line if it is not bitplan's, or of a newer version."""
     where = f"{folder / CONFIG}: quantization_config"
     if not is_packed_config(config):
         other = config.get("quantization_config")
@@ -119,7 +119,7 @@ def check_packed_config(folder: Path, config: Mapping[str, Any]) -> dict[str, An
 
 
 def plan_path(folder: Path, config: Mapping[str, Any] | None = None) -> Path:
-    """Where the plan of a packed folder lies; the digest in the config must be its own."""
+    """The path of a packed folder's plan; the digest in the config must match it."""
     said = check_packed_config(folder, read_config(folder) if config is None else config)
     where = f"{folder / CONFIG}: quantization_config"
     name: str = said["plan"]
@@ -135,7 +135,7 @@ def plan_path(folder: Path, config: Mapping[str, Any] | None = None) -> Path:
 
 
 def plan_findings(plan: Plan, file: TensorFile) -> list[Finding]:
-    """Tensors of which the plan and the files of a folder say different things."""
+    """Findings about tensors for which the plan and the files of a folder disagree."""
     names = {*file.specs, *file.tied}
     lacks = f"{listed([path.name for path in file.files if path.suffix == '.safetensors'], 3)} lacks it"
     findings = [Finding("plan", name, f"missing: its plan has it, and {lacks}") for name in plan if name not in names]
@@ -154,7 +154,7 @@ def plan_findings(plan: Plan, file: TensorFile) -> list[Finding]:
 
 
 def check_plan(plan: Plan, file: TensorFile) -> None:
-    """The plan must be of these tensors: a folder whose parts were mixed up, or lost, is not loaded."""
+    """Refuse a folder whose plan is not that of its tensors: files were mixed up or lost."""
     if findings := plan_findings(plan, file):
         first = findings[0]
         raise FileFormatError(
@@ -177,15 +177,15 @@ def packed_config(config: Mapping[str, Any], plan: Plan) -> dict[str, Any]:
 
 
 def side_files(folder: Path) -> dict[str, Path]:
-    """What is copied beside weights and config."""
+    """The files to copy beside weights and config, by name."""
     found = {path.name: path for pattern in SIDE_FILES for path in folder.glob(pattern)}
     return dict(sorted(found.items()))
 
 
 def without_packed_layer(names: Iterable[str], config: Mapping[str, Any]) -> list[str]:
-    """Matrices that no packed layer holds, so that a folder in which they are packed cannot be loaded."""
+    """Matrices that no packed layer can hold: a folder in which they are packed could not be loaded."""
     known = list(names)
-    parts = [config, *(part for part in config.values() if isinstance(part, dict))]  # a model may be made of others
+    parts = [config, *(part for part in config.values() if isinstance(part, dict))]  # a model may consist of others
     is_transposed = any(part.get("model_type") in _TRANSPOSED_TYPES for part in parts)
     owners = {name.removesuffix(_ATTENTION) for name in known if name.endswith(_ATTENTION)}
     attention = {owner + local for owner in owners for local in (_ATTENTION, "out_proj.weight")}
@@ -246,7 +246,7 @@ def index_of(shards: Sequence[Shard]) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class FolderContents:
-    """All of a folder but the numbers; without config and plan, weights alone."""
+    """Everything in a folder except the numbers; without config and plan it is weights alone."""
 
     shards: Sequence[Shard]
     config: Mapping[str, Any] | None = None
@@ -271,7 +271,7 @@ def check_packed_output(output: str | Path, *, inputs: Iterable[Path] = (), forc
 def write_packed_folder(
     output: str | Path, contents: FolderContents, write_shard: WriteShard, *, force: bool = False
 ) -> None:
-    """Write a folder beside its name, and give it the name when it is complete."""
+    """Write a folder under a temporary name, and rename it when it is complete."""
     with atomic_folder(output, replace=force) as folder:
         for shard in contents.shards:
             place = folder / shard.name

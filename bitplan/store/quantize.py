@@ -1,4 +1,4 @@
-"""Quantizing a file into another, one tensor at a time.
+"""Quantizes a file into another, one tensor at a time.
 
 A checkpoint may be far larger than memory: each tensor is read, encoded, written and dropped. The
 output takes its final name only when it is complete.
@@ -43,13 +43,12 @@ from bitplan.store.packed_folder import (
     without_packed_layer,
     write_packed_folder,
 )
-from bitplan.store.rounding.open_evidence import open_evidence
-from bitplan.store.rounding.with_evidence import WeightEvidence, evidence_for
+from bitplan.store.rounding.with_evidence import WeightEvidence, evidence_for, open_evidence
 
 MOST_NAMES_SHOWN = 6
-# What a tensor lost is counted over this many of its numbers, spread evenly: within a tenth of the time of encoding it.
+# Errors of a tensor are counted over this many of its numbers, evenly spread, in a tenth of the time of encoding it.
 MOST_COUNTED = 2**18
-# Absmax saturates nothing, the floor rule of mxfp4 about 0.7% of Gaussian weights. 4-bit formats reach 15 dB or more.
+# Absmax saturates no number, the floor rule of mxfp4 about 0.7% of Gaussian weights. 4-bit formats reach 15 dB or more.
 WARN_SATURATED_SHARE = 0.05
 WARN_SQNR_DB = 10.0
 NO_STATISTICS = "no statistics"
@@ -58,7 +57,7 @@ _EXPERT = re.compile(r"\.experts\.\d+\.")
 
 @dataclass(frozen=True)
 class QuantizeOptions:
-    """What each tensor gets, and how it is encoded."""
+    """The format of each tensor, and how it is encoded."""
 
     plan: Plan
     scale_rule: ScaleRule | None = None
@@ -67,7 +66,7 @@ class QuantizeOptions:
     evidence: WeightEvidence | None = None
 
     def choose(self, name: str) -> tuple[Format | None, str]:
-        """The format a tensor gets, None to leave it as it is, and the reason."""
+        """The format of a tensor (None: leave it as it is), and the reason."""
         entry = self.plan.entries[name]
         fmt = None if entry.stored is not None else get_format(entry.choice.format)
         return fmt, entry.choice.reason
@@ -77,9 +76,9 @@ class QuantizeOptions:
 class QuantizeReport:
     """What happened to every tensor.
 
-    The row of a tensor that was encoded has `sqnr_db` (None: exact), and of the numbers that were `counted`, the shares
-    that saturated and that became zero; the rows of others have None there. With evidence, `rounding` says what was
-    minimised, and the error before and after.
+    The row of an encoded tensor has `sqnr_db` (None: exact), and the shares of the `counted` numbers that saturated and
+    that became zero; in other rows these are None. With evidence, `rounding` says what was minimised, and the error
+    before and after.
     """
 
     source: str
@@ -102,7 +101,7 @@ class QuantizeReport:
 
     @property
     def warnings(self) -> list[str]:
-        """A line for each format in which tensors lost more than a format that suits them would."""
+        """A line for each format in which tensors lost more than in a suitable format."""
         encoded: dict[str, list[dict[str, Any]]] = {}
         for row in self.rows:
             if row["counted"]:
@@ -167,13 +166,13 @@ def quantize_file(
     fmt          a format, a mapping of names to formats, a manifest or a plan, as `bitplan.choose_formats` takes it
     keep, only   names or shell patterns, of tensors or of modules
     evidence     statistics of the inputs: evidence.safetensors or imatrix.gguf; the same bytes, better numbers
-    force        a folder that exists is replaced
-    shard_bytes  of a Hugging Face folder: the most that a file of weights may hold
+    force        replace an existing folder
+    shard_bytes  for a Hugging Face folder: the most bytes in a file of weights
 
-    The suffix of `output` says what is written; .gguf is written of a GGUF source alone, whose names and metadata it
-    keeps. Without a suffix it is a folder that does not exist yet: of a Hugging Face folder (one with config.json) a
-    whole packed model, which `bitplan.load_packed` loads; of other sharded sources the same shards.
-    Peak memory: the largest tensor in its old and its new form, and some megabytes.
+    The suffix of `output` says what is written; .gguf needs a GGUF source, whose names and metadata it keeps. Without a
+    suffix `output` is a new folder: from a Hugging Face folder (one with config.json) a whole packed model, which
+    `bitplan.load_packed` loads; from other sharded sources the same shards. Peak memory: the largest tensor in its old
+    and its new form, and some megabytes.
     """
     if evidence is not None and scale_rule is not None:
         raise StoreError(f"{evidence}: evidence chooses the scales, and so does scale_rule={scale_rule!r}; give one")
@@ -218,11 +217,9 @@ def quantize_file(
 
 
 def _folder_contents(file: TensorFile, options: QuantizeOptions, shard_bytes: int) -> FolderContents | None:
-    """What goes into a folder of this source; None where it is a single file, which becomes one."""
+    """The contents of the output folder; None if the output is a single file."""
     is_scheme = isinstance(file, SchemeTensors)
-    if not isinstance(file, NativeTensors | SchemeTensors):
-        return None
-    if file.path.is_dir() and is_model_folder(file.path):
+    if (is_scheme or isinstance(file, NativeTensors)) and file.path.is_dir() and is_model_folder(file.path):
         config = read_config(file.path)
         said = config.get("quantization_config")
         if said is not None and not is_packed_config(config) and not is_scheme:
@@ -233,11 +230,13 @@ def _folder_contents(file: TensorFile, options: QuantizeOptions, shard_bytes: in
             )
         shards = cut_shards(_promises(file, list(file.specs), options), file.tied, shard_bytes)
         return FolderContents(shards, packed_config(config, options.plan), options.plan, side_files(file.path))
-    return FolderContents(_same_shards(file, options)) if not is_scheme and len(file.shards) > 1 else None
+    if not isinstance(file, NativeTensors) or len(file.shards) < 2:
+        return None
+    return FolderContents(_same_shards(file, options))
 
 
 def _without_layer(file: TensorFile, plan: Plan, output: str | Path) -> list[str]:
-    """Tensors that the plan packs and that no packed layer holds, where the output is the folder of a model."""
+    """Tensors that the plan packs and no packed layer can hold, if the output is a model's folder."""
     if container_for(output) or not is_model_folder(file.path):
         return []
     packed = [
@@ -247,7 +246,7 @@ def _without_layer(file: TensorFile, plan: Plan, output: str | Path) -> list[str
 
 
 def _with_reason(plan: Plan, names: Sequence[str], reason: str) -> Plan:
-    """The same formats, and for some tensors another reason than the pattern that was made for each."""
+    """The same plan with another reason for these tensors."""
     changed = dict(plan.entries)
     for name in names:
         changed[name] = replace(changed[name], choice=replace(changed[name].choice, reason=reason))
@@ -255,7 +254,7 @@ def _with_reason(plan: Plan, names: Sequence[str], reason: str) -> Plan:
 
 
 def _unstackable(folder: FolderContents) -> list[str]:
-    """transformers stacks experts that files hold one by one; a format with a factor for each cannot be."""
+    """A warning about separate experts in a format with a factor for each tensor: load_packed cannot stack them."""
     found = [
         promise
         for shard in folder.shards
@@ -273,7 +272,7 @@ def _unstackable(folder: FolderContents) -> list[str]:
 
 
 def _same_shards(file: NativeTensors, options: QuantizeOptions) -> list[Shard]:
-    """Shard for shard as the source has them."""
+    """The same shards as in the source."""
     return [
         Shard(
             file.shard_name(shard).as_posix(),
@@ -318,7 +317,7 @@ def _quantize_each(
 def _converted(
     file: TensorFile, spec: TensorSpec, promise: Promise, options: QuantizeOptions
 ) -> tuple[Tensor | Encoded, dict[str, Any]]:
-    """What is written, and what the tensor lost."""
+    """The tensor to write, and its errors."""
     if promise.fmt is None or _is_copied(spec, promise.fmt):
         return file.read(promise.name), _lost(None)
     where = f"{file.path}: {spec.name}"
@@ -356,12 +355,12 @@ def _lost(errors: ErrorReport | None) -> dict[str, Any]:
 
 
 def _is_copied(spec: TensorSpec, fmt: Format) -> bool:
-    """Whether a tensor is in its format already: its bytes are copied, filling and all."""
+    """Whether a tensor is in its format already: its bytes are then copied, with their filling."""
     return spec.encoded and spec.format == fmt.name
 
 
 def _cast(numbers: Tensor, fmt: Format, where: str) -> Encoded:
-    """A cast that refuses to make infinities of finite numbers."""
+    """A cast that refuses to turn finite numbers into infinities."""
     encoded = encode(numbers, fmt)
     if lost := int(encoded.data.isinf().sum()):
         raise FormatError(
@@ -378,7 +377,7 @@ def _promises(file: TensorFile, names: Sequence[str], options: QuantizeOptions) 
         fmt, _ = options.choose(name)
         if fmt is not None:
             file.require_numbers(spec)
-        if fmt is None and spec.encoded:  # left alone means left packed
+        if fmt is None and spec.encoded:  # a packed tensor that is left alone stays packed
             fmt = get_format(spec.format)
         promises.append(Promise(name, spec.shape, fmt, spec.dtype))
     return promises

@@ -149,8 +149,11 @@ def _aligned(lines: int) -> Array:
 
 
 def _limits(numbers: Array, max_bins: int) -> Array:
-    present = np.sort(numbers[~np.isnan(numbers)].astype(np.float64))
-    starts = np.flatnonzero(np.diff(present, prepend=np.nan) != 0)  # of each distinct number
+    present = numbers[~np.isnan(numbers)].astype(np.float64)
+    present.sort()
+    is_start = np.ones(len(present), np.bool_)  # of a run of equal numbers
+    np.not_equal(present[1:], present[:-1], out=is_start[1:])
+    starts = np.flatnonzero(is_start)
     if len(starts) > max_bins:
         # A cut after every 1/max_bins of the rows, moved to the end of the run of equal numbers it falls into.
         wanted = np.arange(1, max_bins) * (len(present) / max_bins)

@@ -97,7 +97,8 @@ class BoostedTreesClassifier(ClassifierMixin, BoostedTreesBase):  # type: ignore
         places = np.searchsorted(self.classes_, labels)
         weights = weights_of(sample_weight, x, shards)
         weights = class_weights(self.class_weight, self.scale_pos_weight, self.classes_, places, weights, shards)
-        rows = Rows(x, places.astype(np.float64), weights)
+        rows = Rows(x, places.astype(np.float32), weights)  # exact: a class is a small number
+        del places
         watched = self._eval_sets(objective, eval_set, options, shards)
         self._boost(rows, objective, watched, options, initial, shards)
         return self

@@ -1,8 +1,9 @@
-"""Recommends a gradient precision: measures F32, I16 and I8 on a sample of your table; switches nothing on.
+"""Recommends a gradient precision: measures F32, I16 and I8 on your table; switches nothing on.
 
-Whether quantized gradients help depends on rows, features and caches more than on any rule of thumb, so this trains:
-the same few trees in each precision, in turns, and the loss of each on rows held out. A precision is recommended only
-if it was faster by more than the runs differ among themselves, and its loss not worse by more than 1%.
+Whether quantized gradients help depends on rows, features, threads and caches more than on any rule of thumb, so this
+trains. Time: a few rounds on the whole table, with the threads that a fit would use, every precision in turns; what a
+round takes, and what comes before the first, give the time of the whole fit. Loss: more rounds on a sample, and rows
+held out. A precision is recommended only if it was faster in every turn, and its loss not worse by more than 1%.
 """
 
 from __future__ import annotations
@@ -14,27 +15,48 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from sklearn.base import clone  # type: ignore[import-untyped]
 from sklearn.utils.multiclass import type_of_target  # type: ignore[import-untyped]
 
 from bitplan.trees.estimators import BoostedTreesClassifier, BoostedTreesRegressor
 from bitplan.trees.gradients import Array, GradientPrecision, TreesError
+from bitplan.trees.threads import threads_of
 
 TURNS = 3
+ROUNDS = 6  # on the whole table, in each turn
 LOSS_MARGIN = 0.01
 FEWEST_ROWS = 100
 
 
 @dataclass(frozen=True)
 class PrecisionSeen:
-    """What one precision did: seconds of every turn, and the loss on rows held out."""
+    """What one precision did: seconds of a round in every turn, the loss on rows held out, seconds before a round."""
 
     precision: GradientPrecision
     seconds: tuple[float, ...]
     loss: float
+    setup_s: float = 0.0
 
     @property
     def median_s(self) -> float:
         return statistics.median(self.seconds)
+
+    def fit_s(self, rounds: int) -> float:
+        """What a fit of so many rounds will take."""
+        return self.setup_s + rounds * self.median_s
+
+
+@dataclass(frozen=True)
+class TableSeen:
+    """Where it was measured, and the rounds of the whole fit."""
+
+    rows: int
+    features: int
+    threads: int
+    rounds: int
+
+    def __str__(self) -> str:
+        return f"{self.rows:,} rows, {self.features} features, {self.threads} threads"
 
 
 @dataclass(frozen=True)
@@ -44,48 +66,73 @@ class PrecisionAdvice:
     precision: GradientPrecision
     reason: str
     seen: tuple[PrecisionSeen, ...]
+    table: TableSeen
+
+    @property
+    def fit_seconds(self) -> dict[GradientPrecision, float]:
+        """What the whole fit will take in each precision."""
+        return {one.precision: one.fit_s(self.table.rounds) for one in self.seen}
 
     def __str__(self) -> str:
-        rows = [f"{one.precision.value}: {one.median_s:.3f} s, loss {one.loss:.5f}" for one in self.seen]
-        return f"{self.precision.value}: {self.reason} ({'; '.join(rows)})"
+        rows = [
+            f"{one.precision.value}: {one.median_s:.3f} s a round, {one.fit_s(self.table.rounds):.1f} s for "
+            f"{self.table.rounds} rounds, loss {one.loss:.5f}"
+            for one in self.seen
+        ]
+        return f"{self.precision.value}: {self.reason} ({self.table}; {'; '.join(rows)})"
 
 
 def recommend_gradient_precision(
     X: Any, y: Any, *, sample_rows: int = 200_000, trees: int = 10, random_state: int = 0, **settings: Any
 ) -> PrecisionAdvice:
-    """Train `trees` trees in each precision on at most `sample_rows` rows; `settings` are the estimator's."""
-    x, targets = np.asarray(X), np.asarray(y)
+    """Time a few rounds on all rows in each precision; `settings` are the estimator's, for the whole fit.
+
+    sample_rows, trees  how much is trained to compare losses
+    """
+    x, targets = X if hasattr(X, "iloc") else np.asarray(X), np.asarray(y)  # a frame has names and categories
     if x.ndim != 2 or len(x) != len(targets) or len(x) < FEWEST_ROWS:
         raise TreesError(
             f"X, y: expected a table of at least {FEWEST_ROWS} rows with a target each, got shapes {x.shape} and "
             f"{targets.shape}; below that every precision takes the same time, so keep f32"
         )
+    kind: Any = BoostedTreesRegressor if type_of_target(targets) == "continuous" else BoostedTreesClassifier
+    whole = kind(random_state=random_state, **settings)
+    models = {precision: clone(whole).set_params(gradient_precision=precision) for precision in GradientPrecision}
     chosen = np.random.default_rng(random_state).permutation(len(x))[: max(sample_rows, FEWEST_ROWS)]
     held = len(chosen) // 5
     fit_rows, held_rows = np.sort(chosen[held:]), np.sort(chosen[:held])
-    kind: Any = BoostedTreesRegressor if type_of_target(targets) == "continuous" else BoostedTreesClassifier
-    models = {
-        precision: kind(n_estimators=trees, gradient_precision=precision, random_state=random_state, **settings)
-        for precision in GradientPrecision
-    }
-    for model in models.values():  # loads or compiles the code
-        model.fit(x[fit_rows[:FEWEST_ROWS]], targets[fit_rows[:FEWEST_ROWS]])
-    seconds: dict[GradientPrecision, list[float]] = {precision: [] for precision in models}
-    train_x, train_y = x[fit_rows], targets[fit_rows]
-    for _ in range(TURNS):
+    losses = {}
+    for precision, model in models.items():
+        model.set_params(n_estimators=trees).fit(_rows_of(x, fit_rows), targets[fit_rows])
+        losses[precision] = _loss(model, _rows_of(x, held_rows), targets[held_rows])
+    rounds: dict[GradientPrecision, list[float]] = {precision: [] for precision in models}
+    setups: list[float] = []
+    for turn in range(-1, TURNS):  # the first loads or compiles the code
         for precision, model in models.items():
-            started = time.perf_counter()
-            model.fit(train_x, train_y)
-            seconds[precision].append(time.perf_counter() - started)
-    return advise(
-        [
-            PrecisionSeen(precision, tuple(seconds[precision]), _loss(model, x[held_rows], targets[held_rows]))
-            for precision, model in models.items()
-        ]
-    )
+            setup, a_round = _time_rounds(model.set_params(n_estimators=ROUNDS if turn >= 0 else 1), x, targets)
+            if turn >= 0:
+                rounds[precision].append(a_round)
+                setups.append(setup)
+    setup = statistics.median(setups)  # the same in every precision
+    seen = [PrecisionSeen(precision, tuple(rounds[precision]), losses[precision], setup) for precision in models]
+    table = TableSeen(*x.shape, threads_of(whole.n_jobs), int(whole.n_estimators))
+    return advise(seen, table)
 
 
-def advise(seen: Sequence[PrecisionSeen]) -> PrecisionAdvice:
+def _rows_of(x: Any, rows: Array) -> Any:
+    return x.iloc[rows] if hasattr(x, "iloc") else x[rows]
+
+
+def _time_rounds(model: Any, x: Any, targets: Array) -> tuple[float, float]:
+    """Seconds before the first round, and of a round."""
+    ends: list[float] = []
+    started = time.perf_counter()
+    model.fit(x, targets, callbacks=[lambda _: ends.append(time.perf_counter())])
+    a_round = statistics.median(np.diff(ends).tolist() or [0.0])
+    return max(ends[0] - started - a_round, 0.0), a_round
+
+
+def advise(seen: Sequence[PrecisionSeen], table: TableSeen) -> PrecisionAdvice:
     """The decision, from figures alone: the fastest that is clearly faster than F32 and not worse."""
     full = next(one for one in seen if one.precision is GradientPrecision.F32)
     fit = [
@@ -97,18 +144,18 @@ def advise(seen: Sequence[PrecisionSeen]) -> PrecisionAdvice:
     ]
     if not fit:
         reason = "no other precision was faster in every turn at a loss within 1%: keep float32"
-        return PrecisionAdvice(full.precision, reason, tuple(seen))
+        return PrecisionAdvice(full.precision, reason, tuple(seen), table)
     best = min(fit, key=lambda one: one.median_s)
     change = (best.loss - full.loss) / abs(full.loss) if full.loss else 0.0
     reason = f"{full.median_s / best.median_s:.2f}x as fast as f32, loss {change:+.2%}"
-    return PrecisionAdvice(best.precision, reason, tuple(seen))
+    return PrecisionAdvice(best.precision, reason, tuple(seen), table)
 
 
-def _loss(model: Any, x: Array, y: Array) -> float:
+def _loss(model: Any, x: Any, y: Array) -> float:
     """Mean squared error, or the logarithmic loss."""
     if isinstance(model, BoostedTreesRegressor):
         return float(np.mean((model.predict(x) - y) ** 2))
     places = np.searchsorted(model.classes_, y)
     known = np.isin(y, model.classes_)
-    proba = model.predict_proba(x[known])
+    proba = model.predict_proba(_rows_of(x, known))
     return float(-np.log(np.maximum(proba[np.arange(len(proba)), places[known]], 1e-15)).mean())

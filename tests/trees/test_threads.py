@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from concurrent.futures import ThreadPoolExecutor
 
 import joblib
 import numpy as np
@@ -10,8 +11,9 @@ import pytest
 import torch
 
 from bitplan.kernels.base.jit import on_threads, thread_count, use_threads
-from bitplan.trees import BoostedTreesClassifier, TreesError
+from bitplan.trees import BoostedTreesClassifier, TreesError, team_space
 from bitplan.trees.threads import LIMITS, allowed_cores, threads_of
+from tests.processes import Program
 from tests.trees.samples import table
 
 
@@ -81,6 +83,7 @@ def test_fit_and_predict_use_n_jobs_and_not_torchs_threads(monkeypatch):
     model = BoostedTreesClassifier(n_estimators=1, n_jobs=3).fit(x, y > 0)
     assert set(used) == {3}
     used.clear()
+    monkeypatch.setattr("bitplan.trees.models.fitted.ROWS_AT_ONCE", 64)  # else 200 rows are for one thread
     model.set_params(n_jobs=2).predict_proba(x)
     assert set(used) == {2}
     assert thread_count() == torch.get_num_threads()
@@ -89,3 +92,35 @@ def test_fit_and_predict_use_n_jobs_and_not_torchs_threads(monkeypatch):
 def test_helpers_know_the_number_of_threads():
     with use_threads(3):
         assert on_threads(lambda _: thread_count(), range(8)) == [3] * 8
+
+
+def test_two_fits_at_once_grow_the_trees_of_each(monkeypatch):
+    monkeypatch.setattr(team_space, "TEAM_ROWS", 0)  # each has a team of its own
+    x, y = table(400)
+    targets = [y > 0, y > 0.5, y > -0.5]
+    settings = {"n_estimators": 3, "max_leaves": 8, "gradient_precision": "i16", "n_jobs": 2}
+    alone = [BoostedTreesClassifier(**settings).fit(x, target).to_lightgbm() for target in targets]
+    with ThreadPoolExecutor(3) as pool:
+        together = list(pool.map(lambda target: BoostedTreesClassifier(**settings).fit(x, target), targets))
+    assert [model.to_lightgbm() for model in together] == alone
+
+
+FORKING = """
+import os
+from bitplan.trees import BoostedTreesClassifier, team_space
+from tests.trees.samples import table
+team_space.TEAM_ROWS = 0
+x, y = table(400)
+fit = lambda: BoostedTreesClassifier(n_estimators=2, max_leaves=8, gradient_precision="i16", n_jobs=2).fit(x, y > 0)
+before = fit().to_lightgbm()  # its threads are still there
+child = os.fork()
+if child == 0:
+    os._exit(7 if fit().to_lightgbm() == before else 1)
+raise SystemExit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+"""
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+def test_a_forked_process_fits_too(tmp_path):
+    program = Program(FORKING, folder=tmp_path)
+    assert (program.wait(), program.errors) == (7, "")

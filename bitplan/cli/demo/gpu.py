@@ -50,7 +50,7 @@ class GpuSizes:
 
 
 def plan_fp8(output: Path, sizes: GpuSizes, device: str) -> Session:
-    """What would be timed; the model's description is written to fp8-model.json."""
+    """List what would be timed; writes the model's description to fp8-model.json."""
     described = output / "fp8-model.json"
     write_json(described, sizes.model)
     options = BenchOptions(

@@ -75,7 +75,7 @@ class Size:
     repeats: int
 
 
-FULL = Size(steps=180, batch=8, windows=64, calibration_batches=4, search_windows=64, rows=60_000, trees=40, repeats=3)
+FULL = Size(steps=180, batch=8, windows=64, calibration_batches=4, search_windows=48, rows=60_000, trees=40, repeats=3)
 FAST = Size(steps=16, batch=2, windows=8, calibration_batches=1, search_windows=8, rows=4000, trees=5, repeats=1)
 
 

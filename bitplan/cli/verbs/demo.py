@@ -23,6 +23,7 @@ def demo(
 
     Example: bitplan demo --fast
     """
+    import bitplan.trees  # noqa: F401 (first: it says in one line which library is missing)
     from bitplan.cli.demo.run import run_demo
 
     result = run_demo(output, fast=fast, quiet=as_json, seed=seed, force=force)

@@ -151,7 +151,9 @@ def quantize(
     ] = None,
     text: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help="The same from a text: a Hugging Face folder runs on it, block by block."),
+        typer.Option(
+            metavar="FILE", help="The same from a text: the model runs on it, a Hugging Face folder block by block."
+        ),
     ] = None,
     windows: Annotated[int, typer.Option(min=1, help="With --text: windows of 512 tokens; more are better.")] = 96,
     pad: Annotated[Literal["zero"] | None, typer.Option(help="Fill a last block that is not whole.")] = None,
@@ -230,14 +232,18 @@ def quantize(
 @contextmanager
 def _gathered(source: Path, output: Path, text: str, windows: int) -> Iterator[Path]:
     """Statistics of a text in a file that is there for this long, beside the output: they may be larger than memory."""
-    from bitplan.runtime.input_statistics import gather_inputs
-    from bitplan.store.packed_folder import read_config
+    from bitplan.searching.gather_evidence import gather_evidence
 
     with tempfile.TemporaryDirectory(dir=output.parent, prefix=".bitplan-") as folder:
-        path = Path(folder) / "evidence.safetensors"
-        blocks = int(read_config(source).get("num_hidden_layers", 0)) + 1 if source.is_dir() else 1
-        with progress("statistics", blocks) as advance:
-            gather_inputs(source, text, path, windows=windows, on_block=lambda name: advance(1, name))
+        with progress("statistics", 1000) as advance:
+            shown = 0
+
+            def step(done: int, steps: int) -> None:
+                nonlocal shown
+                advance(1000 * done // steps - shown, f"step {done} of {steps}")
+                shown = 1000 * done // steps
+
+            path = gather_evidence(source, text, folder, windows=windows, on_step=step)
         yield path
 
 

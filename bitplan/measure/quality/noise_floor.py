@@ -26,7 +26,7 @@ def shared_twin(model: nn.Module) -> nn.Module:
 def round_activations(
     model: nn.Module, dtype: torch.dtype = torch.bfloat16, *, keep: Collection[nn.Module] = ()
 ) -> list[RemovableHandle]:
-    """Every module inside the model, but for those in `keep`, rounds its outputs until its handle is removed."""
+    """Let every module inside the model, except those in `keep`, round its outputs until its handle is removed."""
 
     def rounded(_module: nn.Module, _args: Any, output: Any) -> Any:
         return _rounded(output, dtype)

@@ -217,7 +217,7 @@ def alike_rules(policy: Policy, question: Question) -> list[BandRule]:
 
 
 def _missing(question: Question) -> str:
-    """What the question lacks, in words; empty where it lacks nothing."""
+    """What is missing in the question, in words; empty if nothing is."""
     if question.num_tokens is None:
         return "the token count is not known; give num_tokens (fp8_dynamic_num_tokens in a YAML)"
     if question.looked_up_kind not in GROUPED_KINDS:
@@ -299,7 +299,7 @@ def _of_all_shapes(shapes: list[Fp8Decision]) -> Fp8Decision:
 
 
 def _at(rule: BandRule, question: Question) -> Fp8Decision:
-    """What one rule says at these tokens."""
+    """The answer of one rule at this token count."""
     tokens = question.tokens or 0
     at = bisect_left([point.tokens for point in rule.points], tokens)
     after = rule.points[at] if at < len(rule.points) else None

@@ -50,7 +50,7 @@ _FOLLOWS: Mapping[Phase | None, tuple[Phase, ...]] = {
 
 @dataclass(frozen=True)
 class RuntimeLimitHints:
-    """What the streaming runtime must not exceed, the precision of each block, and why the limits are what they are."""
+    """Limits that the streaming runtime must not exceed, the reasons for them, and the precision of each block."""
 
     max_inflight_h2d: int
     max_inflight_d2h: int

@@ -110,7 +110,7 @@ class SelectivePrecisionConfig:
     def __post_init__(self) -> None:
         _check(self, "the selective precision config")
 
-    # ---- what the numbers mean ---------------------------------------------------------------------------------------
+    # ---- derived values ----------------------------------------------------------------------------------------------
 
     @property
     def go_low_below(self) -> float:

@@ -116,7 +116,7 @@ def _classes(errors: Sequence[ErrorRow]) -> dict[str, str]:
 
 
 def _histogram(errors: Sequence[ErrorRow], kind: str) -> Markup | None:
-    """How many tensors have an error of which size, a quarter of a decade to a bar, formats stacked."""
+    """A histogram of the tensors' errors, a quarter of a decade per bar, formats stacked."""
     sizes = [error for error in errors if error.relative and error.relative > 0]
     if not sizes:
         return None

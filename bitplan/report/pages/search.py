@@ -31,7 +31,7 @@ from bitplan.report.tables import Cell, Column, table
 
 LEVELS = 10  # shades of the heat map
 MOST_PARTS = 12  # columns of the heat map
-ROW, SIDE, TOP = 22, 62, 26
+ROW, SIDE, TOP = 22, 74, 26
 
 
 def search_section(records: Sequence[Record]) -> Section:
@@ -40,8 +40,10 @@ def search_section(records: Sequence[Record]) -> Section:
         found = RecordFields(record.content, record.where)
         head = [heading(record.name)] if len(records) > 1 else []
         bodies.append(join([*head, source(record), _answers(found), cards(_charts(found)), _tables(found)]))
-        summary.append(_summary(found))
-        facts += _facts(found) if len(records) == 1 else []
+        if len(records) == 1:  # its tiles say it
+            facts += _facts(found)
+        else:
+            summary.append(_summary(found))
     return Section("search", "Search", join(bodies), tuple(summary), tuple(facts))
 
 
@@ -278,6 +280,9 @@ def _front_card(found: RecordFields) -> Markup:
         frame.add(
             marker((frame.px(x), frame.py(y)), "k3" if is_plan else "k1", tip, "diamond" if is_plan else "square")
         )
+    frame.add(
+        *_labels([(frame.px(e.number("bits")), frame.py(e.number("kl")), e) for e in measured], frame.px(frame.x.high))
+    )
     names = legend(
         [
             ("k0", "best of some sizes, predicted"),
@@ -290,8 +295,30 @@ def _front_card(found: RecordFields) -> Markup:
         "Damage against size",
         frame.svg(),
         legend=names,
-        note="Steps: a plan of a size in between may lie below. Bars: 95 % interval on other text of this kind.",
+        note=f"{_numbered(measured)} Steps: a plan of a size in between may lie below. Bars: 95 % interval on other "
+        "text of this kind.",
     )
+
+
+def _labels(points: Sequence[tuple[float, float, RecordFields]], right: float) -> list[Markup]:
+    """A word or a number beside each point, moved down where the one above would cover it."""
+    drawn: list[Markup] = []
+    places: list[tuple[float, float, float]] = []
+    for number, (x, y, each) in enumerate(points):
+        words = "plan" if each.text("kind") == "plan" else str(number)
+        width = 7.0 * len(words) + 2
+        while any(x < left + wide and left < x + width and abs(y - top) < 11 for left, top, wide in places):
+            y += 11
+        places.append((x, y, width))
+        if x <= right:
+            drawn.append(text((x + 8, y + 4), words))
+    return drawn
+
+
+def _numbered(measured: Sequence[RecordFields]) -> str:
+    """What the numbers of a picture stand for."""
+    words = [f"{number}: {each.text('label')}" for number, each in enumerate(measured) if each.text("kind") != "plan"]
+    return f"{'; '.join(words)}." if words else ""
 
 
 def _steps(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
@@ -315,7 +342,8 @@ def _agreement_card(found: RecordFields) -> Markup:
         frame.add(
             marker((frame.px(x), frame.py(y)), "k3" if is_plan else "k1", tip, "diamond" if is_plan else "square")
         )
-    names = legend([("k3", "the plan"), ("k1", "others")])
+    frame.add(*_labels([(frame.px(x), frame.py(y), each) for x, y, each in pairs], frame.px(frame.x.high)))
+    names = legend([("k3", "the plan"), ("k1", "others, numbered as in the picture before")])
     return card(
         "Predicted against measured",
         frame.svg(),

@@ -1,4 +1,4 @@
-"""apply_fp8: ask a policy about every linear layer of a model, put FP8 where it was measured to win, say what was done.
+"""apply_fp8: asks a policy about every linear layer of a model, puts FP8 where it was measured to win, and reports it.
 
     applied = apply_fp8(model, "policy.json", tokens=8192)     # before the optimizer is made
     print(applied)                                             # a line for each layer, with the reason
@@ -15,7 +15,7 @@ replaced; the summary says why. A policy of another GPU is an error.
     estimate        a count or shape that was not measured is estimated (`plan.fp8.estimate`); False leaves it BF16
     recipe          a recipe's name; None takes the best that the policy knows for each layer
     confirm         times the first block of each make in turns, in BF16, as planned and all in FP8, and takes what is
-                    shown to be fastest; BF16 otherwise. `example` is what the model is run on for that.
+                    shown to be fastest; BF16 otherwise. `example` is the model's input for that.
                     `confirm_compiled` compiles the blocks first (True, or a mode of torch.compile such as
                     "reduce-overhead"), `confirm_timing="graph"` times them as CUDA graphs: confirm as you will run
     emulate         also on a CPU, whose FP8 is emulated: for tests

@@ -1,4 +1,4 @@
-"""apply_plan: rewrite a model to a plan, and say what was changed and why.
+"""apply_plan: rewrites a model by a plan, and reports what was changed and why.
 
 Everything is decided before anything is built: every name, shape, tie and layer is checked first, and one error lists
 all faults. Then every weight is packed beside the model, and the model changes only when all of them are packed. A
@@ -48,7 +48,7 @@ class ApplyError(BitplanError, ValueError):
 
 @dataclass(frozen=True)
 class Change:
-    """What became of one tensor; `reason` is the plan's."""
+    """The change of one tensor; `reason` is the plan's."""
 
     name: str
     before: str
@@ -165,7 +165,7 @@ class _Tensors:
         yield from (*self.places, *self.packed, *self.buffers)
 
     def stored(self) -> dict[str, Stored]:
-        """What `choose_formats` takes."""
+        """The tensors as `choose_formats` takes them."""
         held = {name: _held(self, name) for name in self}
         return {
             name: Stored(tuple(item.shape), item.fmt.name, packed=True)

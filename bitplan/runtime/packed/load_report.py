@@ -1,4 +1,4 @@
-"""What loading a packed checkpoint gives: the model, and what it took to load it."""
+"""The result of loading a packed checkpoint: the model, and the bytes and seconds it took."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ CHECKS = ("headers", "deep")
 
 @dataclass(frozen=True)
 class LoadReport:
-    """What was loaded: bytes of the file and on the device, and the most that was allocated there on the way.
+    """What was loaded: bytes of the file and on the device, and the peak of memory there while loading.
 
     `peak_bytes` is the peak of torch's allocator minus what was allocated before; None on a CPU, where nothing counts.
     """
@@ -34,7 +34,7 @@ class LoadReport:
 
 
 class Loaded(NamedTuple):
-    """A model that runs, and what it took to load it."""
+    """A model that runs, and the report of loading it."""
 
     model: nn.Module
     report: LoadReport

@@ -124,7 +124,7 @@ class QuantExperts(nn.Module):
 
     @property
     def derived_bytes(self) -> int:
-        """What is held beside the packed bytes: scales arranged for the kernel, or expanded numbers (eager)."""
+        """Bytes held beside the packed ones: scales arranged for the kernel, or expanded numbers (eager)."""
         return self.gate_up.derived_nbytes + self.down.derived_nbytes
 
     def extra_repr(self) -> str:

@@ -59,7 +59,7 @@ class TiledWeight(Protocol):
 
 @dataclass(frozen=True)
 class CacheCounters:
-    """What happened since the cache was made or `reset_counters` was called, and what it holds now."""
+    """Counts since the cache was made or `reset_counters` was called, and the bytes it holds now."""
 
     hits: int
     misses: int
@@ -178,7 +178,7 @@ class TileCache:
         return values
 
     def has_room(self, weight: PackedWeight, dtype: torch.dtype) -> bool:
-        """Whether all of a weight is here, or fits beside what is here without pushing anything out."""
+        """Whether all of a weight is cached, or fits without evicting anything."""
         if not self.budget_bytes:
             return False
         row_bytes: int = weight.shape[1] * dtype.itemsize

@@ -224,7 +224,7 @@ class BlockRunner:
     def _stand_ins(self, forward_of: Callable[[int], Callable[..., Any]]) -> Iterator[None]:
         try:
             for index, block in enumerate(self.blocks):
-                block.forward = forward_of(index)  # type: ignore[method-assign]
+                block.forward = forward_of(index)
             yield
         finally:
             for block in self.blocks:

@@ -160,7 +160,7 @@ def _gather(
     """Statistics of all windows, saved after every few of them."""
     subject, statistics, place = rounded.subject, rounded.statistics, folder or rounded.scratch
     digests = subject.digests()
-    with stage("statistics", steps_of(subject, len(windows), statistics.windows)) as advance:
+    with stage("statistics", steps_of(subject, windows, statistics.windows)) as advance:
         while statistics.windows < len(windows):
             with tempfile.TemporaryDirectory(dir=place, prefix=".sums-") as scratch:
                 add_windows(subject, windows, statistics, Path(scratch), lambda n: advance(n, "blocks"))

@@ -23,6 +23,7 @@ from bitplan.store.files.tensor_file import Promise
 from bitplan.store.rounding.round_weight import round_weight
 
 WEIGHT = "weight"
+MOST_WEIGHTS = 3  # q, k and v
 SAMPLED_ROWS, SAMPLED_SHARE = 128, 32  # at least so many rows of a weight are rounded to predict, or one in so many
 QUICK_FORMATS = ("q4_0_gguf", "nvfp4", "int8_row")  # the last holds rows of any length
 UNSEEN = 0.5  # how often a token that the text did not have counts as seen
@@ -36,6 +37,7 @@ class RoundedWeights:
     statistics: InputStatistics
     scratch: Path = field(default_factory=lambda: Path(tempfile.mkdtemp(prefix="bitplan-search-")))
     _files: dict[tuple[str, str], Path] = field(default_factory=dict, repr=False)
+    _weights: dict[str, Tensor] = field(default_factory=dict, repr=False)
     _quick: dict[str, Tensor] = field(default_factory=dict, repr=False)
     _gains: dict[tuple[str, str], float] = field(default_factory=dict, repr=False)
 
@@ -57,6 +59,14 @@ class RoundedWeights:
         self._files[name, fmt] = path
         return made
 
+    def _weight(self, name: str) -> Tensor:
+        """A weight; the last few are remembered, for the formats of a group come one after the other."""
+        if name not in self._weights:
+            while len(self._weights) >= MOST_WEIGHTS:
+                del self._weights[next(iter(self._weights))]
+            self._weights[name] = self.subject.weight(name)
+        return self._weights[name]
+
     def decoded(self, name: str, fmt: str) -> Tensor:
         return decode(self.encoded(name, fmt), torch.float32)
 
@@ -67,7 +77,7 @@ class RoundedWeights:
         rows were rounded to. What compensated rounding gains over that is taken from one layer of each projection.
         """
         site = self.subject.sites[name]
-        weight = self.subject.weight(site.name)
+        weight = self._weight(site.name)
         if get_format(fmt).is_cast:
             change = weight - decode(encode(weight, fmt, name=name), torch.float32)
             return float(damage_of_rows(site, change, self.statistics).sum())
@@ -82,7 +92,7 @@ class RoundedWeights:
         if key not in self._gains:
             names = natural_order(name for name in self.subject.sites if _projection(name) == projection)
             site = self.subject.sites[names[len(names) // 2]]
-            weight = self.subject.weight(site.name)
+            weight = self._weight(site.name)
             rows = _sampled_rows(weight)
             change = weight[rows] - decode(self._round(site, fmt, rows), torch.float32)
             after = float(damage_of_rows(site, change, self.statistics, rows).sum())
@@ -92,7 +102,7 @@ class RoundedWeights:
 
     def _plain_damage(self, site: WeightSite, fmt: str) -> float:
         """The damage of plain rounding on some rows."""
-        weight = self.subject.weight(site.name)
+        weight = self._weight(site.name)
         rows = _sampled_rows(weight)
         change = weight[rows] - decode(encode(weight[rows], fmt, name=site.name), torch.float32)
         return float(damage_of_rows(site, change, self.statistics, rows).sum())
@@ -106,7 +116,7 @@ class RoundedWeights:
         return self._quick[site.name]
 
     def _round(self, site: WeightSite, fmt: str, rows: Tensor | None = None) -> Encoded:
-        weight = self.subject.weight(site.name)
+        weight = self._weight(site.name)
         if self.subject.target.streamed:  # as a stream encodes weights that change in every step
             return encode(weight if rows is None else weight[rows], fmt, name=site.name)
         return round_weight(

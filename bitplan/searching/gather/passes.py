@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -24,9 +25,8 @@ from bitplan.searching.gather.subject import SearchSubject
 from bitplan.store.files.open_files import write_tensors
 from bitplan.store.files.tensor_file import Promise
 
-AT_ONCE = 8  # windows between two saves
-GRADIENT_WINDOWS = 8  # the first ones, of which gradients are taken
-BATCH = 4  # windows in one call of a block
+AT_ONCE = 4096  # tokens between two saves; gradients are of the first so many
+BATCH = 2048  # tokens in one call of a block
 SEED = 0
 
 
@@ -42,16 +42,23 @@ def add_windows(
     `into` changes when all is done: an interrupted call leaves no trace.
     """
     first = into.windows
-    chosen = windows[first : first + AT_ONCE]
+    chosen = windows[first : first + _count(windows[first:])]
     _Passes(subject, chosen, first, into, scratch, on_step or (lambda _count: None)).run()
 
 
-def steps_of(subject: SearchSubject, windows: int, done: int) -> int:
+def steps_of(subject: SearchSubject, windows: Sequence[Tensor], done: int) -> int:
     """How often `on_step` is called for the windows that are left."""
-    steps = 0
-    for first in range(done, windows, AT_ONCE):
-        steps += (len(subject.runner.blocks) + 1) * (2 if first < GRADIENT_WINDOWS else 1)
+    steps, first = 0, done
+    while first < len(windows):
+        steps += (len(subject.runner.blocks) + 1) * (2 if first == 0 else 1)
+        first += _count(windows[first:])
     return steps
+
+
+def _count(windows: Sequence[Tensor]) -> int:
+    """How many of the windows come next."""
+    total = list(accumulate(map(len, windows)))
+    return max(1, sum(tokens <= AT_ONCE for tokens in total))
 
 
 class _Passes:
@@ -66,14 +73,14 @@ class _Passes:
     ) -> None:
         self._subject, self._runner, self._into = subject, subject.runner, into
         self._windows, self._first, self._scratch, self._on_step = windows, first, scratch, on_step
-        self._has_gradients = first < GRADIENT_WINDOWS
+        self._has_gradients = first == 0
         self._sums: dict[str, Tensor] = {}
         self._files: dict[str, Path] = {}
         self._shared: dict[str, str] = {}
         self._last: tuple[Tensor, str] | None = None
 
     def run(self) -> None:
-        batches = equal_lengths(self._windows, BATCH)
+        batches = equal_lengths(self._windows, max(1, BATCH // len(self._windows[0])))
         runner, inputs = self._runner, []
         with _frozen(runner.model):
             with torch.no_grad(), runner.outside(), self._hooks(None, counts=True):
@@ -112,7 +119,7 @@ class _Passes:
                     logits = self._runner.leave(window)
                     self._require_finite(logits, at)
                     if self._has_gradients:
-                        self._loss(logits, at).backward()  # type: ignore[no-untyped-call]
+                        self._loss(logits, at).backward()
                 at += 1
                 if hidden is not None and hidden.grad is not None:
                     gradients.append(hidden.grad)

@@ -20,7 +20,7 @@ from bitplan.searching.gather.blocks import Replaced, TokenStates, equal_lengths
 from bitplan.searching.gather.damage import RoundedWeights
 
 CACHED_LOGITS_BYTES = 4 * 2**30
-BATCH = 4  # windows in one call of a block
+BATCH = 2048  # tokens in one call of a block
 OnWindows = Callable[[int], None]
 
 
@@ -143,7 +143,8 @@ class PlanMeter:
     def _logits_of(self, replaced: Replaced | None) -> Callable[[Tensor], Tensor]:
         """The blocks are run now, for all windows; norm and head when a window is asked for."""
         states: dict[bytes, TokenStates] = {}
-        for each in self._runner.through_blocks(equal_lengths(self.windows, BATCH), replaced):
+        batches = equal_lengths(self.windows, max(1, BATCH // len(self.windows[0])))
+        for each in self._runner.through_blocks(batches, replaced):
             for row, ids in enumerate(each.ids):
                 hidden = None if each.hidden is None else each.hidden[row : row + 1]
                 states[_key(ids)] = TokenStates(ids[None], hidden)

@@ -115,7 +115,7 @@ class InputStatistics:
         facts |= {f"fingerprint.{name}": value for name, value in sorted(fingerprint.items())}
         keys = self.sums.names()
         names = sorted({key.rpartition(".")[0] for key in keys})
-        parts = {}
+        parts: dict[str, tuple[int, ...]] = {}
         for name in (name for name in names if name not in self.shared):
             columns = self.columns(name)
             if f"{name}.{INPUTS}" in self.sums:
@@ -132,7 +132,9 @@ class InputStatistics:
                 evidence.write(key, part.float().cpu())
         rest = [key for key in keys if not self._is_in_evidence(key)]
         tensors = {key: self.sums.get(key) for key in rest if key in self.sums.small}
-        shapes = {key: (self.columns(key.rpartition(".")[0]),) * 2 for key in rest if key not in tensors}
+        shapes: dict[str, tuple[int, ...]] = {
+            key: (self.columns(key.rpartition(".")[0]),) * 2 for key in rest if key not in tensors
+        }
         shapes |= {key: tuple(part.shape) for key, part in tensors.items() if part is not None}
         promises = [Promise(key, shapes[key], None, torch.float32) for key in rest]
         with write_tensors(folder / STATISTICS, promises, metadata=facts) as writer:

@@ -1,17 +1,17 @@
-"""Checks a checkpoint's numbers: what `check_headers` cannot see, because it needs the data.
+"""Checks a checkpoint's numbers: faults that `check_headers` cannot find, because they are in the data.
 
 | code | what it says |
 |---|---|
 | norm-not-finite | a norm's weights hold NaN or infinity: every output of the model is NaN |
-| not-finite | so does another tensor of floats, or a scale among the bytes of a GGUF block |
-| scale-base | a base factor that is not a finite number above zero |
+| not-finite | another tensor of floats, or a scale in a GGUF block, holds NaN or infinity |
+| scale-base | a base factor that is not a finite number, or is below zero |
 | scale-nan | scales that are NaN: E8M0 byte 255, E4M3's NaN, a float's |
 | scale-saturated | scales at the end of their range: E8M0 byte 254, infinity, or many E4M3 448 or uint8 255 that clip |
 | scale-underflow | scales that fell to zero, or nearly, under codes that are not zero |
 | undefined-code | codes that stand for no number: NaN in 8-bit floats, ternary's fourth pattern |
 | unwritten-code | -128 in GGUF's Q8_0, whose scale is max |x| / 127, so that its encoders never write it |
 
-One pass, in pieces of 16 MiB. What is counted of packed tensors, and when: scale_findings.py.
+One pass, in pieces of 16 MiB. scale_findings.py says what is counted in packed tensors, and when.
 """
 
 from __future__ import annotations
@@ -48,13 +48,13 @@ def deep_check(manifest: Manifest | None, file: TensorFile, *, on_bytes: OnBytes
     """All findings about the numbers of an open checkpoint, in natural order of names.
 
     The manifest says which tensors are norms, and which are codes and scales of a weight kept under two names; without
-    one, names alone tell the norms.
-    `on_bytes(count, name)` is called as the pass goes on, with counts that add up to the file's tensors.
+    a manifest, norms are recognised by name. `on_bytes(count, name)` is called as the pass goes on, with counts that
+    add up to the file's tensors.
     """
     left = {name: spec.nbytes for name, spec in file.specs.items()}
 
     def done(count: int, name: str) -> None:
-        count = min(count, left[name])  # the codes of a pair are read together with its scales, which have a name too
+        count = min(count, left[name])  # the codes of a pair are read together with its scales
         left[name] -= count
         if on_bytes:
             on_bytes(count, name)
@@ -79,7 +79,7 @@ def _check_tensor(manifest: Manifest | None, file: TensorFile, spec: TensorSpec,
         pair = _pair(manifest, file, spec.name, tag)
         return check_packed(pair, done) if isinstance(pair, PackedTensor) else pair
     if tag is not None and tag.part == "scales":
-        return []  # looked at with their codes
+        return []  # checked with their codes
     if spec.encoded or spec.dtype.is_floating_point or spec.dtype.is_complex:
         return _check_plain(manifest, file, spec, done)
     return []
@@ -89,7 +89,7 @@ def _check_tensor(manifest: Manifest | None, file: TensorFile, spec: TensorSpec,
 
 
 def _check_plain(manifest: Manifest | None, file: TensorFile, spec: TensorSpec, done: OnBytes) -> list[Finding]:
-    """aminmax carries NaN and infinity along and runs at the speed of memory; only what it finds is counted."""
+    """Find NaN and infinity by aminmax, which propagates them at the speed of memory; count them only then."""
     if spec.dtype == torch.float4_e2m1fn_x2:
         return []
     nan = infinite = 0
@@ -121,7 +121,7 @@ def _comparable(piece: Tensor) -> Tensor:
 
 
 def _check_blocks(packed: PackedTensor, fmt: GgufBlocks, done: OnBytes) -> list[Finding]:
-    """Blocks that hold their own scales: the float16 numbers among their bytes."""
+    """Check the float16 numbers in blocks that hold their own scales."""
     bad = count = 0
     for start, stop in packed.spans():
         numbers = fmt.stored_scales(packed.read(start, stop).data)
@@ -132,7 +132,7 @@ def _check_blocks(packed: PackedTensor, fmt: GgufBlocks, done: OnBytes) -> list[
 
 
 def _check_gguf(file: TensorFile, spec: TensorSpec, done: OnBytes) -> list[Finding]:
-    """A type that bitplan only decodes: its decoded numbers."""
+    """Check the decoded numbers of a type that bitplan can only decode."""
     from bitplan.store.files.gguf import dequantize_rows
 
     assert isinstance(file, GGUFTensors)
@@ -151,7 +151,7 @@ def _not_finite(name: str, bad: int, of_what: str) -> list[Finding]:
     return [Finding("not-finite", name, text)]
 
 
-# ---- what the manifest knows -----------------------------------------------------------------------------------------
+# ---- names, by the manifest ------------------------------------------------------------------------------------------
 
 
 def _tag(manifest: Manifest | None, name: str) -> Tag | None:
@@ -160,7 +160,7 @@ def _tag(manifest: Manifest | None, name: str) -> Tag | None:
 
 
 def _role(manifest: Manifest | None, name: str) -> str:
-    """As a plan has it; the name alone tells where no rule matches."""
+    """The role in a plan; guessed from the name if no rule matches."""
     match = None if manifest is None else manifest.match(name)
     if manifest is None or match is None:
         return guess_role(name)
@@ -177,7 +177,7 @@ def _pair(manifest: Manifest, file: TensorFile, name: str, tag: Tag) -> PackedTe
         if manifest.scale_base != "tensor" and manifest.scale_base is not None:
             base = float(manifest.scale_base)
         if base is None:
-            return []  # the plain check says so
+            return []  # the check of plain tensors reports it
         if isinstance(base, str) and (fault := base_fault(file, base)):
             return [Finding("scale-base", name, f"{fault}; encode it again")]
     try:

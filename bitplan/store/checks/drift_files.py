@@ -1,7 +1,7 @@
 """Drift between two files: a checkpoint in high precision, and its packed version, tensor by tensor.
 
-`compare_files` takes any two files and says how alike their numbers are. This takes a master and what was packed from
-it, looks at packed tensors alone, and also says what their scales and codes do. Both files are read in pieces.
+`compare_files` takes any two files and says how alike their numbers are. This module takes a master and its packed
+version, compares packed tensors only, and also checks their scales and codes. Both files are read in pieces.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ OnBytes = Callable[[int, str], None]
 
 @dataclass(frozen=True)
 class FileDrift:
-    """A row per packed tensor, the largest relative error first, and what could not be compared."""
+    """A row per packed tensor, the largest relative error first, and findings where tensors cannot be compared."""
 
     rows: tuple[DriftRow, ...]
     findings: tuple[str, ...] = ()
@@ -81,7 +81,7 @@ def _drift(master: _Master, tensor: PackedTensor, name: str, step: int, on_bytes
 
 
 class _Master:
-    """A tensor in the steps of its packed version: read by rows where the file can, else held whole."""
+    """A master tensor, read in the steps of its packed version: by rows if the file allows it, else whole."""
 
     def __init__(self, file: TensorFile, name: str, steps: int, transposed: bool) -> None:
         spec = file.spec(name)
@@ -102,7 +102,7 @@ class _Master:
 
 
 def _packed(file: TensorFile, findings: list[str]) -> Iterator[tuple[PackedTensor, str, bool]]:
-    """Every packed tensor that holds a number, the name of its master, and whether the master lies transposed."""
+    """Every packed tensor that is not empty, the name of its master, and whether the master is transposed."""
     for name, spec in file.specs.items():
         if not math.prod(spec.shape):
             continue

@@ -1,8 +1,7 @@
 """Drift telemetry: how far each packed weight is from its master, one line of JSON per layer and call.
 
-A person who fine-tunes over a packed base watches these lines: the largest error after decoding, and the counters that
-say why it grows. The lines of a call are appended in one write (`logs`). One that was torn is left out when the log
-is read.
+Whoever fine-tunes over a packed base watches these lines: the largest error after decoding, and the counters that
+explain its growth. The lines of a call are appended in one write (`logs`). A torn line is skipped when the log is read.
 
     {"step": 12, "name": "up.weight", "format": "mxfp4", "count": 8192, "max_abs_error": 0.21, "relative_error": 0.11,
      "blocks": 256, "nan_scales": 0, "saturated_scales": 0, "clipped_scales": 0, "underflowed_scales": 0,
@@ -38,7 +37,7 @@ _READ_KEYS = {"step": Kind("an integer", lambda value: type(value) is int), "nam
 
 
 class DriftLayer(NamedTuple):
-    """A weight, its encoding, and what `requantize` counted if it made it."""
+    """A weight, its encoding, and the counts of `requantize`, if that made the encoding."""
 
     name: str
     master: Tensor
@@ -74,7 +73,7 @@ class DriftRow:
 
     @property
     def badness(self) -> float:
-        """For sorting, the worst highest: the relative error, and what is not a number above all numbers."""
+        """A key for sorting, the largest is the worst: the relative error; NaN is above all numbers."""
         return math.inf if math.isnan(self.relative_error) else self.relative_error
 
     def to_dict(self) -> dict[str, Any]:
@@ -116,7 +115,7 @@ def log_drift(log: DriftLog | None, step: int, layers: Layers) -> list[DriftRow]
     """Measure every layer, append its lines to the log in one write, and return them.
 
     `layers` are (name, master, encoded) or (name, master, encoded, counts), or a model that `morph_model` morphed: then
-    each parameter against its version. Log None measures and writes nothing.
+    each parameter is compared with its version. With log None nothing is written.
     """
     named = _layers_of(layers) if isinstance(layers, nn.Module) else (DriftLayer(*layer) for layer in layers)
     rows = [measure_drift(step, *layer) for layer in named]
@@ -144,7 +143,7 @@ def _layers_of(model: nn.Module) -> Iterator[DriftLayer]:
 
 
 def read_drift(path: str | Path) -> list[dict[str, Any]]:
-    """The lines of a log; a torn last one is left out, any other that is not JSON is an error with its number."""
+    """The lines of a log; a torn last line is skipped, any other line that is not JSON is an error with its number."""
     found = []
     for number, line in enumerate(Path(path).read_bytes().split(b"\n")[:-1], 1):
         where = f"{path}: line {number}"

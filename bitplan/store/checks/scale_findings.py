@@ -1,9 +1,9 @@
 """Findings about the scales and codes of a packed tensor, in one pass over its pieces.
 
 Codes are read only where they can be wrong (8-bit floats, ternary, -128 in Q8_0), or where a scale lies at an end of
-its range: every nibble of E2M1 is a number, so of a gpt-oss expert the scales alone tell. They are counted only in
-pieces where something is wrong, so that a sound file is read as fast as the disk gives it. What each count means:
-`bitplan.formats.scales.checks`.
+its range: every nibble of E2M1 is a number, so for a gpt-oss expert the scales are enough. Codes are counted only in
+pieces where something is wrong, so that a sound file is read at the speed of the disk. `bitplan.formats.scales.checks`
+explains each count.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from bitplan.formats.scales.rules import BasedScales, PowerOfTwoScales
 from bitplan.plan.check import Finding
 from bitplan.store.files.packed_rows import PackedTensor
 
-# Of scales that share a base one is at the top by design, and by chance a few more.
+# If scales share a base, one of them is at the top by design, and by chance a few more.
 MANY_BLOCKS, MANY_SHARE = 2, 0.01
-# Q8_0's scale is max |x| / 127, whoever encodes it.
+# Every encoder of Q8_0 takes the scale max |x| / 127.
 NEVER_WRITTEN = {"q8_0_gguf": -128}
 OnBytes = Callable[[int, str], None]
 
@@ -43,7 +43,7 @@ class _Count:
     first: int = 0
 
     def add(self, flags: Tensor, places: Tensor) -> None:
-        """Flags or counts of some blocks, which lie at these places among all."""
+        """Add flags or counts of some blocks, whose indices among all blocks are `places`."""
         count = int(flags.sum())
         if count and not self.count:
             self.first = int(places[(flags.reshape(-1) != 0).int().argmax()])
@@ -105,7 +105,7 @@ def _suspects(encoded: Encoded) -> Tensor:
 
 
 def _take_blocks(encoded: Encoded, picked: Tensor) -> Encoded:
-    """Some blocks along rows, each as a row of its own; a tensor or a tile comes with all others."""
+    """The picked blocks, each as a row of its own; all blocks if every block is picked."""
     fmt, scales = encoded.fmt, encoded.scales
     assert scales is not None
     if picked.numel() == scales.numel():
@@ -160,7 +160,7 @@ def _are_many(count: int, blocks: int) -> bool:
 
 
 def index_of(offset: int, shape: tuple[int, ...]) -> list[int]:
-    """A place in a flattened tensor as an index; [] for a scalar."""
+    """The index of a place in a flattened tensor; [] for a scalar."""
     index: list[int] = []
     for size in reversed(shape):
         offset, at = divmod(offset, size)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -40,8 +41,7 @@ from bitplan.store.packed_folder import (
     write_packed_folder,
 )
 from bitplan.store.rounding.imatrix import gguf_names
-from bitplan.store.rounding.open_evidence import open_evidence
-from bitplan.store.rounding.with_evidence import WeightEvidence, evidence_for
+from bitplan.store.rounding.with_evidence import WeightEvidence, evidence_for, open_evidence
 
 EXPERT = re.compile(r"(?P<before>.*)\.experts\.(?P<number>\d+)\.(?P<after>.*)")
 Pack = Callable[[Encoded, str], list[Tensor]]
@@ -72,7 +72,6 @@ class FolderSource:
     folder: Path
     config: dict[str, Any]
     plan: Plan
-    evidence: WeightEvidence | None = None
 
     def format_of(self, name: str) -> tuple[Format | None, str]:
         """The format that the plan has for a tensor, None where it stays in its own type, and the reason."""
@@ -113,24 +112,24 @@ def open_folder(request: ExportRequest, target: str, substitutes: Substitutes | 
         plan = plan_for_file(
             file, request.formats, keep=request.keep, only=request.only, substitutes=substitutes, how_to_fill=None
         )
-        evidence = _open_evidence(request, file)
     except BaseException:
         file.close()
         raise
     own = {key: value for key, value in config.items() if key != "quantization_config"}
-    return FolderSource(file, folder, own, plan, evidence)
+    return FolderSource(file, folder, own, plan)
 
 
 def _open_evidence(request: ExportRequest, file: TensorFile) -> WeightEvidence | None:
-    """Statistics under the model's names, or under those that it has in GGUF."""
+    """Statistics under the model's names, or under those that it has in GGUF; a fault closes both files."""
     if request.evidence is None:
         return None
-    statistics = open_evidence(request.evidence)
-    try:
-        return evidence_for(statistics, file, {name: (new, None) for name, new in gguf_names(file.specs).items()})
-    except BaseException:
-        statistics.close()
-        raise
+    with ExitStack() as opened:
+        opened.callback(file.close)
+        statistics = opened.enter_context(open_evidence(request.evidence))
+        named = {name: (new, None) for name, new in gguf_names(file.specs).items()}
+        evidence = evidence_for(statistics, file, named)
+        opened.pop_all()
+        return evidence
 
 
 def in_order(file: TensorFile, new: str, sources: Sequence[str]) -> tuple[str, ...]:
@@ -162,7 +161,6 @@ class FolderExport:
         metadata: Mapping[str, str] | None = None,
     ) -> None:
         self._request, self._file, self._config, self._pack = request, source.file, config, pack
-        self._evidence = source.evidence
         self._folder = source.folder
         self._layers = {promise.name: layer for layer in layers for promise in layer.promises}
         self._metadata = {**METADATA, **(metadata or {})}
@@ -172,6 +170,7 @@ class FolderExport:
         left_out = {alias: f"is {name!r}" for alias, name in source.file.tied.items()}
         rows = [self._row(layer) for layer in layers]
         self.report = ExportReport(str(request.source), str(request.output), target, rows, left_out)
+        self._evidence = _open_evidence(request, source.file)
 
     def _row(self, layer: OutputLayer) -> ExportRow:
         spec = self._file.spec(layer.sources[0])

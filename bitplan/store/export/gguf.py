@@ -33,8 +33,7 @@ from bitplan.store.files.headers import plan_for_file
 from bitplan.store.files.open_files import open_tensors
 from bitplan.store.files.tensor_file import Promise, TensorFile
 from bitplan.store.rounding.imatrix import ImatrixFile
-from bitplan.store.rounding.open_evidence import open_evidence
-from bitplan.store.rounding.with_evidence import WeightEvidence, evidence_for
+from bitplan.store.rounding.with_evidence import WeightEvidence, evidence_for, open_evidence
 
 FLOAT32 = get_format("float32")
 _EXPERT = re.compile(r"(?P<before>.*\.experts)\.(?P<number>\d+)\.(?P<after>.*)")

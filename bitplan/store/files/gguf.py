@@ -1,8 +1,8 @@
-"""Read and write GGUF one tensor at a time, with a header parser that trusts no count.
+"""Reads and writes GGUF one tensor at a time, with a header parser that trusts no count.
 
-`gguf.GGUFReader` maps the whole file and believes its lengths. Here every length is held against
-the bytes that remain before anything is allocated, and a read fills one fresh tensor, so memory
-is bounded by the header and the largest tensor.
+`gguf.GGUFReader` maps the whole file and believes its lengths. Here every length is compared with the remaining bytes
+before anything is allocated, and a read fills one new tensor, so memory is bounded by the header and the largest
+tensor.
 
 Layout (version 2 and 3, little-endian): "GGUF", version, tensor count, key count; the keys with
 typed values; per tensor name, dimensions (fastest first), type, offset; then, from an aligned
@@ -41,8 +41,8 @@ MAX_KEY_BYTES = 2**16 - 1
 MAX_NAME_BYTES = 1024  # llama.cpp itself reads names of up to 63 bytes
 MAX_RANK = 4
 MAX_NESTING = 4
-# Each costs Python objects, many times its bytes. The largest models in use have some 90,000 tensors and 100 keys, and
-# tokenizers 700,000 strings.
+# Each item becomes Python objects, many times its bytes. The largest models in use have some 90,000 tensors and 100
+# keys, and tokenizers 700,000 strings.
 MAX_KEYS, MAX_TENSORS, MAX_STRINGS = 2**14, 2**18, 2**22
 
 _LEAST_BYTES = {kind: struct.calcsize(f"<{code}") for kind, code in STRUCT_CODES.items()}
@@ -116,7 +116,7 @@ class GGUFFile(ContainerFile[GGUFTensor]):
         self.tensors = self._place(infos, first=header.position + -header.position % self.alignment)
 
     def _place(self, infos: Sequence[tuple[str, Any, tuple[int, ...], int]], first: int) -> dict[str, GGUFTensor]:
-        """Hold the offsets against the sizes: aligned, one after the other, up to the end of the file."""
+        """Check the offsets against the sizes: aligned, one after the other, up to the end of the file."""
         tensors: dict[str, GGUFTensor] = {}
         end = 0
         for name, kind, shape, offset in infos:
@@ -146,7 +146,7 @@ class GGUFFile(ContainerFile[GGUFTensor]):
 
 
 class _Header:
-    """A cursor over the header that never reads, or promises, more than the file has left."""
+    """A cursor over the header that never reads or allocates more than the file has left."""
 
     def __init__(self, file: BinaryIO, size: int, path: Path) -> None:
         self.path = path
@@ -224,7 +224,7 @@ class _Header:
         return raw
 
     def strings(self, count: int, what: str) -> bytes:
-        """The bytes of so many strings, each checked; a loop of its own, for a tokenizer has hundreds of thousands."""
+        """The bytes of `count` strings, each checked; a separate loop, since a tokenizer has hundreds of thousands."""
         self._strings += count
         if self._strings > MAX_STRINGS:
             raise FileFormatError(
@@ -303,7 +303,7 @@ def _raw_shape(kind: GGMLQuantizationType, shape: Sequence[int]) -> tuple[int, .
 
 
 def plain_dtype(type: GGMLQuantizationType) -> torch.dtype | None:
-    """The torch dtype that has the very bytes of a plain type such as F16; None for types made of blocks."""
+    """The torch dtype with the same bytes as a plain type such as F16; None for types made of blocks."""
     name = plain_dtype_name(type)
     return None if name is None else torch_dtype(name)
 
@@ -337,7 +337,7 @@ def dequantize_rows(raw: torch.Tensor, type: GGMLQuantizationType) -> torch.Tens
 
 
 def dequantizable_types() -> list[GGMLQuantizationType]:
-    """The types that `dequantize_rows` takes: found by decoding one block of zeros of each."""
+    """The types that `dequantize_rows` takes, found by decoding one block of zeros of each type."""
     from gguf.quants import dequantize
 
     known = list(_PLAIN_DTYPES)
@@ -357,7 +357,7 @@ def write_gguf(
     entries: Sequence[tuple[str, GGMLQuantizationType, Sequence[int]]],
     metadata: Mapping[str, GGUFValue],
 ) -> Iterator[PayloadWriter]:
-    """Write a version 3 file whose tensors (name, type, shape) are known and whose bytes come one by one.
+    """Write a version 3 file: tensors (name, type, shape) are known first, their bytes come one by one.
 
     Tensors lie in the order given. Each comes as encoded bytes (uint8, `raw_shape`), or, for a plain
     type such as F16, as a tensor of that dtype. llama.cpp wants `general.architecture` in the

@@ -1,6 +1,6 @@
 """Writes a GGUF model, in one file or in parts, as llama.cpp's gguf-split names and marks them.
 
-Parts get their names last to first, so that the first, which engines open, appears when all others are there.
+Parts get their names in reverse order, so that the first part, which engines open, appears when all others exist.
 """
 
 from __future__ import annotations

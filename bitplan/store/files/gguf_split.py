@@ -1,8 +1,8 @@
-"""A GGUF model split over several files, `NAME-00001-of-00003.gguf`, as one: whichever part is named, all are opened.
+"""A GGUF model split over several files, `NAME-00001-of-00003.gguf`, as one file: naming any part opens all.
 
-llama.cpp's gguf-split writes into each part which it is (`split.no`, from 0), of how many (`split.count`), and how many
-tensors all parts hold together (`split.tensors.count`); the first part has the model's metadata. All of it is checked
-against the file names and the tensors, so that a model is never read by half.
+llama.cpp's gguf-split writes into each part its number (`split.no`, from 0), the number of parts (`split.count`), and
+the number of tensors in all parts (`split.tensors.count`); the first part has the model's metadata. All of this is
+checked against the file names and the tensors, so that no incomplete model is read.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ if TYPE_CHECKING:
 
 PART_NAME = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf")
 _SPLIT = "split."
-MAX_PARTS = 99_999  # what five digits hold
+MAX_PARTS = 99_999  # five digits
 
 
 class SplitGGUF(GGUFFile):
-    """All parts under one roof; `path` is the first one, and `metadata` its own without the keys of the split."""
+    """All parts as one file; `path` and `metadata` are those of the first part, without the keys of the split."""
 
     def __init__(self, parts: list[GGUFFile]) -> None:
         first = parts[0]

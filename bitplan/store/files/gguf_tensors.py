@@ -76,7 +76,7 @@ class GGUFTensors(TensorFile):
         self.file.close()
 
     def _dequantize(self, name: str, raw_shape: tuple[int, ...]) -> Tensor:
-        """Decode some rows at a time: gguf-py's temporaries are many times the size of what they decode."""
+        """Decode some rows at a time: gguf-py's temporaries are many times the size of the rows."""
         import torch
 
         from bitplan.store.files.gguf import dequantize_rows
@@ -95,7 +95,7 @@ class GGUFTensors(TensorFile):
 
 
 class GGUF(Container):
-    """Its metadata are `GGUFValue`s, and go from one GGUF file to another."""
+    """GGUF as a container; metadata are `GGUFValue`s, copied from one GGUF file to another."""
 
     suffix = ".gguf"
     file_type = GGUFTensors
@@ -131,7 +131,7 @@ class GGUF(Container):
             )
 
 
-# llama.cpp's number for a file whose weights are mostly of a type, and where some K-quants are larger ones.
+# llama.cpp's number for a file whose weights are mostly of a type, and for one in which some K-quants are larger.
 _FILE_TYPES = {"F32": 0, "F16": 1, "Q4_0": 2, "Q4_1": 3, "Q8_0": 7, "Q5_0": 8, "Q5_1": 9, "Q2_K": 10, "Q3_K": 11}
 _FILE_TYPES |= {"Q4_K": 14, "Q5_K": 16, "Q6_K": 18, "IQ4_NL": 25, "BF16": 32, "MXFP4": 38}
 _MIXED_FILE_TYPES = {"Q3_K": 12, "Q4_K": 15, "Q5_K": 17}
@@ -139,7 +139,7 @@ QUANTIZATION_VERSION = 2
 
 
 def file_metadata(metadata: Mapping[str, GGUFValue], promises: Sequence[Promise]) -> dict[str, GGUFValue]:
-    """The metadata with what llama.cpp shows as the file's type, and the version of ggml's blocks."""
+    """The metadata, with the file type that llama.cpp shows and the version of ggml's blocks added."""
     from gguf import GGUFValueType
 
     from bitplan.store.files.gguf_values import GGUFValue

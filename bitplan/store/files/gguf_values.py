@@ -1,4 +1,4 @@
-"""Values of GGUF's metadata. A long array stays as the bytes it has in the file, and its items are made when asked for.
+"""Values of GGUF's metadata. A long array stays as bytes of the file; its items are made when needed.
 
 A tokenizer has hundreds of thousands of strings and numbers; as Python objects they take ten times their bytes.
 """
@@ -28,7 +28,7 @@ STRUCT_CODES = {
 
 
 class GGUFArray(Sequence[Any]):
-    """An array of numbers or strings as the file holds it, checked; equal to a sequence of the same items."""
+    """An array of numbers or strings as bytes of the file, already checked; equal to a sequence of the same items."""
 
     def __init__(self, item_type: GGUFValueType, count: int, raw: bytes) -> None:
         self.item_type, self.raw, self._count = item_type, raw, count

@@ -1,4 +1,4 @@
-"""What a file says of its tensors, and what lies beside it: for refusing or deciding before torch is imported."""
+"""Decisions and refusals from a file's header and the files beside it, before torch is imported."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def _stored(spec: TensorSpec) -> Stored:
 
 
 def is_gguf(path: str | Path) -> bool:
-    """Whether a file of this name is of the container that holds GGUF's formats, with config and tokenizer."""
+    """Whether a file of this name belongs to the container of GGUF's formats, which holds config and tokenizer."""
     container = container_for(path)
     return container is not None and container.has_gguf_formats
 
@@ -44,11 +44,11 @@ def plan_for_file(
     substitutes: Substitutes | None = None,
     how_to_fill: str | None = "--pad zero",
 ) -> Plan:
-    """What `choose_formats` decides for a file, to be written as `output`; rows that no format holds are refused.
+    """The plan of `choose_formats` for a file that is to be written as `output`; rows that do not fit are refused.
 
     substitutes   what an engine holds in place of a format that does not fit
     """
-    ShellPatterns((*keep, *only)).check(file.specs, str(file.path))  # a tied name is decided by the one it shares
+    ShellPatterns((*keep, *only)).check(file.specs, str(file.path))  # a tied name follows its tensor's
     gguf = output is not None and is_gguf(output)
     tensors = {name: _stored(file.spec(name)) for name in (*file.specs, *file.tied)}
     plan = choose_formats(
@@ -68,7 +68,7 @@ def plan_for_file(
 
 
 def _wide_norms(plan: Plan) -> Plan:
-    """Tensors of one axis in float32, for llama.cpp takes norms and biases in nothing else."""
+    """The plan with tensors of one axis in float32: llama.cpp takes norms and biases only so."""
     changed = dict(plan.entries)
     for name, entry in plan.entries.items():
         held = entry.stored or entry.choice.format
@@ -79,9 +79,9 @@ def _wide_norms(plan: Plan) -> Plan:
 
 
 def _check_rows(file: TensorFile, plan: Plan, how_to_fill: str | None, substitutes: Substitutes) -> None:
-    """Rows that are not whole blocks of their format are refused, where the plan does not fill them.
+    """Refuse rows that are not whole blocks of their format, unless the plan fills them.
 
-    how_to_fill   what to do so that they are filled, for the message; None where nothing fills them
+    how_to_fill   what the message tells the user to do so that rows are filled; None where nothing fills them
     """
     if plan.pad is not None:
         return
@@ -109,7 +109,7 @@ def _check_rows(file: TensorFile, plan: Plan, how_to_fill: str | None, substitut
 
 
 def check_model_source(source: Path, config: Path | None) -> Path:
-    """Where config.json and the tokenizer lie; that they do is checked for all but GGUF, which holds both."""
+    """The folder with config.json and tokenizer; both must exist, except for GGUF, which contains them."""
     if not source.exists():
         raise MeasureError(f"{source}: no such file or folder; nothing is downloaded, so give a path on this machine")
     if source.is_file() and not is_gguf(source) and not source.name.endswith(_WEIGHT_FILES):

@@ -23,12 +23,12 @@ from bitplan.store.files.schemes.tensors import SchemeTensors, scheme_of
 from bitplan.store.files.tensor_file import Container, Promise, TensorFile, Writer
 
 HEAD_BYTES = 16
-# A file is what the last of these says that recognises it; safetensors takes what the others do not.
+# The last container that recognises a file opens it; safetensors takes files that no other recognises.
 CONTAINERS: list[Container] = [Safetensors(), GGUF(), PolyJson()]
 
 
 def register_container(container: Container) -> None:
-    """From now on files of this kind are opened, and written where a path has its suffix."""
+    """From now on open files of this kind, and write them to paths with its suffix."""
     if not isinstance(container, Container):
         raise StoreError(f"register_container takes a Container, got a {type(container).__name__}")
     if not container.suffix.startswith(".") or container_for(Path(f"x{container.suffix}")):
@@ -37,12 +37,12 @@ def register_container(container: Container) -> None:
 
 
 def container_for(path: str | Path) -> Container | None:
-    """What is written under this name, None where its suffix is no container's."""
+    """The container that a path's suffix names; None if no container has this suffix."""
     return next((container for container in CONTAINERS if Path(path).suffix == container.suffix), None)
 
 
 def require_container(path: str | Path) -> Container:
-    """The same, or an error that lists the suffixes there are."""
+    """The same, or an error that lists the known suffixes."""
     container = container_for(path)
     if container is None:
         suffixes = ", ".join(each.suffix for each in CONTAINERS)
@@ -72,5 +72,5 @@ def write_tensors(
     metadata: Mapping[str, Any] | None = None,
     tied: Mapping[str, str] | None = None,
 ) -> AbstractContextManager[Writer]:
-    """The writer that the file's suffix asks for; every writer is atomic."""
+    """The writer for the file's suffix; every writer is atomic."""
     return require_container(path).write(Path(path), promises, metadata or {}, tied or {})

@@ -1,11 +1,11 @@
-"""Any tensor of any file, some rows at a time: for passes over a whole checkpoint in bounded memory.
+"""Reads any tensor of any file some rows at a time, for passes over a whole checkpoint in bounded memory.
 
 A plain tensor comes in pieces along its first axis. A packed tensor comes as `Encoded` matrices of some rows, wherever
 its parts lie: beside each other (bitplan's safetensors), under two names (gpt-oss's blocks and scales, in both namings)
-or interleaved (GGUF). Scales can be read alone: where they lie apart, the codes are sixteen times as many bytes. A
-format with one scale for the whole tensor, or with tiles of several rows, comes whole.
+or interleaved (GGUF). Scales can be read without the codes, which take sixteen times as many bytes, if they are stored
+apart. A format with one scale for the whole tensor, or with tiles of several rows, comes whole.
 
-Shapes are held against each other before any of it is read.
+Shapes are compared before any data is read.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ PIECE_BYTES = 16 * 2**20
 
 
 class StoredScales(NamedTuple):
-    """Scales as they are stored, and their base where the format has one."""
+    """Scales as stored, and their base if the format has one."""
 
     scales: Tensor
     base: Tensor | None
@@ -38,9 +38,9 @@ class StoredScales(NamedTuple):
 
 @dataclass(frozen=True)
 class PackedTensor:
-    """A packed tensor that is read in `steps` along its first axis: those from start to stop, as [rows, cols].
+    """A packed tensor that is read in `steps` along its first axis: steps start to stop, as [rows, cols].
 
-    With one step it comes whole, and in its own shape. `grid` is how its blocks are counted: the shape of its scales.
+    With one step it is read whole, in its own shape. `grid` is the shape of its scales, by which blocks are counted.
     """
 
     name: str
@@ -57,14 +57,14 @@ class PackedTensor:
 
 
 def spans(steps: int, nbytes: int) -> Iterator[tuple[int, int]]:
-    """Start and stop of pieces of at most PIECE_BYTES, or of one step where that is more."""
+    """Start and stop of pieces of at most PIECE_BYTES, or of a single step if that is larger."""
     width = max(1, PIECE_BYTES * steps // max(nbytes, 1))
     for start in range(0, steps, width):
         yield start, min(start + width, steps)
 
 
 def packed_tensor(file: TensorFile, name: str) -> PackedTensor:
-    """A tensor that the file itself says is in a format of bitplan's; a plain cast has no blocks, and comes whole."""
+    """A tensor in a format of bitplan's, by the file's metadata; a plain cast has no blocks, and is read whole."""
     spec = file.spec(name)
     fmt, shape = get_format(spec.format), spec.shape
     by_rows = fmt.block.rows == 1 and len(shape) > 1
@@ -82,12 +82,12 @@ def packed_tensor(file: TensorFile, name: str) -> PackedTensor:
 
 
 def scales_name(data: str) -> str:
-    """Where the scales of codes lie: gpt-oss's `blocks` and `scales`, else bitplan's NAME and NAME.scales."""
+    """The name of the scales of these codes: gpt-oss's `scales` for `blocks`, else bitplan's NAME.scales for NAME."""
     return data.removesuffix("blocks") + "scales" if data.endswith("blocks") else f"{data}.scales"
 
 
 def base_name(file: TensorFile, data: str) -> str | None:
-    """Which tensor of the file holds the base of these codes' scales, if one does."""
+    """The tensor of the file that holds the base of these codes' scales, if there is one."""
     return next((name for name in base_names(data) if name in file.specs), None)
 
 
@@ -139,7 +139,7 @@ def _two_tensors(
     grid: tuple[int, ...],
     base: Tensor | None,
 ) -> PackedTensor:
-    """Blocks lie along rows, so that what belongs to some rows is a slice of the first axis of both tensors."""
+    """Blocks lie along rows, so that some rows are a slice of the first axis of both tensors."""
     assert fmt.scales is not None
     checkpoint, scale_dtype, one_row = file._checkpoint, fmt.scales.dtype, len(grid) == 1
     steps, across = 1 if one_row else grid[0], grid[-1]
@@ -180,7 +180,7 @@ def _interleaved(file: GGUFTensors, name: str, fmt: Format, shape: tuple[int, ..
 
 
 def _opaque(file: GGUFTensors | NativeTensors, name: str, fmt: Format, shape: tuple[int, ...]) -> PackedTensor:
-    """Blocks that hold their own scales: bytes of some rows, in either container."""
+    """For blocks that hold their own scales: reads bytes of some rows, in either container."""
     cols = fmt.matrix_shape(shape)[1]
 
     def read(start: int, stop: int) -> Encoded:

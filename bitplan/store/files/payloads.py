@@ -1,10 +1,10 @@
 """What the safetensors and GGUF modules share: exact reads, and payloads of promised sizes.
 
-Both containers are a header that lists tensors, then their bytes. Memory must stay bounded by the
-largest tensor, so a file is never mapped: each read goes from its offset straight into the storage
-of the tensor that is returned. A write states all sizes first, which fixes the header and every
-offset, and then hands over the payloads one by one, in any order: the parts of one tensor lie apart
-in a file sorted by alignment. A caller that breaks its word leaves the old file in place.
+Both containers are a header that lists tensors, then their bytes. Memory must stay bounded by the largest tensor, so a
+file is never mapped: each read goes from its offset straight into the storage of the tensor that is returned. A write
+states all sizes first, which fixes the header and every offset, and then writes the payloads one by one, in any order:
+in a file sorted by alignment the parts of one tensor lie apart. If a caller does not write what it stated, the old file
+stays in place.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ Entry = TypeVar("Entry")
 
 
 class ContainerFile(ABC, Generic[Entry]):
-    """A file open for reading whose whole header was checked before anything else."""
+    """A file open for reading; its whole header is checked first."""
 
     tensors: Mapping[str, Entry]
 
@@ -118,13 +118,13 @@ class Payload:
 
 
 class PayloadWriter:
-    """Puts payloads where the header promised them, in whatever order they come; gaps between them are zeros."""
+    """Puts payloads at the places that the header states, in any order; gaps between them are zeros."""
 
     def __init__(self, file: BinaryIO, path: str | Path, payloads: Sequence[Payload], size: int) -> None:
         self.path = Path(path)
         self.order = tuple(
             payload.name for payload in payloads
-        )  # as they lie in the file: written so, it never seeks back
+        )  # in file order: writing in this order never seeks back
         self._file = file
         self._payloads = {payload.name: payload for payload in payloads}
         self._written = dict.fromkeys(self._payloads, 0)
@@ -158,7 +158,7 @@ class PayloadWriter:
         self._put(payload, view)
 
     def finish(self) -> None:
-        """Check that every promised byte came."""
+        """Check that every promised byte was written."""
         for name, payload in self._payloads.items():
             if self._written[name] != payload.nbytes:
                 raise StoreError(

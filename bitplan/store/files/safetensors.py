@@ -1,4 +1,4 @@
-"""Read and write safetensors one tensor at a time, and find the shards of a checkpoint.
+"""Reads and writes safetensors one tensor at a time, and finds the shards of a checkpoint.
 
 The safetensors library maps a file to read it and wants all tensors at once to write it. Here a
 read fills one fresh tensor, a write streams, and memory is bounded by the largest tensor. The
@@ -44,7 +44,7 @@ _INDEX_KEYS = {
 }
 INDEX_SUFFIX = ".safetensors.index.json"
 
-# What the format calls a type, and torch's name for it.
+# The format's name of a type, and torch's.
 DTYPES = {
     "BOOL": "bool",
     "U8": "uint8",
@@ -153,7 +153,7 @@ class SafetensorsFile(ContainerFile[TensorEntry]):
         self.tensors = {entry.name: entry for entry in entries}
 
     def _json_header(self, length: int) -> bytes:
-        """Returned and not kept: while it is parsed, its bytes and what they become are both in memory."""
+        """The header's bytes; not kept, because parsing already holds bytes and result in memory."""
         header = self._read_bytes("the header", 8, length)
         if header[:1] != b"{" or b"\0" in header:
             raise self._not_safetensors("the header is not a UTF-8 JSON object")
@@ -190,7 +190,7 @@ class SafetensorsFile(ContainerFile[TensorEntry]):
         return TensorEntry(name, dtype, shape, payload_start + offsets[0], nbytes)
 
     def _not_safetensors(self, fault: str) -> FileFormatError:
-        """Name what the file is instead, where that can be told."""
+        """The error, which names the file's real kind if it is recognised."""
         head = self._read_bytes("the first bytes", 0, min(self._size, 8))
         if self.path.suffix in _PICKLE_SUFFIXES:
             return FileFormatError(f"{self.path}: {_PICKLE}")
@@ -206,7 +206,7 @@ def write_safetensors(
     entries: Sequence[tuple[str, torch.dtype, Sequence[int]]],
     metadata: Mapping[str, str] | None = None,
 ) -> Iterator[PayloadWriter]:
-    """Write a file whose tensors (name, dtype, shape) are known and whose bytes come one by one.
+    """Write a file: tensors (name, dtype, shape) are known first, their bytes come one by one.
 
     The largest dtypes come first and then names in order, which keeps every tensor aligned. The
     file appears when the block ends without an error and every tensor was written.
@@ -273,9 +273,10 @@ def _torch_shape(tag: str, file_shape: Sequence[int]) -> tuple[int, ...] | None:
 
 
 class Checkpoint:
-    """The tensors of one file, or of all the shards that an index names, under one roof.
+    """The tensors of one file, or of all shards that an index names.
 
-    `metadata` holds the keys on whose value all files that have them agree; `sources` are the shards and their index.
+    `metadata` holds the keys that have the same value in all files that have them; `sources` are the shards and their
+    index.
     """
 
     def __init__(self, files: Sequence[SafetensorsFile], index: Path | None = None) -> None:
@@ -363,12 +364,12 @@ def _weight_files(folder: Path) -> list[str]:
 
 @functools.cache
 def _say_ignored(folder: str, taken: str, ignored: str) -> None:
-    """Once, however often a command opens the folder."""
+    """Log once which files are ignored, however often a command opens the folder."""
     log.warning("%s: %s is read, as transformers does; ignored: %s", visible(folder), visible(taken), visible(ignored))
 
 
 def _find_in_folder(folder: Path) -> Path:
-    """As transformers: model.safetensors, else model's index; where there is neither, the only index or file."""
+    """As transformers does: model.safetensors, else its index; without these, the only index or file."""
     names = _weight_files(folder)
     whole, index = "model.safetensors", f"model{INDEX_SUFFIX}"
     if whole in names and not (index in names and whole in _read_index(folder / index).values()):

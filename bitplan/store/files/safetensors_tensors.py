@@ -49,7 +49,7 @@ class NativeTensors(TensorFile):
             self._check_ties()
             self.specs = self._list()
             said = [set(self.metadata_of(shard).items()) for shard in self.shards]
-            self.metadata = dict(sorted(set.intersection(*said)))  # what all shards say alike
+            self.metadata = dict(sorted(set.intersection(*said)))  # keys with the same value in all shards
         except BaseException:
             self.close()
             raise
@@ -66,7 +66,7 @@ class NativeTensors(TensorFile):
         return self._checkpoint.weight_map[name]
 
     def shard_name(self, shard: Path) -> Path:
-        """A shard's path as the index has it: two folders may each have a shard of one name."""
+        """A shard's path in the index; folders may have shards of the same name."""
         return shard.relative_to(self.path if self.path.is_dir() else self.path.parent)
 
     def metadata_of(self, shard: Path) -> dict[str, str]:
@@ -123,7 +123,7 @@ class NativeTensors(TensorFile):
 
 
 class Safetensors(Container):
-    """What no other container recognises: a file, an index of shards, or the folder that holds one of them."""
+    """Takes what no other container recognises: a file, an index of shards, or the folder that holds one of them."""
 
     suffix = ".safetensors"
     file_type = NativeTensors
@@ -161,7 +161,7 @@ class _NativeWriter:
 def _entries(
     promise: Promise, names: Collection[str], path: Path
 ) -> Iterator[tuple[str, torch.dtype, tuple[int, ...]]]:
-    """What lies in the file for a tensor."""
+    """The file's entries for a tensor."""
     if promise.fmt is None:
         yield promise.name, promise.dtype, promise.shape
         return
@@ -182,7 +182,7 @@ _SIZES = list_of(Kind("a size", lambda value: type(value) is int and 0 <= value 
 
 
 def part_name(name: str, part: str) -> str:
-    """Under which name a safetensors file keeps a part of a packed tensor."""
+    """The name of a part of a packed tensor in a safetensors file."""
     return name if part == "data" else f"{name}.{part}"
 
 

@@ -1,8 +1,8 @@
 """What a container of tensors is: how its files are recognised, opened and written.
 
 A `TensorFile` is one file open for reading: names, formats, shapes, and one tensor at a time. A `Container` is a kind
-of file. Writing states first what will come, which fixes the header, so that nothing is kept in memory; then tensors
-come one at a time.
+of file. A writer is first told which tensors will come, which fixes the header; then tensors are written one at a time,
+so that none is kept in memory.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
     from bitplan.formats import Encoded, Format
 
-# Floats of which torch computes nothing; most stand for numbers, E8M0 for powers of two.
+# Floats with which torch cannot compute; most are numbers, E8M0 are powers of two.
 NARROW_FLOATS = (
     "float8_e4m3fn",
     "float8_e4m3fnuz",
@@ -38,7 +38,7 @@ NARROW_FLOATS = (
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """What a file says of one tensor, before its bytes are read.
+    """The header entry of one tensor, before its bytes are read.
 
     `format` is one of ours, or a torch dtype's name, or `gguf:TYPE`, `gptq:TYPE` and so on for types that come decoded.
     """
@@ -52,7 +52,7 @@ class TensorSpec:
 
     @property
     def dtype(self) -> torch.dtype:
-        """The type of the numbers: of a packed tensor, float32."""
+        """The type of the numbers; float32 for a packed tensor."""
         return torch_dtype(self.dtype_name)
 
 
@@ -62,9 +62,9 @@ class TensorFile(ABC):
     kind: str
     path: Path
     specs: Mapping[str, TensorSpec]
-    # Names that share another name's tensor, as alias -> name.
+    # alias -> name of the tensor that it shares.
     tied: Mapping[str, str] = {}
-    # What else the file says, as its container's `write` takes it.
+    # Other metadata of the file, as its container's `write` takes them.
     metadata: Mapping[str, Any] = {}
 
     @abstractmethod
@@ -76,7 +76,7 @@ class TensorFile(ABC):
         """One tensor, in its own memory."""
 
     def read_float(self, name: str) -> Tensor:
-        """One tensor as numbers: an Encoded is decoded to float32, and 8-bit floats come as float32."""
+        """One tensor as numbers: an Encoded or 8-bit floats become float32."""
         from bitplan.formats import Encoded
         from bitplan.kernels import decode
 
@@ -118,7 +118,7 @@ class TensorFile(ABC):
         return [self.path]
 
     def spec(self, name: str) -> TensorSpec:
-        """What the file says of a tensor; a tied name gives that of the tensor it shares."""
+        """The header entry of a tensor; a tied name gives that of the tensor it shares."""
         own = self.tied.get(name, name)
         if own not in self.specs:
             raise StoreError(f"{self.path}: no tensor {name!r}{did_you_mean(name, self.specs)}")
@@ -126,14 +126,14 @@ class TensorFile(ABC):
 
 
 def _scale_names(name: str) -> Iterator[str]:
-    """Where FP8 checkpoints keep a weight's scales: NAME_scale_inv, NAME_scale, NAME.scale, with .weight or without."""
+    """Names of a weight's scales in FP8 checkpoints: NAME_scale_inv, NAME_scale, NAME.scale, also without .weight."""
     for stem in (name, name.removesuffix(".weight")):
         yield from (f"{stem}{mark}{suffix}" for mark in "_." for suffix in ("scale_inv", "scale", "scales"))
 
 
 @dataclass(frozen=True)
 class Promise:
-    """A tensor that will come: in a format, or plain (fmt None) with its dtype."""
+    """A tensor that will be written: in a format, or plain (fmt None) with its dtype."""
 
     name: str
     shape: tuple[int, ...]
@@ -154,11 +154,11 @@ class Writer(Protocol):
 class Container(ABC):
     """A kind of file that holds tensors.
 
-    suffix            of what is written, with its dot
-    file_type         what reads it
-    is_folder         it is a folder of files
-    holds_ties        it can say that two names are one tensor; elsewhere that is written under both
-    has_gguf_formats  it holds GGUF's block formats alone, so that those are chosen
+    suffix            of the written file, with its dot
+    file_type         the TensorFile class that reads it
+    is_folder         it is a folder, not a file
+    holds_ties        it can say that two names are one tensor; else the tensor is written under both names
+    has_gguf_formats  it holds only GGUF's block formats, so that these are chosen
     """
 
     suffix: str
@@ -175,14 +175,14 @@ class Container(ABC):
     def write(
         self, path: Path, promises: Sequence[Promise], metadata: Mapping[str, Any], tied: Mapping[str, str]
     ) -> AbstractContextManager[Writer]:
-        """Takes every promised tensor, in any order; the file gets its name when all have come.
+        """A writer that takes every promised tensor, in any order; the file gets its name when all are written.
 
-        metadata   what a file of this kind said of itself, or nothing
+        metadata   metadata of a file of this kind, or empty
         tied       with `holds_ties`: alias -> name
         """
 
     def check_output(self, path: str | Path, *, inputs: Iterable[Path], force: bool = True) -> None:
-        """Refuse what cannot be written, or must not be; a folder is never replaced."""
+        """Refuse a path that cannot be written, is an input, or exists without `force`; a folder is never replaced."""
         if self.is_folder:
             check_output_folder(path, inputs=inputs)
         else:
@@ -191,4 +191,4 @@ class Container(ABC):
     def check_source(  # noqa: B027 (most take any source)
         self, source: TensorFile, output: Path
     ) -> None:
-        """Refuse to be written from this file, where a user would get something of no use."""
+        """Refuse a source from which a useless file would be written."""

@@ -1,4 +1,4 @@
-"""Checks from headers alone that a gpt-oss checkpoint is whole and in one of its layouts.
+"""Checks from headers alone that a gpt-oss checkpoint is complete and in one of its layouts.
 
 The checks, in order, each an error of one line that names file and tensor: layout and layers, names, halves of packed
 weights (by the shipped manifest), gate and up alternating, sizes, shapes, dtypes.
@@ -37,7 +37,7 @@ _MOST_LAYERS = 10_000
 
 @dataclass(frozen=True)
 class TensorHeader:
-    """What a file says of a tensor: `kind` in words; `dtype` None is a GGUF type made of blocks."""
+    """The header of a tensor: `kind` in words; `dtype` None is a GGUF type made of blocks."""
 
     kind: str
     dtype: torch.dtype | None
@@ -48,7 +48,7 @@ class TensorHeader:
 
 @dataclass(frozen=True)
 class Checked:
-    """What the headers say: `experts` is their float type, None where they are MXFP4."""
+    """The result of the checks: `experts` is the experts' float type, None if they are MXFP4."""
 
     layout: Layout
     shape: GptOssShape
@@ -127,7 +127,7 @@ def _count_layers(where: str, layout: Layout, names: Mapping[str, object]) -> in
 
 
 def _is_packed(layout: Layout, names: Mapping[str, object]) -> bool:
-    """OpenAI's experts always are; GGUF's names do not tell, and its tensors are called the same either way."""
+    """Whether names are those of packed experts: always in OpenAI's layout; in GGUF both kinds have the same names."""
     if layout != "hf":
         return True
     floats = any(name.endswith((".experts.gate_up_proj", ".experts.down_proj")) for name in names)
@@ -155,7 +155,7 @@ def _check_names(
 
 
 def _as_published(tensors: Mapping[str, TensorHeader]) -> dict[str, Header]:
-    """For the manifest, which knows gpt-oss as published: other float types of a fine-tuned model pass as bfloat16."""
+    """Headers for the manifest of the published gpt-oss: other float types of a fine-tuned model pass as bfloat16."""
     renamed = {}
     for name, tensor in tensors.items():
         is_float = tensor.dtype in FLOATS

@@ -1,8 +1,8 @@
-"""What a gpt-oss checkpoint says beside its tensors: config.json in two spellings, and GGUF's metadata.
+"""The settings of a gpt-oss checkpoint beside its tensors: config.json in two spellings, and GGUF's metadata.
 
-Sizes follow from the tensors; a config that contradicts them is refused. The rest (`Settings`) is carried from one
-spelling to the other, and where a source says nothing, the values that OpenAI published are written. The tokenizer is
-not carried into GGUF: its vocabulary is marked as absent (`tokenizer.ggml.model` is "none"), which llama.cpp loads.
+Sizes follow from the tensors; a config that contradicts them is refused. The rest (`Settings`) is translated from one
+spelling to the other, and missing values are those that OpenAI published. The tokenizer is not written into GGUF: its
+vocabulary is marked as absent (`tokenizer.ggml.model` is "none"), which llama.cpp loads.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from bitplan.store.files.gguf_values import GGUFValue
 from bitplan.store.gpt_oss.layouts import GptOssShape
 
 CONFIG = "config.json"
-LARGEST = 2**62  # of any setting; what is larger fits no tensor, and overflows on the way
+LARGEST = 2**62  # of any setting; a larger one fits no tensor, and would overflow
 ARCHITECTURE = "gpt-oss"
 QUANTIZATION = {
     "modules_to_not_convert": [
@@ -38,7 +38,7 @@ _FILE_TYPE_BF16, _FILE_TYPE_MXFP4, _QUANTIZATION_VERSION = 32, 38, 2
 
 @dataclass(frozen=True)
 class Settings:
-    """What no tensor tells; the defaults are the published models'."""
+    """Settings that do not follow from tensors; the defaults are those of the published models."""
 
     experts_per_token: int = 4
     sliding_window: int = 128
@@ -115,7 +115,7 @@ _INT = Kind("an integer above 0 and below 2^62", lambda value: _FLOAT.holds(valu
 
 
 def read_config(path: Path, shape: GptOssShape) -> tuple[Settings, dict[str, Any] | None]:
-    """The settings of a config.json beside a checkpoint, and the document where it is in Hugging Face's spelling.
+    """The settings of a config.json beside a checkpoint, and the document if it is in Hugging Face's spelling.
 
     Its sizes must be those of the tensors.
     """
@@ -141,7 +141,7 @@ def read_metadata(path: Path, metadata: Mapping[str, GGUFValue], shape: GptOssSh
     document = {key.removeprefix(start): item.value for key, item in metadata.items() if key.startswith(start)}
     _check_sizes(path, _SIZES_GGUF, document, shape)
     settings = _settings(path, _SETTINGS_GGUF, document)
-    # Stored as float32: 1e-5 comes back as 9.999999747e-06, and should be written as it was.
+    # Stored as float32, 1e-5 is read as 9.999999747e-06, and should be written as 1e-5.
     return replace(settings, norm_epsilon=float(f"{settings.norm_epsilon:.7g}"))
 
 
@@ -199,7 +199,7 @@ def hf_config(shape: GptOssShape, settings: Settings, *, packed: bool) -> dict[s
 
 
 def with_quantization(document: Mapping[str, Any], *, packed: bool) -> dict[str, Any]:
-    """The same config for experts in MXFP4 or in floats; what already says so stays as it is."""
+    """The same config for experts in MXFP4 or in floats; a config that already says so is not changed."""
     config = dict(document)
     given = config.get("quantization_config")
     if not packed:

@@ -1,4 +1,4 @@
-"""Converting gpt-oss checkpoints between OpenAI's, Hugging Face's and GGUF's layouts, and back to MXFP4 from floats.
+"""Converts gpt-oss checkpoints between OpenAI's, Hugging Face's and GGUF's layouts, and from floats back to MXFP4.
 
 No value changes unless `experts` asks for it: `mxfp4` encodes experts that are floats (a fine-tuned model's),
 `bfloat16` expands packed ones. Memory is bounded by one expert's matrix; the output appears whole or not at all.
@@ -34,7 +34,7 @@ from bitplan.store.gpt_oss.write import OnBytes, Written, write_gpt_oss
 
 ExpertFormat = Literal["mxfp4", "bfloat16"]
 WEIGHTS = "model.safetensors"
-# Beside a Hugging Face model, and as valid for the new one.
+# Files beside a Hugging Face model that are valid for the converted one too.
 COMPANIONS = (
     "generation_config.json",
     "tokenizer.json",
@@ -46,7 +46,7 @@ COMPANIONS = (
 
 @dataclass
 class ConvertReport:
-    """What was written, and what was done to each tensor; `files` are those beside the weights."""
+    """What was written, and what was done to each tensor; `files` are the other files beside the weights."""
 
     source: str
     output: str
@@ -60,7 +60,7 @@ class ConvertReport:
         return sum(tensor.nbytes for tensor in self.tensors)
 
     def counts(self) -> list[dict[str, Any]]:
-        """Tensors and bytes by what was done and the format they have now."""
+        """Tensors and bytes, by action and by format."""
         rows: dict[tuple[str, str], dict[str, Any]] = {}
         for tensor in self.tensors:
             key = (tensor.action, tensor.format)
@@ -111,7 +111,7 @@ def convert_gpt_oss(
                 force=force,
                 on_bytes=on_bytes,
             )
-            if weights != Path(dest):  # a folder of its own
+            if weights != Path(dest):  # the output is a folder
                 for name in companions:
                     with (file.folder / name).open("rb") as companion, atomic_file(weights.parent / name) as copy:
                         shutil.copyfileobj(companion, copy)
@@ -132,11 +132,11 @@ def save_gpt_oss(
     force: bool = False,
     on_bytes: OnBytes = lambda _count, _name: None,
 ) -> ConvertReport:
-    """Weights, and the config that belongs beside them; `config` and `metadata` are carried over where given."""
+    """Write weights and their config; a given `config` and `metadata` are carried over."""
     if experts not in get_args(ExpertFormat):
         raise StoreError(f"experts are written in {' or '.join(get_args(ExpertFormat))}, got {experts!r}")
     packed = experts == "mxfp4"
-    list_slots(to, source.shape, packed=packed)  # refuses what a layout does not have
+    list_slots(to, source.shape, packed=packed)  # refuses experts that the layout cannot hold
     report = ConvertReport(source.where, str(weights), "", to)
     document = None
     if to == "gguf":
@@ -161,7 +161,7 @@ def save_gpt_oss(
 
 
 def _check_config(path: Path, document: Mapping[str, Any], source: GptOssSource, *, force: bool) -> None:
-    """Another model's config must not be replaced by the way."""
+    """Refuse to replace the config of another model."""
     if not path.exists() or json.dumps(read_json(path)) == json.dumps(document):
         return
     own = source.folder / CONFIG if isinstance(source, GptOssFile) else None
@@ -176,7 +176,7 @@ def _check_config(path: Path, document: Mapping[str, Any], source: GptOssSource,
 
 @contextmanager
 def open_destination(dest: str | Path, to: Layout, *, force: bool, sources: Sequence[Path] = ()) -> Iterator[Path]:
-    """The path to write the weights to: `dest` itself, or a file in a folder that appears when the block ends well."""
+    """The path for the weights: `dest` itself, or a file in a folder that appears when the block ends without error."""
     path = Path(dest)
     if to not in LAYOUTS:
         raise StoreError(f"no layout {to!r}; there are {', '.join(LAYOUTS)}{did_you_mean(str(to), LAYOUTS)}")

@@ -1,4 +1,4 @@
-"""One expert's matrix, out of the tensors of one layout and into those of another.
+"""Moves one expert's matrix from the tensors of one layout to those of another.
 
 Between layouts a matrix is either an `Encoded` in mxfp4 or a float tensor, always [outputs, inputs], with gate in the
 even rows and up in the odd ones. Packed bytes are moved, never decoded: a change of layout picks rows and reorders
@@ -30,7 +30,7 @@ def group_experts(slots: Sequence[LayoutTensor]) -> dict[tuple[int, tuple[str, .
 
 
 def join_expert(slots: Sequence[LayoutTensor], read: Callable[[LayoutTensor], Tensor]) -> Matrix:
-    """One expert's matrix from what `read` gives of each tensor for this expert (uint8 where it is packed)."""
+    """One expert's matrix; `read` gives this expert's part of each tensor (uint8 if it is packed)."""
     kinds = {slot.kind: slot for slot in slots}
     if "blocks" in kinds:
         blocks, scales = read(kinds["blocks"]), read(kinds["scales"])
@@ -43,7 +43,7 @@ def join_expert(slots: Sequence[LayoutTensor], read: Callable[[LayoutTensor], Te
 
 
 def split_expert(slots: Sequence[LayoutTensor], matrix: Matrix) -> Iterator[tuple[str, Tensor | bytes]]:
-    """What goes into each of the tensors for one expert."""
+    """The part of each tensor for one expert."""
     for slot in slots:
         if slot.kind == "matrix":
             rows = matrix if slot.parts == DOWN else _every_second(matrix, GATE_UP.index(slot.parts[0]))
@@ -86,5 +86,5 @@ def _each_part(encoded: Encoded, change: Callable[[str, Tensor], Tensor]) -> Map
 
 
 def weave_rows(even: Tensor, odd: Tensor) -> Tensor:
-    """Rows of two tensors by turns."""
+    """The rows of two tensors, alternating."""
     return torch.stack((even, odd), dim=1).flatten(0, 1)

@@ -1,4 +1,4 @@
-"""Which tensors a gpt-oss checkpoint has in each of its three layouts: names, shapes, and what each one holds.
+"""The tensors of a gpt-oss checkpoint in each of its three layouts: names, shapes, and their contents.
 
 | layout | file | q, k, v | gate and up | experts in MXFP4 | experts in floats |
 |---|---|---|---|---|---|
@@ -6,9 +6,9 @@
 | hf | safetensors | three tensors | one tensor, rows alternate | OpenAI's bytes | [E, inputs, outputs] |
 | gguf | GGUF | three tensors | two tensors | 17-byte blocks | [E, outputs, inputs] |
 
-To speak of all three at once, a model is cut into `parts`, the largest pieces that no layout cuts further (q, k, v,
-gate, up, ...). A `LayoutTensor` is one tensor of a file and the parts it holds. Sources: openai's checkpoint.py,
-transformers' GptOssExperts (floats lie transposed there), llama.cpp's gpt-oss architecture in gguf-py.
+To describe all three, a model is cut into `parts`, the largest pieces that no layout cuts further (q, k, v, gate, up,
+...). A `LayoutTensor` is one tensor of a file and the parts it holds. Sources: openai's checkpoint.py, transformers'
+GptOssExperts (floats lie transposed there), llama.cpp's gpt-oss architecture in gguf-py.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ def make_shape(preset: str, **sizes: int | None) -> GptOssShape:
 
 @dataclass(frozen=True)
 class LayoutTensor:
-    """One tensor of a file: where a layout keeps some parts of a layer (None: of the whole model)."""
+    """One tensor of a file, which holds some parts of a layer (None: of the whole model)."""
 
     name: str
     kind: Kind
@@ -104,7 +104,7 @@ class LayoutTensor:
 
     @property
     def weaves(self) -> bool:
-        """Whether gate and up alternate in it."""
+        """Whether gate and up alternate in the tensor."""
         return len(self.parts) == 2
 
 
@@ -182,7 +182,7 @@ _EXPERTS: dict[tuple[Layout, bool], _ExpertNames] = {
     ("gguf", False): _GGUF_EXPERTS,
 }
 LAYER_PREFIX = {"openai": "block.", "hf": "model.layers.", "gguf": "blk."}
-# What llama.cpp wants in float32: vectors, norms, biases and the router.
+# Parts that llama.cpp wants in float32: vectors, norms, biases and the router.
 _GGUF_WIDE = {part.name for part in _LAYER if len(part.shape(GptOssShape())) == 1 or part.name.endswith("_bias")}
 GGUF_WIDE = _GGUF_WIDE | {"router", "final_norm"}
 
@@ -209,7 +209,7 @@ def list_slots(layout: Layout, shape: GptOssShape, *, packed: bool = True) -> li
 
 
 def checkpoint_bytes(layout: Layout, shape: GptOssShape, *, packed: bool = True) -> int:
-    """What the tensors take, all but the experts in bfloat16 (GGUF: some of it in float32)."""
+    """The bytes of all tensors; those that are not experts in bfloat16 (GGUF: some in float32)."""
     total = 0
     for slot in list_slots(layout, shape, packed=packed):
         numbers = math.prod(slot.shape)

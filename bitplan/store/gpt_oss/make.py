@@ -1,8 +1,8 @@
-"""Making gpt-oss checkpoints of any size, for tests and benchmarks: real packed bytes, realistic numbers.
+"""Makes gpt-oss checkpoints of any size, for tests and benchmarks: real packed bytes, realistic numbers.
 
-Weights are drawn from a normal distribution with the deviation of a fresh layer and go through the real encoder, so
-that codes and scales are spread as in a trained model. Each part has its own seed: the same seed gives the same
-numbers in every layout (and on every run, on the same kind of device).
+Weights are drawn from a normal distribution with the deviation of a new layer and encoded by the real encoder, so that
+codes and scales are distributed as in a trained model. Each part has its own seed: the same seed gives the same numbers
+in every layout (and on every run, on the same kind of device).
 """
 
 from __future__ import annotations
@@ -46,12 +46,12 @@ def make_checkpoint(
     force: bool = False,
     on_bytes: OnBytes = lambda _count, _name: None,
 ) -> ConvertReport:
-    """Write a checkpoint with the tensors of gpt-oss and drawn numbers, and the config that fits it.
+    """Write a checkpoint with the tensors of gpt-oss and random numbers, and its config.
 
     path           as `convert_gpt_oss` takes it: a .safetensors or .gguf file, or a folder to be made
     naming         openai, hf or gguf
     size           a preset (tiny, 20b, 120b); the sizes after it replace its own
-    expert_format  bfloat16 makes what a fine-tuned model looks like (hf and gguf)
+    expert_format  bfloat16 makes a checkpoint like that of a fine-tuned model (hf and gguf)
     device         where numbers are drawn and encoded; "cuda" for the large ones
     """
     shape = make_shape(
@@ -119,7 +119,7 @@ class DrawnCheckpoint:
 
 
 def _scaled(part: str, numbers: Tensor, inputs: int) -> Tensor:
-    """Numbers as a trained model has them, roughly: norms near one, small biases, weights by their inputs."""
+    """Numbers roughly as in a trained model: norms near one, small biases, weights scaled by their inputs."""
     if part.endswith("norm"):
         return 1 + numbers / 8
     if part.endswith("bias"):

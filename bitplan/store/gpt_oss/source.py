@@ -1,6 +1,6 @@
-"""A gpt-oss checkpoint open for reading, whichever its layout, one chunk of rows or one expert at a time.
+"""A gpt-oss checkpoint open for reading, in any layout, one chunk of rows or one expert at a time.
 
-Nothing larger than that is ever in memory, whatever the size of the file.
+Nothing larger than that is ever in memory.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ CHUNK_BYTES = 2**26
 
 
 class GptOssSource(Protocol):
-    """What a checkpoint can be written from: a file, or numbers drawn on the spot.
+    """A source from which a checkpoint can be written: a file, or random numbers.
 
     `where` begins the errors; `experts` is the float type of the experts, None where they are MXFP4; `is_widened`
     says that float32 may stand for bfloat16, as it does in GGUF.
@@ -39,16 +39,16 @@ class GptOssSource(Protocol):
     is_widened: bool
 
     def dtype(self, part: str, layer: int | None) -> torch.dtype:
-        """In which type a part that is not an expert's matrix is kept."""
+        """The type of a part that is not an expert's matrix."""
 
     def rows(self, part: str, layer: int | None) -> Iterator[Tensor]:
-        """The rows of such a part, some at a time."""
+        """The rows of a part that is not an expert's matrix, some at a time."""
 
     def expert(self, layer: int, parts: tuple[str, ...], index: int) -> Matrix:
         """One expert's matrix [outputs, inputs]: ("gate", "up") alternating by rows, or ("down",)."""
 
     def expert_name(self, layer: int, parts: tuple[str, ...]) -> str:
-        """What errors call the tensor that holds such matrices."""
+        """The name, for errors, of the tensor that holds these matrices."""
 
     def twin(self, slot: LayoutTensor) -> LayoutTensor | None:
         """The source's tensor with the same parts in the same arrangement as a tensor of another layout."""
@@ -58,7 +58,7 @@ class GptOssSource(Protocol):
 
 
 class GptOssFile:
-    """A checkpoint in OpenAI's, Hugging Face's or GGUF's layout, checked whole; see `GptOssSource`."""
+    """A checkpoint in OpenAI's, Hugging Face's or GGUF's layout, completely checked; see `GptOssSource`."""
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
@@ -165,7 +165,7 @@ def _open(path: Path) -> Checkpoint | GGUFFile:
 
 
 def _span(slot: LayoutTensor, part: str, shape: GptOssShape) -> tuple[int, int]:
-    """Which rows of a tensor are a part's; the only tensor with several by rows is OpenAI's qkv."""
+    """The rows of a part in a tensor; only OpenAI's qkv has several parts by rows."""
     if len(slot.parts) == 1:
         return 0, slot.shape[0]
     counts = [shape.q_rows, shape.kv_rows, shape.kv_rows]

@@ -1,4 +1,4 @@
-"""Writes a gpt-oss checkpoint in any layout from any source, and says what was done to each tensor.
+"""Writes a gpt-oss checkpoint in any layout from any source, and reports what was done to each tensor.
 
 | action | what happened to the numbers | what happened to the bytes |
 |---|---|---|
@@ -104,7 +104,7 @@ def write_gpt_oss(
     ]
 
 
-# ---- what is written -------------------------------------------------------------------------------------------------
+# ---- types and entries -----------------------------------------------------------------------------------------------
 
 
 def _dtype(source: GptOssSource, slot: LayoutTensor, layout: Layout, experts: torch.dtype | None) -> torch.dtype | None:
@@ -169,7 +169,7 @@ def _plain_action(source: GptOssSource, slot: LayoutTensor, dtype: torch.dtype |
 
 
 def _exactly(rows: Tensor, dtype: torch.dtype | None) -> Tensor:
-    """The same numbers in another type, bit by bit where it is narrower: a NaN keeps its payload."""
+    """The same numbers in another type; a narrower type takes the upper bits, so that a NaN keeps its payload."""
     if rows.dtype == torch.float32 and dtype == torch.bfloat16:
         return (rows.contiguous().view(torch.int32) >> 16).to(torch.int16).view(torch.bfloat16)
     return rows.to(dtype)
@@ -216,7 +216,7 @@ def _finite(numbers: Tensor, name: str) -> Tensor:
 
 @contextmanager
 def _naming(name: str) -> Iterator[None]:
-    """Errors of the formats do not know which tensor they are about."""
+    """Adds the tensor's name to errors of the formats, which do not know it."""
     try:
         yield
     except FormatError as error:

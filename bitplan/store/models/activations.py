@@ -12,10 +12,10 @@ from bitplan.errors import NonFiniteError, StoreError
 
 
 class ActivationObserver:
-    """The mean square of every input feature, over all it has been shown.
+    """The mean square of every input feature, over all inputs so far.
 
-    Also a forward hook or pre-hook: `linear.register_forward_hook(observer)`. `axis` is where features lie: the last
-    for a Linear, -3 for a Conv2d.
+    It can be a forward hook or pre-hook: `linear.register_forward_hook(observer)`. `axis` is the axis of features: the
+    last for a Linear, -3 for a Conv2d.
     """
 
     def __init__(self, axis: int = -1) -> None:
@@ -55,7 +55,7 @@ def observe_inputs(inputs: Tensor | Iterable[Tensor] | ActivationObserver) -> Ac
 
 
 def weighted_error(master: Tensor, decoded: Tensor, importance: Tensor) -> float:
-    """The output's relative error for uncorrelated inputs: squares summed with the importance of their column."""
+    """The output's relative error for uncorrelated inputs: squares are weighted with the importance of their column."""
     weights = importance.to(master.device, torch.float64)
     error, signal = (
         float((part.reshape(-1, weights.numel()).square().sum(dim=0, dtype=torch.float64) * weights).sum())

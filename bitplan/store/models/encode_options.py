@@ -11,7 +11,7 @@ from bitplan.formats.scales.rules import ScaleRule
 
 
 class EncodeOptions(TypedDict, total=False):
-    """What `encode` takes beside the tensor and the format."""
+    """The options of `encode`, beside the tensor and the format."""
 
     scale_rule: ScaleRule | None
     percentile: float
@@ -24,7 +24,7 @@ class EncodeOptions(TypedDict, total=False):
 
 
 def merge_options(recipe: EncodeOptions, options: EncodeOptions) -> EncodeOptions:
-    """Options given (not None) replace those remembered; a new rule lets go of what it would not use."""
+    """Given options (not None) replace remembered ones; a new rule drops remembered options that it would not use."""
     given = {key: value for key, value in options.items() if value is not None}
     merged: dict[str, object] = dict(recipe)
     if "scale_rule" in given:
@@ -41,5 +41,5 @@ def same_options(one: EncodeOptions, two: EncodeOptions) -> bool:
             return left is right or (left.shape == right.shape and torch.equal(left, right.to(left.device)))
         return not isinstance(left, Tensor) and not isinstance(right, Tensor) and left == right
 
-    # `pad` decides whether a version can exist, not what it is.
+    # `pad` decides whether a version can exist, not its numbers.
     return all(equal(key) for key in (one.keys() | two.keys()) - {"pad"})

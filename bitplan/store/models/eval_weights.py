@@ -1,11 +1,11 @@
 """Gives an eval-mode forward the decoded version of a weight in place of the Parameter.
 
-The class of each module with morphed weights becomes a subclass of itself in which `weight` is a property.
-While a forward of an eval-mode module runs on a thread, it gives the decoded version there; anywhere else the
-Parameter. The decoded tensor lives no longer than the forward that asked for it. So nothing has to be put back after
-an exception, threads do not disturb each other, and what reads weights without calling the layer that owns them
-(attention's output projection, torch's fused encoder layer, logits from an embedding) is quantized too. Modules
-on the way from the model to such a layer get the subclass for their `forward` alone.
+The class of each module with morphed weights becomes a subclass of itself in which `weight` is a property. While a
+forward of an eval-mode module runs on a thread, the property gives the decoded version on that thread, and the
+Parameter everywhere else. The decoded tensor lives no longer than the forward that asked for it. So nothing has to be
+restored after an exception, threads do not disturb each other, and code that reads weights without calling the layer
+that owns them (attention's output projection, torch's fused encoder layer, logits from an embedding) gets quantized
+weights too. Modules on the way from the model to such a layer get the subclass for their `forward` alone.
 """
 
 from __future__ import annotations
@@ -75,8 +75,8 @@ def _seen_by_forward(module: nn.Module, name: str) -> Tensor | None:
     if weight is None:
         slot, parameter = slots_of(module)[name], module._parameters[name]
         if not isinstance(parameter, nn.Parameter):
-            return parameter  # torch.func.functional_call put its own tensor here: that is what the caller wants to see
-        # A Parameter put here for this call alone is quantized as well, and its version not kept.
+            return parameter  # a tensor of torch.func.functional_call, which the caller wants to use
+        # A Parameter that is here for this call only is quantized as well, and its version is not kept.
         store = slot.store if slot.store.follows(parameter) else slot.store._for(parameter)
         weight = decode(store.morph(slot.fmt), parameter.dtype)
         if frame.keeps(module):
@@ -85,13 +85,13 @@ def _seen_by_forward(module: nn.Module, name: str) -> Tensor | None:
 
 
 class Morphed(nn.Module):
-    """What the class of a morphed module adds to the class it had."""
+    """Methods that the class of a morphed module has beside those of its original class."""
 
     _bitplan_base: type[nn.Module]
     _bitplan_names: frozenset[str]
 
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
-        """A new Parameter in the place of a morphed one is morphed too: `load_state_dict(assign=True)` does this."""
+        """Morph a new Parameter in the place of a morphed one, as after `load_state_dict(assign=True)`."""
         super().register_parameter(name, param)
         slot = slots_of(self).get(name)
         if slot is not None and param is not None and not slot.store.follows(param):
@@ -105,7 +105,7 @@ class Morphed(nn.Module):
 
     @contextmanager
     def _moving(self) -> Iterator[None]:
-        """Parameters change place or type inside: versions move along, for encoding again would lose a file's bytes."""
+        """Inside, Parameters change device or type; versions move too: encoding again would lose a file's bytes."""
         before = [
             (name, slot, parameter, parameter.detach(), slot.store.versions)
             for name, slot in slots_of(self).items()
@@ -119,13 +119,13 @@ class Morphed(nn.Module):
                 slot.store = slot.store._for(now)
             slot.store._moved(numbers, versions, now)
 
-    def __reduce_ex__(self, protocol: Any) -> Any:  # deepcopy; a pickle ends at the stores, which say what to do
+    def __reduce_ex__(self, protocol: Any) -> Any:  # for deepcopy; the stores refuse to be pickled
         _, _, *state = cast(tuple[Any, ...], super().__reduce_ex__(protocol))
         return _new_morphed, (self._bitplan_base, self._bitplan_names), *state
 
 
 class MorphedRNN(Morphed):
-    """Recurrent layers hand a list of all their weights to torch; it is put together for the call."""
+    """Recurrent layers pass a list of all their weights to torch; it is made for each call."""
 
     @property
     def _flat_weights(self) -> list[Tensor | None]:
@@ -148,20 +148,20 @@ class MorphedRNN(Morphed):
         self.__dict__["_flat_weights"] = weights
 
     def flatten_parameters(self) -> None:
-        """Some models ask for this in every forward; in eval the Parameters are not used, so they may lie anywhere."""
+        """Some models call this in every forward; in eval mode the Parameters are not used and need no flattening."""
         if self.training or not _frames.stack:
             with self._moving():
                 super().flatten_parameters()  # type: ignore[misc]
 
     def _weights_have_changed(self) -> bool:
-        """Torch would take the decoded weights for new Parameters, and keep them."""
+        """False in eval mode: torch would take the decoded weights for new Parameters, and keep them."""
         refs, names = self.__dict__["_flat_weight_refs"], self.__dict__["_flat_weights_names"]
         now = [self._parameters.get(name) for name in names]
         return any(ref is not None and one is not None and ref() is not one for ref, one in zip(refs, now, strict=True))
 
 
 def _detached(tensor: Tensor | None) -> Tensor | None:
-    """cuDNN's flattening moves the tensors of the list; a Parameter must stay where it is."""
+    """The tensor, detached: cuDNN's flattening moves the tensors of the list, and a Parameter must stay where it is."""
     return tensor.detach() if isinstance(tensor, nn.Parameter) and tensor.is_cuda else tensor
 
 
@@ -216,7 +216,7 @@ def slots_of(module: nn.Module) -> dict[str, MorphedParameter]:
 
 
 def set_slots(module: nn.Module, slots: dict[str, MorphedParameter], *, on_path: bool) -> None:
-    """Morph exactly these Parameters of a module; the class it had comes back when nothing is left to do."""
+    """Morph exactly these Parameters of a module; with none left, the module gets its original class back."""
     base = module._bitplan_base if isinstance(module, Morphed) else type(module)
     module.__dict__.pop(_SLOTS, None)
     if slots:

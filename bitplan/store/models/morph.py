@@ -1,9 +1,8 @@
 """Whole models: every weight of a torch module in a format.
 
-`morph_model` gives each chosen Parameter a WeightStore and lets eval-mode forwards see the decoded version instead
-of the Parameter. The Parameters themselves, `state_dict()`, optimizers and training are untouched: quantization
-happens after training, not in it.
-How they see it: `eval_weights`.
+`morph_model` gives each chosen Parameter a WeightStore, and eval-mode forwards use the decoded version instead of the
+Parameter (`eval_weights`). The Parameters themselves, `state_dict()`, optimizers and training are untouched:
+quantization happens after training, not in it.
 """
 
 from __future__ import annotations
@@ -49,7 +48,7 @@ _BEFORE = "morphed before"
 
 @dataclass(frozen=True)
 class MorphChoice:
-    """What became of one Parameter, and why. `fmt` None: it was left alone."""
+    """The format of one Parameter, and why. `fmt` None: it was left alone."""
 
     fmt: str | None
     reason: str
@@ -85,7 +84,7 @@ class ParameterPlace:
 
     @property
     def key(self) -> tuple[int, str]:
-        """The same for all names of one module's Parameter."""
+        """A key that is the same for all names of a module's Parameter."""
         return id(self.module), self.local
 
     @property
@@ -101,7 +100,7 @@ class ParameterPlace:
         return "weight" if isinstance(self.module, _LAYERS) and _WEIGHT.fullmatch(self.local) else "other"
 
     def stored(self, norms: bool = False) -> Stored:
-        """What `choose_formats` takes: biases, norms and parameters of unknown layers must be asked for by name."""
+        """As `choose_formats` takes it: biases, norms and parameters of unknown layers must be asked for by name."""
         named_by: dict[str, NamedBy] = {"weight": "any", "norm": "any" if norms else "module"}
         unknown = f"not a weight of a known layer ({type(self.module).__name__}): left alone unless named"
         shape = (0, 0) if nn.parameter.is_lazy(self.parameter) else tuple(self.parameter.shape)
@@ -124,11 +123,11 @@ class EncodedModule(nn.Module, ABC):
 
     @abstractmethod
     def replace(self, encoded: Encoded) -> None:
-        """Take other bytes of the same format and shape."""
+        """Replace the bytes by others of the same format and shape."""
 
 
 def encoded_modules_of(model: nn.Module) -> dict[str, EncodedModule]:
-    """Every such module under every name it has."""
+    """Every EncodedModule under every name it has."""
     modules = model.named_modules(remove_duplicate=False)
     return {name: module for name, module in modules if isinstance(module, EncodedModule)}
 
@@ -144,13 +143,13 @@ def places_of(model: nn.Module) -> list[ParameterPlace]:
 
 
 def _plan(places: list[ParameterPlace], formats: Wanted, norms: bool) -> Plan:
-    """A format alone is for all weights; what a mapping does not name stays as it was morphed before."""
+    """A single format is for all weights; parameters that a mapping does not name keep their formats."""
     before = {
         place.name: Planned(Choice(slot.fmt.name, _BEFORE))
         for place in places
         if (slot := slots_of(place.module).get(place.local))
     }
-    if isinstance(formats, Plan):  # it may have one name of a tied parameter
+    if isinstance(formats, Plan):  # a plan may have only one of the names of a tied parameter
         named = {id(place.parameter) for place in places if place.name in formats}
         places = [place for place in places if place.name in formats or id(place.parameter) not in named]
     tensors = {place.name: place.stored(norms) for place in places}
@@ -176,14 +175,14 @@ def morph_model(
 
     formats    one format for the weights of all known layers, or what `choose_formats` takes: a plan, a manifest, or a
                mapping of names or shell patterns, of parameters or of modules (then all in them), to a format or to
-               None (leave it alone). The first that matches wins; one that matches nothing is an error. A parameter
-               that none matches stays as it is; tied ones count as one.
+               None (leave it alone). The first pattern that matches wins; a pattern that matches nothing is an error. A
+               parameter that no pattern matches stays as it is; tied ones count as one.
     norms      also the weights of normalization layers; biases only where a pattern ends in their own name
-    observers  from `observe_model`: choose the scales of these parameters by the inputs seen, not by `scale_rule`
+    observers  from `observe_model`: choose the scales of these parameters by their inputs, not by `scale_rule`
 
-    Weights of modules in training mode are the FP32 Parameters, and so is what is read outside of any forward of the
-    model and its modules. Under torch.compile training is compiled and evaluation is not. If a weight cannot be
-    encoded, the error names it and the model is as it was.
+    Modules in training mode use the FP32 Parameters, and so does code outside of any forward of the model and its
+    modules. Under torch.compile training is compiled and evaluation is not. If a weight cannot be encoded, the error
+    names it and the model is as it was.
     """
     if isinstance(model, nn.modules.linear.NonDynamicallyQuantizableLinear):
         raise StoreError("an attention's out_proj runs inside the attention: morph the MultiheadAttention that owns it")
@@ -219,9 +218,9 @@ def morph_model(
 
 
 def attach_encoded(model: nn.Module, encoded: Mapping[str, Encoded]) -> None:
-    """Take versions as a file holds them: each is kept to the bit, and its Parameter becomes what it stands for.
+    """Take versions from a file: each is kept bit for bit, and its Parameter gets the decoded numbers.
 
-    A tied parameter may come under one of its names, or under each: the same bytes, or another format.
+    A tied parameter may be given under one of its names, or under each: with the same bytes, or in other formats.
     """
     places = {place.name: place for place in places_of(model)}
     groups: dict[int, dict[str, Encoded]] = {}
@@ -268,8 +267,8 @@ def formats_of(model: nn.Module) -> dict[str, Format]:
 def observe_model(model: nn.Module) -> Iterator[dict[str, ActivationObserver]]:
     """Record the inputs of weights: run representative batches inside, then give the result to `morph_model`.
 
-    Watched are the inputs of Linear, convolutions, attention's input projections and the first layer of recurrent ones;
-    no one can see those of an Embedding (indices), of a transposed convolution (rows) or inside a recurrence.
+    It records inputs of Linear, convolutions, attention's input projections and the first layer of recurrent layers; it
+    cannot record those of an Embedding (indices), of a transposed convolution (rows) or inside a recurrence.
     """
     observers: dict[str, ActivationObserver] = {}
     names = {place.key: place.name for place in reversed(places_of(model))}
@@ -295,7 +294,7 @@ def observe_model(model: nn.Module) -> Iterator[dict[str, ActivationObserver]]:
 
 
 def _inputs_of(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[tuple[str, Tensor, int]]:
-    """(parameter, the inputs it meets, the axis of features) for a call of a layer."""
+    """(parameter, its inputs, the axis of features) for a call of a layer."""
     first = ("query", "key", "value") if isinstance(module, nn.MultiheadAttention) else ("input",)
     named = dict(zip(first, args, strict=False)) | kwargs
     if isinstance(module, nn.MultiheadAttention):
@@ -337,7 +336,7 @@ def _morph_ties(
     choices: dict[tuple[int, str], MorphChoice],
     slots: dict[tuple[int, str], MorphedParameter],
 ) -> None:
-    """A tied weight is one weight: named under one of its names it is morphed under all, but for an explicit None."""
+    """Morph a tied weight under all its names if one of them is named, except where None is explicit."""
     morphed = {id(place.parameter): place for place in reversed(places) if place.key in slots}
     for place in places:
         twin = morphed.get(id(place.parameter))
@@ -347,7 +346,7 @@ def _morph_ties(
 
 
 def _store_finder(model: nn.Module) -> Callable[[ParameterPlace], WeightStore]:
-    """One store per Parameter: those the model has, and new ones."""
+    """A function that gives one store per Parameter: the model's existing ones, or new ones."""
     stores = {id(store._master): store for store in stores_of(model).values()}
 
     def find(place: ParameterPlace) -> WeightStore:
@@ -380,4 +379,4 @@ def _attach(model: nn.Module, slots: Mapping[tuple[int, str], MorphedParameter])
 
 
 def _no_shortcut(*_: object) -> None:
-    """Does nothing; a TransformerEncoderLayer around the morphed module sees a hook, and calls its parts one by one."""
+    """A hook that does nothing: because of it a TransformerEncoderLayer calls its parts one by one."""

@@ -1,8 +1,8 @@
-"""Saving and loading models: the packed bytes a model runs on are the bytes in the file.
+"""Saves and loads models: the packed bytes of a model are the bytes in the file.
 
-A parameter that was morphed is written as its active version, one that a plan packed as its packed bytes, under the
-parameter's own name; everything else as it is. Loading puts the version back untouched and restores the FP32 master
-from it, so that a loaded model can run, be saved again byte for byte, or train on.
+A morphed parameter is written as its active version, a parameter that a plan packed as its packed bytes, under the
+parameter's own name; everything else is written as it is. Loading restores the version unchanged and the FP32 master
+from it, so that a loaded model can run, be saved again byte for byte, or be trained further.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ from bitplan.store.models.transformers_names import listed_names, model_from_ten
 def save_model(model: nn.Module, path: str | Path, *, metadata: Mapping[str, str] | None = None) -> None:
     """Write a model's parameters and persistent buffers; the suffix chooses .safetensors, .gguf or .json.
 
-    What `morph_model` or `apply_plan` packed is written packed, under the parameter's own name, as by `quantize_file`.
+    Parameters that `morph_model` or `apply_plan` packed are written packed, under their own names, as by
+    `quantize_file`.
     """
     _check_arguments("save_model(model, path)", model, path)
     items, tied = _model_items(model, path)
@@ -51,8 +52,8 @@ def load_model(path: str | Path, model: nn.Module) -> nn.Module:
 
     Every name and shape is checked before the first value is changed. A tied parameter may come under any of its names;
     a model of transformers takes files under the names that its save_pretrained writes. A packed tensor fits a
-    parameter of any float type: the version is what the file holds, and the parameter what it stands for, rounded to
-    its type. A parameter that a plan packed takes its own format alone.
+    parameter of any float type: the file's bytes become the version, and the decoded numbers, rounded to the
+    parameter's type, the parameter. A parameter that a plan packed takes only its own format.
     """
     _check_arguments("load_model(path, model)", model, path)
     own = own_tensors(model)
@@ -93,7 +94,7 @@ def load_model(path: str | Path, model: nn.Module) -> nn.Module:
 
 
 def _check_buffers(path: str | Path, file: TensorFile, unsaved: Mapping[str, Tensor]) -> None:
-    """A buffer that the model computes and does not save (positions, rotary frequencies) must be what it computed."""
+    """Refuse a file whose buffers differ from those that the model computes itself (positions, rotary frequencies)."""
     for name, own in unsaved.items():
         if not _same_buffer(file.read_float(name), own):
             raise FileFormatError(
@@ -103,7 +104,7 @@ def _check_buffers(path: str | Path, file: TensorFile, unsaved: Mapping[str, Ten
 
 
 def _same_buffer(came: Tensor, own: Tensor) -> bool:
-    """Equal as integers; as floats to what 16 bits hold. On meta there is nothing to compare with."""
+    """Whether buffers are equal: integers exactly, floats to 16-bit precision. On meta they count as equal."""
     if came.shape != own.shape or own.is_meta:
         return came.shape == own.shape
     if not own.is_floating_point():
@@ -112,12 +113,12 @@ def _same_buffer(came: Tensor, own: Tensor) -> bool:
 
 
 def _is_of_transformers(model: nn.Module) -> bool:
-    transformers = sys.modules.get("transformers")  # without it there is no model of it
+    transformers = sys.modules.get("transformers")  # not imported: the model is not of transformers
     return transformers is not None and isinstance(model, transformers.PreTrainedModel)
 
 
 def _under_the_models_names(path: str | Path, file: TensorFile, model: Any) -> dict[str, Tensor | Encoded]:
-    """A file's tensors as transformers renames and merges them; what it only renames stays packed."""
+    """A file's tensors as transformers renames and merges them; tensors that are only renamed stay packed."""
     for spec in file.specs.values():
         is_plain = spec.dtype.is_floating_point and not spec.encoded
         if is_plain and not _holds(model.dtype, spec.dtype):
@@ -163,8 +164,8 @@ def _check_fits(path: str | Path, item: Tensor | Encoded, name: str, own: Tensor
 
 
 def _holds(own: torch.dtype, came: torch.dtype) -> bool:
-    """Whether every number of one type is one of the other."""
-    if dtype_name(came) not in NARROW_FLOATS:  # torch promotes none of these
+    """Whether the type `own` holds every number of the type `came`."""
+    if dtype_name(came) not in NARROW_FLOATS:  # torch does not promote narrow floats
         return torch.promote_types(came, own) == own
     if came == torch.float8_e8m0fnu:
         return own in (torch.bfloat16, torch.float32, torch.float64)
@@ -172,7 +173,7 @@ def _holds(own: torch.dtype, came: torch.dtype) -> bool:
 
 
 def _check_ties(path: str | Path, plain: Mapping[str, Tensor], own: Mapping[str, Tensor | EncodedModule]) -> None:
-    """Names that are one parameter of the model must bring the same numbers."""
+    """Refuse a file with different numbers under names that are one parameter of the model."""
     first: dict[int, str] = {}
     for name, item in plain.items():
         place = own[name]
@@ -212,7 +213,7 @@ def _model_items(model: nn.Module, path: str | Path) -> tuple[dict[str, Tensor |
         if refusal := getattr(module, "why_not_saved", None):
             raise StoreError(f"{path}: {name!r} {refusal}")
     for name, tensor in own_tensors(model).items():
-        if isinstance(tensor, nn.Parameter | EncodedModule):  # tied only where the format is the same too
+        if isinstance(tensor, nn.Parameter | EncodedModule):  # tied only if the format is the same too
             same = (id(tensor), formats[name].name if name in formats else None)
             if same in first_name:
                 tied[name] = first_name[same]

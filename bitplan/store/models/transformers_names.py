@@ -1,8 +1,8 @@
-"""Tensors under the names of a Hugging Face file, into a model of transformers: loaded by it, and checked by us.
+"""Puts tensors under the names of a Hugging Face file into a model: transformers loads them, and we check.
 
 transformers renames and merges tensors when it loads (the experts of a mixture become one tensor, ViT's layers lose a
-prefix), and fills what is missing with random numbers. It is the one that knows the names, so it loads; what it
-reports as missing, unknown or of another shape is an error here.
+prefix), and fills what is missing with random numbers. Only transformers knows the names, so it loads; tensors that it
+reports as missing, unknown or of another shape are an error here.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch import Tensor
 from bitplan.errors import FileFormatError
 
 MOST_NAMES_SHOWN = 8
-# Options of from_pretrained: with shapes that differ it says which, and `require_complete` refuses them.
+# Options of from_pretrained: it reports shapes that differ, and `require_complete` refuses them.
 REPORTED = {"output_loading_info": True, "ignore_mismatched_sizes": True}
 
 
@@ -36,7 +36,7 @@ def model_from_tensors(model_class: Any, config: Any, tensors: Mapping[str, Tens
 
 
 def require_complete(info: Mapping[str, Any], where: str) -> None:
-    """Refuse a model of which transformers says that it made up, left out or reshaped something."""
+    """Refuse a model for which transformers reports tensors that are missing, unused or of another shape."""
     missing, unknown = sorted(info.get("missing_keys") or ()), sorted(info.get("unexpected_keys") or ())
     shapes = [
         f"{name} (the file has {tuple(came)}, the model {tuple(expected)})"
@@ -57,14 +57,14 @@ def listed_names(what: str, names: Iterable[str]) -> str:
 
 
 def foreign_reason(error: object) -> str:
-    """What a foreign error says, on one line: of some the first line is a title, and the second the reason."""
+    """Another library's error on one line: in some the first line is a title, and the second the reason."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return " ".join(lines[:2])[:300] if lines else type(error).__name__
 
 
 @contextmanager
 def silence_transformers() -> Iterator[None]:
-    """Our callers show their own progress; the bar of GGUF's dequantization has no switch of its own."""
+    """Hide transformers' progress bars: callers show their own, and the bar of GGUF's dequantization has no switch."""
     from transformers.utils import logging as theirs
 
     had_bar, level = theirs.is_progress_bar_enabled(), theirs.get_verbosity()

@@ -28,7 +28,6 @@ from bitplan.formats.dtypes import dtype_name
 from bitplan.kernels import decode
 from bitplan.store.export.gguf_metadata import FAMILIES
 from bitplan.store.files.gguf_tensors import GGUFTensors
-from bitplan.store.files.gguf_values import GGUFValue
 from bitplan.store.files.open_files import open_tensors
 from bitplan.store.files.safetensors_tensors import NativeTensors
 from bitplan.store.files.tensor_file import TensorFile
@@ -46,7 +45,7 @@ _COMPUTED = ("rope_freqs.weight",)  # llama.cpp's table of rotations, which othe
 
 @dataclass(frozen=True)
 class Values:
-    """One tensor of a model: its numbers come in pieces, in order. `is_integer`: a buffer, not weights."""
+    """One tensor of a model; its numbers are read in pieces, in order. `is_integer`: a buffer, not weights."""
 
     shape: tuple[int, ...]
     format: str
@@ -56,7 +55,7 @@ class Values:
 
 @dataclass(frozen=True)
 class ModelValues:
-    """The tensors of one file; `note` says why its names may not be those of another layout."""
+    """The tensors of one file; `note` says why its names may differ from those of another layout."""
 
     path: Path
     values: Mapping[str, Values]
@@ -64,9 +63,9 @@ class ModelValues:
 
 
 def open_values(first: str | Path, second: str | Path, opened: ExitStack) -> tuple[ModelValues, ModelValues]:
-    """Two files side by side; they stay open as long as `opened`."""
+    """Open two files for comparison; they stay open as long as `opened`."""
     files = [opened.enter_context(open_tensors(path)) for path in (first, second)]
-    shared = files[0].specs.keys() & files[1].specs.keys()  # a GGUF file and what was quantized from it
+    shared = files[0].specs.keys() & files[1].specs.keys()  # names in common: a GGUF file and a file quantized from it
     mixed = not shared and len({isinstance(file, GGUFTensors) for file in files}) > 1
     needs_layouts = mixed or any(_has_codes(file) for file in files)
     one, two = (_values(file, opened, layouts=needs_layouts) for file in files)
@@ -74,6 +73,7 @@ def open_values(first: str | Path, second: str | Path, opened: ExitStack) -> tup
         return one, two
     if isinstance(files[0], GGUFTensors):
         return _side_by_side(files[0], one, two)
+    assert isinstance(files[1], GGUFTensors)
     two, one = _side_by_side(files[1], two, one)
     return one, two
 
@@ -92,13 +92,13 @@ def _is_gpt_oss(file: TensorFile) -> bool:
 
 
 def _side_by_side(file: GGUFTensors, ours: ModelValues, theirs: ModelValues) -> tuple[ModelValues, ModelValues]:
-    """Tensors of a GGUF file and of a Hugging Face one, each pair under one name and in one order."""
+    """Tensors of a GGUF file and of a Hugging Face file, each pair with the same name and the same order of rows."""
     kind = _architecture(file)
     if kind not in _FAMILIES:
         note = f"{file.path}: the names of GGUF architecture {kind!r} are not translated; compare it with a GGUF file"
         return ModelValues(file.path, ours.values, note), theirs
     family = _FAMILIES[kind]
-    layers = 1 + max((int(found[1]) for name in ours.values if (found := _BLOCK.match(name))), default=0)
+    layers = 1 + max((int(block[1]) for name in ours.values if (block := _BLOCK.match(name))), default=0)
     table = get_tensor_name_map(next(each for each, name in MODEL_ARCH_NAMES.items() if name == kind), layers)
     left, right = {name: own for name, own in ours.values.items() if name not in _COMPUTED}, dict(theirs.values)
     grouped: dict[str, list[str]] = {}
@@ -110,8 +110,8 @@ def _side_by_side(file: GGUFTensors, ours: ModelValues, theirs: ModelValues) -> 
         if expert := _EXPERT.fullmatch(name):
             name = f"{expert['before']}.*.{expert['after']}"
             right[name] = _stacked([right.pop(each) for each in sorted(names, key=_expert_number)])
-        if family.permutes and (heads := _heads(file, kind, found)) is not None:
-            values = _in_order(values, heads.value, f"{file.path}: {found}")
+        if family.permutes and (heads := _head_count(file, kind, found)) != 0:
+            values = _in_order(values, heads, f"{file.path}: {found}")
         if family.norms_plus_one and found.endswith("norm.weight"):
             right[name] = _plus_one(right[name])
         left[name] = values
@@ -119,7 +119,7 @@ def _side_by_side(file: GGUFTensors, ours: ModelValues, theirs: ModelValues) -> 
 
 
 def _gguf_name(table: TensorNameMap, name: str) -> str:
-    """What gguf-py calls a tensor of Hugging Face's; nothing where it knows none."""
+    """gguf-py's name of a Hugging Face tensor; '' if it knows none."""
     own = name.replace("language_model.model.", "model.").replace("model.language_model.", "model.")
     own = own.replace("language_model.lm_head.", "lm_head.")
     if found := _EXPERT.fullmatch(own):
@@ -132,12 +132,13 @@ def _expert_number(name: str) -> int:
     return -1 if found is None else int(found["number"])
 
 
-def _heads(file: GGUFTensors, kind: str, name: str) -> GGUFValue | None:
+def _head_count(file: GGUFTensors, kind: str, name: str) -> object:
+    """How many heads the rows of q or k are of, as the metadata says; 0 for other tensors."""
     for part, keys in ((".attn_q.", ("head_count",)), (".attn_k.", ("head_count_kv", "head_count"))):
         if part in name:
-            found = (file.file.metadata.get(f"{kind}.attention.{key}") for key in keys)
-            return next((each for each in found if each is not None), None)
-    return None
+            said = [file.file.metadata.get(f"{kind}.attention.{key}") for key in keys]
+            return next((each.value for each in said if each is not None), None)
+    return 0
 
 
 def _stacked(experts: list[Values]) -> Values:
@@ -174,7 +175,7 @@ def _plain(file: TensorFile, name: str) -> Values:
 
 
 def _in_order(values: Values, heads: object, where: str) -> Values:
-    """Rows as Hugging Face has them: llama.cpp keeps the two halves of each head's rotation side by side."""
+    """Rows in Hugging Face's order: llama.cpp interleaves the two halves of each head's rotation."""
     rows = values.shape[0]
     if type(heads) is not int or heads < 1 or rows % (2 * heads):
         raise StoreError(f"{where}: {rows} rows do not divide into {str(heads)[:40]} heads of the file's metadata")

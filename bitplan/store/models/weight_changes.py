@@ -1,8 +1,8 @@
-"""When a weight has changed: what all that is derived from one (a cast, a packed version, an encoded block) asks.
+"""Tells whether a weight has changed, for everything derived from it (a cast, a packed version, an encoded block).
 
-Torch counts in-place writes to a tensor (`_version`), but not those of its fused optimizers (2.11 and 2.13), nor of the
-kernels of others; Hugging Face's Trainer takes a fused one by default. So after every step of any optimizer the
-parameters that had a gradient are counted here. A step that a CUDA graph replays is not seen.
+Torch counts in-place writes to a tensor (`_version`), but not those of its fused optimizers (2.11 and 2.13) or of other
+libraries' kernels; Hugging Face's Trainer uses a fused optimizer by default. So after every step of any optimizer a
+write is counted here for each parameter that had a gradient. Steps that a CUDA graph replays are not noticed.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
-UNCOUNTED = -1  # writes to a tensor that was made in inference mode, which may change at any time
+UNCOUNTED = -1  # for a tensor that was made in inference mode, which may change unnoticed
 _lock = threading.Lock()
 _hook: object = None
 
@@ -27,12 +27,12 @@ def writes_of(tensor: Tensor) -> int:
 
 
 def state_of(tensor: Tensor) -> tuple[int, int]:
-    """(writes, address): another after each write that is counted, and in other memory."""
+    """(writes, address): changes with each counted write, and when the tensor moves to other memory."""
     return writes_of(tensor), tensor.data_ptr()
 
 
 def count_optimizer_steps() -> None:
-    """From now on every optimizer's step raises `_version` of what it changed; call it before relying on that."""
+    """From now on every optimizer's step raises `_version` of its parameters; call it before you rely on that."""
     global _hook
     if _hook is None:
         with _lock:
@@ -53,10 +53,10 @@ Entry = TypeVar("Entry", bound=_OfStorage)
 
 
 class KeptByStorage(dict[Hashable, Entry]):
-    """What is derived from weights, by their memory: a key begins with the storage's `_cdata`.
+    """Things derived from weights, by the weights' memory: a key begins with the storage's `_cdata`.
 
-    The weak reference in an entry keeps that identity from being given to another storage, so what is found under the
-    key of a weight is of that weight. Entries of weights that are gone are dropped each time the count has doubled.
+    The weak reference in an entry keeps `_cdata` from being reused for another storage, so an entry under a weight's
+    key belongs to that weight. Entries of freed weights are dropped each time the count has doubled.
     """
 
     def __init__(self, least: int) -> None:

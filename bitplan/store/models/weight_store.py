@@ -1,17 +1,15 @@
 """WeightStore: one weight, its master, and the versions derived from it.
 
-The master (FP32) is the truth and the only thing that is ever trained. A version is the master held
-in a format, made when first asked for and at most once per state of the master; a device version is a copy
-of it elsewhere. Any change of the master drops them all, so a stale version is never handed out. Nobody writes a
-version, and each owns its scales.
+The master (FP32) is the truth and the only thing that is ever trained. A version is the master in a format, made at
+first use and at most once per state of the master; a device version is a copy of it on a device. Any change of the
+master drops them all, so a stale version is never returned. Versions are never written to, and each owns its scales.
 
-How a change is seen. Torch counts in-place writes (`_version`; steps of fused optimizers are counted by
+How a change is detected: torch counts in-place writes (`_version`; steps of fused optimizers are counted by
 `weight_changes`), but not those through `.data`. So the state of a master is: changes made through the store, torch's
-count, where the numbers lie, and on a CPU the bits of 256 of them.
-What stays unseen is a write through `.data` on a GPU or to a few numbers only, and an optimizer step replayed by
-a CUDA graph: call `invalidate()` after those.
+count, where the numbers lie, and on a CPU the bits of 256 of them. Not detected are writes through `.data` on a GPU or
+to a few numbers only, and optimizer steps replayed by a CUDA graph: call `invalidate()` after those.
 
-Threads. The lock is held for lookups and for writing the master, never while encoding. A version whose
+Threads: the lock is held for lookups and for writing the master, never while encoding. A version whose
 master changed while it was being made is not published.
 """
 
@@ -42,7 +40,7 @@ State = tuple[object, ...]
 
 @dataclass(frozen=True)
 class CalibrationGain:
-    """What calibration gained: the error of the layer's output, relative, before (default scale rule) and after."""
+    """The gain of calibration: the relative error of the layer's output before (default scale rule) and after."""
 
     fmt: str
     rows_seen: int
@@ -53,8 +51,8 @@ class CalibrationGain:
 class WeightStore:
     """A master and its versions. A Parameter, or any float32 tensor, is shared and followed, not copied.
 
-    A tensor of another float type is copied to float32. A Parameter of another type is followed as it is: the optimizer
-    that trains it is the one to hold a master.
+    A tensor of another float type is copied to float32. A Parameter of another type is followed as it is: its optimizer
+    must hold a float32 master, if one is needed.
     """
 
     _master: Tensor | None
@@ -72,7 +70,7 @@ class WeightStore:
 
     @classmethod
     def from_encoded(cls, encoded: Encoded, *, name: str = "weight") -> Self:
-        """A store as a file gives it: one version and no master yet; `unpack` makes it."""
+        """A store from a file: one version and no master yet; `unpack` makes the master."""
         store = cls.__new__(cls)
         store._set_up(name, encoded.shape)
         store._versions[encoded.fmt.name] = encoded
@@ -99,7 +97,7 @@ class WeightStore:
 
     @property
     def master(self) -> Tensor:
-        """The truth as float32; shares memory where the master is float32."""
+        """The master as float32; shares memory if it is float32."""
         return self._need_master("read").detach().float()
 
     @property
@@ -131,8 +129,8 @@ class WeightStore:
     def morph(self, fmt: Format | str, **options: Unpack[EncodeOptions]) -> Encoded:
         """The version in this format, encoded if need be.
 
-        Options are those of `encode`. They are remembered: a later morph, after an update say, uses them again. Asking
-        for others makes the version anew.
+        Options are those of `encode`. They are remembered: a later morph, for example after an update, uses them again.
+        Other options make the version anew.
         """
         return self._morph(get_format(fmt), options, force=False)
 
@@ -141,11 +139,11 @@ class WeightStore:
         return self._morph(get_format(fmt), options, force=True)
 
     def simulate(self, fmt: Format | str, **options: Unpack[EncodeOptions]) -> Tensor:
-        """Quantize and dequantize: the float32 numbers that inference in this format sees."""
+        """Quantize and dequantize: the float32 numbers that inference in this format uses."""
         return decode(self.morph(fmt, **options))
 
     def to_device(self, device: torch.device | str, fmt: Format | str) -> Encoded:
-        """The version on a device, its scales with it; kept until the master changes."""
+        """The version on a device, with its scales; kept until the master changes."""
         place = torch.empty(0, device=device).device  # "cuda" becomes the current one, cuda:0
         version = self.morph(fmt)
         if version.device == place:
@@ -193,7 +191,7 @@ class WeightStore:
         return self._versions.get(fmt.name) if same_options(made_with, recipe) else None
 
     def _make(self, fmt: Format, recipe: EncodeOptions, *, force: bool) -> Encoded:
-        """Encode, first from the master itself, and if it changes meanwhile from a copy."""
+        """Encode from the master itself, or from a copy if the master changes meanwhile."""
         for from_copy in (False, True):
             with self._lock:
                 existing = None if force else self._find(fmt, recipe)
@@ -208,7 +206,7 @@ class WeightStore:
                     self._versions[fmt.name] = encoded
                     self._recipes[fmt.name] = recipe
                     return encoded
-        return encoded  # what the master was during this call; it has moved on, so nobody else gets this
+        return encoded  # of the master during this call; it has changed since, so the version is not kept
 
     def _encode(self, master: Tensor, fmt: Format, recipe: EncodeOptions) -> Encoded:
         with _plain_tensors():
@@ -251,7 +249,7 @@ class WeightStore:
             self._refresh()
 
     def unpack(self, fmt: Format | str) -> Tensor:
-        """Make the master what the version in this format stands for; that version stays, all others go."""
+        """Set the master to the decoded version in this format; that version stays, all others are dropped."""
         name = get_format(fmt).name
         while True:
             version = self.versions.get(name)
@@ -265,7 +263,7 @@ class WeightStore:
                     return self._adopt(numbers, {name: version})
 
     def adopt(self, version: Encoded, *others: Encoded) -> Tensor:
-        """Take versions from elsewhere, a file say; the master becomes what the largest of them stands for."""
+        """Take versions from elsewhere, such as a file; the master becomes the decoded numbers of the largest."""
         versions = (version, *others)
         for version in versions:
             if version.shape != self.shape:
@@ -277,7 +275,7 @@ class WeightStore:
             return self._adopt(numbers, {version.fmt.name: version.to(place) for version in versions})
 
     def release_master(self) -> None:
-        """Give the master's memory back; versions still serve, and `unpack` brings a master back."""
+        """Free the master's memory; versions remain usable, and `unpack` makes a master again."""
         with self._lock:
             self._refresh()
             if isinstance(self._master, nn.Parameter):
@@ -310,10 +308,10 @@ class WeightStore:
         inputs: Tensor | Iterable[Tensor] | ActivationObserver,
         **options: Unpack[EncodeOptions],
     ) -> CalibrationGain:
-        """Choose this format's scales by what the layer's output loses on representative inputs, and morph.
+        """Choose this format's scales by the error of the layer's output on representative inputs, and morph.
 
         inputs  activations [*, in_features], several of them, or an observer. For a convolution one feature per
-                channel. Later morphs use them again on the weights of the time.
+                channel. Later morphs use them again on the then current weights.
         """
         fmt = get_format(fmt)
         if fmt.is_cast:
@@ -350,7 +348,7 @@ class WeightStore:
         return (self._generation, *state_of(master), master.dtype, master.device, _sample(master))
 
     def _refresh(self) -> State:
-        """Drop what the master has left behind; the state that holds now. Call it under the lock."""
+        """Drop stale versions; returns the present state of the master. Call it under the lock."""
         state = self._state()
         if state != self._seen:
             self._versions.clear()
@@ -359,7 +357,7 @@ class WeightStore:
         return state
 
     def _moved(self, before: Tensor, versions: Mapping[str, Encoded], master: Tensor) -> None:
-        """The module moved or cast its Parameter: versions stay valid if the numbers are the same, and move along."""
+        """The module moved or cast its Parameter: versions stay valid if the numbers are the same, and move too."""
         same = bool(versions) and not master.is_meta and torch.equal(before.to(master), master)
         with self._lock:
             self._master = master
@@ -368,7 +366,7 @@ class WeightStore:
                 self._versions.update({name: version.to(master.device) for name, version in versions.items()})
 
     def _for(self, parameter: nn.Parameter) -> WeightStore:
-        """A store for the Parameter that took this one's place: the same recipes, no version."""
+        """A store for the Parameter that replaced this one: with the same recipes, without versions."""
         twin = WeightStore(parameter, name=self.name)
         with self._lock:
             twin._recipes.update(self._recipes)
@@ -390,7 +388,7 @@ class WeightStore:
             raise StoreError(f"{self.name}: the {what} has shape {tuple(tensor.shape)}, the weight {self.shape}")
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        """Its own master (the copied module's, if a module is copied); the same versions, for nobody writes them."""
+        """The copy has its own master (that of the copied module) and shares the versions, which nobody writes to."""
         twin = type(self).__new__(type(self))
         memo[id(self)] = twin
         with self._lock:
@@ -424,6 +422,6 @@ def _sample(master: Tensor) -> bytes:
 
 @contextmanager
 def _plain_tensors() -> Iterator[None]:
-    """Results that outlive the call: no autograd, and no inference tensors where the caller is in inference mode."""
+    """For results that outlive the call: no autograd, and no inference tensors, even within inference mode."""
     with torch.inference_mode(False), torch.no_grad():
         yield

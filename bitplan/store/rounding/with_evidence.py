@@ -9,17 +9,31 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from bitplan.errors import StoreError
+from bitplan.store.rounding.evidence import EvidenceFile, weight_digest
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from bitplan.formats import Encoded, Format
     from bitplan.store.files.tensor_file import TensorFile
-    from bitplan.store.rounding.evidence import EvidenceFile
     from bitplan.store.rounding.round_weight import Rounding
+
+
+def open_evidence(path: str | Path) -> EvidenceFile:
+    """Open evidence.safetensors, or llama.cpp's imatrix.gguf; the first bytes say which it is."""
+    source, head = Path(path), b""
+    if source.is_file():
+        with source.open("rb") as file:
+            head = file.read(4)
+    if head == b"GGUF":
+        from bitplan.store.rounding.imatrix import ImatrixFile
+
+        return ImatrixFile(source)
+    return EvidenceFile(source)
 
 
 @dataclass(frozen=True)
@@ -38,7 +52,6 @@ class WeightEvidence:
         self, name: str, numbers: Tensor, fmt: Format, *, pad: Literal["zero"] | None = None, where: str
     ) -> tuple[Encoded, Rounding]:
         """A weight in a format, its numbers chosen for the inputs that it met."""
-        from bitplan.store.rounding.evidence import weight_digest
         from bitplan.store.rounding.round_weight import round_with_report
 
         named, expert = self.names[name]
@@ -72,7 +85,7 @@ def evidence_for(
     known = statistics.names
     names: dict[str, tuple[str, int | None]] = {}
     for name in file.specs:
-        called = [(each, None) for each in _own_names(file, name)]
+        called: list[tuple[str, int | None]] = [(each, None) for each in _own_names(file, name)]
         called += [(other_names or {})[name]] if name in (other_names or {}) else []
         found = next((each for each in called if each[0] in known), None)
         if found is not None:

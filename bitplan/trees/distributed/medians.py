@@ -56,7 +56,7 @@ def sorted_quantile(numbers: Array, weights: Array, share: float = 0.5) -> float
         below = math.floor(place)
         above = min(below + 1, len(numbers) - 1)
         ordered = np.partition(numbers, [below, above])
-        return float(_between(ordered[below], ordered[above], np.float64(place - below)))
+        return float(_between(ordered[below], ordered[above], np.array(place - below)))
     order = np.argsort(numbers, kind="stable")
     reached = np.cumsum(weights[order])
     return float(numbers[order][np.searchsorted(reached, _weight_below(reached[-1], share))])

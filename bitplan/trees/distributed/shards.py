@@ -121,7 +121,7 @@ def sum_exactly(parts: Sequence[Array], shards: Shards) -> list[float]:
         if not 0 < top < math.inf:
             continue
         for start in range(0, len(part), SUM_ROWS):  # so that no second copy of a long array is made
-            piece = part[start : start + SUM_ROWS]
+            piece = part[start : start + SUM_ROWS].astype(np.float64, copy=False)
             coarse = fixed_point(piece, top, bits)
             rest = piece - np.ldexp(coarse.astype(np.float64), math.frexp(top)[1] - bits)
             fine = np.rint(np.ldexp(rest, 2 * bits - math.frexp(top)[1])).astype(np.int64)
@@ -140,12 +140,13 @@ def average(numbers: Array, weights: Array, shards: Shards) -> float:
             terms = numbers * weights
         total, weight = sum_exactly([terms, weights], shards)
     else:
-        total, weight = sum_exactly([numbers, np.ones(len(numbers))], shards)
+        ones = np.broadcast_to(np.float64(1), len(numbers))  # a process without rows has no weights, others may have
+        total, weight = sum_exactly([numbers, ones], shards)
     return total / weight
 
 
 def _largest(numbers: Array) -> float:
-    top = float(np.abs(numbers).max(initial=0.0))
+    top = float(np.maximum(numbers.max(initial=0.0), -numbers.min(initial=0.0)))  # without a second array
     return math.inf if math.isnan(top) else top
 
 

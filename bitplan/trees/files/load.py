@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from bitplan.documents import LIST, OBJECT, SIZE, Kind, Reader, is_text, load_document, one_of
+from bitplan.documents import LIST, OBJECT, SIZE, Kind, Reader, is_number, is_text, load_document, one_of
 from bitplan.errors import FileFormatError
 from bitplan.records import MAX_JSON_BYTES
 from bitplan.trees.binning import MAX_CATEGORY
@@ -92,7 +92,7 @@ def _from_text(text: str, where: str) -> BoostedTrees:
     elif read.objective == "lambdarank":
         model = BoostedTreesRanker(**settings)
     else:
-        model = BoostedTreesRegressor(objective=read.objective, **settings, **read.options)
+        model = BoostedTreesRegressor(objective=read.objective, **(settings | read.options))
     model.booster_, model.categories_, model.n_features_in_ = read.booster, read.categories, read.booster.features
     if read.feature_names is not None:
         model.feature_names_in_ = np.array(read.feature_names, dtype=object)
@@ -118,6 +118,8 @@ def _estimator(reader: Reader, document: dict[str, Any]) -> Any:
     kind, parameters, features = _KINDS[document["kind"]], document["parameters"], document["features"]
     known = dict.fromkeys(kind().get_params(), _ANY)
     model = kind(**reader.keys("parameters", parameters, known, set(known) - LATER_PARAMETERS))
+    if isinstance(parameters.get("class_weight"), list):
+        model.class_weight = _class_weights(reader, parameters["class_weight"])
     model.n_features_in_ = features
     model.categories_ = _categories(reader, document.get("categories", {}), features)
     names = document["feature_names"]
@@ -135,6 +137,15 @@ def _estimator(reader: Reader, document: dict[str, Any]) -> Any:
     elif kind is BoostedTreesClassifier:
         model.classes_ = _classes(reader, document["classes"])
     return model
+
+
+def _class_weights(reader: Reader, pairs: list[Any]) -> dict[Any, float]:
+    """Weights by label: pairs in a file, as its keys are texts."""
+    labels = (bool, int, float, str)
+    is_pair = [isinstance(pair, list) and len(pair) == 2 and type(pair[0]) in labels for pair in pairs]
+    if not all(is_pair) or not all(is_number(weight) for _, weight in pairs):
+        reader.fail("parameters: class_weight", "pairs of a label and a weight", pairs)
+    return dict(pairs)
 
 
 def _categories(reader: Reader, document: dict[str, Any], features: int) -> dict[int, list[Any]]:

@@ -85,6 +85,8 @@ def _plain(name: str, value: Any) -> Any:
         value = value.tolist()
     if isinstance(value, np.generic):
         value = value.item()
+    if name == "class_weight" and isinstance(value, dict):  # labels may be numbers, and keys may not
+        return [[_plain(name, label), _plain(name, weight)] for label, weight in value.items()]
     if isinstance(value, dict):
         if not all(isinstance(key, str) for key in value):
             raise TreesError(
@@ -92,6 +94,8 @@ def _plain(name: str, value: Any) -> Any:
                 "list with an item for each feature"
             )
         return {_plain(name, key): _plain(name, item) for key, item in value.items()}
+    if name == "interaction_constraints" and isinstance(value, (set, frozenset, range)):
+        value = sorted(value, key=str)
     if isinstance(value, (list, tuple)):
         return [_plain(name, item) for item in value]
     if isinstance(value, str) and not is_text(str(value)):

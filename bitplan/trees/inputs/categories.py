@@ -109,8 +109,9 @@ def _numbers(table: _Table, place: int, values: Sequence[Any]) -> Array:
     place_of = {value: float(number) for number, value in enumerate(values)}
     column = table.column(place)
     if table.is_pandas_category(place):
-        by_code = [place_of.get(_plain(value), np.nan) for value in column.cat.categories]
-        return np.array([*by_code, np.nan])[np.asarray(column.cat.codes)]  # -1 is missing
+        by_code: list[float] = [place_of.get(_plain(value), np.nan) for value in column.cat.categories]
+        numbers: Array = np.array([*by_code, np.nan])[np.asarray(column.cat.codes)]  # -1 is missing
+        return numbers
     if not table.may_be_text(place) and any(isinstance(value, str) for value in values):
         raise TreesError(
             f"X: {table.shown(place)} has text as categories, such as {values[0]!r:.60}, got {column.dtype}; give the "

@@ -40,7 +40,9 @@ def add_contributions(  # type: ignore[no-untyped-def]
     most = 0
     for leaf in range(values.size):
         most = max(most, part_starts[leaf + 1] - part_starts[leaf])
-    weights, passes = np.empty(most + 1), np.empty(most)
+    weights, passes, per = np.empty(most + 1), np.empty(most), np.zeros(most + 2)
+    for i in range(1, most + 2):
+        per[i] = 1.0 / i
     nodes = 0
     for step in range(step_node.size):
         nodes = max(nodes, step_node[step] + 1)
@@ -64,18 +66,21 @@ def add_contributions(  # type: ignore[no-untyped-def]
                 zero = part_share[first + part]
                 weights[part + 1] = 0.0
                 for i in range(part, -1, -1):
-                    weights[i + 1] += one * weights[i] * (i + 1.0) / (part + 2.0)
-                    weights[i] = zero * weights[i] * (part + 1.0 - i) / (part + 2.0)
+                    if one != 0.0:
+                        weights[i + 1] += weights[i] * ((i + 1.0) * per[part + 2])
+                    weights[i] *= zero * ((part + 1.0 - i) * per[part + 2])
+            without = 0.0  # of every feature whose splits the row does not pass
+            for i in range(depth):
+                without += weights[i] * per[depth - i]
             for part in range(depth):
                 one, zero = passes[part], part_share[first + part]
                 total = 0.0
                 if one != 0.0:
-                    following = weights[depth]
+                    following, factor = weights[depth], zero * per[depth + 1]
                     for i in range(depth - 1, -1, -1):
-                        here = following * (depth + 1.0) / (i + 1.0)
+                        here = following * ((depth + 1.0) * per[i + 1])
                         total += here
-                        following = weights[i] - here * zero * (depth - i) / (depth + 1.0)
+                        following = weights[i] - here * (factor * (depth - i))
                 elif zero != 0.0:
-                    for i in range(depth - 1, -1, -1):
-                        total += weights[i] * (depth + 1.0) / (zero * (depth - i))
+                    total = without * (depth + 1.0) / zero
                 out[row, part_feature[first + part]] += total * (one - zero) * values[leaf]

@@ -231,6 +231,7 @@ class BoostedTreesBase(FittedTrees):
     # ---- settings ----------------------------------------------------------------------------------------------------
 
     def _settings(self, features: int) -> BoostSettings:
+        one_of("importance_type", self.importance_type, IMPORTANCES)
         precision = self._precision()
         quantized = precision is not GradientPrecision.F32
         coarse = precision is GradientPrecision.I8
@@ -268,7 +269,6 @@ class BoostedTreesBase(FittedTrees):
         threads_of(self.n_jobs)
         truth("verbose", self.verbose)
         truth("warm_start", self.warm_start)
-        one_of("importance_type", self.importance_type, IMPORTANCES)
         number("validation_fraction", self.validation_fraction, 0, 1, above=True)
 
     def _precision(self) -> GradientPrecision:

@@ -61,7 +61,8 @@ class FittedTrees(BaseEstimator):  # type: ignore[misc]
 
     @property
     def evals_result_(self) -> dict[str, dict[str, list[float]]]:
-        """A list for each metric of each watched set, one number a round: {"valid_0": {"binary": [...]}}."""
+        """A list for each metric of each watched set, one number a round: {"valid_0": {"binary": [...]}}. Files do
+        not hold them."""
         check_is_fitted(self)
         return self.booster_.evals
 

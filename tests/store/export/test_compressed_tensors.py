@@ -143,3 +143,28 @@ def test_joined_layers_share_the_base_of_their_scales(folder, tmp_path):
     scales = {name: float(held[f"model.layers.0.{name}_proj.weight_global_scale"]) for name in ("mlp.up", "mlp.gate")}
     assert scales["mlp.up"] == scales["mlp.gate"]
     assert scales["mlp.up"] != float(held["model.layers.0.mlp.down_proj.weight_global_scale"])
+
+
+def test_evidence_chooses_the_numbers(folder, tmp_path):
+    from bitplan.store.rounding.evidence import write_evidence
+    from bitplan.store.rounding.round_weight import round_weight
+
+    moments = torch.randn(128, generator=torch.Generator().manual_seed(1)).exp()
+    with write_evidence(tmp_path / "evidence.safetensors", {f"{UP}.moments": (128,)}) as writer:
+        writer.write(f"{UP}.moments", moments)
+    evidence = tmp_path / "evidence.safetensors"
+    export_model(folder, tmp_path / "out", "compressed-tensors", "int4_g32", evidence=evidence)
+    source = safetensors.torch.load_file(folder / "model.safetensors")[UP]
+    wanted = round_weight(source, "int4_g32", moments=moments)
+    held = safetensors.torch.load_file(tmp_path / "out" / "model.safetensors")
+    assert torch.equal(held[f"{UP}_packed"].view(torch.uint8), wanted.data)
+    assert torch.equal(held[f"{UP}_scale"], wanted.scales)
+    (tmp_path / "other").mkdir()
+    with write_evidence(tmp_path / "other" / "e.safetensors", {"x.moments": (4,)}) as writer:
+        writer.write("x.moments", torch.ones(4))
+    with pytest.raises(StoreError, match="statistics of other tensors"):
+        export_model(
+            folder, tmp_path / "b", "compressed-tensors", "int4_g32", evidence=tmp_path / "other/e.safetensors"
+        )
+    with pytest.raises(StoreError, match="statistics of other tensors"):
+        export_model(folder, tmp_path / "b.gguf", "gguf", "q8_0_gguf", evidence=tmp_path / "other/e.safetensors")

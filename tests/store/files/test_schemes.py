@@ -115,3 +115,13 @@ def test_what_cannot_be_read_is_one_line(
     with pytest.raises(FileFormatError, match=says) as caught:
         read(tmp_path)
     assert "\n" not in str(caught.value)
+
+
+def test_formats_that_a_user_cannot_take_come_decoded(tmp_path: Path) -> None:
+    expected = folders.fp8(tmp_path)
+    with open_tensors(tmp_path) as file:
+        assert isinstance(file, SchemeTensors)
+        file.decode_where(lambda fmt: "tiles" if fmt.block.rows != 1 else None)
+        assert [file.spec(name).format for name in expected] == ["fp8:fp8_e4m3_b128", "fp8_e4m3_row"]
+        assert torch.equal(file.read_float("a.weight"), expected["a.weight"].half())
+        assert any("decoded to float16: tiles" in note for note in file.notes)

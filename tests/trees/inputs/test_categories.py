@@ -53,8 +53,7 @@ def test_categories_survive_files_and_lightgbm_reads_the_same_frame(tmp_path):
     np.testing.assert_array_equal(read.predict(frame, raw_score=True), model.decision_function(frame))
 
 
-@pytest.mark.parametrize("precision", ["f32", "i16"])
-def test_a_thousand_categories_are_learned_as_lightgbm_learns_them(precision):
+def test_a_thousand_categories_are_learned_as_lightgbm_learns_them():
     lightgbm = pytest.importorskip("lightgbm")
     rng = np.random.default_rng(1)
     codes, effect = rng.integers(0, 1000, 20_000), rng.standard_normal(1000)
@@ -62,7 +61,7 @@ def test_a_thousand_categories_are_learned_as_lightgbm_learns_them(precision):
     y = effect[codes] + 0.1 * rng.standard_normal(len(codes))
     train, held = slice(0, 16_000), slice(16_000, None)
     settings = {"n_estimators": 30, "max_leaves": 31, "learning_rate": 0.3, "subsample": 0.9}
-    model = BoostedTreesRegressor(categorical_features=[0], gradient_precision=precision, **settings)
+    model = BoostedTreesRegressor(categorical_features=[0], gradient_precision="i16", **settings)
     model.fit(x[train], y[train])
     parameters = {"num_leaves": 31, "learning_rate": 0.3, "verbose": -1, "min_data_per_group": 20, "num_threads": 1}
     peer = lightgbm.train(parameters, lightgbm.Dataset(x[train], y[train], categorical_feature=[0]), 30)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from sklearn.utils.class_weight import compute_sample_weight
 
-from bitplan.trees import BoostedTreesClassifier, TreesError
+from bitplan.trees import BoostedTreesClassifier, TreesError, load_trees
 from tests.trees.samples import table
 
 SETTINGS = {"n_estimators": 5, "max_leaves": 6}
@@ -25,6 +25,17 @@ def test_class_weight_is_scikit_learns(given):
     weights = own * compute_sample_weight(given, y)
     plain = BoostedTreesClassifier(**SETTINGS).fit(x, y, sample_weight=weights)
     np.testing.assert_allclose(model.predict_proba(x), plain.predict_proba(x), rtol=1e-6)
+
+
+def test_weights_and_groups_survive_a_file(tmp_path):
+    x, y = table(60)
+    weights = {False: 0.5, True: 2.0}
+    model = BoostedTreesClassifier(class_weight=weights, interaction_constraints=[{0, 3}, range(1, 3)], **SETTINGS)
+    model.fit(x, y > 0).save(tmp_path / "model.json")
+    again = load_trees(tmp_path / "model.json")
+    assert again.class_weight == weights
+    assert again.interaction_constraints == [[0, 3], [1, 2]]
+    assert again.fit(x, y > 0).to_lightgbm() == model.to_lightgbm()
 
 
 def test_scale_pos_weight_weighs_the_second_class():

@@ -144,7 +144,7 @@ def judge_all(path: str, timed: Mapping[str, Timed], threshold: float) -> Confir
 
 
 def judge(path: str, bf16: Timed, fp8: Timed, threshold: float, which: str = "plan") -> Confirmed:
-    """A win only if the whole interval is above the threshold; FP8 that alone ran out of memory is a loss."""
+    """A win only if the whole interval reaches the threshold; FP8 that alone ran out of memory is a loss."""
     name = {"plan": "the plan", "all": "all FP8"}[which]
     if fp8.status != OK or bf16.status != OK:
         failed, what = (fp8, name) if fp8.status != OK else (bf16, "BF16")

@@ -79,7 +79,7 @@ class BenchPlan:
         return choices
 
     def settings(self) -> dict[str, Any]:
-        """What a resumed run must agree on."""
+        """The settings that a resumed run must have in common with the first."""
         return {
             "fp8": self.recipe.fp8,
             "turns": self.turns,

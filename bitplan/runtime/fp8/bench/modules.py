@@ -11,7 +11,7 @@ once in each step. In one process layers are the shard of one GPU. With groups (
 several GPUs are ColumnParallel, RowParallel and (experts) ExpertParallel, in both precisions, so both times include the
 communication. Each rank then routes its own tokens over all experts:
 
-    uniform    as many tokens for every expert, but for the remainder: the aim of balancing losses in training
+    uniform    as many tokens for every expert, except the remainder: the aim of balancing losses in training
     zipf       the r-th busiest expert gets a share in proportion to 1 / r: a few experts do most of the work and many
                get less than a kernel's block. It is the normal case, and where padding costs most
 

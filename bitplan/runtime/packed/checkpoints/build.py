@@ -83,12 +83,12 @@ def _compute_buffers(model: Any, device: torch.device) -> None:
 
 
 def plain_types(model: nn.Module, dtype: torch.dtype | None) -> dict[str, torch.dtype]:
-    """The type of each tensor of a model where it is not packed: its own, or float32 where transformers insists."""
+    """The type of each tensor where it is not packed: `dtype`, or its own; float32 where transformers insists."""
     own = {name: tensor.dtype for name, tensor in model.state_dict().items()}
-    if not hasattr(model, "_get_dtype_plan"):
-        return {name: dtype or kind if kind.is_floating_point else kind for name, kind in own.items()}
-    wide: Mapping[str, torch.dtype] = model._get_dtype_plan(model.dtype)  # type: ignore[operator]
+    wide: Mapping[str, torch.dtype] = {}
+    if hasattr(model, "_get_dtype_plan"):
+        wide = model._get_dtype_plan(dtype or model.dtype)  # type: ignore[operator]
     for name, kind in own.items():
-        found = next((type_ for pattern, type_ in wide.items() if re.search(pattern, name)), None)
-        own[name] = found if found is not None and kind.is_floating_point else kind
+        if kind.is_floating_point:
+            own[name] = next((type_ for pattern, type_ in wide.items() if re.search(pattern, name)), dtype or kind)
     return own

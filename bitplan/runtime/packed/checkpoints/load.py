@@ -67,8 +67,7 @@ def load_packed(
 
     model     your own model to fill, on meta or not; None builds transformers' model of the folder's config
     dtype     type of the weights that are not packed. None: the type of the config or of your model; numbers that this
-              type cannot hold are an error. To a type that you give, numbers are rounded (most CPUs run float32
-              fastest)
+              type cannot hold are an error. To a type that you give, numbers are rounded (CPUs run float32 best)
     check     "headers" checks names, shapes and formats first, scales and norms as they are read; "deep" first reads
               every tensor and refuses bad numbers, as `bitplan check --deep` does
     strategy  how packed layers run, with `cache` for "tile_cache"; see QuantLinear
@@ -92,7 +91,7 @@ def load_packed(
         if plan is not None:
             check_plan(plan, file)
         if isinstance(file, SchemeTensors):
-            file.decode_where(format_fault)  # what no packed layer holds, such as tiles of several rows
+            file.decode_where(format_fault)  # formats that no packed layer holds, such as tiles of several rows
         target = model if model is not None else empty_model(source, config or {}, dtype, place)
         assignment = assign(target, file, str(path))
         check_layers(target, assignment, file, str(path))

@@ -120,7 +120,7 @@ def _save_pretrained(model: nn.Module, save_directory: str | Path, **options: An
     save_packed(model, save_directory, force=True, shard_bytes=options.get("max_shard_size") or SHARD_BYTES)
 
 
-# ---- what is written -------------------------------------------------------------------------------------------------
+# ---- tensors, plan and files to write --------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)

@@ -29,7 +29,7 @@ class LoadedFrom:
     recipes: tuple[TensorRecipe, ...]
     dtypes: Mapping[str, torch.dtype]  # of the plain tensors in the file
     shards: Mapping[str, tuple[str, ...]]  # file -> its tensors
-    metadata: Mapping[str, Mapping[str, str]]  # file -> what it says of itself
+    metadata: Mapping[str, Mapping[str, str]]  # file -> its metadata
     tied: Mapping[str, str]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:

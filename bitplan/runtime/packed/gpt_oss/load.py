@@ -91,8 +91,7 @@ def load_gpt_oss(
     model     a GptOssForCausalLM to fill, on meta or not; None builds one from config.json, or from the file's sizes
     strategy  how the experts run, with `cache` for "tile_cache"; see QuantExperts
     dtype     type of all weights but the experts. None: the type of the stored embedding; numbers of other tensors that
-              it cannot hold are an error. To a type that you give, numbers are rounded (float32 is fastest on
-              CPUs)
+              it cannot hold are an error. To a type that you give, numbers are rounded (CPUs run float32 best)
     check     "headers" refuses NaN in scales and norms as they are read; "deep" reads and checks every tensor first
     """
     started, place = time.perf_counter(), device_of(device)

@@ -23,7 +23,7 @@ from bitplan.runtime.streaming.blocks.layout import ParameterSpec
 from bitplan.runtime.streaming.errors import StreamError
 
 Formats = Wanted | None
-# Block name -> (parameter's name within the block -> what it is).
+# Block name -> (parameter's name within the block -> its shape and type).
 BlockSpecs = Mapping[str, Mapping[str, ParameterSpec]]
 BlockFormats = dict[str, dict[str, Format]]
 

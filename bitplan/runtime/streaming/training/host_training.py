@@ -84,7 +84,7 @@ class _Update:
 
 @dataclass
 class _Graded:
-    """What torch's clipping reads of a parameter."""
+    """An object with the one field of a parameter that torch's clipping reads."""
 
     grad: Tensor
 

@@ -308,7 +308,7 @@ class ActivationOffload:
 
 
 def _find_input(args: Args, kwargs: Kwargs, what: str) -> tuple[int | str, Tensor]:
-    """What a block computes on: its first floating-point argument."""
+    """A block's input: its first floating-point argument."""
     given: list[tuple[int | str, Any]] = [*enumerate(args), *kwargs.items()]
     for key, value in given:
         if isinstance(value, Tensor) and value.is_floating_point():

@@ -62,7 +62,7 @@ class FiniteCheck:
         return None
 
     def read(self, sent: SentFlags) -> BlockNonFiniteError | None:
-        """What a step's flags say; waits until they have arrived."""
+        """The error that a step's flags show, if any; waits until they have arrived."""
         self._device.finish(sent.mark)
         bad = [name for name, flag in zip(self._names, sent.flags.isfinite().tolist(), strict=True) if not flag]
         if not bad:

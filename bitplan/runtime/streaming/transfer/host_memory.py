@@ -5,8 +5,8 @@ pinned     one anonymous mapping a block, of exactly its size, registered with C
 pageable   the same, not registered: a copy goes through a pinned staging buffer on the transfer thread
 file       one .safetensors file a block, read into the staging buffer. Read, not mapped: touching a mapped file
            that was cut short kills the process (SIGBUS); a read raises an error.
-          The page cache makes a second read as fast as a mapping, and the kernel may drop it: so a model may be
-          larger than RAM.
+           The page cache makes a second read as fast as a mapping, and the kernel may drop it: so a model may be
+           larger than RAM.
 
 A host holds bytes in a BlockLayout and knows nothing of formats.
 """

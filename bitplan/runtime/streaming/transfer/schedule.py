@@ -64,7 +64,7 @@ class Walk:
 
 
 def loads_ahead(walk: Walk, held: Sequence[int | None]) -> list[Load]:
-    """What to start loading now, given what each ring slot holds or is being filled with; nearest block first."""
+    """The loads to start now, nearest block first; `held`: the block that each ring slot holds or is filled with."""
     wanted = walk.upcoming(len(held) - _computing(walk, held))
     free = _free_slots(walk, held, wanted)
     missing = [block for block in wanted if block not in held]

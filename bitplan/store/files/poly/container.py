@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class PolyTensors(TensorFile):
-    """Poly's JSON network; small enough by nature to be read whole."""
+    """Poly's JSON network, which is small enough to be read whole."""
 
     kind = "poly json"
 

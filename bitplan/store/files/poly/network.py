@@ -1,9 +1,9 @@
-"""Poly's network JSON: read what the original program wrote, and write files that say what they mean.
+"""Poly's network JSON: reads files of the original program, and writes files that are unambiguous.
 
-A network is {id, depth, rows, cols, layers_per_cell, layers}. A layer has its cell (z, y, x, l), type,
-activation, dtype, sizes, and its weights in base64: packed in `dtype` where `native` is true, else a
-float32 master. Layers nest (parallel_branches, sequential_layers, meta_observed_layer). Numbers of several bytes are
-little-endian, of several to a byte lie first-is-highest, as our 21 dtypes pack them.
+A network is {id, depth, rows, cols, layers_per_cell, layers}. A layer has its cell (z, y, x, l), type, activation,
+dtype, sizes, and its weights in base64: packed in `dtype` where `native` is true, else a float32 master. Layers nest
+(parallel_branches, sequential_layers, meta_observed_layer). Numbers of several bytes are little-endian; several numbers
+in a byte begin at the highest bits, as our 21 dtypes pack them.
 
 The original's own files leave much unsaid, so there are two readings:
 
@@ -45,7 +45,7 @@ CODEC = "bitplan-1"
 MAX_FILE_BYTES = 2**31
 MAX_LAYER_DEPTH = 32
 MAX_JSON_DEPTH = 128
-MAX_NUMBERS = 2**40  # of a tensor, empty axes counted as 1; far beyond what fits the file
+MAX_NUMBERS = 2**40  # of a tensor, with empty axes counted as 1; far more than a file holds
 
 # The file's dtype -> the format of the same numbers: only fp8 is spelled differently.
 DTYPES = {name.replace("fp8_", "fp8"): name for name in DTYPE_NAMES}
@@ -57,7 +57,7 @@ Weights = Encoded | Tensor
 
 @dataclass(frozen=True)
 class PolyNetwork:
-    """A network file in memory: the document, which is what gets written, and the weights read from it.
+    """A network file in memory: the document, which `write_poly_json` writes, and the weights read from it.
 
     `tensors` is a view of the document that cannot be assigned to: to change weights, build a new network.
     """
@@ -80,8 +80,8 @@ class PolyNetwork:
     ) -> PolyNetwork:
         """A network of one cell with a layer per tensor, in the order given.
 
-        A layer is Dense unless `layer_types` names another type; Dense sees its tensor as
-        [first axis, all others], a vector as one row. Plain tensors must be of a float type that files know.
+        A layer is Dense unless `layer_types` names another type; Dense treats its tensor as [first axis, all others], a
+        vector as one row. Plain tensors must be of a float type that files know.
         """
         types = dict(layer_types or {})
         for name in types:
@@ -109,9 +109,10 @@ def read_poly_json(path: str | Path) -> PolyNetwork:
 
 
 def write_poly_json(path: str | Path, network: PolyNetwork) -> None:
-    """Write a network's document atomically; one that could not be read back is refused.
+    """Write a network's document atomically; a document that could not be read back is refused.
 
-    The text is ASCII, indented by two, keys in the document's order: a file we wrote comes back byte for byte.
+    The text is ASCII, indented by two, keys in the document's order: reading and writing a file of ours gives the same
+    bytes.
     """
     _NetworkReader(str(path), network.document).tensors()
     with atomic_file(path) as file:
@@ -232,7 +233,7 @@ class _NetworkReader:
             yield from self._layer(f"{path}[{index}]", layer, depth)
 
     def _layer(self, path: str, value: Any, depth: int) -> Iterator[tuple[str, dict[str, Any]]]:
-        """A layer and those within it, each with its path and its keys checked."""
+        """A layer and its nested layers, each with its path and its keys checked."""
         if depth > MAX_LAYER_DEPTH:
             self.reader.stop(f"{path}: layers lie within layers more than {MAX_LAYER_DEPTH} deep")
         layer = self.reader.keys(path, value, _OUR_LAYER_KEYS if self.ours else _LAYER_KEYS, _REQUIRED_KEYS)
@@ -260,7 +261,7 @@ class _NetworkReader:
         return scale
 
     def _read_exact(self, path: str, layer: dict[str, Any]) -> Encoded:
-        """The weights of a layer of ours: every key that the dtype calls for, and no other."""
+        """The weights of a layer in our files, which has exactly the keys that its dtype needs."""
         if layer["dtype"] not in DTYPES:
             self.reader.fail(f"{path}: dtype", f"one of {', '.join(DTYPES)}", layer["dtype"])
         fmt = get_format(DTYPES[layer["dtype"]])
@@ -292,7 +293,7 @@ class _NetworkReader:
         return int(layer["zero_point"])
 
     def _check_codes(self, path: str, layer: dict[str, Any], encoded: Encoded) -> None:
-        """A scale is above zero, or zero where the weights are; ternary codes are three of the four."""
+        """Refuse a scale that is not above zero, unless all weights are zero, and ternary's fourth code."""
         if encoded.scales is not None and not float(encoded.scales) > 0:
             codes = _integers(encoded.codes())
             zero = 0 if encoded.zero_point is None else _integers(encoded.zero_point)
@@ -311,7 +312,7 @@ class _NetworkReader:
         return decide(votes)
 
     def _read_original(self, path: str, layer: dict[str, Any], version: Version | None) -> Tensor | None:
-        """The weights of a layer of the original's, as float32 in one row; None where there are none."""
+        """The weights of a layer in the original's files, as float32 in one row; None if it has none."""
         payload, dtype = self._payload(path, layer), layer["dtype"].lower()
         if not payload:
             return None
@@ -374,12 +375,12 @@ def _encoded(
 
 
 def _check_values(where: str, value: Any, path: str = "", depth: int = 0) -> None:
-    """What JSON writers and readers agree on: finite numbers, no absurd nesting."""
+    """Refuse values on which JSON readers disagree: numbers that are not finite, and very deep nesting."""
     if depth > MAX_JSON_DEPTH:
         raise FileFormatError(f"{where}: {show(path)} lies within more than {MAX_JSON_DEPTH} objects and lists")
     if isinstance(value, dict | list):
         for key, child in value.items() if isinstance(value, dict) else enumerate(value):
-            if isinstance(child, dict | list | float):  # only these can be wrong: a path for each string would be slow
+            if isinstance(child, dict | list | float):  # others cannot be wrong; paths for them would be slow
                 step = f".{key[:40]}" if isinstance(key, str) else f"[{key}]"
                 _check_values(where, child, path + step if path else step.lstrip("."), depth + 1)
     elif isinstance(value, float) and not math.isfinite(value):
@@ -387,5 +388,5 @@ def _check_values(where: str, value: Any, path: str = "", depth: int = 0) -> Non
 
 
 def _integers(codes: Tensor) -> Tensor:
-    """Codes as signed integers of the same bits: torch compares few of the other types."""
+    """Codes as signed integers of the same bits, because torch cannot compare most other types."""
     return codes.view({1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[codes.itemsize])

@@ -1,4 +1,4 @@
-"""Which version of the original wrote a network: what it packs under float16, fp8 and fp4 changed, and no file says so.
+"""Finds which version of the original wrote a network: its packing of float16, fp8 and fp4 changed, unmarked in files.
 
 | dtype | older versions | today's |
 |---|---|---|
@@ -6,11 +6,11 @@
 | fp8e4m3, fp8e5m2 | an int8 times scale | a small float times scale: exponent 0 is written for zero alone |
 | fp4 | the lower half of an int8: what it stood for is lost | a code of twelve numbers times scale; not 6, 7, 14, 15 |
 
-Numbers tell them apart. Today's version writes no FP8 code with exponent 0 but zero, and scales so that the largest
-number lies well below the largest code: an older file has such codes among any hundred numbers. The two readings of a
-16-bit code differ eightfold in their exponents: read the wrong way, numbers of a layer lie within a factor of two of
-each other, or hundreds of octaves apart. All layers of a file vote, for one program wrote them; where none is sure, or
-two disagree, the file is refused.
+The numbers tell them apart. Today's version writes no FP8 code with exponent 0 except zero, and scales so that the
+largest number lies well below the largest code: an older file has such codes among any hundred numbers. The two
+readings of a 16-bit code differ eightfold in their exponents: read the wrong way, numbers of a layer lie within a
+factor of two of each other, or hundreds of octaves apart. All layers of a file vote, since one program wrote them; if
+no layer is sure, or two disagree, the file is refused.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ from torch import Tensor
 
 Version = Literal["older", "today"]
 AMBIGUOUS = ("float16", "fp8e4m3", "fp8e5m2", "fp4")
-# Exponent bits, mantissa bits, and the largest code within twice the number that the scale was made for.
+# Exponent bits, mantissa bits, and the largest code up to twice the number that the scale was made for.
 _SMALL_FLOATS = {"fp8e4m3": (4, 3, 0x77), "fp8e5m2": (5, 2, 0x5B)}
 _FP4 = (0.0, 0.75, 1.0, 1.5, 2.0, 3.0, float("inf"), float("nan"))
 _FP4_UNUSED = (6, 7, 14, 15)
-# Among so many numbers an older file has codes that today's version never writes: 0.88 to the power of 96 is 6e-6.
+# Among this many numbers an older file has codes that today's version never writes: 0.88 to the power of 96 is 6e-6.
 ENOUGH = 96
 _STEPS_OF_SCALE = 127  # the scale is the largest number over this
 _HALF_ROUNDING, _UPPER_ROUNDING = 2.0**-9, 2.0**-6
 
 
 def vote(dtype: str, payload: bytes, scale: float) -> Version | None:
-    """What one layer says of the version that wrote it; None where it cannot tell."""
+    """The version that wrote a layer, by its numbers; None if they do not show it."""
     raw = torch.frombuffer(bytearray(payload), dtype=torch.uint8)
     if dtype == "float16":
         return _vote_of_halves(raw[: len(raw) // 2 * 2].view(torch.int16), scale)
@@ -76,7 +76,7 @@ def _vote_of_halves(bits: Tensor, scale: float) -> Version | None:
 
 
 def decide(votes: Iterable[Version | None]) -> Version | None:
-    """What all that can tell say alike."""
+    """The version on which all votes that are not None agree; None without such votes, or if they disagree."""
     told = {each for each in votes if each is not None}
     return told.pop() if len(told) == 1 else None
 
@@ -96,7 +96,7 @@ def numbers_of(dtype: str, payload: bytes, scale: float, version: Version) -> Te
 
 
 def _small_floats(dtype: str) -> Tensor:
-    """The number of each code; those with exponent 0, which nobody writes, as the original reads them."""
+    """The number of each code; unused codes with exponent 0 are decoded as the original reads them."""
     exponent_bits, mantissa_bits, _ = _SMALL_FLOATS[dtype]
     bias, steps = 2 ** (exponent_bits - 1) - 1, 2**mantissa_bits
     values = []

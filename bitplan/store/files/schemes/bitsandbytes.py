@@ -44,7 +44,7 @@ _KEYS = {
 
 @dataclass(frozen=True)
 class FourBits:
-    """What the state of a weight says."""
+    """The quantization state of a weight."""
 
     shape: tuple[int, ...]
     dtype_name: str

@@ -7,7 +7,7 @@
 | int-, float-, naive-quantized | weight (int8, FP8), weight_scale of tensor, rows, groups or tiles, weight_zero_point |
 | nvfp4-, mxfp4-pack-quantized | weight_packed (uint8), weight_scale, weight_global_scale |
 
-Which group of the config a module belongs to is not asked: shapes and types of its parts say what they hold.
+The groups of the config are not used: shapes and types of a module's parts show what they hold.
 """
 
 from __future__ import annotations
@@ -117,7 +117,7 @@ def _plain_layout(folder: QuantizedFolder, owner: str) -> IntegerGroups:
 
 
 def _group(folder: QuantizedFolder, owner: str, shape: tuple[int, int], scales: tuple[int, ...]) -> int:
-    """Columns to a scale: of the whole tensor, of rows, or of groups."""
+    """Columns that share a scale: all, for scales of the tensor or of rows, or those of a group."""
     rows, cols = shape
     count = 1 if math.prod(scales) == 1 else scales[1] if len(scales) == 2 and scales[0] == rows else 0
     count = 1 if scales == (rows,) else count
@@ -150,7 +150,7 @@ def _integers(
 def _read(
     folder: QuantizedFolder, owner: str, name: str, layout: IntegerGroups, fmt: Format | None
 ) -> Tensor | Encoded:
-    """Codes are counted from zero here, as they lie in packed words; int8 lies half of that lower."""
+    """Read the codes as unsigned integers, as they lie in packed words; int8 codes are shifted by half of the range."""
     import torch
 
     words, is_packed = folder.read(name), name.endswith("_packed")
@@ -167,7 +167,7 @@ def _read(
     groups = None
     if not layout.in_order:
         groups = folder.read(f"{owner}.weight_g_idx").long()
-        if bool((groups == -1).all()):  # never set: columns come in order
+        if bool((groups == -1).all()):  # it was never set: columns are in order
             groups = None
         elif bool(((groups < 0) | (groups >= layout.groups)).any()):
             folder.stop(owner, f"weight_g_idx must be groups from 0 to {layout.groups - 1}")

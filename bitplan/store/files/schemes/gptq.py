@@ -99,7 +99,7 @@ def _read(
 
 
 def _groups(folder: QuantizedFolder, owner: str, layout: IntegerGroups) -> Tensor | None:
-    """The group of each column; None where they come in order."""
+    """The group of each column; None if groups are in order."""
     import torch
 
     if f"{owner}.g_idx" not in folder.checkpoint.tensors:

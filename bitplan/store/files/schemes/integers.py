@@ -1,8 +1,8 @@
 """Integers with a scale for each group of columns: what GPTQ, AWQ, compressed-tensors and torchao have in common.
 
-w = (code - zero) * scale. Where every zero is the middle of the codes and bitplan has a format of as many bits whose
-scales hold theirs exactly, the codes stay packed: blocks may be smaller than theirs, then a scale is written several
-times. Else numbers are decoded as the libraries do it: exact product, rounded once to the type of the scales.
+w = (code - zero) * scale. If every zero point is the middle of the codes and bitplan has a format of as many bits that
+holds the scales exactly, the codes stay packed; if its blocks are smaller than the groups, a scale is written several
+times. Else numbers are decoded as in these libraries: exact product, rounded once to the type of the scales.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class IntegerGroups:
         return -(-self.cols // self.group)
 
     def format(self) -> tuple[Format | None, str]:
-        """The format that holds codes and scales as they are, and why there is one or none."""
+        """The format that holds codes and scales unchanged, or None; and the reason."""
         if not self.in_order:
             return None, "columns of a group lie apart (desc_act, g_idx)"
         if not self.symmetric:
@@ -95,7 +95,7 @@ def unpack_words(words: Tensor, bits: int, count: int) -> Tensor:
 
 
 def pieces(rows: int, cols: int) -> Iterator[slice]:
-    """Rows some at a time, so that temporaries stay small."""
+    """Slices of rows, so that temporaries stay small."""
     step = max(1, PIECE_NUMBERS // max(cols, 1))
     for start in range(0, rows, step):
         yield slice(start, min(start + step, rows))

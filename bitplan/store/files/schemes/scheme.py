@@ -2,7 +2,7 @@
 
 A scheme is a module with `list_weights(folder) -> Iterator[SchemeWeight]`: from names, shapes and config alone it says
 which tensors of the files are parts of which weight, and how that weight is read. Tensors that no weight claims are
-plain. Everything is held against the headers before a byte of a payload is read, so that memory is bounded by the
+plain. Everything is checked against the headers before a byte of a payload is read, and memory is bounded by the
 largest weight.
 """
 
@@ -29,7 +29,7 @@ FLOATS = ("float16", "bfloat16", "float32")
 class SchemeWeight:
     """A weight that lies in the files as `parts`.
 
-    format   one of bitplan's, where `read` gives an Encoded; else None, and `read` gives numbers of type `dtype_name`
+    format   a format of bitplan's, if `read` gives an Encoded; None if `read` gives numbers of type `dtype_name`
     label    what the scheme holds, such as int4_g128
     reason   why it is kept as it is, or decoded
     """
@@ -46,7 +46,7 @@ class SchemeWeight:
 
 @dataclass(frozen=True)
 class QuantizedFolder:
-    """A folder open for its scheme: what its config said of the quantization, and the type of the model."""
+    """An open folder for its scheme: the quantization in its config, and the type of the model."""
 
     path: Path
     said: Mapping[str, Any]
@@ -73,7 +73,7 @@ class QuantizedFolder:
         return self.checkpoint.read(name)
 
     def read_sizes(self, name: str, count: int, *, of: str) -> tuple[int, ...]:
-        """A few integers that say how large something is."""
+        """A tensor of a few integers that are sizes."""
         entry = self.part(name, ("int64", "int32"), (count,), of=of)
         raw, width = self.checkpoint.read_bytes(name), entry.nbytes // count
         sizes = tuple(
@@ -87,7 +87,7 @@ class QuantizedFolder:
         raise FileFormatError(f"{self.path}: {weight!r}: {fault}")
 
     def refuse(self, fault: str) -> NoReturn:
-        """What this scheme does in ways that are not read."""
+        """Refuse a variant of the scheme that bitplan does not read."""
         raise FileFormatError(
             f"{self.path}: {fault}, which bitplan does not read; give the folder of the model in bfloat16 or float32"
         )

@@ -1,4 +1,4 @@
-"""A folder that another library quantized, as a file of weights: each weight under its own name, whatever its parts."""
+"""A folder that another library quantized, as a file of weights: each weight under its own name, not by its parts."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("bitplan")
 CONFIG = "config.json"
-# What a config calls it -> the module that reads it.
+# The config's name of a scheme -> the module that reads it.
 SCHEMES = {
     "gptq": "gptq",
     "awq": "awq",
@@ -37,12 +37,12 @@ SCHEMES = {
     "bitsandbytes": "bitsandbytes",
     "torchao": "torchao",
 }
-# Where older versions keep it beside the config, and the scheme that this is of.
+# Files beside the config in which older versions keep the settings, and their schemes.
 _OLD_FILES = {"quantize_config.json": "gptq", "quant_config.json": "awq"}
 
 
 def scheme_of(path: Path) -> dict[str, Any] | None:
-    """What a folder, or the folder of an index, says of its quantization, where that is a scheme that is read."""
+    """The quantization settings of a folder, or of an index's folder, if bitplan reads their scheme; else None."""
     if not path.is_dir() and not path.name.endswith(INDEX_SUFFIX):
         return None
     folder = path if path.is_dir() else path.parent
@@ -100,7 +100,7 @@ class SchemeTensors(TensorFile):
 
     @property
     def notes(self) -> list[str]:
-        """A line for each way in which weights come."""
+        """A line for each way in which weights are read: packed or decoded, and why."""
         ways: Counter[tuple[str, str]] = Counter()
         for weight in self._weights.values():
             came = f"kept packed as {weight.format}" if weight.format else f"decoded to {weight.dtype_name}"
@@ -115,7 +115,7 @@ class SchemeTensors(TensorFile):
         return self._weights[own].read() if own in self._weights else self._checkpoint.read(own)
 
     def decode_where(self, fault: Callable[[Format], str | None]) -> None:
-        """From now on weights in formats that have a fault come decoded, in the type of the model."""
+        """From now on decode weights whose format has a fault, to the type of the model."""
         for name, weight in self._weights.items():
             if weight.format is not None and (reason := fault(get_format(weight.format))):
                 self._weights[name] = replace(
@@ -149,7 +149,7 @@ class SchemeTensors(TensorFile):
 
 @functools.cache
 def _say_once(note: str) -> None:
-    """However often a command opens the folder."""
+    """Log a note once, however often a command opens the folder."""
     log.warning("%s", visible(note))
 
 
@@ -164,7 +164,7 @@ def _decoded(weight: SchemeWeight) -> Tensor:
 
 
 def _model_type(path: Path) -> str:
-    """The type that the config says the model computes in."""
+    """The type in which the model computes, by its config."""
     config = read_json((path if path.is_dir() else path.parent) / CONFIG)
     said = str(config.get("dtype") or config.get("torch_dtype") or "bfloat16").removeprefix("torch.")
     return said if said in FLOATS else "bfloat16"

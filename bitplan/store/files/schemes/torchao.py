@@ -63,8 +63,8 @@ def _weight(folder: QuantizedFolder, name: str, said: Mapping[str, Any]) -> Sche
     beside = tuple(each for part in _ACTIVATIONS if (each := prefix + part) in folder.checkpoint.tensors)
     block = data.get("block_size")
     if kind == "Float8Tensor":
-        tile = block if is_tile(block) else TILE
-        return fp8_weight(folder, name, f"{prefix}qdata", f"{prefix}scale", (tile[0], tile[1]), beside)
+        tile = (block[0], block[1]) if isinstance(block, list) and is_tile(block) else TILE
+        return fp8_weight(folder, name, f"{prefix}qdata", f"{prefix}scale", tile, beside)
     if kind in ("Int8Tensor", "IntxUnpackedToInt8Tensor"):
         return _integers(folder, name, prefix, block, beside)
     if kind != "MXTensor" or data.get("is_swizzled_scales") is not False or block != 32:
@@ -84,7 +84,7 @@ def _integers(folder: QuantizedFolder, name: str, prefix: str, block: object, be
     zero = folder.checkpoint.tensors.get(f"{prefix}zero_point")
     if zero is not None:
         folder.part(zero.name, (*FLOATS, "int8", "int32", "int64"), scales.shape, of=name)
-    # Zero points of symmetric weights are stored, too: that they are all zero is seen when they are read.
+    # Zero points of symmetric weights are stored too; whether all are zero is checked when they are read.
     has_zero = zero is not None and any(folder.checkpoint.read_bytes(zero.name))
     layout = IntegerGroups(rows, cols, 8, group, scales.dtype_name, not has_zero)
     fmt, reason = layout.format()

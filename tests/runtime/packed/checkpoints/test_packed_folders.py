@@ -216,6 +216,11 @@ def test_a_model_of_the_users_own(tmp_path):
     assert torch.equal(again["up"].weight.data, model["up"].weight.data)
 
 
+def test_the_type_that_is_asked_for_holds_for_a_given_model_too(packed):
+    model = bitplan.load_packed(packed, model=llama(), dtype=torch.float16).model
+    assert {one.dtype for one in model.parameters()} == {torch.float16}
+
+
 def test_a_format_that_keeps_its_scales_among_its_codes_runs():
     model = nn.Sequential(nn.Embedding(8, 256), nn.Linear(256, 32))
     table, weight = (bitplan.encode(layer.weight, "q4_k_gguf") for layer in model)

@@ -1,0 +1,55 @@
+"""`quantize --text`: a model's weights are rounded by what they meet on a text."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from bitplan.cli import run
+from bitplan.errors import MeasureError
+from bitplan.formats import Encoded
+from bitplan.searching.gather_evidence import gather_evidence
+from bitplan.store.export.targets import export_model
+from bitplan.store.files.open_files import open_tensors
+from tests.store.export.tiny_models import LETTERS, save_tiny
+
+TEXT = "".join(LETTERS[number] for number in torch.randint(26, (400,), generator=torch.Generator().manual_seed(0)))
+
+
+def test_quantize_takes_a_text(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    save_tiny(tmp_path / "llama", "llama")
+    (tmp_path / "text.txt").write_text(TEXT)
+    words = [
+        "quantize",
+        "llama",
+        "packed",
+        "--text",
+        "text.txt",
+        "--format",
+        "q4_0_gguf",
+        "--keep",
+        "*embed*",
+        "--json",
+    ]
+    assert run([str(tmp_path / word) if word in ("llama", "packed", "text.txt") else word for word in words]) == 0
+    rows = json.loads(capsys.readouterr().out)["tensors"]
+    gains = [row["rounding"]["after"] / row["rounding"]["before"] for row in rows if "rounding" in row]
+    assert len(gains) == 14
+    assert max(gains) < 0.9
+    assert not list(tmp_path.glob(".bitplan-*"))
+    export_model(tmp_path / "packed", tmp_path / "packed.gguf", "gguf", "q4_0_gguf", keep=["*embed*"])
+    with open_tensors(tmp_path / "packed") as file, open_tensors(tmp_path / "packed.gguf") as exported:
+        packed, same = file.read("model.layers.1.mlp.down_proj.weight"), exported.read("blk.1.ffn_down.weight")
+        assert isinstance(packed, Encoded)
+        assert isinstance(same, Encoded)
+        assert packed.to_bytes() == same.to_bytes()
+
+
+def test_what_cannot_be_gathered_is_refused(tmp_path: Path) -> None:
+    save_tiny(tmp_path / "llama", "llama")
+    with pytest.raises(MeasureError, match="the text has 3 tokens"):
+        gather_evidence(tmp_path / "llama", "abc", tmp_path)
+    assert not (tmp_path / "evidence.safetensors").exists()
