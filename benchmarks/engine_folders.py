@@ -59,7 +59,7 @@ def engine(target: str, folder: Path, fmt: str) -> Logits:
     import transformers
 
     with silence_transformers():
-        model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=computes(target, fmt)).eval()
+        model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=computes(target, fmt, folder)).eval()
 
     def logits(ids: Tensor) -> Tensor:
         with torch.no_grad(), silence_transformers():
@@ -69,7 +69,11 @@ def engine(target: str, folder: Path, fmt: str) -> Logits:
     return logits
 
 
-def computes(target: str, fmt: str) -> torch.dtype:
+def computes(target: str, fmt: str, folder: Path) -> torch.dtype:
+    """In what the library computes: torchao's tensors in the type of the model, whatever is asked for."""
+    if target == "torchao":
+        dtype: torch.dtype = getattr(torch, json.loads((folder / "config.json").read_text(encoding="utf-8"))["dtype"])
+        return dtype
     return torch.bfloat16 if target == "compressed-tensors" and fmt in IN_BFLOAT16 else torch.float32
 
 
@@ -121,7 +125,7 @@ def run_model(
                 except (BitplanError, ValueError, RuntimeError, ImportError) as error:
                     row["refused"] = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
                 else:
-                    own = perplexity(ours(source, report, computes(target, fmt)), own_windows)
+                    own = perplexity(ours(source, report, computes(target, fmt, source)), own_windows)
                     row |= {"bytes": report.nbytes, "engine": round(theirs, 4), "bitplan": round(own, 4)}
                     row["difference"] = round(theirs / own - 1, 6)
             rows.append(row)
@@ -139,8 +143,10 @@ def run_families(targets: Sequence[str]) -> list[dict[str, Any]]:
     for kind in MODELS:
         with tempfile.TemporaryDirectory() as place:
             source, plain = Path(place) / "in", Path(place) / "plain"
-            layers = {"layer_types": ["sliding_attention", "full_attention"]} if kind == "gemma3" else {}
-            save_tiny(source, kind, **layers, **({"dtype": "float32"} if kind == "gpt_oss" else {}))
+            changes: dict[str, Any] = {"dtype": "float32"} if kind == "gpt_oss" else {}
+            if kind == "gemma3":
+                changes["layer_types"] = ["sliding_attention", "full_attention"]
+            save_tiny(source, kind, **changes)
             for target in targets:
                 row: dict[str, Any] = {"target": target, "family": kind, "format": FAMILY_FORMATS[target]}
                 output = Path(place) / target
