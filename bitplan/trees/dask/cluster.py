@@ -50,14 +50,15 @@ def fit_on_cluster(
 class _Fit:
     def __init__(self, client: Any, addresses: list[str], key: str, timeout_s: float) -> None:
         self._client, self._addresses, self._key, self._timeout_s = client, addresses, key, timeout_s
-        self._names = list(addresses)
+        known = client.scheduler_info(n_workers=-1)["workers"]
+        self._names = [f"{known.get(address, {}).get('name')!r} at {address}" for address in addresses]
 
     def run(self, model: Any, pieces: dict[str, list[Any]], take: Callable[[Any], Any]) -> Any:
         tasks: list[Any] = []
         try:
             parts = self._lay(pieces)
             tasks = parts
-            self._names = self._answers(self._send([(_worker_of, part) for part in parts]), "reading the rows")
+            self._answers(self._send([(_count_rows, part) for part in parts]), "reading the rows")
             (where,) = self._answers([self._send_to(0, on_worker.open_store, self._key)], "opening a store")
             fit = on_worker.WorkerFit(self._key, *where, tuple(self._names), self._timeout_s)
             tasks = self._send([(on_worker.fit_part, model, part, rank, fit) for rank, part in enumerate(parts)])
@@ -146,8 +147,8 @@ class _Fit:
                     return
 
 
-def _worker_of(part: on_worker.WorkerRows) -> str:
-    return part.worker
+def _count_rows(part: on_worker.WorkerRows) -> int:
+    return len(part.y)
 
 
 def _current_client() -> Any:

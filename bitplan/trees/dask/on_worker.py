@@ -29,7 +29,6 @@ _cancelled: set[str] = set()  # fits that the client has given up
 class WorkerRows:
     """The rows of one worker; `eval_x` and `eval_y` are None where the fit has no eval_set."""
 
-    worker: str
     x: Any
     y: Array
     weights: Array | None
@@ -74,11 +73,9 @@ def lay_rows(
                     f"{name}: partition {first + place} has {len(part)} rows, expected {len(rows)}, as X has; make "
                     "both from one collection, or rechunk them alike"
                 )
-    worker = get_worker()
     if has_eval and not eval_x:  # fewer partitions than workers
         eval_x, eval_y = [x[0][:0]], [y[0][:0]]
     return WorkerRows(
-        f"{worker.name!r} at {worker.address}",
         _joined(x),
         np.concatenate([np.asarray(part) for part in y]),
         np.concatenate([np.asarray(part) for part in weights]) if weights else None,
