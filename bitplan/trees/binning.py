@@ -92,14 +92,12 @@ def find_bins(x: Array | TablePieces, categorical: Array, max_bins: int, seed: i
     sets = [feature for feature in range(x.shape[1]) if categorical[feature]]
     if sets:
         here = [np.zeros(1, np.int64) for _ in sets]
-        for _, block in blocks_of(x):
-            more = on_threads(lambda feature: _count_categories(block[:, feature], feature), sets)  # noqa: B023
-            here = [
-                _padded(part, len(other)) + _padded(other, len(part)) for part, other in zip(here, more, strict=True)
-            ]
+        for _, part in blocks_of(x):
+            more = on_threads(lambda feature: _count_categories(part[:, feature], feature), sets)  # noqa: B023
+            here = [_padded(old, len(new)) + _padded(new, len(old)) for old, new in zip(here, more, strict=True)]
         most = np.array([max(map(len, here))], np.float64)
         size = int(span.shards.top(most, "largest category")[0])
-        rows = span.shards.add(np.array([_padded(part, size) for part in here]), "rows of each category")
+        rows = span.shards.add(np.array([_padded(counts, size) for counts in here]), "rows of each category")
         edges |= {feature: _categories(part, max_bins) for feature, part in zip(sets, rows, strict=True)}
     features = np.repeat(np.arange(x.shape[1]), [len(edges[feature]) for feature in range(x.shape[1])])
     columns = [column for feature in range(x.shape[1]) for column in edges[feature]]

@@ -155,7 +155,7 @@ def boost(
 def _watch(watched: EvalSet, scores: Array, new: list[Tree], booster: Booster, shards: Shards) -> float:
     """Record every metric after a round; the first of them, as a number of which less is better."""
     rows, seen = watched.rows, booster.evals.setdefault(watched.name, {})
-    Forest.of(new, booster.outputs).add_to(scores, rows.x)
+    Forest.of(new, booster.outputs).add_to(scores, np.asarray(rows.x))
     values = [metric(rows.y, scores, rows.weights, shards) for metric in watched.metrics]
     shards.sent_for("losses")
     for name, value, _ in values:

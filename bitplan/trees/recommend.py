@@ -115,7 +115,7 @@ def recommend_gradient_precision(
                 setups.append(setup)
     setup = statistics.median(setups)  # the same in every precision
     seen = [PrecisionSeen(precision, tuple(rounds[precision]), losses[precision], setup) for precision in models]
-    table = TableSeen(*x.shape, threads_of(whole.n_jobs), int(whole.n_estimators))
+    table = TableSeen(x.shape[0], x.shape[1], threads_of(whole.n_jobs), int(whole.n_estimators))
     return advise(seen, table)
 
 

@@ -33,9 +33,9 @@ def fit_on_cluster(
     eval_set: Any,
     client: Any,
     timeout_s: float,
-    take: Callable[[Any], Any],
-) -> Any:
-    """What `take` makes of the fitted model; it also gets what is there when the fit is interrupted."""
+    take: Callable[[Any], None],
+) -> None:
+    """`take` gets the fitted model, or what is there of it when the fit is interrupted."""
     pieces = _collections(x, y, weights, eval_set)
     client = client or _current_client()
     present = sorted(client.nthreads())
@@ -44,22 +44,23 @@ def fit_on_cluster(
     addresses = present[: len(pieces["X"])]
     key = f"bitplan-{uuid.uuid4().hex}"
     with distributed.MultiLock(names=[f"bitplan.trees {address}" for address in addresses], client=client):
-        return _Fit(client, addresses, key, timeout_s).run(model, pieces, take)
+        _Fit(client, addresses, key, timeout_s).run(model, pieces, take)
 
 
 class _Fit:
     def __init__(self, client: Any, addresses: list[str], key: str, timeout_s: float) -> None:
         self._client, self._addresses, self._key, self._timeout_s = client, addresses, key, timeout_s
-        self._names = list(addresses)
+        known = client.scheduler_info(n_workers=-1)["workers"]
+        self._names = [f"{known.get(address, {}).get('name')!r} at {address}" for address in addresses]
 
-    def run(self, model: Any, pieces: dict[str, list[Any]], take: Callable[[Any], Any]) -> Any:
+    def run(self, model: Any, pieces: dict[str, list[Any]], take: Callable[[Any], None]) -> None:
         tasks: list[Any] = []
         try:
             parts = self._lay(pieces)
             tasks = parts
-            self._names = self._answers(self._send([(_worker_of, part) for part in parts]), "reading the rows")
-            (where,) = self._answers([self._send_to(0, on_worker.open_store, self._key)], "opening a store")
-            fit = on_worker.WorkerFit(self._key, *where, tuple(self._names), self._timeout_s)
+            self._answers(self._send([(_count_rows, part) for part in parts]), "reading the rows")
+            ((host, port),) = self._answers([self._send_to(0, on_worker.open_store, self._key)], "opening a store")
+            fit = on_worker.WorkerFit(self._key, host, port, tuple(self._names), self._timeout_s)
             tasks = self._send([(on_worker.fit_part, model, part, rank, fit) for rank, part in enumerate(parts)])
             try:
                 answers = self._answers(tasks, "fitting")
@@ -69,7 +70,7 @@ class _Fit:
             for _, lost in answers:
                 if lost is not None:
                     raise lost
-            return take(answers[0][0])
+            take(answers[0][0])
         finally:
             self._client.cancel(tasks)
             self._client.run(on_worker.end_fit, self._key, workers=self._present(), on_error="ignore")
@@ -134,7 +135,7 @@ class _Fit:
         known = self._client.nthreads()
         return [address for address in self._addresses if address in known]
 
-    def _take_rounds(self, tasks: list[Any], take: Callable[[Any], Any]) -> None:
+    def _take_rounds(self, tasks: list[Any], take: Callable[[Any], None]) -> None:
         """End the fit in all workers; of the first that has complete rounds, take them."""
         self._client.run(on_worker.cancel_fit, self._key, workers=self._present(), on_error="ignore")
         self._let_end(tasks)
@@ -146,8 +147,8 @@ class _Fit:
                     return
 
 
-def _worker_of(part: on_worker.WorkerRows) -> str:
-    return part.worker
+def _count_rows(part: on_worker.WorkerRows) -> int:
+    return len(part.y)
 
 
 def _current_client() -> Any:

@@ -34,28 +34,36 @@ class _OnDask:
         return names
 
     def __getstate__(self) -> dict[str, Any]:
-        return super().__getstate__() | {"client": None}  # type: ignore[misc]
+        state: Any = super().__getstate__()
+        return {**state, "client": None}
 
     def fit(self, X: Any, y: Any, sample_weight: Any = None, eval_set: Any = None) -> Self:
         """Fit to dask collections, as many partitions of each; Ctrl-C leaves the rounds that were complete."""
-        model = self._plain(**self.get_params())  # type: ignore[attr-defined]
         limit = number("timeout_s", self.timeout_s, 0, above=True)
-        return fit_on_cluster(model, X, y, sample_weight, eval_set, self.client, limit, self._take)  # type: ignore[return-value]
+        fit_on_cluster(self._unfitted(), X, y, sample_weight, eval_set, self.client, limit, self._take)
+        return self
 
-    def _take(self, fitted: Any) -> Self:
+    def _unfitted(self) -> Any:
+        here: Any = self
+        return self._plain(**here.get_params())
+
+    def _take(self, fitted: Any) -> None:
         """Everything that `fit` leaves in an estimator."""
         for name, value in vars(fitted).items():
             if name.endswith("_"):
                 setattr(self, name, value)
-        return self
 
     def to_local(self) -> BoostedTreesClassifier | BoostedTreesRegressor:
         """The plain estimator, fitted as this one is."""
-        model = self._plain(**self.get_params())  # type: ignore[attr-defined]
+        model: BoostedTreesClassifier | BoostedTreesRegressor = self._unfitted()
         for name, value in vars(self).items():
             if name.endswith("_"):
                 setattr(model, name, value)
         return model
+
+    def _predict_contributions(self, x: Any) -> Any:
+        booster = self.to_local().booster_
+        return self._predict("_contributions", x, np.dtype(np.float64), (booster.features + 1) * booster.outputs)
 
     def _predict(self, method: str, x: Any, dtype: Any, columns: int = 0) -> Any:
         """By partition, when it is computed; `columns` 0: a number for each row."""
@@ -80,13 +88,15 @@ class _OnDask:
         return dask.array.concatenate(pieces, allow_unknown_chunksizes=True)
 
 
-class DaskBoostedTreesClassifier(_OnDask, BoostedTreesClassifier):
+class DaskBoostedTreesClassifier(_OnDask, BoostedTreesClassifier):  # type: ignore[misc]
     """Boosted trees for two or more classes, on a Dask cluster."""
 
     _plain = BoostedTreesClassifier
 
-    def predict(self, X: Any) -> Any:
-        """The likeliest class of each row."""
+    def predict(self, X: Any, *, contributions: bool = False) -> Any:
+        """The likeliest class of each row; or what each feature adds to the raw scores (`contributions`)."""
+        if contributions:
+            return self._predict_contributions(X)
         return self._predict("predict", X, self.classes_.dtype)
 
     def predict_proba(self, X: Any) -> Any:
@@ -99,11 +109,13 @@ class DaskBoostedTreesClassifier(_OnDask, BoostedTreesClassifier):
         return self._predict("decision_function", X, np.dtype(np.float64), 0 if classes == 2 else classes)
 
 
-class DaskBoostedTreesRegressor(_OnDask, BoostedTreesRegressor):
+class DaskBoostedTreesRegressor(_OnDask, BoostedTreesRegressor):  # type: ignore[misc]
     """Boosted trees for numbers, on a Dask cluster."""
 
     _plain = BoostedTreesRegressor
 
-    def predict(self, X: Any) -> Any:
-        """A number for each row; raw scores for a custom objective."""
+    def predict(self, X: Any, *, contributions: bool = False) -> Any:
+        """A number for each row, raw scores for a custom objective; or what each feature adds (`contributions`)."""
+        if contributions:
+            return self._predict_contributions(X)
         return self._predict("predict", X, np.dtype(np.float64))

@@ -29,7 +29,6 @@ _cancelled: set[str] = set()  # fits that the client has given up
 class WorkerRows:
     """The rows of one worker; `eval_x` and `eval_y` are None where the fit has no eval_set."""
 
-    worker: str
     x: Any
     y: Array
     weights: Array | None
@@ -74,11 +73,9 @@ def lay_rows(
                     f"{name}: partition {first + place} has {len(part)} rows, expected {len(rows)}, as X has; make "
                     "both from one collection, or rechunk them alike"
                 )
-    worker = get_worker()
     if has_eval and not eval_x:  # fewer partitions than workers
         eval_x, eval_y = [x[0][:0]], [y[0][:0]]
     return WorkerRows(
-        f"{worker.name!r} at {worker.address}",
         _joined(x),
         np.concatenate([np.asarray(part) for part in y]),
         np.concatenate([np.asarray(part) for part in weights]) if weights else None,
@@ -90,7 +87,7 @@ def lay_rows(
 def open_store(key: str) -> tuple[str, int]:
     """Host a store for a fit on this worker; where it is."""
     host = get_address_host(get_worker().address)
-    _stores[key] = store = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False)
+    _stores[key] = store = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]
     return host, int(store.port)
 
 
@@ -115,7 +112,8 @@ def fit_part(model: Any, part: WorkerRows, rank: int, fit: WorkerFit) -> tuple[A
     eval_set = None if part.eval_x is None else (part.eval_x, part.eval_y)
     store = _stores.get(fit.key) if rank == 0 else None
     limit = timedelta(seconds=fit.timeout_s)
-    store = store or dist.TCPStore(fit.host, fit.port, is_master=False, timeout=limit)
+    if store is None:
+        store = dist.TCPStore(fit.host, fit.port, is_master=False, timeout=limit)  # type: ignore[attr-defined]
     meeting = Meeting(store, rank, fit.names, get_address_host(worker.address))
     ranks = _CancellableRanks(fit.key, fit.timeout_s, meeting)
     try:
@@ -139,7 +137,7 @@ def _joined(parts: list[Any]) -> Any:
     if len(parts) == 1:
         return parts[0]
     if hasattr(parts[0], "columns"):
-        import pandas
+        import pandas  # type: ignore[import-untyped]
 
         return pandas.concat(parts, ignore_index=True)
     return np.concatenate(parts)

@@ -110,11 +110,11 @@ class Ranks:
         if self._meeting is None:
             self._group = dist.new_group(backend="gloo", timeout=limit)
             return
-        options = dist.ProcessGroupGloo._Options()
+        options: Any = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
         options._timeout = limit
         options._devices = [dist.ProcessGroupGloo.create_device(hostname=self._meeting.host)]
-        store = dist.PrefixStore(self._place, self._store)
-        self._group = dist.ProcessGroupGloo(store, self.rank, self.count, options)
+        store = dist.PrefixStore(self._place, self._store)  # type: ignore[attr-defined]
+        self._group = dist.ProcessGroupGloo(store, self.rank, self.count, options)  # type: ignore[assignment]
 
     def _all_reduce(self, numbers: Array, how: Any, what: str) -> Array:
         out = np.array(numbers)  # a copy: torch sums in place

@@ -99,7 +99,8 @@ class BoostedTreesBase(FittedTrees):
     def _read(self, x: Any, shards: Shards = ALONE) -> Array:
         """Features as at `fit`: the same number, with the same names."""
         if shards is ALONE and self._is_plain(x):
-            return x
+            plain: Array = x
+            return plain
         table: Array = self._validated(encode(x, self.categories_), shards, reset=False)
         return table
 
