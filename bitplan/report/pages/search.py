@@ -139,7 +139,9 @@ def _gap(found: RecordFields) -> float:
 
 
 def _solved(gap: float) -> str:
-    return f"Solved to within {percent(gap)} of the best possible." if gap >= 1e-5 else "No choice of these formats is predicted to cost less."
+    if gap < 1e-5:
+        return "No choice of these formats is predicted to cost less."
+    return f"Solved to within {percent(gap)} of the best possible."
 
 
 def _rival(found: RecordFields) -> str:
