@@ -113,7 +113,7 @@ def _answers(found: RecordFields) -> Markup:
     between = f" (95 % {significant(interval[0])} to {significant(interval[1])})" if interval else ""
     smaller = reference.number("bytes") / max(plan.number("bytes"), 1)
     rows = [
-        ("What was decided", f"{mix}. Solved to within {percent(_gap(found))} of the best possible."),
+        ("What was decided", f"{mix}. {_solved(_gap(found))}"),
         (
             "Why",
             f"The least damage within {_goal(found)}, by damage predicted from the really rounded weights and checked "
@@ -136,6 +136,12 @@ def _answers(found: RecordFields) -> Markup:
 
 def _gap(found: RecordFields) -> float:
     return float(found.fields("solution").number("gap", 0.0))
+
+
+def _solved(gap: float) -> str:
+    if gap < 1e-5:
+        return "No choice of these formats is predicted to cost less."
+    return f"Solved to within {percent(gap)} of the best possible."
 
 
 def _rival(found: RecordFields) -> str:
