@@ -38,7 +38,7 @@ import torch
 from llama_decode import SHAPES, VOCABULARY, DecodingLlama
 from torch import Tensor, nn
 
-from bitplan.runtime.packed.joint import fuse_projections
+from bitplan.runtime.packed.fused_projections import fuse_projections
 from bitplan.runtime.packed.quant_linear import QuantLinear
 from bitplan.runtime.packed.tile_cache import TileCache
 from bitplan.runtime.packed.warm_up import warm_up

@@ -32,9 +32,9 @@ from bitplan.formats.fp8_recipes import expert_recipes
 from bitplan.kernels.fp8.experts import products as kernels
 from bitplan.kernels.fp8.experts.layout import TILE_ROWS, GroupLayout, scale_kind
 from bitplan.runtime.fp8.bench.modules import route_tokens
+from bitplan.runtime.fp8.layer_settings import Fp8Recipe, GemmChoice
 from bitplan.runtime.fp8.layers.grouped_linear import GroupedLinear, plain_rows, plain_sums
 from bitplan.runtime.fp8.layers.weight_casts import drop_casts
-from bitplan.runtime.fp8.recipe import Fp8Recipe, GemmChoice
 
 SHAPES = {  # out_features, in_features
     "dsv3": {"fc1": (4096, 7168), "fc2": (7168, 2048), "plain": (2048, 7168)},

@@ -53,7 +53,7 @@ from bitplan.runtime.fp8.bench.layer_bench import BenchPlan, run_bench
 from bitplan.runtime.fp8.bench.modules import ModuleBuilder
 from bitplan.runtime.fp8.bench.ranks import ParallelGroups
 from bitplan.runtime.fp8.experts import cast_dropper
-from bitplan.runtime.fp8.recipe import Fp8Recipe
+from bitplan.runtime.fp8.layer_settings import Fp8Recipe
 
 SIZES = {
     "h4096": Size(4096, 14336, 32, 8),

@@ -27,7 +27,7 @@ from bitplan.searching.decide.rivals import uniform_plans
 from bitplan.searching.evidence import SearchEvidence
 from bitplan.searching.gather.plan_meter import PlanMeter, summary_of
 from bitplan.searching.prepare import prepare
-from bitplan.searching.targets import candidates, target_of
+from bitplan.searching.runtime_formats import candidates, target_of
 
 BITS = (3.5, 4.0, 4.5, 5.0, 6.0)
 

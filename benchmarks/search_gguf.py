@@ -36,12 +36,12 @@ from bitplan.searching.evidence import SearchEvidence
 from bitplan.searching.gather_evidence import gather_evidence
 from bitplan.searching.prepare import prepare
 from bitplan.searching.run import solve_and_correct
-from bitplan.searching.targets import target_of
+from bitplan.searching.runtime_formats import target_of
 from bitplan.store.export.targets import export_model
 from bitplan.store.files.headers import plan_for_file
 from bitplan.store.files.open_files import open_tensors, write_tensors
 from bitplan.store.files.tensor_file import Promise
-from bitplan.store.rounding.evidence import EvidenceFile
+from bitplan.store.rounding.input_statistics import EvidenceFile
 from bitplan.store.rounding.round_weight import round_weight
 
 THEIRS = ("IQ4_NL", "Q4_0", "Q4_K_M", "Q5_K_M", "Q3_K_M", "Q6_K")

@@ -50,8 +50,8 @@ from torch.nn import functional
 from bitplan.cli.demo.tiny_model import shipped_text
 from bitplan.measure.calibration import CalibrationResult
 from bitplan.plan.selective.config import SelectivePrecisionConfig
-from bitplan.runtime.selective.policy import SelectivePrecisionPolicy
 from bitplan.runtime.selective.run_calibration import run_calibration
+from bitplan.runtime.selective.training_policy import SelectivePrecisionPolicy
 from bitplan.runtime.streaming.stream_blocks import BlockStream, stream_blocks
 from bitplan.runtime.streaming.training.host_training import AdamWSettings
 from bitplan.runtime.streaming.transfer.devices import CudaDevice, SimulatedDevice, StreamDevice

@@ -27,14 +27,14 @@ if TYPE_CHECKING:
     from bitplan.runtime.packed.apply import apply_plan
     from bitplan.runtime.packed.checkpoints.load import load_packed
     from bitplan.runtime.packed.checkpoints.save import save_packed
-    from bitplan.runtime.packed.joint import fuse_projections
+    from bitplan.runtime.packed.fused_projections import fuse_projections
     from bitplan.runtime.packed.quant_embedding import QuantEmbedding
     from bitplan.runtime.packed.quant_experts import QuantExperts
     from bitplan.runtime.packed.quant_linear import QuantLinear
     from bitplan.runtime.packed.tile_cache import TileCache
     from bitplan.runtime.packed.warm_up import warm_up
-    from bitplan.runtime.selective.policy import SelectivePrecisionPolicy
     from bitplan.runtime.selective.run_calibration import run_calibration
+    from bitplan.runtime.selective.training_policy import SelectivePrecisionPolicy
     from bitplan.runtime.streaming.stream_blocks import stream_blocks
     from bitplan.searching.goal import Goal
     from bitplan.searching.run import search
@@ -109,12 +109,12 @@ __getattr__, __dir__ = lazy_names(
         "runtime.fp8.apply": ("apply_fp8", "apply_fp8_config"),
         "runtime.packed.checkpoints.load": ("load_packed",),
         "runtime.packed.checkpoints.save": ("save_packed",),
-        "runtime.packed.joint": ("fuse_projections",),
+        "runtime.packed.fused_projections": ("fuse_projections",),
         "runtime.packed.quant_embedding": ("QuantEmbedding",),
         "runtime.packed.quant_experts": ("QuantExperts",),
         "runtime.packed.quant_linear": ("QuantLinear",),
         "runtime.selective.run_calibration": ("run_calibration",),
-        "runtime.selective.policy": ("SelectivePrecisionPolicy",),
+        "runtime.selective.training_policy": ("SelectivePrecisionPolicy",),
         "runtime.streaming.stream_blocks": ("stream_blocks",),
         "runtime.packed.tile_cache": ("TileCache",),
         "runtime.packed.warm_up": ("warm_up",),

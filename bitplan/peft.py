@@ -19,8 +19,8 @@ peft = require("peft", purpose="bitplan.peft", extra="train")
 
 from peft.tuners.lora.layer import Linear as LoraLinear  # noqa: E402
 
+from bitplan.runtime.packed.product_strategy import LayerError  # noqa: E402
 from bitplan.runtime.packed.quant_linear import QuantLinear  # noqa: E402
-from bitplan.runtime.packed.strategy import LayerError  # noqa: E402
 
 __all__ = ["LoraPackedLinear", "get_peft_model", "load_adapter"]
 

@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from typing import Any, NoReturn
 
 from bitplan.documents import is_text, short, show
-from bitplan.plan.fp8.kinds import ModelConfigError
+from bitplan.plan.fp8.vocabulary import ModelConfigError
 
 MAX_YAML_CHARACTERS = 2**17
 MAX_NODES = 10_000

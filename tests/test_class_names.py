@@ -13,8 +13,8 @@ import torch
 
 import bitplan
 from bitplan.errors import BitplanError, FileFormatError
+from bitplan.runtime.fp8.layer_settings import Fp8Recipe
 from bitplan.runtime.fp8.layers.linear import Fp8Linear
-from bitplan.runtime.fp8.recipe import Fp8Recipe
 
 
 def public_classes() -> Iterator[ast.ClassDef]:

@@ -27,9 +27,9 @@ from bitplan.plan.selective.config import SelectivePrecisionConfig
 from bitplan.plan.selective.state import PolicyState, load_state
 from bitplan.records import read_json
 from bitplan.report.page import build_sections
-from bitplan.report.read import read_records
-from bitplan.runtime.selective.policy import SelectivePrecisionPolicy
+from bitplan.report.read_records import read_records
 from bitplan.runtime.selective.telemetry import PrecisionStepMetrics
+from bitplan.runtime.selective.training_policy import SelectivePrecisionPolicy
 from bitplan.runtime.streaming.stream_blocks import stream_blocks
 from bitplan.runtime.streaming.telemetry import StreamStepStats
 from bitplan.runtime.streaming.training import training_state

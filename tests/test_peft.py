@@ -10,7 +10,7 @@ import bitplan
 peft = pytest.importorskip("peft")
 
 from bitplan.peft import LoraPackedLinear, get_peft_model, load_adapter  # noqa: E402
-from bitplan.runtime.packed.strategy import LayerError  # noqa: E402
+from bitplan.runtime.packed.product_strategy import LayerError  # noqa: E402
 
 
 def packed_model() -> torch.nn.Module:

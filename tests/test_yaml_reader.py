@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from bitplan.plan.fp8.kinds import ModelConfigError
+from bitplan.plan.fp8.vocabulary import ModelConfigError
 from bitplan.yaml_reader import MAX_DEPTH, MAX_NODES, MAX_YAML_CHARACTERS, load_yaml
 from tests.limits import assert_quick
 

@@ -11,7 +11,7 @@ from typing import Annotated, Any
 
 import typer
 
-from bitplan.cli.quick_parsing import QuickCommand, QuickGroup
+from bitplan.cli.quick_help import QuickCommand, QuickGroup
 from bitplan.cli.verbs import bench as bench_verbs
 from bitplan.cli.verbs import confirm as confirm_verbs
 from bitplan.cli.verbs import convert as convert_verbs

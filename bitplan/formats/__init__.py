@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from bitplan.formats.registry import DTYPE_NAMES, get_format, list_formats
     from bitplan.formats.repacking import repack
     from bitplan.formats.scales.checks import scale_health
-    from bitplan.formats.scales.drift import requantize
+    from bitplan.formats.scales.reencode import requantize
 
 __all__ = [
     "DTYPE_NAMES",
@@ -36,7 +36,7 @@ __getattr__, __dir__ = lazy_names(
     __name__,
     {
         "codec": ("decode", "encode"),
-        "scales.drift": ("requantize",),
+        "scales.reencode": ("requantize",),
         "encoded": ("Encoded",),
         "format": ("Format",),
         "registry": ("DTYPE_NAMES", "get_format", "list_formats"),

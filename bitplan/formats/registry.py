@@ -7,7 +7,7 @@ from bitplan.formats import elements as el
 from bitplan.formats.elements import Element
 from bitplan.formats.format import ROW, TENSOR, Block, Format
 from bitplan.formats.gguf.blocks import gguf_blocks
-from bitplan.formats.gguf_rules import GgufMxfp4, GgufPowerOfTwoScales, GgufQ40, GgufQ80
+from bitplan.formats.gguf.ggml_encoders import GgufMxfp4, GgufPowerOfTwoScales, GgufQ40, GgufQ80
 from bitplan.formats.packing import Packing
 from bitplan.formats.scales.rules import BasedScales, PowerOfTwoScales, ScaleRule, ScaleStorage
 

@@ -27,7 +27,7 @@ from bitplan.report.pages.search import search_section
 from bitplan.report.pages.speed import speed_section
 from bitplan.report.pages.streaming import stream_section
 from bitplan.report.pages.training import training_section
-from bitplan.report.read import Record, read_records
+from bitplan.report.read_records import Record, read_records
 from bitplan.report.section import Section
 from bitplan.version import __version__
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from bitplan.report.markup import Markup, join, tag
-from bitplan.report.read import Record
+from bitplan.report.read_records import Record
 
 
 @dataclass(frozen=True)

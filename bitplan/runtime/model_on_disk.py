@@ -1,7 +1,7 @@
 """A causal language model whose weights stay on disk, and are read one by one when needed.
 
 For work that goes through a model block by block: memory holds only the tensors in use, not the model. Names and shapes
-decide where each tensor comes from (`checkpoints.recipes`), as for packed models.
+decide where each tensor comes from (`checkpoints.tensor_sources`), as for packed models.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from bitplan.errors import FileFormatError, MeasureError
 from bitplan.runtime.causal_lm import CausalLM, read_tokenizer
 from bitplan.runtime.packed.checkpoints.build import empty_model
 from bitplan.runtime.packed.checkpoints.fill import read_plain
-from bitplan.runtime.packed.checkpoints.recipes import assign
+from bitplan.runtime.packed.checkpoints.tensor_sources import assign
 from bitplan.store.files.open_files import open_tensors
 from bitplan.store.packed_folder import CONFIG, read_config
 

@@ -12,7 +12,7 @@ from bitplan.measure.quality.perplexity import spread_windows
 from bitplan.runtime.causal_lm import CausalLM, load_causal_lm, require_causal
 from bitplan.runtime.model_on_disk import ModelOnDisk, is_plain_folder
 from bitplan.searching.errors import SearchError
-from bitplan.searching.gather.subject import SearchSubject, subject_of
+from bitplan.searching.gather.searched_model import SearchSubject, subject_of
 from bitplan.store.files.headers import check_model_source
 
 WINDOWS, CHECKS, HELD_OUT = 24, 4, 12

@@ -18,12 +18,12 @@ from bitplan.searching.errors import GoalError
 from bitplan.searching.evidence import SearchEvidence
 from bitplan.searching.gather.collect import EVIDENCE, Stage, check_group, collect_evidence, no_stage, smallest_bytes
 from bitplan.searching.gather.plan_meter import MeasuredPlan, PlanMeter
-from bitplan.searching.gather.subject import SearchSubject
+from bitplan.searching.gather.searched_model import SearchSubject
 from bitplan.searching.gather.timing import BlockTimes, is_timed, time_block
 from bitplan.searching.goal import Goal
 from bitplan.searching.prepare import WINDOWS, SearchText, prepare
 from bitplan.searching.result import SearchResult
-from bitplan.searching.targets import candidates, target_of
+from bitplan.searching.runtime_formats import candidates, target_of
 
 MOST_CORRECTIONS = 3
 AGREES = 0.1  # predicted and measured within a tenth: nothing to correct

@@ -17,11 +17,11 @@ from bitplan.errors import StoreError
 from bitplan.formats import Encoded
 from bitplan.formats.quantization_error import Similarity, similarity
 from bitplan.kernels import decode
-from bitplan.store.models.eval_weights import slots_of
+from bitplan.store.models.decoded_in_eval import slots_of
 from bitplan.store.models.morph import encoded_modules_of, places_of
 
 if TYPE_CHECKING:
-    from bitplan.store.models.values import ModelValues, Values
+    from bitplan.store.models.comparable_tensors import ModelValues, Values
 
 Weights = nn.Module | Mapping[str, Tensor | Encoded]
 
@@ -192,7 +192,7 @@ def compare_files(
 
     Names and shapes that differ are findings. Integers (buffers, codes) must be equal, and count in no figure.
     """
-    from bitplan.store.models.values import open_values  # here, because it imports gguf
+    from bitplan.store.models.comparable_tensors import open_values  # here, because it imports gguf
 
     with ExitStack() as opened:
         one, two = open_values(first, second, opened)

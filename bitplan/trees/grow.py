@@ -18,19 +18,19 @@ from dataclasses import dataclass
 import numpy as np
 
 from bitplan.kernels.base.jit import on_threads, thread_count
-from bitplan.trees import team_space
+from bitplan.trees import thread_workspace
 from bitplan.trees.binning import BinnedRows, Bins
+from bitplan.trees.distributed.histogram_exchange import HistogramSum
 from bitplan.trees.distributed.shards import ALONE, Shards
-from bitplan.trees.distributed.wire import HistogramSum
 from bitplan.trees.gradients import Array, GradientPrecision, Gradients
-from bitplan.trees.growth import Growth
 from bitplan.trees.histogram import Histogram, HistogramBuilder
 from bitplan.trees.loops import nodes as queue
 from bitplan.trees.loops import rows as trees_rows
 from bitplan.trees.loops import split as kernels
 from bitplan.trees.loops.histogram import BINS
-from bitplan.trees.team_space import TeamSpace
+from bitplan.trees.thread_workspace import TeamSpace
 from bitplan.trees.tree import Tree
+from bitplan.trees.tree_tables import Growth
 
 THREADS_FROM_ROWS = 2**13  # below, starting threads takes longer than they save
 NODES_A_STEP = 8  # that several processes expand together
@@ -129,7 +129,7 @@ class TreeGrower:
         self._after_packed = (features[is_category], *self._judging[1:]) if np.any(is_category) else None
         self._builder = HistogramBuilder(self._data, gradients, features)
         self._entries = self._builder.enter(rows, self._space)  # reordered leaf by leaf
-        if self._shards.count == 1 and len(rows) >= team_space.TEAM_ROWS:
+        if self._shards.count == 1 and len(rows) >= thread_workspace.TEAM_ROWS:
             return self._grow_by_team(gradients, len(rows), features)
         histogram = self._builder.build(self._entries, threads=len(rows) >= THREADS_FROM_ROWS)
         self._sum = HistogramSum(self._shards, gradients.precision, self._builder, features, self._bins.counts)

@@ -78,7 +78,7 @@ def selective_policy() -> tuple[Any, Any]:
     from torch import nn
 
     from bitplan.plan.selective.config import SelectivePrecisionConfig
-    from bitplan.runtime.selective.policy import SelectivePrecisionPolicy
+    from bitplan.runtime.selective.training_policy import SelectivePrecisionPolicy
     from bitplan.runtime.streaming.stream_blocks import stream_blocks
 
     saved = json.loads(example_text("selective-state"))["policy"]["config"]
@@ -195,8 +195,8 @@ def small_report() -> Any:
 
 def read_fp8_policy(path: Path) -> None:
     from bitplan.plan.fp8.choice import choose_products
-    from bitplan.plan.fp8.kinds import KINDS
     from bitplan.plan.fp8.policy import Question, decide, load_policy, read_policy
+    from bitplan.plan.fp8.vocabulary import KINDS
 
     policy = load_policy(path)
     for kind in KINDS:
@@ -274,7 +274,7 @@ def read_fp8_model(path: Path) -> None:
 
 def read_record(path: Path) -> None:
     from bitplan.report.page import build_page, build_sections
-    from bitplan.report.read import read_records
+    from bitplan.report.read_records import read_records
 
     build_page(build_sections(read_records([path])), title="t").encode()
 

@@ -19,9 +19,9 @@ from bitplan.searching import EvidenceFileError, Goal, GoalError, SearchError, S
 from bitplan.searching import run as runner
 from bitplan.searching.gather import blocks, collect, damage, passes
 from bitplan.searching.gather.collect import EVIDENCE
+from bitplan.searching.gather.searched_model import subject_of
 from bitplan.searching.gather.statistics import STATISTICS, InputStatistics
-from bitplan.searching.gather.subject import subject_of
-from bitplan.searching.targets import TARGETS
+from bitplan.searching.runtime_formats import TARGETS
 from bitplan.store import open_tensors, quantize_file, round_weight
 from bitplan.store.export.compressed_tensors import SCHEMES
 from bitplan.store.export.mlx import QUANTIZATIONS

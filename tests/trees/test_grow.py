@@ -8,7 +8,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from bitplan.kernels.base.jit import use_threads
-from bitplan.trees import histogram, team_space
+from bitplan.trees import histogram, thread_workspace
 from bitplan.trees.gradients import GradientPrecision, prepare
 from bitplan.trees.grow import TreeGrower
 from tests.crosses import few
@@ -18,7 +18,7 @@ from tests.trees.samples import binned, rules, table
 
 @pytest.fixture(autouse=True)
 def by_a_team(monkeypatch):
-    monkeypatch.setattr(team_space, "TEAM_ROWS", 0)
+    monkeypatch.setattr(thread_workspace, "TEAM_ROWS", 0)
 
 
 def assert_same_tree(grown, splits, leaves):
@@ -123,14 +123,14 @@ def test_any_table_equals_naive(seed, precision, features, rows, missing, l1, be
 @pytest.mark.cross("precision", GradientPrecision)
 @pytest.mark.cross("changes", [{}, {"best_first": False}, {"monotone": np.array([1, -1, 0, 0, 1])}], ids=str)
 def test_small_tables_equal_naive(precision, changes, monkeypatch):
-    monkeypatch.setattr(team_space, "TEAM_ROWS", 2**62)
+    monkeypatch.setattr(thread_workspace, "TEAM_ROWS", 2**62)
     x, y = table(missing=0.1)
     both(x, y, precision, rules(**changes))
 
 
 @pytest.mark.parametrize("precision", GradientPrecision)
 def test_threads_change_nothing(precision, monkeypatch):
-    monkeypatch.setattr(team_space, "SHARED_ROWS", 2000)  # so that this table has nodes of both kinds
+    monkeypatch.setattr(thread_workspace, "SHARED_ROWS", 2000)  # so that this table has nodes of both kinds
     x, y = table(6000, 20, missing=0.05)
     data, bins = binned(x)
     gradients = prepare(y.astype(np.float32), np.ones(len(y), np.float32), precision, 3)
@@ -149,7 +149,7 @@ def test_threads_change_nothing(precision, monkeypatch):
 @pytest.mark.parametrize("who", [0, 1])
 def test_an_error_in_one_thread_ends_all(monkeypatch, who):
     """A team whose member fails to come does not wait for it."""
-    grow_tree = team_space.loops.grow_tree
+    grow_tree = thread_workspace.loops.grow_tree
 
     def broken(me, *arguments):
         if me == who:
@@ -160,6 +160,6 @@ def test_an_error_in_one_thread_ends_all(monkeypatch, who):
     data, bins = binned(x)
     gradients = prepare(y.astype(np.float32), np.ones(len(y), np.float32), GradientPrecision.I16, 3)
     grower = TreeGrower(data, bins, rules(4))
-    monkeypatch.setattr(team_space.loops, "grow_tree", broken)
+    monkeypatch.setattr(thread_workspace.loops, "grow_tree", broken)
     with use_threads(3), pytest.raises(RuntimeError, match="on purpose"):
         grower.grow(gradients, np.arange(len(x), dtype=np.uint32), np.arange(4))

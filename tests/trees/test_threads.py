@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from bitplan.kernels.base.jit import on_threads, thread_count, use_threads
-from bitplan.trees import BoostedTreesClassifier, TreesError, team_space
+from bitplan.trees import BoostedTreesClassifier, TreesError, thread_workspace
 from bitplan.trees.threads import LIMITS, allowed_cores, threads_of
 from tests.processes import Program
 from tests.trees.samples import table
@@ -95,7 +95,7 @@ def test_helpers_know_the_number_of_threads():
 
 
 def test_two_fits_at_once_grow_the_trees_of_each(monkeypatch):
-    monkeypatch.setattr(team_space, "TEAM_ROWS", 0)  # each has a team of its own
+    monkeypatch.setattr(thread_workspace, "TEAM_ROWS", 0)  # each has a team of its own
     x, y = table(400)
     targets = [y > 0, y > 0.5, y > -0.5]
     settings = {"n_estimators": 3, "max_leaves": 8, "gradient_precision": "i16", "n_jobs": 2}
@@ -107,9 +107,9 @@ def test_two_fits_at_once_grow_the_trees_of_each(monkeypatch):
 
 FORKING = """
 import os
-from bitplan.trees import BoostedTreesClassifier, team_space
+from bitplan.trees import BoostedTreesClassifier, thread_workspace
 from tests.trees.samples import table
-team_space.TEAM_ROWS = 0
+thread_workspace.TEAM_ROWS = 0
 x, y = table(400)
 fit = lambda: BoostedTreesClassifier(n_estimators=2, max_leaves=8, gradient_precision="i16", n_jobs=2).fit(x, y > 0)
 before = fit().to_lightgbm()  # its threads are still there

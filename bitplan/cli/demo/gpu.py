@@ -16,7 +16,7 @@ from bitplan.kernels import encode
 from bitplan.kernels.matmul.fused import fused_for
 from bitplan.measure.speed.crossover import Crossover, Timer, measure_crossover, pick
 from bitplan.measure.speed.crossover_files import Fingerprint, to_document
-from bitplan.plan.fp8.environment import BenchOptions
+from bitplan.plan.fp8.bench_options import BenchOptions
 from bitplan.plan.fp8.merge import summary
 from bitplan.records import write_json
 from bitplan.runtime.fp8.bench.session import Request, Session, plan_session, run_session

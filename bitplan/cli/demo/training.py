@@ -27,7 +27,7 @@ from bitplan.cli.demo.tiny_model import Corpus, TinyTransformer
 from bitplan.plan.selective.config import SelectivePrecisionConfig
 from bitplan.plan.selective.decide import Hints
 from bitplan.report import TrainingLog
-from bitplan.runtime.selective.policy import SelectivePrecisionPolicy
+from bitplan.runtime.selective.training_policy import SelectivePrecisionPolicy
 from bitplan.runtime.streaming.stream_blocks import BlockStream, stream_blocks
 from bitplan.runtime.streaming.training.host_training import AdamWSettings
 from bitplan.runtime.streaming.transfer.devices import SimulatedDevice, StreamDevice

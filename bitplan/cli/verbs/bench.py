@@ -90,7 +90,7 @@ def bench_layers(
 
 def _options(given: dict[str, tuple[str, Any]]) -> Any:
     """Options, which win over the variables; an error in an option names the option."""
-    from bitplan.plan.fp8.environment import PREFIX, BenchOptions, BenchOptionsError
+    from bitplan.plan.fp8.bench_options import PREFIX, BenchOptions, BenchOptionsError
 
     options = BenchOptions.from_environment(os.environ)
     for key, (flag, value) in given.items():
@@ -107,7 +107,7 @@ def _options(given: dict[str, tuple[str, Any]]) -> Any:
 
 def _check_policy_path(session: Any, force: bool) -> None:
     """Check that the policy can be written, before the work; the report is a log and is continued."""
-    from bitplan.plan.fp8.environment import BenchOptionsError
+    from bitplan.plan.fp8.bench_options import BenchOptionsError
     from bitplan.records import check_output
 
     options = session.request.options

@@ -65,7 +65,7 @@ def confirm_policy(
 
 
 def _counts(text: str) -> list[int]:
-    from bitplan.plan.fp8.kinds import Fp8Error, is_count
+    from bitplan.plan.fp8.vocabulary import Fp8Error, is_count
 
     words = [word.strip() for word in text.split(",")]
     counts = [int(word) if word.isascii() and word.isdigit() and len(word) < 16 else 0 for word in words]

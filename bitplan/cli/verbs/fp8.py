@@ -46,10 +46,10 @@ def merge_policy(
 
     Example: bitplan merge-policy --reports tp1.json tp2.json --output policy.json --speedup-threshold 1.0
     """
-    from bitplan.plan.fp8.kinds import MergeError
     from bitplan.plan.fp8.loongforge_report import merge_lists
     from bitplan.plan.fp8.merge import extend_policy, merge_reports, summary, to_thresholds
     from bitplan.plan.fp8.report import Report
+    from bitplan.plan.fp8.vocabulary import MergeError
     from bitplan.records import check_output
 
     paths = [*(reports or []), *(more or [])]
@@ -89,7 +89,7 @@ def merge_policy(
 def _write_thresholds(
     policy: Any, findings: list[str], paths: list[Path], version: str, output: Path | None, as_json: bool
 ) -> NoReturn:
-    from bitplan.plan.fp8.kinds import MergeError
+    from bitplan.plan.fp8.vocabulary import MergeError
 
     if version != "1":
         raise MergeError(
@@ -140,8 +140,8 @@ def explain(
     Example: bitplan explain policy.json --kind row --name fc2 --tokens 4096
     """
     from bitplan.plan.fp8.choice import choose_products
-    from bitplan.plan.fp8.kinds import MODULE, PRODUCTS, UNMEASURED
     from bitplan.plan.fp8.policy import Question, decide, load_policy, matching_rules
+    from bitplan.plan.fp8.vocabulary import MODULE, PRODUCTS, UNMEASURED
 
     rules = load_policy(policy)
     question = Question(
@@ -175,9 +175,9 @@ def explain(
 
 
 def _banded(path: Path) -> Any:
-    from bitplan.plan.fp8.kinds import PolicyVersionError
     from bitplan.plan.fp8.policy import load_policy
     from bitplan.plan.fp8.token_ranges import BandPolicy
+    from bitplan.plan.fp8.vocabulary import PolicyVersionError
 
     policy = load_policy(path)
     if not isinstance(policy, BandPolicy):
@@ -188,7 +188,7 @@ def _banded(path: Path) -> Any:
 
 
 def _shape(text: str | None) -> tuple[int, int] | None:
-    from bitplan.plan.fp8.kinds import Fp8Error
+    from bitplan.plan.fp8.vocabulary import Fp8Error
 
     if text is None:
         return None

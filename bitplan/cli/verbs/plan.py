@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from bitplan.cli.complete import manifest_names, shipped_names
-from bitplan.cli.quick_parsing import QuickCommand, QuickGroup
+from bitplan.cli.quick_help import QuickCommand, QuickGroup
 from bitplan.cli.show import Force, Json, human_bytes, progress, say, show_json, table
 from bitplan.cli.verbs.search import Bits, Bytes, Faster, MaxKl, Rows
 from bitplan.text import counted

@@ -62,7 +62,7 @@ def search(
     """
     from bitplan.records import read_text
     from bitplan.searching.goal import Goal, parse_bytes
-    from bitplan.searching.targets import candidates, target_of
+    from bitplan.searching.runtime_formats import candidates, target_of
     from bitplan.store.files.headers import check_model_source
     from bitplan.store.files.open_files import open_tensors
 

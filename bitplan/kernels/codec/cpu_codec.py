@@ -19,7 +19,7 @@ from bitplan.errors import FormatError, NonFiniteError
 from bitplan.formats import codec as definition
 from bitplan.formats.encoded import Encoded
 from bitplan.formats.format import Format
-from bitplan.formats.gguf_rules import GgufMxfp4
+from bitplan.formats.gguf.ggml_encoders import GgufMxfp4
 from bitplan.formats.registry import get_format
 from bitplan.formats.scales.rules import reciprocal
 from bitplan.kernels.base.jit import on_threads

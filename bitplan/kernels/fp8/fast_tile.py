@@ -26,7 +26,7 @@ from torch import Tensor
 
 from bitplan.formats.fp8 import scale_of_amax
 from bitplan.kernels.base.launch import PreparedLaunch
-from bitplan.kernels.fp8.numbers import (
+from bitplan.kernels.fp8.triton_fp8_rounding import (
     PAIR_OF_MAGNITUDES,
     four_codes,
     high_float,

@@ -15,7 +15,7 @@ import triton.language as tl
 
 from bitplan.kernels.base.launch import PreparedLaunch
 from bitplan.kernels.base.numbers import float_name, float_of_bits, magnitude_bits, narrow
-from bitplan.kernels.fp8.numbers import (
+from bitplan.kernels.fp8.triton_fp8_rounding import (
     e8m0_of_bits,
     fp8_code,
     inverse_of,

@@ -31,8 +31,8 @@ from bitplan.kernels.base.launch import PreparedLaunch, launch_in_turn
 from bitplan.kernels.base.numbers import float_name, magnitude_bits
 from bitplan.kernels.fp8.fast_tile import amax_of_tile, fits_pairs, load_tile, place_of, store_by_one_scale
 from bitplan.kernels.fp8.general_tile import read_numbers, write_codes
-from bitplan.kernels.fp8.numbers import fp8_code, inverse_of, power_of_two_of_bits, quick_inverse
 from bitplan.kernels.fp8.triton_cast import CastLaunch, launch_of
+from bitplan.kernels.fp8.triton_fp8_rounding import fp8_code, inverse_of, power_of_two_of_bits, quick_inverse
 
 # Places in a state of int32: the bits of the guessed scale and of the scale of the running cast, the largest magnitude
 # so far, programs that have read it, casts, wrong guesses.

@@ -10,7 +10,7 @@ Ways to compute it, `impl`:
 
 Every product of a layer has this one form, because a cast writes the layout that it needs. The tensor cores add FP8
 products with about 14 bits; with `fast_accum` the running sum stays there over all of K, without it the sum moves to
-float32 every few steps (see `bitplan.runtime.fp8.recipe`). Block scaled products always move the sum, at each block.
+float32 every few steps (see `runtime.fp8.layer_settings`). Block scaled products always move the sum, at each block.
 """
 
 from __future__ import annotations

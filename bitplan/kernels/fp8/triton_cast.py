@@ -28,9 +28,9 @@ from torch import Tensor
 
 from bitplan.errors import FormatError
 from bitplan.formats.fp8 import FP8_DTYPES, ScaledFp8, check_castable, empty_scale, scale_of_amax
+from bitplan.kernels.fp8.amax import PIECES, RowScales, partial_amax, plan_amax
 from bitplan.kernels.fp8.fast_tile import fits_pairs, is_aligned, prepare_pairs
 from bitplan.kernels.fp8.general_tile import prepare_tiles
-from bitplan.kernels.fp8.maxima import PIECES, RowScales, partial_amax, plan_amax
 from bitplan.kernels.fp8.triton_norm import NO_NORM, Norm, NormKey
 
 Made = tuple[ScaledFp8 | None, ScaledFp8 | None, Tensor | None]

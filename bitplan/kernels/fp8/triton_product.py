@@ -20,7 +20,7 @@ from torch import Tensor
 from bitplan.errors import FormatError
 from bitplan.formats.fp8 import ScaledFp8
 from bitplan.kernels.base.numbers import as_bits, device_of, float_name, float_of_bits, narrow
-from bitplan.kernels.fp8.numbers import operand_of, operand_values
+from bitplan.kernels.fp8.triton_fp8_rounding import operand_of, operand_values
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ import numpy as np
 from bitplan.kernels.base.addresses import float_of_half, load_from, look_up_16, repeat_each
 from bitplan.kernels.base.cpu_features import features
 from bitplan.kernels.base.jit import inlined
-from bitplan.kernels.base.team import c_function
+from bitplan.kernels.base.openmp_threads import c_function
 from bitplan.kernels.base.vectors import greater, maximum, to_float, view, widen
 from bitplan.kernels.matmul.cpu_rows import (
     CODES,

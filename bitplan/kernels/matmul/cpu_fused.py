@@ -162,7 +162,7 @@ def _constants(weight: Encoded) -> Tensor:
 def _bound(inputs: int, weight: Encoded, constants: Tensor, bias: Tensor | None) -> Call:
     """A call for this many inputs: its job is complete except for the addresses of x, the result and the scratch."""
     from bitplan.kernels.base.jit import thread_count
-    from bitplan.kernels.base.team import run
+    from bitplan.kernels.base.openmp_threads import run
     from bitplan.kernels.matmul import cpu_rows
     from bitplan.kernels.matmul.cpu_codes import products_of
 
@@ -219,7 +219,7 @@ def _piece(rows: int, threads: int) -> int:
 
 def _over_a_buffer(x_MK: Tensor, weight: Encoded, constants: Tensor, bias: Tensor | None) -> Tensor:
     from bitplan.kernels.base.jit import thread_count
-    from bitplan.kernels.base.team import run
+    from bitplan.kernels.base.openmp_threads import run
     from bitplan.kernels.matmul import cpu_rows
     from bitplan.kernels.matmul.cpu_codes import arranger_of, decoder_of
 

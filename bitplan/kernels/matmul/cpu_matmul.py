@@ -34,7 +34,7 @@ from torch import Tensor
 
 from bitplan.errors import FormatError
 from bitplan.formats import Encoded, encode
-from bitplan.kernels.matmul.row_pieces import decoded_pieces, gradient_over_pieces, linear_over_pieces
+from bitplan.kernels.matmul.decode_row_slices import decoded_pieces, gradient_over_pieces, linear_over_pieces
 
 FOUR_BIT_FORMAT = "int4_g32"
 GROUP = 32

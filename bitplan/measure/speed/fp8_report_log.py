@@ -11,8 +11,8 @@ from typing import Any
 
 from bitplan.documents import show
 from bitplan.logs import JsonLog
-from bitplan.plan.fp8.kinds import BenchReportError
 from bitplan.plan.fp8.report import Fingerprint, Report, Row, describe_row, report_of, split_report
+from bitplan.plan.fp8.vocabulary import BenchReportError
 
 _FIRST_BYTES = b'{"document": "bitplan-fp8-report"'
 

@@ -30,10 +30,19 @@ from typing import Any
 
 from bitplan.formats.fp8_recipes import RECIPES
 from bitplan.plan.fp8.estimate import REACH, estimate_speedup
-from bitplan.plan.fp8.kinds import DEFAULT_RECIPE, GEMMS, LOSE, MODULE, PRODUCTS, UNDECIDED, UNMEASURED, shape_obstacle
 from bitplan.plan.fp8.policy import Fp8Decision, Policy, Question, alike_rules, decide, matching_rules
 from bitplan.plan.fp8.thresholds import ThresholdPolicy
 from bitplan.plan.fp8.token_ranges import BandPolicy, BandRule
+from bitplan.plan.fp8.vocabulary import (
+    DEFAULT_RECIPE,
+    GEMMS,
+    LOSE,
+    MODULE,
+    PRODUCTS,
+    UNDECIDED,
+    UNMEASURED,
+    shape_obstacle,
+)
 
 # The gain over BF16, or over the whole module, that some products must promise. A single product has casts and launches
 # of its own, which cost the host time in a whole layer that the time of one module does not show: on an H200 at 512

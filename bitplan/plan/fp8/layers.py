@@ -21,7 +21,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from bitplan.plan.fp8.kinds import COUNT, GROUPED_KINDS, ModelConfigError, count_tokens, shape_obstacle
+from bitplan.plan.fp8.vocabulary import COUNT, GROUPED_KINDS, ModelConfigError, count_tokens, shape_obstacle
 
 
 @dataclass(frozen=True)

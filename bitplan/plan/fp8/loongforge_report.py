@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from bitplan.documents import NAME, Kind, Reader, one_of
-from bitplan.plan.fp8.kinds import COUNT, GROUPED_KINDS, KIND, PRECISIONS, TIME_MS, BenchReportError, MergeError
 from bitplan.plan.fp8.thresholds import Threshold, ThresholdPolicy
+from bitplan.plan.fp8.vocabulary import COUNT, GROUPED_KINDS, KIND, PRECISIONS, TIME_MS, BenchReportError, MergeError
 from bitplan.records import read_json
 
 _KEYS: dict[str, Kind] = {

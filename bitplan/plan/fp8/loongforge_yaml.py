@@ -23,9 +23,9 @@ from typing import Any
 from bitplan.documents import FLAG, NAME, document_key, keys_of, one_of, show
 from bitplan.errors import did_you_mean
 from bitplan.formats.fp8_recipes import RECIPES
-from bitplan.plan.fp8.kinds import COUNT, DEFAULT_RECIPE, ModelConfigError
 from bitplan.plan.fp8.layers import Attention, Experts, LatentAttention, ModelPart, Parallel
 from bitplan.plan.fp8.model_parts import MAX_BLOCKS, ConfigObject, whole
+from bitplan.plan.fp8.vocabulary import COUNT, DEFAULT_RECIPE, ModelConfigError
 from bitplan.yaml_reader import load_yaml
 
 MAX_FILES = 32

@@ -17,7 +17,11 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from bitplan.documents import show
-from bitplan.plan.fp8.kinds import (
+from bitplan.plan.fp8.report import MAX_SAMPLES, OK, OOM, TIMINGS, Report, Row, describe_row
+from bitplan.plan.fp8.speedup_interval import DEFAULT_CONFIDENCE, answer_of, check_confidence, speedup_interval
+from bitplan.plan.fp8.thresholds import SPEEDUP, Threshold, ThresholdPolicy
+from bitplan.plan.fp8.token_ranges import BandPolicy, BandRule, Point
+from bitplan.plan.fp8.vocabulary import (
     DEFAULT_THRESHOLD,
     GROUPED_KINDS,
     LOSE,
@@ -28,10 +32,6 @@ from bitplan.plan.fp8.kinds import (
     FingerprintError,
     MergeError,
 )
-from bitplan.plan.fp8.report import MAX_SAMPLES, OK, OOM, TIMINGS, Report, Row, describe_row
-from bitplan.plan.fp8.speedup_interval import DEFAULT_CONFIDENCE, answer_of, check_confidence, speedup_interval
-from bitplan.plan.fp8.thresholds import SPEEDUP, Threshold, ThresholdPolicy
-from bitplan.plan.fp8.token_ranges import BandPolicy, BandRule, Point
 
 
 @dataclass(frozen=True)

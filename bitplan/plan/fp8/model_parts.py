@@ -18,8 +18,8 @@ from typing import Any
 
 from bitplan.documents import Reader, load_document, show
 from bitplan.errors import did_you_mean
-from bitplan.plan.fp8.kinds import COUNT, ModelConfigError
 from bitplan.plan.fp8.layers import Attention, Experts, LatentAttention, ModelPart
+from bitplan.plan.fp8.vocabulary import COUNT, ModelConfigError
 
 _TEXT = {
     "llama": "dense",

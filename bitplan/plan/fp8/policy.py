@@ -23,7 +23,9 @@ from typing import Any
 
 from bitplan.documents import load_document, show
 from bitplan.formats.fp8_recipes import RECIPES
-from bitplan.plan.fp8.kinds import (
+from bitplan.plan.fp8.thresholds import ThresholdPolicy, check_kind
+from bitplan.plan.fp8.token_ranges import DOCUMENT, BandPolicy, BandRule, Point
+from bitplan.plan.fp8.vocabulary import (
     COUNT,
     GEMMS,
     GROUPED_KINDS,
@@ -40,8 +42,6 @@ from bitplan.plan.fp8.kinds import (
     promote,
     shape_obstacle,
 )
-from bitplan.plan.fp8.thresholds import ThresholdPolicy, check_kind
-from bitplan.plan.fp8.token_ranges import DOCUMENT, BandPolicy, BandRule, Point
 
 Policy = ThresholdPolicy | BandPolicy
 _READERS: dict[int, Callable[..., Policy]] = {1: ThresholdPolicy.from_document, 2: BandPolicy.from_document}

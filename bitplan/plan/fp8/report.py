@@ -31,7 +31,7 @@ from bitplan.documents import EVIDENCE, FLAG, LIST, NAME, OBJECT, SIZE, TEXT, Ki
 from bitplan.errors import FileFormatError
 from bitplan.formats.fp8_recipes import RECIPES
 from bitplan.logs import json_line
-from bitplan.plan.fp8.kinds import (
+from bitplan.plan.fp8.vocabulary import (
     COUNT,
     GEMMS,
     GROUPED_KINDS,

@@ -22,7 +22,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
-from bitplan.plan.fp8.kinds import LOSE, UNDECIDED, WIN, Fp8Error
+from bitplan.plan.fp8.vocabulary import LOSE, UNDECIDED, WIN, Fp8Error
 
 DEFAULT_CONFIDENCE = 0.95
 _EXACT_UP_TO = 40  # samples of both together: above this the normal approximation of the rank test is exact enough

@@ -20,7 +20,7 @@ from typing import Any
 
 from bitplan.documents import OBJECT, SIZE, Kind, Reader, is_number
 from bitplan.errors import did_you_mean
-from bitplan.plan.fp8.kinds import (
+from bitplan.plan.fp8.vocabulary import (
     COUNT,
     DENSE_KINDS,
     GROUPED_KINDS,

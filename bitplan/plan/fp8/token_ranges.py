@@ -29,7 +29,10 @@ from typing import Any
 
 from bitplan.documents import LIST, NAME, OBJECT, SIZE, TEXT, Kind, Reader, document_key, is_number, one_of, show
 from bitplan.formats.fp8_recipes import RECIPES
-from bitplan.plan.fp8.kinds import (
+from bitplan.plan.fp8.report import Fingerprint, check_size_keys, read_fingerprint
+from bitplan.plan.fp8.speedup_interval import answer_of
+from bitplan.plan.fp8.thresholds import SPEEDUP, check_kind
+from bitplan.plan.fp8.vocabulary import (
     ANSWERS,
     COUNT,
     GEMMS,
@@ -42,9 +45,6 @@ from bitplan.plan.fp8.kinds import (
     PolicyError,
     name_rank,
 )
-from bitplan.plan.fp8.report import Fingerprint, check_size_keys, read_fingerprint
-from bitplan.plan.fp8.speedup_interval import answer_of
-from bitplan.plan.fp8.thresholds import SPEEDUP, check_kind
 from bitplan.records import atomic_file
 
 DOCUMENT = "bitplan-fp8-policy"

@@ -24,8 +24,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple, cast
 
+from bitplan.plan.selective.choose_low_units import Candidate, TransferFacts, choose_low_set
 from bitplan.plan.selective.config import Precision, SelectiveError, SelectivePrecisionConfig
-from bitplan.plan.selective.low_set import Candidate, TransferFacts, choose_low_set
 from bitplan.plan.selective.score import average_stats, compute_sensitivity_score, estimate_damage
 from bitplan.plan.selective.state import PolicyState, UnitState
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 
-from bitplan.report.fields import RecordFields
 from bitplan.report.figures import plural
 from bitplan.report.markup import Markup, join, tag
-from bitplan.report.read import Record
+from bitplan.report.read_records import Record
+from bitplan.report.record_fields import RecordFields
 from bitplan.report.section import Fact, Section, source
 from bitplan.report.tables import Cell, Column, table
 

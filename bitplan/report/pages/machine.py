@@ -7,7 +7,7 @@ from typing import Any
 
 from bitplan.report.figures import nbytes
 from bitplan.report.markup import Markup, join, tag
-from bitplan.report.read import Record
+from bitplan.report.read_records import Record
 from bitplan.report.section import Section, heading
 from bitplan.report.tables import Cell, Column, table
 

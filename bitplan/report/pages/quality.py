@@ -17,10 +17,10 @@ from bitplan.report.chart import (
     text,
     whisker,
 )
-from bitplan.report.fields import RecordFields, ReportError
 from bitplan.report.figures import NONE, TO, count, percent, significant
 from bitplan.report.markup import Markup, join, tag
-from bitplan.report.read import Record
+from bitplan.report.read_records import Record
+from bitplan.report.record_fields import RecordFields, ReportError
 from bitplan.report.section import Fact, Section, cards, heading, source
 from bitplan.report.tables import Cell, Column, table
 

@@ -22,10 +22,10 @@ from bitplan.report.chart import (
     text,
     whisker,
 )
-from bitplan.report.fields import RecordFields
 from bitplan.report.figures import TIMES, count, nbytes, percent, plural, significant
 from bitplan.report.markup import Markup, join, tag
-from bitplan.report.read import Record
+from bitplan.report.read_records import Record
+from bitplan.report.record_fields import RecordFields
 from bitplan.report.section import Fact, Section, cards, fold, heading, source
 from bitplan.report.tables import Cell, Column, table
 

@@ -40,7 +40,11 @@ from bitplan.formats.fp8_recipes import expert_recipes
 from bitplan.measure.speed.fp8_fingerprint import fingerprint_of
 from bitplan.measure.speed.paired_timing import Stopwatch
 from bitplan.plan.fp8.choice import Fp8Choice, choose_products
-from bitplan.plan.fp8.kinds import (
+from bitplan.plan.fp8.loongforge_yaml import Fp8Options
+from bitplan.plan.fp8.policy import Policy, Question, load_policy
+from bitplan.plan.fp8.report import TIMINGS
+from bitplan.plan.fp8.token_ranges import BandPolicy
+from bitplan.plan.fp8.vocabulary import (
     DEFAULT_RECIPE,
     GROUPED_KINDS,
     PARTS,
@@ -50,17 +54,13 @@ from bitplan.plan.fp8.kinds import (
     is_count,
     shape_obstacle,
 )
-from bitplan.plan.fp8.loongforge_yaml import Fp8Options
-from bitplan.plan.fp8.policy import Policy, Question, load_policy
-from bitplan.plan.fp8.report import TIMINGS
-from bitplan.plan.fp8.token_ranges import BandPolicy
 from bitplan.plan.names import listed
 from bitplan.runtime.fp8.bench.confirm import Example, confirm_block, default_example, seen_inputs
 from bitplan.runtime.fp8.build import FP8_PARAM_NOTE, build_site, has_fp8, put_built
+from bitplan.runtime.fp8.find_linears import Site, block_of, find_sites
+from bitplan.runtime.fp8.layer_settings import AmaxEps, Fp8Recipe, fp8_obstacle
 from bitplan.runtime.fp8.layers.linear import cast_weights_together
 from bitplan.runtime.fp8.model_files import find_policy, open_yaml_model
-from bitplan.runtime.fp8.recipe import AmaxEps, Fp8Recipe, fp8_obstacle
-from bitplan.runtime.fp8.sites import Site, block_of, find_sites
 from bitplan.runtime.fp8.summary import AppliedFp8, Confirmed, LayerRow
 from bitplan.runtime.fp8.token_watch import TokenWatch
 

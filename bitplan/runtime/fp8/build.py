@@ -19,8 +19,9 @@ from torch.nn import functional
 
 from bitplan.formats.fp8_recipes import BF16
 from bitplan.plan.fp8.choice import Fp8Choice
-from bitplan.plan.fp8.kinds import PRODUCTS
+from bitplan.plan.fp8.vocabulary import PRODUCTS
 from bitplan.runtime.fp8.experts import Fp8Experts
+from bitplan.runtime.fp8.find_linears import Site
 from bitplan.runtime.fp8.fused_projections import (
     FusedPart,
     FusedProjections,
@@ -30,10 +31,9 @@ from bitplan.runtime.fp8.fused_projections import (
     keep_names,
     put,
 )
+from bitplan.runtime.fp8.layer_settings import Fp8Recipe, GemmChoice
 from bitplan.runtime.fp8.layers.linear import Fp8Linear
 from bitplan.runtime.fp8.layers.norm_linear import Fp8NormLinear
-from bitplan.runtime.fp8.recipe import Fp8Recipe, GemmChoice
-from bitplan.runtime.fp8.sites import Site
 
 FP8_PARAM_NOTE = (
     "fp8_param: weights are stored in FP8 and learn in float32 (weight_master of each layer); "

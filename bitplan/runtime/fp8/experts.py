@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from bitplan.runtime.fp8.layer_settings import Fp8Recipe, GemmChoice
 from bitplan.runtime.fp8.layers.grouped_linear import GroupedLinear
 from bitplan.runtime.fp8.layers.weight_casts import expire_casts
-from bitplan.runtime.fp8.recipe import Fp8Recipe, GemmChoice
 
 
 class Fp8Experts(nn.Module):

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from bitplan.plan.fp8.kinds import ModelConfigError
 from bitplan.plan.fp8.loongforge_yaml import YamlModel, read_yaml_model
 from bitplan.plan.fp8.model_parts import load_model_parts
+from bitplan.plan.fp8.vocabulary import ModelConfigError
 from bitplan.yaml_reader import MAX_YAML_CHARACTERS
 
 _SUFFIXES = (".yaml", ".yml")

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from bitplan.plan.fp8.choice import Fp8Choice
-from bitplan.runtime.fp8.sites import Site
+from bitplan.runtime.fp8.find_linears import Site
 
 _SHOWN_REASON = 100
 

@@ -5,7 +5,7 @@ all faults. Then every weight is packed beside the model, and the model changes 
 failure (numbers that are not finite, memory) leaves the model as it was.
 
 Names are those of parameters: `model.layers.0.mlp.up_proj.weight`. A packed format turns the layer that owns the weight
-into a packed one (`packed_layers` says which layers can be); float32, bfloat16, float16 and float64 cast the parameter
+into a packed one (`layer_replacement` says which); float32, bfloat16, float16 and float64 cast the parameter
 or buffer where it is. A weight that several layers share, such as an embedding and the head, is packed once and stays
 shared.
 """
@@ -29,11 +29,11 @@ from bitplan.plan.names import listed
 from bitplan.plan.plan import Plan
 from bitplan.runtime.packed.checkpoints.save import adapt_to_transformers
 from bitplan.runtime.packed.dtype_checks import meeting_faults
-from bitplan.runtime.packed.packed_layers import format_fault, lacking, packed_kind, packed_layer, why_not_packed
-from bitplan.runtime.packed.strategy import check_strategy
+from bitplan.runtime.packed.layer_replacement import format_fault, lacking, packed_kind, packed_layer, why_not_packed
+from bitplan.runtime.packed.product_strategy import check_strategy
 from bitplan.runtime.packed.tile_cache import TileCache
 from bitplan.runtime.packed_weight import PackedWeight
-from bitplan.store.models.eval_weights import Morphed
+from bitplan.store.models.decoded_in_eval import Morphed
 from bitplan.store.models.morph import ParameterPlace, places_of
 
 MAX_FAULTS_SHOWN = 10

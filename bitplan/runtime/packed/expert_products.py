@@ -27,7 +27,7 @@ from torch.autograd.function import once_differentiable
 
 from bitplan.formats import Encoded
 from bitplan.kernels import decode
-from bitplan.runtime.packed.strategy import LayerError, is_capturing
+from bitplan.runtime.packed.product_strategy import LayerError, is_capturing
 from bitplan.runtime.packed.tile_cache import TileCache
 from bitplan.runtime.packed_weight import PackedWeight, State
 

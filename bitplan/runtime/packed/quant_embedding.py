@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 from bitplan.formats import Encoded, get_format
 from bitplan.kernels import decode
-from bitplan.kernels.matmul.row_pieces import why_no_rows
-from bitplan.runtime.packed.strategy import LayerError, check_packed
+from bitplan.kernels.matmul.decode_row_slices import why_no_rows
+from bitplan.runtime.packed.product_strategy import LayerError, check_packed
 from bitplan.runtime.packed_weight import PackedWeight
 
 

@@ -26,14 +26,14 @@ from torch import Tensor, nn
 
 from bitplan.errors import did_you_mean
 from bitplan.formats import Encoded
-from bitplan.kernels.matmul.row_pieces import why_no_rows
+from bitplan.kernels.matmul.decode_row_slices import why_no_rows
 from bitplan.measure.speed.crossover import Pick
 from bitplan.runtime.packed.expert_products import ExpertMatrices, Numbers, Routes, fused_product, looped_product
 from bitplan.runtime.packed.operators import experts as _operators  # noqa: F401 (registers them)
 from bitplan.runtime.packed.operators.graph_weight import GraphWeight
+from bitplan.runtime.packed.operators.launch_choices import text_of
 from bitplan.runtime.packed.operators.linear import remember
-from bitplan.runtime.packed.operators.ways import text_of
-from bitplan.runtime.packed.strategy import (
+from bitplan.runtime.packed.product_strategy import (
     FUSED_ROWS_UNMEASURED,
     INPUTS,
     LayerError,

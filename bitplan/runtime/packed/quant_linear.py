@@ -30,13 +30,13 @@ from torch import Tensor, nn
 
 from bitplan.formats import Encoded, Format
 from bitplan.kernels import decode, encode
+from bitplan.kernels.matmul.decode_row_slices import why_no_rows
 from bitplan.kernels.matmul.fused import Bound, FusedMatmul, Prepared, fused_for
-from bitplan.kernels.matmul.row_pieces import why_no_rows
 from bitplan.measure.speed.crossover import ROW_COUNTS, Pick
 from bitplan.runtime.packed.operators.graph_weight import GraphWeight
+from bitplan.runtime.packed.operators.launch_choices import ProductWay, text_of
 from bitplan.runtime.packed.operators.linear import Matrix, multiply, remember
-from bitplan.runtime.packed.operators.ways import ProductWay, text_of
-from bitplan.runtime.packed.strategy import (
+from bitplan.runtime.packed.product_strategy import (
     INPUTS,
     LayerError,
     check_packed,

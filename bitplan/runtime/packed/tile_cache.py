@@ -33,7 +33,7 @@ from torch import Tensor
 from bitplan.errors import StoreError
 from bitplan.formats import Encoded
 from bitplan.kernels import decode
-from bitplan.kernels.matmul.row_pieces import Piece, cut, rows_of
+from bitplan.kernels.matmul.decode_row_slices import Piece, cut, rows_of
 from bitplan.runtime.packed_weight import PackedWeight, State
 
 TILE_BYTES = 256 * 2**20

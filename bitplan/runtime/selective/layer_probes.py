@@ -31,7 +31,7 @@ from bitplan.kernels.base.host_copy import to_device
 from bitplan.measure.gradients.row_sample import sample_rows
 from bitplan.measure.gradients.statistics import GradStatsCollector, impact_of
 from bitplan.measure.quality.weight_error import rounding_error
-from bitplan.runtime.selective.units import LinearPlace, PrecisionUnits, high_or_low
+from bitplan.runtime.selective.precision_units import LinearPlace, PrecisionUnits, high_or_low
 from bitplan.runtime.streaming.blocks.saved_tensors import outer_hooks
 
 LOW_UNITS_IN_TURN = 8

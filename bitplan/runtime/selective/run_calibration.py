@@ -46,7 +46,7 @@ from bitplan.measure.quality.weight_error import relative_output_error, rounding
 from bitplan.plan.selective.config import SelectivePrecisionConfig
 from bitplan.plan.selective.state import layout_of
 from bitplan.runtime.selective.layer_probes import first_tensor
-from bitplan.runtime.selective.units import PrecisionUnits, Weight
+from bitplan.runtime.selective.precision_units import PrecisionUnits, Weight
 from bitplan.runtime.streaming.stream_blocks import BlockStream, stream_blocks
 
 FORMATS = ("int8_row", "fp8_e4m3_row")

@@ -10,7 +10,7 @@ import torch
 from bitplan.measure.calibration import CalibrationResult
 from bitplan.plan.selective.config import SelectiveError, SelectivePrecisionConfig
 from bitplan.plan.selective.state import PolicyState
-from bitplan.runtime.selective.units import PrecisionUnits
+from bitplan.runtime.selective.precision_units import PrecisionUnits
 from bitplan.runtime.streaming.stream_blocks import BlockStream
 
 log = logging.getLogger("bitplan")

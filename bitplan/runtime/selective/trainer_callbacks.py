@@ -26,8 +26,8 @@ from typing import Any
 
 from bitplan.optional import require
 from bitplan.plan.selective.config import SelectiveError
-from bitplan.runtime.selective.policy import SelectivePrecisionPolicy
 from bitplan.runtime.selective.run_calibration import Forward
+from bitplan.runtime.selective.training_policy import SelectivePrecisionPolicy
 from bitplan.runtime.streaming.stream_blocks import BlockStream
 
 log = logging.getLogger("bitplan")

@@ -23,14 +23,14 @@ import torch
 from torch import Tensor, nn
 
 from bitplan.errors import FormatError
-from bitplan.plan.selective.conductor import Pressure, RuntimeLimitHints
+from bitplan.plan.selective.transfer_limits import Pressure, RuntimeLimitHints
 from bitplan.runtime.streaming.block_calls import BlockCalls
-from bitplan.runtime.streaming.block_upkeep import BlockUpkeep, lay_out_all
 from bitplan.runtime.streaming.blocks.find import StreamedBlock, Train, find_blocks, move_resident
 from bitplan.runtime.streaming.blocks.formats import BlockFormats, Formats, resolve_formats
 from bitplan.runtime.streaming.blocks.saved_tensors import check_torch
 from bitplan.runtime.streaming.errors import StreamError, StreamStateError
 from bitplan.runtime.streaming.options import StreamOptions, check_norm
+from bitplan.runtime.streaming.reencode_blocks import BlockUpkeep, lay_out_all
 from bitplan.runtime.streaming.telemetry import StepRecorder, StreamStats, Telemetry
 from bitplan.runtime.streaming.training.host_training import AdamWSettings, HostTraining
 from bitplan.runtime.streaming.training.training_state import (
@@ -256,7 +256,7 @@ class BlockStream:
         self._check_open()
         if not isinstance(hints, RuntimeLimitHints):
             raise StreamError(
-                f"set_limits: expected RuntimeLimitHints (bitplan.plan.selective.conductor), got {hints!r}"
+                f"set_limits: expected RuntimeLimitHints (bitplan.plan.selective.transfer_limits), got {hints!r}"
             )
         self._loader.tighten(hints)
 

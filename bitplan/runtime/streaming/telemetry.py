@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from bitplan.logs import JsonLog
-from bitplan.plan.selective.conductor import RuntimeLimitHints
+from bitplan.plan.selective.transfer_limits import RuntimeLimitHints
 from bitplan.runtime.streaming.transfer.copies import Transfer
 from bitplan.runtime.streaming.transfer.devices import Copied, Mark, StreamDevice
 

@@ -12,7 +12,7 @@ from collections.abc import Collection, Sequence
 
 from torch import Tensor
 
-from bitplan.plan.selective.conductor import RuntimeLimitHints
+from bitplan.plan.selective.transfer_limits import RuntimeLimitHints
 from bitplan.runtime.streaming.blocks.layout import BlockLayout
 from bitplan.runtime.streaming.errors import StreamError
 from bitplan.runtime.streaming.telemetry import StepRecorder

@@ -23,8 +23,8 @@ from bitplan.searching.evidence import FormatCost, SearchEvidence, TensorGroup
 from bitplan.searching.gather.damage import RoundedWeights, formats_that_hold
 from bitplan.searching.gather.passes import add_windows, steps_of
 from bitplan.searching.gather.plan_meter import PlanMeter
+from bitplan.searching.gather.searched_model import SearchSubject
 from bitplan.searching.gather.statistics import STATISTICS, InputStatistics
-from bitplan.searching.gather.subject import SearchSubject
 from bitplan.searching.gather.timing import time_groups
 from bitplan.searching.groups import group_tensors, place_of
 from bitplan.store.files.open_files import open_tensors

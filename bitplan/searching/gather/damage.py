@@ -15,8 +15,8 @@ from torch import Tensor
 from bitplan.formats import Encoded, get_format
 from bitplan.kernels import decode, encode
 from bitplan.plan.names import natural_order
+from bitplan.searching.gather.searched_model import SearchSubject, WeightSite
 from bitplan.searching.gather.statistics import COUNTS, GRADIENT, INPUTS, LOOKUP, InputStatistics
-from bitplan.searching.gather.subject import SearchSubject, WeightSite
 from bitplan.searching.groups import group_name, place_of
 from bitplan.store.files.open_files import open_tensors, write_tensors
 from bitplan.store.files.tensor_file import Promise

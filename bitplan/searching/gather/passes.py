@@ -20,8 +20,8 @@ from torch import Tensor, nn
 
 from bitplan.searching.errors import SearchError
 from bitplan.searching.gather.blocks import TokenStates, equal_lengths
+from bitplan.searching.gather.searched_model import SearchSubject
 from bitplan.searching.gather.statistics import COUNTS, GRADIENT, INPUTS, LOOKUP, InputStatistics
-from bitplan.searching.gather.subject import SearchSubject
 from bitplan.store.files.open_files import write_tensors
 from bitplan.store.files.tensor_file import Promise
 

@@ -26,7 +26,7 @@ from bitplan.searching.errors import EvidenceFileError
 from bitplan.store.files.open_files import open_tensors, write_tensors
 from bitplan.store.files.safetensors import SafetensorsFile
 from bitplan.store.files.tensor_file import Promise
-from bitplan.store.rounding.evidence import HESSIAN, MOMENTS, SHARED, WEIGHTS, EvidenceFile, write_evidence
+from bitplan.store.rounding.input_statistics import HESSIAN, MOMENTS, SHARED, WEIGHTS, EvidenceFile, write_evidence
 
 EVIDENCE, STATISTICS = "evidence.safetensors", "statistics.safetensors"
 INPUTS, GRADIENT, COUNTS, LOOKUP = "inputs", "gradient", "counts", "lookup_gradient"

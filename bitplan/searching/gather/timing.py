@@ -18,7 +18,7 @@ from bitplan.runtime.packed.apply import apply_plan
 from bitplan.runtime.packed.quant_linear import QuantLinear
 from bitplan.searching.errors import SearchError
 from bitplan.searching.evidence import SearchEvidence
-from bitplan.searching.gather.subject import SearchSubject
+from bitplan.searching.gather.searched_model import SearchSubject
 
 REFERENCE = "BF16"
 TURNS, WARMUP = 7, 2

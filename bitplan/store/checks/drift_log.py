@@ -26,7 +26,7 @@ from bitplan.errors import FileFormatError, StoreError
 from bitplan.formats import Encoded
 from bitplan.formats.quantization_error import Similarity, similarity
 from bitplan.formats.scales.checks import ScaleHealth, scale_health
-from bitplan.formats.scales.drift import DriftCounts
+from bitplan.formats.scales.reencode import DriftCounts
 from bitplan.kernels import decode
 from bitplan.logs import JsonLog
 from bitplan.records import parse_json

@@ -26,7 +26,7 @@ from bitplan.store.export.gguf_gpt_oss import GptOssExport
 from bitplan.store.export.gguf_metadata import Family, ModelConfig, is_gpt_oss, model_metadata, rope_factors
 from bitplan.store.export.gguf_tokenizer import tokenizer_metadata
 from bitplan.store.export.targets import ExportReport, ExportRequest, ExportRow, OnBytes
-from bitplan.store.files.gguf_parts import check_gguf_output, write_parts
+from bitplan.store.files.gguf_split_write import check_gguf_output, write_parts
 from bitplan.store.files.gguf_tensors import GGUFTensors, file_metadata, gguf_type
 from bitplan.store.files.gguf_values import GGUFValue
 from bitplan.store.files.headers import plan_for_file

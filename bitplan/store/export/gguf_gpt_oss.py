@@ -10,7 +10,7 @@ from bitplan.formats import Format, get_format
 from bitplan.store.export.gguf_metadata import ModelConfig, text
 from bitplan.store.export.gguf_tokenizer import tokenizer_metadata
 from bitplan.store.export.targets import ExportReport, ExportRequest, ExportRow, OnBytes
-from bitplan.store.files.gguf_parts import check_gguf_output
+from bitplan.store.files.gguf_split_write import check_gguf_output
 from bitplan.store.gpt_oss.convert import save_gpt_oss
 from bitplan.store.gpt_oss.layouts import GGUF_WIDE, LayoutTensor, list_slots
 from bitplan.store.gpt_oss.source import GptOssFile

@@ -29,7 +29,7 @@ from bitplan.errors import FileFormatError, StoreError
 from bitplan.formats.dtypes import torch_dtype
 from bitplan.records import atomic_file
 from bitplan.store.files.gguf_values import STRUCT_CODES, GGUFArray, GGUFValue
-from bitplan.store.files.payloads import ContainerFile, Payload, PayloadWriter
+from bitplan.store.files.tensor_bytes import ContainerFile, Payload, PayloadWriter
 
 if TYPE_CHECKING:
     import torch

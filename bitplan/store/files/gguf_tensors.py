@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from bitplan.errors import StoreError
 from bitplan.formats.dtypes import dtype_name
 from bitplan.formats.gguf.layouts import LAYOUTS
-from bitplan.store.files.payloads import PayloadWriter
+from bitplan.store.files.tensor_bytes import PayloadWriter
 from bitplan.store.files.tensor_file import Container, Promise, TensorFile, TensorSpec, Writer
 
 if TYPE_CHECKING:
@@ -45,7 +45,7 @@ class GGUFTensors(TensorFile):
 
     def __init__(self, path: Path) -> None:
         from bitplan.store.files.gguf import plain_dtype_name
-        from bitplan.store.files.gguf_split import open_gguf
+        from bitplan.store.files.gguf_split_read import open_gguf
 
         self.file = open_gguf(path)
         self.path = path

@@ -28,7 +28,7 @@ from bitplan.documents import Kind, Reader, is_text
 from bitplan.errors import FileFormatError, StoreError, did_you_mean
 from bitplan.formats.dtypes import ITEM_BYTES, dtype_name, torch_dtype
 from bitplan.records import atomic_file, check_input, parse_json, read_json
-from bitplan.store.files.payloads import ContainerFile, Payload, PayloadWriter
+from bitplan.store.files.tensor_bytes import ContainerFile, Payload, PayloadWriter
 from bitplan.text import visible
 
 if TYPE_CHECKING:

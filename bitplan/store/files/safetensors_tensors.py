@@ -17,8 +17,8 @@ from bitplan.documents import NAME, OBJECT, SIZE, Kind, Reader, list_of
 from bitplan.errors import BitplanError, FileFormatError, StoreError
 from bitplan.formats import Format, get_format
 from bitplan.records import parse_json
-from bitplan.store.files.payloads import PayloadWriter
 from bitplan.store.files.safetensors import Checkpoint, SafetensorsFile, open_checkpoint, write_safetensors
+from bitplan.store.files.tensor_bytes import PayloadWriter
 from bitplan.store.files.tensor_file import Container, Promise, TensorFile, TensorSpec, Writer
 
 if TYPE_CHECKING:

@@ -2,8 +2,8 @@
 
 from bitplan.store.gpt_oss.convert import ConvertReport, convert_gpt_oss
 from bitplan.store.gpt_oss.layouts import PRESETS, GptOssShape, checkpoint_bytes, make_shape
-from bitplan.store.gpt_oss.make import make_checkpoint
 from bitplan.store.gpt_oss.source import GptOssFile
+from bitplan.store.gpt_oss.synthetic import make_checkpoint
 
 __all__ = [
     "PRESETS",

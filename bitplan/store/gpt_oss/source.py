@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from bitplan.store.files.gguf import GGUFFile
-from bitplan.store.files.gguf_split import open_gguf
+from bitplan.store.files.gguf_split_read import open_gguf
 from bitplan.store.files.gguf_values import GGUFValue
 from bitplan.store.files.safetensors import Checkpoint, open_checkpoint
 from bitplan.store.gpt_oss.check import check_gpt_oss, read_headers

@@ -31,8 +31,8 @@ from bitplan.formats.scales.rules import ScaleRule
 from bitplan.kernels import decode, encode
 from bitplan.store.files.gguf import write_gguf
 from bitplan.store.files.gguf_values import GGUFValue
-from bitplan.store.files.payloads import PayloadWriter
 from bitplan.store.files.safetensors import write_safetensors
+from bitplan.store.files.tensor_bytes import PayloadWriter
 from bitplan.store.gpt_oss.experts import MXFP4, Matrix, group_experts, split_expert
 from bitplan.store.gpt_oss.layouts import GGUF_WIDE, Layout, LayoutTensor, list_slots
 from bitplan.store.gpt_oss.source import GptOssSource

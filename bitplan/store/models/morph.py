@@ -24,9 +24,9 @@ from bitplan.formats.scales.rules import ScaleRule
 from bitplan.plan.choose import NONE, NamedBy, Stored, Wanted, choose_formats
 from bitplan.plan.names import ShellPatterns
 from bitplan.plan.plan import Choice, Plan, Planned
-from bitplan.store.models.activations import ActivationObserver
+from bitplan.store.models.column_importance import ActivationObserver
+from bitplan.store.models.decoded_in_eval import MorphedParameter, set_slots, slots_of
 from bitplan.store.models.encode_options import EncodeOptions
-from bitplan.store.models.eval_weights import MorphedParameter, set_slots, slots_of
 from bitplan.store.models.weight_store import CalibrationGain, WeightStore
 
 _LAYERS = (

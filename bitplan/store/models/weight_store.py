@@ -30,7 +30,7 @@ from bitplan.errors import StoreError
 from bitplan.formats import Encoded, Format, get_format
 from bitplan.formats.format import NARROW_KERNEL
 from bitplan.kernels import decode, encode
-from bitplan.store.models.activations import ActivationObserver, observe_inputs, weighted_error
+from bitplan.store.models.column_importance import ActivationObserver, observe_inputs, weighted_error
 from bitplan.store.models.encode_options import EncodeOptions, merge_options, same_options
 from bitplan.store.models.weight_changes import count_optimizer_steps, state_of
 

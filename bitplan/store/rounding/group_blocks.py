@@ -12,9 +12,9 @@ from torch import Tensor
 
 from bitplan.formats.gguf.blocks import GgufBlocks
 from bitplan.formats.gguf.search import GroupSums, TorchSums, search_blocks
-from bitplan.store.rounding.grids import Grid
+from bitplan.store.rounding.code_grids import Grid
 from bitplan.store.rounding.group_scales import GroupScales
-from bitplan.store.rounding.loops import is_compiled, loops_for
+from bitplan.store.rounding.pick_loops import is_compiled, loops_for
 
 
 def grid_of_groups(fmt: GgufBlocks) -> Grid:

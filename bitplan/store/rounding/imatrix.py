@@ -16,7 +16,7 @@ from gguf import MODEL_ARCH, GGMLQuantizationType, GGUFValueType, get_tensor_nam
 from bitplan.errors import FileFormatError, StoreError
 from bitplan.store.files.gguf import GGUFFile, write_gguf
 from bitplan.store.files.gguf_values import GGUFValue
-from bitplan.store.rounding.evidence import EvidenceFile
+from bitplan.store.rounding.input_statistics import EvidenceFile
 
 if TYPE_CHECKING:
     from torch import Tensor

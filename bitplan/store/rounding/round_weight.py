@@ -13,8 +13,8 @@ from bitplan.formats import Encoded, Format, get_format
 from bitplan.formats.gguf.blocks import GgufBlocks
 from bitplan.formats.scales.rules import reciprocal
 from bitplan.kernels import decode, encode
-from bitplan.store.rounding.compensate import Order, columns_in_order, compensate, factor_of, sweep
-from bitplan.store.rounding.grids import grid_of
+from bitplan.store.rounding.code_grids import grid_of
+from bitplan.store.rounding.error_compensation import Order, columns_in_order, compensate, factor_of, sweep
 from bitplan.store.rounding.group_blocks import round_groups
 from bitplan.store.rounding.layout import ScaledBlocks, assemble, layout_of, scales_of, with_rows_of
 from bitplan.store.rounding.scale_ladder import ScaleLadder

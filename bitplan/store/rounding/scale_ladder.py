@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from bitplan.formats import Format
-from bitplan.formats.gguf_rules import GgufQ40
+from bitplan.formats.gguf.ggml_encoders import GgufQ40
 from bitplan.formats.scales.rules import power_of_two_scale
-from bitplan.store.rounding.grids import Grid
+from bitplan.store.rounding.code_grids import Grid
 
 POWERS = (1.0, 2.0, 0.5)
 FEW_BITS = tuple(1.0 / (0.84 + 0.04 * step) for step in range(24))  # 4 bits: up to 1.19, down to 0.57 of the largest

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from bitplan.formats.scales.rules import reciprocal
 from bitplan.store.rounding.layout import ScaledBlocks
-from bitplan.store.rounding.loops import loops_for
+from bitplan.store.rounding.pick_loops import loops_for
 from bitplan.store.rounding.scale_ladder import ScaleLadder
 
 FITS = 3

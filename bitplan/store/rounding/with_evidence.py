@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from bitplan.errors import StoreError
-from bitplan.store.rounding.evidence import EvidenceFile, weight_digest
+from bitplan.store.rounding.input_statistics import EvidenceFile, weight_digest
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -16,7 +16,7 @@ from bitplan.cli.demo import training as demo_training
 from bitplan.cli.demo.quality import FORMATS, PLAN, REFERENCE
 from bitplan.cli.demo.run import EVIDENCE, RECORDS, prepare_folder
 from bitplan.plan import Manifest, Plan
-from bitplan.report.read import read_records
+from bitplan.report.read_records import read_records
 from bitplan.store.files.open_files import open_tensors
 from tests.report.browser import Browser
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from bitplan.formats.dtypes import dtype_name
-from bitplan.formats.gguf_rules import GgufPowerOfTwoScales
+from bitplan.formats.gguf.ggml_encoders import GgufPowerOfTwoScales
 from bitplan.formats.scales.rules import BasedScales, PowerOfTwoScales, ScaleStorage, flush_small, reciprocal
 from tests.formats.samples import every_byte, same
 

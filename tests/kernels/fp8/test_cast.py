@@ -14,8 +14,8 @@ pytest.importorskip("triton")
 from bitplan.errors import FormatError
 from bitplan.formats.fp8 import ScaledFp8, cast_reference
 from bitplan.kernels.fp8 import triton_cast as triton_fp8_cast
+from bitplan.kernels.fp8.amax import partial_amax
 from bitplan.kernels.fp8.cast import cast_layouts
-from bitplan.kernels.fp8.maxima import partial_amax
 from bitplan.kernels.fp8.triton_cast import CastLaunch, cast_tiles
 from bitplan.kernels.fp8.triton_norm import Norm
 

@@ -23,7 +23,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from bitplan.kernels.fp8 import guessed_cast as guess
-from bitplan.kernels.fp8 import maxima
+from bitplan.kernels.fp8 import amax
 from bitplan.kernels.fp8 import triton_norm as norm
 from bitplan.kernels.fp8.experts import fast_tile as experts
 from bitplan.kernels.fp8 import fast_tile as pairs
@@ -200,21 +200,21 @@ def of(kernel, arguments, constants):
 def build_maxima():
     for size in some("i32", "i64"):
         arguments = pointers("x_ptr", "*i16") | pointers("partial_ptr", "*i32")
-        ptx = build(maxima._amax_of_pieces, arguments | {"size": size}, dict(SOURCE="bf16", NUMBERS=8192), 8)
+        ptx = build(amax._amax_of_pieces, arguments | {"size": size}, dict(SOURCE="bf16", NUMBERS=8192), 8)
         assert "ld.global.v4" in ptx
-        made = compile(maxima._amax_of_pairs, arguments | {"size16": size}, dict(WORDS=8192), 8)
+        made = compile(amax._amax_of_pairs, arguments | {"size16": size}, dict(WORDS=8192), 8)
         assert "ld.global.v4" in made.asm["ptx"] and "max.NaN.xorsign.abs.bf16x2" in made.asm["ptx"]
         assert machine_code(made)[1] == 0
     parts = pointers("row_ptr col_ptr", "*i32")
-    made = compile(maxima._strips_of_pairs, pointers("x_ptr", "*i16") | parts | pointers("rows cols16 length", "i32"),
+    made = compile(amax._strips_of_pairs, pointers("x_ptr", "*i16") | parts | pointers("rows cols16 length", "i32"),
                    dict(BR=8), 4)
     assert made.asm["ptx"].count("ld.global.v4.b32") == 8 and machine_code(made)[1] == 0
     arguments = pointers("x_ptr", "*i16") | parts | pointers("rstd_ptr mean_ptr", "*fp32")
     arguments |= pointers("weight_ptr bias_ptr", "*i16") | pointers("rows cols length", "i32")
-    build(maxima._strips, arguments, dict(SOURCE="bf16", NORM="none", WEIGHT="none", HAS_BIAS=False, BR=128, BC=128), 8)
+    build(amax._strips, arguments, dict(SOURCE="bf16", NORM="none", WEIGHT="none", HAS_BIAS=False, BR=128, BC=128), 8)
     arguments = pointers("row_parts_ptr col_parts_ptr", "*i32") | pointers("scale_ptr scale_t_ptr", "*fp32")
     arguments |= pointers("rows cols padded across down row_programs", "i32") | {"eps": "fp32"}
-    build(maxima._finish_scales, arguments, dict(FP8="e4m3", WIDTH=64, PARTS=32), 4, enable_fp_fusion=False)
+    build(amax._finish_scales, arguments, dict(FP8="e4m3", WIDTH=64, PARTS=32), 4, enable_fp_fusion=False)
 
 
 def norms():

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from bitplan.formats import Encoded, decode, encode, get_format
-from bitplan.kernels.base import jit, team
+from bitplan.kernels.base import jit, openmp_threads
 from bitplan.kernels.matmul import cpu_fused
 from bitplan.kernels.matmul.cpu_fused import BYTES, FORMATS, FusedOnCpu
 
@@ -164,7 +164,7 @@ def test_why_not_says_what_is_wrong(name: str, shape: tuple[int, int], dtype: to
 
 
 def test_python_s_threads_run_it_where_torch_has_another_openmp(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(team, "_openmp", lambda: None)
+    monkeypatch.setattr(openmp_threads, "_openmp", lambda: None)
     weight, x = encode(normal(40, 128), "int4_g32"), normal(1, 128, seed=1)
     with jit.use_threads(3):
         check(run(x, weight), x, weight)

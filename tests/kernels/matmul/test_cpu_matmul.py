@@ -19,7 +19,7 @@ from bitplan.kernels.matmul.cpu_matmul import (
     piece_rows,
     why_not_four_bit,
 )
-from bitplan.kernels.matmul.row_pieces import (
+from bitplan.kernels.matmul.decode_row_slices import (
     cut,
     decoded_pieces,
     gradient_over_pieces,

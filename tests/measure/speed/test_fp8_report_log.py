@@ -8,8 +8,8 @@ from dataclasses import replace
 import pytest
 
 from bitplan.measure.speed.fp8_report_log import ReportLog
-from bitplan.plan.fp8.kinds import BenchReportError
 from bitplan.plan.fp8.report import Report
+from bitplan.plan.fp8.vocabulary import BenchReportError
 from tests.plan.fp8.fp8_samples import H200, series
 from tests.processes import Program
 

@@ -10,9 +10,9 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass
 
-from bitplan.plan.fp8.kinds import PRODUCTS
 from bitplan.plan.fp8.merge import merge_reports
 from bitplan.plan.fp8.report import Row
+from bitplan.plan.fp8.vocabulary import PRODUCTS
 from tests.plan.fp8.fp8_samples import report
 
 Shape = tuple[int, int]

@@ -9,9 +9,9 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from bitplan.plan.fp8.choice import APART_MARGIN, choose_products
-from bitplan.plan.fp8.kinds import PRODUCTS
 from bitplan.plan.fp8.merge import merge_reports
 from bitplan.plan.fp8.policy import Question, decide, read_policy
+from bitplan.plan.fp8.vocabulary import PRODUCTS
 from bitplan.records import parse_json
 from tests.plan.fp8.fp8_policies import POLICIES, TOKENS, random_policy
 from tests.plan.fp8.fp8_samples import VERSION_1, experts, report, series

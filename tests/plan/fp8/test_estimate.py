@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 
 from bitplan.plan.fp8.choice import choose_products
 from bitplan.plan.fp8.estimate import REACH, estimate_speedup
-from bitplan.plan.fp8.kinds import PRODUCTS
 from bitplan.plan.fp8.merge import merge_reports
 from bitplan.plan.fp8.policy import Question
 from bitplan.plan.fp8.report import Row
+from bitplan.plan.fp8.vocabulary import PRODUCTS
 from tests.plan.fp8.fp8_samples import experts, report, series
 
 STILL = (1.0,) * 10

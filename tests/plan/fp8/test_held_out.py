@@ -13,11 +13,11 @@ import pytest
 
 from bitplan.plan.fp8 import choice as fp8_choice
 from bitplan.plan.fp8.choice import choose_products
-from bitplan.plan.fp8.kinds import PRODUCTS
 from bitplan.plan.fp8.merge import merge_reports
 from bitplan.plan.fp8.policy import Question
 from bitplan.plan.fp8.report import Report
 from bitplan.plan.fp8.token_ranges import BandPolicy
+from bitplan.plan.fp8.vocabulary import PRODUCTS
 from tests.plan.fp8.fp8_costs import GPUS, MEASURED, OTHERS, Gpu, measure
 
 H200_REPORT = Path(__file__).parents[3] / "benchmarks/policies/nvidia_h200_fp8_report.jsonl"

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bitplan.plan.fp8.kinds import Fp8Error
 from bitplan.plan.fp8.speedup_interval import answer_of, rank_test_cut, sign_test_cut, speedup_interval
+from bitplan.plan.fp8.vocabulary import Fp8Error
 
 
 @pytest.mark.parametrize(

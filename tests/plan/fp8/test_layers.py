@@ -6,11 +6,11 @@ import json
 
 import pytest
 
-from bitplan.plan.fp8.kinds import ModelConfigError
 from bitplan.plan.fp8.layers import Layer, Parallel, bench_cases, local_layers
 from bitplan.plan.fp8.model_parts import load_model_parts, model_parts
 from bitplan.plan.fp8.policy import should_use_fp8
 from bitplan.plan.fp8.report import Row
+from bitplan.plan.fp8.vocabulary import ModelConfigError
 from tests.plan.fp8.test_policy import THRESHOLDS
 
 LLAMA_8B = {

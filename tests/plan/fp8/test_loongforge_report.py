@@ -7,9 +7,9 @@ import json
 import pytest
 
 from bitplan.cli import run
-from bitplan.plan.fp8.kinds import BenchReportError
 from bitplan.plan.fp8.loongforge_report import load_list_report, thresholds_of
 from bitplan.plan.fp8.policy import load_policy
+from bitplan.plan.fp8.vocabulary import BenchReportError
 
 
 def result(case, precision, tokens, time_ms, kind="row", **more):

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from bitplan.plan.fp8.environment import AUTO_SWEEP, BenchOptions, BenchOptionsError, parse_sweep
-from bitplan.plan.fp8.kinds import ModelConfigError
+from bitplan.plan.fp8.bench_options import AUTO_SWEEP, BenchOptions, BenchOptionsError, parse_sweep
 from bitplan.plan.fp8.layers import Parallel, local_layers
 from bitplan.plan.fp8.loongforge_yaml import Fp8Options, read_yaml_model
 from bitplan.plan.fp8.model_parts import model_parts
+from bitplan.plan.fp8.vocabulary import ModelConfigError
 from tests.plan.fp8.test_layers import DEEPSEEK_V3, QWEN3_VL_235B, QWEN25_72B
 
 QWEN = """

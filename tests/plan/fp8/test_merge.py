@@ -10,11 +10,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bitplan.plan.fp8.kinds import FingerprintError, Fp8Error, MergeError
 from bitplan.plan.fp8.merge import extend_policy, merge_reports, summary, to_thresholds
 from bitplan.plan.fp8.policy import read_policy, should_use_fp8
 from bitplan.plan.fp8.report import Row
 from bitplan.plan.fp8.speedup_interval import speedup_interval
+from bitplan.plan.fp8.vocabulary import FingerprintError, Fp8Error, MergeError
 from tests.plan.fp8.fp8_samples import H200, experts, pair, report, series
 
 

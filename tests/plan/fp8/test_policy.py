@@ -10,7 +10,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bitplan.plan.fp8.kinds import (
+from bitplan.plan.fp8.policy import Question, alike_rules, load_policy, matching_rules, read_policy, should_use_fp8
+from bitplan.plan.fp8.thresholds import ThresholdPolicy
+from bitplan.plan.fp8.token_ranges import BandPolicy, BandRule, Point, bands_of
+from bitplan.plan.fp8.vocabulary import (
     ANSWERS,
     KIND_OF_CLASS,
     KINDS,
@@ -23,9 +26,6 @@ from bitplan.plan.fp8.kinds import (
     promote,
     shape_obstacle,
 )
-from bitplan.plan.fp8.policy import Question, alike_rules, load_policy, matching_rules, read_policy, should_use_fp8
-from bitplan.plan.fp8.thresholds import ThresholdPolicy
-from bitplan.plan.fp8.token_ranges import BandPolicy, BandRule, Point, bands_of
 from tests.plan.fp8.fp8_samples import H200, VERSION_1
 
 THRESHOLDS = read_policy(json.loads(VERSION_1))

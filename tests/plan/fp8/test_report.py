@@ -7,8 +7,8 @@ from dataclasses import replace
 
 import pytest
 
-from bitplan.plan.fp8.kinds import BenchReportError
 from bitplan.plan.fp8.report import Report, Row, parse_report
+from bitplan.plan.fp8.vocabulary import BenchReportError
 from tests.plan.fp8.fp8_samples import H200, experts, pair, report, series
 
 ROWS = [

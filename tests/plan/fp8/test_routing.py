@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from bitplan.plan.fp8.kinds import Fp8Error
+from bitplan.plan.fp8.vocabulary import Fp8Error
 from bitplan.runtime.fp8.bench.modules import route_tokens
 
 

@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from bitplan.plan.selective.choose_low_units import TransferFacts
 from bitplan.plan.selective.config import SelectiveError, SelectivePrecisionConfig
 from bitplan.plan.selective.decide import (
     Evidence,
@@ -22,7 +23,6 @@ from bitplan.plan.selective.decide import (
     is_update_due,
     pick_low,
 )
-from bitplan.plan.selective.low_set import TransferFacts
 from bitplan.plan.selective.score import BlockGradStats, StepStats
 from bitplan.plan.selective.state import PolicyState, UnitState, observe
 

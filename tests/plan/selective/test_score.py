@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from bitplan.plan.selective.choose_low_units import Candidate, TransferFacts, choose_low_set
 from bitplan.plan.selective.config import SelectiveError, SelectivePrecisionConfig
 from bitplan.plan.selective.decide import decide_with_hysteresis
-from bitplan.plan.selective.low_set import Candidate, TransferFacts, choose_low_set
 from bitplan.plan.selective.score import (
     BlockGradStats,
     RawGradStats,

@@ -10,10 +10,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from bitplan.plan.selective.choose_low_units import TransferFacts
 from bitplan.plan.selective.config import SelectiveError, SelectivePrecisionConfig
 from bitplan.plan.selective.decide import Evidence, compute_hints
-from bitplan.plan.selective.feedback import begin_trial, judge_trial
-from bitplan.plan.selective.low_set import TransferFacts
+from bitplan.plan.selective.loss_trials import begin_trial, judge_trial
 from bitplan.plan.selective.score import RawGradStats, compare_blocks
 from bitplan.plan.selective.state import (
     PolicyState,

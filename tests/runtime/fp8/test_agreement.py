@@ -15,13 +15,13 @@ from hypothesis import strategies as st
 from torch import nn
 
 from bitplan.cli.verbs.fp8 import explain
-from bitplan.plan.fp8.kinds import GEMMS, PRODUCTS
 from bitplan.plan.fp8.merge import to_thresholds
 from bitplan.plan.fp8.policy import load_policy
 from bitplan.plan.fp8.token_ranges import BandPolicy
-from bitplan.runtime.fp8.adapters import torchao_filter, transformer_engine_decision
+from bitplan.plan.fp8.vocabulary import GEMMS, PRODUCTS
 from bitplan.runtime.fp8.apply import apply_fp8
 from bitplan.runtime.fp8.layers.linear import Fp8Linear
+from bitplan.runtime.fp8.other_libraries import torchao_filter, transformer_engine_decision
 from tests.plan.fp8.fp8_policies import LAYERS, POLICIES, TOKENS
 
 PATHS = {"fc2": "0.mlp.down_proj", "proj": "0.self_attn.o_proj"}

@@ -12,14 +12,14 @@ import transformers
 from torch import nn
 
 from bitplan.measure.speed.paired_timing import CpuStopwatch
-from bitplan.plan.fp8.kinds import FingerprintError, Fp8Error, PolicyError, PolicyKindError, PolicyVersionError
 from bitplan.plan.fp8.merge import merge_reports, to_thresholds
+from bitplan.plan.fp8.vocabulary import FingerprintError, Fp8Error, PolicyError, PolicyKindError, PolicyVersionError
 from bitplan.runtime.fp8 import apply as fp8_apply
 from bitplan.runtime.fp8.apply import apply_fp8, apply_fp8_config
 from bitplan.runtime.fp8.layers.linear import Fp8Linear
 from bitplan.runtime.fp8.layers.norm_linear import Fp8NormLinear
 from tests.plan.fp8.fp8_samples import H200, report, series
-from tests.runtime.fp8.test_sites import DEEPSEEK, MOE, SMALL
+from tests.runtime.fp8.test_find_linears import DEEPSEEK, MOE, SMALL
 
 LAYERS = {
     "qkv": ("layernorm_column", (256, 128)),
@@ -621,7 +621,7 @@ def test_experts_have_no_mxfp8():
 @pytest.mark.filterwarnings("ignore:TensorFloat32 tensor cores:UserWarning")  # the rotary table is float32
 @pytest.mark.gpu
 def test_gpu_compiled_layers_agree_with_bf16():
-    from bitplan.runtime.fp8.recipe import fp8_obstacle
+    from bitplan.runtime.fp8.layer_settings import fp8_obstacle
 
     device = torch.device("cuda")
     if fp8_obstacle(device) is not None:

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from bitplan.plan.fp8.kinds import ModelConfigError
+from bitplan.plan.fp8.vocabulary import ModelConfigError
 from bitplan.runtime.fp8.model_files import find_policy, open_model, open_yaml_model
 
 SIZES = "num_layers: 2\nhidden_size: 128\nffn_hidden_size: 256\nnum_attention_heads: 4\n"

@@ -21,17 +21,17 @@ from bitplan.formats import Encoded
 from bitplan.plan import Manifest, ManifestError, shipped_manifest
 from bitplan.runtime.packed.checkpoints.load import load_packed
 from bitplan.runtime.packed.gpt_oss import load, weights
+from bitplan.runtime.packed.product_strategy import LayerError
 from bitplan.runtime.packed.quant_experts import QuantExperts
 from bitplan.runtime.packed.read_packed import read_packed
-from bitplan.runtime.packed.strategy import LayerError
 from bitplan.runtime.packed.tile_cache import TileCache
 from bitplan.store.checks.deep_check import deep_check
 from bitplan.store.files.gguf import GGUFFile, write_gguf
 from bitplan.store.files.open_files import open_tensors
-from bitplan.store.files.payloads import ContainerFile
+from bitplan.store.files.tensor_bytes import ContainerFile
 from bitplan.store.gpt_oss import GptOssFile, convert_gpt_oss, make_checkpoint
 from bitplan.store.gpt_oss import source as gpt_oss_source
-from bitplan.store.gpt_oss.make import DrawnCheckpoint
+from bitplan.store.gpt_oss.synthetic import DrawnCheckpoint
 from bitplan.store.models.save_load import save_model
 
 transformers = pytest.importorskip("transformers")

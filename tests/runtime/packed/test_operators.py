@@ -8,10 +8,10 @@ from torch import Tensor, nn
 
 from bitplan.errors import ArgumentError
 from bitplan.measure.speed.crossover import Pick
+from bitplan.runtime.packed.operators.launch_choices import text_of, way_at
 from bitplan.runtime.packed.operators.linear import Matrix
-from bitplan.runtime.packed.operators.ways import text_of, way_at
+from bitplan.runtime.packed.product_strategy import LayerError
 from bitplan.runtime.packed.quant_linear import QuantLinear
-from bitplan.runtime.packed.strategy import LayerError
 from bitplan.runtime.packed.tile_cache import TileCache
 from tests.runtime.packed.linear_samples import normal, packed
 

@@ -11,8 +11,8 @@ from torch import nn
 import bitplan
 from bitplan.measure.speed.crossover import Pick
 from bitplan.runtime.packed import expert_products
+from bitplan.runtime.packed.product_strategy import LayerError
 from bitplan.runtime.packed.quant_experts import QuantExperts
-from bitplan.runtime.packed.strategy import LayerError
 from bitplan.runtime.packed.tile_cache import TileCache
 from bitplan.runtime.packed_weight import PackedWeight
 

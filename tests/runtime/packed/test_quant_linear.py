@@ -16,10 +16,10 @@ from bitplan.kernels.matmul import cpu_matmul
 from bitplan.kernels.matmul.cpu_fused import FusedOnCpu
 from bitplan.kernels.matmul.cpu_matmul import four_bit_bound
 from bitplan.kernels.matmul.fused import TritonOnCuda
-from bitplan.runtime.packed import quant_linear, strategy
+from bitplan.runtime.packed import product_strategy, quant_linear
 from bitplan.runtime.packed.operators import linear as operator
+from bitplan.runtime.packed.product_strategy import LayerError
 from bitplan.runtime.packed.quant_linear import QuantLinear
-from bitplan.runtime.packed.strategy import LayerError
 from bitplan.runtime.packed.tile_cache import TileCache
 from tests.runtime.packed.linear_samples import FORMATS, ROUNDING, exact_linear, normal, packed
 
@@ -384,7 +384,7 @@ def test_a_strategy_that_cannot_run_is_an_error_and_not_another_strategy() -> No
 def test_the_triton_kernel_behind_the_same_layer(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("triton")
     kernel = TritonOnCuda()
-    for module in (strategy, quant_linear, operator):
+    for module in (product_strategy, quant_linear, operator):
         monkeypatch.setattr(module, "fused_for", lambda _: kernel)
     one, x, bias = packed(name, 32, 128), normal(3, 128).bfloat16(), normal(32, seed=2).half()
     result = QuantLinear(one, bias, strategy="fused")
@@ -402,8 +402,8 @@ def test_the_triton_kernel_behind_the_same_layer(name: str, monkeypatch: pytest.
 
 
 def test_the_cpu_kernel_is_the_default_on_a_cpu() -> None:
-    assert isinstance(strategy.fused_for("cpu"), FusedOnCpu)
-    assert strategy.fused_for("mps") is None
+    assert isinstance(product_strategy.fused_for("cpu"), FusedOnCpu)
+    assert product_strategy.fused_for("mps") is None
 
 
 @pytest.mark.parametrize("way", EXACT)

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from bitplan.runtime.packed.joint import fuse_projections
+from bitplan.runtime.packed.fused_projections import fuse_projections
 from bitplan.runtime.packed.quant_linear import QuantLinear
 from bitplan.runtime.packed.warm_up import warm_up
 from tests.runtime.packed.linear_samples import packed

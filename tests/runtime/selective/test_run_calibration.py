@@ -12,8 +12,8 @@ from torch import nn
 from bitplan import decode, encode
 from bitplan.measure.calibration import CalibrationError
 from bitplan.plan.selective.config import SelectivePrecisionConfig
-from bitplan.runtime.selective.policy import SelectivePrecisionPolicy
 from bitplan.runtime.selective.run_calibration import run_calibration
+from bitplan.runtime.selective.training_policy import SelectivePrecisionPolicy
 from bitplan.runtime.streaming.training.host_training import AdamWSettings
 from tests.runtime.streaming.stream_samples import COUNT, batch, make_stack, streaming
 

@@ -13,7 +13,6 @@ import torch
 from torch import nn
 
 from bitplan.plan.selective.config import SelectiveError, SelectivePrecisionConfig
-from bitplan.runtime.selective.policy import SelectivePrecisionPolicy
 from bitplan.runtime.selective.trainer_callbacks import (
     STATE_FILE,
     WEIGHTS_FILE,
@@ -21,6 +20,7 @@ from bitplan.runtime.selective.trainer_callbacks import (
     lightning_callback,
     trainer_callback,
 )
+from bitplan.runtime.selective.training_policy import SelectivePrecisionPolicy
 from bitplan.runtime.streaming.errors import StreamStateError
 from bitplan.runtime.streaming.training.host_training import AdamWSettings
 from tests.runtime.streaming.stream_samples import assert_equal, batch, make_stack, streaming

@@ -8,7 +8,7 @@ import warnings
 import pytest
 import torch
 
-from bitplan.plan.selective.conductor import RuntimeLimitHints
+from bitplan.plan.selective.transfer_limits import RuntimeLimitHints
 from bitplan.runtime.streaming.errors import BlockNonFiniteError
 from bitplan.runtime.streaming.transfer.devices import CudaDevice
 from tests.runtime.streaming.stream_samples import (

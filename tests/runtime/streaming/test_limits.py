@@ -10,7 +10,7 @@ import time
 import pytest
 import torch
 
-from bitplan.plan.selective.conductor import HeuristicPolicyBridge, Phase, RuntimeLimitHints
+from bitplan.plan.selective.transfer_limits import HeuristicPolicyBridge, Phase, RuntimeLimitHints
 from bitplan.runtime.streaming.errors import StreamError
 from bitplan.runtime.streaming.transfer.devices import SimulatedDevice
 from bitplan.runtime.streaming.transfer.schedule import Load, Walk, allowed_loads

@@ -11,7 +11,7 @@ import threading
 import pytest
 
 from bitplan.plan.selective.config import SelectivePrecisionConfig
-from bitplan.runtime.selective.policy import SelectivePrecisionPolicy
+from bitplan.runtime.selective.training_policy import SelectivePrecisionPolicy
 from tests.runtime.streaming.stream_samples import batch, make_stack, streaming
 
 

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from bitplan.plan.selective.conductor import RuntimeLimitHints
+from bitplan.plan.selective.transfer_limits import RuntimeLimitHints
 from bitplan.runtime.streaming.errors import StreamError, TransferError
 from bitplan.runtime.streaming.transfer.devices import SimulatedDevice
 from tests.crosses import few

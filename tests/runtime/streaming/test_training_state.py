@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from bitplan.plan.selective.config import SelectivePrecisionConfig
-from bitplan.runtime.selective.policy import SelectivePrecisionPolicy
+from bitplan.runtime.selective.training_policy import SelectivePrecisionPolicy
 from bitplan.runtime.streaming.errors import StreamError, StreamStateError
 from bitplan.runtime.streaming.training.host_training import AdamWSettings
 from tests.runtime.streaming.stream_samples import assert_equal, batch, make_stack, streaming

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from bitplan.plan.selective.low_set import TransferFacts
+from bitplan.plan.selective.choose_low_units import TransferFacts
 from bitplan.runtime.streaming.telemetry import StreamStepStats
 from bitplan.runtime.streaming.transfer.transfer_meter import TransferMeter
 

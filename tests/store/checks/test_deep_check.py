@@ -19,7 +19,7 @@ from bitplan.store.checks.scale_findings import index_of
 from bitplan.store.files import packed_rows
 from bitplan.store.files.gguf import dequantize_rows, write_gguf
 from bitplan.store.files.open_files import open_tensors, write_tensors
-from bitplan.store.files.payloads import ContainerFile
+from bitplan.store.files.tensor_bytes import ContainerFile
 from bitplan.store.files.tensor_file import Promise
 
 ANY = Manifest((Rule(".*", "bfloat16"),))

@@ -13,7 +13,7 @@ from torch import nn
 from bitplan.errors import FileFormatError, StoreError
 from bitplan.formats import encode, error_report
 from bitplan.formats.scales.checks import scale_health
-from bitplan.formats.scales.drift import DriftCounts, requantize
+from bitplan.formats.scales.reencode import DriftCounts, requantize
 from bitplan.store.checks.drift_log import DriftLog, log_drift, measure_drift, read_drift
 from bitplan.store.models.morph import morph_model
 from tests.formats.samples import SMALL_BLOCKS

@@ -146,7 +146,7 @@ def test_joined_layers_share_the_base_of_their_scales(folder, tmp_path):
 
 
 def test_evidence_chooses_the_numbers(folder, tmp_path):
-    from bitplan.store.rounding.evidence import write_evidence
+    from bitplan.store.rounding.input_statistics import write_evidence
     from bitplan.store.rounding.round_weight import round_weight
 
     moments = torch.randn(128, generator=torch.Generator().manual_seed(1)).exp()

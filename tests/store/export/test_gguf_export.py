@@ -15,7 +15,7 @@ from bitplan.formats import Encoded, decode
 from bitplan.plan import Plan
 from bitplan.runtime.causal_lm import load_causal_lm
 from bitplan.store.export.targets import ExportRequest, export_model, prepare_export
-from bitplan.store.files.gguf_parts import write_parts
+from bitplan.store.files.gguf_split_write import write_parts
 from bitplan.store.files.gguf_values import GGUFValue
 from bitplan.store.files.headers import plan_for_file
 from bitplan.store.files.open_files import open_tensors

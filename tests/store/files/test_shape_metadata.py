@@ -15,9 +15,9 @@ from bitplan.formats import encode, get_format, list_formats
 from bitplan.store.files.gguf import write_gguf
 from bitplan.store.files.open_files import open_tensors
 from bitplan.store.files.packed_rows import packed_pair
-from bitplan.store.files.payloads import ContainerFile
 from bitplan.store.files.safetensors import write_safetensors
 from bitplan.store.files.safetensors_tensors import part_name
+from bitplan.store.files.tensor_bytes import ContainerFile
 from bitplan.store.models.save_load import load_model
 
 PACKED = [pytest.param(fmt, id=fmt.name) for fmt in list_formats()]

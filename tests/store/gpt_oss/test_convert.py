@@ -14,7 +14,7 @@ from bitplan.errors import StoreError
 from bitplan.formats import Encoded, decode, encode
 from bitplan.store.files.gguf import GGUFFile, write_gguf
 from bitplan.store.files.gguf_values import GGUFValue
-from bitplan.store.files.payloads import ContainerFile
+from bitplan.store.files.tensor_bytes import ContainerFile
 from bitplan.store.gpt_oss import PRESETS, GptOssFile, convert_gpt_oss, make_checkpoint
 from bitplan.store.gpt_oss import source as gpt_oss_source
 from bitplan.store.gpt_oss.layouts import LAYOUTS

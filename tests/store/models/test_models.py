@@ -24,9 +24,9 @@ from bitplan.errors import FormatError, PlanError, StoreError
 from bitplan.formats import Encoded, decode, encode, error_report, get_format
 from bitplan.plan import Choice, Plan, Planned, choose_formats
 from bitplan.store.compare import compare_models
-from bitplan.store.models import eval_weights
+from bitplan.store.models import decoded_in_eval
 from bitplan.store.models import weight_store as weights
-from bitplan.store.models.activations import ActivationObserver
+from bitplan.store.models.column_importance import ActivationObserver
 from bitplan.store.models.morph import (
     attach_encoded,
     formats_of,
@@ -385,7 +385,7 @@ def test_errors_name_what_is_wrong_and_change_nothing() -> None:
         morph_model(nn.ReLU(), "int8")
     for each in (model, odd):
         assert stores_of(each) == {}
-        assert not any(isinstance(module, eval_weights.Morphed) for module in each.modules())
+        assert not any(isinstance(module, decoded_in_eval.Morphed) for module in each.modules())
     morph_model(odd, "mxfp4", pad="zero")
     assert odd.eval()[1](sample(2, 33)).shape == (2, 4)
 
@@ -492,7 +492,7 @@ def test_no_float32_expansion_stays_alive(monkeypatch: pytest.MonkeyPatch) -> No
         alive.append(weakref.ref(decoded))
         return decoded
 
-    monkeypatch.setattr(eval_weights, "decode", watched)
+    monkeypatch.setattr(decoded_in_eval, "decode", watched)
     model = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32), ByHand(), nn.LSTM(32, 32)).eval()
     morph_model(model, "int8")
     with torch.no_grad():
@@ -509,7 +509,7 @@ def test_no_float32_expansion_stays_alive(monkeypatch: pytest.MonkeyPatch) -> No
 def test_each_weight_is_decoded_once_per_call(layer: str, count: int, monkeypatch: pytest.MonkeyPatch) -> None:
     build, call, inputs = LAYERS[layer]
     decodes: list[Encoded] = []
-    monkeypatch.setattr(eval_weights, "decode", lambda *args: decodes.append(args[0]) or decode(*args))
+    monkeypatch.setattr(decoded_in_eval, "decode", lambda *args: decodes.append(args[0]) or decode(*args))
     model = build().eval()
     morph_model(model, "int8")
     call(model, *inputs)
@@ -676,7 +676,7 @@ def test_an_exception_in_forward_leaves_nothing_behind(error: type[BaseException
     model[0].error = error
     with pytest.raises(error, match="in the middle"):
         model(sample(2, 32))
-    assert not eval_weights._frames.stack
+    assert not decoded_in_eval._frames.stack
     assert isinstance(model[0].weight, nn.Parameter)
     model[0].error = None
     assert torch.equal(model(sample(2, 32)), wanted)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from bitplan.store.compare import compare_models
-from bitplan.store.models.activations import ActivationObserver
+from bitplan.store.models.column_importance import ActivationObserver
 from bitplan.store.models.morph import morph_model, observe_model
 from bitplan.store.models.save_load import load_model, save_model
 from tests.crosses import few

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from bitplan.errors import FormatError, NonFiniteError, StoreError
 from bitplan.formats import Encoded, decode, encode, get_format
 from bitplan.store.models import weight_store as weights
-from bitplan.store.models.activations import ActivationObserver
+from bitplan.store.models.column_importance import ActivationObserver
 from bitplan.store.models.weight_store import WeightStore
 from tests.crosses import few
 from tests.formats.samples import SMALL_BLOCKS

@@ -12,7 +12,7 @@ import pytest
 
 from bitplan import trees
 from bitplan.trees.distributed.fit import fit_distributed
-from bitplan.trees.distributed.wire import wire_form
+from bitplan.trees.distributed.histogram_exchange import wire_form
 from bitplan.trees.gradients import GradientPrecision, TreesError
 from tests.trees.distributed.workers import Pool, half_squared_error, run_together
 from tests.trees.samples import table

@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from bitplan.trees.growth import Growth
 from bitplan.trees.loops import nodes as kernels
 from bitplan.trees.loops.split import CHILD, DEPTH, GAIN, STATE, STOP
+from bitplan.trees.tree_tables import Growth
 
 
 class Queue(Growth):

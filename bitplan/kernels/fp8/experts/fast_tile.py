@@ -45,8 +45,8 @@ from bitplan.kernels.fp8.fast_tile import (
     store_transposed_tile,
 )
 from bitplan.kernels.fp8.guessed_cast import CASTS, CHECKING_WARPS, GUESS, LARGEST, SEEN, WRONG
-from bitplan.kernels.fp8.numbers import power_of_two_of_bits, quick_inverse, quick_scale
 from bitplan.kernels.fp8.triton_cast import PAIR_LAUNCHES, CastLaunch
+from bitplan.kernels.fp8.triton_fp8_rounding import power_of_two_of_bits, quick_inverse, quick_scale
 
 # Launches for matrices, whose rows are cut as those of a dense matrix, and for tokens, which come in the tiles of their
 # layout's tables. On an H200, tensorwise by guesses, 32768 tokens of 7168 numbers: 248 us, 89% of a copy; tiles of

@@ -40,7 +40,7 @@ from bitplan.kernels.fp8.experts.layout import TILE_ROWS, GroupLayout, GroupSize
 from bitplan.kernels.fp8.fast_tile import fits_pairs, is_aligned
 from bitplan.kernels.fp8.general_tile import read_numbers
 from bitplan.kernels.fp8.guessed_cast import STATE_SIZE
-from bitplan.kernels.fp8.numbers import fp8_code, inverse_of, power_of_two_of_bits, scale_of_bits
+from bitplan.kernels.fp8.triton_fp8_rounding import fp8_code, inverse_of, power_of_two_of_bits, scale_of_bits
 
 WARPS = 8
 Pair = tuple[tuple[Tensor, Tensor] | None, tuple[Tensor, Tensor] | None]

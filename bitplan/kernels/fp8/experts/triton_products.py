@@ -31,7 +31,7 @@ from torch import Tensor
 from bitplan.formats.fp8 import FP8_NAMES
 from bitplan.kernels.base.numbers import as_bits, device_of, float_name, narrow
 from bitplan.kernels.fp8.experts.layout import TILE_ROWS, GroupedFp8, GroupLayout
-from bitplan.kernels.fp8.numbers import operand_of, operand_values
+from bitplan.kernels.fp8.triton_fp8_rounding import operand_of, operand_values
 
 STEP = 128  # numbers of one step of the contraction, which is also a block of scales
 

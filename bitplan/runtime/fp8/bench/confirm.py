@@ -32,8 +32,8 @@ from bitplan.measure.speed.paired_timing import (
     stopwatch_of,
     time_in_turns,
 )
-from bitplan.plan.fp8.kinds import LOSE, UNDECIDED, UNMEASURED, WIN, Fp8Error
 from bitplan.plan.fp8.speedup_interval import speedup_interval
+from bitplan.plan.fp8.vocabulary import LOSE, UNDECIDED, UNMEASURED, WIN, Fp8Error
 from bitplan.runtime.fp8.experts import cast_dropper
 from bitplan.runtime.fp8.summary import Confirmed
 

@@ -28,11 +28,11 @@ from torch import nn
 from bitplan.documents import load_document, short
 from bitplan.measure.speed.paired_timing import is_out_of_memory
 from bitplan.optional import require
-from bitplan.plan.fp8.kinds import ModelConfigError
 from bitplan.plan.fp8.layers import Attention, ModelPart, Parallel, local_layers
 from bitplan.plan.fp8.model_parts import ConfigObject, model_parts
+from bitplan.plan.fp8.vocabulary import ModelConfigError
 from bitplan.runtime.fp8.bench.confirm import EXAMPLE_LENGTH, Example, example_shape
-from bitplan.runtime.fp8.sites import find_sites
+from bitplan.runtime.fp8.find_linears import find_sites
 
 IN_PYTHON = "in Python, apply_fp8(model, policy, tokens=..., confirm=True, example=...) confirms any model"
 SMALL_VOCABULARY = 1024

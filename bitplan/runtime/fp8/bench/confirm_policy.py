@@ -17,13 +17,13 @@ import torch
 from bitplan.documents import short
 from bitplan.measure.speed.fp8_fingerprint import fingerprint_of
 from bitplan.measure.speed.paired_timing import Stopwatch, is_out_of_memory
-from bitplan.plan.fp8.kinds import UNMEASURED, Fp8Error, is_count
 from bitplan.plan.fp8.policy import Policy
 from bitplan.plan.fp8.token_ranges import BandPolicy
+from bitplan.plan.fp8.vocabulary import UNMEASURED, Fp8Error, is_count
 from bitplan.runtime.fp8.apply import apply_fp8
 from bitplan.runtime.fp8.bench.confirm_model import SmallModel
-from bitplan.runtime.fp8.recipe import Fp8Recipe, Fp8UnavailableError, require_fp8
-from bitplan.runtime.fp8.sites import block_of
+from bitplan.runtime.fp8.find_linears import block_of
+from bitplan.runtime.fp8.layer_settings import Fp8Recipe, Fp8UnavailableError, require_fp8
 from bitplan.runtime.fp8.summary import AppliedFp8, Confirmed, LayerRow
 
 MOST_TOKENS = 2**24  # in one step of one GPU; a larger number is a typing error

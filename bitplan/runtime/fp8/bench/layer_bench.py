@@ -25,10 +25,10 @@ from typing import Any
 from bitplan.formats.fp8_recipes import BF16
 from bitplan.measure.speed.fp8_report_log import ReportLog
 from bitplan.measure.speed.paired_timing import ERROR, OK, Arm, Peers, Stopwatch, Timed, time_in_turns
-from bitplan.plan.fp8.kinds import GROUPED_KINDS, MODULE, PRECISIONS, PRODUCTS
 from bitplan.plan.fp8.layers import Case
 from bitplan.plan.fp8.report import ROUTINGS, TIMINGS, Row
-from bitplan.runtime.fp8.recipe import Fp8Recipe, GemmChoice
+from bitplan.plan.fp8.vocabulary import GROUPED_KINDS, MODULE, PRECISIONS, PRODUCTS
+from bitplan.runtime.fp8.layer_settings import Fp8Recipe, GemmChoice
 
 # Only for the estimate of a dry run: sustained rates of an H100 or H200, and the time to build and compile a case.
 _FLOPS_PER_S = 4e14

@@ -33,17 +33,17 @@ from bitplan.formats.fp8 import padded_tokens
 from bitplan.formats.fp8_recipes import expert_recipes
 from bitplan.kernels.fp8.experts.products import pick_impl, token_pad
 from bitplan.measure.speed.paired_timing import Arm, Call
-from bitplan.plan.fp8.kinds import GROUPED_KINDS, Fp8Error, is_count
 from bitplan.plan.fp8.layers import Layer
 from bitplan.plan.fp8.report import ROUTINGS
+from bitplan.plan.fp8.vocabulary import GROUPED_KINDS, Fp8Error, is_count
 from bitplan.runtime.fp8.bench.layer_bench import Way
 from bitplan.runtime.fp8.bench.ranks import ParallelGroups
 from bitplan.runtime.fp8.experts import cast_dropper
+from bitplan.runtime.fp8.layer_settings import Fp8Recipe, GemmChoice
 from bitplan.runtime.fp8.layers.grouped_linear import GroupedLinear
 from bitplan.runtime.fp8.layers.linear import Fp8Linear, cast_weights_together
 from bitplan.runtime.fp8.layers.norm_linear import Fp8NormLinear
 from bitplan.runtime.fp8.layers.parallel import ColumnParallel, ExpertParallel, RowParallel
-from bitplan.runtime.fp8.recipe import Fp8Recipe, GemmChoice
 
 
 @dataclass(frozen=True)

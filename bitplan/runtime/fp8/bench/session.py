@@ -20,13 +20,13 @@ import torch
 from bitplan.measure.speed.fp8_fingerprint import fingerprint_of
 from bitplan.measure.speed.fp8_report_log import ReportLog
 from bitplan.measure.speed.paired_timing import stopwatch_of
-from bitplan.plan.fp8.environment import BenchOptions, BenchOptionsError
+from bitplan.plan.fp8.bench_options import BenchOptions, BenchOptionsError
 from bitplan.plan.fp8.layers import Parallel, bench_cases, local_layers
 from bitplan.plan.fp8.merge import Merged, merge_reports
 from bitplan.plan.fp8.report import ROUTINGS, TIMINGS, Report
 from bitplan.runtime.fp8.bench.layer_bench import BenchPlan, Way, count_failures, run_bench
+from bitplan.runtime.fp8.layer_settings import AmaxEps, Fp8Recipe, Fp8UnavailableError, require_fp8
 from bitplan.runtime.fp8.model_files import open_model
-from bitplan.runtime.fp8.recipe import AmaxEps, Fp8Recipe, Fp8UnavailableError, require_fp8
 
 
 @dataclass(frozen=True)

@@ -30,10 +30,10 @@ from bitplan.formats.fp8_recipes import BF16, RECIPES, expert_recipes
 from bitplan.kernels.fp8.experts import products as kernels
 from bitplan.kernels.fp8.experts.layout import GroupedFp8, GroupLayout
 from bitplan.kernels.fp8.experts.products import lay_out, pick_impl, token_pad
+from bitplan.runtime.fp8.layer_settings import Fp8LayerError, Fp8Recipe, GemmChoice, check_shape, require_fp8
 from bitplan.runtime.fp8.layers.linear_function import INPUT_TYPES
 from bitplan.runtime.fp8.layers.scale_guesses import GRAD, INPUT, WEIGHT, guess_for
 from bitplan.runtime.fp8.layers.weight_casts import derived_layouts
-from bitplan.runtime.fp8.recipe import Fp8LayerError, Fp8Recipe, GemmChoice, check_shape, require_fp8
 
 
 class GroupedLinear(nn.Module):

@@ -17,12 +17,12 @@ import torch
 from torch import Tensor, nn
 
 from bitplan.formats.fp8_recipes import BF16
+from bitplan.runtime.fp8.layer_settings import Fp8Recipe, GemmChoice, check_shape, require_fp8
 from bitplan.runtime.fp8.layers import weight_casts as fp8_weight_casts
 from bitplan.runtime.fp8.layers.linear_function import INPUT_TYPES, run_linear
 from bitplan.runtime.fp8.layers.products import Fp8Settings
 from bitplan.runtime.fp8.layers.stored_weight import linear_of_fp8_param, store_in_fp8
 from bitplan.runtime.fp8.layers.weight_source import CASTS
-from bitplan.runtime.fp8.recipe import Fp8Recipe, GemmChoice, check_shape, require_fp8
 
 
 class Fp8Linear(nn.Linear):

@@ -19,6 +19,7 @@ from torch.autograd.function import once_differentiable
 
 from bitplan.formats.fp8 import FP8_DTYPES, empty_scale, padded_tokens, scaling_of
 from bitplan.formats.fp8_recipes import BF16
+from bitplan.runtime.fp8.layer_settings import Fp8LayerError
 from bitplan.runtime.fp8.layers.products import (
     Fp8Settings,
     run_backward,
@@ -27,7 +28,6 @@ from bitplan.runtime.fp8.layers.products import (
     run_norm_forward,
 )
 from bitplan.runtime.fp8.layers.weight_source import CASTS, WeightSource
-from bitplan.runtime.fp8.recipe import Fp8LayerError
 
 INPUT_TYPES = (torch.bfloat16, torch.float16, torch.float32)
 

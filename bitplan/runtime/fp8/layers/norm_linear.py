@@ -16,11 +16,11 @@ import torch
 from torch import Tensor, nn
 
 from bitplan.kernels.fp8.norm import NORMS
+from bitplan.runtime.fp8.layer_settings import Fp8LayerError, Fp8Recipe, GemmChoice
 from bitplan.runtime.fp8.layers.linear import Fp8Linear
 from bitplan.runtime.fp8.layers.linear_function import run_linear
 from bitplan.runtime.fp8.layers.products import Fp8Settings
 from bitplan.runtime.fp8.layers.weight_source import CASTS
-from bitplan.runtime.fp8.recipe import Fp8LayerError, Fp8Recipe, GemmChoice
 
 
 class NormParameters(nn.Module):

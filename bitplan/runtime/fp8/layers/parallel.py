@@ -37,12 +37,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from bitplan.formats.fp8_recipes import RECIPES
-from bitplan.plan.fp8.kinds import Fp8Error
+from bitplan.plan.fp8.vocabulary import Fp8Error
+from bitplan.runtime.fp8.layer_settings import Fp8LayerError
 from bitplan.runtime.fp8.layers.grouped_linear import GroupedLinear
 from bitplan.runtime.fp8.layers.linear import Fp8Linear
 from bitplan.runtime.fp8.layers.norm_linear import Fp8NormLinear
 from bitplan.runtime.fp8.layers.shared_amax import shared_amax_linear
-from bitplan.runtime.fp8.recipe import Fp8LayerError
 
 
 class ParallelError(Fp8Error):

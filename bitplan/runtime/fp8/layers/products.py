@@ -24,9 +24,9 @@ from bitplan.formats.fp8 import ScaledFp8, scaling_of
 from bitplan.formats.fp8_recipes import BF16
 from bitplan.kernels.fp8.norm import NormWeights, norm_and_cast, norm_gradient
 from bitplan.kernels.fp8.product import scaled_product
+from bitplan.runtime.fp8.layer_settings import AmaxEps, Fp8Recipe, GemmChoice
 from bitplan.runtime.fp8.layers.scale_guesses import GRAD, INPUT
 from bitplan.runtime.fp8.layers.weight_source import WeightSource
-from bitplan.runtime.fp8.recipe import AmaxEps, Fp8Recipe, GemmChoice
 
 
 @dataclass(frozen=True)

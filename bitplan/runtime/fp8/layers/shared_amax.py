@@ -53,7 +53,7 @@ def shared_amax_cast(
         x_RC = pad_rows(x_RC, padded)
         made = [cast_reference(each, "tensor", fp8, least) for each in (x_RC, x_RC.t())]
         return CastPair(made[0] if rows else None, made[1] if cols else None)
-    from bitplan.kernels.fp8.maxima import partial_amax
+    from bitplan.kernels.fp8.amax import partial_amax
     from bitplan.kernels.fp8.triton_cast import cast_tiles
 
     x_RC = x_RC.contiguous()

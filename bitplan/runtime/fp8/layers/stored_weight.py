@@ -24,10 +24,10 @@ from torch import Tensor, nn
 from bitplan.formats.fp8 import ScaledFp8, decode_scaled, empty_scale, scaling_of
 from bitplan.formats.fp8_recipes import BF16, RECIPES
 from bitplan.kernels.fp8.cast import cast_layouts
+from bitplan.runtime.fp8.layer_settings import Fp8LayerError
 from bitplan.runtime.fp8.layers.linear_function import run_linear
 from bitplan.runtime.fp8.layers.weight_casts import derived_layouts
 from bitplan.runtime.fp8.layers.weight_source import WeightSource
-from bitplan.runtime.fp8.recipe import Fp8LayerError
 from bitplan.store.models.weight_changes import UNCOUNTED, count_optimizer_steps, state_of
 
 

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from bitplan.errors import FileFormatError, StoreError
 from bitplan.formats import Encoded, get_format
 from bitplan.plan.names import listed
-from bitplan.runtime.packed.checkpoints.recipes import Assignment, TensorRecipe, convert_plain, shortened
-from bitplan.runtime.packed.packed_layers import format_fault, lacking, packed_layer, why_not_packed
+from bitplan.runtime.packed.checkpoints.tensor_sources import Assignment, TensorRecipe, convert_plain, shortened
+from bitplan.runtime.packed.layer_replacement import format_fault, lacking, packed_layer, why_not_packed
 from bitplan.runtime.packed.read_packed import check_numbers
 from bitplan.runtime.packed.tile_cache import TileCache
 from bitplan.runtime.packed_weight import PackedWeight

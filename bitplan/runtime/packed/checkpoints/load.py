@@ -30,13 +30,14 @@ from bitplan.runtime.packed.checkpoints.fill import (
     place_all,
     read_values,
 )
-from bitplan.runtime.packed.checkpoints.recipes import assign
 from bitplan.runtime.packed.checkpoints.save import adapt_to_transformers
 from bitplan.runtime.packed.checkpoints.source import loaded_from, remember
+from bitplan.runtime.packed.checkpoints.tensor_sources import assign
+from bitplan.runtime.packed.fused_projections import fuse_projections
 from bitplan.runtime.packed.gpt_oss.load import is_gpt_oss, load_gpt_oss
-from bitplan.runtime.packed.joint import fuse_projections
+from bitplan.runtime.packed.layer_replacement import format_fault
 from bitplan.runtime.packed.load_report import CHECKS, Loaded, LoadReport, PeakMemory
-from bitplan.runtime.packed.packed_layers import format_fault
+from bitplan.runtime.packed.product_strategy import INPUTS, check_strategy
 from bitplan.runtime.packed.read_packed import (
     ManifestLike,
     check_room,
@@ -44,7 +45,6 @@ from bitplan.runtime.packed.read_packed import (
     refuse_bad_numbers,
     require_transformers,
 )
-from bitplan.runtime.packed.strategy import INPUTS, check_strategy
 from bitplan.runtime.packed.tile_cache import TileCache
 from bitplan.runtime.packed_weight import PackedWeight
 from bitplan.store.files.open_files import open_tensors

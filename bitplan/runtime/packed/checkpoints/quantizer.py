@@ -31,10 +31,10 @@ from bitplan.runtime.packed.checkpoints.fill import (
     place_all,
     read_values,
 )
-from bitplan.runtime.packed.checkpoints.recipes import Assignment, assign
 from bitplan.runtime.packed.checkpoints.save import adapt_to_transformers
 from bitplan.runtime.packed.checkpoints.source import loaded_from, remember
-from bitplan.runtime.packed.joint import fuse_projections
+from bitplan.runtime.packed.checkpoints.tensor_sources import Assignment, assign
+from bitplan.runtime.packed.fused_projections import fuse_projections
 from bitplan.runtime.packed.read_packed import check_norms, check_room, device_of
 from bitplan.store.files.open_files import open_tensors
 from bitplan.store.packed_folder import (

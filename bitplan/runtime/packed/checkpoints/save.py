@@ -22,9 +22,9 @@ from bitplan.formats.dtypes import dtype_name
 from bitplan.plan.choose import Stored, choose_formats
 from bitplan.plan.plan import Choice, Plan, Planned
 from bitplan.plan.roles import guess_role
-from bitplan.runtime.packed.checkpoints.recipes import TensorRecipe
 from bitplan.runtime.packed.checkpoints.save_gpt_oss import is_packed_gpt_oss, save_gpt_oss
 from bitplan.runtime.packed.checkpoints.source import LoadedFrom, config_of, remembered
+from bitplan.runtime.packed.checkpoints.tensor_sources import TensorRecipe
 from bitplan.runtime.packed_weight import PackedWeight
 from bitplan.store.files.open_files import container_for
 from bitplan.store.files.tensor_file import Promise

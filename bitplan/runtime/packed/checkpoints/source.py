@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from bitplan.plan.plan import Plan
-from bitplan.runtime.packed.checkpoints.recipes import TensorRecipe
+from bitplan.runtime.packed.checkpoints.tensor_sources import TensorRecipe
 from bitplan.store.files.safetensors_tensors import NativeTensors
 from bitplan.store.files.tensor_file import TensorFile
 

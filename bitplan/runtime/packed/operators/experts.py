@@ -18,9 +18,9 @@ from torch import Tensor
 
 from bitplan.formats import Encoded, get_format
 from bitplan.runtime.packed.expert_products import ExpertMatrices, Routes, gradient_of_rows, looped_rows
+from bitplan.runtime.packed.operators.launch_choices import ProductWay, way_at
 from bitplan.runtime.packed.operators.linear import CHANGED, find_cache, find_weight, versions_of
-from bitplan.runtime.packed.operators.ways import ProductWay, way_at
-from bitplan.runtime.packed.strategy import LayerError
+from bitplan.runtime.packed.product_strategy import LayerError
 
 _WEIGHT = (
     "Tensor data, Tensor scales, Tensor? base, Tensor? arranged, Tensor? factor, Tensor? counters, Tensor? expanded, "

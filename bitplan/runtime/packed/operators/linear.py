@@ -23,15 +23,15 @@ from torch import Tensor
 
 from bitplan.formats import Encoded, get_format
 from bitplan.kernels.matmul.cpu_matmul import piece_rows
-from bitplan.kernels.matmul.fused import Bound, Prepared, fused_for
-from bitplan.kernels.matmul.row_pieces import (
+from bitplan.kernels.matmul.decode_row_slices import (
     Piece,
     decoded_pieces,
     gradient_over_pieces,
     linear_over_pieces,
 )
-from bitplan.runtime.packed.operators.ways import ProductWay, way_at
-from bitplan.runtime.packed.strategy import LayerError, compute_dtype, is_capturing
+from bitplan.kernels.matmul.fused import Bound, Prepared, fused_for
+from bitplan.runtime.packed.operators.launch_choices import ProductWay, way_at
+from bitplan.runtime.packed.product_strategy import LayerError, compute_dtype, is_capturing
 from bitplan.runtime.packed.tile_cache import TileCache
 from bitplan.runtime.packed_weight import PackedWeight
 from bitplan.store.models.weight_changes import writes_of

@@ -18,7 +18,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from bitplan.plan.selective.conductor import RuntimeLimitHints
+from bitplan.plan.selective.transfer_limits import RuntimeLimitHints
 
 RING_SLOTS = 3  # for slots="auto": one computes, one is filled, one is ready; more memory serves better as residents
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import statistics
 
-from bitplan.plan.selective.low_set import TransferFacts
+from bitplan.plan.selective.choose_low_units import TransferFacts
 from bitplan.runtime.streaming.telemetry import StreamStepStats
 
 KEYS = ("compute_ms", "bytes_per_ms", "crossings")

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from bitplan.measure.speed.paired_timing import Timed
-from bitplan.plan.fp8.kinds import Fp8Error
+from bitplan.plan.fp8.vocabulary import Fp8Error
 from bitplan.runtime.fp8.bench.confirm import default_example, judge, seen_inputs
 
 

@@ -10,12 +10,12 @@ import pytest
 import torch
 
 from bitplan.errors import MissingLibraryError
-from bitplan.plan.fp8.kinds import ModelConfigError
 from bitplan.plan.fp8.layers import Parallel, local_layers
 from bitplan.plan.fp8.model_parts import model_parts
+from bitplan.plan.fp8.vocabulary import ModelConfigError
 from bitplan.runtime.fp8.bench.confirm_model import count_blocks, plan_small_model
-from bitplan.runtime.fp8.sites import find_sites
-from tests.runtime.fp8.test_sites import DEEPSEEK, MOE, SMALL
+from bitplan.runtime.fp8.find_linears import find_sites
+from tests.runtime.fp8.test_find_linears import DEEPSEEK, MOE, SMALL
 
 CPU, META = torch.device("cpu"), torch.device("meta")
 LLAMA = SMALL | {"model_type": "llama", "num_hidden_layers": 5}

@@ -8,13 +8,13 @@ from dataclasses import replace
 import pytest
 import torch
 
-from bitplan.plan.fp8.kinds import FingerprintError, Fp8Error
 from bitplan.plan.fp8.merge import to_thresholds
 from bitplan.plan.fp8.token_ranges import BandPolicy
+from bitplan.plan.fp8.vocabulary import FingerprintError, Fp8Error
 from bitplan.runtime.fp8.bench import confirm_policy as fp8_confirm_policy
 from bitplan.runtime.fp8.bench.confirm_model import SmallModel, plan_small_model
 from bitplan.runtime.fp8.bench.confirm_policy import BlockTiming, confirm_policy, require_device
-from bitplan.runtime.fp8.recipe import Fp8LayerError, Fp8UnavailableError
+from bitplan.runtime.fp8.layer_settings import Fp8LayerError, Fp8UnavailableError
 from tests.plan.fp8.fp8_samples import H200
 from tests.runtime.fp8.bench.test_confirm_model import FAMILIES, LLAMA, save
 from tests.runtime.fp8.test_apply import ALL, LAYERS, WINS, SetClock, policy_of
@@ -175,7 +175,7 @@ def test_the_device(monkeypatch):
 @pytest.mark.gpu
 def test_gpu_confirm_gives_intervals_and_leaves_no_memory(tmp_path):
     from bitplan.measure.speed.fp8_fingerprint import fingerprint_of
-    from bitplan.runtime.fp8.recipe import fp8_obstacle
+    from bitplan.runtime.fp8.layer_settings import fp8_obstacle
 
     device = torch.device("cuda", torch.cuda.current_device())
     if fp8_obstacle(device) is not None:

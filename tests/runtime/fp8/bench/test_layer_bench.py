@@ -13,7 +13,7 @@ from bitplan.plan.fp8.merge import merge_reports
 from bitplan.plan.fp8.policy import Question
 from bitplan.plan.fp8.report import Report
 from bitplan.runtime.fp8.bench.layer_bench import BenchPlan, count_failures, run_bench
-from bitplan.runtime.fp8.recipe import Fp8Recipe
+from bitplan.runtime.fp8.layer_settings import Fp8Recipe
 from tests.plan.fp8.fp8_samples import H200
 
 FC2 = Layer("llm", "row", "fc2", "mlp", (128, 256), 2, Parallel())

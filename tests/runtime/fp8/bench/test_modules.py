@@ -11,11 +11,11 @@ from bitplan.plan.fp8.layers import Case, Layer, Parallel
 from bitplan.runtime.fp8.bench.layer_bench import BenchPlan, Way
 from bitplan.runtime.fp8.bench.modules import ModuleBuilder, step_of
 from bitplan.runtime.fp8.bench.ranks import ParallelGroups
+from bitplan.runtime.fp8.layer_settings import Fp8Recipe, GemmChoice
 from bitplan.runtime.fp8.layers import weight_casts as fp8_weight_casts
 from bitplan.runtime.fp8.layers.grouped_linear import GroupedLinear
 from bitplan.runtime.fp8.layers.linear import Fp8Linear
 from bitplan.runtime.fp8.layers.norm_linear import Fp8NormLinear
-from bitplan.runtime.fp8.recipe import Fp8Recipe, GemmChoice
 
 CPU = torch.device("cpu")
 RECIPE = Fp8Recipe("blockwise")

@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 
 from bitplan.errors import FormatError
+from bitplan.runtime.fp8.layer_settings import AmaxEps, Fp8LayerError, Fp8Recipe, GemmChoice
 from bitplan.runtime.fp8.layers.grouped_linear import GroupedLinear
 from bitplan.runtime.fp8.layers.weight_casts import drop_weight_casts
-from bitplan.runtime.fp8.recipe import AmaxEps, Fp8LayerError, Fp8Recipe, GemmChoice
 
 ROUTINGS = {
     "skewed": [1, 0, 60, 3],

@@ -8,12 +8,12 @@ import pytest
 import torch
 from torch import nn
 
+from bitplan.runtime.fp8.layer_settings import AmaxEps, Fp8LayerError, Fp8Recipe, GemmChoice
 from bitplan.runtime.fp8.layers import products, weight_source
 from bitplan.runtime.fp8.layers import weight_casts as fp8_weight_casts
 from bitplan.runtime.fp8.layers.linear import Fp8Linear, hold_weight_casts
 from bitplan.runtime.fp8.layers.products import Fp8Settings
 from bitplan.runtime.fp8.layers.weight_casts import drop_casts, drop_weight_casts, kept_casts
-from bitplan.runtime.fp8.recipe import AmaxEps, Fp8LayerError, Fp8Recipe, GemmChoice
 
 RECIPES = ("tensorwise", "rowwise", "blockwise", "mxfp8")
 # Relative to the norm of the exact result: two operands of E4M3 (2.6% each), or one of E5M2 (5.2%).

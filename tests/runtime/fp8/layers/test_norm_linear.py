@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import nn
 
+from bitplan.runtime.fp8.layer_settings import Fp8LayerError, Fp8Recipe, GemmChoice
 from bitplan.runtime.fp8.layers.norm_linear import Fp8NormLinear
 from bitplan.runtime.fp8.layers.weight_casts import drop_weight_casts
-from bitplan.runtime.fp8.recipe import Fp8LayerError, Fp8Recipe, GemmChoice
 
 K, N = 256, 128
 BOUND = 0.05

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, multiprocessing, nn
 
+from bitplan.runtime.fp8.layer_settings import Fp8LayerError, Fp8Recipe, GemmChoice
 from bitplan.runtime.fp8.layers.grouped_linear import GroupedLinear
 from bitplan.runtime.fp8.layers.linear import Fp8Linear
 from bitplan.runtime.fp8.layers.norm_linear import Fp8NormLinear
@@ -23,7 +24,6 @@ from bitplan.runtime.fp8.layers.parallel import (
     ParallelError,
     RowParallel,
 )
-from bitplan.runtime.fp8.recipe import Fp8LayerError, Fp8Recipe, GemmChoice
 
 PROCESSES = 2
 INPUTS, OUTPUTS, TOKENS = 256, 512, 24

@@ -8,9 +8,9 @@ import torch
 pytest.importorskip("triton")
 
 from bitplan.formats.fp8 import cast_reference, pad_rows
+from bitplan.runtime.fp8.layer_settings import Fp8LayerError, Fp8Recipe
 from bitplan.runtime.fp8.layers.linear import Fp8Linear
 from bitplan.runtime.fp8.layers.shared_amax import shared_amax_cast, shared_amax_linear
-from bitplan.runtime.fp8.recipe import Fp8LayerError, Fp8Recipe
 
 HERE = pytest.param("cuda", marks=pytest.mark.gpu)
 DTYPES = [torch.bfloat16, torch.float32]

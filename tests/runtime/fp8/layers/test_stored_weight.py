@@ -6,11 +6,11 @@ import pytest
 import torch
 
 from bitplan.formats.fp8 import cast_reference, decode_scaled
+from bitplan.runtime.fp8.layer_settings import Fp8LayerError, Fp8Recipe, GemmChoice
 from bitplan.runtime.fp8.layers import stored_weight as fp8_stored
 from bitplan.runtime.fp8.layers.linear import Fp8Linear
 from bitplan.runtime.fp8.layers.stored_weight import stored_weight, transposed
 from bitplan.runtime.fp8.layers.weight_casts import drop_weight_casts, kept_casts
-from bitplan.runtime.fp8.recipe import Fp8LayerError, Fp8Recipe, GemmChoice
 
 K, N = 256, 384
 

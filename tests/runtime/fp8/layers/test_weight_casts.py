@@ -8,12 +8,12 @@ import pytest
 import torch
 from torch import nn
 
+from bitplan.runtime.fp8.layer_settings import Fp8Recipe, GemmChoice
 from bitplan.runtime.fp8.layers import scale_guesses as fp8_scale_guesses
 from bitplan.runtime.fp8.layers import weight_casts as fp8_weight_casts
 from bitplan.runtime.fp8.layers.linear import Fp8Linear, cast_weights_together, hold_weight_casts
 from bitplan.runtime.fp8.layers.scale_guesses import GRAD, INPUT, WEIGHT, guess_counts, guess_for
 from bitplan.runtime.fp8.layers.weight_casts import drop_casts, drop_weight_casts, expire_casts, kept_casts
-from bitplan.runtime.fp8.recipe import Fp8Recipe, GemmChoice
 
 SIZE = 256
 

@@ -20,10 +20,10 @@ import bitplan
 from bitplan.errors import FileFormatError, StoreError
 from bitplan.plan import Plan
 from bitplan.runtime.packed import read_packed
-from bitplan.runtime.packed.packed_layers import StackedExperts
+from bitplan.runtime.packed.layer_replacement import StackedExperts
+from bitplan.runtime.packed.product_strategy import LayerError
 from bitplan.runtime.packed.quant_embedding import QuantEmbedding
 from bitplan.runtime.packed.quant_linear import QuantLinear
-from bitplan.runtime.packed.strategy import LayerError
 from bitplan.store import quantize
 from bitplan.store.files.tensor_file import Promise
 from bitplan.store.packed_folder import FolderContents, cut_shards, packed_config, write_packed_folder

@@ -12,8 +12,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
-from bitplan.plan.selective.conductor import ConductorState, HeuristicPolicyBridge, Phase, RuntimeLimitHints
 from bitplan.plan.selective.decide import BlockPrecisionHint
+from bitplan.plan.selective.transfer_limits import ConductorState, HeuristicPolicyBridge, Phase, RuntimeLimitHints
 from bitplan.runtime.streaming.stream_blocks import BlockStream
 from bitplan.runtime.streaming.training.host_training import GRADIENTS_WAITING
 

@@ -19,9 +19,9 @@ from bitplan.kernels.matmul.fused import Launch, fused_for
 from bitplan.measure.speed import crossover_files
 from bitplan.measure.speed.crossover import Crossover, Pick, Timing
 from bitplan.measure.speed.crossover_files import CrossoverTable
-from bitplan.runtime.packed import strategy
+from bitplan.runtime.packed import product_strategy
+from bitplan.runtime.packed.product_strategy import LayerError, choose, compute_dtype
 from bitplan.runtime.packed.quant_linear import QuantLinear
-from bitplan.runtime.packed.strategy import LayerError, choose, compute_dtype
 from bitplan.runtime.packed.tile_cache import TileCache
 from bitplan.runtime.packed_weight import PackedWeight
 from tests.runtime.packed.linear_samples import FORMATS, exact_linear, normal, packed
@@ -172,9 +172,9 @@ class Gpu:
             return record
 
         self.table = CrossoverTable(folder / "gpu.json", {"gpu": "fake"}, measure)
-        monkeypatch.setattr(strategy, "fused_for", lambda _: Kernel())
-        monkeypatch.setattr(strategy, "crossovers_of", lambda _: self.table)
-        monkeypatch.setattr(strategy, "is_capturing", lambda _: self.capturing)
+        monkeypatch.setattr(product_strategy, "fused_for", lambda _: Kernel())
+        monkeypatch.setattr(product_strategy, "crossovers_of", lambda _: self.table)
+        monkeypatch.setattr(product_strategy, "is_capturing", lambda _: self.capturing)
 
     def choose(self, rows: int, way: str = "auto", *, room: bool = False, **options: Any) -> Pick:
         cache: Any = SimpleNamespace(has_room=lambda *_: room, budget_bytes=1)

@@ -18,10 +18,10 @@ from bitplan.runtime.packed.read_packed import device_of
 from bitplan.searching.errors import SearchError
 from bitplan.searching.evidence import StayingTensor
 from bitplan.searching.gather.blocks import BlockRunner, Replaced
-from bitplan.searching.targets import TARGETS, Target
+from bitplan.searching.runtime_formats import TARGETS, Target
 from bitplan.store.files.open_files import open_tensors
 from bitplan.store.models.morph import places_of
-from bitplan.store.rounding.evidence import weight_digest
+from bitplan.store.rounding.input_statistics import weight_digest
 
 GGUF_FAMILIES = ("llama", "qwen", "gemma", "phi3")
 ANY_ROWS = "int8_row"  # a format that holds rows of every length: for asking which tensors are weights at all

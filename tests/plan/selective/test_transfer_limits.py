@@ -9,14 +9,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bitplan.plan.selective.conductor import (
+from bitplan.plan.selective.decide import BlockPrecisionHint
+from bitplan.plan.selective.transfer_limits import (
     ConductorError,
     HeuristicPolicyBridge,
     Phase,
     Pressure,
     RuntimeLimitHints,
 )
-from bitplan.plan.selective.decide import BlockPrecisionHint
 
 BASE = RuntimeLimitHints(max_inflight_h2d=3, max_inflight_d2h=2, prefetch_window_cap=4)
 BRIDGE = HeuristicPolicyBridge(BASE)

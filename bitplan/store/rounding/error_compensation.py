@@ -17,7 +17,7 @@ from torch import Tensor
 
 from bitplan.errors import FormatError
 from bitplan.store.rounding.layout import ScaledBlocks
-from bitplan.store.rounding.loops import loops_for
+from bitplan.store.rounding.pick_loops import loops_for
 from bitplan.store.rounding.scale_ladder import ScaleLadder
 from bitplan.store.rounding.scale_search import block_slices, candidates_of, least_of, search_scales
 

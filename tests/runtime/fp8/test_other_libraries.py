@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 from torch import nn
 
-from bitplan.plan.fp8.kinds import Fp8Error
 from bitplan.plan.fp8.merge import merge_reports
-from bitplan.runtime.fp8.adapters import torchao_filter, transformer_engine_decision, transformer_engine_kind
+from bitplan.plan.fp8.vocabulary import Fp8Error
+from bitplan.runtime.fp8.other_libraries import torchao_filter, transformer_engine_decision, transformer_engine_kind
 from tests.plan.fp8.fp8_samples import experts, report, series
 
 

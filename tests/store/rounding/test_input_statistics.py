@@ -9,8 +9,8 @@ import torch
 from safetensors.torch import save_file
 
 from bitplan.errors import FileFormatError, StoreError
-from bitplan.store.rounding.evidence import write_evidence
 from bitplan.store.rounding.imatrix import gguf_names, write_imatrix
+from bitplan.store.rounding.input_statistics import write_evidence
 from bitplan.store.rounding.with_evidence import open_evidence
 
 SHAPES: dict[str, tuple[int, ...]] = {"a.weight.hessian": (2, 2), "b.weight.moments": (3,)}

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 from bitplan.formats.fp8 import round_to_fp8, scale_of_amax
-from bitplan.kernels.fp8.numbers import (
+from bitplan.kernels.fp8.triton_fp8_rounding import (
     four_codes,
     largest_bits,
     pair_max,

@@ -21,9 +21,9 @@ from typing import Any
 from torch import nn
 
 from bitplan.plan.fp8.choice import Fp8Choice, choose_products
-from bitplan.plan.fp8.kinds import GROUPED_KINDS, KIND_OF_CLASS, Fp8Error, promote, shape_obstacle
 from bitplan.plan.fp8.policy import Policy, Question
-from bitplan.runtime.fp8.sites import find_sites
+from bitplan.plan.fp8.vocabulary import GROUPED_KINDS, KIND_OF_CLASS, Fp8Error, promote, shape_obstacle
+from bitplan.runtime.fp8.find_linears import find_sites
 
 TORCHAO_RECIPES = ("tensorwise", "rowwise")
 # TransformerEngine's own classes, where Megatron's wrappers are not used: the kind by class and by parallel_mode.

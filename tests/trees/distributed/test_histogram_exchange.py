@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from bitplan.trees.distributed.wire import HistogramSum, WireForm, pack, unpack, wire_form
+from bitplan.trees.distributed.histogram_exchange import HistogramSum, WireForm, pack, unpack, wire_form
 from bitplan.trees.gradients import GradientPrecision, prepare
 from bitplan.trees.histogram import HistogramBuilder
 from tests.trees.samples import binned, table

@@ -32,7 +32,7 @@ from torch import Tensor
 from bitplan.documents import OBJECT, SIZE, Kind, Reader, is_number, load_document, one_of
 from bitplan.measure.calibration import CalibrationResult
 from bitplan.measure.gradients.statistics import GradStatsCollector
-from bitplan.plan.selective.conductor import HeuristicPolicyBridge, Phase
+from bitplan.plan.selective.choose_low_units import TransferFacts
 from bitplan.plan.selective.config import PRECISIONS, SelectiveError, SelectiveFileError, SelectivePrecisionConfig
 from bitplan.plan.selective.decide import (
     Evidence,
@@ -43,18 +43,18 @@ from bitplan.plan.selective.decide import (
     describe_changes,
     is_update_due,
 )
-from bitplan.plan.selective.feedback import begin_trial, judge_trial
-from bitplan.plan.selective.low_set import TransferFacts
+from bitplan.plan.selective.loss_trials import begin_trial, judge_trial
 from bitplan.plan.selective.state import PolicyState, observe, state_from_document, state_to_document
+from bitplan.plan.selective.transfer_limits import HeuristicPolicyBridge, Phase
 from bitplan.records import write_json
 from bitplan.runtime.selective.layer_probes import LayerProbes
+from bitplan.runtime.selective.precision_units import PrecisionUnits
 from bitplan.runtime.selective.run_calibration import Forward, OnProgress, OnStale, evaluating, run_calibration
 from bitplan.runtime.selective.setup_checks import Reminders, check_setup, decides_on, device_has_fp8, errors_of
 from bitplan.runtime.selective.telemetry import PrecisionStepMetrics, PrecisionTelemetry, step_metrics
-from bitplan.runtime.selective.units import PrecisionUnits
-from bitplan.runtime.streaming.conductor_link import ConductorLink
 from bitplan.runtime.streaming.stream_blocks import BlockStream
 from bitplan.runtime.streaming.transfer.transfer_meter import KEYS, TransferMeter
+from bitplan.runtime.streaming.transfer_limits_link import ConductorLink
 
 log = logging.getLogger("bitplan")
 Probe = Callable[[], Tensor | float]

@@ -16,7 +16,7 @@ SMALLEST_FOR_CPU = 2**16
 
 def loops_for(matrix: Tensor) -> Any:
     """The module with `round_piece`, `cost_of_scales`, `sweep_piece` and `weighted_cost` for this matrix."""
-    return _module("cpu_pieces" if is_compiled(matrix) else "pieces")
+    return _module("round_columns_cpu" if is_compiled(matrix) else "round_columns")
 
 
 def is_compiled(matrix: Tensor) -> bool:

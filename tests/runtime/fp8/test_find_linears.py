@@ -9,7 +9,7 @@ from torch import nn
 
 from bitplan.plan.fp8.layers import Parallel, local_layers
 from bitplan.plan.fp8.model_parts import model_parts
-from bitplan.runtime.fp8.sites import find_sites
+from bitplan.runtime.fp8.find_linears import find_sites
 
 SMALL = {
     "hidden_size": 128,

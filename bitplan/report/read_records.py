@@ -21,7 +21,7 @@ from typing import Any, BinaryIO
 from bitplan.documents import show
 from bitplan.errors import FileFormatError
 from bitplan.records import parse_json
-from bitplan.report.fields import ReportError
+from bitplan.report.record_fields import ReportError
 
 MAX_RECORD_BYTES = 64 * 2**20
 MAX_LINE_BYTES = 8 * 2**20

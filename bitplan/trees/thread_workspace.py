@@ -12,12 +12,12 @@ from bitplan.kernels.base.jit import address_of
 from bitplan.trees import histogram
 from bitplan.trees.binning import BinnedRows
 from bitplan.trees.gradients import Array, GradientPrecision, Gradients
-from bitplan.trees.growth import Growth
+from bitplan.trees.loops import grow_tree as loops
 from bitplan.trees.loops import histogram as histogram_loops
 from bitplan.trees.loops import nodes as nodes_loops
 from bitplan.trees.loops import split
-from bitplan.trees.loops import team as loops
 from bitplan.trees.loops.histogram import BINS, CHUNK, GROUP, PANEL
+from bitplan.trees.tree_tables import Growth
 
 TEAM_ROWS = 2**16  # smaller tables are not worth a team, nor compiling its loops
 SHARED_ROWS = 2**16  # from here on all threads work on one node

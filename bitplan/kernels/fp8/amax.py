@@ -29,7 +29,7 @@ from torch import Tensor
 from bitplan.kernels.base.launch import PreparedLaunch
 from bitplan.kernels.base.numbers import float_name, float_of_bits, magnitude_bits
 from bitplan.kernels.fp8.fast_tile import is_aligned, words_of
-from bitplan.kernels.fp8.numbers import largest_bits, pair_max, reduce_pairs, scale_of_bits
+from bitplan.kernels.fp8.triton_fp8_rounding import largest_bits, pair_max, reduce_pairs, scale_of_bits
 from bitplan.kernels.fp8.triton_norm import NormKey, norm_constants, normalise
 
 PIECES = 512

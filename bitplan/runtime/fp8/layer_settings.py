@@ -27,7 +27,7 @@ import torch
 from bitplan.errors import MissingLibraryError, did_you_mean
 from bitplan.formats.fp8_recipes import BF16, RECIPES, find_recipe
 from bitplan.optional import require
-from bitplan.plan.fp8.kinds import PRODUCTS, Fp8Error, shape_obstacle
+from bitplan.plan.fp8.vocabulary import PRODUCTS, Fp8Error, shape_obstacle
 
 EPS_VARIABLES = {
     "input": "FP8_QUANT_FWD_INP_AMAX_EPS",

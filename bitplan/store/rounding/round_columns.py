@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from bitplan.formats.scales.rules import reciprocal
-from bitplan.store.rounding.grids import Grid
+from bitplan.store.rounding.code_grids import Grid
 
 MOST_NUMBERS = 2**24  # of one temporary
 

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from bitplan.kernels.matmul.row_pieces import why_no_rows
+from bitplan.kernels.matmul.decode_row_slices import why_no_rows
 from bitplan.runtime.packed.quant_embedding import QuantEmbedding
 from bitplan.runtime.packed.quant_experts import QuantExperts
 from bitplan.runtime.packed.quant_linear import QuantLinear

@@ -12,11 +12,11 @@ import torch
 from torch import nn
 
 from bitplan.measure.calibration import CalibrationResult
-from bitplan.plan.selective.conductor import HeuristicPolicyBridge, Phase, RuntimeLimitHints
+from bitplan.plan.selective.choose_low_units import TransferFacts
 from bitplan.plan.selective.config import SelectiveError, SelectivePrecisionConfig
-from bitplan.plan.selective.low_set import TransferFacts
-from bitplan.runtime.selective.policy import SelectivePrecisionPolicy
+from bitplan.plan.selective.transfer_limits import HeuristicPolicyBridge, Phase, RuntimeLimitHints
 from bitplan.runtime.selective.telemetry import TelemetryError
+from bitplan.runtime.selective.training_policy import SelectivePrecisionPolicy
 from bitplan.runtime.streaming.training.host_training import AdamWSettings
 from bitplan.runtime.streaming.transfer.devices import SimulatedDevice
 from tests.runtime.streaming.stream_samples import CHECKPOINTING, COUNT, batch, make_stack, streaming

@@ -13,7 +13,7 @@ from typing import Any
 
 from bitplan.errors import did_you_mean
 from bitplan.formats.fp8_recipes import RECIPES
-from bitplan.plan.fp8.kinds import DEFAULT_RECIPE, DEFAULT_THRESHOLD, PRECISIONS, Fp8Error
+from bitplan.plan.fp8.vocabulary import DEFAULT_RECIPE, DEFAULT_THRESHOLD, PRECISIONS, Fp8Error
 
 PREFIX = "TE_LAYER_PERF_"
 # LoongForge does not define its automatic sweep. Ours doubles from where FP8 rarely pays to where it nearly always

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from bitplan.plan.selective.config import SelectiveError, SelectivePrecisionConfig
 from bitplan.plan.selective.decide import BlockPrecisionHint, compute_hints
-from bitplan.plan.selective.feedback import MAX_DOUBLINGS, begin_trial, judge_trial
+from bitplan.plan.selective.loss_trials import MAX_DOUBLINGS, begin_trial, judge_trial
 from bitplan.plan.selective.score import BlockGradStats, StepStats
 from bitplan.plan.selective.state import PolicyState, observe
 

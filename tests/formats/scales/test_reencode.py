@@ -7,7 +7,7 @@ import torch
 
 from bitplan.errors import FormatError, NonFiniteError
 from bitplan.formats import decode, encode, get_format
-from bitplan.formats.scales.drift import DriftCounts, requantize
+from bitplan.formats.scales.reencode import DriftCounts, requantize
 from tests.crosses import few
 from tests.formats.samples import (
     ALL_FORMATS,

@@ -25,7 +25,7 @@ from bitplan.store.files.safetensors import SafetensorsFile, write_safetensors
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from bitplan.store.files.payloads import PayloadWriter
+    from bitplan.store.files.tensor_bytes import PayloadWriter
 
 KIND, VERSION = "evidence", "1"
 MOMENTS, HESSIAN, SHARED, WEIGHTS = ".moments", ".hessian", "shared.", "weights."

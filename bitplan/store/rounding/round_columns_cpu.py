@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from bitplan.kernels.base.jit import compiled, inlined, on_threads, thread_count
-from bitplan.store.rounding.grids import Grid
+from bitplan.store.rounding.code_grids import Grid
 
 F32, U32 = np.float32, np.uint32
 EXPONENT, OPPOSITE = U32(0x7F800000), U32(0x7F000000)

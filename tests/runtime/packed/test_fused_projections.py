@@ -11,8 +11,8 @@ from torch import Tensor, nn
 pytest.importorskip("triton")
 
 from bitplan.kernels.matmul.fused import TritonOnCuda
-from bitplan.runtime.packed import joint, quant_linear, strategy
-from bitplan.runtime.packed.joint import JointLinear, fuse_projections
+from bitplan.runtime.packed import fused_projections, product_strategy, quant_linear
+from bitplan.runtime.packed.fused_projections import JointLinear, fuse_projections
 from bitplan.runtime.packed.operators import linear as operator
 from bitplan.runtime.packed.quant_linear import QuantLinear
 from tests.runtime.packed import linear_samples
@@ -28,7 +28,7 @@ def normal(*shape: int) -> Tensor:
 @pytest.fixture(autouse=True)
 def _interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
     kernel = TritonOnCuda()
-    for module in (strategy, quant_linear, operator, joint):
+    for module in (product_strategy, quant_linear, operator, fused_projections):
         monkeypatch.setattr(module, "fused_for", lambda _: kernel)
 
 

@@ -10,10 +10,8 @@ import torch
 from bitplan.errors import FormatError
 from bitplan.formats.fp8 import cast_reference, decode_scaled
 from bitplan.formats.fp8_recipes import PRODUCT_PAIRS, RECIPES, SCALINGS, Recipe, ScaleBlock, register_recipe
-from bitplan.runtime.fp8 import recipe as fp8_recipe
-from bitplan.runtime.fp8.layers.grouped_linear import GroupedLinear
-from bitplan.runtime.fp8.layers.linear import Fp8Linear
-from bitplan.runtime.fp8.recipe import (
+from bitplan.runtime.fp8 import layer_settings as fp8_recipe
+from bitplan.runtime.fp8.layer_settings import (
     AmaxEps,
     Fp8LayerError,
     Fp8Recipe,
@@ -22,6 +20,8 @@ from bitplan.runtime.fp8.recipe import (
     check_shape,
     require_fp8,
 )
+from bitplan.runtime.fp8.layers.grouped_linear import GroupedLinear
+from bitplan.runtime.fp8.layers.linear import Fp8Linear
 
 
 def test_epsilons_come_from_the_variables() -> None:
@@ -157,8 +157,8 @@ def test_a_new_recipe_is_one_row(blockwise64, monkeypatch) -> None:
         (Recipe("new", "row", "2", 16), {"2": ScaleBlock(2, None)}, "of whole rows one or all share a scale, got 2"),
     ],
 )
-def test_rows_that_do_not_hold_together_are_refused(recipe, scalings, why) -> None:
+def test_rows_that_do_not_hold_together_are_refused(layer_settings, scalings, why) -> None:
     with pytest.raises(FormatError, match=why):
-        register_recipe(recipe, **scalings)
+        register_recipe(layer_settings, **scalings)
     assert list(RECIPES) == ["tensorwise", "rowwise", "blockwise", "mxfp8"]
     assert "new" not in RECIPES

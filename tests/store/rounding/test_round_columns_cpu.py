@@ -7,11 +7,11 @@ import torch
 
 from bitplan.formats import get_format
 from bitplan.formats.gguf.blocks import GgufBlocks
-from bitplan.store.rounding import pieces
-from bitplan.store.rounding.grids import grid_of
+from bitplan.store.rounding import round_columns
+from bitplan.store.rounding.code_grids import grid_of
 from bitplan.store.rounding.group_blocks import grid_of_groups
 
-cpu_pieces = pytest.importorskip("bitplan.store.rounding.cpu_pieces", exc_type=ImportError)
+cpu_pieces = pytest.importorskip("bitplan.store.rounding.round_columns_cpu", exc_type=ImportError)
 
 
 @pytest.mark.parametrize("fmt", ["int4_g32", "fp8_e4m3_row", "mxfp4", "iq4_nl_gguf"])
@@ -27,15 +27,16 @@ def test_the_compiled_loops_equal_the_definition(fmt: str) -> None:
     scales = torch.rand(rows, 5, generator=generator) / grid.high * 4
     scales[3] = 0
     steps, offsets, parts = scales[:, :2], torch.rand(rows, 2, generator=generator), torch.arange(width) // 8
-    codes, errors = pieces.round_piece(piece, factor, steps, offsets, parts, grid)
+    codes, errors = round_columns.round_piece(piece, factor, steps, offsets, parts, grid)
     again = cpu_pieces.round_piece(piece, factor, steps, offsets, parts, grid)
     assert torch.equal(again[0], codes)
     assert torch.equal(again[1], errors)
     gradient = (piece - codes) @ hessian
     better = cpu_pieces.sweep_piece(gradient, codes, hessian, steps, parts, grid)
-    for ours, theirs in zip(better, pieces.sweep_piece(gradient, codes, hessian, steps, parts, grid), strict=True):
+    plain = round_columns.sweep_piece(gradient, codes, hessian, steps, parts, grid)
+    for ours, theirs in zip(better, plain, strict=True):
         assert torch.equal(ours, theirs)
     weights = torch.rand(width, generator=generator)
     for name, given in (("cost_of_scales", factor), ("weighted_cost", weights)):
-        ours, theirs = (getattr(module, name)(piece, given, scales, grid) for module in (cpu_pieces, pieces))
+        ours, theirs = (getattr(module, name)(piece, given, scales, grid) for module in (cpu_pieces, round_columns))
         assert torch.equal(ours, theirs), name
