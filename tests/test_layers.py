@@ -155,4 +155,4 @@ def test_the_checks_can_fail() -> None:
     assert wrong_imports("runtime.fp8.apply", "from bitplan.runtime.packed import apply") == ["runtime.packed.apply"]
     assert wrong_imports("trees.grow", "import bitplan.kernels.codec.dispatch") == ["kernels.codec.dispatch"]
     assert wrong_imports("trees.grow", "from bitplan.kernels.base.jit import compiled") == []
-    assert wrong_imports("runtime.selective.training_policy", "from bitplan.runtime.streaming.errors import StreamError") == []
+    assert wrong_imports("runtime.selective.units", "from bitplan.runtime.streaming.errors import StreamError") == []
