@@ -162,7 +162,7 @@ def test_a_long_log_is_sampled_by_whole_steps_and_says_so(tmp_path, monkeypatch)
     path.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
     (record,) = read_records([path])
     assert [line["step"] for line in record.content] == [s for s in (*range(0, 100, 10), 99) for _ in "abc"]
-    assert record.sampled == "a sample: 33 of 300 lines read_records, whole steps spread evenly"
+    assert record.sampled == "a sample: 33 of 300 lines read, whole steps spread evenly"
     monkeypatch.setattr(reading, "MAX_LINES", 20)
     with pytest.raises(ReportError, match="every 10th step is still more than 20 lines"):
         read_records([path])

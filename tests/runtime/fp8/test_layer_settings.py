@@ -157,8 +157,8 @@ def test_a_new_recipe_is_one_row(blockwise64, monkeypatch) -> None:
         (Recipe("new", "row", "2", 16), {"2": ScaleBlock(2, None)}, "of whole rows one or all share a scale, got 2"),
     ],
 )
-def test_rows_that_do_not_hold_together_are_refused(layer_settings, scalings, why) -> None:
+def test_rows_that_do_not_hold_together_are_refused(recipe, scalings, why) -> None:
     with pytest.raises(FormatError, match=why):
-        register_recipe(layer_settings, **scalings)
+        register_recipe(recipe, **scalings)
     assert list(RECIPES) == ["tensorwise", "rowwise", "blockwise", "mxfp8"]
     assert "new" not in RECIPES

@@ -274,8 +274,8 @@ def test_everything_that_does_not_fit_is_one_error(packed, tmp_path):
         (lambda folder, _: (folder / "config.json").unlink(), "no config.json, so not a model's folder"),
         (lambda _, config: config["quantization_config"].update(version=2), r"version 2 of quant_method 'bitplan'"),
         (
-            lambda _, config: config["quantization_config"].update(quant_method="awq"),
-            "quant_method 'awq', which bitplan",
+            lambda _, config: config["quantization_config"].update(quant_method="quip"),
+            "quant_method 'quip'",
         ),
         (lambda _, config: config.pop("quantization_config"), "is not packed; `bitplan quantize` packs it"),
         (lambda _, config: config["quantization_config"].update(plan="../x"), "the plan '../x' is not in the folder"),
