@@ -1,8 +1,8 @@
 """Calibration: the error of each candidate format in the output of each block and layer, and its file.
 
 The figure is relative_error = ||out_bf16 - out_low|| / ||out_bf16||, on real activations, averaged over the samples.
-`runtime.run_calibration` measures it; this module has the result, its cache, and the check whether a cache is still
-valid.
+`runtime.selective.run_calibration` measures it; this module has the result, its cache, and the check
+whether a cache is still valid.
 
 The document, version 1. It is written after every pass, so that a killed run can go on:
 

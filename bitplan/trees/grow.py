@@ -4,7 +4,7 @@ Expanding a node means: partition its rows, build the histogram of the smaller c
 the best split of both. None of it depends on any other leaf, so threads expand *ahead*: while one works on the leaf
 that is next, the others take those that the tree will probably need after it. Which splits enter the tree is decided
 afterwards, in the order of the queue alone; an expansion that the tree did not need is dropped. In one process all of
-it is compiled (`trees.loops.team`), but for small tables, which one thread grows node by node.
+it is compiled (`trees.loops.grow_tree`), but for small tables, which one thread grows node by node.
 
 With rows in several processes every process grows the same tree: histograms are summed over all of them, and decisions
 depend on sums alone. Waiting for each other is the cost, so several leaves are expanded together, and their histograms

@@ -1,4 +1,4 @@
-"""The threads that grow a tree together, and the memory they share from tree to tree (`trees.loops.team`)."""
+"""The threads that grow a tree together, and the memory they share from tree to tree (`trees.loops.grow_tree`)."""
 
 from __future__ import annotations
 

@@ -152,7 +152,7 @@ class _CastPlan:
         self.is_idle = not (rows or cols or plain)
         if self.is_empty or self.is_idle:
             return
-        self.paired = scaling != "1x32" and norm is None and not plain
+        self.paired = scaling in PAIR_LAUNCHES and norm is None and not plain
         self.paired = self.paired and fits_pairs(shape, dtype, padded, aligned=aligned)
         launch = launch_of(scaling, launch, paired=self.paired)
         self.amax = launch.pieces, launch.numbers, launch.amax_warps

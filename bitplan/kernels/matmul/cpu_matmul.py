@@ -63,7 +63,7 @@ def piece_rows(in_features: int, dtype: torch.dtype) -> int:
 
 
 def chunked_linear(x_MK: Tensor, weight: Encoded, bias: Tensor | None = None) -> Tensor:
-    """x @ W.T + bias in x's type (float32 or float64) without the whole of W; see `row_pieces` for the bound."""
+    """x @ W.T + bias in x's type (float32 or float64) without the whole of W; see `decode_row_slices`."""
     pieces = decoded_pieces(weight, x_MK.dtype, piece_rows(weight.shape[1], x_MK.dtype))
     return linear_over_pieces(x_MK, pieces, weight.shape[0], bias)
 

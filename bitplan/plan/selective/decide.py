@@ -1,6 +1,6 @@
 """Which precision each block gets next: pure functions of (state, statistics, config), every answer with its reason.
 
-`runtime.selective.policy` asks at each step. A unit is a block, or one layer of it.
+`runtime.selective.training_policy` asks at each step. A unit is a block, or one layer of it.
 
 In order of precedence: the force lists; the mode (off and static leave all else bf16); an open trial, which freezes
 everything; warm-up and update interval; then the scores. With `scoring="gradient"`:

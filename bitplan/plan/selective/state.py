@@ -84,7 +84,7 @@ class UnitState:
 
 @dataclass(frozen=True)
 class Trial:
-    """A switch whose effect on the loss is being measured: see `feedback`.
+    """A switch whose effect on the loss is being measured: see `loss_trials`.
 
     switched   the precisions on trial
     suspects   units of which one raised the loss; empty until a probe has shown a rise

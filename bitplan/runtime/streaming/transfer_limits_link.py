@@ -1,7 +1,8 @@
-"""ConductorLink: applies the conductor's limits for each phase of a training step to a stream.
+"""ConductorLink: applies the transfer limits for each phase of a training step to a stream.
 
-`plan.selective.conductor` decides; this module passes it the pressure that the stream reports, and passes its limits to
-the stream (`set_limits`), where they hold at once. The stream's step telemetry shows the limits and their reasons.
+`plan.selective.transfer_limits` decides; this module passes it the pressure that the stream reports, and passes its
+limits to the stream (`set_limits`), where they hold at once. The stream's step telemetry shows the limits and
+their reasons.
 
 All slots of a busy ring are taken, so the rule about full copy slots does not apply unless you give a bridge of your
 own; the rules about memory pressure and the optimizer's phase do.

@@ -1,7 +1,7 @@
 """Whole models: every weight of a torch module in a format.
 
 `morph_model` gives each chosen Parameter a WeightStore, and eval-mode forwards use the decoded version instead of the
-Parameter (`eval_weights`). The Parameters themselves, `state_dict()`, optimizers and training are untouched:
+Parameter (`decoded_in_eval`). The Parameters themselves, `state_dict()`, optimizers and training are untouched:
 quantization happens after training, not in it.
 """
 

@@ -5,7 +5,7 @@ the exception: there the weight is FP8 (`stored_weight`). Weight casts are share
 
 Errors, relative to the norm of the exact result with Gaussian numbers: two operands of E4M3 3.7% (each 2.6%), one of
 E4M3 and one of E5M2 6%; beside them the rounding of the output. They do not grow with the sizes, except with fast
-accumulation (`runtime.fp8.recipe`).
+accumulation (`runtime.fp8.layer_settings`).
 """
 
 from __future__ import annotations

@@ -4,8 +4,8 @@
 
 The weight comes as plain tensors: its parts; the tensors that `FusedMatmul.prepare` makes for the fused kernel
 (`arranged`, `factor`, `counters`); and, if the weight is kept expanded, its numbers (`expanded`). Format, outputs and
-`ways` (`ways.py`) are constants. `weight` and `cache` name a PackedWeight and a TileCache of this process, for tiles;
-both are 0 in a graph, whose tiles are pinned and come as `expanded`.
+`ways` (`launch_choices`) are constants. `weight` and `cache` name a PackedWeight and a TileCache of this process, for
+tiles; both are 0 in a graph, whose tiles are pinned and come as `expanded`.
 
 The gradient of the input is a second operator, whose own gradient is the first operator again, so second derivatives
 exist. It expands the weight again, or reads `expanded`, and refuses a weight that was written since the forward.
