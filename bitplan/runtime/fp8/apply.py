@@ -7,8 +7,8 @@
 The decision is made once, here. Layers that win become FP8 layers; all others stay the modules that they are.
 Projections of one input (q, k and v; gate and up) are decided together and become one layer, as they were measured.
 Where a norm feeds nothing else, that layer also does the norm, in its cast (`fused_projections`, `find_linears`).
-State dicts keep their names. A layer stays in BF16 without a rule, by another recipe, on hardware without FP8, or if it cannot be
-replaced; the summary says why. A policy of another GPU is an error.
+State dicts keep their names. A layer stays in BF16 without a rule, by another recipe, on hardware without
+FP8, or if it cannot be replaced; the summary says why. A policy of another GPU is an error.
 
     policy          a policy or its file; None puts FP8 wherever a layer's shape allows it, which may be slower
     tokens          sequence length x micro batch size of one step, for all parts or by part: {"llm": 8192, "vit": 1024}

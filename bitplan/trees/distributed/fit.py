@@ -1,8 +1,8 @@
 """`fit_distributed`: one model from rows that lie in several processes, on one machine or many.
 
 Every process has some of the rows and ends with the whole model. What is sent is small: a sample of rows for the bins,
-once; then maxima of gradients for each tree, and one integer histogram for each node (`histogram_exchange`). All sums are
-integers and a row is known by its number among all rows, so one process and many grow the same trees, to the bit.
+once; then maxima of gradients for each tree, and one integer histogram for each node (`histogram_exchange`). All sums
+are integers and a row is known by its number among all rows, so one process and many grow the same trees, to the bit.
 """
 
 from __future__ import annotations
