@@ -20,6 +20,7 @@ peft = require("peft", purpose="bitplan.peft", extra="train")
 from peft.tuners.lora.layer import Linear as LoraLinear  # noqa: E402
 
 from bitplan.runtime.packed.product_strategy import LayerError  # noqa: E402
+from bitplan.runtime.packed.quant_embedding import QuantEmbedding  # noqa: E402
 from bitplan.runtime.packed.quant_linear import QuantLinear  # noqa: E402
 
 __all__ = ["LoraPackedLinear", "get_peft_model", "load_adapter"]
@@ -41,6 +42,8 @@ def get_peft_model(model: nn.Module, peft_config: Any, **options: Any) -> Any:
 
     "all-linear" as `target_modules` is every linear layer, packed or not, except the output head, as in peft.
     """
+    _check_model(model)
+    _refuse_copies_of_packed_layers(model, peft_config)
     if isinstance(getattr(peft_config, "target_modules", None), str) and peft_config.target_modules == "all-linear":
         peft_config.target_modules = _names_of_linears(model)
     with _packed_layers_known(peft_config):
@@ -49,9 +52,29 @@ def get_peft_model(model: nn.Module, peft_config: Any, **options: Any) -> Any:
 
 def load_adapter(model: nn.Module, folder: Path | str, **options: Any) -> Any:
     """The model with the adapter of a folder that `save_pretrained` wrote; options are PeftModel.from_pretrained's."""
+    _check_model(model)
+    if not (Path(folder) / "adapter_config.json").is_file():
+        raise LayerError(f"{folder}: no adapter_config.json, so not an adapter's folder; save_pretrained writes one")
     peft_config = peft.PeftConfig.from_pretrained(str(folder))
     with _packed_layers_known(peft_config):
         return peft.PeftModel.from_pretrained(model, str(folder), config=peft_config, **options)
+
+
+def _check_model(model: Any) -> None:
+    if not isinstance(model, nn.Module):
+        raise LayerError(f"adapters go on a model that is loaded, a torch.nn.Module, got a {type(model).__name__}")
+
+
+def _refuse_copies_of_packed_layers(model: nn.Module, peft_config: Any) -> None:
+    """peft would copy such a layer to train it, and a packed weight is not trained."""
+    wanted = tuple(getattr(peft_config, "modules_to_save", None) or ())
+    for name, module in model.named_modules():
+        if isinstance(module, QuantLinear | QuantEmbedding) and any(f".{name}".endswith(f".{each}") for each in wanted):
+            raise LayerError(f"modules_to_save: {name} is packed and cannot be trained; keep it unpacked in the plan")
+    if getattr(peft_config, "trainable_token_indices", None) and any(
+        isinstance(module, QuantEmbedding) for module in model.modules()
+    ):
+        raise LayerError("trainable_token_indices: the embedding is packed; keep it unpacked in the plan")
 
 
 @contextmanager

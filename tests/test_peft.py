@@ -44,9 +44,20 @@ def test_adapters_train_and_come_back(targets, tmp_path):
     ("config", "says"),
     [
         (lambda: peft.LoraConfig(target_modules=["0"], use_dora=True), "no DoRA adapters"),
+        (lambda: peft.LoraConfig(target_modules=["2"], modules_to_save=["0"]), "modules_to_save: 0 is packed"),
         (lambda: peft.IA3Config(target_modules=["0"], feedforward_modules=[]), "expected a LoraConfig, got IA3Config"),
     ],
 )
 def test_other_adapters_are_refused(config, says):
     with pytest.raises(LayerError, match=says):
         get_peft_model(packed_model(), config())
+
+
+def test_what_is_no_model_or_no_adapter_is_refused(tmp_path):
+    with pytest.raises(LayerError, match=r"a model that is loaded, a torch\.nn\.Module, got a str"):
+        get_peft_model("folder", peft.LoraConfig(target_modules=["0"]))
+    with pytest.raises(LayerError, match=r"no adapter_config.json, so not an adapter's folder"):
+        load_adapter(packed_model(), tmp_path)
+    model = get_peft_model(packed_model(), peft.LoraConfig(target_modules=["0"]))
+    with pytest.raises(bitplan.BitplanError, match="the model has adapters; save them with its save_pretrained"):
+        bitplan.save_packed(model, tmp_path / "packed")

@@ -241,8 +241,9 @@ class _Rules(NamedTuple):
         if math.prod(shape) < SMALL_NUMBERS:
             return _stays(tensor, role, f"under {SMALL_NUMBERS} numbers: nothing to gain, so it stays")
         if role == "embed" and _bits(self.wanted) < 8:
+            eight = self.substitutes.eight_bits
             why = f"embedding or output head: 8 bits, for in {_bits(self.wanted)} it costs more than it saves"
-            return self._fitting(tensor, role, [self.substitutes.eight_bits], why)
+            return self._fitting(tensor, role, [eight, *self.substitutes.of(eight)], why)
         why = "embedding or output head" if role == "embed" else "a weight of two axes or more"
         return self._fitting(tensor, role, [self.wanted.name, *self.substitutes.of(self.wanted.name)], why)
 

@@ -155,7 +155,9 @@ def quantize(
             metavar="FILE", help="The same from a text: the model runs on it, a Hugging Face folder block by block."
         ),
     ] = None,
-    windows: Annotated[int, typer.Option(min=1, help="With --text: windows of 512 tokens; more are better.")] = 96,
+    windows: Annotated[
+        int | None, typer.Option(min=1, help="With --text: windows of at most 512 tokens, 96 unless said.")
+    ] = None,
     pad: Annotated[Literal["zero"] | None, typer.Option(help="Fill a last block that is not whole.")] = None,
     nonfinite: Annotated[
         Literal["error", "replace"], typer.Option(help="NaN and infinity: stop, or replace by 0 and the largest.")
@@ -176,6 +178,8 @@ def quantize(
     # Refuse what can be refused without torch, whose import takes seconds.
     if sum(given is not None for given in (fmt, manifest, plan)) != 1:
         raise typer.BadParameter("give one of --format, --manifest and --plan")
+    if windows is not None and text is None:
+        raise typer.BadParameter("--windows are those of --text; give a text")
     if evidence is not None and scale_rule is not None:
         raise typer.BadParameter("give one of --evidence and --scale-rule: each chooses the scales")
     if text is not None and (evidence is not None or scale_rule is not None):
@@ -196,7 +200,7 @@ def quantize(
 
     with ExitStack() as opened:
         if content is not None:
-            evidence = opened.enter_context(_gathered(source, output, content, windows))
+            evidence = opened.enter_context(_gathered(source, output, content, windows or 96))
         advance = opened.enter_context(progress("quantizing", total, amount=human_bytes))
         report = quantize_file(
             source,

@@ -11,6 +11,7 @@ from typing import Any, Self
 import dask
 import dask.array
 import numpy as np
+from sklearn.utils.validation import check_is_fitted  # type: ignore[import-untyped]
 
 from bitplan.trees.checks import number
 from bitplan.trees.dask.cluster import fit_on_cluster
@@ -97,14 +98,17 @@ class DaskBoostedTreesClassifier(_OnDask, BoostedTreesClassifier):  # type: igno
         """The likeliest class of each row; or what each feature adds to the raw scores (`contributions`)."""
         if contributions:
             return self._predict_contributions(X)
+        check_is_fitted(self)
         return self._predict("predict", X, self.classes_.dtype)
 
     def predict_proba(self, X: Any) -> Any:
         """(rows, classes), rows sum to 1."""
+        check_is_fitted(self)
         return self._predict("predict_proba", X, np.dtype(np.float64), len(self.classes_))
 
     def decision_function(self, X: Any) -> Any:
         """Raw scores: (rows,) for two classes, else (rows, classes)."""
+        check_is_fitted(self)
         classes = len(self.classes_)
         return self._predict("decision_function", X, np.dtype(np.float64), 0 if classes == 2 else classes)
 

@@ -108,16 +108,27 @@ def _table_of(x: Any) -> _Table | None:
 def _numbers(table: _Table, place: int, values: Sequence[Any]) -> Array:
     place_of = {value: float(number) for number, value in enumerate(values)}
     column = table.column(place)
+    has_text = any(isinstance(value, str) for value in values)
     if table.is_pandas_category(place):
+        given = list(column.cat.categories)
+        if given and values and any(isinstance(value, str) for value in given) != has_text:
+            raise _other_kind(table, place, values, f"categories such as {given[0]!r:.60}")
         by_code: list[float] = [place_of.get(_plain(value), np.nan) for value in column.cat.categories]
         numbers: Array = np.array([*by_code, np.nan])[np.asarray(column.cat.codes)]  # -1 is missing
         return numbers
-    if not table.may_be_text(place) and any(isinstance(value, str) for value in values):
-        raise TreesError(
-            f"X: {table.shown(place)} has text as categories, such as {values[0]!r:.60}, got {column.dtype}; give the "
-            "same column as at fit"
-        )
-    return np.array([place_of.get(value, np.nan) for value in np.asarray(column, dtype=object).tolist()])
+    if has_text and not table.may_be_text(place):
+        raise _other_kind(table, place, values, str(column.dtype))
+    cells = np.asarray(column, dtype=object).tolist()
+    if values and not has_text and (text := next((cell for cell in cells if isinstance(cell, str)), None)) is not None:
+        raise _other_kind(table, place, values, f"text such as {text!r:.60}")
+    return np.array([place_of.get(value, np.nan) for value in cells])
+
+
+def _other_kind(table: _Table, place: int, values: Sequence[Any], got: str) -> TreesError:
+    kind = "text as categories" if isinstance(values[0], str) else "categories that are no text"
+    return TreesError(
+        f"X: {table.shown(place)} has {kind}, such as {values[0]!r:.60}, got {got}; give the same column as at fit"
+    )
 
 
 def _distinct(column: Any) -> list[Any]:

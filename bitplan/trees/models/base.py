@@ -198,6 +198,7 @@ class BoostedTreesBase(FittedTrees):
         settings = self._settings(rows.x.shape[1])
         if initial is not None:
             initial.check(objective, rows.x.shape[1])
+            initial.check_meaning(self._names(), getattr(self, "classes_", None), self.categories_)
             if initial.is_own:  # n_estimators are those of the whole model
                 settings = replace(settings, rounds=initial.rounds_left(settings.rounds))
         drawn = gather_numbers(settings.seed, "seed", shards)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,18 +11,47 @@ from sklearn.utils.validation import check_is_fitted  # type: ignore[import-unty
 from bitplan.trees.boost import Booster
 from bitplan.trees.files.lightgbm_read import lightgbm_text_of, read_lightgbm_text
 from bitplan.trees.gradients import TreesError
+from bitplan.trees.inputs.categories import Known
 from bitplan.trees.models.fitted import FittedTrees
 from bitplan.trees.objectives import Objective
 
 
 @dataclass(frozen=True)
 class Initial:
-    """Trees to begin with, the name of their objective, and what the numbers of categories stand for."""
+    """Trees to begin with, the name of their objective, and what the numbers of categories stand for.
+
+    names, classes  None where the model does not say: LightGBM's text has no classes
+    """
 
     booster: Booster
     objective: str
     categories: dict[int, list[Any]]
     is_own: bool  # the estimator's own (`warm_start`)
+    names: list[str] | None = None
+    classes: list[Any] | None = None
+
+    @property
+    def where(self) -> str:
+        return "warm_start" if self.is_own else "init_model"
+
+    def check_meaning(self, names: Sequence[Any], classes: Sequence[Any] | None, categories: Known) -> None:
+        """Refuse a model whose columns, categories or classes mean something else than those of this fit."""
+        ours = [str(name).replace(" ", "_") for name in names]  # as LightGBM writes them
+        if self.names is not None and ours and [name.replace(" ", "_") for name in self.names] != ours:
+            raise TreesError(
+                f"{self.where}: its features are {self.names!r:.120}, expected {list(names)!r:.120} in this order; "
+                "give the columns as they were"
+            )
+        if self.classes is not None and classes is not None and self.classes != list(classes):
+            raise TreesError(
+                f"{self.where}: its classes are {self.classes!r:.80}, expected those of y, {list(classes)!r:.80}; "
+                "fit a new model"
+            )
+        if new := sorted(set(categories) - set(self.categories)):
+            raise TreesError(
+                f"{self.where}: features {new!r:.80} have categories here and numbers in the model; "
+                "give the columns as they were"
+            )
 
     def check(self, objective: Objective, features: int) -> None:
         """Refuse a model of another objective, or of other features."""
@@ -30,7 +60,7 @@ class Initial:
         if theirs != ours:
             raise TreesError(
                 "{}: has objective {}, {} scores a row and {} features, expected {}, {} and {}; fit a new model".format(
-                    "warm_start" if self.is_own else "init_model", *theirs, *ours
+                    self.where, *theirs, *ours
                 )
             )
 
@@ -49,6 +79,14 @@ def initial_of(model: Any, *, is_own: bool) -> Initial | None:
         return None
     if isinstance(model, FittedTrees):
         check_is_fitted(model)
-        return Initial(model.booster_, model._objective().name, model.categories_, is_own)
+        names, classes = getattr(model, "feature_names_in_", None), getattr(model, "classes_", None)
+        return Initial(
+            model.booster_,
+            model._objective().name,
+            model.categories_,
+            is_own,
+            None if names is None else [str(name) for name in names],
+            None if classes is None else list(classes),
+        )
     read = read_lightgbm_text(*lightgbm_text_of(model))
-    return Initial(read.booster, read.objective, read.categories, is_own)
+    return Initial(read.booster, read.objective, read.categories, is_own, read.feature_names)

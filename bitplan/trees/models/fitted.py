@@ -86,12 +86,12 @@ class FittedTrees(BaseEstimator):  # type: ignore[misc]
     def _contributions(self, x: Any) -> Array:
         check_is_fitted(self)
         with use_threads(threads_of(self.n_jobs)):
-            return contributions(self.booster_, self._read(x))
+            return contributions(self.booster_, np.asarray(self._read(x)))
 
     def _staged_scores(self, x: Any) -> Iterator[Array]:
         """Raw scores after each round; the last are those of the whole model, to the bit."""
         check_is_fitted(self)
-        booster, table = self.booster_, self._read(x)
+        booster, table = self.booster_, np.asarray(self._read(x))
         scores = np.tile(booster.start, (len(table), 1))
         for first in range(0, len(booster.trees), booster.outputs):
             with use_threads(threads_of(self.n_jobs)):

@@ -84,3 +84,12 @@ def test_what_cannot_be_a_category_is_refused():
         model.predict(frame.assign(town=1))
     with pytest.raises(TreesError, match="column 'size' has pandas' type category, and had numbers at fit"):
         model.predict(frame.astype("category"))
+
+
+@pytest.mark.parametrize("dtype", [object, "category"])
+def test_text_where_fit_had_numbers_as_categories_is_refused(dtype):
+    frame, codes, y = towns(200)
+    model = BoostedTreesRegressor(**SETTINGS).fit(frame.assign(town=pd.Categorical(codes)), y)
+    text = frame.assign(town=[str(code) for code in codes]).astype({"town": dtype})
+    with pytest.raises(TreesError, match=r"column 'town' has categories that are no text, such as 0, got .*'\d+'"):
+        model.predict(text)

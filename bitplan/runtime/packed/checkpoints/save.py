@@ -58,6 +58,10 @@ def save_packed(model: nn.Module, path: str | Path, *, force: bool = False, shar
         )
     if not any(isinstance(module, PackedWeight) for module in model.modules()):
         raise StoreError(f"{path}: nothing in this {type(model).__name__} is packed; apply_plan packs it")
+    if hasattr(model, "peft_config"):
+        raise StoreError(
+            f"{path}: the model has adapters; save them with its save_pretrained, and pack the model alone"
+        )
     if container_for(path) is not None:
         save_model(model, path)
         return

@@ -63,6 +63,12 @@ def scheme_of(path: Path) -> dict[str, Any] | None:
 def _quantization(config: Path) -> dict[str, Any] | None:
     keys = {"quantization_config": or_null(OBJECT), "compression_config": or_null(OBJECT)}
     document = Reader(str(config), FileFormatError, strict=False).keys("", read_json(config), keys, ())
+    mlx = document.get("quantization")
+    if isinstance(mlx, dict) and "bits" in mlx and "group_size" in mlx:
+        raise FileFormatError(
+            f"{config.parent}: a folder for MLX, which bitplan writes and does not read; "
+            "give the folder of the model that it was made from"
+        )
     said: dict[str, Any] | None = document.get("quantization_config") or document.get("compression_config")
     return said
 

@@ -1,0 +1,38 @@
+"""A model is trained further only on what its columns, categories and classes meant."""
+
+from __future__ import annotations
+
+import numpy as np
+import pandas as pd
+import pytest
+
+from bitplan.trees import BoostedTreesClassifier, BoostedTreesRegressor, TreesError
+
+RNG = np.random.default_rng(0)
+FRAME = pd.DataFrame(RNG.standard_normal((200, 3)), columns=["a", "b", "c"])
+Y = FRAME["a"].to_numpy() * 3
+SMALL = {"n_estimators": 2, "max_leaves": 4}
+
+
+@pytest.mark.parametrize("warm", [False, True])
+def test_columns_in_another_order_are_refused(warm):
+    model = BoostedTreesRegressor(warm_start=warm, **SMALL).fit(FRAME, Y)
+    other = FRAME[["c", "b", "a"]]
+    with pytest.raises(
+        TreesError, match=r"its features are \['a', 'b', 'c'\], expected \['c', 'b', 'a'\] in this order"
+    ):
+        if warm:
+            model.set_params(n_estimators=3).fit(other, Y)
+        else:
+            BoostedTreesRegressor(**SMALL).fit(other, Y, init_model=model)
+
+
+def test_other_classes_and_new_categories_are_refused():
+    labels = np.where(Y > 0, "b", "a")
+    model = BoostedTreesClassifier(**SMALL).fit(FRAME, labels)
+    with pytest.raises(TreesError, match=r"init_model: its classes are .*'a'.*expected those of y, .*'c'"):
+        BoostedTreesClassifier(**SMALL).fit(FRAME, np.where(Y > 0, "b", "c"), init_model=model)
+    numbers = FRAME.assign(b=np.arange(200.0) % 3)
+    model = BoostedTreesRegressor(**SMALL).fit(numbers, Y)
+    with pytest.raises(TreesError, match=r"features \[1\] have categories here and numbers in the model"):
+        BoostedTreesRegressor(**SMALL).fit(numbers.astype({"b": "category"}), Y, init_model=model)
