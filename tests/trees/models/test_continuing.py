@@ -18,13 +18,10 @@ SMALL = {"n_estimators": 2, "max_leaves": 4}
 def test_columns_in_another_order_are_refused(warm):
     model = BoostedTreesRegressor(warm_start=warm, **SMALL).fit(FRAME, Y)
     other = FRAME[["c", "b", "a"]]
-    with pytest.raises(
-        TreesError, match=r"its features are \['a', 'b', 'c'\], expected \['c', 'b', 'a'\] in this order"
-    ):
-        if warm:
-            model.set_params(n_estimators=3).fit(other, Y)
-        else:
-            BoostedTreesRegressor(**SMALL).fit(other, Y, init_model=model)
+    again = model.set_params(n_estimators=3) if warm else BoostedTreesRegressor(**SMALL)
+    message = r"its features are \['a', 'b', 'c'\], expected \['c', 'b', 'a'\] in this order"
+    with pytest.raises(TreesError, match=message):
+        again.fit(other, Y, init_model=None if warm else model)
 
 
 def test_other_classes_and_new_categories_are_refused():
