@@ -1,7 +1,7 @@
 """Compiled loops that compute gradients, and that quantize them.
 
-Stochastic rounding draws from a counter-based generator: the number for a row is a hash of the seed, the round and the
-row, so that the same seed gives the same codes in whatever order and on however many threads rows are rounded.
+Stochastic rounding draws from a counter-based generator: the number for a row is a hash of random_state, the round and
+the row, so that equal settings give equal codes in whatever order and on however many threads rows are rounded.
 """
 
 from __future__ import annotations
