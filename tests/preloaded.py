@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import atexit
 import gc
 import importlib
+import os
 
 import numba
 import torch
@@ -28,3 +30,4 @@ if not has_gpu_driver():  # torch's compiler asks for the state of a GPU, which 
 
 gc.freeze()  # what is in memory by now is shared, unless a collector of a forked process writes to it
 gc.enable()
+atexit.register(os._exit, 0)  # no tidying up, at which libraries complain of what is frozen
