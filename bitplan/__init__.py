@@ -18,13 +18,13 @@ if TYPE_CHECKING:
     from bitplan.formats.registry import get_format as get_format, list_formats as list_formats
     from bitplan.formats.repacking import repack as repack
     from bitplan.kernels.codec.dispatch import decode as decode, encode as encode
-    from bitplan.plan.choose import choose_formats as choose_formats
+    from bitplan.plan.format_choices import choose_formats as choose_formats
     from bitplan.plan.manifest import Manifest as Manifest
     from bitplan.plan.plan import Choice as Choice, Plan as Plan, combine as combine
     from bitplan.plan.selective.config import SelectivePrecisionConfig as SelectivePrecisionConfig
     from bitplan.report.page import write_report as write_report
     from bitplan.runtime.fp8.apply import apply_fp8 as apply_fp8, apply_fp8_config as apply_fp8_config
-    from bitplan.runtime.packed.apply import apply_plan as apply_plan
+    from bitplan.runtime.packed.apply_plan import apply_plan as apply_plan
     from bitplan.runtime.packed.checkpoints.load import load_packed as load_packed
     from bitplan.runtime.packed.checkpoints.save import save_packed as save_packed
     from bitplan.runtime.packed.fused_projections import fuse_projections as fuse_projections
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from bitplan.store.models.morph import morph_model as morph_model, unmorph_model as unmorph_model
     from bitplan.store.models.save_load import load_model as load_model, save_model as save_model
     from bitplan.store.models.weight_store import WeightStore as WeightStore
-    from bitplan.store.quantize import quantize_file as quantize_file
+    from bitplan.store.quantize_files import quantize_file as quantize_file
 
 __getattr__, __dir__, __all__ = lazy_names(
     __name__,

@@ -1,4 +1,15 @@
-"""What a number is: the exact definition of every format, in plain torch."""
+"""What a number is: the exact definition of every format, in plain torch.
+
+Which module does which step:
+
+    registry          the table of formats: element, block, storage of scales, packing
+    elements          the numbers that a code can stand for
+    scales.rules      how a scale is stored, and the rule that chooses it; MXFP4's is that of powers of two
+    scales.choose     that rule, or another of a user's choice (mse, percentile), tile by tile
+    codec             encode and decode by these definitions; `kernels.codec.dispatch` picks a faster twin
+    fp8_recipes       the table of FP8 recipes: a new one is a row here, a test, and a row of docs/adaptive-fp8.md
+    fp8               FP8 casts by these recipes
+"""
 
 from typing import TYPE_CHECKING
 

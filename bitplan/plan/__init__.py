@@ -1,4 +1,16 @@
-"""Which part gets which format, and why: plans, manifests, and checks that need no tensor."""
+"""Which part gets which format, and why: plans, manifests, and checks that need no tensor.
+
+Which module does which step:
+
+    plan              Plan and Choice: the value that every pass hands to the next; `combine` makes one of several
+    format_choices    from whatever a user gives (a format, a mapping, a manifest, a Plan) to a Plan
+    manifest          rules in a file; `name_patterns` matches them, `aliases` translates names
+    check_manifest    a manifest against the headers of a checkpoint
+    names             shell patterns, natural order, roles guessed from names
+    mermaid           a plan as a chart
+    selective         BF16 or INT8 for a block at a training step: `selective.decide`, by scores of `selective.score`
+    fp8               FP8 or BF16 for a layer at a token count: `fp8.choice`, by the rules of `fp8.policy`
+"""
 
 from typing import TYPE_CHECKING
 
@@ -7,13 +19,13 @@ from bitplan.lazy_names import lazy_names
 if TYPE_CHECKING:
     from bitplan.errors import ManifestError as ManifestError, PlanError as PlanError, PlanFileError as PlanFileError
     from bitplan.plan.aliases import Aliases as Aliases
-    from bitplan.plan.check import (
+    from bitplan.plan.check_manifest import (
         Finding as Finding,
         Header as Header,
         check_headers as check_headers,
         require_clean as require_clean,
     )
-    from bitplan.plan.choose import Stored as Stored, choose_formats as choose_formats
+    from bitplan.plan.format_choices import Stored as Stored, choose_formats as choose_formats
     from bitplan.plan.fp8.bench_options import BenchOptions as BenchOptions
     from bitplan.plan.fp8.layers import Parallel as Parallel, bench_cases as bench_cases, local_layers as local_layers
     from bitplan.plan.fp8.merge import merge_reports as merge_reports, to_thresholds as to_thresholds
@@ -50,7 +62,7 @@ if TYPE_CHECKING:
         Pressure as Pressure,
         RuntimeLimitHints as RuntimeLimitHints,
     )
-    from bitplan.plan.shipped_manifests import (
+    from bitplan.plan.manifest import (
         SHIPPED as SHIPPED,
         open_manifest as open_manifest,
         shipped_manifest as shipped_manifest,

@@ -1,4 +1,14 @@
-"""The best plan for a model, a text and a goal: evidence once, solved exactly, proven before it is handed over."""
+"""The best plan for a model, a text and a goal: evidence once, solved exactly, proven before it is handed over.
+
+Which module does which step:
+
+    goal, runtime_formats    what is asked for, and the formats that a target loads
+    prepare, groups          the model, its text, and which tensors are decided together
+    gather                   what formats cost the model: statistics of its text, rounded weights, distances of plans
+    evidence                 these costs as a file
+    decide                   the plan, by evidence alone: `decide.solve`
+    run, result              all of it in turn, the proof on held-out text, and the files
+"""
 
 from typing import TYPE_CHECKING
 

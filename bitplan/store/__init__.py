@@ -6,7 +6,7 @@ from bitplan.lazy_names import lazy_names
 
 if TYPE_CHECKING:
     from bitplan.errors import FileFormatError as FileFormatError, StoreError as StoreError
-    from bitplan.store.checks.drift_log import DriftLog as DriftLog, log_drift as log_drift, read_drift as read_drift
+    from bitplan.store.checks.drift import DriftLog as DriftLog, log_drift as log_drift, read_drift as read_drift
     from bitplan.store.compare import compare_models as compare_models
     from bitplan.store.export.targets import export_model as export_model
     from bitplan.store.files.open_files import open_tensors as open_tensors, register_container as register_container
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     )
     from bitplan.store.models.save_load import load_model as load_model, save_model as save_model
     from bitplan.store.models.weight_store import WeightStore as WeightStore
-    from bitplan.store.quantize import quantize_file as quantize_file
+    from bitplan.store.quantize_files import quantize_file as quantize_file
     from bitplan.store.rounding.round_weight import round_weight as round_weight, round_with_report as round_with_report
 
 __getattr__, __dir__, __all__ = lazy_names(__name__)
