@@ -22,8 +22,8 @@ from bitplan.formats.codec import finite, readable
 from bitplan.formats.dtypes import dtype_name
 from bitplan.kernels import encode
 from bitplan.plan import Plan
-from bitplan.plan.choose import Substitutes
-from bitplan.plan.roles import guess_role
+from bitplan.plan.format_choices import Substitutes
+from bitplan.plan.names import guess_role
 from bitplan.store.export.gguf_source import GGUFModel
 from bitplan.store.export.targets import ExportReport, ExportRequest, ExportRow, OnBytes
 from bitplan.store.files.headers import check_model_source, is_gguf, plan_for_file
