@@ -38,6 +38,7 @@ from bitplan.store.packed_folder import (
     is_packed_config,
     read_config,
     side_files,
+    unquantized_config,
     write_packed_folder,
 )
 from bitplan.store.rounding.imatrix import gguf_names
@@ -115,8 +116,7 @@ def open_folder(request: ExportRequest, target: str, substitutes: Substitutes | 
     except BaseException:
         file.close()
         raise
-    own = {key: value for key, value in config.items() if key != "quantization_config"}
-    return FolderSource(file, folder, own, plan)
+    return FolderSource(file, folder, unquantized_config(config), plan)
 
 
 def _open_evidence(request: ExportRequest, file: TensorFile) -> WeightEvidence | None:
