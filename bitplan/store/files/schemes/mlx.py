@@ -81,7 +81,8 @@ def _modules(folder: QuantizedFolder, owner: str, axes: int) -> Iterator[Module]
         folder.refuse(f"{owner!r} in MLX's mode {show(mode)}")
     if not fits:
         folder.refuse(f"{owner!r} in MLX's mode {mode} with {show(bits)} bits and groups of {show(group)}")
-    assert type(bits) is int and type(group) is int
+    assert type(bits) is int
+    assert type(group) is int
     module = Module(folder, owner, f"{owner}.weight", None, bits, group, mode)
     if axes != 3:
         yield module
