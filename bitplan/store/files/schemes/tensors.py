@@ -141,7 +141,8 @@ class SchemeTensors(TensorFile):
         }
         for name, weight in self._weights.items():
             nbytes = sum(tensors[part].nbytes // parts[part] for part in weight.parts)  # experts share theirs
-            fmt = weight.format or f"{self.kind}:{weight.label}"
+            held = weight.label if weight.label == weight.dtype_name else f"{self.kind}:{weight.label}"
+            fmt = weight.format or held
             dtype = "float32" if weight.format else weight.dtype_name
             specs[name] = TensorSpec(name, fmt, weight.shape, nbytes, dtype, weight.format is not None)
         self.specs = dict(sorted(specs.items()))
