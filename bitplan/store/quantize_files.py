@@ -191,6 +191,8 @@ def quantize_file(
             )
         plan.require_whole(str(source))
         known = None if statistics is None else evidence_for(statistics, file)
+        if known is not None:
+            known.require_use(name for name in file.specs if not get_format(plan[name].format).is_cast)
         options = QuantizeOptions(plan, scale_rule, plan.pad, nonfinite, known)
         report.notes += [] if known is None else known.notes
         inputs = [*file.files, *([] if statistics is None else [statistics.path])]

@@ -134,7 +134,8 @@ class SafetensorsFile(ContainerFile[TensorEntry]):
                 f"and the format allows {MAX_HEADER_BYTES}"
             )
         document = parse_json(self._json_header(length), where=f"{self.path}: header")
-        self.metadata = _check_metadata(document.pop("__metadata__", {}), where=str(self.path))
+        said = document.pop("__metadata__", None)
+        self.metadata = {} if said is None else _check_metadata(said, where=str(self.path))  # MLX writes null for none
         entries = [self._parse_entry(name, fields, 8 + length) for name, fields in document.items()]
         entries.sort(key=lambda entry: (entry.start, entry.nbytes, entry.name))
         end = 8 + length
