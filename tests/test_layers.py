@@ -48,6 +48,7 @@ ROOMS = {
     },
     "store.files": {"poly": set(), "schemes": set()},
     "trees": {
+        "cuda": {"distributed", "loops"},
         "dask": {"distributed"},
         "distributed": {"loops"},
         "evaluation": {"distributed"},

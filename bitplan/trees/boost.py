@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from bitplan.kernels.base.jit import on_threads
+from bitplan.optional import require
 from bitplan.trees.binning import bin_rows, blocks_of, find_bins
 from bitplan.trees.distributed.shards import ALONE, Shards, Span
 from bitplan.trees.evaluation.metrics import Metric
@@ -24,6 +25,7 @@ from bitplan.trees.objectives import Objective
 from bitplan.trees.tree import Forest, Tree
 
 NO_WEIGHTS = np.empty(0)
+DEVICES = ("cpu", "cuda")
 
 
 @dataclass(frozen=True)
@@ -41,6 +43,7 @@ class BoostSettings:
     column_share: float
     seed: int
     patience: int | None  # rounds without a better validation loss; None: all rounds are grown
+    device: str = "cpu"
 
 
 @dataclass(frozen=True)
@@ -127,8 +130,9 @@ def boost(
     initial      a model to train further: what follows is what would have followed there
     """
     span = Span.of(len(rows.x), shards)
+    grow_on = _grower_of(settings, categorical, shards)
     bins = find_bins(rows.x, categorical, settings.max_bins, settings.seed, span)
-    grower = TreeGrower(bin_rows(rows.x, bins), bins, settings.rules, shards)
+    grower = grow_on(bin_rows(rows.x, bins), bins, settings.rules, shards)
     if initial is None:
         booster = Booster(objective.start(rows.y, rows.weights, shards), rows.x.shape[1])
     else:
@@ -150,6 +154,18 @@ def boost(
     if settings.patience is not None and booster.best_rounds is not None:
         del booster.trees[booster.best_rounds * booster.outputs :]
     return booster
+
+
+def _grower_of(settings: BoostSettings, categorical: Array, shards: Shards) -> type[TreeGrower]:
+    """What grows trees on the device asked for; refuses what it cannot do."""
+    if settings.device == "cpu":
+        return TreeGrower
+    require("triton", purpose="device='cuda'")
+    from bitplan.trees.cuda import grower, limits  # needs Triton
+
+    limits.find_device()
+    limits.refuse_unsupported(settings.precision, settings.rules, categorical, shards.count)
+    return grower.CudaTreeGrower
 
 
 def _watch(watched: EvalSet, scores: Array, new: list[Tree], booster: Booster, shards: Shards) -> float:
