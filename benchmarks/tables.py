@@ -384,7 +384,8 @@ _FOLDER_TARGETS = {"compressed-tensors": "compressed-tensors", "mlx": "MLX", "to
 
 def folders_table() -> str:
     """Perplexities of exported folders in the libraries they are for, and how far they are from ours."""
-    rows = _read("engine_folders")["rows"]
+    models: dict[str, list[dict[str, Any]]] = _read("engine_folders")["models"]
+    rows = [{**row, "format": f"{model}: {row['format']}"} for model, own in models.items() for row in own]
 
     def cell(row: dict[str, Any]) -> str:
         return "refused" if "refused" in row else f"{row['engine']:.3f} ({row['difference']:+.2%})"

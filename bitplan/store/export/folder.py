@@ -46,6 +46,7 @@ from bitplan.store.rounding.with_evidence import WeightEvidence, evidence_for, o
 
 EXPERT = re.compile(r"(?P<before>.*)\.experts\.(?P<number>\d+)\.(?P<after>.*)")
 PLAIN = ("bfloat16", "float16", "float32")
+DEFAULT_TYPE = "bfloat16"
 Pack = Callable[[Encoded, str], list[Tensor]]
 
 
@@ -91,7 +92,7 @@ class FolderSource:
     def wide(self) -> Format:
         """What a quantized tensor becomes where it is to be plain: the type of the model."""
         said = self.config.get("dtype") or self.config.get("torch_dtype")
-        return get_format(said if said in PLAIN else "bfloat16")
+        return get_format(said if said in PLAIN else DEFAULT_TYPE)
 
 
 def is_quantized(spec: TensorSpec) -> bool:
@@ -121,6 +122,8 @@ def open_folder(request: ExportRequest, target: str, substitutes: Substitutes | 
         if isinstance(file, GGUFModel):
             folder = file.folder
         config = read_config(folder)
+        if isinstance(file, GGUFModel):  # a GGUF file names no type to compute in
+            config = {"dtype": DEFAULT_TYPE, **config}
         if "quantization_config" in config and not is_packed_config(config) and not isinstance(file, SchemeTensors):
             raise StoreError(
                 f"{request.source}: is quantized in a way that bitplan does not read; "
