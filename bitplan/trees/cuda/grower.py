@@ -9,6 +9,7 @@ lie before they are moved.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -18,7 +19,9 @@ from torch import Tensor
 from bitplan.kernels.base.launch import PreparedLaunch
 from bitplan.trees.binning import BinnedRows, Bins
 from bitplan.trees.cuda import kernels
-from bitplan.trees.cuda.limits import check_memory, find_device
+from bitplan.trees.cuda.gradients import CudaGradients
+from bitplan.trees.cuda.limits import check_memory, find_device, table_bytes
+from bitplan.trees.cuda.score_kernels import PARTS_COLUMNS, collect_rows
 from bitplan.trees.distributed.shards import ALONE, Shards
 from bitplan.trees.gradients import Array, GradientPrecision, Gradients
 from bitplan.trees.grow import Grown, GrowthRules, TreeGrower
@@ -54,7 +57,8 @@ class CudaTreeGrower(TreeGrower):
         leaves = min(rules.max_leaves, max(data.rows, 1))
         self._wave = min(WAVE, triton.next_power_of_2(leaves))
         self._slots = 2 * leaves + 2
-        check_memory(device, data.rows, self._groups, self._features, self._slots)
+        needed = table_bytes(data.rows, self._groups, self._features, self._slots)
+        check_memory(device, data.rows, self._features, needed)
         self._panels = self._lay_out(data)
         self._sides = self._empty(2 * data.rows, torch.int64)
         self._pool = self._empty(self._slots * self._features * 2 * kernels.BINS, torch.int64)
@@ -65,7 +69,6 @@ class CudaTreeGrower(TreeGrower):
         pinned = device.type == "cuda"
         self._host_table = torch.zeros((self._wave + 1, kernels.COLUMNS), dtype=torch.int64, pin_memory=pinned)
         self._host_result = torch.zeros((2 * self._wave, kernels.RESULT), dtype=torch.int64, pin_memory=pinned)
-        self._host_entries = torch.empty(data.rows, dtype=torch.int64, pin_memory=pinned)
         self._bin_counts = torch.from_numpy(bins.counts).to(device)
         self.steps = self._prepare()
 
@@ -129,12 +132,29 @@ class CudaTreeGrower(TreeGrower):
 
     # ---- a tree ------------------------------------------------------------------------------------------------------
 
-    def grow(self, gradients: Gradients, rows: Array | range, features: Array) -> Grown:
-        """One tree from `rows` and the features it may use, the one that the CPU grows."""
+    @property
+    def device(self) -> torch.device:
+        return self._device
+
+    @property
+    def features(self) -> int:
+        return self._features
+
+    @property
+    def panels(self) -> tuple[Tensor, int]:
+        """Bins by group, row and place, and how many features a group has."""
+        return self._panels, self._width
+
+    def grow(self, gradients: Gradients | CudaGradients, rows: Array | range, features: Array) -> Grown:
+        """One tree from `rows` and the features it may use, the one that the CPU grows.
+
+        From gradients on the GPU the rows of its leaves stay there, too: see `launch_on_leaves`.
+        """
         columns = np.flatnonzero(np.isin(self._bins.features, features))
         self._scales = np.array([gradients.grad_scale, gradients.hess_scale])
         self._begin(columns)
         self._enter(gradients, rows)
+        self._entries = np.empty(0, np.uint64)
         growth = self._growth = Growth(min(self._rules.max_leaves, max(len(rows), 1)), self._rules.best_first)
         growth.set_root(len(rows), np.zeros(3, np.int64))
         self._free = list(range(self._slots))
@@ -143,7 +163,9 @@ class CudaTreeGrower(TreeGrower):
         growth.open_root()
         while nodes := growth.take_together(self._wave):
             self._expand_wave(nodes)
-        self._collect(len(rows))
+        self._find_parts()
+        if not isinstance(gradients, CudaGradients):
+            self._collect(len(rows))
         return self._finish(growth)
 
     def _begin(self, columns: Array) -> None:
@@ -155,8 +177,11 @@ class CudaTreeGrower(TreeGrower):
         self._feature_groups = torch.from_numpy(groups).to(self._device)
         self._numbers_there = torch.tensor([*self._scales, *rest], dtype=torch.float64).to(self._device)
 
-    def _enter(self, gradients: Gradients, rows: Array | range) -> None:
+    def _enter(self, gradients: Gradients | CudaGradients, rows: Array | range) -> None:
         """All rows into the first side of the entries."""
+        if isinstance(gradients, CudaGradients):
+            gradients.enter(self._sides, rows)
+            return
         grads, hess = (torch.from_numpy(codes).to(self._device) for codes in (gradients.grads, gradients.hessians))
         is_all = isinstance(rows, range)
         numbers = grads if is_all else torch.from_numpy(np.asarray(rows, np.int32)).to(self._device)
@@ -273,20 +298,34 @@ class CudaTreeGrower(TreeGrower):
 
     # ---- the end -----------------------------------------------------------------------------------------------------
 
+    def _find_parts(self) -> None:
+        """Where the rows of the tree's leaves lie: ranges of nodes that were not expanded, wanted or not."""
+        growth = self._growth
+        made, leaves = growth.nodes[: growth.counts[queue.MADE]], growth.counts[queue.LEAVES]
+        leaf_of = np.full(len(made), -1)
+        leaf_of[growth.leaves[:leaves, queue.NODE]] = np.arange(leaves)
+        is_expanded = made[:, split.STATE] == queue.EXPANDED
+        for node in np.flatnonzero(is_expanded):  # parents come before their children
+            if leaf_of[node] >= 0:
+                child = made[node, split.CHILD]
+                leaf_of[child : child + 2] = leaf_of[node]
+        last = np.flatnonzero(~is_expanded & (made[:, split.STOP] > made[:, split.START]))
+        ranges = made[last]
+        blocks = -(-(ranges[:, split.STOP] - ranges[:, split.START]) // BLOCK)
+        parts = np.full((triton.next_power_of_2(max(len(last), 1)), PARTS_COLUMNS), FAR_AWAY, np.int64)
+        sides = ranges[:, split.DEPTH] & 1
+        of_blocks = np.cumsum(blocks) - blocks
+        parts[: len(last)] = np.column_stack([ranges[:, : split.STOP + 1], of_blocks, sides, leaf_of[last]])
+        self._parts, self._blocks = torch.from_numpy(parts).to(self._device), int(blocks.sum())
+        self.depth = int(growth.nodes[growth.leaves[:leaves, queue.NODE], split.DEPTH].max())
+
+    def launch_on_leaves(self, kernel: Any, *pointers: Tensor) -> None:
+        """Run a kernel over the rows of the last tree's leaves."""
+        parts = self._parts
+        sizes = {"PARTS": len(parts), "BLOCK": BLOCK, "num_warps": 8, "enable_fp_fusion": False}
+        kernel[(self._programs,)](parts, self._sides, *pointers, self._count, self._blocks, **sizes)
+
     def _collect(self, rows: int) -> None:
         """Entries of all leaves to the host, where each node's range has its rows."""
-        growth = self._growth
-        made = growth.nodes[: growth.counts[queue.MADE]]
-        is_last = made[:, split.STATE] != queue.EXPANDED
-        there = is_last & (made[:, split.DEPTH] & 1 == 1) & (made[:, split.STOP] > made[:, split.START])
-        ranges = made[there, : split.STOP + 1]
-        if len(ranges):
-            blocks = -(-(ranges[:, 1] - ranges[:, 0]) // BLOCK)
-            parts = np.full((triton.next_power_of_2(len(ranges)), 3), FAR_AWAY, np.int64)
-            parts[: len(ranges)] = np.column_stack([ranges, np.cumsum(blocks) - blocks])
-            on_device = torch.from_numpy(parts).to(self._device)
-            kernels.collect_rows[(self._programs,)](
-                on_device, self._sides, self._count, int(blocks.sum()), PARTS=len(parts), BLOCK=BLOCK, num_warps=8
-            )
-        self._host_entries[:rows].copy_(self._sides[:rows])
-        self._entries = self._host_entries.numpy().view(np.uint64)[:rows]
+        self.launch_on_leaves(collect_rows)
+        self._entries = self._sides[:rows].cpu().numpy().view(np.uint64)

@@ -62,11 +62,11 @@ def lay_out(columns_ptr, bins_ptr, rows, WIDTH: tl.constexpr, BLOCK: tl.constexp
     inside = row < rows
     for place in tl.static_range(WIDTH):
         bin_ = tl.load(columns_ptr + row + place * rows, mask=inside, other=0)
-        tl.store(bins_ptr + row * _BYTES + _byte_of(place, row, WIDTH), bin_, mask=inside)
+        tl.store(bins_ptr + row * _BYTES + byte_of(place, row, WIDTH), bin_, mask=inside)
 
 
 @triton.jit
-def _byte_of(place, row, WIDTH: tl.constexpr):
+def byte_of(place, row, WIDTH: tl.constexpr):
     """Where a row has the bin of a feature of its group."""
     byte = place - (row % WIDTH).to(tl.int32)
     return tl.where(byte < 0, byte + WIDTH, byte)
@@ -129,14 +129,14 @@ def part_rows(
     for block in range(program, blocks, programs):
         of, first = _node_of(table_ptr, block, _FIRST_BLOCK, K)
         start, stop, side = tl.load(of + _START), tl.load(of + _STOP), tl.load(of + _SIDE)
-        feature, last_left = tl.load(of + _FEATURE).to(tl.int32), tl.load(of + _BIN).to(tl.int32)
+        feature, last_left = tl.load(of + _FEATURE), tl.load(of + _BIN).to(tl.int32)
         missing_left = tl.load(of + _MISSING_LEFT).to(tl.int32)
         within = tl.arange(0, BLOCK)
         at = start + (block - first) * BLOCK + within
         inside = at < stop
         entry = tl.load(entries_ptr + side * rows + at, mask=inside, other=0)
         row = entry & _ROW
-        place = (feature // WIDTH * rows + row) * _BYTES + _byte_of(feature % WIDTH, row, WIDTH)
+        place = (feature // WIDTH * rows + row) * _BYTES + byte_of((feature % WIDTH).to(tl.int32), row, WIDTH)
         bin_ = tl.load(bins_ptr + place, mask=inside, other=0).to(tl.int32)
         goes_left = tl.where(bin_ == _MISSING, missing_left, (bin_ <= last_left).to(tl.int32))
         goes_left = tl.where(inside, goes_left, 0)
@@ -147,17 +147,6 @@ def part_rows(
         first_right = stop - rights - tl.atomic_add(of + _RIGHTS, rights.to(tl.int64), sem="relaxed")
         to = tl.where(goes_left > 0, first_left + before, first_right + within - before)
         tl.store(entries_ptr + (1 - side) * rows + to, entry, mask=inside)
-
-
-@triton.jit
-def collect_rows(parts_ptr, entries_ptr, rows, blocks, PARTS: tl.constexpr, BLOCK: tl.constexpr):
-    """Copy rows that lie on the other side of `entries` to the same place of its first side."""
-    for block in range(tl.program_id(0), blocks, tl.num_programs(0)):
-        firsts = tl.load(parts_ptr + tl.arange(0, PARTS) * 3 + 2)
-        of = parts_ptr + (tl.sum((firsts <= block).to(tl.int32), 0) - 1) * 3
-        at = tl.load(of) + (block - tl.load(of + 2)) * BLOCK + tl.arange(0, BLOCK)
-        inside = at < tl.load(of + 1)
-        tl.store(entries_ptr + at, tl.load(entries_ptr + rows + at, mask=inside), mask=inside)
 
 
 # ---- histograms ------------------------------------------------------------------------------------------------------

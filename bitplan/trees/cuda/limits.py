@@ -38,21 +38,26 @@ def refuse_unsupported(precision: GradientPrecision, rules: GrowthRules, categor
     raise TreesError(f"device='cuda': {wrong[0]} are not supported there; {wrong[1]}")
 
 
-def bytes_needed(rows: int, groups: int, features: int, slots: int) -> int:
-    """Bins, two sides of entries, codes of gradients, histograms; while bins are laid out one group more."""
-    return rows * (groups * GROUP_BYTES + 2 * 8 + max(GROUP_BYTES, 2)) + slots * features * BINS * 16
+def table_bytes(rows: int, groups: int, features: int, slots: int) -> int:
+    """Bins, two sides of entries, histograms; while bins are laid out, up to two groups more by column."""
+    return rows * ((groups + 2) * GROUP_BYTES + 2 * 8) + slots * features * BINS * 16
 
 
-def check_memory(device: torch.device, rows: int, groups: int, features: int, slots: int) -> None:
-    """Refuse a table that the card has no room for, before anything is copied to it."""
+def check_memory(device: torch.device, rows: int, features: int, needed: int) -> None:
+    """Refuse a table that the card has no room for, before it is copied there."""
     if rows > MOST_ROWS:
         raise TreesError(f"device='cuda': a table has at most {MOST_ROWS} rows there, got {rows}; use device='cpu'")
-    if device.type != "cuda":
-        return
-    needed = bytes_needed(rows, groups, features, slots)
-    free = torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    free = free_bytes(device)
     if needed > free:
         raise TreesError(
             f"device='cuda': {rows} rows x {features} features need {needed} bytes of GPU memory, and {free} are free; "
             "free some, use fewer rows, or device='cpu'"
         )
+
+
+def free_bytes(device: torch.device) -> int:
+    """What torch could allocate; under the interpreter there is always enough."""
+    if device.type != "cuda":
+        return 2**63
+    unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return int(torch.cuda.mem_get_info(device)[0] + unused)
