@@ -195,9 +195,7 @@ def sum_leaves(
 
 
 @triton.jit
-def add_values(
-    parts_ptr, entries_ptr, values_ptr, scores_ptr, rows, blocks, PARTS: tl.constexpr, BLOCK: tl.constexpr
-):
+def add_values(parts_ptr, entries_ptr, values_ptr, scores_ptr, rows, blocks, PARTS: tl.constexpr, BLOCK: tl.constexpr):
     """Add the value of its leaf to the score of each row."""
     for block in range(tl.program_id(0), blocks, tl.num_programs(0)):
         at, inside, side, leaf = _part_of(parts_ptr, block, PARTS, BLOCK)
