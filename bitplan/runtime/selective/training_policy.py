@@ -202,7 +202,7 @@ class SelectivePrecisionPolicy:
         for unit, weight in self.probes.finish_step().items():
             self.reminders.say_once(
                 f"impact of {unit}",
-                f"step {step}: no impact of {unit}: no gradient reached {weight}; where that stays so, it does not change",
+                f"step {step}: no impact of {unit}: no gradient reached {weight}; while that is so, it does not change",
             )
         if self._adapters:
             self.collector.add({name: [one.grad for one in adapters] for name, adapters in self._adapters.items()})
