@@ -34,7 +34,7 @@ from bitplan.report.section import Cell, Column, Fact, Section, cards, fold, hea
 LEVELS = 10
 MAX_COLUMNS = 240
 HIGH = "bf16"
-STRIPS = {"int8": "k1", "fp8": "k2"}  # the colour of a low precision; bf16 has none
+STRIPS = {"int8": "k1", "fp8": "k2", "int4": "k3"}  # the colour of a low precision; bf16 has none
 LEFT, TOP, BOTTOM = 118, 8, 40
 
 
