@@ -52,10 +52,7 @@ def errors_section(records: Sequence[Record]) -> Section:
 
 
 def _drift(record: Record) -> list[ErrorRow]:
-    if isinstance(record.content, dict):
-        rows = list(RecordFields(record.content, record.where).each("layers"))
-    else:
-        rows = [RecordFields(item, f"{record.where}: line {number}") for number, item in enumerate(record.content, 1)]
+    rows = list(record.fields().each("layers")) if isinstance(record.content, dict) else record.lines()
     return [
         ErrorRow(row.whole("step"), row.text("name"), row.text("format"), row.number("relative_error", None), row)
         for row in rows
@@ -65,13 +62,13 @@ def _drift(record: Record) -> list[ErrorRow]:
 def _findings(record: Record) -> Markup:
     findings = record.content.get("findings", []) if isinstance(record.content, dict) else []
     if not isinstance(findings, list):
-        raise ReportError(f"{record.where}: findings must be a list")
+        raise ReportError(f"{record.name}: findings must be a list")
     return tag("ul", *(tag("li", str(each)) for each in findings), class_="findings") if findings else Markup("")
 
 
 def _calibration(record: Record) -> list[ErrorRow]:
     """For each block and layer in each format the mean over batches, as the calibration itself computes it."""
-    document = RecordFields(record.content, record.where)
+    document = record.fields()
     samples: dict[tuple[str, str], list[float | None]] = {}
     for _, layers in document.items("layers", {}):
         for name in layers.value:
@@ -82,7 +79,7 @@ def _calibration(record: Record) -> list[ErrorRow]:
             for name in blocks.value:
                 samples.setdefault((f"block {name}", fmt), []).append(blocks.number(name, None))
     if not samples:
-        raise ReportError(f"{record.where}: nothing has been calibrated yet; let the calibration finish a pass")
+        raise ReportError(f"{record.name}: nothing has been calibrated yet; let the calibration finish a pass")
     return [ErrorRow(0, name, fmt, _mean(errors)) for (name, fmt), errors in samples.items()]
 
 

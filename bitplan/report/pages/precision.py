@@ -28,7 +28,7 @@ from bitplan.report.chart import (
 )
 from bitplan.report.figures import TO, count, nbytes, percent, plural, significant
 from bitplan.report.markup import Markup, join, tag
-from bitplan.report.read_records import Record, RecordFields
+from bitplan.report.read_records import Record
 from bitplan.report.section import Column, Fact, Section, cards, column_table, figure, fold, heading, source
 
 LEVELS = 10
@@ -80,8 +80,7 @@ def precision_section(records: Sequence[Record]) -> Section:
 
 def _read(record: Record) -> list[Update]:
     updates = []
-    for number, item in enumerate(record.content, 1):
-        fields = RecordFields(item, f"{record.where}: line {number}")
+    for fields in record.lines():
         blocks = {
             name: Seen(details.text("precision"), details.number("sensitivity", None), details.text("reason", ""))
             for name, details in fields.items("block_details")

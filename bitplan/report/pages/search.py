@@ -35,7 +35,7 @@ ROW, SIDE, TOP = 22, 74, 26
 def search_section(records: Sequence[Record]) -> Section:
     bodies, summary, facts = [], [], []
     for record in records:
-        found = RecordFields(record.content, record.where)
+        found = record.fields()
         head = [heading(record.name)] if len(records) > 1 else []
         bodies.append(join([*head, source(record), _answers(found), cards(_charts(found)), _tables(found)]))
         if len(records) == 1:  # its tiles say it

@@ -54,7 +54,7 @@ def speed_section(records: Sequence[Record]) -> Section:
 
 
 def _policy(record: Record) -> tuple[Markup, Markup, list[Fact]]:
-    document = RecordFields(record.content, record.where)
+    document = record.fields()
     threshold, confidence = document.number("speedup_threshold"), document.number("confidence")
     rules = list(document.each("rules"))
     drawn = [_rule_card(rule, threshold, confidence) for rule in rules[:MAX_CHARTS]]
@@ -195,8 +195,8 @@ def _benchmark(record: Record) -> tuple[Markup, Markup, list[Fact]]:
 
 def _benchmark_rows(record: Record) -> list[RecordFields]:
     if isinstance(record.content, dict):
-        return list(RecordFields(record.content, record.where).each("rows"))
-    lines = [RecordFields(item, f"{record.where}: line {number}") for number, item in enumerate(record.content, 1)]
+        return list(record.fields().each("rows"))
+    lines = record.lines()
     return [each for each in lines[1:] if "end" not in each]
 
 
@@ -218,7 +218,7 @@ def _failures(rows: Sequence[RecordFields]) -> Markup:
 
 
 def _crossovers(record: Record) -> tuple[Markup, Markup, list[Fact]]:
-    weights = list(RecordFields(record.content, record.where).each("weights"))
+    weights = list(record.fields().each("weights"))
     drawn = []
     for weight in weights[:MAX_CHARTS]:
         series: Series = {}
@@ -242,7 +242,7 @@ def _times_card(record: Record, name: str, series: Series, across: str, note: st
     lists = [times for points in series.values() for _, times in points]
     samples = [sample for times in lists for sample in times]
     if not samples or not all(lists) or min(samples) <= 0:
-        raise ReportError(f"{record.where}: {name}: samples_ms must be a list of numbers above 0")
+        raise ReportError(f"{record.name}: {name}: samples_ms must be a list of numbers above 0")
     y = log_axis(samples, "time", formatter=milliseconds)
     frame = Frame(log_axis(tokens, across, formatter=count, base=2), y, f"Times against {across}: {name}")
     middles: dict[str, list[Point]] = {}
