@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -16,11 +17,12 @@ from bitplan.searching.decide.rivals import RivalPlan, rivals_of
 from bitplan.searching.decide.solve import Solution, front, size_out_of_reach, solve, within
 from bitplan.searching.errors import GoalError
 from bitplan.searching.evidence import SearchEvidence
-from bitplan.searching.gather.collect import EVIDENCE, Stage, check_group, collect_evidence, no_stage, smallest_bytes
+from bitplan.searching.gather.collect import EVIDENCE, check_group, collect_evidence, smallest_bytes
 from bitplan.searching.gather.plan_meter import MeasuredPlan, PlanMeter
 from bitplan.searching.gather.searched_model import SearchSubject
 from bitplan.searching.gather.timing import BlockTimes, is_timed, time_block
 from bitplan.searching.goal import Goal
+from bitplan.searching.phases import IN_ALL, PhaseClock, Stage, no_stage
 from bitplan.searching.prepare import WINDOWS, SearchText, prepare
 from bitplan.searching.result import SearchResult
 from bitplan.searching.runtime_formats import candidates, target_of
@@ -79,17 +81,27 @@ class Searcher:
     stage: Stage = no_stage
     _collected: tuple[SearchEvidence, PlanMeter] | None = None
 
+    def __post_init__(self) -> None:
+        self.clock = PhaseClock(self.stage)
+        self.stage = self.clock
+
     def find(self, goal: Goal) -> SearchResult:
         """The best plan within the goal, proven; written where there is a folder."""
         self._require_size(goal)
+        with _made(self.folder):
+            with self.clock.counted(IN_ALL):
+                result = self._find(goal)
+            result.seconds = self.clock.to_dict()
+            if self.folder is not None:
+                result.save(self.folder)
+            return result
+
+    def _find(self, goal: Goal) -> SearchResult:
         evidence, meter = self.collect(goal)
         solution, corrections = solve_and_correct(evidence, goal, meter, self.stage)
         solution, times = self._confirm_speed(evidence, goal, solution)
         self._save_corrected(evidence)
-        result = replace(self._prove(evidence, goal, solution, corrections), times=times)
-        if self.folder is not None:
-            result.save(self.folder)
-        return result
+        return replace(self._prove(evidence, goal, solution, corrections), times=times)
 
     def collect(self, goal: Goal) -> tuple[SearchEvidence, PlanMeter]:
         """The evidence, gathered at the first goal, and what measures on the windows for checks."""
@@ -126,6 +138,7 @@ class Searcher:
         """Measure the plan and its rivals on held-out text; hand over the best that is within the goal."""
         reference, floor = self._reference
         rivals = rivals_of(evidence, solution.nbytes)
+        self.judge.prepare(evidence, [solution.choice, *(rival.choice for rival in rivals)], self.stage)
         with self.stage("proving", len(self.text.proof) * (1 + len(rivals))) as advance:
 
             def measured(rival: RivalPlan) -> MeasuredPlan:
@@ -187,6 +200,22 @@ class Searcher:
             known.groups[name] = replace(group, formats={**before.formats, **group.formats})
         known.together = evidence.together
         known.save(self.folder / EVIDENCE)
+
+
+@contextmanager
+def _made(folder: Path | None) -> Iterator[None]:
+    """The folder, with those above it; those that were made here go again if the search ends with nothing in them."""
+    missing = [] if folder is None else [each for each in (folder, *folder.parents) if not each.exists()]
+    if folder is not None:
+        folder.mkdir(parents=True, exist_ok=True)
+    try:
+        yield
+    except BaseException:
+        for each in missing:
+            if any(each.iterdir()):
+                break
+            each.rmdir()
+        raise
 
 
 def _is_better(goal: Goal) -> Callable[[MeasuredPlan], tuple[float, float]]:

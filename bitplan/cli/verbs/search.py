@@ -12,6 +12,7 @@ from bitplan.cli.show import Force, Json, StoppedVerbError, human_bytes, progres
 if TYPE_CHECKING:
     from bitplan.plan import Plan
     from bitplan.searching.result import SearchResult
+    from bitplan.searching.runtime_formats import Target
 
 Bits = Annotated[float | None, typer.Option("--bits", help="At most this many bits a weight, scales included.")]
 Bytes = Annotated[str | None, typer.Option("--bytes", metavar="SIZE", help="At most this size: 6GB, 900MB.")]
@@ -73,7 +74,9 @@ def search(
     proof = None if held_out is None else read_text(held_out)
     check_model_source(model, None)
     open_tensors(model).close()
-    _prepare_folder(out, force)
+    if force:
+        for name in ("evidence.json", "evidence.safetensors", "statistics.safetensors"):  # of an earlier search
+            (out / name).unlink(missing_ok=True)
 
     from bitplan.report.page import write_report
     from bitplan.searching.run import search as run_search
@@ -100,15 +103,8 @@ def search(
     if as_json:
         show_json(result.to_document())
         return
-    _show(result, out, is_streamed=target_of(target).streamed)
-
-
-def _prepare_folder(out: Path, force: bool) -> None:
-    """Make the folder; with --force, remove what an earlier search left."""
-    out.mkdir(parents=True, exist_ok=True)
-    if force:
-        for name in ("evidence.json", "evidence.safetensors", "statistics.safetensors"):
-            (out / name).unlink(missing_ok=True)
+    _show(result)
+    say(next_step(target_of(target), result.evidence.model, out))
 
 
 def _left(out: Path, force: bool) -> str:
@@ -121,7 +117,18 @@ def _left(out: Path, force: bool) -> str:
     return f"{out} has {contents}: the same command{' without --force' if force else ''} goes on from there"
 
 
-def _show(result: SearchResult, out: Path, *, is_streamed: bool) -> None:
+def next_step(target: Target, model: str, out: Path) -> str:
+    """What applies the plan."""
+    plan, evidence = out / "plan.json", out / "evidence.safetensors"
+    if target.streamed:
+        return f"train with it: bitplan.stream_blocks(model, formats=bitplan.plan.Plan.load({str(plan)!r}))"
+    if target.export is None:
+        return f"apply it: bitplan quantize {model} OUT --plan {plan} --evidence {evidence}"
+    output = "OUT.gguf" if target.export == "gguf" else "OUT"
+    return f"apply it: bitplan export {model} {output} --to {target.export} --plan {plan} --evidence {evidence}"
+
+
+def _show(result: SearchResult) -> None:
     evidence = result.evidence
     floor = result.noise_floor.against
     rows = [
@@ -150,13 +157,6 @@ def _show(result: SearchResult, out: Path, *, is_streamed: bool) -> None:
         say(f"a whole block at {times.rows} rows: {times.plan_us:.0f} us, {faster}")
     if result.lost:
         say(f"the search lost: {result.winner.label} is better and within the goal, so plan.json is that")
-    if is_streamed:
-        say(f"train with it: bitplan.stream_blocks(model, formats=bitplan.plan.Plan.load({str(out / 'plan.json')!r}))")
-        return
-    say(
-        f"apply it: bitplan quantize {evidence.model} OUT --plan {out / 'plan.json'} "
-        f"--evidence {out / 'evidence.safetensors'}"
-    )
 
 
 def diff(
