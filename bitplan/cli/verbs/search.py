@@ -51,6 +51,13 @@ def search(
     device: Annotated[str | None, typer.Option(help="Where to compute, such as cuda.")] = None,
     context: Annotated[int | None, typer.Option(help="Tokens in a window; 512, or what the model has.")] = None,
     windows: Annotated[int, typer.Option(min=1, help="Windows of text for the statistics.")] = 32,
+    gradients: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="With --for training: a state of selective precision, by whose gradients."),
+    ] = None,
+    fp8_policy: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="With --faster: times of FP8 layers, by a policy.")
+    ] = None,
     out: Annotated[Path, typer.Option("--output", "-o", metavar="FOLDER", help="Where the files go.")] = Path("search"),
     force: Force = False,
     as_json: Json = False,
@@ -94,6 +101,8 @@ def search(
             device=device,
             context=context,
             windows=windows,
+            gradients=gradients,
+            fp8_policy=fp8_policy,
             out=out,
             stage=progress,
         )

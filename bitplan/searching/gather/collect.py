@@ -140,7 +140,7 @@ def collect_evidence(
                 kept.save(evidence)
     if rows is not None:
         with stage("timing", len(wanted)) as advance:
-            time_groups(subject, evidence, rows, formats, advance)
+            time_groups(subject, evidence, rows, () if subject.target.streamed else formats, advance)
     evidence.complete = True
     kept.save(evidence)
     evidence.groups = {name: _only(evidence.groups[name], wanted[name]) for name in wanted}
