@@ -59,8 +59,8 @@ def take(nodes, reals, leaves, splits, counts, ready, top, best_first, shared_ro
     """A leaf to expand next, by one thread; with `for_all`, one of `shared_rows` rows or more, by all of them.
 
     Or COMPLETE: the tree is; SHARED: what is next is for all threads; WAIT: there is nothing to do before somebody has
-    expanded what is taken. `done` is what the caller has expanded, or below zero. Leaves that are expanded move into the
-    tree, first in the queue first; the children of one that waits for its turn are ready before that.
+    expanded what is taken. `done` is what the caller has expanded, or below zero. Leaves that are expanded move into
+    the tree, first in the queue first; the children of one that waits for its turn are ready before that.
 
     A node's *worth* is the least gain on the way to it (level by level: minus its depth). Nodes of more worth enter the
     tree before it, so that one that is behind as many as the tree can have, `top`, is hopeless. A team first takes what
