@@ -1,7 +1,7 @@
 """Triton kernels for scores: gradients, their rounding into entries, sums and values of leaves.
 
-The arithmetic is that of `trees.loops.gradients`, in float64 and without fused multiply-adds. Only `exp` may differ from
-the CPU's, in its last bits. So a kernel that needs it computes what follows from a number a little smaller and from one
+The arithmetic is that of `trees.loops.gradients`, in float64 and without fused multiply-adds. Only `exp` may differ
+from the CPU's, in its last bits. So a kernel that needs it computes what follows from a number a little smaller and from one
 a little larger; where both round to the same float32, the CPU's does, too. The few rows where they do not are
 *doubtful*: the host computes those.
 """
@@ -32,7 +32,7 @@ def squared_error(
     row = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = row < rows
     grad = tl.load(scores_ptr + row, mask=inside, other=0.0) - tl.load(y_ptr + row, mask=inside, other=0.0)
-    hess = grad * 0.0 + 1.0
+    hess = tl.full([BLOCK], 1.0, tl.float64)
     if WEIGHTED:
         hess = tl.load(weights_ptr + row, mask=inside, other=0.0)
         grad = grad * hess
@@ -195,9 +195,7 @@ def sum_leaves(
 
 
 @triton.jit
-def add_values(
-    parts_ptr, entries_ptr, values_ptr, scores_ptr, rows, blocks, PARTS: tl.constexpr, BLOCK: tl.constexpr
-):
+def add_values(parts_ptr, entries_ptr, values_ptr, scores_ptr, rows, blocks, PARTS: tl.constexpr, BLOCK: tl.constexpr):
     """Add the value of its leaf to the score of each row."""
     for block in range(tl.program_id(0), blocks, tl.num_programs(0)):
         at, inside, side, leaf = _part_of(parts_ptr, block, PARTS, BLOCK)

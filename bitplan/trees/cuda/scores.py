@@ -121,7 +121,7 @@ class CudaScores:
             return
         panels, width = self._grower.panels
         rows = self._there(unused.astype(np.int32))
-        tables = self._there(grown.columns), self._there(grown.left_bins), self._there(tree.left), self._there(tree.right)
+        tables = [self._there(each) for each in (grown.columns, grown.left_bins, tree.left, tree.right)]
         kernels.walk_rows[(triton.cdiv(len(unused), BLOCK),)](
             rows,
             panels,
