@@ -278,7 +278,7 @@ class TreeGrower:
         )
         numbers = self._entries.view(np.uint32)[::2]  # the lower half of each entry
         leaf_rows = [numbers[start:stop] for start, stop in growth.nodes[at_leaves, : kernels.STOP + 1].tolist()]
-        return Grown(tree, leaf_rows, growth.reals[at_leaves, kernels.LOW :], feature, left_bins)
+        return Grown(tree, leaf_rows, growth.reals[at_leaves, kernels.LOW : kernels.WORTH], feature, left_bins)
 
     def _values(self, growth: Growth, nodes: Array) -> tuple[Array, Array]:
         """What each node's step would be, and its hessian."""
@@ -286,7 +286,7 @@ class TreeGrower:
             growth.nodes[nodes, kernels.GRAD] * self._scales[0],
             growth.nodes[nodes, kernels.HESS] * self._scales[1],
         )
-        return newton_steps(grads, hess, self._rules, growth.reals[nodes, kernels.LOW :]), hess
+        return newton_steps(grads, hess, self._rules, growth.reals[nodes, kernels.LOW : kernels.WORTH]), hess
 
     def _category_set(self, feature: int, goes_left: Array) -> Array:
         known = self._bins.edges[feature]

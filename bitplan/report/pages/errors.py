@@ -13,10 +13,8 @@ from typing import NamedTuple
 from bitplan.report.chart import Axis, Frame, at, box, card, colour, format_colours, legend, line, linear_axis, log_axis
 from bitplan.report.figures import NONE, count, nbytes, percent, plural, significant
 from bitplan.report.markup import Markup, join, tag
-from bitplan.report.read_records import Record
-from bitplan.report.record_fields import RecordFields, ReportError
-from bitplan.report.section import Fact, Section, cards, heading, source
-from bitplan.report.tables import Cell, Column, table
+from bitplan.report.read_records import Record, RecordFields, ReportError
+from bitplan.report.section import Cell, Column, Fact, Section, cards, heading, source, table
 
 BINS_A_DECADE = 4
 WORST_LINES = 6

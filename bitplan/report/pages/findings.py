@@ -7,10 +7,8 @@ from collections.abc import Sequence
 
 from bitplan.report.figures import plural
 from bitplan.report.markup import Markup, join, tag
-from bitplan.report.read_records import Record
-from bitplan.report.record_fields import RecordFields
-from bitplan.report.section import Fact, Section, source
-from bitplan.report.tables import Cell, Column, table
+from bitplan.report.read_records import Record, RecordFields
+from bitplan.report.section import Cell, Column, Fact, Section, source, table
 
 COLUMNS = (Column("Code", choose=True), Column("Where", mono=True), Column("Finding", wide=True))
 

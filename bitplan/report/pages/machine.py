@@ -8,8 +8,7 @@ from typing import Any
 from bitplan.report.figures import nbytes
 from bitplan.report.markup import Markup, join, tag
 from bitplan.report.read_records import Record
-from bitplan.report.section import Section, heading
-from bitplan.report.tables import Cell, Column, table
+from bitplan.report.section import Cell, Column, Section, heading, table
 
 _SOURCES = ("machine", "versions", "fingerprint")
 _ORDER = (

@@ -28,15 +28,13 @@ from bitplan.report.chart import (
 )
 from bitplan.report.figures import TO, count, nbytes, percent, plural, significant
 from bitplan.report.markup import Markup, join, tag
-from bitplan.report.read_records import Record
-from bitplan.report.record_fields import RecordFields
-from bitplan.report.section import Fact, Section, cards, fold, heading, source
-from bitplan.report.tables import Cell, Column, table
+from bitplan.report.read_records import Record, RecordFields
+from bitplan.report.section import Cell, Column, Fact, Section, cards, fold, heading, source, table
 
 LEVELS = 10
 MAX_COLUMNS = 240
 HIGH = "bf16"
-STRIPS = {"int8": "k1", "fp8": "k2"}  # the colour of a low precision; bf16 has none
+STRIPS = {"int8": "k1", "fp8": "k2", "int4": "k3"}  # the colour of a low precision; bf16 has none
 LEFT, TOP, BOTTOM = 118, 8, 40
 
 

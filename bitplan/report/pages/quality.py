@@ -19,10 +19,8 @@ from bitplan.report.chart import (
 )
 from bitplan.report.figures import NONE, TO, count, percent, significant
 from bitplan.report.markup import Markup, join, tag
-from bitplan.report.read_records import Record
-from bitplan.report.record_fields import RecordFields, ReportError
-from bitplan.report.section import Fact, Section, cards, heading, source
-from bitplan.report.tables import Cell, Column, table
+from bitplan.report.read_records import Record, RecordFields, ReportError
+from bitplan.report.section import Cell, Column, Fact, Section, cards, heading, source, table
 
 FLOOR = "noise floor"
 SPAN = 1e6  # the chart of KL: values below the largest / SPAN are drawn at the left edge

@@ -24,10 +24,8 @@ from bitplan.report.chart import (
 )
 from bitplan.report.figures import TIMES, count, nbytes, percent, plural, significant
 from bitplan.report.markup import Markup, join, tag
-from bitplan.report.read_records import Record
-from bitplan.report.record_fields import RecordFields
-from bitplan.report.section import Fact, Section, cards, fold, heading, source
-from bitplan.report.tables import Cell, Column, table
+from bitplan.report.read_records import Record, RecordFields
+from bitplan.report.section import Cell, Column, Fact, Section, cards, fold, heading, source, table
 
 LEVELS = 10  # shades of the heat map
 MOST_PARTS = 12  # columns of the heat map

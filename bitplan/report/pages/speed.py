@@ -25,10 +25,8 @@ from bitplan.report.chart import (
 )
 from bitplan.report.figures import NONE, TIMES, TO, count, milliseconds, percent, plural, significant
 from bitplan.report.markup import Markup, join, tag
-from bitplan.report.read_records import Record
-from bitplan.report.record_fields import RecordFields, ReportError, is_number
-from bitplan.report.section import Fact, Section, cards, fold, heading, source
-from bitplan.report.tables import Cell, Column, table
+from bitplan.report.read_records import Record, RecordFields, ReportError, is_number
+from bitplan.report.section import Cell, Column, Fact, Section, cards, fold, heading, source, table
 
 MAX_CHARTS = 48
 SHAPES = {

@@ -18,8 +18,7 @@ from typing import NamedTuple
 from bitplan.report.chart import WIDE, Frame, bars, box, card, legend, line, linear_axis, picture, segment, text
 from bitplan.report.figures import count, milliseconds, nbytes, percent, plural, significant
 from bitplan.report.markup import Markup, join, tag
-from bitplan.report.read_records import Record
-from bitplan.report.record_fields import RecordFields, ReportError
+from bitplan.report.read_records import Record, RecordFields, ReportError
 from bitplan.report.section import Fact, Section, cards, heading, source
 
 TIMES = (

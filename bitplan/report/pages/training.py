@@ -8,8 +8,7 @@ from dataclasses import dataclass
 from bitplan.report.chart import Frame, Point, card, colour, legend, line, linear_axis, marker
 from bitplan.report.figures import count, plural, significant
 from bitplan.report.markup import Markup, join, tag
-from bitplan.report.read_records import Record
-from bitplan.report.record_fields import RecordFields, ReportError
+from bitplan.report.read_records import Record, RecordFields, ReportError
 from bitplan.report.section import Fact, Section, cards, source
 
 LOSSES = ("loss", "validation_loss")

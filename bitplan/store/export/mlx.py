@@ -26,7 +26,7 @@ from torch import Tensor
 from bitplan.errors import StoreError
 from bitplan.formats import Encoded, Format
 from bitplan.formats.gguf.blocks import GgufBlocks
-from bitplan.plan.choose import Substitutes
+from bitplan.plan.format_choices import Substitutes
 from bitplan.store.export.folder import (
     EXPERT,
     FolderExport,

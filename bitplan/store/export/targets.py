@@ -16,7 +16,7 @@ from typing import Any, Protocol
 from bitplan.errors import StoreError, did_you_mean
 from bitplan.formats.codec import NonFinite
 from bitplan.formats.scales.rules import ScaleRule
-from bitplan.plan.choose import Wanted
+from bitplan.plan.format_choices import Wanted
 
 TARGETS = {
     "gguf": "bitplan.store.export.gguf",

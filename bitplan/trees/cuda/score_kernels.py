@@ -1,9 +1,9 @@
 """Triton kernels for scores: gradients, their rounding into entries, sums and values of leaves.
 
 The arithmetic is that of `trees.loops.gradients`, in float64 and without fused multiply-adds. Only `exp` may differ
-from the CPU's, in its last bits. So a kernel that needs it computes what follows from a number a little smaller and from one
-a little larger; where both round to the same float32, the CPU's does, too. The few rows where they do not are
-*doubtful*: the host computes those.
+from the CPU's, in its last bits. So a kernel that needs it computes what follows from a number a little smaller and
+from one a little larger; where both round to the same float32, the CPU's does, too. The few rows where they do not
+are *doubtful*: the host computes those.
 """
 
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"

@@ -20,7 +20,8 @@ from bitplan.errors import BitplanError, FileFormatError, MissingLibraryError, S
 from bitplan.formats import Encoded
 from bitplan.plan import Manifest, ManifestError, shipped_manifest
 from bitplan.runtime.packed.checkpoints.load import load_packed
-from bitplan.runtime.packed.gpt_oss import load, weights
+from bitplan.runtime.packed.gpt_oss import load
+from bitplan.runtime.packed.gpt_oss import model as weights
 from bitplan.runtime.packed.product_strategy import LayerError
 from bitplan.runtime.packed.quant_experts import QuantExperts
 from bitplan.runtime.packed.read_packed import read_packed

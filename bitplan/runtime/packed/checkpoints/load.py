@@ -36,10 +36,13 @@ from bitplan.runtime.packed.checkpoints.tensor_sources import assign
 from bitplan.runtime.packed.fused_projections import fuse_projections
 from bitplan.runtime.packed.gpt_oss.load import is_gpt_oss, load_gpt_oss
 from bitplan.runtime.packed.layer_replacement import format_fault
-from bitplan.runtime.packed.load_report import CHECKS, Loaded, LoadReport, PeakMemory
 from bitplan.runtime.packed.product_strategy import INPUTS, check_strategy
 from bitplan.runtime.packed.read_packed import (
+    CHECKS,
+    Loaded,
+    LoadReport,
     ManifestLike,
+    PeakMemory,
     check_room,
     device_of,
     refuse_bad_numbers,

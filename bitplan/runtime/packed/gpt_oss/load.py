@@ -28,12 +28,17 @@ from bitplan.runtime.packed.gpt_oss.model import (
     empty_model,
     experts_of,
     fill_model,
+    load_experts,
+    load_plain,
+    model_shapes,
+    plain_slots,
 )
-from bitplan.runtime.packed.gpt_oss.weights import load_experts, load_plain, model_shapes, plain_slots
-from bitplan.runtime.packed.load_report import Loaded, LoadReport, PeakMemory
 from bitplan.runtime.packed.quant_experts import QuantExperts
 from bitplan.runtime.packed.read_packed import (
+    Loaded,
+    LoadReport,
     ManifestLike,
+    PeakMemory,
     as_manifest,
     check_room,
     device_of,
