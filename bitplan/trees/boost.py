@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -175,9 +175,11 @@ def _scores_of(
 ) -> RowScores:
     """Where scores are kept: on the GPU if trees grow there, and it knows the objective's gradients."""
     if settings.device == "cuda":
+        from bitplan.trees.cuda.grower import CudaTreeGrower
         from bitplan.trees.cuda.scores import CudaScores, has_gradients
 
         if has_gradients(objective):
+            assert isinstance(grower, CudaTreeGrower)
             settled = settings.precision, settings.renew_leaves, settings.rules
             return CudaScores(objective, rows.y, rows.weights, scores, grower, *settled)
     return HostScores(rows, objective, settings, grower, scores, span)
@@ -199,7 +201,7 @@ class RowScores(Protocol):
     """The scores of all rows so far, and what follows from them."""
 
     def find_gradients(self) -> None: ...
-    def prepare(self, output: int, key: int | None) -> Gradients: ...
+    def prepare(self, output: int, key: int | None) -> Any: ...  # as the grower takes them
     def leaf_values(self, grown: Grown, output: int) -> Array: ...
     def add(self, tree: Tree, grown: Grown, unused: Array, output: int) -> None: ...
 
