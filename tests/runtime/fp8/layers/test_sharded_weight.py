@@ -22,7 +22,10 @@ STEPS, MICRO_BATCHES = 3, 2
 def make_model(seed=0, recipe="tensorwise"):
     torch.manual_seed(seed)
     how = {"recipe": Fp8Recipe(recipe)}
-    blocks = [nn.Sequential(Fp8NormLinear(32, 64, **how), nn.Tanh()), nn.Sequential(Fp8Linear(64, 32, **how), nn.Tanh())]
+    blocks = [
+        nn.Sequential(Fp8NormLinear(32, 64, **how), nn.Tanh()),
+        nn.Sequential(Fp8Linear(64, 32, **how), nn.Tanh()),
+    ]
     return nn.Sequential(*blocks, nn.Linear(32, 16))
 
 
