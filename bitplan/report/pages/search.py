@@ -284,9 +284,8 @@ def _front_card(found: RecordFields) -> Markup:
         frame.add(
             marker((frame.px(x), frame.py(y)), "k3" if is_plan else "k1", tip, "diamond" if is_plan else "square")
         )
-    frame.add(
-        *_labels([(frame.px(e.number("bits")), frame.py(e.number("kl")), e) for e in measured], frame.px(frame.x.high))
-    )
+    places = [(frame.px(each.number("bits")), frame.py(each.number("kl")), each) for each in measured]
+    frame.add(*_labels(places, frame.px(frame.x.high), plan_below=True))
     names = legend(
         [
             ("k0", "best of some sizes, predicted"),
@@ -304,11 +303,19 @@ def _front_card(found: RecordFields) -> Markup:
     )
 
 
-def _labels(points: Sequence[tuple[float, float, RecordFields]], right: float) -> list[Markup]:
-    """A word or a number beside each point, moved down where the one above would cover it."""
+def _labels(
+    points: Sequence[tuple[float, float, RecordFields]], right: float, *, plan_below: bool = False
+) -> list[Markup]:
+    """A word or a number beside each point, moved down where the one above would cover it.
+
+    plan_below   the plan's word goes below it and to the left: a front runs through what is to its right
+    """
     drawn: list[Markup] = []
     places: list[tuple[float, float, float]] = []
     for number, (x, y, each) in enumerate(points):
+        if plan_below and each.text("kind") == "plan":
+            drawn += [text((x - 8, y + 15), "plan", "end")] if x <= right else []
+            continue
         words = "plan" if each.text("kind") == "plan" else str(number)
         width = 7.0 * len(words) + 2
         while any(x < left + wide and left < x + width and abs(y - top) < 11 for left, top, wide in places):

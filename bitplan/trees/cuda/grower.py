@@ -100,7 +100,6 @@ class CudaTreeGrower(TreeGrower):
         common = {"WIDTH": self._width}
         sizes = self._count, features
         shared = {"SHARED": kernels.HAS_SHARED_ATOMICS, "TILE": kernels.TILE, "TILES": kernels.TILES}
-        exact = {"enable_fp_fusion": False}
         return WaveSteps(
             PreparedLaunch(
                 kernels.part_rows, (self._programs,), sizes, {**common, "K": wave, "BLOCK": BLOCK}, num_warps=8
@@ -118,7 +117,7 @@ class CudaTreeGrower(TreeGrower):
                 (features,),
                 {"K": wave, "HAS_L1": self._rules.l1 > 0},
                 num_warps=2,
-                **exact,
+                enable_fp_fusion=False,
             ),
             PreparedLaunch(
                 kernels.pick_features,
@@ -126,7 +125,7 @@ class CudaTreeGrower(TreeGrower):
                 (features,),
                 {"K": wave, "WIDE": triton.next_power_of_2(features)},
                 num_warps=1,
-                **exact,
+                enable_fp_fusion=False,
             ),
         )
 

@@ -1,9 +1,9 @@
 """Triton kernels for scores: gradients, their rounding into entries, sums and values of leaves.
 
-The arithmetic is that of `trees.loops.gradients`, in float64 and without fused multiply-adds. Only `exp` may differ from
-the CPU's, in its last bits. So a kernel that needs it computes what follows from a number a little smaller and from one
-a little larger; where both round to the same float32, the CPU's does, too. The few rows where they do not are
-*doubtful*: the host computes those.
+The arithmetic is that of `trees.loops.gradients`, in float64 and without fused multiply-adds. Only `exp` may differ
+from the CPU's, in its last bits. So a kernel that needs it computes what follows from a number a little smaller and
+from one a little larger; where both round to the same float32, the CPU's does, too. The few rows where they do not
+are *doubtful*: the host computes those.
 """
 
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
@@ -32,7 +32,7 @@ def squared_error(
     row = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = row < rows
     grad = tl.load(scores_ptr + row, mask=inside, other=0.0) - tl.load(y_ptr + row, mask=inside, other=0.0)
-    hess = grad * 0.0 + 1.0
+    hess = tl.full([BLOCK], 1.0, tl.float64)
     if WEIGHTED:
         hess = tl.load(weights_ptr + row, mask=inside, other=0.0)
         grad = grad * hess

@@ -106,7 +106,8 @@ class CudaScores:
         """Newton steps, of full-precision gradients where leaves are to be renewed."""
         if not self._renews:
             return grown.tree.leaf_value
-        of = np.array(units(*self._tops[output].tolist(), len(self._y)))
+        top_grad, top_hess = self._tops[output].tolist()
+        of: Array = np.array(units(top_grad, top_hess, len(self._y)), np.float64)
         sums = torch.zeros((grown.tree.leaves, 2), dtype=torch.int64, device=self._device)
         pointers = self._grads[output], self._hess[output], torch.from_numpy(1.0 / of).to(self._device), sums
         self._grower.launch_on_leaves(kernels.sum_leaves, *pointers)
@@ -121,12 +122,7 @@ class CudaScores:
             return
         panels, width = self._grower.panels
         rows = self._there(unused.astype(np.int32))
-        tables = (
-            self._there(grown.columns),
-            self._there(grown.left_bins),
-            self._there(tree.left),
-            self._there(tree.right),
-        )
+        tables = [self._there(each) for each in (grown.columns, grown.left_bins, tree.left, tree.right)]
         kernels.walk_rows[(triton.cdiv(len(unused), BLOCK),)](
             rows,
             panels,
