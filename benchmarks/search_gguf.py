@@ -104,7 +104,8 @@ class Ours:
 
     def round(self, name: str, fmt: str) -> None:
         with open_tensors(self.model) as file, EvidenceFile(self.evidence) as evidence:
-            found = round_weight(file.read_float(name), fmt, hessian=evidence.hessian(name), name=name)
+            hessian, outputs = evidence.hessian(name), evidence.outputs(name)
+            found = round_weight(file.read_float(name), fmt, hessian=hessian, outputs=outputs, name=name)
         with write_tensors(self.kept(name, fmt), [Promise(name, found.shape, found.fmt)]) as writer:
             writer.write(name, found)
 
