@@ -193,8 +193,13 @@ def test_torchao(tmp_path: Path) -> None:
     with open_tensors(tmp_path) as file:
         formats = {name.removesuffix(".weight"): file.spec(name).format for name in state}
     assert formats == {
-        **{"int8": "int8_row", "fp8": "fp8_e4m3_row", "intx": "int4_g64"},
-        **{"mxfp8": "mxfp8_e4m3", "mxfp4": "mxfp4", "nvfp4": "nvfp4", "blocks": "nvfp4"},
+        "int8": "int8_row",
+        "fp8": "fp8_e4m3_row",
+        "intx": "int4_g64",
+        "mxfp8": "mxfp8_e4m3",
+        "mxfp4": "mxfp4",
+        "nvfp4": "nvfp4",
+        "blocks": "nvfp4",
     }
 
 
