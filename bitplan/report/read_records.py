@@ -81,9 +81,13 @@ class Record:
     torn: int = 0
     sampled: str = ""  # how many lines of a long log were read
 
-    @property
-    def where(self) -> str:
-        return self.name
+    def fields(self) -> RecordFields:
+        """The document."""
+        return RecordFields(self.content, self.name)
+
+    def lines(self) -> list[RecordFields]:
+        """The lines of a log."""
+        return [RecordFields(item, f"{self.name}: line {number}") for number, item in enumerate(self.content, 1)]
 
 
 def _has(*keys: str) -> Callable[[dict[str, Any]], bool]:

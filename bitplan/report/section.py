@@ -5,10 +5,10 @@ Tables are complete in the HTML, so that they can be printed and read without a 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from bitplan.report.figures import count, plural
+from bitplan.report.figures import NONE, count, plural
 from bitplan.report.markup import Markup, join, tag
 from bitplan.report.read_records import Record
 
@@ -93,6 +93,16 @@ def table(title: str, columns: Sequence[Column], rows: Sequence[Row]) -> Markup:
     empty = tag("p", "No row matches.", class_="note", data_empty=True, hidden=True)
     more = tag("button", "Show all rows", type="button", class_="more", data_more=True, hidden=True)
     return tag("div", tools, region, empty, more, note if left_out > 0 else "", class_="table", data_table=True)
+
+
+def column_table(title: str, *columns: tuple[Column, Sequence[Cell | str]]) -> Markup:
+    """The same from columns, each with its cells."""
+    return table(title, [column for column, _ in columns], list(zip(*(cells for _, cells in columns), strict=True)))
+
+
+def figure(value: float | None, write: Callable[[float], str]) -> Cell:
+    """A number as text, sorted by its value; a dash where there is none."""
+    return Cell(NONE) if value is None else Cell(write(value), value)
 
 
 def _heading(column: Column) -> Markup:

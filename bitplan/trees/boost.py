@@ -18,7 +18,7 @@ from bitplan.trees.binning import bin_rows, blocks_of, find_bins
 from bitplan.trees.distributed.shards import ALONE, Shards, Span
 from bitplan.trees.evaluation.metrics import Metric
 from bitplan.trees.files.pieces import TablePieces
-from bitplan.trees.gradients import Array, GradientPrecision, Gradients, GradientsF32, prepare
+from bitplan.trees.gradients import Array, GradientPrecision, Gradients, GradientsF32, pieces, prepare
 from bitplan.trees.grow import Grown, GrowthRules, TreeGrower, newton_steps
 from bitplan.trees.loops import gradients as trees_gradients
 from bitplan.trees.loops import rows as trees_rows
@@ -295,12 +295,16 @@ class HostScores:
         return newton_steps(totals[:, 0], totals[:, 1], self._settings.rules, np.array(grown.leaf_bounds))
 
     def add(self, tree: Tree, grown: Grown, unused: Array, output: int) -> None:
-        scores = self._scores[:, output]
-        on_threads(
-            lambda leaf: trees_rows.add_to_rows(scores, *leaf), list(zip(grown.leaf_rows, tree.leaf_value, strict=True))
-        )
+        order = np.argsort(grown.spans[:, 1])
+        ends, values = grown.spans[order, 1], tree.leaf_value[order]
+
+        def work(piece: slice) -> None:
+            trees_rows.add_leaves(self._scores, output, grown.rows, piece.start, piece.stop, ends, values)
+
+        on_threads(work, pieces(len(grown.rows)))
         if not len(unused):
             return
+        scores = self._scores[:, output]
         if tree.leaves == 1:
             scores[unused] += tree.leaf_value[0]
             return

@@ -18,7 +18,7 @@ def benchmark_section(records: Sequence[Record]) -> Section:
     draw = {"trees": _trees, "demo": _demo, "benchmark": _benchmark}
     bodies, names = [], []
     for record in records:
-        document = RecordFields(record.content, record.where)
+        document = record.fields()
         name = document.text("benchmark", record.kind)
         bodies.append(
             join([heading(f"{name}: {record.name}"), source(record, _commit(document)), draw[record.kind](document)])

@@ -16,7 +16,7 @@ COLUMNS = (Column("Code", choose=True), Column("Where", mono=True), Column("Find
 def findings_section(records: Sequence[Record]) -> Section:
     bodies, summary, total = [], [], 0
     for record in records:
-        items = [RecordFields(item, f"{record.where}: [{index}]") for index, item in enumerate(record.content)]
+        items = [RecordFields(item, f"{record.name}: [{index}]") for index, item in enumerate(record.content)]
         rows = [[Cell(item.text("code")), Cell(item.text("where")), Cell(item.text("message"))] for item in items]
         total += len(rows)
         clean = tag("p", tag("b", "No findings."), " The manifest and the checkpoint agree.")

@@ -48,15 +48,8 @@ def machine_section(records: Sequence[Record]) -> Section:
     machines = sorted({_machine(fingerprint) for fingerprint in stated.values()} - {""})
     summary: tuple[object, ...] = ()
     if len(machines) > 1:
-        summary = (
-            join(
-                [
-                    "The records come from different machines: ",
-                    ", ".join(machines),
-                    ". Do not compare times across them.",
-                ]
-            ),
-        )
+        names = ", ".join(machines)
+        summary = (f"The records come from different machines: {names}. Do not compare times across them.",)
     elif machines:
         summary = (f"Measured on {machines[0]}.",)
     body = join([_fingerprints(stated), heading("Records"), _files(records)])

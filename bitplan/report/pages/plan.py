@@ -47,7 +47,7 @@ def plan_section(records: Sequence[Record]) -> Section:
 
 def read_plan(record: Record) -> list[Decided]:
     entries = []
-    for name, item in RecordFields(record.content, record.where).items("tensors"):
+    for name, item in record.fields().items("tensors"):
         sizes = item.numbers("shape", None)
         entries.append(
             Decided(

@@ -50,7 +50,7 @@ class LanePiece(NamedTuple):
 def stream_section(records: Sequence[Record]) -> Section:
     bodies, summary, facts = [], [], []
     for record in records:
-        steps = [RecordFields(item, f"{record.where}: line {number}") for number, item in enumerate(record.content, 1)]
+        steps = record.lines()
         head = [heading(record.name)] if len(records) > 1 else []
         drawn = [each for each in (_times_chart(steps), _bytes_chart(steps[-1]), _memory_chart(steps)) if each]
         bodies.append(join([*head, source(record), _timeline_card(steps), cards(drawn)]))

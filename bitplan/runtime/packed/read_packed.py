@@ -17,7 +17,7 @@ from bitplan.formats import Encoded, get_format
 from bitplan.formats.gguf.blocks import GgufBlocks
 from bitplan.optional import require
 from bitplan.plan import Header, Manifest, Tag, open_manifest, require_clean
-from bitplan.plan.names import guess_role
+from bitplan.plan.names import guess_role, listed
 from bitplan.store.checks.deep_check import deep_check
 from bitplan.store.devices import known_device
 from bitplan.store.files.open_files import open_tensors
@@ -128,11 +128,36 @@ def check_numbers(file: TensorFile, name: str, item: Tensor | Encoded) -> None:
         numbers, what = (item.float() if item.itemsize == 1 else item), "numbers of a norm"
     else:
         return
+    refuse_not_finite(str(file.path), name, numbers, what)
+
+
+def refuse_not_finite(where: str, name: str, numbers: Tensor, what: str) -> None:
     bad = int((~numbers.isfinite()).sum())
     if bad:
         raise FileFormatError(
-            f"{file.path}: {name!r}: {bad} of {numbers.numel()} {what} are NaN or infinite; "
+            f"{where}: {name!r}: {bad} of {numbers.numel()} {what} are NaN or infinite; "
             "mend the checkpoint, or download it again"
+        )
+
+
+def check_held(where: str, name: str, numbers: Tensor, dtype: torch.dtype, whose: str) -> None:
+    """Refuse numbers that `dtype` cannot hold; `whose` type it is, for the message."""
+    if torch.promote_types(numbers.dtype, dtype) == dtype:
+        return
+    lost = int(((numbers.to(dtype).to(numbers.dtype) != numbers) & ~numbers.isnan()).sum())
+    if lost:
+        raise FileFormatError(
+            f"{where}: {name!r} is {numbers.dtype}, and {lost} of {numbers.numel()} numbers do not fit {dtype}, "
+            f"{whose}; pass dtype={numbers.dtype} to keep them, or dtype={dtype} to round them"
+        )
+
+
+def check_filled(model: nn.Module, where: str) -> None:
+    """Raise if a tensor was left on meta."""
+    left = [name for name, tensor in [*model.named_parameters(), *model.named_buffers()] if tensor.is_meta]
+    if left:
+        raise StoreError(
+            f"{where}: {len(left)} tensors were not loaded, and are still on the meta device: {listed(left)}"
         )
 
 

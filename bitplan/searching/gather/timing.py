@@ -39,7 +39,7 @@ def time_groups(
     by_shape: dict[tuple[int, ...], Times] = {}
     for name, group in evidence.groups.items():
         wanted = [fmt for fmt in formats if fmt in group.formats and rows not in group.formats[fmt].us]
-        if not wanted:
+        if not wanted and rows in group.reference_us:
             continue
         sites = [subject.sites[tensor] for tensor in group.tensors if subject.sites[tensor].linears]
         for site in sites:

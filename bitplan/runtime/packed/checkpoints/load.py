@@ -22,7 +22,6 @@ from bitplan.errors import ArgumentError, FileFormatError, StoreError
 from bitplan.plan.plan import Plan
 from bitplan.runtime.packed.checkpoints.build import empty_model, plain_types
 from bitplan.runtime.packed.checkpoints.fill import (
-    check_filled,
     check_layers,
     make_layers,
     make_parameters,
@@ -43,6 +42,7 @@ from bitplan.runtime.packed.read_packed import (
     LoadReport,
     ManifestLike,
     PeakMemory,
+    check_filled,
     check_room,
     device_of,
     refuse_bad_numbers,

@@ -22,6 +22,7 @@ from bitplan.formats import Encoded, repack
 from bitplan.formats.scales.rules import E8M0_NAN
 from bitplan.plan.names import listed, natural_order
 from bitplan.runtime.packed.quant_experts import QuantExperts
+from bitplan.runtime.packed.read_packed import check_held, refuse_not_finite
 from bitplan.runtime.packed_weight import PackedWeight
 from bitplan.store.gpt_oss import GptOssFile
 from bitplan.store.gpt_oss.config import hf_config
@@ -97,11 +98,8 @@ def fill_model(
     model.train(False)
 
 
-def check_filled(model: nn.Module, where: str) -> None:
-    """Raise if a tensor was left on meta, or an expert's matrix became floats."""
-    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
-        if tensor.is_meta:
-            raise StoreError(f"{where}: {name!r} was not loaded: it is still on the meta device")
+def check_packed_experts(model: nn.Module, where: str) -> None:
+    """Raise if an expert's matrix became floats."""
     for name, module in model.named_modules():
         if isinstance(module, QuantExperts):
             dtypes = [part.dtype for part in (*module.gate_up.buffers(), *module.down.buffers())]
@@ -134,34 +132,14 @@ def load_plain(
     for index, part in enumerate(slot.parts if twin is None else ("whole",)):
         for rows in file.rows(part, slot.layer) if twin is None else file.raw(twin):
             if not round_to:
-                _check_held(file, slot, rows, dtype)
+                check_held(file.where, slot.name, rows, dtype, "the type of the embedding")
             if set(slot.parts) <= NORMS:
-                _check_norm(file, slot, rows)
+                refuse_not_finite(file.where, slot.name, rows, "numbers of a norm")
             is_woven = slot.kind == "woven" and twin is None
             target = out[:, index :: len(slot.parts)] if is_woven else out[at : at + rows.shape[0]]
             target.copy_(rows)
             at += rows.shape[0]
     return out
-
-
-def _check_held(file: GptOssFile, slot: LayoutTensor, rows: Tensor, dtype: torch.dtype) -> None:
-    if torch.promote_types(rows.dtype, dtype) == dtype:
-        return
-    lost = int(((rows.to(dtype).to(rows.dtype) != rows) & ~rows.isnan()).sum())
-    if lost:
-        raise FileFormatError(
-            f"{file.where}: {slot.name!r} is {rows.dtype}, and {lost} of {rows.numel()} numbers do not fit {dtype}, "
-            f"the type of the embedding; pass dtype={rows.dtype} to keep them, or dtype={dtype} to round them"
-        )
-
-
-def _check_norm(file: GptOssFile, slot: LayoutTensor, rows: Tensor) -> None:
-    bad = int((~rows.isfinite()).sum())
-    if bad:
-        raise FileFormatError(
-            f"{file.where}: {slot.name!r}: {bad} of {rows.numel()} numbers of a norm are NaN or infinite; "
-            "mend the checkpoint, or download it again"
-        )
 
 
 def _check_scales(file: GptOssFile, slot: LayoutTensor, rows: Tensor, first: int) -> None:
