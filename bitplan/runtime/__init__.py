@@ -7,6 +7,7 @@ from bitplan.lazy_names import lazy_names
 if TYPE_CHECKING:
     from bitplan.runtime.fp8.apply import apply_fp8, apply_fp8_config
     from bitplan.runtime.fp8.layer_settings import Fp8LayerError, Fp8UnavailableError
+    from bitplan.runtime.fp8.layers.linear import gather_weights_in_fp8
     from bitplan.runtime.packed.apply import ApplyError, apply_plan
     from bitplan.runtime.packed.checkpoints.load import load_packed
     from bitplan.runtime.packed.checkpoints.save import save_packed
@@ -50,6 +51,7 @@ __all__ = [
     "apply_fp8_config",
     "apply_plan",
     "fuse_projections",
+    "gather_weights_in_fp8",
     "lightning_callback",
     "load_packed",
     "read_packed",
@@ -67,6 +69,7 @@ __getattr__, __dir__ = lazy_names(
         "packed.apply": ("ApplyError", "apply_plan"),
         "streaming.transfer.devices": ("CudaDevice", "SimulatedDevice", "StreamDevice"),
         "fp8.apply": ("apply_fp8", "apply_fp8_config"),
+        "fp8.layers.linear": ("gather_weights_in_fp8",),
         "streaming.training.host_training": ("AdamWSettings",),
         "packed.checkpoints.load": ("load_packed",),
         "packed.checkpoints.save": ("save_packed",),

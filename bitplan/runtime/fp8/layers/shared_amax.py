@@ -22,6 +22,7 @@ from bitplan.runtime.fp8.layers.shared_amax_cast import Largest, shared_amax_cas
 from bitplan.runtime.fp8.layers.weight_casts import derived_layouts
 from bitplan.runtime.fp8.layers.weight_source import WeightSource
 
+
 @torch.compiler.disable  # type: ignore[untyped-decorator]  # the operators of graphs cast by a maximum of their own
 def shared_amax_linear(x: Tensor, layer: Fp8Linear, *, divided: tuple[str, ...], largest: Largest) -> Tensor:
     """The layer's forward; operands in `divided` ("input", "weight", "grad") are scaled by the group's maximum."""
