@@ -25,7 +25,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 from torch import Tensor
 
@@ -47,7 +47,7 @@ from bitplan.plan.selective.evidence import Evidence
 from bitplan.plan.selective.loss_trials import begin_trial, judge_trial
 from bitplan.plan.selective.state import PolicyState, observe, state_from_document, state_to_document
 from bitplan.plan.selective.transfer_limits import HeuristicPolicyBridge, Phase
-from bitplan.records import write_json
+from bitplan.records import Closing, write_json
 from bitplan.runtime.selective.layer_probes import LayerProbes
 from bitplan.runtime.selective.precision_units import PrecisionUnits
 from bitplan.runtime.selective.run_calibration import Forward, OnProgress, OnStale, evaluating, run_calibration
@@ -60,16 +60,15 @@ from bitplan.runtime.selective.setup_checks import (
     errors_of,
 )
 from bitplan.runtime.selective.telemetry import PrecisionStepMetrics, PrecisionTelemetry, step_metrics
+from bitplan.runtime.streaming.policy_link import KEYS, ConductorLink, TransferMeter
 from bitplan.runtime.streaming.stream_blocks import BlockStream
-from bitplan.runtime.streaming.transfer.transfer_meter import KEYS, TransferMeter
-from bitplan.runtime.streaming.transfer_limits_link import ConductorLink
 
 log = logging.getLogger("bitplan")
 Probe = Callable[[], Tensor | float]
 DOCUMENT, VERSION = "bitplan-selective-policy", 1
 
 
-class SelectivePrecisionPolicy:
+class SelectivePrecisionPolicy(Closing):
     """Decides the precision of one stream's blocks until `close`; the module's docstring has the lifecycle.
 
     telemetry    where lines are written; None: the file that the config names, in `folder`
@@ -124,12 +123,6 @@ class SelectivePrecisionPolicy:
             self.probes.hook_impacts()
             for name, why in self.probes.unseen.items():
                 log.warning("bitplan: the impact of %s cannot be measured, its unit stays bf16: %s", name, why)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     def close(self) -> None:
         """Remove the hooks and end the telemetry; the stream keeps its formats."""

@@ -90,6 +90,52 @@ def columns_in_order(hessian: Tensor, layout: ScaledBlocks, order: Order) -> tup
     return blocks, torch.cat(inside)
 
 
+@dataclass(frozen=True)
+class OrderedFactor:
+    """Blocks and columns in the order they are rounded, the damped Hessian, and its inverse's factor in that order."""
+
+    blocks: list[int]
+    columns: Tensor
+    damped: Tensor
+    factor: Tensor
+    damping: float
+
+
+class InputHessian:
+    """[K, K], in any unit. The last factor is remembered: give weights of one input, and formats of one width, in turn.
+
+    A factor takes as long as rounding some hundred rows.
+    """
+
+    def __init__(self, hessian: Tensor) -> None:
+        self.hessian = hessian
+        self._last: tuple[tuple[object, ...], OrderedFactor] | None = None
+
+    def factor(
+        self, layout: ScaledBlocks, order: Order, damping: float, device: torch.device, name: str
+    ) -> OrderedFactor:
+        key = (layout.cols, layout.filled, layout.width, order, damping, device)
+        if self._last is None or self._last[0] != key:
+            seen = self._checked(layout, device, name)
+            blocks, columns = columns_in_order(seen, layout, order)
+            self._last = (key, OrderedFactor(blocks, columns, *factor_of(seen, damping, columns, name)))
+        return self._last[1]
+
+    def _checked(self, layout: ScaledBlocks, device: torch.device, name: str) -> Tensor:
+        check_statistics(self.hessian, (layout.cols, layout.cols), "hessian", name)
+        if not float(self.hessian.diagonal().sum()) > 0:
+            raise FormatError(f"{name}: the diagonal of `hessian` adds up to zero: no input was seen; leave it out")
+        empty = layout.filled - layout.cols
+        return torch.nn.functional.pad(self.hessian.to(device, torch.float64), (0, empty, 0, empty))
+
+
+def check_statistics(given: Tensor, shape: tuple[int, ...], what: str, name: str) -> None:
+    if tuple(given.shape) != shape:
+        raise FormatError(f"{name}: `{what}` of its inputs must have shape {shape}, got {tuple(given.shape)}")
+    if not bool(given.isfinite().all()):
+        raise FormatError(f"{name}: `{what}` holds NaN or infinity; collect it again from inputs that are finite")
+
+
 def compensate(
     matrix: Tensor,
     factor: Tensor,
