@@ -174,9 +174,9 @@ class GatheredWeight(Tensor):
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         first = args[0]
-        if func in (_aten.detach.default, _aten.alias.default, _aten.as_strided.default):
-            if isinstance(first, GatheredWeight) and (len(args) == 1 or list(args[1]) == list(first.shape)):
-                return GatheredWeight(first.codes, first.scale, first.dtype)
+        is_same = isinstance(first, GatheredWeight) and (len(args) == 1 or list(args[1]) == list(first.shape))
+        if is_same and func in (_aten.detach.default, _aten.alias.default, _aten.as_strided.default):
+            return GatheredWeight(first.codes, first.scale, first.dtype)
         if func._schema.is_mutable:
             raise Fp8LayerError(f"{func}: a weight gathered in FP8 is read-only; change its shards")
         decoded = lambda one: decode_scaled(one.stored, one.dtype) if isinstance(one, GatheredWeight) else one
