@@ -190,7 +190,7 @@ def main() -> None:
     parser.add_argument("--gguf", type=Path, help="a GGUF file to quantize again")
     parser.add_argument("--families", action="store_true", help="tiny models of every family")
     parser.add_argument("--text", type=Path)
-    parser.add_argument("--chunks", type=int, default=8)
+    parser.add_argument("--chunks", type=int, default=6)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--formats", nargs="*", default=[*FORMATS, "mixed"], help="for --model")
     parser.add_argument("--gguf-formats", nargs="*", default=["q4_k_gguf"], help="for --gguf")

@@ -96,16 +96,21 @@ def fused_table() -> str:
 
 def decode_table() -> str:
     """Whole llamas of 8B's shape, token by token, compiled and as a CUDA graph."""
-    return _decode("decode_nvidia_h200", "llama, 8B's shape, 16 layers")
+    return _decode("decode_nvidia_h200", "8b", "llama, 8B's shape, 16 layers")
 
 
-def decode_formats_table() -> str:
-    """The same for more formats, in a run of their own."""
-    return _decode("decode_formats_nvidia_h200", "the same, a second run")
+def decode_small_table() -> str:
+    """The same for 1B's shape."""
+    return _decode("decode_nvidia_h200", "1b", "llama, 1B's shape, 16 layers")
 
 
-def _decode(name: str, heading: str) -> str:
-    rows = [row for row in _read(name)["rows"] if row.get("size") == "8b" and row["mode"] in ("graph", "prefill")]
+def decode_peers_table() -> str:
+    """torchao in the same model, beside ours in the same run."""
+    return _decode("decode_peers_nvidia_h200", "8b", "8B's shape, with peers")
+
+
+def _decode(name: str, size: str, heading: str) -> str:
+    rows = [row for row in _read(name)["rows"] if row.get("size") == size and row["mode"] in ("graph", "prefill")]
     lines = [
         f"| {heading} | tokens at once | BF16, ms | ms | times BF16 | floor, ms | memory, GiB |",
         "|---|---|---|---|---|---|---|",
@@ -120,6 +125,17 @@ def _decode(name: str, heading: str) -> str:
         cells += [f"{row['floor_ms']:.2f}" if "floor_ms" in row else ""]
         cells += [f"{row['memory_gib']:.1f}" if "memory_gib" in row else ""]
         lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def launched_table() -> str:
+    """One token launch by launch, and transformers' generate: all formats in turns."""
+    rows = [row for row in _read("decode_nvidia_h200")["rows"] if row["mode"] in ("eager", "generate")]
+    times = {(row["mode"], row["format"]): f"{row['ms']:.1f}" for row in rows}
+    formats = list(dict.fromkeys(row["format"] for row in rows))
+    lines = [f"| ms a token | {' | '.join(formats)} |", "|---" * (len(formats) + 1) + "|"]
+    for mode, label in (("eager", "eager"), ("generate", "transformers' `generate`")):
+        lines.append(f"| {label} | " + " | ".join(times.get((mode, fmt), "") for fmt in formats) + " |")
     return "\n".join(lines)
 
 
@@ -368,7 +384,8 @@ _FOLDER_TARGETS = {"compressed-tensors": "compressed-tensors", "mlx": "MLX", "to
 
 def folders_table() -> str:
     """Perplexities of exported folders in the libraries they are for, and how far they are from ours."""
-    rows = _read("engine_folders")["rows"]
+    models: dict[str, list[dict[str, Any]]] = _read("engine_folders")["models"]
+    rows = [{**row, "format": f"{model}: {row['format']}"} for model, own in models.items() for row in own]
 
     def cell(row: dict[str, Any]) -> str:
         return "refused" if "refused" in row else f"{row['engine']:.3f} ({row['difference']:+.2%})"
@@ -398,7 +415,7 @@ PLACES = {  # page: its tables
     "README.md": (demo_table, speed_table),
     "docs/quality.md": (quality_table, small_quality_table, grid_table),
     "docs/manifest.md": (fused_table, auto_table),
-    "docs/packed.md": (decode_table, decode_formats_table),
+    "docs/packed.md": (decode_table, decode_small_table, decode_peers_table, launched_table),
     "docs/streaming.md": (streaming_table,),
     "docs/selective-precision.md": (selective_table,),
     "docs/adaptive-fp8.md": (

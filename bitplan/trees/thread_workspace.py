@@ -75,7 +75,7 @@ class TeamSpace:
         used = np.unique(features[2] // PANEL)
         data = self._data.words, self._data.firsts, used, gradients.hessians.view(np.uint8)
         tables = growth.nodes, growth.reals, growth.goes_left
-        order = growth.leaves, growth.splits, growth.counts, growth.ready
+        order = growth.leaves, growth.splits, growth.counts, growth.ready, growth.top
         packs = options[-1]
         needed = precise, packs, not packs or len(features[1]) > 0 or count > most
         if needed not in self._addresses:
@@ -112,7 +112,7 @@ class TeamSpace:
         gradients: Gradients,
         rows: tuple[Array, Array, Array],
         tables: tuple[Array, Array, Array],
-        order: tuple[Array, Array, Array, Array],
+        order: tuple[Array, Array, Array, Array, Array],
         best_first: bool,
         features: tuple[Array, Array, Array],
         options: tuple[Any, ...],
@@ -135,7 +135,7 @@ class TeamSpace:
         adding = self._data.words, entries, gradients.hessians.view(np.uint8), 1.0, 1.0, self._parts[2][0], cells
         return np.array(
             [
-                address_of(nodes_loops.take, nodes, reals, *order, best_first, 0, 0),
+                address_of(nodes_loops.take, nodes, reals, *order, best_first, 0, False, 0, 0),
                 address_of(nodes_loops.divide, *dividing, 0, 0, monotone, scales, numbers),
                 packed,
                 general,

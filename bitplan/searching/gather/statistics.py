@@ -102,6 +102,10 @@ class InputStatistics:
         tokens = self.gradient_tokens if what in (GRADIENT, LOOKUP) else self.tokens
         return None if total is None or not tokens else total / tokens
 
+    def owner(self, name: str) -> str:
+        """The weight whose `hessian` is this one's, too."""
+        return name if f"{name}.{LOOKUP}" in self.sums else self.shared.get(name, name)
+
     def hessian(self, name: str) -> Tensor | None:
         """[K, K], in any unit: what rounding minimises, for all uses of a weight together; None if no layer uses it."""
         owner = self.shared.get(name, name)

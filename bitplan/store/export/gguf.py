@@ -95,6 +95,7 @@ def prepare(request: ExportRequest) -> GGUFExport | GptOssExport:
                 for place, source in enumerate(item.sources)
             }
             evidence = evidence_for(statistics, file, numbered)
+            evidence.require_use(source for item in outgoing if not item.fmt.is_cast for source in item.sources)
             metadata |= statistics.gguf_keys if isinstance(statistics, ImatrixFile) else {}
         opened.pop_all()
         return GGUFExport(request, file, evidence, outgoing, metadata, left_out)

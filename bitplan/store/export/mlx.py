@@ -26,7 +26,7 @@ from torch import Tensor
 from bitplan.errors import StoreError
 from bitplan.formats import Encoded, Format
 from bitplan.formats.gguf.blocks import GgufBlocks
-from bitplan.plan.choose import Substitutes
+from bitplan.plan.format_choices import Substitutes
 from bitplan.store.export.folder import (
     EXPERT,
     FolderExport,
@@ -137,10 +137,10 @@ def _layer(source: FolderSource, new: str, names: Sequence[str]) -> OutputLayer:
     if fmt.name not in QUANTIZATIONS:
         why, instead = _NEAREST.get(fmt.name, ("no mode of MLX has these numbers", ", ".join(QUANTIZATIONS)))
         raise StoreError(f"{file.path}: MLX has no {fmt.name} ({first!r}): {why}; take {instead}")
-    return OutputLayer(sources, fmt, reason, _promises(new, (*count, *shape), fmt))
+    return OutputLayer(sources, fmt, reason, promises(new, (*count, *shape), fmt))
 
 
-def _promises(name: str, shape: tuple[int, ...], fmt: Format) -> tuple[Promise, ...]:
+def promises(name: str, shape: tuple[int, ...], fmt: Format) -> tuple[Promise, ...]:
     held = QUANTIZATIONS[fmt.name]
     stem, lead, columns = name.removesuffix(".weight"), shape[:-1], shape[-1]
     words = Promise(name, (*lead, columns * held.bits // 32), None, torch.uint32)

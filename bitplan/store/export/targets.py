@@ -14,9 +14,10 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from bitplan.errors import StoreError, did_you_mean
+from bitplan.formats import get_format
 from bitplan.formats.codec import NonFinite
 from bitplan.formats.scales.rules import ScaleRule
-from bitplan.plan.choose import Wanted
+from bitplan.plan.format_choices import Wanted
 
 TARGETS = {
     "gguf": "bitplan.store.export.gguf",
@@ -40,6 +41,7 @@ FORMATS = {
         *("q4_0_gguf", "q4_1_gguf", "q8_0_gguf", "mxfp4", "mxfp8_e4m3"),
     ),
 }
+_OWN_LAYOUTS = ("compressed-tensors", "mlx")  # which have more or other parts than our formats
 OnBytes = Callable[[int, str], None]
 
 
@@ -107,6 +109,15 @@ class Prepared(Protocol):
     def write(self, on_bytes: OnBytes | None = None) -> None: ...
 
     def close(self) -> None: ...
+
+
+def packed_bytes(to: str | None, fmt: str, shape: tuple[int, ...]) -> int:
+    """Bytes of a weight in a target's files: MLX has a bias beside every scale; None counts the format itself."""
+    held = get_format(fmt)
+    if to not in _OWN_LAYOUTS or held.is_cast:
+        return held.nbytes(shape)
+    promises = importlib.import_module(TARGETS[to]).promises("", shape, held)
+    return sum(promise.nbytes for promise in promises)
 
 
 def prepare_export(request: ExportRequest, to: str) -> Prepared:

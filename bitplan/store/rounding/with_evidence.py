@@ -7,7 +7,7 @@ each expert of a layer. Whoever writes a file under other names asks under both.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
@@ -47,6 +47,14 @@ class WeightEvidence:
 
     def has(self, name: str) -> bool:
         return name in self.names
+
+    def require_use(self, packed: Iterable[str]) -> None:
+        """Refuse statistics of weights none of which is packed: they would change nothing."""
+        if not any(self.has(name) for name in packed):
+            raise StoreError(
+                f"{self.file.path}: no weight that it has statistics of is packed here, so it would change nothing; "
+                "leave the evidence out, or choose a packed format"
+            )
 
     def round(
         self, name: str, numbers: Tensor, fmt: Format, *, pad: Literal["zero"] | None = None, where: str

@@ -16,7 +16,7 @@ from bitplan.kernels.base.atomics import LINE, fetch_add, join, lock, meet, read
 from bitplan.kernels.base.jit import call_at, called, compiled, inlined, run_at
 from bitplan.kernels.base.vectors import prefetch
 from bitplan.trees.loops.histogram import BINS, PANEL, ROW, unpack_cell
-from bitplan.trees.loops.nodes import LEAVES, NODE, OPEN, QUEUE, QUEUED, TAKEN, WAIT
+from bitplan.trees.loops.nodes import DROPPED, HOPELESS, QUEUED, READY, SIZE, WAIT
 from bitplan.trees.loops.rows import AHEAD
 from bitplan.trees.loops.split import (
     CHILD,
@@ -29,7 +29,6 @@ from bitplan.trees.loops.split import (
     ROWS,
     SLOT,
     START,
-    STATE,
     STOP,
 )
 
@@ -42,10 +41,9 @@ NARROW, NARROW_ROWS, SHARED_ROWS, CELLS, WIDE_FROM = range(5)
 # Places in `kernels`, addresses of what is compiled apart; from the last on, the loop that adds rows to each panel.
 TAKE, DIVIDE, JUDGE_PACKED, JUDGE, ADDERS = range(5)
 # Places in `counts`, behind those of `nodes`: free slots for narrow cells; the next, for wide ones.
-FREE = 5
+FREE = 8
 WIDE = 3  # words
 LEAST_ROWS = 2048  # of a thread's part of a histogram
-ALL_ROWS = 2**62
 U = np.uint64
 
 
@@ -194,25 +192,11 @@ def _slot_for(counts, free, rows, sizes):  # type: ignore[no-untyped-def]
     return free[kind, counts[FREE + kind]]
 
 
-@called
-def _drop_hopeless(nodes, leaves, counts, free, sizes):  # type: ignore[no-untyped-def]
-    """Leaves that are behind as many others as the tree has room for are never split: their histograms are free.
-
-    Half of all leaves at most wait with one, so this halves the memory of the pool.
-    """
-    queued, room, stay = counts[QUEUED], leaves.shape[0] - counts[LEAVES], np.int64(0)
-    if queued <= room:
-        return
-    for place in range(queued):
-        leaf = leaves[place, QUEUE]
-        node = leaves[leaf, NODE]
-        if place < queued - room and nodes[node, STATE] == OPEN:
-            nodes[node, STATE] = TAKEN  # nobody takes it any more
-            _free(counts, free, nodes[node, SLOT], sizes)
-        else:
-            leaves[stay, QUEUE] = leaf
-            stay += 1
-    counts[QUEUED] = stay
+@inlined
+def _free_hopeless(nodes, ready, counts, free, sizes):  # type: ignore[no-untyped-def]
+    """Leaves that the tree has no room for are never split: their histograms are free."""
+    for place in range(counts[DROPPED]):
+        _free(counts, free, nodes[ready[place, HOPELESS], SLOT], sizes)
 
 
 @called
@@ -325,7 +309,7 @@ def grow_tree(  # type: ignore[no-untyped-def]
     if not join(sync, MEETING, team, CALLED_OFF):
         return
     nodes, reals, goes_left = tables
-    leaves, splits, counts, ready = order
+    leaves, splits, counts, ready, top = order
     entries, spare, columns = work
     narrow_parts, wide_parts, pairs = parts
     scales, rules = options[1], options[2]
@@ -386,7 +370,8 @@ def grow_tree(  # type: ignore[no-untyped-def]
                     if not _merge_parts(team, node, side, tables, own):
                         _free(counts, free, nodes[node, SLOT], sizes)
             if is_root:
-                counts[QUEUED] = np.int64(reals[0, GAIN] > 0.0)
+                counts[QUEUED] = counts[READY] = np.int64(reals[0, GAIN] > 0.0)
+                ready[0, SIZE] = nodes[0, STOP]
         meet(sync, MEETING, team)
         # A leaf for each thread, until the next one is for all. The first has just expanded one, with the others.
         node, slot, unused = np.int64(-1), np.int64(-1), np.int64(0)
@@ -401,9 +386,9 @@ def grow_tree(  # type: ignore[no-untyped-def]
                 if unused & 2:
                     _free(counts, free, nodes[node, SLOT], sizes)
                 fetch_add(sync, CHANGES, 1)
-            queue = nodes, reals, leaves, splits, counts, ready, best_first
-            node = call_at(kernels[TAKE], (*queue, sizes[SHARED_ROWS], node))
-            _drop_hopeless(nodes, leaves, counts, free, sizes)
+            queue = nodes, reals, leaves, splits, counts, ready, top, best_first
+            node = call_at(kernels[TAKE], (*queue, sizes[SHARED_ROWS], False, team, node))
+            _free_hopeless(nodes, ready, counts, free, sizes)
             if node >= 0:
                 slot = _slot_for(counts, free, np.int64(0), sizes)
             seen = read(sync, CHANGES)
@@ -419,8 +404,9 @@ def grow_tree(  # type: ignore[no-untyped-def]
             )  # fmt: skip
         meet(sync, MEETING, team)
         if me == 0:
-            queue = nodes, reals, leaves, splits, counts, ready, best_first
-            sync[CHOSEN] = call_at(kernels[TAKE], (*queue, np.int64(ALL_ROWS), np.int64(-1)))
+            queue = nodes, reals, leaves, splits, counts, ready, top, best_first
+            sync[CHOSEN] = call_at(kernels[TAKE], (*queue, sizes[SHARED_ROWS], True, team, np.int64(-1)))
+            _free_hopeless(nodes, ready, counts, free, sizes)
         meet(sync, MEETING, team)
         chosen = sync[CHOSEN]
         if chosen < 0:

@@ -1,7 +1,7 @@
 """What the estimators share: settings, how tables are read, how `fit` boosts.
 
 Parameters are checked when `fit` is called, by name; fitted state ends in an underscore. `n_jobs` says how many threads
-`fit` and predictions use, and changes no result.
+`fit` and predictions use, `device` where trees grow; neither changes a result.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import numpy as np
 from sklearn.utils.validation import validate_data  # type: ignore[import-untyped]
 
 from bitplan.kernels.base.jit import use_threads
-from bitplan.trees.boost import Booster, BoostSettings, EvalSet, Rows, boost
+from bitplan.trees.boost import DEVICES, Booster, BoostSettings, EvalSet, Rows, boost
 from bitplan.trees.checks import (
     number,
     one_of,
@@ -81,6 +81,7 @@ class BoostedTreesBase(FittedTrees):
     validation_fraction: float
     warm_start: bool
     random_state: Any
+    device: str
     verbose: bool
 
     def _set(self, given: Mapping[str, Any]) -> None:
@@ -262,6 +263,7 @@ class BoostedTreesBase(FittedTrees):
             column_share=number("colsample", self.colsample, 0, 1, above=True),
             seed=seed_of(self.random_state),
             patience=None if patience is None else whole_number("early_stopping_rounds", patience, 1),
+            device=one_of("device", self.device, DEVICES),
         )
 
     def _check_parameters(self, features: int) -> None:

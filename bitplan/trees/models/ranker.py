@@ -57,6 +57,7 @@ class BoostedTreesRanker(BoostedTreesBase):
         warm_start: bool = False,
         random_state: Any = 0,
         n_jobs: int | None = None,
+        device: str = "cpu",
         verbose: bool = False,
     ) -> None:
         self._set(locals())

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -104,3 +106,23 @@ def test_torchao(tmp_path: Path) -> None:
     tensors, metadata = flatten_tensor_state_dict(state)
     write(tmp_path, tensors, {"quant_method": "torchao"}, {"format": "pt", **metadata})
     check(tmp_path, {name: one.dequantize() for name, one in state.items()}, exact=False)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
+def test_mlx(tmp_path: Path, dtype: str) -> None:
+    """Every mode of MLX's own quantizer; without metadata it writes null there."""
+    mx = pytest.importorskip("mlx.core")
+    modes = [("affine", bits, group) for bits, group in ((2, 64), (3, 32), (4, 64), (5, 32), (6, 128), (8, 64))]
+    said: dict[str, Any] = {"group_size": 64, "bits": 4, "mode": "affine"}
+    tensors, expected = {}, {}
+    for mode, bits, group in [*modes, ("mxfp4", 4, 32), ("mxfp8", 8, 32), ("nvfp4", 4, 16)]:
+        name, how = f"{mode}{bits}", {"group_size": group, "bits": bits, "mode": mode}
+        weight = mx.random.normal((16, 256), key=mx.random.key(bits)).astype(getattr(mx, dtype))
+        parts = mx.quantize(weight, **how)
+        tensors |= {f"{name}.{part}": one for part, one in zip(("weight", "scales", "biases"), parts, strict=False)}
+        said[name] = how
+        wide = [parts[0], *(one.astype(mx.float32) for one in parts[1:])] if mode == "affine" else parts
+        expected[f"{name}.weight"] = torch.from_numpy(np.array(mx.dequantize(*wide, **how, dtype=mx.float32)))
+    mx.save_safetensors(str(tmp_path / "model.safetensors"), tensors)
+    (tmp_path / "config.json").write_text(json.dumps({"quantization": said, "quantization_config": said}))
+    check(tmp_path, expected)

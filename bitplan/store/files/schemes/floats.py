@@ -62,9 +62,19 @@ def fp8_weight(
 
 
 def fp4_weight(
-    folder: QuantizedFolder, name: str, codes: str, scales: str, base: str | None, beside: tuple[str, ...] = ()
+    folder: QuantizedFolder,
+    name: str,
+    codes: str,
+    scales: str,
+    base: str | None,
+    beside: tuple[str, ...] = (),
+    *,
+    base_divides: bool = True,
 ) -> SchemeWeight:
-    """E2M1 codes, two to a byte, with scales of 32 as exponents, or of 16 in E4M3 with one factor for the tensor."""
+    """E2M1 codes, two to a byte, with scales of 32 as exponents, or of 16 in E4M3 with one factor for the tensor.
+
+    base_divides   the file has the factor's reciprocal
+    """
     data = folder.part(codes, ("uint8",), (None, None), of=name)
     shape = rows, cols = data.shape[0], 2 * data.shape[1]
     fmt, dtype, block = ("mxfp4", "uint8", 32) if base is None else ("nvfp4", "float8_e4m3fn", 16)
@@ -75,12 +85,16 @@ def fp4_weight(
     if base is not None:
         if math.prod(folder.part(base, ("float32",), of=name).shape) != 1:
             folder.stop(name, f"{base!r} must be one number")
-        reason, parts = f"{reason}; its factor is 1 / {base.rpartition('.')[2]}, rounded to float32", [*parts, base]
-    read = functools.partial(_keep, folder, fmt, codes, scales, base)
+        parts = [*parts, base]
+        if base_divides:
+            reason += f"; its factor is 1 / {base.rpartition('.')[2]}, rounded to float32"
+    read = functools.partial(_keep, folder, fmt, codes, scales, base, base_divides)
     return SchemeWeight(name, shape, (*parts, *beside), fmt, fmt, folder.dtype_name, reason, read)
 
 
-def _keep(folder: QuantizedFolder, fmt: str, codes: str, scales: str, base: str | None = None) -> Encoded:
+def _keep(
+    folder: QuantizedFolder, fmt: str, codes: str, scales: str, base: str | None = None, base_divides: bool = False
+) -> Encoded:
     from bitplan.formats import Encoded
 
     ours, data = get_format(fmt), folder.read(codes)
@@ -89,7 +103,9 @@ def _keep(folder: QuantizedFolder, fmt: str, codes: str, scales: str, base: str 
     stored = folder.read(scales).to(dtype)
     if stored.numel() == 1:
         stored = stored.reshape(()).expand(size).contiguous()
-    factor = None if base is None else 1 / folder.read(base).reshape(())
+    factor = None if base is None else folder.read(base).reshape(())
+    if factor is not None and base_divides:
+        factor = factor.reciprocal()
     return Encoded(ours, shape, data, stored.reshape(size), factor)
 
 

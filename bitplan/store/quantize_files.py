@@ -22,7 +22,7 @@ from bitplan.formats.quantization_error import ErrorReport, error_report, sample
 from bitplan.formats.scales.rules import ScaleRule
 from bitplan.kernels import encode
 from bitplan.plan import Plan
-from bitplan.plan.choose import Wanted
+from bitplan.plan.format_choices import Wanted
 from bitplan.plan.names import listed
 from bitplan.store.files.headers import plan_for_file
 from bitplan.store.files.open_files import container_for, open_tensors, require_container
@@ -191,6 +191,8 @@ def quantize_file(
             )
         plan.require_whole(str(source))
         known = None if statistics is None else evidence_for(statistics, file)
+        if known is not None:
+            known.require_use(name for name in file.specs if not get_format(plan[name].format).is_cast)
         options = QuantizeOptions(plan, scale_rule, plan.pad, nonfinite, known)
         report.notes += [] if known is None else known.notes
         inputs = [*file.files, *([] if statistics is None else [statistics.path])]
