@@ -10,6 +10,7 @@ if TYPE_CHECKING:
         Fp8LayerError as Fp8LayerError,
         Fp8UnavailableError as Fp8UnavailableError,
     )
+    from bitplan.runtime.fp8.layers.linear import gather_weights_in_fp8 as gather_weights_in_fp8
     from bitplan.runtime.packed.apply_plan import ApplyError as ApplyError, apply_plan as apply_plan
     from bitplan.runtime.packed.checkpoints.load import load_packed as load_packed
     from bitplan.runtime.packed.checkpoints.save import save_packed as save_packed

@@ -31,7 +31,7 @@ from bitplan.trees.tree_tables import Growth
 
 WAVE = 32  # nodes at most
 BLOCK = 1024  # rows that are partitioned together
-PROGRAMS_A_PROCESSOR = 6  # 32 KiB of shared memory each
+ADDERS, PARTERS = 2, 6  # programs on each processor: of 512 threads and 64 registers; of 256 threads
 FAR_AWAY = 2**62
 
 
@@ -89,11 +89,11 @@ class CudaTreeGrower(TreeGrower):
             kernels.lay_out[(triton.cdiv(rows, BLOCK),)](numbers, part, rows, WIDTH=width, BLOCK=BLOCK, num_warps=4)
         return panels
 
-    @property
-    def _programs(self) -> int:
+    def _programs(self, of_each: int) -> int:
+        """Of a grid that fills the card."""
         if self._device.type != "cuda":
             return 2
-        return PROGRAMS_A_PROCESSOR * torch.cuda.get_device_properties(self._device).multi_processor_count
+        return of_each * int(torch.cuda.get_device_properties(self._device).multi_processor_count)
 
     def _prepare(self) -> WaveSteps:
         features, wave = self._features, self._wave
@@ -102,14 +102,14 @@ class CudaTreeGrower(TreeGrower):
         shared = {"SHARED": kernels.HAS_SHARED_ATOMICS, "TILE": kernels.TILE, "TILES": kernels.TILES}
         return WaveSteps(
             PreparedLaunch(
-                kernels.part_rows, (self._programs,), sizes, {**common, "K": wave, "BLOCK": BLOCK}, num_warps=8
+                kernels.part_rows, (self._programs(PARTERS),), sizes, {**common, "K": wave, "BLOCK": BLOCK}, num_warps=8
             ),
             PreparedLaunch(
                 kernels.add_rows,
-                (self._programs,),
+                (self._programs(ADDERS),),
                 sizes,
                 {**common, "IN_GROUPS": self._groups, "K": wave, **shared},
-                num_warps=8,
+                num_warps=16,
             ),
             PreparedLaunch(
                 kernels.judge_features,
@@ -263,7 +263,7 @@ class CudaTreeGrower(TreeGrower):
         """Launch the steps of a wave and wait for its result; `rows` are those of each histogram to be summed."""
         table = self._host_table.numpy()
         chunk = kernels.TILE * kernels.TILES
-        length = max(-(-int(rows.sum()) * self._groups // (self._programs * chunk)), 1) * chunk
+        length = max(-(-int(rows.sum()) * self._groups // (self.steps.add_rows.grid[0] * chunk)), 1) * chunk
         segments = -(-rows // length)
         table[: len(rows), kernels.FIRST_SEGMENT] = np.cumsum(segments) - segments
         table[-1, kernels.SEGMENTS], table[-1, kernels.SEGMENT_ROWS] = segments.sum(), length
@@ -322,7 +322,7 @@ class CudaTreeGrower(TreeGrower):
         """Run a kernel over the rows of the last tree's leaves."""
         parts = self._parts
         sizes = {"PARTS": len(parts), "BLOCK": BLOCK, "num_warps": 8, "enable_fp_fusion": False}
-        kernel[(self._programs,)](parts, self._sides, *pointers, self._count, self._blocks, **sizes)
+        kernel[(self._programs(PARTERS),)](parts, self._sides, *pointers, self._count, self._blocks, **sizes)
 
     def _collect(self, rows: int) -> None:
         """Entries of all leaves to the host, where each node's range has its rows."""

@@ -26,7 +26,7 @@ BINS = 256
 GROUP_BYTES = 16
 CELL_SHIFT = 28  # rows of a tree are fewer than 2^28, and 2^35 / 127 is more than that
 MOST_ROWS = 2**CELL_SHIFT - 1
-TILE, TILES = 256, 15  # rows of a tile; tiles until the 12 bits of a row count are full
+TILE, TILES = 512, 7  # rows of a tile; tiles until the 12 bits of a row count are full
 COLUMNS = 16
 # Columns of a node's row of `table`
 START, STOP, SIDE, FEATURE, BIN, MISSING_LEFT, FIRST_BLOCK = range(7)
@@ -186,14 +186,13 @@ def _take_shared(address):
 
 
 @triton.jit
-def _load_row(entries_ptr, panels_ptr, at, inside, first_row, WIDTH: tl.constexpr):
-    """(entry, eight bins, eight more, the first one's feature) of each row; bins as words of 64 bits."""
-    entry = tl.load(entries_ptr + at, mask=inside, other=0)
+def _load_bins(panels_ptr, entry, first_row, WIDTH: tl.constexpr):
+    """(eight bins, eight more, the first one's feature) of each row; bins as words of 64 bits."""
     row = entry & _ROW
     word = panels_ptr + (first_row + row) * 2
     early = tl.load(word)
     late = tl.load(word + 1) if WIDTH > 8 else early
-    return entry, early, late, (row.to(tl.int32) % WIDTH)
+    return early, late, (row.to(tl.int32) % WIDTH)
 
 
 @triton.jit
@@ -234,21 +233,35 @@ def add_rows(
         if SHARED:
             grads = tl.zeros([SHARED_CELLS], tl.int32)
             counts = tl.zeros([SHARED_CELLS], tl.int32)
-            for chunk in range(start, stop, TILE * TILES):
-                for tile in range(chunk, tl.minimum(chunk + TILE * TILES, stop), TILE):
-                    inside = tile + within < stop
-                    entry, early, late, feature = _load_row(source, panels_ptr, tile + within, inside, first_row, WIDTH)
-                    both = tl.where(inside, ((entry >> 48) << 12).to(tl.int32) + 1, 0)
-                    hess = (entry >> 32).to(tl.int32) & 0xFFFF  # 0 outside
-                    for byte in tl.static_range(WIDTH):
-                        bin_ = ((early if byte < 8 else late) >> (byte % 8 * 8)).to(tl.int32) & 255
-                        _add_shared(base + (feature * _BINS + bin_) * 4, both, hess)
-                        feature = tl.where(feature == WIDTH - 1, 0, feature + 1)
-                tl.debug_barrier()
-                packed = _take_shared(address)
-                grads += packed >> 12
-                counts += packed & 4095
-                tl.debug_barrier()
+            since = 0
+            at = start + within
+            entry = tl.load(source + at, mask=at < stop, other=0)
+            following = tl.load(source + at + TILE, mask=at + TILE < stop, other=0)
+            early, late, feature = _load_bins(panels_ptr, entry, first_row, WIDTH)
+            for tile in range(start, stop, TILE):
+                both = tl.where(tile + within < stop, ((entry >> 48) << 12).to(tl.int32) + 1, 0)
+                hess = (entry >> 32).to(tl.int32) & 0xFFFF  # 0 outside
+                now_early, now_late, now_feature = early, late, feature
+                # While these rows are added, the bins of the next are on their way, and the entries after those.
+                entry, ahead = following, tile + 2 * TILE + within
+                early, late, feature = _load_bins(panels_ptr, entry, first_row, WIDTH)
+                following = tl.load(source + ahead, mask=ahead < stop, other=0)
+                for byte in tl.static_range(WIDTH):
+                    bin_ = ((now_early if byte < 8 else now_late) >> (byte % 8 * 8)).to(tl.int32) & 255
+                    _add_shared(base + (now_feature * _BINS + bin_) * 4, both, hess)
+                    now_feature = tl.where(now_feature == WIDTH - 1, 0, now_feature + 1)
+                since += 1
+                if since == TILES:
+                    since = 0
+                    tl.debug_barrier()
+                    packed = _take_shared(address)
+                    grads += packed >> 12
+                    counts += packed & 4095
+                    tl.debug_barrier()
+            tl.debug_barrier()
+            packed = _take_shared(address)
+            grads += packed >> 12
+            counts += packed & 4095
             hess = _take_shared(address + 4 * SHARED_CELLS)
             tl.debug_barrier()
             used = (counts > 0) & (place // _BINS < width)
@@ -258,7 +271,8 @@ def add_rows(
         else:
             for tile in range(start, stop, TILE):
                 inside = tile + within < stop
-                entry, early, late, feature = _load_row(source, panels_ptr, tile + within, inside, first_row, WIDTH)
+                entry = tl.load(source + tile + within, mask=inside, other=0)
+                early, late, feature = _load_bins(panels_ptr, entry, first_row, WIDTH)
                 both = ((entry >> 48) << _SHIFT) + 1
                 hess = (entry >> 32) & 0xFFFF
                 for byte in tl.static_range(WIDTH):

@@ -45,8 +45,8 @@ class CudaScores:
         count, outputs = scores.shape
         check_memory(device, count, grower.features, count * (16 * outputs + (8 if len(weights) else 0) + 8))
         self._scores = torch.from_numpy(np.ascontiguousarray(scores.T)).to(device)
-        self._y_there = torch.from_numpy(y).to(device).to(torch.float64)
-        self._weights_there = torch.from_numpy(weights).to(device).to(torch.float64) if len(weights) else self._y_there
+        self._y_there = self._there(y.astype(np.float64))
+        self._weights_there = self._there(weights.astype(np.float64)) if len(weights) else self._y_there
         self._grads = torch.empty((outputs, count), dtype=torch.float32, device=device)
         self._hess = torch.empty_like(self._grads)
         self._doubtful = torch.zeros(1 + kernels.DOUBTFUL, dtype=torch.int64, device=device)

@@ -42,7 +42,7 @@ def build(kernel, warps, **constants):
 
 
 shared = dict(IN_GROUPS=2, K=32, SHARED=True, TILE=kernels.TILE, TILES=kernels.TILES)
-ptx = build(kernels.add_rows, 8, WIDTH=14, **shared)
+ptx = build(kernels.add_rows, 16, WIDTH=14, **shared)
 assert ptx.count("red.shared.add.u32") == 2 * 14, "two atomics a bin"
 assert ".local" not in ptx
 ptx = build(kernels.judge_features, 2, K=32, HAS_L1=False)

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from bitplan.formats import Encoded, Format
 
 NAMES = "tensor_names"
-_ACTIVATIONS = ("act_quant_scale", "act_quant_zero_point")
+_ACTIVATIONS = ("act_quant_scale", "act_quant_zero_point", "act_per_tensor_scale")
 
 
 def list_weights(folder: QuantizedFolder) -> Iterator[SchemeWeight]:
@@ -74,7 +74,9 @@ def _weight(folder: QuantizedFolder, name: str, said: Mapping[str, Any]) -> Sche
         folder.refuse(f"{name!r} is a {kind[:60]} of torchao")
     if kind == "NVFP4Tensor":
         base = f"{prefix}per_tensor_scale"
-        return fp4_weight(folder, name, f"{prefix}qdata", f"{prefix}scale", base, beside, base_divides=False)
+        factor = base if base in folder.checkpoint.tensors else None
+        parts = f"{prefix}qdata", f"{prefix}scale", factor, beside
+        return fp4_weight(folder, name, *parts, fmt="nvfp4", base_divides=False)
     return _microscaling(folder, name, prefix, beside)
 
 

@@ -74,14 +74,16 @@ def _train_as_one(rank):
         assert counts == {"cast": 2 * (step + 1), "all_reduce": 2 + step}
     model[0].unshard()
     gathered = model[0][0].weight
-    assert gathered.codes.dtype == torch.uint8 and gathered.codes.shape == (64, 32)  # one byte a number was sent
+    assert gathered.codes.dtype == torch.uint8
+    assert gathered.codes.shape == (64, 32)
     model[0].reshard()
 
     whole = checkpoints.get_model_state_dict(model, options=checkpoints.StateDictOptions(full_state_dict=True))
     own = model.state_dict()
     for name, expected in one.state_dict().items():
         assert type(own[name]._local_tensor) is torch.Tensor
-        assert type(whole[name]) is torch.Tensor and whole[name].dtype == torch.float32
+        assert type(whole[name]) is torch.Tensor
+        assert whole[name].dtype == torch.float32
         assert torch.allclose(whole[name], expected, rtol=1e-5, atol=1e-7), name
 
     fresh = make_model(seed=1)
@@ -116,7 +118,8 @@ def _second_axis():
 def test_other_recipes_cross_as_they_are_and_are_named():
     model = make_model(recipe="rowwise")
     left = gather_weights_in_fp8(model)
-    assert list(left) == ["0.0", "1.0"] and "only tensorwise has one scale" in left["0.0"]
+    assert list(left) == ["0.0", "1.0"]
+    assert "only tensorwise has one scale" in left["0.0"]
     assert not any(layer.reuse_weight_cast for layer in model.modules() if isinstance(layer, Fp8Linear))
     with pytest.raises(Fp8LayerError, match="has no FP8 layers; call apply_fp8 first"):
         gather_weights_in_fp8(nn.Linear(2, 2))
