@@ -24,11 +24,11 @@ from bitplan.searching.gather.searched_model import SearchSubject
 from bitplan.searching.gather.statistics import BETWEEN, COUNTS, GRADIENT, INPUTS, LOOKUP, InputStatistics
 from bitplan.store.files.open_files import write_tensors
 from bitplan.store.files.tensor_file import Promise
-from bitplan.store.rounding.input_statistics import weight_digest
+from bitplan.store.rounding.input_statistics import TOKENS_PER_OUTPUT, weight_digest
 
 AT_ONCE = 4096  # tokens between two saves
 GRADIENT_TOKENS = 16384  # gradients are of the first so many
-MOST_OUTPUTS = 4096  # of a layer whose outputs' gradients are taken together: as a matrix of 64 MiB
+MOST_OUTPUTS = GRADIENT_TOKENS // TOKENS_PER_OUTPUT  # of a layer whose outputs' gradients are taken together
 BATCH = 2048  # tokens in one call of a block
 SEED = 0
 _MATRICES = (f".{INPUTS}", f".{BETWEEN}")

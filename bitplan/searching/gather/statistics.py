@@ -32,6 +32,7 @@ from bitplan.store.rounding.input_statistics import (
     MOMENTS,
     OUTPUTS,
     SHARED,
+    TOKENS_PER_OUTPUT,
     WEIGHTS,
     EvidenceFile,
     write_evidence,
@@ -117,8 +118,9 @@ class InputStatistics:
         return inputs * float(gradient.mean()) + torch.diag(lookup) * (self.tokens / len(counts))
 
     def outputs(self, name: str) -> Tensor | None:
-        """[N, N], in any unit: how much the loss minds changes of outputs together; None where it was not gathered."""
-        return self.sums.get(f"{name}.{BETWEEN}")
+        """[N, N], in any unit: how much the loss minds changes of outputs together; None where that is not known."""
+        found = self.sums.get(f"{name}.{BETWEEN}")
+        return found if found is not None and self.gradient_tokens >= TOKENS_PER_OUTPUT * len(found) else None
 
     def moments(self, name: str) -> Tensor | None:
         """[K], in any unit: how much each column of what is looked up counts; None for weights of layers."""
@@ -147,7 +149,7 @@ class InputStatistics:
         with write_evidence(folder / EVIDENCE, parts, facts | shared | weights) as evidence:
             for key in parts:
                 name, _, what = key.rpartition(".")
-                part = {HESSIAN: self.hessian, MOMENTS: self.moments, OUTPUTS: self.outputs}[f".{what}"](name)
+                part = self._part(name, f".{what}")
                 assert part is not None
                 evidence.write(key, part.float().cpu())
         rest = [key for key in keys if not self._is_in_evidence(key)]
@@ -162,6 +164,11 @@ class InputStatistics:
                 part = self.sums.get(key)
                 assert part is not None
                 writer.write(key, part.float().cpu())
+
+    def _part(self, name: str, what: str) -> Tensor | None:
+        if what == OUTPUTS:  # all of it, however few tokens it is of yet
+            return self.sums.get(f"{name}.{BETWEEN}")
+        return self.hessian(name) if what == HESSIAN else self.moments(name)
 
     def columns(self, name: str) -> int:
         """The columns of a weight, from the sums of its inputs or of what it looks up."""
