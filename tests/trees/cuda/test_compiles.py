@@ -64,6 +64,7 @@ if sys.argv[1] == "all":
     rounding = dict(MOST_GRAD=127, MOST_HESS=255, STOCHASTIC=True, ALL=True, BLOCK=1024)
     assert "fma.rn.f64" not in build(score_kernels.enter_floats, 4, **rounding)
     build(score_kernels.walk_rows, 4, WIDTH=14, BLOCK=1024)
+    build(score_kernels.find_largest, 4, BLOCK=1024)
 """
 
 
