@@ -9,7 +9,7 @@ lie before they are moved.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -20,8 +20,9 @@ from bitplan.kernels.base.launch import PreparedLaunch
 from bitplan.trees.binning import BinnedRows, Bins
 from bitplan.trees.cuda import columns as there
 from bitplan.trees.cuda import kernels, waves
+from bitplan.trees.cuda.binning import CudaBins, copy_bins
 from bitplan.trees.cuda.gradients import CudaGradients
-from bitplan.trees.cuda.limits import check_memory, find_device, table_bytes
+from bitplan.trees.cuda.limits import check_memory, table_bytes
 from bitplan.trees.cuda.score_kernels import PARTS_COLUMNS, collect_rows
 from bitplan.trees.distributed.shards import ALONE, Shards
 from bitplan.trees.gradients import Array, GradientPrecision, Gradients
@@ -32,7 +33,8 @@ from bitplan.trees.tree_tables import Growth
 
 WAVE = 32  # nodes at most
 BLOCK = 1024  # rows that are partitioned together
-ADDERS, PARTERS = 2, 6  # programs on each processor: of 512 threads and 64 registers; of 256 threads
+ADDERS, PARTERS = 2, 6  # programs on each processor: of 512 threads and 64 registers; of PART_WARPS
+PART_WARPS = 8
 
 
 @dataclass
@@ -48,18 +50,17 @@ class WaveSteps:
 class CudaTreeGrower(TreeGrower):
     """Grows trees on rows that stay on the GPU."""
 
-    def __init__(self, data: BinnedRows, bins: Bins, rules: GrowthRules, shards: Shards = ALONE) -> None:
-        super().__init__(data, bins, rules, shards)
-        self._device = device = find_device()
-        self._count, self._features = data.rows, len(bins.edges)
-        self._groups = -(-self._features // kernels.GROUP_BYTES)
-        self._width = -(-self._features // self._groups)
+    def __init__(self, data: BinnedRows | CudaBins, bins: Bins, rules: GrowthRules, shards: Shards = ALONE) -> None:
+        super().__init__(cast(BinnedRows, data), bins, rules, shards)
+        there_already = data if isinstance(data, CudaBins) else copy_bins(data)
+        self._panels, self._device = there_already.panels, there_already.device
+        self._groups, self._width = there_already.groups, there_already.width
+        self._count, self._features, device = data.rows, len(bins.edges), self._device
         leaves = min(rules.max_leaves, max(data.rows, 1))
         self._wave = min(WAVE, triton.next_power_of_2(leaves))
         self._slots = 2 * leaves + 2
-        needed = table_bytes(data.rows, self._groups, self._features, self._slots)
+        needed = table_bytes(data.rows, self._features, self._slots)
         check_memory(device, data.rows, self._features, needed)
-        self._panels = self._lay_out(data)
         self._sides = self._empty(2 * data.rows, torch.int64)
         self._pool = self._empty(self._slots * self._features * 2 * kernels.BINS, torch.int64)
         self._gains = self._empty(2 * self._wave * self._features, torch.float64)
@@ -77,20 +78,6 @@ class CudaTreeGrower(TreeGrower):
     def _empty(self, size: int, kind: torch.dtype) -> Tensor:
         return torch.empty(size, dtype=kind, device=self._device)
 
-    def _lay_out(self, data: BinnedRows) -> Tensor:
-        """Bins in groups of features, a group's 16 bytes of a row together."""
-        rows, width = data.rows, self._width
-        panels = self._empty(self._groups * rows * kernels.GROUP_BYTES, torch.uint8)
-        for group in range(self._groups):
-            columns = torch.from_numpy(data.columns[group * width : (group + 1) * width])
-            numbers = self._empty(width * rows, torch.uint8).view(width, rows)
-            numbers[: len(columns)] = columns.to(self._device)
-            if len(columns) < width:  # of no feature: over all bins, so that no atomics wait for each other
-                numbers[len(columns) :] = torch.arange(rows, device=self._device) & 255
-            part = panels[group * rows * kernels.GROUP_BYTES :]
-            kernels.lay_out[(triton.cdiv(rows, BLOCK),)](numbers, part, rows, WIDTH=width, BLOCK=BLOCK, num_warps=4)
-        return panels
-
     def _programs(self, of_each: int) -> int:
         """Of a grid that fills the card."""
         if self._device.type != "cuda":
@@ -104,7 +91,11 @@ class CudaTreeGrower(TreeGrower):
         shared = {"SHARED": kernels.HAS_SHARED_ATOMICS, "TILE": kernels.TILE, "TILES": kernels.TILES}
         return WaveSteps(
             PreparedLaunch(
-                kernels.part_rows, (self._programs(PARTERS),), sizes, {**common, "K": wave, "BLOCK": BLOCK}, num_warps=8
+                kernels.part_rows,
+                (self._programs(PARTERS),),
+                sizes,
+                {**common, "K": wave, "BLOCK": BLOCK},
+                num_warps=PART_WARPS,
             ),
             PreparedLaunch(
                 kernels.add_rows,
@@ -222,7 +213,7 @@ class CudaTreeGrower(TreeGrower):
         tables = growth.nodes, growth.reals, growth.leaves, growth.splits, growth.counts, growth.ready, growth.top
         wave = np.zeros((self._wave, 2), np.int64)
         result, table = self._host_result.numpy(), self._host_table.numpy()
-        space = self._space, self._data.columns, self._spare
+        space = np.empty(0, np.uint64), np.empty((0, 0), np.uint8), np.empty(0, np.uint64)  # rows are moved on the card
         done = 0
         while True:
             done = waves.next_wave(

@@ -70,7 +70,7 @@ def lay_out(columns_ptr, bins_ptr, rows, WIDTH: tl.constexpr, BLOCK: tl.constexp
 @triton.jit
 def byte_of(place, row, WIDTH: tl.constexpr):
     """Where a row has the bin of a feature of its group."""
-    byte = place - (row % WIDTH).to(tl.int32)
+    byte = place - row.to(tl.int32) % WIDTH
     return tl.where(byte < 0, byte + WIDTH, byte)
 
 
