@@ -2,8 +2,8 @@
 
 Each format of each target is exported and run by the library, which must give what the model gives here with the same
 weights decoded by us. `--model` takes a real model and scores perplexity over the second half of each window; so does
-`--gguf` with a GGUF file, in fewer formats and as it is. `--families` takes a tiny model of every family with random
-weights and compares logits. What a library refuses is a row with its own words.
+`--gguf` with a GGUF file: as it is, and in a few formats by way of a plain float32 folder. `--families` takes a tiny
+model of every family with random weights and compares logits. What a library refuses is a row with its own words.
 
 python benchmarks/engine_folders.py --families --model FOLDER --gguf FILE --text TEXT
 """
@@ -29,6 +29,7 @@ from bitplan.formats import decode, encode, get_format
 from bitplan.runtime.causal_lm import load_causal_lm
 from bitplan.store.export import compressed_tensors, mlx, torchao
 from bitplan.store.export.targets import ExportReport, export_model
+from bitplan.store.files.headers import is_gguf
 from bitplan.store.models.transformers_names import silence_transformers
 
 CONTEXT = {"compressed-tensors": 128, "mlx": 32, "torchao": 128, "hf": 128}  # MLX is slow on a CPU
@@ -118,24 +119,33 @@ def perplexity(logits: Logits, windows: Sequence[Tensor]) -> float:
 def run_model(source: Path, text: str, windows: int, formats: Mapping[str, Sequence[str]]) -> list[dict[str, Any]]:
     ids = load_causal_lm(source).encode(text)
     rows = []
-    for target, names in formats.items():
-        own_windows = ids[: windows * CONTEXT[target]].split(CONTEXT[target])
-        for fmt in names:
-            with tempfile.TemporaryDirectory() as place:
-                output = Path(place) / "out"
-                row: dict[str, Any] = {"target": target, "format": fmt}
-                try:
-                    report = export_model(source, output, target, {} if fmt == AS_IT_IS else fmt)
-                    theirs = perplexity(engine(target, output, fmt), own_windows)
-                except (BitplanError, ValueError, RuntimeError, ImportError) as error:
-                    row["refused"] = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
-                else:
-                    own = perplexity(ours(source, report, computes(target, fmt, output)), own_windows)
-                    row |= {"bytes": report.nbytes, "engine": round(theirs, 4), "bitplan": round(own, 4)}
-                    row["difference"] = round(theirs / own - 1, 6)
-            rows.append(row)
-            print(json.dumps(row), flush=True)
+    with tempfile.TemporaryDirectory() as place:
+        plain = source
+        if is_gguf(source):  # it names no type to compute in: in float32 a library's differences are not bfloat16's
+            plain = Path(place) / "plain"
+            export_model(source, plain, "hf", "float32")
+        for target, names in formats.items():
+            own_windows = ids[: windows * CONTEXT[target]].split(CONTEXT[target])
+            for fmt in names:
+                rows.append(run_format(source if fmt == AS_IT_IS else plain, target, fmt, own_windows))
+                print(json.dumps(rows[-1]), flush=True)
     return rows
+
+
+def run_format(source: Path, target: str, fmt: str, windows: Sequence[Tensor]) -> dict[str, Any]:
+    row: dict[str, Any] = {"target": target, "format": fmt}
+    with tempfile.TemporaryDirectory() as place:
+        output = Path(place) / "out"
+        try:
+            report = export_model(source, output, target, {} if fmt == AS_IT_IS else fmt)
+            theirs = perplexity(engine(target, output, fmt), windows)
+        except (BitplanError, ValueError, RuntimeError, ImportError) as error:
+            row["refused"] = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+        else:
+            own = perplexity(ours(source, report, computes(target, fmt, output)), windows)
+            row |= {"bytes": report.nbytes, "engine": round(theirs, 4), "bitplan": round(own, 4)}
+            row["difference"] = round(theirs / own - 1, 6)
+    return row
 
 
 def run_families(targets: Sequence[str]) -> list[dict[str, Any]]:

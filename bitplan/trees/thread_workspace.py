@@ -66,7 +66,8 @@ class TeamSpace:
         shared = min(SHARED_ROWS, most + 1)
         sizes = np.array([narrow, most, shared, self._cells, wide_from], np.int64)
         if self._parts is None or self._parts[0].shape[1] != self._cells * narrow:
-            wide = self._cells * histogram.WIDE if self._data.rows > most * team else 0
+            block = min(loops.BLOCK, most)
+            wide = self._cells * histogram.WIDE if -(-self._data.rows // block) > team * (most // block) else 0
             self._parts = (
                 np.empty((team, self._cells * narrow), np.int64),
                 np.empty((team, wide), np.int64),

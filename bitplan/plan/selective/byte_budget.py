@@ -29,7 +29,7 @@ def decide_by_bytes(
     state: PolicyState, step: int, config: SelectivePrecisionConfig, evidence: Evidence
 ) -> dict[str, Decision]:
     """A precision for every unit, so that all bytes are at most `byte_share` of bf16's, with the least damage."""
-    lows = [cast(Precision, name) for name in config.low_precisions if name != "fp8" or evidence.has_fp8]
+    lows = [name for name in config.low_precisions if name != "fp8" or evidence.has_fp8]
     damages = _damages(state, config, evidence, lows)
     why = why_unmeasured if config.scoring == "impact" else why_unscored
     candidates = []
@@ -38,7 +38,7 @@ def decide_by_bytes(
         current = forced[0] if forced else unit.running
         known = all(low in damages[name] for low in lows)
         locked = forced is not None or not known or is_cooling(steps_since_switch_of(unit, step), config)
-        damage: dict[Precision, float] = {"bf16": 0.0} | {low: damages[name].get(low, 0.0) for low in lows}
+        damage = {"bf16": 0.0} | {low: damages[name].get(low, 0.0) for low in lows}
         nbytes = {rung: evidence.unit_bytes[name][rung] for rung in (*damage, current)}
         candidates.append(RungCandidate(name, nbytes, damage, current, locked))
     limit = int(config.byte_share * sum(evidence.unit_bytes[name]["bf16"] for name in state.units))
@@ -49,7 +49,8 @@ def decide_by_bytes(
             decided[one.name] = Decision(state.units[one.name].precision, why(state, one.name))
         else:
             score = max(one.damage.values())
-            decided[one.name] = Decision(chosen.precisions[one.name], chosen.reasons[one.name], score)
+            precision = cast(Precision, chosen.precisions[one.name])
+            decided[one.name] = Decision(precision, chosen.reasons[one.name], score)
     return decided
 
 
@@ -68,7 +69,7 @@ def require_errors(state: PolicyState, config: SelectivePrecisionConfig, evidenc
 
 
 def _damages(
-    state: PolicyState, config: SelectivePrecisionConfig, evidence: Evidence, lows: list[Precision]
+    state: PolicyState, config: SelectivePrecisionConfig, evidence: Evidence, lows: list[str]
 ) -> dict[str, Mapping[str, float]]:
     """Unit -> precision -> damage; nothing for units without a usable figure."""
     averages = average_stats(state.history)

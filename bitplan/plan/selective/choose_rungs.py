@@ -16,7 +16,6 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from bitplan.plan.names import natural_order
-from bitplan.plan.selective.config import Precision
 
 
 @dataclass(frozen=True)
@@ -24,9 +23,9 @@ class RungCandidate:
     """A unit: bytes and damage of each precision that it may have, and its present one. `locked`: it may not change."""
 
     name: str
-    nbytes: Mapping[Precision, int]
-    damage: Mapping[Precision, float]
-    current: Precision
+    nbytes: Mapping[str, int]
+    damage: Mapping[str, float]
+    current: str
     locked: bool = False
 
 
@@ -36,8 +35,8 @@ class Descent(NamedTuple):
     damage_per_byte: float
     order: int
     name: str
-    above: Precision
-    below: Precision
+    above: str
+    below: str
     saved: int
 
 
@@ -45,7 +44,7 @@ class Descent(NamedTuple):
 class Rungs:
     """The precision of every candidate, the reason, and all bytes together."""
 
-    precisions: Mapping[str, Precision]
+    precisions: Mapping[str, str]
     reasons: Mapping[str, str]
     nbytes: int
 
@@ -78,7 +77,7 @@ def choose_rungs(candidates: Iterable[RungCandidate], byte_limit: int, *, margin
     return Rungs(precisions, reasons, total)
 
 
-def _largest(unit: RungCandidate) -> Precision:
+def _largest(unit: RungCandidate) -> str:
     return max(unit.nbytes, key=lambda precision: unit.nbytes[precision])
 
 
@@ -96,7 +95,7 @@ def _descents(unit: RungCandidate, order: int, margin: float) -> Iterable[Descen
         if not lower:
             return
 
-        def per_byte(precision: Precision, above: Precision = at) -> float:
+        def per_byte(precision: str, above: str = at) -> float:
             return (damage[precision] - damage[above]) / (unit.nbytes[above] - unit.nbytes[precision])
 
         below = min(lower, key=lambda precision: (per_byte(precision), unit.nbytes[precision]))

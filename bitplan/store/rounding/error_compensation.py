@@ -18,8 +18,7 @@ from torch import Tensor
 from bitplan.errors import FormatError
 from bitplan.store.rounding.layout import ScaledBlocks
 from bitplan.store.rounding.pick_loops import loops_for
-from bitplan.store.rounding.scale_ladder import ScaleLadder
-from bitplan.store.rounding.scale_search import block_slices, candidates_of, least_of, search_scales
+from bitplan.store.rounding.scale_search import ScaleLadder, block_slices, candidates_of, least_of, search_scales
 
 Order = Literal["activation", "given"]
 # Columns whose errors go to the rest at once. A scale of more columns is searched once, before the first is rounded.

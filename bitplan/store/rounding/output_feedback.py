@@ -19,7 +19,7 @@ from bitplan.formats import Encoded
 from bitplan.kernels import decode
 from bitplan.store.rounding.error_compensation import factor_of
 from bitplan.store.rounding.layout import ScaledBlocks, join_rows, rows_of
-from bitplan.store.rounding.pick_loops import is_compiled
+from bitplan.store.rounding.pick_loops import is_compiled, rounding_rows_of
 
 # Rounds a matrix [rows, filled], given its rows as `encode` has them.
 RoundRows = Callable[[Tensor, Encoded, ScaledBlocks], Encoded]
@@ -44,7 +44,9 @@ def round_with_feedback(
     for first in range(0, layout.rows, step):
         last = min(first + step, layout.rows)
         piece = left[first:last].contiguous()
-        made.append(round_rows(piece, rows_of(plain, layout, order[first:last]), replace(layout, rows=last - first)))
+        own_rows, part = rows_of(plain, layout, order[first:last]), replace(layout, rows=last - first)
+        with rounding_rows_of(matrix):
+            made.append(round_rows(piece, own_rows, part))
         values = decode(made[-1], torch.float32).reshape(last - first, -1)
         errors = piece - torch.nn.functional.pad(values, (0, layout.filled - values.shape[1]))
         own = factor[first:last, first:last].T

@@ -25,8 +25,7 @@ from bitplan.store.rounding.error_compensation import (
 from bitplan.store.rounding.group_blocks import round_groups
 from bitplan.store.rounding.layout import ScaledBlocks, assemble, layout_of, scales_of, with_rows_of
 from bitplan.store.rounding.output_feedback import error_between_outputs, round_with_feedback, takes_feedback
-from bitplan.store.rounding.scale_ladder import ScaleLadder
-from bitplan.store.rounding.scale_search import search_scales
+from bitplan.store.rounding.scale_search import ScaleLadder, search_scales
 
 Measure = Literal["squared error", "moments", "hessian", "hessian and outputs"]
 SWEEPS = 4
@@ -122,16 +121,16 @@ def round_with_report(
         inputs = hessian if isinstance(hessian, InputHessian) else InputHessian(hessian)
         ordered = inputs.factor(layout, order, damping, matrix.device, name)
         cost, used = ordered.damped, ordered.damping
-
-        def round_rows(piece: Tensor, own: Encoded, part: ScaledBlocks) -> Encoded:
-            return _by_hessian(piece, ordered, own, part, sweeps)
-
         if outputs is not None:
             check_statistics(outputs, (layout.rows, layout.rows), "outputs", name)
         if outputs is not None and takes_feedback(outputs, layout):
+
+            def round_rows(piece: Tensor, own: Encoded, part: ScaledBlocks) -> Encoded:
+                return _by_hessian(piece, ordered, own, part, sweeps)
+
             rounded = round_with_feedback(matrix, outputs, plain, layout, round_rows, name)
             return _better_of_whole(matrix, plain, rounded, layout, cost, outputs, used)
-        rounded = round_rows(matrix, plain, layout)
+        rounded = _by_hessian(matrix, ordered, plain, layout, sweeps)
     before, after = (_errors(matrix, _filled_values(each, layout), cost) for each in (plain, rounded))
     before, after = layout.sum_of_strips(before), layout.sum_of_strips(after)
     worse = ~(after <= before)

@@ -87,7 +87,7 @@ class ShardedWeight(Tensor):
 
     @staticmethod
     def __new__(cls, numbers: Tensor, state: _State) -> ShardedWeight:
-        made: ShardedWeight = Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+        made: ShardedWeight = Tensor._make_wrapper_subclass(
             cls,
             numbers.size(),
             strides=numbers.stride(),
@@ -103,7 +103,7 @@ class ShardedWeight(Tensor):
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         shards: list[ShardedWeight] = []
 
         def plain(value: Any) -> Any:
@@ -163,7 +163,7 @@ class GatheredWeight(Tensor):
 
     @staticmethod
     def __new__(cls, codes: Tensor, scale: Tensor, dtype: torch.dtype) -> GatheredWeight:
-        made: GatheredWeight = Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+        made: GatheredWeight = Tensor._make_wrapper_subclass(
             cls, codes.size(), strides=codes.stride(), dtype=dtype, device=codes.device
         )
         made.codes, made.scale = codes, scale
@@ -172,7 +172,7 @@ class GatheredWeight(Tensor):
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         first = args[0]
         is_same = isinstance(first, GatheredWeight) and (len(args) == 1 or list(args[1]) == list(first.shape))
         if is_same and func in (_aten.detach.default, _aten.alias.default, _aten.as_strided.default):
@@ -241,6 +241,7 @@ def plain_numbers(weight: Tensor) -> Tensor:
 
     assert isinstance(weight, DTensor)
     shape, stride = weight.size(), weight.stride()
-    return DTensor.from_local(
+    made: Tensor = DTensor.from_local(
         local.numbers, weight.device_mesh, weight.placements, run_check=False, shape=shape, stride=stride
     )
+    return made
