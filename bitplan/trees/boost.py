@@ -14,7 +14,7 @@ import numpy as np
 
 from bitplan.kernels.base.jit import on_threads
 from bitplan.optional import require
-from bitplan.trees.binning import bin_rows, blocks_of, find_bins
+from bitplan.trees.binning import Bins, bin_rows, blocks_of, find_bins
 from bitplan.trees.distributed.shards import ALONE, Shards, Span
 from bitplan.trees.evaluation.metrics import Metric
 from bitplan.trees.files.pieces import TablePieces
@@ -133,7 +133,7 @@ def boost(
     span = Span.of(len(rows.x), shards)
     grow_on = _grower_of(settings, categorical, shards)
     bins = find_bins(rows.x, categorical, settings.max_bins, settings.seed, span)
-    grower = grow_on(bin_rows(rows.x, bins), bins, settings.rules, shards)
+    grower = grow_on(_binned(rows.x, bins, objective, settings), bins, settings.rules, shards)
     if initial is None:
         booster = Booster(objective.start(rows.y, rows.weights, shards), rows.x.shape[1])
     else:
@@ -168,6 +168,17 @@ def _grower_of(settings: BoostSettings, categorical: Array, shards: Shards) -> t
     limits.find_device()
     limits.refuse_unsupported(settings.precision, settings.rules, categorical, shards.count)
     return grower.CudaTreeGrower
+
+
+def _binned(x: Array | TablePieces, bins: Bins, objective: Objective, settings: BoostSettings) -> Any:
+    """Bins of all rows, where trees grow; the host needs them too where it keeps the scores."""
+    if settings.device == "cuda" and isinstance(x, np.ndarray):
+        from bitplan.trees.cuda.binning import bin_on_card
+        from bitplan.trees.cuda.scores import has_gradients
+
+        if has_gradients(objective):
+            return bin_on_card(x, bins)
+    return bin_rows(x, bins)
 
 
 def _scores_of(

@@ -21,33 +21,35 @@ import triton
 import triton.language as tl
 
 from bitplan.kernels.base.numbers import INTERPRETED
+from bitplan.trees.cuda import columns
 
 BINS = 256
 GROUP_BYTES = 16
 CELL_SHIFT = 28  # rows of a tree are fewer than 2^28, and 2^35 / 127 is more than that
 MOST_ROWS = 2**CELL_SHIFT - 1
 TILE, TILES = 512, 7  # rows of a tile; tiles until the 12 bits of a row count are full
-COLUMNS = 16
-# Columns of a node's row of `table`
-START, STOP, SIDE, FEATURE, BIN, MISSING_LEFT, FIRST_BLOCK = range(7)
-SMALL_START, SMALL_STOP, SMALL_SIDE, SMALL_SLOT, LARGE_SLOT, GROUPS, FIRST_SEGMENT, LEFTS, RIGHTS = range(7, 16)
-# and of the last row
-NODES, BLOCKS, SEGMENTS, SEGMENT_ROWS = range(4)
-# Columns of `found` (by node and feature) and of `result` (by node; the gain's bits come first)
+# Columns of `found`, by node and feature
 PLACE, TO_LEFT, LEFT_BOTH, LEFT_HESS, ALL_BOTH, ALL_HESS, FOUND = range(7)
-RESULT = 10
 # Places in `numbers`
 GRAD_SCALE, HESS_SCALE, L1, L2, MIN_WEIGHT, MIN_ROWS, MIN_GAIN = range(7)
 
 _BINS, _BYTES, _SHIFT, _COLUMNS, _FOUND, _RESULT = (
-    tl.constexpr(each) for each in (BINS, GROUP_BYTES, CELL_SHIFT, COLUMNS, FOUND, RESULT)
+    tl.constexpr(each) for each in (BINS, GROUP_BYTES, CELL_SHIFT, columns.COLUMNS, FOUND, columns.RESULT)
 )
 _MISSING, _ROW, _COUNT = tl.constexpr(255), tl.constexpr(0xFFFFFFFF), tl.constexpr(MOST_ROWS)
-_START, _STOP, _SIDE, _FEATURE, _BIN, _MISSING_LEFT, _FIRST_BLOCK = (tl.constexpr(each) for each in range(7))
-_SMALL_START, _SMALL_STOP, _SMALL_SIDE, _SMALL_SLOT, _LARGE_SLOT, _GROUPS, _FIRST_SEGMENT, _LEFTS, _RIGHTS = (
-    tl.constexpr(each) for each in range(7, 16)
+_START, _STOP, _SIDE = (tl.constexpr(each) for each in (columns.START, columns.STOP, columns.SIDE))
+_FEATURE, _BIN, _MISSING_LEFT = (tl.constexpr(each) for each in (columns.FEATURE, columns.BIN, columns.MISSING_LEFT))
+_FIRST_BLOCK, _FIRST_SEGMENT = tl.constexpr(columns.FIRST_BLOCK), tl.constexpr(columns.FIRST_SEGMENT)
+_SMALL_START, _SMALL_STOP, _SMALL_SIDE = (
+    tl.constexpr(each) for each in (columns.SMALL_START, columns.SMALL_STOP, columns.SMALL_SIDE)
 )
-_NODES, _BLOCKS, _SEGMENTS, _SEGMENT_ROWS = (tl.constexpr(each) for each in range(4))
+_SMALL_SLOT, _LARGE_SLOT, _GROUPS = (
+    tl.constexpr(each) for each in (columns.SMALL_SLOT, columns.LARGE_SLOT, columns.GROUPS)
+)
+_LEFTS, _RIGHTS, _NODES, _BLOCKS = (
+    tl.constexpr(each) for each in (columns.LEFTS, columns.RIGHTS, columns.NODES, columns.BLOCKS)
+)
+_SEGMENTS, _SEGMENT_ROWS = tl.constexpr(columns.SEGMENTS), tl.constexpr(columns.SEGMENT_ROWS)
 NOISE = tl.constexpr(1e-12)  # as `trees.loops.split` has it
 SHARED_CELLS = tl.constexpr(4096)  # of 4 bytes: 16 features
 
@@ -68,7 +70,7 @@ def lay_out(columns_ptr, bins_ptr, rows, WIDTH: tl.constexpr, BLOCK: tl.constexp
 @triton.jit
 def byte_of(place, row, WIDTH: tl.constexpr):
     """Where a row has the bin of a feature of its group."""
-    byte = place - (row % WIDTH).to(tl.int32)
+    byte = place - row.to(tl.int32) % WIDTH
     return tl.where(byte < 0, byte + WIDTH, byte)
 
 

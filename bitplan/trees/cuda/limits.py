@@ -6,7 +6,7 @@ import numpy as np
 import torch
 
 from bitplan.kernels.base.numbers import INTERPRETED
-from bitplan.trees.cuda.kernels import BINS, GROUP_BYTES, MOST_ROWS
+from bitplan.trees.cuda.kernels import BINS, MOST_ROWS
 from bitplan.trees.gradients import Array, GradientPrecision, TreesError
 from bitplan.trees.grow import GrowthRules
 
@@ -38,9 +38,9 @@ def refuse_unsupported(precision: GradientPrecision, rules: GrowthRules, categor
     raise TreesError(f"device='cuda': {wrong[0]} are not supported there; {wrong[1]}")
 
 
-def table_bytes(rows: int, groups: int, features: int, slots: int) -> int:
-    """Bins, two sides of entries, histograms; while bins are laid out, up to two groups more by column."""
-    return rows * ((groups + 2) * GROUP_BYTES + 2 * 8) + slots * features * BINS * 16
+def table_bytes(rows: int, features: int, slots: int) -> int:
+    """Beside the bins: two sides of entries, histograms."""
+    return rows * 2 * 8 + slots * features * BINS * 16
 
 
 def check_memory(device: torch.device, rows: int, features: int, needed: int) -> None:

@@ -114,6 +114,24 @@ def softmax(
 
 
 @triton.jit
+def find_largest(grads_ptr, hess_ptr, tops_ptr, rows, BLOCK: tl.constexpr):
+    """The bits of the largest |gradient| and of the largest hessian of each output, as whole numbers.
+
+    Those of infinity and NaN are the largest, and a hessian below zero counts as NaN.
+    """
+    output = tl.program_id(1).to(tl.int64)
+    top_grad, top_hess = tl.zeros([BLOCK], tl.int32), tl.zeros([BLOCK], tl.int32)
+    for first in range(tl.program_id(0) * BLOCK, rows, tl.num_programs(0) * BLOCK):
+        row = first + tl.arange(0, BLOCK)
+        grad = tl.load(grads_ptr + output * rows + row, mask=row < rows, other=0.0)
+        hess = tl.load(hess_ptr + output * rows + row, mask=row < rows, other=0.0)
+        top_grad = tl.maximum(top_grad, grad.to(tl.int32, bitcast=True) & 0x7FFFFFFF)
+        top_hess = tl.maximum(top_hess, tl.where(hess < 0.0, 0x7FFFFFFF, hess.to(tl.int32, bitcast=True) & 0x7FFFFFFF))
+    tl.atomic_max(tops_ptr + 2 * output, tl.max(top_grad, 0).to(tl.int64), sem="relaxed")
+    tl.atomic_max(tops_ptr + 2 * output + 1, tl.max(top_hess, 0).to(tl.int64), sem="relaxed")
+
+
+@triton.jit
 def enter_floats(
     entries_ptr,
     grads_ptr,

@@ -16,6 +16,7 @@ from bitplan.trees.grow import Grown, GrowthRules, newton_steps
 from bitplan.trees.objectives import Binary, Multiclass, Objective, SquaredError
 from bitplan.trees.tree import Tree
 
+LOOKERS = 528  # programs that look for the largest gradient
 # Another objective's gradients are the host's.
 _KNOWN = (SquaredError, Binary, Multiclass)
 
@@ -49,27 +50,30 @@ class CudaScores:
         self._weights_there = self._there(weights.astype(np.float64)) if len(weights) else self._y_there
         self._grads = torch.empty((outputs, count), dtype=torch.float32, device=device)
         self._hess = torch.empty_like(self._grads)
-        self._doubtful = torch.zeros(1 + kernels.DOUBTFUL, dtype=torch.int64, device=device)
+        self._doubtful_at = 2 * outputs  # behind the bits of the largest: their number, then the rows
+        self._seen = torch.zeros(self._doubtful_at + 1 + kernels.DOUBTFUL, dtype=torch.int64, device=device)
+        self._doubtful = self._seen[self._doubtful_at :]
         self._tops = np.zeros((outputs, 2))
 
     def find_gradients(self) -> None:
         """Gradients of all outputs, and their largest; refuses what has no scale, as on the CPU."""
+        self._seen[: self._doubtful_at + 1] = 0
         self._launch()
-        doubtful, ends = self._look()
+        doubtful, tops = self._look()
         if doubtful:
             self._ask_host(doubtful)
-            _, ends = self._look()
-        for output, (grad, most, least) in enumerate(ends):
-            if not (grad < np.inf and most < np.inf and least >= 0):
+            self._seen[: self._doubtful_at] = 0
+            _, tops = self._look()
+        for output, top in enumerate(tops):
+            if not np.all(top < np.inf):
                 largest(self._grads[output].cpu().numpy(), self._hess[output].cpu().numpy())  # names the row
-        self._tops = ends[:, :2]
+        self._tops = tops
 
     def _launch(self) -> None:
         objective, count, outputs = self._objective, len(self._y), len(self._grads)
         pointers = self._y_there, self._scores, self._weights_there, self._grads, self._hess
         shape = {"WEIGHTED": len(self._weights) > 0, "BLOCK": BLOCK, "num_warps": 4, "enable_fp_fusion": False}
         grid = (triton.cdiv(max(count, 1), BLOCK),)
-        self._doubtful[:1] = 0
         if isinstance(objective, SquaredError):
             kernels.squared_error[grid](*pointers, count, **shape)
         elif isinstance(objective, Binary):
@@ -79,12 +83,14 @@ class CudaScores:
             kernels.softmax[grid](*pointers, self._doubtful, factor, count, CLASSES=outputs, **shape)
 
     def _look(self) -> tuple[int, Array]:
-        """How many rows are doubtful; for each output the largest gradient, the largest and the least hessian."""
-        ends = [*torch.aminmax(self._grads, dim=1), *torch.aminmax(self._hess, dim=1)]
-        numbers = torch.cat([torch.stack(ends).to(torch.float64).flatten(), self._doubtful[:1].to(torch.float64)])
-        seen = numbers.cpu().numpy()
-        least, most, low, high = seen[:-1].reshape(4, -1)
-        return int(seen[-1]), np.column_stack([np.maximum(most, -least), high, low])
+        """How many rows are doubtful; for each output the largest gradient and hessian."""
+        outputs, count = self._grads.shape
+        programs = min(triton.cdiv(max(count, 1), BLOCK), LOOKERS) if self._device.type == "cuda" else 1
+        tops = self._grads, self._hess, self._seen, count
+        kernels.find_largest[(programs, outputs)](*tops, BLOCK=BLOCK, num_warps=4)
+        seen = self._seen[: self._doubtful_at + 1].cpu().numpy()
+        bits = seen[:-1].astype(np.int32).reshape(outputs, 2)
+        return int(seen[-1]), bits.view(np.float32).astype(np.float64)
 
     def _ask_host(self, count: int) -> None:
         """Let the CPU compute the gradients of doubtful rows, for its `exp` decides."""

@@ -17,11 +17,11 @@ import re, sys
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from bitplan.trees.cuda import kernels, score_kernels
+from bitplan.trees.cuda import binning, kernels, score_kernels
 
 KINDS = dict(bins_ptr="*u8", columns_ptr="*u8", grads_ptr="*i8", hess_ptr="*u8", rows_ptr="*i32", gains_ptr="*fp64")
 KINDS |= dict.fromkeys(("numbers_ptr", "y_ptr", "scores_ptr", "weights_ptr", "values_ptr", "factor_ptr"), "*fp64")
-KINDS |= dict.fromkeys(("rows", "features", "count", "blocks", "depth"), "i32")
+KINDS |= dict.fromkeys(("rows", "features", "count", "blocks", "depth", "first", "row_stride", "feature_stride"), "i32")
 WAVE = dict(WIDTH=14, K=32)
 
 
@@ -30,7 +30,8 @@ def build(kernel, warps, **constants):
     assert kernel.arg_names == names + list(constants), kernel
     floats = dict(grads_ptr="*fp32", hess_ptr="*fp32", left_bins_ptr="*u8", left_ptr="*i32", right_ptr="*i32")
     floats |= dict(numbers_ptr="*i32") if kernel is score_kernels.walk_rows else {}
-    known = KINDS | floats if kernel.fn.__module__ == score_kernels.__name__ else KINDS
+    floats |= dict(numbers_ptr="*fp32", limits_ptr="*fp64", bins_ptr="*u8") if kernel is binning.bin_numbers else {}
+    known = KINDS | floats if kernel.fn.__module__ != kernels.__name__ else KINDS
     kinds = {name: known.get(name, "*i64") for name in names}
     aligned = {(i,): [["tt.divisibility", 16]] for i, kind in enumerate(kinds.values()) if kind.startswith("*")}
     signature = kinds | dict.fromkeys(constants, "constexpr")
@@ -64,6 +65,8 @@ if sys.argv[1] == "all":
     rounding = dict(MOST_GRAD=127, MOST_HESS=255, STOCHASTIC=True, ALL=True, BLOCK=1024)
     assert "fma.rn.f64" not in build(score_kernels.enter_floats, 4, **rounding)
     build(score_kernels.walk_rows, 4, WIDTH=14, BLOCK=1024)
+    build(score_kernels.find_largest, 4, BLOCK=1024)
+    build(binning.bin_numbers, 4, WIDTH=14, BLOCK=1024)
 """
 
 
