@@ -66,6 +66,7 @@ class RoundingOptions(TypedDict, total=False):
     order: Order
     sweeps: int
     pad: Literal["zero"] | None
+    base: float | None
     device: torch.device | str | None
     name: str
 
@@ -85,6 +86,7 @@ def round_with_report(
     order: Order = "activation",
     sweeps: int = SWEEPS,
     pad: Literal["zero"] | None = None,
+    base: float | None = None,
     device: torch.device | str | None = None,
     name: str = "tensor",
 ) -> tuple[Encoded, Rounding]:
@@ -95,6 +97,7 @@ def round_with_report(
     damping   added to the Hessian's diagonal, in units of its mean: more trusts the inputs seen less
     order     "activation" rounds blocks, and columns in them, by the size of their inputs; "given" from left to right
     sweeps    how often codes and scales are gone over again after compensated rounding
+    base      for formats whose scales share a base factor: this one, as layers that are computed as one need
     device    where to compute; the result lies there
 
     Without statistics, scales are searched by plain squared error. Where `encode` is better by the measure, rows are as
@@ -103,7 +106,7 @@ def round_with_report(
     fmt = get_format(fmt)
     if device is not None:
         weight = weight.to(device)
-    plain = encode(weight, fmt, pad=pad, name=name)
+    plain = encode(weight, fmt, pad=pad, base=base, name=name)
     measure: Measure = "hessian" if hessian is not None else "moments" if moments is not None else "squared error"
     if not _can_round(fmt) or not weight.numel():
         return plain, Rounding(measure, 0.0, 0.0, 0, 0)

@@ -49,7 +49,14 @@ class WeightEvidence:
         return name in self.names
 
     def round(
-        self, name: str, numbers: Tensor, fmt: Format, *, pad: Literal["zero"] | None = None, where: str
+        self,
+        name: str,
+        numbers: Tensor,
+        fmt: Format,
+        *,
+        pad: Literal["zero"] | None = None,
+        base: float | None = None,
+        where: str,
     ) -> tuple[Encoded, Rounding]:
         """A weight in a format, its numbers chosen for the inputs that it met."""
         from bitplan.store.rounding.round_weight import round_with_report
@@ -62,7 +69,7 @@ class WeightEvidence:
                 "measured; search this model, or give the one that was searched"
             )
         moments, hessian = self.file.moments(named, expert), self.file.hessian(named)
-        return round_with_report(numbers, fmt, moments=moments, hessian=hessian, pad=pad, name=where)
+        return round_with_report(numbers, fmt, moments=moments, hessian=hessian, pad=pad, base=base, name=where)
 
     @property
     def notes(self) -> list[str]:

@@ -136,3 +136,12 @@ def test_bad_statistics_are_refused() -> None:
 
 def test_zeros_stay_zeros() -> None:
     assert not decode(round_weight(torch.zeros(4, 64), get_format("nvfp4"), hessian=HESSIAN[:64, :64])).any()
+
+
+def test_layers_that_are_computed_as_one_are_rounded_with_one_base():
+    plain = encode(WEIGHT, "nvfp4")
+    assert plain.base is not None
+    base = 2 * float(plain.base)
+    rounded, report = round_with_report(WEIGHT, "nvfp4", hessian=HESSIAN, base=base)
+    assert float(rounded.base) == base
+    assert report.after < report.before
