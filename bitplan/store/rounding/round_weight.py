@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal, TypedDict, Unpack
 
 import torch
@@ -14,14 +14,22 @@ from bitplan.formats.gguf.blocks import GgufBlocks
 from bitplan.formats.scales.rules import reciprocal
 from bitplan.kernels import decode, encode
 from bitplan.store.rounding.code_grids import grid_of
-from bitplan.store.rounding.error_compensation import Order, columns_in_order, compensate, factor_of, sweep
+from bitplan.store.rounding.error_compensation import (
+    InputHessian,
+    Order,
+    OrderedFactor,
+    check_statistics,
+    compensate,
+    sweep,
+)
 from bitplan.store.rounding.group_blocks import round_groups
 from bitplan.store.rounding.layout import ScaledBlocks, assemble, layout_of, scales_of, with_rows_of
-from bitplan.store.rounding.scale_ladder import ScaleLadder
-from bitplan.store.rounding.scale_search import search_scales
+from bitplan.store.rounding.output_feedback import error_between_outputs, round_with_feedback, takes_feedback
+from bitplan.store.rounding.scale_search import ScaleLadder, search_scales
 
-Measure = Literal["squared error", "moments", "hessian"]
+Measure = Literal["squared error", "moments", "hessian", "hessian and outputs"]
 SWEEPS = 4
+AT_ONCE = 2**27  # numbers of a matrix that are rounded at once
 # Columns whose input was never seen count a little, so that their scales are not arbitrary.
 UNSEEN = 1e-6
 
@@ -31,7 +39,7 @@ class Rounding:
     """What was gained.
 
     measure    what was minimised: the squared error of the weights, weighted by second moments of the inputs, or the
-               squared error of the outputs
+               squared error of the outputs, alone or weighted by the gradients of the loss by them
     before     that error with plain `encode`, over the same of the weights themselves
     after      the same now
     strips     groups of rows that share no scale with others, and how many of them `encode` rounds better: `plain`
@@ -53,11 +61,13 @@ class RoundingOptions(TypedDict, total=False):
     """The options of `round_with_report`, which explains them."""
 
     moments: Tensor | None
-    hessian: Tensor | None
+    hessian: Tensor | InputHessian | None
+    outputs: Tensor | None
     damping: float
     order: Order
     sweeps: int
     pad: Literal["zero"] | None
+    base: float | None
     device: torch.device | str | None
     name: str
 
@@ -72,21 +82,26 @@ def round_with_report(
     fmt: Format | str,
     *,
     moments: Tensor | None = None,
-    hessian: Tensor | None = None,
+    hessian: Tensor | InputHessian | None = None,
+    outputs: Tensor | None = None,
     damping: float = 0.01,
     order: Order = "activation",
     sweeps: int = SWEEPS,
     pad: Literal["zero"] | None = None,
+    base: float | None = None,
     device: torch.device | str | None = None,
     name: str = "tensor",
 ) -> tuple[Encoded, Rounding]:
     """Hold a weight [N, K] in a format, as `encode` does, with numbers chosen for the inputs it meets.
 
     moments   [K] mean squares of the inputs: scales by weighted search, codes to nearest
-    hessian   [K, K] X^T X of the inputs, in any unit: error-compensated rounding
+    hessian   [K, K] X^T X of the inputs, in any unit: error-compensated rounding; an InputHessian to use it again
+    outputs   with a Hessian, [N, N] second moments of the loss's gradients by the outputs: rows, too, make up for each
+              other's errors, where they share no scale
     damping   added to the Hessian's diagonal, in units of its mean: more trusts the inputs seen less
     order     "activation" rounds blocks, and columns in them, by the size of their inputs; "given" from left to right
     sweeps    how often codes and scales are gone over again after compensated rounding
+    base      for formats whose scales share a base factor: this one, as layers that are computed as one need
     device    where to compute; the result lies there
 
     Without statistics, scales are searched by plain squared error. Where `encode` is better by the measure, rows are as
@@ -95,7 +110,7 @@ def round_with_report(
     fmt = get_format(fmt)
     if device is not None:
         weight = weight.to(device)
-    plain = encode(weight, fmt, pad=pad, name=name)
+    plain = encode(weight, fmt, pad=pad, base=base, name=name)
     measure: Measure = "hessian" if hessian is not None else "moments" if moments is not None else "squared error"
     if not _can_round(fmt) or not weight.numel():
         return plain, Rounding(measure, 0.0, 0.0, 0, 0)
@@ -107,14 +122,23 @@ def round_with_report(
         cost = _column_weights(moments, layout, matrix.device, name)
         rounded = _by_columns(matrix, cost, plain, layout)
     else:
-        seen = _checked_hessian(hessian, layout, matrix.device, name)
-        blocks, at = columns_in_order(seen, layout, order)
-        cost, factor, used = factor_of(seen, damping, at, name)
-        rounded = _by_hessian(matrix, cost, factor, plain, layout, blocks, at, sweeps)
+        inputs = hessian if isinstance(hessian, InputHessian) else InputHessian(hessian)
+        ordered = inputs.factor(layout, order, damping, matrix.device, name)
+        cost, used = ordered.damped, ordered.damping
+        if outputs is not None:
+            check_statistics(outputs, (layout.rows, layout.rows), "outputs", name)
+        if outputs is not None and takes_feedback(outputs, layout):
+
+            def round_rows(piece: Tensor, own: Encoded, part: ScaledBlocks) -> Encoded:
+                return _by_hessian(piece, ordered, own, part, sweeps)
+
+            rounded = round_with_feedback(matrix, outputs, plain, layout, round_rows, name)
+            return _better_of_whole(matrix, plain, rounded, layout, cost, outputs, used)
+        rounded = _by_hessian(matrix, ordered, plain, layout, sweeps)
     before, after = (_errors(matrix, _filled_values(each, layout), cost) for each in (plain, rounded))
     before, after = layout.sum_of_strips(before), layout.sum_of_strips(after)
     worse = ~(after <= before)
-    whole = float(_errors(matrix, torch.zeros_like(matrix), cost).sum()) or 1.0
+    whole = float(_errors(matrix, None, cost).sum()) or 1.0
     report = Rounding(
         measure,
         float(before.sum()) / whole,
@@ -124,6 +148,32 @@ def round_with_report(
         used,
     )
     return with_rows_of(rounded, plain, layout, worse), report
+
+
+def _better_of_whole(
+    matrix: Tensor,
+    plain: Encoded,
+    rounded: Encoded,
+    layout: ScaledBlocks,
+    hessian: Tensor,
+    outputs: Tensor,
+    damping: float | None,
+) -> tuple[Encoded, Rounding]:
+    """Rows that make up for each other are taken all or none."""
+    before, after = (
+        error_between_outputs(matrix, _filled_values(each, layout), hessian, outputs) for each in (plain, rounded)
+    )
+    whole = error_between_outputs(matrix, torch.zeros_like(matrix), hessian, outputs) or 1.0
+    is_better = after <= before
+    report = Rounding(
+        "hessian and outputs",
+        before / whole,
+        (after if is_better else before) / whole,
+        layout.strips,
+        0 if is_better else layout.strips,
+        damping,
+    )
+    return rounded if is_better else plain, report
 
 
 def _can_round(fmt: Format) -> bool:
@@ -143,25 +193,33 @@ def _by_columns(matrix: Tensor, weights: Tensor, plain: Encoded, layout: ScaledB
     return assemble(fmt, shape, codes, ladder.store(scales), plain.base)
 
 
-def _by_hessian(
-    matrix: Tensor,
-    cost: Tensor,
-    factor: Tensor,
-    plain: Encoded,
-    layout: ScaledBlocks,
-    blocks: list[int],
-    at: Tensor,
-    sweeps: int,
-) -> Encoded:
-    """Codes that make up for each other's errors."""
+def _by_hessian(matrix: Tensor, by: OrderedFactor, plain: Encoded, layout: ScaledBlocks, sweeps: int) -> Encoded:
+    """Codes that make up for each other's errors; some rows of a large matrix at a time, for each takes much memory."""
     fmt, shape = plain.fmt, plain.shape
     if isinstance(fmt, GgufBlocks):
-        rows = round_groups(matrix, cost, factor, fmt, blocks, at, sweeps)
-        return Encoded(fmt, shape, rows.reshape(plain.data.shape))
-    ladder = _ladder(plain)
-    found = compensate(matrix, factor, scales_of(plain, layout), layout, ladder, blocks, at)
-    found = sweep(matrix, cost, found, layout, ladder, sweeps)
-    return assemble(fmt, shape, found.codes, ladder.store(found.scales), plain.base)
+        parts = [
+            round_groups(matrix[rows], by.damped, by.factor, fmt, by.blocks, by.columns, sweeps)
+            for rows, _ in _strips_at_once(layout)
+        ]
+        return Encoded(fmt, shape, torch.cat(parts).reshape(plain.data.shape))
+    ladder, scales = _ladder(plain), scales_of(plain, layout)
+    codes, found_scales = [], []
+    for rows, strips in _strips_at_once(layout):
+        some = replace(layout, rows=rows.stop - rows.start)
+        found = compensate(matrix[rows], by.factor, scales[strips], some, ladder, by.blocks, by.columns)
+        found = sweep(matrix[rows], by.damped, found, some, ladder, sweeps)
+        codes.append(found.codes)
+        found_scales.append(found.scales)
+    return assemble(fmt, shape, torch.cat(codes), ladder.store(torch.cat(found_scales)), plain.base)
+
+
+def _strips_at_once(layout: ScaledBlocks) -> list[tuple[slice, slice]]:
+    """Rows and strips of them: what is computed at once."""
+    each = max(1, AT_ONCE // max(1, layout.filled * layout.height))
+    return [
+        (slice(first * layout.height, min((first + each) * layout.height, layout.rows)), slice(first, first + each))
+        for first in range(0, layout.strips, each)
+    ]
 
 
 def _ladder(plain: Encoded) -> ScaleLadder:
@@ -170,11 +228,15 @@ def _ladder(plain: Encoded) -> ScaleLadder:
     return ScaleLadder(plain.fmt, grid, plain.base)
 
 
-def _errors(matrix: Tensor, values: Tensor, cost: Tensor) -> Tensor:
-    """[R] float64: the squared error of each row, weighted by columns [K] or by the Hessian [K, K]."""
-    error = matrix - values
-    weighted = error * cost if cost.dim() == 1 else error @ cost
-    return (error.double() * weighted.double()).sum(1)
+def _errors(matrix: Tensor, values: Tensor | None, cost: Tensor) -> Tensor:
+    """[R] float64: the squared error of each row, weighted by columns [K] or by the Hessian [K, K]; None are zeros."""
+    each, found = max(1, AT_ONCE // max(1, matrix.shape[1])), []
+    for first in range(0, len(matrix), each):
+        error = matrix[first : first + each]
+        error = error if values is None else error - values[first : first + each]
+        weighted = error * cost if cost.dim() == 1 else error @ cost
+        found.append((error.double() * weighted.double()).sum(1))
+    return torch.cat(found)
 
 
 def _filled_values(encoded: Encoded, layout: ScaledBlocks) -> Tensor:
@@ -190,24 +252,9 @@ def _column_weights(moments: Tensor | None, layout: ScaledBlocks, device: torch.
     if moments is None:
         weights = torch.ones(layout.cols, device=device)
     else:
-        _check_statistics(moments, (layout.cols,), "moments", name)
+        check_statistics(moments, (layout.cols,), "moments", name)
         if bool((moments < 0).any()):
             raise FormatError(f"{name}: `moments` are mean squares, and {int((moments < 0).sum())} are below zero")
         weights = moments.to(device, torch.float64)
         weights = (weights / weights.mean()).nan_to_num(1.0).float() + UNSEEN
     return torch.nn.functional.pad(weights, (0, layout.filled - layout.cols))
-
-
-def _checked_hessian(hessian: Tensor, layout: ScaledBlocks, device: torch.device, name: str) -> Tensor:
-    _check_statistics(hessian, (layout.cols, layout.cols), "hessian", name)
-    if not float(hessian.diagonal().sum()) > 0:
-        raise FormatError(f"{name}: the diagonal of `hessian` adds up to zero: no input was seen; leave it out")
-    empty = layout.filled - layout.cols
-    return torch.nn.functional.pad(hessian.to(device, torch.float64), (0, empty, 0, empty))
-
-
-def _check_statistics(given: Tensor, shape: tuple[int, ...], what: str, name: str) -> None:
-    if tuple(given.shape) != shape:
-        raise FormatError(f"{name}: `{what}` of its inputs must have shape {shape}, got {tuple(given.shape)}")
-    if not bool(given.isfinite().all()):
-        raise FormatError(f"{name}: `{what}` holds NaN or infinity; collect it again from inputs that are finite")
