@@ -64,7 +64,7 @@ test-gpu:
 	$(PYTHON) -m pytest -m gpu
 
 # Exported files in the engines they are for. llama.cpp is built from the source package that carries it, about 15 minutes
-# on two cores; mlx_lm and torchao lie in a folder of their own, for transformers looks for them wherever it is imported.
+# on two cores; mlx_lm, torchao and bitsandbytes lie in a folder of their own, for transformers looks for them wherever it is imported.
 # make test-engines MODEL=folder TEXT=text.txt GGUF=file runs real models, too; test-folders leaves llama.cpp out.
 ENGINES := build/engines
 LLAMA_CPP := llama_cpp_python-0.3.36
@@ -75,12 +75,12 @@ test-engines: $(VENV)/.installed-dev $(ENGINES)/.built test-folders
 
 test-folders: $(VENV)/.installed-dev $(ENGINES)/.libraries
 	PYTHONPATH=$(ENGINES)/python $(BIN)/python benchmarks/engine_folders.py --families --output $(ENGINES)/engine_folders.json \
-	  $(if $(MODEL),--model $(MODEL) --text $(TEXT))
-	PYTHONPATH=$(ENGINES)/python $(BIN)/python -m pytest tests/store/export
+	  $(if $(MODEL),--model $(MODEL)) $(if $(GGUF),--gguf $(GGUF)) $(if $(TEXT),--text $(TEXT))
+	PYTHONPATH=$(ENGINES)/python $(BIN)/python -m pytest tests/store/export tests/store/files/test_scheme_libraries.py
 
 $(ENGINES)/.libraries:
 	mkdir -p $(ENGINES)
-	$(BIN)/python -m pip install --quiet --no-deps --target $(ENGINES)/python mlx-lm==0.32.2 torchao==0.18.0
+	$(BIN)/python -m pip install --quiet --no-deps --target $(ENGINES)/python mlx-lm==0.32.2 torchao==0.18.0 bitsandbytes==0.50.2
 	touch $@
 
 $(ENGINES)/.built:

@@ -1,11 +1,11 @@
 """Exported folders in the libraries they are for: compressed-tensors and torchao in transformers, MLX in mlx_lm.
 
 Each format of each target is exported and run by the library, which must give what the model gives here with the same
-weights decoded by us. `--model` takes a real model and scores perplexity over the second half of each window;
-`--families` takes a tiny model of every family with random weights and compares logits. What a library refuses is a row
-with its own words.
+weights decoded by us. `--model` takes a real model and scores perplexity over the second half of each window; so does
+`--gguf` with a GGUF file: as it is, and in a few formats by way of a plain float32 folder. `--families` takes a tiny
+model of every family with random weights and compares logits. What a library refuses is a row with its own words.
 
-python benchmarks/engine_folders.py --families --model FOLDER --text TEXT
+python benchmarks/engine_folders.py --families --model FOLDER --gguf FILE --text TEXT
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import importlib.metadata
 import json
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +29,7 @@ from bitplan.formats import decode, encode, get_format
 from bitplan.runtime.causal_lm import load_causal_lm
 from bitplan.store.export import compressed_tensors, mlx, torchao
 from bitplan.store.export.targets import ExportReport, export_model
+from bitplan.store.files.headers import is_gguf
 from bitplan.store.models.transformers_names import silence_transformers
 
 CONTEXT = {"compressed-tensors": 128, "mlx": 32, "torchao": 128, "hf": 128}  # MLX is slow on a CPU
@@ -37,6 +38,13 @@ FORMATS: dict[str, tuple[str, ...]] = {
     "mlx": tuple(mlx.QUANTIZATIONS),
     "torchao": torchao.FORMATS,
     "hf": ("bfloat16",),
+}
+AS_IT_IS = "as it is"  # without --format: what is packed keeps its bits
+GGUF_FORMATS: dict[str, tuple[str, ...]] = {
+    "compressed-tensors": ("int4_g32", "fp8_e4m3_row", "nvfp4"),
+    "mlx": (AS_IT_IS,),
+    "torchao": ("int8_row", "int4_g32"),
+    "hf": (AS_IT_IS,),
 }
 LIBRARIES = {"compressed-tensors": "compressed-tensors", "mlx": "mlx-lm", "torchao": "torchao", "hf": "transformers"}
 FAMILY_FORMATS = {"compressed-tensors": "int4_g32", "mlx": "int4_g32", "torchao": "int8_row", "hf": "float32"}
@@ -83,7 +91,7 @@ def ours(source: Path, report: ExportReport, dtype: torch.dtype) -> Logits:
         model = load_causal_lm(report.output).model
     else:
         model = load_causal_lm(source).model
-        formats = {row.source: row.format for row in report.rows}
+        formats = {row.source: row.format for row in report.rows if row.format != row.before}
         with torch.no_grad():
             for name, parameter in model.named_parameters():
                 parameter.copy_(decode(encode(parameter, get_format(formats.get(name, "float32")))))
@@ -108,29 +116,36 @@ def perplexity(logits: Logits, windows: Sequence[Tensor]) -> float:
     return float(torch.tensor(total / count, dtype=torch.float64).exp())
 
 
-def run_model(
-    source: Path, text: str, windows: int, targets: Sequence[str], only: Sequence[str] | None
-) -> list[dict[str, Any]]:
+def run_model(source: Path, text: str, windows: int, formats: Mapping[str, Sequence[str]]) -> list[dict[str, Any]]:
     ids = load_causal_lm(source).encode(text)
     rows = []
-    for target in targets:
-        own_windows = ids[: windows * CONTEXT[target]].split(CONTEXT[target])
-        for fmt in (each for each in FORMATS[target] if not only or each in only):
-            with tempfile.TemporaryDirectory() as place:
-                output = Path(place) / "out"
-                row: dict[str, Any] = {"target": target, "format": fmt}
-                try:
-                    report = export_model(source, output, target, fmt)
-                    theirs = perplexity(engine(target, output, fmt), own_windows)
-                except (BitplanError, ValueError, RuntimeError, ImportError) as error:
-                    row["refused"] = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
-                else:
-                    own = perplexity(ours(source, report, computes(target, fmt, source)), own_windows)
-                    row |= {"bytes": report.nbytes, "engine": round(theirs, 4), "bitplan": round(own, 4)}
-                    row["difference"] = round(theirs / own - 1, 6)
-            rows.append(row)
-            print(json.dumps(row), flush=True)
+    with tempfile.TemporaryDirectory() as place:
+        plain = source
+        if is_gguf(source):  # it names no type to compute in: in float32 a library's differences are not bfloat16's
+            plain = Path(place) / "plain"
+            export_model(source, plain, "hf", "float32")
+        for target, names in formats.items():
+            own_windows = ids[: windows * CONTEXT[target]].split(CONTEXT[target])
+            for fmt in names:
+                rows.append(run_format(source if fmt == AS_IT_IS else plain, target, fmt, own_windows))
+                print(json.dumps(rows[-1]), flush=True)
     return rows
+
+
+def run_format(source: Path, target: str, fmt: str, windows: Sequence[Tensor]) -> dict[str, Any]:
+    row: dict[str, Any] = {"target": target, "format": fmt}
+    with tempfile.TemporaryDirectory() as place:
+        output = Path(place) / "out"
+        try:
+            report = export_model(source, output, target, {} if fmt == AS_IT_IS else fmt)
+            theirs = perplexity(engine(target, output, fmt), windows)
+        except (BitplanError, ValueError, RuntimeError, ImportError) as error:
+            row["refused"] = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+        else:
+            own = perplexity(ours(source, report, computes(target, fmt, output)), windows)
+            row |= {"bytes": report.nbytes, "engine": round(theirs, 4), "bitplan": round(own, 4)}
+            row["difference"] = round(theirs / own - 1, 6)
+    return row
 
 
 def run_families(targets: Sequence[str]) -> list[dict[str, Any]]:
@@ -193,22 +208,26 @@ def _expert(name: str) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", type=Path, help="a Hugging Face folder")
+    parser.add_argument("--gguf", type=Path, help="a GGUF file")
     parser.add_argument("--text", type=Path)
     parser.add_argument("--families", action="store_true", help="tiny models of every family")
-    parser.add_argument("--windows", type=int, default=2)
+    parser.add_argument("--windows", type=int, default=1)
     parser.add_argument("--targets", nargs="*", default=list(FORMATS), choices=list(FORMATS))
-    parser.add_argument("--formats", nargs="*", help="for --model: these alone")
+    parser.add_argument("--formats", nargs="*", help="of real models: these alone")
     parser.add_argument("--most", type=float, default=0.005, help="the largest difference that passes")
     parser.add_argument("--output", type=Path)
     given = parser.parse_args()
-    if given.model and not given.text:
-        parser.error("--model needs a --text")
+    if (given.model or given.gguf) and not given.text:
+        parser.error("--model and --gguf need a --text")
     families = run_families(given.targets) if given.families else []
-    rows = []
-    if given.model:
-        rows = run_model(
-            given.model, given.text.read_text(encoding="utf-8"), given.windows, given.targets, given.formats
-        )
+    models = {}
+    for source, known in ((given.model, FORMATS), (given.gguf, GGUF_FORMATS)):
+        if source is not None:
+            wanted = {
+                target: [each for each in known[target] if not given.formats or each in given.formats]
+                for target in given.targets
+            }
+            models[source.stem] = run_model(source, given.text.read_text(encoding="utf-8"), given.windows, wanted)
     own = {LIBRARIES[target]: importlib.metadata.version(LIBRARIES[target]) for target in given.targets}
     document = {
         "benchmark": "engine_folders",
@@ -217,11 +236,11 @@ def main() -> None:
         "commit": commit(),
         "text": {"file": given.text.name if given.text else None, "context": CONTEXT, "windows": given.windows},
         "families": families,
-        "model": given.model.name if given.model else None,
-        "rows": rows,
+        "models": models,
     }
     print(save("engine_folders", document, given.output))
-    worst = max((abs(row["difference"]) for row in (*families, *rows) if "difference" in row), default=0.0)
+    measured = [row for rows in (families, *models.values()) for row in rows if "difference" in row]
+    worst = max((abs(row["difference"]) for row in measured), default=0.0)
     if worst > given.most:
         sys.exit(f"the engines differ by {worst:.2%}, more than {given.most:.2%}")
 

@@ -17,7 +17,7 @@ from bitplan.runtime.packed.checkpoints.build import empty_model
 from bitplan.runtime.packed.checkpoints.fill import read_plain
 from bitplan.runtime.packed.checkpoints.tensor_sources import assign
 from bitplan.store.files.open_files import open_tensors
-from bitplan.store.packed_folder import CONFIG, read_config
+from bitplan.store.packed_folder import CONFIG, QUANTIZATION_KEYS, read_config
 
 
 class ModelOnDisk:
@@ -44,7 +44,7 @@ class ModelOnDisk:
 
 def is_plain_folder(path: Path) -> bool:
     """Whether a model is a folder of plain weights: packed ones and GGUF files are decoded as a whole."""
-    if not path.is_dir() or not (path / CONFIG).is_file() or "quantization_config" in read_config(path):
+    if not path.is_dir() or not (path / CONFIG).is_file() or QUANTIZATION_KEYS & read_config(path).keys():
         return False
     try:
         with open_tensors(path) as file:

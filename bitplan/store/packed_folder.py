@@ -23,7 +23,7 @@ from typing import Any
 from bitplan.documents import NAME, SIZE, Kind, Reader
 from bitplan.errors import FileFormatError, StoreError
 from bitplan.formats import get_format
-from bitplan.plan.check import Finding
+from bitplan.plan.check_manifest import Finding
 from bitplan.plan.names import listed, natural_order
 from bitplan.plan.plan import Plan
 from bitplan.records import atomic_folder, check_output_folder, read_json, write_json
@@ -38,6 +38,7 @@ WHOLE = "model.safetensors"
 PLAN = "bitplan_plan.json"
 QUANT_METHOD = "bitplan"
 VERSION = 1
+QUANTIZATION_KEYS = {"quantization_config", "compression_config", "quantization"}  # the last is MLX's
 SHARD_BYTES = 5 * 10**9
 METADATA = {"format": "pt"}  # transformers requires the name of the library
 # The files of a model beside its weights and config; a model's code is not copied.
@@ -167,13 +168,15 @@ def plan_digest(plan: Plan) -> str:
     return hashlib.sha256(plan.to_json().encode()).hexdigest()
 
 
+def unquantized_config(config: Mapping[str, Any]) -> dict[str, Any]:
+    """A config without a word on how its folder was quantized, by whatever library."""
+    return {key: value for key, value in config.items() if key not in QUANTIZATION_KEYS}
+
+
 def packed_config(config: Mapping[str, Any], plan: Plan) -> dict[str, Any]:
     """A model's config for the folder that holds it packed."""
     said = {"quant_method": QUANT_METHOD, "version": VERSION, "plan": PLAN, "plan_sha256": plan_digest(plan)}
-    return {
-        **{key: value for key, value in config.items() if key != "quantization_config"},
-        "quantization_config": said,
-    }
+    return {**unquantized_config(config), "quantization_config": said}
 
 
 def side_files(folder: Path) -> dict[str, Path]:

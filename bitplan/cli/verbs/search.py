@@ -7,23 +7,13 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from bitplan.cli.show import Force, Json, StoppedVerbError, human_bytes, progress, say, show_json, table
+from bitplan.cli.options import Bits, Bytes, Faster, Force, Json, Keep, MaxKl, Rows
+from bitplan.cli.show import StoppedVerbError, human_bytes, progress, say, show_json, table
 
 if TYPE_CHECKING:
     from bitplan.plan import Plan
     from bitplan.searching.result import SearchResult
     from bitplan.searching.runtime_formats import Target
-
-Bits = Annotated[float | None, typer.Option("--bits", help="At most this many bits a weight, scales included.")]
-Bytes = Annotated[str | None, typer.Option("--bytes", metavar="SIZE", help="At most this size: 6GB, 900MB.")]
-MaxKl = Annotated[
-    float | None,
-    typer.Option("--max-kl", help="At most this far from the model, in nats a token; alone: fewest bytes."),
-]
-Faster = Annotated[
-    float | None, typer.Option("--faster", help="At least this many times BF16's speed, by measured times.")
-]
-Rows = Annotated[int, typer.Option("--rows", help="With --faster: at how many rows (tokens at once).")]
 
 
 def search(
@@ -44,9 +34,7 @@ def search(
         Literal["bitplan", "llama.cpp", "vllm", "mlx", "training"],
         typer.Option("--for", help="Only what this runtime loads; training: what streamed blocks cross the bus in."),
     ] = "bitplan",
-    keep: Annotated[
-        list[str] | None, typer.Option(help=r"Leave tensors of this name or shell pattern (* ? \[ab]).")
-    ] = None,
+    keep: Keep = None,
     only: Annotated[list[str] | None, typer.Option(help="Search these and leave all others.")] = None,
     device: Annotated[str | None, typer.Option(help="Where to compute, such as cuda.")] = None,
     context: Annotated[int | None, typer.Option(help="Tokens in a window; 512, or what the model has.")] = None,

@@ -133,6 +133,7 @@ class RoundedWeights:
             fmt,
             moments=self.statistics.moments(site.name),
             hessian=self._input_hessian(site.name),
+            outputs=self.statistics.outputs(site.name) if rows is None else None,
             name=site.name,
         )
 

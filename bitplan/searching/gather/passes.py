@@ -2,8 +2,8 @@
 
 Forward, each block's inputs are summed up and go to a file. For the first windows what every block got is remembered,
 and on the way back each block runs again, alone, with gradients: of the whole model no graph is ever in memory. How
-much the loss minds an output is known from fewer tokens than how inputs vary together: the one is a mean for each
-output, the other a matrix that rounding inverts.
+much the loss minds outputs is taken from fewer tokens than how inputs vary together: a pass back costs twice a pass
+forward.
 """
 
 from __future__ import annotations
@@ -21,14 +21,17 @@ from torch import Tensor, nn
 from bitplan.searching.errors import SearchError
 from bitplan.searching.gather.blocks import TokenStates, equal_lengths
 from bitplan.searching.gather.searched_model import SearchSubject
-from bitplan.searching.gather.statistics import COUNTS, GRADIENT, INPUTS, LOOKUP, InputStatistics
+from bitplan.searching.gather.statistics import BETWEEN, COUNTS, GRADIENT, INPUTS, LOOKUP, InputStatistics
 from bitplan.store.files.open_files import write_tensors
 from bitplan.store.files.tensor_file import Promise
+from bitplan.store.rounding.input_statistics import weight_digest
 
-AT_ONCE = 16384  # tokens between two saves: statistics are as large as the model, and a save writes them all
-GRADIENTS = 4096  # gradients are of the first so many tokens
+AT_ONCE = 4096  # tokens between two saves
+GRADIENT_TOKENS = 16384  # gradients are of the first so many
+MOST_OUTPUTS = 4096  # of a layer whose outputs' gradients are taken together: as a matrix of 64 MiB
 BATCH = 2048  # tokens in one call of a block
 SEED = 0
+_MATRICES = (f".{INPUTS}", f".{BETWEEN}")
 
 
 def add_windows(
@@ -43,7 +46,7 @@ def add_windows(
     `into` changes when all is done: an interrupted call leaves no trace.
     """
     first = into.windows
-    chosen = windows[first : first + _count(windows[first:], AT_ONCE)]
+    chosen = windows[first : first + _count(windows[first:])]
     _Passes(subject, chosen, first, into, scratch, on_step or (lambda _count: None)).run()
 
 
@@ -51,15 +54,19 @@ def steps_of(subject: SearchSubject, windows: Sequence[Tensor], done: int) -> in
     """How often `on_step` is called for the windows that are left."""
     steps, first = 0, done
     while first < len(windows):
-        steps += (len(subject.runner.blocks) + 1) * (2 if first == 0 else 1)
-        first += _count(windows[first:], AT_ONCE)
+        steps += (len(subject.runner.blocks) + 1) * (2 if _has_gradients(sum(map(len, windows[:first]))) else 1)
+        first += _count(windows[first:])
     return steps
 
 
-def _count(windows: Sequence[Tensor], most: int) -> int:
-    """How many of the windows have up to so many tokens; one at least."""
+def _has_gradients(tokens_before: int) -> bool:
+    return tokens_before < GRADIENT_TOKENS
+
+
+def _count(windows: Sequence[Tensor]) -> int:
+    """How many of the windows come next."""
     total = list(accumulate(map(len, windows)))
-    return max(1, sum(tokens <= most for tokens in total))
+    return max(1, sum(tokens <= AT_ONCE for tokens in total))
 
 
 class _Passes:
@@ -74,22 +81,21 @@ class _Passes:
     ) -> None:
         self._subject, self._runner, self._into = subject, subject.runner, into
         self._windows, self._first, self._scratch, self._on_step = windows, first, scratch, on_step
-        self._watched = _count(windows, GRADIENTS) if first == 0 else 0  # windows whose gradients count
+        self._has_gradients = _has_gradients(into.tokens)
+        self._row_ordered = _in_the_order_of_the_file(subject) if self._has_gradients else set()
         self._sums: dict[str, Tensor] = {}
         self._files: dict[str, Path] = {}
         self._shared: dict[str, str] = {}
         self._last: tuple[Tensor, str] | None = None
 
     def run(self) -> None:
-        size = max(1, BATCH // len(self._windows[0]))
-        with_gradients = equal_lengths(self._windows[: self._watched], size)
-        batches = with_gradients + equal_lengths(self._windows[self._watched :], size)
+        batches = equal_lengths(self._windows, max(1, BATCH // len(self._windows[0])))
         runner, inputs = self._runner, []
         with _frozen(runner.model):
             with torch.no_grad(), runner.outside(), self._hooks(None, counts=True):
                 states = [runner.enter(ids) for ids in batches]
             for index in range(len(runner.blocks)):
-                inputs.append(states[: len(with_gradients)])
+                inputs.append(states if self._has_gradients else [])
                 with torch.no_grad(), runner.block_weights(index), self._hooks(index, inputs=True):
                     states = [runner.run_block(index, each) for each in states]
                 self._flush()
@@ -97,31 +103,31 @@ class _Passes:
             gradients = self._leave(states)
             self._flush()
             self._on_step(1)
-            if self._watched:
-                self._back(with_gradients, inputs, gradients)
+            if self._has_gradients:
+                self._back(batches, inputs, gradients)
         tokens = sum(map(len, self._windows))
         self._into.sums.add(self._sums, self._files)
         self._into.shared |= self._shared
         self._into.tokens += tokens
-        self._into.gradient_tokens += sum(map(len, self._windows[: self._watched]))
+        self._into.gradient_tokens += tokens if self._has_gradients else 0
         self._into.windows += len(self._windows)
 
     def _leave(self, states: Sequence[TokenStates]) -> list[Tensor]:
         """Norm and head, the loss for tokens drawn from the model itself, and its gradients by the last states."""
         found, at = [], self._first
         whole = not self._runner.blocks
+        hooks = {"inputs": True, "gradients": True, "counts": whole, "lookups": whole and self._has_gradients}
         for each in states:
             gradients = []
             for row in range(len(each.ids)):  # window by window: logits of a large vocabulary are large
-                hidden, watched = None, at - self._first < self._watched
+                hidden = None
                 if each.hidden is not None:
-                    hidden = each.hidden[row : row + 1].detach().requires_grad_(watched)
+                    hidden = each.hidden[row : row + 1].detach().requires_grad_(self._has_gradients)
                 window = TokenStates(each.ids[row : row + 1], hidden)
-                hooks = {"inputs": True, "gradients": watched, "counts": whole, "lookups": whole and watched}
-                with self._runner.outside(), torch.set_grad_enabled(watched), self._hooks(None, **hooks):
+                with self._runner.outside(), torch.set_grad_enabled(self._has_gradients), self._hooks(None, **hooks):
                     logits = self._runner.leave(window)
                     self._require_finite(logits, at)
-                    if watched:
+                    if self._has_gradients:
                         self._loss(logits, at).backward()
                 at += 1
                 if hidden is not None and hidden.grad is not None:
@@ -145,6 +151,7 @@ class _Passes:
                     torch.autograd.backward(given, gradients[at])
                     assert hidden.grad is not None
                     gradients[at] = hidden.grad
+            self._flush()
             self._on_step(1)
         if runner.blocks:
             with torch.enable_grad(), runner.outside(), self._hooks(None, lookups=True):
@@ -210,6 +217,8 @@ class _Passes:
                 self._add(f"{name}.{INPUTS}", rows.T @ rows)
             if gradients:
                 self._watch(output, f"{name}.{GRADIENT}")
+                if name in self._row_ordered and output.shape[-1] <= MOST_OUTPUTS:
+                    self._watch(output, f"{name}.{BETWEEN}")
 
         return hook
 
@@ -225,7 +234,8 @@ class _Passes:
 
     def _watch(self, output: Tensor, key: str) -> None:
         def hook(gradient: Tensor) -> None:
-            self._add(key, gradient.detach().reshape(-1, gradient.shape[-1]).float().square().sum(0))
+            rows = gradient.detach().reshape(-1, gradient.shape[-1]).float()
+            self._add(key, rows.T @ rows if key.endswith(f".{BETWEEN}") else rows.square().sum(0))
 
         if output.requires_grad:
             output.register_hook(hook)
@@ -235,7 +245,7 @@ class _Passes:
 
     def _flush(self) -> None:
         """Matrices to a file: together they are as large as the model. The rest are vectors."""
-        large = {key: self._sums.pop(key) for key in list(self._sums) if key.endswith(f".{INPUTS}")}
+        large = {key: self._sums.pop(key) for key in list(self._sums) if key.endswith(_MATRICES)}
         if not large:
             return
         path = self._scratch / f"sums-{self._first}-{len(self._files)}.safetensors"
@@ -261,3 +271,12 @@ def _frozen(model: nn.Module) -> Iterator[None]:
 
 def _require_gradient(_module: nn.Module, _args: Any, output: Tensor) -> Tensor:
     return output.detach().requires_grad_() if not output.requires_grad else output
+
+
+def _in_the_order_of_the_file(subject: SearchSubject) -> set[str]:
+    """Weights of layers alone whose rows are outputs in the file's order: loading a GGUF moves those of some."""
+    layers = {name for name, site in subject.sites.items() if not site.embeddings}
+    if subject.path is None or subject.path.is_dir():
+        return layers
+    digests = subject.digests()
+    return {name for name in layers if weight_digest(subject.weight(name)) == digests[name]}

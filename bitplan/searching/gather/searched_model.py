@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from bitplan.measure.calibration import hash_tensors
 from bitplan.plan import shipped_manifest
-from bitplan.plan.choose import Stored, choose_formats
+from bitplan.plan.format_choices import Stored, choose_formats
 from bitplan.plan.plan import Plan
 from bitplan.runtime.packed.read_packed import device_of
 from bitplan.searching.errors import SearchError

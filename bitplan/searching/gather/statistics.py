@@ -4,6 +4,7 @@ For a linear layer y = W x, over the tokens of the text:
 
     inputs      A = mean of x x^T, [K, K]
     gradient    mean of g^2, [N], where g is the gradient of -log p(token) by y, for tokens drawn from the model itself
+    outputs     G = mean of g g^T, [N, N], where N is not too large: what rounding weighs rows with
 
 Drawn tokens, not the text's, make this the Fisher information: with it 1/2 sum_r gradient_r dW_r A dW_r^T is the
 second-order KL between the model and the one with W + dW, but for correlations between outputs and between positions.
@@ -26,10 +27,19 @@ from bitplan.searching.errors import EvidenceFileError
 from bitplan.store.files.open_files import open_tensors, write_tensors
 from bitplan.store.files.safetensors import SafetensorsFile
 from bitplan.store.files.tensor_file import Promise
-from bitplan.store.rounding.input_statistics import HESSIAN, MOMENTS, SHARED, WEIGHTS, EvidenceFile, write_evidence
+from bitplan.store.rounding.input_statistics import (
+    HESSIAN,
+    MOMENTS,
+    OUTPUTS,
+    SHARED,
+    WEIGHTS,
+    EvidenceFile,
+    write_evidence,
+)
 
 EVIDENCE, STATISTICS = "evidence.safetensors", "statistics.safetensors"
 INPUTS, GRADIENT, COUNTS, LOOKUP = "inputs", "gradient", "counts", "lookup_gradient"
+BETWEEN = OUTPUTS.removeprefix(".")
 
 
 @dataclass
@@ -125,6 +135,10 @@ class InputStatistics:
         # Tied: a row counts by the gradient of its logit, and by how often it is looked up; of both, the mean row.
         return inputs * float(gradient.mean()) + torch.diag(lookup) * (self.tokens / len(counts))
 
+    def outputs(self, name: str) -> Tensor | None:
+        """[N, N], in any unit: how much the loss minds changes of outputs together; None where it was not gathered."""
+        return self.sums.get(f"{name}.{BETWEEN}")
+
     def moments(self, name: str) -> Tensor | None:
         """[K], in any unit: how much each column of what is looked up counts; None for weights of layers."""
         return None if self.hessian(name) is not None else self.sums.get(f"{name}.{LOOKUP}")
@@ -147,6 +161,8 @@ class InputStatistics:
                 parts[f"{name}{HESSIAN}"] = (columns, columns)
             elif f"{name}.{LOOKUP}" in self.sums:
                 parts[f"{name}{MOMENTS}"] = (columns,)
+        for name in (name for name in names if f"{name}.{BETWEEN}" in self.sums):
+            parts[f"{name}{OUTPUTS}"] = (len(self.sums.small[f"{name}.{GRADIENT}"]),) * 2
         shared = {f"{SHARED}{name}": owner for name, owner in sorted(self.shared.items())}
         weights = {f"{WEIGHTS}{name}": digests[name] for name in names}
         rest = [key for key in keys if not self._is_in_evidence(key)]
@@ -154,11 +170,12 @@ class InputStatistics:
         with write_evidence(folder / EVIDENCE, parts, facts | shared | weights) as evidence:
             for key in parts:
                 name, _, what = key.rpartition(".")
-                part = self.hessian(name) if f".{what}" == HESSIAN else self.moments(name)
+                part = {HESSIAN: self.hessian, MOMENTS: self.moments, OUTPUTS: self.outputs}[f".{what}"](name)
                 assert part is not None
                 evidence.write(key, part.float().cpu())
-                if self._is_in_evidence(f"{name}.{INPUTS}"):
-                    self.sums.release(f"{name}.{INPUTS}")
+                written = f"{name}.{BETWEEN if f'.{what}' == OUTPUTS else INPUTS}"
+                if self._is_in_evidence(written):
+                    self.sums.release(written)
         tensors = {key: self.sums.get(key) for key in rest if key in self.sums.small}
         shapes: dict[str, tuple[int, ...]] = {key: (columns_of[key],) * 2 for key in rest if key not in tensors}
         shapes |= {key: tuple(part.shape) for key, part in tensors.items() if part is not None}
@@ -179,9 +196,9 @@ class InputStatistics:
             return file.tensors[key].shape[-1]
 
     def _is_in_evidence(self, key: str) -> bool:
-        """Whether a sum is in evidence.safetensors as it is: inputs of a weight that is not looked up too."""
+        """Whether a sum is in evidence.safetensors as it is: outputs, and inputs of what is not looked up too."""
         name, _, what = key.rpartition(".")
-        return what == INPUTS and f"{name}.{COUNTS}" not in self.sums
+        return what == BETWEEN or (what == INPUTS and f"{name}.{COUNTS}" not in self.sums)
 
     @classmethod
     def load(cls, folder: Path, fingerprint: Mapping[str, str]) -> InputStatistics:
@@ -208,4 +225,7 @@ class InputStatistics:
             for name in evidence.names - shared.keys():
                 if f"{name}.{COUNTS}" not in sums:
                     sums.parts[f"{name}.{INPUTS}"] = [(folder / EVIDENCE, f"{name}{HESSIAN}")]
+            for name in evidence.names:
+                if evidence.has_outputs(name):
+                    sums.parts[f"{name}.{BETWEEN}"] = [(folder / EVIDENCE, f"{name}{OUTPUTS}")]
         return cls(sums, shared, int(facts["tokens"]), int(facts["gradient_tokens"]), int(facts["windows"]))

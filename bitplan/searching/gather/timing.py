@@ -14,7 +14,7 @@ from torch.nn.functional import linear
 from bitplan.formats import get_format
 from bitplan.kernels import encode
 from bitplan.measure.speed.paired_timing import OK, Arm, stopwatch_of, time_in_turns
-from bitplan.runtime.packed.apply import apply_plan
+from bitplan.runtime.packed.apply_plan import apply_plan
 from bitplan.runtime.packed.quant_linear import QuantLinear
 from bitplan.searching.errors import SearchError
 from bitplan.searching.evidence import SearchEvidence

@@ -6,8 +6,7 @@ read, encoded and written one at a time; one that is packed already in the wante
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -22,14 +21,14 @@ from bitplan.formats.codec import finite, readable
 from bitplan.formats.dtypes import dtype_name
 from bitplan.kernels import encode
 from bitplan.plan import Plan
-from bitplan.plan.choose import Substitutes
-from bitplan.plan.roles import guess_role
+from bitplan.plan.format_choices import Substitutes
+from bitplan.plan.names import guess_role
 from bitplan.store.export.gguf_source import GGUFModel
 from bitplan.store.export.targets import ExportReport, ExportRequest, ExportRow, OnBytes
 from bitplan.store.files.headers import check_model_source, is_gguf, plan_for_file
-from bitplan.store.files.open_files import open_tensors
+from bitplan.store.files.open_files import container_for, open_tensors
 from bitplan.store.files.schemes.tensors import SchemeTensors
-from bitplan.store.files.tensor_file import Promise, TensorFile, Writer
+from bitplan.store.files.tensor_file import Promise, TensorFile, TensorSpec, Writer
 from bitplan.store.packed_folder import (
     METADATA,
     FolderContents,
@@ -38,12 +37,14 @@ from bitplan.store.packed_folder import (
     is_packed_config,
     read_config,
     side_files,
+    unquantized_config,
     write_packed_folder,
 )
 from bitplan.store.rounding.imatrix import gguf_names
 from bitplan.store.rounding.with_evidence import WeightEvidence, evidence_for, open_evidence
 
-EXPERT = re.compile(r"(?P<before>.*)\.experts\.(?P<number>\d+)\.(?P<after>.*)")
+PLAIN = ("bfloat16", "float16", "float32")
+DEFAULT_TYPE = "bfloat16"
 Pack = Callable[[Encoded, str], list[Tensor]]
 
 
@@ -81,9 +82,20 @@ class FolderSource:
     def unpacked(self, name: str, fmt: Format | None, reason: str) -> OutputLayer:
         """A tensor that the output holds as plain numbers: in its own type, or cast."""
         spec = self.file.spec(name)
-        dtype = spec.dtype if fmt is None or not fmt.is_cast else fmt.storage
-        cast = fmt if fmt is not None and fmt.is_cast else None
+        cast = fmt if fmt is not None and fmt.is_cast else self.wide if is_quantized(spec) else None
+        dtype = spec.dtype if cast is None else cast.storage
         return OutputLayer((name,), cast, reason, (Promise(name, spec.shape, None, dtype),))
+
+    @property
+    def wide(self) -> Format:
+        """What a quantized tensor becomes where it is to be plain: the type of the model."""
+        said = self.config.get("dtype") or self.config.get("torch_dtype")
+        return get_format(said if said in PLAIN else DEFAULT_TYPE)
+
+
+def is_quantized(spec: TensorSpec) -> bool:
+    """Whether the source holds codes, which the file gives packed or decoded (`gguf:Q4_K`, `awq:uint4_g64`)."""
+    return spec.encoded or ":" in spec.format
 
 
 def is_linear(name: str, shape: tuple[int, ...]) -> bool:
@@ -95,6 +107,11 @@ def open_folder(request: ExportRequest, target: str, substitutes: Substitutes | 
     """Refuse what is no model, an output that must not be written, and options of other targets."""
     if request.part_bytes is not None or request.pretokenizer is not None:
         raise StoreError(f"{request.output}: --split and --pretokenizer are for GGUF")
+    if container_for(request.output) is not None:
+        raise StoreError(
+            f"{request.output}: {target} is a folder, and {request.output.suffix} names a file; "
+            f"give a folder's name, such as {request.output.with_suffix('')}"
+        )
     folder = check_model_source(request.source, None)
     if request.source.is_file() and not is_gguf(request.source):
         raise StoreError(f"{request.source}: {target} is made of a model's folder or a GGUF file; give {folder}")
@@ -103,6 +120,8 @@ def open_folder(request: ExportRequest, target: str, substitutes: Substitutes | 
         if isinstance(file, GGUFModel):
             folder = file.folder
         config = read_config(folder)
+        if isinstance(file, GGUFModel):  # a GGUF file names no type to compute in
+            config = {"dtype": DEFAULT_TYPE, **config}
         if "quantization_config" in config and not is_packed_config(config) and not isinstance(file, SchemeTensors):
             raise StoreError(
                 f"{request.source}: is quantized in a way that bitplan does not read; "
@@ -115,11 +134,10 @@ def open_folder(request: ExportRequest, target: str, substitutes: Substitutes | 
     except BaseException:
         file.close()
         raise
-    own = {key: value for key, value in config.items() if key != "quantization_config"}
-    return FolderSource(file, folder, own, plan)
+    return FolderSource(file, folder, unquantized_config(config), plan)
 
 
-def _open_evidence(request: ExportRequest, file: TensorFile) -> WeightEvidence | None:
+def _open_evidence(request: ExportRequest, file: TensorFile, packed: Iterable[str]) -> WeightEvidence | None:
     """Statistics under the model's names, or under those that it has in GGUF; a fault closes both files."""
     if request.evidence is None:
         return None
@@ -128,16 +146,9 @@ def _open_evidence(request: ExportRequest, file: TensorFile) -> WeightEvidence |
         statistics = opened.enter_context(open_evidence(request.evidence))
         named = {name: (new, None) for name, new in gguf_names(file.specs).items()}
         evidence = evidence_for(statistics, file, named)
+        evidence.require_use(packed)
         opened.pop_all()
         return evidence
-
-
-def in_order(file: TensorFile, new: str, sources: Sequence[str]) -> tuple[str, ...]:
-    """The experts of a layer by number, none missing."""
-    numbers = {int(found["number"]): name for name in sources if (found := EXPERT.fullmatch(name))}
-    if sorted(numbers) != list(range(len(sources))):
-        raise StoreError(f"{file.path}: the experts that become {new!r} are not 0 to {len(sources) - 1}")
-    return tuple(numbers[number] for number in range(len(sources)))
 
 
 class FolderExport:
@@ -170,7 +181,8 @@ class FolderExport:
         left_out = {alias: f"is {name!r}" for alias, name in source.file.tied.items()}
         rows = [self._row(layer) for layer in layers]
         self.report = ExportReport(str(request.source), str(request.output), target, rows, left_out)
-        self._evidence = _open_evidence(request, source.file)
+        packed = [name for layer in layers if layer.is_packed for name in layer.sources]
+        self._evidence = _open_evidence(request, source.file, packed)
 
     def _row(self, layer: OutputLayer) -> ExportRow:
         spec = self._file.spec(layer.sources[0])

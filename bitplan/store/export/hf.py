@@ -11,12 +11,11 @@ from typing import Any
 
 from bitplan.errors import StoreError
 from bitplan.formats import Format, get_format
-from bitplan.store.export.folder import FolderExport, FolderSource, OutputLayer, open_folder
+from bitplan.store.export.folder import PLAIN, FolderExport, FolderSource, OutputLayer, is_quantized, open_folder
 from bitplan.store.export.targets import ExportRequest
 from bitplan.store.files.tensor_file import Promise
 
 TARGET = "hf"
-PLAIN = ("bfloat16", "float16", "float32")
 
 
 def prepare(request: ExportRequest) -> FolderExport:
@@ -42,14 +41,13 @@ def _wide(request: ExportRequest, source: FolderSource) -> Format:
     """What packed tensors become."""
     if isinstance(request.formats, str | Format):
         return get_format(request.formats)
-    said = source.config.get("dtype") or source.config.get("torch_dtype")
-    return get_format(said if said in PLAIN else "bfloat16")
+    return source.wide
 
 
 def _layer(source: FolderSource, name: str, wide: Format) -> OutputLayer:
     spec = source.file.spec(name)
     fmt, reason = source.format_of(name)
-    if spec.encoded or spec.format.startswith("gguf:"):
+    if is_quantized(spec):
         chosen = fmt if fmt is not None and fmt.is_cast else wide
         return OutputLayer((name,), chosen, f"unpacked from {spec.format}", (_promise(name, spec.shape, chosen),))
     if fmt is not None and not fmt.is_cast:

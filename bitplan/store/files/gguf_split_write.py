@@ -39,6 +39,8 @@ def check_gguf_output(
     output: Path, part_bytes: int | None, *, inputs: Iterable[Path], force: bool, promises: Sequence[Promise] = ()
 ) -> None:
     """Refuse an output that is not .gguf, is one of the inputs, or exists without `force`, and parts below 1 MiB."""
+    if output.is_dir():
+        raise StoreError(f"{output}: is a folder, and GGUF is a file; give a name such as {output / 'model.gguf'}")
     if output.suffix != ".gguf":
         raise StoreError(f"{output}: GGUF files end in .gguf, got {output.suffix!r}")
     if part_bytes is not None and part_bytes < 2**20:

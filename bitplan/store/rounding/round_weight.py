@@ -24,10 +24,10 @@ from bitplan.store.rounding.error_compensation import (
 )
 from bitplan.store.rounding.group_blocks import round_groups
 from bitplan.store.rounding.layout import ScaledBlocks, assemble, layout_of, scales_of, with_rows_of
-from bitplan.store.rounding.scale_ladder import ScaleLadder
-from bitplan.store.rounding.scale_search import search_scales
+from bitplan.store.rounding.output_feedback import error_between_outputs, round_with_feedback, takes_feedback
+from bitplan.store.rounding.scale_search import ScaleLadder, search_scales
 
-Measure = Literal["squared error", "moments", "hessian"]
+Measure = Literal["squared error", "moments", "hessian", "hessian and outputs"]
 SWEEPS = 4
 AT_ONCE = 2**27  # numbers of a matrix that are rounded at once
 # Columns whose input was never seen count a little, so that their scales are not arbitrary.
@@ -39,7 +39,7 @@ class Rounding:
     """What was gained.
 
     measure    what was minimised: the squared error of the weights, weighted by second moments of the inputs, or the
-               squared error of the outputs
+               squared error of the outputs, alone or weighted by the gradients of the loss by them
     before     that error with plain `encode`, over the same of the weights themselves
     after      the same now
     strips     groups of rows that share no scale with others, and how many of them `encode` rounds better: `plain`
@@ -62,6 +62,7 @@ class RoundingOptions(TypedDict, total=False):
 
     moments: Tensor | None
     hessian: Tensor | InputHessian | None
+    outputs: Tensor | None
     damping: float
     order: Order
     sweeps: int
@@ -82,6 +83,7 @@ def round_with_report(
     *,
     moments: Tensor | None = None,
     hessian: Tensor | InputHessian | None = None,
+    outputs: Tensor | None = None,
     damping: float = 0.01,
     order: Order = "activation",
     sweeps: int = SWEEPS,
@@ -94,6 +96,8 @@ def round_with_report(
 
     moments   [K] mean squares of the inputs: scales by weighted search, codes to nearest
     hessian   [K, K] X^T X of the inputs, in any unit: error-compensated rounding; an InputHessian to use it again
+    outputs   with a Hessian, [N, N] second moments of the loss's gradients by the outputs: rows, too, make up for each
+              other's errors, where they share no scale
     damping   added to the Hessian's diagonal, in units of its mean: more trusts the inputs seen less
     order     "activation" rounds blocks, and columns in them, by the size of their inputs; "given" from left to right
     sweeps    how often codes and scales are gone over again after compensated rounding
@@ -121,6 +125,15 @@ def round_with_report(
         inputs = hessian if isinstance(hessian, InputHessian) else InputHessian(hessian)
         ordered = inputs.factor(layout, order, damping, matrix.device, name)
         cost, used = ordered.damped, ordered.damping
+        if outputs is not None:
+            check_statistics(outputs, (layout.rows, layout.rows), "outputs", name)
+        if outputs is not None and takes_feedback(outputs, layout):
+
+            def round_rows(piece: Tensor, own: Encoded, part: ScaledBlocks) -> Encoded:
+                return _by_hessian(piece, ordered, own, part, sweeps)
+
+            rounded = round_with_feedback(matrix, outputs, plain, layout, round_rows, name)
+            return _better_of_whole(matrix, plain, rounded, layout, cost, outputs, used)
         rounded = _by_hessian(matrix, ordered, plain, layout, sweeps)
     before, after = (_errors(matrix, _filled_values(each, layout), cost) for each in (plain, rounded))
     before, after = layout.sum_of_strips(before), layout.sum_of_strips(after)
@@ -135,6 +148,32 @@ def round_with_report(
         used,
     )
     return with_rows_of(rounded, plain, layout, worse), report
+
+
+def _better_of_whole(
+    matrix: Tensor,
+    plain: Encoded,
+    rounded: Encoded,
+    layout: ScaledBlocks,
+    hessian: Tensor,
+    outputs: Tensor,
+    damping: float | None,
+) -> tuple[Encoded, Rounding]:
+    """Rows that make up for each other are taken all or none."""
+    before, after = (
+        error_between_outputs(matrix, _filled_values(each, layout), hessian, outputs) for each in (plain, rounded)
+    )
+    whole = error_between_outputs(matrix, torch.zeros_like(matrix), hessian, outputs) or 1.0
+    is_better = after <= before
+    report = Rounding(
+        "hessian and outputs",
+        before / whole,
+        (after if is_better else before) / whole,
+        layout.strips,
+        0 if is_better else layout.strips,
+        damping,
+    )
+    return rounded if is_better else plain, report
 
 
 def _can_round(fmt: Format) -> bool:

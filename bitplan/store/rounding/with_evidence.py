@@ -7,7 +7,7 @@ each expert of a layer. Whoever writes a file under other names asks under both.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
@@ -48,6 +48,14 @@ class WeightEvidence:
     def has(self, name: str) -> bool:
         return name in self.names
 
+    def require_use(self, packed: Iterable[str]) -> None:
+        """Refuse statistics of weights none of which is packed: they would change nothing."""
+        if not any(self.has(name) for name in packed):
+            raise StoreError(
+                f"{self.file.path}: no weight that it has statistics of is packed here, so it would change nothing; "
+                "leave the evidence out, or choose a packed format"
+            )
+
     def round(
         self,
         name: str,
@@ -69,7 +77,10 @@ class WeightEvidence:
                 "measured; search this model, or give the one that was searched"
             )
         moments, hessian = self.file.moments(named, expert), self.file.hessian(named)
-        return round_with_report(numbers, fmt, moments=moments, hessian=hessian, pad=pad, base=base, name=where)
+        outputs = self.file.outputs(named)
+        return round_with_report(
+            numbers, fmt, moments=moments, hessian=hessian, outputs=outputs, pad=pad, base=base, name=where
+        )
 
     @property
     def notes(self) -> list[str]:

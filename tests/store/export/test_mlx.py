@@ -11,6 +11,7 @@ import torch
 
 from bitplan.errors import StoreError
 from bitplan.formats import decode, encode
+from bitplan.store import open_tensors
 from bitplan.store.export.mlx import QUANTIZATIONS, older_keys
 from bitplan.store.export.targets import ExportRequest, export_model, prepare_export
 
@@ -40,12 +41,16 @@ def test_mlx_dequantizes_to_our_numbers(fmt, folder, tmp_path):
     said = json.loads((tmp_path / "out" / "config.json").read_text())["quantization"]
     how = {key: said.get(UP, said)[key] for key in ("group_size", "bits", "mode")}
     held = mx.load(str(tmp_path / "out" / "model.safetensors"))
+    with open_tensors(tmp_path / "out") as back:
+        assert back.spec(f"{UP}.weight").encoded
+        read = back.read_float(f"{UP}.weight").numpy()
     scales, biases = held[f"{UP}.scales"], held.get(f"{UP}.biases")
     if biases is not None:  # MLX computes in the type of the scales; in float32 nothing is lost
         scales, biases = scales.astype(mx.float32), biases.astype(mx.float32)
     theirs = np.array(mx.dequantize(held[f"{UP}.weight"], scales, biases, **how, dtype=mx.float32))
     source = safetensors.torch.load_file(folder / "model.safetensors")[f"{UP}.weight"]
     wanted = decode(encode(source, fmt)).numpy()
+    np.testing.assert_array_equal(read, wanted)
     if fmt == "int8_g128":  # its scales fill a float32, so that 128 of them do not cancel without a rest
         np.testing.assert_allclose(theirs, wanted, rtol=0, atol=2**-22 * np.abs(wanted).max())
     else:

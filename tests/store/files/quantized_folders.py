@@ -33,7 +33,13 @@ def stream(codes: Ints, bits: int) -> NDArray[np.int32]:
     return words.view(np.int32)
 
 
-def write(folder: Path, tensors: dict[str, Any], said: dict[str, Any], metadata: dict[str, str] | None = None) -> None:
+def write(
+    folder: Path,
+    tensors: dict[str, Any],
+    said: dict[str, Any],
+    metadata: dict[str, str] | None = None,
+    key: str = "quantization_config",
+) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     held = {
         name: one.clone() if isinstance(one, torch.Tensor) else torch.from_numpy(np.ascontiguousarray(one).copy())
@@ -41,7 +47,7 @@ def write(folder: Path, tensors: dict[str, Any], said: dict[str, Any], metadata:
     }
     held["norm.weight"] = torch.ones(COLS, dtype=torch.float16)
     save_file(held, folder / "model.safetensors", metadata=metadata or {"format": "pt"})
-    config = {"model_type": "llama", "dtype": "float16", "quantization_config": said}
+    config = {"model_type": "llama", "dtype": "float16", key: said}
     (folder / "config.json").write_text(json.dumps(config))
 
 
@@ -219,6 +225,45 @@ def torchao(folder: Path) -> Numbers:
     }
 
 
+def mlx(folder: Path) -> Numbers:
+    """Affine with minima (float16, 4 bits), around zero (bfloat16), 3 bits, mxfp4 for two experts, mxfp8 and nvfp4."""
+    rng = np.random.default_rng(17)
+    groups = {"a": (4, 64, torch.float16), "b": (4, 32, torch.bfloat16), "c": (3, 128, torch.float32)}
+    tensors: dict[str, Any] = {}
+    numbers: Numbers = {}
+    said: dict[str, Any] = {"group_size": 64, "bits": 4}
+    for name, (bits, group, dtype) in groups.items():
+        codes = rng.integers(0, 2**bits, (ROWS, COLS))
+        scales = torch.from_numpy(rng.uniform(0.01, 0.1, (ROWS, COLS // group))).to(dtype)
+        biases = scales * -8 if name == "b" else torch.from_numpy(rng.uniform(-1, 1, (ROWS, COLS // group))).to(dtype)
+        tensors |= {f"{name}.weight": torch.from_numpy(stream(codes, bits)).view(torch.uint32)}
+        tensors |= {f"{name}.scales": scales, f"{name}.biases": biases}
+        said |= {name: {"group_size": group, "bits": bits, "mode": "affine"}} if name != "a" else {}
+        wide, low = (part.float().repeat_interleave(group, 1) for part in (scales, biases))
+        numbers[f"{name}.weight"] = torch.from_numpy(codes.astype(np.float32)) * wide + low
+    e2m1 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
+    codes = rng.integers(0, 16, (2 * ROWS, COLS))
+    exponents = torch.from_numpy(rng.integers(120, 130, (2, ROWS, COLS // 32)).astype(np.uint8))
+    experts = "m.block_sparse_moe.switch_mlp.up_proj"
+    tensors[f"{experts}.weight"] = torch.from_numpy(stream(codes, 4)).view(torch.uint32).reshape(2, ROWS, -1)
+    tensors[f"{experts}.scales"] = exponents
+    said[experts] = {"group_size": 32, "bits": 4, "mode": "mxfp4"}
+    wide = torch.exp2(exponents.float() - 127).repeat_interleave(32, 2)
+    held = e2m1[torch.from_numpy(codes)].reshape(2, ROWS, COLS) * wide
+    numbers |= {f"m.block_sparse_moe.experts.{expert}.w3.weight": held[expert] for expert in range(2)}
+    floats = torch.from_numpy(rng.uniform(-400, 400, (ROWS, COLS)).astype(np.float32)).to(torch.float8_e4m3fn)
+    tensors |= {"d.weight": floats.view(torch.uint8).view(torch.uint32), "d.scales": exponents[0].contiguous()}
+    said["d"] = {"group_size": 32, "bits": 8, "mode": "mxfp8"}
+    numbers["d.weight"] = floats.float() * wide[0]
+    small = torch.from_numpy(rng.uniform(0.1, 2, (ROWS, COLS // 16)).astype(np.float32)).to(torch.float8_e4m3fn)
+    tensors |= {"e.weight": torch.from_numpy(stream(codes[:ROWS], 4)).view(torch.uint32)}
+    tensors |= {"e.scales": small.view(torch.uint8)}
+    said["e"] = {"group_size": 16, "bits": 4, "mode": "nvfp4"}
+    numbers["e.weight"] = e2m1[torch.from_numpy(codes[:ROWS])] * small.float().repeat_interleave(16, 1)
+    write(folder, tensors, said, {"format": "mlx"}, key="quantization")
+    return numbers
+
+
 FOLDERS: dict[str, Callable[[Path], Numbers]] = {
     "gptq": gptq,
     "awq": awq,
@@ -226,4 +271,5 @@ FOLDERS: dict[str, Callable[[Path], Numbers]] = {
     "fp8": fp8,
     "bitsandbytes": bitsandbytes,
     "torchao": torchao,
+    "mlx": mlx,
 }

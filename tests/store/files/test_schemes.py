@@ -28,6 +28,13 @@ KEPT = {  # what comes in a format of ours; the rest is decoded
     "fp8": {"a.weight": "fp8_e4m3_b128", "b.weight": "fp8_e4m3_row"},
     "bitsandbytes": {"b.weight": "int8_row"},
     "torchao": {"m.b": "int8_row", "m.c": "fp8_e4m3_row"},
+    "mlx": {
+        "a.weight": "q4_1_gguf",
+        "b.weight": "int4_g32",
+        "d.weight": "mxfp8_e4m3",
+        "e.weight": "nvfp4",
+        **{f"m.block_sparse_moe.experts.{expert}.w3.weight": "mxfp4" for expert in range(2)},
+    },
 }
 
 
@@ -75,7 +82,7 @@ def test_gptq_in_its_variants(tmp_path: Path, options: dict[str, Any], kept: str
 
 def change_config(folder: Path, **changes: Any) -> None:
     config = json.loads((folder / "config.json").read_text())
-    config["quantization_config"] |= changes
+    config["quantization" if "quantization" in config else "quantization_config"] |= changes
     (folder / "config.json").write_text(json.dumps(config))
 
 
@@ -104,6 +111,10 @@ def change_tensors(folder: Path, changes: dict[str, torch.Tensor | None]) -> Non
         ("fp8", {}, {"a.weight_scale_inv": torch.ones(7, 7)}, "fit neither rows"),
         ("bitsandbytes", {}, {"a.weight.absmax": torch.zeros(3, dtype=torch.uint8)}, "absmax.*must be uint8"),
         ("torchao", {}, {"m._b_scale": torch.ones(3, 1)}, "do not fit groups of 256"),
+        ("mlx", {"a": {"group_size": 64, "bits": 7}}, {}, "7 bits and groups of 64, which bitplan does not read"),
+        ("mlx", {"e": {"group_size": 16, "bits": 4, "mode": "other"}}, {}, "mode .*other"),
+        ("mlx", {}, {"a.biases": None}, "'a.biases' is missing"),
+        ("mlx", {"group_size": 48}, {}, "are not rows of 4 bits in groups of 48"),
     ],
 )
 def test_what_cannot_be_read_is_one_line(

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 FP8 = ("float8_e4m3fn", "float8_e5m2")
 SCALES = (*FLOATS, "float8_e8m0fnu")
 TILE = (128, 128)
+_EXPONENTS = ("uint8", "float8_e8m0fnu")
 
 
 def fp8_weight(
@@ -38,8 +39,9 @@ def fp8_weight(
     label, reason = f"fp8_{kind}", "the same codes and scales"
     fmt: str | None = None
     block = shape
-    if scale.dtype_name == "uint8":
-        folder.part(scales, ("uint8",), (rows, -(-cols // 32)), of=name)
+    is_microscaling = scale.dtype_name == "float8_e8m0fnu" and scale.shape == (rows, -(-cols // 32))
+    if scale.dtype_name == "uint8" or is_microscaling:
+        folder.part(scales, _EXPONENTS, (rows, -(-cols // 32)), of=name)
         label, fmt = f"mxfp8_{kind}", "mxfp8_e4m3" if kind == "e4m3" and cols % 32 == 0 else None
         block = (1, 32)
     elif math.prod(scale.shape) == 1:
@@ -62,34 +64,57 @@ def fp8_weight(
 
 
 def fp4_weight(
-    folder: QuantizedFolder, name: str, codes: str, scales: str, base: str | None, beside: tuple[str, ...] = ()
+    folder: QuantizedFolder,
+    name: str,
+    codes: str,
+    scales: str,
+    base: str | None,
+    beside: tuple[str, ...] = (),
+    *,
+    fmt: str | None = None,
+    base_divides: bool = True,
 ) -> SchemeWeight:
-    """E2M1 codes, two to a byte, with scales of 32 as exponents, or of 16 in E4M3 with one factor for the tensor."""
+    """E2M1 codes, two to a byte, with scales of 32 as exponents, or of 16 in E4M3 with one factor for the tensor.
+
+    fmt            mxfp4 or nvfp4; None: nvfp4 if there is a factor
+    base_divides   the file has the factor's reciprocal
+    """
     data = folder.part(codes, ("uint8",), (None, None), of=name)
     shape = rows, cols = data.shape[0], 2 * data.shape[1]
-    fmt, dtype, block = ("mxfp4", "uint8", 32) if base is None else ("nvfp4", "float8_e4m3fn", 16)
+    fmt = fmt or ("mxfp4" if base is None else "nvfp4")
+    dtypes, block = (_EXPONENTS, 32) if fmt == "mxfp4" else (("float8_e4m3fn",), 16)
     if not rows or not cols or cols % block:
         folder.stop(name, f"rows of {cols} codes are not whole blocks of {block}")
-    folder.part(scales, (dtype,), (rows, cols // block), of=name)
+    folder.part(scales, dtypes, (rows, cols // block), of=name)
     reason, parts = "the same codes and scales", [codes, scales]
     if base is not None:
         if math.prod(folder.part(base, ("float32",), of=name).shape) != 1:
             folder.stop(name, f"{base!r} must be one number")
-        reason, parts = f"{reason}; its factor is 1 / {base.rpartition('.')[2]}, rounded to float32", [*parts, base]
-    read = functools.partial(_keep, folder, fmt, codes, scales, base)
+        parts = [*parts, base]
+        if base_divides:
+            reason += f"; its factor is 1 / {base.rpartition('.')[2]}, rounded to float32"
+    read = functools.partial(_keep, folder, fmt, codes, scales, base, base_divides)
     return SchemeWeight(name, shape, (*parts, *beside), fmt, fmt, folder.dtype_name, reason, read)
 
 
-def _keep(folder: QuantizedFolder, fmt: str, codes: str, scales: str, base: str | None = None) -> Encoded:
+def _keep(
+    folder: QuantizedFolder, fmt: str, codes: str, scales: str, base: str | None = None, base_divides: bool = False
+) -> Encoded:
+    import torch
+
     from bitplan.formats import Encoded
 
     ours, data = get_format(fmt), folder.read(codes)
     shape = (data.shape[0], data.shape[1] * (1 if ours.packing is None else ours.packing.per_byte))
     dtype, size = ours.part_shapes(shape)["scales"]
-    stored = folder.read(scales).to(dtype)
+    stored = folder.read(scales)
+    stored = stored.view(dtype) if stored.dtype == torch.float8_e8m0fnu and dtype == torch.uint8 else stored.to(dtype)
     if stored.numel() == 1:
         stored = stored.reshape(()).expand(size).contiguous()
-    factor = None if base is None else 1 / folder.read(base).reshape(())
+    factor = None
+    if ours.scales is not None and ours.scales.needs_base:
+        factor = torch.ones(()) if base is None else folder.read(base).reshape(())
+        factor = factor.reciprocal() if base_divides else factor
     return Encoded(ours, shape, data, stored.reshape(size), factor)
 
 

@@ -36,6 +36,7 @@ SCHEMES = {
     "fbgemm_fp8": "fp8",
     "bitsandbytes": "bitsandbytes",
     "torchao": "torchao",
+    "mlx": "mlx",
 }
 # Files beside the config in which older versions keep the settings, and their schemes.
 _OLD_FILES = {"quantize_config.json": "gptq", "quant_config.json": "awq"}
@@ -65,10 +66,7 @@ def _quantization(config: Path) -> dict[str, Any] | None:
     document = Reader(str(config), FileFormatError, strict=False).keys("", read_json(config), keys, ())
     mlx = document.get("quantization")
     if isinstance(mlx, dict) and "bits" in mlx and "group_size" in mlx:
-        raise FileFormatError(
-            f"{config.parent}: a folder for MLX, which bitplan writes and does not read; "
-            "give the folder of the model that it was made from"
-        )
+        return {**mlx, "quant_method": "mlx"}  # mlx_lm names no method, and repeats it as quantization_config
     said: dict[str, Any] | None = document.get("quantization_config") or document.get("compression_config")
     return said
 
@@ -134,7 +132,7 @@ class SchemeTensors(TensorFile):
         self._checkpoint.close()
 
     def _list(self) -> None:
-        parts = {part for weight in self._weights.values() for part in weight.parts}
+        parts = Counter(part for weight in self._weights.values() for part in weight.parts)
         tensors = self._checkpoint.tensors
         specs = {
             name: TensorSpec(name, entry.dtype_name, entry.shape, entry.nbytes, entry.dtype_name, False)
@@ -142,8 +140,9 @@ class SchemeTensors(TensorFile):
             if name not in parts
         }
         for name, weight in self._weights.items():
-            nbytes = sum(tensors[part].nbytes for part in weight.parts)
-            fmt = weight.format or f"{self.kind}:{weight.label}"
+            nbytes = sum(tensors[part].nbytes // parts[part] for part in weight.parts)  # experts share theirs
+            held = weight.label if weight.label == weight.dtype_name else f"{self.kind}:{weight.label}"
+            fmt = weight.format or held
             dtype = "float32" if weight.format else weight.dtype_name
             specs[name] = TensorSpec(name, fmt, weight.shape, nbytes, dtype, weight.format is not None)
         self.specs = dict(sorted(specs.items()))

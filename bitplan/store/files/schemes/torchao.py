@@ -6,13 +6,15 @@ tensor, `_data`, its attributes, and `_tensor_data_names`, its parts.
 | class | parts | comes as |
 |---|---|---|
 | Float8Tensor | qdata, scale | FP8 by tensor, row or tile |
-| Int8Tensor, IntxUnpackedToInt8Tensor | qdata (int8), scale, zero_point | integers in groups |
+| Int8Tensor, IntxUnpackedToInt8Tensor | qdata (int8: a byte for each code), scale, zero_point | integers in groups |
 | MXTensor | qdata, scale, not swizzled | mxfp8_e4m3, mxfp4 |
+| NVFP4Tensor | qdata, scale, not swizzled, per_tensor_scale | nvfp4 |
 """
 
 from __future__ import annotations
 
 import functools
+import re
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -29,7 +31,7 @@ if TYPE_CHECKING:
     from bitplan.formats import Encoded, Format
 
 NAMES = "tensor_names"
-_ACTIVATIONS = ("act_quant_scale", "act_quant_zero_point")
+_ACTIVATIONS = ("act_quant_scale", "act_quant_zero_point", "act_per_tensor_scale")
 
 
 def list_weights(folder: QuantizedFolder) -> Iterator[SchemeWeight]:
@@ -66,13 +68,27 @@ def _weight(folder: QuantizedFolder, name: str, said: Mapping[str, Any]) -> Sche
         tile = (block[0], block[1]) if isinstance(block, list) and is_tile(block) else TILE
         return fp8_weight(folder, name, f"{prefix}qdata", f"{prefix}scale", tile, beside)
     if kind in ("Int8Tensor", "IntxUnpackedToInt8Tensor"):
-        return _integers(folder, name, prefix, block, beside)
-    if kind != "MXTensor" or data.get("is_swizzled_scales") is not False or block != 32:
+        bits = 8 if kind == "Int8Tensor" else _bits(data.get("target_dtype"))
+        return _integers(folder, name, prefix, block, bits, beside)
+    if data.get("is_swizzled_scales") is not False or (kind, block) not in (("MXTensor", 32), ("NVFP4Tensor", 16)):
         folder.refuse(f"{name!r} is a {kind[:60]} of torchao")
+    if kind == "NVFP4Tensor":
+        base = f"{prefix}per_tensor_scale"
+        factor = base if base in folder.checkpoint.tensors else None
+        parts = f"{prefix}qdata", f"{prefix}scale", factor, beside
+        return fp4_weight(folder, name, *parts, fmt="nvfp4", base_divides=False)
     return _microscaling(folder, name, prefix, beside)
 
 
-def _integers(folder: QuantizedFolder, name: str, prefix: str, block: object, beside: tuple[str, ...]) -> SchemeWeight:
+def _bits(said: object) -> int:
+    """Bits of the codes by {"_type": "torch.dtype", "_data": "int4"}; a byte holds any of them."""
+    name = said.get("_data") if isinstance(said, dict) else None
+    return int(name[3]) if isinstance(name, str) and re.fullmatch("int[1-8]", name) else 8
+
+
+def _integers(
+    folder: QuantizedFolder, name: str, prefix: str, block: object, bits: int, beside: tuple[str, ...]
+) -> SchemeWeight:
     codes = folder.part(f"{prefix}qdata", ("int8",), (None, None), of=name)
     rows, cols = codes.shape
     scales = folder.part(f"{prefix}scale", FLOATS, of=name)
@@ -86,10 +102,10 @@ def _integers(folder: QuantizedFolder, name: str, prefix: str, block: object, be
         folder.part(zero.name, (*FLOATS, "int8", "int32", "int64"), scales.shape, of=name)
     # Zero points of symmetric weights are stored too; whether all are zero is checked when they are read.
     has_zero = zero is not None and any(folder.checkpoint.read_bytes(zero.name))
-    layout = IntegerGroups(rows, cols, 8, group, scales.dtype_name, not has_zero)
+    layout = IntegerGroups(rows, cols, bits, group, scales.dtype_name, not has_zero)
     fmt, reason = layout.format()
     parts = [f"{prefix}qdata", scales.name, *([] if zero is None else [zero.name]), *beside]
-    read = functools.partial(_read, folder, prefix, layout, fmt)
+    read = functools.partial(_read, folder, name, prefix, layout, fmt)
     kept = fmt.name if fmt else None
     return SchemeWeight(name, (rows, cols), tuple(parts), layout.label, kept, layout.scale_type, reason, read)
 
@@ -98,16 +114,21 @@ def _width(dtype_name: str) -> int:
     return 4 if dtype_name == "float32" else 2
 
 
-def _read(folder: QuantizedFolder, prefix: str, layout: IntegerGroups, fmt: Format | None) -> Tensor | Encoded:
+def _read(
+    folder: QuantizedFolder, name: str, prefix: str, layout: IntegerGroups, fmt: Format | None
+) -> Tensor | Encoded:
     import torch
 
-    codes = folder.read(f"{prefix}qdata").view(torch.uint8) ^ 128
+    signed, half = folder.read(f"{prefix}qdata"), 2 ** (layout.bits - 1)
+    if bool(((signed < -half) | (signed > half - 1)).any()):
+        folder.stop(name, f"its codes must be from {-half} to {half - 1}")
+    codes = (signed.view(torch.uint8) + half) & 255
     scales = folder.read(f"{prefix}scale").reshape(layout.rows, layout.groups)
     if fmt is not None:
         return keep_packed(layout, fmt, codes, scales)
-    zeros: Tensor | int = 128
+    zeros: Tensor | int = half
     if not layout.symmetric:
-        zeros = folder.read(f"{prefix}zero_point").to(torch.float32).reshape(layout.rows, layout.groups) + 128
+        zeros = folder.read(f"{prefix}zero_point").to(torch.float32).reshape(layout.rows, layout.groups) + half
     return decode_integers(layout, codes, scales, zeros)
 
 

@@ -1,0 +1,385 @@
+"""Quantizes a file into another, one tensor at a time.
+
+A checkpoint may be far larger than memory: each tensor is read, encoded, written and dropped. The
+output takes its final name only when it is complete.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, Literal
+
+from torch import Tensor
+
+from bitplan.errors import FormatError, StoreError
+from bitplan.formats import Encoded, Format, get_format
+from bitplan.formats.codec import NonFinite, finite, readable
+from bitplan.formats.quantization_error import ErrorReport, error_report, sample
+from bitplan.formats.scales.rules import ScaleRule
+from bitplan.kernels import encode
+from bitplan.plan import Plan
+from bitplan.plan.format_choices import Wanted
+from bitplan.plan.names import listed
+from bitplan.store.files.headers import plan_for_file
+from bitplan.store.files.open_files import container_for, open_tensors, require_container
+from bitplan.store.files.safetensors_tensors import NativeTensors
+from bitplan.store.files.schemes.tensors import SchemeTensors
+from bitplan.store.files.tensor_file import Promise, TensorFile, TensorSpec, Writer
+from bitplan.store.packed_folder import (
+    SHARD_BYTES,
+    FolderContents,
+    Shard,
+    check_packed_output,
+    cut_shards,
+    is_model_folder,
+    is_packed_config,
+    packed_config,
+    read_config,
+    side_files,
+    without_packed_layer,
+    write_packed_folder,
+)
+from bitplan.store.rounding.with_evidence import WeightEvidence, evidence_for, open_evidence
+
+MOST_NAMES_SHOWN = 6
+# Errors of a tensor are counted over this many of its numbers, evenly spread, in a tenth of the time of encoding it.
+MOST_COUNTED = 2**18
+# Absmax saturates no number, the floor rule of mxfp4 about 0.7% of Gaussian weights. 4-bit formats reach 15 dB or more.
+WARN_SATURATED_SHARE = 0.05
+WARN_SQNR_DB = 10.0
+NO_STATISTICS = "no statistics"
+_EXPERT = re.compile(r"\.experts\.\d+\.")
+
+
+@dataclass(frozen=True)
+class QuantizeOptions:
+    """The format of each tensor, and how it is encoded."""
+
+    plan: Plan
+    scale_rule: ScaleRule | None = None
+    pad: Literal["zero"] | None = None
+    nonfinite: NonFinite = "error"
+    evidence: WeightEvidence | None = None
+
+    def choose(self, name: str) -> tuple[Format | None, str]:
+        """The format of a tensor (None: leave it as it is), and the reason."""
+        entry = self.plan.entries[name]
+        fmt = None if entry.stored is not None else get_format(entry.choice.format)
+        return fmt, entry.choice.reason
+
+
+@dataclass
+class QuantizeReport:
+    """What happened to every tensor.
+
+    The row of an encoded tensor has `sqnr_db` (None: exact), and the shares of the `counted` numbers that saturated and
+    that became zero; in other rows these are None. With evidence, `rounding` says what was minimised, and the error
+    before and after.
+    """
+
+    source: str
+    output: str
+    rows: list[dict[str, Any]] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def unseen(self) -> list[str]:
+        """Tensors that were encoded without statistics, where evidence was given."""
+        return [row["name"] for row in self.rows if row.get("rounding") == NO_STATISTICS]
+
+    @property
+    def bytes_before(self) -> int:
+        return sum(row["bytes_before"] for row in self.rows)
+
+    @property
+    def bytes_after(self) -> int:
+        return sum(row["bytes_after"] for row in self.rows)
+
+    @property
+    def warnings(self) -> list[str]:
+        """A line for each format in which tensors lost more than in a suitable format."""
+        encoded: dict[str, list[dict[str, Any]]] = {}
+        for row in self.rows:
+            if row["counted"]:
+                encoded.setdefault(row["to"], []).append(row)
+        lost = [_warning(fmt, rows, lossy) for fmt, rows in encoded.items() if (lossy := [*filter(_is_lossy, rows)])]
+        if self.unseen:
+            listed = ", ".join(self.unseen[:MOST_NAMES_SHOWN]) + (
+                ", ..." if len(self.unseen) > MOST_NAMES_SHOWN else ""
+            )
+            lost.append(f"{len(self.unseen)} tensors have no statistics in the evidence, and are as without: {listed}")
+        lost += self.notes
+        if all(row["from"] == row["to"] for row in self.rows):
+            lost.append("every tensor is as it was: none was put into another format; `bitplan inspect` shows them")
+        return lost
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "source": self.source,
+            "output": self.output,
+            "bytes_before": self.bytes_before,
+            "bytes_after": self.bytes_after,
+            "warnings": self.warnings,
+            "tensors": self.rows,
+        }
+
+
+def _is_lossy(row: dict[str, Any]) -> bool:
+    is_noisy = row["sqnr_db"] is not None and row["sqnr_db"] < WARN_SQNR_DB
+    return bool(is_noisy or row["saturated_share"] > WARN_SATURATED_SHARE)
+
+
+def _warning(fmt: str, rows: list[dict[str, Any]], lossy: list[dict[str, Any]]) -> str:
+    def figures(row: dict[str, Any]) -> str:
+        sqnr = "exact" if row["sqnr_db"] is None else f"SQNR {row['sqnr_db']:.1f} dB"
+        return f"{row['name']} ({100 * row['saturated_share']:.1f}% saturated, {sqnr})"
+
+    listed = ", ".join(map(figures, lossy[:MOST_NAMES_SHOWN])) + (", ..." if len(lossy) > MOST_NAMES_SHOWN else "")
+    advice = "give them another format or scale rule (--scale-rule mse), or leave them as they are (--keep NAME)"
+    return f"{fmt}: {len(lossy)} of {len(rows)} tensors lost much: {listed}; {advice}"
+
+
+OnTensor = Callable[[TensorSpec], None]
+
+
+def quantize_file(
+    source: str | Path,
+    output: str | Path,
+    fmt: Wanted,
+    *,
+    keep: Sequence[str] = (),
+    only: Sequence[str] = (),
+    scale_rule: ScaleRule | None = None,
+    pad: Literal["zero"] | None = None,
+    nonfinite: NonFinite = "error",
+    evidence: str | Path | None = None,
+    force: bool = False,
+    shard_bytes: int = SHARD_BYTES,
+    on_tensor: OnTensor | None = None,
+) -> QuantizeReport:
+    """Write `source` (safetensors, sharded or not, or GGUF, or poly's JSON) to `output` in a format, or by a plan.
+
+    fmt          a format, a mapping of names to formats, a manifest or a plan, as `bitplan.choose_formats` takes it
+    keep, only   names or shell patterns, of tensors or of modules
+    evidence     statistics of the inputs: evidence.safetensors or imatrix.gguf; the same bytes, better numbers
+    force        replace an existing folder
+    shard_bytes  for a Hugging Face folder: the most bytes in a file of weights
+
+    The suffix of `output` says what is written; .gguf needs a GGUF source, whose names and metadata it keeps. Without a
+    suffix `output` is a new folder: from a Hugging Face folder (one with config.json) a whole packed model, which
+    `bitplan.load_packed` loads; from other sharded sources the same shards. Peak memory: the largest tensor in its old
+    and its new form, and some megabytes.
+    """
+    if evidence is not None and scale_rule is not None:
+        raise StoreError(f"{evidence}: evidence chooses the scales, and so does scale_rule={scale_rule!r}; give one")
+    report = QuantizeReport(str(source), str(output))
+    with ExitStack() as opened:
+        file = opened.enter_context(open_tensors(source))
+        statistics = None if evidence is None else opened.enter_context(open_evidence(evidence))
+        plan = plan_for_file(file, fmt, keep=keep, only=only, pad=pad is not None, output=output)
+        if unpacked := _without_layer(file, plan, output):
+            keep = (*keep, *unpacked)
+            plan = plan_for_file(file, fmt, keep=keep, only=only, pad=pad is not None, output=output)
+            plan = _with_reason(plan, unpacked, "no packed layer holds it, so it stays")
+            report.notes.append(
+                f"{len(unpacked)} tensors stay as they are, for no packed layer holds them (transposed matrices, "
+                f"nn.MultiheadAttention): {listed(unpacked, MOST_NAMES_SHOWN)}; a .safetensors OUTPUT holds them packed"
+            )
+        plan.require_whole(str(source))
+        known = None if statistics is None else evidence_for(statistics, file)
+        if known is not None:
+            known.require_use(name for name in file.specs if not get_format(plan[name].format).is_cast)
+        options = QuantizeOptions(plan, scale_rule, plan.pad, nonfinite, known)
+        report.notes += [] if known is None else known.notes
+        inputs = [*file.files, *([] if statistics is None else [statistics.path])]
+        folder = None if container_for(output) else _folder_contents(file, options, shard_bytes)
+        if folder is not None:
+            check_packed_output(output, inputs=inputs, force=force)
+            report.notes += _unstackable(folder)
+            write_packed_folder(
+                output,
+                folder,
+                lambda writer, promises: _quantize_each(file, promises, writer, options, report, on_tensor),
+                force=force,
+            )
+            return report
+        container = require_container(output)
+        container.check_output(output, inputs=inputs)
+        container.check_source(file, Path(output))
+        tied = file.tied if container.holds_ties else {}
+        promises = _promises(file, [*file.specs, *(file.tied if not tied else ())], options)
+        metadata = file.metadata if isinstance(file, container.file_type) else {}
+        with container.write(Path(output), promises, metadata, tied) as writer:
+            _quantize_each(file, promises, writer, options, report, on_tensor)
+    return report
+
+
+def _folder_contents(file: TensorFile, options: QuantizeOptions, shard_bytes: int) -> FolderContents | None:
+    """The contents of the output folder; None if the output is a single file."""
+    is_scheme = isinstance(file, SchemeTensors)
+    if (is_scheme or isinstance(file, NativeTensors)) and file.path.is_dir() and is_model_folder(file.path):
+        config = read_config(file.path)
+        said = config.get("quantization_config")
+        if said is not None and not is_packed_config(config) and not is_scheme:
+            method = said.get("quant_method") if isinstance(said, dict) else said
+            raise StoreError(
+                f"{file.path}: is quantized already ({method!r:.60}), and its tensors are not plain numbers; "
+                "give the folder of the model in bfloat16 or float32"
+            )
+        shards = cut_shards(_promises(file, list(file.specs), options), file.tied, shard_bytes)
+        return FolderContents(shards, packed_config(config, options.plan), options.plan, side_files(file.path))
+    if not isinstance(file, NativeTensors) or len(file.shards) < 2:
+        return None
+    return FolderContents(_same_shards(file, options))
+
+
+def _without_layer(file: TensorFile, plan: Plan, output: str | Path) -> list[str]:
+    """Tensors that the plan packs and no packed layer can hold, if the output is a model's folder."""
+    if container_for(output) or not is_model_folder(file.path):
+        return []
+    packed = [
+        name for name in file.specs if plan.entries[name].stored is None and not get_format(plan[name].format).is_cast
+    ]
+    return without_packed_layer(packed, read_config(file.path))
+
+
+def _with_reason(plan: Plan, names: Sequence[str], reason: str) -> Plan:
+    """The same plan with another reason for these tensors."""
+    changed = dict(plan.entries)
+    for name in names:
+        changed[name] = replace(changed[name], choice=replace(changed[name].choice, reason=reason))
+    return Plan(changed, padding=plan.padding)
+
+
+def _unstackable(folder: FolderContents) -> list[str]:
+    """A warning about separate experts in a format with a factor for each tensor: load_packed cannot stack them."""
+    found = [
+        promise
+        for shard in folder.shards
+        for promise in shard.promises
+        if _EXPERT.search(promise.name) and promise.fmt and promise.fmt.scales and promise.fmt.scales.needs_base
+    ]
+    if folder.config is None or not found:
+        return []
+    fmt = found[0].fmt
+    assert fmt is not None
+    return [
+        f"{len(found)} experts are in {fmt.name}, which has a factor for each tensor: load_packed cannot stack them; "
+        "use mxfp4 or int8_row for a model that is to run packed"
+    ]
+
+
+def _same_shards(file: NativeTensors, options: QuantizeOptions) -> list[Shard]:
+    """The same shards as in the source."""
+    return [
+        Shard(
+            file.shard_name(shard).as_posix(),
+            tuple(_promises(file, [name for name in file.specs if file.shard_of(name) == shard], options)),
+            {alias: name for alias, name in file.tied.items() if file.shard_of(name) == shard},
+            file.metadata_of(shard),
+        )
+        for shard in file.shards
+    ]
+
+
+def _quantize_each(
+    file: TensorFile,
+    promises: Sequence[Promise],
+    writer: Writer,
+    options: QuantizeOptions,
+    report: QuantizeReport,
+    on_tensor: OnTensor | None,
+) -> None:
+    for promise in promises:
+        spec = file.spec(promise.name)
+        _, reason = options.choose(promise.name)
+        converted, lost = _converted(file, spec, promise, options)
+        writer.write(promise.name, converted)
+        del converted
+        report.rows.append(
+            {
+                "name": promise.name,
+                "shape": list(spec.shape),
+                "from": spec.format,
+                "to": promise.fmt.name if promise.fmt else spec.format,
+                "reason": reason,
+                "bytes_before": spec.nbytes,
+                "bytes_after": promise.nbytes,
+                **lost,
+            }
+        )
+        if on_tensor:
+            on_tensor(spec)
+
+
+def _converted(
+    file: TensorFile, spec: TensorSpec, promise: Promise, options: QuantizeOptions
+) -> tuple[Tensor | Encoded, dict[str, Any]]:
+    """The tensor to write, and its errors."""
+    if promise.fmt is None or _is_copied(spec, promise.fmt):
+        return file.read(promise.name), _lost(None)
+    where = f"{file.path}: {spec.name}"
+    numbers = file.read_float(spec.name)
+    said: dict[str, Any] = {}
+    if promise.fmt.is_cast:
+        encoded = _cast(finite(numbers, options.nonfinite, where), promise.fmt, where)
+    elif options.evidence is not None and options.evidence.has(own := file.tied.get(spec.name, spec.name)):
+        whole = finite(numbers, options.nonfinite, where)
+        encoded, rounding = options.evidence.round(own, whole, promise.fmt, pad=options.pad, where=where)
+        said = {"rounding": rounding.to_dict()}
+    else:
+        encoded = encode(
+            numbers,
+            promise.fmt,
+            scale_rule=options.scale_rule,
+            pad=options.pad,
+            nonfinite=options.nonfinite,
+            name=where,
+        )
+        said = {} if options.evidence is None else {"rounding": NO_STATISTICS}
+    some, part = sample(numbers, encoded, MOST_COUNTED)
+    return encoded, _lost(error_report(finite(readable(some, where), options.nonfinite, where), part)) | said
+
+
+def _lost(errors: ErrorReport | None) -> dict[str, Any]:
+    if errors is None or not errors.count:
+        return dict.fromkeys(("sqnr_db", "saturated_share", "underflowed_share", "counted"))
+    return {
+        "sqnr_db": errors.to_dict()["sqnr_db"],
+        "saturated_share": errors.saturated / errors.count,
+        "underflowed_share": errors.underflowed / errors.count,
+        "counted": errors.count,
+    }
+
+
+def _is_copied(spec: TensorSpec, fmt: Format) -> bool:
+    """Whether a tensor is in its format already: its bytes are then copied, with their filling."""
+    return spec.encoded and spec.format == fmt.name
+
+
+def _cast(numbers: Tensor, fmt: Format, where: str) -> Encoded:
+    """A cast that refuses to turn finite numbers into infinities."""
+    encoded = encode(numbers, fmt)
+    if lost := int(encoded.data.isinf().sum()):
+        raise FormatError(
+            f"{where}: {lost} of {numbers.numel()} numbers are beyond the range of {fmt.name}; "
+            "choose bfloat16 or float32"
+        )
+    return encoded
+
+
+def _promises(file: TensorFile, names: Sequence[str], options: QuantizeOptions) -> list[Promise]:
+    promises = []
+    for name in names:
+        spec = file.spec(name)
+        fmt, _ = options.choose(name)
+        if fmt is not None:
+            file.require_numbers(spec)
+        if fmt is None and spec.encoded:  # a packed tensor that is left alone stays packed
+            fmt = get_format(spec.format)
+        promises.append(Promise(name, spec.shape, fmt, spec.dtype))
+    return promises
