@@ -175,8 +175,9 @@ class InputStatistics:
                 part = self._part(name, f".{what}")
                 assert part is not None
                 evidence.write(key, part.float().cpu())
-                if self._is_in_evidence(f"{name}.{INPUTS}"):
-                    self.sums.release(f"{name}.{INPUTS}")
+                written = f"{name}.{BETWEEN if f'.{what}' == OUTPUTS else INPUTS}"
+                if self._is_in_evidence(written):
+                    self.sums.release(written)
         tensors = {key: self.sums.get(key) for key in rest if key in self.sums.small}
         shapes: dict[str, tuple[int, ...]] = {key: (columns_of[key],) * 2 for key in rest if key not in tensors}
         shapes |= {key: tuple(part.shape) for key, part in tensors.items() if part is not None}

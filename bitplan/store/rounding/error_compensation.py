@@ -56,15 +56,16 @@ def inverse_factor(hessian: Tensor, columns: Tensor) -> Tensor | None:
 def factor_of(hessian: Tensor, damping: float, columns: Tensor, name: str) -> tuple[Tensor, Tensor, float]:
     """(H over the mean of its diagonal, damped; its inverse's factor in the order of `columns`; the damping it took).
 
-    H is float64, and is overwritten.
+    Computed in float64.
     """
-    hessian /= hessian.diagonal().mean()
-    diagonal = hessian.diagonal().clone()
+    wide = hessian.double()
+    heavy = wide / wide.diagonal().mean()
+    diagonal = heavy.diagonal().clone()
     while True:
-        hessian.diagonal().copy_(diagonal + damping)
-        factor = inverse_factor(hessian, columns)
+        heavy.diagonal().copy_(diagonal + damping)
+        factor = inverse_factor(heavy, columns)
         if factor is not None:
-            return hessian.float(), factor.float(), damping
+            return heavy.float(), factor.float(), damping
         if damping >= MOST_DAMPING:
             raise FormatError(
                 f"{name}: the Hessian is not positive definite, even with damping {damping}; "
@@ -124,7 +125,7 @@ class InputHessian:
         if not float(self.hessian.diagonal().sum()) > 0:
             raise FormatError(f"{name}: the diagonal of `hessian` adds up to zero: no input was seen; leave it out")
         empty = layout.filled - layout.cols
-        return torch.nn.functional.pad(self.hessian.to(device, torch.float64, copy=True), (0, empty, 0, empty))
+        return torch.nn.functional.pad(self.hessian.to(device, torch.float64), (0, empty, 0, empty))
 
 
 def check_statistics(given: Tensor, shape: tuple[int, ...], what: str, name: str) -> None:
